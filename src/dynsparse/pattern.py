@@ -114,9 +114,7 @@ class SparsePattern:
         TypeError: coordinates that are not integers.
     """
 
-    def __init__(
-        self, rows: Any, cols: Any, *, shape: Sequence[int], block_size: int = 1
-    ) -> None:
+    def __init__(self, rows: Any, cols: Any, *, shape: Sequence[int], block_size: int = 1) -> None:
         shape, block_size, grid = _block_grid(shape, block_size)
         row = _coordinates(rows, "rows", grid[0])
         col = _coordinates(cols, "cols", grid[1])
@@ -135,7 +133,6 @@ class SparsePattern:
             raise ValueError(f"at most {_INT32_MAX} blocks fit a pattern, got {len(flat)}")
         self.shape = shape
         self.block_size = block_size
-        self.flat = flat
         width = self.grid[1]
         self.rows = torch.div(flat, width, rounding_mode="floor").to(torch.int32)
         self.cols = (flat % width).to(torch.int32)
@@ -237,6 +234,11 @@ class SparsePattern:
         return self.grid[0] * self.grid[1]
 
     @property
+    def flat(self) -> Tensor:
+        """Flat block positions (row * (in/b) + col), sorted, int64 [nnz]; computed at each call."""
+        return self.rows.long().mul_(self.grid[1]).add_(self.cols)
+
+    @property
     def nnz(self) -> int:
         """How many blocks are present."""
         return len(self.rows)
@@ -271,7 +273,8 @@ class SparsePattern:
         return (
             self.shape == other.shape
             and self.block_size == other.block_size
-            and torch.equal(self.flat, other.flat)
+            and torch.equal(self.rows, other.rows)
+            and torch.equal(self.cols, other.cols)
         )
 
     __hash__ = None  # type: ignore[assignment]
@@ -283,17 +286,18 @@ class SparsePattern:
         )
 
     def __getstate__(self) -> dict[str, Any]:
-        return {"flat": self.flat, "shape": self.shape, "block_size": self.block_size}
+        return {k: getattr(self, k) for k in ("rows", "cols", "shape", "block_size")}
 
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self._set(state["flat"], state["shape"], state["block_size"])
+    def __deepcopy__(self, memo: dict[int, Any]) -> SparsePattern:
+        return self  # immutable
 
     def contains(self, flat: Tensor) -> Tensor:
         """Whether each flat block position (int64 [n]) is present: bool [n]."""
         if self.nnz == 0:
             return torch.zeros(len(flat), dtype=torch.bool)
-        slot = torch.searchsorted(self.flat, flat).clamp_(max=self.nnz - 1)
-        return self.flat[slot] == flat
+        own = self.flat
+        slot = torch.searchsorted(own, flat).clamp_(max=self.nnz - 1)
+        return own[slot] == flat
 
     def _check_values(self, values: Tensor) -> None:
         if tuple(values.shape) != self.values_shape:
@@ -391,9 +395,9 @@ class Rewiring:
         """
         drop = torch.as_tensor(drop, dtype=torch.int64).cpu().flatten()
         grow = torch.as_tensor(grow, dtype=torch.int64).cpu().flatten().sort().values
-        if len(drop) and not (0 <= int(drop.min()) and int(drop.max()) < pattern.nnz):
+        if len(drop) and not (int(drop.min()) >= 0 and int(drop.max()) < pattern.nnz):
             raise ValueError(f"slots to drop must lie in [0, {pattern.nnz})")
-        if len(grow) and not (0 <= int(grow[0]) and int(grow[-1]) < pattern.total):
+        if len(grow) and not (int(grow[0]) >= 0 and int(grow[-1]) < pattern.total):
             raise ValueError(f"positions to grow must lie in [0, {pattern.total})")
         stays = torch.ones(pattern.nnz, dtype=torch.bool)
         stays[drop] = False
@@ -420,9 +424,10 @@ class Rewiring:
         """The rewiring that leads from one pattern to another of the same shape and block size."""
         if (before.shape, before.block_size) != (after.shape, after.block_size):
             raise ValueError(f"{before} and {after} differ in shape or block size")
-        stays = before.contains(after.flat)
+        positions = after.flat
+        stays = before.contains(positions)
         source = torch.full((after.nnz,), -1, dtype=torch.int64)
-        source[stays] = torch.searchsorted(before.flat, after.flat[stays])
+        source[stays] = torch.searchsorted(before.flat, positions[stays])
         return cls(before, after, source)
 
     @property

@@ -1,0 +1,5 @@
+"""Sparse layers."""
+
+from dynsparse.nn.linear import SparseLinear
+
+__all__ = ["SparseLinear"]

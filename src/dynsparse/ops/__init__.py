@@ -1,0 +1,5 @@
+"""Sparse products on torch tensors, one folder per operation."""
+
+from dynsparse.ops.linear import grad_input, grad_weight, linear
+
+__all__ = ["grad_input", "grad_weight", "linear"]

@@ -1,0 +1,197 @@
+"""The sparse fully connected operator and its autograd, registered with torch.library.
+
+`torch.ops.dynsparse.linear` takes plain strided tensors, so torch.compile, autocast and fake
+tensors see an ordinary operator. On a CPU float32 work goes to the compiled kernels; everything
+else (float64, other devices, no compiled kernels) goes through `naive`.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from dynsparse.ops import capture
+from dynsparse.ops.linear import cpu, naive
+from dynsparse.pattern import PatternIndex, SparsePattern
+
+__all__ = ["grad_input", "grad_weight", "linear"]
+
+_INDEX = "Tensor row_ptr, Tensor cols, Tensor col_ptr, Tensor csc_rows, Tensor csc_perm"
+
+_library = torch.library.Library("dynsparse", "DEF")
+_library.define(f"linear(Tensor x, Tensor values, {_INDEX}, Tensor? bias) -> Tensor")
+_library.define(
+    f"linear_backward(Tensor dy, Tensor? x, Tensor values, {_INDEX}, bool need_input)"
+    " -> (Tensor, Tensor)"
+)
+
+
+def _features(index: PatternIndex, b: int) -> tuple[int, int]:
+    return (index.row_ptr.shape[0] - 1) * b, (index.col_ptr.shape[0] - 1) * b
+
+
+def _check(x: Tensor, values: Tensor, features: int, what: str) -> None:
+    if x.dim() == 0 or x.shape[-1] != features:
+        raise RuntimeError(
+            f"{what} must end in {features} features for this sparse layer, "
+            f"got the shape {list(x.shape)}"
+        )
+    if not x.is_floating_point():
+        raise RuntimeError(f"{what} must be floating point, got {x.dtype}")
+    low = x.dtype in (torch.bfloat16, torch.float16) and values.dtype == torch.float32
+    if x.dtype != values.dtype and not low:
+        raise RuntimeError(
+            f"{what} is {x.dtype} but the layer's values are {values.dtype}: convert one of them "
+            "(bfloat16 and float16 activations may meet float32 values)"
+        )
+
+
+def _compute_dtype(dtype: torch.dtype) -> torch.dtype:
+    return torch.float32 if dtype in (torch.bfloat16, torch.float16) else dtype
+
+
+def _forward(x: Tensor, values: Tensor, *rest: Tensor | None) -> Tensor:
+    index, bias = PatternIndex(*rest[:5]), rest[5]  # type: ignore[arg-type]
+    out_features, in_features = _features(index, naive.block_size_of(values))
+    _check(x, values, in_features, "x")
+    dtype = _compute_dtype(x.dtype)
+    x2d = x.reshape(-1, in_features).to(dtype)
+    w = values.to(dtype)
+    b = None if bias is None else bias.to(dtype)
+    passes = cpu if cpu.available(x2d, w) else naive
+    return passes.forward(x2d, w, index, b).to(x.dtype).view(*x.shape[:-1], out_features)
+
+
+def _backward(
+    dy: Tensor, x: Tensor | None, values: Tensor, *rest: Tensor | bool
+) -> tuple[Tensor, Tensor]:
+    index, need_input = PatternIndex(*rest[:5]), bool(rest[5])  # type: ignore[arg-type]
+    out_features, in_features = _features(index, naive.block_size_of(values))
+    dtype = _compute_dtype(dy.dtype)
+    dy2d = dy.reshape(-1, out_features).to(dtype)
+    x2d = None if x is None else x.reshape(-1, in_features).to(dtype)
+    w = values.to(dtype)
+    if x2d is not None:
+        capture.record(values, x2d, dy2d)
+    if cpu.available(dy2d, w):
+        dx, dw = cpu.backward(dy2d, x2d, w, index, need_input, x2d is not None)
+    else:
+        dx = naive.grad_input(dy2d, w, index) if need_input else None
+        dw = None if x2d is None else naive.grad_weight(dy2d, x2d, w, index)
+    shape = (*dy.shape[:-1], in_features)
+    return (
+        dy.new_empty(0) if dx is None else dx.to(dy.dtype).view(shape),
+        values.new_empty(0) if dw is None else dw.to(values.dtype),
+    )
+
+
+_library.impl("linear", _forward, "CompositeExplicitAutograd")
+_library.impl("linear_backward", _backward, "CompositeExplicitAutograd")
+
+
+@torch.library.register_fake("dynsparse::linear", lib=_library)
+def _(x: Tensor, values: Tensor, *rest: Tensor | None) -> Tensor:
+    index = PatternIndex(*rest[:5])  # type: ignore[arg-type]
+    out_features, in_features = _features(index, naive.block_size_of(values))
+    _check(x, values, in_features, "x")
+    return x.new_empty(*x.shape[:-1], out_features)
+
+
+@torch.library.register_fake("dynsparse::linear_backward", lib=_library)
+def _(dy: Tensor, x: Tensor | None, values: Tensor, *rest: Tensor | bool) -> tuple[Tensor, Tensor]:
+    index = PatternIndex(*rest[:5])  # type: ignore[arg-type]
+    _, in_features = _features(index, naive.block_size_of(values))
+    return (
+        dy.new_empty(*dy.shape[:-1], in_features) if rest[5] else dy.new_empty(0),
+        values.new_empty(0) if x is None else torch.empty_like(values),
+    )
+
+
+def _setup_context(ctx, inputs, output) -> None:
+    x, values, *index, _ = inputs
+    # Without a gradient of the values nothing of x is needed, so it is not kept alive.
+    ctx.save_for_backward(x if ctx.needs_input_grad[1] else None, values, *index)
+    ctx.bias_dtype = None if inputs[7] is None else inputs[7].dtype
+
+
+def _autograd(ctx, dy: Tensor):
+    x, values, *index = ctx.saved_tensors
+    need_input, need_values = ctx.needs_input_grad[:2]
+    dx = dw = db = None
+    if need_input or need_values:
+        dx, dw = torch.ops.dynsparse.linear_backward(dy, x, values, *index, need_input)
+    if ctx.needs_input_grad[7]:
+        db = dy.reshape(-1, dy.shape[-1]).sum(0, dtype=ctx.bias_dtype)
+    return dx if need_input else None, dw if need_values else None, *[None] * 5, db
+
+
+def _no_double_backward(ctx, *grads):
+    raise RuntimeError(
+        "dynsparse's sparse linear layer has no second derivative: "
+        "call backward without create_graph=True"
+    )
+
+
+torch.library.register_autograd(
+    "dynsparse::linear", _autograd, setup_context=_setup_context, lib=_library
+)
+torch.library.register_autograd("dynsparse::linear_backward", _no_double_backward, lib=_library)
+
+
+def _autocast(device: str) -> None:
+    def forward(x: Tensor, *rest: Tensor | None) -> Tensor:
+        # Only the activations are lowered: the values are few, and stay as exact as they are.
+        if x.is_floating_point() and x.dtype != torch.float64:
+            x = x.to(torch.get_autocast_dtype(device))
+        with torch.autocast(device, enabled=False):
+            return torch.ops.dynsparse.linear(x, *rest)
+
+    def backward(*args):
+        with torch.autocast(device, enabled=False):
+            return torch.ops.dynsparse.linear_backward(*args)
+
+    _library.impl("linear", forward, f"Autocast{device.upper()}")
+    _library.impl("linear_backward", backward, f"Autocast{device.upper()}")
+
+
+_autocast("cpu")
+_autocast("cuda")
+
+
+def _index_of(pattern: SparsePattern | PatternIndex) -> PatternIndex:
+    return pattern.index if isinstance(pattern, SparsePattern) else pattern
+
+
+def linear(
+    x: Tensor, values: Tensor, pattern: SparsePattern | PatternIndex, bias: Tensor | None = None
+) -> Tensor:
+    """Y = X W^T + bias for a sparse W. Differentiable in x, values and bias.
+
+    Args:
+        x: [..., in]; any strides; float32, float64, bfloat16 or float16.
+        values: [nnz] or [nnz, b, b], the dtype of x; float32 values also take bfloat16 and float16
+            activations and then accumulate in float32.
+        pattern: the pattern, or its index tensors on the device of `values`.
+        bias: [out] or None.
+
+    Returns:
+        [..., out], the dtype of x, contiguous.
+
+    Raises:
+        RuntimeError: shapes or dtypes that do not fit, or a second derivative.
+    """
+    return torch.ops.dynsparse.linear(x, values, *_index_of(pattern), bias)
+
+
+def grad_input(dy: Tensor, values: Tensor, pattern: SparsePattern | PatternIndex) -> Tensor:
+    """dX = dY W: [..., out] -> [..., in]."""
+    index = _index_of(pattern)
+    return torch.ops.dynsparse.linear_backward(dy, None, values, *index, True)[0]
+
+
+def grad_weight(
+    dy: Tensor, x: Tensor, values: Tensor, pattern: SparsePattern | PatternIndex
+) -> Tensor:
+    """dW = (dY^T X) at the pattern's positions only: the shape of `values`, which is not read."""
+    index = _index_of(pattern)
+    return torch.ops.dynsparse.linear_backward(dy, x, values, *index, False)[1]

@@ -1,0 +1,17 @@
+"""Dynamic sparse training that really is sparse.
+
+A layer holds only its non-zero weights, its three passes cost in proportion to them, and the
+pattern of non-zeros changes while the network trains.
+"""
+
+from importlib.metadata import PackageNotFoundError, version
+
+from dynsparse import nn, ops
+from dynsparse.pattern import Rewiring, SparsePattern
+
+try:
+    __version__ = version("dynsparse")
+except PackageNotFoundError:  # run from a source tree that was never installed
+    __version__ = "0.0.0"
+
+__all__ = ["Rewiring", "SparsePattern", "nn", "ops"]

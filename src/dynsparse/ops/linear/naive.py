@@ -1,0 +1,81 @@
+"""The three passes in plain torch: the oracle of the compiled kernels, and what runs without them.
+
+Feature-major, for any device, dtype and block size. Work goes in chunks of blocks so that memory
+stays bounded. Elements are blocks of size 1.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from dynsparse.pattern import PatternIndex
+
+_CHUNK_ELEMENTS = 1 << 22
+
+
+def block_size_of(values: Tensor) -> int:
+    return 1 if values.dim() == 1 else values.shape[-1]
+
+
+def rows_of(index: PatternIndex) -> Tensor:
+    """The block row of every slot, int64 [nnz]."""
+    counts = index.row_ptr.diff().long()
+    return torch.repeat_interleave(torch.arange(len(counts), device=counts.device), counts)
+
+
+def _chunks(count: int, elements_each: int) -> Iterator[slice]:
+    step = max(1, _CHUNK_ELEMENTS // max(1, elements_each))
+    return (slice(i, i + step) for i in range(0, count, step))
+
+
+def _blocked(matrix: Tensor, b: int) -> Tensor:
+    """[batch, features] -> [features / b, b, batch], contiguous."""
+    return matrix.t().reshape(matrix.shape[1] // b, b, matrix.shape[0])
+
+
+def _scatter(values: Tensor, source: Tensor, take: Tensor, put: Tensor, count: int) -> Tensor:
+    """sum over slots s of values[s] @ source[take[s]] at put[s]: [count * b, batch] transposed."""
+    b, batch = source.shape[1:]
+    out = source.new_zeros(count, b, batch)
+    for part in _chunks(len(values), b * max(b, batch)):
+        out.index_add_(0, put[part], values[part] @ source[take[part]])
+    return out.reshape(count * b, batch).t().contiguous()
+
+
+def forward(x: Tensor, values: Tensor, index: PatternIndex, bias: Tensor | None) -> Tensor:
+    """Y = X W^T + bias. x [batch, in], values [nnz] or [nnz, b, b] -> [batch, out]."""
+    b = block_size_of(values)
+    y = _scatter(
+        values.reshape(-1, b, b),
+        _blocked(x, b),
+        index.cols.long(),
+        rows_of(index),
+        len(index.row_ptr) - 1,
+    )
+    return y if bias is None else y + bias
+
+
+def grad_input(dy: Tensor, values: Tensor, index: PatternIndex) -> Tensor:
+    """dX = dY W. dy [batch, out] -> [batch, in]."""
+    b = block_size_of(values)
+    return _scatter(
+        values.reshape(-1, b, b).transpose(1, 2),
+        _blocked(dy, b),
+        rows_of(index),
+        index.cols.long(),
+        len(index.col_ptr) - 1,
+    )
+
+
+def grad_weight(dy: Tensor, x: Tensor, values: Tensor, index: PatternIndex) -> Tensor:
+    """dW = (dY^T X) at the pattern's positions only: the shape of `values`."""
+    b = block_size_of(values)
+    dyt, xt = _blocked(dy, b), _blocked(x, b)
+    rows, cols = rows_of(index), index.cols.long()
+    out = x.new_empty(len(values), b, b)
+    for part in _chunks(len(values), b * max(b, x.shape[0])):
+        out[part] = dyt[rows[part]] @ xt[cols[part]].transpose(1, 2)
+    return out.reshape(values.shape)
