@@ -1,0 +1,39 @@
+"""Data sets: scikit-learn's digits, MNIST and Fashion-MNIST as tensors in memory.
+
+`load(name)` gives a `Pictures` pair; nothing here touches the network unless a set has to be
+downloaded.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from dynsparse.data.digits import load_digits
+from dynsparse.data.idx import read_idx
+from dynsparse.data.mnist import SOURCES, load_mnist
+from dynsparse.data.pictures import DataSet, Pictures
+
+__all__ = ["NAMES", "DataSet", "Pictures", "load", "read_idx"]
+
+NAMES = ("digits", *SOURCES)
+
+
+def load(name: str, data_dir: str | Path | None = None) -> DataSet:
+    """The data set `name`: "digits", "mnist" or "fashion-mnist".
+
+    Args:
+        name: one of `NAMES`.
+        data_dir: for the MNIST sets, the folder with the four IDX files (plain or .gz), or one
+            with a folder of that name in it. Without it they are downloaded once, with their
+            checksums, into the user's cache folder. The digits come with scikit-learn.
+
+    Raises:
+        ValueError: an unknown name, a damaged file, a download with the wrong checksum, or digits
+            with a `data_dir`, which they have no use for.
+        OSError: a file that is missing or cannot be read, no connection.
+    """
+    if name == "digits":
+        return load_digits()
+    if name in SOURCES:
+        return load_mnist(name, data_dir)
+    raise ValueError(f"expected a data set among {', '.join(NAMES)}, got {name!r}")

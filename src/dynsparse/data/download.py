@@ -1,0 +1,117 @@
+"""Downloads with a checksum and a progress bar."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+__all__ = ["cache_folder", "fetch"]
+
+_TIMEOUT_SECONDS = 30
+
+
+def cache_folder() -> Path:
+    """Where downloads are kept: DYNSPARSE_CACHE_DIR, or the user's cache folder."""
+    import pooch
+
+    return Path(os.environ.get("DYNSPARSE_CACHE_DIR") or pooch.os_cache("dynsparse"))
+
+
+def fetch(urls: Sequence[str], file: str, checksum: str, folder: Path) -> Path:
+    """`file` in `folder`, downloaded from the first of `urls` that gives it, unless it is there.
+
+    A file with another checksum is never left in the folder: pooch writes beside it and moves the
+    finished file.
+
+    Args:
+        urls: folders that hold the file, ending in a slash.
+        file: its name.
+        checksum: "algorithm:hex".
+        folder: where it goes; made if it does not exist.
+
+    Raises:
+        ValueError: what was downloaded has another checksum.
+        OSError: no address answered, or the folder cannot be written.
+    """
+    import pooch
+    import requests
+
+    logging.getLogger("pooch").setLevel(logging.WARNING)  # the bar says what it would say
+    for url in urls:
+        with _Bar(file) as bar:
+            try:
+                path = pooch.retrieve(
+                    url + file,
+                    known_hash=checksum,
+                    fname=file,
+                    path=folder,
+                    downloader=pooch.HTTPDownloader(progressbar=bar, timeout=_TIMEOUT_SECONDS),
+                )
+                return Path(path)
+            except requests.exceptions.RequestException as error:
+                reason = f"{url}{file}: {_reason(error)}"
+            except ValueError:
+                raise ValueError(
+                    f"{url}{file}: expected the checksum {checksum}, got another: the download is "
+                    "damaged or the file has changed; try again, or put the file in a data folder"
+                ) from None
+    raise OSError(
+        f"cannot download {file} ({reason}): check the connection, or put the files in a folder "
+        "and name it as the data folder"
+    )
+
+
+def _reason(error: Exception) -> str:
+    """One short phrase: requests' own text for a refused connection runs over five lines."""
+    response = getattr(error, "response", None)
+    if response is not None:
+        return f"the server answered {response.status_code}"
+    return {
+        "ConnectTimeout": "no answer in time",
+        "ReadTimeout": "no answer in time",
+        "ChunkedEncodingError": "the connection broke off",
+    }.get(type(error).__name__, "no connection")
+
+
+class _Bar:
+    """A rich progress bar with the four names pooch calls on one: total, update, reset, close."""
+
+    def __init__(self, file: str) -> None:
+        from rich.console import Console
+        from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn
+
+        self._progress = Progress(
+            TextColumn("{task.description}"),
+            BarColumn(),
+            DownloadColumn(),
+            console=Console(stderr=True),
+            transient=True,
+        )
+        self._task = self._progress.add_task(f"downloading {file}", total=None, visible=False)
+
+    def __enter__(self) -> _Bar:
+        self._progress.start()
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._progress.stop()
+
+    @property
+    def total(self) -> Any:
+        return self._progress.tasks[0].total
+
+    @total.setter
+    def total(self, size: int) -> None:
+        self._progress.update(self._task, total=size or None, visible=True)
+
+    def update(self, size: int) -> None:
+        self._progress.update(self._task, advance=size)
+
+    def reset(self) -> None:
+        self._progress.update(self._task, completed=0)
+
+    def close(self) -> None:
+        """Pooch calls this when the file is whole; the bar stops with its context."""

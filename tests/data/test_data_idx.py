@@ -1,0 +1,74 @@
+"""The IDX reader: what it reads, and the one line each damaged file gives."""
+
+import contextlib
+import gzip
+import struct
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from dynsparse.data import read_idx
+
+
+def idx(array: np.ndarray) -> bytes:
+    header = struct.pack(">HBB", 0, 8, array.ndim)
+    return header + struct.pack(f">{array.ndim}I", *array.shape) + array.tobytes()
+
+
+PICTURES = np.arange(2 * 3 * 4, dtype=np.uint8).reshape(2, 3, 4)
+
+
+@pytest.mark.parametrize("zipped", [False, True])
+@pytest.mark.parametrize("array", [PICTURES, PICTURES[0, 0], PICTURES[:0]])
+def test_reads_what_was_written(tmp_path, zipped, array):
+    file = tmp_path / "file"
+    file.write_bytes(gzip.compress(idx(array)) if zipped else idx(array))
+    got = read_idx(file, array.ndim)
+    assert got.dtype == np.uint8
+    assert got.shape == array.shape
+    assert np.array_equal(got, array)
+
+
+BAD = {
+    "empty": (b"", "got only 0 bytes"),
+    "short magic": (b"\0\0\x08", "got only 3 bytes"),
+    "text": (b"<html>no such file</html>", "got the magic 3c68746d"),
+    "labels for pictures": (idx(PICTURES[0, 0]), "3 dimension"),
+    "floats": (b"\0\0\x0d\x03" + idx(PICTURES)[4:], "unsigned bytes"),
+    "cut header": (idx(PICTURES)[:10], "truncated inside the header"),
+    "cut body": (idx(PICTURES)[:-1], "expected 24 bytes for the shape (2, 3, 4), got 23"),
+    "too long": (idx(PICTURES) + b"x", "more bytes than the 24"),
+    "promises terabytes": (b"\0\0\x08\x03" + b"\xff" * 12 + b"abc", "truncated: expected"),
+    "cut gzip": (gzip.compress(idx(PICTURES))[:-9], "damaged gzip stream"),
+    "wrong gzip check": (
+        gzip.compress(idx(PICTURES))[:-8] + b"\1\2\3\4" + gzip.compress(idx(PICTURES))[-4:],
+        "damaged gzip stream",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_a_damaged_file_gives_one_line(tmp_path, name):
+    content, message = BAD[name]
+    file = tmp_path / "damaged"
+    file.write_bytes(content)
+    with pytest.raises(ValueError, match="damaged") as error:
+        read_idx(file, 3)
+    assert message in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+@settings(deadline=None, max_examples=60)
+@given(st.binary(max_size=40), st.booleans())
+def test_any_bytes_are_read_or_refused(tmp_path_factory, content, zipped):
+    file = tmp_path_factory.mktemp("idx") / "file"
+    file.write_bytes(gzip.compress(content) if zipped else b"\0\0\x08\x01" + content)
+    with contextlib.suppress(ValueError):
+        assert read_idx(file, 1).ndim == 1
+
+
+def test_a_missing_file_is_an_os_error(tmp_path):
+    with pytest.raises(FileNotFoundError):
+        read_idx(tmp_path / "nowhere", 1)
