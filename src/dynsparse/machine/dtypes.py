@@ -1,0 +1,80 @@
+"""The element types of the machine's variables, under Poplar's names."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+__all__ = [
+    "BOOL",
+    "FLOAT",
+    "HALF",
+    "INT",
+    "SHORT",
+    "UNSIGNED_CHAR",
+    "UNSIGNED_INT",
+    "UNSIGNED_SHORT",
+    "DType",
+    "as_dtype",
+]
+
+
+@dataclass(frozen=True)
+class DType:
+    """An element type. `size` in bytes; `numpy` is how the simulation stores it."""
+
+    name: str
+    numpy: np.dtype
+
+    @property
+    def size(self) -> int:
+        return self.numpy.itemsize
+
+    @property
+    def is_floating(self) -> bool:
+        return self.numpy.kind == "f"
+
+    @property
+    def poison(self) -> Any:
+        """What fresh memory holds: NaN, or the bytes 0xAB. No result can lean on it unnoticed."""
+        if self.is_floating:
+            return np.nan
+        if self.numpy.kind == "b":
+            return True
+        return np.frombuffer(b"\xab" * self.size, self.numpy)[0]
+
+    def __repr__(self) -> str:
+        return self.name
+
+
+HALF = DType("half", np.dtype(np.float16))
+FLOAT = DType("float", np.dtype(np.float32))
+INT = DType("int", np.dtype(np.int32))
+UNSIGNED_INT = DType("unsigned int", np.dtype(np.uint32))
+SHORT = DType("short", np.dtype(np.int16))
+UNSIGNED_SHORT = DType("unsigned short", np.dtype(np.uint16))
+UNSIGNED_CHAR = DType("unsigned char", np.dtype(np.uint8))
+BOOL = DType("bool", np.dtype(np.bool_))
+
+_ALL = (HALF, FLOAT, INT, UNSIGNED_INT, SHORT, UNSIGNED_SHORT, UNSIGNED_CHAR, BOOL)
+_BY_NAME = {t.name: t for t in _ALL} | {t.numpy.name: t for t in _ALL}
+
+
+def as_dtype(value: Any) -> DType:
+    """The element type meant by a `DType`, a name, or a NumPy or torch dtype.
+
+    Raises:
+        TypeError: a type the machine does not have.
+    """
+    if isinstance(value, DType):
+        return value
+    if not isinstance(value, type):
+        found = _BY_NAME.get(str(value).removeprefix("torch."))
+    else:
+        found = _BY_NAME.get(np.dtype(value).name) if issubclass(value, np.generic) else None
+    if found is None:
+        names = ", ".join(t.name for t in _ALL)
+        raise TypeError(f"expected an element type ({names}), got {value!r}")
+    return found

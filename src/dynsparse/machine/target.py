@@ -1,0 +1,177 @@
+"""The machine a program is compiled for: how many tiles, how large, how fast.
+
+Sources of the constants. [V] vendor documents, [T] constants carried in third-party sources or in
+PopLibs, [I] inferred by arithmetic from published figures.
+
+=============================== =========== ==================================================
+field                           Mk2, Bow    source
+=============================== =========== ==================================================
+tiles                           1472        [V] profiles and data sheets
+bytes_per_tile                  638,976     [V] text of Poplar's out-of-memory error (624 KiB)
+workers                         6           [V] Poplar assembly programming guide
+clock_hz                        1.33e9,     [V] `gc-info` of an M2000;
+                                1.85e9      [V] Bow-2000 data sheet
+data_path_bits                  64          [T] PopLibs' vector widths: 4 half, 2 float
+exchange_bytes_per_cycle        4           [T] `Target::getExchangeBytesPerCycle`; [I] makes
+                                            the published 7.8 TB/s of a whole Mk2
+exchange_bus_tiles              2           [V] `Target::getTilesPerSharedExchangeBus`
+exchange_fragment_cycles        3           [T] an independent compiler for the C600: three
+                                            control instructions for each fragment received,
+                                            beside the payload
+sync_cycles                     126         [T] `Target::getMaxIPUSyncDelay` of the C600: the
+                                            farthest tile. Uncertain: between 0 (tutorials) and
+                                            600 (the same source's flat cost of a phase)
+memcpy_bytes_per_cycle          8           [T] `Target::getMemcpyBytesPerCycle`
+local_copy_cycles               0           overhead of a copy inside a tile. Uncertain: the
+                                            C600 compiler charges up to 288 for each call
+coefficient_load_bytes_per_cycle 8          [T] PopLibs: 64-bit weight loads unless the option
+                                            use128BitConvUnitLoad is set
+host_write_bytes_per_second     3.75e9      [V] `gc-hosttraffictest` sample: 30 Gbit/s, tile to
+                                            host buffer
+host_read_bytes_per_second      3.25e9      [V] the same: 26 Gbit/s, host buffer to tile
+=============================== =========== ==================================================
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+from dataclasses import dataclass, fields, replace
+from typing import Any
+
+from dynsparse.machine.dtypes import FLOAT, HALF, as_dtype
+
+__all__ = ["Target"]
+
+# Conv units by (input, partials) type: [T] PopLibs. 64, 32 and 16 multiply-accumulates a cycle,
+# which the published peaks of 250 (half) and 62.5 TFLOP/s (float) on Mk2 confirm.
+_CONV_UNITS = {(HALF, HALF): 16, (HALF, FLOAT): 8, (FLOAT, FLOAT): 16}
+
+_INTEGERS = (
+    "tiles",
+    "bytes_per_tile",
+    "workers",
+    "data_path_bits",
+    "exchange_bus_tiles",
+    "coefficient_load_bytes_per_cycle",
+)
+_POSITIVE = (
+    "exchange_bytes_per_cycle",
+    "memcpy_bytes_per_cycle",
+    "clock_hz",
+    "host_read_bytes_per_second",
+    "host_write_bytes_per_second",
+)
+_NOT_NEGATIVE = ("exchange_fragment_cycles", "sync_cycles", "local_copy_cycles")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Target:
+    """A bulk-synchronous machine of tiles with private memory, joined by an exchange.
+
+    `Target.mk2()` and `Target.bow()` are Graphcore's GC200 and Bow; any field can be changed:
+    `Target(tiles=4, bytes_per_tile=4096)`, `Target.bow(sync_cycles=0)`. The module's table gives
+    the source of each default (Mk2).
+
+    Args:
+        name: shown in reports.
+        tiles: how many processors with their own memory.
+        bytes_per_tile: memory of one tile, bytes.
+        workers: hardware threads of a tile. Each issues every `workers`-th cycle.
+        data_path_bits: width of a load or store.
+        clock_hz: cycles a second.
+        exchange_bytes_per_cycle: what a tile receives and, at the same time, sends, each cycle.
+        exchange_bus_tiles: how many neighbouring tiles share a bus (1: none). Data that all of
+            them receive arrives at the sum of their rates.
+        exchange_fragment_cycles: control instructions per contiguous fragment received. They run
+            beside the payload, so the longer of the two counts.
+        sync_cycles: cost of each synchronisation of all tiles.
+        memcpy_bytes_per_cycle: copies inside a tile.
+        local_copy_cycles: overhead of each copy inside a tile.
+        coefficient_load_bytes_per_cycle: loading weights into the matrix units.
+        host_read_bytes_per_second: host to tiles, all tiles together.
+        host_write_bytes_per_second: tiles to host.
+
+    Raises:
+        TypeError, ValueError: a field that is not a number, or out of range.
+    """
+
+    name: str = "custom"
+    tiles: int = 1472
+    bytes_per_tile: int = 624 * 1024
+    workers: int = 6
+    data_path_bits: int = 64
+    clock_hz: float = 1.33e9
+    exchange_bytes_per_cycle: float = 4
+    exchange_bus_tiles: int = 2
+    exchange_fragment_cycles: float = 3
+    sync_cycles: float = 126
+    memcpy_bytes_per_cycle: float = 8
+    local_copy_cycles: float = 0
+    coefficient_load_bytes_per_cycle: int = 8
+    host_read_bytes_per_second: float = 26e9 / 8
+    host_write_bytes_per_second: float = 30e9 / 8
+
+    def __post_init__(self) -> None:
+        for name in _INTEGERS:
+            value = getattr(self, name)
+            try:
+                found = operator.index(value)
+            except TypeError:
+                raise TypeError(f"{name} must be an integer, got {value!r}") from None
+            if isinstance(value, bool) or found < 1:
+                raise ValueError(f"{name} must be an integer of at least 1, got {value!r}")
+            object.__setattr__(self, name, found)
+        for name in (*_POSITIVE, *_NOT_NEGATIVE):
+            value = getattr(self, name)
+            if isinstance(value, (bool, str)) or not isinstance(value, (int, float)):
+                raise TypeError(f"{name} must be a number, got {value!r}")
+            if not math.isfinite(value) or value < 0 or (value == 0 and name in _POSITIVE):
+                least = "above 0" if name in _POSITIVE else "0 or more"
+                raise ValueError(f"{name} must be {least}, got {value!r}")
+        if self.data_path_bits % 32:
+            raise ValueError(f"data_path_bits must be a multiple of 32, got {self.data_path_bits}")
+
+    @classmethod
+    def mk2(cls, **changes: Any) -> Target:
+        """Graphcore's GC200 (Mk2): 1,472 tiles of 624 KiB at 1.33 GHz."""
+        return cls(**{"name": "mk2", **changes})
+
+    @classmethod
+    def bow(cls, **changes: Any) -> Target:
+        """Graphcore's Bow: the Mk2 at 1.85 GHz."""
+        return cls(**{"name": "bow", "clock_hz": 1.85e9, **changes})
+
+    @classmethod
+    def named(cls, name: str, **changes: Any) -> Target:
+        """The preset of this name: "mk2" or "bow"."""
+        presets = {"mk2": cls.mk2, "bow": cls.bow}
+        if name not in presets:
+            raise ValueError(f"target must be one of {', '.join(presets)}, got {name!r}")
+        return presets[name](**changes)
+
+    def with_(self, **changes: Any) -> Target:
+        """A copy with some fields changed."""
+        return replace(self, **changes)
+
+    def vector_width(self, dtype: Any) -> int:
+        """Elements of one load: 4 half or 2 float on a 64-bit path."""
+        return self.data_path_bits // (8 * as_dtype(dtype).size)
+
+    def conv_units(self, inputs: Any, partials: Any) -> int:
+        """Matrix units usable for these types (half or float): 16, 8 for half to float."""
+        pair = (as_dtype(inputs), as_dtype(partials))
+        if pair not in _CONV_UNITS:
+            raise ValueError(
+                f"matrix units take half to half, half to float and float to float, "
+                f"got {pair[0].name} to {pair[1].name}"
+            )
+        return _CONV_UNITS[pair]
+
+    def seconds(self, cycles: float) -> float:
+        """The time of so many cycles."""
+        return cycles / self.clock_hz
+
+    def to_dict(self) -> dict[str, Any]:
+        """Every field, for reports."""
+        return {field.name: getattr(self, field.name) for field in fields(self)}
