@@ -1,0 +1,172 @@
+"""Parameters, options and constraints: what they hold and what they refuse."""
+
+import numpy as np
+import pytest
+import torch
+
+from dynsparse.popsparse.data_types import FLOAT16, FLOAT32, data_type
+from dynsparse.popsparse.options import Options, PlanConstraints
+from dynsparse.popsparse.params import (
+    FullyConnectedParams,
+    MatmulParams,
+    SparsityParams,
+    planned_block,
+)
+
+ELEMENT = SparsityParams()
+BLOCK = SparsityParams((4, 8))
+
+
+def test_ratio_and_count_agree():
+    by_count = FullyConnectedParams.create_with_num_non_zero_values(ELEMENT, 3000, 4, 1, 300, 100)
+    assert by_count.nz_ratio == 0.1
+    assert by_count.num_non_zero_values == 3000
+    assert by_count == FullyConnectedParams.create_with_nz_ratio(ELEMENT, 0.1, 4, 1, 300, 100)
+
+
+def test_channels_count_all_groups():
+    params = FullyConnectedParams(BLOCK, 0.5, 3, 2, 16, 8)
+    assert (params.input_channels, params.output_channels) == (32, 16)
+    assert params.num_non_zero_values == 128
+
+
+def test_matmul_maps_to_fully_connected():
+    params = MatmulParams.create_with_num_non_zero_values(BLOCK, 64, 1, 8, 16, 5)
+    layer = params.fully_connected
+    assert (layer.output_channels, layer.input_channels, layer.batch_size) == (8, 16, 5)
+    assert layer.nz_ratio == 0.5
+
+
+def test_block_sparsity_by_one_number():
+    assert SparsityParams(4).block_dimensions == (4, 4)
+    assert SparsityParams((1, 1)).is_element
+    assert not SparsityParams((1, 2)).is_element
+
+
+@pytest.mark.parametrize(
+    ("block", "half", "single"),
+    [(16, 16, 8), (12, 4, 4), (32, 16, 8), (8, 8, 8), (4, 4, 4), (2, 2, 2), (1, 1, 1)],
+)
+def test_planned_block(block, half, single):
+    assert planned_block((block, block), FLOAT16) == (half, half)
+    assert planned_block((block, block), FLOAT32) == (single, single)
+
+
+def test_planned_block_keeps_oblong_blocks():
+    assert planned_block((8, 16), FLOAT16) == (8, 16)
+
+
+@pytest.mark.parametrize("ratio", [-0.1, 1.5, float("nan"), "half", None, True])
+def test_bad_ratio(ratio):
+    with pytest.raises((ValueError, TypeError), match="nz_ratio"):
+        FullyConnectedParams(ELEMENT, ratio, 4, 1, 8, 8)
+    with pytest.raises((ValueError, TypeError), match="nz_ratio"):
+        MatmulParams(ELEMENT, ratio, 1, 8, 8, 4)
+
+
+def test_too_many_non_zeros():
+    with pytest.raises(ValueError, match="at most 64, got 65"):
+        FullyConnectedParams.create_with_num_non_zero_values(ELEMENT, 65, 4, 1, 8, 8)
+    with pytest.raises(ValueError, match="at most 64, got 65"):
+        MatmulParams.create_with_num_non_zero_values(ELEMENT, 65, 1, 8, 8, 4)
+
+
+@pytest.mark.parametrize("size", [0, -1, 2.5, "8", True])
+def test_bad_sizes(size):
+    with pytest.raises((ValueError, TypeError), match="batch_size must be an integer"):
+        FullyConnectedParams(ELEMENT, 0.1, size, 1, 8, 8)
+    with pytest.raises((ValueError, TypeError), match="m must be an integer"):
+        MatmulParams(ELEMENT, 0.1, 1, size, 8, 8)
+
+
+def test_block_must_divide():
+    with pytest.raises(ValueError, match="output_channels_per_group must be a multiple"):
+        FullyConnectedParams(BLOCK, 0.1, 4, 1, 16, 6)
+    with pytest.raises(ValueError, match="input_channels_per_group must be a multiple"):
+        FullyConnectedParams(BLOCK, 0.1, 4, 1, 12, 8)
+
+
+def test_bad_sparsity():
+    with pytest.raises(ValueError, match="block_dimensions must be"):
+        SparsityParams((1, 2, 3))
+    with pytest.raises(ValueError, match="a block dimension"):
+        SparsityParams((0, 2))
+    with pytest.raises(TypeError, match="SparsityParams"):
+        FullyConnectedParams(4, 0.1, 4, 1, 8, 8)
+
+
+@pytest.mark.parametrize("value", ["half", "float16", torch.float16, np.float16, np.dtype("f2")])
+def test_data_types(value):
+    assert data_type(value) is FLOAT16
+    assert FLOAT16.vector_width == 4
+    assert FLOAT32.vector_width == 2
+
+
+def test_unknown_data_type():
+    with pytest.raises(ValueError, match="partials_type must be float16 or float32, got 'int8'"):
+        Options(partials_type="int8")
+
+
+def test_option_defaults():
+    options = Options()
+    assert options.available_memory_proportion == 0.6
+    assert options.meta_info_bucket_oversize_proportion == 0.3
+    assert options.partials_type is FLOAT32
+    assert options.shared_buckets
+    assert options.optimise_for_speed
+    assert not options.do_grad_a_pass
+    assert not options.force_bucket_spills
+    assert Options.parse(None) == options
+    assert Options.parse(options) is options
+
+
+def test_unknown_option_names_the_nearest():
+    with pytest.raises(ValueError, match="did you mean 'shared_buckets'"):
+        Options.parse({"shared_bucket": True})
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("available_memory_proportion", -1),
+        ("available_memory_proportion", "much"),
+        ("meta_info_bucket_oversize_proportion", float("nan")),
+        ("do_grad_w_pass", 1),
+        ("plan_constraints", [1]),
+    ],
+)
+def test_bad_option_values(name, value):
+    with pytest.raises((ValueError, TypeError), match=name):
+        Options.parse({name: value})
+
+
+def test_partials_are_repaired():
+    half = Options(partials_type="half")
+    assert half.repaired(FLOAT16, is_element=False).partials_type is FLOAT16
+    assert half.repaired(FLOAT16, is_element=True).partials_type is FLOAT32
+    assert half.repaired(FLOAT32, is_element=False).partials_type is FLOAT32
+
+
+def test_constraints_are_read():
+    given = {"partition": {"x": 6, "z": 1}, "exchange": {"gradWExchangeBuckets": True}}
+    expected = PlanConstraints(x=6, z=1, grad_w_exchange_buckets=True)
+    assert Options(plan_constraints=given).plan_constraints == expected
+    assert PlanConstraints.parse({"useDense": True}).use_dense
+
+
+@pytest.mark.parametrize(
+    ("value", "message"),
+    [
+        ({"partitions": {}}, "did you mean 'partition'"),
+        ({"partition": 4}, "plan_constraints.partition must be a mapping"),
+        ({"partition": {"w": 1}}, "unknown partition constraint 'w'"),
+        ({"partition": {"x": 0}}, r"plan_constraints.partition.x must be an integer"),
+        ({"exchange": []}, "plan_constraints.exchange must be a mapping"),
+        ({"exchange": {"bucket": True}}, "unknown exchange constraint"),
+        ({"exchange": {"grad_w_exchange_buckets": 1}}, "must be True or False"),
+        ({"use_dense": "no"}, "must be True or False"),
+    ],
+)
+def test_bad_constraints(value, message):
+    with pytest.raises((ValueError, TypeError), match=message):
+        Options(plan_constraints=value)
