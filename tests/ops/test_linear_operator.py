@@ -1,0 +1,200 @@
+"""The operator as torch sees it; the kernels behind it have their own tests."""
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch.nn.functional import linear as dense_linear
+
+from dynsparse import SparsePattern, ops
+from dynsparse.ops import capture
+from dynsparse.ops.linear import naive
+
+BLOCKS = [1, 3, 4, 8, 16, 32]
+
+
+def make(block_size, grid=(4, 5), density=0.4, dtype=torch.float64, batch=(6,)):
+    pattern = SparsePattern.random(
+        (grid[0] * block_size, grid[1] * block_size), density, block_size=block_size
+    )
+    x = torch.randn(*batch, pattern.shape[1], dtype=dtype, requires_grad=True)
+    values = torch.randn(pattern.values_shape, dtype=dtype, requires_grad=True)
+    bias = torch.randn(pattern.shape[0], dtype=dtype, requires_grad=True)
+    return pattern, x, values, bias
+
+
+@given(
+    st.sampled_from([1, 2, 4, 5]),
+    st.integers(1, 6),
+    st.integers(1, 6),
+    st.floats(0, 1),
+    st.integers(0, 9),
+)
+def test_naive_passes_against_dense_float64(b, height, width, density, batch):
+    pattern, x, values, bias = make(b, (height, width), density, batch=(batch,))
+    dense = pattern.to_dense(values)
+    y = naive.forward(x, values, pattern.index, bias)
+    torch.testing.assert_close(y, dense_linear(x, dense, bias))
+    dy = torch.randn_like(y)
+    torch.testing.assert_close(naive.grad_input(dy, values, pattern.index), dy @ dense)
+    torch.testing.assert_close(
+        naive.grad_weight(dy, x, values, pattern.index), pattern.values_of(dy.t() @ x)
+    )
+
+
+def test_naive_passes_in_chunks(monkeypatch):
+    monkeypatch.setattr(naive, "_CHUNK_ELEMENTS", 7)
+    test_naive_passes_against_dense_float64.hypothesis.inner_test(2, 4, 3, 0.5, 5)
+
+
+@pytest.mark.parametrize("block_size", BLOCKS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("lead", [(), (7,), (2, 0, 3), (2, 3, 5)])
+def test_forward_and_backward_against_dense(block_size, dtype, lead):
+    pattern, x, values, bias = make(block_size, dtype=dtype, batch=lead)
+    y = ops.linear(x, values, pattern, bias)
+    assert (y.dtype, y.shape) == (dtype, (*lead, pattern.shape[0]))
+    dy = torch.randn_like(y)
+    got = torch.autograd.grad(y, (x, values, bias), dy)
+    leaves = [t.detach().double().requires_grad_() for t in (x, values, bias)]
+    reference = dense_linear(leaves[0], pattern.to_dense(leaves[1]), leaves[2])
+    expected = torch.autograd.grad(reference, leaves, dy.double())
+    tolerance = {torch.float64: 1e-10, torch.float32: 1e-4}.get(dtype, 2e-2)
+    for a, e in zip((y, *got), (reference, *expected), strict=True):
+        scale = max(1.0, float(e.detach().abs().max())) if e.numel() else 1.0
+        torch.testing.assert_close(a.double(), e, rtol=0, atol=tolerance * scale)
+    for tensor, grad in zip((x, values, bias), got, strict=True):
+        assert tensor.dtype == grad.dtype
+        assert tensor.shape == grad.shape
+
+
+@pytest.mark.parametrize("block_size", [1, 4])
+def test_gradcheck_and_opcheck(block_size):
+    pattern, x, values, bias = make(block_size, (2, 3), batch=(2, 2))
+
+    def call(x, values, bias):
+        return ops.linear(x, values, pattern, bias)
+
+    assert torch.autograd.gradcheck(call, (x, values, bias))
+    operator = torch.ops.dynsparse.linear.default
+    torch.library.opcheck(operator, (x, values, *pattern.index, bias))
+    torch.library.opcheck(operator, (x, values, *pattern.index, None))
+    backward = torch.ops.dynsparse.linear_backward.default
+    y = torch.randn(2, 2, pattern.shape[0], dtype=torch.float64)
+    tests = ("test_schema", "test_faketensor", "test_autograd_registration")
+    for x_or_none in (x.detach(), None):
+        torch.library.opcheck(
+            backward, (y, x_or_none, values.detach(), *pattern.index, True), test_utils=tests
+        )
+
+
+@pytest.mark.parametrize("needs", [(a, b, c) for a in (0, 1) for b in (0, 1) for c in (0, 1)])
+def test_requires_grad_on_any_subset(needs):
+    pattern, *leaves = make(1)
+    for leaf, need in zip(leaves, needs, strict=True):
+        leaf.requires_grad_(bool(need))
+    y = ops.linear(leaves[0], leaves[1], pattern, leaves[2])
+    assert y.requires_grad == any(needs)
+    if any(needs):
+        y.sum().backward()
+    for leaf, need in zip(leaves, needs, strict=True):
+        assert (leaf.grad is not None) == bool(need)
+
+
+def test_the_input_is_not_kept_for_a_frozen_weight():
+    pattern, x, values, _ = make(1)
+    y = ops.linear(x, values.detach(), pattern)
+    assert y.grad_fn.saved_tensors[0] is None
+
+
+def test_second_derivative_is_refused():
+    pattern, x, values, bias = make(1)
+    (dx,) = torch.autograd.grad(
+        ops.linear(x, values, pattern, bias).square().sum(), x, create_graph=True
+    )
+    with pytest.raises(RuntimeError, match="no second derivative"):
+        dx.sum().backward()
+
+
+@pytest.mark.parametrize("layout", ["transposed", "sliced", "expanded", "strided"])
+def test_strided_inputs_and_gradients(layout):
+    pattern, _, values, bias = make(1, (24, 40), dtype=torch.float32)
+
+    def strided(features):
+        return {
+            "transposed": lambda: torch.randn(features, 9).t(),
+            "sliced": lambda: torch.randn(9, features + 5)[:, 3 : 3 + features],
+            "expanded": lambda: torch.randn(1, features).expand(9, features),
+            "strided": lambda: torch.randn(18, 2 * features)[::2, ::2],
+        }[layout]()
+
+    x, dy = strided(40).requires_grad_(), strided(24)
+    y = ops.linear(x, values, pattern, bias)
+    dense = pattern.to_dense(values)
+    torch.testing.assert_close(y, dense_linear(x, dense, bias))
+    dx, dw = torch.autograd.grad(y, (x, values), dy)
+    torch.testing.assert_close(dx, dy @ dense)
+    torch.testing.assert_close(dw, pattern.values_of(dy.t() @ x))
+
+
+def test_single_passes():
+    pattern, x, values, _ = make(2)
+    dy = torch.randn(6, pattern.shape[0], dtype=torch.float64)
+    dense = pattern.to_dense(values)
+    torch.testing.assert_close(ops.grad_input(dy, values, pattern), dy @ dense)
+    torch.testing.assert_close(
+        ops.grad_weight(dy, x, values, pattern), pattern.values_of(dy.t() @ x)
+    )
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_autocast_lowers_the_activations_only(dtype):
+    pattern, x, values, bias = make(1, dtype=torch.float32)
+    with torch.autocast("cpu", dtype):
+        y = ops.linear(x, values, pattern, bias)
+        y.float().sum().backward()
+    assert y.dtype == dtype
+    assert (x.grad.dtype, values.grad.dtype, bias.grad.dtype) == (torch.float32,) * 3
+    expected = dense_linear(x.to(dtype).float(), pattern.to_dense(values), bias)
+    torch.testing.assert_close(y.float(), expected, rtol=2e-2, atol=2e-2)
+
+
+def test_capture_keeps_every_backward_pass_until_taken():
+    pattern, x, values, _ = make(1)
+    capture.start(values)
+    for scale in (1.0, 2.0):
+        (ops.linear(x, values, pattern) * scale).sum().backward()
+    pairs = capture.take(values)
+    assert [dy[0, 0].item() for _, dy in pairs] == [1, 2]
+    assert all(torch.equal(kept, x) for kept, _ in pairs)
+    ops.linear(x, values, pattern).sum().backward()
+    assert capture.take(values) == []
+
+
+def test_capture_forgets():
+    pattern, x, values, _ = make(1)
+    capture.start(values)
+    ops.linear(x, values, pattern).sum().backward()
+    capture.stop(values)
+    assert capture.take(values) == []
+    capture.start(torch.empty(0))
+    assert capture.take(torch.empty(0)) == []
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda x, v: (x[:, 1:], v), "x must end in 20 features.*19"),
+        (lambda x, v: (x[0, 0], v), "x must end in 20 features"),
+        (lambda x, v: (x.long(), v), "must be floating point"),
+        (
+            lambda x, v: (x.float(), v),
+            "x is torch.float32 but the layer's values are torch.float64",
+        ),
+        (lambda x, v: (x, v.bfloat16()), "values are torch.bfloat16"),
+    ],
+)
+def test_wrong_tensors(change, message):
+    pattern, x, values, _ = make(4)
+    with pytest.raises(RuntimeError, match=message):
+        ops.linear(*change(x.detach(), values.detach()), pattern)
