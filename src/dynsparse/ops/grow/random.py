@@ -1,0 +1,40 @@
+"""Random positions outside a pattern."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from dynsparse.ops.grow.taken import check_count, taken_positions
+from dynsparse.pattern import SparsePattern, sample_without_replacement
+
+__all__ = ["random_outside"]
+
+
+def random_outside(
+    pattern: SparsePattern,
+    k: int,
+    *,
+    exclude: Tensor | None = None,
+    generator: torch.Generator | None = None,
+) -> Tensor:
+    """`k` distinct free positions, uniform over subsets: flat block positions, sorted, int64 [k].
+
+    Memory is in proportion to the pattern and `k`, not to the matrix.
+
+    Args:
+        pattern: its blocks are not free.
+        k: how many.
+        exclude: further positions that are not free: int64 [any], sorted and distinct.
+        generator: draws the positions; torch's own when left out.
+
+    Raises:
+        ValueError: more positions asked for than are free, or a bad `exclude`.
+    """
+    taken = taken_positions(pattern, exclude)
+    k = check_count(k, pattern, taken)
+    ranks = sample_without_replacement(pattern.total - len(taken), k, generator)
+    # taken[j] - j positions are free before taken[j], so the free position of rank r lies behind
+    # every taken one with taken[j] - j <= r.
+    free_before = taken - torch.arange(len(taken))
+    return ranks + torch.searchsorted(free_before, ranks, right=True)

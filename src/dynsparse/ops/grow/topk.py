@@ -1,0 +1,145 @@
+"""The positions of largest gradient outside a pattern, from x and dY.
+
+The dense gradient dY^T X is computed in chunks of rows. Each chunk is ranked against the best
+candidates so far and then overwritten, so that no [out, in] matrix ever exists.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from dynsparse.ops.grow.select import select_largest
+from dynsparse.ops.grow.taken import check_count, taken_positions
+from dynsparse.pattern import SparsePattern
+
+__all__ = ["POOLINGS", "GrowCandidates", "topk_outside"]
+
+POOLINGS = ("sum", "avg", "max", "none")
+
+# Large enough to keep the matrix product efficient, small enough to stay in the last-level cache.
+CHUNK_BYTES = 8 << 20
+
+Pair = tuple[Tensor, Tensor]
+
+
+class GrowCandidates(NamedTuple):
+    """Positions to grow, best first: `flat` block positions int64 [k] and their `scores` [k]."""
+
+    flat: Tensor
+    scores: Tensor
+
+
+def topk_outside(
+    pairs: Sequence[Pair],
+    pattern: SparsePattern,
+    k: int,
+    *,
+    pooling: str = "sum",
+    exclude: Tensor | None = None,
+) -> GrowCandidates:
+    """The exact `k` positions of largest |sum over pairs of dY^T X| that are not in `pattern`.
+
+    Beside the result it needs one chunk of rows of the gradient (about 8 MiB) and at most
+    2 k + one chunk of candidates. 16-bit activations are accumulated in float32; float64 stays
+    float64. Equal scores: the smaller flat position first.
+
+    Args:
+        pairs: (x [batch, in], dY [batch, out]) of every micro-batch; batches may differ in size.
+        pattern: positions that are taken.
+        k: how many positions.
+        pooling: how the magnitudes of a block become its score: "sum", "avg" or "max"; "none" has
+            no options and ranks by the sum. Elements (block size 1) need no pooling.
+        exclude: further positions that may not be chosen: flat block positions, int64 [any],
+            sorted and distinct; for instance those dropped a moment ago.
+
+    Raises:
+        ValueError: more positions asked for than are free, no pairs, tensors whose shapes do not
+            fit, gradients that are not finite, an unknown pooling.
+
+    Source: Evci et al. 2020, "Rigging the Lottery", section 3 (grow criterion). Pooling follows
+    Graphcore's dynamic sparsity application: magnitudes first, then the reduction.
+    """
+    pooling = check_pooling(pooling)
+    taken = taken_positions(pattern, exclude)
+    k = check_count(k, pattern, taken)
+    dtype = _check_pairs(pairs, pattern) if k else torch.float32
+    if k == 0:
+        return GrowCandidates(torch.zeros(0, dtype=torch.int64), torch.zeros(0, dtype=dtype))
+
+    (height, width), b = pattern.grid, pattern.block_size
+    device = pairs[0][0].device
+    rows = max(1, CHUNK_BYTES // (pattern.shape[1] * b * dtype.itemsize))
+    best = torch.empty(0, dtype=dtype, device=device)
+    best_flat = torch.empty(0, dtype=torch.int64, device=device)
+    threshold = -1.0  # free positions score at least 0, taken ones are marked with -1
+    for first in range(0, height, rows):
+        last = min(first + rows, height)
+        scores = _block_scores(pairs, first * b, last * b, b, pooling, dtype).view(-1)
+        low, high = torch.searchsorted(taken, torch.tensor([first * width, last * width])).tolist()
+        scores[(taken[low:high] - first * width).to(device)] = -1.0
+        # A score equal to the threshold loses against those before it: it comes later.
+        found = (scores > threshold).nonzero().flatten()
+        best = torch.cat([best, scores[found]])
+        best_flat = torch.cat([best_flat, found + first * width])
+        if len(best) > 2 * k or (last == height and len(best) > k):
+            keep = select_largest(best, k)
+            best, best_flat = best[keep], best_flat[keep]
+            threshold = float(best.min())
+    if len(best) < k:
+        raise ValueError("the gradients overflow, so positions cannot be ranked: lower the scale")
+    order = best.sort(descending=True, stable=True).indices
+    return GrowCandidates(best_flat[order].cpu(), best[order])
+
+
+def check_pooling(pooling: str) -> str:
+    """The pooling in lower case; "SUM" and "sum" are the same."""
+    if not isinstance(pooling, str) or pooling.lower() not in POOLINGS:
+        raise ValueError(f"pooling must be one of {', '.join(POOLINGS)}, got {pooling!r}")
+    return pooling.lower()
+
+
+def _check_pairs(pairs: Sequence[Pair], pattern: SparsePattern) -> torch.dtype:
+    """Shapes fit and entries are finite; returns the type to accumulate in."""
+    if len(pairs) == 0:
+        raise ValueError("expected at least one pair (x, dY), got none: growth needs a backward")
+    out_features, in_features = pattern.shape
+    for x, dy in pairs:
+        fits = x.dim() == dy.dim() == 2 and len(x) == len(dy)
+        if not fits or x.shape[1] != in_features or dy.shape[1] != out_features:
+            raise ValueError(
+                f"expected x [batch, {in_features}] and dY [batch, {out_features}], "
+                f"got {list(x.shape)} and {list(dy.shape)}"
+            )
+        for name, tensor in (("x", x), ("dY", dy)):
+            if not tensor.is_floating_point():
+                raise TypeError(f"{name} must be of a floating point type, got {tensor.dtype}")
+            if tensor.numel() and not bool(torch.stack(torch.aminmax(tensor)).isfinite().all()):
+                raise ValueError(
+                    f"{name} holds NaN or infinity, so positions cannot be ranked: "
+                    "the training has diverged"
+                )
+    tensors = [tensor for pair in pairs for tensor in pair]
+    return torch.float64 if any(t.dtype == torch.float64 for t in tensors) else torch.float32
+
+
+def _block_scores(
+    pairs: Sequence[Pair], first: int, last: int, b: int, pooling: str, dtype: torch.dtype
+) -> Tensor:
+    """Pooled |dY^T X| of the output features [first, last): [(last - first) / b, in / b]."""
+    grad: Tensor | None = None
+    for x, dy in pairs:
+        left, right = dy[:, first:last].t().to(dtype), x.to(dtype)
+        grad = left @ right if grad is None else grad.addmm_(left, right)
+    assert grad is not None
+    magnitude = grad.abs_()
+    if b == 1:
+        return magnitude
+    blocks = magnitude.view((last - first) // b, b, -1)
+    if pooling == "max":
+        return blocks.amax(1).unflatten(1, (-1, b)).amax(2)
+    pooled = blocks.sum(1).unflatten(1, (-1, b)).sum(2)
+    return pooled.div_(b * b) if pooling == "avg" else pooled

@@ -1,0 +1,120 @@
+"""Static, SET and RigL: the trainer with its pieces chosen."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from dynsparse.training.drop import DropScore, magnitude
+from dynsparse.training.grow import GradientGrowth, RandomGrowth
+from dynsparse.training.schedule import CosineSchedule, Schedule
+from dynsparse.training.trainer import GrownValue, SparseTrainer
+
+__all__ = ["SET", "RigL", "Static"]
+
+
+class Static(SparseTrainer):
+    """The pattern stays as it is: sparse training without pattern updates."""
+
+    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        super().__init__(model, optimizer, schedule=None, growth=None)
+
+
+class RigL(SparseTrainer):
+    """Drop the smallest magnitudes, grow where the gradient is largest.
+
+    Source: Evci et al. 2020, "Rigging the Lottery: Making All Tickets Winners".
+
+    Args:
+        model, optimizer, drop_score, regrow_dropped, initial_value: see `SparseTrainer`.
+        total_steps: optimizer steps of the whole training.
+        update_interval: steps between updates; 100 when left out.
+        drop_fraction: share of a layer's blocks that the first update replaces; 0.3 when left out.
+        schedule: in place of the cosine schedule of these three.
+        pooling: how the gradient magnitudes of a block become its score: "sum", "avg", "max", or
+            "none", which ranks as "sum".
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        *,
+        total_steps: int | None = None,
+        update_interval: int | None = None,
+        drop_fraction: float | None = None,
+        schedule: Schedule | None = None,
+        pooling: str = "sum",
+        drop_score: DropScore = magnitude,
+        regrow_dropped: bool = False,
+        initial_value: GrownValue = 0.0,
+    ) -> None:
+        super().__init__(
+            model,
+            optimizer,
+            schedule=_schedule(total_steps, update_interval, drop_fraction, schedule),
+            growth=GradientGrowth(pooling),
+            drop_score=drop_score,
+            regrow_dropped=regrow_dropped,
+            initial_value=initial_value,
+        )
+
+
+class SET(SparseTrainer):
+    """Drop the smallest magnitudes, grow at random.
+
+    Source: Mocanu et al. 2018, "Scalable training of artificial neural networks with adaptive
+    sparse connectivity inspired by network science". It differs from `RigL` in growth alone, so the
+    share of blocks falls by the cosine here too; pass a `ConstantSchedule` for the paper's.
+
+    Args:
+        model, optimizer, drop_score, regrow_dropped, initial_value: see `SparseTrainer`.
+        total_steps, update_interval, drop_fraction, schedule: see `RigL`.
+        seed, generator: of the positions drawn; see `RandomGrowth`.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        *,
+        total_steps: int | None = None,
+        update_interval: int | None = None,
+        drop_fraction: float | None = None,
+        schedule: Schedule | None = None,
+        seed: int | None = None,
+        generator: torch.Generator | None = None,
+        drop_score: DropScore = magnitude,
+        regrow_dropped: bool = False,
+        initial_value: GrownValue = 0.0,
+    ) -> None:
+        super().__init__(
+            model,
+            optimizer,
+            schedule=_schedule(total_steps, update_interval, drop_fraction, schedule),
+            growth=RandomGrowth(seed, generator),
+            drop_score=drop_score,
+            regrow_dropped=regrow_dropped,
+            initial_value=initial_value,
+        )
+
+
+def _schedule(
+    total_steps: int | None,
+    update_interval: int | None,
+    drop_fraction: float | None,
+    schedule: Schedule | None,
+) -> Schedule:
+    given = {
+        "total_steps": total_steps,
+        "update_interval": update_interval,
+        "drop_fraction": drop_fraction,
+    }
+    given = {name: value for name, value in given.items() if value is not None}
+    if schedule is not None:
+        if given:
+            raise ValueError(f"the schedule says it all: leave out {', '.join(given)}")
+        return schedule
+    if total_steps is None:
+        raise ValueError("give total_steps, the optimizer steps of the whole training, or schedule")
+    return CosineSchedule(**given)  # type: ignore[arg-type]

@@ -1,0 +1,101 @@
+"""Which positions join: by gradient (RigL) or at random (SET)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from dynsparse.ops.grow import random_outside, topk_outside
+from dynsparse.ops.grow.topk import check_pooling
+from dynsparse.pattern import SparsePattern
+
+__all__ = ["GradientGrowth", "Growth", "RandomGrowth"]
+
+
+class Growth(Protocol):
+    """Chooses the positions to grow. The one piece in which RigL and SET differ."""
+
+    needs_gradients: bool
+    """Whether `choose` looks at `pairs`; they are recorded only if so."""
+
+    def choose(
+        self, taken: SparsePattern, count: int, pairs: Sequence[tuple[Tensor, Tensor]]
+    ) -> Tensor:
+        """`count` flat block positions outside `taken`, int64 [count], in any order.
+
+        `pairs` holds (x [batch, in], dY [batch, out]) of every micro-batch of the step.
+        """
+        ...
+
+    def state_dict(self) -> dict[str, Any]: ...
+
+    def load_state_dict(self, state: dict[str, Any]) -> None: ...
+
+
+class GradientGrowth:
+    """The positions of the largest gradient magnitude, pooled per block.
+
+    Source: Evci et al. 2020, "Rigging the Lottery: Making All Tickets Winners", section 3.
+
+    Args:
+        pooling: "sum", "avg", "max" or "none" (ranked as "sum") of a block's magnitudes.
+    """
+
+    needs_gradients = True
+
+    def __init__(self, pooling: str = "sum") -> None:
+        self.pooling = check_pooling(pooling)
+
+    def choose(
+        self, taken: SparsePattern, count: int, pairs: Sequence[tuple[Tensor, Tensor]]
+    ) -> Tensor:
+        return topk_outside(pairs, taken, count, pooling=self.pooling).flat
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"pooling": self.pooling}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        if state.get("pooling") != self.pooling:
+            raise ValueError(
+                f"the state was saved with pooling {state.get('pooling')!r}, "
+                f"this growth has {self.pooling!r}"
+            )
+
+
+class RandomGrowth:
+    """Positions drawn uniformly among the free ones.
+
+    Source: Mocanu et al. 2018, "Scalable training of artificial neural networks with adaptive
+    sparse connectivity inspired by network science" (SET).
+
+    Args:
+        seed: of the growth's own generator, so that other random draws do not disturb it. Left
+            out, it is drawn from torch's global generator.
+        generator: draws the positions in place of an own generator (CPU).
+    """
+
+    needs_gradients = False
+
+    def __init__(self, seed: int | None = None, generator: torch.Generator | None = None) -> None:
+        if generator is None:
+            seed = int(torch.randint(2**62, ())) if seed is None else seed
+            generator = torch.Generator().manual_seed(seed)
+        elif seed is not None:
+            raise ValueError("give either seed or generator, not both")
+        self.generator = generator
+
+    def choose(
+        self, taken: SparsePattern, count: int, pairs: Sequence[tuple[Tensor, Tensor]]
+    ) -> Tensor:
+        return random_outside(taken, count, generator=self.generator)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"generator": self.generator.get_state()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        if "generator" not in state:
+            raise ValueError("the state holds no generator: it was not saved from random growth")
+        self.generator.set_state(state["generator"])

@@ -1,0 +1,66 @@
+"""Optimizer state follows the pattern: survivors keep theirs, grown entries start anew."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from dynsparse.pattern import Rewiring
+
+__all__ = ["check_optimizer", "rewire_state"]
+
+
+@torch.no_grad()
+def rewire_state(optimizer: torch.optim.Optimizer, values: Tensor, rewiring: Rewiring) -> None:
+    """Apply `rewiring` in place to every state tensor of the Parameter `values`.
+
+    A state tensor with one entry per block ([nnz, ...]) follows the pattern; grown entries get
+    what the optimizer would start them with, which is zero nearly everywhere. Scalars such as
+    Adam's step count belong to the whole Parameter and stay.
+
+    Raises:
+        ValueError: a state tensor with neither one entry nor one per block, of which nobody can
+            tell how it follows.
+    """
+    state = optimizer.state.get(values, {})
+    for key, tensor in state.items():
+        if not isinstance(tensor, Tensor) or tensor.dim() == 0:
+            continue
+        if len(tensor) == rewiring.before.nnz:
+            tensor.copy_(rewiring.apply(tensor, _start(optimizer, values, key)))
+        elif tensor.numel() > 1:
+            raise ValueError(
+                f"{type(optimizer).__name__} keeps the state {key!r} of shape "
+                f"{list(tensor.shape)}, which does not follow the {rewiring.before.nnz} blocks "
+                "of the layer: use an optimizer that keeps one entry per weight"
+            )
+
+
+def _start(optimizer: torch.optim.Optimizer, values: Tensor, key: str) -> float:
+    """What a fresh entry of the state `key` holds."""
+    group = next(g for g in optimizer.param_groups if any(p is values for p in g["params"]))
+    if isinstance(optimizer, torch.optim.Adagrad) and key == "sum":
+        return float(group["initial_accumulator_value"])
+    if isinstance(optimizer, torch.optim.Rprop) and key == "step_size":
+        return float(group["lr"])
+    return 0.0
+
+
+def check_optimizer(optimizer: torch.optim.Optimizer, layers: dict[str, Tensor]) -> None:
+    """Whether `optimizer` can train these values (name -> Parameter) while their pattern changes.
+
+    Raises:
+        TypeError: not an optimizer of torch, or one whose state is no longer per weight (LBFGS).
+        ValueError: a layer's values are in none of its parameter groups.
+    """
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise TypeError(f"expected a torch.optim.Optimizer, got {type(optimizer).__name__}")
+    if isinstance(optimizer, torch.optim.LBFGS):
+        raise TypeError("LBFGS mixes all weights in its state, which cannot follow a pattern")
+    held = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    for name, values in layers.items():
+        if values.requires_grad and id(values) not in held:
+            raise ValueError(
+                f"the optimizer does not hold the values of layer {name!r}: make it from "
+                "model.parameters() after the model has become sparse"
+            )

@@ -1,0 +1,168 @@
+"""When the pattern changes, and how many blocks each change replaces.
+
+A schedule counts optimizer steps: step t is the t-th call of `trainer.step()`, from 1.
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+from dataclasses import dataclass
+from typing import Protocol
+
+__all__ = ["ApplicationCosine", "ConstantSchedule", "CosineSchedule", "Schedule"]
+
+
+class Schedule(Protocol):
+    """When, and how much. The three below are frozen dataclasses, compared field by field."""
+
+    def is_due(self, step: int) -> bool:
+        """Whether the pattern changes after step `step`."""
+        ...
+
+    def drop_count(self, step: int, nnz: int) -> int:
+        """How many of a layer's `nnz` blocks the update after `step` replaces."""
+        ...
+
+
+@dataclass(frozen=True)
+class CosineSchedule:
+    """Every `update_interval` steps, alpha/2 (1 + cos(pi t / T_end)) of a layer's blocks.
+
+    T_end is `end_fraction` of `total_steps`; from there on the pattern stays. The number of blocks
+    is rounded down.
+
+    Source: Evci et al. 2020, section 3 (update schedule), with T_end = 0.75 T, alpha = 0.3.
+    """
+
+    total_steps: int
+    update_interval: int = 100
+    drop_fraction: float = 0.3
+    end_fraction: float = 0.75
+
+    def __post_init__(self) -> None:
+        _check(self.total_steps, self.update_interval, self.drop_fraction)
+        _check_fraction("end_fraction", self.end_fraction, zero=False)
+
+    @property
+    def end(self) -> float:
+        """The step from which on the pattern stays."""
+        return self.end_fraction * self.total_steps
+
+    def fraction(self, step: int) -> float:
+        """The share of a layer's blocks that an update after `step` replaces."""
+        if step >= self.end:
+            return 0.0
+        return self.drop_fraction / 2 * (1 + math.cos(math.pi * step / self.end))
+
+    def is_due(self, step: int) -> bool:
+        return step % self.update_interval == 0 and step < self.end and self.drop_fraction > 0
+
+    def drop_count(self, step: int, nnz: int) -> int:
+        return _floor(self.fraction(step) * nnz)
+
+
+@dataclass(frozen=True)
+class ConstantSchedule:
+    """Every `update_interval` steps the same share of a layer's blocks, rounded down.
+
+    No update follows the last step of `total_steps`, since nothing would train what it grows.
+    Source: Mocanu et al. 2018 (SET) replace the share zeta = 0.3 after every epoch.
+    """
+
+    total_steps: int
+    update_interval: int = 100
+    drop_fraction: float = 0.3
+
+    def __post_init__(self) -> None:
+        _check(self.total_steps, self.update_interval, self.drop_fraction)
+
+    def is_due(self, step: int) -> bool:
+        due = step % self.update_interval == 0 and step < self.total_steps
+        return due and self.drop_fraction > 0
+
+    def drop_count(self, step: int, nnz: int) -> int:
+        return _floor(self.drop_fraction * nnz)
+
+
+@dataclass(frozen=True)
+class ApplicationCosine:
+    """The cosine of Graphcore's dynamic sparsity application.
+
+    With z = `zero_steps` the share of the largest possible replacement is 0 before step z, then
+    0.5 (1 + cos(phase_delay + period 2 pi (t - z) / (T - z))). An update replaces
+    ceil(ceil(drop_fraction nnz) share) blocks: both roundings are upwards, as there. The pattern
+    stays after the last step.
+
+    `phase_delay` is in radians, `period` in turns over the whole training; the defaults fall from
+    1 to 0. `zero_steps` counts optimizer steps; the application counted updates, so multiply its
+    number by `update_interval`.
+    """
+
+    total_steps: int
+    update_interval: int = 100
+    drop_fraction: float = 0.3
+    zero_steps: int = 0
+    phase_delay: float = 0.0
+    period: float = 0.5
+
+    def __post_init__(self) -> None:
+        _check(self.total_steps, self.update_interval, self.drop_fraction)
+        _check_integer("zero_steps", self.zero_steps, 0)
+        if self.zero_steps >= self.total_steps:
+            raise ValueError(
+                f"zero_steps must be below total_steps {self.total_steps}, got {self.zero_steps}"
+            )
+        for name in ("phase_delay", "period"):
+            value = getattr(self, name)
+            if not isinstance(value, (int, float)) or not math.isfinite(value):
+                raise ValueError(f"{name} must be a finite number, got {value!r}")
+
+    def share(self, step: int) -> float:
+        """The share, in [0, 1], of the largest possible replacement."""
+        if step < self.zero_steps:
+            return 0.0
+        passed = (step - self.zero_steps) / (self.total_steps - self.zero_steps)
+        return 0.5 * (1 + math.cos(self.phase_delay + self.period * 2 * math.pi * passed))
+
+    def is_due(self, step: int) -> bool:
+        due = step % self.update_interval == 0 and self.zero_steps <= step < self.total_steps
+        return due and self.drop_fraction > 0
+
+    def drop_count(self, step: int, nnz: int) -> int:
+        return _ceil(_ceil(self.drop_fraction * nnz) * self.share(step))
+
+
+# 0.29 * 100 is a little below 29 in floating point; nobody means 28 by it.
+_ROUNDING = 1e-9
+
+
+def _floor(number: float) -> int:
+    return math.floor(number + _ROUNDING)
+
+
+def _ceil(number: float) -> int:
+    return math.ceil(number - _ROUNDING)
+
+
+def _check(total_steps: int, update_interval: int, drop_fraction: float) -> None:
+    _check_integer("total_steps", total_steps, 1)
+    _check_integer("update_interval", update_interval, 1)
+    _check_fraction("drop_fraction", drop_fraction, zero=True)
+
+
+def _check_integer(name: str, value: int, least: int) -> None:
+    try:
+        number = operator.index(value)
+    except TypeError:
+        raise TypeError(f"{name} must be an integer, got {value!r}") from None
+    if isinstance(value, bool) or number < least:
+        raise ValueError(f"{name} must be an integer of at least {least}, got {value!r}")
+
+
+def _check_fraction(name: str, value: float, *, zero: bool) -> None:
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        raise TypeError(f"{name} must be a number, got {value!r}")
+    if not 0 <= value <= 1 or (value == 0 and not zero):
+        span = "[0, 1]" if zero else "(0, 1]"
+        raise ValueError(f"{name} must lie in {span}, got {value!r}")

@@ -1,0 +1,152 @@
+"""Growth candidates against the dense gradient."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from dynsparse import SparsePattern
+from dynsparse.ops.grow import POOLINGS, select_largest, topk, topk_outside
+from dynsparse.ops.grow.naive import topk_outside_naive
+
+
+@st.composite
+def problems(draw):
+    b = draw(st.sampled_from([1, 1, 2, 3, 4, 16]))
+    height, width = draw(st.integers(1, 12)), draw(st.integers(1, 12))
+    g = torch.Generator().manual_seed(draw(st.integers(0, 1000)))
+    nnz = draw(st.integers(0, height * width))
+    pattern = SparsePattern.random((height * b, width * b), nnz=nnz, block_size=b, generator=g)
+    dtype = draw(st.sampled_from([torch.float64, torch.float32, torch.bfloat16, torch.float16]))
+    # Small integers: exact in every type and order of summation, and full of ties.
+    pairs = [
+        (
+            torch.randint(-2, 3, (batch, width * b), generator=g).to(dtype),
+            torch.randint(-2, 3, (batch, height * b), generator=g).to(dtype),
+        )
+        for batch in draw(st.lists(st.integers(0, 9), min_size=1, max_size=3))
+    ]
+    k = draw(st.integers(0, pattern.total - nnz))
+    return pairs, pattern, k, draw(st.sampled_from(POOLINGS))
+
+
+@settings(deadline=None, max_examples=200)
+@given(problems(), st.sampled_from([1, 256, 8 << 20]))
+def test_agrees_with_the_dense_gradient(problem, chunk_bytes):
+    pairs, pattern, k, pooling = problem
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(topk, "CHUNK_BYTES", chunk_bytes)
+        found = topk_outside(pairs, pattern, k, pooling=pooling)
+    flat, scores = topk_outside_naive(pairs, pattern, k, pooling=pooling)
+    assert found.flat.tolist() == flat.tolist()
+    assert found.scores.tolist() == scores.tolist()
+    if k:
+        wide = pairs[0][0].dtype == torch.float64
+        assert found.scores.dtype == (torch.float64 if wide else torch.float32)
+
+
+def test_by_hand():
+    # dY^T X = [[1, -4, 2], [3, 0, -5]]; (0, 0) and (1, 2) are taken.
+    x = torch.eye(3)
+    dy = torch.tensor([[1.0, 3.0], [-4.0, 0.0], [2.0, -5.0]])
+    pattern = SparsePattern([0, 1], [0, 2], shape=(2, 3))
+    best = topk_outside([(x, dy)], pattern, 3)
+    assert best.flat.tolist() == [1, 3, 2]
+    assert best.scores.tolist() == [4, 3, 2]
+    assert topk_outside([(x, dy)], pattern, 2, exclude=torch.tensor([1])).flat.tolist() == [3, 2]
+
+
+def test_signs_cancel_over_micro_batches_not_magnitudes():
+    x, dy = torch.ones(1, 2), torch.tensor([[3.0, 1.0]])
+    pattern = SparsePattern([], [], shape=(2, 2))
+    best = topk_outside([(x, dy), (x, -dy), (x[:, :1] * torch.tensor([0.0, 1.0]), dy)], pattern, 4)
+    assert best.flat.tolist() == [1, 3, 0, 2]
+    assert best.scores.tolist() == [3, 1, 0, 0]
+
+
+@pytest.mark.parametrize(
+    ("pooling", "best"), [("sum", 1), ("SUM", 1), ("none", 1), ("avg", 1), ("max", 0)]
+)
+def test_pooling_of_blocks(pooling, best):
+    # Two 2x2 blocks: magnitudes [5, 0, 0, 0] and [2, 2, 2, -2]: the maximum and the sum disagree.
+    grad = torch.tensor([[5.0, 0.0, 2.0, 2.0], [0.0, 0.0, 2.0, -2.0]])
+    pattern = SparsePattern([], [], shape=(2, 4), block_size=2)
+    found = topk_outside([(grad, torch.eye(2))], pattern, 1, pooling=pooling)
+    assert found.flat.tolist() == [best]
+    assert found.scores.tolist() == [{"max": 5, "avg": 2}.get(pooling, 8)]
+
+
+def test_ties_go_to_the_smaller_position():
+    pattern = SparsePattern([0], [1], shape=(3, 3))
+    pairs = [(torch.ones(2, 3), torch.ones(2, 3))]
+    assert topk_outside(pairs, pattern, 4).flat.tolist() == [0, 2, 3, 4]
+
+
+def test_16_bit_activations_are_summed_in_float32():
+    # 4096 ones and a 1 more: bfloat16 has no 4097, and float16 sums stall at 2048.
+    pattern = SparsePattern([], [], shape=(1, 2))
+    for dtype in (torch.bfloat16, torch.float16):
+        x = torch.ones(4097, 2, dtype=dtype)
+        x[0, 0] = 0
+        best = topk_outside([(x, torch.ones(4097, 1, dtype=dtype))], pattern, 1)
+        assert (best.flat.tolist(), best.scores.tolist()) == ([1], [4097])
+
+
+def test_strided_activations():
+    g = torch.Generator().manual_seed(0)
+    x = torch.randn(6, 9, generator=g, dtype=torch.float64).t()
+    dy = torch.randn(9, 10, generator=g, dtype=torch.float64)[:, ::2]
+    pattern = SparsePattern.random((5, 6), density=0.3, generator=g)
+    found = topk_outside([(x, dy)], pattern, 7)
+    assert found.flat.tolist() == topk_outside_naive([(x, dy)], pattern, 7)[0].tolist()
+
+
+def test_no_positions_need_no_pairs():
+    full = SparsePattern.full((3, 3))
+    assert len(topk_outside([], full, 0).flat) == 0
+
+
+def test_select_largest():
+    scores = torch.tensor([3.0, 1.0, 3.0, 2.0, 2.0])
+    assert select_largest(scores, 0).tolist() == []
+    assert select_largest(scores, 1).tolist() == [0]
+    assert select_largest(scores, 3).tolist() == [0, 2, 3]
+    assert select_largest(scores, 5).tolist() == [0, 1, 2, 3, 4]
+    with pytest.raises(ValueError, match="cannot select 6 of 5"):
+        select_largest(scores, 6)
+
+
+X, DY = torch.ones(4, 3), torch.ones(4, 2)
+
+
+@pytest.mark.parametrize(
+    ("pairs", "k", "options", "error", "message"),
+    [
+        ([(X, DY)], 6, {}, ValueError, "only 5 of 6 are free"),
+        ([(X, DY)], 5, {"exclude": torch.tensor([3])}, ValueError, "only 4 of 6 are free"),
+        ([(X, DY)], -1, {}, ValueError, "k must not be negative, got -1"),
+        ([(X, DY)], 1.5, {}, TypeError, r"k must be an integer, got 1\.5"),
+        ([], 1, {}, ValueError, "at least one pair"),
+        ([(DY, X)], 1, {}, ValueError, r"expected x \[batch, 3\] and dY \[batch, 2\]"),
+        ([(X[None], DY[None])], 1, {}, ValueError, r"got \[1, 4, 3\] and \[1, 4, 2\]"),
+        ([(X, DY[:3])], 1, {}, ValueError, r"got \[4, 3\] and \[3, 2\]"),
+        ([(X.long(), DY)], 1, {}, TypeError, "x must be of a floating point type"),
+        ([(X, DY * float("nan"))], 1, {}, ValueError, "dY holds NaN or infinity"),
+        ([(X / 0, DY)], 1, {}, ValueError, "x holds NaN or infinity"),
+        ([(X, DY)], 1, {"pooling": "mean-ish"}, ValueError, "pooling must be one of"),
+        ([(X, DY)], 1, {"pooling": None}, ValueError, "pooling must be one of"),
+        ([(X, DY)], 1, {"exclude": torch.tensor([1, 1])}, ValueError, "without duplicates"),
+        ([(X, DY)], 1, {"exclude": torch.tensor([6])}, ValueError, r"positions in \[0, 6\)"),
+        ([(X, DY)], 1, {"exclude": torch.tensor([1.0])}, TypeError, "int64"),
+    ],
+)
+def test_bad_input(pairs, k, options, error, message):
+    pattern = SparsePattern([0], [0], shape=(2, 3))
+    with pytest.raises(error, match=message):
+        topk_outside(pairs, pattern, k, **options)
+
+
+def test_overflow_is_an_error():
+    big = torch.tensor([[3e38]])
+    with pytest.raises(ValueError, match="overflow"):
+        topk_outside([(big, big), (big, -big)], SparsePattern([], [], shape=(1, 1)), 1)

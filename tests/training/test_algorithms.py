@@ -1,0 +1,106 @@
+"""RigL, SET and Static train a small network."""
+
+import pytest
+import torch
+from torch import nn
+
+from dynsparse.nn import SparseLinear
+from dynsparse.training import SET, ConstantSchedule, RigL, Static
+
+
+def network(seed=0, **options):
+    g = torch.Generator().manual_seed(seed)
+    return nn.Sequential(
+        SparseLinear(20, 32, density=0.2, generator=g, **options),
+        nn.ReLU(),
+        SparseLinear(32, 4, density=0.4, generator=g, **options),
+    )
+
+
+def data(seed=1):
+    g = torch.Generator().manual_seed(seed)
+    x = torch.randn(256, 20, generator=g)
+    return x, (x @ torch.randn(20, 4, generator=g)).argmax(1)
+
+
+def train(trainer, model, steps=100):
+    x, target = data()
+    losses, updates = [], {}
+    for step in range(1, steps + 1):
+        trainer.optimizer.zero_grad()
+        loss = nn.functional.cross_entropy(model(x), target)
+        loss.backward()
+        rewirings = trainer.step()
+        losses.append(float(loss.detach()))
+        if rewirings is not None:
+            updates[step] = rewirings
+    return losses, updates
+
+
+@pytest.mark.parametrize("kind", ["rigl", "set", "static"])
+def test_trains_and_updates_when_due(kind):
+    model = network()
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
+    if kind == "static":
+        trainer = Static(model, optimizer)
+    elif kind == "set":
+        trainer = SET(model, optimizer, total_steps=100, update_interval=10, seed=3)
+    else:
+        trainer = RigL(model, optimizer, total_steps=100, update_interval=10)
+    parameters = [id(p) for p in model.parameters()]
+    before = {name: layer.pattern for name, layer in trainer.layers.items()}
+    losses, updates = train(trainer, model)
+    assert losses[-1] < 0.6 * losses[0]
+    assert list(trainer.layers) == ["0", "2"]
+    assert [id(p) for p in model.parameters()] == parameters
+    # T_end is 75; after step 70 the share is too small for a whole block.
+    assert list(updates) == ([] if kind == "static" else [10, 20, 30, 40, 50, 60])
+    assert trainer.updates == len(updates)
+    for name, layer in trainer.layers.items():
+        assert layer.pattern.nnz == before[name].nnz
+        assert (layer.pattern == before[name]) == (kind == "static")
+
+
+def test_set_draws_from_its_own_generator():
+    def run(disturb):
+        model = network()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        trainer = SET(model, optimizer, total_steps=40, update_interval=10, seed=5)
+        if disturb:
+            trainer.on_update.append(lambda step, rewirings: torch.rand(step))
+        train(trainer, model, 40)
+        return [layer.pattern for layer in trainer.layers.values()]
+
+    assert run(False) == run(True)
+
+
+def test_a_schedule_in_place_of_the_numbers():
+    model = network()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    trainer = SET(model, optimizer, schedule=ConstantSchedule(30, 10, 0.5), seed=0)
+    _, updates = train(trainer, model, 30)
+    assert list(updates) == [10, 20]
+    assert [len(r.grown) for r in updates[20].values()] == [64, 25]  # half of 128 and of 51
+
+
+def test_bad_arguments():
+    model = network()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with pytest.raises(ValueError, match="give total_steps"):
+        RigL(model, optimizer)
+    with pytest.raises(ValueError, match="leave out update_interval"):
+        RigL(model, optimizer, update_interval=3, schedule=ConstantSchedule(30))
+    with pytest.raises(ValueError, match="total_steps must be an integer of at least 1, got 0"):
+        RigL(model, optimizer, total_steps=0)
+    with pytest.raises(TypeError, match=r"total_steps must be an integer, got 2\.5"):
+        RigL(model, optimizer, total_steps=2.5)
+    with pytest.raises(ValueError, match="update_interval must be an integer of at least 1"):
+        RigL(model, optimizer, total_steps=10, update_interval=0)
+    with pytest.raises(ValueError, match=r"drop_fraction must lie in \[0, 1\], got 1\.5"):
+        SET(model, optimizer, total_steps=10, drop_fraction=1.5)
+    with pytest.raises(ValueError, match=r"drop_fraction must lie in \[0, 1\], got nan"):
+        SET(model, optimizer, total_steps=10, drop_fraction=float("nan"))
+    with pytest.raises(ValueError, match="pooling must be one of sum, avg, max, none"):
+        RigL(model, optimizer, total_steps=10, pooling="median")
+    with pytest.raises(ValueError, match="either seed or generator"):
+        SET(model, optimizer, total_steps=10, seed=1, generator=torch.Generator())
