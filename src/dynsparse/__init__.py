@@ -6,12 +6,13 @@ pattern of non-zeros changes while the network trains.
 
 from importlib.metadata import PackageNotFoundError, version
 
-from dynsparse import nn, ops
+from dynsparse import nn, ops, training
 from dynsparse.pattern import Rewiring, SparsePattern
+from dynsparse.training import SET, RigL, Static
 
 try:
     __version__ = version("dynsparse")
 except PackageNotFoundError:  # run from a source tree that was never installed
     __version__ = "0.0.0"
 
-__all__ = ["Rewiring", "SparsePattern", "nn", "ops"]
+__all__ = ["SET", "Rewiring", "RigL", "SparsePattern", "Static", "nn", "ops", "training"]
