@@ -1,0 +1,72 @@
+"""The golden cycle values of the planner's vertex formulas (reference, section 3.7)."""
+
+import pytest
+
+from dynsparse.popsparse import tile_cycles as tile
+from dynsparse.popsparse import vertex_cycles as vertex
+from dynsparse.popsparse.data_types import FLOAT16, FLOAT32
+from dynsparse.popsparse.vertex_cycles import Search
+
+TWO = Search(buckets=2, matched=2, sub_groups=1)
+
+
+@pytest.mark.parametrize(
+    ("formula", "cycles"),
+    [
+        (vertex.element_forward, 2541),
+        (vertex.element_grad_input, 2528),
+        (vertex.element_transposed, 2002),
+        (vertex.element_grad_weight, 3611),
+    ],
+    ids=["forward", "grad_input", "transposed", "grad_weight"],
+)
+def test_element_half_z8(formula, cycles):
+    assert formula(5, 20, 8, FLOAT16, 6) == cycles
+
+
+def test_element_forward_float_z4():
+    assert vertex.element_forward(5, 20, 4, FLOAT32, 6) == 2463
+
+
+@pytest.mark.parametrize(
+    ("block", "dtype", "partials", "units", "many", "single"),
+    [
+        (16, FLOAT16, FLOAT16, 16, 20578, 854),
+        (4, FLOAT16, FLOAT32, 8, 11152, 608),
+        (8, FLOAT32, FLOAT32, 16, 33114, 1218),
+    ],
+    ids=["16x16-half-half", "4x4-half-float", "8x8-float"],
+)
+def test_block_forward(block, dtype, partials, units, many, single):
+    sizes = ((block, block), dtype, partials, units, 6)
+    assert vertex.block_forward(5, 7, 16, *sizes, TWO) == many
+    assert vertex.block_forward(1, 1, 16, *sizes) == single
+
+
+def test_block_grad_weight_amp():
+    found = vertex.block_grad_weight_amp(5, 7, 32, (16, 16), FLOAT16, FLOAT16, 6)
+    assert found == 16711
+
+
+def test_block_grad_weight():
+    assert vertex.block_grad_weight(5, 7, 16, (8, 8), FLOAT16, FLOAT32, 6) == 104897
+
+
+@pytest.mark.parametrize(("result", "cycles"), [(FLOAT32, 4728), (FLOAT16, 2712)])
+def test_reduce_1000_by_4(result, cycles):
+    partials, out = (FLOAT32, FLOAT16) if result is FLOAT32 else (FLOAT16, FLOAT16)
+    assert tile.reduce(1000, 4, partials, out, 6) == cycles
+
+
+def test_cast_1000():
+    assert tile.cast(1000, FLOAT32, FLOAT16, 6) == 660
+
+
+@pytest.mark.parametrize(("edge", "cycles"), [(4, 397), (8, 2449), (16, 5473)])
+def test_transpose_50_half_blocks(edge, cycles):
+    assert tile.transpose_blocks(50, edge, edge, FLOAT16, 6) == cycles
+
+
+def test_rearrange_batch():
+    assert tile.rearrange_batch(10, 16, 32, FLOAT16, 6) == 2538
+    assert tile.rearrange_batch(10, 8, 32, FLOAT32, 6) == 2706
