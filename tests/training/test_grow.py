@@ -1,0 +1,43 @@
+"""The two growths as the trainer calls them."""
+
+import pytest
+import torch
+
+from dynsparse import SparsePattern
+from dynsparse.training import GradientGrowth, RandomGrowth
+
+PATTERN = SparsePattern([0, 1], [0, 2], shape=(2, 3))
+
+
+def test_gradient_growth_takes_the_largest():
+    x, dy = torch.eye(3), torch.tensor([[1.0, 3.0], [-4.0, 0.0], [2.0, -5.0]])
+    growth = GradientGrowth()
+    assert growth.needs_gradients
+    assert growth.choose(PATTERN, 2, [(x, dy)]).tolist() == [1, 3]
+
+
+def test_random_growth_stays_outside_and_resumes():
+    growth = RandomGrowth(seed=4)
+    assert not growth.needs_gradients
+    growth.choose(PATTERN, 2, [])
+    state = growth.state_dict()
+    first = [growth.choose(PATTERN, 2, []).tolist() for _ in range(20)]
+    assert all(set(c) <= {1, 2, 3, 4} and len(set(c)) == 2 for c in first)
+    again = RandomGrowth(seed=99)
+    again.load_state_dict(state)
+    assert [again.choose(PATTERN, 2, []).tolist() for _ in range(20)] == first
+
+
+def test_random_growth_without_a_seed_follows_the_global_one():
+    torch.manual_seed(7)
+    first = RandomGrowth().generator.initial_seed()
+    torch.manual_seed(7)
+    assert RandomGrowth().generator.initial_seed() == first
+    assert RandomGrowth().generator.initial_seed() != first
+
+
+def test_states_of_another_growth_are_refused():
+    with pytest.raises(ValueError, match="saved with pooling 'max', this growth has 'sum'"):
+        GradientGrowth().load_state_dict(GradientGrowth("MAX").state_dict())
+    with pytest.raises(ValueError, match="holds no generator"):
+        RandomGrowth(seed=1).load_state_dict(GradientGrowth().state_dict())

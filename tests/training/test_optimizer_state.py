@@ -1,0 +1,97 @@
+"""Every optimizer's state follows a pattern update, worked out by hand."""
+
+import pytest
+import torch
+
+from dynsparse import Rewiring, SparsePattern
+from dynsparse.nn import SparseLinear
+from dynsparse.training import rewire_state
+
+OPTIMIZERS = {
+    "sgd": lambda p: torch.optim.SGD(p, lr=0.1),
+    "momentum": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9),
+    "nesterov": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, nesterov=True),
+    "sgd-foreach": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, foreach=True),
+    "sgd-fused": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, fused=True),
+    "adam": lambda p: torch.optim.Adam(p, lr=0.1),
+    "adam-foreach": lambda p: torch.optim.Adam(p, lr=0.1, foreach=True),
+    "adam-fused": lambda p: torch.optim.Adam(p, lr=0.1, fused=True),
+    "amsgrad": lambda p: torch.optim.Adam(p, lr=0.1, amsgrad=True),
+    "adamw": lambda p: torch.optim.AdamW(p, lr=0.1),
+    "adamw-fused": lambda p: torch.optim.AdamW(p, lr=0.1, amsgrad=True, fused=True),
+    "nadam": lambda p: torch.optim.NAdam(p, lr=0.1),
+    "radam": lambda p: torch.optim.RAdam(p, lr=0.1),
+    "adamax": lambda p: torch.optim.Adamax(p, lr=0.1),
+    "adadelta": lambda p: torch.optim.Adadelta(p, lr=0.1),
+    "asgd": lambda p: torch.optim.ASGD(p, lr=0.1),
+    "rmsprop": lambda p: torch.optim.RMSprop(p, lr=0.1, centered=True, momentum=0.5),
+    "rmsprop-foreach": lambda p: torch.optim.RMSprop(p, lr=0.1, momentum=0.5, foreach=True),
+    "rprop": lambda p: torch.optim.Rprop(p, lr=0.1),
+    "adagrad": lambda p: torch.optim.Adagrad(p, lr=0.1, initial_accumulator_value=0.25),
+    "adagrad-fused": lambda p: torch.optim.Adagrad(p, lr=0.1, fused=True),
+    "adafactor": lambda p: torch.optim.Adafactor(p, lr=0.1),
+}
+START = {("adagrad", "sum"): 0.25, ("rprop", "step_size"): 0.1}
+
+
+def trained(kind, block_size):
+    """A 2 x 3 grid with blocks 0, 2, 5 present, after two steps of the optimizer."""
+    b = block_size
+    pattern = SparsePattern([0, 0, 1], [0, 2, 2], shape=(2 * b, 3 * b), block_size=b)
+    layer = SparseLinear(3 * b, 2 * b, pattern=pattern)
+    optimizer = OPTIMIZERS[kind](layer.parameters())
+    for _ in range(2):
+        optimizer.zero_grad()
+        layer(torch.randn(8, 3 * b)).square().sum().backward()
+        optimizer.step()
+    return layer, optimizer
+
+
+@pytest.mark.parametrize("block_size", [1, 2])
+@pytest.mark.parametrize("kind", OPTIMIZERS)
+def test_survivors_keep_and_grown_start_anew(kind, block_size):
+    layer, optimizer = trained(kind, block_size)
+    # Slot 1 (position 2) leaves and position 4 joins: the blocks become 0, 4, 5.
+    rewiring = Rewiring.make(layer.pattern, torch.tensor([1]), torch.tensor([4]))
+    state = optimizer.state[layer.values]
+    before = {key: t.clone() for key, t in state.items() if isinstance(t, torch.Tensor)}
+    pointers = {key: t.data_ptr() for key, t in state.items() if isinstance(t, torch.Tensor)}
+    bias_before = {k: t.clone() for k, t in optimizer.state.get(layer.bias, {}).items()
+                   if isinstance(t, torch.Tensor)}  # fmt: skip
+    rewire_state(optimizer, layer.values, rewiring)
+    assert set(before) or kind == "sgd"
+    followed = 0
+    for key, old in before.items():
+        new = state[key]
+        assert new.data_ptr() == pointers[key]
+        if old.dim() == 0:
+            assert torch.equal(new, old)
+            continue
+        followed += 1
+        expected = torch.stack([old[0], torch.full_like(old[0], START.get((kind, key), 0)), old[2]])
+        assert torch.equal(new, expected)
+    assert followed or kind == "sgd"
+    for key, old in bias_before.items():
+        assert torch.equal(optimizer.state[layer.bias][key], old)
+    # And training goes on.
+    layer.rewire(rewiring)
+    optimizer.zero_grad()
+    layer(torch.randn(8, 3 * block_size)).square().sum().backward()
+    optimizer.step()
+    assert layer.values.isfinite().all()
+
+
+def test_state_that_follows_no_pattern_is_refused():
+    layer, optimizer = trained("adam", 1)
+    optimizer.state[layer.values]["sketch"] = torch.zeros(2)
+    rewiring = Rewiring.make(layer.pattern, torch.tensor([1]), torch.tensor([4]))
+    with pytest.raises(ValueError, match=r"'sketch' of shape \[2\], which does not follow the 3"):
+        rewire_state(optimizer, layer.values, rewiring)
+
+
+def test_an_optimizer_that_has_not_stepped_has_nothing_to_follow():
+    layer = SparseLinear(4, 4, density=0.5)
+    optimizer = torch.optim.Adam(layer.parameters())
+    rewiring = Rewiring.make(layer.pattern, torch.tensor([]), torch.tensor([]))
+    rewire_state(optimizer, layer.values, rewiring)
+    assert not optimizer.state.get(layer.values)

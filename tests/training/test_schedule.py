@@ -1,0 +1,85 @@
+"""Schedules against values worked out by hand."""
+
+import math
+
+import pytest
+
+from dynsparse.training import ApplicationCosine, ConstantSchedule, CosineSchedule
+
+
+def due(schedule, steps):
+    return [t for t in range(1, steps + 1) if schedule.is_due(t)]
+
+
+def test_cosine_of_the_paper():
+    schedule = CosineSchedule(total_steps=400, update_interval=100, drop_fraction=0.4)
+    assert due(schedule, 400) == [100, 200]  # T_end = 300
+    # 0.2 (1 + cos(pi/3)) = 0.3 and 0.2 (1 + cos(2 pi/3)) = 0.1
+    assert schedule.fraction(100) == pytest.approx(0.3)
+    assert [schedule.drop_count(t, 1000) for t in (100, 200, 300)] == [300, 100, 0]
+    assert schedule.drop_count(100, 9) == 2  # 2.7, rounded down
+
+
+def test_cosine_to_the_very_end():
+    schedule = CosineSchedule(200, 40, 0.5, end_fraction=1.0)
+    assert due(schedule, 200) == [40, 80, 120, 160]
+
+
+def test_nothing_to_drop_is_never_due():
+    assert due(CosineSchedule(100, 10, 0.0), 100) == []
+    assert due(ConstantSchedule(100, 10, 0.0), 100) == []
+
+
+def test_constant():
+    schedule = ConstantSchedule(total_steps=30, update_interval=10, drop_fraction=0.29)
+    assert due(schedule, 60) == [10, 20]
+    assert schedule.drop_count(10, 100) == 29  # though 0.29 * 100 < 29 in floating point
+    assert schedule.drop_count(20, 10) == 2
+
+
+def test_application_cosine():
+    schedule = ApplicationCosine(total_steps=50, update_interval=1, drop_fraction=0.3)
+    assert due(schedule, 50) == list(range(1, 50))
+    assert schedule.share(25) == pytest.approx(0.5)
+    # ceil(ceil(0.3 * 101) * 0.5) = ceil(31 * 0.5)
+    assert schedule.drop_count(25, 101) == 16
+    assert schedule.drop_count(50, 101) == 0
+    assert schedule.drop_count(49, 1000) == math.ceil(300 * 0.5 * (1 + math.cos(math.pi * 0.98)))
+
+
+def test_application_cosine_delay_and_period():
+    schedule = ApplicationCosine(
+        total_steps=110, update_interval=5, zero_steps=10, phase_delay=math.pi, period=1.0
+    )
+    assert due(schedule, 30) == [10, 15, 20, 25, 30]
+    assert schedule.share(5) == 0
+    assert schedule.share(10) == pytest.approx(0)  # 0.5 (1 + cos(pi))
+    assert schedule.share(60) == pytest.approx(1)  # half of a whole turn later
+
+
+@pytest.mark.parametrize("kind", [CosineSchedule, ConstantSchedule, ApplicationCosine])
+@pytest.mark.parametrize(
+    ("arguments", "error", "message"),
+    [
+        ({"total_steps": 0}, ValueError, "total_steps must be an integer of at least 1, got 0"),
+        ({"total_steps": "9"}, TypeError, "total_steps must be an integer, got '9'"),
+        ({"total_steps": True}, ValueError, "total_steps must be an integer"),
+        ({"update_interval": -1}, ValueError, "update_interval must be an integer of at least 1"),
+        ({"drop_fraction": -0.1}, ValueError, r"drop_fraction must lie in \[0, 1\], got -0\.1"),
+        ({"drop_fraction": "0.3"}, TypeError, "drop_fraction must be a number"),
+    ],
+)
+def test_bad_arguments_of_all(kind, arguments, error, message):
+    with pytest.raises(error, match=message):
+        kind(**{"total_steps": 10, **arguments})
+
+
+def test_bad_arguments_of_one():
+    with pytest.raises(ValueError, match=r"end_fraction must lie in \(0, 1\], got 0"):
+        CosineSchedule(10, end_fraction=0)
+    with pytest.raises(ValueError, match="zero_steps must be below total_steps 10, got 10"):
+        ApplicationCosine(10, zero_steps=10)
+    with pytest.raises(ValueError, match="period must be a finite number, got inf"):
+        ApplicationCosine(10, period=math.inf)
+    with pytest.raises(ValueError, match="phase_delay must be a finite number, got None"):
+        ApplicationCosine(10, phase_delay=None)
