@@ -45,12 +45,10 @@ def test_tile_formulas_take_arrays(dtype, counts, depth):
         assert formula(np.array(counts)).tolist() == [int(formula(n)) for n in counts]
 
 
-@pytest.mark.parametrize("block", [(2, 2), (4, 8), (32, 32)])
-def test_blocks_without_a_kernel(block):
-    with pytest.raises(ValueError, match="take square blocks of 4, 8, 16, got"):
-        vertex_cycles.block_forward(1, 1, 1, block, FLOAT16, FLOAT32, 8, 6)
-
-
-def test_float_has_no_16_block():
-    with pytest.raises(ValueError, match="of float32 take square blocks of 4, 8, got 16x16"):
-        vertex_cycles.block_grad_weight(1, 1, 1, (16, 16), FLOAT32, FLOAT32, 6)
+@pytest.mark.parametrize(
+    ("block", "half", "single"),
+    [((4, 4), 4, 4), ((2, 2), 4, 4), ((4, 8), 8, 8), ((16, 16), 16, 8), ((32, 32), 16, 8)],
+)
+def test_kernel_that_holds_a_block(block, half, single):
+    assert vertex_cycles.kernel_edge(block, FLOAT16) == half
+    assert vertex_cycles.kernel_edge(block, FLOAT32) == single

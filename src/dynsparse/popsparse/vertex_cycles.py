@@ -30,6 +30,7 @@ __all__ = [
     "element_grad_input",
     "element_grad_weight",
     "element_transposed",
+    "kernel_edge",
     "zero_partials",
 ]
 
@@ -169,14 +170,14 @@ _BLOCK = {
 }
 
 
-def _edge(block: tuple[int, int], dtype: DataType) -> int:
+def kernel_edge(block: tuple[int, int], dtype: DataType) -> int:
+    """Edge of the smallest square kernel that holds the block (the largest one if none does).
+
+    The kernels take square blocks of 4 and 8, for float16 also of 16. Other blocks have none, yet
+    embeddings use them and are planned by these formulas all the same.
+    """
     edges = (4, 8) if dtype.size == 4 else (4, 8, 16)
-    if block[0] != block[1] or block[0] not in edges:
-        raise ValueError(
-            f"the block kernels of {dtype} take square blocks of "
-            f"{', '.join(map(str, edges))}, got {block[0]}x{block[1]}"
-        )
-    return block[0]
+    return next((edge for edge in edges if edge >= max(block)), edges[-1])
 
 
 def block_forward(
@@ -197,7 +198,7 @@ def block_forward(
     Each block loads its coefficients, 64 bits a cycle, by the supervisor alone; then the workers
     stream the batch. 16x16 blocks take two loads on a machine with 8 units.
     """
-    edge = _edge(block, dtype)
+    edge = kernel_edge(block, dtype)
     per_z, start, by_z = _BLOCK[edge, _KINDS[dtype.size, partials.size]]
     loads = 1
     if edge == 16 and conv_units < 16:
@@ -236,7 +237,7 @@ def block_grad_weight(
 ) -> Ints:
     """grad_weight of blocks without the matrix units; any batch."""
     kind = _KINDS[dtype.size, partials.size]
-    start, per_row, per_block, per_z = _BLOCK_GRAD_WEIGHT[_edge(block, dtype), kind]
+    start, per_row, per_block, per_z = _BLOCK_GRAD_WEIGHT[kernel_edge(block, dtype), kind]
     work = start + x * (per_row + y * (per_block + z * per_z))
     return workers * work + 75 + search.cycles(0, 26, 0)
 
@@ -267,7 +268,7 @@ def block_grad_weight_amp(
     """grad_weight of blocks in the matrix units: all workers on each block, 16 or 8 of the batch
     at a time."""
     kind = _KINDS[dtype.size, partials.size]
-    load, run, start, per_block, saved = _AMP[_edge(block, dtype), kind]
+    load, run, start, per_block, saved = _AMP[kernel_edge(block, dtype), kind]
     steps = -(-np.asarray(z) // (32 // dtype.size))
     supervisor = (
         75
