@@ -1,5 +1,93 @@
-"""The tile machine: a model of a bulk-synchronous processor with private memories."""
+"""The tile machine: a model of a bulk-synchronous processor with private memories.
 
+Build a `Graph` of variables and vertices for a `Target`, put `Program`s together, and run them with
+an `Engine`: it gives the numbers and, as a `Profile`, the cycles, bytes and memory of each step.
+"""
+
+from dynsparse.machine import codelets
+from dynsparse.machine.dtypes import (
+    BOOL,
+    FLOAT,
+    HALF,
+    INT,
+    SHORT,
+    UNSIGNED_CHAR,
+    UNSIGNED_INT,
+    UNSIGNED_SHORT,
+    DType,
+    as_dtype,
+)
+from dynsparse.machine.engine import Engine
+from dynsparse.machine.errors import (
+    LocalityError,
+    MachineError,
+    MappingError,
+    OutOfMemoryError,
+    ProgramError,
+    RaceError,
+)
+from dynsparse.machine.graph import ComputeSet, Graph, Stream
+from dynsparse.machine.profile import Profile, StepProfile
+from dynsparse.machine.program import (
+    Call,
+    Copy,
+    Execute,
+    If,
+    Program,
+    Repeat,
+    RepeatWhileFalse,
+    RepeatWhileTrue,
+    Sequence,
+    Switch,
+    Sync,
+)
 from dynsparse.machine.target import Target
+from dynsparse.machine.tensor import Tensor, concat
+from dynsparse.machine.vertex import Codelet, In, InOut, Out, Ragged, RaggedView, VertexView
 
-__all__ = ["Target"]
+__all__ = [
+    "BOOL",
+    "FLOAT",
+    "HALF",
+    "INT",
+    "SHORT",
+    "UNSIGNED_CHAR",
+    "UNSIGNED_INT",
+    "UNSIGNED_SHORT",
+    "Call",
+    "Codelet",
+    "ComputeSet",
+    "Copy",
+    "DType",
+    "Engine",
+    "Execute",
+    "Graph",
+    "If",
+    "In",
+    "InOut",
+    "LocalityError",
+    "MachineError",
+    "MappingError",
+    "Out",
+    "OutOfMemoryError",
+    "Profile",
+    "Program",
+    "ProgramError",
+    "RaceError",
+    "Ragged",
+    "RaggedView",
+    "Repeat",
+    "RepeatWhileFalse",
+    "RepeatWhileTrue",
+    "Sequence",
+    "StepProfile",
+    "Stream",
+    "Switch",
+    "Sync",
+    "Target",
+    "Tensor",
+    "VertexView",
+    "as_dtype",
+    "codelets",
+    "concat",
+]

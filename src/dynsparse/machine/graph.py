@@ -1,0 +1,322 @@
+"""Variables on tiles, and the compute sets of vertices that work on them."""
+
+from __future__ import annotations
+
+import math
+import operator
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from dynsparse.machine.dtypes import DType, as_dtype
+from dynsparse.machine.errors import MappingError
+from dynsparse.machine.intervals import Runs, TileMap
+from dynsparse.machine.target import Target
+from dynsparse.machine.tensor import Tensor
+from dynsparse.machine.vertex import Codelet, Ragged, VertexSet
+
+__all__ = ["ComputeSet", "Graph", "Stream", "Variable"]
+
+# Variables start at multiples of this many elements, so that rows can be loaded as vectors.
+_ALIGNMENT = 64
+
+
+class Variable:
+    """One contiguous stretch of the memory of its type. `tensor` views it whole."""
+
+    def __init__(self, name: str, tensor: Tensor, start: int, is_constant: bool) -> None:
+        self.name = name
+        self.tensor = tensor
+        self.start = start
+        self.is_constant = is_constant
+
+    @property
+    def stop(self) -> int:
+        return self.start + self.tensor.numel
+
+    @property
+    def dtype(self) -> DType:
+        return self.tensor.dtype
+
+    @property
+    def bytes(self) -> int:
+        return self.tensor.numel * self.dtype.size
+
+
+class ComputeSet:
+    """Vertices that run at the same time. Made by `Graph.add_compute_set`."""
+
+    def __init__(self, graph: Graph, name: str) -> None:
+        self.graph = graph
+        self.name = name
+        self.vertex_sets: list[VertexSet] = []
+
+
+class Stream:
+    """Data between host and machine, `numel` elements a time."""
+
+    def __init__(self, name: str, dtype: DType, numel: int, to_device: bool) -> None:
+        self.name = name
+        self.dtype = dtype
+        self.numel = numel
+        self.to_device = to_device
+
+
+class Graph:
+    """Variables with tile mappings, constants, compute sets and vertices, for one target."""
+
+    def __init__(self, target: Target) -> None:
+        if not isinstance(target, Target):
+            raise TypeError(f"Graph takes a Target, got {type(target).__name__}")
+        self.target = target
+        self.variables: dict[DType, list[Variable]] = {}
+        self.sizes: dict[DType, int] = {}
+        self.initial: list[tuple[Tensor, np.ndarray]] = []
+        self.handles: dict[str, Tensor] = {}
+        self.streams: dict[str, Stream] = {}
+        self._assignments: dict[DType, list[tuple[Runs, np.ndarray]]] = {}
+        self._maps: dict[DType, TileMap] = {}
+
+    # Variables.
+
+    def _add(self, dtype: Any, shape: Any, name: str | None, is_constant: bool) -> Tensor:
+        dtype = as_dtype(dtype)
+        sizes = list(shape) if isinstance(shape, Sequence) else [shape]
+        sizes = [operator.index(n) for n in sizes]
+        if any(n < 0 for n in sizes):
+            raise ValueError(f"a shape has sizes of 0 or more, got {sizes}")
+        group = self.variables.setdefault(dtype, [])
+        start = self.sizes.get(dtype, 0)
+        strides = [math.prod(sizes[i + 1 :]) for i in range(len(sizes))]
+        tensor = Tensor(self, dtype, sizes, start, tuple(strides))
+        name = name or f"{'constant' if is_constant else 'variable'}{len(group)}"
+        group.append(Variable(name, tensor, start, is_constant))
+        end = start + max(tensor.numel, 1)
+        self.sizes[dtype] = -(-end // _ALIGNMENT) * _ALIGNMENT
+        self._maps.pop(dtype, None)
+        return tensor
+
+    def add_variable(
+        self, dtype: Any, shape: Any, name: str | None = None, tiles: Any = None
+    ) -> Tensor:
+        """A variable of this element type and shape; it holds NaN (or rubbish) until written.
+
+        `tiles` maps it at once, as in `set_tile_mapping`.
+        """
+        tensor = self._add(dtype, shape, name, is_constant=False)
+        if tiles is not None:
+            self.set_tile_mapping(tensor, tiles)
+        return tensor
+
+    def add_constant(
+        self, dtype: Any, shape: Any, values: Any, name: str | None = None, tiles: Any = None
+    ) -> Tensor:
+        """A variable whose values are fixed: nothing may write it. `values` broadcast to `shape`.
+
+        It needs a mapping like any other variable.
+        """
+        tensor = self._add(dtype, shape, name, is_constant=True)
+        self.set_initial_value(tensor, values)
+        if tiles is not None:
+            self.set_tile_mapping(tensor, tiles)
+        return tensor
+
+    def set_initial_value(self, tensor: Tensor, values: Any) -> None:
+        """What the tensor holds when an engine is made."""
+        self._own(tensor)
+        array = np.asarray(values).astype(tensor.dtype.numpy)
+        self.initial.append((tensor, np.broadcast_to(array, tensor.shape)))
+
+    def _own(self, tensor: Any) -> Tensor:
+        if not isinstance(tensor, Tensor):
+            raise TypeError(f"expected a Tensor of the graph, got {type(tensor).__name__}")
+        if tensor.graph is not self:
+            raise ValueError("the tensor belongs to another graph")
+        return tensor
+
+    def variable_at(self, dtype: DType, address: int) -> Variable:
+        group = self.variables[dtype]
+        starts = [v.start for v in group]
+        return group[int(np.searchsorted(starts, address, "right")) - 1]
+
+    def names_of(self, tensor: Tensor) -> str:
+        """The names of the variables a tensor views, for messages."""
+        if tensor.numel == 0:
+            return "nothing"
+        starts = np.array([v.start for v in self.variables[tensor.dtype]])
+        found = np.unique(np.searchsorted(starts, tensor.runs().starts, "right") - 1)
+        names = [repr(self.variables[tensor.dtype][i].name) for i in found[:4]]
+        return ", ".join(names) + (", ..." if len(found) > 4 else "")
+
+    # Mapping.
+
+    def set_tile_mapping(self, tensor: Tensor, tiles: Any) -> None:
+        """Say which tile holds what.
+
+        `tiles` is one tile for the whole tensor, or an integer array over the tensor's leading
+        dimensions: `tiles[i]` holds `tensor[i]`, `tiles[i, j]` holds `tensor[i, j]`. A later
+        mapping of the same elements replaces an earlier one.
+
+        Raises:
+            MappingError: a tile that does not exist, or tiles of another shape.
+        """
+        tensor = self._own(tensor)
+        where = np.asarray(tiles)
+        if where.dtype.kind not in "iu":
+            raise TypeError(f"tiles must be integers, got {where.dtype}")
+        if where.shape != tensor.shape[: where.ndim]:
+            raise MappingError(
+                f"tiles of the shape {list(where.shape)} must match the leading dimensions of "
+                f"{tensor.name} {list(tensor.shape)}"
+            )
+        if where.size and not (where.min() >= 0 and where.max() < self.target.tiles):
+            worst = where.min() if where.min() < 0 else where.max()
+            raise MappingError(
+                f"{tensor.name} is mapped to tile {worst}; the target has tiles 0 to "
+                f"{self.target.tiles - 1}"
+            )
+        if tensor.numel == 0:
+            return
+        runs = tensor.runs(where.ndim)
+        flat = where.reshape(-1).astype(np.int64)
+        if tensor.is_regular:
+            owner = np.repeat(flat, len(runs.starts) // len(flat))
+        else:
+            owner = flat[(np.cumsum(runs.lengths) - 1) // (tensor.numel // len(flat))]
+        self._assignments.setdefault(tensor.dtype, []).append((runs, owner))
+        self._maps.pop(tensor.dtype, None)
+
+    def map_linearly(
+        self, tensor: Tensor, grain: int = 1, min_per_tile: int = 1, first_tile: int = 0
+    ) -> None:
+        """Spread the elements in order over the tiles, as evenly as whole grains allow.
+
+        Each tile gets a multiple of `grain` elements and at least `min_per_tile`.
+        """
+        tensor = self._own(tensor)
+        if grain < 1 or min_per_tile < 1:
+            raise ValueError(f"grain and min_per_tile must be 1 or more: {grain}, {min_per_tile}")
+        grains = -(-tensor.numel // grain)
+        tiles = min(self.target.tiles - first_tile, max(1, tensor.numel // min_per_tile))
+        if tiles < 1:
+            raise MappingError(f"first_tile {first_tile} is outside {self.target.tiles} tiles")
+        per_tile = -(-grains // tiles) * grain
+        flat = tensor.flatten()
+        for i, start in enumerate(range(0, tensor.numel, per_tile)):
+            part = flat[start : min(start + per_tile, tensor.numel)]
+            self.set_tile_mapping(part, first_tile + i)
+
+    def tile_map(self, dtype: DType) -> TileMap:
+        """The tile of every address of a type."""
+        if dtype not in self._maps:
+            parts = self._assignments.get(dtype, [])
+            self._maps[dtype] = TileMap.from_assignments(self.sizes[dtype], parts)
+            if parts:
+                self._assignments[dtype] = [_as_assignment(self._maps[dtype])]
+        return self._maps[dtype]
+
+    def tiles_of(self, tensor: Tensor) -> np.ndarray:
+        """The tile of every element, int64 of the tensor's shape; -1 where none is mapped."""
+        pieces = self.tile_map(self._own(tensor).dtype).split(tensor.runs())
+        return np.repeat(pieces.tiles, pieces.lengths).reshape(tensor.shape)
+
+    # Vertices.
+
+    def add_compute_set(self, name: str) -> ComputeSet:
+        return ComputeSet(self, name)
+
+    def add_vertices(
+        self, compute_set: ComputeSet, codelet: Codelet, tiles: Any, values: Mapping[str, Any]
+    ) -> VertexSet:
+        """Many vertices of one codelet, run as one call.
+
+        Args:
+            compute_set: where they run.
+            codelet: what they run.
+            tiles: the tile of each vertex, [vertices].
+            values: for each field a tensor [vertices, ...] (vertex i gets entry i) or a `Ragged`;
+                for each scalar a number or an array [vertices].
+
+        Raises:
+            TypeError, ValueError: a field missing, unknown, of another type or count.
+            MappingError: a tile that does not exist.
+        """
+        if compute_set.graph is not self:
+            raise ValueError(f"compute set {compute_set.name!r} belongs to another graph")
+        where = np.asarray(tiles)
+        if where.ndim != 1 or (where.size and where.dtype.kind not in "iu"):
+            raise TypeError(f"tiles must be integers [vertices], got {where.dtype} {where.shape}")
+        if where.size and not (where.min() >= 0 and where.max() < self.target.tiles):
+            raise MappingError(
+                f"{codelet.name!r} is placed on tile {where.max()}; the target has tiles 0 to "
+                f"{self.target.tiles - 1}"
+            )
+        wanted = {*codelet.fields, *codelet.scalars}
+        if wanted != set(values):
+            raise ValueError(
+                f"codelet {codelet.name!r} takes {sorted(wanted)}, got {sorted(values)}"
+            )
+        edges: dict[str, Tensor] = {}
+        offsets: dict[str, np.ndarray] = {}
+        for name, edge in codelet.fields.items():
+            value = values[name]
+            tensor = self._own(value.tensor if isinstance(value, Ragged) else value)
+            if isinstance(value, Ragged):
+                offsets[name] = value.offsets
+            if edge.dtypes is not None and tensor.dtype not in edge.dtypes:
+                raise TypeError(
+                    f"field {name!r} of {codelet.name!r} takes "
+                    f"{' or '.join(d.name for d in edge.dtypes)}, got {tensor.dtype.name} "
+                    f"({tensor.name})"
+                )
+            count = len(value.offsets) - 1 if isinstance(value, Ragged) else tensor.shape[:1]
+            if count not in (len(where), (len(where),)):
+                raise ValueError(
+                    f"field {name!r} of {codelet.name!r} needs one entry for each of "
+                    f"{len(where)} vertices, got {list(tensor.shape)} ({tensor.name})"
+                )
+            edges[name] = tensor
+        scalars: dict[str, Any] = {}
+        for name in codelet.scalars:
+            value = values[name]
+            scalars[name] = value if np.ndim(value) == 0 else np.asarray(value)
+            if np.ndim(value) and len(scalars[name]) != len(where):
+                raise ValueError(
+                    f"scalar {name!r} of {codelet.name!r} needs {len(where)} values, "
+                    f"got {len(scalars[name])}"
+                )
+        made = VertexSet(codelet, where.astype(np.int64), edges, offsets, scalars)
+        compute_set.vertex_sets.append(made)
+        return made
+
+    def add_vertex(
+        self, compute_set: ComputeSet, codelet: Codelet, tile: int, values: Mapping[str, Any]
+    ) -> VertexSet:
+        """One vertex. Fields are tensors without the leading axis of `add_vertices`."""
+        lifted = {
+            name: value.expand_dims(0) if isinstance(value, Tensor) else value
+            for name, value in values.items()
+        }
+        return self.add_vertices(compute_set, codelet, np.array([operator.index(tile)]), lifted)
+
+    # The host's side.
+
+    def add_handle(self, name: str, tensor: Tensor) -> None:
+        """Let the host read and write a tensor by this name, outside programs and for free."""
+        if name in self.handles:
+            raise ValueError(f"the handle {name!r} exists already")
+        self.handles[name] = self._own(tensor)
+
+    def add_stream(self, name: str, dtype: Any, numel: int, *, to_device: bool) -> Stream:
+        """A stream for `Copy`: `numel` elements each time, to or from the machine."""
+        if name in self.streams:
+            raise ValueError(f"the stream {name!r} exists already")
+        self.streams[name] = Stream(name, as_dtype(dtype), operator.index(numel), to_device)
+        return self.streams[name]
+
+
+def _as_assignment(tile_map: TileMap) -> tuple[Runs, np.ndarray]:
+    mapped = tile_map.tiles >= 0
+    starts = tile_map.bounds[:-1][mapped]
+    return Runs(starts, np.diff(tile_map.bounds)[mapped]), tile_map.tiles[mapped]

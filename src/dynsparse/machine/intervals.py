@@ -1,0 +1,133 @@
+"""Runs of consecutive elements, as arrays: how regions of memory are compared and counted.
+
+An address is an element's number in the memory of its type. A region is two int64 arrays: where
+its runs start and how long they are.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+
+__all__ = ["Pieces", "Runs", "TileMap", "expand", "refine", "union_lengths"]
+
+IntArray = np.ndarray
+
+
+class Runs(NamedTuple):
+    """Consecutive elements, in the order in which a tensor lists them."""
+
+    starts: IntArray
+    lengths: IntArray
+
+    @property
+    def ends(self) -> IntArray:
+        return self.starts + self.lengths
+
+
+class Pieces(NamedTuple):
+    """Runs cut where the tile changes. `run` is the run a piece comes from; tile -1 is unmapped."""
+
+    run: IntArray
+    starts: IntArray
+    lengths: IntArray
+    tiles: IntArray
+
+
+def _cut_counts(inside: IntArray) -> tuple[IntArray, IntArray]:
+    """For items cut into 1 + inside parts: the item of each part, and the part's rank in it."""
+    counts = inside + 1
+    item = np.repeat(np.arange(len(inside)), counts)
+    first = np.cumsum(counts) - counts
+    return item, np.arange(len(item)) - first[item]
+
+
+def expand(runs: Runs) -> tuple[IntArray, IntArray]:
+    """Every address of the runs, and the run each comes from."""
+    run, rank = _cut_counts(runs.lengths - 1)
+    return runs.starts[run] + rank, run
+
+
+class TileMap:
+    """Which tile each address lives on: sorted `bounds` [k + 1] and `tiles` [k], -1 for none."""
+
+    def __init__(self, bounds: IntArray, tiles: IntArray) -> None:
+        self.bounds = bounds
+        self.tiles = tiles
+
+    @classmethod
+    def from_assignments(cls, size: int, parts: list[tuple[Runs, IntArray]]) -> TileMap:
+        """From runs and their tiles; where two parts meet, the later one holds."""
+        if not parts:
+            return cls(np.array([0, size]), np.array([-1]))
+        starts = np.concatenate([runs.starts for runs, _ in parts])
+        ends = starts + np.concatenate([runs.lengths for runs, _ in parts])
+        tiles = np.concatenate([np.broadcast_to(t, r.starts.shape) for r, t in parts])
+        order = np.argsort(starts, kind="stable")
+        apart = bool((starts[order[1:]] >= ends[order[:-1]]).all())
+        bounds = np.unique(np.concatenate([starts, ends, np.array([0, size])]))
+        owner = np.full(len(bounds) - 1, -1, np.int64)
+        low, high = np.searchsorted(bounds, starts), np.searchsorted(bounds, ends)
+        if apart:
+            # No bound lies inside a run, so each run is exactly one segment.
+            owner[low] = tiles
+        else:
+            for i in range(len(starts)):
+                owner[low[i] : high[i]] = tiles[i]
+        change = np.flatnonzero(np.diff(owner)) + 1
+        keep = np.concatenate([[0], change])
+        return cls(np.append(bounds[keep], size), owner[keep])
+
+    def split(self, runs: Runs) -> Pieces:
+        """The runs cut at every change of tile."""
+        first = np.searchsorted(self.bounds, runs.starts, "right") - 1
+        last = np.searchsorted(self.bounds, runs.ends, "left") - 1
+        inside = last - first
+        if not inside.any():
+            return Pieces(np.arange(len(first)), runs.starts, runs.lengths, self.tiles[first])
+        run, rank = _cut_counts(inside)
+        segment = first[run] + rank
+        starts = np.maximum(runs.starts[run], self.bounds[segment])
+        ends = np.minimum(runs.ends[run], self.bounds[segment + 1])
+        return Pieces(run, starts, ends - starts, self.tiles[segment])
+
+    def elements_per_tile(self, tiles: int) -> IntArray:
+        """How many elements each tile holds: float64 [tiles]."""
+        mapped = self.tiles >= 0
+        return np.bincount(
+            self.tiles[mapped], weights=np.diff(self.bounds)[mapped], minlength=tiles
+        )
+
+
+def refine(a: Runs, b: Runs) -> tuple[IntArray, IntArray, IntArray]:
+    """Two regions of the same size, matched element by element, as runs of both at once.
+
+    Returns the starts in `a`, the starts in `b` and the lengths.
+    """
+    if len(a.lengths) == len(b.lengths) and np.array_equal(a.lengths, b.lengths):
+        return a.starts, b.starts, a.lengths
+    ends_a, ends_b = np.cumsum(a.lengths), np.cumsum(b.lengths)
+    ends = np.union1d(ends_a, ends_b)
+    at = np.concatenate([[0], ends[:-1]])
+    run_a = np.searchsorted(ends_a, at, "right")
+    run_b = np.searchsorted(ends_b, at, "right")
+    start_a = a.starts[run_a] + at - (ends_a - a.lengths)[run_a]
+    start_b = b.starts[run_b] + at - (ends_b - b.lengths)[run_b]
+    return start_a, start_b, ends - at
+
+
+def union_lengths(
+    starts: IntArray, lengths: IntArray, groups: IntArray, group_count: int
+) -> IntArray:
+    """How many distinct addresses the runs of each group cover: int64 [group_count]."""
+    if not len(starts):
+        return np.zeros(group_count, np.int64)
+    span = int((starts + lengths).max()) + 1
+    key = groups.astype(np.int64) * span + starts
+    order = np.argsort(key, kind="stable")
+    key, groups = key[order], groups[order]
+    reach = np.maximum.accumulate(key + lengths[order])
+    before = np.concatenate([key[:1], reach[:-1]])
+    fresh = np.maximum(reach - np.maximum(key, before), 0)
+    return np.bincount(groups, weights=fresh, minlength=group_count).astype(np.int64)

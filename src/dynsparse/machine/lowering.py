@@ -1,0 +1,277 @@
+"""Programs made ready to run: each step planned once, then run as often as the program says."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from dynsparse.machine import program as programs
+from dynsparse.machine.checks import check_compute_set
+from dynsparse.machine.errors import ProgramError
+from dynsparse.machine.exchange import CopyPlan, bind_copy, broadcast_cycles, plan_copy
+from dynsparse.machine.merge import merge_vertices
+from dynsparse.machine.profile import CodeletProfile, Profile
+from dynsparse.machine.tensor import Tensor
+from dynsparse.machine.vertex import BoundVertices
+
+if TYPE_CHECKING:
+    from dynsparse.machine.engine import Engine
+
+__all__ = ["Lowering", "Node"]
+
+# A node runs one step (and those inside it) and adds what it cost to the profile.
+Node = Callable[[Profile], None]
+
+
+class Lowering:
+    """Turns programs into nodes, each program once however often it is used."""
+
+    def __init__(self, engine: Engine) -> None:
+        self.engine = engine
+        self.nodes: dict[int, Node] = {}
+        self.open: set[int] = set()
+        self.kept: list[programs.Program] = []
+        self.copies: list[CopyPlan] = []
+        self.vertex_sets: list[Any] = []
+
+    def lower(self, program: programs.Program, path: str = "") -> Node:
+        """The node of a program.
+
+        Raises:
+            ProgramError: the program contains itself.
+        """
+        if id(program) in self.nodes:
+            return self.nodes[id(program)]
+        if id(program) in self.open:
+            raise ProgramError(f"the program {path or program!r} contains itself")
+        self.open.add(id(program))
+        name = program.name
+        if name is not None:
+            path = f"{path}/{name}" if path else name
+        make = getattr(self, f"_{type(program).__name__}")
+        node: Node = make(program, path)
+        self.open.discard(id(program))
+        self.nodes[id(program)] = node
+        # Kept alive, so that an id is never used again for another program.
+        self.kept.append(program)
+        return node
+
+    def _leaf_path(self, program: programs.Program, path: str, kind: str) -> str:
+        if program.name is not None:
+            return path
+        leaf = f"{kind}{len(self.engine.steps)}"
+        return f"{path}/{leaf}" if path else leaf
+
+    # Structure.
+
+    def _Sequence(self, program: programs.Sequence, path: str) -> Node:
+        nodes = [self.lower(p, path) for p in program.programs]
+
+        def run(profile: Profile) -> None:
+            for node in nodes:
+                node(profile)
+
+        return run
+
+    def _Call(self, program: programs.Call, path: str) -> Node:
+        return self.lower(program.function, path)
+
+    def _Repeat(self, program: programs.Repeat, path: str) -> Node:
+        body, count = self.lower(program.body, path), program.count
+
+        def run(profile: Profile) -> None:
+            for _ in range(count):
+                body(profile)
+
+        return run
+
+    def _test(self, scalar: Tensor, path: str) -> Callable[[Profile], int]:
+        """Reading a control value: it goes to every tile, so that all take the same branch."""
+        engine = self.engine
+        step = engine.add_step(f"{path}/test" if path else "test", "control")
+        flat = engine.memory[scalar.dtype]
+        address = int(scalar.addresses().reshape(-1)[0])
+        exchange, sync = broadcast_cycles(engine.target, scalar), engine.target.sync_cycles
+
+        def test(profile: Profile) -> int:
+            profile.record(step, sync=sync, exchange=exchange)
+            return int(flat[address])
+
+        return test
+
+    def _while(self, program: Any, path: str) -> Node:
+        condition = self.lower(program.condition, path)
+        test = self._test(program.predicate, path)
+        body = self.lower(program.body, path)
+        engine, wanted = self.engine, program.runs_while
+
+        def run(profile: Profile) -> None:
+            for _ in range(engine.max_iterations):
+                condition(profile)
+                if bool(test(profile)) is not wanted:
+                    return
+                body(profile)
+            raise ProgramError(
+                f"loop {path or type(program).__name__!r} ran {engine.max_iterations:,} times "
+                f"without its predicate ({program.predicate.name}) ending it; raise max_iterations "
+                f"of the engine if it should"
+            )
+
+        return run
+
+    _RepeatWhileTrue = _while
+    _RepeatWhileFalse = _while
+
+    def _If(self, program: programs.If, path: str) -> Node:
+        test = self._test(program.predicate, path)
+        then, otherwise = self.lower(program.then, path), self.lower(program.otherwise, path)
+
+        def run(profile: Profile) -> None:
+            (then if test(profile) else otherwise)(profile)
+
+        return run
+
+    def _Switch(self, program: programs.Switch, path: str) -> Node:
+        test = self._test(program.value, path)
+        cases = {key: self.lower(p, path) for key, p in program.cases.items()}
+        default = self.lower(program.default, path)
+
+        def run(profile: Profile) -> None:
+            cases.get(test(profile), default)(profile)
+
+        return run
+
+    # Steps.
+
+    def _Sync(self, program: programs.Sync, path: str) -> Node:
+        step = self.engine.add_step(self._leaf_path(program, path, "sync"), "sync")
+        cycles = self.engine.target.sync_cycles
+        return lambda profile: profile.record(step, sync=cycles)
+
+    def _Copy(self, program: programs.Copy, path: str) -> Node:
+        path = self._leaf_path(program, path, "copy")
+        if program.stream is not None:
+            return self._stream_copy(program, path)
+        engine = self.engine
+        self._check_destinations(program, path)
+        plan = plan_copy(engine.graph, engine.target, program.pairs, path)
+        self.copies.append(plan)
+        move = bind_copy(program.pairs, engine.memory)
+        step = engine.add_step(path, "exchange" if plan.is_exchange else "compute", plan)
+        sync = engine.target.sync_cycles if plan.is_exchange else 0
+        exchange, local = plan.exchange_cycles, plan.local_cycles
+        tile_cycles = plan.local_per_tile if local else None
+
+        def run(profile: Profile) -> None:
+            for pair in move:
+                pair()
+            profile.record(
+                step, sync=sync, exchange=exchange, compute=local, tile_cycles=tile_cycles
+            )
+
+        return run
+
+    def _check_destinations(self, program: programs.Copy, path: str) -> None:
+        for _, dst in program.pairs:
+            for variable in self.engine.graph.variables[dst.dtype]:
+                if not variable.is_constant or not dst.numel:
+                    continue
+                runs = dst.runs()
+                if bool(((runs.starts < variable.stop) & (runs.ends > variable.start)).any()):
+                    raise ProgramError(f"copy {path!r} writes the constant {variable.name!r}")
+
+    def _stream_copy(self, program: programs.Copy, path: str) -> Node:
+        engine, stream = self.engine, program.stream
+        assert stream is not None
+        step = engine.add_step(path, "host")
+        src, dst = program.pairs[0]
+        target = engine.target
+        rate = (
+            target.host_read_bytes_per_second
+            if stream.to_device
+            else target.host_write_bytes_per_second
+        )
+        cycles = np.ceil(stream.numel * stream.dtype.size / rate * target.clock_hz)
+        if stream.to_device:
+            self._check_destinations(program, path)
+        flat = (dst if stream.to_device else src).flatten()
+
+        def run(profile: Profile) -> None:
+            if stream.to_device:
+                engine.write(flat, engine.host.fetch(stream))
+            else:
+                engine.host.deliver(stream, engine.read(flat))
+            profile.record(step, sync=target.sync_cycles, host=float(cycles))
+
+        return run
+
+    def _Execute(self, program: programs.Execute, path: str) -> Node:
+        engine = self.engine
+        sets = merge_vertices(program.compute_set.vertex_sets)
+        check_compute_set(engine.graph, path, sets)
+        self.vertex_sets.extend(sets)
+        step = engine.add_step(path, "compute")
+        bound = [BoundVertices(v, engine.memory, engine.target) for v in sets if v.count]
+        schedule = _Schedule(bound, engine.target.tiles, engine.target.workers)
+        fixed: list[np.ndarray | None] = [
+            None if b.codelet.data_dependent else b.cycles() for b in bound
+        ]
+        known = schedule.tile_cycles([f for f in fixed if f is not None]) if all(
+            f is not None for f in fixed
+        ) else None  # fmt: skip
+        known_max = float(known.max()) if known is not None else 0.0
+
+        def run(profile: Profile) -> None:
+            for b in bound:
+                b.load()
+            cycles = [b.cycles() if f is None else f for b, f in zip(bound, fixed, strict=True)]
+            for b, spent in zip(bound, cycles, strict=True):
+                b.run()
+                row = profile.codelets.setdefault(b.codelet.name, CodeletProfile())
+                row.vertices += len(spent)
+                row.cycles += float(spent.sum())
+            tile_cycles = schedule.tile_cycles(cycles) if known is None else known
+            longest = float(tile_cycles.max()) if known is None else known_max
+            profile.record(step, compute=longest, tile_cycles=tile_cycles)
+
+        return run
+
+
+class _Schedule:
+    """How a compute set's vertices share the workers of their tiles.
+
+    Worker vertices of a tile are dealt in order to its workers, which issue in turn: the tile takes
+    `workers` times the longest worker's sum. Codelets that use all workers, or the supervisor, run
+    one after the other.
+    """
+
+    def __init__(self, bound: list[BoundVertices], tiles: int, workers: int) -> None:
+        self.tiles, self.workers = tiles, workers
+        self.modes = [b.codelet.runs_on for b in bound]
+        self.where = [b.vertices.tiles for b in bound]
+        dealt = [t for t, mode in zip(self.where, self.modes, strict=True) if mode == "worker"]
+        at = np.concatenate([*dealt, np.zeros(0, np.int64)])
+        order = np.argsort(at, kind="stable")
+        counts = np.bincount(at, minlength=tiles)
+        first = np.cumsum(counts) - counts
+        rank = np.empty(len(at), np.int64)
+        rank[order] = np.arange(len(at)) - first[at[order]]
+        self.slots = at * workers + rank % workers
+
+    def tile_cycles(self, cycles: list[np.ndarray]) -> np.ndarray:
+        """Cycles of each tile, [tiles], from those of the vertices of each set."""
+        total = np.zeros(self.tiles)
+        dealt = []
+        for mode, where, spent in zip(self.modes, self.where, cycles, strict=True):
+            if mode == "worker":
+                dealt.append(spent)
+            else:
+                factor = self.workers if mode == "workers" else 1
+                total += factor * np.bincount(where, weights=spent, minlength=self.tiles)
+        if dealt:
+            size = self.tiles * self.workers
+            sums = np.bincount(self.slots, weights=np.concatenate(dealt), minlength=size)
+            total += self.workers * sums.reshape(self.tiles, self.workers).max(1)
+        return total

@@ -1,0 +1,213 @@
+"""Programs: what runs after what. Names follow Poplar."""
+
+from __future__ import annotations
+
+import operator
+from collections import abc
+from typing import Any
+
+from dynsparse.machine.errors import ProgramError
+from dynsparse.machine.graph import ComputeSet, Stream
+from dynsparse.machine.tensor import Tensor
+
+__all__ = [
+    "Call",
+    "Copy",
+    "Execute",
+    "If",
+    "Program",
+    "Repeat",
+    "RepeatWhileFalse",
+    "RepeatWhileTrue",
+    "Sequence",
+    "Switch",
+    "Sync",
+]
+
+
+class Program:
+    """A step of a program. `name`, if given, appears in the profile's paths."""
+
+    name: str | None = None
+
+    def parts(self) -> list[Program]:
+        """The programs inside."""
+        return []
+
+
+def _check(program: Any) -> Program:
+    if not isinstance(program, Program):
+        raise TypeError(f"expected a Program, got {type(program).__name__}")
+    return program
+
+
+class Sequence(Program):
+    """Programs in order."""
+
+    def __init__(self, *programs: Program, name: str | None = None) -> None:
+        self.programs = [_check(p) for p in programs]
+        self.name = name
+
+    def add(self, *programs: Program) -> Sequence:
+        """Append; returns itself."""
+        self.programs.extend(_check(p) for p in programs)
+        return self
+
+    def parts(self) -> list[Program]:
+        return self.programs
+
+
+class Execute(Program):
+    """Run the vertices of a compute set."""
+
+    def __init__(self, compute_set: ComputeSet) -> None:
+        if not isinstance(compute_set, ComputeSet):
+            raise TypeError(f"Execute takes a ComputeSet, got {type(compute_set).__name__}")
+        self.compute_set = compute_set
+        self.name = compute_set.name
+
+
+class Copy(Program):
+    """Move data over the exchange, all at once: `Copy(source, destination)`, or several pairs,
+    `Copy([(source, destination), ...])`. One side of a single pair may be a `Stream`.
+
+    Sources and destinations match in type and number of elements, in the order in which they list
+    them; no destination may overlap a source or another destination.
+    """
+
+    def __init__(self, source: Any, destination: Any = None, *, name: str | None = None) -> None:
+        pairs = [(source, destination)] if destination is not None else list(source)
+        self.name = name
+        self.stream: Stream | None = None
+        self.pairs: list[tuple[Tensor, Tensor]] = []
+        for src, dst in pairs:
+            sides = (src, dst)
+            if not all(isinstance(s, (Tensor, Stream)) for s in sides):
+                raise TypeError(f"Copy takes tensors or streams, got {src!r} and {dst!r}")
+            if src.dtype != dst.dtype:
+                raise TypeError(
+                    f"Copy from {src.dtype.name} ({src.name}) to {dst.dtype.name} ({dst.name}): "
+                    f"cast first"
+                )
+            if src.numel != dst.numel:
+                raise ValueError(
+                    f"Copy of {src.numel} elements ({src.name}) to {dst.numel} ({dst.name})"
+                )
+            self.pairs.append((src, dst))
+        streams = [s for pair in self.pairs for s in pair if isinstance(s, Stream)]
+        if streams:
+            if len(self.pairs) != 1 or len(streams) != 1:
+                raise ProgramError("a stream is copied to or from one tensor, in its own Copy")
+            self.stream = streams[0]
+            if self.stream.to_device != (self.pairs[0][0] is self.stream):
+                way = "to the machine" if self.stream.to_device else "from the machine"
+                raise ProgramError(f"stream {self.stream.name!r} goes {way}")
+
+
+class Repeat(Program):
+    """Run the body a fixed number of times."""
+
+    def __init__(self, count: int, body: Program, *, name: str | None = None) -> None:
+        self.count = operator.index(count)
+        if self.count < 0:
+            raise ValueError(f"Repeat takes a count of 0 or more, got {count}")
+        self.body = _check(body)
+        self.name = name
+
+    def parts(self) -> list[Program]:
+        return [self.body]
+
+
+def _check_scalar(value: Any, what: str) -> Tensor:
+    if not isinstance(value, Tensor):
+        raise TypeError(f"{what} must be a Tensor, got {type(value).__name__}")
+    if value.numel != 1 or value.dtype.is_floating:
+        raise ProgramError(
+            f"{what} must be one bool or integer, got {value.dtype.name} {list(value.shape)} "
+            f"({value.name})"
+        )
+    return value
+
+
+class _While(Program):
+    runs_while = True
+
+    def __init__(
+        self, condition: Program, predicate: Tensor, body: Program, *, name: str | None = None
+    ) -> None:
+        self.condition = _check(condition)
+        self.predicate = _check_scalar(predicate, f"the predicate of {type(self).__name__}")
+        self.body = _check(body)
+        self.name = name
+
+    def parts(self) -> list[Program]:
+        return [self.condition, self.body]
+
+
+class RepeatWhileTrue(_While):
+    """Run `condition`, test `predicate`, run `body` if it is true, and again."""
+
+
+class RepeatWhileFalse(_While):
+    """Run `condition`, test `predicate`, run `body` if it is false, and again."""
+
+    runs_while = False
+
+
+class If(Program):
+    """One program or the other."""
+
+    def __init__(
+        self,
+        predicate: Tensor,
+        then: Program,
+        otherwise: Program | None = None,
+        *,
+        name: str | None = None,
+    ) -> None:
+        self.predicate = _check_scalar(predicate, "the predicate of If")
+        self.then = _check(then)
+        self.otherwise = _check(otherwise) if otherwise is not None else Sequence()
+        self.name = name
+
+    def parts(self) -> list[Program]:
+        return [self.then, self.otherwise]
+
+
+class Switch(Program):
+    """The program of the case that equals `value`, or the default (nothing if none is given)."""
+
+    def __init__(
+        self,
+        value: Tensor,
+        cases: abc.Mapping[int, Program] | abc.Sequence[Program],
+        default: Program | None = None,
+        *,
+        name: str | None = None,
+    ) -> None:
+        self.value = _check_scalar(value, "the value of Switch")
+        items = cases.items() if isinstance(cases, abc.Mapping) else enumerate(cases)
+        self.cases = {operator.index(k): _check(p) for k, p in items}
+        self.default = _check(default) if default is not None else Sequence()
+        self.name = name
+
+    def parts(self) -> list[Program]:
+        return [*self.cases.values(), self.default]
+
+
+class Call(Program):
+    """Run a program that other places call too. It is planned, and held in memory, once."""
+
+    def __init__(self, function: Program, *, name: str | None = None) -> None:
+        self.function = _check(function)
+        self.name = name
+
+    def parts(self) -> list[Program]:
+        return [self.function]
+
+
+class Sync(Program):
+    """Wait for all tiles."""
+
+    def __init__(self, *, name: str | None = None) -> None:
+        self.name = name

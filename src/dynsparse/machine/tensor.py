@@ -1,0 +1,268 @@
+"""Views of the machine's variables: slices, reshapes and concatenations that move no data."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from numpy.lib.stride_tricks import as_strided
+
+from dynsparse.machine.dtypes import DType
+from dynsparse.machine.intervals import Runs
+
+__all__ = ["Tensor", "concat"]
+
+
+def _reshaped_strides(
+    shape: tuple[int, ...], strides: tuple[int, ...], new: tuple[int, ...]
+) -> tuple[int, ...] | None:
+    """The strides of a reshape that needs no list of addresses, or None."""
+    if 0 in shape:
+        return (0,) * len(new)
+    # Runs of dimensions that are contiguous with each other: (size, stride of the innermost).
+    blocks: list[list[int]] = []
+    for size, stride in zip(shape, strides, strict=True):
+        if size == 1:
+            continue
+        if blocks and blocks[-1][1] == size * stride:
+            blocks[-1] = [blocks[-1][0] * size, stride]
+        else:
+            blocks.append([size, stride])
+    out: list[int] = []
+    left, stride = 1, 0
+    for size in reversed(new):
+        if size == 1:
+            out.append(0)
+            continue
+        if left == 1:
+            left, stride = blocks.pop()
+        if left % size:
+            return None
+        out.append(stride)
+        left //= size
+        stride *= size
+    return tuple(reversed(out))
+
+
+class Tensor:
+    """A view of a graph's variables: `dtype`, `shape`, and where each element lives.
+
+    Regular views keep an offset and strides, so slicing a large variable costs nothing;
+    concatenations and gathers keep one address per element. Made by `Graph.add_variable`.
+    """
+
+    __slots__ = ("_addresses", "_offset", "_strides", "dtype", "graph", "shape")
+
+    def __init__(
+        self,
+        graph: Any,
+        dtype: DType,
+        shape: Sequence[int],
+        offset: int = 0,
+        strides: tuple[int, ...] | None = None,
+        addresses: np.ndarray | None = None,
+    ) -> None:
+        self.graph = graph
+        self.dtype = dtype
+        self.shape = tuple(int(n) for n in shape)
+        self._offset = int(offset)
+        self._strides = strides
+        self._addresses = addresses
+
+    @property
+    def numel(self) -> int:
+        return math.prod(self.shape)
+
+    @property
+    def ndim(self) -> int:
+        return len(self.shape)
+
+    @property
+    def is_regular(self) -> bool:
+        """Whether the view is an offset and strides."""
+        return self._addresses is None
+
+    def __len__(self) -> int:
+        if not self.shape:
+            raise TypeError("a scalar tensor has no length")
+        return self.shape[0]
+
+    def __repr__(self) -> str:
+        return f"Tensor({self.dtype.name} {list(self.shape)} of {self.name})"
+
+    @property
+    def name(self) -> str:
+        """The variables the view looks at."""
+        return self.graph.names_of(self)
+
+    def addresses(self) -> np.ndarray:
+        """The address of every element: int64, of the tensor's shape."""
+        if self._addresses is not None:
+            return self._addresses
+        assert self._strides is not None
+        out = np.full((1,) * self.ndim, self._offset, np.int64)
+        for axis, (size, stride) in enumerate(zip(self.shape, self._strides, strict=True)):
+            shape = [1] * self.ndim
+            shape[axis] = size
+            out = out + (np.arange(size, dtype=np.int64) * stride).reshape(shape)
+        return out.reshape(self.shape)
+
+    def runs(self, leading: int = 0) -> Runs:
+        """The elements in order, as runs; none crosses the first `leading` dimensions."""
+        if self.numel == 0:
+            return Runs(np.zeros(0, np.int64), np.zeros(0, np.int64))
+        if self._addresses is not None:
+            flat = self._addresses.reshape(-1)
+            new = np.ones(len(flat), bool)
+            np.not_equal(np.diff(flat), 1, out=new[1:])
+            new[:: math.prod(self.shape[leading:])] = True
+            at = np.flatnonzero(new)
+            return Runs(flat[at], np.diff(np.append(at, len(flat))))
+        assert self._strides is not None
+        length, axis = 1, self.ndim
+        while axis > leading and (self.shape[axis - 1] == 1 or self._strides[axis - 1] == length):
+            axis -= 1
+            length *= self.shape[axis]
+        head = Tensor(self.graph, self.dtype, self.shape[:axis], self._offset, self._strides[:axis])
+        starts = head.addresses().reshape(-1)
+        return Runs(starts, np.full(len(starts), length, np.int64))
+
+    def data(self, memory: dict[DType, np.ndarray]) -> np.ndarray | None:
+        """The elements as a writable NumPy view; None if they are not regular."""
+        if self._strides is None:
+            return None
+        flat = memory[self.dtype]
+        if self.numel == 0:
+            return np.zeros(self.shape, self.dtype.numpy)
+        strides = tuple(s * flat.itemsize for s in self._strides)
+        return as_strided(flat[self._offset :], self.shape, strides)
+
+    # Views.
+
+    def _regular(self, shape: Sequence[int], offset: int, strides: Sequence[int]) -> Tensor:
+        return Tensor(self.graph, self.dtype, shape, offset, tuple(strides))
+
+    def _listed(self, addresses: np.ndarray) -> Tensor:
+        return Tensor(self.graph, self.dtype, addresses.shape, addresses=addresses)
+
+    def __getitem__(self, key: Any) -> Tensor:
+        """NumPy's indexing: integers, slices, ..., None; integer arrays make a gather."""
+        parts = key if isinstance(key, tuple) else (key,)
+        if self._addresses is not None or any(isinstance(p, (list, np.ndarray)) for p in parts):
+            return self._listed(np.asarray(self.addresses()[key]))
+        assert self._strides is not None
+        named = sum(p is not None and p is not Ellipsis for p in parts)
+        if named > self.ndim or sum(p is Ellipsis for p in parts) > 1:
+            raise IndexError(f"too many indices for the shape {list(self.shape)}: {key!r}")
+        whole = [slice(None)] * (self.ndim - named)
+        at = parts.index(Ellipsis) if Ellipsis in parts else len(parts)
+        full = [*parts[:at], *whole, *parts[at + 1 :]]
+        offset, shape, strides = self._offset, [], []
+        axis = 0
+        for part in full:
+            if part is None:
+                shape.append(1)
+                strides.append(0)
+                continue
+            size, stride = self.shape[axis], self._strides[axis]
+            axis += 1
+            if isinstance(part, slice):
+                start, stop, step = part.indices(size)
+                count = len(range(start, stop, step))
+                offset += start * stride if count else 0
+                shape.append(count)
+                strides.append(step * stride)
+            else:
+                index = int(part)
+                if not -size <= index < size:
+                    raise IndexError(
+                        f"index {index} is outside dimension {axis - 1} of {list(self.shape)}"
+                    )
+                offset += (index % size) * stride
+        return self._regular(shape, offset, strides)
+
+    def slice(self, start: int, stop: int, axis: int = 0) -> Tensor:
+        """Elements [start, stop) of one dimension."""
+        axis = axis % self.ndim
+        if not 0 <= start <= stop <= self.shape[axis]:
+            raise IndexError(
+                f"slice [{start}, {stop}) is outside dimension {axis} of {list(self.shape)}"
+            )
+        return self[(slice(None),) * axis + (slice(start, stop),)]
+
+    def reshape(self, *shape: Any) -> Tensor:
+        """The same elements in order under another shape; one size may be -1."""
+        new = list(shape[0] if len(shape) == 1 and isinstance(shape[0], Sequence) else shape)
+        if new.count(-1) == 1:
+            rest = -math.prod(new)
+            if rest <= 0 or self.numel % rest:
+                raise ValueError(f"{list(self.shape)} does not reshape to {new}")
+            new[new.index(-1)] = self.numel // rest
+        if math.prod(new) != self.numel or any(n < 0 for n in new):
+            raise ValueError(
+                f"{list(self.shape)} has {self.numel} elements and does not reshape to {new}"
+            )
+        if self._strides is not None:
+            strides = _reshaped_strides(self.shape, self._strides, tuple(new))
+            if strides is not None:
+                return self._regular(new, self._offset, strides)
+        return self._listed(self.addresses().reshape(new))
+
+    def flatten(self) -> Tensor:
+        return self.reshape(-1) if self.numel else self.reshape(0)
+
+    def transpose(self, *axes: int) -> Tensor:
+        """The dimensions in the order `axes` (reversed when none are given)."""
+        order = [a % self.ndim for a in axes] if axes else list(range(self.ndim))[::-1]
+        if sorted(order) != list(range(self.ndim)):
+            raise ValueError(f"axes must name each of {self.ndim} dimensions once, got {axes}")
+        if self._strides is None:
+            return self._listed(self.addresses().transpose(order))
+        shape, strides = [self.shape[a] for a in order], [self._strides[a] for a in order]
+        return self._regular(shape, self._offset, strides)
+
+    def broadcast_to(self, *shape: int) -> Tensor:
+        """Repeated along new leading dimensions and those of size 1. Only to be read."""
+        new = list(shape[0] if len(shape) == 1 and isinstance(shape[0], Sequence) else shape)
+        extra = len(new) - self.ndim
+        fits = extra >= 0 and all(a in (1, b) for a, b in zip(self.shape, new[extra:], strict=True))
+        if not fits:
+            raise ValueError(f"{list(self.shape)} does not broadcast to {new}")
+        if self._strides is None:
+            return self._listed(np.broadcast_to(self.addresses(), new))
+        strides = [0] * extra + [
+            0 if size == 1 else stride
+            for size, stride in zip(self.shape, self._strides, strict=True)
+        ]
+        return self._regular(new, self._offset, strides)
+
+    def expand_dims(self, axis: int) -> Tensor:
+        """A dimension of size 1 before `axis`."""
+        axis = axis % (self.ndim + 1)
+        return self.reshape([*self.shape[:axis], 1, *self.shape[axis:]])
+
+    def squeeze(self, axis: int) -> Tensor:
+        """Without the dimension `axis`, which must be of size 1."""
+        axis = axis % self.ndim
+        if self.shape[axis] != 1:
+            raise ValueError(f"dimension {axis} of {list(self.shape)} is not of size 1")
+        return self.reshape([*self.shape[:axis], *self.shape[axis + 1 :]])
+
+
+def concat(tensors: Sequence[Tensor], axis: int = 0) -> Tensor:
+    """One tensor after the other along `axis`. It lists an address per element, so for large
+    operands prefer one variable and its slices, or a `Copy` of several pairs."""
+    if not tensors:
+        raise ValueError("concat needs at least one tensor")
+    first = tensors[0]
+    for other in tensors[1:]:
+        if other.dtype != first.dtype:
+            raise TypeError(f"concat of {first.dtype.name} and {other.dtype.name}: cast first")
+        if other.graph is not first.graph:
+            raise ValueError("concat of tensors of different graphs")
+    if len(tensors) == 1:
+        return first
+    addresses = np.concatenate([t.addresses() for t in tensors], axis)
+    return Tensor(first.graph, first.dtype, addresses.shape, addresses=addresses)
