@@ -161,10 +161,12 @@ def test_autocast_lowers_the_activations_only(dtype):
 
 def test_capture_keeps_every_backward_pass_until_taken():
     pattern, x, values, _ = make(1)
-    capture.start(values)
+    held = capture.start(values)
     for scale in (1.0, 2.0):
         (ops.linear(x, values, pattern) * scale).sum().backward()
+    assert len(held) == 2
     pairs = capture.take(values)
+    assert len(held) == 0
     assert [dy[0, 0].item() for _, dy in pairs] == [1, 2]
     assert all(torch.equal(kept, x) for kept, _ in pairs)
     ops.linear(x, values, pattern).sum().backward()
@@ -173,9 +175,13 @@ def test_capture_keeps_every_backward_pass_until_taken():
 
 def test_capture_forgets():
     pattern, x, values, _ = make(1)
-    capture.start(values)
+    held = capture.start(values)
     ops.linear(x, values, pattern).sum().backward()
     capture.stop(values)
+    assert capture.take(values) == []
+    held = capture.start(values)
+    del held  # nobody waits for it any more
+    ops.linear(x, values, pattern).sum().backward()
     assert capture.take(values) == []
     capture.start(torch.empty(0))
     assert capture.take(torch.empty(0)) == []

@@ -7,25 +7,41 @@ for a layer used several times in one forward pass.
 
 from __future__ import annotations
 
+from weakref import WeakValueDictionary
+
 from torch import Tensor
 
-__all__ = ["start", "stop", "take"]
-
-_open: dict[int, list[tuple[Tensor, Tensor]]] = {}
+__all__ = ["Pairs", "start", "stop", "take"]
 
 
-def start(values: Tensor) -> None:
+class Pairs(list[tuple[Tensor, Tensor]]):
+    """(x [batch, in], dY [batch, out]) of every backward pass since the capture began."""
+
+
+# Weak, so that a capture nobody waits for any more ends, and its address may be used again.
+_open: WeakValueDictionary[int, Pairs] = WeakValueDictionary()
+
+
+def start(values: Tensor) -> Pairs:
     """From now on, keep x and dY of every backward pass through the layer that holds `values`.
 
-    Starting again forgets what was kept so far. An empty tensor has nothing to capture.
+    The capture lasts until `take` or `stop`, and only as long as the caller holds what is returned
+    here. Starting again forgets what was kept so far. An empty tensor has nothing to capture.
     """
+    pairs = Pairs()
     if values.numel():
-        _open[values.data_ptr()] = []
+        _open[values.data_ptr()] = pairs
+    return pairs
 
 
 def take(values: Tensor) -> list[tuple[Tensor, Tensor]]:
     """End the capture; the pairs (x [batch, in], dY [batch, out]), one per backward pass since."""
-    return _open.pop(values.data_ptr(), []) if values.numel() else []
+    pairs = _open.pop(values.data_ptr(), None) if values.numel() else None
+    if pairs is None:
+        return []
+    kept = list(pairs)
+    pairs.clear()  # so that the memory is free as soon as the caller is done with them
+    return kept
 
 
 def stop(values: Tensor) -> None:

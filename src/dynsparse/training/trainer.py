@@ -106,13 +106,8 @@ class SparseTrainer:
 
     def _arm(self) -> None:
         """Begin to keep x and dY if the coming step ends in an update that needs them."""
-        if self.growth is None or not self.growth.needs_gradients:
-            return
-        for layer in self._trained().values():
-            if self._is_due(self.steps + 1):
-                capture.start(layer.values)
-            else:
-                capture.stop(layer.values)
+        due = self._needs_gradients and self._is_due(self.steps + 1)
+        self._captures = [capture.start(layer.values) for layer in self._trained().values() if due]
 
     def _trained(self) -> dict[str, SparseLinear]:
         return {name: layer for name, layer in self.layers.items() if layer.values.requires_grad}

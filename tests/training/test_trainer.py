@@ -1,0 +1,392 @@
+"""The trainer: what an update does, worked out by hand, and that it gets along with the rest."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+from dynsparse import Rewiring, SparsePattern
+from dynsparse.nn import SparseLinear
+from dynsparse.ops import capture
+from dynsparse.training import (
+    SET,
+    ConstantSchedule,
+    GradientGrowth,
+    RigL,
+    SparseTrainer,
+    Static,
+)
+
+EVERY = ConstantSchedule(total_steps=1000, update_interval=1, drop_fraction=0.5)
+
+
+def small_layer(block_size=1):
+    """2 x 3 blocks; 0, 2, 3 and 5 are present, with magnitudes 4, 1, 2, 3."""
+    b = block_size
+    pattern = SparsePattern([0, 0, 1, 1], [0, 2, 0, 2], shape=(2 * b, 3 * b), block_size=b)
+    layer = SparseLinear(3 * b, 2 * b, bias=False, pattern=pattern)
+    with torch.no_grad():
+        sizes = torch.tensor([4.0, -1.0, 2.0, -3.0]).view(-1, *[1] * (layer.values.dim() - 1))
+        layer.values.copy_(sizes.expand_as(layer.values))
+    return layer
+
+
+def step_with_gradient(layer, trainer, gradient):
+    """A step whose dY^T X is `gradient` [out, in]."""
+    trainer.optimizer.zero_grad()
+    x = torch.eye(layer.in_features)
+    layer(x).backward(gradient.t())
+    return trainer.step()
+
+
+# In block coordinates. The free positions are 1 and 4; 2 is the most wanted of all.
+GRADIENT = torch.tensor([[0.0, 0.5, 9.0], [0.0, 0.7, 0.0]])
+
+
+def test_dropped_positions_stay_out_by_default():
+    layer = small_layer()
+    trainer = RigL(layer, torch.optim.SGD(layer.parameters(), lr=1e-9), schedule=EVERY)
+    rewirings = step_with_gradient(layer, trainer, GRADIENT)
+    # The magnitudes 1 and 2 (positions 2 and 3) leave; 1 and 4 are all there is to grow.
+    assert list(rewirings) == [""]
+    assert isinstance(rewirings[""], Rewiring)
+    assert layer.pattern.flat.tolist() == [0, 1, 4, 5]
+    assert layer.values.tolist() == pytest.approx([4, 0, 0, -3])
+    assert rewirings[""].after == layer.pattern
+    assert rewirings[""].dropped.tolist() == [1, 2]
+
+
+def test_the_papers_rule_regrows_and_keeps_what_it_regrows():
+    layer = small_layer()
+    optimizer = torch.optim.SGD(layer.parameters(), lr=1e-9, momentum=0.9)
+    trainer = RigL(layer, optimizer, schedule=EVERY, regrow_dropped=True)
+    rewiring = step_with_gradient(layer, trainer, GRADIENT)[""]
+    # Position 2 leaves and comes back as it was; position 3 makes room for 4.
+    assert layer.pattern.flat.tolist() == [0, 2, 4, 5]
+    assert layer.values.tolist() == pytest.approx([4, -1, 0, -3])
+    assert rewiring.dropped.tolist() == [2]
+    assert rewiring.grown.tolist() == [2]
+    assert optimizer.state[layer.values]["momentum_buffer"].tolist() == [0, 9, 0, 0]
+
+
+def test_blocks():
+    layer = small_layer(2)
+    trainer = RigL(
+        layer, torch.optim.SGD(layer.parameters(), lr=1e-9), pooling="max",
+        schedule=ConstantSchedule(10, 1, 0.25),
+    )  # fmt: skip
+    gradient = torch.zeros(4, 6)
+    gradient[0, 2:4] = gradient[1, 2:4] = 0.4  # block 1: sum 1.6, maximum 0.4
+    gradient[3, 3] = -0.9  # block 4
+    step_with_gradient(layer, trainer, gradient)
+    assert layer.pattern.flat.tolist() == [0, 3, 4, 5]
+    assert layer.values[:, 1, 0].tolist() == pytest.approx([4, 2, 0, -3])
+
+
+def test_gradients_and_optimizer_state_follow():
+    layer = small_layer()
+    optimizer = torch.optim.Adam(layer.parameters(), lr=1e-9)
+    trainer = RigL(layer, optimizer, schedule=EVERY)
+    gradient = torch.tensor([[1.0, 5.0, 2.0], [3.0, 6.0, 4.0]])
+    parameter = layer.values
+    step_with_gradient(layer, trainer, gradient)
+    assert layer.values is parameter
+    # Of the gradients 1, 2, 3, 4 those of the slots 0 and 3 survive.
+    assert layer.values.grad.tolist() == [1, 0, 0, 4]
+    state = optimizer.state[layer.values]
+    torch.testing.assert_close(state["exp_avg"], torch.tensor([0.1, 0, 0, 0.4]))
+    torch.testing.assert_close(state["exp_avg_sq"], torch.tensor([0.001, 0, 0, 0.016]))
+    assert float(state["step"]) == 1
+
+
+@pytest.mark.parametrize("start", [0.25, lambda layer, rewiring: torch.tensor([0.5, -0.5])])
+def test_initial_value_of_grown_weights(start):
+    layer = small_layer()
+    trainer = RigL(
+        layer, torch.optim.SGD(layer.parameters(), lr=1e-9), schedule=EVERY, initial_value=start
+    )
+    step_with_gradient(layer, trainer, GRADIENT)
+    expected = [4, 0.5, -0.5, -3] if callable(start) else [4, 0.25, 0.25, -3]
+    assert layer.values.tolist() == pytest.approx(expected)
+
+
+def test_a_drop_score_of_ones_own():
+    layer = small_layer()
+    trainer = RigL(
+        layer, torch.optim.SGD(layer.parameters(), lr=1e-9), schedule=EVERY,
+        drop_score=lambda values: values.detach(),  # the most negative leave
+    )  # fmt: skip
+    step_with_gradient(layer, trainer, GRADIENT)
+    assert layer.pattern.flat.tolist() == [0, 1, 3, 4]
+
+
+def test_full_and_nearly_full_layers():
+    full = SparseLinear(4, 4, density=1.0)
+    nearly = SparseLinear(4, 4, pattern=SparsePattern.from_flat(torch.arange(15), shape=(4, 4)))
+    model = nn.Sequential(full, nearly)
+    trainer = RigL(model, torch.optim.SGD(model.parameters(), lr=0.1), schedule=EVERY)
+    model(torch.randn(3, 4)).sum().backward()
+    rewirings = trainer.step()
+    assert list(rewirings) == ["1"]  # one position is free there, none in the full one
+    assert len(rewirings["1"].grown) == 1
+    assert full.density == 1
+
+
+@pytest.mark.parametrize("regrow_dropped", [False, True])
+def test_set_takes_random_free_positions(regrow_dropped, generator):
+    layer = SparseLinear(20, 20, density=0.3, generator=generator)
+    trainer = SET(
+        layer, torch.optim.SGD(layer.parameters(), lr=0.1), schedule=EVERY,
+        regrow_dropped=regrow_dropped, seed=2,
+    )  # fmt: skip
+    for _ in range(5):
+        before = layer.pattern
+        layer(torch.randn(4, 20)).sum().backward()
+        rewiring = trainer.step()[""]
+        grown = layer.pattern.flat[rewiring.grown]
+        assert not before.contains(grown).any()
+        assert layer.pattern.nnz == before.nnz == 120
+        assert (len(grown) == 60) or (regrow_dropped and 40 < len(grown) < 60)
+
+
+def make_model():
+    g = torch.Generator().manual_seed(3)
+    return nn.Sequential(
+        SparseLinear(12, 16, density=0.3, generator=g, dtype=torch.float64),
+        nn.Tanh(),
+        SparseLinear(16, 8, density=0.3, generator=g, block_size=2, dtype=torch.float64),
+    )
+
+
+def patterns(model):
+    return [m.pattern for m in model if isinstance(m, SparseLinear)]
+
+
+def test_gradient_accumulation_equals_one_big_batch():
+    x = torch.randn(24, 12, dtype=torch.float64)
+    whole, parts = make_model(), make_model()
+    trainers = [
+        RigL(m, torch.optim.SGD(m.parameters(), lr=0.1), schedule=EVERY) for m in (whole, parts)
+    ]
+    for _ in range(3):
+        for trainer in trainers:
+            trainer.optimizer.zero_grad()
+        whole(x).square().sum().backward()
+        for piece in x.split([7, 1, 16]):
+            parts(piece).square().sum().backward()
+        assert trainers[0].step().keys() == trainers[1].step().keys()
+        assert patterns(whole) == patterns(parts)
+        for p, q in zip(whole.parameters(), parts.parameters(), strict=True):
+            torch.testing.assert_close(p, q)
+
+
+def test_a_layer_used_twice_is_one_layer_and_counts_both_uses():
+    layer = SparseLinear(6, 6, density=0.3, dtype=torch.float64)
+    model = nn.Sequential(layer, nn.Tanh(), layer)
+    trainer = RigL(model, torch.optim.SGD(model.parameters(), lr=0.0), schedule=EVERY)
+    assert list(trainer.layers) == ["0"]
+    dense = layer.to_dense().detach().requires_grad_()
+    before, x = layer.pattern, torch.randn(5, 6, dtype=torch.float64)
+    model(x).square().sum().backward()
+    hidden = torch.tanh(nn.functional.linear(x, dense, layer.bias))
+    nn.functional.linear(hidden, dense, layer.bias).square().sum().backward()
+    gain = dense.grad.abs().masked_fill(before.to_mask(), -1).flatten()
+    grown = trainer.step()["0"].grown
+    assert set(layer.pattern.flat[grown].tolist()) == set(gain.topk(len(grown)).indices.tolist())
+
+
+def test_captures_only_in_the_step_that_ends_in_an_update():
+    layer = SparseLinear(8, 8, density=0.3)
+    trainer = RigL(
+        layer, torch.optim.SGD(layer.parameters(), lr=0.1), schedule=ConstantSchedule(100, 3, 0.3)
+    )
+    for step in range(1, 8):
+        layer(torch.randn(2, 8)).sum().backward()
+        assert bool(capture._open) == (step % 3 == 0)
+        trainer.step()
+        assert bool(capture._open) == (step % 3 == 2)
+
+
+def test_a_trainer_that_is_gone_captures_nothing():
+    layer = SparseLinear(8, 8, density=0.3)
+    optimizer = torch.optim.SGD(layer.parameters(), lr=0.1)
+    trainer = RigL(layer, optimizer, schedule=EVERY)
+    trainer = RigL(layer, optimizer, schedule=EVERY)
+    assert len(capture._open) == 1  # the end of the first leaves the capture of the second alone
+    layer(torch.randn(2, 8)).sum().backward()
+    assert trainer.step() is not None
+    del trainer
+    assert not capture._open
+
+
+def test_set_and_static_capture_nothing():
+    layer = SparseLinear(8, 8, density=0.3)
+    optimizer = torch.optim.SGD(layer.parameters(), lr=0.1)
+    for trainer in (SET(layer, optimizer, schedule=EVERY), Static(layer, optimizer)):
+        layer(torch.randn(2, 8)).sum().backward()
+        trainer.step()
+        assert not capture._open
+
+
+def test_clipping_schedulers_and_parameter_groups():
+    model = make_model()
+    groups = [
+        {"params": [model[0].values], "lr": 0.1, "weight_decay": 0.01},
+        {"params": [p for p in model.parameters() if p is not model[0].values]},
+    ]
+    optimizer = torch.optim.AdamW(groups, lr=0.01)
+    scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 20)
+    trainer = RigL(model, optimizer, total_steps=20, update_interval=4)
+    updates = 0
+    for _ in range(20):
+        optimizer.zero_grad()
+        model(torch.randn(8, 12, dtype=torch.float64)).square().mean().backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 0.01)
+        updates += trainer.step() is not None
+        scheduler.step()
+    assert updates == 3
+    assert optimizer.param_groups[0]["lr"] < 1e-6
+    assert all(p.isfinite().all() for p in model.parameters())
+
+
+def test_bfloat16_autocast():
+    model = nn.Sequential(SparseLinear(12, 16, density=0.3), nn.ReLU(), SparseLinear(16, 4, 0.4))
+    trainer = RigL(model, torch.optim.Adam(model.parameters()), schedule=EVERY)
+    for _ in range(3):
+        trainer.optimizer.zero_grad()
+        with torch.autocast("cpu", torch.bfloat16):
+            loss = model(torch.randn(8, 12)).float().square().mean()
+        loss.backward()
+        assert list(trainer.step()) == ["0", "2"]
+    assert model[0].values.dtype == torch.float32
+
+
+def test_frozen_layers_keep_their_pattern():
+    model = make_model()
+    model[0].values.requires_grad_(False)
+    trainable = [p for p in model.parameters() if p.requires_grad]
+    trainer = RigL(model, torch.optim.SGD(trainable, lr=0.1), schedule=EVERY)
+    model(torch.randn(4, 12, dtype=torch.float64)).sum().backward()
+    assert list(trainer.step()) == ["2"]
+
+
+def test_a_layer_that_no_gradient_reached_keeps_its_pattern():
+    model = make_model()
+    trainer = RigL(model, torch.optim.SGD(model.parameters(), lr=0.1), schedule=EVERY)
+    model[2](torch.randn(4, 16, dtype=torch.float64)).sum().backward()
+    assert list(trainer.step()) == ["2"]
+
+
+def test_hooks_hear_of_updates():
+    layer, heard = small_layer(), []
+    trainer = RigL(layer, torch.optim.SGD(layer.parameters(), lr=1e-9), schedule=EVERY)
+    trainer.on_update.append(lambda step, rewirings: heard.append((step, list(rewirings))))
+    step_with_gradient(layer, trainer, GRADIENT)
+    assert heard == [(1, [""])]
+
+
+def test_a_failing_update_changes_no_layer():
+    model = make_model()
+    trainer = RigL(model, torch.optim.SGD(model.parameters(), lr=0.0), schedule=EVERY)
+    before = patterns(model)
+    model[2](torch.randn(4, 16, dtype=torch.float64)).sum().backward()
+    trainer._captures[0].append((torch.full((4, 12), float("nan")), torch.ones(4, 16)))
+    with pytest.raises(ValueError, match="x holds NaN or infinity"):
+        trainer.step()
+    assert patterns(model) == before
+
+
+def run(model, trainer, steps, data):
+    for _ in range(steps):
+        trainer.optimizer.zero_grad()
+        x = torch.randn(8, 12, generator=data, dtype=torch.float64)
+        model(x).square().mean().backward()
+        trainer.step()
+
+
+@pytest.mark.parametrize("algorithm", [RigL, SET])
+@pytest.mark.parametrize("at", [5, 6, 7])  # 6 is an update step
+def test_resume_is_exact(algorithm, at):
+    def make():
+        model = make_model()
+        optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+        torch.manual_seed(11)
+        return model, algorithm(model, optimizer, total_steps=40, update_interval=3)
+
+    model, trainer = make()
+    data = torch.Generator().manual_seed(1)
+    run(model, trainer, at, data)
+    saved = copy.deepcopy(
+        (model.state_dict(), trainer.optimizer.state_dict(), trainer.state_dict(), data.get_state())
+    )
+    run(model, trainer, 20, data)
+    again, other = make()
+    torch.manual_seed(99)
+    again.load_state_dict(saved[0])
+    other.optimizer.load_state_dict(saved[1])
+    other.load_state_dict(saved[2])
+    data.set_state(saved[3])
+    run(again, other, 20, data)
+    assert (other.steps, other.updates) == (trainer.steps, trainer.updates)
+    assert patterns(again) == patterns(model)
+    for p, q in zip(model.parameters(), again.parameters(), strict=True):
+        assert torch.equal(p, q)
+
+
+def test_bad_arguments():
+    model = make_model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    dense = nn.Linear(3, 3)
+    with pytest.raises(ValueError, match="the model has no sparse layers"):
+        Static(dense, torch.optim.SGD(dense.parameters(), lr=0.1))
+    with pytest.raises(TypeError, match=r"expected a torch\.nn\.Module, got str"):
+        Static("model", optimizer)
+    with pytest.raises(TypeError, match=r"expected a torch\.optim\.Optimizer, got str"):
+        Static(model, "adam")
+    with pytest.raises(ValueError, match="does not hold the values of layer '0'"):
+        Static(model, torch.optim.SGD(model[2].parameters(), lr=0.1))
+    with pytest.raises(TypeError, match="LBFGS mixes all weights"):
+        Static(model, torch.optim.LBFGS(model.parameters()))
+    with pytest.raises(ValueError, match="both a schedule and a growth"):
+        SparseTrainer(model, optimizer, schedule=EVERY, growth=None)
+    with pytest.raises(ValueError, match="both a schedule and a growth"):
+        SparseTrainer(model, optimizer, schedule=None, growth=GradientGrowth())
+    with pytest.raises(TypeError, match="initial_value must be a number or a function, got 'x'"):
+        RigL(model, optimizer, total_steps=10, initial_value="x")
+    twins = nn.Sequential(SparseLinear(4, 4), SparseLinear(4, 4))
+    twins[1].values = twins[0].values
+    with pytest.raises(ValueError, match="'0' and '1' share their values but not their pattern"):
+        Static(twins, torch.optim.SGD(twins.parameters(), lr=0.1))
+
+
+def test_an_update_without_backward():
+    layer = small_layer()
+    trainer = RigL(layer, torch.optim.SGD(layer.parameters(), lr=0.1), schedule=EVERY)
+    with pytest.raises(RuntimeError, match=r"call trainer\.step\(\) after loss\.backward\(\)"):
+        trainer.step()
+
+
+def test_states_that_do_not_fit():
+    model = make_model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    trainer = RigL(model, optimizer, total_steps=10, update_interval=2)
+    trainer.steps = 4
+    other = {
+        "its algorithm is 'SET'": SET(model, optimizer, total_steps=10, update_interval=2),
+        "its schedule is": RigL(model, optimizer, total_steps=11, update_interval=2),
+        "its regrow_dropped is True": RigL(
+            model, optimizer, total_steps=10, update_interval=2, regrow_dropped=True
+        ),
+        "saved with pooling 'max'": RigL(
+            model, optimizer, total_steps=10, update_interval=2, pooling="max"
+        ),
+        "its layers is": RigL(model[0], optimizer, total_steps=10, update_interval=2),
+    }
+    for message, saved in other.items():
+        with pytest.raises(ValueError, match=message):
+            trainer.load_state_dict(saved.state_dict())
+        assert trainer.steps == 4
+    for foreign in ({}, {"steps": 3}, None, [1]):
+        with pytest.raises(ValueError, match="not the state of a trainer"):
+            trainer.load_state_dict(foreign)
