@@ -1,6 +1,7 @@
 """Dynamic sparse training: which blocks leave, which join, when, and what follows them."""
 
 from dynsparse.training.algorithms import SET, RigL, Static
+from dynsparse.training.checkpoint import CheckpointError, load_checkpoint, save_checkpoint
 from dynsparse.training.drop import DropScore, lowest, magnitude
 from dynsparse.training.grow import GradientGrowth, Growth, RandomGrowth
 from dynsparse.training.optimizer_state import rewire_state
@@ -15,6 +16,7 @@ from dynsparse.training.trainer import SparseTrainer
 __all__ = [
     "SET",
     "ApplicationCosine",
+    "CheckpointError",
     "ConstantSchedule",
     "CosineSchedule",
     "DropScore",
@@ -25,7 +27,9 @@ __all__ = [
     "Schedule",
     "SparseTrainer",
     "Static",
+    "load_checkpoint",
     "lowest",
     "magnitude",
     "rewire_state",
+    "save_checkpoint",
 ]

@@ -177,7 +177,7 @@ class SparseTrainer:
             **self._agreement(),
             "steps": self.steps,
             "updates": self.updates,
-            "growth": None if self.growth is None else self.growth.state_dict(),
+            "growth_state": None if self.growth is None else self.growth.state_dict(),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -188,7 +188,7 @@ class SparseTrainer:
         """
         self.check_state(state)
         if self.growth is not None:
-            self.growth.load_state_dict(state["growth"])
+            self.growth.load_state_dict(state["growth_state"])
         self.steps = int(state["steps"])
         self.updates = int(state["updates"])
         self._arm()
@@ -196,7 +196,7 @@ class SparseTrainer:
     def check_state(self, state: dict[str, Any]) -> None:
         """Raise the errors of `load_state_dict` without loading."""
         own = self._agreement()
-        needed = {*own, "steps", "updates", "growth"}
+        needed = {*own, "steps", "updates", "growth_state"}
         if not isinstance(state, dict) or not needed <= state.keys():
             raise ValueError(f"not the state of a trainer: expected the entries {sorted(needed)}")
         for key, value in own.items():
@@ -212,9 +212,11 @@ class SparseTrainer:
             schedule = {"kind": type(self.schedule).__name__}
             if dataclasses.is_dataclass(self.schedule):
                 schedule |= dataclasses.asdict(self.schedule)
+        growth = self.growth
         return {
             "algorithm": type(self).__name__,
             "schedule": schedule,
+            "growth": None if growth is None else {"kind": type(growth).__name__} | growth.options,
             "regrow_dropped": self.regrow_dropped,
             "layers": {
                 name: [*layer.pattern.shape, layer.pattern.block_size, layer.pattern.nnz]

@@ -1,0 +1,246 @@
+"""Checkpoints: everything a training needs to go on bit for bit, in one file.
+
+Layout of the file: 16 bytes of magic, then little-endian the format version (uint32), the length
+of the payload (uint64) and its SHA-256 (32 bytes), then the payload, which is what `torch.save`
+writes and `torch.load(weights_only=True)` reads: nothing in it is code.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import os
+import secrets
+import struct
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from dynsparse.pattern import SparsePattern
+from dynsparse.training import random_state as rng
+from dynsparse.training.trainer import SparseTrainer
+
+__all__ = ["CheckpointError", "load_checkpoint", "save_checkpoint"]
+
+MAGIC = b"dynsparse\x00state\n"
+VERSION = 1
+_HEADER = struct.Struct("<16sIQ32s")
+
+
+class CheckpointError(ValueError):
+    """A file that cannot be used, in one line: truncated, damaged, foreign, or of another model."""
+
+
+def save_checkpoint(
+    path: str | os.PathLike[str],
+    *,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    trainer: SparseTrainer | None = None,
+    lr_scheduler: Any = None,
+    generators: Mapping[str, rng.Generator] | None = None,
+    extra: Mapping[str, Any] | None = None,
+) -> None:
+    """Write model and patterns, optimizer, trainer, and all random generators to `path`.
+
+    The file appears whole or not at all: it is written beside `path`, brought to the disk, and
+    then takes the place of what was there.
+
+    Args:
+        path: the file; its folder must exist.
+        model, optimizer: saved by their `state_dict`.
+        trainer: step counter, schedule and the generator of random growth.
+        lr_scheduler: anything with `state_dict` and `load_state_dict`.
+        generators: further generators by name, of torch, NumPy or Python; the global ones of all
+            three are saved in any case.
+        extra: whatever else, made of tensors, numbers, strings, lists, tuples and dicts.
+
+    Raises:
+        TypeError: something that would have to be saved as code (a class, a NumPy array).
+        OSError: the folder is missing, or the disk is full; what was at `path` is still there.
+    """
+    payload = {
+        "model": model.state_dict(),
+        "patterns": _patterns(model),
+        "optimizer": {"kind": type(optimizer).__name__, "state": optimizer.state_dict()},
+        "trainer": None if trainer is None else trainer.state_dict(),
+        "lr_scheduler": None,
+        "random": rng.global_states(),
+        "generators": {n: rng.state_of(g) for n, g in (generators or {}).items()},
+        "extra": dict(extra or {}),
+    }
+    if lr_scheduler is not None:
+        payload["lr_scheduler"] = {
+            "kind": type(lr_scheduler).__name__,
+            "state": lr_scheduler.state_dict(),
+        }
+    buffer = io.BytesIO()
+    torch.save(payload, buffer)
+    buffer.seek(0)
+    if unsafe := torch.serialization.get_unsafe_globals_in_checkpoint(buffer):
+        raise TypeError(
+            f"a checkpoint holds only tensors, numbers, strings and containers of them; found "
+            f"{', '.join(sorted(unsafe))}: convert it first"
+        )
+    _write_whole(Path(path), buffer.getbuffer())
+
+
+def load_checkpoint(
+    path: str | os.PathLike[str],
+    *,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | None = None,
+    trainer: SparseTrainer | None = None,
+    lr_scheduler: Any = None,
+    generators: Mapping[str, rng.Generator] | None = None,
+    random_state: bool = True,
+) -> dict[str, Any]:
+    """Put everything back as `save_checkpoint` found it; returns `extra`.
+
+    Everything is checked before anything is changed. What is left out is not loaded: for testing,
+    pass the model alone. `random_state=False` leaves the global random generators as they are.
+
+    Raises:
+        CheckpointError: the file is truncated, damaged, foreign, of another format version, lacks
+            something asked for, or does not fit the objects given; none of them is changed.
+        OSError: the file cannot be read.
+    """
+    payload = _read(Path(path))
+    try:
+        _check_model(payload, model)
+        if optimizer is not None:
+            _check_optimizer(payload["optimizer"], optimizer)
+        if trainer is not None:
+            _wanted(payload, "trainer")
+            trainer.check_state(payload["trainer"])
+        if lr_scheduler is not None:
+            _check_kind(_wanted(payload, "lr_scheduler"), lr_scheduler)
+        for name, generator in (generators or {}).items():
+            if name not in payload["generators"]:
+                raise ValueError(f"it holds no generator {name!r}")
+            rng.check(generator, payload["generators"][name], name)
+    except ValueError as error:
+        raise CheckpointError(f"{path} does not fit: {error}") from None
+
+    model.load_state_dict(payload["model"])
+    if optimizer is not None:
+        optimizer.load_state_dict(payload["optimizer"]["state"])
+    if lr_scheduler is not None:
+        lr_scheduler.load_state_dict(payload["lr_scheduler"]["state"])
+    if trainer is not None:
+        trainer.load_state_dict(payload["trainer"])
+    for name, generator in (generators or {}).items():
+        rng.restore(generator, payload["generators"][name])
+    if random_state:
+        rng.restore_global_states(payload["random"])
+    return payload["extra"]
+
+
+def _write_whole(path: Path, payload: memoryview) -> None:
+    header = _HEADER.pack(MAGIC, VERSION, len(payload), hashlib.sha256(payload).digest())
+    temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")
+    try:
+        with open(temporary, "xb") as file:
+            file.write(header)
+            file.write(payload)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
+    if os.name == "posix":
+        # The new name, too, must survive a power cut.
+        folder = os.open(path.parent, os.O_RDONLY)
+        try:
+            os.fsync(folder)
+        finally:
+            os.close(folder)
+
+
+def _read(path: Path) -> dict[str, Any]:
+    with open(path, "rb") as file:
+        head = file.read(_HEADER.size)
+        if head[: len(MAGIC)] != MAGIC[: len(head)] or not head:
+            raise CheckpointError(f"{path} is not a dynsparse checkpoint")
+        if len(head) < _HEADER.size:
+            raise CheckpointError(f"{path} is truncated: it ends within the header")
+        _, version, length, digest = _HEADER.unpack(head)
+        if version != VERSION:
+            raise CheckpointError(
+                f"{path} has format version {version}, this dynsparse reads version {VERSION}: "
+                "load it with the dynsparse that wrote it"
+            )
+        payload = file.read()
+    if len(payload) != length:
+        what = "truncated" if len(payload) < length else "damaged"
+        raise CheckpointError(
+            f"{path} is {what}: expected {length} bytes of payload, got {len(payload)}"
+        )
+    if hashlib.sha256(payload).digest() != digest:
+        raise CheckpointError(f"{path} is damaged: its SHA-256 does not match its content")
+    try:
+        return torch.load(io.BytesIO(payload), map_location="cpu", weights_only=True)
+    except Exception as error:
+        reason = str(error).partition("\n")[0]
+        raise CheckpointError(
+            f"{path} cannot be read by torch {torch.__version__}: {reason}"
+        ) from None
+
+
+def _patterns(model: nn.Module) -> dict[str, list[int]]:
+    """Shape, block size and number of blocks of every module with a pattern."""
+    found = {}
+    for name, module in model.named_modules():
+        pattern = getattr(module, "pattern", None)
+        if isinstance(pattern, SparsePattern):
+            found[name] = [*pattern.shape, pattern.block_size, pattern.nnz]
+    return found
+
+
+def _check_model(payload: dict[str, Any], model: nn.Module) -> None:
+    saved, own = payload["model"], model.state_dict()
+    if odd := sorted(saved.keys() ^ own.keys()):
+        where = "file" if odd[0] in saved else "model"
+        raise ValueError(
+            f"{len(odd)} entries are in only one of file and model, such as {odd[0]!r}, "
+            f"which is in the {where}"
+        )
+    for name, pattern in _patterns(model).items():
+        if payload["patterns"].get(name) != pattern:
+            raise ValueError(
+                f"layer {name!r} was saved with [out, in, block size, blocks] = "
+                f"{payload['patterns'].get(name)}, the model has {pattern}"
+            )
+    for name, tensor in own.items():
+        other = saved[name]
+        if isinstance(tensor, Tensor) and (tensor.shape, tensor.dtype) != (
+            other.shape,
+            other.dtype,
+        ):
+            raise ValueError(
+                f"{name!r} was saved as {other.dtype} {list(other.shape)}, the model has "
+                f"{tensor.dtype} {list(tensor.shape)}"
+            )
+
+
+def _check_optimizer(saved: dict[str, Any], optimizer: torch.optim.Optimizer) -> None:
+    _check_kind(saved, optimizer)
+    sizes = [len(group["params"]) for group in saved["state"]["param_groups"]]
+    own = [len(group["params"]) for group in optimizer.param_groups]
+    if sizes != own:
+        raise ValueError(f"the optimizer was saved with groups of {sizes} tensors, here {own}")
+
+
+def _check_kind(saved: dict[str, Any], thing: Any) -> None:
+    if saved["kind"] != type(thing).__name__:
+        raise ValueError(f"it holds the state of {saved['kind']}, not of {type(thing).__name__}")
+
+
+def _wanted(payload: dict[str, Any], part: str) -> dict[str, Any]:
+    if payload[part] is None:
+        raise ValueError(f"it was saved without a {part}: leave it out")
+    return payload[part]

@@ -1,0 +1,76 @@
+"""The states of random generators as plain types and tensors, and back."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import numpy as np
+import torch
+
+__all__ = ["Generator", "global_states", "restore", "restore_global_states", "state_of"]
+
+Generator = torch.Generator | np.random.Generator | random.Random
+
+
+def state_of(generator: Generator) -> dict[str, Any]:
+    """The state of one generator, with its kind."""
+    if isinstance(generator, torch.Generator):
+        return {"kind": "torch", "state": generator.get_state()}
+    if isinstance(generator, np.random.Generator):
+        return {"kind": "numpy", "state": _plain(generator.bit_generator.state)}
+    if isinstance(generator, random.Random):
+        return {"kind": "python", "state": generator.getstate()}
+    raise TypeError(
+        "expected a torch.Generator, a numpy.random.Generator or a random.Random, "
+        f"got {type(generator).__name__}"
+    )
+
+
+def check(generator: Generator, state: dict[str, Any], name: str) -> None:
+    """Raise if `state` is not of this kind of generator."""
+    own = state_of(generator)
+    bits = [s["state"].get("bit_generator") if s["kind"] == "numpy" else None for s in (own, state)]
+    if own["kind"] != state["kind"] or bits[0] != bits[1]:
+        raise ValueError(f"the generator {name!r} was of another kind when it was saved")
+
+
+def restore(generator: Generator, state: dict[str, Any]) -> None:
+    """Put `generator` where `state_of` found it."""
+    if isinstance(generator, torch.Generator):
+        generator.set_state(state["state"])
+    elif isinstance(generator, np.random.Generator):
+        generator.bit_generator.state = _arrays(state["state"])
+    else:
+        generator.setstate(state["state"])
+
+
+def global_states() -> dict[str, Any]:
+    """The global generators of torch (CPU and every CUDA device), NumPy and Python."""
+    return {
+        "torch": torch.get_rng_state(),
+        "cuda": torch.cuda.get_rng_state_all() if torch.cuda.is_available() else [],
+        "numpy": _plain(np.random.get_state(legacy=False)),
+        "python": random.getstate(),
+    }
+
+
+def restore_global_states(states: dict[str, Any]) -> None:
+    """Put the global generators back; CUDA's only on a machine with as many devices."""
+    torch.set_rng_state(states["torch"])
+    if torch.cuda.is_available() and len(states["cuda"]) == torch.cuda.device_count():
+        torch.cuda.set_rng_state_all(states["cuda"])
+    np.random.set_state(_arrays(states["numpy"]))
+    random.setstate(states["python"])
+
+
+def _plain(state: Any) -> Any:
+    if isinstance(state, dict):
+        return {key: _plain(value) for key, value in state.items()}
+    return torch.from_numpy(state.copy()) if isinstance(state, np.ndarray) else state
+
+
+def _arrays(state: Any) -> Any:
+    if isinstance(state, dict):
+        return {key: _arrays(value) for key, value in state.items()}
+    return state.numpy() if isinstance(state, torch.Tensor) else state

@@ -1,0 +1,327 @@
+"""Checkpoints: exact resumption in a new process, atomic writes, and refusal of bad files."""
+
+import os
+import random
+import signal
+import struct
+import subprocess
+import sys
+import time
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from dynsparse.nn import SparseLinear
+from dynsparse.training import (
+    SET,
+    CheckpointError,
+    RigL,
+    load_checkpoint,
+    save_checkpoint,
+)
+from dynsparse.training import checkpoint as module
+
+
+def make(algorithm=RigL, optimizer=torch.optim.Adam, block_size=1, hidden=24, **options):
+    g = torch.Generator().manual_seed(5)
+    model = nn.Sequential(
+        SparseLinear(16, hidden, density=0.3, generator=g, block_size=block_size),
+        nn.ReLU(),
+        nn.Dropout(0.2),  # draws from the global generator
+        SparseLinear(hidden, 4, density=0.5, generator=g),
+    )
+    opt = optimizer(model.parameters(), lr=0.01)
+    trainer = algorithm(model, opt, total_steps=40, update_interval=5, **options)
+    return model, opt, trainer, torch.optim.lr_scheduler.CosineAnnealingLR(opt, 40)
+
+
+def epoch(model, opt, trainer, scheduler, data, steps=20):
+    for _ in range(steps):
+        opt.zero_grad()
+        x = torch.randn(8, 16, generator=data) * random.random() + float(np.random.rand())
+        model(x).square().mean().backward()
+        trainer.step()
+        scheduler.step()
+
+
+def seed_all():
+    torch.manual_seed(1), random.seed(2), np.random.seed(3)
+    return torch.Generator().manual_seed(4)
+
+
+def save(path, parts, data=None, **options):
+    model, opt, trainer, scheduler = parts
+    save_checkpoint(
+        path, model=model, optimizer=opt, trainer=trainer, lr_scheduler=scheduler,
+        generators={"data": data} if data is not None else None, **options,
+    )  # fmt: skip
+
+
+def load(path, parts, data=None):
+    model, opt, trainer, scheduler = parts
+    return load_checkpoint(
+        path, model=model, optimizer=opt, trainer=trainer, lr_scheduler=scheduler,
+        generators={"data": data} if data is not None else None,
+    )  # fmt: skip
+
+
+def snapshot(parts):
+    """Everything of a training as a flat list of comparable things."""
+    model, opt, trainer, scheduler = parts
+    flat = []
+
+    def walk(thing):
+        if isinstance(thing, dict):
+            for key in thing:
+                flat.append(key)
+                walk(thing[key])
+        elif isinstance(thing, (list, tuple)):
+            for item in thing:
+                walk(item)
+        elif isinstance(thing, torch.Tensor):
+            flat.append((thing.dtype, thing.tolist()))
+        else:
+            flat.append(thing)
+
+    walk([dict(model.state_dict()), opt.state_dict(), trainer.state_dict()])
+    walk(scheduler.state_dict())
+    walk([layer.pattern.flat for layer in trainer.layers.values()])
+    walk([torch.get_rng_state(), random.getstate(), np.random.get_state()[1].tolist()])
+    return flat
+
+
+ALGORITHMS = {"rigl": RigL, "set": SET}
+
+RESUME = """
+import sys, torch
+sys.path.insert(0, sys.argv[1])
+import {module} as t
+parts = t.make(t.ALGORITHMS[sys.argv[2]])
+data = torch.Generator()
+assert t.load(sys.argv[3], parts, data) == {{"epoch": 1}}
+t.epoch(*parts, data)
+t.save(sys.argv[4], parts, data)
+""".format(module=__name__.rpartition(".")[2])
+
+
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+def test_two_epochs_are_one_and_one_in_a_new_process(tmp_path, algorithm):
+    parts, data = make(ALGORITHMS[algorithm]), seed_all()
+    epoch(*parts, data)  # ends on an update step
+    save(tmp_path / "one", parts, data, extra={"epoch": 1})
+    epoch(*parts, data)
+    expected = snapshot(parts)
+
+    here = os.path.dirname(__file__)
+    subprocess.run(
+        [sys.executable, "-c", RESUME, here, algorithm, tmp_path / "one", tmp_path / "two"],
+        check=True,
+    )
+    other, other_data = make(ALGORITHMS[algorithm]), torch.Generator()
+    load(tmp_path / "two", other, other_data)
+    assert snapshot(other) == expected
+    assert torch.equal(other_data.get_state(), data.get_state())
+    assert other[2].steps == 40
+
+
+def test_every_kind_of_generator(tmp_path):
+    parts = make()
+    generators = {
+        "torch": torch.Generator().manual_seed(1),
+        "pcg": np.random.default_rng(2),
+        "philox": np.random.Generator(np.random.Philox(3)),
+        "mt": np.random.Generator(np.random.MT19937(4)),
+        "python": random.Random(5),
+    }
+
+    def draw():
+        return [
+            torch.rand(3, generator=generators["torch"]).tolist(),
+            *(generators[n].random(3).tolist() for n in ("pcg", "philox", "mt")),
+            generators["python"].random(),
+        ]
+
+    save_checkpoint(tmp_path / "c", model=parts[0], optimizer=parts[1], generators=generators)
+    first = draw()
+    assert draw() != first
+    load_checkpoint(tmp_path / "c", model=parts[0], generators=generators)
+    assert draw() == first
+
+
+def test_the_model_alone_and_random_state_left_alone(tmp_path):
+    parts, data = make(), seed_all()
+    epoch(*parts, data)
+    save(tmp_path / "c", parts)
+    other = make()[0]
+    torch.manual_seed(77)
+    state = torch.get_rng_state()
+    assert load_checkpoint(tmp_path / "c", model=other, random_state=False) == {}
+    assert torch.equal(torch.get_rng_state(), state)
+    assert other[0].pattern == parts[0][0].pattern
+    for p, q in zip(other.parameters(), parts[0].parameters(), strict=True):
+        assert torch.equal(p, q)
+
+
+def test_extra_comes_back(tmp_path):
+    parts = make()
+    extra = {"epoch": 3, "best": [0.5, None], "curve": torch.arange(3), "names": ("a", True)}
+    save(tmp_path / "c", parts, extra=extra)
+    back = load(tmp_path / "c", parts)
+    assert back.pop("curve").tolist() == [0, 1, 2]
+    assert back == {"epoch": 3, "best": [0.5, None], "names": ("a", True)}
+
+
+def test_code_is_not_saved(tmp_path):
+    parts = make()
+    with pytest.raises(TypeError, match=r"only tensors, numbers, .* found .*Linear"):
+        save(tmp_path / "c", parts, extra={"model": nn.Linear(2, 2)})
+    with pytest.raises(TypeError, match=r"expected a torch\.Generator, .* got int"):
+        save(tmp_path / "c", parts, data=3)
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("call", ["fsync", "replace"])
+def test_a_failing_write_leaves_the_previous_file(tmp_path, monkeypatch, call):
+    parts = make()
+    save(tmp_path / "c", parts, extra={"n": 1})
+    before = (tmp_path / "c").read_bytes()
+
+    def fail(*_):
+        raise OSError("no space left on device")
+
+    monkeypatch.setattr(module.os, call, fail)
+    with pytest.raises(OSError, match="no space"):
+        save(tmp_path / "c", parts, extra={"n": 2})
+    assert (tmp_path / "c").read_bytes() == before
+    assert [p.name for p in tmp_path.iterdir()] == ["c"]
+
+
+def test_a_missing_folder(tmp_path):
+    with pytest.raises(FileNotFoundError):
+        save(tmp_path / "none" / "c", make())
+
+
+KILLED = """
+import sys
+sys.path.insert(0, sys.argv[1])
+import {module} as t
+parts, n = t.make(hidden=2000), 0
+while True:
+    t.save(sys.argv[2], parts, extra={{"n": n}})
+    print(n, flush=True)
+    n += 1
+""".format(module=__name__.rpartition(".")[2])
+
+
+@pytest.mark.slow
+def test_killed_at_any_moment_a_whole_file_is_there(tmp_path):
+    path = tmp_path / "c"
+    for delay in (0.0, 0.003, 0.01, 0.02, 0.035):
+        child = subprocess.Popen(
+            [sys.executable, "-c", KILLED, os.path.dirname(__file__), path],
+            stdout=subprocess.PIPE, text=True,
+        )  # fmt: skip
+        assert child.stdout is not None
+        for _ in range(3):
+            saved = int(child.stdout.readline())
+        time.sleep(delay)
+        child.send_signal(signal.SIGKILL)
+        child.wait()
+        child.stdout.close()
+        assert load(path, make(hidden=2000))["n"] >= saved
+
+
+@pytest.fixture
+def saved(tmp_path):
+    parts = make()
+    epoch(*parts, seed_all())
+    save(tmp_path / "c", parts)
+    return tmp_path / "c"
+
+
+def refused(path, parts, message):
+    """Loading raises one line that matches, and changes nothing."""
+    before = snapshot(parts)
+    with pytest.raises(CheckpointError, match=message) as error:
+        load(path, parts)
+    assert "\n" not in str(error.value)
+    assert snapshot(parts) == before
+
+
+def damage(path, change):
+    data = bytearray(path.read_bytes())
+    path.write_bytes(change(data))
+
+
+HEADER = 60
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda d: b"", "is not a dynsparse checkpoint"),
+        (lambda d: b"PK\x03\x04 something else", "is not a dynsparse checkpoint"),
+        (lambda d: d[HEADER:], "is not a dynsparse checkpoint"),
+        (lambda d: d[:10], "truncated: it ends within the header"),
+        (lambda d: d[:HEADER], "truncated: expected .* bytes of payload, got 0"),
+        (lambda d: d[:-1], "is truncated: expected"),
+        (lambda d: d[: len(d) // 2], "is truncated: expected"),
+        (lambda d: d + b"x", "is damaged: expected"),
+        (lambda d: d[:5000] + bytes([d[5000] ^ 1]) + d[5001:], "SHA-256 does not match"),
+        (lambda d: d[:40] + bytes([d[40] ^ 1]) + d[41:], "SHA-256 does not match"),
+        (
+            lambda d: d[:16] + struct.pack("<I", 0) + d[20:],
+            "has format version 0, this dynsparse reads version 1",
+        ),
+    ],
+)
+def test_bad_files(saved, change, message):
+    damage(saved, change)
+    refused(saved, make(), message)
+
+
+def test_a_payload_that_would_run_code(tmp_path):
+    import hashlib
+    import pickle
+
+    payload = pickle.dumps(print)
+    header = struct.pack(
+        "<16sIQ32s", module.MAGIC, 1, len(payload), hashlib.sha256(payload).digest()
+    )
+    (tmp_path / "c").write_bytes(header + payload)
+    refused(tmp_path / "c", make(), "cannot be read by torch")
+
+
+def test_of_something_else(saved, tmp_path):
+    refused(saved, make(hidden=20), r"layer '0' was saved with .* the model has \[20, 16, 1, 96\]")
+    refused(saved, make(block_size=2), "layer '0' was saved with")
+    refused(saved, make(optimizer=torch.optim.SGD), "holds the state of Adam, not of SGD")
+    refused(saved, make(SET), "its algorithm is 'RigL', here it is 'SET'")
+    refused(saved, make(drop_fraction=0.1), "its schedule is")
+    refused(saved, make(pooling="max"), "its growth is .*'sum'.*, here it is .*'max'")
+    model, opt, trainer, scheduler = make()
+    refused(saved, (nn.Sequential(model, nn.Linear(2, 2)), opt, trainer, scheduler), "only one of")
+    double = make()
+    double[0].double()
+    refused(saved, double, r"saved as torch\.float32 .* the model has torch\.float64")
+    groups = torch.optim.Adam([{"params": [p]} for p in model.parameters()])
+    refused(saved, (model, groups, trainer, scheduler), "saved with groups of")
+    other = torch.optim.lr_scheduler.StepLR(opt, 3)
+    refused(saved, (model, opt, trainer, other), "CosineAnnealingLR, not of StepLR")
+
+    save_checkpoint(tmp_path / "bare", model=model, optimizer=opt)
+    refused(tmp_path / "bare", (model, opt, trainer, scheduler), "saved without a trainer")
+    with pytest.raises(CheckpointError, match="saved without a lr_scheduler"):
+        load_checkpoint(tmp_path / "bare", model=model, lr_scheduler=scheduler)
+    with pytest.raises(CheckpointError, match="holds no generator 'data'"):
+        load_checkpoint(saved, model=model, generators={"data": torch.Generator()})
+    save(tmp_path / "data", make(), torch.Generator())
+    with pytest.raises(CheckpointError, match="generator 'data' was of another kind"):
+        load_checkpoint(tmp_path / "data", model=model, generators={"data": random.Random()})
+
+
+def test_a_file_that_is_not_there(tmp_path):
+    with pytest.raises(FileNotFoundError):
+        load(tmp_path / "none", make())
