@@ -1,0 +1,309 @@
+"""Encoding and decoding: exact, complete, met by the propagation, clear when it cannot be."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from dynsparse.machine.target import Target
+from dynsparse.pattern import SparsePattern
+from dynsparse.popsparse.buckets import BucketLayout
+from dynsparse.popsparse.formats import COOMatrix
+from dynsparse.popsparse.meta_info_reader import read_buckets
+from dynsparse.popsparse.overflow import OverflowInfo
+from dynsparse.popsparse.params import FullyConnectedParams, MatmulParams, SparsityParams
+from dynsparse.popsparse.partitioner import Partitioner
+from dynsparse.popsparse.spilling import BucketOverflowError
+
+
+def random_pattern(shape, nnz, block=1, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    pattern = SparsePattern.random(shape, nnz=nnz, block_size=block, generator=generator)
+    return pattern, torch.randn(pattern.values_shape, generator=generator)
+
+
+def met(contents, overflow, layout):
+    """How often each non-zero is met when the buckets travel as the overflow record says."""
+    parts_x, parts_y, parts_z = layout.partition
+    home = contents.bucket // parts_z
+    count = np.zeros(len(home), int)
+    for i, j in [(0, 0), *overflow.kept_offsets]:
+        seen_x = (home // parts_y + i) % parts_x
+        seen_y = (home % parts_y + j) % parts_y
+        count += seen_x * parts_y + seen_y == contents.rectangle
+    return count
+
+
+@st.composite
+def cases(draw):
+    block = draw(st.sampled_from([1, 1, 2, 4]))
+    grid = draw(st.tuples(st.integers(1, 30), st.integers(1, 30)))
+    batch_grain = draw(st.sampled_from([1, 2, 4]))
+    grains = draw(st.integers(1, 6))
+    partition = (
+        draw(st.integers(1, min(grid[0], 5))),
+        draw(st.integers(1, min(grid[1], 5))),
+        draw(st.integers(1, min(grains, 3))),
+    )
+    nnz = draw(st.integers(0, grid[0] * grid[1]))
+    buckets = math.prod(partition)
+    slack = draw(st.sampled_from([0, 0, 1, 3, 1000]))
+    own = block == 1 and draw(st.booleans())
+    capacity = min(-(-nnz // buckets) + slack, nnz)
+    sub_groups = buckets + 1
+    words = sub_groups * 64 + 3 * capacity + 8
+    layout = BucketLayout(
+        rows=grid[0] * block,
+        cols=grid[1] * block,
+        batch=grains * batch_grain,
+        partition=partition,
+        nz_elements=capacity * block * block + draw(st.sampled_from([0, 1])) * (block > 1),
+        meta_info_words=words,
+        grad_a_words=words + capacity if own else 0,
+        block=(block, block),
+        grad_w=draw(st.booleans()),
+        batch_grain=batch_grain,
+        data_bytes=draw(st.sampled_from([2, 4])),
+        workers=draw(st.sampled_from([1, 2, 6])),
+    )
+    flags = {
+        "optimise_for_speed": draw(st.booleans()),
+        "use_actual_worker_split_costs": draw(st.booleans()),
+    }
+    return layout, block, nnz, flags, draw(st.integers(0, 2**31))
+
+
+@settings(deadline=None, max_examples=300)
+@given(cases())
+def test_round_trip(case):
+    layout, block, nnz, flags, seed = case
+    pattern, values = random_pattern((layout.rows, layout.cols), nnz, block, seed)
+    partitioner = Partitioner(layout, **flags)
+    encoded = partitioner.encode(pattern, values)
+    found, found_values = partitioner.decode(encoded)
+    assert found == pattern
+    assert torch.equal(found_values, values)
+    info = encoded.info
+    assert int(info.nz_used.sum()) == values.numel()
+    assert info.propagated <= info.spilled
+
+    words = encoded.meta_info[layout.overflow_words :]
+    overflow = OverflowInfo.from_words(encoded.meta_info, layout.partition)
+    assert overflow.words().tolist() == info.overflow.words().tolist()
+    contents = read_buckets(words, layout)
+    assert (met(contents, overflow, layout) == 1).all()
+    if layout.grad_a_words:
+        own = read_buckets(words, layout, grad_a=True)
+        columns = [np.stack(c)[:, np.lexsort(np.stack(c)[[4, 0]])] for c in (contents, own)]
+        assert np.array_equal(*columns)
+
+
+@settings(deadline=None, max_examples=60)
+@given(cases())
+def test_forced_spills_leave_nothing_where_it_began(case):
+    layout, block, nnz, flags, seed = case
+    if layout.buckets == 1:
+        return
+    room = 2 * layout.nz_elements + layout.area
+    layout = BucketLayout(**{
+        **layout.__dict__, "nz_elements": room, "meta_info_words": layout.meta_info_words + nnz,
+        "grad_a_words": layout.grad_a_words and layout.grad_a_words + 3 * nnz,
+    })  # fmt: skip
+    pattern, values = random_pattern((layout.rows, layout.cols), nnz, block, seed)
+    partitioner = Partitioner(layout, force_bucket_spills=True, **flags)
+    try:
+        encoded = partitioner.encode(pattern, values)
+    except BucketOverflowError:
+        # One bucket may hold nearly everything; the others then lack the room.
+        return
+    assert encoded.info.spilled == pattern.nnz
+    found, found_values = partitioner.decode(encoded)
+    assert found == pattern
+    assert torch.equal(found_values, values)
+
+
+def test_worst_case_all_non_zeros_in_one_rectangle():
+    """Every bucket is needed, so the propagation visits every offset: Nz (Nx Ny - 1) steps."""
+    rows, cols = torch.meshgrid(torch.arange(4, 8), torch.arange(4, 8), indexing="ij")
+    pattern = SparsePattern(rows.flatten(), cols.flatten(), shape=(12, 16))
+    values = torch.arange(1.0, 17.0)
+    layout = BucketLayout(
+        rows=12, cols=16, batch=4, partition=(3, 4, 2), nz_elements=1, meta_info_words=99
+    )
+    with pytest.raises(BucketOverflowError):
+        Partitioner(
+            BucketLayout(**{**layout.__dict__, "partition": (3, 4, 1)})
+        ).encode(pattern, values)  # fmt: skip
+    partitioner = Partitioner(layout)
+    encoded = partitioner.encode(pattern, values)
+    # 16 buckets hold one each: (1, y) and, reached one step of X later, (0, y).
+    assert encoded.info.nz_used.tolist() == [1] * 16 + [0] * 8
+    assert encoded.info.overflow.kept_offsets == [
+        (0, 1), (0, 2), (0, 3), (1, 0), (1, 1), (1, 2), (1, 3)
+    ]  # fmt: skip
+    assert encoded.info.propagation_steps == 2 * 7
+    assert partitioner.decode(encoded)[0] == pattern
+
+
+def test_every_offset_is_visited_when_every_bucket_is_needed():
+    rows, cols = torch.meshgrid(torch.arange(4), torch.arange(6), indexing="ij")
+    pattern = SparsePattern(rows.flatten(), cols.flatten(), shape=(12, 24))
+    layout = BucketLayout(
+        rows=12, cols=24, batch=4, partition=(3, 4, 2), nz_elements=1, meta_info_words=99
+    )
+    encoded = Partitioner(layout).encode(pattern, torch.ones(24))
+    assert encoded.info.nz_used.tolist() == [1] * 24
+    assert encoded.info.propagation_steps == 2 * (3 * 4 - 1)
+
+
+def test_spills_go_where_they_are_met_soonest():
+    """One non-zero too many in (0, 2) goes to (0, 1): met after one step of Y."""
+    pattern = SparsePattern([0, 0, 1], [4, 5, 4], shape=(2, 8))
+    layout = BucketLayout(
+        rows=2, cols=8, batch=1, partition=(1, 4, 1), nz_elements=2, meta_info_words=99
+    )
+    encoded = Partitioner(layout).encode(pattern, torch.ones(3))
+    assert encoded.info.nz_used.tolist() == [0, 1, 2, 0]
+    assert encoded.info.overflow.kept_offsets == [(0, 1)]
+    emptiest = Partitioner(layout, optimise_for_speed=False).encode(pattern, torch.ones(3))
+    assert emptiest.info.nz_used.tolist() == [1, 0, 2, 0]
+    assert emptiest.info.overflow.kept_offsets == [(0, 1), (0, 2)]
+
+
+def test_partners_of_z_are_filled_before_others_and_cost_nothing():
+    pattern = SparsePattern([0, 0, 0, 1], [0, 1, 2, 0], shape=(2, 6))
+    layout = BucketLayout(
+        rows=2, cols=6, batch=2, partition=(1, 2, 2), nz_elements=2, meta_info_words=99
+    )
+    encoded = Partitioner(layout).encode(pattern, torch.ones(4))
+    assert encoded.info.nz_used.tolist() == [2, 2, 0, 0]
+    assert encoded.info.propagation_steps == 0
+
+
+def test_equal_pieces_over_z():
+    """41 blocks over 32 partners: 21 pieces of about two, and 11 empty buckets."""
+    pattern = SparsePattern([0] * 41, range(41), shape=(1, 41))
+    layout = BucketLayout(
+        rows=1, cols=41, batch=32, partition=(1, 1, 32), nz_elements=4, meta_info_words=99
+    )
+    encoded = Partitioner(layout).encode(pattern, torch.ones(41))
+    cuts = [i * 41 // 21 for i in range(22)]
+    assert encoded.info.nz_used.tolist() == [*np.diff(cuts), *[0] * 11]
+
+
+def test_actual_worker_costs_make_room():
+    """Sub-groups of one row use one worker of six: 25 words less each."""
+    pattern = SparsePattern([0, 1, 2, 3], [0, 0, 0, 0], shape=(4, 1))
+    layout = BucketLayout(
+        rows=4, cols=1, batch=1, partition=(4, 1, 1), nz_elements=1, meta_info_words=20
+    )
+    with pytest.raises(BucketOverflowError):
+        Partitioner(layout).encode(pattern, torch.ones(4))
+    partitioner = Partitioner(layout, use_actual_worker_split_costs=True)
+    assert partitioner.decode(partitioner.encode(pattern, torch.ones(4)))[0] == pattern
+
+
+def test_full_buckets_of_grad_input_spill_too():
+    """A row of many columns is short in the forward buckets and long in grad_input's."""
+    pattern = SparsePattern([0] * 8, range(8), shape=(2, 8))
+    layout = BucketLayout(
+        rows=2, cols=8, batch=1, partition=(2, 1, 1), nz_elements=8, meta_info_words=99,
+        grad_a_words=9 + 6 * 5 + 1 + 5 * 4,
+    )  # fmt: skip
+    encoded = Partitioner(layout).encode(pattern, torch.ones(8))
+    assert (encoded.info.grad_a_words_used <= layout.grad_a_words).all()
+    assert encoded.info.nz_used.tolist() == [5, 3]
+
+
+@pytest.mark.parametrize("dtype", ["float16", "float32"])
+@pytest.mark.parametrize("block", [1, 4, 8, 12, 16])
+def test_with_a_plan(dtype, block):
+    """Buckets as the planner sizes them; blocks it works on in smaller ones come back whole."""
+    params = FullyConnectedParams.create_with_nz_ratio(SparsityParams(block), 0.1, 16, 1, 192, 240)
+    options = {"do_grad_a_pass": True, "do_grad_w_pass": True, "shared_buckets": False}
+    partitioner = Partitioner.for_params(Target.mk2(tiles=24), dtype, params, options)
+    pattern, values = random_pattern(
+        (240, 192), int(0.1 * 240 * 192) // block**2, block
+    )  # fmt: skip
+    values = values.to(getattr(torch, dtype))
+    encoded = partitioner.encode(pattern, values)
+    found, found_values = partitioner.decode(encoded.meta_info, encoded.nz_values)
+    assert found == pattern
+    assert found_values.dtype == values.dtype
+    assert torch.equal(found_values, values)
+    assert torch.equal(torch.from_numpy(encoded.pattern.gather(encoded.nz_values)), values)
+
+
+def test_groups_have_buckets_of_their_own():
+    params = MatmulParams.create_with_nz_ratio(SparsityParams(1), 0.1, 2, 64, 48, 8)
+    partitioner = Partitioner.for_params(Target.mk2(tiles=16), "float32", params)
+    pairs = [random_pattern((64, 48), 300, seed=seed) for seed in (1, 2)]
+    encoded = partitioner.encode([p for p, _ in pairs], [v for _, v in pairs])
+    for (pattern, values), (found, found_values) in zip(
+        pairs, partitioner.decode(encoded), strict=True
+    ):
+        assert found == pattern
+        assert torch.equal(found_values, values)
+    with pytest.raises(ValueError, match="pattern must be a sequence of 2, one for each group"):
+        partitioner.encode(*pairs[0])
+
+
+def test_formats_and_oblong_blocks():
+    layout = BucketLayout(
+        rows=24, cols=24, batch=4, partition=(3, 2, 1), nz_elements=64, meta_info_words=200,
+        block=(8, 4),
+    )  # fmt: skip
+    partitioner = Partitioner(layout)
+    data = np.arange(1.0, 1.0 + 3 * 32)
+    matrix = COOMatrix(data, [4, 20, 8], [8, 0, 0], (24, 24), (8, 4))
+    encoded = partitioner.encode(matrix)
+    assert partitioner.decode(encoded) == matrix.canonical()
+    assert partitioner.encode(matrix.to_csc()).nz_values.tolist() == encoded.nz_values.tolist()
+    with pytest.raises(ValueError, match="brings its own values"):
+        partitioner.encode(matrix, data)
+    twice = COOMatrix(data, [4, 4, 8], [8, 8, 0], (24, 24), (8, 4))
+    with pytest.raises(ValueError, match="a position of the matrix is stored twice"):
+        partitioner.encode(twice)
+
+
+def test_values_follow_a_pattern_without_encoding_it_again():
+    pattern, values = random_pattern((20, 30), 100)
+    layout = BucketLayout(
+        rows=20, cols=30, batch=2, partition=(2, 3, 1), nz_elements=30, meta_info_words=200
+    )
+    partitioner = Partitioner(layout)
+    encoded = partitioner.encode_pattern(pattern)
+    again = encoded.place(2 * values.numpy())
+    assert np.array_equal(again, 2 * partitioner.encode(pattern, values).nz_values)
+    assert np.array_equal(encoded.gather(again), 2 * values.numpy())
+    with pytest.raises(ValueError, match=r"nz_values must have the shape \[180\], got \[3\]"):
+        encoded.gather(np.zeros(3))
+
+
+def test_deterministic():
+    pattern, values = random_pattern((64, 64), 1200, seed=5)
+    layout = BucketLayout(
+        rows=64, cols=64, batch=2, partition=(4, 4, 2), nz_elements=38, meta_info_words=250
+    )
+    first, second = (Partitioner(layout).encode(pattern, values) for _ in range(2))
+    assert first.info.spilled > 0
+    assert np.array_equal(first.meta_info, second.meta_info)
+    assert np.array_equal(first.nz_values, second.nz_values)
+
+
+def test_empty_and_full_patterns():
+    layout = BucketLayout(
+        rows=8, cols=8, batch=2, partition=(2, 2, 2), nz_elements=8, meta_info_words=80
+    )
+    partitioner = Partitioner(layout)
+    for pattern in (
+        SparsePattern([], [], shape=(8, 8)), SparsePattern.full((8, 8))
+    ):  # fmt: skip
+        encoded = partitioner.encode(pattern, torch.ones(pattern.nnz))
+        assert partitioner.decode(encoded)[0] == pattern
+        assert encoded.info.summary()["propagation_steps"] == 0
+    empty = partitioner.encode_pattern(SparsePattern([], [], shape=(8, 8)))
+    assert empty.meta_info[:4].tolist() == [1, 1, 2, 0]
