@@ -127,15 +127,19 @@ def _raise_race(
     graph: Graph, set_name: str, sets: Sequence[VertexSet], dtype: DType, address: int
 ) -> None:
     variable = graph.variable_at(dtype, address)
-    named = []
+    named, first = [], 0
     for vertices in sets:
+        codelet = vertices.codelet
         for name, tensor in vertices.edges.items():
             if tensor.dtype != dtype:
                 continue
             runs, vertex = vertices.runs(name)
+            does = "writes" if codelet.fields[name].writes else "reads"
             touching = vertex[(runs.starts <= address) & (address < runs.ends)]
-            does = "writes" if vertices.codelet.fields[name].writes else "reads"
-            named += [f"{vertices.codelet.name}[{v}] {does} it by {name!r}" for v in touching[:2]]
+            named += [
+                f"vertex {v + first} ({codelet.name!r}) {does} it by {name!r}" for v in touching[:2]
+            ]
+        first += vertices.count
     raise RaceError(
         f"compute set {set_name!r}: a race on element {address - variable.start} of "
         f"{variable.name!r}: {', '.join(named[:3])}"

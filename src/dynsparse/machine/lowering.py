@@ -90,7 +90,7 @@ class Lowering:
     def _test(self, scalar: Tensor, path: str) -> Callable[[Profile], int]:
         """Reading a control value: it goes to every tile, so that all take the same branch."""
         engine = self.engine
-        step = engine.add_step(f"{path}/test" if path else "test", "control")
+        step = engine.add_step(f"{path}/predicate" if path else "predicate", "control")
         flat = engine.memory[scalar.dtype]
         address = int(scalar.addresses().reshape(-1)[0])
         exchange, sync = broadcast_cycles(engine.target, scalar), engine.target.sync_cycles

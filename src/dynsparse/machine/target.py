@@ -129,6 +129,8 @@ class Target:
             if not math.isfinite(value) or value < 0 or (value == 0 and name in _POSITIVE):
                 least = "above 0" if name in _POSITIVE else "0 or more"
                 raise ValueError(f"{name} must be {least}, got {value!r}")
+        if self.exchange_bus_tiles > 2:
+            raise ValueError(f"exchange_bus_tiles must be 1 or 2, got {self.exchange_bus_tiles}")
         if self.data_path_bits % 32:
             raise ValueError(f"data_path_bits must be a multiple of 32, got {self.data_path_bits}")
 
