@@ -1,0 +1,1 @@
+"""The `dynsparse` command: one file per subcommand, listed in `app.py`."""

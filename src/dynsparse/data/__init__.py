@@ -11,9 +11,9 @@ from pathlib import Path
 from dynsparse.data.digits import load_digits
 from dynsparse.data.idx import read_idx
 from dynsparse.data.mnist import SOURCES, load_mnist
-from dynsparse.data.pictures import DataSet, Pictures
+from dynsparse.data.pictures import CLASSES, DataSet, Pictures
 
-__all__ = ["NAMES", "DataSet", "Pictures", "load", "read_idx"]
+__all__ = ["CLASSES", "NAMES", "DataSet", "Pictures", "load", "read_idx"]
 
 NAMES = ("digits", *SOURCES)
 

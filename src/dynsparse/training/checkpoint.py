@@ -23,7 +23,7 @@ from dynsparse.pattern import SparsePattern
 from dynsparse.training import random_state as rng
 from dynsparse.training.trainer import SparseTrainer
 
-__all__ = ["CheckpointError", "load_checkpoint", "save_checkpoint"]
+__all__ = ["CheckpointError", "load_checkpoint", "read_extra", "save_checkpoint"]
 
 MAGIC = b"dynsparse\x00state\n"
 VERSION = 1
@@ -137,6 +137,16 @@ def load_checkpoint(
     if random_state:
         rng.restore_global_states(payload["random"])
     return payload["extra"]
+
+
+def read_extra(path: str | os.PathLike[str]) -> dict[str, Any]:
+    """The `extra` of a checkpoint, for settings that are needed before there is a model.
+
+    Raises:
+        CheckpointError: the file is truncated, damaged, foreign, or of another format version.
+        OSError: the file cannot be read.
+    """
+    return _read(Path(path))["extra"]
 
 
 def _write_whole(path: Path, payload: memoryview) -> None:

@@ -1,0 +1,81 @@
+"""The optimizers by the names of the original program, and the learning rate over the training."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import nn
+
+from dynsparse.apps.mnist.options import Options
+
+__all__ = ["build_optimizer", "first_learning_rate", "learning_rate"]
+
+# name: (learning rate at a batch of 16, how it grows with the batch, arguments with their defaults)
+_OPTIMIZERS: dict[str, tuple[float, float, dict[str, Any]]] = {
+    "GradientDescent": (0.02, 1.0, {"weight_decay": 0.0}),
+    "Momentum": (0.02, 1.0, {"momentum": 0.9, "nesterov": True, "weight_decay": 0.0}),
+    "Adam": (0.002, 0.5, {"beta1": 0.9, "beta2": 0.999, "epsilon": 1e-8, "weight_decay": 0.0}),
+}
+_BATCH = 16
+# The original's rates after each fifth of the training, as shares of the first.
+_FIFTHS = (1.0, 0.5, 0.25, 0.05, 0.005)
+
+
+def build_optimizer(options: Options, network: nn.Module) -> torch.optim.Optimizer:
+    """The optimizer of `options` over all parameters.
+
+    Raises:
+        ValueError: an argument the optimizer does not have, or a value it does not take.
+    """
+    arguments = dict(_OPTIMIZERS[options.optimizer][2])
+    for name, value in options.optimizer_args.items():
+        if name not in arguments:
+            raise ValueError(
+                f"--optimizer-arg: expected an argument of {options.optimizer} "
+                f"({', '.join(arguments)}), got {name!r}"
+            )
+        wanted = bool if isinstance(arguments[name], bool) else (int, float)
+        if not isinstance(value, wanted) or (wanted is not bool and isinstance(value, bool)):
+            kind = "true or false" if wanted is bool else "a number"
+            raise ValueError(f"--optimizer-arg: {name}: expected {kind}, got {value!r}")
+        arguments[name] = value
+    rate = first_learning_rate(options)
+    # fused: one call per step for all parameters; at small batches that is what a step costs.
+    try:
+        if options.optimizer == "Adam":
+            betas = arguments.pop("beta1"), arguments.pop("beta2")
+            epsilon = arguments.pop("epsilon")
+            return torch.optim.Adam(
+                network.parameters(), rate, betas, epsilon, fused=True, **arguments
+            )
+        if not arguments.get("momentum"):
+            # Without momentum there is nothing nesterov could look ahead with.
+            arguments.pop("nesterov", None)
+        return torch.optim.SGD(network.parameters(), rate, fused=True, **arguments)
+    except ValueError as error:
+        raise ValueError(f"--optimizer-arg: {error}") from None
+
+
+def first_learning_rate(options: Options) -> float:
+    """The rate the training starts with: as given, or the default scaled to the batch size.
+
+    In proportion to the batch for the SGD family (Goyal et al. 2017, arXiv:1706.02677), to its
+    square root for Adam (Malladi et al. 2022, arXiv:2205.10287).
+    """
+    if options.learning_rate is not None:
+        return options.learning_rate
+    rate, power, _ = _OPTIMIZERS[options.optimizer]
+    return rate * (options.batch_size / _BATCH) ** power
+
+
+def learning_rate(options: Options, step: int, total_steps: int) -> float:
+    """The rate of step `step` in [0, total_steps): stateless, so a resumed training agrees."""
+    first = first_learning_rate(options)
+    passed = step / total_steps
+    if options.decay == "cosine":
+        return first * 0.5 * (1 + math.cos(math.pi * passed))
+    if options.decay == "steps":
+        return first * _FIFTHS[int(passed * len(_FIFTHS))]
+    return first

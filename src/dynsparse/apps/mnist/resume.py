@@ -1,0 +1,123 @@
+"""Checkpoints of the MNIST training: one file per saved epoch, and the way back from one."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from dynsparse.apps.mnist.options import Options
+from dynsparse.apps.mnist.training import Training
+from dynsparse.training.checkpoint import load_checkpoint, read_extra, save_checkpoint
+
+__all__ = ["adopt", "find_checkpoint", "restore", "save"]
+
+# What the training computes depends on these and on nothing else.
+_DEFINING = (
+    "dataset", "hold_out", "densities", "hidden_sizes", "block_size", "droprate", "permute_input",
+    "data_type", "method", "prune_ratio", "pooling_type", "cosine_prune_schedule",
+    "steps_per_epoch", "update_interval", "batch_size", "epochs", "optimizer", "optimizer_args",
+    "learning_rate", "decay",
+)  # fmt: skip
+_COUNTERS = ("epoch", "step", "seconds", "update_seconds", "replaced")
+
+
+def save(training: Training, folder: Path) -> Path:
+    """Write `folder`/epoch-NNNN.ckpt, whole or not at all."""
+    path = folder / f"epoch-{training.epoch:04d}.ckpt"
+    save_checkpoint(
+        path,
+        model=training.network,
+        optimizer=training.optimizer,
+        trainer=training.trainer,
+        generators={"training": training.generator},
+        extra={
+            "app": "mnist",
+            "options": _defining(training.options),
+            "seed": training.seed,
+            "permutation": training.permutation,
+            **{name: getattr(training, name) for name in _COUNTERS},
+        },
+    )
+    return path
+
+
+def find_checkpoint(path: Path) -> Path:
+    """`path` itself, or the newest epoch in it if it is a folder.
+
+    Raises:
+        FileNotFoundError: nothing there.
+    """
+    if not path.is_dir():
+        if not path.exists():
+            raise FileNotFoundError(
+                f"--restore: expected a checkpoint or a folder of them, got {path}, which does not "
+                "exist"
+            )
+        return path
+    found = {
+        int(match[1]): file
+        for file in path.iterdir()
+        if (match := re.fullmatch(r"epoch-(\d{4,})\.ckpt", file.name))
+    }
+    if not found:
+        raise FileNotFoundError(
+            f"--restore: expected a folder with checkpoints named epoch-NNNN.ckpt, got {path} "
+            "without any"
+        )
+    return found[max(found)]
+
+
+def adopt(options: Options, path: Path) -> tuple[Options, int]:
+    """`options` completed by those the checkpoint was trained with, and its seed.
+
+    What was left at its default is taken over; what was given must agree.
+
+    Raises:
+        ValueError: not a checkpoint of this program, or one of another training.
+    """
+    extra = read_extra(path)
+    if extra.get("app") != "mnist":
+        raise ValueError(f"{path}: expected a checkpoint of `dynsparse mnist`, got another one")
+    saved: dict[str, Any] = extra["options"]
+    defaults, given = _defining(Options()), _defining(options)
+    for name, value in given.items():
+        if value not in (defaults[name], saved[name]):
+            flag = name.replace("_", "-")
+            raise ValueError(
+                f"--{flag}: {path} was trained with {saved[name]!r}, got {value!r}: leave "
+                f"--{flag} out, or start anew without --restore"
+            )
+    if options.seed not in (None, extra["seed"]):
+        raise ValueError(
+            f"--seed: {path} was trained with {extra['seed']}, got {options.seed}: leave --seed "
+            "out, or start anew without --restore"
+        )
+    return dataclasses.replace(options, **saved), extra["seed"]
+
+
+def restore(training: Training, path: Path) -> None:
+    """Put `training` (made with the options of `adopt`) where the checkpoint was saved.
+
+    Raises:
+        ValueError: a file that is truncated, foreign, or does not fit.
+    """
+    extra = load_checkpoint(
+        path,
+        model=training.network,
+        optimizer=training.optimizer,
+        trainer=training.trainer,
+        generators={"training": training.generator},
+    )
+    if not torch.equal(extra["permutation"], training.permutation):
+        raise ValueError(f"{path}: its pixel permutation is not the one of its seed")
+    for name in _COUNTERS:
+        setattr(training, name, extra[name])
+
+
+def _defining(options: Options) -> dict[str, Any]:
+    values = {name: getattr(options, name) for name in _DEFINING}
+    return {k: list(v) if isinstance(v, tuple) else v for k, v in values.items()}

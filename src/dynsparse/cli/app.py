@@ -1,0 +1,87 @@
+"""The subcommands, and how an error becomes one line."""
+
+from __future__ import annotations
+
+import os
+import sys
+import warnings
+from collections.abc import Callable, Sequence
+from typing import Annotated, Any
+
+import typer
+
+from dynsparse import __version__
+from dynsparse.cli.info import info
+from dynsparse.cli.lists import ListCommand
+from dynsparse.cli.mnist import mnist
+from dynsparse.cli.visualise import visualise
+
+__all__ = ["app", "run"]
+
+# A new command is a new file with one function, and one line here.
+_COMMANDS: dict[str, Callable[..., None]] = {
+    "mnist": mnist,
+    "visualise": visualise,
+    "info": info,
+}
+
+app = typer.Typer(add_completion=False, rich_markup_mode="rich")
+for _name, _function in _COMMANDS.items():
+    app.command(_name, cls=ListCommand)(_function)
+
+
+@app.callback(invoke_without_command=True)
+def _root(
+    context: typer.Context,
+    version: Annotated[bool, typer.Option("--version", help="Show the version.")] = False,
+) -> None:
+    """Dynamic sparse training that really is sparse."""
+    if version:
+        print(f"dynsparse {__version__}")
+        raise typer.Exit
+    if context.invoked_subcommand is None:
+        run(["--help"])
+
+
+def run(arguments: Sequence[str] | None = None) -> int:
+    """Run one command (by default the process's own arguments) and return its exit status.
+
+    Whatever the user can mend ends in one line on stderr and status 2. DYNSPARSE_TRACEBACK=1 shows
+    where it came from.
+    """
+    warnings.showwarning = _show_warning
+    arguments = sys.argv[1:] if arguments is None else list(arguments)
+    try:
+        status = app(args=arguments, prog_name="dynsparse", standalone_mode=False)
+    except (KeyboardInterrupt, typer.Abort):
+        status = 130
+    except Exception as error:
+        line = _one_line(error)
+        if line is None or os.environ.get("DYNSPARSE_TRACEBACK"):
+            raise
+        print(f"dynsparse: {line}", file=sys.stderr)
+        return 2
+    if status == 130:
+        print("dynsparse: interrupted", file=sys.stderr)
+    return status if isinstance(status, int) else 0
+
+
+def _one_line(error: Exception) -> str | None:
+    """What to tell the user, or None for an error that is ours."""
+    if hasattr(error, "format_message"):  # typer's and click's own
+        text = error.format_message().rstrip(".")
+        command = getattr(getattr(error, "ctx", None), "command_path", "dynsparse")
+        text = f"{text} (see {command} --help)"
+    elif isinstance(error, OSError) and error.strerror:
+        text = f"{error.filename or 'a file'}: {error.strerror}"
+    elif isinstance(error, (ValueError, OSError, ImportError)):
+        text = str(error)
+    elif isinstance(error, MemoryError) or "can't allocate memory" in str(error):
+        text = "not enough memory: lower the sizes, the densities or the batch size"
+    else:
+        return None
+    return " ".join(text.split())
+
+
+def _show_warning(message: Warning | str, *details: Any, **more: Any) -> None:
+    print(f"dynsparse: warning: {message}", file=sys.stderr)
