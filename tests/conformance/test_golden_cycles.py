@@ -2,6 +2,7 @@
 
 import pytest
 
+from dynsparse.popsparse import dense_cycles as dense
 from dynsparse.popsparse import tile_cycles as tile
 from dynsparse.popsparse import vertex_cycles as vertex
 from dynsparse.popsparse.data_types import FLOAT16, FLOAT32
@@ -70,3 +71,65 @@ def test_transpose_50_half_blocks(edge, cycles):
 def test_rearrange_batch():
     assert tile.rearrange_batch(10, 16, 32, FLOAT16, 6) == 2538
     assert tile.rearrange_batch(10, 8, 32, FLOAT32, 6) == 2706
+
+
+AMP_GOLDEN = [
+    # field, half->half 16 units, float 16 units
+    (1, 12353, 18287),
+    (4, 12353, 18287),
+    (16, 14945, 18917),
+    (64, 23009, 37871),
+    (256, 59873, 116207),
+    (342, 76673, 151151),
+]
+
+
+@pytest.mark.parametrize(("field", "half", "single"), AMP_GOLDEN)
+def test_dense_amp(field, half, single):
+    sizes = (field, 16, 3)
+    by_half = dense.AMP(16, 16, 16), FLOAT16, FLOAT16
+    by_single = dense.AMP(16, 8, 16), FLOAT32, FLOAT32
+    assert dense.amp(*sizes, *by_half, 6, 8) == half
+    assert dense.amp(*sizes, *by_single, 6, 8) == single
+    assert dense.amp(*sizes, *by_half, 6, 16) == half - 1536
+    assert dense.amp(*sizes, *by_single, 6, 16) == single - 1536
+
+
+@pytest.mark.parametrize(
+    ("dtype", "partials", "cycles"),
+    [
+        (FLOAT16, FLOAT16, (4810, 10642, 33970)),
+        (FLOAT16, FLOAT32, (4020, 9204, 29940)),
+        (FLOAT32, FLOAT32, (7173, 17397, 58293)),
+    ],
+)
+def test_dense_hmac(dtype, partials, cycles):
+    kind = dense.HMAC(256, 2 if partials is FLOAT16 else 1)
+    found = [
+        int(dense.hmac(field, 2, 3, kind, dtype, partials, 6, zeroing=False))
+        for field in (4, 16, 64)
+    ]
+    assert tuple(found) == cycles
+
+
+@pytest.mark.parametrize(
+    ("dtype", "joined", "split"), [(FLOAT16, 2361, 3264), (FLOAT32, 4377, 6144)]
+)
+def test_dense_reduce_768_by_8(dtype, joined, split):
+    # A tile so small that the partials do not fit together takes the slower way.
+    assert dense.reduce_stage(768, 8, dtype, dtype, 6, 638976) == joined
+    assert dense.reduce_stage(768, 8, dtype, dtype, 6, 16384) == split
+
+
+@pytest.mark.parametrize(
+    ("depth", "left"),
+    [(1, ()), (15, ()), (16, (4,)), (22, (5,)), (64, (8,)), (124, (11,)), (125, (25, 5)),
+     (500, (63, 8))],
+)  # fmt: skip
+def test_dense_reduction_depths(depth, left):
+    assert dense.reduction_depths(depth) == left
+
+
+def test_dense_cast_1000():
+    assert tile.cast(1000, FLOAT16, FLOAT32, 6) == 660
+    assert tile.cast(1000, FLOAT16, FLOAT16, 6) == 408

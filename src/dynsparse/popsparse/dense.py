@@ -1,0 +1,283 @@
+"""The dense product on the same machine: how it would be cut over the tiles, and what it takes.
+
+`plan(m, k, n, dtype, target)` finds, for C[m, n] = A[m, k] B[k, n], the cut that poplibs' planner
+would choose: a 1x1 convolution in the matrix units (AMP) or by vector multiply-accumulate (HMAC),
+split over the tiles in the streamed field, the out-channels and the in-channels, and in time
+(serial splits). Source: the design inventory of poplibs' dense products; no constant is fitted.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from dataclasses import field as dataclass_field
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+
+from dynsparse.popsparse.data_types import DataType, data_type, integer, number
+from dynsparse.popsparse.dense_cost import Cut, Terms, least_cycles, price
+from dynsparse.popsparse.dense_cycles import AMP, HMAC
+from dynsparse.popsparse.params import ceil_div
+from dynsparse.popsparse.search_space import all_partitions, even_parts
+
+__all__ = ["DensePlan", "plan"]
+
+
+@dataclass(frozen=True)
+class DensePlan:
+    """The best cut of a dense product.
+
+    Attributes:
+        swapped: A is the stationary operand (its rows are the out-channels), the natural case.
+        method: the vertex, e.g. "amp 16 units 16x16".
+        field, out, in_: splits over tiles of the streamed columns, the out- and the in-channels.
+        serial_out, serial_in: splits in time; at most one is above 1.
+        broadcast_once: the streamed operand is brought to the tiles once, before the serial loop.
+        terms: cycles by name as the planner counts them; they add up to `planned_cycles`.
+        phases: bulk-synchronous steps, each of which costs the target's `sync_cycles`.
+        temporary_bytes, resident_bytes: of a tile; resident are A, B and C.
+        cycles: planned cycles and the synchronisation.
+        seconds, tflops: at the target's clock; tflops counts 2 m k n.
+    """
+
+    m: int
+    k: int
+    n: int
+    dtype: DataType
+    partials: DataType
+    swapped: bool
+    method: str
+    field: int
+    out: int
+    in_: int
+    serial_out: int
+    serial_in: int
+    broadcast_once: bool
+    terms: dict[str, int] = dataclass_field(hash=False)
+    phases: int
+    temporary_bytes: int
+    resident_bytes: int
+    memory_bound: int | None
+    target: Any = dataclass_field(compare=False, repr=False)
+
+    @property
+    def tiles_used(self) -> int:
+        return self.field * self.out * self.in_
+
+    @property
+    def planned_cycles(self) -> int:
+        return sum(self.terms.values())
+
+    @property
+    def sync_cycles(self) -> float:
+        return self.phases * self.target.sync_cycles
+
+    @property
+    def cycles(self) -> float:
+        return self.planned_cycles + self.sync_cycles
+
+    @property
+    def seconds(self) -> float:
+        return self.cycles / self.target.clock_hz
+
+    @property
+    def tflops(self) -> float:
+        return 2 * self.m * self.k * self.n / self.seconds / 1e12
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain figures for reports and `--json`."""
+        return {
+            "method": self.method,
+            "swapped": self.swapped,
+            "field": self.field,
+            "out": self.out,
+            "in": self.in_,
+            "serial_out": self.serial_out,
+            "serial_in": self.serial_in,
+            "broadcast_once": self.broadcast_once,
+            "tiles": self.tiles_used,
+            "terms": dict(self.terms),
+            "phases": self.phases,
+            "sync_cycles": self.sync_cycles,
+            "cycles": self.cycles,
+            "seconds": self.seconds,
+            "tflops": self.tflops,
+            "temporary_bytes": self.temporary_bytes,
+            "resident_bytes": self.resident_bytes,
+        }
+
+
+def plan(
+    m: int,
+    k: int,
+    n: int,
+    dtype: Any,
+    target: Any,
+    *,
+    partials: Any = None,
+    available_memory_proportion: float = 0.6,
+) -> DensePlan:
+    """The best cut of a dense [m, k] x [k, n] product.
+
+    Args:
+        m, k, n: sizes.
+        dtype: float16 or float32.
+        target: a `dynsparse.machine.Target`.
+        partials: type of the partial sums, by default that of the data.
+        available_memory_proportion: the part of a tile temporary data may take; when no cut fits,
+            it is doubled twice, then dropped.
+
+    Raises:
+        ValueError: sizes below 1, partials narrower than the data, operands the machine's memory
+            cannot hold.
+        TypeError: sizes that are not integers.
+    """
+    m, k, n = (integer(v, name) for v, name in ((m, "m"), (k, "k"), (n, "n")))
+    kind = data_type(dtype)
+    sums = kind if partials is None else data_type(partials, "partials")
+    if sums.size < kind.size:
+        raise ValueError(f"partials must be at least as wide as the data, got {sums} for {kind}")
+    share = number(available_memory_proportion, "available_memory_proportion", 0.0)
+    return _plan(m, k, n, kind, sums, target, share)
+
+
+@lru_cache(maxsize=512)
+def _plan(
+    m: int, k: int, n: int, dtype: DataType, partials: DataType, target: Any, share: float
+) -> DensePlan:
+    resident = ceil_div((m * k + k * n + m * n) * dtype.size, target.tiles)
+    found = _search(m, k, n, dtype, partials, target, share, resident)
+    if resident + found.temporary_bytes > target.bytes_per_tile:
+        raise ValueError(
+            f"a dense {m}x{k} by {k}x{n} product of {dtype} needs "
+            f"{resident + found.temporary_bytes} bytes a tile, the target has "
+            f"{target.bytes_per_tile}: use smaller operands or more tiles"
+        )
+    return found
+
+
+def _amp_kinds(dtype: DataType, partials: DataType, target: Any) -> list[AMP]:
+    available = target.conv_units(dtype, partials)
+    if dtype.size == 4:
+        return [AMP(units, 8, units) for units in (16, 8) if units <= available]
+    if partials.size == 4:
+        return [AMP(8, 16, 8), AMP(8, 16, 16)]
+    return [AMP(units, 16, units) for units in (16, 8) if units <= available]
+
+
+def _hmac_kinds(channels: int, dtype: DataType, partials: DataType) -> list[HMAC]:
+    step = 4 // dtype.size  # Half channels come in pairs.
+    sizes = {ceil_div(channels, size): size for size in range(channels + step, step - 1, -step)}
+    return [HMAC(size, 2 if partials.size == 2 else 1) for size in sizes.values()]
+
+
+def _serial_splits(groups: int) -> list[int]:
+    return [s for s in range(2, groups + 1) if even_parts(groups, s) == s]
+
+
+def _cuts(m: int, k: int, n: int, kind: AMP | HMAC, target: Any, *, swapped: bool) -> list[Cut]:
+    fields, outs = (n, m) if swapped else (m, n)
+    out_groups, in_groups = ceil_div(outs, kind.out_channels), ceil_div(k, kind.in_channels)
+    splits = [(1, 1)]
+    if isinstance(kind, AMP):
+        splits += [(s, 1) for s in _serial_splits(out_groups)]
+        splits += [(1, s) for s in _serial_splits(in_groups)]
+    partitions = all_partitions(target.tiles)
+    cuts = []
+    for serial_out, serial_in in splits:
+        sizes = (fields, ceil_div(out_groups, serial_out), ceil_div(in_groups, serial_in))
+        kept = np.logical_and.reduce(
+            [
+                even_parts(size, parts) == parts
+                for size, parts in zip(sizes, partitions, strict=True)
+            ]
+        )
+        for once in (False, True) if serial_out > 1 else (False,):
+            cuts.append(
+                Cut(
+                    kind, swapped, fields, outs, k, partitions[:, kept], serial_out, serial_in, once
+                )
+            )
+    return cuts
+
+
+def _search(
+    m: int,
+    k: int,
+    n: int,
+    dtype: DataType,
+    partials: DataType,
+    target: Any,
+    share: float,
+    resident: int,
+) -> DensePlan:
+    first = int(target.bytes_per_tile * share)
+    kinds: list[AMP | HMAC] = [*_amp_kinds(dtype, partials, target)]
+    kinds += _hmac_kinds(k, dtype, partials)
+    cuts = [
+        cut
+        for swapped in (True, False)
+        for kind in kinds
+        for cut in _cuts(m, k, n, kind, target, swapped=swapped)
+    ]
+    # The likeliest first, so that the bound below spares most of the others.
+    cuts.sort(key=lambda cut: isinstance(cut.kind, HMAC))
+    priced: list[tuple[Cut, Terms]] = []
+    fastest = math.inf
+    for cut in cuts:
+        if least_cycles(cut, dtype, target) > fastest:
+            continue
+        terms = price(cut, dtype, partials, target)
+        priced.append((cut, terms))
+        fitting = terms.cycles[terms.allowed & (terms.bytes <= first)]
+        fastest = min(fastest, int(fitting.min(initial=2**62)))
+    for bound in (first, 2 * first, 4 * first, None):
+        best = None
+        for cut, terms in priced:
+            fits = terms.allowed if bound is None else terms.allowed & (terms.bytes <= bound)
+            places = np.flatnonzero(fits)
+            if not places.size:
+                continue
+            place = places[np.lexsort((terms.bytes[places], terms.cycles[places]))[0]]
+            key = (int(terms.cycles[place]), int(terms.bytes[place]))
+            if best is None or key < best[0]:
+                best = (key, cut, terms, int(place))
+        if best is not None:
+            break
+    assert best is not None  # One tile alone is always allowed.
+    return _as_plan((m, k, n), dtype, partials, target, resident, bound, *best[1:])
+
+
+def _as_plan(
+    sizes: tuple[int, int, int],
+    dtype: DataType,
+    partials: DataType,
+    target: Any,
+    resident: int,
+    bound: int | None,
+    cut: Cut,
+    terms: Terms,
+    place: int,
+) -> DensePlan:
+    field_, out, in_ = cut.partitions[:, place].tolist()
+    return DensePlan(
+        *sizes,
+        dtype=dtype,
+        partials=partials,
+        swapped=cut.swapped,
+        method=cut.kind.label(),
+        field=field_,
+        out=out,
+        in_=in_,
+        serial_out=cut.serial_out,
+        serial_in=cut.serial_in,
+        broadcast_once=cut.once,
+        terms={name: int(value[place]) for name, value in terms.terms.items() if value[place]},
+        phases=int(terms.phases[place]),
+        temporary_bytes=int(terms.bytes[place]),
+        resident_bytes=resident,
+        memory_bound=bound,
+        target=target,
+    )

@@ -1,0 +1,99 @@
+"""The dense product's plan: the whole golden plan, exhaustiveness, and what it refuses."""
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from dynsparse.machine.target import Target
+from dynsparse.popsparse import dense
+from dynsparse.popsparse.data_types import FLOAT16, FLOAT32
+from dynsparse.popsparse.dense_cost import Cut, least_cycles, price
+from dynsparse.popsparse.dense_cycles import AMP
+from dynsparse.popsparse.search_space import all_partitions
+
+
+def test_golden_plan():
+    found = dense.plan(4096, 4096, 256, "float16", Target.bow(sync_cycles=0))
+    assert found.swapped
+    assert found.method == "amp 16 units 16x16"
+    assert (found.field, found.out, found.in_) == (1, 86, 16)
+    assert (found.serial_out, found.serial_in) == (1, 1)
+    assert found.terms == {
+        "field exchange": 16194,
+        "partial exchange": 6144,
+        "reduction exchange": 1536,
+        "compute": 59873,
+        "reduction": 7506,
+    }
+    assert found.cycles == 91253
+    assert found.temporary_bytes == 180224
+    assert round(found.tflops) == 174
+
+
+def test_smallest_product():
+    found = dense.plan(1, 1, 1, "float32", Target(tiles=1))
+    assert found.tiles_used == 1
+    assert found.cycles > 0
+
+
+def test_sync_is_paid_by_phase():
+    quiet, loud = (dense.plan(512, 512, 64, "float16", Target.mk2(sync_cycles=s)) for s in (0, 300))
+    assert loud.cycles == quiet.cycles + 300 * quiet.phases
+    assert loud.terms == quiet.terms
+
+
+def test_float_partials_are_slower():
+    half = dense.plan(1024, 1024, 1024, "float16", Target.bow())
+    single = dense.plan(1024, 1024, 1024, "float16", Target.bow(), partials="float32")
+    assert single.cycles > 1.3 * half.cycles
+
+
+def test_memory_proportion_trades_time():
+    tight, roomy = (
+        dense.plan(2048, 2048, 2048, "float16", Target.mk2(), available_memory_proportion=p)
+        for p in (0.1, 0.9)
+    )
+    assert tight.cycles > roomy.cycles
+    assert tight.temporary_bytes <= 0.1 * Target.mk2().bytes_per_tile
+
+
+@settings(deadline=None, max_examples=10)
+@given(
+    st.integers(1, 70),
+    st.integers(1, 50),
+    st.integers(1, 40),
+    st.sampled_from(["float16", "float32"]),
+    st.sampled_from([1, 4, 12]),
+)
+def test_no_partition_beats_the_plan(m, k, n, dtype, tiles):
+    """Every (field, out, in) split of the first vertex, divisor rule or not, takes as long."""
+    target = Target(tiles=tiles)
+    found = dense.plan(m, k, n, dtype, target)
+    kind = FLOAT16 if dtype == "float16" else FLOAT32
+    vertex = AMP(16, 16, 16) if kind is FLOAT16 else AMP(16, 8, 16)
+    cut = Cut(vertex, True, n, m, k, all_partitions(tiles), 1, 1, False)
+    terms = price(cut, kind, kind, target)
+    assert found.planned_cycles <= terms.cycles.min()
+    assert (terms.cycles >= np.floor(least_cycles(cut, kind, target))).all()
+
+
+def test_operands_too_large_for_the_machine():
+    with pytest.raises(ValueError, match=r"a dense 8192x8192 by .* bytes a tile, the target has"):
+        dense.plan(8192, 8192, 16384, "float16", Target.mk2())
+
+
+@pytest.mark.parametrize("sizes", [(0, 1, 1), (1, -3, 1), (1, 1, 2.5)])
+def test_bad_sizes(sizes):
+    with pytest.raises((ValueError, TypeError), match="must be an integer"):
+        dense.plan(*sizes, "float16", Target.mk2())
+
+
+def test_partials_narrower_than_data():
+    with pytest.raises(ValueError, match="partials must be at least as wide as the data"):
+        dense.plan(8, 8, 8, "float32", Target.mk2(), partials="float16")
+
+
+def test_plain_figures():
+    figures = dense.plan(64, 64, 64, "float16", Target(tiles=4)).to_dict()
+    assert figures["cycles"] == sum(figures["terms"].values()) + figures["sync_cycles"]
