@@ -152,5 +152,5 @@ def test_a_word_out_of_range_is_an_error():
     layout = BucketLayout(
         rows=4, cols=10000, batch=2, partition=(1, 1, 1), nz_elements=4, meta_info_words=64
     )  # fmt: skip
-    with pytest.raises(ValueError, match="column offset in bytes reaches 72000.*at most 65535"):
+    with pytest.raises(ValueError, match=r"column offset in bytes reaches 72000.*at most 65535"):
         Partitioner(layout).encode(pattern, torch.ones(1))

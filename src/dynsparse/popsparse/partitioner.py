@@ -265,28 +265,24 @@ class Partitioner:
         layout = self.layout
         rows, cols, order = self._coordinates(pattern)
         assignment = assign(rows, cols, layout)
-        groups, forward, grad_a = self._fill(assignment)
+        groups, spilled, forward, grad_a = self._fill(assignment)
         forward.write(out)
         if grad_a is not None:
             grad_a.write(out)
         positions = np.empty(len(rows), np.int64)
         source = groups.source if order is None else order[groups.source]
         positions[source] = groups.place(layout)
-        home = np.empty(len(rows), np.int64)
-        runs = assignment.runs
-        first_home = _spread(runs.piece, runs.start, runs.length)
-        home[assignment.order] = first_home
-        bucket = np.repeat(groups.bucket, groups.nz)
+        nz = np.bincount(groups.bucket, groups.nz, layout.buckets)
         far = groups.bucket // layout.partition[2] != groups.rectangle
         info = EncodingInfo(
             words_used=forward.words,
             words_capacity=layout.meta_info_words,
             grad_a_words_used=None if grad_a is None else grad_a.words,
             grad_a_words_capacity=layout.grad_a_words,
-            nz_used=np.bincount(bucket, minlength=layout.buckets) * layout.area,
+            nz_used=nz.astype(np.int64) * layout.area,
             nz_capacity=layout.nz_elements,
             sub_groups=np.bincount(groups.bucket, minlength=layout.buckets),
-            spilled=int((bucket != home[groups.source]).sum()),
+            spilled=spilled,
             propagated=int(groups.nz[far].sum()),
             overflow=OverflowInfo.of(groups, layout),
         )
@@ -294,8 +290,11 @@ class Partitioner:
 
     def _fill(
         self, assignment: Assignment
-    ) -> tuple[SubGroups, MetaInfoWriter, MetaInfoWriter | None]:
-        """Spill until every bucket fits, those of grad_input included."""
+    ) -> tuple[SubGroups, int, MetaInfoWriter, MetaInfoWriter | None]:
+        """Spill until every bucket fits, those of grad_input included.
+
+        Returns the sub-groups, how many blocks moved, and their writers.
+        """
         layout = self.layout
         limit = np.full(layout.buckets, layout.capacity, np.int64)
         while True:
@@ -313,13 +312,14 @@ class Partitioner:
             groups = SubGroups.collect(
                 assignment, spilled.runs, spilled.bucket, spilled.arrival, layout
             )
+            moved = int(spilled.runs.length[spilled.bucket != spilled.runs.piece].sum())
             forward = MetaInfoWriter(groups, layout)
             if not layout.grad_a_words:
-                return groups, forward, None
+                return groups, moved, forward, None
             grad_a = MetaInfoWriter(groups.transposed(), layout, grad_a=True)
             excess = grad_a.words - layout.grad_a_words
             if (excess <= 0).all():
-                return groups, forward, grad_a
+                return groups, moved, forward, grad_a
             # A non-zero that leaves saves two words of grad_input's, four with its column: those
             # that are too full have to give up at least a quarter of their excess.
             used = np.bincount(groups.bucket, groups.nz, layout.buckets).astype(np.int64)
@@ -353,9 +353,3 @@ class Partitioner:
         if self.block[0] != self.block[1]:
             return matrix.canonical()
         return matrix.to_pattern()
-
-
-def _spread(piece: np.ndarray, start: np.ndarray, length: np.ndarray) -> np.ndarray:
-    """The piece of each block, in the order runs refer to."""
-    by_start = np.argsort(start)
-    return np.repeat(piece[by_start], length[by_start])

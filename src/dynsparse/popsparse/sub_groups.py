@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
+import scipy.sparse
 
 from dynsparse.popsparse.assignment import Assignment, Runs, expand, stable_order
 from dynsparse.popsparse.buckets import BucketLayout
@@ -91,29 +92,35 @@ class SubGroups:
 
     def transposed(self) -> SubGroups:
         """The same sub-groups with rows and columns swapped, for grad_input's own buckets."""
-        group = np.repeat(np.arange(len(self.nz)), self.nz)
-        row = np.repeat(self.row, self.length)
-        order = stable_order(row)
-        order = order[stable_order(self.col[order])]
-        order = order[stable_order(group[order])]
-        group, col, row = group[order], self.col[order], row[order]
-        first = np.ones(len(group), bool)
-        first[1:] = (group[1:] != group[:-1]) | (col[1:] != col[:-1])
-        start = np.flatnonzero(first)
-        length = np.diff(np.append(start, len(group)))
-        run_group = group[start]
-        if len(start):
-            by_length = stable_order(length.max() - length)
-            sort = by_length[stable_order(run_group[by_length])]
-            start, length = start[sort], length[sort]
-        blocks = expand(start, length)
+        width = int(self.col.max(initial=0)) + 1
+        row_group = np.repeat(np.arange(len(self.rows)), self.rows)
+        order = stable_order(self.row)
+        order = order[stable_order(row_group[order])]
+        # One matrix with the sub-groups along its diagonal: SciPy's counting sort by columns
+        # swaps rows and columns of all of them in one pass.
+        length = self.length[order]
+        place = expand(self.row_nz[order], length)
+        column = self.col[place] + np.repeat(row_group[order] * width, length)
+        offsets = np.append(0, np.cumsum(length))
+        shape = (len(order), len(self.rows) * width)
+        turned = scipy.sparse.csr_array((place, column, offsets), shape=shape).tocsc()
+        count = np.diff(turned.indptr)
+        column = np.flatnonzero(count)
+        count = count[column].astype(np.int64)
+        start = turned.indptr[column].astype(np.int64)
+        group = column // width
+        if len(column):
+            by_length = stable_order(count.max() - count)
+            sort = by_length[stable_order(group[by_length])]
+            column, group, start, count = column[sort], group[sort], start[sort], count[sort]
+        blocks = expand(start, count)
         return SubGroups(
             bucket=self.bucket,
             rectangle=self.rectangle,
-            rows=np.bincount(run_group, minlength=len(self.nz)),
+            rows=np.bincount(group, minlength=len(self.rows)),
             nz=self.nz,
-            row=col[start].astype(np.int64),
-            length=length,
-            col=row[blocks],
-            source=(order - self.first_nz[group])[blocks],
+            row=column % width,
+            length=count,
+            col=self.row[order][turned.indices[blocks]],
+            source=turned.data[blocks] - np.repeat(self.first_nz, self.nz),
         )
