@@ -1,0 +1,227 @@
+"""How an overall density is shared among layers: uniform, ER, ERK, with exact totals.
+
+Everything is computed in whole elements and exact fractions, so nothing is lost to rounding: the
+blocks of all layers add up to the density asked for, to the nearest block.
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_left
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+
+__all__ = ["METHODS", "allocate", "check_density"]
+
+METHODS: dict[str, Callable[[tuple[int, ...]], int]] = {
+    "uniform": math.prod,
+    "er": lambda shape: (shape[0] + shape[1]) * math.prod(shape[2:]),
+    "erk": sum,
+}
+"""name -> a layer's share of the non-zero elements, as a function of its shape.
+
+Before layers reach density 1 their non-zeros are in these proportions: density times elements.
+"""
+
+
+@dataclass(frozen=True)
+class _Layer:
+    name: str
+    share: int
+    elements: int
+    block: int  # elements of one block
+
+    @property
+    def blocks(self) -> int:
+        return self.elements // self.block
+
+
+def allocate(
+    shapes: Mapping[str, Sequence[int]],
+    density: float | None,
+    *,
+    method: str = "erk",
+    block_size: int | Mapping[str, int] = 1,
+    densities: Mapping[str, float] | None = None,
+) -> dict[str, int]:
+    """How many blocks each layer gets.
+
+    The non-zero elements of all layers together are `density` times all elements, to the nearest
+    block. A layer that would exceed density 1 becomes dense and the rest is shared anew among the
+    others; a layer that would get less than one block gets one.
+
+    Args:
+        shapes: layer name -> [out, in] or [out, in, *kernel], in elements.
+        density: of all layers together, in (0, 1]. None only when `densities` names every layer.
+        method: "uniform", one density everywhere; "er", density in proportion to
+            (in + out) / (in * out), Mocanu et al. 2018, "Scalable training of artificial neural
+            networks with adaptive sparse connectivity inspired by network science"; "erk", the
+            same with the kernel's dimensions in sum and product, Evci et al. 2020, "Rigging the
+            Lottery: Making All Tickets Winners", section 3. For linear layers "er" and "erk" are
+            one.
+        block_size: edge of the blocks, one for all or by layer name (1 where left out).
+        densities: layer name -> its own density in (0, 1], to its nearest block. These come first;
+            the other layers share what is left of the overall density.
+
+    Returns:
+        layer name -> number of blocks, in [1, all of them], in the order of `shapes`.
+
+    Raises:
+        ValueError: a density outside (0, 1], an unknown method or name, a block size that does not
+            divide out and in, an overall density that one block per layer or `densities` make
+            impossible.
+    """
+    if method not in METHODS:
+        raise ValueError(f"allocation must be one of {sorted(METHODS)}, got {method!r}")
+    own = dict(densities or {})
+    layers = _layers(shapes, method, block_size)
+    for name, value in own.items():
+        if name not in shapes:
+            raise ValueError(f"densities names {name!r}, which is not a layer: {_some(shapes)}")
+        check_density(value, f"the density of {name!r}")
+    counts = {
+        layer.name: max(1, round(own[layer.name] * layer.blocks))
+        for layer in layers
+        if layer.name in own
+    }
+    free = [layer for layer in layers if layer.name not in own]
+    if density is None:
+        if free:
+            raise ValueError(
+                f"density may be None only when densities names every layer; {free[0].name!r} "
+                "has none: give an overall density"
+            )
+    else:
+        check_density(density, "density")
+        taken = sum(counts[layer.name] * layer.block for layer in layers if layer.name in own)
+        counts |= _share(free, _budget(layers, free, density, taken))
+    return {name: counts[name] for name in shapes}
+
+
+def check_density(value: float, what: str) -> None:
+    """Raise ValueError unless `value` is a number in (0, 1]."""
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value <= 1:
+        raise ValueError(f"{what} must be a number in (0, 1], got {value!r}")
+
+
+def _layers(
+    shapes: Mapping[str, Sequence[int]], method: str, block_size: int | Mapping[str, int]
+) -> list[_Layer]:
+    if not shapes:
+        raise ValueError("there is no layer to share a density among")
+    if isinstance(block_size, Mapping):
+        for name in block_size:
+            if name not in shapes:
+                raise ValueError(
+                    f"block_size names {name!r}, which is not a layer: {_some(shapes)}"
+                )
+    layers = []
+    for name, given in shapes.items():
+        shape = tuple(given)
+        if len(shape) < 2 or not all(isinstance(n, int) and n >= 1 for n in shape):
+            raise ValueError(
+                f"the shape of {name!r} must be [out, in] or [out, in, *kernel] of positive "
+                f"integers, got {list(shape)}"
+            )
+        edge = block_size.get(name, 1) if isinstance(block_size, Mapping) else block_size
+        _check_block(name, shape, edge)
+        layers.append(_Layer(name, METHODS[method](shape), math.prod(shape), edge * edge))
+    return layers
+
+
+def _check_block(name: str, shape: tuple[int, ...], edge: int) -> None:
+    if isinstance(edge, bool) or not isinstance(edge, int) or edge < 1:
+        raise ValueError(f"the block size of {name!r} must be an integer >= 1, got {edge!r}")
+    if shape[0] % edge or shape[1] % edge:
+        common = math.gcd(shape[0], shape[1])
+        fitting = [n for n in range(1, common + 1) if common % n == 0]
+        raise ValueError(
+            f"block size {edge} does not divide the layer {name!r} of shape {list(shape)}: "
+            f"choose one of {fitting[-8:]} for it, or leave the layer out"
+        )
+
+
+def _some(names: Mapping[str, object]) -> str:
+    first = ", ".join(repr(name) for name in list(names)[:4])
+    return f"expected one of {first}{', ...' if len(names) > 4 else ''}"
+
+
+def _budget(layers: list[_Layer], free: list[_Layer], density: float, taken: int) -> int:
+    """The elements the free layers share, checked to be possible to within one block."""
+    everything = sum(layer.elements for layer in layers)
+    least = sum(layer.block for layer in free)
+    most = sum(layer.elements for layer in free)
+    budget = round(density * everything) - taken
+    # Layers with a density of their own are each rounded to a block, so each may be off by one.
+    slack = max(layer.block for layer in free) if free else sum(layer.block for layer in layers)
+    if least - slack <= budget <= most + slack:
+        return min(max(budget, least), most)
+    low, high = (taken + least) / everything, (taken + most) / everything
+    if not free:
+        raise ValueError(
+            f"every layer has a density of its own, {low:.4g} together, but density is {density}: "
+            "leave a layer free, or pass density=None"
+        )
+    reason = "one block is the least a layer can have"
+    if taken:
+        reason = f"the layers with a density of their own take {taken / everything:.4g}, and " + (
+            reason if budget < least else "the others cannot exceed 1"
+        )
+    raise ValueError(
+        f"the overall density {density} is impossible: {reason}; "
+        f"choose one between {low:.4g} and {high:.4g}"
+    )
+
+
+def _share(layers: list[_Layer], budget: int) -> dict[str, int]:
+    """Whole blocks, at least one each, that add up to `budget` elements to the nearest block."""
+    targets = _targets(layers, budget)
+    counts = [int(target // layer.block) for layer, target in zip(layers, targets, strict=True)]
+    left = budget - sum(n * layer.block for n, layer in zip(counts, layers, strict=True))
+    # Largest remainder first; a block is skipped where it is larger than what is left.
+    remainder = [
+        target / layer.block - n for target, n, layer in zip(targets, counts, layers, strict=True)
+    ]
+    order = sorted((i for i, r in enumerate(remainder) if r > 0), key=lambda i: -remainder[i])
+    skipped = []
+    for i in order:
+        if layers[i].block <= left:
+            counts[i] += 1
+            left -= layers[i].block
+        else:
+            skipped.append(i)
+    if skipped:
+        smallest = min(skipped, key=lambda i: layers[i].block)
+        if 2 * left > layers[smallest].block:
+            counts[smallest] += 1
+    return {layer.name: n for layer, n in zip(layers, counts, strict=True)}
+
+
+def _targets(layers: list[_Layer], budget: int) -> list[Fraction]:
+    """Elements per layer, in proportion to the shares, within [one block, all], exactly `budget`.
+
+    The sum of clamp(scale * share, one block, all) rises with the scale and is linear between the
+    scales at which a layer reaches one of its bounds: those are searched, the rest is solved for.
+    This is where the procedure of Evci et al. ends, which makes layers dense one after another.
+    """
+
+    def clamped(scale: Fraction) -> list[Fraction]:
+        return [min(max(scale * x.share, Fraction(x.block)), Fraction(x.elements)) for x in layers]
+
+    def total(scale: Fraction) -> Fraction:
+        return sum(clamped(scale), Fraction(0))
+
+    if not layers:
+        return []
+    bends = sorted({Fraction(n, x.share) for x in layers for n in (x.block, x.elements)})
+    k = bisect_left(bends, Fraction(budget), key=total)
+    if k == 0:
+        return clamped(bends[0])
+    low, high = bends[k - 1], bends[k]
+    moving = [
+        x
+        for x in layers
+        if Fraction(x.block, x.share) <= low and high <= Fraction(x.elements, x.share)
+    ]
+    return clamped(low + (budget - total(low)) / sum(x.share for x in moving))
