@@ -1,0 +1,227 @@
+#include "element.h"
+
+#include "scratch.h"
+
+namespace dynsparse {
+namespace {
+
+// Majors per chunk: two cache lines per sample, 8 KiB of activations at most.
+constexpr int CHUNK = 2 * LINE;
+// Minors packed per task.
+constexpr i64 STRIP = 128;
+
+// What the dot products of a tile become: stored, or added to those of the tiles before; in the
+// end written to where the values are.
+struct Sums {
+  float* partial;    // [nnz], in the order of the index
+  const i32* order;  // null: partial is the final place
+  float* final;
+  bool first;
+  bool last;
+
+  DYNSPARSE_INLINE void put(i64 p, V sum) const {
+    if (!first) sum += load_unaligned(partial + p);
+    if (last && order) {
+      alignas(64) float lanes[VL];
+      store(lanes, sum);
+#pragma GCC unroll 16
+      for (int i = 0; i < VL; i++) final[order[p + i]] = lanes[i];
+    } else {
+      store_unaligned(partial + p, sum);
+    }
+  }
+  // The first n <= 4 lanes.
+  DYNSPARSE_INLINE void put_few(i64 p, V sum, int n) const {
+    alignas(64) float lanes[VL];
+    store(lanes, sum);
+    for (int i = 0; i < n; i++) {
+      float s = first ? lanes[i] : lanes[i] + partial[p + i];
+      if (last && order)
+        final[order[p + i]] = s;
+      else
+        partial[p + i] = s;
+    }
+  }
+};
+
+// One major and one tile: activations, accumulators and the entries being worked on.
+template <int NV, bool ACCUMULATE, bool DOT>
+struct Major {
+  // Neighbouring entries add to different accumulators, where registers allow it: a chain of
+  // dependent multiply-adds would take four cycles per entry.
+  static constexpr int SETS = VL == 16 || !DOT ? 2 : 1;
+
+  V held[NV];
+  V sum[SETS][NV];
+  const float* tile;
+  const i32* idx;
+  const float* weights;
+
+  // Entry p: accumulates, and returns the lanes of its dot product.
+  template <int SET>
+  DYNSPARSE_INLINE V entry(i64 p) {
+    const float* x = tile + static_cast<i64>(idx[p]) * (NV * VL);
+    V weight{}, dot{};
+    if constexpr (ACCUMULATE) weight = broadcast(weights[p]);
+#pragma GCC unroll 4
+    for (int j = 0; j < NV; j++) {
+      V lanes = load(x + j * VL);
+      if constexpr (ACCUMULATE && DOT) pin(lanes);
+      if constexpr (ACCUMULATE) sum[SET % SETS][j] += weight * lanes;
+      if constexpr (DOT) dot = j == 0 ? held[j] * lanes : dot + held[j] * lanes;
+    }
+    return dot;
+  }
+
+  // N entries from p on, folded as far as a tree of N leaves goes.
+  template <int N, int SET = 0>
+  DYNSPARSE_INLINE V entries(i64 p) {
+    if constexpr (N == 1) {
+      return entry<SET>(p);
+    } else {
+      V a = entries<N / 2, 0>(p);
+      V b = entries<N / 2, 1>(p + N / 2);
+      if constexpr (N == 2) return fold1(a, b);
+      else if constexpr (N == 4) return fold2(a, b);
+      else return fold_quarters(a, b);
+    }
+  }
+
+  // The dot products of 1 to 3 entries, in the first lanes.
+  DYNSPARSE_INLINE V rest(i64 p, i64 n) {
+    V a = entry<0>(p);
+    V b = n > 1 ? entry<1>(p + 1) : V{};
+    V c = n > 2 ? entry<0>(p + 2) : V{};
+    return sum_quarters(fold2(fold1(a, b), fold1(c, V{})));
+  }
+
+  DYNSPARSE_INLINE void all(i64 p, i64 end, const Sums& sums) {
+    if constexpr (!DOT) {
+      for (; p + 2 <= end; p += 2) {
+        entry<0>(p);
+        entry<1>(p + 1);
+      }
+      if (p < end) entry<0>(p);
+    } else {
+      for (; p + VL <= end; p += VL) sums.put(p, entries<VL>(p));
+      if constexpr (VL > 4)
+        for (; p + 4 <= end; p += 4) sums.put_few(p, sum_quarters(entries<4>(p)), 4);
+      if (p < end) sums.put_few(p, rest(p, end - p), static_cast<int>(end - p));
+    }
+  }
+};
+
+template <int NV, bool ACCUMULATE, bool DOT>
+void chunk(const ElementPass& pass, const float* weights, const Tile& tile, const float* packed,
+           const Sums& sums, i64 begin, i64 end) {
+  constexpr int width = NV * VL;
+  alignas(64) float held[DOT ? CHUNK * width : 1];
+  alignas(64) float out[ACCUMULATE ? CHUNK * width : 1];
+  if constexpr (DOT) pack(pass.held, tile, begin, end, held);
+  for (i64 m = begin; m < end; m++) {
+    Major<NV, ACCUMULATE, DOT> major;
+    major.tile = packed;
+    major.idx = pass.idx;
+    major.weights = weights;
+    V start = broadcast(pass.bias ? pass.bias[m] : 0.0f);
+#pragma GCC unroll 4
+    for (int j = 0; j < NV; j++) {
+      major.sum[0][j] = start;
+      if constexpr (major.SETS > 1) major.sum[1][j] = V{};
+      if constexpr (DOT) major.held[j] = load(held + (m - begin) * width + j * VL);
+    }
+    major.all(pass.ptr[m], pass.ptr[m + 1], sums);
+    if constexpr (ACCUMULATE) {
+#pragma GCC unroll 4
+      for (int j = 0; j < NV; j++) {
+        if constexpr (major.SETS > 1) major.sum[0][j] += major.sum[1][j];
+        store(out + (m - begin) * width + j * VL, major.sum[0][j]);
+      }
+    }
+  }
+  if constexpr (ACCUMULATE) unpack(out, tile, begin, end, pass.out, pass.majors);
+}
+
+template <bool ACCUMULATE, bool DOT>
+void chunk(const ElementPass& pass, const float* weights, const Tile& tile, const float* packed,
+           const Sums& sums, i64 begin, i64 end) {
+  static_assert(TILE_VECTORS == 4, "one case for every width of the last tile");
+  switch (tile.vectors) {
+    case 1: return chunk<1, ACCUMULATE, DOT>(pass, weights, tile, packed, sums, begin, end);
+    case 2: return chunk<2, ACCUMULATE, DOT>(pass, weights, tile, packed, sums, begin, end);
+    case 3: return chunk<3, ACCUMULATE, DOT>(pass, weights, tile, packed, sums, begin, end);
+    default: return chunk<4, ACCUMULATE, DOT>(pass, weights, tile, packed, sums, begin, end);
+  }
+}
+
+template <bool ACCUMULATE, bool DOT>
+bool run_pass(const ElementPass& pass) {
+  const i64 tiles = tiles_of(pass.batch);
+  const i64 nnz = pass.ptr[pass.majors];
+  const bool permuted = pass.order != nullptr;
+  const i64 tile_size = TILE * pass.minors;
+  const i64 packed_size = tile_size * least(tiles, TILES_AT_ONCE);
+  const bool partial_sums = DOT && permuted && tiles > 1;
+  Scratch scratch(Scratch::size_of<float>(packed_size) +
+                  Scratch::size_of<float>(permuted && ACCUMULATE ? nnz : 0) +
+                  Scratch::size_of<float>(partial_sums ? nnz : 0));
+  if (scratch.failed()) return false;
+  float* packed = scratch.take<float>(packed_size);
+  float* gathered = scratch.take<float>(permuted && ACCUMULATE ? nnz : 0);
+  float* partial = permuted ? scratch.take<float>(partial_sums ? nnz : 0) : pass.sums;
+  const float* weights = permuted ? gathered : pass.values;
+
+  const i64 chunks = ceil_div(pass.majors, CHUNK);
+  const i64 strips = ceil_div(pass.minors, STRIP);
+  const i64 per_task = units_per_task(chunks, TILE_VECTORS * (nnz + pass.majors), pass.threads);
+  const i64 tasks = ceil_div(chunks, per_task);
+
+#pragma omp parallel num_threads(pass.threads)
+  {
+    if (permuted && ACCUMULATE) {
+#pragma omp for schedule(static) nowait
+      for (i64 p = 0; p < nnz; p++) gathered[p] = pass.values[pass.order[p]];
+    }
+    for (i64 base = 0; base < tiles; base += TILES_AT_ONCE) {
+      const i64 count = least(TILES_AT_ONCE, tiles - base);
+#pragma omp for collapse(2) schedule(static)
+      for (i64 t = 0; t < count; t++)
+        for (i64 s = 0; s < strips; s++) {
+          const Tile tile = tile_at(base + t, pass.batch);
+          pack(pass.packed, tile, s * STRIP, least(pass.minors, (s + 1) * STRIP),
+               packed + t * tile_size + s * STRIP * tile.width());
+        }
+      if constexpr (DOT) {
+        // A barrier after each tile: the sums of one entry are added tile by tile, in order.
+        for (i64 t = 0; t < count; t++) {
+          const Tile tile = tile_at(base + t, pass.batch);
+          const Sums sums = {partial, pass.order, pass.sums, base + t == 0, base + t + 1 == tiles};
+#pragma omp for schedule(dynamic)
+          for (i64 k = 0; k < tasks; k++)
+            for (i64 c = k * per_task; c < least(chunks, (k + 1) * per_task); c++)
+              chunk<ACCUMULATE, DOT>(pass, weights, tile, packed + t * tile_size, sums, c * CHUNK,
+                                     least(pass.majors, (c + 1) * CHUNK));
+        }
+      } else {
+#pragma omp for collapse(2) schedule(dynamic)
+        for (i64 t = 0; t < count; t++)
+          for (i64 k = 0; k < tasks; k++)
+            for (i64 c = k * per_task; c < least(chunks, (k + 1) * per_task); c++)
+              chunk<ACCUMULATE, DOT>(pass, weights, tile_at(base + t, pass.batch),
+                                     packed + t * tile_size, Sums{}, c * CHUNK,
+                                     least(pass.majors, (c + 1) * CHUNK));
+      }
+    }
+  }
+  return true;
+}
+
+}  // namespace
+
+bool run(const ElementPass& pass) {
+  if (pass.out && pass.sums) return run_pass<true, true>(pass);
+  if (pass.sums) return run_pass<false, true>(pass);
+  return run_pass<true, false>(pass);
+}
+
+}  // namespace dynsparse

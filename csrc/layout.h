@@ -1,0 +1,59 @@
+// From the natural layout [batch, features] to batch tiles [tile][feature][lane] and back.
+//
+// The batch is the vector dimension of the kernels: a tile holds up to TILE samples, feature by
+// feature. The last tile is only as many vectors wide as its samples need; lanes past the batch
+// hold zeros.
+#pragma once
+
+#include "simd.h"
+
+namespace dynsparse {
+
+// Vectors and samples per full tile: four accumulators hide the latency of a multiply-add.
+constexpr int TILE_VECTORS = 4;
+constexpr int TILE = TILE_VECTORS * VL;
+
+// A [batch, features] tensor of any strides (in elements).
+struct Matrix {
+  const float* data;
+  i64 batch_stride;
+  i64 feature_stride;
+};
+
+// The samples of one tile: `count` of them from `first` on, padded to `vectors` vectors.
+struct Tile {
+  i64 first;
+  i64 count;
+  int vectors;
+  i64 width() const { return static_cast<i64>(vectors) * VL; }
+};
+
+// Tiles packed before they are used: bounds the scratch memory of large batches.
+constexpr i64 TILES_AT_ONCE = 16;
+
+// How many of `units` equal pieces of work one task takes: many where they are small, but enough
+// tasks for an even load. `work` is the number of vector multiply-adds of all units.
+inline i64 units_per_task(i64 units, i64 work, int threads) {
+  constexpr i64 WORTHWHILE = 1 << 14;
+  const i64 even = ceil_div(units, threads * 8);
+  return most(1, least(even, WORTHWHILE * units / (work + 1)));
+}
+
+inline Tile tile_at(i64 index, i64 batch) {
+  i64 first = index * TILE;
+  i64 count = batch - first < TILE ? batch - first : TILE;
+  return {first, count, static_cast<int>((count + VL - 1) / VL)};
+}
+inline i64 tiles_of(i64 batch) { return ceil_div(batch, TILE); }
+
+// Features [begin, end) of the tile's samples: out[(f - begin) * width + lane].
+void pack(const Matrix& from, const Tile& tile, i64 begin, i64 end, float* out);
+
+// The reverse, into a contiguous [batch, features] tensor; only real samples are written.
+void unpack(const float* from, const Tile& tile, i64 begin, i64 end, float* to, i64 features);
+
+// Panels of one cache line of features: out[((f / 16) * count + sample) * 16 + f % 16] for `count`
+// samples from `first` on; begin and end are multiples of 16.
+void pack_panels(const Matrix& from, i64 first, i64 count, i64 begin, i64 end, float* out);
+
+}  // namespace dynsparse

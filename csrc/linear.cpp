@@ -1,0 +1,90 @@
+// The C interface of the sparse linear products. Pointers, sizes and strides (in elements) only.
+//
+// W is [out, in] with blocks of `block` x `block` (1: unstructured): CSR (row_ptr [out/block + 1],
+// cols [nnz]) and CSC (col_ptr [in/block + 1], csc_rows [nnz], csc_perm [nnz]: the row-major slot
+// of each entry). values [nnz, block, block] holds W[row * block + i, col * block + j] at
+// (slot, i, j). Outputs are contiguous and every element is written. All functions return 0, or 1
+// where scratch memory could not be allocated.
+
+#include "block.h"
+#include "element.h"
+
+using dynsparse::i32;
+using dynsparse::i64;
+
+namespace {
+
+void fill_zero(float* data, i64 count) {
+  if (data && count > 0) std::memset(data, 0, count * sizeof(float));
+}
+
+int run(const dynsparse::BlockPass& pass) {
+  const bool done =
+      dynsparse::panels_fit(pass.block) ? dynsparse::run_in_panels(pass) : dynsparse::run_in_tiles(pass);
+  return done ? 0 : 1;
+}
+
+}  // namespace
+
+// y [batch, out] = x [batch, in] W^T + bias; bias [out] or null.
+DYNSPARSE_EXPORT int dynsparse_linear_forward(
+    const float* x, i64 x_batch_stride, i64 x_feature_stride, const float* values,
+    const i32* row_ptr, const i32* cols, const float* bias, float* y, i64 batch, i64 out, i64 in,
+    i64 block, i32 threads) {
+  if (batch == 0) return 0;
+  const dynsparse::Matrix input = {x, x_batch_stride, x_feature_stride};
+  if (block > 1) {
+    dynsparse::BlockPass pass = {out / block, in / block, block, batch, input, threads};
+    pass.out = y;
+    pass.ptr = row_ptr;
+    pass.idx = cols;
+    pass.values = values;
+    pass.bias = bias;
+    return run(pass);
+  }
+  dynsparse::ElementPass pass = {row_ptr, cols, out, in, batch, input, threads};
+  pass.out = y;
+  pass.values = values;
+  pass.bias = bias;
+  return dynsparse::run(pass) ? 0 : 1;
+}
+
+// dx [batch, in] = dy [batch, out] W, and dvalues = (dy^T x) at W's blocks. Either may be null.
+DYNSPARSE_EXPORT int dynsparse_linear_backward(
+    const float* dy, i64 dy_batch_stride, i64 dy_feature_stride, const float* x,
+    i64 x_batch_stride, i64 x_feature_stride, const float* values, const i32* row_ptr,
+    const i32* cols, const i32* col_ptr, const i32* csc_rows, const i32* csc_perm, float* dx,
+    float* dvalues, i64 batch, i64 out, i64 in, i64 block, i32 threads) {
+  if (!dx && !dvalues) return 0;
+  if (batch == 0) fill_zero(dvalues, static_cast<i64>(row_ptr[out / block]) * block * block);
+  if (batch == 0) return 0;
+  const dynsparse::Matrix grad = {dy, dy_batch_stride, dy_feature_stride};
+  const dynsparse::Matrix input = {x, x_batch_stride, x_feature_stride};
+  if (block > 1) {
+    dynsparse::BlockPass pass = {in / block, out / block, block, batch, grad, threads};
+    pass.out = dx;
+    pass.ptr = col_ptr;
+    pass.idx = csc_rows;
+    pass.order = csc_perm;
+    pass.values = values;
+    pass.transposed = true;
+    pass.dvalues = dvalues;
+    pass.row_ptr = row_ptr;
+    pass.cols = cols;
+    pass.x = input;
+    return run(pass);
+  }
+  if (!dx) {
+    dynsparse::ElementPass pass = {row_ptr, cols, out, in, batch, input, threads};
+    pass.held = grad;
+    pass.sums = dvalues;
+    return dynsparse::run(pass) ? 0 : 1;
+  }
+  dynsparse::ElementPass pass = {col_ptr, csc_rows, in, out, batch, grad, threads};
+  pass.order = csc_perm;
+  pass.out = dx;
+  pass.values = values;
+  pass.held = input;
+  pass.sums = dvalues;
+  return dynsparse::run(pass) ? 0 : 1;
+}

@@ -1,0 +1,187 @@
+"""Finds and loads the compiled kernels, one library per instruction set.
+
+The libraries are plain C behind ctypes, without torch headers: one build serves every torch and
+Python version. They are compiled with OpenMP but linked without a runtime, so they run on the
+threads of the runtime that torch has loaded; the number of threads goes along with every call.
+Where no library fits the machine, everything computes through plain torch.
+
+`DYNSPARSE_ISA` chooses the instruction set: `v2`, `v3`, `v4` (the x86-64 levels) or `base` (other
+machines), or `none` for plain torch.
+
+Functions of the libraries (csrc/linear.cpp and csrc/grow.cpp document them):
+`dynsparse_linear_forward`, `dynsparse_linear_backward`, `dynsparse_grow_scan`,
+`dynsparse_release_scratch`.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import platform
+import warnings
+from functools import cache
+from pathlib import Path
+
+import torch
+
+__all__ = ["describe", "load", "load_isa", "supported_isas"]
+
+_FOLDER = Path(__file__).resolve().parent.parent / "_native"
+
+# Best first.
+_X86_LEVELS = {
+    "v4": {"avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl"},
+    "v3": {"avx", "avx2", "bmi1", "bmi2", "f16c", "fma", "abm", "movbe"},
+    "v2": {"cx16", "lahf_lm", "popcnt", "sse4_1", "sse4_2", "ssse3"},
+}
+
+_POINTER = ctypes.c_void_p
+_SIZE = ctypes.c_int64
+_INT = ctypes.c_int32
+_MATRIX = [_POINTER, _SIZE, _SIZE]  # data, stride of the batch, stride of the features
+
+# function -> (result, arguments)
+_SIGNATURES: dict[str, tuple[type | None, list[type]]] = {
+    "dynsparse_linear_forward": (
+        ctypes.c_int,
+        [*_MATRIX, *[_POINTER] * 5, *[_SIZE] * 4, _INT],
+    ),
+    "dynsparse_linear_backward": (
+        ctypes.c_int,
+        [*_MATRIX, *_MATRIX, *[_POINTER] * 8, *[_SIZE] * 4, _INT],
+    ),
+    "dynsparse_release_scratch": (None, []),
+}
+
+
+def _x86_levels(cpuinfo: str) -> list[str]:
+    """The x86-64 levels, best first, that the `flags` line of /proc/cpuinfo allows."""
+    flags: set[str] = set()
+    for line in cpuinfo.splitlines():
+        if line.startswith("flags"):
+            flags = set(line.partition(":")[2].split())
+            break
+    levels: list[str] = []
+    for level in ("v2", "v3", "v4"):
+        if not _X86_LEVELS[level] <= flags:
+            break
+        levels.insert(0, level)
+    return levels
+
+
+@cache
+def supported_isas() -> tuple[str, ...]:
+    """The instruction sets this machine can run, best first, built or not."""
+    if platform.machine().lower() not in ("x86_64", "amd64"):
+        return ("base",)
+    try:
+        return tuple(_x86_levels(Path("/proc/cpuinfo").read_text()))
+    except OSError:
+        return ("v2",)
+
+
+def _library_path(isa: str) -> Path:
+    return _FOLDER / f"libdynsparse_{isa}.so"
+
+
+def _built_isas() -> list[str]:
+    return [isa for isa in ("v4", "v3", "v2", "base") if _library_path(isa).exists()]
+
+
+def _open(path: Path) -> ctypes.CDLL:
+    try:
+        return ctypes.CDLL(str(path))
+    except OSError:
+        # The OpenMP symbols did not resolve: torch keeps its runtime to itself. Opening that very
+        # copy once more makes its symbols global; it never adds a second runtime.
+        own = sorted((Path(torch.__file__).parent / "lib").glob("lib*omp*"))
+        if not own:
+            raise
+        ctypes.CDLL(str(own[0]), mode=ctypes.RTLD_GLOBAL)
+        return ctypes.CDLL(str(path))
+
+
+@cache
+def load_isa(isa: str) -> ctypes.CDLL:
+    """The library of one instruction set, with the signatures of its functions set.
+
+    Raises:
+        ValueError: a name that is no instruction set, or one this machine cannot run.
+        OSError: the library is not there or cannot be loaded.
+    """
+    if isa not in (*_X86_LEVELS, "base"):
+        raise ValueError(
+            f"DYNSPARSE_ISA must be one of v2, v3, v4, base or none, got {isa!r}: "
+            "unset it to let dynsparse choose"
+        )
+    if isa not in supported_isas():
+        runs = ", ".join(supported_isas()) or "none of them"
+        raise ValueError(
+            f"DYNSPARSE_ISA is {isa}, but this machine runs {runs}: "
+            "choose one of these, or unset it to let dynsparse choose"
+        )
+    path = _library_path(isa)
+    if not path.exists():
+        built = ", ".join(_built_isas()) or "none"
+        raise OSError(
+            f"the kernels for {isa} are not in this installation (built: {built}): "
+            "reinstall dynsparse where a C++ compiler is available, or set DYNSPARSE_ISA=none"
+        )
+    library = _open(path)
+    for name, (result, arguments) in _SIGNATURES.items():
+        function = getattr(library, name)
+        function.restype = result
+        function.argtypes = arguments
+    return library
+
+
+@cache
+def _choose() -> tuple[str, ctypes.CDLL | None]:
+    wanted = os.environ.get("DYNSPARSE_ISA", "").strip().lower()
+    if wanted == "none":
+        return "none", None
+    if wanted:
+        return wanted, load_isa(wanted)
+    reason = "they are not in this installation"
+    for isa in supported_isas():
+        try:
+            return isa, load_isa(isa)
+        except (OSError, AttributeError) as error:
+            if _library_path(isa).exists():
+                reason = str(error)
+    warnings.warn(
+        f"dynsparse computes without its compiled kernels, several times slower: {reason}. "
+        "Reinstall dynsparse where a C++ compiler is available, "
+        "or set DYNSPARSE_ISA=none to silence this",
+        RuntimeWarning,
+        stacklevel=3,
+    )
+    return "none", None
+
+
+def load() -> ctypes.CDLL | None:
+    """The library for this machine, loaded once; None where everything runs through plain torch.
+
+    Warns once, with a RuntimeWarning, where no compiled library can be used although none was
+    asked for.
+
+    Raises:
+        ValueError: DYNSPARSE_ISA names something unknown, or what this machine cannot run.
+        OSError: DYNSPARSE_ISA names an instruction set whose library is missing.
+    """
+    return _choose()[1]
+
+
+def describe() -> dict[str, object]:
+    """What computes on the CPU, for `dynsparse info` and for records of measurements.
+
+    `backend` is "native" or "fallback"; `isa` the chosen instruction set or "none"; `available`
+    those that are both built and runnable; `threads` the number torch uses now.
+    """
+    isa, library = _choose()
+    return {
+        "backend": "fallback" if library is None else "native",
+        "isa": isa,
+        "available": [name for name in supported_isas() if _library_path(name).exists()],
+        "threads": torch.get_num_threads(),
+    }

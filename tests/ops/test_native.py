@@ -1,0 +1,173 @@
+"""Finding, choosing and loading the compiled kernels."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from dynsparse.ops import native
+from dynsparse.ops.linear import cpu
+
+built = pytest.mark.skipif(
+    not native.describe()["available"], reason="the compiled kernels are not built"
+)
+
+
+@pytest.fixture
+def fresh(monkeypatch: pytest.MonkeyPatch) -> Iterator[pytest.MonkeyPatch]:
+    """As in a new process: nothing chosen or loaded yet."""
+    caches = (native._choose, native.load_isa)
+    for cached in caches:
+        cached.cache_clear()
+    monkeypatch.delenv("DYNSPARSE_ISA", raising=False)
+    yield monkeypatch
+    for cached in caches:
+        cached.cache_clear()
+
+
+CPUINFO = """processor\t: 0
+model name\t: Some Processor
+flags\t\t: {}
+processor\t: 1
+"""
+V2 = "fpu cx16 lahf_lm popcnt sse4_1 sse4_2 ssse3"
+V3 = V2 + " avx avx2 bmi1 bmi2 f16c fma abm movbe"
+V4 = V3 + " avx512f avx512bw avx512cd avx512dq avx512vl"
+
+
+@pytest.mark.parametrize(
+    ("flags", "levels"),
+    [
+        ("fpu sse2", []),
+        (V2, ["v2"]),
+        (V3, ["v3", "v2"]),
+        (V4, ["v4", "v3", "v2"]),
+        (V4.replace("avx512vl", ""), ["v3", "v2"]),
+        # A hypervisor may hide what a lower level needs: the higher level is then out too.
+        (V4.replace(" fma", ""), ["v2"]),
+    ],
+)
+def test_levels_follow_the_flags(flags: str, levels: list[str]) -> None:
+    assert native._x86_levels(CPUINFO.format(flags)) == levels
+
+
+@built
+def test_the_best_built_library_is_chosen(fresh: pytest.MonkeyPatch) -> None:
+    description = native.describe()
+    assert native.load() is not None
+    assert description["backend"] == "native"
+    assert description["isa"] == description["available"][0]  # type: ignore[index]
+    assert description["threads"] == torch.get_num_threads()
+
+
+@built
+def test_every_available_isa_can_be_asked_for(fresh: pytest.MonkeyPatch) -> None:
+    for isa in native.describe()["available"]:  # type: ignore[attr-defined]
+        native._choose.cache_clear()
+        fresh.setenv("DYNSPARSE_ISA", isa.upper())
+        assert native.describe()["isa"] == isa
+
+
+def test_none_computes_through_torch_without_a_warning(fresh: pytest.MonkeyPatch) -> None:
+    fresh.setenv("DYNSPARSE_ISA", "none")
+    assert native.load() is None
+    assert native.describe()["backend"] == "fallback"
+    assert not cpu.available(torch.zeros(1, 1), torch.zeros(1))
+
+
+def test_an_unknown_isa_is_refused(fresh: pytest.MonkeyPatch) -> None:
+    fresh.setenv("DYNSPARSE_ISA", "avx2")
+    with pytest.raises(ValueError, match=r"must be one of v2, v3, v4, base or none, got 'avx2'"):
+        native.load()
+
+
+def test_an_isa_the_machine_cannot_run_is_refused(fresh: pytest.MonkeyPatch) -> None:
+    fresh.setattr(native, "supported_isas", lambda: ("v3", "v2"))
+    fresh.setenv("DYNSPARSE_ISA", "v4")
+    with pytest.raises(ValueError, match="DYNSPARSE_ISA is v4, but this machine runs v3, v2"):
+        native.load()
+
+
+def test_a_missing_library_is_an_error_when_asked_for(
+    fresh: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    fresh.setattr(native, "_FOLDER", tmp_path)
+    isa = native.supported_isas()[0]
+    fresh.setenv("DYNSPARSE_ISA", isa)
+    with pytest.raises(OSError, match=f"kernels for {isa} are not in this installation"):
+        native.load()
+
+
+def test_without_libraries_it_warns_once_and_falls_back(
+    fresh: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    fresh.setattr(native, "_FOLDER", tmp_path)
+    with pytest.warns(RuntimeWarning, match="without its compiled kernels"):
+        assert native.load() is None
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert native.load() is None
+
+
+def test_a_broken_library_is_named_in_the_warning(
+    fresh: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    for isa in native.supported_isas():
+        (tmp_path / f"libdynsparse_{isa}.so").write_bytes(b"not a library")
+    fresh.setattr(native, "_FOLDER", tmp_path)
+    with pytest.warns(RuntimeWarning, match=r"libdynsparse_\w+\.so"):
+        assert native.load() is None
+
+
+@built
+def test_kernels_serve_float32_on_the_cpu_only() -> None:
+    x = torch.zeros(1, 1)
+    assert cpu.available(x, torch.zeros(1))
+    assert not cpu.available(x, torch.zeros(1, dtype=torch.float64))
+    assert not cpu.available(x.to("meta"), torch.zeros(1))
+    assert not cpu.available(x, torch.zeros(1, device="meta"))
+
+
+ONE_RUNTIME = """
+import torch
+from dynsparse.ops import native
+from dynsparse.ops.linear import cpu
+from dynsparse.pattern import SparsePattern
+
+torch.set_num_threads(2)
+pattern = SparsePattern.random((256, 256), 0.2)
+values, x = torch.randn(pattern.nnz), torch.randn(128, 256)
+for _ in range(3):
+    y = torch.relu(cpu.forward(x, values, pattern.index, None))
+    cpu.backward(y, x, values, pattern.index, True, True)
+    x = (y @ torch.randn(256, 256)).tanh()
+with open("/proc/self/maps") as maps:
+    files = {line.split(maxsplit=5)[5].strip() for line in maps if line.count("/")}
+names = {file.rpartition("/")[2] for file in files}
+assert any(name.startswith("libdynsparse_") for name in names), names
+print(sorted(file for file in files
+             if file.rpartition("/")[2].startswith(("libgomp", "libiomp", "libomp"))))
+"""
+
+
+@built
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc/self/maps")
+@pytest.mark.parametrize("isa", native.supported_isas())
+def test_one_openmp_runtime_serves_torch_and_the_kernels(isa: str) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", ONE_RUNTIME],
+        capture_output=True,
+        text=True,
+        check=False,
+        env={**os.environ, "DYNSPARSE_ISA": isa},
+    )
+    assert done.returncode == 0, done.stderr
+    runtimes = eval(done.stdout)
+    assert len(runtimes) == 1, runtimes
