@@ -279,7 +279,7 @@ def test_memory_of_vertices_and_exchange():
     assert use.by_category["vertex state"].tolist() == [16, 32, 0, 0]
     assert use.by_category["vertex code"].tolist() == [100, 100, 0, 0]
     assert use.by_category["exchange code"].tolist() == [0, 12, 0, 0]
-    assert use.by_category["variables"].tolist() == [16, 48, 0, 0]
+    assert use.by_category["always live"].tolist() == [16, 48, 0, 0]
     assert use.max_tile_bytes == 192
     assert use.worst_tile == 1
 

@@ -40,6 +40,7 @@ from dynsparse.machine.program import (
     Sequence,
     Switch,
     Sync,
+    WriteUndef,
 )
 from dynsparse.machine.target import Target
 from dynsparse.machine.tensor import Tensor, concat
@@ -87,6 +88,7 @@ __all__ = [
     "Target",
     "Tensor",
     "VertexView",
+    "WriteUndef",
     "as_dtype",
     "codelets",
     "concat",

@@ -13,6 +13,7 @@ from dynsparse.machine.errors import MachineError, ProgramError
 from dynsparse.machine.exchange import CopyPlan
 from dynsparse.machine.graph import Graph
 from dynsparse.machine.host import Host
+from dynsparse.machine.liveness import analyse
 from dynsparse.machine.lowering import Lowering, Node
 from dynsparse.machine.memory import check_memory as _check_memory
 from dynsparse.machine.memory import measure_memory
@@ -71,9 +72,15 @@ class Engine:
                 raise TypeError(f"expected a Program, got {type(one).__name__}")
             path = name if isinstance(program, Mapping) else ""
             self._nodes[name] = lowering.lower(one, path)
-        self.memory_use = measure_memory(graph, self.target, lowering.vertex_sets, lowering.copies)
+        self.memory_use = measure_memory(
+            graph,
+            self.target,
+            lowering.vertex_sets,
+            lowering.copies,
+            analyse(graph, named.values()),
+        )
         if check_memory:
-            _check_memory(graph, self.memory_use)
+            _check_memory(self.memory_use)
 
     def add_step(self, name: str, kind: str, plan: CopyPlan | None = None) -> int:
         """A row of the profile. For lowering."""

@@ -18,7 +18,8 @@ from dynsparse.machine.vertex import Codelet, Ragged, VertexSet
 
 __all__ = ["ComputeSet", "Graph", "Stream", "Variable"]
 
-# Variables start at multiples of this many elements, so that rows can be loaded as vectors.
+# Variables start at multiples of this many elements, so that rows can be loaded as vectors, and at
+# least one element apart, so that no run of addresses crosses from one into the next.
 _ALIGNMENT = 64
 
 
@@ -92,7 +93,7 @@ class Graph:
         tensor = Tensor(self, dtype, sizes, start, tuple(strides))
         name = name or f"{'constant' if is_constant else 'variable'}{len(group)}"
         group.append(Variable(name, tensor, start, is_constant))
-        end = start + max(tensor.numel, 1)
+        end = start + tensor.numel + 1
         self.sizes[dtype] = -(-end // _ALIGNMENT) * _ALIGNMENT
         self._maps.pop(dtype, None)
         return tensor

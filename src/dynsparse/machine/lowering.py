@@ -150,6 +150,16 @@ class Lowering:
         cycles = self.engine.target.sync_cycles
         return lambda profile: profile.record(step, sync=cycles)
 
+    def _WriteUndef(self, program: programs.WriteUndef, path: str) -> Node:
+        engine, tensor = self.engine, program.tensor
+        poison = np.broadcast_to(np.asarray(tensor.dtype.poison), tensor.shape)
+
+        def run(profile: Profile) -> None:
+            # Rubbish from here on, so that a program which does want it is found out.
+            engine._store(tensor, poison, "WriteUndef")
+
+        return run
+
     def _Copy(self, program: programs.Copy, path: str) -> Node:
         path = self._leaf_path(program, path, "copy")
         if program.stream is not None:

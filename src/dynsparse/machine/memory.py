@@ -1,4 +1,4 @@
-"""How many bytes of each tile a graph and its program take."""
+"""How many bytes of each tile a graph and its programs take."""
 
 from __future__ import annotations
 
@@ -10,10 +10,11 @@ from dynsparse.machine.errors import OutOfMemoryError
 from dynsparse.machine.exchange import CopyPlan
 from dynsparse.machine.graph import Graph
 from dynsparse.machine.intervals import Runs
+from dynsparse.machine.liveness import Liveness
 from dynsparse.machine.target import Target
 from dynsparse.machine.vertex import Codelet, VertexSet
 
-__all__ = ["MemoryUse", "check_memory", "largest_on_tile", "measure_memory"]
+__all__ = ["MemoryUse", "check_memory", "measure_memory"]
 
 # A vertex holds the address of its codelet, for each edge a 32-bit pointer and count (Poplar's
 # default vector layout SPAN; smaller ones exist, so this is an upper bound), a word per scalar.
@@ -27,10 +28,18 @@ _FRAGMENT_BYTES = 12
 
 @dataclass(frozen=True, eq=False)
 class MemoryUse:
-    """Bytes per tile by category, [tiles] each. Variables are all held at once."""
+    """Bytes per tile by category, [tiles] each.
+
+    "temporary" is the most that variables which are not always wanted take at once on each tile,
+    if they are packed without gaps; `all_variables` is what every variable would take side by
+    side.
+    """
 
     by_category: dict[str, np.ndarray]
+    all_variables: np.ndarray
     limit: int
+    peak_step: str = ""
+    largest: tuple[tuple[str, int], ...] = ()
 
     @property
     def per_tile(self) -> np.ndarray:
@@ -45,38 +54,56 @@ class MemoryUse:
         return int(self.per_tile.argmax())
 
 
-def largest_on_tile(graph: Graph, tile: int, count: int) -> list[tuple[str, int]]:
-    """The variables with most bytes on a tile: (name, bytes), largest first."""
-    found: dict[str, int] = {}
-    for dtype, group in graph.variables.items():
-        filled = [v for v in group if v.tensor.numel]
-        starts = np.array([v.start for v in filled], np.int64)
-        lengths = np.array([v.tensor.numel for v in filled], np.int64)
-        pieces = graph.tile_map(dtype).split(Runs(starts, lengths))
-        here = pieces.tiles == tile
-        sums = np.bincount(
-            pieces.run[here], weights=pieces.lengths[here] * dtype.size, minlength=len(filled)
-        )
-        for variable, size in zip(filled, sums, strict=True):
-            if size:
-                found[variable.name] = found.get(variable.name, 0) + int(size)
-    return sorted(found.items(), key=lambda item: -item[1])[:count]
+@dataclass(frozen=True, eq=False)
+class _Holdings:
+    """Which variable has how many bytes on which tile."""
+
+    variable: np.ndarray
+    tile: np.ndarray
+    bytes: np.ndarray
+    tiles: int
+
+    @classmethod
+    def of(cls, graph: Graph, tiles: int) -> _Holdings:
+        columns: list[list[np.ndarray]] = [[np.zeros(0, np.int64)] for _ in range(3)]
+        first = 0
+        for dtype, group in graph.variables.items():
+            starts = np.array([v.start for v in group], np.int64)
+            lengths = np.array([v.tensor.numel for v in group], np.int64)
+            filled = np.flatnonzero(lengths)
+            pieces = graph.tile_map(dtype).split(Runs(starts[filled], lengths[filled]))
+            for column, values in zip(
+                columns,
+                (filled[pieces.run] + first, pieces.tiles, pieces.lengths * dtype.size),
+                strict=True,
+            ):
+                column.append(values)
+            first += len(group)
+        variable, tile, size = (np.concatenate(c) for c in columns)
+        return cls(variable, tile, size, tiles)
+
+    def per_tile(self, members: np.ndarray) -> np.ndarray:
+        """Bytes on each tile of the variables in a set (bool [variables])."""
+        chosen = members[self.variable]
+        weights = self.bytes[chosen]
+        return np.bincount(self.tile[chosen], weights=weights, minlength=self.tiles)
+
+    def on_tile(self, members: np.ndarray, tile: int) -> np.ndarray:
+        """Bytes of each variable of a set on one tile, [variables]."""
+        chosen = members[self.variable] & (self.tile == tile)
+        weights = self.bytes[chosen]
+        return np.bincount(self.variable[chosen], weights=weights, minlength=len(members))
 
 
 def measure_memory(
-    graph: Graph, target: Target, vertex_sets: list[VertexSet], copies: list[CopyPlan]
+    graph: Graph,
+    target: Target,
+    vertex_sets: list[VertexSet],
+    copies: list[CopyPlan],
+    liveness: Liveness,
 ) -> MemoryUse:
     """The bytes each tile needs."""
     tiles = target.tiles
-    variables, constants = np.zeros(tiles), np.zeros(tiles)
-    for dtype, group in graph.variables.items():
-        variables += graph.tile_map(dtype).elements_per_tile(tiles) * dtype.size
-        for variable in group:
-            if variable.is_constant and variable.tensor.numel:
-                pieces = graph.tile_map(dtype).split(variable.tensor.runs())
-                constants += np.bincount(
-                    pieces.tiles, weights=pieces.lengths * dtype.size, minlength=tiles
-                )
     state, code = np.zeros(tiles), np.zeros(tiles)
     placed: dict[Codelet, np.ndarray] = {}
     for vertices in vertex_sets:
@@ -91,27 +118,44 @@ def measure_memory(
     exchange = np.zeros(tiles)
     for plan in copies:
         exchange += plan.fragments * _FRAGMENT_BYTES
-    return MemoryUse(
-        {
-            "variables": variables - constants,
-            "constants": constants,
-            "vertex state": state,
-            "vertex code": code,
-            "exchange code": exchange,
-        },
-        target.bytes_per_tile,
-    )
+
+    holdings = _Holdings.of(graph, tiles)
+    always = liveness.members(liveness.always)
+    constant = np.array([v.is_constant for v in liveness.variables], bool)
+    temporary = np.zeros(tiles)
+    sums = {}
+    for bits in liveness.moments:
+        sums[bits] = holdings.per_tile(liveness.members(bits) & ~always)
+        np.maximum(temporary, sums[bits], out=temporary)
+    categories = {
+        "always live": holdings.per_tile(always & ~constant),
+        "temporary": temporary,
+        "constants": holdings.per_tile(constant),
+        "vertex state": state,
+        "vertex code": code,
+        "exchange code": exchange,
+    }
+    # The step at which the fullest tile is fullest, and what it then holds.
+    tile = int(np.sum(list(categories.values()), axis=0).argmax())
+    peak = max(sums, key=lambda bits: sums[bits][tile], default=0)
+    held = holdings.on_tile(always | liveness.members(peak), tile)
+    order = np.argsort(-held, kind="stable")[:5]
+    largest = tuple((liveness.variables[i].name, int(held[i])) for i in order if held[i])
+    step = liveness.moments.get(peak, "")
+    everything = holdings.per_tile(np.ones(len(always), bool))
+    return MemoryUse(categories, everything, target.bytes_per_tile, step, largest)
 
 
-def check_memory(graph: Graph, use: MemoryUse) -> None:
+def check_memory(use: MemoryUse) -> None:
     """Raises OutOfMemoryError, naming the largest variables of the worst tile."""
     need = use.per_tile
     over = int((need > use.limit).sum())
     if not over:
         return
     tile = use.worst_tile
-    largest = ", ".join(f"{n!r} {size:,}" for n, size in largest_on_tile(graph, tile, 5))
+    largest = ", ".join(f"{name!r} {size:,}" for name, size in use.largest)
+    when = f" at step {use.peak_step!r}" if use.peak_step else ""
     raise OutOfMemoryError(
-        f"tile {tile} needs {int(need[tile]):,} bytes and has {use.limit:,} ({over} of "
+        f"tile {tile} needs {int(need[tile]):,} bytes{when} and has {use.limit:,} ({over} of "
         f"{len(need)} tiles are over); its largest variables in bytes: {largest}"
     )

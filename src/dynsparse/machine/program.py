@@ -22,6 +22,7 @@ __all__ = [
     "Sequence",
     "Switch",
     "Sync",
+    "WriteUndef",
 ]
 
 
@@ -211,3 +212,13 @@ class Sync(Program):
 
     def __init__(self, *, name: str | None = None) -> None:
         self.name = name
+
+
+class WriteUndef(Program):
+    """Declare that what a tensor holds is not wanted any more. Costs nothing; memory of variables
+    that it covers whole can be shared up to the next write."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        if not isinstance(tensor, Tensor):
+            raise TypeError(f"WriteUndef takes a Tensor, got {type(tensor).__name__}")
+        self.tensor = tensor

@@ -1,0 +1,181 @@
+"""Which variables hold data that is still wanted, at each step of a program.
+
+Variables that are never wanted at the same time can share memory. A variable is wanted from a step
+that writes all of it (or a `WriteUndef`) to the last step that reads it. Wanted throughout:
+constants, variables with a handle or an initial value, those that a program reads before it writes
+them (they carry state from run to run), and those no program reads (results for the host).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import numpy as np
+
+from dynsparse.machine import program as programs
+from dynsparse.machine.dtypes import DType
+from dynsparse.machine.graph import Graph, Stream, Variable
+from dynsparse.machine.intervals import Runs, union_lengths
+from dynsparse.machine.tensor import Tensor
+
+__all__ = ["Liveness", "analyse"]
+
+
+@dataclass(frozen=True)
+class Liveness:
+    """Sets of variables, as bits: bit i is `variables[i]`. `moments` maps a set that is wanted
+    at once to the name of a step where it is."""
+
+    variables: list[Variable]
+    always: int
+    moments: dict[int, str]
+
+    def members(self, bits: int) -> np.ndarray:
+        """Which variables are in a set: bool [variables]."""
+        count = len(self.variables)
+        raw = np.frombuffer(bits.to_bytes(count // 8 + 1, "little"), np.uint8)
+        return np.unpackbits(raw, bitorder="little")[:count].astype(bool)
+
+
+@dataclass(frozen=True)
+class _Effect:
+    reads: int = 0
+    writes: int = 0
+    # Written whole, so that what was there before is not wanted.
+    replaces: int = 0
+
+
+class _Analysis:
+    def __init__(self, graph: Graph) -> None:
+        self.graph = graph
+        self.variables = [v for group in graph.variables.values() for v in group]
+        self.first_bit: dict[DType, int] = {}
+        self.starts: dict[DType, np.ndarray] = {}
+        bit = 0
+        for dtype, group in graph.variables.items():
+            self.first_bit[dtype] = bit
+            self.starts[dtype] = np.array([v.start for v in group])
+            bit += len(group)
+        self.effects: dict[int, _Effect] = {}
+        self.moments: dict[int, str] = {}
+
+    def touched(self, tensors: Iterable[Tensor], whole: bool = False) -> int:
+        """The variables that tensors view; with `whole`, only those they cover together."""
+        by_type: dict[DType, list[Runs]] = {}
+        for tensor in tensors:
+            if tensor.numel:
+                by_type.setdefault(tensor.dtype, []).append(tensor.runs())
+        bits = 0
+        for dtype, parts in by_type.items():
+            starts = np.concatenate([r.starts for r in parts])
+            lengths = np.concatenate([r.lengths for r in parts])
+            owner = np.searchsorted(self.starts[dtype], starts, "right") - 1
+            # Variables lie apart, so no run crosses from one into the next.
+            found = np.unique(owner).tolist()
+            if whole:
+                group = self.graph.variables[dtype]
+                covered = union_lengths(starts, lengths, owner, len(group))
+                found = [i for i in found if covered[i] == group[i].tensor.numel]
+            for i in found:
+                bits |= 1 << (self.first_bit[dtype] + i)
+        return bits
+
+    def effect(self, leaf: programs.Program) -> _Effect:
+        """What a step reads and writes."""
+        if id(leaf) not in self.effects:
+            self.effects[id(leaf)] = self._effect(leaf)
+        return self.effects[id(leaf)]
+
+    def _effect(self, leaf: programs.Program) -> _Effect:
+        if isinstance(leaf, programs.Copy):
+            read = [s for s, _ in leaf.pairs if not isinstance(s, Stream)]
+            written = [d for _, d in leaf.pairs if not isinstance(d, Stream)]
+        elif isinstance(leaf, programs.Execute):
+            edges = [
+                (vertices.codelet.fields[name], tensor)
+                for vertices in leaf.compute_set.vertex_sets
+                for name, tensor in vertices.edges.items()
+            ]
+            read = [t for edge, t in edges if edge.reads]
+            written = [t for edge, t in edges if edge.writes]
+        elif isinstance(leaf, programs.WriteUndef):
+            return _Effect(replaces=self.touched([leaf.tensor], whole=True))
+        else:
+            return _Effect()
+        return _Effect(self.touched(read), self.touched(written), self.touched(written, True))
+
+    def before(self, program: programs.Program, after: int) -> int:
+        """What is wanted before a program, given what is wanted after it."""
+        if isinstance(program, programs.Sequence):
+            for one in reversed(program.programs):
+                after = self.before(one, after)
+            return after
+        if isinstance(program, programs.Call):
+            return self.before(program.function, after)
+        if isinstance(program, programs.Repeat):
+            if not program.count:
+                return after
+            found = self.before(program.body, after)
+            while (again := self.before(program.body, after | found)) != found:
+                found = again
+            return found
+        if isinstance(program, (programs.RepeatWhileTrue, programs.RepeatWhileFalse)):
+            test = self.touched([program.predicate])
+            found = self.before(program.condition, after | test)
+            while True:
+                body = self.before(program.body, found)
+                again = self.before(program.condition, after | body | test)
+                if again == found:
+                    return found
+                found = again
+        if isinstance(program, programs.If):
+            branches = [program.then, program.otherwise]
+            test = self.touched([program.predicate])
+        elif isinstance(program, programs.Switch):
+            branches = [*program.cases.values(), program.default]
+            test = self.touched([program.value])
+        else:
+            effect = self.effect(program)
+            found = (after & ~effect.replaces) | effect.reads
+            if not isinstance(program, (programs.WriteUndef, programs.Sync)):
+                # Results and operands are held together while a step runs.
+                self.moments.setdefault(found | after | effect.writes, program.name or "copy")
+            return found
+        for branch in branches:
+            test |= self.before(branch, after)
+        return test
+
+
+def _leaves(program: programs.Program, seen: set[int]) -> Iterable[programs.Program]:
+    if id(program) in seen:
+        return
+    seen.add(id(program))
+    yield program
+    for part in program.parts():
+        yield from _leaves(part, seen)
+
+
+def analyse(graph: Graph, several: Iterable[programs.Program]) -> Liveness:
+    """The liveness of a graph's variables under programs that run in any order."""
+    found = _Analysis(graph)
+    several = list(several)
+    fixed = [v.is_constant for v in found.variables]
+    always = sum(1 << i for i, is_fixed in enumerate(fixed) if is_fixed)
+    always |= found.touched([*graph.handles.values(), *(t for t, _ in graph.initial)])
+    read, seen = 0, set[int]()
+    for program in several:
+        for part in _leaves(program, seen):
+            read |= found.effect(part).reads
+            for control in ("predicate", "value"):
+                if hasattr(part, control):
+                    read |= found.touched([getattr(part, control)])
+    always |= ~read & ((1 << len(found.variables)) - 1)
+    while True:
+        found.moments.clear()
+        more = always
+        for program in several:
+            more |= found.before(program, always)
+        if more == always:
+            return Liveness(found.variables, always, found.moments)
+        always = more
