@@ -11,6 +11,7 @@ happens when a bucket is full, `overflow` what the propagation phase is told.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -85,7 +86,7 @@ class Partitioner:
             self.layout = plan
         else:
             if plan.use_dense:
-                raise ValueError("a plan with use_dense has no buckets: its weights stay dense")
+                raise ValueError("a plan with use_dense has no buckets: use DensePartitioner")
             self.layout = bucket_layout(plan)
             options = plan.options
             pattern_block = plan.params.sparsity_params.block_dimensions
@@ -331,8 +332,8 @@ class Partitioner:
         note = f" ({narrowed} buckets are full in grad_input's meta-info)" if narrowed else ""
         raise_to = "raise meta_info_bucket_oversize_proportion"
         if self.oversize is not None:
-            needed = (1 + self.oversize) * error.growth - 1
-            raise_to += f" (now {self.oversize:g}; about {needed:.2g} should do)"
+            needed = math.ceil(100 * ((1 + self.oversize) * error.growth - 1)) / 100
+            raise_to += f" (now {self.oversize:g}; about {needed:g} should do)"
         advice = f"{raise_to}, or plan for more non-zeros"
         return BucketOverflowError(f"{error}{note}; {advice}", error.left, error.growth)
 
