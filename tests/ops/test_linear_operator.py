@@ -204,3 +204,31 @@ def test_wrong_tensors(change, message):
     pattern, x, values, _ = make(4)
     with pytest.raises(RuntimeError, match=message):
         ops.linear(*change(x.detach(), values.detach()), pattern)
+
+
+def test_whoever_watches_the_dispatcher_sees_the_operator():
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    class Seen(TorchDispatchMode):
+        def __init__(self):
+            super().__init__()
+            self.names = []
+
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            self.names.append(func.name())
+            return func(*args, **(kwargs or {}))
+
+    pattern, x, values, bias = make(1)
+    with Seen() as seen:
+        watched = ops.linear(x, values, pattern, bias)
+    assert "dynsparse::linear" in seen.names
+    assert torch.equal(watched, ops.linear(x, values, pattern, bias))
+
+
+def test_meta_tensors_get_their_shapes():
+    pattern, x, values, bias = make(4, dtype=torch.float32, batch=(2, 3))
+    index = [tensor.to("meta") for tensor in pattern.index]
+    y = torch.ops.dynsparse.linear(
+        x.detach().to("meta"), values.detach().to("meta"), *index, bias.detach().to("meta")
+    )
+    assert y.shape == (2, 3, pattern.shape[0])

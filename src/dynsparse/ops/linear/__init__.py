@@ -2,7 +2,9 @@
 
 `torch.ops.dynsparse.linear` takes plain strided tensors, so torch.compile, autocast and fake
 tensors see an ordinary operator. On a CPU float32 work goes to the compiled kernels; everything
-else (float64, other devices, no compiled kernels) goes through `naive`.
+else (float64, other devices, no compiled kernels) goes through `naive`. Eager calls with ordinary
+tensors take a shorter way to the same two functions: the dispatcher's way through Python costs tens
+of microseconds, more than the products of a small layer.
 """
 
 from __future__ import annotations
@@ -50,37 +52,46 @@ def _compute_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float32 if dtype in (torch.bfloat16, torch.float16) else dtype
 
 
+def _matrix(x: Tensor, dtype: torch.dtype) -> Tensor:
+    if x.dim() != 2:
+        x = x.reshape(-1, x.shape[-1])
+    return x if x.dtype is dtype else x.to(dtype)
+
+
 def _forward(x: Tensor, values: Tensor, *rest: Tensor | None) -> Tensor:
     index, bias = PatternIndex(*rest[:5]), rest[5]  # type: ignore[arg-type]
     out_features, in_features = _features(index, naive.block_size_of(values))
     _check(x, values, in_features, "x")
     dtype = _compute_dtype(x.dtype)
-    x2d = x.reshape(-1, in_features).to(dtype)
+    x2d = _matrix(x, dtype)
     w = values.to(dtype)
     b = None if bias is None else bias.to(dtype)
     passes = cpu if cpu.available(x2d, w) else naive
-    return passes.forward(x2d, w, index, b).to(x.dtype).view(*x.shape[:-1], out_features)
+    y = passes.forward(x2d, w, index, b)
+    if y.dtype is not x.dtype:
+        y = y.to(x.dtype)
+    return y if x.dim() == 2 else y.view(*x.shape[:-1], out_features)
 
 
 def _backward(
     dy: Tensor, x: Tensor | None, values: Tensor, *rest: Tensor | bool
 ) -> tuple[Tensor, Tensor]:
     index, need_input = PatternIndex(*rest[:5]), bool(rest[5])  # type: ignore[arg-type]
-    out_features, in_features = _features(index, naive.block_size_of(values))
+    _, in_features = _features(index, naive.block_size_of(values))
     dtype = _compute_dtype(dy.dtype)
-    dy2d = dy.reshape(-1, out_features).to(dtype)
-    x2d = None if x is None else x.reshape(-1, in_features).to(dtype)
+    dy2d = _matrix(dy, dtype)
+    x2d = None if x is None else _matrix(x, dtype)
     w = values.to(dtype)
     if x2d is not None:
         capture.record(values, x2d, dy2d)
     if cpu.available(dy2d, w):
-        dx, dw = cpu.backward(dy2d, x2d, w, index, need_input, x2d is not None)
+        any_x = dy2d if x2d is None else x2d  # not read without need_values
+        dx, dw = cpu.backward(dy2d, any_x, w, index, need_input, x2d is not None)
     else:
         dx = naive.grad_input(dy2d, w, index) if need_input else None
         dw = None if x2d is None else naive.grad_weight(dy2d, x2d, w, index)
-    shape = (*dy.shape[:-1], in_features)
     return (
-        dy.new_empty(0) if dx is None else dx.to(dy.dtype).view(shape),
+        dy.new_empty(0) if dx is None else dx.to(dy.dtype).view(*dy.shape[:-1], in_features),
         values.new_empty(0) if dw is None else dw.to(values.dtype),
     )
 
@@ -158,6 +169,44 @@ _autocast("cpu")
 _autocast("cuda")
 
 
+class _EagerLinear(torch.autograd.Function):
+    """The operator and its autograd without the dispatcher."""
+
+    @staticmethod
+    def forward(ctx, x, values, bias, index):
+        # Without a gradient of the values nothing of x is needed, so it is not kept alive.
+        ctx.save_for_backward(x if ctx.needs_input_grad[1] else None, values)
+        ctx.index = index
+        ctx.bias_dtype = None if bias is None else bias.dtype
+        return _forward(x, values, *index, bias)
+
+    @staticmethod
+    def backward(ctx, dy):
+        x, values = ctx.saved_tensors
+        need_input, need_values, need_bias, _ = ctx.needs_input_grad
+        dx = dw = db = None
+        if need_input or need_values:
+            # With create_graph the operator is called, for its word on second derivatives.
+            call = torch.ops.dynsparse.linear_backward if torch.is_grad_enabled() else _backward
+            dx, dw = call(dy, x, values, *ctx.index, need_input)
+        if need_bias:
+            db = dy.reshape(-1, dy.shape[-1]).sum(0, dtype=ctx.bias_dtype)
+        return dx if need_input else None, dw if need_values else None, db, None
+
+
+def _is_plain_eager(x: Tensor) -> bool:
+    """Whether nothing watches the dispatcher: no compiler, mode, transform, autocast, subclass."""
+    return not (
+        torch.compiler.is_compiling()
+        or type(x) is not Tensor
+        or torch.is_autocast_enabled(x.device.type)
+        or torch._C._len_torch_dispatch_stack()
+        or torch._C._functorch.peek_interpreter_stack() is not None
+        or torch.jit.is_tracing()
+        or x.is_meta
+    )
+
+
 def _index_of(pattern: SparsePattern | PatternIndex) -> PatternIndex:
     return pattern.index if isinstance(pattern, SparsePattern) else pattern
 
@@ -180,7 +229,10 @@ def linear(
     Raises:
         RuntimeError: shapes or dtypes that do not fit, or a second derivative.
     """
-    return torch.ops.dynsparse.linear(x, values, *_index_of(pattern), bias)
+    index = _index_of(pattern)
+    if _is_plain_eager(x):
+        return _EagerLinear.apply(x, values, bias, index)
+    return torch.ops.dynsparse.linear(x, values, *index, bias)
 
 
 def grad_input(dy: Tensor, values: Tensor, pattern: SparsePattern | PatternIndex) -> Tensor:
