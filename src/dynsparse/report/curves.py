@@ -29,17 +29,19 @@ def draw_curves(records: Records, path: Path) -> Path:
     names = list(records.layers)
     # Early layers dark, late layers light, so that depth can be read even where names cannot.
     shades = colour_map("viridis")(np.linspace(0.08, 0.82, len(names)))
+    # And early ones broad, so that curves that fall together are both seen.
+    widths = np.linspace(3.6, 1.6, len(names))
     with figure(13.5, 4.2) as page:
         churn, exploration, dead = page.subplots(1, 3)
         steps = np.array(records.steps)
-        for name, shade in zip(names, shades, strict=True):
+        for name, shade, width in zip(names, shades, widths, strict=True):
             rows, cols = records.layers[name].shape
             gone = records.dead_units(name)
-            single = "o" if len(steps) <= 2 else None
-            churn.plot(steps[1:], 100 * records.churn(name), color=shade, marker=single, label=name)
-            exploration.plot(steps, 100 * records.exploration(name), color=shade, marker=single)
-            dead.plot(steps, 100 * gone.inputs / cols, color=shade, marker=single)
-            dead.plot(steps, 100 * gone.outputs / rows, color=shade, marker=single, ls=_DASHED)
+            look = {"color": shade, "lw": width, "marker": "o" if len(steps) <= 2 else None}
+            churn.plot(steps[1:], 100 * records.churn(name), label=name, **look)
+            exploration.plot(steps, 100 * records.exploration(name), **look)
+            dead.plot(steps, 100 * gone.inputs / cols, **look)
+            dead.plot(steps, 100 * gone.outputs / rows, ls=_DASHED, **look)
         titles = {
             churn: "Connections replaced per update",
             exploration: "Positions ever active",

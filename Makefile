@@ -1,0 +1,64 @@
+# `make demo` and `make test` are all a newcomer needs: each makes its own .venv.
+#
+# The .venv is a development install: Python comes from src/, the kernels are built into
+# src/dynsparse/_native. Nothing is ever stale, and an existing .venv stays as it is otherwise.
+#
+#   PYTHON=python3.12 make test      another interpreter, when .venv is made
+#   make test PYTEST="-k pattern"    other arguments for pytest
+#   DYNSPARSE_NATIVE=0 make test     without the compiled kernels
+
+PYTHON ?= python3
+PYTEST ?= -n 2
+VENV := .venv
+BIN := $(VENV)/bin
+
+.PHONY: help demo test lint native bench clean
+
+help:
+	@echo "make demo    train a sparse network on digits, write pictures to demo-output/"
+	@echo "make test    style, types and all tests"
+	@echo "make native  build the compiled kernels in place"
+	@echo "make bench   time the sparse products and the training step"
+	@echo "make clean   remove what was built and made (not .venv)"
+
+demo: $(VENV)/.installed-apps native
+	@mkdir -p demo-output
+	$(BIN)/dynsparse mnist --densities 0.1 0.3 --seed 0 \
+		--records-path demo-output/records --json demo-output/result.json
+	$(BIN)/dynsparse visualise --records-path demo-output/records --output demo-output --animate
+	@echo "The pictures are in demo-output/: connectivity.png, connectivity.gif, curves.png"
+
+# One thread per test process: threads that wait for cores others hold are slower than one alone.
+test: $(VENV)/.installed-dev native lint
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(PYTEST)
+
+lint: $(VENV)/.installed-dev
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+native: $(VENV)/.installed-apps
+	$(BIN)/cmake -S . -B build/dev -DCMAKE_BUILD_TYPE=Release
+	$(BIN)/cmake --build build/dev --parallel 2
+	$(BIN)/cmake --install build/dev --prefix src
+
+bench: $(VENV)/.installed-apps native
+	$(BIN)/python benchmarks/linear_step.py
+
+clean:
+	rm -rf build dist demo-output src/dynsparse/_native .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	find src tests benchmarks examples -name __pycache__ -type d -prune -exec rm -rf {} +
+
+$(BIN)/python:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || \
+		{ echo "expected Python 3.10 or later, got $$($(PYTHON) --version 2>&1): make PYTHON=python3.12 ..."; exit 1; }
+	$(PYTHON) -m venv $(VENV)
+
+# Without kernels here, since `native` builds them in place: a second copy would only grow old.
+$(VENV)/.installed-apps: pyproject.toml constraints.txt | $(BIN)/python
+	DYNSPARSE_NATIVE=0 $(BIN)/python -m pip install -q -c constraints.txt -e '.[apps]' cmake
+	@touch $@
+
+$(VENV)/.installed-dev: $(VENV)/.installed-apps
+	DYNSPARSE_NATIVE=0 $(BIN)/python -m pip install -q -c constraints.txt -e '.[dev]'
+	@touch $@

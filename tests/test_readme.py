@@ -1,0 +1,54 @@
+"""The code of README, docs and examples runs as it stands."""
+
+from __future__ import annotations
+
+import re
+import runpy
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+PAGES = sorted((ROOT / "docs").glob("*.md"))
+EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
+
+
+def python_blocks(page: Path) -> list[tuple[int, str]]:
+    """(line of the first code line, code) of every ```python block."""
+    text = page.read_text()
+    found = re.finditer(r"^```python\n(.*?)^```$", text, flags=re.DOTALL | re.MULTILINE)
+    return [(text.count("\n", 0, match.start()) + 2, match.group(1)) for match in found]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_the_code_of_a_page_runs_from_top_to_bottom(page, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    names: dict[str, object] = {"__name__": "__page__"}
+    for line, code in python_blocks(page):
+        # Blank lines in front, so that an error names the line of the page.
+        exec(compile("\n" * (line - 1) + code, str(page), "exec"), names)
+
+
+@pytest.mark.parametrize("example", EXAMPLES, ids=lambda example: example.name)
+def test_an_example_runs(example, tmp_path, monkeypatch, capsys):
+    pytest.importorskip("sklearn")
+    monkeypatch.chdir(tmp_path)
+    runpy.run_path(str(example), run_name="__main__")
+    printed = capsys.readouterr().out
+    assert printed
+    if example.name == "rigl_digits.py":
+        accuracy, updates = re.findall(r"[\d.]+", printed)
+        assert float(accuracy) > 90
+        assert int(updates) == 14
+
+
+def test_the_code_of_the_readme_is_an_example_that_runs():
+    blocks = [code for _, code in python_blocks(ROOT / "README.md")]
+    assert blocks == [(ROOT / "examples" / "rigl_digits.py").read_text()]
+
+
+@pytest.mark.parametrize("page", [*PAGES, *ROOT.glob("*.md")], ids=lambda page: page.name)
+def test_links_within_the_repository_lead_somewhere(page):
+    for target in re.findall(r"\]\(([^)#]+)[^)]*\)", page.read_text()):
+        if "://" not in target:
+            assert (page.parent / target).exists(), target

@@ -1,0 +1,123 @@
+"""What a newcomer and a package index rely on in the repository itself."""
+
+from __future__ import annotations
+
+import ast
+import importlib.metadata
+import inspect
+import re
+import subprocess
+from pathlib import Path
+
+import pytest
+
+import dynsparse
+
+ROOT = Path(__file__).resolve().parent.parent
+PYPROJECT = (ROOT / "pyproject.toml").read_text()
+
+
+def tracked_files() -> list[Path]:
+    try:
+        names = subprocess.run(
+            ["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, check=True, text=True
+        ).stdout.split("\0")
+    except (OSError, subprocess.CalledProcessError):
+        pytest.skip("not a git checkout")
+    return [ROOT / name for name in names if name and (ROOT / name).is_file()]
+
+
+def declared_version() -> str:
+    found = re.search(r'^version = "([^"]+)"$', PYPROJECT, flags=re.MULTILINE)
+    assert found
+    return found.group(1)
+
+
+def test_the_readme_shows_both_commands():
+    readme = (ROOT / "README.md").read_text()
+    makefile = (ROOT / "Makefile").read_text()
+    for command in ("demo", "test"):
+        assert re.search(rf"^make {command}\b", readme, flags=re.MULTILINE)
+        assert re.search(rf"^{command}:", makefile, flags=re.MULTILINE)
+
+
+def test_every_make_target_is_explained_by_help():
+    makefile = (ROOT / "Makefile").read_text()
+    phony = re.search(r"^\.PHONY: (.*)$", makefile, flags=re.MULTILINE)
+    assert phony
+    for target in set(phony.group(1).split()) - {"help", "lint"}:
+        assert f"make {target} " in makefile
+
+
+def test_no_machine_paths_in_tracked_files():
+    # Written so that this file does not hold what it looks for.
+    homes = re.compile(rb"(?<![\w./-])/(?:root|home/\w+|Users/\w+|wor" rb"k|tm" rb"p)/")
+    for file in tracked_files():
+        assert not homes.search(file.read_bytes()), file
+
+
+def test_the_package_is_typed_and_licensed():
+    assert (ROOT / "src" / "dynsparse" / "py.typed").is_file()
+    assert "Apache License" in (ROOT / "LICENSE").read_text()
+    assert 'license = "Apache-2.0"' in PYPROJECT
+
+
+def test_one_version_everywhere():
+    version = declared_version()
+    assert f"## [{version}]" in (ROOT / "CHANGELOG.md").read_text()
+    try:
+        installed = importlib.metadata.version("dynsparse")
+    except importlib.metadata.PackageNotFoundError:
+        pytest.skip("run from a source tree that was never installed")
+    assert installed == dynsparse.__version__ == version
+
+
+def test_every_pinned_package_is_one_that_is_used():
+    optional = r"^(?:cmake|ninja|mypy_extensions)$"  # of the build and of mypy
+    wanted = re.sub(r"[-_.]+", "-", PYPROJECT.lower())
+    for line in (ROOT / "constraints.txt").read_text().splitlines():
+        if line and not line.startswith("#"):
+            name, _, version = line.partition("==")
+            assert version, line
+            if not re.match(optional, name):
+                assert re.sub(r"[-_.]+", "-", name.lower()) in wanted, name
+
+
+def test_every_public_name_has_a_docstring():
+    for name in dynsparse.__all__:
+        thing = getattr(dynsparse, name)
+        assert inspect.getdoc(thing), name
+        if inspect.isclass(thing):
+            for member, function in inspect.getmembers(thing, inspect.isfunction):
+                own = function.__module__.startswith("dynsparse")
+                if own and not member.startswith("_") and member not in ("forward", "extra_repr"):
+                    assert inspect.getdoc(function), f"{name}.{member}"
+
+
+def test_every_module_has_a_docstring_and_stays_readable():
+    for file in sorted((ROOT / "src").rglob("*.py")):
+        text = file.read_text()
+        if not text:
+            continue
+        assert ast.get_docstring(ast.parse(text)), f"{file.relative_to(ROOT)} has no docstring"
+        assert text.count("\n") <= 500, f"{file.relative_to(ROOT)} is too long to read"
+
+
+def test_a_floor_imports_only_from_the_floors_below():
+    order = ["pattern", "ops", "nn", "training", "data", "report", "apps", "cli"]
+    beside = {"machine", "popsparse"}
+    for file in sorted((ROOT / "src" / "dynsparse").rglob("*.py")):
+        floor = file.relative_to(ROOT / "src" / "dynsparse").parts[0].removesuffix(".py")
+        if floor not in order:
+            continue
+        for node in ast.parse(file.read_text()).body:  # the module level; later imports are free
+            if not isinstance(node, ast.ImportFrom) or not node.module:
+                continue
+            parts = node.module.split(".")
+            if parts[0] != "dynsparse":
+                continue
+            floors = parts[1:2] or [alias.name for alias in node.names]
+            for used in floors:
+                where = f"{file.relative_to(ROOT)} imports {used}"
+                assert floor in ("report", "apps", "cli") or used not in beside, where
+                assert used not in order or order.index(used) <= order.index(floor), where
