@@ -29,8 +29,8 @@ ROWS, COLUMNS, PARTS = 10_000, 1_000, 7
 SUM = Codelet(
     "sum of parts",
     {"parts": In(FLOAT), "out": Out(FLOAT)},
-    compute=lambda v: np.sum(v.parts, axis=1, out=v.out),
-    cycles=lambda v: 2 + v.parts.shape[1],
+    compute=lambda v: np.sum(v.parts, axis=-1, out=v.out),
+    cycles=lambda v: 2 + v.parts.shape[-1],
 )
 
 
@@ -50,18 +50,15 @@ def build(target: Target) -> tuple[Graph, Sequence]:
     # Every tile of a part gets that part of the vector.
     spread = Copy(vector.expand_dims(1).broadcast_to(PARTS, group, width), local, name="spread")
 
-    # One vertex per row, all added at once: entry i of each field belongs to vertex i.
-    vertices = PARTS * group * height
+    # One vertex per row and part, all added at once: a grid of vertices, each given by its tile.
+    # Entry [p, g, r] of every field belongs to vertex [p, g, r]; rows of a tile share `local`.
+    grid = (PARTS, group, height)
     products = graph.add_compute_set("products")
     graph.add_vertices(
         products,
         codelets.DOT,
-        np.repeat(tiles.flatten(), height),
-        {
-            "a": matrix.reshape(vertices, width),
-            "b": local.expand_dims(2).broadcast_to(PARTS, group, height, width).reshape(-1, width),
-            "out": partials.reshape(vertices),
-        },
+        np.broadcast_to(tiles[:, :, None], grid),
+        {"a": matrix, "b": local.expand_dims(2).broadcast_to(*grid, width), "out": partials},
     )
 
     # The parts of a row meet on one tile, seven rows a tile.
@@ -75,8 +72,8 @@ def build(target: Target) -> tuple[Graph, Sequence]:
     graph.add_vertices(
         sums,
         SUM,
-        np.repeat(owners, share),
-        {"parts": gathered.transpose(0, 2, 1).reshape(rows, PARTS), "out": result.flatten()},
+        np.broadcast_to(owners[:, None], result.shape),
+        {"parts": gathered.transpose(0, 2, 1), "out": result},
     )
 
     return graph, Sequence(spread, Execute(products), gather, Execute(sums))

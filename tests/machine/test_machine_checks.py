@@ -82,6 +82,12 @@ def test_tiles_that_do_not_exist():
     one = graph.add_compute_set("one")
     with pytest.raises(MappingError, match="'read' is placed on tile 4"):
         graph.add_vertices(one, READ, np.array([0, 4]), {"a": v})
+    edgeless = Codelet("edgeless", {}, nothing, 1)
+    w = Graph(SMALL)
+    compute_set = w.add_compute_set("one")
+    w.add_vertex(compute_set, edgeless, 3, {})
+    with pytest.raises(MappingError, match="'edgeless' is placed on tile 3; the target has"):
+        Engine(w, Execute(compute_set), Target(tiles=2))
 
 
 def test_linear_mapping():
@@ -204,7 +210,7 @@ def test_field_errors():
     with pytest.raises(TypeError, match=r"integers \[vertices\]"):
         graph.add_vertices(one, READ, np.zeros(4), {"a": v})
     scaled = Codelet("scaled", {"a": In()}, nothing, 1, scalars=("by",))
-    with pytest.raises(ValueError, match="needs 4 values, got 3"):
+    with pytest.raises(ValueError, match=r"needs the shape \[4\], got \[3\]"):
         graph.add_vertices(one, scaled, np.zeros(4, int), {"a": v, "by": np.ones(3)})
     other = Graph(SMALL)
     with pytest.raises(ValueError, match="another graph"):

@@ -138,6 +138,37 @@ def test_vertices_added_by_hand_run_as_one_call():
     assert engine.read("extra").tolist() == [0, 1, 3, 4, 4, 5, 6, 8, 8]
 
 
+def test_grids_of_vertices_share_operands():
+    graph = Graph(SMALL)
+    x = graph.add_variable(FLOAT, [2, 3], "x", tiles=[0, 1])
+    w = graph.add_variable(FLOAT, [2, 4, 3], "w", tiles=[0, 1])
+    out = graph.add_variable(FLOAT, [2, 4], "out", tiles=[0, 1])
+    grid = np.broadcast_to(np.array([[0], [1]]), (2, 4))
+    products = graph.add_compute_set("products")
+    shared = x.expand_dims(1).broadcast_to(2, 4, 3)
+    assert shared.is_regular
+    graph.add_vertices(products, codelets.DOT, grid, {"a": w, "b": shared, "out": out})
+    scaled = graph.add_compute_set("scaled")
+    scale = np.arange(8.0).reshape(2, 4)
+    graph.add_vertices(
+        scaled, codelets.ADD_SCALED, grid, {"a": out[..., None], "b": w[..., :1], "scale": scale}
+    )
+    engine = Engine(graph, Sequence(Execute(products), Execute(scaled)))
+    rng = np.random.default_rng(0)
+    values = {"x": rng.normal(size=(2, 3)), "w": rng.normal(size=(2, 4, 3))}
+    for name, value in values.items():
+        engine.write(name, value)
+    profile = engine.run()
+    expected = np.einsum("twn,tn->tw", values["w"], values["x"]) + scale * values["w"][..., 0]
+    np.testing.assert_allclose(engine.read("out"), expected, rtol=1e-5, atol=1e-5)
+    # Four vertices of 7 cycles, each on its own worker; then four that take all workers.
+    assert profile.step("products").compute == 6 * 7
+    assert profile.step("scaled").compute == 4 * 6 * (60 + 3)
+    one = graph.add_compute_set("one")
+    with pytest.raises(ValueError, match="each of 2 x 4 vertices"):
+        graph.add_vertices(one, codelets.DOT, grid, {"a": w, "b": x, "out": out})
+
+
 def test_ragged_edges():
     graph = Graph(SMALL)
 

@@ -14,6 +14,7 @@ from dynsparse.machine import (
     RaceError,
     Target,
     concat,
+    rotation,
 )
 from dynsparse.machine.exchange import plan_copy
 
@@ -116,13 +117,27 @@ def test_a_ring_of_double_buffers():
     tiles = range(4)
     a = graph.add_variable(FLOAT, [4, 8], "a", tiles=tiles)
     b = graph.add_variable(FLOAT, [4, 8], "b", tiles=tiles)
-    engine = Engine(graph, Copy([(a[1:], b[:-1]), (a[:1], b[-1:])], name="rotate"))
+    engine = Engine(graph, Copy(rotation(a, b, 1), name="rotate"))
     values = np.arange(32, dtype=np.float32).reshape(4, 8)
     engine.write("a", values)
     profile = engine.run()
     np.testing.assert_array_equal(engine.read("b"), np.roll(values, -1, axis=0))
     assert profile.exchange_cycles == 8
     assert profile.received_bytes.tolist() == [32] * 4
+
+
+@pytest.mark.parametrize(("shift", "axis"), [(0, 0), (1, 1), (-1, 0), (2, 1), (7, 0)])
+def test_rotations(shift, axis):
+    graph = Graph(PLAIN)
+    a = graph.add_variable(FLOAT, [3, 4], "a", tiles=[0, 1, 2])
+    b = graph.add_variable(FLOAT, [3, 4], "b", tiles=[0, 1, 2])
+    engine = Engine(graph, Copy(rotation(a, b, shift, axis)))
+    values = np.arange(12.0).reshape(3, 4)
+    engine.write(a, values)
+    engine.run()
+    np.testing.assert_array_equal(engine.read(b), np.roll(values, -shift, axis))
+    with pytest.raises(ValueError, match="keeps the shape"):
+        rotation(a, b[:2], 1)
 
 
 def test_overlaps_are_refused():
@@ -211,3 +226,39 @@ def test_copies_against_numpy(case):
     np.testing.assert_array_equal(
         step.local_bytes, np.bincount(dst_tiles[~far], minlength=tiles) * 4
     )
+
+
+@settings(deadline=None, max_examples=100)
+@given(st.data())
+def test_broadcast_cycles_element_by_element(data):
+    tiles = data.draw(st.integers(1, 5))
+    target = Target(tiles=tiles, exchange_fragment_cycles=data.draw(st.sampled_from([0, 3])))
+    graph = Graph(target)
+    n, receivers = data.draw(st.integers(1, 6)), data.draw(st.integers(1, 4))
+    tile = st.integers(0, tiles - 1)
+    src_tiles = data.draw(st.lists(tile, min_size=n, max_size=n))
+    dst_tiles = data.draw(st.lists(tile, min_size=receivers, max_size=receivers))
+    src = graph.add_variable(FLOAT, [n], "src", tiles=src_tiles)
+    dst = graph.add_variable(FLOAT, [receivers, n], "dst", tiles=dst_tiles)
+    found = plan(target, [(src.broadcast_to(receivers, n), dst)])
+
+    arrivals = [(e, to) for to in dst_tiles for e in range(n) if src_tiles[e] != to]
+    heard = [{e for e, to in arrivals if to == t} for t in range(tiles)]
+    received = [4 * sum(to == t for _, to in arrivals) for t in range(tiles)]
+    sent = [4 * len({e for e, _ in arrivals if src_tiles[e] == t}) for t in range(tiles)]
+    fragments = [0] * tiles
+    for to in dst_tiles:
+        for e in range(n):
+            # Rows that follow each other on one tile are apart in the source.
+            begins = e == 0 or src_tiles[e] != src_tiles[e - 1]
+            fragments[to] += src_tiles[e] != to and begins
+    expected = []
+    for t in range(tiles):
+        other = t ^ 1
+        common = 4 * len(heard[t] & heard[other]) if other < tiles else 0
+        payload = max((received[t] - common / 2) / 4, sent[t] / 4)
+        expected.append(np.ceil(max(payload, target.exchange_fragment_cycles * fragments[t])))
+    assert found.received_bytes.tolist() == received
+    assert found.sent_bytes.tolist() == sent
+    assert found.fragments.tolist() == fragments
+    assert found.exchange_per_tile.tolist() == expected

@@ -1,6 +1,4 @@
 import json
-import runpy
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -17,9 +15,8 @@ from dynsparse.machine import (
     Sequence,
     Target,
     codelets,
+    rotation,
 )
-
-EXAMPLE = Path(__file__).parents[2] / "examples" / "tile_machine_matvec.py"
 
 
 def small_run():
@@ -69,6 +66,15 @@ def test_plain_data():
     assert plain["codelets"]["fill"] == {"vertices": 6, "cycles": 78}
     assert plain["memory"]["max_tile_bytes"] == profile.memory.max_tile_bytes
     assert plain["target"]["tiles"] == 3
+    assert plain["tiles"]["exchange"] == [8] * 3
+    assert plain["counts"] == {
+        "tiles used": 3,
+        "variables": 2,
+        "compute steps": 1,
+        "vertices": 3,
+        "edges": 3,
+        "exchanges": 1,
+    }
     assert plain["timeline_is_whole"] is True
     assert "tiles" not in profile.to_dict(per_tile=False)
 
@@ -89,22 +95,6 @@ def test_summary():
     assert "1 more steps, 28 cycles" in small_run().summary(max_steps=1)
 
 
-def test_example_meets_the_tutorial(capsys):
-    runpy.run_path(str(EXAMPLE), run_name="__main__")
-    text = capsys.readouterr().out
-    assert "largest error" in text
-    space = runpy.run_path(str(EXAMPLE))
-    target = Target.mk2(sync_cycles=0, exchange_bus_tiles=1)
-    graph, program = space["build"](target)
-    profile = Engine(graph, program).run()
-    # The tutorial's own figures: compute, exchange, exchange and compute of the reduction.
-    assert profile.step("products").compute == 3696
-    assert profile.step("spread").exchange == 143
-    assert profile.step("gather").exchange == 49
-    assert profile.step("sums").compute == 108
-    assert profile.cycles == 3996 + profile.step("gather").compute
-
-
 def test_all_tiles_of_a_mk2():
     graph = Graph(Target.mk2())
     tiles = np.arange(1472)
@@ -117,7 +107,7 @@ def test_all_tiles_of_a_mk2():
         work, codelets.REDUCE, tiles, {"partials": x.reshape(1472, 16, 16), "out": total}
     )
     graph.add_vertices(work, codelets.INCREMENT, tiles, {"value": count})
-    rotate = Copy([(x[1:], y[:-1]), (x[:1], y[-1:])], name="rotate")
+    rotate = Copy(rotation(x, y, 1), name="rotate")
     program = Repeat(10, Sequence(Execute(work), rotate, Copy(y, x, name="back")))
     engine = Engine(graph, program)
     values = np.random.default_rng(0).normal(size=(1472, 256)).astype(np.float16)

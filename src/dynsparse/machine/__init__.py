@@ -43,7 +43,7 @@ from dynsparse.machine.program import (
     WriteUndef,
 )
 from dynsparse.machine.target import Target
-from dynsparse.machine.tensor import Tensor, concat
+from dynsparse.machine.tensor import Tensor, concat, rotation
 from dynsparse.machine.vertex import Codelet, In, InOut, Out, Ragged, RaggedView, VertexView
 
 __all__ = [
@@ -92,4 +92,5 @@ __all__ = [
     "as_dtype",
     "codelets",
     "concat",
+    "rotation",
 ]

@@ -146,14 +146,22 @@ def _raise_race(
     )
 
 
-def check_compute_set(graph: Graph, set_name: str, sets: Sequence[VertexSet]) -> None:
-    """Vertices touch only their tile's memory, write no constant, and do not race.
+def check_compute_set(
+    graph: Graph, target: Target, set_name: str, sets: Sequence[VertexSet]
+) -> None:
+    """Vertices sit on tiles of the target, touch only their tile's memory, write no constant, and
+    do not race.
 
     Raises:
-        LocalityError, RaceError
+        MappingError, LocalityError, RaceError
     """
     dtypes = set()
     for vertices in sets:
+        if vertices.count and vertices.tiles.max() >= target.tiles:
+            raise MappingError(
+                f"compute set {set_name!r}: {vertices.codelet.name!r} is placed on tile "
+                f"{vertices.tiles.max()}; the target has tiles 0 to {target.tiles - 1}"
+            )
         _check_locality(graph, set_name, vertices)
         _check_constants(graph, set_name, vertices)
         dtypes |= {t.dtype for t in vertices.edges.values() if t.numel}

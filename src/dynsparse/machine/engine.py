@@ -79,6 +79,15 @@ class Engine:
             lowering.copies,
             analyse(graph, named.values()),
         )
+        sets = lowering.vertex_sets
+        self.counts = {
+            "tiles used": int((self.memory_use.all_variables > 0).sum()),
+            "variables": sum(len(group) for group in graph.variables.values()),
+            "compute steps": lowering.compute_sets,
+            "vertices": sum(v.count for v in sets),
+            "edges": sum(v.count * len(v.edges) for v in sets),
+            "exchanges": len(lowering.copies),
+        }
         if check_memory:
             _check_memory(self.memory_use)
 
@@ -98,13 +107,17 @@ class Engine:
         if name not in self._nodes:
             raise ProgramError(f"no program {name!r}; there are: {', '.join(self._nodes)}")
         profile = Profile(
-            self.target, self.memory_use, [StepProfile(n, kind) for n, kind, _ in self.steps]
+            self.target,
+            self.memory_use,
+            [StepProfile(n, kind) for n, kind, _ in self.steps],
+            counts=dict(self.counts),
         )
         # The machine overflows to infinity without a word.
         with np.errstate(all="ignore"):
             self._nodes[name](profile)
         for row, (_, _, plan) in zip(profile.steps, self.steps, strict=True):
             if plan is not None and row.runs:
+                row.tile_exchange = plan.exchange_per_tile * row.runs
                 row.received_bytes = plan.received_bytes * row.runs
                 row.sent_bytes = plan.sent_bytes * row.runs
                 row.local_bytes = plan.local_bytes * row.runs

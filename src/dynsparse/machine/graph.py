@@ -235,9 +235,10 @@ class Graph:
         Args:
             compute_set: where they run.
             codelet: what they run.
-            tiles: the tile of each vertex, [vertices].
-            values: for each field a tensor [vertices, ...] (vertex i gets entry i) or a `Ragged`;
-                for each scalar a number or an array [vertices].
+            tiles: the tile of each vertex, [vertices]; or a grid of any shape, e.g.
+                [tiles, workers], so that broadcast views can share an operand among vertices.
+            values: for each field a tensor [*grid, ...] (vertex i gets entry i), or a `Ragged`
+                for a plain list of vertices; for each scalar a number or an array [*grid].
 
         Raises:
             TypeError, ValueError: a field missing, unknown, of another type or count.
@@ -245,12 +246,13 @@ class Graph:
         """
         if compute_set.graph is not self:
             raise ValueError(f"compute set {compute_set.name!r} belongs to another graph")
-        where = np.asarray(tiles)
-        if where.ndim != 1 or (where.size and where.dtype.kind not in "iu"):
-            raise TypeError(f"tiles must be integers [vertices], got {where.dtype} {where.shape}")
-        if where.size and not (where.min() >= 0 and where.max() < self.target.tiles):
+        grid = np.asarray(tiles)
+        if not grid.ndim or (grid.size and grid.dtype.kind not in "iu"):
+            raise TypeError(f"tiles must be integers [vertices], got {grid.dtype} {grid.shape}")
+        if grid.size and not (grid.min() >= 0 and grid.max() < self.target.tiles):
+            worst = grid.min() if grid.min() < 0 else grid.max()
             raise MappingError(
-                f"{codelet.name!r} is placed on tile {where.max()}; the target has tiles 0 to "
+                f"{codelet.name!r} is placed on tile {worst}; the target has tiles 0 to "
                 f"{self.target.tiles - 1}"
             )
         wanted = {*codelet.fields, *codelet.scalars}
@@ -263,31 +265,33 @@ class Graph:
         for name, edge in codelet.fields.items():
             value = values[name]
             tensor = self._own(value.tensor if isinstance(value, Ragged) else value)
+            shape = tensor.shape[: grid.ndim]
             if isinstance(value, Ragged):
                 offsets[name] = value.offsets
+                shape = (len(value.offsets) - 1,)
             if edge.dtypes is not None and tensor.dtype not in edge.dtypes:
                 raise TypeError(
                     f"field {name!r} of {codelet.name!r} takes "
                     f"{' or '.join(d.name for d in edge.dtypes)}, got {tensor.dtype.name} "
                     f"({tensor.name})"
                 )
-            count = len(value.offsets) - 1 if isinstance(value, Ragged) else tensor.shape[:1]
-            if count not in (len(where), (len(where),)):
+            if shape != grid.shape:
                 raise ValueError(
                     f"field {name!r} of {codelet.name!r} needs one entry for each of "
-                    f"{len(where)} vertices, got {list(tensor.shape)} ({tensor.name})"
+                    f"{' x '.join(map(str, grid.shape))} vertices, got {list(tensor.shape)} "
+                    f"({tensor.name})"
                 )
             edges[name] = tensor
         scalars: dict[str, Any] = {}
         for name in codelet.scalars:
             value = values[name]
             scalars[name] = value if np.ndim(value) == 0 else np.asarray(value)
-            if np.ndim(value) and len(scalars[name]) != len(where):
+            if np.ndim(value) and scalars[name].shape != grid.shape:
                 raise ValueError(
-                    f"scalar {name!r} of {codelet.name!r} needs {len(where)} values, "
-                    f"got {len(scalars[name])}"
+                    f"scalar {name!r} of {codelet.name!r} needs the shape {list(grid.shape)}, "
+                    f"got {list(scalars[name].shape)}"
                 )
-        made = VertexSet(codelet, where.astype(np.int64), edges, offsets, scalars)
+        made = VertexSet(codelet, grid.astype(np.int64), edges, offsets, scalars)
         compute_set.vertex_sets.append(made)
         return made
 

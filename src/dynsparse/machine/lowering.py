@@ -14,7 +14,7 @@ from dynsparse.machine.exchange import CopyPlan, bind_copy, broadcast_cycles, pl
 from dynsparse.machine.merge import merge_vertices
 from dynsparse.machine.profile import CodeletProfile, Profile
 from dynsparse.machine.tensor import Tensor
-from dynsparse.machine.vertex import BoundVertices
+from dynsparse.machine.vertex import BoundVertices, VertexSet
 
 if TYPE_CHECKING:
     from dynsparse.machine.engine import Engine
@@ -34,7 +34,8 @@ class Lowering:
         self.open: set[int] = set()
         self.kept: list[programs.Program] = []
         self.copies: list[CopyPlan] = []
-        self.vertex_sets: list[Any] = []
+        self.vertex_sets: list[VertexSet] = []
+        self.compute_sets = 0
 
     def lower(self, program: programs.Program, path: str = "") -> Node:
         """The node of a program.
@@ -220,8 +221,9 @@ class Lowering:
     def _Execute(self, program: programs.Execute, path: str) -> Node:
         engine = self.engine
         sets = merge_vertices(program.compute_set.vertex_sets)
-        check_compute_set(engine.graph, path, sets)
+        check_compute_set(engine.graph, engine.target, path, sets)
         self.vertex_sets.extend(sets)
+        self.compute_sets += 1
         step = engine.add_step(path, "compute")
         bound = [BoundVertices(v, engine.memory, engine.target) for v in sets if v.count]
         schedule = _Schedule(bound, engine.target.tiles, engine.target.workers)

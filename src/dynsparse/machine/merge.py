@@ -15,7 +15,7 @@ __all__ = ["merge_vertices"]
 
 def _key(vertices: VertexSet) -> Any:
     """Single vertices with equal keys can run as one set; None keeps a set apart."""
-    if vertices.count != 1 or vertices.offsets:
+    if vertices.grid.shape != (1,) or vertices.offsets:
         return None
     scalars = tuple(sorted(vertices.scalars.items()))
     if any(np.ndim(value) for _, value in scalars):

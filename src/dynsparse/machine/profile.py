@@ -21,8 +21,9 @@ class StepProfile:
     """One step of the program and what all its runs cost together.
 
     `kind` is "compute", "exchange", "control", "sync" or "host". Cycles: `sync` waiting for all
-    tiles, `exchange`, `compute` (vertices, and copies inside tiles), `host`. `tile_cycles` is each
-    tile's own share of `compute`; bytes are per tile, None for steps that move nothing.
+    tiles, `exchange`, `compute` (vertices, and copies inside tiles), `host`. `tile_cycles` is what
+    each tile itself computed, `tile_exchange` what it exchanged: the rest of the step it waits.
+    These and the bytes are [tiles], or None for steps without.
     """
 
     name: str
@@ -33,6 +34,7 @@ class StepProfile:
     compute: float = 0
     host: float = 0
     tile_cycles: np.ndarray | None = None
+    tile_exchange: np.ndarray | None = None
     received_bytes: np.ndarray | None = None
     sent_bytes: np.ndarray | None = None
     local_bytes: np.ndarray | None = None
@@ -78,6 +80,7 @@ class Profile:
     steps: list[StepProfile]
     timeline: list[TimelineRow] = field(default_factory=list)
     codelets: dict[str, CodeletProfile] = field(default_factory=dict)
+    counts: dict[str, int] = field(default_factory=dict)
     cycles: float = 0
     timeline_is_whole: bool = True
 
@@ -145,6 +148,11 @@ class Profile:
         """Cycles each tile computed, [tiles]."""
         return self._sum_of("tile_cycles")
 
+    @property
+    def tile_exchange(self) -> np.ndarray:
+        """Cycles each tile exchanged, [tiles]."""
+        return self._sum_of("tile_exchange")
+
     def _sum_of(self, part: str) -> np.ndarray:
         out = np.zeros(self.target.tiles)
         for step in self.steps:
@@ -165,14 +173,16 @@ class Profile:
     def to_dict(self, per_tile: bool = True) -> dict[str, Any]:
         """Plain data for JSON or a report page.
 
-        Keys: `target`; `cycles` (total, sync, exchange, compute, host); `seconds`; `memory`
-        (limit, max_tile_bytes, worst_tile, and that tile's by_category); `steps` (name, kind, runs,
-        cycles by part, balance, bytes); `timeline` (rows of step, start, sync, exchange, compute,
-        host); `codelets`; with `per_tile` also `tiles` (bytes, cycles, received, sent: lists).
+        Keys: `target`; `counts` (tiles used, variables, vertices, ...); `cycles` (total, sync,
+        exchange, compute, host); `seconds`; `memory` (limit, max_tile_bytes, worst_tile, and that
+        tile's by_category); `steps` (name, kind, runs, cycles by part, balance, bytes); `timeline`
+        (rows of step, start, sync, exchange, compute, host); `codelets`; with `per_tile` also
+        `tiles` (bytes, cycles, exchange, received, sent: lists).
         """
         worst = self.memory.worst_tile
         out: dict[str, Any] = {
             "target": self.target.to_dict(),
+            "counts": dict(self.counts),
             "cycles": {
                 "total": self.cycles,
                 "sync": self.sync_cycles,
@@ -219,6 +229,7 @@ class Profile:
             out["tiles"] = {
                 "bytes": self.memory.per_tile.astype(int).tolist(),
                 "cycles": self.tile_cycles.tolist(),
+                "exchange": self.tile_exchange.tolist(),
                 "received": self.received_bytes.tolist(),
                 "sent": self.sent_bytes.tolist(),
             }
@@ -230,6 +241,7 @@ class Profile:
         lines = [
             f"Target: {target.name}, {target.tiles:,} tiles of {target.bytes_per_tile:,} bytes, "
             f"{target.clock_hz / 1e9:g} GHz",
+            "Graph: " + ", ".join(f"{n:,} {what}" for what, n in self.counts.items()),
             f"Memory: fullest tile {use.worst_tile} holds {use.max_tile_bytes:,} bytes "
             f"({use.max_tile_bytes / use.limit:.1%})",
         ]

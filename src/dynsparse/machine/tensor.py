@@ -12,7 +12,7 @@ from numpy.lib.stride_tricks import as_strided
 from dynsparse.machine.dtypes import DType
 from dynsparse.machine.intervals import Runs
 
-__all__ = ["Tensor", "concat"]
+__all__ = ["Tensor", "concat", "rotation"]
 
 
 def _reshaped_strides(
@@ -266,3 +266,23 @@ def concat(tensors: Sequence[Tensor], axis: int = 0) -> Tensor:
         return first
     addresses = np.concatenate([t.addresses() for t in tensors], axis)
     return Tensor(first.graph, first.dtype, addresses.shape, addresses=addresses)
+
+
+def rotation(
+    source: Tensor, destination: Tensor, shift: int, axis: int = 0
+) -> list[tuple[Tensor, Tensor]]:
+    """Pairs for a `Copy` by which entry i of `destination` gets entry i + shift of `source`,
+    going round at the end: how tiles pass a buffer to their neighbours."""
+    if source.shape != destination.shape:
+        raise ValueError(
+            f"a rotation keeps the shape, got {list(source.shape)} and {list(destination.shape)}"
+        )
+    size = source.shape[axis]
+    shift %= size
+    cuts = [(0, size)] if shift == 0 else [(shift, size), (0, shift)]
+    pairs, at = [], 0
+    for start, stop in cuts:
+        to = destination.slice(at, at + stop - start, axis)
+        pairs.append((source.slice(start, stop, axis), to))
+        at += stop - start
+    return pairs

@@ -6,6 +6,7 @@ arrays they get have one leading entry per vertex. So a compute set of 1,472 til
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -29,7 +30,7 @@ __all__ = [
     "VertexView",
 ]
 
-_RESERVED = ("count", "tiles", "target", "torch")
+_RESERVED = ("count", "rank", "shape", "tiles", "target", "torch")
 
 
 @dataclass(frozen=True)
@@ -70,11 +71,11 @@ class Codelet:
     Args:
         name: shown in profiles and errors.
         fields: the edges, e.g. `{"a": In(FLOAT), "out": Out(FLOAT)}`.
-        compute: the kernel, `compute(v)`: `v.<field>` is an array [vertices, ...] (a `RaggedView`
-            for a `Ragged` connection), read-only for `In`, written in place otherwise. Storing
-            into a half array rounds as the machine does; the kernel chooses the type it
-            accumulates in.
-        cycles: a number, or `cycles(v)` giving a number or [vertices]. For "worker" the cycles of
+        compute: the kernel, `compute(v)`: `v.<field>` is an array [*v.shape, ...] (a `RaggedView`
+            for a `Ragged` connection), read-only for `In`, written in place otherwise; `v.shape`
+            is [vertices] unless they were added as a grid. Storing into a half array rounds as
+            the machine does; the kernel chooses the type it accumulates in.
+        cycles: a number, or `cycles(v)` giving a number or [*v.shape]. For "worker" the cycles of
             the one worker that runs the vertex; for "workers" those of the slowest worker; for
             "supervisor" those of the whole tile.
         runs_on: "worker": one of the tile's workers, the vertices of a tile being dealt round to
@@ -148,14 +149,17 @@ class RaggedView:
 
 
 class VertexView:
-    """What a kernel sees: its fields and scalars by name, `count`, `tiles` [count], `target`.
+    """What a kernel sees: its fields and scalars by name, and `tiles` [*shape], `shape`, `rank`
+    (vertex dimensions, 1 for a plain list), `count` (vertices in all) and `target`.
 
     A field is NumPy; `torch(name)` is the same memory as a torch tensor.
     """
 
-    def __init__(self, count: int, tiles: np.ndarray, target: Any) -> None:
-        self.count = count
+    def __init__(self, tiles: np.ndarray, target: Any) -> None:
         self.tiles = tiles
+        self.shape = tiles.shape
+        self.rank = tiles.ndim
+        self.count = tiles.size
         self.target = target
         self._writable: dict[str, np.ndarray] = {}
 
@@ -177,15 +181,17 @@ class VertexView:
         setattr(self, name, shown if offsets is None else RaggedView(shown, offsets))
 
 
-def _per_vertex_runs(tensor: Tensor, offsets: np.ndarray | None) -> tuple[Runs, np.ndarray]:
+def _per_vertex_runs(
+    tensor: Tensor, offsets: np.ndarray | None, rank: int
+) -> tuple[Runs, np.ndarray]:
     """The runs of an edge and the vertex of each."""
     if offsets is None:
-        runs = tensor.runs(1)
-        count = len(tensor)
+        runs = tensor.runs(rank)
+        count = max(math.prod(tensor.shape[:rank]), 1)
         if tensor.is_regular:
-            return runs, np.repeat(np.arange(count), len(runs.starts) // max(count, 1))
+            return runs, np.repeat(np.arange(count), len(runs.starts) // count)
         ends = np.cumsum(runs.lengths)
-        return runs, (ends - 1) // max(tensor.numel // max(count, 1), 1)
+        return runs, (ends - 1) // max(tensor.numel // count, 1)
     bounds = Runs(offsets[:-1], np.diff(offsets))
     if tensor.is_regular:
         whole = tensor.runs()
@@ -200,21 +206,29 @@ def _per_vertex_runs(tensor: Tensor, offsets: np.ndarray | None) -> tuple[Runs, 
 
 @dataclass(eq=False)
 class VertexSet:
-    """Vertices of one codelet in one compute set. Made by `Graph.add_vertices`."""
+    """Vertices of one codelet in one compute set. Made by `Graph.add_vertices`.
+
+    `grid` holds the tile of each, [*shape].
+    """
 
     codelet: Codelet
-    tiles: np.ndarray
+    grid: np.ndarray
     edges: dict[str, Tensor]
     offsets: dict[str, np.ndarray]
     scalars: dict[str, Any]
 
     @property
     def count(self) -> int:
-        return len(self.tiles)
+        return self.grid.size
+
+    @property
+    def tiles(self) -> np.ndarray:
+        """The tile of each vertex in order, [count]."""
+        return self.grid.reshape(-1)
 
     def runs(self, name: str) -> tuple[Runs, np.ndarray]:
         """The runs of memory an edge covers, and the vertex of each."""
-        return _per_vertex_runs(self.edges[name], self.offsets.get(name))
+        return _per_vertex_runs(self.edges[name], self.offsets.get(name), self.grid.ndim)
 
 
 class BoundVertices:
@@ -223,7 +237,7 @@ class BoundVertices:
     def __init__(self, vertices: VertexSet, memory: dict[DType, np.ndarray], target: Any) -> None:
         self.vertices = vertices
         self.codelet = vertices.codelet
-        self.view = VertexView(vertices.count, vertices.tiles, target)
+        self.view = VertexView(vertices.grid, target)
         # Edges that are no regular view are gathered before the kernel and scattered after it.
         self._gathered: list[tuple[np.ndarray, np.ndarray, np.ndarray, bool]] = []
         for name, tensor in vertices.edges.items():
@@ -251,7 +265,7 @@ class BoundVertices:
         """Whole cycles of each vertex, float64 [count]."""
         found = self.codelet.cycles
         value = found(self.view) if callable(found) else found
-        cycles = np.ceil(np.broadcast_to(np.asarray(value, float), (self.vertices.count,)))
+        cycles = np.ceil(np.broadcast_to(np.asarray(value, float), self.view.shape)).reshape(-1)
         if not (cycles >= 0).all():
             raise ProgramError(
                 f"codelet {self.codelet.name!r} estimates negative or undefined cycles: {cycles}"

@@ -18,7 +18,7 @@ _WHOLE = (INT, UNSIGNED_INT, SHORT, UNSIGNED_SHORT)
 def _cycles(v: VertexView) -> int:
     # Entry and exit of a worker vertex (3), then load, operate and store for each element.
     first = next(iter(v._writable.values()))
-    return 3 + 3 * (first[0].size if len(first) else 0)
+    return 3 + 3 * (first.size // max(v.count, 1))
 
 
 def _increment(v: VertexView) -> None:

@@ -16,9 +16,9 @@ __all__ = ["ADD", "ADD_SCALED", "CAST", "COPY", "DOT", "FILL", "MULTIPLY", "REDU
 _REAL = (HALF, FLOAT)
 
 
-def _elements(array: np.ndarray) -> int:
+def _elements(v: VertexView, array: np.ndarray) -> int:
     """Elements of one vertex."""
-    return array[0].size if len(array) else 0
+    return array.size // max(v.count, 1)
 
 
 def _share(v: VertexView, count: int) -> int:
@@ -32,7 +32,7 @@ def _width(v: VertexView, dtype: np.dtype) -> int:
 
 def _vectors(v: VertexView, array: np.ndarray) -> int:
     """Vectors of the data path the busiest worker handles."""
-    return -(-_share(v, _elements(array)) // _width(v, array.dtype))
+    return -(-_share(v, _elements(v, array)) // _width(v, array.dtype))
 
 
 def _fill(v: VertexView) -> None:
@@ -44,7 +44,7 @@ def _copy(v: VertexView) -> None:
 
 
 def _store_cycles(v: VertexView) -> int:
-    words = -(-_elements(v.out) * v.out.itemsize * 8 // v.target.data_path_bits)
+    words = -(-_elements(v, v.out) * v.out.itemsize * 8 // v.target.data_path_bits)
     return 12 + _share(v, words)
 
 
@@ -69,7 +69,7 @@ COPY = Codelet(
 
 
 def _cast_cycles(v: VertexView) -> int:
-    share = _share(v, _elements(v.out))
+    share = _share(v, _elements(v, v.out))
     widths = _width(v, v.src.dtype), _width(v, v.out.dtype)
     return 26 + max(-(-share // width) for width in widths)
 
@@ -88,7 +88,7 @@ def _multiply(v: VertexView) -> None:
 
 def _add_scaled(v: VertexView) -> None:
     scale = np.asarray(v.scale, np.float32)
-    scale = scale.reshape(scale.shape + (1,) * (v.a.ndim - 1)) if scale.ndim else scale
+    scale = scale.reshape(scale.shape + (1,) * (v.a.ndim - v.rank)) if scale.ndim else scale
     v.a[...] = v.a.astype(np.float32) + scale * v.b
 
 
@@ -120,12 +120,12 @@ ADD_SCALED = Codelet(
 
 
 def _reduce(v: VertexView) -> None:
-    v.out[...] = v.partials.sum(1, dtype=np.float32)
+    v.out[...] = v.partials.sum(v.rank, dtype=np.float32)
 
 
 def _reduce_cycles(v: VertexView) -> int:
     # popsparse.md 3.7, reduce.
-    n, depth = _elements(v.out), v.partials.shape[1]
+    n, depth = _elements(v, v.out), v.partials.shape[v.rank]
     half_in, half_out = v.partials.itemsize == 2, v.out.itemsize == 2
     width = 8 if half_in else 4
     loops = n // width + (n % width).bit_count()
@@ -147,7 +147,7 @@ REDUCE = Codelet(
 
 
 def _dot(v: VertexView) -> None:
-    v.out[...] = np.einsum("vn,vn->v", v.a, v.b, dtype=np.float32).reshape(v.out.shape)
+    v.out[...] = np.einsum("...n,...n->...", v.a, v.b, dtype=np.float32).reshape(v.out.shape)
 
 
 # One worker's dot product of two [n] rows: the estimate of Poplar's tutorial on matrix-vector
@@ -156,5 +156,5 @@ DOT = Codelet(
     "dot product",
     {"a": In(*_REAL), "b": In(*_REAL), "out": Out(*_REAL)},
     _dot,
-    lambda v: 5 + (v.a.shape[1] + _width(v, v.a.dtype) - 1) // _width(v, v.a.dtype),
+    lambda v: 5 + (v.a.shape[-1] + _width(v, v.a.dtype) - 1) // _width(v, v.a.dtype),
 )
