@@ -7,6 +7,7 @@
 #   make test PYTEST="-k pattern"    other arguments for pytest
 #   DYNSPARSE_NATIVE=0 make test     without the compiled kernels
 
+MAKEFLAGS += --no-print-directory
 PYTHON ?= python3
 PYTEST ?= -n 2
 VENV := .venv
