@@ -7,6 +7,7 @@ pattern of non-zeros changes while the network trains.
 from importlib.metadata import PackageNotFoundError, version
 
 from dynsparse import nn, ops, training
+from dynsparse.nn import densify, sparsify
 from dynsparse.pattern import Rewiring, SparsePattern
 from dynsparse.training import SET, RigL, Static
 
@@ -15,4 +16,15 @@ try:
 except PackageNotFoundError:  # run from a source tree that was never installed
     __version__ = "0.0.0"
 
-__all__ = ["SET", "Rewiring", "RigL", "SparsePattern", "Static", "nn", "ops", "training"]
+__all__ = [
+    "SET",
+    "Rewiring",
+    "RigL",
+    "SparsePattern",
+    "Static",
+    "densify",
+    "nn",
+    "ops",
+    "sparsify",
+    "training",
+]

@@ -1,0 +1,273 @@
+"""Multi-head attention whose four projections are sparse."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import dropout, pad, scaled_dot_product_attention
+
+from dynsparse.nn.linear import SparseLinear
+
+__all__ = ["PROJECTIONS", "SparseMultiheadAttention"]
+
+PROJECTIONS = ("q_proj", "k_proj", "v_proj", "out_proj")
+"""The names of the projections, in the order in which they are applied."""
+
+
+class SparseMultiheadAttention(nn.Module):
+    """A drop-in for `nn.MultiheadAttention` that holds only the projections' non-zero weights.
+
+    The arguments, the call and the results are those of `nn.MultiheadAttention` (Vaswani et al.
+    2017, "Attention Is All You Need", section 3.2.2); three keywords are added. The packed
+    `in_proj_weight` is three layers here: `q_proj`, `k_proj`, `v_proj`, each [embed, embed],
+    [embed, kdim], [embed, vdim]; `out_proj` is [embed, embed]. The product of queries and keys is
+    dense, as ever.
+
+    Args:
+        embed_dim, num_heads, dropout, bias, add_bias_kv, add_zero_attn, kdim, vdim, batch_first,
+            device, dtype: as in `nn.MultiheadAttention`.
+        density, block_size, generator: of each projection, see `SparseLinear`.
+
+    Raises:
+        ValueError: sizes below 1, heads that do not divide embed_dim, a dropout outside [0, 1], and
+            what `SparseLinear` raises.
+    """
+
+    # torch's own transformer layers read these to decide on their fused path for evaluation, which
+    # takes dense weights: None and False keep them from it.
+    in_proj_weight = None
+    in_proj_bias = None
+    _qkv_same_embed_dim = False
+
+    q_proj: nn.Module
+    k_proj: nn.Module
+    v_proj: nn.Module
+    out_proj: nn.Module
+    bias_k: nn.Parameter | None
+    bias_v: nn.Parameter | None
+
+    def __init__(
+        self,
+        embed_dim: int,
+        num_heads: int,
+        dropout: float = 0.0,
+        bias: bool = True,
+        add_bias_kv: bool = False,
+        add_zero_attn: bool = False,
+        kdim: int | None = None,
+        vdim: int | None = None,
+        batch_first: bool = False,
+        *,
+        density: float = 0.1,
+        block_size: int = 1,
+        generator: torch.Generator | None = None,
+        device: Any = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        if embed_dim < 1 or num_heads < 1 or embed_dim % num_heads:
+            raise ValueError(
+                f"embed_dim must be a multiple of num_heads, both at least 1, "
+                f"got {embed_dim} and {num_heads}"
+            )
+        if not 0 <= dropout <= 1:
+            raise ValueError(f"dropout must lie in [0, 1], got {dropout!r}")
+        kdim = embed_dim if kdim is None else kdim
+        vdim = embed_dim if vdim is None else vdim
+        widths = zip(PROJECTIONS, (embed_dim, kdim, vdim, embed_dim), strict=True)
+        projections = {
+            name: SparseLinear(
+                width,
+                embed_dim,
+                density,
+                block_size,
+                bias,
+                generator=generator,
+                device=device,
+                dtype=dtype,
+            )
+            for name, width in widths
+        }
+        for projection in projections.values():
+            if projection.bias is not None:
+                nn.init.zeros_(projection.bias)
+        extra = None
+        if add_bias_kv:
+            rows = [torch.empty(1, 1, embed_dim, dtype=dtype) for _ in range(2)]
+            rows = [nn.init.xavier_normal_(row, generator=generator) for row in rows]
+            extra = [nn.Parameter(row.to(device)) for row in rows]
+        self._set(num_heads, dropout, add_zero_attn, batch_first, projections, extra)
+
+    def _set(
+        self,
+        num_heads: int,
+        dropout: float,
+        add_zero_attn: bool,
+        batch_first: bool,
+        projections: Mapping[str, nn.Module],
+        extra: Any,
+    ) -> None:
+        self.num_heads = num_heads
+        self.dropout = dropout
+        self.add_zero_attn = add_zero_attn
+        self.batch_first = batch_first
+        for name in PROJECTIONS:
+            self.add_module(name, projections[name])
+        self.bias_k, self.bias_v = (None, None) if extra is None else extra
+
+    @classmethod
+    def from_projections(
+        cls, attention: nn.MultiheadAttention, projections: Mapping[str, nn.Module]
+    ) -> SparseMultiheadAttention:
+        """The settings of `attention` with the four `projections`, each sparse or an `nn.Linear`.
+
+        `bias_k` and `bias_v` are shared with `attention`.
+        """
+        made = cls.__new__(cls)
+        nn.Module.__init__(made)
+        extra = None if attention.bias_k is None else (attention.bias_k, attention.bias_v)
+        made._set(
+            attention.num_heads,
+            attention.dropout,
+            attention.add_zero_attn,
+            attention.batch_first,
+            projections,
+            extra,
+        )
+        return made.train(attention.training)
+
+    @property
+    def embed_dim(self) -> int:
+        return int(self.q_proj.out_features)  # type: ignore[arg-type]
+
+    @property
+    def head_dim(self) -> int:
+        return self.embed_dim // self.num_heads
+
+    @property
+    def kdim(self) -> int:
+        return int(self.k_proj.in_features)  # type: ignore[arg-type]
+
+    @property
+    def vdim(self) -> int:
+        return int(self.v_proj.in_features)  # type: ignore[arg-type]
+
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        key_padding_mask: Tensor | None = None,
+        need_weights: bool = True,
+        attn_mask: Tensor | None = None,
+        average_attn_weights: bool = True,
+        is_causal: bool = False,
+    ) -> tuple[Tensor, Tensor | None]:
+        """Attend from L queries to S keys, in N sequences.
+
+        Args:
+            query, key, value: [L, N, embed], [S, N, kdim], [S, N, vdim]; with `batch_first`
+                [N, L, embed] and so on; without the N for one sequence.
+            key_padding_mask: [N, S] ([S] for one sequence): True, or what is added to the scores.
+            need_weights: also return the weights; without them the product is fused.
+            attn_mask: [L, S] or [N * heads, L, S]: True where a query may not look, or what is
+                added to the scores.
+            average_attn_weights: the weights' mean over the heads rather than each head's.
+            is_causal: without `attn_mask`, no query looks beyond its own position. With it, a
+                promise that it is that very mask, so that the fused product may leave it out.
+
+        Returns:
+            (output, shaped as the query; weights [N, L, S] or [N, heads, L, S], or None).
+        """
+        if query.is_nested or key.is_nested or value.is_nested:
+            raise RuntimeError("nested tensors are not supported: pad, and pass key_padding_mask")
+        batched = query.dim() == 3
+        if not batched:
+            query, key, value = query[None], key[None], value[None]
+            key_padding_mask = None if key_padding_mask is None else key_padding_mask[None]
+        elif not self.batch_first:
+            query, key, value = (x.transpose(0, 1) for x in (query, key, value))
+
+        q, k, v = self.q_proj(query), self.k_proj(key), self.v_proj(value)
+        plain = self.bias_k is None and not self.add_zero_attn
+        if self.bias_k is not None and self.bias_v is not None:
+            k = torch.cat([k, self.bias_k.expand(len(k), 1, -1)], 1)
+            v = torch.cat([v, self.bias_v.expand(len(v), 1, -1)], 1)
+        if self.add_zero_attn:
+            k, v = pad(k, (0, 0, 0, 1)), pad(v, (0, 0, 0, 1))
+        q, k, v = (
+            x.unflatten(-1, (self.num_heads, self.head_dim)).transpose(1, 2) for x in (q, k, v)
+        )
+
+        fused_causal = is_causal and key_padding_mask is None and not need_weights and plain
+        mask = None
+        if not fused_causal:
+            if is_causal and attn_mask is None:
+                square = torch.ones(query.shape[1], key.shape[1], device=q.device)
+                attn_mask = square.triu(1).bool()
+            mask = self._merged(attn_mask, key_padding_mask, q, key.shape[1], k.shape[2])
+        rate = self.dropout if self.training else 0.0
+        weights = None
+        if need_weights:
+            scores = (q / math.sqrt(self.head_dim)) @ k.transpose(-2, -1)
+            weights = dropout((scores if mask is None else scores + mask).softmax(-1), rate)
+            mixed = weights @ v
+            weights = weights.mean(1) if average_attn_weights else weights
+        else:
+            mixed = scaled_dot_product_attention(q, k, v, mask, rate, fused_causal)
+
+        output = self.out_proj(mixed.transpose(1, 2).flatten(2))
+        if not batched:
+            return output[0], None if weights is None else weights[0]
+        return output if self.batch_first else output.transpose(0, 1), weights
+
+    def _merged(
+        self,
+        attn_mask: Tensor | None,
+        key_padding_mask: Tensor | None,
+        q: Tensor,
+        keys: int,
+        all_keys: int,
+    ) -> Tensor | None:
+        """Both masks as one that is added to the scores, [N or 1, heads or 1, L or 1, all keys]."""
+        n, heads, length, _ = q.shape
+        merged = None
+        if attn_mask is not None:
+            attn_mask = _added(attn_mask, "attn_mask", q)
+            if attn_mask.shape == (length, keys):
+                merged = attn_mask[None, None]
+            elif attn_mask.shape == (n * heads, length, keys):
+                merged = attn_mask.unflatten(0, (n, heads))
+            else:
+                raise ValueError(
+                    f"attn_mask must have the shape {[length, keys]} or "
+                    f"{[n * heads, length, keys]}, got {list(attn_mask.shape)}"
+                )
+        if key_padding_mask is not None:
+            if key_padding_mask.shape != (n, keys):
+                raise ValueError(
+                    f"key_padding_mask must have the shape {[n, keys]}, "
+                    f"got {list(key_padding_mask.shape)}"
+                )
+            padding = _added(key_padding_mask, "key_padding_mask", q)[:, None, None]
+            merged = padding if merged is None else merged + padding
+        # The keys that bias_k and add_zero_attn append may always be looked at.
+        return None if merged is None else pad(merged, (0, all_keys - keys))
+
+    def extra_repr(self) -> str:
+        return (
+            f"embed_dim={self.embed_dim}, num_heads={self.num_heads}, dropout={self.dropout}, "
+            f"batch_first={self.batch_first}"
+        )
+
+
+def _added(mask: Tensor, what: str, like: Tensor) -> Tensor:
+    if mask.dtype == torch.bool:
+        return torch.zeros_like(mask, dtype=like.dtype).masked_fill_(mask, -math.inf)
+    if mask.is_floating_point():
+        return mask.to(like.dtype)
+    raise TypeError(f"{what} must be bool or floating point, got {mask.dtype}")

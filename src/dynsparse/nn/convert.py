@@ -1,0 +1,312 @@
+"""A model made sparse, and dense again, in place."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from dynsparse.allocation import allocate
+from dynsparse.nn.attention import PROJECTIONS, SparseMultiheadAttention
+from dynsparse.nn.conv1d import SparseConv1D
+from dynsparse.nn.describe import describe
+from dynsparse.nn.fast_path import allow_fast_paths, forbid_fast_paths
+from dynsparse.nn.linear import SparseLinear
+from dynsparse.nn.sites import Site, find_sites, first_matches, select, tied
+from dynsparse.pattern import SparsePattern
+
+__all__ = ["densify", "sparsify"]
+
+
+@torch.no_grad()
+def sparsify(
+    model: nn.Module,
+    density: float | None = 0.1,
+    block_size: int = 1,
+    allocation: str = "erk",
+    *,
+    include: str | Iterable[str] | None = None,
+    exclude: str | Iterable[str] = (),
+    densities: Mapping[str, float] | None = None,
+    block_sizes: Mapping[str, int] | None = None,
+    start: str = "random",
+    generator: torch.Generator | None = None,
+    verbose: bool = True,
+) -> nn.Module:
+    """Replace a model's linear layers by sparse ones, in place.
+
+    Converted are `nn.Linear`, the `Conv1D` of GPT-2 implementations, and the projections of
+    `nn.MultiheadAttention`, which becomes a `SparseMultiheadAttention`. A layer that is to have
+    density 1 stays the dense module it is. dtype, device, `requires_grad`, the training flag and
+    the biases stay; the weights' Parameters are new ones, so make the optimizer afterwards.
+
+    Names are those of `model.named_modules()`; an attention's projections are its `q_proj`,
+    `k_proj`, `v_proj` and `out_proj`. A pattern is a glob in which `*` matches dots too. It names
+    every module it matches, and everything below: "head" is the module `head` and its parts, but
+    not `lm_head` or `decoder.head`, which "*head" matches.
+
+    Args:
+        density: non-zeros / elements of all converted layers together, in (0, 1], met to the
+            nearest block. None when `densities` names every layer.
+        block_size: edge of the blocks.
+        allocation: how the density is shared among the layers: "uniform", "er" or "erk", see
+            `dynsparse.allocation.allocate`.
+        include: patterns of what to convert; None for everything that can be.
+        exclude: patterns of what stays dense, whatever `include` says.
+        densities: pattern -> density of each layer it matches. The first match counts; these
+            layers take their non-zeros first and the others share the rest.
+        block_sizes: pattern -> block size, in place of `block_size`; the first match counts.
+        start: "magnitude" keeps the blocks whose magnitudes have the largest sum, with their
+            values: for a trained model. "random" draws the patterns; the model's own values there
+            are scaled by sqrt(in / connections of the row), so that outputs vary as much as those
+            of the dense layer (Evci et al. 2022, "Gradient Flow in Sparse Neural Networks and How
+            Lottery Tickets Win", section 3.1): for a model just initialised.
+        generator: draws the random patterns.
+        verbose: print the table of `dynsparse.nn.describe`.
+
+    Returns:
+        The model.
+
+    Raises:
+        TypeError, ValueError: a density outside (0, 1] or one that cannot be met, a block size that
+            does not divide a layer, a pattern that matches nothing, an included module that cannot
+            be converted, nothing to convert, a weight shared with a layer that is treated
+            differently, hooks on a layer. Nothing is changed then.
+    """
+    _check_model(model)
+    if start not in ("random", "magnitude"):
+        raise ValueError(f"start must be 'random' or 'magnitude', got {start!r}")
+    every = find_sites(model)
+    chosen = select(model, every, include, exclude)
+    own_density = first_matches("densities", densities or {}, chosen)
+    own_block = first_matches("block_sizes", block_sizes or {}, chosen)
+    treatment = {name: (own_density.get(name), own_block.get(name, block_size)) for name in chosen}
+    groups = {group[0].name: group for group in tied(model, every, treatment)}
+    for group in groups.values():
+        for site in group:
+            _check_site(site)
+    blocks = {name: treatment[name][1] for name in groups}
+    counts = allocate(
+        {name: group[0].shape for name, group in groups.items()},
+        density,
+        method=allocation,
+        block_size=blocks,
+        densities={name: own_density[name] for name in groups if name in own_density},
+    )
+    layers: dict[str, SparseLinear] = {}
+    for name, group in groups.items():
+        site = group[0]
+        if counts[name] * blocks[name] ** 2 == site.weight.numel():
+            continue
+        layer = _sparse(site, counts[name], blocks[name], start, generator)
+        layers |= {other.name: layer for other in group}
+    _replace_linears(model, every, layers)
+    _replace_attentions(model, every, layers)
+    forbid_fast_paths(model)
+    if verbose:
+        elements = sum(group[0].weight.numel() for group in groups.values())
+        nnz = sum(counts[name] * blocks[name] ** 2 for name in groups)
+        asked = "by layer" if density is None else f"{density:g}"
+        print(describe(model))
+        print(f"density of the {len(groups)} chosen: {nnz / elements:.6g} (asked for: {asked})")
+    return model
+
+
+def _check_model(model: Any) -> None:
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"expected a torch.nn.Module, got {type(model).__name__}")
+
+
+def _check_site(site: Site) -> None:
+    if not site.module_name:
+        raise ValueError(
+            f"the model is a single {type(site.module).__name__}, which cannot be replaced in "
+            "place: put it into a torch.nn.Sequential"
+        )
+    if site.weight.is_meta:
+        raise ValueError(
+            f"the layer {site.name!r} is on the meta device: give the model its weights first"
+        )
+    if not site.weight.is_floating_point():
+        raise TypeError(
+            f"the weight of {site.name!r} must be floating point, got {site.weight.dtype}"
+        )
+    for module in {site.module, site.owner}:
+        hooks = (module._forward_hooks, module._forward_pre_hooks,
+                 module._backward_hooks, module._backward_pre_hooks)  # fmt: skip
+        if any(hooks):
+            raise ValueError(
+                f"the layer {site.name!r} has hooks, which its conversion would lose: "
+                "remove them first and register them on the new layer"
+            )
+
+
+def _sparse(
+    site: Site, nnz: int, block_size: int, start: str, generator: torch.Generator | None
+) -> SparseLinear:
+    weight = site.weight
+    cls = SparseConv1D if site.kind == "Conv1D" else SparseLinear
+    if start == "magnitude":
+        total = weight.numel() // block_size**2
+        dense = _linear(nn.Parameter(weight), _own(site.bias, site.bias_parameter), True)
+        layer = cls.from_dense(dense, nnz / total, block_size)
+    else:
+        pattern = SparsePattern.random(
+            site.shape, nnz=nnz, block_size=block_size, generator=generator
+        )
+        out_features, in_features = site.shape
+        layer = cls(
+            in_features,
+            out_features,
+            bias=site.bias is not None,
+            pattern=pattern,
+            generator=generator,
+            device=weight.device,
+            dtype=weight.dtype,
+        )
+        fan_in = layer.row_ptr.diff().clamp(min=1) * block_size
+        scale = (in_features / fan_in).sqrt()[layer.rows.long()].to(weight.dtype)
+        values = pattern.values_of(weight)
+        layer.values.copy_(values * scale.view(-1, *[1] * (values.dim() - 1)))
+    layer.register_parameter("bias", _own(site.bias, site.bias_parameter))
+    layer.values.requires_grad_(site.parameter.requires_grad)
+    if isinstance(layer, SparseConv1D):
+        layer.dense_class = type(site.module)
+    return layer.train(site.owner.training)
+
+
+def _own(tensor: Tensor | None, parameter: Tensor | None) -> nn.Parameter | None:
+    """The Parameter itself, or a new one for a part of it."""
+    if tensor is None or parameter is None or isinstance(tensor, nn.Parameter):
+        return tensor  # type: ignore[return-value]
+    return nn.Parameter(tensor.detach().clone(), requires_grad=parameter.requires_grad)
+
+
+def _linear(weight: nn.Parameter, bias: nn.Parameter | None, training: bool) -> nn.Linear:
+    """An `nn.Linear` of the given Parameters; nothing is drawn."""
+    out_features, in_features = weight.shape
+    linear = nn.Linear(in_features, out_features, bias=False, device="meta")
+    linear.weight = weight
+    linear.register_parameter("bias", bias)
+    return linear.train(training)
+
+
+def _dense_part(site: Site) -> nn.Linear:
+    """A projection of an attention as a layer of its own."""
+    weight = _own(site.weight, site.parameter)
+    assert weight is not None
+    return _linear(weight, _own(site.bias, site.bias_parameter), site.module.training)
+
+
+def _replace_linears(
+    model: nn.Module, every: Mapping[str, Site], layers: Mapping[str, SparseLinear]
+) -> None:
+    for name, layer in layers.items():
+        if every[name].kind != "attention":
+            model.set_submodule(name, layer)
+
+
+def _replace_attentions(
+    model: nn.Module, every: Mapping[str, Site], layers: Mapping[str, SparseLinear]
+) -> None:
+    made: dict[int, SparseMultiheadAttention] = {}
+    for name in layers:
+        site = every[name]
+        attention = site.module
+        if not isinstance(attention, nn.MultiheadAttention):
+            continue
+        if id(attention) not in made:
+            projections: dict[str, nn.Module] = {}
+            for part in PROJECTIONS:
+                name_of_part = f"{site.module_name}.{part}"
+                sparse = layers.get(name_of_part)
+                projections[part] = _dense_part(every[name_of_part]) if sparse is None else sparse
+            made[id(attention)] = SparseMultiheadAttention.from_projections(attention, projections)
+        model.set_submodule(site.module_name, made[id(attention)])
+
+
+@torch.no_grad()
+def densify(model: nn.Module) -> nn.Module:
+    """Replace a model's sparse layers by dense ones with the same weights, in place.
+
+    The inverse of `sparsify`: `SparseLinear` becomes `nn.Linear` or the `Conv1D` it was,
+    `SparseMultiheadAttention` becomes `nn.MultiheadAttention`. dtype, device, `requires_grad`, the
+    training flag and the biases stay; the weights' Parameters are new ones, so make the optimizer
+    afterwards.
+
+    Returns:
+        The model.
+
+    Raises:
+        TypeError: not a module. ValueError: a model without sparse layers, or one that is a single
+            sparse layer and so cannot be changed in place.
+    """
+    _check_model(model)
+    made: dict[int, nn.Module] = {}
+    names: dict[str, nn.Module] = {}
+    for name, module in model.named_modules(remove_duplicate=False):
+        inside = any(name.startswith(f"{other}.") for other in names)
+        if not inside and isinstance(module, (SparseLinear, SparseMultiheadAttention)):
+            names[name] = module
+    if not names:
+        raise ValueError("the model has no sparse layers")
+    if "" in names:
+        raise ValueError(
+            f"the model is a single {type(model).__name__}, which cannot be replaced in place: "
+            "put it into a torch.nn.Sequential"
+        )
+    for name, module in names.items():
+        if id(module) not in made:
+            dense = (
+                _dense_attention(module)
+                if isinstance(module, SparseMultiheadAttention)
+                else _dense(module)
+            )
+            made[id(module)] = dense.train(module.training)
+        model.set_submodule(name, made[id(module)])
+    allow_fast_paths(model)
+    return model
+
+
+def _dense(layer: nn.Module) -> nn.Module:
+    """A dense layer for a sparse one; a dense one is given back."""
+    if isinstance(layer, SparseConv1D):
+        return layer.dense()
+    if isinstance(layer, SparseLinear):
+        weight = nn.Parameter(layer.to_dense(), requires_grad=layer.values.requires_grad)
+        return _linear(weight, layer.bias, layer.training)
+    return layer
+
+
+def _dense_attention(attention: SparseMultiheadAttention) -> nn.MultiheadAttention:
+    parts: dict[str, Any] = {part: _dense(getattr(attention, part)) for part in PROJECTIONS}
+    out = parts.pop("out_proj")
+    dense = nn.MultiheadAttention(
+        attention.embed_dim,
+        attention.num_heads,
+        attention.dropout,
+        bias=out.bias is not None,
+        add_bias_kv=attention.bias_k is not None,
+        add_zero_attn=attention.add_zero_attn,
+        kdim=attention.kdim,
+        vdim=attention.vdim,
+        batch_first=attention.batch_first,
+        device="meta",
+    )
+    if dense.in_proj_weight is None:
+        for part, layer in parts.items():
+            setattr(dense, f"{part}_weight", layer.weight)
+    else:
+        dense.in_proj_weight = _joined([layer.weight for layer in parts.values()])
+    if dense.in_proj_bias is not None:
+        dense.in_proj_bias = _joined([layer.bias for layer in parts.values()])
+    dense.out_proj.weight, dense.out_proj.bias = out.weight, out.bias
+    dense.bias_k, dense.bias_v = attention.bias_k, attention.bias_v
+    return dense
+
+
+def _joined(parameters: list[nn.Parameter]) -> nn.Parameter:
+    trained = any(parameter.requires_grad for parameter in parameters)
+    return nn.Parameter(torch.cat([p.detach() for p in parameters]), requires_grad=trained)
