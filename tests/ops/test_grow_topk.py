@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dynsparse import SparsePattern
-from dynsparse.ops.grow import POOLINGS, select_largest, topk, topk_outside
+from dynsparse.ops.grow import POOLINGS, select, topk, topk_outside
 from dynsparse.ops.grow.naive import topk_outside_naive
 
 
@@ -106,14 +106,33 @@ def test_no_positions_need_no_pairs():
     assert len(topk_outside([], full, 0).flat) == 0
 
 
-def test_select_largest():
-    scores = torch.tensor([3.0, 1.0, 3.0, 2.0, 2.0])
-    assert select_largest(scores, 0).tolist() == []
-    assert select_largest(scores, 1).tolist() == [0]
-    assert select_largest(scores, 3).tolist() == [0, 2, 3]
-    assert select_largest(scores, 5).tolist() == [0, 1, 2, 3, 4]
+@given(
+    st.lists(st.integers(0, 5), max_size=30),
+    st.sampled_from([torch.float32, torch.float64, torch.float16, torch.bfloat16]),
+    st.data(),
+)
+def test_select(numbers, dtype, data):
+    k = data.draw(st.integers(0, len(numbers)))
+    scores = torch.tensor(numbers, dtype=dtype)
+    best = sorted(range(len(numbers)), key=lambda i: (-numbers[i], i))[:k]
+    assert select(scores, k).tolist() == sorted(best)
+    worst = sorted(range(len(numbers)), key=lambda i: (numbers[i], i))[:k]
+    assert select(scores, k, largest=False).tolist() == sorted(worst)
+
+
+def test_select_too_many():
     with pytest.raises(ValueError, match="cannot select 6 of 5"):
-        select_largest(scores, 6)
+        select(torch.ones(5), 6)
+
+
+def test_unsorted_candidates_are_in_order_of_position(generator):
+    x, dy = torch.randn(4, 30, generator=generator), torch.randn(4, 20, generator=generator)
+    pattern = SparsePattern.random((20, 30), density=0.2, generator=generator)
+    best = topk_outside([(x, dy)], pattern, 50)
+    same = topk_outside([(x, dy)], pattern, 50, sort=False)
+    order = best.flat.sort().indices
+    assert torch.equal(same.flat, best.flat[order])
+    assert torch.equal(same.scores, best.scores[order])
 
 
 X, DY = torch.ones(4, 3), torch.ones(4, 2)

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from dynsparse.ops.grow import select_largest
+from dynsparse.ops.grow.select import select
 
 __all__ = ["DropScore", "lowest", "magnitude"]
 
@@ -36,6 +36,6 @@ def lowest(scores: Tensor, count: int) -> Tensor:
         raise ValueError(f"expected one drop score per block, [nnz], got {list(scores.shape)}")
     if not 0 <= count <= len(scores):
         raise ValueError(f"cannot drop {count} of {len(scores)} blocks")
-    if bool(torch.isnan(scores).any()):
+    if len(scores) and bool(torch.isnan(scores.min())):
         raise ValueError("drop scores hold NaN, so blocks cannot be ranked: the training diverged")
-    return select_largest(scores.neg(), count).cpu()
+    return select(scores, count, largest=False).cpu()

@@ -58,7 +58,7 @@ class GradientGrowth:
     def choose(
         self, taken: SparsePattern, count: int, pairs: Sequence[tuple[Tensor, Tensor]]
     ) -> Tensor:
-        return topk_outside(pairs, taken, count, pooling=self.pooling).flat
+        return topk_outside(pairs, taken, count, pooling=self.pooling, sort=False).flat
 
     def state_dict(self) -> dict[str, Any]:
         return {}

