@@ -15,6 +15,7 @@ import numpy as np
 from dynsparse.popsparse import bucket_sizes, tile_cycles, vertex_cycles
 from dynsparse.popsparse.exchange_cost import ExchangeCost
 from dynsparse.popsparse.plan import Method
+from dynsparse.popsparse.propagation_price import expected_cycles
 from dynsparse.popsparse.search_space import SearchSpace
 from dynsparse.popsparse.vertex_cycles import Search
 from dynsparse.popsparse.worker_split import split_rectangles
@@ -125,7 +126,11 @@ def product_terms(
     cycles = cycles + _multiply(space, grad_input=grad_input)
     terms.append(TermArray("distribution compute", cycles, gathered + held + turned))
     none = np.zeros_like(pz)
-    terms.append(TermArray("propagation", none, 2 * bucket + dense + held + turned))
+    spilling = none
+    if space.options.price_propagation:
+        kind = "grad_input" if grad_input else "forward"
+        spilling = expected_cycles(space, buckets.groups, words, bucket, kind=kind)
+    terms.append(TermArray("propagation", spilling, 2 * bucket + dense + held + turned))
 
     sent = np.where(v.py > 1, results * partials.size, 0)
     terms.append(TermArray("reduction exchange", exchange(sent), held + sent))

@@ -13,6 +13,7 @@ from dynsparse.popsparse import bucket_sizes, tile_cycles, vertex_cycles
 from dynsparse.popsparse.cost import Buckets, TermArray
 from dynsparse.popsparse.exchange_cost import ExchangeCost
 from dynsparse.popsparse.plan import Method
+from dynsparse.popsparse.propagation_price import expected_cycles
 from dynsparse.popsparse.search_space import SearchSpace
 
 __all__ = ["grad_weight_terms"]
@@ -66,6 +67,12 @@ def grad_weight_terms(
 
     cycles = vertex_cycles.zero_partials(values, workers) + pz * _multiply(space)
     terms.append(TermArray("distribution compute", cycles, none))
+
+    if space.options.price_propagation:
+        cycles = expected_cycles(
+            space, buckets.groups, buckets.forward_words, bucket, kind="grad_weight"
+        )
+        terms.append(TermArray("propagation", cycles, none))
 
     cast = dtype is not partials
     # The original mixes up the bytes of the partials with those of the meta-info here.

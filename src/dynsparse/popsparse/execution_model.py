@@ -21,14 +21,11 @@ from dynsparse.popsparse import execution_cycles, tile_cycles
 from dynsparse.popsparse.bucket_load import BucketLoad
 from dynsparse.popsparse.execution_cycles import Kernel
 from dynsparse.popsparse.plan import Method, Plan
+from dynsparse.popsparse.propagation_price import LOOP_CONTROL, LOOP_STEPS
 
 __all__ = ["PassTime", "Step", "predict"]
 
 _WORD = 2  # Bytes of a meta-info word.
-_LOOP_STEPS = 10
-"""Supersteps of one turn of the propagation loop: loop condition, predicate, buffer switch,
-compute, decrement, if, toggle, switch, exchange, increment."""
-_CONTROL_VERTICES = 5
 _CONTROL_INSTRUCTIONS = 20  # Of a vertex that reads, computes and writes one number. 10 to 40.
 
 
@@ -172,9 +169,9 @@ class _Pass:
             compute += z * (slowest or float(max(load.scan for load in self.loads)))
         turns = z * len(offsets)
         skipped = sum(not used for used in overflow.used_x[: overflow.x])
-        control = turns * _CONTROL_VERTICES * _CONTROL_INSTRUCTIONS * self.workers
+        control = turns * LOOP_CONTROL * self.workers
         moved = (turns + skipped + 1) * self.exchange(bucket_bytes)
-        yield Step("propagation", compute + control, moved, _LOOP_STEPS * turns + 1)
+        yield Step("propagation", compute + control, moved, LOOP_STEPS * turns + 1)
 
     def control(self) -> Step:
         """The end counts cast, multiplied, and the decision whether to propagate."""

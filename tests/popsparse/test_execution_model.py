@@ -1,0 +1,165 @@
+"""The execution model: kernels against the estimator, hand-made patterns, spills, passes."""
+
+import numpy as np
+import pytest
+import torch
+
+from dynsparse.machine.target import Target
+from dynsparse.pattern import SparsePattern
+from dynsparse.popsparse import execution_cycles, vertex_cycles
+from dynsparse.popsparse.data_types import FLOAT16, FLOAT32
+from dynsparse.popsparse.execution_model import predict
+from dynsparse.popsparse.params import FullyConnectedParams, MatmulParams, SparsityParams
+from dynsparse.popsparse.planner import make_plan, matmul_plan
+from dynsparse.popsparse.tile_memory import require_fit, tile_memory
+
+
+def pattern(size, density, edge=1, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    return SparsePattern.random((size, size), density=density, block_size=edge, generator=generator)
+
+
+@pytest.mark.parametrize(("dtype", "exact"), [(FLOAT16, (4, 8)), (FLOAT32, (2, 4))])
+def test_special_batches_take_what_the_estimator_says(dtype, exact):
+    for z in exact:
+        kernel = execution_cycles.element_product(z, dtype)
+        estimate = vertex_cycles.element_forward(5, 20, z, dtype, 6)
+        assert 6 * kernel.worker(5, 100) + kernel.supervisor + 30 == estimate
+
+
+def test_general_batches_pay_for_each_vector():
+    """Instructions counted by hand: 13 a row, 17 + 3 y for each 8, 11 + 2 y for 4 more."""
+    kernel = execution_cycles.element_product(28, FLOAT16)
+    assert kernel.worker(2, 2 * 5) == 33 + 2 * (13 + 3 * (17 + 3 * 5) + 4 + 11 + 2 * 5)
+    kernel = execution_cycles.element_product(14, FLOAT32)
+    assert kernel.worker(1, 7) == 30 + 13 + 3 * (12 + 3 * 7) + 4 + 8 + 2 * 7
+
+
+@pytest.mark.parametrize("z", [1, 2, 5, 64])
+@pytest.mark.parametrize("edge", [4, 8, 16])
+@pytest.mark.parametrize("retain", [True, False])
+def test_block_kernel_is_linear(z, edge, retain):
+    kernel = execution_cycles.block_product(z, (edge, edge), FLOAT16, FLOAT16, 16, retain=retain)
+    found = 6 * kernel.worker(3, 3 * 7) + kernel.supervisor
+    found += 3 * kernel.by_row + 3 * 7 * kernel.by_each
+    sizes = ((edge, edge), FLOAT16, FLOAT16, 16, 6)
+    assert found == vertex_cycles.block_forward(3, 7, z, *sizes, retain=retain)
+
+
+def test_half_with_float_partials_loads_twice():
+    """16 x 16 blocks: 32 products a cycle with float32 partials, 64 with float16."""
+
+    def rate(partials):
+        kernel = execution_cycles.block_product(6000, (16, 16), FLOAT16, partials, 16, retain=True)
+        return 256 * 6000 / int(kernel.each)
+
+    assert rate(FLOAT32) == pytest.approx(32, rel=0.01)
+    assert rate(FLOAT16) == pytest.approx(64, rel=0.01)
+
+
+@pytest.mark.parametrize(("bytes_", "cycles"), [(0, 72), (8, 78), (48, 78), (49, 84)])
+def test_zeroing_is_a_word_an_instruction(bytes_, cycles):
+    assert execution_cycles.zero(bytes_, 6) == cycles
+
+
+def plan_for(size=512, edge=1, density=0.1, batch=64, tiles=24, dtype="float16", **options):
+    params = FullyConnectedParams(SparsityParams(edge), density, batch, 1, size, size)
+    asked = {"do_grad_a_pass": True, "do_grad_w_pass": True, **options}
+    return make_plan(Target(tiles=tiles), dtype, params, asked)
+
+
+@pytest.mark.parametrize("edge", [1, 4, 8, 16])
+@pytest.mark.parametrize("dtype", ["float16", "float32"])
+@pytest.mark.parametrize("move", [False, True])
+def test_all_passes_are_predicted(edge, dtype, move):
+    constraint = {"exchange": {"grad_w_exchange_buckets": move}}
+    plan = plan_for(edge=edge, dtype=dtype, plan_constraints=constraint)
+    found = predict(plan, pattern(512, 0.1, edge))
+    assert list(found) == ["forward", "grad_input", "grad_weight"]
+    nnz = pattern(512, 0.1, edge).nnz * edge * edge
+    for name, time in found.items():
+        # The estimate and the prediction are of the same product: within a small factor.
+        assert 0.3 < time.cycles / plan.costs[name].cycles < 4
+        assert time.products == 2 * nnz * 64
+        figures = time.to_dict()
+        assert figures["cycles"] == (
+            figures["compute_cycles"] + figures["exchange_cycles"] + figures["sync_cycles"]
+        )
+
+
+def test_own_grad_input_buckets():
+    shared = predict(plan_for(), pattern(512, 0.1))["grad_input"]
+    own = predict(plan_for(shared_buckets=False), pattern(512, 0.1))["grad_input"]
+    assert own.cycles != shared.cycles
+
+
+def test_the_fullest_tile_decides():
+    """The same number of non-zeros, evenly or in one corner as far as the buckets hold them."""
+    options = {"meta_info_bucket_oversize_proportion": 9.0}
+    plan = plan_for(density=0.01, **options)
+    even = predict(plan, pattern(512, 0.01))["forward"]
+    side = 52
+    rows, cols = np.divmod(np.arange(2622), side)
+    corner = SparsePattern(rows, cols, shape=(512, 512))
+    crowded = predict(plan, corner)["forward"]
+    assert crowded.compute_cycles > 1.5 * even.compute_cycles
+
+
+def test_spills_cost_propagation_steps():
+    plan = plan_for(edge=4, force_bucket_spills=True)
+    calm = predict(plan_for(edge=4), pattern(512, 0.1, 4))["forward"]
+    spilt = predict(plan, pattern(512, 0.1, 4))["forward"]
+    assert calm.propagation_steps == 0
+    assert spilt.propagation_steps >= plan.partition.z
+    assert spilt.cycles > calm.cycles
+
+
+def test_sync_is_a_cost_of_the_target():
+    plan = plan_for(edge=4)
+    loud = make_plan(plan.target.with_(sync_cycles=1000), "float16", plan.params, plan.options)
+    a, b = (predict(p, pattern(512, 0.1, 4))["forward"] for p in (plan, loud))
+    assert b.sync_cycles > 7 * a.sync_cycles
+    assert (a.compute_cycles, a.exchange_cycles) == (b.compute_cycles, b.exchange_cycles)
+
+
+def test_a_wrong_pattern():
+    with pytest.raises(ValueError, match=r"the plan is for a pattern of shape \(512, 512\)"):
+        predict(plan_for(), pattern(256, 0.1))
+    with pytest.raises(ValueError, match=r"in blocks of \(1, 1\), got"):
+        predict(plan_for(), pattern(512, 0.1, 4))
+
+
+@pytest.mark.parametrize(("dtype", "batch"), [("float16", 64), ("float16", 256), ("float32", 256)])
+def test_priced_propagation_does_better_on_patterns_that_overflow(dtype, batch):
+    params = MatmulParams(SparsityParams(16), 1 / 16, 1, 4096, 4096, batch)
+    times = []
+    for price in (False, True):
+        plan = matmul_plan(Target.bow(), dtype, params, {"price_propagation": price})
+        found = [predict(plan, pattern(4096, 1 / 16, 16, seed)) for seed in range(12)]
+        times.append(np.mean([sum(t.cycles for t in f.values()) for f in found]))
+    plain, priced = times
+    assert priced < 0.95 * plain
+
+
+def test_pricing_changes_nothing_where_nothing_overflows():
+    params = MatmulParams(SparsityParams(), 1 / 16, 1, 4096, 4096, 256)
+    plain, priced = (
+        matmul_plan(Target.bow(), "float16", params, {"price_propagation": price})
+        for price in (False, True)
+    )
+    assert plain.partition == priced.partition
+
+
+def test_memory_that_cannot_hold_the_plan():
+    params = MatmulParams(SparsityParams(), 1 / 16, 1, 4096, 4096, 4096)
+    plan = matmul_plan(Target.bow(), "float16", params)
+    memory = tile_memory(plan)
+    assert plan.memory_bound is None
+    assert memory.needed > memory.available
+    with pytest.raises(ValueError, match=r"needs \d+ bytes a tile .* use a smaller batch"):
+        require_fit(plan)
+    require_fit(
+        matmul_plan(
+            Target.bow(), "float16", MatmulParams(SparsityParams(), 1 / 16, 1, 4096, 4096, 64)
+        )
+    )
