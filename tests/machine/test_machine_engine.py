@@ -385,3 +385,58 @@ def test_reading_and_writing():
         engine.read("same")
     with pytest.raises(ValueError, match="exists already"):
         graph.add_handle("column", v)
+
+
+def test_without_numerics_the_profile_is_the_same():
+    graph = Graph(SMALL)
+    _, going, sets = counter(graph)
+    tiles = np.arange(4)
+    x = graph.add_variable(HALF, [4, 3], "x", tiles=tiles)
+    y = graph.add_variable(HALF, [4, 3], "y", tiles=tiles)
+    lengths = graph.add_variable(INT, [4], "lengths", tiles=tiles)
+    moved = graph.add_variable(INT, [4], "moved", tiles=tiles)
+    graph.set_initial_value(x, 1.0)
+    calls = []
+
+    def compute(v):
+        calls.append(1)
+        v.x[...] += 1
+
+    work = Codelet(
+        "work",
+        {"x": InOut(HALF), "n": In(INT)},
+        compute,
+        lambda v: v.n,
+        data_dependent=True,
+    )
+    one = graph.add_compute_set("work")
+    graph.add_vertices(one, work, tiles, {"x": x, "n": lengths})
+    pairs = [(x[1:], y[:-1]), (x[:1], y[3:]), (lengths[::-1], moved)]
+    body = Sequence(Execute(one), Copy(pairs, name="both"), sets["down"])
+    program = RepeatWhileTrue(sets["test"], going, body)
+    profiles = []
+    for numerics in (True, False):
+        engine = Engine(graph, program, numerics=numerics)
+        engine.write("value", 3)
+        engine.write("lengths", [4, 3, 2, 1])
+        profiles.append(engine.run().to_dict())
+        assert engine.read("moved").tolist() == [1, 2, 3, 4]
+    assert profiles[0] == profiles[1]
+    assert len(calls) == 3
+    with pytest.raises(ProgramError, match="'x' is half, which an engine with numerics=False"):
+        engine.read("x")
+    with pytest.raises(ProgramError, match="numerics=False"):
+        engine.write("x", 1.0)
+    count = Codelet("count", {"x": In(HALF), "n": Out(INT)}, compute, 1)
+    bad = graph.add_compute_set("bad")
+    graph.add_vertices(bad, count, tiles, {"x": x, "n": lengths})
+    with pytest.raises(ProgramError, match="'count' makes whole numbers from floating-point"):
+        Engine(graph, Execute(bad), numerics=False)
+
+
+def test_streams_without_numerics():
+    graph = Graph(SMALL)
+    v = graph.add_variable(HALF, [4], "v", tiles=0)
+    stream = graph.add_stream("in", HALF, 4, to_device=True)
+    profile = Engine(graph, Copy(stream, v, name="load"), numerics=False).run()
+    assert profile.step("load").host > 0

@@ -1,5 +1,6 @@
 """The examples run, and meet the figures of Poplar's tutorials on the same programs."""
 
+import re
 import runpy
 from pathlib import Path
 
@@ -37,3 +38,10 @@ def test_matrix_vector_product(capsys):
     assert profile.step("gather").exchange == 49
     assert profile.step("sums").compute == 108
     assert profile.cycles == pytest.approx(3996, rel=0.002)
+
+
+def test_the_page_on_the_machine_runs(capsys):
+    page = (EXAMPLES.parent / "docs" / "popsparse-machine.md").read_text()
+    (block,) = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+    exec(compile(block, "popsparse-machine.md", "exec"), {})
+    assert "pass on" in capsys.readouterr().out

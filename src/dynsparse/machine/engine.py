@@ -35,13 +35,17 @@ class Engine:
         check_memory: whether a tile that overflows is an error. Otherwise it only shows in the
             profile.
         max_iterations: after this many turns a while loop is taken for endless.
+        numerics: whether half and float data is computed. Without it only whole numbers and bools,
+            which steer a program, move and change; the profile is the same at a fraction of the
+            time and memory, and floating-point tensors can be neither read nor written.
 
     Raises:
         MappingError: an element without a tile, or on a tile the target does not have.
         LocalityError: a vertex connected to another tile's memory.
         RaceError: vertices of a compute set, or sides of a copy, that meet in one element.
         OutOfMemoryError: a tile that does not fit, with its largest variables.
-        ProgramError: a program that contains itself or writes a constant.
+        ProgramError: a program that contains itself or writes a constant; or, without numerics, a
+            codelet that makes whole numbers of floating-point ones.
     """
 
     def __init__(
@@ -52,18 +56,25 @@ class Engine:
         *,
         check_memory: bool = True,
         max_iterations: int = 1_000_000,
+        numerics: bool = True,
     ) -> None:
         self.graph = graph
         self.target = graph.target if target is None else target
         self.max_iterations = max_iterations
+        self.numerics = numerics
         self.host = Host()
         self.steps: list[tuple[str, str, CopyPlan | None]] = []
         check_mapping(graph, self.target)
+        # Memory of types that are not computed is address space only: never touched, so never real.
         self.memory: dict[DType, np.ndarray] = {
-            dtype: np.full(size, dtype.poison, dtype.numpy) for dtype, size in graph.sizes.items()
+            dtype: np.full(size, dtype.poison, dtype.numpy)
+            if self.computes(dtype)
+            else np.empty(size, dtype.numpy)
+            for dtype, size in graph.sizes.items()
         }
         for tensor, values in graph.initial:
-            self._store(tensor, values, "the initial value")
+            if self.computes(tensor.dtype):
+                self._store(tensor, values, "the initial value")
         named = program if isinstance(program, Mapping) else {"main": program}
         lowering = Lowering(self)
         self._nodes: dict[str, Node] = {}
@@ -90,6 +101,10 @@ class Engine:
         }
         if check_memory:
             _check_memory(self.memory_use)
+
+    def computes(self, dtype: DType) -> bool:
+        """Whether data of this type is computed: see `numerics`."""
+        return self.numerics or not dtype.is_floating
 
     def add_step(self, name: str, kind: str, plan: CopyPlan | None = None) -> int:
         """A row of the profile. For lowering."""
@@ -126,6 +141,15 @@ class Engine:
     # The host's side.
 
     def _tensor(self, what: str | Tensor) -> Tensor:
+        tensor = self._find(what)
+        if not self.computes(tensor.dtype):
+            raise ProgramError(
+                f"{tensor.name} is {tensor.dtype.name}, which an engine with numerics=False does "
+                f"not compute"
+            )
+        return tensor
+
+    def _find(self, what: str | Tensor) -> Tensor:
         if isinstance(what, Tensor):
             if what.graph is not self.graph:
                 raise MachineError("the tensor belongs to another graph")

@@ -157,7 +157,8 @@ class Lowering:
 
         def run(profile: Profile) -> None:
             # Rubbish from here on, so that a program which does want it is found out.
-            engine._store(tensor, poison, "WriteUndef")
+            if engine.computes(tensor.dtype):
+                engine._store(tensor, poison, "WriteUndef")
 
         return run
 
@@ -169,7 +170,8 @@ class Lowering:
         self._check_destinations(program, path)
         plan = plan_copy(engine.graph, engine.target, program.pairs, path)
         self.copies.append(plan)
-        move = bind_copy(program.pairs, engine.memory)
+        computed = [pair for pair in program.pairs if engine.computes(pair[0].dtype)]
+        move = bind_copy(computed, engine.memory)
         step = engine.add_step(path, "exchange" if plan.is_exchange else "compute", plan)
         sync = engine.target.sync_cycles if plan.is_exchange else 0
         exchange, local = plan.exchange_cycles, plan.local_cycles
@@ -210,13 +212,26 @@ class Lowering:
         flat = (dst if stream.to_device else src).flatten()
 
         def run(profile: Profile) -> None:
-            if stream.to_device:
+            if not engine.computes(stream.dtype):
+                pass
+            elif stream.to_device:
                 engine.write(flat, engine.host.fetch(stream))
             else:
                 engine.host.deliver(stream, engine.read(flat))
             profile.record(step, sync=target.sync_cycles, host=float(cycles))
 
         return run
+
+    def _is_computed(self, vertices: VertexSet, path: str) -> bool:
+        edges = [(vertices.codelet.fields[name], t.dtype) for name, t in vertices.edges.items()]
+        if all(self.engine.computes(dtype) for _, dtype in edges):
+            return True
+        if any(edge.writes and not dtype.is_floating for edge, dtype in edges):
+            raise ProgramError(
+                f"compute set {path!r}: {vertices.codelet.name!r} makes whole numbers from "
+                f"floating-point data, so it needs an engine with numerics=True"
+            )
+        return False
 
     def _Execute(self, program: programs.Execute, path: str) -> Node:
         engine = self.engine
@@ -230,17 +245,20 @@ class Lowering:
         fixed: list[np.ndarray | None] = [
             None if b.codelet.data_dependent else b.cycles() for b in bound
         ]
+        computed = [self._is_computed(v, path) for v in sets if v.count]
         known = schedule.tile_cycles([f for f in fixed if f is not None]) if all(
             f is not None for f in fixed
         ) else None  # fmt: skip
         known_max = float(known.max()) if known is not None else 0.0
 
         def run(profile: Profile) -> None:
-            for b in bound:
-                b.load()
+            for b, is_computed in zip(bound, computed, strict=True):
+                if is_computed or b.codelet.data_dependent:
+                    b.load()
             cycles = [b.cycles() if f is None else f for b, f in zip(bound, fixed, strict=True)]
-            for b, spent in zip(bound, cycles, strict=True):
-                b.run()
+            for b, spent, is_computed in zip(bound, cycles, computed, strict=True):
+                if is_computed:
+                    b.run()
                 row = profile.codelets.setdefault(b.codelet.name, CodeletProfile())
                 row.vertices += len(spent)
                 row.cycles += float(spent.sum())
