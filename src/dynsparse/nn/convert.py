@@ -110,7 +110,8 @@ def sparsify(
         nnz = sum(counts[name] * blocks[name] ** 2 for name in groups)
         asked = "by layer" if density is None else f"{density:g}"
         print(describe(model))
-        print(f"density of the {len(groups)} chosen: {nnz / elements:.6g} (asked for: {asked})")
+        achieved = f"{nnz / elements:.6g} (asked for: {asked})"
+        print(f"density of the {len(groups)} layers chosen: {achieved}")
     return model
 
 
@@ -150,7 +151,9 @@ def _sparse(
     cls = SparseConv1D if site.kind == "Conv1D" else SparseLinear
     if start == "magnitude":
         total = weight.numel() // block_size**2
-        dense = _linear(nn.Parameter(weight), _own(site.bias, site.bias_parameter), True)
+        dense = _linear(
+            nn.Parameter(weight.contiguous()), _own(site.bias, site.bias_parameter), True
+        )
         layer = cls.from_dense(dense, nnz / total, block_size)
     else:
         pattern = SparsePattern.random(
