@@ -1,6 +1,7 @@
 """Encoding and decoding: exact, complete, met by the propagation, clear when it cannot be."""
 
 import math
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -307,3 +308,9 @@ def test_empty_and_full_patterns():
         assert encoded.info.summary()["propagation_steps"] == 0
     empty = partitioner.encode_pattern(SparsePattern([], [], shape=(8, 8)))
     assert empty.meta_info[:4].tolist() == [1, 1, 2, 0]
+
+
+def test_the_example_of_the_documentation_runs():
+    page = Path(__file__).parents[2] / "docs" / "popsparse-partitioner.md"
+    code = page.read_text().split("```python\n")[1].split("```")[0]
+    exec(compile(code, str(page), "exec"), {})

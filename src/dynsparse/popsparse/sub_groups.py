@@ -51,7 +51,9 @@ class SubGroups:
                 of one piece that arrived together in a bucket are one sub-group. int64 [runs].
         """
         if arrival.any():
-            order = np.lexsort((runs.row, -runs.length, arrival, bucket))
+            order = stable_order(runs.row)
+            for key in (runs.length.max() - runs.length, arrival, bucket):
+                order = order[stable_order(key[order])]
             runs, bucket, arrival = runs[order], bucket[order], arrival[order]
         first = np.ones(len(runs), bool)
         first[1:] = (bucket[1:] != bucket[:-1]) | (arrival[1:] != arrival[:-1])
