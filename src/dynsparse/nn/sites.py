@@ -142,7 +142,7 @@ def select(
                 raise ValueError(f"include: {_nothing(pattern, sites)}")
             kind = type(model.get_submodule(named[0])).__name__
             raise ValueError(
-                f"include: {pattern!r} names {named[0]!r}, a {kind}, which cannot be made sparse; "
+                f"include: {pattern!r} names {named[0]!r} ({kind}), which cannot be made sparse; "
                 f"{_KINDS}"
             )
     for pattern in exclude:
@@ -234,8 +234,8 @@ def tied(
             same = site.module is first.module
             if not same and (site.kind, site.kind) != (first.kind, "Linear"):
                 raise ValueError(
-                    f"{pair} but not their layer, a {type(first.module).__name__} and a "
-                    f"{type(site.module).__name__}: use one module in both places, or exclude both"
+                    f"{pair} but not their layer ({type(first.module).__name__} and "
+                    f"{type(site.module).__name__}): use one module in both places, or exclude both"
                 )
             if not same and site.bias_parameter is not first.bias_parameter:
                 raise ValueError(
@@ -245,7 +245,7 @@ def tied(
         for name, module in owners[id(first.parameter)]:
             if id(module) not in inside:
                 raise ValueError(
-                    f"{first.name!r} shares its weight with {name!r}, a {type(module).__name__}, "
+                    f"{first.name!r} shares its weight with {name!r} ({type(module).__name__}), "
                     f"which is not made sparse: exclude {first.name!r}"
                 )
     return converted

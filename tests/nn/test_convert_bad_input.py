@@ -1,0 +1,176 @@
+"""Bad input to sparsify and densify: one clear line, and the model stays as it was."""
+
+import pytest
+import torch
+from torch import nn
+
+import dynsparse as ds
+from dynsparse.nn import SparseLinear
+
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embed = nn.Embedding(10, 8)
+        self.body = nn.ModuleList([nn.Linear(8, 12), nn.Linear(12, 8)])
+        self.attention = nn.MultiheadAttention(8, 2)
+        self.norm = nn.LayerNorm(8)
+        self.head = nn.Linear(8, 10)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "message"),
+    [
+        ({"density": 0.0}, ValueError, r"density must be a number in \(0, 1\], got 0.0"),
+        ({"density": 10}, ValueError, r"density must be a number in \(0, 1\], got 10"),
+        ({"density": None}, ValueError, "density may be None only when densities names every"),
+        ({"density": 1e-6}, ValueError, "the overall density 1e-06 is impossible: one block"),
+        ({"allocation": "erdos"}, ValueError, r"allocation must be one of.*got 'erdos'"),
+        ({"start": "zero"}, ValueError, "start must be 'random' or 'magnitude', got 'zero'"),
+        ({"block_size": 3}, ValueError, r"3 does not divide the layer 'body.0' of shape \[12, 8\]"),
+        ({"block_size": 0}, ValueError, "block size of 'body.0' must be an integer >= 1, got 0"),
+        ({"block_size": 4}, ValueError, r"'head' of shape \[10, 8\]: choose one of \[1, 2\]"),
+        ({"block_sizes": {"head": 5}}, ValueError, "block size 5 does not divide the layer 'head'"),
+        ({"block_sizes": {"tail": 2}}, ValueError, "block_sizes: the pattern 'tail' is the first"),
+        ({"block_sizes": 4}, TypeError, "block_sizes must map name patterns to values, got 4"),
+        (
+            {"densities": {"head": 2}},
+            ValueError,
+            r"the density of 'head' must be .*\(0, 1\], got 2",
+        ),
+        ({"densities": {"norm": 0.5}}, ValueError, "densities: the pattern 'norm' is the first"),
+        ({"densities": {"*": 0.1, "head": 1}}, ValueError, "the pattern 'head' is the first match"),
+        ({"densities": {0: 0.5}}, TypeError, "densities must be name patterns.*got 0"),
+        ({"densities": {"body": 0.9}}, ValueError, "impossible: the layers with a density of"),
+        ({"densities": {"*": 0.9}}, ValueError, "or pass density=None"),
+        ({"include": ["embed"]}, ValueError, "'embed' names 'embed' .Embedding., which cannot"),
+        (
+            {"include": ["norm"]},
+            ValueError,
+            "'norm' .LayerNorm., which cannot be made sparse; nn.L",
+        ),
+        (
+            {"include": ["boddy"]},
+            ValueError,
+            "include: the pattern 'boddy' matches no module.*'body.0'",
+        ),
+        ({"include": nn.Linear}, TypeError, "include must be name patterns such as"),
+        ({"include": [nn.Linear]}, TypeError, "include must be name patterns such as"),
+        ({"exclude": ["haed"]}, ValueError, "exclude: the pattern 'haed' matches no module"),
+        ({"exclude": None}, TypeError, "exclude must be name patterns such as"),
+        ({"exclude": "*"}, ValueError, "include and exclude leave none of the 7 layers"),
+        ({"include": ["head"], "exclude": ["head"]}, ValueError, "leave none of the 7 layers"),
+    ],
+)
+def test_bad_arguments(arguments, error, message):
+    model = Model()
+    modules, state = list(model.modules()), list(model.state_dict())
+    with pytest.raises(error, match=message) as caught:
+        ds.sparsify(model, verbose=False, **arguments)
+    assert "\n" not in str(caught.value)
+    assert all(a is b for a, b in zip(model.modules(), modules, strict=True))
+    assert list(model.state_dict()) == state
+
+
+def tie(a, b):
+    b.weight = a.weight
+
+
+def tied(biases=True, kind=nn.Linear):
+    model = nn.ModuleDict({"a": nn.Linear(8, 8), "b": kind(8, 8), "c": nn.Linear(8, 8)})
+    tie(model["a"], model["b"])
+    if biases and kind is nn.Linear:
+        model["b"].bias = model["a"].bias
+    return model
+
+
+class Conv1D(nn.Module):
+    def __init__(self, nf, nx):
+        super().__init__()
+        self.nf = nf
+        self.weight = nn.Parameter(torch.zeros(nx, nf))
+        self.bias = nn.Parameter(torch.zeros(nf))
+
+
+def two_attentions():
+    model = nn.ModuleDict({name: nn.MultiheadAttention(8, 2) for name in "xy"})
+    model["y"].in_proj_weight = model["x"].in_proj_weight
+    return model
+
+
+def out_proj_elsewhere():
+    attention = nn.MultiheadAttention(8, 2)
+    return nn.ModuleDict({"x": attention, "y": attention.out_proj})
+
+
+@pytest.mark.parametrize(
+    ("model", "arguments", "message"),
+    [
+        (tied(), {"exclude": ["b"]}, "'a' and 'b' share their weight but would be treated diff"),
+        (tied(), {"include": ["b"]}, "'b' and 'a' share their weight but would be treated diff"),
+        (tied(), {"densities": {"b": 0.2}}, "'a' and 'b' share their weight but would be treated"),
+        (tied(), {"block_sizes": {"b": 4}}, "'a' and 'b' share their weight but would be treated"),
+        (tied(biases=False), {}, "'a' and 'b' share their weight but not their bias: use one"),
+        (tied(kind=nn.Embedding), {}, "'a' shares its weight with 'b' .Embedding.*exclude 'a'"),
+        (tied(kind=Conv1D), {}, "'a' and 'b' share their weight but not their layer .Linear and"),
+        (two_attentions(), {}, "'x.q_proj' and 'y.q_proj' share their weight but not their layer"),
+        (out_proj_elsewhere(), {}, "'x.out_proj' and 'y' share their weight but not their layer"),
+    ],
+)
+def test_weights_that_cannot_stay_tied(model, arguments, message):
+    modules = list(model.modules())
+    with pytest.raises(ValueError, match=message):
+        ds.sparsify(model, 0.5, verbose=False, **arguments)
+    assert all(a is b for a, b in zip(model.modules(), modules, strict=True))
+
+
+def hooked():
+    layer = nn.Linear(8, 8)
+    layer.register_forward_hook(lambda *_: None)
+    return nn.Sequential(layer)
+
+
+@pytest.mark.parametrize(
+    ("model", "error", "message"),
+    [
+        (None, TypeError, "expected a torch.nn.Module, got NoneType"),
+        ([nn.Linear(8, 8)], TypeError, "expected a torch.nn.Module, got list"),
+        (nn.Sequential(nn.ReLU()), ValueError, "the model has no layer that can be made sparse"),
+        (nn.Sequential(SparseLinear(8, 8)), ValueError, "no layer that can be made sparse"),
+        (nn.Linear(8, 8), ValueError, "a single Linear, which cannot be replaced in place"),
+        (nn.MultiheadAttention(8, 2), ValueError, "a single MultiheadAttention, which cannot be"),
+        (nn.Sequential(nn.Linear(8, 8, device="meta")), ValueError, "'0' is on the meta device"),
+        (hooked(), ValueError, "the layer '0' has hooks, which its conversion would lose"),
+    ],
+)
+def test_models_that_cannot_be_converted(model, error, message):
+    with pytest.raises(error, match=message):
+        ds.sparsify(model, 0.5, verbose=False)
+
+
+@pytest.mark.filterwarnings("ignore:Lazy modules:UserWarning")
+def test_lazy_layers_must_know_their_shape():
+    model = nn.Sequential(nn.LazyLinear(8))
+    with pytest.raises(ValueError, match="'0' has no shape yet: run one batch"):
+        ds.sparsify(model, 0.5, verbose=False)
+    model(torch.zeros(1, 4))
+    assert isinstance(ds.sparsify(model, 0.5, verbose=False)[0], SparseLinear)
+
+
+@pytest.mark.parametrize(
+    ("model", "error", "message"),
+    [
+        ("model", TypeError, "expected a torch.nn.Module, got str"),
+        (nn.Sequential(nn.Linear(8, 8)), ValueError, "the model has no sparse layers"),
+        (SparseLinear(8, 8), ValueError, "a single SparseLinear, which cannot be replaced"),
+        (ds.nn.SparseMultiheadAttention(8, 2), ValueError, "a single SparseMultiheadAttention"),
+    ],
+)
+def test_models_that_cannot_be_densified(model, error, message):
+    with pytest.raises(error, match=message):
+        ds.densify(model)
+
+
+def test_a_pattern_may_exclude_what_could_not_be_sparse_anyway():
+    model = ds.sparsify(Model(), 0.5, exclude=["embed", "norm", "head"], verbose=False)
+    assert type(model.head) is nn.Linear
