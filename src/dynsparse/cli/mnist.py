@@ -146,7 +146,10 @@ def mnist(
     seed: Annotated[
         int | None, _int(_TRAINING, "Of all randomness; drawn and shown if left out.")
     ] = None,
-    threads: Annotated[int | None, _int(_TRAINING, "CPU threads.")] = None,
+    threads: Annotated[
+        int,
+        _int(_TRAINING, "CPU threads; small batches gain nothing from more than one."),
+    ] = _DEFAULT.threads,
     test_mode: Annotated[
         str, _choice(_TRAINING, "Train and test, or only one.", "test_mode")
     ] = _DEFAULT.test_mode,

@@ -30,6 +30,7 @@ CHOICES: dict[str, tuple[Any, ...]] = {
     "test_mode": ("all", "training", "tests"),
 }
 
+_WIDEST = 1_000_000
 _SCHEDULE_KEYS = ("zero_steps", "phase_delay", "period")
 
 
@@ -64,7 +65,7 @@ class Options:
     learning_rate: float | None = None
     decay: str = "cosine"
     seed: int | None = None
-    threads: int | None = None
+    threads: int = 1
     test_mode: str = "all"
     restore: Path | None = None
     checkpoint_path: Path | None = None
@@ -106,8 +107,10 @@ class Options:
 
     def _check_network(self) -> None:
         for size in self.hidden_sizes:
-            if not _is_integer(size, 1):
-                raise ValueError(f"--hidden-sizes: expected integers of at least 1, got {size!r}")
+            if not _is_integer(size, 1) or size > _WIDEST:
+                raise ValueError(
+                    f"--hidden-sizes: expected integers between 1 and {_WIDEST}, got {size!r}"
+                )
         expected = len(self.hidden_sizes) + 1
         if not self.hidden_sizes or len(self.densities) != expected:
             raise ValueError(

@@ -39,8 +39,15 @@ def run(options: Options, console: Console | None = None) -> dict[str, Any]:
         options.check()
     if seed is None:
         seed = int.from_bytes(os.urandom(4), "little")
-    if options.threads is not None:
-        torch.set_num_threads(options.threads)
+    before = torch.get_num_threads()
+    torch.set_num_threads(options.threads)
+    try:
+        return _run(options, seed, checkpoint, console)
+    finally:
+        torch.set_num_threads(before)
+
+
+def _run(options: Options, seed: int, checkpoint: Path | None, console: Console) -> dict[str, Any]:
     pictures = data.load(options.dataset, options.data_dir)
     if options.hold_out:
         pictures = pictures.hold_out(options.hold_out)
@@ -49,7 +56,8 @@ def run(options: Options, console: Console | None = None) -> dict[str, Any]:
         restore(training, checkpoint)
     outputs = _Outputs(training, resumes=checkpoint is not None)
 
-    console.print(_headline(training, len(pictures.train), len(pictures.test)), highlight=False)
+    for line in _headlines(training, pictures):
+        console.print(line, highlight=False)
     last = None if options.test_mode == "tests" else _train(training, console, outputs)
     test = None if options.test_mode == "training" else training.test()
     figures = training_figures(training, last, test)
@@ -117,16 +125,15 @@ def _recorder(training: Training, path: Path) -> Recorder:
     return recorder
 
 
-def _headline(training: Training, train: int, test: int) -> str:
+def _headlines(training: Training, pictures: data.DataSet) -> list[str]:
     options = training.options
-    sizes = " - ".join(
-        str(n) for n in (training.permutation.numel(), *options.hidden_sizes, data.CLASSES)
-    )
-    return (
-        f"{options.method} on {options.dataset} ({train:,} training pictures, {test:,} for the "
-        f"test), network {sizes}, density {100 * density(training.network):.2f} %, "
-        f"seed {training.seed}, {torch.get_num_threads()} threads"
-    )
+    sizes = [training.permutation.numel(), *options.hidden_sizes, data.CLASSES]
+    return [
+        f"{options.method} on {options.dataset}: {len(pictures.train):,} pictures to train, "
+        f"{len(pictures.test):,} {'held out ' if options.hold_out else ''}to test",
+        f"network {' - '.join(map(str, sizes))}, density {100 * density(training.network):.2f} %, "
+        f"{options.optimizer}, batch {options.batch_size}, seed {training.seed}",
+    ]
 
 
 def _train(training: Training, console: Console, outputs: _Outputs) -> Report | None:

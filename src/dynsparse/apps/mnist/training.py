@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
@@ -163,6 +164,11 @@ class Training:
             window.seconds += time.perf_counter() - begin
             ends = number == self.batches
             if ends or number % self.report_interval == 0:
+                if not math.isfinite(window.loss):
+                    raise ValueError(
+                        f"the training diverged: the loss is {float(window.loss)} after step "
+                        f"{self.step}: lower --learning-rate"
+                    )
                 whole.add(window)
                 self.seconds += window.seconds
                 self.replaced += window.replaced

@@ -1,0 +1,128 @@
+"""Wrong options of the MNIST training: each is refused in one line that names its flag."""
+
+import pytest
+import torch
+
+from dynsparse.apps.mnist import Options
+from dynsparse.apps.mnist.optimizer import build_optimizer, learning_rate
+from dynsparse.apps.mnist.options import layer_shapes
+
+NAN, INFINITE = float("nan"), float("inf")
+
+WRONG = [
+    ({"dataset": "cifar"}, "--dataset: expected one of digits, mnist, fashion-mnist, got 'cifar'"),
+    ({"method": "snip"}, "--method: expected one of rigl, set, static, dense"),
+    ({"block_size": 2}, "--block-size: expected one of 1, 4, 8, 16, 32, got 2"),
+    ({"pooling_type": "sum"}, "--pooling-type: expected one of NONE, SUM, AVG, MAX, got 'sum'"),
+    ({"permute_input": "rows"}, "--permute-input: expected one of none, block, random"),
+    ({"optimizer": "SGD"}, "--optimizer: expected one of GradientDescent, Momentum, Adam"),
+    ({"decay": "linear"}, "--decay: expected one of cosine, steps, constant"),
+    ({"data_type": "float16"}, "--data-type: expected one of float32, float64, bfloat16"),
+    ({"test_mode": "test"}, "--test-mode: expected one of all, training, tests"),
+    ({"batch_size": 0}, "--batch-size: expected an integer of at least 1, got 0"),
+    ({"batch_size": 1.5}, "--batch-size: expected an integer of at least 1, got 1.5"),
+    ({"epochs": -1}, "--epochs: expected an integer of at least 1"),
+    ({"epochs": True}, "--epochs: expected an integer of at least 1, got True"),
+    ({"steps_per_epoch": 0}, "--steps-per-epoch: expected an integer"),
+    ({"update_interval": 0}, "--update-interval: expected an integer"),
+    ({"checkpoint_freq": 0}, "--checkpoint-freq: expected an integer"),
+    ({"threads": 0}, "--threads: expected an integer"),
+    ({"hold_out": -5}, "--hold-out: expected an integer of at least 0"),
+    ({"seed": -1}, "--seed: expected an integer of at least 0"),
+    ({"seed": 2**63}, "--seed: expected an integer below 2^63"),
+    ({"stop_after": 0}, "--stop-after: expected an integer"),
+    ({"stop_after": 11}, "--stop-after: expected one of the 10 epochs, got 11"),
+    ({"droprate": 1.0}, "--droprate: expected a number in [0, 1), got 1.0"),
+    ({"droprate": NAN}, "--droprate: expected a number"),
+    ({"prune_ratio": 1.5}, "--prune-ratio: expected a number in [0, 1], got 1.5"),
+    ({"learning_rate": -0.1}, "--learning-rate: expected a finite number of at least 0"),
+    ({"learning_rate": INFINITE}, "--learning-rate: expected a finite number"),
+    ({"hidden_sizes": (0,)}, "--hidden-sizes: expected integers between 1"),
+    ({"hidden_sizes": (10**9,)}, "--hidden-sizes: expected integers between 1"),
+    ({"hidden_sizes": ()}, "--densities: expected one density per layer"),
+    ({"densities": (0.1,)}, "expected one density per layer, 2 for 1 hidden layer(s), got 1"),
+    ({"hidden_sizes": (30, 20)}, "expected one density per layer, 3 for 2 hidden layer(s), got 2"),
+    ({"densities": (0.0, 1.0)}, "--densities: expected numbers above 0 and up to 1"),
+    ({"densities": (0.1, 1.1)}, "--densities: expected numbers above 0 and up to 1"),
+    ({"densities": (0.1, NAN)}, "--densities: expected numbers above 0 and up to 1"),
+    ({"densities": ("a", 1)}, "--densities: expected numbers above 0 and up to 1"),
+    (
+        {"block_size": 16, "hidden_sizes": (300,)},
+        "--block-size 16 does not divide the first hidden size 300: choose a hidden size such as "
+        "304",
+    ),
+    ({"cosine_prune_schedule": {"zero": 1}}, "--cosine-prune-schedule: expected the keys"),
+    ({"cosine_prune_schedule": {"period": "1"}}, "period: expected a number, got '1'"),
+    ({"cosine_prune_schedule": {"phase_delay": NAN}}, "phase_delay: expected a number"),
+    ({"cosine_prune_schedule": {"zero_steps": 1.5}}, "zero_steps: expected a number of pattern"),
+    ({"test_mode": "tests"}, "--test-mode tests: expected a trained network"),
+    ({"data_dir": "somewhere"}, "--data-dir: the digits come with scikit-learn"),
+    ({"wandb_name": "run"}, "add --use-wandb"),
+]
+
+
+@pytest.mark.parametrize(("changes", "message"), WRONG, ids=lambda x: str(x)[:40])
+def test_wrong_options_are_refused(changes, message):
+    with pytest.raises(ValueError, match="-") as error:
+        Options(**changes).check()
+    assert message in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+WRONG_ARGUMENTS = [
+    ("Adam", {"momentum": 0.9}, "expected an argument of Adam (beta1, beta2, epsilon"),
+    ("Momentum", {"beta1": 0.9}, "expected an argument of Momentum (momentum, nesterov"),
+    ("Momentum", {"nesterov": 1}, "nesterov: expected true or false, got 1"),
+    ("Momentum", {"momentum": "high"}, "momentum: expected a number, got 'high'"),
+    ("Momentum", {"momentum": True}, "momentum: expected a number, got True"),
+    ("Momentum", {"momentum": -1}, "momentum"),
+    ("Adam", {"beta2": 1.5}, "beta"),
+    ("GradientDescent", {"weight_decay": -1.0}, "weight_decay"),
+]
+
+
+@pytest.mark.parametrize(("name", "arguments", "message"), WRONG_ARGUMENTS)
+def test_wrong_optimizer_arguments_are_refused(name, arguments, message):
+    options = Options(optimizer=name, optimizer_args=arguments)
+    options.check()
+    with pytest.raises(ValueError, match="--optimizer-arg: ") as error:
+        build_optimizer(options, torch.nn.Linear(2, 2))
+    assert message in str(error.value)
+
+
+def test_the_defaults_are_fine():
+    Options().check()
+    Options(hidden_sizes=(300, 100), densities=(0.01, 0.11, 1)).check()
+
+
+def test_layer_shapes():
+    first, second = layer_shapes(Options(block_size=16, densities=(0.1, 1)))
+    assert (first.in_features, first.out_features, first.block_size) == (784, 320, 16)
+    assert first.sparse
+    assert not second.sparse
+    # Blocks of 32 do not divide 28 x 28: the picture gets a border.
+    assert layer_shapes(Options(block_size=32))[0].in_features == 1024
+    assert layer_shapes(Options(block_size=32, method="dense"))[0].in_features == 784
+    widths = [s.out_features for s in layer_shapes(Options(hidden_sizes=(300, 100)))[:2]]
+    assert widths == [300, 100]
+
+
+@pytest.mark.parametrize(
+    ("decay", "rates"),
+    [
+        ("constant", [0.02] * 5),
+        ("steps", [0.02, 0.01, 0.005, 0.001, 0.0001]),
+        ("cosine", [0.02, 0.0180902, 0.0130902, 0.0069098, 0.0019098]),
+    ],
+)
+def test_learning_rates_over_the_training(decay, rates):
+    options = Options(optimizer="Momentum", decay=decay)
+    got = [learning_rate(options, step, 100) for step in (0, 20, 40, 60, 80)]
+    assert got == pytest.approx(rates, abs=1e-7)
+    assert learning_rate(options, 99, 100) <= rates[-1]
+
+
+def test_the_learning_rate_scales_with_the_batch():
+    assert learning_rate(Options(optimizer="Momentum", batch_size=64), 0, 9) == pytest.approx(0.08)
+    assert learning_rate(Options(batch_size=64), 0, 9) == pytest.approx(0.004)
+    assert learning_rate(Options(batch_size=64, learning_rate=0.5), 0, 9) == 0.5
