@@ -89,3 +89,30 @@ def test_imbalanced_area_spills_and_propagates():
         )
         encoded = partitioner.encode(pattern, torch.ones(pattern.nnz))
         assert partitioner.decode(encoded)[0] == pattern
+
+
+@pytest.mark.parametrize("block", [1, 16])
+def test_worst_case_all_non_zeros_in_one_rectangle(block):
+    """As many non-zeros as planned for, all of one (x, y): the buckets before it, in turn."""
+    params = FullyConnectedParams.create_with_nz_ratio(
+        SparsityParams(block), 0.02, 16, 1, 1024, 1024
+    )
+    fixed = {"plan_constraints": {"partition": {"x": 4, "y": 3, "z": 2}}}
+    partitioner = Partitioner.for_params(Target.mk2(tiles=24), "float16", params, fixed)
+    layout = partitioner.layout
+    parts_x, parts_y, parts_z = layout.partition
+    part_x, part_y, _ = layout.part
+    count = min(int(0.02 * 1024 * 1024) // layout.area, part_x * part_y)
+    corner = SparsePattern.random((part_x, part_y), nnz=count, generator=torch.manual_seed(0))
+    pattern = SparsePattern(corner.rows, corner.cols, shape=(1024, 1024), block_size=block)
+    values = torch.randn(pattern.values_shape).half()
+    encoded = partitioner.encode(pattern, values)
+    found, found_values = partitioner.decode(encoded)
+    assert found == pattern
+    assert torch.equal(found_values, values)
+    # From (0, 0) backwards in the host's order: the same x first, then the last x, and so on.
+    held = (encoded.info.nz_used.reshape(parts_x, -1) > 0).any(1)
+    offsets = sum(parts_y - (i == 0) for i in range(parts_x) if held[-i % parts_x])
+    assert encoded.info.propagated > pattern.nnz / 2
+    assert encoded.info.propagation_steps == parts_z * offsets
+    assert offsets > parts_y

@@ -14,18 +14,16 @@ from functools import cached_property
 
 import numpy as np
 
-__all__ = ["WORD_LIMIT", "BucketLayout", "ceil_div"]
+from dynsparse.popsparse.params import ceil_div
+from dynsparse.popsparse.plan import Plan
+
+__all__ = ["WORD_LIMIT", "BucketLayout", "bucket_layout"]
 
 WORD_LIMIT = 65535
 """Meta-info words are 16 bits wide."""
 
 # Words of the fixed parts; the layouts are spelled out in meta_info.py.
 ELEMENT_HEADER, ELEMENT_WORKER, BLOCK_HEADER, GRAD_W_WORKER, ROW_ENTRY = 9, 5, 7, 4, 2
-
-
-def ceil_div(a: int, b: int) -> int:
-    """a / b rounded up, for non-negative integers."""
-    return -(-a // b)
 
 
 @dataclass(frozen=True)
@@ -168,3 +166,22 @@ class BucketLayout:
     ) -> np.ndarray | int:
         """Words charged for a sub-group of `rows` non-empty block rows and `nz` blocks."""
         return self.header_words(rows, nz, actual_workers) + ROW_ENTRY * rows + nz
+
+
+def bucket_layout(plan: Plan) -> BucketLayout:
+    """The buckets of one group of a plan."""
+    sizes, parts = plan.sizes, plan.partition
+    return BucketLayout(
+        rows=sizes.x,
+        cols=sizes.y,
+        batch=sizes.z,
+        partition=(parts.x, parts.y, parts.z),
+        nz_elements=plan.buckets.nz_elements,
+        meta_info_words=plan.buckets.forward_words,
+        grad_a_words=plan.buckets.grad_input_words,
+        block=plan.block_dimensions,
+        grad_w=plan.options.do_grad_w_pass,
+        batch_grain=plan.grouping.z,
+        data_bytes=plan.dtype.size,
+        workers=plan.target.workers,
+    )

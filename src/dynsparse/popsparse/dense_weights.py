@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from dynsparse.pattern import SparsePattern
-from dynsparse.popsparse.formats import SparseMatrix, to_numpy
+from dynsparse.popsparse.block_lists import to_numpy
+from dynsparse.popsparse.formats import SparseMatrix
 from dynsparse.popsparse.plan import Plan
 
 __all__ = ["DensePartitioner", "DenseWeights"]

@@ -11,50 +11,28 @@ SciPy. Values of a block are row-major, in CSC column-major.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from dynsparse.pattern import SparsePattern
+from dynsparse.popsparse.block_lists import (
+    Blocks,
+    check_offsets,
+    check_positions,
+    index_array,
+    merge_blocks,
+    offsets_of,
+    row_major,
+    split_blocks,
+    to_numpy,
+)
 
-__all__ = ["BSRMatrix", "COOMatrix", "CSCMatrix", "CSRMatrix", "SparseMatrix", "to_numpy"]
+__all__ = ["BSRMatrix", "COOMatrix", "CSCMatrix", "CSRMatrix", "SparseMatrix"]
 
 M = TypeVar("M", bound="SparseMatrix")
-
-
-class _Blocks(NamedTuple):
-    """The form all formats meet in: block coordinates int64 [n], values [n, height, width]."""
-
-    row: np.ndarray
-    col: np.ndarray
-    data: np.ndarray
-
-
-def to_numpy(values: Any, what: str = "values") -> np.ndarray:
-    """A tensor or array as an array of real numbers.
-
-    Raises:
-        TypeError: a type NumPy does not have (bfloat16), or one that is not a number.
-    """
-    if isinstance(values, Tensor):
-        if values.dtype == torch.bfloat16:
-            raise TypeError(f"{what} must be float16, float32 or float64, got bfloat16: convert it")
-        return values.detach().cpu().numpy()
-    array = np.asarray(values)
-    if array.dtype.kind not in "fiu":
-        raise TypeError(f"{what} must be real numbers, got {array.dtype}")
-    return array
-
-
-def _indices(values: Any, what: str) -> np.ndarray:
-    array = to_numpy(values, what)
-    if array.ndim != 1:
-        raise ValueError(f"{what} must be one-dimensional, got the shape {list(array.shape)}")
-    if array.size and array.dtype.kind not in "iu":
-        raise TypeError(f"{what} must be integers, got {array.dtype}")
-    return array.astype(np.int64)
 
 
 def _pair(value: Sequence[int], what: str) -> tuple[int, int]:
@@ -92,19 +70,19 @@ class SparseMatrix:
             if size % edge:
                 raise ValueError(f"{what} must be a multiple of the block's {edge}, got {size}")
         self.nz_values = to_numpy(nz_values, "nz_values")
-        self.column_indices = _indices(column_indices, "column_indices")
-        self.row_indices = _indices(row_indices, "row_indices")
+        self.column_indices = index_array(column_indices, "column_indices")
+        self.row_indices = index_array(row_indices, "row_indices")
         self._check()
 
     def _check(self) -> None:
         raise TypeError("use one of COOMatrix, CSRMatrix, CSCMatrix and BSRMatrix")
 
-    def blocks(self) -> _Blocks:
+    def blocks(self) -> Blocks:
         """Block coordinates and values [n, height, width], in the order stored."""
         raise TypeError("use one of COOMatrix, CSRMatrix, CSCMatrix and BSRMatrix")
 
     @classmethod
-    def _of(cls: type[M], blocks: _Blocks, shape: tuple[int, int], block: tuple[int, int]) -> M:
+    def _of(cls: type[M], blocks: Blocks, shape: tuple[int, int], block: tuple[int, int]) -> M:
         raise TypeError("use one of COOMatrix, CSRMatrix, CSCMatrix and BSRMatrix")
 
     # Checks the formats share.
@@ -118,31 +96,6 @@ class SparseMatrix:
             raise ValueError(
                 f"nz_values must have {blocks} blocks x {self.area} = {blocks * self.area} values, "
                 f"got the shape {list(self.nz_values.shape)}"
-            )
-
-    @staticmethod
-    def _check_positions(indices: np.ndarray, what: str, size: int, edge: int) -> None:
-        if not indices.size:
-            return
-        if int(indices.min()) < 0 or int(indices.max()) >= size:
-            wrong = indices[(indices < 0) | (indices >= size)][0]
-            raise ValueError(f"{what} must lie in [0, {size}), got {wrong}")
-        if (indices % edge).any():
-            wrong = indices[indices % edge != 0][0]
-            raise ValueError(f"{what} must be multiples of the block's {edge}, got {wrong}")
-
-    @staticmethod
-    def _check_offsets(offsets: np.ndarray, what: str, lines: int, total: int, step: int) -> None:
-        if len(offsets) != lines + 1:
-            raise ValueError(f"{what} must have {lines + 1} entries, got {len(offsets)}")
-        if (offsets % step).any():
-            wrong = offsets[offsets % step != 0][0]
-            raise ValueError(f"{what} must be multiples of the block area {step}, got {wrong}")
-        if offsets[0] != 0 or (np.diff(offsets) < 0).any():
-            raise ValueError(f"{what} must begin with 0 and not decrease")
-        if offsets[-1] != total:
-            raise ValueError(
-                f"{what} must end with the number of values {total}, got {offsets[-1]}"
             )
 
     # Conversions.
@@ -169,7 +122,7 @@ class SparseMatrix:
     def transposed(self: M) -> M:
         """The transposed matrix, in the same format."""
         row, col, data = self.blocks()
-        swapped = _Blocks(col, row, data.transpose(0, 2, 1))
+        swapped = Blocks(col, row, data.transpose(0, 2, 1))
         return type(self)._of(swapped, self.shape[::-1], self.block_dimensions[::-1])
 
     def with_blocks(self: M, block_dimensions: Sequence[int]) -> M:
@@ -183,7 +136,7 @@ class SparseMatrix:
         old = self.block_dimensions
         blocks = self.blocks()
         if all(o % n == 0 for o, n in zip(old, new, strict=True)):
-            blocks = _split(blocks, (old[0] // new[0], old[1] // new[1]))
+            blocks = split_blocks(blocks, (old[0] // new[0], old[1] // new[1]))
         elif isinstance(self, (CSRMatrix, CSCMatrix)):
             raise ValueError(
                 f"blocks of {old} can only become smaller ones that divide them, got {new}: "
@@ -192,7 +145,9 @@ class SparseMatrix:
         elif all(n % o == 0 for o, n in zip(old, new, strict=True)):
             if self.shape[0] % new[0] or self.shape[1] % new[1]:
                 raise ValueError(f"blocks of {new} do not divide the matrix {self.shape}")
-            blocks = _merge(blocks, (new[0] // old[0], new[1] // old[1]), self.shape[1] // new[1])
+            blocks = merge_blocks(
+                blocks, (new[0] // old[0], new[1] // old[1]), self.shape[1] // new[1]
+            )
         else:
             raise ValueError(f"blocks of {old} and {new} do not divide each other")
         return type(self)._of(blocks, self.shape, new)
@@ -207,7 +162,7 @@ class SparseMatrix:
             )
         b = pattern.block_size
         rows, cols = (a.numpy().astype(np.int64) for a in (pattern.rows, pattern.cols))
-        return cls._of(_Blocks(rows, cols, array.reshape(-1, b, b)), pattern.shape, (b, b))
+        return cls._of(Blocks(rows, cols, array.reshape(-1, b, b)), pattern.shape, (b, b))
 
     def to_pattern(self) -> tuple[SparsePattern, Tensor]:
         """The pattern and its values; blocks must be square.
@@ -221,7 +176,7 @@ class SparseMatrix:
                 f"a pattern has square blocks, got {self.block_dimensions}: "
                 f"use with_blocks(({min(edge, other)}, {min(edge, other)})) or smaller"
             )
-        row, col, data = _sorted(self.blocks())
+        row, col, data = row_major(self.blocks())
         pattern = SparsePattern(row, col, shape=self.shape, block_size=edge)
         return pattern, torch.from_numpy(np.ascontiguousarray(data.reshape(pattern.values_shape)))
 
@@ -254,45 +209,6 @@ class SparseMatrix:
         )
 
 
-def _sorted(blocks: _Blocks) -> _Blocks:
-    order = np.lexsort((blocks.col, blocks.row))
-    return _Blocks(*(a[order] for a in blocks))
-
-
-def _split(blocks: _Blocks, by: tuple[int, int]) -> _Blocks:
-    """Each block as by[0] x by[1] smaller ones, sorted row-major."""
-    n, height, width = blocks.data.shape
-    small = (height // by[0], width // by[1])
-    data = blocks.data.reshape(n, by[0], small[0], by[1], small[1]).transpose(0, 1, 3, 2, 4)
-    row = blocks.row[:, None, None] * by[0] + np.arange(by[0])[:, None]
-    col = blocks.col[:, None, None] * by[1] + np.arange(by[1])
-    row, col = np.broadcast_arrays(row, col)
-    return _sorted(_Blocks(row.ravel(), col.ravel(), data.reshape(-1, *small)))
-
-
-def _merge(blocks: _Blocks, by: tuple[int, int], width: int) -> _Blocks:
-    """by[0] x by[1] blocks as one; every part must be there exactly once."""
-    parts = by[0] * by[1]
-    flat = blocks.row // by[0] * width + blocks.col // by[1]
-    part = blocks.row % by[0] * by[1] + blocks.col % by[1]
-    order = np.lexsort((part, flat))
-    whole, counts = np.unique(flat, return_counts=True)
-    expected = np.tile(np.arange(parts), len(whole))
-    if (counts != parts).any() or (part[order] != expected).any():
-        at = whole[counts != parts][:1].tolist() or whole[:1].tolist()
-        raise ValueError(
-            f"blocks cannot be merged {by[0]} x {by[1]}: not all {parts} parts of the block at "
-            f"block row {at[0] // width}, column {at[0] % width} are there exactly once"
-        )
-    _, height, edge = blocks.data.shape
-    data = blocks.data[order].reshape(-1, by[0], by[1], height, edge).transpose(0, 1, 3, 2, 4)
-    return _Blocks(whole // width, whole % width, data.reshape(-1, by[0] * height, by[1] * edge))
-
-
-def _offsets(lines: np.ndarray, count: int) -> np.ndarray:
-    return np.append(0, np.cumsum(np.bincount(lines, minlength=count)))
-
-
 class COOMatrix(SparseMatrix):
     """Row and column of each block's first element, in any order."""
 
@@ -304,17 +220,17 @@ class COOMatrix(SparseMatrix):
             )
         self._check_values(len(self.row_indices))
         (rows, cols), (height, width) = self.shape, self.block_dimensions
-        self._check_positions(self.row_indices, "row_indices", rows, height)
-        self._check_positions(self.column_indices, "column_indices", cols, width)
+        check_positions(self.row_indices, "row_indices", rows, height)
+        check_positions(self.column_indices, "column_indices", cols, width)
 
-    def blocks(self) -> _Blocks:
+    def blocks(self) -> Blocks:
         height, width = self.block_dimensions
         data = self.nz_values.reshape(-1, height, width)
-        return _Blocks(self.row_indices // height, self.column_indices // width, data)
+        return Blocks(self.row_indices // height, self.column_indices // width, data)
 
     @classmethod
-    def _of(cls, blocks: _Blocks, shape: tuple[int, int], block: tuple[int, int]) -> COOMatrix:
-        row, col, data = _sorted(blocks)
+    def _of(cls, blocks: Blocks, shape: tuple[int, int], block: tuple[int, int]) -> COOMatrix:
+        row, col, data = row_major(blocks)
         return cls(data.ravel(), col * block[1], row * block[0], shape, block)
 
 
@@ -324,20 +240,20 @@ class CSRMatrix(SparseMatrix):
     def _check(self) -> None:
         (rows, cols), (height, width) = self.shape, self.block_dimensions
         total = self.nz_values.size
-        self._check_offsets(self.row_indices, "row_indices", rows // height, total, self.area)
+        check_offsets(self.row_indices, "row_indices", rows // height, total, self.area)
         self._check_values(len(self.column_indices))
-        self._check_positions(self.column_indices, "column_indices", cols, width)
+        check_positions(self.column_indices, "column_indices", cols, width)
 
-    def blocks(self) -> _Blocks:
+    def blocks(self) -> Blocks:
         height, width = self.block_dimensions
         lines = np.diff(self.row_indices) // self.area
         row = np.repeat(np.arange(len(lines)), lines)
-        return _Blocks(row, self.column_indices // width, self.nz_values.reshape(-1, height, width))
+        return Blocks(row, self.column_indices // width, self.nz_values.reshape(-1, height, width))
 
     @classmethod
-    def _of(cls, blocks: _Blocks, shape: tuple[int, int], block: tuple[int, int]) -> CSRMatrix:
-        row, col, data = _sorted(blocks)
-        offsets = _offsets(row, shape[0] // block[0]) * (block[0] * block[1])
+    def _of(cls, blocks: Blocks, shape: tuple[int, int], block: tuple[int, int]) -> CSRMatrix:
+        row, col, data = row_major(blocks)
+        offsets = offsets_of(row, shape[0] // block[0]) * (block[0] * block[1])
         return cls(data.ravel(), col * block[1], offsets, shape, block)
 
 
@@ -348,22 +264,22 @@ class CSCMatrix(SparseMatrix):
     def _check(self) -> None:
         (rows, cols), (height, width) = self.shape, self.block_dimensions
         total = self.nz_values.size
-        self._check_offsets(self.column_indices, "column_indices", cols // width, total, self.area)
+        check_offsets(self.column_indices, "column_indices", cols // width, total, self.area)
         self._check_values(len(self.row_indices))
-        self._check_positions(self.row_indices, "row_indices", rows, height)
+        check_positions(self.row_indices, "row_indices", rows, height)
 
-    def blocks(self) -> _Blocks:
+    def blocks(self) -> Blocks:
         height, width = self.block_dimensions
         lines = np.diff(self.column_indices) // self.area
         col = np.repeat(np.arange(len(lines)), lines)
         data = self.nz_values.reshape(-1, width, height).transpose(0, 2, 1)
-        return _Blocks(self.row_indices // height, col, data)
+        return Blocks(self.row_indices // height, col, data)
 
     @classmethod
-    def _of(cls, blocks: _Blocks, shape: tuple[int, int], block: tuple[int, int]) -> CSCMatrix:
+    def _of(cls, blocks: Blocks, shape: tuple[int, int], block: tuple[int, int]) -> CSCMatrix:
         order = np.lexsort((blocks.row, blocks.col))
         row, col, data = (a[order] for a in blocks)
-        offsets = _offsets(col, shape[1] // block[1]) * (block[0] * block[1])
+        offsets = offsets_of(col, shape[1] // block[1]) * (block[0] * block[1])
         return cls(data.transpose(0, 2, 1).ravel(), offsets, row * block[0], shape, block)
 
 
@@ -379,14 +295,14 @@ class BSRMatrix(SparseMatrix):
                 f"nz_values must have the shape {[blocks, height, width]}, "
                 f"got {list(self.nz_values.shape)}"
             )
-        self._check_offsets(self.row_indices, "row_indices", rows // height, blocks, 1)
-        self._check_positions(self.column_indices, "column_indices", cols // width, 1)
+        check_offsets(self.row_indices, "row_indices", rows // height, blocks, 1)
+        check_positions(self.column_indices, "column_indices", cols // width, 1)
 
-    def blocks(self) -> _Blocks:
+    def blocks(self) -> Blocks:
         row = np.repeat(np.arange(len(self.row_indices) - 1), np.diff(self.row_indices))
-        return _Blocks(row, self.column_indices, self.nz_values)
+        return Blocks(row, self.column_indices, self.nz_values)
 
     @classmethod
-    def _of(cls, blocks: _Blocks, shape: tuple[int, int], block: tuple[int, int]) -> BSRMatrix:
-        row, col, data = _sorted(blocks)
-        return cls(data, col, _offsets(row, shape[0] // block[0]), shape, block)
+    def _of(cls, blocks: Blocks, shape: tuple[int, int], block: tuple[int, int]) -> BSRMatrix:
+        row, col, data = row_major(blocks)
+        return cls(data, col, offsets_of(row, shape[0] // block[0]), shape, block)

@@ -12,7 +12,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from dynsparse.popsparse.buckets import BucketLayout, ceil_div
+from dynsparse.popsparse.buckets import BucketLayout
+from dynsparse.popsparse.params import ceil_div
 from dynsparse.popsparse.sub_groups import SubGroups
 
 __all__ = ["OverflowInfo"]

@@ -19,9 +19,10 @@ import numpy as np
 
 from dynsparse.pattern import SparsePattern
 from dynsparse.popsparse.assignment import Assignment, assign, stable_order
-from dynsparse.popsparse.buckets import BucketLayout
+from dynsparse.popsparse.block_lists import to_numpy
+from dynsparse.popsparse.buckets import BucketLayout, bucket_layout
 from dynsparse.popsparse.encoded import Encoded, EncodedPattern, EncodingInfo
-from dynsparse.popsparse.formats import COOMatrix, SparseMatrix, to_numpy
+from dynsparse.popsparse.formats import COOMatrix, SparseMatrix
 from dynsparse.popsparse.meta_info import MetaInfoWriter
 from dynsparse.popsparse.meta_info_reader import read_buckets
 from dynsparse.popsparse.overflow import OverflowInfo
@@ -31,26 +32,7 @@ from dynsparse.popsparse.planner import PlanningCache, make_plan, matmul_plan
 from dynsparse.popsparse.spilling import BucketOverflowError, spill
 from dynsparse.popsparse.sub_groups import SubGroups
 
-__all__ = ["Partitioner", "bucket_layout"]
-
-
-def bucket_layout(plan: Plan) -> BucketLayout:
-    """The buckets of one group of a plan."""
-    sizes, parts = plan.sizes, plan.partition
-    return BucketLayout(
-        rows=sizes.x,
-        cols=sizes.y,
-        batch=sizes.z,
-        partition=(parts.x, parts.y, parts.z),
-        nz_elements=plan.buckets.nz_elements,
-        meta_info_words=plan.buckets.forward_words,
-        grad_a_words=plan.buckets.grad_input_words,
-        block=plan.block_dimensions,
-        grad_w=plan.options.do_grad_w_pass,
-        batch_grain=plan.grouping.z,
-        data_bytes=plan.dtype.size,
-        workers=plan.target.workers,
-    )
+__all__ = ["Partitioner"]
 
 
 class Partitioner:

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from dynsparse.popsparse.buckets import ceil_div
+from dynsparse.popsparse.params import ceil_div
 
 __all__ = ["WorkPieces", "even_split", "grid_split", "split_rows"]
 
