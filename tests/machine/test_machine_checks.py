@@ -27,6 +27,7 @@ from dynsparse.machine import (
     RepeatWhileTrue,
     Sequence,
     Target,
+    WriteUndef,
     codelets,
     concat,
 )
@@ -187,8 +188,15 @@ def test_races_against_sets(edges):
 def test_constants_are_not_written():
     graph = Graph(SMALL)
     c = graph.add_constant(HALF, [3], [1, 2, 3], "c", tiles=1)
-    with pytest.raises(RaceError, match="'write' writes the constant 'c' through 'out'"):
+    with pytest.raises(ProgramError, match="'write' writes the constant 'c' through 'out'"):
         compiled(graph, (WRITE, 1, {"out": c[1:]}))
+    with pytest.raises(ProgramError, match="WriteUndef writes the constant 'c'"):
+        Engine(graph, WriteUndef(c))
+    with pytest.raises(ProgramError, match="'c' is a constant and cannot be written"):
+        Engine(graph, Sequence()).write("c", 0)
+    stream = graph.add_stream("in", HALF, 3, to_device=True)
+    with pytest.raises(ProgramError, match="writes the constant 'c'"):
+        Engine(graph, Copy(stream, c))
     assert compiled(graph, (READ, 1, {"a": c})).read("c").tolist() == [1, 2, 3]
 
 
@@ -247,6 +255,12 @@ def test_program_errors():
         Repeat(-1, Sequence())
     with pytest.raises(TypeError, match="expected a Program"):
         Engine(graph, [Sequence()])
+    with pytest.raises(TypeError, match="Engine takes a Target, got str"):
+        Engine(graph, Sequence(), "mk2")
+    with pytest.raises(ValueError, match="max_iterations must be at least 1"):
+        Engine(graph, Sequence(), max_iterations=0)
+    with pytest.raises(TypeError, match="WriteUndef takes a Tensor"):
+        WriteUndef("v")
     loop = Sequence(name="loop")
     loop.add(Repeat(2, loop))
     with pytest.raises(ProgramError, match="contains itself"):

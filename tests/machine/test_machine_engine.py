@@ -1,5 +1,7 @@
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from dynsparse.machine import (
     BOOL,
@@ -94,6 +96,39 @@ def test_unequal_vertices_are_dealt_in_turn():
     graph.add_vertices(one, scale_by(lambda v: spans), np.zeros(8, int), {"a": a, "out": out})
     # Worker 0 runs vertices 0 and 6 (1 + 7), worker 1 runs 1 and 7 (2 + 8), worker 5 one of 6.
     assert Engine(graph, Execute(one)).run().cycles == 6 * (2 + 8)
+
+
+@settings(deadline=None, max_examples=60)
+@given(
+    st.lists(
+        st.tuples(
+            st.sampled_from(["worker", "worker", "workers", "supervisor"]),
+            st.lists(st.tuples(st.integers(0, 2), st.integers(0, 9)), min_size=1, max_size=12),
+        ),
+        min_size=1,
+        max_size=4,
+    ),
+    st.integers(1, 6),
+)
+def test_scheduling_one_vertex_at_a_time(sets, workers):
+    graph = Graph(Target(tiles=3, workers=workers))
+    one = graph.add_compute_set("one")
+    lanes = [[0] * workers for _ in range(3)]
+    dealt, alone = [0] * 3, [0] * 3
+    for mode, vertices in sets:
+        tiles, cycles = (np.array(c) for c in zip(*vertices, strict=True))
+        codelet = Codelet(mode, {}, lambda v: None, lambda v, c=cycles: c, mode)
+        graph.add_vertices(one, codelet, tiles, {})
+        for tile, spent in vertices:
+            if mode == "worker":
+                lanes[tile][dealt[tile] % workers] += spent
+                dealt[tile] += 1
+            else:
+                alone[tile] += spent * (workers if mode == "workers" else 1)
+    profile = Engine(graph, Execute(one, name="first")).run()
+    expected = [workers * max(lane) + rest for lane, rest in zip(lanes, alone, strict=True)]
+    assert profile.tile_cycles.tolist() == expected
+    assert profile.step("first").compute == max(expected)
 
 
 def test_the_slowest_tile_counts():

@@ -162,6 +162,8 @@ def test_bad_copies():
         Copy(v, h)
     with pytest.raises(ValueError, match=r"5 elements .* to 10"):
         Copy(v[:5], c)
+    with pytest.raises(TypeError, match="a list of such pairs"):
+        Copy(v)
     with pytest.raises(TypeError, match="tensors or streams"):
         Copy(v, np.zeros(10))
     with pytest.raises(ProgramError, match="writes the constant 'c'"):

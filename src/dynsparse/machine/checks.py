@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from dynsparse.machine.dtypes import DType
-from dynsparse.machine.errors import LocalityError, MappingError, RaceError
+from dynsparse.machine.errors import LocalityError, MappingError, ProgramError, RaceError
 from dynsparse.machine.graph import Graph
 from dynsparse.machine.intervals import Runs, expand
 from dynsparse.machine.target import Target
@@ -65,17 +65,12 @@ def _check_locality(graph: Graph, set_name: str, vertices: VertexSet) -> None:
 
 def _check_constants(graph: Graph, set_name: str, vertices: VertexSet) -> None:
     for name, edge in vertices.codelet.fields.items():
-        tensor = vertices.edges[name]
-        fixed = [v for v in graph.variables[tensor.dtype] if v.is_constant]
-        if not edge.writes or not fixed or not tensor.numel:
-            continue
-        runs, _ = vertices.runs(name)
-        for variable in fixed:
-            if bool(((runs.starts < variable.stop) & (runs.ends > variable.start)).any()):
-                raise RaceError(
-                    f"compute set {set_name!r}: {vertices.codelet.name!r} writes the "
-                    f"constant {variable.name!r} through {name!r}"
-                )
+        variable = graph.constant_in(vertices.edges[name]) if edge.writes else None
+        if variable is not None:
+            raise ProgramError(
+                f"compute set {set_name!r}: {vertices.codelet.name!r} writes the constant "
+                f"{variable.name!r} through {name!r}"
+            )
 
 
 def _check_races(graph: Graph, set_name: str, sets: Sequence[VertexSet], dtype: DType) -> None:
@@ -153,7 +148,7 @@ def check_compute_set(
     do not race.
 
     Raises:
-        MappingError, LocalityError, RaceError
+        MappingError, LocalityError, RaceError, ProgramError
     """
     dtypes = set()
     for vertices in sets:

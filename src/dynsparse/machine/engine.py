@@ -60,6 +60,10 @@ class Engine:
     ) -> None:
         self.graph = graph
         self.target = graph.target if target is None else target
+        if not isinstance(self.target, Target):
+            raise TypeError(f"Engine takes a Target, got {type(target).__name__}")
+        if max_iterations < 1:
+            raise ValueError(f"max_iterations must be at least 1, got {max_iterations}")
         self.max_iterations = max_iterations
         self.numerics = numerics
         self.host = Host()
@@ -177,8 +181,12 @@ class Engine:
         Raises:
             ValueError: another shape, or integers that do not fit the type.
             TypeError: fractional values for an integer type.
+            ProgramError: a constant.
         """
         tensor = self._tensor(what)
+        constant = self.graph.constant_in(tensor)
+        if constant is not None:
+            raise ProgramError(f"{constant.name!r} is a constant and cannot be written")
         self._store(tensor, values, f"write to {what if isinstance(what, str) else tensor.name}")
 
     def connect(self, stream: str, end: Any) -> None:

@@ -12,6 +12,7 @@ import numpy as np
 from dynsparse.machine.dtypes import DType, as_dtype
 from dynsparse.machine.errors import MappingError
 from dynsparse.machine.intervals import Runs, TileMap
+from dynsparse.machine.merge import merge_vertices
 from dynsparse.machine.target import Target
 from dynsparse.machine.tensor import Tensor
 from dynsparse.machine.vertex import Codelet, Ragged, VertexSet
@@ -52,6 +53,13 @@ class ComputeSet:
         self.graph = graph
         self.name = name
         self.vertex_sets: list[VertexSet] = []
+        self._merged: tuple[int, list[VertexSet]] = (0, [])
+
+    def merged(self) -> list[VertexSet]:
+        """The vertices with those added one by one joined, as they run."""
+        if self._merged[0] != len(self.vertex_sets):
+            self._merged = (len(self.vertex_sets), merge_vertices(self.vertex_sets))
+        return self._merged[1]
 
 
 class Stream:
@@ -149,6 +157,16 @@ class Graph:
         found = np.unique(np.searchsorted(starts, tensor.runs().starts, "right") - 1)
         names = [repr(self.variables[tensor.dtype][i].name) for i in found[:4]]
         return ", ".join(names) + (", ..." if len(found) > 4 else "")
+
+    def constant_in(self, tensor: Tensor) -> Variable | None:
+        """The first constant a tensor views, if any."""
+        runs = tensor.runs()
+        for variable in self.variables[tensor.dtype]:
+            if variable.is_constant and tensor.numel:
+                meets = (runs.starts < variable.stop) & (runs.ends > variable.start)
+                if bool(meets.any()):
+                    return variable
+        return None
 
     # Mapping.
 

@@ -94,7 +94,7 @@ class _Analysis:
         elif isinstance(leaf, programs.Execute):
             edges = [
                 (vertices.codelet.fields[name], tensor)
-                for vertices in leaf.compute_set.vertex_sets
+                for vertices in leaf.compute_set.merged()
                 for name, tensor in vertices.edges.items()
             ]
             read = [t for edge, t in edges if edge.reads]

@@ -11,7 +11,6 @@ from dynsparse.machine import program as programs
 from dynsparse.machine.checks import check_compute_set
 from dynsparse.machine.errors import ProgramError
 from dynsparse.machine.exchange import CopyPlan, bind_copy, broadcast_cycles, plan_copy
-from dynsparse.machine.merge import merge_vertices
 from dynsparse.machine.profile import CodeletProfile, Profile
 from dynsparse.machine.tensor import Tensor
 from dynsparse.machine.vertex import BoundVertices, VertexSet
@@ -153,6 +152,7 @@ class Lowering:
 
     def _WriteUndef(self, program: programs.WriteUndef, path: str) -> Node:
         engine, tensor = self.engine, program.tensor
+        self._check_written([tensor], "WriteUndef")
         poison = np.broadcast_to(np.asarray(tensor.dtype.poison), tensor.shape)
 
         def run(profile: Profile) -> None:
@@ -167,7 +167,7 @@ class Lowering:
         if program.stream is not None:
             return self._stream_copy(program, path)
         engine = self.engine
-        self._check_destinations(program, path)
+        self._check_written([dst for _, dst in program.pairs], f"copy {path!r}")
         plan = plan_copy(engine.graph, engine.target, program.pairs, path)
         self.copies.append(plan)
         computed = [pair for pair in program.pairs if engine.computes(pair[0].dtype)]
@@ -186,14 +186,11 @@ class Lowering:
 
         return run
 
-    def _check_destinations(self, program: programs.Copy, path: str) -> None:
-        for _, dst in program.pairs:
-            for variable in self.engine.graph.variables[dst.dtype]:
-                if not variable.is_constant or not dst.numel:
-                    continue
-                runs = dst.runs()
-                if bool(((runs.starts < variable.stop) & (runs.ends > variable.start)).any()):
-                    raise ProgramError(f"copy {path!r} writes the constant {variable.name!r}")
+    def _check_written(self, tensors: list[Tensor], what: str) -> None:
+        for tensor in tensors:
+            constant = self.engine.graph.constant_in(tensor)
+            if constant is not None:
+                raise ProgramError(f"{what} writes the constant {constant.name!r}")
 
     def _stream_copy(self, program: programs.Copy, path: str) -> Node:
         engine, stream = self.engine, program.stream
@@ -208,7 +205,7 @@ class Lowering:
         )
         cycles = np.ceil(stream.numel * stream.dtype.size / rate * target.clock_hz)
         if stream.to_device:
-            self._check_destinations(program, path)
+            self._check_written([dst], f"copy {path!r}")
         flat = (dst if stream.to_device else src).flatten()
 
         def run(profile: Profile) -> None:
@@ -235,7 +232,7 @@ class Lowering:
 
     def _Execute(self, program: programs.Execute, path: str) -> Node:
         engine = self.engine
-        sets = merge_vertices(program.compute_set.vertex_sets)
+        sets = program.compute_set.merged()
         check_compute_set(engine.graph, engine.target, path, sets)
         self.vertex_sets.extend(sets)
         self.compute_sets += 1

@@ -59,13 +59,13 @@ class Sequence(Program):
 
 
 class Execute(Program):
-    """Run the vertices of a compute set."""
+    """Run the vertices of a compute set. The step bears its name, or the one given."""
 
-    def __init__(self, compute_set: ComputeSet) -> None:
+    def __init__(self, compute_set: ComputeSet, *, name: str | None = None) -> None:
         if not isinstance(compute_set, ComputeSet):
             raise TypeError(f"Execute takes a ComputeSet, got {type(compute_set).__name__}")
         self.compute_set = compute_set
-        self.name = compute_set.name
+        self.name = compute_set.name if name is None else name
 
 
 class Copy(Program):
@@ -77,6 +77,8 @@ class Copy(Program):
     """
 
     def __init__(self, source: Any, destination: Any = None, *, name: str | None = None) -> None:
+        if destination is None and isinstance(source, (Tensor, Stream)):
+            raise TypeError("Copy takes a source and a destination, or a list of such pairs")
         pairs = [(source, destination)] if destination is not None else list(source)
         self.name = name
         self.stream: Stream | None = None
