@@ -30,12 +30,13 @@ def problems(draw):
     return pairs, pattern, k, draw(st.sampled_from(POOLINGS))
 
 
-@settings(deadline=None, max_examples=200)
-@given(problems(), st.sampled_from([1, 256, 8 << 20]))
-def test_agrees_with_the_dense_gradient(problem, chunk_bytes):
+@settings(deadline=None, max_examples=80)
+@given(problems(), st.sampled_from([1, 256, 8 << 20]), st.sampled_from([0, 3, 10**9]))
+def test_agrees_with_the_dense_gradient(problem, chunk_bytes, sample_from):
     pairs, pattern, k, pooling = problem
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(topk, "CHUNK_BYTES", chunk_bytes)
+        patch.setattr(topk, "_SAMPLE_FROM", sample_from)
         found = topk_outside(pairs, pattern, k, pooling=pooling)
     flat, scores = topk_outside_naive(pairs, pattern, k, pooling=pooling)
     assert found.flat.tolist() == flat.tolist()
@@ -163,6 +164,27 @@ def test_bad_input(pairs, k, options, error, message):
     pattern = SparsePattern([0], [0], shape=(2, 3))
     with pytest.raises(error, match=message):
         topk_outside(pairs, pattern, k, **options)
+
+
+@pytest.mark.parametrize("guess", [None, 1e9])
+@pytest.mark.parametrize("b", [1, 4])
+def test_the_guessed_threshold(b, guess, monkeypatch, generator):
+    """Enough candidates, not many more; a guess far too high is mended by a second pass."""
+    n = 120 * b
+    x = torch.randn(30, n, generator=generator, dtype=torch.float64)
+    # Outputs of very different scale, some of them dead.
+    dy = torch.randn(30, n, generator=generator, dtype=torch.float64)
+    dy *= torch.rand(n, generator=generator).pow(3) * (torch.rand(n, generator=generator) > 0.2)
+    pattern = SparsePattern.random((n, n), density=0.1, block_size=b, generator=generator)
+    k = 1000
+    dense = topk_outside_naive([(x, dy)], pattern, pattern.total - pattern.nnz)[1]
+    threshold = topk._guess_threshold([(x, dy)], pattern, pattern.flat, k, "sum", torch.float64)
+    assert k <= int((dense > threshold).sum()) < 1.6 * k
+    if guess is not None:
+        monkeypatch.setattr(topk, "_guess_threshold", lambda *_: guess)
+    monkeypatch.setattr(topk, "CHUNK_BYTES", 8 * n * b)
+    found = topk_outside([(x, dy)], pattern, k)
+    assert torch.equal(found.flat, topk_outside_naive([(x, dy)], pattern, k)[0])
 
 
 def test_overflow_is_an_error():
