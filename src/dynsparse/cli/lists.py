@@ -33,8 +33,9 @@ def spread(arguments: list[str], names: set[str]) -> list[str]:
     has_value = False
     for argument in arguments:
         if argument.startswith("-") and not _NUMBER.match(argument):
-            option = argument if argument in names else None
-            has_value = False
+            name, equals, _ = argument.partition("=")
+            option = name if name in names else None
+            has_value = bool(equals)
         elif option is not None:
             if has_value:
                 result.append(option)

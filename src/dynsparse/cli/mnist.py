@@ -8,7 +8,8 @@ from typing import Annotated, Any
 
 import typer
 
-from dynsparse.apps.mnist.options import CHOICES, Options
+from dynsparse.apps import mnist as app
+from dynsparse.apps.mnist import CHOICES, Options
 from dynsparse.cli.values import integer, number
 
 __all__ = ["mnist"]
@@ -196,12 +197,7 @@ def mnist(
     given["cosine_prune_schedule"] = _json_object("cosine-prune-schedule", cosine_prune_schedule)
     given["optimizer_args"] = _arguments(given.pop("optimizer_arg") or [])
     given["wandb_tags"] = tuple(wandb_tags or ())
-    options = Options(**given)
-    options.check()
-
-    from dynsparse.apps.mnist.run import run
-
-    run(options)
+    app.run(Options(**given))
 
 
 def _hidden_sizes(one: int | None, several: list[int] | None) -> tuple[int, ...]:

@@ -1,0 +1,228 @@
+"""The `dynsparse` command: what it prints, and one line with status 2 for what a user can mend."""
+
+import json
+import os
+import subprocess
+import sys
+import warnings
+from dataclasses import fields
+
+import pytest
+
+import dynsparse
+from dynsparse.apps.mnist import Options
+from dynsparse.cli.app import run
+
+TINY = ["mnist", "--epochs", "1", "--batch-size", "128", "--hidden-size", "32", "--seed", "3"]
+
+
+@pytest.fixture(autouse=True)
+def _warnings_stay(monkeypatch):
+    monkeypatch.setattr(warnings, "showwarning", warnings.showwarning)
+
+
+def call(capsys, *arguments):
+    status = run(list(arguments))
+    out = capsys.readouterr()
+    return status, out.out, out.err
+
+
+def test_help_lists_the_commands(capsys):
+    status, out, _ = call(capsys, "--help")
+    assert status == 0
+    for name in ("mnist", "visualise", "info"):
+        assert name in out
+    assert call(capsys)[:2] == (0, out)
+
+
+def test_help_of_mnist_names_every_option(capsys):
+    _, out, _ = call(capsys, "mnist", "--help")
+    for field in fields(Options):
+        name = {"optimizer_args": "optimizer-arg"}.get(field.name, field.name.replace("_", "-"))
+        assert f"--{name}" in out
+
+
+def test_version(capsys):
+    assert call(capsys, "--version")[:2] == (0, f"dynsparse {dynsparse.__version__}\n")
+
+
+def test_mnist_writes_its_figures(capsys, tmp_path):
+    status, out, err = call(
+        capsys, *TINY, "--densities", "0.2", "1", "--json", str(tmp_path / "a.json"),
+        "--optimizer", "Momentum", "--optimizer-arg", "momentum=0.5", "nesterov=false",
+        "--cosine-prune-schedule", '{"period": 0.4}',
+    )  # fmt: skip
+    assert (status, err) == (0, "")
+    assert "test accuracy" in out
+    figures = json.loads((tmp_path / "a.json").read_text())
+    assert [layer["density"] for layer in figures["layers"]] == [pytest.approx(0.2, abs=1e-3), 1]
+    assert figures["dataset"] == "digits"
+
+
+def test_three_layers_by_one_flag(capsys, tmp_path):
+    arguments = "mnist --epochs 1 --hidden-sizes 30 20 --densities 0.1 0.2 1 --batch-size 128"
+    status, _, _ = call(capsys, *arguments.split(), "--json", str(tmp_path / "a.json"))
+    assert status == 0
+    layers = json.loads((tmp_path / "a.json").read_text())["layers"]
+    assert [layer["shape"] for layer in layers] == [[30, 784], [20, 30], [10, 20]]
+
+
+def test_visualise_draws_a_record(capsys, tmp_path):
+    status, _, _ = call(capsys, *TINY, "--records-path", str(tmp_path / "rec"))
+    assert status == 0
+    output = tmp_path / "pictures"
+    status, out, _ = call(
+        capsys, "visualise", "--records-path", str(tmp_path / "rec"), "--output", str(output)
+    )
+    assert status == 0
+    assert out.split() == [str(output / "connectivity.png"), str(output / "curves.png")]
+    assert all((output / name).stat().st_size > 1000 for name in os.listdir(output))
+
+
+def test_info_says_what_computes(capsys):
+    status, out, _ = call(capsys, "info")
+    assert status == 0
+    for name in ("dynsparse", "kernels", "instruction set", "available", "threads", "torch"):
+        assert name in out
+
+
+WRONG = [
+    ("nonsense", "nonsense"),
+    ("mnist --nonsense", "No such option"),
+    ("mnist stray", "stray"),
+    ("mnist --epochs", "--epochs"),
+    ("mnist --epochs many", "expected an integer, got 'many'"),
+    ("mnist --epochs 1.5", "expected an integer, got '1.5'"),
+    ("mnist --epochs 0", "--epochs: expected an integer of at least 1, got 0"),
+    ("mnist --densities 0.1 x", "expected a number, got 'x'"),
+    ("mnist --densities 0.1 -0.3", "expected numbers above 0 and up to 1"),
+    ("mnist --densities 0.1", "expected one density per layer, 2 for 1 hidden layer(s), got 1"),
+    ("mnist --hidden-size 20 --hidden-sizes 20 30", "got both"),
+    ("mnist --block-size 3", "--block-size: expected one of 1, 4, 8, 16, 32, got 3"),
+    ("mnist --block-size 16 --hidden-size 100", "choose a hidden size such as 112"),
+    ("mnist --dataset cifar", "--dataset: expected one of"),
+    ("mnist --method snip", "--method: expected one of"),
+    ("mnist --learning-rate fast", "expected a number, got 'fast'"),
+    ("mnist --learning-rate nan", "--learning-rate: expected a finite number"),
+    ("mnist --optimizer-arg momentum", "expected name=json such as momentum=0.9, got 'momentum'"),
+    ("mnist --optimizer-arg beta1=high", "expected name=json"),
+    ("mnist --optimizer-arg =1", "expected name=json"),
+    ("mnist --optimizer-arg speed=1", "expected an argument of Adam"),
+    ("mnist --cosine-prune-schedule x", "expected a JSON object"),
+    ("mnist --cosine-prune-schedule [1]", "expected a JSON object"),
+    ('mnist --cosine-prune-schedule {"a":1}', "expected the keys zero_steps"),
+    ("mnist --steps-per-epoch 1000", "expected at most the 90 batches of an epoch"),
+    ("mnist --test-mode tests", "name a checkpoint with --restore"),
+    ("mnist --restore nowhere", "nowhere, which does not exist"),
+    ("mnist --restore letter.txt", "letter.txt is not a dynsparse checkpoint"),
+    ("mnist --dataset mnist --data-dir nowhere", "expected a folder with the mnist files"),
+    ("mnist --dataset mnist --data-dir .", "expected train-images-idx3-ubyte"),
+    ("mnist --data-dir .", "the digits come with scikit-learn"),
+    ("mnist --json .", "--json: expected a file"),
+    ("mnist --json no/where.json", "--json: expected a file in a folder that can be written"),
+    ("mnist --log letter.txt/log", "letter.txt"),
+    ("mnist --checkpoint-path letter.txt", "letter.txt"),
+    ("mnist --records-path letter.txt", "letter.txt"),
+    ("mnist --records-path .", "holds other files"),
+    ("mnist --method dense --records-path rec", "expected a sparse layer to record"),
+    ("mnist --wandb-name me", "add --use-wandb"),
+    ("mnist --seed -1", "--seed: expected an integer of at least 0"),
+    ("visualise", "--records-path"),
+    ("visualise --records-path nowhere", "nowhere"),
+    ("visualise --records-path . --cmap magma", "record"),
+    ("info --loud", "No such option"),
+]
+
+
+@pytest.mark.parametrize(("line", "message"), WRONG)
+def test_a_wrong_call_gives_one_line_and_status_2(capsys, tmp_path, monkeypatch, line, message):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "letter.txt").write_text("dear reader")
+    status, out, err = call(capsys, *line.split())
+    assert status == 2
+    assert out == ""
+    assert err.startswith("dynsparse: ")
+    assert err.count("\n") == 1
+    assert message in err
+
+
+def test_an_unknown_colour_map_is_named(capsys, tmp_path):
+    call(capsys, *TINY, "--records-path", str(tmp_path / "rec"))
+    status, _, err = call(
+        capsys, "visualise", "--records-path", str(tmp_path / "rec"), "--cmap", "rainbows"
+    )
+    assert status == 2
+    assert "rainbows" in err
+
+
+def test_our_own_errors_keep_their_traceback(monkeypatch):
+    def broken(options):
+        raise KeyError("a bug")
+
+    monkeypatch.setattr("dynsparse.apps.mnist.run", broken)
+    with pytest.raises(KeyError, match="a bug"):
+        run(TINY)
+
+
+def test_the_traceback_on_request(monkeypatch):
+    monkeypatch.setenv("DYNSPARSE_TRACEBACK", "1")
+    with pytest.raises(ValueError, match="--epochs"):
+        run(["mnist", "--epochs", "0"])
+
+
+def test_too_little_memory_is_one_line(capsys, monkeypatch):
+    def hungry(options):
+        raise RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried ...")
+
+    monkeypatch.setattr("dynsparse.apps.mnist.run", hungry)
+    status, _, err = call(capsys, *TINY)
+    assert (status, err) == (
+        2,
+        "dynsparse: not enough memory: lower the sizes, the densities or the batch size\n",
+    )
+
+
+def test_an_interrupt_is_one_line(capsys, monkeypatch):
+    def interrupted(options):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("dynsparse.apps.mnist.run", interrupted)
+    status, _, err = call(capsys, *TINY)
+    assert (status, err) == (130, "dynsparse: interrupted\n")
+
+
+def test_warnings_are_lines_without_places(capsys, monkeypatch):
+    monkeypatch.setattr(
+        "dynsparse.apps.mnist.run", lambda options: warnings.warn("slow", stacklevel=1)
+    )
+    with warnings.catch_warnings():
+        warnings.simplefilter("always")
+        status, _, err = call(capsys, *TINY)
+    assert (status, err) == (0, "dynsparse: warning: slow\n")
+
+
+def python(*arguments, **environment):
+    return subprocess.run(
+        [sys.executable, *arguments],
+        capture_output=True,
+        text=True,
+        env={**os.environ, **environment},
+    )
+
+
+def test_the_process_has_the_status():
+    done = python("-m", "dynsparse.cli", "mnist", "--epochs", "0")
+    assert done.returncode == 2
+    assert done.stdout == ""
+    assert done.stderr.count("\n") == 1
+    assert "Traceback" not in done.stderr
+
+
+def test_missing_packages_are_one_line(tmp_path):
+    (tmp_path / "sitecustomize.py").write_text("import sys; sys.modules['typer'] = None\n")
+    done = python("-m", "dynsparse.cli", "info", PYTHONPATH=str(tmp_path))
+    assert done.returncode == 2
+    assert done.stderr == (
+        "dynsparse: the command line needs the package typer, which is not installed: "
+        "pip install 'dynsparse[apps]'\n"
+    )

@@ -1,0 +1,23 @@
+"""Options with several values."""
+
+import pytest
+
+from dynsparse.cli.lists import spread
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        ("--a 1 2 --b x", "--a 1 --a 2 --b x"),
+        ("--a 1 --a 2", "--a 1 --a 2"),
+        ("--a 1", "--a 1"),
+        ("--a -1 -.5 2", "--a -1 --a -.5 --a 2"),
+        ("--b 1 2", "--b 1 2"),
+        ("--a 1 2 --flag 3", "--a 1 --a 2 --flag 3"),
+        ("--a=1 2", "--a=1 --a 2"),
+        ("--a", "--a"),
+        ("", ""),
+    ],
+)
+def test_every_value_gets_its_option(given, expected):
+    assert spread(given.split(), {"--a"}) == expected.split()
