@@ -93,11 +93,13 @@ def sample_without_replacement(
         raise ValueError(f"cannot draw {count} distinct positions from {population}")
     if 2 * count >= population:
         return torch.randperm(population, generator=generator)[:count].sort().values
-    drawn = torch.zeros(0, dtype=torch.int64)
+    drawn = np.zeros(0, np.int64)
     while (missing := count - len(drawn)) > 0:
-        more = torch.randint(population, (missing,), generator=generator)
-        drawn = torch.unique(torch.cat([drawn, more]))
-    return drawn
+        more = torch.randint(population, (missing,), generator=generator).numpy()
+        drawn = np.concatenate([drawn, more])
+        drawn.sort()
+        drawn = drawn[np.concatenate([[True], drawn[1:] != drawn[:-1]])]
+    return torch.from_numpy(drawn)
 
 
 class SparsePattern:
@@ -134,8 +136,11 @@ class SparsePattern:
         self.shape = shape
         self.block_size = block_size
         width = self.grid[1]
-        self.rows = torch.div(flat, width, rounding_mode="floor").to(torch.int32)
-        self.cols = (flat % width).to(torch.int32)
+        self.rows = torch.empty(len(flat), dtype=torch.int32)
+        self.cols = torch.empty(len(flat), dtype=torch.int32)
+        # Straight into int32: large patterns spare two arrays of int64.
+        np.floor_divide(flat.numpy(), width, out=self.rows.numpy(), casting="unsafe")
+        np.remainder(flat.numpy(), width, out=self.cols.numpy(), casting="unsafe")
 
     @classmethod
     def from_flat(cls, flat: Tensor, *, shape: Sequence[int], block_size: int = 1) -> SparsePattern:
@@ -394,7 +399,9 @@ class Rewiring:
             ValueError: a slot or position out of range or named twice, or a position that is taken.
         """
         drop = torch.as_tensor(drop, dtype=torch.int64).cpu().flatten()
-        grow = torch.as_tensor(grow, dtype=torch.int64).cpu().flatten().sort().values
+        grow = torch.as_tensor(grow, dtype=torch.int64).cpu().flatten()
+        if not bool((grow[1:] > grow[:-1]).all()):
+            grow = grow.sort().values
         if len(drop) and not (int(drop.min()) >= 0 and int(drop.max()) < pattern.nnz):
             raise ValueError(f"slots to drop must lie in [0, {pattern.nnz})")
         if len(grow) and not (int(grow[0]) >= 0 and int(grow[-1]) < pattern.total):
@@ -404,18 +411,21 @@ class Rewiring:
         kept = stays.nonzero().flatten()
         if len(kept) != pattern.nnz - len(drop):
             raise ValueError("a slot to drop is named twice")
+        # The grown positions are merged into the kept ones, both sorted already. Large patterns
+        # are merged in place, without index arrays of int64.
         kept_flat = pattern.flat[kept]
-        # The grown positions are merged into the kept ones, both sorted already.
-        at = torch.searchsorted(kept_flat, grow) + torch.arange(len(grow))
         is_grown = torch.zeros(len(kept) + len(grow), dtype=torch.bool)
-        is_grown[at] = True
+        is_grown[torch.searchsorted(kept_flat, grow) + torch.arange(len(grow))] = True
         flat = torch.empty(len(is_grown), dtype=torch.int64)
-        flat[is_grown] = grow
-        flat[~is_grown] = kept_flat
+        flat.masked_scatter_(is_grown, grow)
+        source = torch.full((len(flat),), -1, dtype=torch.int64)
+        is_kept = is_grown.logical_not_()
+        flat.masked_scatter_(is_kept, kept_flat)
+        del kept_flat
+        source.masked_scatter_(is_kept, kept)
+        del kept
         if len(flat) > 1 and not bool((flat[1:] > flat[:-1]).all()):
             raise ValueError("a position to grow is named twice or is already in the pattern")
-        source = torch.full((len(flat),), -1, dtype=torch.int64)
-        source[~is_grown] = kept
         after = SparsePattern.from_flat(flat, shape=pattern.shape, block_size=pattern.block_size)
         return cls(pattern, after, source)
 
