@@ -21,7 +21,12 @@ if TYPE_CHECKING:
 _MOST_FRAMES = 120
 _FRAME_MS = 120
 _HELD_MS = 1500
-_SPELLING = {"rigl": "RigL", "set": "SET"}
+_SPELLING = {
+    "rigl": "RigL",
+    "set": "SET",
+    "mnist": "MNIST",
+    "fashion-mnist": "Fashion-MNIST",
+}
 
 Frame = tuple[int, np.ndarray]
 
