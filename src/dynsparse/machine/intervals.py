@@ -49,6 +49,13 @@ def expand(runs: Runs) -> tuple[IntArray, IntArray]:
     return runs.starts[run] + rank, run
 
 
+def _distinct(parts: list[IntArray]) -> IntArray:
+    """The distinct values of several arrays in order. A stable sort merges presorted parts in one
+    pass, which NumPy's hashing `unique` does not."""
+    values = np.sort(np.concatenate(parts), kind="stable")
+    return values[np.concatenate([[True], values[1:] != values[:-1]])]
+
+
 class TileMap:
     """Which tile each address lives on: sorted `bounds` [k + 1] and `tiles` [k], -1 for none."""
 
@@ -66,7 +73,7 @@ class TileMap:
         tiles = np.concatenate([np.broadcast_to(t, r.starts.shape) for r, t in parts])
         order = np.argsort(starts, kind="stable")
         apart = bool((starts[order[1:]] >= ends[order[:-1]]).all())
-        bounds = np.unique(np.concatenate([starts, ends, np.array([0, size])]))
+        bounds = _distinct([starts, ends, np.array([0, size])])
         owner = np.full(len(bounds) - 1, -1, np.int64)
         low, high = np.searchsorted(bounds, starts), np.searchsorted(bounds, ends)
         if apart:
@@ -107,8 +114,12 @@ def refine(a: Runs, b: Runs) -> tuple[IntArray, IntArray, IntArray]:
     """
     if len(a.lengths) == len(b.lengths) and np.array_equal(a.lengths, b.lengths):
         return a.starts, b.starts, a.lengths
+    if len(b.lengths) == 1:
+        return a.starts, b.starts + np.cumsum(a.lengths) - a.lengths, a.lengths
+    if len(a.lengths) == 1:
+        return a.starts + np.cumsum(b.lengths) - b.lengths, b.starts, b.lengths
     ends_a, ends_b = np.cumsum(a.lengths), np.cumsum(b.lengths)
-    ends = np.union1d(ends_a, ends_b)
+    ends = _distinct([ends_a, ends_b])
     at = np.concatenate([[0], ends[:-1]])
     run_a = np.searchsorted(ends_a, at, "right")
     run_b = np.searchsorted(ends_b, at, "right")
