@@ -1,0 +1,70 @@
+"""sparsify on models of the `transformers` library, built from small configurations."""
+
+import copy
+
+import pytest
+import torch
+
+import dynsparse as ds
+from dynsparse.nn import SparseLinear
+
+transformers = pytest.importorskip("transformers")
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+SIZES = {"vocab_size": 50, "bos_token_id": 0, "eos_token_id": 0, "pad_token_id": 0}
+WIDE = SIZES | {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4,
+                "intermediate_size": 64}  # fmt: skip
+
+
+def gpt2():
+    config = transformers.GPT2Config(**SIZES, n_positions=16, n_embd=32, n_layer=2, n_head=4)
+    return transformers.GPT2LMHeadModel(config), ["lm_head"], 8
+
+
+def bert():
+    return transformers.BertForMaskedLM(transformers.BertConfig(**WIDE)), ["cls"], 12
+
+
+def llama():
+    config = transformers.LlamaConfig(**WIDE, num_key_value_heads=2)
+    return transformers.LlamaForCausalLM(config), ["lm_head"], 14
+
+
+def t5():
+    config = transformers.T5Config(
+        **SIZES, d_model=32, d_kv=8, num_layers=2, num_heads=4, d_ff=64, decoder_start_token_id=0
+    )
+    # it reads the data type of `wo.weight`, which a sparse layer does not have
+    return transformers.T5ForConditionalGeneration(config), ["lm_head", "*.wo"], 28
+
+
+def logits(model, ids):
+    more = {"decoder_input_ids": ids} if model.config.is_encoder_decoder else {}
+    return model(input_ids=ids, **more).logits
+
+
+@pytest.mark.parametrize("make", [gpt2, bert, llama, t5])
+def test_a_model_from_its_config(make):
+    model, exclude, layers = make()
+    model = model.double().eval()
+    ids = torch.randint(50, (2, 7))
+    before = logits(model, ids)
+    kinds = [type(m) for m in model.modules()]
+    ds.sparsify(model, 1.0, exclude=exclude, verbose=False)
+    assert torch.equal(logits(model, ids), before)
+    ds.sparsify(model, 0.2, exclude=exclude, start="magnitude", verbose=False)
+    assert sum(isinstance(m, SparseLinear) for m in model.modules()) == layers
+    assert not torch.equal(logits(model, ids), before)
+    dense = ds.densify(copy.deepcopy(model))
+    assert [type(m) for m in dense.modules()] == kinds
+    torch.testing.assert_close(logits(model, ids), logits(dense, ids))
+    optimizer = torch.optim.AdamW(model.parameters())
+    trainer = ds.RigL(model, optimizer, total_steps=10, update_interval=1)
+    logits(model.train(), ids).square().mean().backward()
+    assert len(trainer.step()) == layers
+
+
+@pytest.mark.parametrize("make", [gpt2, bert, t5])
+def test_a_tied_output_layer_is_named(make):
+    with pytest.raises(ValueError, match=r"shares its weight with .* \(Embedding\).*exclude"):
+        ds.sparsify(make()[0], 0.2, verbose=False)
