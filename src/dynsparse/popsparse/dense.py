@@ -9,15 +9,17 @@ split over the tiles in the streamed field, the out-channels and the in-channels
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 from dataclasses import field as dataclass_field
 from functools import lru_cache
+from itertools import chain
 from typing import Any
 
 import numpy as np
 
 from dynsparse.popsparse.data_types import DataType, data_type, integer, number
-from dynsparse.popsparse.dense_cost import Cut, Terms, least_cycles, price
+from dynsparse.popsparse.dense_cost import Cut, Terms, least_cycles, price, tile_bytes
 from dynsparse.popsparse.dense_cycles import AMP, HMAC
 from dynsparse.popsparse.params import ceil_div
 from dynsparse.popsparse.search_space import all_partitions, even_parts
@@ -177,30 +179,37 @@ def _serial_splits(groups: int) -> list[int]:
     return [s for s in range(2, groups + 1) if even_parts(groups, s) == s]
 
 
-def _cuts(m: int, k: int, n: int, kind: AMP | HMAC, target: Any, *, swapped: bool) -> list[Cut]:
+@lru_cache(maxsize=64)
+def _even(size: int, tiles: int) -> np.ndarray:
+    """Which numbers of parts leave no part empty, bool [tiles + 1]."""
+    parts = np.arange(1, tiles + 1)
+    return np.append(False, even_parts(size, parts) == parts)
+
+
+def _cuts(m: int, k: int, n: int, kind: AMP | HMAC, target: Any, *, swapped: bool) -> Iterator[Cut]:
     fields, outs = (n, m) if swapped else (m, n)
     out_groups, in_groups = ceil_div(outs, kind.out_channels), ceil_div(k, kind.in_channels)
     splits = [(1, 1)]
     if isinstance(kind, AMP):
         splits += [(s, 1) for s in _serial_splits(out_groups)]
         splits += [(1, s) for s in _serial_splits(in_groups)]
-    partitions = all_partitions(target.tiles)
-    cuts = []
+    tiles = target.tiles
+    partitions = all_partitions(tiles)
+    partitions = partitions[:, _even(fields, tiles)[partitions[0]]]
     for serial_out, serial_in in splits:
-        sizes = (fields, ceil_div(out_groups, serial_out), ceil_div(in_groups, serial_in))
-        kept = np.logical_and.reduce(
-            [
-                even_parts(size, parts) == parts
-                for size, parts in zip(sizes, partitions, strict=True)
-            ]
-        )
+        kept = _even(ceil_div(out_groups, serial_out), tiles)[partitions[1]]
+        kept &= _even(ceil_div(in_groups, serial_in), tiles)[partitions[2]]
         for once in (False, True) if serial_out > 1 else (False,):
-            cuts.append(
-                Cut(
-                    kind, swapped, fields, outs, k, partitions[:, kept], serial_out, serial_in, once
-                )
-            )
-    return cuts
+            splits_of = (partitions[:, kept], serial_out, serial_in, once)
+            yield Cut(kind, swapped, fields, outs, k, *splits_of)
+
+
+def _hmac_cuts(
+    m: int, k: int, n: int, dtype: DataType, partials: DataType, target: Any
+) -> Iterator[Cut]:
+    for swapped in (True, False):
+        for kind in _hmac_kinds(k, dtype, partials):
+            yield from _cuts(m, k, n, kind, target, swapped=swapped)
 
 
 def _search(
@@ -214,28 +223,29 @@ def _search(
     resident: int,
 ) -> DensePlan:
     first = int(target.bytes_per_tile * share)
-    kinds: list[AMP | HMAC] = [*_amp_kinds(dtype, partials, target)]
-    kinds += _hmac_kinds(k, dtype, partials)
+    # HMAC is held to its peak by the planner: it cannot beat a product faster than that.
+    least = m * k * n / (dtype.vector_width * target.tiles)
+    # The likeliest first: what they take spares most of the others.
     cuts = [
         cut
         for swapped in (True, False)
-        for kind in kinds
+        for kind in _amp_kinds(dtype, partials, target)
         for cut in _cuts(m, k, n, kind, target, swapped=swapped)
     ]
-    # The likeliest first, so that the bound below spares most of the others.
-    cuts.sort(key=lambda cut: isinstance(cut.kind, HMAC))
-    priced: list[tuple[Cut, Terms]] = []
-    fastest = math.inf
-    for cut in cuts:
-        if least_cycles(cut, dtype, target) > fastest:
-            continue
-        terms = price(cut, dtype, partials, target)
-        priced.append((cut, terms))
-        fitting = terms.cycles[terms.allowed & (terms.bytes <= first)]
-        fastest = min(fastest, int(fitting.min(initial=2**62)))
+    cuts.sort(key=lambda cut: (not cut.swapped, cut.serial))
     for bound in (first, 2 * first, 4 * first, None):
-        best = None
-        for cut, terms in priced:
+        best: tuple[tuple[int, int], Cut, Terms, int] | None = None
+        for cut in chain(cuts, _hmac_cuts(m, k, n, dtype, partials, target)):
+            fastest = math.inf if best is None else best[0][0]
+            if isinstance(cut.kind, HMAC) and least > fastest:
+                break
+            kept = least_cycles(cut, dtype, target) <= fastest
+            if bound is not None:
+                kept &= tile_bytes(cut, dtype, partials) <= bound
+            if not kept.any():
+                continue
+            cut = replace(cut, partitions=cut.partitions[:, kept])
+            terms = price(cut, dtype, partials, target)
             fits = terms.allowed if bound is None else terms.allowed & (terms.bytes <= bound)
             places = np.flatnonzero(fits)
             if not places.size:

@@ -21,7 +21,7 @@ from dynsparse.popsparse.dense_cycles import (
 from dynsparse.popsparse.exchange_cost import ExchangeCost
 from dynsparse.popsparse.params import ceil_div
 
-__all__ = ["Cut", "Terms", "least_cycles", "price"]
+__all__ = ["Cut", "Terms", "least_cycles", "price", "tile_bytes"]
 
 Array = Any
 
@@ -64,17 +64,35 @@ def ceil_arrays(a: Array, b: Array) -> Array:
     return -(-a // b)
 
 
-def least_cycles(cut: Cut, dtype: DataType, target: Any) -> float:
-    """What no partition of the cut can beat: the peak rate, and the rearrangement of operands."""
+def tile_bytes(cut: Cut, dtype: DataType, partials: DataType) -> Array:
+    """Operands and partials of one vertex: no partition needs less temporary memory."""
+    streamed, held, results = _sizes(cut)[3:]
+    return (held + streamed) * dtype.size + results * partials.size
+
+
+def _sizes(cut: Cut) -> tuple[Array, ...]:
+    """Of the fullest tile: field elements, in- and out-groups; elements streamed, held, made."""
+    f, o, i = cut.partitions
+    kind = cut.kind
+    ft = -(-cut.fields // f)
+    ig = -(-ceil_div(cut.channels, kind.in_channels) // (i * cut.serial_in))
+    og = -(-ceil_div(cut.outs, kind.out_channels) // (o * cut.serial_out))
+    streamed = ft * ig * kind.in_channels
+    held = ig * kind.in_channels * og * kind.out_channels
+    return ft, ig, og, streamed, held, ft * og * kind.out_channels
+
+
+def least_cycles(cut: Cut, dtype: DataType, target: Any) -> Array:
+    """What each partition cannot beat: the peak rate, and the rearrangement of operands."""
     kind = cut.kind
     peak = kind.units * 8 // dtype.size if isinstance(kind, AMP) else dtype.vector_width
-    tiles = target.tiles
+    tiles = cut.partitions.prod(axis=0)
     bound = cut.fields * cut.outs * cut.channels / (peak * tiles)
     if not cut.swapped:
         moved = cut.serial * (cut.outs * cut.channels + cut.fields * cut.outs)
         moved += cut.fields * cut.channels * (1 if cut.once else cut.serial)
         rate = 5 / (4 * dtype.size) + 1 / target.exchange_bytes_per_cycle
-        bound += moved * dtype.size / tiles * rate
+        bound = bound + moved * dtype.size / tiles * rate
     return bound
 
 
@@ -117,12 +135,7 @@ def price(cut: Cut, dtype: DataType, partials: DataType, target: Any) -> Terms:
     size, width, workers = dtype.size, dtype.vector_width, target.workers
     exchange, copy = ExchangeCost(target), int(target.memcpy_bytes_per_cycle)
     used = f * o * i
-    ft = -(-cut.fields // f)
-    og = -(-ceil_div(cut.outs, kind.out_channels) // (o * cut.serial_out))
-    ig = -(-ceil_div(cut.channels, kind.in_channels) // (i * cut.serial_in))
-    streamed = ft * ig * kind.in_channels
-    held = ig * kind.in_channels * og * kind.out_channels
-    results = ft * og * kind.out_channels
+    ft, ig, og, streamed, held, results = _sizes(cut)
 
     terms: dict[str, Array] = {}
     shared = np.where(o % target.exchange_bus_tiles == 0, target.exchange_bus_tiles, 1)
@@ -188,9 +201,9 @@ def price(cut: Cut, dtype: DataType, partials: DataType, target: Any) -> Terms:
     if cut.serial_in > 1 and partials is not dtype:
         terms["final cast"] = tile_cycles.cast(-(-results // i), partials, dtype, workers)
 
-    tile_bytes = held * size + results * partials.size + (0 if cut.once else streamed * size)
+    working = held * size + results * partials.size + (0 if cut.once else streamed * size)
     reduce_bytes = np.where(stages > 1, -(-results // i) * i * partials.size, 0)
-    bytes_ = np.maximum.reduce([2 * np.maximum.reduce(moved), tile_bytes, reduce_bytes])
+    bytes_ = np.maximum.reduce([2 * np.maximum.reduce(moved), working, reduce_bytes])
     if cut.once:
         bytes_ = bytes_ + streamed * size + moved[0]
     if cut.serial_in > 1:

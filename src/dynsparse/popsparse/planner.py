@@ -38,6 +38,10 @@ class _Candidate:
     temporary_bytes: np.ndarray
     allowed: np.ndarray
 
+    def at(self, value: Any, place: int) -> int:
+        """One partition's entry of a term, which may be a single number for all."""
+        return int(np.broadcast_to(value, self.cycles.shape)[place])
+
 
 @dataclass(frozen=True)
 class Search:
@@ -212,6 +216,10 @@ def _summary(candidate: _Candidate, place: int) -> dict[str, Any]:
         "grad_w_exchange_buckets": candidate.exchange_buckets,
         "cycles": int(candidate.cycles[place]),
         "temporary_bytes": int(candidate.temporary_bytes[place]),
+        "passes": {
+            name: {t.name: candidate.at(t.cycles, place) for t in terms}
+            for name, (terms, _) in candidate.passes.items()
+        },
     }
 
 
@@ -220,7 +228,7 @@ def _plan(candidate: _Candidate, place: int, bound: int | None, search: Search) 
     options = space.options
 
     def at(value: Any) -> int:
-        return int(np.broadcast_to(value, candidate.cycles.shape)[place])
+        return candidate.at(value, place)
 
     costs = {
         name: PassCost(

@@ -1,0 +1,103 @@
+"""The report of a plan, and the short way to one."""
+
+import doctest
+import json
+
+import pytest
+
+from dynsparse.machine.target import Target
+from dynsparse.popsparse import planning
+from dynsparse.popsparse.plan_report import plan_report, plan_text
+from dynsparse.popsparse.planner import PlanningCache
+from dynsparse.popsparse.planning import parse_passes, plan
+
+SMALL = Target(name="small", tiles=24)
+ALL = "forward,grad_input,grad_weight"
+
+
+def test_terms_add_up():
+    found = plan(512, 512, 64, 0.1, 4, "float16", SMALL, passes=ALL)
+    report = plan_report(found)
+    total = 0
+    for cost in report["passes"].values():
+        assert cost["cycles"] == sum(term["cycles"] for term in cost["terms"])
+        assert cost["temporary_bytes"] == max(term["temporary_bytes"] for term in cost["terms"])
+        total += cost["cycles"]
+    assert report["cycles"] == total == found.cycles
+    assert json.loads(json.dumps(report)) == report
+
+
+def test_runners_up_are_behind_and_say_why():
+    report = plan_report(plan(512, 512, 64, 0.1, 4, "float16", SMALL, passes=ALL))
+    behind = [row["behind"] for row in report["runners_up"]]
+    assert len(behind) == 10
+    assert behind == sorted(behind)
+    assert behind[0] >= 0
+    assert all(row["why"] for row in report["runners_up"])
+    assert report["search"]["partitions"] == len([0 for _ in _triples(24)])
+
+
+def _triples(tiles):
+    return (
+        (x, y, z)
+        for x in range(1, tiles + 1)
+        for y in range(1, tiles // x + 1)
+        for z in range(1, tiles // (x * y) + 1)
+    )
+
+
+def test_text_is_a_table():
+    text = plan_text(plan(512, 512, 64, 0.1, 4, "float16", SMALL, passes=ALL))
+    assert "Plan on small: x=" in text
+    for name in ("forward", "grad_input", "grad_weight"):
+        assert f"{name}: " in text
+    assert "Runners-up:" in text
+    assert max(len(line) for line in text.splitlines()) < 170
+
+
+def test_text_says_when_nothing_fits():
+    tiny = Target(tiles=2, bytes_per_tile=4096)
+    text = plan_text(plan(256, 256, 64, 0.5, target=tiny))
+    assert "does NOT fit" in text
+    assert "without bound" in text
+
+
+def test_one_partition_has_no_runner_up():
+    text = plan_text(plan(8, 8, 4, 0.5, target=Target(tiles=1)))
+    assert "Runners-up" not in text
+
+
+def test_passes():
+    assert parse_passes("grad_weight") == ("forward", "grad_weight")
+    assert parse_passes(["grad_input", "forward"]) == ("forward", "grad_input")
+    with pytest.raises(ValueError, match="passes must be among forward, grad_input"):
+        parse_passes("backward")
+
+
+def test_short_way():
+    found = plan(256, 128, 32, 0.1, 8, "float32", SMALL, options={"shared_buckets": False})
+    assert found.sizes == (1, 256, 128, 32)
+    assert list(found.costs) == ["forward"]
+    cache = PlanningCache()
+    assert plan(64, 64, 8, 0.1, cache=cache) is plan(64, 64, 8, 0.1, cache=cache)
+    assert plan(64, 64, 8, 0.1).target.name == "mk2"
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"density": 1.2}, "nz_ratio"),
+        ({"block_size": 3}, "must be a multiple of the block's 3"),
+        ({"dtype": "int8"}, "dtype must be float16 or float32, got 'int8'"),
+        ({"out": 0}, "output_channels_per_group must be an integer of at least 1"),
+        ({"options": {"speed": 1}}, "unknown option 'speed'"),
+    ],
+)
+def test_bad_arguments(changes, message):
+    asked = {"out": 64, "in_": 64, "batch": 8, "density": 0.1, **changes}
+    with pytest.raises((ValueError, TypeError), match=message):
+        plan(**asked)
+
+
+def test_documentation_runs():
+    assert doctest.testmod(planning).failed == 0
