@@ -219,6 +219,33 @@ def test_full_buckets_of_grad_input_spill_too():
     assert encoded.info.nz_used.tolist() == [5, 3]
 
 
+@settings(deadline=None, max_examples=60)
+@given(st.integers(0, 10**6), st.integers(60, 330), st.integers(0, 150))
+def test_tight_buckets_of_grad_input(seed, own, others):
+    """Either they fit and hold the same blocks, or the error says whose words ran out."""
+    mask = random_pattern((24, 30), others, seed=seed)[0].to_mask()
+    mask[:8, :15] = True  # A full rectangle needs 310 words.
+    pattern = SparsePattern.from_mask(mask)
+    values = torch.ones(pattern.nnz)
+    layout = BucketLayout(
+        rows=24, cols=30, batch=2, partition=(3, 2, 1), nz_elements=720, meta_info_words=4000,
+        grad_a_words=own,
+    )  # fmt: skip
+    partitioner = Partitioner(layout)
+    try:
+        encoded = partitioner.encode(pattern, values)
+    except BucketOverflowError as error:
+        assert "are full in grad_input's meta-info" in str(error)  # noqa: PT017
+        return
+    assert (encoded.info.grad_a_words_used <= own).all()
+    assert (encoded.info.spilled > 0) == (own < 310)
+    assert partitioner.decode(encoded)[0] == pattern
+    words = encoded.meta_info[layout.overflow_words :]
+    forward, turned = (np.stack(read_buckets(words, layout, grad_a=own)) for own in (False, True))
+    turned = turned[:, np.lexsort(turned[[4, 0]])]
+    assert np.array_equal(forward, turned)
+
+
 @pytest.mark.parametrize("dtype", ["float16", "float32"])
 @pytest.mark.parametrize("block", [1, 4, 8, 12, 16])
 def test_with_a_plan(dtype, block):

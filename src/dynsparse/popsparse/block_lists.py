@@ -8,6 +8,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from dynsparse.popsparse.assignment import stable_order
+
 __all__ = [
     "Blocks",
     "check_offsets",
@@ -82,7 +84,8 @@ def check_offsets(offsets: np.ndarray, what: str, lines: int, total: int, step: 
 
 def row_major(blocks: Blocks) -> Blocks:
     """The blocks sorted by row, then column."""
-    order = np.lexsort((blocks.col, blocks.row))
+    order = stable_order(blocks.col)
+    order = order[stable_order(blocks.row[order])]
     return Blocks(*(a[order] for a in blocks))
 
 
