@@ -282,6 +282,11 @@ def test_out_of_memory_names_the_largest_variables():
         Engine(graph, Sequence())
     engine = Engine(graph, Sequence(), check_memory=False)
     assert engine.memory_use.per_tile.tolist() == [400, 400, 1120]
+    # Far too large is found out before the simulation takes memory for it.
+    huge = Graph(target)
+    huge.add_variable(FLOAT, [10**14], "huge", tiles=0)
+    with pytest.raises(OutOfMemoryError, match="tile 0 needs 400,000,000,000,000 bytes"):
+        Engine(huge, Sequence())
     assert engine.memory_use.by_category["constants"].tolist() == [0, 0, 20]
     Engine(graph, Sequence(), target.with_(bytes_per_tile=1120))
 

@@ -18,7 +18,7 @@ from dynsparse.machine.lowering import Lowering, Node
 from dynsparse.machine.memory import check_memory as _check_memory
 from dynsparse.machine.memory import measure_memory
 from dynsparse.machine.profile import Profile, StepProfile
-from dynsparse.machine.program import Program
+from dynsparse.machine.program import Program, check_nesting
 from dynsparse.machine.target import Target
 from dynsparse.machine.tensor import Tensor
 
@@ -68,7 +68,16 @@ class Engine:
         self.numerics = numerics
         self.host = Host()
         self.steps: list[tuple[str, str, CopyPlan | None]] = []
+        named = dict(program) if isinstance(program, Mapping) else {"": program}
+        for one in named.values():
+            if not isinstance(one, Program):
+                raise TypeError(f"expected a Program, got {type(one).__name__}")
+            check_nesting(one)
         check_mapping(graph, self.target)
+        liveness = analyse(graph, named.values())
+        if check_memory:
+            # The variables alone, before the simulation takes memory for them.
+            _check_memory(measure_memory(graph, self.target, [], [], liveness))
         # Memory of types that are not computed is address space only: never touched, so never real.
         self.memory: dict[DType, np.ndarray] = {
             dtype: np.full(size, dtype.poison, dtype.numpy)
@@ -79,20 +88,12 @@ class Engine:
         for tensor, values in graph.initial:
             if self.computes(tensor.dtype):
                 self._store(tensor, values, "the initial value")
-        named = program if isinstance(program, Mapping) else {"main": program}
         lowering = Lowering(self)
-        self._nodes: dict[str, Node] = {}
-        for name, one in named.items():
-            if not isinstance(one, Program):
-                raise TypeError(f"expected a Program, got {type(one).__name__}")
-            path = name if isinstance(program, Mapping) else ""
-            self._nodes[name] = lowering.lower(one, path)
+        self._nodes: dict[str, Node] = {
+            name: lowering.lower(one, name) for name, one in named.items()
+        }
         self.memory_use = measure_memory(
-            graph,
-            self.target,
-            lowering.vertex_sets,
-            lowering.copies,
-            analyse(graph, named.values()),
+            graph, self.target, lowering.vertex_sets, lowering.copies, liveness
         )
         sets = lowering.vertex_sets
         self.counts = {

@@ -30,29 +30,20 @@ class Lowering:
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
         self.nodes: dict[int, Node] = {}
-        self.open: set[int] = set()
         self.kept: list[programs.Program] = []
         self.copies: list[CopyPlan] = []
         self.vertex_sets: list[VertexSet] = []
         self.compute_sets = 0
 
     def lower(self, program: programs.Program, path: str = "") -> Node:
-        """The node of a program.
-
-        Raises:
-            ProgramError: the program contains itself.
-        """
+        """The node of a program."""
         if id(program) in self.nodes:
             return self.nodes[id(program)]
-        if id(program) in self.open:
-            raise ProgramError(f"the program {path or program!r} contains itself")
-        self.open.add(id(program))
         name = program.name
         if name is not None:
             path = f"{path}/{name}" if path else name
         make = getattr(self, f"_{type(program).__name__}")
         node: Node = make(program, path)
-        self.open.discard(id(program))
         self.nodes[id(program)] = node
         # Kept alive, so that an id is never used again for another program.
         self.kept.append(program)
@@ -243,9 +234,8 @@ class Lowering:
             None if b.codelet.data_dependent else b.cycles() for b in bound
         ]
         computed = [self._is_computed(v, path) for v in sets if v.count]
-        known = schedule.tile_cycles([f for f in fixed if f is not None]) if all(
-            f is not None for f in fixed
-        ) else None  # fmt: skip
+        settled = [f for f in fixed if f is not None]
+        known = schedule.tile_cycles(settled) if len(settled) == len(bound) else None
         known_max = float(known.max()) if known is not None else 0.0
 
         def run(profile: Profile) -> None:

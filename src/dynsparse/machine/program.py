@@ -23,6 +23,7 @@ __all__ = [
     "Switch",
     "Sync",
     "WriteUndef",
+    "check_nesting",
 ]
 
 
@@ -224,3 +225,12 @@ class WriteUndef(Program):
         if not isinstance(tensor, Tensor):
             raise TypeError(f"WriteUndef takes a Tensor, got {type(tensor).__name__}")
         self.tensor = tensor
+
+
+def check_nesting(program: Program, inside: tuple[Program, ...] = ()) -> None:
+    """Raises ProgramError if a program contains itself."""
+    if any(program is outer for outer in inside):
+        names = [p.name or type(p).__name__ for p in (*inside, program)]
+        raise ProgramError(f"a program contains itself: {' > '.join(names)}")
+    for part in program.parts():
+        check_nesting(part, (*inside, program))
