@@ -1,6 +1,7 @@
 """Tiny trainings, whole ones: what they compute and what they write."""
 
 import json
+import os
 import runpy
 import sys
 import types
@@ -152,7 +153,9 @@ def test_plain_lines_where_there_is_no_terminal(tmp_path):
 def test_a_live_line_on_a_terminal(tmp_path):
     with (tmp_path / "out.txt").open("w") as file:
         run(Options(**TINY), Console(file=file, width=100, force_terminal=True))
-    assert "epoch 1/2" in (tmp_path / "out.txt").read_text()
+    text = (tmp_path / "out.txt").read_text()
+    assert "\x1b" in text
+    assert "━" in text
 
 
 WRONG = [
@@ -240,6 +243,16 @@ def test_tensorboard_gets_the_figures(monkeypatch, tmp_path):
     assert ("test/accuracy", figures["accuracy"], 24) in scalars
     assert len([s for s in scalars if s[0] == "train/loss"]) == 6
     assert scalars[-1] == "closed"
+
+
+@pytest.mark.slow
+@pytest.mark.skipif("DYNSPARSE_DATA_DIR" not in os.environ, reason="DYNSPARSE_DATA_DIR is not set")
+def test_one_epoch_of_the_real_mnist():
+    options = Options(dataset="mnist", data_dir=Path(os.environ["DYNSPARSE_DATA_DIR"]), epochs=1)
+    figures = run(options, QUIET)
+    assert figures["accuracy"] > 0.94
+    assert figures["steps"] == 3750
+    assert figures["updates"] == 4  # every 750 steps, but not after the last
 
 
 def test_the_example_learns(capsys):

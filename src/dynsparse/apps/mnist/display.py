@@ -18,7 +18,8 @@ _COLUMNS = {"epoch": 7, "loss": 9, "accuracy": 10, "density": 10, "replaced": 11
 class Display:
     """A context: `show` every report of the training.
 
-    Each epoch leaves one line of a table; on a terminal a bar below it moves with every report.
+    Each epoch leaves one line of a table. On a terminal the next line is alive: the figures of the
+    last report, a bar and the time left.
     """
 
     def __init__(self, console: Console, training: Training) -> None:
@@ -26,20 +27,17 @@ class Display:
         self._epochs = training.options.epochs
         self._density = f"{100 * density(training.network):.2f} %"
         self._bar = Progress(
-            TextColumn("{task.description}"),
-            BarColumn(bar_width=20),
-            TextColumn("{task.fields[figures]}"),
+            TextColumn("{task.description}", markup=False),
+            BarColumn(bar_width=14),
             TimeRemainingColumn(compact=True),
             console=console,
             transient=True,
             disable=not console.is_terminal,
         )
-        self._task = self._bar.add_task(
-            "starting", total=training.total_steps, completed=training.step, figures=""
-        )
+        self._task = self._bar.add_task("", total=training.total_steps, completed=training.step)
 
     def __enter__(self) -> Display:
-        self._line(tuple(_COLUMNS), "bold")
+        self._console.print(_aligned(*_COLUMNS), style="bold", highlight=False)
         self._bar.start()
         return self
 
@@ -52,28 +50,21 @@ class Display:
         self._bar.stop()
 
     def show(self, report: Report, whole: Report | None) -> None:
-        """One report, and the figures of its whole epoch if it ends one."""
-        cells = self._cells(report)
-        figures = "  ".join(f"{name} {cells[name]}" for name in ("loss", "accuracy", "replaced"))
-        self._bar.update(
-            self._task,
-            description=f"epoch {cells['epoch']}",
-            completed=report.step,
-            figures=f"{figures}  {cells['ms/step']} ms/step",
-        )
+        """Show one report, and the line of the whole epoch if it ends one."""
+        self._bar.update(self._task, description=self._row(report), completed=report.step)
         if whole is not None:
-            self._line(tuple(self._cells(whole).values()))
+            self._console.print(self._row(whole), highlight=False)
 
-    def _cells(self, report: Report) -> dict[str, str]:
-        return {
-            "epoch": f"{report.epoch}/{self._epochs}",
-            "loss": f"{report.scores.loss:.4f}",
-            "accuracy": f"{100 * report.scores.accuracy:.2f} %",
-            "density": self._density,
-            "replaced": f"{report.replaced:,}",
-            "ms/step": f"{1000 * report.seconds / report.steps:.3f}",
-        }
+    def _row(self, report: Report) -> str:
+        return _aligned(
+            f"{report.epoch}/{self._epochs}",
+            f"{report.scores.loss:.4f}",
+            f"{100 * report.scores.accuracy:.2f} %",
+            self._density,
+            f"{report.replaced:,}",
+            f"{1000 * report.seconds / report.steps:.3f}",
+        )
 
-    def _line(self, cells: tuple[str, ...], style: str | None = None) -> None:
-        padded = (cell.rjust(width) for cell, width in zip(cells, _COLUMNS.values(), strict=True))
-        self._console.print("".join(padded), style=style, highlight=False)
+
+def _aligned(*cells: str) -> str:
+    return "".join(c.rjust(width) for c, width in zip(cells, _COLUMNS.values(), strict=True))
