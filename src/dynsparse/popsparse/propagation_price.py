@@ -12,7 +12,7 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-from scipy.stats import binom
+from scipy.special import bdtrc
 
 from dynsparse.popsparse import bucket_sizes, vertex_cycles
 from dynsparse.popsparse.exchange_cost import ExchangeCost
@@ -61,7 +61,8 @@ def expected_steps(space: SearchSpace, groups: Array, words: Array) -> tuple[Arr
     pattern = space.params.sparsity_params.area
     together = pattern // (space.block[0] * space.block[1])
     room = pz * _capacity(space, groups, words)
-    tail = binom.sf(room // together, np.maximum(tx * ty // together, 1), ratio)
+    trials = np.maximum(tx * ty // together, 1)
+    tail = bdtrc(np.minimum(room // together, trials), trials, ratio)
     any_spills = -np.expm1(rectangles * np.log1p(-np.minimum(tail, 1 - 1e-12)))
     mean = tx * ty * ratio
     spread = np.sqrt(mean * (1 - ratio) * together)
