@@ -2,6 +2,8 @@
 
 import doctest
 import json
+import pathlib
+import re
 
 import pytest
 
@@ -101,3 +103,11 @@ def test_bad_arguments(changes, message):
 
 def test_documentation_runs():
     assert doctest.testmod(planning).failed == 0
+
+
+def test_the_page_runs():
+    page = pathlib.Path(__file__).parents[2] / "docs" / "popsparse-planner.md"
+    code = "\n".join(re.findall(r"```python\n(.*?)```", page.read_text(), re.DOTALL))
+    names: dict = {}
+    exec(compile(code, page.name, "exec"), names)
+    assert names["times"]["forward"].cycles > 0
