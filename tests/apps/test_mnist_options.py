@@ -83,7 +83,7 @@ WRONG_ARGUMENTS = [
 
 @pytest.mark.parametrize(("name", "arguments", "message"), WRONG_ARGUMENTS)
 def test_wrong_optimizer_arguments_are_refused(name, arguments, message):
-    options = Options(optimizer=name, optimizer_args=arguments)
+    options = Options(optimizer=name, optimizer_arg=arguments)
     options.check()
     with pytest.raises(ValueError, match="--optimizer-arg: ") as error:
         build_optimizer(options, torch.nn.Linear(2, 2))

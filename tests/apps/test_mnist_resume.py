@@ -152,7 +152,7 @@ def checkpoint(tmp_path_factory):
         ({"epochs": 3}, "was trained with 2, got 3: leave --epochs out, or start anew"),
         ({"method": "set"}, "was trained with 'rigl', got 'set'"),
         ({"densities": (0.2, 0.3)}, "--densities: "),
-        ({"optimizer_args": {"beta1": 0.8}}, "--optimizer-args: "),
+        ({"optimizer_arg": {"beta1": 0.8}}, "--optimizer-arg: "),
         ({"seed": 8}, "--seed: "),
         ({"records_path": Path("rec")}, "expected the record of the restored training"),
     ],

@@ -162,7 +162,7 @@ WRONG = [
     ({"steps_per_epoch": 99}, "--steps-per-epoch: expected at most the 12 batches of an epoch"),
     ({"hold_out": 1437}, "expected to hold out between 1 and 1436"),
     ({"cosine_prune_schedule": {"zero_steps": 50}}, "--cosine-prune-schedule: zero_steps must be"),
-    ({"optimizer_args": {"beta3": 1}}, "--optimizer-arg: expected an argument of Adam"),
+    ({"optimizer_arg": {"beta3": 1}}, "--optimizer-arg: expected an argument of Adam"),
     ({"method": "dense", "records_path": "rec"}, "--records-path: expected a sparse layer"),
     ({"dataset": "mnist", "data_dir": "nowhere"}, "expected a folder with the mnist files"),
     ({"json": "no/such/folder/a.json"}, "--json: expected a file in a folder that can be written"),

@@ -38,7 +38,7 @@ def test_help_lists_the_commands(capsys):
 def test_help_of_mnist_names_every_option(capsys):
     _, out, _ = call(capsys, "mnist", "--help")
     for field in fields(Options):
-        name = {"optimizer_args": "optimizer-arg"}.get(field.name, field.name.replace("_", "-"))
+        name = field.name.replace("_", "-")
         assert f"--{name}" in out
 
 

@@ -195,7 +195,7 @@ def mnist(
     given["hidden_sizes"] = _hidden_sizes(given.pop("hidden_size"), hidden_sizes)
     given["densities"] = tuple(densities) if densities else _DEFAULT.densities
     given["cosine_prune_schedule"] = _json_object("cosine-prune-schedule", cosine_prune_schedule)
-    given["optimizer_args"] = _arguments(given.pop("optimizer_arg") or [])
+    given["optimizer_arg"] = _arguments(optimizer_arg or [])
     given["wandb_tags"] = tuple(wandb_tags or ())
     app.run(Options(**given))
 

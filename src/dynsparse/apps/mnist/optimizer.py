@@ -30,7 +30,7 @@ def build_optimizer(options: Options, network: nn.Module) -> torch.optim.Optimiz
         ValueError: an argument the optimizer does not have, or a value it does not take.
     """
     arguments = dict(_OPTIMIZERS[options.optimizer][2])
-    for name, value in options.optimizer_args.items():
+    for name, value in options.optimizer_arg.items():
         if name not in arguments:
             raise ValueError(
                 f"--optimizer-arg: expected an argument of {options.optimizer} "

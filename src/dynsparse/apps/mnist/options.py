@@ -61,7 +61,7 @@ class Options:
     epochs: int = 10
     stop_after: int | None = None
     optimizer: str = "Adam"
-    optimizer_args: dict[str, Any] = field(default_factory=dict)
+    optimizer_arg: dict[str, Any] = field(default_factory=dict)
     learning_rate: float | None = None
     decay: str = "cosine"
     seed: int | None = None

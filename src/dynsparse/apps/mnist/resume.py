@@ -19,7 +19,7 @@ __all__ = ["adopt", "find_checkpoint", "restore", "save"]
 _DEFINING = (
     "dataset", "hold_out", "densities", "hidden_sizes", "block_size", "droprate", "permute_input",
     "data_type", "method", "prune_ratio", "pooling_type", "cosine_prune_schedule",
-    "steps_per_epoch", "update_interval", "batch_size", "epochs", "optimizer", "optimizer_args",
+    "steps_per_epoch", "update_interval", "batch_size", "epochs", "optimizer", "optimizer_arg",
     "learning_rate", "decay",
 )  # fmt: skip
 _COUNTERS = ("epoch", "step", "seconds", "update_seconds", "replaced")
