@@ -3,6 +3,17 @@
 from dynsparse.nn.attention import SparseMultiheadAttention
 from dynsparse.nn.convert import densify, sparsify
 from dynsparse.nn.describe import describe
+from dynsparse.nn.embedding import SparseEmbedding, TiedEmbedding
 from dynsparse.nn.linear import SparseLinear
+from dynsparse.nn.transformer import SparseTransformerLayer
 
-__all__ = ["SparseLinear", "SparseMultiheadAttention", "densify", "describe", "sparsify"]
+__all__ = [
+    "SparseEmbedding",
+    "SparseLinear",
+    "SparseMultiheadAttention",
+    "SparseTransformerLayer",
+    "TiedEmbedding",
+    "densify",
+    "describe",
+    "sparsify",
+]

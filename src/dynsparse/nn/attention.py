@@ -22,19 +22,20 @@ class SparseMultiheadAttention(nn.Module):
     """A drop-in for `nn.MultiheadAttention` that holds only the projections' non-zero weights.
 
     The arguments, the call and the results are those of `nn.MultiheadAttention` (Vaswani et al.
-    2017, "Attention Is All You Need", section 3.2.2); three keywords are added. The packed
-    `in_proj_weight` is three layers here: `q_proj`, `k_proj`, `v_proj`, each [embed, embed],
-    [embed, kdim], [embed, vdim]; `out_proj` is [embed, embed]. The product of queries and keys is
-    dense, as ever.
+    2017, "Attention Is All You Need", section 3.2.2); the keywords after `batch_first` are added.
+    The packed `in_proj_weight` is three layers here: `q_proj` [inner, embed], `k_proj`
+    [inner, kdim], `v_proj` [inner, vdim]; `out_proj` is [embed, inner]; inner is heads * head_dim.
+    The product of queries and keys is dense, as ever.
 
     Args:
         embed_dim, num_heads, dropout, bias, add_bias_kv, add_zero_attn, kdim, vdim, batch_first,
             device, dtype: as in `nn.MultiheadAttention`.
+        head_dim: features of one head; embed_dim / num_heads when left out.
         density, block_size, generator: of each projection, see `SparseLinear`.
 
     Raises:
-        ValueError: sizes below 1, heads that do not divide embed_dim, a dropout outside [0, 1], and
-            what `SparseLinear` raises.
+        ValueError: sizes below 1, heads that do not divide embed_dim without a head_dim, a dropout
+            outside [0, 1], and what `SparseLinear` raises.
     """
 
     # torch's own transformer layers read these to decide on their fused path for evaluation, which
@@ -62,6 +63,7 @@ class SparseMultiheadAttention(nn.Module):
         vdim: int | None = None,
         batch_first: bool = False,
         *,
+        head_dim: int | None = None,
         density: float = 0.1,
         block_size: int = 1,
         generator: torch.Generator | None = None,
@@ -69,20 +71,23 @@ class SparseMultiheadAttention(nn.Module):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        if embed_dim < 1 or num_heads < 1 or embed_dim % num_heads:
+        if embed_dim < 1 or num_heads < 1 or (head_dim is None and embed_dim % num_heads):
             raise ValueError(
                 f"embed_dim must be a multiple of num_heads, both at least 1, "
                 f"got {embed_dim} and {num_heads}"
             )
         if not 0 <= dropout <= 1:
             raise ValueError(f"dropout must lie in [0, 1], got {dropout!r}")
+        if head_dim is not None and head_dim < 1:
+            raise ValueError(f"head_dim must be at least 1, got {head_dim}")
         kdim = embed_dim if kdim is None else kdim
         vdim = embed_dim if vdim is None else vdim
-        widths = zip(PROJECTIONS, (embed_dim, kdim, vdim, embed_dim), strict=True)
+        inner = embed_dim if head_dim is None else num_heads * head_dim
+        shapes = ((embed_dim, inner), (kdim, inner), (vdim, inner), (inner, embed_dim))
         projections = {
             name: SparseLinear(
-                width,
-                embed_dim,
+                in_features,
+                out_features,
                 density,
                 block_size,
                 bias,
@@ -90,14 +95,14 @@ class SparseMultiheadAttention(nn.Module):
                 device=device,
                 dtype=dtype,
             )
-            for name, width in widths
+            for name, (in_features, out_features) in zip(PROJECTIONS, shapes, strict=True)
         }
         for projection in projections.values():
             if projection.bias is not None:
                 nn.init.zeros_(projection.bias)
         extra = None
         if add_bias_kv:
-            rows = [torch.empty(1, 1, embed_dim, dtype=dtype) for _ in range(2)]
+            rows = [torch.empty(1, 1, inner, dtype=dtype) for _ in range(2)]
             rows = [nn.init.xavier_normal_(row, generator=generator) for row in rows]
             extra = [nn.Parameter(row.to(device)) for row in rows]
         self._set(num_heads, dropout, add_zero_attn, batch_first, projections, extra)
@@ -142,11 +147,11 @@ class SparseMultiheadAttention(nn.Module):
 
     @property
     def embed_dim(self) -> int:
-        return int(self.q_proj.out_features)  # type: ignore[arg-type]
+        return int(self.q_proj.in_features)  # type: ignore[arg-type]
 
     @property
     def head_dim(self) -> int:
-        return self.embed_dim // self.num_heads
+        return int(self.q_proj.out_features) // self.num_heads  # type: ignore[arg-type]
 
     @property
     def kdim(self) -> int:
@@ -260,8 +265,8 @@ class SparseMultiheadAttention(nn.Module):
 
     def extra_repr(self) -> str:
         return (
-            f"embed_dim={self.embed_dim}, num_heads={self.num_heads}, dropout={self.dropout}, "
-            f"batch_first={self.batch_first}"
+            f"embed_dim={self.embed_dim}, num_heads={self.num_heads}, "
+            f"head_dim={self.head_dim}, dropout={self.dropout}, batch_first={self.batch_first}"
         )
 
 

@@ -12,6 +12,7 @@ from dynsparse.allocation import allocate
 from dynsparse.nn.attention import PROJECTIONS, SparseMultiheadAttention
 from dynsparse.nn.conv1d import SparseConv1D
 from dynsparse.nn.describe import describe
+from dynsparse.nn.embedding import SparseEmbedding
 from dynsparse.nn.fast_path import allow_fast_paths, forbid_fast_paths
 from dynsparse.nn.linear import SparseLinear
 from dynsparse.nn.sites import Site, find_sites, first_matches, select, tied
@@ -235,7 +236,8 @@ def densify(model: nn.Module) -> nn.Module:
     """Replace a model's sparse layers by dense ones with the same weights, in place.
 
     The inverse of `sparsify`: `SparseLinear` becomes `nn.Linear` or the `Conv1D` it was,
-    `SparseMultiheadAttention` becomes `nn.MultiheadAttention`. dtype, device, `requires_grad`, the
+    `SparseMultiheadAttention` becomes `nn.MultiheadAttention`, `SparseEmbedding` becomes
+    `nn.Embedding`. dtype, device, `requires_grad`, the
     training flag and the biases stay; the weights' Parameters are new ones, so make the optimizer
     afterwards.
 
@@ -243,8 +245,9 @@ def densify(model: nn.Module) -> nn.Module:
         The model.
 
     Raises:
-        TypeError: not a module. ValueError: a model without sparse layers, or one that is a single
-            sparse layer and so cannot be changed in place.
+        TypeError: not a module. ValueError: a model without sparse layers, one that is a single
+            sparse layer and so cannot be changed in place, or an attention with a `head_dim` that
+            `nn.MultiheadAttention` cannot have. Nothing is changed then.
     """
     _check_model(model)
     made: dict[int, nn.Module] = {}
@@ -260,6 +263,15 @@ def densify(model: nn.Module) -> nn.Module:
             f"the model is a single {type(model).__name__}, which cannot be replaced in place: "
             "put it into a torch.nn.Sequential"
         )
+    for name, module in names.items():
+        if isinstance(module, SparseMultiheadAttention):
+            inner = module.num_heads * module.head_dim
+            if inner != module.embed_dim:
+                raise ValueError(
+                    f"the attention {name!r} has {module.num_heads} heads of {module.head_dim} for "
+                    f"{module.embed_dim} features, which nn.MultiheadAttention cannot have: make "
+                    "its head_dim embed_dim / num_heads, or densify the model without it"
+                )
     for name, module in names.items():
         if id(module) not in made:
             dense = (
@@ -277,6 +289,8 @@ def _dense(layer: nn.Module) -> nn.Module:
     """A dense layer for a sparse one; a dense one is given back."""
     if isinstance(layer, SparseConv1D):
         return layer.dense()
+    if isinstance(layer, SparseEmbedding):
+        return nn.Embedding.from_pretrained(layer.to_dense(), freeze=not layer.values.requires_grad)
     if isinstance(layer, SparseLinear):
         weight = nn.Parameter(layer.to_dense(), requires_grad=layer.values.requires_grad)
         return _linear(weight, layer.bias, layer.training)

@@ -11,7 +11,7 @@ from weakref import WeakValueDictionary
 
 from torch import Tensor
 
-__all__ = ["Pairs", "start", "stop", "take"]
+__all__ = ["Pairs", "is_open", "start", "stop", "take"]
 
 
 class Pairs(list[tuple[Tensor, Tensor]]):
@@ -47,6 +47,11 @@ def take(values: Tensor) -> list[tuple[Tensor, Tensor]]:
 def stop(values: Tensor) -> None:
     """End the capture and forget what was kept."""
     take(values)
+
+
+def is_open(values: Tensor) -> bool:
+    """Whether somebody waits for pairs of this layer: lets a backward pass skip making them."""
+    return bool(_open) and values.data_ptr() in _open
 
 
 def record(values: Tensor, x: Tensor, dy: Tensor) -> None:

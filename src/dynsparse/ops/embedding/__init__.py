@@ -1,0 +1,117 @@
+"""Rows of a sparse table by index: one operator, one autograd.
+
+The table is a sparse W [vocabulary, width]; looking up token t is the product of a one-hot row with
+it, at the cost of the non-zeros of row t.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from dynsparse.ops import capture
+from dynsparse.ops.embedding import naive
+from dynsparse.pattern import PatternIndex, SparsePattern
+
+__all__ = ["embedding"]
+
+_library = torch.library.Library("dynsparse", "FRAGMENT")
+_library.define(
+    "embedding(Tensor ids, Tensor values, Tensor row_ptr, Tensor cols, int width) -> Tensor"
+)
+_library.define(
+    "embedding_backward(Tensor dy, Tensor ids, Tensor values, Tensor row_ptr, Tensor cols)"
+    " -> Tensor"
+)
+
+
+def _forward(ids: Tensor, values: Tensor, row_ptr: Tensor, cols: Tensor, width: int) -> Tensor:
+    rows = naive.forward(ids.reshape(-1), values, row_ptr, cols, width)
+    return rows.view(*ids.shape, width)
+
+
+def _backward(dy: Tensor, ids: Tensor, values: Tensor, row_ptr: Tensor, cols: Tensor) -> Tensor:
+    ids, dy = ids.reshape(-1), dy.reshape(-1, dy.shape[-1])
+    if capture.is_open(values):
+        _record(dy, ids, values, row_ptr)
+    return naive.grad_weight(dy, ids, values, row_ptr, cols)
+
+
+def _record(dy: Tensor, ids: Tensor, values: Tensor, row_ptr: Tensor) -> None:
+    """The dense gradient dW = onehot^T dY as a pair that growth reads: x is dY, dY the one-hots.
+
+    Tokens that occur several times are added up first, so this is never larger than the logits.
+    """
+    tokens, place = ids.unique(return_inverse=True)
+    x = dy.new_zeros(len(tokens), dy.shape[1]).index_add_(0, place, dy)
+    vocabulary = (len(row_ptr) - 1) * naive.block_size_of(values)
+    one_hot = dy.new_zeros(len(tokens), vocabulary).scatter_(1, tokens[:, None], 1.0)
+    capture.record(values, x, one_hot)
+
+
+_library.impl("embedding", _forward, "CompositeExplicitAutograd")
+_library.impl("embedding_backward", _backward, "CompositeExplicitAutograd")
+
+
+@torch.library.register_fake("dynsparse::embedding", lib=_library)
+def _(ids: Tensor, values: Tensor, row_ptr: Tensor, cols: Tensor, width: int) -> Tensor:
+    return values.new_empty(*ids.shape, width)
+
+
+@torch.library.register_fake("dynsparse::embedding_backward", lib=_library)
+def _(dy: Tensor, ids: Tensor, values: Tensor, row_ptr: Tensor, cols: Tensor) -> Tensor:
+    return torch.empty_like(values)
+
+
+def _setup_context(ctx, inputs, output) -> None:
+    ids, values, row_ptr, cols, _ = inputs
+    ctx.save_for_backward(ids, values, row_ptr, cols)
+
+
+def _autograd(ctx, dy: Tensor):
+    grad = None
+    if ctx.needs_input_grad[1]:
+        grad = torch.ops.dynsparse.embedding_backward(dy, *ctx.saved_tensors)
+    return None, grad, None, None, None
+
+
+def _no_double_backward(ctx, *grads):
+    raise RuntimeError(
+        "dynsparse's sparse embedding has no second derivative: "
+        "call backward without create_graph=True"
+    )
+
+
+torch.library.register_autograd(
+    "dynsparse::embedding", _autograd, setup_context=_setup_context, lib=_library
+)
+torch.library.register_autograd("dynsparse::embedding_backward", _no_double_backward, lib=_library)
+
+
+def embedding(
+    ids: Tensor, values: Tensor, pattern: SparsePattern | PatternIndex, width: int
+) -> Tensor:
+    """Rows of a sparse table. Differentiable in the values.
+
+    Args:
+        ids: integers [...] in [0, vocabulary).
+        values: [nnz] or [nnz, b, b] of the table W [vocabulary, width].
+        pattern: of W, or its index tensors on the device of `values`.
+        width: features of a row.
+
+    Returns:
+        [..., width], the dtype of the values.
+
+    Raises:
+        TypeError: ids that are not integers. IndexError: an id outside the table; on a CPU only,
+            as elsewhere it would make the host wait for the device.
+    """
+    index = pattern.index if isinstance(pattern, SparsePattern) else pattern
+    if ids.dtype not in (torch.int64, torch.int32, torch.int16, torch.uint8, torch.int8):
+        raise TypeError(f"ids must be integers, got {ids.dtype}")
+    if ids.device.type == "cpu" and not torch.compiler.is_compiling() and ids.numel():
+        vocabulary = (len(index.row_ptr) - 1) * naive.block_size_of(values)
+        low, high = int(ids.min()), int(ids.max())
+        if low < 0 or high >= vocabulary:
+            raise IndexError(f"ids must lie in [0, {vocabulary}), got {low if low < 0 else high}")
+    return torch.ops.dynsparse.embedding(ids.long(), values, index.row_ptr, index.cols, width)

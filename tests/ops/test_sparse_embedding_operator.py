@@ -1,0 +1,93 @@
+"""Rows of a sparse table against the dense table's, in float64."""
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch.nn.functional import embedding as dense_embedding
+
+from dynsparse import SparsePattern
+from dynsparse.ops import capture, embedding
+
+
+def table(b=1, height=6, width=4, density=0.4, seed=0):
+    g = torch.Generator().manual_seed(seed)
+    pattern = SparsePattern.random((height * b, width * b), density, block_size=b, generator=g)
+    values = torch.randn(pattern.values_shape, generator=g, dtype=torch.float64)
+    return pattern, values.requires_grad_()
+
+
+@given(
+    st.sampled_from([1, 2, 4]),
+    st.integers(1, 8),
+    st.integers(1, 5),
+    st.floats(0, 1),
+    st.lists(st.integers(0, 4), max_size=3),
+)
+def test_rows_and_gradient(b, height, width, density, lead):
+    pattern, values = table(b, height, width, density)
+    ids = torch.randint(height * b, lead)
+    rows = embedding(ids, values, pattern, width * b)
+    dense = pattern.to_dense(values.detach()).requires_grad_()
+    expected = dense_embedding(ids, dense)
+    assert rows.shape == (*lead, width * b)
+    assert torch.equal(rows, expected)
+    dy = torch.randn_like(rows)
+    rows.backward(dy)
+    expected.backward(dy)
+    torch.testing.assert_close(values.grad, pattern.values_of(dense.grad))
+
+
+@pytest.mark.parametrize("b", [1, 2])
+def test_gradcheck_and_opcheck(b):
+    pattern, values = table(b)
+    ids = torch.tensor([[0, 3], [3, 5 * b]])
+    width = pattern.shape[1]
+    torch.autograd.gradcheck(lambda v: embedding(ids, v, pattern, width), values)
+    args = (ids, values, pattern.index.row_ptr, pattern.index.cols, width)
+    torch.library.opcheck(torch.ops.dynsparse.embedding.default, args)
+
+
+@pytest.mark.parametrize("dtype", [torch.int64, torch.int32, torch.uint8])
+def test_ids_of_any_integer_type(dtype):
+    pattern, values = table()
+    ids = torch.tensor([5, 0], dtype=dtype)
+    rows = embedding(ids, values, pattern.index, 4)
+    assert torch.equal(rows, pattern.to_dense(values)[[5, 0]])
+
+
+def test_the_captured_pair_is_the_dense_gradient():
+    pattern, values = table()
+    kept = capture.start(values)
+    ids = torch.tensor([1, 4, 1])
+    dy = torch.randn(3, 4, dtype=torch.float64)
+    embedding(ids, values, pattern, 4).backward(dy)
+    assert len(kept) == 1
+    ((x, one_hot),) = capture.take(values)
+    expected = torch.zeros(6, 4, dtype=torch.float64).index_add_(0, ids, dy)
+    torch.testing.assert_close(one_hot.t() @ x, expected)
+    assert x.shape == (2, 4)  # one row for each token met
+    assert not capture.is_open(values)
+
+
+@pytest.mark.parametrize(
+    ("ids", "error", "message"),
+    [
+        (torch.tensor([0.5]), TypeError, "ids must be integers, got torch.float32"),
+        (torch.tensor([True]), TypeError, "ids must be integers, got torch.bool"),
+        (torch.tensor([6]), IndexError, r"ids must lie in \[0, 6\), got 6"),
+        (torch.tensor([2, -1]), IndexError, r"ids must lie in \[0, 6\), got -1"),
+    ],
+)
+def test_bad_ids(ids, error, message):
+    pattern, values = table()
+    with pytest.raises(error, match=message):
+        embedding(ids, values, pattern, 4)
+
+
+def test_no_second_derivative():
+    pattern, values = table()
+    rows = embedding(torch.tensor([0, 1, 2]), values, pattern, 4)
+    (grad,) = torch.autograd.grad(rows.square().sum(), values, create_graph=True)
+    with pytest.raises(RuntimeError, match="no second derivative"):
+        grad.sum().backward()
