@@ -29,6 +29,7 @@ def test_the_code_of_a_page_runs_from_top_to_bottom(page, tmp_path, monkeypatch)
         exec(compile("\n" * (line - 1) + code, str(page), "exec"), names)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("example", EXAMPLES, ids=lambda example: example.name)
 def test_an_example_runs(example, tmp_path, monkeypatch, capsys):
     pytest.importorskip("sklearn")
