@@ -31,8 +31,20 @@ def test_general_batches_pay_for_each_vector():
     """Instructions counted by hand: 13 a row, 17 + 3 y for each 8, 11 + 2 y for 4 more."""
     kernel = execution_cycles.element_product(28, FLOAT16)
     assert kernel.worker(2, 2 * 5) == 33 + 2 * (13 + 3 * (17 + 3 * 5) + 4 + 11 + 2 * 5)
+    kernel = execution_cycles.element_product(11, FLOAT16)
+    assert kernel.worker(1, 6) == 33 + 13 + 17 + 3 * 6 + 4 + 1 + 3 * (10 + 2 * 6)
     kernel = execution_cycles.element_product(14, FLOAT32)
     assert kernel.worker(1, 7) == 30 + 13 + 3 * (12 + 3 * 7) + 4 + 8 + 2 * 7
+
+
+def test_grad_input_kernels():
+    """Own buckets: 13 + 3 y for each 8, 9 + 2 y for 4 more; shared ones: 9 + 2 + 5 z / 4 a turn."""
+    kernel = execution_cycles.element_product(28, FLOAT16, grad_input=True)
+    assert kernel.worker(1, 5) == 32 + 12 + 3 * (13 + 3 * 5) + 4 + 9 + 2 * 5
+    kernel = execution_cycles.element_transposed(64, FLOAT16)
+    assert kernel.worker(3, 7) == 26 + 3 * 22 + 7 * (11 + 5 * 16)
+    kernel = execution_cycles.element_transposed(7, FLOAT32)
+    assert kernel.worker(3, 7) == 23 + 3 * 24 + 7 * (10 + 3 * 3 + 4)
 
 
 @pytest.mark.parametrize("z", [1, 2, 5, 64])
@@ -163,3 +175,21 @@ def test_memory_that_cannot_hold_the_plan():
             Target.bow(), "float16", MatmulParams(SparsityParams(), 1 / 16, 1, 4096, 4096, 64)
         )
     )
+
+
+def test_groups():
+    params = FullyConnectedParams(SparsityParams(4), 0.1, 64, 3, 256, 256)
+    plan = make_plan(Target(tiles=24), "float16", params, {"do_grad_a_pass": True})
+    patterns = [pattern(256, 0.1, 4, seed) for seed in range(3)]
+    found = predict(plan, patterns)["forward"]
+    assert found.products == 2 * 64 * 16 * sum(p.nnz for p in patterns)
+    assert found.cycles > 0
+
+
+@pytest.mark.parametrize("edge", [1, 4])
+@pytest.mark.parametrize("density", [0.0, 1.0])
+def test_empty_and_full(edge, density):
+    plan = plan_for(size=128, edge=edge, density=density, batch=5, tiles=6)
+    found = predict(plan, pattern(128, density, edge))
+    assert all(time.cycles > 0 for time in found.values())
+    assert all(time.propagation_steps == 0 for time in found.values())

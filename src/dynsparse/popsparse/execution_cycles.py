@@ -49,33 +49,51 @@ class Kernel(NamedTuple):
         return self.start + rows * self.row + count * self.each
 
 
-# Of one row: loads of the row's entry and pointers, the loop over the batch, and the way back.
-_ROW = 13
+class _Rows(NamedTuple):
+    """Instructions of a kernel's general case, by what they are paid for. A non-zero takes 3 of
+    them in a whole vector and 2 in a part of one; these are the ones around those loops."""
+
+    row: int
+    vector: int
+    rest: int  # Once a row when the batch is no multiple of the vector.
+    half: int  # Half a vector: 4 of 8, or 2 of 4.
+    single: int  # Each element left after that.
+    singles: int  # Once a row when there are any.
+
+
+# A row: its entry, pointers, the way round. A vector: pointers, first loads, accumulators in and
+# out of memory. grad_input's kernels peel the last non-zero off the loop and so save three.
+_FORWARD = {2: _Rows(13, 17, 4, 11, 10, 1), 4: _Rows(13, 12, 4, 8, 8, 0)}
+_GRAD_INPUT = {2: _Rows(12, 13, 4, 9, 9, 1), 4: _Rows(12, 11, 4, 7, 7, 0)}
+
+# Batches of a worker with a kernel of their own: start, row, each non-zero.
+_EXACT = {
+    (2, False): {8: (28, 15, 3), 4: (30, 11, 2)},
+    (4, False): {4: (25, 13, 3), 2: (27, 11, 2)},
+    (2, True): {8: (26, 15, 3), 4: (28, 11, 2)},
+    (4, True): {4: (23, 13, 3), 2: (25, 11, 2)},
+}
 
 
 def element_product(z: Ints, dtype: DataType, *, grad_input: bool = False) -> Kernel:
-    """forward, or grad_input from buckets of its own, with `z` elements of the batch a worker.
-
-    A vector of 8 (float16) or 4 (float32) of the batch takes 3 instructions a non-zero, and about
-    17 or 12 around the loop: pointers, the first loads, the accumulators in and out.
-    """
+    """forward, or grad_input from buckets of its own, with `z` elements of the batch a worker."""
     z = np.asarray(z)
-    saved = 2 if grad_input else 0  # grad_input's kernels load one pointer less.
-    if dtype.size == 2:
-        rest = z & 7
-        tail = np.where(rest > 0, 4, 0) + np.where(rest & 4, 11, 0)
-        tail = tail + np.where(rest & 3, 1 + 10 * (rest & 3), 0)
-        row = _ROW + (17 - saved) * (z // 8) + tail
-        each = 3 * (z // 8) + np.where(rest & 4, 2, 0) + 2 * (rest & 3)
-        exact = {8: (28, 15, 3), 4: (30, 11, 2)}
-        start: Ints = 33
-    else:
-        rest = z & 3
-        tail = np.where(rest > 0, 4, 0) + np.where(rest & 2, 8, 0) + np.where(rest & 1, 8, 0)
-        row = _ROW + (12 - saved) * (z // 4) + tail
-        each = 3 * (z // 4) + np.where(rest & 2, 2, 0) + np.where(rest & 1, 2, 0)
-        exact = {4: (25, 13, 3), 2: (27, 11, 2)}
-        start = 30
+    counts = (_GRAD_INPUT if grad_input else _FORWARD)[dtype.size]
+    vector = 16 // dtype.size
+    half, singles = z & (vector // 2), z & (vector // 2 - 1)
+    row = (
+        counts.row
+        + counts.vector * (z // vector)
+        + np.where(z % vector > 0, counts.rest, 0)
+        + np.where(half > 0, counts.half, 0)
+        + counts.single * singles
+        + np.where(singles > 0, counts.singles, 0)
+    )
+    each = 3 * (z // vector) + np.where(half > 0, 2, 0) + 2 * singles
+    start: Ints = {(2, False): 33, (4, False): 30, (2, True): 32, (4, True): 33}[
+        dtype.size, grad_input
+    ]
+    exact = _EXACT[dtype.size, grad_input]
     conditions = [z == key for key in exact]
     start, row, each = (
         np.select(conditions, [constants[i] for constants in exact.values()], default)
@@ -86,15 +104,17 @@ def element_product(z: Ints, dtype: DataType, *, grad_input: bool = False) -> Ke
 
 def element_transposed(z: int, dtype: DataType) -> Kernel:
     """grad_input from the forward buckets. `each` counts turns of a row's loop: its non-zeros
-    are shared among the workers."""
-    if dtype.size == 4:
-        return Kernel(23, 32 + (2 if z >= 2 else 0), 3 * (z // 2) + 4 * (z & 1), 44 + 68)
-    if z == 8:
-        return Kernel(20, 18, 10, 44 + 68)
-    if z == 4:
-        return Kernel(20, 21, 7, 44 + 68)
-    each = 5 * (z // 4) + (2 if z >= 4 else 0) + (5 + 3 * (z & 3) if z & 3 else 0)
-    return Kernel(26, 30, each, 44 + 68)
+    are shared among the workers. A turn sets up its pointers anew."""
+    half = dtype.size == 2
+    if half and z in (4, 8):
+        return Kernel(20, *((18, 10) if z == 8 else (21, 7)), 44 + 68)
+    width = dtype.vector_width
+    vectors, rest = z // width, z % width
+    if half:
+        each = 9 + (2 + 5 * vectors) * (vectors > 0) + (2 + 3 * rest) * (rest > 0)
+        return Kernel(26, 22, each, 44 + 68)
+    each = 8 + (2 + 3 * vectors) * (vectors > 0) + 4 * rest
+    return Kernel(23, 24, each, 44 + 68)
 
 
 def block_product(
