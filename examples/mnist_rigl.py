@@ -1,6 +1,6 @@
 """Train a sparse network by RigL with the library alone: no command line, no framework.
 
-    python examples/mnist_rigl.py
+python examples/mnist_rigl.py
 """
 
 import torch
