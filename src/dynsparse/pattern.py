@@ -263,8 +263,8 @@ class SparsePattern:
     def index(self) -> PatternIndex:
         """The kernels' index tensors, made once per pattern."""
         height, width = self.grid
-        row_ptr = np.zeros(height + 1, np.int32)
-        np.cumsum(np.bincount(self.rows.numpy(), minlength=height), out=row_ptr[1:])
+        row_ptr = np.searchsorted(self.rows.numpy(), np.arange(height + 1, dtype=np.int32))
+        row_ptr = row_ptr.astype(np.int32)
         slots = np.arange(self.nnz, dtype=np.int32)
         csr = scipy.sparse.csr_array((slots, self.cols.numpy(), row_ptr), shape=(height, width))
         csc = csr.tocsc()
@@ -412,21 +412,21 @@ class Rewiring:
         if len(kept) != pattern.nnz - len(drop):
             raise ValueError("a slot to drop is named twice")
         # The grown positions are merged into the kept ones, both sorted already. Large patterns
-        # are merged in place, without index arrays of int64.
-        kept_flat = pattern.flat[kept]
+        # are merged in place and each array is given up as early as can be.
+        kept_flat = pattern.rows[kept].long().mul_(pattern.grid[1]).add_(pattern.cols[kept])
         is_grown = torch.zeros(len(kept) + len(grow), dtype=torch.bool)
         is_grown[torch.searchsorted(kept_flat, grow) + torch.arange(len(grow))] = True
         flat = torch.empty(len(is_grown), dtype=torch.int64)
         flat.masked_scatter_(is_grown, grow)
-        source = torch.full((len(flat),), -1, dtype=torch.int64)
         is_kept = is_grown.logical_not_()
         flat.masked_scatter_(is_kept, kept_flat)
         del kept_flat
-        source.masked_scatter_(is_kept, kept)
-        del kept
         if len(flat) > 1 and not bool((flat[1:] > flat[:-1]).all()):
             raise ValueError("a position to grow is named twice or is already in the pattern")
         after = SparsePattern.from_flat(flat, shape=pattern.shape, block_size=pattern.block_size)
+        del flat
+        source = torch.full((after.nnz,), -1, dtype=torch.int64)
+        source.masked_scatter_(is_kept, kept)
         return cls(pattern, after, source)
 
     @classmethod
@@ -465,9 +465,7 @@ class Rewiring:
             )
         source = self.source.to(tensor.device)
         grown = source < 0
-        if self.before.nnz == 0:
-            out = tensor.new_empty((self.after.nnz, *tensor.shape[1:]))
-        else:
-            out = tensor.index_select(0, source.clamp(min=0))
+        out = tensor.new_empty((self.after.nnz, *tensor.shape[1:]))
+        out[~grown] = tensor[source[~grown]]
         out[grown] = fill.to(out) if isinstance(fill, Tensor) else fill
         return out

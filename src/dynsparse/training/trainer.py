@@ -150,13 +150,16 @@ class SparseTrainer:
             return None
         drop = lowest(self.drop_score(layer.values), count)
         if not self.regrow_dropped:
-            return Rewiring.make(pattern, drop, self.growth.choose(pattern, count, pairs))
+            grow = self.growth.choose(pattern, count, pairs)
+            pairs.clear()  # they may be large, and the new pattern needs room
+            return Rewiring.make(pattern, drop, grow)
         stays = torch.ones(pattern.nnz, dtype=torch.bool)
         stays[drop] = False
         kept = SparsePattern.from_flat(
             pattern.flat[stays], shape=pattern.shape, block_size=pattern.block_size
         )
         grow = self.growth.choose(kept, count, pairs)
+        pairs.clear()
         came_back = torch.isin(pattern.flat[drop], grow)
         return Rewiring.make(pattern, drop[~came_back], grow[~pattern.contains(grow)])
 

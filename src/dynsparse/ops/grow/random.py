@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from dynsparse.ops.grow.taken import check_count, taken_positions
+from dynsparse.ops.grow.taken import check_count, check_exclude
 from dynsparse.pattern import SparsePattern, sample_without_replacement
 
 __all__ = ["random_outside"]
@@ -31,8 +31,9 @@ def random_outside(
     Raises:
         ValueError: more positions asked for than are free, or a bad `exclude`.
     """
-    taken = taken_positions(pattern, exclude)
-    k = check_count(k, pattern, taken)
+    exclude = check_exclude(exclude, pattern)
+    k = check_count(k, pattern, exclude)
+    taken = torch.cat([pattern.flat, exclude]).sort().values if len(exclude) else pattern.flat
     ranks = sample_without_replacement(pattern.total - len(taken), k, generator)
     # taken[j] - j positions are free before taken[j], so the free position of rank r lies behind
     # every taken one with taken[j] - j <= r.

@@ -9,13 +9,13 @@ from torch import Tensor
 
 from dynsparse.pattern import SparsePattern
 
-__all__ = ["check_count", "taken_positions"]
+__all__ = ["check_count", "check_exclude", "taken_among"]
 
 
-def taken_positions(pattern: SparsePattern, exclude: Tensor | None) -> Tensor:
-    """The pattern's positions and those of `exclude`: sorted, distinct, int64."""
+def check_exclude(exclude: Tensor | None, pattern: SparsePattern) -> Tensor:
+    """The positions of `exclude` that the pattern does not hold anyway: sorted, distinct, int64."""
     if exclude is None:
-        return pattern.flat
+        return torch.zeros(0, dtype=torch.int64)
     if exclude.dtype != torch.int64 or exclude.dim() != 1:
         raise TypeError(
             f"exclude must be flat block positions, int64 [any], got {exclude.dtype} "
@@ -26,10 +26,22 @@ def taken_positions(pattern: SparsePattern, exclude: Tensor | None) -> Tensor:
         raise ValueError(f"exclude must hold positions in [0, {pattern.total})")
     if not bool((exclude[1:] > exclude[:-1]).all()):
         raise ValueError("exclude must be sorted and without duplicates: sort it, or use unique()")
-    return torch.cat([pattern.flat, exclude[~pattern.contains(exclude)]]).sort().values
+    return exclude[~pattern.contains(exclude)]
 
 
-def check_count(k: int, pattern: SparsePattern, taken: Tensor) -> int:
+def taken_among(
+    pattern: SparsePattern, exclude: Tensor, first: int, last: int
+) -> tuple[Tensor, Tensor]:
+    """What pattern and `exclude` hold in the block rows [first, last), counted from there."""
+    width = pattern.grid[1]
+    rows = torch.tensor([first, last], dtype=torch.int32)
+    low, high = torch.searchsorted(pattern.rows, rows).tolist()
+    held = (pattern.rows[low:high].long() - first).mul_(width).add_(pattern.cols[low:high])
+    low, high = torch.searchsorted(exclude, rows.long() * width).tolist()
+    return held, exclude[low:high] - first * width
+
+
+def check_count(k: int, pattern: SparsePattern, exclude: Tensor) -> int:
     """`k` as an integer that the free positions can satisfy."""
     try:
         count = operator.index(k)
@@ -37,7 +49,7 @@ def check_count(k: int, pattern: SparsePattern, taken: Tensor) -> int:
         raise TypeError(f"k must be an integer, got {k!r}") from None
     if count < 0:
         raise ValueError(f"k must not be negative, got {count}")
-    free = pattern.total - len(taken)
+    free = pattern.total - pattern.nnz - len(exclude)
     if count > free:
         raise ValueError(
             f"cannot grow {count} positions: only {free} of {pattern.total} are free in {pattern}; "

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from dynsparse.ops.grow.select import select
-from dynsparse.ops.grow.taken import check_count, taken_positions
+from dynsparse.ops.grow.taken import check_count, check_exclude, taken_among
 from dynsparse.pattern import SparsePattern
 
 __all__ = ["POOLINGS", "GrowCandidates", "topk_outside"]
@@ -70,8 +70,8 @@ def topk_outside(
     Graphcore's dynamic sparsity application: magnitudes first, then the reduction.
     """
     pooling = check_pooling(pooling)
-    taken = taken_positions(pattern, exclude)
-    k = check_count(k, pattern, taken)
+    exclude = check_exclude(exclude, pattern)
+    k = check_count(k, pattern, exclude)
     dtype = _check_pairs(pairs, pattern) if k else torch.float32
     if k == 0:
         return GrowCandidates(torch.zeros(0, dtype=torch.int64), torch.zeros(0, dtype=dtype))
@@ -81,16 +81,15 @@ def topk_outside(
     rows = max(1, CHUNK_BYTES // (pattern.shape[1] * b * dtype.itemsize))
     guess = -1.0
     if height > _SAMPLE_FROM * rows:
-        guess = _guess_threshold(pairs, pattern, taken, k, pooling, dtype)
+        guess = _guess_threshold(pairs, pattern, exclude, k, pooling, dtype)
     # A guess that was too high is mended by a second pass without one.
     for threshold in (guess, -1.0):
         best = _Best(k, rows * width, threshold, dtype, device)
         for first in range(0, height, rows):
             last = min(first + rows, height)
             scores = _block_scores(pairs, first * b, last * b, b, pooling, dtype).view(-1)
-            ends = torch.tensor([first * width, last * width])
-            low, high = torch.searchsorted(taken, ends).tolist()
-            scores[(taken[low:high] - first * width).to(device)] = -1.0
+            for taken in taken_among(pattern, exclude, first, last):
+                scores[taken.to(device)] = -1.0
             best.add(scores, first * width)
         best.compact()
         if best.count == k:
@@ -142,7 +141,7 @@ class _Best:
 def _guess_threshold(
     pairs: Sequence[Pair],
     pattern: SparsePattern,
-    taken: Tensor,
+    exclude: Tensor,
     k: int,
     pooling: str,
     dtype: torch.dtype,
@@ -171,9 +170,7 @@ def _guess_threshold(
             blocks.baddbmm_(left.permute(1, 2, 0), right.transpose(0, 1))
         scores.append(_pool(blocks.abs_(), pooling, b).view(-1))
     score = torch.cat(scores)
-    at = torch.searchsorted(taken, sample).clamp_(max=max(0, len(taken) - 1))
-    if len(taken):
-        score[(taken[at] == sample).to(device)] = -1.0
+    score[(pattern.contains(sample) | torch.isin(sample, exclude)).to(device)] = -1.0
     expected = _SAMPLE * k / pattern.total
     rank = int(expected + 4 * expected**0.5 + 4)
     if rank >= _SAMPLE:
