@@ -177,6 +177,21 @@ def test_magnitudes_keep_the_largest_and_densify_is_the_inverse(data):
             assert score[kept].min() >= score[~kept].max()
 
 
+@given(st.data())
+def test_ties_go_to_the_first_as_in_from_dense(data):
+    b = data.draw(st.sampled_from([1, 2]))
+    linear = nn.Linear(b * data.draw(st.integers(1, 6)), b * data.draw(st.integers(1, 6)))
+    with torch.no_grad():
+        linear.weight.copy_(torch.randint(-2, 3, linear.weight.shape))
+    density = data.draw(st.floats(0.2, 0.99))
+    expected = SparseLinear.from_dense(linear, density, b)
+    m = sparsified(nn.Sequential(linear), None, densities={"0": density}, block_size=b,
+                   start="magnitude")  # fmt: skip
+    if isinstance(m[0], SparseLinear):
+        assert m[0].pattern == expected.pattern
+        assert torch.equal(m[0].values, expected.values)
+
+
 def test_a_random_start_scales_the_models_own_values():
     m = nn.Sequential(nn.Linear(40, 30), nn.ReLU()).double()
     weight, bias = m[0].weight.detach().clone(), m[0].bias

@@ -130,9 +130,18 @@ def hooked():
     return nn.Sequential(layer)
 
 
+def broken(value):
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+    with torch.no_grad():
+        model[1].weight[3, 4] = value
+    return model
+
+
 @pytest.mark.parametrize(
     ("model", "error", "message"),
     [
+        (broken(float("nan")), ValueError, "the weight of '1' has entries that are NaN or inf"),
+        (broken(float("inf")), ValueError, "the weight of '1' has entries that are NaN or inf"),
         (None, TypeError, "expected a torch.nn.Module, got NoneType"),
         ([nn.Linear(8, 8)], TypeError, "expected a torch.nn.Module, got list"),
         (nn.Sequential(nn.ReLU()), ValueError, "the model has no layer that can be made sparse"),

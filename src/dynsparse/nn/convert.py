@@ -135,6 +135,8 @@ def _check_site(site: Site) -> None:
         raise TypeError(
             f"the weight of {site.name!r} must be floating point, got {site.weight.dtype}"
         )
+    if not bool(site.weight.isfinite().all()):
+        raise ValueError(f"the weight of {site.name!r} has entries that are NaN or infinite")
     for module in {site.module, site.owner}:
         hooks = (module._forward_hooks, module._forward_pre_hooks,
                  module._backward_hooks, module._backward_pre_hooks)  # fmt: skip
@@ -149,36 +151,46 @@ def _sparse(
     site: Site, nnz: int, block_size: int, start: str, generator: torch.Generator | None
 ) -> SparseLinear:
     weight = site.weight
-    cls = SparseConv1D if site.kind == "Conv1D" else SparseLinear
     if start == "magnitude":
-        total = weight.numel() // block_size**2
-        dense = _linear(
-            nn.Parameter(weight.contiguous()), _own(site.bias, site.bias_parameter), True
-        )
-        layer = cls.from_dense(dense, nnz / total, block_size)
+        pattern = _largest(weight, nnz, block_size)
     else:
         pattern = SparsePattern.random(
             site.shape, nnz=nnz, block_size=block_size, generator=generator
         )
-        out_features, in_features = site.shape
-        layer = cls(
-            in_features,
-            out_features,
-            bias=site.bias is not None,
-            pattern=pattern,
-            generator=generator,
-            device=weight.device,
-            dtype=weight.dtype,
-        )
+    out_features, in_features = site.shape
+    layer = (SparseConv1D if site.kind == "Conv1D" else SparseLinear)(
+        in_features,
+        out_features,
+        bias=False,
+        pattern=pattern,
+        generator=generator,
+        device=weight.device,
+        dtype=weight.dtype,
+    )
+    values = pattern.values_of(weight)
+    if start == "random":
         fan_in = layer.row_ptr.diff().clamp(min=1) * block_size
         scale = (in_features / fan_in).sqrt()[layer.rows.long()].to(weight.dtype)
-        values = pattern.values_of(weight)
-        layer.values.copy_(values * scale.view(-1, *[1] * (values.dim() - 1)))
+        values = values * scale.view(-1, *[1] * (values.dim() - 1))
+    layer.values.copy_(values)
     layer.register_parameter("bias", _own(site.bias, site.bias_parameter))
     layer.values.requires_grad_(site.parameter.requires_grad)
     if isinstance(layer, SparseConv1D):
         layer.dense_class = type(site.module)
     return layer.train(site.owner.training)
+
+
+def _largest(weight: Tensor, nnz: int, block_size: int) -> SparsePattern:
+    """The blocks whose magnitudes have the largest sum; ties go to the first in row-major order."""
+    height, width = weight.shape[0] // block_size, weight.shape[1] // block_size
+    magnitude = weight.detach().abs().double()
+    score = magnitude.view(height, block_size, width, block_size).sum((1, 3)).flatten()
+    # A threshold rather than a sort: layers have millions of elements.
+    least = score.kthvalue(len(score) - nnz + 1).values
+    above = (score > least).nonzero().flatten()
+    ties = (score == least).nonzero().flatten()[: nnz - len(above)]
+    flat = torch.cat([above, ties]).sort().values.cpu()
+    return SparsePattern.from_flat(flat, shape=tuple(weight.shape), block_size=block_size)
 
 
 def _own(tensor: Tensor | None, parameter: Tensor | None) -> nn.Parameter | None:
