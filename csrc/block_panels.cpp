@@ -188,19 +188,19 @@ bool run_in_panels(const BlockPass& pass) {
   const float* values = turn ? turned : pass.values;
 
   const i64 strips = ceil_div(inputs, STRIP), x_strips = x_size ? ceil_div(features, STRIP) : 0;
-  const i64 work = HEIGHT * nnz * block * block / VL;
-  const i64 per_task = units_per_task(pass.majors, work, pass.threads);
+  const i64 cost = HEIGHT * nnz * block * block / VL;
+  const i64 per_task = units_per_task(pass.majors, cost, pass.threads);
   const i64 tasks = ceil_div(pass.majors, per_task);
-  const i64 rows_per_task = units_per_task(pass.minors, work, pass.threads);
+  const i64 rows_per_task = units_per_task(pass.minors, cost, pass.threads);
   const i64 row_tasks = ceil_div(pass.minors, rows_per_task);
+  const auto work = [&](i64 major, i64 t, i64 base) {
+    const i64 first = (base + t) * HEIGHT;
+    one_major(pass, values, major, packed + t * tile_size, least(HEIGHT, pass.batch - first),
+              pass.out + first * features);
+  };
 
 #pragma omp parallel num_threads(pass.threads)
   {
-    if (turn) {
-#pragma omp for schedule(static) nowait
-      for (i64 p = 0; p < nnz; p++)
-        transpose_block(pass.values + p * block * block, turned + p * block * block, block);
-    }
     for (i64 base = 0; base < tiles; base += at_once) {
       const i64 count = least(at_once, tiles - base);
 #pragma omp for collapse(2) schedule(static)
@@ -214,14 +214,22 @@ bool run_in_panels(const BlockPass& pass) {
                       (is_x ? x + t * x_size : packed + t * tile_size) + begin * height);
         }
       if (pass.out) {
+        // The first tile turns the blocks of each major just before it uses them.
+        const i64 turning = turn && base == 0 ? 1 : 0;
+        if (turning) {
+#pragma omp for schedule(dynamic)
+          for (i64 k = 0; k < tasks; k++)
+            for (i64 m = k * per_task; m < least(pass.majors, (k + 1) * per_task); m++) {
+              for (i64 p = pass.ptr[m]; p < pass.ptr[m + 1]; p++)
+                transpose_block(pass.values + p * block * block, turned + p * block * block, block);
+              work(m, 0, base);
+            }
+        }
 #pragma omp for collapse(2) schedule(dynamic) nowait
-        for (i64 t = 0; t < count; t++)
-          for (i64 k = 0; k < tasks; k++) {
-            const i64 first = (base + t) * HEIGHT, height = least(HEIGHT, pass.batch - first);
+        for (i64 t = turning; t < count; t++)
+          for (i64 k = 0; k < tasks; k++)
             for (i64 m = k * per_task; m < least(pass.majors, (k + 1) * per_task); m++)
-              one_major(pass, values, m, packed + t * tile_size, height,
-                        pass.out + first * features);
-          }
+              work(m, t, base);
       }
       if (pass.dvalues) {
         // A barrier after each tile: blocks are summed tile by tile, in order.

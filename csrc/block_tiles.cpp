@@ -92,6 +92,7 @@ void chunk(const BlockPass& pass, const Tile& tile, const float* packed, i64 beg
 // ---- gradient of the blocks ----
 
 // Corner of a block that is computed at once: DOWN rows (of dy) by 4 columns (of x).
+typedef float Four __attribute__((vector_size(16), aligned(4), may_alias));
 constexpr int DOWN = VL == 16 ? 4 : 2;
 // Floats of packed x that stay in the second-level cache: tiles are taken together up to there.
 constexpr i64 CACHED = 1 << 18;
@@ -146,6 +147,14 @@ void corner(const Range& tiles, i64 row, i64 column, i64 block, i64 u, i64 k, bo
     store(result[0], fold_quarters(four[0], four[1]));
   else
     for (int d = 0; d < DOWN; d++) store(result[d], four[d]);
+  if (u + DOWN <= block && k + 4 <= block) {
+    for (int d = 0; d < DOWN; d++) {
+      Four& to = *reinterpret_cast<Four*>(dvalues + (u + d) * block + k);
+      const Four from = *reinterpret_cast<const Four*>(result[d]);
+      to = add ? to + from : from;
+    }
+    return;
+  }
   for (int d = 0; d < DOWN && u + d < block; d++)
     for (int i = 0; i < 4 && k + i < block; i++) {
       float& to = dvalues[(u + d) * block + k + i];
@@ -176,11 +185,11 @@ bool run_in_tiles(const BlockPass& pass) {
 
   const i64 strips = ceil_div(inputs, STRIP), x_strips = x_size ? ceil_div(features, STRIP) : 0;
   const i64 nnz = pass.out ? pass.ptr[pass.majors] : pass.row_ptr[pass.minors];
-  const i64 work = TILE_VECTORS * nnz * pass.block * pass.block;
+  const i64 cost = TILE_VECTORS * nnz * pass.block * pass.block;
   const i64 chunks = ceil_div(features, CHUNK);
-  const i64 per_task = units_per_task(chunks, work, pass.threads);
+  const i64 per_task = units_per_task(chunks, cost, pass.threads);
   const i64 tasks = ceil_div(chunks, per_task);
-  const i64 rows_per_task = units_per_task(pass.minors, work, pass.threads);
+  const i64 rows_per_task = units_per_task(pass.minors, cost, pass.threads);
   const i64 row_tasks = ceil_div(pass.minors, rows_per_task);
   const i64 in_cache = x_size ? most(1, CACHED / x_size) : 1;
 

@@ -154,12 +154,24 @@ void chunk(const ElementPass& pass, const float* weights, const Tile& tile, cons
   }
 }
 
+// Narrower tiles where full ones would not stay in the second-level cache. Dot products pay more
+// for that, as their lanes are folded once per entry and tile, and so turn to it later.
+template <bool DOT>
+i64 samples_per_tile(i64 minors) {
+  constexpr i64 CACHED = (1 << 20) / sizeof(float);
+  i64 samples = TILE;
+  if (!DOT && 2 * samples * minors > CACHED) samples /= 2;
+  while (samples > VL && samples * minors > CACHED) samples /= 2;
+  return samples;
+}
+
 template <bool ACCUMULATE, bool DOT>
 bool run_pass(const ElementPass& pass) {
-  const i64 tiles = tiles_of(pass.batch);
+  const i64 samples = samples_per_tile<DOT>(pass.minors);
+  const i64 tiles = tiles_of(pass.batch, samples);
   const i64 nnz = pass.ptr[pass.majors];
   const bool permuted = pass.order != nullptr;
-  const i64 tile_size = TILE * pass.minors;
+  const i64 tile_size = samples * pass.minors;
   const i64 packed_size = tile_size * least(tiles, TILES_AT_ONCE);
   const bool partial_sums = DOT && permuted && tiles > 1;
   Scratch scratch(Scratch::size_of<float>(packed_size) +
@@ -173,7 +185,7 @@ bool run_pass(const ElementPass& pass) {
 
   const i64 chunks = ceil_div(pass.majors, CHUNK);
   const i64 strips = ceil_div(pass.minors, STRIP);
-  const i64 per_task = units_per_task(chunks, TILE_VECTORS * (nnz + pass.majors), pass.threads);
+  const i64 per_task = units_per_task(chunks, samples / VL * (nnz + pass.majors), pass.threads);
   const i64 tasks = ceil_div(chunks, per_task);
 
 #pragma omp parallel num_threads(pass.threads)
@@ -187,14 +199,14 @@ bool run_pass(const ElementPass& pass) {
 #pragma omp for collapse(2) schedule(static)
       for (i64 t = 0; t < count; t++)
         for (i64 s = 0; s < strips; s++) {
-          const Tile tile = tile_at(base + t, pass.batch);
+          const Tile tile = tile_at(base + t, pass.batch, samples);
           pack(pass.packed, tile, s * STRIP, least(pass.minors, (s + 1) * STRIP),
                packed + t * tile_size + s * STRIP * tile.width());
         }
       if constexpr (DOT) {
         // A barrier after each tile: the sums of one entry are added tile by tile, in order.
         for (i64 t = 0; t < count; t++) {
-          const Tile tile = tile_at(base + t, pass.batch);
+          const Tile tile = tile_at(base + t, pass.batch, samples);
           const Sums sums = {partial, pass.order, pass.sums, base + t == 0, base + t + 1 == tiles};
 #pragma omp for schedule(dynamic)
           for (i64 k = 0; k < tasks; k++)
@@ -207,7 +219,7 @@ bool run_pass(const ElementPass& pass) {
         for (i64 t = 0; t < count; t++)
           for (i64 k = 0; k < tasks; k++)
             for (i64 c = k * per_task; c < least(chunks, (k + 1) * per_task); c++)
-              chunk<ACCUMULATE, DOT>(pass, weights, tile_at(base + t, pass.batch),
+              chunk<ACCUMULATE, DOT>(pass, weights, tile_at(base + t, pass.batch, samples),
                                      packed + t * tile_size, Sums{}, c * CHUNK,
                                      least(pass.majors, (c + 1) * CHUNK));
       }

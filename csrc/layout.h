@@ -39,12 +39,12 @@ inline i64 units_per_task(i64 units, i64 work, int threads) {
   return most(1, least(even, WORTHWHILE * units / (work + 1)));
 }
 
-inline Tile tile_at(i64 index, i64 batch) {
-  i64 first = index * TILE;
-  i64 count = batch - first < TILE ? batch - first : TILE;
-  return {first, count, static_cast<int>((count + VL - 1) / VL)};
+// `full`: the samples of a full tile.
+inline Tile tile_at(i64 index, i64 batch, i64 full = TILE) {
+  const i64 first = index * full, count = least(full, batch - first);
+  return {first, count, static_cast<int>(ceil_div(count, VL))};
 }
-inline i64 tiles_of(i64 batch) { return ceil_div(batch, TILE); }
+inline i64 tiles_of(i64 batch, i64 full = TILE) { return ceil_div(batch, full); }
 
 // Features [begin, end) of the tile's samples: out[(f - begin) * width + lane].
 void pack(const Matrix& from, const Tile& tile, i64 begin, i64 end, float* out);

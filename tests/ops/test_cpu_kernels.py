@@ -178,6 +178,15 @@ def test_more_tiles_than_are_packed_at_once(isa: str, threads: int, block: int) 
     )
 
 
+@pytest.mark.parametrize("shape", [(12, 3_000), (12, 20_000), (20_000, 12)])
+def test_layers_too_wide_for_full_tiles(isa: str, shape: tuple[int, int]) -> None:
+    generator = torch.Generator().manual_seed(2)
+    pattern = SparsePattern.random(shape, 0.01, generator=generator)
+    x = torch.randn(75, shape[1], generator=generator)
+    dy = torch.randn(75, shape[0], generator=generator)
+    check(pattern, x, dy, generator)
+
+
 @pytest.mark.parametrize("block", [1, 4, 16])
 def test_empty_rows_and_columns(isa: str, block: int) -> None:
     generator = torch.Generator().manual_seed(3)
