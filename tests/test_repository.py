@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import importlib.metadata
 import inspect
+import os
 import re
 import subprocess
 from pathlib import Path
@@ -47,6 +48,12 @@ def test_every_make_target_is_explained_by_help():
     assert phony
     for target in set(phony.group(1).split()) - {"help", "lint"}:
         assert f"make {target} " in makefile
+
+
+def test_continuous_integration_is_a_script_that_can_run():
+    script = ROOT / ".ci" / "run"
+    assert os.access(script, os.X_OK)
+    subprocess.run(["bash", "-n", script], check=True)
 
 
 def test_no_machine_paths_in_tracked_files():
