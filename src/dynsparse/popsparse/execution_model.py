@@ -11,6 +11,7 @@ a tile lacks at the target's rate, and every bulk-synchronous step costs the tar
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -23,7 +24,7 @@ from dynsparse.popsparse.execution_cycles import Kernel
 from dynsparse.popsparse.plan import Method, Plan
 from dynsparse.popsparse.propagation_price import LOOP_CONTROL, LOOP_STEPS
 
-__all__ = ["PassTime", "Step", "predict"]
+__all__ = ["PassTime", "Step", "predict", "sub_group_cycles"]
 
 _WORD = 2  # Bytes of a meta-info word.
 _CONTROL_INSTRUCTIONS = 20  # Of a vertex that reads, computes and writes one number. 10 to 40.
@@ -108,7 +109,9 @@ def predict(plan: Plan, pattern: Any) -> dict[str, PassTime]:
     products = 2.0 * blocks * area * plan.params.batch_size
     found = {}
     for name in plan.costs:
-        model = _GradWeight(plan, loads) if name == "grad_weight" else _Product(plan, loads, name)
+        model: _Pass = (
+            _GradWeight(plan, loads) if name == "grad_weight" else _Product(plan, loads, name)
+        )
         steps = tuple(model.steps())
         syncs = sum(step.syncs for step in steps) * plan.target.sync_cycles
         turns = max(load.overflow.propagation_steps for load in loads)
@@ -116,7 +119,13 @@ def predict(plan: Plan, pattern: Any) -> dict[str, PassTime]:
     return found
 
 
-class _Pass:
+def sub_group_cycles(plan: Plan, name: str, load: BucketLoad) -> np.ndarray:
+    """Cycles of a tile, in the pass of this name, for each sub-group it finds: [sub-groups]."""
+    model = _GradWeight(plan, [load]) if name == "grad_weight" else _Product(plan, [load], name)
+    return model.group_cycles(load)
+
+
+class _Pass(ABC):
     """What the passes have in common."""
 
     def __init__(self, plan: Plan, loads: list[BucketLoad]) -> None:
@@ -148,9 +157,13 @@ class _Pass:
     def fetch(self, dims: tuple[str, str], same: int) -> float:
         return self.exchange(max(0.0, self.needed(*dims) - self.home(*dims)), same)
 
+    @abstractmethod
     def group_cycles(self, load: BucketLoad) -> np.ndarray:
         """Cycles of a tile for each sub-group: workers and supervisor."""
-        raise AssertionError("a pass says what a sub-group takes")
+
+    @abstractmethod
+    def steps(self) -> Iterable[Step]:
+        """The parts of the pass in order."""
 
     def propagate(self, bucket_bytes: float) -> Iterable[Step]:
         """The propagation phase: the slowest tile at each step, and the loop around it."""
