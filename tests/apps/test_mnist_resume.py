@@ -78,6 +78,7 @@ def test_two_epochs_equal_one_and_one(tmp_path, changes):
         assert got[key] == expected[key]
 
 
+@pytest.mark.slow
 def test_a_new_process_resumes_bit_for_bit(tmp_path):
     """Train 2 epochs = train 1, new process, restore, train 1."""
     flags = ["--batch-size", "64", "--hidden-size", "32", "--epochs", "2", "--seed", "7"]
@@ -195,6 +196,7 @@ def test_a_checkpoint_of_something_else_is_refused(tmp_path):
         tiny(restore=tmp_path / "a.ckpt")
 
 
+@pytest.mark.slow
 def test_a_kill_at_any_moment_leaves_a_loadable_checkpoint(tmp_path):
     flags = ["--batch-size", "64", "--hidden-size", "32", "--epochs", "500", "--seed", "7"]
     path = tmp_path / "ckpt"

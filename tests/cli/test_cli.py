@@ -67,6 +67,19 @@ def test_three_layers_by_one_flag(capsys, tmp_path):
     assert [layer["shape"] for layer in layers] == [[30, 784], [20, 30], [10, 20]]
 
 
+def test_a_flag_that_is_given_must_agree_with_the_checkpoint(capsys, tmp_path):
+    folder = str(tmp_path)
+    tiny = [*TINY, "--droprate", "0.2", "--checkpoint-path", folder]
+    assert call(capsys, *tiny)[0] == 0
+    restored = ["mnist", "--restore", folder, "--test-mode", "tests"]
+    assert call(capsys, *restored)[0] == 0
+    assert call(capsys, *restored, "--hidden-size", "32", "--droprate", "0.2")[0] == 0
+    for flag, value in (("--droprate", "0.1"), ("--hidden-size", "320"), ("--epochs", "10")):
+        status, _, err = call(capsys, *restored, flag, value)
+        assert status == 2
+        assert "was trained with" in err
+
+
 def test_visualise_draws_a_record(capsys, tmp_path):
     status, _, _ = call(capsys, *TINY, "--records-path", str(tmp_path / "rec"))
     assert status == 0
@@ -156,7 +169,7 @@ def test_an_unknown_colour_map_is_named(capsys, tmp_path):
 
 
 def test_our_own_errors_keep_their_traceback(monkeypatch):
-    def broken(options):
+    def broken(options, given):
         raise KeyError("a bug")
 
     monkeypatch.setattr("dynsparse.apps.mnist.run", broken)
@@ -171,7 +184,7 @@ def test_the_traceback_on_request(monkeypatch):
 
 
 def test_too_little_memory_is_one_line(capsys, monkeypatch):
-    def hungry(options):
+    def hungry(options, given):
         raise RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried ...")
 
     monkeypatch.setattr("dynsparse.apps.mnist.run", hungry)
@@ -183,7 +196,7 @@ def test_too_little_memory_is_one_line(capsys, monkeypatch):
 
 
 def test_an_interrupt_is_one_line(capsys, monkeypatch):
-    def interrupted(options):
+    def interrupted(options, given):
         raise KeyboardInterrupt
 
     monkeypatch.setattr("dynsparse.apps.mnist.run", interrupted)
@@ -193,7 +206,7 @@ def test_an_interrupt_is_one_line(capsys, monkeypatch):
 
 def test_warnings_are_lines_without_places(capsys, monkeypatch):
     monkeypatch.setattr(
-        "dynsparse.apps.mnist.run", lambda options: warnings.warn("slow", stacklevel=1)
+        "dynsparse.apps.mnist.run", lambda options, given: warnings.warn("slow", stacklevel=1)
     )
     with warnings.catch_warnings():
         warnings.simplefilter("always")

@@ -36,6 +36,7 @@ def _float(panel: str, help: str, **more: Any) -> Any:
 
 
 def mnist(
+    context: typer.Context,
     dataset: Annotated[
         str, _choice(_DATA, "What to train on; digits needs no download.", "dataset")
     ] = _DEFAULT.dataset,
@@ -190,14 +191,23 @@ def mnist(
     wandb_tags: Annotated[list[str] | None, _text(_OUTPUT, "Tags at wandb.")] = None,
 ) -> None:
     """Train a small network with truly sparse layers on digits, MNIST or Fashion-MNIST."""
-    given = dict(locals())
-    given["json"] = given.pop("json_file")
-    given["hidden_sizes"] = _hidden_sizes(given.pop("hidden_size"), hidden_sizes)
-    given["densities"] = tuple(densities) if densities else _DEFAULT.densities
-    given["cosine_prune_schedule"] = _json_object("cosine-prune-schedule", cosine_prune_schedule)
-    given["optimizer_arg"] = _arguments(optimizer_arg or [])
-    given["wandb_tags"] = tuple(wandb_tags or ())
-    app.run(Options(**given))
+    values = dict(locals())
+    del values["context"]
+    given = {name for name in values if _is_given(context, name)}
+    values["json"] = values.pop("json_file")
+    values["hidden_sizes"] = _hidden_sizes(values.pop("hidden_size"), hidden_sizes)
+    values["densities"] = tuple(densities) if densities else _DEFAULT.densities
+    values["cosine_prune_schedule"] = _json_object("cosine-prune-schedule", cosine_prune_schedule)
+    values["optimizer_arg"] = _arguments(optimizer_arg or [])
+    values["wandb_tags"] = tuple(wandb_tags or ())
+    if "hidden_size" in given:
+        given.add("hidden_sizes")
+    app.run(Options(**values), given=given)
+
+
+def _is_given(context: typer.Context, name: str) -> bool:
+    source = context.get_parameter_source(name)
+    return source is not None and source.name == "COMMANDLINE"
 
 
 def _hidden_sizes(one: int | None, several: list[int] | None) -> tuple[int, ...]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
@@ -71,10 +72,10 @@ def find_checkpoint(path: Path) -> Path:
     return found[max(found)]
 
 
-def adopt(options: Options, path: Path) -> tuple[Options, int]:
+def adopt(options: Options, path: Path, given: Collection[str] = ()) -> tuple[Options, int]:
     """`options` completed by those the checkpoint was trained with, and its seed.
 
-    What was left at its default is taken over; what was given must agree.
+    What is at its default is taken over; what is not, or is named in `given`, must agree.
 
     Raises:
         ValueError: not a checkpoint of this program, or one of another training.
@@ -83,9 +84,9 @@ def adopt(options: Options, path: Path) -> tuple[Options, int]:
     if extra.get("app") != "mnist":
         raise ValueError(f"{path}: expected a checkpoint of `dynsparse mnist`, got another one")
     saved: dict[str, Any] = extra["options"]
-    defaults, given = _defining(Options()), _defining(options)
-    for name, value in given.items():
-        if value not in (defaults[name], saved[name]):
+    defaults = _defining(Options())
+    for name, value in _defining(options).items():
+        if value != saved[name] and (value != defaults[name] or name in given):
             flag = name.replace("_", "-")
             raise ValueError(
                 f"--{flag}: {path} was trained with {saved[name]!r}, got {value!r}: leave "

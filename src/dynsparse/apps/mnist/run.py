@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
@@ -22,8 +23,15 @@ from dynsparse.training.records import Recorder
 __all__ = ["run"]
 
 
-def run(options: Options, console: Console | None = None) -> dict[str, Any]:
+def run(
+    options: Options, console: Console | None = None, *, given: Collection[str] = ()
+) -> dict[str, Any]:
     """Train and test as `options` say; returns what `--json` writes (see `training_figures`).
+
+    Args:
+        options: what to do. With `restore`, options at their default become the checkpoint's.
+        console: where progress goes; stdout if left out.
+        given: options that hold even at their default: with `restore` they must agree.
 
     Raises:
         ValueError: options or files that are wrong; one line.
@@ -35,7 +43,7 @@ def run(options: Options, console: Console | None = None) -> dict[str, Any]:
     checkpoint = None if options.restore is None else find_checkpoint(options.restore)
     seed = options.seed
     if checkpoint is not None:
-        options, seed = adopt(options, checkpoint)
+        options, seed = adopt(options, checkpoint, given)
         options.check()
     if seed is None:
         seed = int.from_bytes(os.urandom(4), "little")
