@@ -18,6 +18,7 @@ import numpy as np
 
 from dynsparse.popsparse import vertex_cycles as estimate
 from dynsparse.popsparse.data_types import DataType
+from dynsparse.popsparse.plan import Method, Plan
 
 __all__ = [
     "Kernel",
@@ -25,6 +26,8 @@ __all__ = [
     "element_product",
     "element_transposed",
     "grad_weight",
+    "grad_weight_kernel",
+    "product_kernel",
     "zero",
 ]
 
@@ -163,6 +166,28 @@ def grad_weight(
     row = tile(1, 0, 1) - tile(1, 0, 0) - start
     each = tile(1, 1, 1) - tile(1, 1, 0) - start - row
     return Kernel(start, row, each, nothing, by_row, by_each)
+
+
+def product_kernel(plan: Plan, z: Ints, *, grad_input: bool) -> Kernel:
+    """The kernel of the plan's forward or grad_input when a worker has `z` elements of the batch
+    (with shared element buckets, grad_input's workers each have the whole batch of the tile).
+
+    Codelets and the execution model both take their cycles from here.
+    """
+    if plan.method is Method.ELEMENT:
+        if grad_input and plan.shared_buckets:
+            return element_transposed(int(z), plan.dtype)
+        return element_product(z, plan.dtype, grad_input=grad_input)
+    partials = plan.options.partials_type
+    units = plan.target.conv_units(plan.dtype, partials)
+    sizes = (plan.block_dimensions, plan.dtype, partials, units)
+    return block_product(int(z), *sizes, retain=not grad_input)
+
+
+def grad_weight_kernel(plan: Plan, z: int) -> Kernel:
+    """The kernel of the plan's grad_weight for `z` elements of the batch."""
+    amp = plan.method is Method.BLOCK_AMP
+    return grad_weight(z, plan.block_dimensions, plan.dtype, plan.options.partials_type, amp=amp)
 
 
 def zero(bytes_: Ints, workers: int, path_bytes: int = 8) -> Ints:

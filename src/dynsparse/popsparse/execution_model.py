@@ -206,14 +206,7 @@ class _Product(_Pass):
         self.depth = getattr(parts, self.in_)
 
     def kernel(self, z: Any) -> Kernel:
-        plan = self.plan
-        if plan.method is Method.ELEMENT:
-            if self.grad_input and plan.shared_buckets:
-                return execution_cycles.element_transposed(self.z, plan.dtype)
-            return execution_cycles.element_product(z, plan.dtype, grad_input=self.grad_input)
-        units = self.target.conv_units(plan.dtype, self.partials)
-        sizes = (plan.block_dimensions, plan.dtype, self.partials, units)
-        return execution_cycles.block_product(z, *sizes, retain=not self.grad_input)
+        return execution_cycles.product_kernel(self.plan, z, grad_input=self.grad_input)
 
     def group_cycles(self, load: BucketLoad) -> np.ndarray:
         plan, grain = self.plan, self.plan.grouping.z
@@ -272,9 +265,7 @@ class _GradWeight(_Pass):
     def group_cycles(self, load: BucketLoad) -> np.ndarray:
         plan = self.plan
         amp = plan.method is Method.BLOCK_AMP
-        kernel = execution_cycles.grad_weight(
-            self.z, plan.block_dimensions, plan.dtype, self.partials, amp=amp
-        )
+        kernel = execution_cycles.grad_weight_kernel(plan, self.z)
         share = load.nz if amp else -(-load.nz // self.workers)
         rows = load.rows if amp else np.minimum(-(-load.rows // self.workers) + 1, share)
         own = kernel.supervisor + load.rows * kernel.by_row + load.nz * kernel.by_each
