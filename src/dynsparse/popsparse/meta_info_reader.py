@@ -17,6 +17,7 @@ class BucketContents(NamedTuple):
 
     `bucket` is where it lies, `rectangle` = x * Ny + y where it belongs, `row` and `col` its block
     coordinates inside the rectangle, `place` its position in the bucket's values in blocks.
+    `group` counts the sub-groups, in order of buckets.
     """
 
     bucket: np.ndarray
@@ -24,6 +25,7 @@ class BucketContents(NamedTuple):
     row: np.ndarray
     col: np.ndarray
     place: np.ndarray
+    group: np.ndarray
 
 
 class _Groups(NamedTuple):
@@ -159,4 +161,4 @@ def read_buckets(
     rectangle = (y * parts_x + x if grad_a else ident)[entry_group]
     if grad_a:
         row, col = col, row
-    return BucketContents(b, rectangle, row, col, place)
+    return BucketContents(b, rectangle, row, col, place, entry_group)

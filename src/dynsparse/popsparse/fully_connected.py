@@ -1,0 +1,139 @@
+"""Sparse fully connected layers on the tile machine, with the names of PopSparse's API.
+
+Each function adds variables and steps to a machine's `Graph` and `Sequence`; an `Engine` runs them.
+All functions that belong together must get the same parameters and options: the plan follows from
+them. `Layer` in `layer` is the short way.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from dynsparse.machine.graph import Graph
+from dynsparse.machine.program import Sequence
+from dynsparse.machine.tensor import Tensor
+from dynsparse.popsparse.data_types import data_type
+from dynsparse.popsparse.device_layout import OperandLayout, PlannedTensor, machine_type
+from dynsparse.popsparse.device_product import add_product
+from dynsparse.popsparse.device_weights import SparseTensor
+from dynsparse.popsparse.options import Options
+from dynsparse.popsparse.params import FullyConnectedParams
+from dynsparse.popsparse.planner import PlanningCache, make_plan
+
+__all__ = [
+    "create_fully_connected_input",
+    "create_fully_connected_weights",
+    "fully_connected_forward",
+    "fully_connected_grad_a",
+]
+
+
+def create_fully_connected_weights(
+    graph: Graph,
+    dtype: Any,
+    params: FullyConnectedParams,
+    options: Options | dict[str, Any] | None = None,
+    cache: PlanningCache | None = None,
+    *,
+    name: str = "weights",
+) -> SparseTensor:
+    """The sparse weights of a layer: `.meta_info` and `.nz_values` take what a `Partitioner` made.
+
+    Args:
+        graph: of the target to plan for.
+        dtype: float16 or float32.
+        params, options: see `FullyConnectedParams`, `Options`.
+        cache: plans made earlier are taken from it.
+
+    Raises:
+        ValueError, TypeError: parameters or options no plan can meet.
+    """
+    plan = make_plan(graph.target, dtype, params, options, cache)
+    return SparseTensor.create(graph, plan, name)
+
+
+def create_fully_connected_input(
+    graph: Graph,
+    dtype: Any,
+    params: FullyConnectedParams,
+    options: Options | dict[str, Any] | None = None,
+    cache: PlanningCache | None = None,
+    *,
+    name: str = "input",
+) -> PlannedTensor:
+    """The input of a layer, [batch, groups * input channels], laid out by its use.
+
+    Any other tensor of this shape serves as input too, at the price of a rearrangement.
+    """
+    plan = make_plan(graph.target, dtype, params, options, cache)
+    return create_operand(graph, plan, "y", name)
+
+
+def create_operand(graph: Graph, plan: Any, dim: str, name: str) -> PlannedTensor:
+    """A dense operand of a plan: of dimension "y" (input) or "x" (gradient of the output)."""
+    layout = OperandLayout(plan, dim)
+    return layout.natural(layout.add_home(graph, name, machine_type(plan)))
+
+
+def _checked(weights: SparseTensor, params: Any, options: Any, cache: Any) -> SparseTensor:
+    """The weights, if they were made for these parameters and options."""
+    if not isinstance(weights, SparseTensor):
+        raise TypeError(
+            f"weights must be a SparseTensor as create_fully_connected_weights makes it, got "
+            f"{type(weights).__name__}"
+        )
+    plan = weights.plan
+    if params != plan.params:
+        raise ValueError(f"the weights were made for {plan.params}, not for {params}")
+    wanted = Options.parse(options).repaired(
+        data_type(plan.dtype), params.sparsity_params.is_element
+    )
+    if wanted != plan.options:
+        raise ValueError(f"the weights were made with {plan.options}, not with {wanted}")
+    return weights
+
+
+def fully_connected_forward(
+    graph: Graph,
+    weights: SparseTensor,
+    activations: Tensor,
+    params: FullyConnectedParams,
+    program: Sequence,
+    options: Options | dict[str, Any] | None = None,
+    cache: PlanningCache | None = None,
+) -> PlannedTensor:
+    """Add Y = X W^T to a program.
+
+    Args:
+        activations: [batch, groups * input channels].
+        program: the steps are appended to it.
+
+    Returns:
+        [batch, groups * output channels].
+
+    Raises:
+        ValueError: activations of another shape; weights made for other parameters or options.
+        TypeError: activations of another type.
+    """
+    weights = _checked(weights, params, options, cache)
+    return add_product(graph, weights, activations, program, "forward")
+
+
+def fully_connected_grad_a(
+    graph: Graph,
+    weights: SparseTensor,
+    gradients: Tensor,
+    params: FullyConnectedParams,
+    program: Sequence,
+    options: Options | dict[str, Any] | None = None,
+    cache: PlanningCache | None = None,
+) -> PlannedTensor:
+    """Add dX = dY W to a program: [batch, groups * output channels] to [.., input channels].
+
+    Raises:
+        ValueError: as `fully_connected_forward`; options without `do_grad_a_pass`.
+    """
+    weights = _checked(weights, params, options, cache)
+    if not weights.plan.options.do_grad_a_pass:
+        raise ValueError("fully_connected_grad_a needs the option do_grad_a_pass=True")
+    return add_product(graph, weights, gradients, program, "grad_input")

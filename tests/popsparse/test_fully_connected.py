@@ -1,0 +1,172 @@
+"""The passes of a sparse fully connected layer on the simulated machine, against float64."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from dynsparse.machine import Engine, Graph, Sequence, Target
+from dynsparse.pattern import SparsePattern
+from dynsparse.popsparse.fully_connected import (
+    create_fully_connected_input,
+    create_fully_connected_weights,
+    fully_connected_forward,
+    fully_connected_grad_a,
+)
+from dynsparse.popsparse.params import FullyConnectedParams, SparsityParams
+from dynsparse.popsparse.partitioner import Partitioner
+
+TOLERANCE = {"float16": 5e-3, "float32": 1e-5}
+
+
+def build(out, in_, batch, density, block, dtype, tiles=12, groups=1, planned=True, **options):
+    """forward and, if asked for, grad_input of a random matrix; (engine, weights, encoded, ...)."""
+    params = FullyConnectedParams.create_with_nz_ratio(
+        SparsityParams(block), density, batch, groups, in_, out
+    )
+    graph, program = Graph(Target.mk2(tiles=tiles)), Sequence()
+    weights = create_fully_connected_weights(graph, dtype, params, options)
+    if planned:
+        x = create_fully_connected_input(graph, dtype, params, options)
+    else:
+        x = graph.add_variable(dtype, [batch, groups * in_], "plain", tiles=0)
+    y = fully_connected_forward(graph, weights, x, params, program, options)
+    tensors = {"x": x, "y": y, "words": weights.meta_info, "values": weights.nz_values}
+    if options.get("do_grad_a_pass"):
+        tensors["dx"] = fully_connected_grad_a(graph, weights, y, params, program, options)
+    for name, tensor in tensors.items():
+        graph.add_handle(name, tensor)
+    return Engine(graph, program), weights
+
+
+def check(out, in_, batch, density, block, dtype, seed=0, groups=1, **more):
+    engine, weights = build(out, in_, batch, density, block, dtype, groups=groups, **more)
+    generator = torch.Generator().manual_seed(seed)
+    kind = getattr(torch, dtype)
+    patterns = [
+        SparsePattern.random((out, in_), density, block_size=block, generator=generator)
+        for _ in range(groups)
+    ]
+    values = [torch.randn(p.values_shape, generator=generator).to(kind) for p in patterns]
+    x = torch.randn(batch, groups * in_, generator=generator).to(kind)
+    one = groups == 1
+    encoded = Partitioner(weights.plan).encode(
+        patterns[0] if one else patterns, values[0] if one else values
+    )
+    engine.write("words", encoded.meta_info)
+    engine.write("values", encoded.nz_values)
+    engine.write("x", x)
+    profile = engine.run()
+    dense = torch.block_diag(
+        *(p.to_dense(v).double() for p, v in zip(patterns, values, strict=True))
+    )
+    y = torch.from_numpy(engine.read("y")).double()
+    close(y, x.double() @ dense.T, dtype)
+    if more.get("do_grad_a_pass"):
+        close(torch.from_numpy(engine.read("dx")).double(), y @ dense, dtype)
+    return encoded, profile
+
+
+def close(found, wanted, dtype):
+    scale = max(1.0, float(wanted.abs().max()))
+    assert float((found - wanted).abs().max()) <= TOLERANCE[dtype] * scale
+
+
+@pytest.mark.parametrize("dtype", ["float16", "float32"])
+@pytest.mark.parametrize("block", [1, 4, 8, 16])
+@pytest.mark.parametrize("forced", [False, True], ids=["placed", "spilled"])
+def test_forward_and_grad_input(dtype, block, forced):
+    encoded, _ = check(
+        96, 64, 8, 0.2, block, dtype, do_grad_a_pass=True, force_bucket_spills=forced
+    )
+    assert not forced or encoded.info.spilled
+
+
+@pytest.mark.parametrize("dtype", ["float16", "float32"])
+def test_grad_input_from_buckets_of_its_own(dtype):
+    check(96, 64, 8, 0.2, 1, dtype, do_grad_a_pass=True, shared_buckets=False)
+    check(
+        96, 64, 8, 0.2, 1, dtype,
+        do_grad_a_pass=True, shared_buckets=False, force_bucket_spills=True,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("partition", [(6, 2, 1), (2, 3, 2), (1, 4, 3), (12, 1, 1), (1, 1, 4)])
+def test_any_partition(partition):
+    fixed = {"partition": dict(zip("xyz", partition, strict=True))}
+    for forced in (False, True) if partition != (1, 1, 4) else (False,):
+        check(
+            48, 48, 24, 0.3, 1, "float32",
+            do_grad_a_pass=True, force_bucket_spills=forced, plan_constraints=fixed,
+        )  # fmt: skip
+
+
+def test_half_partials_round_after_each_block():
+    encoded, _ = check(64, 64, 4, 0.5, 8, "float16", partials_type="float16")
+    assert encoded.info.nz_used.sum() == encoded.pattern.positions.size * 64
+
+
+def test_groups():
+    check(32, 48, 6, 0.3, 1, "float32", groups=3, do_grad_a_pass=True)
+    check(32, 48, 6, 0.3, 8, "float16", groups=2, do_grad_a_pass=True)
+
+
+def test_any_tensor_serves_as_input():
+    check(40, 30, 5, 0.3, 1, "float32", planned=False)
+
+
+@given(
+    out=st.integers(1, 20),
+    in_=st.integers(1, 20),
+    batch=st.integers(1, 9),
+    block=st.sampled_from([1, 4]),
+    density=st.floats(0, 1),
+    dtype=st.sampled_from(["float16", "float32"]),
+    seed=st.integers(0, 99),
+)
+@settings(deadline=None, max_examples=20)
+def test_any_shape(out, in_, batch, block, density, dtype, seed):
+    check(
+        out * block, in_ * block, batch, density, block, dtype, seed, tiles=6, do_grad_a_pass=True,
+        meta_info_bucket_oversize_proportion=1.0,
+    )  # fmt: skip
+
+
+def test_a_new_pattern_needs_no_new_program():
+    engine, weights = build(64, 64, 8, 0.1, 1, "float32")
+    partitioner = Partitioner(weights.plan)
+    x = torch.randn(8, 64)
+    engine.write("x", x)
+    for seed in range(3):
+        generator = torch.Generator().manual_seed(seed)
+        pattern = SparsePattern.random((64, 64), 0.1, generator=generator)
+        values = torch.randn(pattern.values_shape, generator=generator)
+        encoded = partitioner.encode(pattern, values)
+        engine.write("words", encoded.meta_info)
+        engine.write("values", encoded.nz_values)
+        engine.run()
+        wanted = x.double() @ pattern.to_dense(values).double().T
+        close(torch.from_numpy(engine.read("y")).double(), wanted, "float32")
+
+
+def test_bad_input():
+    params = FullyConnectedParams.create_with_nz_ratio(SparsityParams(1), 0.1, 8, 1, 32, 32)
+    graph, program = Graph(Target.mk2(tiles=4)), Sequence()
+    weights = create_fully_connected_weights(graph, "float16", params)
+    x = create_fully_connected_input(graph, "float16", params)
+    wrong = graph.add_variable("half", [8, 31], tiles=0)
+    other = FullyConnectedParams.create_with_nz_ratio(SparsityParams(1), 0.2, 8, 1, 32, 32)
+    with pytest.raises(ValueError, match=r"expected a tensor \[batch, input channels\]"):
+        fully_connected_forward(graph, weights, wrong, params, program)
+    with pytest.raises(TypeError, match="expected a tensor of half, got float"):
+        fully_connected_forward(
+            graph, weights, graph.add_variable("float", [8, 32], tiles=0), params, program
+        )
+    with pytest.raises(ValueError, match="the weights were made for"):
+        fully_connected_forward(graph, weights, x, other, program)
+    with pytest.raises(ValueError, match="the weights were made with"):
+        fully_connected_forward(graph, weights, x, params, program, {"do_grad_a_pass": True})
+    with pytest.raises(ValueError, match="do_grad_a_pass=True"):
+        fully_connected_grad_a(graph, weights, x, params, program)
+    with pytest.raises(TypeError, match="must be a SparseTensor"):
+        fully_connected_forward(graph, x, x, params, program)
