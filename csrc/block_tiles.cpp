@@ -142,7 +142,8 @@ void corner(const Range& tiles, i64 row, i64 column, i64 block, i64 u, i64 k, bo
     four[d] = fold2(fold1(sum[d][0], sum[d][1]), fold1(sum[d][2], sum[d][3]));
   alignas(64) float result[DOWN][4];
   if constexpr (VL == 16)
-    store(result[0], fold_quarters(fold_quarters(four[0], four[1]), fold_quarters(four[2], four[3])));
+    store(result[0],
+          fold_quarters(fold_quarters(four[0], four[1]), fold_quarters(four[2], four[3])));
   else if constexpr (VL == 8)
     store(result[0], fold_quarters(four[0], four[1]));
   else
@@ -229,8 +230,8 @@ bool run_in_tiles(const BlockPass& pass) {
                              pass.batch};
 #pragma omp for schedule(dynamic)
         for (i64 k = 0; k < row_tasks; k++)
-          for (i64 row = k * rows_per_task; row < least(pass.minors, (k + 1) * rows_per_task); row++)
-            gradient_of_row(pass, range, row);
+          for (i64 m = k * rows_per_task; m < least(pass.minors, (k + 1) * rows_per_task); m++)
+            gradient_of_row(pass, range, m);
       }
     }
 // No tile may be packed anew while another thread still reads it.

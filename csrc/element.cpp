@@ -165,6 +165,23 @@ i64 samples_per_tile(i64 minors) {
   return samples;
 }
 
+// The first chunk of the k-th of `threads` stretches of majors with about equal work.
+i64 stretch(const ElementPass& pass, i64 k) {
+  // What a major costs beside its entries, in entries.
+  constexpr i64 FIXED = 16;
+  const i64 chunks = ceil_div(pass.majors, CHUNK);
+  const i64 all = pass.ptr[pass.majors] + FIXED * pass.majors;
+  i64 low = 0, high = chunks;
+  while (low < high) {
+    const i64 middle = (low + high) / 2, major = middle * CHUNK;
+    if ((pass.ptr[major] + FIXED * major) * pass.threads < all * k)
+      low = middle + 1;
+    else
+      high = middle;
+  }
+  return low;
+}
+
 template <bool ACCUMULATE, bool DOT>
 bool run_pass(const ElementPass& pass) {
   const i64 samples = samples_per_tile<DOT>(pass.minors);
@@ -204,13 +221,15 @@ bool run_pass(const ElementPass& pass) {
                packed + t * tile_size + s * STRIP * tile.width());
         }
       if constexpr (DOT) {
-        // A barrier after each tile: the sums of one entry are added tile by tile, in order.
+        // A barrier after each tile: the sums of one entry are added tile by tile, in order. One
+      // stretch of majors per thread: neighbouring columns scatter their sums into the same cache
+      // lines, which threads taking turns would fight for.
         for (i64 t = 0; t < count; t++) {
           const Tile tile = tile_at(base + t, pass.batch, samples);
           const Sums sums = {partial, pass.order, pass.sums, base + t == 0, base + t + 1 == tiles};
-#pragma omp for schedule(dynamic)
-          for (i64 k = 0; k < tasks; k++)
-            for (i64 c = k * per_task; c < least(chunks, (k + 1) * per_task); c++)
+#pragma omp for schedule(static)
+          for (int k = 0; k < pass.threads; k++)
+            for (i64 c = stretch(pass, k); c < stretch(pass, k + 1); c++)
               chunk<ACCUMULATE, DOT>(pass, weights, tile, packed + t * tile_size, sums, c * CHUNK,
                                      least(pass.majors, (c + 1) * CHUNK));
         }

@@ -30,7 +30,7 @@ struct ElementPass {
 
   // Accumulation into out [batch, majors], contiguous; skipped where out is null.
   float* out = nullptr;
-  const float* values = nullptr;  // [nnz] row-major order; entry p's is values[order ? order[p] : p]
+  const float* values = nullptr;  // [nnz]; entry p's is values[order ? order[p] : p]
   const float* bias = nullptr;    // [majors] or null: zero
 
   // Dot products into sums [nnz], in the order of the values; skipped where sums is null.

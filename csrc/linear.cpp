@@ -18,10 +18,15 @@ void fill_zero(float* data, i64 count) {
   if (data && count > 0) std::memset(data, 0, count * sizeof(float));
 }
 
+// Small products run on the calling thread: waking another costs more than it gives.
+int threads_for(i64 batch, i64 nnz, i64 block, i64 features, i32 threads) {
+  constexpr i64 SMALL = 1 << 16;
+  return batch * (nnz * block * block + features) < SMALL ? 1 : threads;
+}
+
 int run(const dynsparse::BlockPass& pass) {
-  const bool done =
-      dynsparse::panels_fit(pass.block) ? dynsparse::run_in_panels(pass) : dynsparse::run_in_tiles(pass);
-  return done ? 0 : 1;
+  const bool panels = dynsparse::panels_fit(pass.block);
+  return (panels ? dynsparse::run_in_panels(pass) : dynsparse::run_in_tiles(pass)) ? 0 : 1;
 }
 
 }  // namespace
@@ -32,6 +37,7 @@ DYNSPARSE_EXPORT int dynsparse_linear_forward(
     const i32* row_ptr, const i32* cols, const float* bias, float* y, i64 batch, i64 out, i64 in,
     i64 block, i32 threads) {
   if (batch == 0) return 0;
+  threads = threads_for(batch, row_ptr[out / block], block, out + in, threads);
   const dynsparse::Matrix input = {x, x_batch_stride, x_feature_stride};
   if (block > 1) {
     dynsparse::BlockPass pass = {out / block, in / block, block, batch, input, threads};
@@ -58,6 +64,7 @@ DYNSPARSE_EXPORT int dynsparse_linear_backward(
   if (!dx && !dvalues) return 0;
   if (batch == 0) fill_zero(dvalues, static_cast<i64>(row_ptr[out / block]) * block * block);
   if (batch == 0) return 0;
+  threads = threads_for(batch, row_ptr[out / block], block, out + in, threads);
   const dynsparse::Matrix grad = {dy, dy_batch_stride, dy_feature_stride};
   const dynsparse::Matrix input = {x, x_batch_stride, x_feature_stride};
   if (block > 1) {
