@@ -191,3 +191,20 @@ def test_overflow_is_an_error():
     big = torch.tensor([[3e38]])
     with pytest.raises(ValueError, match="overflow"):
         topk_outside([(big, big), (big, -big)], SparsePattern([], [], shape=(1, 1)), 1)
+
+
+def test_never_more_than_a_chunk_of_the_gradient(monkeypatch, generator):
+    n, sizes = 512, []
+    real = topk._block_scores
+
+    def spy(*arguments):
+        scores = real(*arguments)
+        sizes.append(scores.numel() * scores.itemsize)
+        return scores
+
+    monkeypatch.setattr(topk, "_block_scores", spy)
+    monkeypatch.setattr(topk, "CHUNK_BYTES", 16 * n * 4)
+    pattern = SparsePattern.random((n, n), density=0.05, generator=generator)
+    x, dy = torch.randn(8, n, generator=generator), torch.randn(8, n, generator=generator)
+    topk_outside([(x, dy)], pattern, 1000)
+    assert sizes == [16 * n * 4] * (n // 16)  # one pass, chunk by chunk

@@ -14,6 +14,7 @@ from dynsparse.ops import capture
 from dynsparse.pattern import Rewiring, SparsePattern
 from dynsparse.training.drop import DropScore, lowest, magnitude
 from dynsparse.training.grow import Growth
+from dynsparse.training.heap import give_back
 from dynsparse.training.optimizer_state import check_optimizer, rewire_state
 from dynsparse.training.schedule import Schedule
 
@@ -117,6 +118,7 @@ class SparseTrainer:
         # All layers are planned before one is changed: an error leaves the model as it was.
         rewirings: dict[str, Rewiring] = {}
         reached = False
+        give_back()
         for name, layer in self._trained().items():
             pairs = capture.take(layer.values)
             if self._needs_gradients and not pairs and layer.pattern.nnz:
@@ -133,6 +135,7 @@ class SparseTrainer:
             )
         for name, rewiring in rewirings.items():
             self._apply(self.layers[name], rewiring)
+        give_back()
         return rewirings
 
     @property
@@ -152,6 +155,7 @@ class SparseTrainer:
         if not self.regrow_dropped:
             grow = self.growth.choose(pattern, count, pairs)
             pairs.clear()  # they may be large, and the new pattern needs room
+            give_back()
             return Rewiring.make(pattern, drop, grow)
         stays = torch.ones(pattern.nnz, dtype=torch.bool)
         stays[drop] = False

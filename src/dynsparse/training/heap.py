@@ -1,0 +1,27 @@
+"""Memory that the C library holds back."""
+
+from __future__ import annotations
+
+import ctypes
+import sys
+from collections.abc import Callable
+from functools import cache
+
+__all__ = ["give_back"]
+
+
+def give_back() -> None:
+    """Hand freed memory back to the system, where glibc would keep it.
+
+    glibc keeps freed blocks of up to 32 MiB for later, also between blocks in use, where the next
+    array may not fit. Pattern updates allocate and free many arrays of that size, and the
+    resident memory would creep up from one to the next. Elsewhere this does nothing.
+    """
+    trim = _trim()
+    if trim is not None:
+        trim(0)
+
+
+@cache
+def _trim() -> Callable[[int], int] | None:
+    return getattr(ctypes.CDLL(None), "malloc_trim", None) if sys.platform == "linux" else None
