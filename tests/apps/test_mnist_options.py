@@ -27,6 +27,7 @@ WRONG = [
     ({"update_interval": 0}, "--update-interval: expected an integer"),
     ({"checkpoint_freq": 0}, "--checkpoint-freq: expected an integer"),
     ({"threads": 0}, "--threads: expected an integer"),
+    ({"threads": 10**8}, "--threads: expected at most 1024"),
     ({"hold_out": -5}, "--hold-out: expected an integer of at least 0"),
     ({"seed": -1}, "--seed: expected an integer of at least 0"),
     ({"seed": 2**63}, "--seed: expected an integer below 2^63"),

@@ -31,6 +31,7 @@ CHOICES: dict[str, tuple[Any, ...]] = {
 }
 
 _WIDEST = 1_000_000
+_MOST_THREADS = 1024
 _SCHEDULE_KEYS = ("zero_steps", "phase_delay", "period")
 
 
@@ -95,6 +96,11 @@ class Options:
                 raise ValueError(
                     f"--{_flag(name)}: expected an integer of at least {least}, got {value!r}"
                 )
+        if self.threads > _MOST_THREADS:
+            raise ValueError(
+                f"--threads: expected at most {_MOST_THREADS}, got {self.threads}: one is enough "
+                "for a network of this size"
+            )
         if self.seed is not None and self.seed >= 2**63:
             raise ValueError(f"--seed: expected an integer below 2^63, got {self.seed}")
         _check_number("droprate", self.droprate, 0, 1, open_end=True)
