@@ -189,7 +189,10 @@ bool run_pass(const ElementPass& pass) {
   const i64 nnz = pass.ptr[pass.majors];
   const bool permuted = pass.order != nullptr;
   const i64 tile_size = samples * pass.minors;
-  const i64 packed_size = tile_size * least(tiles, TILES_AT_ONCE);
+  // A thread that packs a tile and uses it alone finds it in its own cache, where tiles can be
+  // dealt out evenly. Dot products are summed over tiles, and so share them.
+  const bool owned = !DOT && (tiles % pass.threads == 0 || tiles >= 4 * pass.threads);
+  const i64 packed_size = tile_size * (owned ? pass.threads : least(tiles, TILES_AT_ONCE));
   const bool partial_sums = DOT && permuted && tiles > 1;
   Scratch scratch(Scratch::size_of<float>(packed_size) +
                   Scratch::size_of<float>(permuted && ACCUMULATE ? nnz : 0) +
@@ -208,10 +211,24 @@ bool run_pass(const ElementPass& pass) {
 #pragma omp parallel num_threads(pass.threads)
   {
     if (permuted && ACCUMULATE) {
-#pragma omp for schedule(static) nowait
+#pragma omp for schedule(static)
       for (i64 p = 0; p < nnz; p++) gathered[p] = pass.values[pass.order[p]];
     }
-    for (i64 base = 0; base < tiles; base += TILES_AT_ONCE) {
+    if (owned) {
+#pragma omp for schedule(static)
+      for (int k = 0; k < pass.threads; k++)
+        for (i64 t = k; t < tiles; t += pass.threads) {
+          const Tile tile = tile_at(t, pass.batch, samples);
+          float* own = packed + k * tile_size;
+          for (i64 begin = 0; begin < pass.minors; begin += STRIP)
+            pack(pass.packed, tile, begin, least(pass.minors, begin + STRIP),
+                 own + begin * tile.width());
+          for (i64 begin = 0; begin < pass.majors; begin += CHUNK)
+            chunk<ACCUMULATE, DOT>(pass, weights, tile, own, Sums{}, begin,
+                                   least(pass.majors, begin + CHUNK));
+        }
+    }
+    for (i64 base = 0; base < tiles && !owned; base += TILES_AT_ONCE) {
       const i64 count = least(TILES_AT_ONCE, tiles - base);
 #pragma omp for collapse(2) schedule(static)
       for (i64 t = 0; t < count; t++)
