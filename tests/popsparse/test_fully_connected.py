@@ -13,8 +13,10 @@ from dynsparse.popsparse.fully_connected import (
     fully_connected_forward,
     fully_connected_grad_a,
 )
+from dynsparse.popsparse.layer import Layer
 from dynsparse.popsparse.params import FullyConnectedParams, SparsityParams
 from dynsparse.popsparse.partitioner import Partitioner
+from dynsparse.popsparse.planner import make_plan
 
 TOLERANCE = {"float16": 5e-3, "float32": 1e-5}
 
@@ -170,3 +172,65 @@ def test_bad_input():
         fully_connected_grad_a(graph, weights, x, params, program)
     with pytest.raises(TypeError, match="must be a SparseTensor"):
         fully_connected_forward(graph, x, x, params, program)
+
+
+@pytest.mark.parametrize("groups", [1, 2])
+@pytest.mark.parametrize("moves", [False, True], ids=["operands", "buckets"])
+@pytest.mark.parametrize(("block", "dtype"), [(1, "float16"), (1, "float32"), (8, "float16")])
+@pytest.mark.parametrize("partition", [(3, 2, 1), (2, 1, 2), (1, 2, 3), (2, 2, 2), (1, 1, 2)])
+def test_grad_weight(partition, block, dtype, moves, groups):
+    options = {
+        "do_grad_w_pass": True,
+        "force_bucket_spills": partition[:2] != (1, 1),
+        "plan_constraints": {
+            "partition": dict(zip("xyz", partition, strict=True)),
+            "exchange": {"grad_w_exchange_buckets": moves},
+        },
+    }
+    sizes = (SparsityParams(block), 0.3, 48, groups, 48, 48)
+    params = FullyConnectedParams.create_with_nz_ratio(*sizes)
+    layer = Layer(make_plan(Target.mk2(tiles=16), dtype, params, options))
+    generator = torch.Generator().manual_seed(0)
+    kind = getattr(torch, dtype)
+    patterns = [
+        SparsePattern.random((48, 48), 0.3, block_size=block, generator=generator)
+        for _ in range(groups)
+    ]
+    if groups == 1:
+        layer.set_pattern(patterns[0])
+    else:
+        layer.set_pattern(patterns)
+    x = torch.randn(48, groups * 48, generator=generator).to(kind)
+    dy = torch.randn(48, groups * 48, generator=generator).to(kind)
+    found = torch.from_numpy(layer.grad_weight(dy, x)).double()
+    wanted = dy.double().T @ x.double()
+    parts = [wanted[48 * g : 48 * g + 48, 48 * g : 48 * g + 48] for g in range(groups)]
+    close(found, torch.cat([p.values_of(w) for p, w in zip(patterns, parts, strict=True)]), dtype)
+
+
+def test_layer_checks_its_use():
+    layer = Layer(make_plan(Target.mk2(tiles=4), "float32", _params(8)))
+    pattern = SparsePattern.random((32, 32), 0.1)
+    with pytest.raises(ValueError, match="set a pattern first"):
+        layer.set_values(torch.ones(pattern.nnz))
+    with pytest.raises(ValueError, match="the plan is for forward"):
+        Layer(layer.plan, passes=["grad_weight"])
+    layer.set_weights(pattern, torch.ones(pattern.nnz))
+    with pytest.raises(ValueError, match=r"expected \[8, 32\], got \[8, 31\]"):
+        layer.forward(torch.ones(8, 31))
+
+
+def test_profile_without_numbers_is_the_same():
+    pattern = SparsePattern.random((32, 32), 0.1, generator=torch.Generator().manual_seed(0))
+    wanted = make_plan(Target.mk2(tiles=4), "float16", _params(8), {"do_grad_w_pass": True})
+    with_numbers, without = Layer(wanted), Layer(wanted, numerics=False)
+    with_numbers.set_weights(pattern, torch.ones(pattern.nnz).half())
+    without.set_pattern(pattern)
+    with_numbers.forward(torch.ones(8, 32))
+    with_numbers.grad_weight(torch.ones(8, 32), torch.ones(8, 32))
+    for name in ("forward", "grad_weight"):
+        assert without.run(name).cycles == with_numbers.profiles[name].cycles
+
+
+def _params(batch):
+    return FullyConnectedParams.create_with_nz_ratio(SparsityParams(1), 0.1, batch, 1, 32, 32)

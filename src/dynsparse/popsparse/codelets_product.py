@@ -131,17 +131,19 @@ def _add_rounding(
     """The same with float16 partials, which round after each block of a row."""
     _, height, width = blocks.shape
     count, outputs, batch = partials.shape
-    rows = found.vertex * (outputs // height) + found.row
-    order = np.argsort(rows, kind="stable")
-    rows, blocks = rows[order], blocks[order]
-    cols = (found.vertex * (operand.shape[1] // width) + found.col)[order]
-    turn = np.arange(len(rows)) - np.searchsorted(rows, rows)
-    results = partials.reshape(-1, height, batch)
-    inputs = operand.reshape(-1, width, batch)
+    order = np.argsort(found.vertex * outputs + found.row, kind="stable")
+    vertex, row, col = found.vertex[order], found.row[order], found.col[order]
+    blocks = blocks[order]
+    key = vertex * outputs + row
+    turn = np.arange(len(key)) - np.searchsorted(key, key)
+    # Splitting a dimension leaves a view, whatever the padding between vertices.
+    results = partials.reshape(count, outputs // height, height, batch)
+    inputs = operand.reshape(count, operand.shape[1] // width, width, batch)
     for number in range(int(turn.max()) + 1):
         now = turn == number
-        product = np.matmul(blocks[now], inputs[cols[now]].astype(np.float32))
-        results[rows[now]] = results[rows[now]].astype(np.float32) + product
+        product = np.matmul(blocks[now], inputs[vertex[now], col[now]].astype(np.float32))
+        at = vertex[now], row[now]
+        results[at] = results[at].astype(np.float32) + product
 
 
 def transpose_codelet(plan: Plan) -> Codelet:

@@ -100,6 +100,7 @@ class BucketReader:
                 places.append(index % slots)
                 mine.append(group)
         sizes = [len(group.row) for group in mine]
+        fields = ("row", "col", "place")
         return cycles, Found(
             np.repeat(np.array(vertices, np.int64), sizes),
             np.repeat(np.array(places, np.int64), sizes),

@@ -82,7 +82,7 @@ class Propagation:
 
     @property
     def first_dim(self) -> str:
-        """Along which dimension the first buckets have come: the loop begins at (0, 1) or (1, 0)."""
+        """The dimension of the first move: the loop begins at (0, 1), or at (1, 0)."""
         return "y" if self.plan.partition.y > 1 else "x"
 
     @property
@@ -102,6 +102,7 @@ class Propagation:
         first: Program,
         compute: Mapping[int, Program],
         moves: Mapping[tuple[str, int], Program],
+        last: Program | None = None,
     ) -> Sequence:
         """The phase: the test, the first move, and the loop.
 
@@ -109,6 +110,7 @@ class Propagation:
             first: brings the buckets of the first offset into `first_buffers`.
             compute: by buffers, the step that computes.
             moves: by dimension and buffers before it, the exchange to the other buffers.
+            last: what follows the loop, if it runs at all.
         """
         cast = self._execute(
             "cast counts", _CAST, {"words": self.weights.overflow, "counts": self.counts}
@@ -133,7 +135,10 @@ class Propagation:
         )
         loop = RepeatWhileTrue(test, self.more, body, name="loop")
         return Sequence(
-            cast, begin, If(self.any, Sequence(first, loop), name="any"), name="propagation"
+            cast,
+            begin,
+            If(self.any, Sequence(first, loop, last or Sequence()), name="any"),
+            name="propagation",
         )
 
     # The loop's arithmetic, on one tile.

@@ -152,15 +152,18 @@ class OperandLayout:
         home = self.add_home(graph, name, wanted)
         return home, [Copy(tensor, self.natural(home), name="regroup")]
 
-    def add_local(self, graph: Graph, home: Tensor, name: str) -> tuple[Tensor, Copy]:
-        """The part that each tile works on, [*grid, numel], and the copy that brings it."""
+    def add_local(
+        self, graph: Graph, home: Tensor, name: str, order: str | None = None
+    ) -> tuple[Tensor, tuple[Tensor, Tensor]]:
+        """The part that each tile works on, [*grid, numel], and the pair of a `Copy` that brings
+        it. `order` is that of the grid, by default the layout's."""
+        order = order or self.order
         shared, share = home.shape[-2:]
-        local = graph.add_variable(
-            home.dtype, [*self.tiles.shape, shared, share], name, tiles=self.tiles
-        )
-        source = home.expand_dims(3).broadcast_to(*local.shape)
-        used = local.reshape(*self.tiles.shape, shared * share)[..., : self.numel]
-        return used, Copy(source, local, name="fetch")
+        tiles = tile_grid(self.plan, order)
+        local = graph.add_variable(home.dtype, [*tiles.shape, shared, share], name, tiles=tiles)
+        source = home.expand_dims(3).broadcast_to(*self.tiles.shape, shared, share)
+        used = local.reshape(*tiles.shape, shared * share)[..., : self.numel]
+        return used, (reorder(source, self.order, order), local)
 
 
 class PlannedTensor(Tensor):

@@ -2,7 +2,7 @@
 
 Each function adds variables and steps to a machine's `Graph` and `Sequence`; an `Engine` runs them.
 All functions that belong together must get the same parameters and options: the plan follows from
-them. `Layer` in `layer` is the short way.
+them. `popsparse.Layer` is the short way.
 """
 
 from __future__ import annotations
@@ -12,10 +12,13 @@ from typing import Any
 from dynsparse.machine.graph import Graph
 from dynsparse.machine.program import Sequence
 from dynsparse.machine.tensor import Tensor
+from dynsparse.popsparse import dense
 from dynsparse.popsparse.data_types import data_type
+from dynsparse.popsparse.device_dense import add_dense_product
+from dynsparse.popsparse.device_grad_weight import add_grad_weight
 from dynsparse.popsparse.device_layout import OperandLayout, PlannedTensor, machine_type
 from dynsparse.popsparse.device_product import add_product
-from dynsparse.popsparse.device_weights import SparseTensor
+from dynsparse.popsparse.device_weights import SparseTensor, dense_cut, dense_layout
 from dynsparse.popsparse.options import Options
 from dynsparse.popsparse.params import FullyConnectedParams
 from dynsparse.popsparse.planner import PlanningCache, make_plan
@@ -23,8 +26,10 @@ from dynsparse.popsparse.planner import PlanningCache, make_plan
 __all__ = [
     "create_fully_connected_input",
     "create_fully_connected_weights",
+    "fully_connected_dense_grad_w_serial_splits",
     "fully_connected_forward",
     "fully_connected_grad_a",
+    "fully_connected_grad_w",
 ]
 
 
@@ -66,6 +71,8 @@ def create_fully_connected_input(
     Any other tensor of this shape serves as input too, at the price of a rearrangement.
     """
     plan = make_plan(graph.target, dtype, params, options, cache)
+    if plan.use_dense:
+        plan = dense_layout(plan, dense_cut(plan))
     return create_operand(graph, plan, "y", name)
 
 
@@ -93,6 +100,13 @@ def _checked(weights: SparseTensor, params: Any, options: Any, cache: Any) -> Sp
     return weights
 
 
+def _product(
+    graph: Graph, weights: SparseTensor, operand: Tensor, program: Sequence, name: str
+) -> PlannedTensor:
+    add = add_product if weights.dense is None else add_dense_product
+    return add(graph, weights, operand, program, name)
+
+
 def fully_connected_forward(
     graph: Graph,
     weights: SparseTensor,
@@ -116,7 +130,7 @@ def fully_connected_forward(
         TypeError: activations of another type.
     """
     weights = _checked(weights, params, options, cache)
-    return add_product(graph, weights, activations, program, "forward")
+    return _product(graph, weights, activations, program, "forward")
 
 
 def fully_connected_grad_a(
@@ -136,4 +150,63 @@ def fully_connected_grad_a(
     weights = _checked(weights, params, options, cache)
     if not weights.plan.options.do_grad_a_pass:
         raise ValueError("fully_connected_grad_a needs the option do_grad_a_pass=True")
-    return add_product(graph, weights, gradients, program, "grad_input")
+    return _product(graph, weights, gradients, program, "grad_input")
+
+
+def fully_connected_grad_w(
+    graph: Graph,
+    weights: SparseTensor,
+    gradients: Tensor,
+    activations: Tensor,
+    params: FullyConnectedParams,
+    program: Sequence,
+    options: Options | dict[str, Any] | None = None,
+    cache: PlanningCache | None = None,
+) -> Tensor:
+    """Add dW = dY^T X, at the positions of the pattern only, to a program.
+
+    Args:
+        gradients: [batch, groups * output channels].
+        activations: [batch, groups * input channels].
+
+    Returns:
+        [values], laid out like `weights.nz_values`: `EncodedPattern.gather` brings it into the
+        pattern's order.
+
+    Raises:
+        ValueError: as `fully_connected_forward`; options without `do_grad_w_pass`.
+    """
+    weights = _checked(weights, params, options, cache)
+    if not weights.plan.options.do_grad_w_pass:
+        raise ValueError("fully_connected_grad_w needs the option do_grad_w_pass=True")
+    if weights.dense is not None:
+        raise ValueError(
+            "grad_weight of weights kept dense is a dense product: leave out use_dense"
+        )
+    return add_grad_weight(graph, weights, gradients, activations, program)
+
+
+def fully_connected_dense_grad_w_serial_splits(
+    graph: Graph,
+    dtype: Any,
+    params: FullyConnectedParams,
+    options: Options | dict[str, Any] | None = None,
+) -> tuple[int, int, int]:
+    """Into how many steps in time the dense product of grad_weight would be cut.
+
+    Returns:
+        The serial splits of groups, input channels and output channels of [G, in, out]; the dense
+        weight gradient need never exist whole where one of them is above 1.
+    """
+    wanted = Options.parse(options)
+    groups = params.num_groups
+    found = dense.plan(
+        params.input_channels_per_group,
+        params.batch_size,
+        params.output_channels_per_group,
+        dtype,
+        graph.target.with_(tiles=max(1, graph.target.tiles // groups)),
+        available_memory_proportion=wanted.available_memory_proportion,
+    )
+    splits = (found.serial_out, 1) if found.swapped else (1, found.serial_out)
+    return 1, *splits

@@ -1,0 +1,167 @@
+"""A sparse layer on the tile machine, ready to run: the short way through the API."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from dynsparse.machine.engine import Engine
+from dynsparse.machine.graph import Graph
+from dynsparse.machine.profile import Profile
+from dynsparse.machine.program import Program, Sequence
+from dynsparse.machine.tensor import Tensor
+from dynsparse.popsparse.dense_weights import DensePartitioner
+from dynsparse.popsparse.device_dense import add_dense_product
+from dynsparse.popsparse.device_grad_weight import add_grad_weight
+from dynsparse.popsparse.device_layout import OperandLayout, machine_type
+from dynsparse.popsparse.device_product import add_product
+from dynsparse.popsparse.device_weights import SparseTensor, dense_layout
+from dynsparse.popsparse.encoded import EncodedPattern
+from dynsparse.popsparse.partitioner import Partitioner
+from dynsparse.popsparse.plan import PASSES, Plan
+
+__all__ = ["Layer"]
+
+
+class Layer:
+    """A sparse layer of one plan on a simulated machine: patterns in, products and profiles out.
+
+    The program is built once; patterns and values change without touching it.
+
+    >>> from dynsparse.machine import Target
+    >>> from dynsparse.pattern import SparsePattern
+    >>> from dynsparse.popsparse.planning import plan
+    >>> import torch
+    >>> layer = Layer(plan(64, 32, 8, 0.1, target=Target(tiles=4)))
+    >>> pattern = SparsePattern.random((64, 32), 0.1)
+    >>> layer.set_weights(pattern, torch.ones(pattern.nnz))
+    >>> layer.forward(torch.ones(8, 32)).shape
+    (8, 64)
+    >>> layer.profiles["forward"].cycles > 0
+    True
+
+    Args:
+        plan: as `popsparse.plan`, `make_plan` or `matmul_plan` gives it; its passes are built.
+        passes: only these of them.
+        numerics: whether numbers are computed. Without, only the profile is made, in less time.
+        check_memory: whether a tile that overflows is an error.
+
+    Attributes:
+        profiles: of the last run of each pass, by name.
+        encoding: what `set_weights` or `set_pattern` made; its `.info` has the figures of buckets.
+
+    Raises:
+        OutOfMemoryError: a tile that does not fit.
+        ValueError: a pass the plan is not for.
+    """
+
+    def __init__(
+        self,
+        plan: Plan,
+        *,
+        passes: Any = None,
+        numerics: bool = True,
+        check_memory: bool = True,
+    ) -> None:
+        self.plan = plan
+        self.numerics = numerics
+        names = [name for name in PASSES if name in plan.costs]
+        wanted = names if passes is None else list(passes)
+        for name in wanted:
+            if name not in names:
+                raise ValueError(f"the plan is for {', '.join(names)}, not for {name!r}")
+        if plan.use_dense and "grad_weight" in wanted:
+            raise ValueError("grad_weight of weights kept dense is a dense product")
+        self.profiles: dict[str, Profile] = {}
+        self.encoding: EncodedPattern | None = None
+        self._partitioner: Any = (DensePartitioner if plan.use_dense else Partitioner)(plan)
+        graph = Graph(plan.target)
+        self._weights = SparseTensor.create(graph, plan)
+        operands = {dim: self._operand(graph, dim) for dim in "xy"}
+        programs: dict[str, Program] = {}
+        self._results: dict[str, Tensor] = {}
+        for name in wanted:
+            program = Sequence()
+            if name == "grad_weight":
+                made: Tensor = add_grad_weight(
+                    graph, self._weights, operands["x"], operands["y"], program
+                )
+            else:
+                add = add_dense_product if plan.use_dense else add_product
+                operand = operands["y" if name == "forward" else "x"]
+                made = add(graph, self._weights, operand, program, name)
+            self._results[name] = made
+            graph.add_handle(f"{name} result", made)
+            programs[name] = program
+        self._operands = operands
+        for name, tensor in (
+            ("words", self._weights.meta_info),
+            ("values", self._weights.nz_values),
+            ("gradient", operands["x"]),
+            ("input", operands["y"]),
+        ):
+            graph.add_handle(name, tensor)
+        self.engine = Engine(graph, programs, numerics=numerics, check_memory=check_memory)
+
+    def _operand(self, graph: Graph, dim: str) -> Tensor:
+        plan = self.plan
+        if self._weights.dense is not None:
+            plan = dense_layout(plan, self._weights.dense)
+        layout = OperandLayout(plan, dim)
+        name = "gradient" if dim == "x" else "input"
+        return layout.natural(layout.add_home(graph, name, machine_type(plan)))
+
+    def set_pattern(self, pattern: Any) -> None:
+        """Encode a pattern (for several groups, a sequence of them) and write its meta-info.
+
+        Raises:
+            ValueError: another shape or block size than the plan's.
+            BucketOverflowError: too many non-zeros for the buckets (a ValueError).
+        """
+        if self.plan.use_dense:
+            raise ValueError("dense weights have no pattern of their own: use set_weights")
+        self.encoding = self._partitioner.encode_pattern(pattern)
+        self.engine.write("words", self.encoding.meta_info)
+
+    def set_values(self, values: Any) -> None:
+        """Write values [nnz] or [nnz, b, b] of the pattern that was set."""
+        if self.encoding is None:
+            raise ValueError("set a pattern first")
+        array = values.detach().cpu().numpy() if hasattr(values, "detach") else np.asarray(values)
+        self.engine.write("values", self.encoding.place(array))
+
+    def set_weights(self, pattern: Any, values: Any) -> None:
+        """`set_pattern` and `set_values`; for several groups, sequences of both."""
+        encoded = self._partitioner.encode(pattern, values)
+        if not self.plan.use_dense:
+            self.encoding = encoded.pattern
+            self.engine.write("words", encoded.meta_info)
+        if self.numerics:
+            self.engine.write("values", encoded.nz_values)
+
+    def run(self, name: str) -> Profile:
+        """Run a pass on what the machine holds."""
+        self.profiles[name] = self.engine.run(name)
+        return self.profiles[name]
+
+    def forward(self, inputs: Any) -> np.ndarray:
+        """Y = X W^T: [batch, in] to [batch, out], in the plan's type."""
+        self.engine.write("input", inputs)
+        self.run("forward")
+        return self.engine.read("forward result")
+
+    def grad_input(self, gradient: Any) -> np.ndarray:
+        """dX = dY W: [batch, out] to [batch, in]."""
+        self.engine.write("gradient", gradient)
+        self.run("grad_input")
+        return self.engine.read("grad_input result")
+
+    def grad_weight(self, gradient: Any, inputs: Any) -> np.ndarray:
+        """dW = dY^T X at the pattern: [nnz] or [nnz, b, b], in the pattern's order."""
+        if self.encoding is None:
+            raise ValueError("set a pattern first")
+        self.engine.write("gradient", gradient)
+        self.engine.write("input", inputs)
+        self.run("grad_weight")
+        return self.encoding.gather(self.engine.read("grad_weight result"))
