@@ -1,0 +1,158 @@
+"""The profile report: one self-contained HTML page about a product on the tile machine."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from dynsparse import __version__
+from dynsparse.report.machine_buckets import bucket_maps, buckets_section, propagation_section
+from dynsparse.report.machine_data import BucketData, ProfileData, read_profiles
+from dynsparse.report.machine_encoding import encoding_data
+from dynsparse.report.machine_format import words
+from dynsparse.report.machine_page import Section, page
+from dynsparse.report.machine_passes import (
+    balance_section,
+    predicted_section,
+    program_section,
+    steps_section,
+    tiles_section,
+    timeline_section,
+)
+from dynsparse.report.machine_plan import plan_section
+from dynsparse.report.machine_summary import summary_section
+from dynsparse.report.machine_timeline import fold, timeline_data
+
+__all__ = ["encoding_data", "report_html", "write_report"]
+
+
+def write_report(
+    path: str | Path,
+    *,
+    title: str,
+    summary: Mapping[str, Any],
+    plan: Mapping[str, Any] | None = None,
+    profile: Any = None,
+    predicted: Mapping[str, Any] | None = None,
+    encoding: Mapping[str, Any] | None = None,
+) -> Path:
+    """Write the page. What there is no data for is left out.
+
+    Everything is plain data (as from `json.load`), so that a page can be made from stored figures.
+
+    Args:
+        path: the file, replaced if it exists; its folder must exist.
+        title: heading of the page.
+        summary: figures by name. Headlines are "cycles", "seconds", "tflops" (each a number, or a
+            mapping of pass to number), "max_tile_bytes", "propagation_steps" and
+            "max_relative_error"; known too are "rows", "cols", "batch", "density", "block_size",
+            "dtype", "target", ... ; any other is shown under its own name.
+        plan: what `popsparse.plan_report.plan_report` or `DensePlan.to_dict` gives.
+        profile: a `machine.Profile` or its `to_dict()`, or a mapping of pass to either. Memory by
+            category over the tiles needs a `Profile`, or the lists as "memory" in "tiles".
+        predicted: by pass, what `PassTime.to_dict` of the execution model gives.
+        encoding: what `encoding_data(partitioner, encoded)` gives.
+
+    Returns:
+        The path.
+
+    Raises:
+        TypeError, ValueError: data of another kind; the message names the key.
+        OSError: the file cannot be written.
+    """
+    path = Path(path)
+    html = report_html(
+        title=title,
+        summary=summary,
+        plan=plan,
+        profile=profile,
+        predicted=predicted,
+        encoding=encoding,
+    )
+    path.write_text(html, "utf-8")
+    return path
+
+
+def report_html(
+    *,
+    title: str,
+    summary: Mapping[str, Any],
+    plan: Mapping[str, Any] | None = None,
+    profile: Any = None,
+    predicted: Mapping[str, Any] | None = None,
+    encoding: Mapping[str, Any] | None = None,
+) -> str:
+    """The page as text; arguments and errors as of `write_report`."""
+    if not isinstance(title, str) or not title.strip():
+        raise ValueError(f"title must be a text that is not empty, got {title!r}")
+    for name, value in (
+        ("summary", summary),
+        ("plan", plan),
+        ("predicted", predicted),
+        ("encoding", encoding),
+    ):
+        if not isinstance(value, Mapping) and not (value is None and name != "summary"):
+            raise TypeError(f"{name} must be a mapping, got {type(value).__name__}")
+    found: list[Section] = []
+    data: dict[str, Any] = {"timelines": {}, "tiles": {}, "maps": {}}
+
+    def add(identity: str, heading: str, html: str) -> None:
+        if html:
+            found.append(Section(identity, heading, html))
+
+    add("summary", "Summary", summary_section(summary))
+    if plan:
+        add("plan", "The plan, and why it won", plan_section(plan))
+    profiles = read_profiles(profile)
+    for place, one in enumerate(profiles):
+        _profile_sections(one, f"p{place}", add, data)
+    if predicted:
+        heading = "Predicted by the execution model" if profiles else "Predicted cycles"
+        add("predicted", heading, predicted_section(predicted))
+    if encoding:
+        buckets = BucketData.read(encoding)
+        add("buckets", "Buckets", buckets_section(buckets))
+        add("propagation", "Propagation", propagation_section(buckets))
+        for name, _, _, values, _ in bucket_maps(buckets):
+            shown = values.T if values.shape[0] > values.shape[1] else values
+            data["maps"][name] = _numbers(shown.ravel())
+    return page(title, f"dynsparse {__version__}", found, data)
+
+
+def _profile_sections(profile: ProfileData, key: str, add: Any, data: dict[str, Any]) -> None:
+    """The sections of one pass, their ids beginning with `key`."""
+    before = f"{words(profile.name).capitalize()}: " if profile.name else ""
+
+    def heading(text: str) -> str:
+        return before + (text if before else text[0].upper() + text[1:])
+
+    head = balance_section(profile)
+    if len(profile.order):
+        loops = fold(profile.order.tolist())
+        data["timelines"][key] = timeline_data(profile, loops)
+        add(f"{key}-timeline", heading("timeline"), head + timeline_section(profile, key))
+        add(f"{key}-program", heading("program as it ran"), program_section(profile, loops))
+    else:
+        add(f"{key}-run", heading("run"), head)
+    add(f"{key}-steps", heading("cycles by program step"), steps_section(profile))
+    tiles = profile.tiles
+    if tiles is not None:
+        add(f"{key}-tiles", heading("tiles"), tiles_section(profile, tiles, key))
+        series = {"memory": tiles.memory, "received": {"bytes received": tiles.received}}
+        if profile.cycles and (tiles.cycles + tiles.exchange).any():
+            series["cycles"] = {
+                "cycles computing": tiles.cycles,
+                "cycles exchanging": tiles.exchange,
+            }
+        for what, columns in series.items():
+            shown = {name: _numbers(values) for name, values in columns.items() if values.any()}
+            if shown:
+                data["tiles"][f"{key}-{what}"] = shown
+
+
+def _numbers(values: np.ndarray) -> list[float | int]:
+    """Numbers as short as they can be in JSON."""
+    return [int(v) if float(v).is_integer() else round(float(v), 2) for v in values.tolist()]

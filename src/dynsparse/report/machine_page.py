@@ -1,0 +1,47 @@
+"""The file around the sections of the machine report: one page without anything from outside."""
+
+from __future__ import annotations
+
+import json
+from importlib.resources import files
+from typing import Any, NamedTuple
+
+from dynsparse.report.machine_format import say
+
+__all__ = ["Section", "page"]
+
+# Nothing may be loaded, whatever a name in the data says.
+_POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; img-src data:"
+
+
+class Section(NamedTuple):
+    """A part of the page: its id, its heading and its HTML."""
+
+    identity: str
+    heading: str
+    html: str
+
+
+def page(title: str, subtitle: str, sections: list[Section], data: dict[str, Any]) -> str:
+    """The whole page. `data` is what the script draws and shows, as JSON inside it."""
+    folder = files("dynsparse.report")
+    style = folder.joinpath("machine_page.css").read_text("utf-8")
+    script = folder.joinpath("machine_page.js").read_text("utf-8")
+    # A "<" in a name must not end the script element.
+    plain = json.dumps(data, separators=(",", ":"), allow_nan=False).replace("<", "\\u003c")
+    links = "".join(f'<a href="#{s.identity}">{say(s.heading)}</a>' for s in sections)
+    body = "".join(
+        f'<section id="{s.identity}"><h2>{say(s.heading)}</h2>{s.html}</section>\n'
+        for s in sections
+    )
+    return (
+        '<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8">'
+        f'<meta http-equiv="Content-Security-Policy" content="{_POLICY}">'
+        '<meta name="viewport" content="width=device-width, initial-scale=1">'
+        f'<title>{say(title)}</title><link rel="icon" href="data:,">'
+        f"<style>\n{style}</style></head>\n<body>"
+        f"<header><h1>{say(title)}</h1><nav>{links}</nav></header>\n<main>\n{body}</main>\n"
+        f"<footer>{say(subtitle)}</footer>\n"
+        f'<script type="application/json" id="data">{plain}</script>\n'
+        f"<script>\n{script}</script>\n</body></html>\n"
+    )
