@@ -55,7 +55,7 @@ def test_everything_in_one_rectangle(partition, moves):
         "partition": dict(zip("xyz", partition, strict=True)),
         "exchange": {"grad_w_exchange_buckets": moves},
     }
-    nx, ny, nz = partition
+    nx, ny, _ = partition
     rows, cols = 48, 48
     # The rectangle holds as many non-zeros as all buckets are meant for, so every bucket is needed.
     density = 1 / (nx * ny)

@@ -13,6 +13,7 @@ import typer
 from dynsparse import __version__
 from dynsparse.cli.info import info
 from dynsparse.cli.lists import ListCommand
+from dynsparse.cli.matmul import matmul
 from dynsparse.cli.mnist import mnist
 from dynsparse.cli.visualise import visualise
 
@@ -22,6 +23,7 @@ __all__ = ["app", "run"]
 _COMMANDS: dict[str, Callable[..., None]] = {
     "mnist": mnist,
     "visualise": visualise,
+    "matmul": matmul,
     "info": info,
 }
 

@@ -100,14 +100,12 @@ class BucketReader:
                 places.append(index % slots)
                 mine.append(group)
         sizes = [len(group.row) for group in mine]
-        fields = ("row", "col", "place")
         return cycles, Found(
             np.repeat(np.array(vertices, np.int64), sizes),
             np.repeat(np.array(places, np.int64), sizes),
-            *(
-                _joined([getattr(group, part) for group in mine])
-                for part in ("row", "col", "place")
-            ),
+            _joined([group.row for group in mine]),
+            _joined([group.col for group in mine]),
+            _joined([group.place for group in mine]),
         )
 
     def _read(self, keys: Sequence[bytes]) -> None:

@@ -180,9 +180,7 @@ def fully_connected_grad_w(
     if not weights.plan.options.do_grad_w_pass:
         raise ValueError("fully_connected_grad_w needs the option do_grad_w_pass=True")
     if weights.dense is not None:
-        raise ValueError(
-            "grad_weight of weights kept dense is a dense product: leave out use_dense"
-        )
+        raise ValueError("grad_weight of dense weights is a dense product: leave out use_dense")
     return add_grad_weight(graph, weights, gradients, activations, program)
 
 

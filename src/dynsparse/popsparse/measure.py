@@ -1,0 +1,211 @@
+"""Running products on the simulated machine and saying what they took, as plain figures."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from dynsparse.pattern import SparsePattern
+from dynsparse.popsparse import dense
+from dynsparse.popsparse.data_types import data_type
+from dynsparse.popsparse.layer import Layer
+from dynsparse.popsparse.plan import PASSES, Plan
+
+__all__ = ["dense_figures", "draw_pattern", "plan_figures", "sparse_figures"]
+
+
+def plan_figures(plan: Plan) -> dict[str, Any]:
+    """The partition and the method of a plan."""
+    parts = plan.partition
+    figures = {"x": parts.x, "y": parts.y, "z": parts.z, "method": plan.method.value}
+    if "grad_weight" in plan.costs:
+        figures["grad_w_exchange_buckets"] = plan.grad_w_exchange_buckets
+    return figures
+
+
+def draw_pattern(
+    shape: tuple[int, int],
+    density: float,
+    block_size: int,
+    seed: int,
+    area: tuple[tuple[int, int], tuple[int, int], float] | None = None,
+) -> SparsePattern:
+    """A random pattern.
+
+    Args:
+        shape: rows and columns, elements.
+        density: of the whole.
+        seed: of the draw.
+        area: ((row, column), (row, column), weight): from the first corner up to the second, whole
+            blocks are `weight` times as likely as elsewhere; then each block is drawn on its own,
+            and the density is met in the mean. Without it the number of blocks is exact.
+
+    Raises:
+        ValueError: an area outside the matrix, or so heavy that a block would be drawn with more
+            than certainty.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    if area is None:
+        return SparsePattern.random(shape, density, block_size=block_size, generator=generator)
+    (top, left), (bottom, right), weight = area
+    if not (0 <= top < bottom <= shape[0] and 0 <= left < right <= shape[1]):
+        raise ValueError(
+            f"the weighted area must lie in {shape[0]} x {shape[1]} and not be empty, got "
+            f"({top}, {left}) to ({bottom}, {right})"
+        )
+    grid = torch.ones(shape[0] // block_size, shape[1] // block_size)
+    grid[
+        top // block_size : bottom // block_size, left // block_size : right // block_size
+    ] = weight
+    chance = grid * (density * grid.numel() / grid.sum())
+    if float(chance.max()) > 1:
+        raise ValueError(
+            f"a weighting of {weight:g} needs a probability of {float(chance.max()):.2f} in the "
+            "weighted area: lower the weighting or the density"
+        )
+    drawn = torch.rand(grid.shape, generator=generator) < chance
+    return SparsePattern.from_flat(
+        drawn.flatten().nonzero().flatten(), shape=shape, block_size=block_size
+    )
+
+
+def _numbers(shape: Sequence[int], sums: float, dtype: str, generator: Any) -> torch.Tensor:
+    """+1 and -1 where sums of so many stay nearly exact, else uniform in [-1, 1)."""
+    exact = 2048 if dtype == "float16" else 1 << 24
+    if 1.3 * sums <= 10 * exact:
+        found = torch.randint(2, list(shape), generator=generator).float() * 2 - 1
+    else:
+        found = torch.rand(list(shape), generator=generator) * 2 - 1
+    return found.to(getattr(torch, dtype))
+
+
+def sparse_figures(
+    layer: Layer,
+    pattern: SparsePattern,
+    passes: Sequence[str],
+    *,
+    seed: int = 0,
+    ignore_data: bool = False,
+) -> dict[str, Any]:
+    """Run passes of a layer on a pattern, with random values and operands.
+
+    Args:
+        layer: built for these passes.
+        pattern: of the layer's shape and block size.
+        seed: of the values.
+        ignore_data: run without numbers; the layer may be one with `numerics=False`.
+
+    Returns:
+        "cycles" and "tflops" by pass (2 x non-zeros x batch over the pass's seconds at the target's
+        clock), "max_tile_bytes", "propagation_steps", "spilled" (blocks not in the bucket they
+        began in), "max_relative_error" (largest difference from the float64 product over its
+        largest element; None without numbers).
+
+    Raises:
+        BucketOverflowError: more non-zeros than the buckets hold (a ValueError).
+    """
+    plan = layer.plan
+    sizes = plan.sizes
+    layer.set_pattern(pattern)
+    error: float | None = None
+    if ignore_data:
+        for name in passes:
+            layer.run(name)
+    else:
+        error = _run_and_check(layer, pattern, passes, seed)
+    assert layer.encoding is not None
+    products = 2.0 * pattern.nnz * pattern.block_size**2 * sizes.z
+    profiles = [layer.profiles[name] for name in passes]
+    seconds = {name: layer.profiles[name].seconds for name in passes}
+    return {
+        "cycles": {name: layer.profiles[name].cycles for name in passes},
+        "tflops": {name: products / seconds[name] / 1e12 for name in passes},
+        "max_tile_bytes": max(profile.memory.max_tile_bytes for profile in profiles),
+        "propagation_steps": layer.encoding.info.propagation_steps,
+        "spilled": layer.encoding.info.spilled,
+        "max_relative_error": error,
+    }
+
+
+def _run_and_check(
+    layer: Layer, pattern: SparsePattern, passes: Sequence[str], seed: int
+) -> float:
+    plan, generator = layer.plan, torch.Generator().manual_seed(seed)
+    rows, cols = pattern.shape
+    batch, dtype = plan.sizes.z, plan.dtype.name
+    sums = max(rows, cols, batch) * max(pattern.density, 1e-9)
+    values = _numbers(pattern.values_shape, sums, dtype, generator)
+    x = _numbers((batch, cols), sums, dtype, generator)
+    dy = _numbers((batch, rows), sums, dtype, generator)
+    layer.set_values(values)
+    weights = pattern.to_dense(values).double()
+    error = 0.0
+    for name in passes:
+        if name == "forward":
+            found, wanted = layer.forward(x), x.double() @ weights.T
+        elif name == "grad_input":
+            found, wanted = layer.grad_input(dy), dy.double() @ weights
+        else:
+            found = layer.grad_weight(dy, x)
+            wanted = pattern.values_of(dy.double().T @ x.double())
+        if wanted.numel():
+            scale = float(wanted.abs().max()) or 1.0
+            off = float((torch.from_numpy(found).double() - wanted).abs().max()) / scale
+            error = max(error, off if np.isfinite(off) else float("inf"))
+    return error
+
+
+def dense_figures(
+    rows: int,
+    cols: int,
+    batch: int,
+    dtype: Any,
+    target: Any,
+    passes: Sequence[str] = PASSES[:1],
+    *,
+    partials: Any = None,
+    available_memory_proportion: float = 0.6,
+) -> dict[str, Any]:
+    """The dense product's figures from its cost model; keys as of `sparse_figures`, and "plan".
+
+    float16 uses float16 partials unless told otherwise, as published dense figures do.
+
+    Raises:
+        ValueError: sizes or operands the machine cannot hold.
+    """
+    shapes = {
+        "forward": (rows, cols, batch),
+        "grad_input": (cols, rows, batch),
+        "grad_weight": (rows, batch, cols),
+    }
+    found = {
+        name: dense.plan(
+            *shapes[name],
+            data_type(dtype),
+            target,
+            partials=partials,
+            available_memory_proportion=available_memory_proportion,
+        )
+        for name in passes
+    }
+    first = found[passes[0]]
+    x, z = (first.out, first.field) if first.swapped else (first.field, first.out)
+    return {
+        "plan": {
+            "x": x,
+            "y": first.in_,
+            "z": z,
+            "method": f"dense {first.method}",
+            "serial_out": first.serial_out,
+            "serial_in": first.serial_in,
+        },
+        "cycles": {name: one.cycles for name, one in found.items()},
+        "tflops": {name: one.tflops for name, one in found.items()},
+        "max_tile_bytes": max(one.temporary_bytes + one.resident_bytes for one in found.values()),
+        "propagation_steps": 0,
+        "spilled": 0,
+        "max_relative_error": None,
+    }

@@ -1,0 +1,148 @@
+"""`dynsparse matmul`: figures by contract, and one line for every wrong call."""
+
+import json
+
+import pytest
+
+from dynsparse.cli.app import run
+
+SMALL = "matmul --rows 128 --cols 96 --batch 32 --density 0.2 --block-size 8 --tiles 16"
+KEYS = {
+    "plan",
+    "cycles",
+    "tflops",
+    "max_tile_bytes",
+    "propagation_steps",
+    "spilled",
+    "max_relative_error",
+}
+
+
+def figures(capsys, *more):
+    assert run([*SMALL.split(), "--json", *more]) == 0
+    return json.loads(capsys.readouterr().out)
+
+
+def test_json_has_the_keys_of_the_contract(capsys):
+    found = figures(capsys)
+    assert set(found) == KEYS
+    assert {"x", "y", "z", "method"} <= set(found["plan"])
+    assert set(found["cycles"]) == set(found["tflops"]) == {"forward"}
+    assert found["max_relative_error"] < 0.01
+    seconds = found["cycles"]["forward"] / 1.85e9
+    blocks = round(0.2 * 16 * 12)
+    assert found["tflops"]["forward"] == pytest.approx(2 * 64 * blocks * 32 / seconds / 1e12)
+
+
+@pytest.mark.parametrize("dtype", ["float16", "float32"])
+def test_all_passes(capsys, dtype):
+    names = "forward,grad_input,grad_weight"
+    found = figures(capsys, "--passes", names, "--dtype", dtype)
+    assert list(found["cycles"]) == names.split(",")
+    assert found["max_relative_error"] < 0.01
+
+
+def test_only_the_passes_asked_for_run(capsys):
+    assert list(figures(capsys, "--passes", "grad_input")["cycles"]) == ["grad_input"]
+
+
+def test_dense(capsys):
+    found = figures(capsys, "--method", "dense", "--passes", "forward,grad_weight")
+    assert set(found) == KEYS
+    assert found["plan"]["method"].startswith("dense")
+    assert set(found["cycles"]) == {"forward", "grad_weight"}
+    seconds = found["cycles"]["forward"] / 1.85e9
+    assert found["tflops"]["forward"] == pytest.approx(2 * 128 * 96 * 32 / seconds / 1e12, rel=0.05)
+
+
+def test_plan_only(capsys):
+    found = figures(capsys, "--plan-only")
+    assert set(found) == {"plan", "estimated_cycles", "report"}
+    assert set(found["estimated_cycles"]) == {"forward", "grad_input"}
+    found = figures(capsys, "--plan-only", "--method", "dense")
+    assert set(found) == {"plan", "estimated_cycles"}
+
+
+def test_seeds_report_the_spread(capsys):
+    found = figures(capsys, "--seeds", "3")
+    cycles = [one["cycles"]["forward"] for one in found["seeds"]]
+    assert found["cycles"]["forward"] == sorted(cycles)[1]
+    assert found["spread"]["forward"]["min"] == min(cycles)
+    assert found["spread"]["forward"]["max"] == max(cycles)
+
+
+def test_without_data_the_cycles_are_the_same(capsys):
+    with_data, without = figures(capsys), figures(capsys, "--ignore-data")
+    assert without["max_relative_error"] is None
+    assert without["cycles"] == with_data["cycles"]
+
+
+def test_weighted_area_spills(capsys):
+    area = "--weighted-area-begin 0 0 --weighted-area-end 64 48 --weighted-area-weighting 4.5"
+    found = figures(capsys, *area.split(), "--oversize", "0.4")
+    assert found["spilled"] > 0
+
+
+def test_constraints_and_options(capsys):
+    fixed = ["--plan-constraints", '{"partition": {"x": 4, "y": 2, "z": 2}}']
+    found = figures(capsys, *fixed, "--options", '{"force_bucket_spills": true}')
+    assert [found["plan"][dim] for dim in "xyz"] == [4, 2, 2]
+    assert found["spilled"] > 0
+
+
+def test_text(capsys):
+    assert run([*SMALL.split(), "--report-plan", "--seeds", "2"]) == 0
+    text = capsys.readouterr().out
+    for words in ("Runners-up", "TFLOP/s", "fullest tile", "largest relative error"):
+        assert words in text
+
+
+@pytest.mark.parametrize(
+    ("more", "words"),
+    [
+        ("--method static", "--method must be one of dynamic, dense, got 'static'"),
+        ("--passes forwards", "passes must be among forward, grad_input, grad_weight"),
+        ("--rows 100", "--rows must be a multiple of --block-size 8, got 100: use 104"),
+        ("--cols 0", "--cols must be at least 1, got 0"),
+        ("--batch -4", "--batch must be at least 1, got -4"),
+        ("--density 1.5", "--density must be in [0, 1], got 1.5"),
+        ("--density nan", "--density must be in [0, 1], got nan"),
+        ("--density much", "expected a number, got 'much'"),
+        ("--block-size 0", "--block-size must be at least 1"),
+        ("--dtype int8", "float16 or float32, got 'int8'"),
+        ("--target gpu", "target must be one of mk2, bow, got 'gpu'"),
+        ("--tiles 0", "tiles must be an integer of at least 1"),
+        ("--seeds 0", "--seeds must be at least 1"),
+        ("--options [1]", "--options: expected a JSON object"),
+        ("--options {", "--options: expected a JSON object"),
+        ('--options {"shared_bucket":true}', "did you mean 'shared_buckets'?"),
+        ('--options {"shared_buckets":3}', "shared_buckets must be True or False"),
+        ('--plan-constraints {"partition":{"w":3}}', "partition constraint 'w'"),
+        ('--plan-constraints {"partition":{"x":99}}', "99 tiles a group"),
+        ('--plan-constraints {"use_dense":true}', "use --method dense"),
+        ("--oversize -1", "meta_info_bucket_oversize_proportion must be in [0"),
+        ("--partials-type int8", "partials_type must be float16 or float32"),
+        ("--weighted-area-begin 0 0", "--weighted-area-end: expected a row and a column"),
+        ("--weighted-area-weighting 2", "needs --weighted-area-begin"),
+        (
+            "--weighted-area-begin 0 0 --weighted-area-end 999 9 --weighted-area-weighting 2",
+            "the weighted area must lie in 128 x 96",
+        ),
+        ("--method dense --seeds 2", "--seeds does not apply to --method dense"),
+        ("--method dense --ignore-data", "--ignore-data does not apply to --method dense"),
+        ("--report-plan", "--report-plan is text"),
+    ],
+)
+def test_wrong_calls_end_in_one_line(capsys, more, words):
+    assert run([*SMALL.split(), "--json", *more.split()]) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert words in err
+    assert err.count("\n") == 1
+
+
+def test_a_pattern_that_overflows_says_so(capsys):
+    area = "--weighted-area-begin 0 0 --weighted-area-end 64 48 --weighted-area-weighting 1"
+    more = [*area.split(), "--oversize", "0", "--seeds", "8"]
+    assert run([*SMALL.split(), *more]) == 2
+    assert "raise meta_info_bucket_oversize_proportion" in capsys.readouterr().err
