@@ -198,7 +198,8 @@ def _area(begin: list[int] | None, end: list[int] | None, weighting: float) -> A
             raise ValueError(f"--weighted-area-{name}: expected a row and a column, got {corner}")
     if weighting < 0:
         raise ValueError(f"--weighted-area-weighting must be at least 0, got {weighting}")
-    assert begin is not None and end is not None
+    assert begin is not None
+    assert end is not None
     return (begin[0], begin[1]), (end[0], end[1]), weighting
 
 
@@ -238,10 +239,10 @@ def _run(
 
     layer = Layer(plan, passes=names, numerics=not ignore_data)
     runs = []
-    for number in range(seed, seed + seeds):
-        pattern = draw_pattern(shape, density, block_size, number, area)
-        figures = sparse_figures(layer, pattern, names, seed=number, ignore_data=ignore_data)
-        runs.append({"seed": number, **figures})
+    for one in range(seed, seed + seeds):
+        pattern = draw_pattern(shape, density, block_size, one, area)
+        figures = sparse_figures(layer, pattern, names, seed=one, ignore_data=ignore_data)
+        runs.append({"seed": one, **figures})
     middle = sorted(runs, key=lambda run: sum(run["cycles"].values()))[(seeds - 1) // 2]
     figures = {"plan": plan_figures(plan), **{k: v for k, v in middle.items() if k != "seed"}}
     if not ignore_data:

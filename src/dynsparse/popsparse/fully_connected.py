@@ -82,7 +82,7 @@ def create_operand(graph: Graph, plan: Any, dim: str, name: str) -> PlannedTenso
     return layout.natural(layout.add_home(graph, name, machine_type(plan)))
 
 
-def _checked(weights: SparseTensor, params: Any, options: Any, cache: Any) -> SparseTensor:
+def checked_weights(weights: Any, params: Any, options: Any) -> SparseTensor:
     """The weights, if they were made for these parameters and options."""
     if not isinstance(weights, SparseTensor):
         raise TypeError(
@@ -114,7 +114,6 @@ def fully_connected_forward(
     params: FullyConnectedParams,
     program: Sequence,
     options: Options | dict[str, Any] | None = None,
-    cache: PlanningCache | None = None,
 ) -> PlannedTensor:
     """Add Y = X W^T to a program.
 
@@ -129,7 +128,7 @@ def fully_connected_forward(
         ValueError: activations of another shape; weights made for other parameters or options.
         TypeError: activations of another type.
     """
-    weights = _checked(weights, params, options, cache)
+    weights = checked_weights(weights, params, options)
     return _product(graph, weights, activations, program, "forward")
 
 
@@ -140,14 +139,13 @@ def fully_connected_grad_a(
     params: FullyConnectedParams,
     program: Sequence,
     options: Options | dict[str, Any] | None = None,
-    cache: PlanningCache | None = None,
 ) -> PlannedTensor:
     """Add dX = dY W to a program: [batch, groups * output channels] to [.., input channels].
 
     Raises:
         ValueError: as `fully_connected_forward`; options without `do_grad_a_pass`.
     """
-    weights = _checked(weights, params, options, cache)
+    weights = checked_weights(weights, params, options)
     if not weights.plan.options.do_grad_a_pass:
         raise ValueError("fully_connected_grad_a needs the option do_grad_a_pass=True")
     return _product(graph, weights, gradients, program, "grad_input")
@@ -161,7 +159,6 @@ def fully_connected_grad_w(
     params: FullyConnectedParams,
     program: Sequence,
     options: Options | dict[str, Any] | None = None,
-    cache: PlanningCache | None = None,
 ) -> Tensor:
     """Add dW = dY^T X, at the positions of the pattern only, to a program.
 
@@ -176,7 +173,7 @@ def fully_connected_grad_w(
     Raises:
         ValueError: as `fully_connected_forward`; options without `do_grad_w_pass`.
     """
-    weights = _checked(weights, params, options, cache)
+    weights = checked_weights(weights, params, options)
     if not weights.plan.options.do_grad_w_pass:
         raise ValueError("fully_connected_grad_w needs the option do_grad_w_pass=True")
     if weights.dense is not None:
