@@ -167,7 +167,7 @@ def test_the_numbers_of_the_profile_are_on_the_page():
     rows = [source["kinds"][kind] for kind in source["order"]]
     assert [row[0] for row in rows] == [row.step for row in profile.timeline]
     assert sum(sum(row[1:]) for row in rows) == profile.cycles
-    assert source["loops"] == [[0, 14, 7]]
+    assert source["loops"] == [[0, 14, 7, 0]]
     assert "repeat × 7" in page.words
     assert source["phases"] == [[0, 14, "body"], [14, 15, "back"]]
 
@@ -191,7 +191,8 @@ def test_the_plan_says_why_it_won():
 def test_the_plan_of_a_dense_product():
     plan = dense.plan(64, 64, 16, "float32", Target.bow(tiles=16))
     page = Page(report_html(title="t", summary={}, plan=plan.to_dict()))
-    assert f"{plan.field} × {plan.out} × {plan.in_}" in page.words
+    assert f"Tiles along the streamed field {plan.field} Tiles along" in page.words
+    assert f"Method {plan.method}" in page.words
     for cycles in plan.terms.values():
         assert f"{cycles:,}" in page.words
 

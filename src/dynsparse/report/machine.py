@@ -24,7 +24,7 @@ from dynsparse.report.machine_passes import (
 )
 from dynsparse.report.machine_plan import plan_section
 from dynsparse.report.machine_summary import summary_section
-from dynsparse.report.machine_timeline import fold, timeline_data
+from dynsparse.report.machine_timeline import alike, fold, timeline_data
 
 __all__ = ["encoding_data", "report_html", "write_report"]
 
@@ -111,7 +111,7 @@ def report_html(
         _profile_sections(one, f"p{place}", add, data)
     if predicted:
         heading = "Predicted by the execution model" if profiles else "Predicted cycles"
-        add("predicted", heading, predicted_section(predicted))
+        add("predicted", heading, predicted_section(predicted, profiles))
     if encoding:
         buckets = BucketData.read(encoding)
         add("buckets", "Buckets", buckets_section(buckets))
@@ -131,10 +131,15 @@ def _profile_sections(profile: ProfileData, key: str, add: Any, data: dict[str, 
 
     head = balance_section(profile)
     if len(profile.order):
-        loops = fold(profile.order.tolist())
+        order, names = alike(profile)
+        loops = fold(order)
         data["timelines"][key] = timeline_data(profile, loops)
         add(f"{key}-timeline", heading("timeline"), head + timeline_section(profile, key))
-        add(f"{key}-program", heading("program as it ran"), program_section(profile, loops))
+        add(
+            f"{key}-program",
+            heading("program as it ran"),
+            program_section(profile, loops, [names[i] for i in order]),
+        )
     else:
         add(f"{key}-run", heading("run"), head)
     add(f"{key}-steps", heading("cycles by program step"), steps_section(profile))

@@ -138,9 +138,11 @@ def propagation_section(data: BucketData) -> str:
             ("distance in X", "n"),
             ("in Y", "n"),
             ("values", "n"),
-            ("of those that travel", "n"),
+            ("of all that travel", "n"),
         ]
-        out.append("<h3>What travels farthest costs most</h3>" + table(head, rows, "narrow"))
+        out.append(
+            "<h3>What lies at which distance from its rectangle</h3>" + table(head, rows, "narrow")
+        )
         if len(data.travels) > len(ranked):
             out.append(f"<p>and {len(data.travels) - len(ranked):,} more distances.</p>")
     return "".join(out)

@@ -101,9 +101,10 @@ def histogram(values: np.ndarray, *, unit: str, of: str = "tiles", bins: int = 2
     if high - low < 1e-9 * max(abs(high), 1):
         counts, edges = np.array([len(values)]), np.array([low, high])
     else:
-        whole = np.array_equal(values, np.round(values))
-        bins = min(bins, int(high - low) + 1) if whole else bins
-        counts, edges = np.histogram(values, bins=bins)
+        edges = np.linspace(low, high, bins + 1)
+        if high - low < bins and np.array_equal(values, np.round(values)):
+            edges = np.arange(low, high + 2) - 0.5  # A bar for each whole number.
+        counts, edges = np.histogram(values, bins=edges)
     top = counts.max() * 1.08
     body = _axes(width, top, of, unit)
     inner = _HEIGHT - _TOP - _BOTTOM

@@ -28,11 +28,13 @@ def number(value: float, digits: int = 4) -> str:
 
 
 def percent(part: float, whole: float = 1.0) -> str:
-    """A share such as 6.3 %; empty where the whole is 0."""
+    """A share of at least 0, such as 6.3 %; empty where the whole is 0."""
     if not whole:
         return ""
     share = 100 * part / whole
-    return f"{share:.3g} %" if 0 < abs(share) < 1 else f"{share:,.1f} %"
+    if 0 < share < 0.1:
+        return "< 0.1 %"
+    return f"{share:.2g} %" if 0 < share < 1 else f"{share:,.1f} %"
 
 
 def words(name: str) -> str:

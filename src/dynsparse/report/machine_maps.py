@@ -126,7 +126,7 @@ def offsets_map(
     names = ("distance in X", "distance in Y")
     left, above = 34, 20
     inner_w, inner_h = sizes[along] * size, sizes[across] * size
-    width, height = max(left + inner_w, 160) + 8, above + inner_h + 6
+    width, height = max(left + inner_w, 270) + 8, above + inner_h + 6
     return (
         f'<svg class="map" viewBox="0 0 {width:g} {height:g}" style="width:{width:g}px" role="img">'
         f'<text x="{left}" y="12">{names[along]} (right), {names[across]} (down)</text>'

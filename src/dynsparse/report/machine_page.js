@@ -61,7 +61,8 @@
     }
     const total = start[runs] || 1;
     const lanes = PARTS.map((_, p) => p).filter((p) => kinds.some((kind) => kind[p + 1] > 0));
-    const LEFT = 74, TOP = 66, LANE = 34;
+    const LEFT = 74, LANE = 34;
+    const deep = loops.reduce((most, loop) => Math.max(most, loop[3] + 1), 0), TOP = 36 + 22 * deep;
     let from = 0, to = total, drag = null;
 
     // The run of a step that covers a moment.
@@ -98,7 +99,8 @@
         }
       };
       phases.forEach(([first, end, name], i) => band(first, end, 4, i % 2 ? "#dce8f1" : "#c9dbe9", name));
-      loops.forEach(([first, end, count]) => band(first, end, 28, "#efe3cf", "× " + format(count)));
+      loops.forEach(([first, end, count, depth]) =>
+        band(first, end, 28 + 22 * depth, depth % 2 ? "#f5edde" : "#efe3cf", "× " + format(count)));
       pen.fillStyle = "#5b6670";
       pen.fillText("phase", 4, 14);
       if (loops.length) pen.fillText("loops", 4, 38);
@@ -183,6 +185,7 @@
       show(event, `${steps[kind[0]]}\n${parts.filter(Boolean).join(", ")} cycles\nfrom cycle ${format(start[i])}`);
     });
     canvas.addEventListener("pointerup", () => {
+      if (!drag) return;
       const [a, b] = drag.sort((p, q) => p - q).map(cycle);
       const wide = drag[1] - drag[0] > 4;
       drag = null;

@@ -70,9 +70,8 @@ def timeline_section(profile: ProfileData, identity: str) -> str:
     )
 
 
-def program_section(profile: ProfileData, loops: list[Run]) -> str:
-    """The run in order, loops once with their count."""
-    names = short_names([step.name for step in profile.steps])
+def program_section(profile: ProfileData, loops: list[Run], names: list[str]) -> str:
+    """The run in order, loops once with their count; `names` are those of the runs of steps."""
     rows: list[str] = []
 
     def line(label: str, count: int, parts: np.ndarray, depth: int, loop: bool) -> None:
@@ -88,8 +87,7 @@ def program_section(profile: ProfileData, loops: list[Run]) -> str:
         for run in runs:
             at = starts + (run.first - origin)
             if not run.body:
-                step = int(profile.order[run.first])
-                line(say(names[step]), len(at), profile.rows[at].sum(0), depth, False)
+                line(say(names[run.first]), len(at), profile.rows[at].sum(0), depth, False)
                 continue
             size = run.length // run.count
             each = (at[:, None] + size * np.arange(run.count)).ravel()
@@ -103,7 +101,7 @@ def program_section(profile: ProfileData, loops: list[Run]) -> str:
 
     visit(loops, np.zeros(1, np.int64), 0, 0)
     head = [("step", ""), ("times", "n"), ("cycles", "n"), ("share", "n"), ("", "b")]
-    return table(head, rows, "tall" if len(rows) > 24 else "") + _legend(profile)
+    return table(head, rows, "tall" if len(rows) > 40 else "") + _legend(profile)
 
 
 def steps_section(profile: ProfileData) -> str:
@@ -229,8 +227,12 @@ def tiles_section(profile: ProfileData, tiles: Tiles, identity: str) -> str:
     return "".join(out)
 
 
-def predicted_section(predicted: Mapping[str, Any]) -> str:
-    """Steps of each pass as the execution model counts them (`PassTime.to_dict`)."""
+def predicted_section(predicted: Mapping[str, Any], profiles: list[ProfileData]) -> str:
+    """Steps of each pass as the execution model counts them (`PassTime.to_dict`).
+
+    Where the machine ran the pass, the difference is stated.
+    """
+    ran = {profile.name: profile.cycles for profile in profiles}
     out = []
     for name, time in predicted.items():
         what = f"predicted, {name}"
@@ -262,5 +264,10 @@ def predicted_section(predicted: Mapping[str, Any]) -> str:
             ("", "b"),
         ]
         title = say(str(name).replace("_", " "))
-        out.append(f"<h3>{title}: {number(cycles)} cycles</h3>" + table(head, rows))
+        out.append(f"<h3>{title}: {number(cycles)} cycles</h3>")
+        if ran.get(str(name)) and cycles:
+            found = ran[str(name)]
+            more = 100 * (found - cycles) / cycles
+            out.append(f"<p>The machine took {number(found)} ({more:+.1f} %).</p>")
+        out.append(table(head, rows))
     return "".join(out) + legend((part, part) for part in PARTS[:3])

@@ -10,6 +10,20 @@ from dynsparse.report.machine_format import bar, cell, legend, number, percent, 
 
 __all__ = ["plan_section"]
 
+# Of plans without passes; what has no label here is called by its own name.
+_LABELS = {
+    "field": "Tiles along the streamed field",
+    "out": "Tiles along the out-channels",
+    "in": "Tiles along the in-channels",
+    "swapped": "Left operand stationary",
+    "tiles": "Tiles used",
+    "phases": "Supersteps",
+    "sync_cycles": "Synchronisation, cycles",
+    "temporary_bytes": "Temporary memory of a tile, B",
+    "resident_bytes": "Operands of a tile, B",
+}
+_OWN_PLACE = ("cycles", "seconds", "tflops")  # In the summary.
+
 _MEMORY = (("buckets", "c0"), ("operands", "c1"), ("temporary", "c2"), ("code", "c3"))
 
 
@@ -138,21 +152,15 @@ def _runners_up(report: Mapping[str, Any]) -> str:
 
 
 def _dense(plan: Mapping[str, Any]) -> str:
-    facts = [("Method", say(plan["method"]))] if "method" in plan else []
-    names = [("field", "streamed"), ("out", "out"), ("in", "in")]
-    if all(key in plan for key, _ in names):
-        split = " × ".join(number(plan[key]) for key, _ in names)
-        facts.append((f"Split over tiles ({' × '.join(n for _, n in names)})", f"<b>{split}</b>"))
-    for key, label in (
-        ("tiles", "Tiles used"),
-        ("serial_out", "Serial splits, out"),
-        ("serial_in", "Serial splits, in"),
-        ("phases", "Supersteps"),
-        ("sync_cycles", "Synchronisation, cycles"),
-        ("temporary_bytes", "Temporary memory of a tile, B"),
-        ("resident_bytes", "Operands of a tile, B"),
-    ):
-        if key in plan:
-            facts.append((label, number(plan[key])))
+    """Any plan that is a list of facts and a mapping of terms to cycles."""
+    facts = []
+    for key, value in plan.items():
+        label = _LABELS.get(key, words(str(key)).capitalize())
+        if isinstance(value, bool):
+            facts.append((label, "yes" if value else "no"))
+        elif isinstance(value, (int, float)) and key not in _OWN_PLACE:
+            facts.append((label, number(value)))
+        elif isinstance(value, str):
+            facts.append((label, say(value)))
     terms = [(str(k), amount(v, f"plan, {k}"), None) for k, v in plan["terms"].items()]
     return _facts(facts) + "<h3>Estimated cost</h3>" + _terms(terms)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -9,32 +10,49 @@ import numpy as np
 
 from dynsparse.report.machine_data import ProfileData
 
-__all__ = ["Run", "fold", "phases", "timeline_data"]
+__all__ = ["Run", "alike", "fold", "phases", "timeline_data"]
 
-_LONGEST_BODY = 256
-"""Steps of a loop body that is recognised."""
+_LONGEST_BODY = 64
+"""Parts of a loop body that is recognised; a loop inside is one part."""
+_MOST_DEPTH, _MOST_SPANS = 3, 5000
 
 
 @dataclass
 class Run:
     """A stretch of the run: one step (`body` empty) or a loop of `count` times the body.
 
-    `first` and `length` are its rows of the timeline, all iterations together.
+    `first` and `length` are its rows of the timeline, all iterations together; runs with the same
+    `key` have the same steps.
     """
 
     first: int
     length: int
+    key: int
     count: int = 1
     body: list[Run] = field(default_factory=list)
 
 
-def fold(order: list[int], first: int = 0) -> list[Run]:
-    """Collapse what repeats: steps in time to stretches and loops, loops inside loops included.
+def fold(order: list[int]) -> list[Run]:
+    """Collapse what repeats: steps in time to stretches and loops, loops inside loops included."""
+    keys: dict[Any, int] = {}
+    runs = [Run(i, 1, keys.setdefault(step, len(keys))) for i, step in enumerate(order)]
+    return _fold(runs, keys)
 
-    At each step the repetition that covers most is taken, the shorter body first.
-    """
+
+def _fold(runs: list[Run], keys: dict[Any, int]) -> list[Run]:
+    """Fold until nothing repeats: what was folded may repeat itself, which is the outer loop."""
+    while True:
+        found = _fold_once(runs, keys)
+        if len(found) == len(runs):
+            return found
+        runs = found
+
+
+def _fold_once(runs: list[Run], keys: dict[Any, int]) -> list[Run]:
+    """At each place the repetition that covers most is taken, of equals the shorter body."""
     found: list[Run] = []
-    at, size = 0, len(order)
+    order = [run.key for run in runs]
+    at, size = 0, len(runs)
     while at < size:
         best_body, best_count = 1, 1
         for body in range(1, min(_LONGEST_BODY, (size - at) // 2) + 1):
@@ -46,10 +64,15 @@ def fold(order: list[int], first: int = 0) -> list[Run]:
                 count += 1
             if count > 1 and count * body > best_count * best_body:
                 best_body, best_count = body, count
-        length = best_body * best_count
-        body_runs = fold(order[at : at + best_body], first + at) if best_count > 1 else []
-        found.append(Run(first + at, length, best_count, body_runs))
-        at += length
+        covered = runs[at : at + best_body * best_count]
+        if best_count == 1:
+            found.append(covered[0])
+        else:
+            inner = _fold(covered[:best_body], keys)
+            key = keys.setdefault((best_count, *(run.key for run in inner)), len(keys))
+            length = sum(run.length for run in covered)
+            found.append(Run(covered[0].first, length, key, best_count, inner))
+        at += len(covered)
     return found
 
 
@@ -64,7 +87,7 @@ def short_names(names: list[str]) -> list[str]:
 
 def phases(profile: ProfileData) -> list[tuple[str, int, int]]:
     """Stretches of the timeline in one part of the program: (name, first row, end row)."""
-    names = [name.split("/")[0] for name in short_names([s.name for s in profile.steps])]
+    names = [name.split("/")[0] for name in _names(profile)]
     found: list[tuple[str, int, int]] = []
     for row, step in enumerate(profile.order.tolist()):
         if found and found[-1][0] == names[step]:
@@ -74,29 +97,59 @@ def phases(profile: ProfileData) -> list[tuple[str, int, int]]:
     return found
 
 
+def alike(profile: ProfileData) -> tuple[list[int], list[str]]:
+    """The timeline with steps that differ in a number at the end of their name taken as one.
+
+    A program with two buffers has each step of a loop twice ("pass on 0", "pass on 1"): told
+    apart, its loops would hardly repeat.
+
+    Returns:
+        For each run of a step a number, and the names of these numbers.
+    """
+    names = [re.sub(r"(?<=[^/\d])\s*\d+$", "", name) for name in _names(profile)]
+    numbers = {name: i for i, name in enumerate(dict.fromkeys(names))}
+    found = np.array([numbers[name] for name in names], np.int64)
+    return found[profile.order].tolist(), list(numbers)
+
+
+def _names(profile: ProfileData) -> list[str]:
+    return short_names([step.name for step in profile.steps])
+
+
 def timeline_data(profile: ProfileData, loops: list[Run]) -> dict[str, Any]:
     """Rows for the script: equal rows are stored once and named by number.
 
     Keys: `steps` (names), `kinds` ([step, compute, exchange, sync, host]), `order` (one kind a
-    run), `phases` and `loops` (first row, end row, and the name or the count).
+    run), `phases` and `loops` (first row, end row, and the name or the count; loops inside loops
+    follow with their depth, as long as there are not too many to draw).
     """
     rows = np.column_stack([profile.order, profile.rows])
     kinds, order = np.unique(rows, axis=0, return_inverse=True)
-    spans: list[list[int]] = []
-
-    def visit(runs: list[Run]) -> None:
-        for run in runs:
-            if run.body:
-                spans.append([run.first, run.first + run.length, run.count])
-
-    visit(loops)
     return {
-        "steps": short_names([step.name for step in profile.steps]),
+        "steps": _names(profile),
         "kinds": [[_plain(v) for v in kind] for kind in kinds.tolist()],
         "order": order.ravel().tolist(),
         "phases": [[first, end, name] for name, first, end in phases(profile)],
-        "loops": spans,
+        "loops": _spans(loops),
     }
+
+
+def _spans(loops: list[Run]) -> list[list[int]]:
+    """Every time a loop ran: [first row, end row, count, depth], from the outside inwards."""
+    spans: list[list[int]] = []
+    level = [(run, run.first) for run in loops if run.body]
+    depth = 0
+    while level and depth < _MOST_DEPTH and len(spans) + len(level) <= _MOST_SPANS:
+        spans += [[at, at + run.length, run.count, depth] for run, at in level]
+        level = [
+            (inner, at + turn * (run.length // run.count) + inner.first - run.first)
+            for run, at in level
+            for inner in run.body
+            if inner.body
+            for turn in range(run.count)
+        ]
+        depth += 1
+    return spans
 
 
 def _plain(value: float) -> float | int:
