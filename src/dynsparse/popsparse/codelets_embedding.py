@@ -24,10 +24,10 @@ _HIT, _MOVE = 5, 3  # Worker: a row that is asked for; load, add or store of a v
 
 
 class _Hits(NamedTuple):
-    """Which index of which vertex meets which block: one entry per pair."""
+    """Which index of which vertex meets which block: one element per pair."""
 
     vertex: np.ndarray
-    index: np.ndarray
+    entry: np.ndarray
     inner: np.ndarray
     col: np.ndarray
     place: np.ndarray
@@ -129,12 +129,12 @@ class EmbeddingCodelets:
 
     def _gather(self, v: VertexView) -> None:
         hits = self._prepared(v)
-        bx, by = self.plan.block_dimensions
+        by = self.plan.block_dimensions[1]
         values = self._blocks(v.values.reshape(v.count, -1))
         slices = v.slices.reshape(v.count, *v.slices.shape[v.rank :])
         assert np.shares_memory(slices, v.slices)
         slices = slices.reshape(*slices.shape[:2], -1, by)
-        slices[hits.vertex, hits.index, hits.col] = values[hits.vertex, hits.place, hits.inner]
+        slices[hits.vertex, hits.entry, hits.col] = values[hits.vertex, hits.place, hits.inner]
 
     def _scatter(self, v: VertexView) -> None:
         hits = self._prepared(v)
@@ -143,7 +143,7 @@ class EmbeddingCodelets:
         slices = slices.reshape(*slices.shape[:2], -1, by)
         partials = v.partials.reshape(v.count, -1)
         assert np.shares_memory(partials, v.partials)
-        update = slices[hits.vertex, hits.index, hits.col].astype(np.float32)
+        update = slices[hits.vertex, hits.entry, hits.col].astype(np.float32)
         update *= v.scale.reshape(v.count, 1)[hits.vertex]
         np.add.at(self._blocks(partials), (hits.vertex, hits.place, hits.inner), update)
 

@@ -128,7 +128,7 @@ class Round:
                 ends = [buffers[n][field] for n in (source, 1 - source)]
                 if axis == 2:  # x and z together are one ring.
                     ends = [t.reshape(*t.shape[:2], -1, *t.shape[4:]) for t in ends]
-                pairs += rotation(*ends, way, axis)
+                pairs += rotation(ends[0], ends[1], way, axis)
             return Copy(pairs, name=f"pass on {'xz' if axis == 2 else 'y'} {source}")
 
         around = self.tiles.shape[2] * self.tiles.shape[3]
