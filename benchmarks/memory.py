@@ -3,8 +3,9 @@
     python benchmarks/memory.py [--size 16384] [--density 0.01] [--batch 256] [--method rigl]
 
 Each measurement runs in a fresh process: how far the peak of the resident memory (VmHWM) rises
-above what is resident once everything is imported and a tiny layer has trained. Linux only. A dense float32 weight of the same
-size, of which dense training holds four (weight, gradient, two moments of Adam), is given beside.
+above what is resident once everything is imported and a tiny layer has trained. Linux only. A dense
+float32 weight of the same size, of which dense training holds four (weight, gradient, two moments
+of Adam), is given beside.
 """
 
 from __future__ import annotations

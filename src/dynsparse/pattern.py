@@ -272,6 +272,10 @@ class SparsePattern:
                     (row_ptr, csc.indptr, csc.indices, csc.data)]  # fmt: skip
         return PatternIndex(as_int32[0], self.cols, *as_int32[1:])
 
+    def forget_index(self) -> None:
+        """Free the memory of `index`; it is made again when asked for."""
+        self.__dict__.pop("index", None)
+
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, SparsePattern):
             return NotImplemented
@@ -378,7 +382,7 @@ class SparsePattern:
 class Rewiring:
     """One pattern update: the pattern before, the pattern after, and where each new slot is from.
 
-    `source` is int64 [after.nnz]: the old slot a new slot comes from, or -1 for a grown one.
+    `source` is int32 [after.nnz]: the old slot a new slot comes from, or -1 for a grown one.
     """
 
     before: SparsePattern
@@ -408,25 +412,24 @@ class Rewiring:
             raise ValueError(f"positions to grow must lie in [0, {pattern.total})")
         stays = torch.ones(pattern.nnz, dtype=torch.bool)
         stays[drop] = False
-        kept = stays.nonzero().flatten()
-        if len(kept) != pattern.nnz - len(drop):
-            raise ValueError("a slot to drop is named twice")
         # The grown positions are merged into the kept ones, both sorted already. Large patterns
         # are merged in place and each array is given up as early as can be.
-        kept_flat = pattern.rows[kept].long().mul_(pattern.grid[1]).add_(pattern.cols[kept])
+        kept = pattern.flat[stays]
+        if len(kept) != pattern.nnz - len(drop):
+            raise ValueError("a slot to drop is named twice")
         is_grown = torch.zeros(len(kept) + len(grow), dtype=torch.bool)
-        is_grown[torch.searchsorted(kept_flat, grow) + torch.arange(len(grow))] = True
+        is_grown[torch.searchsorted(kept, grow) + torch.arange(len(grow))] = True
         flat = torch.empty(len(is_grown), dtype=torch.int64)
         flat.masked_scatter_(is_grown, grow)
         is_kept = is_grown.logical_not_()
-        flat.masked_scatter_(is_kept, kept_flat)
-        del kept_flat
+        flat.masked_scatter_(is_kept, kept)
+        del kept
         if len(flat) > 1 and not bool((flat[1:] > flat[:-1]).all()):
             raise ValueError("a position to grow is named twice or is already in the pattern")
         after = SparsePattern.from_flat(flat, shape=pattern.shape, block_size=pattern.block_size)
         del flat
-        source = torch.full((after.nnz,), -1, dtype=torch.int64)
-        source.masked_scatter_(is_kept, kept)
+        source = torch.full((after.nnz,), -1, dtype=torch.int32)
+        source.masked_scatter_(is_kept, stays.nonzero().flatten().int())
         return cls(pattern, after, source)
 
     @classmethod
@@ -436,8 +439,8 @@ class Rewiring:
             raise ValueError(f"{before} and {after} differ in shape or block size")
         positions = after.flat
         stays = before.contains(positions)
-        source = torch.full((after.nnz,), -1, dtype=torch.int64)
-        source[stays] = torch.searchsorted(before.flat, positions[stays])
+        source = torch.full((after.nnz,), -1, dtype=torch.int32)
+        source[stays] = torch.searchsorted(before.flat, positions[stays], out_int32=True)
         return cls(before, after, source)
 
     @property
@@ -449,7 +452,7 @@ class Rewiring:
     def dropped(self) -> Tensor:
         """The old slots that left, int64."""
         leaves = torch.ones(self.before.nnz, dtype=torch.bool)
-        leaves[self.source[self.source >= 0]] = False
+        leaves[self.source[self.source >= 0].long()] = False
         return leaves.nonzero().flatten()
 
     def apply(self, tensor: Tensor, fill: float | Tensor = 0.0) -> Tensor:
@@ -464,8 +467,9 @@ class Rewiring:
                 f"got the shape {list(tensor.shape)}"
             )
         source = self.source.to(tensor.device)
-        grown = source < 0
-        out = tensor.new_empty((self.after.nnz, *tensor.shape[1:]))
-        out[~grown] = tensor[source[~grown]]
-        out[grown] = fill.to(out) if isinstance(fill, Tensor) else fill
+        if self.before.nnz:
+            out = tensor.index_select(0, source.clamp(min=0))
+        else:
+            out = tensor.new_empty((self.after.nnz, *tensor.shape[1:]))
+        out[source < 0] = fill.to(out) if isinstance(fill, Tensor) else fill
         return out

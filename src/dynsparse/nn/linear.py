@@ -157,6 +157,10 @@ class SparseLinear(nn.Module):
             )
         self._check_capacity(rewiring.after)
         self.values.copy_(rewiring.apply(self.values, fill))
+        # The old index is given up before the new one is made: they are the largest arrays here.
+        self._pattern.forget_index()
+        for name in _DERIVED:
+            setattr(self, name, None)
         self._install(rewiring.after)
 
     @torch.no_grad()

@@ -12,10 +12,6 @@ Functions of the libraries, documented where they are written:
 
 - `dynsparse_linear_forward`, `dynsparse_linear_backward` (csrc/linear.cpp), called by
   `dynsparse.ops.linear.cpu`;
-- `dynsparse_grow_scan(chunk, rows, columns, first_row, row_ptr, cols, threshold, scores,
-  positions, capacity) -> count` (csrc/grow.cpp): appends magnitude (float32) and flat position
-  (int64) of the entries of a float32 chunk [rows, columns] above a threshold and outside the
-  pattern; -1 where more than `capacity` are found. Tensors go in as `data_ptr()`;
 - `dynsparse_release_scratch()` (csrc/scratch.cpp): gives idle scratch memory back.
 """
 
@@ -55,10 +51,6 @@ _SIGNATURES: dict[str, tuple[type | None, list[type]]] = {
     "dynsparse_linear_backward": (
         ctypes.c_int,
         [*_MATRIX, *_MATRIX, *[_POINTER] * 8, *[_SIZE] * 4, _INT],
-    ),
-    "dynsparse_grow_scan": (
-        ctypes.c_int64,
-        [_POINTER, *[_SIZE] * 3, _POINTER, _POINTER, ctypes.c_float, _POINTER, _POINTER, _SIZE],
     ),
     "dynsparse_release_scratch": (None, []),
 }

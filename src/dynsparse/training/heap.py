@@ -7,6 +7,8 @@ import sys
 from collections.abc import Callable
 from functools import cache
 
+from dynsparse.ops import native
+
 __all__ = ["give_back"]
 
 
@@ -15,8 +17,12 @@ def give_back() -> None:
 
     glibc keeps freed blocks of up to 32 MiB for later, also between blocks in use, where the next
     array may not fit. Pattern updates allocate and free many arrays of that size, and the
-    resident memory would creep up from one to the next. Elsewhere this does nothing.
+    resident memory would creep up from one to the next. Elsewhere this does nothing. The kernels
+    keep scratch memory of their own from call to call, which goes back too.
     """
+    library = native.load()
+    if library is not None:
+        library.dynsparse_release_scratch()
     trim = _trim()
     if trim is not None:
         trim(0)

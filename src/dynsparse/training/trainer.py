@@ -127,6 +127,7 @@ class SparseTrainer:
             rewiring = self._plan(layer, pairs)
             if rewiring is not None:
                 rewirings[name] = rewiring
+            give_back()
         if not reached and self._trained():
             raise RuntimeError(
                 f"step {self.steps} ends in a pattern update, but no gradient reached any sparse "
@@ -152,6 +153,7 @@ class SparseTrainer:
         if count <= 0:
             return None
         drop = lowest(self.drop_score(layer.values), count)
+        give_back()
         if not self.regrow_dropped:
             grow = self.growth.choose(pattern, count, pairs)
             pairs.clear()  # they may be large, and the new pattern needs room
@@ -170,6 +172,7 @@ class SparseTrainer:
     def _apply(self, layer: SparseLinear, rewiring: Rewiring) -> None:
         fill = self.initial_value
         layer.rewire(rewiring, fill(layer, rewiring) if callable(fill) else fill)
+        give_back()
         rewire_state(self.optimizer, layer.values, rewiring)
         if layer.values.grad is not None:
             layer.values.grad.copy_(rewiring.apply(layer.values.grad))

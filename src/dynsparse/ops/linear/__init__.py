@@ -73,6 +73,20 @@ def _forward(x: Tensor, values: Tensor, *rest: Tensor | None) -> Tensor:
     return y if x.dim() == 2 else y.view(*x.shape[:-1], out_features)
 
 
+def _operator_backward(
+    dy: Tensor, x: Tensor | None, values: Tensor, *rest: Tensor | bool
+) -> tuple[Tensor, Tensor]:
+    if x is not None and capture.is_open(values):
+        # Copies, since compiled code may reuse both buffers.
+        _record(values, x.clone(), dy.clone())
+    return _backward(dy, x, values, *rest)
+
+
+def _record(values: Tensor, x: Tensor, dy: Tensor) -> None:
+    dtype = _compute_dtype(dy.dtype)
+    capture.record(values, _matrix(x.detach(), dtype), _matrix(dy.detach(), dtype))
+
+
 def _backward(
     dy: Tensor, x: Tensor | None, values: Tensor, *rest: Tensor | bool
 ) -> tuple[Tensor, Tensor]:
@@ -82,8 +96,6 @@ def _backward(
     dy2d = _matrix(dy, dtype)
     x2d = None if x is None else _matrix(x, dtype)
     w = values.to(dtype)
-    if x2d is not None:
-        capture.record(values, x2d, dy2d)
     if cpu.available(dy2d, w):
         any_x = dy2d if x2d is None else x2d  # not read without need_values
         dx, dw = cpu.backward(dy2d, any_x, w, index, need_input, x2d is not None)
@@ -97,7 +109,7 @@ def _backward(
 
 
 _library.impl("linear", _forward, "CompositeExplicitAutograd")
-_library.impl("linear_backward", _backward, "CompositeExplicitAutograd")
+_library.impl("linear_backward", _operator_backward, "CompositeExplicitAutograd")
 
 
 @torch.library.register_fake("dynsparse::linear", lib=_library)
@@ -186,9 +198,12 @@ class _EagerLinear(torch.autograd.Function):
         need_input, need_values, need_bias, _ = ctx.needs_input_grad
         dx = dw = db = None
         if need_input or need_values:
-            # With create_graph the operator is called, for its word on second derivatives.
-            call = torch.ops.dynsparse.linear_backward if torch.is_grad_enabled() else _backward
-            dx, dw = call(dy, x, values, *ctx.index, need_input)
+            if torch.is_grad_enabled():  # create_graph: the operator refuses second derivatives
+                dx, dw = torch.ops.dynsparse.linear_backward(dy, x, values, *ctx.index, need_input)
+            else:
+                if x is not None and capture.is_open(values):
+                    _record(values, x, dy)
+                dx, dw = _backward(dy, x, values, *ctx.index, need_input)
         if need_bias:
             db = dy.reshape(-1, dy.shape[-1]).sum(0, dtype=ctx.bias_dtype)
         return dx if need_input else None, dw if need_values else None, db, None
