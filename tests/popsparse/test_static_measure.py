@@ -1,5 +1,8 @@
 """The figures of static passes."""
 
+import re
+from pathlib import Path
+
 import pytest
 import torch
 
@@ -41,3 +44,13 @@ def test_plans_that_do_not_fit():
     plans = plan_passes(pattern(), 64, "float16", target, options=options)
     with pytest.raises(ValueError, match=r"needs .* bytes a tile, the target has 20000"):
         static_figures(plans)
+
+
+def test_the_code_of_the_guide_runs(capsys):
+    guide = Path(__file__).parents[2] / "docs" / "popsparse-static.md"
+    names = {}
+    for code in re.findall(r"```python\n(.*?)```", guide.read_text(encoding="utf-8"), re.DOTALL):
+        exec(code, names)
+    assert "Static plan on bow" in capsys.readouterr().out
+    predicted = static.predict(names["sparse"].plan).cycles
+    assert names["profile"].cycles == pytest.approx(predicted, rel=0.1)

@@ -120,7 +120,7 @@ class _Estimate:
     ) -> tuple[dict[str, int], int] | str:
         """Cycles by term and temporary bytes; or the rule that is broken."""
         size, block, workers = self.dtype.size, self.block, self.target.workers
-        rate = self.target.exchange_bytes_per_cycle
+        rate, bus = self.target.exchange_bytes_per_cycle, self.target.exchange_bus_tiles
         worst = max(range(len(tiles)), key=lambda i: bands.blocks[i] / tiles[i])
         blocks, band_tiles = bands.blocks[worst], tiles[worst]
         width = int(bands.bounds[worst + 1] - bands.bounds[worst])
@@ -154,7 +154,7 @@ class _Estimate:
         clear = int(cycles_of.zero(m, n, block, self.dtype, workers))
         terms = {
             # Neighbouring tiles share the bus, so common columns arrive at twice the rate.
-            "gather dense operand": int(math.ceil(operand / (2 * rate)) * (reach / k)),
+            "gather dense operand": int(math.ceil(operand / (bus * rate)) * (reach / k)),
             "fetch values": math.ceil(values / rate) if splits > 1 else 0,
             "zero partials": clear,
             "compute": compute,
@@ -238,7 +238,8 @@ def _search(
         n_parts = split_n(estimate.n, split, dtype.vector_width)
         tile_parts = split_tiles(n_parts, target.tiles, grain)
         kinds = {(n.size, t.size) for n, t in zip(n_parts, tile_parts, strict=True)}
-        if any(tiles <= 0 for _, tiles in kinds):
+        same_as_fewer = len(n_parts) < split and not options.n_split
+        if same_as_fewer or any(tiles <= 0 for _, tiles in kinds):
             continue
         for number in numbers:
             if split * number > tile_grains:
