@@ -59,7 +59,7 @@ def memory(network: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, di
     for layer in _layers(network):
         if isinstance(layer, SparseLinear):
             # The layer's buffers and the pattern may share memory: each storage counts once.
-            tensors = [*layer.buffers(), *layer.index, layer.pattern.flat, layer.pattern.rows]
+            tensors = [*layer.buffers(), *layer.index, layer.pattern.rows]
             storages = {
                 t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors
             }
