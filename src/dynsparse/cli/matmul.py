@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -115,6 +116,14 @@ def matmul(
         bool, _option(_OUTPUT, "Show why the plan was chosen.", "--report-plan")
     ] = False,
     as_json: Annotated[bool, _option(_OUTPUT, "Print the figures as JSON.", "--json")] = False,
+    report: Annotated[
+        Path | None,
+        _option(
+            _OUTPUT,
+            "Write a page about plan, run, tiles and buckets: one HTML file.",
+            metavar="<file.html>",
+        ),
+    ] = None,
 ) -> None:
     """A sparse x dense product on the tile machine: plan, cycles, memory, propagation.
 
@@ -143,6 +152,8 @@ def matmul(
         raise ValueError(f"--density must be in [0, 1], got {density:g}")
     if report_plan and as_json and not plan_only:
         raise ValueError("--report-plan is text; with --json use --plan-only --json")
+    if report is not None and (report.is_dir() or not report.parent.is_dir()):
+        raise ValueError(f"--report: expected a file in a folder that exists, got {report}")
     machine = Target.named(target, **({} if tiles is None else {"tiles": tiles}))
     area = _area(weighted_area_begin, weighted_area_end, weighted_area_weighting)
     common = {
@@ -171,9 +182,11 @@ def matmul(
     if plan_only or report_plan:
         _show_plan(chosen, as_json)
     if plan_only:
+        if report is not None:
+            _report_plan(report, chosen, density)
         return
     shape = rows, cols
-    _run(chosen, names, shape, density, block_size, seed, seeds, area, ignore_data, as_json)
+    _run(chosen, names, shape, density, block_size, seed, seeds, area, ignore_data, as_json, report)
 
 
 def _json_object(flag: str, text: str) -> dict[str, Any]:
@@ -233,6 +246,7 @@ def _run(
     area: Any,
     ignore_data: bool,
     as_json: bool,
+    report: Path | None,
 ) -> None:
     from dynsparse.popsparse.layer import Layer
     from dynsparse.popsparse.measure import draw_pattern, plan_figures, sparse_figures
@@ -251,6 +265,17 @@ def _run(
         figures["seeds"] = runs
         figures["spread"] = {name: _spread(runs, name) for name in names}
     _show(figures, as_json, plan.target)
+    if report is not None:
+        from dynsparse.report.machine_layer import write_layer_report
+
+        pattern = draw_pattern(shape, density, block_size, middle["seed"], area)
+        if seeds > 1:  # The layer holds the last one.
+            sparse_figures(layer, pattern, names, ignore_data=True)
+        more = {"max_relative_error": figures["max_relative_error"], "seed": middle["seed"]}
+        if seeds > 1:
+            more["patterns"] = f"{seeds}; this page is about the one of median cycles"
+            more |= {f"{name} cycles, spread": s for name, s in figures["spread"].items()}
+        write_layer_report(report, layer, pattern=pattern, summary=more)
 
 
 def _spread(runs: list[dict[str, Any]], name: str) -> dict[str, float]:
@@ -258,8 +283,34 @@ def _spread(runs: list[dict[str, Any]], name: str) -> dict[str, float]:
     return {"min": min(cycles), "mean": sum(cycles) / len(cycles), "max": max(cycles)}
 
 
+def _report_plan(report: Path, plan: Any, density: float) -> None:
+    from dynsparse.popsparse.plan_report import plan_report
+    from dynsparse.report.machine import write_report
+    from dynsparse.report.machine_layer import plan_summary
+
+    summary = plan_summary(plan) | {
+        "density": density,
+        "estimated_cycles": {name: cost.cycles for name, cost in plan.costs.items()},
+    }
+    sizes = f"{summary['rows']:,} × {summary['cols']:,} by {summary['batch']:,}"
+    title = f"Plan of a sparse product {sizes} on {plan.target.name}"
+    write_report(report, title=title, summary=summary, plan=plan_report(plan))
+
+
+def _report_dense(given: dict[str, Any], figures: dict[str, Any], plans: dict[str, Any]) -> None:
+    from dynsparse.report.machine import write_report
+
+    sizes = {key: given[key] for key in ("rows", "cols", "batch", "dtype")}
+    summary = sizes | {"target": given["machine"].name, "tiles": given["machine"].tiles}
+    keys = ("cycles", "estimated_cycles", "tflops", "max_tile_bytes")
+    summary |= {key: figures[key] for key in keys if key in figures}
+    title = "Dense product {rows:,} × {cols:,} by {batch:,} on {target}".format(**summary)
+    found = {name: plan.to_dict() for name, plan in plans.items()}
+    write_report(given["report"], title=title, summary=summary, plan=found)
+
+
 def _dense(given: dict[str, Any]) -> None:
-    from dynsparse.popsparse.measure import dense_figures
+    from dynsparse.popsparse.measure import dense_figures, dense_plans
 
     for flag, default in (("seeds", 1), ("area", None), ("ignore_data", False),
                           ("report_plan", False), ("options", "{}"), ("plan_constraints", "{}"),
@@ -267,19 +318,17 @@ def _dense(given: dict[str, Any]) -> None:
         if given[flag] != default:
             name = "weighted-area-begin" if flag == "area" else flag.replace("_", "-")
             raise ValueError(f"--{name} does not apply to --method dense: leave it out")
-    figures = dense_figures(
-        given["rows"],
-        given["cols"],
-        given["batch"],
-        given["dtype"],
-        given["machine"],
-        given["names"],
-        partials=given["partials_type"],
-        available_memory_proportion=given["available_memory_proportion"],
-    )
+    sizes = [given[key] for key in ("rows", "cols", "batch", "dtype", "machine", "names")]
+    more = {
+        "partials": given["partials_type"],
+        "available_memory_proportion": given["available_memory_proportion"],
+    }
+    figures = dense_figures(*sizes, **more)
     if given["plan_only"]:
         figures = {"plan": figures["plan"], "estimated_cycles": figures["cycles"]}
     _show(figures, given["as_json"], given["machine"])
+    if given["report"] is not None:
+        _report_dense(given, figures, dense_plans(*sizes, **more))
 
 
 def _show(figures: dict[str, Any], as_json: bool, target: Any) -> None:

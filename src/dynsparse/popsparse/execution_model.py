@@ -178,7 +178,9 @@ class _Pass(ABC):
             for load in self.loads:
                 there = load.at_offset(*offset)
                 if there.any():
-                    slowest = max(slowest, float(self.group_cycles(load)[there].max()))
+                    # A bucket may hold several sub-groups for the rectangle it passes.
+                    spent = np.bincount(load.groups.bucket[there], self.group_cycles(load)[there])
+                    slowest = max(slowest, float(spent.max()))
             compute += z * (slowest or float(max(load.scan for load in self.loads)))
         turns = z * len(offsets)
         skipped = sum(not used for used in overflow.used_x[: overflow.x])

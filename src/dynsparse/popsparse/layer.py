@@ -23,6 +23,8 @@ from dynsparse.popsparse.plan import PASSES, Plan
 
 __all__ = ["Layer"]
 
+_NAMES = {"x": "gradient", "y": "input"}
+
 
 class Layer:
     """A sparse layer of one plan on a simulated machine: patterns in, products and profiles out.
@@ -78,7 +80,11 @@ class Layer:
         self._partitioner: Any = (DensePartitioner if plan.use_dense else Partitioner)(plan)
         graph = Graph(plan.target)
         self._weights = SparseTensor.create(graph, plan)
-        operands = {dim: self._operand(graph, dim) for dim in "xy"}
+        needed = {"forward": "y", "grad_input": "x", "grad_weight": "xy"}
+        operands = {
+            dim: self._operand(graph, dim)
+            for dim in sorted({dim for name in wanted for dim in needed[name]})
+        }
         programs: dict[str, Program] = {}
         self._results: dict[str, Tensor] = {}
         for name in wanted:
@@ -89,19 +95,14 @@ class Layer:
                 )
             else:
                 add = add_dense_product if plan.use_dense else add_product
-                operand = operands["y" if name == "forward" else "x"]
-                made = add(graph, self._weights, operand, program, name)
+                made = add(graph, self._weights, operands[needed[name]], program, name)
             self._results[name] = made
             graph.add_handle(f"{name} result", made)
             programs[name] = program
-        self._operands = operands
-        for name, tensor in (
-            ("words", self._weights.meta_info),
-            ("values", self._weights.nz_values),
-            ("gradient", operands["x"]),
-            ("input", operands["y"]),
-        ):
-            graph.add_handle(name, tensor)
+        graph.add_handle("words", self._weights.meta_info)
+        graph.add_handle("values", self._weights.nz_values)
+        for dim, tensor in operands.items():
+            graph.add_handle(_NAMES[dim], tensor)
         self.engine = Engine(graph, programs, numerics=numerics, check_memory=check_memory)
 
     def _operand(self, graph: Graph, dim: str) -> Tensor:
@@ -109,8 +110,7 @@ class Layer:
         if self._weights.dense is not None:
             plan = dense_layout(plan, self._weights.dense)
         layout = OperandLayout(plan, dim)
-        name = "gradient" if dim == "x" else "input"
-        return layout.natural(layout.add_home(graph, name, machine_type(plan)))
+        return layout.natural(layout.add_home(graph, _NAMES[dim], machine_type(plan)))
 
     def set_pattern(self, pattern: Any) -> None:
         """Encode a pattern (for several groups, a sequence of them) and write its meta-info.
