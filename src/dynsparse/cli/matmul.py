@@ -12,7 +12,7 @@ from dynsparse.cli.values import integer, number
 
 __all__ = ["matmul"]
 
-_METHODS = ("dynamic", "dense")
+_METHODS = ("dynamic", "static", "dense")
 _PRODUCT, _MACHINE, _PATTERN, _OUTPUT = "Product", "Machine and plan", "Pattern", "Output"
 
 
@@ -41,8 +41,9 @@ def matmul(
         str,
         _option(
             _PRODUCT,
-            "dynamic: the pattern may change at run time; dense: the same product with all "
-            "elements, from its cost model.",
+            "dynamic: the pattern may change at run time; static: it is known when planning; "
+            "dense: the same product with all elements. Static and dense times are their cost "
+            "models'.",
             metavar="|".join(_METHODS),
         ),
     ] = "dynamic",
@@ -143,7 +144,7 @@ def matmul(
         if value < 1:
             raise ValueError(f"--{flag} must be at least 1, got {value}")
     for flag, value in (("rows", rows), ("cols", cols)):
-        if method == "dynamic" and value % block_size:
+        if method != "dense" and value % block_size:
             raise ValueError(
                 f"--{flag} must be a multiple of --block-size {block_size}, got {value}: use "
                 f"{-(-value // block_size) * block_size} or another block size"
@@ -162,6 +163,13 @@ def matmul(
     }
     if method == "dense":
         _dense(locals())
+        return
+    if method == "static":
+        from dynsparse.cli.matmul_static import static_product
+
+        further = _json_object("options", options)
+        if found := static_product({**locals(), "further": further}):
+            _show(found, as_json, machine)
         return
     settings = {
         **common,

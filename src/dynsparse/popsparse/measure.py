@@ -14,7 +14,7 @@ from dynsparse.popsparse.data_types import data_type
 from dynsparse.popsparse.layer import Layer
 from dynsparse.popsparse.plan import PASSES, Plan
 
-__all__ = ["dense_figures", "draw_pattern", "plan_figures", "sparse_figures"]
+__all__ = ["dense_figures", "dense_plans", "draw_pattern", "plan_figures", "sparse_figures"]
 
 
 def plan_figures(plan: Plan) -> dict[str, Any]:
@@ -158,6 +158,35 @@ def _run_and_check(
     return error
 
 
+def dense_plans(
+    rows: int,
+    cols: int,
+    batch: int,
+    dtype: Any,
+    target: Any,
+    passes: Sequence[str] = PASSES[:1],
+    *,
+    partials: Any = None,
+    available_memory_proportion: float = 0.6,
+) -> dict[str, dense.DensePlan]:
+    """The plan of the dense product of each pass; arguments and errors as of `dense_figures`."""
+    shapes = {
+        "forward": (rows, cols, batch),
+        "grad_input": (cols, rows, batch),
+        "grad_weight": (rows, batch, cols),
+    }
+    return {
+        name: dense.plan(
+            *shapes[name],
+            data_type(dtype),
+            target,
+            partials=partials,
+            available_memory_proportion=available_memory_proportion,
+        )
+        for name in passes
+    }
+
+
 def dense_figures(
     rows: int,
     cols: int,
@@ -176,21 +205,16 @@ def dense_figures(
     Raises:
         ValueError: sizes or operands the machine cannot hold.
     """
-    shapes = {
-        "forward": (rows, cols, batch),
-        "grad_input": (cols, rows, batch),
-        "grad_weight": (rows, batch, cols),
-    }
-    found = {
-        name: dense.plan(
-            *shapes[name],
-            data_type(dtype),
-            target,
-            partials=partials,
-            available_memory_proportion=available_memory_proportion,
-        )
-        for name in passes
-    }
+    found = dense_plans(
+        rows,
+        cols,
+        batch,
+        dtype,
+        target,
+        passes,
+        partials=partials,
+        available_memory_proportion=available_memory_proportion,
+    )
     first = found[passes[0]]
     x, z = (first.out, first.field) if first.swapped else (first.field, first.out)
     return {

@@ -108,7 +108,8 @@ def report_html(
         add("plan", "The plan, and why it won", plan_section(plan))
     profiles = read_profiles(profile)
     for place, one in enumerate(profiles):
-        _profile_sections(one, f"p{place}", add, data)
+        same = next((p.name for p in profiles[:place] if p.same_memory(one)), "")
+        _profile_sections(one, f"p{place}", same, add, data)
     if predicted:
         heading = "Predicted by the execution model" if profiles else "Predicted cycles"
         add("predicted", heading, predicted_section(predicted, profiles))
@@ -122,7 +123,9 @@ def report_html(
     return page(title, f"dynsparse {__version__}", found, data)
 
 
-def _profile_sections(profile: ProfileData, key: str, add: Any, data: dict[str, Any]) -> None:
+def _profile_sections(
+    profile: ProfileData, key: str, memory_of: str, add: Any, data: dict[str, Any]
+) -> None:
     """The sections of one pass, their ids beginning with `key`."""
     before = f"{words(profile.name).capitalize()}: " if profile.name else ""
 
@@ -145,8 +148,10 @@ def _profile_sections(profile: ProfileData, key: str, add: Any, data: dict[str, 
     add(f"{key}-steps", heading("cycles by program step"), steps_section(profile))
     tiles = profile.tiles
     if tiles is not None:
-        add(f"{key}-tiles", heading("tiles"), tiles_section(profile, tiles, key))
-        series = {"memory": tiles.memory, "received": {"bytes received": tiles.received}}
+        add(f"{key}-tiles", heading("tiles"), tiles_section(profile, tiles, key, memory_of))
+        series = {"received": {"bytes received": tiles.received}}
+        if not memory_of:
+            series["memory"] = tiles.memory
         if profile.cycles and (tiles.cycles + tiles.exchange).any():
             series["cycles"] = {
                 "cycles computing": tiles.cycles,

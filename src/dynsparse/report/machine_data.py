@@ -66,6 +66,13 @@ class ProfileData:
     codelets: Mapping[str, Mapping[str, float]]
     tiles: Tiles | None
 
+    def same_memory(self, other: ProfileData) -> bool:
+        """Whether every tile's memory is the other's, as of two passes of one program."""
+        if self.tiles is None or other.tiles is None:
+            return False
+        mine, its = self.tiles.memory, other.tiles.memory
+        return mine.keys() == its.keys() and all(np.array_equal(mine[k], its[k]) for k in mine)
+
 
 def need(data: Any, key: str, what: str) -> Any:
     """The value of a key of a mapping; ValueError that names what lacks it."""

@@ -9,7 +9,7 @@ import numpy as np
 
 from dynsparse.report.machine_data import PARTS, ProfileData, StepData, Tiles, amount, need
 from dynsparse.report.machine_figures import histogram, stacked_tiles
-from dynsparse.report.machine_format import bar, cell, legend, number, percent, say, table
+from dynsparse.report.machine_format import bar, cell, legend, number, percent, say, table, words
 from dynsparse.report.machine_timeline import Run, short_names
 
 __all__ = [
@@ -107,9 +107,7 @@ def program_section(profile: ProfileData, loops: list[Run], names: list[str]) ->
 def steps_section(profile: ProfileData) -> str:
     """Steps by cost; a balance of 100 % means that all tiles had as much to do."""
     ran = sorted((step for step in profile.steps if step.runs), key=lambda step: -step.cycles)
-    names = dict(
-        zip(map(id, profile.steps), short_names([s.name for s in profile.steps]), strict=True)
-    )
+    names = dict(zip(map(id, profile.steps), short_names(profile), strict=True))
     most = ran[0].cycles if ran else 0.0
 
     def row(label: str, kind: str, runs: int, group: list[StepData], balance: str) -> str:
@@ -162,11 +160,16 @@ def _codelets(profile: ProfileData) -> str:
     return "<details><summary>Vertices by codelet</summary>" + table(head, rows) + "</details>"
 
 
-def tiles_section(profile: ProfileData, tiles: Tiles, identity: str) -> str:
-    """Memory and occupancy of every tile, and how both are spread."""
+def tiles_section(profile: ProfileData, tiles: Tiles, identity: str, memory_of: str = "") -> str:
+    """Memory and occupancy of every tile, and how both are spread.
+
+    `memory_of` names a pass of the same program: its memory is this one's, and not shown again.
+    """
     memory = np.sum(list(tiles.memory.values()), axis=0) if tiles.memory else None
     out = []
-    if memory is not None:
+    if memory_of:
+        out.append(f"<p>Memory: on every tile as in {say(words(memory_of))}.</p>")
+    elif memory is not None:
         least, middle = float(memory.min()), float(np.median(memory))
         out.append(
             "<h3>Memory</h3>"
@@ -263,7 +266,7 @@ def predicted_section(predicted: Mapping[str, Any], profiles: list[ProfileData])
             ("share", "n"),
             ("", "b"),
         ]
-        title = say(str(name).replace("_", " "))
+        title = say(words(str(name)))
         out.append(f"<h3>{title}: {number(cycles)} cycles</h3>")
         if ran.get(str(name)) and cycles:
             found = ran[str(name)]

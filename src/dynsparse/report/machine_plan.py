@@ -28,7 +28,7 @@ _MEMORY = (("buckets", "c0"), ("operands", "c1"), ("temporary", "c2"), ("code", 
 
 
 def plan_section(plan: Mapping[str, Any]) -> str:
-    """The section of either kind of plan.
+    """The section of either kind of plan; of the second also one for each pass, by name.
 
     Raises:
         TypeError, ValueError: neither kind.
@@ -37,6 +37,8 @@ def plan_section(plan: Mapping[str, Any]) -> str:
         return _sparse(plan)
     if "terms" in plan:
         return _dense(plan)
+    if plan and all(isinstance(one, Mapping) and "terms" in one for one in plan.values()):
+        return "".join(f"<h3>{say(words(n)).capitalize()}</h3>{_dense(p)}" for n, p in plan.items())
     keys = ", ".join(map(str, list(plan)[:8])) or "nothing"
     raise ValueError(
         f"plan must be what plan_report or DensePlan.to_dict gives, with 'passes' or 'terms', "

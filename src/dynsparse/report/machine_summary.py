@@ -14,6 +14,7 @@ __all__ = ["summary_section"]
 # Key of the summary: label, unit, and whether it is a headline.
 _KNOWN: dict[str, tuple[str, str, bool]] = {
     "cycles": ("Cycles", "", True),
+    "estimated_cycles": ("Cycles, estimated", "", True),
     "seconds": ("Time", "µs", True),
     "tflops": ("Throughput", "TFLOP/s", True),
     "max_tile_bytes": ("Fullest tile", "B", True),
@@ -32,6 +33,7 @@ _KNOWN: dict[str, tuple[str, str, bool]] = {
     "nnz": ("Non-zero values", "", False),
     "spilled": ("Blocks spilled", "", False),
     "propagated": ("Blocks propagated", "", False),
+    "groups": ("Groups", "", False),
     "seed": ("Seed", "", False),
 }
 
@@ -75,7 +77,7 @@ def summary_section(summary: Mapping[str, Any]) -> str:
     cards, rest = [], []
     for key, value in summary.items():
         label, unit, headline = _KNOWN.get(key, (words(str(key)).capitalize(), "", False))
-        if isinstance(value, Mapping) and not value:
+        if (isinstance(value, Mapping) and not value) or (headline and value is None):
             continue
         if headline:
             content = _by_pass(key, value, unit)

@@ -10,7 +10,7 @@ import numpy as np
 
 from dynsparse.report.machine_data import ProfileData
 
-__all__ = ["Run", "alike", "fold", "phases", "timeline_data"]
+__all__ = ["Run", "alike", "fold", "phases", "short_names", "timeline_data"]
 
 _LONGEST_BODY = 64
 """Parts of a loop body that is recognised; a loop inside is one part."""
@@ -76,18 +76,19 @@ def _fold_once(runs: list[Run], keys: dict[Any, int]) -> list[Run]:
     return found
 
 
-def short_names(names: list[str]) -> list[str]:
-    """Step names without the path that all share."""
-    parts = [name.split("/") for name in names]
+def short_names(profile: ProfileData) -> list[str]:
+    """Names of the steps without the path that all which ran share."""
+    parts = [step.name.split("/") for step in profile.steps if step.runs]
     shared = 0
     while parts and all(len(p) > shared + 1 and p[shared] == parts[0][shared] for p in parts):
         shared += 1
-    return ["/".join(p[shared:]) for p in parts]
+    path = "".join(part + "/" for part in parts[0][:shared]) if parts else ""
+    return [step.name.removeprefix(path) for step in profile.steps]
 
 
 def phases(profile: ProfileData) -> list[tuple[str, int, int]]:
     """Stretches of the timeline in one part of the program: (name, first row, end row)."""
-    names = [name.split("/")[0] for name in _names(profile)]
+    names = [name.split("/")[0] for name in short_names(profile)]
     found: list[tuple[str, int, int]] = []
     for row, step in enumerate(profile.order.tolist()):
         if found and found[-1][0] == names[step]:
@@ -106,14 +107,10 @@ def alike(profile: ProfileData) -> tuple[list[int], list[str]]:
     Returns:
         For each run of a step a number, and the names of these numbers.
     """
-    names = [re.sub(r"(?<=[^/\d])\s*\d+$", "", name) for name in _names(profile)]
+    names = [re.sub(r"(?<=[^/\d])\s*\d+$", "", name) for name in short_names(profile)]
     numbers = {name: i for i, name in enumerate(dict.fromkeys(names))}
     found = np.array([numbers[name] for name in names], np.int64)
     return found[profile.order].tolist(), list(numbers)
-
-
-def _names(profile: ProfileData) -> list[str]:
-    return short_names([step.name for step in profile.steps])
 
 
 def timeline_data(profile: ProfileData, loops: list[Run]) -> dict[str, Any]:
@@ -126,7 +123,7 @@ def timeline_data(profile: ProfileData, loops: list[Run]) -> dict[str, Any]:
     rows = np.column_stack([profile.order, profile.rows])
     kinds, order = np.unique(rows, axis=0, return_inverse=True)
     return {
-        "steps": _names(profile),
+        "steps": short_names(profile),
         "kinds": [[_plain(v) for v in kind] for kind in kinds.tolist()],
         "order": order.ravel().tolist(),
         "phases": [[first, end, name] for name, first, end in phases(profile)],
