@@ -49,10 +49,11 @@ def plan_passes(
 
 
 def plan_figures(plan: StaticPlan) -> dict[str, Any]:
-    """The cut in the words of the dynamic plan: x tiles share a band's rows (of the band that has
-    most), y column bands, z parts of the batch."""
+    """The cut in the words of the dynamic plan: x tiles share a band's rows (of the band with most
+    tiles in use), y column bands, z parts of the batch."""
+    bands = [plan.pieces(part).band for part in range(plan.n_split)]
     return {
-        "x": max(max(tiles) for tiles in plan.band_tiles),
+        "x": max(int(np.bincount(band, minlength=1).max()) for band in bands),
         "y": plan.num_bands,
         "z": plan.n_split,
         "method": "static",
