@@ -101,7 +101,7 @@ def test_text(capsys):
 @pytest.mark.parametrize(
     ("more", "words"),
     [
-        ("--method static", "--method must be one of dynamic, dense, got 'static'"),
+        ("--method sparse", "--method must be one of dynamic, static, dense, got 'sparse'"),
         ("--passes forwards", "passes must be among forward, grad_input, grad_weight"),
         ("--rows 100", "--rows must be a multiple of --block-size 8, got 100: use 104"),
         ("--cols 0", "--cols must be at least 1, got 0"),
