@@ -49,12 +49,21 @@ def test_plans(capsys):
     assert "TFLOP/s" in shown
 
 
+@pytest.mark.parametrize("plan_only", [[], ["--plan-only"]])
+def test_page(capsys, tmp_path, plan_only):
+    page = tmp_path / "page.html"
+    figures(capsys, "--report", str(page), "--passes", "forward,grad_input", *plan_only)
+    text = page.read_text(encoding="utf-8")
+    assert "Static product 128 × 96 by 32 on bow" in text
+    assert "ather dense operand" in text
+    assert "xchange partials" in text
+
+
 @pytest.mark.parametrize(
     ("more", "message"),
     [
         ("--passes grad_weight", "forward and grad_input, got 'grad_weight'"),
         ("--oversize 0.5", "--oversize does not apply"),
-        ("--report page.html", "--report does not apply"),
         ("--dtype float16 --partials-type float32", "in the type of the data, float16"),
         ("--block-size 32", "got 32"),
         ("--rows 100", "multiple of --block-size 8, got 100"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 __all__ = ["static_product"]
@@ -18,7 +19,7 @@ def static_product(given: dict[str, Any]) -> dict[str, Any] | None:
     from dynsparse.popsparse.static_measure import plan_figures, plan_passes, static_figures
     from dynsparse.popsparse.static_report import plan_report, plan_text
 
-    for flag, default in (("oversize", 0.3), ("plan_constraints", "{}"), ("report", None)):
+    for flag, default in (("oversize", 0.3), ("plan_constraints", "{}")):
         if given[flag] != default:
             name = flag.replace("_", "-")
             raise ValueError(f"--{name} does not apply to --method static: leave it out")
@@ -46,10 +47,13 @@ def static_product(given: dict[str, Any]) -> dict[str, Any] | None:
         runs.append({"seed": seed, **figures})
     plans = plans_of[0]
     first = next(iter(plans.values()))
+    estimated = {name: plan.cycles for name, plan in plans.items()}
+    if given["plan_only"] and given["report"] is not None:
+        _write_page(given, plans, {"estimated_cycles": estimated})
     if given["plan_only"] and given["as_json"]:
         return {
             "plan": plan_figures(first),
-            "estimated_cycles": {name: plan.cycles for name, plan in plans.items()},
+            "estimated_cycles": estimated,
             "report": {name: plan_report(plan) for name, plan in plans.items()},
         }
     if given["plan_only"] or given["report_plan"]:
@@ -70,4 +74,32 @@ def static_product(given: dict[str, Any]) -> dict[str, Any] | None:
             name: {"min": min(all_), "mean": sum(all_) / len(all_), "max": max(all_)}
             for name, all_ in cycles.items()
         }
+    if given["report"] is not None:
+        figures = {
+            k: v for k, v in runs[middle].items() if k not in ("propagation_steps", "spilled")
+        }
+        _write_page(given, plans_of[middle], figures)
     return found
+
+
+def _write_page(given: dict[str, Any], plans: dict[str, Any], figures: dict[str, Any]) -> Path:
+    """The profile report of static plans: the plan, its estimate and the predicted steps."""
+    from dynsparse.popsparse.static_report import plan_report
+    from dynsparse.report.machine import write_report
+
+    sizes = {k: given[k] for k in ("rows", "cols", "batch", "density", "block_size", "dtype")}
+    machine = given["machine"]
+    summary = sizes | {"target": machine.name, "tiles": machine.tiles} | figures
+    reports = {name: plan_report(plan) for name, plan in plans.items()}
+    shown = {}
+    for name, one in reports.items():
+        cut = {k: v for k, v in one["plan"].items() if not isinstance(v, list)}
+        ranges = {k: f"{v[0]:,} to {v[1]:,}" for k, v in one["plan"].items() if isinstance(v, list)}
+        shown[name] = cut | ranges | {"terms": one["terms"]}
+    return write_report(
+        given["report"],
+        title="Static product {rows:,} × {cols:,} by {batch:,} on {target}".format(**summary),
+        summary=summary,
+        plan=shown,
+        predicted={name: one["predicted"] for name, one in reports.items()},
+    )
