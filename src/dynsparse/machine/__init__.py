@@ -26,6 +26,12 @@ from dynsparse.machine.errors import (
     ProgramError,
     RaceError,
 )
+from dynsparse.machine.estimate import (
+    LayerEstimate,
+    ModelEstimate,
+    PassEstimate,
+    estimate,
+)
 from dynsparse.machine.graph import ComputeSet, Graph, Stream
 from dynsparse.machine.profile import Profile, StepProfile
 from dynsparse.machine.program import (
@@ -66,11 +72,14 @@ __all__ = [
     "If",
     "In",
     "InOut",
+    "LayerEstimate",
     "LocalityError",
     "MachineError",
     "MappingError",
+    "ModelEstimate",
     "Out",
     "OutOfMemoryError",
+    "PassEstimate",
     "Profile",
     "Program",
     "ProgramError",
@@ -92,5 +101,6 @@ __all__ = [
     "as_dtype",
     "codelets",
     "concat",
+    "estimate",
     "rotation",
 ]

@@ -1,0 +1,248 @@
+"""What the sparse layers of a PyTorch model would cost on a tile machine."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+from dynsparse.machine.target import Target
+
+__all__ = ["LayerEstimate", "ModelEstimate", "PassEstimate", "estimate"]
+
+PASSES = ("forward", "grad_input", "grad_weight")
+
+
+@dataclass(frozen=True)
+class PassEstimate:
+    """One pass of one layer.
+
+    Attributes:
+        cycles, seconds: of the simulated program, at the target's clock.
+        tflops: 2 x non-zeros x batch over the seconds.
+        max_tile_bytes: memory of the fullest tile.
+        fits: whether that is within a tile.
+    """
+
+    cycles: float
+    seconds: float
+    tflops: float
+    max_tile_bytes: int
+    fits: bool
+
+
+@dataclass(frozen=True)
+class LayerEstimate:
+    """One use of one sparse layer in a forward pass of the model.
+
+    Attributes:
+        name: of the module in the model.
+        out, in_, batch, density, block_size: what was multiplied; batch counts all leading
+            dimensions of the layer's input.
+        plan: the partition, {"x", "y", "z", "method"}; one plan serves all passes.
+        passes: by name.
+        bucket_fill: mean and largest part of the buckets' values in use.
+        propagation_steps: turns of the propagation loop, in each pass.
+        spilled: blocks that are not in the bucket they began in.
+    """
+
+    name: str
+    out: int
+    in_: int
+    batch: int
+    density: float
+    block_size: int
+    plan: dict[str, Any]
+    passes: dict[str, PassEstimate]
+    bucket_fill: tuple[float, float]
+    propagation_steps: int
+    spilled: int
+
+    @property
+    def cycles(self) -> float:
+        return sum(one.cycles for one in self.passes.values())
+
+
+@dataclass(frozen=True)
+class ModelEstimate:
+    """All sparse layers of a model, in the order they ran. Dense layers, biases and everything
+    between the layers are not counted."""
+
+    target: Target
+    dtype: str
+    layers: tuple[LayerEstimate, ...] = field(default=())
+
+    @property
+    def cycles(self) -> float:
+        return sum(layer.cycles for layer in self.layers)
+
+    @property
+    def seconds(self) -> float:
+        return self.target.seconds(self.cycles)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data for JSON."""
+        layers = []
+        for layer in self.layers:
+            row = dict(vars(layer))
+            row["passes"] = {name: dict(vars(one)) for name, one in layer.passes.items()}
+            row["bucket_fill"] = list(layer.bucket_fill)
+            layers.append(row)
+        return {
+            "target": self.target.to_dict(),
+            "dtype": self.dtype,
+            "cycles": self.cycles,
+            "seconds": self.seconds,
+            "layers": layers,
+        }
+
+    def summary(self) -> str:
+        """A table a person reads."""
+        lines = [
+            f"Sparse layers on {self.target.name}, {self.dtype}: {self.cycles:,.0f} cycles, "
+            f"{self.seconds * 1e6:,.1f} us a step",
+            f"{'layer':<24}{'out x in':>13}{'batch':>7}{'density':>9}{'x,y,z':>11}{'pass':>13}"
+            f"{'cycles':>11}{'us':>9}{'TFLOP/s':>9}{'tile':>6}{'fill':>6}{'steps':>7}",
+        ]
+        for layer in self.layers:
+            shape = f"{layer.out} x {layer.in_}"
+            parts = ",".join(str(layer.plan[dim]) for dim in "xyz")
+            head = (
+                f"{layer.name[-23:]:<24}{shape:>13}{layer.batch:>7}{layer.density:>9.3g}{parts:>11}"
+            )
+            for name, one in layer.passes.items():
+                memory = one.max_tile_bytes / self.target.bytes_per_tile
+                lines.append(
+                    f"{head:<64}{name:>13}{one.cycles:>11,.0f}{one.seconds * 1e6:>9,.1f}"
+                    f"{one.tflops:>9.3g}{memory:>6.0%}{layer.bucket_fill[1]:>6.0%}"
+                    f"{layer.propagation_steps:>7}" + ("" if one.fits else "  does not fit")
+                )
+                head = ""
+        return "\n".join(lines)
+
+    def __str__(self) -> str:
+        return self.summary()
+
+
+def estimate(
+    model: Any,
+    example_input: Any,
+    target: Target | None = None,
+    *,
+    dtype: str = "float16",
+    passes: str | Iterable[str] = PASSES,
+    options: Any = None,
+) -> ModelEstimate:
+    """What the sparse layers of a model would cost on a tile machine.
+
+    The model runs once, in evaluation mode and without gradients, to see the sizes of its layers'
+    inputs; it is left as it was. Then the program of each layer runs on the simulated machine with
+    the layer's own pattern, without computing numbers.
+
+    Args:
+        model: a module with `SparseLinear` layers.
+        example_input: what it is called with; a tuple holds several arguments.
+        target: a `Target`; by default the Mk2.
+        dtype: of the layers on the machine, float16 or float32.
+        passes: those to plan for and run: names or a comma-separated string. Forward is always
+            among them.
+        options: further options of the plan, see `popsparse.Options`.
+
+    Raises:
+        TypeError: not a module, or not a Target.
+        ValueError: no sparse layer ran; a layer's pattern that overflows its buckets, with the
+            layer's name.
+    """
+    # This floor is below those; only this function looks up.
+    from dynsparse.popsparse.layer import Layer
+    from dynsparse.popsparse.measure import plan_figures, sparse_figures
+    from dynsparse.popsparse.planning import parse_passes
+    from dynsparse.popsparse.planning import plan as make_plan
+
+    target = Target.mk2() if target is None else target
+    if not isinstance(target, Target):
+        raise TypeError(f"target must be a Target such as Target.bow(), got {target!r}")
+    names = parse_passes(passes)
+    made: dict[Any, Any] = {}
+    found = []
+    for name, layer, batch in _uses(model, example_input):
+        pattern = layer.pattern
+        out, in_ = pattern.shape
+        key = (out, in_, batch, pattern.density, pattern.block_size)
+        try:
+            if key not in made:
+                sizes = (*key[:4], pattern.block_size, dtype, target)
+                made[key] = Layer(
+                    make_plan(*sizes, passes=names, options=options),
+                    numerics=False,
+                    check_memory=False,
+                )
+            program = made[key]
+            figures = sparse_figures(program, pattern, names, ignore_data=True)
+        except ValueError as error:
+            raise ValueError(f"layer {name!r}: {error}") from error
+        rows = {}
+        for one in names:
+            profile = program.profiles[one]
+            memory = profile.memory.max_tile_bytes
+            rows[one] = PassEstimate(
+                profile.cycles,
+                profile.seconds,
+                figures["tflops"][one],
+                memory,
+                memory <= target.bytes_per_tile,
+            )
+        fill = program.encoding.info.nz_fill
+        found.append(
+            LayerEstimate(
+                name,
+                out,
+                in_,
+                batch,
+                pattern.density,
+                pattern.block_size,
+                plan_figures(program.plan),
+                rows,
+                (float(fill.mean()), float(fill.max())),
+                figures["propagation_steps"],
+                figures["spilled"],
+            )
+        )
+    return ModelEstimate(target, program.plan.dtype.name, tuple(found))
+
+
+def _uses(model: Any, example_input: Any) -> list[tuple[str, Any, int]]:
+    """Every use of a sparse layer in one forward pass: name, layer, rows of its input."""
+    import torch
+
+    from dynsparse.nn import SparseLinear
+
+    if not isinstance(model, torch.nn.Module):
+        raise TypeError(f"model must be a torch module, got {type(model).__name__}")
+    uses: list[tuple[str, Any, int]] = []
+    training = {module: module.training for module in model.modules()}
+    hooks = []
+    for name, module in model.named_modules():
+        if isinstance(module, SparseLinear):
+
+            def note(layer: Any, inputs: Any, name: str = name) -> None:
+                batch = inputs[0].numel() // layer.in_features
+                if batch:
+                    uses.append((name or "model", layer, batch))
+
+            hooks.append(module.register_forward_pre_hook(note))
+    arguments = example_input if isinstance(example_input, tuple) else (example_input,)
+    try:
+        model.eval()
+        with torch.no_grad(), torch.random.fork_rng(devices=[]):
+            model(*arguments)
+    finally:
+        for hook in hooks:
+            hook.remove()
+        for module, mode in training.items():
+            module.training = mode
+    if not uses:
+        raise ValueError(
+            "no sparse layer ran: make the model sparse first, as dynsparse.sparsify(model) does"
+        )
+    return uses

@@ -1,0 +1,75 @@
+"""The estimate of a model's sparse layers: sizes seen, figures of the machine, model untouched."""
+
+import json
+
+import pytest
+import torch
+from torch import nn
+
+import dynsparse as ds
+from dynsparse.machine import Target, estimate
+from dynsparse.popsparse import Layer, plan
+
+TARGET = Target.bow(tiles=16)
+
+
+def model():
+    torch.manual_seed(0)
+    return nn.Sequential(
+        ds.nn.SparseLinear(64, 96, density=0.2, block_size=8),
+        nn.BatchNorm1d(96),
+        nn.Dropout(0.5),
+        ds.nn.SparseLinear(96, 32, density=0.3),
+    )
+
+
+def test_figures_are_those_of_the_simulated_machine():
+    network = model()
+    found = estimate(network, torch.randn(24, 64), TARGET)
+    assert [layer.name for layer in found.layers] == ["0", "3"]
+    first = found.layers[0]
+    assert (first.out, first.in_, first.batch, first.block_size) == (96, 64, 24, 8)
+    assert set(first.passes) == {"forward", "grad_input", "grad_weight"}
+    pattern = network[0].pattern
+    chosen = plan(96, 64, 24, pattern.density, 8, "float16", TARGET, passes=tuple(first.passes))
+    assert [first.plan[dim] for dim in "xyz"] == list(chosen.partition[1:])
+    layer = Layer(chosen, numerics=False)
+    layer.set_pattern(pattern)
+    for name, one in first.passes.items():
+        assert one.cycles == layer.run(name).cycles
+        assert one.fits
+    assert found.cycles == sum(layer.cycles for layer in found.layers)
+    assert found.seconds == pytest.approx(found.cycles / 1.85e9)
+    json.dumps(found.to_dict())
+    assert "grad_weight" in found.summary()
+
+
+def test_the_model_is_left_as_it_was():
+    network = model()
+    before = {name: tensor.clone() for name, tensor in network.state_dict().items()}
+    state = torch.get_rng_state()
+    estimate(network, torch.randn(24, 64, generator=torch.Generator()), TARGET, passes="forward")
+    assert torch.equal(torch.get_rng_state(), state)
+    assert all(module.training for module in network.modules())
+    for name, tensor in network.state_dict().items():
+        assert torch.equal(tensor, before[name])
+    assert not any(module._forward_pre_hooks for module in network.modules())
+
+
+def test_all_leading_dimensions_are_the_batch_and_uses_count_each():
+    layer = ds.nn.SparseLinear(32, 32, density=0.5)
+    found = estimate(nn.Sequential(layer, layer), torch.randn(2, 3, 32), TARGET, passes="forward")
+    assert [one.batch for one in found.layers] == [6, 6]
+
+
+def test_bad_input():
+    with pytest.raises(ValueError, match="no sparse layer ran"):
+        estimate(nn.Linear(4, 4), torch.randn(2, 4), TARGET)
+    with pytest.raises(TypeError, match="must be a torch module"):
+        estimate(lambda x: x, torch.randn(2, 4), TARGET)
+    with pytest.raises(TypeError, match="must be a Target"):
+        estimate(model(), torch.randn(2, 64), "bow")
+    with pytest.raises(ValueError, match="layer '0': .*float16 or float32"):
+        estimate(model(), torch.randn(2, 64), TARGET, dtype="int8")
+    with pytest.raises(ValueError, match="passes must be among"):
+        estimate(model(), torch.randn(2, 64), TARGET, passes="backward")
