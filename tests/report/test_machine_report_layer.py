@@ -124,6 +124,19 @@ def test_dense(tmp_path, capsys, more):
     assert "Buckets" not in text
 
 
+@pytest.mark.parametrize("more", [[], ["--plan-only"], ["--seeds", "3"]], ids=" ".join)
+def test_static(tmp_path, capsys, more):
+    path = tmp_path / "page.html"
+    more = [*more, "--method", "static", "--passes", "forward,grad_input", "--json"]
+    assert run([*SMALL, *more, "--report", str(path)]) == 0
+    figures = json.loads(capsys.readouterr().out)
+    text = words(path)
+    for name, cycles in figures.get("cycles", figures.get("estimated_cycles")).items():
+        assert f"{cycles:,.0f} {name.replace('_', ' ')}" in text
+    for expected in ("Column bands", "Blocks per tile", "Predicted cycles", "Runners-up"):
+        assert expected in text
+
+
 def test_plan_only(tmp_path, capsys):
     path = tmp_path / "page.html"
     assert run([*SMALL, "--plan-only", "--json", "--report", str(path)]) == 0

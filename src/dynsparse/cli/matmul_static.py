@@ -91,15 +91,10 @@ def _write_page(given: dict[str, Any], plans: dict[str, Any], figures: dict[str,
     machine = given["machine"]
     summary = sizes | {"target": machine.name, "tiles": machine.tiles} | figures
     reports = {name: plan_report(plan) for name, plan in plans.items()}
-    shown = {}
-    for name, one in reports.items():
-        cut = {k: v for k, v in one["plan"].items() if not isinstance(v, list)}
-        ranges = {k: f"{v[0]:,} to {v[1]:,}" for k, v in one["plan"].items() if isinstance(v, list)}
-        shown[name] = cut | ranges | {"terms": one["terms"]}
     return write_report(
         given["report"],
         title="Static product {rows:,} × {cols:,} by {batch:,} on {target}".format(**summary),
         summary=summary,
-        plan=shown,
+        plan=reports,
         predicted={name: one["predicted"] for name, one in reports.items()},
     )

@@ -33,8 +33,8 @@ def percent(part: float, whole: float = 1.0) -> str:
         return ""
     share = 100 * part / whole
     if 0 < share < 0.1:
-        return "< 0.1 %"
-    return f"{share:.2g} %" if 0 < share < 1 else f"{share:,.1f} %"
+        return "< 0.1\u00a0%"
+    return f"{share:.2g}\u00a0%" if 0 < share < 1 else f"{share:,.1f}\u00a0%"
 
 
 def words(name: str) -> str:

@@ -22,6 +22,21 @@ class Section(NamedTuple):
     html: str
 
 
+def _links(sections: list[Section]) -> str:
+    """Links to the sections; those of one pass, "pass: what", in one group."""
+    out: list[str] = []
+    last = ""
+    for section in sections:
+        before, colon, what = section.heading.rpartition(": ")
+        link = f'<a href="#{section.identity}">{say(what)}</a>'
+        if colon and before == last:
+            out[-1] += f" {link}"
+        else:
+            out.append(f"{say(before + colon)}{link}")
+        last = before
+    return "".join(f"<span>{group}</span>" for group in out)
+
+
 def page(title: str, subtitle: str, sections: list[Section], data: dict[str, Any]) -> str:
     """The whole page. `data` is what the script draws and shows, as JSON inside it."""
     folder = files("dynsparse.report")
@@ -29,7 +44,6 @@ def page(title: str, subtitle: str, sections: list[Section], data: dict[str, Any
     script = folder.joinpath("machine_page.js").read_text("utf-8")
     # A "<" in a name must not end the script element.
     plain = json.dumps(data, separators=(",", ":"), allow_nan=False).replace("<", "\\u003c")
-    links = "".join(f'<a href="#{s.identity}">{say(s.heading)}</a>' for s in sections)
     body = "".join(
         f'<section id="{s.identity}"><h2>{say(s.heading)}</h2>{s.html}</section>\n'
         for s in sections
@@ -40,7 +54,7 @@ def page(title: str, subtitle: str, sections: list[Section], data: dict[str, Any
         '<meta name="viewport" content="width=device-width, initial-scale=1">'
         f'<title>{say(title)}</title><link rel="icon" href="data:,">'
         f"<style>\n{style}</style></head>\n<body>"
-        f"<header><h1>{say(title)}</h1><nav>{links}</nav></header>\n<main>\n{body}</main>\n"
+        f"<header><h1>{say(title)}</h1><nav>{_links(sections)}</nav></header>\n<main>\n{body}</main>\n"
         f"<footer>{say(subtitle)}</footer>\n"
         f'<script type="application/json" id="data">{plain}</script>\n'
         f"<script>\n{script}</script>\n</body></html>\n"

@@ -10,11 +10,21 @@ from dynsparse.report.machine_format import bar, cell, legend, number, percent, 
 
 __all__ = ["plan_section"]
 
+# What is not the cut of a runner-up.
+_OF_RUNNERS_UP = (
+    "method", "grad_w_exchange_buckets", "cycles", "temporary_bytes", "behind", "why", "passes",
+    "terms",
+)  # fmt: skip
 # Of plans without passes; what has no label here is called by its own name.
 _LABELS = {
     "field": "Tiles along the streamed field",
     "out": "Tiles along the out-channels",
     "in": "Tiles along the in-channels",
+    "x": "X",
+    "y": "Y",
+    "z": "Z",
+    "n_split": "Parts of n",
+    "bands": "Column bands",
     "swapped": "Left operand stationary",
     "tiles": "Tiles used",
     "phases": "Supersteps",
@@ -36,9 +46,11 @@ def plan_section(plan: Mapping[str, Any]) -> str:
     if "plan" in plan and "passes" in plan:
         return _sparse(plan)
     if "terms" in plan:
-        return _dense(plan)
+        return _flat(plan)
     if plan and all(isinstance(one, Mapping) and "terms" in one for one in plan.values()):
-        return "".join(f"<h3>{say(words(n)).capitalize()}</h3>{_dense(p)}" for n, p in plan.items())
+        return "".join(
+            f'<h3 class="pass">{say(words(n)).capitalize()}</h3>{_flat(p)}' for n, p in plan.items()
+        )
     keys = ", ".join(map(str, list(plan)[:8])) or "nothing"
     raise ValueError(
         f"plan must be what plan_report or DensePlan.to_dict gives, with 'passes' or 'terms', "
@@ -105,9 +117,9 @@ def _sparse(report: Mapping[str, Any]) -> str:
         out.append(_memory(report["memory"]))
     if search:
         out.append(
-            f"<p>{number(search['partitions'])} partitions were priced for each of "
-            f"{number(search['candidates'])} methods; {number(search['allowed'])} plans are "
-            f"allowed, {number(search['fitting'])} stay within the memory bound.</p>"
+            f"<p>{number(search['partitions'])} partitions were priced in each of "
+            f"{number(search['candidates'])} ways to compute; {number(search['allowed'])} plans "
+            f"are allowed, {number(search['fitting'])} stay within the memory bound.</p>"
         )
     if report.get("runners_up"):
         out.append(_runners_up(report))
@@ -128,35 +140,49 @@ def _memory(memory: Mapping[str, Any]) -> str:
 
 
 def _runners_up(report: Mapping[str, Any]) -> str:
+    others = report["runners_up"]
+    cut = [key for key in others[0] if key not in _OF_RUNNERS_UP]
+    why = [str(row.get("why", "")) or _why(report, row) for row in others]
+    with_why = any(why)
+    most = max(abs(row["behind"]) for row in others)
     rows = []
-    most = max(abs(row["behind"]) for row in report["runners_up"])
-    for row in report["runners_up"]:
-        sizes = " × ".join(number(row[key]) for key in ("x", "y", "z"))
+    for row, reason in zip(others, why, strict=True):
         rows.append(
-            cell(sizes, "w")
-            + cell(say(row["method"]), "w")
+            cell(" × ".join(number(row[key]) for key in cut), "w")
+            + cell(say(row.get("method", "")), "w")
             + cell(number(row["cycles"]), "n")
-            + cell(f"{100 * row['behind']:+.2f} %", "n")
+            + cell(f"{100 * row['behind']:+.2f}\u00a0%", "n")
             + cell(bar([("exchange", abs(row["behind"]))], most), "b")
             + cell(number(row["temporary_bytes"]), "n")
-            + cell(say(words(row["why"])))
+            + (cell(say(words(reason))) if with_why else "")
         )
     head = [
-        ("X × Y × Z", ""),
-        ("method", ""),
+        (" × ".join(_LABELS.get(key, words(key)) for key in cut), ""),
+        ("method" if others[0].get("method") else "", ""),
         ("cycles", "n"),
         ("behind", "n"),
         ("", "b"),
         ("temporary memory, B", "n"),
-        ("against the winner", ""),
+        *([("against the winner", "")] if with_why else []),
     ]
     return "<h3>Runners-up</h3>" + table(head, rows)
 
 
-def _dense(plan: Mapping[str, Any]) -> str:
-    """Any plan that is a list of facts and a mapping of terms to cycles."""
+def _why(report: Mapping[str, Any], row: Mapping[str, Any]) -> str:
+    """The terms in which a runner-up loses and gains most, where both have terms."""
+    if "terms" not in row or "terms" not in report:
+        return ""
+    mine = report["terms"]
+    more = {key: cycles - mine.get(key, 0) for key, cycles in row["terms"].items()}
+    ends = {max(more, key=lambda key: more[key]), min(more, key=lambda key: more[key])}
+    return ", ".join(f"{more[key]:+,} {key}" for key in more if key in ends and more[key])
+
+
+def _flat(report: Mapping[str, Any]) -> str:
+    """Any plan of one pass: facts, a mapping of terms to cycles; perhaps memory, runners-up."""
+    own = report.get("plan")
     facts = []
-    for key, value in plan.items():
+    for key, value in (own if isinstance(own, Mapping) else report).items():
         label = _LABELS.get(key, words(str(key)).capitalize())
         if isinstance(value, bool):
             facts.append((label, "yes" if value else "no"))
@@ -164,5 +190,12 @@ def _dense(plan: Mapping[str, Any]) -> str:
             facts.append((label, number(value)))
         elif isinstance(value, str):
             facts.append((label, say(value)))
-    terms = [(str(k), amount(v, f"plan, {k}"), None) for k, v in plan["terms"].items()]
-    return _facts(facts) + "<h3>Estimated cost</h3>" + _terms(terms)
+        elif isinstance(value, (list, tuple)):
+            facts.append((label, " to ".join(number(one) for one in value)))
+    terms = [(str(k), amount(v, f"plan, {k}"), None) for k, v in report["terms"].items()]
+    out = [_facts(facts), "<h3>Estimated cost</h3>", _terms(terms)]
+    if report.get("memory"):
+        out.append(_memory(report["memory"]))
+    if report.get("runners_up"):
+        out.append(_runners_up(report))
+    return "".join(out)
