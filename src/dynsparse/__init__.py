@@ -4,7 +4,9 @@ A layer holds only its non-zero weights, its three passes cost in proportion to 
 pattern of non-zeros changes while the network trains.
 """
 
+from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
+from typing import Any
 
 from dynsparse import nn, ops, training
 from dynsparse.nn import densify, sparsify
@@ -28,3 +30,10 @@ __all__ = [
     "sparsify",
     "training",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    # The tile machine is loaded only by those who use it.
+    if name in ("machine", "popsparse"):
+        return import_module(f"dynsparse.{name}")
+    raise AttributeError(f"module 'dynsparse' has no attribute {name!r}")

@@ -69,7 +69,7 @@ def test_bad_input():
         estimate(lambda x: x, torch.randn(2, 4), TARGET)
     with pytest.raises(TypeError, match="must be a Target"):
         estimate(model(), torch.randn(2, 64), "bow")
-    with pytest.raises(ValueError, match="layer '0': .*float16 or float32"):
+    with pytest.raises(ValueError, match=r"layer '0': .*float16 or float32"):
         estimate(model(), torch.randn(2, 64), TARGET, dtype="int8")
     with pytest.raises(ValueError, match="passes must be among"):
         estimate(model(), torch.randn(2, 64), TARGET, passes="backward")

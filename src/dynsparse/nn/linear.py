@@ -31,6 +31,9 @@ class SparseLinear(nn.Module):
         pattern: the pattern to start from, in place of a random one of `density`. Its block size
             holds.
         generator: draws the random pattern and the initial values.
+        target: a `machine.Target`: the products run on that simulated tile machine, in float32 or
+            float16, and `popsparse.machine_profiles(layer)` says what they took. Without it they
+            run where the values are.
         device, dtype: of the values and the bias. float32 uses the compiled kernels; bfloat16 and
             float16 compute in float32; float64 goes through plain torch.
 
@@ -65,6 +68,7 @@ class SparseLinear(nn.Module):
         *,
         pattern: SparsePattern | None = None,
         generator: torch.Generator | None = None,
+        target: Any = None,
         device: Any = None,
         dtype: torch.dtype | None = None,
     ) -> None:
@@ -86,6 +90,12 @@ class SparseLinear(nn.Module):
         dtype = torch.get_default_dtype() if dtype is None else dtype
         if not dtype.is_floating_point:
             raise TypeError(f"dtype must be a floating point type, got {dtype}")
+        if target is not None:
+            # The tile machine is another floor: looked up only where it is asked for.
+            from dynsparse.popsparse.torch_layer import check_target
+
+            check_target(target, dtype)
+        self.target = target
         self.in_features = in_features
         self.out_features = out_features
         self.values = nn.Parameter(torch.empty(pattern.values_shape, device=device, dtype=dtype))
@@ -140,6 +150,10 @@ class SparseLinear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """x [..., in] -> [..., out]."""
+        if self.target is not None:
+            from dynsparse.popsparse.torch_layer import machine_linear
+
+            return machine_linear(self, x)
         return linear(x, self.values, self.index, self.bias)
 
     @torch.no_grad()

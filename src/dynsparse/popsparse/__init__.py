@@ -35,6 +35,7 @@ from dynsparse.popsparse.plan_report import plan_report, plan_text
 from dynsparse.popsparse.planner import PlanningCache, make_plan, matmul_plan
 from dynsparse.popsparse.spilling import BucketOverflowError
 from dynsparse.popsparse.tile_memory import tile_memory
+from dynsparse.popsparse.torch_layer import machine_profiles
 
 # Last, so that the function is what `popsparse.plan` names, not the module of the class.
 from dynsparse.popsparse.planning import plan  # isort: skip
@@ -75,6 +76,7 @@ __all__ = [
     "fully_connected_forward",
     "fully_connected_grad_a",
     "fully_connected_grad_w",
+    "machine_profiles",
     "make_plan",
     "matmul_plan",
     "plan",

@@ -1,0 +1,124 @@
+"""`nn.SparseLinear(..., target=...)`: a layer whose products run on the simulated tile machine."""
+
+from __future__ import annotations
+
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from dynsparse.machine.profile import Profile
+from dynsparse.machine.target import Target
+from dynsparse.ops import capture
+from dynsparse.pattern import SparsePattern
+from dynsparse.popsparse.layer import Layer
+from dynsparse.popsparse.plan import PASSES
+from dynsparse.popsparse.planning import plan
+
+__all__ = ["check_target", "machine_linear", "machine_profiles"]
+
+_DTYPES = {torch.float16: "float16", torch.float32: "float32"}
+
+# Programs are kept for so many batch sizes of a layer: an epoch's last batch is often smaller.
+_KEPT = 4
+
+
+class _Runner:
+    """The programs of one layer, one for each batch size."""
+
+    def __init__(self) -> None:
+        self.layers: dict[tuple[Any, ...], Layer] = {}
+        self.profiles: dict[str, Profile] = {}
+        self.patterns: dict[tuple[Any, ...], SparsePattern] = {}
+
+    def run(
+        self,
+        name: str,
+        target: Target,
+        pattern: SparsePattern,
+        values: Tensor,
+        *operands: Tensor,
+    ) -> Tensor:
+        """One pass on the machine; operands [batch, ...]."""
+        dtype = _DTYPES[values.dtype]
+        key = (target, dtype, len(operands[0]), pattern.density)
+        layer = self.layers.get(key)
+        if layer is None:
+            if len(self.layers) == _KEPT:
+                oldest = next(iter(self.layers))
+                del self.layers[oldest]
+                self.patterns.pop(oldest, None)
+            sizes = (*pattern.shape, len(operands[0]), pattern.density, pattern.block_size, dtype)
+            layer = self.layers[key] = Layer(plan(*sizes, target, passes=PASSES))
+        if self.patterns.get(key) is not pattern:
+            layer.set_pattern(pattern)
+            self.patterns[key] = pattern
+        layer.set_values(values)
+        arrays = [operand.detach().to(values.dtype).cpu().numpy() for operand in operands]
+        found: np.ndarray = getattr(layer, name)(*arrays)
+        self.profiles[name] = layer.profiles[name]
+        return torch.from_numpy(found).to(values.device)
+
+
+_runners: WeakKeyDictionary[Any, _Runner] = WeakKeyDictionary()
+
+
+class _MachineLinear(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, values: Tensor, pattern: SparsePattern, target: Target, runner: _Runner
+    ) -> Tensor:
+        ctx.save_for_backward(x, values)
+        ctx.pattern, ctx.target, ctx.runner = pattern, target, runner
+        return runner.run("forward", target, pattern, values, x)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        (dy,) = gradients
+        x, values = ctx.saved_tensors
+        capture.record(values, x.detach().to(values.dtype), dy.detach().to(values.dtype))
+        common = (ctx.target, ctx.pattern, values)
+        dx = dw = None
+        if ctx.needs_input_grad[0]:
+            dx = ctx.runner.run("grad_input", *common, dy).to(x.dtype)
+        if ctx.needs_input_grad[1]:
+            dw = ctx.runner.run("grad_weight", *common, dy, x)
+        return dx, dw, None, None, None
+
+
+def check_target(target: Any, dtype: torch.dtype) -> Target:
+    """The target, if a layer of this dtype can run on it.
+
+    Raises:
+        TypeError: not a `Target`, or values that are neither float16 nor float32.
+    """
+    if not isinstance(target, Target):
+        raise TypeError(f"target must be a machine.Target such as Target.bow(), got {target!r}")
+    if dtype not in _DTYPES:
+        raise TypeError(f"the tile machine has float16 and float32, got {dtype}")
+    return target
+
+
+def machine_linear(layer: Any, x: Tensor) -> Tensor:
+    """x [..., in] -> [..., out] through the machine `layer.target`; the bias is added by torch.
+
+    Programs are built at the first batch of each size.
+    """
+    check_target(layer.target, layer.values.dtype)
+    if x.shape[-1:] != (layer.in_features,):
+        raise ValueError(f"expected an input [..., {layer.in_features}], got {list(x.shape)}")
+    if not x.numel():
+        y = x.new_zeros((*x.shape[:-1], layer.out_features))
+    else:
+        runner = _runners.setdefault(layer, _Runner())
+        rows = x.reshape(-1, layer.in_features)
+        y = _MachineLinear.apply(rows, layer.values, layer.pattern, layer.target, runner)
+        y = y.reshape(*x.shape[:-1], layer.out_features)
+    return y if layer.bias is None else y + layer.bias
+
+
+def machine_profiles(layer: Any) -> dict[str, Profile]:
+    """The profile of the last run of each pass of a layer with a target, by name."""
+    return dict(_runners[layer].profiles) if layer in _runners else {}
