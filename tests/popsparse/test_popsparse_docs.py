@@ -12,7 +12,7 @@ PAGE = Path(__file__).parents[2] / "docs" / "popsparse.md"
 def test_the_page_runs(capsys):
     space: dict = {}
     blocks = re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.S)
-    assert len(blocks) == 2
+    assert len(blocks) == 3
     for block in blocks:
         exec(compile(block, str(PAGE), "exec"), space)
     assert space["y"].shape == (32, 256)
