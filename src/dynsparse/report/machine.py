@@ -105,7 +105,8 @@ def report_html(
 
     add("summary", "Summary", summary_section(summary))
     if plan:
-        add("plan", "The plan, and why it won", plan_section(plan))
+        html = plan_section(plan)
+        add("plan", "The plan" + (", and why it won" if "Runners-up" in html else ""), html)
     profiles = read_profiles(profile)
     for place, one in enumerate(profiles):
         same = next((p.name for p in profiles[:place] if p.same_memory(one)), "")

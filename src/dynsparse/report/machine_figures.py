@@ -109,6 +109,8 @@ def histogram(values: np.ndarray, *, unit: str, of: str = "tiles", bins: int = 2
     body = _axes(width, top, of, unit)
     inner = _HEIGHT - _TOP - _BOTTOM
     x = np.linspace(_LEFT, width - _RIGHT, len(counts) + 1)
+    if len(counts) == 1:
+        x = x.mean() + np.array([-20.0, 20.0])
     for i, count in enumerate(counts):
         height = inner * count / top
         if count:

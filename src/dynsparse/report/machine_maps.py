@@ -13,6 +13,8 @@ __all__ = ["grid_map", "offsets_map"]
 _LIGHT, _DARK = (238, 243, 248), (8, 48, 107)
 _OVER_LIGHT, _OVER_DARK = (253, 208, 162), (166, 54, 3)
 _LEVELS = 24
+_NARROW, _WIDE = 560, 1150
+"""Widths of a map, of one with very many columns, in pixels."""
 
 
 def _blend(light: tuple[int, ...], dark: tuple[int, ...], share: float) -> str:
@@ -28,12 +30,19 @@ def _colour(value: float, top: float, capacity: float | None) -> str:
     return _blend(_LIGHT, _DARK, round(value / whole * _LEVELS) / _LEVELS if whole else 0.0)
 
 
-def _cells(colours: dict[str, list[tuple[int, int]]], size: float) -> str:
+def _cell_size(rows: int, columns: int, largest: int) -> tuple[float, float]:
+    """Width and height of a cell: square, unless the columns are so many that they get thin."""
+    width = max(min(_NARROW / columns, largest), min(_WIDE / columns, 2))
+    height = width if width >= 4 else max(width, min(16, 120 / rows))
+    return round(width, 2), round(height, 2)
+
+
+def _cells(colours: dict[str, list[tuple[int, int]]], size: tuple[float, float]) -> str:
     """One path for each colour."""
-    side = f"{size:g}"
+    w, h = size
     return "".join(
         f'<path fill="{colour}" d="'
-        + "".join(f"M{c * size:g} {r * size:g}h{side}v{side}h-{side}z" for r, c in places)
+        + "".join(f"M{c * w:g} {r * h:g}h{w:g}v{h:g}h-{w:g}z" for r, c in places)
         + '"/>'
         for colour, places in colours.items()
     )
@@ -46,7 +55,6 @@ def grid_map(
     axes: tuple[str, str],
     unit: str,
     capacity: float | None = None,
-    width: int = 560,
 ) -> str:
     """A map of [rows, columns].
 
@@ -57,7 +65,7 @@ def grid_map(
     if values.shape[0] > values.shape[1]:
         values, down, right = values.T, right, down
     rows, columns = values.shape
-    size = round(min(max(width / columns, 2), 26), 1)
+    size = _cell_size(rows, columns, 24)
     top = float(values.max())
     colours: dict[str, list[tuple[int, int]]] = {}
     for r in range(rows):
@@ -65,7 +73,7 @@ def grid_map(
             colours.setdefault(_colour(float(values[r, c]), top, capacity), []).append((r, c))
     left, above = 34, 20
     body = [f'<g transform="translate({left} {above})">{_cells(colours, size)}</g>']
-    inner_w, inner_h = columns * size, rows * size
+    inner_w, inner_h = columns * size[0], rows * size[1]
     body.append(f'<text class="mid" x="{left + inner_w / 2:g}" y="12">{say(right)}</text>')
     body.append(
         f'<text class="mid" transform="translate(24 {above + inner_h / 2:g}) rotate(-90)">'
@@ -95,7 +103,8 @@ def grid_map(
     return (
         f'<svg id="{say(identity)}" class="map" viewBox="0 0 {total_w:g} {total_h:g}" '
         f'style="width:{total_w:g}px" role="img" data-left="{left}" data-top="{above}" '
-        f'data-size="{size:g}" data-columns="{columns}" data-rows="{rows}" '
+        f'data-width="{size[0]:g}" data-height="{size[1]:g}" '
+        f'data-columns="{columns}" data-rows="{rows}" '
         f'data-down="{say(down)}" data-right="{say(right)}" data-unit="{say(unit)}">'
         f"{''.join(body)}</svg>"
     )
@@ -109,7 +118,7 @@ def offsets_map(
     visited = set(offsets)
     along, across = (0, 1) if parts_x >= parts_y else (1, 0)
     sizes = (parts_x, parts_y)
-    size = round(min(max(560 / sizes[along], 2), 18), 1)
+    size = _cell_size(sizes[across], sizes[along], 18)
     colours: dict[str, list[tuple[int, int]]] = {}
     for x in range(parts_x):
         for y in range(parts_y):
@@ -125,12 +134,12 @@ def offsets_map(
             colours.setdefault(colour, []).append((place[across], place[along]))
     names = ("distance in X", "distance in Y")
     left, above = 34, 20
-    inner_w, inner_h = sizes[along] * size, sizes[across] * size
+    inner_w, inner_h = sizes[along] * size[0], sizes[across] * size[1]
     width, height = max(left + inner_w, 270) + 8, above + inner_h + 6
     return (
         f'<svg class="map" viewBox="0 0 {width:g} {height:g}" style="width:{width:g}px" role="img">'
         f'<text x="{left}" y="12">{names[along]} (right), {names[across]} (down)</text>'
         f'<g transform="translate({left} {above})" stroke="#fff" '
-        f'stroke-width="{min(size / 12, 1):.2f}">'
+        f'stroke-width="{min(size[0] / 12, 1):.2f}">'
         f"{_cells(colours, size)}</g></svg>"
     )

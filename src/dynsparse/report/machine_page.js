@@ -43,7 +43,7 @@
     const svg = document.getElementById(id), at = svg.dataset;
     svg.addEventListener("pointermove", (event) => {
       const [x, y] = inside(svg, event);
-      const column = Math.floor((x - at.left) / at.size), row = Math.floor((y - at.top) / at.size);
+      const column = Math.floor((x - at.left) / at.width), row = Math.floor((y - at.top) / at.height);
       if (column < 0 || row < 0 || column >= +at.columns || row >= +at.rows) return show(event, "");
       const value = values[row * at.columns + column];
       show(event, `${at.down} ${row}, ${at.right} ${column}\n${format(value)} ${at.unit}`);
