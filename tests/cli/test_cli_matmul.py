@@ -147,3 +147,15 @@ def test_a_pattern_that_overflows_says_so(capsys):
     more = [*area.split(), "--oversize", "0", "--seeds", "8"]
     assert run([*SMALL.split(), *more]) == 2
     assert "raise meta_info_bucket_oversize_proportion" in capsys.readouterr().err
+
+
+def test_a_product_that_does_not_fit_says_so_and_can_be_run_all_the_same(capsys):
+    large = "matmul --rows 2048 --cols 2048 --batch 1024 --density 0.02 --block-size 16 --tiles 4"
+    large += " --ignore-data"
+    assert run(large.split()) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.count("\n") == 1
+    assert "use a smaller --batch" in err
+    assert run([*large.split(), "--ignore-memory", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["max_tile_bytes"] > 624 * 1024

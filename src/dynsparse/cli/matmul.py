@@ -110,6 +110,10 @@ def matmul(
     ignore_data: Annotated[
         bool, _option(_PATTERN, "Count cycles without computing numbers.", "--ignore-data")
     ] = False,
+    ignore_memory: Annotated[
+        bool,
+        _option(_MACHINE, "Run also if the product does not fit the tiles.", "--ignore-memory"),
+    ] = False,
     plan_only: Annotated[
         bool, _option(_OUTPUT, "Plan, and stop before running.", "--plan-only")
     ] = False,
@@ -165,6 +169,8 @@ def matmul(
         _dense(locals())
         return
     if method == "static":
+        if ignore_memory:
+            raise ValueError("--ignore-memory does not apply to --method static: leave it out")
         from dynsparse.cli.matmul_static import static_product
 
         further = _json_object("options", options)
@@ -194,7 +200,19 @@ def matmul(
             _report_plan(report, chosen, density)
         return
     shape = rows, cols
-    _run(chosen, names, shape, density, block_size, seed, seeds, area, ignore_data, as_json, report)
+    from dynsparse.machine.errors import OutOfMemoryError
+    from dynsparse.popsparse.layer import Layer
+
+    try:
+        layer = Layer(
+            chosen, passes=names, numerics=not ignore_data, check_memory=not ignore_memory
+        )
+    except OutOfMemoryError as error:
+        raise ValueError(
+            f"{error}; use a smaller --batch, a lower --available-memory-proportion or more "
+            "--tiles, or see the figures all the same with --ignore-memory"
+        ) from error
+    _run(layer, names, shape, density, block_size, seed, seeds, area, ignore_data, as_json, report)
 
 
 def _json_object(flag: str, text: str) -> dict[str, Any]:
@@ -244,7 +262,7 @@ def _show_plan(plan: Any, as_json: bool) -> None:
 
 
 def _run(
-    plan: Any,
+    layer: Any,
     names: list[str],
     shape: tuple[int, int],
     density: float,
@@ -256,10 +274,9 @@ def _run(
     as_json: bool,
     report: Path | None,
 ) -> None:
-    from dynsparse.popsparse.layer import Layer
     from dynsparse.popsparse.measure import draw_pattern, plan_figures, sparse_figures
 
-    layer = Layer(plan, passes=names, numerics=not ignore_data)
+    plan = layer.plan
     runs = []
     for one in range(seed, seed + seeds):
         pattern = draw_pattern(shape, density, block_size, one, area)
@@ -321,8 +338,8 @@ def _dense(given: dict[str, Any]) -> None:
     from dynsparse.popsparse.measure import dense_figures, dense_plans
 
     for flag, default in (("seeds", 1), ("area", None), ("ignore_data", False),
-                          ("report_plan", False), ("options", "{}"), ("plan_constraints", "{}"),
-                          ("oversize", 0.3), ("seed", 0)):  # fmt: skip
+                          ("report_plan", False), ("ignore_memory", False), ("options", "{}"),
+                          ("plan_constraints", "{}"), ("oversize", 0.3), ("seed", 0)):  # fmt: skip
         if given[flag] != default:
             name = "weighted-area-begin" if flag == "area" else flag.replace("_", "-")
             raise ValueError(f"--{name} does not apply to --method dense: leave it out")
