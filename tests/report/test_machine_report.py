@@ -272,6 +272,18 @@ def test_sections_without_data_are_left_out():
     assert page.data == {"timelines": {}, "tiles": {}, "maps": {}}
 
 
+def test_tiles_that_overflow_are_told():
+    def words(size):
+        graph = Graph(Target(tiles=3, bytes_per_tile=size))
+        a = graph.add_variable(FLOAT, [3, 4], "a", tiles=[0, 1, 1])
+        b = graph.add_variable(FLOAT, [3, 4], "b", tiles=[1, 2, 2])
+        engine = Engine(graph, Copy(a, b, name="move"), check_memory=False)
+        return Page(report_html(title="t", summary={}, profile=engine.run())).words
+
+    assert "Too much for 2 tiles." in words(40)
+    assert "Too much" not in words(500)
+
+
 def test_a_page_from_stored_figures_is_that_from_the_run():
     profile = small_run()
     stored = json.loads(json.dumps(profile.to_dict()))

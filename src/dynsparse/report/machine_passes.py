@@ -171,11 +171,13 @@ def tiles_section(profile: ProfileData, tiles: Tiles, identity: str, memory_of: 
         out.append(f"<p>Memory: on every tile as in {say(words(memory_of))}.</p>")
     elif memory is not None:
         least, middle = float(memory.min()), float(np.median(memory))
+        over = int((memory > profile.limit).sum())
+        warning = f' <strong class="warn">Too much for {over:,} tiles.</strong>' if over else ""
         out.append(
             "<h3>Memory</h3>"
             f"<p>Fullest: tile {profile.worst_tile:,} with {number(profile.max_bytes)} of "
             f"{number(profile.limit)} B ({percent(profile.max_bytes, profile.limit)}). "
-            f"Median {number(middle)} B, least {number(least)} B.</p>"
+            f"Median {number(middle)} B, least {number(least)} B.{warning}</p>"
             + '<div class="pair">'
             + stacked_tiles(
                 tiles.memory,

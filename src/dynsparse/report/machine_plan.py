@@ -154,7 +154,7 @@ def _runners_up(report: Mapping[str, Any]) -> str:
             + cell(f"{100 * row['behind']:+.2f}\u00a0%", "n")
             + cell(bar([("exchange", abs(row["behind"]))], most), "b")
             + cell(number(row["temporary_bytes"]), "n")
-            + (cell(say(words(reason))) if with_why else "")
+            + (cell(say(words(reason)), "t") if with_why else "")
         )
     head = [
         (" × ".join(_LABELS.get(key, words(key)) for key in cut), ""),
