@@ -234,3 +234,37 @@ def test_profile_without_numbers_is_the_same():
 
 def _params(batch):
     return FullyConnectedParams.create_with_nz_ratio(SparsityParams(1), 0.1, batch, 1, 32, 32)
+
+
+@pytest.mark.parametrize("groups", [1, 2])
+@pytest.mark.parametrize("dtype", ["float16", "float32"])
+@pytest.mark.parametrize("sizes", [(40, 24, 7), (64, 128, 48), (3, 5, 100)])
+def test_dense_weights(sizes, dtype, groups):
+    out, in_, batch = sizes
+    options = {
+        "do_grad_a_pass": True,
+        "do_grad_w_pass": True,
+        "plan_constraints": {"use_dense": True},
+    }
+    params = FullyConnectedParams.create_with_nz_ratio(
+        SparsityParams(1), 0.3, batch, groups, in_, out
+    )
+    layer = Layer(make_plan(Target.mk2(tiles=20), dtype, params, options))
+    generator = torch.Generator().manual_seed(0)
+    kind = getattr(torch, dtype)
+    patterns = [SparsePattern.random((out, in_), 0.3, generator=generator) for _ in range(groups)]
+    values = [torch.randn(p.nnz, generator=generator).to(kind) for p in patterns]
+    if groups == 1:
+        layer.set_weights(patterns[0], values[0])
+    else:
+        layer.set_weights(patterns, values)
+    x = torch.randn(batch, groups * in_, generator=generator).to(kind)
+    dy = torch.randn(batch, groups * out, generator=generator).to(kind)
+    dense = [p.to_dense(v).double() for p, v in zip(patterns, values, strict=True)]
+    whole = torch.block_diag(*dense)
+    close(torch.from_numpy(layer.forward(x)).double(), x.double() @ whole.T, dtype)
+    close(torch.from_numpy(layer.grad_input(dy)).double(), dy.double() @ whole, dtype)
+    product = dy.double().T @ x.double()
+    parts = [product[out * g : out * (g + 1), in_ * g : in_ * (g + 1)] for g in range(groups)]
+    wanted = torch.cat([p.values_of(w) for p, w in zip(patterns, parts, strict=True)])
+    close(torch.from_numpy(layer.grad_weight(dy, x)).double(), wanted, dtype)

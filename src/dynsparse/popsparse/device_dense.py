@@ -8,16 +8,19 @@ from __future__ import annotations
 
 import numpy as np
 
+from dynsparse.machine import codelets
 from dynsparse.machine.graph import Graph
 from dynsparse.machine.program import Copy, Execute, Sequence
 from dynsparse.machine.tensor import Tensor
 from dynsparse.machine.vertex import Codelet, In, InOut, VertexView
 from dynsparse.popsparse import dense
-from dynsparse.popsparse.device_layout import PlannedTensor
+from dynsparse.popsparse.device_layout import OperandLayout, PlannedTensor, tile_grid
 from dynsparse.popsparse.device_product import Product
 from dynsparse.popsparse.device_weights import SparseTensor, dense_layout
+from dynsparse.popsparse.params import ceil_div
+from dynsparse.popsparse.plan import Plan
 
-__all__ = ["add_dense_product"]
+__all__ = ["add_dense_grad_weight", "add_dense_product"]
 
 # Terms of the dense plan that are cycles of vertices on the way to the partial sums.
 _COMPUTE = ("compute", "field rearrangement", "coefficient rearrangement")
@@ -55,6 +58,82 @@ def add_dense_product(
     graph.add_vertices(compute, _codelet(cycles, turned), product.tiles, edges)
     steps.add(Execute(compute, name="dense product"))
     return product.reduce(whole, steps)
+
+
+class _GradWeight(Product):
+    """dW = X^T dY of every part of the batch, summed over them."""
+
+    def __init__(self, graph: Graph, plan: Plan) -> None:
+        super().__init__(graph, plan, "grad_weight")
+        self.order = "gzyx"  # The dimension that is summed over comes first.
+        self.tiles = tile_grid(plan, self.order)
+
+    def add(self, gradient: Tensor, inputs: Tensor, program: Sequence) -> Tensor:
+        graph, plan = self.graph, self.plan
+        steps = Sequence(name=self.name)
+        program.add(steps)
+        pairs, operands = [], {}
+        for dim, tensor in (("x", gradient), ("y", inputs)):
+            layout = OperandLayout(plan, dim)
+            what = f"{self.name} {'gradient' if dim == 'x' else 'input'}"
+            home, regroup = layout.at_home(graph, tensor, f"{what} at home")
+            local, pair = layout.add_local(graph, home, what, self.order)
+            steps.add(*regroup)
+            pairs.append(pair)
+            operands[dim] = local.reshape(*self.tiles.shape, *layout.part)
+        steps.add(Copy(pairs, name="fetch inputs"))
+        part, depth = plan.elements_per_tile, self.tiles.shape[1]
+        outputs = part.x * part.y
+        partials = self.variable("partials", [depth * ceil_div(outputs, depth)], partials=True)
+        zero = graph.add_compute_set("zero partials")
+        fill = {"out": partials, "value": 0}
+        graph.add_vertices(zero, codelets.FILL, self.tiles, fill)
+        sizes = plan.sizes
+        target = plan.target.with_(tiles=max(1, plan.target.tiles // sizes.groups))
+        cut = dense.plan(
+            sizes.y, sizes.z, sizes.x, plan.dtype, target, partials=plan.options.partials_type
+        )
+        # Its best cut is another one, so the work of its tiles is spread over those in use here.
+        spread = cut.tiles_used * sizes.groups / plan.tiles_used
+        cycles = sum(cut.terms.get(term, 0) for term in _COMPUTE) * spread
+        compute = graph.add_compute_set("dense product")
+        shape = (*self.tiles.shape, part.y, part.x)
+        edges = {
+            "input": operands["y"],
+            "gradient": operands["x"],
+            "partials": partials[..., :outputs].reshape(*shape),
+        }
+        graph.add_vertices(compute, _grad_weight_codelet(cycles), self.tiles, edges)
+        steps.add(Execute(zero, name="zero partials"), Execute(compute, name="dense product"))
+        return self.reduce(partials, steps)
+
+    def _result(self, out: Tensor) -> Tensor:
+        part, sizes = self.plan.elements_per_tile, self.plan.sizes
+        at = out.addresses().transpose(0, 2, 3, 1, 4)
+        groups, parts_y, parts_x = at.shape[:3]
+        at = at.reshape(groups, parts_y, parts_x, -1)[..., : part.y * part.x]
+        at = at.reshape(groups, parts_y, parts_x, part.y, part.x).transpose(0, 1, 3, 2, 4)
+        at = at.reshape(groups, parts_y * part.y, parts_x * part.x)[:, : sizes.y, : sizes.x]
+        flat = at.reshape(-1)
+        return Tensor(self.graph, out.dtype, flat.shape, addresses=flat)
+
+
+def add_dense_grad_weight(
+    graph: Graph, weights: SparseTensor, gradient: Tensor, inputs: Tensor, program: Sequence
+) -> Tensor:
+    """Add grad_weight of a plan with `use_dense`; [groups * in * out], like the weights."""
+    assert weights.dense is not None
+    plan = dense_layout(weights.plan, weights.dense)
+    return _GradWeight(graph, plan).add(gradient, inputs, program)
+
+
+def _grad_weight_codelet(cycles: float) -> Codelet:
+    def multiply(v: VertexView) -> None:
+        gradient = v.gradient.astype(np.float32).swapaxes(-1, -2)
+        v.partials[...] += np.matmul(v.input.astype(np.float32), gradient)
+
+    fields = {"input": In(), "gradient": In(), "partials": InOut()}
+    return Codelet("dense grad_weight", fields, multiply, cycles, "supervisor")
 
 
 def _codelet(cycles: int, turned: bool) -> Codelet:

@@ -122,6 +122,10 @@ class OperandLayout:
             graph.set_initial_value(home, 0)
         return home
 
+    def create(self, graph: Graph, name: str) -> PlannedTensor:
+        """A new operand, at home."""
+        return self.natural(self.add_home(graph, name, machine_type(self.plan)))
+
     def natural(self, home: Tensor) -> PlannedTensor:
         """The operand as [batch, groups * channels], wherever its elements lie."""
         channels, batch = self.part

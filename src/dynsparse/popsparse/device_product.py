@@ -5,7 +5,7 @@ Sections 5.1 and 5.2 of the design inventory of PopSparse; Li, Z. et al., arXiv:
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -107,7 +107,7 @@ class Product:
         shape = (*self.tiles.shape, *self.output.part)
         return partials, partials[..., :outputs].reshape(*shape)
 
-    def reduce(self, partials: Tensor, steps: Sequence) -> PlannedTensor:
+    def reduce(self, partials: Tensor, steps: Sequence) -> Any:
         """Sum the partials of the tiles that share an output, each tile a part of them."""
         depth = self.tiles.shape[1]
         share = partials.shape[-1] // depth
@@ -142,7 +142,7 @@ class Product:
         steps.add(Copy(pairs, name="exchange partials"), Execute(compute, name="reduce"))
         return self._result(out)
 
-    def _result(self, out: Tensor) -> PlannedTensor:
+    def _result(self, out: Tensor) -> Tensor:
         # The result lies as an operand of the pass that reads it: part by part, spread over the
         # tiles that share it.
         return self.output.natural(reorder(out, self.order, self.output.order))

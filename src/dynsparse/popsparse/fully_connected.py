@@ -14,9 +14,9 @@ from dynsparse.machine.program import Sequence
 from dynsparse.machine.tensor import Tensor
 from dynsparse.popsparse import dense
 from dynsparse.popsparse.data_types import data_type
-from dynsparse.popsparse.device_dense import add_dense_product
+from dynsparse.popsparse.device_dense import add_dense_grad_weight, add_dense_product
 from dynsparse.popsparse.device_grad_weight import add_grad_weight
-from dynsparse.popsparse.device_layout import OperandLayout, PlannedTensor, machine_type
+from dynsparse.popsparse.device_layout import OperandLayout, PlannedTensor
 from dynsparse.popsparse.device_product import add_product
 from dynsparse.popsparse.device_weights import SparseTensor, dense_cut, dense_layout
 from dynsparse.popsparse.options import Options
@@ -73,13 +73,7 @@ def create_fully_connected_input(
     plan = make_plan(graph.target, dtype, params, options, cache)
     if plan.use_dense:
         plan = dense_layout(plan, dense_cut(plan))
-    return create_operand(graph, plan, "y", name)
-
-
-def create_operand(graph: Graph, plan: Any, dim: str, name: str) -> PlannedTensor:
-    """A dense operand of a plan: of dimension "y" (input) or "x" (gradient of the output)."""
-    layout = OperandLayout(plan, dim)
-    return layout.natural(layout.add_home(graph, name, machine_type(plan)))
+    return OperandLayout(plan, "y").create(graph, name)
 
 
 def checked_weights(weights: Any, params: Any, options: Any) -> SparseTensor:
@@ -168,7 +162,7 @@ def fully_connected_grad_w(
 
     Returns:
         [values], laid out like `weights.nz_values`: `EncodedPattern.gather` brings it into the
-        pattern's order.
+        pattern's order. With `use_dense` that is the whole gradient, [groups * in * out].
 
     Raises:
         ValueError: as `fully_connected_forward`; options without `do_grad_w_pass`.
@@ -176,9 +170,8 @@ def fully_connected_grad_w(
     weights = checked_weights(weights, params, options)
     if not weights.plan.options.do_grad_w_pass:
         raise ValueError("fully_connected_grad_w needs the option do_grad_w_pass=True")
-    if weights.dense is not None:
-        raise ValueError("grad_weight of dense weights is a dense product: leave out use_dense")
-    return add_grad_weight(graph, weights, gradients, activations, program)
+    add = add_grad_weight if weights.dense is None else add_dense_grad_weight
+    return add(graph, weights, gradients, activations, program)
 
 
 def fully_connected_dense_grad_w_serial_splits(

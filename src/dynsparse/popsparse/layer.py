@@ -12,9 +12,9 @@ from dynsparse.machine.profile import Profile
 from dynsparse.machine.program import Program, Sequence
 from dynsparse.machine.tensor import Tensor
 from dynsparse.popsparse.dense_weights import DensePartitioner
-from dynsparse.popsparse.device_dense import add_dense_product
+from dynsparse.popsparse.device_dense import add_dense_grad_weight, add_dense_product
 from dynsparse.popsparse.device_grad_weight import add_grad_weight
-from dynsparse.popsparse.device_layout import OperandLayout, machine_type
+from dynsparse.popsparse.device_layout import OperandLayout
 from dynsparse.popsparse.device_product import add_product
 from dynsparse.popsparse.device_weights import SparseTensor, dense_layout
 from dynsparse.popsparse.encoded import EncodedPattern
@@ -73,10 +73,9 @@ class Layer:
         for name in wanted:
             if name not in names:
                 raise ValueError(f"the plan is for {', '.join(names)}, not for {name!r}")
-        if plan.use_dense and "grad_weight" in wanted:
-            raise ValueError("grad_weight of weights kept dense is a dense product")
         self.profiles: dict[str, Profile] = {}
         self.encoding: EncodedPattern | None = None
+        self._patterns: list[Any] = []
         self._partitioner: Any = (DensePartitioner if plan.use_dense else Partitioner)(plan)
         graph = Graph(plan.target)
         self._weights = SparseTensor.create(graph, plan)
@@ -90,9 +89,8 @@ class Layer:
         for name in wanted:
             program = Sequence()
             if name == "grad_weight":
-                made: Tensor = add_grad_weight(
-                    graph, self._weights, operands["x"], operands["y"], program
-                )
+                multiply = add_dense_grad_weight if plan.use_dense else add_grad_weight
+                made: Tensor = multiply(graph, self._weights, operands["x"], operands["y"], program)
             else:
                 add = add_dense_product if plan.use_dense else add_product
                 made = add(graph, self._weights, operands[needed[name]], program, name)
@@ -109,8 +107,7 @@ class Layer:
         plan = self.plan
         if self._weights.dense is not None:
             plan = dense_layout(plan, self._weights.dense)
-        layout = OperandLayout(plan, dim)
-        return layout.natural(layout.add_home(graph, _NAMES[dim], machine_type(plan)))
+        return OperandLayout(plan, dim).create(graph, _NAMES[dim])
 
     def set_pattern(self, pattern: Any) -> None:
         """Encode a pattern (for several groups, a sequence of them) and write its meta-info.
@@ -134,7 +131,9 @@ class Layer:
     def set_weights(self, pattern: Any, values: Any) -> None:
         """`set_pattern` and `set_values`; for several groups, sequences of both."""
         encoded = self._partitioner.encode(pattern, values)
-        if not self.plan.use_dense:
+        if self.plan.use_dense:
+            self._patterns = [pattern] if self.plan.sizes.groups == 1 else list(pattern)
+        else:
             self.encoding = encoded.pattern
             self.engine.write("words", encoded.meta_info)
         if self.numerics:
@@ -159,9 +158,13 @@ class Layer:
 
     def grad_weight(self, gradient: Any, inputs: Any) -> np.ndarray:
         """dW = dY^T X at the pattern: [nnz] or [nnz, b, b], in the pattern's order."""
-        if self.encoding is None:
+        if self.encoding is None and not self._patterns:
             raise ValueError("set a pattern first")
         self.engine.write("gradient", gradient)
         self.engine.write("input", inputs)
         self.run("grad_weight")
-        return self.encoding.gather(self.engine.read("grad_weight result"))
+        found = self.engine.read("grad_weight result")
+        if self.encoding is not None:
+            return self.encoding.gather(found)
+        gather = self._partitioner.gather
+        return np.concatenate([gather(p, found, g).numpy() for g, p in enumerate(self._patterns)])

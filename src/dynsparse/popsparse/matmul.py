@@ -11,7 +11,7 @@ from typing import Any
 from dynsparse.machine.graph import Graph
 from dynsparse.machine.program import Sequence
 from dynsparse.machine.tensor import Tensor
-from dynsparse.popsparse.device_layout import OperandLayout, PlannedTensor, machine_type
+from dynsparse.popsparse.device_layout import OperandLayout, PlannedTensor
 from dynsparse.popsparse.device_product import add_product
 from dynsparse.popsparse.device_weights import SparseTensor
 from dynsparse.popsparse.options import Options
@@ -60,8 +60,7 @@ def create_sparse_dense_matmul_rhs(
 ) -> PlannedTensor:
     """The dense operand [groups, k, n], laid out by its use. Errors as above."""
     plan = matmul_plan(graph.target, dtype, params, options, cache)
-    layout = OperandLayout(plan, "y")
-    return _by_group(layout.natural(layout.add_home(graph, name, machine_type(plan))))
+    return _by_group(OperandLayout(plan, "y").create(graph, name))
 
 
 def _by_group(natural: PlannedTensor) -> PlannedTensor:
