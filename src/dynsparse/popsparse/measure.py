@@ -57,9 +57,9 @@ def draw_pattern(
             f"({top}, {left}) to ({bottom}, {right})"
         )
     grid = torch.ones(shape[0] // block_size, shape[1] // block_size)
-    grid[
-        top // block_size : bottom // block_size, left // block_size : right // block_size
-    ] = weight
+    grid[top // block_size : bottom // block_size, left // block_size : right // block_size] = (
+        weight
+    )
     chance = grid * (density * grid.numel() / grid.sum())
     if float(chance.max()) > 1:
         raise ValueError(
@@ -130,9 +130,7 @@ def sparse_figures(
     }
 
 
-def _run_and_check(
-    layer: Layer, pattern: SparsePattern, passes: Sequence[str], seed: int
-) -> float:
+def _run_and_check(layer: Layer, pattern: SparsePattern, passes: Sequence[str], seed: int) -> float:
     plan, generator = layer.plan, torch.Generator().manual_seed(seed)
     rows, cols = pattern.shape
     batch, dtype = plan.sizes.z, plan.dtype.name
