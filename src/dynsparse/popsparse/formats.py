@@ -101,6 +101,7 @@ class SparseMatrix:
     # Conversions.
 
     def _as(self, kind: type[M]) -> M:
+        self._check()  # The arrays may have been replaced since.
         return kind._of(self.blocks(), self.shape, self.block_dimensions)
 
     def to_coo(self) -> COOMatrix:
@@ -176,6 +177,7 @@ class SparseMatrix:
                 f"a pattern has square blocks, got {self.block_dimensions}: "
                 f"use with_blocks(({min(edge, other)}, {min(edge, other)})) or smaller"
             )
+        self._check()
         row, col, data = row_major(self.blocks())
         pattern = SparsePattern(row, col, shape=self.shape, block_size=edge)
         return pattern, torch.from_numpy(np.ascontiguousarray(data.reshape(pattern.values_shape)))
