@@ -230,6 +230,10 @@ STATIC = {
         lambda: CSRMatrix([1.0], [0], [0, 1], (3, 3)),
         "row_indices must have 4 entries, got 2",
     ),
+    "66-row-offsets-replaced": (
+        lambda: static.plan(edited(CSRMatrix, row_indices=[0, 2]), 4, target=TARGET),
+        "row_indices must have 13 entries, got 2",
+    ),
     "67-m": (
         lambda: static_plan(pattern=random_pattern((8, 16), 0.2)),
         r"must have the shape \[16, 16\], got \[8, 16\]",
