@@ -1,8 +1,8 @@
 """Error cases of the design inventory (section 1.8) that the other files do not have.
 
 Ids begin with the case's number; "padded" and the like mark cases the original refuses and this
-package carries out. Cases 1-11 and 17-21 are in test_matmul_cases, 22-43 in
-test_partitioner_formats, 44, 48, 52 and 57-65 in popsparse/test_partitioner_errors.
+package carries out. Cases 1-11 and 17-21 are in test_matmul_cases, 22-40, 42
+and 43 in test_partitioner_formats, 44, 48, 52 and 57-65 in popsparse/test_partitioner_errors.
 """
 
 import numpy as np
@@ -96,9 +96,17 @@ def test_15_partials_beyond_one_hardware_repeat_work():
     assert words / layer.plan.target.workers > 4095
 
 
-# Partitioner.
+# Conversions and the partitioner.
 
 PARTITIONER = {
+    "41-csr-last-offset-to-coo": (
+        lambda: edited(CSRMatrix, row_indices=[0] * 12 + [3]).to_coo(),
+        "row_indices must end with the number of values 2, got 3",
+    ),
+    "41-csr-last-offset-to-smaller-blocks": (
+        lambda: edited(CSRMatrix, row_indices=[0] * 12 + [3]).with_blocks((1, 1)),
+        "row_indices must end with the number of values 2, got 3",
+    ),
     "45-grain-of-the-plan-does-not-divide": (
         lambda: ps.Partitioner(layout(block=(4, 4)), pattern_block=(6, 6)),
         r"the plan's blocks \(4, 4\) do not divide the pattern's \(6, 6\)",

@@ -100,9 +100,12 @@ class SparseMatrix:
 
     # Conversions.
 
+    def _checked_blocks(self) -> Blocks:
+        self._check()  # The arrays may have been replaced since they were given.
+        return self.blocks()
+
     def _as(self, kind: type[M]) -> M:
-        self._check()  # The arrays may have been replaced since.
-        return kind._of(self.blocks(), self.shape, self.block_dimensions)
+        return kind._of(self._checked_blocks(), self.shape, self.block_dimensions)
 
     def to_coo(self) -> COOMatrix:
         return self._as(COOMatrix)
@@ -122,7 +125,7 @@ class SparseMatrix:
 
     def transposed(self: M) -> M:
         """The transposed matrix, in the same format."""
-        row, col, data = self.blocks()
+        row, col, data = self._checked_blocks()
         swapped = Blocks(col, row, data.transpose(0, 2, 1))
         return type(self)._of(swapped, self.shape[::-1], self.block_dimensions[::-1])
 
@@ -135,7 +138,7 @@ class SparseMatrix:
         """
         new = _pair(block_dimensions, "block_dimensions")
         old = self.block_dimensions
-        blocks = self.blocks()
+        blocks = self._checked_blocks()
         if all(o % n == 0 for o, n in zip(old, new, strict=True)):
             blocks = split_blocks(blocks, (old[0] // new[0], old[1] // new[1]))
         elif isinstance(self, (CSRMatrix, CSCMatrix)):
@@ -177,14 +180,13 @@ class SparseMatrix:
                 f"a pattern has square blocks, got {self.block_dimensions}: "
                 f"use with_blocks(({min(edge, other)}, {min(edge, other)})) or smaller"
             )
-        self._check()
-        row, col, data = row_major(self.blocks())
+        row, col, data = row_major(self._checked_blocks())
         pattern = SparsePattern(row, col, shape=self.shape, block_size=edge)
         return pattern, torch.from_numpy(np.ascontiguousarray(data.reshape(pattern.values_shape)))
 
     def to_dense(self) -> np.ndarray:
         """The matrix with its zeros; positions stored twice are added."""
-        row, col, data = self.blocks()
+        row, col, data = self._checked_blocks()
         height, width = self.block_dimensions
         grid = (self.shape[0] // height, self.shape[1] // width)
         out = np.zeros((*grid, height, width), data.dtype)
