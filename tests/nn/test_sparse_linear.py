@@ -82,6 +82,14 @@ def test_from_dense_breaks_ties_by_position():
     assert layer.bias is None
 
 
+def test_from_dense_refuses_nan():
+    dense = nn.Linear(4, 4)
+    with torch.no_grad():
+        dense.weight[1, 2] = float("nan")
+    with pytest.raises(ValueError, match="weights hold NaN"):
+        SparseLinear.from_dense(dense, 0.5)
+
+
 def test_rewire_moves_values_in_place():
     layer = SparseLinear(4, 3, pattern=SparsePattern([0, 0, 1, 2], [1, 3, 0, 1], shape=(3, 4)))
     parameter = layer.values

@@ -14,7 +14,7 @@ from dynsparse.nn.conv1d import SparseConv1D
 from dynsparse.nn.describe import describe
 from dynsparse.nn.embedding import SparseEmbedding
 from dynsparse.nn.fast_path import allow_fast_paths, forbid_fast_paths
-from dynsparse.nn.linear import SparseLinear
+from dynsparse.nn.linear import SparseLinear, largest_blocks
 from dynsparse.nn.sites import Site, find_sites, first_matches, select, tied
 from dynsparse.pattern import SparsePattern
 
@@ -152,7 +152,7 @@ def _sparse(
 ) -> SparseLinear:
     weight = site.weight
     if start == "magnitude":
-        pattern = _largest(weight, nnz, block_size)
+        pattern = largest_blocks(weight, nnz, block_size)
     else:
         pattern = SparsePattern.random(
             site.shape, nnz=nnz, block_size=block_size, generator=generator
@@ -178,19 +178,6 @@ def _sparse(
     if isinstance(layer, SparseConv1D):
         layer.dense_class = type(site.module)
     return layer.train(site.owner.training)
-
-
-def _largest(weight: Tensor, nnz: int, block_size: int) -> SparsePattern:
-    """The blocks whose magnitudes have the largest sum; ties go to the first in row-major order."""
-    height, width = weight.shape[0] // block_size, weight.shape[1] // block_size
-    magnitude = weight.detach().abs().double()
-    score = magnitude.view(height, block_size, width, block_size).sum((1, 3)).flatten()
-    # A threshold rather than a sort: layers have millions of elements.
-    least = score.kthvalue(len(score) - nnz + 1).values
-    above = (score > least).nonzero().flatten()
-    ties = (score == least).nonzero().flatten()[: nnz - len(above)]
-    flat = torch.cat([above, ties]).sort().values.cpu()
-    return SparsePattern.from_flat(flat, shape=tuple(weight.shape), block_size=block_size)
 
 
 def _own(tensor: Tensor | None, parameter: Tensor | None) -> nn.Parameter | None:

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from dynsparse.ops.grow.select import select
 from dynsparse.ops.linear import linear
 from dynsparse.pattern import PatternIndex, Rewiring, SparsePattern
 
@@ -210,13 +211,14 @@ class SparseLinear(nn.Module):
         """A sparse layer with the weights of `linear` that have the largest magnitudes.
 
         Blocks are ranked by the sum of their magnitudes; ties go to the first in row-major order.
+
+        Raises:
+            ValueError: a density outside (0, 1], a block size that does not divide the weight, NaN
+                among the weights.
         """
         weight = linear.weight
         nnz = _count(tuple(weight.shape), density, block_size)
-        everything = SparsePattern.full(tuple(weight.shape), block_size=block_size)
-        score = everything.values_of(weight.detach()).abs().double().view(everything.nnz, -1).sum(1)
-        best = score.sort(descending=True, stable=True).indices[:nnz].sort().values
-        pattern = SparsePattern.from_flat(best.cpu(), shape=everything.shape, block_size=block_size)
+        pattern = largest_blocks(weight, nnz, block_size)
         layer = cls(
             linear.in_features,
             linear.out_features,
@@ -259,6 +261,21 @@ class SparseLinear(nn.Module):
             f"density={self.density:.4g}, nnz={self._pattern.nnz}, block_size={self.block_size}, "
             f"bias={self.bias is not None}"
         )
+
+
+def largest_blocks(weight: Tensor, nnz: int, block_size: int) -> SparsePattern:
+    """The `nnz` blocks of `weight` [out, in] whose magnitudes have the largest sum.
+
+    Ties go to the first in row-major order.
+    """
+    b = block_size
+    height, width = weight.shape[0] // b, weight.shape[1] // b
+    magnitude = weight.detach().abs().double()
+    score = magnitude.view(height, b, width, b).sum((1, 3)).flatten()
+    if bool(torch.isnan(score).any()):
+        raise ValueError("the weights hold NaN, so blocks cannot be ranked by magnitude")
+    flat = select(score, nnz).cpu()
+    return SparsePattern.from_flat(flat, shape=tuple(weight.shape), block_size=b)
 
 
 def _count(shape: tuple[int, ...], density: float, block_size: int) -> int:
