@@ -206,6 +206,34 @@ def test_wrong_tensors(change, message):
         ops.linear(*change(x.detach(), values.detach()), pattern)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_operands_that_would_be_read_past_their_end(dtype):
+    pattern, x, values, bias = (
+        t.detach() if isinstance(t, torch.Tensor) else t for t in make(1, (8, 9), dtype=dtype)
+    )
+    index = pattern.index
+    wide = index._replace(cols=index.cols.long())
+    dy = torch.randn(6, 8, dtype=dtype)
+    calls = {
+        f"values hold 5 blocks but the pattern has {pattern.nnz}": lambda: ops.linear(
+            x, values[:5], pattern
+        ),
+        r"values must be \[nnz\] or": lambda: ops.linear(x, values[:, None], pattern),
+        r"bias must be \[8\]": lambda: ops.linear(x, values, pattern, bias[:3]),
+        "differ in length": lambda: ops.linear(x, values, index._replace(csc_rows=index.cols[:2])),
+        "must be int32 on cpu": lambda: ops.linear(
+            x, values, index._replace(cols=index.cols.long())
+        ),
+        "dy must end in 8 features": lambda: ops.grad_input(dy[:, :7], values, pattern),
+        "values hold 4": lambda: ops.grad_input(dy, values[:4], pattern),
+        "x must end in 9 features": lambda: ops.grad_weight(dy, x[:, :4], values, pattern),
+        "agree in all but the features": lambda: ops.grad_weight(dy[:3], x, values, pattern),
+    }
+    for message, call in calls.items():
+        with pytest.raises(RuntimeError, match=message):
+            call()
+
+
 def test_whoever_watches_the_dispatcher_sees_the_operator():
     from torch.utils._python_dispatch import TorchDispatchMode
 

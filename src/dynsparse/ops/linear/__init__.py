@@ -48,6 +48,28 @@ def _check(x: Tensor, values: Tensor, features: int, what: str) -> None:
         )
 
 
+def _check_values(values: Tensor, index: PatternIndex) -> None:
+    """Lengths and types that do not fit would make the kernels read where nothing is."""
+    if values.dim() not in (1, 3) or (values.dim() == 3 and values.shape[1] != values.shape[2]):
+        raise RuntimeError(
+            f"values must be [nnz] or [nnz, b, b], got the shape {list(values.shape)}"
+        )
+    nnz = index.cols.shape[0]
+    if values.shape[0] != nnz:
+        raise RuntimeError(
+            f"values hold {values.shape[0]} blocks but the pattern has {nnz}: "
+            "pass the values of this pattern"
+        )
+    if index.csc_rows.shape[0] != nnz or index.csc_perm.shape[0] != nnz:
+        raise RuntimeError("the index tensors differ in length: take them from SparsePattern.index")
+    for tensor in index:
+        if tensor.dtype is not torch.int32 or tensor.device != values.device:
+            raise RuntimeError(
+                f"the index tensors must be int32 on {values.device}, where the values are, "
+                f"got {tensor.dtype} on {tensor.device}"
+            )
+
+
 def _compute_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float32 if dtype in (torch.bfloat16, torch.float16) else dtype
 
@@ -60,8 +82,11 @@ def _matrix(x: Tensor, dtype: torch.dtype) -> Tensor:
 
 def _forward(x: Tensor, values: Tensor, *rest: Tensor | None) -> Tensor:
     index, bias = PatternIndex(*rest[:5]), rest[5]  # type: ignore[arg-type]
+    _check_values(values, index)
     out_features, in_features = _features(index, naive.block_size_of(values))
     _check(x, values, in_features, "x")
+    if bias is not None and bias.shape != (out_features,):
+        raise RuntimeError(f"bias must be [{out_features}], got the shape {list(bias.shape)}")
     dtype = _compute_dtype(x.dtype)
     x2d = _matrix(x, dtype)
     w = values.to(dtype)
@@ -91,7 +116,16 @@ def _backward(
     dy: Tensor, x: Tensor | None, values: Tensor, *rest: Tensor | bool
 ) -> tuple[Tensor, Tensor]:
     index, need_input = PatternIndex(*rest[:5]), bool(rest[5])  # type: ignore[arg-type]
-    _, in_features = _features(index, naive.block_size_of(values))
+    _check_values(values, index)
+    out_features, in_features = _features(index, naive.block_size_of(values))
+    _check(dy, values, out_features, "dy")
+    if x is not None:
+        _check(x, values, in_features, "x")
+        if x.shape[:-1] != dy.shape[:-1]:
+            raise RuntimeError(
+                f"x and dy must agree in all but the features, got the shapes {list(x.shape)} "
+                f"and {list(dy.shape)}"
+            )
     dtype = _compute_dtype(dy.dtype)
     dy2d = _matrix(dy, dtype)
     x2d = None if x is None else _matrix(x, dtype)
