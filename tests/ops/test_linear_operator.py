@@ -221,9 +221,7 @@ def test_operands_that_would_be_read_past_their_end(dtype):
         r"values must be \[nnz\] or": lambda: ops.linear(x, values[:, None], pattern),
         r"bias must be \[8\]": lambda: ops.linear(x, values, pattern, bias[:3]),
         "differ in length": lambda: ops.linear(x, values, index._replace(csc_rows=index.cols[:2])),
-        "must be int32 on cpu": lambda: ops.linear(
-            x, values, index._replace(cols=index.cols.long())
-        ),
+        "must be int32 on cpu": lambda: ops.linear(x, values, wide),
         "dy must end in 8 features": lambda: ops.grad_input(dy[:, :7], values, pattern),
         "values hold 4": lambda: ops.grad_input(dy, values[:4], pattern),
         "x must end in 9 features": lambda: ops.grad_weight(dy, x[:, :4], values, pattern),
