@@ -7,19 +7,28 @@ import sys
 from collections.abc import Callable
 from functools import cache
 
+from torch import Tensor
+
 from dynsparse.ops import native
 
 __all__ = ["give_back"]
 
 
-def give_back() -> None:
-    """Hand freed memory back to the system, where glibc would keep it.
+# Values of so many bytes make an update whose arrays are worth handing back; below, fetching the
+# memory anew would cost more than the update.
+_WORTHWHILE = 4 << 20
+
+
+def give_back(values: Tensor) -> None:
+    """Hand memory freed while a layer with large `values` is updated back to the system.
 
     glibc keeps freed blocks of up to 32 MiB for later, also between blocks in use, where the next
     array may not fit. Pattern updates allocate and free many arrays of that size, and the
     resident memory would creep up from one to the next. Elsewhere this does nothing. The kernels
     keep scratch memory of their own from call to call, which goes back too.
     """
+    if values.nbytes < _WORTHWHILE:
+        return
     library = native.load()
     if library is not None:
         library.dynsparse_release_scratch()

@@ -118,8 +118,8 @@ class SparseTrainer:
         # All layers are planned before one is changed: an error leaves the model as it was.
         rewirings: dict[str, Rewiring] = {}
         reached = False
-        give_back()
         for name, layer in self._trained().items():
+            give_back(layer.values)
             pairs = capture.take(layer.values)
             if self._needs_gradients and not pairs and layer.pattern.nnz:
                 continue  # no backward pass came through this layer: nothing to rank by
@@ -127,7 +127,7 @@ class SparseTrainer:
             rewiring = self._plan(layer, pairs)
             if rewiring is not None:
                 rewirings[name] = rewiring
-            give_back()
+            give_back(layer.values)
         if not reached and self._trained():
             raise RuntimeError(
                 f"step {self.steps} ends in a pattern update, but no gradient reached any sparse "
@@ -136,7 +136,6 @@ class SparseTrainer:
             )
         for name, rewiring in rewirings.items():
             self._apply(self.layers[name], rewiring)
-        give_back()
         return rewirings
 
     @property
@@ -153,11 +152,11 @@ class SparseTrainer:
         if count <= 0:
             return None
         drop = lowest(self.drop_score(layer.values), count)
-        give_back()
+        give_back(layer.values)
         if not self.regrow_dropped:
             grow = self.growth.choose(pattern, count, pairs)
             pairs.clear()  # they may be large, and the new pattern needs room
-            give_back()
+            give_back(layer.values)
             return Rewiring.make(pattern, drop, grow)
         stays = torch.ones(pattern.nnz, dtype=torch.bool)
         stays[drop] = False
@@ -172,10 +171,11 @@ class SparseTrainer:
     def _apply(self, layer: SparseLinear, rewiring: Rewiring) -> None:
         fill = self.initial_value
         layer.rewire(rewiring, fill(layer, rewiring) if callable(fill) else fill)
-        give_back()
+        give_back(layer.values)
         rewire_state(self.optimizer, layer.values, rewiring)
         if layer.values.grad is not None:
             layer.values.grad.copy_(rewiring.apply(layer.values.grad))
+        give_back(layer.values)
 
     def state_dict(self) -> dict[str, Any]:
         """Counters, the generator, and what must agree on loading. Plain types and tensors.

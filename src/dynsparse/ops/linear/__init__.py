@@ -101,6 +101,17 @@ def _forward(x: Tensor, values: Tensor, *rest: Tensor | None) -> Tensor:
 def _operator_backward(
     dy: Tensor, x: Tensor | None, values: Tensor, *rest: Tensor | bool
 ) -> tuple[Tensor, Tensor]:
+    index = PatternIndex(*rest[:5])  # type: ignore[arg-type]
+    _check_values(values, index)
+    out_features, in_features = _features(index, naive.block_size_of(values))
+    _check(dy, values, out_features, "dy")
+    if x is not None:
+        _check(x, values, in_features, "x")
+        if x.shape[:-1] != dy.shape[:-1]:
+            raise RuntimeError(
+                f"x and dy must agree in all but the features, got the shapes {list(x.shape)} "
+                f"and {list(dy.shape)}"
+            )
     if x is not None and capture.is_open(values):
         # Copies, since compiled code may reuse both buffers.
         _record(values, x.clone(), dy.clone())
@@ -115,17 +126,9 @@ def _record(values: Tensor, x: Tensor, dy: Tensor) -> None:
 def _backward(
     dy: Tensor, x: Tensor | None, values: Tensor, *rest: Tensor | bool
 ) -> tuple[Tensor, Tensor]:
+    """Without checks: autograd comes with what forward has checked, others by the operator."""
     index, need_input = PatternIndex(*rest[:5]), bool(rest[5])  # type: ignore[arg-type]
-    _check_values(values, index)
-    out_features, in_features = _features(index, naive.block_size_of(values))
-    _check(dy, values, out_features, "dy")
-    if x is not None:
-        _check(x, values, in_features, "x")
-        if x.shape[:-1] != dy.shape[:-1]:
-            raise RuntimeError(
-                f"x and dy must agree in all but the features, got the shapes {list(x.shape)} "
-                f"and {list(dy.shape)}"
-            )
+    _, in_features = _features(index, naive.block_size_of(values))
     dtype = _compute_dtype(dy.dtype)
     dy2d = _matrix(dy, dtype)
     x2d = None if x is None else _matrix(x, dtype)
@@ -164,22 +167,33 @@ def _(dy: Tensor, x: Tensor | None, values: Tensor, *rest: Tensor | bool) -> tup
     )
 
 
-def _setup_context(ctx, inputs, output) -> None:
-    x, values, *index, _ = inputs
+def _save(ctx, x: Tensor, values: Tensor, bias: Tensor | None, *index: Tensor) -> None:
     # Without a gradient of the values nothing of x is needed, so it is not kept alive.
     ctx.save_for_backward(x if ctx.needs_input_grad[1] else None, values, *index)
-    ctx.bias_dtype = None if inputs[7] is None else inputs[7].dtype
+    ctx.bias_dtype = None if bias is None else bias.dtype
 
 
-def _autograd(ctx, dy: Tensor):
+def _gradients(ctx, dy: Tensor, need_bias: bool, passes):
+    """Of x, values and bias; `passes` is the operator of the two sparse ones, or its short way."""
     x, values, *index = ctx.saved_tensors
     need_input, need_values = ctx.needs_input_grad[:2]
     dx = dw = db = None
     if need_input or need_values:
-        dx, dw = torch.ops.dynsparse.linear_backward(dy, x, values, *index, need_input)
-    if ctx.needs_input_grad[7]:
+        dx, dw = passes(dy, x, values, *index, need_input)
+    if need_bias:
         db = dy.reshape(-1, dy.shape[-1]).sum(0, dtype=ctx.bias_dtype)
-    return dx if need_input else None, dw if need_values else None, *[None] * 5, db
+    return dx if need_input else None, dw if need_values else None, db
+
+
+def _setup_context(ctx, inputs, output) -> None:
+    x, values, *index, bias = inputs
+    _save(ctx, x, values, bias, *index)
+
+
+def _autograd(ctx, dy: Tensor):
+    operator = torch.ops.dynsparse.linear_backward
+    dx, dw, db = _gradients(ctx, dy, ctx.needs_input_grad[7], operator)
+    return dx, dw, *[None] * 5, db
 
 
 def _no_double_backward(ctx, *grads):
@@ -215,32 +229,28 @@ _autocast("cpu")
 _autocast("cuda")
 
 
+def _eager_backward(
+    dy: Tensor, x: Tensor | None, values: Tensor, *rest: Tensor | bool
+) -> tuple[Tensor, Tensor]:
+    if x is not None and capture.is_open(values):
+        _record(values, x, dy)
+    return _backward(dy, x, values, *rest)
+
+
 class _EagerLinear(torch.autograd.Function):
     """The operator and its autograd without the dispatcher."""
 
     @staticmethod
-    def forward(ctx, x, values, bias, index):
-        # Without a gradient of the values nothing of x is needed, so it is not kept alive.
-        ctx.save_for_backward(x if ctx.needs_input_grad[1] else None, values)
-        ctx.index = index
-        ctx.bias_dtype = None if bias is None else bias.dtype
+    def forward(ctx, x, values, bias, *index):
+        _save(ctx, x, values, bias, *index)
         return _forward(x, values, *index, bias)
 
     @staticmethod
     def backward(ctx, dy):
-        x, values = ctx.saved_tensors
-        need_input, need_values, need_bias, _ = ctx.needs_input_grad
-        dx = dw = db = None
-        if need_input or need_values:
-            if torch.is_grad_enabled():  # create_graph: the operator refuses second derivatives
-                dx, dw = torch.ops.dynsparse.linear_backward(dy, x, values, *ctx.index, need_input)
-            else:
-                if x is not None and capture.is_open(values):
-                    _record(values, x, dy)
-                dx, dw = _backward(dy, x, values, *ctx.index, need_input)
-        if need_bias:
-            db = dy.reshape(-1, dy.shape[-1]).sum(0, dtype=ctx.bias_dtype)
-        return dx if need_input else None, dw if need_values else None, db, None
+        # With create_graph the operator is called, which refuses second derivatives.
+        operator = torch.ops.dynsparse.linear_backward
+        passes = operator if torch.is_grad_enabled() else _eager_backward
+        return *_gradients(ctx, dy, ctx.needs_input_grad[2], passes), *[None] * 5
 
 
 def _is_plain_eager(x: Tensor) -> bool:
@@ -280,7 +290,7 @@ def linear(
     """
     index = _index_of(pattern)
     if _is_plain_eager(x):
-        return _EagerLinear.apply(x, values, bias, index)
+        return _EagerLinear.apply(x, values, bias, *index)
     return torch.ops.dynsparse.linear(x, values, *index, bias)
 
 
