@@ -135,9 +135,9 @@ def test_sync_is_a_cost_of_the_target():
 
 
 def test_a_wrong_pattern():
-    with pytest.raises(ValueError, match=r"the plan is for a pattern of shape \(512, 512\)"):
+    with pytest.raises(ValueError, match=r"expected a pattern of the shape \(512, 512\)"):
         predict(plan_for(), pattern(256, 0.1))
-    with pytest.raises(ValueError, match=r"in blocks of \(1, 1\), got"):
+    with pytest.raises(ValueError, match=r"with blocks of \(1, 1\), got"):
         predict(plan_for(), pattern(512, 0.1, 4))
 
 

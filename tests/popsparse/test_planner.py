@@ -17,7 +17,7 @@ from dynsparse.popsparse.plan import Method
 from dynsparse.popsparse.planner import PlanningCache, make_plan, matmul_plan
 from dynsparse.popsparse.search_space import all_partitions
 from dynsparse.popsparse.vertex_cycles import Search
-from dynsparse.popsparse.worker_split import split_rectangle
+from dynsparse.popsparse.work_split import grid_split
 
 W = 6
 
@@ -88,7 +88,7 @@ class Slow:
         return cd(size, 8 if same % 2 == 0 or same == everyone else 4)
 
     def z_shares(self, groups):
-        return {c for _, c in split_rectangle(1, groups, W)}
+        return {c for *_, c in grid_split(1, groups, W)}
 
     def product(self, a, b):
         """forward with (a, b) = ("x", "y"), grad_input with ("y", "x")."""
@@ -156,7 +156,7 @@ class Slow:
         formula = vertex_cycles.element_forward if a == "x" else vertex_cycles.element_grad_input
         return max(
             int(formula(x, cols, z * self.gz, self.dt, W, search))
-            for x, z in split_rectangle(rows, tz, W)
+            for _, x, _, z in grid_split(rows, tz, W)
         )
 
     def grad_weight(self, move_buckets):

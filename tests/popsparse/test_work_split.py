@@ -1,17 +1,16 @@
-"""Shares of the workers: everything once, nobody empty, shapes as the planner assumes."""
+"""Shares of the workers: everything once, nobody empty."""
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dynsparse.popsparse.work_split import even_split, grid_split, split_rows
-from dynsparse.popsparse.worker_split import split_rectangle
+from dynsparse.popsparse.work_split import even_split, grid_split, grid_splits, split_rows
 
 
 @settings(deadline=None, max_examples=200)
 @given(st.integers(1, 40), st.integers(1, 40), st.integers(1, 8))
-def test_grid_covers_everything_once_in_the_planners_shapes(rows, grains, workers):
+def test_grid_covers_everything_once(rows, grains, workers):
     pieces = grid_split(rows, grains, workers)
     covered = np.zeros((rows, grains), int)
     for row, height, grain, width in pieces:
@@ -20,8 +19,17 @@ def test_grid_covers_everything_once_in_the_planners_shapes(rows, grains, worker
         covered[row : row + height, grain : grain + width] += 1
     assert (covered == 1).all()
     assert len(pieces) <= workers
-    planned = split_rectangle(rows, grains, workers)
-    assert sorted((h, w) for _, h, _, w in pieces) == sorted(planned)
+
+
+def test_grids_of_many_rectangles():
+    rows, grains = np.array([3, 12, 3]), np.array([5, 1, 5])
+    heights, widths = grid_splits(rows, grains, 6)
+    for i in range(3):
+        _, height, _, width = zip(*grid_split(int(rows[i]), int(grains[i]), 6), strict=True)
+        assert heights[:, i].tolist() == list(height)
+        assert widths[:, i].tolist() == list(width)
+    # One row of two grains: four of six workers have nothing, and repeat the first.
+    assert [a.T.tolist() for a in grid_splits(np.array([1]), np.array([2]), 6)] == [[[1] * 6]] * 2
 
 
 def test_grid_by_hand():

@@ -8,14 +8,11 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from dynsparse.popsparse.assignment import assign
 from dynsparse.popsparse.overflow import OverflowInfo
-from dynsparse.popsparse.partitioner import bucket_layout
+from dynsparse.popsparse.partitioner import Partitioner
 from dynsparse.popsparse.plan import Plan
-from dynsparse.popsparse.spilling import spill
 from dynsparse.popsparse.sub_groups import SubGroups
-from dynsparse.popsparse.work_split import split_rows
-from dynsparse.popsparse.worker_split import split_rectangle
+from dynsparse.popsparse.work_split import grid_split, split_rows
 
 __all__ = ["BucketLoad", "Pieces"]
 
@@ -42,38 +39,9 @@ class BucketLoad:
 
     @classmethod
     def of(cls, plan: Plan, pattern: Any) -> BucketLoad:
-        """Cut a `SparsePattern` as the partitioner does.
-
-        Raises:
-            ValueError: another shape or block size than the plan's; buckets that overflow.
-        """
-        layout = bucket_layout(plan)
-        edge = plan.params.sparsity_params.block_dimensions
-        found = (pattern.block_size, pattern.block_size)
-        if tuple(pattern.shape) != (layout.rows, layout.cols) or found != edge:
-            raise ValueError(
-                f"the plan is for a pattern of shape {(layout.rows, layout.cols)} in blocks of "
-                f"{edge}, got {tuple(pattern.shape)} in blocks of {found}"
-            )
-        rows, cols = pattern.rows.numpy().astype(np.int64), pattern.cols.numpy().astype(np.int64)
-        if edge != plan.block_dimensions:
-            split = edge[0] // plan.block_dimensions[0]
-            inner = np.arange(split)
-            rows = (rows[:, None, None] * split + inner[:, None] + 0 * inner).ravel()
-            cols = (cols[:, None, None] * split + 0 * inner[:, None] + inner).ravel()
-            order = np.lexsort((cols, rows))
-            rows, cols = rows[order], cols[order]
-        assignment = assign(rows, cols, layout)
-        spilled = spill(
-            assignment,
-            layout,
-            optimise_for_speed=plan.options.optimise_for_speed,
-            force=plan.options.force_bucket_spills,
-            actual_workers=plan.options.use_actual_worker_split_costs,
-        )
-        groups = SubGroups.collect(
-            assignment, spilled.runs, spilled.bucket, spilled.arrival, layout
-        )
+        """Cut a `SparsePattern` as the partitioner does; its errors too."""
+        partitioner = Partitioner(plan)
+        groups, layout = partitioner.sub_groups(pattern), partitioner.layout
         overflow = OverflowInfo.of(groups, layout)
         return cls(groups, layout.partition, plan.target.workers, overflow)
 
@@ -107,7 +75,7 @@ class BucketLoad:
 
     def batch_shares(self, grains: int) -> list[int]:
         """The different shares of the batch that workers get."""
-        return sorted({share for _, share in split_rectangle(1, grains, self.workers)})
+        return sorted({share for *_, share in grid_split(1, grains, self.workers)})
 
     def shared_turns(self, workers: int) -> np.ndarray:
         """For each sub-group, the sum over its rows of ceil(non-zeros / workers)."""

@@ -18,7 +18,7 @@ from dynsparse.popsparse.plan import Method
 from dynsparse.popsparse.propagation_price import expected_cycles
 from dynsparse.popsparse.search_space import SearchSpace
 from dynsparse.popsparse.vertex_cycles import Search
-from dynsparse.popsparse.worker_split import split_rectangles
+from dynsparse.popsparse.work_split import grid_splits
 
 __all__ = ["Buckets", "TermArray", "bucket_arrays", "product_terms"]
 
@@ -156,13 +156,13 @@ def _multiply(space: SearchSpace, *, grad_input: bool) -> Array:
             rows, columns = bucket_sizes.expected_groups(ty, tx, ratio)
             return vertex_cycles.element_transposed(columns, ty, tz * gz, dtype, workers, search)
         rows, columns = bucket_sizes.expected_groups(*((ty, tx) if grad_input else (tx, ty)), ratio)
-        x, z = split_rectangles(rows, tz, workers)
+        x, z = grid_splits(rows, tz, workers)
         formula = vertex_cycles.element_grad_input if grad_input else vertex_cycles.element_forward
         return formula(x, columns, z * gz, dtype, workers, search).max(axis=0)
     rows, columns = bucket_sizes.expected_groups(*((ty, tx) if grad_input else (tx, ty)), ratio)
     if grad_input:
         rows, columns = columns, rows
-    _, z = split_rectangles(np.ones_like(tz), tz, workers)
+    _, z = grid_splits(np.ones_like(tz), tz, workers)
     partials = space.options.partials_type
     units = space.target.conv_units(dtype, partials)
     return vertex_cycles.block_forward(

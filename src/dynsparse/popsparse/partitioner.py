@@ -155,6 +155,14 @@ class Partitioner:
         """The meta-info only, and where values go: for when the values follow or change alone."""
         return self._encode_patterns(self._per_group(pattern, "pattern"))
 
+    def sub_groups(self, pattern: Any) -> SubGroups:
+        """The content of every bucket, after spilling, for the pattern of one group.
+
+        Raises: as `encode`.
+        """
+        rows, cols, _ = self._coordinates(pattern)
+        return self._fill(assign(rows, cols, self.layout))[0]
+
     def decode(self, meta_info: Any, nz_values: Any = None) -> Any:
         """Pattern and values back: (SparsePattern, tensor), exactly what was encoded.
 

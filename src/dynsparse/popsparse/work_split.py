@@ -9,7 +9,7 @@ import numpy as np
 
 from dynsparse.popsparse.params import ceil_div
 
-__all__ = ["WorkPieces", "even_split", "grid_split", "split_rows"]
+__all__ = ["WorkPieces", "even_split", "grid_split", "grid_splits", "split_rows"]
 
 
 class WorkPieces(NamedTuple):
@@ -26,12 +26,13 @@ class WorkPieces(NamedTuple):
     grains: np.ndarray
 
 
-@lru_cache(maxsize=4096)
+@lru_cache(maxsize=1 << 16)
 def grid_split(rows: int, grains: int, workers: int) -> tuple[tuple[int, int, int, int], ...]:
     """A rectangle of rows x grains cut for workers: (row, rows, grain, grains) of each piece.
 
-    The shapes are those of the planner's `split_rectangle`: a near-square grid of pieces, then the
-    largest is halved, along rows where it has more rows than grains, until every worker has one.
+    A near-square grid of pieces, then the largest is halved, along rows where it has more rows than
+    grains, until every worker has one; ties among the largest go to the earliest. Source: section
+    4.5 of the design inventory.
     """
     area = ceil_div(rows * grains, workers)
     tall = min(ceil_div(area, grains), rows)
@@ -59,6 +60,24 @@ def grid_split(rows: int, grains: int, workers: int) -> tuple[tuple[int, int, in
         else:
             break
     return tuple(sorted(pieces))
+
+
+def grid_splits(
+    rows: np.ndarray, grains: np.ndarray, workers: int
+) -> tuple[np.ndarray, np.ndarray]:
+    """The rows and grains of the pieces of many rectangles: two arrays [workers, len(rows)].
+
+    Idle workers repeat the first piece.
+    """
+    grains = np.broadcast_to(grains, rows.shape)
+    span = int(grains.max()) + 1
+    keys, place = np.unique(rows * span + grains, return_inverse=True)
+    table = np.empty((2, workers, len(keys)), np.int64)
+    for i, key in enumerate(keys.tolist()):
+        pieces = grid_split(key // span, key % span, workers)
+        for j in range(workers):
+            _, table[0, j, i], _, table[1, j, i] = pieces[j] if j < len(pieces) else pieces[0]
+    return table[0][:, place], table[1][:, place]
 
 
 def even_split(count: np.ndarray, workers: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
