@@ -6,9 +6,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.compiler import is_compiling
 
 from dynsparse.ops.grow.select import select
-from dynsparse.ops.linear import linear
+from dynsparse.ops.linear import Prepared, linear
 from dynsparse.pattern import PatternIndex, Rewiring, SparsePattern
 
 __all__ = ["SparseLinear"]
@@ -58,6 +59,9 @@ class SparseLinear(nn.Module):
     col_ptr: Tensor
     csc_rows: Tensor
     csc_perm: Tensor
+
+    # The index tensors as the operator takes them, made when first needed.
+    _prepared: Prepared | None = None
 
     def __init__(
         self,
@@ -113,6 +117,7 @@ class SparseLinear(nn.Module):
         # New tensors rather than copies into the old ones: a graph that still waits for its
         # backward pass keeps the indices it was built with.
         self._pattern = pattern
+        self._prepared = None
         self.rows = pattern.rows.to(self.values.device)
         for name, tensor in pattern.index._asdict().items():
             setattr(self, name, tensor.to(self.values.device))
@@ -155,7 +160,19 @@ class SparseLinear(nn.Module):
             from dynsparse.popsparse.torch_layer import machine_linear
 
             return machine_linear(self, x)
-        return linear(x, self.values, self.index, self.bias)
+        index = self.index if is_compiling() else self._prepare()
+        return linear(x, self.values, index, self.bias)
+
+    def _prepare(self) -> Prepared:
+        # The tensors may have been replaced, as `to` does it: they are compared at every call.
+        prepared = self._prepared
+        if prepared is None or not prepared.holds(self._buffers):
+            self._prepared = prepared = Prepared(self.index, self.values)
+        return prepared
+
+    def __getstate__(self) -> dict[str, Any]:
+        # What was prepared stays with this layer: copies have tensors of their own.
+        return {k: v for k, v in self.__dict__.items() if k != "_prepared"}
 
     @torch.no_grad()
     def rewire(self, rewiring: Rewiring, fill: float | Tensor = 0.0) -> None:
@@ -174,6 +191,7 @@ class SparseLinear(nn.Module):
         self.values.copy_(rewiring.apply(self.values, fill))
         # The old index is given up before the new one is made: they are the largest arrays here.
         self._pattern.forget_index()
+        self._prepared = None
         for name in _DERIVED:
             setattr(self, name, None)
         self._install(rewiring.after)

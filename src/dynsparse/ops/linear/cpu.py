@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from dynsparse.ops import native
+from dynsparse.ops.linear.prepared import Prepared
 from dynsparse.pattern import PatternIndex
 
 __all__ = ["available", "backward", "forward"]
@@ -18,17 +19,8 @@ __all__ = ["available", "backward", "forward"]
 def available(x: Tensor, values: Tensor) -> bool:
     """Whether the kernels serve these tensors: on the CPU, float32 values, a library loaded."""
     return (
-        x.device.type == "cpu"
-        and values.device.type == "cpu"
-        and values.dtype is torch.float32
-        and native.load() is not None
+        x.is_cpu and values.is_cpu and values.dtype is torch.float32 and native.load() is not None
     )
-
-
-def _sizes(values: Tensor, index: PatternIndex) -> tuple[int, int, int]:
-    """(out, in, block size)."""
-    block = 1 if values.dim() == 1 else values.shape[-1]
-    return (len(index.row_ptr) - 1) * block, (len(index.col_ptr) - 1) * block, block
 
 
 def _check(status: int) -> None:
@@ -36,13 +28,15 @@ def _check(status: int) -> None:
         raise MemoryError("no memory for the packed activations of a sparse product")
 
 
-def forward(x: Tensor, values: Tensor, index: PatternIndex, bias: Tensor | None) -> Tensor:
+def forward(
+    x: Tensor, values: Tensor, index: Prepared | PatternIndex, bias: Tensor | None
+) -> Tensor:
     """y [B, out] = x W^T + bias.
 
     Args:
         x: [B, in] float32, any strides.
         values: [nnz] or [nnz, b, b] float32.
-        index: the pattern's index tensors, int32.
+        index: the pattern's index tensors, int32; prepared, where calls are many.
         bias: [out] float32, or None.
 
     Raises:
@@ -50,26 +44,28 @@ def forward(x: Tensor, values: Tensor, index: PatternIndex, bias: Tensor | None)
     """
     library = native.load()
     assert library is not None
-    out, in_features, block = _sizes(values, index)
+    p = index if type(index) is Prepared else Prepared(index, values)  # type: ignore[arg-type]
     values = values.contiguous()
     if bias is not None:
         bias = bias.contiguous()
-    y = x.new_empty((len(x), out))
+    batch, out = x.shape[0], p.out_features
+    y = x.new_empty(batch, out)
     status = library.dynsparse_linear_forward(
         x.data_ptr(),
         *x.stride(),
         values.data_ptr(),
-        index.row_ptr.data_ptr(),
-        index.cols.data_ptr(),
+        p.row_ptr.data_ptr(),
+        p.cols.data_ptr(),
         None if bias is None else bias.data_ptr(),
         y.data_ptr(),
-        len(x),
+        batch,
         out,
-        in_features,
-        block,
+        p.in_features,
+        p.block_size,
         torch.get_num_threads(),
     )
-    _check(status)
+    if status:
+        _check(status)
     return y
 
 
@@ -77,7 +73,7 @@ def backward(
     dy: Tensor,
     x: Tensor,
     values: Tensor,
-    index: PatternIndex,
+    index: Prepared | PatternIndex,
     need_input: bool,
     need_values: bool,
 ) -> tuple[Tensor | None, Tensor | None]:
@@ -97,9 +93,10 @@ def backward(
         return None, None
     library = native.load()
     assert library is not None
-    out, in_features, block = _sizes(values, index)
+    p = index if type(index) is Prepared else Prepared(index, values)  # type: ignore[arg-type]
     values = values.contiguous()
-    dx = dy.new_empty((len(dy), in_features)) if need_input else None
+    batch = dy.shape[0]
+    dx = dy.new_empty(batch, p.in_features) if need_input else None
     dvalues = torch.empty_like(values) if need_values else None
     status = library.dynsparse_linear_backward(
         dy.data_ptr(),
@@ -107,17 +104,17 @@ def backward(
         x.data_ptr(),
         *x.stride(),
         values.data_ptr(),
-        index.row_ptr.data_ptr(),
-        index.cols.data_ptr(),
-        index.col_ptr.data_ptr(),
-        index.csc_rows.data_ptr(),
-        index.csc_perm.data_ptr(),
+        p.row_ptr.data_ptr(),
+        p.cols.data_ptr(),
+        p.col_ptr.data_ptr(),
+        p.csc_rows.data_ptr(),
+        p.csc_perm.data_ptr(),
         None if dx is None else dx.data_ptr(),
         None if dvalues is None else dvalues.data_ptr(),
-        len(dy),
-        out,
-        in_features,
-        block,
+        batch,
+        p.out_features,
+        p.in_features,
+        p.block_size,
         torch.get_num_threads(),
     )
     _check(status)

@@ -1,0 +1,137 @@
+"""The operators as torch's dispatcher sees them, and their autograd.
+
+`torch.ops.dynsparse.linear` takes plain strided tensors, so torch.compile, autocast and fake
+tensors see an ordinary operator.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dynsparse.ops import capture
+from dynsparse.ops.linear import naive, products
+from dynsparse.ops.linear.prepared import Prepared
+from dynsparse.pattern import PatternIndex
+
+__all__ = ["gradients", "save"]
+
+_INDEX = "Tensor row_ptr, Tensor cols, Tensor col_ptr, Tensor csc_rows, Tensor csc_perm"
+
+_library = torch.library.Library("dynsparse", "DEF")
+_library.define(f"linear(Tensor x, Tensor values, {_INDEX}, Tensor? bias) -> Tensor")
+_library.define(
+    f"linear_backward(Tensor dy, Tensor? x, Tensor values, {_INDEX}, bool need_input)"
+    " -> (Tensor, Tensor)"
+)
+
+
+def _prepare(values: Tensor, rest: tuple[Any, ...]) -> Prepared:
+    return Prepared(PatternIndex(*rest[:5]), values)
+
+
+def _features(values: Tensor, rest: tuple[Any, ...]) -> tuple[int, int]:
+    """(out, in), of tensors that need not hold anything."""
+    b = naive.block_size_of(values)
+    return (rest[0].shape[0] - 1) * b, (rest[2].shape[0] - 1) * b
+
+
+def _forward(x: Tensor, values: Tensor, *rest: Tensor | None) -> Tensor:
+    return products.forward(x, values, _prepare(values, rest), rest[5])
+
+
+def _backward(
+    dy: Tensor, x: Tensor | None, values: Tensor, *rest: Tensor | bool
+) -> tuple[Tensor, Tensor]:
+    p = _prepare(values, rest)
+    products.check_backward(dy, x, values, p)
+    if x is not None and capture.is_open(values):
+        # Copies, since compiled code may reuse both buffers.
+        products.record(values, x.clone(), dy.clone())
+    dx, dw = products.backward(dy, x, values, p, bool(rest[5]))
+    # Operators return tensors: an empty one stands for a gradient that is not needed.
+    return dy.new_empty(0) if dx is None else dx, values.new_empty(0) if dw is None else dw
+
+
+_library.impl("linear", _forward, "CompositeExplicitAutograd")
+_library.impl("linear_backward", _backward, "CompositeExplicitAutograd")
+
+
+@torch.library.register_fake("dynsparse::linear", lib=_library)
+def _(x: Tensor, values: Tensor, *rest: Tensor | None) -> Tensor:
+    out_features, in_features = _features(values, rest)
+    products.check_input(x, values, in_features, "x")
+    return x.new_empty(*x.shape[:-1], out_features)
+
+
+@torch.library.register_fake("dynsparse::linear_backward", lib=_library)
+def _(dy: Tensor, x: Tensor | None, values: Tensor, *rest: Tensor | bool) -> tuple[Tensor, Tensor]:
+    _, in_features = _features(values, rest)
+    return (
+        dy.new_empty(*dy.shape[:-1], in_features) if rest[5] else dy.new_empty(0),
+        values.new_empty(0) if x is None else torch.empty_like(values),
+    )
+
+
+def save(ctx, x: Tensor, values: Tensor, bias: Tensor | None, *index: Tensor) -> None:
+    """What backward needs. Without a gradient of the values x is not, so it is not kept alive."""
+    ctx.save_for_backward(x if ctx.needs_input_grad[1] else None, values, *index)
+    ctx.bias_dtype = None if bias is None else bias.dtype
+
+
+def gradients(ctx, dy: Tensor, need_bias: bool, passes):
+    """Of x, values and bias; `passes(dy, x, values, *index, need_input)` makes the sparse two."""
+    x, values, *index = ctx.saved_tensors
+    need_input, need_values = ctx.needs_input_grad[:2]
+    dx = dw = db = None
+    if need_input or need_values:
+        dx, dw = passes(dy, x, values, *index, need_input)
+    if need_bias:
+        db = dy.reshape(-1, dy.shape[-1]).sum(0, dtype=ctx.bias_dtype)
+    return dx if need_input else None, dw if need_values else None, db
+
+
+def _setup_context(ctx, inputs, output) -> None:
+    x, values, *index, bias = inputs
+    save(ctx, x, values, bias, *index)
+
+
+def _autograd(ctx, dy: Tensor):
+    operator = torch.ops.dynsparse.linear_backward
+    dx, dw, db = gradients(ctx, dy, ctx.needs_input_grad[7], operator)
+    return dx, dw, *[None] * 5, db
+
+
+def _no_double_backward(ctx, *grads):
+    raise RuntimeError(
+        "dynsparse's sparse linear layer has no second derivative: "
+        "call backward without create_graph=True"
+    )
+
+
+torch.library.register_autograd(
+    "dynsparse::linear", _autograd, setup_context=_setup_context, lib=_library
+)
+torch.library.register_autograd("dynsparse::linear_backward", _no_double_backward, lib=_library)
+
+
+def _autocast(device: str) -> None:
+    def forward(x: Tensor, *rest: Tensor | None) -> Tensor:
+        # Only the activations are lowered: the values are few, and stay as exact as they are.
+        if x.is_floating_point() and x.dtype != torch.float64:
+            x = x.to(torch.get_autocast_dtype(device))
+        with torch.autocast(device, enabled=False):
+            return torch.ops.dynsparse.linear(x, *rest)
+
+    def backward(*args):
+        with torch.autocast(device, enabled=False):
+            return torch.ops.dynsparse.linear_backward(*args)
+
+    _library.impl("linear", forward, f"Autocast{device.upper()}")
+    _library.impl("linear_backward", backward, f"Autocast{device.upper()}")
+
+
+_autocast("cpu")
+_autocast("cuda")

@@ -1,0 +1,93 @@
+"""A pattern's index tensors as the passes take them: checked once, sizes at hand.
+
+Reading sizes off tensors and checking them costs more than the products of a small layer, so a
+layer prepares its index once per pattern and hands the same object to every call.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from dynsparse.pattern import PatternIndex
+
+__all__ = ["Prepared"]
+
+
+class Prepared:
+    """The index of one pattern with blocks of one size. Immutable.
+
+    It holds the index tensors, not their addresses: memory that moves, as `share_memory_` moves
+    it, is found at every call.
+
+    Args:
+        index: the pattern's index tensors, int32, on the device of `values`.
+        values: [nnz] or [nnz, b, b]; gives the block size. Not kept.
+
+    Attributes:
+        row_ptr, cols, col_ptr, csc_rows, csc_perm: the tensors of the index.
+        index: all of them, as they were given.
+        out_features, in_features, block_size, nnz: of the layer; nnz counts blocks.
+        values_shape, bias_shape: what these tensors must look like.
+        on_cpu: where the index is.
+
+    Raises:
+        RuntimeError: lengths, types or devices that do not fit, which would make the kernels read
+            where nothing is.
+    """
+
+    __slots__ = (
+        "bias_shape",
+        "block_size",
+        "col_ptr",
+        "cols",
+        "csc_perm",
+        "csc_rows",
+        "in_features",
+        "index",
+        "nnz",
+        "on_cpu",
+        "out_features",
+        "row_ptr",
+        "values_shape",
+    )
+
+    def __init__(self, index: PatternIndex, values: Tensor) -> None:
+        if values.dim() not in (1, 3) or (values.dim() == 3 and values.shape[1] != values.shape[2]):
+            raise RuntimeError(
+                f"values must be [nnz] or [nnz, b, b], got the shape {list(values.shape)}"
+            )
+        self.index = index
+        self.row_ptr, self.cols, self.col_ptr, self.csc_rows, self.csc_perm = index
+        self.nnz = nnz = self.cols.shape[0]
+        if values.shape[0] != nnz:
+            raise RuntimeError(
+                f"values hold {values.shape[0]} blocks but the pattern has {nnz}: "
+                "pass the values of this pattern"
+            )
+        if self.csc_rows.shape[0] != nnz or self.csc_perm.shape[0] != nnz:
+            raise RuntimeError(
+                "the index tensors differ in length: take them from SparsePattern.index"
+            )
+        for tensor in index:
+            if tensor.dtype is not torch.int32 or tensor.device != values.device:
+                raise RuntimeError(
+                    f"the index tensors must be int32 on {values.device}, where the values are, "
+                    f"got {tensor.dtype} on {tensor.device}"
+                )
+        self.block_size = b = 1 if values.dim() == 1 else values.shape[1]
+        self.out_features = (self.row_ptr.shape[0] - 1) * b
+        self.in_features = (self.col_ptr.shape[0] - 1) * b
+        self.values_shape = values.shape
+        self.bias_shape = torch.Size((self.out_features,))
+        self.on_cpu = values.is_cpu
+
+    def holds(self, tensors: dict[str, Tensor | None]) -> bool:
+        """Whether `tensors`, by the names of the index, are still the ones prepared here."""
+        return (
+            self.row_ptr is tensors["row_ptr"]
+            and self.cols is tensors["cols"]
+            and self.col_ptr is tensors["col_ptr"]
+            and self.csc_rows is tensors["csc_rows"]
+            and self.csc_perm is tensors["csc_perm"]
+        )
