@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from dynsparse.apps.mnist import Options
-from dynsparse.apps.mnist.optimizer import build_optimizer, learning_rate
 from dynsparse.apps.mnist.options import layer_shapes
+from dynsparse.apps.pictures.optimizer import build_optimizer, learning_rate
 
 NAN, INFINITE = float("nan"), float("inf")
 

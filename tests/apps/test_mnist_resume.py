@@ -13,7 +13,7 @@ import torch
 from rich.console import Console
 
 from dynsparse.apps.mnist import Options, run
-from dynsparse.apps.mnist.resume import find_checkpoint
+from dynsparse.apps.pictures.resume import find_checkpoint
 from dynsparse.training.checkpoint import save_checkpoint
 from dynsparse.training.records import Records
 

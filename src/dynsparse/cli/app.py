@@ -15,6 +15,7 @@ from dynsparse.cli.info import info
 from dynsparse.cli.lists import ListCommand
 from dynsparse.cli.matmul import matmul
 from dynsparse.cli.mnist import mnist
+from dynsparse.cli.mnist_transformer import mnist_transformer
 from dynsparse.cli.visualise import visualise
 
 __all__ = ["app", "run"]
@@ -22,6 +23,7 @@ __all__ = ["app", "run"]
 # A new command is a new file with one function, and one line here.
 _COMMANDS: dict[str, Callable[..., None]] = {
     "mnist": mnist,
+    "mnist-transformer": mnist_transformer,
     "visualise": visualise,
     "matmul": matmul,
     "info": info,

@@ -32,16 +32,11 @@ class Network(nn.Module):
             x = self.dropout(torch.relu(self.get_submodule(name)(x)))
         return self.get_submodule(self._names[-1])(x)
 
-    def sparse_layers(self) -> dict[str, SparseLinear]:
-        """The sparse layers by name, first to last."""
-        return {n: m for n, m in self.named_children() if isinstance(m, SparseLinear)}
-
 
 def build_network(options: Options, generator: torch.Generator) -> Network:
     """The network of `options`, its patterns and weights drawn from `generator`."""
     layers = [(shape.name, _layer(shape, generator)) for shape in layer_shapes(options)]
-    network = Network(layers, options.droprate)
-    return network.to(torch.float64) if options.data_type == "float64" else network
+    return Network(layers, options.droprate)
 
 
 def _layer(shape: LayerShape, generator: torch.Generator) -> nn.Module:

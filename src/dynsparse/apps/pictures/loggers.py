@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 from typing import Any, Protocol
 
-from dynsparse.apps.mnist.options import Options
+from dynsparse.apps.pictures.options import PictureOptions
 
 __all__ = ["Logger", "open_loggers"]
 
@@ -21,7 +21,7 @@ class Logger(Protocol):
         ...
 
 
-def open_loggers(options: Options, *, resumes: bool) -> list[Logger]:
+def open_loggers(options: PictureOptions, *, resumes: bool) -> list[Logger]:
     """The loggers the options ask for.
 
     Raises:
@@ -41,12 +41,11 @@ def open_loggers(options: Options, *, resumes: bool) -> list[Logger]:
 class _TextLog:
     """The original's log: a heading, then "<steps> <training accuracy>" per report."""
 
-    def __init__(self, path: Path, options: Options, *, resumes: bool) -> None:
+    def __init__(self, path: Path, options: PictureOptions, *, resumes: bool) -> None:
         self._path = path
         path.parent.mkdir(parents=True, exist_ok=True)
         if not (resumes and path.exists()):
-            name = "_".join(f"{density:g}" for density in options.densities)
-            path.write_text(f"Iteration Density_{name}\n")
+            path.write_text(f"Iteration {options.label}\n")
 
     def log(self, step: int, figures: dict[str, float]) -> None:
         with self._path.open("a") as file:
@@ -80,7 +79,7 @@ class _TensorBoard:
 
 
 class _Wandb:
-    def __init__(self, options: Options) -> None:
+    def __init__(self, options: PictureOptions) -> None:
         try:
             import wandb
         except ImportError:

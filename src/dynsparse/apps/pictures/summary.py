@@ -8,7 +8,7 @@ import torch
 from rich.table import Table
 from torch import Tensor, nn
 
-from dynsparse.apps.mnist.training import Report, Scores, Training
+from dynsparse.apps.pictures.training import Report, Scores, Training
 from dynsparse.nn import SparseLinear
 
 __all__ = ["density", "memory", "summary_table", "training_figures"]
@@ -77,7 +77,7 @@ def training_figures(
     options = training.options
     network = training.network
     layers = []
-    for name, module in network.named_children():
+    for name, module in network.named_modules():
         if isinstance(module, (nn.Linear, SparseLinear)):
             sparse = isinstance(module, SparseLinear)
             weight = module.values if isinstance(module, SparseLinear) else module.weight

@@ -1,4 +1,4 @@
-"""Checkpoints of the MNIST training: one file per saved epoch, and the way back from one."""
+"""Checkpoints of a training: one file per saved epoch, and the way back from one."""
 
 from __future__ import annotations
 
@@ -6,23 +6,16 @@ import dataclasses
 import re
 from collections.abc import Collection
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
-import torch
-
-from dynsparse.apps.mnist.options import Options
-from dynsparse.apps.mnist.training import Training
+from dynsparse.apps.pictures.options import PictureOptions
+from dynsparse.apps.pictures.training import Training
 from dynsparse.training.checkpoint import load_checkpoint, read_extra, save_checkpoint
 
 __all__ = ["adopt", "find_checkpoint", "restore", "save"]
 
-# What the training computes depends on these and on nothing else.
-_DEFINING = (
-    "dataset", "hold_out", "densities", "hidden_sizes", "block_size", "droprate", "permute_input",
-    "data_type", "method", "prune_ratio", "pooling_type", "cosine_prune_schedule",
-    "steps_per_epoch", "update_interval", "batch_size", "epochs", "optimizer", "optimizer_arg",
-    "learning_rate", "decay",
-)  # fmt: skip
+_Options = TypeVar("_Options", bound=PictureOptions)
+
 _COUNTERS = ("epoch", "step", "seconds", "update_seconds", "replaced")
 
 
@@ -36,10 +29,10 @@ def save(training: Training, folder: Path) -> Path:
         trainer=training.trainer,
         generators={"training": training.generator},
         extra={
-            "app": "mnist",
-            "options": _defining(training.options),
+            "app": training.app,
+            "options": training.options.defining(),
             "seed": training.seed,
-            "permutation": training.permutation,
+            **training.drawn(),
             **{name: getattr(training, name) for name in _COUNTERS},
         },
     )
@@ -72,7 +65,9 @@ def find_checkpoint(path: Path) -> Path:
     return found[max(found)]
 
 
-def adopt(options: Options, path: Path, given: Collection[str] = ()) -> tuple[Options, int]:
+def adopt(
+    app: str, options: _Options, path: Path, given: Collection[str] = ()
+) -> tuple[_Options, int]:
     """`options` completed by those the checkpoint was trained with, and its seed.
 
     What is at its default is taken over; what is not, or is named in `given`, must agree.
@@ -81,11 +76,11 @@ def adopt(options: Options, path: Path, given: Collection[str] = ()) -> tuple[Op
         ValueError: not a checkpoint of this program, or one of another training.
     """
     extra = read_extra(path)
-    if extra.get("app") != "mnist":
-        raise ValueError(f"{path}: expected a checkpoint of `dynsparse mnist`, got another one")
+    if extra.get("app") != app:
+        raise ValueError(f"{path}: expected a checkpoint of `dynsparse {app}`, got another one")
     saved: dict[str, Any] = extra["options"]
-    defaults = _defining(Options())
-    for name, value in _defining(options).items():
+    defaults = type(options)().defining()
+    for name, value in options.defining().items():
         if value != saved[name] and (value != defaults[name] or name in given):
             flag = name.replace("_", "-")
             raise ValueError(
@@ -113,12 +108,8 @@ def restore(training: Training, path: Path) -> None:
         trainer=training.trainer,
         generators={"training": training.generator},
     )
-    if not torch.equal(extra["permutation"], training.permutation):
-        raise ValueError(f"{path}: its pixel permutation is not the one of its seed")
+    for name, value in training.drawn().items():
+        if not value.equal(extra[name]):
+            raise ValueError(f"{path}: its {name} is not the one of its seed")
     for name in _COUNTERS:
         setattr(training, name, extra[name])
-
-
-def _defining(options: Options) -> dict[str, Any]:
-    values = {name: getattr(options, name) for name in _DEFINING}
-    return {k: list(v) if isinstance(v, tuple) else v for k, v in values.items()}

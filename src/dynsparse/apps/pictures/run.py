@@ -12,23 +12,28 @@ import torch
 from rich.console import Console
 
 from dynsparse import data
-from dynsparse.apps.mnist.display import Display
-from dynsparse.apps.mnist.loggers import Logger, open_loggers
-from dynsparse.apps.mnist.options import Options
-from dynsparse.apps.mnist.resume import adopt, find_checkpoint, restore, save
-from dynsparse.apps.mnist.summary import density, summary_table, training_figures
-from dynsparse.apps.mnist.training import Report, Training
+from dynsparse.apps.pictures.display import Display
+from dynsparse.apps.pictures.loggers import Logger, open_loggers
+from dynsparse.apps.pictures.options import PictureOptions
+from dynsparse.apps.pictures.resume import adopt, find_checkpoint, restore, save
+from dynsparse.apps.pictures.summary import density, summary_table, training_figures
+from dynsparse.apps.pictures.training import Report, Training
 from dynsparse.training.records import Recorder
 
 __all__ = ["run"]
 
 
 def run(
-    options: Options, console: Console | None = None, *, given: Collection[str] = ()
+    kind: type[Training],
+    options: PictureOptions,
+    console: Console | None = None,
+    *,
+    given: Collection[str] = (),
 ) -> dict[str, Any]:
     """Train and test as `options` say; returns what `--json` writes (see `training_figures`).
 
     Args:
+        kind: the training to make of the options.
         options: what to do. With `restore`, options at their default become the checkpoint's.
         console: where progress goes; stdout if left out.
         given: options that hold even at their default: with `restore` they must agree.
@@ -43,23 +48,29 @@ def run(
     checkpoint = None if options.restore is None else find_checkpoint(options.restore)
     seed = options.seed
     if checkpoint is not None:
-        options, seed = adopt(options, checkpoint, given)
+        options, seed = adopt(kind.app, options, checkpoint, given)
         options.check()
     if seed is None:
         seed = int.from_bytes(os.urandom(4), "little")
     before = torch.get_num_threads()
     torch.set_num_threads(options.threads)
     try:
-        return _run(options, seed, checkpoint, console)
+        return _run(kind, options, seed, checkpoint, console)
     finally:
         torch.set_num_threads(before)
 
 
-def _run(options: Options, seed: int, checkpoint: Path | None, console: Console) -> dict[str, Any]:
+def _run(
+    kind: type[Training],
+    options: PictureOptions,
+    seed: int,
+    checkpoint: Path | None,
+    console: Console,
+) -> dict[str, Any]:
     pictures = data.load(options.dataset, options.data_dir)
     if options.hold_out:
         pictures = pictures.hold_out(options.hold_out)
-    training = Training(options, pictures, seed)
+    training = kind(options, pictures, seed)
     if checkpoint is not None:
         restore(training, checkpoint)
     outputs = _Outputs(training, resumes=checkpoint is not None)
@@ -101,24 +112,22 @@ def _check_writable(flag: str, file: Path) -> None:
 
 
 def _recorder(training: Training, path: Path) -> Recorder:
-    layers = training.network.sparse_layers()
     trainer = training.trainer
     if trainer is None:
         raise ValueError(
             "--records-path: expected a sparse layer to record, got dense layers alone: leave it "
-            "out, or choose densities below 1 and another method"
+            "out, or choose sparse layers and another method"
         )
     options = training.options
     metadata = {
-        "app": "mnist",
+        "app": training.app,
         "dataset": options.dataset,
         "method": options.method,
         "seed": training.seed,
         "epochs": options.epochs,
         "steps": training.total_steps,
+        **training.metadata(),
     }
-    if "fc1" in layers:
-        metadata["pixel_permutation"] = training.permutation.tolist()
     recorder = Recorder(path, metadata)
     if training.step:
         if not recorder.has_record:
@@ -128,18 +137,17 @@ def _recorder(training: Training, path: Path) -> Recorder:
             )
         recorder.truncate(training.step)
     else:
-        recorder.start({name: layer.pattern for name, layer in layers.items()})
+        recorder.start({name: layer.pattern for name, layer in trainer.layers.items()})
     trainer.on_update.append(recorder.update)
     return recorder
 
 
 def _headlines(training: Training, pictures: data.DataSet) -> list[str]:
     options = training.options
-    sizes = [training.permutation.numel(), *options.hidden_sizes, data.CLASSES]
     return [
         f"{options.method} on {options.dataset}: {len(pictures.train):,} pictures to train, "
         f"{len(pictures.test):,} {'held out ' if options.hold_out else ''}to test",
-        f"network {' - '.join(map(str, sizes))}, density {100 * density(training.network):.2f} %, "
+        f"{training.headline()}, density {100 * density(training.network):.2f} %, "
         f"{options.optimizer}, batch {options.batch_size}, seed {training.seed}",
     ]
 

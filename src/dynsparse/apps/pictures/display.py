@@ -7,8 +7,8 @@ from types import TracebackType
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
-from dynsparse.apps.mnist.summary import density
-from dynsparse.apps.mnist.training import Report, Training
+from dynsparse.apps.pictures.summary import density
+from dynsparse.apps.pictures.training import Report, Training
 
 __all__ = ["Display"]
 

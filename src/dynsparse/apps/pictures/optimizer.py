@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from dynsparse.apps.mnist.options import Options
+from dynsparse.apps.pictures.options import PictureOptions
 
 __all__ = ["build_optimizer", "first_learning_rate", "learning_rate"]
 
@@ -25,7 +25,7 @@ _BATCH = 16
 _FIFTHS = (1.0, 0.5, 0.25, 0.05, 0.005)
 
 
-def build_optimizer(options: Options, network: nn.Module) -> torch.optim.Optimizer:
+def build_optimizer(options: PictureOptions, network: nn.Module) -> torch.optim.Optimizer:
     """The optimizer of `options` over all parameters.
 
     Raises:
@@ -60,7 +60,7 @@ def build_optimizer(options: Options, network: nn.Module) -> torch.optim.Optimiz
         raise ValueError(f"--optimizer-arg: {error}") from None
 
 
-def first_learning_rate(options: Options) -> float:
+def first_learning_rate(options: PictureOptions) -> float:
     """The rate the training starts with: as given, or the default scaled to the batch size.
 
     In proportion to the batch for the SGD family (Goyal et al. 2017, arXiv:1706.02677), to its
@@ -72,7 +72,7 @@ def first_learning_rate(options: Options) -> float:
     return rate * (options.batch_size / _BATCH) ** power
 
 
-def learning_rate(options: Options, step: int, total_steps: int) -> float:
+def learning_rate(options: PictureOptions, step: int, total_steps: int) -> float:
     """The rate of step `step` in [0, total_steps): stateless, so a resumed training agrees."""
     first = first_learning_rate(options)
     passed = step / total_steps
