@@ -291,7 +291,7 @@ def test_a_failing_update_changes_no_layer():
     trainer = RigL(model, torch.optim.SGD(model.parameters(), lr=0.0), schedule=EVERY)
     before = patterns(model)
     model[2](torch.randn(4, 16, dtype=torch.float64)).sum().backward()
-    trainer._captures[0].append((torch.full((4, 12), float("nan")), torch.ones(4, 16)))
+    trainer._captures["0"].append((torch.full((4, 12), float("nan")), torch.ones(4, 16)))
     with pytest.raises(ValueError, match="x holds NaN or infinity"):
         trainer.step()
     assert patterns(model) == before

@@ -21,8 +21,8 @@ class SparseLinear(nn.Module):
     """Y = X W^T + b with a sparse W [out, in] of which only the present blocks are stored.
 
     The forward product and both gradients cost in proportion to the non-zeros. The pattern may
-    change at any time (`rewire`, `set_pattern`); the number of blocks, and so the Parameter
-    objects, stay.
+    change at any time (`rewire`, `set_pattern`), inside a fixed number of blocks unless the layer
+    is made `resizable`. The Parameter objects stay.
 
     Args:
         in_features, out_features: as in `nn.Linear`.
@@ -42,6 +42,9 @@ class SparseLinear(nn.Module):
     Attributes:
         values: Parameter [nnz] or [nnz, b, b]: the blocks in row-major order of the pattern.
         bias: Parameter [out] or None.
+        resizable: False. True: `rewire`, `set_pattern` and `load_state_dict` take patterns with
+            another number of blocks, and the values change their length in place. Trainers that
+            prune or move blocks between layers set it.
 
     The values start uniform in +-1/sqrt(fan-in), as those of `nn.Linear` do, but with the fan-in
     each output really has in the pattern (Evci et al. 2022, "Gradient Flow in Sparse Neural
@@ -59,6 +62,8 @@ class SparseLinear(nn.Module):
     col_ptr: Tensor
     csc_rows: Tensor
     csc_perm: Tensor
+
+    resizable: bool = False
 
     # The index tensors as the operator takes them, made when first needed.
     _prepared: Prepared | None = None
@@ -181,14 +186,15 @@ class SparseLinear(nn.Module):
         The Parameter object stays the same. Optimizer state is not touched; trainers do that.
 
         Raises:
-            ValueError: the rewiring starts from another pattern, or changes the number of blocks.
+            ValueError: the rewiring starts from another pattern, or changes the number of blocks of
+                a layer that is not `resizable`.
         """
         if rewiring.before is not self._pattern and rewiring.before != self._pattern:
             raise ValueError(
                 f"the rewiring starts from {rewiring.before}, the layer holds {self._pattern}"
             )
         self._check_capacity(rewiring.after)
-        self.values.copy_(rewiring.apply(self.values, fill))
+        self._store(rewiring.apply(self.values, fill))
         # The old index is given up before the new one is made: they are the largest arrays here.
         self._pattern.forget_index()
         self._prepared = None
@@ -198,7 +204,8 @@ class SparseLinear(nn.Module):
 
     @torch.no_grad()
     def set_pattern(self, pattern: SparsePattern, values: Tensor | None = None) -> None:
-        """Change the pattern in place, to one of the same shape, block size and number of blocks.
+        """Change the pattern in place, to one of the same shape and block size, and of the same
+        number of blocks unless the layer is `resizable`.
 
         Without `values` ([nnz] or [nnz, b, b]) blocks present before and after keep theirs and new
         ones start at zero.
@@ -208,12 +215,27 @@ class SparseLinear(nn.Module):
             self.rewire(Rewiring.between(self._pattern, pattern))
             return
         pattern._check_values(values)
-        self.values.copy_(values)
+        self._store(values)
         self._install(pattern)
+
+    def _store(self, values: Tensor) -> None:
+        """Take over values [any] or [any, b, b]; the Parameter stays the same object."""
+        own = self.values
+        if values.shape == own.shape:
+            own.copy_(values)
+            return
+        own.grad = None  # it belongs to the old length
+        like = {"device": own.device, "dtype": own.dtype}
+        # A graph that is still alive, as that of the last loss, keeps the node that accumulates
+        # the gradient, and with it the old length. Autograd makes a new one when the type changes.
+        other = torch.float32 if own.dtype == torch.float64 else torch.float64
+        own.data = own.data.new_empty(0, dtype=other)
+        own.data = values.detach().to(**like)
 
     def _check_capacity(self, pattern: SparsePattern) -> None:
         own = self._pattern
-        if (pattern.shape, pattern.block_size, pattern.nnz) != (own.shape, own.block_size, own.nnz):
+        alike = (pattern.shape, pattern.block_size) == (own.shape, own.block_size)
+        if not alike or (pattern.nnz != own.nnz and not self.resizable):
             raise ValueError(
                 f"the layer holds {own}; the new pattern must have the same shape, block size and "
                 f"number of blocks, got {pattern}"
@@ -268,6 +290,10 @@ class SparseLinear(nn.Module):
                 return
             values = state_dict.get(prefix + "values")
             if values is None or values.shape == self.values.shape:
+                self._install(pattern)
+            elif values.shape == pattern.values_shape and self.resizable:
+                with torch.no_grad():
+                    self._store(values)
                 self._install(pattern)
         super()._load_from_state_dict(
             state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 
 from dynsparse.ops.grow.select import select
+from dynsparse.training.checks import check_not_negative
 
-__all__ = ["DropScore", "lowest", "magnitude"]
+__all__ = ["DropScore", "MagnitudeGradient", "lowest", "lowest_of_all", "magnitude"]
 
 DropScore = Callable[[Tensor], Tensor]
-"""From a layer's values [nnz] or [nnz, b, b] to one score per block [nnz]; low scores leave."""
+"""From a layer's values [nnz] or [nnz, b, b] to one score per block [nnz]; low scores leave.
+
+It is given the Parameter itself, so that `values.grad`, the gradient of the last step, is there.
+"""
 
 
 def magnitude(values: Tensor) -> Tensor:
@@ -22,6 +26,35 @@ def magnitude(values: Tensor) -> Tensor:
     sum over a block follows Graphcore's dynamic sparsity application.
     """
     return values.detach().abs() if values.dim() == 1 else values.detach().abs().sum((1, 2))
+
+
+class MagnitudeGradient:
+    """|w| + gradient_weight |dL/dw| of an element, their sum over a block: [nnz].
+
+    A small weight that the loss still pulls at stays. The gradient is that of the last step, after
+    clipping if there was any.
+
+    Source: Yuan et al. 2021, "MEST: Accurate and Fast Memory-Economic Sparse Training Framework on
+    the Edge", section 3.
+
+    Raises:
+        ValueError: a `gradient_weight` that is negative or not finite.
+        RuntimeError: values without a gradient.
+    """
+
+    def __init__(self, gradient_weight: float = 0.01) -> None:
+        self.gradient_weight = check_not_negative("gradient_weight", gradient_weight)
+
+    def __call__(self, values: Tensor) -> Tensor:
+        score = magnitude(values)
+        if not self.gradient_weight:
+            return score
+        if values.grad is None:
+            raise RuntimeError(
+                "the drop score looks at the gradient, but the values have none: call "
+                "trainer.step() after loss.backward() and before the gradients are set to None"
+            )
+        return score.add_(magnitude(values.grad), alpha=self.gradient_weight)
 
 
 def lowest(scores: Tensor, count: int) -> Tensor:
@@ -39,3 +72,25 @@ def lowest(scores: Tensor, count: int) -> Tensor:
     if len(scores) and bool(torch.isnan(scores.min())):
         raise ValueError("drop scores hold NaN, so blocks cannot be ranked: the training diverged")
     return select(scores, count, largest=False).cpu()
+
+
+def lowest_of_all(scores: Sequence[Tensor], count: int, most: Sequence[int]) -> list[int]:
+    """How many of the `count` lowest scores of all layers together are in each layer.
+
+    No layer loses more than its `most`. Among equal scores the first layer loses first.
+
+    Args:
+        scores: one tensor [nnz] per layer.
+        count: how many in all; at most the sum of `most`.
+        most: the largest number per layer.
+
+    Raises:
+        ValueError: scores that hold NaN, or too large a count.
+    """
+    # Beyond its `most` lowest a layer's scores do not matter, nor does which slots they are in.
+    slots = [lowest(s, min(m, len(s))) for s, m in zip(scores, most, strict=True)]
+    candidates = [s.detach().cpu()[slot].double() for s, slot in zip(scores, slots, strict=True)]
+    chosen = lowest(torch.cat(candidates), count)
+    ends = torch.tensor([len(c) for c in candidates]).cumsum(0)
+    taken = torch.searchsorted(chosen, ends)
+    return taken.diff(prepend=taken.new_zeros(1)).tolist()

@@ -1,4 +1,4 @@
-"""Which positions join: by gradient (RigL) or at random (SET)."""
+"""Which positions join: by gradient (RigL), at random (SET), or none."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from dynsparse.ops.grow import random_outside, topk_outside
 from dynsparse.ops.grow.topk import check_pooling
 from dynsparse.pattern import SparsePattern
 
-__all__ = ["GradientGrowth", "Growth", "RandomGrowth"]
+__all__ = ["GradientGrowth", "Growth", "NoGrowth", "RandomGrowth"]
 
 
 class Growth(Protocol):
@@ -29,7 +29,8 @@ class Growth(Protocol):
     ) -> Tensor:
         """`count` flat block positions outside `taken`, int64 [count], in any order.
 
-        `pairs` holds (x [batch, in], dY [batch, out]) of every micro-batch of the step.
+        `pairs` holds (x [batch, in], dY [batch, out]) whose dY^T X add up to the gradient: that of
+        the step, or its momentum, as the trainer's history has it.
         """
         ...
 
@@ -100,3 +101,25 @@ class RandomGrowth:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.generator.set_state(state["generator"])
+
+
+class NoGrowth:
+    """Nothing joins: for budgets that only prune."""
+
+    needs_gradients = False
+
+    def __init__(self) -> None:
+        self.options: dict[str, Any] = {}
+
+    def choose(
+        self, taken: SparsePattern, count: int, pairs: Sequence[tuple[Tensor, Tensor]]
+    ) -> Tensor:
+        if count:
+            raise ValueError(f"the budget asks for {count} new blocks, but there is no growth")
+        return torch.zeros(0, dtype=torch.int64)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        pass  # it remembers nothing

@@ -12,7 +12,7 @@ __all__ = ["check_optimizer", "rewire_state"]
 
 @torch.no_grad()
 def rewire_state(optimizer: torch.optim.Optimizer, values: Tensor, rewiring: Rewiring) -> None:
-    """Apply `rewiring` in place to every state tensor of the Parameter `values`.
+    """Apply `rewiring` to every state tensor of the Parameter `values`, in place if its size stays.
 
     A state tensor with one entry per block ([nnz, ...]) follows the pattern; grown entries get
     what the optimizer would start them with, which is zero nearly everywhere. Scalars such as
@@ -27,7 +27,11 @@ def rewire_state(optimizer: torch.optim.Optimizer, values: Tensor, rewiring: Rew
         if not isinstance(tensor, Tensor) or tensor.dim() == 0:
             continue
         if len(tensor) == rewiring.before.nnz:
-            tensor.copy_(rewiring.apply(tensor, _start(optimizer, values, key)))
+            followed = rewiring.apply(tensor, _start(optimizer, values, key))
+            if followed.shape == tensor.shape:
+                tensor.copy_(followed)
+            else:
+                state[key] = followed
         elif tensor.numel() > 1:
             raise ValueError(
                 f"{type(optimizer).__name__} keeps the state {key!r} of shape "

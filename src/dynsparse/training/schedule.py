@@ -6,11 +6,19 @@ A schedule counts optimizer steps: step t is the t-th call of `trainer.step()`, 
 from __future__ import annotations
 
 import math
-import operator
 from dataclasses import dataclass
 from typing import Protocol
 
-__all__ = ["ApplicationCosine", "ConstantSchedule", "CosineSchedule", "Schedule"]
+from dynsparse.training.checks import check_fraction, check_integer
+
+__all__ = [
+    "ApplicationCosine",
+    "ConstantSchedule",
+    "CosineSchedule",
+    "ElasticSchedule",
+    "GradualSchedule",
+    "Schedule",
+]
 
 
 class Schedule(Protocol):
@@ -42,7 +50,7 @@ class CosineSchedule:
 
     def __post_init__(self) -> None:
         _check(self.total_steps, self.update_interval, self.drop_fraction)
-        _check_fraction("end_fraction", self.end_fraction, zero=False)
+        check_fraction("end_fraction", self.end_fraction, zero=False)
 
     @property
     def end(self) -> float:
@@ -108,7 +116,7 @@ class ApplicationCosine:
 
     def __post_init__(self) -> None:
         _check(self.total_steps, self.update_interval, self.drop_fraction)
-        _check_integer("zero_steps", self.zero_steps, 0)
+        check_integer("zero_steps", self.zero_steps, 0)
         if self.zero_steps >= self.total_steps:
             raise ValueError(
                 f"zero_steps must be below total_steps {self.total_steps}, got {self.zero_steps}"
@@ -133,6 +141,74 @@ class ApplicationCosine:
         return _ceil(_ceil(self.drop_fraction * nnz) * self.share(step))
 
 
+@dataclass(frozen=True)
+class ElasticSchedule(CosineSchedule):
+    """`CosineSchedule` with one more update at T_end, which replaces nothing.
+
+    There a layer that had grown beyond its budget is cut back to it.
+    """
+
+    def is_due(self, step: int) -> bool:
+        return super().is_due(step) or (step == math.ceil(self.end) and self.drop_fraction > 0)
+
+
+@dataclass(frozen=True)
+class GradualSchedule:
+    """The cubic of gradual pruning, and the share that is replaced at the same updates.
+
+    From `start_fraction` to `end_fraction` of `total_steps` the part of the way to the final
+    density that is still to go falls as (1 - tau)^3, tau from 0 to 1. Pruning updates come at
+    multiples of `update_interval` and at the end itself. With `drop_fraction` above zero every
+    update also replaces drop_fraction/2 (1 + cos(pi t / total_steps)) of a layer's blocks, rounded
+    down, and these updates go on until the training ends.
+
+    Sources: Zhu and Gupta 2017, "To prune, or not to prune", equation 1 (the cubic); Liu et al.
+    2021, "Sparse Training via Boosting Pruning Plasticity with Neuroregeneration" (the rest).
+    """
+
+    total_steps: int
+    update_interval: int = 100
+    start_fraction: float = 0.0
+    end_fraction: float = 0.75
+    drop_fraction: float = 0.0
+
+    def __post_init__(self) -> None:
+        _check(self.total_steps, self.update_interval, self.drop_fraction)
+        check_fraction("start_fraction", self.start_fraction, zero=True)
+        check_fraction("end_fraction", self.end_fraction, zero=False)
+        if self.start >= self.end:
+            raise ValueError(
+                f"pruning must begin before it ends: start_fraction {self.start_fraction} and "
+                f"end_fraction {self.end_fraction} of {self.total_steps} steps are the steps "
+                f"{self.start} and {self.end}"
+            )
+
+    @property
+    def start(self) -> int:
+        """The step after which pruning begins."""
+        return round(self.start_fraction * self.total_steps)
+
+    @property
+    def end(self) -> int:
+        """The step that ends in the last pruning."""
+        return round(self.end_fraction * self.total_steps)
+
+    def remaining(self, step: int) -> float:
+        """The part, in [0, 1], of the way from first to final density that is left."""
+        passed = (step - self.start) / (self.end - self.start)
+        return (1 - min(max(passed, 0.0), 1.0)) ** 3
+
+    def is_due(self, step: int) -> bool:
+        regular = step % self.update_interval == 0
+        prunes = self.start < step <= self.end and (regular or step == self.end)
+        regrows = self.drop_fraction > 0 and regular and self.start < step < self.total_steps
+        return prunes or regrows
+
+    def drop_count(self, step: int, nnz: int) -> int:
+        fraction = self.drop_fraction / 2 * (1 + math.cos(math.pi * step / self.total_steps))
+        return _floor(fraction * nnz)
+
+
 # 0.29 * 100 is a little below 29 in floating point; nobody means 28 by it.
 _ROUNDING = 1e-9
 
@@ -146,23 +222,6 @@ def _ceil(number: float) -> int:
 
 
 def _check(total_steps: int, update_interval: int, drop_fraction: float) -> None:
-    _check_integer("total_steps", total_steps, 1)
-    _check_integer("update_interval", update_interval, 1)
-    _check_fraction("drop_fraction", drop_fraction, zero=True)
-
-
-def _check_integer(name: str, value: int, least: int) -> None:
-    try:
-        number = operator.index(value)
-    except TypeError:
-        raise TypeError(f"{name} must be an integer, got {value!r}") from None
-    if isinstance(value, bool) or number < least:
-        raise ValueError(f"{name} must be an integer of at least {least}, got {value!r}")
-
-
-def _check_fraction(name: str, value: float, *, zero: bool) -> None:
-    if isinstance(value, bool) or not isinstance(value, (int, float)):
-        raise TypeError(f"{name} must be a number, got {value!r}")
-    if not 0 <= value <= 1 or (value == 0 and not zero):
-        span = "[0, 1]" if zero else "(0, 1]"
-        raise ValueError(f"{name} must lie in {span}, got {value!r}")
+    check_integer("total_steps", total_steps, 1)
+    check_integer("update_interval", update_interval, 1)
+    check_fraction("drop_fraction", drop_fraction, zero=True)

@@ -1,0 +1,148 @@
+"""How many blocks each layer loses and gains in an update.
+
+A schedule says when, and which share of so many blocks an update replaces; a budget makes of it one
+number of blocks to drop and one to grow per layer. Budgets that move blocks between layers, or use
+up fewer and fewer, change the layers' capacity: their values, optimizer state and index really
+become larger or smaller.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+from dynsparse.pattern import SparsePattern
+from dynsparse.training.drop import lowest_of_all
+from dynsparse.training.history import History
+from dynsparse.training.schedule import Schedule
+
+__all__ = ["Budget", "Counts", "GlobalBudget", "LayerBudget", "SoftBudget", "Survey"]
+
+
+class Counts(NamedTuple):
+    """Blocks that leave a layer, and blocks that join it."""
+
+    drop: int
+    grow: int
+
+
+@dataclass(frozen=True)
+class Survey:
+    """What a budget may look at: the layers that an update can change, before it."""
+
+    step: int
+    schedule: Schedule
+    patterns: Mapping[str, SparsePattern]
+    scores: Callable[[str], Tensor]
+    """From a layer's name to its drop scores [nnz]; computed at each call."""
+    history: History
+    regrow_dropped: bool
+
+    def room(self, name: str, drop: int) -> int:
+        """How many blocks may be grown in a layer that drops `drop`."""
+        pattern = self.patterns[name]
+        return pattern.total - pattern.nnz + (drop if self.regrow_dropped else 0)
+
+    def replaced(self, name: str, nnz: int) -> int:
+        """How many of `nnz` blocks the schedule replaces, no more than there is room for."""
+        count = min(self.schedule.drop_count(self.step, nnz), nnz)
+        return count if self.regrow_dropped else min(count, self.room(name, 0))
+
+
+class Budget:
+    """The base of all budgets: it needs no numbers from the start and remembers nothing.
+
+    Attributes:
+        changes_capacity: whether layers may end an update with another number of blocks.
+        options: what must agree when a training is resumed; plain types.
+    """
+
+    changes_capacity = False
+
+    def __init__(self) -> None:
+        self.options: dict[str, Any] = {}
+
+    def begin(self, patterns: Mapping[str, SparsePattern]) -> None:
+        """Look at the layers as they are when the trainer is made."""
+
+    def counts(self, survey: Survey) -> dict[str, Counts]:
+        """Layer name -> how many blocks leave and join; layers left out stay as they are."""
+        raise TypeError("a budget must say how many blocks leave and join: define counts")
+
+    def state_dict(self) -> dict[str, Any]:
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue where `state` was taken."""
+
+
+class LayerBudget(Budget):
+    """Each layer replaces the schedule's share of its own blocks."""
+
+    def counts(self, survey: Survey) -> dict[str, Counts]:
+        replaced = {name: survey.replaced(name, p.nnz) for name, p in survey.patterns.items()}
+        return {name: Counts(k, k) for name, k in replaced.items()}
+
+
+class GlobalBudget(Budget):
+    """The lowest scores of all layers together leave; each layer grows as many as it lost.
+
+    So the layers differ in how much of them is replaced, and keep their capacity. Scores of
+    different layers are compared as they are: weights of a layer with a large fan-in are small from
+    the start, and such a layer changes more.
+    """
+
+    def begin(self, patterns: Mapping[str, SparsePattern]) -> None:
+        check_one_block_size(patterns, "a global budget")
+
+    def counts(self, survey: Survey) -> dict[str, Counts]:
+        patterns = survey.patterns
+        most = [p.nnz if survey.regrow_dropped else survey.room(n, 0) for n, p in patterns.items()]
+        most = [min(m, p.nnz) for m, p in zip(most, patterns.values(), strict=True)]
+        total = survey.schedule.drop_count(survey.step, sum(p.nnz for p in patterns.values()))
+        drops = lowest_of_all([survey.scores(n) for n in patterns], min(total, sum(most)), most)
+        return {name: Counts(k, k) for name, k in zip(patterns, drops, strict=True)}
+
+
+class SoftBudget(Budget):
+    """Layers grow beyond their blocks of the start, train, and are cut back at the next update.
+
+    An update drops what a layer has beyond the number it had when the trainer was made, then grows
+    the schedule's share of that number. So new blocks compete with old ones only after they have
+    been trained. The last update, which the schedule must have, grows nothing.
+
+    Source: Yuan et al. 2021, "MEST", the soft memory bound (&S).
+    """
+
+    changes_capacity = True
+
+    def begin(self, patterns: Mapping[str, SparsePattern]) -> None:
+        self.blocks = {name: pattern.nnz for name, pattern in patterns.items()}
+
+    def counts(self, survey: Survey) -> dict[str, Counts]:
+        found = {}
+        for name, pattern in survey.patterns.items():
+            blocks = self.blocks[name]
+            drop = max(0, pattern.nnz - blocks)
+            grow = survey.schedule.drop_count(survey.step, blocks)
+            found[name] = Counts(drop, min(grow, survey.room(name, drop)))
+        return found
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"blocks": dict(self.blocks)}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.blocks = dict(state["blocks"])
+
+
+def check_one_block_size(patterns: Mapping[str, SparsePattern], what: str) -> None:
+    """Raise unless all layers have blocks of one size, so that counts and scores compare."""
+    sizes = {name: pattern.block_size for name, pattern in patterns.items()}
+    if len(set(sizes.values())) > 1:
+        raise ValueError(
+            f"{what} compares the blocks of all layers, so they must have one block size, got "
+            + ", ".join(f"{size} in {name!r}" for name, size in sizes.items())
+        )

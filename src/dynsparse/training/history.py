@@ -1,0 +1,181 @@
+"""What growth sees of the steps before an update: the last gradient, or a momentum of several.
+
+The gradient of absent weights is never stored as such. A step leaves x and dY of every layer, from
+which the positions asked for can be computed; a momentum is a weighted sum over steps, so it is x
+and dY of these steps with weights.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from dynsparse.pattern import SparsePattern
+from dynsparse.training.checks import check_integer
+from dynsparse.training.gradients import Pair, gradient_at
+
+__all__ = ["DenseMomentum", "History", "LastStep", "WindowMomentum"]
+
+
+class History(Protocol):
+    """Keeps x and dY of the steps that count."""
+
+    window: int | None
+    """How many steps, the one of the update included, are looked at; None is all of them."""
+
+    options: dict[str, Any]
+    """What must agree when a training is resumed; plain types."""
+
+    def observe(self, layer: str, pairs: list[Pair]) -> None:
+        """Take in (x [batch, in], dY [batch, out]) of one step, one pair per micro-batch."""
+        ...
+
+    def pairs(self, layer: str) -> list[Pair]:
+        """Pairs whose dY^T X add up to the gradient to look at; none if there was no backward."""
+        ...
+
+    def at(self, layer: str, pattern: SparsePattern) -> Tensor:
+        """That gradient at the blocks of `pattern`: [nnz] or [nnz, b, b]."""
+        ...
+
+    def end_update(self) -> None:
+        """The update is done: forget what the next one must not see."""
+        ...
+
+    def state_dict(self) -> dict[str, Any]: ...
+
+    def load_state_dict(self, state: dict[str, Any]) -> None: ...
+
+
+class LastStep:
+    """The gradient of the step that ends in the update, as RigL takes it."""
+
+    window: int | None = 1
+
+    def __init__(self) -> None:
+        self.options: dict[str, Any] = {}
+        self._pairs: dict[str, list[Pair]] = {}
+
+    def observe(self, layer: str, pairs: list[Pair]) -> None:
+        self._pairs[layer] = pairs
+
+    def pairs(self, layer: str) -> list[Pair]:
+        return self._pairs.get(layer, [])
+
+    def at(self, layer: str, pattern: SparsePattern) -> Tensor:
+        return gradient_at(self.pairs(layer), pattern)
+
+    def end_update(self) -> None:
+        self._pairs = {}
+
+    def state_dict(self) -> dict[str, Any]:
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._pairs = {}
+
+
+class WindowMomentum:
+    """sum over the last `window` steps of momentum^age times the gradient, exact, never dense.
+
+    It holds x and dY of these steps: window * batch * (in + out) numbers per layer, only during
+    the steps before an update that count. What older steps would add to an endless momentum has
+    the share momentum^window of the whole.
+
+    Source: Dettmers and Zettlemoyer 2019, "Sparse Networks from Scratch", equation 1, cut off; the
+    factor 1 - momentum is left out, since it changes no rank.
+
+    Raises:
+        ValueError: a momentum outside [0, 1), a window below 1.
+    """
+
+    def __init__(self, momentum: float = 0.9, window: int = 10) -> None:
+        self.momentum = _check_momentum(momentum)
+        self.window: int | None = check_integer("window", window, 1)
+        self.options = {"momentum": self.momentum, "window": self.window}
+        self._steps: dict[str, deque[list[Pair]]] = {}
+
+    def observe(self, layer: str, pairs: list[Pair]) -> None:
+        self._steps.setdefault(layer, deque(maxlen=self.window)).append(pairs)
+
+    def pairs(self, layer: str) -> list[Pair]:
+        weighted = []
+        for age, pairs in enumerate(reversed(self._steps.get(layer, ()))):
+            weighted += [(x, dy * self.momentum**age if age else dy) for x, dy in pairs]
+        return weighted
+
+    def at(self, layer: str, pattern: SparsePattern) -> Tensor:
+        return gradient_at(self.pairs(layer), pattern)
+
+    def end_update(self) -> None:
+        pass  # the momentum goes on
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"steps": {name: [list(p) for p in steps] for name, steps in self._steps.items()}}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._steps = {
+            name: deque(([tuple(pair) for pair in pairs] for pairs in steps), maxlen=self.window)
+            for name, steps in state["steps"].items()
+        }
+
+
+class DenseMomentum:
+    """M <- momentum M + gradient over all steps, in one dense [out, in] matrix per layer.
+
+    This is the momentum of the paper, and it has the paper's price: the memory of a dense gradient,
+    and in every step the time of a dense product dY^T X. `WindowMomentum` spares both.
+
+    Source: Dettmers and Zettlemoyer 2019, "Sparse Networks from Scratch", equation 1, without the
+    factor 1 - momentum, which changes no rank.
+
+    Raises:
+        ValueError: a momentum outside [0, 1).
+    """
+
+    window: int | None = None
+
+    def __init__(self, momentum: float = 0.9) -> None:
+        self.momentum = _check_momentum(momentum)
+        self.options = {"momentum": self.momentum, "window": None}
+        self._momentum: dict[str, Tensor] = {}
+
+    def observe(self, layer: str, pairs: list[Pair]) -> None:
+        if layer in self._momentum:
+            self._momentum[layer].mul_(self.momentum)
+        for x, dy in pairs:
+            dtype = torch.float64 if torch.float64 in (x.dtype, dy.dtype) else torch.float32
+            left, right = dy.t().to(dtype), x.to(dtype)
+            if layer in self._momentum:
+                self._momentum[layer].addmm_(left, right)
+            else:
+                self._momentum[layer] = left @ right
+
+    def pairs(self, layer: str) -> list[Pair]:
+        if layer not in self._momentum:
+            return []
+        # M = I^T M: the search for the largest positions takes any pair.
+        matrix = self._momentum[layer]
+        return [(matrix, torch.eye(len(matrix), dtype=matrix.dtype, device=matrix.device))]
+
+    def at(self, layer: str, pattern: SparsePattern) -> Tensor:
+        return pattern.values_of(self._momentum[layer])
+
+    def end_update(self) -> None:
+        pass  # the momentum goes on
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"momentum": dict(self._momentum)}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._momentum = {name: matrix.clone() for name, matrix in state["momentum"].items()}
+
+
+def _check_momentum(momentum: float) -> float:
+    number = isinstance(momentum, (int, float)) and not isinstance(momentum, bool)
+    if not number or not 0 <= momentum < 1:
+        raise ValueError(f"momentum must be a number in [0, 1), got {momentum!r}")
+    return float(momentum)

@@ -1,0 +1,47 @@
+"""What grown weights start with when it is neither a number nor a function of the layer."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from dynsparse.pattern import SparsePattern
+from dynsparse.training.checks import check_not_negative
+from dynsparse.training.history import History
+
+__all__ = ["GradientStep"]
+
+
+class GradientStep:
+    """A grown weight starts with -scale * learning rate * its gradient.
+
+    With scale 1 that is what one step of plain gradient descent would have made of a zero. The
+    gradient is that of the trainer's history: of the step that ends in the update, or its momentum.
+    The learning rate is the one the optimizer has for the layer at the update.
+
+    Raises:
+        ValueError: a scale that is negative or not finite.
+    """
+
+    def __init__(self, scale: float = 1.0) -> None:
+        self.scale = check_not_negative("scale", scale)
+
+    def values(
+        self, history: History, layer: str, grown: SparsePattern, learning_rate: float
+    ) -> Tensor:
+        """The start of the blocks of `grown`: [nnz] or [nnz, b, b]."""
+        return history.at(layer, grown) * (-self.scale * learning_rate)
+
+
+def learning_rate_of(optimizer: torch.optim.Optimizer, values: Tensor) -> float:
+    """The learning rate of the parameter group that holds `values`.
+
+    Raises:
+        ValueError: no group does, or the group has no learning rate.
+    """
+    for group in optimizer.param_groups:
+        if any(parameter is values for parameter in group["params"]):
+            if "lr" not in group:
+                raise ValueError(f"{type(optimizer).__name__} has no learning rate")
+            return float(group["lr"])
+    raise ValueError("the optimizer does not hold the values of this layer")
