@@ -1,0 +1,151 @@
+"""What a language model learns from: token ids to train on, to validate on and to test on."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from dynsparse.apps.lm.options import Options, flag
+from dynsparse.data.text import STDLIB, read_text
+from dynsparse.data.token_file import is_token_file, open_tokens, vocabulary_of
+from dynsparse.data.tokenizer import Tokenizer, make_tokenizer, tokenizer_from_state
+
+__all__ = ["Corpus", "load_corpus"]
+
+_PARTS = ("train", "valid", "test")
+
+
+@dataclass(frozen=True)
+class Corpus:
+    """Ids [tokens] of each part, and the vocabulary: `tokenizer_from_state` makes its tokenizer.
+
+    `name` is for people.
+    """
+
+    name: str
+    vocabulary: dict[str, Any]
+    train: np.ndarray
+    valid: np.ndarray
+    test: np.ndarray
+
+    @property
+    def size(self) -> int:
+        """How many tokens the vocabulary has."""
+        return int(self.vocabulary["size"])
+
+    def check_length(self, sequence_length: int) -> None:
+        """Raise ValueError for a part without a single sequence and the token that follows it."""
+        for part in _PARTS:
+            count = len(getattr(self, part))
+            if count < sequence_length + 1:
+                raise ValueError(
+                    f"--sequence-length: expected less than the {count:,} tokens of the {part} "
+                    f"part of {self.name}, got {sequence_length}: shorten it, or give more text"
+                )
+
+    def batch(self, count: int, sequence_length: int, generator: torch.Generator) -> Tensor:
+        """`count` random stretches of the training part, int64 [count, sequence_length + 1]."""
+        starts = torch.randint(
+            len(self.train) - sequence_length, (count, 1), generator=generator
+        ).numpy()
+        return torch.from_numpy(self.train[starts + np.arange(sequence_length + 1)].astype("i8"))
+
+    def stretches(self, part: str, sequence_length: int) -> Tensor:
+        """All of `part` in order, int64 [stretches, sequence_length + 1].
+
+        Each begins with the last token of the one before, so that every token but the first is
+        predicted once; what does not fill a stretch at the end is left out.
+        """
+        ids = getattr(self, part)
+        count = (len(ids) - 1) // sequence_length
+        starts = np.arange(count)[:, None] * sequence_length
+        return torch.from_numpy(ids[starts + np.arange(sequence_length + 1)].astype("i8"))
+
+
+def load_corpus(options: Options, vocabulary: dict[str, Any] | None = None) -> Corpus:
+    """The texts or token files of the options, as ids.
+
+    Args:
+        options: `data`, `tokens` and what belongs to them. Parts without a file of their own are
+            the last shares of `data`.
+        vocabulary: the vocabulary a checkpoint was trained with, which must hold for the data.
+
+    Raises:
+        ValueError: a text that is empty or binary, a character the vocabulary lacks, token files
+            that are damaged or of several vocabularies.
+        OSError: a file that is missing.
+    """
+    source = options.data if str(options.data) == STDLIB else Path(options.data)
+    if isinstance(source, Path) and is_token_file(source):
+        return _from_token_files(options, source, vocabulary)
+    text = read_text(source)
+    if vocabulary is None:
+        tokenizer = make_tokenizer(options.tokens, text, options.bpe_dir, options.vocabulary_size)
+    else:
+        tokenizer = tokenizer_from_state(vocabulary, options.bpe_dir)
+    ids = {"train": _encoded(tokenizer, text, source)}
+    for part in _PARTS[1:]:
+        file = getattr(options, f"{part}_data")
+        if file is None:
+            continue
+        if is_token_file(file):
+            raise ValueError(
+                f"--{part}-data: expected a text, as --data is one, got the token file {file}"
+            )
+        ids[part] = _encoded(tokenizer, read_text(file), file)
+    return _corpus(options, source, vocabulary_of(tokenizer), ids)
+
+
+def _from_token_files(options: Options, source: Path, expected: dict[str, Any] | None) -> Corpus:
+    first = open_tokens(source)
+    if expected is not None:
+        first.check_vocabulary(expected["identity"])
+    ids = {"train": first.ids}
+    for part in _PARTS[1:]:
+        file = getattr(options, f"{part}_data")
+        if file is None:
+            continue
+        if not is_token_file(file):
+            raise ValueError(
+                f"--{part}-data: expected a token file, as --data is one, got {file}: make one by "
+                "`dynsparse encode`"
+            )
+        other = open_tokens(file)
+        other.check_vocabulary(first.vocabulary["identity"])
+        ids[part] = other.ids
+    return _corpus(options, source, first.vocabulary, ids)
+
+
+def _encoded(tokenizer: Tokenizer, text: str, source: str | Path) -> np.ndarray:
+    try:
+        return tokenizer.encode(text)
+    except ValueError as error:
+        raise ValueError(f"{source}: {error}") from None
+
+
+def _corpus(
+    options: Options, source: str | Path, vocabulary: dict[str, Any], ids: dict[str, np.ndarray]
+) -> Corpus:
+    whole = ids["train"]
+    end = len(whole)
+    # The test part is cut off first, from the very end: it stays what it is when the share to
+    # validate on changes.
+    for part in reversed(_PARTS[1:]):
+        if part in ids:
+            continue
+        share = getattr(options, f"{part}_share")
+        count = int(share * len(whole))
+        if not count:
+            raise ValueError(
+                f"--{flag(part)}-share: {share:g} of the {len(whole):,} tokens of {source} is "
+                f"none: raise it, give more text, or name a file by --{part}-data"
+            )
+        ids[part] = whole[end - count : end]
+        end -= count
+    name = source if isinstance(source, str) else source.name
+    return Corpus(str(name), vocabulary, whole[:end], ids["valid"], ids["test"])

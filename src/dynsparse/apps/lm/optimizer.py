@@ -1,0 +1,79 @@
+"""The optimizer, and the learning rate over the training: warm-up, then decay by a power."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from dynsparse.apps.lm.options import Options
+
+__all__ = ["build_optimizer", "learning_rate"]
+
+# The arguments of each optimizer with their defaults.
+_ARGUMENTS: dict[str, dict[str, Any]] = {
+    "GradientDescent": {"weight_decay": 0.0},
+    "Momentum": {"momentum": 0.9, "nesterov": True, "weight_decay": 0.0},
+    "Adam": {"beta1": 0.9, "beta2": 0.95, "epsilon": 1e-8, "weight_decay": 0.1},
+}
+
+
+def build_optimizer(options: Options, model: nn.Module) -> torch.optim.Optimizer:
+    """The optimizer of the options; weight decay, decoupled with Adam, is of matrices alone.
+
+    Raises:
+        ValueError: an argument the optimizer does not have, or a value it does not take.
+    """
+    arguments = dict(_ARGUMENTS[options.optimizer])
+    for name, value in options.optimizer_arg.items():
+        if name not in arguments:
+            raise ValueError(
+                f"--optimizer-arg: expected an argument of {options.optimizer} "
+                f"({', '.join(arguments)}), got {name!r}"
+            )
+        wanted = bool if isinstance(arguments[name], bool) else (int, float)
+        if not isinstance(value, wanted) or (wanted is not bool and isinstance(value, bool)):
+            kind = "true or false" if wanted is bool else "a number"
+            raise ValueError(f"--optimizer-arg: {name}: expected {kind}, got {value!r}")
+        arguments[name] = value
+    groups = _groups(model, arguments.pop("weight_decay"))
+    rate = options.peak_learning_rate
+    try:
+        if options.optimizer == "Adam":
+            betas = arguments.pop("beta1"), arguments.pop("beta2")
+            # fused: one call per step for all parameters
+            return torch.optim.AdamW(groups, rate, betas, arguments.pop("epsilon"), fused=True)
+        if not arguments.get("momentum"):
+            # Without momentum there is nothing nesterov could look ahead with.
+            arguments.pop("nesterov", None)
+        return torch.optim.SGD(groups, rate, fused=True, **arguments)
+    except ValueError as error:
+        raise ValueError(f"--optimizer-arg: {error}") from None
+
+
+def _groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
+    """Matrices, which decay, and the rest: biases, norms and positions."""
+    decaying: list[nn.Parameter] = []
+    others: list[nn.Parameter] = []
+    for name, parameter in model.named_parameters():
+        is_matrix = name.rpartition(".")[2] in ("weight", "values") and "norm" not in name
+        (decaying if is_matrix else others).append(parameter)
+    return [
+        {"params": decaying, "weight_decay": weight_decay},
+        {"params": others, "weight_decay": 0.0},
+    ]
+
+
+def learning_rate(options: Options, step: int) -> float:
+    """The rate of step `step`, from 0: stateless, so a resumed training agrees.
+
+    It rises in proportion to the steps for `warmup_steps`, then falls from the peak to the least
+    rate as (1 - share of the `cooldown_steps` passed) ^ decay_power, and stays there.
+    """
+    peak, least = options.peak_learning_rate, options.min_learning_rate
+    if step < options.warmup_steps:
+        return peak * (step + 1) / options.warmup_steps
+    cooldown = options.cooldown_steps or options.steps - options.warmup_steps
+    passed = min(1.0, (step - options.warmup_steps) / cooldown)
+    return least + (peak - least) * (1 - passed) ** options.decay_power

@@ -1,0 +1,143 @@
+"""Token files: ids prepared once and read by memory map, with the vocabulary they belong to.
+
+Layout: 16 bytes of magic; little-endian the version (uint32) and the length of the head (uint32);
+the head, JSON padded by spaces so that the ids start at a multiple of 64 bytes; the ids themselves,
+little-endian. The head's entries: "dtype" ("uint16" or "int32"), "count", "vocabulary" (what
+`tokenizer_from_state` reads, with "identity" and "size") and "source", a name for people.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+import struct
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from dynsparse.data.tokenizer import Tokenizer, id_type
+
+__all__ = ["TokenFile", "is_token_file", "open_tokens", "write_tokens"]
+
+MAGIC = b"dynsparse\x00token\n"
+VERSION = 1
+_START = struct.Struct("<16sII")
+_ALIGNMENT = 64
+
+
+@dataclass(frozen=True)
+class TokenFile:
+    """What `open_tokens` gives: `ids` [count], mapped read-only, and the head's entries."""
+
+    path: Path
+    ids: np.ndarray
+    vocabulary: dict[str, Any]
+    source: str
+
+    def check_vocabulary(self, identity: str) -> None:
+        """Raise ValueError unless the ids are of the vocabulary `identity`."""
+        own = self.vocabulary["identity"]
+        if own != identity:
+            raise ValueError(
+                f"{self.path}: expected tokens of the vocabulary {_short(identity)}, got tokens of "
+                f"{_short(own)}: encode the text again with that vocabulary"
+            )
+
+
+def vocabulary_of(tokenizer: Tokenizer) -> dict[str, Any]:
+    """The head's entry for the vocabulary of `tokenizer`; checkpoints keep the same."""
+    return {**tokenizer.state(), "size": tokenizer.size, "identity": tokenizer.identity}
+
+
+def write_tokens(path: Path, ids: np.ndarray, tokenizer: Tokenizer, source: str) -> None:
+    """Write `ids` [count] to `path`, whole or not at all.
+
+    Raises:
+        ValueError: no ids.
+        OSError: the folder is missing or cannot be written.
+    """
+    if not len(ids):
+        raise ValueError(f"{path}: expected at least one token to write, got none")
+    dtype = np.dtype(id_type(tokenizer.size)).newbyteorder("<")
+    head = {
+        "dtype": dtype.name,
+        "count": len(ids),
+        "vocabulary": vocabulary_of(tokenizer),
+        "source": source,
+    }
+    text = json.dumps(head).encode()
+    text += b" " * (-(_START.size + len(text)) % _ALIGNMENT)
+    temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")
+    try:
+        with open(temporary, "xb") as file:
+            file.write(_START.pack(MAGIC, VERSION, len(text)))
+            file.write(text)
+            np.ascontiguousarray(ids, dtype).tofile(file)
+        os.replace(temporary, path)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
+
+
+def is_token_file(path: Path) -> bool:
+    """Whether `path` is a file that begins as token files do."""
+    if not path.is_file():
+        return False
+    with open(path, "rb") as file:
+        return file.read(len(MAGIC)) == MAGIC
+
+
+def open_tokens(path: Path) -> TokenFile:
+    """Map the ids of a token file.
+
+    Raises:
+        ValueError: not a token file, another format version, truncated or damaged.
+        OSError: a file that cannot be read.
+    """
+    with open(path, "rb") as file:
+        start = file.read(_START.size)
+        if start[: len(MAGIC)] != MAGIC:
+            raise ValueError(f"{path}: expected a token file made by `dynsparse encode`")
+        if len(start) < _START.size:
+            raise ValueError(f"{path}: the token file is truncated within its head: encode again")
+        _, version, length = _START.unpack(start)
+        if version != VERSION:
+            raise ValueError(
+                f"{path}: expected token file version {VERSION}, got {version}: encode again"
+            )
+        text = file.read(length)
+        size = os.fstat(file.fileno()).st_size
+    if len(text) < length:
+        raise ValueError(f"{path}: the token file is truncated within its head: encode again")
+    try:
+        head = json.loads(text)
+        dtype = np.dtype({"uint16": "<u2", "int32": "<i4"}[head["dtype"]])
+        count, vocabulary = head["count"], head["vocabulary"]
+        most = vocabulary["size"]
+        vocabulary["kind"], vocabulary["identity"], head["source"]
+    except (ValueError, KeyError, TypeError):
+        raise ValueError(f"{path}: the head of the token file is damaged: encode again") from None
+    expected = _START.size + length + count * dtype.itemsize
+    if size != expected:
+        what = "truncated" if size < expected else "damaged"
+        raise ValueError(
+            f"{path}: the token file is {what}: expected {expected:,} bytes for {count:,} tokens, "
+            f"got {size:,}: encode again"
+        )
+    ids = np.memmap(path, dtype, "r", offset=_START.size + length, shape=(count,))
+    low, high = int(ids.min()), int(ids.max())
+    if low < 0 or high >= most:
+        wrong = low if low < 0 else high
+        raise ValueError(
+            f"{path}: the token file is damaged: expected ids below {most}, got {wrong}: encode "
+            "again"
+        )
+    return TokenFile(Path(path), ids, vocabulary, head["source"])
+
+
+def _short(identity: str) -> str:
+    kind, _, digest = identity.partition(":")
+    return f"{kind} {digest[:12]}" if digest else kind
