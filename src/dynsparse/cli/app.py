@@ -13,6 +13,7 @@ import typer
 from dynsparse import __version__
 from dynsparse.cli.info import info
 from dynsparse.cli.lists import ListCommand
+from dynsparse.cli.lm import lm
 from dynsparse.cli.matmul import matmul
 from dynsparse.cli.mnist import mnist
 from dynsparse.cli.mnist_transformer import mnist_transformer
@@ -23,6 +24,7 @@ __all__ = ["app", "run"]
 # A new command is a new file with one function, and one line here.
 _COMMANDS: dict[str, Callable[..., None]] = {
     "mnist": mnist,
+    "lm": lm,
     "mnist-transformer": mnist_transformer,
     "visualise": visualise,
     "matmul": matmul,
