@@ -102,7 +102,7 @@ LearningRate = Annotated[
     real(
         TRAINING,
         "First learning rate; the default is for a batch of 16 and scales with the batch.",
-        show_default="0.002 for Adam, 0.02 for the others",
+        show_default="by the optimizer",
     ),
 ]
 Decay = Annotated[

@@ -7,6 +7,7 @@ application; docs/mnist-transformer.md lists the differences.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 from dynsparse.apps.pictures.options import PictureOptions, check_number, is_integer
 from dynsparse.data.pictures import CLASSES, SIDE
@@ -20,6 +21,8 @@ _WIDEST = 100_000
 class Options(PictureOptions):
     """One training; the flags of `dynsparse mnist-transformer`."""
 
+    rates: ClassVar[dict[str, float]] = PictureOptions.rates | {"Adam": 0.004}
+
     epochs: int = 1
     sparsity: float = 0.9
     encoder_layers: int = 1
@@ -27,7 +30,7 @@ class Options(PictureOptions):
     ff_length: int = 48
     attention_heads: int = 16
     qkv_length: int = 32
-    dropout_keep_prob: float = 0.9
+    dropout_keep_prob: float = 1.0
     exclude_attention_biases: bool = False
 
     def check_network(self) -> None:

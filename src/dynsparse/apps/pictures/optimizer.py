@@ -14,11 +14,11 @@ __all__ = ["build_optimizer", "first_learning_rate", "learning_rate"]
 
 # Adam's weight decay serves sparsity: a weight on a pixel that is never lit has no gradient, and
 # would otherwise keep its magnitude, and so its place in the pattern, for good.
-# name: (learning rate at a batch of 16, how it grows with the batch, arguments with their defaults)
-_OPTIMIZERS: dict[str, tuple[float, float, dict[str, Any]]] = {
-    "GradientDescent": (0.02, 1.0, {"weight_decay": 0.0}),
-    "Momentum": (0.02, 1.0, {"momentum": 0.9, "nesterov": True, "weight_decay": 0.0}),
-    "Adam": (0.002, 0.5, {"beta1": 0.9, "beta2": 0.999, "epsilon": 1e-8, "weight_decay": 1e-4}),
+# name: (how the learning rate grows with the batch, arguments with their defaults)
+_OPTIMIZERS: dict[str, tuple[float, dict[str, Any]]] = {
+    "GradientDescent": (1.0, {"weight_decay": 0.0}),
+    "Momentum": (1.0, {"momentum": 0.9, "nesterov": True, "weight_decay": 0.0}),
+    "Adam": (0.5, {"beta1": 0.9, "beta2": 0.999, "epsilon": 1e-8, "weight_decay": 1e-4}),
 }
 _BATCH = 16
 # The original's rates after each fifth of the training, as shares of the first.
@@ -31,7 +31,7 @@ def build_optimizer(options: PictureOptions, network: nn.Module) -> torch.optim.
     Raises:
         ValueError: an argument the optimizer does not have, or a value it does not take.
     """
-    arguments = dict(_OPTIMIZERS[options.optimizer][2])
+    arguments = dict(_OPTIMIZERS[options.optimizer][1])
     for name, value in options.optimizer_arg.items():
         if name not in arguments:
             raise ValueError(
@@ -68,8 +68,8 @@ def first_learning_rate(options: PictureOptions) -> float:
     """
     if options.learning_rate is not None:
         return options.learning_rate
-    rate, power, _ = _OPTIMIZERS[options.optimizer]
-    return rate * (options.batch_size / _BATCH) ** power
+    power, _ = _OPTIMIZERS[options.optimizer]
+    return options.rates[options.optimizer] * (options.batch_size / _BATCH) ** power
 
 
 def learning_rate(options: PictureOptions, step: int, total_steps: int) -> float:

@@ -42,6 +42,8 @@ class PictureOptions:
     """
 
     choices: ClassVar[dict[str, tuple[Any, ...]]] = CHOICES
+    # First learning rates at a batch of 16; `learning_rate` is what holds if it is given.
+    rates: ClassVar[dict[str, float]] = {"GradientDescent": 0.02, "Momentum": 0.02, "Adam": 0.002}
 
     dataset: str = "digits"
     data_dir: Path | None = None
