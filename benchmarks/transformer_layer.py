@@ -1,0 +1,144 @@
+"""One training step of a whole transformer layer: sparse, against the same layer masked and dense.
+
+A step is forward, backward (of the input too) and Adam, of `SparseTransformerLayer` with attention,
+norms, gelu, dropout and biases. Beside it run, interleaved in the same process with the same
+threads:
+
+- masked: the same layer whose six matrices are W * M, with dense Adam: what masks cost;
+- dense: the same layer without masks.
+
+Each figure is the median over rounds of (other time / sparse time), with the quartiles.
+
+    python benchmarks/transformer_layer.py --threads 1 --block-sizes 1 16
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from dynsparse.nn import SparseLinear, SparseTransformerLayer
+
+Step = Callable[[], object]
+
+
+class MaskedLinear(nn.Linear):
+    """A dense layer that computes with W * M."""
+
+    mask: Tensor
+
+    def forward(self, x: Tensor) -> Tensor:
+        return nn.functional.linear(x, self.weight * self.mask, self.bias)
+
+
+def replaced(layer: SparseTransformerLayer, masked: bool) -> SparseTransformerLayer:
+    """The layer with every sparse matrix dense, with its mask or without."""
+    for name, part in list(layer.named_modules()):
+        if isinstance(part, SparseLinear):
+            linear = (MaskedLinear if masked else nn.Linear)(part.in_features, part.out_features)
+            linear.weight = nn.Parameter(part.to_dense().detach())
+            linear.bias = part.bias
+            if masked:
+                linear.register_buffer("mask", part.pattern.to_mask().float())
+            layer.set_submodule(name, linear)
+    return layer
+
+
+def training_step(layer: nn.Module, x: Tensor, dy: Tensor, optimise: bool) -> Step:
+    optimizer = torch.optim.Adam(layer.parameters(), fused=True)
+
+    def step() -> object:
+        x.grad = None
+        layer(x).backward(dy)
+        if optimise:
+            optimizer.step()
+        optimizer.zero_grad()
+        return None
+
+    return step
+
+
+def contenders(arguments: argparse.Namespace, block_size: int) -> dict[str, Step]:
+    def make() -> SparseTransformerLayer:
+        return SparseTransformerLayer(
+            arguments.features,
+            arguments.heads,
+            arguments.hidden,
+            dropout=arguments.dropout,
+            density=arguments.density,
+            block_size=block_size,
+            generator=torch.Generator().manual_seed(0),
+        )
+
+    shape = (arguments.tokens // arguments.length, arguments.length, arguments.features)
+    dy = torch.randn(shape) / 100
+    layers = {"sparse": make(), "masked": replaced(make(), True), "dense": replaced(make(), False)}
+    return {
+        name: training_step(
+            layer, torch.randn(shape, requires_grad=True), dy, not arguments.no_optimizer
+        )
+        for name, layer in layers.items()
+    }
+
+
+def measure(steps: dict[str, Step], rounds: int) -> dict[str, list[float]]:
+    """Seconds of each contender in each round; the rounds interleave them."""
+    for step in steps.values():
+        step()
+    seconds: dict[str, list[float]] = {name: [] for name in steps}
+    for _ in range(rounds):
+        for name, step in steps.items():
+            begin = time.perf_counter()
+            step()
+            seconds[name].append(time.perf_counter() - begin)
+    return seconds
+
+
+def summary(seconds: dict[str, list[float]]) -> dict[str, object]:
+    result: dict[str, object] = {"ms": round(1000 * statistics.median(seconds["sparse"]), 1)}
+    for name, times in seconds.items():
+        if name != "sparse":
+            ratios = [t / own for t, own in zip(times, seconds["sparse"], strict=True)]
+            low, middle, high = statistics.quantiles(ratios, n=4)
+            result[name] = {"ratio": round(middle, 2), "quartiles": [round(low, 2), round(high, 2)]}
+    return result
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--features", type=int, default=768)
+    parser.add_argument("--hidden", type=int, default=3072)
+    parser.add_argument("--heads", type=int, default=12)
+    parser.add_argument("--tokens", type=int, default=2048, help="of all sequences together")
+    parser.add_argument("--length", type=int, default=128, help="tokens of one sequence")
+    parser.add_argument("--dropout", type=float, default=0.1)
+    parser.add_argument("--density", type=float, default=0.1)
+    parser.add_argument("--block-sizes", type=int, nargs="+", default=[1, 16])
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--no-optimizer", action="store_true", help="leave Adam's step out")
+    parser.add_argument("--json", type=Path)
+    arguments = parser.parse_args()
+    if arguments.tokens % arguments.length:
+        parser.error(f"--length must divide --tokens {arguments.tokens}, got {arguments.length}")
+    torch.set_num_threads(arguments.threads)
+    torch.manual_seed(0)
+    results = {}
+    for block_size in arguments.block_sizes:
+        result = summary(measure(contenders(arguments, block_size), arguments.rounds))
+        results[f"block {block_size}"] = result
+        print(f"block {block_size:2d}: sparse {result['ms']} ms; masked {result['masked']}, "
+              f"dense {result['dense']}", flush=True)  # fmt: skip
+    if arguments.json:
+        arguments.json.write_text(json.dumps(results, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    main()
