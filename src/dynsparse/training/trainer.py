@@ -115,8 +115,19 @@ class SparseTrainer:
 
         Returns the rewirings by layer name when patterns changed, otherwise None.
         """
-        self._before_step()
+        self.before_optimizer_step()
         self.optimizer.step()
+        return self.after_optimizer_step()
+
+    def before_optimizer_step(self) -> None:
+        """The part of `step` before the optimizer's, for loops that step the optimizer themselves.
+
+        Call it after backward, when the gradients are whole.
+        """
+        self._before_step()
+
+    def after_optimizer_step(self) -> dict[str, Rewiring] | None:
+        """The part of `step` after the optimizer's, for loops that step the optimizer themselves."""
         self.steps += 1
         self._after_step()
         for name in self._captures:
@@ -138,6 +149,20 @@ class SparseTrainer:
 
     def _after_step(self) -> None:
         """For algorithms that change weights after the optimizer's step."""
+
+    def _rewired(self, name: str, rewiring: Rewiring) -> None:
+        """For algorithms with figures per block, which follow the pattern as the weights do."""
+
+    def _own_options(self) -> dict[str, Any]:
+        """What must agree on loading, beside what the pieces say; plain types."""
+        return {}
+
+    def _own_state(self) -> dict[str, Any]:
+        """What the algorithm remembers beside its pieces; tensors and plain types."""
+        return {}
+
+    def _load_own_state(self, state: dict[str, Any]) -> None:
+        """Continue where `state` was taken."""
 
     def _arm(self) -> None:
         """Begin to keep x and dY if the gradient of the coming step counts for an update."""
@@ -172,7 +197,7 @@ class SparseTrainer:
         reached = {
             name: layer
             for name, layer in trained.items()
-            if not self._needs_gradients or not layer.pattern.nnz or self.history.pairs(name)
+            if not self._needs_gradients or not layer.pattern.nnz or self.history.has(name)
         }
         if not reached and trained:
             raise RuntimeError(
@@ -253,11 +278,9 @@ class SparseTrainer:
         give_back(layer.values)
         rewire_state(self.optimizer, layer.values, rewiring)
         if grad is not None:
-            layer.values.grad = (
-                grad.copy_(rewiring.apply(grad))
-                if (rewiring.after.nnz == rewiring.before.nnz)
-                else rewiring.apply(grad)
-            )
+            followed = rewiring.apply(grad)
+            layer.values.grad = grad.copy_(followed) if followed.shape == grad.shape else followed
+        self._rewired(name, rewiring)
         give_back(layer.values)
 
     def state_dict(self) -> dict[str, Any]:
@@ -273,6 +296,7 @@ class SparseTrainer:
             "growth_state": None if self.growth is None else self.growth.state_dict(),
             "budget_state": self.budget.state_dict(),
             "history_state": self.history.state_dict(),
+            "own_state": self._own_state(),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -286,6 +310,7 @@ class SparseTrainer:
             self.growth.load_state_dict(state["growth_state"])
         self.budget.load_state_dict(state["budget_state"])
         self.history.load_state_dict(state["history_state"])
+        self._load_own_state(state["own_state"])
         self.steps = int(state["steps"])
         self.updates = int(state["updates"])
         self._arm()
@@ -293,7 +318,8 @@ class SparseTrainer:
     def check_state(self, state: dict[str, Any]) -> None:
         """Raise the errors of `load_state_dict` without loading."""
         own = self._agreement()
-        needed = {*own, "steps", "updates", "growth_state", "budget_state", "history_state"}
+        needed = {*own, "steps", "updates"}
+        needed |= {f"{piece}_state" for piece in ("growth", "budget", "history", "own")}
         if not isinstance(state, dict) or not needed <= state.keys():
             raise ValueError(f"not the state of a trainer: expected the entries {sorted(needed)}")
         for key, value in own.items():
@@ -317,6 +343,7 @@ class SparseTrainer:
             "regrow_dropped": self.regrow_dropped,
             "budget": {"kind": type(self.budget).__name__} | self.budget.options,
             "history": {"kind": type(self.history).__name__} | self.history.options,
+            "options": self._own_options(),
             "layers": {
                 name: [*layer.pattern.shape, layer.pattern.block_size]
                 + ([] if layer.resizable else [layer.pattern.nnz])
