@@ -127,7 +127,7 @@ class SparseTrainer:
         self._before_step()
 
     def after_optimizer_step(self) -> dict[str, Rewiring] | None:
-        """The part of `step` after the optimizer's, for loops that step the optimizer themselves."""
+        """The part of `step` after the optimizer's, for loops that step the optimizer."""
         self.steps += 1
         self._after_step()
         for name in self._captures:
