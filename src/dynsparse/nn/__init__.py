@@ -6,6 +6,7 @@ from dynsparse.nn.describe import describe
 from dynsparse.nn.embedding import SparseEmbedding, TiedEmbedding
 from dynsparse.nn.linear import SparseLinear
 from dynsparse.nn.transformer import SparseTransformerLayer
+from dynsparse.nn.weights_file import load_safetensors, save_safetensors
 
 __all__ = [
     "SparseEmbedding",
@@ -15,5 +16,7 @@ __all__ = [
     "TiedEmbedding",
     "densify",
     "describe",
+    "load_safetensors",
+    "save_safetensors",
     "sparsify",
 ]

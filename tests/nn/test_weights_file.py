@@ -1,0 +1,206 @@
+"""save_safetensors, load_safetensors: round trips, reading without the library, bad files."""
+
+import json
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import dynsparse as ds
+from dynsparse.nn import SparseEmbedding, SparseLinear, SparseTransformerLayer
+
+safetensors = pytest.importorskip("safetensors")
+from safetensors.numpy import load_file  # noqa: E402
+from safetensors.torch import save_file  # noqa: E402
+
+
+class Model(nn.Module):
+    """A table, a transformer layer and a head whose weights are tied."""
+
+    def __init__(self, seed=0, density=0.25, block=4, hidden=32, dtype=None):
+        super().__init__()
+        g = torch.Generator().manual_seed(seed)
+        self.embed = SparseEmbedding(20, 16, density, generator=g, dtype=dtype)
+        self.layer = SparseTransformerLayer(
+            16, 2, hidden, density=density, block_size=block, generator=g, dtype=dtype
+        )
+        self.first = nn.Linear(16, 16, dtype=dtype)
+        self.second = nn.Linear(16, 16, bias=False, dtype=dtype)
+        self.second.weight = self.first.weight
+        self.also = self.embed
+        self.register_buffer("scale", torch.arange(12.0).view(3, 4).t())
+
+    def forward(self, ids):
+        return self.second(self.first(self.layer(self.embed(ids)))).sum() * self.scale.sum()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+@pytest.mark.parametrize("block", [1, 4])
+def test_round_trip(tmp_path, dtype, block):
+    first, second = Model(1, block=block, dtype=dtype), Model(2, block=block, dtype=dtype)
+    path = tmp_path / "model.safetensors"
+    ds.save_safetensors(first, path, {"step": "12"})
+    kept = {name: id(p) for name, p in second.named_parameters()}
+    assert ds.load_safetensors(second, path) == {"step": "12"}
+    assert {name: id(p) for name, p in second.named_parameters()} == kept
+    state = second.state_dict()
+    for name, tensor in first.state_dict().items():
+        assert torch.equal(tensor, state[name]), name
+    assert first.layer.linear1.pattern == second.layer.linear1.pattern
+    ids = torch.arange(6).view(2, 3)
+    assert torch.equal(first.eval()(ids), second.eval()(ids))
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_it_loads_without_the_library(tmp_path):
+    model = Model()
+    path = tmp_path / "model.safetensors"
+    ds.save_safetensors(model, path)
+    tensors = load_file(path)
+    with safetensors.safe_open(path, framework="numpy") as file:
+        metadata = file.metadata()
+    layers = json.loads(metadata["layers"])
+    assert layers.keys() == {
+        n for n, m in model.named_modules(remove_duplicate=False) if isinstance(m, SparseLinear)
+    }
+    aliases = json.loads(metadata["aliases"])
+    assert aliases["second.weight"] == "first.weight"
+    for name, about in layers.items():
+        b = about["block_size"]
+        parts = [tensors[aliases.get(k := f"{name}.{p}", k)] for p in ("rows", "cols", "values")]
+        dense = np.zeros(about["shape"], dtype=np.float32)
+        for row, col, block in zip(*parts, strict=True):
+            dense[row * b : (row + 1) * b, col * b : (col + 1) * b] = block
+        np.testing.assert_array_equal(dense, model.get_submodule(name).to_dense().detach().numpy())
+
+
+def test_an_optimizer_goes_on_after_loading(tmp_path):
+    model = Model()
+    optimizer = torch.optim.Adam(model.parameters(), 0.01)
+    ds.save_safetensors(Model(3), tmp_path / "m")
+    ds.load_safetensors(model, tmp_path / "m")
+    before = model.layer.linear1.values.clone()
+    model(torch.arange(4)[None]).backward()
+    optimizer.step()
+    assert not torch.equal(before, model.layer.linear1.values)
+
+
+def test_a_layer_alone_and_a_dense_model(tmp_path):
+    for make in (lambda: SparseLinear(8, 8, 0.5), lambda: nn.Linear(3, 3)):
+        first, second = make(), make()
+        ds.save_safetensors(first, tmp_path / "m")
+        ds.load_safetensors(second, tmp_path / "m")
+        x = torch.randn(2, 8 if isinstance(first, SparseLinear) else 3)
+        assert torch.equal(first(x), second(x))
+
+
+def test_a_resizable_layer_takes_another_number_of_blocks(tmp_path):
+    small, large = SparseLinear(8, 8, 0.25), SparseLinear(8, 8, 0.5)
+    ds.save_safetensors(small, tmp_path / "m")
+    with pytest.raises(ValueError, match="8 x 8 with 16 blocks of 1 in the file"):
+        ds.load_safetensors(large, tmp_path / "m")
+    large.resizable = True
+    ds.load_safetensors(large, tmp_path / "m")
+    assert torch.equal(large.to_dense(), small.to_dense())
+
+
+def refuses(model, path, message):
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    with pytest.raises(ValueError, match=message) as error:
+        ds.load_safetensors(model, path)
+    assert "\n" not in str(error.value)
+    after = model.state_dict()
+    assert all(torch.equal(tensor, after[name]) for name, tensor in before.items())
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"density": 0.5}, "the layer 'embed' is 20 x 16 with 80 blocks of 1 in the file, 20 x 16"),
+        ({"block": 8}, "the layer 'layer.attention.q_proj' is .* blocks of 4 in the file"),
+        ({"hidden": 64}, "'layer.linear1' is 32 x 16 with"),
+        ({"dtype": torch.float64}, "is torch.float32 in the file, torch.float64 in the model"),
+    ],
+)
+def test_another_model_is_refused(tmp_path, changes, message):
+    ds.save_safetensors(Model(), tmp_path / "m")
+    refuses(Model(**changes), tmp_path / "m", message)
+
+
+def test_other_keys_and_shapes_are_named(tmp_path):
+    path = tmp_path / "m"
+    ds.save_safetensors(nn.Sequential(SparseLinear(8, 8, 0.5), nn.Linear(8, 2)), path)
+    refuses(nn.Sequential(SparseLinear(8, 8, 0.5)), path, "'1.bias' and 1 more keys are only in")
+    other = nn.Sequential(SparseLinear(8, 8, 0.5), nn.Linear(8, 2, bias=False))
+    refuses(other, path, "'1.bias' is only in the file")
+    other = nn.Sequential(SparseLinear(8, 8, 0.5), nn.Linear(8, 3))
+    refuses(other, path, "'1.weight' has the shape .2, 8. in the file, .3, 8. in the model")
+    refuses(nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 2)), path, "'0.cols' and 3 more keys")
+    ds.save_safetensors(nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 2)), path)
+    refuses(nn.Sequential(SparseLinear(8, 8, 0.5), nn.Linear(8, 2)), path, "'0' is not sparse in")
+
+
+@pytest.mark.parametrize("keep", [0, 4, 100, -1])
+def test_a_truncated_file_is_refused(tmp_path, keep):
+    path = tmp_path / "m"
+    ds.save_safetensors(Model(), path)
+    path.write_bytes(path.read_bytes()[:keep])
+    refuses(Model(), path, "m is truncated or no safetensors file")
+
+
+def rewritten(path, change_tensors=lambda t: None, change_header=lambda h: None):
+    with safetensors.safe_open(path, framework="pt") as file:
+        header = file.metadata()
+        tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+    change_tensors(tensors)
+    change_header(header)
+    save_file(tensors, path, header)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda t: t["cols"].fill_(99),
+        lambda t: t["cols"].fill_(0),
+        lambda t: t.update(rows=t["rows"].flip(0), cols=t["cols"].flip(0)),
+        lambda t: t.update(values=t["values"][1:]),
+        lambda t: t.update(rows=t["rows"][:5], cols=t["cols"][:5], values=t["values"][:5]),
+    ],
+)
+def test_a_damaged_pattern_is_refused(tmp_path, change):
+    path = tmp_path / "m"
+    ds.save_safetensors(SparseLinear(8, 8, 0.5), path)
+    rewritten(path, change)
+    refuses(SparseLinear(8, 8, 0.5), path, "the pattern of '' is damaged")
+
+
+def test_foreign_metadata_is_refused(tmp_path):
+    path = tmp_path / "m"
+    layer = SparseLinear(8, 8, 0.5)
+    ds.save_safetensors(layer, path)
+    rewritten(path, change_header=lambda h: h.update(version="2"))
+    refuses(layer, path, "has format version 2, this dynsparse reads version 1")
+    rewritten(path, change_header=lambda h: h.update(version="1", layers="{"))
+    refuses(layer, path, "m is damaged: its metadata cannot be read")
+    save_file(layer.state_dict(), path)
+    refuses(layer, path, "was not written by save_safetensors")
+
+
+def test_errors_that_are_not_of_the_file(tmp_path):
+    with pytest.raises(FileNotFoundError):
+        ds.load_safetensors(Model(), tmp_path / "none")
+    with pytest.raises(FileNotFoundError):
+        ds.save_safetensors(Model(), tmp_path / "no" / "where")
+    with pytest.raises(TypeError, match=r"expected a torch\.nn\.Module, got dict"):
+        ds.save_safetensors({}, tmp_path / "m")
+    with pytest.raises(TypeError, match="must map strings to strings, got 'step': 1"):
+        ds.save_safetensors(Model(), tmp_path / "m", {"step": 1})
+
+    class Odd(nn.Linear):
+        def get_extra_state(self):
+            return {"a": 1}
+
+    with pytest.raises(TypeError, match="'_extra_state' of the model's state is dict"):
+        ds.save_safetensors(Odd(2, 2), tmp_path / "m")
+    assert list(tmp_path.iterdir()) == []
