@@ -9,9 +9,9 @@ from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 from dynsparse import nn, ops, training
-from dynsparse.nn import densify, sparsify
+from dynsparse.nn import densify, load_safetensors, save_safetensors, sparsify
 from dynsparse.pattern import Rewiring, SparsePattern
-from dynsparse.training import SET, RigL, Static
+from dynsparse.training import GMP, MEST, SET, SNFS, DeepR, GraNet, RigL, Static, TopKAST
 
 try:
     __version__ = version("dynsparse")
@@ -19,14 +19,22 @@ except PackageNotFoundError:  # run from a source tree that was never installed
     __version__ = "0.0.0"
 
 __all__ = [
+    "GMP",
+    "MEST",
     "SET",
+    "SNFS",
+    "DeepR",
+    "GraNet",
     "Rewiring",
     "RigL",
     "SparsePattern",
     "Static",
+    "TopKAST",
     "densify",
+    "load_safetensors",
     "nn",
     "ops",
+    "save_safetensors",
     "sparsify",
     "training",
 ]

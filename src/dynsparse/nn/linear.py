@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.compiler import is_compiling
 
+from dynsparse.nn.active import ActiveSet
 from dynsparse.ops.grow.select import select
 from dynsparse.ops.linear import Prepared, linear
 from dynsparse.pattern import PatternIndex, Rewiring, SparsePattern
@@ -45,6 +46,8 @@ class SparseLinear(nn.Module):
         resizable: False. True: `rewire`, `set_pattern` and `load_state_dict` take patterns with
             another number of blocks, and the values change their length in place. Trainers that
             prune or move blocks between layers set it.
+        active: None. An `ActiveSet`: the forward pass uses these slots alone, while all values
+            learn; the trainer `TopKAST` sets it, and a change of the pattern takes it away.
 
     The values start uniform in +-1/sqrt(fan-in), as those of `nn.Linear` do, but with the fan-in
     each output really has in the pattern (Evci et al. 2022, "Gradient Flow in Sparse Neural
@@ -64,6 +67,7 @@ class SparseLinear(nn.Module):
     csc_perm: Tensor
 
     resizable: bool = False
+    active: ActiveSet | None = None
 
     # The index tensors as the operator takes them, made when first needed.
     _prepared: Prepared | None = None
@@ -122,7 +126,7 @@ class SparseLinear(nn.Module):
         # New tensors rather than copies into the old ones: a graph that still waits for its
         # backward pass keeps the indices it was built with.
         self._pattern = pattern
-        self._prepared = None
+        self._prepared = self.active = None
         self.rows = pattern.rows.to(self.values.device)
         for name, tensor in pattern.index._asdict().items():
             setattr(self, name, tensor.to(self.values.device))
@@ -165,6 +169,8 @@ class SparseLinear(nn.Module):
             from dynsparse.popsparse.torch_layer import machine_linear
 
             return machine_linear(self, x)
+        if self.active is not None:
+            return self.active(x, self.values, self.index, self.bias)
         index = self.index if is_compiling() else self._prepare()
         return linear(x, self.values, index, self.bias)
 
@@ -225,12 +231,12 @@ class SparseLinear(nn.Module):
             own.copy_(values)
             return
         own.grad = None  # it belongs to the old length
-        like = {"device": own.device, "dtype": own.dtype}
+        device, dtype = own.device, own.dtype
         # A graph that is still alive, as that of the last loss, keeps the node that accumulates
         # the gradient, and with it the old length. Autograd makes a new one when the type changes.
-        other = torch.float32 if own.dtype == torch.float64 else torch.float64
+        other = torch.float32 if dtype == torch.float64 else torch.float64
         own.data = own.data.new_empty(0, dtype=other)
-        own.data = values.detach().to(**like)
+        own.data = values.detach().to(device, dtype)
 
     def _check_capacity(self, pattern: SparsePattern) -> None:
         own = self._pattern

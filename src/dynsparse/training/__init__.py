@@ -1,32 +1,73 @@
 """Dynamic sparse training: which blocks leave, which join, when, and what follows them."""
 
-from dynsparse.training.algorithms import SET, RigL, Static
+from dynsparse.training.algorithms import (
+    GMP,
+    MEST,
+    SET,
+    SNFS,
+    DeepR,
+    GraNet,
+    RigL,
+    Static,
+    TopKAST,
+)
+from dynsparse.training.budget import Budget, Counts, GlobalBudget, LayerBudget, SoftBudget
 from dynsparse.training.checkpoint import CheckpointError, load_checkpoint, save_checkpoint
-from dynsparse.training.drop import DropScore, lowest, magnitude
-from dynsparse.training.grow import GradientGrowth, Growth, RandomGrowth
+from dynsparse.training.drop import DropScore, MagnitudeGradient, lowest, magnitude
+from dynsparse.training.gradual import GradualBudget
+from dynsparse.training.grow import GradientGrowth, Growth, NoGrowth, RandomGrowth
+from dynsparse.training.history import DenseMomentum, History, LastStep, WindowMomentum
+from dynsparse.training.initial import GradientStep
 from dynsparse.training.optimizer_state import rewire_state
+from dynsparse.training.redistribution import MomentumBudget
 from dynsparse.training.schedule import (
     ApplicationCosine,
     ConstantSchedule,
     CosineSchedule,
+    ElasticSchedule,
+    GradualSchedule,
     Schedule,
 )
+from dynsparse.training.telemetry import Telemetry
 from dynsparse.training.trainer import SparseTrainer
 
 __all__ = [
+    "GMP",
+    "MEST",
     "SET",
+    "SNFS",
     "ApplicationCosine",
+    "Budget",
     "CheckpointError",
     "ConstantSchedule",
     "CosineSchedule",
+    "Counts",
+    "DeepR",
+    "DenseMomentum",
     "DropScore",
+    "ElasticSchedule",
+    "GlobalBudget",
+    "GraNet",
     "GradientGrowth",
+    "GradientStep",
+    "GradualBudget",
+    "GradualSchedule",
     "Growth",
+    "History",
+    "LastStep",
+    "LayerBudget",
+    "MagnitudeGradient",
+    "MomentumBudget",
+    "NoGrowth",
     "RandomGrowth",
     "RigL",
     "Schedule",
+    "SoftBudget",
     "SparseTrainer",
     "Static",
+    "Telemetry",
+    "TopKAST",
+    "WindowMomentum",
     "load_checkpoint",
     "lowest",
     "magnitude",

@@ -33,8 +33,12 @@ class History(Protocol):
         """Take in (x [batch, in], dY [batch, out]) of one step, one pair per micro-batch."""
         ...
 
+    def has(self, layer: str) -> bool:
+        """Whether any backward pass came through the layer in these steps."""
+        ...
+
     def pairs(self, layer: str) -> list[Pair]:
-        """Pairs whose dY^T X add up to the gradient to look at; none if there was no backward."""
+        """Pairs whose dY^T X add up to the gradient to look at; the caller may clear the list."""
         ...
 
     def at(self, layer: str, pattern: SparsePattern) -> Tensor:
@@ -61,6 +65,9 @@ class LastStep:
 
     def observe(self, layer: str, pairs: list[Pair]) -> None:
         self._pairs[layer] = pairs
+
+    def has(self, layer: str) -> bool:
+        return bool(self._pairs.get(layer))
 
     def pairs(self, layer: str) -> list[Pair]:
         return self._pairs.get(layer, [])
@@ -100,6 +107,9 @@ class WindowMomentum:
 
     def observe(self, layer: str, pairs: list[Pair]) -> None:
         self._steps.setdefault(layer, deque(maxlen=self.window)).append(pairs)
+
+    def has(self, layer: str) -> bool:
+        return any(self._steps.get(layer, ()))
 
     def pairs(self, layer: str) -> list[Pair]:
         weighted = []
@@ -154,8 +164,11 @@ class DenseMomentum:
             else:
                 self._momentum[layer] = left @ right
 
+    def has(self, layer: str) -> bool:
+        return layer in self._momentum
+
     def pairs(self, layer: str) -> list[Pair]:
-        if layer not in self._momentum:
+        if not self.has(layer):
             return []
         # M = I^T M: the search for the largest positions takes any pair.
         matrix = self._momentum[layer]

@@ -5,9 +5,10 @@ from __future__ import annotations
 import torch
 from torch import nn
 
+from dynsparse.training.algorithms.choices import cosine_schedule, layer_or_global
 from dynsparse.training.drop import DropScore, magnitude
 from dynsparse.training.grow import GradientGrowth, RandomGrowth
-from dynsparse.training.schedule import CosineSchedule, Schedule
+from dynsparse.training.schedule import Schedule
 from dynsparse.training.trainer import GrownValue, SparseTrainer
 
 __all__ = ["SET", "RigL", "Static"]
@@ -33,6 +34,8 @@ class RigL(SparseTrainer):
         schedule: in place of the cosine schedule of these three.
         pooling: how the gradient magnitudes of a block become its score: "sum", "avg", "max", or
             "none", which ranks as "sum".
+        budget: "layer": every layer replaces its own share; "global": the lowest scores of all
+            layers together leave, and each layer grows as many as it lost (see `GlobalBudget`).
     """
 
     def __init__(
@@ -48,15 +51,17 @@ class RigL(SparseTrainer):
         drop_score: DropScore = magnitude,
         regrow_dropped: bool = False,
         initial_value: GrownValue = 0.0,
+        budget: str = "layer",
     ) -> None:
         super().__init__(
             model,
             optimizer,
-            schedule=_schedule(total_steps, update_interval, drop_fraction, schedule),
+            schedule=cosine_schedule(total_steps, update_interval, drop_fraction, schedule),
             growth=GradientGrowth(pooling),
             drop_score=drop_score,
             regrow_dropped=regrow_dropped,
             initial_value=initial_value,
+            budget=layer_or_global(budget),
         )
 
 
@@ -71,6 +76,7 @@ class SET(SparseTrainer):
         model, optimizer, drop_score, regrow_dropped, initial_value: see `SparseTrainer`.
         total_steps, update_interval, drop_fraction, schedule: see `RigL`.
         seed, generator: of the positions drawn; see `RandomGrowth`.
+        budget: see `RigL`.
     """
 
     def __init__(
@@ -87,34 +93,15 @@ class SET(SparseTrainer):
         drop_score: DropScore = magnitude,
         regrow_dropped: bool = False,
         initial_value: GrownValue = 0.0,
+        budget: str = "layer",
     ) -> None:
         super().__init__(
             model,
             optimizer,
-            schedule=_schedule(total_steps, update_interval, drop_fraction, schedule),
+            schedule=cosine_schedule(total_steps, update_interval, drop_fraction, schedule),
             growth=RandomGrowth(seed, generator),
             drop_score=drop_score,
             regrow_dropped=regrow_dropped,
             initial_value=initial_value,
+            budget=layer_or_global(budget),
         )
-
-
-def _schedule(
-    total_steps: int | None,
-    update_interval: int | None,
-    drop_fraction: float | None,
-    schedule: Schedule | None,
-) -> Schedule:
-    given = {
-        "total_steps": total_steps,
-        "update_interval": update_interval,
-        "drop_fraction": drop_fraction,
-    }
-    given = {name: value for name, value in given.items() if value is not None}
-    if schedule is not None:
-        if given:
-            raise ValueError(f"the schedule says it all: leave out {', '.join(given)}")
-        return schedule
-    if total_steps is None:
-        raise ValueError("give total_steps, the optimizer steps of the whole training, or schedule")
-    return CosineSchedule(**given)  # type: ignore[arg-type]

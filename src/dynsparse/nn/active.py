@@ -1,0 +1,88 @@
+"""A layer whose forward pass uses only some of its weights, while all of them learn."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dynsparse.ops.linear import grad_input, grad_weight, linear
+from dynsparse.pattern import PatternIndex, SparsePattern
+
+__all__ = ["ActiveSet"]
+
+
+class ActiveSet:
+    """The slots of a layer that its forward pass uses.
+
+    Y = X A^T + b and dX = dY A take the active weights alone; dW = dY^T X is computed at all
+    positions of the layer, as if they had all been used.
+
+    Source: Jayakumar et al. 2020, "Top-KAST: Top-K Always Sparse Training", section 2: the layer's
+    pattern is the set B, the active slots are the set A.
+
+    Args:
+        pattern: of the layer.
+        slots: the active ones: int64 [any], sorted and distinct.
+        device: where the layer's values are.
+
+    Raises:
+        ValueError: slots outside the pattern, not sorted or not distinct.
+    """
+
+    def __init__(self, pattern: SparsePattern, slots: Tensor, device: torch.device) -> None:
+        slots = slots.cpu()
+        ends = slots[[0, -1]].tolist() if len(slots) else [0, 0]
+        if (
+            not bool((slots[1:] > slots[:-1]).all())
+            or ends[0] < 0
+            or ends[1] >= max(pattern.nnz, 1)
+        ):
+            raise ValueError(f"active slots must be sorted, distinct and within [0, {pattern.nnz})")
+        self.pattern = SparsePattern.from_flat(
+            pattern.flat[slots], shape=pattern.shape, block_size=pattern.block_size
+        )
+        self.slots = slots.to(device)
+        self._index = PatternIndex(*(tensor.to(device) for tensor in self.pattern.index))
+
+    def __call__(
+        self, x: Tensor, values: Tensor, index: PatternIndex, bias: Tensor | None
+    ) -> Tensor:
+        """x [..., in] -> [..., out], with the layer's values, index and bias."""
+        device = x.device.type
+        if torch.is_autocast_enabled(device) and x.is_floating_point():
+            x = x.to(torch.get_autocast_dtype(device))
+        with torch.autocast(device, enabled=False):
+            return _ActiveLinear.apply(x, values, bias, self.slots, self._index, index)
+
+
+class _ActiveLinear(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        values: Tensor,
+        bias: Tensor | None,
+        slots: Tensor,
+        active: PatternIndex,
+        index: PatternIndex,
+    ) -> Tensor:
+        chosen = values[slots]
+        ctx.save_for_backward(x if ctx.needs_input_grad[1] else None, values, chosen)
+        ctx.active, ctx.index = active, index
+        ctx.bias_dtype = None if bias is None else bias.dtype
+        return linear(x, chosen, active, bias)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        x, values, chosen = ctx.saved_tensors
+        dx = dw = db = None
+        if ctx.needs_input_grad[0]:
+            dx = grad_input(dy, chosen, ctx.active)
+        if ctx.needs_input_grad[1]:
+            dw = grad_weight(dy, x, values, ctx.index)
+        if ctx.needs_input_grad[2]:
+            db = dy.reshape(-1, dy.shape[-1]).sum(0, dtype=ctx.bias_dtype)
+        return dx, dw, db, None, None, None

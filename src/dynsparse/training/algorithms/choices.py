@@ -1,0 +1,43 @@
+"""How the arguments that the algorithms share become pieces of a trainer."""
+
+from __future__ import annotations
+
+from dynsparse.training.budget import Budget, GlobalBudget, LayerBudget
+from dynsparse.training.schedule import CosineSchedule, Schedule
+
+__all__ = ["cosine_schedule", "layer_or_global"]
+
+
+def cosine_schedule(
+    total_steps: int | None,
+    update_interval: int | None,
+    drop_fraction: float | None,
+    schedule: Schedule | None,
+    kind: type[CosineSchedule] = CosineSchedule,
+    **more: float,
+) -> Schedule:
+    """`schedule`, or one of `kind` made of the numbers given.
+
+    Raises:
+        ValueError: both are given, or neither.
+    """
+    given = {
+        "total_steps": total_steps,
+        "update_interval": update_interval,
+        "drop_fraction": drop_fraction,
+    }
+    given = {name: value for name, value in given.items() if value is not None}
+    if schedule is not None:
+        if given:
+            raise ValueError(f"the schedule says it all: leave out {', '.join(given)}")
+        return schedule
+    if total_steps is None:
+        raise ValueError("give total_steps, the optimizer steps of the whole training, or schedule")
+    return kind(**given, **more)  # type: ignore[arg-type]
+
+
+def layer_or_global(budget: str) -> Budget:
+    """The budget of that name."""
+    if budget not in ("layer", "global"):
+        raise ValueError(f"budget must be one of layer, global, got {budget!r}")
+    return LayerBudget() if budget == "layer" else GlobalBudget()

@@ -1,0 +1,178 @@
+"""Top-KAST: the forward pass uses the largest weights, the backward pass trains more of them."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from dynsparse.nn import SparseEmbedding, SparseLinear
+from dynsparse.nn.active import ActiveSet
+from dynsparse.ops.grow.select import select
+from dynsparse.pattern import Rewiring, SparsePattern
+from dynsparse.training.algorithms.choices import cosine_schedule
+from dynsparse.training.budget import Budget, Counts, Survey
+from dynsparse.training.checks import check_fraction, check_not_negative
+from dynsparse.training.drop import magnitude
+from dynsparse.training.grow import RandomGrowth
+from dynsparse.training.schedule import Schedule
+from dynsparse.training.trainer import GrownValue, SparseTrainer
+
+__all__ = ["SpareBudget", "TopKAST"]
+
+
+class SpareBudget(Budget):
+    """The schedule's share of the blocks that the forward pass does not use is replaced.
+
+    Args:
+        forward_fraction: share of a layer's blocks that the forward pass uses.
+    """
+
+    def __init__(self, forward_fraction: float) -> None:
+        self.forward_fraction = check_fraction("forward_fraction", forward_fraction, zero=False)
+        self.options = {"forward_fraction": forward_fraction}
+
+    def forward_count(self, nnz: int) -> int:
+        """How many of `nnz` blocks the forward pass uses: at least one, if there is one."""
+        return min(nnz, max(1, round(self.forward_fraction * nnz)))
+
+    def counts(self, survey: Survey) -> dict[str, Counts]:
+        found = {}
+        for name, pattern in survey.patterns.items():
+            count = survey.replaced(name, pattern.nnz - self.forward_count(pattern.nnz))
+            found[name] = Counts(count, count)
+        return found
+
+
+class TopKAST(SparseTrainer):
+    """The layers store the set B; their forward pass uses the set A, the largest weights of B.
+
+    Output and gradient of the input cost in proportion to A, the gradient of the weights to B, and
+    all of B is trained. A is chosen anew every `update_interval` steps, when a share of the weights
+    outside A, the smallest, also makes way for random positions. Before each optimizer step the
+    gradient gets exploration * w for weights in A and exploration * w / D for the others, D the
+    forward density |A| / (out * in / b^2).
+
+    Source: Jayakumar et al. 2020, "Top-KAST: Top-K Always Sparse Training". It differs from the
+    paper in that nothing exists outside B. There all weights keep their last value and come into B
+    when those inside have shrunk below them; here positions come in at random, and at zero unless
+    `initial_value` says otherwise.
+
+    The model's own state holds B; A is in the state of the trainer. `shrink` makes an ordinary
+    sparse model of A. A layer without its trainer's state uses all of B.
+
+    Args:
+        model, optimizer, initial_value: see `SparseTrainer`. The layers' density is that of B.
+        forward_fraction: |A| / |B|, in (0, 1].
+        exploration: strength of the pull to zero, at least 0.
+        total_steps, update_interval, drop_fraction: see `RigL`; the share is one of the weights
+            outside A, and falls to zero at the end of the training.
+        schedule: in place of these three.
+        seed, generator: of the positions drawn; see `RandomGrowth`.
+
+    Raises:
+        TypeError: a layer that is an embedding table or on a tile machine: they use all of B.
+    """
+
+    budget: SpareBudget
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        *,
+        forward_fraction: float = 0.5,
+        exploration: float = 1e-4,
+        total_steps: int | None = None,
+        update_interval: int | None = None,
+        drop_fraction: float | None = None,
+        schedule: Schedule | None = None,
+        seed: int | None = None,
+        generator: torch.Generator | None = None,
+        initial_value: GrownValue = 0.0,
+    ) -> None:
+        self.exploration = check_not_negative("exploration", exploration)
+        schedule = cosine_schedule(
+            total_steps, update_interval, drop_fraction, schedule, end_fraction=1.0
+        )
+        super().__init__(
+            model,
+            optimizer,
+            schedule=schedule,
+            growth=RandomGrowth(seed, generator),
+            initial_value=initial_value,
+            budget=SpareBudget(forward_fraction),
+        )
+        for name, layer in self._trained().items():
+            if isinstance(layer, SparseEmbedding) or layer.target is not None:
+                what = "an embedding table" if layer.target is None else "on a tile machine"
+                raise TypeError(
+                    f"layer {name!r} is {what}, whose products use all of its weights: freeze it "
+                    "or leave it dense to train the others with Top-KAST"
+                )
+        self._choose()
+
+    @torch.no_grad()
+    def _choose(self) -> None:
+        """Choose A of every layer anew."""
+        for layer in self._trained().values():
+            count = self.budget.forward_count(layer.pattern.nnz)
+            _activate(layer, select(magnitude(layer.values), count))
+
+    @torch.no_grad()
+    def _before_step(self) -> None:
+        if not self.exploration:
+            return
+        for layer in self._trained().values():
+            if layer.values.grad is None or layer.active is None:
+                continue
+            strength = self.exploration / layer.active.pattern.density
+            pull = torch.full_like(magnitude(layer.values), strength)
+            pull[layer.active.slots] = self.exploration
+            pull = pull.view(-1, *[1] * (layer.values.dim() - 1))
+            layer.values.grad.addcmul_(pull, layer.values)
+
+    def _update(self) -> dict[str, Rewiring]:
+        rewirings = super()._update()
+        self._choose()
+        return rewirings
+
+    @torch.no_grad()
+    def shrink(self) -> dict[str, Rewiring]:
+        """Give up what is outside A: the layers become ordinary ones that hold A alone.
+
+        For after the training. Values and optimizer state become as small as A. Returns the
+        rewirings by layer name.
+        """
+        rewirings = {}
+        for name, layer in self._trained().items():
+            if layer.active is None:
+                continue
+            rewirings[name] = rewiring = Rewiring.between(layer.pattern, layer.active.pattern)
+            layer.resizable = True
+            self._apply(name, layer, rewiring, 0.0)
+        return rewirings
+
+    def _own_options(self) -> dict[str, float]:
+        return {"exploration": self.exploration}
+
+    def _own_state(self) -> dict[str, Tensor]:
+        active = {name: layer.active for name, layer in self.layers.items()}
+        return {name: a.pattern.flat for name, a in active.items() if a is not None}
+
+    def _load_own_state(self, state: dict[str, Tensor]) -> None:
+        for name, flat in state.items():
+            layer = self.layers[name]
+            active = SparsePattern.from_flat(
+                flat.cpu(), shape=layer.pattern.shape, block_size=layer.block_size
+            )
+            rewiring = Rewiring.between(layer.pattern, active)
+            if bool((rewiring.source < 0).any()):
+                raise ValueError(
+                    f"the state uses weights that layer {name!r} does not hold: load the model "
+                    "that was saved with it first"
+                )
+            _activate(layer, rewiring.source.long())
+
+
+def _activate(layer: SparseLinear, slots: Tensor) -> None:
+    layer.active = ActiveSet(layer.pattern, slots, layer.values.device)

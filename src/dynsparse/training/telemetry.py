@@ -1,0 +1,182 @@
+"""What the connectivity does during a training, as plain dictionaries for any logger."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from dynsparse.nn import SparseLinear
+from dynsparse.pattern import Rewiring
+from dynsparse.training.trainer import SparseTrainer
+
+__all__ = ["Telemetry"]
+
+
+class Telemetry:
+    """Watches a trainer's updates and says in numbers what they did.
+
+    `figures()` may be called at any time; after an update it speaks of that update. Keys are
+    "layer/figure", and "all/figure" for all layers together; values are ints and floats.
+
+    | figure | meaning |
+    |---|---|
+    | blocks, density | present now |
+    | churn | share of the blocks before the last update that it dropped |
+    | jaccard | blocks present before and after it / blocks present before or after it |
+    | survival | share of the first pattern's blocks that were never dropped |
+    | exploration | share of all positions that were ever present |
+    | dead_inputs, dead_outputs | features without any connection |
+    | zero_outputs | output features whose incoming weights are all zero, or are none |
+
+    The exploration rate is Rs of Liu et al. 2021, "Do We Actually Need Dense Over-Parameterization?
+    In-Time Over-Parameterization in Sparse Training", section 3. Which positions were ever present
+    is kept in one bit per position, a 32nd of a dense float32 matrix.
+
+    Args:
+        trainer: watched from now on, with the patterns its layers have now as the first ones.
+    """
+
+    def __init__(self, trainer: SparseTrainer) -> None:
+        self._watched = {name: _Layer(layer) for name, layer in trainer.layers.items()}
+        trainer.on_update.append(self._update)
+
+    def _update(self, step: int, rewirings: dict[str, Rewiring]) -> None:
+        for name, watched in self._watched.items():
+            watched.update(rewirings.get(name))
+
+    def figures(self) -> dict[str, int | float]:
+        """The figures of every layer and of all together."""
+        layers = {name: watched.counts() for name, watched in self._watched.items()}
+        total: dict[str, int] = {}
+        for counts in layers.values():
+            for key, value in counts.items():
+                total[key] = total.get(key, 0) + value
+        found: dict[str, int | float] = {}
+        for name, counts in {**layers, "all": total}.items():
+            found |= {f"{name}/{key}": value for key, value in _figures(counts).items()}
+        return found
+
+    def state_dict(self) -> dict[str, Any]:
+        """What survival, exploration and churn go on from; tensors and plain types."""
+        return {name: watched.state_dict() for name, watched in self._watched.items()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue where `state` was taken; load the model first.
+
+        Raises:
+            ValueError: the state of other layers.
+        """
+        for name, watched in self._watched.items():
+            if name not in state:
+                raise ValueError(f"the telemetry was saved without the layer {name!r}")
+            watched.check(name, state[name])
+        for name, watched in self._watched.items():
+            watched.load_state_dict(state[name])
+
+
+class _Layer:
+    """What is remembered of one layer."""
+
+    def __init__(self, layer: SparseLinear) -> None:
+        self.layer = layer
+        pattern = layer.pattern
+        self.visited = np.zeros((pattern.total + 7) // 8, np.uint8)
+        self.explored = 0
+        self._visit(pattern.flat.numpy())
+        self.first = pattern.nnz
+        self.from_start = torch.ones(pattern.nnz, dtype=torch.bool)
+        self.last = (pattern.nnz, 0, 0)  # blocks before the last update, dropped, grown
+
+    def update(self, rewiring: Rewiring | None) -> None:
+        if rewiring is None:
+            self.last = (self.layer.pattern.nnz, 0, 0)
+            return
+        grown = rewiring.grown
+        self._visit(rewiring.after.flat[grown].numpy())
+        self.from_start = rewiring.apply(self.from_start, False)
+        kept = rewiring.after.nnz - len(grown)
+        self.last = (rewiring.before.nnz, rewiring.before.nnz - kept, len(grown))
+
+    def _visit(self, flat: np.ndarray) -> None:
+        """Mark sorted, distinct positions."""
+        if not len(flat):
+            return
+        byte, bit = flat >> 3, np.left_shift(1, flat & 7).astype(np.uint8)
+        self.explored += int(((self.visited[byte] & bit) == 0).sum())
+        starts = np.flatnonzero(np.diff(byte, prepend=-1))
+        self.visited[byte[starts]] |= np.bitwise_or.reduceat(bit, starts)
+
+    def counts(self) -> dict[str, int]:
+        """Whole numbers that add up over layers."""
+        pattern, (before, dropped, grown) = self.layer.pattern, self.last
+        b, (height, width) = pattern.block_size, pattern.grid
+        return {
+            "blocks": pattern.nnz,
+            "positions": pattern.total,
+            "before": before,
+            "dropped": dropped,
+            "grown": grown,
+            "first": self.first,
+            "survived": int(self.from_start.sum()),
+            "explored": self.explored,
+            "dead_inputs": (width - len(pattern.cols.unique())) * b,
+            "dead_outputs": (height - len(pattern.rows.unique())) * b,
+            "zero_outputs": _zero_outputs(self.layer),
+        }
+
+    def state_dict(self) -> dict[str, Any]:
+        return {
+            "positions": self.layer.pattern.total,
+            "visited": torch.from_numpy(self.visited.copy()),
+            "explored": self.explored,
+            "first": self.first,
+            "from_start": self.from_start.clone(),
+            "last": list(self.last),
+        }
+
+    def check(self, name: str, state: dict[str, Any]) -> None:
+        own = (self.layer.pattern.total, self.layer.pattern.nnz)
+        saved = (state["positions"], len(state["from_start"]))
+        if own != saved:
+            raise ValueError(
+                f"the telemetry of layer {name!r} was saved with [positions, blocks] = "
+                f"{list(saved)}, the layer has {list(own)}: load the model first"
+            )
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.visited = state["visited"].cpu().numpy().copy()
+        self.explored, self.first = int(state["explored"]), int(state["first"])
+        self.from_start = state["from_start"].cpu().clone()
+        before, dropped, grown = state["last"]
+        self.last = (before, dropped, grown)
+
+
+def _zero_outputs(layer: SparseLinear) -> int:
+    b, height = layer.block_size, layer.pattern.grid[0]
+    present = layer.values.detach() != 0
+    rows = present[:, None] if b == 1 else present.any(2)  # [nnz, b]
+    alive: Tensor = torch.zeros(height, b, dtype=torch.int32, device=rows.device)
+    alive.index_add_(0, layer.rows.long(), rows.int())
+    return int((alive == 0).sum())
+
+
+def _figures(counts: dict[str, int]) -> dict[str, int | float]:
+    def share(part: int, whole: int) -> float:
+        return part / whole if whole else 0.0
+
+    kept = counts["before"] - counts["dropped"]
+    union = counts["before"] + counts["grown"]
+    return {
+        "blocks": counts["blocks"],
+        "density": share(counts["blocks"], counts["positions"]),
+        "churn": share(counts["dropped"], counts["before"]),
+        "jaccard": kept / union if union else 1.0,
+        "survival": share(counts["survived"], counts["first"]),
+        "exploration": share(counts["explored"], counts["positions"]),
+        "dead_inputs": counts["dead_inputs"],
+        "dead_outputs": counts["dead_outputs"],
+        "zero_outputs": counts["zero_outputs"],
+    }
