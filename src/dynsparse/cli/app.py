@@ -11,6 +11,7 @@ from typing import Annotated, Any
 import typer
 
 from dynsparse import __version__
+from dynsparse.cli.encode import encode
 from dynsparse.cli.info import info
 from dynsparse.cli.lists import ListCommand
 from dynsparse.cli.lm import lm
@@ -25,6 +26,7 @@ __all__ = ["app", "run"]
 _COMMANDS: dict[str, Callable[..., None]] = {
     "mnist": mnist,
     "lm": lm,
+    "encode": encode,
     "mnist-transformer": mnist_transformer,
     "visualise": visualise,
     "matmul": matmul,
