@@ -11,6 +11,7 @@ from typing import Annotated, Any
 import typer
 
 from dynsparse import __version__
+from dynsparse.cli.bench import bench
 from dynsparse.cli.encode import encode
 from dynsparse.cli.info import info
 from dynsparse.cli.lists import ListCommand
@@ -30,6 +31,7 @@ _COMMANDS: dict[str, Callable[..., None]] = {
     "mnist-transformer": mnist_transformer,
     "visualise": visualise,
     "matmul": matmul,
+    "bench": bench,
     "info": info,
 }
 

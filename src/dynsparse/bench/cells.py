@@ -1,0 +1,90 @@
+"""One cell of a grid: the sizes of the layer that is measured, and what they take of memory."""
+
+from __future__ import annotations
+
+import itertools
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+__all__ = ["DTYPES", "Cell", "available_memory", "refusal"]
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
+
+
+@dataclass(frozen=True)
+class Cell:
+    """Sizes of one measurement.
+
+    `features` are the feature counts, the input's first: two for a layer, more for a network.
+    """
+
+    features: tuple[int, ...]
+    batch: int
+    density: float
+    block: int = 1
+    threads: int = 1
+    dtype: str = "float32"
+
+    @property
+    def layer(self) -> str:
+        """How the features are written in the YAML file: 1024, 784x300 (in x out), 784-320-10."""
+        if len(self.features) != 2:
+            return "-".join(map(str, self.features))
+        one, other = self.features
+        return str(one) if one == other else f"{one}x{other}"
+
+    @property
+    def torch_dtype(self) -> torch.dtype:
+        return DTYPES[self.dtype]
+
+    def __str__(self) -> str:
+        block = f", block {self.block}" if self.block > 1 else ""
+        dtype = f", {self.dtype}" if self.dtype != "float32" else ""
+        return f"{self.layer}, batch {self.batch}, density {self.density:g}{block}{dtype}"
+
+
+def refusal(cell: Cell, available: int | None) -> str | None:
+    """Why `cell` cannot be measured, in one line; None where it can.
+
+    `available` is the free memory in bytes, None where nobody knows.
+    """
+    for features in cell.features[:-1] if len(cell.features) > 2 else cell.features:
+        if features % cell.block:
+            return f"block {cell.block} does not divide {features} features"
+    need = _bytes_needed(cell)
+    if available is not None and need > available:
+        return (
+            f"needs about {need / 1e9:.1f} GB of memory, {available / 1e9:.1f} GB are free: "
+            "take a smaller layer or batch"
+        )
+    return None
+
+
+def _bytes_needed(cell: Cell) -> int:
+    """A generous estimate, all contenders together."""
+    elements = sum(a * b for a, b in itertools.pairwise(cell.features))
+    # Dense: weight and gradient. Masked: weight, mask, product, both gradients. Growth: one more.
+    dense = 4 * 9 * elements
+    # Values, gradient, optimizer state, CSR, CSC and MKL's copies of it, 64-bit positions on the
+    # way there.
+    sparse = int(100 * cell.density * elements)
+    # Inputs, outputs and their gradients, and a layout of each.
+    activations = 4 * 12 * cell.batch * sum(cell.features)
+    return dense + sparse + activations
+
+
+def available_memory() -> int | None:
+    """Bytes that can be had without swapping; None where the system does not tell."""
+    try:
+        for line in Path("/proc/meminfo").read_text().splitlines():
+            if line.startswith("MemAvailable:"):
+                return 1024 * int(line.split()[1])
+    except (OSError, ValueError):
+        pass
+    try:
+        return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    except (ValueError, OSError, AttributeError):
+        return None

@@ -1,0 +1,215 @@
+"""Who is timed on a layer: dynsparse as a user calls it, and what else does the same work."""
+
+from __future__ import annotations
+
+import itertools
+import warnings
+from collections.abc import Callable, Iterable
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from dynsparse.bench.cells import Cell
+from dynsparse.bench.masked import MaskedLinear, masked_twin
+from dynsparse.nn import SparseLinear
+from dynsparse.pattern import SparsePattern
+
+__all__ = ["build_layer", "forwards", "mlp", "network_steps", "steps"]
+
+Work = Callable[[], object]
+
+
+def build_layer(cell: Cell) -> tuple[SparseLinear, Tensor, Tensor]:
+    """The layer of a cell, x [batch, in] that wants a gradient, and dY [batch, out]."""
+    generator = torch.Generator().manual_seed(0)
+    in_features, out_features = cell.features
+    dtype = cell.torch_dtype
+    layer = SparseLinear(
+        in_features,
+        out_features,
+        density=cell.density,
+        block_size=cell.block,
+        generator=generator,
+        dtype=dtype,
+    )
+    x = torch.randn(cell.batch, in_features, generator=generator).to(dtype).requires_grad_()
+    dy = torch.randn(cell.batch, out_features, generator=generator).to(dtype)
+    return layer, x, dy
+
+
+def _step_of(layer: nn.Module, x: Tensor, dy: Tensor) -> Work:
+    wanted = [x, *layer.parameters()]
+
+    def step() -> object:
+        return torch.autograd.grad(layer(x), wanted, dy)
+
+    return step
+
+
+def _dense(layer: SparseLinear) -> nn.Linear:
+    """A dense layer with the same weights, zeros included."""
+    dense = nn.Linear(layer.in_features, layer.out_features, dtype=layer.values.dtype)
+    with torch.no_grad():
+        dense.weight.copy_(layer.to_dense())
+        dense.bias.copy_(layer.bias)
+    return dense
+
+
+def _on_one_thread(work: Work) -> Work:
+    def alone() -> object:
+        threads = torch.get_num_threads()
+        torch.set_num_threads(1)
+        try:
+            return work()
+        finally:
+            torch.set_num_threads(threads)
+
+    return alone
+
+
+def steps(cell: Cell, names: Iterable[str]) -> tuple[SparseLinear, dict[str, Work]]:
+    """Forward with bias, and the gradients of input, weights and bias; natural layout throughout.
+
+    All go through autograd but `mkl`: torch has none for two CSR copies and `sampled_addmm`.
+    """
+    layer, x, dy = build_layer(cell)
+    makers: dict[str, Callable[[], Work]] = {
+        "masked": lambda: _step_of(MaskedLinear(layer), x, dy),
+        "dense": lambda: _step_of(_dense(layer), x, dy),
+        "mkl": lambda: _mkl_step(layer, x.detach(), dy),
+        "one_thread": lambda: _on_one_thread(_step_of(layer, x, dy)),
+    }
+    made = {"dynsparse": _step_of(layer, x, dy)}
+    made.update((name, makers[name]()) for name in names if _serves(name, cell))
+    return layer, made
+
+
+def forwards(cell: Cell, names: Iterable[str]) -> tuple[SparseLinear, dict[str, Work]]:
+    """Forward with bias, without gradients; natural layout."""
+    layer, with_gradient, _ = build_layer(cell)
+    x = with_gradient.detach()
+
+    def of(module: nn.Module) -> Work:
+        def forward() -> Tensor:
+            with torch.no_grad():
+                return module(x)
+
+        return forward
+
+    makers: dict[str, Callable[[], Work]] = {
+        "masked": lambda: of(MaskedLinear(layer)),
+        "dense": lambda: of(_dense(layer)),
+        "mkl": lambda: _torch_sparse_forward(layer, x),
+        "bsr": lambda: _torch_sparse_forward(layer, x),
+        "scipy": lambda: _scipy_forward(layer, x),
+        "one_thread": lambda: _on_one_thread(of(layer)),
+    }
+    made = {"dynsparse": of(layer)}
+    made.update((name, makers[name]()) for name in names if _serves(name, cell))
+    return layer, made
+
+
+def _serves(name: str, cell: Cell) -> bool:
+    """Whether a contender has something for a cell: formats and types others do not know."""
+    if name in ("mkl", "scipy") and cell.dtype == "bfloat16":
+        return False
+    if name == "mkl":
+        return cell.block == 1 and torch.backends.mkl.is_available()
+    if name == "bsr":
+        return cell.block > 1 and cell.dtype != "bfloat16" and torch.backends.mkl.is_available()
+    return name != "one_thread" or cell.threads > 1
+
+
+def _csr(pattern: SparsePattern, values: Tensor) -> tuple[Tensor, Tensor]:
+    """torch's CSR (or BSR) matrix of W, and a CSR matrix of W^T with values of its own."""
+    index = pattern.index
+    out, in_features = pattern.shape
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch announces once that its sparse tensors are beta
+        if pattern.block_size > 1:
+            matrix = torch.sparse_bsr_tensor(index.row_ptr, index.cols, values, pattern.shape)
+            return matrix, matrix
+        return (
+            torch.sparse_csr_tensor(index.row_ptr, index.cols, values, (out, in_features)),
+            torch.sparse_csr_tensor(
+                index.col_ptr, index.csc_rows, values.clone(), (in_features, out)
+            ),
+        )
+
+
+def _mkl_step(layer: SparseLinear, x: Tensor, dy: Tensor) -> Work:
+    values, bias = layer.values.detach(), layer.bias.detach()
+    matrix, transposed = _csr(layer.pattern, values)
+    order = layer.pattern.index.csc_perm.long()
+    transposed_values = transposed.values()
+
+    def step() -> object:
+        y = torch.mm(matrix, x.t()).t().contiguous().add_(bias)
+        # The values change every step, so the second copy's must follow.
+        torch.index_select(values, 0, order, out=transposed_values)
+        dx = torch.mm(transposed, dy.t()).t().contiguous()
+        dw = torch.sparse.sampled_addmm(matrix, dy.t(), x, beta=0.0)
+        return y, dx, dw, dy.sum(0)
+
+    return step
+
+
+def _torch_sparse_forward(layer: SparseLinear, x: Tensor) -> Work:
+    matrix, _ = _csr(layer.pattern, layer.values.detach())
+    bias = layer.bias.detach()
+    return lambda: torch.mm(matrix, x.t()).t().contiguous().add_(bias)
+
+
+def _scipy_forward(layer: SparseLinear, x: Tensor) -> Work:
+    matrix = layer.pattern.to_scipy(layer.values)
+    columns, bias = x.numpy().T, layer.bias.detach().numpy()[:, None]
+    return lambda: (matrix @ columns + bias).T
+
+
+def mlp(features: tuple[int, ...], make: Callable[[int, int], nn.Module]) -> nn.Sequential:
+    """Layers made by `make(in, out)`, with relu in between."""
+    layers: list[nn.Module] = []
+    for in_features, out_features in itertools.pairwise(features):
+        layers += [make(in_features, out_features), nn.ReLU()]
+    return nn.Sequential(*layers[:-1])
+
+
+def network_steps(cell: Cell, names: Iterable[str]) -> tuple[nn.Module, dict[str, Work]]:
+    """A training step of a whole network: zero_grad, forward, cross entropy, backward, SGD.
+
+    Every layer is sparse; blocks are taken where they divide both feature counts.
+    """
+    generator = torch.Generator().manual_seed(0)
+
+    def sparse(in_features: int, out_features: int) -> nn.Module:
+        fits = in_features % cell.block == 0 and out_features % cell.block == 0
+        return SparseLinear(
+            in_features,
+            out_features,
+            density=cell.density,
+            block_size=cell.block if fits else 1,
+            generator=generator,
+        )
+
+    model = mlp(cell.features, sparse)
+    x = torch.randn(cell.batch, cell.features[0], generator=generator)
+    labels = torch.randint(cell.features[-1], (cell.batch,), generator=generator)
+
+    def step_of(network: nn.Module) -> Work:
+        optimizer = torch.optim.SGD(network.parameters(), lr=1e-3, momentum=0.9)
+
+        def step() -> None:
+            optimizer.zero_grad()
+            F.cross_entropy(network(x), labels).backward()
+            optimizer.step()
+
+        return step
+
+    makers: dict[str, Callable[[], nn.Module]] = {
+        "masked": lambda: masked_twin(model),
+        "dense": lambda: mlp(cell.features, nn.Linear),
+    }
+    made = {"dynsparse": step_of(model)}
+    made.update((name, step_of(makers[name]())) for name in names)
+    return model, made

@@ -1,0 +1,179 @@
+"""Runs benchmarks one after the other and tells what comes out as it comes."""
+
+from __future__ import annotations
+
+import datetime
+import gc
+import json
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from dynsparse.bench.cells import Cell, available_memory, refusal
+from dynsparse.bench.contenders import forwards, network_steps, steps
+from dynsparse.bench.options import MEASURES, Benchmark
+from dynsparse.bench.timing import Timing, Work, measure
+from dynsparse.bench.training import train_side_by_side
+from dynsparse.bench.updates import update_parts
+
+__all__ = ["run_benchmark"]
+
+Tell = Callable[[str], None]
+
+
+def run_benchmark(
+    benchmark: Benchmark, folder: Path, *, threads: int | None = None, tell: Tell = print
+) -> dict[str, Any]:
+    """Measure one benchmark; plain types, as `results` describes them.
+
+    Args:
+        folder: where a command runs, that of the YAML file.
+        threads: in place of those in the file.
+        tell: called with a line for every cell.
+
+    torch's number of threads is what it was afterwards.
+    """
+    head: dict[str, Any] = {
+        "about": benchmark.about,
+        "measured": datetime.datetime.now(datetime.timezone.utc).strftime("%Y-%m-%d"),
+    }
+    tell(f"\n{benchmark.name}: {benchmark.about}")
+    if benchmark.command:
+        return {**head, **_run_command(benchmark, folder, tell)}
+    assert benchmark.measure is not None
+    head |= {"measure": benchmark.measure, "reference": MEASURES[benchmark.measure].reference}
+    cells: list[dict[str, Any]] = []
+    refused: list[dict[str, str]] = []
+    before = torch.get_num_threads()
+    try:
+        for cell in _with_threads(benchmark.cells, threads):
+            why = refusal(cell, available_memory())
+            if why is not None:
+                tell(f"  {cell}: refused, {why}")
+                refused.append({"cell": str(cell), "why": why})
+                continue
+            torch.set_num_threads(cell.threads)
+            figures = _measure_cell(benchmark, cell)
+            gc.collect()
+            tell(f"  {cell}, {_threads(cell.threads)}: {_line(benchmark, figures)}")
+            cells.append({"layer": cell.layer, **_sizes(cell), **figures})
+    finally:
+        torch.set_num_threads(before)
+    return {**head, "cells": cells, "refused": refused}
+
+
+def _with_threads(cells: tuple[Cell, ...], threads: int | None) -> list[Cell]:
+    if threads is None:
+        return list(cells)
+    return list(dict.fromkeys(replace(cell, threads=threads) for cell in cells))
+
+
+def _sizes(cell: Cell) -> dict[str, Any]:
+    return {**asdict(cell), "features": list(cell.features)}
+
+
+def _measure_cell(benchmark: Benchmark, cell: Cell) -> dict[str, Any]:
+    if benchmark.measure == "training":
+        assert benchmark.training is not None
+        options, limit = benchmark.training, benchmark.effort.foreign
+        found = [train_side_by_side(cell, options, seed) for seed in range(options.seeds)]
+        shares = [one["foreign"] for one in found if one["foreign"] is not None]
+        foreign = max(shares, default=None)
+        return {"training": found, "foreign": foreign, "disturbed": (foreign or 0.0) > limit}
+    model, work = _contenders(benchmark, cell)
+    timing = measure(work, MEASURES[benchmark.measure or ""].reference, benchmark.effort)
+    # After the measurement: the layer may choose its kernel by then.
+    return {"kernel": _describe(model), **_plain(timing)}
+
+
+def _contenders(benchmark: Benchmark, cell: Cell) -> tuple[nn.Module, dict[str, Work]]:
+    if benchmark.measure == "step":
+        return steps(cell, benchmark.contenders)
+    if benchmark.measure == "forward":
+        return forwards(cell, benchmark.contenders)
+    if benchmark.measure == "network":
+        return network_steps(cell, benchmark.contenders)
+    return update_parts(cell)
+
+
+def _describe(model: nn.Module) -> str:
+    return " ".join(repr(model).split())
+
+
+def _plain(timing: Timing) -> dict[str, Any]:
+    return asdict(timing)
+
+
+def _run_command(benchmark: Benchmark, folder: Path, tell: Tell) -> dict[str, Any]:
+    """`python` is this interpreter, `{json}` a file that the command writes its figures to."""
+    with tempfile.TemporaryDirectory() as scratch:
+        file = Path(scratch) / "figures.json"
+        words = [word.replace("{json}", str(file)) for word in benchmark.command]
+        if words[0] == "python":
+            words[0] = sys.executable
+        try:
+            done = subprocess.run(words, cwd=folder, capture_output=True, text=True, check=False)
+        except OSError as error:
+            raise ValueError(
+                f"benchmark {benchmark.name!r}, command: expected a program, got "
+                f"{benchmark.command[0]!r}: {error.strerror}"
+            ) from None
+        if done.returncode:
+            last = (done.stderr.strip() or "no message").splitlines()[-1]
+            raise ValueError(
+                f"benchmark {benchmark.name!r}, command: expected it to end with status 0, got "
+                f"{done.returncode}: {last}"
+            )
+        for line in done.stdout.splitlines():
+            tell(f"  {line}")
+        if not file.exists():
+            return {"command": list(benchmark.command), "output": done.stdout}
+        return {"command": list(benchmark.command), "figures": json.loads(file.read_text())}
+
+
+def _threads(count: int) -> str:
+    return "1 thread" if count == 1 else f"{count} threads"
+
+
+def _line(benchmark: Benchmark, figures: dict[str, Any]) -> str:
+    foreign = figures["foreign"]
+    notes = []
+    if figures["disturbed"]:
+        notes.append(f"DISTURBED: others took {100 * foreign:.0f} % of the machine")
+    if benchmark.measure == "training":
+        return "; ".join([_training_line(figures["training"]), *notes])
+    reference = MEASURES[benchmark.measure or ""].reference
+    own = figures["times"][reference]["median"]
+    parts = [f"{reference} {_duration(own)}"]
+    for name, ratio in figures["ratios"].items():
+        spread = f"[{ratio['low']:.2f}-{ratio['high']:.2f}]"
+        parts.append(f"{name} {ratio['median']:.2f}x {spread}")
+    return "; ".join([", ".join(parts), *notes])
+
+
+def _training_line(trainings: list[dict[str, Any]]) -> str:
+    lines = []
+    for found in trainings:
+        parts = []
+        for name, run in found["contenders"].items():
+            if run["steps"] is None:
+                best = max((accuracy for *_, accuracy in run["curve"]), default=0.0)
+                parts.append(f"{name} did not reach {found['accuracy']:.0%}, best {best:.1%}")
+            else:
+                parts.append(f"{name} {run['seconds']:.2f} s, {run['steps']} steps")
+        lines.append(f"seed {found['seed']}: " + ", ".join(parts))
+    return "; ".join(lines)
+
+
+def _duration(seconds: float) -> str:
+    for unit, scale in (("s", 1.0), ("ms", 1e-3)):
+        if seconds >= scale:
+            return f"{seconds / scale:.3g} {unit}"
+    return f"{seconds / 1e-6:.3g} us"

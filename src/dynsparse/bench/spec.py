@@ -1,0 +1,241 @@
+"""Reads `benchmarks.yml`; whatever is wrong in it is told in one line.
+
+The line names the file, the benchmark, the key, what was expected and what was got.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NoReturn
+
+from dynsparse.bench.cells import DTYPES, Cell
+from dynsparse.bench.options import MEASURES, Benchmark, Spec, TrainingOptions
+from dynsparse.bench.task import CLASSES, PIXELS
+from dynsparse.bench.timing import Effort
+from dynsparse.bench.yaml_file import read_yaml
+
+__all__ = ["find_spec", "read_spec"]
+
+_EFFORT = ("seconds", "rounds", "foreign", "repeats")
+_GRID = ("layer", "batch", "density", "block", "threads", "dtype")
+_TRAINING = ("accuracy", "steps", "interval", "evaluate", "learning_rate", "seeds")
+_PACKAGE = Path(__file__).resolve().parent
+
+
+def find_spec() -> Path:
+    """The benchmarks of this installation: of its source tree, or those that came with the wheel.
+
+    Raises:
+        FileNotFoundError: neither is there.
+    """
+    for file in (
+        _PACKAGE.parents[2] / "benchmarks" / "benchmarks.yml",
+        _PACKAGE / "benchmarks.yml",
+    ):
+        if file.is_file():
+            return file
+    raise FileNotFoundError(
+        "no benchmarks.yml came with this installation of dynsparse: name one with --spec FILE"
+    )
+
+
+def read_spec(file: Path) -> Spec:
+    """The checked benchmarks of a YAML file.
+
+    Raises:
+        ValueError: not YAML, or an entry that is unknown, missing or out of range.
+        OSError: the file cannot be read.
+        ImportError: the package pyyaml is missing.
+    """
+    content = read_yaml(file)
+    top = _Entries(file.name, content, "the file")
+    top.allow("defaults", "benchmarks")
+    defaults = _Entries(file.name, content.get("defaults") or {}, "defaults")
+    defaults.allow(*_EFFORT)
+    effort = _effort(defaults, Effort())
+    listed = content.get("benchmarks")
+    if not isinstance(listed, dict) or not listed:
+        top.fail("benchmarks", "a mapping from names to benchmarks", listed)
+    found = {}
+    for name, entries in listed.items():
+        if not isinstance(name, str):
+            top.fail("benchmarks", "names that are text", name)
+        found[name] = _benchmark(_Entries(file.name, entries, f"benchmark {name!r}"), name, effort)
+    for benchmark in found.values():
+        for other in benchmark.runs:
+            if other not in found or found[other].runs:
+                _Entries(file.name, {}, f"benchmark {benchmark.name!r}").fail(
+                    "runs", "names of benchmarks of this file that run no others", other
+                )
+    return Spec(file.name, found)
+
+
+class _Entries:
+    """A mapping of the file, and where it stands there."""
+
+    def __init__(self, file: str, content: Any, where: str) -> None:
+        self.file, self.where = file, where
+        if not isinstance(content, dict):
+            raise ValueError(f"{file}, {where}: expected a mapping, got {content!r}")
+        self.content = content
+
+    def fail(self, key: str, expected: str, got: object) -> NoReturn:
+        raise ValueError(f"{self.file}, {self.where}, {key}: expected {expected}, got {got!r}")
+
+    def allow(self, *keys: str) -> None:
+        for key in self.content:
+            if key not in keys:
+                self.fail(str(key), f"one of the keys {', '.join(keys)}", key)
+
+    def text(self, key: str) -> str:
+        value = self.content.get(key)
+        if not isinstance(value, str) or not value.strip():
+            self.fail(key, "text", value)
+        return " ".join(value.split())
+
+    def number(self, key: str, default: float, low: float, high: float) -> float:
+        value = self.content.get(key, default)
+        if isinstance(value, bool) or not isinstance(value, (int, float)):
+            self.fail(key, "a number", value)
+        if not low <= value <= high:
+            span = f"of at least {low:g}" if high == float("inf") else f"in [{low:g}, {high:g}]"
+            self.fail(key, f"a number {span}", value)
+        return float(value)
+
+    def integer(self, key: str, default: int, least: int) -> int:
+        return _integer(self, key, self.content.get(key, default), least)
+
+    def texts(self, key: str) -> tuple[str, ...]:
+        value = self.content.get(key)
+        if not isinstance(value, list) or not value or not all(isinstance(v, str) for v in value):
+            self.fail(key, "a list of texts", value)
+        return tuple(value)
+
+
+def _benchmark(entries: _Entries, name: str, effort: Effort) -> Benchmark:
+    kinds = [key for key in ("measure", "command", "runs") if key in entries.content]
+    if len(kinds) != 1:
+        entries.fail("measure", "one of measure, command and runs", kinds or None)
+    about = entries.text("about")
+    if kinds == ["runs"]:
+        entries.allow("about", "runs")
+        return Benchmark(name, about, runs=entries.texts("runs"))
+    if kinds == ["command"]:
+        entries.allow("about", "command")
+        return Benchmark(name, about, command=entries.texts("command"))
+    measure = entries.content["measure"]
+    if measure not in MEASURES:
+        entries.fail("measure", f"one of {', '.join(MEASURES)}", measure)
+    keys = ["about", "measure", "grid", *_EFFORT]
+    baselines = MEASURES[measure].baselines
+    contenders: tuple[str, ...] = ()
+    if baselines:
+        keys.append("contenders")
+        contenders = MEASURES[measure].usual
+        if "contenders" in entries.content:
+            contenders = entries.texts("contenders")
+        for contender in contenders:
+            if contender not in baselines:
+                entries.fail("contenders", f"among {', '.join(baselines)}", contender)
+    training = None
+    if measure == "training":
+        keys.extend(_TRAINING)
+        training = _training(entries)
+    entries.allow(*keys)
+    grids = entries.content.get("grid")
+    cells: list[Cell] = []
+    for grid in grids if isinstance(grids, list) and grids else [grids]:
+        part = _Entries(entries.file, grid, f"{entries.where}, grid")
+        cells.extend(_cells(part, measure))
+    return Benchmark(
+        name,
+        about,
+        measure=measure,
+        contenders=contenders,
+        cells=tuple(dict.fromkeys(cells)),
+        effort=_effort(entries, effort),
+        training=training,
+    )
+
+
+def _effort(entries: _Entries, default: Effort) -> Effort:
+    return Effort(
+        seconds=entries.number("seconds", default.seconds, 0, float("inf")),
+        rounds=entries.integer("rounds", default.rounds, 1),
+        foreign=entries.number("foreign", default.foreign, 0, 1),
+        repeats=entries.integer("repeats", default.repeats, 0),
+    )
+
+
+def _training(entries: _Entries) -> TrainingOptions:
+    default = TrainingOptions()
+    return TrainingOptions(
+        accuracy=entries.number("accuracy", default.accuracy, 0.01, 1),
+        steps=entries.integer("steps", default.steps, 1),
+        interval=entries.integer("interval", default.interval, 1),
+        evaluate=entries.integer("evaluate", default.evaluate, 1),
+        learning_rate=entries.number("learning_rate", default.learning_rate, 1e-6, 10),
+        seeds=entries.integer("seeds", default.seeds, 1),
+    )
+
+
+def _cells(grid: _Entries, measure: str) -> list[Cell]:
+    grid.allow(*_GRID)
+    layers = _values(grid, "layer", None, lambda value: _features(grid, value, measure))
+    batches = _values(grid, "batch", None, lambda value: _integer(grid, "batch", value, 1))
+    densities = _values(grid, "density", None, lambda value: _density(grid, value))
+    blocks = _values(grid, "block", 1, lambda value: _integer(grid, "block", value, 1))
+    threads = _values(grid, "threads", 1, lambda value: _integer(grid, "threads", value, 1))
+    dtypes = _values(grid, "dtype", "float32", lambda value: _dtype(grid, value))
+    sizes = itertools.product(threads, dtypes, blocks, densities, layers, batches)
+    return [
+        Cell(layer, batch, density, block, thread, dtype)
+        for thread, dtype, block, density, layer, batch in sizes
+    ]
+
+
+def _values(grid: _Entries, key: str, default: Any, read: Callable[[Any], Any]) -> list[Any]:
+    """The values of one key, a list or one alone."""
+    value = grid.content.get(key, default)
+    if value is None or value == []:
+        grid.fail(key, "a value or a list of values", value)
+    return [read(one) for one in (value if isinstance(value, list) else [value])]
+
+
+def _integer(entries: _Entries, key: str, value: Any, least: int) -> int:
+    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+        entries.fail(key, f"an integer of at least {least}", value)
+    return value
+
+
+def _density(grid: _Entries, value: Any) -> float:
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value <= 1:
+        grid.fail("density", "numbers above 0 and up to 1", value)
+    return float(value)
+
+
+def _dtype(grid: _Entries, value: Any) -> str:
+    if value not in DTYPES:
+        grid.fail("dtype", f"one of {', '.join(DTYPES)}", value)
+    return str(value)
+
+
+def _features(grid: _Entries, value: Any, measure: str) -> tuple[int, ...]:
+    """1024, 784x300 (in x out), and of networks 784-320-10."""
+    network = measure in ("network", "training")
+    expected = "features such as " + ("784-320-10" if network else "1024 or 784x300")
+    if isinstance(value, int) and not isinstance(value, bool) and not network:
+        value = f"{value}x{value}"
+    if not isinstance(value, str):
+        grid.fail("layer", expected, value)
+    parts = value.split("-" if network else "x")
+    if len(parts) < 2 or (len(parts) > 2 and not network):
+        grid.fail("layer", expected, value)
+    if not all(part.isascii() and part.isdigit() and int(part) > 0 for part in parts):
+        grid.fail("layer", expected, value)
+    features = tuple(int(part) for part in parts)
+    if measure == "training" and (features[0], features[-1]) != (PIXELS, CLASSES):
+        grid.fail("layer", f"{PIXELS} features at first and {CLASSES} at last", value)
+    return features

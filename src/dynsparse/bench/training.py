@@ -1,0 +1,160 @@
+"""Whole trainings side by side: the time until the same accuracy is reached."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from dynsparse.bench.cells import Cell
+from dynsparse.bench.contenders import mlp
+from dynsparse.bench.load import CpuTimes, foreign_share, read_cpu_times
+from dynsparse.bench.masked import MaskedRigL, masked_twin
+from dynsparse.bench.options import TrainingOptions
+from dynsparse.bench.task import Task, make_task
+from dynsparse.nn import sparsify
+from dynsparse.training import CosineSchedule, RigL
+
+__all__ = ["Runner", "train_side_by_side"]
+
+
+@dataclass
+class Runner:
+    """One contender: its network, what ends a step, and what happened so far.
+
+    seconds: of training alone, evaluations not counted; update_seconds: those of steps that end in
+    a pattern update; accuracies: (step, seconds, accuracy) at each evaluation.
+    """
+
+    model: nn.Module
+    optimizer: torch.optim.Optimizer
+    finish: Callable[[], object]
+    seconds: float = 0.0
+    update_seconds: float = 0.0
+    updates: int = 0
+    accuracies: list[tuple[int, float, float]] = field(default_factory=list)
+
+    def train(self, batches: list[tuple[Tensor, Tensor]], due: list[bool]) -> None:
+        """A step per batch; `due` says which end in a pattern update."""
+        self.model.train()
+        for (x, labels), is_due in zip(batches, due, strict=True):
+            begin = time.perf_counter()
+            self.optimizer.zero_grad()
+            F.cross_entropy(self.model(x), labels).backward()
+            self.finish()
+            taken = time.perf_counter() - begin
+            self.seconds += taken
+            if is_due:
+                self.update_seconds += taken
+                self.updates += 1
+
+    @torch.no_grad()
+    def evaluate(self, step: int, examples: Tensor, labels: Tensor) -> float:
+        """The accuracy in [0, 1], which is also noted."""
+        self.model.eval()
+        accuracy = float((self.model(examples).argmax(1) == labels).double().mean())
+        self.accuracies.append((step, self.seconds, accuracy))
+        return accuracy
+
+    def reached(self, accuracy: float) -> tuple[int, float] | None:
+        """(step, training seconds) of the first evaluation at `accuracy` or above."""
+        for step, seconds, got in self.accuracies:
+            if got >= accuracy:
+                return step, seconds
+        return None
+
+
+def _runners(cell: Cell, options: TrainingOptions, seed: int) -> dict[str, Runner]:
+    torch.manual_seed(seed)
+    sparse = mlp(cell.features, nn.Linear)
+    fits = [f"{i}" for i, m in enumerate(sparse) if isinstance(m, nn.Linear) and not _fits(m, cell)]
+    sparsify(sparse, cell.density, cell.block, exclude=fits, verbose=False)
+    masked = masked_twin(sparse)
+    schedule = CosineSchedule(options.steps, options.interval)
+
+    def optimizer_of(model: nn.Module) -> torch.optim.Optimizer:
+        return torch.optim.SGD(model.parameters(), lr=options.learning_rate, momentum=0.9)
+
+    own, other = optimizer_of(sparse), optimizer_of(masked)
+    return {
+        "dynsparse": Runner(sparse, own, RigL(sparse, own, schedule=schedule).step),
+        "masked": Runner(masked, other, MaskedRigL(masked, other, schedule).step),
+    }
+
+
+def _fits(layer: nn.Linear, cell: Cell) -> bool:
+    return layer.in_features % cell.block == 0 and layer.out_features % cell.block == 0
+
+
+def train_side_by_side(
+    cell: Cell,
+    options: TrainingOptions,
+    seed: int = 0,
+    *,
+    task: Task | None = None,
+    read: Callable[[], CpuTimes | None] = read_cpu_times,
+) -> dict[str, Any]:
+    """Train the sparse network and its masked twin in turn, some steps each, on the same batches.
+
+    Both start from the same weights and patterns and follow the same schedule; a contender that
+    has reached the accuracy rests. The result is plain types, ready for JSON; times in seconds,
+    evaluations not included. torch's global generator is left as it was.
+    """
+    if task is None:
+        task = make_task(seed=seed)
+    with torch.random.fork_rng():
+        runners = _runners(cell, options, seed)
+    density = _density(runners["masked"].model)
+    schedule = CosineSchedule(options.steps, options.interval)
+    generator = torch.Generator().manual_seed(seed)
+    before = read()
+    done = 0
+    while done < options.steps:
+        count = min(options.evaluate, options.steps - done)
+        due = [schedule.is_due(done + 1 + i) for i in range(count)]
+        batches = []
+        for _ in range(count):
+            chosen = torch.randint(len(task.train), (cell.batch,), generator=generator)
+            batches.append((task.train[chosen], task.train_labels[chosen]))
+        done += count
+        for runner in runners.values():
+            if runner.reached(options.accuracy) is None:
+                runner.train(batches, due)
+                runner.evaluate(done, task.test, task.test_labels)
+        if all(runner.reached(options.accuracy) for runner in runners.values()):
+            break
+    results = {name: _summary(runner, options.accuracy) for name, runner in runners.items()}
+    return {
+        "seed": seed,
+        "density": density,
+        "accuracy": options.accuracy,
+        "contenders": results,
+        "foreign": foreign_share(before, read()),
+    }
+
+
+def _summary(runner: Runner, accuracy: float) -> dict[str, object]:
+    reached = runner.reached(accuracy)
+    return {
+        "steps": None if reached is None else reached[0],
+        "seconds": None if reached is None else reached[1],
+        "updates": runner.updates,
+        "update_seconds": runner.update_seconds,
+        "curve": [list(point) for point in runner.accuracies],
+    }
+
+
+def _density(model: nn.Module) -> float:
+    """Of all weights together."""
+    present = total = 0
+    for module in model.modules():
+        if isinstance(module, nn.Linear):
+            mask = getattr(module, "mask", None)
+            total += module.weight.numel()
+            present += module.weight.numel() if mask is None else int(mask.sum())
+    return present / total

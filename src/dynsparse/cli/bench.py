@@ -1,0 +1,174 @@
+"""`dynsparse bench`: speed beside the alternatives, by a file of named benchmarks."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from dynsparse.cli.values import integer
+
+if TYPE_CHECKING:
+    from dynsparse.bench.options import Benchmark, Spec
+    from dynsparse.bench.results import Results
+
+__all__ = ["bench"]
+
+_WHAT, _OUTPUT = "What is measured", "Output"
+
+
+def _file(panel: str, help: str, *names: str) -> Any:
+    return typer.Option(*names, help=help, rich_help_panel=panel, metavar="<file>")
+
+
+def bench(
+    spec: Annotated[
+        Path | None,
+        _file(_WHAT, "YAML file of benchmarks; by default the one that comes with dynsparse."),
+    ] = None,
+    benchmark: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="Run these alone.",
+            rich_help_panel=_WHAT,
+            metavar="<name>",
+            show_default="all: more than an hour",
+        ),
+    ] = None,
+    threads: Annotated[
+        int | None,
+        typer.Option(
+            help="In place of the threads in the file.",
+            rich_help_panel=_WHAT,
+            parser=integer,
+            metavar="<int>",
+        ),
+    ] = None,
+    from_json: Annotated[
+        Path | None, _file(_WHAT, "Measure nothing: take the figures of this file.", "--from")
+    ] = None,
+    list_: Annotated[
+        bool,
+        typer.Option("--list", help="Show the benchmarks of the file.", rich_help_panel=_WHAT),
+    ] = False,
+    json: Annotated[Path | None, _file(_OUTPUT, "Write the figures here.", "--json")] = None,
+    merge: Annotated[
+        bool,
+        typer.Option(
+            "--merge",
+            help="Keep what the --json file holds of benchmarks that are not run.",
+            rich_help_panel=_OUTPUT,
+        ),
+    ] = False,
+    picture: Annotated[Path | None, _file(_OUTPUT, "Draw speed-up over density here.")] = None,
+    markdown: Annotated[Path | None, _file(_OUTPUT, "Write the figures as tables here.")] = None,
+    page: Annotated[
+        Path | None,
+        _file(_OUTPUT, "Fill in the tables of this Markdown page, between its bench comments."),
+    ] = None,
+) -> None:
+    """Time dynsparse beside the alternatives, in one process with the same threads.
+
+    Ratios are the other's time over dynsparse's: above 1 dynsparse is faster.
+    """
+    if threads is not None and threads < 1:
+        raise ValueError(f"--threads must be at least 1, got {threads}")
+    if merge and (json is None or from_json is not None):
+        raise ValueError("--merge adds what is measured to a --json file: give --json, not --from")
+    for flag, file in (("json", json), ("picture", picture), ("markdown", markdown)):
+        if file is not None and (file.is_dir() or not file.parent.is_dir()):
+            raise ValueError(f"--{flag}: expected a file in a folder that exists, got {file}")
+    if page is not None and not page.is_file():
+        raise ValueError(f"--page: expected a Markdown page that exists, got {page}")
+    if picture is not None:
+        from dynsparse.report.figure import need_matplotlib
+
+        need_matplotlib()
+    if from_json is not None:
+        if spec is not None or benchmark or threads is not None:
+            raise ValueError("--from measures nothing: leave out --spec, --benchmark and --threads")
+        from dynsparse.bench.results import load_results
+
+        results = load_results(from_json)
+    else:
+        from dynsparse.bench.spec import find_spec, read_spec
+
+        file = find_spec() if spec is None else spec
+        found = read_spec(file)
+        if list_:
+            _show_list(found)
+            return
+        chosen = found.select(benchmark or [b.name for b in found.benchmarks.values()])
+        results = _measure(found, chosen, file.resolve().parent, threads, json, merge)
+    _write(results, picture, markdown, page)
+
+
+def _measure(
+    spec: Spec,
+    chosen: list[Benchmark],
+    folder: Path,
+    threads: int | None,
+    json: Path | None,
+    merge: bool,
+) -> Results:
+    from dynsparse.bench.results import empty_results, load_results, save_results, summarise
+    from dynsparse.bench.run import run_benchmark
+    from dynsparse.report.bench_tables import machine_line
+
+    results = empty_results(spec.file)
+    if merge and json is not None and json.exists():
+        before = load_results(json)
+        if before["machine"] != results["machine"]:
+            raise ValueError(
+                f"--merge: {json} was measured on another machine or with other versions: "
+                "measure all of it anew"
+            )
+        results["benchmarks"] = before["benchmarks"]
+    print(machine_line(results))
+    print("Ratios: the other's time over the first's; median over rounds [quartiles].")
+    for benchmark in chosen:
+        results["benchmarks"][benchmark.name] = run_benchmark(
+            benchmark, folder, threads=threads, tell=_tell
+        )
+        # Written after each: an interrupted run keeps what it has measured.
+        summarise(results)
+        if json is not None:
+            save_results(results, json)
+    return results
+
+
+def _tell(line: str) -> None:
+    print(line, flush=True)
+
+
+def _write(
+    results: Results, picture: Path | None, markdown: Path | None, page: Path | None
+) -> None:
+    if markdown is not None:
+        from dynsparse.report.bench_tables import whole_report
+
+        markdown.write_text(whole_report(results))
+    if page is not None:
+        from dynsparse.report.bench_page import fill_page
+
+        fill_page(page, results)
+    if picture is not None:
+        from dynsparse.report.bench import draw_speedups
+
+        draw_speedups(results, picture)
+
+
+def _show_list(spec: Spec) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
+    table.add_column("benchmark", no_wrap=True)
+    table.add_column("cells", justify="right")
+    table.add_column("what it measures")
+    for benchmark in spec.benchmarks.values():
+        cells = sum(len(one.cells) for one in spec.select([benchmark.name]))
+        about = benchmark.about + (f" ({', '.join(benchmark.runs)})" if benchmark.runs else "")
+        table.add_row(benchmark.name, str(cells or "-"), about)
+    Console().print(table, highlight=False)

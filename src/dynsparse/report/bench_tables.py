@@ -1,0 +1,268 @@
+"""Tables in Markdown from the figures of `dynsparse bench`."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Iterable
+from typing import Any
+
+__all__ = ["VIEWS", "machine_line", "table", "whole_report"]
+
+Figures = dict[str, Any]
+
+_NAMES = {
+    "masked": "masked dense",
+    "dense": "dense",
+    "mkl": "MKL's sparse products",
+    "bsr": "torch BSR",
+    "scipy": "SciPy (1 thread)",
+    "one_thread": "dynsparse on 1 thread",
+    "dynsparse": "dynsparse",
+}
+_PARTS = {
+    "drop": "ranking to drop",
+    "growth": "growth",
+    "dense_topk": "growth by dense gradient and top-k",
+    "rewiring": "rewiring",
+    "encoding": "encoding",
+}
+
+
+def table(head: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
+    """A table in Markdown."""
+    head = list(head)
+    lines = [head, ["---"] * len(head), *rows]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def machine_line(results: Figures) -> str:
+    """What the figures were measured on, in one sentence."""
+    machine = results["machine"]
+    versions = ", ".join(f"{name} {version}" for name, version in machine["versions"].items())
+    kernels = f"kernels for {machine['isa']}" if machine["kernels"] == "native" else "plain torch"
+    mkl = "MKL" if machine["mkl"] else "no MKL"
+    return (
+        f"{machine['processor']}, {machine['cores']} cores, {machine['system']}; {kernels}; "
+        f"{versions}, Python {machine['python']}, {mkl}."
+    )
+
+
+def _spread(figure: dict[str, float] | None, mark: str = "") -> str:
+    if figure is None:
+        return ""
+    return f"{figure['median']:.1f} ({figure['low']:.1f} to {figure['high']:.1f}){mark}"
+
+
+def _sizes(cells: list[Figures]) -> tuple[list[str], Callable[[Figures], list[str]]]:
+    """The columns of the sizes; block, threads and dtype only where cells differ in them."""
+    keys = ["layer", "batch", "density"]
+    keys += [k for k in ("block", "threads", "dtype") if len({cell[k] for cell in cells}) > 1]
+
+    def texts(cell: Figures) -> list[str]:
+        return [f"{cell[key]:g}" if key == "density" else f"{cell[key]}" for key in keys]
+
+    return ["features", *keys[1:]], texts
+
+
+def _speedups(results: Figures, names: list[str]) -> str:
+    """Every cell, with the ratio of every contender."""
+    cells = _cells(results, names)
+    head, sizes = _sizes(cells)
+    who = [name for name in _NAMES if any(name in cell["ratios"] for cell in cells)]
+    rows = [
+        [
+            *sizes(cell),
+            *[_spread(cell["ratios"].get(name), "\\*" * cell["disturbed"]) for name in who],
+        ]
+        for cell in cells
+    ]
+    return table([*head, *[_NAMES[name] for name in who]], rows) + _notes(results, names, cells)
+
+
+def _notes(results: Figures, names: list[str], cells: list[Figures]) -> str:
+    lines = []
+    if any(cell["disturbed"] for cell in cells):
+        lines.append("\\* others took part of the machine in every attempt.")
+    refused = [
+        f"{one['cell']}: {one['why']}."
+        for n in names
+        for one in results["benchmarks"][n]["refused"]
+    ]
+    if refused:
+        lines.append(f"Not measured: {' '.join(refused)}")
+    return "".join(f"\n\n{line}" for line in lines)
+
+
+def _summary(results: Figures, names: list[str]) -> str:
+    """By density and block: the median over cells, with the smallest and the largest."""
+    cells = _cells(results, names)
+    who = [name for name in _NAMES if any(name in cell["ratios"] for cell in cells)]
+    groups: dict[tuple[int, float], list[Figures]] = {}
+    for cell in cells:
+        groups.setdefault((cell["block"], cell["density"]), []).append(cell)
+    rows = []
+    for (block, density), members in groups.items():
+        row = [f"{block}", f"{density:g}", f"{len(members)}"]
+        for name in who:
+            found = [c["ratios"][name]["median"] for c in members if name in c["ratios"]]
+            row.append(
+                f"{statistics.median(found):.1f} ({min(found):.1f} to {max(found):.1f})"
+                if found
+                else ""
+            )
+        rows.append(row)
+    return table(["block", "density", "cells", *[_NAMES[name] for name in who]], rows)
+
+
+def _break_even(results: Figures, names: list[str]) -> str:
+    """Where dense catches up: a row per layer and batch, a column per block size."""
+    layers = {
+        ((c["features"][0] * c["features"][1]) ** 0.5, c["batch"]): c["layer"]
+        for c in _cells(results, names)
+    }
+    threads = max(results["break_even"], key=int, default="")
+    found = [
+        one for one in results["break_even"].get(threads, []) if (one["n"], one["batch"]) in layers
+    ]
+    blocks = sorted({one["block"] for one in found})
+    by_key = {(one["n"], one["batch"], one["block"]): one for one in found}
+    rows = []
+    for (n, batch), layer in layers.items():
+        row = [layer, f"{batch}"]
+        for block in blocks:
+            row.append(_break_even_text(by_key.get((n, batch, block))))
+        rows.append(row)
+    return table(["features", "batch", *[f"block {block}" for block in blocks]], rows)
+
+
+def _break_even_text(one: Figures | None) -> str:
+    if one is None:
+        return ""
+    there = f"{one['speedup_there']:.2f} at {one['densest']:g}"
+    if one["density"] is None:
+        return f"slower everywhere; {there}"
+    if not one["crosses"]:
+        return f"above {one['densest']:g}; {there}"
+    return f"{one['density']:.2f}; {there}"
+
+
+def _law(results: Figures, names: list[str]) -> str:
+    """The fitted laws beside PopSparse's."""
+    head = ["speed-up over", "c", "a (features)", "b (density)", "e (block)", "spread", "cells"]
+    rows = []
+    for name, law in results["laws"].items():
+        powers = ["-" if law[key] is None else f"{law[key]:.2f}" for key in "abe"]
+        spread = f"x or / {law['factor']:.2f}, at worst {law['worst']:.2f}"
+        rows.append([_NAMES[name], f"{law['c']:.2g}", *powers, spread, f"{law['cells']}"])
+    published = results["popsparse_law"]
+    powers = [f"{published[key]:.2f}" for key in "abe"]
+    rows.append(["dense, PopSparse on an IPU (published)", f"{published['c']:g}", *powers, "", ""])
+    return table(head, rows)
+
+
+def _updates(results: Figures, names: list[str]) -> str:
+    """Costs in training steps, and the share of an update every 100 steps."""
+    cells = _cells(results, names)
+    head, sizes = _sizes(cells)
+    rows = []
+    for cell in cells:
+        extra = {
+            key: cell["ratios"]["step_with_update"][key] - 1 for key in ("median", "low", "high")
+        }
+        shares = [f"{100 * extra[key] / (100 + extra[key]):.1f}" for key in extra]
+        parts = [f"{cell['ratios'][name]['median']:.2f}" for name in _PARTS]
+        share = f"{shares[0]} % ({shares[1]} to {shares[2]})"
+        mark = "\\*" * cell["disturbed"]
+        rows.append([*sizes(cell), *parts, f"{_spread(extra)}{mark}", share])
+    columns = [*_PARTS.values(), "whole update", "share of training, every 100 steps"]
+    return table([*head, *columns], rows) + _notes(results, names, cells)
+
+
+def _overhead(results: Figures, names: list[str]) -> str:
+    """Microseconds a call."""
+    cells = _cells(results, names)
+    head, sizes = _sizes(cells)
+    rows = []
+    for cell in cells:
+        own, other = (cell["times"][name]["median"] * 1e6 for name in ("dynsparse", "dense"))
+        rows.append([*sizes(cell), f"{own:.1f}", f"{other:.1f}", f"{own - other:.1f}"])
+    columns = ["dynsparse, µs", "F.linear in nn.Linear, µs", "difference, µs"]
+    return table([*head, *columns], rows) + _notes(results, names, cells)
+
+
+def _trainings(results: Figures, names: list[str]) -> str:
+    """A row per seed: steps, ratio of the times, the part that updates took."""
+    rows = []
+    cells = _cells(results, names)
+    for cell in cells:
+        for found in cell["training"]:
+            own, other = (found["contenders"][name] for name in ("dynsparse", "masked"))
+            row = [cell["layer"], f"{100 * (1 - found['density']):.1f} %", f"{found['seed']}"]
+            row += [_steps(own, found), _steps(other, found)]
+            reached = own["seconds"] and other["seconds"]
+            row.append(f"{other['seconds'] / own['seconds']:.1f}" if reached else "")
+            share = own["update_seconds"] / own["curve"][-1][1]
+            row.append(f"{own['updates']} ({100 * share:.1f} % of the time)")
+            rows.append(row)
+    head = ["network", "sparsity", "seed", "steps, dynsparse", "steps, masked dense",
+            "masked dense's time / dynsparse's", "updates"]  # fmt: skip
+    return table(head, rows) + _notes(results, names, cells)
+
+
+def _steps(run: Figures, found: Figures) -> str:
+    if run["steps"] is None:
+        return f"not within {run['curve'][-1][0]}"
+    return f"{run['steps']}"
+
+
+def _command(results: Figures, names: list[str]) -> str:
+    """What a command printed or wrote, as it is."""
+    texts = []
+    for name in names:
+        benchmark = results["benchmarks"][name]
+        texts.append(str(benchmark.get("output") or benchmark.get("figures")))
+    return "\n\n".join(f"```\n{text.rstrip()}\n```" for text in texts)
+
+
+def _machine(results: Figures, names: list[str]) -> str:
+    days = sorted({benchmark["measured"] for benchmark in results["benchmarks"].values()})
+    when = " to ".join(dict.fromkeys([days[0], days[-1]])) if days else "never"
+    return f"Measured {when} on: {machine_line(results)}"
+
+
+VIEWS: dict[str, Callable[[Figures, list[str]], str]] = {
+    "speed-up": _speedups,
+    "summary": _summary,
+    "break-even": _break_even,
+    "law": _law,
+    "updates": _updates,
+    "overhead": _overhead,
+    "training": _trainings,
+    "command": _command,
+    "machine": _machine,
+}
+"""What can be shown of benchmarks: view(results, names) -> Markdown."""
+
+_VIEW_OF = {
+    "step": "speed-up",
+    "forward": "speed-up",
+    "network": "speed-up",
+    "update": "updates",
+    "training": "training",
+    None: "command",
+}
+
+
+def whole_report(results: Figures) -> str:
+    """Everything in the results, a section per benchmark."""
+    parts = ["# dynsparse bench", _machine(results, [])]
+    for name, benchmark in results["benchmarks"].items():
+        view = _VIEW_OF[benchmark.get("measure")]
+        parts += [f"## {name}", benchmark["about"], VIEWS[view](results, [name])]
+    if results["laws"]:
+        parts += ["## The law", _law(results, [])]
+    return "\n\n".join(parts) + "\n"
+
+
+def _cells(results: Figures, names: list[str]) -> list[Figures]:
+    return [cell for name in names for cell in results["benchmarks"][name]["cells"]]

@@ -1,0 +1,53 @@
+"""Foreign load, from readings that are made up."""
+
+import os
+
+import pytest
+
+from dynsparse.bench.load import CpuTimes, foreign_share, read_cpu_times
+
+TICK = 1 / os.sysconf("SC_CLK_TCK")
+
+
+def times_result(user, system):
+    return os.times_result((user, system, 0.0, 0.0, 0.0))
+
+
+def test_a_reading_adds_up_the_columns_in_which_a_cpu_is_taken(tmp_path):
+    stat = tmp_path / "stat"
+    stat.write_text("cpu  100 10 20 1000 40 3 2 5 7 7\ncpu0 1 1 1 1 1 1 1 1 1 1\n")
+    found = read_cpu_times(stat, lambda: times_result(0.5, 0.25))
+    assert found is not None
+    assert found.total == pytest.approx(1180 * TICK)
+    assert found.busy == pytest.approx(140 * TICK)
+    assert found.own == 0.75
+
+
+@pytest.mark.parametrize("text", ["", "cpu", "cpu 1 2 3", "intr 1 2 3 4 5 6 7 8 9", "cpu a b c d"])
+def test_what_cannot_be_read_is_not_known(tmp_path, text):
+    stat = tmp_path / "stat"
+    stat.write_text(text)
+    assert read_cpu_times(stat) is None
+    assert read_cpu_times(tmp_path / "missing") is None
+
+
+@pytest.mark.parametrize(
+    ("busy", "own", "share"),
+    [(2.0, 2.0, 0.0), (3.0, 2.0, 0.25), (4.0, 0.0, 1.0), (1.98, 2.0, 0.0)],
+)
+def test_the_share_is_what_others_took_of_the_whole_machine(busy, own, share):
+    before = CpuTimes(total=100.0, busy=50.0, own=7.0)
+    after = CpuTimes(total=104.0, busy=50.0 + busy, own=7.0 + own)
+    assert foreign_share(before, after) == pytest.approx(share)
+
+
+def test_without_readings_nobody_knows():
+    now = CpuTimes(1.0, 1.0, 1.0)
+    assert foreign_share(None, now) is None
+    assert foreign_share(now, None) is None
+    assert foreign_share(now, now) is None
+
+
+def test_this_machine_is_read_or_says_that_it_cannot_be():
+    found = read_cpu_times()
+    assert found is None or found.total >= found.busy >= 0

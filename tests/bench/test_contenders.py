@@ -1,0 +1,164 @@
+"""All contenders of a cell compute the same thing; otherwise their times mean nothing."""
+
+import pytest
+import torch
+from torch import nn
+from torch.testing import assert_close
+
+import dynsparse as ds
+from dynsparse.bench.cells import Cell, available_memory, refusal
+from dynsparse.bench.contenders import build_layer, forwards, network_steps, steps
+from dynsparse.bench.masked import MaskedLinear, MaskedRigL, masked_twin
+from dynsparse.bench.updates import update_parts
+from dynsparse.training import CosineSchedule
+
+NEEDS_MKL = pytest.mark.skipif(not torch.backends.mkl.is_available(), reason="torch without MKL")
+CELL = Cell((24, 16), 5, 0.3)
+BLOCKS = Cell((24, 16), 5, 0.5, block=4)
+
+
+@pytest.mark.parametrize("cell", [CELL, BLOCKS], ids=["elements", "blocks"])
+def test_masked_and_dense_do_the_step_of_the_sparse_layer(cell):
+    layer, work = steps(cell, ["masked", "dense"])
+    dx, dw, db = work["dynsparse"]()
+    for name in ("masked", "dense"):
+        other_dx, other_dw, other_db = work[name]()
+        assert_close(other_dx, dx)
+        assert_close(other_db, db)
+        assert_close(layer.pattern.values_of(other_dw), dw)
+    masked_dw = work["masked"]()[1]
+    assert not masked_dw[~layer.pattern.to_mask()].any()
+
+
+@NEEDS_MKL
+def test_mkl_does_the_step_of_the_sparse_layer():
+    layer, work = steps(CELL, ["mkl"])
+    _, x, _ = build_layer(CELL)
+    y, dx, dw, db = work["mkl"]()
+    own_dx, own_dw, own_db = work["dynsparse"]()
+    assert_close(y, layer(x))
+    assert_close(dx, own_dx)
+    assert_close(dw.values(), own_dw)
+    assert_close(db, own_db)
+
+
+@NEEDS_MKL
+@pytest.mark.parametrize("cell", [CELL, BLOCKS], ids=["elements", "blocks"])
+def test_all_forwards_agree(cell):
+    _, work = forwards(cell, ["masked", "dense", "mkl", "bsr", "scipy"])
+    y = work["dynsparse"]()
+    assert {"masked", "dense", "scipy"} < work.keys()
+    for name in work:
+        assert_close(torch.as_tensor(work[name]()), y, msg=name)
+
+
+def test_contenders_stand_aside_where_they_have_nothing_for_a_cell():
+    names = ["masked", "dense", "mkl", "bsr", "scipy", "one_thread"]
+    low = Cell((16, 16), 2, 0.5, dtype="bfloat16")
+    assert list(forwards(low, names)[1]) == ["dynsparse", "masked", "dense"]
+    assert "mkl" not in forwards(BLOCKS, names)[1]
+    assert "bsr" not in forwards(CELL, names)[1]
+    two = Cell((16, 16), 2, 0.5, threads=2)
+    assert "one_thread" in forwards(two, names)[1]
+
+
+def test_one_thread_gives_the_threads_back():
+    _, work = steps(Cell((16, 16), 2, 0.5, threads=2), ["one_thread"])
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        work["one_thread"]()
+        assert torch.get_num_threads() == 2
+    finally:
+        torch.set_num_threads(before)
+
+
+def test_a_network_has_its_blocks_where_they_fit_and_every_contender_steps():
+    model, work = network_steps(Cell((32, 16, 10), 6, 0.5, block=4), ["masked", "dense"])
+    assert [m.block_size for m in model if isinstance(m, ds.nn.SparseLinear)] == [4, 1]
+    before = [p.clone() for p in model.parameters()]
+    for step in work.values():
+        step()
+    assert not any(torch.equal(p, q) for p, q in zip(before, model.parameters(), strict=True))
+
+
+def test_the_twin_of_a_network_computes_the_same():
+    model = nn.Sequential(ds.nn.SparseLinear(12, 8, 0.3), nn.ReLU(), nn.Linear(8, 3))
+    twin = masked_twin(model)
+    x = torch.randn(4, 12)
+    assert_close(twin(x), model(x))
+    assert twin[2] is not model[2]
+
+
+@pytest.mark.parametrize("momentum", [0.0, 0.9])
+def test_masked_rigl_is_rigl(momentum):
+    model = nn.Sequential(
+        ds.nn.SparseLinear(12, 16, 0.3, dtype=torch.float64),
+        nn.Tanh(),
+        ds.nn.SparseLinear(16, 8, 0.4, dtype=torch.float64),
+    )
+    twin = masked_twin(model)
+    schedule = CosineSchedule(20, update_interval=3)
+    trainers = []
+    for network in (model, twin):
+        optimizer = torch.optim.SGD(network.parameters(), lr=0.1, momentum=momentum)
+        make = ds.RigL if network is model else MaskedRigL
+        trainers.append(make(network, optimizer, schedule=schedule))
+    start = model[0].pattern
+    for _ in range(16):
+        x = torch.randn(7, 12, dtype=torch.float64)
+        for network, trainer in zip((model, twin), trainers, strict=True):
+            trainer.optimizer.zero_grad()
+            network(x).square().sum().backward()
+            trainer.step()
+    for layer, other in ((model[0], twin[0]), (model[2], twin[2])):
+        assert isinstance(other, MaskedLinear)
+        assert torch.equal(layer.pattern.to_mask(), other.mask.bool())
+        assert_close(layer.to_dense(), other.weight * other.mask)
+    assert model[0].pattern != start
+
+
+def test_masked_rigl_says_when_no_gradient_came():
+    twin = masked_twin(nn.Sequential(ds.nn.SparseLinear(8, 8, 0.3)))
+    optimizer = torch.optim.SGD(twin.parameters(), lr=0.1)
+    trainer = MaskedRigL(twin, optimizer, CosineSchedule(10, update_interval=1))
+    twin(torch.randn(2, 8))
+    with pytest.raises(RuntimeError, match=r"call step\(\) after backward\(\)"):
+        trainer.step()
+
+
+@pytest.mark.parametrize("cell", [CELL, BLOCKS], ids=["elements", "blocks"])
+def test_the_pieces_of_an_update_do_its_work(cell):
+    layer, parts = update_parts(cell)
+    pattern = layer.pattern
+    count = int(0.3 * pattern.nnz)
+    assert len(parts["drop"]()) == count
+    grown = parts["growth"]()
+    assert not pattern.contains(grown).any()
+    assert torch.equal(grown.sort().values, parts["dense_topk"]().indices.sort().values)
+    assert [len(tensor) for tensor in parts["rewiring"]()] == [pattern.nnz] * 3
+    for own, fresh in zip(pattern.index, parts["encoding"](), strict=True):
+        assert torch.equal(own, fresh)
+    parts["step"]()
+    parts["step_with_update"]()
+    assert layer.pattern is pattern
+
+
+def test_cells_that_cannot_be_are_refused_in_one_line():
+    assert refusal(CELL, None) is None
+    assert refusal(Cell((784, 300), 1, 0.1, block=8), None) == (
+        "block 8 does not divide 300 features"
+    )
+    assert refusal(Cell((784, 300, 10), 1, 0.1, block=4), None) is None
+    why = refusal(Cell((4096, 4096), 2048, 0.1), 10**8)
+    assert why is not None
+    assert "GB of memory, 0.1 GB are free: take a smaller layer or batch" in why
+    available = available_memory()
+    assert available is None or available > 0
+
+
+def test_cells_say_their_sizes():
+    assert str(Cell((1024, 1024), 128, 0.1)) == "1024, batch 128, density 0.1"
+    assert str(Cell((784, 300), 1, 0.1, block=4, dtype="bfloat16")) == (
+        "784x300, batch 1, density 0.1, block 4, bfloat16"
+    )

@@ -1,0 +1,165 @@
+"""The YAML file of benchmarks: what it may say, and one line for whatever is wrong in it."""
+
+import pytest
+
+from dynsparse.bench.cells import Cell
+from dynsparse.bench.options import MEASURES
+from dynsparse.bench.spec import find_spec, read_spec
+
+yaml = pytest.importorskip("yaml")
+
+GRID = "grid: {layer: 8, batch: 2, density: 0.5}"
+
+
+def read(tmp_path, text):
+    file = tmp_path / "b.yml"
+    file.write_text(text)
+    return read_spec(file)
+
+
+def one(tmp_path, entries):
+    return read(tmp_path, f"benchmarks:\n  a:\n    about: it\n    {entries}\n").benchmarks["a"]
+
+
+def test_a_grid_is_every_combination_of_its_lists(tmp_path):
+    benchmark = one(
+        tmp_path,
+        "measure: step\n    grid: {layer: [8, 4x6], batch: 2, density: [0.5, 1], block: 2}",
+    )
+    assert set(benchmark.cells) == {
+        Cell(features, 2, density, 2)
+        for features in ((8, 8), (4, 6))
+        for density in (0.5, 1.0)
+    }  # fmt: skip
+    assert benchmark.contenders == ("masked", "dense", "mkl")
+
+
+def test_grids_in_a_list_are_joined_without_repeats(tmp_path):
+    grids = "[{layer: 8, batch: [1, 2], density: 0.5}, {layer: 8, batch: [2, 3], density: 0.5}]"
+    benchmark = one(tmp_path, f"measure: forward\n    grid: {grids}")
+    assert [cell.batch for cell in benchmark.cells] == [1, 2, 3]
+
+
+def test_a_network_is_written_with_dashes_even_where_it_looks_like_a_date(tmp_path):
+    grid = "grid: {layer: [1024-10-10, 78-32-10-5], batch: 2, density: 0.5}"
+    benchmark = one(tmp_path, f"measure: network\n    {grid}")
+    assert [cell.features for cell in benchmark.cells] == [(1024, 10, 10), (78, 32, 10, 5)]
+    assert [cell.layer for cell in benchmark.cells] == ["1024-10-10", "78-32-10-5"]
+
+
+def test_defaults_hold_unless_a_benchmark_says_otherwise(tmp_path):
+    spec = read(
+        tmp_path,
+        f"defaults: {{seconds: 2, repeats: 0}}\nbenchmarks:\n"
+        f"  a: {{about: x, measure: step, {GRID}}}\n"
+        f"  b: {{about: x, measure: step, seconds: 0.5, {GRID}}}\n",
+    )
+    assert spec.benchmarks["a"].effort.seconds == 2
+    assert spec.benchmarks["b"].effort.seconds == 0.5
+    assert spec.benchmarks["b"].effort.repeats == 0
+
+
+def test_benchmarks_that_run_others_are_resolved_in_order_and_once(tmp_path):
+    spec = read(
+        tmp_path,
+        f"benchmarks:\n  a: {{about: x, measure: step, {GRID}}}\n"
+        "  b: {about: x, command: [python, -V]}\n  c: {about: x, runs: [b, a]}\n",
+    )
+    assert [b.name for b in spec.select(["c", "a"])] == ["b", "a"]
+    assert [b.name for b in spec.select(["a", "b", "c"])] == ["a", "b"]
+    with pytest.raises(ValueError, match=r"expected one of a, b, c .*, got 'd'"):
+        spec.select(["d"])
+
+
+def test_the_benchmarks_of_the_repository_are_in_order():
+    spec = read_spec(find_spec())
+    assert {b.measure for b in spec.benchmarks.values()} == {*MEASURES, None}
+    elements, blocks = (spec.benchmarks[f"grid-{name}"].cells for name in ("elements", "blocks"))
+    grid = {*elements, *blocks}
+    assert {cell.layer for cell in grid} == {"256", "784x300", "1024", "2048", "4096"}
+    assert {cell.batch for cell in grid} == {1, 16, 32, 128, 512, 2048}
+    assert {cell.density for cell in grid} == {0.01, 0.05, 0.1, 0.2, 0.3, 0.5}
+    assert {cell.block for cell in grid} == {1, 4, 8, 16, 32}
+    assert {cell.threads for cell in grid} == {1, 2}
+    for script in (b.command for b in spec.benchmarks.values() if b.command):
+        assert (find_spec().parent / script[1]).is_file()
+
+
+STEP = "benchmarks: {a: {about: x, measure: step, "
+CELL = "layer: 8, batch: 2, density: 0.5"
+WRONG = [
+    ("", "b.yml, the file: expected a mapping, got None"),
+    ("[1]", "b.yml, the file: expected a mapping, got [1]"),
+    ("a: [", "b.yml: expected a YAML file, got an error"),
+    ("other: {}", "b.yml, the file, other: expected one of the keys defaults, benchmarks"),
+    ("defaults: {}", "b.yml, the file, benchmarks: expected a mapping from names to benchmarks"),
+    ("benchmarks: {1: {}}", "benchmarks: expected names that are text, got 1"),
+    ("benchmarks: {a: 1}", "b.yml, benchmark 'a': expected a mapping, got 1"),
+    ("benchmarks: {a: {about: x}}", "one of measure, command and runs, got None"),
+    ("benchmarks: {a: {measure: step}}", "benchmark 'a', about: expected text, got None"),
+    ("benchmarks: {a: {about: x, measure: run}}", "expected one of step, forward, network"),
+    ("benchmarks: {a: {about: x, measure: step}}", "'a', grid: expected a mapping, got None"),
+    ("benchmarks: {a: {about: x, command: ls}}", "command: expected a list of texts, got 'ls'"),
+    ("benchmarks: {a: {about: x, runs: [b]}}", "runs: expected names of benchmarks of this file"),
+    ("benchmarks: {a: {about: x, runs: [a]}}", "that run no others, got 'a'"),
+    ("benchmarks: {a: {about: x, runs: [a], seconds: 1}}", "seconds: expected one of the keys"),
+    (STEP + "grid: {layer: 8, batch: 2}}}", "'a', grid, density: expected a value or a list"),
+    (STEP + f"grid: {{{CELL}, blocks: 4}}}}}}", "'a', grid, blocks: expected one of the keys"),
+    (STEP + "grid: {layer: 8, batch: 0, density: 1}}}", "batch: expected an integer of at least 1"),
+    (STEP + "grid: {layer: 8, batch: yes, density: 1}}}", "batch: expected an integer"),
+    (STEP + "grid: {layer: 8, batch: [], density: 1}}}", "expected a value or a list of values"),
+    (STEP + "grid: {layer: 8, batch: 2, density: 0}}}", "expected numbers above 0 and up to 1"),
+    (STEP + "grid: {layer: 8, batch: 2, density: .nan}}}", "above 0 and up to 1, got nan"),
+    (STEP + "grid: {layer: 8, batch: 2, density: [0.1, 2]}}}", "above 0 and up to 1, got 2"),
+    (STEP + "grid: {layer: 8-8, batch: 2, density: 1}}}", "such as 1024 or 784x300, got '8-8'"),
+    (STEP + "grid: {layer: 8x8x8, batch: 2, density: 1}}}", "got '8x8x8'"),
+    (STEP + "grid: {layer: 8x, batch: 2, density: 1}}}", "got '8x'"),
+    (STEP + "grid: {layer: -8, batch: 2, density: 1}}}", "got '-8x-8'"),
+    (STEP + f"grid: {{{CELL}, dtype: int8}}}}}}", "dtype: expected one of float32, bfloat16"),
+    (STEP + f"grid: {{{CELL}, block: 1.5}}}}}}", "block: expected an integer of at least 1"),
+    (STEP + f"threads: 2, grid: {{{CELL}}}}}}}", "'a', threads: expected one of the keys"),
+    (STEP + f"contenders: [jax], grid: {{{CELL}}}}}}}", "among masked, dense, mkl, one_thread"),
+    (STEP + f"contenders: [], grid: {{{CELL}}}}}}}", "contenders: expected a list of texts"),
+    (STEP + f"seconds: -1, grid: {{{CELL}}}}}}}", "seconds: expected a number of at least 0"),
+    (STEP + f"seconds: long, grid: {{{CELL}}}}}}}", "seconds: expected a number, got 'long'"),
+    (STEP + f"rounds: 0, grid: {{{CELL}}}}}}}", "rounds: expected an integer of at least 1"),
+    (STEP + f"foreign: 2, grid: {{{CELL}}}}}}}", "foreign: expected a number in [0, 1], got 2"),
+    (STEP + f"accuracy: 0.5, grid: {{{CELL}}}}}}}", "accuracy: expected one of the keys"),
+    (
+        "benchmarks: {a: {about: x, measure: training, grid: {layer: 8-8, batch: 2, density: 1}}}",
+        "layer: expected 3072 features at first and 10 at last, got '8-8'",
+    ),
+    (
+        "benchmarks: {a: {about: x, measure: training, accuracy: 90, grid: {}}}",
+        "accuracy: expected a number in [0.01, 1], got 90",
+    ),
+    (
+        f"benchmarks:\n  a: {{about: x, measure: step, {GRID}}}\n  a: {{about: y, runs: [a]}}\n",
+        "b.yml: expected every key once, got 'a' twice in the mapping that begins in line 2",
+    ),
+]
+
+
+@pytest.mark.parametrize(("text", "message"), WRONG)
+def test_what_is_wrong_is_told_with_file_key_expected_and_got(tmp_path, text, message):
+    with pytest.raises(ValueError, match="expected") as caught:
+        read(tmp_path, text)
+    assert message in str(caught.value)
+    assert str(caught.value).startswith("b.yml")
+
+
+def test_bytes_that_are_no_text(tmp_path):
+    file = tmp_path / "b.yml"
+    file.write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(ValueError, match="expected a YAML file, got bytes"):
+        read_spec(file)
+
+
+def test_a_package_without_benchmarks_asks_for_the_option(monkeypatch, tmp_path):
+    monkeypatch.setattr("dynsparse.bench.spec._PACKAGE", tmp_path / "a" / "b" / "c")
+    with pytest.raises(FileNotFoundError, match="name one with --spec"):
+        find_spec()
+    (tmp_path / "a" / "b" / "c").mkdir(parents=True)
+    shipped = tmp_path / "a" / "b" / "c" / "benchmarks.yml"
+    shipped.write_text("benchmarks: {}")
+    assert find_spec() == shipped

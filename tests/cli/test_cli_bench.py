@@ -1,0 +1,121 @@
+"""`dynsparse bench`: what it writes, and one line with status 2 for what a user can mend."""
+
+import json
+import warnings
+
+import pytest
+
+from dynsparse.cli.app import run
+
+pytest.importorskip("yaml")
+
+SPEC = """
+defaults: {seconds: 0, rounds: 1, repeats: 0}
+benchmarks:
+  one:
+    about: a layer
+    measure: step
+    contenders: [masked]
+    grid: {layer: 16, batch: 2, density: [0.1, 0.5]}
+  two:
+    about: another
+    measure: forward
+    contenders: [dense]
+    grid: {layer: 8, batch: 1, density: 1}
+  both: {about: both, runs: [one, two]}
+"""
+
+
+@pytest.fixture(autouse=True)
+def _folder(monkeypatch, tmp_path):
+    monkeypatch.setattr(warnings, "showwarning", warnings.showwarning)
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "b.yml").write_text(SPEC)
+    (tmp_path / "bad.yml").write_text("benchmarks: {a: {about: x, measure: fly}}")
+    (tmp_path / "letter.txt").write_text("dear reader")
+
+
+def call(capsys, line):
+    status = run(["bench", *line.split()])
+    out = capsys.readouterr()
+    return status, out.out, out.err
+
+
+def test_it_measures_prints_and_writes(capsys, tmp_path):
+    pytest.importorskip("matplotlib")
+    (tmp_path / "page.md").write_text("<!-- bench: speed-up one -->\n<!-- /bench -->\n")
+    status, out, err = call(
+        capsys, "--spec b.yml --json a.json --picture a.png --markdown a.md --page page.md"
+    )
+    assert (status, err) == (0, "")
+    assert "Python" in out.splitlines()[0]
+    assert "16, batch 2, density 0.5, 1 thread: dynsparse" in out
+    data = json.loads((tmp_path / "a.json").read_text())
+    assert list(data["benchmarks"]) == ["one", "two"]
+    assert (tmp_path / "a.png").stat().st_size > 1000
+    assert "## two" in (tmp_path / "a.md").read_text()
+    assert "| 16 | 2 | 0.5 |" in (tmp_path / "page.md").read_text()
+
+
+def test_one_benchmark_or_several(capsys, tmp_path):
+    assert call(capsys, "--spec b.yml --benchmark two --json a.json")[0] == 0
+    assert list(json.loads((tmp_path / "a.json").read_text())["benchmarks"]) == ["two"]
+    assert call(capsys, "--spec b.yml --benchmark one two --threads 2 --json a.json")[0] == 0
+    data = json.loads((tmp_path / "a.json").read_text())
+    assert [c["threads"] for b in data["benchmarks"].values() for c in b["cells"]] == [2, 2, 2]
+
+
+def test_merge_keeps_what_is_not_measured(capsys, tmp_path):
+    assert call(capsys, "--spec b.yml --benchmark two --json a.json --merge")[0] == 0
+    assert call(capsys, "--spec b.yml --benchmark one --json a.json --merge")[0] == 0
+    data = json.loads((tmp_path / "a.json").read_text())
+    assert set(data["benchmarks"]) == {"one", "two"}
+    data["machine"]["isa"] = "other"
+    (tmp_path / "a.json").write_text(json.dumps(data))
+    status, _, err = call(capsys, "--spec b.yml --benchmark one --json a.json --merge")
+    assert status == 2
+    assert "measured on another machine" in err
+
+
+def test_figures_can_be_drawn_without_measuring(capsys, tmp_path):
+    assert call(capsys, "--spec b.yml --benchmark one --json a.json")[0] == 0
+    status, out, err = call(capsys, "--from a.json --markdown a.md")
+    assert (status, out, err) == (0, "", "")
+    assert "## one" in (tmp_path / "a.md").read_text()
+
+
+def test_the_list_needs_no_measurement(capsys):
+    status, out, _ = call(capsys, "--spec b.yml --list")
+    assert status == 0
+    assert [line.split()[0] for line in out.splitlines()] == ["benchmark", "one", "two", "both"]
+    status, out, _ = call(capsys, "--list")
+    assert status == 0
+    assert "quick" in out
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("--spec nowhere.yml", "nowhere.yml: No such file"),
+        ("--spec bad.yml", "bad.yml, benchmark 'a', measure: expected one of step"),
+        ("--spec letter.txt", "letter.txt, the file: expected a mapping, got 'dear reader'"),
+        ("--spec b.yml --benchmark three", "expected one of one, two, both (b.yml), got 'three'"),
+        ("--spec b.yml --threads 0", "--threads must be at least 1, got 0"),
+        ("--spec b.yml --threads many", "expected an integer, got 'many'"),
+        ("--spec b.yml --json no/a.json", "--json: expected a file in a folder that exists"),
+        ("--spec b.yml --picture .", "--picture: expected a file in a folder"),
+        ("--spec b.yml --markdown .", "--markdown: expected a file in a folder"),
+        ("--spec b.yml --page no.md", "--page: expected a Markdown page that exists, got no.md"),
+        ("--spec b.yml --merge", "--merge adds what is measured to a --json file"),
+        ("--from nowhere.json", "nowhere.json: No such file"),
+        ("--from letter.txt", "letter.txt: expected JSON written by dynsparse bench"),
+        ("--from a.json --spec b.yml", "--from measures nothing: leave out --spec"),
+        ("--loud", "No such option"),
+    ],
+)
+def test_a_wrong_call_gives_one_line_and_status_2(capsys, line, message):
+    status, out, err = call(capsys, line)
+    assert (status, out) == (2, "")
+    assert err.startswith("dynsparse: ")
+    assert err.count("\n") == 1
+    assert message in err

@@ -1,0 +1,188 @@
+"""Tables, page and picture of made-up figures."""
+
+import copy
+
+import pytest
+
+from dynsparse.bench.law import POPSPARSE
+from dynsparse.bench.results import summarise
+from dynsparse.report.bench import draw_speedups
+from dynsparse.report.bench_page import fill_page
+from dynsparse.report.bench_tables import VIEWS, machine_line, table, whole_report
+
+
+def spread(median):
+    return {"median": median, "low": 0.9 * median, "high": 1.1 * median}
+
+
+def cell(n, density, block=1, batch=128, disturbed=False, **ratios):
+    return {
+        "layer": str(n), "features": [n, n], "batch": batch, "density": density, "block": block,
+        "threads": 2, "dtype": "float32", "kernel": "", "rounds": 5, "foreign": 0.0,
+        "disturbed": disturbed, "times": {}, "ratios": {k: spread(v) for k, v in ratios.items()},
+    }  # fmt: skip
+
+
+def run(steps, seconds):
+    return {"steps": steps, "seconds": seconds, "updates": 2, "update_seconds": 0.5,
+            "curve": [[20, 5.0, 0.5], [40, 10.0, 0.95]]}  # fmt: skip
+
+
+@pytest.fixture
+def results():
+    update = cell(1024, 0.1, step_with_update=4.0, drop=0.1, growth=1.5, dense_topk=9.0,
+                  rewiring=0.5, encoding=0.3)  # fmt: skip
+    tiny = cell(16, 0.1, batch=1, dense=0.6)
+    tiny["times"] = {"dynsparse": spread(14e-6), "dense": spread(9e-6)}
+    training = cell(0, 0.05)
+    training |= {"layer": "3072-64-10", "features": [3072, 64, 10]}
+    training["training"] = [
+        {"seed": 0, "density": 0.05, "accuracy": 0.9,
+         "contenders": {"dynsparse": run(40, 10.0), "masked": run(40, 55.0)}},
+        {"seed": 1, "density": 0.05, "accuracy": 0.9,
+         "contenders": {"dynsparse": run(40, 10.0), "masked": run(None, None)}},
+    ]  # fmt: skip
+    steps = [
+        cell(n, d, b, masked=0.4 * b**0.2 / d, dense=0.3 * b**0.2 / d)
+        for n in (1024, 4096) for b in (1, 4, 16) for d in (0.1, 0.2, 0.5)
+    ]  # fmt: skip
+    steps[0]["disturbed"] = True
+    steps[0]["ratios"]["mkl"] = spread(2.5)
+    found = {
+        "machine": {
+            "processor": "A CPU", "cores": 2, "kernels": "native", "isa": "v4",
+            "system": "Linux x86_64", "python": "3.11", "mkl": True, "versions": {"torch": "2.13"},
+        },
+        "popsparse_law": POPSPARSE,
+        "benchmarks": {
+            "steps": {"measure": "step", "cells": steps, "refused": [{"cell": "x", "why": "y"}]},
+            "updates": {"measure": "update", "cells": [update], "refused": []},
+            "calls": {"measure": "forward", "cells": [tiny], "refused": []},
+            "training": {"measure": "training", "cells": [training], "refused": []},
+            "command": {"output": "a line\n"},
+        },
+    }  # fmt: skip
+    for benchmark in found["benchmarks"].values():
+        benchmark |= {"about": "about it", "measured": "2026-01-02"}
+    summarise(found)
+    return found
+
+
+def rows(text):
+    return [[part.strip() for part in line.strip("|").split("|")] for line in text.splitlines()
+            if line.startswith("|")]  # fmt: skip
+
+
+def test_a_table_is_markdown():
+    assert table(["a", "b"], [["1", "2"]]) == "| a | b |\n| --- | --- |\n| 1 | 2 |"
+
+
+def test_the_machine_is_stated(results):
+    assert machine_line(results) == (
+        "A CPU, 2 cores, Linux x86_64; kernels for v4; torch 2.13, Python 3.11, MKL."
+    )
+    results["machine"] |= {"kernels": "fallback", "mkl": False}
+    assert "plain torch; torch 2.13, Python 3.11, no MKL" in machine_line(results)
+    assert VIEWS["machine"](results, []).startswith("Measured 2026-01-02 on: A CPU")
+
+
+def test_every_cell_has_a_row_with_its_spread(results):
+    text = VIEWS["speed-up"](results, ["steps"])
+    head, _, first, second, *_ = rows(text)
+    assert head == ["features", "batch", "density", "block", "masked dense", "dense",
+                    "MKL's sparse products"]  # fmt: skip
+    assert first == ["1024", "128", "0.1", "1", "4.0 (3.6 to 4.4)\\*", "3.0 (2.7 to 3.3)\\*",
+                     "2.5 (2.2 to 2.8)\\*"]  # fmt: skip
+    assert second[-1] == ""
+    assert "\\* others took part of the machine in every attempt." in text
+    assert "Not measured: x: y." in text
+
+
+def test_the_summary_is_over_cells(results):
+    head, _, first, *_ = rows(VIEWS["summary"](results, ["steps"]))
+    assert head[:4] == ["block", "density", "cells", "masked dense"]
+    assert first[:4] == ["1", "0.1", "2", "4.0 (4.0 to 4.0)"]
+
+
+def test_break_even_has_a_column_per_block(results):
+    head, _, first, _ = rows(VIEWS["break-even"](results, ["steps"]))
+    assert head == ["features", "batch", "block 1", "block 4", "block 16"]
+    assert first == ["1024", "128", "0.30; 0.60 at 0.5", "0.40; 0.79 at 0.5",
+                     "above 0.5; 1.04 at 0.5"]  # fmt: skip
+    slow = copy.deepcopy(results)
+    for one in slow["break_even"]["2"]:
+        one |= {"density": None, "crosses": True}
+    assert "slower everywhere; 0.60 at 0.5" in VIEWS["break-even"](slow, ["steps"])
+
+
+def test_the_law_stands_beside_the_published_one(results):
+    _, _, masked, dense, published = rows(VIEWS["law"](results, []))
+    assert masked[0] == "masked dense"
+    assert dense[:5] == ["dense", "0.3", "0.00", "-1.00", "0.20"]
+    assert published[1:5] == ["0.0013", "0.59", "-0.54", "0.50"]
+
+
+def test_updates_are_counted_in_steps(results):
+    (row,) = rows(VIEWS["updates"](results, ["updates"]))[2:]
+    assert row[3:8] == ["0.10", "1.50", "9.00", "0.50", "0.30"]
+    assert row[8:] == ["3.0 (2.6 to 3.4)", "2.9 % (2.5 to 3.3)"]
+
+
+def test_overhead_is_a_difference_in_microseconds(results):
+    (row,) = rows(VIEWS["overhead"](results, ["calls"]))[2:]
+    assert row[3:] == ["14.0", "9.0", "5.0"]
+
+
+def test_trainings_have_a_row_per_seed(results):
+    first, second = rows(VIEWS["training"](results, ["training"]))[2:]
+    assert first == ["3072-64-10", "95.0 %", "0", "40", "40", "5.5", "2 (5.0 % of the time)"]
+    assert second[4:6] == ["not within 40", ""]
+
+
+def test_the_whole_report_has_a_section_per_benchmark(results):
+    text = whole_report(results)
+    for name in results["benchmarks"]:
+        assert f"## {name}\n\nabout it\n\n" in text
+    assert "```\na line\n```" in text
+    assert "## The law" in text
+
+
+def test_a_page_is_filled_in_between_its_comments(results, tmp_path):
+    page = tmp_path / "page.md"
+    page.write_text(
+        "# A\n\n<!-- bench: law -->\nold\n<!-- /bench -->\n\nkept\n\n"
+        "<!-- bench: speed-up later -->\nalso kept\n<!-- /bench -->\n"
+    )
+    fill_page(page, results)
+    text = page.read_text()
+    assert VIEWS["law"](results, []) in text
+    assert "old" not in text
+    assert "\nkept\n" in text
+    assert "also kept" in text
+    fill_page(page, results)
+    assert page.read_text() == text
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("# A", "got none"),
+        ("<!-- bench: speed-up later -->\n<!-- /bench -->", "of benchmarks that were measured"),
+        ("<!-- bench: graph a -->\n<!-- /bench -->", "got 'graph'"),
+    ],
+)
+def test_a_page_without_fitting_comments_is_refused(results, tmp_path, text, message):
+    page = tmp_path / "page.md"
+    page.write_text(text)
+    with pytest.raises(ValueError, match="expected") as caught:
+        fill_page(page, results)
+    assert message in str(caught.value)
+    assert page.read_text() == text
+
+
+def test_the_picture_is_drawn(results, tmp_path):
+    pytest.importorskip("matplotlib")
+    assert draw_speedups(results, tmp_path / "a.png").stat().st_size > 10_000
+    del results["benchmarks"]["steps"]
+    with pytest.raises(ValueError, match="expected training steps"):
+        draw_speedups(results, tmp_path / "b.png")
