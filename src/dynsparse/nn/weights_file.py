@@ -165,8 +165,7 @@ def _distinct(state: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str,
 
 def _read(path: Path) -> tuple[dict[str, str], dict[str, Tensor]]:
     library = _library()
-    with open(path, "rb"):
-        """Missing or unreadable files are an OSError that names them."""
+    path.open("rb").close()  # a missing or unreadable file is an OSError that names it
     try:
         with library.safe_open(path, framework="pt") as file:
             header = file.metadata() or {}

@@ -1,0 +1,109 @@
+"""Sparse training in the Hugging Face `Trainer`: one callback."""
+
+from __future__ import annotations
+
+import base64
+import io
+from typing import Any
+
+import torch
+
+from dynsparse.integrations.follower import Algorithm, Follower
+from dynsparse.training import SparseTrainer
+
+try:
+    from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+    from transformers.trainer_callback import ExportableState
+except ImportError:
+    raise ImportError(
+        "dynsparse.integrations.huggingface needs the package transformers: "
+        "pip install 'dynsparse[huggingface]'"
+    ) from None
+
+__all__ = ["SparseCallback"]
+
+
+class SparseCallback(TrainerCallback, ExportableState):
+    """Pattern updates after the optimizer's steps, and exact resume from Trainer's checkpoints.
+
+        trainer = Trainer(model, arguments, callbacks=[SparseCallback(ds.RigL)], ...)
+        trainer.train()
+
+    The model's layers must be sparse before. Trainer's checkpoints hold the model, whose state has
+    the patterns, the optimizer and the random generators; this callback's state goes into their
+    `trainer_state.json`.
+
+    Args:
+        algorithm: `ds.RigL` or another trainer class, or a function of (model, optimizer) that
+            returns a trainer.
+        options: its further arguments. `total_steps` is Trainer's `max_steps` unless it, or a
+            schedule, is given.
+
+    Attributes:
+        sparse_trainer: the `SparseTrainer` of the training under way, or of the last; its
+            `on_update` takes hooks, `updates` counts.
+
+    Raises, when training begins:
+        ValueError: a model without sparse layers, a state that does not fit. RuntimeError: an
+            optimizer that is made later (FSDP, DeepSpeed).
+    """
+
+    def __init__(self, algorithm: Algorithm | None = None, **options: Any) -> None:
+        if algorithm is None:
+            # Trainer makes the callback anew, without arguments, when told to restore callbacks.
+            raise ValueError(
+                "SparseCallback needs an algorithm such as dynsparse.RigL; to resume, leave "
+                "restore_callback_states_from_checkpoint at False: it restores itself"
+            )
+        self._follower = Follower(algorithm, options)
+
+    @property
+    def sparse_trainer(self) -> SparseTrainer | None:
+        return self._follower.trainer
+
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **parts: Any
+    ) -> None:
+        optimizer = parts.get("optimizer")
+        # accelerate wraps the optimizer that really steps
+        optimizer = getattr(optimizer, "optimizer", optimizer)
+        if not isinstance(optimizer, torch.optim.Optimizer):
+            raise RuntimeError(
+                "SparseCallback needs the optimizer when training begins, got "
+                f"{type(optimizer).__name__}: train without FSDP and DeepSpeed"
+            )
+        if state.global_step:
+            saved = state.stateful_callbacks.get(type(self).__name__)
+            if not isinstance(saved, dict) or "trainer" not in saved.get("attributes", {}):
+                raise ValueError(
+                    "the checkpoint was saved without SparseCallback: resume from one that was "
+                    "saved with it, or train anew"
+                )
+            self._follower.load_state_dict(_decoded(saved["attributes"]["trainer"]))
+        self._follower.start(parts["model"], optimizer, state.max_steps)
+
+    def on_pre_optimizer_step(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **parts: Any
+    ) -> None:
+        self._follower.before_step()
+
+    def on_train_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **parts: Any
+    ) -> None:
+        self._follower.stop()
+
+    def state(self) -> dict[str, Any]:
+        """What Trainer writes to its checkpoints: JSON."""
+        state = self._follower.state_dict()
+        return {"args": {}, "attributes": {} if state is None else {"trainer": _encoded(state)}}
+
+
+def _encoded(state: dict[str, Any]) -> str:
+    """As text: the state may hold tensors, and Trainer keeps JSON."""
+    buffer = io.BytesIO()
+    torch.save(state, buffer)
+    return base64.b64encode(buffer.getvalue()).decode("ascii")
+
+
+def _decoded(text: str) -> dict[str, Any]:
+    return torch.load(io.BytesIO(base64.b64decode(text)), weights_only=True)

@@ -1,0 +1,91 @@
+"""Sparse training in a Lightning `Trainer`: one callback."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from dynsparse.integrations.follower import Algorithm, Follower
+from dynsparse.training import SparseTrainer, random_state
+
+try:
+    from lightning.pytorch import Callback, LightningModule, Trainer
+except ImportError:
+    raise ImportError(
+        "dynsparse.integrations.lightning needs the package lightning: "
+        "pip install 'dynsparse[lightning]'"
+    ) from None
+
+__all__ = ["SparseCallback"]
+
+
+class SparseCallback(Callback):
+    """Pattern updates after the optimizer's steps, and exact resume from Lightning's checkpoints.
+
+        trainer = lightning.Trainer(callbacks=[SparseCallback(ds.RigL, update_interval=100)])
+        trainer.fit(module, data)
+
+    The module's layers must be sparse before `fit`. Gradient accumulation, clipping and bf16
+    precision are Lightning's own. Its checkpoints hold, besides the model, whose state has the
+    patterns, and the optimizer, what this callback adds: the sparse trainer's state, and the global
+    random generators of torch, NumPy and Python, which Lightning itself does not keep.
+
+    Args:
+        algorithm: `ds.RigL` or another trainer class, or a function of (module, optimizer) that
+            returns a trainer.
+        options: its further arguments. `total_steps` is Lightning's `estimated_stepping_batches`
+            unless it, or a schedule, is given.
+        restore_random_state: False leaves the random generators as they are on resuming.
+
+    Attributes:
+        sparse_trainer: the `SparseTrainer` of the training under way, or of the last; its
+            `on_update` takes hooks, `updates` counts.
+
+    Raises, when fit begins:
+        ValueError: a module without sparse layers, more than one optimizer, a state that does not
+            fit.
+    """
+
+    def __init__(
+        self, algorithm: Algorithm, *, restore_random_state: bool = True, **options: Any
+    ) -> None:
+        self._follower = Follower(algorithm, options)
+        self._restore_random_state = restore_random_state
+
+    @property
+    def sparse_trainer(self) -> SparseTrainer | None:
+        return self._follower.trainer
+
+    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        optimizers = trainer.optimizers
+        if len(optimizers) != 1:
+            raise ValueError(
+                f"SparseCallback follows one optimizer, configure_optimizers returned "
+                f"{len(optimizers)}: return one"
+            )
+        total = trainer.estimated_stepping_batches
+        known = isinstance(total, int) and total > 0
+        self._follower.start(pl_module, optimizers[0], int(total) if known else None)
+
+    def on_before_optimizer_step(
+        self, trainer: Trainer, pl_module: LightningModule, optimizer: torch.optim.Optimizer
+    ) -> None:
+        self._follower.before_step()
+
+    def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._follower.stop()
+
+    def on_exception(
+        self, trainer: Trainer, pl_module: LightningModule, exception: BaseException
+    ) -> None:
+        self._follower.stop()
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"trainer": self._follower.state_dict(), "random": random_state.global_states()}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self._follower.load_state_dict(state_dict["trainer"])
+        # Here, and no later: the first batches are drawn before any hook of the training is called.
+        if self._restore_random_state:
+            random_state.restore_global_states(state_dict["random"])

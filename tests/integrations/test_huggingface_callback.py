@@ -1,0 +1,157 @@
+"""Sparse training in the Hugging Face Trainer: it equals a plain loop, and resumes exactly."""
+
+import warnings
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import Dataset
+
+import dynsparse as ds
+from dynsparse.nn import SparseLinear
+
+pytest.importorskip("accelerate")
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")  # of its own imports
+    transformers = pytest.importorskip("transformers")
+    from dynsparse.integrations.huggingface import SparseCallback
+
+pytestmark = pytest.mark.filterwarnings("default")
+
+OPTIONS = {"update_interval": 3, "drop_fraction": 0.5}
+
+
+class Model(nn.Module):
+    def __init__(self, seed=0):
+        super().__init__()
+        g = torch.Generator().manual_seed(seed)
+        self.first = SparseLinear(12, 16, 0.3, generator=g)
+        self.second = SparseLinear(16, 4, 0.3, block_size=2, generator=g)
+        self.dropout = nn.Dropout(0.2)
+
+    def forward(self, x, labels=None):
+        logits = self.second(self.dropout(torch.relu(self.first(x))))
+        return {"loss": nn.functional.cross_entropy(logits, labels), "logits": logits}
+
+
+class Data(Dataset):
+    def __init__(self):
+        g = torch.Generator().manual_seed(3)
+        self.x, self.labels = torch.randn(40, 12, generator=g), torch.arange(40) % 4
+
+    def __len__(self):
+        return 40
+
+    def __getitem__(self, i):
+        return {"x": self.x[i], "labels": self.labels[i]}
+
+
+def train(model, folder, callback, resume=None, data=None, **arguments):
+    options = {
+        "output_dir": str(folder),
+        "per_device_train_batch_size": 4,
+        "num_train_epochs": 4,
+        "learning_rate": 0.01,
+        "report_to": [],
+        "disable_tqdm": True,
+        "logging_strategy": "no",
+        "save_strategy": "no",
+        "use_cpu": True,
+        "dataloader_num_workers": 0,
+        "seed": 11,
+    } | arguments
+    trainer = transformers.Trainer(
+        model,
+        transformers.TrainingArguments(**options),
+        train_dataset=data or Data(),
+        callbacks=[callback],
+    )
+    trainer.train(resume_from_checkpoint=resume)
+    return trainer
+
+
+def same(first, second):
+    for name, tensor in first.state_dict().items():
+        assert torch.equal(tensor, second.state_dict()[name]), name
+
+
+@pytest.mark.parametrize("algorithm", [ds.RigL, ds.SET])
+def test_resuming_is_exact(tmp_path, algorithm):
+    options = OPTIONS | ({"seed": 4} if algorithm is ds.SET else {})
+    whole, callback = Model(), SparseCallback(algorithm, **options)
+    train(whole, tmp_path, callback, save_strategy="steps", save_steps=15)
+    assert callback.sparse_trainer.steps == 40
+    assert callback.sparse_trainer.schedule.total_steps == 40
+    assert callback.sparse_trainer.updates > 3
+
+    resumed, callback = Model(seed=7), SparseCallback(algorithm, **options)
+    train(resumed, tmp_path / "other", callback, resume=str(tmp_path / "checkpoint-15"))
+    assert callback.sparse_trainer.steps == 40
+    same(whole, resumed)
+
+
+def test_it_equals_a_plain_loop(tmp_path):
+    model, callback = Model().eval(), SparseCallback(ds.RigL, **OPTIONS)
+    model.dropout = nn.Identity()
+    seen = []
+    callback_model = model.forward
+
+    def forward(x, labels=None):
+        seen.append((x.clone(), labels.clone()))
+        return callback_model(x, labels)
+
+    model.forward = forward
+    trainer = train(
+        model, tmp_path, callback, gradient_accumulation_steps=2, max_grad_norm=0.0,
+        lr_scheduler_type="constant", optim="adamw_torch",
+    )  # fmt: skip
+    assert callback.sparse_trainer.steps == 20
+    group = trainer.optimizer.param_groups[0]
+    other = Model()
+    other.dropout = nn.Identity()
+    optimizer = torch.optim.AdamW(
+        other.parameters(), 0.01, group["betas"], group["eps"], weight_decay=0.0
+    )
+    plain = ds.RigL(other, optimizer, total_steps=20, **OPTIONS)
+    for index, (x, labels) in enumerate(seen):
+        (other(x, labels)["loss"] / 2).backward()
+        if index % 2:
+            plain.step()
+            optimizer.zero_grad()
+    for layer in ("first", "second"):
+        assert getattr(model, layer).pattern == getattr(other, layer).pattern
+        torch.testing.assert_close(getattr(model, layer).values, getattr(other, layer).values)
+
+
+def test_a_language_model_with_gradient_checkpointing_and_bf16(tmp_path):
+    config = transformers.GPT2Config(n_layer=2, n_head=2, n_embd=16, vocab_size=32, n_positions=8)
+    model = transformers.GPT2LMHeadModel(config)
+    ds.sparsify(model, 0.3, exclude=["lm_head"], verbose=False)
+
+    class Text(Data):
+        def __getitem__(self, i):
+            ids = (torch.arange(8) + i) % 32
+            return {"input_ids": ids, "labels": ids}
+
+    patterns = {n: m.pattern for n, m in model.named_modules() if isinstance(m, SparseLinear)}
+    callback = SparseCallback(ds.RigL, **OPTIONS)
+    train(model, tmp_path, callback, data=Text(), gradient_checkpointing=True, bf16=True)
+    assert callback.sparse_trainer.updates > 3
+    for name, pattern in patterns.items():
+        assert model.get_submodule(name).pattern != pattern, name
+
+
+def test_what_does_not_fit_is_refused(tmp_path):
+    train(Model(), tmp_path, SparseCallback(ds.RigL), save_strategy="steps", save_steps=15)
+    checkpoint = str(tmp_path / "checkpoint-15")
+    with pytest.raises(ValueError, match="its algorithm is 'RigL', here it is 'SET'"):
+        train(Model(), tmp_path / "b", SparseCallback(ds.SET), resume=checkpoint)
+    with pytest.raises(ValueError, match="leave restore_callback_states_from_checkpoint at False"):
+        train(
+            Model(), tmp_path / "b", SparseCallback(ds.RigL), resume=checkpoint,
+            restore_callback_states_from_checkpoint=True,
+        )  # fmt: skip
+    state = tmp_path / "checkpoint-15" / "trainer_state.json"
+    state.write_text(state.read_text().replace("SparseCallback", "OtherCallback"))
+    with pytest.raises(ValueError, match="the checkpoint was saved without SparseCallback"):
+        train(Model(), tmp_path / "b", SparseCallback(ds.RigL), resume=checkpoint)

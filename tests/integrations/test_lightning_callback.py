@@ -1,0 +1,132 @@
+"""Sparse training in Lightning: it equals a plain loop, and resumes exactly."""
+
+import logging
+import warnings
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import dynsparse as ds
+from dynsparse.nn import SparseLinear
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")  # of its own imports
+    lightning = pytest.importorskip("lightning.pytorch")
+    from dynsparse.integrations.lightning import SparseCallback
+
+pytestmark = pytest.mark.filterwarnings("default")
+logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
+
+OPTIONS = {"update_interval": 3, "drop_fraction": 0.5}
+
+
+class Module(lightning.LightningModule):
+    def __init__(self, seed=0, optimizers=1):
+        super().__init__()
+        g = torch.Generator().manual_seed(seed)
+        self.first = SparseLinear(12, 16, 0.3, generator=g)
+        self.second = SparseLinear(16, 4, 0.3, block_size=2, generator=g)
+        self.dropout = nn.Dropout(0.2)
+        self.count = optimizers
+
+    def forward(self, x):
+        return self.second(self.dropout(torch.relu(self.first(x))))
+
+    def training_step(self, batch, index):
+        return nn.functional.cross_entropy(self(batch[0]), batch[1])
+
+    def configure_optimizers(self):
+        made = [torch.optim.Adam(self.parameters(), 0.01) for _ in range(self.count)]
+        return made[0] if self.count == 1 else made
+
+
+def data(shuffle=True):
+    g = torch.Generator().manual_seed(3)
+    pairs = TensorDataset(torch.randn(40, 12, generator=g), torch.randint(4, (40,), generator=g))
+    return DataLoader(pairs, 4, shuffle=shuffle)
+
+
+def fit(module, callback, folder, epochs, **options):
+    trainer = lightning.Trainer(
+        max_epochs=epochs,
+        callbacks=[callback],
+        accelerator="cpu",
+        devices=1,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        default_root_dir=folder,
+        **options.pop("trainer", {}),
+    )
+    trainer.fit(module, data(), **options)
+    return trainer
+
+
+def same(first, second):
+    for name, tensor in first.state_dict().items():
+        assert torch.equal(tensor, second.state_dict()[name]), name
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_it_equals_a_plain_loop(tmp_path, accumulate):
+    torch.manual_seed(1)
+    module, callback = Module(), SparseCallback(ds.RigL, **OPTIONS)
+    fit(module, callback, tmp_path, 2, trainer={"accumulate_grad_batches": accumulate})
+    steps = 20 // accumulate
+    assert callback.sparse_trainer.schedule.total_steps == steps
+    assert callback.sparse_trainer.steps == steps
+    assert callback.sparse_trainer.updates > 0
+
+    torch.manual_seed(1)
+    other = Module()
+    optimizer = other.configure_optimizers()
+    trainer = ds.RigL(other, optimizer, total_steps=steps, **OPTIONS)
+    loader = data()
+    for _ in range(2):
+        for index, batch in enumerate(loader):
+            (other.training_step(batch, index) / accumulate).backward()
+            if (index + 1) % accumulate == 0:
+                trainer.step()
+                optimizer.zero_grad()
+    same(module, other)
+
+
+@pytest.mark.parametrize("algorithm", [ds.RigL, ds.SET])
+def test_resuming_is_exact(tmp_path, algorithm):
+    options = OPTIONS | {"total_steps": 40} | ({"seed": 4} if algorithm is ds.SET else {})
+    torch.manual_seed(1)
+    whole = Module()
+    fit(whole, SparseCallback(algorithm, **options), tmp_path, 4)
+
+    torch.manual_seed(1)
+    half = Module()
+    first = fit(half, SparseCallback(algorithm, **options), tmp_path, 2)
+    path = tmp_path / "half.ckpt"
+    first.save_checkpoint(path)
+    torch.manual_seed(99)
+    resumed = Module(seed=7)
+    callback = SparseCallback(algorithm, **options)
+    fit(resumed, callback, tmp_path, 4, ckpt_path=path)
+    assert callback.sparse_trainer.steps == 40
+    same(whole, resumed)
+
+
+def test_bf16(tmp_path):
+    module, callback = Module(), SparseCallback(ds.RigL, **OPTIONS)
+    fit(module, callback, tmp_path, 2, trainer={"precision": "bf16-mixed"})
+    assert callback.sparse_trainer.updates > 0
+    assert all(p.isfinite().all() for p in module.parameters())
+
+
+def test_what_cannot_be_followed_is_refused(tmp_path):
+    module = Module(optimizers=2)
+    module.automatic_optimization = False
+    with pytest.raises(ValueError, match="follows one optimizer, configure_optimizers returned 2"):
+        fit(module, SparseCallback(ds.RigL), tmp_path, 1)
+    first = fit(Module(), SparseCallback(ds.RigL, **OPTIONS), tmp_path, 1)
+    first.save_checkpoint(tmp_path / "a.ckpt")
+    with pytest.raises(ValueError, match="its algorithm is 'RigL', here it is 'SET'"):
+        fit(Module(), SparseCallback(ds.SET, **OPTIONS), tmp_path, 2, ckpt_path=tmp_path / "a.ckpt")
