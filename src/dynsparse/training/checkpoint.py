@@ -103,6 +103,9 @@ def load_checkpoint(
     Everything is checked before anything is changed. What is left out is not loaded: for testing,
     pass the model alone. `random_state=False` leaves the global random generators as they are.
 
+    Layers that are `resizable`, as trainers that prune make them, take the number of blocks that
+    was saved.
+
     Raises:
         CheckpointError: the file is truncated, damaged, foreign, of another format version, lacks
             something asked for, or does not fit the objects given; none of them is changed.
@@ -219,18 +222,24 @@ def _check_model(payload: dict[str, Any], model: nn.Module) -> None:
             f"{len(odd)} entries are in only one of file and model, such as {odd[0]!r}, "
             f"which is in the {where}"
         )
+    resizable: set[str] = set()  # entries whose length follows the number of blocks
     for name, pattern in _patterns(model).items():
-        if payload["patterns"].get(name) != pattern:
+        other = payload["patterns"].get(name)
+        module = model.get_submodule(name)
+        if getattr(module, "resizable", False) and other is not None and other[:3] == pattern[:3]:
+            prefix = f"{name}." if name else ""
+            resizable |= {prefix + key for key in ("values", "rows", "cols")}
+        elif other != pattern:
             raise ValueError(
-                f"layer {name!r} was saved with [out, in, block size, blocks] = "
-                f"{payload['patterns'].get(name)}, the model has {pattern}"
+                f"layer {name!r} was saved with [out, in, block size, blocks] = {other}, "
+                f"the model has {pattern}"
             )
     for name, tensor in own.items():
         other = saved[name]
-        if isinstance(tensor, Tensor) and (tensor.shape, tensor.dtype) != (
-            other.shape,
-            other.dtype,
-        ):
+        if not isinstance(tensor, Tensor):
+            continue
+        skip = 1 if name in resizable else 0
+        if (tensor.shape[skip:], tensor.dtype) != (other.shape[skip:], other.dtype):
             raise ValueError(
                 f"{name!r} was saved as {other.dtype} {list(other.shape)}, the model has "
                 f"{tensor.dtype} {list(tensor.shape)}"
