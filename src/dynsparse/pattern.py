@@ -17,6 +17,8 @@ import scipy.sparse
 import torch
 from torch import Tensor
 
+from dynsparse.encoding import by_columns, follow_, merge, row_pointers, split_flat
+
 __all__ = ["PatternIndex", "Rewiring", "SparsePattern"]
 
 _INT32_MAX = 2**31 - 1
@@ -135,12 +137,7 @@ class SparsePattern:
             raise ValueError(f"at most {_INT32_MAX} blocks fit a pattern, got {len(flat)}")
         self.shape = shape
         self.block_size = block_size
-        width = self.grid[1]
-        self.rows = torch.empty(len(flat), dtype=torch.int32)
-        self.cols = torch.empty(len(flat), dtype=torch.int32)
-        # Straight into int32: large patterns spare two arrays of int64.
-        np.floor_divide(flat.numpy(), width, out=self.rows.numpy(), casting="unsafe")
-        np.remainder(flat.numpy(), width, out=self.cols.numpy(), casting="unsafe")
+        self.rows, self.cols = split_flat(flat, self.grid[1])
 
     @classmethod
     def from_flat(cls, flat: Tensor, *, shape: Sequence[int], block_size: int = 1) -> SparsePattern:
@@ -260,17 +257,16 @@ class SparsePattern:
         return (self.nnz,) if b == 1 else (self.nnz, b, b)
 
     @cached_property
+    def row_ptr(self) -> Tensor:
+        """Where each block row's slots begin, int32 [out/b + 1]."""
+        return row_pointers(self.rows, self.grid[0])
+
+    @cached_property
     def index(self) -> PatternIndex:
         """The kernels' index tensors, made once per pattern."""
-        height, width = self.grid
-        row_ptr = np.searchsorted(self.rows.numpy(), np.arange(height + 1, dtype=np.int32))
-        row_ptr = row_ptr.astype(np.int32)
-        slots = np.arange(self.nnz, dtype=np.int32)
-        csr = scipy.sparse.csr_array((slots, self.cols.numpy(), row_ptr), shape=(height, width))
-        csc = csr.tocsc()
-        as_int32 = [torch.from_numpy(np.ascontiguousarray(a, np.int32)) for a in
-                    (row_ptr, csc.indptr, csc.indices, csc.data)]  # fmt: skip
-        return PatternIndex(as_int32[0], self.cols, *as_int32[1:])
+        return PatternIndex(
+            self.row_ptr, self.cols, *by_columns(self.row_ptr, self.cols, self.grid[1])
+        )
 
     def forget_index(self) -> None:
         """Free the memory of `index`; it is made again when asked for."""
@@ -404,33 +400,13 @@ class Rewiring:
         """
         drop = torch.as_tensor(drop, dtype=torch.int64).cpu().flatten()
         grow = torch.as_tensor(grow, dtype=torch.int64).cpu().flatten()
-        if not bool((grow[1:] > grow[:-1]).all()):
-            grow = grow.sort().values
-        if len(drop) and not (int(drop.min()) >= 0 and int(drop.max()) < pattern.nnz):
-            raise ValueError(f"slots to drop must lie in [0, {pattern.nnz})")
-        if len(grow) and not (int(grow[0]) >= 0 and int(grow[-1]) < pattern.total):
-            raise ValueError(f"positions to grow must lie in [0, {pattern.total})")
-        stays = torch.ones(pattern.nnz, dtype=torch.bool)
-        stays[drop] = False
-        # The grown positions are merged into the kept ones, both sorted already. Large patterns
-        # are merged in place and each array is given up as early as can be.
-        kept = pattern.flat[stays]
-        if len(kept) != pattern.nnz - len(drop):
-            raise ValueError("a slot to drop is named twice")
-        is_grown = torch.zeros(len(kept) + len(grow), dtype=torch.bool)
-        is_grown[torch.searchsorted(kept, grow) + torch.arange(len(grow))] = True
-        flat = torch.empty(len(is_grown), dtype=torch.int64)
-        flat.masked_scatter_(is_grown, grow)
-        is_kept = is_grown.logical_not_()
-        flat.masked_scatter_(is_kept, kept)
-        del kept
-        if len(flat) > 1 and not bool((flat[1:] > flat[:-1]).all()):
-            raise ValueError("a position to grow is named twice or is already in the pattern")
-        after = SparsePattern.from_flat(flat, shape=pattern.shape, block_size=pattern.block_size)
-        del flat
-        source = torch.full((after.nnz,), -1, dtype=torch.int32)
-        source.masked_scatter_(is_kept, stays.nonzero().flatten().int())
-        return cls(pattern, after, source)
+        merged = merge(pattern.row_ptr, pattern.rows, pattern.cols, pattern.grid[1], drop, grow)
+        if len(merged.cols) > _INT32_MAX:
+            raise ValueError(f"at most {_INT32_MAX} blocks fit a pattern, got {len(merged.cols)}")
+        after = SparsePattern.__new__(SparsePattern)
+        after.shape, after.block_size = pattern.shape, pattern.block_size
+        after.row_ptr, after.rows, after.cols = merged.row_ptr, merged.rows, merged.cols
+        return cls(pattern, after, merged.source)
 
     @classmethod
     def between(cls, before: SparsePattern, after: SparsePattern) -> Rewiring:
@@ -442,6 +418,11 @@ class Rewiring:
         source = torch.full((after.nnz,), -1, dtype=torch.int32)
         source[stays] = torch.searchsorted(before.flat, positions[stays], out_int32=True)
         return cls(before, after, source)
+
+    @property
+    def keeps_size(self) -> bool:
+        """Whether as many blocks are there after as before."""
+        return self.after.nnz == self.before.nnz
 
     @property
     def grown(self) -> Tensor:
@@ -461,11 +442,7 @@ class Rewiring:
         Survivors keep their entries; grown slots get `fill`, a number or a tensor
         [grown, ...] in slot order.
         """
-        if tensor.dim() == 0 or len(tensor) != self.before.nnz:
-            raise ValueError(
-                f"expected a tensor with {self.before.nnz} leading entries, "
-                f"got the shape {list(tensor.shape)}"
-            )
+        self._check_leading(tensor)
         source = self.source.to(tensor.device)
         if self.before.nnz:
             out = tensor.index_select(0, source.clamp(min=0))
@@ -473,3 +450,28 @@ class Rewiring:
             out = tensor.new_empty((self.after.nnz, *tensor.shape[1:]))
         out[source < 0] = fill.to(out) if isinstance(fill, Tensor) else fill
         return out
+
+    def apply_(self, *tensors: Tensor, fill: float | Tensor = 0.0) -> None:
+        """What `apply` does, in place: `tensors` keep their memory and need no more of it.
+
+        Only for rewirings that keep the number of blocks.
+        """
+        for tensor in tensors:
+            self._check_leading(tensor)
+        if not self.keeps_size:
+            raise ValueError(
+                f"{self.before.nnz} blocks become {self.after.nnz}, which tensors cannot follow in "
+                "place: use apply()"
+            )
+        follow_(tensors, self.source)
+        if isinstance(fill, Tensor) or fill != 0:
+            for tensor in tensors:
+                grown = self.grown.to(tensor.device)
+                tensor[grown] = fill.to(tensor) if isinstance(fill, Tensor) else fill
+
+    def _check_leading(self, tensor: Tensor) -> None:
+        if tensor.dim() == 0 or len(tensor) != self.before.nnz:
+            raise ValueError(
+                f"expected a tensor with {self.before.nnz} leading entries, "
+                f"got the shape {list(tensor.shape)}"
+            )

@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 from dynsparse import SparsePattern
 from dynsparse.ops.grow import POOLINGS, select, topk, topk_outside
 from dynsparse.ops.grow.naive import topk_outside_naive
+from dynsparse.ops.grow.threshold import guess_threshold
 
 
 @st.composite
@@ -170,18 +171,31 @@ def test_bad_input(pairs, k, options, error, message):
 @pytest.mark.parametrize("b", [1, 4])
 def test_the_guessed_threshold(b, guess, monkeypatch, generator):
     """Enough candidates, not many more; a guess far too high is mended by a second pass."""
-    n = 120 * b
+    n = 1200
     x = torch.randn(30, n, generator=generator, dtype=torch.float64)
     # Outputs of very different scale, some of them dead.
     dy = torch.randn(30, n, generator=generator, dtype=torch.float64)
     dy *= torch.rand(n, generator=generator).pow(3) * (torch.rand(n, generator=generator) > 0.2)
     pattern = SparsePattern.random((n, n), density=0.1, block_size=b, generator=generator)
-    k = 1000
+    k = pattern.total // 30
+    none = pattern.flat[:0]
     dense = topk_outside_naive([(x, dy)], pattern, pattern.total - pattern.nnz)[1]
-    threshold = topk._guess_threshold([(x, dy)], pattern, pattern.flat[:0], k, "sum", torch.float64)
-    assert k <= int((dense > threshold).sum()) < 1.6 * k
+    scorer = topk._Scorer([(x, dy)], b, "sum", torch.float64, 8)
+    threshold = guess_threshold(scorer.sample, pattern, none, k)
+    # The fewer rows are sampled, the more room their differences need.
+    assert k <= int((dense > threshold).sum()) < (1.8 if b == 1 else 3) * k
+    # What is excluded is not free: a sample of the whole knows it exactly.
+    small = SparsePattern.random((100, 120), nnz=1000, generator=generator)
+    exclude = SparsePattern.random((100, 120), nnz=500, generator=generator).flat
+    exclude = exclude[~small.contains(exclude)]
+    scores = torch.rand(100, 120, generator=generator)
+    taken = torch.cat([small.flat, exclude])
+    threshold = guess_threshold(lambda rows, cols: scores[rows][:, cols], small, exclude, 700)
+    free = scores.view(-1).index_fill(0, taken, -1)
+    assert 700 <= int((free > threshold).sum()) <= 705
+
     if guess is not None:
-        monkeypatch.setattr(topk, "_guess_threshold", lambda *_: guess)
+        monkeypatch.setattr(topk, "guess_threshold", lambda *_: guess)
     monkeypatch.setattr(topk, "CHUNK_BYTES", 8 * n * b)
     found = topk_outside([(x, dy)], pattern, k)
     assert torch.equal(found.flat, topk_outside_naive([(x, dy)], pattern, k)[0])
@@ -195,14 +209,14 @@ def test_overflow_is_an_error():
 
 def test_never_more_than_a_chunk_of_the_gradient(monkeypatch, generator):
     n, sizes = 512, []
-    real = topk._block_scores
+    real = topk._Scorer.chunk
 
     def spy(*arguments):
         scores = real(*arguments)
         sizes.append(scores.numel() * scores.itemsize)
         return scores
 
-    monkeypatch.setattr(topk, "_block_scores", spy)
+    monkeypatch.setattr(topk._Scorer, "chunk", spy)
     monkeypatch.setattr(topk, "CHUNK_BYTES", 16 * n * 4)
     pattern = SparsePattern.random((n, n), density=0.05, generator=generator)
     x, dy = torch.randn(8, n, generator=generator), torch.randn(8, n, generator=generator)

@@ -200,7 +200,10 @@ class SparseLinear(nn.Module):
                 f"the rewiring starts from {rewiring.before}, the layer holds {self._pattern}"
             )
         self._check_capacity(rewiring.after)
-        self._store(rewiring.apply(self.values, fill))
+        if rewiring.keeps_size:
+            rewiring.apply_(self.values, fill=fill)
+        else:
+            self._store(rewiring.apply(self.values, fill))
         # The old index is given up before the new one is made: they are the largest arrays here.
         self._pattern.forget_index()
         self._prepared = None

@@ -52,6 +52,24 @@ _SIGNATURES: dict[str, tuple[type | None, list[type]]] = {
         ctypes.c_int,
         [*_MATRIX, *_MATRIX, *[_POINTER] * 8, *[_SIZE] * 4, _INT],
     ),
+    "dynsparse_pattern_merge": (
+        ctypes.c_int,
+        [*[_POINTER] * 2, _SIZE, _SIZE, _POINTER, _SIZE, _POINTER, _SIZE, *[_POINTER] * 4, _INT],
+    ),
+    "dynsparse_pattern_by_columns": (
+        ctypes.c_int,
+        [*[_POINTER] * 2, _SIZE, _SIZE, *[_POINTER] * 3, _INT],
+    ),
+    "dynsparse_pattern_follow": (None, [*[_POINTER] * 2, _SIZE, _POINTER, _SIZE, _INT]),
+    "dynsparse_grow_pool": (None, [_POINTER, *[_SIZE] * 3, _INT, _POINTER, _INT]),
+    "dynsparse_grow_scan": (
+        _SIZE,
+        [
+            *[_POINTER, _SIZE, _SIZE, _POINTER, _POINTER],
+            *[ctypes.c_float, _SIZE, _POINTER, _POINTER, _SIZE, _INT],
+        ],
+    ),
+    "dynsparse_grow_select": (ctypes.c_int, [_POINTER, _SIZE, _SIZE, _INT, _POINTER, _INT]),
     "dynsparse_release_scratch": (None, []),
 }
 

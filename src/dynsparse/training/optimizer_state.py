@@ -23,21 +23,23 @@ def rewire_state(optimizer: torch.optim.Optimizer, values: Tensor, rewiring: Rew
             tell how it follows.
     """
     state = optimizer.state.get(values, {})
+    moving: dict[float, list[str]] = {}  # by what a fresh entry holds
     for key, tensor in state.items():
         if not isinstance(tensor, Tensor) or tensor.dim() == 0:
             continue
         if len(tensor) == rewiring.before.nnz:
-            followed = rewiring.apply(tensor, _start(optimizer, values, key))
-            if followed.shape == tensor.shape:
-                tensor.copy_(followed)
-            else:
-                state[key] = followed
+            moving.setdefault(_start(optimizer, values, key), []).append(key)
         elif tensor.numel() > 1:
             raise ValueError(
                 f"{type(optimizer).__name__} keeps the state {key!r} of shape "
                 f"{list(tensor.shape)}, which does not follow the {rewiring.before.nnz} blocks "
                 "of the layer: use an optimizer that keeps one entry per weight"
             )
+    for fill, keys in moving.items():
+        if rewiring.keeps_size:
+            rewiring.apply_(*(state[key] for key in keys), fill=fill)
+        else:
+            state.update({key: rewiring.apply(state[key], fill) for key in keys})
 
 
 def _start(optimizer: torch.optim.Optimizer, values: Tensor, key: str) -> float:

@@ -277,9 +277,10 @@ class SparseTrainer:
         layer.rewire(rewiring, fill)
         give_back(layer.values)
         rewire_state(self.optimizer, layer.values, rewiring)
-        if grad is not None:
-            followed = rewiring.apply(grad)
-            layer.values.grad = grad.copy_(followed) if followed.shape == grad.shape else followed
+        if grad is not None and rewiring.keeps_size:
+            rewiring.apply_(grad)
+        elif grad is not None:
+            layer.values.grad = rewiring.apply(grad)
         self._rewired(name, rewiring)
         give_back(layer.values)
 

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import ctypes
+
 import numpy as np
 import torch
 from torch import Tensor
+
+from dynsparse.ops import native
 
 __all__ = ["select"]
 
@@ -21,6 +25,10 @@ def select(scores: Tensor, k: int, *, largest: bool = True) -> Tensor:
         return torch.zeros(0, dtype=torch.int64, device=scores.device)
     if k == len(scores):
         return torch.arange(k, device=scores.device)
+    if scores.device.type == "cpu" and scores.dtype == torch.float32:
+        library = native.load()
+        if library is not None:
+            return _select_compiled(library, scores.contiguous(), k, largest)
     last = _last_selected(scores, k, largest)
     chosen = scores > last if largest else scores < last
     ties = (scores == last).nonzero().flatten()
@@ -36,3 +44,13 @@ def _last_selected(scores: Tensor, k: int, largest: bool) -> float:
         return float(np.partition(scores.numpy(), rank)[rank])
     chosen = torch.topk(scores, k, largest=largest, sorted=False).values
     return float(chosen.min() if largest else chosen.max())
+
+
+def _select_compiled(library: ctypes.CDLL, scores: Tensor, k: int, largest: bool) -> Tensor:
+    positions = torch.empty(k, dtype=torch.int64)
+    status = library.dynsparse_grow_select(
+        scores.data_ptr(), len(scores), k, largest, positions.data_ptr(), torch.get_num_threads()
+    )
+    if status:
+        raise MemoryError("no memory to select the best of many scores")
+    return positions

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from dynsparse.pattern import SparsePattern
 
-__all__ = ["check_count", "check_exclude", "taken_among"]
+__all__ = ["among", "check_count", "check_exclude", "held_in"]
 
 
 def check_exclude(exclude: Tensor | None, pattern: SparsePattern) -> Tensor:
@@ -29,16 +29,19 @@ def check_exclude(exclude: Tensor | None, pattern: SparsePattern) -> Tensor:
     return exclude[~pattern.contains(exclude)]
 
 
-def taken_among(
-    pattern: SparsePattern, exclude: Tensor, first: int, last: int
-) -> tuple[Tensor, Tensor]:
-    """What pattern and `exclude` hold in the block rows [first, last), counted from there."""
-    width = pattern.grid[1]
-    rows = torch.tensor([first, last], dtype=torch.int32)
-    low, high = torch.searchsorted(pattern.rows, rows).tolist()
-    held = (pattern.rows[low:high].long() - first).mul_(width).add_(pattern.cols[low:high])
-    low, high = torch.searchsorted(exclude, rows.long() * width).tolist()
-    return held, exclude[low:high] - first * width
+def held_in(pattern: SparsePattern, first: int, last: int) -> Tensor:
+    """What the pattern holds in the block rows [first, last): flat positions from there, int64."""
+    low, high = int(pattern.row_ptr[first]), int(pattern.row_ptr[last])
+    held = pattern.rows[low:high].long() - first
+    return held.mul_(pattern.grid[1]).add_(pattern.cols[low:high])
+
+
+def among(flat: Tensor, begin: int, end: int) -> Tensor:
+    """The positions of `flat` (sorted) that lie in [begin, end), counted from `begin`."""
+    if not len(flat):
+        return flat
+    low, high = torch.searchsorted(flat, torch.tensor([begin, end])).tolist()
+    return flat[low:high] - begin
 
 
 def check_count(k: int, pattern: SparsePattern, exclude: Tensor) -> int:

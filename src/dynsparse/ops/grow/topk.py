@@ -12,8 +12,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from dynsparse.ops.grow.select import select
-from dynsparse.ops.grow.taken import check_count, check_exclude, taken_among
+from dynsparse.ops import native
+from dynsparse.ops.grow.best import Best
+from dynsparse.ops.grow.taken import check_count, check_exclude
+from dynsparse.ops.grow.threshold import guess_threshold
 from dynsparse.pattern import SparsePattern
 
 __all__ = ["POOLINGS", "GrowCandidates", "topk_outside"]
@@ -23,9 +25,11 @@ POOLINGS = ("sum", "avg", "max", "none")
 # Large enough to keep the matrix product efficient, small enough to stay in the last-level cache.
 CHUNK_BYTES = 4 << 20
 
-# Positions sampled to guess the threshold, where the matrix has more than so many chunks.
-_SAMPLE = 8192
+# The threshold is guessed from a sample where the matrix has more than so many chunks.
 _SAMPLE_FROM = 2
+
+# The largest block that the kernels pool.
+_LARGEST_POOLED = 1024
 
 Pair = tuple[Tensor, Tensor]
 
@@ -77,20 +81,17 @@ def topk_outside(
         return GrowCandidates(torch.zeros(0, dtype=torch.int64), torch.zeros(0, dtype=dtype))
 
     (height, width), b = pattern.grid, pattern.block_size
-    device = pairs[0][0].device
     rows = max(1, CHUNK_BYTES // (pattern.shape[1] * b * dtype.itemsize))
+    scorer = _Scorer(pairs, b, pooling, dtype, min(rows, height))
     guess = -1.0
     if height > _SAMPLE_FROM * rows:
-        guess = _guess_threshold(pairs, pattern, exclude, k, pooling, dtype)
+        guess = guess_threshold(scorer.sample, pattern, exclude, k)
     # A guess that was too high is mended by a second pass without one.
     for threshold in (guess, -1.0):
-        best = _Best(k, rows * width, threshold, dtype, device)
+        best = Best(k, rows * width, threshold, dtype, scorer.device, scorer.library)
         for first in range(0, height, rows):
-            last = min(first + rows, height)
-            scores = _block_scores(pairs, first * b, last * b, b, pooling, dtype).view(-1)
-            for taken in taken_among(pattern, exclude, first, last):
-                scores[taken.to(device)] = -1.0
-            best.add(scores, first * width)
+            scores = scorer.chunk(first, min(first + rows, height))
+            best.add(scores, pattern, exclude, first)
         best.compact()
         if best.count == k:
             break
@@ -101,83 +102,6 @@ def topk_outside(
         return GrowCandidates(flat.cpu(), values)
     order = values.sort(descending=True, stable=True).indices
     return GrowCandidates(flat[order].cpu(), values[order])
-
-
-class _Best:
-    """The best candidates so far, in order of position, in room for `k` and one more chunk."""
-
-    def __init__(
-        self, k: int, chunk: int, threshold: float, dtype: torch.dtype, device: torch.device
-    ) -> None:
-        self.k = k
-        self.scores = torch.empty(k + chunk, dtype=dtype, device=device)
-        self.flat = torch.empty(k + chunk, dtype=torch.int64, device=device)
-        self.count = 0
-        self.threshold = threshold
-
-    def add(self, scores: Tensor, offset: int) -> None:
-        """Take in a chunk of scores whose first has the flat position `offset`."""
-        # A score equal to the threshold loses against those before it: it comes later.
-        found = (scores > self.threshold).nonzero().flatten()
-        if self.count + len(found) > len(self.scores):
-            self.compact()
-            found = found[scores[found] > self.threshold]
-        end = self.count + len(found)
-        torch.index_select(scores, 0, found, out=self.scores[self.count : end])
-        torch.add(found, offset, out=self.flat[self.count : end])
-        self.count = end
-
-    def compact(self) -> None:
-        """Keep only the best `k`, and raise the threshold to the last of them."""
-        if self.count > self.k:
-            keep = select(self.scores[: self.count], self.k)
-            self.scores[: self.k] = self.scores[keep]
-            self.flat[: self.k] = self.flat[keep]
-            self.count = self.k
-        if self.count == self.k:
-            self.threshold = float(self.scores[: self.k].min())
-
-
-def _guess_threshold(
-    pairs: Sequence[Pair],
-    pattern: SparsePattern,
-    exclude: Tensor,
-    k: int,
-    pooling: str,
-    dtype: torch.dtype,
-) -> float:
-    """A score that a few more than `k` free positions exceed, judged by a sample of positions.
-
-    It spares most of the candidates that a running threshold lets through at first. Four standard
-    deviations of the sample's count are allowed for.
-    """
-    b, width = pattern.block_size, pattern.grid[1]
-    device = pairs[0][0].device
-    # A generator of its own: the random numbers of the training stay what they were.
-    generator = torch.Generator().manual_seed(0)
-    sample = torch.randint(pattern.total, (_SAMPLE,), generator=generator)
-    batch = max(len(x) for x, _ in pairs)
-    piece = max(1, CHUNK_BYTES // (4 * b * max(1, batch) * dtype.itemsize))
-    scores = []
-    for flat in sample.split(piece):
-        inside = torch.arange(b)
-        rows = ((flat // width)[:, None] * b + inside).view(-1).to(device)
-        cols = ((flat % width)[:, None] * b + inside).view(-1).to(device)
-        blocks = torch.zeros(len(flat), b, b, dtype=dtype, device=device)
-        for x, dy in pairs:
-            left = dy.index_select(1, rows).to(dtype).view(len(dy), len(flat), b)
-            right = x.index_select(1, cols).to(dtype).view(len(x), len(flat), b)
-            blocks.baddbmm_(left.permute(1, 2, 0), right.transpose(0, 1))
-        scores.append(_pool(blocks.abs_(), pooling, b).view(-1))
-    score = torch.cat(scores)
-    score[(pattern.contains(sample) | torch.isin(sample, exclude)).to(device)] = -1.0
-    expected = _SAMPLE * k / pattern.total
-    rank = int(expected + 4 * expected**0.5 + 4)
-    if rank >= _SAMPLE:
-        return -1.0
-    threshold = float(score.sort(descending=True).values[rank])
-    # Scores of exactly zero tie by the thousand: they must stay within reach.
-    return threshold if threshold > 0 else -1.0
 
 
 def check_pooling(pooling: str) -> str:
@@ -211,24 +135,67 @@ def _check_pairs(pairs: Sequence[Pair], pattern: SparsePattern) -> torch.dtype:
     return torch.float64 if any(t.dtype == torch.float64 for t in tensors) else torch.float32
 
 
-def _block_scores(
-    pairs: Sequence[Pair], first: int, last: int, b: int, pooling: str, dtype: torch.dtype
-) -> Tensor:
-    """Pooled |dY^T X| of the output features [first, last): [(last - first) / b, in / b]."""
-    grad: Tensor | None = None
-    for x, dy in pairs:
-        left, right = dy[:, first:last].t().to(dtype), x.to(dtype)
-        grad = left @ right if grad is None else grad.addmm_(left, right)
-    assert grad is not None
-    magnitude = grad.abs_()
-    if b == 1:
-        return magnitude
-    return _pool(magnitude.view((last - first) // b, b, -1), pooling, b)
+class _Scorer:
+    """Pooled |dY^T X| of some blocks. Where the kernels rank elements, signs are left in."""
+
+    def __init__(
+        self, pairs: Sequence[Pair], b: int, pooling: str, dtype: torch.dtype, rows: int
+    ) -> None:
+        self.pairs, self.b, self.pooling, self.dtype = pairs, b, pooling, dtype
+        self.device = pairs[0][0].device
+        on_cpu = self.device.type == "cpu" and dtype == torch.float32
+        self.library = native.load() if on_cpu else None
+        in_features = pairs[0][0].shape[1]
+        self._gradient = torch.empty(rows * b, in_features, dtype=dtype, device=self.device)
+
+    def chunk(self, first: int, last: int) -> Tensor:
+        """Scores of the block rows [first, last): [last - first, in/b], valid until the next."""
+        begin, end = first * self.b, last * self.b
+        grad = self._gradient[: end - begin]
+        for i, (x, dy) in enumerate(self.pairs):
+            left, right = dy[:, begin:end].t().to(self.dtype), x.to(self.dtype)
+            grad.addmm_(left, right, beta=1 if i else 0)
+        return self._pool(grad)
+
+    def sample(self, rows: Tensor, cols: Tensor) -> Tensor:
+        """Scores of the blocks where the block rows and columns cross: [rows, cols]."""
+        inside = torch.arange(self.b)
+        out = (rows[:, None] * self.b + inside).view(-1).to(self.device)
+        in_ = (cols[:, None] * self.b + inside).view(-1).to(self.device)
+        grad = torch.zeros(len(out), len(in_), dtype=self.dtype, device=self.device)
+        for x, dy in self.pairs:
+            left, right = dy.index_select(1, out), x.index_select(1, in_)
+            grad.addmm_(left.to(self.dtype).t(), right.to(self.dtype))
+        return self._pool(grad).abs_()
+
+    def _pool(self, grad: Tensor) -> Tensor:
+        b = self.b
+        if b == 1:
+            return grad
+        if self.library is None or b > _LARGEST_POOLED:
+            return pool(grad.abs_(), self.pooling, b)
+        scores = grad.new_empty(len(grad) // b, grad.shape[1] // b)
+        kind = {"avg": 1, "max": 2}.get(self.pooling, 0)
+        self.library.dynsparse_grow_pool(
+            grad.data_ptr(), *scores.shape, b, kind, scores.data_ptr(), torch.get_num_threads()
+        )
+        return scores
 
 
-def _pool(magnitude: Tensor, pooling: str, b: int) -> Tensor:
-    """[rows, b, columns * b] -> [rows, columns]: the score of each block."""
+def pool(magnitude: Tensor, pooling: str, b: int) -> Tensor:
+    """[rows * b, columns * b] -> [rows, columns]: the score of each block.
+
+    Sums go from the first row of a block to the last, then likewise over its columns, so that the
+    kernels (csrc/grow.cpp) come to the same.
+    """
+    by_rows = magnitude.unflatten(0, (-1, b))
     if pooling == "max":
-        return magnitude.amax(1).unflatten(1, (-1, b)).amax(2)
-    pooled = magnitude.sum(1).unflatten(1, (-1, b)).sum(2)
-    return pooled.div_(b * b) if pooling == "avg" else pooled
+        return by_rows.amax(1).unflatten(1, (-1, b)).amax(2)
+    pooled = by_rows[:, 0].clone()
+    for i in range(1, b):
+        pooled += by_rows[:, i]
+    by_cols = pooled.unflatten(1, (-1, b))
+    score = by_cols[:, :, 0].clone()
+    for j in range(1, b):
+        score += by_cols[:, :, j]
+    return score.div_(b * b) if pooling == "avg" else score

@@ -1,0 +1,229 @@
+// Growth: block scores of a chunk of the gradient, the free positions above a threshold, and the
+// k best of many scores. Scores are magnitudes; NaN marks what can never be chosen.
+
+#include <algorithm>
+#include <cmath>
+#include <limits>
+
+#include "scratch.h"
+#include "simd.h"
+
+#if defined(__AVX512F__)
+#include <immintrin.h>
+#endif
+
+using dynsparse::i32;
+using dynsparse::i64;
+
+namespace {
+
+// Below so many scores a second thread costs more than it gives.
+constexpr i64 SMALL = 1 << 15;
+
+enum Pooling { SUM, AVERAGE, LARGEST };
+
+template <Pooling pooling>
+DYNSPARSE_INLINE float combine(float a, float b) {
+  if (pooling == LARGEST) return b > a || b != b ? b : a;
+  return a + b;
+}
+
+// Columns that are worked on at once.
+constexpr i64 PIECE = 1024;
+
+// One row of blocks: grad [block, width * block] -> scores [width]. Rows of a block first, then its
+// columns, each from the first to the last: an order that plain tensor operations can repeat.
+template <Pooling pooling>
+void pool_row(const float* grad, i64 width, i64 block, float* scores) {
+  alignas(64) float sums[PIECE];
+  const i64 stride = width * block;
+  const i64 step = dynsparse::most(1, PIECE / block);
+  for (i64 first = 0; first < width; first += step) {
+    const i64 blocks = dynsparse::least(step, width - first), count = blocks * block;
+    const float* from = grad + first * block;
+    for (i64 j = 0; j < count; j++) sums[j] = std::fabs(from[j]);
+    for (i64 i = 1; i < block; i++) {
+      from += stride;
+      for (i64 j = 0; j < count; j++) sums[j] = combine<pooling>(sums[j], std::fabs(from[j]));
+    }
+    for (i64 c = 0; c < blocks; c++) {
+      float score = sums[c * block];
+      for (i64 j = 1; j < block; j++) score = combine<pooling>(score, sums[c * block + j]);
+      scores[first + c] = pooling == AVERAGE ? score / static_cast<float>(block * block) : score;
+    }
+  }
+}
+
+// The magnitudes above the threshold among scores [count], count <= PIECE, and where they are;
+// returns how many. `kept` and `places` have room for a vector more than they get.
+i64 collect(const float* scores, i64 count, float threshold, float* kept, i32* places) {
+  i64 n = 0, c = 0;
+#if defined(__AVX512F__)
+  const __m512 limit = _mm512_set1_ps(threshold);
+  __m512i place = _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
+  for (; c + 16 <= count; c += 16, place = _mm512_add_epi32(place, _mm512_set1_epi32(16))) {
+    const __m512 score = _mm512_abs_ps(_mm512_loadu_ps(scores + c));
+    const __mmask16 above = _mm512_cmp_ps_mask(score, limit, _CMP_GT_OQ);
+    _mm512_storeu_ps(kept + n, _mm512_maskz_compress_ps(above, score));
+    _mm512_storeu_si512(places + n, _mm512_maskz_compress_epi32(above, place));
+    n += __builtin_popcount(above);
+  }
+#endif
+  for (; c < count; c++) {  // without branches: which are above is random
+    kept[n] = std::fabs(scores[c]);
+    places[n] = static_cast<i32>(c);
+    n += kept[n] > threshold;
+  }
+  return n;
+}
+
+// Rising with the score, equal for equal scores (0.0 and -0.0 among them); falling if `largest`.
+DYNSPARSE_INLINE uint32_t key_of(float score, uint32_t flip) {
+  score += 0.0f;
+  uint32_t bits;
+  std::memcpy(&bits, &score, sizeof bits);
+  return (bits ^ ((bits >> 31 ? ~uint32_t{0} : uint32_t{1} << 31))) ^ flip;
+}
+
+}  // namespace
+
+// scores [rows, width] = the pooled magnitudes of grad [rows * block, width * block]; pooling 0:
+// sum, 1: mean, 2: maximum. block is at most 1024.
+DYNSPARSE_EXPORT void dynsparse_grow_pool(
+    const float* grad, i64 rows, i64 width, i64 block, i32 pooling, float* scores, i32 threads) {
+  const i64 pieces = rows * width * block * block < SMALL ? 1 : threads;
+#pragma omp parallel for num_threads(pieces) schedule(static)
+  for (i64 row = 0; row < rows; row++) {
+    const float* from = grad + row * block * width * block;
+    float* to = scores + row * width;
+    if (pooling == SUM) pool_row<SUM>(from, width, block, to);
+    else if (pooling == AVERAGE) pool_row<AVERAGE>(from, width, block, to);
+    else pool_row<LARGEST>(from, width, block, to);
+  }
+}
+
+// How many of |scores| [rows, width] exceed the threshold outside the pattern's rows (row_ptr
+// [rows + 1], cols). Where they fit the room, found_scores and found_flat get them in order, flat
+// positions counted from `offset`; otherwise nothing is written. -1 without scratch memory.
+// Scores at the pattern are overwritten with NaN.
+DYNSPARSE_EXPORT i64 dynsparse_grow_scan(
+    float* scores, i64 rows, i64 width, const i32* row_ptr, const i32* cols, float threshold,
+    i64 offset, float* found_scores, i64* found_flat, i64 room, i32 threads) {
+  const i64 pieces = rows * width < SMALL ? 1 : dynsparse::least(threads, rows);
+  dynsparse::Scratch scratch((rows + 1) * sizeof(i64));
+  if (scratch.failed()) return -1;
+  i64* begin = scratch.take<i64>(rows + 1);
+#pragma omp parallel for num_threads(pieces) schedule(static)
+  for (i64 row = 0; row < rows; row++) {
+    float* own = scores + row * width;
+    for (i64 p = row_ptr[row]; p < row_ptr[row + 1]; p++)
+      own[cols[p]] = std::numeric_limits<float>::quiet_NaN();
+    i32 above = 0;
+    for (i64 c = 0; c < width; c++) above += std::fabs(own[c]) > threshold;
+    begin[row + 1] = above;
+  }
+  begin[0] = 0;
+  for (i64 row = 0; row < rows; row++) begin[row + 1] += begin[row];
+  if (begin[rows] > room) return begin[rows];
+#pragma omp parallel for num_threads(pieces) schedule(static)
+  for (i64 row = 0; row < rows; row++) {
+    if (begin[row] == begin[row + 1]) continue;
+    float kept[PIECE + 16];
+    i32 places[PIECE + 16];
+    i64 n = begin[row];
+    for (i64 c = 0; c < width; c += PIECE) {
+      const float* own = scores + row * width + c;
+      const i64 found = collect(own, dynsparse::least(PIECE, width - c), threshold, kept, places);
+      const i64 first = offset + row * width + c;
+      std::memcpy(found_scores + n, kept, found * sizeof(float));
+      for (i64 i = 0; i < found; i++) found_flat[n + i] = first + places[i];
+      n += found;
+    }
+  }
+  return begin[rows];
+}
+
+// The positions [k] of the k largest (or smallest) of scores [count], ascending; among equal
+// scores the smaller positions. 1 <= k <= count; no NaN. Returns 0, or 1 without scratch memory.
+DYNSPARSE_EXPORT int dynsparse_grow_select(
+    const float* scores, i64 count, i64 k, i32 largest, i64* positions, i32 threads) {
+  const uint32_t flip = largest ? ~uint32_t{0} : 0;
+  const i64 pieces = count < SMALL ? 1 : threads;
+  const int bits = count < SMALL ? 11 : 16, shift = 32 - bits;
+  const i64 bins = i64{1} << bits;
+  const auto piece_at = [=](i64 t) { return count * t / pieces; };
+
+  // How many keys begin with each digit of so many bits.
+  dynsparse::Scratch scratch(dynsparse::Scratch::size_of<i32>(pieces * bins) +
+                             2 * dynsparse::Scratch::size_of<i64>(pieces + 1));
+  if (scratch.failed()) return 1;
+  i32* held = scratch.take<i32>(pieces * bins);
+  i64* end = scratch.take<i64>(pieces + 1);
+  i64* ties = scratch.take<i64>(pieces + 1);
+#pragma omp parallel for num_threads(pieces) schedule(static)
+  for (i64 t = 0; t < pieces; t++) {
+    i32* own = held + t * bins;
+    std::memset(own, 0, bins * sizeof(i32));
+    for (i64 i = piece_at(t); i < piece_at(t + 1); i++) own[key_of(scores[i], flip) >> shift]++;
+  }
+  // The digit of the key of rank k, and its rank among those that begin alike.
+  i64 digit = -1, alike = 0, rank = k;
+  while (rank > alike) {
+    rank -= alike;
+    alike = 0;
+    digit++;
+    for (i64 t = 0; t < pieces; t++) alike += held[t * bins + digit];
+  }
+
+  // The keys that begin alike, and the one of rank k among them.
+  dynsparse::Scratch list(2 * dynsparse::Scratch::size_of<uint32_t>(alike + 1));
+  if (list.failed()) return 1;
+  uint32_t* keys = list.take<uint32_t>(alike + 1);
+  uint32_t* sorted = list.take<uint32_t>(alike + 1);
+  i64 begin = 0;
+  for (i64 t = 0; t < pieces; t++) {
+    end[t] = begin;
+    begin += held[t * bins + digit];
+  }
+#pragma omp parallel for num_threads(pieces) schedule(static)
+  for (i64 t = 0; t < pieces; t++) {
+    i64 n = end[t];
+    for (i64 i = piece_at(t); i < piece_at(t + 1); i++) {
+      const uint32_t key = key_of(scores[i], flip);
+      if (key >> shift == digit) keys[n++] = key;
+    }
+  }
+  std::copy(keys, keys + alike, sorted);
+  std::nth_element(sorted, sorted + rank - 1, sorted + alike);
+  const uint32_t pivot = sorted[rank - 1];
+
+  // Every piece gets its smaller keys and, in order of position, ties while there is room.
+  i64 room = rank;
+  for (i64 i = 0; i < alike; i++) room -= keys[i] < pivot;
+  for (i64 t = 0, p = 0, sum = 0; t < pieces; t++) {
+    i64 smaller = 0, equal = 0;
+    for (i64 d = 0; d < digit; d++) smaller += held[t * bins + d];
+    for (const i64 stop = p + held[t * bins + digit]; p < stop; p++) {
+      smaller += keys[p] < pivot;
+      equal += keys[p] == pivot;
+    }
+    ties[t] = dynsparse::least(equal, room);
+    room -= ties[t];
+    sum += smaller + ties[t];
+    end[t + 1] = sum;
+  }
+  end[0] = 0;
+#pragma omp parallel for num_threads(pieces) schedule(static)
+  for (i64 t = 0; t < pieces; t++) {
+    i64 n = end[t], left = ties[t];
+    // The last write stays inside this piece's part.
+    for (i64 i = piece_at(t); n < end[t + 1]; i++) {
+      const uint32_t key = key_of(scores[i], flip);
+      const bool tie = (key == pivot) & (left > 0);
+      left -= tie;
+      positions[n] = i;
+      n += (key < pivot) | tie;
+    }
+  }
+  return 0;
+}

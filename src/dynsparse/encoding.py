@@ -1,0 +1,178 @@
+"""The index arrays of a pattern: pointers, order by columns, and one pattern turned into the next.
+
+Each function goes through the compiled kernels (csrc/pattern.cpp) where there are any, and through
+plain torch otherwise, with the same result.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+import scipy.sparse
+import torch
+from torch import Tensor
+
+__all__ = ["Merged", "by_columns", "follow_", "merge", "row_pointers"]
+
+
+class Merged(NamedTuple):
+    """The arrays of a pattern after an update, all int32, and the old slot of each new one."""
+
+    row_ptr: Tensor
+    rows: Tensor
+    cols: Tensor
+    source: Tensor
+
+
+def _library() -> ctypes.CDLL | None:
+    # Imported when needed: the operators stand above this floor.
+    from dynsparse.ops import native
+
+    return native.load()
+
+
+def row_pointers(rows: Tensor, height: int) -> Tensor:
+    """int32 [height + 1]: row r of the sorted `rows` has the slots [row_ptr[r], row_ptr[r + 1])."""
+    bounds = np.arange(height + 1, dtype=np.int32)
+    return torch.from_numpy(np.searchsorted(rows.numpy(), bounds).astype(np.int32))
+
+
+def by_columns(row_ptr: Tensor, cols: Tensor, width: int) -> tuple[Tensor, Tensor, Tensor]:
+    """col_ptr [width + 1], csc_rows [nnz] and csc_perm [nnz] of a CSR pattern, all int32."""
+    height, nnz = len(row_ptr) - 1, len(cols)
+    library = _library()
+    if library is None:
+        slots = np.arange(nnz, dtype=np.int32)
+        csr = scipy.sparse.csr_array((slots, cols.numpy(), row_ptr.numpy()), shape=(height, width))
+        csc = csr.tocsc()
+        col_ptr, csc_rows, csc_perm = (
+            torch.from_numpy(np.ascontiguousarray(a, np.int32))
+            for a in (csc.indptr, csc.indices, csc.data)
+        )
+        return col_ptr, csc_rows, csc_perm
+    col_ptr = torch.empty(width + 1, dtype=torch.int32)
+    csc_rows = torch.empty(nnz, dtype=torch.int32)
+    csc_perm = torch.empty(nnz, dtype=torch.int32)
+    status = library.dynsparse_pattern_by_columns(
+        row_ptr.data_ptr(),
+        cols.data_ptr(),
+        height,
+        width,
+        col_ptr.data_ptr(),
+        csc_rows.data_ptr(),
+        csc_perm.data_ptr(),
+        torch.get_num_threads(),
+    )
+    if status:
+        raise MemoryError("no memory for the order of a pattern by columns")
+    return col_ptr, csc_rows, csc_perm
+
+
+def merge(
+    row_ptr: Tensor, rows: Tensor, cols: Tensor, width: int, drop: Tensor, grow: Tensor
+) -> Merged:
+    """The pattern without the slots `drop` and with the flat positions `grow`, int64 each.
+
+    Raises:
+        ValueError: a slot or position out of range or named twice, or a position that is taken.
+    """
+    library = _library()
+    if library is None:
+        return _merge(rows, cols, len(row_ptr) - 1, width, drop, grow)
+    new_row_ptr = torch.empty_like(row_ptr)
+    count = max(len(cols) - len(drop) + len(grow), 0)
+    merged = Merged(new_row_ptr, *(torch.empty(count, dtype=torch.int32) for _ in range(3)))
+    drop, grow = drop.contiguous(), grow.contiguous()
+    status = library.dynsparse_pattern_merge(
+        row_ptr.data_ptr(),
+        cols.data_ptr(),
+        len(row_ptr) - 1,
+        width,
+        drop.data_ptr(),
+        len(drop),
+        grow.data_ptr(),
+        len(grow),
+        *(tensor.data_ptr() for tensor in merged),
+        torch.get_num_threads(),
+    )
+    if status == 1:
+        raise MemoryError("no memory for a pattern update")
+    if status == 2:  # out of order, or wrong: the long way sorts, and says what is wrong
+        return _merge(rows, cols, len(row_ptr) - 1, width, drop, grow)
+    return merged
+
+
+def _merge(
+    rows: Tensor, cols: Tensor, height: int, width: int, drop: Tensor, grow: Tensor
+) -> Merged:
+    nnz, total = len(rows), height * width
+    if not bool((grow[1:] > grow[:-1]).all()):
+        grow = grow.sort().values
+    if len(drop) and not (int(drop.min()) >= 0 and int(drop.max()) < nnz):
+        raise ValueError(f"slots to drop must lie in [0, {nnz})")
+    if len(grow) and not (int(grow[0]) >= 0 and int(grow[-1]) < total):
+        raise ValueError(f"positions to grow must lie in [0, {total})")
+    stays = torch.ones(nnz, dtype=torch.bool)
+    stays[drop] = False
+    # The grown positions are merged into the kept ones, both sorted already. Large patterns
+    # are merged in place and each array is given up as early as can be.
+    kept = rows.long().mul_(width).add_(cols)[stays]
+    if len(kept) != nnz - len(drop):
+        raise ValueError("a slot to drop is named twice")
+    is_grown = torch.zeros(len(kept) + len(grow), dtype=torch.bool)
+    is_grown[torch.searchsorted(kept, grow) + torch.arange(len(grow))] = True
+    flat = torch.empty(len(is_grown), dtype=torch.int64)
+    flat.masked_scatter_(is_grown, grow)
+    is_kept = is_grown.logical_not_()
+    flat.masked_scatter_(is_kept, kept)
+    del kept
+    if len(flat) > 1 and not bool((flat[1:] > flat[:-1]).all()):
+        raise ValueError("a position to grow is named twice or is already in the pattern")
+    new_rows, new_cols = split_flat(flat, width)
+    del flat
+    source = torch.full((len(new_rows),), -1, dtype=torch.int32)
+    source.masked_scatter_(is_kept, stays.nonzero().flatten().int())
+    return Merged(row_pointers(new_rows, height), new_rows, new_cols, source)
+
+
+def split_flat(flat: Tensor, width: int) -> tuple[Tensor, Tensor]:
+    """Rows and columns, int32, of flat positions (row * width + col)."""
+    rows = torch.empty(len(flat), dtype=torch.int32)
+    cols = torch.empty(len(flat), dtype=torch.int32)
+    # Straight into int32: large patterns spare two arrays of int64.
+    np.floor_divide(flat.numpy(), width, out=rows.numpy(), casting="unsafe")
+    np.remainder(flat.numpy(), width, out=cols.numpy(), casting="unsafe")
+    return rows, cols
+
+
+def follow_(tensors: Sequence[Tensor], source: Tensor) -> None:
+    """Entry j of each tensor ([nnz, ...]) becomes what entry source[j] was; zero where that is -1.
+
+    In place; what is not -1 in `source` (int32 [nnz]) ascends.
+    """
+    compiled = [t for t in tensors if t.device.type == "cpu" and t.is_contiguous() and t.numel()]
+    library = _library() if compiled and source.device.type == "cpu" else None
+    if library is None:
+        compiled = []
+    for tensor in tensors:
+        if not any(tensor is other for other in compiled) and tensor.numel():
+            own = source.to(tensor.device)
+            moved = tensor.index_select(0, own.clamp(min=0))
+            moved[own < 0] = 0
+            tensor.copy_(moved)
+    if library is None:
+        return
+    for tensor in compiled:
+        tensor[:0].zero_()  # autograd learns that the tensor changes
+    many = len(compiled)
+    library.dynsparse_pattern_follow(
+        (ctypes.c_void_p * many)(*(t.data_ptr() for t in compiled)),
+        (ctypes.c_int64 * many)(*(t.nbytes // len(t) for t in compiled)),
+        many,
+        source.contiguous().data_ptr(),
+        len(source),
+        torch.get_num_threads(),
+    )

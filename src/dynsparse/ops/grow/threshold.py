@@ -1,0 +1,86 @@
+"""A threshold for growth, judged by a sample of rows and columns."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from dynsparse.ops.grow.select import select
+from dynsparse.pattern import SparsePattern
+
+__all__ = ["guess_threshold"]
+
+# About so many rows and columns (elements) are sampled: 512 of 4096 each are 1.6 % of the product.
+_SIDE = 512
+
+SampleScores = Callable[[Tensor, Tensor], Tensor]
+"""From block rows [r] and block columns [c] to the scores of the blocks where they cross, [r, c]"""
+
+
+def guess_threshold(
+    scores_at: SampleScores, pattern: SparsePattern, exclude: Tensor, k: int
+) -> float:
+    """A score that a few more than `k` free positions exceed; -1 where a sample cannot tell.
+
+    It spares most of the candidates that a running threshold lets through at first. Scores of one
+    row or column are alike, so how far the sample's count may stray is judged by how it differs
+    from row to row and from column to column; four standard deviations are allowed for.
+    """
+    (height, width), b = pattern.grid, pattern.block_size
+    # A generator of its own: the random numbers of the training stay what they were.
+    generator = torch.Generator().manual_seed(0)
+    sides = [min(size, max(1, _SIDE // b)) for size in (height, width)]
+    rows, cols = (
+        torch.randperm(size, generator=generator)[:side].sort().values
+        for size, side in zip((height, width), sides, strict=True)
+    )
+    scores = scores_at(rows, cols)
+    taken_rows, taken_cols = _taken(pattern, exclude, rows, cols)
+    scores[taken_rows.to(scores.device), taken_cols.to(scores.device)] = -1.0
+
+    count = scores.numel()
+    expected = count * k / pattern.total
+    above = scores >= _of_rank(scores, int(expected))
+    spread = sum(
+        float(above.sum(axis).double().var(correction=0)) * side * (1 - side / size)
+        for axis, side, size in zip((1, 0), sides, (height, width), strict=True)
+    )
+    rank = int(expected + 4 * spread**0.5 + 4)
+    if rank >= count:
+        return -1.0
+    threshold = _of_rank(scores, rank)
+    # Scores of exactly zero tie by the thousand: they must stay within reach.
+    return threshold if threshold > 0 else -1.0
+
+
+def _of_rank(scores: Tensor, rank: int) -> float:
+    """The score that `rank` others are at least as large as."""
+    flat = scores.view(-1)
+    return float(flat[select(flat, min(rank + 1, len(flat)))].min())
+
+
+def _taken(
+    pattern: SparsePattern, exclude: Tensor, rows: Tensor, cols: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Which crossings of `rows` and `cols` are not free, as places in `rows` and in `cols`."""
+    height, width = pattern.grid
+    begin, end = pattern.row_ptr[rows], pattern.row_ptr[rows + 1]
+    lengths = end - begin
+    held = torch.arange(len(rows)).repeat_interleave(lengths)
+    before = lengths.cumsum(0, dtype=torch.int32) - lengths
+    slots = torch.arange(len(held), dtype=torch.int32) + (begin - before)[held]
+    place_of_col = torch.full((width,), -1)
+    place_of_col[cols] = torch.arange(len(cols))
+    places = place_of_col[pattern.cols[slots]]
+    sampled = places >= 0
+    held, places = held[sampled], places[sampled]
+    if len(exclude):
+        place_of_row = torch.full((height,), -1)
+        place_of_row[rows] = torch.arange(len(rows))
+        also_rows, also_cols = place_of_row[exclude // width], place_of_col[exclude % width]
+        sampled = (also_rows >= 0) & (also_cols >= 0)
+        held = torch.cat([held, also_rows[sampled]])
+        places = torch.cat([places, also_cols[sampled]])
+    return held, places

@@ -1,0 +1,100 @@
+"""The compiled growth against plain torch: the same positions and scores to the last bit."""
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from dynsparse import SparsePattern
+from dynsparse.ops import native
+from dynsparse.ops.grow import POOLINGS, select, topk, topk_outside
+
+ISAS = [isa for isa in native.supported_isas() if native._library_path(isa).exists()]
+pytestmark = pytest.mark.skipif(not ISAS, reason="no compiled kernels")
+
+
+def with_library(isa, function, threads=1):
+    """What `function` returns on the kernels of one instruction set, or without any."""
+    library = None if isa is None else native.load_isa(isa)
+    before = torch.get_num_threads()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(native, "load", lambda: library)
+        torch.set_num_threads(threads)
+        try:
+            return function()
+        finally:
+            torch.set_num_threads(before)
+
+
+def assert_same(function):
+    plain = with_library(None, function)
+    for isa in ISAS:
+        for threads in (1, 2):
+            found = with_library(isa, function, threads)
+            assert all(torch.equal(a, b) for a, b in zip(found, plain, strict=True)), (isa, threads)
+
+
+@st.composite
+def problems(draw):
+    b = draw(st.sampled_from([1, 1, 2, 3, 5, 16]))
+    height, width = draw(st.integers(1, 20)), draw(st.integers(1, 70))
+    g = torch.Generator().manual_seed(draw(st.integers(0, 1000)))
+    nnz = draw(st.integers(0, height * width))
+    pattern = SparsePattern.random((height * b, width * b), nnz=nnz, block_size=b, generator=g)
+    free = pattern.total - nnz
+    exclude = SparsePattern.random(pattern.grid, nnz=min(free // 3, 40), generator=g).flat
+    exclude = exclude[~pattern.contains(exclude)]
+    batch = draw(st.integers(1, 9))
+    x, dy = (torch.randn(batch, side * b, generator=g) for side in (width, height))
+    if draw(st.booleans()):  # full of ties
+        x, dy = x.round(), dy.round()
+    k = draw(st.integers(0, free - len(exclude)))
+    return (x, dy), pattern, k, exclude, draw(st.sampled_from(POOLINGS))
+
+
+@given(problems(), st.sampled_from([1, 1000, 8 << 20]), st.sampled_from([0, 10**9]))
+def test_candidates_equal_those_of_plain_torch(problem, chunk_bytes, sample_from):
+    pair, pattern, k, exclude, pooling = problem
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(topk, "CHUNK_BYTES", chunk_bytes)
+        patch.setattr(topk, "_SAMPLE_FROM", sample_from)
+        assert_same(lambda: topk_outside([pair], pattern, k, exclude=exclude, pooling=pooling))
+
+
+@pytest.mark.parametrize("b", [1, 4])
+@pytest.mark.parametrize("ties", [False, True])
+def test_several_threads(b, ties, generator):
+    n = 2100 * b
+    x, dy = torch.randn(3, 260, generator=generator), torch.randn(3, n, generator=generator)
+    if ties:
+        x, dy = x.round(), dy.round()
+    pattern = SparsePattern.random((n, 260), density=0.1, block_size=b, generator=generator)
+    for k in (1, pattern.total // 10, pattern.total - pattern.nnz):
+        assert_same(lambda k=k: topk_outside([(x, dy)], pattern, k, sort=False))
+
+
+@given(
+    st.lists(st.floats(width=32, allow_nan=False), min_size=1, max_size=300),
+    st.booleans(),
+    st.data(),
+)
+def test_select_any_floats(numbers, largest, data):
+    scores = torch.tensor(numbers, dtype=torch.float32)  # infinities and both zeros among them
+    k = data.draw(st.integers(0, len(numbers)))
+    assert_same(lambda: (select(scores, k, largest=largest),))
+
+
+@pytest.mark.parametrize("kind", ["normal", "few values", "zeros", "one magnitude"])
+def test_select_of_many(kind, generator):
+    scores = torch.randn(70_001, generator=generator)
+    if kind == "few values":
+        scores = (3 * scores).round()
+    elif kind == "zeros":
+        scores = scores * 0  # of both signs
+    elif kind == "one magnitude":
+        scores = 1 + scores.abs() * 1e-6
+    for k in (1, 1000, 35_000, 70_000):
+        for largest in (False, True):
+            assert_same(lambda k=k, largest=largest: (select(scores, k, largest=largest),))
+    every_other = scores[::2]  # not contiguous
+    assert_same(lambda: (select(every_other, 9),))
