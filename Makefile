@@ -19,7 +19,7 @@ help:
 	@echo "make demo    train a sparse network on digits, write pictures to demo-output/"
 	@echo "make test    style, types and all tests"
 	@echo "make native  build the compiled kernels in place"
-	@echo "make bench   time the sparse products and the training step"
+	@echo "make bench   time a training step beside the alternatives (two minutes)"
 	@echo "make clean   remove what was built and made (not .venv)"
 
 demo: $(VENV)/.installed-apps native
@@ -44,7 +44,7 @@ native: $(VENV)/.installed-apps
 	$(BIN)/cmake --install build/dev --prefix src
 
 bench: $(VENV)/.installed-apps native
-	$(BIN)/python benchmarks/linear_step.py
+	$(BIN)/dynsparse bench --benchmark quick
 
 clean:
 	rm -rf build dist demo-output src/dynsparse/_native .pytest_cache .mypy_cache .ruff_cache .hypothesis

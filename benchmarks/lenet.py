@@ -23,6 +23,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import dynsparse as ds
+from dynsparse.bench.masked import MaskedRigL, masked_twin
 from dynsparse.data import load
 
 SIZES = (784, 300, 100, 10)
@@ -30,39 +31,18 @@ DENSITIES = (0.01, 0.11, 1.0)
 BATCH, RATE, MOMENTUM, DECAY, DROPOUT, DROP, INTERVAL = 100, 0.1, 0.9, 2e-4, 0.05, 0.3, 600
 
 
-class Masked(nn.Linear):
-    """A dense layer whose weight is multiplied by a mask in every pass."""
-
-    def __init__(self, layer: ds.nn.SparseLinear) -> None:
-        super().__init__(layer.in_features, layer.out_features)
-        self.register_buffer("mask", layer.pattern.to_mask().float())
-        with torch.no_grad():
-            self.weight.copy_(layer.to_dense())
-            self.bias.copy_(layer.bias)
-
-    def forward(self, x: Tensor) -> Tensor:
-        # Its gradient is dense; that of the weight is zero outside the mask.
-        self.product = self.weight * self.mask
-        if self.product.requires_grad:
-            self.product.retain_grad()
-        return F.linear(x, self.product, self.bias)
-
-
 class Contender:
     """A network, its optimizer and what one step of it does."""
 
     def __init__(self, sparse: nn.Sequential, masked: bool, total_steps: int) -> None:
-        self.masked = masked
-        layers = [Masked(m) if masked and isinstance(m, ds.nn.SparseLinear) else m for m in sparse]
-        self.model = nn.Sequential(*layers)
+        self.model = masked_twin(sparse) if masked else sparse
         self.optimizer = torch.optim.SGD(
             self.model.parameters(), RATE, MOMENTUM, weight_decay=DECAY, nesterov=True, fused=True
         )
         self.total_steps, self.steps = total_steps, 0
-        self.schedule = ds.training.CosineSchedule(total_steps, INTERVAL, DROP)
-        self.trainer = None
-        if not masked:
-            self.trainer = ds.RigL(self.model, self.optimizer, schedule=self.schedule)
+        schedule = ds.training.CosineSchedule(total_steps, INTERVAL, DROP)
+        make = MaskedRigL if masked else ds.RigL
+        self.trainer = make(self.model, self.optimizer, schedule=schedule)
         self.seconds: list[float] = []
 
     def epoch(self, images: Tensor, labels: Tensor, order: Tensor) -> None:
@@ -75,29 +55,8 @@ class Contender:
             self.optimizer.zero_grad()
             F.cross_entropy(self.model(images[indices]), labels[indices]).backward()
             self.steps += 1
-            if self.trainer is not None:
-                self.trainer.step()
-            else:
-                self.masked_step()
+            self.trainer.step()
         self.seconds.append(time.perf_counter() - begin)
-
-    @torch.no_grad()
-    def masked_step(self) -> None:
-        layers = [m for m in self.model if isinstance(m, Masked)]
-        update = self.schedule.is_due(self.steps)
-        gradients = [m.product.grad for m in layers] if update else []
-        self.optimizer.step()
-        for m, gradient in zip(layers, gradients, strict=False):
-            nnz = int(m.mask.sum())
-            count = self.schedule.drop_count(self.steps, nnz)
-            held = m.mask.bool()
-            drop = m.weight.abs().masked_fill(~held, math.inf).flatten().topk(count, largest=False)
-            grow = gradient.abs().masked_fill(held, -1.0).flatten().topk(count)
-            m.mask.view(-1)[drop.indices] = 0
-            m.mask.view(-1)[grow.indices] = 1
-            for tensor in (m.weight, self.optimizer.state[m.weight]["momentum_buffer"]):
-                tensor.view(-1)[drop.indices] = 0
-                tensor.view(-1)[grow.indices] = 0
 
     @torch.no_grad()
     def error(self, images: Tensor, labels: Tensor) -> float:

@@ -84,6 +84,13 @@ def test_figures_can_be_drawn_without_measuring(capsys, tmp_path):
     assert "## one" in (tmp_path / "a.md").read_text()
 
 
+def test_a_system_that_does_not_tell_its_load_is_named(capsys, monkeypatch):
+    monkeypatch.setattr("dynsparse.bench.host.read_cpu_times", lambda: None)
+    status, out, _ = call(capsys, "--spec b.yml --benchmark two")
+    assert status == 0
+    assert "no /proc/stat: what other processes take cannot be told" in out
+
+
 def test_the_list_needs_no_measurement(capsys):
     status, out, _ = call(capsys, "--spec b.yml --list")
     assert status == 0

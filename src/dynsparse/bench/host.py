@@ -9,6 +9,7 @@ from pathlib import Path
 
 import torch
 
+from dynsparse.bench.load import read_cpu_times
 from dynsparse.ops import native
 
 __all__ = ["describe_host", "processor"]
@@ -24,6 +25,7 @@ def describe_host() -> dict[str, object]:
         "isa": kernels["isa"],
         "system": f"{platform.system()} {platform.machine()}",
         "python": platform.python_version(),
+        "load_known": read_cpu_times() is not None,
         "mkl": torch.backends.mkl.is_available(),
         "versions": {name: _version(name) for name in ("dynsparse", "torch", "numpy", "scipy")},
     }

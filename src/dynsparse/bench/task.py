@@ -36,7 +36,7 @@ def make_task(
     train: int = 20000,
     test: int = 2000,
     prototypes: int = 4,
-    signal: float = 0.3,
+    signal: float = 0.25,
     seed: int = 0,
 ) -> Task:
     """The task of a seed.

@@ -64,8 +64,8 @@ def bench(
     picture: Annotated[Path | None, _file(_OUTPUT, "Draw speed-up over density here.")] = None,
     markdown: Annotated[Path | None, _file(_OUTPUT, "Write the figures as tables here.")] = None,
     page: Annotated[
-        Path | None,
-        _file(_OUTPUT, "Fill in the tables of this Markdown page, between its bench comments."),
+        list[Path] | None,
+        _file(_OUTPUT, "Fill in the tables of these Markdown pages, between their bench comments."),
     ] = None,
 ) -> None:
     """Time dynsparse beside the alternatives, in one process with the same threads.
@@ -79,8 +79,9 @@ def bench(
     for flag, file in (("json", json), ("picture", picture), ("markdown", markdown)):
         if file is not None and (file.is_dir() or not file.parent.is_dir()):
             raise ValueError(f"--{flag}: expected a file in a folder that exists, got {file}")
-    if page is not None and not page.is_file():
-        raise ValueError(f"--page: expected a Markdown page that exists, got {page}")
+    for file in page or ():
+        if not file.is_file():
+            raise ValueError(f"--page: expected a Markdown page that exists, got {file}")
     if picture is not None:
         from dynsparse.report.figure import need_matplotlib
 
@@ -101,7 +102,7 @@ def bench(
             return
         chosen = found.select(benchmark or [b.name for b in found.benchmarks.values()])
         results = _measure(found, chosen, file.resolve().parent, threads, json, merge)
-    _write(results, picture, markdown, page)
+    _write(results, picture, markdown, page or [])
 
 
 def _measure(
@@ -126,6 +127,8 @@ def _measure(
             )
         results["benchmarks"] = before["benchmarks"]
     print(machine_line(results))
+    if not results["machine"]["load_known"]:
+        print("This system has no /proc/stat: what other processes take cannot be told.")
     print("Ratios: the other's time over the first's; median over rounds [quartiles].")
     for benchmark in chosen:
         results["benchmarks"][benchmark.name] = run_benchmark(
@@ -143,13 +146,13 @@ def _tell(line: str) -> None:
 
 
 def _write(
-    results: Results, picture: Path | None, markdown: Path | None, page: Path | None
+    results: Results, picture: Path | None, markdown: Path | None, pages: list[Path]
 ) -> None:
     if markdown is not None:
         from dynsparse.report.bench_tables import whole_report
 
         markdown.write_text(whole_report(results))
-    if page is not None:
+    for page in pages:
         from dynsparse.report.bench_page import fill_page
 
         fill_page(page, results)

@@ -93,7 +93,7 @@ def _count(parts: Iterable[Series]) -> int:
 
 
 def _draw(axes: Axes, series: Series, colours: dict[int, Any]) -> None:
-    from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
+    from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
 
     for block, line in series.items():
         if len(line) < 2:
@@ -121,4 +121,4 @@ def _draw(axes: Axes, series: Series, colours: dict[int, Any]) -> None:
     for axis in (axes.xaxis, axes.yaxis):
         axis.set_major_locator(LogLocator(subs=(1, 2, 5)))
         axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
-        axis.set_minor_formatter(NullFormatter())
+        axis.set_minor_locator(NullLocator())

@@ -37,7 +37,7 @@ def fill_page(page: Path, results: dict[str, Any]) -> None:
         if not all(name in results["benchmarks"] for name in names):
             return found.group(0)
         filled += 1
-        return f"{found.group(1)}{VIEWS[view](results, names)}\n{found.group(3)}"
+        return f"{found.group(1)}\n{VIEWS[view](results, names)}\n\n{found.group(3)}"
 
     text = _PART.sub(fill, text)
     if not filled:

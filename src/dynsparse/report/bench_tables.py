@@ -47,10 +47,18 @@ def machine_line(results: Figures) -> str:
     )
 
 
+def _ratio(ratio: float) -> str:
+    return f"{ratio:.2f}" if ratio < 2 else f"{ratio:.1f}"
+
+
+def _between(middle: float, low: float, high: float) -> str:
+    return f"{_ratio(middle)} ({_ratio(low)} to {_ratio(high)})"
+
+
 def _spread(figure: dict[str, float] | None, mark: str = "") -> str:
     if figure is None:
         return ""
-    return f"{figure['median']:.1f} ({figure['low']:.1f} to {figure['high']:.1f}){mark}"
+    return _between(figure["median"], figure["low"], figure["high"]) + mark
 
 
 def _sizes(cells: list[Figures]) -> tuple[list[str], Callable[[Figures], list[str]]]:
@@ -105,11 +113,7 @@ def _summary(results: Figures, names: list[str]) -> str:
         row = [f"{block}", f"{density:g}", f"{len(members)}"]
         for name in who:
             found = [c["ratios"][name]["median"] for c in members if name in c["ratios"]]
-            row.append(
-                f"{statistics.median(found):.1f} ({min(found):.1f} to {max(found):.1f})"
-                if found
-                else ""
-            )
+            row.append(_between(statistics.median(found), min(found), max(found)) if found else "")
         rows.append(row)
     return table(["block", "density", "cells", *[_NAMES[name] for name in who]], rows)
 
