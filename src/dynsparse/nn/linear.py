@@ -239,7 +239,7 @@ class SparseLinear(nn.Module):
         # the gradient, and with it the old length. Autograd makes a new one when the type changes.
         other = torch.float32 if dtype == torch.float64 else torch.float64
         own.data = own.data.new_empty(0, dtype=other)
-        own.data = values.detach().to(device, dtype)
+        own.data = values.detach().to(device, dtype, copy=True)
 
     def _check_capacity(self, pattern: SparsePattern) -> None:
         own = self._pattern

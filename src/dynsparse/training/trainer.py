@@ -307,11 +307,11 @@ class SparseTrainer:
             ValueError: the state of another algorithm, schedule, model or rule; nothing is changed.
         """
         self.check_state(state)
+        self._load_own_state(state["own_state"])  # first, since it may still refuse
         if self.growth is not None:
             self.growth.load_state_dict(state["growth_state"])
         self.budget.load_state_dict(state["budget_state"])
         self.history.load_state_dict(state["history_state"])
-        self._load_own_state(state["own_state"])
         self.steps = int(state["steps"])
         self.updates = int(state["updates"])
         self._arm()

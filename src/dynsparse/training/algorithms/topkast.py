@@ -160,6 +160,7 @@ class TopKAST(SparseTrainer):
         return {name: a.pattern.flat for name, a in active.items() if a is not None}
 
     def _load_own_state(self, state: dict[str, Tensor]) -> None:
+        chosen = {}
         for name, flat in state.items():
             layer = self.layers[name]
             active = SparsePattern.from_flat(
@@ -171,7 +172,9 @@ class TopKAST(SparseTrainer):
                     f"the state uses weights that layer {name!r} does not hold: load the model "
                     "that was saved with it first"
                 )
-            _activate(layer, rewiring.source.long())
+            chosen[name] = rewiring.source.long()
+        for name, slots in chosen.items():
+            _activate(self.layers[name], slots)
 
 
 def _activate(layer: SparseLinear, slots: Tensor) -> None:
