@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -47,6 +48,10 @@ class Corpus:
                     f"--sequence-length: expected less than the {count:,} tokens of the {part} "
                     f"part of {self.name}, got {sequence_length}: shorten it, or give more text"
                 )
+
+    def digest(self) -> str:
+        """The SHA-256 of the training part."""
+        return hashlib.sha256(np.ascontiguousarray(self.train).data).hexdigest()
 
     def batch(self, count: int, sequence_length: int, generator: torch.Generator) -> Tensor:
         """`count` random stretches of the training part, int64 [count, sequence_length + 1]."""

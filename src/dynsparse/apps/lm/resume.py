@@ -47,6 +47,7 @@ def save(training: Training, folder: Path, options: Options) -> Path:
             "vocabulary": training.corpus.vocabulary,
             "seed": training.seed,
             "train_tokens": len(training.corpus.train),
+            "train_digest": training.corpus.digest(),
             **{name: getattr(training, name) for name in _COUNTERS},
         },
     )
@@ -128,11 +129,11 @@ def restore(training: Training, path: Path) -> None:
         ValueError: a file that is truncated, foreign, or does not fit; other training data.
     """
     extra = _extra(path)
-    own = len(training.corpus.train)
-    if training.options.mode in ("all", "train") and extra["train_tokens"] != own:
+    corpus = training.corpus
+    if training.options.mode in ("all", "train") and extra["train_digest"] != corpus.digest():
         raise ValueError(
-            f"--data: {path} was trained on {extra['train_tokens']:,} tokens, got {own:,}: name "
-            "the same text"
+            f"--data: {path} was trained on {extra['train_tokens']:,} tokens, got "
+            f"{len(corpus.train):,} others: name the same text, and the same shares of it"
         )
     load_checkpoint(
         path,
