@@ -64,9 +64,11 @@ class Follower:
             trainer.load_state_dict(self._saved)
             self._saved = None
         self.trainer = trainer
-        self._hook = optimizer.register_step_post_hook(
-            lambda *_: trainer.after_optimizer_step() and None
-        )
+
+        def follow(*_: Any) -> None:
+            trainer.after_optimizer_step()
+
+        self._hook = optimizer.register_step_post_hook(follow)
         return trainer
 
     def before_step(self) -> None:
