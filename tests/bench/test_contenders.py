@@ -144,6 +144,16 @@ def test_the_pieces_of_an_update_do_its_work(cell):
     assert layer.pattern is pattern
 
 
+def test_the_layer_of_a_cell_is_its_own_and_never_empty():
+    one, x, dy = build_layer(Cell((8, 4), 3, 0.001))
+    assert (one.pattern.nnz, x.shape, dy.shape) == (1, (3, 8), (3, 4))
+    first, _, _ = build_layer(CELL)
+    second, _, _ = build_layer(CELL)
+    assert first.pattern == second.pattern
+    assert torch.equal(first.values, second.values)
+    assert first.values is not second.values
+
+
 def test_cells_that_cannot_be_are_refused_in_one_line():
     assert refusal(CELL, None) is None
     assert refusal(Cell((784, 300), 1, 0.1, block=8), None) == (

@@ -120,7 +120,11 @@ WRONG = [
     (STEP + f"threads: 2, grid: {{{CELL}}}}}}}", "'a', threads: expected one of the keys"),
     (STEP + f"contenders: [jax], grid: {{{CELL}}}}}}}", "among masked, dense, mkl, one_thread"),
     (STEP + f"contenders: [], grid: {{{CELL}}}}}}}", "contenders: expected a list of texts"),
-    (STEP + f"seconds: -1, grid: {{{CELL}}}}}}}", "seconds: expected a number of at least 0"),
+    (
+        STEP + f"seconds: -1, grid: {{{CELL}}}}}}}",
+        "seconds: expected a number in [0, 3600], got -1",
+    ),
+    (STEP + f"seconds: .inf, grid: {{{CELL}}}}}}}", "seconds: expected a number in [0, 3600]"),
     (STEP + f"seconds: long, grid: {{{CELL}}}}}}}", "seconds: expected a number, got 'long'"),
     (STEP + f"rounds: 0, grid: {{{CELL}}}}}}}", "rounds: expected an integer of at least 1"),
     (STEP + f"foreign: 2, grid: {{{CELL}}}}}}}", "foreign: expected a number in [0, 1], got 2"),

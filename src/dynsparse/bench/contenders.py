@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import warnings
 from collections.abc import Callable, Iterable
+from functools import lru_cache
 
 import torch
 import torch.nn.functional as F
@@ -20,18 +21,25 @@ __all__ = ["build_layer", "forwards", "mlp", "network_steps", "steps"]
 Work = Callable[[], object]
 
 
+@lru_cache(maxsize=1)  # cells that differ in the batch alone follow each other
+def _pattern(in_features: int, out_features: int, density: float, block: int) -> SparsePattern:
+    total = (out_features // block) * (in_features // block)
+    return SparsePattern.random(
+        (out_features, in_features),
+        nnz=max(1, round(density * total)),  # as the layer itself would
+        block_size=block,
+        generator=torch.Generator().manual_seed(0),
+    )
+
+
 def build_layer(cell: Cell) -> tuple[SparseLinear, Tensor, Tensor]:
     """The layer of a cell, x [batch, in] that wants a gradient, and dY [batch, out]."""
     generator = torch.Generator().manual_seed(0)
     in_features, out_features = cell.features
     dtype = cell.torch_dtype
+    pattern = _pattern(in_features, out_features, cell.density, cell.block)
     layer = SparseLinear(
-        in_features,
-        out_features,
-        density=cell.density,
-        block_size=cell.block,
-        generator=generator,
-        dtype=dtype,
+        in_features, out_features, pattern=pattern, generator=generator, dtype=dtype
     )
     x = torch.randn(cell.batch, in_features, generator=generator).to(dtype).requires_grad_()
     dy = torch.randn(cell.batch, out_features, generator=generator).to(dtype)

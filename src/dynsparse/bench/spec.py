@@ -100,8 +100,7 @@ class _Entries:
         if isinstance(value, bool) or not isinstance(value, (int, float)):
             self.fail(key, "a number", value)
         if not low <= value <= high:
-            span = f"of at least {low:g}" if high == float("inf") else f"in [{low:g}, {high:g}]"
-            self.fail(key, f"a number {span}", value)
+            self.fail(key, f"a number in [{low:g}, {high:g}]", value)
         return float(value)
 
     def integer(self, key: str, default: int, least: int) -> int:
@@ -162,7 +161,7 @@ def _benchmark(entries: _Entries, name: str, effort: Effort) -> Benchmark:
 
 def _effort(entries: _Entries, default: Effort) -> Effort:
     return Effort(
-        seconds=entries.number("seconds", default.seconds, 0, float("inf")),
+        seconds=entries.number("seconds", default.seconds, 0, 3600),
         rounds=entries.integer("rounds", default.rounds, 1),
         foreign=entries.number("foreign", default.foreign, 0, 1),
         repeats=entries.integer("repeats", default.repeats, 0),
