@@ -9,8 +9,10 @@ from torch import Tensor, nn
 from torch.compiler import is_compiling
 
 from dynsparse.nn.active import ActiveSet
+from dynsparse.ops import native
 from dynsparse.ops.grow.select import select
 from dynsparse.ops.linear import Prepared, linear
+from dynsparse.ops.linear.choice import choose_for
 from dynsparse.pattern import PatternIndex, Rewiring, SparsePattern
 
 __all__ = ["SparseLinear"]
@@ -180,6 +182,19 @@ class SparseLinear(nn.Module):
         if prepared is None or not prepared.holds(self._buffers):
             self._prepared = prepared = Prepared(self.index, self.values)
         return prepared
+
+    def kernel(self, batch: int, *, backward: bool = False) -> str:
+        """What computes a pass over `batch` samples: forward, or both gradients.
+
+        "sparse" (over the non-zeros), "masked" (small batches of single elements) or "dense" (past
+        the break-even density): the fastest by `ops.linear.choice`. "torch" where no compiled
+        kernels serve the layer, "tile machine" where it has a target.
+        """
+        if self.target is not None:
+            return "tile machine"
+        p = self._prepare()
+        served = p.on_cpu and self.values.dtype != torch.float64 and native.load() is not None
+        return choose_for(p, batch, backward) if served else "torch"
 
     def __getstate__(self) -> dict[str, Any]:
         # What was prepared stays with this layer: copies have tensors of their own.

@@ -15,10 +15,11 @@ from torch.compiler import is_compiling
 
 from dynsparse.ops import capture
 from dynsparse.ops.linear import operator, products
+from dynsparse.ops.linear.choice import use
 from dynsparse.ops.linear.prepared import Prepared
 from dynsparse.pattern import PatternIndex, SparsePattern
 
-__all__ = ["Prepared", "grad_input", "grad_weight", "linear"]
+__all__ = ["Prepared", "grad_input", "grad_weight", "linear", "use"]
 
 
 class _EagerLinear(torch.autograd.Function):
@@ -35,9 +36,14 @@ class _EagerLinear(torch.autograd.Function):
         p = ctx.prepared
 
         def passes(dy, x, values, need_input):
-            if torch.is_grad_enabled():
-                # With create_graph the operator is called, which refuses second derivatives.
+            if torch.is_grad_enabled() or torch.is_autocast_enabled("cpu"):
+                # The operator refuses second derivatives (create_graph), and keeps autocast out.
                 return torch.ops.dynsparse.linear_backward(dy, x, values, *p.index, need_input)
+            if values.shape != p.values_shape:
+                raise RuntimeError(
+                    f"the values had the shape {list(p.values_shape)} in forward and have "
+                    f"{list(values.shape)} in backward: call backward before the layer is resized"
+                )
             if x is not None and capture.is_open(values):
                 products.record(values, x, dy)
             return products.backward(dy, x, values, p, need_input)

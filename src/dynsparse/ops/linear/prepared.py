@@ -15,7 +15,7 @@ __all__ = ["Prepared"]
 
 
 class Prepared:
-    """The index of one pattern with blocks of one size. Immutable.
+    """The index of one pattern with blocks of one size. Immutable but for what is derived from it.
 
     It holds the index tensors, not their addresses: memory that moves, as `share_memory_` moves
     it, is found at every call.
@@ -30,6 +30,8 @@ class Prepared:
         out_features, in_features, block_size, nnz: of the layer; nnz counts blocks.
         values_shape, bias_shape: what these tensors must look like.
         on_cpu: where the index is.
+        masks: what `masked` makes of the index when it is first needed, or None.
+        choices: what `choice` has decided so far.
 
     Raises:
         RuntimeError: lengths, types or devices that do not fit, which would make the kernels read
@@ -39,12 +41,14 @@ class Prepared:
     __slots__ = (
         "bias_shape",
         "block_size",
+        "choices",
         "col_ptr",
         "cols",
         "csc_perm",
         "csc_rows",
         "in_features",
         "index",
+        "masks",
         "nnz",
         "on_cpu",
         "out_features",
@@ -81,6 +85,8 @@ class Prepared:
         self.values_shape = values.shape
         self.bias_shape = torch.Size((self.out_features,))
         self.on_cpu = values.is_cpu
+        self.masks: Tensor | None = None
+        self.choices: dict[int, str] = {}
 
     def holds(self, tensors: dict[str, Tensor | None]) -> bool:
         """Whether `tensors`, by the names of the index, are still the ones prepared here."""

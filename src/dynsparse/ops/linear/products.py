@@ -1,7 +1,8 @@
 """The three products for any floating point type, shape and device: checks, then the passes.
 
-On a CPU float32 work goes to the compiled kernels; everything else (float64, other devices, no
-compiled kernels) goes through `naive`. bfloat16 and float16 are computed in float32.
+On a CPU float32 work goes to the compiled kernels that `choice` finds fastest; everything else
+(float64, other devices, no compiled kernels) goes through `naive`. bfloat16 and float16 are
+computed in float32.
 """
 
 from __future__ import annotations
@@ -10,10 +11,14 @@ import torch
 from torch import Tensor
 
 from dynsparse.ops import capture, native
-from dynsparse.ops.linear import cpu, naive
+from dynsparse.ops.linear import cpu, dense, masked, naive
+from dynsparse.ops.linear.choice import choose_for
 from dynsparse.ops.linear.prepared import Prepared
 
 __all__ = ["backward", "check_backward", "check_input", "forward", "record"]
+
+_FORWARD = {"sparse": cpu.forward, "masked": masked.forward, "dense": dense.forward}
+_BACKWARD = {"sparse": cpu.backward, "masked": masked.backward, "dense": dense.backward}
 
 
 def check_input(x: Tensor, values: Tensor, features: int, what: str) -> None:
@@ -94,14 +99,16 @@ def forward(x: Tensor, values: Tensor, p: Prepared, bias: Tensor | None) -> Tens
         )
         and native.load() is not None
     ):
-        return cpu.forward(x, values, p, bias)
+        return _FORWARD[choose_for(p, x.shape[0], False)](x, values, p, bias)
     _check_forward(x, values, p, bias)
     dtype = _compute_dtype(x.dtype)
     x2d = _matrix(x, dtype)
     w = values.to(dtype)
     b = None if bias is None else bias.to(dtype)
-    passes = cpu if cpu.available(x2d, w) else naive
-    y = passes.forward(x2d, w, p.index, b)
+    if cpu.available(x2d, w):
+        y = _FORWARD[choose_for(p, x2d.shape[0], False)](x2d, w, p, b)
+    else:
+        y = naive.forward(x2d, w, p.index, b)
     if y.dtype is not x.dtype:
         y = y.to(x.dtype)
     return y if x.dim() == 2 else y.view(*x.shape[:-1], p.out_features)
@@ -120,7 +127,8 @@ def backward(
     w = values if values.dtype is dtype else values.to(dtype)
     if cpu.available(dy2d, w):
         any_x = dy2d if x2d is None else x2d  # not read without need_values
-        dx, dw = cpu.backward(dy2d, any_x, w, p, need_input, x2d is not None)
+        passes = _BACKWARD[choose_for(p, dy2d.shape[0], True)]
+        dx, dw = passes(dy2d, any_x, w, p, need_input, x2d is not None)
     else:
         dx = naive.grad_input(dy2d, w, p.index) if need_input else None
         dw = None if x2d is None else naive.grad_weight(dy2d, x2d, w, p.index)

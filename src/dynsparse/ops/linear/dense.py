@@ -1,0 +1,117 @@
+"""Sparse linear products through dense ones, for densities past the break-even.
+
+The weight is laid out densely a panel of rows at a time, used by torch's dense products and
+forgotten: `PANEL_ROWS` rows exist at once, and no more than `PANEL_BYTES`, whatever the layer. A
+full pattern of single elements is a dense weight already, and is used as it is.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn.functional import linear
+
+from dynsparse.ops import native
+from dynsparse.ops.linear import masked
+from dynsparse.ops.linear.prepared import Prepared
+
+__all__ = ["PANEL_BYTES", "PANEL_ROWS", "backward", "forward"]
+
+# Fewer rows make the dense products slower, more no longer stay in the cache between being laid out
+# and being used: of 64 to 4096 rows of 256 to 4096 features 256 and 512 were best throughout.
+PANEL_ROWS = 512
+PANEL_BYTES = 16 << 20
+
+
+def _is_full(p: Prepared) -> bool:
+    return len(p.values_shape) == 1 and p.nnz == p.out_features * p.in_features
+
+
+def _panels(p: Prepared) -> list[tuple[int, int]]:
+    """(first, end) row of each panel; whole block rows."""
+    b = p.block_size
+    out = p.out_features
+    rows = max(1, min(PANEL_ROWS, PANEL_BYTES // 4 // p.in_features, out) // b) * b
+    return [(first, min(out, first + rows)) for first in range(0, out, rows)]
+
+
+def _lay_out(values: Tensor, p: Prepared, first: int, end: int, panel: Tensor) -> Tensor:
+    """Rows first to end of the weight, [end - first, in], in the memory of `panel`."""
+    library = native.load()
+    assert library is not None
+    b, masks = p.block_size, masked.masks_of(p)
+    library.dynsparse_rows_to_dense(
+        values.data_ptr(),
+        p.row_ptr.data_ptr(),
+        p.cols.data_ptr(),
+        None if masks is None else masks.data_ptr(),
+        panel.data_ptr(),
+        first // b,
+        (end - first) // b,
+        p.in_features,
+        b,
+        torch.get_num_threads(),
+    )
+    return panel[: end - first]
+
+
+def _collect(panel: Tensor, p: Prepared, first: int, end: int, values: Tensor) -> None:
+    """The entries of a dense panel where the pattern is, into their place in `values`."""
+    library = native.load()
+    assert library is not None
+    b, masks = p.block_size, masked.masks_of(p)
+    library.dynsparse_rows_from_dense(
+        panel.data_ptr(),
+        p.row_ptr.data_ptr(),
+        p.cols.data_ptr(),
+        None if masks is None else masks.data_ptr(),
+        values.data_ptr(),
+        first // b,
+        (end - first) // b,
+        p.in_features,
+        b,
+        torch.get_num_threads(),
+    )
+
+
+def forward(x: Tensor, values: Tensor, p: Prepared, bias: Tensor | None) -> Tensor:
+    """y [B, out] = x W^T + bias: see `cpu.forward`."""
+    values = values.contiguous()
+    if _is_full(p):
+        return linear(x, values.view(p.out_features, p.in_features), bias)
+    panels = _panels(p)
+    panel = values.new_empty(panels[0][1], p.in_features)
+    if len(panels) == 1:
+        return linear(x, _lay_out(values, p, *panels[0], panel), bias)
+    y = x.new_empty(x.shape[0], p.out_features)
+    for first, end in panels:
+        weight = _lay_out(values, p, first, end, panel).t()
+        if bias is None:
+            torch.mm(x, weight, out=y[:, first:end])
+        else:
+            torch.addmm(bias[first:end], x, weight, out=y[:, first:end])
+    return y
+
+
+def backward(
+    dy: Tensor, x: Tensor, values: Tensor, p: Prepared, need_input: bool, need_values: bool
+) -> tuple[Tensor | None, Tensor | None]:
+    """(dx [B, in], dvalues like values): see `cpu.backward`."""
+    values = values.contiguous()
+    if _is_full(p):
+        weight = values.view(p.out_features, p.in_features)
+        dx = dy @ weight if need_input else None
+        return dx, (dy.t() @ x).view_as(values) if need_values else None
+    panels = _panels(p)
+    panel = values.new_empty(panels[0][1], p.in_features)
+    dx = dy.new_empty(dy.shape[0], p.in_features) if need_input else None
+    dvalues = torch.empty_like(values) if need_values else None
+    for first, end in panels:
+        part = dy[:, first:end]
+        if dx is not None:
+            weight = _lay_out(values, p, first, end, panel)
+            torch.addmm(dx, part, weight, beta=int(first > 0), out=dx)
+        if dvalues is not None:
+            torch.mm(part.t(), x, out=panel[: end - first])
+            _collect(panel, p, first, end, dvalues)
+    return dx, dvalues

@@ -1,0 +1,97 @@
+"""Sparse linear products of a few samples on the CPU (csrc/small_batch.cpp).
+
+Elements only. Which columns are present is a bit mask per row, made once per pattern: one bit per
+element of the matrix. The cost is that of a dense product, but only the values are read, so it
+suits batches too small to fill the lanes of the other kernels, and densities from about 0.1 on.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from dynsparse.ops import native
+from dynsparse.ops.linear.prepared import Prepared
+
+__all__ = ["backward", "fits", "forward", "masks_of"]
+
+
+def fits(p: Prepared) -> bool:
+    """Whether these kernels take the layer: single elements."""
+    return len(p.values_shape) == 1
+
+
+def masks_of(p: Prepared) -> Tensor | None:
+    """int16 [out, ceil(in / 16)]: bit c % 16 of word c / 16 is column c; None for blocks."""
+    if p.masks is None and fits(p):
+        library = native.load()
+        assert library is not None
+        p.masks = torch.empty(p.out_features, -(-p.in_features // 16), dtype=torch.int16)
+        library.dynsparse_small_masks(
+            p.row_ptr.data_ptr(),
+            p.cols.data_ptr(),
+            p.masks.data_ptr(),
+            p.out_features,
+            p.in_features,
+            torch.get_num_threads(),
+        )
+    return p.masks
+
+
+def forward(x: Tensor, values: Tensor, p: Prepared, bias: Tensor | None) -> Tensor:
+    """y [B, out] = x W^T + bias: see `cpu.forward`."""
+    library = native.load()
+    assert library is not None
+    values = values.contiguous()
+    if bias is not None:
+        bias = bias.contiguous()
+    masks, batch, out = masks_of(p), x.shape[0], p.out_features
+    assert masks is not None
+    y = x.new_empty(batch, out)
+    status = library.dynsparse_small_forward(
+        x.data_ptr(),
+        *x.stride(),
+        values.data_ptr(),
+        p.row_ptr.data_ptr(),
+        masks.data_ptr(),
+        None if bias is None else bias.data_ptr(),
+        y.data_ptr(),
+        batch,
+        out,
+        p.in_features,
+        torch.get_num_threads(),
+    )
+    if status:
+        raise MemoryError("no memory for the packed activations of a sparse product")
+    return y
+
+
+def backward(
+    dy: Tensor, x: Tensor, values: Tensor, p: Prepared, need_input: bool, need_values: bool
+) -> tuple[Tensor | None, Tensor | None]:
+    """(dx [B, in], dvalues like values): see `cpu.backward`."""
+    library = native.load()
+    assert library is not None
+    values = values.contiguous()
+    masks, batch = masks_of(p), dy.shape[0]
+    assert masks is not None
+    dx = dy.new_empty(batch, p.in_features) if need_input else None
+    dvalues = torch.empty_like(values) if need_values else None
+    status = library.dynsparse_small_backward(
+        dy.data_ptr(),
+        *dy.stride(),
+        x.data_ptr(),
+        *x.stride(),
+        values.data_ptr(),
+        p.row_ptr.data_ptr(),
+        masks.data_ptr(),
+        None if dx is None else dx.data_ptr(),
+        None if dvalues is None else dvalues.data_ptr(),
+        batch,
+        p.out_features,
+        p.in_features,
+        torch.get_num_threads(),
+    )
+    if status:
+        raise MemoryError("no memory for the packed activations of a sparse product")
+    return dx, dvalues
