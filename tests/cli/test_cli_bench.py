@@ -1,7 +1,9 @@
 """`dynsparse bench`: what it writes, and one line with status 2 for what a user can mend."""
 
 import json
+import re
 import warnings
+from pathlib import Path
 
 import pytest
 
@@ -55,6 +57,14 @@ def test_it_measures_prints_and_writes(capsys, tmp_path):
     assert (tmp_path / "a.png").stat().st_size > 1000
     assert "## two" in (tmp_path / "a.md").read_text()
     assert "| 16 | 2 | 0.5 |" in (tmp_path / "page.md").read_text()
+
+
+def test_the_documentation_names_every_option(capsys):
+    _, out, _ = call(capsys, "--help")
+    options = set(re.findall(r"(--[a-z]+) ", out)) - {"--help"}
+    text = (Path(__file__).resolve().parents[2] / "docs" / "cli.md").read_text()
+    assert len(options) >= 9
+    assert all(f"| `{option}" in text for option in options)
 
 
 def test_one_benchmark_or_several(capsys, tmp_path):

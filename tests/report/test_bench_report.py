@@ -1,11 +1,14 @@
 """Tables, page and picture of made-up figures."""
 
 import copy
+import re
+from pathlib import Path
 
 import pytest
 
 from dynsparse.bench.law import POPSPARSE
 from dynsparse.bench.results import summarise
+from dynsparse.bench.spec import find_spec, read_spec
 from dynsparse.report.bench import draw_speedups
 from dynsparse.report.bench_page import fill_page
 from dynsparse.report.bench_tables import VIEWS, machine_line, table, whole_report
@@ -186,3 +189,18 @@ def test_the_picture_is_drawn(results, tmp_path):
     del results["benchmarks"]["steps"]
     with pytest.raises(ValueError, match="expected training steps"):
         draw_speedups(results, tmp_path / "b.png")
+
+
+ROOT = Path(__file__).resolve().parents[2]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+
+
+def test_the_benchmark_page_fills_in_every_table_of_the_repository():
+    pytest.importorskip("yaml")
+    covered = {b.name for b in read_spec(find_spec()).select(["page"])}
+    asked = [
+        found.split() for page in PAGES
+        for found in re.findall(r"^<!-- bench: (.*) -->$", page.read_text(), flags=re.MULTILINE)
+    ]  # fmt: skip
+    assert {view for view, *_ in asked} <= VIEWS.keys()
+    assert {name for _, *names in asked for name in names} == covered
