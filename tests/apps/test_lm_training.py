@@ -206,6 +206,8 @@ def test_only_matrices_decay(text):
     [
         {"droprate": 0.2},
         {"method": "set", "optimizer": "Momentum", "gradient_accumulation_count": 2},
+        {"method": "snfs"},
+        {"method": "mest", "data_type": "bfloat16"},
         {"method": "dense", "match_parameters": True},
         {"block_size": 8, "embedding_size": 8, "sparse_embeddings": True, "tokens": "byte"},
     ],

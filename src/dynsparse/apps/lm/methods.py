@@ -8,7 +8,16 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
-from dynsparse.training import SET, ApplicationCosine, RigL, Schedule, SparseTrainer, Static
+from dynsparse.training import (
+    MEST,
+    SET,
+    SNFS,
+    ApplicationCosine,
+    RigL,
+    Schedule,
+    SparseTrainer,
+    Static,
+)
 
 if TYPE_CHECKING:
     from dynsparse.apps.lm.options import Options
@@ -41,7 +50,30 @@ def _static(
     return Static(model, optimizer)
 
 
-METHODS: dict[str, Maker] = {"rigl": _rigl, "set": _set, "static": _static}
+def _snfs(
+    options: Options, model: nn.Module, optimizer: torch.optim.Optimizer, _: torch.Generator
+) -> SparseTrainer:
+    pooling = options.pooling_type.lower()
+    return SNFS(model, optimizer, schedule=_schedule(options), pooling=pooling)
+
+
+def _mest(
+    options: Options,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    generator: torch.Generator,
+) -> SparseTrainer:
+    seed = int(torch.randint(2**62, (), generator=generator))
+    return MEST(model, optimizer, schedule=_schedule(options), seed=seed)
+
+
+METHODS: dict[str, Maker] = {
+    "rigl": _rigl,
+    "set": _set,
+    "snfs": _snfs,
+    "mest": _mest,
+    "static": _static,
+}
 
 
 def build_trainer(
