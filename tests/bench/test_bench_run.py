@@ -98,6 +98,14 @@ def test_small_layers_and_dense_ones_do_not_count_for_the_law(results):
     assert list(points(results, "masked", 2)) == []
 
 
+def test_the_kernels_are_those_the_layers_chose(results):
+    known = {"sparse", "masked", "dense", "torch"}
+    for name in ("steps", "forwards", "network", "updates"):
+        for cell in results["benchmarks"][name]["cells"]:
+            assert set(cell["kernel"].replace("; ", ", ").split(", ")) <= known
+            assert cell["kernel"]
+
+
 def test_a_training_has_a_run_per_seed(results):
     (cell,) = results["benchmarks"]["training"]["cells"]
     assert [found["seed"] for found in cell["training"]] == [0, 1]

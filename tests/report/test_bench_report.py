@@ -21,7 +21,7 @@ def spread(median):
 def cell(n, density, block=1, batch=128, disturbed=False, **ratios):
     return {
         "layer": str(n), "features": [n, n], "batch": batch, "density": density, "block": block,
-        "threads": 2, "dtype": "float32", "kernel": "", "rounds": 5, "foreign": 0.0,
+        "threads": 2, "dtype": "float32", "kernel": "sparse", "rounds": 5, "foreign": 0.0,
         "disturbed": disturbed, "times": {}, "ratios": {k: spread(v) for k, v in ratios.items()},
     }  # fmt: skip
 
@@ -99,6 +99,12 @@ def test_every_cell_has_a_row_with_its_spread(results):
     assert second[-1] == ""
     assert "\\* others took part of the machine in every attempt." in text
     assert "Not measured: x: y." in text
+
+
+def test_kernels_are_shown_where_they_are_not_all_sparse(results):
+    results["benchmarks"]["steps"]["cells"][1]["kernel"] = "sparse, dense"
+    head, _, first, second, *_ = rows(VIEWS["speed-up"](results, ["steps"]))
+    assert (head[-1], first[-1], second[-1]) == ("kernels", "sparse", "sparse, dense")
 
 
 def test_the_summary_is_over_cells(results):

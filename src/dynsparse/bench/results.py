@@ -4,8 +4,8 @@
 {"format": "dynsparse-bench", "version": 1, "machine": {...}, "spec": "benchmarks.yml",
  "benchmarks": {NAME: {"about": .., "measure": .., "reference": .., "measured": DATE,
     "cells": [{"layer": "784x300", "features": [784, 300], "batch": .., "density": .., "block": ..,
-       "threads": .., "dtype": .., "kernel": .., "times": {WHO: SPREAD}, "ratios": {WHO: SPREAD},
-       "rounds": .., "foreign": .., "disturbed": ..}],
+       "threads": .., "dtype": .., "kernel": KERNEL, "times": {WHO: SPREAD},
+       "ratios": {WHO: SPREAD}, "rounds": .., "foreign": .., "disturbed": ..}],
     "refused": [{"cell": .., "why": ..}]}},
  "popsparse_law": {"c": .., "a": .., "b": .., "e": ..},
  "laws": {WHO: {"threads": .., "c": .., "a": .., "b": .., "e": .., "factor": ..,
@@ -13,9 +13,11 @@
  "break_even": {THREADS: [{"n": .., "batch": .., "block": .., "density": .., ...}]}}
 ```
 
-SPREAD is {"median": .., "low": .., "high": ..}, low and high the quartiles. Times are seconds per
-call; ratios are WHO's time over the reference's. A training's cell has "training" in place of times
-and ratios, a command's benchmark "figures" or "output" in place of cells.
+KERNEL names what computed the passes, as `SparseLinear.kernel` does: "sparse", or forward and
+backward where they differ. SPREAD is {"median": .., "low": .., "high": ..}, low and high the
+quartiles. Times are seconds per call; ratios are WHO's time over the reference's. A training's cell
+has "training" in place of times and ratios, a command's benchmark "figures" or "output" in place of
+cells.
 """
 
 from __future__ import annotations

@@ -19,9 +19,10 @@ from torch import nn
 from dynsparse.bench.cells import Cell, available_memory, refusal
 from dynsparse.bench.contenders import forwards, network_steps, steps
 from dynsparse.bench.options import MEASURES, Benchmark
-from dynsparse.bench.timing import Timing, Work, measure
+from dynsparse.bench.timing import Work, measure
 from dynsparse.bench.training import train_side_by_side
 from dynsparse.bench.updates import update_parts
+from dynsparse.nn import SparseLinear
 
 __all__ = ["run_benchmark"]
 
@@ -89,8 +90,7 @@ def _measure_cell(benchmark: Benchmark, cell: Cell) -> dict[str, Any]:
         return {"training": found, "foreign": foreign, "disturbed": (foreign or 0.0) > limit}
     model, work = _contenders(benchmark, cell)
     timing = measure(work, MEASURES[benchmark.measure or ""].reference, benchmark.effort)
-    # After the measurement: the layer may choose its kernel by then.
-    return {"kernel": _describe(model), **_plain(timing)}
+    return {"kernel": _kernels(model, cell, benchmark.measure != "forward"), **asdict(timing)}
 
 
 def _contenders(benchmark: Benchmark, cell: Cell) -> tuple[nn.Module, dict[str, Work]]:
@@ -103,12 +103,15 @@ def _contenders(benchmark: Benchmark, cell: Cell) -> tuple[nn.Module, dict[str, 
     return update_parts(cell)
 
 
-def _describe(model: nn.Module) -> str:
-    return " ".join(repr(model).split())
-
-
-def _plain(timing: Timing) -> dict[str, Any]:
-    return asdict(timing)
+def _kernels(model: nn.Module, cell: Cell, backward: bool) -> str:
+    """What computed dynsparse's passes: forward, and backward where it differs; by layer."""
+    found = []
+    for layer in model.modules():
+        if isinstance(layer, SparseLinear):
+            passes = [layer.kernel(cell.batch)]
+            passes += [layer.kernel(cell.batch, backward=True)] if backward else []
+            found.append(", ".join(dict.fromkeys(passes)))
+    return "; ".join(dict.fromkeys(found))
 
 
 def _run_command(benchmark: Benchmark, folder: Path, tell: Tell) -> dict[str, Any]:

@@ -73,18 +73,21 @@ def _sizes(cells: list[Figures]) -> tuple[list[str], Callable[[Figures], list[st
 
 
 def _speedups(results: Figures, names: list[str]) -> str:
-    """Every cell, with the ratio of every contender."""
+    """Every cell, with the ratio of every contender, and the kernels where not all are sparse."""
     cells = _cells(results, names)
     head, sizes = _sizes(cells)
+    chosen = any(cell["kernel"] != "sparse" for cell in cells)
     who = [name for name in _NAMES if any(name in cell["ratios"] for cell in cells)]
     rows = [
         [
             *sizes(cell),
             *[_spread(cell["ratios"].get(name), "\\*" * cell["disturbed"]) for name in who],
+            *[cell["kernel"]] * chosen,
         ]
         for cell in cells
     ]
-    return table([*head, *[_NAMES[name] for name in who]], rows) + _notes(results, names, cells)
+    head += [*[_NAMES[name] for name in who], *["kernels"] * chosen]
+    return table(head, rows) + _notes(results, names, cells)
 
 
 def _notes(results: Figures, names: list[str], cells: list[Figures]) -> str:
