@@ -4,7 +4,13 @@ import math
 
 import pytest
 
-from dynsparse.training import ApplicationCosine, ConstantSchedule, CosineSchedule
+from dynsparse.training import (
+    ApplicationCosine,
+    ConstantSchedule,
+    CosineSchedule,
+    ElasticSchedule,
+    GradualSchedule,
+)
 
 
 def due(schedule, steps):
@@ -83,3 +89,31 @@ def test_bad_arguments_of_one():
         ApplicationCosine(10, period=math.inf)
     with pytest.raises(ValueError, match="phase_delay must be a finite number, got None"):
         ApplicationCosine(10, phase_delay=None)
+
+
+def test_elastic_schedule_ends_with_an_update_of_nothing():
+    schedule = ElasticSchedule(total_steps=100, update_interval=20, drop_fraction=0.5)
+    assert [t for t in range(1, 101) if schedule.is_due(t)] == [20, 40, 60, 75]
+    assert schedule.drop_count(60, 100) > 0
+    assert schedule.drop_count(75, 100) == 0
+    assert not ElasticSchedule(total_steps=100, drop_fraction=0.0).is_due(75)
+
+
+def test_gradual_schedule():
+    schedule = GradualSchedule(100, 20, start_fraction=0.1, end_fraction=0.75)
+    assert [t for t in range(1, 101) if schedule.is_due(t)] == [20, 40, 60, 75]
+    assert [schedule.remaining(t) for t in (0, 10, 75, 90)] == [1, 1, 0, 0]
+    assert schedule.remaining(36) == pytest.approx((1 - 0.4) ** 3)
+    assert schedule.drop_count(20, 1000) == 0
+    schedule = GradualSchedule(100, 20, end_fraction=0.75, drop_fraction=0.5)
+    assert [t for t in range(1, 101) if schedule.is_due(t)] == [20, 40, 60, 75, 80]
+    assert schedule.drop_count(50, 1000) == 250
+
+
+def test_bad_gradual_schedules():
+    with pytest.raises(ValueError, match=r"start_fraction 0\.8 and end_fraction 0\.75 of 100 steps"):
+        GradualSchedule(100, start_fraction=0.8)
+    with pytest.raises(ValueError, match=r"end_fraction must lie in \(0, 1\], got 0"):
+        GradualSchedule(100, end_fraction=0)
+    with pytest.raises(TypeError, match="start_fraction must be a number, got 'x'"):
+        GradualSchedule(100, start_fraction="x")
