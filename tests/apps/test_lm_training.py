@@ -102,6 +102,8 @@ def test_every_token_but_the_first_is_predicted_once():
     stretches = corpus.stretches("valid", 5)
     assert stretches[:, 1:].flatten().tolist() == list(range(1, 21))
     assert stretches[:, :-1].flatten().tolist() == list(range(20))
+    assert torch.equal(corpus.stretches("test", 5, 14), stretches[:2])
+    assert torch.equal(corpus.stretches("test", 5, 1), stretches[:1])
     batch = corpus.batch(50, 5, torch.Generator().manual_seed(0))
     assert batch.shape == (50, 6)
     assert (batch.diff(dim=1) == 1).all()
@@ -206,7 +208,7 @@ def test_only_matrices_decay(text):
     [
         {"droprate": 0.2},
         {"method": "set", "optimizer": "Momentum", "gradient_accumulation_count": 2},
-        {"method": "snfs"},
+        {"method": "snfs", "evaluation_tokens": 20},
         {"method": "mest", "data_type": "bfloat16"},
         {"method": "dense", "match_parameters": True},
         {"block_size": 8, "embedding_size": 8, "sparse_embeddings": True, "tokens": "byte"},

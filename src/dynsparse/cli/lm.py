@@ -205,6 +205,10 @@ def lm(
     valid_interval: Annotated[
         _Int, _int(_TRAINING, f"Steps between reports: {_DEFAULT.valid_interval}.")
     ] = None,
+    evaluation_tokens: Annotated[
+        _Int,
+        _int(_TRAINING, "Evaluate on this many tokens at the begin of each part; all if left out."),
+    ] = None,
     mode: Annotated[
         _Text, _choice(_TRAINING, "Train and test, only one, or only --sample.", "mode")
     ] = None,

@@ -60,14 +60,17 @@ class Corpus:
         ).numpy()
         return torch.from_numpy(self.train[starts + np.arange(sequence_length + 1)].astype("i8"))
 
-    def stretches(self, part: str, sequence_length: int) -> Tensor:
+    def stretches(self, part: str, sequence_length: int, most: int | None = None) -> Tensor:
         """All of `part` in order, int64 [stretches, sequence_length + 1].
 
         Each begins with the last token of the one before, so that every token but the first is
-        predicted once; what does not fill a stretch at the end is left out.
+        predicted once; what does not fill a stretch at the end is left out. With `most`, only as
+        many stretches as predict no more tokens than that, and at least one.
         """
         ids = getattr(self, part)
         count = (len(ids) - 1) // sequence_length
+        if most is not None:
+            count = min(count, max(1, most // sequence_length))
         starts = np.arange(count)[:, None] * sequence_length
         return torch.from_numpy(ids[starts + np.arange(sequence_length + 1)].astype("i8"))
 

@@ -36,6 +36,7 @@ _AT_LEAST = {
     "update_interval": 1, "valid_interval": 1, "checkpoint_freq": 1, "stop_after": 1, "threads": 1,
     "warmup_steps": 0, "cooldown_steps": 1, "autoregression_offset": 0, "seed": 0, "sample": 0,
     "top_k": 1, "vocabulary_size": 257,
+    "evaluation_tokens": 1,
 }  # fmt: skip
 
 
@@ -93,6 +94,7 @@ class Options:
     seed: int | None = None
     threads: int = 1
     valid_interval: int = 250
+    evaluation_tokens: int | None = None
     mode: str = "all"
 
     sample: int = 0

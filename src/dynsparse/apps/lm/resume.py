@@ -26,7 +26,7 @@ _TRAINING = (
     "cosine_prune_schedule", "steps", "batch_size", "gradient_accumulation_count", "optimizer",
     "optimizer_arg", "peak_learning_rate", "min_learning_rate", "warmup_steps", "cooldown_steps",
     "decay_power", "grad_norm_clip", "repetition_weighting", "autoregression_offset",
-    "valid_interval",
+    "valid_interval", "evaluation_tokens",
 )  # fmt: skip
 _COUNTERS = ("step", "seconds", "update_seconds", "replaced", "history")
 

@@ -178,9 +178,12 @@ class Training:
 
     @torch.no_grad()
     def evaluate(self, part: str) -> Scores:
-        """The scores on all of "valid" or "test", without dropout and unweighted."""
+        """The scores on "valid" or "test", without dropout and unweighted.
+
+        On the whole part, or on as many sequences at its begin as hold `evaluation_tokens`.
+        """
         length = self.options.sequence_length
-        stretches = self.corpus.stretches(part, length)
+        stretches = self.corpus.stretches(part, length, self.options.evaluation_tokens)
         self.model.eval()
         sums = _Sums()
         for batch in stretches.split(max(1, _TEST_TOKENS // length)):
