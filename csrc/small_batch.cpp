@@ -185,7 +185,7 @@ void backward_part(const SmallPass& pass, const Part& part, i64 begin, i64 end) 
   constexpr int ROWS = REGISTERS / 4;
   // So many words at a time that x and dx stay in the first-level cache while the rows go by.
   constexpr i64 CACHED = (16 << 10) / sizeof(float) / WORD;
-  const i64 words = words_of(pass.in), step = most(1, CACHED / pass.batch);
+  const i64 words = words_of(pass.in), step = CACHED / most(1, pass.batch) + 1;
   for (i64 r = begin; r < end; r++) part.next[r] = pass.row_ptr[r];
   for (i64 first = 0; first < words; first += step) {
     const i64 last = least(words, first + step);

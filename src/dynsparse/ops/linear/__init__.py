@@ -15,11 +15,11 @@ from torch.compiler import is_compiling
 
 from dynsparse.ops import capture
 from dynsparse.ops.linear import operator, products
-from dynsparse.ops.linear.choice import use
+from dynsparse.ops.linear.choice import use_kernel
 from dynsparse.ops.linear.prepared import Prepared
 from dynsparse.pattern import PatternIndex, SparsePattern
 
-__all__ = ["Prepared", "grad_input", "grad_weight", "linear", "use"]
+__all__ = ["Prepared", "grad_input", "grad_weight", "linear", "use_kernel"]
 
 
 class _EagerLinear(torch.autograd.Function):

@@ -21,7 +21,7 @@ from typing import NamedTuple
 from dynsparse.ops import native
 from dynsparse.ops.linear.prepared import Prepared
 
-__all__ = ["KINDS", "Cost", "Layer", "choose", "choose_for", "cost", "use"]
+__all__ = ["KINDS", "Cost", "Layer", "choose", "choose_for", "cost", "use_kernel"]
 
 KINDS = ("sparse", "masked", "dense")
 
@@ -123,7 +123,7 @@ _forced: str | None = None
 
 
 @contextmanager
-def use(kind: str) -> Iterator[None]:
+def use_kernel(kind: str) -> Iterator[None]:
     """Compute with one kind inside this block, in the whole process: to compare and to measure.
 
     `masked` takes single elements only; layers of blocks stay with what is chosen for them.
@@ -146,7 +146,7 @@ _MOST_CHOICES = 64
 
 
 def choose_for(p: Prepared, batch: int, backward: bool) -> str:
-    """As `choose`, remembered, and subject to `use`."""
+    """As `choose`, remembered, and subject to `use_kernel`."""
     if _forced is not None and (_forced != "masked" or p.block_size == 1):
         return _forced
     key = batch if backward else ~batch

@@ -1,0 +1,213 @@
+"""Every kind of kernel against plain torch in float64; what chooses among them."""
+
+import itertools
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.nn.functional import linear as dense_linear
+
+from dynsparse import SparsePattern, ops
+from dynsparse.nn import SparseLinear
+from dynsparse.ops import native
+from dynsparse.ops.linear import Prepared, choice, cpu, dense, masked, naive
+from dynsparse.ops.linear.choice import Layer
+
+pytestmark = pytest.mark.skipif(native.load() is None, reason="the compiled kernels are not built")
+
+PASSES = {"sparse": cpu, "masked": masked, "dense": dense}
+
+
+def operands(out, in_features, density, block_size, batch, layout="contiguous"):
+    pattern = SparsePattern.random(
+        (out * block_size, in_features * block_size), density, block_size=block_size
+    )
+
+    def activations(features):
+        return {
+            "contiguous": lambda: torch.randn(batch, features),
+            "transposed": lambda: torch.randn(features, batch).t(),
+            "expanded": lambda: torch.randn(1, features).expand(batch, features),
+            "strided": lambda: torch.randn(2 * batch, 3 * features)[::2, 1::3],
+        }[layout]()
+
+    values = torch.randn(pattern.values_shape)
+    bias = torch.randn(pattern.shape[0])
+    return pattern, activations(pattern.shape[1]), activations(pattern.shape[0]), values, bias
+
+
+def agrees(kind, out, in_features, density, block_size, batch, layout="contiguous"):
+    pattern, x, dy, values, bias = operands(out, in_features, density, block_size, batch, layout)
+    passes, p, index = PASSES[kind], Prepared(pattern.index, values), pattern.index
+    wide = (x.double(), values.double(), index)
+    torch.testing.assert_close(
+        passes.forward(x, values, p, bias),
+        naive.forward(*wide, bias.double()).float(),
+        rtol=1e-4,
+        atol=1e-4,
+    )
+    expected = (
+        naive.grad_input(dy.double(), values.double(), index).float(),
+        naive.grad_weight(dy.double(), *wide).float(),
+    )
+    for needs in ((True, True), (True, False), (False, True)):
+        got = passes.backward(dy, x, values, p, *needs)
+        for need, tensor, wanted in zip(needs, got, expected, strict=True):
+            assert (tensor is not None) == need
+            if tensor is not None:
+                torch.testing.assert_close(tensor, wanted, rtol=1e-4, atol=1e-4)
+
+
+sizes = st.integers(1, 70)
+layouts = st.sampled_from(["contiguous", "transposed", "expanded", "strided"])
+
+
+@settings(max_examples=60)
+@given(sizes, sizes, st.floats(0, 1), st.integers(0, 20), layouts)
+def test_masked_passes(out, in_features, density, batch, layout):
+    agrees("masked", out, in_features, density, 1, batch, layout)
+
+
+@settings(max_examples=40)
+@given(
+    st.integers(1, 20),
+    st.integers(1, 20),
+    st.floats(0, 1),
+    st.sampled_from([1, 2, 3, 4, 8, 16]),
+    st.integers(0, 9),
+    layouts,
+)
+def test_dense_passes(out, in_features, density, block_size, batch, layout):
+    agrees("dense", out, in_features, density, block_size, batch, layout)
+
+
+@pytest.mark.parametrize("batch", range(1, 18))
+def test_masked_passes_at_every_small_batch(batch):
+    agrees("masked", 67, 129, 0.4, 1, batch)
+
+
+@pytest.mark.parametrize("density", [0.3, 1.0])
+@pytest.mark.parametrize("block_size", [1, 4])
+def test_dense_passes_in_panels(monkeypatch, block_size, density):
+    monkeypatch.setattr(dense, "PANEL_ROWS", 12)
+    agrees("dense", 11, 9, density, block_size, 5)
+    monkeypatch.setattr(dense, "PANEL_BYTES", 1)  # a block row at least
+    agrees("dense", 11, 9, density, block_size, 5)
+
+
+@pytest.mark.parametrize("isa", native.describe()["available"])
+def test_masked_and_dense_on_every_instruction_set(monkeypatch, isa):
+    monkeypatch.setattr(native, "load", lambda: native.load_isa(isa))
+    for batch in (1, 3, 8):
+        agrees("masked", 21, 50, 0.5, 1, batch)
+        agrees("dense", 21, 50, 0.5, 1, batch)
+
+
+def test_large_products_use_all_threads_and_do_not_depend_on_their_number():
+    pattern, x, dy, values, bias = operands(300, 700, 0.3, 1, 5)
+    results = []
+    before = torch.get_num_threads()
+    try:
+        for threads in (1, 2, 3):
+            torch.set_num_threads(threads)
+            p = Prepared(pattern.index, values)
+            results.append(
+                (
+                    masked.forward(x, values, p, bias),
+                    *masked.backward(dy, x, values, p, True, True),
+                )
+            )
+    finally:
+        torch.set_num_threads(before)
+    for other in results[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(results[0], other, strict=True))
+
+
+@pytest.mark.parametrize("kind", choice.KINDS)
+@pytest.mark.parametrize("block_size", [1, 4])
+def test_layers_compute_the_same_with_every_kind(kind, block_size):
+    layer = SparseLinear(48, 32, 0.4, block_size)
+    x = torch.randn(2, 3, 48, requires_grad=True)
+    with ops.use_kernel(kind):
+        y = layer(x)
+        y.square().sum().backward()
+        expected_kind = kind if kind != "masked" or block_size == 1 else layer.kernel(6)
+        assert layer.kernel(6) == expected_kind
+    weight = layer.to_dense().detach().requires_grad_()
+    leaf = x.detach().clone().requires_grad_()
+    reference = dense_linear(leaf, weight, layer.bias.detach())
+    reference.square().sum().backward()
+    torch.testing.assert_close(y, reference, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(x.grad, leaf.grad, rtol=1e-4, atol=1e-4)
+    expected = layer.pattern.values_of(weight.grad)
+    torch.testing.assert_close(layer.values.grad, expected, rtol=1e-4, atol=1e-4)
+
+
+def test_masks_follow_the_pattern():
+    layer = SparseLinear(40, 30, 0.5)
+    x = torch.randn(2, 40)
+    with ops.use_kernel("masked"):
+        layer(x)
+        layer.set_pattern(SparsePattern.random((30, 40), nnz=layer.pattern.nnz))
+        torch.testing.assert_close(layer(x), dense_linear(x, layer.to_dense(), layer.bias))
+
+
+def test_dense_products_keep_out_of_autocast():
+    layer = SparseLinear(48, 32, 0.9)
+    x = torch.randn(64, 48, requires_grad=True)
+    with ops.use_kernel("dense"):
+        y = layer(x).sum()
+        with torch.autocast("cpu", torch.bfloat16):
+            y.backward()
+    torch.testing.assert_close(x.grad, layer.to_dense().sum(0).expand(64, 48))
+
+
+def test_use_kernel_refuses_what_does_not_exist_and_ends():
+    with pytest.raises(ValueError, match="kind must be one of sparse, masked, dense, got 'csr'"):
+        ops.use_kernel("csr").__enter__()
+    layer = SparseLinear(64, 64, 0.01)
+    with ops.use_kernel("dense"):
+        assert layer.kernel(100) == "dense"
+    assert layer.kernel(100) == "sparse"
+
+
+def test_the_choice_goes_from_sparse_to_dense_with_density():
+    for block_size in (1, 4, 16):
+        for batch in (128, 2048):
+            for backward in (False, True):
+                total = (1024 // block_size) ** 2
+                kinds = [
+                    choice.choose(Layer(1024, 1024, total * i // 50, block_size), batch, backward)
+                    for i in range(1, 51)
+                ]
+                assert kinds[0] == "sparse"
+                if block_size == 1:
+                    assert kinds[-1] == "dense"
+                changes = sum(a != b for a, b in itertools.pairwise(kinds))
+                assert changes <= 2
+
+
+def test_single_samples_of_elements_are_masked_where_the_machine_can(monkeypatch):
+    layer = Layer(1024, 1024, 300_000, 1)
+    monkeypatch.setattr(native, "describe", lambda: {"isa": "v4"})
+    assert choice.choose(layer, 1, False) == "masked"
+    assert choice.choose(layer._replace(nnz=10_000), 1, False) == "sparse"
+    monkeypatch.setattr(native, "describe", lambda: {"isa": "v3"})
+    assert choice.choose(layer, 1, False) != "masked"
+
+
+def test_kernel_names_who_computes(monkeypatch):
+    layer = SparseLinear(32, 32, 0.01)
+    assert layer.kernel(64) == layer.kernel(64, backward=True) == "sparse"
+    assert SparseLinear(32, 32, 0.5, dtype=torch.float64).kernel(64) == "torch"
+    assert layer.kernel(0) == "sparse"
+    monkeypatch.setattr(native, "load", lambda: None)
+    assert layer.kernel(64) == "torch"
+
+
+def test_remembered_choices_stay_few():
+    layer = SparseLinear(32, 32, 0.5)
+    for batch in range(1, 300):
+        layer.kernel(batch)
+    assert len(layer._prepared.choices) <= choice._MOST_CHOICES
