@@ -12,16 +12,15 @@ __all__ = ["MEASURES", "Benchmark", "Measure", "Spec", "TrainingOptions"]
 
 @dataclass(frozen=True)
 class Measure:
-    """A kind of measurement: whose times are taken, and which of them the others are divided by.
+    """A kind of measurement.
 
-    A measure with `parts` times pieces of one thing; `baselines` are what a benchmark may name as
-    its contenders, in the order of the tables.
+    reference: whose time the others are divided by.
+    baselines: what a benchmark may name as contenders beside dynsparse; without any, the measure
+        times the pieces of one thing.
     """
 
-    about: str
     reference: str
     baselines: tuple[str, ...] = ()
-    parts: tuple[str, ...] = ()
 
     @property
     def usual(self) -> tuple[str, ...]:
@@ -30,32 +29,13 @@ class Measure:
 
 
 MEASURES: dict[str, Measure] = {
-    "step": Measure(
-        "forward with bias and all gradients of a layer, through autograd",
-        "dynsparse",
-        ("masked", "dense", "mkl", "one_thread"),
-    ),
-    "forward": Measure(
-        "forward of a layer, without gradients",
-        "dynsparse",
-        ("masked", "dense", "mkl", "bsr", "scipy", "one_thread"),
-    ),
-    "network": Measure(
-        "training step of a network with relu, cross entropy and SGD, every layer sparse",
-        "dynsparse",
-        ("masked", "dense"),
-    ),
-    "update": Measure(
-        "pattern update of a layer beside its training step, with Adam",
-        "step",
-        parts=("step_with_update", "drop", "growth", "dense_topk", "rewiring", "encoding"),
-    ),
-    "training": Measure(
-        "whole training by RigL until an accuracy is reached, beside the same on masked dense",
-        "dynsparse",
-        ("masked",),
-    ),
+    "step": Measure("dynsparse", ("masked", "dense", "mkl", "one_thread")),
+    "forward": Measure("dynsparse", ("masked", "dense", "mkl", "bsr", "scipy", "one_thread")),
+    "network": Measure("dynsparse", ("masked", "dense")),
+    "update": Measure("step"),
+    "training": Measure("dynsparse"),
 }
+"""What each is stands at the head of benchmarks.yml."""
 
 
 @dataclass(frozen=True)
