@@ -187,77 +187,44 @@ bool run_pass(const ElementPass& pass) {
   const i64 samples = samples_per_tile<DOT>(pass.minors);
   const i64 tiles = tiles_of(pass.batch, samples);
   const i64 nnz = pass.ptr[pass.majors];
-  const bool permuted = pass.order != nullptr;
   const i64 tile_size = samples * pass.minors;
-  // A thread that packs a tile and uses it alone finds it in its own cache, where tiles can be
-  // dealt out evenly. Dot products are summed over tiles, and so share them.
-  const bool owned = !DOT && (tiles % pass.threads == 0 || tiles >= 4 * pass.threads);
-  const i64 packed_size = tile_size * (owned ? pass.threads : least(tiles, TILES_AT_ONCE));
-  const bool partial_sums = DOT && permuted && tiles > 1;
-  Scratch scratch(Scratch::size_of<float>(packed_size) +
-                  Scratch::size_of<float>(permuted && ACCUMULATE ? nnz : 0) +
+  const bool gather = ACCUMULATE && pass.order, partial_sums = DOT && pass.order && tiles > 1;
+  // Every thread packs the tiles it uses for itself: fetching what another has packed from its
+  // cache takes longer. Accumulation splits the tiles where they come out even, else the majors,
+  // as dot products always do: their sums run over all tiles.
+  const bool by_tiles = !DOT && (tiles % pass.threads == 0 || tiles >= 4 * pass.threads);
+  Scratch scratch(Scratch::size_of<float>(tile_size * pass.threads) +
+                  Scratch::size_of<float>(gather ? nnz : 0) +
                   Scratch::size_of<float>(partial_sums ? nnz : 0));
   if (scratch.failed()) return false;
-  float* packed = scratch.take<float>(packed_size);
-  float* gathered = scratch.take<float>(permuted && ACCUMULATE ? nnz : 0);
-  float* partial = permuted ? scratch.take<float>(partial_sums ? nnz : 0) : pass.sums;
-  const float* weights = permuted ? gathered : pass.values;
-
-  const i64 chunks = ceil_div(pass.majors, CHUNK);
-  const i64 strips = ceil_div(pass.minors, STRIP);
-  const i64 per_task = units_per_task(chunks, samples / VL * (nnz + pass.majors), pass.threads);
-  const i64 tasks = ceil_div(chunks, per_task);
+  float* packed = scratch.take<float>(tile_size * pass.threads);
+  float* gathered = scratch.take<float>(gather ? nnz : 0);
+  float* partial = pass.order ? scratch.take<float>(partial_sums ? nnz : 0) : pass.sums;
+  const float* weights = gather ? gathered : pass.values;
 
 #pragma omp parallel num_threads(pass.threads)
   {
-    if (permuted && ACCUMULATE) {
+    if (gather && by_tiles) {
 #pragma omp for schedule(static)
       for (i64 p = 0; p < nnz; p++) gathered[p] = pass.values[pass.order[p]];
     }
-    if (owned) {
 #pragma omp for schedule(static)
-      for (int k = 0; k < pass.threads; k++)
-        for (i64 t = k; t < tiles; t += pass.threads) {
-          const Tile tile = tile_at(t, pass.batch, samples);
-          float* own = packed + k * tile_size;
-          for (i64 begin = 0; begin < pass.minors; begin += STRIP)
-            pack(pass.packed, tile, begin, least(pass.minors, begin + STRIP),
-                 own + begin * tile.width());
-          for (i64 begin = 0; begin < pass.majors; begin += CHUNK)
-            chunk<ACCUMULATE, DOT>(pass, weights, tile, own, Sums{}, begin,
-                                   least(pass.majors, begin + CHUNK));
-        }
-    }
-    for (i64 base = 0; base < tiles && !owned; base += TILES_AT_ONCE) {
-      const i64 count = least(TILES_AT_ONCE, tiles - base);
-#pragma omp for collapse(2) schedule(static)
-      for (i64 t = 0; t < count; t++)
-        for (i64 s = 0; s < strips; s++) {
-          const Tile tile = tile_at(base + t, pass.batch, samples);
-          pack(pass.packed, tile, s * STRIP, least(pass.minors, (s + 1) * STRIP),
-               packed + t * tile_size + s * STRIP * tile.width());
-        }
-      if constexpr (DOT) {
-        // A barrier after each tile: the sums of one entry are added tile by tile, in order. One
-      // stretch of majors per thread: neighbouring columns scatter their sums into the same cache
-      // lines, which threads taking turns would fight for.
-        for (i64 t = 0; t < count; t++) {
-          const Tile tile = tile_at(base + t, pass.batch, samples);
-          const Sums sums = {partial, pass.order, pass.sums, base + t == 0, base + t + 1 == tiles};
-#pragma omp for schedule(static)
-          for (int k = 0; k < pass.threads; k++)
-            for (i64 c = stretch(pass, k); c < stretch(pass, k + 1); c++)
-              chunk<ACCUMULATE, DOT>(pass, weights, tile, packed + t * tile_size, sums, c * CHUNK,
-                                     least(pass.majors, (c + 1) * CHUNK));
-        }
-      } else {
-#pragma omp for collapse(2) schedule(dynamic)
-        for (i64 t = 0; t < count; t++)
-          for (i64 k = 0; k < tasks; k++)
-            for (i64 c = k * per_task; c < least(chunks, (k + 1) * per_task); c++)
-              chunk<ACCUMULATE, DOT>(pass, weights, tile_at(base + t, pass.batch, samples),
-                                     packed + t * tile_size, Sums{}, c * CHUNK,
-                                     least(pass.majors, (c + 1) * CHUNK));
+    for (int k = 0; k < pass.threads; k++) {
+      const i64 first = by_tiles ? 0 : least(pass.majors, stretch(pass, k) * CHUNK);
+      const i64 last = by_tiles ? pass.majors : least(pass.majors, stretch(pass, k + 1) * CHUNK);
+      if (first == last) continue;
+      if (gather && !by_tiles)
+        for (i64 p = pass.ptr[first]; p < pass.ptr[last]; p++)
+          gathered[p] = pass.values[pass.order[p]];
+      float* own = packed + k * tile_size;
+      for (i64 t = by_tiles ? k : 0; t < tiles; t += by_tiles ? pass.threads : 1) {
+        const Tile tile = tile_at(t, pass.batch, samples);
+        for (i64 begin = 0; begin < pass.minors; begin += STRIP)
+          pack(pass.packed, tile, begin, least(pass.minors, begin + STRIP),
+               own + begin * tile.width());
+        const Sums sums = {partial, pass.order, pass.sums, t == 0, t + 1 == tiles};
+        for (i64 begin = first; begin < last; begin += CHUNK)
+          chunk<ACCUMULATE, DOT>(pass, weights, tile, own, sums, begin, least(last, begin + CHUNK));
       }
     }
   }

@@ -10,8 +10,8 @@
 //   grad_weight              out     X       -                      dY[m]
 //   grad_input, grad_weight  in      dY      dX[m] += w * dY[i]     X[m]
 //
-// The last line is why backward runs by columns: dY[i] is loaded once and used for both gradients,
-// and these loads, one per multiply-add otherwise, are what limits every pass.
+// The last line is why backward may run by columns: dY[i] is loaded once and used for both
+// gradients, and these loads, one per multiply-add otherwise, are what limits every pass.
 #pragma once
 
 #include "layout.h"

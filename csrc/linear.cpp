@@ -24,6 +24,13 @@ int threads_for(i64 batch, i64 nnz, i64 block, i64 features, i32 threads) {
   return batch * (nnz * block * block + features) < SMALL ? 1 : threads;
 }
 
+// Whether both gradients in one pass, by columns, beat a pass each. Its dot products end up at the
+// values' places, by rows, all over memory and in lines that threads share: a price per entry that
+// many samples repay, few do not. The limits are measured.
+bool fused_pays(i64 batch, i64 nnz, i64 out) {
+  return batch > 32 && (batch > 128 || nnz > 64 * out);
+}
+
 int run(const dynsparse::BlockPass& pass) {
   const bool panels = dynsparse::panels_fit(pass.block);
   return (panels ? dynsparse::run_in_panels(pass) : dynsparse::run_in_tiles(pass)) ? 0 : 1;
@@ -81,11 +88,13 @@ DYNSPARSE_EXPORT int dynsparse_linear_backward(
     pass.x = input;
     return run(pass);
   }
-  if (!dx) {
+  if (dvalues && (!dx || !fused_pays(batch, row_ptr[out], out))) {
     dynsparse::ElementPass pass = {row_ptr, cols, out, in, batch, input, threads};
     pass.held = grad;
     pass.sums = dvalues;
-    return dynsparse::run(pass) ? 0 : 1;
+    if (!dynsparse::run(pass)) return 1;
+    if (!dx) return 0;
+    dvalues = nullptr;
   }
   dynsparse::ElementPass pass = {col_ptr, csc_rows, in, out, batch, grad, threads};
   pass.order = csc_perm;
