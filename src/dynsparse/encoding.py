@@ -15,7 +15,7 @@ import scipy.sparse
 import torch
 from torch import Tensor
 
-__all__ = ["Merged", "by_columns", "follow_", "merge", "row_pointers"]
+__all__ = ["Merged", "by_columns", "empty", "follow_", "merge", "row_pointers", "split_flat"]
 
 
 class Merged(NamedTuple):
@@ -32,6 +32,20 @@ def _library() -> ctypes.CDLL | None:
     from dynsparse.ops import native
 
     return native.load()
+
+
+# Pages are taken one by one when first written; below, larger ones would not matter.
+_LARGE = 4 << 20
+
+
+def empty(*shape: int, dtype: torch.dtype, device: torch.device | str = "cpu") -> Tensor:
+    """`torch.empty`, on large pages where it is large: writing it then costs a fifth."""
+    tensor = torch.empty(shape, dtype=dtype, device=device)
+    if tensor.nbytes >= _LARGE and tensor.device.type == "cpu":
+        library = _library()
+        if library is not None:
+            library.dynsparse_pattern_large_pages(tensor.data_ptr(), tensor.nbytes)
+    return tensor
 
 
 def row_pointers(rows: Tensor, height: int) -> Tensor:
@@ -54,8 +68,8 @@ def by_columns(row_ptr: Tensor, cols: Tensor, width: int) -> tuple[Tensor, Tenso
         )
         return col_ptr, csc_rows, csc_perm
     col_ptr = torch.empty(width + 1, dtype=torch.int32)
-    csc_rows = torch.empty(nnz, dtype=torch.int32)
-    csc_perm = torch.empty(nnz, dtype=torch.int32)
+    csc_rows = empty(nnz, dtype=torch.int32)
+    csc_perm = empty(nnz, dtype=torch.int32)
     status = library.dynsparse_pattern_by_columns(
         row_ptr.data_ptr(),
         cols.data_ptr(),
@@ -84,7 +98,7 @@ def merge(
         return _merge(rows, cols, len(row_ptr) - 1, width, drop, grow)
     new_row_ptr = torch.empty_like(row_ptr)
     count = max(len(cols) - len(drop) + len(grow), 0)
-    merged = Merged(new_row_ptr, *(torch.empty(count, dtype=torch.int32) for _ in range(3)))
+    merged = Merged(new_row_ptr, *(empty(count, dtype=torch.int32) for _ in range(3)))
     drop, grow = drop.contiguous(), grow.contiguous()
     status = library.dynsparse_pattern_merge(
         row_ptr.data_ptr(),
@@ -140,8 +154,8 @@ def _merge(
 
 def split_flat(flat: Tensor, width: int) -> tuple[Tensor, Tensor]:
     """Rows and columns, int32, of flat positions (row * width + col)."""
-    rows = torch.empty(len(flat), dtype=torch.int32)
-    cols = torch.empty(len(flat), dtype=torch.int32)
+    rows = empty(len(flat), dtype=torch.int32)
+    cols = empty(len(flat), dtype=torch.int32)
     # Straight into int32: large patterns spare two arrays of int64.
     np.floor_divide(flat.numpy(), width, out=rows.numpy(), casting="unsafe")
     np.remainder(flat.numpy(), width, out=cols.numpy(), casting="unsafe")

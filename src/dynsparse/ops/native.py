@@ -65,6 +65,8 @@ _SIGNATURES: dict[str, tuple[type | None, list[type]]] = {
         [*[_POINTER] * 2, _SIZE, _SIZE, *[_POINTER] * 3, _INT],
     ),
     "dynsparse_pattern_follow": (None, [*[_POINTER] * 2, _SIZE, _POINTER, _SIZE, _INT]),
+    "dynsparse_pattern_large_pages": (None, [_POINTER, _SIZE]),
+    "dynsparse_grow_compact": (ctypes.c_int, [_POINTER, _POINTER, _SIZE, _SIZE, _INT]),
     "dynsparse_grow_pool": (None, [_POINTER, *[_SIZE] * 3, _INT, _POINTER, _INT]),
     "dynsparse_grow_scan": (
         _SIZE,

@@ -7,6 +7,7 @@ import ctypes
 import torch
 from torch import Tensor
 
+from dynsparse.encoding import empty
 from dynsparse.ops.grow.select import select
 from dynsparse.ops.grow.taken import among, held_in
 from dynsparse.pattern import SparsePattern
@@ -34,8 +35,8 @@ class Best:
         library: ctypes.CDLL | None,
     ) -> None:
         self.k = k
-        self.scores = torch.empty(k + chunk, dtype=dtype, device=device)
-        self.flat = torch.empty(k + chunk, dtype=torch.int64, device=device)
+        self.scores = empty(k + chunk, dtype=dtype, device=device)
+        self.flat = empty(k + chunk, dtype=torch.int64, device=device)
         self.count = 0
         self.threshold = threshold
         self._library = library
@@ -101,10 +102,23 @@ class Best:
 
     def compact(self) -> None:
         """Keep only the best `k`, and raise the threshold to the last of them."""
-        if self.count > self.k:
+        if self.count > self.k and self._library is not None:
+            self._compact_compiled(self._library)
+        elif self.count > self.k:
             keep = select(self.scores[: self.count], self.k)
             self.scores[: self.k] = self.scores[keep]
             self.flat[: self.k] = self.flat[keep]
-            self.count = self.k
+        self.count = min(self.count, self.k)
         if self.count == self.k:
             self.threshold = float(self.scores[: self.k].min())
+
+    def _compact_compiled(self, library: ctypes.CDLL) -> None:
+        status = library.dynsparse_grow_compact(
+            self.scores.data_ptr(),
+            self.flat.data_ptr(),
+            self.count,
+            self.k,
+            torch.get_num_threads(),
+        )
+        if status:
+            raise MemoryError("no memory to select the best of many scores")

@@ -8,6 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from dynsparse.encoding import empty
 from dynsparse.ops import native
 
 __all__ = ["select"]
@@ -47,7 +48,7 @@ def _last_selected(scores: Tensor, k: int, largest: bool) -> float:
 
 
 def _select_compiled(library: ctypes.CDLL, scores: Tensor, k: int, largest: bool) -> Tensor:
-    positions = torch.empty(k, dtype=torch.int64)
+    positions = empty(k, dtype=torch.int64)
     status = library.dynsparse_grow_select(
         scores.data_ptr(), len(scores), k, largest, positions.data_ptr(), torch.get_num_threads()
     )

@@ -12,6 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from dynsparse.encoding import empty
 from dynsparse.ops import native
 from dynsparse.ops.grow.best import Best
 from dynsparse.ops.grow.taken import check_count, check_exclude
@@ -146,7 +147,7 @@ class _Scorer:
         on_cpu = self.device.type == "cpu" and dtype == torch.float32
         self.library = native.load() if on_cpu else None
         in_features = pairs[0][0].shape[1]
-        self._gradient = torch.empty(rows * b, in_features, dtype=dtype, device=self.device)
+        self._gradient = empty(rows * b, in_features, dtype=dtype, device=self.device)
 
     def chunk(self, first: int, last: int) -> Tensor:
         """Scores of the block rows [first, last): [last - first, in/b], valid until the next."""
