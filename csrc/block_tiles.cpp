@@ -1,23 +1,21 @@
-#include "block.h"
-#include "scratch.h"
+#include <type_traits>
+
+#include "block_run.h"
 
 namespace dynsparse {
 namespace {
 
-// Output features per chunk, and per pass over the entries of a major.
+// Output features per chunk: whole cache lines are written.
 constexpr i64 CHUNK = 2 * LINE;
-constexpr int ROWS = REGISTERS / (2 * TILE_VECTORS);
-// Features packed per task.
-constexpr i64 STRIP = 128;
 
 // Outputs [first, first + R) of one major and one tile. BLOCK is the block size, or 0 for any.
 template <int NV, int R, int BLOCK, bool TRANSPOSED>
 DYNSPARSE_INLINE void outputs(const BlockPass& pass, i64 major, i64 first, const float* tile,
-                              float* out) {
+                              i64 width, float* out) {
   const i64 block = BLOCK ? BLOCK : pass.block;
   const i64 across = TRANSPOSED ? 1 : block, along = TRANSPOSED ? block : 1;
   V sum[R][NV];
-#pragma GCC unroll 4
+#pragma GCC unroll 8
   for (int u = 0; u < R; u++) {
     const V start = broadcast(pass.bias ? pass.bias[major * block + first + u] : 0.0f);
 #pragma GCC unroll 4
@@ -25,17 +23,17 @@ DYNSPARSE_INLINE void outputs(const BlockPass& pass, i64 major, i64 first, const
   }
   for (i64 p = pass.ptr[major]; p < pass.ptr[major + 1]; p++) {
     const i64 slot = pass.order ? pass.order[p] : p;
-    const float* x = tile + pass.idx[p] * block * (NV * VL);
+    const float* x = tile + pass.idx[p] * block * width;
     const float* w = pass.values + slot * block * block + first * across;
 #pragma GCC unroll 8
-    for (i64 k = 0; k < block; k++, x += NV * VL) {
+    for (i64 k = 0; k < block; k++, x += width) {
       V lanes[NV];
 #pragma GCC unroll 4
       for (int j = 0; j < NV; j++) {
         lanes[j] = load(x + j * VL);
         pin(lanes[j]);
       }
-#pragma GCC unroll 4
+#pragma GCC unroll 8
       for (int u = 0; u < R; u++) {
         const V weight = broadcast(w[u * across + k * along]);
 #pragma GCC unroll 4
@@ -43,49 +41,72 @@ DYNSPARSE_INLINE void outputs(const BlockPass& pass, i64 major, i64 first, const
       }
     }
   }
-#pragma GCC unroll 4
+#pragma GCC unroll 8
   for (int u = 0; u < R; u++) {
 #pragma GCC unroll 4
-    for (int j = 0; j < NV; j++) store(out + u * NV * VL + j * VL, sum[u][j]);
+    for (int j = 0; j < NV; j++) store(out + u * width + j * VL, sum[u][j]);
   }
 }
 
-// Outputs [begin, end) of the whole matrix, at most CHUNK of them, for one tile.
-template <int NV, int BLOCK, bool TRANSPOSED>
-void chunk(const BlockPass& pass, const Tile& tile, const float* packed, i64 begin, i64 end) {
+// Outputs [begin, end) of the whole matrix, for NV vectors of samples. R accumulators of each.
+template <int NV, int R, int BLOCK, bool TRANSPOSED>
+void features_of(const BlockPass& pass, const float* tile, i64 width, i64 begin, i64 end,
+                 float* out) {
   const i64 block = BLOCK ? BLOCK : pass.block;
-  alignas(64) float out[CHUNK * NV * VL];
   for (i64 f = begin; f < end;) {
     const i64 major = f / block, first = f % block;
-    const i64 left = least(block - first, end - f);
-    float* to = out + (f - begin) * NV * VL;
-    if (left >= ROWS) {
-      outputs<NV, ROWS, BLOCK, TRANSPOSED>(pass, major, first, packed, to);
-      f += ROWS;
+    float* to = out + (f - begin) * width;
+    if (least(block - first, end - f) >= R) {
+      outputs<NV, R, BLOCK, TRANSPOSED>(pass, major, first, tile, width, to);
+      f += R;
     } else {
-      outputs<NV, 1, BLOCK, TRANSPOSED>(pass, major, first, packed, to);
+      outputs<NV, 1, BLOCK, TRANSPOSED>(pass, major, first, tile, width, to);
       f += 1;
     }
   }
-  unpack(out, tile, begin, end, pass.out, pass.majors * block);
 }
 
+// Rows at a time: wide tiles of small blocks have too few registers for more than 4.
+constexpr int FEW = REGISTERS == 32 ? 4 : 2, MANY = REGISTERS == 32 ? 8 : 4;
+
 template <int BLOCK, bool TRANSPOSED>
-void chunk(const BlockPass& pass, const Tile& tile, const float* packed, i64 begin, i64 end) {
-  switch (tile.vectors) {
-    case 1: return chunk<1, BLOCK, TRANSPOSED>(pass, tile, packed, begin, end);
-    case 2: return chunk<2, BLOCK, TRANSPOSED>(pass, tile, packed, begin, end);
-    case 3: return chunk<3, BLOCK, TRANSPOSED>(pass, tile, packed, begin, end);
-    default: return chunk<4, BLOCK, TRANSPOSED>(pass, tile, packed, begin, end);
+void all_samples(const BlockPass& pass, const float* tile, i64 width, i64 begin, i64 end,
+                 float* out) {
+  const auto run = [&](auto vectors, auto rows, i64 lane) {
+    features_of<vectors(), rows(), BLOCK, TRANSPOSED>(pass, tile + lane, width, begin, end,
+                                                      out + lane);
+  };
+  using std::integral_constant;
+  constexpr integral_constant<int, 1> one{};
+  constexpr integral_constant<int, 2> two{};
+  constexpr integral_constant<int, 3> three{};
+  constexpr integral_constant<int, 4> four{};
+  constexpr integral_constant<int, FEW> few{};
+  constexpr integral_constant<int, MANY> many{};
+  constexpr bool large = BLOCK % MANY == 0 && BLOCK;
+  switch (width / VL) {
+    case 1: return run(one, std::conditional_t<large, decltype(many), decltype(few)>{}, 0);
+    case 2: return run(two, std::conditional_t<large, decltype(many), decltype(few)>{}, 0);
+    case 3: return run(three, std::conditional_t<large, decltype(many), decltype(few)>{}, 0);
+    default:
+      if constexpr (large) {
+        run(two, many, 0);
+        run(two, many, 2 * VL);
+      } else {
+        run(four, few, 0);
+      }
   }
 }
 
 template <bool TRANSPOSED>
-void chunk(const BlockPass& pass, const Tile& tile, const float* packed, i64 begin, i64 end) {
+void all_samples(const BlockPass& pass, const float* tile, i64 width, i64 begin, i64 end,
+                 float* out) {
   switch (pass.block) {
-    case 4: return chunk<4, TRANSPOSED>(pass, tile, packed, begin, end);
-    case 8: return chunk<8, TRANSPOSED>(pass, tile, packed, begin, end);
-    default: return chunk<0, TRANSPOSED>(pass, tile, packed, begin, end);
+    case 4: return all_samples<4, TRANSPOSED>(pass, tile, width, begin, end, out);
+    case 8: return all_samples<8, TRANSPOSED>(pass, tile, width, begin, end, out);
+    case 16: return all_samples<16, TRANSPOSED>(pass, tile, width, begin, end, out);
+    case 32: return all_samples<32, TRANSPOSED>(pass, tile, width, begin, end, out);
+    default: return all_samples<0, TRANSPOSED>(pass, tile, width, begin, end, out);
   }
 }
 
@@ -94,46 +115,27 @@ void chunk(const BlockPass& pass, const Tile& tile, const float* packed, i64 beg
 // Corner of a block that is computed at once: DOWN rows (of dy) by 4 columns (of x).
 typedef float Four __attribute__((vector_size(16), aligned(4), may_alias));
 constexpr int DOWN = VL == 16 ? 4 : 2;
-// Floats of packed x that stay in the second-level cache: tiles are taken together up to there.
-constexpr i64 CACHED = 1 << 18;
-
-// Consecutive tiles, summed in registers before lanes are folded.
-struct Range {
-  const float* x;
-  const float* dy;
-  i64 x_size;  // floats per tile
-  i64 dy_size;
-  i64 first;
-  i64 last;
-  i64 batch;
-};
-
 // Adds to dvalues [block, block] (or sets it) the corner at (u, k); what lies past the block's
 // edge is computed from its last row or column and not stored.
-void corner(const Range& tiles, i64 row, i64 column, i64 block, i64 u, i64 k, bool add,
+void corner(const float* dy, const float* x, i64 width, i64 block, i64 u, i64 k, bool add,
             float* dvalues) {
   V sum[DOWN][4] = {};
-  for (i64 t = tiles.first; t < tiles.last; t++) {
-    const i64 width = tile_at(t, tiles.batch).width();
-    const float* dy = tiles.dy + (t - tiles.first) * tiles.dy_size + row * block * width;
-    const float* x = tiles.x + (t - tiles.first) * tiles.x_size + column * block * width;
-    const float *down[DOWN], *right[4];
-    for (int i = 0; i < DOWN; i++) down[i] = dy + least(u + i, block - 1) * width;
-    for (int i = 0; i < 4; i++) right[i] = x + least(k + i, block - 1) * width;
-    for (i64 lane = 0; lane < width; lane += VL) {
-      V lanes[4];
+  const float *down[DOWN], *right[4];
+  for (int i = 0; i < DOWN; i++) down[i] = dy + least(u + i, block - 1) * width;
+  for (int i = 0; i < 4; i++) right[i] = x + least(k + i, block - 1) * width;
+  for (i64 lane = 0; lane < width; lane += VL) {
+    V lanes[4];
 #pragma GCC unroll 4
-      for (int i = 0; i < 4; i++) {
-        lanes[i] = load(right[i] + lane);
-        pin(lanes[i]);
-      }
+    for (int i = 0; i < 4; i++) {
+      lanes[i] = load(right[i] + lane);
+      pin(lanes[i]);
+    }
 #pragma GCC unroll 4
-      for (int d = 0; d < DOWN; d++) {
-        V grad = load(down[d] + lane);
-        pin(grad);
+    for (int d = 0; d < DOWN; d++) {
+      V grad = load(down[d] + lane);
+      pin(grad);
 #pragma GCC unroll 4
-        for (int i = 0; i < 4; i++) sum[d][i] += grad * lanes[i];
-      }
+      for (int i = 0; i < 4; i++) sum[d][i] += grad * lanes[i];
     }
   }
   V four[DOWN];
@@ -163,81 +165,49 @@ void corner(const Range& tiles, i64 row, i64 column, i64 block, i64 u, i64 k, bo
     }
 }
 
-void gradient_of_row(const BlockPass& pass, const Range& range, i64 row) {
-  const i64 block = pass.block;
-  for (i64 p = pass.row_ptr[row]; p < pass.row_ptr[row + 1]; p++)
-    for (i64 u = 0; u < block; u += DOWN)
-      for (i64 k = 0; k < block; k += 4)
-        corner(range, row, pass.cols[p], block, u, k, range.first > 0,
-               pass.dvalues + p * block * block);
-}
+struct TileKernel {
+  static constexpr i64 HEIGHT = TILE;
+  i64 step;
+
+  i64 padded(i64 samples) const { return ceil_div(samples, VL) * VL; }
+
+  void pack(const Matrix& from, i64 first, i64 count, i64 begin, i64 end, float* out) const {
+    dynsparse::pack(from, {first, count, static_cast<int>(ceil_div(count, VL))}, begin, end, out);
+  }
+
+  void outputs(const BlockPass& pass, i64 begin, i64 end, const float* tile, i64 first,
+               i64 count) const {
+    alignas(64) float out[CHUNK * TILE];
+    const i64 width = padded(count), features = pass.majors * pass.block;
+    for (i64 f = begin * pass.block; f < end * pass.block; f += CHUNK) {
+      const i64 last = least(f + CHUNK, end * pass.block);
+      if (pass.transposed)
+        all_samples<true>(pass, tile, width, f, last, out);
+      else
+        all_samples<false>(pass, tile, width, f, last, out);
+      unpack(out, {first, count, static_cast<int>(width / VL)}, f, last, pass.out, features);
+    }
+  }
+
+  void gradient(const BlockPass& pass, i64 row, const float* dy, const float* x, i64 count,
+                i64 begin, i64 end, bool add) const {
+    const i64 block = pass.block, width = padded(count);
+    for (i64 p = pass.row_ptr[row]; p < pass.row_ptr[row + 1]; p++) {
+      const i64 column = pass.cols[p];
+      if (column < begin) continue;
+      if (column >= end) break;
+      for (i64 u = 0; u < block; u += DOWN)
+        for (i64 k = 0; k < block; k += 4)
+          corner(dy, x + (column - begin) * block * width, width, block, u, k, add,
+                 pass.dvalues + p * block * block);
+    }
+  }
+};
 
 }  // namespace
 
 bool run_in_tiles(const BlockPass& pass) {
-  const i64 tiles = tiles_of(pass.batch), at_once = least(tiles, TILES_AT_ONCE);
-  const i64 inputs = pass.minors * pass.block, features = pass.majors * pass.block;
-  const i64 tile_size = TILE * inputs, x_size = pass.dvalues ? TILE * features : 0;
-  Scratch scratch(Scratch::size_of<float>(tile_size * at_once) +
-                  Scratch::size_of<float>(x_size * at_once));
-  if (scratch.failed()) return false;
-  float* packed = scratch.take<float>(tile_size * at_once);
-  float* x = scratch.take<float>(x_size * at_once);
-
-  const i64 strips = ceil_div(inputs, STRIP), x_strips = x_size ? ceil_div(features, STRIP) : 0;
-  const i64 nnz = pass.out ? pass.ptr[pass.majors] : pass.row_ptr[pass.minors];
-  const i64 cost = TILE_VECTORS * nnz * pass.block * pass.block;
-  const i64 chunks = ceil_div(features, CHUNK);
-  const i64 per_task = units_per_task(chunks, cost, pass.threads);
-  const i64 tasks = ceil_div(chunks, per_task);
-  const i64 rows_per_task = units_per_task(pass.minors, cost, pass.threads);
-  const i64 row_tasks = ceil_div(pass.minors, rows_per_task);
-  const i64 in_cache = x_size ? most(1, CACHED / x_size) : 1;
-
-#pragma omp parallel num_threads(pass.threads)
-  for (i64 base = 0; base < tiles; base += at_once) {
-    const i64 count = least(at_once, tiles - base);
-#pragma omp for collapse(2) schedule(static)
-    for (i64 t = 0; t < count; t++)
-      for (i64 s = 0; s < strips + x_strips; s++) {
-        const Tile tile = tile_at(base + t, pass.batch);
-        const bool is_x = s >= strips;
-        const i64 begin = (is_x ? s - strips : s) * STRIP;
-        pack(is_x ? pass.x : pass.packed, tile, begin,
-             least(is_x ? features : inputs, begin + STRIP),
-             (is_x ? x + t * x_size : packed + t * tile_size) + begin * tile.width());
-      }
-    if (pass.out) {
-#pragma omp for collapse(2) schedule(dynamic) nowait
-      for (i64 t = 0; t < count; t++)
-        for (i64 k = 0; k < tasks; k++) {
-          const Tile tile = tile_at(base + t, pass.batch);
-          for (i64 c = k * per_task; c < least(chunks, (k + 1) * per_task); c++) {
-            const i64 begin = c * CHUNK, end = least(features, begin + CHUNK);
-            if (pass.transposed)
-              chunk<true>(pass, tile, packed + t * tile_size, begin, end);
-            else
-              chunk<false>(pass, tile, packed + t * tile_size, begin, end);
-          }
-        }
-    }
-    if (pass.dvalues) {
-      // A barrier after each range: blocks are summed range by range, in order.
-      for (i64 t = 0; t < count; t += in_cache) {
-        const Range range = {x + t * x_size,    packed + t * tile_size,
-                             x_size,            tile_size,
-                             base + t,          base + least(count, t + in_cache),
-                             pass.batch};
-#pragma omp for schedule(dynamic)
-        for (i64 k = 0; k < row_tasks; k++)
-          for (i64 m = k * rows_per_task; m < least(pass.minors, (k + 1) * rows_per_task); m++)
-            gradient_of_row(pass, range, m);
-      }
-    }
-// No tile may be packed anew while another thread still reads it.
-#pragma omp barrier
-  }
-  return true;
+  return run_blocks(pass, TileKernel{ceil_div(CHUNK, pass.block)});
 }
 
 }  // namespace dynsparse

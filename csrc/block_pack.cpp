@@ -1,0 +1,31 @@
+#include "block_pack.h"
+
+namespace dynsparse {
+namespace {
+
+// Cache lines read from a row at a time: enough for the hardware to prefetch along the row, few
+// enough that the lines written to stay in the first-level cache although they lie far apart.
+constexpr i64 RUN = 4 * LINE;
+
+}  // namespace
+
+void pack_lines(const Matrix& from, i64 first, i64 count, i64 begin, i64 end, i64 stride,
+                float* out) {
+  for (i64 f = begin; f < end; f += RUN, out += RUN / LINE * stride) {
+    const i64 run = least(RUN, end - f);
+    const float* row = from.data + first * from.batch_stride + f * from.feature_stride;
+    for (i64 sample = 0; sample < count; sample++, row += from.batch_stride) {
+      float* to = out + sample * LINE;
+      if (from.feature_stride == 1) {
+        for (i64 i = 0; i < run; i += LINE, to += stride)
+#pragma GCC unroll 4
+          for (int j = 0; j < LINE; j += VL) store(to + j, load_unaligned(row + i + j));
+      } else {
+        for (i64 i = 0; i < run; i += LINE, to += stride)
+          for (int j = 0; j < LINE; j++) to[j] = row[(i + j) * from.feature_stride];
+      }
+    }
+  }
+}
+
+}  // namespace dynsparse
