@@ -3,12 +3,14 @@
 from dynsparse.nn.attention import SparseMultiheadAttention
 from dynsparse.nn.convert import densify, sparsify
 from dynsparse.nn.describe import describe
+from dynsparse.nn.dropout import Dropout
 from dynsparse.nn.embedding import SparseEmbedding, TiedEmbedding
 from dynsparse.nn.linear import SparseLinear
 from dynsparse.nn.transformer import SparseTransformerLayer
 from dynsparse.nn.weights_file import load_safetensors, save_safetensors
 
 __all__ = [
+    "Dropout",
     "SparseEmbedding",
     "SparseLinear",
     "SparseMultiheadAttention",

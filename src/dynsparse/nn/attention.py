@@ -8,9 +8,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import dropout, pad, scaled_dot_product_attention
+from torch.nn.functional import pad, scaled_dot_product_attention
 
 from dynsparse.nn.linear import SparseLinear
+from dynsparse.ops.dropout import dropout
 
 __all__ = ["PROJECTIONS", "SparseMultiheadAttention"]
 
@@ -208,20 +209,24 @@ class SparseMultiheadAttention(nn.Module):
             x.unflatten(-1, (self.num_heads, self.head_dim)).transpose(1, 2) for x in (q, k, v)
         )
 
-        fused_causal = is_causal and key_padding_mask is None and not need_weights and plain
+        rate = self.dropout if self.training else 0.0
+        # torch's fused product draws its dropout slowly, and guards against queries that may look
+        # nowhere, which only given masks can bring about.
+        by_steps = need_weights or (rate > 0 and attn_mask is None and key_padding_mask is None)
+        fused_causal = is_causal and key_padding_mask is None and not by_steps and plain
         mask = None
         if not fused_causal:
             if is_causal and attn_mask is None:
                 square = torch.ones(query.shape[1], key.shape[1], device=q.device)
                 attn_mask = square.triu(1).bool()
             mask = self._merged(attn_mask, key_padding_mask, q, key.shape[1], k.shape[2])
-        rate = self.dropout if self.training else 0.0
         weights = None
-        if need_weights:
+        if by_steps:
             scores = (q / math.sqrt(self.head_dim)) @ k.transpose(-2, -1)
-            weights = dropout((scores if mask is None else scores + mask).softmax(-1), rate)
-            mixed = weights @ v
-            weights = weights.mean(1) if average_attn_weights else weights
+            shares = dropout((scores if mask is None else scores + mask).softmax(-1), rate)
+            mixed = shares @ v
+            if need_weights:
+                weights = shares.mean(1) if average_attn_weights else shares
         else:
             mixed = scaled_dot_product_attention(q, k, v, mask, rate, fused_causal)
 

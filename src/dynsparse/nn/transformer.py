@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch.nn.functional import gelu
 
 from dynsparse.nn.attention import SparseMultiheadAttention
+from dynsparse.nn.dropout import Dropout
 from dynsparse.nn.linear import SparseLinear
 
 __all__ = ["SparseTransformerLayer"]
@@ -66,7 +67,7 @@ class SparseTransformerLayer(nn.Module):
         self.norm2 = nn.LayerNorm(features, **factory)
         self.linear1 = SparseLinear(features, hidden_features, **sparse)
         self.linear2 = SparseLinear(hidden_features, features, **sparse)
-        self.dropout = nn.Dropout(dropout)
+        self.dropout = Dropout(dropout)
 
     def forward(
         self,

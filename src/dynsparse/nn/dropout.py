@@ -1,0 +1,22 @@
+"""`nn.Dropout` that is fast on a CPU."""
+
+from __future__ import annotations
+
+from torch import Tensor, nn
+
+from dynsparse.ops.dropout import dropout
+
+__all__ = ["Dropout"]
+
+
+class Dropout(nn.Dropout):
+    """A drop-in for `nn.Dropout` that draws its masks many numbers at a time.
+
+    See `dynsparse.ops.dropout.dropout` for where it is used and what differs. Beside sparse layers
+    torch's own dropout would be a large part of a training step on a CPU.
+    """
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.inplace:
+            return super().forward(x)
+        return dropout(x, self.p, self.training)

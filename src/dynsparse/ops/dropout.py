@@ -1,0 +1,97 @@
+"""Dropout that is fast on a CPU: torch's own draws one random number after another.
+
+The mask is not stored but drawn again for the backward pass, from its seed.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from dynsparse.ops import native
+from dynsparse.ops.linear import _is_plain_eager
+
+__all__ = ["dropout"]
+
+
+@cache
+def _kernel() -> Any:
+    """`dynsparse_dropout` (csrc/dropout.cpp), or None without it."""
+    function = getattr(native.load(), "dynsparse_dropout", None)
+    if function is not None:
+        function.restype = None
+        function.argtypes = [
+            *[ctypes.c_void_p] * 2,
+            ctypes.c_int64,
+            ctypes.c_uint64,
+            ctypes.c_int32,
+            ctypes.c_float,
+            ctypes.c_int32,
+        ]
+    return function
+
+
+def _run(x: Tensor, seed: int, rate: float) -> Tensor:
+    """x with about a share `rate` of zeros, the rest scaled by 1 / (1 - rate)."""
+    x = x.contiguous()
+    y = torch.empty_like(x)
+    # Random int32 below the threshold are dropped: the rate is exact to 2^-32.
+    dropped = min(round(rate * 2**32), 2**32 - 1)
+    _kernel()(
+        x.data_ptr(),
+        y.data_ptr(),
+        x.numel(),
+        seed,
+        dropped - 2**31,
+        1 / (1 - rate),
+        torch.get_num_threads(),
+    )
+    return y
+
+
+class _Dropout(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, seed, rate):
+        ctx.seed, ctx.rate = seed, rate
+        return _run(x, seed, rate)
+
+    @staticmethod
+    def backward(ctx, dy):
+        return _Dropout.apply(dy, ctx.seed, ctx.rate), None, None
+
+
+def dropout(x: Tensor, rate: float, training: bool = True) -> Tensor:
+    """Zero each entry of x with probability `rate` and scale the others by 1 / (1 - rate).
+
+    As `torch.nn.functional.dropout`, and that function itself under compilers and transforms, for
+    other types than float32, on other devices and without compiled kernels. Otherwise the masks
+    differ from torch's: the seed of each call is drawn from torch's global generator, and the mask
+    depends on it alone, not on the number of threads.
+
+    Args:
+        x: any shape and strides.
+        rate: in [0, 1].
+        training: False returns x.
+
+    Returns:
+        The shape of x; contiguous where it was computed here.
+
+    Raises:
+        ValueError: a rate outside [0, 1].
+    """
+    if not 0 <= rate <= 1:
+        raise ValueError(f"dropout must lie in [0, 1], got {rate!r}")
+    if not training or rate == 0:
+        return x
+    fast = _is_plain_eager(x) and x.is_cpu and x.dtype is torch.float32 and rate < 1
+    if not fast or _kernel() is None:
+        return functional.dropout(x, rate)
+    seed = int(torch.randint(2**63 - 1, ()))
+    if x.requires_grad and torch.is_grad_enabled():
+        return _Dropout.apply(x, seed, rate)
+    return _run(x, seed, rate)

@@ -1,0 +1,137 @@
+"""Dropout that is drawn again for the backward pass: its law, its gradient, its seeds."""
+
+import os
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch.utils.checkpoint import checkpoint
+
+from dynsparse.nn import Dropout
+from dynsparse.ops import native
+from dynsparse.ops.dropout import dropout
+
+compiled = pytest.mark.skipif(native.load() is None, reason="no compiled kernels")
+
+
+@given(
+    shape=st.lists(st.integers(0, 40), max_size=3),
+    rate=st.sampled_from([0.1, 0.5, 0.9]),
+    turned=st.booleans(),
+)
+def test_entries_are_dropped_or_scaled_and_the_gradient_follows(shape, rate, turned):
+    x = torch.rand(shape) + 1
+    x = (x.transpose(0, -1) if turned and shape else x).requires_grad_()
+    y = dropout(x, rate)
+    assert y.shape == x.shape
+    kept = y != 0
+    torch.testing.assert_close(y, torch.where(kept, x / (1 - rate), 0.0))
+    dy = torch.randn(y.shape)
+    (dx,) = torch.autograd.grad(y, x, dy)
+    torch.testing.assert_close(dx, torch.where(kept, dy / (1 - rate), 0.0))
+
+
+@pytest.mark.parametrize("rate", [1e-4, 0.1, 0.5, 0.999])
+def test_the_share_is_the_rate(rate):
+    n = 4_000_000
+    zeros = int((dropout(torch.ones(n), rate) == 0).sum())
+    assert abs(zeros - n * rate) < 6 * (n * rate * (1 - rate)) ** 0.5
+
+
+def test_masks_are_independent_between_neighbours_lanes_chunks_and_calls():
+    n = 1 << 20
+    first = (dropout(torch.ones(n), 0.5) == 0).double() - 0.5
+    second = (dropout(torch.ones(n), 0.5) == 0).double() - 0.5
+    bound = 6 * 0.25 * n**0.5
+    assert abs(float(first @ second)) < bound
+    for shift in (1, 2, 4, 8, 16, 17, 32, 64, 128, 784, 8192, 16384):
+        assert abs(float(first[shift:] @ first[:-shift])) < bound
+    runs = np.diff(np.flatnonzero(np.diff(first.numpy())))
+    assert runs.mean() == pytest.approx(2, abs=0.02)  # as for a fair coin
+
+
+def test_torchs_generator_decides():
+    x = torch.ones(1000)
+    torch.manual_seed(3)
+    first, second = dropout(x, 0.5), dropout(x, 0.5)
+    torch.manual_seed(3)
+    assert torch.equal(dropout(x, 0.5), first)
+    assert torch.equal(dropout(x, 0.5), second)
+    assert not torch.equal(first, second)
+
+
+@compiled
+def test_threads_do_not_matter():
+    x = torch.rand(300, 1000)
+    before = torch.get_num_threads()
+    try:
+        results = []
+        for threads in (1, 2, 3):
+            torch.set_num_threads(threads)
+            torch.manual_seed(1)
+            results.append(dropout(x, 0.3))
+    finally:
+        torch.set_num_threads(before)
+    assert torch.equal(results[0], results[1])
+    assert torch.equal(results[0], results[2])
+
+
+@compiled
+def test_instruction_sets_agree():
+    code = (
+        "import torch; from dynsparse.ops.dropout import dropout; torch.manual_seed(2);"
+        "print(hash(bytes(dropout(torch.rand(70001) + 1, 0.3).numpy().tobytes())))"
+    )
+    printed = {
+        subprocess.run(
+            [sys.executable, "-c", code], capture_output=True, text=True, check=True,
+            env=os.environ | {"DYNSPARSE_ISA": isa, "PYTHONHASHSEED": "0"},
+        ).stdout
+        for isa in native.describe()["available"]
+    }  # fmt: skip
+    assert len(printed) == 1
+
+
+def test_recomputation_draws_the_same_mask():
+    x = torch.ones(500, requires_grad=True)
+    y = checkpoint(lambda x: dropout(x, 0.5).square(), x, use_reentrant=False)
+    (dx,) = torch.autograd.grad(y.sum(), x)
+    torch.testing.assert_close(dx, torch.where(y > 0, 8.0, 0.0))
+
+
+def test_second_derivatives():
+    x = torch.rand(20, requires_grad=True)
+    y = dropout(x, 0.5)
+    (dx,) = torch.autograd.grad(y.pow(3).sum(), x, create_graph=True)
+    (second,) = torch.autograd.grad(dx.sum(), x)
+    torch.testing.assert_close(second, 6 * y * 4 * (y != 0) / 1.0)
+
+
+def test_evaluation_and_the_ends():
+    x = torch.rand(10)
+    assert dropout(x, 0.5, training=False) is x
+    assert dropout(x, 0.0) is x
+    assert torch.equal(dropout(x, 1.0), torch.zeros(10))
+    assert dropout(torch.ones(10, dtype=torch.float64), 0.5).dtype == torch.float64
+    module = Dropout(0.5)
+    assert not torch.equal(module(x), module(x))
+    assert torch.equal(module.eval()(x), x)
+    inplace = Dropout(0.5, inplace=True)
+    assert inplace(x) is x
+
+
+def test_under_compilers_it_is_torchs():
+    run = torch.compile(lambda x: dropout(x, 0.5).sum(), backend="aot_eager", fullgraph=True)
+    x = torch.ones(2000, requires_grad=True)
+    run(x).backward()
+    assert set(x.grad.unique().tolist()) == {0.0, 2.0}
+
+
+@pytest.mark.parametrize("rate", [-0.1, 1.1, float("nan")])
+def test_bad_rates_are_refused(rate):
+    with pytest.raises(ValueError, match=r"dropout must lie in \[0, 1\], got"):
+        dropout(torch.ones(3), rate)
