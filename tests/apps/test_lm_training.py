@@ -251,7 +251,7 @@ def test_another_training_is_refused(text, tmp_path):
     (tmp_path / "other.txt").write_text(TEXT.replace("log", "gol"))
     for changes, message in (
         ({"method": "set"}, "--method: "),
-        ({"layers": 2}, "was trained with 1, got 2: leave --layers out"),
+        ({"layers": 3}, "was trained with 1, got 3: leave --layers out"),
         ({"seed": 8}, "--seed: "),
         (
             {"data": tmp_path / "other.txt"},

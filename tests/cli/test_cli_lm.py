@@ -174,6 +174,10 @@ def test_mistakes_of_encode_get_one_line(capsys, text, tmp_path):
         assert status == 2
         assert message in err
         assert err.count("\n") == 1
+    arguments = ["--data", tmp_path / "o.tokens", "--tokens", "byte"]
+    status, _, err = call(capsys, *TINY, *arguments)
+    assert status == 2
+    assert "o.tokens was encoded with char, got byte: leave --tokens out" in err
     (tmp_path / "o.tokens").write_bytes((tmp_path / "o.tokens").read_bytes()[:-1])
     status, _, err = call(capsys, *TINY, "--data", tmp_path / "o.tokens")
     assert status == 2

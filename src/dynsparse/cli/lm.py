@@ -80,7 +80,9 @@ def lm(
     test_share: Annotated[
         _Float, _float(_DATA, "Share of --data, at its end, to test on: 0.05.")
     ] = None,
-    tokens: Annotated[_Text, _choice(_DATA, "What a token is: char.", "tokens")] = None,
+    tokens: Annotated[
+        _Text, _choice(_DATA, "What a token is: char, or what a token file holds.", "tokens")
+    ] = None,
     bpe_dir: Annotated[
         _Path,
         _path(_DATA, "Folder with GPT-2's vocab.bpe; without it the file is downloaded once."),

@@ -14,7 +14,7 @@ from torch import Tensor
 from dynsparse.apps.lm.options import Options, flag
 from dynsparse.data.text import STDLIB, read_text
 from dynsparse.data.token_file import is_token_file, open_tokens, vocabulary_of
-from dynsparse.data.tokenizer import Tokenizer, make_tokenizer, tokenizer_from_state
+from dynsparse.data.tokenizer import KINDS, Tokenizer, make_tokenizer, tokenizer_from_state
 
 __all__ = ["Corpus", "load_corpus"]
 
@@ -93,7 +93,8 @@ def load_corpus(options: Options, vocabulary: dict[str, Any] | None = None) -> C
         return _from_token_files(options, source, vocabulary)
     text = read_text(source)
     if vocabulary is None:
-        tokenizer = make_tokenizer(options.tokens, text, options.bpe_dir, options.vocabulary_size)
+        kind = options.tokens or KINDS[0]
+        tokenizer = make_tokenizer(kind, text, options.bpe_dir, options.vocabulary_size)
     else:
         tokenizer = tokenizer_from_state(vocabulary, options.bpe_dir)
     ids = {"train": _encoded(tokenizer, text, source)}
@@ -111,6 +112,13 @@ def load_corpus(options: Options, vocabulary: dict[str, Any] | None = None) -> C
 
 def _from_token_files(options: Options, source: Path, expected: dict[str, Any] | None) -> Corpus:
     first = open_tokens(source)
+    for name, key in (("tokens", "kind"), ("vocabulary_size", "size")):
+        wanted, got = getattr(options, name), first.vocabulary[key]
+        if wanted not in (None, got):
+            raise ValueError(
+                f"--{flag(name)}: {source} was encoded with {got}, got {wanted}: leave "
+                f"--{flag(name)} out, or encode the text again"
+            )
     if expected is not None:
         first.check_vocabulary(expected["identity"])
     ids = {"train": first.ids}

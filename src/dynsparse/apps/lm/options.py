@@ -45,7 +45,8 @@ class Options:
     """One training. `check` says in one line what is wrong with it.
 
     The flags of `dynsparse lm` have the same names with dashes, and its help says what each one
-    does. The defaults are those of the preset "tiny"; `presets.preset` makes the others.
+    does. The defaults are those of the preset "tiny"; `presets.preset` makes the others. `tokens`
+    None means characters, or what a token file holds.
     """
 
     data: str | Path = "stdlib"
@@ -53,7 +54,7 @@ class Options:
     test_data: Path | None = None
     valid_share: float = 0.05
     test_share: float = 0.05
-    tokens: str = "char"
+    tokens: str | None = None
     bpe_dir: Path | None = None
     vocabulary_size: int | None = None
 
@@ -118,7 +119,7 @@ class Options:
         """Raise ValueError, naming the flag, for anything that cannot be trained."""
         for name, choices in CHOICES.items():
             value = getattr(self, name)
-            if value not in choices:
+            if value not in choices and not (name == "tokens" and value is None):
                 listed = ", ".join(map(str, choices))
                 raise ValueError(f"--{flag(name)}: expected one of {listed}, got {value!r}")
         for name, least in _AT_LEAST.items():
