@@ -113,6 +113,17 @@ def test_the_summary_is_over_cells(results):
     assert first[:4] == ["1", "0.1", "2", "4.0 (4.0 to 4.0)"]
 
 
+def test_losses_are_the_cells_slower_than_dense_worst_first(results):
+    text = VIEWS["losses"](results, ["steps"])
+    assert text.startswith("Of 18 cells 4 take more than a tenth longer than dense.")
+    assert [row[2:5] for row in rows(text)[2:4]] == [["0.5", "1", "0.60 (0.54 to 0.66)"]] * 2
+    for cell in results["benchmarks"]["steps"]["cells"]:
+        cell["ratios"]["dense"] = spread(0.95)
+    assert VIEWS["losses"](results, ["steps"]) == (
+        "Of 18 cells 0 take more than a tenth longer than dense."
+    )
+
+
 def test_break_even_has_a_column_per_block(results):
     head, _, first, _ = rows(VIEWS["break-even"](results, ["steps"]))
     assert head == ["features", "batch", "block 1", "block 4", "block 16"]

@@ -121,6 +121,22 @@ def _summary(results: Figures, names: list[str]) -> str:
     return table(["block", "density", "cells", *[_NAMES[name] for name in who]], rows)
 
 
+def _losses(results: Figures, names: list[str]) -> str:
+    """The cells that take more than a tenth longer than dense, worst first."""
+    cells = [cell for cell in _cells(results, names) if "dense" in cell["ratios"]]
+    slow = [cell for cell in cells if 1.1 * cell["ratios"]["dense"]["median"] < 1]
+    slow.sort(key=lambda cell: cell["ratios"]["dense"]["median"])
+    line = f"Of {len(cells)} cells {len(slow)} take more than a tenth longer than dense."
+    if not slow:
+        return line
+    head, sizes = _sizes(slow)
+    rows = [
+        [*sizes(c), _spread(c["ratios"]["dense"], "\\*" * c["disturbed"]), c["kernel"]]
+        for c in slow
+    ]
+    return f"{line}\n\n{table([*head, _NAMES['dense'], 'kernels'], rows)}"
+
+
 def _break_even(results: Figures, names: list[str]) -> str:
     """Where dense catches up: a row per layer and batch, a column per block size."""
     layers = {
@@ -240,6 +256,7 @@ def _machine(results: Figures, names: list[str]) -> str:
 VIEWS: dict[str, Callable[[Figures, list[str]], str]] = {
     "speed-up": _speedups,
     "summary": _summary,
+    "losses": _losses,
     "break-even": _break_even,
     "law": _law,
     "updates": _updates,
