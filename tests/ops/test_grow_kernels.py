@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 from dynsparse import SparsePattern
 from dynsparse.ops import native
 from dynsparse.ops.grow import POOLINGS, select, topk, topk_outside
+from dynsparse.ops.grow.best import Best
 
 ISAS = [isa for isa in native.supported_isas() if native._library_path(isa).exists()]
 pytestmark = pytest.mark.skipif(not ISAS, reason="no compiled kernels")
@@ -71,6 +72,22 @@ def test_several_threads(b, ties, generator):
     pattern = SparsePattern.random((n, 260), density=0.1, block_size=b, generator=generator)
     for k in (1, pattern.total // 10, pattern.total - pattern.nnz):
         assert_same(lambda k=k: topk_outside([(x, dy)], pattern, k, sort=False))
+
+
+@pytest.mark.parametrize("k", [2000, 8000, 11_000])
+def test_a_sample_that_misleads(k, generator):
+    """The scan judges a threshold by every 21st score here, and just these are made large."""
+    scores = torch.rand(300, 300, generator=generator)
+    scores.view(-1)[::21] += 10
+    pattern = SparsePattern.random((300, 300), density=0.01, generator=generator)
+
+    def best():
+        found = Best(k, 90_000, -1.0, torch.float32, scores.device, native.load())
+        found.add(scores.clone(), pattern, pattern.flat[:0], 0)
+        found.compact()
+        return found.flat[:k], found.scores[:k]
+
+    assert_same(best)
 
 
 @given(

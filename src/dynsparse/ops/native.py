@@ -72,7 +72,7 @@ _SIGNATURES: dict[str, tuple[type | None, list[type]]] = {
         _SIZE,
         [
             *[_POINTER, _SIZE, _SIZE, _POINTER, _POINTER],
-            *[ctypes.c_float, _SIZE, _POINTER, _POINTER, _SIZE, _INT],
+            *[ctypes.c_float, _SIZE, _SIZE, _POINTER, _POINTER, _SIZE, _INT],
         ],
     ),
     "dynsparse_grow_select": (ctypes.c_int, [_POINTER, _SIZE, _SIZE, _INT, _POINTER, _INT]),

@@ -87,6 +87,7 @@ class Best:
                 pattern.row_ptr.data_ptr() + first * pattern.row_ptr.itemsize,
                 pattern.cols.data_ptr(),
                 self.threshold,
+                self.k,
                 offset,
                 self.scores.data_ptr() + self.count * self.scores.itemsize,
                 self.flat.data_ptr() + self.count * self.flat.itemsize,
