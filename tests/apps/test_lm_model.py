@@ -135,7 +135,7 @@ def test_memory_is_estimated_and_refused_in_one_line():
     small = estimate_memory(preset("tiny"), 65)
     count, _ = parameters(preset("tiny"), 65)
     assert small.state == 16 * count
-    assert small.total == small.state + small.pattern + small.activations
+    assert small.total == small.state + small.pattern + small.work
     large = estimate_memory(preset("large"), 50257)
     assert large.total > 1 << 30
     check_memory(small, small.total)

@@ -108,8 +108,8 @@ def memory_line(memory: Memory) -> str:
     """The estimate in one line, to be shown before anything is made."""
     return (
         f"memory: about {bytes_text(memory.total)} (weights, gradients and optimizer "
-        f"{bytes_text(memory.state)}, patterns {bytes_text(memory.pattern)}, activations "
-        f"{bytes_text(memory.activations)})"
+        f"{bytes_text(memory.state)}, patterns {bytes_text(memory.pattern)}, the work of a step "
+        f"{bytes_text(memory.work)})"
     )
 
 

@@ -21,8 +21,6 @@ from dynsparse.apps.lm.options import Options
 
 __all__ = ["Report", "Scores", "Training", "precision"]
 
-_TEST_TOKENS = 4096
-
 
 @dataclass(frozen=True)
 class Scores:
@@ -186,7 +184,7 @@ class Training:
         stretches = self.corpus.stretches(part, length, self.options.evaluation_tokens)
         self.model.eval()
         sums = _Sums()
-        for batch in stretches.split(max(1, _TEST_TOKENS // length)):
+        for batch in stretches.split(self.options.batch_size):
             _, losses, right = self.losses(batch)
             sums.add(losses, right)
         return sums.scores()
