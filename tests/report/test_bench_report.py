@@ -133,6 +133,9 @@ def test_break_even_has_a_column_per_block(results):
     for one in slow["break_even"]["2"]:
         one |= {"density": None, "crosses": True}
     assert "slower everywhere; 0.60 at 0.5" in VIEWS["break-even"](slow, ["steps"])
+    for one in slow["break_even"]["2"]:
+        one |= {"crosses": False, "speedup_there": 2.5}
+    assert rows(VIEWS["break-even"](slow, ["steps"]))[2] == ["1024", "128", "", "", ""]
 
 
 def test_the_law_stands_beside_the_published_one(results):

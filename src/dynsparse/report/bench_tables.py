@@ -159,8 +159,8 @@ def _break_even(results: Figures, names: list[str]) -> str:
 
 
 def _break_even_text(one: Figures | None) -> str:
-    if one is None:
-        return ""
+    if one is None or (not one["crosses"] and one["speedup_there"] > 2):
+        return ""  # measured only where dense is far behind
     there = f"{one['speedup_there']:.2f} at {one['densest']:g}"
     if one["density"] is None:
         return f"slower everywhere; {there}"
