@@ -53,8 +53,10 @@ Method = Annotated[
     str,
     choice(
         SPARSITY,
-        "How the pattern changes: grown by gradient, at random, not at all; or every layer "
-        "dense, whatever is asked for.",
+        "How the pattern changes (docs/algorithms.md): by gradient (rigl), at random (set), or as "
+        "the other papers have it; gmp and granet begin denser and end at the densities asked for, "
+        "topkast uses half of them in the forward pass; static never changes; dense makes every "
+        "layer dense.",
         CHOICES["method"],
     ),
 ]
@@ -66,7 +68,8 @@ PoolingType = Annotated[
     str,
     choice(
         SPARSITY,
-        "How the gradients of a block become its growth score, with rigl; NONE ranks as SUM.",
+        "How the gradients of a block become its growth score, with rigl, snfs and granet; NONE "
+        "ranks as SUM.",
         CHOICES["pooling_type"],
     ),
 ]

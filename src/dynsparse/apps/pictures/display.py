@@ -25,7 +25,7 @@ class Display:
     def __init__(self, console: Console, training: Training) -> None:
         self._console = console
         self._epochs = training.options.epochs
-        self._density = f"{100 * density(training.network):.2f} %"
+        self._network = training.network
         self._bar = Progress(
             TextColumn("{task.description}", markup=False),
             BarColumn(bar_width=14),
@@ -60,7 +60,7 @@ class Display:
             f"{report.epoch}/{self._epochs}",
             f"{report.scores.loss:.4f}",
             f"{100 * report.scores.accuracy:.2f} %",
-            self._density,
+            f"{100 * density(self._network):.2f} %",
             f"{report.replaced:,}",
             f"{1000 * report.seconds / report.steps:.3f}",
         )

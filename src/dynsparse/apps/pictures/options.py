@@ -15,7 +15,18 @@ __all__ = ["CHOICES", "PictureOptions", "check_number", "is_integer"]
 
 CHOICES: dict[str, tuple[Any, ...]] = {
     "dataset": DATASETS,
-    "method": ("rigl", "set", "static", "dense"),
+    "method": (
+        "rigl",
+        "set",
+        "snfs",
+        "mest",
+        "deepr",
+        "topkast",
+        "gmp",
+        "granet",
+        "static",
+        "dense",
+    ),
     "block_size": (1, 4, 8, 16, 32),
     "pooling_type": ("NONE", "SUM", "AVG", "MAX"),
     "optimizer": ("GradientDescent", "Momentum", "Adam"),
@@ -112,6 +123,11 @@ class PictureOptions:
         """The part of `check` that the network's own settings need."""
 
     def _check_schedule(self) -> None:
+        if self.cosine_prune_schedule and self.method in ("gmp", "granet", "deepr"):
+            raise ValueError(
+                f"--cosine-prune-schedule: expected a method that replaces a share, got "
+                f"--method {self.method}, which has a schedule of its own: leave one out"
+            )
         for key, value in self.cosine_prune_schedule.items():
             if key not in _SCHEDULE_KEYS:
                 raise ValueError(
@@ -152,7 +168,7 @@ class PictureOptions:
     @property
     def changes_pattern(self) -> bool:
         """Whether the method moves connections at all."""
-        return self.method in ("rigl", "set")
+        return self.method not in ("static", "dense")
 
     @property
     def label(self) -> str:

@@ -14,11 +14,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from dynsparse.apps.pictures.methods import begin_denser, build_trainer
 from dynsparse.apps.pictures.optimizer import build_optimizer, learning_rate
 from dynsparse.apps.pictures.options import PictureOptions
 from dynsparse.data import DataSet, Pictures
-from dynsparse.nn import SparseLinear
-from dynsparse.training import SET, ApplicationCosine, RigL, SparseTrainer, Static
 
 __all__ = ["Report", "Scores", "Training"]
 
@@ -38,7 +37,7 @@ class Report:
     """What happened over some steps of one epoch.
 
     `epoch` (from 1) and `step` say where the training stands; `seconds` are of training alone;
-    `replaced` counts connections.
+    `replaced` counts the connections that left.
     """
 
     epoch: int
@@ -67,6 +66,7 @@ class Training(ABC):
         self.generator = torch.Generator().manual_seed(seed)
         torch.manual_seed(seed)  # dropout draws from the global generator
         self.network = self.build_network()
+        final = begin_denser(options, self.network, self.generator)
         if options.data_type == "float64":
             self.network.to(torch.float64)
         self.optimizer = build_optimizer(options, self.network)
@@ -79,7 +79,15 @@ class Training(ABC):
                 f"got {options.steps_per_epoch}: lower it, or lower --batch-size"
             )
         self.report_interval = self.batches // options.steps_per_epoch
-        self.trainer = self._build_trainer()
+        self.trainer = build_trainer(
+            options,
+            self.network,
+            self.optimizer,
+            total_steps=self.total_steps,
+            update_interval=options.update_interval or self.report_interval,
+            final=final,
+            generator=self.generator,
+        )
         self.epoch = 0
         self.step = 0
         self.seconds = 0.0
@@ -113,30 +121,6 @@ class Training(ABC):
     @property
     def updates(self) -> int:
         return 0 if self.trainer is None else self.trainer.updates
-
-    def _build_trainer(self) -> SparseTrainer | None:
-        options = self.options
-        if not any(isinstance(module, SparseLinear) for module in self.network.modules()):
-            return None
-        if not options.changes_pattern:
-            return Static(self.network, self.optimizer)
-        schedule = self._schedule()
-        if options.method == "set":
-            seed = int(torch.randint(2**62, (), generator=self.generator))
-            return SET(self.network, self.optimizer, schedule=schedule, seed=seed)
-        pooling = options.pooling_type.lower()
-        return RigL(self.network, self.optimizer, schedule=schedule, pooling=pooling)
-
-    def _schedule(self) -> ApplicationCosine:
-        options = self.options
-        interval = options.update_interval or self.report_interval
-        settings: dict[str, Any] = dict(options.cosine_prune_schedule)
-        # The flag counts pattern updates, the schedule counts optimizer steps.
-        settings["zero_steps"] = settings.get("zero_steps", 0) * interval
-        try:
-            return ApplicationCosine(self.total_steps, interval, options.prune_ratio, **settings)
-        except ValueError as error:
-            raise ValueError(f"--cosine-prune-schedule: {error}") from None
 
     def _pictures(self, part: str) -> Pictures:
         """The training or test pictures as the network reads them, arranged on first use."""
@@ -204,7 +188,7 @@ class Training(ABC):
                 window = _Sums()
 
     def _optimise(self) -> int:
-        """The optimizer's step, and the pattern update if one is due: connections replaced."""
+        """The optimizer's step, and the pattern update if one is due: connections that left."""
         if self.trainer is None:
             self.optimizer.step()
             return 0
@@ -213,9 +197,7 @@ class Training(ABC):
         if rewirings is None:
             return 0
         self.update_seconds += time.perf_counter() - begin
-        return sum(
-            len(rewiring.grown) * rewiring.after.block_size**2 for rewiring in rewirings.values()
-        )
+        return sum(len(r.dropped) * r.before.block_size**2 for r in rewirings.values())
 
     @torch.no_grad()
     def test(self) -> Scores:
