@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import random
 import statistics
 import time
 from collections.abc import Callable, Mapping
@@ -72,7 +73,7 @@ def measure(
     *,
     read: Callable[[], CpuTimes | None] = read_cpu_times,
 ) -> Timing:
-    """Time `contenders` interleaved: every round runs each of them once.
+    """Time `contenders` interleaved: every round runs each of them once, in an order of its own.
 
     Ratios are taken within a round, so that what slows a whole round down cancels out. An attempt
     in which others took more than `effort.foreign` of the machine is thrown away for a better one.
@@ -119,12 +120,12 @@ def _rounds(
 ) -> dict[str, list[float]]:
     names = list(contenders)
     samples: dict[str, list[float]] = {name: [] for name in names}
+    order = random.Random(0)
     start = time.perf_counter()
     done = 0
     while done < effort.rounds or time.perf_counter() - start < effort.seconds:
-        # Another one first each time: whoever follows a large product finds the caches full of it.
-        first = done % len(names)
-        for name in names[first:] + names[:first]:
+        # Nobody always follows the same one, whose data then fill the caches.
+        for name in order.sample(names, len(names)):
             work = contenders[name]
             before = time.perf_counter()
             for _ in range(inner[name]):
