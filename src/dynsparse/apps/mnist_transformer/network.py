@@ -11,7 +11,7 @@ from torch.nn.functional import pad
 
 from dynsparse.apps.mnist_transformer.options import Options
 from dynsparse.data.pictures import CLASSES, SIDE
-from dynsparse.nn import SparseLinear, SparseTransformerLayer
+from dynsparse.nn import Dropout, SparseLinear, SparseTransformerLayer
 
 __all__ = ["Network", "build_network", "position_encoding"]
 
@@ -33,7 +33,7 @@ class Network(nn.Module):
             "generator": generator,
         }
         droprate = 1 - options.dropout_keep_prob
-        self.dropout = nn.Dropout(droprate)
+        self.dropout = Dropout(droprate)
         self.input = SparseLinear(options.in_features, options.hidden_length, **sparse)
         self.layers = nn.ModuleList(
             SparseTransformerLayer(
