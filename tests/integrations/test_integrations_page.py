@@ -24,4 +24,4 @@ def test_the_example_runs(library, index, capsys, tmp_path):
     with contextlib.chdir(tmp_path) if hasattr(contextlib, "chdir") else contextlib.nullcontext():
         exec(compile(code, str(PAGE), "exec"), {"__name__": "__page__"})
     printed = re.search(r"(\d+) pattern updates", capsys.readouterr().out)
-    assert int(printed[1]) > 2
+    assert int(printed[1]) >= 2
