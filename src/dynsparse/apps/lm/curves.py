@@ -16,6 +16,7 @@ from dynsparse.report.figure import figure, need_matplotlib
 
 __all__ = ["draw_losses", "main", "read_figures"]
 
+_CURVES = ("step", "loss", "valid_loss")
 _COLOURS = ("#0b6e99", "#d1495b", "#e0a030", "#3a7d44", "#7a5195", "#666666")
 
 
@@ -28,17 +29,15 @@ def read_figures(file: Path) -> dict[str, Any]:
     """
     try:
         figures = json.loads(file.read_text())
-        entries = figures["history"]
-        if not entries or any(
-            not isinstance(entry[key], (int, float))
-            for entry in entries
-            for key in ("step", "loss", "valid_loss")
-        ):
+        numbers = [entry[key] for entry in figures["history"] for key in _CURVES]
+        numbers += [figures[key] for key in ("loss", "accuracy", "valid_loss", "steps")]
+        if not figures["history"] or not all(isinstance(n, (int, float)) for n in numbers):
             raise KeyError
-        figures["method"]
+        figures["method"], figures["data"], figures["vocabulary"], figures["parameters"]["held"]
     except (ValueError, KeyError, TypeError):
         raise ValueError(
-            f"{file}: expected the figures of a training by `dynsparse lm --json`, got another file"
+            f"{file}: expected the figures of a whole training by `dynsparse lm --json`, got "
+            "another file"
         ) from None
     return figures
 
