@@ -220,14 +220,15 @@ def _trainings(results: Figures, names: list[str]) -> str:
     for cell in cells:
         for found in cell["training"]:
             own, other = (found["contenders"][name] for name in ("dynsparse", "masked"))
-            row = [cell["layer"], f"{100 * (1 - found['density']):.1f} %", f"{found['seed']}"]
+            sparsity = f"{100 * (1 - found['density']):.1f} %"
+            row = [cell["layer"], sparsity, f"{cell['block']}", f"{found['seed']}"]
             row += [_steps(own, found), _steps(other, found)]
             reached = own["seconds"] and other["seconds"]
             row.append(f"{other['seconds'] / own['seconds']:.1f}" if reached else "")
             share = own["update_seconds"] / own["curve"][-1][1]
             row.append(f"{own['updates']} ({100 * share:.1f} % of the time)")
             rows.append(row)
-    head = ["network", "sparsity", "seed", "steps, dynsparse", "steps, masked dense",
+    head = ["network", "sparsity", "block", "seed", "steps, dynsparse", "steps, masked dense",
             "masked dense's time / dynsparse's", "updates"]  # fmt: skip
     return table(head, rows) + _notes(results, names, cells)
 
