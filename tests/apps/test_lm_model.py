@@ -77,6 +77,21 @@ def test_the_table_is_tied_and_factorised():
     assert sparse.embedding.table.pattern.nnz == round(0.1 * V * 16)
 
 
+@pytest.mark.parametrize("method", ["static", "dense"])
+def test_first_weights_are_scaled_but_not_the_table_nor_biases(method):
+    # dense tables are drawn from the global generator
+    torch.manual_seed(0)
+    whole = build(method=method, embedding_size=8, sparse_embeddings=True).state_dict()
+    torch.manual_seed(0)
+    small = build(
+        method=method, embedding_size=8, sparse_embeddings=True, initial_scale=0.25
+    ).state_dict()
+    for name, tensor in whole.items():
+        kind = name.rpartition(".")[2]
+        scaled = kind in ("values", "weight") and "norm" not in name and "table" not in name
+        assert torch.equal(small[name], tensor * 0.25 if scaled else tensor), name
+
+
 def test_dropout_differs_between_steps_and_is_off_in_evaluation():
     model = build(droprate=0.5)
     tokens = ids()

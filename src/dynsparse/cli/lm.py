@@ -114,6 +114,13 @@ def lm(
     droprate: Annotated[
         _Float, _float(_NETWORK, f"Dropout, in training: {_DEFAULT.droprate}.")
     ] = None,
+    initial_scale: Annotated[
+        _Float,
+        _float(
+            _NETWORK,
+            f"Times the usual size of first weights, 1/sqrt(inputs): {_DEFAULT.initial_scale}.",
+        ),
+    ] = None,
     data_type: Annotated[
         _Text,
         _choice(_NETWORK, "Of weights and products: float32; bfloat16 is autocast.", "data_type"),

@@ -119,7 +119,20 @@ def build_model(options: Options, vocabulary: int, generator: torch.Generator) -
     )
     if dense:
         _replace_sparse(model, generator)
+    _scale(model, options.initial_scale)
     return model
+
+
+@torch.no_grad()
+def _scale(model: LanguageModel, factor: float) -> None:
+    """Start the matrices, apart from the token table, at `factor` times what their layers draw."""
+    for module in model.modules():
+        if module is model.embedding.table:
+            continue
+        if isinstance(module, SparseLinear):
+            module.values.mul_(factor)
+        elif isinstance(module, nn.Linear):
+            module.weight.mul_(factor)
 
 
 def _replace_sparse(model: nn.Module, generator: torch.Generator) -> None:

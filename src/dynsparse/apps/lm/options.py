@@ -67,6 +67,7 @@ class Options:
     sparse_embeddings: bool = False
     sequence_length: int = 64
     droprate: float = 0.0
+    initial_scale: float = 1.0
     data_type: str = "float32"
 
     method: str = "rigl"
@@ -142,6 +143,7 @@ class Options:
             ("prune_end", 0, 1, False), ("valid_share", 0, 1, True), ("test_share", 0, 1, True),
             ("peak_learning_rate", 0, math.inf, True), ("min_learning_rate", 0, math.inf, True),
             ("decay_power", 0, math.inf, True), ("temperature", 0, math.inf, True),
+            ("initial_scale", 0, math.inf, True),
         ):  # fmt: skip
             _check_number(flag(name), getattr(self, name), low, high, open_end=open_end)
         if self.grad_norm_clip is not None:

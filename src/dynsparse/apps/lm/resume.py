@@ -22,6 +22,7 @@ _MODEL = (
     "sparsity", "block_size", "tokens", "vocabulary_size",
 )  # fmt: skip
 _TRAINING = (
+    "initial_scale",
     "valid_share", "test_share", "pooling_type", "prune_ratio", "prune_end", "update_interval",
     "cosine_prune_schedule", "steps", "batch_size", "gradient_accumulation_count", "optimizer",
     "optimizer_arg", "peak_learning_rate", "min_learning_rate", "warmup_steps", "cooldown_steps",
