@@ -13,7 +13,7 @@ WRONG = [
     ({"dataset": "cifar"}, "--dataset: expected one of digits, mnist, fashion-mnist, got 'cifar'"),
     (
         {"method": "snip"},
-        "--method: expected one of rigl, set, snfs, mest, deepr, topkast, gmp, granet, static, dense",
+        "--method: expected one of rigl, set, snfs, mest, deepr, topkast, gmp, granet, static",
     ),
     ({"block_size": 2}, "--block-size: expected one of 1, 4, 8, 16, 32, got 2"),
     ({"pooling_type": "sum"}, "--pooling-type: expected one of NONE, SUM, AVG, MAX, got 'sum'"),

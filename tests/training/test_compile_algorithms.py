@@ -1,0 +1,41 @@
+"""Compiled models train as others do when layers change their size or use some of their slots."""
+
+import pytest
+import torch
+from torch import nn
+
+import dynsparse as ds
+from dynsparse.nn import SparseLinear
+
+TIMES = {"total_steps": 15, "update_interval": 5}
+
+
+def train(kind, compiled):
+    g = torch.Generator().manual_seed(0)
+    model = nn.Sequential(
+        SparseLinear(16, 24, density=0.5, generator=g), nn.ReLU(),
+        SparseLinear(24, 4, density=0.5, generator=g),
+    )  # fmt: skip
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    trainer = {
+        "gmp": lambda: ds.GMP(model, optimizer, **TIMES, final_density=0.1),
+        "snfs": lambda: ds.SNFS(model, optimizer, **TIMES, window=3),
+        "topkast": lambda: ds.TopKAST(model, optimizer, **TIMES, seed=0),
+    }[kind]()
+    forward = torch.compile(model, backend="aot_eager") if compiled else model
+    for _ in range(15):
+        optimizer.zero_grad()
+        forward(torch.randn(8, 16, generator=g)).square().mean().backward()
+        trainer.step()
+    return model
+
+
+# Dynamo makes such an instance itself when it traces a torch.autograd.Function.
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
+@pytest.mark.parametrize("kind", ["gmp", "snfs", "topkast"])
+def test_compiled_equals_eager(kind):
+    torch._dynamo.reset()
+    eager, compiled = train(kind, False), train(kind, True)
+    for p, q in zip(eager.parameters(), compiled.parameters(), strict=True):
+        torch.testing.assert_close(p, q)
+    assert eager[0].pattern == compiled[0].pattern
