@@ -1,5 +1,6 @@
 #include "element.h"
 
+#include "element_cells.h"
 #include "scratch.h"
 
 namespace dynsparse {
@@ -165,23 +166,6 @@ i64 samples_per_tile(i64 minors) {
   return samples;
 }
 
-// The first chunk of the k-th of `threads` stretches of majors with about equal work.
-i64 stretch(const ElementPass& pass, i64 k) {
-  // What a major costs beside its entries, in entries.
-  constexpr i64 FIXED = 16;
-  const i64 chunks = ceil_div(pass.majors, CHUNK);
-  const i64 all = pass.ptr[pass.majors] + FIXED * pass.majors;
-  i64 low = 0, high = chunks;
-  while (low < high) {
-    const i64 middle = (low + high) / 2, major = middle * CHUNK;
-    if ((pass.ptr[major] + FIXED * major) * pass.threads < all * k)
-      low = middle + 1;
-    else
-      high = middle;
-  }
-  return low;
-}
-
 template <bool ACCUMULATE, bool DOT>
 bool run_pass(const ElementPass& pass) {
   const i64 samples = samples_per_tile<DOT>(pass.minors);
@@ -210,8 +194,8 @@ bool run_pass(const ElementPass& pass) {
     }
 #pragma omp for schedule(static)
     for (int k = 0; k < pass.threads; k++) {
-      const i64 first = by_tiles ? 0 : least(pass.majors, stretch(pass, k) * CHUNK);
-      const i64 last = by_tiles ? pass.majors : least(pass.majors, stretch(pass, k + 1) * CHUNK);
+      const i64 first = by_tiles ? 0 : first_major(pass, k, pass.threads);
+      const i64 last = by_tiles ? pass.majors : first_major(pass, k + 1, pass.threads);
       if (first == last) continue;
       if (gather && !by_tiles)
         for (i64 p = pass.ptr[first]; p < pass.ptr[last]; p++)
@@ -233,7 +217,23 @@ bool run_pass(const ElementPass& pass) {
 
 }  // namespace
 
+i64 first_major(const ElementPass& pass, i64 k, i64 parts) {
+  // What a major costs beside its entries, in entries.
+  constexpr i64 FIXED = 16;
+  const i64 all = pass.ptr[pass.majors] + FIXED * pass.majors;
+  i64 low = 0, high = ceil_div(pass.majors, CHUNK);
+  while (low < high) {
+    const i64 middle = (low + high) / 2, major = middle * CHUNK;
+    if ((pass.ptr[major] + FIXED * major) * parts < all * k)
+      low = middle + 1;
+    else
+      high = middle;
+  }
+  return least(pass.majors, low * CHUNK);
+}
+
 bool run(const ElementPass& pass) {
+  if (!pass.sums && cells_pay(pass) && run_in_cells(pass)) return true;
   if (pass.out && pass.sums) return run_pass<true, true>(pass);
   if (pass.sums) return run_pass<false, true>(pass);
   return run_pass<true, false>(pass);

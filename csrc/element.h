@@ -43,4 +43,7 @@ struct ElementPass {
 // False where scratch memory is not to be had.
 bool run(const ElementPass& pass);
 
+// The first major of the k-th of `parts` stretches with about equal work; majors where k = parts.
+i64 first_major(const ElementPass& pass, i64 k, i64 parts);
+
 }  // namespace dynsparse
