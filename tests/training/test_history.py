@@ -82,6 +82,17 @@ def test_a_window_holds_so_many_steps_only(generator):
     assert sum(x.numel() + dy.numel() for x, dy in history.pairs("fc")) == 4 * 3 * (8 + 6)
 
 
+def test_an_input_buffer_may_be_filled_anew(generator):
+    history, momentum = WindowMomentum(0.5, 3), torch.zeros(6, 8, dtype=torch.float64)
+    buffer = [torch.empty(3, 8, dtype=torch.float64), torch.empty(3, 6, dtype=torch.float64)]
+    for pairs in steps(3, generator):
+        for own, given in zip(buffer, pairs[0], strict=True):
+            own.copy_(given)
+        history.observe("fc", [tuple(buffer)])
+        momentum = 0.5 * momentum + dense(pairs)
+    torch.testing.assert_close(dense(history.pairs("fc")), momentum)
+
+
 @pytest.mark.parametrize(
     ("window", "captured"),
     [(3, [8, 9, 10, 18, 19, 20, 28, 29, 30]), (10, range(1, 31)), (None, range(1, 31))],

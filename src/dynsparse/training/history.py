@@ -106,7 +106,9 @@ class WindowMomentum:
         self._steps: dict[str, deque[list[Pair]]] = {}
 
     def observe(self, layer: str, pairs: list[Pair]) -> None:
-        self._steps.setdefault(layer, deque(maxlen=self.window)).append(pairs)
+        # Copies: an input buffer may be filled anew, and a gradient set to zero, in a later step.
+        kept = [(x.clone(), dy.clone()) for x, dy in pairs]
+        self._steps.setdefault(layer, deque(maxlen=self.window)).append(kept)
 
     def has(self, layer: str) -> bool:
         return any(self._steps.get(layer, ()))

@@ -20,6 +20,7 @@ from dynsparse.training.grow import Growth
 from dynsparse.training.heap import give_back
 from dynsparse.training.history import History, LastStep
 from dynsparse.training.initial import GradientStep, learning_rate_of
+from dynsparse.training.layers import sparse_layers
 from dynsparse.training.optimizer_state import check_optimizer, rewire_state
 from dynsparse.training.schedule import Schedule
 
@@ -89,7 +90,7 @@ class SparseTrainer:
             initial_value, (int, float, GradientStep)
         ):
             raise TypeError(f"initial_value must be a number or a function, got {initial_value!r}")
-        self.layers = _sparse_layers(model)
+        self.layers = sparse_layers(model)
         check_optimizer(optimizer, {name: layer.values for name, layer in self.layers.items()})
         self.optimizer = optimizer
         self.schedule = schedule
@@ -351,22 +352,3 @@ class SparseTrainer:
                 for name, layer in self.layers.items()
             },
         }
-
-
-def _sparse_layers(model: nn.Module) -> dict[str, SparseLinear]:
-    if not isinstance(model, nn.Module):
-        raise TypeError(f"expected a torch.nn.Module, got {type(model).__name__}")
-    layers = {name: m for name, m in model.named_modules() if isinstance(m, SparseLinear)}
-    if not layers:
-        raise ValueError(
-            "the model has no sparse layers: use dynsparse.nn.SparseLinear, or dynsparse.sparsify"
-        )
-    owners: dict[int, str] = {}
-    for name, layer in layers.items():
-        other = owners.setdefault(id(layer.values), name)
-        if other != name:
-            raise ValueError(
-                f"the layers {other!r} and {name!r} share their values but not their pattern: "
-                "use one module in both places"
-            )
-    return layers
