@@ -28,7 +28,7 @@ int threads_for(i64 batch, i64 nnz, i64 block, i64 features, i32 threads) {
 // values' places, by rows, all over memory and in lines that threads share: a price per entry that
 // many samples repay, few do not. The limits are measured.
 bool fused_pays(i64 batch, i64 nnz, i64 out) {
-  return batch > 32 && (batch > 128 || nnz > 64 * out);
+  return batch > 32 && (batch > 64 || nnz > 64 * out);
 }
 
 int run(const dynsparse::BlockPass& pass) {
