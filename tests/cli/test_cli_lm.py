@@ -118,6 +118,13 @@ def test_the_standard_library_by_bytes(capsys):
         (["--optimizer-arg", "beta2"], "--optimizer-arg: expected name=json"),
         (["--cosine-prune-schedule", "[]"], "expected a JSON object"),
         (["--cosine-prune-schedule", '{"zero_steps": 9}'], "--cosine-prune-schedule: zero_steps"),
+        (["--temperature", "1"], "--temperature: expected --sample N with it"),
+        (["--bpe-dir", "."], "--bpe-dir: expected --tokens bpe with it, got char"),
+        (
+            ["--tokens", "byte", "--bpe-dir", "."],
+            "--bpe-dir: expected --tokens bpe with it, got byte",
+        ),
+        (["--test-data", "a", "--test-share", "0.1"], "the test part is --test-data here"),
         (["--wandb-name", "a"], "expected --use-wandb with it"),
         (["--restore", "nowhere"], "--restore: expected a checkpoint or a folder of them"),
         (["--data", "nowhere.txt"], "nowhere.txt: No such file or directory"),
@@ -162,6 +169,7 @@ def test_mistakes_of_encode_get_one_line(capsys, text, tmp_path):
     for arguments, message in (
         (["--tokens", "word", *output], "--tokens: expected one of char, byte, bpe, got 'word'"),
         (["--vocabulary-size", "300", *output], "--vocabulary-size: expected --tokens bpe"),
+        (["--bpe-dir", ".", *output], "--bpe-dir: expected --tokens bpe with it"),
         (
             ["--vocabulary", tmp_path / "o.tokens", "--tokens", "char", *output],
             "leave out --tokens",

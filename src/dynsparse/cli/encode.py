@@ -64,6 +64,8 @@ def encode(
         )
     if vocabulary_size is not None and tokens != "bpe":
         raise ValueError("--vocabulary-size: expected --tokens bpe with it")
+    if bpe_dir is not None and tokens != "bpe" and vocabulary is None:
+        raise ValueError("--bpe-dir: expected --tokens bpe with it")
     if output.is_dir() or not output.parent.is_dir():
         raise ValueError(f"--output: expected a file in a folder that exists, got {output}")
     begin = time.perf_counter()

@@ -147,6 +147,8 @@ def _encoded(tokenizer: Tokenizer, text: str, source: str | Path) -> np.ndarray:
 def _corpus(
     options: Options, source: str | Path, vocabulary: dict[str, Any], ids: dict[str, np.ndarray]
 ) -> Corpus:
+    if options.bpe_dir is not None and vocabulary["kind"] != "bpe":
+        raise ValueError(f"--bpe-dir: expected --tokens bpe with it, got {vocabulary['kind']}")
     whole = ids["train"]
     end = len(whole)
     # The test part is cut off first, from the very end: it stays what it is when the share to

@@ -236,6 +236,18 @@ class Options:
             raise ValueError("--mode sample: expected a number of tokens: add --sample N")
         if self.sample and not self.prompt:
             raise ValueError("--prompt: expected at least one character to go on from, got none")
+        for name in ("prompt", "temperature", "top_k"):
+            if not self.sample and getattr(self, name) != getattr(type(self), name):
+                raise ValueError(f"--{flag(name)}: expected --sample N with it, got none: add it")
+        for part in ("valid", "test"):
+            share = f"{part}_share"
+            given = getattr(self, share) != getattr(type(self), share)
+            if given and getattr(self, f"{part}_data") is not None:
+                raise ValueError(
+                    f"--{part}-share: the {part} part is --{part}-data here: leave one of them out"
+                )
+        if self.bpe_dir is not None and self.tokens in ("char", "byte"):
+            raise ValueError(f"--bpe-dir: expected --tokens bpe with it, got {self.tokens}")
         if self.tokens != "bpe" and self.vocabulary_size is not None:
             raise ValueError(
                 "--vocabulary-size: expected --tokens bpe with it: the vocabularies of bytes and "

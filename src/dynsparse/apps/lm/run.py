@@ -84,9 +84,10 @@ def _run(options: Options, seed: int, checkpoint: Path | None, console: Console)
     built = matched(options, corpus.size)
     for line in _headlines(built, corpus, seed):
         console.print(line, highlight=False)
-    needed = estimate_memory(built, corpus.size)
-    console.print(memory_line(needed), highlight=False)
-    check_memory(needed)
+    if options.mode in ("all", "train"):
+        needed = estimate_memory(built, corpus.size)
+        console.print(memory_line(needed), highlight=False)
+        check_memory(needed)
     tokenizer = tokenizer_from_state(corpus.vocabulary, options.bpe_dir) if options.sample else None
     prompt = None if tokenizer is None else _prompt(tokenizer, options.prompt)
 
