@@ -54,14 +54,25 @@ void compress_row(const float* row, const u16* masks, float* values, const float
     }
 }
 
-// The rows of one block, block * block values.
+// One block between its place among the values and its place in a panel of rows. Sizes known to the
+// compiler are several times as fast.
+template <i64 BLOCK>
 void copy_block(const float* from, i64 from_stride, float* to, i64 to_stride, i64 block) {
-  for (i64 u = 0; u < block; u++)
-    if (block % 4 == 0)
-      for (i64 i = 0; i < block; i += 4)
-        std::memcpy(to + u * to_stride + i, from + u * from_stride + i, 4 * sizeof(float));
-    else
-      for (i64 i = 0; i < block; i++) to[u * to_stride + i] = from[u * from_stride + i];
+  const i64 size = BLOCK ? BLOCK : block;
+  for (i64 u = 0; u < size; u++)
+    std::memcpy(to + u * to_stride, from + u * from_stride, size * sizeof(float));
+}
+
+using CopyBlock = void (*)(const float*, i64, float*, i64, i64);
+
+CopyBlock copy_of(i64 block) {
+  switch (block) {
+    case 4: return copy_block<4>;
+    case 8: return copy_block<8>;
+    case 16: return copy_block<16>;
+    case 32: return copy_block<32>;
+    default: return copy_block<0>;
+  }
 }
 
 }  // namespace
@@ -71,6 +82,7 @@ DYNSPARSE_EXPORT void dynsparse_rows_to_dense(const float* values, const i32* ro
                                               const i32* cols, const uint16_t* masks, float* panel,
                                               i64 first, i64 count, i64 in, i64 block, i32 threads) {
   if (count * block * in < SMALL) threads = 1;
+  const CopyBlock copy = copy_of(block);
 #pragma omp parallel for num_threads(threads) schedule(static)
   for (i64 r = 0; r < count; r++) {
     const i64 begin = row_ptr[first + r], end = row_ptr[first + r + 1];
@@ -85,7 +97,7 @@ DYNSPARSE_EXPORT void dynsparse_rows_to_dense(const float* values, const i32* ro
       continue;
     }
     for (i64 p = begin; p < end; p++)
-      copy_block(values + p * block * block, block, rows + cols[p] * block, in, block);
+      copy(values + p * block * block, block, rows + cols[p] * block, in, block);
   }
 }
 
@@ -94,6 +106,7 @@ DYNSPARSE_EXPORT void dynsparse_rows_from_dense(const float* panel, const i32* r
                                                 const i32* cols, const uint16_t* masks, float* values,
                                                 i64 first, i64 count, i64 in, i64 block, i32 threads) {
   if (count * block * in < SMALL) threads = 1;
+  const CopyBlock copy = copy_of(block);
 #pragma omp parallel for num_threads(threads) schedule(static)
   for (i64 r = 0; r < count; r++) {
     const i64 begin = row_ptr[first + r], end = row_ptr[first + r + 1];
@@ -108,6 +121,6 @@ DYNSPARSE_EXPORT void dynsparse_rows_from_dense(const float* panel, const i32* r
       continue;
     }
     for (i64 p = begin; p < end; p++)
-      copy_block(rows + cols[p] * block, in, values + p * block * block, block, block);
+      copy(rows + cols[p] * block, in, values + p * block * block, block, block);
   }
 }

@@ -270,9 +270,11 @@ using dynsparse::i64;
 namespace {
 
 // As in linear.cpp: waking another thread costs more than a small product gives.
-int threads_for(i64 batch, i64 out, i64 in, i32 threads) {
+int threads_for(const dynsparse::SmallPass& pass, i64 block, i32 threads) {
   constexpr i64 SMALL = 1 << 17;
-  return (batch + 2) * out * in < SMALL ? 1 : threads;
+  const i64 entries =
+      block == 1 ? pass.out * pass.in : pass.row_ptr[pass.out / block] * block * block;
+  return (pass.batch + 2) * entries < SMALL ? 1 : threads;
 }
 
 }  // namespace
@@ -290,35 +292,40 @@ DYNSPARSE_EXPORT void dynsparse_small_masks(const i32* row_ptr, const i32* cols,
   }
 }
 
-// y [batch, out] = x [batch, in] W^T + bias; bias [out] or null. values [nnz]. Returns 0, or 1
-// where scratch memory could not be allocated.
+// y [batch, out] = x [batch, in] W^T + bias; bias [out] or null. block is 1, with masks, or 4, 8, 16
+// or 32, with cols; what is not used may be null. Returns 0, or 1 where scratch memory could not be
+// allocated.
 DYNSPARSE_EXPORT int dynsparse_small_forward(const float* x, i64 x_batch_stride,
                                              i64 x_feature_stride, const float* values,
-                                             const i32* row_ptr, const uint16_t* masks,
-                                             const float* bias, float* y, i64 batch, i64 out,
-                                             i64 in, i32 threads) {
-  dynsparse::SmallPass pass = {values, row_ptr, masks, batch, out, in,
-                               threads_for(batch, out, in, threads)};
+                                             const i32* row_ptr, const i32* cols,
+                                             const uint16_t* masks, const float* bias, float* y,
+                                             i64 batch, i64 out, i64 in, i64 block, i32 threads) {
+  if (batch == 0) return 0;
+  dynsparse::SmallPass pass = {values, row_ptr, cols, masks, batch, out, in, 1};
+  pass.threads = threads_for(pass, block, threads);
   pass.x = {x, x_batch_stride, x_feature_stride};
   pass.bias = bias;
   pass.y = y;
-  return dynsparse::small_forward(pass) ? 0 : 1;
+  const bool done =
+      block == 1 ? dynsparse::small_forward(pass) : dynsparse::small_blocks_forward(pass, block);
+  return done ? 0 : 1;
 }
 
 // dx [batch, in] = dy [batch, out] W, and dvalues = (dy^T x) where W is present. Either may be
 // null.
-DYNSPARSE_EXPORT int dynsparse_small_backward(const float* dy, i64 dy_batch_stride,
-                                              i64 dy_feature_stride, const float* x,
-                                              i64 x_batch_stride, i64 x_feature_stride,
-                                              const float* values, const i32* row_ptr,
-                                              const uint16_t* masks, float* dx, float* dvalues,
-                                              i64 batch, i64 out, i64 in, i32 threads) {
+DYNSPARSE_EXPORT int dynsparse_small_backward(
+    const float* dy, i64 dy_batch_stride, i64 dy_feature_stride, const float* x,
+    i64 x_batch_stride, i64 x_feature_stride, const float* values, const i32* row_ptr,
+    const i32* cols, const uint16_t* masks, float* dx, float* dvalues, i64 batch, i64 out, i64 in,
+    i64 block, i32 threads) {
   if (!dx && !dvalues) return 0;
-  dynsparse::SmallPass pass = {values, row_ptr, masks, batch, out, in,
-                               threads_for(batch, out, in, threads)};
+  dynsparse::SmallPass pass = {values, row_ptr, cols, masks, batch, out, in, 1};
+  pass.threads = threads_for(pass, block, threads);
   pass.dy = {dy, dy_batch_stride, dy_feature_stride};
   pass.x = {x, x_batch_stride, x_feature_stride};
   pass.dx = dx;
   pass.dvalues = dvalues;
-  return dynsparse::small_backward(pass) ? 0 : 1;
+  const bool done =
+      block == 1 ? dynsparse::small_backward(pass) : dynsparse::small_blocks_backward(pass, block);
+  return done ? 0 : 1;
 }

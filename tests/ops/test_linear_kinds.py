@@ -11,12 +11,12 @@ from torch.nn.functional import linear as dense_linear
 from dynsparse import SparsePattern, ops
 from dynsparse.nn import SparseLinear
 from dynsparse.ops import native
-from dynsparse.ops.linear import Prepared, choice, cpu, dense, masked, naive
+from dynsparse.ops.linear import Prepared, choice, cpu, dense, naive, small
 from dynsparse.ops.linear.choice import Layer
 
 pytestmark = pytest.mark.skipif(native.load() is None, reason="the compiled kernels are not built")
 
-PASSES = {"sparse": cpu, "masked": masked, "dense": dense}
+PASSES = {"sparse": cpu, "small": small, "dense": dense}
 
 
 def operands(out, in_features, density, block_size, batch, layout="contiguous"):
@@ -65,8 +65,21 @@ layouts = st.sampled_from(["contiguous", "transposed", "expanded", "strided"])
 
 @settings(max_examples=60)
 @given(sizes, sizes, st.floats(0, 1), st.integers(0, 20), layouts)
-def test_masked_passes(out, in_features, density, batch, layout):
-    agrees("masked", out, in_features, density, 1, batch, layout)
+def test_small_passes(out, in_features, density, batch, layout):
+    agrees("small", out, in_features, density, 1, batch, layout)
+
+
+@settings(max_examples=60)
+@given(
+    st.integers(1, 20),
+    st.integers(1, 20),
+    st.floats(0, 1),
+    st.sampled_from([4, 8, 16, 32]),
+    st.integers(0, 9),
+    layouts,
+)
+def test_small_passes_of_blocks(out, in_features, density, block_size, batch, layout):
+    agrees("small", out, in_features, density, block_size, batch, layout)
 
 
 @settings(max_examples=40)
@@ -83,8 +96,8 @@ def test_dense_passes(out, in_features, density, block_size, batch, layout):
 
 
 @pytest.mark.parametrize("batch", range(1, 18))
-def test_masked_passes_at_every_small_batch(batch):
-    agrees("masked", 67, 129, 0.4, 1, batch)
+def test_small_passes_at_every_small_batch(batch):
+    agrees("small", 67, 129, 0.4, 1, batch)
 
 
 @pytest.mark.parametrize("density", [0.3, 1.0])
@@ -97,15 +110,19 @@ def test_dense_passes_in_panels(monkeypatch, block_size, density):
 
 
 @pytest.mark.parametrize("isa", native.describe()["available"])
-def test_masked_and_dense_on_every_instruction_set(monkeypatch, isa):
+def test_small_and_dense_on_every_instruction_set(monkeypatch, isa):
     monkeypatch.setattr(native, "load", lambda: native.load_isa(isa))
     for batch in (1, 3, 8):
-        agrees("masked", 21, 50, 0.5, 1, batch)
+        agrees("small", 21, 50, 0.5, 1, batch)
+        for block_size in (4, 8, 16, 32):
+            agrees("small", 5, 7, 0.5, block_size, batch)
         agrees("dense", 21, 50, 0.5, 1, batch)
 
 
-def test_large_products_use_all_threads_and_do_not_depend_on_their_number():
-    pattern, x, dy, values, bias = operands(300, 700, 0.3, 1, 5)
+@pytest.mark.parametrize("block_size", small.BLOCK_SIZES)
+def test_large_products_use_all_threads_and_do_not_depend_on_their_number(block_size):
+    sizes = (300 // block_size, 700 // block_size)
+    pattern, x, dy, values, bias = operands(*sizes, 0.4, block_size, 5)
     results = []
     before = torch.get_num_threads()
     try:
@@ -114,8 +131,8 @@ def test_large_products_use_all_threads_and_do_not_depend_on_their_number():
             p = Prepared(pattern.index, values)
             results.append(
                 (
-                    masked.forward(x, values, p, bias),
-                    *masked.backward(dy, x, values, p, True, True),
+                    small.forward(x, values, p, bias),
+                    *small.backward(dy, x, values, p, True, True),
                 )
             )
     finally:
@@ -125,14 +142,14 @@ def test_large_products_use_all_threads_and_do_not_depend_on_their_number():
 
 
 @pytest.mark.parametrize("kind", choice.KINDS)
-@pytest.mark.parametrize("block_size", [1, 4])
+@pytest.mark.parametrize("block_size", [1, 2, 4])
 def test_layers_compute_the_same_with_every_kind(kind, block_size):
     layer = SparseLinear(48, 32, 0.4, block_size)
     x = torch.randn(2, 3, 48, requires_grad=True)
     with ops.use_kernel(kind):
         y = layer(x)
         y.square().sum().backward()
-        expected_kind = kind if kind != "masked" or block_size == 1 else layer.kernel(6)
+        expected_kind = kind if kind != "small" or block_size != 2 else layer.kernel(6)
         assert layer.kernel(6) == expected_kind
     weight = layer.to_dense().detach().requires_grad_()
     leaf = x.detach().clone().requires_grad_()
@@ -147,7 +164,7 @@ def test_layers_compute_the_same_with_every_kind(kind, block_size):
 def test_masks_follow_the_pattern():
     layer = SparseLinear(40, 30, 0.5)
     x = torch.randn(2, 40)
-    with ops.use_kernel("masked"):
+    with ops.use_kernel("small"):
         layer(x)
         layer.set_pattern(SparsePattern.random((30, 40), nnz=layer.pattern.nnz))
         torch.testing.assert_close(layer(x), dense_linear(x, layer.to_dense(), layer.bias))
@@ -164,7 +181,7 @@ def test_dense_products_keep_out_of_autocast():
 
 
 def test_use_kernel_refuses_what_does_not_exist_and_ends():
-    with pytest.raises(ValueError, match="kind must be one of sparse, masked, dense, got 'csr'"):
+    with pytest.raises(ValueError, match="kind must be one of sparse, small, dense, got 'csr'"):
         ops.use_kernel("csr").__enter__()
     layer = SparseLinear(64, 64, 0.01)
     with ops.use_kernel("dense"):
@@ -174,27 +191,24 @@ def test_use_kernel_refuses_what_does_not_exist_and_ends():
 
 def test_the_choice_goes_from_sparse_to_dense_with_density():
     for block_size in (1, 4, 16):
-        for batch in (128, 2048):
-            for backward in (False, True):
-                total = (1024 // block_size) ** 2
-                kinds = [
-                    choice.choose(Layer(1024, 1024, total * i // 50, block_size), batch, backward)
-                    for i in range(1, 51)
-                ]
-                assert kinds[0] == "sparse"
-                if block_size == 1:
-                    assert kinds[-1] == "dense"
-                changes = sum(a != b for a, b in itertools.pairwise(kinds))
-                assert changes <= 2
+        total = (1024 // block_size) ** 2
+        for backward in (False, True):
+            kinds = [
+                choice.choose(Layer(1024, 1024, total * i // 50, block_size), 1024, backward)
+                for i in range(1, 51)
+            ]
+            assert kinds[0] == "sparse"
+            assert kinds[-1] == "dense" or block_size > 1
+            assert sum(a != b for a, b in itertools.pairwise(kinds)) <= 1
 
 
-def test_single_samples_of_elements_are_masked_where_the_machine_can(monkeypatch):
+def test_single_samples_of_elements_use_masks_where_the_machine_can(monkeypatch):
     layer = Layer(1024, 1024, 300_000, 1)
     monkeypatch.setattr(native, "describe", lambda: {"isa": "v4"})
-    assert choice.choose(layer, 1, False) == "masked"
+    assert choice.choose(layer, 1, False) == "small"
     assert choice.choose(layer._replace(nnz=10_000), 1, False) == "sparse"
     monkeypatch.setattr(native, "describe", lambda: {"isa": "v3"})
-    assert choice.choose(layer, 1, False) != "masked"
+    assert choice.choose(layer, 1, False) != "small"
 
 
 def test_kernel_names_who_computes(monkeypatch):

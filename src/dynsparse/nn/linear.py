@@ -186,8 +186,8 @@ class SparseLinear(nn.Module):
     def kernel(self, batch: int, *, backward: bool = False) -> str:
         """What computes a pass over `batch` samples: forward, or both gradients.
 
-        "sparse" (over the non-zeros), "masked" (small batches of single elements) or "dense" (past
-        the break-even density): the fastest by `ops.linear.choice`. "torch" where no compiled
+        "sparse" (over the non-zeros), "small" (the same for small batches) or "dense" (past the
+        break-even density): the fastest by `ops.linear.choice`. "torch" where no compiled
         kernels serve the layer, "tile machine" where it has a target.
         """
         if self.target is not None:

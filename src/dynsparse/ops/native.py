@@ -13,7 +13,7 @@ Functions of the libraries, documented where they are written:
 - `dynsparse_linear_forward`, `dynsparse_linear_backward` (csrc/linear.cpp), called by
   `dynsparse.ops.linear.cpu`;
 - `dynsparse_small_masks`, `dynsparse_small_forward`, `dynsparse_small_backward`
-  (csrc/small_batch.cpp), called by `dynsparse.ops.linear.masked`;
+  (csrc/small_batch.cpp), called by `dynsparse.ops.linear.small`;
 - `dynsparse_rows_to_dense`, `dynsparse_rows_from_dense` (csrc/dense_rows.cpp), called by
   `dynsparse.ops.linear.dense`;
 - `dynsparse_release_scratch()` (csrc/scratch.cpp): gives idle scratch memory back.
@@ -79,11 +79,11 @@ _SIGNATURES: dict[str, tuple[type | None, list[type]]] = {
     "dynsparse_small_masks": (None, [*[_POINTER] * 3, *[_SIZE] * 2, _INT]),
     "dynsparse_small_forward": (
         ctypes.c_int,
-        [*_MATRIX, *[_POINTER] * 5, *[_SIZE] * 3, _INT],
+        [*_MATRIX, *[_POINTER] * 6, *[_SIZE] * 4, _INT],
     ),
     "dynsparse_small_backward": (
         ctypes.c_int,
-        [*_MATRIX, *_MATRIX, *[_POINTER] * 5, *[_SIZE] * 3, _INT],
+        [*_MATRIX, *_MATRIX, *[_POINTER] * 6, *[_SIZE] * 4, _INT],
     ),
     "dynsparse_rows_to_dense": (None, [*[_POINTER] * 5, *[_SIZE] * 4, _INT]),
     "dynsparse_rows_from_dense": (None, [*[_POINTER] * 5, *[_SIZE] * 4, _INT]),

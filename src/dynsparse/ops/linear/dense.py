@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn.functional import linear
 
 from dynsparse.ops import native
-from dynsparse.ops.linear import masked
+from dynsparse.ops.linear import small
 from dynsparse.ops.linear.prepared import Prepared
 
 __all__ = ["PANEL_BYTES", "PANEL_ROWS", "backward", "forward"]
@@ -39,7 +39,7 @@ def _lay_out(values: Tensor, p: Prepared, first: int, end: int, panel: Tensor) -
     """Rows first to end of the weight, [end - first, in], in the memory of `panel`."""
     library = native.load()
     assert library is not None
-    b, masks = p.block_size, masked.masks_of(p)
+    b, masks = p.block_size, small.masks_of(p)
     library.dynsparse_rows_to_dense(
         values.data_ptr(),
         p.row_ptr.data_ptr(),
@@ -59,7 +59,7 @@ def _collect(panel: Tensor, p: Prepared, first: int, end: int, values: Tensor) -
     """The entries of a dense panel where the pattern is, into their place in `values`."""
     library = native.load()
     assert library is not None
-    b, masks = p.block_size, masked.masks_of(p)
+    b, masks = p.block_size, small.masks_of(p)
     library.dynsparse_rows_from_dense(
         panel.data_ptr(),
         p.row_ptr.data_ptr(),

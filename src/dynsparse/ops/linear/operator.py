@@ -89,7 +89,10 @@ def gradients(ctx, dy: Tensor, need_bias: bool, passes):
     if need_input or need_values:
         dx, dw = passes(dy, x, values, *index, need_input)
     if need_bias:
-        db = dy.reshape(-1, dy.shape[-1]).sum(0, dtype=ctx.bias_dtype)
+        rows = dy if dy.dim() == 2 else dy.reshape(-1, dy.shape[-1])
+        # Naming the type that comes anyway costs more than the sum of a small layer.
+        same = rows.dtype is ctx.bias_dtype
+        db = rows.sum(0) if same else rows.sum(0, dtype=ctx.bias_dtype)
     return dx if need_input else None, dw if need_values else None, db
 
 

@@ -30,7 +30,7 @@ class Prepared:
         out_features, in_features, block_size, nnz: of the layer; nnz counts blocks.
         values_shape, bias_shape: what these tensors must look like.
         on_cpu: where the index is.
-        masks: what `masked` makes of the index when it is first needed, or None.
+        masks: what `small` makes of the index when it is first needed, or None.
         choices: what `choice` has decided so far.
 
     Raises:

@@ -11,14 +11,14 @@ import torch
 from torch import Tensor
 
 from dynsparse.ops import capture, native
-from dynsparse.ops.linear import cpu, dense, masked, naive
+from dynsparse.ops.linear import cpu, dense, naive, small
 from dynsparse.ops.linear.choice import choose_for
 from dynsparse.ops.linear.prepared import Prepared
 
 __all__ = ["backward", "check_backward", "check_input", "forward", "record"]
 
-_FORWARD = {"sparse": cpu.forward, "masked": masked.forward, "dense": dense.forward}
-_BACKWARD = {"sparse": cpu.backward, "masked": masked.backward, "dense": dense.backward}
+_FORWARD = {"sparse": cpu.forward, "small": small.forward, "dense": dense.forward}
+_BACKWARD = {"sparse": cpu.backward, "small": small.backward, "dense": dense.backward}
 
 
 def check_input(x: Tensor, values: Tensor, features: int, what: str) -> None:

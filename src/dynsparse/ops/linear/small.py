@@ -1,8 +1,9 @@
 """Sparse linear products of a few samples on the CPU (csrc/small_batch.cpp).
 
-Elements only. Which columns are present is a bit mask per row, made once per pattern: one bit per
-element of the matrix. The cost is that of a dense product, but only the values are read, so it
-suits batches too small to fill the lanes of the other kernels, and densities from about 0.1 on.
+The other kernels make the batch the vector dimension; here it is the features. For single elements
+bit masks, made once per pattern, say which columns are present: one bit per element of the matrix.
+The cost is that of a dense product, but only the values are read, which suits densities from about
+0.1 on. Blocks of 4, 8, 16 and 32 fill vectors with rows of a block.
 """
 
 from __future__ import annotations
@@ -13,17 +14,19 @@ from torch import Tensor
 from dynsparse.ops import native
 from dynsparse.ops.linear.prepared import Prepared
 
-__all__ = ["backward", "fits", "forward", "masks_of"]
+__all__ = ["BLOCK_SIZES", "backward", "fits", "forward", "masks_of"]
+
+BLOCK_SIZES = (1, 4, 8, 16, 32)
 
 
 def fits(p: Prepared) -> bool:
-    """Whether these kernels take the layer: single elements."""
-    return len(p.values_shape) == 1
+    """Whether these kernels take the layer."""
+    return p.block_size in BLOCK_SIZES
 
 
 def masks_of(p: Prepared) -> Tensor | None:
     """int16 [out, ceil(in / 16)]: bit c % 16 of word c / 16 is column c; None for blocks."""
-    if p.masks is None and fits(p):
+    if p.masks is None and p.block_size == 1:
         library = native.load()
         assert library is not None
         p.masks = torch.empty(p.out_features, -(-p.in_features // 16), dtype=torch.int16)
@@ -46,19 +49,20 @@ def forward(x: Tensor, values: Tensor, p: Prepared, bias: Tensor | None) -> Tens
     if bias is not None:
         bias = bias.contiguous()
     masks, batch, out = masks_of(p), x.shape[0], p.out_features
-    assert masks is not None
     y = x.new_empty(batch, out)
     status = library.dynsparse_small_forward(
         x.data_ptr(),
         *x.stride(),
         values.data_ptr(),
         p.row_ptr.data_ptr(),
-        masks.data_ptr(),
+        p.cols.data_ptr(),
+        None if masks is None else masks.data_ptr(),
         None if bias is None else bias.data_ptr(),
         y.data_ptr(),
         batch,
         out,
         p.in_features,
+        p.block_size,
         torch.get_num_threads(),
     )
     if status:
@@ -74,7 +78,6 @@ def backward(
     assert library is not None
     values = values.contiguous()
     masks, batch = masks_of(p), dy.shape[0]
-    assert masks is not None
     dx = dy.new_empty(batch, p.in_features) if need_input else None
     dvalues = torch.empty_like(values) if need_values else None
     status = library.dynsparse_small_backward(
@@ -84,12 +87,14 @@ def backward(
         *x.stride(),
         values.data_ptr(),
         p.row_ptr.data_ptr(),
-        masks.data_ptr(),
+        p.cols.data_ptr(),
+        None if masks is None else masks.data_ptr(),
         None if dx is None else dx.data_ptr(),
         None if dvalues is None else dvalues.data_ptr(),
         batch,
         p.out_features,
         p.in_features,
+        p.block_size,
         torch.get_num_threads(),
     )
     if status:
