@@ -1,8 +1,11 @@
 """GPT-2's byte pair encoding: merges by hand, a slow oracle, and the real files where they are."""
 
+import functools
 import hashlib
+import http.server
 import json
 import re
+import threading
 import unicodedata
 from pathlib import Path
 
@@ -216,6 +219,37 @@ def test_the_file_is_downloaded_once_and_checked(tmp_path, monkeypatch, small):
     assert again.encode("lower").tolist() == small.encode("lower").tolist()
     with pytest.raises(ValueError, match="name the folder of the right ones"):
         tokenizer_from_state({"kind": "bpe", "size": 260, "identity": small.identity})
+
+
+class _Quiet(http.server.SimpleHTTPRequestHandler):
+    def log_message(self, *_):
+        pass
+
+
+def test_a_server_gives_the_file_once(tmp_path, monkeypatch, small):
+    (tmp_path / "served").mkdir()
+    (tmp_path / "served" / "vocab.bpe").write_text(TEXT)
+    handler = functools.partial(_Quiet, directory=str(tmp_path / "served"))
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    monkeypatch.setenv("DYNSPARSE_CACHE_DIR", str(tmp_path / "cache"))
+    monkeypatch.setattr(bpe, "URLS", (f"http://127.0.0.1:{server.server_port}/",))
+    try:
+        with pytest.raises(ValueError, match="expected the checksum sha256:1ce1664773c5"):
+            load_gpt2()
+        digest = hashlib.sha256(TEXT.encode()).hexdigest()
+        monkeypatch.setattr(bpe, "CHECKSUM", f"sha256:{digest}")
+        assert load_gpt2().identity == small.identity
+    finally:
+        server.shutdown()
+        server.server_close()
+    assert load_gpt2(size=260).size == 260  # no server is needed any more
+
+
+@needs_files
+def test_the_checksum_is_that_of_the_real_file():
+    content = (REAL / "gpt2-bpe" / "vocab.bpe").read_bytes()
+    assert f"sha256:{hashlib.sha256(content).hexdigest()}" == bpe.CHECKSUM
 
 
 @needs_files

@@ -80,13 +80,13 @@ class Options:
     update_interval: int = 100
     cosine_prune_schedule: dict[str, Any] = field(default_factory=dict)
 
-    steps: int = 2000
+    steps: int = 4000
     batch_size: int = 16
     gradient_accumulation_count: int = 1
     optimizer: str = "Adam"
     optimizer_arg: dict[str, Any] = field(default_factory=dict)
-    peak_learning_rate: float = 3e-3
-    min_learning_rate: float = 3e-4
+    peak_learning_rate: float = 2e-3
+    min_learning_rate: float = 2e-4
     warmup_steps: int = 100
     cooldown_steps: int | None = None
     decay_power: float = 1.0
