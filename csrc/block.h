@@ -42,6 +42,12 @@ struct BlockPass {
 bool run_in_tiles(const BlockPass& pass);
 bool run_in_panels(const BlockPass& pass);
 
-inline bool panels_fit(i64 block) { return block % LINE == 0; }
+// Features of outputs that panels gather before they are written: long runs are faster.
+constexpr i64 GATHERED = 256;
+
+// Outputs in bfloat16 are rounded where they are gathered, which takes no larger blocks.
+inline bool panels_fit(i64 block, bool low) {
+  return block % LINE == 0 && (!low || block <= GATHERED);
+}
 
 }  // namespace dynsparse

@@ -1,5 +1,7 @@
 #include "block_pack.h"
 
+#include "bf16.h"
+
 namespace dynsparse {
 namespace {
 
@@ -13,16 +15,19 @@ void pack_lines(const Matrix& from, i64 first, i64 count, i64 begin, i64 end, i6
                 float* out) {
   for (i64 f = begin; f < end; f += RUN, out += RUN / LINE * stride) {
     const i64 run = least(RUN, end - f);
-    const float* row = from.data + first * from.batch_stride + f * from.feature_stride;
-    for (i64 sample = 0; sample < count; sample++, row += from.batch_stride) {
+    for (i64 sample = 0; sample < count; sample++) {
+      const i64 at = (first + sample) * from.batch_stride + f * from.feature_stride;
       float* to = out + sample * LINE;
-      if (from.feature_stride == 1) {
-        for (i64 i = 0; i < run; i += LINE, to += stride)
+      for (i64 i = 0; i < run; i += LINE, to += stride) {
+        if (from.low) {
+          widen(low_data(from) + at + i * from.feature_stride, from.feature_stride, LINE, to);
+        } else if (from.feature_stride == 1) {
 #pragma GCC unroll 4
-          for (int j = 0; j < LINE; j += VL) store(to + j, load_unaligned(row + i + j));
-      } else {
-        for (i64 i = 0; i < run; i += LINE, to += stride)
-          for (int j = 0; j < LINE; j++) to[j] = row[(i + j) * from.feature_stride];
+          for (int j = 0; j < LINE; j += VL) store(to + j, load_unaligned(from.data + at + i + j));
+        } else {
+          const float* row = from.data + at + i * from.feature_stride;
+          for (int j = 0; j < LINE; j++) to[j] = row[j * from.feature_stride];
+        }
       }
     }
   }

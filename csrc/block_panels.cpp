@@ -1,3 +1,4 @@
+#include "bf16.h"
 #include "block_pack.h"
 #include "block_run.h"
 
@@ -171,8 +172,6 @@ void corners(const float* dy, const Column* columns, i64 count, i64 block, bool 
 
 struct PanelKernel {
   static constexpr i64 HEIGHT = 64;
-  // Features of outputs that are gathered before they are written: long runs are faster.
-  static constexpr i64 STAGED = 256;
   const float* values;
   i64 step;
 
@@ -182,19 +181,34 @@ struct PanelKernel {
     pack_lines(from, first, count, begin, end, count * LINE, out);
   }
 
+  void pack_x(const BlockPass& pass, i64 first, i64 count, i64 begin, i64 end, float* out) const {
+    pack(pass.x, first, count, begin, end, out);
+  }
+  void pack_dy(const BlockPass& pass, i64 first, i64 count, i64 begin, i64 end, float* out) const {
+    pack(pass.packed, first, count, begin, end, out);
+  }
+
   void outputs(const BlockPass& pass, i64 begin, i64 end, const float* tile, i64 first,
                i64 count) const {
     const i64 block = pass.block, features = pass.majors * block;
     const Panels panels = {tile, count * LINE, count};
+    const bool low = pass.packed.low;
     float* out = pass.out + first * features + begin * block;
-    if (end == begin + 1) return one_major(pass, values, begin, panels, out, features);
-    constexpr i64 stride = STAGED + LINE;
+    if (end == begin + 1 && !low) return one_major(pass, values, begin, panels, out, features);
+    constexpr i64 stride = GATHERED + LINE;
     alignas(64) float staged[HEIGHT * stride];
     for (i64 m = begin; m < end; m++)
       one_major(pass, values, m, panels, staged + (m - begin) * block, stride);
-    for (i64 sample = 0; sample < count; sample++)
-      for (i64 f = 0; f < (end - begin) * block; f += VL)
-        store_unaligned(out + sample * features + f, load(staged + sample * stride + f));
+    const i64 width = (end - begin) * block;
+    for (i64 sample = 0; sample < count; sample++) {
+      const float* from = staged + sample * stride;
+      if (low)
+        narrow(from, width,
+               reinterpret_cast<bf16*>(pass.out) + (first + sample) * features + begin * block);
+      else
+        for (i64 f = 0; f < width; f += VL)
+          store_unaligned(out + sample * features + f, load(from + f));
+    }
   }
 
   void gradient(const BlockPass& pass, i64 row, const float* dy, const float* x, i64 count,
@@ -236,7 +250,7 @@ bool run_in_panels(const BlockPass& pass) {
       transpose_block(pass.values + p * block * block, turned + p * block * block, block);
   }
   return run_blocks(pass, PanelKernel{turn ? turned : pass.values,
-                                      most(1, PanelKernel::STAGED / block)});
+                                      most(1, GATHERED / block)});
 }
 
 }  // namespace dynsparse

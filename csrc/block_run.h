@@ -119,10 +119,10 @@ bool run_gradient(const BlockPass& pass, const Kernel& kernel) {
       const i64 count = least(range, pass.batch - base);
       for (i64 begin = left; begin < right; begin += strip) {
         const i64 end = least(right, begin + strip);
-        kernel.pack(pass.x, base, count, begin * block, end * block, x);
+        kernel.pack_x(pass, base, count, begin * block, end * block, x);
         for (i64 first = top; first < bottom; first += rows) {
           const i64 last = least(bottom, first + rows);
-          kernel.pack(pass.packed, base, count, first * block, last * block, dy);
+          kernel.pack_dy(pass, base, count, first * block, last * block, dy);
           for (i64 row = first; row < last; row++)
             kernel.gradient(pass, row, dy + (row - first) * block * kernel.padded(count), x, count,
                             begin, end, base > 0);

@@ -175,6 +175,13 @@ struct TileKernel {
     dynsparse::pack(from, {first, count, static_cast<int>(ceil_div(count, VL))}, begin, end, out);
   }
 
+  void pack_x(const BlockPass& pass, i64 first, i64 count, i64 begin, i64 end, float* out) const {
+    pack(pass.x, first, count, begin, end, out);
+  }
+  void pack_dy(const BlockPass& pass, i64 first, i64 count, i64 begin, i64 end, float* out) const {
+    pack(pass.packed, first, count, begin, end, out);
+  }
+
   void outputs(const BlockPass& pass, i64 begin, i64 end, const float* tile, i64 first,
                i64 count) const {
     alignas(64) float out[CHUNK * TILE];
@@ -185,7 +192,8 @@ struct TileKernel {
         all_samples<true>(pass, tile, width, f, last, out);
       else
         all_samples<false>(pass, tile, width, f, last, out);
-      unpack(out, {first, count, static_cast<int>(width / VL)}, f, last, pass.out, features);
+      unpack(out, {first, count, static_cast<int>(width / VL)}, f, last, pass.out, features,
+             pass.packed.low);
     }
   }
 

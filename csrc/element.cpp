@@ -140,7 +140,7 @@ void chunk(const ElementPass& pass, const float* weights, const Tile& tile, cons
       }
     }
   }
-  if constexpr (ACCUMULATE) unpack(out, tile, begin, end, pass.out, pass.majors);
+  if constexpr (ACCUMULATE) unpack(out, tile, begin, end, pass.out, pass.majors, pass.packed.low);
 }
 
 template <bool ACCUMULATE, bool DOT>

@@ -1,5 +1,7 @@
 #include "layout.h"
 
+#include "bf16.h"
+
 namespace dynsparse {
 namespace {
 
@@ -59,7 +61,9 @@ void pack_any(const Matrix& from, const Tile& tile, i64 begin, i64 end, float* o
 }  // namespace
 
 void pack(const Matrix& from, const Tile& tile, i64 begin, i64 end, float* out) {
-  if (from.feature_stride == 1)
+  if (from.low)
+    pack_low(from, tile, begin, end, out);
+  else if (from.feature_stride == 1)
     pack_rows(from, tile, begin, end, out);
   else if (from.batch_stride == 1)
     pack_columns(from, tile, begin, end, out);
@@ -67,7 +71,9 @@ void pack(const Matrix& from, const Tile& tile, i64 begin, i64 end, float* out) 
     pack_any(from, tile, begin, end, out);
 }
 
-void unpack(const float* from, const Tile& tile, i64 begin, i64 end, float* to, i64 features) {
+void unpack(const float* from, const Tile& tile, i64 begin, i64 end, float* to, i64 features,
+            bool low) {
+  if (low) return unpack_low(from, tile, begin, end, to, features);
   const i64 width = tile.width();
   for (i64 lane = 0; lane < tile.count; lane += VL) {
     const i64 samples = least(VL, tile.count - lane);
@@ -90,23 +96,6 @@ void unpack(const float* from, const Tile& tile, i64 begin, i64 end, float* to, 
         for (i64 i = 0; i < samples; i++) store_unaligned(target + i * features + f, square[i]);
       } else {
         for (i64 i = 0; i < samples; i++) store_first(target + i * features + f, square[i], count);
-      }
-    }
-  }
-}
-
-void pack_panels(const Matrix& from, i64 first, i64 count, i64 begin, i64 end, float* out) {
-  for (i64 f = begin; f < end; f += LINE, out += count * LINE) {
-    const float* source =
-        from.data + first * from.batch_stride + f * from.feature_stride;
-    for (i64 sample = 0; sample < count; sample++) {
-      const float* row = source + sample * from.batch_stride;
-      float* line = out + sample * LINE;
-      if (from.feature_stride == 1) {
-#pragma GCC unroll 4
-        for (int i = 0; i < LINE; i += VL) store(line + i, load_unaligned(row + i));
-      } else {
-        for (int i = 0; i < LINE; i++) line[i] = row[i * from.feature_stride];
       }
     }
   }

@@ -18,6 +18,7 @@ struct Matrix {
   const float* data;
   i64 batch_stride;
   i64 feature_stride;
+  bool low = false;  // data holds bfloat16, and so do the outputs (bf16.h)
 };
 
 // The samples of one tile: `count` of them from `first` on, padded to `vectors` vectors.
@@ -49,11 +50,9 @@ inline i64 tiles_of(i64 batch, i64 full = TILE) { return ceil_div(batch, full); 
 // Features [begin, end) of the tile's samples: out[(f - begin) * width + lane].
 void pack(const Matrix& from, const Tile& tile, i64 begin, i64 end, float* out);
 
-// The reverse, into a contiguous [batch, features] tensor; only real samples are written.
-void unpack(const float* from, const Tile& tile, i64 begin, i64 end, float* to, i64 features);
-
-// Panels of one cache line of features: out[((f / 16) * count + sample) * 16 + f % 16] for `count`
-// samples from `first` on; begin and end are multiples of 16.
-void pack_panels(const Matrix& from, i64 first, i64 count, i64 begin, i64 end, float* out);
+// The reverse, into a contiguous [batch, features] tensor; only real samples are written. `low`:
+// of bfloat16, to which the outputs are rounded.
+void unpack(const float* from, const Tile& tile, i64 begin, i64 end, float* to, i64 features,
+            bool low = false);
 
 }  // namespace dynsparse

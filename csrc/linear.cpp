@@ -6,11 +6,12 @@
 // (slot, i, j). Outputs are contiguous and every element is written. All functions return 0, or 1
 // where scratch memory could not be allocated.
 
+#include "linear.h"
+
 #include "block.h"
 #include "element.h"
 
-using dynsparse::i32;
-using dynsparse::i64;
+namespace dynsparse {
 
 namespace {
 
@@ -31,35 +32,87 @@ bool fused_pays(i64 batch, i64 nnz, i64 out) {
   return batch > 32 && (batch > 64 || nnz > 64 * out);
 }
 
-int run(const dynsparse::BlockPass& pass) {
-  const bool panels = dynsparse::panels_fit(pass.block);
-  return (panels ? dynsparse::run_in_panels(pass) : dynsparse::run_in_tiles(pass)) ? 0 : 1;
+int run_any(const BlockPass& pass) {
+  const bool panels = panels_fit(pass.block, pass.packed.low);
+  return (panels ? run_in_panels(pass) : run_in_tiles(pass)) ? 0 : 1;
 }
 
 }  // namespace
+
+int linear_forward(const Matrix& x, const float* values, const Index& index, const float* bias,
+                   float* y, i64 batch, int threads) {
+  if (batch == 0) return 0;
+  const i64 out = index.out, in = index.in, block = index.block;
+  threads = threads_for(batch, index.row_ptr[out / block], block, out + in, threads);
+  if (block > 1) {
+    BlockPass pass = {out / block, in / block, block, batch, x, threads};
+    pass.out = y;
+    pass.ptr = index.row_ptr;
+    pass.idx = index.cols;
+    pass.values = values;
+    pass.bias = bias;
+    return run_any(pass);
+  }
+  ElementPass pass = {index.row_ptr, index.cols, out, in, batch, x, threads};
+  pass.out = y;
+  pass.values = values;
+  pass.bias = bias;
+  return run(pass) ? 0 : 1;
+}
+
+int linear_backward(const Matrix& dy, const Matrix& x, const float* values, const Index& index,
+                    float* dx, float* dvalues, i64 batch, int threads) {
+  if (!dx && !dvalues) return 0;
+  const i64 out = index.out, in = index.in, block = index.block;
+  if (batch == 0) {
+    fill_zero(dvalues, static_cast<i64>(index.row_ptr[out / block]) * block * block);
+    return 0;
+  }
+  threads = threads_for(batch, index.row_ptr[out / block], block, out + in, threads);
+  if (block > 1) {
+    BlockPass pass = {in / block, out / block, block, batch, dy, threads};
+    pass.out = dx;
+    pass.ptr = index.col_ptr;
+    pass.idx = index.csc_rows;
+    pass.order = index.csc_perm;
+    pass.values = values;
+    pass.transposed = true;
+    pass.dvalues = dvalues;
+    pass.row_ptr = index.row_ptr;
+    pass.cols = index.cols;
+    pass.x = x;
+    return run_any(pass);
+  }
+  if (dvalues && (!dx || !fused_pays(batch, index.row_ptr[out], out))) {
+    ElementPass pass = {index.row_ptr, index.cols, out, in, batch, x, threads};
+    pass.held = dy;
+    pass.sums = dvalues;
+    if (!run(pass)) return 1;
+    if (!dx) return 0;
+    dvalues = nullptr;
+  }
+  ElementPass pass = {index.col_ptr, index.csc_rows, in, out, batch, dy, threads};
+  pass.order = index.csc_perm;
+  pass.out = dx;
+  pass.values = values;
+  pass.held = x;
+  pass.sums = dvalues;
+  return run(pass) ? 0 : 1;
+}
+
+}  // namespace dynsparse
+
+using dynsparse::i32;
+using dynsparse::i64;
 
 // y [batch, out] = x [batch, in] W^T + bias; bias [out] or null.
 DYNSPARSE_EXPORT int dynsparse_linear_forward(
     const float* x, i64 x_batch_stride, i64 x_feature_stride, const float* values,
     const i32* row_ptr, const i32* cols, const float* bias, float* y, i64 batch, i64 out, i64 in,
     i64 block, i32 threads) {
-  if (batch == 0) return 0;
-  threads = threads_for(batch, row_ptr[out / block], block, out + in, threads);
-  const dynsparse::Matrix input = {x, x_batch_stride, x_feature_stride};
-  if (block > 1) {
-    dynsparse::BlockPass pass = {out / block, in / block, block, batch, input, threads};
-    pass.out = y;
-    pass.ptr = row_ptr;
-    pass.idx = cols;
-    pass.values = values;
-    pass.bias = bias;
-    return run(pass);
-  }
-  dynsparse::ElementPass pass = {row_ptr, cols, out, in, batch, input, threads};
-  pass.out = y;
-  pass.values = values;
-  pass.bias = bias;
-  return dynsparse::run(pass) ? 0 : 1;
+  const dynsparse::Index index = {row_ptr, cols, nullptr, nullptr, nullptr, out, in, block};
+  return dynsparse::linear_forward({x, x_batch_stride, x_feature_stride}, values, index, bias, y,
+                                   batch, threads);
 }
 
 // dx [batch, in] = dy [batch, out] W, and dvalues = (dy^T x) at W's blocks. Either may be null.
@@ -68,39 +121,8 @@ DYNSPARSE_EXPORT int dynsparse_linear_backward(
     i64 x_batch_stride, i64 x_feature_stride, const float* values, const i32* row_ptr,
     const i32* cols, const i32* col_ptr, const i32* csc_rows, const i32* csc_perm, float* dx,
     float* dvalues, i64 batch, i64 out, i64 in, i64 block, i32 threads) {
-  if (!dx && !dvalues) return 0;
-  if (batch == 0) fill_zero(dvalues, static_cast<i64>(row_ptr[out / block]) * block * block);
-  if (batch == 0) return 0;
-  threads = threads_for(batch, row_ptr[out / block], block, out + in, threads);
-  const dynsparse::Matrix grad = {dy, dy_batch_stride, dy_feature_stride};
-  const dynsparse::Matrix input = {x, x_batch_stride, x_feature_stride};
-  if (block > 1) {
-    dynsparse::BlockPass pass = {in / block, out / block, block, batch, grad, threads};
-    pass.out = dx;
-    pass.ptr = col_ptr;
-    pass.idx = csc_rows;
-    pass.order = csc_perm;
-    pass.values = values;
-    pass.transposed = true;
-    pass.dvalues = dvalues;
-    pass.row_ptr = row_ptr;
-    pass.cols = cols;
-    pass.x = input;
-    return run(pass);
-  }
-  if (dvalues && (!dx || !fused_pays(batch, row_ptr[out], out))) {
-    dynsparse::ElementPass pass = {row_ptr, cols, out, in, batch, input, threads};
-    pass.held = grad;
-    pass.sums = dvalues;
-    if (!dynsparse::run(pass)) return 1;
-    if (!dx) return 0;
-    dvalues = nullptr;
-  }
-  dynsparse::ElementPass pass = {col_ptr, csc_rows, in, out, batch, grad, threads};
-  pass.order = csc_perm;
-  pass.out = dx;
-  pass.values = values;
-  pass.held = input;
-  pass.sums = dvalues;
-  return dynsparse::run(pass) ? 0 : 1;
+  const dynsparse::Index index = {row_ptr, cols, col_ptr, csc_rows, csc_perm, out, in, block};
+  return dynsparse::linear_backward({dy, dy_batch_stride, dy_feature_stride},
+                                    {x, x_batch_stride, x_feature_stride}, values, index, dx,
+                                    dvalues, batch, threads);
 }

@@ -31,6 +31,7 @@ def info() -> None:
             "fallback": "fallback: plain torch, several times slower",
         }[str(found["backend"])],
         "instruction set": str(found["isa"]),
+        "bfloat16 blocks": str(found["bfloat16"]),
         "available": ", ".join(available) or "none",
         "this machine runs": ", ".join(native.supported_isas()) or "none",
         "threads": str(found["threads"]),

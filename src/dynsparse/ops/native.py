@@ -16,6 +16,8 @@ Functions of the libraries, documented where they are written:
   (csrc/small_batch.cpp), called by `dynsparse.ops.linear.small`;
 - `dynsparse_rows_to_dense`, `dynsparse_rows_from_dense` (csrc/dense_rows.cpp), called by
   `dynsparse.ops.linear.dense`;
+- `dynsparse_linear_forward_bf16`, `dynsparse_linear_backward_bf16`, `dynsparse_amx`
+  (csrc/bf16.cpp), called by `dynsparse.ops.linear.bfloat16`;
 - `dynsparse_release_scratch()` (csrc/scratch.cpp): gives idle scratch memory back.
 """
 
@@ -30,7 +32,7 @@ from pathlib import Path
 
 import torch
 
-__all__ = ["describe", "load", "load_isa", "supported_isas"]
+__all__ = ["describe", "has_amx", "load", "load_isa", "supported_isas"]
 
 _FOLDER = Path(__file__).resolve().parent.parent / "_native"
 
@@ -56,6 +58,15 @@ _SIGNATURES: dict[str, tuple[type | None, list[type]]] = {
         ctypes.c_int,
         [*_MATRIX, *_MATRIX, *[_POINTER] * 8, *[_SIZE] * 4, _INT],
     ),
+    "dynsparse_linear_forward_bf16": (
+        ctypes.c_int,
+        [*_MATRIX, _POINTER, _INT, *[_POINTER] * 4, *[_SIZE] * 4, _INT],
+    ),
+    "dynsparse_linear_backward_bf16": (
+        ctypes.c_int,
+        [*_MATRIX, *_MATRIX, _POINTER, _INT, *[_POINTER] * 7, *[_SIZE] * 4, _INT],
+    ),
+    "dynsparse_amx": (_INT, []),
     "dynsparse_pattern_merge": (
         ctypes.c_int,
         [*[_POINTER] * 2, _SIZE, _SIZE, _POINTER, _SIZE, _POINTER, _SIZE, *[_POINTER] * 4, _INT],
@@ -209,16 +220,29 @@ def load() -> ctypes.CDLL | None:
     return _choose()[1]
 
 
+@cache
+def _amx_of(library: ctypes.CDLL) -> bool:
+    return bool(library.dynsparse_amx())
+
+
+def has_amx() -> bool:
+    """Whether bfloat16 blocks of 16 and 32 run on the processor's matrix units (AMX)."""
+    library = load()
+    return library is not None and _amx_of(library)
+
+
 def describe() -> dict[str, object]:
     """What computes on the CPU, for `dynsparse info` and for records of measurements.
 
     `backend` is "native" or "fallback"; `isa` the chosen instruction set or "none"; `available`
-    those that are both built and runnable; `threads` the number torch uses now.
+    those that are both built and runnable; `bfloat16` what multiplies it in blocks of 16 and 32,
+    "AMX" or "float32"; `threads` the number torch uses now.
     """
     isa, library = _choose()
     return {
         "backend": "fallback" if library is None else "native",
         "isa": isa,
         "available": [name for name in supported_isas() if _library_path(name).exists()],
+        "bfloat16": "AMX" if has_amx() else "float32",
         "threads": torch.get_num_threads(),
     }

@@ -1,8 +1,8 @@
 """The three products for any floating point type, shape and device: checks, then the passes.
 
 On a CPU float32 work goes to the compiled kernels that `choice` finds fastest; everything else
-(float64, other devices, no compiled kernels) goes through `naive`. bfloat16 and float16 are
-computed in float32.
+(float64, other devices, no compiled kernels) goes through `naive`. bfloat16 has kernels of its own
+(`bfloat16.py`); what these do not serve, and float16, is computed in float32.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from dynsparse.ops import capture, native
-from dynsparse.ops.linear import cpu, dense, naive, small
+from dynsparse.ops.linear import bfloat16, cpu, dense, naive, small
 from dynsparse.ops.linear.choice import choose_for
 from dynsparse.ops.linear.prepared import Prepared
 
@@ -101,6 +101,9 @@ def forward(x: Tensor, values: Tensor, p: Prepared, bias: Tensor | None) -> Tens
     ):
         return _FORWARD[choose_for(p, x.shape[0], False)](x, values, p, bias)
     _check_forward(x, values, p, bias)
+    if bfloat16.serves(x, values, p, False):
+        y = bfloat16.forward(_matrix(x, x.dtype), values, p, bias)
+        return y if x.dim() == 2 else y.view(*x.shape[:-1], p.out_features)
     dtype = _compute_dtype(x.dtype)
     x2d = _matrix(x, dtype)
     w = values.to(dtype)
@@ -121,12 +124,15 @@ def backward(
 
     Without checks: autograd comes with what forward has checked, others call `check_backward`.
     """
-    dtype = _compute_dtype(dy.dtype)
+    low = bfloat16.serves(dy, values, p, True)
+    dtype = dy.dtype if low else _compute_dtype(dy.dtype)
     dy2d = _matrix(dy, dtype)
     x2d = None if x is None else _matrix(x, dtype)
-    w = values if values.dtype is dtype else values.to(dtype)
-    if cpu.available(dy2d, w):
-        any_x = dy2d if x2d is None else x2d  # not read without need_values
+    any_x = dy2d if x2d is None else x2d  # not read without need_values
+    w = values if low or values.dtype is dtype else values.to(dtype)
+    if low:
+        dx, dw = bfloat16.backward(dy2d, any_x, w, p, need_input, x2d is not None)
+    elif cpu.available(dy2d, w):
         passes = _BACKWARD[choose_for(p, dy2d.shape[0], True)]
         dx, dw = passes(dy2d, any_x, w, p, need_input, x2d is not None)
     else:

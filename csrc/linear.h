@@ -1,0 +1,26 @@
+// The sparse linear products on float32 values, for activations of either type.
+#pragma once
+
+#include "layout.h"
+
+namespace dynsparse {
+
+// The pattern of W [out, in] as linear.cpp describes it; forward needs the CSR part only.
+struct Index {
+  const i32* row_ptr;
+  const i32* cols;
+  const i32* col_ptr;
+  const i32* csc_rows;
+  const i32* csc_perm;
+  i64 out;
+  i64 in;
+  i64 block;
+};
+
+// As the functions of the C interface. Outputs have the type of the activations.
+int linear_forward(const Matrix& x, const float* values, const Index& index, const float* bias,
+                   float* y, i64 batch, int threads);
+int linear_backward(const Matrix& dy, const Matrix& x, const float* values, const Index& index,
+                    float* dx, float* dvalues, i64 batch, int threads);
+
+}  // namespace dynsparse

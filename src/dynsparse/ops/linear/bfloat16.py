@@ -1,0 +1,120 @@
+"""Sparse linear products of bfloat16 activations on the CPU (csrc/bf16.cpp).
+
+Sums are float32 and rounded once. Blocks of 16 and 32 run on the processor's matrix units (AMX)
+where it has them; everything else is widened to float32 and rounded a few cache lines at a time,
+so that no activations exist in both types.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from dynsparse.ops import native
+from dynsparse.ops.linear.choice import choose_for
+from dynsparse.ops.linear.prepared import Prepared
+
+__all__ = ["backward", "forward", "serves"]
+
+_MATRIX_UNIT_BLOCKS = (16, 32)
+
+
+def serves(x: Tensor, values: Tensor, p: Prepared, backward: bool) -> bool:
+    """Whether these products are the fastest for bfloat16 `x` [..., features] and `values`."""
+    if not (
+        x.dtype is torch.bfloat16
+        and (values.dtype is torch.float32 or values.dtype is torch.bfloat16)
+        and x.is_cpu
+        and values.is_cpu
+        and native.load() is not None
+    ):
+        return False
+    batch = x.numel() // max(1, x.shape[-1])
+    # Matrix units beat float32 at every density.
+    if p.block_size in _MATRIX_UNIT_BLOCKS and native.has_amx():
+        return True
+    return choose_for(p, batch, backward) == "sparse"
+
+
+def _check(status: int) -> None:
+    if status:
+        raise MemoryError("no memory for the packed values of a sparse product")
+
+
+def forward(x: Tensor, values: Tensor, p: Prepared, bias: Tensor | None) -> Tensor:
+    """y [B, out] bfloat16 = x W^T + bias.
+
+    Args:
+        x: [B, in] bfloat16, any strides.
+        values: [nnz] or [nnz, b, b] bfloat16 or float32. Matrix units round float32 values.
+        bias: [out], any floating point type, or None.
+
+    Raises:
+        MemoryError: no scratch memory.
+    """
+    library = native.load()
+    assert library is not None
+    values = values.contiguous()
+    bias = None if bias is None else bias.to(torch.float32).contiguous()
+    y = x.new_empty(x.shape[0], p.out_features)
+    status = library.dynsparse_linear_forward_bf16(
+        x.data_ptr(),
+        *x.stride(),
+        values.data_ptr(),
+        values.dtype is torch.bfloat16,
+        p.row_ptr.data_ptr(),
+        p.cols.data_ptr(),
+        None if bias is None else bias.data_ptr(),
+        y.data_ptr(),
+        x.shape[0],
+        p.out_features,
+        p.in_features,
+        p.block_size,
+        torch.get_num_threads(),
+    )
+    _check(status)
+    return y
+
+
+def backward(
+    dy: Tensor, x: Tensor, values: Tensor, p: Prepared, need_input: bool, need_values: bool
+) -> tuple[Tensor | None, Tensor | None]:
+    """(dx [B, in] bfloat16, dvalues like values); what is not needed is None.
+
+    Args:
+        dy: [B, out] bfloat16, any strides.
+        x: [B, in] bfloat16, any strides.
+        values: as for `forward`.
+
+    Raises:
+        MemoryError: no scratch memory.
+    """
+    if not (need_input or need_values):
+        return None, None
+    library = native.load()
+    assert library is not None
+    values = values.contiguous()
+    dx = dy.new_empty(dy.shape[0], p.in_features) if need_input else None
+    dvalues = torch.empty_like(values) if need_values else None
+    status = library.dynsparse_linear_backward_bf16(
+        dy.data_ptr(),
+        *dy.stride(),
+        x.data_ptr(),
+        *x.stride(),
+        values.data_ptr(),
+        values.dtype is torch.bfloat16,
+        p.row_ptr.data_ptr(),
+        p.cols.data_ptr(),
+        p.col_ptr.data_ptr(),
+        p.csc_rows.data_ptr(),
+        p.csc_perm.data_ptr(),
+        None if dx is None else dx.data_ptr(),
+        None if dvalues is None else dvalues.data_ptr(),
+        dy.shape[0],
+        p.out_features,
+        p.in_features,
+        p.block_size,
+        torch.get_num_threads(),
+    )
+    _check(status)
+    return dx, dvalues
