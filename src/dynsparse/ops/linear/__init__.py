@@ -56,11 +56,11 @@ def _is_plain_eager(x: Tensor) -> bool:
     return not (
         is_compiling()
         or type(x) is not Tensor
+        or x.is_meta  # which autocast does not know
         or torch.is_autocast_enabled("cpu" if x.is_cpu else x.device.type)
         or torch._C._len_torch_dispatch_stack()
         or torch._C._functorch.peek_interpreter_stack() is not None
         or torch.jit.is_tracing()
-        or x.is_meta
         or forward_ad._current_level >= 0
     )
 
