@@ -212,7 +212,7 @@ void samples(const ElementPass& pass, const Cells& cells, const Tile& tile, cons
         accumulate<NV, 1>(x, cols + r * n, weights + r * n, n, list + r, out, bias, t == 0);
     }
   }
-  unpack(out, tile, begin, end, pass.out, pass.majors, pass.packed.low);
+  unpack(out, tile, begin, end, pass.out, pass.majors);
 }
 
 void samples(const ElementPass& pass, const Cells& cells, const Tile& tile, const float* x,
@@ -231,7 +231,8 @@ void samples(const ElementPass& pass, const Cells& cells, const Tile& tile, cons
 // Measured with AVX-512; narrower vectors need less of the caches.
 bool cells_pay(const ElementPass& pass) {
   const double nnz = pass.ptr[pass.majors];
-  return VL == 16 && nnz > 0 && nnz * pass.batch >= 80.0 * pass.majors * pass.minors;
+  const double all = static_cast<double>(pass.majors) * pass.minors;
+  return VL == 16 && pass.batch >= 256 && nnz > 0.08 * all && nnz * pass.batch >= 50.0 * all;
 }
 
 bool run_in_cells(const ElementPass& pass) {
