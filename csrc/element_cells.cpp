@@ -212,7 +212,7 @@ void samples(const ElementPass& pass, const Cells& cells, const Tile& tile, cons
         accumulate<NV, 1>(x, cols + r * n, weights + r * n, n, list + r, out, bias, t == 0);
     }
   }
-  unpack(out, tile, begin, end, pass.out, pass.majors);
+  unpack(out, tile, begin, end, pass.out, pass.majors, pass.packed.low);
 }
 
 void samples(const ElementPass& pass, const Cells& cells, const Tile& tile, const float* x,
