@@ -77,7 +77,7 @@ class Options:
     pooling_type: str = "NONE"
     prune_ratio: float = 0.3
     prune_end: float = 0.75
-    update_interval: int = 100
+    update_interval: int = 250
     cosine_prune_schedule: dict[str, Any] = field(default_factory=dict)
 
     steps: int = 4000
