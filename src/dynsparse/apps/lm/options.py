@@ -80,7 +80,7 @@ class Options:
     update_interval: int = 250
     cosine_prune_schedule: dict[str, Any] = field(default_factory=dict)
 
-    steps: int = 4000
+    steps: int = 2000
     batch_size: int = 16
     gradient_accumulation_count: int = 1
     optimizer: str = "Adam"
