@@ -51,13 +51,13 @@ DataType = Annotated[
 ]
 Method = Annotated[
     str,
-    choice(
+    text(
         SPARSITY,
-        "How the pattern changes (docs/algorithms.md): by gradient (rigl), at random (set), or as "
-        "the other papers have it; gmp and granet begin denser and end at the densities asked for, "
-        "topkast uses half of them in the forward pass; static never changes; dense makes every "
-        "layer dense.",
-        CHOICES["method"],
+        f"How the pattern changes, one of {', '.join(CHOICES['method'])} (docs/algorithms.md): by "
+        "gradient (rigl), at random (set), or as the other papers have it; gmp and granet begin "
+        "denser and end at the densities asked for, topkast uses half of them in the forward pass; "
+        "static never changes; dense makes every layer dense.",
+        metavar="<name>",
     ),
 ]
 PruneRatio = Annotated[
