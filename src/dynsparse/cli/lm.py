@@ -10,6 +10,7 @@ import typer
 
 from dynsparse.apps import lm as app
 from dynsparse.apps.lm import CHOICES, PRESETS, Options, preset
+from dynsparse.cli.choices import describe_choice
 from dynsparse.cli.values import integer, number
 
 __all__ = ["lm"]
@@ -24,7 +25,7 @@ def _text(panel: str, help: str, *names: str, **more: Any) -> Any:
 
 
 def _choice(panel: str, help: str, name: str) -> Any:
-    return _text(panel, help, metavar="|".join(map(str, CHOICES[name])))
+    return _text(panel, **describe_choice(help, CHOICES[name]))
 
 
 def _int(panel: str, help: str, metavar: str = "<int>") -> Any:

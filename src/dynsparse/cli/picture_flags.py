@@ -9,6 +9,7 @@ from typing import Annotated, Any
 import typer
 
 from dynsparse.apps.pictures import CHOICES
+from dynsparse.cli.choices import describe_choice
 from dynsparse.cli.values import integer, number
 
 DATA, NETWORK, SPARSITY = "Data", "Network", "Sparsity"
@@ -20,7 +21,7 @@ def text(panel: str, help: str, *names: str, **more: Any) -> Any:
 
 
 def choice(panel: str, help: str, values: tuple[Any, ...]) -> Any:
-    return text(panel, help, metavar="|".join(map(str, values)))
+    return text(panel, **describe_choice(help, values))
 
 
 def whole(panel: str, help: str, metavar: str = "<int>", **more: Any) -> Any:
@@ -51,13 +52,13 @@ DataType = Annotated[
 ]
 Method = Annotated[
     str,
-    text(
+    choice(
         SPARSITY,
-        f"How the pattern changes, one of {', '.join(CHOICES['method'])} (docs/algorithms.md): by "
-        "gradient (rigl), at random (set), or as the other papers have it; gmp and granet begin "
-        "denser and end at the densities asked for, topkast uses half of them in the forward pass; "
-        "static never changes; dense makes every layer dense.",
-        metavar="<name>",
+        "How the pattern changes (docs/algorithms.md): by gradient (rigl), at random (set), or as "
+        "the other papers have it; gmp and granet begin denser and end at the densities asked for, "
+        "topkast uses half of them in the forward pass; static never changes; dense makes every "
+        "layer dense.",
+        CHOICES["method"],
     ),
 ]
 PruneRatio = Annotated[
