@@ -77,15 +77,15 @@ class Options:
     pooling_type: str = "NONE"
     prune_ratio: float = 0.3
     prune_end: float = 0.75
-    update_interval: int = 250
+    update_interval: int = 200
     cosine_prune_schedule: dict[str, Any] = field(default_factory=dict)
 
-    steps: int = 2000
+    steps: int = 4000
     batch_size: int = 16
     gradient_accumulation_count: int = 1
     optimizer: str = "Adam"
     optimizer_arg: dict[str, Any] = field(default_factory=dict)
-    peak_learning_rate: float = 2e-3
+    peak_learning_rate: float = 1e-2
     min_learning_rate: float = 2e-4
     warmup_steps: int = 100
     cooldown_steps: int | None = None
