@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Annotated, Any, TypeAlias
 
@@ -11,7 +10,7 @@ import typer
 from dynsparse.apps import lm as app
 from dynsparse.apps.lm import CHOICES, PRESETS, Options, preset
 from dynsparse.cli.choices import describe_choice
-from dynsparse.cli.values import integer, number
+from dynsparse.cli.values import arguments, integer, json_object, number
 
 __all__ = ["lm"]
 
@@ -281,11 +280,11 @@ def lm(
     values = {name: value for name, value in values.items() if value not in (None, [])}
     given = set(values)
     if cosine_prune_schedule is not None:
-        values["cosine_prune_schedule"] = _json_object(
+        values["cosine_prune_schedule"] = json_object(
             "cosine-prune-schedule", cosine_prune_schedule
         )
     if optimizer_arg:
-        values["optimizer_arg"] = _arguments(optimizer_arg)
+        values["optimizer_arg"] = arguments("optimizer-arg", optimizer_arg, "beta2=0.99")
     if wandb_tags:
         values["wandb_tags"] = tuple(wandb_tags)
     if grad_norm_clip == 0:
@@ -297,30 +296,3 @@ def lm(
                 "--preset: the checkpoint of --restore says it all: leave --preset out"
             )
     app.run(preset(preset_name, **values), given=given)
-
-
-def _json_object(flag: str, text: str) -> dict[str, Any]:
-    try:
-        value = json.loads(text)
-    except json.JSONDecodeError:
-        value = None
-    if not isinstance(value, dict):
-        raise ValueError(
-            f'--{flag}: expected a JSON object such as {{"period": 0.5}}, got {text!r}'
-        )
-    return value
-
-
-def _arguments(pairs: list[str]) -> dict[str, Any]:
-    arguments = {}
-    for pair in pairs:
-        name, equals, text = pair.partition("=")
-        try:
-            arguments[name] = json.loads(text)
-        except json.JSONDecodeError:
-            equals = ""
-        if not equals or not name:
-            raise ValueError(
-                f"--optimizer-arg: expected name=json such as beta2=0.99, got {pair!r}"
-            )
-    return arguments

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -10,7 +9,7 @@ import typer
 
 from dynsparse.apps.pictures import CHOICES
 from dynsparse.cli.choices import describe_choice
-from dynsparse.cli.values import integer, number
+from dynsparse.cli.values import arguments, integer, json_object, number
 
 DATA, NETWORK, SPARSITY = "Data", "Network", "Sparsity"
 TRAINING, RESUME, OUTPUT = "Training", "Checkpoints", "Output"
@@ -152,10 +151,12 @@ def options_of(context: typer.Context, values: dict[str, Any]) -> tuple[dict[str
     options = {name: value for name, value in values.items() if name != "context"}
     given = {name for name in options if _is_given(context, name)}
     options["json"] = options.pop("json_file")
-    options["cosine_prune_schedule"] = _json_object(
+    options["cosine_prune_schedule"] = json_object(
         "cosine-prune-schedule", options["cosine_prune_schedule"]
     )
-    options["optimizer_arg"] = _arguments(options["optimizer_arg"] or [])
+    options["optimizer_arg"] = arguments(
+        "optimizer-arg", options["optimizer_arg"] or [], "momentum=0.9"
+    )
     options["wandb_tags"] = tuple(options["wandb_tags"] or ())
     return options, given
 
@@ -163,30 +164,3 @@ def options_of(context: typer.Context, values: dict[str, Any]) -> tuple[dict[str
 def _is_given(context: typer.Context, name: str) -> bool:
     source = context.get_parameter_source(name)
     return source is not None and source.name == "COMMANDLINE"
-
-
-def _json_object(flag: str, text: str) -> dict[str, Any]:
-    try:
-        value = json.loads(text)
-    except json.JSONDecodeError:
-        value = None
-    if not isinstance(value, dict):
-        raise ValueError(
-            f'--{flag}: expected a JSON object such as {{"period": 0.5}}, got {text!r}'
-        )
-    return value
-
-
-def _arguments(pairs: list[str]) -> dict[str, Any]:
-    arguments = {}
-    for pair in pairs:
-        name, equals, text = pair.partition("=")
-        try:
-            arguments[name] = json.loads(text)
-        except json.JSONDecodeError:
-            equals = ""
-        if not equals or not name:
-            raise ValueError(
-                f"--optimizer-arg: expected name=json such as momentum=0.9, got {pair!r}"
-            )
-    return arguments

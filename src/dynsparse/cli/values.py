@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import json
+from typing import Any
+
 import typer
 
-__all__ = ["integer", "number"]
+__all__ = ["arguments", "integer", "json_object", "number"]
 
 
 def integer(text: str) -> int:
@@ -19,3 +22,29 @@ def number(text: str) -> float:
         return float(text)
     except ValueError:
         raise typer.BadParameter(f"expected a number, got {text!r}") from None
+
+
+def json_object(flag: str, text: str) -> dict[str, Any]:
+    try:
+        value = json.loads(text)
+    except json.JSONDecodeError:
+        value = None
+    if not isinstance(value, dict):
+        raise ValueError(
+            f'--{flag}: expected a JSON object such as {{"period": 0.5}}, got {text!r}'
+        )
+    return value
+
+
+def arguments(flag: str, pairs: list[str], example: str) -> dict[str, Any]:
+    """Arguments given as name=json."""
+    found = {}
+    for pair in pairs:
+        name, equals, text = pair.partition("=")
+        try:
+            found[name] = json.loads(text)
+        except json.JSONDecodeError:
+            equals = ""
+        if not equals or not name:
+            raise ValueError(f"--{flag}: expected name=json such as {example}, got {pair!r}")
+    return found

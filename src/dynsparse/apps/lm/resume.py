@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
-import re
 from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
+from dynsparse.apps.checkpoint_files import latest_checkpoint
 from dynsparse.apps.lm.options import Options, flag
 from dynsparse.apps.lm.training import Training
 from dynsparse.training.checkpoint import load_checkpoint, read_extra, save_checkpoint
@@ -61,24 +61,7 @@ def find_checkpoint(path: Path) -> Path:
     Raises:
         FileNotFoundError: nothing there.
     """
-    if not path.is_dir():
-        if not path.exists():
-            raise FileNotFoundError(
-                f"--restore: expected a checkpoint or a folder of them, got {path}, which does not "
-                "exist"
-            )
-        return path
-    found = {
-        int(match[1]): file
-        for file in path.iterdir()
-        if (match := re.fullmatch(r"step-(\d{7,})\.ckpt", file.name))
-    }
-    if not found:
-        raise FileNotFoundError(
-            f"--restore: expected a folder with checkpoints named step-NNNNNNN.ckpt, got {path} "
-            "without any"
-        )
-    return found[max(found)]
+    return latest_checkpoint(path, "step", 7)
 
 
 def adopt(options: Options, path: Path, given: Collection[str] = ()) -> tuple[Options, int]:
