@@ -1,6 +1,6 @@
 #include "element.h"
 
-#include "element_cells.h"
+#include "element_panels.h"
 #include "scratch.h"
 
 namespace dynsparse {
@@ -233,7 +233,10 @@ i64 first_major(const ElementPass& pass, i64 k, i64 parts) {
 }
 
 bool run(const ElementPass& pass) {
-  if (!pass.sums && cells_pay(pass) && run_in_cells(pass)) return true;
+  if (panels_pay(pass)) {
+    const Outcome outcome = run_in_panels(pass);
+    if (outcome != Outcome::UNORDERED) return outcome == Outcome::DONE;
+  }
   if (pass.out && pass.sums) return run_pass<true, true>(pass);
   if (pass.sums) return run_pass<false, true>(pass);
   return run_pass<true, false>(pass);

@@ -37,7 +37,11 @@ struct ElementPass {
   Matrix held = {};  // [batch, majors]
   float* sums = nullptr;
 
-  const i32* order = nullptr;  // [nnz] or null: the identity
+  // [nnz] or null: the identity. With one, the index is that of the columns of a matrix, and
+  // row_ptr and cols are that of its rows, by which the values are ordered.
+  const i32* order = nullptr;
+  const i32* row_ptr = nullptr;
+  const i32* cols = nullptr;
 };
 
 // False where scratch memory is not to be had.

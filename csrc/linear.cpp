@@ -93,6 +93,8 @@ int linear_backward(const Matrix& dy, const Matrix& x, const float* values, cons
   }
   ElementPass pass = {index.col_ptr, index.csc_rows, in, out, batch, dy, threads};
   pass.order = index.csc_perm;
+  pass.row_ptr = index.row_ptr;
+  pass.cols = index.cols;
   pass.out = dx;
   pass.values = values;
   pass.held = x;

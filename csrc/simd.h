@@ -10,6 +10,10 @@
 #include <utility>
 
 #if defined(__AVX512F__)
+#include <immintrin.h>
+#endif
+
+#if defined(__AVX512F__)
 #define DYNSPARSE_VECTOR_BYTES 64
 #elif defined(__AVX__)
 #define DYNSPARSE_VECTOR_BYTES 32
@@ -23,6 +27,7 @@
 namespace dynsparse {
 
 using i32 = int32_t;
+using u32 = uint32_t;
 using i64 = int64_t;
 
 // Floats per vector, and the vector types: V on aligned scratch, VU on tensors of any alignment.
@@ -63,16 +68,24 @@ DYNSPARSE_INLINE void pin(V& v) {
 #endif
 }
 
-// The first n < VL floats at p, zeros after them.
+// The first n <= VL floats at p, zeros after them.
 DYNSPARSE_INLINE V load_first(const float* p, i64 n) {
+#if defined(__AVX512F__)
+  return reinterpret_cast<V>(_mm512_maskz_loadu_ps(static_cast<__mmask16>((1u << n) - 1), p));
+#else
   alignas(64) float lanes[VL] = {};
-  std::memcpy(lanes, p, n * sizeof(float));
+  for (i64 i = 0; i < n; i++) lanes[i] = p[i];
   return load(lanes);
+#endif
 }
 DYNSPARSE_INLINE void store_first(float* p, V v, i64 n) {
+#if defined(__AVX512F__)
+  _mm512_mask_storeu_ps(p, static_cast<__mmask16>((1u << n) - 1), reinterpret_cast<__m512>(v));
+#else
   alignas(64) float lanes[VL];
   store(lanes, v);
-  std::memcpy(p, lanes, n * sizeof(float));
+  for (i64 i = 0; i < n; i++) p[i] = lanes[i];
+#endif
 }
 
 // ---- shuffles of two vectors; b's lanes count from VL ----

@@ -1,10 +1,11 @@
-"""Accumulation in cells: where many samples and dense patterns make forward regroup its entries.
+"""Products in panels: where many samples make the kernels copy the entries first.
 
-The kernel chooses for itself; the sizes here are those for which it does (csrc/element_cells.cpp).
+The kernel chooses for itself; the sizes here are those for which it does (csrc/element_panels.cpp).
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 
 import pytest
@@ -50,8 +51,13 @@ def check(pattern: SparsePattern, x: Tensor, dy: Tensor, generator: torch.Genera
     y = cpu.forward(x, values, pattern.index, bias)
     close(y, product + bias, pattern.shape[1])
     close(cpu.forward(x, values, pattern.index, None), product, pattern.shape[1])
-    dx, _ = cpu.backward(dy, x, values, pattern.index, True, False)
-    close(dx, dy.double() @ weight, pattern.shape[0])
+    gradient = (dy.double().t() @ x.double())[pattern.rows.long(), pattern.cols.long()]
+    for need_input, need_values in ((True, False), (False, True), (True, True)):
+        dx, dw = cpu.backward(dy, x, values, pattern.index, need_input, need_values)
+        if need_input:
+            close(dx, dy.double() @ weight, pattern.shape[0])
+        if need_values:
+            close(dw, gradient, x.shape[0])
     return y
 
 
@@ -85,11 +91,23 @@ def test_any_shape(
     check(pattern, x, dy, generator)
 
 
-def test_more_rows_than_one_group() -> None:
+def test_many_rows_with_few_features() -> None:
     generator = torch.Generator().manual_seed(1)
     pattern = SparsePattern.random((4500, 70), 0.3, generator=generator)
     x, dy = torch.randn(300, 70, generator=generator), torch.randn(300, 4500, generator=generator)
     for thread_count in (1, 2):
+        torch.set_num_threads(thread_count)
+        check(pattern, x, dy, generator)
+
+
+@pytest.mark.parametrize("shape", [(1500, 1700), (2600, 90), (90, 2600)])
+@pytest.mark.parametrize("batch", [70, 256, 333])
+def test_several_panels(shape: tuple[int, int], batch: int) -> None:
+    generator = torch.Generator().manual_seed(5)
+    pattern = SparsePattern.random(shape, 0.2, generator=generator)
+    x = torch.randn(batch, shape[1], generator=generator)
+    dy = torch.randn(batch, shape[0], generator=generator)
+    for thread_count in (1, 3):
         torch.set_num_threads(thread_count)
         check(pattern, x, dy, generator)
 
@@ -115,28 +133,58 @@ def test_number_of_threads_does_not_matter() -> None:
     for thread_count in (1, 2, 5):
         torch.set_num_threads(thread_count)
         y = cpu.forward(x, values, pattern.index, None)
-        dx, _ = cpu.backward(dy, x, values, pattern.index, True, False)
-        assert dx is not None
-        results.append((y, dx))
-    for y, dx in results[1:]:
-        assert torch.equal(y, results[0][0])
-        assert torch.equal(dx, results[0][1])
+        results.append((y, *cpu.backward(dy, x, values, pattern.index, True, True)))
+    for found in results[1:]:
+        for one, other in zip(found, results[0], strict=True):
+            assert one is not None
+            assert other is not None
+            assert torch.equal(one, other)
+
+
+def shuffled_inside(ptr: Tensor, generator: torch.Generator) -> Tensor:
+    """A permutation of the entries that leaves each in its row (or column)."""
+    return torch.cat(
+        [
+            start + torch.randperm(int(end - start), generator=generator)
+            for start, end in itertools.pairwise(ptr.long())
+        ]
+    )
 
 
 def test_an_index_in_any_order() -> None:
     generator = torch.Generator().manual_seed(4)
-    pattern = SparsePattern.random((60, 300), 0.5, generator=generator)
+    pattern = SparsePattern.random((300, 400), 0.5, generator=generator)
     values = torch.randn(pattern.nnz, generator=generator)
-    x = torch.randn(300, 300, generator=generator)
+    x, dy = torch.randn(300, 400, generator=generator), torch.randn(300, 300, generator=generator)
     index = pattern.index
-    shuffled = torch.cat(
-        [
-            start + torch.randperm(int(end - start), generator=generator)
-            for start, end in zip(index.row_ptr[:-1].long(), index.row_ptr[1:].long(), strict=True)
-        ]
+    rows = shuffled_inside(index.row_ptr, generator)
+    columns = shuffled_inside(index.col_ptr, generator)
+    place = torch.empty_like(rows)
+    place[rows] = torch.arange(len(rows))  # of an entry among the shuffled ones
+    by_rows = PatternIndex(
+        index.row_ptr,
+        index.cols[rows],
+        index.col_ptr,
+        index.csc_rows,
+        place[index.csc_perm.long()].int(),
     )
-    other = PatternIndex(
-        index.row_ptr, index.cols[shuffled], index.col_ptr, index.csc_rows, index.csc_perm
+    by_columns = PatternIndex(
+        index.row_ptr,
+        index.cols,
+        index.col_ptr,
+        index.csc_rows[columns],
+        index.csc_perm[columns],
     )
-    y = cpu.forward(x, values[shuffled], other, None)
-    torch.testing.assert_close(y, cpu.forward(x, values, index, None), rtol=1e-4, atol=1e-4)
+    y = cpu.forward(x, values, index, None)
+    dx, dw = cpu.backward(dy, x, values, index, True, True)
+    assert dx is not None
+    assert dw is not None
+    for other, order in ((by_rows, rows), (by_columns, torch.arange(len(rows)))):
+        got = cpu.forward(x, values[order], other, None)
+        torch.testing.assert_close(got, y, rtol=1e-4, atol=1e-4)
+        for need_input in (True, False):
+            got_dx, got_dw = cpu.backward(dy, x, values[order], other, need_input, True)
+            assert got_dw is not None
+            torch.testing.assert_close(got_dw, dw[order], rtol=1e-4, atol=1e-4)
+            if got_dx is not None:
+                torch.testing.assert_close(got_dx, dx, rtol=1e-4, atol=1e-4)
