@@ -2,6 +2,7 @@
 
 #include "caches.h"
 #include "scratch.h"
+#include "sorted.h"
 
 namespace dynsparse {
 namespace {
@@ -34,13 +35,12 @@ struct Major {
   const float* weights;
   float* sums;
 
-  // Entry p, or one without weight where it does not count: accumulates, and returns the lanes of
-  // its dot product.
+  // Entry p: accumulates, and returns the lanes of its dot product.
   template <int SET>
-  DYNSPARSE_INLINE V entry(i64 p, bool counts = true) {
+  DYNSPARSE_INLINE V entry(i64 p) {
     const float* x = tile + static_cast<i64>(idx[p]) * (NV * VL);
     V weight{}, dot{};
-    if constexpr (ACCUMULATE) weight = broadcast(counts ? weights[p] : 0.0f);
+    if constexpr (ACCUMULATE) weight = broadcast(weights[p]);
 #pragma GCC unroll 4
     for (int j = 0; j < NV; j++) {
       V lanes = load(x + j * VL);
@@ -66,15 +66,16 @@ struct Major {
     }
   }
 
-  // Four entries, of which those from `end` on do not count.
+  // The entries from p on, four at most.
   DYNSPARSE_INLINE V quad(i64 p, i64 end) {
     if (p + 4 <= end) return entries<4>(p);
-    V a = entry<0>(p), b = entry<1>(p + 1, p + 1 < end);
-    V c = entry<0>(p + 2, p + 2 < end), d = entry<1>(p + 3, false);
-    return fold2(fold1(a, b), fold1(c, d));
+    V a = entry<0>(p), b{}, c{};
+    if (p + 1 < end) b = entry<1>(p + 1);
+    if (p + 2 < end) c = entry<0>(p + 2);
+    return fold2(fold1(a, b), fold1(c, V{}));
   }
 
-  // Fewer than VL entries. Others follow them; what is computed of those does not count.
+  // Fewer than VL entries.
   DYNSPARSE_INLINE V rest(i64 p, i64 end) {
     V a = quad(p, end), b{}, c{}, d{};
     if constexpr (VL == 4) return a;
@@ -272,21 +273,7 @@ bool copy_entries(const ElementPass& pass, const Own& own, i64 k) {
     to += static_cast<i32>(n);
   }
   starts[majors] = to;
-  // Entries after the last are read, and must point into the tile.
-  std::memset(own.idx + to, 0, VL * sizeof(u16));
   return true;
-}
-
-// The first of the entries [begin, end) of a row that is not before column `col`.
-i64 first_from(const i32* cols, i64 begin, i64 end, i64 col) {
-  while (begin < end) {
-    const i64 middle = (begin + end) / 2;
-    if (cols[middle] < col)
-      begin = middle + 1;
-    else
-      end = middle;
-  }
-  return begin;
 }
 
 // The sums of panel k to where the values are. False where the index by rows does not have the same
@@ -330,12 +317,13 @@ i64 panel_size(const ElementPass& pass, i64 width) {
 
 }  // namespace
 
-// Measured. Copying costs as much as some 32 samples, and per major as much as some 32 entries; it
-// brings most where a whole packed tile would crowd the second-level cache.
+// Measured. Copying costs, per major, as much as some 32 entries. It brings most where a whole packed
+// tile would crowd the second-level cache, and where values must be fetched from other places anyway.
 bool panels_pay(const ElementPass& pass) {
-  const bool crowded =
-      pass.minors * TILE * static_cast<i64>(sizeof(float)) > second_level_cache() / 2;
-  return pass.batch > (crowded ? TILE : 255) && pass.ptr[pass.majors] >= 32 * pass.majors;
+  const i64 tile = pass.minors * TILE * static_cast<i64>(sizeof(float));
+  const bool crowded = tile > second_level_cache() / 4;
+  const i64 samples = !crowded ? 256 : pass.order ? 32 : 96;
+  return pass.batch >= samples && pass.ptr[pass.majors] >= 32 * pass.majors;
 }
 
 Outcome run_in_panels(const ElementPass& pass) {
