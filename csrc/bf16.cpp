@@ -1,9 +1,12 @@
 #include "bf16.h"
 
+#include <cstdlib>
+
+#include "block.h"
 #include "linear.h"
 #include "scratch.h"
-#if defined(DYNSPARSE_AMX)
-#include "bf16_amx.h"
+#if defined(DYNSPARSE_BF16_UNITS)
+#include "bf16_units.h"
 #endif
 
 namespace dynsparse {
@@ -26,6 +29,38 @@ bf16 narrowed(float f) {
   const uint32_t nan = bits >> 16 | 0x40;
   const uint32_t rounded = (bits + 0x7fff + (bits >> 16 & 1)) >> 16;
   return (bits & 0x7fffffff) > 0x7f800000 ? nan : rounded;
+}
+
+enum Unit { NONE, DOTS, AMX };
+
+Unit unit() {
+#if defined(DYNSPARSE_BF16_UNITS)
+  static const Unit found = [] {
+    const char* wanted = std::getenv("DYNSPARSE_BF16_UNIT");
+    const int limit = wanted && *wanted ? std::atoi(wanted) : AMX;
+    if (limit >= AMX && amx_usable()) return AMX;
+    return limit >= DOTS && dots_usable() ? DOTS : NONE;
+  }();
+  return found;
+#else
+  return NONE;
+#endif
+}
+
+bool unit_serves([[maybe_unused]] i64 block) {
+#if defined(DYNSPARSE_BF16_UNITS)
+  return units_fit(block) && unit() != NONE;
+#else
+  return false;
+#endif
+}
+
+bool run_on_unit([[maybe_unused]] const BlockPass& pass, [[maybe_unused]] const bf16* low_values) {
+#if defined(DYNSPARSE_BF16_UNITS)
+  return unit() == AMX ? run_on_amx(pass, low_values) : run_on_dots(pass, low_values);
+#else
+  return false;
+#endif
 }
 
 // `all` values in parallel, either way.
@@ -79,14 +114,10 @@ using dynsparse::bf16;
 using dynsparse::i32;
 using dynsparse::i64;
 
-// 1 where blocks of 16 and 32 run on the processor's matrix units, 0 where not.
-DYNSPARSE_EXPORT i32 dynsparse_amx() {
-#if defined(DYNSPARSE_AMX)
-  return dynsparse::amx_usable();
-#else
-  return 0;
-#endif
-}
+// What multiplies blocks of 16 and 32 in bfloat16: 2 the processor's matrix units (AMX), 1 its vectors
+// (AVX-512-bf16), 0 nothing, they are widened to float32. The environment variable
+// DYNSPARSE_BF16_UNIT may ask for less: 1 or 0.
+DYNSPARSE_EXPORT i32 dynsparse_bf16_unit() { return dynsparse::unit(); }
 
 // As dynsparse_linear_forward (linear.cpp) with bfloat16 x and y; values are bfloat16 too (low) or
 // float32, the bias is float32. Sums are float32, rounded once.
@@ -99,17 +130,15 @@ DYNSPARSE_EXPORT int dynsparse_linear_forward_bf16(
   const Matrix input = {reinterpret_cast<const float*>(x), x_batch_stride, x_feature_stride, true};
   float* y_data = reinterpret_cast<float*>(y);
   const float* weights = low ? nullptr : static_cast<const float*>(values);
-#if defined(DYNSPARSE_AMX)
-  if (amx_fits(block) && amx_usable()) {
+  if (unit_serves(block)) {
     BlockPass pass = {out / block, in / block, block, batch, input, threads};
     pass.out = y_data;
     pass.ptr = row_ptr;
     pass.idx = cols;
     pass.values = weights;
     pass.bias = bias;
-    return run_on_amx(pass, low ? static_cast<const bf16*>(values) : nullptr) ? 0 : 1;
+    return run_on_unit(pass, low ? static_cast<const bf16*>(values) : nullptr) ? 0 : 1;
   }
-#endif
   const i64 all = low ? row_ptr[out / block] * block * block : 0;
   Scratch scratch(Scratch::size_of<float>(all));
   if (scratch.failed()) return 1;
@@ -136,12 +165,9 @@ DYNSPARSE_EXPORT int dynsparse_linear_backward_bf16(
                        true};
   const Matrix input = {reinterpret_cast<const float*>(x), x_batch_stride, x_feature_stride, true};
   float* dx_data = reinterpret_cast<float*>(dx);
-  bool amx = false;
-#if defined(DYNSPARSE_AMX)
-  amx = batch > 0 && amx_fits(block) && amx_usable();
-#endif
+  const bool on_unit = batch > 0 && unit_serves(block);
   const i64 all = low ? row_ptr[out / block] * block * block : 0;
-  const i64 weights_size = dx && !amx ? all : 0, sums_size = dvalues ? all : 0;
+  const i64 weights_size = dx && !on_unit ? all : 0, sums_size = dvalues ? all : 0;
   Scratch scratch(Scratch::size_of<float>(weights_size) + Scratch::size_of<float>(sums_size));
   if (scratch.failed()) return 1;
   float* weights = scratch.take<float>(weights_size);
@@ -151,8 +177,7 @@ DYNSPARSE_EXPORT int dynsparse_linear_backward_bf16(
   });
   const float* given = low ? weights : static_cast<const float*>(values);
   int status = 0;
-  if (amx) {
-#if defined(DYNSPARSE_AMX)
+  if (on_unit) {
     BlockPass pass = {in / block, out / block, block, batch, grad, threads};
     pass.out = dx_data;
     pass.ptr = col_ptr;
@@ -164,8 +189,7 @@ DYNSPARSE_EXPORT int dynsparse_linear_backward_bf16(
     pass.row_ptr = row_ptr;
     pass.cols = cols;
     pass.x = input;
-    status = run_on_amx(pass, low ? static_cast<const bf16*>(values) : nullptr) ? 0 : 1;
-#endif
+    status = run_on_unit(pass, low ? static_cast<const bf16*>(values) : nullptr) ? 0 : 1;
   } else {
     const Index index = {row_ptr, cols, col_ptr, csc_rows, csc_perm, out, in, block};
     status = linear_backward(grad, input, given, index, dx_data, sums, batch, threads);

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from collections.abc import Iterator
 
 import pytest
@@ -210,3 +213,44 @@ def test_operator_and_autocast_take_these_kernels(block: int, monkeypatch) -> No
         again = linear(x.detach().float(), values, pattern)
     assert calls == ["forward"]
     torch.testing.assert_close(again, y.detach(), rtol=0, atol=0)
+
+
+LESSER_UNIT = """
+import torch
+from dynsparse.ops import native
+from dynsparse.ops.linear import Prepared, bfloat16
+from dynsparse.pattern import SparsePattern
+
+g = torch.Generator().manual_seed(0)
+results = [native.bfloat16_unit()]
+for block in (16, 32):
+    pattern = SparsePattern.random((160, 1024), 0.3, block_size=block, generator=g)
+    values = torch.randn(pattern.values_shape, generator=g).bfloat16()
+    p = Prepared(pattern.index, values)
+    for batch in (1, 50, 131):
+        x = torch.randn(batch, 1024, generator=g).bfloat16()
+        dy = torch.randn(batch, 160, generator=g).bfloat16()
+        weight = pattern.to_dense(values).double()
+        gradient = (dy.double().t() @ x.double()).view(160 // block, block, 1024 // block, block)
+        gradient = gradient[pattern.rows.long(), :, pattern.cols.long()]
+        dx, dw = bfloat16.backward(dy, x, values, p, True, True)
+        for got, expected in (
+            (bfloat16.forward(x, values, p, None), x.double() @ weight.t()),
+            (dx, dy.double() @ weight),
+            (dw, gradient),
+        ):
+            torch.testing.assert_close(got.double(), expected, rtol=2.0**-8, atol=1e-4)
+print(results[0])
+"""
+
+
+@pytest.mark.parametrize("unit", ["0", "1"])
+def test_less_than_the_processor_has(unit: str) -> None:
+    """DYNSPARSE_BF16_UNIT keeps from the matrix units, and from the dot products."""
+    env = {**os.environ, "DYNSPARSE_BF16_UNIT": unit}
+    done = subprocess.run(
+        [sys.executable, "-c", LESSER_UNIT], env=env, capture_output=True, text=True, check=True
+    )
+    units = ("float32", "AVX-512", "AMX")
+    best = native.bfloat16_unit()
+    assert done.stdout.strip() == units[min(int(unit), units.index(best))]

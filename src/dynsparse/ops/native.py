@@ -6,7 +6,8 @@ threads of the runtime that torch has loaded; the number of threads goes along w
 Where no library fits the machine, everything computes through plain torch.
 
 `DYNSPARSE_ISA` chooses the instruction set: `v2`, `v3`, `v4` (the x86-64 levels) or `base` (other
-machines), or `none` for plain torch.
+machines), or `none` for plain torch. `DYNSPARSE_BF16_UNIT` may ask for less than the processor has
+for blocks of bfloat16: `1` AVX-512 dot products, `0` float32.
 
 Functions of the libraries, documented where they are written:
 
@@ -16,7 +17,7 @@ Functions of the libraries, documented where they are written:
   (csrc/small_batch.cpp), called by `dynsparse.ops.linear.small`;
 - `dynsparse_rows_to_dense`, `dynsparse_rows_from_dense` (csrc/dense_rows.cpp), called by
   `dynsparse.ops.linear.dense`;
-- `dynsparse_linear_forward_bf16`, `dynsparse_linear_backward_bf16`, `dynsparse_amx`
+- `dynsparse_linear_forward_bf16`, `dynsparse_linear_backward_bf16`, `dynsparse_bf16_unit`
   (csrc/bf16.cpp), called by `dynsparse.ops.linear.bfloat16`;
 - `dynsparse_release_scratch()` (csrc/scratch.cpp): gives idle scratch memory back.
 """
@@ -32,7 +33,7 @@ from pathlib import Path
 
 import torch
 
-__all__ = ["describe", "has_amx", "load", "load_isa", "supported_isas"]
+__all__ = ["bfloat16_unit", "describe", "load", "load_isa", "supported_isas"]
 
 _FOLDER = Path(__file__).resolve().parent.parent / "_native"
 
@@ -66,7 +67,7 @@ _SIGNATURES: dict[str, tuple[type | None, list[type]]] = {
         ctypes.c_int,
         [*_MATRIX, *_MATRIX, _POINTER, _INT, *[_POINTER] * 7, *[_SIZE] * 4, _INT],
     ),
-    "dynsparse_amx": (_INT, []),
+    "dynsparse_bf16_unit": (_INT, []),
     "dynsparse_pattern_merge": (
         ctypes.c_int,
         [*[_POINTER] * 2, _SIZE, _SIZE, _POINTER, _SIZE, _POINTER, _SIZE, *[_POINTER] * 4, _INT],
@@ -220,29 +221,33 @@ def load() -> ctypes.CDLL | None:
     return _choose()[1]
 
 
+_BFLOAT16_UNITS = ("float32", "AVX-512", "AMX")
+
+
 @cache
-def _amx_of(library: ctypes.CDLL) -> bool:
-    return bool(library.dynsparse_amx())
+def _bfloat16_unit_of(library: ctypes.CDLL) -> str:
+    return _BFLOAT16_UNITS[library.dynsparse_bf16_unit()]
 
 
-def has_amx() -> bool:
-    """Whether bfloat16 blocks of 16 and 32 run on the processor's matrix units (AMX)."""
+def bfloat16_unit() -> str:
+    """What multiplies bfloat16 blocks of 16 and 32: "AMX" (matrix units), "AVX-512" (dot products
+    of pairs) or "float32", to which they are widened."""
     library = load()
-    return library is not None and _amx_of(library)
+    return "float32" if library is None else _bfloat16_unit_of(library)
 
 
 def describe() -> dict[str, object]:
     """What computes on the CPU, for `dynsparse info` and for records of measurements.
 
     `backend` is "native" or "fallback"; `isa` the chosen instruction set or "none"; `available`
-    those that are both built and runnable; `bfloat16` what multiplies it in blocks of 16 and 32,
-    "AMX" or "float32"; `threads` the number torch uses now.
+    those that are both built and runnable; `bfloat16` as `bfloat16_unit`; `threads` the number
+    torch uses now.
     """
     isa, library = _choose()
     return {
         "backend": "fallback" if library is None else "native",
         "isa": isa,
         "available": [name for name in supported_isas() if _library_path(name).exists()],
-        "bfloat16": "AMX" if has_amx() else "float32",
+        "bfloat16": bfloat16_unit(),
         "threads": torch.get_num_threads(),
     }

@@ -10,6 +10,7 @@ from functools import cache
 from torch import Tensor
 
 from dynsparse.ops import native
+from dynsparse.ops.linear import dense
 
 __all__ = ["give_back"]
 
@@ -32,6 +33,7 @@ def give_back(values: Tensor) -> None:
     library = native.load()
     if library is not None:
         library.dynsparse_release_scratch()
+    dense.release()
     trim = _trim()
     if trim is not None:
         trim(0)

@@ -1,8 +1,8 @@
 """Sparse linear products of bfloat16 activations on the CPU (csrc/bf16.cpp).
 
-Sums are float32 and rounded once. Blocks of 16 and 32 run on the processor's matrix units (AMX)
-where it has them; everything else is widened to float32 and rounded a few cache lines at a time,
-so that no activations exist in both types.
+Sums are float32 and rounded once. Blocks of 16 and 32 run on the processor's matrix units (AMX) or
+dot products of pairs (AVX-512-bf16) where it has them; everything else is widened to float32 and
+rounded a few cache lines at a time, so that no activations exist in both types.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from dynsparse.ops.linear.prepared import Prepared
 
 __all__ = ["backward", "forward", "serves"]
 
-_MATRIX_UNIT_BLOCKS = (16, 32)
+_UNIT_BLOCKS = (16, 32)
 
 
 def serves(x: Tensor, values: Tensor, p: Prepared, backward: bool) -> bool:
@@ -30,8 +30,8 @@ def serves(x: Tensor, values: Tensor, p: Prepared, backward: bool) -> bool:
     ):
         return False
     batch = x.numel() // max(1, x.shape[-1])
-    # Matrix units beat float32 at every density.
-    if p.block_size in _MATRIX_UNIT_BLOCKS and native.has_amx():
+    # These units beat float32 at every density.
+    if p.block_size in _UNIT_BLOCKS and native.bfloat16_unit() != "float32":
         return True
     return choose_for(p, batch, backward) == "sparse"
 
@@ -46,7 +46,7 @@ def forward(x: Tensor, values: Tensor, p: Prepared, bias: Tensor | None) -> Tens
 
     Args:
         x: [B, in] bfloat16, any strides.
-        values: [nnz] or [nnz, b, b] bfloat16 or float32. Matrix units round float32 values.
+        values: [nnz] or [nnz, b, b] bfloat16 or float32. Those units round float32 values.
         bias: [out], any floating point type, or None.
 
     Raises:

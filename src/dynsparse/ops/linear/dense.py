@@ -1,11 +1,14 @@
 """Sparse linear products through dense ones, for densities past the break-even.
 
 The weight is laid out densely a panel of rows at a time, used by torch's dense products and
-forgotten: `PANEL_ROWS` rows exist at once, and no more than `PANEL_BYTES`, whatever the layer. A
-full pattern of single elements is a dense weight already, and is used as it is.
+forgotten: no more than `PANEL_BYTES` exist at once, whatever the layer. A full pattern of single
+elements is a dense weight already, and is used as it is.
 """
 
 from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor
@@ -15,11 +18,9 @@ from dynsparse.ops import native
 from dynsparse.ops.linear import small
 from dynsparse.ops.linear.prepared import Prepared
 
-__all__ = ["PANEL_BYTES", "PANEL_ROWS", "backward", "forward"]
+__all__ = ["PANEL_BYTES", "backward", "forward", "release"]
 
-# Fewer rows make the dense products slower, more no longer stay in the cache between being laid out
-# and being used: of 64 to 4096 rows of 256 to 4096 features 256 and 512 were best throughout.
-PANEL_ROWS = 512
+# Dense products of fewer rows are slower; more memory would be noticed beside the values.
 PANEL_BYTES = 16 << 20
 
 
@@ -31,14 +32,42 @@ def _panels(p: Prepared) -> list[tuple[int, int]]:
     """(first, end) row of each panel; whole block rows."""
     b = p.block_size
     out = p.out_features
-    rows = max(1, min(PANEL_ROWS, PANEL_BYTES // 4 // p.in_features, out) // b) * b
+    rows = max(1, min(PANEL_BYTES // 4 // p.in_features, out) // b) * b
     return [(first, min(out, first + rows)) for first in range(0, out, rows)]
 
 
-def _lay_out(values: Tensor, p: Prepared, first: int, end: int, panel: Tensor) -> Tensor:
-    """Rows first to end of the weight, [end - first, in], in the memory of `panel`."""
+# The memory of panels, kept between calls: new memory of this size is mapped, and filled with
+# zeros, page by page. Calls at the same time, from several threads, have one each.
+_kept: list[Tensor] = []
+
+
+@contextmanager
+def _memory(elements: int) -> Iterator[Tensor]:
+    """At least so many floats, of any contents."""
+    memory = _kept.pop() if _kept else torch.empty(0)
+    if memory.numel() < elements:
+        memory = torch.empty(elements)
+    try:
+        yield memory
+    finally:
+        _kept.append(memory)
+
+
+def release() -> None:
+    """Give the kept memory back."""
+    _kept.clear()
+
+
+def _rows(memory: Tensor, first: int, end: int, p: Prepared) -> Tensor:
+    """[end - first, in] in the memory of a panel."""
+    return memory[: (end - first) * p.in_features].view(-1, p.in_features)
+
+
+def _lay_out(values: Tensor, p: Prepared, first: int, end: int, memory: Tensor) -> Tensor:
+    """Rows first to end of the weight, [end - first, in], in `memory`."""
     library = native.load()
     assert library is not None
+    panel = _rows(memory, first, end, p)
     b, masks = p.block_size, small.masks_of(p)
     library.dynsparse_rows_to_dense(
         values.data_ptr(),
@@ -52,7 +81,7 @@ def _lay_out(values: Tensor, p: Prepared, first: int, end: int, panel: Tensor) -
         b,
         torch.get_num_threads(),
     )
-    return panel[: end - first]
+    return panel
 
 
 def _collect(panel: Tensor, p: Prepared, first: int, end: int, values: Tensor) -> None:
@@ -80,17 +109,17 @@ def forward(x: Tensor, values: Tensor, p: Prepared, bias: Tensor | None) -> Tens
     if _is_full(p):
         return linear(x, values.view(p.out_features, p.in_features), bias)
     panels = _panels(p)
-    panel = values.new_empty(panels[0][1], p.in_features)
-    if len(panels) == 1:
-        return linear(x, _lay_out(values, p, *panels[0], panel), bias)
-    y = x.new_empty(x.shape[0], p.out_features)
-    for first, end in panels:
-        weight = _lay_out(values, p, first, end, panel).t()
-        if bias is None:
-            torch.mm(x, weight, out=y[:, first:end])
-        else:
-            torch.addmm(bias[first:end], x, weight, out=y[:, first:end])
-    return y
+    with _memory(panels[0][1] * p.in_features) as panel:
+        if len(panels) == 1:
+            return linear(x, _lay_out(values, p, *panels[0], panel), bias)
+        y = x.new_empty(x.shape[0], p.out_features)
+        for first, end in panels:
+            weight = _lay_out(values, p, first, end, panel).t()
+            if bias is None:
+                torch.mm(x, weight, out=y[:, first:end])
+            else:
+                torch.addmm(bias[first:end], x, weight, out=y[:, first:end])
+        return y
 
 
 def backward(
@@ -103,15 +132,19 @@ def backward(
         dx = dy @ weight if need_input else None
         return dx, (dy.t() @ x).view_as(values) if need_values else None
     panels = _panels(p)
-    panel = values.new_empty(panels[0][1], p.in_features)
     dx = dy.new_empty(dy.shape[0], p.in_features) if need_input else None
     dvalues = torch.empty_like(values) if need_values else None
-    for first, end in panels:
-        part = dy[:, first:end]
-        if dx is not None:
-            weight = _lay_out(values, p, first, end, panel)
-            torch.addmm(dx, part, weight, beta=int(first > 0), out=dx)
-        if dvalues is not None:
-            torch.mm(part.t(), x, out=panel[: end - first])
-            _collect(panel, p, first, end, dvalues)
+    with _memory(panels[0][1] * p.in_features) as panel:
+        for first, end in panels:
+            part = dy[:, first:end]
+            if dx is not None:
+                weight = _lay_out(values, p, first, end, panel)
+                if first == 0:
+                    torch.mm(part, weight, out=dx)
+                else:
+                    torch.addmm(dx, part, weight, out=dx)
+            if dvalues is not None:
+                gradient = _rows(panel, first, end, p)
+                torch.mm(part.t(), x, out=gradient)
+                _collect(gradient, p, first, end, dvalues)
     return dx, dvalues
