@@ -12,7 +12,7 @@ from dynsparse import SparsePattern, ops
 from dynsparse.nn import SparseLinear
 from dynsparse.ops import native
 from dynsparse.ops.linear import Prepared, choice, cpu, dense, naive, small
-from dynsparse.ops.linear.choice import Layer
+from dynsparse.ops.linear.costs import Layer
 
 pytestmark = pytest.mark.skipif(native.load() is None, reason="the compiled kernels are not built")
 
@@ -189,7 +189,9 @@ def test_use_kernel_refuses_what_does_not_exist_and_ends():
     assert layer.kernel(100) == "sparse"
 
 
-def test_the_choice_goes_from_sparse_to_dense_with_density():
+@pytest.mark.parametrize("maker", ["GenuineIntel", "AuthenticAMD", ""])
+def test_the_choice_goes_from_sparse_to_dense_with_density(monkeypatch, maker):
+    monkeypatch.setattr(native, "processor_maker", lambda: maker)
     for block_size in (1, 4, 16):
         total = (1024 // block_size) ** 2
         for backward in (False, True):
@@ -209,6 +211,14 @@ def test_single_samples_of_elements_use_masks_where_the_machine_can(monkeypatch)
     assert choice.choose(layer._replace(nnz=10_000), 1, False) == "sparse"
     monkeypatch.setattr(native, "describe", lambda: {"isa": "v3"})
     assert choice.choose(layer, 1, False) != "small"
+
+
+def test_kernels_for_small_batches_serve_no_others(monkeypatch):
+    monkeypatch.setattr(native, "describe", lambda: {"isa": "v4"})
+    layer = Layer(10, 320, 2_000, 1)
+    for batch in (129, 512, 10_000):
+        assert choice.choose(layer, batch, False) != "small"
+        assert choice.choose(layer, batch, True) != "small"
 
 
 def test_kernel_names_who_computes(monkeypatch):

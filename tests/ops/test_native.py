@@ -171,3 +171,13 @@ def test_one_openmp_runtime_serves_torch_and_the_kernels(isa: str) -> None:
     assert done.returncode == 0, done.stderr
     runtimes = eval(done.stdout)
     assert len(runtimes) == 1, runtimes
+
+
+def test_fields_of_cpuinfo():
+    text = (
+        "processor\t: 0\nvendor_id\t: AuthenticAMD\nflags\t\t: fpu sse4_1\n\nvendor_id\t: other\n"
+    )
+    assert native._field(text, "vendor_id") == "AuthenticAMD"
+    assert native._field(text, "flags") == "fpu sse4_1"
+    assert native._field(text, "model") == ""
+    assert native._field("", "flags") == ""

@@ -11,6 +11,7 @@ from rich.table import Table
 from dynsparse import __version__
 from dynsparse.ops import native
 from dynsparse.ops.linear import choice
+from dynsparse.ops.linear.costs import Layer
 
 __all__ = ["info"]
 
@@ -78,7 +79,7 @@ def _ranges(block: int, batch: int, backward: bool) -> str:
     parts: list[str] = []
     last = ""
     for percent in range(1, 101):
-        layer = choice.Layer(_FEATURES, _FEATURES, total * percent // 100, block)
+        layer = Layer(_FEATURES, _FEATURES, total * percent // 100, block)
         kind = choice.choose(layer, batch, backward)
         if kind != last:
             parts.append(kind if percent == 1 else f"{kind} {percent / 100:.2f}")

@@ -33,7 +33,7 @@ from pathlib import Path
 
 import torch
 
-__all__ = ["bfloat16_unit", "describe", "load", "load_isa", "supported_isas"]
+__all__ = ["bfloat16_unit", "describe", "load", "load_isa", "processor_maker", "supported_isas"]
 
 _FOLDER = Path(__file__).resolve().parent.parent / "_native"
 
@@ -103,13 +103,27 @@ _SIGNATURES: dict[str, tuple[type | None, list[type]]] = {
 }
 
 
+def _field(cpuinfo: str, name: str) -> str:
+    """What /proc/cpuinfo says of the first processor; empty where it says nothing."""
+    for line in cpuinfo.splitlines():
+        key, _, value = line.partition(":")
+        if key.strip() == name:
+            return value.strip()
+    return ""
+
+
+@cache
+def processor_maker() -> str:
+    """ "GenuineIntel", "AuthenticAMD" and so on; empty where the system does not tell."""
+    try:
+        return _field(Path("/proc/cpuinfo").read_text(), "vendor_id")
+    except OSError:
+        return ""
+
+
 def _x86_levels(cpuinfo: str) -> list[str]:
     """The x86-64 levels, best first, that the `flags` line of /proc/cpuinfo allows."""
-    flags: set[str] = set()
-    for line in cpuinfo.splitlines():
-        if line.startswith("flags"):
-            flags = set(line.partition(":")[2].split())
-            break
+    flags = set(_field(cpuinfo, "flags").split())
     levels: list[str] = []
     for level in ("v2", "v3", "v4"):
         if not _X86_LEVELS[level] <= flags:

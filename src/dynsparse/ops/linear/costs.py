@@ -1,0 +1,121 @@
+"""What the kernels cost: a formula, and its constants as fitted on the machines measured so far.
+
+`benchmarks/kernel_choice.py` measures all kinds of kernels over a grid of layers and fits the
+constants: mean error of a time 10 to 25 %. What counts is the order of the kinds, which depends on
+the processor through its caches and the width of its arithmetic.
+"""
+
+from __future__ import annotations
+
+from math import log2
+from typing import NamedTuple
+
+from dynsparse.ops import native
+
+__all__ = ["Cost", "Layer", "constants", "evaluate"]
+
+
+class Layer(NamedTuple):
+    """What the costs depend on: features, blocks present and their size."""
+
+    out_features: int
+    in_features: int
+    nnz: int
+    block_size: int
+
+
+class Cost(NamedTuple):
+    """Nanoseconds of one pass: call + feature * (in + out) * batch + entries * (entry
+    + sample * max(batch, least_batch)) + far * non-zeros * log2(1 + megabytes of values).
+
+    Entries are the non-zeros for kernels that read only these, and all elements of the matrix for
+    `dense` and where bit masks are read.
+    `far` is what values cost that come from beyond the second-level cache.
+    """
+
+    call: float
+    feature: float
+    entry: float
+    sample: float
+    least_batch: int
+    far: float
+
+
+# By what computes, forward and backward (both gradients).
+Costs = dict[str, tuple[Cost, Cost]]
+
+# One thread of a two-core Xeon with AVX-512 and 2 MiB of second-level cache a core (family 6, model
+# 167 or 207), layers of 256 to 4096 features, batches of 1 to 2048, densities of 0.01 to 1.
+_INTEL: Costs = {
+    "elements": (
+        Cost(6666, 0.1739, 0.1514, 0.0338, 16, 0.0877),
+        Cost(10082, 0.445, 1.4113, 0.0508, 16, 1.3183),
+    ),
+    "tiles": (  # blocks that are no multiples of 16
+        Cost(5816, 0.196, 0.0737, 0.0157, 16, 0.0087),
+        Cost(7169, 0.4568, 1.7683, 0.0421, 16, 0.0427),
+    ),
+    "panels": (  # blocks of 16, 32 and so on
+        Cost(7448, 0.1524, 0.1146, 0.0189, 4, 0.1834),
+        Cost(9860, 0.2993, 0.006, 0.0357, 4, 0.1375),
+    ),
+    "masks": (
+        Cost(6725, 0.2173, 0.0049, 0.0224, 2, 0.0491),
+        Cost(8950, 0.6643, 0.1406, 0.0368, 0, 0.1597),
+    ),
+    "small blocks": (
+        Cost(5624, 1.4935, 0.0, 0.0235, 2, 0.0389),
+        Cost(6833, 3.1534, 0.0, 0.0656, 2, 0.105),
+    ),
+    "dense": (
+        Cost(11157, 0.1748, 0.2672, 0.0158, 0, 0.1866),
+        Cost(21483, 0.2304, 0.4351, 0.03, 0, 0.3647),
+    ),
+}
+
+# One thread of a two-core EPYC with AVX-512 and 1 MiB of second-level cache a core (family 25,
+# model 17), layers of 64 to 1024 features, otherwise the same.
+_AMD: Costs = {
+    "elements": (
+        Cost(5525, 0.1074, 0.0769, 0.0369, 16, 0.154),
+        Cost(8231, 0.3052, 0.9701, 0.0522, 16, 1.3178),
+    ),
+    "tiles": (
+        Cost(6266, 0.1643, 0.0282, 0.0197, 16, 0.0),
+        Cost(8129, 0.3584, 1.1545, 0.0451, 16, 0.171),
+    ),
+    "panels": (
+        Cost(7446, 0.1372, 0.1532, 0.0212, 2, 0.0194),
+        Cost(9693, 0.1866, 0.074, 0.0454, 2, 0.0155),
+    ),
+    "masks": (
+        Cost(5156, 0.0866, 0.0135, 0.0274, 2, 0.0211),
+        Cost(6502, 0.3396, 0.1557, 0.0425, 0, 0.1891),
+    ),
+    "small blocks": (
+        Cost(5505, 1.2482, 0.026, 0.0255, 0, 0.0),
+        Cost(7038, 1.7992, 0.0, 0.0611, 4, 0.0),
+    ),
+    "dense": (
+        Cost(15219, 0.094, 0.2091, 0.0234, 0, 0.106),
+        Cost(25400, 0.1417, 0.3943, 0.048, 0, 0.4136),
+    ),
+}
+
+
+def constants() -> Costs:
+    """Those of this machine's maker; other makers' processors count as Intel's."""
+    return _AMD if native.processor_maker() == "AuthenticAMD" else _INTEL
+
+
+def evaluate(c: Cost, name: str, layer: Layer, batch: int) -> float:
+    """The formula of `Cost` for kernels of the family `name`."""
+    elements = layer.out_features * layer.in_features
+    values = layer.nnz * layer.block_size**2
+    entries = elements if name in ("masks", "dense") else values
+    return (
+        c.call
+        + c.feature * (layer.out_features + layer.in_features) * batch
+        + entries * (c.entry + c.sample * max(batch, c.least_batch))
+        + c.far * values * log2(1 + values / (1 << 18))
+    )
