@@ -318,11 +318,13 @@ i64 panel_size(const ElementPass& pass, i64 width) {
 }  // namespace
 
 // Measured. Copying costs, per major, as much as some 32 entries. It brings most where a whole packed
-// tile would crowd the second-level cache, and where values must be fetched from other places anyway.
+// tile would crowd the second-level cache, and where values must be fetched from other places
+// anyway; narrower vectors need less of the caches.
 bool panels_pay(const ElementPass& pass) {
   const i64 tile = pass.minors * TILE * static_cast<i64>(sizeof(float));
   const bool crowded = tile > second_level_cache() / 4;
-  const i64 samples = !crowded ? 256 : pass.order ? 32 : 96;
+  if (!crowded && VL < 16) return false;
+  const i64 samples = !crowded || VL < 16 ? 256 : pass.order ? 32 : 96;
   return pass.batch >= samples && pass.ptr[pass.majors] >= 32 * pass.majors;
 }
 
