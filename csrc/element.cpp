@@ -1,13 +1,12 @@
 #include "element.h"
 
+#include "element_major.h"
 #include "element_panels.h"
 #include "scratch.h"
 
 namespace dynsparse {
 namespace {
 
-// Majors per chunk: two cache lines per sample, 8 KiB of activations at most.
-constexpr int CHUNK = 2 * LINE;
 // Minors packed per task.
 constexpr i64 STRIP = 128;
 
@@ -31,83 +30,28 @@ struct Sums {
       store_unaligned(partial + p, sum);
     }
   }
-  // The first n <= 4 lanes.
-  DYNSPARSE_INLINE void put_few(i64 p, V sum, int n) const {
-    alignas(64) float lanes[VL];
-    store(lanes, sum);
-    for (int i = 0; i < n; i++) {
-      float s = first ? lanes[i] : lanes[i] + partial[p + i];
-      if (last && order)
-        final[order[p + i]] = s;
-      else
-        partial[p + i] = s;
+  // The first n < VL lanes.
+  DYNSPARSE_INLINE void put_few(i64 p, V sum, i64 n) const {
+    if (!first) sum += load_first(partial + p, n);
+    if (last && order) {
+      alignas(64) float lanes[VL];
+      store(lanes, sum);
+      for (i64 i = 0; i < n; i++) final[order[p + i]] = lanes[i];
+    } else {
+      store_first(partial + p, sum, n);
     }
   }
 };
 
-// One major and one tile: activations, accumulators and the entries being worked on.
 template <int NV, bool ACCUMULATE, bool DOT>
-struct Major {
-  // Neighbouring entries add to different accumulators, where registers allow it: a chain of
-  // dependent multiply-adds would take four cycles per entry.
-  static constexpr int SETS = VL == 16 || !DOT ? 2 : 1;
-
-  V held[NV];
-  V sum[SETS][NV];
-  const float* tile;
-  const i32* idx;
-  const float* weights;
-
-  // Entry p: accumulates, and returns the lanes of its dot product.
-  template <int SET>
-  DYNSPARSE_INLINE V entry(i64 p) {
-    const float* x = tile + static_cast<i64>(idx[p]) * (NV * VL);
-    V weight{}, dot{};
-    if constexpr (ACCUMULATE) weight = broadcast(weights[p]);
-#pragma GCC unroll 4
-    for (int j = 0; j < NV; j++) {
-      V lanes = load(x + j * VL);
-      if constexpr (ACCUMULATE && DOT) pin(lanes);
-      if constexpr (ACCUMULATE) sum[SET % SETS][j] += weight * lanes;
-      if constexpr (DOT) dot = j == 0 ? held[j] * lanes : dot + held[j] * lanes;
-    }
-    return dot;
-  }
-
-  // N entries from p on, folded as far as a tree of N leaves goes.
-  template <int N, int SET = 0>
-  DYNSPARSE_INLINE V entries(i64 p) {
-    if constexpr (N == 1) {
-      return entry<SET>(p);
-    } else {
-      V a = entries<N / 2, 0>(p);
-      V b = entries<N / 2, 1>(p + N / 2);
-      if constexpr (N == 2) return fold1(a, b);
-      else if constexpr (N == 4) return fold2(a, b);
-      else return fold_quarters(a, b);
-    }
-  }
-
-  // The dot products of 1 to 3 entries, in the first lanes.
-  DYNSPARSE_INLINE V rest(i64 p, i64 n) {
-    V a = entry<0>(p);
-    V b = n > 1 ? entry<1>(p + 1) : V{};
-    V c = n > 2 ? entry<0>(p + 2) : V{};
-    return sum_quarters(fold2(fold1(a, b), fold1(c, V{})));
-  }
-
+struct Indexed : Major<NV, ACCUMULATE, DOT, i32> {
   DYNSPARSE_INLINE void all(i64 p, i64 end, const Sums& sums) {
     if constexpr (!DOT) {
-      for (; p + 2 <= end; p += 2) {
-        entry<0>(p);
-        entry<1>(p + 1);
-      }
-      if (p < end) entry<0>(p);
+      for (; p + 2 <= end; p += 2) this->template entries<2>(p);
+      if (p < end) this->template entry<0>(p);
     } else {
-      for (; p + VL <= end; p += VL) sums.put(p, entries<VL>(p));
-      if constexpr (VL > 4)
-        for (; p + 4 <= end; p += 4) sums.put_few(p, sum_quarters(entries<4>(p)), 4);
-      if (p < end) sums.put_few(p, rest(p, end - p), static_cast<int>(end - p));
+      for (; p + VL <= end; p += VL) sums.put(p, this->template entries<VL>(p));
+      if (p < end) sums.put_few(p, this->rest(p, end), end - p);
     }
   }
 };
@@ -120,25 +64,14 @@ void chunk(const ElementPass& pass, const float* weights, const Tile& tile, cons
   alignas(64) float out[ACCUMULATE ? CHUNK * width : 1];
   if constexpr (DOT) pack(pass.held, tile, begin, end, held);
   for (i64 m = begin; m < end; m++) {
-    Major<NV, ACCUMULATE, DOT> major;
+    Indexed<NV, ACCUMULATE, DOT> major;
     major.tile = packed;
     major.idx = pass.idx;
     major.weights = weights;
-    V start = broadcast(pass.bias ? pass.bias[m] : 0.0f);
-#pragma GCC unroll 4
-    for (int j = 0; j < NV; j++) {
-      major.sum[0][j] = start;
-      if constexpr (major.SETS > 1) major.sum[1][j] = V{};
-      if constexpr (DOT) major.held[j] = load(held + (m - begin) * width + j * VL);
-    }
+    if constexpr (DOT) major.hold(held + (m - begin) * width);
+    if constexpr (ACCUMULATE) major.start(broadcast(pass.bias ? pass.bias[m] : 0.0f));
     major.all(pass.ptr[m], pass.ptr[m + 1], sums);
-    if constexpr (ACCUMULATE) {
-#pragma GCC unroll 4
-      for (int j = 0; j < NV; j++) {
-        if constexpr (major.SETS > 1) major.sum[0][j] += major.sum[1][j];
-        store(out + (m - begin) * width + j * VL, major.sum[0][j]);
-      }
-    }
+    if constexpr (ACCUMULATE) major.finish(out + (m - begin) * width);
   }
   if constexpr (ACCUMULATE) unpack(out, tile, begin, end, pass.out, pass.majors, pass.packed.low);
 }
@@ -164,6 +97,12 @@ i64 samples_per_tile(i64 minors) {
   if (!DOT && 2 * samples * minors > CACHED) samples /= 2;
   while (samples > VL && samples * minors > CACHED) samples /= 2;
   return samples;
+}
+
+// On its own, so that the loop is compiled for its pointers alone.
+__attribute__((noinline)) void fetch(const float* __restrict values, const i32* __restrict order,
+                                     i64 begin, i64 end, float* __restrict out) {
+  for (i64 p = begin; p < end; p++) out[p] = values[order[p]];
 }
 
 template <bool ACCUMULATE, bool DOT>
@@ -198,8 +137,7 @@ bool run_pass(const ElementPass& pass) {
       const i64 last = by_tiles ? pass.majors : first_major(pass, k + 1, pass.threads);
       if (first == last) continue;
       if (gather && !by_tiles)
-        for (i64 p = pass.ptr[first]; p < pass.ptr[last]; p++)
-          gathered[p] = pass.values[pass.order[p]];
+        fetch(pass.values, pass.order, pass.ptr[first], pass.ptr[last], gathered);
       float* own = packed + k * tile_size;
       for (i64 t = by_tiles ? k : 0; t < tiles; t += by_tiles ? pass.threads : 1) {
         const Tile tile = tile_at(t, pass.batch, samples);

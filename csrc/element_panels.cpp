@@ -1,6 +1,7 @@
 #include "element_panels.h"
 
 #include "caches.h"
+#include "element_major.h"
 #include "scratch.h"
 #include "sorted.h"
 
@@ -9,8 +10,6 @@ namespace {
 
 using u16 = uint16_t;
 
-// Majors per chunk: two cache lines per sample, 8 KiB of activations at most.
-constexpr i64 CHUNK = 2 * LINE;
 // The entries are fetched so far ahead: rows of the tile, read in between from here and there, keep
 // the processor from seeing streams.
 constexpr i64 AHEAD = 256;
@@ -21,74 +20,14 @@ constexpr double WORTH_A_VISIT = 12;
 // As many minors of a panel as the copied index can tell apart.
 constexpr i64 MOST_MINORS = i64{1} << 16;
 
-// One major and one tile: activations, accumulators and the entries being worked on.
+// A major whose entries and sums are streams.
 template <int NV, bool ACCUMULATE, bool DOT>
-struct Major {
-  // Neighbouring entries add to different accumulators, where registers allow it: a chain of
-  // dependent multiply-adds would take four cycles per entry.
-  static constexpr int SETS = VL == 16 || !DOT ? 2 : 1;
-
-  V held[NV];
-  V sum[SETS][NV];
-  const float* tile;
-  const u16* idx;
-  const float* weights;
+struct Streamed : Major<NV, ACCUMULATE, DOT, u16> {
   float* sums;
 
-  // Entry p: accumulates, and returns the lanes of its dot product.
-  template <int SET>
-  DYNSPARSE_INLINE V entry(i64 p) {
-    const float* x = tile + static_cast<i64>(idx[p]) * (NV * VL);
-    V weight{}, dot{};
-    if constexpr (ACCUMULATE) weight = broadcast(weights[p]);
-#pragma GCC unroll 4
-    for (int j = 0; j < NV; j++) {
-      V lanes = load(x + j * VL);
-      if constexpr (ACCUMULATE && DOT) pin(lanes);
-      if constexpr (ACCUMULATE) sum[SET % SETS][j] += weight * lanes;
-      if constexpr (DOT) dot = j == 0 ? held[j] * lanes : dot + held[j] * lanes;
-    }
-    return dot;
-  }
-
-  // N entries from p on, folded as far as a tree of N leaves goes.
-  template <int N, int SET = 0>
-  DYNSPARSE_INLINE V entries(i64 p) {
-    if constexpr (N == 1) {
-      return entry<SET>(p);
-    } else {
-      V a = entries<N / 2, 0>(p);
-      V b = entries<N / 2, 1>(p + N / 2);
-      if constexpr (!DOT) return a;
-      else if constexpr (N == 2) return fold1(a, b);
-      else if constexpr (N == 4) return fold2(a, b);
-      else return fold_quarters(a, b);
-    }
-  }
-
-  // The entries from p on, four at most.
-  DYNSPARSE_INLINE V quad(i64 p, i64 end) {
-    if (p + 4 <= end) return entries<4>(p);
-    V a = entry<0>(p), b{}, c{};
-    if (p + 1 < end) b = entry<1>(p + 1);
-    if (p + 2 < end) c = entry<0>(p + 2);
-    return fold2(fold1(a, b), fold1(c, V{}));
-  }
-
-  // Fewer than VL entries.
-  DYNSPARSE_INLINE V rest(i64 p, i64 end) {
-    V a = quad(p, end), b{}, c{}, d{};
-    if constexpr (VL == 4) return a;
-    if (p + 4 < end) b = quad(p + 4, end);
-    if constexpr (VL == 8) return fold_quarters(a, b);
-    if (p + 8 < end) c = quad(p + 8, end);
-    if (p + 12 < end) d = quad(p + 12, end);
-    return fold_quarters(fold_quarters(a, b), fold_quarters(c, d));
-  }
-
   DYNSPARSE_INLINE void announce(i64 p) const {
-    __builtin_prefetch(idx + p + AHEAD);
-    if constexpr (ACCUMULATE) __builtin_prefetch(weights + p + AHEAD);
+    __builtin_prefetch(this->idx + p + AHEAD);
+    if constexpr (ACCUMULATE) __builtin_prefetch(this->weights + p + AHEAD);
     if constexpr (DOT) __builtin_prefetch(sums + p + AHEAD, 1);
   }
 
@@ -96,19 +35,19 @@ struct Major {
   DYNSPARSE_INLINE void all(i64 p, i64 end, bool first) {
     for (; p + VL <= end; p += VL) {
       announce(p);
-      V dots = entries<VL>(p);
+      V dots = this->template entries<VL>(p);
       if constexpr (DOT)
         store_unaligned(sums + p, first ? dots : dots + load_unaligned(sums + p));
     }
     if (p == end) return;
     announce(p);
     if constexpr (!DOT) {
-      for (; p + 2 <= end; p += 2) entries<2>(p);
-      if (p < end) entry<0>(p);
+      for (; p + 2 <= end; p += 2) this->template entries<2>(p);
+      if (p < end) this->template entry<0>(p);
     } else if (first) {
-      store_unaligned(sums + p, rest(p, end));  // what is stored too much is overwritten
+      store_unaligned(sums + p, this->rest(p, end));  // what is stored too much is overwritten
     } else {
-      store_first(sums + p, rest(p, end) + load_first(sums + p, end - p), end - p);
+      store_first(sums + p, this->rest(p, end) + load_first(sums + p, end - p), end - p);
     }
   }
 };
@@ -149,30 +88,22 @@ void chunk(const ElementPass& pass, const Tile& tile, const Own& own, i64 panel,
   float* out = kept ? own.out + (begin - own.first) * width : out_here;
   if constexpr (DOT)
     if (starts) pack(pass.held, tile, begin, end, held);
-  Major<NV, ACCUMULATE, DOT> major;
+  Streamed<NV, ACCUMULATE, DOT> major;
   major.tile = own.packed;
   major.idx = own.idx;
   major.weights = own.weights;
   major.sums = own.sums;
   const i32* from = own.starts + panel * own.majors() + (begin - own.first);
   for (i64 m = 0; m < end - begin; m++) {
-    const V bias = broadcast(pass.bias ? pass.bias[begin + m] : 0.0f);
-#pragma GCC unroll 4
-    for (int j = 0; j < NV; j++) {
-      if constexpr (DOT) major.held[j] = load(held + m * width + j * VL);
-      if constexpr (ACCUMULATE) {
-        major.sum[0][j] = starts ? bias : load(out + m * width + j * VL);
-        if constexpr (major.SETS > 1) major.sum[1][j] = V{};
-      }
+    if constexpr (DOT) major.hold(held + m * width);
+    if constexpr (ACCUMULATE) {
+      if (starts)
+        major.start(broadcast(pass.bias ? pass.bias[begin + m] : 0.0f));
+      else
+        major.start(out + m * width);
     }
     major.all(from[m], from[m + 1], tile.first == 0);
-    if constexpr (ACCUMULATE) {
-#pragma GCC unroll 4
-      for (int j = 0; j < NV; j++) {
-        if constexpr (major.SETS > 1) major.sum[0][j] += major.sum[1][j];
-        store(out + m * width + j * VL, major.sum[0][j]);
-      }
-    }
+    if constexpr (ACCUMULATE) major.finish(out + m * width);
   }
   if constexpr (ACCUMULATE)
     if (ends) unpack(out, tile, begin, end, pass.out, pass.majors, pass.packed.low);

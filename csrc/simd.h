@@ -170,11 +170,5 @@ DYNSPARSE_INLINE V fold2(V a, V b) {
 DYNSPARSE_INLINE V fold_quarters(V a, V b) {
   return shuffle<Quarters<0>>(a, b) + shuffle<Quarters<1>>(a, b);
 }
-// The sum of all quarters, in every quarter.
-DYNSPARSE_INLINE V sum_quarters(V a) {
-  if constexpr (VL >= 8) a = fold_quarters(a, a);
-  if constexpr (VL >= 16) a = fold_quarters(a, a);
-  return a;
-}
 
 }  // namespace dynsparse
