@@ -7,6 +7,8 @@ namespace {
 
 // Output features per chunk: whole cache lines are written.
 constexpr i64 CHUNK = 2 * LINE;
+// Blocks so many entries further on are fetched.
+constexpr i64 AHEAD = 8;
 
 // Outputs [first, first + R) of one major and one tile. BLOCK is the block size, or 0 for any.
 template <int NV, int R, int BLOCK, bool TRANSPOSED>
@@ -21,8 +23,15 @@ DYNSPARSE_INLINE void outputs(const BlockPass& pass, i64 major, i64 first, const
 #pragma GCC unroll 4
     for (int j = 0; j < NV; j++) sum[u][j] = start;
   }
+  // grad_input jumps from block to block, and the hardware does not foresee where to.
+  const i64 last = pass.ptr[pass.majors] - 1;
   for (i64 p = pass.ptr[major]; p < pass.ptr[major + 1]; p++) {
     const i64 slot = pass.order ? pass.order[p] : p;
+    if (TRANSPOSED && BLOCK && BLOCK <= 8 && pass.order) {
+      const float* soon = pass.values + pass.order[least(p + AHEAD, last)] * BLOCK * BLOCK;
+#pragma GCC unroll 4
+      for (int i = 0; i < BLOCK * BLOCK; i += LINE) __builtin_prefetch(soon + i);
+    }
     const float* x = tile + pass.idx[p] * block * width;
     const float* w = pass.values + slot * block * block + first * across;
 #pragma GCC unroll 8
