@@ -24,7 +24,7 @@ __all__ = ["POOLINGS", "GrowCandidates", "topk_outside"]
 POOLINGS = ("sum", "avg", "max", "none")
 
 # Large enough to keep the matrix product efficient, small enough to stay in the last-level cache.
-CHUNK_BYTES = 4 << 20
+CHUNK_BYTES = 8 << 20
 
 # The threshold is guessed from a sample where the matrix has more than so many chunks.
 _SAMPLE_FROM = 2
@@ -53,7 +53,7 @@ def topk_outside(
 ) -> GrowCandidates:
     """The exact `k` positions of largest |sum over pairs of dY^T X| that are not in `pattern`.
 
-    Beside the result it needs one chunk of rows of the gradient (about 4 MiB) and room for the
+    Beside the result it needs one chunk of rows of the gradient (about 8 MiB) and room for the
     candidates of one more. 16-bit activations are accumulated in float32; float64 stays
     float64. Equal scores: the smaller flat position first.
 
