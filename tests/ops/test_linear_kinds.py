@@ -1,6 +1,7 @@
 """Every kind of kernel against plain torch in float64; what chooses among them."""
 
 import itertools
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -235,3 +236,55 @@ def test_remembered_choices_stay_few():
     for batch in range(1, 300):
         layer.kernel(batch)
     assert len(layer._prepared.choices) <= choice._MOST_CHOICES
+
+
+def test_dense_products_of_several_threads_have_memory_of_their_own():
+    sets = [operands(40 + i, 50, 0.8, 1, 300) for i in range(8)]
+
+    def run(operand):
+        pattern, x, dy, values, bias = operand
+        p = Prepared(pattern.index, values)
+        for _ in range(20):
+            found = (
+                dense.forward(x, values, p, bias),
+                *dense.backward(dy, x, values, p, True, True),
+            )
+        return found
+
+    expected = [run(operand) for operand in sets]
+    with ThreadPoolExecutor(4) as pool:
+        found = list(pool.map(run, sets))
+    for one, other in zip(found, expected, strict=True):
+        assert all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
+    dense.release()
+    assert not dense._kept
+    assert torch.equal(run(sets[0])[0], expected[0][0])
+
+
+def test_dense_products_after_inference_mode():
+    dense.release()
+    layer = SparseLinear(64, 48, 0.9)
+    x = torch.randn(70, 64)
+    with ops.use_kernel("dense"):
+        with torch.inference_mode():
+            y = layer(x)
+        again = layer(x)
+        again.sum().backward()
+    assert torch.equal(y, again)
+    expected = x.sum(0).expand(48, 64)
+    torch.testing.assert_close(
+        layer.values.grad, layer.pattern.values_of(expected), rtol=1e-4, atol=1e-4
+    )
+
+
+def test_dense_products_where_the_default_type_is_another():
+    layer = SparseLinear(64, 48, 0.9, dtype=torch.float32)
+    x = torch.randn(70, 64)
+    expected = x @ layer.to_dense().t() + layer.bias
+    dense.release()
+    torch.set_default_dtype(torch.float64)
+    try:
+        with ops.use_kernel("dense"):
+            torch.testing.assert_close(layer(x), expected, rtol=1e-4, atol=1e-4)
+    finally:
+        torch.set_default_dtype(torch.float32)

@@ -44,9 +44,11 @@ _kept: list[Tensor] = []
 @contextmanager
 def _memory(elements: int) -> Iterator[Tensor]:
     """At least so many floats, of any contents."""
-    memory = _kept.pop() if _kept else torch.empty(0)
-    if memory.numel() < elements:
-        memory = torch.empty(elements)
+    memory = _kept.pop() if _kept else None
+    if memory is None or memory.numel() < elements:
+        # A tensor made in inference mode could not be written to outside.
+        with torch.inference_mode(False):
+            memory = torch.empty(elements, dtype=torch.float32, device="cpu")
     try:
         yield memory
     finally:
