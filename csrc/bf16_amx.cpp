@@ -37,8 +37,8 @@ class Tiles {
   static bool collides(i64) { return false; }
 
   // Four sums: 2 by 2 for blocks of 32 and 4 by 1 for blocks of 16.
-  static void sums_of(const BlockPass& pass, i64 major, const i32* prepared, const bf16* x, i64 stride,
-               float* sums) {
+  static void sums_of(const BlockPass& pass, i64 major, const i32* prepared, const bf16* x,
+                      i64 stride, float* sums) {
     const i64 block = pass.block, size = block * block / 2;
     settle();
     _tile_zero(0);

@@ -157,7 +157,8 @@ bool run_bf16_outputs(const BlockPass& pass, const bf16* low_values) {
           const bool in_place = m < whole;
           const bf16* x = in_place ? low_data(pass.packed) + m * pass.packed.batch_stride
                                    : rest + (m - whole) * copied;
-          Unit::sums_of(pass, major, prepared, x, in_place ? pass.packed.batch_stride : copied, sums);
+          const i64 stride = in_place ? pass.packed.batch_stride : copied;
+          Unit::sums_of(pass, major, prepared, x, stride, sums);
           write(pass, major, sums, least(group, pass.batch - m),
                 reinterpret_cast<bf16*>(pass.out) + m * features);
         }
