@@ -132,12 +132,12 @@ class Tiles {
 
 bool amx_usable() {
   static const bool usable = [] {
-    constexpr unsigned AMX_BF16 = 1u << 22, AMX_TILE = 1u << 24, AVX512_BF16 = 1u << 5;
+    constexpr unsigned AMX_BF16 = 1u << 22, AMX_TILE = 1u << 24;
     constexpr long REQUEST_PERMISSION = 0x1023, TILE_DATA = 18;
     unsigned a, b, c, d;
     if (!__get_cpuid_count(7, 0, &a, &b, &c, &d)) return false;
     if (!(d & AMX_BF16) || !(d & AMX_TILE)) return false;
-    if (!__get_cpuid_count(7, 1, &a, &b, &c, &d) || !(a & AVX512_BF16)) return false;
+    if (!dots_usable()) return false;  // operands are rounded with AVX-512-bf16
     return syscall(SYS_arch_prctl, REQUEST_PERMISSION, TILE_DATA) == 0;
   }();
   return usable;

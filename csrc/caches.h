@@ -1,13 +1,11 @@
-// The sizes of this machine's caches.
+// The size of this machine's cache.
 #pragma once
 
 #include "simd.h"
 
 namespace dynsparse {
 
-// Bytes of one core's first-level data cache and second-level cache; what is usual where the system
-// does not tell.
-i64 first_level_cache();
+// Bytes of one core's second-level cache; what is usual where the system does not tell.
 i64 second_level_cache();
 
 }  // namespace dynsparse

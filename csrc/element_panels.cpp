@@ -3,7 +3,6 @@
 #include "caches.h"
 #include "element_major.h"
 #include "scratch.h"
-#include "sorted.h"
 
 namespace dynsparse {
 namespace {
@@ -205,6 +204,18 @@ bool copy_entries(const ElementPass& pass, const Own& own, i64 k) {
   }
   starts[majors] = to;
   return true;
+}
+
+// The first of the entries [begin, end) of a row that does not lie before column `col`.
+i64 first_from(const i32* cols, i64 begin, i64 end, i64 col) {
+  while (begin < end) {
+    const i64 middle = (begin + end) / 2;
+    if (cols[middle] < col)
+      begin = middle + 1;
+    else
+      end = middle;
+  }
+  return begin;
 }
 
 // The sums of panel k to where the values are. False where the index by rows does not have the same
