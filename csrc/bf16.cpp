@@ -123,8 +123,8 @@ DYNSPARSE_EXPORT i32 dynsparse_bf16_unit() { return dynsparse::unit(); }
 // float32, the bias is float32. Sums are float32, rounded once.
 DYNSPARSE_EXPORT int dynsparse_linear_forward_bf16(
     const bf16* x, i64 x_batch_stride, i64 x_feature_stride, const void* values, i32 low,
-    const i32* row_ptr, const i32* cols, const float* bias, bf16* y, i64 batch, i64 out, i64 in,
-    i64 block, i32 threads) {
+    const i32* row_ptr, const i32* cols, const void* row_panels, const float* bias, bf16* y,
+    i64 batch, i64 out, i64 in, i64 block, i32 threads) {
   using namespace dynsparse;
   if (batch == 0) return 0;
   const Matrix input = {reinterpret_cast<const float*>(x), x_batch_stride, x_feature_stride, true};
@@ -149,7 +149,8 @@ DYNSPARSE_EXPORT int dynsparse_linear_forward_bf16(
     });
     weights = wide;
   }
-  const Index index = {row_ptr, cols, nullptr, nullptr, nullptr, out, in, block};
+  const Index index = {row_ptr, cols, nullptr, nullptr, nullptr, out, in, block,
+                       row_panels, nullptr};
   return linear_forward(input, weights, index, bias, y_data, batch, threads);
 }
 
@@ -158,8 +159,9 @@ DYNSPARSE_EXPORT int dynsparse_linear_forward_bf16(
 DYNSPARSE_EXPORT int dynsparse_linear_backward_bf16(
     const bf16* dy, i64 dy_batch_stride, i64 dy_feature_stride, const bf16* x, i64 x_batch_stride,
     i64 x_feature_stride, const void* values, i32 low, const i32* row_ptr, const i32* cols,
-    const i32* col_ptr, const i32* csc_rows, const i32* csc_perm, bf16* dx, void* dvalues,
-    i64 batch, i64 out, i64 in, i64 block, i32 threads) {
+    const i32* col_ptr, const i32* csc_rows, const i32* csc_perm, const void* row_panels,
+    const void* col_panels, bf16* dx, void* dvalues, i64 batch, i64 out, i64 in, i64 block,
+    i32 threads) {
   using namespace dynsparse;
   const Matrix grad = {reinterpret_cast<const float*>(dy), dy_batch_stride, dy_feature_stride,
                        true};
@@ -191,7 +193,8 @@ DYNSPARSE_EXPORT int dynsparse_linear_backward_bf16(
     pass.x = input;
     status = run_on_unit(pass, low ? static_cast<const bf16*>(values) : nullptr) ? 0 : 1;
   } else {
-    const Index index = {row_ptr, cols, col_ptr, csc_rows, csc_perm, out, in, block};
+    const Index index = {row_ptr, cols, col_ptr, csc_rows, csc_perm, out, in, block,
+                         row_panels, col_panels};
     status = linear_backward(grad, input, given, index, dx_data, sums, batch, threads);
   }
   if (status == 0 && low && dvalues)

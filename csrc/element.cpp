@@ -99,35 +99,29 @@ i64 samples_per_tile(i64 minors) {
   return samples;
 }
 
-// On its own, so that the loop is compiled for its pointers alone.
-__attribute__((noinline)) void fetch(const float* __restrict values, const i32* __restrict order,
-                                     i64 begin, i64 end, float* __restrict out) {
-  for (i64 p = begin; p < end; p++) out[p] = values[order[p]];
-}
-
 template <bool ACCUMULATE, bool DOT>
 bool run_pass(const ElementPass& pass) {
   const i64 samples = samples_per_tile<DOT>(pass.minors);
   const i64 tiles = tiles_of(pass.batch, samples);
   const i64 nnz = pass.ptr[pass.majors];
   const i64 tile_size = samples * pass.minors;
-  const bool gather = ACCUMULATE && pass.order, partial_sums = DOT && pass.order && tiles > 1;
+  const bool permuted = ACCUMULATE && pass.order, partial_sums = DOT && pass.order && tiles > 1;
   // Every thread packs the tiles it uses for itself: fetching what another has packed from its
   // cache takes longer. Accumulation splits the tiles where they come out even, else the majors,
   // as dot products always do: their sums run over all tiles.
   const bool by_tiles = !DOT && (tiles % pass.threads == 0 || tiles >= 4 * pass.threads);
   Scratch scratch(Scratch::size_of<float>(tile_size * pass.threads) +
-                  Scratch::size_of<float>(gather ? nnz : 0) +
+                  Scratch::size_of<float>(permuted ? nnz : 0) +
                   Scratch::size_of<float>(partial_sums ? nnz : 0));
   if (scratch.failed()) return false;
   float* packed = scratch.take<float>(tile_size * pass.threads);
-  float* gathered = scratch.take<float>(gather ? nnz : 0);
+  float* gathered = scratch.take<float>(permuted ? nnz : 0);
   float* partial = pass.order ? scratch.take<float>(partial_sums ? nnz : 0) : pass.sums;
-  const float* weights = gather ? gathered : pass.values;
+  const float* weights = permuted ? gathered : pass.values;
 
 #pragma omp parallel num_threads(pass.threads)
   {
-    if (gather && by_tiles) {
+    if (permuted && by_tiles) {
 #pragma omp for schedule(static)
       for (i64 p = 0; p < nnz; p++) gathered[p] = pass.values[pass.order[p]];
     }
@@ -136,8 +130,8 @@ bool run_pass(const ElementPass& pass) {
       const i64 first = by_tiles ? 0 : first_major(pass, k, pass.threads);
       const i64 last = by_tiles ? pass.majors : first_major(pass, k + 1, pass.threads);
       if (first == last) continue;
-      if (gather && !by_tiles)
-        fetch(pass.values, pass.order, pass.ptr[first], pass.ptr[last], gathered);
+      if (permuted && !by_tiles)
+        gather(pass.values, pass.order, pass.ptr[first], pass.ptr[last], gathered);
       float* own = packed + k * tile_size;
       for (i64 t = by_tiles ? k : 0; t < tiles; t += by_tiles ? pass.threads : 1) {
         const Tile tile = tile_at(t, pass.batch, samples);
@@ -155,6 +149,12 @@ bool run_pass(const ElementPass& pass) {
 
 }  // namespace
 
+// The loop has a function of its own to be compiled for its pointers alone.
+void gather(const float* __restrict from, const i32* __restrict order, i64 begin, i64 end,
+            float* __restrict out) {
+  for (i64 p = begin; p < end; p++) out[p] = from[order[p]];
+}
+
 i64 first_major(const ElementPass& pass, i64 k, i64 parts) {
   // What a major costs beside its entries, in entries.
   constexpr i64 FIXED = 16;
@@ -171,10 +171,7 @@ i64 first_major(const ElementPass& pass, i64 k, i64 parts) {
 }
 
 bool run(const ElementPass& pass) {
-  if (panels_pay(pass)) {
-    const Outcome outcome = run_in_panels(pass);
-    if (outcome != Outcome::UNORDERED) return outcome == Outcome::DONE;
-  }
+  if (pass.panels) return run_in_panels(pass);
   if (pass.out && pass.sums) return run_pass<true, true>(pass);
   if (pass.sums) return run_pass<false, true>(pass);
   return run_pass<true, false>(pass);

@@ -14,7 +14,7 @@
 // gradients, and these loads, one per multiply-add otherwise, are what limits every pass.
 #pragma once
 
-#include "layout.h"
+#include "panel_index.h"
 
 namespace dynsparse {
 
@@ -37,15 +37,18 @@ struct ElementPass {
   Matrix held = {};  // [batch, majors]
   float* sums = nullptr;
 
-  // [nnz] or null: the identity. With one, the index is that of the columns of a matrix, and
-  // row_ptr and cols are that of its rows, by which the values are ordered.
+  // [nnz] or null: the identity.
   const i32* order = nullptr;
-  const i32* row_ptr = nullptr;
-  const i32* cols = nullptr;
+
+  // The index by panels, or null: then the entries are worked on as they come.
+  const PanelIndex* panels = nullptr;
 };
 
 // False where scratch memory is not to be had.
 bool run(const ElementPass& pass);
+
+// out[p] = from[order[p]] for the p in [begin, end).
+void gather(const float* from, const i32* order, i64 begin, i64 end, float* out);
 
 // The first major of the k-th of `parts` stretches with about equal work; majors where k = parts.
 i64 first_major(const ElementPass& pass, i64 k, i64 parts);

@@ -3,7 +3,8 @@
 // W is [out, in] with blocks of `block` x `block` (1: unstructured): CSR (row_ptr [out/block + 1],
 // cols [nnz]) and CSC (col_ptr [in/block + 1], csc_rows [nnz], csc_perm [nnz]: the row-major slot
 // of each entry). values [nnz, block, block] holds W[row * block + i, col * block + j] at
-// (slot, i, j). Outputs are contiguous and every element is written. All functions return 0, or 1
+// (slot, i, j). row_panels, col_panels: what dynsparse_panels_make has made of either (elements
+// only), or null. Outputs are contiguous and every element is written. All functions return 0, or 1
 // where scratch memory could not be allocated.
 
 #include "linear.h"
@@ -32,6 +33,15 @@ bool fused_pays(i64 batch, i64 nnz, i64 out) {
   return batch > 32 && (batch > 64 || nnz > 64 * out);
 }
 
+int run_any(ElementPass& pass, const void* panels) {
+  PanelIndex index;
+  if (panels) {
+    index = panel_index(panels);
+    pass.panels = &index;
+  }
+  return run(pass) ? 0 : 1;
+}
+
 int run_any(const BlockPass& pass) {
   const bool panels = panels_fit(pass.block, pass.packed.low);
   return (panels ? run_in_panels(pass) : run_in_tiles(pass)) ? 0 : 1;
@@ -57,7 +67,7 @@ int linear_forward(const Matrix& x, const float* values, const Index& index, con
   pass.out = y;
   pass.values = values;
   pass.bias = bias;
-  return run(pass) ? 0 : 1;
+  return run_any(pass, index.row_panels);
 }
 
 int linear_backward(const Matrix& dy, const Matrix& x, const float* values, const Index& index,
@@ -87,19 +97,17 @@ int linear_backward(const Matrix& dy, const Matrix& x, const float* values, cons
     ElementPass pass = {index.row_ptr, index.cols, out, in, batch, x, threads};
     pass.held = dy;
     pass.sums = dvalues;
-    if (!run(pass)) return 1;
+    if (run_any(pass, index.row_panels)) return 1;
     if (!dx) return 0;
     dvalues = nullptr;
   }
   ElementPass pass = {index.col_ptr, index.csc_rows, in, out, batch, dy, threads};
   pass.order = index.csc_perm;
-  pass.row_ptr = index.row_ptr;
-  pass.cols = index.cols;
   pass.out = dx;
   pass.values = values;
   pass.held = x;
   pass.sums = dvalues;
-  return run(pass) ? 0 : 1;
+  return run_any(pass, index.col_panels);
 }
 
 }  // namespace dynsparse
@@ -110,9 +118,10 @@ using dynsparse::i64;
 // y [batch, out] = x [batch, in] W^T + bias; bias [out] or null.
 DYNSPARSE_EXPORT int dynsparse_linear_forward(
     const float* x, i64 x_batch_stride, i64 x_feature_stride, const float* values,
-    const i32* row_ptr, const i32* cols, const float* bias, float* y, i64 batch, i64 out, i64 in,
-    i64 block, i32 threads) {
-  const dynsparse::Index index = {row_ptr, cols, nullptr, nullptr, nullptr, out, in, block};
+    const i32* row_ptr, const i32* cols, const void* row_panels, const float* bias, float* y,
+    i64 batch, i64 out, i64 in, i64 block, i32 threads) {
+  const dynsparse::Index index = {row_ptr, cols, nullptr, nullptr, nullptr,
+                                  out,     in,   block,   row_panels, nullptr};
   return dynsparse::linear_forward({x, x_batch_stride, x_feature_stride}, values, index, bias, y,
                                    batch, threads);
 }
@@ -121,9 +130,11 @@ DYNSPARSE_EXPORT int dynsparse_linear_forward(
 DYNSPARSE_EXPORT int dynsparse_linear_backward(
     const float* dy, i64 dy_batch_stride, i64 dy_feature_stride, const float* x,
     i64 x_batch_stride, i64 x_feature_stride, const float* values, const i32* row_ptr,
-    const i32* cols, const i32* col_ptr, const i32* csc_rows, const i32* csc_perm, float* dx,
-    float* dvalues, i64 batch, i64 out, i64 in, i64 block, i32 threads) {
-  const dynsparse::Index index = {row_ptr, cols, col_ptr, csc_rows, csc_perm, out, in, block};
+    const i32* cols, const i32* col_ptr, const i32* csc_rows, const i32* csc_perm,
+    const void* row_panels, const void* col_panels, float* dx, float* dvalues, i64 batch, i64 out,
+    i64 in, i64 block, i32 threads) {
+  const dynsparse::Index index = {row_ptr, cols, col_ptr, csc_rows,   csc_perm,
+                                  out,     in,   block,   row_panels, col_panels};
   return dynsparse::linear_backward({dy, dy_batch_stride, dy_feature_stride},
                                     {x, x_batch_stride, x_feature_stride}, values, index, dx,
                                     dvalues, batch, threads);

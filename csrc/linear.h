@@ -15,6 +15,10 @@ struct Index {
   i64 out;
   i64 in;
   i64 block;
+  // What dynsparse_panels_make has made of the CSR and of the CSC part, or null: then the entries
+  // are worked on as they come.
+  const void* row_panels;
+  const void* col_panels;
 };
 
 // As the functions of the C interface. Outputs have the type of the activations.

@@ -1,10 +1,12 @@
-"""Products in panels: where many samples make the kernels copy the entries first.
+"""Products in panels: with many samples the kernels work on the entries panel by panel.
 
-The kernel chooses for itself; the sizes here are those for which it does (csrc/element_panels.cpp).
+From how many on is the kernels' choice; the sizes here are those for which they do
+(csrc/element_panels.cpp).
 """
 
 from __future__ import annotations
 
+import gc
 import itertools
 from collections.abc import Iterator
 
@@ -15,7 +17,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from dynsparse.ops import native
-from dynsparse.ops.linear import cpu
+from dynsparse.ops.linear import Prepared, cpu, panels
 from dynsparse.pattern import PatternIndex, SparsePattern
 
 pytestmark = pytest.mark.skipif(native.load() is None, reason="the compiled kernels are not built")
@@ -101,7 +103,7 @@ def test_many_rows_with_few_features() -> None:
 
 
 @pytest.mark.parametrize("shape", [(1500, 1700), (2600, 90), (90, 2600)])
-@pytest.mark.parametrize("batch", [70, 256, 333])
+@pytest.mark.parametrize("batch", [17, 70, 256, 333])
 def test_several_panels(shape: tuple[int, int], batch: int) -> None:
     generator = torch.Generator().manual_seed(5)
     pattern = SparsePattern.random(shape, 0.2, generator=generator)
@@ -188,3 +190,44 @@ def test_an_index_in_any_order() -> None:
             torch.testing.assert_close(got_dw, dw[order], rtol=1e-4, atol=1e-4)
             if got_dx is not None:
                 torch.testing.assert_close(got_dx, dx, rtol=1e-4, atol=1e-4)
+
+
+def prepared(density: float = 0.3, block_size: int = 1) -> tuple[SparsePattern, Prepared]:
+    generator = torch.Generator().manual_seed(6)
+    pattern = SparsePattern.random((320, 480), density, block_size=block_size, generator=generator)
+    return pattern, Prepared(pattern.index, torch.zeros(pattern.values_shape))
+
+
+@pytest.mark.skipif(native.describe()["isa"] != "v4", reason="narrow vectors need larger layers")
+def test_made_once_and_only_where_they_pay() -> None:
+    pattern, p = prepared()
+    for of in (panels.by_rows, panels.by_columns):
+        assert of(p, 1) is None
+        made = of(p, 1000)
+        assert made is not None
+        assert of(p, 1000) is made
+        assert of(p, 1) is None
+        # Calls through the dispatcher have the same index tensors and nothing else.
+        assert of(Prepared(pattern.index, torch.zeros(pattern.nnz)), 1000) is made
+    assert panels.by_rows(prepared()[1], 1000) is not panels.by_rows(p, 1000)
+    assert panels.by_columns(prepared(block_size=8)[1], 1000) is None
+    assert panels.by_columns(prepared(density=0.001)[1], 1000) is None
+
+
+@pytest.mark.skipif(native.describe()["isa"] != "v4", reason="narrow vectors need larger layers")
+def test_made_again_when_the_index_has_changed() -> None:
+    pattern, p = prepared()
+    made = panels.by_columns(p, 1000)
+    pattern.index.csc_perm.add_(0)
+    again = Prepared(pattern.index, torch.zeros(pattern.nnz))
+    assert panels.by_columns(again, 1000) is not made
+    assert panels.by_columns(again, 1000) is not None
+
+
+def test_nothing_is_kept_of_a_pattern_that_is_gone() -> None:
+    before = len(panels._made)
+    pattern, p = prepared()
+    panels.by_columns(p, 1000)
+    del pattern, p
+    gc.collect()
+    assert len(panels._made) == before

@@ -13,6 +13,8 @@ Functions of the libraries, documented where they are written:
 
 - `dynsparse_linear_forward`, `dynsparse_linear_backward` (csrc/linear.cpp), called by
   `dynsparse.ops.linear.cpu`;
+- `dynsparse_panels_from` (csrc/element_panels.cpp), `dynsparse_panels_bytes`,
+  `dynsparse_panels_make` (csrc/panel_index.cpp), called by `dynsparse.ops.linear.panels`;
 - `dynsparse_small_masks`, `dynsparse_small_forward`, `dynsparse_small_backward`
   (csrc/small_batch.cpp), called by `dynsparse.ops.linear.small`;
 - `dynsparse_rows_to_dense`, `dynsparse_rows_from_dense` (csrc/dense_rows.cpp), called by
@@ -53,21 +55,24 @@ _MATRIX = [_POINTER, _SIZE, _SIZE]  # data, stride of the batch, stride of the f
 _SIGNATURES: dict[str, tuple[type | None, list[type]]] = {
     "dynsparse_linear_forward": (
         ctypes.c_int,
-        [*_MATRIX, *[_POINTER] * 5, *[_SIZE] * 4, _INT],
+        [*_MATRIX, *[_POINTER] * 6, *[_SIZE] * 4, _INT],
     ),
     "dynsparse_linear_backward": (
         ctypes.c_int,
-        [*_MATRIX, *_MATRIX, *[_POINTER] * 8, *[_SIZE] * 4, _INT],
+        [*_MATRIX, *_MATRIX, *[_POINTER] * 10, *[_SIZE] * 4, _INT],
     ),
     "dynsparse_linear_forward_bf16": (
         ctypes.c_int,
-        [*_MATRIX, _POINTER, _INT, *[_POINTER] * 4, *[_SIZE] * 4, _INT],
+        [*_MATRIX, _POINTER, _INT, *[_POINTER] * 5, *[_SIZE] * 4, _INT],
     ),
     "dynsparse_linear_backward_bf16": (
         ctypes.c_int,
-        [*_MATRIX, *_MATRIX, _POINTER, _INT, *[_POINTER] * 7, *[_SIZE] * 4, _INT],
+        [*_MATRIX, *_MATRIX, _POINTER, _INT, *[_POINTER] * 9, *[_SIZE] * 4, _INT],
     ),
     "dynsparse_bf16_unit": (_INT, []),
+    "dynsparse_panels_from": (_SIZE, [*[_SIZE] * 3, _INT]),
+    "dynsparse_panels_bytes": (_SIZE, [*[_SIZE] * 3, _INT]),
+    "dynsparse_panels_make": (ctypes.c_int, [*[_POINTER] * 3, *[_SIZE] * 2, _POINTER, _INT]),
     "dynsparse_pattern_merge": (
         ctypes.c_int,
         [*[_POINTER] * 2, _SIZE, _SIZE, _POINTER, _SIZE, _POINTER, _SIZE, *[_POINTER] * 4, _INT],

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from dynsparse.ops import native
 from dynsparse.ops.linear.choice import choose_for
+from dynsparse.ops.linear.panels import by_columns, by_rows
 from dynsparse.ops.linear.prepared import Prepared
 
 __all__ = ["backward", "forward", "serves"]
@@ -57,6 +58,7 @@ def forward(x: Tensor, values: Tensor, p: Prepared, bias: Tensor | None) -> Tens
     values = values.contiguous()
     bias = None if bias is None else bias.to(torch.float32).contiguous()
     y = x.new_empty(x.shape[0], p.out_features)
+    panels = by_rows(p, x.shape[0])
     status = library.dynsparse_linear_forward_bf16(
         x.data_ptr(),
         *x.stride(),
@@ -64,6 +66,7 @@ def forward(x: Tensor, values: Tensor, p: Prepared, bias: Tensor | None) -> Tens
         values.dtype is torch.bfloat16,
         p.row_ptr.data_ptr(),
         p.cols.data_ptr(),
+        None if panels is None else panels.data_ptr(),
         None if bias is None else bias.data_ptr(),
         y.data_ptr(),
         x.shape[0],
@@ -96,6 +99,8 @@ def backward(
     values = values.contiguous()
     dx = dy.new_empty(dy.shape[0], p.in_features) if need_input else None
     dvalues = torch.empty_like(values) if need_values else None
+    row_panels = by_rows(p, dy.shape[0]) if need_values else None
+    col_panels = by_columns(p, dy.shape[0]) if need_input else None
     status = library.dynsparse_linear_backward_bf16(
         dy.data_ptr(),
         *dy.stride(),
@@ -108,6 +113,8 @@ def backward(
         p.col_ptr.data_ptr(),
         p.csc_rows.data_ptr(),
         p.csc_perm.data_ptr(),
+        None if row_panels is None else row_panels.data_ptr(),
+        None if col_panels is None else col_panels.data_ptr(),
         None if dx is None else dx.data_ptr(),
         None if dvalues is None else dvalues.data_ptr(),
         dy.shape[0],

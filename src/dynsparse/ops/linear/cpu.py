@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from dynsparse.ops import native
+from dynsparse.ops.linear.panels import by_columns, by_rows
 from dynsparse.ops.linear.prepared import Prepared
 from dynsparse.pattern import PatternIndex
 
@@ -50,12 +51,14 @@ def forward(
         bias = bias.contiguous()
     batch, out = x.shape[0], p.out_features
     y = x.new_empty(batch, out)
+    panels = by_rows(p, batch)
     status = library.dynsparse_linear_forward(
         x.data_ptr(),
         *x.stride(),
         values.data_ptr(),
         p.row_ptr.data_ptr(),
         p.cols.data_ptr(),
+        None if panels is None else panels.data_ptr(),
         None if bias is None else bias.data_ptr(),
         y.data_ptr(),
         batch,
@@ -98,6 +101,8 @@ def backward(
     batch = dy.shape[0]
     dx = dy.new_empty(batch, p.in_features) if need_input else None
     dvalues = torch.empty_like(values) if need_values else None
+    row_panels = by_rows(p, batch) if need_values else None
+    col_panels = by_columns(p, batch) if need_input else None
     status = library.dynsparse_linear_backward(
         dy.data_ptr(),
         *dy.stride(),
@@ -109,6 +114,8 @@ def backward(
         p.col_ptr.data_ptr(),
         p.csc_rows.data_ptr(),
         p.csc_perm.data_ptr(),
+        None if row_panels is None else row_panels.data_ptr(),
+        None if col_panels is None else col_panels.data_ptr(),
         None if dx is None else dx.data_ptr(),
         None if dvalues is None else dvalues.data_ptr(),
         batch,

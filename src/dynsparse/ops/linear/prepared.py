@@ -31,6 +31,8 @@ class Prepared:
         values_shape, bias_shape: what these tensors must look like.
         on_cpu: where the index is.
         masks: what `small` makes of the index when it is first needed, or None.
+        row_panels, col_panels: likewise what `panels` makes of it, from so many samples on:
+        row_panels_from, col_panels_from.
         choices: what `choice` has decided so far.
 
     Raises:
@@ -42,6 +44,8 @@ class Prepared:
         "bias_shape",
         "block_size",
         "choices",
+        "col_panels",
+        "col_panels_from",
         "col_ptr",
         "cols",
         "csc_perm",
@@ -52,6 +56,8 @@ class Prepared:
         "nnz",
         "on_cpu",
         "out_features",
+        "row_panels",
+        "row_panels_from",
         "row_ptr",
         "values_shape",
     )
@@ -86,6 +92,9 @@ class Prepared:
         self.bias_shape = torch.Size((self.out_features,))
         self.on_cpu = values.is_cpu
         self.masks: Tensor | None = None
+        self.row_panels: Tensor | None = None
+        self.col_panels: Tensor | None = None
+        self.row_panels_from = self.col_panels_from = 0
         self.choices: dict[int, str] = {}
 
     def holds(self, tensors: dict[str, Tensor | None]) -> bool:
