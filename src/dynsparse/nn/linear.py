@@ -174,7 +174,13 @@ class SparseLinear(nn.Module):
         if self.active is not None:
             return self.active(x, self.values, self.index, self.bias)
         index = self.index if is_compiling() else self._prepare()
-        return linear(x, self.values, index, self.bias)
+        # Attributes of a module cost more than the rest of this function. Parametrizations and the
+        # like take parameters out of here.
+        own = self._parameters
+        values = own.get("values")
+        if values is None:
+            values = self.values
+        return linear(x, values, index, own["bias"] if "bias" in own else self.bias)
 
     def _prepare(self) -> Prepared:
         # The tensors may have been replaced, as `to` does it: they are compared at every call.

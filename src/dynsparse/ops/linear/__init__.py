@@ -34,11 +34,13 @@ class _EagerLinear(torch.autograd.Function):
     @staticmethod
     def backward(ctx, dy):
         p = ctx.prepared
-
-        def passes(dy, x, values, need_input):
-            if torch.is_grad_enabled() or torch.is_autocast_enabled("cpu"):
-                # The operator refuses second derivatives (create_graph), and keeps autocast out.
-                return torch.ops.dynsparse.linear_backward(dy, x, values, *p.index, need_input)
+        if torch.is_grad_enabled() or torch.is_autocast_enabled("cpu"):
+            # The operator refuses second derivatives (create_graph), and keeps autocast out.
+            return *operator.gradients(ctx, dy, ctx.needs_input_grad[2], p.index), None
+        x, values = ctx.saved_tensors
+        need_input, need_values, need_bias, _ = ctx.needs_input_grad
+        dx = dw = None
+        if need_input or need_values:
             if values.shape != p.values_shape:
                 raise RuntimeError(
                     f"the values had the shape {list(p.values_shape)} in forward and have "
@@ -46,9 +48,13 @@ class _EagerLinear(torch.autograd.Function):
                 )
             if x is not None and capture.is_open(values):
                 products.record(values, x, dy)
-            return products.backward(dy, x, values, p, need_input)
+            dx, dw = products.backward(dy, x, values, p, need_input)
+        return dx, dw, operator.grad_bias(ctx, dy) if need_bias else None, None
 
-        return *operator.gradients(ctx, dy, ctx.needs_input_grad[2], passes), None
+
+# What Function.apply comes to without functorch's wrappers, which `_is_plain_eager` excludes: its
+# own way there costs as much as the products of a small layer.
+_apply = super(torch.autograd.Function, _EagerLinear).apply
 
 
 def _is_plain_eager(x: Tensor) -> bool:
@@ -60,6 +66,7 @@ def _is_plain_eager(x: Tensor) -> bool:
         or torch.is_autocast_enabled("cpu" if x.is_cpu else x.device.type)
         or torch._C._len_torch_dispatch_stack()
         or torch._C._functorch.peek_interpreter_stack() is not None
+        or torch._C._functorch.is_functorch_wrapped_tensor(x)
         or torch.jit.is_tracing()
         or forward_ad._current_level >= 0
     )
@@ -99,7 +106,7 @@ def linear(
     if torch.is_grad_enabled() and (
         values.requires_grad or x.requires_grad or (bias is not None and bias.requires_grad)
     ):
-        return _EagerLinear.apply(x, values, bias, p)
+        return _apply(x, values, bias, p)
     return products.forward(x, values, p, bias)
 
 

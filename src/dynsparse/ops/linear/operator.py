@@ -16,7 +16,7 @@ from dynsparse.ops.linear import naive, products
 from dynsparse.ops.linear.prepared import Prepared
 from dynsparse.pattern import PatternIndex
 
-__all__ = ["gradients", "save"]
+__all__ = ["grad_bias", "gradients", "save"]
 
 _INDEX = "Tensor row_ptr, Tensor cols, Tensor col_ptr, Tensor csc_rows, Tensor csc_perm"
 
@@ -81,19 +81,24 @@ def save(ctx, x: Tensor, values: Tensor, bias: Tensor | None, *index: Tensor) ->
     ctx.bias_dtype = None if bias is None else bias.dtype
 
 
-def gradients(ctx, dy: Tensor, need_bias: bool, passes):
-    """Of x, values and bias; `passes(dy, x, values, *index, need_input)` makes the sparse two."""
-    x, values, *index = ctx.saved_tensors
+def grad_bias(ctx, dy: Tensor) -> Tensor:
+    rows = dy if dy.dim() == 2 else dy.reshape(-1, dy.shape[-1])
+    # Naming the type that comes anyway costs more than the sum of a small layer.
+    return rows.sum(0) if rows.dtype is ctx.bias_dtype else rows.sum(0, dtype=ctx.bias_dtype)
+
+
+def gradients(ctx, dy: Tensor, need_bias: bool, index: PatternIndex):
+    """Of x, values and bias; the first two by the operator."""
+    x, values, *_ = ctx.saved_tensors
     need_input, need_values = ctx.needs_input_grad[:2]
-    dx = dw = db = None
+    dx = dw = None
     if need_input or need_values:
-        dx, dw = passes(dy, x, values, *index, need_input)
-    if need_bias:
-        rows = dy if dy.dim() == 2 else dy.reshape(-1, dy.shape[-1])
-        # Naming the type that comes anyway costs more than the sum of a small layer.
-        same = rows.dtype is ctx.bias_dtype
-        db = rows.sum(0) if same else rows.sum(0, dtype=ctx.bias_dtype)
-    return dx if need_input else None, dw if need_values else None, db
+        dx, dw = torch.ops.dynsparse.linear_backward(dy, x, values, *index, need_input)
+    return (
+        dx if need_input else None,
+        dw if need_values else None,
+        grad_bias(ctx, dy) if need_bias else None,
+    )
 
 
 def _setup_context(ctx, inputs, output) -> None:
@@ -102,8 +107,8 @@ def _setup_context(ctx, inputs, output) -> None:
 
 
 def _autograd(ctx, dy: Tensor):
-    operator = torch.ops.dynsparse.linear_backward
-    dx, dw, db = gradients(ctx, dy, ctx.needs_input_grad[7], operator)
+    index = PatternIndex(*ctx.saved_tensors[2:])
+    dx, dw, db = gradients(ctx, dy, ctx.needs_input_grad[7], index)
     return dx, dw, *[None] * 5, db
 
 

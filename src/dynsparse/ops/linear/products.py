@@ -124,6 +124,17 @@ def backward(
 
     Without checks: autograd comes with what forward has checked, others call `check_backward`.
     """
+    if (
+        dy.dtype is torch.float32
+        and values.dtype is torch.float32
+        and dy.is_cpu
+        and p.on_cpu
+        and dy.dim() == 2
+        and (x is None or (x.dtype is torch.float32 and x.dim() == 2))
+        and native.load() is not None
+    ):
+        passes = _BACKWARD[choose_for(p, dy.shape[0], True)]
+        return passes(dy, dy if x is None else x, values, p, need_input, x is not None)
     low = bfloat16.serves(dy, values, p, True)
     dtype = dy.dtype if low else _compute_dtype(dy.dtype)
     dy2d = _matrix(dy, dtype)
