@@ -7,7 +7,7 @@ from torch.testing import assert_close
 
 import dynsparse as ds
 from dynsparse.bench.cells import Cell, available_memory, refusal
-from dynsparse.bench.contenders import build_layer, forwards, network_steps, steps
+from dynsparse.bench.contenders import MklLinear, build_layer, forwards, network_steps, steps
 from dynsparse.bench.masked import MaskedLinear, MaskedRigL, masked_twin
 from dynsparse.bench.updates import update_parts
 from dynsparse.training import CosineSchedule
@@ -34,12 +34,9 @@ def test_masked_and_dense_do_the_step_of_the_sparse_layer(cell):
 def test_mkl_does_the_step_of_the_sparse_layer():
     layer, work = steps(CELL, ["mkl"])
     _, x, _ = build_layer(CELL)
-    y, dx, dw, db = work["mkl"]()
-    own_dx, own_dw, own_db = work["dynsparse"]()
-    assert_close(y, layer(x))
-    assert_close(dx, own_dx)
-    assert_close(dw.values(), own_dw)
-    assert_close(db, own_db)
+    assert_close(MklLinear(layer)(x), layer(x))
+    for gradient, own in zip(work["mkl"](), work["dynsparse"](), strict=True):
+        assert_close(gradient, own)
 
 
 @NEEDS_MKL

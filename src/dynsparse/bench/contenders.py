@@ -77,15 +77,15 @@ def _on_one_thread(work: Work) -> Work:
 
 
 def steps(cell: Cell, names: Iterable[str]) -> tuple[SparseLinear, dict[str, Work]]:
-    """Forward with bias, and the gradients of input, weights and bias; natural layout throughout.
+    """Forward with bias, and the gradients of input, weights and bias by autograd.
 
-    All go through autograd but `mkl`: torch has none for two CSR copies and `sampled_addmm`.
+    Natural layout throughout.
     """
     layer, x, dy = build_layer(cell)
     makers: dict[str, Callable[[], Work]] = {
         "masked": lambda: _step_of(MaskedLinear(layer), x, dy),
         "dense": lambda: _step_of(_dense(layer), x, dy),
-        "mkl": lambda: _mkl_step(layer, x.detach(), dy),
+        "mkl": lambda: _step_of(MklLinear(layer), x, dy),
         "one_thread": lambda: _on_one_thread(_step_of(layer, x, dy)),
     }
     made = {"dynsparse": _step_of(layer, x, dy)}
@@ -146,21 +146,36 @@ def _csr(pattern: SparsePattern, values: Tensor) -> tuple[Tensor, Tensor]:
         )
 
 
-def _mkl_step(layer: SparseLinear, x: Tensor, dy: Tensor) -> Work:
-    values, bias = layer.values.detach(), layer.bias.detach()
-    matrix, transposed = _csr(layer.pattern, values)
-    order = layer.pattern.index.csc_perm.long()
-    transposed_values = transposed.values()
+class _TwoCopies(torch.autograd.Function):
+    """A layer out of torch's sparse products, which have no autograd of their own for this."""
 
-    def step() -> object:
-        y = torch.mm(matrix, x.t()).t().contiguous().add_(bias)
+    @staticmethod
+    def forward(ctx, x, values, bias, matrix, transposed, order):
+        ctx.save_for_backward(x, values)
+        ctx.matrix, ctx.transposed, ctx.order = matrix, transposed, order
+        return torch.mm(matrix, x.t()).t().contiguous().add_(bias)
+
+    @staticmethod
+    def backward(ctx, dy):
+        x, values = ctx.saved_tensors
         # The values change every step, so the second copy's must follow.
-        torch.index_select(values, 0, order, out=transposed_values)
-        dx = torch.mm(transposed, dy.t()).t().contiguous()
-        dw = torch.sparse.sampled_addmm(matrix, dy.t(), x, beta=0.0)
-        return y, dx, dw, dy.sum(0)
+        torch.index_select(values, 0, ctx.order, out=ctx.transposed.values())
+        dx = torch.mm(ctx.transposed, dy.t()).t().contiguous()
+        dw = torch.sparse.sampled_addmm(ctx.matrix, dy.t(), x, beta=0.0)
+        return dx, dw.values(), dy.sum(0), None, None, None
 
-    return step
+
+class MklLinear(nn.Module):
+    """`layer` out of torch's sparse products, with the same values and bias."""
+
+    def __init__(self, layer: SparseLinear) -> None:
+        super().__init__()
+        self.values, self.bias = layer.values, layer.bias
+        self.matrix, self.transposed = _csr(layer.pattern, layer.values.detach())
+        self.order = layer.pattern.index.csc_perm.long()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return _TwoCopies.apply(x, self.values, self.bias, self.matrix, self.transposed, self.order)
 
 
 def _torch_sparse_forward(layer: SparseLinear, x: Tensor) -> Work:

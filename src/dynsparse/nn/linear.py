@@ -180,7 +180,7 @@ class SparseLinear(nn.Module):
         values = own.get("values")
         if values is None:
             values = self.values
-        return linear(x, values, index, own["bias"] if "bias" in own else self.bias)
+        return linear(x, values, index, own.get("bias", self.bias))
 
     def _prepare(self) -> Prepared:
         # The tensors may have been replaced, as `to` does it: they are compared at every call.
