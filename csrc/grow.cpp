@@ -277,6 +277,65 @@ DYNSPARSE_EXPORT i64 dynsparse_grow_scan(
   return begin[rows];
 }
 
+// Where gradients known to bfloat16 may exceed the threshold in magnitude: scores [rows, width] are
+// off by at most (1/256 of themselves +) row_bounds [rows] times col_bounds [width]. Outside the
+// pattern's rows (row_ptr [rows + 1], cols); scores at the pattern are overwritten with NaN, and NaN
+// is never found. Writes a CSR index: found_ptr [rows + 1], and found_cols where they fit the room.
+// Returns how many there are.
+DYNSPARSE_EXPORT i64 dynsparse_grow_screen(
+    uint16_t* scores, i64 rows, i64 width, const i32* row_ptr, const i32* cols,
+    const float* row_bounds, const float* col_bounds, float threshold, i32* found_ptr,
+    i32* found_cols, i64 room, i32 threads) {
+  const i64 pieces = rows * width < SMALL ? 1 : dynsparse::least(threads, rows);
+  constexpr float ROUNDED = 1.0f + 1.0f / 256;
+  // The largest magnitudes that columns [c, c + count) of a row may have.
+  const auto largest = [&](i64 row, i64 c, i64 count, float* out) {
+    const uint16_t* own = scores + row * width + c;
+    for (i64 i = 0; i < count; i++) {
+      const uint32_t bits = static_cast<uint32_t>(own[i]) << 16;
+      float score;
+      std::memcpy(&score, &bits, sizeof score);
+      out[i] = std::fabs(score) * ROUNDED + row_bounds[row] * col_bounds[c + i];
+    }
+  };
+#pragma omp parallel for num_threads(pieces) schedule(static)
+  for (i64 row = 0; row < rows; row++) {
+    constexpr uint16_t NOT_A_NUMBER = 0x7fc0;
+    for (i64 p = row_ptr[row]; p < row_ptr[row + 1]; p++)
+      scores[row * width + cols[p]] = NOT_A_NUMBER;
+    alignas(64) float piece[PIECE];
+    i32 above = 0;
+    for (i64 c = 0; c < width; c += PIECE) {
+      const i64 count = dynsparse::least(PIECE, width - c);
+      largest(row, c, count, piece);
+      for (i64 i = 0; i < count; i++) above += piece[i] > threshold;
+    }
+    found_ptr[row + 1] = above;
+  }
+  found_ptr[0] = 0;
+  i64 all = 0;
+  for (i64 row = 0; row < rows; row++) {
+    all += found_ptr[row + 1];
+    if (all <= room) found_ptr[row + 1] = static_cast<i32>(all);
+  }
+  if (all > room) return all;
+#pragma omp parallel for num_threads(pieces) schedule(static)
+  for (i64 row = 0; row < rows; row++) {
+    alignas(64) float piece[PIECE];
+    float kept[PIECE + 16];
+    i32 places[PIECE + 16];
+    i64 n = found_ptr[row];
+    for (i64 c = 0; c < width; c += PIECE) {
+      const i64 count = dynsparse::least(PIECE, width - c);
+      largest(row, c, count, piece);
+      const i64 found = collect(piece, count, threshold, kept, places);
+      for (i64 i = 0; i < found; i++) found_cols[n + i] = static_cast<i32>(c + places[i]);
+      n += found;
+    }
+  }
+  return all;
+}
+
 // The positions [k] of the k largest (or smallest) of scores [count], ascending; among equal
 // scores the smaller positions. 1 <= k <= count; no NaN. Returns 0, or 1 without scratch memory.
 DYNSPARSE_EXPORT int dynsparse_grow_select(

@@ -92,6 +92,13 @@ _SIGNATURES: dict[str, tuple[type | None, list[type]]] = {
             *[ctypes.c_float, _SIZE, _SIZE, _POINTER, _POINTER, _SIZE, _INT],
         ],
     ),
+    "dynsparse_grow_screen": (
+        _SIZE,
+        [
+            *[_POINTER, _SIZE, _SIZE, _POINTER, _POINTER, _POINTER, _POINTER],
+            *[ctypes.c_float, _POINTER, _POINTER, _SIZE, _INT],
+        ],
+    ),
     "dynsparse_grow_select": (ctypes.c_int, [_POINTER, _SIZE, _SIZE, _INT, _POINTER, _INT]),
     "dynsparse_small_masks": (None, [*[_POINTER] * 3, *[_SIZE] * 2, _INT]),
     "dynsparse_small_forward": (

@@ -14,7 +14,9 @@ from torch import Tensor
 
 from dynsparse.encoding import empty
 from dynsparse.ops import native
+from dynsparse.ops.grow import screen
 from dynsparse.ops.grow.best import Best
+from dynsparse.ops.grow.select import select
 from dynsparse.ops.grow.taken import check_count, check_exclude
 from dynsparse.ops.grow.threshold import guess_threshold
 from dynsparse.pattern import SparsePattern
@@ -55,7 +57,9 @@ def topk_outside(
 
     Beside the result it needs one chunk of rows of the gradient (about 8 MiB) and room for the
     candidates of one more. 16-bit activations are accumulated in float32; float64 stays
-    float64. Equal scores: the smaller flat position first.
+    float64. Equal scores: the smaller flat position first. For large layers of single elements a
+    processor with fast bfloat16 products finds in bfloat16, from copies of x and dY, which
+    positions may be among the largest, and computes their scores in float32 (`screen.py`).
 
     Args:
         pairs: (x [batch, in], dY [batch, out]) of every micro-batch; batches may differ in size.
@@ -87,6 +91,13 @@ def topk_outside(
     guess = -1.0
     if height > _SAMPLE_FROM * rows:
         guess = guess_threshold(scorer.sample, pattern, exclude, k)
+    found = None
+    if guess > 0 and b == 1 and scorer.library is not None and screen.serves(pairs, guess):
+        found = screen.above(pairs, pattern, exclude, guess)
+    if found is not None and len(found[0]) >= k:
+        flat, values = found
+        keep = select(values, k)
+        return _candidates(flat[keep], values[keep], sort)
     # A guess that was too high is mended by a second pass without one.
     for threshold in (guess, -1.0):
         best = Best(k, rows * width, threshold, dtype, scorer.device, scorer.library)
@@ -98,7 +109,11 @@ def topk_outside(
             break
     else:
         raise ValueError("the gradients overflow, so positions cannot be ranked: lower the scale")
-    flat, values = best.flat[:k], best.scores[:k]
+    return _candidates(best.flat[:k], best.scores[:k], sort)
+
+
+def _candidates(flat: Tensor, values: Tensor, sort: bool) -> GrowCandidates:
+    """Of positions in order."""
     if not sort:
         return GrowCandidates(flat.cpu(), values)
     order = values.sort(descending=True, stable=True).indices

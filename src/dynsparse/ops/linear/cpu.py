@@ -14,7 +14,7 @@ from dynsparse.ops.linear.panels import by_columns, by_rows
 from dynsparse.ops.linear.prepared import Prepared
 from dynsparse.pattern import PatternIndex
 
-__all__ = ["available", "backward", "forward"]
+__all__ = ["available", "backward", "dot_products", "forward"]
 
 
 def available(x: Tensor, values: Tensor) -> bool:
@@ -126,3 +126,39 @@ def backward(
     )
     _check(status)
     return dx, dvalues
+
+
+def dot_products(dy: Tensor, x: Tensor, row_ptr: Tensor, cols: Tensor) -> Tensor:
+    """dy^T x at single positions: float32 [nnz].
+
+    Args:
+        dy: [B, out] float32, any strides.
+        x: [B, in] float32, any strides.
+        row_ptr, cols: the positions as a CSR index: int32 [out + 1] and [nnz].
+
+    Raises:
+        MemoryError: no scratch memory.
+    """
+    library = native.load()
+    assert library is not None
+    products = x.new_empty(len(cols))
+    nothing = [None] * 5
+    status = library.dynsparse_linear_backward(
+        dy.data_ptr(),
+        *dy.stride(),
+        x.data_ptr(),
+        *x.stride(),
+        None,
+        row_ptr.data_ptr(),
+        cols.data_ptr(),
+        *nothing,
+        None,
+        products.data_ptr(),
+        dy.shape[0],
+        dy.shape[1],
+        x.shape[1],
+        1,
+        torch.get_num_threads(),
+    )
+    _check(status)
+    return products

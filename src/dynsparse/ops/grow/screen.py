@@ -1,0 +1,125 @@
+"""Growth with most of the gradient computed in bfloat16 only.
+
+Where the processor multiplies bfloat16, the dense gradient costs a third. It is off by a known
+bound and so says for most positions that they cannot be among the largest; for the others the
+gradient is computed in float32. The choice is that of the float32 gradient.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from dynsparse.encoding import empty
+from dynsparse.ops import native
+from dynsparse.ops.grow.taken import among
+from dynsparse.ops.linear import cpu
+from dynsparse.pattern import SparsePattern
+
+__all__ = ["above", "serves"]
+
+# Of the gradient in bfloat16.
+_CHUNK_BYTES = 8 << 20
+
+# Multiply-adds of the gradient below which what goes before and after costs more than is saved.
+_WORTHWHILE = 1 << 28
+
+# Where more positions than this share of a chunk may be large, float32 is as fast.
+_MOST = 1 / 8
+
+# bfloat16 has the range of float32. Inside these bounds nothing overflows, and what underflows in
+# products and squares stays below a thousandth of the threshold.
+_LARGEST = 1e15
+_UNDERFLOW = 1e-15
+
+Pair = tuple[Tensor, Tensor]
+
+
+def serves(pairs: Sequence[Pair], threshold: float) -> bool:
+    """Whether it pays on this processor, and the bound holds for these numbers."""
+    if native.bfloat16_unit() == "float32" or not _bfloat16_products():
+        return False
+    tensors = [tensor for pair in pairs for tensor in pair]
+    samples = sum(len(x) for x, _ in pairs)
+    if samples * pairs[0][0].shape[1] * pairs[0][1].shape[1] < _WORTHWHILE:
+        return False
+    if any(t.dtype != torch.float32 for t in tensors):
+        return False
+    largest = max(float(torch.stack(t.aminmax()).abs().max()) for t in tensors if len(t))
+    return largest < _LARGEST and threshold > _UNDERFLOW * samples * largest
+
+
+def _bfloat16_products() -> bool:
+    """Whether torch accumulates products of bfloat16 matrices in float32."""
+    return torch.backends.mkldnn.is_available() and torch.ops.mkldnn._is_mkldnn_bf16_supported()
+
+
+def above(
+    pairs: Sequence[Pair], pattern: SparsePattern, exclude: Tensor, threshold: float
+) -> tuple[Tensor, Tensor] | None:
+    """All free positions whose gradient exceeds the threshold, in order, and its magnitude.
+
+    Flat positions int64 [any] and float32 [any]; None where they are too many for this to pay.
+
+    Args:
+        pairs: (x [batch, in], dY [batch, out]) float32 on the CPU.
+        pattern: of single elements; its positions are not free.
+        exclude: further positions that are not free: int64 [any], sorted.
+    """
+    library = native.load()
+    assert library is not None
+    height, width = pattern.shape
+    low_x, col_bounds, x_errors = _rounded([x for x, _ in pairs])
+    low_dy, row_bounds, dy_errors = _rounded([dy for _, dy in pairs])
+    # A dot product is off by at most |dY's error| |x| + |rounded dY| |x's error| (Cauchy-Schwarz),
+    # and by 2^-24 |dY| |x| for every term that float32 adds; twice that, since these are rounded.
+    worst = float((x_errors / col_bounds).nan_to_num_().max()) + 2.0**-23 * len(low_x)
+    row_bounds = dy_errors + (row_bounds + dy_errors) * worst
+    rows = max(1, _CHUNK_BYTES // (2 * width))
+    gradient = empty(min(rows, height), width, dtype=torch.bfloat16)
+    room = int(_MOST * gradient.numel())
+    found_cols = empty(room, dtype=torch.int32)
+    flat, scores = [], []
+    for first in range(0, height, rows):
+        last = min(first + rows, height)
+        grad = gradient[: last - first]
+        torch.mm(low_dy[:, first:last].t(), low_x, out=grad)
+        excluded = among(exclude, first * width, last * width)
+        if len(excluded):
+            grad.view(-1)[excluded] = float("nan")
+        found_ptr = torch.empty(last - first + 1, dtype=torch.int32)
+        count = library.dynsparse_grow_screen(
+            grad.data_ptr(),
+            *grad.shape,
+            pattern.row_ptr.data_ptr() + first * pattern.row_ptr.itemsize,
+            pattern.cols.data_ptr(),
+            row_bounds.data_ptr() + first * row_bounds.itemsize,
+            col_bounds.data_ptr(),
+            0.999 * threshold,
+            found_ptr.data_ptr(),
+            found_cols.data_ptr(),
+            room,
+            torch.get_num_threads(),
+        )
+        if count > room:
+            return None
+        cols = found_cols[:count]
+        exact = torch.zeros(count)
+        for x, dy in pairs:
+            exact += cpu.dot_products(dy[:, first:last], x, found_ptr, cols)
+        chosen = (exact.abs_() > threshold).nonzero().flatten()
+        starts = torch.arange(first * width, last * width, width)
+        places = starts.repeat_interleave(found_ptr.diff(), output_size=count).add_(cols)
+        flat.append(places[chosen])
+        scores.append(exact[chosen])
+    return torch.cat(flat), torch.cat(scores)
+
+
+def _rounded(matrices: list[Tensor]) -> tuple[Tensor, Tensor, Tensor]:
+    """The matrices stacked in bfloat16, the lengths of the columns, and those of their errors."""
+    low = [m.to(torch.bfloat16) for m in matrices]
+    lengths = sum(m.square().sum(0) for m in matrices)
+    errors = sum((m - n).square().sum(0) for m, n in zip(matrices, low, strict=True))
+    return torch.cat(low), torch.as_tensor(lengths).sqrt(), torch.as_tensor(errors).sqrt()
