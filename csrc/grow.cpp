@@ -5,6 +5,7 @@
 #include <cmath>
 #include <limits>
 
+#include "bf16.h"
 #include "scratch.h"
 #include "simd.h"
 
@@ -277,61 +278,83 @@ DYNSPARSE_EXPORT i64 dynsparse_grow_scan(
   return begin[rows];
 }
 
+// x [batch, features] (any strides) rounded to bfloat16 [batch, features]; and squared lengths of its
+// columns and of what the rounding takes from them, added to lengths and errors [features].
+DYNSPARSE_EXPORT void dynsparse_grow_round(
+    const float* x, i64 batch_stride, i64 feature_stride, i64 batch, i64 features, uint16_t* low,
+    float* lengths, float* errors, i32 threads) {
+  constexpr i64 STRIP = 256;
+#pragma omp parallel for num_threads(threads) schedule(static)
+  for (i64 begin = 0; begin < features; begin += STRIP) {
+    const i64 count = dynsparse::least(STRIP, features - begin);
+    alignas(64) float row[STRIP], rounded[STRIP], squares[STRIP] = {}, lost[STRIP] = {};
+    for (i64 i = 0; i < batch; i++) {
+      const float* from = x + i * batch_stride + begin * feature_stride;
+      uint16_t* to = low + i * features + begin;
+      if (feature_stride != 1) {
+        for (i64 j = 0; j < count; j++) row[j] = from[j * feature_stride];
+        from = row;
+      }
+      dynsparse::narrow(from, count, to);
+      dynsparse::widen(to, 1, count, rounded);
+      for (i64 j = 0; j < count; j++) {
+        squares[j] += from[j] * from[j];
+        lost[j] += (from[j] - rounded[j]) * (from[j] - rounded[j]);
+      }
+    }
+    for (i64 j = 0; j < count; j++) {
+      lengths[begin + j] += squares[j];
+      errors[begin + j] += lost[j];
+    }
+  }
+}
+
 // Where gradients known to bfloat16 may exceed the threshold in magnitude: scores [rows, width] are
 // off by at most (1/256 of themselves +) row_bounds [rows] times col_bounds [width]. Outside the
 // pattern's rows (row_ptr [rows + 1], cols); scores at the pattern are overwritten with NaN, and NaN
-// is never found. Writes a CSR index: found_ptr [rows + 1], and found_cols where they fit the room.
-// Returns how many there are.
+// is never found. Writes a CSR index: found_ptr [rows + 1], and found_cols [room]. Returns how many
+// there are, or more than `room` where some did not find room.
 DYNSPARSE_EXPORT i64 dynsparse_grow_screen(
     uint16_t* scores, i64 rows, i64 width, const i32* row_ptr, const i32* cols,
     const float* row_bounds, const float* col_bounds, float threshold, i32* found_ptr,
     i32* found_cols, i64 room, i32 threads) {
   const i64 pieces = rows * width < SMALL ? 1 : dynsparse::least(threads, rows);
   constexpr float ROUNDED = 1.0f + 1.0f / 256;
-  // The largest magnitudes that columns [c, c + count) of a row may have.
-  const auto largest = [&](i64 row, i64 c, i64 count, float* out) {
-    const uint16_t* own = scores + row * width + c;
-    for (i64 i = 0; i < count; i++) {
-      const uint32_t bits = static_cast<uint32_t>(own[i]) << 16;
-      float score;
-      std::memcpy(&score, &bits, sizeof score);
-      out[i] = std::fabs(score) * ROUNDED + row_bounds[row] * col_bounds[c + i];
-    }
-  };
-#pragma omp parallel for num_threads(pieces) schedule(static)
-  for (i64 row = 0; row < rows; row++) {
-    constexpr uint16_t NOT_A_NUMBER = 0x7fc0;
-    for (i64 p = row_ptr[row]; p < row_ptr[row + 1]; p++)
-      scores[row * width + cols[p]] = NOT_A_NUMBER;
-    alignas(64) float piece[PIECE];
-    i32 above = 0;
-    for (i64 c = 0; c < width; c += PIECE) {
-      const i64 count = dynsparse::least(PIECE, width - c);
-      largest(row, c, count, piece);
-      for (i64 i = 0; i < count; i++) above += piece[i] > threshold;
-    }
-    found_ptr[row + 1] = above;
-  }
-  found_ptr[0] = 0;
-  i64 all = 0;
-  for (i64 row = 0; row < rows; row++) {
-    all += found_ptr[row + 1];
-    if (all <= room) found_ptr[row + 1] = static_cast<i32>(all);
-  }
-  if (all > room) return all;
-#pragma omp parallel for num_threads(pieces) schedule(static)
-  for (i64 row = 0; row < rows; row++) {
-    alignas(64) float piece[PIECE];
-    float kept[PIECE + 16];
+  constexpr uint16_t NOT_A_NUMBER = 0x7fc0;
+  bool fits = true;
+  // Every piece of the rows has its part of the room, first of all.
+#pragma omp parallel for num_threads(pieces) schedule(static) reduction(&& : fits)
+  for (i64 t = 0; t < pieces; t++) {
+    alignas(64) float piece[PIECE], kept[PIECE + 16];
     i32 places[PIECE + 16];
-    i64 n = found_ptr[row];
-    for (i64 c = 0; c < width; c += PIECE) {
-      const i64 count = dynsparse::least(PIECE, width - c);
-      largest(row, c, count, piece);
-      const i64 found = collect(piece, count, threshold, kept, places);
-      for (i64 i = 0; i < found; i++) found_cols[n + i] = static_cast<i32>(c + places[i]);
-      n += found;
+    i64 n = room * t / pieces;
+    const i64 end = room * (t + 1) / pieces, last = rows * (t + 1) / pieces;
+    for (i64 row = rows * t / pieces; row < last && fits; row++) {
+      uint16_t* own = scores + row * width;
+      for (i64 p = row_ptr[row]; p < row_ptr[row + 1]; p++) own[cols[p]] = NOT_A_NUMBER;
+      const i64 before = n;
+      for (i64 c = 0; c < width && fits; c += PIECE) {
+        const i64 count = dynsparse::least(PIECE, width - c);
+        dynsparse::widen(own + c, 1, count, piece);
+        for (i64 i = 0; i < count; i++)
+          piece[i] = std::fabs(piece[i]) * ROUNDED + row_bounds[row] * col_bounds[c + i];
+        const i64 found = collect(piece, count, threshold, kept, places);
+        fits = n + found <= end;
+        if (!fits) break;
+        for (i64 i = 0; i < found; i++) found_cols[n + i] = static_cast<i32>(c + places[i]);
+        n += found;
+      }
+      found_ptr[row + 1] = static_cast<i32>(n - before);
     }
+  }
+  if (!fits) return room + 1;
+  i64 all = 0;
+  found_ptr[0] = 0;
+  for (i64 t = 0; t < pieces; t++) {
+    const i64 first = rows * t / pieces, last = rows * (t + 1) / pieces, before = all;
+    for (i64 row = first; row < last; row++)
+      found_ptr[row + 1] = static_cast<i32>(all += found_ptr[row + 1]);
+    std::memmove(found_cols + before, found_cols + room * t / pieces, (all - before) * sizeof(i32));
   }
   return all;
 }

@@ -85,6 +85,7 @@ _SIGNATURES: dict[str, tuple[type | None, list[type]]] = {
     "dynsparse_pattern_large_pages": (None, [_POINTER, _SIZE]),
     "dynsparse_grow_compact": (ctypes.c_int, [_POINTER, _POINTER, _SIZE, _SIZE, _INT]),
     "dynsparse_grow_pool": (None, [_POINTER, *[_SIZE] * 3, _INT, _POINTER, _INT]),
+    "dynsparse_grow_round": (None, [*_MATRIX, _SIZE, _SIZE, *[_POINTER] * 3, _INT]),
     "dynsparse_grow_scan": (
         _SIZE,
         [

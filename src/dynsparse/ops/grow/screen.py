@@ -119,7 +119,21 @@ def above(
 
 def _rounded(matrices: list[Tensor]) -> tuple[Tensor, Tensor, Tensor]:
     """The matrices stacked in bfloat16, the lengths of the columns, and those of their errors."""
-    low = [m.to(torch.bfloat16) for m in matrices]
-    lengths = sum(m.square().sum(0) for m in matrices)
-    errors = sum((m - n).square().sum(0) for m, n in zip(matrices, low, strict=True))
-    return torch.cat(low), torch.as_tensor(lengths).sqrt(), torch.as_tensor(errors).sqrt()
+    library = native.load()
+    assert library is not None
+    samples, features = sum(map(len, matrices)), matrices[0].shape[1]
+    low = empty(samples, features, dtype=torch.bfloat16)
+    lengths, errors = torch.zeros(2, features)
+    first = 0
+    for matrix in matrices:
+        library.dynsparse_grow_round(
+            matrix.data_ptr(),
+            *matrix.stride(),
+            *matrix.shape,
+            low.data_ptr() + first * features * low.itemsize,
+            lengths.data_ptr(),
+            errors.data_ptr(),
+            torch.get_num_threads(),
+        )
+        first += len(matrix)
+    return low, lengths.sqrt_(), errors.sqrt_()
