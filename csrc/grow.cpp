@@ -312,11 +312,11 @@ DYNSPARSE_EXPORT void dynsparse_grow_round(
 // Where gradients known to bfloat16 may exceed the threshold in magnitude: scores [rows, width] are
 // off by at most (1/256 of themselves +) row_bounds [rows] times col_bounds [width]. Outside the
 // pattern's rows (row_ptr [rows + 1], cols); scores at the pattern are overwritten with NaN, and NaN
-// is never found. Writes a CSR index: found_ptr [rows + 1], and found_cols [room]. Returns how many
-// there are, or more than `room` where some did not find room.
+// is never found. Writes how many there are in each row to counts [rows], and their columns to
+// found_cols [room]. Returns how many they are, or more than `room` where some did not find room.
 DYNSPARSE_EXPORT i64 dynsparse_grow_screen(
     uint16_t* scores, i64 rows, i64 width, const i32* row_ptr, const i32* cols,
-    const float* row_bounds, const float* col_bounds, float threshold, i32* found_ptr,
+    const float* row_bounds, const float* col_bounds, float threshold, i32* counts,
     i32* found_cols, i64 room, i32 threads) {
   const i64 pieces = rows * width < SMALL ? 1 : dynsparse::least(threads, rows);
   constexpr float ROUNDED = 1.0f + 1.0f / 256;
@@ -344,16 +344,14 @@ DYNSPARSE_EXPORT i64 dynsparse_grow_screen(
         for (i64 i = 0; i < found; i++) found_cols[n + i] = static_cast<i32>(c + places[i]);
         n += found;
       }
-      found_ptr[row + 1] = static_cast<i32>(n - before);
+      counts[row] = static_cast<i32>(n - before);
     }
   }
   if (!fits) return room + 1;
   i64 all = 0;
-  found_ptr[0] = 0;
   for (i64 t = 0; t < pieces; t++) {
-    const i64 first = rows * t / pieces, last = rows * (t + 1) / pieces, before = all;
-    for (i64 row = first; row < last; row++)
-      found_ptr[row + 1] = static_cast<i32>(all += found_ptr[row + 1]);
+    const i64 before = all;
+    for (i64 row = rows * t / pieces; row < rows * (t + 1) / pieces; row++) all += counts[row];
     std::memmove(found_cols + before, found_cols + room * t / pieces, (all - before) * sizeof(i32));
   }
   return all;

@@ -81,7 +81,8 @@ def above(
     gradient = empty(min(rows, height), width, dtype=torch.bfloat16)
     room = int(_MOST * gradient.numel())
     found_cols = empty(room, dtype=torch.int32)
-    flat, scores = [], []
+    counts = torch.zeros(height + 1, dtype=torch.int32)
+    pieces = []
     for first in range(0, height, rows):
         last = min(first + rows, height)
         grad = gradient[: last - first]
@@ -89,8 +90,7 @@ def above(
         excluded = among(exclude, first * width, last * width)
         if len(excluded):
             grad.view(-1)[excluded] = float("nan")
-        found_ptr = torch.empty(last - first + 1, dtype=torch.int32)
-        count = library.dynsparse_grow_screen(
+        found = library.dynsparse_grow_screen(
             grad.data_ptr(),
             *grad.shape,
             pattern.row_ptr.data_ptr() + first * pattern.row_ptr.itemsize,
@@ -98,23 +98,23 @@ def above(
             row_bounds.data_ptr() + first * row_bounds.itemsize,
             col_bounds.data_ptr(),
             0.999 * threshold,
-            found_ptr.data_ptr(),
+            counts.data_ptr() + (first + 1) * counts.itemsize,
             found_cols.data_ptr(),
             room,
             torch.get_num_threads(),
         )
-        if count > room:
+        if found > room:
             return None
-        cols = found_cols[:count]
-        exact = torch.zeros(count)
-        for x, dy in pairs:
-            exact += cpu.dot_products(dy[:, first:last], x, found_ptr, cols)
-        chosen = (exact.abs_() > threshold).nonzero().flatten()
-        starts = torch.arange(first * width, last * width, width)
-        places = starts.repeat_interleave(found_ptr.diff(), output_size=count).add_(cols)
-        flat.append(places[chosen])
-        scores.append(exact[chosen])
-    return torch.cat(flat), torch.cat(scores)
+        pieces.append(found_cols[:found].clone())
+    cols = torch.cat(pieces)
+    row_ptr = counts.cumsum(0, dtype=torch.int32)
+    scores = cpu.dot_products(pairs[0][1], pairs[0][0], row_ptr, cols)
+    for x, dy in pairs[1:]:
+        scores += cpu.dot_products(dy, x, row_ptr, cols)
+    chosen = (scores.abs_() > threshold).nonzero().flatten()
+    starts = torch.arange(0, pattern.total, width)
+    flat = starts.repeat_interleave(counts[1:], output_size=len(cols)).add_(cols)
+    return flat[chosen], scores[chosen]
 
 
 def _rounded(matrices: list[Tensor]) -> tuple[Tensor, Tensor, Tensor]:

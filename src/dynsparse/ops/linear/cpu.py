@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from dynsparse.ops import native
-from dynsparse.ops.linear.panels import by_columns, by_rows
+from dynsparse.ops.linear.panels import by_columns, by_rows, for_once
 from dynsparse.ops.linear.prepared import Prepared
 from dynsparse.pattern import PatternIndex
 
@@ -142,7 +142,7 @@ def dot_products(dy: Tensor, x: Tensor, row_ptr: Tensor, cols: Tensor) -> Tensor
     library = native.load()
     assert library is not None
     products = x.new_empty(len(cols))
-    nothing = [None] * 5
+    panels = for_once(row_ptr, cols, x.shape[1], len(x))
     status = library.dynsparse_linear_backward(
         dy.data_ptr(),
         *dy.stride(),
@@ -151,7 +151,11 @@ def dot_products(dy: Tensor, x: Tensor, row_ptr: Tensor, cols: Tensor) -> Tensor
         None,
         row_ptr.data_ptr(),
         cols.data_ptr(),
-        *nothing,
+        None,
+        None,
+        None,
+        None if panels is None else panels.data_ptr(),
+        None,
         None,
         products.data_ptr(),
         dy.shape[0],

@@ -18,7 +18,7 @@ from dynsparse.encoding import empty
 from dynsparse.ops import native
 from dynsparse.ops.linear.prepared import Prepared
 
-__all__ = ["by_columns", "by_rows"]
+__all__ = ["by_columns", "by_rows", "for_once"]
 
 _NEVER = 1 << 62
 
@@ -80,6 +80,16 @@ def _find(p: Prepared, columns: bool, batch: int) -> tuple[int, Tensor | None]:
         if not any(t.is_inference() for t in sources):  # which do not tell when they are changed
             _made[sources[0]] = made
     return (_NEVER if made.panels is None else least), made.panels
+
+
+def for_once(row_ptr: Tensor, cols: Tensor, in_features: int, batch: int) -> Tensor | None:
+    """As `by_rows`, of an index that is used a single time."""
+    library = native.load()
+    assert library is not None
+    out_features = len(row_ptr) - 1
+    if batch < library.dynsparse_panels_from(out_features, in_features, len(cols), False):
+        return None
+    return _make(out_features, in_features, cols, row_ptr)
 
 
 def _versions(tensors: list[Tensor]) -> list[int]:
