@@ -24,13 +24,32 @@ struct Buffer {
 Buffer idle[SLOTS];
 std::mutex lock;
 
+// Where it can be, beside the C library's heap: buffers that come and go with pattern updates would
+// leave holes there.
 char* allocate(std::size_t bytes) {
+#if defined(__linux__)
+  void* found = mmap(nullptr, bytes + HUGE_PAGE, PROT_READ | PROT_WRITE,
+                     MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+  if (found == MAP_FAILED) return nullptr;
+  char* const begin = static_cast<char*>(found);
+  const std::size_t before = -reinterpret_cast<std::uintptr_t>(begin) % HUGE_PAGE;
+  if (before) munmap(begin, before);
+  munmap(begin + before + bytes, HUGE_PAGE - before);
+  madvise(begin + before, bytes, MADV_HUGEPAGE);
+  return begin + before;
+#else
   void* data = nullptr;
-  if (posix_memalign(&data, HUGE_PAGE, bytes) != 0) return nullptr;
-#if defined(__linux__) && defined(MADV_HUGEPAGE)
-  madvise(data, bytes, MADV_HUGEPAGE);
+  return posix_memalign(&data, HUGE_PAGE, bytes) == 0 ? static_cast<char*>(data) : nullptr;
 #endif
-  return static_cast<char*>(data);
+}
+
+void release(Buffer& buffer) {
+#if defined(__linux__)
+  if (buffer.data) munmap(buffer.data, buffer.size);
+#else
+  std::free(buffer.data);
+#endif
+  buffer = {nullptr, 0};
 }
 
 }  // namespace
@@ -45,10 +64,7 @@ Scratch::Scratch(std::size_t bytes) : data_(nullptr), size_(0) {
       if (idle[i].data && (best < 0 || idle[i].size > idle[best].size)) best = i;
     if (best >= 0) std::swap(found, idle[best]);
   }
-  if (found.data && found.size < bytes) {
-    std::free(found.data);
-    found = {nullptr, 0};
-  }
+  if (found.data && found.size < bytes) release(found);
   if (!found.data) {
     std::size_t size = (bytes / HUGE_PAGE + 1) * HUGE_PAGE;
     found = {allocate(size), size};
@@ -67,7 +83,8 @@ Scratch::~Scratch() {
         return;
       }
   }
-  std::free(data_);
+  Buffer own = {data_, size_};
+  release(own);
 }
 
 }  // namespace dynsparse
@@ -76,8 +93,5 @@ Scratch::~Scratch() {
 DYNSPARSE_EXPORT void dynsparse_release_scratch() {
   using namespace dynsparse;
   std::lock_guard<std::mutex> guard(lock);
-  for (Buffer& slot : idle) {
-    std::free(slot.data);
-    slot = {nullptr, 0};
-  }
+  for (Buffer& slot : idle) release(slot);
 }

@@ -11,7 +11,7 @@ from torch.compiler import is_compiling
 from dynsparse.nn.active import ActiveSet
 from dynsparse.ops import native
 from dynsparse.ops.grow.select import select
-from dynsparse.ops.linear import Prepared, linear
+from dynsparse.ops.linear import Prepared, linear, panels
 from dynsparse.ops.linear.choice import choose_for
 from dynsparse.pattern import PatternIndex, Rewiring, SparsePattern
 
@@ -188,6 +188,15 @@ class SparseLinear(nn.Module):
         if prepared is None or not prepared.holds(self._buffers):
             self._prepared = prepared = Prepared(self.index, self.values)
         return prepared
+
+    def forget_panels(self) -> None:
+        """Give up what kernels for many samples have made of the index, 12 bytes per weight.
+
+        The next product that wants it makes it anew. Trainers do this before they change the
+        pattern, after which it would be of no use.
+        """
+        if self._prepared is not None:
+            panels.forget(self._prepared)
 
     def kernel(self, batch: int, *, backward: bool = False) -> str:
         """What computes a pass over `batch` samples: forward, or both gradients.

@@ -193,6 +193,7 @@ class SparseTrainer:
         assert self.schedule is not None
         trained = self._trained()
         for layer in trained.values():
+            layer.forget_panels()
             give_back(layer.values)
         # Where no backward pass came through there is nothing to rank by.
         reached = {

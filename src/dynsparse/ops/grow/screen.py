@@ -18,10 +18,10 @@ from dynsparse.ops.grow.taken import among
 from dynsparse.ops.linear import cpu
 from dynsparse.pattern import SparsePattern
 
-__all__ = ["above", "serves"]
+__all__ = ["candidates", "serves"]
 
 # Of the gradient in bfloat16.
-_CHUNK_BYTES = 8 << 20
+_CHUNK_BYTES = 4 << 20
 
 # Multiply-adds of the gradient below which what goes before and after costs more than is saved.
 _WORTHWHILE = 1 << 28
@@ -56,12 +56,13 @@ def _bfloat16_products() -> bool:
     return torch.backends.mkldnn.is_available() and torch.ops.mkldnn._is_mkldnn_bf16_supported()
 
 
-def above(
+def candidates(
     pairs: Sequence[Pair], pattern: SparsePattern, exclude: Tensor, threshold: float
 ) -> tuple[Tensor, Tensor] | None:
-    """All free positions whose gradient exceeds the threshold, in order, and its magnitude.
+    """All free positions whose gradient exceeds the threshold, and some more, with its magnitude.
 
-    Flat positions int64 [any] and float32 [any]; None where they are too many for this to pay.
+    Flat positions int64 [any], in order, and float32 [any]; None where they are too many for this
+    to pay.
 
     Args:
         pairs: (x [batch, in], dY [batch, out]) float32 on the CPU.
@@ -106,15 +107,15 @@ def above(
         if found > room:
             return None
         pieces.append(found_cols[:found].clone())
+    del low_x, low_dy, gradient, found_cols
     cols = torch.cat(pieces)
     row_ptr = counts.cumsum(0, dtype=torch.int32)
     scores = cpu.dot_products(pairs[0][1], pairs[0][0], row_ptr, cols)
     for x, dy in pairs[1:]:
         scores += cpu.dot_products(dy, x, row_ptr, cols)
-    chosen = (scores.abs_() > threshold).nonzero().flatten()
     starts = torch.arange(0, pattern.total, width)
     flat = starts.repeat_interleave(counts[1:], output_size=len(cols)).add_(cols)
-    return flat[chosen], scores[chosen]
+    return flat, scores.abs_()
 
 
 def _rounded(matrices: list[Tensor]) -> tuple[Tensor, Tensor, Tensor]:

@@ -93,8 +93,8 @@ def topk_outside(
         guess = guess_threshold(scorer.sample, pattern, exclude, k)
     found = None
     if guess > 0 and b == 1 and scorer.library is not None and screen.serves(pairs, guess):
-        found = screen.above(pairs, pattern, exclude, guess)
-    if found is not None and len(found[0]) >= k:
+        found = screen.candidates(pairs, pattern, exclude, guess)
+    if found is not None and int((found[1] > guess).sum()) >= k:
         flat, values = found
         keep = select(values, k)
         return _candidates(flat[keep], values[keep], sort)

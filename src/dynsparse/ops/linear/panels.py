@@ -18,7 +18,7 @@ from dynsparse.encoding import empty
 from dynsparse.ops import native
 from dynsparse.ops.linear.prepared import Prepared
 
-__all__ = ["by_columns", "by_rows", "for_once"]
+__all__ = ["by_columns", "by_rows", "for_once", "forget"]
 
 _NEVER = 1 << 62
 
@@ -80,6 +80,13 @@ def _find(p: Prepared, columns: bool, batch: int) -> tuple[int, Tensor | None]:
         if not any(t.is_inference() for t in sources):  # which do not tell when they are changed
             _made[sources[0]] = made
     return (_NEVER if made.panels is None else least), made.panels
+
+
+def forget(p: Prepared) -> None:
+    """Give their memory up; the next product that wants them makes them anew."""
+    p.row_panels = p.col_panels = None
+    for source in (p.cols, p.csc_rows):
+        _made.pop(source, None)
 
 
 def for_once(row_ptr: Tensor, cols: Tensor, in_features: int, batch: int) -> Tensor | None:
