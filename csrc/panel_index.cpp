@@ -35,30 +35,21 @@ Header header_of(i64 majors, i64 minors, i64 entries, bool by_columns) {
   return {full, ceil_div(minors, full), majors, entries, by_columns};
 }
 
-// One for every use of the functions below.
-struct Maker {
-  const i32* ptr;
-  const i32* idx;
-  const i32* order;
-  const Header& header;
-  const PanelIndex& index;
-
-  // Calls visit(panel, first entry, end) for the entries of a major. False where they are not in
-  // ascending order.
-  template <class Visit>
-  bool split(i64 major, Visit visit) const {
-    i64 p = ptr[major];
-    const i64 end = ptr[major + 1];
-    for (i64 panel = 0; panel < header.panels; panel++) {
-      const i64 bound = (panel + 1) * header.size, from = p;
-      while (p < end && idx[p] < bound) p++;
-      visit(panel, from, p);
-    }
-    unsigned descends = p < end;
-    for (i64 q = ptr[major] + 1; q < end; q++) descends |= idx[q - 1] >= idx[q];
-    return !descends;
+// Calls visit(panel, first entry, end) for every panel of a major. False where its entries are not
+// in ascending order.
+template <class Visit>
+bool split(const Header& header, const i32* ptr, const i32* idx, i64 major, Visit visit) {
+  i64 p = ptr[major];
+  const i64 end = ptr[major + 1];
+  for (i64 panel = 0; panel < header.panels; panel++) {
+    const i64 bound = (panel + 1) * header.size, from = p;
+    while (p < end && idx[p] < bound) p++;
+    visit(panel, from, p);
   }
-};
+  unsigned descends = p < end;
+  for (i64 q = ptr[major] + 1; q < end; q++) descends |= idx[q - 1] >= idx[q];
+  return !descends;
+}
 
 }  // namespace
 
@@ -104,7 +95,6 @@ DYNSPARSE_EXPORT int dynsparse_panels_make(const i32* ptr, const i32* idx, const
   Header& header = *static_cast<Header*>(memory);
   header = header_of(majors, minors, ptr[majors], order != nullptr);
   const PanelIndex index = panel_index(memory);
-  const Maker maker = {ptr, idx, order, header, index};
   i32* const starts = const_cast<i32*>(index.starts);
   u16* const to_idx = const_cast<u16*>(index.idx);
   i32* const to_values = const_cast<i32*>(index.values);
@@ -114,7 +104,7 @@ DYNSPARSE_EXPORT int dynsparse_panels_make(const i32* ptr, const i32* idx, const
   bool ordered = true;
 #pragma omp parallel for schedule(static) num_threads(threads) reduction(&& : ordered)
   for (i64 m = 0; m < majors; m++) {
-    const bool ascends = maker.split(m, [&](i64 panel, i64 from, i64 end) {
+    const bool ascends = split(header, ptr, idx, m, [&](i64 panel, i64 from, i64 end) {
       starts[panel * majors + m + 1] = static_cast<i32>(end - from);
     });
     ordered = ordered && ascends;
@@ -125,7 +115,7 @@ DYNSPARSE_EXPORT int dynsparse_panels_make(const i32* ptr, const i32* idx, const
 
 #pragma omp parallel for schedule(static) num_threads(threads)
   for (i64 m = 0; m < majors; m++) {
-    maker.split(m, [&](i64 panel, i64 from, i64 end) {
+    split(header, ptr, idx, m, [&](i64 panel, i64 from, i64 end) {
       const i64 to = starts[panel * majors + m];
       const i32 base = static_cast<i32>(panel * header.size);
       for (i64 p = from; p < end; p++) to_idx[to + p - from] = static_cast<u16>(idx[p] - base);

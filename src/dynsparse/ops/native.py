@@ -7,7 +7,7 @@ Where no library fits the machine, everything computes through plain torch.
 
 `DYNSPARSE_ISA` chooses the instruction set: `v2`, `v3`, `v4` (the x86-64 levels) or `base` (other
 machines), or `none` for plain torch. `DYNSPARSE_BF16_UNIT` may ask for less than the processor has
-for blocks of bfloat16: `1` AVX-512 dot products, `0` float32.
+for blocks of bfloat16: `1` AVX-512 dot products, `0` float32, then for growth, too.
 
 Functions of the libraries, documented where they are written:
 

@@ -75,9 +75,10 @@ def candidates(
     low_x, col_bounds, x_errors = _rounded([x for x, _ in pairs])
     low_dy, row_bounds, dy_errors = _rounded([dy for _, dy in pairs])
     # A dot product is off by at most |dY's error| |x| + |rounded dY| |x's error| (Cauchy-Schwarz),
-    # and by 2^-24 |dY| |x| for every term that float32 adds; twice that, since these are rounded.
-    worst = float((x_errors / col_bounds).nan_to_num_().max()) + 2.0**-23 * len(low_x)
-    row_bounds = dy_errors + (row_bounds + dy_errors) * worst
+    # and by 2^-24 |dY| |x| for every term that float32 adds, as these lengths themselves may be.
+    sums = 2.0**-23 * len(low_x)
+    worst = float((x_errors / col_bounds).nan_to_num_().max()) + sums
+    row_bounds = (dy_errors + (row_bounds + dy_errors) * worst) * (1 + sums)
     rows = max(1, _CHUNK_BYTES // (2 * width))
     gradient = empty(min(rows, height), width, dtype=torch.bfloat16)
     room = int(_MOST * gradient.numel())
