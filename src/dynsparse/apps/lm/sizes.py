@@ -15,6 +15,7 @@ __all__ = ["Memory", "check_memory", "estimate_memory", "matched", "parameters"]
 _PROJECTIONS = 4
 _INDEX_BYTES = 6 * 4  # the six int32 index tensors of a sparse layer have at most one entry each
 _PATTERN_BYTES = 8 + 4  # the pattern's own flat positions, and rows in row-major order
+_PANEL_BYTES = 2 + 10  # what the kernels for single elements make of the index (ops/linear/panels)
 # What a step takes at its peak over what the layers keep: the gradients of activations, and copies
 # in the layout of the kernels. Measured: 1.6 to 1.8.
 _PEAK = 1.7
@@ -140,9 +141,10 @@ def estimate_memory(options: Options, vocabulary: int) -> Memory:
     # Logits, their softmax and their gradient.
     per_token += 3 * vocabulary + 4 * hidden
     table = 2 * vocabulary * (options.embedding_size or hidden)
+    panels = _PANEL_BYTES if options.block_size == 1 and bytes_each == 4 else 0
     return Memory(
         count * bytes_each * (2 + slots),
-        blocks * (_INDEX_BYTES + _PATTERN_BYTES),
+        blocks * (_INDEX_BYTES + _PATTERN_BYTES + panels),
         round(_PEAK * tokens * per_token + table) * bytes_each,
     )
 
