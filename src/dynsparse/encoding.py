@@ -38,6 +38,7 @@ def _library() -> ctypes.CDLL | None:
 
 # Pages are taken one by one when first written; below, larger ones would not matter.
 _LARGE = 4 << 20
+_LARGE_PAGE = 2 << 20
 
 
 def empty(*shape: int, dtype: torch.dtype, device: torch.device | str = "cpu") -> Tensor:
@@ -50,8 +51,11 @@ def empty(*shape: int, dtype: torch.dtype, device: torch.device | str = "cpu") -
     library = _library() if size >= _LARGE and torch.device(device).type == "cpu" else None
     if library is None:
         return torch.empty(shape, dtype=dtype, device=device)
-    memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    tensor = torch.frombuffer(memory, dtype=dtype).view(shape)
+    memory = mmap.mmap(-1, size + _LARGE_PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    start = -torch.frombuffer(memory, dtype=torch.uint8, count=1).data_ptr() % _LARGE_PAGE
+    tensor = torch.frombuffer(memory, dtype=dtype, count=size // dtype.itemsize, offset=start).view(
+        shape
+    )
     library.dynsparse_pattern_large_pages(tensor.data_ptr(), size)
     return tensor
 
