@@ -153,15 +153,6 @@ void deliver(const ElementPass& pass, const Own& own, const Part& part) {
 
 }  // namespace
 
-// Measured.
-i64 panels_from(i64 majors, i64 minors, i64 entries, bool by_columns) {
-  constexpr i64 NEVER = i64{1} << 62;
-  const i64 tile = minors * TILE * static_cast<i64>(sizeof(float));
-  const bool crowded = tile >= second_level_cache() / 4;
-  if (entries < 32 * majors || (!crowded && VL < 16)) return NEVER;
-  return !crowded || VL < 16 ? 256 : by_columns ? 16 : 64;
-}
-
 bool run_in_panels(const ElementPass& pass) {
   const PanelIndex& index = *pass.panels;
   const i64 tiles = tiles_of(pass.batch), width = tile_at(0, pass.batch).width();
@@ -240,9 +231,14 @@ bool run_in_panels(const ElementPass& pass) {
 
 }  // namespace dynsparse
 
-// The least batch from which panels pay.
+// The least batch from which panels pay, measured.
 DYNSPARSE_EXPORT dynsparse::i64 dynsparse_panels_from(dynsparse::i64 majors, dynsparse::i64 minors,
                                                       dynsparse::i64 entries,
                                                       dynsparse::i32 by_columns) {
-  return dynsparse::panels_from(majors, minors, entries, by_columns);
+  using namespace dynsparse;
+  constexpr i64 NEVER = i64{1} << 62;
+  const i64 tile = minors * TILE * static_cast<i64>(sizeof(float));
+  const bool crowded = tile >= second_level_cache() / 4;
+  if (entries < 32 * majors || (!crowded && VL < 16)) return NEVER;
+  return !crowded || VL < 16 ? 256 : by_columns ? 16 : 64;
 }

@@ -10,9 +10,6 @@
 
 namespace dynsparse {
 
-// The least batch from which this is the faster way.
-i64 panels_from(i64 majors, i64 minors, i64 entries, bool by_columns);
-
 // Needs pass.panels. False where scratch memory is not to be had.
 bool run_in_panels(const ElementPass& pass);
 

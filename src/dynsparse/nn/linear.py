@@ -178,9 +178,9 @@ class SparseLinear(nn.Module):
         # like take parameters out of here.
         own = self._parameters
         values = own.get("values")
-        if values is None:
-            values = self.values
-        return linear(x, values, index, own.get("bias", self.bias))
+        if values is not None and "bias" in own:
+            return linear(x, values, index, own["bias"])
+        return linear(x, self.values, index, self.bias)
 
     def _prepare(self) -> Prepared:
         # The tensors may have been replaced, as `to` does it: they are compared at every call.

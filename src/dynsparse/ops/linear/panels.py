@@ -43,20 +43,22 @@ _made: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 
 def by_rows(p: Prepared, batch: int) -> Tensor | None:
     """The panels of the rows, or None where so few samples do not need them."""
-    if batch < p.row_panels_from:
-        return None
-    if p.row_panels is None:
-        p.row_panels_from, p.row_panels = _find(p, False, batch)
-    return p.row_panels
+    return _of(p, False, batch)
 
 
 def by_columns(p: Prepared, batch: int) -> Tensor | None:
     """The panels of the columns, or None where so few samples do not need them."""
-    if batch < p.col_panels_from:
+    return _of(p, True, batch)
+
+
+def _of(p: Prepared, columns: bool, batch: int) -> Tensor | None:
+    least, panels = p.panels[columns]
+    if batch < least:
         return None
-    if p.col_panels is None:
-        p.col_panels_from, p.col_panels = _find(p, True, batch)
-    return p.col_panels
+    if panels is None:
+        p.panels[columns] = found = _find(p, columns, batch)
+        return found[1]
+    return panels
 
 
 def _find(p: Prepared, columns: bool, batch: int) -> tuple[int, Tensor | None]:
@@ -84,7 +86,7 @@ def _find(p: Prepared, columns: bool, batch: int) -> tuple[int, Tensor | None]:
 
 def forget(p: Prepared) -> None:
     """Give their memory up; the next product that wants them makes them anew."""
-    p.row_panels = p.col_panels = None
+    p.panels = [(0, None), (0, None)]
     for source in (p.cols, p.csc_rows):
         _made.pop(source, None)
 

@@ -31,8 +31,8 @@ class Prepared:
         values_shape, bias_shape: what these tensors must look like.
         on_cpu: where the index is.
         masks: what `small` makes of the index when it is first needed, or None.
-        row_panels, col_panels: likewise what `panels` makes of it, from so many samples on:
-        row_panels_from, col_panels_from.
+        panels: likewise what `panels` makes of it, by rows and by columns, each after the number
+            of samples from which on it is of use.
         choices: what `choice` has decided so far.
 
     Raises:
@@ -44,8 +44,6 @@ class Prepared:
         "bias_shape",
         "block_size",
         "choices",
-        "col_panels",
-        "col_panels_from",
         "col_ptr",
         "cols",
         "csc_perm",
@@ -56,8 +54,7 @@ class Prepared:
         "nnz",
         "on_cpu",
         "out_features",
-        "row_panels",
-        "row_panels_from",
+        "panels",
         "row_ptr",
         "values_shape",
     )
@@ -92,9 +89,7 @@ class Prepared:
         self.bias_shape = torch.Size((self.out_features,))
         self.on_cpu = values.is_cpu
         self.masks: Tensor | None = None
-        self.row_panels: Tensor | None = None
-        self.col_panels: Tensor | None = None
-        self.row_panels_from = self.col_panels_from = 0
+        self.panels: list[tuple[int, Tensor | None]] = [(0, None), (0, None)]
         self.choices: dict[int, str] = {}
 
     def holds(self, tensors: dict[str, Tensor | None]) -> bool:
