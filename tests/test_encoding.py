@@ -5,9 +5,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dynsparse import Rewiring, SparsePattern
+from dynsparse import Rewiring, SparsePattern, native
 from dynsparse.encoding import by_columns, follow_, merge
-from dynsparse.ops import native
 
 ISAS = [isa for isa in native.supported_isas() if native._library_path(isa).exists()]
 pytestmark = pytest.mark.skipif(not ISAS, reason="no compiled kernels")

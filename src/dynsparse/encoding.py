@@ -17,6 +17,8 @@ import scipy.sparse
 import torch
 from torch import Tensor
 
+from dynsparse import native
+
 __all__ = ["Merged", "by_columns", "empty", "follow_", "merge", "row_pointers", "split_flat"]
 
 
@@ -27,13 +29,6 @@ class Merged(NamedTuple):
     rows: Tensor
     cols: Tensor
     source: Tensor
-
-
-def _library() -> ctypes.CDLL | None:
-    # Imported when needed: the operators stand above this floor.
-    from dynsparse.ops import native
-
-    return native.load()
 
 
 # Pages are taken one by one when first written; below, larger ones would not matter.
@@ -48,7 +43,7 @@ def empty(*shape: int, dtype: torch.dtype, device: torch.device | str = "cpu") -
     holes there between the activations of every step.
     """
     size = math.prod(shape) * dtype.itemsize
-    library = _library() if size >= _LARGE and torch.device(device).type == "cpu" else None
+    library = native.load() if size >= _LARGE and torch.device(device).type == "cpu" else None
     if library is None:
         return torch.empty(shape, dtype=dtype, device=device)
     memory = mmap.mmap(-1, size + _LARGE_PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
@@ -69,7 +64,7 @@ def row_pointers(rows: Tensor, height: int) -> Tensor:
 def by_columns(row_ptr: Tensor, cols: Tensor, width: int) -> tuple[Tensor, Tensor, Tensor]:
     """col_ptr [width + 1], csc_rows [nnz] and csc_perm [nnz] of a CSR pattern, all int32."""
     height, nnz = len(row_ptr) - 1, len(cols)
-    library = _library()
+    library = native.load()
     if library is None:
         slots = np.arange(nnz, dtype=np.int32)
         csr = scipy.sparse.csr_array((slots, cols.numpy(), row_ptr.numpy()), shape=(height, width))
@@ -105,7 +100,7 @@ def merge(
     Raises:
         ValueError: a slot or position out of range or named twice, or a position that is taken.
     """
-    library = _library()
+    library = native.load()
     if library is None:
         return _merge(rows, cols, len(row_ptr) - 1, width, drop, grow)
     new_row_ptr = torch.empty_like(row_ptr)
@@ -180,7 +175,7 @@ def follow_(tensors: Sequence[Tensor], source: Tensor) -> None:
     In place; what is not -1 in `source` (int32 [nnz]) ascends.
     """
     compiled = [t for t in tensors if t.device.type == "cpu" and t.is_contiguous() and t.numel()]
-    library = _library() if compiled and source.device.type == "cpu" else None
+    library = native.load() if compiled and source.device.type == "cpu" else None
     if library is None:
         compiled = []
     for tensor in tensors:

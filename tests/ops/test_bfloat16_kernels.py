@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from dynsparse.ops import native
+from dynsparse import native
 from dynsparse.ops.linear import Prepared, bfloat16, grad_input, grad_weight, linear
 from dynsparse.pattern import SparsePattern
 
@@ -217,7 +217,7 @@ def test_operator_and_autocast_take_these_kernels(block: int, monkeypatch) -> No
 
 LESSER_UNIT = """
 import torch
-from dynsparse.ops import native
+from dynsparse import native
 from dynsparse.ops.linear import Prepared, bfloat16
 from dynsparse.pattern import SparsePattern
 

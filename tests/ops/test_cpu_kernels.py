@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from dynsparse.ops import native
+from dynsparse import native
 from dynsparse.ops.linear import cpu
 from dynsparse.pattern import SparsePattern
 

@@ -16,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from dynsparse.ops import native
+from dynsparse import native
 from dynsparse.ops.linear import Prepared, cpu, panels
 from dynsparse.pattern import PatternIndex, SparsePattern
 

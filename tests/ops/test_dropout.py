@@ -11,8 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils.checkpoint import checkpoint
 
+from dynsparse import native
 from dynsparse.nn import Dropout
-from dynsparse.ops import native
 from dynsparse.ops.dropout import dropout
 
 compiled = pytest.mark.skipif(native.load() is None, reason="no compiled kernels")

@@ -5,8 +5,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dynsparse import SparsePattern
-from dynsparse.ops import native
+from dynsparse import SparsePattern, native
 from dynsparse.ops.grow import POOLINGS, select, topk, topk_outside
 from dynsparse.ops.grow.best import Best
 

@@ -7,8 +7,7 @@ import torch
 from torch import Tensor
 from torch.testing import assert_close
 
-from dynsparse import SparsePattern
-from dynsparse.ops import native
+from dynsparse import SparsePattern, native
 from dynsparse.ops.grow import screen, topk, topk_outside
 from dynsparse.ops.grow.naive import topk_outside_naive
 

@@ -9,9 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.nn.functional import linear as dense_linear
 
-from dynsparse import SparsePattern, ops
+from dynsparse import SparsePattern, native, ops
 from dynsparse.nn import SparseLinear
-from dynsparse.ops import native
 from dynsparse.ops.linear import Prepared, choice, cpu, dense, naive, small
 from dynsparse.ops.linear.costs import Layer
 

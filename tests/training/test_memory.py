@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from dynsparse.ops import native
+from dynsparse import native
 
 BENCHMARK = Path(__file__).parents[2] / "benchmarks" / "memory.py"
 

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import torch
 
+from dynsparse import native
 from dynsparse.bench.load import read_cpu_times
-from dynsparse.ops import native
 
 __all__ = ["describe_host", "processor"]
 

@@ -8,8 +8,7 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from dynsparse import __version__
-from dynsparse.ops import native
+from dynsparse import __version__, native
 from dynsparse.ops.linear import choice
 from dynsparse.ops.linear.costs import Layer
 

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor, nn
 from torch.compiler import is_compiling
 
+from dynsparse import native
 from dynsparse.nn.active import ActiveSet
-from dynsparse.ops import native
 from dynsparse.ops.grow.select import select
 from dynsparse.ops.linear import Prepared, linear, panels
 from dynsparse.ops.linear.choice import choose_for

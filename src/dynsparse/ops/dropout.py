@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from dynsparse.ops import native
+from dynsparse import native
 from dynsparse.ops.linear import _is_plain_eager
 
 __all__ = ["dropout"]

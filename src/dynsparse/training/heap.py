@@ -9,7 +9,7 @@ from functools import cache
 
 from torch import Tensor
 
-from dynsparse.ops import native
+from dynsparse import native
 from dynsparse.ops.linear import dense
 
 __all__ = ["give_back"]

@@ -12,8 +12,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from dynsparse import native
 from dynsparse.encoding import empty
-from dynsparse.ops import native
 from dynsparse.ops.grow.taken import among
 from dynsparse.ops.linear import cpu
 from dynsparse.pattern import SparsePattern

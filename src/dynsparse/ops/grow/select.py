@@ -8,8 +8,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from dynsparse import native
 from dynsparse.encoding import empty
-from dynsparse.ops import native
 
 __all__ = ["select"]
 

@@ -12,8 +12,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from dynsparse import native
 from dynsparse.encoding import empty
-from dynsparse.ops import native
 from dynsparse.ops.grow import screen
 from dynsparse.ops.grow.best import Best
 from dynsparse.ops.grow.select import select

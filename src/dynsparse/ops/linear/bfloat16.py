@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from dynsparse.ops import native
+from dynsparse import native
 from dynsparse.ops.linear.choice import choose_for
 from dynsparse.ops.linear.panels import by_columns, by_rows
 from dynsparse.ops.linear.prepared import Prepared

@@ -17,7 +17,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from dynsparse.ops import native
+from dynsparse import native
 from dynsparse.ops.linear import small
 from dynsparse.ops.linear.costs import Layer, constants, evaluate
 from dynsparse.ops.linear.prepared import Prepared

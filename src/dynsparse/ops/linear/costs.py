@@ -10,7 +10,7 @@ from __future__ import annotations
 from math import log2
 from typing import NamedTuple
 
-from dynsparse.ops import native
+from dynsparse import native
 
 __all__ = ["Cost", "Layer", "constants", "evaluate"]
 

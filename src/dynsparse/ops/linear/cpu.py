@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from dynsparse.ops import native
+from dynsparse import native
 from dynsparse.ops.linear.panels import by_columns, by_rows, for_once
 from dynsparse.ops.linear.prepared import Prepared
 from dynsparse.pattern import PatternIndex

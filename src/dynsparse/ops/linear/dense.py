@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import linear
 
-from dynsparse.ops import native
+from dynsparse import native
 from dynsparse.ops.linear import small
 from dynsparse.ops.linear.prepared import Prepared
 

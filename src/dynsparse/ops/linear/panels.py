@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from dynsparse import native
 from dynsparse.encoding import empty
-from dynsparse.ops import native
 from dynsparse.ops.linear.prepared import Prepared
 
 __all__ = ["by_columns", "by_rows", "for_once", "forget"]

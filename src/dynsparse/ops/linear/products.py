@@ -10,7 +10,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from dynsparse.ops import capture, native
+from dynsparse import native
+from dynsparse.ops import capture
 from dynsparse.ops.linear import bfloat16, cpu, dense, naive, small
 from dynsparse.ops.linear.choice import choose_for
 from dynsparse.ops.linear.prepared import Prepared

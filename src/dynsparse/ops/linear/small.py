@@ -11,7 +11,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from dynsparse.ops import native
+from dynsparse import native
 from dynsparse.ops.linear.prepared import Prepared
 
 __all__ = ["BLOCK_SIZES", "backward", "fits", "forward", "masks_of"]

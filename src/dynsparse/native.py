@@ -37,7 +37,7 @@ import torch
 
 __all__ = ["bfloat16_unit", "describe", "load", "load_isa", "processor_maker", "supported_isas"]
 
-_FOLDER = Path(__file__).resolve().parent.parent / "_native"
+_FOLDER = Path(__file__).resolve().parent / "_native"
 
 # Best first.
 _X86_LEVELS = {

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from dynsparse.ops import native
+from dynsparse import native
 from dynsparse.ops.linear import cpu
 
 built = pytest.mark.skipif(
@@ -137,7 +137,7 @@ def test_kernels_serve_float32_on_the_cpu_only() -> None:
 
 ONE_RUNTIME = """
 import torch
-from dynsparse.ops import native
+from dynsparse import native
 from dynsparse.ops.linear import cpu
 from dynsparse.pattern import SparsePattern
 
