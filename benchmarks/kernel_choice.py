@@ -25,10 +25,11 @@ from scipy.optimize import nnls
 from torch.nn.functional import linear
 
 from dynsparse import SparsePattern
-from dynsparse.ops.linear import Prepared, choice, cpu, dense, small
+from dynsparse.ops.linear import LayerIndex, choice
 from dynsparse.ops.linear.costs import Cost, Layer, evaluate
+from dynsparse.ops.linear.kernels import dense, small, sparse
 
-PASSES = {"sparse": cpu, "small": small, "dense": dense}
+PASSES = {"sparse": sparse, "small": small, "dense": dense}
 LAYERS = [(64, 64), (10, 320), (256, 256), (300, 784), (1024, 1024), (4096, 4096)]
 BATCHES = [1, 2, 4, 8, 16, 32, 64, 128, 512, 2048]
 DENSITIES = [0.01, 0.1, 0.2, 0.3, 0.5, 0.7, 1.0]
@@ -59,7 +60,7 @@ def cell(out: int, width: int, block: int, density: float, batch: int, seconds: 
     pattern = SparsePattern.random((out, width), density, block_size=block)
     values = torch.randn(pattern.values_shape)
     weight = pattern.to_dense(values).contiguous()
-    p, bias = Prepared(pattern.index, values), torch.randn(out)
+    p, bias = LayerIndex(pattern.index, values), torch.randn(out)
     x, dy = torch.randn(batch, width), torch.randn(batch, out)
     kinds = {k: m for k, m in PASSES.items() if k != "small" or (small.fits(p) and batch <= 128)}
     forward = {k: lambda m=m: m.forward(x, values, p, bias) for k, m in kinds.items()}

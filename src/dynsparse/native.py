@@ -12,15 +12,15 @@ for blocks of bfloat16: `1` AVX-512 dot products, `0` float32, then for growth, 
 Functions of the libraries, documented where they are written:
 
 - `dynsparse_linear_forward`, `dynsparse_linear_backward` (csrc/linear.cpp), called by
-  `dynsparse.ops.linear.cpu`;
+  `dynsparse.ops.linear.kernels.sparse`;
 - `dynsparse_panels_from` (csrc/element_panels.cpp), `dynsparse_panels_bytes`,
-  `dynsparse_panels_make` (csrc/panel_index.cpp), called by `dynsparse.ops.linear.panels`;
+  `dynsparse_panels_make` (csrc/panel_index.cpp), called by `dynsparse.ops.linear.kernels.panels`;
 - `dynsparse_small_masks`, `dynsparse_small_forward`, `dynsparse_small_backward`
-  (csrc/small_batch.cpp), called by `dynsparse.ops.linear.small`;
+  (csrc/small_batch.cpp), called by `dynsparse.ops.linear.kernels.small`;
 - `dynsparse_rows_to_dense`, `dynsparse_rows_from_dense` (csrc/dense_rows.cpp), called by
-  `dynsparse.ops.linear.dense`;
+  `dynsparse.ops.linear.kernels.dense`;
 - `dynsparse_linear_forward_bf16`, `dynsparse_linear_backward_bf16`, `dynsparse_bf16_unit`
-  (csrc/bf16.cpp), called by `dynsparse.ops.linear.bfloat16`;
+  (csrc/bf16.cpp), called by `dynsparse.ops.linear.kernels.bfloat16`;
 - `dynsparse_release_scratch()` (csrc/scratch.cpp): gives idle scratch memory back.
 """
 

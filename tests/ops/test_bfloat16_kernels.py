@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from dynsparse import native
-from dynsparse.ops.linear import Prepared, bfloat16, grad_input, grad_weight, linear
+from dynsparse.ops.linear import LayerIndex, grad_input, grad_weight, linear
+from dynsparse.ops.linear.kernels import bfloat16
 from dynsparse.pattern import SparsePattern
 
 ISAS = [isa for isa in native.supported_isas() if isa in native.describe()["available"]]
@@ -83,7 +84,7 @@ def check(
     weight = weight.view(pattern.shape)
     gradient = (dy.double().t() @ x.double()).view(height, b, width, b)[rows, :, cols]
     y = x.double() @ weight.t()
-    p = Prepared(pattern.index, values)
+    p = LayerIndex(pattern.index, values)
 
     close(bfloat16.forward(x, values, p, None), y, LOW, pattern.shape[1])
     close(bfloat16.forward(x, values, p, bias), y + bias.double(), LOW, pattern.shape[1])
@@ -144,7 +145,7 @@ def test_each_instruction_set(isa: str, block: int, dtype: torch.dtype) -> None:
 def test_empty_batch(isa: str, block: int) -> None:
     pattern = SparsePattern.random((64, 96), 0.3, block_size=block)
     values = torch.randn(pattern.values_shape)
-    p = Prepared(pattern.index, values)
+    p = LayerIndex(pattern.index, values)
     x, dy = torch.zeros(0, 96, dtype=LOW), torch.zeros(0, 64, dtype=LOW)
     assert bfloat16.forward(x, values, p, None).shape == (0, 64)
     dx, dvalues = bfloat16.backward(dy, x, values, p, True, True)
@@ -171,7 +172,7 @@ def test_rounding_of_odd_values(isa: str) -> None:
     index = torch.arange(len(odd), dtype=torch.int32)
     pattern = SparsePattern(index, torch.zeros_like(index), shape=(len(odd), 1))
     values = torch.zeros(len(odd))
-    p = Prepared(pattern.index, values)
+    p = LayerIndex(pattern.index, values)
     x = torch.zeros(3, 1, dtype=LOW)
     y = bfloat16.forward(x, values, p, odd)
     expected = odd.to(LOW).expand(3, -1)
@@ -218,14 +219,15 @@ def test_operator_and_autocast_take_these_kernels(block: int, monkeypatch) -> No
 LESSER_UNIT = """
 import torch
 from dynsparse import native
-from dynsparse.ops.linear import Prepared, bfloat16
+from dynsparse.ops.linear import LayerIndex
+from dynsparse.ops.linear.kernels import bfloat16
 from dynsparse.pattern import SparsePattern
 
 g = torch.Generator().manual_seed(0)
 for block in (16, 32):
     pattern = SparsePattern.random((160, 1024), 0.3, block_size=block, generator=g)
     values = torch.randn(pattern.values_shape, generator=g).bfloat16()
-    p = Prepared(pattern.index, values)
+    p = LayerIndex(pattern.index, values)
     for batch in (1, 50, 131):
         x = torch.randn(batch, 1024, generator=g).bfloat16()
         dy = torch.randn(batch, 160, generator=g).bfloat16()

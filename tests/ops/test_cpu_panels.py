@@ -17,7 +17,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from dynsparse import native
-from dynsparse.ops.linear import Prepared, cpu, panels
+from dynsparse.ops.linear import LayerIndex
+from dynsparse.ops.linear.kernels import panels, sparse
 from dynsparse.pattern import PatternIndex, SparsePattern
 
 pytestmark = pytest.mark.skipif(native.load() is None, reason="the compiled kernels are not built")
@@ -50,12 +51,12 @@ def check(pattern: SparsePattern, x: Tensor, dy: Tensor, generator: torch.Genera
         torch.testing.assert_close(got.double(), expected, rtol=1e-5, atol=tolerance)
 
     product = x.double() @ weight.t()
-    y = cpu.forward(x, values, pattern.index, bias)
+    y = sparse.forward(x, values, pattern.index, bias)
     close(y, product + bias, pattern.shape[1])
-    close(cpu.forward(x, values, pattern.index, None), product, pattern.shape[1])
+    close(sparse.forward(x, values, pattern.index, None), product, pattern.shape[1])
     gradient = (dy.double().t() @ x.double())[pattern.rows.long(), pattern.cols.long()]
     for need_input, need_values in ((True, False), (False, True), (True, True)):
-        dx, dw = cpu.backward(dy, x, values, pattern.index, need_input, need_values)
+        dx, dw = sparse.backward(dy, x, values, pattern.index, need_input, need_values)
         if need_input:
             close(dx, dy.double() @ weight, pattern.shape[0])
         if need_values:
@@ -134,8 +135,8 @@ def test_number_of_threads_does_not_matter() -> None:
     results = []
     for thread_count in (1, 2, 5):
         torch.set_num_threads(thread_count)
-        y = cpu.forward(x, values, pattern.index, None)
-        results.append((y, *cpu.backward(dy, x, values, pattern.index, True, True)))
+        y = sparse.forward(x, values, pattern.index, None)
+        results.append((y, *sparse.backward(dy, x, values, pattern.index, True, True)))
     for found in results[1:]:
         for one, other in zip(found, results[0], strict=True):
             assert one is not None
@@ -177,25 +178,25 @@ def test_an_index_in_any_order() -> None:
         index.csc_rows[columns],
         index.csc_perm[columns],
     )
-    y = cpu.forward(x, values, index, None)
-    dx, dw = cpu.backward(dy, x, values, index, True, True)
+    y = sparse.forward(x, values, index, None)
+    dx, dw = sparse.backward(dy, x, values, index, True, True)
     assert dx is not None
     assert dw is not None
     for other, order in ((by_rows, rows), (by_columns, torch.arange(len(rows)))):
-        got = cpu.forward(x, values[order], other, None)
+        got = sparse.forward(x, values[order], other, None)
         torch.testing.assert_close(got, y, rtol=1e-4, atol=1e-4)
         for need_input in (True, False):
-            got_dx, got_dw = cpu.backward(dy, x, values[order], other, need_input, True)
+            got_dx, got_dw = sparse.backward(dy, x, values[order], other, need_input, True)
             assert got_dw is not None
             torch.testing.assert_close(got_dw, dw[order], rtol=1e-4, atol=1e-4)
             if got_dx is not None:
                 torch.testing.assert_close(got_dx, dx, rtol=1e-4, atol=1e-4)
 
 
-def prepared(density: float = 0.3, block_size: int = 1) -> tuple[SparsePattern, Prepared]:
+def prepared(density: float = 0.3, block_size: int = 1) -> tuple[SparsePattern, LayerIndex]:
     generator = torch.Generator().manual_seed(6)
     pattern = SparsePattern.random((320, 480), density, block_size=block_size, generator=generator)
-    return pattern, Prepared(pattern.index, torch.zeros(pattern.values_shape))
+    return pattern, LayerIndex(pattern.index, torch.zeros(pattern.values_shape))
 
 
 @pytest.mark.skipif(native.describe()["isa"] != "v4", reason="narrow vectors need larger layers")
@@ -208,7 +209,7 @@ def test_made_once_and_only_where_they_pay() -> None:
         assert of(p, 1000) is made
         assert of(p, 1) is None
         # Calls through the dispatcher have the same index tensors and nothing else.
-        assert of(Prepared(pattern.index, torch.zeros(pattern.nnz)), 1000) is made
+        assert of(LayerIndex(pattern.index, torch.zeros(pattern.nnz)), 1000) is made
     assert panels.by_rows(prepared()[1], 1000) is not panels.by_rows(p, 1000)
     assert panels.by_columns(prepared(block_size=8)[1], 1000) is None
     assert panels.by_columns(prepared(density=0.001)[1], 1000) is None
@@ -219,7 +220,7 @@ def test_made_again_when_the_index_has_changed() -> None:
     pattern, p = prepared()
     made = panels.by_columns(p, 1000)
     pattern.index.csc_perm.add_(0)
-    again = Prepared(pattern.index, torch.zeros(pattern.nnz))
+    again = LayerIndex(pattern.index, torch.zeros(pattern.nnz))
     assert panels.by_columns(again, 1000) is not made
     assert panels.by_columns(again, 1000) is not None
 

@@ -11,12 +11,13 @@ from torch.nn.functional import linear as dense_linear
 
 from dynsparse import SparsePattern, native, ops
 from dynsparse.nn import SparseLinear
-from dynsparse.ops.linear import Prepared, choice, cpu, dense, naive, small
+from dynsparse.ops.linear import LayerIndex, choice, naive
 from dynsparse.ops.linear.costs import Layer
+from dynsparse.ops.linear.kernels import dense, small, sparse
 
 pytestmark = pytest.mark.skipif(native.load() is None, reason="the compiled kernels are not built")
 
-PASSES = {"sparse": cpu, "small": small, "dense": dense}
+PASSES = {"sparse": sparse, "small": small, "dense": dense}
 
 
 def operands(out, in_features, density, block_size, batch, layout="contiguous"):
@@ -39,7 +40,7 @@ def operands(out, in_features, density, block_size, batch, layout="contiguous"):
 
 def agrees(kind, out, in_features, density, block_size, batch, layout="contiguous"):
     pattern, x, dy, values, bias = operands(out, in_features, density, block_size, batch, layout)
-    passes, p, index = PASSES[kind], Prepared(pattern.index, values), pattern.index
+    passes, p, index = PASSES[kind], LayerIndex(pattern.index, values), pattern.index
     wide = (x.double(), values.double(), index)
     torch.testing.assert_close(
         passes.forward(x, values, p, bias),
@@ -128,7 +129,7 @@ def test_large_products_use_all_threads_and_do_not_depend_on_their_number(block_
     try:
         for threads in (1, 2, 3):
             torch.set_num_threads(threads)
-            p = Prepared(pattern.index, values)
+            p = LayerIndex(pattern.index, values)
             results.append(
                 (
                     small.forward(x, values, p, bias),
@@ -242,7 +243,7 @@ def test_dense_products_of_several_threads_have_memory_of_their_own():
 
     def run(operand):
         pattern, x, dy, values, bias = operand
-        p = Prepared(pattern.index, values)
+        p = LayerIndex(pattern.index, values)
         for _ in range(20):
             found = (
                 dense.forward(x, values, p, bias),

@@ -11,8 +11,9 @@ from torch.compiler import is_compiling
 from dynsparse import native
 from dynsparse.nn.active import ActiveSet
 from dynsparse.ops.grow.select import select
-from dynsparse.ops.linear import Prepared, linear, panels
+from dynsparse.ops.linear import LayerIndex, linear
 from dynsparse.ops.linear.choice import choose_for
+from dynsparse.ops.linear.kernels import panels
 from dynsparse.pattern import PatternIndex, Rewiring, SparsePattern
 
 __all__ = ["SparseLinear"]
@@ -72,7 +73,7 @@ class SparseLinear(nn.Module):
     active: ActiveSet | None = None
 
     # The index tensors as the operator takes them, made when first needed.
-    _prepared: Prepared | None = None
+    _prepared: LayerIndex | None = None
 
     def __init__(
         self,
@@ -182,11 +183,11 @@ class SparseLinear(nn.Module):
             return linear(x, values, index, own["bias"])
         return linear(x, self.values, index, self.bias)
 
-    def _prepare(self) -> Prepared:
+    def _prepare(self) -> LayerIndex:
         # The tensors may have been replaced, as `to` does it: they are compared at every call.
         prepared = self._prepared
         if prepared is None or not prepared.holds(self._buffers):
-            self._prepared = prepared = Prepared(self.index, self.values)
+            self._prepared = prepared = LayerIndex(self.index, self.values)
         return prepared
 
     def forget_panels(self) -> None:

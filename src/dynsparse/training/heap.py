@@ -10,7 +10,7 @@ from functools import cache
 from torch import Tensor
 
 from dynsparse import native
-from dynsparse.ops.linear import dense
+from dynsparse.ops.linear.kernels import dense
 
 __all__ = ["give_back"]
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from dynsparse import native
 from dynsparse.encoding import empty
 from dynsparse.ops.grow.taken import among
-from dynsparse.ops.linear import cpu
+from dynsparse.ops.linear.kernels import sparse
 from dynsparse.pattern import SparsePattern
 
 __all__ = ["candidates", "serves"]
@@ -111,9 +111,9 @@ def candidates(
     del low_x, low_dy, gradient, found_cols
     cols = torch.cat(pieces)
     row_ptr = counts.cumsum(0, dtype=torch.int32)
-    scores = cpu.dot_products(pairs[0][1], pairs[0][0], row_ptr, cols)
+    scores = sparse.dot_products(pairs[0][1], pairs[0][0], row_ptr, cols)
     for x, dy in pairs[1:]:
-        scores += cpu.dot_products(dy, x, row_ptr, cols)
+        scores += sparse.dot_products(dy, x, row_ptr, cols)
     starts = torch.arange(0, pattern.total, width)
     flat = starts.repeat_interleave(counts[1:], output_size=len(cols)).add_(cols)
     return flat, scores.abs_()

@@ -16,10 +16,10 @@ from torch.compiler import is_compiling
 from dynsparse.ops import capture
 from dynsparse.ops.linear import operator, products
 from dynsparse.ops.linear.choice import use_kernel
-from dynsparse.ops.linear.prepared import Prepared
+from dynsparse.ops.linear.layer_index import LayerIndex
 from dynsparse.pattern import PatternIndex, SparsePattern
 
-__all__ = ["Prepared", "grad_input", "grad_weight", "linear", "use_kernel"]
+__all__ = ["LayerIndex", "grad_input", "grad_weight", "linear", "use_kernel"]
 
 
 class _EagerLinear(torch.autograd.Function):
@@ -72,7 +72,7 @@ def _is_plain_eager(x: Tensor) -> bool:
     )
 
 
-def _index_of(pattern: SparsePattern | PatternIndex | Prepared) -> PatternIndex:
+def _index_of(pattern: SparsePattern | PatternIndex | LayerIndex) -> PatternIndex:
     if isinstance(pattern, PatternIndex):
         return pattern
     return pattern.index
@@ -81,7 +81,7 @@ def _index_of(pattern: SparsePattern | PatternIndex | Prepared) -> PatternIndex:
 def linear(
     x: Tensor,
     values: Tensor,
-    pattern: SparsePattern | PatternIndex | Prepared,
+    pattern: SparsePattern | PatternIndex | LayerIndex,
     bias: Tensor | None = None,
 ) -> Tensor:
     """Y = X W^T + bias for a sparse W. Differentiable in x, values and bias.
@@ -90,7 +90,7 @@ def linear(
         x: [..., in]; any strides; float32, float64, bfloat16 or float16.
         values: [nnz] or [nnz, b, b], the dtype of x; float32 values also take bfloat16 and float16
             activations and then accumulate in float32.
-        pattern: the pattern, or its index tensors on the device of `values`. `Prepared` index
+        pattern: the pattern, or its index tensors on the device of `values`. `LayerIndex` index
             tensors spare every call their checks.
         bias: [out] or None.
 
@@ -102,7 +102,7 @@ def linear(
     """
     if not _is_plain_eager(x):
         return torch.ops.dynsparse.linear(x, values, *_index_of(pattern), bias)
-    p = pattern if type(pattern) is Prepared else Prepared(_index_of(pattern), values)
+    p = pattern if type(pattern) is LayerIndex else LayerIndex(_index_of(pattern), values)
     if torch.is_grad_enabled() and (
         values.requires_grad or x.requires_grad or (bias is not None and bias.requires_grad)
     ):

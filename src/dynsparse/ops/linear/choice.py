@@ -1,6 +1,6 @@
 """Which kernels compute a layer: the fastest by a small model of what each costs.
 
-- `sparse`: the kernels over non-zeros (`cpu.py`), for low densities and large batches.
+- `sparse`: the kernels over non-zeros (`sparse.py`), for low densities and large batches.
 - `small`: the kernels for batches too small to fill vectors (`small.py`); those for single elements
   read bit masks instead of column numbers.
 - `dense`: a dense product, the weight laid out a panel at a time (`dense.py`), past the break-even
@@ -18,9 +18,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from dynsparse import native
-from dynsparse.ops.linear import small
 from dynsparse.ops.linear.costs import Layer, constants, evaluate
-from dynsparse.ops.linear.prepared import Prepared
+from dynsparse.ops.linear.kernels import small
+from dynsparse.ops.linear.layer_index import LayerIndex
 
 __all__ = ["KINDS", "choose", "choose_for", "cost", "use_kernel"]
 
@@ -105,7 +105,7 @@ def use_kernel(kind: str) -> Iterator[None]:
 _MOST_CHOICES = 64
 
 
-def choose_for(p: Prepared, batch: int, backward: bool) -> str:
+def choose_for(p: LayerIndex, batch: int, backward: bool) -> str:
     """As `choose`, remembered, and subject to `use_kernel`."""
     if _forced is not None and (_forced != "small" or small.fits(p)):
         return _forced

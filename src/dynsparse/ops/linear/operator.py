@@ -13,7 +13,7 @@ from torch import Tensor
 
 from dynsparse.ops import capture
 from dynsparse.ops.linear import naive, products
-from dynsparse.ops.linear.prepared import Prepared
+from dynsparse.ops.linear.layer_index import LayerIndex
 from dynsparse.pattern import PatternIndex
 
 __all__ = ["grad_bias", "gradients", "save"]
@@ -28,8 +28,8 @@ _library.define(
 )
 
 
-def _prepare(values: Tensor, rest: tuple[Any, ...]) -> Prepared:
-    return Prepared(PatternIndex(*rest[:5]), values)
+def _prepare(values: Tensor, rest: tuple[Any, ...]) -> LayerIndex:
+    return LayerIndex(PatternIndex(*rest[:5]), values)
 
 
 def _features(values: Tensor, rest: tuple[Any, ...]) -> tuple[int, int]:

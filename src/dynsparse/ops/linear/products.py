@@ -12,14 +12,15 @@ from torch import Tensor
 
 from dynsparse import native
 from dynsparse.ops import capture
-from dynsparse.ops.linear import bfloat16, cpu, dense, naive, small
+from dynsparse.ops.linear import naive
 from dynsparse.ops.linear.choice import choose_for
-from dynsparse.ops.linear.prepared import Prepared
+from dynsparse.ops.linear.kernels import bfloat16, dense, small, sparse
+from dynsparse.ops.linear.layer_index import LayerIndex
 
 __all__ = ["backward", "check_backward", "check_input", "forward", "record"]
 
-_FORWARD = {"sparse": cpu.forward, "small": small.forward, "dense": dense.forward}
-_BACKWARD = {"sparse": cpu.backward, "small": small.backward, "dense": dense.backward}
+_FORWARD = {"sparse": sparse.forward, "small": small.forward, "dense": dense.forward}
+_BACKWARD = {"sparse": sparse.backward, "small": small.backward, "dense": dense.backward}
 
 
 def check_input(x: Tensor, values: Tensor, features: int, what: str) -> None:
@@ -44,9 +45,9 @@ def check_input(x: Tensor, values: Tensor, features: int, what: str) -> None:
         )
 
 
-def _check_forward(x: Tensor, values: Tensor, p: Prepared, bias: Tensor | None) -> None:
+def _check_forward(x: Tensor, values: Tensor, p: LayerIndex, bias: Tensor | None) -> None:
     if values.shape != p.values_shape or values.device != p.row_ptr.device:
-        Prepared(p.index, values)  # raises, and says what is wrong
+        LayerIndex(p.index, values)  # raises, and says what is wrong
         raise RuntimeError(
             f"values must have the shape {list(p.values_shape)} on {p.row_ptr.device}, "
             f"got {list(values.shape)} on {values.device}"
@@ -59,7 +60,7 @@ def _check_forward(x: Tensor, values: Tensor, p: Prepared, bias: Tensor | None) 
         )
 
 
-def check_backward(dy: Tensor, x: Tensor | None, values: Tensor, p: Prepared) -> None:
+def check_backward(dy: Tensor, x: Tensor | None, values: Tensor, p: LayerIndex) -> None:
     """Raises RuntimeError where the operands of the two gradients do not fit."""
     check_input(dy, values, p.out_features, "dy")
     if x is None:
@@ -82,7 +83,7 @@ def _matrix(x: Tensor, dtype: torch.dtype) -> Tensor:
     return x if x.dtype is dtype else x.to(dtype)
 
 
-def forward(x: Tensor, values: Tensor, p: Prepared, bias: Tensor | None) -> Tensor:
+def forward(x: Tensor, values: Tensor, p: LayerIndex, bias: Tensor | None) -> Tensor:
     """[..., in] -> [..., out], the dtype of x. Everything is checked."""
     # What most calls bring needs no conversion, and one condition instead of the checks in turn.
     if (
@@ -109,7 +110,7 @@ def forward(x: Tensor, values: Tensor, p: Prepared, bias: Tensor | None) -> Tens
     x2d = _matrix(x, dtype)
     w = values.to(dtype)
     b = None if bias is None else bias.to(dtype)
-    if cpu.available(x2d, w):
+    if sparse.available(x2d, w):
         y = _FORWARD[choose_for(p, x2d.shape[0], False)](x2d, w, p, b)
     else:
         y = naive.forward(x2d, w, p.index, b)
@@ -119,7 +120,7 @@ def forward(x: Tensor, values: Tensor, p: Prepared, bias: Tensor | None) -> Tens
 
 
 def backward(
-    dy: Tensor, x: Tensor | None, values: Tensor, p: Prepared, need_input: bool
+    dy: Tensor, x: Tensor | None, values: Tensor, p: LayerIndex, need_input: bool
 ) -> tuple[Tensor | None, Tensor | None]:
     """dX [..., in] where needed, and dW like values where x is given.
 
@@ -144,7 +145,7 @@ def backward(
     w = values if low or values.dtype is dtype else values.to(dtype)
     if low:
         dx, dw = bfloat16.backward(dy2d, any_x, w, p, need_input, x2d is not None)
-    elif cpu.available(dy2d, w):
+    elif sparse.available(dy2d, w):
         passes = _BACKWARD[choose_for(p, dy2d.shape[0], True)]
         dx, dw = passes(dy2d, any_x, w, p, need_input, x2d is not None)
     else:

@@ -15,8 +15,8 @@ from torch import Tensor
 from torch.nn.functional import linear
 
 from dynsparse import native
-from dynsparse.ops.linear import small
-from dynsparse.ops.linear.prepared import Prepared
+from dynsparse.ops.linear.kernels import small
+from dynsparse.ops.linear.layer_index import LayerIndex
 
 __all__ = ["PANEL_BYTES", "backward", "forward", "release"]
 
@@ -24,11 +24,11 @@ __all__ = ["PANEL_BYTES", "backward", "forward", "release"]
 PANEL_BYTES = 16 << 20
 
 
-def _is_full(p: Prepared) -> bool:
+def _is_full(p: LayerIndex) -> bool:
     return len(p.values_shape) == 1 and p.nnz == p.out_features * p.in_features
 
 
-def _panels(p: Prepared) -> list[tuple[int, int]]:
+def _panels(p: LayerIndex) -> list[tuple[int, int]]:
     """(first, end) row of each panel; whole block rows."""
     b = p.block_size
     out = p.out_features
@@ -60,12 +60,12 @@ def release() -> None:
     _kept.clear()
 
 
-def _rows(memory: Tensor, first: int, end: int, p: Prepared) -> Tensor:
+def _rows(memory: Tensor, first: int, end: int, p: LayerIndex) -> Tensor:
     """[end - first, in] in the memory of a panel."""
     return memory[: (end - first) * p.in_features].view(-1, p.in_features)
 
 
-def _lay_out(values: Tensor, p: Prepared, first: int, end: int, memory: Tensor) -> Tensor:
+def _lay_out(values: Tensor, p: LayerIndex, first: int, end: int, memory: Tensor) -> Tensor:
     """Rows first to end of the weight, [end - first, in], in `memory`."""
     library = native.load()
     assert library is not None
@@ -86,7 +86,7 @@ def _lay_out(values: Tensor, p: Prepared, first: int, end: int, memory: Tensor) 
     return panel
 
 
-def _collect(panel: Tensor, p: Prepared, first: int, end: int, values: Tensor) -> None:
+def _collect(panel: Tensor, p: LayerIndex, first: int, end: int, values: Tensor) -> None:
     """The entries of a dense panel where the pattern is, into their place in `values`."""
     library = native.load()
     assert library is not None
@@ -105,8 +105,8 @@ def _collect(panel: Tensor, p: Prepared, first: int, end: int, values: Tensor) -
     )
 
 
-def forward(x: Tensor, values: Tensor, p: Prepared, bias: Tensor | None) -> Tensor:
-    """y [B, out] = x W^T + bias: see `cpu.forward`."""
+def forward(x: Tensor, values: Tensor, p: LayerIndex, bias: Tensor | None) -> Tensor:
+    """y [B, out] = x W^T + bias: see `sparse.forward`."""
     values = values.contiguous()
     if _is_full(p):
         return linear(x, values.view(p.out_features, p.in_features), bias)
@@ -125,9 +125,9 @@ def forward(x: Tensor, values: Tensor, p: Prepared, bias: Tensor | None) -> Tens
 
 
 def backward(
-    dy: Tensor, x: Tensor, values: Tensor, p: Prepared, need_input: bool, need_values: bool
+    dy: Tensor, x: Tensor, values: Tensor, p: LayerIndex, need_input: bool, need_values: bool
 ) -> tuple[Tensor | None, Tensor | None]:
-    """(dx [B, in], dvalues like values): see `cpu.backward`."""
+    """(dx [B, in], dvalues like values): see `sparse.backward`."""
     values = values.contiguous()
     if _is_full(p):
         weight = values.view(p.out_features, p.in_features)

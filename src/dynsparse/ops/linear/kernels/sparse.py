@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from dynsparse import native
-from dynsparse.ops.linear.panels import by_columns, by_rows, for_once
-from dynsparse.ops.linear.prepared import Prepared
+from dynsparse.ops.linear.kernels.panels import by_columns, by_rows, for_once
+from dynsparse.ops.linear.layer_index import LayerIndex
 from dynsparse.pattern import PatternIndex
 
 __all__ = ["available", "backward", "dot_products", "forward"]
@@ -30,7 +30,7 @@ def _check(status: int) -> None:
 
 
 def forward(
-    x: Tensor, values: Tensor, index: Prepared | PatternIndex, bias: Tensor | None
+    x: Tensor, values: Tensor, index: LayerIndex | PatternIndex, bias: Tensor | None
 ) -> Tensor:
     """y [B, out] = x W^T + bias.
 
@@ -45,7 +45,7 @@ def forward(
     """
     library = native.load()
     assert library is not None
-    p = index if type(index) is Prepared else Prepared(index, values)  # type: ignore[arg-type]
+    p = index if type(index) is LayerIndex else LayerIndex(index, values)  # type: ignore[arg-type]
     values = values.contiguous()
     if bias is not None:
         bias = bias.contiguous()
@@ -76,7 +76,7 @@ def backward(
     dy: Tensor,
     x: Tensor,
     values: Tensor,
-    index: Prepared | PatternIndex,
+    index: LayerIndex | PatternIndex,
     need_input: bool,
     need_values: bool,
 ) -> tuple[Tensor | None, Tensor | None]:
@@ -96,7 +96,7 @@ def backward(
         return None, None
     library = native.load()
     assert library is not None
-    p = index if type(index) is Prepared else Prepared(index, values)  # type: ignore[arg-type]
+    p = index if type(index) is LayerIndex else LayerIndex(index, values)  # type: ignore[arg-type]
     values = values.contiguous()
     batch = dy.shape[0]
     dx = dy.new_empty(batch, p.in_features) if need_input else None

@@ -11,10 +11,10 @@ from torch import Tensor
 
 from dynsparse.pattern import PatternIndex
 
-__all__ = ["Prepared"]
+__all__ = ["LayerIndex"]
 
 
-class Prepared:
+class LayerIndex:
     """The index of one pattern with blocks of one size. Immutable but for what is derived from it.
 
     It holds the index tensors, not their addresses: memory that moves, as `share_memory_` moves

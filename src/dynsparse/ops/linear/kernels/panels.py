@@ -16,7 +16,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from dynsparse import native
 from dynsparse.encoding import empty
-from dynsparse.ops.linear.prepared import Prepared
+from dynsparse.ops.linear.layer_index import LayerIndex
 
 __all__ = ["by_columns", "by_rows", "for_once", "forget"]
 
@@ -36,22 +36,22 @@ class _Made(NamedTuple):
         )
 
 
-# By the tensor of minors. A layer keeps its panels in its `Prepared`; here find them the calls
+# By the tensor of minors. A layer keeps its panels in its `LayerIndex`; here find them the calls
 # through torch's dispatcher, which get index tensors alone.
 _made: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 
 
-def by_rows(p: Prepared, batch: int) -> Tensor | None:
+def by_rows(p: LayerIndex, batch: int) -> Tensor | None:
     """The panels of the rows, or None where so few samples do not need them."""
     return _of(p, False, batch)
 
 
-def by_columns(p: Prepared, batch: int) -> Tensor | None:
+def by_columns(p: LayerIndex, batch: int) -> Tensor | None:
     """The panels of the columns, or None where so few samples do not need them."""
     return _of(p, True, batch)
 
 
-def _of(p: Prepared, columns: bool, batch: int) -> Tensor | None:
+def _of(p: LayerIndex, columns: bool, batch: int) -> Tensor | None:
     least, panels = p.panels[columns]
     if batch < least:
         return None
@@ -61,7 +61,7 @@ def _of(p: Prepared, columns: bool, batch: int) -> Tensor | None:
     return panels
 
 
-def _find(p: Prepared, columns: bool, batch: int) -> tuple[int, Tensor | None]:
+def _find(p: LayerIndex, columns: bool, batch: int) -> tuple[int, Tensor | None]:
     """From how many samples on panels pay, and the panels where `batch` is as many."""
     if p.block_size > 1:
         return _NEVER, None
@@ -84,7 +84,7 @@ def _find(p: Prepared, columns: bool, batch: int) -> tuple[int, Tensor | None]:
     return (_NEVER if made.panels is None else least), made.panels
 
 
-def forget(p: Prepared) -> None:
+def forget(p: LayerIndex) -> None:
     """Give their memory up; the next product that wants them makes them anew."""
     p.panels = [(0, None), (0, None)]
     for source in (p.cols, p.csc_rows):

@@ -12,19 +12,19 @@ import torch
 from torch import Tensor
 
 from dynsparse import native
-from dynsparse.ops.linear.prepared import Prepared
+from dynsparse.ops.linear.layer_index import LayerIndex
 
 __all__ = ["BLOCK_SIZES", "backward", "fits", "forward", "masks_of"]
 
 BLOCK_SIZES = (1, 4, 8, 16, 32)
 
 
-def fits(p: Prepared) -> bool:
+def fits(p: LayerIndex) -> bool:
     """Whether these kernels take the layer."""
     return p.block_size in BLOCK_SIZES
 
 
-def masks_of(p: Prepared) -> Tensor | None:
+def masks_of(p: LayerIndex) -> Tensor | None:
     """int16 [out, ceil(in / 16)]: bit c % 16 of word c / 16 is column c; None for blocks."""
     if p.masks is None and p.block_size == 1:
         library = native.load()
@@ -41,8 +41,8 @@ def masks_of(p: Prepared) -> Tensor | None:
     return p.masks
 
 
-def forward(x: Tensor, values: Tensor, p: Prepared, bias: Tensor | None) -> Tensor:
-    """y [B, out] = x W^T + bias: see `cpu.forward`."""
+def forward(x: Tensor, values: Tensor, p: LayerIndex, bias: Tensor | None) -> Tensor:
+    """y [B, out] = x W^T + bias: see `sparse.forward`."""
     library = native.load()
     assert library is not None
     values = values.contiguous()
@@ -71,9 +71,9 @@ def forward(x: Tensor, values: Tensor, p: Prepared, bias: Tensor | None) -> Tens
 
 
 def backward(
-    dy: Tensor, x: Tensor, values: Tensor, p: Prepared, need_input: bool, need_values: bool
+    dy: Tensor, x: Tensor, values: Tensor, p: LayerIndex, need_input: bool, need_values: bool
 ) -> tuple[Tensor | None, Tensor | None]:
-    """(dx [B, in], dvalues like values): see `cpu.backward`."""
+    """(dx [B, in], dvalues like values): see `sparse.backward`."""
     library = native.load()
     assert library is not None
     values = values.contiguous()

@@ -12,15 +12,15 @@ from torch import Tensor
 
 from dynsparse import native
 from dynsparse.ops.linear.choice import choose_for
-from dynsparse.ops.linear.panels import by_columns, by_rows
-from dynsparse.ops.linear.prepared import Prepared
+from dynsparse.ops.linear.kernels.panels import by_columns, by_rows
+from dynsparse.ops.linear.layer_index import LayerIndex
 
 __all__ = ["backward", "forward", "serves"]
 
 _UNIT_BLOCKS = (16, 32)
 
 
-def serves(x: Tensor, values: Tensor, p: Prepared, backward: bool) -> bool:
+def serves(x: Tensor, values: Tensor, p: LayerIndex, backward: bool) -> bool:
     """Whether these products are the fastest for bfloat16 `x` [..., features] and `values`."""
     if not (
         x.dtype is torch.bfloat16
@@ -42,7 +42,7 @@ def _check(status: int) -> None:
         raise MemoryError("no memory for the packed values of a sparse product")
 
 
-def forward(x: Tensor, values: Tensor, p: Prepared, bias: Tensor | None) -> Tensor:
+def forward(x: Tensor, values: Tensor, p: LayerIndex, bias: Tensor | None) -> Tensor:
     """y [B, out] bfloat16 = x W^T + bias.
 
     Args:
@@ -80,7 +80,7 @@ def forward(x: Tensor, values: Tensor, p: Prepared, bias: Tensor | None) -> Tens
 
 
 def backward(
-    dy: Tensor, x: Tensor, values: Tensor, p: Prepared, need_input: bool, need_values: bool
+    dy: Tensor, x: Tensor, values: Tensor, p: LayerIndex, need_input: bool, need_values: bool
 ) -> tuple[Tensor | None, Tensor | None]:
     """(dx [B, in] bfloat16, dvalues like values); what is not needed is None.
 
