@@ -26,7 +26,7 @@ from torch.nn.functional import linear
 
 from dynsparse import SparsePattern
 from dynsparse.ops.linear import LayerIndex, choice
-from dynsparse.ops.linear.costs import Cost, Layer, evaluate
+from dynsparse.ops.linear.costs import Cost, Layer, evaluate, family
 from dynsparse.ops.linear.kernels import dense, small, sparse
 
 PASSES = {"sparse": sparse, "small": small, "dense": dense}
@@ -62,7 +62,11 @@ def cell(out: int, width: int, block: int, density: float, batch: int, seconds: 
     weight = pattern.to_dense(values).contiguous()
     p, bias = LayerIndex(pattern.index, values), torch.randn(out)
     x, dy = torch.randn(batch, width), torch.randn(batch, out)
-    kinds = {k: m for k, m in PASSES.items() if k != "small" or (small.fits(p) and batch <= 128)}
+    kinds = {
+        k: m
+        for k, m in PASSES.items()
+        if k != "small" or (block in choice.SMALL_BLOCKS and batch <= choice.MOST_SAMPLES)
+    }
     forward = {k: lambda m=m: m.forward(x, values, p, bias) for k, m in kinds.items()}
     backward = {k: lambda m=m: m.backward(dy, x, values, p, True, True) for k, m in kinds.items()}
     forward["torch"] = lambda: linear(x, weight, bias)
@@ -111,7 +115,7 @@ def fit(args: argparse.Namespace) -> None:
             for kind, t in times.items():
                 # A full pattern is not laid out; it needs no model.
                 if kind != "torch" and not (kind == "dense" and choice.is_full(found["layer"])):
-                    name = choice.family(kind, found["layer"].block_size)
+                    name = family(kind, found["layer"].block_size)
                     rows[name, backward].append((found["layer"], found["batch"], t))
     for (name, backward), cells in sorted(rows.items()):
         fits = []

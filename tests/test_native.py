@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from dynsparse import native
-from dynsparse.ops.linear.kernels import sparse
+from dynsparse.nn import SparseLinear
 
 built = pytest.mark.skipif(
     not native.describe()["available"], reason="the compiled kernels are not built"
@@ -75,11 +75,16 @@ def test_every_available_isa_can_be_asked_for(fresh: pytest.MonkeyPatch) -> None
         assert native.describe()["isa"] == isa
 
 
+def _route(dtype: torch.dtype = torch.float32, device: str = "cpu") -> str:
+    layer = SparseLinear(8, 8, 0.5, dtype=dtype, device=device)
+    return layer.kernel(4)
+
+
 def test_none_computes_through_torch_without_a_warning(fresh: pytest.MonkeyPatch) -> None:
     fresh.setenv("DYNSPARSE_ISA", "none")
     assert native.load() is None
     assert native.describe()["backend"] == "fallback"
-    assert not sparse.available(torch.zeros(1, 1), torch.zeros(1))
+    assert _route() == "torch"
 
 
 def test_an_unknown_isa_is_refused(fresh: pytest.MonkeyPatch) -> None:
@@ -128,16 +133,16 @@ def test_a_broken_library_is_named_in_the_warning(
 
 @built
 def test_kernels_serve_float32_on_the_cpu_only() -> None:
-    x = torch.zeros(1, 1)
-    assert sparse.available(x, torch.zeros(1))
-    assert not sparse.available(x, torch.zeros(1, dtype=torch.float64))
-    assert not sparse.available(x.to("meta"), torch.zeros(1))
-    assert not sparse.available(x, torch.zeros(1, device="meta"))
+    assert _route() != "torch"
+    assert _route(dtype=torch.float16) != "torch"
+    assert _route(dtype=torch.float64) == "torch"
+    assert _route(device="meta") == "torch"
 
 
 ONE_RUNTIME = """
 import torch
 from dynsparse import native
+from dynsparse.ops.linear import LayerIndex
 from dynsparse.ops.linear.kernels import sparse
 from dynsparse.pattern import SparsePattern
 
@@ -145,8 +150,8 @@ torch.set_num_threads(2)
 pattern = SparsePattern.random((256, 256), 0.2)
 values, x = torch.randn(pattern.nnz), torch.randn(128, 256)
 for _ in range(3):
-    y = torch.relu(sparse.forward(x, values, pattern.index, None))
-    sparse.backward(y, x, values, pattern.index, True, True)
+    y = torch.relu(sparse.forward(x, values, LayerIndex(pattern.index, values), None))
+    sparse.backward(y, x, values, LayerIndex(pattern.index, values), True, True)
     x = (y @ torch.randn(256, 256)).tanh()
 with open("/proc/self/maps") as maps:
     files = {line.split(maxsplit=5)[5].strip() for line in maps if line.count("/")}

@@ -35,7 +35,15 @@ from pathlib import Path
 
 import torch
 
-__all__ = ["bfloat16_unit", "describe", "load", "load_isa", "processor_maker", "supported_isas"]
+__all__ = [
+    "bfloat16_unit",
+    "describe",
+    "expands_masks",
+    "load",
+    "load_isa",
+    "processor_maker",
+    "supported_isas",
+]
 
 _FOLDER = Path(__file__).resolve().parent / "_native"
 
@@ -261,6 +269,11 @@ def bfloat16_unit() -> str:
     of pairs) or "float32", to which they are widened."""
     library = load()
     return "float32" if library is None else _bfloat16_unit_of(library)
+
+
+def expands_masks() -> bool:
+    """Whether vectors are filled by bit masks at once, rather than bit by bit."""
+    return _choose()[0] == "v4"
 
 
 def describe() -> dict[str, object]:

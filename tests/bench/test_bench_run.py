@@ -16,7 +16,7 @@ from dynsparse.bench.results import (
 )
 from dynsparse.bench.run import run_benchmark
 from dynsparse.bench.spec import read_spec
-from dynsparse.ops.linear.choice import KINDS
+from dynsparse.ops.linear.choice import ROUTES
 
 pytest.importorskip("yaml")
 
@@ -100,7 +100,7 @@ def test_small_layers_and_dense_ones_do_not_count_for_the_law(results):
 
 
 def test_the_kernels_are_those_the_layers_chose(results):
-    known = {*KINDS, "torch"}
+    known = {*ROUTES}
     for name in ("steps", "forwards", "network", "updates"):
         for cell in results["benchmarks"][name]["cells"]:
             assert set(cell["kernel"].replace("; ", ", ").split(", ")) <= known

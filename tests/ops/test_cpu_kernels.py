@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from dynsparse import native
+from dynsparse.ops.linear import LayerIndex
 from dynsparse.ops.linear.kernels import sparse
 from dynsparse.pattern import SparsePattern
 
@@ -99,11 +100,21 @@ def check(pattern: SparsePattern, x: Tensor, dy: Tensor, generator: torch.Genera
         tolerance = 2e-6 * (terms + 4) ** 0.5
         torch.testing.assert_close(got.double(), expected, rtol=1e-5, atol=tolerance)
 
-    close(sparse.forward(x, values, pattern.index, None), expected_y, pattern.shape[1])
-    close(sparse.forward(x, values, pattern.index, bias), expected_y + bias, pattern.shape[1])
+    close(
+        sparse.forward(x, values, LayerIndex(pattern.index, values), None),
+        expected_y,
+        pattern.shape[1],
+    )
+    close(
+        sparse.forward(x, values, LayerIndex(pattern.index, values), bias),
+        expected_y + bias,
+        pattern.shape[1],
+    )
     for need_input in (True, False):
         for need_values in (True, False):
-            dx, dvalues = sparse.backward(dy, x, values, pattern.index, need_input, need_values)
+            dx, dvalues = sparse.backward(
+                dy, x, values, LayerIndex(pattern.index, values), need_input, need_values
+            )
             assert (dx is not None) == need_input
             assert (dvalues is not None) == need_values
             if dx is not None:
@@ -209,10 +220,17 @@ def test_one_row_holds_everything(isa: str, block: int) -> None:
 def test_empty_batch(isa: str, block: int) -> None:
     pattern = SparsePattern.random((16, 32), 0.5, block_size=block)
     values = torch.randn(pattern.values_shape)
-    y = sparse.forward(torch.empty(0, 32), values, pattern.index, torch.zeros(16))
+    y = sparse.forward(
+        torch.empty(0, 32), values, LayerIndex(pattern.index, values), torch.zeros(16)
+    )
     assert y.shape == (0, 16)
     dx, dvalues = sparse.backward(
-        torch.empty(0, 16), torch.empty(0, 32), values, pattern.index, True, True
+        torch.empty(0, 16),
+        torch.empty(0, 32),
+        values,
+        LayerIndex(pattern.index, values),
+        True,
+        True,
     )
     assert dx is not None
     assert dvalues is not None
@@ -226,8 +244,10 @@ def test_what_earlier_calls_left_in_scratch_memory_does_not_show(isa: str, block
     pattern = SparsePattern.random((48, 64), 0.5, block_size=block, generator=generator)
     values = torch.randn(pattern.values_shape)
     nan = torch.full((200, 64), torch.nan)
-    sparse.forward(nan, values, pattern.index, None)
-    sparse.backward(torch.full((200, 48), torch.nan), nan, values, pattern.index, True, True)
+    sparse.forward(nan, values, LayerIndex(pattern.index, values), None)
+    sparse.backward(
+        torch.full((200, 48), torch.nan), nan, values, LayerIndex(pattern.index, values), True, True
+    )
     check(pattern, torch.randn(37, 64), torch.randn(37, 48), generator)
 
 
@@ -239,8 +259,8 @@ def test_infinities_stay_in_their_sample_and_feature(isa: str, block: int) -> No
     x = torch.randn(37, 64, generator=generator)
     dy = torch.randn(37, 48, generator=generator)
     x[5], dy[7] = torch.inf, torch.inf
-    y = sparse.forward(x, values, pattern.index, None)
-    dx, _ = sparse.backward(dy, x, values, pattern.index, True, True)
+    y = sparse.forward(x, values, LayerIndex(pattern.index, values), None)
+    dx, _ = sparse.backward(dy, x, values, LayerIndex(pattern.index, values), True, True)
     assert dx is not None
     others = torch.arange(37)
     assert bool(torch.isfinite(y[others != 5]).all())
@@ -255,7 +275,7 @@ def test_values_and_bias_of_any_alignment(isa: str, block: int) -> None:
     values = torch.randn(count + 1, generator=generator)[1:].view(pattern.values_shape)
     bias = torch.randn(49, generator=generator)[1:]
     x = torch.randn(21 * 64 + 1, generator=generator)[1:].view(21, 64)
-    y = sparse.forward(x, values, pattern.index, bias)
+    y = sparse.forward(x, values, LayerIndex(pattern.index, values), bias)
     expected = x.double() @ dense_weight(pattern, values).t() + bias
     torch.testing.assert_close(y.double(), expected, rtol=1e-5, atol=1e-4)
 
@@ -271,8 +291,10 @@ def test_repeated_calls_agree_bit_for_bit(isa: str, block: int) -> None:
     before = torch.get_num_threads()
     for threads in (1, 2, 2, 2):
         torch.set_num_threads(threads)
-        y = sparse.forward(x, values, pattern.index, None)
-        results.append((y, *sparse.backward(dy, x, values, pattern.index, True, True)))
+        y = sparse.forward(x, values, LayerIndex(pattern.index, values), None)
+        results.append(
+            (y, *sparse.backward(dy, x, values, LayerIndex(pattern.index, values), True, True))
+        )
     torch.set_num_threads(before)
     for result in results[1:]:
         for got, first in zip(result, results[0], strict=True):
@@ -291,8 +313,8 @@ def test_calls_from_two_python_threads(isa: str, block: int) -> None:
         x = torch.randn(100, features, generator=generator)
         dy = torch.randn(100, 96, generator=generator)
         alone = (
-            sparse.forward(x, values, pattern.index, None),
-            *sparse.backward(dy, x, values, pattern.index, True, True),
+            sparse.forward(x, values, LayerIndex(pattern.index, values), None),
+            *sparse.backward(dy, x, values, LayerIndex(pattern.index, values), True, True),
         )
         cases.append((pattern, values, x, dy, alone))
     wrong: list[int] = []
@@ -301,8 +323,8 @@ def test_calls_from_two_python_threads(isa: str, block: int) -> None:
         pattern, values, x, dy, alone = cases[which]
         for _ in range(20):
             got = (
-                sparse.forward(x, values, pattern.index, None),
-                *sparse.backward(dy, x, values, pattern.index, True, True),
+                sparse.forward(x, values, LayerIndex(pattern.index, values), None),
+                *sparse.backward(dy, x, values, LayerIndex(pattern.index, values), True, True),
             )
             if not all(torch.equal(a, b) for a, b in zip(got, alone, strict=True)):
                 wrong.append(which)

@@ -51,12 +51,18 @@ def check(pattern: SparsePattern, x: Tensor, dy: Tensor, generator: torch.Genera
         torch.testing.assert_close(got.double(), expected, rtol=1e-5, atol=tolerance)
 
     product = x.double() @ weight.t()
-    y = sparse.forward(x, values, pattern.index, bias)
+    y = sparse.forward(x, values, LayerIndex(pattern.index, values), bias)
     close(y, product + bias, pattern.shape[1])
-    close(sparse.forward(x, values, pattern.index, None), product, pattern.shape[1])
+    close(
+        sparse.forward(x, values, LayerIndex(pattern.index, values), None),
+        product,
+        pattern.shape[1],
+    )
     gradient = (dy.double().t() @ x.double())[pattern.rows.long(), pattern.cols.long()]
     for need_input, need_values in ((True, False), (False, True), (True, True)):
-        dx, dw = sparse.backward(dy, x, values, pattern.index, need_input, need_values)
+        dx, dw = sparse.backward(
+            dy, x, values, LayerIndex(pattern.index, values), need_input, need_values
+        )
         if need_input:
             close(dx, dy.double() @ weight, pattern.shape[0])
         if need_values:
@@ -135,8 +141,10 @@ def test_number_of_threads_does_not_matter() -> None:
     results = []
     for thread_count in (1, 2, 5):
         torch.set_num_threads(thread_count)
-        y = sparse.forward(x, values, pattern.index, None)
-        results.append((y, *sparse.backward(dy, x, values, pattern.index, True, True)))
+        y = sparse.forward(x, values, LayerIndex(pattern.index, values), None)
+        results.append(
+            (y, *sparse.backward(dy, x, values, LayerIndex(pattern.index, values), True, True))
+        )
     for found in results[1:]:
         for one, other in zip(found, results[0], strict=True):
             assert one is not None
@@ -178,15 +186,17 @@ def test_an_index_in_any_order() -> None:
         index.csc_rows[columns],
         index.csc_perm[columns],
     )
-    y = sparse.forward(x, values, index, None)
-    dx, dw = sparse.backward(dy, x, values, index, True, True)
+    y = sparse.forward(x, values, LayerIndex(index, values), None)
+    dx, dw = sparse.backward(dy, x, values, LayerIndex(index, values), True, True)
     assert dx is not None
     assert dw is not None
     for other, order in ((by_rows, rows), (by_columns, torch.arange(len(rows)))):
-        got = sparse.forward(x, values[order], other, None)
+        got = sparse.forward(x, values[order], LayerIndex(other, values[order]), None)
         torch.testing.assert_close(got, y, rtol=1e-4, atol=1e-4)
         for need_input in (True, False):
-            got_dx, got_dw = sparse.backward(dy, x, values[order], other, need_input, True)
+            got_dx, got_dw = sparse.backward(
+                dy, x, values[order], LayerIndex(other, values[order]), need_input, True
+            )
             assert got_dw is not None
             torch.testing.assert_close(got_dw, dw[order], rtol=1e-4, atol=1e-4)
             if got_dx is not None:

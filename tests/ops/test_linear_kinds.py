@@ -103,10 +103,10 @@ def test_small_passes_at_every_small_batch(batch):
 
 @pytest.mark.parametrize("density", [0.3, 1.0])
 @pytest.mark.parametrize("block_size", [1, 4])
-def test_dense_passes_in_panels(monkeypatch, block_size, density):
-    monkeypatch.setattr(dense, "PANEL_BYTES", 12 * 4 * 9 * block_size)
+def test_dense_passes_in_strips(monkeypatch, block_size, density):
+    monkeypatch.setattr(dense, "STRIP_BYTES", 12 * 4 * 9 * block_size)
     agrees("dense", 11, 9, density, block_size, 5)
-    monkeypatch.setattr(dense, "PANEL_BYTES", 1)  # a block row at least
+    monkeypatch.setattr(dense, "STRIP_BYTES", 1)  # a block row at least
     agrees("dense", 11, 9, density, block_size, 5)
 
 
@@ -120,7 +120,7 @@ def test_small_and_dense_on_every_instruction_set(monkeypatch, isa):
         agrees("dense", 21, 50, 0.5, 1, batch)
 
 
-@pytest.mark.parametrize("block_size", small.BLOCK_SIZES)
+@pytest.mark.parametrize("block_size", choice.SMALL_BLOCKS)
 def test_large_products_use_all_threads_and_do_not_depend_on_their_number(block_size):
     sizes = (300 // block_size, 700 // block_size)
     pattern, x, dy, values, bias = operands(*sizes, 0.4, block_size, 5)
@@ -207,15 +207,15 @@ def test_the_choice_goes_from_sparse_to_dense_with_density(monkeypatch, maker):
 
 def test_single_samples_of_elements_use_masks_where_the_machine_can(monkeypatch):
     layer = Layer(1024, 1024, 300_000, 1)
-    monkeypatch.setattr(native, "describe", lambda: {"isa": "v4"})
+    monkeypatch.setattr(native, "expands_masks", lambda: True)
     assert choice.choose(layer, 1, False) == "small"
     assert choice.choose(layer._replace(nnz=10_000), 1, False) == "sparse"
-    monkeypatch.setattr(native, "describe", lambda: {"isa": "v3"})
+    monkeypatch.setattr(native, "expands_masks", lambda: False)
     assert choice.choose(layer, 1, False) != "small"
 
 
 def test_kernels_for_small_batches_serve_no_others(monkeypatch):
-    monkeypatch.setattr(native, "describe", lambda: {"isa": "v4"})
+    monkeypatch.setattr(native, "expands_masks", lambda: True)
     layer = Layer(10, 320, 2_000, 1)
     for batch in (129, 512, 10_000):
         assert choice.choose(layer, batch, False) != "small"
@@ -235,7 +235,7 @@ def test_remembered_choices_stay_few():
     layer = SparseLinear(32, 32, 0.5)
     for batch in range(1, 300):
         layer.kernel(batch)
-    assert len(layer._prepared.choices) <= choice._MOST_CHOICES
+    assert len(layer._layer_index.choices[0]) <= choice._MOST_CHOICES
 
 
 def test_dense_products_of_several_threads_have_memory_of_their_own():

@@ -8,7 +8,7 @@ from torch.nn.functional import linear as dense_linear
 
 from dynsparse import SparsePattern, ops
 from dynsparse.ops import capture
-from dynsparse.ops.linear import naive
+from dynsparse.ops.linear import linear, naive
 
 BLOCKS = [1, 3, 4, 8, 16, 32]
 
@@ -52,7 +52,7 @@ def test_naive_passes_in_chunks(monkeypatch):
 @pytest.mark.parametrize("lead", [(), (7,), (2, 0, 3), (2, 3, 5)])
 def test_forward_and_backward_against_dense(block_size, dtype, lead):
     pattern, x, values, bias = make(block_size, dtype=dtype, batch=lead)
-    y = ops.linear(x, values, pattern, bias)
+    y = linear(x, values, pattern, bias)
     assert (y.dtype, y.shape) == (dtype, (*lead, pattern.shape[0]))
     dy = torch.randn_like(y)
     got = torch.autograd.grad(y, (x, values, bias), dy)
@@ -73,7 +73,7 @@ def test_gradcheck_and_opcheck(block_size):
     pattern, x, values, bias = make(block_size, (2, 3), batch=(2, 2))
 
     def call(x, values, bias):
-        return ops.linear(x, values, pattern, bias)
+        return linear(x, values, pattern, bias)
 
     assert torch.autograd.gradcheck(call, (x, values, bias))
     operator = torch.ops.dynsparse.linear.default
@@ -93,7 +93,7 @@ def test_requires_grad_on_any_subset(needs):
     pattern, *leaves = make(1)
     for leaf, need in zip(leaves, needs, strict=True):
         leaf.requires_grad_(bool(need))
-    y = ops.linear(leaves[0], leaves[1], pattern, leaves[2])
+    y = linear(leaves[0], leaves[1], pattern, leaves[2])
     assert y.requires_grad == any(needs)
     if any(needs):
         y.sum().backward()
@@ -103,14 +103,14 @@ def test_requires_grad_on_any_subset(needs):
 
 def test_the_input_is_not_kept_for_a_frozen_weight():
     pattern, x, values, _ = make(1)
-    y = ops.linear(x, values.detach(), pattern)
+    y = linear(x, values.detach(), pattern)
     assert y.grad_fn.saved_tensors[0] is None
 
 
 def test_second_derivative_is_refused():
     pattern, x, values, bias = make(1)
     (dx,) = torch.autograd.grad(
-        ops.linear(x, values, pattern, bias).square().sum(), x, create_graph=True
+        linear(x, values, pattern, bias).square().sum(), x, create_graph=True
     )
     with pytest.raises(RuntimeError, match="no second derivative"):
         dx.sum().backward()
@@ -129,7 +129,7 @@ def test_strided_inputs_and_gradients(layout):
         }[layout]()
 
     x, dy = strided(40).requires_grad_(), strided(24)
-    y = ops.linear(x, values, pattern, bias)
+    y = linear(x, values, pattern, bias)
     dense = pattern.to_dense(values)
     torch.testing.assert_close(y, dense_linear(x, dense, bias))
     dx, dw = torch.autograd.grad(y, (x, values), dy)
@@ -151,7 +151,7 @@ def test_single_passes():
 def test_autocast_lowers_the_activations_only(dtype):
     pattern, x, values, bias = make(1, dtype=torch.float32)
     with torch.autocast("cpu", dtype):
-        y = ops.linear(x, values, pattern, bias)
+        y = linear(x, values, pattern, bias)
         y.float().sum().backward()
     assert y.dtype == dtype
     assert (x.grad.dtype, values.grad.dtype, bias.grad.dtype) == (torch.float32,) * 3
@@ -163,25 +163,25 @@ def test_capture_keeps_every_backward_pass_until_taken():
     pattern, x, values, _ = make(1)
     held = capture.start(values)
     for scale in (1.0, 2.0):
-        (ops.linear(x, values, pattern) * scale).sum().backward()
+        (linear(x, values, pattern) * scale).sum().backward()
     assert len(held) == 2
     pairs = capture.take(values)
     assert len(held) == 0
     assert [dy[0, 0].item() for _, dy in pairs] == [1, 2]
     assert all(torch.equal(kept, x) for kept, _ in pairs)
-    ops.linear(x, values, pattern).sum().backward()
+    linear(x, values, pattern).sum().backward()
     assert capture.take(values) == []
 
 
 def test_capture_forgets():
     pattern, x, values, _ = make(1)
     held = capture.start(values)
-    ops.linear(x, values, pattern).sum().backward()
+    linear(x, values, pattern).sum().backward()
     capture.stop(values)
     assert capture.take(values) == []
     held = capture.start(values)
     del held  # nobody waits for it any more
-    ops.linear(x, values, pattern).sum().backward()
+    linear(x, values, pattern).sum().backward()
     assert capture.take(values) == []
     capture.start(torch.empty(0))
     assert capture.take(torch.empty(0)) == []
@@ -203,7 +203,7 @@ def test_capture_forgets():
 def test_wrong_tensors(change, message):
     pattern, x, values, _ = make(4)
     with pytest.raises(RuntimeError, match=message):
-        ops.linear(*change(x.detach(), values.detach()), pattern)
+        linear(*change(x.detach(), values.detach()), pattern)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
@@ -215,13 +215,13 @@ def test_operands_that_would_be_read_past_their_end(dtype):
     wide = index._replace(cols=index.cols.long())
     dy = torch.randn(6, 8, dtype=dtype)
     calls = {
-        f"values hold 5 blocks but the pattern has {pattern.nnz}": lambda: ops.linear(
+        f"values hold 5 blocks but the pattern has {pattern.nnz}": lambda: linear(
             x, values[:5], pattern
         ),
-        r"values must be \[nnz\] or": lambda: ops.linear(x, values[:, None], pattern),
-        r"bias must be \[8\]": lambda: ops.linear(x, values, pattern, bias[:3]),
-        "differ in length": lambda: ops.linear(x, values, index._replace(csc_rows=index.cols[:2])),
-        "must be int32 on cpu": lambda: ops.linear(x, values, wide),
+        r"values must be \[nnz\] or": lambda: linear(x, values[:, None], pattern),
+        r"bias must be \[8\]": lambda: linear(x, values, pattern, bias[:3]),
+        "differ in length": lambda: linear(x, values, index._replace(csc_rows=index.cols[:2])),
+        "must be int32 on cpu": lambda: linear(x, values, wide),
         "dy must end in 8 features": lambda: ops.grad_input(dy[:, :7], values, pattern),
         "values hold 4": lambda: ops.grad_input(dy, values[:4], pattern),
         "x must end in 9 features": lambda: ops.grad_weight(dy, x[:, :4], values, pattern),
@@ -246,9 +246,9 @@ def test_whoever_watches_the_dispatcher_sees_the_operator():
 
     pattern, x, values, bias = make(1)
     with Seen() as seen:
-        watched = ops.linear(x, values, pattern, bias)
+        watched = linear(x, values, pattern, bias)
     assert "dynsparse::linear" in seen.names
-    assert torch.equal(watched, ops.linear(x, values, pattern, bias))
+    assert torch.equal(watched, linear(x, values, pattern, bias))
 
 
 def test_meta_tensors_get_their_shapes():

@@ -7,7 +7,8 @@ from hypothesis import strategies as st
 from torch.nn.functional import embedding as dense_embedding
 
 from dynsparse import SparsePattern
-from dynsparse.ops import capture, embedding
+from dynsparse.ops import capture
+from dynsparse.ops.embedding import embedding
 
 
 def table(b=1, height=6, width=4, density=0.4, seed=0):

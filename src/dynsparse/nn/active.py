@@ -46,15 +46,23 @@ class ActiveSet:
         self.slots = slots.to(device)
         self._index = PatternIndex(*(tensor.to(device) for tensor in self.pattern.index))
 
-    def __call__(
-        self, x: Tensor, values: Tensor, index: PatternIndex, bias: Tensor | None
-    ) -> Tensor:
+    target = None
+
+    def __call__(self, layer: Any, x: Tensor) -> Tensor:
         """x [..., in] -> [..., out], with the layer's values, index and bias."""
         device = x.device.type
         if torch.is_autocast_enabled(device) and x.is_floating_point():
             x = x.to(torch.get_autocast_dtype(device))
         with torch.autocast(device, enabled=False):
-            return _ActiveLinear.apply(x, values, bias, self.slots, self._index, index)
+            return _ActiveLinear.apply(
+                x, layer.values, layer.bias, self.slots, self._index, layer.index
+            )
+
+    def kernel(self, batch: int, backward: bool) -> str:
+        return "active subset"
+
+    def after(self, pattern: SparsePattern) -> None:
+        """A change of the pattern takes the choice of slots away."""
 
 
 class _ActiveLinear(torch.autograd.Function):

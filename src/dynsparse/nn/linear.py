@@ -8,11 +8,11 @@ import torch
 from torch import Tensor, nn
 from torch.compiler import is_compiling
 
-from dynsparse import native
 from dynsparse.nn.active import ActiveSet
+from dynsparse.nn.targets import Executor, executor_for
 from dynsparse.ops.grow.select import select
 from dynsparse.ops.linear import LayerIndex, linear
-from dynsparse.ops.linear.choice import choose_for
+from dynsparse.ops.linear.choice import route
 from dynsparse.ops.linear.kernels import panels
 from dynsparse.pattern import PatternIndex, Rewiring, SparsePattern
 
@@ -49,8 +49,8 @@ class SparseLinear(nn.Module):
         resizable: False. True: `rewire`, `set_pattern` and `load_state_dict` take patterns with
             another number of blocks, and the values change their length in place. Trainers that
             prune or move blocks between layers set it.
-        active: None. An `ActiveSet`: the forward pass uses these slots alone, while all values
-            learn; the trainer `TopKAST` sets it, and a change of the pattern takes it away.
+        executor: None, or what computes the products in place of `ops.linear`: a target, or an
+            `ActiveSet`. See `nn.targets.Executor`.
 
     The values start uniform in +-1/sqrt(fan-in), as those of `nn.Linear` do, but with the fan-in
     each output really has in the pattern (Evci et al. 2022, "Gradient Flow in Sparse Neural
@@ -70,10 +70,10 @@ class SparseLinear(nn.Module):
     csc_perm: Tensor
 
     resizable: bool = False
-    active: ActiveSet | None = None
+    executor: Executor | None = None
 
     # The index tensors as the operator takes them, made when first needed.
-    _prepared: LayerIndex | None = None
+    _layer_index: LayerIndex | None = None
 
     def __init__(
         self,
@@ -108,11 +108,7 @@ class SparseLinear(nn.Module):
         if not dtype.is_floating_point:
             raise TypeError(f"dtype must be a floating point type, got {dtype}")
         if target is not None:
-            # The tile machine is another floor: looked up only where it is asked for.
-            from dynsparse.popsparse.torch_layer import check_target
-
-            check_target(target, dtype)
-        self.target = target
+            self.executor = executor_for(target, dtype)
         self.in_features = in_features
         self.out_features = out_features
         self.values = nn.Parameter(torch.empty(pattern.values_shape, device=device, dtype=dtype))
@@ -129,7 +125,9 @@ class SparseLinear(nn.Module):
         # New tensors rather than copies into the old ones: a graph that still waits for its
         # backward pass keeps the indices it was built with.
         self._pattern = pattern
-        self._prepared = self.active = None
+        self._layer_index = None
+        if self.executor is not None:
+            self.executor = self.executor.after(pattern)
         self.rows = pattern.rows.to(self.values.device)
         for name, tensor in pattern.index._asdict().items():
             setattr(self, name, tensor.to(self.values.device))
@@ -153,6 +151,23 @@ class SparseLinear(nn.Module):
         return self._pattern
 
     @property
+    def target(self) -> Any:
+        """The target that was given, or None."""
+        return None if self.executor is None else self.executor.target
+
+    @property
+    def active(self) -> ActiveSet | None:
+        """The slots that the forward pass uses, where it does not use all while all values learn.
+
+        The trainer `TopKAST` sets them; a change of the pattern takes them away.
+        """
+        return self.executor if isinstance(self.executor, ActiveSet) else None
+
+    @active.setter
+    def active(self, slots: ActiveSet | None) -> None:
+        self.executor = slots
+
+    @property
     def block_size(self) -> int:
         return self._pattern.block_size
 
@@ -168,12 +183,8 @@ class SparseLinear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """x [..., in] -> [..., out]."""
-        if self.target is not None:
-            from dynsparse.popsparse.torch_layer import machine_linear
-
-            return machine_linear(self, x)
-        if self.active is not None:
-            return self.active(x, self.values, self.index, self.bias)
+        if self.executor is not None:
+            return self.executor(self, x)
         index = self.index if is_compiling() else self._prepare()
         # Attributes of a module cost more than the rest of this function. Parametrizations and the
         # like take parameters out of here.
@@ -185,10 +196,10 @@ class SparseLinear(nn.Module):
 
     def _prepare(self) -> LayerIndex:
         # The tensors may have been replaced, as `to` does it: they are compared at every call.
-        prepared = self._prepared
-        if prepared is None or not prepared.holds(self._buffers):
-            self._prepared = prepared = LayerIndex(self.index, self.values)
-        return prepared
+        made = self._layer_index
+        if made is None or not made.holds(self._buffers):
+            self._layer_index = made = LayerIndex(self.index, self.values)
+        return made
 
     def forget_panels(self) -> None:
         """Give up what kernels for many samples have made of the index, 12 bytes per weight.
@@ -196,25 +207,29 @@ class SparseLinear(nn.Module):
         The next product that wants it makes it anew. Trainers do this before they change the
         pattern, after which it would be of no use.
         """
-        if self._prepared is not None:
-            panels.forget(self._prepared)
+        if self._layer_index is not None:
+            panels.forget(self._layer_index)
 
-    def kernel(self, batch: int, *, backward: bool = False) -> str:
+    def kernel(
+        self, batch: int, *, backward: bool = False, dtype: torch.dtype | None = None
+    ) -> str:
         """What computes a pass over `batch` samples: forward, or both gradients.
 
-        "sparse" (over the non-zeros), "small" (the same for small batches) or "dense" (past the
-        break-even density): the fastest by `ops.linear.choice`. "torch" where no compiled
-        kernels serve the layer, "tile machine" where it has a target.
+        One of `ops.linear.choice.ROUTES`, which execution follows: "sparse" (over the non-zeros),
+        "small" (the same for small batches), "dense" (past the break-even density), "bfloat16"
+        (over the non-zeros of such activations), "torch" where no compiled kernels serve the layer.
+        "tile machine" or "active subset" where these compute it.
+
+        Args:
+            dtype: of the activations; that of the values if left out.
         """
-        if self.target is not None:
-            return "tile machine"
-        p = self._prepare()
-        served = p.on_cpu and self.values.dtype != torch.float64 and native.load() is not None
-        return choose_for(p, batch, backward) if served else "torch"
+        if self.executor is not None:
+            return self.executor.kernel(batch, backward)
+        return route(self._prepare(), batch, backward, dtype or self.values.dtype)
 
     def __getstate__(self) -> dict[str, Any]:
-        # What was prepared stays with this layer: copies have tensors of their own.
-        return {k: v for k, v in self.__dict__.items() if k != "_prepared"}
+        # What was made of the index stays with this layer: copies have tensors of their own.
+        return {k: v for k, v in self.__dict__.items() if k != "_layer_index"}
 
     @torch.no_grad()
     def rewire(self, rewiring: Rewiring, fill: float | Tensor = 0.0) -> None:
@@ -237,7 +252,7 @@ class SparseLinear(nn.Module):
             self._store(rewiring.apply(self.values, fill))
         # The old index is given up before the new one is made: they are the largest arrays here.
         self._pattern.forget_index()
-        self._prepared = None
+        self._layer_index = None
         for name in _DERIVED:
             setattr(self, name, None)
         self._install(rewiring.after)

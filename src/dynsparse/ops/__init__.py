@@ -1,6 +1,5 @@
 """Sparse products on torch tensors, one folder per operation."""
 
-from dynsparse.ops.embedding import embedding
-from dynsparse.ops.linear import grad_input, grad_weight, linear, use_kernel
+from dynsparse.ops.linear import grad_input, grad_weight, use_kernel
 
-__all__ = ["embedding", "grad_input", "grad_weight", "linear", "use_kernel"]
+__all__ = ["grad_input", "grad_weight", "use_kernel"]

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from dynsparse import native
-from dynsparse.ops.linear import _is_plain_eager
+from dynsparse.ops.eager import is_plain_eager
 
 __all__ = ["dropout"]
 
@@ -88,7 +88,7 @@ def dropout(x: Tensor, rate: float, training: bool = True) -> Tensor:
         raise ValueError(f"dropout must lie in [0, 1], got {rate!r}")
     if not training or rate == 0:
         return x
-    fast = _is_plain_eager(x) and x.is_cpu and x.dtype is torch.float32 and rate < 1
+    fast = is_plain_eager(x) and x.is_cpu and x.dtype is torch.float32 and rate < 1
     if not fast or _kernel() is None:
         return functional.dropout(x, rate)
     seed = int(torch.randint(2**63 - 1, ()))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
@@ -17,7 +16,7 @@ from dynsparse.popsparse.layer import Layer
 from dynsparse.popsparse.plan import PASSES
 from dynsparse.popsparse.planning import plan
 
-__all__ = ["check_target", "machine_linear", "machine_profiles"]
+__all__ = ["TileMachine", "machine_profiles"]
 
 _DTYPES = {torch.float16: "float16", torch.float32: "float32"}
 
@@ -62,9 +61,6 @@ class _Runner:
         return torch.from_numpy(found).to(values.device)
 
 
-_runners: WeakKeyDictionary[Any, _Runner] = WeakKeyDictionary()
-
-
 class _MachineLinear(torch.autograd.Function):
     @staticmethod
     def forward(
@@ -88,37 +84,56 @@ class _MachineLinear(torch.autograd.Function):
         return dx, dw, None, None, None
 
 
-def check_target(target: Any, dtype: torch.dtype) -> Target:
-    """The target, if a layer of this dtype can run on it.
+class TileMachine:
+    """Computes the products of a layer on a simulated tile machine: see `nn.targets.Executor`.
+
+    Programs are built at the first batch of each size. Copies begin without any.
+
+    Args:
+        target: the machine.
+        dtype: of the layer's values.
 
     Raises:
         TypeError: not a `Target`, or values that are neither float16 nor float32.
     """
-    if not isinstance(target, Target):
-        raise TypeError(f"target must be a machine.Target such as Target.bow(), got {target!r}")
+
+    def __init__(self, target: Any, dtype: torch.dtype) -> None:
+        if not isinstance(target, Target):
+            raise TypeError(f"target must be a machine.Target such as Target.bow(), got {target!r}")
+        _check_dtype(dtype)
+        self.target, self.dtype = target, dtype
+        self.runner = _Runner()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return TileMachine, (self.target, self.dtype)
+
+    def __call__(self, layer: Any, x: Tensor) -> Tensor:
+        """x [..., in] -> [..., out]; the bias is added by torch."""
+        _check_dtype(layer.values.dtype)
+        if x.shape[-1:] != (layer.in_features,):
+            raise ValueError(f"expected an input [..., {layer.in_features}], got {list(x.shape)}")
+        if not x.numel():
+            y = x.new_zeros((*x.shape[:-1], layer.out_features))
+        else:
+            rows = x.reshape(-1, layer.in_features)
+            y = _MachineLinear.apply(rows, layer.values, layer.pattern, self.target, self.runner)
+            y = y.reshape(*x.shape[:-1], layer.out_features)
+        return y if layer.bias is None else y + layer.bias
+
+    def kernel(self, batch: int, backward: bool) -> str:
+        return "tile machine"
+
+    def after(self, pattern: SparsePattern) -> TileMachine:
+        """The same: it takes the pattern of the layer at every run."""
+        return self
+
+
+def _check_dtype(dtype: torch.dtype) -> None:
     if dtype not in _DTYPES:
         raise TypeError(f"the tile machine has float16 and float32, got {dtype}")
-    return target
-
-
-def machine_linear(layer: Any, x: Tensor) -> Tensor:
-    """x [..., in] -> [..., out] through the machine `layer.target`; the bias is added by torch.
-
-    Programs are built at the first batch of each size.
-    """
-    check_target(layer.target, layer.values.dtype)
-    if x.shape[-1:] != (layer.in_features,):
-        raise ValueError(f"expected an input [..., {layer.in_features}], got {list(x.shape)}")
-    if not x.numel():
-        y = x.new_zeros((*x.shape[:-1], layer.out_features))
-    else:
-        runner = _runners.setdefault(layer, _Runner())
-        rows = x.reshape(-1, layer.in_features)
-        y = _MachineLinear.apply(rows, layer.values, layer.pattern, layer.target, runner)
-        y = y.reshape(*x.shape[:-1], layer.out_features)
-    return y if layer.bias is None else y + layer.bias
 
 
 def machine_profiles(layer: Any) -> dict[str, Profile]:
     """The profile of the last run of each pass of a layer with a target, by name."""
-    return dict(_runners[layer].profiles) if layer in _runners else {}
+    executor = layer.executor
+    return dict(executor.runner.profiles) if isinstance(executor, TileMachine) else {}

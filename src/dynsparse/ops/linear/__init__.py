@@ -10,10 +10,9 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
-from torch.autograd import forward_ad
-from torch.compiler import is_compiling
 
 from dynsparse.ops import capture
+from dynsparse.ops.eager import is_plain_eager
 from dynsparse.ops.linear import operator, products
 from dynsparse.ops.linear.choice import use_kernel
 from dynsparse.ops.linear.layer_index import LayerIndex
@@ -52,24 +51,9 @@ class _EagerLinear(torch.autograd.Function):
         return dx, dw, operator.grad_bias(ctx, dy) if need_bias else None, None
 
 
-# What Function.apply comes to without functorch's wrappers, which `_is_plain_eager` excludes: its
+# What Function.apply comes to without functorch's wrappers, which `is_plain_eager` excludes: its
 # own way there costs as much as the products of a small layer.
 _apply = super(torch.autograd.Function, _EagerLinear).apply
-
-
-def _is_plain_eager(x: Tensor) -> bool:
-    """Whether nothing watches the dispatcher: no compiler, mode, transform, autocast, subclass."""
-    return not (
-        is_compiling()
-        or type(x) is not Tensor
-        or x.is_meta  # which autocast does not know
-        or torch.is_autocast_enabled("cpu" if x.is_cpu else x.device.type)
-        or torch._C._len_torch_dispatch_stack()
-        or torch._C._functorch.peek_interpreter_stack() is not None
-        or torch._C._functorch.is_functorch_wrapped_tensor(x)
-        or torch.jit.is_tracing()
-        or forward_ad._current_level >= 0
-    )
 
 
 def _index_of(pattern: SparsePattern | PatternIndex | LayerIndex) -> PatternIndex:
@@ -100,7 +84,7 @@ def linear(
     Raises:
         RuntimeError: shapes, dtypes or devices that do not fit, or a second derivative.
     """
-    if not _is_plain_eager(x):
+    if not is_plain_eager(x):
         return torch.ops.dynsparse.linear(x, values, *_index_of(pattern), bias)
     p = pattern if type(pattern) is LayerIndex else LayerIndex(_index_of(pattern), values)
     if torch.is_grad_enabled() and (

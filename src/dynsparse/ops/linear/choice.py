@@ -1,15 +1,18 @@
-"""Which kernels compute a layer: the fastest by a small model of what each costs.
+"""Which kernels compute a layer: one decision, asked by everybody.
 
-- `sparse`: the kernels over non-zeros (`sparse.py`), for low densities and large batches.
-- `small`: the kernels for batches too small to fill vectors (`small.py`); those for single elements
-  read bit masks instead of column numbers.
-- `dense`: a dense product, the weight laid out a panel at a time (`dense.py`), past the break-even
-  density. It never takes more memory than one panel.
+`route` is what the operator follows, what `SparseLinear.kernel` and the benchmark name, and what
+`dynsparse info` tabulates. The kinds are the files of `kernels/`:
 
-The model counts nanoseconds on one thread. All kinds divide about evenly among threads, so the
-choice does not depend on their number. `benchmarks/kernel_choice.py` measures all kinds over a grid
-of layers, fits the constants (`costs.py`) and says how far the choice is from the best and from a
-dense layer.
+- `sparse`: over the non-zeros, for low densities and large batches.
+- `small`: for batches too small to fill vectors; for single elements by bit masks.
+- `dense`: a dense product, the weight laid out a strip at a time, past the break-even density.
+- `bfloat16`: over the non-zeros of bfloat16 activations, without a copy of these in float32.
+- `torch`: plain torch, for other types, other devices and where no compiled kernels are.
+
+Among the first three the fastest is chosen by a small model of what each costs. It counts
+nanoseconds on one thread; all kinds divide about evenly among threads, so the choice does not
+depend on their number. `benchmarks/kernel_choice.py` measures all kinds over a grid of layers, fits
+the constants (`costs.py`) and says how far the choice is from the best and from a dense layer.
 """
 
 from __future__ import annotations
@@ -17,30 +20,28 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+import torch
+
 from dynsparse import native
-from dynsparse.ops.linear.costs import Layer, constants, evaluate
-from dynsparse.ops.linear.kernels import small
+from dynsparse.ops.linear.costs import Layer, constants, evaluate, family
 from dynsparse.ops.linear.layer_index import LayerIndex
 
-__all__ = ["KINDS", "choose", "choose_for", "cost", "use_kernel"]
+__all__ = ["KINDS", "ROUTES", "candidates", "choose", "cost", "is_full", "route", "use_kernel"]
 
 KINDS = ("sparse", "small", "dense")
+ROUTES = (*KINDS, "bfloat16", "torch")
 
 # Below this density there are no bit masks: they would take more than half the memory of the
 # values. Laying out a weight that is all but empty does not pay either.
 LEAST_DENSITY = 1 / 16
 
-# Kernels for small batches are not considered past this one: larger ones were not measured.
+# Kernels for small batches are written for these blocks, and not considered past so many samples:
+# larger batches were not measured.
+SMALL_BLOCKS = (1, 4, 8, 16, 32)
 MOST_SAMPLES = 128
 
-
-def family(kind: str, block_size: int) -> str:
-    """What computes: the kernels of a kind that serve this block size."""
-    if kind == "dense":
-        return kind
-    if kind == "small":
-        return "masks" if block_size == 1 else "small blocks"
-    return "elements" if block_size == 1 else "tiles" if block_size % 16 else "panels"
+# Blocks that the processor's units for bfloat16 multiply.
+_UNIT_BLOCKS = (16, 32)
 
 
 def cost(kind: str, layer: Layer, batch: int, backward: bool) -> float:
@@ -53,11 +54,10 @@ def candidates(layer: Layer, batch: int) -> list[str]:
     """The kinds that may compute this layer."""
     kinds = ["sparse"]
     density = layer.nnz * layer.block_size**2 / max(1, layer.out_features * layer.in_features)
+    small_fits = layer.block_size in SMALL_BLOCKS
     if layer.block_size == 1:
-        # Without AVX-512 the masks are read bit by bit.
-        small_fits = density >= LEAST_DENSITY and native.describe()["isa"] == "v4"
-    else:
-        small_fits = layer.block_size in small.BLOCK_SIZES
+        # Where vectors are not filled by masks, these are read bit by bit.
+        small_fits = density >= LEAST_DENSITY and native.expands_masks()
     if small_fits and batch <= MOST_SAMPLES:
         kinds.append("small")
     if density >= LEAST_DENSITY:
@@ -70,12 +70,17 @@ def is_full(layer: Layer) -> bool:
     return layer.block_size == 1 and layer.nnz == layer.out_features * layer.in_features
 
 
-def choose(layer: Layer, batch: int, backward: bool) -> str:
-    """The cheapest kind by the model."""
+def choose(layer: Layer, batch: int, backward: bool, dtype: torch.dtype = torch.float32) -> str:
+    """The fastest kind for activations of `dtype` on a CPU with compiled kernels."""
+    low = dtype is torch.bfloat16
+    # These units beat float32 at every density.
+    if low and layer.block_size in _UNIT_BLOCKS and native.bfloat16_unit() != "float32":
+        return "bfloat16"
     if is_full(layer):
         return "dense"
     kinds = candidates(layer, batch)
-    return kinds[0] if batch == 0 else min(kinds, key=lambda k: cost(k, layer, batch, backward))
+    kind = kinds[0] if batch == 0 else min(kinds, key=lambda k: cost(k, layer, batch, backward))
+    return "bfloat16" if low and kind == "sparse" else kind
 
 
 _forced: str | None = None
@@ -86,7 +91,7 @@ def use_kernel(kind: str) -> Iterator[None]:
     """Compute with one kind inside this block, in the whole process: to compare and to measure.
 
     `small` takes single elements and blocks of 4, 8, 16 and 32; layers of other blocks stay with
-    what is chosen for them.
+    what is chosen for them. `sparse` computes bfloat16 activations by the route `bfloat16`.
 
     Raises:
         ValueError: a kind that does not exist.
@@ -105,15 +110,24 @@ def use_kernel(kind: str) -> Iterator[None]:
 _MOST_CHOICES = 64
 
 
-def choose_for(p: LayerIndex, batch: int, backward: bool) -> str:
-    """As `choose`, remembered, and subject to `use_kernel`."""
-    if _forced is not None and (_forced != "small" or small.fits(p)):
-        return _forced
+def route(p: LayerIndex, batch: int, backward: bool, dtype: torch.dtype) -> str:
+    """Which of `ROUTES` computes a pass over `batch` activations of `dtype`: forward, or both
+    gradients. As `choose`, remembered, and subject to `use_kernel`."""
+    low = dtype is torch.bfloat16
+    if (
+        not (dtype is torch.float32 or low or dtype is torch.float16)
+        or not p.on_cpu
+        or native.load() is None
+    ):
+        return "torch"
+    if _forced is not None and (_forced != "small" or p.block_size in SMALL_BLOCKS):
+        return "bfloat16" if low and _forced == "sparse" else _forced
+    choices = p.choices[low]
     key = batch if backward else ~batch
-    kind = p.choices.get(key)
+    kind = choices.get(key)
     if kind is None:
-        if len(p.choices) >= _MOST_CHOICES:
-            p.choices.clear()
+        if len(choices) >= _MOST_CHOICES:
+            choices.clear()
         layer = Layer(p.out_features, p.in_features, p.nnz, p.block_size)
-        kind = p.choices[key] = choose(layer, batch, backward)
+        kind = choices[key] = choose(layer, batch, backward, dtype)
     return kind

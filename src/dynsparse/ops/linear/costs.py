@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from dynsparse import native
 
-__all__ = ["Cost", "Layer", "constants", "evaluate"]
+__all__ = ["Cost", "Layer", "constants", "evaluate", "family"]
 
 
 class Layer(NamedTuple):
@@ -41,25 +41,35 @@ class Cost(NamedTuple):
     far: float
 
 
-# By what computes, forward and backward (both gradients).
+# By family, forward and backward (both gradients).
 Costs = dict[str, tuple[Cost, Cost]]
+
+
+def family(kind: str, block_size: int) -> str:
+    """The kernels of a kind that serve this block size: these share their constants."""
+    if kind == "dense":
+        return kind
+    if block_size == 1:
+        return f"{kind} elements"
+    return "sparse blocks of 16" if kind == "sparse" and block_size % 16 == 0 else f"{kind} blocks"
+
 
 # One thread of a two-core Xeon with AVX-512 and 2 MiB of second-level cache a core (family 6, model
 # 167 or 207), layers of 256 to 4096 features, batches of 1 to 2048, densities of 0.01 to 1.
 _INTEL: Costs = {
-    "elements": (
+    "sparse elements": (
         Cost(6666, 0.1739, 0.1514, 0.0338, 16, 0.0877),
         Cost(10082, 0.445, 1.4113, 0.0508, 16, 1.3183),
     ),
-    "tiles": (  # blocks that are no multiples of 16
+    "sparse blocks": (  # blocks that are no multiples of 16
         Cost(5816, 0.196, 0.0737, 0.0157, 16, 0.0087),
         Cost(7169, 0.4568, 1.7683, 0.0421, 16, 0.0427),
     ),
-    "panels": (  # blocks of 16, 32 and so on
+    "sparse blocks of 16": (  # 32 and so on, too
         Cost(7448, 0.1524, 0.1146, 0.0189, 4, 0.1834),
         Cost(9860, 0.2993, 0.006, 0.0357, 4, 0.1375),
     ),
-    "masks": (
+    "small elements": (
         Cost(6725, 0.2173, 0.0049, 0.0224, 2, 0.0491),
         Cost(8950, 0.6643, 0.1406, 0.0368, 0, 0.1597),
     ),
@@ -76,19 +86,19 @@ _INTEL: Costs = {
 # One thread of a two-core EPYC with AVX-512 and 1 MiB of second-level cache a core (family 25,
 # model 17), likewise.
 _AMD: Costs = {
-    "elements": (
+    "sparse elements": (
         Cost(7922, 0.122, 0.0058, 0.0395, 16, 0.1528),
         Cost(12254, 0.3972, 1.0344, 0.0541, 16, 0.8155),
     ),
-    "tiles": (
+    "sparse blocks": (
         Cost(6905, 0.1867, 0.0, 0.0204, 16, 0.0501),
         Cost(9710, 0.4114, 0.9547, 0.0467, 16, 0.3134),
     ),
-    "panels": (
+    "sparse blocks of 16": (
         Cost(7382, 0.1462, 0.0847, 0.0217, 4, 0.0824),
         Cost(9980, 0.1611, 0.0, 0.0465, 2, 0.1128),
     ),
-    "masks": (
+    "small elements": (
         Cost(6871, 0.1016, 0.0046, 0.0279, 2, 0.0281),
         Cost(9182, 0.4426, 0.1289, 0.045, 0, 0.2007),
     ),
@@ -112,7 +122,7 @@ def evaluate(c: Cost, name: str, layer: Layer, batch: int) -> float:
     """The formula of `Cost` for kernels of the family `name`."""
     elements = layer.out_features * layer.in_features
     values = layer.nnz * layer.block_size**2
-    entries = elements if name in ("masks", "dense") else values
+    entries = elements if name in ("small elements", "dense") else values
     return (
         c.call
         + c.feature * (layer.out_features + layer.in_features) * batch

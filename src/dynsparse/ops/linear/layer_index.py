@@ -30,10 +30,10 @@ class LayerIndex:
         out_features, in_features, block_size, nnz: of the layer; nnz counts blocks.
         values_shape, bias_shape: what these tensors must look like.
         on_cpu: where the index is.
-        masks: what `small` makes of the index when it is first needed, or None.
-        panels: likewise what `panels` makes of it, by rows and by columns, each after the number
-            of samples from which on it is of use.
-        choices: what `choice` has decided so far.
+        masks: what `kernels.masks` makes of the index when it is first needed, or None.
+        panels: likewise what `kernels.panels` makes of it, by rows and by columns, each after the
+            number of samples from which on it is of use.
+        choices: what `choice.route` has decided so far, for float32 and for bfloat16.
 
     Raises:
         RuntimeError: lengths, types or devices that do not fit, which would make the kernels read
@@ -90,7 +90,7 @@ class LayerIndex:
         self.on_cpu = values.is_cpu
         self.masks: Tensor | None = None
         self.panels: list[tuple[int, Tensor | None]] = [(0, None), (0, None)]
-        self.choices: dict[int, str] = {}
+        self.choices: tuple[dict[int, str], dict[int, str]] = ({}, {})
 
     def holds(self, tensors: dict[str, Tensor | None]) -> bool:
         """Whether `tensors`, by the names of the index, are still the ones prepared here."""

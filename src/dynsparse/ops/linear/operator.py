@@ -87,9 +87,12 @@ def grad_bias(ctx, dy: Tensor) -> Tensor:
     return rows.sum(0) if rows.dtype is ctx.bias_dtype else rows.sum(0, dtype=ctx.bias_dtype)
 
 
-def gradients(ctx, dy: Tensor, need_bias: bool, index: PatternIndex):
-    """Of x, values and bias; the first two by the operator."""
-    x, values, *_ = ctx.saved_tensors
+def gradients(ctx, dy: Tensor, need_bias: bool, index: PatternIndex | None = None):
+    """Of x, values and bias; the first two by the operator. The index is the saved one if none is
+    given."""
+    # Read once: activation checkpointing hands each saved tensor out a single time.
+    x, values, *saved = ctx.saved_tensors
+    index = PatternIndex(*saved) if index is None else index
     need_input, need_values = ctx.needs_input_grad[:2]
     dx = dw = None
     if need_input or need_values:
@@ -107,8 +110,7 @@ def _setup_context(ctx, inputs, output) -> None:
 
 
 def _autograd(ctx, dy: Tensor):
-    index = PatternIndex(*ctx.saved_tensors[2:])
-    dx, dw, db = gradients(ctx, dy, ctx.needs_input_grad[7], index)
+    dx, dw, db = gradients(ctx, dy, ctx.needs_input_grad[7])
     return dx, dw, *[None] * 5, db
 
 

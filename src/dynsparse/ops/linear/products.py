@@ -1,8 +1,7 @@
-"""The three products for any floating point type, shape and device: checks, then the passes.
+"""The three products for any floating point type, shape and device: checks, conversion, the kernel.
 
-On a CPU float32 work goes to the compiled kernels that `choice` finds fastest; everything else
-(float64, other devices, no compiled kernels) goes through `naive`. bfloat16 has kernels of its own
-(`bfloat16.py`); what these do not serve, and float16, is computed in float32.
+`choice.route` says what computes. The compiled kernels take float32, or bfloat16 where they have
+kernels for it; what these do not serve, and float16, is computed in float32.
 """
 
 from __future__ import annotations
@@ -10,17 +9,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from dynsparse import native
 from dynsparse.ops import capture
-from dynsparse.ops.linear import naive
-from dynsparse.ops.linear.choice import choose_for
-from dynsparse.ops.linear.kernels import bfloat16, dense, small, sparse
+from dynsparse.ops.linear.choice import route
+from dynsparse.ops.linear.kernels import KERNELS
 from dynsparse.ops.linear.layer_index import LayerIndex
 
 __all__ = ["backward", "check_backward", "check_input", "forward", "record"]
-
-_FORWARD = {"sparse": sparse.forward, "small": small.forward, "dense": dense.forward}
-_BACKWARD = {"sparse": sparse.backward, "small": small.backward, "dense": dense.backward}
 
 
 def check_input(x: Tensor, values: Tensor, features: int, what: str) -> None:
@@ -85,9 +79,10 @@ def _matrix(x: Tensor, dtype: torch.dtype) -> Tensor:
 
 def forward(x: Tensor, values: Tensor, p: LayerIndex, bias: Tensor | None) -> Tensor:
     """[..., in] -> [..., out], the dtype of x. Everything is checked."""
+    dtype = x.dtype
     # What most calls bring needs no conversion, and one condition instead of the checks in turn.
     if (
-        x.dtype is torch.float32
+        dtype is torch.float32
         and values.dtype is torch.float32
         and x.is_cpu
         and values.is_cpu
@@ -99,23 +94,17 @@ def forward(x: Tensor, values: Tensor, p: LayerIndex, bias: Tensor | None) -> Te
             bias is None
             or (bias.dtype is torch.float32 and bias.is_cpu and bias.shape == p.bias_shape)
         )
-        and native.load() is not None
     ):
-        return _FORWARD[choose_for(p, x.shape[0], False)](x, values, p, bias)
+        return KERNELS[route(p, x.shape[0], False, dtype)].forward(x, values, p, bias)
     _check_forward(x, values, p, bias)
-    if bfloat16.serves(x, values, p, False):
-        y = bfloat16.forward(_matrix(x, x.dtype), values, p, bias)
-        return y if x.dim() == 2 else y.view(*x.shape[:-1], p.out_features)
-    dtype = _compute_dtype(x.dtype)
-    x2d = _matrix(x, dtype)
-    w = values.to(dtype)
-    b = None if bias is None else bias.to(dtype)
-    if sparse.available(x2d, w):
-        y = _FORWARD[choose_for(p, x2d.shape[0], False)](x2d, w, p, b)
-    else:
-        y = naive.forward(x2d, w, p.index, b)
-    if y.dtype is not x.dtype:
-        y = y.to(x.dtype)
+    kind = route(p, x.numel() // max(1, x.shape[-1]), False, dtype)
+    low = kind == "bfloat16"  # takes values and bias as they are
+    other = dtype if low else _compute_dtype(dtype)
+    w = values if low else values.to(other)
+    b = bias if low or bias is None else bias.to(other)
+    y = KERNELS[kind].forward(_matrix(x, other), w, p, b)
+    if y.dtype is not dtype:
+        y = y.to(dtype)
     return y if x.dim() == 2 else y.view(*x.shape[:-1], p.out_features)
 
 
@@ -126,34 +115,25 @@ def backward(
 
     Without checks: autograd comes with what forward has checked, others call `check_backward`.
     """
+    dtype = dy.dtype
     if (
-        dy.dtype is torch.float32
+        dtype is torch.float32
         and values.dtype is torch.float32
-        and dy.is_cpu
-        and p.on_cpu
         and dy.dim() == 2
         and (x is None or (x.dtype is torch.float32 and x.dim() == 2))
-        and native.load() is not None
     ):
-        passes = _BACKWARD[choose_for(p, dy.shape[0], True)]
+        passes = KERNELS[route(p, dy.shape[0], True, dtype)].backward
         return passes(dy, dy if x is None else x, values, p, need_input, x is not None)
-    low = bfloat16.serves(dy, values, p, True)
-    dtype = dy.dtype if low else _compute_dtype(dy.dtype)
-    dy2d = _matrix(dy, dtype)
-    x2d = None if x is None else _matrix(x, dtype)
-    any_x = dy2d if x2d is None else x2d  # not read without need_values
-    w = values if low or values.dtype is dtype else values.to(dtype)
-    if low:
-        dx, dw = bfloat16.backward(dy2d, any_x, w, p, need_input, x2d is not None)
-    elif sparse.available(dy2d, w):
-        passes = _BACKWARD[choose_for(p, dy2d.shape[0], True)]
-        dx, dw = passes(dy2d, any_x, w, p, need_input, x2d is not None)
-    else:
-        dx = naive.grad_input(dy2d, w, p.index) if need_input else None
-        dw = None if x2d is None else naive.grad_weight(dy2d, x2d, w, p.index)
+    kind = route(p, dy.numel() // max(1, dy.shape[-1]), True, dtype)
+    low = kind == "bfloat16"
+    other = dtype if low else _compute_dtype(dtype)
+    dy2d = _matrix(dy, other)
+    x2d = dy2d if x is None else _matrix(x, other)  # not read without x
+    w = values if low else values.to(other)
+    dx, dw = KERNELS[kind].backward(dy2d, x2d, w, p, need_input, x is not None)
     if dx is not None:
-        if dx.dtype is not dy.dtype:
-            dx = dx.to(dy.dtype)
+        if dx.dtype is not dtype:
+            dx = dx.to(dtype)
         if dy.dim() != 2:
             dx = dx.view(*dy.shape[:-1], p.in_features)
     if dw is not None and dw.dtype is not values.dtype:

@@ -11,30 +11,10 @@ import torch
 from torch import Tensor
 
 from dynsparse import native
-from dynsparse.ops.linear.choice import choose_for
 from dynsparse.ops.linear.kernels.panels import by_columns, by_rows
 from dynsparse.ops.linear.layer_index import LayerIndex
 
-__all__ = ["backward", "forward", "serves"]
-
-_UNIT_BLOCKS = (16, 32)
-
-
-def serves(x: Tensor, values: Tensor, p: LayerIndex, backward: bool) -> bool:
-    """Whether these products are the fastest for bfloat16 `x` [..., features] and `values`."""
-    if not (
-        x.dtype is torch.bfloat16
-        and (values.dtype is torch.float32 or values.dtype is torch.bfloat16)
-        and x.is_cpu
-        and values.is_cpu
-        and native.load() is not None
-    ):
-        return False
-    batch = x.numel() // max(1, x.shape[-1])
-    # These units beat float32 at every density.
-    if p.block_size in _UNIT_BLOCKS and native.bfloat16_unit() != "float32":
-        return True
-    return choose_for(p, batch, backward) == "sparse"
+__all__ = ["backward", "forward"]
 
 
 def _check(status: int) -> None:

@@ -12,33 +12,10 @@ import torch
 from torch import Tensor
 
 from dynsparse import native
+from dynsparse.ops.linear.kernels.masks import masks_of
 from dynsparse.ops.linear.layer_index import LayerIndex
 
-__all__ = ["BLOCK_SIZES", "backward", "fits", "forward", "masks_of"]
-
-BLOCK_SIZES = (1, 4, 8, 16, 32)
-
-
-def fits(p: LayerIndex) -> bool:
-    """Whether these kernels take the layer."""
-    return p.block_size in BLOCK_SIZES
-
-
-def masks_of(p: LayerIndex) -> Tensor | None:
-    """int16 [out, ceil(in / 16)]: bit c % 16 of word c / 16 is column c; None for blocks."""
-    if p.masks is None and p.block_size == 1:
-        library = native.load()
-        assert library is not None
-        p.masks = torch.empty(p.out_features, -(-p.in_features // 16), dtype=torch.int16)
-        library.dynsparse_small_masks(
-            p.row_ptr.data_ptr(),
-            p.cols.data_ptr(),
-            p.masks.data_ptr(),
-            p.out_features,
-            p.in_features,
-            torch.get_num_threads(),
-        )
-    return p.masks
+__all__ = ["backward", "forward"]
 
 
 def forward(x: Tensor, values: Tensor, p: LayerIndex, bias: Tensor | None) -> Tensor:

@@ -12,16 +12,8 @@ from torch import Tensor
 from dynsparse import native
 from dynsparse.ops.linear.kernels.panels import by_columns, by_rows, for_once
 from dynsparse.ops.linear.layer_index import LayerIndex
-from dynsparse.pattern import PatternIndex
 
-__all__ = ["available", "backward", "dot_products", "forward"]
-
-
-def available(x: Tensor, values: Tensor) -> bool:
-    """Whether the kernels serve these tensors: on the CPU, float32 values, a library loaded."""
-    return (
-        x.is_cpu and values.is_cpu and values.dtype is torch.float32 and native.load() is not None
-    )
+__all__ = ["backward", "dot_products", "forward"]
 
 
 def _check(status: int) -> None:
@@ -29,15 +21,13 @@ def _check(status: int) -> None:
         raise MemoryError("no memory for the packed activations of a sparse product")
 
 
-def forward(
-    x: Tensor, values: Tensor, index: LayerIndex | PatternIndex, bias: Tensor | None
-) -> Tensor:
+def forward(x: Tensor, values: Tensor, p: LayerIndex, bias: Tensor | None) -> Tensor:
     """y [B, out] = x W^T + bias.
 
     Args:
         x: [B, in] float32, any strides.
         values: [nnz] or [nnz, b, b] float32.
-        index: the pattern's index tensors, int32; prepared, where calls are many.
+        p: the layer's index.
         bias: [out] float32, or None.
 
     Raises:
@@ -45,7 +35,6 @@ def forward(
     """
     library = native.load()
     assert library is not None
-    p = index if type(index) is LayerIndex else LayerIndex(index, values)  # type: ignore[arg-type]
     values = values.contiguous()
     if bias is not None:
         bias = bias.contiguous()
@@ -76,7 +65,7 @@ def backward(
     dy: Tensor,
     x: Tensor,
     values: Tensor,
-    index: LayerIndex | PatternIndex,
+    p: LayerIndex,
     need_input: bool,
     need_values: bool,
 ) -> tuple[Tensor | None, Tensor | None]:
@@ -87,7 +76,7 @@ def backward(
     Args:
         dy: [B, out] float32, any strides.
         x: [B, in] float32, any strides.
-        values, index: as for `forward`.
+        values, p: as for `forward`.
 
     Raises:
         MemoryError: no scratch memory.
@@ -96,7 +85,6 @@ def backward(
         return None, None
     library = native.load()
     assert library is not None
-    p = index if type(index) is LayerIndex else LayerIndex(index, values)  # type: ignore[arg-type]
     values = values.contiguous()
     batch = dy.shape[0]
     dx = dy.new_empty(batch, p.in_features) if need_input else None

@@ -7,8 +7,9 @@ import pytest
 import torch
 from torch.nn.functional import linear as dense_linear
 
-from dynsparse import SparsePattern, ops
+from dynsparse import SparsePattern
 from dynsparse.nn import SparseLinear
+from dynsparse.ops.linear import linear
 
 
 def computes(layer, x=None):
@@ -22,23 +23,23 @@ def computes(layer, x=None):
 def layer():
     made = SparseLinear(24, 16, 0.3)
     computes(made)
-    assert made._prepared is not None
+    assert made._layer_index is not None
     return made
 
 
 def test_it_is_made_once(layer):
-    before = layer._prepared
+    before = layer._layer_index
     computes(layer)
-    assert layer._prepared is before
+    assert layer._layer_index is before
 
 
 def test_copies_do_not_share_it(layer):
     for other in (copy.deepcopy(layer), pickle.loads(pickle.dumps(layer)), copy.copy(layer)):
-        assert other._prepared is None or other._prepared.holds(other._buffers)
+        assert other._layer_index is None or other._layer_index.holds(other._buffers)
         computes(other)
         other.set_pattern(SparsePattern.random((16, 24), nnz=layer.pattern.nnz))
         computes(other)
-    assert "_prepared" not in layer.__getstate__()
+    assert "_layer_index" not in layer.__getstate__()
 
 
 def test_it_follows_a_new_pattern_dtype_and_state(layer):
@@ -92,6 +93,6 @@ def test_values_that_were_resized_before_backward(layer):
 def test_values_of_another_shape_are_refused(layer):
     wrong = layer.values.detach()[:-1]
     with pytest.raises(RuntimeError, match="values hold"):
-        ops.linear(torch.randn(2, 24), wrong, layer._prepared)
+        linear(torch.randn(2, 24), wrong, layer._layer_index)
     with pytest.raises(RuntimeError, match="values must have the shape"):
-        ops.linear(torch.randn(2, 24), layer.values.detach().view(-1, 1, 1), layer._prepared)
+        linear(torch.randn(2, 24), layer.values.detach().view(-1, 1, 1), layer._layer_index)
