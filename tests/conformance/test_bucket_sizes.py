@@ -2,8 +2,8 @@
 
 import pytest
 
-from dynsparse.popsparse import bucket_sizes as sizes
-from dynsparse.popsparse.data_types import FLOAT16, FLOAT32
+from dynsparse.popsparse.planner import bucket_sizes as sizes
+from dynsparse.popsparse.product.data_types import FLOAT16, FLOAT32
 
 H, F = FLOAT16, FLOAT32
 CASES = [

@@ -13,9 +13,9 @@ from dynsparse import popsparse as ps
 from dynsparse.machine import Graph, Sequence, Target
 from dynsparse.pattern import SparsePattern
 from dynsparse.popsparse import static
-from dynsparse.popsparse.buckets import BucketLayout
-from dynsparse.popsparse.formats import COOMatrix, CSCMatrix, CSRMatrix
-from dynsparse.popsparse.spilling import BucketOverflowError
+from dynsparse.popsparse.buckets.layout import BucketLayout
+from dynsparse.popsparse.buckets.spilling import BucketOverflowError
+from dynsparse.popsparse.product.formats import COOMatrix, CSCMatrix, CSRMatrix
 
 SIZES = {
     "rows": 12, "cols": 12, "batch": 4, "partition": (2, 2, 1), "nz_elements": 12,

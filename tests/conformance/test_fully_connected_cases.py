@@ -15,8 +15,8 @@ from dynsparse.machine import Graph, Target
 from dynsparse.pattern import SparsePattern
 from dynsparse.popsparse.fully_connected import fully_connected_dense_grad_w_serial_splits
 from dynsparse.popsparse.layer import Layer
-from dynsparse.popsparse.params import FullyConnectedParams, SparsityParams
-from dynsparse.popsparse.planning import plan
+from dynsparse.popsparse.planner.planning import plan
+from dynsparse.popsparse.product.params import FullyConnectedParams, SparsityParams
 
 TOLERANCE = {"float16": 0.1, "float32": 0.01}
 ALL = ("forward", "grad_input", "grad_weight")

@@ -2,11 +2,10 @@
 
 import pytest
 
-from dynsparse.popsparse import dense_cycles as dense
-from dynsparse.popsparse import tile_cycles as tile
-from dynsparse.popsparse import vertex_cycles as vertex
-from dynsparse.popsparse.data_types import FLOAT16, FLOAT32
-from dynsparse.popsparse.vertex_cycles import Search
+from dynsparse.popsparse.cycles import tile, vertex
+from dynsparse.popsparse.cycles.vertex import Search
+from dynsparse.popsparse.dense import cycles as dense
+from dynsparse.popsparse.product.data_types import FLOAT16, FLOAT32
 
 TWO = Search(buckets=2, matched=2, sub_groups=1)
 

@@ -7,10 +7,10 @@ import torch
 
 from dynsparse.machine.target import Target
 from dynsparse.pattern import SparsePattern
-from dynsparse.popsparse.dense_weights import DensePartitioner
-from dynsparse.popsparse.params import FullyConnectedParams, SparsityParams
-from dynsparse.popsparse.partitioner import Partitioner
-from dynsparse.popsparse.planner import make_plan
+from dynsparse.popsparse.buckets.partitioner import Partitioner
+from dynsparse.popsparse.dense.weights import DensePartitioner
+from dynsparse.popsparse.planner.search import make_plan
+from dynsparse.popsparse.product.params import FullyConnectedParams, SparsityParams
 
 CASES = list(itertools.product((1, 4, 8), (24, 64), (40, 80)))
 

@@ -3,8 +3,8 @@
 import pytest
 
 from dynsparse.machine.target import Target
-from dynsparse.popsparse.params import FullyConnectedParams, SparsityParams
-from dynsparse.popsparse.planner import make_plan
+from dynsparse.popsparse.planner.search import make_plan
+from dynsparse.popsparse.product.params import FullyConnectedParams, SparsityParams
 
 ALL = {"do_grad_a_pass": True, "do_grad_w_pass": True}
 MK1 = Target(tiles=1216, bytes_per_tile=256 * 1024)

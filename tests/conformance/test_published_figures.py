@@ -12,10 +12,10 @@ import torch
 from dynsparse.machine.target import Target
 from dynsparse.pattern import SparsePattern
 from dynsparse.popsparse import dense
-from dynsparse.popsparse.execution_model import predict
-from dynsparse.popsparse.params import MatmulParams, SparsityParams
-from dynsparse.popsparse.planner import matmul_plan
-from dynsparse.popsparse.tile_memory import tile_memory
+from dynsparse.popsparse.planner.memory import tile_memory
+from dynsparse.popsparse.planner.search import matmul_plan
+from dynsparse.popsparse.product.params import MatmulParams, SparsityParams
+from dynsparse.popsparse.timing.model import predict
 
 BOW = Target.bow()
 SIZE, DENSITY = 4096, 1 / 16

@@ -7,10 +7,10 @@ from hypothesis import strategies as st
 
 from dynsparse.machine.target import Target
 from dynsparse.popsparse import dense
-from dynsparse.popsparse.data_types import FLOAT16, FLOAT32
-from dynsparse.popsparse.dense_cost import Cut, least_cycles, price, tile_bytes
-from dynsparse.popsparse.dense_cycles import AMP
-from dynsparse.popsparse.search_space import all_partitions, even_parts
+from dynsparse.popsparse.dense.cost import Cut, least_cycles, price, tile_bytes
+from dynsparse.popsparse.dense.cycles import AMP
+from dynsparse.popsparse.planner.space import all_partitions, even_parts
+from dynsparse.popsparse.product.data_types import FLOAT16, FLOAT32
 
 
 def test_golden_plan():

@@ -6,6 +6,7 @@ import torch
 
 from dynsparse.machine import Engine, Graph, Sequence, Target
 from dynsparse.pattern import SparsePattern
+from dynsparse.popsparse.buckets.partitioner import Partitioner
 from dynsparse.popsparse.embedding import (
     create_indices_tensor,
     create_slice_tensor,
@@ -13,8 +14,7 @@ from dynsparse.popsparse.embedding import (
     embedding_update_add,
 )
 from dynsparse.popsparse.fully_connected import create_fully_connected_weights
-from dynsparse.popsparse.params import FullyConnectedParams, SparsityParams
-from dynsparse.popsparse.partitioner import Partitioner
+from dynsparse.popsparse.product.params import FullyConnectedParams, SparsityParams
 
 
 @pytest.mark.parametrize("scale_type", [None, "half", "float"])

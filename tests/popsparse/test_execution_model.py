@@ -6,12 +6,13 @@ import torch
 
 from dynsparse.machine.target import Target
 from dynsparse.pattern import SparsePattern
-from dynsparse.popsparse import execution_cycles, vertex_cycles
-from dynsparse.popsparse.data_types import FLOAT16, FLOAT32
-from dynsparse.popsparse.execution_model import predict
-from dynsparse.popsparse.params import FullyConnectedParams, MatmulParams, SparsityParams
-from dynsparse.popsparse.planner import make_plan, matmul_plan
-from dynsparse.popsparse.tile_memory import require_fit, tile_memory
+from dynsparse.popsparse.cycles import vertex as vertex_cycles
+from dynsparse.popsparse.planner.memory import require_fit, tile_memory
+from dynsparse.popsparse.planner.search import make_plan, matmul_plan
+from dynsparse.popsparse.product.data_types import FLOAT16, FLOAT32
+from dynsparse.popsparse.product.params import FullyConnectedParams, MatmulParams, SparsityParams
+from dynsparse.popsparse.timing import kernels as execution_cycles
+from dynsparse.popsparse.timing.model import predict
 
 
 def pattern(size, density, edge=1, seed=0):

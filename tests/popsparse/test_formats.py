@@ -8,7 +8,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dynsparse.pattern import SparsePattern
-from dynsparse.popsparse.formats import BSRMatrix, COOMatrix, CSCMatrix, CSRMatrix, SparseMatrix
+from dynsparse.popsparse.product.formats import (
+    BSRMatrix,
+    COOMatrix,
+    CSCMatrix,
+    CSRMatrix,
+    SparseMatrix,
+)
 
 KINDS = [COOMatrix, CSRMatrix, CSCMatrix, BSRMatrix]
 

@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 
 from dynsparse.machine import Engine, Graph, Sequence, Target
 from dynsparse.pattern import SparsePattern
+from dynsparse.popsparse.buckets.partitioner import Partitioner
 from dynsparse.popsparse.fully_connected import (
     create_fully_connected_input,
     create_fully_connected_weights,
@@ -14,9 +15,8 @@ from dynsparse.popsparse.fully_connected import (
     fully_connected_grad_a,
 )
 from dynsparse.popsparse.layer import Layer
-from dynsparse.popsparse.params import FullyConnectedParams, SparsityParams
-from dynsparse.popsparse.partitioner import Partitioner
-from dynsparse.popsparse.planner import make_plan
+from dynsparse.popsparse.planner.search import make_plan
+from dynsparse.popsparse.product.params import FullyConnectedParams, SparsityParams
 
 TOLERANCE = {"float16": 5e-3, "float32": 1e-5}
 

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from dynsparse.popsparse.overflow import OverflowInfo
+from dynsparse.popsparse.buckets.overflow import OverflowInfo
 
 
 def info(x, y, z, used, partition):

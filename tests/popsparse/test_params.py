@@ -4,9 +4,9 @@ import numpy as np
 import pytest
 import torch
 
-from dynsparse.popsparse.data_types import FLOAT16, FLOAT32, data_type
-from dynsparse.popsparse.options import Options, PlanConstraints
-from dynsparse.popsparse.params import (
+from dynsparse.popsparse.product.data_types import FLOAT16, FLOAT32, data_type
+from dynsparse.popsparse.product.options import Options, PlanConstraints
+from dynsparse.popsparse.product.params import (
     FullyConnectedParams,
     MatmulParams,
     SparsityParams,

@@ -11,13 +11,13 @@ from hypothesis import strategies as st
 
 from dynsparse.machine.target import Target
 from dynsparse.pattern import SparsePattern
-from dynsparse.popsparse.buckets import BucketLayout
-from dynsparse.popsparse.formats import COOMatrix
-from dynsparse.popsparse.meta_info_reader import read_buckets
-from dynsparse.popsparse.overflow import OverflowInfo
-from dynsparse.popsparse.params import FullyConnectedParams, MatmulParams, SparsityParams
-from dynsparse.popsparse.partitioner import Partitioner
-from dynsparse.popsparse.spilling import BucketOverflowError
+from dynsparse.popsparse.buckets.layout import BucketLayout
+from dynsparse.popsparse.buckets.overflow import OverflowInfo
+from dynsparse.popsparse.buckets.partitioner import Partitioner
+from dynsparse.popsparse.buckets.reader import read_buckets
+from dynsparse.popsparse.buckets.spilling import BucketOverflowError
+from dynsparse.popsparse.product.formats import COOMatrix
+from dynsparse.popsparse.product.params import FullyConnectedParams, MatmulParams, SparsityParams
 
 
 def random_pattern(shape, nnz, block=1, seed=0):

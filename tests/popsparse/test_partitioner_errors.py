@@ -10,10 +10,10 @@ from hypothesis import strategies as st
 
 from dynsparse.machine.target import Target
 from dynsparse.pattern import SparsePattern
-from dynsparse.popsparse.buckets import BucketLayout
-from dynsparse.popsparse.params import FullyConnectedParams, SparsityParams
-from dynsparse.popsparse.partitioner import Partitioner
-from dynsparse.popsparse.spilling import BucketOverflowError
+from dynsparse.popsparse.buckets.layout import BucketLayout
+from dynsparse.popsparse.buckets.partitioner import Partitioner
+from dynsparse.popsparse.buckets.spilling import BucketOverflowError
+from dynsparse.popsparse.product.params import FullyConnectedParams, SparsityParams
 
 SIZES = {
     "rows": 12, "cols": 12, "batch": 4, "partition": (2, 2, 1), "nz_elements": 12,

@@ -9,15 +9,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dynsparse.machine.target import Target
-from dynsparse.popsparse import tile_cycles, vertex_cycles
-from dynsparse.popsparse.data_types import data_type
-from dynsparse.popsparse.options import Options
-from dynsparse.popsparse.params import FullyConnectedParams, MatmulParams, SparsityParams
-from dynsparse.popsparse.plan import Method
-from dynsparse.popsparse.planner import PlanningCache, make_plan, matmul_plan
-from dynsparse.popsparse.search_space import all_partitions
-from dynsparse.popsparse.vertex_cycles import Search
-from dynsparse.popsparse.work_split import grid_split
+from dynsparse.popsparse.cycles import tile as tile_cycles
+from dynsparse.popsparse.cycles import vertex as vertex_cycles
+from dynsparse.popsparse.cycles.vertex import Search
+from dynsparse.popsparse.cycles.work_split import grid_split
+from dynsparse.popsparse.planner.search import PlanningCache, make_plan, matmul_plan
+from dynsparse.popsparse.planner.space import all_partitions
+from dynsparse.popsparse.product.data_types import data_type
+from dynsparse.popsparse.product.options import Options
+from dynsparse.popsparse.product.params import FullyConnectedParams, MatmulParams, SparsityParams
+from dynsparse.popsparse.product.plan import Method
 
 W = 6
 

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from dynsparse.machine import Engine, Graph, Sequence, Target
 from dynsparse.pattern import SparsePattern
 from dynsparse.popsparse import static
-from dynsparse.popsparse.formats import CSRMatrix
+from dynsparse.popsparse.product.formats import CSRMatrix
 
 TOLERANCE = {"float16": 0.1, "float32": 0.01}  # Section 7 of the design inventory.
 

@@ -9,7 +9,7 @@ import torch
 from dynsparse.machine import Target
 from dynsparse.pattern import SparsePattern
 from dynsparse.popsparse import static
-from dynsparse.popsparse.static_measure import plan_figures, plan_passes, static_figures
+from dynsparse.popsparse.static.measure import plan_figures, plan_passes, static_figures
 
 
 def pattern(block=8):

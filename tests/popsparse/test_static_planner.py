@@ -10,9 +10,10 @@ from hypothesis import strategies as st
 
 from dynsparse.machine import Engine, Graph, Sequence, Target
 from dynsparse.pattern import SparsePattern
-from dynsparse.popsparse import static, static_cycles
-from dynsparse.popsparse.data_types import FLOAT16, FLOAT32
-from dynsparse.popsparse.static_bands import (
+from dynsparse.popsparse import static
+from dynsparse.popsparse.product.data_types import FLOAT16, FLOAT32
+from dynsparse.popsparse.static import cycles as static_cycles
+from dynsparse.popsparse.static.bands import (
     Interval,
     column_bands,
     kept_first,

@@ -7,7 +7,7 @@ import torch
 from dynsparse.machine import Target
 from dynsparse.pattern import SparsePattern
 from dynsparse.popsparse.layer import Layer
-from dynsparse.popsparse.planning import plan
+from dynsparse.popsparse.planner.planning import plan
 
 ALL = ("forward", "grad_input", "grad_weight")
 

@@ -25,11 +25,11 @@ from dynsparse.machine import (
     rotation,
 )
 from dynsparse.popsparse import dense
-from dynsparse.popsparse.execution_model import predict
-from dynsparse.popsparse.params import FullyConnectedParams, SparsityParams
-from dynsparse.popsparse.partitioner import Partitioner
-from dynsparse.popsparse.plan_report import plan_report
-from dynsparse.popsparse.planner import make_plan
+from dynsparse.popsparse.buckets.partitioner import Partitioner
+from dynsparse.popsparse.planner.report import plan_report
+from dynsparse.popsparse.planner.search import make_plan
+from dynsparse.popsparse.product.params import FullyConnectedParams, SparsityParams
+from dynsparse.popsparse.timing.model import predict
 from dynsparse.report.machine import encoding_data, report_html, write_report
 
 VOID = {"meta", "link", "br", "hr", "img", "input"}

@@ -12,9 +12,9 @@ from dynsparse import SparsePattern
 from dynsparse.cli.app import run
 from dynsparse.machine import Target
 from dynsparse.popsparse.layer import Layer
-from dynsparse.popsparse.params import FullyConnectedParams, SparsityParams
-from dynsparse.popsparse.planner import make_plan
-from dynsparse.popsparse.planning import plan as make
+from dynsparse.popsparse.planner.planning import plan as make
+from dynsparse.popsparse.planner.search import make_plan
+from dynsparse.popsparse.product.params import FullyConnectedParams, SparsityParams
 from dynsparse.report.machine_layer import write_layer_report
 
 COMMAND = "matmul --rows 128 --cols 96 --batch 32 --density 0.2 --block-size 8 --tiles 16"

@@ -135,7 +135,7 @@ def matmul(
     The plan serves forward and grad_input jointly, whatever runs; grad_weight too where asked for.
     """
     from dynsparse.machine.target import Target
-    from dynsparse.popsparse.planning import parse_passes
+    from dynsparse.popsparse.planner.planning import parse_passes
 
     if method not in _METHODS:
         raise ValueError(f"--method must be one of {', '.join(_METHODS)}, got {method!r}")
@@ -183,7 +183,7 @@ def matmul(
         "plan_constraints": _json_object("plan-constraints", plan_constraints),
         **_json_object("options", options),
     }
-    from dynsparse.popsparse.planning import plan as make
+    from dynsparse.popsparse.planner.planning import plan as make
 
     everything = ["forward", "grad_input", *(["grad_weight"] if "grad_weight" in names else [])]
     sizes = (rows, cols, batch, density, block_size, dtype, machine)
@@ -244,7 +244,7 @@ def _area(begin: list[int] | None, end: list[int] | None, weighting: float) -> A
 
 def _show_plan(plan: Any, as_json: bool) -> None:
     from dynsparse.popsparse.measure import plan_figures
-    from dynsparse.popsparse.plan_report import plan_report, plan_text
+    from dynsparse.popsparse.planner.report import plan_report, plan_text
 
     if as_json:
         estimated = {name: cost.cycles for name, cost in plan.costs.items()}
@@ -309,7 +309,7 @@ def _spread(runs: list[dict[str, Any]], name: str) -> dict[str, float]:
 
 
 def _report_plan(report: Path, plan: Any, density: float) -> None:
-    from dynsparse.popsparse.plan_report import plan_report
+    from dynsparse.popsparse.planner.report import plan_report
     from dynsparse.report.machine import write_report
     from dynsparse.report.machine_layer import plan_summary
 

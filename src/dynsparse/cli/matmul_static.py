@@ -14,10 +14,10 @@ def static_product(given: dict[str, Any]) -> dict[str, Any] | None:
     `given` holds the checked arguments of `matmul` by name, and "further", the object that
     --options gave.
     """
-    from dynsparse.popsparse.data_types import data_type
     from dynsparse.popsparse.measure import draw_pattern
-    from dynsparse.popsparse.static_measure import plan_figures, plan_passes, static_figures
-    from dynsparse.popsparse.static_report import plan_report, plan_text
+    from dynsparse.popsparse.product.data_types import data_type
+    from dynsparse.popsparse.static.measure import plan_figures, plan_passes, static_figures
+    from dynsparse.popsparse.static.report import plan_report, plan_text
 
     for flag, default in (("oversize", 0.3), ("plan_constraints", "{}")):
         if given[flag] != default:
@@ -84,7 +84,7 @@ def static_product(given: dict[str, Any]) -> dict[str, Any] | None:
 
 def _write_page(given: dict[str, Any], plans: dict[str, Any], figures: dict[str, Any]) -> Path:
     """The profile report of static plans: the plan, its estimate and the predicted steps."""
-    from dynsparse.popsparse.static_report import plan_report
+    from dynsparse.popsparse.static.report import plan_report
     from dynsparse.report.machine import write_report
 
     sizes = {k: given[k] for k in ("rows", "cols", "batch", "density", "block_size", "dtype")}

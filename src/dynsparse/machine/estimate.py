@@ -156,8 +156,8 @@ def estimate(
     # This floor is below those; only this function looks up.
     from dynsparse.popsparse.layer import Layer
     from dynsparse.popsparse.measure import plan_figures, sparse_figures
-    from dynsparse.popsparse.planning import parse_passes
-    from dynsparse.popsparse.planning import plan as make_plan
+    from dynsparse.popsparse.planner.planning import parse_passes
+    from dynsparse.popsparse.planner.planning import plan as make_plan
 
     target = Target.mk2() if target is None else target
     if not isinstance(target, Target):

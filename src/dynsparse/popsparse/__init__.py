@@ -1,18 +1,18 @@
 """Sparse products on the tile machine: planner, partitioner, device program (PopSparse)."""
 
 from dynsparse.popsparse import dense
-from dynsparse.popsparse.dense_weights import DensePartitioner
-from dynsparse.popsparse.device_layout import PlannedTensor
-from dynsparse.popsparse.device_weights import SparseTensor
+from dynsparse.popsparse.buckets.encoded import Encoded, EncodedPattern, EncodingInfo
+from dynsparse.popsparse.buckets.partitioner import Partitioner
+from dynsparse.popsparse.buckets.spilling import BucketOverflowError
+from dynsparse.popsparse.dense.weights import DensePartitioner
+from dynsparse.popsparse.device.layout import PlannedTensor
+from dynsparse.popsparse.device.weights import SparseTensor
 from dynsparse.popsparse.embedding import (
     create_indices_tensor,
     create_slice_tensor,
     embedding_slice,
     embedding_update_add,
 )
-from dynsparse.popsparse.encoded import Encoded, EncodedPattern, EncodingInfo
-from dynsparse.popsparse.execution_model import PassTime, predict
-from dynsparse.popsparse.formats import BSRMatrix, COOMatrix, CSCMatrix, CSRMatrix
 from dynsparse.popsparse.fully_connected import (
     create_fully_connected_input,
     create_fully_connected_weights,
@@ -27,18 +27,16 @@ from dynsparse.popsparse.matmul import (
     create_sparse_dense_matmul_rhs,
     sparse_dense_matmul,
 )
-from dynsparse.popsparse.options import Options, PlanConstraints
-from dynsparse.popsparse.params import FullyConnectedParams, MatmulParams, SparsityParams
-from dynsparse.popsparse.partitioner import Partitioner
-from dynsparse.popsparse.plan import Method, Plan
-from dynsparse.popsparse.plan_report import plan_report, plan_text
-from dynsparse.popsparse.planner import PlanningCache, make_plan, matmul_plan
-from dynsparse.popsparse.spilling import BucketOverflowError
-from dynsparse.popsparse.tile_memory import tile_memory
+from dynsparse.popsparse.planner.memory import tile_memory
+from dynsparse.popsparse.planner.planning import plan
+from dynsparse.popsparse.planner.report import plan_report, plan_text
+from dynsparse.popsparse.planner.search import PlanningCache, make_plan, matmul_plan
+from dynsparse.popsparse.product.formats import BSRMatrix, COOMatrix, CSCMatrix, CSRMatrix
+from dynsparse.popsparse.product.options import Options, PlanConstraints
+from dynsparse.popsparse.product.params import FullyConnectedParams, MatmulParams, SparsityParams
+from dynsparse.popsparse.product.plan import Method, Plan
+from dynsparse.popsparse.timing.model import PassTime, predict
 from dynsparse.popsparse.torch_layer import machine_profiles
-
-# Last, so that the function is what `popsparse.plan` names, not the module of the class.
-from dynsparse.popsparse.planning import plan  # isort: skip
 
 __all__ = [
     "BSRMatrix",

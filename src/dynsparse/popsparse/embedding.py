@@ -19,16 +19,16 @@ from dynsparse.machine.dtypes import FLOAT, HALF, UNSIGNED_INT
 from dynsparse.machine.graph import Graph
 from dynsparse.machine.program import Copy, Execute, Sequence
 from dynsparse.machine.tensor import Tensor
-from dynsparse.popsparse.codelets_embedding import EmbeddingCodelets
-from dynsparse.popsparse.data_types import integer
-from dynsparse.popsparse.device_embedding import Round, SliceLayout, SliceTensor
-from dynsparse.popsparse.device_layout import machine_type, reorder
-from dynsparse.popsparse.device_weights import SparseTensor
+from dynsparse.popsparse.device.codelets_embedding import EmbeddingCodelets
+from dynsparse.popsparse.device.embedding import Round, SliceLayout, SliceTensor
+from dynsparse.popsparse.device.layout import machine_type, reorder
+from dynsparse.popsparse.device.weights import SparseTensor
 from dynsparse.popsparse.fully_connected import checked_weights
-from dynsparse.popsparse.options import Options
-from dynsparse.popsparse.params import FullyConnectedParams
-from dynsparse.popsparse.plan import Plan
-from dynsparse.popsparse.planner import PlanningCache, make_plan
+from dynsparse.popsparse.planner.search import PlanningCache, make_plan
+from dynsparse.popsparse.product.data_types import integer
+from dynsparse.popsparse.product.options import Options
+from dynsparse.popsparse.product.params import FullyConnectedParams
+from dynsparse.popsparse.product.plan import Plan
 
 __all__ = [
     "create_indices_tensor",

@@ -12,16 +12,16 @@ from typing import Any
 from dynsparse.machine.graph import Graph
 from dynsparse.machine.program import Sequence
 from dynsparse.machine.tensor import Tensor
-from dynsparse.popsparse import dense
-from dynsparse.popsparse.data_types import data_type
-from dynsparse.popsparse.device_dense import add_dense_grad_weight, add_dense_product
-from dynsparse.popsparse.device_grad_weight import add_grad_weight
-from dynsparse.popsparse.device_layout import OperandLayout, PlannedTensor
-from dynsparse.popsparse.device_product import add_product
-from dynsparse.popsparse.device_weights import SparseTensor, dense_cut, dense_layout
-from dynsparse.popsparse.options import Options
-from dynsparse.popsparse.params import FullyConnectedParams
-from dynsparse.popsparse.planner import PlanningCache, make_plan
+from dynsparse.popsparse.dense import planner as dense
+from dynsparse.popsparse.device.dense import add_dense_grad_weight, add_dense_product
+from dynsparse.popsparse.device.grad_weight import add_grad_weight
+from dynsparse.popsparse.device.layout import OperandLayout, PlannedTensor
+from dynsparse.popsparse.device.product import add_product
+from dynsparse.popsparse.device.weights import SparseTensor, dense_cut, dense_layout
+from dynsparse.popsparse.planner.search import PlanningCache, make_plan
+from dynsparse.popsparse.product.data_types import data_type
+from dynsparse.popsparse.product.options import Options
+from dynsparse.popsparse.product.params import FullyConnectedParams
 
 __all__ = [
     "create_fully_connected_input",

@@ -11,15 +11,15 @@ from dynsparse.machine.graph import Graph
 from dynsparse.machine.profile import Profile
 from dynsparse.machine.program import Program, Sequence
 from dynsparse.machine.tensor import Tensor
-from dynsparse.popsparse.dense_weights import DensePartitioner
-from dynsparse.popsparse.device_dense import add_dense_grad_weight, add_dense_product
-from dynsparse.popsparse.device_grad_weight import add_grad_weight
-from dynsparse.popsparse.device_layout import OperandLayout
-from dynsparse.popsparse.device_product import add_product
-from dynsparse.popsparse.device_weights import SparseTensor, dense_layout
-from dynsparse.popsparse.encoded import EncodedPattern
-from dynsparse.popsparse.partitioner import Partitioner
-from dynsparse.popsparse.plan import PASSES, Plan
+from dynsparse.popsparse.buckets.encoded import EncodedPattern
+from dynsparse.popsparse.buckets.partitioner import Partitioner
+from dynsparse.popsparse.dense.weights import DensePartitioner
+from dynsparse.popsparse.device.dense import add_dense_grad_weight, add_dense_product
+from dynsparse.popsparse.device.grad_weight import add_grad_weight
+from dynsparse.popsparse.device.layout import OperandLayout
+from dynsparse.popsparse.device.product import add_product
+from dynsparse.popsparse.device.weights import SparseTensor, dense_layout
+from dynsparse.popsparse.product.plan import PASSES, Plan
 
 __all__ = ["Layer"]
 
@@ -33,7 +33,7 @@ class Layer:
 
     >>> from dynsparse.machine import Target
     >>> from dynsparse.pattern import SparsePattern
-    >>> from dynsparse.popsparse.planning import plan
+    >>> from dynsparse.popsparse.planner.planning import plan
     >>> import torch
     >>> layer = Layer(plan(64, 32, 8, 0.1, target=Target(tiles=4)))
     >>> pattern = SparsePattern.random((64, 32), 0.1)

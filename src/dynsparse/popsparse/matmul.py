@@ -11,12 +11,12 @@ from typing import Any
 from dynsparse.machine.graph import Graph
 from dynsparse.machine.program import Sequence
 from dynsparse.machine.tensor import Tensor
-from dynsparse.popsparse.device_layout import OperandLayout, PlannedTensor
-from dynsparse.popsparse.device_product import add_product
-from dynsparse.popsparse.device_weights import SparseTensor
-from dynsparse.popsparse.options import Options
-from dynsparse.popsparse.params import MatmulParams
-from dynsparse.popsparse.planner import PlanningCache, matmul_plan
+from dynsparse.popsparse.device.layout import OperandLayout, PlannedTensor
+from dynsparse.popsparse.device.product import add_product
+from dynsparse.popsparse.device.weights import SparseTensor
+from dynsparse.popsparse.planner.search import PlanningCache, matmul_plan
+from dynsparse.popsparse.product.options import Options
+from dynsparse.popsparse.product.params import MatmulParams
 
 __all__ = [
     "create_sparse_dense_matmul_lhs",

@@ -9,10 +9,10 @@ import numpy as np
 import torch
 
 from dynsparse.pattern import SparsePattern
-from dynsparse.popsparse import dense
-from dynsparse.popsparse.data_types import data_type
+from dynsparse.popsparse.dense import planner as dense
 from dynsparse.popsparse.layer import Layer
-from dynsparse.popsparse.plan import PASSES, Plan
+from dynsparse.popsparse.product.data_types import data_type
+from dynsparse.popsparse.product.plan import PASSES, Plan
 
 __all__ = ["dense_figures", "dense_plans", "draw_pattern", "plan_figures", "sparse_figures"]
 

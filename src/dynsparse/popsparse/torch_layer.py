@@ -13,8 +13,8 @@ from dynsparse.machine.target import Target
 from dynsparse.ops import capture
 from dynsparse.pattern import SparsePattern
 from dynsparse.popsparse.layer import Layer
-from dynsparse.popsparse.plan import PASSES
-from dynsparse.popsparse.planning import plan
+from dynsparse.popsparse.planner.planning import plan
+from dynsparse.popsparse.product.plan import PASSES
 
 __all__ = ["TileMachine", "machine_profiles"]
 

@@ -50,7 +50,7 @@ def write_report(
             mapping of pass to number), "max_tile_bytes", "propagation_steps" and
             "max_relative_error"; known too are "rows", "cols", "batch", "density", "block_size",
             "dtype", "target", ... ; any other is shown under its own name.
-        plan: what `popsparse.plan_report.plan_report` or `DensePlan.to_dict` gives.
+        plan: what `popsparse.plan_report` or `DensePlan.to_dict` gives.
         profile: a `machine.Profile` or its `to_dict()`, or a mapping of pass to either. Memory by
             category over the tiles needs a `Profile`, or the lists as "memory" in "tiles".
         predicted: by pass, what `PassTime.to_dict` of the execution model gives.

@@ -16,7 +16,7 @@ def encoding_data(partitioner: Any, encoded: Any) -> dict[str, Any]:
     would see.
 
     Args:
-        partitioner: the `dynsparse.popsparse.partitioner.Partitioner` that encoded.
+        partitioner: the `dynsparse.popsparse.Partitioner` that encoded.
         encoded: its `Encoded` or `EncodedPattern`.
 
     Returns:
@@ -28,7 +28,7 @@ def encoding_data(partitioner: Any, encoded: Any) -> dict[str, Any]:
         "propagation_steps". "ends": where the loops of the propagation end; "offsets": the (x, y)
         it visits; "travels": (x, y, values) that lie at a distance.
     """
-    from dynsparse.popsparse.meta_info_reader import read_buckets
+    from dynsparse.popsparse.buckets.reader import read_buckets
 
     pattern = getattr(encoded, "pattern", encoded)
     layout, groups, info = partitioner.layout, partitioner.groups, pattern.info

@@ -46,7 +46,7 @@ def write_layer_report(
 
     Args:
         path: the file; its folder must exist.
-        layer: a `popsparse.layer.Layer` with a pattern, of which passes have run.
+        layer: a `popsparse.Layer` with a pattern, of which passes have run.
         title: by default the sizes of the product and the machine.
         pattern: the pattern it ran with; given, the page also has what the execution model
             predicts for it.
@@ -59,9 +59,9 @@ def write_layer_report(
         ValueError: a layer of which no pass has run, or one that keeps its weights dense.
         OSError: the file cannot be written.
     """
-    from dynsparse.popsparse.execution_model import predict
-    from dynsparse.popsparse.partitioner import Partitioner
-    from dynsparse.popsparse.plan_report import plan_report
+    from dynsparse.popsparse.buckets.partitioner import Partitioner
+    from dynsparse.popsparse.planner.report import plan_report
+    from dynsparse.popsparse.timing.model import predict
 
     plan, profiles, encoding = layer.plan, layer.profiles, layer.encoding
     if not profiles or encoding is None:

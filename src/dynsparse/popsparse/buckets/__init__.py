@@ -1,0 +1,1 @@
+"""The non-zeros of a pattern dealt to the tiles: buckets, meta-info, spills."""

@@ -1,0 +1,1 @@
+"""Cycles of vertices and exchanges as the planner counts them, and how rows meet workers."""

@@ -1,0 +1,97 @@
+"""The partitioner of plans that keep their weights dense (the constraint `use_dense`)."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from dynsparse.pattern import SparsePattern
+from dynsparse.popsparse.product.block_lists import to_numpy
+from dynsparse.popsparse.product.formats import SparseMatrix
+from dynsparse.popsparse.product.plan import Plan
+
+__all__ = ["DensePartitioner", "DenseWeights"]
+
+
+class DenseWeights(NamedTuple):
+    """No meta-info (uint16 [0]) and the dense weights, [groups * in * out] flattened."""
+
+    meta_info: np.ndarray
+    nz_values: np.ndarray
+
+
+class DensePartitioner:
+    """Encodes patterns and values as dense weights, zeros included, and back.
+
+    Unlike buckets, dense weights do not tell a stored zero from a missing one: decoding gives the
+    blocks that have a value other than zero.
+
+    Args:
+        plan: a plan with `use_dense`.
+    """
+
+    def __init__(self, plan: Plan) -> None:
+        if not plan.use_dense:
+            raise ValueError("this plan has buckets: use Partitioner")
+        self.groups = plan.partition.groups
+        self.shape = (plan.sizes.x, plan.sizes.y)
+        block = plan.params.sparsity_params.block_dimensions
+        if block[0] != block[1]:
+            raise ValueError(f"dense weights are for square blocks, got {block}")
+        self.block_size = block[0]
+
+    @property
+    def nz_size(self) -> int:
+        """Values of the weights of all groups."""
+        return self.groups * self.shape[0] * self.shape[1]
+
+    def _check(self, pattern: SparsePattern) -> None:
+        if (tuple(pattern.shape), pattern.block_size) != (self.shape, self.block_size):
+            raise ValueError(
+                f"expected a pattern of the shape {self.shape} with blocks of {self.block_size}, "
+                f"got {pattern}"
+            )
+
+    def encode(self, pattern: Any, values: Any = None) -> DenseWeights:
+        """As `Partitioner.encode`; errors as there."""
+        patterns = [pattern] if self.groups == 1 else list(pattern)
+        if len(patterns) != self.groups:
+            raise ValueError(f"pattern must be a sequence of {self.groups}, one for each group")
+        given = [values] if self.groups == 1 or values is None else list(values)
+        parts = []
+        for group, one in enumerate(patterns):
+            if isinstance(one, SparseMatrix):
+                one, found = one.to_pattern()
+            else:
+                found = torch.from_numpy(to_numpy(given[group]))
+            self._check(one)
+            parts.append(one.to_dense(found).T.reshape(-1).numpy())
+        return DenseWeights(np.zeros(0, np.uint16), np.concatenate(parts))
+
+    def decode(self, weights: Any, nz_values: Any = None) -> Any:
+        """As `Partitioner.decode`: pattern and values of the blocks that are not all zero."""
+        if isinstance(weights, DenseWeights):
+            nz_values = weights.nz_values
+        dense = self._dense(nz_values)
+        found = [SparsePattern.from_mask(one != 0, self.block_size) for one in dense]
+        pairs = [(p, p.values_of(one)) for p, one in zip(found, dense, strict=True)]
+        return pairs[0] if self.groups == 1 else pairs
+
+    def gather(self, pattern: SparsePattern, nz_values: Any, group: int = 0) -> Tensor:
+        """Values at a pattern, e.g. of a weight gradient: [nnz] or [nnz, b, b]."""
+        self._check(pattern)
+        return pattern.values_of(self._dense(nz_values)[group])
+
+    def _dense(self, nz_values: Any) -> list[Tensor]:
+        """The weights of each group, [out, in]."""
+        array = to_numpy(nz_values, "nz_values")
+        if array.shape != (self.nz_size,):
+            raise ValueError(
+                f"nz_values must have the shape [{self.nz_size}], got {list(array.shape)}"
+            )
+        rows, cols = self.shape
+        weights = torch.from_numpy(np.ascontiguousarray(array)).reshape(self.groups, cols, rows)
+        return [one.T.contiguous() for one in weights]

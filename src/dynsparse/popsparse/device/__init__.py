@@ -1,0 +1,1 @@
+"""The program on the machine: variables, vertices and steps of the three passes."""

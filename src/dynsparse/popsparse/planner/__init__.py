@@ -1,0 +1,1 @@
+"""The search for the best partition, what it costs, and why it won."""

@@ -1,0 +1,104 @@
+"""The fixed sizes of buckets, chosen by the plan before any pattern is known.
+
+Source: section 3.3 of the design inventory of PopSparse. Vectorised over partitions: `x` and `y`
+are groups (elements or blocks) of a tile, integers or integer arrays.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+
+from dynsparse.popsparse.product.data_types import DataType
+
+__all__ = [
+    "aligned",
+    "ceil_fraction",
+    "expected_groups",
+    "groups_per_bucket",
+    "meta_info_words",
+    "overflow_words",
+    "own_grad_input_words",
+    "value_elements",
+]
+
+Ints = Any
+_SUB_GROUPS = 2  # What the original provides room for; a bucket may hold more, smaller ones.
+_HEADER = {"element": 9, "block": 7}
+_WORKER = {"element": 5, "block": 0}
+_GRAD_WEIGHT_WORKER = {"element": 5, "block": 4}
+
+
+def ceil_fraction(total: Ints, ratio: float) -> Ints:
+    """ceil(total * ratio), safe against a product that rounding lifts above an integer."""
+    return np.ceil(np.asarray(total) * ratio * (1 - 1e-12)).astype(np.int64)
+
+
+def aligned(value: Ints, grain: int) -> Ints:
+    return -(-np.asarray(value) // grain) * grain
+
+
+def _round_half_up(value: Any) -> Ints:
+    return np.floor(np.asarray(value) + 0.5).astype(np.int64)
+
+
+def groups_per_bucket(
+    groups: int, tiles: Ints, oversize: float, area: int, dtype: DataType, exchange_bytes: float
+) -> Ints:
+    """Elements or blocks a bucket has room for, when `groups` of them are spread over `tiles`."""
+    perfect = -(-groups // np.asarray(tiles))
+    size = area * dtype.size
+    grain = math.lcm(size, max(1, int(exchange_bytes))) // size
+    return aligned(_round_half_up(perfect * (1 + oversize)), grain)
+
+
+def value_elements(groups: Ints, area: int, partials: DataType, *, grad_weight: bool) -> Ints:
+    """Values of a bucket; whole 64-bit words of partials where grad_weight uses them as such."""
+    return aligned(groups * area, 8 // partials.size if grad_weight else 1)
+
+
+def expected_groups(x: Ints, y: Ints, ratio: float) -> tuple[Ints, Ints]:
+    """Non-empty rows of a tile of x by y groups, and groups in each, for a uniform pattern."""
+    x, y = np.asarray(x), np.asarray(y)
+    rows = np.ceil(x * (1.0 - np.power(1.0 - ratio, y))).astype(np.int64)
+    rows = np.maximum(rows, 1)
+    return rows, -(-ceil_fraction(x * y, ratio) // rows)
+
+
+def _words(fixed: int, entries: Ints, oversize: float, exchange_bytes: float) -> Ints:
+    content = np.ceil(entries * (1 + oversize)).astype(np.int64)
+    return aligned(_SUB_GROUPS * fixed + content, math.lcm(2, max(1, int(exchange_bytes))))
+
+
+def meta_info_words(
+    x: Ints,
+    y: Ints,
+    ratio: float,
+    oversize: float,
+    workers: int,
+    exchange_bytes: float,
+    *,
+    block: bool,
+    grad_weight: bool,
+) -> Ints:
+    """Words of the meta-info of a bucket that forward (and grad_weight) read."""
+    kind = "block" if block else "element"
+    rows, columns = expected_groups(x, y, ratio)
+    per_worker = _WORKER[kind] + (_GRAD_WEIGHT_WORKER[kind] if grad_weight else 0)
+    fixed = _HEADER[kind] + workers * per_worker
+    return _words(fixed, rows * (2 + columns), oversize, exchange_bytes)
+
+
+def own_grad_input_words(
+    x: Ints, y: Ints, ratio: float, oversize: float, workers: int, exchange_bytes: float
+) -> Ints:
+    """Words of the buckets of grad_input's own; x, y are the groups of the forward pass."""
+    rows, columns = expected_groups(y, x, ratio)
+    return _words(9 + 5 * workers, rows * (2 + 2 * columns), oversize, exchange_bytes)
+
+
+def overflow_words(x_partitions: int) -> int:
+    """Words of the overflow record: three counts and the distances in x, two to a word."""
+    return 3 + -(-x_partitions // 2)

@@ -1,0 +1,1 @@
+"""What is multiplied: sizes, options, data types, matrix formats, and the plan itself."""

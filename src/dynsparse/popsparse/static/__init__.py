@@ -1,0 +1,52 @@
+"""Products with a sparse matrix whose pattern is known when the program is made.
+
+The names follow PopSparse's `static_` API. Each function adds variables and steps to a machine's
+`Graph` and `Sequence`; an `Engine` runs them. The short way, without a machine:
+
+    plan = static.plan(pattern, n, dtype="float16", target=Target.bow())
+    static.predict(plan).tflops
+
+Source: Li, Z. et al., arXiv:2303.16999; section 6.1 of the design inventory of PopSparse.
+"""
+
+from dynsparse.popsparse.static.kernel import multiply
+from dynsparse.popsparse.static.layout import StaticPlan
+from dynsparse.popsparse.static.matmul import (
+    Partitioner,
+    SparseTensor,
+    create_dense_sparse_matmul_lhs,
+    create_dense_sparse_matmul_rhs,
+    create_sparse_dense_matmul_lhs,
+    create_sparse_dense_matmul_rhs,
+    dense_sparse_matmul,
+    plan,
+    sparse_dense_matmul,
+)
+from dynsparse.popsparse.static.model import predict, tile_memory
+from dynsparse.popsparse.static.params import MatmulParams, Options
+from dynsparse.popsparse.static.planner import PlanningCache, make_plan
+from dynsparse.popsparse.static.program import DenseTensor
+from dynsparse.popsparse.static.report import plan_report, plan_text
+
+__all__ = [
+    "DenseTensor",
+    "MatmulParams",
+    "Options",
+    "Partitioner",
+    "PlanningCache",
+    "SparseTensor",
+    "StaticPlan",
+    "create_dense_sparse_matmul_lhs",
+    "create_dense_sparse_matmul_rhs",
+    "create_sparse_dense_matmul_lhs",
+    "create_sparse_dense_matmul_rhs",
+    "dense_sparse_matmul",
+    "make_plan",
+    "multiply",
+    "plan",
+    "plan_report",
+    "plan_text",
+    "predict",
+    "sparse_dense_matmul",
+    "tile_memory",
+]

@@ -1,0 +1,158 @@
+"""How long a static plan takes on its pattern, and what it needs of a tile's memory.
+
+The planner reckons with a random pattern of the same density; here the blocks, rows and columns of
+every tile are counted. Steps are those of the device program. No constant is fitted.
+"""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+
+from dynsparse.popsparse.planner.memory import CODE_BYTES, TileMemory
+from dynsparse.popsparse.product.params import ceil_div
+from dynsparse.popsparse.static import cycles as static_cycles
+from dynsparse.popsparse.static.layout import Pieces, StaticPlan, work_list_words
+from dynsparse.popsparse.timing.model import PassTime, Step
+
+__all__ = ["compute_cycles", "predict", "reduce_cycles", "tile_memory"]
+
+
+def predict(plan: StaticPlan) -> PassTime:
+    """The time of the product on the plan's target."""
+    rate = plan.target.exchange_bytes_per_cycle
+    steps = []
+    if plan.pattern.nnz:
+        moved = max(float(_gather(plan, part).max()) for part in range(plan.n_split))
+        steps.append(Step("gather operands", 0.0, math.ceil(moved), 1))
+        compute = max(float(compute_cycles(plan, part).max()) for part in range(plan.n_split))
+        steps.append(Step("multiply", compute, 0.0, 1))
+    received = _received(plan)
+    if received.any():
+        steps.append(Step("exchange partials", 0.0, math.ceil(received.max() / rate), 1))
+    reduced = reduce_cycles(plan)
+    if reduced is not None:
+        steps.append(Step("reduce", float(reduced.max()), 0.0, 1))
+    syncs = sum(step.syncs for step in steps) * plan.target.sync_cycles
+    return PassTime(tuple(steps), syncs, 0, plan.target.clock_hz, plan.products)
+
+
+def _gather(plan: StaticPlan, part: int) -> np.ndarray:
+    """Exchange cycles of each piece: the dense columns it needs, and with n split its values."""
+    pieces, target, size = plan.pieces(part), plan.target, plan.dtype.size
+    block = plan.pattern.block_size
+    bytes_ = plan.n_parts[part].size * block * size
+    common = _common_columns(plan, part, pieces) * bytes_
+    fragments = pieces.columns
+    received = pieces.columns * bytes_
+    if plan.n_split > 1:
+        received = received + pieces.blocks * block * block * size
+        fragments = fragments + 1
+    payload = (received - common / 2) / target.exchange_bytes_per_cycle
+    return np.maximum(payload, fragments * target.exchange_fragment_cycles)
+
+
+def _common_columns(plan: StaticPlan, part: int, pieces: Pieces) -> np.ndarray:
+    """Columns that a piece's neighbour on the same bus receives too."""
+    bus = plan.target.exchange_bus_tiles
+    tile = plan.tile_parts[part].begin + pieces.tile[pieces.column_piece]
+    keys = tile // bus * plan.pattern.grid[1] + pieces.column
+    _, place, times = np.unique(keys, return_inverse=True, return_counts=True)
+    return np.bincount(pieces.column_piece, times[place] > 1, len(pieces))
+
+
+def compute_cycles(plan: StaticPlan, part: int) -> np.ndarray:
+    """Cycles of the product's vertex on each tile of a part of n: [pieces]."""
+    pieces, n = plan.pieces(part), plan.n_parts[part].size
+    block, workers = plan.pattern.block_size, plan.target.workers
+    if block > 1:
+        clear = static_cycles.zero(pieces.rows, n, block, plan.dtype, workers)
+        return clear + static_cycles.block_product(
+            pieces.rows, pieces.blocks, n, block, plan.dtype, workers
+        )
+    slowest = np.zeros(len(pieces))
+    # Few rows: two workers share one, each with half of the columns.
+    for halves in (1, 2):
+        few = (pieces.rows <= workers // 2) if n % 8 == 0 else np.zeros(len(pieces), bool)
+        chosen = few if halves == 2 else ~few
+        if not chosen.any():
+            continue
+        rows, nz = _busiest(pieces, workers // halves, single=halves == 1)
+        vector = plan.dtype.vector_width
+        columns = ceil_div(n // vector, halves) * vector
+        cycles = static_cycles.element_product(rows, nz, columns, plan.dtype).max(axis=1)
+        slowest[chosen] = workers * cycles[chosen]
+    return slowest
+
+
+def _busiest(pieces: Pieces, workers: int, *, single: bool) -> tuple[np.ndarray, np.ndarray]:
+    """Rows and elements of every worker, [pieces, workers]: rows in order, cut where a worker has
+    its even share; a row each where there are no more rows than workers."""
+    count = len(pieces)
+    length = np.bincount(pieces.block_row, minlength=len(pieces.row))
+    first = np.cumsum(pieces.rows) - pieces.rows
+    rows = np.zeros((count, workers), np.int64)
+    nz = np.zeros((count, workers), np.int64)
+    at, end = first.copy(), first + pieces.rows
+    before = np.append(0, np.cumsum(length))
+    total = before[end] - before[first]
+    # A worker goes on until it has its share, so it ends with the row in which it gets it.
+    goal = -(-total // workers)
+    for worker in range(workers):
+        stop = np.searchsorted(before, before[at] + goal)
+        stop = np.where(at < end, np.minimum(np.maximum(stop, at + 1), end), at)
+        if single:
+            stop = np.where(pieces.rows <= workers, np.minimum(at + 1, end), stop)
+        rows[:, worker] = stop - at
+        nz[:, worker] = before[stop] - before[at]
+        at = stop
+    return rows, nz
+
+
+def _received(plan: StaticPlan) -> np.ndarray:
+    """Bytes of partial sums that come to each tile's share of the outputs."""
+    found = plan.outputs
+    depth = plan.depths[found.row, found.part]
+    return np.bincount(found.tile, depth * found.length) * plan.dtype.size
+
+
+def reduce_cycles(plan: StaticPlan) -> np.ndarray | None:
+    """Cycles of adding up on each tile of the outputs; None when every output has one partial sum,
+    which need only be moved."""
+    found = plan.outputs
+    depth = plan.depths[found.row, found.part]
+    if (depth == 1).all():
+        return None
+    vectors = -(-found.length // (16 // plan.dtype.size))
+    total, partials = (np.bincount(found.tile, v) for v in (vectors, vectors * depth))
+    return static_cycles.reduce(total, partials, plan.dtype, plan.target.workers)
+
+
+def tile_memory(plan: StaticPlan) -> TileMemory:
+    """The memory of the fullest tile: work list and values (`buckets`), its share of the dense
+    operand and the result (`operands`), gathered columns and partial sums (`temporary`), code."""
+    size, block = plan.dtype.size, plan.pattern.block_size
+    tiles, area = plan.target.tiles, block * block
+    lists = temporary = partials = 0
+    for part, n in enumerate(plan.n_parts):
+        pieces = plan.pieces(part)
+        if not len(pieces):
+            continue
+        words = work_list_words(pieces.rows, pieces.blocks, block, plan.target.workers)
+        lists = max(lists, int((2 * words + pieces.blocks * area * size).max()))
+        held = (pieces.rows + pieces.columns) * n.size * block * size
+        temporary = max(temporary, int(held.max()))
+        partials = max(partials, int(pieces.rows.max()) * n.size * block * size)
+    if plan.n_split > 1:
+        lists += ceil_div(plan.pattern.nnz * area * size, tiles)  # At home, besides.
+    received = int(_received(plan).max()) if reduce_cycles(plan) is not None else 0
+    operands = ceil_div((plan.params.k + plan.params.m) * plan.n_padded * size, tiles)
+    available = int(plan.target.bytes_per_tile)
+    return TileMemory(
+        buckets=lists,
+        operands=operands,
+        temporary=max(temporary, partials + received),
+        code=min(CODE_BYTES, available // 8),
+        available=available,
+    )

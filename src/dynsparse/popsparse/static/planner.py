@@ -1,0 +1,304 @@
+"""The planner of static products: the best of all column bands and splits of the dense columns.
+
+It knows the pattern. Columns are cut into bands of about equally many non-zeros; each band gets
+tiles in proportion to them; a tile gets an equal number of the band's blocks, in row order. The
+estimate assumes that blocks are spread at random over the rows and columns kept (section 6.1 of
+the design inventory of PopSparse); `static.model` then times what really comes out.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from typing import Any
+
+import numpy as np
+
+from dynsparse.pattern import SparsePattern
+from dynsparse.popsparse.product.data_types import DataType, data_type
+from dynsparse.popsparse.product.params import ceil_div
+from dynsparse.popsparse.static import cycles as cycles_of
+from dynsparse.popsparse.static.bands import (
+    Bands,
+    Interval,
+    column_bands,
+    kept_first,
+    split_n,
+    split_tiles,
+    tiles_of,
+)
+from dynsparse.popsparse.static.layout import StaticPlan, StaticSearch, work_list_words
+from dynsparse.popsparse.static.params import MatmulParams, Options, pattern_of
+
+__all__ = ["PlanningCache", "make_plan"]
+
+_MOST_N_SPLITS, _MOST_BANDS = 32, 128  # The original's bounds of the search.
+_LARGEST_WORD = 65535
+_KEPT = 10  # Runners-up kept for the report.
+
+
+class PlanningCache:
+    """Plans already made, by everything they depend on, the pattern included."""
+
+    def __init__(self) -> None:
+        self._plans: dict[Any, StaticPlan] = {}
+        self.hits = 0
+
+    def __len__(self) -> int:
+        return len(self._plans)
+
+    def get(self, key: Any) -> StaticPlan | None:
+        found = self._plans.get(key)
+        self.hits += found is not None
+        return found
+
+    def put(self, key: Any, plan: StaticPlan) -> None:
+        self._plans[key] = plan
+
+
+def make_plan(
+    target: Any,
+    dtype: Any,
+    params: MatmulParams,
+    matrix: Any,
+    options: Any = None,
+    cache: PlanningCache | None = None,
+) -> StaticPlan:
+    """The best plan of a product whose pattern is known.
+
+    Args:
+        target: a `dynsparse.machine.Target`.
+        dtype: float16 or float32, of everything.
+        params: sizes.
+        matrix: the sparse operand, a `SparseMatrix` or only its `SparsePattern`.
+        options: a `static.Options` or a mapping.
+        cache: plans made earlier are taken from it.
+
+    Raises:
+        ValueError: a pattern of another shape, options out of range, or no partition within the
+            memory and the reach of 16-bit offsets. TypeError: arguments of another type.
+    """
+    if not isinstance(params, MatmulParams):
+        raise TypeError(f"params must be static.MatmulParams, got {params!r}")
+    kind, wanted = data_type(dtype), Options.parse(options)
+    pattern, _ = pattern_of(matrix, params)
+    if cache is None:
+        return _search(target, kind, params, wanted, pattern)
+    positions = (pattern.rows.numpy().tobytes(), pattern.cols.numpy().tobytes())
+    key = (target, kind, params, wanted, pattern.block_size, positions)
+    found = cache.get(key)
+    if found is None:
+        found = _search(target, kind, params, wanted, pattern)
+        cache.put(key, found)
+    return found
+
+
+class _Estimate:
+    """The cost of one cut, from the pattern's counts."""
+
+    def __init__(
+        self,
+        target: Any,
+        dtype: DataType,
+        params: MatmulParams,
+        pattern: SparsePattern,
+        planned: tuple[int, int],
+    ) -> None:
+        self.target, self.dtype, self.params = target, dtype, params
+        self.block, self.nnz = pattern.block_size, pattern.nnz
+        self.rows, self.columns = planned
+        self.density = min(1.0, self.nnz / (self.rows * self.columns))
+        self.n = ceil_div(params.n, dtype.vector_width) * dtype.vector_width
+
+    def _present(self, probability: float, of: int) -> int:
+        """How many of `of` are expected to be there, and a standard deviation more."""
+        spread = math.ceil(math.sqrt(probability * (1 - probability) * of))
+        return min(of, math.ceil(probability * of + spread))
+
+    def terms(
+        self, bands: Bands, tiles: tuple[int, ...], n: int, splits: int
+    ) -> tuple[dict[str, int], int] | str:
+        """Cycles by term and temporary bytes; or the rule that is broken."""
+        size, block, workers = self.dtype.size, self.block, self.target.workers
+        rate, bus = self.target.exchange_bytes_per_cycle, self.target.exchange_bus_tiles
+        worst = max(range(len(tiles)), key=lambda i: bands.blocks[i] / tiles[i])
+        blocks, band_tiles = bands.blocks[worst], tiles[worst]
+        width = int(bands.bounds[worst + 1] - bands.bounds[worst])
+        share = ceil_div(blocks, band_tiles)
+        rows = ceil_div(self.rows, band_tiles)
+        # One row or less a tile: columns that would hold the band's blocks.
+        reach = width
+        if rows == 1:
+            reach = min(math.ceil(blocks / self.density), self.columns)
+        row_there = 1 - (1 - self.density) ** reach
+        column_there = 1 - (1 - self.density) ** rows
+        m, k = self._present(row_there, rows), self._present(column_there, reach)
+        if bands.widest * block * n * size > _LARGEST_WORD * (1 if block == 1 else 8 * block):
+            return "offsets into the dense operand exceed 16 bits"
+        if work_list_words(m, share, block, workers) > _LARGEST_WORD:
+            return "work lists exceed 16 bits"
+        each = ceil_div(share, m)
+        if block == 1:
+            part = ceil_div(m, workers)
+            worker = int(cycles_of.element_product(part, part * each, n, self.dtype))
+            compute = workers * worker
+        else:
+            compute = int(cycles_of.block_product(m, m * each, n, block, self.dtype, workers))
+        operand, values = n * k * block * size, share * block * block * size
+        outputs = m * n * block
+        spread = math.ceil(math.sqrt(row_there * (1 - row_there) * len(tiles)))
+        depth = max(1, math.ceil((row_there * len(tiles) + spread) * width / reach))
+        moved = ceil_div(outputs * size * (depth - 1), depth)
+        summed = ceil_div(outputs, depth)
+        vectors = ceil_div(ceil_div(summed, workers), 16 // size) * workers
+        clear = int(cycles_of.zero(m, n, block, self.dtype, workers))
+        terms = {
+            # Neighbouring tiles share the bus, so common columns arrive at twice the rate.
+            "gather dense operand": int(math.ceil(operand / (bus * rate)) * (reach / k)),
+            "fetch values": math.ceil(values / rate) if splits > 1 else 0,
+            "zero partials": clear,
+            "compute": compute,
+            "exchange partials": math.ceil(moved / rate),
+            "reduce": 0
+            if depth == 1
+            else int(cycles_of.reduce(vectors, vectors * depth, self.dtype, workers)),
+            "move output": ceil_div(self.params.m * self.n * size, self.target.tiles),
+        }
+        held = outputs * size
+        return terms, max(operand + values + held, moved + held)
+
+
+def _range(fixed: int, most: int, what: str, limit: int) -> range:
+    if fixed > limit:
+        raise ValueError(f"{what} must be at most {limit}, got {fixed}")
+    return range(fixed, fixed + 1) if fixed else range(1, min(most, limit) + 1)
+
+
+def _empty(
+    target: Any, dtype: DataType, params: MatmulParams, options: Options, pattern: SparsePattern
+) -> StaticPlan:
+    """Nothing to multiply: the output is zeros."""
+    n = ceil_div(params.n, dtype.vector_width) * dtype.vector_width
+    whole = ceil_div(params.m * n * dtype.size, target.tiles)
+    return StaticPlan(
+        params=params,
+        options=options,
+        dtype=dtype,
+        target=target,
+        pattern=pattern,
+        row_order=np.arange(pattern.grid[0]),
+        column_order=np.arange(pattern.grid[1]),
+        planned=(1, 1),
+        bands=Bands(np.array([0, pattern.grid[1]]), (0,), 0),
+        n_parts=(Interval(0, n),),
+        tile_parts=(Interval(0, target.tiles),),
+        band_tiles=((target.tiles,),),
+        terms={"move output": whole},
+        temporary_bytes=0,
+        search=StaticSearch(1, 1, 1, ()),
+    )
+
+
+def _search(
+    target: Any, dtype: DataType, params: MatmulParams, options: Options, pattern: SparsePattern
+) -> StaticPlan:
+    if pattern.nnz == 0:
+        return _empty(target, dtype, params, options, pattern)
+    counts = [
+        np.bincount(at.numpy(), minlength=size)
+        for at, size in zip((pattern.rows, pattern.cols), pattern.grid, strict=True)
+    ]
+    orders, planned = zip(*(kept_first(c, options.enable_preprocessing) for c in counts),
+                          strict=True)  # fmt: skip
+    column_counts = counts[1][orders[1]]
+    estimate = _Estimate(target, dtype, params, pattern, planned)
+    bus = target.exchange_bus_tiles
+    grain = bus if target.tiles % bus == 0 else 1
+    n_grains = estimate.n // dtype.vector_width
+    tile_grains = target.tiles // grain
+    splits = _range(options.n_split, _MOST_N_SPLITS, "n_split", min(n_grains, tile_grains))
+    # A grain of columns: one, or as many blocks as the data path has numbers.
+    band_grain = 1 if pattern.block_size == 1 else dtype.vector_width
+    numbers = _range(
+        options.num_bands,
+        min(_MOST_BANDS, ceil_div(planned[1], band_grain)),
+        "num_bands",
+        min(tile_grains, pattern.grid[1]),
+    )
+    all_bands = {number: column_bands(column_counts, number) for number in numbers}
+
+    @functools.cache
+    def allocate(number: int, tiles: int) -> tuple[int, ...] | None:
+        return tiles_of(all_bands[number].blocks, tiles, grain)
+
+    bound = int(options.available_memory_proportion * target.bytes_per_tile)
+    found: list[tuple[int, int, int, int, dict[str, int]]] = []
+    priced, broken = 0, dict[str, int]()
+    for split in splits:
+        n_parts = split_n(estimate.n, split, dtype.vector_width)
+        tile_parts = split_tiles(n_parts, target.tiles, grain)
+        kinds = {(n.size, t.size) for n, t in zip(n_parts, tile_parts, strict=True)}
+        same_as_fewer = len(n_parts) < split and not options.n_split
+        if same_as_fewer or any(tiles <= 0 for _, tiles in kinds):
+            continue
+        for number in numbers:
+            if split * number > tile_grains:
+                break
+            priced += 1
+            # Parts of n run side by side: the slowest counts.
+            slowest: dict[str, int] = {}
+            bytes_, rule = 0, ""
+            for n, tiles in kinds:
+                band_tiles = allocate(number, tiles)
+                priced_here = (
+                    "too few tiles for the bands"
+                    if band_tiles is None
+                    else estimate.terms(all_bands[number], band_tiles, n, split)
+                )
+                if isinstance(priced_here, str):
+                    rule = priced_here
+                    break
+                terms, held = priced_here
+                bytes_ = max(bytes_, held)
+                slowest = max(slowest, terms, key=lambda t: sum(t.values()))
+            if not rule and bytes_ > bound:
+                rule = f"temporary data exceed {bound} bytes a tile"
+            if rule:
+                broken[rule] = broken.get(rule, 0) + 1
+            else:
+                found.append((sum(slowest.values()), split, number, bytes_, slowest))
+    if not found:
+        rules = ", ".join(f"{rule} ({count})" for rule, count in broken.items())
+        raise ValueError(
+            f"none of {priced} static partitions is possible: {rules}; raise "
+            "available_memory_proportion, loosen num_bands and n_split, or use a smaller n"
+        )
+    found.sort(key=lambda one: one[:3])  # Equal cycles: fewer parts of n, then fewer bands.
+    _, split, number, bytes_, terms = found[0]
+    n_parts = split_n(estimate.n, split, dtype.vector_width)
+    tile_parts = split_tiles(n_parts, target.tiles, grain)
+    return StaticPlan(
+        params=params,
+        options=options,
+        dtype=dtype,
+        target=target,
+        pattern=pattern,
+        row_order=orders[0],
+        column_order=orders[1],
+        planned=planned,
+        bands=all_bands[number],
+        n_parts=tuple(n_parts),
+        tile_parts=tuple(tile_parts),
+        band_tiles=tuple(allocate(number, part.size) or () for part in tile_parts),
+        terms=terms,
+        temporary_bytes=bytes_,
+        search=StaticSearch(
+            priced,
+            len(found),
+            bound,
+            tuple(
+                {"n_split": s, "bands": b, "cycles": c, "temporary_bytes": t, "terms": terms_}
+                for c, s, b, t, terms_ in found[1 : 1 + _KEPT]
+            ),
+        ),
+    )

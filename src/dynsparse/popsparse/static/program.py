@@ -1,0 +1,242 @@
+"""The device program of a static product: gather, multiply, bring partial sums together, add.
+
+Everything is known when the program is made: which columns a tile needs, where each partial sum
+goes. So there is no meta-info to read and no loop.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from dynsparse.machine.dtypes import UNSIGNED_SHORT, DType, as_dtype
+from dynsparse.machine.graph import Graph
+from dynsparse.machine.program import Copy, Execute, Sequence
+from dynsparse.machine.tensor import Tensor
+from dynsparse.machine.vertex import Codelet, In, Out, Ragged, VertexView
+from dynsparse.popsparse.static.kernel import add_partials, multiply_pieces, reduction_sources
+from dynsparse.popsparse.static.layout import StaticPlan, work_list_words
+from dynsparse.popsparse.static.model import compute_cycles, reduce_cycles
+
+__all__ = ["DenseTensor", "add_product", "add_values", "dense_operand"]
+
+
+class DenseTensor(Tensor):
+    """A dense operand where a static product wants it: [1, k, n], or [1, n, k] when `turned`.
+
+    Its elements lie in `home`, [k / b, padded n, b], spread evenly over the tiles.
+    """
+
+    __slots__ = ("home", "turned")
+
+    def __init__(self, home: Tensor, addresses: np.ndarray, *, turned: bool) -> None:
+        super().__init__(home.graph, home.dtype, addresses.shape, addresses=addresses)
+        self.home = home
+        self.turned = turned
+
+
+def _type(plan: StaticPlan) -> DType:
+    return as_dtype(plan.dtype.name)
+
+
+def _grain(plan: StaticPlan) -> int:
+    vector = plan.dtype.vector_width
+    return vector if plan.pattern.block_size == 1 else vector * vector
+
+
+def add_values(graph: Graph, plan: StaticPlan, name: str) -> Tensor:
+    """The variable of the values in device order, [nnz x area]: on the tiles that use them, or
+    spread evenly where several parts of n do."""
+    area = plan.pattern.block_size**2
+    values = graph.add_variable(_type(plan), [plan.pattern.nnz * area], name)
+    if not values.numel:
+        return values
+    if plan.n_split == 1:
+        pieces = plan.pieces(0)
+        graph.set_tile_mapping(values, np.repeat(pieces.tile, pieces.blocks * area))
+    else:
+        graph.map_linearly(values, grain=np.lcm(plan.dtype.vector_width, plan.pattern.block_size))
+    return values
+
+
+def dense_operand(
+    graph: Graph, plan: StaticPlan, name: str, *, turned: bool = False
+) -> DenseTensor:
+    """A dense operand [1, k, n] ([1, n, k] when `turned`); the padding of n is 0."""
+    n = plan.params.n
+    home = graph.add_variable(_type(plan), _home_shape(plan), name)
+    graph.map_linearly(home, grain=_grain(plan))
+    if plan.n_padded != n:
+        graph.set_initial_value(home, 0)
+    view = _natural(home[:, :n], turned=turned)
+    return DenseTensor(home, view.addresses(), turned=turned)
+
+
+def _home_shape(plan: StaticPlan) -> tuple[int, int, int]:
+    return plan.pattern.grid[1], plan.n_padded, plan.pattern.block_size
+
+
+def _natural(home: Tensor, *, turned: bool) -> Tensor:
+    rows, n, block = home.shape
+    view = home.transpose(0, 2, 1).reshape(rows * block, n)
+    return (view.transpose(1, 0) if turned else view).expand_dims(0)
+
+
+def add_product(
+    graph: Graph,
+    plan: StaticPlan,
+    values: Tensor,
+    dense: Tensor,
+    program: Sequence,
+    name: str,
+    *,
+    turned: bool = False,
+) -> Tensor:
+    """Add the product to a program. `dense` is [1, k, n] and the result [1, m, n]; when `turned`
+    the last two dimensions of both are swapped."""
+    return _Product(graph, plan, name).add(values, dense, program, turned)
+
+
+class _Product:
+    def __init__(self, graph: Graph, plan: StaticPlan, name: str) -> None:
+        self.graph, self.plan, self.name = graph, plan, name
+        self.block = plan.pattern.block_size
+        self.area = self.block**2
+
+    def variable(self, what: str, shape: list[int], tiles: Any) -> Tensor:
+        name = f"{self.name} {what}"
+        return self.graph.add_variable(_type(self.plan), shape, name, tiles=tiles)
+
+    def add(self, values: Tensor, dense: Tensor, program: Sequence, turned: bool) -> Tensor:
+        plan, steps = self.plan, Sequence(name=self.name)
+        program.add(steps)
+        home = dense.home if isinstance(dense, DenseTensor) and dense.turned == turned else None
+        if home is None or home.shape != _home_shape(plan):
+            own = dense_operand(self.graph, plan, f"{self.name} operand", turned=turned)
+            steps.add(Copy(dense, own, name="regroup"))
+            home = own.home
+        partials = self._multiply(values, home, steps)
+        height, order = plan.pattern.grid[0], plan.row_order
+        out = self.graph.add_variable(
+            _type(plan), [height, plan.n_padded, self.block], f"{self.name} result"
+        )
+        self.graph.map_linearly(out, grain=_grain(plan))
+        self._reduce(partials, out, steps)
+        places = np.argsort(order)
+        rows = out if np.array_equal(order, np.arange(height)) else out[places]
+        return _natural(rows[:, : plan.params.n], turned=turned)
+
+    def _multiply(self, values: Tensor, home: Tensor, steps: Sequence) -> list[Tensor]:
+        """Gather and multiply, all parts of n side by side; returns their partial sums."""
+        plan = self.plan
+        if not plan.pattern.nnz:
+            return []
+        compute = self.graph.add_compute_set("multiply")
+        pairs, partials = [], []
+        for part, (columns, tiles) in enumerate(zip(plan.n_parts, plan.tile_parts, strict=True)):
+            pieces = plan.pieces(part)
+            tile = tiles.begin + pieces.tile
+            size = [columns.size, self.block]
+            there = tile[pieces.column_piece]
+            local = self.variable(f"columns {part}", [len(there), *size], there)
+            wanted = home[plan.column_order[pieces.column], columns.begin : columns.end]
+            pairs.append((wanted, local))
+            own = values
+            if plan.n_split > 1:
+                owner = np.repeat(tile, pieces.blocks * self.area)
+                own = self.variable(f"values {part}", [len(owner)], owner)
+                pairs.append((values, own))
+            there = tile[pieces.row_piece]
+            result = self.variable(f"partials {part}", [len(there), *size], there)
+            partials.append(result)
+            words = work_list_words(pieces.rows, pieces.blocks, self.block, plan.target.workers)
+            # Read by the vertices through what `pieces` says; here it only takes its room.
+            self.graph.add_constant(
+                UNSIGNED_SHORT,
+                [int(words.sum())],
+                0,
+                f"{self.name} work lists {part}",
+                np.repeat(tile, words),
+            )
+            cut = columns.size * self.block
+            self.graph.add_vertices(
+                compute,
+                self._codelet(part),
+                tile,
+                {
+                    "values": Ragged(own, np.append(pieces.begin, pieces.end[-1]) * self.area),
+                    "columns": Ragged(local.flatten(), _offsets(pieces.columns) * cut),
+                    "out": Ragged(result.flatten(), _offsets(pieces.rows) * cut),
+                },
+            )
+        steps.add(Copy(pairs, name="gather operands"), Execute(compute))
+        return partials
+
+    def _codelet(self, part: int) -> Codelet:
+        plan, pieces = self.plan, self.plan.pieces(part)
+        n = plan.n_parts[part].size
+
+        def compute(v: VertexView) -> None:
+            blocks = v.values.values.reshape(-1, self.block, self.block)
+            operand = v.columns.values.reshape(-1, n, self.block)
+            v.out.values[...] = multiply_pieces(pieces, blocks, operand).reshape(-1)
+
+        fields = {"values": In(), "columns": In(), "out": Out()}
+        cycles = compute_cycles(plan, part)
+        return Codelet("static product", fields, compute, lambda v: cycles, "supervisor")
+
+    def _reduce(self, partials: list[Tensor], out: Tensor, steps: Sequence) -> None:
+        """Bring the partial sums to the tiles of the outputs, and add them there."""
+        plan, found = self.plan, self.plan.outputs
+        depth = plan.depths[found.row, found.part]
+        bases = [int(one.addresses().flat[0]) for one in partials]
+        sources = [reduction_sources(plan, part) for part in range(len(partials))]
+        stretch = np.repeat(np.arange(len(depth)), depth)
+        number = np.arange(len(stretch)) - np.repeat(np.cumsum(depth) - depth, depth)
+        start = np.zeros(len(stretch), np.int64)
+        for part, (order, begins) in enumerate(sources):
+            here = found.part[stretch] == part
+            at = stretch[here]
+            row = order[begins[found.row[at]] + number[here]]
+            columns = plan.n_parts[part]
+            in_row = found.begin[at] - found.row[at] * plan.n_padded * self.block
+            start[here] = bases[part] + (row * columns.size - columns.begin) * self.block + in_row
+        length = found.length[stretch]
+        inside = np.arange(int(length.sum())) - np.repeat(np.cumsum(length) - length, length)
+        addresses = np.repeat(start, length) + inside
+        wanted = Tensor(self.graph, out.dtype, addresses.shape, addresses=addresses)
+        cycles = reduce_cycles(plan)
+        if cycles is None:
+            steps.add(Copy(wanted, out.flatten(), name="exchange partials"))
+            return
+        owner = np.repeat(found.tile[stretch], length)
+        local = self.variable("partials of outputs", [len(owner)], owner)
+        if len(owner):
+            steps.add(Copy(wanted, local, name="exchange partials"))
+        output = np.repeat(found.begin[stretch], length) + inside
+
+        def add(v: VertexView) -> None:
+            v.out.values[...] = add_partials(v.partials.values, output, out.numel)
+
+        tiles = np.unique(found.tile)
+        codelet = Codelet(
+            "static reduce",
+            {"partials": In(), "out": Out()},
+            add,
+            lambda v: cycles[tiles],
+            "supervisor",
+        )
+        held = np.bincount(owner, minlength=tiles[-1] + 1)[tiles]
+        ends = np.minimum(np.append(tiles, tiles[-1] + 1) * found.share, out.numel)
+        edges = {
+            "partials": Ragged(local, _offsets(held)),
+            "out": Ragged(out.flatten(), ends),
+        }
+        compute = self.graph.add_compute_set("reduce")
+        self.graph.add_vertices(compute, codelet, tiles, edges)
+        steps.add(Execute(compute))
+
+
+def _offsets(counts: np.ndarray) -> np.ndarray:
+    return np.append(0, np.cumsum(counts))

@@ -1,0 +1,1 @@
+"""How long a plan takes on a pattern, without simulating it: the execution model."""
