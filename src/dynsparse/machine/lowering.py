@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
@@ -12,11 +12,9 @@ from dynsparse.machine.checks import check_compute_set
 from dynsparse.machine.errors import ProgramError
 from dynsparse.machine.exchange import CopyPlan, bind_copy, broadcast_cycles, plan_copy
 from dynsparse.machine.profile import CodeletProfile, Profile
+from dynsparse.machine.state import State
 from dynsparse.machine.tensor import Tensor
 from dynsparse.machine.vertex import BoundVertices, VertexSet
-
-if TYPE_CHECKING:
-    from dynsparse.machine.engine import Engine
 
 __all__ = ["Lowering", "Node"]
 
@@ -27,8 +25,8 @@ Node = Callable[[Profile], None]
 class Lowering:
     """Turns programs into nodes, each program once however often it is used."""
 
-    def __init__(self, engine: Engine) -> None:
-        self.engine = engine
+    def __init__(self, state: State) -> None:
+        self.state = state
         self.nodes: dict[int, Node] = {}
         self.kept: list[programs.Program] = []
         self.copies: list[CopyPlan] = []
@@ -52,7 +50,7 @@ class Lowering:
     def _leaf_path(self, program: programs.Program, path: str, kind: str) -> str:
         if program.name is not None:
             return path
-        leaf = f"{kind}{len(self.engine.steps)}"
+        leaf = f"{kind}{len(self.state.steps)}"
         return f"{path}/{leaf}" if path else leaf
 
     # Structure.
@@ -80,11 +78,11 @@ class Lowering:
 
     def _test(self, scalar: Tensor, path: str) -> Callable[[Profile], int]:
         """Reading a control value: it goes to every tile, so that all take the same branch."""
-        engine = self.engine
-        step = engine.add_step(f"{path}/predicate" if path else "predicate", "control")
-        flat = engine.memory[scalar.dtype]
+        state = self.state
+        step = state.add_step(f"{path}/predicate" if path else "predicate", "control")
+        flat = state.memory[scalar.dtype]
         address = int(scalar.addresses().reshape(-1)[0])
-        exchange, sync = broadcast_cycles(engine.target, scalar), engine.target.sync_cycles
+        exchange, sync = broadcast_cycles(state.target, scalar), state.target.sync_cycles
 
         def test(profile: Profile) -> int:
             profile.record(step, sync=sync, exchange=exchange)
@@ -96,16 +94,16 @@ class Lowering:
         condition = self.lower(program.condition, path)
         test = self._test(program.predicate, path)
         body = self.lower(program.body, path)
-        engine, wanted = self.engine, program.runs_while
+        state, wanted = self.state, program.runs_while
 
         def run(profile: Profile) -> None:
-            for _ in range(engine.max_iterations):
+            for _ in range(state.max_iterations):
                 condition(profile)
                 if bool(test(profile)) is not wanted:
                     return
                 body(profile)
             raise ProgramError(
-                f"loop {path or type(program).__name__!r} ran {engine.max_iterations:,} times "
+                f"loop {path or type(program).__name__!r} ran {state.max_iterations:,} times "
                 f"without its predicate ({program.predicate.name}) ending it; raise max_iterations "
                 f"of the engine if it should"
             )
@@ -137,19 +135,19 @@ class Lowering:
     # Steps.
 
     def _Sync(self, program: programs.Sync, path: str) -> Node:
-        step = self.engine.add_step(self._leaf_path(program, path, "sync"), "sync")
-        cycles = self.engine.target.sync_cycles
+        step = self.state.add_step(self._leaf_path(program, path, "sync"), "sync")
+        cycles = self.state.target.sync_cycles
         return lambda profile: profile.record(step, sync=cycles)
 
     def _WriteUndef(self, program: programs.WriteUndef, path: str) -> Node:
-        engine, tensor = self.engine, program.tensor
+        state, tensor = self.state, program.tensor
         self._check_written([tensor], "WriteUndef")
         poison = np.broadcast_to(np.asarray(tensor.dtype.poison), tensor.shape)
 
         def run(profile: Profile) -> None:
             # Rubbish from here on, so that a program which does want it is found out.
-            if engine.computes(tensor.dtype):
-                engine._store(tensor, poison, "WriteUndef")
+            if state.computes(tensor.dtype):
+                state.store(tensor, poison, "WriteUndef")
 
         return run
 
@@ -157,14 +155,14 @@ class Lowering:
         path = self._leaf_path(program, path, "copy")
         if program.stream is not None:
             return self._stream_copy(program, path)
-        engine = self.engine
+        state = self.state
         self._check_written([dst for _, dst in program.pairs], f"copy {path!r}")
-        plan = plan_copy(engine.graph, engine.target, program.pairs, path)
+        plan = plan_copy(state.graph, state.target, program.pairs, path)
         self.copies.append(plan)
-        computed = [pair for pair in program.pairs if engine.computes(pair[0].dtype)]
-        move = bind_copy(computed, engine.memory)
-        step = engine.add_step(path, "exchange" if plan.is_exchange else "compute", plan)
-        sync = engine.target.sync_cycles if plan.is_exchange else 0
+        computed = [pair for pair in program.pairs if state.computes(pair[0].dtype)]
+        move = bind_copy(computed, state.memory)
+        step = state.add_step(path, "exchange" if plan.is_exchange else "compute", plan)
+        sync = state.target.sync_cycles if plan.is_exchange else 0
         exchange, local = plan.exchange_cycles, plan.local_cycles
         tile_cycles = plan.local_per_tile if local else None
 
@@ -179,16 +177,16 @@ class Lowering:
 
     def _check_written(self, tensors: list[Tensor], what: str) -> None:
         for tensor in tensors:
-            constant = self.engine.graph.constant_in(tensor)
+            constant = self.state.graph.constant_in(tensor)
             if constant is not None:
                 raise ProgramError(f"{what} writes the constant {constant.name!r}")
 
     def _stream_copy(self, program: programs.Copy, path: str) -> Node:
-        engine, stream = self.engine, program.stream
+        state, stream = self.state, program.stream
         assert stream is not None
-        step = engine.add_step(path, "host")
+        step = state.add_step(path, "host")
         src, dst = program.pairs[0]
-        target = engine.target
+        target = state.target
         rate = (
             target.host_read_bytes_per_second
             if stream.to_device
@@ -200,19 +198,19 @@ class Lowering:
         flat = (dst if stream.to_device else src).flatten()
 
         def run(profile: Profile) -> None:
-            if not engine.computes(stream.dtype):
+            if not state.computes(stream.dtype):
                 pass
             elif stream.to_device:
-                engine.write(flat, engine.host.fetch(stream))
+                state.write(flat, state.host.fetch(stream))
             else:
-                engine.host.deliver(stream, engine.read(flat))
+                state.host.deliver(stream, state.read(flat))
             profile.record(step, sync=target.sync_cycles, host=float(cycles))
 
         return run
 
     def _is_computed(self, vertices: VertexSet, path: str) -> bool:
         edges = [(vertices.codelet.fields[name], t.dtype) for name, t in vertices.edges.items()]
-        if all(self.engine.computes(dtype) for _, dtype in edges):
+        if all(self.state.computes(dtype) for _, dtype in edges):
             return True
         if any(edge.writes and not dtype.is_floating for edge, dtype in edges):
             raise ProgramError(
@@ -222,14 +220,14 @@ class Lowering:
         return False
 
     def _Execute(self, program: programs.Execute, path: str) -> Node:
-        engine = self.engine
+        state = self.state
         sets = program.compute_set.merged()
-        check_compute_set(engine.graph, engine.target, path, sets)
+        check_compute_set(state.graph, state.target, path, sets)
         self.vertex_sets.extend(sets)
         self.compute_sets += 1
-        step = engine.add_step(path, "compute")
-        bound = [BoundVertices(v, engine.memory, engine.target) for v in sets if v.count]
-        schedule = _Schedule(bound, engine.target.tiles, engine.target.workers)
+        step = state.add_step(path, "compute")
+        bound = [BoundVertices(v, state.memory, state.target) for v in sets if v.count]
+        schedule = _Schedule(bound, state.target.tiles, state.target.workers)
         fixed: list[np.ndarray | None] = [
             None if b.codelet.data_dependent else b.cycles() for b in bound
         ]

@@ -1,0 +1,123 @@
+"""What lies under a running program: memory, the host's streams, the rows of the profile."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from dynsparse.machine.dtypes import DType
+from dynsparse.machine.errors import MachineError, ProgramError
+from dynsparse.machine.exchange import CopyPlan
+from dynsparse.machine.graph import Graph
+from dynsparse.machine.host import Host
+from dynsparse.machine.target import Target
+from dynsparse.machine.tensor import Tensor
+
+__all__ = ["State"]
+
+
+class State:
+    """The memory of a graph's variables on a target, and what steps need besides.
+
+    `steps` has a row (name, kind, plan of the copy) for each step of the profile. Arguments as of
+    `Engine`.
+    """
+
+    def __init__(
+        self, graph: Graph, target: Target, *, numerics: bool, max_iterations: int
+    ) -> None:
+        self.graph = graph
+        self.target = target
+        self.numerics = numerics
+        self.max_iterations = max_iterations
+        self.host = Host()
+        self.steps: list[tuple[str, str, CopyPlan | None]] = []
+        # Memory of types that are not computed is address space only: never touched, so never real.
+        self.memory: dict[DType, np.ndarray] = {
+            dtype: np.full(size, dtype.poison, dtype.numpy)
+            if self.computes(dtype)
+            else np.empty(size, dtype.numpy)
+            for dtype, size in graph.sizes.items()
+        }
+        for tensor, values in graph.initial:
+            if self.computes(tensor.dtype):
+                self.store(tensor, values, "the initial value")
+
+    def computes(self, dtype: DType) -> bool:
+        """Whether data of this type is computed: see `numerics`."""
+        return self.numerics or not dtype.is_floating
+
+    def add_step(self, name: str, kind: str, plan: CopyPlan | None = None) -> int:
+        """A row of the profile."""
+        self.steps.append((name, kind, plan))
+        return len(self.steps) - 1
+
+    def _tensor(self, what: str | Tensor) -> Tensor:
+        tensor = self._find(what)
+        if not self.computes(tensor.dtype):
+            raise ProgramError(
+                f"{tensor.name} is {tensor.dtype.name}, which an engine with numerics=False does "
+                f"not compute"
+            )
+        return tensor
+
+    def _find(self, what: str | Tensor) -> Tensor:
+        if isinstance(what, Tensor):
+            if what.graph is not self.graph:
+                raise MachineError("the tensor belongs to another graph")
+            return what
+        if what in self.graph.handles:
+            return self.graph.handles[what]
+        found = [v for group in self.graph.variables.values() for v in group if v.name == what]
+        if len(found) != 1:
+            raise KeyError(
+                f"{'several variables' if found else 'no handle or variable'} named {what!r}"
+            )
+        return found[0].tensor
+
+    def read(self, what: str | Tensor) -> np.ndarray:
+        """A copy of a tensor's values, by handle name, variable name or tensor."""
+        tensor = self._tensor(what)
+        data = tensor.data(self.memory)
+        if data is None:
+            return self.memory[tensor.dtype][tensor.addresses()]
+        return data.copy()
+
+    def write(self, what: str | Tensor, values: Any) -> None:
+        """Set a tensor's values. They round to its element type; a scalar fills it.
+
+        Raises:
+            ValueError: another shape, or integers that do not fit the type.
+            TypeError: fractional values for an integer type.
+            ProgramError: a constant.
+        """
+        tensor = self._tensor(what)
+        constant = self.graph.constant_in(tensor)
+        if constant is not None:
+            raise ProgramError(f"{constant.name!r} is a constant and cannot be written")
+        self.store(tensor, values, f"write to {what if isinstance(what, str) else tensor.name}")
+
+    def store(self, tensor: Tensor, values: Any, what: str) -> None:
+        """Set a tensor's values; errors as of `write`, with `what` was done in the message."""
+        if hasattr(values, "detach"):
+            values = values.detach().cpu().numpy()
+        array = np.asarray(values)
+        if array.shape not in ((), tensor.shape):
+            raise ValueError(f"{what}: expected {list(tensor.shape)}, got {list(array.shape)}")
+        kind = tensor.dtype.numpy.kind
+        if kind in "iu":
+            if array.dtype.kind not in "iub":
+                raise TypeError(f"{what}: expected integers, got {array.dtype}")
+            limits = np.iinfo(tensor.dtype.numpy)
+            if array.size and not (limits.min <= array.min() and array.max() <= limits.max):
+                raise ValueError(
+                    f"{what}: {tensor.dtype.name} holds {limits.min} to {limits.max}, got "
+                    f"{array.min()} to {array.max()}"
+                )
+        with np.errstate(over="ignore"):
+            data = tensor.data(self.memory)
+            if data is not None:
+                data[...] = array
+            else:
+                self.memory[tensor.dtype][tensor.addresses()] = array
