@@ -6,11 +6,17 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
+
 from dynsparse.machine.target import Target
+from dynsparse.nn import SparseLinear
+from dynsparse.popsparse.layer import Layer
+from dynsparse.popsparse.measure import plan_figures, sparse_figures
+from dynsparse.popsparse.planner.planning import parse_passes
+from dynsparse.popsparse.planner.planning import plan as make_plan
+from dynsparse.popsparse.product.plan import PASSES
 
 __all__ = ["LayerEstimate", "ModelEstimate", "PassEstimate", "estimate"]
-
-PASSES = ("forward", "grad_input", "grad_weight")
 
 
 @dataclass(frozen=True)
@@ -153,12 +159,6 @@ def estimate(
         ValueError: no sparse layer ran; a layer's pattern that overflows its buckets, with the
             layer's name.
     """
-    # This floor is below those; only this function looks up.
-    from dynsparse.popsparse.layer import Layer
-    from dynsparse.popsparse.measure import plan_figures, sparse_figures
-    from dynsparse.popsparse.planner.planning import parse_passes
-    from dynsparse.popsparse.planner.planning import plan as make_plan
-
     target = Target.mk2() if target is None else target
     if not isinstance(target, Target):
         raise TypeError(f"target must be a Target such as Target.bow(), got {target!r}")
@@ -213,10 +213,6 @@ def estimate(
 
 def _uses(model: Any, example_input: Any) -> list[tuple[str, Any, int]]:
     """Every use of a sparse layer in one forward pass: name, layer, rows of its input."""
-    import torch
-
-    from dynsparse.nn import SparseLinear
-
     if not isinstance(model, torch.nn.Module):
         raise TypeError(f"model must be a torch module, got {type(model).__name__}")
     uses: list[tuple[str, Any, int]] = []
