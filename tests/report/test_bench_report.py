@@ -9,9 +9,9 @@ import pytest
 from dynsparse.bench.law import POPSPARSE
 from dynsparse.bench.results import summarise
 from dynsparse.bench.spec import find_spec, read_spec
-from dynsparse.report.bench import draw_speedups
-from dynsparse.report.bench_page import fill_page
-from dynsparse.report.bench_tables import VIEWS, machine_line, table, whole_report
+from dynsparse.report.bench.page import fill_page
+from dynsparse.report.bench.pictures import draw_speedups
+from dynsparse.report.bench.tables import VIEWS, machine_line, table, whole_report
 
 
 def spread(median):

@@ -9,8 +9,8 @@ import torch
 from PIL import Image
 
 from dynsparse.pattern import Rewiring, SparsePattern
-from dynsparse.report import connectivity
-from dynsparse.report.connectivity import inputs, visualise
+from dynsparse.report.training import connectivity
+from dynsparse.report.training.connectivity import inputs, visualise
 from dynsparse.training.records import Recorder, RecordError, Records
 
 

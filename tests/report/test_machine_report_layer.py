@@ -15,7 +15,7 @@ from dynsparse.popsparse.layer import Layer
 from dynsparse.popsparse.planner.planning import plan as make
 from dynsparse.popsparse.planner.search import make_plan
 from dynsparse.popsparse.product.params import FullyConnectedParams, SparsityParams
-from dynsparse.report.machine_layer import write_layer_report
+from dynsparse.report.machine import write_layer_report
 
 COMMAND = "matmul --rows 128 --cols 96 --batch 32 --density 0.2 --block-size 8 --tiles 16"
 SMALL = COMMAND.split()

@@ -18,8 +18,8 @@ from dynsparse.machine import (
     Target,
     codelets,
 )
-from dynsparse.report.machine_data import read_profiles
-from dynsparse.report.machine_timeline import Run, alike, fold, timeline_data
+from dynsparse.report.machine.data import read_profiles
+from dynsparse.report.machine.timeline import Run, alike, fold, timeline_data
 
 
 def unrolled(runs: list[Run], order: list[int]) -> list[int]:

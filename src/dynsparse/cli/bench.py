@@ -115,7 +115,7 @@ def _measure(
 ) -> Results:
     from dynsparse.bench.results import empty_results, load_results, save_results, summarise
     from dynsparse.bench.run import run_benchmark
-    from dynsparse.report.bench_tables import machine_line
+    from dynsparse.report.bench.tables import machine_line
 
     results = empty_results(spec.file)
     if merge and json is not None and json.exists():
@@ -149,15 +149,15 @@ def _write(
     results: Results, picture: Path | None, markdown: Path | None, pages: list[Path]
 ) -> None:
     if markdown is not None:
-        from dynsparse.report.bench_tables import whole_report
+        from dynsparse.report.bench.tables import whole_report
 
         markdown.write_text(whole_report(results))
     for page in pages:
-        from dynsparse.report.bench_page import fill_page
+        from dynsparse.report.bench.page import fill_page
 
         fill_page(page, results)
     if picture is not None:
-        from dynsparse.report.bench import draw_speedups
+        from dynsparse.report.bench.pictures import draw_speedups
 
         draw_speedups(results, picture)
 

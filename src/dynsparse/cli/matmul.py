@@ -291,7 +291,7 @@ def _run(
         figures["spread"] = {name: _spread(runs, name) for name in names}
     _show(figures, as_json, plan.target)
     if report is not None:
-        from dynsparse.report.machine_layer import write_layer_report
+        from dynsparse.report.machine import write_layer_report
 
         pattern = draw_pattern(shape, density, block_size, middle["seed"], area)
         if seeds > 1:  # The layer holds the last one.
@@ -311,7 +311,7 @@ def _spread(runs: list[dict[str, Any]], name: str) -> dict[str, float]:
 def _report_plan(report: Path, plan: Any, density: float) -> None:
     from dynsparse.popsparse.planner.report import plan_report
     from dynsparse.report.machine import write_report
-    from dynsparse.report.machine_layer import plan_summary
+    from dynsparse.report.machine.layer import plan_summary
 
     summary = plan_summary(plan) | {
         "density": density,

@@ -24,7 +24,7 @@ def visualise(
     cmap: Annotated[str, typer.Option(help="Colour map, by matplotlib's name.")] = "magma",
 ) -> None:
     """Draw how the connectivity of a recorded training evolved."""
-    from dynsparse.report.connectivity import visualise as draw
+    from dynsparse.report.training.connectivity import visualise as draw
 
     for path in draw(records_path, output, cmap=cmap, animate=animate):
         print(path)

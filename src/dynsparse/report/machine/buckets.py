@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import numpy as np
 
-from dynsparse.report.machine_data import BucketData
-from dynsparse.report.machine_figures import histogram
-from dynsparse.report.machine_format import cell, legend, number, percent, say, table
-from dynsparse.report.machine_maps import grid_map, offsets_map
+from dynsparse.report.machine.data import BucketData
+from dynsparse.report.machine.figures import histogram
+from dynsparse.report.machine.format import cell, legend, number, percent, say, table
+from dynsparse.report.machine.maps import grid_map, offsets_map
 
 __all__ = ["bucket_maps", "buckets_section", "propagation_section"]
 

@@ -6,7 +6,7 @@ import json
 from importlib.resources import files
 from typing import Any, NamedTuple
 
-from dynsparse.report.machine_format import say
+from dynsparse.report.machine.format import say
 
 __all__ = ["Section", "page"]
 
@@ -39,9 +39,9 @@ def _links(sections: list[Section]) -> str:
 
 def page(title: str, subtitle: str, sections: list[Section], data: dict[str, Any]) -> str:
     """The whole page. `data` is what the script draws and shows, as JSON inside it."""
-    folder = files("dynsparse.report")
-    style = folder.joinpath("machine_page.css").read_text("utf-8")
-    script = folder.joinpath("machine_page.js").read_text("utf-8")
+    folder = files("dynsparse.report.machine")
+    style = folder.joinpath("page.css").read_text("utf-8")
+    script = folder.joinpath("page.js").read_text("utf-8")
     # A "<" in a name must not end the script element.
     plain = json.dumps(data, separators=(",", ":"), allow_nan=False).replace("<", "\\u003c")
     body = "".join(

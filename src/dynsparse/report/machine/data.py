@@ -210,7 +210,7 @@ def _tiles(tiles: Any, by_category: Mapping[str, Any], size: int, what: str) -> 
 
 @dataclass(frozen=True)
 class BucketData:
-    """How a pattern fills the buckets; keys as in `machine_encoding.encoding_data`."""
+    """How a pattern fills the buckets; keys as of `encoding_data`."""
 
     partition: tuple[int, int, int]
     groups: int

@@ -6,9 +6,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from dynsparse.report.machine import write_report
-from dynsparse.report.machine_encoding import encoding_data
-from dynsparse.report.machine_format import number
+from dynsparse.report.machine.encoding import encoding_data
+from dynsparse.report.machine.format import number
+from dynsparse.report.machine.report import write_report
 
 __all__ = ["plan_summary", "write_layer_report"]
 

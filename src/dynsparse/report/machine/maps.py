@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from dynsparse.report.machine_format import number, say
+from dynsparse.report.machine.format import number, say
 
 __all__ = ["grid_map", "offsets_map"]
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from dynsparse.report.machine_format import number, say, words
+from dynsparse.report.machine.format import number, say, words
 
 __all__ = ["summary_section"]
 

@@ -9,12 +9,12 @@ from typing import Any
 import numpy as np
 
 from dynsparse import __version__
-from dynsparse.report.machine_buckets import bucket_maps, buckets_section, propagation_section
-from dynsparse.report.machine_data import BucketData, ProfileData, read_profiles
-from dynsparse.report.machine_encoding import encoding_data
-from dynsparse.report.machine_format import words
-from dynsparse.report.machine_page import Section, page
-from dynsparse.report.machine_passes import (
+from dynsparse.report.machine.buckets import bucket_maps, buckets_section, propagation_section
+from dynsparse.report.machine.data import BucketData, ProfileData, read_profiles
+from dynsparse.report.machine.encoding import encoding_data
+from dynsparse.report.machine.format import words
+from dynsparse.report.machine.page import Section, page
+from dynsparse.report.machine.passes import (
     balance_section,
     predicted_section,
     program_section,
@@ -22,9 +22,9 @@ from dynsparse.report.machine_passes import (
     tiles_section,
     timeline_section,
 )
-from dynsparse.report.machine_plan import plan_section
-from dynsparse.report.machine_summary import summary_section
-from dynsparse.report.machine_timeline import alike, fold, timeline_data
+from dynsparse.report.machine.plan import plan_section
+from dynsparse.report.machine.summary import summary_section
+from dynsparse.report.machine.timeline import alike, fold, timeline_data
 
 __all__ = ["encoding_data", "report_html", "write_report"]
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from dynsparse.report.machine_data import ProfileData
+from dynsparse.report.machine.data import ProfileData
 
 __all__ = ["Run", "alike", "fold", "phases", "short_names", "timeline_data"]
 

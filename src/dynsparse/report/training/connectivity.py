@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from dynsparse.report.curves import draw_curves
 from dynsparse.report.figure import MUTED, colour_map, figure, need_matplotlib
+from dynsparse.report.training.curves import draw_curves
 from dynsparse.training.records import RecordError, Records
 
 if TYPE_CHECKING:

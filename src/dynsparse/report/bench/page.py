@@ -10,7 +10,7 @@ import re
 from pathlib import Path
 from typing import Any
 
-from dynsparse.report.bench_tables import VIEWS
+from dynsparse.report.bench.tables import VIEWS
 
 __all__ = ["fill_page"]
 

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 
 import numpy as np
 
-from dynsparse.report.machine_format import number, say
+from dynsparse.report.machine.format import number, say
 
 __all__ = ["histogram", "nice_ticks", "stacked_tiles"]
 

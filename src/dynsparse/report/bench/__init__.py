@@ -1,0 +1,1 @@
+"""What `dynsparse bench` measured: pictures, tables, a page of the docs."""
