@@ -4,7 +4,7 @@
 // generators"), one stream per lane of sixteen. Every chunk of elements has its own streams, so the
 // result depends on the seed alone, not on threads or the width of vectors.
 
-#include "simd.h"
+#include "base/simd.h"
 
 namespace {
 

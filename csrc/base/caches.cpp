@@ -1,0 +1,18 @@
+#include "base/caches.h"
+
+#include <unistd.h>
+
+namespace dynsparse {
+
+i64 second_level_cache() {
+  static const i64 size = [] {
+#if defined(_SC_LEVEL2_CACHE_SIZE)
+    const i64 known = sysconf(_SC_LEVEL2_CACHE_SIZE);
+    if (known > 0) return known;
+#endif
+    return i64{1} << 20;
+  }();
+  return size;
+}
+
+}  // namespace dynsparse

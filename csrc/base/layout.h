@@ -1,0 +1,58 @@
+// From the natural layout [batch, features] to batch tiles [tile][feature][lane] and back.
+//
+// The batch is the vector dimension of the kernels: a tile holds up to TILE samples, feature by
+// feature. The last tile is only as many vectors wide as its samples need; lanes past the batch
+// hold zeros.
+#pragma once
+
+#include "base/simd.h"
+
+namespace dynsparse {
+
+// Vectors and samples per full tile: four accumulators hide the latency of a multiply-add.
+constexpr int TILE_VECTORS = 4;
+constexpr int TILE = TILE_VECTORS * VL;
+
+// A [batch, features] tensor of any strides (in elements).
+struct Matrix {
+  const float* data;
+  i64 batch_stride;
+  i64 feature_stride;
+  bool low = false;  // data holds bfloat16, and so do the outputs (bf16.h)
+};
+
+// The samples of one tile: `count` of them from `first` on, padded to `vectors` vectors.
+struct Tile {
+  i64 first;
+  i64 count;
+  int vectors;
+  i64 width() const { return static_cast<i64>(vectors) * VL; }
+};
+
+// Tiles packed before they are used: bounds the scratch memory of large batches.
+constexpr i64 TILES_AT_ONCE = 16;
+
+// How many of `units` equal pieces of work one task takes: many where they are small, but enough
+// tasks for an even load. `work` is the number of vector multiply-adds of all units.
+inline i64 units_per_task(i64 units, i64 work, int threads) {
+  constexpr i64 WORTHWHILE = 1 << 14;
+  const i64 even = ceil_div(units, threads * 8);
+  return most(1, least(even, WORTHWHILE * units / (work + 1)));
+}
+
+// `full`: the samples of a full tile.
+inline Tile tile_at(i64 index, i64 batch, i64 full = TILE) {
+  const i64 first = index * full, count = least(full, batch - first);
+  return {first, count, static_cast<int>(ceil_div(count, VL))};
+}
+inline i64 tiles_of(i64 batch, i64 full = TILE) { return ceil_div(batch, full); }
+
+// Features [begin, end) of the tile's samples: out[(f - begin) * width + lane].
+void pack(const Matrix& from, const Tile& tile, i64 begin, i64 end, float* out);
+
+// The reverse, into a contiguous [batch, features] tensor; only real samples are written. `low`:
+// of bfloat16, to which the outputs are rounded.
+void unpack(const float* from, const Tile& tile, i64 begin, i64 end, float* to, i64 features,
+            bool low = false);
+
+}  // namespace dynsparse

@@ -1,0 +1,180 @@
+#include "linear/element/element.h"
+
+#include "linear/element/major.h"
+#include "linear/element/panels.h"
+#include "base/scratch.h"
+
+namespace dynsparse {
+namespace {
+
+// Minors packed per task.
+constexpr i64 STRIP = 128;
+
+// What the dot products of a tile become: stored, or added to those of the tiles before; in the
+// end written to where the values are.
+struct Sums {
+  float* partial;    // [nnz], in the order of the index
+  const i32* order;  // null: partial is the final place
+  float* final;
+  bool first;
+  bool last;
+
+  DYNSPARSE_INLINE void put(i64 p, V sum) const {
+    if (!first) sum += load_unaligned(partial + p);
+    if (last && order) {
+      alignas(64) float lanes[VL];
+      store(lanes, sum);
+#pragma GCC unroll 16
+      for (int i = 0; i < VL; i++) final[order[p + i]] = lanes[i];
+    } else {
+      store_unaligned(partial + p, sum);
+    }
+  }
+  // The first n < VL lanes.
+  DYNSPARSE_INLINE void put_few(i64 p, V sum, i64 n) const {
+    if (!first) sum += load_first(partial + p, n);
+    if (last && order) {
+      alignas(64) float lanes[VL];
+      store(lanes, sum);
+      for (i64 i = 0; i < n; i++) final[order[p + i]] = lanes[i];
+    } else {
+      store_first(partial + p, sum, n);
+    }
+  }
+};
+
+template <int NV, bool ACCUMULATE, bool DOT>
+struct Indexed : Major<NV, ACCUMULATE, DOT, i32> {
+  DYNSPARSE_INLINE void all(i64 p, i64 end, const Sums& sums) {
+    if constexpr (!DOT) {
+      for (; p + 2 <= end; p += 2) this->template entries<2>(p);
+      if (p < end) this->template entry<0>(p);
+    } else {
+      for (; p + VL <= end; p += VL) sums.put(p, this->template entries<VL>(p));
+      if (p < end) sums.put_few(p, this->rest(p, end), end - p);
+    }
+  }
+};
+
+template <int NV, bool ACCUMULATE, bool DOT>
+void chunk(const ElementPass& pass, const float* weights, const Tile& tile, const float* packed,
+           const Sums& sums, i64 begin, i64 end) {
+  constexpr int width = NV * VL;
+  alignas(64) float held[DOT ? CHUNK * width : 1];
+  alignas(64) float out[ACCUMULATE ? CHUNK * width : 1];
+  if constexpr (DOT) pack(pass.held, tile, begin, end, held);
+  for (i64 m = begin; m < end; m++) {
+    Indexed<NV, ACCUMULATE, DOT> major;
+    major.tile = packed;
+    major.idx = pass.idx;
+    major.weights = weights;
+    if constexpr (DOT) major.hold(held + (m - begin) * width);
+    if constexpr (ACCUMULATE) major.start(broadcast(pass.bias ? pass.bias[m] : 0.0f));
+    major.all(pass.ptr[m], pass.ptr[m + 1], sums);
+    if constexpr (ACCUMULATE) major.finish(out + (m - begin) * width);
+  }
+  if constexpr (ACCUMULATE) unpack(out, tile, begin, end, pass.out, pass.majors, pass.packed.low);
+}
+
+template <bool ACCUMULATE, bool DOT>
+void chunk(const ElementPass& pass, const float* weights, const Tile& tile, const float* packed,
+           const Sums& sums, i64 begin, i64 end) {
+  static_assert(TILE_VECTORS == 4, "one case for every width of the last tile");
+  switch (tile.vectors) {
+    case 1: return chunk<1, ACCUMULATE, DOT>(pass, weights, tile, packed, sums, begin, end);
+    case 2: return chunk<2, ACCUMULATE, DOT>(pass, weights, tile, packed, sums, begin, end);
+    case 3: return chunk<3, ACCUMULATE, DOT>(pass, weights, tile, packed, sums, begin, end);
+    default: return chunk<4, ACCUMULATE, DOT>(pass, weights, tile, packed, sums, begin, end);
+  }
+}
+
+// Narrower tiles where full ones would not stay in the second-level cache. Dot products pay more
+// for that, as their lanes are folded once per entry and tile, and so turn to it later.
+template <bool DOT>
+i64 samples_per_tile(i64 minors) {
+  constexpr i64 CACHED = (1 << 20) / sizeof(float);
+  i64 samples = TILE;
+  if (!DOT && 2 * samples * minors > CACHED) samples /= 2;
+  while (samples > VL && samples * minors > CACHED) samples /= 2;
+  return samples;
+}
+
+template <bool ACCUMULATE, bool DOT>
+bool run_pass(const ElementPass& pass) {
+  const i64 samples = samples_per_tile<DOT>(pass.minors);
+  const i64 tiles = tiles_of(pass.batch, samples);
+  const i64 nnz = pass.ptr[pass.majors];
+  const i64 tile_size = samples * pass.minors;
+  const bool permuted = ACCUMULATE && pass.order, partial_sums = DOT && pass.order && tiles > 1;
+  // Every thread packs the tiles it uses for itself: fetching what another has packed from its
+  // cache takes longer. Accumulation splits the tiles where they come out even, else the majors,
+  // as dot products always do: their sums run over all tiles.
+  const bool by_tiles = !DOT && (tiles % pass.threads == 0 || tiles >= 4 * pass.threads);
+  Scratch scratch(Scratch::size_of<float>(tile_size * pass.threads) +
+                  Scratch::size_of<float>(permuted ? nnz : 0) +
+                  Scratch::size_of<float>(partial_sums ? nnz : 0));
+  if (scratch.failed()) return false;
+  float* packed = scratch.take<float>(tile_size * pass.threads);
+  float* gathered = scratch.take<float>(permuted ? nnz : 0);
+  float* partial = pass.order ? scratch.take<float>(partial_sums ? nnz : 0) : pass.sums;
+  const float* weights = permuted ? gathered : pass.values;
+
+#pragma omp parallel num_threads(pass.threads)
+  {
+    if (permuted && by_tiles) {
+#pragma omp for schedule(static)
+      for (i64 p = 0; p < nnz; p++) gathered[p] = pass.values[pass.order[p]];
+    }
+#pragma omp for schedule(static)
+    for (int k = 0; k < pass.threads; k++) {
+      const i64 first = by_tiles ? 0 : first_major(pass, k, pass.threads);
+      const i64 last = by_tiles ? pass.majors : first_major(pass, k + 1, pass.threads);
+      if (first == last) continue;
+      if (permuted && !by_tiles)
+        gather(pass.values, pass.order, pass.ptr[first], pass.ptr[last], gathered);
+      float* own = packed + k * tile_size;
+      for (i64 t = by_tiles ? k : 0; t < tiles; t += by_tiles ? pass.threads : 1) {
+        const Tile tile = tile_at(t, pass.batch, samples);
+        for (i64 begin = 0; begin < pass.minors; begin += STRIP)
+          pack(pass.packed, tile, begin, least(pass.minors, begin + STRIP),
+               own + begin * tile.width());
+        const Sums sums = {partial, pass.order, pass.sums, t == 0, t + 1 == tiles};
+        for (i64 begin = first; begin < last; begin += CHUNK)
+          chunk<ACCUMULATE, DOT>(pass, weights, tile, own, sums, begin, least(last, begin + CHUNK));
+      }
+    }
+  }
+  return true;
+}
+
+}  // namespace
+
+// The loop has a function of its own to be compiled for its pointers alone.
+void gather(const float* __restrict from, const i32* __restrict order, i64 begin, i64 end,
+            float* __restrict out) {
+  for (i64 p = begin; p < end; p++) out[p] = from[order[p]];
+}
+
+i64 first_major(const ElementPass& pass, i64 k, i64 parts) {
+  // What a major costs beside its entries, in entries.
+  constexpr i64 FIXED = 16;
+  const i64 all = pass.ptr[pass.majors] + FIXED * pass.majors;
+  i64 low = 0, high = ceil_div(pass.majors, CHUNK);
+  while (low < high) {
+    const i64 middle = (low + high) / 2, major = middle * CHUNK;
+    if ((pass.ptr[major] + FIXED * major) * parts < all * k)
+      low = middle + 1;
+    else
+      high = middle;
+  }
+  return least(pass.majors, low * CHUNK);
+}
+
+bool run(const ElementPass& pass) {
+  if (pass.panels) return run_in_panels(pass);
+  if (pass.out && pass.sums) return run_pass<true, true>(pass);
+  if (pass.sums) return run_pass<false, true>(pass);
+  return run_pass<true, false>(pass);
+}
+
+}  // namespace dynsparse

@@ -1,0 +1,37 @@
+// Products of a few samples: single elements (small_batch.cpp) and blocks of 4, 8, 16 and 32
+// (small_batch_blocks.cpp).
+#pragma once
+
+#include "base/layout.h"
+
+namespace dynsparse {
+
+struct SmallPass {
+  const float* values;    // [nnz] or [nnz, block, block]
+  const i32* row_ptr;     // [out / block + 1]
+  const i32* cols;        // [nnz]; blocks only
+  const uint16_t* masks;  // [out, ceil(in / 16)]; single elements only
+  i64 batch;
+  i64 out;
+  i64 in;
+  int threads;
+
+  Matrix x = {};  // [batch, in]
+
+  // Forward.
+  const float* bias = nullptr;  // [out] or null
+  float* y = nullptr;           // [batch, out], contiguous
+
+  // Backward. What is null is not computed.
+  Matrix dy = {};            // [batch, out]
+  float* dx = nullptr;       // [batch, in], contiguous
+  float* dvalues = nullptr;  // as values
+};
+
+// False where scratch memory is not to be had.
+bool small_forward(const SmallPass& pass);
+bool small_backward(const SmallPass& pass);
+bool small_blocks_forward(const SmallPass& pass, i64 block);
+bool small_blocks_backward(const SmallPass& pass, i64 block);
+
+}  // namespace dynsparse

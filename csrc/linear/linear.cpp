@@ -1,0 +1,141 @@
+// The C interface of the sparse linear products. Pointers, sizes and strides (in elements) only.
+//
+// W is [out, in] with blocks of `block` x `block` (1: unstructured): CSR (row_ptr [out/block + 1],
+// cols [nnz]) and CSC (col_ptr [in/block + 1], csc_rows [nnz], csc_perm [nnz]: the row-major slot
+// of each entry). values [nnz, block, block] holds W[row * block + i, col * block + j] at
+// (slot, i, j). row_panels, col_panels: what dynsparse_panels_make has made of either (elements
+// only), or null. Outputs are contiguous and every element is written. All functions return 0, or 1
+// where scratch memory could not be allocated.
+
+#include "linear/linear.h"
+
+#include "linear/block/block.h"
+#include "linear/element/element.h"
+
+namespace dynsparse {
+
+namespace {
+
+void fill_zero(float* data, i64 count) {
+  if (data && count > 0) std::memset(data, 0, count * sizeof(float));
+}
+
+// Small products run on the calling thread: waking another costs more than it gives.
+int threads_for(i64 batch, i64 nnz, i64 block, i64 features, i32 threads) {
+  constexpr i64 SMALL = 1 << 16;
+  return batch * (nnz * block * block + features) < SMALL ? 1 : threads;
+}
+
+// Whether both gradients in one pass, by columns, beat a pass each. Its dot products end up at the
+// values' places, by rows, all over memory and in lines that threads share: a price per entry that
+// many samples repay, few do not. The limits are measured.
+bool fused_pays(i64 batch, i64 nnz, i64 out) {
+  return batch > 32 && (batch > 64 || nnz > 64 * out);
+}
+
+int run_any(ElementPass& pass, const void* panels) {
+  PanelIndex index;
+  if (panels) {
+    index = panel_index(panels);
+    pass.panels = &index;
+  }
+  return run(pass) ? 0 : 1;
+}
+
+int run_any(const BlockPass& pass) {
+  const bool panels = panels_fit(pass.block, pass.packed.low);
+  return (panels ? run_in_panels(pass) : run_in_tiles(pass)) ? 0 : 1;
+}
+
+}  // namespace
+
+int linear_forward(const Matrix& x, const float* values, const Index& index, const float* bias,
+                   float* y, i64 batch, int threads) {
+  if (batch == 0) return 0;
+  const i64 out = index.out, in = index.in, block = index.block;
+  threads = threads_for(batch, index.row_ptr[out / block], block, out + in, threads);
+  if (block > 1) {
+    BlockPass pass = {out / block, in / block, block, batch, x, threads};
+    pass.out = y;
+    pass.ptr = index.row_ptr;
+    pass.idx = index.cols;
+    pass.values = values;
+    pass.bias = bias;
+    return run_any(pass);
+  }
+  ElementPass pass = {index.row_ptr, index.cols, out, in, batch, x, threads};
+  pass.out = y;
+  pass.values = values;
+  pass.bias = bias;
+  return run_any(pass, index.row_panels);
+}
+
+int linear_backward(const Matrix& dy, const Matrix& x, const float* values, const Index& index,
+                    float* dx, float* dvalues, i64 batch, int threads) {
+  if (!dx && !dvalues) return 0;
+  const i64 out = index.out, in = index.in, block = index.block;
+  if (batch == 0) {
+    fill_zero(dvalues, static_cast<i64>(index.row_ptr[out / block]) * block * block);
+    return 0;
+  }
+  threads = threads_for(batch, index.row_ptr[out / block], block, out + in, threads);
+  if (block > 1) {
+    BlockPass pass = {in / block, out / block, block, batch, dy, threads};
+    pass.out = dx;
+    pass.ptr = index.col_ptr;
+    pass.idx = index.csc_rows;
+    pass.order = index.csc_perm;
+    pass.values = values;
+    pass.transposed = true;
+    pass.dvalues = dvalues;
+    pass.row_ptr = index.row_ptr;
+    pass.cols = index.cols;
+    pass.x = x;
+    return run_any(pass);
+  }
+  if (dvalues && (!dx || !fused_pays(batch, index.row_ptr[out], out))) {
+    ElementPass pass = {index.row_ptr, index.cols, out, in, batch, x, threads};
+    pass.held = dy;
+    pass.sums = dvalues;
+    if (run_any(pass, index.row_panels)) return 1;
+    if (!dx) return 0;
+    dvalues = nullptr;
+  }
+  ElementPass pass = {index.col_ptr, index.csc_rows, in, out, batch, dy, threads};
+  pass.order = index.csc_perm;
+  pass.out = dx;
+  pass.values = values;
+  pass.held = x;
+  pass.sums = dvalues;
+  return run_any(pass, index.col_panels);
+}
+
+}  // namespace dynsparse
+
+using dynsparse::i32;
+using dynsparse::i64;
+
+// y [batch, out] = x [batch, in] W^T + bias; bias [out] or null.
+DYNSPARSE_EXPORT int dynsparse_linear_forward(
+    const float* x, i64 x_batch_stride, i64 x_feature_stride, const float* values,
+    const i32* row_ptr, const i32* cols, const void* row_panels, const float* bias, float* y,
+    i64 batch, i64 out, i64 in, i64 block, i32 threads) {
+  const dynsparse::Index index = {row_ptr, cols, nullptr, nullptr, nullptr,
+                                  out,     in,   block,   row_panels, nullptr};
+  return dynsparse::linear_forward({x, x_batch_stride, x_feature_stride}, values, index, bias, y,
+                                   batch, threads);
+}
+
+// dx [batch, in] = dy [batch, out] W, and dvalues = (dy^T x) at W's blocks. Either may be null.
+DYNSPARSE_EXPORT int dynsparse_linear_backward(
+    const float* dy, i64 dy_batch_stride, i64 dy_feature_stride, const float* x,
+    i64 x_batch_stride, i64 x_feature_stride, const float* values, const i32* row_ptr,
+    const i32* cols, const i32* col_ptr, const i32* csc_rows, const i32* csc_perm,
+    const void* row_panels, const void* col_panels, float* dx, float* dvalues, i64 batch, i64 out,
+    i64 in, i64 block, i32 threads) {
+  const dynsparse::Index index = {row_ptr, cols, col_ptr, csc_rows,   csc_perm,
+                                  out,     in,   block,   row_panels, col_panels};
+  return dynsparse::linear_backward({dy, dy_batch_stride, dy_feature_stride},
+                                    {x, x_batch_stride, x_feature_stride}, values, index, dx,
+                                    dvalues, batch, threads);
+}

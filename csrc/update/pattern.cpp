@@ -1,0 +1,265 @@
+// Pattern updates on the index arrays: one merge makes the new CSR arrays and tells where each
+// slot comes from, a counting sort makes the CSC arrays, and tensors follow in place.
+//
+// Rows are cut into one piece per thread; a piece finds its place in the other lists by bisection.
+
+#include <algorithm>
+
+#include "base/scratch.h"
+#include "base/simd.h"
+
+#if defined(__linux__)
+#include <sys/mman.h>
+#endif
+
+using dynsparse::i32;
+using dynsparse::i64;
+
+namespace {
+
+// Below so many slots a second thread costs more than it gives.
+constexpr i64 SMALL = 1 << 15;
+
+bool ascending(const i64* list, i64 count, i64 bound) {
+  if (count == 0) return true;
+  bool good = list[0] >= 0 && list[count - 1] < bound;
+  bool disorder = false;
+  for (i64 i = 1; i < count; i++) disorder |= list[i] <= list[i - 1];
+  return good && !disorder;
+}
+
+// The first row of piece t of `pieces` with about equally many slots.
+i64 piece_begin(const i32* row_ptr, i64 height, i64 t, i64 pieces) {
+  if (t == pieces) return height;
+  const i64 slot = row_ptr[height] * t / pieces;
+  return t == 0 ? 0 : std::lower_bound(row_ptr, row_ptr + height, slot) - row_ptr;
+}
+
+struct Merge {
+  const i32 *row_ptr, *cols;
+  const i64 *drop, *grow;
+  i64 dropped, grown, width;
+  i32 *new_row_ptr, *new_rows, *new_cols, *source;
+
+  // Rows [first, last); `row_room` entries of scratch. False where a grown position is taken.
+  bool run(i64 first, i64 last, i32* scratch) const {
+    i32 *kept_cols = scratch, *kept_slots = scratch + width, *leaves = scratch + 2 * width;
+    i64 d = std::lower_bound(drop, drop + dropped, row_ptr[first]) - drop;
+    i64 g = std::lower_bound(grow, grow + grown, first * width) - grow;
+    i64 q = row_ptr[first] - d + g;
+    bool taken = false;
+    for (i64 row = first; row < last; row++) {
+      new_row_ptr[row] = static_cast<i32>(q);
+      const i64 begin = row_ptr[row], count = row_ptr[row + 1] - begin, start = row * width;
+      // Which slots leave and which positions join is random: no loop branches on it.
+      std::memset(leaves, 0, count * sizeof(i32));
+      for (; d < dropped && drop[d] < begin + count; d++) leaves[drop[d] - begin] = 1;
+      i64 kept = 0;
+      for (i64 p = 0; p < count; p++) {
+        kept_cols[kept] = cols[begin + p];
+        kept_slots[kept] = static_cast<i32>(begin + p);
+        kept += 1 - leaves[p];
+      }
+      const i64 row_grow = g;
+      while (g < grown && grow[g] < start + width) g++;
+      const i64 joining = g - row_grow;
+      taken |= merge_row(kept_cols, kept_slots, kept, grow + row_grow, joining, start,
+                         new_cols + q, source + q);
+      std::fill(new_rows + q, new_rows + q + kept + joining, static_cast<i32>(row));
+      q += kept + joining;
+    }
+    return !taken;
+  }
+
+  // Two ascending lists become one, from both ends at once: each step waits for the one before,
+  // and two chains of steps overlap. True where a position is in both lists.
+  static bool merge_row(const i32* staying, const i32* slots, i64 stay, const i64* joining,
+                        i64 join, i64 start, i32* out_cols, i32* out_source) {
+    const i64 count = stay + join;
+    i64 i = 0, j = 0, last_i = stay - 1, last_j = join - 1, front = 0, back = count - 1;
+    // While both lists hold a step's worth at either end, no end is reached.
+    while (last_i - i >= 1 && last_j - j >= 1) {
+      const i32 a = staying[i], b = static_cast<i32>(joining[j] - start);
+      const i32 low = -static_cast<i32>(a < b);  // all ones: a comes first
+      out_cols[front] = b ^ ((a ^ b) & low);
+      out_source[front] = slots[i] | ~low;
+      i -= low;
+      j += 1 + low;
+      front++;
+      const i32 c = staying[last_i], e = static_cast<i32>(joining[last_j] - start);
+      const i32 high = -static_cast<i32>(c >= e);
+      out_cols[back] = e ^ ((c ^ e) & high);
+      out_source[back] = slots[last_i] | ~high;
+      last_i += high;
+      last_j -= 1 + high;
+      back--;
+    }
+    while (i <= last_i && j <= last_j) {
+      const i32 a = staying[i], b = static_cast<i32>(joining[j] - start);
+      const bool stays = a < b;
+      out_cols[front] = stays ? a : b;
+      out_source[front] = stays ? slots[i] : -1;
+      i += stays;
+      j += !stays;
+      front++;
+    }
+    for (; i <= last_i; i++, front++) {
+      out_cols[front] = staying[i];
+      out_source[front] = slots[i];
+    }
+    for (; j <= last_j; j++, front++) {
+      out_cols[front] = static_cast<i32>(joining[j] - start);
+      out_source[front] = -1;
+    }
+    bool twice = false;
+    for (i64 n = 1; n < count; n++) twice |= out_cols[n] == out_cols[n - 1];
+    return twice;
+  }
+};
+
+template <class T>
+void move_right(T* data, const i32* source, i64 j) {
+  if (source[j] < 0) data[j] = T{};
+  else if (source[j] < j) data[j] = data[source[j]];
+}
+
+// New slot j holds what slot source[j] held. Survivors keep their order, so those that move to the
+// left never overwrite what one that moves to the right still needs, nor do they each other when
+// taken from the left; after them those that move to the right are taken from the right.
+template <class T>
+void follow(T* data, const i32* source, i64 count) {
+  // A group's sources lie on the side that is still old, so all are read before one is written.
+  constexpr i64 GROUP = 16;
+  T group[GROUP];
+  i64 j = 0;
+  for (; j + GROUP <= count; j += GROUP) {
+    for (i32 l = 0; l < GROUP; l++) {
+      const i32 own = static_cast<i32>(j) + l;
+      group[l] = data[source[own] > own ? source[own] : own];
+    }
+    std::memcpy(data + j, group, sizeof group);
+  }
+  for (; j < count; j++)
+    if (source[j] > j) data[j] = data[source[j]];
+  for (; j % GROUP; j--) move_right(data, source, j - 1);
+  for (; j > 0; j -= GROUP) {
+    for (i32 l = 0; l < GROUP; l++) {
+      const i32 own = static_cast<i32>(j - GROUP) + l;
+      const i32 from = source[own] < own ? source[own] : own;
+      const T value = data[from > 0 ? from : 0];
+      group[l] = from < 0 ? T{} : value;
+    }
+    std::memcpy(data + j - GROUP, group, sizeof group);
+  }
+}
+
+void follow_blocks(char* data, i64 bytes, const i32* source, i64 count) {
+  for (i64 j = 0; j < count; j++)
+    if (source[j] > j) std::memcpy(data + j * bytes, data + source[j] * bytes, bytes);
+  for (i64 j = count - 1; j >= 0; j--) {
+    if (source[j] < 0) std::memset(data + j * bytes, 0, bytes);
+    else if (source[j] < j) std::memcpy(data + j * bytes, data + source[j] * bytes, bytes);
+  }
+}
+
+}  // namespace
+
+// The pattern (row_ptr [height + 1], cols [nnz]) without the slots of `drop` [dropped] and with
+// the flat positions of `grow` [grown], both ascending: new_row_ptr [height + 1], and new_rows,
+// new_cols and source [nnz - dropped + grown], source being the old slot or -1. Returns 0; 1
+// without scratch memory; 2 where a list is out of order or range or a position is taken.
+DYNSPARSE_EXPORT int dynsparse_pattern_merge(
+    const i32* row_ptr, const i32* cols, i64 height, i64 width, const i64* drop, i64 dropped,
+    const i64* grow, i64 grown, i32* new_row_ptr, i32* new_rows, i32* new_cols, i32* source,
+    i32 threads) {
+  const i64 nnz = row_ptr[height];
+  if (!ascending(drop, dropped, nnz) || !ascending(grow, grown, height * width)) return 2;
+  const i64 pieces = nnz + grown < SMALL ? 1 : threads;
+  const i64 room = 3 * width;
+  dynsparse::Scratch scratch(pieces * room * sizeof(i32));
+  if (scratch.failed()) return 1;
+  i32* kept = scratch.take<i32>(pieces * room);
+  const Merge merge = {row_ptr, cols,  drop,        grow,     dropped,  grown,
+                       width,   new_row_ptr, new_rows, new_cols, source};
+  bool taken = false;
+#pragma omp parallel for num_threads(pieces) schedule(static) reduction(| : taken)
+  for (i64 t = 0; t < pieces; t++) {
+    const i64 first = piece_begin(row_ptr, height, t, pieces);
+    const i64 last = piece_begin(row_ptr, height, t + 1, pieces);
+    taken |= !merge.run(first, last, kept + t * room);
+  }
+  new_row_ptr[height] = static_cast<i32>(nnz - dropped + grown);
+  return taken ? 2 : 0;
+}
+
+// The same pattern by columns: col_ptr [width + 1], csc_rows and csc_perm [nnz]. Returns 0, or 1
+// without scratch memory.
+DYNSPARSE_EXPORT int dynsparse_pattern_by_columns(
+    const i32* row_ptr, const i32* cols, i64 height, i64 width, i32* col_ptr, i32* csc_rows,
+    i32* csc_perm, i32 threads) {
+  const i64 pieces = row_ptr[height] < SMALL ? 1 : threads;
+  dynsparse::Scratch scratch(pieces * width * sizeof(i32));
+  if (scratch.failed()) return 1;
+  i32* next = scratch.take<i32>(pieces * width);
+#pragma omp parallel for num_threads(pieces) schedule(static)
+  for (i64 t = 0; t < pieces; t++) {
+    i32* count = next + t * width;
+    std::fill(count, count + width, 0);
+    const i64 first = piece_begin(row_ptr, height, t, pieces);
+    const i64 last = piece_begin(row_ptr, height, t + 1, pieces);
+    for (i64 p = row_ptr[first]; p < row_ptr[last]; p++) count[cols[p]]++;
+  }
+  i32 sum = 0;
+  for (i64 c = 0; c < width; c++) {
+    col_ptr[c] = sum;
+    for (i64 t = 0; t < pieces; t++) {
+      const i32 count = next[t * width + c];
+      next[t * width + c] = sum;
+      sum += count;
+    }
+  }
+  col_ptr[width] = sum;
+#pragma omp parallel for num_threads(pieces) schedule(static)
+  for (i64 t = 0; t < pieces; t++) {
+    i32* place = next + t * width;
+    const i64 first = piece_begin(row_ptr, height, t, pieces);
+    const i64 last = piece_begin(row_ptr, height, t + 1, pieces);
+    for (i64 row = first; row < last; row++)
+      for (i64 p = row_ptr[row]; p < row_ptr[row + 1]; p++) {
+        const i32 at = place[cols[p]]++;
+        csc_rows[at] = static_cast<i32>(row);
+        csc_perm[at] = static_cast<i32>(p);
+      }
+  }
+  return 0;
+}
+
+// `tensors` arrays of `count` entries of bytes[i] bytes each follow in place: entry j becomes what
+// entry source[j] was, or zeros where source[j] is -1. The sources that are not -1 ascend.
+DYNSPARSE_EXPORT void dynsparse_pattern_follow(
+    void* const* data, const i64* bytes, i64 tensors, const i32* source, i64 count, i32 threads) {
+  const i64 pieces = count < SMALL ? 1 : std::min<i64>(tensors, threads);
+#pragma omp parallel for num_threads(pieces) schedule(dynamic)
+  for (i64 i = 0; i < tensors; i++) {
+    switch (bytes[i]) {
+      case 2: follow(static_cast<uint16_t*>(data[i]), source, count); break;
+      case 4: follow(static_cast<uint32_t*>(data[i]), source, count); break;
+      case 8: follow(static_cast<uint64_t*>(data[i]), source, count); break;
+      default: follow_blocks(static_cast<char*>(data[i]), bytes[i], source, count);
+    }
+  }
+}
+
+// Memory that is about to be written for the first time: on large pages that costs a fifth. Only
+// whole large pages inside it are concerned, and only where the system leaves the choice.
+DYNSPARSE_EXPORT void dynsparse_pattern_large_pages(void* data, i64 bytes) {
+#if defined(__linux__) && defined(MADV_HUGEPAGE)
+  constexpr uintptr_t PAGE = uintptr_t{1} << 21;
+  const uintptr_t begin = (reinterpret_cast<uintptr_t>(data) + PAGE - 1) / PAGE * PAGE;
+  const uintptr_t end = (reinterpret_cast<uintptr_t>(data) + bytes) / PAGE * PAGE;
+  if (begin < end) madvise(reinterpret_cast<void*>(begin), end - begin, MADV_HUGEPAGE);
+#else
+  (void)data;
+  (void)bytes;
+#endif
+}
