@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from dynsparse.apps.mnist import Options
-from dynsparse.apps.mnist.options import layer_shapes
+from dynsparse.apps.pictures.mnist import Options
+from dynsparse.apps.pictures.mnist.options import layer_shapes
 from dynsparse.apps.pictures.optimizer import build_optimizer, learning_rate
 
 NAN, INFINITE = float("nan"), float("inf")

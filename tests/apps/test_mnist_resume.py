@@ -12,7 +12,7 @@ import pytest
 import torch
 from rich.console import Console
 
-from dynsparse.apps.mnist import Options, run
+from dynsparse.apps.pictures.mnist import Options, run
 from dynsparse.apps.pictures.resume import find_checkpoint
 from dynsparse.training.checkpoint import save_checkpoint
 from dynsparse.training.records import Records

@@ -11,7 +11,7 @@ import pytest
 import torch
 from rich.console import Console
 
-from dynsparse.apps.mnist import Options, run
+from dynsparse.apps.pictures.mnist import Options, run
 from dynsparse.training.records import Records
 
 QUIET = Console(quiet=True)

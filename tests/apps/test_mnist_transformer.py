@@ -11,9 +11,9 @@ import torch
 from rich.console import Console
 from torch import nn
 
-from dynsparse.apps.mnist_transformer import Options, run
-from dynsparse.apps.mnist_transformer.network import build_network, position_encoding
-from dynsparse.apps.mnist_transformer.training import TransformerTraining
+from dynsparse.apps.pictures.transformer import Options, run
+from dynsparse.apps.pictures.transformer.network import build_network, position_encoding
+from dynsparse.apps.pictures.transformer.training import TransformerTraining
 from dynsparse.cli.app import run as command
 from dynsparse.data import load
 from dynsparse.nn import SparseLinear
@@ -163,7 +163,7 @@ def test_two_epochs_equal_one_and_one(tmp_path, changes):
 
 
 def test_a_checkpoint_of_the_other_program_is_refused(tmp_path):
-    from dynsparse.apps import mnist
+    from dynsparse.apps.pictures import mnist
 
     options = mnist.Options(
         epochs=1, batch_size=512, hidden_sizes=(8,), steps_per_epoch=1, seed=0,

@@ -10,7 +10,7 @@ from dataclasses import fields
 import pytest
 
 import dynsparse
-from dynsparse.apps.mnist import Options
+from dynsparse.apps.pictures.mnist import Options
 from dynsparse.cli.app import run
 
 TINY = ["mnist", "--epochs", "1", "--batch-size", "128", "--hidden-size", "32", "--seed", "3"]
@@ -172,7 +172,7 @@ def test_our_own_errors_keep_their_traceback(monkeypatch):
     def broken(options, given):
         raise KeyError("a bug")
 
-    monkeypatch.setattr("dynsparse.apps.mnist.run", broken)
+    monkeypatch.setattr("dynsparse.apps.pictures.mnist.run", broken)
     with pytest.raises(KeyError, match="a bug"):
         run(TINY)
 
@@ -187,7 +187,7 @@ def test_too_little_memory_is_one_line(capsys, monkeypatch):
     def hungry(options, given):
         raise RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried ...")
 
-    monkeypatch.setattr("dynsparse.apps.mnist.run", hungry)
+    monkeypatch.setattr("dynsparse.apps.pictures.mnist.run", hungry)
     status, _, err = call(capsys, *TINY)
     assert (status, err) == (
         2,
@@ -199,14 +199,15 @@ def test_an_interrupt_is_one_line(capsys, monkeypatch):
     def interrupted(options, given):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("dynsparse.apps.mnist.run", interrupted)
+    monkeypatch.setattr("dynsparse.apps.pictures.mnist.run", interrupted)
     status, _, err = call(capsys, *TINY)
     assert (status, err) == (130, "dynsparse: interrupted\n")
 
 
 def test_warnings_are_lines_without_places(capsys, monkeypatch):
     monkeypatch.setattr(
-        "dynsparse.apps.mnist.run", lambda options, given: warnings.warn("slow", stacklevel=1)
+        "dynsparse.apps.pictures.mnist.run",
+        lambda options, given: warnings.warn("slow", stacklevel=1),
     )
     with warnings.catch_warnings():
         warnings.simplefilter("always")

@@ -1,4 +1,4 @@
-"""`dynsparse mnist`: the flags; what they mean is in dynsparse.apps.mnist."""
+"""`dynsparse mnist`: the flags; what they mean is in dynsparse.apps.pictures.mnist."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ from typing import Annotated
 
 import typer
 
-from dynsparse.apps import mnist as app
-from dynsparse.apps.mnist import CHOICES, Options
+from dynsparse.apps.pictures import mnist as app
+from dynsparse.apps.pictures.mnist import CHOICES, Options
 from dynsparse.cli import picture_flags as flags
 from dynsparse.cli.picture_flags import DATA, NETWORK, choice, real, whole
 

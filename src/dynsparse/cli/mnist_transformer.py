@@ -1,4 +1,4 @@
-"""`dynsparse mnist-transformer`: the flags; the network is in dynsparse.apps.mnist_transformer."""
+"""`dynsparse mnist-transformer`: the flags; dynsparse.apps.pictures.transformer does the rest."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ from typing import Annotated
 
 import typer
 
-from dynsparse.apps import mnist_transformer as app
-from dynsparse.apps.mnist_transformer import Options
+from dynsparse.apps.pictures import transformer as app
+from dynsparse.apps.pictures.transformer import Options
 from dynsparse.cli import picture_flags as flags
 from dynsparse.cli.picture_flags import NETWORK, real, text, whole
 

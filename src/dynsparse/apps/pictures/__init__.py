@@ -1,6 +1,6 @@
 """What every training on small pictures shares: settings, epochs, tests, checkpoints, reports.
 
-`dynsparse.apps.mnist` and `dynsparse.apps.mnist_transformer` add a network and its settings.
+`dynsparse.apps.pictures.mnist` and `.transformer` add a network and its settings.
 """
 
 from dynsparse.apps.pictures.options import CHOICES, PictureOptions

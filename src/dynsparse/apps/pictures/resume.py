@@ -7,7 +7,7 @@ from collections.abc import Collection
 from pathlib import Path
 from typing import Any, TypeVar
 
-from dynsparse.apps.checkpoint_files import latest_checkpoint
+from dynsparse.apps.common.checkpoint_files import latest_checkpoint
 from dynsparse.apps.pictures.options import PictureOptions
 from dynsparse.apps.pictures.training import Training
 from dynsparse.training.checkpoint import load_checkpoint, read_extra, save_checkpoint

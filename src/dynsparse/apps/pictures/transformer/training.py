@@ -8,8 +8,8 @@ from typing import Any
 from rich.console import Console
 
 from dynsparse.apps import pictures
-from dynsparse.apps.mnist_transformer.network import Network, build_network
-from dynsparse.apps.mnist_transformer.options import Options
+from dynsparse.apps.pictures.transformer.network import Network, build_network
+from dynsparse.apps.pictures.transformer.options import Options
 
 __all__ = ["TransformerTraining", "run"]
 

@@ -7,7 +7,7 @@ import math
 import torch
 from torch import Tensor, nn
 
-from dynsparse.apps.mnist.options import LayerShape, Options, layer_shapes, picture_side
+from dynsparse.apps.pictures.mnist.options import LayerShape, Options, layer_shapes, picture_side
 from dynsparse.data.pictures import SIDE
 from dynsparse.nn import SparseLinear
 

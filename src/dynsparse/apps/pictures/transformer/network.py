@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import pad
 
-from dynsparse.apps.mnist_transformer.options import Options
+from dynsparse.apps.pictures.transformer.options import Options
 from dynsparse.data.pictures import CLASSES, SIDE
 from dynsparse.nn import Dropout, SparseLinear, SparseTransformerLayer
 

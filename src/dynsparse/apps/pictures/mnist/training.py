@@ -9,8 +9,13 @@ from rich.console import Console
 from torch import Tensor
 
 from dynsparse.apps import pictures
-from dynsparse.apps.mnist.network import Network, arrange_pixels, build_network, pixel_permutation
-from dynsparse.apps.mnist.options import Options
+from dynsparse.apps.pictures.mnist.network import (
+    Network,
+    arrange_pixels,
+    build_network,
+    pixel_permutation,
+)
+from dynsparse.apps.pictures.mnist.options import Options
 from dynsparse.data import CLASSES
 
 __all__ = ["MnistTraining", "run"]

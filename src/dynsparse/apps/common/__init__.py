@@ -1,0 +1,1 @@
+"""What every complete training shares, whatever it trains on."""
