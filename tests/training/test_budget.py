@@ -21,9 +21,9 @@ from dynsparse.training import (
     MomentumBudget,
     SoftBudget,
 )
-from dynsparse.training.budget import Survey
+from dynsparse.training.budgets import Survey
+from dynsparse.training.budgets.momentum import apportion
 from dynsparse.training.drop import lowest_of_all
-from dynsparse.training.redistribution import apportion
 
 
 def survey(patterns, scores=None, *, schedule=None, step=10, regrow_dropped=False, history=None):

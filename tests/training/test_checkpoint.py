@@ -21,7 +21,7 @@ from dynsparse.training import (
     load_checkpoint,
     save_checkpoint,
 )
-from dynsparse.training import checkpoint as module
+from dynsparse.training.checkpoint import training_state as module
 
 
 def make(algorithm=RigL, optimizer=torch.optim.Adam, block_size=1, hidden=24, **options):

@@ -7,7 +7,8 @@ from typing import Any
 import torch
 
 from dynsparse.integrations.follower import Algorithm, Follower
-from dynsparse.training import SparseTrainer, random_state
+from dynsparse.training import SparseTrainer
+from dynsparse.training.checkpoint import random_state
 
 try:
     from lightning.pytorch import Callback, LightningModule, Trainer

@@ -11,15 +11,21 @@ from dynsparse.training.algorithms import (
     Static,
     TopKAST,
 )
-from dynsparse.training.budget import Budget, Counts, GlobalBudget, LayerBudget, SoftBudget
+from dynsparse.training.budgets import (
+    Budget,
+    Counts,
+    GlobalBudget,
+    GradualBudget,
+    LayerBudget,
+    MomentumBudget,
+    SoftBudget,
+)
 from dynsparse.training.checkpoint import CheckpointError, load_checkpoint, save_checkpoint
 from dynsparse.training.drop import DropScore, MagnitudeGradient, lowest, magnitude
-from dynsparse.training.gradual import GradualBudget
 from dynsparse.training.grow import GradientGrowth, Growth, NoGrowth, RandomGrowth
 from dynsparse.training.history import DenseMomentum, History, LastStep, WindowMomentum
 from dynsparse.training.initial import GradientStep
 from dynsparse.training.optimizer_state import rewire_state
-from dynsparse.training.redistribution import MomentumBudget
 from dynsparse.training.schedule import (
     ApplicationCosine,
     ConstantSchedule,

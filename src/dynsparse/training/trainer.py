@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from dynsparse.nn import SparseLinear
 from dynsparse.ops import capture
 from dynsparse.pattern import Rewiring, SparsePattern
-from dynsparse.training.budget import Budget, Counts, LayerBudget, Survey
+from dynsparse.training.budgets import Budget, Counts, LayerBudget, Survey
 from dynsparse.training.drop import DropScore, lowest, magnitude
 from dynsparse.training.grow import Growth
 from dynsparse.training.heap import give_back

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dynsparse.training.budget import Budget, GlobalBudget, LayerBudget
+from dynsparse.training.budgets import Budget, GlobalBudget, LayerBudget
 from dynsparse.training.schedule import CosineSchedule, Schedule
 
 __all__ = ["cosine_schedule", "layer_or_global"]

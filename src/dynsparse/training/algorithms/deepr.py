@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from dynsparse.nn import SparseLinear
 from dynsparse.pattern import Rewiring
-from dynsparse.training.budget import Budget, Counts, Survey
+from dynsparse.training.budgets import Budget, Counts, Survey
 from dynsparse.training.checks import check_not_negative
 from dynsparse.training.grow import RandomGrowth
 from dynsparse.training.initial import learning_rate_of

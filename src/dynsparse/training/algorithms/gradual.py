@@ -7,8 +7,8 @@ from collections.abc import Mapping
 import torch
 from torch import nn
 
+from dynsparse.training.budgets import GradualBudget
 from dynsparse.training.drop import DropScore, magnitude
-from dynsparse.training.gradual import GradualBudget
 from dynsparse.training.grow import GradientGrowth, NoGrowth
 from dynsparse.training.schedule import GradualSchedule
 from dynsparse.training.trainer import GrownValue, SparseTrainer

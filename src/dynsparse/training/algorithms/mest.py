@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 from dynsparse.training.algorithms.choices import cosine_schedule
-from dynsparse.training.budget import LayerBudget, SoftBudget
+from dynsparse.training.budgets import LayerBudget, SoftBudget
 from dynsparse.training.drop import MagnitudeGradient
 from dynsparse.training.grow import RandomGrowth
 from dynsparse.training.schedule import CosineSchedule, ElasticSchedule, Schedule

@@ -6,11 +6,10 @@ import torch
 from torch import nn
 
 from dynsparse.training.algorithms.choices import cosine_schedule
-from dynsparse.training.budget import LayerBudget
+from dynsparse.training.budgets import LayerBudget, MomentumBudget
 from dynsparse.training.drop import DropScore, magnitude
 from dynsparse.training.grow import GradientGrowth
 from dynsparse.training.history import DenseMomentum, History, WindowMomentum
-from dynsparse.training.redistribution import MomentumBudget
 from dynsparse.training.schedule import Schedule
 from dynsparse.training.trainer import GrownValue, SparseTrainer
 

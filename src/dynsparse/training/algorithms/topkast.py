@@ -10,7 +10,7 @@ from dynsparse.nn.active import ActiveSet
 from dynsparse.ops.grow.select import select
 from dynsparse.pattern import Rewiring, SparsePattern
 from dynsparse.training.algorithms.choices import cosine_schedule
-from dynsparse.training.budget import Budget, Counts, Survey
+from dynsparse.training.budgets import Budget, Counts, Survey
 from dynsparse.training.checks import check_fraction, check_not_negative
 from dynsparse.training.drop import magnitude
 from dynsparse.training.grow import RandomGrowth

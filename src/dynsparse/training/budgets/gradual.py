@@ -7,7 +7,7 @@ from typing import Any
 
 from dynsparse.allocation import allocate
 from dynsparse.pattern import SparsePattern
-from dynsparse.training.budget import Budget, Counts, Survey, check_one_block_size
+from dynsparse.training.budgets.basic import Budget, Counts, Survey, check_one_block_size
 from dynsparse.training.drop import lowest_of_all
 from dynsparse.training.schedule import GradualSchedule
 

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from dynsparse.pattern import SparsePattern
-from dynsparse.training import random_state as rng
+from dynsparse.training.checkpoint import random_state as rng
 from dynsparse.training.trainer import SparseTrainer
 
 __all__ = ["CheckpointError", "load_checkpoint", "read_extra", "save_checkpoint"]

@@ -20,7 +20,7 @@ import numpy as np
 import torch
 
 from dynsparse.pattern import Rewiring, SparsePattern
-from dynsparse.training.record_files import (
+from dynsparse.training.records.files import (
     FORMAT,
     HEAD,
     PART,

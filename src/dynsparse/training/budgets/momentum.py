@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping, Sequence
 
 from dynsparse.pattern import SparsePattern
-from dynsparse.training.budget import Budget, Counts, Survey, check_one_block_size
+from dynsparse.training.budgets.basic import Budget, Counts, Survey, check_one_block_size
 
 __all__ = ["MomentumBudget", "apportion"]
 
