@@ -13,8 +13,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from dynsparse.checks import check_integer
 from dynsparse.pattern import SparsePattern
-from dynsparse.training.checks import check_integer
 from dynsparse.training.gradients import Pair, gradient_at
 
 __all__ = ["DenseMomentum", "History", "LastStep", "WindowMomentum"]

@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from dynsparse.checks import check_not_negative
 from dynsparse.pattern import SparsePattern
-from dynsparse.training.checks import check_not_negative
 from dynsparse.training.history import History
 
 __all__ = ["GradientStep"]

@@ -9,7 +9,7 @@ import math
 from dataclasses import dataclass
 from typing import Protocol
 
-from dynsparse.training.checks import check_fraction, check_integer
+from dynsparse.checks import check_fraction, check_integer
 
 __all__ = [
     "ApplicationCosine",

@@ -7,10 +7,10 @@ import math
 import torch
 from torch import Tensor, nn
 
+from dynsparse.checks import check_not_negative
 from dynsparse.nn import SparseLinear
 from dynsparse.pattern import Rewiring
 from dynsparse.training.budgets import Budget, Counts, Survey
-from dynsparse.training.checks import check_not_negative
 from dynsparse.training.grow import RandomGrowth
 from dynsparse.training.initial import learning_rate_of
 from dynsparse.training.schedule import ConstantSchedule

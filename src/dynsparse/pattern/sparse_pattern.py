@@ -1,14 +1,8 @@
-"""Which blocks of a matrix are present, and how one such choice turns into the next.
-
-Everything above this file talks in `SparsePattern` and `Rewiring`: layers hold a pattern, pattern
-updates produce a rewiring, optimizer states and records follow by applying it.
-"""
+"""Which blocks of a matrix are present."""
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, NamedTuple
 
@@ -17,11 +11,16 @@ import scipy.sparse
 import torch
 from torch import Tensor
 
-from dynsparse.encoding import by_columns, follow_, merge, row_pointers, split_flat
+from dynsparse.checks import check_integer
+from dynsparse.encoding import by_columns, row_pointers, split_flat
+from dynsparse.pattern.coordinates import (
+    INT32_MAX,
+    block_grid,
+    coordinates,
+    sample_without_replacement,
+)
 
-__all__ = ["PatternIndex", "Rewiring", "SparsePattern"]
-
-_INT32_MAX = 2**31 - 1
+__all__ = ["PatternIndex", "SparsePattern"]
 
 
 class PatternIndex(NamedTuple):
@@ -39,71 +38,6 @@ class PatternIndex(NamedTuple):
     csc_perm: Tensor
 
 
-def _integer(value: Any, what: str, least: int) -> int:
-    try:
-        number = operator.index(value)
-    except TypeError:
-        raise TypeError(f"{what} must be an integer, got {value!r}") from None
-    if isinstance(value, bool) or number < least:
-        raise ValueError(f"{what} must be an integer of at least {least}, got {value!r}")
-    return number
-
-
-def _block_grid(shape: Any, block_size: Any) -> tuple[tuple[int, int], int, tuple[int, int]]:
-    """Checked (shape, block size, shape in blocks)."""
-    if not isinstance(shape, Sequence) or isinstance(shape, str) or len(shape) != 2:
-        raise ValueError(f"shape must be (out_features, in_features), got {shape!r}")
-    out_features = _integer(shape[0], "out_features", 1)
-    in_features = _integer(shape[1], "in_features", 1)
-    block = _integer(block_size, "block_size", 1)
-    if out_features % block or in_features % block:
-        raise ValueError(
-            f"block_size {block} does not divide the shape {(out_features, in_features)}: "
-            "choose a block size that divides both, or pad the features"
-        )
-    grid = (out_features // block, in_features // block)
-    if max(grid) > _INT32_MAX:
-        raise ValueError(f"block coordinates are int32, a grid of {grid} blocks is too large")
-    return (out_features, in_features), block, grid
-
-
-def _coordinates(values: Any, what: str, bound: int) -> np.ndarray:
-    array = values.detach().cpu().numpy() if isinstance(values, Tensor) else np.asarray(values)
-    if array.ndim != 1:
-        raise ValueError(f"{what} must be one-dimensional, got the shape {tuple(array.shape)}")
-    if array.size == 0:
-        return np.zeros(0, np.int64)
-    if not np.issubdtype(array.dtype, np.integer):
-        raise TypeError(f"{what} must be integers, got {array.dtype}")
-    array = array.astype(np.int64, copy=False)
-    low, high = int(array.min()), int(array.max())
-    if low < 0 or high >= bound:
-        wrong = low if low < 0 else high
-        raise ValueError(f"{what} must lie in [0, {bound}), got {wrong}")
-    return array
-
-
-def sample_without_replacement(
-    population: int, count: int, generator: torch.Generator | None = None
-) -> Tensor:
-    """`count` distinct integers of [0, population), uniform over subsets, sorted, int64.
-
-    Memory is in proportion to `count`, not to `population`: the numbers are drawn one round after
-    another, each round as many as are still missing, and repeats are thrown away.
-    """
-    if count > population:
-        raise ValueError(f"cannot draw {count} distinct positions from {population}")
-    if 2 * count >= population:
-        return torch.randperm(population, generator=generator)[:count].sort().values
-    drawn = np.zeros(0, np.int64)
-    while (missing := count - len(drawn)) > 0:
-        more = torch.randint(population, (missing,), generator=generator).numpy()
-        drawn = np.concatenate([drawn, more])
-        drawn.sort()
-        drawn = drawn[np.concatenate([[True], drawn[1:] != drawn[:-1]])]
-    return torch.from_numpy(drawn)
-
-
 class SparsePattern:
     """Which blocks of an [out, in] matrix are present. Immutable; lives on the CPU.
 
@@ -119,9 +53,9 @@ class SparsePattern:
     """
 
     def __init__(self, rows: Any, cols: Any, *, shape: Sequence[int], block_size: int = 1) -> None:
-        shape, block_size, grid = _block_grid(shape, block_size)
-        row = _coordinates(rows, "rows", grid[0])
-        col = _coordinates(cols, "cols", grid[1])
+        shape, block_size, grid = block_grid(shape, block_size)
+        row = coordinates(rows, "rows", grid[0])
+        col = coordinates(cols, "cols", grid[1])
         if len(row) != len(col):
             raise ValueError(f"rows and cols differ in length: {len(row)} and {len(col)}")
         flat = np.sort(row * grid[1] + col)
@@ -133,8 +67,8 @@ class SparsePattern:
         self._set(torch.from_numpy(flat), shape, block_size)
 
     def _set(self, flat: Tensor, shape: tuple[int, int], block_size: int) -> None:
-        if len(flat) > _INT32_MAX:
-            raise ValueError(f"at most {_INT32_MAX} blocks fit a pattern, got {len(flat)}")
+        if len(flat) > INT32_MAX:
+            raise ValueError(f"at most {INT32_MAX} blocks fit a pattern, got {len(flat)}")
         self.shape = shape
         self.block_size = block_size
         self.rows, self.cols = split_flat(flat, self.grid[1])
@@ -142,7 +76,7 @@ class SparsePattern:
     @classmethod
     def from_flat(cls, flat: Tensor, *, shape: Sequence[int], block_size: int = 1) -> SparsePattern:
         """From sorted, distinct flat block positions (row * (in/b) + col), int64 [nnz]."""
-        shape, block_size, grid = _block_grid(shape, block_size)
+        shape, block_size, grid = block_grid(shape, block_size)
         if flat.dtype != torch.int64 or flat.dim() != 1:
             raise TypeError(
                 f"flat positions must be int64 [nnz], got {flat.dtype} {list(flat.shape)}"
@@ -171,7 +105,7 @@ class SparsePattern:
         Give either `density` in [0, 1] (the count is rounded to the nearest block) or `nnz`.
         Memory is in proportion to the blocks drawn, not to the matrix.
         """
-        shape, block_size, grid = _block_grid(shape, block_size)
+        shape, block_size, grid = block_grid(shape, block_size)
         total = grid[0] * grid[1]
         if (density is None) == (nnz is None):
             raise ValueError("give either density or nnz, and not both")
@@ -179,7 +113,7 @@ class SparsePattern:
             if not isinstance(density, (int, float)) or not 0 <= density <= 1:
                 raise ValueError(f"density must be a number in [0, 1], got {density!r}")
             nnz = round(density * total)
-        count = _integer(nnz, "nnz", 0)
+        count = check_integer("nnz", nnz, 0)
         if count > total:
             raise ValueError(f"nnz {count} is more than the {total} blocks of the shape {shape}")
         flat = sample_without_replacement(total, count, generator)
@@ -196,7 +130,7 @@ class SparsePattern:
         mask = torch.as_tensor(mask).detach().cpu()
         if mask.dim() != 2:
             raise ValueError(f"mask must be [out, in], got the shape {list(mask.shape)}")
-        shape, block_size, grid = _block_grid(tuple(mask.shape), block_size)
+        shape, block_size, grid = block_grid(tuple(mask.shape), block_size)
         present = (mask != 0).view(grid[0], block_size, grid[1], block_size).any(3).any(1)
         return cls.from_flat(
             present.flatten().nonzero().flatten(), shape=shape, block_size=block_size
@@ -219,7 +153,7 @@ class SparsePattern:
             rows = np.repeat(np.arange(len(matrix.indptr) - 1), np.diff(matrix.indptr))
             return cls(rows, matrix.indices, shape=matrix.shape, block_size=block_size)
         block = 1 if block_size is None else block_size
-        shape, block, grid = _block_grid(tuple(matrix.shape), block)
+        shape, block, grid = block_grid(tuple(matrix.shape), block)
         coo = matrix.tocoo()
         flat = (coo.row.astype(np.int64) // block) * grid[1] + coo.col // block
         # Repeated entries of a COO matrix mean one position, and so do the elements of a block.
@@ -372,106 +306,3 @@ class SparsePattern:
             return matrix if format is None else matrix.asformat(format)
         matrix = scipy.sparse.bsr_array((tensor.numpy(), cols, row_ptr), shape=self.shape)
         return matrix if format in (None, "bsr") else matrix.asformat(format)
-
-
-@dataclass(frozen=True)
-class Rewiring:
-    """One pattern update: the pattern before, the pattern after, and where each new slot is from.
-
-    `source` is int32 [after.nnz]: the old slot a new slot comes from, or -1 for a grown one.
-    """
-
-    before: SparsePattern
-    after: SparsePattern
-    source: Tensor
-
-    @classmethod
-    def make(cls, pattern: SparsePattern, drop: Tensor, grow: Tensor) -> Rewiring:
-        """Drop slots and grow positions.
-
-        Args:
-            pattern: the pattern before.
-            drop: the slots that leave, int64 [any], distinct, in any order.
-            grow: the flat block positions that join, int64 [any], distinct, in any order. A
-                position may join only if it is free once `drop` has left.
-
-        Raises:
-            ValueError: a slot or position out of range or named twice, or a position that is taken.
-        """
-        drop = torch.as_tensor(drop, dtype=torch.int64).cpu().flatten()
-        grow = torch.as_tensor(grow, dtype=torch.int64).cpu().flatten()
-        merged = merge(pattern.row_ptr, pattern.rows, pattern.cols, pattern.grid[1], drop, grow)
-        if len(merged.cols) > _INT32_MAX:
-            raise ValueError(f"at most {_INT32_MAX} blocks fit a pattern, got {len(merged.cols)}")
-        after = SparsePattern.__new__(SparsePattern)
-        after.shape, after.block_size = pattern.shape, pattern.block_size
-        after.row_ptr, after.rows, after.cols = merged.row_ptr, merged.rows, merged.cols
-        return cls(pattern, after, merged.source)
-
-    @classmethod
-    def between(cls, before: SparsePattern, after: SparsePattern) -> Rewiring:
-        """The rewiring that leads from one pattern to another of the same shape and block size."""
-        if (before.shape, before.block_size) != (after.shape, after.block_size):
-            raise ValueError(f"{before} and {after} differ in shape or block size")
-        positions = after.flat
-        stays = before.contains(positions)
-        source = torch.full((after.nnz,), -1, dtype=torch.int32)
-        source[stays] = torch.searchsorted(before.flat, positions[stays], out_int32=True)
-        return cls(before, after, source)
-
-    @property
-    def keeps_size(self) -> bool:
-        """Whether as many blocks are there after as before."""
-        return self.after.nnz == self.before.nnz
-
-    @property
-    def grown(self) -> Tensor:
-        """The new slots that were grown, int64."""
-        return (self.source < 0).nonzero().flatten()
-
-    @property
-    def dropped(self) -> Tensor:
-        """The old slots that left, int64."""
-        leaves = torch.ones(self.before.nnz, dtype=torch.bool)
-        leaves[self.source[self.source >= 0].long()] = False
-        return leaves.nonzero().flatten()
-
-    def apply(self, tensor: Tensor, fill: float | Tensor = 0.0) -> Tensor:
-        """`tensor` ([before.nnz, ...]) in the order of the new slots: a new tensor.
-
-        Survivors keep their entries; grown slots get `fill`, a number or a tensor
-        [grown, ...] in slot order.
-        """
-        self._check_leading(tensor)
-        source = self.source.to(tensor.device)
-        if self.before.nnz:
-            out = tensor.index_select(0, source.clamp(min=0))
-        else:
-            out = tensor.new_empty((self.after.nnz, *tensor.shape[1:]))
-        out[source < 0] = fill.to(out) if isinstance(fill, Tensor) else fill
-        return out
-
-    def apply_(self, *tensors: Tensor, fill: float | Tensor = 0.0) -> None:
-        """What `apply` does, in place: `tensors` keep their memory and need no more of it.
-
-        Only for rewirings that keep the number of blocks.
-        """
-        for tensor in tensors:
-            self._check_leading(tensor)
-        if not self.keeps_size:
-            raise ValueError(
-                f"{self.before.nnz} blocks become {self.after.nnz}, which tensors cannot follow in "
-                "place: use apply()"
-            )
-        follow_(tensors, self.source)
-        if isinstance(fill, Tensor) or fill != 0:
-            for tensor in tensors:
-                grown = self.grown.to(tensor.device)
-                tensor[grown] = fill.to(tensor) if isinstance(fill, Tensor) else fill
-
-    def _check_leading(self, tensor: Tensor) -> None:
-        if tensor.dim() == 0 or len(tensor) != self.before.nnz:
-            raise ValueError(
-                f"expected a tensor with {self.before.nnz} leading entries, "
-                f"got the shape {list(tensor.shape)}"
-            )

@@ -1,0 +1,71 @@
+"""Block coordinates: what a shape allows, how given ones are checked, and how some are drawn."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from dynsparse.checks import check_integer
+
+__all__ = ["INT32_MAX", "block_grid", "coordinates", "sample_without_replacement"]
+
+INT32_MAX = 2**31 - 1
+
+
+def block_grid(shape: Any, block_size: Any) -> tuple[tuple[int, int], int, tuple[int, int]]:
+    """Checked (shape, block size, shape in blocks)."""
+    if not isinstance(shape, Sequence) or isinstance(shape, str) or len(shape) != 2:
+        raise ValueError(f"shape must be (out_features, in_features), got {shape!r}")
+    out_features = check_integer("out_features", shape[0], 1)
+    in_features = check_integer("in_features", shape[1], 1)
+    block = check_integer("block_size", block_size, 1)
+    if out_features % block or in_features % block:
+        raise ValueError(
+            f"block_size {block} does not divide the shape {(out_features, in_features)}: "
+            "choose a block size that divides both, or pad the features"
+        )
+    grid = (out_features // block, in_features // block)
+    if max(grid) > INT32_MAX:
+        raise ValueError(f"block coordinates are int32, a grid of {grid} blocks is too large")
+    return (out_features, in_features), block, grid
+
+
+def coordinates(values: Any, what: str, bound: int) -> np.ndarray:
+    array = values.detach().cpu().numpy() if isinstance(values, Tensor) else np.asarray(values)
+    if array.ndim != 1:
+        raise ValueError(f"{what} must be one-dimensional, got the shape {tuple(array.shape)}")
+    if array.size == 0:
+        return np.zeros(0, np.int64)
+    if not np.issubdtype(array.dtype, np.integer):
+        raise TypeError(f"{what} must be integers, got {array.dtype}")
+    array = array.astype(np.int64, copy=False)
+    low, high = int(array.min()), int(array.max())
+    if low < 0 or high >= bound:
+        wrong = low if low < 0 else high
+        raise ValueError(f"{what} must lie in [0, {bound}), got {wrong}")
+    return array
+
+
+def sample_without_replacement(
+    population: int, count: int, generator: torch.Generator | None = None
+) -> Tensor:
+    """`count` distinct integers of [0, population), uniform over subsets, sorted, int64.
+
+    Memory is in proportion to `count`, not to `population`: the numbers are drawn one round after
+    another, each round as many as are still missing, and repeats are thrown away.
+    """
+    if count > population:
+        raise ValueError(f"cannot draw {count} distinct positions from {population}")
+    if 2 * count >= population:
+        return torch.randperm(population, generator=generator)[:count].sort().values
+    drawn = np.zeros(0, np.int64)
+    while (missing := count - len(drawn)) > 0:
+        more = torch.randint(population, (missing,), generator=generator).numpy()
+        drawn = np.concatenate([drawn, more])
+        drawn.sort()
+        drawn = drawn[np.concatenate([[True], drawn[1:] != drawn[:-1]])]
+    return torch.from_numpy(drawn)
