@@ -12,7 +12,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 
-__all__ = ["METHODS", "allocate", "check_density"]
+from dynsparse.checks import check_within
+
+__all__ = ["METHODS", "allocate"]
 
 METHODS: dict[str, Callable[[tuple[int, ...]], int]] = {
     "uniform": math.prod,
@@ -79,7 +81,7 @@ def allocate(
     for name, value in own.items():
         if name not in shapes:
             raise ValueError(f"densities names {name!r}, which is not a layer: {_some(shapes)}")
-        check_density(value, f"the density of {name!r}")
+        check_within(f"the density of {name!r}", value, "(0, 1]")
     counts = {
         layer.name: max(1, round(own[layer.name] * layer.blocks))
         for layer in layers
@@ -93,16 +95,10 @@ def allocate(
                 "has none: give an overall density"
             )
     else:
-        check_density(density, "density")
+        check_within("density", density, "(0, 1]")
         taken = sum(counts[layer.name] * layer.block for layer in layers if layer.name in own)
         counts |= _share(free, _budget(layers, free, density, taken))
     return {name: counts[name] for name in shapes}
-
-
-def check_density(value: float, what: str) -> None:
-    """Raise ValueError unless `value` is a number in (0, 1]."""
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value <= 1:
-        raise ValueError(f"{what} must be a number in (0, 1], got {value!r}")
 
 
 def _layers(

@@ -1,4 +1,7 @@
-"""Checks of arguments that several files share."""
+"""Checks of arguments: what is right comes back, what is wrong gets one line.
+
+Every message has the argument's name, what was expected and what was got.
+"""
 
 from __future__ import annotations
 
@@ -6,23 +9,39 @@ import math
 import operator
 from typing import Any
 
-__all__ = ["check_fraction", "check_integer", "check_not_negative"]
+__all__ = ["check_fraction", "check_integer", "check_not_negative", "check_within", "is_number"]
 
 
-def check_integer(name: str, value: Any, least: int) -> int:
-    """`value` as an integer of at least `least`."""
+def check_integer(name: str, value: Any, least: int | None = None) -> int:
+    """`value` as an integer, of at least `least` if that is given; no bool.
+
+    Raises:
+        TypeError: something that is no integer.
+        ValueError: a bool, or an integer below `least`.
+    """
     try:
         number = operator.index(value)
     except TypeError:
         raise TypeError(f"{name} must be an integer, got {value!r}") from None
-    if isinstance(value, bool) or number < least:
-        raise ValueError(f"{name} must be an integer of at least {least}, got {value!r}")
+    if isinstance(value, bool) or (least is not None and number < least):
+        span = "" if least is None else f" of at least {least}"
+        raise ValueError(f"{name} must be an integer{span}, got {value!r}")
     return number
 
 
+def is_number(value: Any) -> bool:
+    """Whether `value` is an int or a float; a bool is neither."""
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
+
+
 def check_fraction(name: str, value: Any, *, zero: bool) -> float:
-    """`value`, which must lie in [0, 1], or in (0, 1] unless `zero` is allowed."""
-    if isinstance(value, bool) or not isinstance(value, (int, float)):
+    """`value`, which must lie in [0, 1], or in (0, 1] unless `zero` is allowed.
+
+    Raises:
+        TypeError: no number.
+        ValueError: a number outside.
+    """
+    if not is_number(value):
         raise TypeError(f"{name} must be a number, got {value!r}")
     if not 0 <= value <= 1 or (value == 0 and not zero):
         span = "[0, 1]" if zero else "(0, 1]"
@@ -30,9 +49,25 @@ def check_fraction(name: str, value: Any, *, zero: bool) -> float:
     return value
 
 
+def check_within(name: str, value: Any, span: str) -> float:
+    """`value`, a number within `span`, which is written as usual: "[0, 1)" holds 0 and not 1.
+
+    Raises:
+        ValueError: no number, or one outside; NaN is outside.
+    """
+    low, high = map(float, span[1:-1].split(","))
+    edges = {edge for edge, bracket in ((low, span[0]), (high, span[-1])) if bracket in "()"}
+    if not is_number(value) or not low <= value <= high or value in edges:
+        raise ValueError(f"{name} must be a number in {span}, got {value!r}")
+    return value
+
+
 def check_not_negative(name: str, value: Any) -> float:
-    """`value`, a finite number of at least zero."""
-    number = isinstance(value, (int, float)) and not isinstance(value, bool)
-    if not number or not math.isfinite(value) or value < 0:
+    """`value`, a finite number of at least zero.
+
+    Raises:
+        ValueError: anything else.
+    """
+    if not is_number(value) or not math.isfinite(value) or value < 0:
         raise ValueError(f"{name} must be a finite number of at least 0, got {value!r}")
     return float(value)

@@ -15,6 +15,7 @@ from dynsparse.bench.options import MEASURES, Benchmark, Spec, TrainingOptions
 from dynsparse.bench.task import CLASSES, PIXELS
 from dynsparse.bench.timing import Effort
 from dynsparse.bench.yaml_file import read_yaml
+from dynsparse.checks import is_number
 
 __all__ = ["find_spec", "read_spec"]
 
@@ -97,7 +98,7 @@ class _Entries:
 
     def number(self, key: str, default: float, low: float, high: float) -> float:
         value = self.content.get(key, default)
-        if isinstance(value, bool) or not isinstance(value, (int, float)):
+        if not is_number(value):
             self.fail(key, "a number", value)
         if not low <= value <= high:
             self.fail(key, f"a number in [{low:g}, {high:g}]", value)
@@ -210,7 +211,7 @@ def _integer(entries: _Entries, key: str, value: Any, least: int) -> int:
 
 
 def _density(grid: _Entries, value: Any) -> float:
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value <= 1:
+    if not is_number(value) or not 0 < value <= 1:
         grid.fail("density", "numbers above 0 and up to 1", value)
     return float(value)
 

@@ -11,7 +11,7 @@ import scipy.sparse
 import torch
 from torch import Tensor
 
-from dynsparse.checks import check_integer
+from dynsparse.checks import check_integer, check_within
 from dynsparse.encoding import by_columns, row_pointers, split_flat
 from dynsparse.pattern.coordinates import (
     INT32_MAX,
@@ -110,9 +110,7 @@ class SparsePattern:
         if (density is None) == (nnz is None):
             raise ValueError("give either density or nnz, and not both")
         if density is not None:
-            if not isinstance(density, (int, float)) or not 0 <= density <= 1:
-                raise ValueError(f"density must be a number in [0, 1], got {density!r}")
-            nnz = round(density * total)
+            nnz = round(check_within("density", density, "[0, 1]") * total)
         count = check_integer("nnz", nnz, 0)
         if count > total:
             raise ValueError(f"nnz {count} is more than the {total} blocks of the shape {shape}")

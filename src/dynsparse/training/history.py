@@ -13,7 +13,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from dynsparse.checks import check_integer
+from dynsparse.checks import check_integer, check_within
 from dynsparse.pattern import SparsePattern
 from dynsparse.training.gradients import Pair, gradient_at
 
@@ -100,7 +100,7 @@ class WindowMomentum:
     """
 
     def __init__(self, momentum: float = 0.9, window: int = 10) -> None:
-        self.momentum = _check_momentum(momentum)
+        self.momentum = float(check_within("momentum", momentum, "[0, 1)"))
         self.window: int | None = check_integer("window", window, 1)
         self.options = {"momentum": self.momentum, "window": self.window}
         self._steps: dict[str, deque[list[Pair]]] = {}
@@ -151,7 +151,7 @@ class DenseMomentum:
     window: int | None = None
 
     def __init__(self, momentum: float = 0.9) -> None:
-        self.momentum = _check_momentum(momentum)
+        self.momentum = float(check_within("momentum", momentum, "[0, 1)"))
         self.options = {"momentum": self.momentum, "window": None}
         self._momentum: dict[str, Tensor] = {}
 
@@ -187,10 +187,3 @@ class DenseMomentum:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self._momentum = {name: matrix.clone() for name, matrix in state["momentum"].items()}
-
-
-def _check_momentum(momentum: float) -> float:
-    number = isinstance(momentum, (int, float)) and not isinstance(momentum, bool)
-    if not number or not 0 <= momentum < 1:
-        raise ValueError(f"momentum must be a number in [0, 1), got {momentum!r}")
-    return float(momentum)

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import operator
-
 import torch
 from torch import Tensor
 
+from dynsparse.checks import check_integer
 from dynsparse.pattern import SparsePattern
 
 __all__ = ["among", "check_count", "check_exclude", "held_in"]
@@ -46,10 +45,7 @@ def among(flat: Tensor, begin: int, end: int) -> Tensor:
 
 def check_count(k: int, pattern: SparsePattern, exclude: Tensor) -> int:
     """`k` as an integer that the free positions can satisfy."""
-    try:
-        count = operator.index(k)
-    except TypeError:
-        raise TypeError(f"k must be an integer, got {k!r}") from None
+    count = check_integer("k", k)
     if count < 0:
         raise ValueError(f"k must not be negative, got {count}")
     free = pattern.total - pattern.nnz - len(exclude)

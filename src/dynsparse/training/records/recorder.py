@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
+from dynsparse.checks import check_integer
 from dynsparse.pattern import Rewiring, SparsePattern
 from dynsparse.training.records.files import (
     FORMAT,
@@ -384,10 +385,7 @@ def _pattern(flat: np.ndarray, info: RecordedLayer) -> SparsePattern:
 
 
 def _step(step: Any) -> int:
-    try:
-        number = operator.index(step)
-    except TypeError:
-        raise TypeError(f"step must be an integer, got {step!r}") from None
+    number = check_integer("step", step)
     if number < 0:
         raise ValueError(f"step must be at least 0, got {number}")
     return number

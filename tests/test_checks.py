@@ -1,0 +1,60 @@
+"""The checks of arguments that the whole package shares."""
+
+import math
+
+import numpy as np
+import pytest
+
+from dynsparse.checks import (
+    check_fraction,
+    check_integer,
+    check_not_negative,
+    check_within,
+    is_number,
+)
+
+
+def test_what_is_right_comes_back():
+    assert check_integer("n", np.int64(3), 3) == 3
+    assert type(check_integer("n", np.int64(-3))) is int
+    assert check_fraction("f", 0, zero=True) == 0
+    assert check_fraction("f", 1, zero=False) == 1
+    assert check_within("p", 0, "[0, 1)") == 0
+    assert check_within("p", 1, "(0, 1]") == 1
+    assert check_within("p", 0.5, "(0, 1)") == 0.5
+    assert check_not_negative("w", 2) == 2.0
+    assert is_number(2.5)
+    assert not is_number(True)
+    assert not is_number("2")
+
+
+@pytest.mark.parametrize(
+    ("check", "error", "message"),
+    [
+        (lambda: check_integer("n", 1.0), TypeError, "n must be an integer, got 1.0"),
+        (lambda: check_integer("n", True), ValueError, "n must be an integer, got True"),
+        (lambda: check_integer("n", True, 0), ValueError, "n must be an integer of at least 0"),
+        (lambda: check_integer("n", 2, 3), ValueError, "n must be an integer of at least 3, got 2"),
+        (lambda: check_fraction("f", "1", zero=True), TypeError, "f must be a number, got '1'"),
+        (lambda: check_fraction("f", True, zero=True), TypeError, "f must be a number, got True"),
+        (lambda: check_fraction("f", 0, zero=False), ValueError, "f must lie in (0, 1], got 0"),
+        (lambda: check_fraction("f", math.nan, zero=True), ValueError, "must lie in [0, 1], got"),
+        (lambda: check_within("p", 1, "[0, 1)"), ValueError, "p must be a number in [0, 1), got 1"),
+        (lambda: check_within("p", 0, "(0, 1]"), ValueError, "p must be a number in (0, 1], got 0"),
+        (lambda: check_within("p", 1.5, "[0, 1]"), ValueError, "p must be a number in [0, 1]"),
+        (lambda: check_within("p", math.nan, "[0, 1]"), ValueError, "p must be a number in"),
+        (lambda: check_within("p", False, "[0, 1]"), ValueError, "p must be a number in"),
+        (lambda: check_within("p", None, "[0, 1]"), ValueError, "p must be a number in"),
+        (
+            lambda: check_not_negative("w", -1),
+            ValueError,
+            "w must be a finite number of at least 0",
+        ),
+        (lambda: check_not_negative("w", math.inf), ValueError, "w must be a finite number"),
+        (lambda: check_not_negative("w", True), ValueError, "w must be a finite number"),
+    ],
+)
+def test_what_is_wrong_is_told(check, error, message):
+    with pytest.raises(error) as told:
+        check()
+    assert message in str(told.value)
