@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from dynsparse.data.download import cache_folder, fetch
-from dynsparse.data.tokenizer import id_type
+from dynsparse.data.vocabulary import id_type
 from dynsparse.data.word_split import word_pattern
 
 __all__ = ["END_OF_TEXT", "GPT2Tokenizer", "load_gpt2", "read_merges"]

@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from dynsparse.data.tokenizer import Tokenizer, id_type
+from dynsparse.data.vocabulary import Tokenizer, id_type
 
 __all__ = ["TokenFile", "is_token_file", "open_tokens", "write_tokens"]
 

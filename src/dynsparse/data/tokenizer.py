@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import hashlib
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
+
+from dynsparse.data.bpe import load_gpt2
+from dynsparse.data.vocabulary import KINDS, Tokenizer, UnknownToken, id_type
 
 __all__ = [
     "KINDS",
@@ -18,42 +21,6 @@ __all__ = [
     "make_tokenizer",
     "tokenizer_from_state",
 ]
-
-KINDS = ("char", "byte", "bpe")
-
-
-class UnknownToken(ValueError):
-    """A text holds what the vocabulary does not."""
-
-
-class Tokenizer(Protocol):
-    """A vocabulary and the way from text to its ids."""
-
-    kind: str
-    size: int
-    """How many ids there are: 0 ... size - 1."""
-
-    @property
-    def identity(self) -> str:
-        """The same for equal vocabularies, different for others."""
-        ...
-
-    def encode(self, text: str) -> np.ndarray:
-        """The ids of `text`, [tokens] of `id_type(size)`."""
-        ...
-
-    def decode(self, ids: np.ndarray) -> str:
-        """The text of `ids` [tokens]; bytes that are no UTF-8 become U+FFFD."""
-        ...
-
-    def state(self) -> dict[str, Any]:
-        """What `tokenizer_from_state` needs to make it again: plain types."""
-        ...
-
-
-def id_type(size: int) -> type[np.uint16] | type[np.int32]:
-    """The integers that hold the ids of a vocabulary of `size`."""
-    return np.uint16 if size <= 1 << 16 else np.int32
 
 
 class ByteTokenizer:
@@ -142,8 +109,6 @@ def make_tokenizer(
     if kind == "char":
         return CharTokenizer(text)
     if kind == "bpe":
-        from dynsparse.data.bpe import load_gpt2
-
         return load_gpt2(bpe_dir, size)
     raise ValueError(f"expected tokens among {', '.join(KINDS)}, got {kind!r}")
 
