@@ -12,6 +12,9 @@ PYTHON ?= python3
 PYTEST ?= -n 2
 VENV := .venv
 BIN := $(VENV)/bin
+# An editable install remembers every file of the day it was made; a path sees those of today.
+PLAIN_PATH = @echo "$(CURDIR)/src" >"$$($(BIN)/python -c \
+	'import sysconfig; print(sysconfig.get_path("purelib"))')/_editable_skbc_dynsparse.pth"
 
 .PHONY: help demo test lint native bench clean
 
@@ -58,8 +61,10 @@ $(BIN)/python:
 # Without kernels here, since `native` builds them in place: a second copy would only grow old.
 $(VENV)/.installed-apps: pyproject.toml constraints.txt | $(BIN)/python
 	DYNSPARSE_NATIVE=0 $(BIN)/python -m pip install -q -c constraints.txt -e '.[apps]' cmake
+	$(PLAIN_PATH)
 	@touch $@
 
 $(VENV)/.installed-dev: $(VENV)/.installed-apps
 	DYNSPARSE_NATIVE=0 $(BIN)/python -m pip install -q -c constraints.txt -e '.[dev]'
+	$(PLAIN_PATH)
 	@touch $@
