@@ -1,4 +1,4 @@
-"""What a layer prepares of its index follows whatever happens to its tensors."""
+"""What a layer makes of its pattern follows whatever happens to its tensors."""
 
 import copy
 import pickle
@@ -23,23 +23,24 @@ def computes(layer, x=None):
 def layer():
     made = SparseLinear(24, 16, 0.3)
     computes(made)
-    assert made._layer_index is not None
+    assert made._state is not None
     return made
 
 
 def test_it_is_made_once(layer):
-    before = layer._layer_index
+    before = layer._state
     computes(layer)
-    assert layer._layer_index is before
+    layer(torch.randn(40, 24)).sum().backward()
+    assert layer._state is before
 
 
 def test_copies_do_not_share_it(layer):
     for other in (copy.deepcopy(layer), pickle.loads(pickle.dumps(layer)), copy.copy(layer)):
-        assert other._layer_index is None or other._layer_index.holds(other._buffers)
+        assert other._state is not layer._state
         computes(other)
         other.set_pattern(SparsePattern.random((16, 24), nnz=layer.pattern.nnz))
         computes(other)
-    assert "_layer_index" not in layer.__getstate__()
+    assert "_state" not in layer.__getstate__()
 
 
 def test_it_follows_a_new_pattern_dtype_and_state(layer):
@@ -58,7 +59,9 @@ def test_it_follows_a_new_pattern_dtype_and_state(layer):
 def test_it_follows_memory_that_moves(layer):
     layer.share_memory()
     computes(layer)
-    for name in ("row_ptr", "cols", "col_ptr", "csc_rows", "csc_perm"):
+    layer.values.data = layer.values.data.clone()
+    computes(layer)
+    for name in ("rows", "cols"):
         setattr(layer, name, getattr(layer, name).clone())
     computes(layer)
 
@@ -66,7 +69,7 @@ def test_it_follows_memory_that_moves(layer):
 def test_it_follows_functional_calls(layer):
     other = SparseLinear(24, 16, 0.3)
     x = torch.randn(2, 24)
-    state = {**dict(other.named_parameters()), **dict(other.named_buffers())}
+    state = other.state_dict()
     assert torch.equal(torch.func.functional_call(layer, state, (x,)), other(x))
     computes(layer)
 
@@ -77,7 +80,7 @@ def test_a_moved_layer_says_what_does_not_fit(layer):
     with pytest.raises(RuntimeError, match="x is on meta but the layer's values are on cpu"):
         layer(torch.randn(2, 24, device="meta"))
     layer.cols = layer.cols[:-1]
-    with pytest.raises(RuntimeError, match=r"values hold .* blocks but the pattern has"):
+    with pytest.raises(ValueError, match="rows and cols differ in length"):
         layer(torch.randn(2, 24))
 
 
@@ -93,6 +96,62 @@ def test_values_that_were_resized_before_backward(layer):
 def test_values_of_another_shape_are_refused(layer):
     wrong = layer.values.detach()[:-1]
     with pytest.raises(RuntimeError, match="values hold"):
-        linear(torch.randn(2, 24), wrong, layer._layer_index)
+        linear(torch.randn(2, 24), wrong, layer._state.index)
     with pytest.raises(RuntimeError, match="values must have the shape"):
-        linear(torch.randn(2, 24), layer.values.detach().view(-1, 1, 1), layer._layer_index)
+        linear(torch.randn(2, 24), layer.values.detach().view(-1, 1, 1), layer._state.index)
+
+
+@pytest.mark.parametrize("name", ["rows", "cols", "row_ptr", "csc_perm"])
+def test_an_index_that_was_written_to_is_refused(layer, name):
+    tensor = layer.pattern.rows if name == "rows" else getattr(layer.index, name)
+    tensor[0] = 1000
+    if name == "cols":
+        with pytest.raises(RuntimeError, match="somebody has written to the index"):
+            layer(torch.randn(2, 24))
+    x, values = torch.randn(2, 24), layer.values.detach()
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+        if name != "rows":  # which no product reads
+            with pytest.raises(RuntimeError, match=r"must lie in|must ascend|contradict"):
+                torch.ops.dynsparse.linear(x, values, *layer.pattern.index, None)
+
+
+def test_state_dicts_share_no_memory_with_the_pattern(layer):
+    before = copy.deepcopy(layer.pattern.rows), copy.deepcopy(layer.pattern.cols)
+    state = layer.state_dict()
+    assert list(state) == ["values", "bias", "rows", "cols"]
+    state["rows"].zero_()
+    state["cols"].zero_()
+    assert torch.equal(layer.pattern.rows, before[0])
+    assert torch.equal(layer.pattern.cols, before[1])
+    computes(layer)
+    assert not list(layer.buffers())
+
+
+def test_functional_calls_of_another_layer_with_every_door(layer):
+    other, x = SparseLinear(24, 16, 0.3), torch.randn(2, 24)
+    expected = other(x)
+    for state in (other.state_dict(), other.state_dict(keep_vars=True)):
+        assert torch.equal(torch.func.functional_call(layer, state, (x,)), expected)
+        computes(layer)
+    rows = layer.rows
+    assert rows is layer.pattern.rows
+
+
+def test_sharded_values_are_refused(layer, tmp_path):
+    import torch.distributed as dist
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Shard, distribute_tensor
+
+    dist.init_process_group(
+        "gloo", store=dist.FileStore(str(tmp_path / "s"), 1), rank=0, world_size=1
+    )
+    try:
+        mesh = init_device_mesh("cpu", (1,))
+        sharded = distribute_tensor(layer.values.detach(), mesh, [Shard(0)])
+        layer.values = torch.nn.Parameter(sharded)
+        with pytest.raises(RuntimeError, match="are sharded"):
+            layer(torch.randn(2, 24))
+        with pytest.raises(RuntimeError, match="are sharded"):
+            layer.set_pattern(SparsePattern.random((16, 24), nnz=layer.pattern.nnz))
+    finally:
+        dist.destroy_process_group()

@@ -235,7 +235,7 @@ def test_remembered_choices_stay_few():
     layer = SparseLinear(32, 32, 0.5)
     for batch in range(1, 300):
         layer.kernel(batch)
-    assert len(layer._layer_index.choices[0]) <= choice._MOST_CHOICES
+    assert len(layer._state.index.choices[0]) <= choice._MOST_CHOICES
 
 
 def test_dense_products_of_several_threads_have_memory_of_their_own():

@@ -169,7 +169,7 @@ def _sparse(
     )
     values = pattern.values_of(weight)
     if start == "random":
-        fan_in = layer.row_ptr.diff().clamp(min=1) * block_size
+        fan_in = layer.index.row_ptr.diff().clamp(min=1) * block_size
         scale = (in_features / fan_in).sqrt()[layer.rows.long()].to(weight.dtype)
         values = values * scale.view(-1, *[1] * (values.dim() - 1))
     layer.values.copy_(values)

@@ -72,7 +72,8 @@ class SparseEmbedding(SparseLinear):
 
     def forward(self, ids: Tensor) -> Tensor:
         """ids [...] -> [..., embedding_dim]."""
-        return embedding(ids, self.values, self.index, self.embedding_dim)
+        values, index = self.held()
+        return embedding(ids, values, index, self.embedding_dim)
 
     def logits(self, x: Tensor) -> Tensor:
         """x [..., embedding_dim] -> x W^T [..., num_embeddings]: the table as output layer."""

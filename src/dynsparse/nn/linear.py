@@ -2,23 +2,25 @@
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.compiler import is_compiling
+from torch.nn import Parameter
 
+from dynsparse.interrupts import uninterrupted
 from dynsparse.nn.active import ActiveSet
+from dynsparse.nn.layer_state import LayerState, changing
 from dynsparse.nn.targets import Executor, executor_for
 from dynsparse.ops.grow.select import select
-from dynsparse.ops.linear import LayerIndex, linear
+from dynsparse.ops.linear import layer_linear, linear
 from dynsparse.ops.linear.choice import route
 from dynsparse.ops.linear.kernels import panels
 from dynsparse.pattern import PatternIndex, Rewiring, SparsePattern
 
 __all__ = ["SparseLinear"]
-
-_DERIVED = ("row_ptr", "col_ptr", "csc_rows", "csc_perm")
 
 
 class SparseLinear(nn.Module):
@@ -61,19 +63,14 @@ class SparseLinear(nn.Module):
             pattern of another shape.
     """
 
-    # The index tensors, all int32: buffers, so that they move with the module.
-    rows: Tensor
-    cols: Tensor
-    row_ptr: Tensor
-    col_ptr: Tensor
-    csc_rows: Tensor
-    csc_perm: Tensor
-
     resizable: bool = False
     executor: Executor | None = None
 
-    # The index tensors as the operator takes them, made when first needed.
-    _layer_index: LayerIndex | None = None
+    # The index is no buffer: buffers are averaged, broadcast and written to by others. It is made
+    # of the pattern for the device of the values, and `rows` and `cols` are in the state dict.
+    _state: LayerState | None = None
+    # Rows and columns that were put in place of the layer's own, as `functional_call` does it.
+    _given: dict[str, Tensor] | None = None
 
     def __init__(
         self,
@@ -116,27 +113,27 @@ class SparseLinear(nn.Module):
             self.bias = nn.Parameter(torch.empty(out_features, device=device, dtype=dtype))
         else:
             self.register_parameter("bias", None)
-        for name in ("rows", "cols", *_DERIVED):
-            self.register_buffer(name, None, persistent=name not in _DERIVED)
         self._install(pattern)
         self.reset_parameters(generator)
 
-    def _install(self, pattern: SparsePattern) -> None:
-        # New tensors rather than copies into the old ones: a graph that still waits for its
-        # backward pass keeps the indices it was built with.
-        self._pattern = pattern
-        self._layer_index = None
-        if self.executor is not None:
-            self.executor = self.executor.after(pattern)
-        self.rows = pattern.rows.to(self.values.device)
-        for name, tensor in pattern.index._asdict().items():
-            setattr(self, name, tensor.to(self.values.device))
+    def _install(self, pattern: SparsePattern, values: Tensor | None = None) -> None:
+        """Change over to a pattern, and to values of its own where there are any."""
+        with uninterrupted():
+            with changing:
+                if values is not None:
+                    self._store(values)
+                self._pattern = pattern
+                self._state = self._given = None
+                if self.executor is not None:
+                    self.executor = self.executor.after(pattern)
+            # Now, and not in the next call, which a compiler may watch.
+            self._refresh()
 
     @torch.no_grad()
     def reset_parameters(self, generator: torch.Generator | None = None) -> None:
         """Draw values and bias anew, uniform in +-1/sqrt(fan-in of the output's row)."""
         b = self.block_size
-        fan_in = self.row_ptr.diff() * b
+        fan_in = self.index.row_ptr.diff() * b
         # An output without connections has no fan-in; its bias is scaled as in a dense layer.
         bound = torch.where(fan_in > 0, fan_in, self.in_features).double().rsqrt()
         bound = bound.to(self.values.dtype)
@@ -178,28 +175,111 @@ class SparseLinear(nn.Module):
 
     @property
     def index(self) -> PatternIndex:
-        """The kernels' index tensors, on the device of the values."""
-        return PatternIndex(self.row_ptr, self.cols, self.col_ptr, self.csc_rows, self.csc_perm)
+        """The kernels' index tensors, on the device of the values; not to be written to."""
+        state = self._state
+        return (self._refresh() if state is None else state).index.index
+
+    @property
+    def rows(self) -> Tensor:
+        """Block rows of the slots, int32 [nnz], on the device of the values."""
+        return self._shown("rows")
+
+    @rows.setter
+    def rows(self, rows: Tensor) -> None:
+        self._give("rows", rows)
+
+    @property
+    def cols(self) -> Tensor:
+        """Block columns of the slots, int32 [nnz], on the device of the values."""
+        return self._shown("cols")
+
+    @cols.setter
+    def cols(self, cols: Tensor) -> None:
+        self._give("cols", cols)
+
+    def _shown(self, name: str) -> Tensor:
+        given = None if self._given is None else self._given.get(name)
+        own: Tensor = getattr(self._pattern, name)
+        return own.to(self.values.device) if given is None else given
+
+    def _give(self, name: str, tensor: Tensor) -> None:
+        # torch's functional calls put the tensors of a state dict in place for one call, and put
+        # back what they found. Others change the pattern through `set_pattern`.
+        given = {**(self._given or {}), name: tensor}
+        own = {n: t for n, t in given.items() if torch.equal(t.cpu(), getattr(self._pattern, n))}
+        self._given = None if len(own) == len(given) else given
+        self._state = None
 
     def forward(self, x: Tensor) -> Tensor:
-        """x [..., in] -> [..., out]."""
+        """x [..., in] -> [..., out]. Any number of threads may call it, while another changes the
+        pattern, too: each call computes with the weights before or after the change."""
         if self.executor is not None:
             return self.executor(self, x)
-        index = self.index if is_compiling() else self._prepare()
         # Attributes of a module cost more than the rest of this function. Parametrizations and the
         # like take parameters out of here.
         own = self._parameters
         values = own.get("values")
-        if values is not None and "bias" in own:
-            return linear(x, values, index, own["bias"])
-        return linear(x, self.values, index, self.bias)
+        if type(values) is not Parameter or is_compiling():
+            return linear(x, _whole(self.values), self.index, self.bias)
+        state = self._state
+        if (
+            state is None
+            or state.address != values.data_ptr()
+            or state.version != state.watched._version
+        ):
+            state = self._refresh()
+        try:
+            bias = own["bias"]
+        except KeyError:
+            bias = self.bias
+        return layer_linear(x, values, bias, state.index, state.memory)
 
-    def _prepare(self) -> LayerIndex:
-        # The tensors may have been replaced, as `to` does it: they are compared at every call.
-        made = self._layer_index
-        if made is None or not made.holds(self._buffers):
-            self._layer_index = made = LayerIndex(self.index, self.values)
-        return made
+    def held(self) -> tuple[Tensor, PatternIndex]:
+        """Values and index tensors that belong together, whatever other threads do.
+
+        The values are the Parameter where gradients are recorded, which only the thread that
+        changes the pattern should do, and its memory otherwise.
+        """
+        if torch.is_grad_enabled() or is_compiling():
+            return self.values, self.index
+        state = self._current()
+        return state.memory, state.index.index
+
+    def _current(self) -> LayerState:
+        state, values = self._state, self.values
+        if (
+            state is None
+            or state.address != values.data_ptr()
+            or state.version != state.watched._version
+        ):
+            state = self._refresh()
+        return state
+
+    def _refresh(self) -> LayerState:
+        """The state as it is now: after a change, a move, or memory that was replaced."""
+        with changing:
+            values = _whole(self.values)
+            pattern, before = self._pattern, self._state
+            if before is not None and before.version != before.watched._version:
+                raise RuntimeError(
+                    "somebody has written to the index of this layer, which then no longer belongs "
+                    "to its values: change patterns with set_pattern() or rewire(), and load the "
+                    "layer anew"
+                )
+            if self._given is not None:
+                found = {"rows": pattern.rows, "cols": pattern.cols, **self._given}
+                pattern = SparsePattern(**found, shape=pattern.shape, block_size=self.block_size)
+                if not torch.equal(pattern.rows, found["rows"].cpu()):
+                    raise RuntimeError("rows and cols must be in row-major order")
+                return LayerState(pattern, values, None)
+            state = LayerState(pattern, values, None if before is None else before.index)
+            self._state = state
+            return state
+
+    def _apply(self, fn: Any, recurse: bool = True) -> SparseLinear:
+        super()._apply(fn, recurse)
+        self._refresh()
+        return self
 
     def forget_panels(self) -> None:
         """Give up what kernels for many samples have made of the index, 12 bytes per weight.
@@ -207,8 +287,8 @@ class SparseLinear(nn.Module):
         The next product that wants it makes it anew. Trainers do this before they change the
         pattern, after which it would be of no use.
         """
-        if self._layer_index is not None:
-            panels.forget(self._layer_index)
+        if self._state is not None:
+            panels.forget(self._state.index)
 
     def kernel(
         self, batch: int, *, backward: bool = False, dtype: torch.dtype | None = None
@@ -225,11 +305,15 @@ class SparseLinear(nn.Module):
         """
         if self.executor is not None:
             return self.executor.kernel(batch, backward)
-        return route(self._prepare(), batch, backward, dtype or self.values.dtype)
+        return route(self._current().index, batch, backward, dtype or self.values.dtype)
 
     def __getstate__(self) -> dict[str, Any]:
-        # What was made of the index stays with this layer: copies have tensors of their own.
-        return {k: v for k, v in self.__dict__.items() if k != "_layer_index"}
+        # What was made of the pattern stays with this layer: copies have memory of their own.
+        return {k: v for k, v in self.__dict__.items() if k != "_state"}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self._refresh()
 
     @torch.no_grad()
     def rewire(self, rewiring: Rewiring, fill: float | Tensor = 0.0) -> None:
@@ -246,16 +330,16 @@ class SparseLinear(nn.Module):
                 f"the rewiring starts from {rewiring.before}, the layer holds {self._pattern}"
             )
         self._check_capacity(rewiring.after)
-        if rewiring.keeps_size:
-            rewiring.apply_(self.values, fill=fill)
-        else:
-            self._store(rewiring.apply(self.values, fill))
-        # The old index is given up before the new one is made: they are the largest arrays here.
+        # Beside the old values, which other threads may be reading. The order by columns is given
+        # up before: it is the largest array here.
         self._pattern.forget_index()
-        self._layer_index = None
-        for name in _DERIVED:
-            setattr(self, name, None)
-        self._install(rewiring.after)
+        values = _whole(self.values)
+        if rewiring.keeps_size:
+            moved = values.clone()
+            rewiring.apply_(moved, fill=fill)
+        else:
+            moved = rewiring.apply(values, fill)
+        self._install(rewiring.after, moved)
 
     @torch.no_grad()
     def set_pattern(self, pattern: SparsePattern, values: Tensor | None = None) -> None:
@@ -270,22 +354,21 @@ class SparseLinear(nn.Module):
             self.rewire(Rewiring.between(self._pattern, pattern))
             return
         pattern._check_values(values)
-        self._store(values)
-        self._install(pattern)
+        self._install(pattern, values.to(self.values, copy=True))
 
     def _store(self, values: Tensor) -> None:
-        """Take over values [any] or [any, b, b]; the Parameter stays the same object."""
+        """Take over the memory of values [any] or [any, b, b]; the Parameter stays the same."""
         own = self.values
-        if values.shape == own.shape:
-            own.copy_(values)
-            return
-        own.grad = None  # it belongs to the old length
-        device, dtype = own.device, own.dtype
-        # A graph that is still alive, as that of the last loss, keeps the node that accumulates
-        # the gradient, and with it the old length. Autograd makes a new one when the type changes.
-        other = torch.float32 if dtype == torch.float64 else torch.float64
-        own.data = own.data.new_empty(0, dtype=other)
-        own.data = values.detach().to(device, dtype, copy=True)
+        if values.shape != own.shape:
+            own.grad = None  # it belongs to the old length
+            # A graph that is still alive, as that of the last loss, keeps the node that accumulates
+            # the gradient, and with it the old length. Autograd makes a new one when the type
+            # changes.
+            other = torch.float32 if own.dtype == torch.float64 else torch.float64
+            own.data = own.data.new_empty(0, dtype=other)
+        else:
+            own[:0].zero_()  # a graph that waits for its backward pass learns of the change
+        own.data = values
 
     def _check_capacity(self, pattern: SparsePattern) -> None:
         own = self._pattern
@@ -344,15 +427,27 @@ class SparseLinear(nn.Module):
                 error_msgs.append(f"the pattern of {prefix or 'the layer'!r} does not fit: {error}")
                 return
             values = state_dict.get(prefix + "values")
-            if values is None or values.shape == self.values.shape:
-                self._install(pattern)
-            elif values.shape == pattern.values_shape and self.resizable:
-                with torch.no_grad():
-                    self._store(values)
-                self._install(pattern)
+            with torch.no_grad():
+                if values is None or values.shape == self.values.shape:
+                    self._install(pattern)
+                elif values.shape == pattern.values_shape and self.resizable:
+                    self._install(pattern, values.to(self.values, copy=True))
         super()._load_from_state_dict(
             state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
         )
+        for name in ("rows", "cols"):
+            if prefix + name in unexpected_keys:
+                unexpected_keys.remove(prefix + name)
+            if strict and prefix + name not in state_dict:
+                missing_keys.append(prefix + name)
+
+    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        # Copies: who loads into a state dict in place does not write into the pattern.
+        for name in ("rows", "cols"):
+            destination[prefix + name] = getattr(self._pattern, name).to(
+                self.values.device, copy=True
+            )
 
     def extra_repr(self) -> str:
         return (
@@ -360,6 +455,18 @@ class SparseLinear(nn.Module):
             f"density={self.density:.4g}, nnz={self._pattern.nnz}, block_size={self.block_size}, "
             f"bias={self.bias is not None}"
         )
+
+
+def _whole(values: Tensor) -> Tensor:
+    """The values, unless they are sharded: a shard's entries have no place in the pattern."""
+    # Whoever shards has loaded that module, which takes a second.
+    sharding = sys.modules.get("torch.distributed.tensor")
+    if sharding is not None and isinstance(values, sharding.DTensor):
+        raise RuntimeError(
+            "the values of a sparse layer are sharded (a DTensor, as fully_shard makes them), and "
+            "their pattern is not: keep sparse layers whole, as replicas"
+        )
+    return values
 
 
 def largest_blocks(weight: Tensor, nnz: int, block_size: int) -> SparsePattern:

@@ -58,8 +58,8 @@ def memory(network: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, di
                 dense["optimizer"] += round(size * factor) if per_weight else size
     for layer in _layers(network):
         if isinstance(layer, SparseLinear):
-            # The layer's buffers and the pattern may share memory: each storage counts once.
-            tensors = [*layer.buffers(), *layer.index, layer.pattern.rows]
+            # The layer's index and the pattern may share memory: each storage counts once.
+            tensors = [*layer.index, layer.pattern.rows, layer.pattern.cols]
             storages = {
                 t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors
             }

@@ -15,29 +15,30 @@ from dynsparse.ops import capture
 from dynsparse.ops.eager import is_plain_eager
 from dynsparse.ops.linear import operator, products
 from dynsparse.ops.linear.choice import use_kernel
+from dynsparse.ops.linear.contents import check_contents
 from dynsparse.ops.linear.layer_index import LayerIndex
 from dynsparse.pattern import PatternIndex, SparsePattern
 
-__all__ = ["LayerIndex", "grad_input", "grad_weight", "linear", "use_kernel"]
+__all__ = ["LayerIndex", "grad_input", "grad_weight", "layer_linear", "linear", "use_kernel"]
 
 
 class _EagerLinear(torch.autograd.Function):
     """The operator and its autograd without the dispatcher."""
 
     @staticmethod
-    def forward(ctx, x, values, bias, p):
-        ctx.prepared = p
+    def forward(ctx, x, values, bias, p, memory):
+        ctx.layer_index = p
         operator.save(ctx, x, values, bias)
-        return products.forward(x, values, p, bias)
+        return products.forward(x, memory, p, bias)
 
     @staticmethod
     def backward(ctx, dy):
-        p = ctx.prepared
+        p = ctx.layer_index
         if torch.is_grad_enabled() or torch.is_autocast_enabled("cpu"):
             # The operator refuses second derivatives (create_graph), and keeps autocast out.
-            return *operator.gradients(ctx, dy, ctx.needs_input_grad[2], p.index), None
+            return *operator.gradients(ctx, dy, ctx.needs_input_grad[2], p.index), None, None
         x, values = ctx.saved_tensors
-        need_input, need_values, need_bias, _ = ctx.needs_input_grad
+        need_input, need_values, need_bias, *_ = ctx.needs_input_grad
         dx = dw = None
         if need_input or need_values:
             if values.shape != p.values_shape:
@@ -48,7 +49,7 @@ class _EagerLinear(torch.autograd.Function):
             if x is not None and capture.is_open(values):
                 products.record(values, x, dy)
             dx, dw = products.backward(dy, x, values, p, need_input)
-        return dx, dw, operator.grad_bias(ctx, dy) if need_bias else None, None
+        return dx, dw, operator.grad_bias(ctx, dy) if need_bias else None, None, None
 
 
 # What Function.apply comes to without functorch's wrappers, which `is_plain_eager` excludes: its
@@ -57,9 +58,7 @@ _apply = super(torch.autograd.Function, _EagerLinear).apply
 
 
 def _index_of(pattern: SparsePattern | PatternIndex | LayerIndex) -> PatternIndex:
-    if isinstance(pattern, PatternIndex):
-        return pattern
-    return pattern.index
+    return pattern if isinstance(pattern, PatternIndex) else pattern.index
 
 
 def linear(
@@ -74,24 +73,47 @@ def linear(
         x: [..., in]; any strides; float32, float64, bfloat16 or float16.
         values: [nnz] or [nnz, b, b], the dtype of x; float32 values also take bfloat16 and float16
             activations and then accumulate in float32.
-        pattern: the pattern, or its index tensors on the device of `values`. `LayerIndex` index
-            tensors spare every call their checks.
+        pattern: the pattern, or its index tensors on the device of `values`, which are looked
+            through once. A `LayerIndex` spares every call its checks.
         bias: [out] or None.
 
     Returns:
         [..., out], the dtype of x, contiguous.
 
     Raises:
-        RuntimeError: shapes, dtypes or devices that do not fit, or a second derivative.
+        RuntimeError: shapes, dtypes or devices that do not fit, index tensors that point outside,
+            or a second derivative.
     """
     if not is_plain_eager(x):
         return torch.ops.dynsparse.linear(x, values, *_index_of(pattern), bias)
-    p = pattern if type(pattern) is LayerIndex else LayerIndex(_index_of(pattern), values)
+    if type(pattern) is not LayerIndex:
+        index = _index_of(pattern)
+        p = LayerIndex(index, values)
+        if pattern is index:
+            check_contents(index)
+    else:
+        p = pattern
+    return _compute(x, values, bias, p, values)
+
+
+def _compute(x: Tensor, values: Tensor, bias: Tensor | None, p: LayerIndex, memory: Tensor):
     if torch.is_grad_enabled() and (
         values.requires_grad or x.requires_grad or (bias is not None and bias.requires_grad)
     ):
-        return _apply(x, values, bias, p)
-    return products.forward(x, values, p, bias)
+        return _apply(x, values, bias, p, memory)
+    return products.forward(x, memory, p, bias)
+
+
+def layer_linear(
+    x: Tensor, values: Tensor, bias: Tensor | None, p: LayerIndex, memory: Tensor
+) -> Tensor:
+    """`linear` for layers, whose values may be replaced by another thread at any time.
+
+    `memory` is the memory of the values that belongs to `p`: it is what forward reads.
+    """
+    if is_plain_eager(x):
+        return _compute(x, values, bias, p, memory)
+    return torch.ops.dynsparse.linear(x, values, *p.index, bias)
 
 
 def grad_input(dy: Tensor, values: Tensor, pattern: SparsePattern | PatternIndex) -> Tensor:

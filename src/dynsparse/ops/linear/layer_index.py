@@ -91,13 +91,3 @@ class LayerIndex:
         self.masks: Tensor | None = None
         self.panels: list[tuple[int, Tensor | None]] = [(0, None), (0, None)]
         self.choices: tuple[dict[int, str], dict[int, str]] = ({}, {})
-
-    def holds(self, tensors: dict[str, Tensor | None]) -> bool:
-        """Whether `tensors`, by the names of the index, are still the ones prepared here."""
-        return (
-            self.row_ptr is tensors["row_ptr"]
-            and self.cols is tensors["cols"]
-            and self.col_ptr is tensors["col_ptr"]
-            and self.csc_rows is tensors["csc_rows"]
-            and self.csc_perm is tensors["csc_perm"]
-        )

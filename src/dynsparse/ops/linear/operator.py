@@ -13,6 +13,7 @@ from torch import Tensor
 
 from dynsparse.ops import capture
 from dynsparse.ops.linear import naive, products
+from dynsparse.ops.linear.contents import check_contents
 from dynsparse.ops.linear.layer_index import LayerIndex
 from dynsparse.pattern import PatternIndex
 
@@ -29,7 +30,10 @@ _library.define(
 
 
 def _prepare(values: Tensor, rest: tuple[Any, ...]) -> LayerIndex:
-    return LayerIndex(PatternIndex(*rest[:5]), values)
+    index = PatternIndex(*rest[:5])
+    p = LayerIndex(index, values)
+    check_contents(index)
+    return p
 
 
 def _features(values: Tensor, rest: tuple[Any, ...]) -> tuple[int, int]:

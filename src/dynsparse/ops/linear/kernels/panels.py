@@ -7,38 +7,21 @@ entry, the one by columns 10.
 
 from __future__ import annotations
 
-import weakref
-from typing import NamedTuple
-
 import torch
 from torch import Tensor
-from torch.utils.weak import WeakTensorKeyDictionary
 
 from dynsparse import native
 from dynsparse.encoding import empty
 from dynsparse.ops.linear.layer_index import LayerIndex
+from dynsparse.ops.linear.remembered import Remembered
 
 __all__ = ["by_columns", "by_rows", "for_once", "forget"]
 
 _NEVER = 1 << 62
 
 
-class _Made(NamedTuple):
-    """What was made of index tensors, and how to know them again."""
-
-    sources: list[weakref.ref[Tensor]]
-    versions: list[int]
-    panels: Tensor | None
-
-    def is_of(self, sources: list[Tensor]) -> bool:
-        return self.versions == _versions(sources) and all(
-            known() is source for known, source in zip(self.sources, sources, strict=True)
-        )
-
-
-# By the tensor of minors. A layer keeps its panels in its `LayerIndex`; here find them the calls
-# through torch's dispatcher, which get index tensors alone.
-_made: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
+# A layer keeps its panels in its `LayerIndex`; here find them the calls through the dispatcher.
+_made = Remembered()
 
 
 def by_rows(p: LayerIndex, batch: int) -> Tensor | None:
@@ -75,20 +58,19 @@ def _find(p: LayerIndex, columns: bool, batch: int) -> tuple[int, Tensor | None]
     least = library.dynsparse_panels_from(majors, minors, p.nnz, columns)
     if batch < least:
         return least, None
-    made = _made.get(sources[0])
-    if made is None or not made.is_of(sources):
-        panels = _make(majors, minors, *sources)
-        made = _Made([weakref.ref(t) for t in sources], _versions(sources), panels)
-        if not any(t.is_inference() for t in sources):  # which do not tell when they are changed
-            _made[sources[0]] = made
-    return (_NEVER if made.panels is None else least), made.panels
+    made = _made.get(sources)
+    if made is None:
+        made = (_make(majors, minors, *sources),)
+        _made.put(sources, made)
+    (panels,) = made
+    return (_NEVER if panels is None else least), panels
 
 
 def forget(p: LayerIndex) -> None:
     """Give their memory up; the next product that wants them makes them anew."""
     p.panels = [(0, None), (0, None)]
     for source in (p.cols, p.csc_rows):
-        _made.pop(source, None)
+        _made.forget(source)
 
 
 def for_once(row_ptr: Tensor, cols: Tensor, in_features: int, batch: int) -> Tensor | None:
@@ -99,10 +81,6 @@ def for_once(row_ptr: Tensor, cols: Tensor, in_features: int, batch: int) -> Ten
     if batch < library.dynsparse_panels_from(out_features, in_features, len(cols), False):
         return None
     return _make(out_features, in_features, cols, row_ptr)
-
-
-def _versions(tensors: list[Tensor]) -> list[int]:
-    return [-1 if t.is_inference() else t._version for t in tensors]
 
 
 def _make(

@@ -1,0 +1,49 @@
+"""What a layer computes with at one time, as one object: a reader sees all of it or none."""
+
+from __future__ import annotations
+
+import threading
+
+import torch
+from torch import Tensor
+
+from dynsparse.ops.linear import LayerIndex
+from dynsparse.ops.linear.contents import trust
+from dynsparse.pattern import PatternIndex, SparsePattern
+
+__all__ = ["LayerState", "changing"]
+
+# Held where values and pattern of a layer change, or are looked at afresh. One for all layers: it
+# is held for moments.
+changing = threading.RLock()
+
+
+class LayerState:
+    """A pattern, its index on the device of the values, and the memory of the values.
+
+    A layer replaces its state whole. Who took the old one goes on with it: it keeps alive what it
+    points to.
+
+    Attributes:
+        index: of the pattern.
+        memory: the values without their Parameter, which may be given other memory meanwhile.
+        address: of the memory, by which the layer knows that it still is that of its values.
+        watched, version: a tensor of the index, and how often it had been written to: patterns do
+            not change, and an index that somebody writes to is refused.
+    """
+
+    __slots__ = ("address", "index", "memory", "version", "watched")
+
+    def __init__(self, pattern: SparsePattern, values: Tensor, index: LayerIndex | None) -> None:
+        # Outside of inference mode, where tensors do not count how often they are written to.
+        with torch.inference_mode(False):
+            device = values.device
+            if index is None or index.cols.device != device or values.shape != index.values_shape:
+                tensors = PatternIndex(*(tensor.to(device) for tensor in pattern.index))
+                index = LayerIndex(tensors, values)
+                trust(tensors)
+            self.index = index
+            self.memory = values.detach()
+            self.address = values.data_ptr()
+            self.watched = index.cols if not index.cols.is_inference() else torch.empty(0)
+            self.version = self.watched._version
