@@ -26,7 +26,8 @@ class _EagerLinear(torch.autograd.Function):
     """The operator and its autograd without the dispatcher."""
 
     @staticmethod
-    def forward(ctx, x, values, bias, p, memory):
+    def forward(ctx, x, values, bias, read):
+        p, memory = read  # as one: the autograd engine looks at every tensor among the arguments
         ctx.layer_index = p
         operator.save(ctx, x, values, bias)
         return products.forward(x, memory, p, bias)
@@ -36,9 +37,9 @@ class _EagerLinear(torch.autograd.Function):
         p = ctx.layer_index
         if torch.is_grad_enabled() or torch.is_autocast_enabled("cpu"):
             # The operator refuses second derivatives (create_graph), and keeps autocast out.
-            return *operator.gradients(ctx, dy, ctx.needs_input_grad[2], p.index), None, None
+            return *operator.gradients(ctx, dy, ctx.needs_input_grad[2], p.index), None
         x, values = ctx.saved_tensors
-        need_input, need_values, need_bias, *_ = ctx.needs_input_grad
+        need_input, need_values, need_bias, _ = ctx.needs_input_grad
         dx = dw = None
         if need_input or need_values:
             if values.shape != p.values_shape:
@@ -49,7 +50,7 @@ class _EagerLinear(torch.autograd.Function):
             if x is not None and capture.is_open(values):
                 products.record(values, x, dy)
             dx, dw = products.backward(dy, x, values, p, need_input)
-        return dx, dw, operator.grad_bias(ctx, dy) if need_bias else None, None, None
+        return dx, dw, operator.grad_bias(ctx, dy) if need_bias else None, None
 
 
 # What Function.apply comes to without functorch's wrappers, which `is_plain_eager` excludes: its
@@ -100,7 +101,7 @@ def _compute(x: Tensor, values: Tensor, bias: Tensor | None, p: LayerIndex, memo
     if torch.is_grad_enabled() and (
         values.requires_grad or x.requires_grad or (bias is not None and bias.requires_grad)
     ):
-        return _apply(x, values, bias, p, memory)
+        return _apply(x, values, bias, (p, memory))
     return products.forward(x, memory, p, bias)
 
 
