@@ -4,6 +4,7 @@ import pytest
 
 from dynsparse.popsparse.planner import bucket_sizes as sizes
 from dynsparse.popsparse.product.data_types import FLOAT16, FLOAT32
+from dynsparse.popsparse.product.words import overflow_words
 
 H, F = FLOAT16, FLOAT32
 CASES = [
@@ -32,6 +33,6 @@ def test_worked_bucket_sizes(case):
         int(sizes.value_elements(held, area, partials, grad_weight=grad_weight)),
         int(sizes.meta_info_words(*common, block=edge > 1, grad_weight=grad_weight)),
         int(sizes.own_grad_input_words(*common)) if edge == 1 else None,
-        sizes.overflow_words(px),
+        overflow_words(px),
     )
     assert found == expected

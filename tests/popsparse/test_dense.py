@@ -9,8 +9,8 @@ from dynsparse.machine.target import Target
 from dynsparse.popsparse import dense
 from dynsparse.popsparse.dense.cost import Cut, least_cycles, price, tile_bytes
 from dynsparse.popsparse.dense.cycles import AMP
-from dynsparse.popsparse.planner.space import all_partitions, even_parts
 from dynsparse.popsparse.product.data_types import FLOAT16, FLOAT32
+from dynsparse.popsparse.product.parts import all_partitions, even_parts
 
 
 def test_golden_plan():

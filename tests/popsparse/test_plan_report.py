@@ -11,7 +11,7 @@ from dynsparse.machine.target import Target
 from dynsparse.popsparse.planner import planning
 from dynsparse.popsparse.planner.planning import parse_passes, plan
 from dynsparse.popsparse.planner.report import plan_report, plan_text
-from dynsparse.popsparse.planner.search import PlanningCache
+from dynsparse.popsparse.product.cache import PlanningCache
 
 SMALL = Target(name="small", tiles=24)
 ALL = "forward,grad_input,grad_weight"

@@ -13,11 +13,12 @@ from dynsparse.popsparse.cycles import tile as tile_cycles
 from dynsparse.popsparse.cycles import vertex as vertex_cycles
 from dynsparse.popsparse.cycles.vertex import Search
 from dynsparse.popsparse.cycles.work_split import grid_split
-from dynsparse.popsparse.planner.search import PlanningCache, make_plan, matmul_plan
-from dynsparse.popsparse.planner.space import all_partitions
+from dynsparse.popsparse.planner.search import make_plan, matmul_plan
+from dynsparse.popsparse.product.cache import PlanningCache
 from dynsparse.popsparse.product.data_types import data_type
 from dynsparse.popsparse.product.options import Options
 from dynsparse.popsparse.product.params import FullyConnectedParams, MatmulParams, SparsityParams
+from dynsparse.popsparse.product.parts import all_partitions
 from dynsparse.popsparse.product.plan import Method
 
 W = 6

@@ -30,7 +30,8 @@ from dynsparse.popsparse.matmul import (
 from dynsparse.popsparse.planner.memory import tile_memory
 from dynsparse.popsparse.planner.planning import plan
 from dynsparse.popsparse.planner.report import plan_report, plan_text
-from dynsparse.popsparse.planner.search import PlanningCache, make_plan, matmul_plan
+from dynsparse.popsparse.planner.search import make_plan, matmul_plan
+from dynsparse.popsparse.product.cache import PlanningCache
 from dynsparse.popsparse.product.formats import BSRMatrix, COOMatrix, CSCMatrix, CSRMatrix
 from dynsparse.popsparse.product.options import Options, PlanConstraints
 from dynsparse.popsparse.product.params import FullyConnectedParams, MatmulParams, SparsityParams

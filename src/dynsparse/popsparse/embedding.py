@@ -22,9 +22,9 @@ from dynsparse.machine.tensor import Tensor
 from dynsparse.popsparse.device.codelets_embedding import EmbeddingCodelets
 from dynsparse.popsparse.device.embedding import Round, SliceLayout, SliceTensor
 from dynsparse.popsparse.device.layout import machine_type, reorder
-from dynsparse.popsparse.device.weights import SparseTensor
-from dynsparse.popsparse.fully_connected import checked_weights
-from dynsparse.popsparse.planner.search import PlanningCache, make_plan
+from dynsparse.popsparse.device.weights import SparseTensor, checked_weights
+from dynsparse.popsparse.planner.search import make_plan
+from dynsparse.popsparse.product.cache import PlanningCache
 from dynsparse.popsparse.product.data_types import integer
 from dynsparse.popsparse.product.options import Options
 from dynsparse.popsparse.product.params import FullyConnectedParams

@@ -17,9 +17,14 @@ from dynsparse.popsparse.device.dense import add_dense_grad_weight, add_dense_pr
 from dynsparse.popsparse.device.grad_weight import add_grad_weight
 from dynsparse.popsparse.device.layout import OperandLayout, PlannedTensor
 from dynsparse.popsparse.device.product import add_product
-from dynsparse.popsparse.device.weights import SparseTensor, dense_cut, dense_layout
-from dynsparse.popsparse.planner.search import PlanningCache, make_plan
-from dynsparse.popsparse.product.data_types import data_type
+from dynsparse.popsparse.device.weights import (
+    SparseTensor,
+    checked_weights,
+    dense_cut,
+    dense_layout,
+)
+from dynsparse.popsparse.planner.search import make_plan
+from dynsparse.popsparse.product.cache import PlanningCache
 from dynsparse.popsparse.product.options import Options
 from dynsparse.popsparse.product.params import FullyConnectedParams
 
@@ -74,24 +79,6 @@ def create_fully_connected_input(
     if plan.use_dense:
         plan = dense_layout(plan, dense_cut(plan))
     return OperandLayout(plan, "y").create(graph, name)
-
-
-def checked_weights(weights: Any, params: Any, options: Any) -> SparseTensor:
-    """The weights, if they were made for these parameters and options."""
-    if not isinstance(weights, SparseTensor):
-        raise TypeError(
-            f"weights must be a SparseTensor as create_fully_connected_weights makes it, got "
-            f"{type(weights).__name__}"
-        )
-    plan = weights.plan
-    if params != plan.params:
-        raise ValueError(f"the weights were made for {plan.params}, not for {params}")
-    wanted = Options.parse(options).repaired(
-        data_type(plan.dtype), params.sparsity_params.is_element
-    )
-    if wanted != plan.options:
-        raise ValueError(f"the weights were made with {plan.options}, not with {wanted}")
-    return weights
 
 
 def _product(

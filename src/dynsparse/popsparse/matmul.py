@@ -14,7 +14,8 @@ from dynsparse.machine.tensor import Tensor
 from dynsparse.popsparse.device.layout import OperandLayout, PlannedTensor
 from dynsparse.popsparse.device.product import add_product
 from dynsparse.popsparse.device.weights import SparseTensor
-from dynsparse.popsparse.planner.search import PlanningCache, matmul_plan
+from dynsparse.popsparse.planner.search import matmul_plan
+from dynsparse.popsparse.product.cache import PlanningCache
 from dynsparse.popsparse.product.options import Options
 from dynsparse.popsparse.product.params import MatmulParams
 

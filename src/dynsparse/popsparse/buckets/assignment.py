@@ -13,17 +13,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from dynsparse.popsparse.buckets.layout import BucketLayout
+from dynsparse.popsparse.product.block_lists import stable_order
 
-__all__ = ["Assignment", "Runs", "assign", "expand", "stable_order"]
-
-
-def stable_order(keys: np.ndarray) -> np.ndarray:
-    """The stable ascending order of non-negative integers; a radix sort where 16 bits suffice."""
-    if keys.size == 0:
-        return np.zeros(0, np.int64)
-    if keys.dtype != np.uint16 and int(keys.max()) <= 65535:
-        keys = keys.astype(np.uint16)
-    return np.argsort(keys, kind="stable")
+__all__ = ["Assignment", "Runs", "assign", "expand"]
 
 
 def expand(starts: np.ndarray, lengths: np.ndarray, step: int = 1) -> np.ndarray:

@@ -14,16 +14,11 @@ from functools import cached_property
 
 import numpy as np
 
-from dynsparse.popsparse.product.params import ceil_div
+from dynsparse.popsparse.product.parts import ceil_div
 from dynsparse.popsparse.product.plan import Plan
+from dynsparse.popsparse.product.words import ROW_ENTRY, header_words, overflow_words
 
-__all__ = ["WORD_LIMIT", "BucketLayout", "bucket_layout"]
-
-WORD_LIMIT = 65535
-"""Meta-info words are 16 bits wide."""
-
-# Words of the fixed parts; the layouts are spelled out in meta_info.py.
-ELEMENT_HEADER, ELEMENT_WORKER, BLOCK_HEADER, GRAD_W_WORKER, ROW_ENTRY = 9, 5, 7, 4, 2
+__all__ = ["BucketLayout", "bucket_layout"]
 
 
 @dataclass(frozen=True)
@@ -135,8 +130,8 @@ class BucketLayout:
 
     @cached_property
     def overflow_words(self) -> int:
-        """Words before the buckets: the end counts x, y, z, then two X flags a word."""
-        return 3 + ceil_div(self.partition[0], 2)
+        """Words before the buckets: the overflow record."""
+        return overflow_words(self.partition[0])
 
     @property
     def meta_info_size(self) -> int:
@@ -156,10 +151,7 @@ class BucketLayout:
         if actual_workers:
             forward = np.minimum(self.workers, rows * np.int64(self.part[2]))
             grad_w = np.minimum(self.workers, nz)
-        if self.element_format:
-            words = ELEMENT_HEADER + ELEMENT_WORKER * forward
-            return words + (1 + GRAD_W_WORKER * grad_w if self.grad_w else 0)
-        return BLOCK_HEADER + (GRAD_W_WORKER * grad_w if self.grad_w else 0)
+        return header_words(forward, grad_w if self.grad_w else None, element=self.element_format)
 
     def sub_group_words(
         self, rows: np.ndarray | int, nz: np.ndarray | int, actual_workers: bool = False

@@ -35,17 +35,17 @@ from __future__ import annotations
 import numpy as np
 
 from dynsparse.popsparse.buckets.assignment import expand
-from dynsparse.popsparse.buckets.layout import (
+from dynsparse.popsparse.buckets.layout import BucketLayout
+from dynsparse.popsparse.buckets.sub_groups import SubGroups
+from dynsparse.popsparse.cycles.work_split import even_split, split_rows
+from dynsparse.popsparse.product.words import (
     BLOCK_HEADER,
     ELEMENT_HEADER,
     ELEMENT_WORKER,
     GRAD_W_WORKER,
     ROW_ENTRY,
     WORD_LIMIT,
-    BucketLayout,
 )
-from dynsparse.popsparse.buckets.sub_groups import SubGroups
-from dynsparse.popsparse.cycles.work_split import even_split, split_rows
 
 __all__ = ["MetaInfoWriter"]
 

@@ -14,7 +14,7 @@ import numpy as np
 
 from dynsparse.popsparse.buckets.layout import BucketLayout
 from dynsparse.popsparse.buckets.sub_groups import SubGroups
-from dynsparse.popsparse.product.params import ceil_div
+from dynsparse.popsparse.product.parts import ceil_div
 
 __all__ = ["OverflowInfo"]
 

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from dynsparse.pattern import SparsePattern
-from dynsparse.popsparse.buckets.assignment import Assignment, assign, stable_order
+from dynsparse.popsparse.buckets.assignment import Assignment, assign
 from dynsparse.popsparse.buckets.encoded import Encoded, EncodedPattern, EncodingInfo
 from dynsparse.popsparse.buckets.layout import BucketLayout, bucket_layout
 from dynsparse.popsparse.buckets.meta_info import MetaInfoWriter
@@ -26,8 +26,9 @@ from dynsparse.popsparse.buckets.overflow import OverflowInfo
 from dynsparse.popsparse.buckets.reader import read_buckets
 from dynsparse.popsparse.buckets.spilling import BucketOverflowError, spill
 from dynsparse.popsparse.buckets.sub_groups import SubGroups
-from dynsparse.popsparse.planner.search import PlanningCache, make_plan, matmul_plan
-from dynsparse.popsparse.product.block_lists import to_numpy
+from dynsparse.popsparse.planner.search import make_plan, matmul_plan
+from dynsparse.popsparse.product.block_lists import stable_order, to_numpy
+from dynsparse.popsparse.product.cache import PlanningCache
 from dynsparse.popsparse.product.formats import COOMatrix, SparseMatrix
 from dynsparse.popsparse.product.params import FullyConnectedParams, MatmulParams
 from dynsparse.popsparse.product.plan import Plan

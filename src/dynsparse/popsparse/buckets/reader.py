@@ -7,7 +7,13 @@ from typing import NamedTuple
 import numpy as np
 
 from dynsparse.popsparse.buckets.assignment import expand
-from dynsparse.popsparse.buckets.layout import BLOCK_HEADER, ELEMENT_HEADER, ROW_ENTRY, BucketLayout
+from dynsparse.popsparse.buckets.layout import BucketLayout
+from dynsparse.popsparse.product.words import (
+    BLOCK_HEADER,
+    ELEMENT_HEADER,
+    GRAD_W_WORKER,
+    ROW_ENTRY,
+)
 
 __all__ = ["BucketContents", "read_buckets"]
 
@@ -117,7 +123,7 @@ def read_buckets(
     else:
         rows = words[bucket, at + 5] + 1
         workers = words[bucket, at + 6]
-        row_at = at + BLOCK_HEADER + 4 * workers
+        row_at = at + BLOCK_HEADER + GRAD_W_WORKER * workers
     _require(rows <= rows_here, bucket, "more rows than the rectangle has")
 
     found: list[np.ndarray] = []

@@ -8,8 +8,9 @@ from functools import cached_property
 import numpy as np
 import scipy.sparse
 
-from dynsparse.popsparse.buckets.assignment import Assignment, Runs, expand, stable_order
+from dynsparse.popsparse.buckets.assignment import Assignment, Runs, expand
 from dynsparse.popsparse.buckets.layout import BucketLayout
+from dynsparse.popsparse.product.block_lists import stable_order
 
 __all__ = ["SubGroups"]
 

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from dynsparse.popsparse.product.params import ceil_div
+from dynsparse.popsparse.product.parts import ceil_div
 
 __all__ = ["WorkPieces", "even_split", "grid_split", "grid_splits", "split_rows"]
 

@@ -19,7 +19,7 @@ from dynsparse.popsparse.dense.cycles import (
     reduction_depths,
 )
 from dynsparse.popsparse.product.data_types import DataType
-from dynsparse.popsparse.product.params import ceil_div
+from dynsparse.popsparse.product.parts import ceil_div
 
 __all__ = ["Cut", "Terms", "least_cycles", "price", "tile_bytes"]
 

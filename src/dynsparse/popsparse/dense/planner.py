@@ -20,9 +20,8 @@ import numpy as np
 
 from dynsparse.popsparse.dense.cost import Cut, Terms, least_cycles, price, tile_bytes
 from dynsparse.popsparse.dense.cycles import AMP, HMAC
-from dynsparse.popsparse.planner.space import all_partitions, even_parts
 from dynsparse.popsparse.product.data_types import DataType, data_type, integer, number
-from dynsparse.popsparse.product.params import ceil_div
+from dynsparse.popsparse.product.parts import all_partitions, ceil_div, even_parts
 
 __all__ = ["DensePlan", "plan"]
 

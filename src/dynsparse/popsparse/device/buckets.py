@@ -7,23 +7,22 @@ was given.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import NamedTuple
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 
+from dynsparse.machine.vertex import Codelet, VertexView
 from dynsparse.popsparse.buckets.layout import bucket_layout
 from dynsparse.popsparse.buckets.overflow import OverflowInfo
 from dynsparse.popsparse.buckets.reader import BucketContents, read_buckets
 from dynsparse.popsparse.buckets.sub_groups import SubGroups
 from dynsparse.popsparse.product.plan import Plan
-from dynsparse.popsparse.timing.load import BucketLoad
+from dynsparse.popsparse.timing.load import MISS_CYCLES, BucketLoad
 from dynsparse.popsparse.timing.model import sub_group_cycles
 
-__all__ = ["MISS_CYCLES", "BucketReader", "Found", "SubGroup"]
-
-MISS_CYCLES = 32
-"""Supervisor cycles to pass over a sub-group of another rectangle (section 3.7)."""
+__all__ = ["BucketCodelets", "BucketReader", "Found", "SubGroup"]
 
 # Contents are forgotten when this many times more are known than a pattern has.
 _KEPT_PATTERNS = 8
@@ -51,6 +50,49 @@ class Found(NamedTuple):
     row: np.ndarray
     col: np.ndarray
     place: np.ndarray
+
+
+class BucketCodelets(ABC):
+    """Codelets whose work is what the words of buckets say.
+
+    What a vertex finds there is looked up once, for its cycles, and kept for its work, which
+    follows.
+    """
+
+    def __init__(self, plan: Plan, name: str) -> None:
+        self.plan = plan
+        self.reader = BucketReader(plan, name)
+        self._found: Any = None
+
+    @abstractmethod
+    def _match(self, v: VertexView) -> tuple[np.ndarray, Any]:
+        """Cycles of each vertex and what it has to do."""
+
+    def _codelet(
+        self,
+        name: str,
+        fields: dict[str, Any],
+        compute: Callable[[VertexView], None],
+        scalars: tuple[str, ...] = (),
+    ) -> Codelet:
+        return Codelet(
+            name,
+            fields,
+            compute,
+            self._cycles,
+            "supervisor",
+            scalars=scalars,
+            data_dependent=True,
+        )
+
+    def _cycles(self, v: VertexView) -> np.ndarray:
+        cycles, self._found = self._match(v)
+        return cycles.reshape(v.shape)
+
+    def _matched(self, v: VertexView) -> Any:
+        found = self._match(v)[1] if self._found is None else self._found
+        self._found = None
+        return found
 
 
 class BucketReader:

@@ -12,9 +12,10 @@ from typing import NamedTuple
 import numpy as np
 
 from dynsparse.machine.dtypes import FLOAT, UNSIGNED_INT, UNSIGNED_SHORT
-from dynsparse.machine.vertex import Codelet, In, InOut, VertexView
-from dynsparse.popsparse.device.buckets import MISS_CYCLES, BucketReader, SubGroup
+from dynsparse.machine.vertex import In, InOut, VertexView
+from dynsparse.popsparse.device.buckets import BucketCodelets, SubGroup
 from dynsparse.popsparse.product.plan import Plan
+from dynsparse.popsparse.timing.load import MISS_CYCLES
 
 __all__ = ["EmbeddingCodelets"]
 
@@ -33,37 +34,20 @@ class _Hits(NamedTuple):
     place: np.ndarray
 
 
-class EmbeddingCodelets:
+class EmbeddingCodelets(BucketCodelets):
     """`gather`: from a passing bucket into a tile's slices. `scatter`: from passing slices into the
     partial updates of a tile's bucket."""
 
     def __init__(self, plan: Plan) -> None:
-        self.plan = plan
-        self.reader = BucketReader(plan, "forward")
-        self._hits: _Hits | None = None
+        super().__init__(plan, "forward")
         common = {"words": In(UNSIGNED_SHORT), "indices": In(UNSIGNED_INT)}
-        self.gather = Codelet(
-            "embedding slice",
-            {**common, "values": In(), "slices": InOut()},
-            self._gather,
-            self._cycles,
-            "supervisor",
-            scalars=("column",),
-            data_dependent=True,
+        bucket = {"values": In(), "slices": InOut()}
+        self.gather = self._codelet(
+            "embedding slice", {**common, **bucket}, self._gather, ("column",)
         )
-        self.scatter = Codelet(
-            "embedding update",
-            {
-                **common,
-                "slices": In(),
-                "partials": InOut(FLOAT),
-                "column": In(UNSIGNED_INT),
-                "scale": In(FLOAT),
-            },
-            self._scatter,
-            self._cycles,
-            "supervisor",
-            data_dependent=True,
+        visitors = {"slices": In(), "column": In(UNSIGNED_INT), "scale": In(FLOAT)}
+        self.scatter = self._codelet(
+            "embedding update", {**common, **visitors, "partials": InOut(FLOAT)}, self._scatter
         )
 
     def _match(self, v: VertexView) -> tuple[np.ndarray, _Hits]:
@@ -118,17 +102,8 @@ class EmbeddingCodelets:
         np.add.at(cycles, np.array(vertex, np.int64), look)
         return cycles, hits
 
-    def _cycles(self, v: VertexView) -> np.ndarray:
-        cycles, self._hits = self._match(v)
-        return cycles.reshape(v.shape)
-
-    def _prepared(self, v: VertexView) -> _Hits:
-        hits = self._match(v)[1] if self._hits is None else self._hits
-        self._hits = None
-        return hits
-
     def _gather(self, v: VertexView) -> None:
-        hits = self._prepared(v)
+        hits = self._matched(v)
         by = self.plan.block_dimensions[1]
         values = self._blocks(v.values.reshape(v.count, -1))
         slices = v.slices.reshape(v.count, *v.slices.shape[v.rank :])
@@ -137,7 +112,7 @@ class EmbeddingCodelets:
         slices[hits.vertex, hits.entry, hits.col] = values[hits.vertex, hits.place, hits.inner]
 
     def _scatter(self, v: VertexView) -> None:
-        hits = self._prepared(v)
+        hits = self._matched(v)
         by = self.plan.block_dimensions[1]
         slices = v.slices.reshape(v.count, *v.slices.shape[v.rank :])
         slices = slices.reshape(*slices.shape[:2], -1, by)

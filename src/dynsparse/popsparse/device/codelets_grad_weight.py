@@ -7,14 +7,14 @@ import numpy as np
 from dynsparse.machine.dtypes import UNSIGNED_INT, UNSIGNED_SHORT
 from dynsparse.machine.vertex import Codelet, In, InOut, Out, VertexView
 from dynsparse.popsparse.cycles import tile as tile_cycles
-from dynsparse.popsparse.device.buckets import BucketReader, Found
+from dynsparse.popsparse.device.buckets import BucketCodelets, Found
 from dynsparse.popsparse.device.codelets_product import chunks
 from dynsparse.popsparse.product.plan import Method, Plan
 
 __all__ = ["GradWeightCodelets", "rearrange_codelet"]
 
 
-class GradWeightCodelets:
+class GradWeightCodelets(BucketCodelets):
     """Codelets that add dY x X^T of a tile's part of the batch to a bucket's partial gradients.
 
     Edges: `words` and `partials` of the bucket; `gradient` and `input`, [channels, batch], or
@@ -23,25 +23,12 @@ class GradWeightCodelets:
     """
 
     def __init__(self, plan: Plan) -> None:
-        self.plan = plan
+        super().__init__(plan, "grad_weight")
         self.batch_first = plan.method is Method.BLOCK_AMP
-        self.reader = BucketReader(plan, "grad_weight")
-        self._found: Found | None = None
         edges = {"words": In(UNSIGNED_SHORT), "partials": InOut(), "gradient": In(), "input": In()}
         ids = {"x_id": In(UNSIGNED_INT), "y_id": In(UNSIGNED_INT)}
-        self.resident = self._codelet("grad_weight", edges, ("rectangle",))
-        self.visiting = self._codelet("grad_weight of visitors", {**edges, **ids}, ())
-
-    def _codelet(self, name: str, fields: dict, scalars: tuple[str, ...]) -> Codelet:
-        return Codelet(
-            name,
-            fields,
-            self._compute,
-            self._cycles,
-            "supervisor",
-            scalars=scalars,
-            data_dependent=True,
-        )
+        self.resident = self._codelet("grad_weight", edges, self._compute, ("rectangle",))
+        self.visiting = self._codelet("grad_weight of visitors", {**edges, **ids}, self._compute)
 
     def _match(self, v: VertexView) -> tuple[np.ndarray, Found]:
         words = v.words.reshape(v.count, 1, -1)
@@ -52,13 +39,8 @@ class GradWeightCodelets:
             rectangle = v.rectangle
         return self.reader.match(words, rectangle.reshape(-1))
 
-    def _cycles(self, v: VertexView) -> np.ndarray:
-        cycles, self._found = self._match(v)
-        return cycles.reshape(v.shape)
-
     def _compute(self, v: VertexView) -> None:
-        found = self._match(v)[1] if self._found is None else self._found
-        self._found = None
+        found = self._matched(v)
         bx, by = self.plan.block_dimensions
         partials = v.partials.reshape(v.count, -1)
         assert np.shares_memory(partials, v.partials)

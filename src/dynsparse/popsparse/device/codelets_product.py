@@ -10,7 +10,7 @@ import scipy.sparse
 from dynsparse.machine.dtypes import UNSIGNED_SHORT
 from dynsparse.machine.vertex import Codelet, In, InOut, Out, VertexView
 from dynsparse.popsparse.cycles import tile as tile_cycles
-from dynsparse.popsparse.device.buckets import BucketReader, Found
+from dynsparse.popsparse.device.buckets import BucketCodelets, Found
 from dynsparse.popsparse.product.plan import Plan
 
 __all__ = ["ProductCodelets", "chunks", "transpose_codelet"]
@@ -26,7 +26,7 @@ def chunks(count: int, elements: int) -> Iterator[slice]:
         yield slice(first, min(first + step, count))
 
 
-class ProductCodelets:
+class ProductCodelets(BucketCodelets):
     """Codelets that add what a tile's buckets hold of its rectangle, times the tile's operand.
 
     `distribution` sees the tile's own bucket and those of its Z partners; `propagation` sees the
@@ -35,26 +35,17 @@ class ProductCodelets:
     """
 
     def __init__(self, plan: Plan, name: str, *, turned_blocks: bool) -> None:
-        self.plan = plan
+        super().__init__(plan, name)
         self.turned = name == "grad_input"
         self.turned_blocks = turned_blocks
-        self.reader = BucketReader(plan, name)
-        self._found: Found | None = None
         operand = {"operand": In(), "partials": InOut()}
         own = {"words": In(UNSIGNED_SHORT), "values": In()}
         others = {"other_words": In(UNSIGNED_SHORT), "other_values": In()}
-        self.distribution = self._codelet(f"{name} distribution", {**own, **others, **operand})
-        self.propagation = self._codelet(f"{name} propagation", {**own, **operand})
-
-    def _codelet(self, name: str, fields: dict) -> Codelet:
-        return Codelet(
-            name,
-            fields,
-            self._compute,
-            self._cycles,
-            "supervisor",
-            scalars=("rectangle",),
-            data_dependent=True,
+        self.distribution = self._codelet(
+            f"{name} distribution", {**own, **others, **operand}, self._compute, ("rectangle",)
+        )
+        self.propagation = self._codelet(
+            f"{name} propagation", {**own, **operand}, self._compute, ("rectangle",)
         )
 
     @staticmethod
@@ -69,14 +60,8 @@ class ProductCodelets:
     def _match(self, v: VertexView) -> tuple[np.ndarray, Found]:
         return self.reader.match(self._buckets(v, "words"), v.rectangle.reshape(-1))
 
-    def _cycles(self, v: VertexView) -> np.ndarray:
-        cycles, self._found = self._match(v)
-        return cycles.reshape(v.shape)
-
     def _compute(self, v: VertexView) -> None:
-        # The cycles of these vertices were asked for just before.
-        found = self._match(v)[1] if self._found is None else self._found
-        self._found = None
+        found = self._matched(v)
         if not len(found.vertex):
             return
         grid = v.count

@@ -22,13 +22,11 @@ from dynsparse.machine.program import Execute, If, Program, RepeatWhileTrue, Seq
 from dynsparse.machine.tensor import Tensor
 from dynsparse.machine.vertex import Codelet, In, InOut, Out, VertexView
 from dynsparse.popsparse.buckets.overflow import OverflowInfo
+from dynsparse.popsparse.cycles.control import CONTROL_INSTRUCTIONS
 from dynsparse.popsparse.device.weights import SparseTensor, control_tile
 from dynsparse.popsparse.product.plan import Plan
 
 __all__ = ["IDLE", "Propagation"]
-
-# A control vertex reads, computes and writes one number or a few; 10 to 40 instructions.
-_CYCLES = 20
 
 IDLE = 4
 """Value of the compute switch when a turn only passes buckets on."""
@@ -164,14 +162,16 @@ class Propagation:
             _choose_work(info, state)
 
         fields = {"counts": In(UNSIGNED_INT), "state": Out(UNSIGNED_INT), "any": Out(BOOL)}
-        return Codelet("begin", fields, begin, _CYCLES)
+        return Codelet("begin", fields, begin, CONTROL_INSTRUCTIONS)
 
     def _more(self) -> Codelet:
         def more(v: VertexView) -> None:
             state = v.state[0]
             v.more[...] = state[_LEFT] > 0 or (self.homing and bool(_way_home(state)))
 
-        return Codelet("more", {"state": In(UNSIGNED_INT), "more": Out(BOOL)}, more, _CYCLES)
+        return Codelet(
+            "more", {"state": In(UNSIGNED_INT), "more": Out(BOOL)}, more, CONTROL_INSTRUCTIONS
+        )
 
     def _advance(self) -> Codelet:
         parts = self.plan.partition
@@ -190,7 +190,7 @@ class Propagation:
             state[_MOVE] = 4 * move + int(state[_BUFFERS])
 
         fields = {"counts": In(UNSIGNED_INT), "state": InOut(UNSIGNED_INT)}
-        return Codelet("advance", fields, advance, _CYCLES)
+        return Codelet("advance", fields, advance, CONTROL_INSTRUCTIONS)
 
     def _next_move(self, info: OverflowInfo, state: np.ndarray) -> int:
         """Count the turn that was, and say where the buckets go next; 0: nowhere."""
@@ -216,7 +216,7 @@ class Propagation:
             _choose_work(self._record(v.counts), state)
 
         fields = {"counts": In(UNSIGNED_INT), "state": InOut(UNSIGNED_INT)}
-        return Codelet("toggle", fields, toggle, _CYCLES)
+        return Codelet("toggle", fields, toggle, CONTROL_INSTRUCTIONS)
 
 
 def _choose_work(info: OverflowInfo, state: np.ndarray) -> None:
@@ -237,5 +237,8 @@ def _cast(v: VertexView) -> None:
 
 
 _CAST = Codelet(
-    "cast counts", {"words": In(UNSIGNED_SHORT), "counts": Out(UNSIGNED_INT)}, _cast, _CYCLES
+    "cast counts",
+    {"words": In(UNSIGNED_SHORT), "counts": Out(UNSIGNED_INT)},
+    _cast,
+    CONTROL_INSTRUCTIONS,
 )

@@ -17,7 +17,7 @@ from dynsparse.popsparse.dense import planner as dense
 from dynsparse.popsparse.device.layout import OperandLayout, PlannedTensor, tile_grid
 from dynsparse.popsparse.device.product import Product
 from dynsparse.popsparse.device.weights import SparseTensor, dense_layout
-from dynsparse.popsparse.product.params import ceil_div
+from dynsparse.popsparse.product.parts import ceil_div
 from dynsparse.popsparse.product.plan import Plan
 
 __all__ = ["add_dense_grad_weight", "add_dense_product"]

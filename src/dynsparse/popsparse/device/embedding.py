@@ -16,7 +16,7 @@ from dynsparse.machine.tensor import Tensor, rotation
 from dynsparse.machine.vertex import Codelet, In, Out, VertexView
 from dynsparse.popsparse.device.layout import tile_grid
 from dynsparse.popsparse.device.weights import SparseTensor, control_tile
-from dynsparse.popsparse.product.params import ceil_div
+from dynsparse.popsparse.product.parts import ceil_div
 from dynsparse.popsparse.product.plan import Plan
 
 __all__ = ["Round", "SliceLayout", "SliceTensor"]

@@ -16,7 +16,7 @@ from dynsparse.machine.dtypes import DType, as_dtype
 from dynsparse.machine.graph import Graph
 from dynsparse.machine.program import Copy
 from dynsparse.machine.tensor import Tensor
-from dynsparse.popsparse.product.params import ceil_div
+from dynsparse.popsparse.product.parts import ceil_div
 from dynsparse.popsparse.product.plan import Plan
 
 __all__ = ["OperandLayout", "PlannedTensor", "machine_type", "reorder", "tile_grid"]

@@ -25,7 +25,7 @@ from dynsparse.popsparse.device.layout import (
     tile_grid,
 )
 from dynsparse.popsparse.device.weights import SparseTensor
-from dynsparse.popsparse.product.params import ceil_div
+from dynsparse.popsparse.product.parts import ceil_div
 from dynsparse.popsparse.product.plan import Plan
 
 __all__ = ["Product", "Rotating", "add_product", "rectangles"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 
@@ -12,9 +13,10 @@ from dynsparse.machine.tensor import Tensor, concat
 from dynsparse.popsparse.dense import planner as dense
 from dynsparse.popsparse.dense.planner import DensePlan
 from dynsparse.popsparse.device.layout import machine_type, reorder, tile_grid
+from dynsparse.popsparse.product.options import Options
 from dynsparse.popsparse.product.plan import Plan, Sizes
 
-__all__ = ["SparseTensor", "control_tile", "dense_cut", "dense_layout"]
+__all__ = ["SparseTensor", "checked_weights", "control_tile", "dense_cut", "dense_layout"]
 
 _HOST_ORDER = "gxyz"
 
@@ -115,3 +117,19 @@ class SparseTensor:
     def pass_values(self, order: str) -> Tensor:
         """The values, [*grid in this order, values]."""
         return reorder(self.values, _HOST_ORDER, order)
+
+
+def checked_weights(weights: Any, params: Any, options: Any) -> SparseTensor:
+    """The weights, if they were made for these parameters and options."""
+    if not isinstance(weights, SparseTensor):
+        raise TypeError(
+            f"weights must be a SparseTensor as create_fully_connected_weights makes it, got "
+            f"{type(weights).__name__}"
+        )
+    plan = weights.plan
+    if params != plan.params:
+        raise ValueError(f"the weights were made for {plan.params}, not for {params}")
+    wanted = Options.parse(options).repaired(plan.dtype, params.sparsity_params.is_element)
+    if wanted != plan.options:
+        raise ValueError(f"the weights were made with {plan.options}, not with {wanted}")
+    return weights

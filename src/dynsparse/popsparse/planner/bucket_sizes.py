@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from dynsparse.popsparse.product.data_types import DataType
+from dynsparse.popsparse.product.words import GRAD_W_WORKER, ROW_ENTRY, header_words
 
 __all__ = [
     "aligned",
@@ -19,16 +20,12 @@ __all__ = [
     "expected_groups",
     "groups_per_bucket",
     "meta_info_words",
-    "overflow_words",
     "own_grad_input_words",
     "value_elements",
 ]
 
 Ints = Any
 _SUB_GROUPS = 2  # What the original provides room for; a bucket may hold more, smaller ones.
-_HEADER = {"element": 9, "block": 7}
-_WORKER = {"element": 5, "block": 0}
-_GRAD_WEIGHT_WORKER = {"element": 5, "block": 4}
 
 
 def ceil_fraction(total: Ints, ratio: float) -> Ints:
@@ -84,11 +81,12 @@ def meta_info_words(
     grad_weight: bool,
 ) -> Ints:
     """Words of the meta-info of a bucket that forward (and grad_weight) read."""
-    kind = "block" if block else "element"
     rows, columns = expected_groups(x, y, ratio)
-    per_worker = _WORKER[kind] + (_GRAD_WEIGHT_WORKER[kind] if grad_weight else 0)
-    fixed = _HEADER[kind] + workers * per_worker
-    return _words(fixed, rows * (2 + columns), oversize, exchange_bytes)
+    fixed = header_words(workers, element=not block)
+    if grad_weight:
+        # The original counts the element format's word for the number of workers once a worker.
+        fixed += workers * (GRAD_W_WORKER + (0 if block else 1))
+    return _words(fixed, rows * (ROW_ENTRY + columns), oversize, exchange_bytes)
 
 
 def own_grad_input_words(
@@ -96,9 +94,5 @@ def own_grad_input_words(
 ) -> Ints:
     """Words of the buckets of grad_input's own; x, y are the groups of the forward pass."""
     rows, columns = expected_groups(y, x, ratio)
-    return _words(9 + 5 * workers, rows * (2 + 2 * columns), oversize, exchange_bytes)
-
-
-def overflow_words(x_partitions: int) -> int:
-    """Words of the overflow record: three counts and the distances in x, two to a word."""
-    return 3 + -(-x_partitions // 2)
+    fixed = header_words(workers, element=True)
+    return _words(fixed, rows * (ROW_ENTRY + 2 * columns), oversize, exchange_bytes)

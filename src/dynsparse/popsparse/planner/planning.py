@@ -6,7 +6,8 @@ from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
 
-from dynsparse.popsparse.planner.search import PlanningCache, make_plan
+from dynsparse.popsparse.planner.search import make_plan
+from dynsparse.popsparse.product.cache import PlanningCache
 from dynsparse.popsparse.product.options import Options
 from dynsparse.popsparse.product.params import FullyConnectedParams, SparsityParams
 from dynsparse.popsparse.product.plan import PASSES, Plan

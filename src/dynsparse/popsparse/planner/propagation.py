@@ -15,35 +15,28 @@ import numpy as np
 from scipy.special import bdtrc
 
 from dynsparse.popsparse.cycles import vertex as vertex_cycles
+from dynsparse.popsparse.cycles.control import LOOP_CONTROL, LOOP_STEPS
 from dynsparse.popsparse.cycles.exchange import ExchangeCost
 from dynsparse.popsparse.planner import bucket_sizes
 from dynsparse.popsparse.planner.space import SearchSpace
 from dynsparse.popsparse.product.plan import Method
+from dynsparse.popsparse.product.words import ROW_ENTRY, header_words
 
-__all__ = ["LOOP_CONTROL", "LOOP_STEPS", "expected_cycles", "expected_steps"]
+__all__ = ["expected_cycles", "expected_steps"]
 
 Array = Any
-
-LOOP_STEPS = 10
-"""Supersteps of one turn of the propagation loop: loop condition, predicate, buffer switch,
-compute, decrement, if, toggle, switch, exchange, increment."""
-LOOP_CONTROL = 5 * 20
-"""Worker instructions of a turn's control: five vertices that read, compute and write one number,
-about 20 each (10 to 40)."""
 
 
 def _capacity(space: SearchSpace, groups: Array, words: Array) -> Array:
     """Elements or blocks that fit a bucket, by values and by meta-info."""
     tx, ty, _ = space.per_tile
     workers, grad_weight = space.target.workers, space.options.do_grad_w_pass
-    if space.method is Method.ELEMENT:
-        fixed = 9 + 5 * workers + (4 * workers + 1) * grad_weight
-    else:
-        fixed = 7 + 4 * workers * grad_weight
+    element = space.method is Method.ELEMENT
+    fixed = header_words(workers, workers if grad_weight else None, element=element)
     _, columns = bucket_sizes.expected_groups(tx, ty, space.params.nz_ratio)
     columns = np.maximum(columns, 1)
-    # A row costs two words besides one for each non-zero; a piece may cut two rows short.
-    by_words = (words - 1 - fixed - 4) * columns // (columns + 2)
+    # A row costs its entry besides a word for each non-zero; a piece may cut two rows short.
+    by_words = (words - 1 - fixed - 2 * ROW_ENTRY) * columns // (columns + ROW_ENTRY)
     return np.maximum(0, np.minimum(groups, by_words))
 
 

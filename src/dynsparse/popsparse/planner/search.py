@@ -15,13 +15,16 @@ import numpy as np
 from dynsparse.popsparse.planner import bucket_sizes
 from dynsparse.popsparse.planner.cost import Buckets, TermArray, bucket_arrays, product_terms
 from dynsparse.popsparse.planner.cost_grad_weight import grad_weight_terms
-from dynsparse.popsparse.planner.space import SearchSpace, even_parts
+from dynsparse.popsparse.planner.space import SearchSpace
+from dynsparse.popsparse.product.cache import PlanningCache
 from dynsparse.popsparse.product.data_types import DataType, data_type
 from dynsparse.popsparse.product.options import Options
 from dynsparse.popsparse.product.params import FullyConnectedParams, MatmulParams
+from dynsparse.popsparse.product.parts import even_parts
 from dynsparse.popsparse.product.plan import BucketSizes, Method, PassCost, Plan, Sizes, Term
+from dynsparse.popsparse.product.words import overflow_words
 
-__all__ = ["PlanningCache", "Search", "make_plan", "matmul_plan"]
+__all__ = ["Search", "make_plan", "matmul_plan"]
 
 _KEPT = 10  # Runners-up kept for the report, distinct in partition or method.
 
@@ -64,25 +67,6 @@ class Search:
     runners_up: tuple[dict[str, Any], ...] = field(repr=False)
 
 
-class PlanningCache:
-    """Plans already made. Every input of the planner is part of the key."""
-
-    def __init__(self) -> None:
-        self._plans: dict[Any, Plan] = {}
-        self.hits = 0
-
-    def __len__(self) -> int:
-        return len(self._plans)
-
-    def get(self, key: Any) -> Plan | None:
-        found = self._plans.get(key)
-        self.hits += found is not None
-        return found
-
-    def put(self, key: Any, plan: Plan) -> None:
-        self._plans[key] = plan
-
-
 def make_plan(
     target: Any,
     dtype: Any,
@@ -107,13 +91,8 @@ def make_plan(
     if not isinstance(params, FullyConnectedParams):
         raise TypeError(f"params must be FullyConnectedParams, got {params!r}")
     wanted = Options.parse(options).repaired(kind, params.sparsity_params.is_element)
-    key = (params, wanted, kind, target)
-    if cache is not None and (found := cache.get(key)) is not None:
-        return found
-    plan = _search(target, kind, params, wanted)
-    if cache is not None:
-        cache.put(key, plan)
-    return plan
+    key = (target, kind, params, wanted)
+    return _search(*key) if cache is None else cache.find(key, lambda: _search(*key))
 
 
 def matmul_plan(
@@ -256,7 +235,7 @@ def _plan(candidate: _Candidate, place: int, bound: int | None, search: Search) 
             int(values),
             at(buckets.forward_words),
             at(buckets.grad_input_words) if own and options.do_grad_a_pass else 0,
-            bucket_sizes.overflow_words(x),
+            overflow_words(x),
         ),
         costs=costs,
         memory_bound=bound,

@@ -3,37 +3,19 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cached_property, lru_cache
+from functools import cached_property
 from typing import Any
 
 import numpy as np
 
 from dynsparse.popsparse.product.data_types import DataType
 from dynsparse.popsparse.product.options import Options
-from dynsparse.popsparse.product.params import FullyConnectedParams, ceil_div, planned_block
+from dynsparse.popsparse.product.params import FullyConnectedParams, planned_block
+from dynsparse.popsparse.product.parts import all_partitions, ceil_div, even_parts
 from dynsparse.popsparse.product.plan import Method, Sizes
+from dynsparse.popsparse.product.words import WORD_LIMIT
 
-__all__ = ["SearchSpace", "all_partitions", "even_parts"]
-
-_WORD_LIMIT = 65535
-
-
-@lru_cache(maxsize=8)
-def all_partitions(tiles: int) -> np.ndarray:
-    """Every (x, y, z) with x * y * z <= tiles, in ascending order: integers [3, count]."""
-    pairs = [(x, y) for x in range(1, tiles + 1) for y in range(1, tiles // x + 1)]
-    x, y = np.array(pairs, np.int64).reshape(-1, 2).T
-    depth = tiles // (x * y)
-    ends = np.cumsum(depth)
-    z = np.arange(ends[-1]) - np.repeat(ends - depth, depth) + 1
-    found = np.stack([np.repeat(x, depth), np.repeat(y, depth), z])
-    found.setflags(write=False)
-    return found
-
-
-def even_parts(groups: int, parts: Any) -> Any:
-    """The fewest parts that leave as many groups in the fullest part as `parts` do."""
-    return -(-groups // -(-groups // parts))
+__all__ = ["SearchSpace"]
 
 
 @dataclass(frozen=True)
@@ -107,9 +89,9 @@ class SearchSpace:
         if self.method is not Method.ELEMENT:
             return np.zeros(tx.shape, bool)
         grain = self.grouping.z * self.dtype.size
-        beyond = np.maximum((ty - 1) * tz * grain, tx - 1) > _WORD_LIMIT
+        beyond = np.maximum((ty - 1) * tz * grain, tx - 1) > WORD_LIMIT
         if self.options.do_grad_a_pass and not self.options.shared_buckets:
-            beyond |= np.maximum((tx - 1) * tz * grain, ty - 1) > _WORD_LIMIT
+            beyond |= np.maximum((tx - 1) * tz * grain, ty - 1) > WORD_LIMIT
         return beyond
 
     def allowed(self) -> np.ndarray:

@@ -8,8 +8,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from dynsparse.popsparse.buckets.assignment import stable_order
-
 __all__ = [
     "Blocks",
     "check_offsets",
@@ -19,6 +17,7 @@ __all__ = [
     "offsets_of",
     "row_major",
     "split_blocks",
+    "stable_order",
     "to_numpy",
 ]
 
@@ -80,6 +79,15 @@ def check_offsets(offsets: np.ndarray, what: str, lines: int, total: int, step: 
         raise ValueError(f"{what} must begin with 0 and not decrease")
     if offsets[-1] != total:
         raise ValueError(f"{what} must end with the number of values {total}, got {offsets[-1]}")
+
+
+def stable_order(keys: np.ndarray) -> np.ndarray:
+    """The stable ascending order of non-negative integers; a radix sort where 16 bits suffice."""
+    if keys.size == 0:
+        return np.zeros(0, np.int64)
+    if keys.dtype != np.uint16 and int(keys.max()) <= 65535:
+        keys = keys.astype(np.uint16)
+    return np.argsort(keys, kind="stable")
 
 
 def row_major(blocks: Blocks) -> Blocks:

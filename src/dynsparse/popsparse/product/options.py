@@ -5,14 +5,17 @@ from __future__ import annotations
 import difflib
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
-from typing import Any
+from typing import Any, TypeVar
 
 from dynsparse.popsparse.product.data_types import DataType, data_type, integer, number
 
-__all__ = ["Options", "PlanConstraints"]
+__all__ = ["Options", "PlanConstraints", "flag", "parse_options"]
+
+Parsed = TypeVar("Parsed")
 
 
-def _flag(value: Any, what: str) -> bool:
+def flag(value: Any, what: str) -> bool:
+    """`value` if it is a bool; a clear error otherwise."""
     if isinstance(value, bool):
         return value
     raise TypeError(f"{what} must be True or False, got {value!r}")
@@ -22,6 +25,22 @@ def _unknown(name: Any, known: list[str], what: str) -> ValueError:
     close = difflib.get_close_matches(str(name), known, 1)
     hint = f"did you mean {close[0]!r}?" if close else f"the {what}s are {', '.join(known)}"
     return ValueError(f"unknown {what} {name!r}: {hint}")
+
+
+def parse_options(cls: type[Parsed], value: Parsed | Mapping[str, Any] | None) -> Parsed:
+    """Options of a dataclass from a mapping of its fields, or as they are.
+
+    Raises:
+        ValueError: an unknown name, with the nearest known one. TypeError: not a mapping.
+    """
+    if isinstance(value, cls):
+        return value
+    given = {} if value is None else dict(_items(value, "options"))
+    known = [item.name for item in fields(cls)]  # type: ignore[arg-type]
+    for name in given:
+        if name not in known:
+            raise _unknown(name, known, "option")
+    return cls(**given)
 
 
 @dataclass(frozen=True)
@@ -55,13 +74,13 @@ class PlanConstraints:
                         raise _unknown(key, ["x", "y", "z"], "partition constraint")
                     found[key] = integer(size, f"plan_constraints.partition.{key}")
             elif section == "exchange":
-                for key, flag in _items(content, "plan_constraints.exchange"):
+                for key, chosen in _items(content, "plan_constraints.exchange"):
                     if key not in ("grad_w_exchange_buckets", "gradWExchangeBuckets"):
                         raise _unknown(key, ["grad_w_exchange_buckets"], "exchange constraint")
                     name = "plan_constraints.exchange.grad_w_exchange_buckets"
-                    found["grad_w_exchange_buckets"] = _flag(flag, name)
+                    found["grad_w_exchange_buckets"] = flag(chosen, name)
             elif section in ("use_dense", "useDense"):
-                found["use_dense"] = _flag(content, "plan_constraints.use_dense")
+                found["use_dense"] = flag(content, "plan_constraints.use_dense")
             else:
                 known = ["partition", "exchange", "use_dense"]
                 raise _unknown(section, known, "plan constraint")
@@ -118,7 +137,7 @@ class Options:
             object.__setattr__(self, name, number(getattr(self, name), name, 0.0, 1e6))
         for item in fields(self):
             if isinstance(item.default, bool):
-                _flag(getattr(self, item.name), item.name)
+                flag(getattr(self, item.name), item.name)
         partials = data_type(self.partials_type, "partials_type")
         object.__setattr__(self, "partials_type", partials)
         constraints = PlanConstraints.parse(self.plan_constraints)
@@ -127,16 +146,7 @@ class Options:
     @classmethod
     def parse(cls, value: Options | Mapping[str, Any] | None) -> Options:
         """Options from a mapping; unknown names are an error that names the nearest known one."""
-        if isinstance(value, cls):
-            return value
-        if value is None:
-            return cls()
-        given = dict(_items(value, "options"))
-        known = [item.name for item in fields(cls)]
-        for name in given:
-            if name not in known:
-                raise _unknown(name, known, "option")
-        return cls(**given)
+        return parse_options(cls, value)
 
     def repaired(self, dtype: DataType, is_element: bool) -> Options:
         """The options as carried out: partials no narrower than the data, float32 for elements."""

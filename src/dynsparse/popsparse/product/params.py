@@ -16,13 +16,8 @@ __all__ = [
     "FullyConnectedParams",
     "MatmulParams",
     "SparsityParams",
-    "ceil_div",
     "planned_block",
 ]
-
-
-def ceil_div(a: int, b: int) -> int:
-    return -(-a // b)
 
 
 @dataclass(frozen=True, order=True)

@@ -14,7 +14,8 @@ from typing import Any, NamedTuple
 
 from dynsparse.popsparse.product.data_types import DataType
 from dynsparse.popsparse.product.options import Options
-from dynsparse.popsparse.product.params import FullyConnectedParams, ceil_div
+from dynsparse.popsparse.product.params import FullyConnectedParams
+from dynsparse.popsparse.product.parts import ceil_div
 
 __all__ = ["BucketSizes", "Method", "PassCost", "Plan", "Sizes", "Term"]
 

@@ -9,6 +9,7 @@ The names follow PopSparse's `static_` API. Each function adds variables and ste
 Source: Li, Z. et al., arXiv:2303.16999; section 6.1 of the design inventory of PopSparse.
 """
 
+from dynsparse.popsparse.product.cache import PlanningCache
 from dynsparse.popsparse.static.kernel import multiply
 from dynsparse.popsparse.static.layout import StaticPlan
 from dynsparse.popsparse.static.matmul import (
@@ -24,7 +25,7 @@ from dynsparse.popsparse.static.matmul import (
 )
 from dynsparse.popsparse.static.model import predict, tile_memory
 from dynsparse.popsparse.static.params import MatmulParams, Options
-from dynsparse.popsparse.static.planner import PlanningCache, make_plan
+from dynsparse.popsparse.static.planner import make_plan
 from dynsparse.popsparse.static.program import DenseTensor
 from dynsparse.popsparse.static.report import plan_report, plan_text
 

@@ -10,7 +10,7 @@ import numpy as np
 
 from dynsparse.pattern import SparsePattern
 from dynsparse.popsparse.product.data_types import DataType
-from dynsparse.popsparse.product.params import ceil_div
+from dynsparse.popsparse.product.parts import ceil_div
 from dynsparse.popsparse.static.bands import Bands, Interval
 from dynsparse.popsparse.static.params import MatmulParams, Options
 

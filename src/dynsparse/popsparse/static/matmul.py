@@ -13,10 +13,11 @@ from dynsparse.machine.program import Sequence
 from dynsparse.machine.tensor import Tensor
 from dynsparse.pattern import SparsePattern
 from dynsparse.popsparse.product.block_lists import Blocks, row_major
+from dynsparse.popsparse.product.cache import PlanningCache
 from dynsparse.popsparse.product.formats import COOMatrix, CSRMatrix, SparseMatrix
 from dynsparse.popsparse.static.layout import StaticPlan
 from dynsparse.popsparse.static.params import MatmulParams, Options, pattern_of
-from dynsparse.popsparse.static.planner import PlanningCache, make_plan
+from dynsparse.popsparse.static.planner import make_plan
 from dynsparse.popsparse.static.program import DenseTensor, add_product, add_values, dense_operand
 
 __all__ = [

@@ -11,7 +11,7 @@ import math
 import numpy as np
 
 from dynsparse.popsparse.planner.memory import CODE_BYTES, TileMemory
-from dynsparse.popsparse.product.params import ceil_div
+from dynsparse.popsparse.product.parts import ceil_div
 from dynsparse.popsparse.static import cycles as static_cycles
 from dynsparse.popsparse.static.layout import Pieces, StaticPlan, work_list_words
 from dynsparse.popsparse.timing.model import PassTime, Step

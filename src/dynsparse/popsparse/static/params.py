@@ -6,7 +6,7 @@ Names follow PopSparse's `static_::MatMulParams` and its options, in snake case.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -14,6 +14,7 @@ import numpy as np
 from dynsparse.pattern import SparsePattern
 from dynsparse.popsparse.product.data_types import integer, number
 from dynsparse.popsparse.product.formats import SparseMatrix
+from dynsparse.popsparse.product.options import flag, parse_options
 
 __all__ = ["BLOCK_SIZES", "MatmulParams", "Options", "pattern_of"]
 
@@ -88,25 +89,12 @@ class Options:
         object.__setattr__(self, "available_memory_proportion", share)
         for name in ("num_bands", "n_split"):
             object.__setattr__(self, name, integer(getattr(self, name), name, 0))
-        if not isinstance(self.enable_preprocessing, bool):
-            raise TypeError(
-                f"enable_preprocessing must be True or False, got {self.enable_preprocessing!r}"
-            )
+        flag(self.enable_preprocessing, "enable_preprocessing")
 
     @classmethod
     def parse(cls, value: Options | Mapping[str, Any] | None) -> Options:
-        """Options from a mapping; an unknown name is an error that lists the known ones."""
-        if isinstance(value, cls):
-            return value
-        if value is None:
-            return cls()
-        if not isinstance(value, Mapping):
-            raise TypeError(f"options must be a mapping or static.Options, got {value!r}")
-        known = [item.name for item in fields(cls)]
-        for name in value:
-            if name not in known:
-                raise ValueError(f"unknown option {name!r}: the options are {', '.join(known)}")
-        return cls(**value)
+        """Options from a mapping; unknown names are an error that names the nearest known one."""
+        return parse_options(cls, value)
 
 
 def pattern_of(matrix: Any, params: MatmulParams) -> tuple[SparsePattern, np.ndarray | None]:

@@ -15,8 +15,10 @@ from typing import Any
 import numpy as np
 
 from dynsparse.pattern import SparsePattern
+from dynsparse.popsparse.product.cache import PlanningCache
 from dynsparse.popsparse.product.data_types import DataType, data_type
-from dynsparse.popsparse.product.params import ceil_div
+from dynsparse.popsparse.product.parts import ceil_div
+from dynsparse.popsparse.product.words import WORD_LIMIT
 from dynsparse.popsparse.static import cycles as cycles_of
 from dynsparse.popsparse.static.bands import (
     Bands,
@@ -30,30 +32,10 @@ from dynsparse.popsparse.static.bands import (
 from dynsparse.popsparse.static.layout import StaticPlan, StaticSearch, work_list_words
 from dynsparse.popsparse.static.params import MatmulParams, Options, pattern_of
 
-__all__ = ["PlanningCache", "make_plan"]
+__all__ = ["make_plan"]
 
 _MOST_N_SPLITS, _MOST_BANDS = 32, 128  # The original's bounds of the search.
-_LARGEST_WORD = 65535
 _KEPT = 10  # Runners-up kept for the report.
-
-
-class PlanningCache:
-    """Plans already made, by everything they depend on, the pattern included."""
-
-    def __init__(self) -> None:
-        self._plans: dict[Any, StaticPlan] = {}
-        self.hits = 0
-
-    def __len__(self) -> int:
-        return len(self._plans)
-
-    def get(self, key: Any) -> StaticPlan | None:
-        found = self._plans.get(key)
-        self.hits += found is not None
-        return found
-
-    def put(self, key: Any, plan: StaticPlan) -> None:
-        self._plans[key] = plan
 
 
 def make_plan(
@@ -82,15 +64,12 @@ def make_plan(
         raise TypeError(f"params must be static.MatmulParams, got {params!r}")
     kind, wanted = data_type(dtype), Options.parse(options)
     pattern, _ = pattern_of(matrix, params)
+    given = (target, kind, params, wanted)
     if cache is None:
-        return _search(target, kind, params, wanted, pattern)
+        return _search(*given, pattern)
     positions = (pattern.rows.numpy().tobytes(), pattern.cols.numpy().tobytes())
-    key = (target, kind, params, wanted, pattern.block_size, positions)
-    found = cache.get(key)
-    if found is None:
-        found = _search(target, kind, params, wanted, pattern)
-        cache.put(key, found)
-    return found
+    key = (*given, pattern.block_size, positions)
+    return cache.find(key, lambda: _search(*given, pattern))
 
 
 class _Estimate:
@@ -133,9 +112,9 @@ class _Estimate:
         row_there = 1 - (1 - self.density) ** reach
         column_there = 1 - (1 - self.density) ** rows
         m, k = self._present(row_there, rows), self._present(column_there, reach)
-        if bands.widest * block * n * size > _LARGEST_WORD * (1 if block == 1 else 8 * block):
+        if bands.widest * block * n * size > WORD_LIMIT * (1 if block == 1 else 8 * block):
             return "offsets into the dense operand exceed 16 bits"
-        if work_list_words(m, share, block, workers) > _LARGEST_WORD:
+        if work_list_words(m, share, block, workers) > WORD_LIMIT:
             return "work lists exceed 16 bits"
         each = ceil_div(share, m)
         if block == 1:

@@ -16,7 +16,8 @@ from dynsparse.popsparse.product.plan import Plan
 
 __all__ = ["BucketLoad", "Pieces"]
 
-_MISS = 32  # Supervisor cycles for a sub-group that belongs elsewhere.
+MISS_CYCLES = 32
+"""Supervisor cycles to pass over a sub-group of another rectangle."""
 
 
 class Pieces(NamedTuple):
@@ -71,7 +72,7 @@ class BucketLoad:
     @cached_property
     def scan(self) -> int:
         """Supervisor cycles to find nothing in the bucket of most sub-groups."""
-        return _MISS * int(np.bincount(self.groups.bucket, minlength=1).max())
+        return MISS_CYCLES * int(np.bincount(self.groups.bucket, minlength=1).max())
 
     def batch_shares(self, grains: int) -> list[int]:
         """The different shares of the batch that workers get."""
@@ -98,7 +99,7 @@ class BucketLoad:
 
     def _own(self, cycles: np.ndarray) -> np.ndarray:
         """Cycles of sub-groups in place; a look where they belong elsewhere."""
-        return np.where(self.groups.rectangle == self.home, cycles, _MISS)
+        return np.where(self.groups.rectangle == self.home, cycles, MISS_CYCLES)
 
     def distribution(self, cycles: np.ndarray) -> float:
         """The tile with most to do, when each tile sees all buckets of its rectangle."""

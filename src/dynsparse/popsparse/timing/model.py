@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from dynsparse.popsparse.cycles import tile as tile_cycles
-from dynsparse.popsparse.planner.propagation import LOOP_CONTROL, LOOP_STEPS
+from dynsparse.popsparse.cycles.control import CONTROL_INSTRUCTIONS, LOOP_CONTROL, LOOP_STEPS
 from dynsparse.popsparse.product.plan import Method, Plan
 from dynsparse.popsparse.timing import kernels as execution_cycles
 from dynsparse.popsparse.timing.kernels import Kernel
@@ -28,7 +28,6 @@ from dynsparse.popsparse.timing.load import BucketLoad
 __all__ = ["PassTime", "Step", "predict", "sub_group_cycles"]
 
 _WORD = 2  # Bytes of a meta-info word.
-_CONTROL_INSTRUCTIONS = 20  # Of a vertex that reads, computes and writes one number. 10 to 40.
 
 
 class Step(NamedTuple):
@@ -192,7 +191,7 @@ class _Pass(ABC):
     def control(self) -> Step:
         """The end counts cast, multiplied, and the decision whether to propagate."""
         cast = float(tile_cycles.cast(3, self.plan.dtype, self.partials, self.workers))
-        decide = 2 * _CONTROL_INSTRUCTIONS * self.workers
+        decide = 2 * CONTROL_INSTRUCTIONS * self.workers
         return Step("control", cast + decide, 0.0, 3)
 
 

@@ -1,0 +1,32 @@
+"""Plans made earlier."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+__all__ = ["PlanningCache"]
+
+Found = TypeVar("Found")
+
+
+class PlanningCache:
+    """Plans already made, dynamic and static, by everything they depend on.
+
+    `hits` counts the plans that were found rather than made.
+    """
+
+    def __init__(self) -> None:
+        self._plans: dict[Any, Any] = {}
+        self.hits = 0
+
+    def __len__(self) -> int:
+        return len(self._plans)
+
+    def find(self, key: Any, make: Callable[[], Found]) -> Found:
+        """The plan of `key`, made now if it is not there yet."""
+        if key in self._plans:
+            self.hits += 1
+        else:
+            self._plans[key] = make()
+        return self._plans[key]
