@@ -8,8 +8,8 @@ the design inventory of PopSparse); `static.model` then times what really comes 
 
 from __future__ import annotations
 
-import functools
 import math
+from collections import Counter
 from typing import Any
 
 import numpy as np
@@ -20,21 +20,13 @@ from dynsparse.popsparse.product.data_types import DataType, data_type
 from dynsparse.popsparse.product.parts import ceil_div
 from dynsparse.popsparse.product.words import WORD_LIMIT
 from dynsparse.popsparse.static import cycles as cycles_of
-from dynsparse.popsparse.static.bands import (
-    Bands,
-    Interval,
-    column_bands,
-    kept_first,
-    split_n,
-    split_tiles,
-    tiles_of,
-)
+from dynsparse.popsparse.static.bands import Bands, Interval, kept_first
+from dynsparse.popsparse.static.cuts import Cut, Cuts
 from dynsparse.popsparse.static.layout import StaticPlan, StaticSearch, work_list_words
 from dynsparse.popsparse.static.params import MatmulParams, Options, pattern_of
 
 __all__ = ["make_plan"]
 
-_MOST_N_SPLITS, _MOST_BANDS = 32, 128  # The original's bounds of the search.
 _KEPT = 10  # Runners-up kept for the report.
 
 
@@ -147,12 +139,6 @@ class _Estimate:
         return terms, max(operand + values + held, moved + held)
 
 
-def _range(fixed: int, most: int, what: str, limit: int) -> range:
-    if fixed > limit:
-        raise ValueError(f"{what} must be at most {limit}, got {fixed}")
-    return range(fixed, fixed + 1) if fixed else range(1, min(most, limit) + 1)
-
-
 def _empty(
     target: Any, dtype: DataType, params: MatmulParams, options: Options, pattern: SparsePattern
 ) -> StaticPlan:
@@ -178,6 +164,63 @@ def _empty(
     )
 
 
+def _price(
+    estimate: _Estimate, cuts: Cuts, cut: Cut, bound: int
+) -> tuple[dict[str, int], int] | str:
+    """Cycles by term and temporary bytes of a cut; or the rule that is broken."""
+    slowest: dict[str, int] = {}
+    bytes_ = 0
+    # Parts of n run side by side: the slowest counts.
+    for n, tiles in cut.kinds:
+        band_tiles = cuts.band_tiles(cut.bands, tiles)
+        if band_tiles is None:
+            return "too few tiles for the bands"
+        found = estimate.terms(cuts.bands[cut.bands], band_tiles, n, cut.n_split)
+        if isinstance(found, str):
+            return found
+        terms, held = found
+        bytes_ = max(bytes_, held)
+        slowest = max(slowest, terms, key=lambda t: sum(t.values()))
+    if bytes_ > bound:
+        return f"temporary data exceed {bound} bytes a tile"
+    return slowest, bytes_
+
+
+def _best(estimate: _Estimate, cuts: Cuts, bound: int) -> tuple[dict[str, Any], StaticSearch]:
+    """The cheapest cut as it is reported, and what the search saw.
+
+    Raises:
+        ValueError: no cut is possible, with the rules that are in the way.
+    """
+    found: list[dict[str, Any]] = []
+    broken: Counter[str] = Counter()
+    for cut in cuts:
+        priced = _price(estimate, cuts, cut, bound)
+        if isinstance(priced, str):
+            broken[priced] += 1
+            continue
+        terms, bytes_ = priced
+        found.append(
+            {
+                "n_split": cut.n_split,
+                "bands": cut.bands,
+                "cycles": sum(terms.values()),
+                "temporary_bytes": bytes_,
+                "terms": terms,
+            }
+        )
+    count = len(found) + broken.total()
+    if not found:
+        rules = ", ".join(f"{rule} ({times})" for rule, times in broken.items())
+        raise ValueError(
+            f"none of {count} static partitions is possible: {rules}; raise "
+            "available_memory_proportion, loosen num_bands and n_split, or use a smaller n"
+        )
+    # Equal cycles: fewer parts of n, then fewer bands.
+    found.sort(key=lambda one: (one["cycles"], one["n_split"], one["bands"]))
+    return found[0], StaticSearch(count, len(found), bound, tuple(found[1 : 1 + _KEPT]))
+
+
 def _search(
     target: Any, dtype: DataType, params: MatmulParams, options: Options, pattern: SparsePattern
 ) -> StaticPlan:
@@ -187,97 +230,29 @@ def _search(
         np.bincount(at.numpy(), minlength=size)
         for at, size in zip((pattern.rows, pattern.cols), pattern.grid, strict=True)
     ]
-    orders, planned = zip(*(kept_first(c, options.enable_preprocessing) for c in counts),
-                          strict=True)  # fmt: skip
-    column_counts = counts[1][orders[1]]
-    estimate = _Estimate(target, dtype, params, pattern, planned)
-    bus = target.exchange_bus_tiles
-    grain = bus if target.tiles % bus == 0 else 1
-    n_grains = estimate.n // dtype.vector_width
-    tile_grains = target.tiles // grain
-    splits = _range(options.n_split, _MOST_N_SPLITS, "n_split", min(n_grains, tile_grains))
-    # A grain of columns: one, or as many blocks as the data path has numbers.
-    band_grain = 1 if pattern.block_size == 1 else dtype.vector_width
-    numbers = _range(
-        options.num_bands,
-        min(_MOST_BANDS, ceil_div(planned[1], band_grain)),
-        "num_bands",
-        min(tile_grains, pattern.grid[1]),
+    kept = [kept_first(count, options.enable_preprocessing) for count in counts]
+    (row_order, planned_rows), (column_order, planned_columns) = kept
+    estimate = _Estimate(target, dtype, params, pattern, (planned_rows, planned_columns))
+    cuts = Cuts(
+        target, dtype, options, pattern, estimate.n, counts[1][column_order], planned_columns
     )
-    all_bands = {number: column_bands(column_counts, number) for number in numbers}
-
-    @functools.cache
-    def allocate(number: int, tiles: int) -> tuple[int, ...] | None:
-        return tiles_of(all_bands[number].blocks, tiles, grain)
-
     bound = int(options.available_memory_proportion * target.bytes_per_tile)
-    found: list[tuple[int, int, int, int, dict[str, int]]] = []
-    priced, broken = 0, dict[str, int]()
-    for split in splits:
-        n_parts = split_n(estimate.n, split, dtype.vector_width)
-        tile_parts = split_tiles(n_parts, target.tiles, grain)
-        kinds = {(n.size, t.size) for n, t in zip(n_parts, tile_parts, strict=True)}
-        same_as_fewer = len(n_parts) < split and not options.n_split
-        if same_as_fewer or any(tiles <= 0 for _, tiles in kinds):
-            continue
-        for number in numbers:
-            if split * number > tile_grains:
-                break
-            priced += 1
-            # Parts of n run side by side: the slowest counts.
-            slowest: dict[str, int] = {}
-            bytes_, rule = 0, ""
-            for n, tiles in kinds:
-                band_tiles = allocate(number, tiles)
-                priced_here = (
-                    "too few tiles for the bands"
-                    if band_tiles is None
-                    else estimate.terms(all_bands[number], band_tiles, n, split)
-                )
-                if isinstance(priced_here, str):
-                    rule = priced_here
-                    break
-                terms, held = priced_here
-                bytes_ = max(bytes_, held)
-                slowest = max(slowest, terms, key=lambda t: sum(t.values()))
-            if not rule and bytes_ > bound:
-                rule = f"temporary data exceed {bound} bytes a tile"
-            if rule:
-                broken[rule] = broken.get(rule, 0) + 1
-            else:
-                found.append((sum(slowest.values()), split, number, bytes_, slowest))
-    if not found:
-        rules = ", ".join(f"{rule} ({count})" for rule, count in broken.items())
-        raise ValueError(
-            f"none of {priced} static partitions is possible: {rules}; raise "
-            "available_memory_proportion, loosen num_bands and n_split, or use a smaller n"
-        )
-    found.sort(key=lambda one: one[:3])  # Equal cycles: fewer parts of n, then fewer bands.
-    _, split, number, bytes_, terms = found[0]
-    n_parts = split_n(estimate.n, split, dtype.vector_width)
-    tile_parts = split_tiles(n_parts, target.tiles, grain)
+    best, search = _best(estimate, cuts, bound)
+    n_parts, tile_parts = cuts.parts(best["n_split"])
     return StaticPlan(
         params=params,
         options=options,
         dtype=dtype,
         target=target,
         pattern=pattern,
-        row_order=orders[0],
-        column_order=orders[1],
-        planned=planned,
-        bands=all_bands[number],
+        row_order=row_order,
+        column_order=column_order,
+        planned=(planned_rows, planned_columns),
+        bands=cuts.bands[best["bands"]],
         n_parts=tuple(n_parts),
         tile_parts=tuple(tile_parts),
-        band_tiles=tuple(allocate(number, part.size) or () for part in tile_parts),
-        terms=terms,
-        temporary_bytes=bytes_,
-        search=StaticSearch(
-            priced,
-            len(found),
-            bound,
-            tuple(
-                {"n_split": s, "bands": b, "cycles": c, "temporary_bytes": t, "terms": terms_}
-                for c, s, b, t, terms_ in found[1 : 1 + _KEPT]
-            ),
-        ),
+        band_tiles=tuple(cuts.band_tiles(best["bands"], part.size) or () for part in tile_parts),
+        terms=best["terms"],
+        temporary_bytes=best["temporary_bytes"],
+        search=search,
     )
