@@ -167,7 +167,13 @@ def dense_plans(
     partials: Any = None,
     available_memory_proportion: float = 0.6,
 ) -> dict[str, dense.DensePlan]:
-    """The plan of the dense product of each pass; arguments and errors as of `dense_figures`."""
+    """The plan of the dense product of each pass.
+
+    float16 uses float16 partials unless told otherwise, as published dense figures do.
+
+    Raises:
+        ValueError: sizes or operands the machine cannot hold.
+    """
     shapes = {
         "forward": (rows, cols, batch),
         "grad_input": (cols, rows, batch),
@@ -185,35 +191,9 @@ def dense_plans(
     }
 
 
-def dense_figures(
-    rows: int,
-    cols: int,
-    batch: int,
-    dtype: Any,
-    target: Any,
-    passes: Sequence[str] = PASSES[:1],
-    *,
-    partials: Any = None,
-    available_memory_proportion: float = 0.6,
-) -> dict[str, Any]:
-    """The dense product's figures from its cost model; keys as of `sparse_figures`, and "plan".
-
-    float16 uses float16 partials unless told otherwise, as published dense figures do.
-
-    Raises:
-        ValueError: sizes or operands the machine cannot hold.
-    """
-    found = dense_plans(
-        rows,
-        cols,
-        batch,
-        dtype,
-        target,
-        passes,
-        partials=partials,
-        available_memory_proportion=available_memory_proportion,
-    )
-    first = found[passes[0]]
+def dense_figures(plans: dict[str, dense.DensePlan]) -> dict[str, Any]:
+    """The dense product's figures from its cost model; keys as of `sparse_figures`, and "plan"."""
+    first = next(iter(plans.values()))
     x, z = (first.out, first.field) if first.swapped else (first.field, first.out)
     return {
         "plan": {
@@ -224,9 +204,9 @@ def dense_figures(
             "serial_out": first.serial_out,
             "serial_in": first.serial_in,
         },
-        "cycles": {name: one.cycles for name, one in found.items()},
-        "tflops": {name: one.tflops for name, one in found.items()},
-        "max_tile_bytes": max(one.temporary_bytes + one.resident_bytes for one in found.values()),
+        "cycles": {name: one.cycles for name, one in plans.items()},
+        "tflops": {name: one.tflops for name, one in plans.items()},
+        "max_tile_bytes": max(one.temporary_bytes + one.resident_bytes for one in plans.values()),
         "propagation_steps": 0,
         "spilled": 0,
         "max_relative_error": None,

@@ -1,0 +1,104 @@
+"""`dynsparse matmul --method dynamic`: the pattern may change at run time."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from dynsparse.cli.matmul.figures import median, show, summarise
+from dynsparse.cli.matmul.request import Request
+from dynsparse.machine.errors import OutOfMemoryError
+from dynsparse.popsparse.layer import Layer
+from dynsparse.popsparse.measure import plan_figures, sparse_figures
+from dynsparse.popsparse.planner.planning import plan as make_plan
+from dynsparse.popsparse.planner.report import plan_report, plan_text
+from dynsparse.popsparse.product.plan import Plan
+
+__all__ = ["run"]
+
+
+def run(request: Request) -> None:
+    """Plan, build the program, and run it on one pattern a seed."""
+    plan = _plan(request)
+    if request.plan_only and request.as_json:
+        estimated = {name: cost.cycles for name, cost in plan.costs.items()}
+        shown = {"estimated_cycles": estimated, "report": plan_report(plan)}
+        show({"plan": plan_figures(plan), **shown}, request)
+    elif request.plan_only or request.report_plan:
+        print(plan_text(plan))
+    if request.plan_only:
+        _write_plan_page(request, plan)
+        return
+    layer = _layer(request, plan)
+    runs: list[dict[str, Any]] = []
+    for seed in range(request.seed, request.seed + request.seeds):
+        found = sparse_figures(
+            layer, request.draw(seed), request.names, seed=seed, ignore_data=request.ignore_data
+        )
+        runs.append({"seed": seed, **found})
+    figures = summarise(request, plan_figures(plan), runs)
+    show(figures, request)
+    _write_page(request, layer, figures, runs[median(runs)]["seed"])
+
+
+def _plan(request: Request) -> Plan:
+    names = ["forward", "grad_input", *(["grad_weight"] if "grad_weight" in request.names else [])]
+    settings = {
+        "available_memory_proportion": request.available_memory_proportion,
+        **({} if request.partials_type is None else {"partials_type": request.partials_type}),
+        "meta_info_bucket_oversize_proportion": request.oversize,
+        "plan_constraints": request.json_object("plan_constraints"),
+        **request.json_object("options"),
+    }
+    sizes = (*request.shape, request.batch, request.density, request.block_size)
+    try:
+        plan = make_plan(*sizes, request.dtype, request.machine, passes=names, options=settings)
+    except TypeError as error:  # A value of --options or --plan-constraints of the wrong kind.
+        raise ValueError(str(error)) from error
+    if plan.use_dense:
+        raise ValueError("use_dense is a plan of dense weights: use --method dense")
+    return plan
+
+
+def _layer(request: Request, plan: Plan) -> Layer:
+    try:
+        return Layer(
+            plan,
+            passes=request.names,
+            numerics=not request.ignore_data,
+            check_memory=not request.ignore_memory,
+        )
+    except OutOfMemoryError as error:
+        raise ValueError(
+            f"{error}; use a smaller --batch, a lower --available-memory-proportion or more "
+            "--tiles, or see the figures all the same with --ignore-memory"
+        ) from error
+
+
+def _write_page(request: Request, layer: Layer, figures: dict[str, Any], seed: int) -> None:
+    if request.report is None:
+        return
+    from dynsparse.report.machine import write_layer_report
+
+    pattern = request.draw(seed)
+    more = {"max_relative_error": figures["max_relative_error"], "seed": seed}
+    if request.seeds > 1:
+        # The layer holds the last one.
+        sparse_figures(layer, pattern, request.names, ignore_data=True)
+        more["patterns"] = f"{request.seeds}; this page is about the one of median cycles"
+        more |= {f"{name} cycles, spread": s for name, s in figures["spread"].items()}
+    write_layer_report(request.report, layer, pattern=pattern, summary=more)
+
+
+def _write_plan_page(request: Request, plan: Plan) -> None:
+    if request.report is None:
+        return
+    from dynsparse.report.machine import write_report
+    from dynsparse.report.machine.layer import plan_summary
+
+    summary = plan_summary(plan) | {
+        "density": request.density,
+        "estimated_cycles": {name: cost.cycles for name, cost in plan.costs.items()},
+    }
+    sizes = f"{summary['rows']:,} × {summary['cols']:,} by {summary['batch']:,}"
+    title = f"Plan of a sparse product {sizes} on {plan.target.name}"
+    write_report(request.report, title=title, summary=summary, plan=plan_report(plan))

@@ -1,0 +1,233 @@
+"""What `dynsparse matmul` is asked for: its options, and the checks that all methods share."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, fields
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from dynsparse.cli.values import integer, number
+
+if TYPE_CHECKING:
+    from dynsparse.machine.target import Target
+
+__all__ = ["Request"]
+
+_METHODS = ("dynamic", "static", "dense")
+_PRODUCT, _MACHINE, _PATTERN, _OUTPUT = "Product", "Machine and plan", "Pattern", "Output"
+
+
+def _option(panel: str, help: str, *names: str, **more: Any) -> Any:
+    return typer.Option(*names, help=help, rich_help_panel=panel, **more)
+
+
+def _int(panel: str, help: str, *names: str, **more: Any) -> Any:
+    return _option(panel, help, *names, parser=integer, metavar="<int>", **more)
+
+
+def _float(panel: str, help: str, *names: str, **more: Any) -> Any:
+    return _option(panel, help, *names, parser=number, metavar="<float>", **more)
+
+
+@dataclass(frozen=True)
+class Request:
+    """The options as they were given, and what follows from them.
+
+    Raises:
+        ValueError: an option that makes no sense, by itself or with another.
+    """
+
+    rows: Annotated[int, _int(_PRODUCT, "Rows of the sparse matrix: output features.")]
+    cols: Annotated[int, _int(_PRODUCT, "Its columns: input features.")]
+    batch: Annotated[int, _int(_PRODUCT, "Columns of the dense operand.")]
+    density: Annotated[float, _float(_PRODUCT, "Present blocks over all blocks.")] = 0.1
+    block_size: Annotated[int, _int(_PRODUCT, "Edge of the blocks.")] = 1
+    dtype: Annotated[
+        str, _option(_PRODUCT, "Of values and operands.", metavar="float16|float32")
+    ] = "float16"
+    method: Annotated[
+        str,
+        _option(
+            _PRODUCT,
+            "dynamic: the pattern may change at run time; static: it is known when planning; "
+            "dense: the same product with all elements. Static and dense times are their cost "
+            "models'.",
+            metavar="|".join(_METHODS),
+        ),
+    ] = "dynamic"
+    passes: Annotated[
+        str,
+        _option(
+            _PRODUCT,
+            "Which products run, comma-separated: forward, grad_input, grad_weight.",
+            metavar="<names>",
+        ),
+    ] = "forward"
+    target: Annotated[str, _option(_MACHINE, "The machine.", metavar="bow|mk2")] = "bow"
+    tiles: Annotated[int | None, _int(_MACHINE, "Use this many tiles.", show_default="1472")] = None
+    partials_type: Annotated[
+        str | None,
+        _option(
+            _MACHINE,
+            "Of partial sums.",
+            metavar="float16|float32",
+            show_default="float32; dense: as the data",
+        ),
+    ] = None
+    available_memory_proportion: Annotated[
+        float, _float(_MACHINE, "Part of a tile's memory for temporary data.")
+    ] = 0.6
+    oversize: Annotated[float, _float(_MACHINE, "Spare room of the buckets.")] = 0.3
+    options: Annotated[
+        str,
+        _option(
+            _MACHINE,
+            'Further options as JSON, such as {"shared_buckets": false}.',
+            metavar="<json>",
+        ),
+    ] = "{}"
+    plan_constraints: Annotated[
+        str,
+        _option(
+            _MACHINE,
+            'Fix parts of the plan, as JSON such as {"partition": {"z": 1}}.',
+            metavar="<json>",
+        ),
+    ] = "{}"
+    seed: Annotated[int, _int(_PATTERN, "Of the pattern and the values.")] = 0
+    seeds: Annotated[
+        int,
+        _int(
+            _PATTERN,
+            "Run this many patterns and report the spread; the figures are those of the run with "
+            "the median of cycles.",
+        ),
+    ] = 1
+    weighted_area_begin: Annotated[
+        list[int] | None,
+        _int(_PATTERN, "First row and column of a denser area.", show_default="none"),
+    ] = None
+    weighted_area_end: Annotated[
+        list[int] | None, _int(_PATTERN, "Row and column after its last.", show_default="none")
+    ] = None
+    weighted_area_weighting: Annotated[float, _float(_PATTERN, "How much denser the area is.")] = (
+        1.0
+    )
+    ignore_data: Annotated[
+        bool, _option(_PATTERN, "Count cycles without computing numbers.", "--ignore-data")
+    ] = False
+    ignore_memory: Annotated[
+        bool,
+        _option(_MACHINE, "Run also if the product does not fit the tiles.", "--ignore-memory"),
+    ] = False
+    plan_only: Annotated[
+        bool, _option(_OUTPUT, "Plan, and stop before running.", "--plan-only")
+    ] = False
+    report_plan: Annotated[
+        bool, _option(_OUTPUT, "Show why the plan was chosen.", "--report-plan")
+    ] = False
+    as_json: Annotated[bool, _option(_OUTPUT, "Print the figures as JSON.", "--json")] = False
+    report: Annotated[
+        Path | None,
+        _option(
+            _OUTPUT,
+            "Write a page about plan, run, tiles and buckets: one HTML file.",
+            metavar="<file.html>",
+        ),
+    ] = None
+
+    def __post_init__(self) -> None:
+        if self.method not in _METHODS:
+            raise ValueError(f"--method must be one of {', '.join(_METHODS)}, got {self.method!r}")
+        _ = self.names
+        for flag in ("rows", "cols", "batch", "block_size", "seeds"):
+            if getattr(self, flag) < 1:
+                raise ValueError(f"{_dashed(flag)} must be at least 1, got {getattr(self, flag)}")
+        for flag, value in (("rows", self.rows), ("cols", self.cols)):
+            if self.method != "dense" and value % self.block_size:
+                raise ValueError(
+                    f"--{flag} must be a multiple of --block-size {self.block_size}, got {value}: "
+                    f"use {-(-value // self.block_size) * self.block_size} or another block size"
+                )
+        if not 0 <= self.density <= 1:
+            raise ValueError(f"--density must be in [0, 1], got {self.density:g}")
+        if self.report_plan and self.as_json and not self.plan_only:
+            raise ValueError("--report-plan is text; with --json use --plan-only --json")
+        if (page := self.report) is not None and (page.is_dir() or not page.parent.is_dir()):
+            raise ValueError(f"--report: expected a file in a folder that exists, got {page}")
+        _ = self.machine, self.area
+
+    def refuse(self, *flags: str) -> None:
+        """Refuse options that the method has no use for, if they were given."""
+        defaults = {item.name: item.default for item in fields(self)}
+        for flag in flags:
+            if getattr(self, flag) != defaults[flag]:
+                raise ValueError(
+                    f"{_dashed(flag)} does not apply to --method {self.method}: leave it out"
+                )
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        return self.rows, self.cols
+
+    @cached_property
+    def names(self) -> tuple[str, ...]:
+        """The passes, in the order they run."""
+        from dynsparse.popsparse.planner.planning import parse_passes
+
+        asked = [name.strip() for name in self.passes.split(",")]
+        return tuple(name for name in parse_passes(asked) if name in asked)
+
+    @cached_property
+    def machine(self) -> Target:
+        from dynsparse.machine.target import Target
+
+        return Target.named(self.target, **({} if self.tiles is None else {"tiles": self.tiles}))
+
+    @cached_property
+    def area(self) -> tuple[tuple[int, int], tuple[int, int], float] | None:
+        """The denser area as `draw_pattern` takes it."""
+        begin, end = self.weighted_area_begin, self.weighted_area_end
+        if begin is None and end is None:
+            if self.weighted_area_weighting != 1.0:
+                raise ValueError(
+                    "--weighted-area-weighting needs --weighted-area-begin and --weighted-area-end"
+                )
+            return None
+        corners = []
+        for name, corner in (("begin", begin), ("end", end)):
+            if corner is None or len(corner) != 2:
+                raise ValueError(
+                    f"--weighted-area-{name}: expected a row and a column, got {corner}"
+                )
+            corners.append((corner[0], corner[1]))
+        if self.weighted_area_weighting < 0:
+            raise ValueError(
+                f"--weighted-area-weighting must be at least 0, got {self.weighted_area_weighting}"
+            )
+        return corners[0], corners[1], self.weighted_area_weighting
+
+    def json_object(self, flag: str) -> dict[str, Any]:
+        """The object that an option holds as JSON."""
+        text = getattr(self, flag)
+        try:
+            value = json.loads(text)
+        except json.JSONDecodeError:
+            value = None
+        if not isinstance(value, dict):
+            raise ValueError(f"{_dashed(flag)}: expected a JSON object, got {text!r}")
+        return value
+
+    def draw(self, seed: int) -> Any:
+        """The pattern of a seed."""
+        from dynsparse.popsparse.measure import draw_pattern
+
+        return draw_pattern(self.shape, self.density, self.block_size, seed, self.area)
+
+
+def _dashed(flag: str) -> str:
+    return "--" + flag.replace("_", "-")

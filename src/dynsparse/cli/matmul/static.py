@@ -1,0 +1,80 @@
+"""`dynsparse matmul --method static`: the pattern is known when the product is planned."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from dynsparse.cli.matmul.figures import median, show, summarise
+from dynsparse.cli.matmul.request import Request
+from dynsparse.popsparse.product.data_types import data_type
+from dynsparse.popsparse.static.layout import StaticPlan
+from dynsparse.popsparse.static.measure import plan_figures, plan_passes, static_figures
+from dynsparse.popsparse.static.report import plan_report, plan_text
+
+__all__ = ["run"]
+
+
+def run(request: Request) -> None:
+    """Plan each pass for one pattern a seed, and say what the plans take."""
+    request.refuse("ignore_memory", "oversize", "plan_constraints")
+    partials = request.partials_type
+    if partials is not None and data_type(partials) is not data_type(request.dtype):
+        raise ValueError(
+            f"--partials-type: static products add in the type of the data, {request.dtype}, "
+            f"got {partials}"
+        )
+    plans = _plans(request, request.seed)
+    if request.plan_only:
+        estimated = {name: plan.cycles for name, plan in plans.items()}
+        _write_page(request, plans, {"estimated_cycles": estimated})
+        if request.as_json:
+            report = {name: plan_report(plan) for name, plan in plans.items()}
+            chosen = plan_figures(next(iter(plans.values())))
+            show({"plan": chosen, "estimated_cycles": estimated, "report": report}, request)
+    runs: list[dict[str, Any]] = []
+    plans_of = []
+    for seed in range(request.seed, request.seed + request.seeds * (not request.plan_only)):
+        plans_of.append(plans if seed == request.seed else _plans(request, seed))
+        found = static_figures(plans_of[-1], seed=seed, ignore_data=request.ignore_data)
+        runs.append({"seed": seed, **found})
+    if request.report_plan or (request.plan_only and not request.as_json):
+        print("\n\n".join(plan_text(plan) for plan in plans.values()))
+    if request.plan_only:
+        return
+    middle = median(runs)
+    chosen = plan_figures(next(iter(plans_of[middle].values())))
+    _write_page(
+        request,
+        plans_of[middle],
+        {k: v for k, v in runs[middle].items() if k not in ("propagation_steps", "spilled")},
+    )
+    show(summarise(request, chosen, runs), request)
+
+
+def _plans(request: Request, seed: int) -> dict[str, StaticPlan]:
+    options = {"available_memory_proportion": request.available_memory_proportion}
+    options |= request.json_object("options")
+    where = (request.batch, request.dtype, request.machine, request.names)
+    try:
+        return plan_passes(request.draw(seed), *where, options)
+    except TypeError as error:  # A value of --options of the wrong kind.
+        raise ValueError(str(error)) from error
+
+
+def _write_page(request: Request, plans: dict[str, StaticPlan], figures: dict[str, Any]) -> None:
+    """The profile report of static plans: the plan, its estimate and the predicted steps."""
+    if request.report is None:
+        return
+    from dynsparse.report.machine import write_report
+
+    names = ("rows", "cols", "batch", "density", "block_size", "dtype")
+    summary = {name: getattr(request, name) for name in names}
+    summary |= {"target": request.machine.name, "tiles": request.machine.tiles} | figures
+    reports = {name: plan_report(plan) for name, plan in plans.items()}
+    write_report(
+        request.report,
+        title="Static product {rows:,} × {cols:,} by {batch:,} on {target}".format(**summary),
+        summary=summary,
+        plan=reports,
+        predicted={name: one["predicted"] for name, one in reports.items()},
+    )
