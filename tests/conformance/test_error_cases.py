@@ -1,4 +1,4 @@
-"""Error cases of the design inventory (section 1.8) that the other files do not have.
+"""Error cases (section 8.3 of docs/popsparse-formulas.md) that the other files do not have.
 
 Ids begin with the case's number; "padded" and the like mark cases the original refuses and this
 package carries out. Cases 1-11 and 17-21 are in test_matmul_cases, 22-40, 42

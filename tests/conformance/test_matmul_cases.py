@@ -1,7 +1,7 @@
 """The dynamic matmul as PopSparse's tool runs it, and the errors of its API by their numbers.
 
 Sizes are those of the layer's cases; transposes as the tool's flags. The numbers of the errors are
-those of the design inventory, section 1.8.
+those of section 8.3 of docs/popsparse-formulas.md.
 """
 
 import itertools

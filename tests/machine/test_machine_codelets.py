@@ -39,7 +39,7 @@ def test_copy():
 
 @pytest.mark.parametrize(
     ("src", "out", "cycles"),
-    # The reference's values for 1,000 elements (popsparse.md 3.7, dense_matmul.md 7).
+    # Values for 1,000 elements; formulas in section 3.4 of docs/popsparse-formulas.md.
     [(FLOAT, HALF, 660), (HALF, HALF, 408)],
 )
 def test_cast(src, out, cycles):
@@ -52,7 +52,7 @@ def test_cast(src, out, cycles):
 
 @pytest.mark.parametrize(
     ("partials", "out", "cycles"),
-    # popsparse.md 3.7: 1,000 outputs, depth 4.
+    # Section 3.4 of docs/popsparse-formulas.md: 1,000 outputs, depth 4.
     [(FLOAT, HALF, 4728), (HALF, HALF, 2712)],
 )
 def test_reduce_cycles(partials, out, cycles):

@@ -5,7 +5,8 @@ operations work on the buckets of a fully connected layer: the sparse matrix is 
 Each tile gathers for a share of the indices and for the columns of its y partition. Every bucket
 of those columns has to pass by: the buckets of equal y go round once, and again for each distance
 in y that the overflow record names. An update works the other way round: indices and slices
-travel, and buckets stay. Source: section 5.5 of the design inventory of PopSparse.
+travel, and buckets stay. See section 5.4 of
+docs/popsparse-formulas.md.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ __all__ = [
     "embedding_update_add",
 ]
 
-# A tile holds at least so many indices (section 1.4 of the design inventory).
+# A tile holds at least so many indices (section 5.4 of docs/popsparse-formulas.md).
 _LEAST_INDICES = 32
 
 

@@ -52,7 +52,7 @@ FILL = Codelet(
     "fill",
     {"out": Out()},
     _fill,
-    # popsparse.md 6.1, zeroing: workers x (12 + one store of the data path each cycle).
+    # Section 3.6 of docs/popsparse-formulas.md: one store of the data path each cycle.
     _store_cycles,
     "workers",
     scalars=("value",),
@@ -74,7 +74,7 @@ def _cast_cycles(v: VertexView) -> int:
     return 26 + max(-(-share // width) for width in widths)
 
 
-# popsparse.md 3.7, cast.
+# Cast: section 3.4 of docs/popsparse-formulas.md.
 CAST = Codelet("cast", {"src": In(), "out": Out()}, _copy, _cast_cycles, "workers")
 
 
@@ -93,8 +93,8 @@ def _add_scaled(v: VertexView) -> None:
 
 
 def _add_cycles(v: VertexView) -> int:
-    # dense_matmul.md 4, term 9, in-place add: 11 + workers x (58 + 3 each vector); the 11 of the
-    # supervisor is spread over the workers' 6 slots, rounded up.
+    # Section 7.3 of docs/popsparse-formulas.md: 11 + workers x (58 + 3 each vector); the 11 of
+    # the supervisor is spread over the workers' 6 slots, rounded up.
     return 58 + 2 + 3 * _vectors(v, v.a)
 
 
@@ -124,7 +124,7 @@ def _reduce(v: VertexView) -> None:
 
 
 def _reduce_cycles(v: VertexView) -> int:
-    # popsparse.md 3.7, reduce.
+    # Reduce: section 3.4 of docs/popsparse-formulas.md.
     n, depth = _elements(v, v.out), v.partials.shape[v.rank]
     half_in, half_out = v.partials.itemsize == 2, v.out.itemsize == 2
     width = 8 if half_in else 4

@@ -1,4 +1,4 @@
-"""What the planner expects an exchange to take (section 3.4 of the design inventory)."""
+"""What the planner expects an exchange to take (section 3.5 of docs/popsparse-formulas.md)."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Cycles of the vertices around the sparse ones: cast, reduce, transpose, gather, rearrange.
 
-Vectorised like `cycles.vertex`, with the same source.
+Vectorised like `cycles.vertex`: section 3.4 of docs/popsparse-formulas.md.
 """
 
 from __future__ import annotations

@@ -8,7 +8,7 @@ Shared parameters: `x` rows (blocks: block rows) of one worker, `z` its elements
 non-zeros (blocks: blocks) of each row, `workers` of a tile, `buckets` looked through, `matched`
 those that hold a sub-group of this tile, `sub_groups` on average in a bucket.
 
-Source: reference formulas of PopSparse (poplibs), section 3.7 of the design inventory. The
+The formulas are sections 3.1 to 3.3 of docs/popsparse-formulas.md. The
 execution model (`timing.kernels`) says what the kernels really take.
 """
 

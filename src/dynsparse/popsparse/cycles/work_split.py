@@ -31,8 +31,8 @@ def grid_split(rows: int, grains: int, workers: int) -> tuple[tuple[int, int, in
     """A rectangle of rows x grains cut for workers: (row, rows, grain, grains) of each piece.
 
     A near-square grid of pieces, then the largest is halved, along rows where it has more rows than
-    grains, until every worker has one; ties among the largest go to the earliest. Source: section
-    4.5 of the design inventory.
+    grains, until every worker has one; ties among the largest go to the earliest. See
+    section 2.3 of docs/popsparse-formulas.md.
     """
     area = ceil_div(rows * grains, workers)
     tall = min(ceil_div(area, grains), rows)

@@ -1,4 +1,7 @@
-"""The cost terms of a dense product, for many cuts at once (design inventory, section 4)."""
+"""The cost terms of a dense product, for many cuts at once.
+
+See section 7.3 of docs/popsparse-formulas.md.
+"""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """Cycles of the vertices of a dense product: matrix units, multiply-accumulate, reduction.
 
 Vectorised over tile sizes: `field` elements streamed (`ft`), `in_groups` and `out_groups` of
-channels on a tile. Formulas of poplibs' planner, as listed in the design inventory of its dense
-products (sections 2 and 4).
+channels on a tile. The formulas of poplibs' planner: sections 7.1, 7.2 and 7.4 of
+docs/popsparse-formulas.md.
 """
 
 from __future__ import annotations

@@ -6,7 +6,7 @@ turn to the next, along z, then y, then x, and what went round stays round: the 
 dimension begins where the last one ended. Offsets in X that nothing travels are passed without
 computing. All counters are on one tile, and every decision is a control value that it broadcasts.
 
-Source: section 5.2 of the design inventory; the order within a dimension is free there.
+See section 5.2 of docs/popsparse-formulas.md; the order within a dimension is free.
 """
 
 from __future__ import annotations

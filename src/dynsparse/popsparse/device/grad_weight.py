@@ -3,8 +3,9 @@
 Each bucket has to meet all parts of the batch, and, where it holds sub-groups of other rectangles,
 their operands. Where the buckets travel, meta-info and partial gradients go round and come home at
 the end. Where the operands travel they go the other way round: a move along x changes the gradient
-of the output only, a move along y the input only. Source: section 5.3 of the design inventory of
-PopSparse; there the first round over z is a broadcast of each part, here it is passed on.
+of the output only, a move along y the input only. See section 5.3 of
+docs/popsparse-formulas.md. In the original the first round over z is a broadcast of each part; here
+it is passed on.
 """
 
 from __future__ import annotations

@@ -21,7 +21,8 @@ from dynsparse.popsparse.product.plan import Plan
 
 __all__ = ["OperandLayout", "PlannedTensor", "machine_type", "reorder", "tile_grid"]
 
-# Exchanges of less than this a tile are not worth spreading (section 1.2 of the design inventory).
+# Exchanges of less than this a tile are not worth spreading: section 5.1 of
+# docs/popsparse-formulas.md.
 _LEAST_BYTES = 128
 
 

@@ -1,6 +1,6 @@
 """The program of forward and grad_input: distribution, propagation, reduction.
 
-Sections 5.1 and 5.2 of the design inventory of PopSparse; Li, Z. et al., arXiv:2303.16999.
+See sections 5.1 and 5.2 of docs/popsparse-formulas.md; Li, Z. et al., arXiv:2303.16999.
 """
 
 from __future__ import annotations

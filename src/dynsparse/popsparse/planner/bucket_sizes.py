@@ -1,6 +1,6 @@
 """The fixed sizes of buckets, chosen by the plan before any pattern is known.
 
-Source: section 3.3 of the design inventory of PopSparse. Vectorised over partitions: `x` and `y`
+See sections 2.1 and 2.2 of docs/popsparse-formulas.md. Vectorised over partitions: `x` and `y`
 are groups (elements or blocks) of a tile, integers or integer arrays.
 """
 

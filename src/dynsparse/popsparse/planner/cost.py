@@ -1,6 +1,6 @@
 """The planner's estimate of forward and grad_input, for all partitions at once.
 
-The terms are those of section 3.5 of the design inventory of PopSparse, quirks included: they
+The terms are those of section 4.1 of docs/popsparse-formulas.md, quirks included: they
 choose the plans the original chose. How long a plan really takes is the business of
 `timing.model`.
 """

@@ -1,6 +1,6 @@
 """The planner's estimate of grad_weight, for all partitions at once.
 
-Terms of section 3.6 of the design inventory of PopSparse, quirks included (see `cost`).
+Terms of section 4.2 of docs/popsparse-formulas.md, quirks included (see `cost`).
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """Whether a plan physically fits a tile, which the planner's memory bound does not say.
 
 The planner bounds temporary data only, and doubles its bound beyond the tile when it finds
-nothing. What also has to fit: the buckets, each tile's share of the dense operands, and code.
+nothing. What also has to fit: the buckets, each tile's share of the dense operands, and code: see
+section 5.5 of docs/popsparse-formulas.md.
 """
 
 from __future__ import annotations

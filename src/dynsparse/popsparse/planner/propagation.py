@@ -4,7 +4,8 @@ The original prices it at nothing, and with few blocks a bucket its plans are a 
 is a rounded number of blocks, and whether the fullest of all rectangles exceeds it decides between
 no propagation and dozens of steps. Here the non-zeros of a rectangle are a binomial variable; the
 tail beyond the capacity of its buckets, over all rectangles, gives the chance that anything
-spills, and the excess of the fullest rectangle over its neighbours' room how far it has to travel.
+spills, and the excess of the fullest rectangle over its neighbours' room how far it has to travel
+(section 4.3 of docs/popsparse-formulas.md).
 """
 
 from __future__ import annotations

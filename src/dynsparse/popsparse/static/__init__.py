@@ -6,7 +6,7 @@ The names follow PopSparse's `static_` API. Each function adds variables and ste
     plan = static.plan(pattern, n, dtype="float16", target=Target.bow())
     static.predict(plan).tflops
 
-Source: Li, Z. et al., arXiv:2303.16999; section 6.1 of the design inventory of PopSparse.
+Source: Li, Z. et al., arXiv:2303.16999; section 6 of docs/popsparse-formulas.md.
 """
 
 from dynsparse.popsparse.product.cache import PlanningCache

@@ -1,4 +1,4 @@
-"""Instruction counts of the static kernels (section 6.1 of the design inventory).
+"""Instruction counts of the static kernels (section 6.3 of docs/popsparse-formulas.md).
 
 All results are cycles of a tile; a worker's instruction takes `workers` of them. Arguments may be
 arrays. Partial sums have the type of the data.

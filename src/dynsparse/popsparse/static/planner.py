@@ -2,8 +2,8 @@
 
 It knows the pattern. Columns are cut into bands of about equally many non-zeros; each band gets
 tiles in proportion to them; a tile gets an equal number of the band's blocks, in row order. The
-estimate assumes that blocks are spread at random over the rows and columns kept (section 6.1 of
-the design inventory of PopSparse); `static.model` then times what really comes out.
+estimate assumes that blocks are spread at random over the rows and columns kept (section 6.2 of
+docs/popsparse-formulas.md); `static.model` then times what really comes out.
 """
 
 from __future__ import annotations

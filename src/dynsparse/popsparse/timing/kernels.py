@@ -6,8 +6,9 @@ set up and store for every block of the batch, not once a row; every matched sub
 workers anew; zeroing runs at the full width of the data path; 16x16 blocks of float16 with float32
 partials always load their coefficients in two halves.
 
-Each formula is a count of the instructions of the kernel's loops. A worker issues one instruction
-every `workers` cycles, so a tile pays `workers` times the slowest worker.
+See section 3.6 of docs/popsparse-formulas.md. Each formula is a count of the instructions of the
+kernel's loops. A worker issues one instruction every `workers` cycles, so a tile pays `workers`
+times the slowest worker.
 """
 
 from __future__ import annotations
