@@ -9,9 +9,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from dynsparse.machine.graph import Graph
-from dynsparse.machine.program import Sequence
-from dynsparse.machine.tensor import Tensor
+from dynsparse.machine import Graph, Sequence, Tensor
 from dynsparse.popsparse.dense import planner as dense
 from dynsparse.popsparse.device.dense import add_dense_grad_weight, add_dense_product
 from dynsparse.popsparse.device.grad_weight import add_grad_weight

@@ -6,11 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from dynsparse.machine.engine import Engine
-from dynsparse.machine.graph import Graph
-from dynsparse.machine.profile import Profile
-from dynsparse.machine.program import Program, Sequence
-from dynsparse.machine.tensor import Tensor
+from dynsparse.machine import Engine, Graph, Profile, Program, Sequence, Tensor
 from dynsparse.popsparse.buckets.encoded import EncodedPattern
 from dynsparse.popsparse.buckets.partitioner import Partitioner
 from dynsparse.popsparse.dense.weights import DensePartitioner

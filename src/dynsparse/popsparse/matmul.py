@@ -8,9 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from dynsparse.machine.graph import Graph
-from dynsparse.machine.program import Sequence
-from dynsparse.machine.tensor import Tensor
+from dynsparse.machine import Graph, Sequence, Tensor
 from dynsparse.popsparse.device.layout import OperandLayout, PlannedTensor
 from dynsparse.popsparse.device.product import add_product
 from dynsparse.popsparse.device.weights import SparseTensor

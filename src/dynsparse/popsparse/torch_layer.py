@@ -8,8 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from dynsparse.machine.profile import Profile
-from dynsparse.machine.target import Target
+from dynsparse.machine import Profile, Target
 from dynsparse.ops import capture
 from dynsparse.pattern import SparsePattern
 from dynsparse.popsparse.layer import Layer

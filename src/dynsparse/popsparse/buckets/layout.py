@@ -101,7 +101,7 @@ class BucketLayout:
     @property
     def part(self) -> tuple[int, int, int]:
         """The largest share of a tile, in grains of X, Y and Z."""
-        return tuple(ceil_div(n, p) for n, p in zip(self.grains, self.partition, strict=True))  # type: ignore[return-value]
+        return tuple(ceil_div(n, p) for n, p in zip(self.grains, self.partition, strict=True))
 
     @property
     def num_z(self) -> int:

@@ -10,21 +10,18 @@ from typing import Any
 import numpy as np
 
 from dynsparse.popsparse.product.data_types import DataType
+from dynsparse.popsparse.product.parts import ceil_div
 
 __all__ = ["cast", "gather", "rearrange_batch", "reduce", "transpose_blocks"]
 
 Ints = Any
 
 
-def _ceil(a: Ints, b: Ints) -> Ints:
-    return -(-np.asarray(a) // b)
-
-
 def cast(elements: Ints, source: DataType, result: DataType, workers: int) -> Ints:
     """Converting `elements` numbers."""
-    share = _ceil(elements, workers)
+    share = ceil_div(elements, workers)
     slowest = min(source.vector_width, result.vector_width)
-    return workers * (26 + _ceil(share, slowest))
+    return workers * (26 + ceil_div(share, slowest))
 
 
 def reduce(outputs: Ints, depth: Ints, partials: DataType, result: DataType, workers: int) -> Ints:
@@ -47,7 +44,7 @@ def transpose_blocks(count: Ints, rows: int, columns: int, dtype: DataType, work
     grain = dtype.vector_width
     per_grain = 3 if dtype.size == 4 else 4
     row_grains, column_grains = -(-rows // grain), -(-columns // grain)
-    share = _ceil(count, workers)
+    share = ceil_div(count, workers)
     if row_grains == column_grains == 1:
         work = np.where(share == 1, 29, 37 + (share - 2) * per_grain)
     elif column_grains == 1:
@@ -62,7 +59,7 @@ def gather(elements: Ints, dtype: DataType, workers: int) -> Ints:
     elements = np.asarray(elements)
     width = dtype.vector_width
     rest = elements % width
-    vectors = _ceil(elements // width, workers)
+    vectors = ceil_div(elements // width, workers)
     # The last, partial vector replaces one turn of the loop where there is a loop.
     if dtype.size == 4:
         first, step, partial = 5, 3, np.where(rest > 0, 5, 0)
@@ -77,4 +74,4 @@ def rearrange_batch(blocks: Ints, edge: int, z: Ints, dtype: DataType, workers: 
     """Bringing a dense operand into the order in which grad_weight's matrix units read it."""
     steps = np.asarray(z) // (32 // dtype.size)
     inner = 12 * edge // 2 if dtype.size == 4 else 23 * edge // 4
-    return 18 + workers * (34 + _ceil(blocks, workers) * (3 + steps * (3 + inner)))
+    return 18 + workers * (34 + ceil_div(blocks, workers) * (3 + steps * (3 + inner)))

@@ -63,10 +63,6 @@ class Terms:
     allowed: Array
 
 
-def ceil_arrays(a: Array, b: Array) -> Array:
-    return -(-a // b)
-
-
 def tile_bytes(cut: Cut, dtype: DataType, partials: DataType) -> Array:
     """Operands and partials of one vertex: no partition needs less temporary memory."""
     streamed, held, results = _sizes(cut)[3:]
@@ -190,7 +186,7 @@ def price(cut: Cut, dtype: DataType, partials: DataType, target: Any) -> Terms:
             slices = slices + dynamic_slice(
                 -(-cut.fields * cut.channels // used) // serial, dtype, workers
             )
-            share = ceil_arrays(ceil_arrays(ceil_arrays(results, i), workers), width)
+            share = ceil_div(ceil_div(ceil_div(results, i), workers), width)
             slices = slices + 11 + workers * (58 + 3 * share)
         else:
             slices = slices + dynamic_slice(

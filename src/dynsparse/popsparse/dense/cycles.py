@@ -13,15 +13,13 @@ from typing import Any
 
 import numpy as np
 
+from dynsparse.popsparse.cycles import tile as tile_cycles
 from dynsparse.popsparse.product.data_types import DataType
+from dynsparse.popsparse.product.parts import ceil_div
 
 __all__ = ["AMP", "HMAC", "amp", "dynamic_slice", "hmac", "reduce_stage", "reduction_depths"]
 
 Ints = Any
-
-
-def _ceil(a: Ints, b: Ints) -> Ints:
-    return -(-np.asarray(a) // b)
 
 
 @dataclass(frozen=True)
@@ -82,7 +80,7 @@ def amp(
     """The 1x1 vertex: for each pair of groups a coefficient load, then all workers stream."""
 
     def inner(*, first: bool) -> Ints:
-        more = _amp_call(_ceil(field, workers), kind, dtype, partials, first=first)
+        more = _amp_call(ceil_div(field, workers), kind, dtype, partials, first=first)
         less = _amp_call(np.asarray(field) // workers, kind, dtype, partials, first=first)
         # Two elements take longer than three: the loop is set up for at least three.
         slow, quick = np.maximum(more, less), np.minimum(more, less)
@@ -114,7 +112,7 @@ def hmac(
     half = dtype.size == partials.size == 2
     single = dtype.size == 2 and partials.size == 4
     dot = (7 if half else 3) + 4 + -(-kind.in_channels // width) - (dtype.size == 2)
-    e = _ceil(field, workers)
+    e = ceil_div(field, workers)
     saved = 15 if single else 6 if half else 0
     if single and kind.out_channels == 1:
         work = 16 - 15 + 13 + 1 + e * (2 + dot)
@@ -126,7 +124,7 @@ def hmac(
     total = start + in_groups * (15 + out_groups * (10 + work))
     if not zeroing:
         return total
-    clear = workers * out_groups * (_ceil(_ceil(field * kind.out_channels, workers), 2) + 5)
+    clear = workers * out_groups * (ceil_div(ceil_div(field * kind.out_channels, workers), 2) + 5)
     return total + np.where(single & (np.asarray(in_groups) == 1), 0, clear)
 
 
@@ -160,18 +158,13 @@ def reduce_stage(
     outputs, depth = np.asarray(outputs), np.asarray(depth)
     width = 2 * partials.vector_width
     received = (depth - 1) * outputs * partials.size
-    fits = _ceil(received, 16384) * 16384 < tile_bytes // 16
+    fits = ceil_div(received, 16384) * 16384 < tile_bytes // 16
     store = {(4, 4): 8, (4, 2): 7, (2, 4): 10, (2, 2): 9}[partials.size, result.size]
-    joined = 33 + workers * (20 + (2 * (depth - 1) + store) * _ceil(outputs // width, workers))
-    rest = outputs % width
-    loops = outputs // width + sum((rest >> bit) & 1 for bit in range(3))
-    more = loops % workers > 0
-    extra = np.where(more & (rest != 0), 2 * depth + (13 if partials.size == 4 else 11), 0)
-    share = loops // workers + (more & (rest == 0))
-    split = workers * (32 + extra + (3 * depth + store - 1) * share)
-    return np.where((rest == 0) & fits, joined, split)
+    joined = 33 + workers * (20 + (2 * (depth - 1) + store) * ceil_div(outputs // width, workers))
+    split = tile_cycles.reduce(outputs, depth, partials, result, workers)
+    return np.where((outputs % width == 0) & fits, joined, split)
 
 
 def dynamic_slice(elements: Ints, dtype: DataType, workers: int) -> Ints:
     """Taking or writing back a slice of so many elements on each tile."""
-    return 25 + workers * (63 + 2 * (_ceil(elements, workers) // dtype.vector_width))
+    return 25 + workers * (63 + 2 * (ceil_div(elements, workers) // dtype.vector_width))

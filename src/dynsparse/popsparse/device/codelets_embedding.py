@@ -11,8 +11,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from dynsparse.machine.dtypes import FLOAT, UNSIGNED_INT, UNSIGNED_SHORT
-from dynsparse.machine.vertex import In, InOut, VertexView
+from dynsparse.machine import FLOAT, UNSIGNED_INT, UNSIGNED_SHORT, In, InOut, VertexView
 from dynsparse.popsparse.device.buckets import BucketCodelets, SubGroup
 from dynsparse.popsparse.product.plan import Plan
 from dynsparse.popsparse.timing.load import MISS_CYCLES

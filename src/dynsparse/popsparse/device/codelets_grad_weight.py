@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from dynsparse.machine.dtypes import UNSIGNED_INT, UNSIGNED_SHORT
-from dynsparse.machine.vertex import Codelet, In, InOut, Out, VertexView
+from dynsparse.machine import UNSIGNED_INT, UNSIGNED_SHORT, Codelet, In, InOut, Out, VertexView
 from dynsparse.popsparse.cycles import tile as tile_cycles
 from dynsparse.popsparse.device.buckets import BucketCodelets, Found
 from dynsparse.popsparse.device.codelets_product import chunks

@@ -7,8 +7,7 @@ from collections.abc import Iterator
 import numpy as np
 import scipy.sparse
 
-from dynsparse.machine.dtypes import UNSIGNED_SHORT
-from dynsparse.machine.vertex import Codelet, In, InOut, Out, VertexView
+from dynsparse.machine import UNSIGNED_SHORT, Codelet, In, InOut, Out, VertexView
 from dynsparse.popsparse.cycles import tile as tile_cycles
 from dynsparse.popsparse.device.buckets import BucketCodelets, Found
 from dynsparse.popsparse.product.plan import Plan

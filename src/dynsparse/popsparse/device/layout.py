@@ -12,10 +12,7 @@ from functools import cached_property
 
 import numpy as np
 
-from dynsparse.machine.dtypes import DType, as_dtype
-from dynsparse.machine.graph import Graph
-from dynsparse.machine.program import Copy
-from dynsparse.machine.tensor import Tensor
+from dynsparse.machine import Copy, DType, Graph, Tensor, as_dtype
 from dynsparse.popsparse.product.parts import ceil_div
 from dynsparse.popsparse.product.plan import Plan
 

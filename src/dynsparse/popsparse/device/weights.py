@@ -7,9 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from dynsparse.machine.dtypes import UNSIGNED_SHORT
-from dynsparse.machine.graph import Graph
-from dynsparse.machine.tensor import Tensor, concat
+from dynsparse.machine import UNSIGNED_SHORT, Graph, Tensor, concat
 from dynsparse.popsparse.dense import planner as dense
 from dynsparse.popsparse.dense.planner import DensePlan
 from dynsparse.popsparse.device.layout import machine_type, reorder, tile_grid

@@ -109,23 +109,9 @@ class FullyConnectedParams:
                 )
 
     @classmethod
-    def create_with_nz_ratio(
-        cls,
-        sparsity_params: SparsityParams,
-        nz_ratio: float,
-        batch_size: int,
-        num_groups: int,
-        input_channels_per_group: int,
-        output_channels_per_group: int,
-    ) -> FullyConnectedParams:
-        return cls(
-            sparsity_params,
-            nz_ratio,
-            batch_size,
-            num_groups,
-            input_channels_per_group,
-            output_channels_per_group,
-        )
+    def create_with_nz_ratio(cls, *sizes: Any, **named: Any) -> FullyConnectedParams:
+        """As the constructor."""
+        return cls(*sizes, **named)
 
     @classmethod
     def create_with_num_non_zero_values(
@@ -181,16 +167,9 @@ class MatmulParams:
         object.__setattr__(self, "fully_connected", same)
 
     @classmethod
-    def create_with_nz_ratio(
-        cls,
-        sparsity_params: SparsityParams,
-        nz_ratio: float,
-        groups: int,
-        m: int,
-        k: int,
-        n: int,
-    ) -> MatmulParams:
-        return cls(sparsity_params, nz_ratio, groups, m, k, n)
+    def create_with_nz_ratio(cls, *sizes: Any, **named: Any) -> MatmulParams:
+        """As the constructor."""
+        return cls(*sizes, **named)
 
     @classmethod
     def create_with_num_non_zero_values(

@@ -10,7 +10,8 @@ import numpy as np
 __all__ = ["all_partitions", "ceil_div", "even_parts"]
 
 
-def ceil_div(a: int, b: int) -> int:
+def ceil_div(a: Any, b: Any) -> Any:
+    """a / b rounded up, of integers or integer arrays."""
     return -(-a // b)
 
 

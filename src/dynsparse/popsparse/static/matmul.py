@@ -7,10 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from dynsparse.machine.dtypes import as_dtype
-from dynsparse.machine.graph import Graph
-from dynsparse.machine.program import Sequence
-from dynsparse.machine.tensor import Tensor
+from dynsparse.machine import Graph, Sequence, Tensor, as_dtype
 from dynsparse.pattern import SparsePattern
 from dynsparse.popsparse.product.block_lists import Blocks, row_major
 from dynsparse.popsparse.product.cache import PlanningCache

@@ -29,50 +29,20 @@ from dynsparse.report.machine.timeline import alike, fold, timeline_data
 __all__ = ["encoding_data", "report_html", "write_report"]
 
 
-def write_report(
-    path: str | Path,
-    *,
-    title: str,
-    summary: Mapping[str, Any],
-    plan: Mapping[str, Any] | None = None,
-    profile: Any = None,
-    predicted: Mapping[str, Any] | None = None,
-    encoding: Mapping[str, Any] | None = None,
-) -> Path:
-    """Write the page. What there is no data for is left out.
-
-    Everything is plain data (as from `json.load`), so that a page can be made from stored figures.
+def write_report(path: str | Path, **contents: Any) -> Path:
+    """Write the page of `report_html`, whose arguments and errors these are.
 
     Args:
         path: the file, replaced if it exists; its folder must exist.
-        title: heading of the page.
-        summary: figures by name. Headlines are "cycles", "seconds", "tflops" (each a number, or a
-            mapping of pass to number), "max_tile_bytes", "propagation_steps" and
-            "max_relative_error"; known too are "rows", "cols", "batch", "density", "block_size",
-            "dtype", "target", ... ; any other is shown under its own name.
-        plan: what `popsparse.plan_report` or `DensePlan.to_dict` gives.
-        profile: a `machine.Profile` or its `to_dict()`, or a mapping of pass to either. Memory by
-            category over the tiles needs a `Profile`, or the lists as "memory" in "tiles".
-        predicted: by pass, what `PassTime.to_dict` of the execution model gives.
-        encoding: what `encoding_data(partitioner, encoded)` gives.
 
     Returns:
         The path.
 
     Raises:
-        TypeError, ValueError: data of another kind; the message names the key.
         OSError: the file cannot be written.
     """
     path = Path(path)
-    html = report_html(
-        title=title,
-        summary=summary,
-        plan=plan,
-        profile=profile,
-        predicted=predicted,
-        encoding=encoding,
-    )
-    path.write_text(html, "utf-8")
+    path.write_text(report_html(**contents), "utf-8")
     return path
 
 
@@ -85,7 +55,25 @@ def report_html(
     predicted: Mapping[str, Any] | None = None,
     encoding: Mapping[str, Any] | None = None,
 ) -> str:
-    """The page as text; arguments and errors as of `write_report`."""
+    """The page as text. What there is no data for is left out.
+
+    Everything is plain data (as from `json.load`), so that a page can be made from stored figures.
+
+    Args:
+        title: heading of the page.
+        summary: figures by name. Headlines are "cycles", "seconds", "tflops" (each a number, or a
+            mapping of pass to number), "max_tile_bytes", "propagation_steps" and
+            "max_relative_error"; known too are "rows", "cols", "batch", "density", "block_size",
+            "dtype", "target", ... ; any other is shown under its own name.
+        plan: what `popsparse.plan_report` or `DensePlan.to_dict` gives.
+        profile: a `machine.Profile` or its `to_dict()`, or a mapping of pass to either. Memory by
+            category over the tiles needs a `Profile`, or the lists as "memory" in "tiles".
+        predicted: by pass, what `PassTime.to_dict` of the execution model gives.
+        encoding: what `encoding_data(partitioner, encoded)` gives.
+
+    Raises:
+        TypeError, ValueError: data of another kind; the message names the key.
+    """
     if not isinstance(title, str) or not title.strip():
         raise ValueError(f"title must be a text that is not empty, got {title!r}")
     for name, value in (
