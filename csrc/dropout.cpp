@@ -4,6 +4,7 @@
 // generators"), one stream per lane of sixteen. Every chunk of elements has its own streams, so the
 // result depends on the seed alone, not on threads or the width of vectors.
 
+#include "api.h"
 #include "base/simd.h"
 
 namespace {
@@ -89,9 +90,8 @@ void run_chunk(const float* x, float* y, i64 count, Streams streams, i32 thresho
 
 }  // namespace
 
-// y[i] = x[i] * scale where the i-th random int32 is at least `threshold`, otherwise 0. x may be y.
-DYNSPARSE_EXPORT void dynsparse_dropout(const float* x, float* y, i64 count, uint64_t seed,
-                                        i32 threshold, float scale, i32 threads) {
+void dynsparse_dropout(const float* x, float* y, i64 count, uint64_t seed, i32 threshold,
+                       float scale, i32 threads) {
   const i64 chunks = dynsparse::ceil_div(count, CHUNK);
 #pragma omp parallel for schedule(static) num_threads(threads) if (chunks > 4 && threads > 1)
   for (i64 c = 0; c < chunks; c++) {

@@ -1,23 +1,42 @@
 // bfloat16: the upper half of a float, rounded to nearest even.
 #pragma once
 
-#include "base/layout.h"
+#include "api.h"
+#include "base/simd.h"
 
 namespace dynsparse {
 
-using bf16 = uint16_t;
+using bf16 = dynsparse_bf16;
 
-inline const bf16* low_data(const Matrix& from) {
-  return reinterpret_cast<const bf16*>(from.data);
-}
+// An array of float32 or of bfloat16, whichever pointer is set; none where neither is.
+struct Input {
+  const float* f32 = nullptr;
+  const bf16* b16 = nullptr;
+
+  Input() = default;
+  Input(const float* data) : f32(data) {}
+  Input(const bf16* data) : b16(data) {}
+  // As the C interface hands it over: `type` is a dynsparse_type.
+  Input(const void* data, i32 type) {
+    if (type == DYNSPARSE_BFLOAT16)
+      b16 = static_cast<const bf16*>(data);
+    else
+      f32 = static_cast<const float*>(data);
+  }
+};
+
+struct Output {
+  float* f32 = nullptr;
+  bf16* b16 = nullptr;
+
+  Output() = default;
+  Output(float* data) : f32(data) {}
+  Output(bf16* data) : b16(data) {}
+  explicit operator bool() const { return f32 || b16; }
+};
 
 // `count` values of any stride to floats, and contiguous floats back.
 void widen(const bf16* from, i64 stride, i64 count, float* to);
 void narrow(const float* from, i64 count, bf16* to);
-
-// pack and unpack (layout.h) of bfloat16 activations: through a few floats in the first-level
-// cache, so that no activations are kept in both types.
-void pack_low(const Matrix& from, const Tile& tile, i64 begin, i64 end, float* out);
-void unpack_low(const float* from, const Tile& tile, i64 begin, i64 end, float* to, i64 features);
 
 }  // namespace dynsparse

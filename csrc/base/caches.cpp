@@ -10,7 +10,7 @@ i64 second_level_cache() {
     const i64 known = sysconf(_SC_LEVEL2_CACHE_SIZE);
     if (known > 0) return known;
 #endif
-    return i64{1} << 20;
+    return SECOND_LEVEL;
   }();
   return size;
 }

@@ -1,16 +1,20 @@
 #include "base/layout.h"
 
-#include "base/bf16.h"
+#include "base/caches.h"
 
 namespace dynsparse {
 namespace {
+
+// Floats between bfloat16 and tiles: a few cache lines of every sample in the first-level cache, so
+// that no activations are kept in both types.
+constexpr i64 BUFFER = FIRST_LEVEL * 3 / 4 / sizeof(float);
 
 // Features run contiguously: transpose squares of VL samples by VL features.
 void pack_rows(const Matrix& from, const Tile& tile, i64 begin, i64 end, float* out) {
   const i64 width = tile.width();
   for (i64 lane = 0; lane < width; lane += VL) {
     const i64 samples = least(VL, tile.count - lane);
-    const float* source = from.data + (tile.first + lane) * from.batch_stride;
+    const float* source = from.data.f32 + (tile.first + lane) * from.batch_stride;
     float* target = out + lane;
     i64 f = begin;
     for (; f + VL <= end; f += VL, target += VL * width) {
@@ -41,7 +45,7 @@ void pack_rows(const Matrix& from, const Tile& tile, i64 begin, i64 end, float* 
 void pack_columns(const Matrix& from, const Tile& tile, i64 begin, i64 end, float* out) {
   const i64 width = tile.width();
   for (i64 f = begin; f < end; f++, out += width) {
-    const float* source = from.data + tile.first + f * from.feature_stride;
+    const float* source = from.data.f32 + tile.first + f * from.feature_stride;
     i64 lane = 0;
     for (; lane + VL <= tile.count; lane += VL) store(out + lane, load_unaligned(source + lane));
     if (lane < width) store(out + lane, load_first(source + lane, tile.count - lane));
@@ -51,29 +55,26 @@ void pack_columns(const Matrix& from, const Tile& tile, i64 begin, i64 end, floa
 void pack_any(const Matrix& from, const Tile& tile, i64 begin, i64 end, float* out) {
   const i64 width = tile.width();
   for (i64 f = begin; f < end; f++, out += width) {
-    const float* source =
-        from.data + tile.first * from.batch_stride + f * from.feature_stride;
+    const float* source = from.data.f32 + from.at(tile.first, f);
     for (i64 lane = 0; lane < width; lane++)
       out[lane] = lane < tile.count ? source[lane * from.batch_stride] : 0.0f;
   }
 }
 
-}  // namespace
-
-void pack(const Matrix& from, const Tile& tile, i64 begin, i64 end, float* out) {
-  if (from.low)
-    pack_low(from, tile, begin, end, out);
-  else if (from.feature_stride == 1)
-    pack_rows(from, tile, begin, end, out);
-  else if (from.batch_stride == 1)
-    pack_columns(from, tile, begin, end, out);
-  else
-    pack_any(from, tile, begin, end, out);
+void pack_bf16(const Matrix& from, const Tile& tile, i64 begin, i64 end, float* out) {
+  alignas(64) float buffer[BUFFER];
+  const i64 run = most(1, BUFFER / tile.count / LINE * LINE);
+  for (i64 f = begin; f < end; f += run, out += run * tile.width()) {
+    const i64 some = least(run, end - f);
+    const bf16* row = from.data.b16 + from.at(tile.first, f);
+    for (i64 sample = 0; sample < tile.count; sample++, row += from.batch_stride)
+      widen(row, from.feature_stride, some, buffer + sample * some);
+    pack_rows({buffer, some, 1}, {0, tile.count, tile.vectors}, 0, some, out);
+  }
 }
 
-void unpack(const float* from, const Tile& tile, i64 begin, i64 end, float* to, i64 features,
-            bool low) {
-  if (low) return unpack_low(from, tile, begin, end, to, features);
+void unpack_rows(const float* from, const Tile& tile, i64 begin, i64 end, float* to,
+                 i64 features) {
   const i64 width = tile.width();
   for (i64 lane = 0; lane < tile.count; lane += VL) {
     const i64 samples = least(VL, tile.count - lane);
@@ -99,6 +100,39 @@ void unpack(const float* from, const Tile& tile, i64 begin, i64 end, float* to, 
       }
     }
   }
+}
+
+void unpack_bf16(const float* from, const Tile& tile, i64 begin, i64 end, bf16* to, i64 features) {
+  alignas(64) float buffer[BUFFER];
+  const i64 run = most(1, BUFFER / tile.count / LINE * LINE);
+  bf16* out = to + tile.first * features;
+  for (i64 f = begin; f < end; f += run, from += run * tile.width()) {
+    const i64 some = least(run, end - f);
+    unpack_rows(from, {0, tile.count, tile.vectors}, 0, some, buffer, some);
+    for (i64 sample = 0; sample < tile.count; sample++)
+      narrow(buffer + sample * some, some, out + sample * features + f);
+  }
+}
+
+}  // namespace
+
+void pack(const Matrix& from, const Tile& tile, i64 begin, i64 end, float* out) {
+  if (from.data.b16)
+    pack_bf16(from, tile, begin, end, out);
+  else if (from.feature_stride == 1)
+    pack_rows(from, tile, begin, end, out);
+  else if (from.batch_stride == 1)
+    pack_columns(from, tile, begin, end, out);
+  else
+    pack_any(from, tile, begin, end, out);
+}
+
+void unpack(const float* from, const Tile& tile, i64 begin, i64 end, const Output& to,
+            i64 features) {
+  if (to.b16)
+    unpack_bf16(from, tile, begin, end, to.b16, features);
+  else
+    unpack_rows(from, tile, begin, end, to.f32, features);
 }
 
 }  // namespace dynsparse

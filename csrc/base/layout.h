@@ -5,6 +5,7 @@
 // hold zeros.
 #pragma once
 
+#include "base/bf16.h"
 #include "base/simd.h"
 
 namespace dynsparse {
@@ -13,12 +14,15 @@ namespace dynsparse {
 constexpr int TILE_VECTORS = 4;
 constexpr int TILE = TILE_VECTORS * VL;
 
-// A [batch, features] tensor of any strides (in elements).
+// A [batch, features] tensor of either type and any strides (in elements).
 struct Matrix {
-  const float* data;
-  i64 batch_stride;
-  i64 feature_stride;
-  bool low = false;  // data holds bfloat16, and so do the outputs (bf16.h)
+  Input data;
+  i64 batch_stride = 0;
+  i64 feature_stride = 0;
+
+  i64 at(i64 sample, i64 feature) const {
+    return sample * batch_stride + feature * feature_stride;
+  }
 };
 
 // The samples of one tile: `count` of them from `first` on, padded to `vectors` vectors.
@@ -50,9 +54,9 @@ inline i64 tiles_of(i64 batch, i64 full = TILE) { return ceil_div(batch, full); 
 // Features [begin, end) of the tile's samples: out[(f - begin) * width + lane].
 void pack(const Matrix& from, const Tile& tile, i64 begin, i64 end, float* out);
 
-// The reverse, into a contiguous [batch, features] tensor; only real samples are written. `low`:
-// of bfloat16, to which the outputs are rounded.
-void unpack(const float* from, const Tile& tile, i64 begin, i64 end, float* to, i64 features,
-            bool low = false);
+// The reverse, into a contiguous [batch, features] tensor, rounded where that is bfloat16; only
+// real samples are written.
+void unpack(const float* from, const Tile& tile, i64 begin, i64 end, const Output& to,
+            i64 features);
 
 }  // namespace dynsparse

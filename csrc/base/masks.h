@@ -11,6 +11,13 @@ namespace dynsparse {
 
 using u16 = uint16_t;
 
+// Whether this instruction set expands masks itself; without, they are read bit by bit.
+#if defined(__AVX512F__)
+constexpr bool MASKS_EXPAND = true;
+#else
+constexpr bool MASKS_EXPAND = false;
+#endif
+
 // Columns per word, and vectors per word.
 constexpr int WORD = 16;
 constexpr int WORD_VECTORS = WORD / VL;

@@ -1,9 +1,11 @@
 #include "base/scratch.h"
 
+#include <cstdint>
 #include <cstdlib>
 #include <mutex>
+#include <utility>
 
-#include "base/simd.h"
+#include "api.h"
 
 #if defined(__linux__)
 #include <sys/mman.h>
@@ -89,9 +91,21 @@ Scratch::~Scratch() {
 
 }  // namespace dynsparse
 
-// Gives idle scratch memory back to the system.
-DYNSPARSE_EXPORT void dynsparse_release_scratch() {
+void dynsparse_release_scratch() {
   using namespace dynsparse;
   std::lock_guard<std::mutex> guard(lock);
   for (Buffer& slot : idle) release(slot);
+}
+
+// New memory costs a fifth on large pages.
+void dynsparse_pattern_large_pages(void* data, int64_t bytes) {
+#if defined(__linux__)
+  constexpr std::uintptr_t PAGE = dynsparse::HUGE_PAGE;
+  const auto at = reinterpret_cast<std::uintptr_t>(data);
+  const std::uintptr_t begin = (at + PAGE - 1) / PAGE * PAGE, end = (at + bytes) / PAGE * PAGE;
+  if (begin < end) madvise(reinterpret_cast<void*>(begin), end - begin, MADV_HUGEPAGE);
+#else
+  (void)data;
+  (void)bytes;
+#endif
 }

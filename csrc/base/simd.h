@@ -22,7 +22,6 @@
 #endif
 
 #define DYNSPARSE_INLINE inline __attribute__((always_inline))
-#define DYNSPARSE_EXPORT extern "C" __attribute__((visibility("default")))
 
 namespace dynsparse {
 

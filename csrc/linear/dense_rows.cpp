@@ -1,9 +1,8 @@
 // Rows of a sparse matrix laid out densely, and back: for products that dense kernels do faster.
 //
-// Rows are block rows; a panel holds `count` of them from `first` on, [count * block, in],
-// contiguous. The index is CSR with blocks as in linear.cpp; single elements may come with their bit
-// masks (masks.h), null otherwise, which are faster where the instruction set can use them.
+// A slab holds `count` block rows from `first` on, [count * block, in], contiguous.
 
+#include "api.h"
 #include "base/masks.h"
 
 using dynsparse::i32;
@@ -11,15 +10,10 @@ using dynsparse::i64;
 
 namespace {
 
-// Panels of fewer elements are laid out by the calling thread.
+// Slabs of fewer elements are laid out by the calling thread.
 constexpr i64 SMALL = 1 << 16;
 
-#if defined(__AVX512F__)
-constexpr bool MASKS_PAY = true;
-#else
-constexpr bool MASKS_PAY = false;
-#endif
-
+using dynsparse::MASKS_EXPAND;
 using dynsparse::u16;
 using dynsparse::WORD;
 
@@ -54,7 +48,7 @@ void compress_row(const float* row, const u16* masks, float* values, const float
     }
 }
 
-// One block between its place among the values and its place in a panel of rows. Sizes known to the
+// One block between its place among the values and its place in a slab. Sizes known to the
 // compiler are several times as fast.
 template <i64 BLOCK>
 void copy_block(const float* from, i64 from_stride, float* to, i64 to_stride, i64 block) {
@@ -77,17 +71,16 @@ CopyBlock copy_of(i64 block) {
 
 }  // namespace
 
-// Every element of the panel is written.
-DYNSPARSE_EXPORT void dynsparse_rows_to_dense(const float* values, const i32* row_ptr,
-                                              const i32* cols, const uint16_t* masks, float* panel,
-                                              i64 first, i64 count, i64 in, i64 block, i32 threads) {
+void dynsparse_rows_to_dense(const float* values, const i32* row_ptr, const i32* cols,
+                             const u16* masks, float* slab, i64 first, i64 count, i64 in,
+                             i64 block, i32 threads) {
   if (count * block * in < SMALL) threads = 1;
   const CopyBlock copy = copy_of(block);
 #pragma omp parallel for num_threads(threads) schedule(static)
   for (i64 r = 0; r < count; r++) {
     const i64 begin = row_ptr[first + r], end = row_ptr[first + r + 1];
-    float* rows = panel + r * block * in;
-    if (masks && MASKS_PAY) {
+    float* rows = slab + r * block * in;
+    if (masks && MASKS_EXPAND) {
       expand_row(values + begin, masks + (first + r) * dynsparse::words_of(in), rows, in);
       continue;
     }
@@ -101,17 +94,16 @@ DYNSPARSE_EXPORT void dynsparse_rows_to_dense(const float* values, const i32* ro
   }
 }
 
-// The values at the blocks of these rows; those of other rows are left alone.
-DYNSPARSE_EXPORT void dynsparse_rows_from_dense(const float* panel, const i32* row_ptr,
-                                                const i32* cols, const uint16_t* masks, float* values,
-                                                i64 first, i64 count, i64 in, i64 block, i32 threads) {
+void dynsparse_rows_from_dense(const float* slab, const i32* row_ptr, const i32* cols,
+                               const u16* masks, float* values, i64 first, i64 count, i64 in,
+                               i64 block, i32 threads) {
   if (count * block * in < SMALL) threads = 1;
   const CopyBlock copy = copy_of(block);
 #pragma omp parallel for num_threads(threads) schedule(static)
   for (i64 r = 0; r < count; r++) {
     const i64 begin = row_ptr[first + r], end = row_ptr[first + r + 1];
-    const float* rows = panel + r * block * in;
-    if (masks && MASKS_PAY) {
+    const float* rows = slab + r * block * in;
+    if (masks && MASKS_EXPAND) {
       compress_row(rows, masks + (first + r) * dynsparse::words_of(in), values + begin,
                    values + end, in);
       continue;

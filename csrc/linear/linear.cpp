@@ -1,14 +1,8 @@
-// The C interface of the sparse linear products. Pointers, sizes and strides (in elements) only.
-//
-// W is [out, in] with blocks of `block` x `block` (1: unstructured): CSR (row_ptr [out/block + 1],
-// cols [nnz]) and CSC (col_ptr [in/block + 1], csc_rows [nnz], csc_perm [nnz]: the row-major slot
-// of each entry). values [nnz, block, block] holds W[row * block + i, col * block + j] at
-// (slot, i, j). row_panels, col_panels: what dynsparse_panels_make has made of either (elements
-// only), or null. Outputs are contiguous and every element is written. All functions return 0, or 1
-// where scratch memory could not be allocated.
+// Which kernels compute a product: by blocks or single elements, and in which passes.
 
 #include "linear/linear.h"
 
+#include "api.h"
 #include "linear/block/block.h"
 #include "linear/element/element.h"
 
@@ -43,14 +37,13 @@ int run_any(ElementPass& pass, const void* panels) {
 }
 
 int run_any(const BlockPass& pass) {
-  const bool panels = panels_fit(pass.block, pass.packed.low);
-  return (panels ? run_in_panels(pass) : run_in_tiles(pass)) ? 0 : 1;
+  return (lines_fit(pass) ? run_in_lines(pass) : run_in_tiles(pass)) ? 0 : 1;
 }
 
 }  // namespace
 
 int linear_forward(const Matrix& x, const float* values, const Index& index, const float* bias,
-                   float* y, i64 batch, int threads) {
+                   const Output& y, i64 batch, int threads) {
   if (batch == 0) return 0;
   const i64 out = index.out, in = index.in, block = index.block;
   threads = threads_for(batch, index.row_ptr[out / block], block, out + in, threads);
@@ -71,7 +64,7 @@ int linear_forward(const Matrix& x, const float* values, const Index& index, con
 }
 
 int linear_backward(const Matrix& dy, const Matrix& x, const float* values, const Index& index,
-                    float* dx, float* dvalues, i64 batch, int threads) {
+                    const Output& dx, float* dvalues, i64 batch, int threads) {
   if (!dx && !dvalues) return 0;
   const i64 out = index.out, in = index.in, block = index.block;
   if (batch == 0) {
@@ -115,24 +108,22 @@ int linear_backward(const Matrix& dy, const Matrix& x, const float* values, cons
 using dynsparse::i32;
 using dynsparse::i64;
 
-// y [batch, out] = x [batch, in] W^T + bias; bias [out] or null.
-DYNSPARSE_EXPORT int dynsparse_linear_forward(
-    const float* x, i64 x_batch_stride, i64 x_feature_stride, const float* values,
-    const i32* row_ptr, const i32* cols, const void* row_panels, const float* bias, float* y,
-    i64 batch, i64 out, i64 in, i64 block, i32 threads) {
+int dynsparse_linear_forward(const float* x, i64 x_batch_stride, i64 x_feature_stride,
+                             const float* values, const i32* row_ptr, const i32* cols,
+                             const void* row_panels, const float* bias, float* y, i64 batch,
+                             i64 out, i64 in, i64 block, i32 threads) {
   const dynsparse::Index index = {row_ptr, cols, nullptr, nullptr, nullptr,
                                   out,     in,   block,   row_panels, nullptr};
   return dynsparse::linear_forward({x, x_batch_stride, x_feature_stride}, values, index, bias, y,
                                    batch, threads);
 }
 
-// dx [batch, in] = dy [batch, out] W, and dvalues = (dy^T x) at W's blocks. Either may be null.
-DYNSPARSE_EXPORT int dynsparse_linear_backward(
-    const float* dy, i64 dy_batch_stride, i64 dy_feature_stride, const float* x,
-    i64 x_batch_stride, i64 x_feature_stride, const float* values, const i32* row_ptr,
-    const i32* cols, const i32* col_ptr, const i32* csc_rows, const i32* csc_perm,
-    const void* row_panels, const void* col_panels, float* dx, float* dvalues, i64 batch, i64 out,
-    i64 in, i64 block, i32 threads) {
+int dynsparse_linear_backward(const float* dy, i64 dy_batch_stride, i64 dy_feature_stride,
+                              const float* x, i64 x_batch_stride, i64 x_feature_stride,
+                              const float* values, const i32* row_ptr, const i32* cols,
+                              const i32* col_ptr, const i32* csc_rows, const i32* csc_perm,
+                              const void* row_panels, const void* col_panels, float* dx,
+                              float* dvalues, i64 batch, i64 out, i64 in, i64 block, i32 threads) {
   const dynsparse::Index index = {row_ptr, cols, col_ptr, csc_rows,   csc_perm,
                                   out,     in,   block,   row_panels, col_panels};
   return dynsparse::linear_backward({dy, dy_batch_stride, dy_feature_stride},

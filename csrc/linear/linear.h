@@ -5,7 +5,7 @@
 
 namespace dynsparse {
 
-// The pattern of W [out, in] as linear.cpp describes it; forward needs the CSR part only.
+// The pattern of W [out, in] as api.h describes it; forward needs the CSR part only.
 struct Index {
   const i32* row_ptr;
   const i32* cols;
@@ -21,10 +21,10 @@ struct Index {
   const void* col_panels;
 };
 
-// As the functions of the C interface. Outputs have the type of the activations.
+// As the functions of the C interface. y and dx have the type of the activations.
 int linear_forward(const Matrix& x, const float* values, const Index& index, const float* bias,
-                   float* y, i64 batch, int threads);
+                   const Output& y, i64 batch, int threads);
 int linear_backward(const Matrix& dy, const Matrix& x, const float* values, const Index& index,
-                    float* dx, float* dvalues, i64 batch, int threads);
+                    const Output& dx, float* dvalues, i64 batch, int threads);
 
 }  // namespace dynsparse

@@ -5,12 +5,9 @@
 
 #include <algorithm>
 
+#include "api.h"
 #include "base/scratch.h"
 #include "base/simd.h"
-
-#if defined(__linux__)
-#include <sys/mman.h>
-#endif
 
 using dynsparse::i32;
 using dynsparse::i64;
@@ -80,18 +77,18 @@ struct Merge {
     // While both lists hold a step's worth at either end, no end is reached.
     while (last_i - i >= 1 && last_j - j >= 1) {
       const i32 a = staying[i], b = static_cast<i32>(joining[j] - start);
-      const i32 low = -static_cast<i32>(a < b);  // all ones: a comes first
-      out_cols[front] = b ^ ((a ^ b) & low);
-      out_source[front] = slots[i] | ~low;
-      i -= low;
-      j += 1 + low;
+      const i32 stays = -static_cast<i32>(a < b);  // all ones: a comes first
+      out_cols[front] = b ^ ((a ^ b) & stays);
+      out_source[front] = slots[i] | ~stays;
+      i -= stays;
+      j += 1 + stays;
       front++;
       const i32 c = staying[last_i], e = static_cast<i32>(joining[last_j] - start);
-      const i32 high = -static_cast<i32>(c >= e);
-      out_cols[back] = e ^ ((c ^ e) & high);
-      out_source[back] = slots[last_i] | ~high;
-      last_i += high;
-      last_j -= 1 + high;
+      const i32 ends = -static_cast<i32>(c >= e);  // all ones: c comes last
+      out_cols[back] = e ^ ((c ^ e) & ends);
+      out_source[back] = slots[last_i] | ~ends;
+      last_i += ends;
+      last_j -= 1 + ends;
       back--;
     }
     while (i <= last_i && j <= last_j) {
@@ -164,14 +161,10 @@ void follow_blocks(char* data, i64 bytes, const i32* source, i64 count) {
 
 }  // namespace
 
-// The pattern (row_ptr [height + 1], cols [nnz]) without the slots of `drop` [dropped] and with
-// the flat positions of `grow` [grown], both ascending: new_row_ptr [height + 1], and new_rows,
-// new_cols and source [nnz - dropped + grown], source being the old slot or -1. Returns 0; 1
-// without scratch memory; 2 where a list is out of order or range or a position is taken.
-DYNSPARSE_EXPORT int dynsparse_pattern_merge(
-    const i32* row_ptr, const i32* cols, i64 height, i64 width, const i64* drop, i64 dropped,
-    const i64* grow, i64 grown, i32* new_row_ptr, i32* new_rows, i32* new_cols, i32* source,
-    i32 threads) {
+int dynsparse_pattern_merge(const i32* row_ptr, const i32* cols, i64 height, i64 width,
+                            const i64* drop, i64 dropped, const i64* grow, i64 grown,
+                            i32* new_row_ptr, i32* new_rows, i32* new_cols, i32* source,
+                            i32 threads) {
   const i64 nnz = row_ptr[height];
   if (!ascending(drop, dropped, nnz) || !ascending(grow, grown, height * width)) return 2;
   const i64 pieces = nnz + grown < SMALL ? 1 : threads;
@@ -192,11 +185,8 @@ DYNSPARSE_EXPORT int dynsparse_pattern_merge(
   return taken ? 2 : 0;
 }
 
-// The same pattern by columns: col_ptr [width + 1], csc_rows and csc_perm [nnz]. Returns 0, or 1
-// without scratch memory.
-DYNSPARSE_EXPORT int dynsparse_pattern_by_columns(
-    const i32* row_ptr, const i32* cols, i64 height, i64 width, i32* col_ptr, i32* csc_rows,
-    i32* csc_perm, i32 threads) {
+int dynsparse_pattern_by_columns(const i32* row_ptr, const i32* cols, i64 height, i64 width,
+                                 i32* col_ptr, i32* csc_rows, i32* csc_perm, i32 threads) {
   const i64 pieces = row_ptr[height] < SMALL ? 1 : threads;
   dynsparse::Scratch scratch(pieces * width * sizeof(i32));
   if (scratch.failed()) return 1;
@@ -234,10 +224,8 @@ DYNSPARSE_EXPORT int dynsparse_pattern_by_columns(
   return 0;
 }
 
-// `tensors` arrays of `count` entries of bytes[i] bytes each follow in place: entry j becomes what
-// entry source[j] was, or zeros where source[j] is -1. The sources that are not -1 ascend.
-DYNSPARSE_EXPORT void dynsparse_pattern_follow(
-    void* const* data, const i64* bytes, i64 tensors, const i32* source, i64 count, i32 threads) {
+void dynsparse_pattern_follow(void* const* data, const i64* bytes, i64 tensors, const i32* source,
+                              i64 count, i32 threads) {
   const i64 pieces = count < SMALL ? 1 : std::min<i64>(tensors, threads);
 #pragma omp parallel for num_threads(pieces) schedule(dynamic)
   for (i64 i = 0; i < tensors; i++) {
@@ -248,18 +236,4 @@ DYNSPARSE_EXPORT void dynsparse_pattern_follow(
       default: follow_blocks(static_cast<char*>(data[i]), bytes[i], source, count);
     }
   }
-}
-
-// Memory that is about to be written for the first time: on large pages that costs a fifth. Only
-// whole large pages inside it are concerned, and only where the system leaves the choice.
-DYNSPARSE_EXPORT void dynsparse_pattern_large_pages(void* data, i64 bytes) {
-#if defined(__linux__) && defined(MADV_HUGEPAGE)
-  constexpr uintptr_t PAGE = uintptr_t{1} << 21;
-  const uintptr_t begin = (reinterpret_cast<uintptr_t>(data) + PAGE - 1) / PAGE * PAGE;
-  const uintptr_t end = (reinterpret_cast<uintptr_t>(data) + bytes) / PAGE * PAGE;
-  if (begin < end) madvise(reinterpret_cast<void*>(begin), end - begin, MADV_HUGEPAGE);
-#else
-  (void)data;
-  (void)bytes;
-#endif
 }

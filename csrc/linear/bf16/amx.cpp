@@ -14,15 +14,15 @@ struct alignas(64) Config {
   uint8_t rows[16];
 };
 
-// The compiler does not know that tiles are loaded from memory: what was stored before must be
-// there.
+// The compiler does not know that these registers are loaded from memory: what was stored before
+// must be there.
 void settle() { __asm__ volatile("" ::: "memory"); }
 
-// A tile is 16 rows of 64 bytes. Of the tiles of a thread, 0 to 3 are sums, 4 and 5 left operands, 6
-// and 7 right ones.
-class Tiles {
+// A matrix register (Intel says tile) is 16 rows of 64 bytes. Of the registers of a thread, 0 to 3
+// are sums, 4 and 5 left operands, 6 and 7 right ones.
+class Amx {
  public:
-  explicit Tiles(i64 depth) {
+  explicit Amx(i64 depth) {
     Config config = {};
     config.palette = 1;
     for (int t = 0; t < 8; t++) {
@@ -32,7 +32,7 @@ class Tiles {
     settle();
     _tile_loadconfig(&config);
   }
-  ~Tiles() { _tile_release(); }
+  ~Amx() { _tile_release(); }
 
   static bool collides(i64) { return false; }
 
@@ -143,8 +143,8 @@ bool amx_usable() {
   return usable;
 }
 
-bool run_on_amx(const BlockPass& pass, const bf16* low_values) {
-  return run_bf16_blocks<Tiles>(pass, low_values);
+bool run_on_amx(const BlockPass& pass) {
+  return run_bf16_blocks<Amx>(pass);
 }
 
 }  // namespace dynsparse

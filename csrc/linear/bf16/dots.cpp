@@ -7,13 +7,13 @@ namespace dynsparse {
 namespace {
 
 using Sums = __m512;
-using Low = __m512bh;
+using Pairs = __m512bh;
 
 // Two neighbouring values in every lane.
-DYNSPARSE_INLINE Low spread(const void* pair) {
+DYNSPARSE_INLINE Pairs spread(const void* pair) {
   i32 bits;
   std::memcpy(&bits, pair, sizeof bits);
-  return reinterpret_cast<Low>(_mm512_set1_epi32(bits));
+  return reinterpret_cast<Pairs>(_mm512_set1_epi32(bits));
 }
 
 // Dot products of pairs in vectors: 16 rows of the left operand, and so 16 sums, at a time.
@@ -53,7 +53,7 @@ struct Dots {
           const bf16* left = x + m * stride + pass.idx[p] * BLOCK;
           const i32* right = prepared + p * size + n * half;
           for (i64 k = 0; k < half; k++) {
-            const Low pairs = reinterpret_cast<Low>(load_line(right + k * SIDE));
+            const Pairs pairs = reinterpret_cast<Pairs>(load_line(right + k * SIDE));
 #pragma GCC unroll 16
             for (int i = 0; i < SIDE; i++)
               sum[i] = _mm512_dpbf16_ps(sum[i], pairs, spread(left + i * stride + 2 * k));
@@ -72,7 +72,7 @@ struct Dots {
     for (int i = 0; i < SIDE; i++) sum[i] = add ? _mm512_loadu_ps(to + i * width) : Sums{};
     for (i64 k = 0; k < groups * SIDE; k++) {
       const float* rows = left + k / SIDE * SIDE * SIDE + k % SIDE;
-      const Low pairs = reinterpret_cast<Low>(load_line(right + k * SIDE));
+      const Pairs pairs = reinterpret_cast<Pairs>(load_line(right + k * SIDE));
 #pragma GCC unroll 16
       for (int i = 0; i < SIDE; i++)
         sum[i] = _mm512_dpbf16_ps(sum[i], pairs, spread(rows + i * SIDE));
@@ -93,8 +93,8 @@ bool dots_usable() {
   return usable;
 }
 
-bool run_on_dots(const BlockPass& pass, const bf16* low_values) {
-  return run_bf16_blocks<Dots>(pass, low_values);
+bool run_on_dots(const BlockPass& pass) {
+  return run_bf16_blocks<Dots>(pass);
 }
 
 }  // namespace dynsparse

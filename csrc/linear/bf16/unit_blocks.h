@@ -1,5 +1,5 @@
-// Products with blocks of 16 or 32 in bfloat16, by a Unit that multiplies bfloat16 and accumulates in
-// float32. For files compiled with AVX-512-bf16.
+// Products with blocks of 16 or 32 in bfloat16, by a Unit that multiplies bfloat16 and accumulates
+// in float32. For files compiled with AVX-512-bf16.
 //
 // Of the operands of a product the left one holds 16 rows of values, the right one pairs of values
 // (k, k + 1) of 16 columns in each row, and the sums are 16 by 16 floats. A Unit has
@@ -11,7 +11,8 @@
 //     The sums [group_of(block)][block] of one major for a group of samples, x [sample][feature].
 //   static gradient(block, left, right, side, groups, add, to)
 //     One block [block][block] from operands of 16 features by DEPTH samples each, `groups` of them
-//     in a row; those of the next 16 features are `side` floats further on. `add`: to what is there.
+//     in a row; those of the next 16 features are `side` floats further on. `add`: to what is
+//     there.
 #pragma once
 
 #include <immintrin.h>
@@ -23,8 +24,6 @@ namespace dynsparse {
 namespace {
 
 constexpr i64 SIDE = 16;
-// Bytes of x that stay in the second-level cache while all majors pass over them.
-constexpr i64 CACHED_BYTES = 1 << 20;
 // Samples at a time.
 constexpr i64 GROUP = 64;
 i64 group_of(i64 block) { return block == 32 ? 32 : 64; }
@@ -50,19 +49,18 @@ void transpose_lines(Line (&r)[SIDE]) {
 
 // `count` values (16 or 32) of row `row` of a block, rounded; zeros behind 16.
 struct Rows {
-  const float* values;
-  const bf16* low;
+  Input values;
   i64 block;
 
   __m256i half(i64 row, i64 first) const {
     const i64 at = row * block + first;
-    if (low) return _mm256_loadu_si256(reinterpret_cast<const __m256i*>(low + at));
-    return reinterpret_cast<__m256i>(_mm512_cvtneps_pbh(_mm512_loadu_ps(values + at)));
+    if (values.b16) return _mm256_loadu_si256(reinterpret_cast<const __m256i*>(values.b16 + at));
+    return reinterpret_cast<__m256i>(_mm512_cvtneps_pbh(_mm512_loadu_ps(values.f32 + at)));
   }
   Line whole(i64 row) const {
     if (block == SIDE) return _mm512_zextsi256_si512(half(row, 0));
-    if (low) return load_line(low + row * block);
-    const float* at = values + row * block;
+    if (values.b16) return load_line(values.b16 + row * block);
+    const float* at = values.f32 + row * block;
     return reinterpret_cast<Line>(
         _mm512_cvtne2ps_pbh(_mm512_loadu_ps(at + SIDE), _mm512_loadu_ps(at)));
   }
@@ -105,7 +103,7 @@ void write(const BlockPass& pass, i64 major, const float* sums, i64 count, bf16*
 }
 
 template <class Unit>
-bool run_bf16_outputs(const BlockPass& pass, const bf16* low_values) {
+bool run_bf16_outputs(const BlockPass& pass) {
   const i64 block = pass.block, group = group_of(block);
   const i64 inputs = pass.minors * block, features = pass.majors * block;
   const i64 nnz = pass.ptr[pass.majors], size = block * block / 2;
@@ -120,8 +118,9 @@ bool run_bf16_outputs(const BlockPass& pass, const bf16* low_values) {
   i32* prepared = scratch.take<i32>(nnz * size);
   bf16* rest = scratch.take<bf16>(padded * copied);
 
-  const i64 tile = most(group, CACHED_BYTES / (inputs * 2) / group * group);
-  const i64 tiles = ceil_div(pass.batch, tile);
+  // Samples whose x stays in the second-level cache while all majors pass over them.
+  const i64 cached = most(group, SECOND_LEVEL / (inputs * 2) / group * group);
+  const i64 rounds = ceil_div(pass.batch, cached);
   const i64 some = most(1, least(8, pass.majors / (8 * pass.threads)));
 
 #pragma omp parallel num_threads(pass.threads)
@@ -132,7 +131,7 @@ bool run_bf16_outputs(const BlockPass& pass, const bf16* low_values) {
       for (i64 m = 0; m < padded; m++) {
         bf16* to = rest + m * copied;
         const i64 sample = whole + m, stride = pass.packed.feature_stride;
-        const bf16* from = low_data(pass.packed) + sample * pass.packed.batch_stride;
+        const bf16* from = pass.packed.data.b16 + pass.packed.at(sample, 0);
         if (sample >= pass.batch)
           std::memset(to, 0, inputs * sizeof(bf16));
         else if (stride == 1)
@@ -142,25 +141,25 @@ bool run_bf16_outputs(const BlockPass& pass, const bf16* low_values) {
       }
     }
     alignas(64) float sums[GROUP * 32];
-    for (i64 t = 0; t < tiles; t++) {
+    for (i64 t = 0; t < rounds; t++) {
 #pragma omp for schedule(dynamic, some)
       for (i64 major = 0; major < pass.majors; major++) {
         // The first samples that a major meets prepare its blocks for all.
         if (t == 0)
           for (i64 p = pass.ptr[major]; p < pass.ptr[major + 1]; p++) {
             const i64 at = (pass.order ? pass.order[p] : p) * block * block;
-            prepare({pass.values ? pass.values + at : nullptr,
-                     low_values ? low_values + at : nullptr, block},
-                    pass.transposed, prepared + p * size);
+            const Input& v = pass.values;
+            const Input values = v.b16 ? Input(v.b16 + at) : Input(v.f32 + at);
+            prepare({values, block}, pass.transposed, prepared + p * size);
           }
-        for (i64 m = t * tile; m < least(pass.batch, (t + 1) * tile); m += group) {
+        for (i64 m = t * cached; m < least(pass.batch, (t + 1) * cached); m += group) {
           const bool in_place = m < whole;
-          const bf16* x = in_place ? low_data(pass.packed) + m * pass.packed.batch_stride
+          const bf16* x = in_place ? pass.packed.data.b16 + pass.packed.at(m, 0)
                                    : rest + (m - whole) * copied;
           const i64 stride = in_place ? pass.packed.batch_stride : copied;
           Unit::sums_of(pass, major, prepared, x, stride, sums);
           write(pass, major, sums, least(group, pass.batch - m),
-                reinterpret_cast<bf16*>(pass.out) + m * features);
+                pass.out.b16 + m * features);
         }
       }
     }
@@ -182,8 +181,7 @@ struct Gradient {
     const i64 groups = ceil_div(count, DEPTH);
     const auto values = [&](i64 sample, i64 f) {
       if (sample >= count) return _mm256_setzero_si256();
-      const bf16* at =
-          low_data(from) + (first + sample) * from.batch_stride + f * from.feature_stride;
+      const bf16* at = from.data.b16 + from.at(first + sample, f);
       if (from.feature_stride == 1) return _mm256_loadu_si256(reinterpret_cast<const __m256i*>(at));
       alignas(32) bf16 gathered[SIDE];
       for (int i = 0; i < SIDE; i++) gathered[i] = at[i * from.feature_stride];
@@ -223,8 +221,8 @@ struct Gradient {
 };
 
 template <class Unit>
-bool run_bf16_blocks(const BlockPass& pass, const bf16* low_values) {
-  return (!pass.out || run_bf16_outputs<Unit>(pass, low_values)) &&
+bool run_bf16_blocks(const BlockPass& pass) {
+  return (!pass.out || run_bf16_outputs<Unit>(pass)) &&
          (!pass.dvalues || run_gradient(pass, Gradient<Unit>{}));
 }
 

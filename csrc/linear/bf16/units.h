@@ -2,7 +2,6 @@
 // accumulate in float32: matrix units (AMX), or vectors (AVX-512-bf16).
 #pragma once
 
-#include "base/bf16.h"
 #include "linear/block/block.h"
 
 namespace dynsparse {
@@ -13,9 +12,9 @@ bool dots_usable();
 
 inline bool units_fit(i64 block) { return block == 16 || block == 32; }
 
-// All activations are bfloat16. The values are those of the pass, or `low_values` where these are
-// not null. False where scratch memory is not to be had.
-bool run_on_amx(const BlockPass& pass, const bf16* low_values);
-bool run_on_dots(const BlockPass& pass, const bf16* low_values);
+// All activations are bfloat16; the values are of either type. False where scratch memory is not to
+// be had.
+bool run_on_amx(const BlockPass& pass);
+bool run_on_dots(const BlockPass& pass);
 
 }  // namespace dynsparse

@@ -1,11 +1,11 @@
 // Products with blocks, for any block size.
 //
-// As for single elements (element.h) the majors are the block rows of a CSR index or the block
+// As for single elements (linear/element) the majors are the block rows of a CSR index or the block
 // columns of a CSC index, and the minors are what its entries point to.
 //
-// Two families of kernels. In tiles (block_tiles.cpp) the batch is the vector dimension, which
-// suits every block size. In panels (block_panels.cpp) the features of a block are, which needs
-// blocks of whole cache lines, and is faster for these: nothing but the weights is transposed.
+// Two families of kernels. In tiles (tiles.cpp) the batch is the vector dimension, which suits
+// every block size. In lines (lines.cpp) the features of a block are, which needs blocks of whole
+// cache lines, and is faster for these: nothing but the weights is transposed.
 #pragma once
 
 #include "base/layout.h"
@@ -22,11 +22,11 @@ struct BlockPass {
 
   // The product: out [batch, majors * block], contiguous; skipped where out is null. Row u of a
   // block makes its output u, or column u where the blocks are transposed (grad_input).
-  float* out = nullptr;
+  Output out = {};
   const i32* ptr = nullptr;    // [majors + 1]
   const i32* idx = nullptr;    // [nnz]
   const i32* order = nullptr;  // [nnz] or null: entry p's block is values[order ? order[p] : p]
-  const float* values = nullptr;  // [nnz, block, block]
+  Input values = {};           // [nnz, block, block]; bfloat16 only on the units of linear/bf16
   const float* bias = nullptr;    // [majors * block] or null: zero
   bool transposed = false;
 
@@ -40,14 +40,14 @@ struct BlockPass {
 
 // False where scratch memory is not to be had.
 bool run_in_tiles(const BlockPass& pass);
-bool run_in_panels(const BlockPass& pass);
+bool run_in_lines(const BlockPass& pass);
 
-// Features of outputs that panels gather before they are written: long runs are faster.
+// Features of outputs that lines gather before they are written: long runs are faster.
 constexpr i64 GATHERED = 256;
 
 // Outputs in bfloat16 are rounded where they are gathered, which takes no larger blocks.
-inline bool panels_fit(i64 block, bool low) {
-  return block % LINE == 0 && (!low || block <= GATHERED);
+inline bool lines_fit(const BlockPass& pass) {
+  return pass.block % LINE == 0 && (!pass.packed.data.b16 || pass.block <= GATHERED);
 }
 
 }  // namespace dynsparse

@@ -1,4 +1,5 @@
-#include "base/bf16.h"
+// Blocks of whole cache lines: vectors hold features.
+
 #include "linear/block/pack.h"
 #include "linear/block/run.h"
 
@@ -16,7 +17,7 @@ struct Shape {
 };
 
 // Packed samples: line l of sample s at data + l * stride + s * LINE.
-struct Panels {
+struct Lines {
   const float* data;
   i64 stride;
   i64 height;
@@ -25,9 +26,9 @@ struct Panels {
 // `S` samples from `sample` on, VECTORS vectors of outputs from feature `first` of a major on.
 template <int BLOCK, int S>
 void outputs(const BlockPass& pass, const float* values, i64 major, i64 first,
-             const Panels& panels, i64 sample, float* out, i64 out_stride) {
+             const Lines& lines, i64 sample, float* out, i64 out_stride) {
   constexpr int N = Shape<BLOCK>::VECTORS;
-  const i64 block = BLOCK ? BLOCK : pass.block, lines = block / LINE;
+  const i64 block = BLOCK ? BLOCK : pass.block, across = block / LINE;
   V sum[S][N];
 #pragma GCC unroll 4
   for (int j = 0; j < N; j++) {
@@ -45,8 +46,8 @@ void outputs(const BlockPass& pass, const float* values, i64 major, i64 first,
   for (i64 p = begin; p < end; p++) {
     const float* w = weights(p);
     const float* ahead = sample == 0 ? weights(least(p + end - begin, last)) : w;
-    const float* x = panels.data + pass.idx[p] * lines * panels.stride + sample * LINE;
-    for (i64 line = 0; line < lines; line++, x += panels.stride) {
+    const float* x = lines.data + pass.idx[p] * across * lines.stride + sample * LINE;
+    for (i64 line = 0; line < across; line++, x += lines.stride) {
 #pragma GCC unroll 4
       for (int k = 0; k < LINE; k++, w += block) {
         V weight[N];
@@ -78,30 +79,30 @@ constexpr int smaller(int samples) {
 // All samples of a tile, in groups of S, then in smaller ones.
 template <int BLOCK, int S>
 void all_samples(const BlockPass& pass, const float* values, i64 major, i64 first,
-                 const Panels& panels, i64 sample, float* out, i64 out_stride) {
-  for (; sample + S <= panels.height; sample += S)
-    outputs<BLOCK, S>(pass, values, major, first, panels, sample, out, out_stride);
+                 const Lines& lines, i64 sample, float* out, i64 out_stride) {
+  for (; sample + S <= lines.height; sample += S)
+    outputs<BLOCK, S>(pass, values, major, first, lines, sample, out, out_stride);
   if constexpr (S > 1)
-    if (sample < panels.height)
-      all_samples<BLOCK, smaller(S)>(pass, values, major, first, panels, sample, out, out_stride);
+    if (sample < lines.height)
+      all_samples<BLOCK, smaller(S)>(pass, values, major, first, lines, sample, out, out_stride);
 }
 
 template <int BLOCK>
-void one_major(const BlockPass& pass, const float* values, i64 major, const Panels& panels,
+void one_major(const BlockPass& pass, const float* values, i64 major, const Lines& lines,
                float* out, i64 out_stride) {
   const i64 block = BLOCK ? BLOCK : pass.block;
   constexpr int width = Shape<BLOCK>::VECTORS * VL;
   for (i64 first = 0; first < block; first += width)
-    all_samples<BLOCK, Shape<BLOCK>::SAMPLES>(pass, values, major, first, panels, 0, out,
+    all_samples<BLOCK, Shape<BLOCK>::SAMPLES>(pass, values, major, first, lines, 0, out,
                                               out_stride);
 }
 
-void one_major(const BlockPass& pass, const float* values, i64 major, const Panels& panels,
+void one_major(const BlockPass& pass, const float* values, i64 major, const Lines& lines,
                float* out, i64 out_stride) {
   switch (pass.block) {
-    case 16: return one_major<16>(pass, values, major, panels, out, out_stride);
-    case 32: return one_major<32>(pass, values, major, panels, out, out_stride);
-    default: return one_major<0>(pass, values, major, panels, out, out_stride);
+    case 16: return one_major<16>(pass, values, major, lines, out, out_stride);
+    case 32: return one_major<32>(pass, values, major, lines, out, out_stride);
+    default: return one_major<0>(pass, values, major, lines, out, out_stride);
   }
 }
 
@@ -170,7 +171,7 @@ void corners(const float* dy, const Column* columns, i64 count, i64 block, bool 
 
 // ---- the passes ----
 
-struct PanelKernel {
+struct LineKernel {
   static constexpr i64 HEIGHT = 64;
   const float* values;
   i64 step;
@@ -191,23 +192,22 @@ struct PanelKernel {
   void outputs(const BlockPass& pass, i64 begin, i64 end, const float* tile, i64 first,
                i64 count) const {
     const i64 block = pass.block, features = pass.majors * block;
-    const Panels panels = {tile, count * LINE, count};
-    const bool low = pass.packed.low;
-    float* out = pass.out + first * features + begin * block;
-    if (end == begin + 1 && !low) return one_major(pass, values, begin, panels, out, features);
+    const Lines packed = {tile, count * LINE, count};
+    const i64 place = first * features + begin * block;
+    float* const out = pass.out.f32 ? pass.out.f32 + place : nullptr;
+    if (end == begin + 1 && out) return one_major(pass, values, begin, packed, out, features);
     constexpr i64 stride = GATHERED + LINE;
     alignas(64) float staged[HEIGHT * stride];
     for (i64 m = begin; m < end; m++)
-      one_major(pass, values, m, panels, staged + (m - begin) * block, stride);
+      one_major(pass, values, m, packed, staged + (m - begin) * block, stride);
     const i64 width = (end - begin) * block;
     for (i64 sample = 0; sample < count; sample++) {
       const float* from = staged + sample * stride;
-      if (low)
-        narrow(from, width,
-               reinterpret_cast<bf16*>(pass.out) + (first + sample) * features + begin * block);
-      else
+      if (out)
         for (i64 f = 0; f < width; f += VL)
           store_unaligned(out + sample * features + f, load(from + f));
+      else
+        narrow(from, width, pass.out.b16 + place + sample * features);
     }
   }
 
@@ -236,7 +236,7 @@ struct PanelKernel {
 
 }  // namespace
 
-bool run_in_panels(const BlockPass& pass) {
+bool run_in_lines(const BlockPass& pass) {
   const i64 block = pass.block, nnz = pass.out ? pass.ptr[pass.majors] : 0;
   // The kernel reads weights as vectors of outputs: grad_input finds them so, forward does not.
   const bool turn = pass.out && !pass.transposed;
@@ -247,10 +247,9 @@ bool run_in_panels(const BlockPass& pass) {
   if (turn) {
 #pragma omp parallel for num_threads(pass.threads) schedule(static)
     for (i64 p = 0; p < nnz; p++)
-      transpose_block(pass.values + p * block * block, turned + p * block * block, block);
+      transpose_block(pass.values.f32 + p * block * block, turned + p * block * block, block);
   }
-  return run_blocks(pass, PanelKernel{turn ? turned : pass.values,
-                                      most(1, GATHERED / block)});
+  return run_blocks(pass, LineKernel{turn ? turned : pass.values.f32, most(1, GATHERED / block)});
 }
 
 }  // namespace dynsparse

@@ -1,7 +1,5 @@
 #include "linear/block/pack.h"
 
-#include "base/bf16.h"
-
 namespace dynsparse {
 namespace {
 
@@ -16,16 +14,17 @@ void pack_lines(const Matrix& from, i64 first, i64 count, i64 begin, i64 end, i6
   for (i64 f = begin; f < end; f += RUN, out += RUN / LINE * stride) {
     const i64 run = least(RUN, end - f);
     for (i64 sample = 0; sample < count; sample++) {
-      const i64 at = (first + sample) * from.batch_stride + f * from.feature_stride;
+      const i64 at = from.at(first + sample, f);
       float* to = out + sample * LINE;
       for (i64 i = 0; i < run; i += LINE, to += stride) {
-        if (from.low) {
-          widen(low_data(from) + at + i * from.feature_stride, from.feature_stride, LINE, to);
+        if (from.data.b16) {
+          widen(from.data.b16 + at + i * from.feature_stride, from.feature_stride, LINE, to);
         } else if (from.feature_stride == 1) {
 #pragma GCC unroll 4
-          for (int j = 0; j < LINE; j += VL) store(to + j, load_unaligned(from.data + at + i + j));
+          for (int j = 0; j < LINE; j += VL)
+            store(to + j, load_unaligned(from.data.f32 + at + i + j));
         } else {
-          const float* row = from.data + at + i * from.feature_stride;
+          const float* row = from.data.f32 + at + i * from.feature_stride;
           for (int j = 0; j < LINE; j++) to[j] = row[j * from.feature_stride];
         }
       }

@@ -13,15 +13,16 @@
 
 #include <atomic>
 
-#include "linear/block/block.h"
+#include "base/caches.h"
 #include "base/scratch.h"
+#include "linear/block/block.h"
 
 namespace dynsparse {
 
 // Samples whose gradients are summed before they are added to dvalues.
 constexpr i64 RANGE = 256;
 // Floats of packed x that stay in the second-level cache: wider layers are cut into strips.
-constexpr i64 CACHED = 1 << 18;
+constexpr i64 CACHED = SECOND_LEVEL / sizeof(float);
 // Features packed at a time: enough for the hardware to prefetch along the rows.
 constexpr i64 RUN = 4 * LINE;
 

@@ -1,3 +1,5 @@
+// Blocks of any size: vectors hold samples.
+
 #include <type_traits>
 
 #include "linear/block/run.h"
@@ -28,12 +30,12 @@ DYNSPARSE_INLINE void outputs(const BlockPass& pass, i64 major, i64 first, const
   for (i64 p = pass.ptr[major]; p < pass.ptr[major + 1]; p++) {
     const i64 slot = pass.order ? pass.order[p] : p;
     if (TRANSPOSED && BLOCK && BLOCK <= 8 && pass.order) {
-      const float* soon = pass.values + pass.order[least(p + AHEAD, last)] * BLOCK * BLOCK;
+      const float* soon = pass.values.f32 + pass.order[least(p + AHEAD, last)] * BLOCK * BLOCK;
 #pragma GCC unroll 4
       for (int i = 0; i < BLOCK * BLOCK; i += LINE) __builtin_prefetch(soon + i);
     }
     const float* x = tile + pass.idx[p] * block * width;
-    const float* w = pass.values + slot * block * block + first * across;
+    const float* w = pass.values.f32 + slot * block * block + first * across;
 #pragma GCC unroll 8
     for (i64 k = 0; k < block; k++, x += width) {
       V lanes[NV];
@@ -201,8 +203,7 @@ struct TileKernel {
         all_samples<true>(pass, tile, width, f, last, out);
       else
         all_samples<false>(pass, tile, width, f, last, out);
-      unpack(out, {first, count, static_cast<int>(width / VL)}, f, last, pass.out, features,
-             pass.packed.low);
+      unpack(out, {first, count, static_cast<int>(width / VL)}, f, last, pass.out, features);
     }
   }
 

@@ -1,8 +1,9 @@
 #include "linear/element/element.h"
 
+#include "base/caches.h"
+#include "base/scratch.h"
 #include "linear/element/major.h"
 #include "linear/element/panels.h"
-#include "base/scratch.h"
 
 namespace dynsparse {
 namespace {
@@ -73,7 +74,7 @@ void chunk(const ElementPass& pass, const float* weights, const Tile& tile, cons
     major.all(pass.ptr[m], pass.ptr[m + 1], sums);
     if constexpr (ACCUMULATE) major.finish(out + (m - begin) * width);
   }
-  if constexpr (ACCUMULATE) unpack(out, tile, begin, end, pass.out, pass.majors, pass.packed.low);
+  if constexpr (ACCUMULATE) unpack(out, tile, begin, end, pass.out, pass.majors);
 }
 
 template <bool ACCUMULATE, bool DOT>
@@ -92,7 +93,7 @@ void chunk(const ElementPass& pass, const float* weights, const Tile& tile, cons
 // for that, as their lanes are folded once per entry and tile, and so turn to it later.
 template <bool DOT>
 i64 samples_per_tile(i64 minors) {
-  constexpr i64 CACHED = (1 << 20) / sizeof(float);
+  constexpr i64 CACHED = SECOND_LEVEL / sizeof(float);
   i64 samples = TILE;
   if (!DOT && 2 * samples * minors > CACHED) samples /= 2;
   while (samples > VL && samples * minors > CACHED) samples /= 2;

@@ -29,7 +29,7 @@ struct ElementPass {
   int threads;
 
   // Accumulation into out [batch, majors], contiguous; skipped where out is null.
-  float* out = nullptr;
+  Output out = {};
   const float* values = nullptr;  // [nnz]; entry p's is values[order ? order[p] : p]
   const float* bias = nullptr;    // [majors] or null: zero
 

@@ -1,5 +1,6 @@
 #include "linear/element/panel_index.h"
 
+#include "api.h"
 #include "base/caches.h"
 
 namespace dynsparse {
@@ -81,16 +82,21 @@ PanelIndex panel_index(const void* memory) {
 using dynsparse::i32;
 using dynsparse::i64;
 
-// Bytes that dynsparse_panels_make writes.
-DYNSPARSE_EXPORT i64 dynsparse_panels_bytes(i64 majors, i64 minors, i64 entries, i32 by_columns) {
+i64 dynsparse_panels_from(i64 majors, i64 minors, i64 entries, i32 by_columns) {
+  using namespace dynsparse;
+  constexpr i64 NEVER = i64{1} << 62;
+  const i64 tile = minors * TILE * static_cast<i64>(sizeof(float));
+  const bool crowded = tile >= second_level_cache() / 4;
+  if (entries < 32 * majors || (!crowded && VL < 16)) return NEVER;
+  return !crowded || VL < 16 ? 256 : by_columns ? 16 : 64;
+}
+
+i64 dynsparse_panels_bytes(i64 majors, i64 minors, i64 entries, i32 by_columns) {
   return dynsparse::bytes_of(dynsparse::header_of(majors, minors, entries, by_columns));
 }
 
-// The entries ptr[m] .. ptr[m + 1] of major m, pointing to the minors idx[p], by panels of minors.
-// order: where the value of an entry is; null where the entries have the order of the values.
-// Returns 1, with nothing of use written, where those of a major are not in ascending order.
-DYNSPARSE_EXPORT int dynsparse_panels_make(const i32* ptr, const i32* idx, const i32* order,
-                                           i64 majors, i64 minors, void* memory, i32 threads) {
+int dynsparse_panels_make(const i32* ptr, const i32* idx, const i32* order, i64 majors, i64 minors,
+                          void* memory, i32 threads) {
   using namespace dynsparse;
   Header& header = *static_cast<Header*>(memory);
   header = header_of(majors, minors, ptr[majors], order != nullptr);

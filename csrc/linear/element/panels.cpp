@@ -1,8 +1,7 @@
 #include "linear/element/panels.h"
 
-#include "base/caches.h"
-#include "linear/element/major.h"
 #include "base/scratch.h"
+#include "linear/element/major.h"
 
 namespace dynsparse {
 namespace {
@@ -100,7 +99,7 @@ void chunk(const ElementPass& pass, const Tile& tile, const Own& own, const Part
     if constexpr (ACCUMULATE) major.finish(out + m * width);
   }
   if constexpr (ACCUMULATE)
-    if (ends) unpack(out, tile, begin, end, pass.out, pass.majors, pass.packed.low);
+    if (ends) unpack(out, tile, begin, end, pass.out, pass.majors);
 }
 
 template <int NV, bool ACCUMULATE, bool DOT>
@@ -230,15 +229,3 @@ bool run_in_panels(const ElementPass& pass) {
 }
 
 }  // namespace dynsparse
-
-// The least batch from which panels pay, measured.
-DYNSPARSE_EXPORT dynsparse::i64 dynsparse_panels_from(dynsparse::i64 majors, dynsparse::i64 minors,
-                                                      dynsparse::i64 entries,
-                                                      dynsparse::i32 by_columns) {
-  using namespace dynsparse;
-  constexpr i64 NEVER = i64{1} << 62;
-  const i64 tile = minors * TILE * static_cast<i64>(sizeof(float));
-  const bool crowded = tile >= second_level_cache() / 4;
-  if (entries < 32 * majors || (!crowded && VL < 16)) return NEVER;
-  return !crowded || VL < 16 ? 256 : by_columns ? 16 : 64;
-}

@@ -1,9 +1,10 @@
 // Products of a few samples with blocks, where a vector holds whole rows of a block.
 //
-// Blocks of BLOCK x BLOCK, in row-major order, are cut into vectors of ROWS rows by COLUMNS columns.
-// Such a vector of weights meets COLUMNS activations repeated ROWS times, and ROWS gradients each
-// repeated COLUMNS times. Sums over columns (forward) or rows (grad_input) within a vector wait
-// until the end. Everything runs in the order of the values, by rows: nothing is permuted.
+// Blocks of BLOCK x BLOCK, in row-major order, are cut into vectors of ROWS rows by COLUMNS
+// columns. Such a vector of weights meets COLUMNS activations repeated ROWS times, and ROWS
+// gradients each repeated COLUMNS times. Sums over columns (forward) or rows (grad_input) within a
+// vector wait until the end. Everything runs in the order of the values, by rows: nothing is
+// permuted.
 
 #include "base/scratch.h"
 #include "linear/few/few.h"
@@ -49,7 +50,7 @@ template <int COLUMNS>
 void pack_pieces(const Matrix& from, i64 batch, i64 features, float* out) {
   for (i64 f = 0; f < features; f += COLUMNS)
     for (i64 s = 0; s < batch; s++, out += COLUMNS) {
-      const float* row = from.data + s * from.batch_stride + f * from.feature_stride;
+      const float* row = from.data.f32 + from.at(s, f);
       for (int i = 0; i < COLUMNS; i++) out[i] = row[i * from.feature_stride];
     }
 }
@@ -59,7 +60,7 @@ void pack_pieces(const Matrix& from, i64 batch, i64 features, float* out) {
 // DOWN vectors of a block row, from `first` on, by SAMPLES samples. Neighbouring blocks add to
 // different accumulators where these are few, so that additions need not wait for each other.
 template <int BLOCK, int DOWN, int SAMPLES>
-void forward_vectors(const SmallPass& pass, const float* x, i64 row, int first, i64 sample) {
+void forward_vectors(const FewPass& pass, const float* x, i64 row, int first, i64 sample) {
   using C = Cut<BLOCK>;
   constexpr int SETS = DOWN * SAMPLES > 4 ? 1 : DOWN * SAMPLES > 2 ? 2 : 4;
   V acc[SETS][DOWN][SAMPLES] = {};
@@ -107,7 +108,7 @@ void forward_vectors(const SmallPass& pass, const float* x, i64 row, int first, 
 }
 
 template <int BLOCK, int SAMPLES>
-void forward_samples(const SmallPass& pass, const float* x, i64 row, i64 sample) {
+void forward_samples(const FewPass& pass, const float* x, i64 row, i64 sample) {
   constexpr int ALL = Cut<BLOCK>::DOWN, FIT = REGISTERS / 2 / SAMPLES;
   constexpr int DOWN = ALL < FIT ? ALL : FIT;
   for (int first = 0; first < ALL; first += DOWN)
@@ -115,7 +116,7 @@ void forward_samples(const SmallPass& pass, const float* x, i64 row, i64 sample)
 }
 
 template <int BLOCK>
-void forward_row(const SmallPass& pass, const float* x, i64 row) {
+void forward_row(const FewPass& pass, const float* x, i64 row) {
   i64 sample = 0;
   for (; sample + 4 <= pass.batch; sample += 4) forward_samples<BLOCK, 4>(pass, x, row, sample);
   if (sample + 2 <= pass.batch) {
@@ -126,7 +127,7 @@ void forward_row(const SmallPass& pass, const float* x, i64 row) {
 }
 
 template <int BLOCK>
-bool forward(const SmallPass& pass) {
+bool forward(const FewPass& pass) {
   const i64 size = pass.batch * pass.in;
   Scratch scratch(Scratch::size_of<float>(size));
   if (scratch.failed()) return false;
@@ -141,7 +142,7 @@ bool forward(const SmallPass& pass) {
 
 // `count` vectors of a block, one below the other.
 template <int BLOCK, int DOWN, bool INPUT, bool VALUES>
-DYNSPARSE_INLINE void backward_vectors(const SmallPass& pass, const float* values, float* dvalues,
+DYNSPARSE_INLINE void backward_vectors(const FewPass& pass, const float* values, float* dvalues,
                                        const float* x, const float* dy, float* dx) {
   using C = Cut<BLOCK>;
   constexpr int STRIDE = C::ROWS * BLOCK;
@@ -173,7 +174,7 @@ DYNSPARSE_INLINE void backward_vectors(const SmallPass& pass, const float* value
 // Block rows [begin, end). x [piece][sample][COLUMNS]; dy [vector of rows][sample][VL], repeated;
 // dx [piece][sample][VL], not yet summed over the rows of a vector.
 template <int BLOCK, bool INPUT, bool VALUES>
-void backward_part(const SmallPass& pass, const float* x, const float* dy, float* dx, i64 begin,
+void backward_part(const FewPass& pass, const float* x, const float* dy, float* dx, i64 begin,
                    i64 end) {
   using C = Cut<BLOCK>;
   constexpr int FIT = REGISTERS / 4, DOWN = C::DOWN < FIT ? C::DOWN : FIT;
@@ -192,7 +193,7 @@ void backward_part(const SmallPass& pass, const float* x, const float* dy, float
 }
 
 template <int BLOCK>
-bool backward(const SmallPass& pass) {
+bool backward(const FewPass& pass) {
   using C = Cut<BLOCK>;
   // As for single elements the number of parts does not depend on that of the threads. Parts hold
   // ROWS times the gradient of the input, so they are fewer where blocks are small.
@@ -216,8 +217,7 @@ bool backward(const SmallPass& pass) {
       for (i64 s = 0; s < batch; s++)
         for (int i = 0; i < VL; i++)
           dy[(r / C::ROWS * batch + s) * VL + i] =
-              pass.dy.data[s * pass.dy.batch_stride +
-                           (r + i / C::COLUMNS) * pass.dy.feature_stride];
+              pass.dy.data.f32[pass.dy.at(s, r + i / C::COLUMNS)];
 #pragma omp for schedule(static)
     for (i64 k = 0; k < parts; k++) {
       const i64 begin = rows * k / parts, end = rows * (k + 1) / parts;
@@ -252,7 +252,7 @@ bool backward(const SmallPass& pass) {
 
 }  // namespace
 
-bool small_blocks_forward(const SmallPass& pass, i64 block) {
+bool blocks_forward(const FewPass& pass, i64 block) {
   switch (block) {
     case 4: return forward<4>(pass);
     case 8: return forward<8>(pass);
@@ -261,7 +261,7 @@ bool small_blocks_forward(const SmallPass& pass, i64 block) {
   }
 }
 
-bool small_blocks_backward(const SmallPass& pass, i64 block) {
+bool blocks_backward(const FewPass& pass, i64 block) {
   switch (block) {
     case 4: return backward<4>(pass);
     case 8: return backward<8>(pass);

@@ -6,10 +6,10 @@
 // a dense product. The other kernels read a column number per non-zero instead, and waste most of
 // a vector on a handful of samples.
 
-#include "linear/few/few.h"
-
+#include "base/caches.h"
 #include "base/masks.h"
 #include "base/scratch.h"
+#include "linear/few/few.h"
 
 namespace dynsparse {
 namespace {
@@ -33,7 +33,7 @@ void pack_words(const Matrix& from, i64 batch, i64 features, float* out) {
   for (i64 f = 0; f < features; f += WORD) {
     const i64 count = least(WORD, features - f);
     for (i64 s = 0; s < batch; s++, out += WORD) {
-      const float* row = from.data + s * from.batch_stride + f * from.feature_stride;
+      const float* row = from.data.f32 + from.at(s, f);
       if (count == WORD && from.feature_stride == 1)
         std::memcpy(out, row, WORD * sizeof(float));
       else
@@ -46,7 +46,7 @@ void pack_words(const Matrix& from, i64 batch, i64 features, float* out) {
 
 // ROWS rows by SAMPLES samples: their accumulators stay in registers.
 template <int ROWS, int SAMPLES>
-void forward_rows(const SmallPass& pass, const float* x, i64 row, i64 sample) {
+void forward_rows(const FewPass& pass, const float* x, i64 row, i64 sample) {
   const i64 words = words_of(pass.in);
   const float* values[ROWS];
   const u16* masks[ROWS];
@@ -93,7 +93,7 @@ void forward_rows(const SmallPass& pass, const float* x, i64 row, i64 sample) {
 }
 
 template <int SAMPLES>
-void forward_samples(const SmallPass& pass, const float* x, i64 begin, i64 end, i64 sample) {
+void forward_samples(const FewPass& pass, const float* x, i64 begin, i64 end, i64 sample) {
   // As many accumulators as registers allow, beside the weights and the sample at hand.
   constexpr int ROWS = SAMPLES > 4   ? REGISTERS / 16
                        : SAMPLES > 1 ? REGISTERS / 8
@@ -103,7 +103,7 @@ void forward_samples(const SmallPass& pass, const float* x, i64 begin, i64 end, 
   for (; row < end; row++) forward_rows<1, SAMPLES>(pass, x, row, sample);
 }
 
-void forward_chunk(const SmallPass& pass, const float* x, i64 begin, i64 end) {
+void forward_chunk(const FewPass& pass, const float* x, i64 begin, i64 end) {
   i64 sample = 0;
   for (; sample + 8 <= pass.batch; sample += 8)
     forward_samples<8>(pass, x, begin, end, sample);
@@ -129,10 +129,10 @@ struct Part {
   i64* next;        // [out]: the slot of each row's next value
 };
 
-// ROWS rows of all samples, words [begin, end): dx += dy W and dvalues = dy^T x, at one expansion of
-// the weights.
+// ROWS rows of all samples, words [begin, end): dx += dy W and dvalues = dy^T x, at one expansion
+// of the weights.
 template <int ROWS, bool INPUT, bool VALUES>
-void backward_rows(const SmallPass& pass, const Part& part, i64 row, i64 begin, i64 end) {
+void backward_rows(const FewPass& pass, const Part& part, i64 row, i64 begin, i64 end) {
   const i64 words = words_of(pass.in), batch = pass.batch;
   i64 slot[ROWS];
   const float* last[ROWS];
@@ -181,10 +181,10 @@ void backward_rows(const SmallPass& pass, const Part& part, i64 row, i64 begin, 
 }
 
 template <bool INPUT, bool VALUES>
-void backward_part(const SmallPass& pass, const Part& part, i64 begin, i64 end) {
+void backward_part(const FewPass& pass, const Part& part, i64 begin, i64 end) {
   constexpr int ROWS = REGISTERS / 4;
   // So many words at a time that x and dx stay in the first-level cache while the rows go by.
-  constexpr i64 CACHED = (16 << 10) / sizeof(float) / WORD;
+  constexpr i64 CACHED = FIRST_LEVEL / 2 / sizeof(float) / WORD;
   const i64 words = words_of(pass.in), step = CACHED / most(1, pass.batch) + 1;
   for (i64 r = begin; r < end; r++) part.next[r] = pass.row_ptr[r];
   for (i64 first = 0; first < words; first += step) {
@@ -198,14 +198,14 @@ void backward_part(const SmallPass& pass, const Part& part, i64 begin, i64 end) 
 
 // Rows are dealt out in this many parts, whatever the number of threads: the parts' gradients of
 // the input are added in order, and so are the same on any number.
-i64 parts_of(const SmallPass& pass) {
+i64 parts_of(const FewPass& pass) {
   constexpr i64 MOST = 8, ROWS_EACH = 64;
   return most(1, least(MOST, pass.out / ROWS_EACH));
 }
 
 }  // namespace
 
-bool small_forward(const SmallPass& pass) {
+bool elements_forward(const FewPass& pass) {
   const i64 size = pass.batch * words_of(pass.in) * WORD;
   Scratch scratch(Scratch::size_of<float>(size));
   if (scratch.failed()) return false;
@@ -218,7 +218,7 @@ bool small_forward(const SmallPass& pass) {
   return true;
 }
 
-bool small_backward(const SmallPass& pass) {
+bool elements_backward(const FewPass& pass) {
   const i64 size = pass.batch * words_of(pass.in) * WORD, parts = parts_of(pass);
   const i64 x_size = pass.dvalues ? size : 0, dx_size = pass.dx ? size : 0;
   Scratch scratch(Scratch::size_of<float>(x_size) + Scratch::size_of<float>(pass.batch * pass.out) +
@@ -231,8 +231,7 @@ bool small_backward(const SmallPass& pass) {
   if (pass.dvalues) pack_words(pass.x, pass.batch, pass.in, x);
   for (i64 r = 0; r < pass.out; r++)
     for (i64 s = 0; s < pass.batch; s++)
-      dy[r * pass.batch + s] =
-          pass.dy.data[s * pass.dy.batch_stride + r * pass.dy.feature_stride];
+      dy[r * pass.batch + s] = pass.dy.data.f32[pass.dy.at(s, r)];
 #pragma omp parallel num_threads(pass.threads)
   {
 #pragma omp for schedule(static)
@@ -263,69 +262,3 @@ bool small_backward(const SmallPass& pass) {
 }
 
 }  // namespace dynsparse
-
-using dynsparse::i32;
-using dynsparse::i64;
-
-namespace {
-
-// As in linear.cpp: waking another thread costs more than a small product gives.
-int threads_for(const dynsparse::SmallPass& pass, i64 block, i32 threads) {
-  constexpr i64 SMALL = 1 << 17;
-  const i64 entries =
-      block == 1 ? pass.out * pass.in : pass.row_ptr[pass.out / block] * block * block;
-  return (pass.batch + 2) * entries < SMALL ? 1 : threads;
-}
-
-}  // namespace
-
-// masks [out, ceil(in / 16)]: bit c % 16 of word c / 16 says that column c is present.
-DYNSPARSE_EXPORT void dynsparse_small_masks(const i32* row_ptr, const i32* cols, uint16_t* masks,
-                                            i64 out, i64 in, i32 threads) {
-  const i64 words = dynsparse::ceil_div(in, dynsparse::WORD);
-#pragma omp parallel for num_threads(threads) schedule(static)
-  for (i64 r = 0; r < out; r++) {
-    uint16_t* row = masks + r * words;
-    std::memset(row, 0, words * sizeof(uint16_t));
-    for (i64 p = row_ptr[r]; p < row_ptr[r + 1]; p++)
-      row[cols[p] / dynsparse::WORD] |= static_cast<uint16_t>(1u << (cols[p] % dynsparse::WORD));
-  }
-}
-
-// y [batch, out] = x [batch, in] W^T + bias; bias [out] or null. block is 1, with masks, or 4, 8, 16
-// or 32, with cols; what is not used may be null. Returns 0, or 1 where scratch memory could not be
-// allocated.
-DYNSPARSE_EXPORT int dynsparse_small_forward(const float* x, i64 x_batch_stride,
-                                             i64 x_feature_stride, const float* values,
-                                             const i32* row_ptr, const i32* cols,
-                                             const uint16_t* masks, const float* bias, float* y,
-                                             i64 batch, i64 out, i64 in, i64 block, i32 threads) {
-  if (batch == 0) return 0;
-  dynsparse::SmallPass pass = {values, row_ptr, cols, masks, batch, out, in, 1};
-  pass.threads = threads_for(pass, block, threads);
-  pass.x = {x, x_batch_stride, x_feature_stride};
-  pass.bias = bias;
-  pass.y = y;
-  const bool done =
-      block == 1 ? dynsparse::small_forward(pass) : dynsparse::small_blocks_forward(pass, block);
-  return done ? 0 : 1;
-}
-
-// dx [batch, in] = dy [batch, out] W, and dvalues = (dy^T x) where W is present. Either may be
-// null.
-DYNSPARSE_EXPORT int dynsparse_small_backward(
-    const float* dy, i64 dy_batch_stride, i64 dy_feature_stride, const float* x,
-    i64 x_batch_stride, i64 x_feature_stride, const float* values, const i32* row_ptr,
-    const i32* cols, const uint16_t* masks, float* dx, float* dvalues, i64 batch, i64 out, i64 in,
-    i64 block, i32 threads) {
-  if (!dx && !dvalues) return 0;
-  dynsparse::SmallPass pass = {values, row_ptr, cols, masks, batch, out, in, 1};
-  pass.threads = threads_for(pass, block, threads);
-  pass.dy = {dy, dy_batch_stride, dy_feature_stride};
-  pass.x = {x, x_batch_stride, x_feature_stride};
-  pass.dx = dx;
-  pass.dvalues = dvalues;
-  const bool done =
-      block == 1 ? dynsparse::small_backward(pass) : dynsparse::small_blocks_backward(pass, block);
-  return done ? 0 : 1;
-}

@@ -1,12 +1,12 @@
-// Products of a few samples: single elements (small_batch.cpp) and blocks of 4, 8, 16 and 32
-// (small_batch_blocks.cpp).
+// Products of a few samples: single elements (elements.cpp) and blocks of 4, 8, 16 and 32
+// (blocks.cpp). Activations are float32.
 #pragma once
 
 #include "base/layout.h"
 
 namespace dynsparse {
 
-struct SmallPass {
+struct FewPass {
   const float* values;    // [nnz] or [nnz, block, block]
   const i32* row_ptr;     // [out / block + 1]
   const i32* cols;        // [nnz]; blocks only
@@ -29,9 +29,9 @@ struct SmallPass {
 };
 
 // False where scratch memory is not to be had.
-bool small_forward(const SmallPass& pass);
-bool small_backward(const SmallPass& pass);
-bool small_blocks_forward(const SmallPass& pass, i64 block);
-bool small_blocks_backward(const SmallPass& pass, i64 block);
+bool elements_forward(const FewPass& pass);
+bool elements_backward(const FewPass& pass);
+bool blocks_forward(const FewPass& pass, i64 block);
+bool blocks_backward(const FewPass& pass, i64 block);
 
 }  // namespace dynsparse

@@ -1,0 +1,279 @@
+/* The C interface of the kernels: every function that a library exports, and what it promises.
+ *
+ * Words, here and in the kernels:
+ *
+ *   out, in      features: W is [out, in], x [batch, in], y [batch, out]
+ *   block        W's non-zeros are blocks of block x block; 1: single elements
+ *   entry, slot  a non-zero: in the order of an index, and among the values, which are by rows
+ *   major, minor what an index lists entries by, and what they point to: rows and columns of a CSR
+ *                index, columns and rows of a CSC index; in blocks
+ *   tile         activations of up to 64 samples, feature by feature: vectors hold samples
+ *   line         16 neighbouring features of a sample, a cache line: vectors hold features
+ *   word         16 neighbouring columns of a row, one bit each: a bit mask of what is present
+ *   strip        neighbouring features that are packed at a time
+ *   panel        a stretch of minors whose activations stay in the caches, with the order in which
+ *                its entries are worked on
+ *   slab         neighbouring rows of W, laid out densely
+ *   piece, part  what one thread works on
+ *
+ * Arrays. `name [a, b]` says that a pointer leads to a * b elements, row by row, contiguous.
+ * Pointers are aligned as their type asks and no more. Where there are no elements, a pointer may
+ * be null; otherwise only where this is said. Strides are in elements and may be anything, 0 and
+ * negative too. Outputs are contiguous; every element is written, and nothing else is. They overlap
+ * neither each other nor what is read, except where this is said.
+ *
+ * The index of a layer. CSR: row_ptr [out / block + 1], cols [nnz]; CSC: col_ptr [in / block + 1],
+ * csc_rows [nnz], csc_perm [nnz], the slot of each entry. Pointers ascend from 0 to nnz, numbers of
+ * rows and columns lie in their range and ascend without repetition inside a row or column, and
+ * csc_perm is a permutation. values [nnz, block, block] holds W[row * block + i, col * block + j]
+ * at (slot, i, j).
+ *
+ * Not checked: none of this is. Sizes that are negative, an index that is not as above, or pointers
+ * that lead to less memory than said, are read and written through. Callers check, once per index.
+ *
+ * Threads. `threads`, at least 1, is how many of the OpenMP runtime's work on a call; small work is
+ * done by the calling thread. Every function may be called from several threads at the same time,
+ * also on the same arrays, as long as nobody writes what another reads or writes. Results depend on
+ * `threads` only where this is said.
+ *
+ * Returns. Functions of type int return 0, or 1 where there is no scratch memory: outputs are then
+ * undefined. Scratch memory is kept for the next call; see dynsparse_release_scratch.
+ */
+#ifndef DYNSPARSE_API_H
+#define DYNSPARSE_API_H
+
+#include <stdint.h>
+
+#if defined(__GNUC__)
+#define DYNSPARSE_API __attribute__((visibility("default")))
+#else
+#define DYNSPARSE_API
+#endif
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+/* The upper half of a float. */
+typedef struct {
+  uint16_t bits;
+} dynsparse_bf16;
+
+/* The type of an array that comes as void*. */
+enum dynsparse_type { DYNSPARSE_FLOAT32 = 0, DYNSPARSE_BFLOAT16 = 1 };
+
+/* ---- what this build and this machine can do ---- */
+
+/* Whether the instruction set of this build expands bit masks: 1, or 0 where they are read bit by
+ * bit, and products of few samples with single elements are slower than the others. */
+DYNSPARSE_API int32_t dynsparse_masks_expand(void);
+
+/* What multiplies blocks of 16 and 32 in bfloat16: 2 the processor's matrix units (AMX), 1 its
+ * vectors (AVX-512-bf16), 0 nothing, they are widened to float32. The environment variable
+ * DYNSPARSE_BF16_UNIT may ask for less, 1 or 0; it is read once, by the first function that asks.
+ */
+DYNSPARSE_API int32_t dynsparse_bf16_unit(void);
+
+/* ---- memory ---- */
+
+/* Gives scratch memory that no call is using back to the system. */
+DYNSPARSE_API void dynsparse_release_scratch(void);
+
+/* Advises large pages for memory that is about to be written for the first time, which makes that
+ * faster. data [bytes]: only whole large pages inside it are concerned, and only where the system
+ * leaves the choice; contents stay. */
+DYNSPARSE_API void dynsparse_pattern_large_pages(void* data, int64_t bytes);
+
+/* ---- sparse linear products ---- */
+
+/* y [batch, out] = x W^T + bias.
+ *
+ * x: [batch, in] with these strides. row_panels: what dynsparse_panels_make has made of row_ptr and
+ * cols, or null; single elements only. bias: [out] or null. block: any that divides out and in. The
+ * order of sums, and so their last bits, may depend on `batch`, never on `threads`. */
+DYNSPARSE_API int dynsparse_linear_forward(
+    const float* x, int64_t x_batch_stride, int64_t x_feature_stride, const float* values,
+    const int32_t* row_ptr, const int32_t* cols, const void* row_panels, const float* bias,
+    float* y, int64_t batch, int64_t out, int64_t in, int64_t block, int32_t threads);
+
+/* dx [batch, in] = dy W, and dvalues [nnz, block, block] = dy^T x at W's blocks. Either may be null
+ * and is not computed then.
+ *
+ * dy: [batch, out], x: [batch, in] with these strides. Without dx, values, col_ptr, csc_rows,
+ * csc_perm and col_panels are not read and may be null. row_panels, col_panels: what
+ * dynsparse_panels_make has made of the CSR and of the CSC index, or null; single elements only. */
+DYNSPARSE_API int dynsparse_linear_backward(
+    const float* dy, int64_t dy_batch_stride, int64_t dy_feature_stride, const float* x,
+    int64_t x_batch_stride, int64_t x_feature_stride, const float* values, const int32_t* row_ptr,
+    const int32_t* cols, const int32_t* col_ptr, const int32_t* csc_rows, const int32_t* csc_perm,
+    const void* row_panels, const void* col_panels, float* dx, float* dvalues, int64_t batch,
+    int64_t out, int64_t in, int64_t block, int32_t threads);
+
+/* As dynsparse_linear_forward for bfloat16 x and y. values are of `values_type` (dynsparse_type);
+ * the bias is float32. Sums are float32 and rounded once. Where dynsparse_bf16_unit is not 0,
+ * float32 values of blocks of 16 and 32 are rounded to bfloat16 first. */
+DYNSPARSE_API int dynsparse_linear_forward_bf16(
+    const dynsparse_bf16* x, int64_t x_batch_stride, int64_t x_feature_stride, const void* values,
+    int32_t values_type, const int32_t* row_ptr, const int32_t* cols, const void* row_panels,
+    const float* bias, dynsparse_bf16* y, int64_t batch, int64_t out, int64_t in, int64_t block,
+    int32_t threads);
+
+/* As dynsparse_linear_backward for bfloat16 dy, x and dx. values and dvalues are both of
+ * `values_type`. */
+DYNSPARSE_API int dynsparse_linear_backward_bf16(
+    const dynsparse_bf16* dy, int64_t dy_batch_stride, int64_t dy_feature_stride,
+    const dynsparse_bf16* x, int64_t x_batch_stride, int64_t x_feature_stride, const void* values,
+    int32_t values_type, const int32_t* row_ptr, const int32_t* cols, const int32_t* col_ptr,
+    const int32_t* csc_rows, const int32_t* csc_perm, const void* row_panels,
+    const void* col_panels, dynsparse_bf16* dx, void* dvalues, int64_t batch, int64_t out,
+    int64_t in, int64_t block, int32_t threads);
+
+/* ---- an index by panels ---- */
+
+/* The least batch from which a product of single elements is faster by panels, measured; 2^62 where
+ * it never is. by_columns: 1 for a CSC index, 0 for a CSR index. */
+DYNSPARSE_API int64_t dynsparse_panels_from(int64_t majors, int64_t minors, int64_t entries,
+                                            int32_t by_columns);
+
+/* Bytes that dynsparse_panels_make writes. Depends on the machine's caches. */
+DYNSPARSE_API int64_t dynsparse_panels_bytes(int64_t majors, int64_t minors, int64_t entries,
+                                             int32_t by_columns);
+
+/* Writes an index of single elements by panels to memory [dynsparse_panels_bytes], aligned to 8
+ * bytes. Products read it and do not change it; it must not be moved to another process.
+ *
+ * ptr [majors + 1], idx [entries]: CSR, with order null, or CSC, with order [entries] its csc_perm.
+ * Returns 1, with nothing of use written, where the minors of a major do not ascend; this is
+ * checked. */
+DYNSPARSE_API int dynsparse_panels_make(const int32_t* ptr, const int32_t* idx,
+                                        const int32_t* order, int64_t majors, int64_t minors,
+                                        void* memory, int32_t threads);
+
+/* ---- few samples ---- */
+
+/* masks [out, ceil(in / 16)]: bit c % 16 of word c / 16 says that column c is present. Single
+ * elements only. */
+DYNSPARSE_API void dynsparse_small_masks(const int32_t* row_ptr, const int32_t* cols,
+                                         uint16_t* masks, int64_t out, int64_t in,
+                                         int32_t threads);
+
+/* As dynsparse_linear_forward for few samples: any batch is computed, but with more than some dozen
+ * slowly. block is 1, 4, 8, 16 or 32. Single elements need masks and no cols, blocks cols and no
+ * masks; what is not needed may be null. */
+DYNSPARSE_API int dynsparse_small_forward(
+    const float* x, int64_t x_batch_stride, int64_t x_feature_stride, const float* values,
+    const int32_t* row_ptr, const int32_t* cols, const uint16_t* masks, const float* bias,
+    float* y, int64_t batch, int64_t out, int64_t in, int64_t block, int32_t threads);
+
+/* As dynsparse_linear_backward for few samples; block, cols and masks as above. */
+DYNSPARSE_API int dynsparse_small_backward(
+    const float* dy, int64_t dy_batch_stride, int64_t dy_feature_stride, const float* x,
+    int64_t x_batch_stride, int64_t x_feature_stride, const float* values, const int32_t* row_ptr,
+    const int32_t* cols, const uint16_t* masks, float* dx, float* dvalues, int64_t batch,
+    int64_t out, int64_t in, int64_t block, int32_t threads);
+
+/* ---- rows laid out densely ---- */
+
+/* slab [count * block, in] = block rows `first` to first + count of W. masks: those of all single
+ * elements, or null; they are faster where dynsparse_masks_expand, and are not read elsewhere. */
+DYNSPARSE_API void dynsparse_rows_to_dense(const float* values, const int32_t* row_ptr,
+                                           const int32_t* cols, const uint16_t* masks, float* slab,
+                                           int64_t first, int64_t count, int64_t in, int64_t block,
+                                           int32_t threads);
+
+/* The reverse: values [nnz, block, block] at the blocks of these rows; those of others stay. */
+DYNSPARSE_API void dynsparse_rows_from_dense(const float* slab, const int32_t* row_ptr,
+                                             const int32_t* cols, const uint16_t* masks,
+                                             float* values, int64_t first, int64_t count,
+                                             int64_t in, int64_t block, int32_t threads);
+
+/* ---- pattern updates ---- */
+
+/* The pattern (row_ptr [height + 1], cols [nnz]) without the slots of drop [dropped] and with the
+ * flat positions row * width + col of grow [grown], both ascending: new_row_ptr [height + 1], and
+ * new_rows, new_cols and source [nnz - dropped + grown], source being the old slot or -1. Heights
+ * and widths are in blocks. drop and grow are checked: returns 2 where either is out of order or
+ * range, or a position of grow is taken; outputs are then undefined. */
+DYNSPARSE_API int dynsparse_pattern_merge(
+    const int32_t* row_ptr, const int32_t* cols, int64_t height, int64_t width, const int64_t* drop,
+    int64_t dropped, const int64_t* grow, int64_t grown, int32_t* new_row_ptr, int32_t* new_rows,
+    int32_t* new_cols, int32_t* source, int32_t threads);
+
+/* The CSC index of a CSR index: col_ptr [width + 1], csc_rows and csc_perm [nnz]. The columns of a
+ * row may come in any order. */
+DYNSPARSE_API int dynsparse_pattern_by_columns(const int32_t* row_ptr, const int32_t* cols,
+                                               int64_t height, int64_t width, int32_t* col_ptr,
+                                               int32_t* csc_rows, int32_t* csc_perm,
+                                               int32_t threads);
+
+/* Arrays follow a pattern update in place: entry j becomes what entry source[j] was, or zeros where
+ * source[j] is -1. data [tensors], each [count, bytes[i] bytes] and aligned as a number of so many
+ * bytes where these are 2, 4 or 8; source [count] as dynsparse_pattern_merge writes it, for as many
+ * slots after the update as before: those that are not -1 ascend and are less than count. */
+DYNSPARSE_API void dynsparse_pattern_follow(void* const* data, const int64_t* bytes,
+                                            int64_t tensors, const int32_t* source, int64_t count,
+                                            int32_t threads);
+
+/* ---- growth: scores are magnitudes, and NaN marks what can never be chosen ---- */
+
+/* scores [rows, width] = the pooled magnitudes of grad [rows * block, width * block]. pooling 0:
+ * sum, 1: mean, 2: largest. block is at most 1024. */
+DYNSPARSE_API void dynsparse_grow_pool(const float* grad, int64_t rows, int64_t width,
+                                       int64_t block, int32_t pooling, float* scores,
+                                       int32_t threads);
+
+/* Returns how many of |scores| [rows, width] exceed the threshold outside the pattern's rows
+ * (row_ptr [rows + 1], cols, any order); -1 without scratch memory. Where they fit the room,
+ * found_scores and found_flat [room] get them in order, flat positions counted from `offset`;
+ * otherwise neither is written. Scores at the pattern are overwritten with NaN. With a negative
+ * threshold those that cannot be among the `wanted` largest may be left out. row_ptr need not begin
+ * at 0: it may be a part of a longer one, with all of cols. */
+DYNSPARSE_API int64_t dynsparse_grow_scan(float* scores, int64_t rows, int64_t width,
+                                          const int32_t* row_ptr, const int32_t* cols,
+                                          float threshold, int64_t wanted, int64_t offset,
+                                          float* found_scores, int64_t* found_flat, int64_t room,
+                                          int32_t threads);
+
+/* The positions [k] of the k largest (or, with largest 0, smallest) of scores [count], ascending;
+ * among equal scores the smaller positions. 1 <= k <= count; no NaN. */
+DYNSPARSE_API int dynsparse_grow_select(const float* scores, int64_t count, int64_t k,
+                                        int32_t largest, int64_t* positions, int32_t threads);
+
+/* The k largest of scores [count] and what stands beside them in flat [count] move to the front, in
+ * the order they were in; the first of equal ones are chosen. What is behind them is undefined.
+ * 1 <= k <= count; no NaN. */
+DYNSPARSE_API int dynsparse_grow_compact(float* scores, int64_t* flat, int64_t count, int64_t k,
+                                         int32_t threads);
+
+/* rounded [batch, features] = x, [batch, features] with these strides; and the squared lengths of
+ * x's columns and of what rounding takes from them, added to lengths and errors [features]. */
+DYNSPARSE_API void dynsparse_grow_round(const float* x, int64_t x_batch_stride,
+                                        int64_t x_feature_stride, int64_t batch, int64_t features,
+                                        dynsparse_bf16* rounded, float* lengths, float* errors,
+                                        int32_t threads);
+
+/* Where gradients known to bfloat16 may exceed the threshold in magnitude: scores [rows, width] are
+ * off by at most 1/256 of themselves plus row_bounds [rows] times col_bounds [width]. Outside the
+ * pattern's rows (row_ptr, cols, as dynsparse_grow_scan); scores at the pattern are overwritten
+ * with NaN, and NaN is never found. Returns how many there are, and writes how many in each row to
+ * counts [rows] and their columns to the front of found_cols [room]; returns more than `room`, with
+ * both undefined, where some did not find room. Every thread has its share of the room, so that may
+ * depend on `threads`. */
+DYNSPARSE_API int64_t dynsparse_grow_screen(dynsparse_bf16* scores, int64_t rows, int64_t width,
+                                            const int32_t* row_ptr, const int32_t* cols,
+                                            const float* row_bounds, const float* col_bounds,
+                                            float threshold, int32_t* counts, int32_t* found_cols,
+                                            int64_t room, int32_t threads);
+
+/* ---- dropout ---- */
+
+/* y [count] = x [count] * scale where the i-th random int32 of `seed` is at least `threshold`,
+ * otherwise 0. x may be y. */
+DYNSPARSE_API void dynsparse_dropout(const float* x, float* y, int64_t count, uint64_t seed,
+                                     int32_t threshold, float scale, int32_t threads);
+
+#ifdef __cplusplus
+}
+#endif
+
+#endif
