@@ -1,7 +1,7 @@
 """The index arrays of a pattern: pointers, order by columns, and one pattern turned into the next.
 
-Each function goes through the compiled kernels (csrc/pattern.cpp) where there are any, and through
-plain torch otherwise, with the same result.
+Each function goes through the compiled kernels (csrc/update/pattern.cpp) where there are any, and
+through plain torch otherwise, with the same result.
 """
 
 from __future__ import annotations

@@ -9,19 +9,7 @@ Where no library fits the machine, everything computes through plain torch.
 machines), or `none` for plain torch. `DYNSPARSE_BF16_UNIT` may ask for less than the processor has
 for blocks of bfloat16: `1` AVX-512 dot products, `0` float32, then for growth, too.
 
-Functions of the libraries, documented where they are written:
-
-- `dynsparse_linear_forward`, `dynsparse_linear_backward` (csrc/linear.cpp), called by
-  `dynsparse.ops.linear.kernels.sparse`;
-- `dynsparse_panels_from` (csrc/element_panels.cpp), `dynsparse_panels_bytes`,
-  `dynsparse_panels_make` (csrc/panel_index.cpp), called by `dynsparse.ops.linear.kernels.panels`;
-- `dynsparse_small_masks`, `dynsparse_small_forward`, `dynsparse_small_backward`
-  (csrc/small_batch.cpp), called by `dynsparse.ops.linear.kernels.small`;
-- `dynsparse_rows_to_dense`, `dynsparse_rows_from_dense` (csrc/dense_rows.cpp), called by
-  `dynsparse.ops.linear.kernels.dense`;
-- `dynsparse_linear_forward_bf16`, `dynsparse_linear_backward_bf16`, `dynsparse_bf16_unit`
-  (csrc/bf16.cpp), called by `dynsparse.ops.linear.kernels.bfloat16`;
-- `dynsparse_release_scratch()` (csrc/scratch.cpp): gives idle scratch memory back.
+What a library exports, and what each function promises, is in `csrc/api.h`.
 """
 
 from __future__ import annotations
@@ -59,7 +47,7 @@ _SIZE = ctypes.c_int64
 _INT = ctypes.c_int32
 _MATRIX = [_POINTER, _SIZE, _SIZE]  # data, stride of the batch, stride of the features
 
-# function -> (result, arguments)
+# function -> (result, arguments), as declared in csrc/api.h
 _SIGNATURES: dict[str, tuple[type | None, list[type]]] = {
     "dynsparse_linear_forward": (
         ctypes.c_int,
@@ -78,6 +66,7 @@ _SIGNATURES: dict[str, tuple[type | None, list[type]]] = {
         [*_MATRIX, *_MATRIX, _POINTER, _INT, *[_POINTER] * 9, *[_SIZE] * 4, _INT],
     ),
     "dynsparse_bf16_unit": (_INT, []),
+    "dynsparse_masks_expand": (_INT, []),
     "dynsparse_panels_from": (_SIZE, [*[_SIZE] * 3, _INT]),
     "dynsparse_panels_bytes": (_SIZE, [*[_SIZE] * 3, _INT]),
     "dynsparse_panels_make": (ctypes.c_int, [*[_POINTER] * 3, *[_SIZE] * 2, _POINTER, _INT]),
@@ -120,6 +109,10 @@ _SIGNATURES: dict[str, tuple[type | None, list[type]]] = {
     ),
     "dynsparse_rows_to_dense": (None, [*[_POINTER] * 5, *[_SIZE] * 4, _INT]),
     "dynsparse_rows_from_dense": (None, [*[_POINTER] * 5, *[_SIZE] * 4, _INT]),
+    "dynsparse_dropout": (
+        None,
+        [*[_POINTER] * 2, _SIZE, ctypes.c_uint64, _INT, ctypes.c_float, _INT],
+    ),
     "dynsparse_release_scratch": (None, []),
 }
 
@@ -271,9 +264,15 @@ def bfloat16_unit() -> str:
     return "float32" if library is None else _bfloat16_unit_of(library)
 
 
+@cache
+def _expands_masks_of(library: ctypes.CDLL) -> bool:
+    return bool(library.dynsparse_masks_expand())
+
+
 def expands_masks() -> bool:
-    """Whether vectors are filled by bit masks at once, rather than bit by bit."""
-    return _choose()[0] == "v4"
+    """Whether the kernels expand bit masks in hardware; elsewhere they read them bit by bit."""
+    library = load()
+    return library is not None and _expands_masks_of(library)
 
 
 def describe() -> dict[str, object]:

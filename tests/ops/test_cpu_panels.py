@@ -1,7 +1,7 @@
 """Products in panels: with many samples the kernels work on the entries panel by panel.
 
 From how many on is the kernels' choice; the sizes here are those for which they do
-(csrc/element_panels.cpp).
+(csrc/linear/element/panels.cpp).
 """
 
 from __future__ import annotations

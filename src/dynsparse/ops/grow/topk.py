@@ -202,7 +202,7 @@ def pool(magnitude: Tensor, pooling: str, b: int) -> Tensor:
     """[rows * b, columns * b] -> [rows, columns]: the score of each block.
 
     Sums go from the first row of a block to the last, then likewise over its columns, so that the
-    kernels (csrc/grow.cpp) come to the same.
+    kernels (csrc/update/pool.cpp) come to the same.
     """
     by_rows = magnitude.unflatten(0, (-1, b))
     if pooling == "max":

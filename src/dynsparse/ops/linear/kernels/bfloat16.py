@@ -1,4 +1,4 @@
-"""Sparse linear products of bfloat16 activations on the CPU (csrc/bf16.cpp).
+"""Sparse linear products of bfloat16 activations on the CPU (csrc/linear/bf16).
 
 Sums are float32 and rounded once. Blocks of 16 and 32 run on the processor's matrix units (AMX) or
 dot products of pairs (AVX-512-bf16) where it has them; everything else is widened to float32 and

@@ -1,4 +1,4 @@
-"""The index of a pattern by panels, made when a product first wants it (csrc/panel_index.cpp).
+"""The index of a pattern by panels, made when a product first wants it (csrc/linear/element).
 
 Panels are stretches of columns (forward) or rows (backward) whose activations stay in the caches.
 Kernels for many samples work on the entries panel by panel. The index by rows takes 2 bytes per

@@ -1,4 +1,4 @@
-"""Sparse linear products of a few samples on the CPU (csrc/small_batch.cpp).
+"""Sparse linear products of a few samples on the CPU (csrc/linear/few).
 
 The other kernels make the batch the vector dimension; here it is the features. For single elements
 bit masks, made once per pattern, say which columns are present: one bit per element of the matrix.

@@ -1,4 +1,4 @@
-"""Sparse linear products on the CPU, through the compiled kernels (csrc/linear.cpp).
+"""Sparse linear products on the CPU, through the compiled kernels (csrc/linear/linear.cpp).
 
 Forward and backward take two-dimensional float32 tensors of any strides; nothing is copied to
 make them contiguous. `naive.py` is the same in plain torch.

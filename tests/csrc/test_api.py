@@ -1,0 +1,163 @@
+"""The C interface: csrc/api.h, the libraries and the table of `native` say the same."""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from dynsparse import native
+
+ROOT = Path(__file__).resolve().parents[2]
+CSRC = ROOT / "csrc"
+HEADER = (CSRC / "api.h").read_text()
+
+SCALARS = {
+    "int": ctypes.c_int,
+    "int32_t": ctypes.c_int32,
+    "int64_t": ctypes.c_int64,
+    "uint64_t": ctypes.c_uint64,
+    "float": ctypes.c_float,
+}
+
+
+def ctype_of(declared: str) -> type | None:
+    """What ctypes calls a C type, with or without the name of a parameter behind it."""
+    if "*" in declared:
+        return ctypes.c_void_p
+    words = declared.split()
+    return None if words[0] == "void" else SCALARS[words[0]]
+
+
+def declarations() -> dict[str, tuple[type | None, list[type | None]]]:
+    text = re.sub(r"/\*.*?\*/", " ", HEADER, flags=re.DOTALL)
+    # The macro's own definitions are no declarations.
+    text = re.sub(r"^#.*$", " ", text, flags=re.MULTILINE)
+    found = re.findall(r"DYNSPARSE_API\s+([^;(]*?)(\w+)\s*\(([^)]*)\)\s*;", text)
+    assert len(found) == text.count("DYNSPARSE_API"), "a declaration that this test cannot read"
+    return {
+        name: (ctype_of(result), [ctype_of(p) for p in arguments.split(",") if p.strip() != "void"])
+        for result, name, arguments in found
+    }
+
+
+def test_the_parser_reads_every_kind_of_type():
+    assert declarations()["dynsparse_dropout"] == (
+        None,
+        [
+            ctypes.c_void_p,
+            ctypes.c_void_p,
+            ctypes.c_int64,
+            ctypes.c_uint64,
+            ctypes.c_int32,
+            ctypes.c_float,
+            ctypes.c_int32,
+        ],
+    )
+    assert declarations()["dynsparse_bf16_unit"] == (ctypes.c_int32, [])
+
+
+def test_the_table_of_native_is_the_header():
+    declared = declarations()
+    assert set(native._SIGNATURES) == set(declared)
+    for name, signature in native._SIGNATURES.items():
+        assert signature == declared[name], name
+
+
+@pytest.mark.parametrize("isa", native._built_isas())
+def test_a_library_exports_what_the_header_declares(isa: str):
+    if shutil.which("nm") is None:
+        pytest.skip("needs nm")
+    listing = subprocess.run(
+        ["nm", "-D", "--defined-only", str(native._library_path(isa))],
+        capture_output=True,
+        check=True,
+        text=True,
+    ).stdout
+    names = {line.split()[-1].removeprefix("_") for line in listing.splitlines()}
+    assert names == set(declarations())
+
+
+def test_masks_are_expanded_where_the_instruction_set_can():
+    for isa in native.describe()["available"]:  # type: ignore[attr-defined]
+        assert native.load_isa(isa).dynsparse_masks_expand() == (isa == "v4")
+
+
+def sources() -> list[Path]:
+    return sorted([*CSRC.rglob("*.h"), *CSRC.rglob("*.cpp")])
+
+
+def test_every_source_is_built_and_short_enough_to_read():
+    listed = (CSRC / "CMakeLists.txt").read_text()
+    for path in sources():
+        text = path.read_text()
+        assert text.count("\n") <= 400, path
+        assert max(map(len, text.splitlines())) <= 100, path
+        if path.suffix == ".cpp":
+            assert path.relative_to(CSRC).as_posix() in listed, path
+
+
+def test_sources_that_define_exported_functions_include_the_header():
+    defined = re.compile(r"^[\w ]+\bdynsparse_\w+\(", flags=re.MULTILINE)
+    exporting = [p for p in sources() if p.suffix == ".cpp" and defined.search(p.read_text())]
+    assert exporting
+    for path in exporting:
+        assert '#include "api.h"' in path.read_text(), path
+
+
+def test_the_header_is_plain_c():
+    compiler = shutil.which("cc")
+    if compiler is None:
+        pytest.skip("needs a C compiler")
+    flags = ["-x", "c", "-std=c99", "-pedantic", "-Wall", "-Wextra", "-Werror", "-fsyntax-only"]
+    subprocess.run([compiler, *flags, str(CSRC / "api.h")], check=True)
+
+
+def test_places_in_csrc_that_are_named_elsewhere_exist():
+    named = re.compile(r"\bcsrc/[\w./]*\w")
+    texts = [*(ROOT / "src").rglob("*.py"), *(ROOT / "tests").rglob("*.py")]
+    texts += [*(ROOT / "docs").glob("*.md"), *ROOT.glob("*.md")]
+    for path in texts:
+        for place in named.findall(path.read_text()):
+            assert (ROOT / place).exists(), f"{path.relative_to(ROOT)} names {place}"
+
+
+def cmake() -> str | None:
+    own = Path(sys.executable).parent / "cmake"
+    return str(own) if own.exists() else shutil.which("cmake")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("compiler", ["g++", "clang++"])
+def test_the_kernels_compile_without_a_warning(compiler: str, tmp_path: Path):
+    if cmake() is None or shutil.which(compiler) is None:
+        pytest.skip(f"needs cmake and {compiler}")
+    subprocess.run(
+        [
+            str(cmake()),
+            *("-S", str(ROOT), "-B", str(tmp_path)),
+            f"-DCMAKE_CXX_COMPILER={compiler}",
+            "-DCMAKE_EXPORT_COMPILE_COMMANDS=ON",
+        ],
+        check=True,
+        capture_output=True,
+    )
+    commands = json.loads((tmp_path / "compile_commands.json").read_text())
+    assert {Path(c["file"]) for c in commands} >= {
+        p for p in sources() if p.suffix == ".cpp" and p.stem not in ("amx", "dots")
+    }
+    for command in commands:
+        assert "-Wall -Wextra" in command["command"]
+        words = command["command"].split()
+        at = words.index("-o")
+        words[at : at + 2] = ["-fsyntax-only", "-Werror"]
+        done = subprocess.run(
+            words, cwd=command["directory"], capture_output=True, text=True, check=False
+        )
+        assert done.returncode == 0, done.stderr
