@@ -169,7 +169,7 @@ int dynsparse_pattern_merge(const i32* row_ptr, const i32* cols, i64 height, i64
   if (!ascending(drop, dropped, nnz) || !ascending(grow, grown, height * width)) return 2;
   const i64 pieces = nnz + grown < SMALL ? 1 : threads;
   const i64 room = 3 * width;
-  dynsparse::Scratch scratch(pieces * room * sizeof(i32));
+  dynsparse::Scratch scratch(dynsparse::Scratch::size_of<i32>(pieces * room));
   if (scratch.failed()) return 1;
   i32* kept = scratch.take<i32>(pieces * room);
   const Merge merge = {row_ptr, cols,  drop,        grow,     dropped,  grown,
@@ -188,7 +188,7 @@ int dynsparse_pattern_merge(const i32* row_ptr, const i32* cols, i64 height, i64
 int dynsparse_pattern_by_columns(const i32* row_ptr, const i32* cols, i64 height, i64 width,
                                  i32* col_ptr, i32* csc_rows, i32* csc_perm, i32 threads) {
   const i64 pieces = row_ptr[height] < SMALL ? 1 : threads;
-  dynsparse::Scratch scratch(pieces * width * sizeof(i32));
+  dynsparse::Scratch scratch(dynsparse::Scratch::size_of<i32>(pieces * width));
   if (scratch.failed()) return 1;
   i32* next = scratch.take<i32>(pieces * width);
 #pragma omp parallel for num_threads(pieces) schedule(static)

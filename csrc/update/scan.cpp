@@ -36,7 +36,7 @@ i64 dynsparse_grow_scan(float* scores, i64 rows, i64 width, const i32* row_ptr, 
                         float threshold, i64 wanted, i64 offset, float* found_scores,
                         i64* found_flat, i64 room, i32 threads) {
   const i64 pieces = rows * width < FEW_SCORES ? 1 : least(threads, rows);
-  Scratch scratch((rows + 1) * sizeof(i64));
+  Scratch scratch(Scratch::size_of<i64>(rows + 1));
   if (scratch.failed()) return -1;
   i64* begin = scratch.take<i64>(rows + 1);
   const auto count = [&](float limit, bool mark) {
