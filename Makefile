@@ -16,12 +16,13 @@ BIN := $(VENV)/bin
 PLAIN_PATH = @echo "$(CURDIR)/src" >"$$($(BIN)/python -c \
 	'import sysconfig; print(sysconfig.get_path("purelib"))')/_editable_skbc_dynsparse.pth"
 
-.PHONY: help demo test lint native bench clean
+.PHONY: help demo test lint native sanitize bench clean
 
 help:
 	@echo "make demo    train a sparse network on digits, write pictures to demo-output/"
 	@echo "make test    style, types and all tests"
 	@echo "make native  build the compiled kernels in place"
+	@echo "make sanitize  drive the kernels under sanitizers (ten minutes; SANITIZE_SECONDS=3600 for longer)"
 	@echo "make bench   time a training step beside the alternatives (two minutes)"
 	@echo "make clean   remove what was built and made (not .venv)"
 
@@ -45,6 +46,11 @@ native: $(VENV)/.installed-apps
 	$(BIN)/cmake -S . -B build/dev -DCMAKE_BUILD_TYPE=Release
 	$(BIN)/cmake --build build/dev --parallel 2
 	$(BIN)/cmake --install build/dev --prefix src
+
+# Seconds of driving for each of the three ways (tests/sanitize/run.py); building comes on top.
+SANITIZE_SECONDS ?= 120
+sanitize: $(VENV)/.installed-apps native
+	$(BIN)/python tests/sanitize/run.py --seconds $(SANITIZE_SECONDS)
 
 bench: $(VENV)/.installed-apps native
 	$(BIN)/dynsparse bench --benchmark quick

@@ -1,0 +1,252 @@
+// Products: every kernel against sums in double, from several threads at a time.
+
+#include "pattern.h"
+
+namespace {
+
+// Sizes in blocks such that a case takes no more than some milliseconds.
+Index random_index(Random& random, i64 block) {
+  const i64 most = std::max<i64>(4, 20000 / (block * block));
+  const i64 side = block == 1 ? 300 : std::max<i64>(3, 600 / block);
+  i64 height = 1 + random.below(side), width = 1 + random.below(side);
+  if (random.chance(10)) height = 1 + random.below(3);
+  if (random.chance(10)) width = 1 + random.below(3);
+  // So wide that tiles get narrower and panels many.
+  if (block == 1 && random.chance(6))
+    (random.chance(50) ? height : width) = 5000 + random.below(30000);
+  return make_index(random, height, width, block, most);
+}
+
+i64 random_batch(Random& random, i64 most) {
+  const i64 batch = random.chance(50) ? random.below(20)
+                    : random.chance(60) ? random.among({31, 32, 33, 63, 64, 65, 127, 129, 256, 300})
+                                        : random.below(600);
+  return std::min(batch, most);
+}
+
+Array<uint8_t> panels_of(const Library& library, Random& random, i64 majors, i64 minors,
+                         const Array<i32>& ptr, const Array<i32>& idx, const i32* order,
+                         i32 threads) {
+  const i64 bytes = library.panels_bytes(majors, minors, idx.size(), order != nullptr);
+  Array<uint8_t> memory(random, bytes / 8 * 8 == bytes ? bytes : bytes + 8);
+  expect(library.panels_make(ptr.data(), idx.data(), order, majors, minors, memory.data(),
+                             threads) == 0, "panels of an ordered index");
+  memory.freeze();
+  return memory;
+}
+
+// The same call at the same time from several threads, each with outputs of its own, and once more
+// with another number of threads: the same bits.
+template <class Outputs, class Call>
+void run_alike(Random& random, const Outputs& make, const Call& call, const char* what) {
+  auto first = make();
+  call(*first, 1 + static_cast<i32>(random.below(6)));
+  if (random.chance(70)) {
+    auto second = make();
+    call(*second, 1 + static_cast<i32>(random.below(6)));
+    expect(*first == *second, what);
+  } else {
+    const int callers = 2 + random.below(2);
+    std::vector<decltype(make())> all;
+    for (int i = 0; i < callers; i++) all.push_back(make());
+    std::vector<std::thread> threads;
+    for (int i = 0; i < callers; i++)
+      threads.emplace_back([&, i] { call(*all[i], 1 + i % 2); });
+    for (std::thread& t : threads) t.join();
+    for (const auto& outputs : all) expect(*first == *outputs, what);
+  }
+}
+
+template <class A, class V>  // types of the activations and of the values
+void products(const Library& library, Random& random, i64 block, bool few) {
+  constexpr bool BF16 = sizeof(A) == 2, ROUNDS = sizeof(V) == 2;
+  const Index index = random_index(random, block);
+  const i64 out = index.out, in = index.in, nnz = index.nnz, b2 = block * block;
+  const i64 most = std::max<i64>(1, 400000 / (nnz * b2 + out + in));
+  const i64 batch = random_batch(random, few ? std::min<i64>(most, 20) : most);
+  const auto x = Strided<A>::random(random, batch, in), dy = Strided<A>::random(random, batch, out);
+  Array<V> values(random, nnz * b2);
+  values.fill(random);
+  values.freeze();
+  Array<float> bias(random, out);
+  bias.fill(random);
+  bias.freeze();
+  const bool biased = random.chance(50), by_panels = block == 1 && !few && random.chance(60);
+  Array<uint8_t> row_panels(random, 0), col_panels(random, 0);
+  if (by_panels) {
+    row_panels = panels_of(library, random, out, in, index.row_ptr, index.cols, nullptr, 2);
+    col_panels = panels_of(library, random, in, out, index.col_ptr, index.csc_rows,
+                           index.csc_perm.data(), 2);
+  }
+  const void* by_rows = by_panels ? row_panels.data() : nullptr;
+  const void* by_cols = by_panels && random.chance(80) ? col_panels.data() : nullptr;
+  Array<uint16_t> masks(random, few && block == 1 ? out * ((in + 15) / 16) : 0);
+  if (masks.size()) {
+    library.small_masks(index.row_ptr.data(), index.cols.data(), masks.data(), out, in, 3);
+    masks.freeze();
+  }
+
+  // In double.
+  std::vector<double> y(batch * out), y_bound(y), dx(batch * in), dx_bound(dx), dv(nnz * b2),
+      dv_bound(dv);
+  for (i64 s = 0; s < batch; s++)
+    for (i64 o = 0; o < out; o++) {
+      y[s * out + o] = biased ? bias[o] : 0;
+      y_bound[s * out + o] = std::fabs(y[s * out + o]);
+    }
+  for (i64 p = 0; p < nnz; p++)
+    for (i64 i = 0; i < block; i++)
+      for (i64 j = 0; j < block; j++) {
+        const i64 slot = (p * block + i) * block + j;
+        const i64 o = index.row[p] * block + i, c = index.col[p] * block + j;
+        const double w = number_of(values[slot]);
+        for (i64 s = 0; s < batch; s++) {
+          const double a = number_of(x.at(s, c)), g = number_of(dy.at(s, o));
+          y[s * out + o] += w * a;
+          y_bound[s * out + o] += std::fabs(w * a);
+          dx[s * in + c] += w * g;
+          dx_bound[s * in + c] += std::fabs(w * g);
+          dv[slot] += g * a;
+          dv_bound[slot] += std::fabs(g * a);
+        }
+      }
+
+  run_alike(
+      random, [&] { return std::make_unique<Array<A>>(random, batch * out); },
+      [&](const Array<A>& to, i32 threads) {
+        int status;
+        const float* b = biased ? bias.data() : nullptr;
+        if constexpr (BF16)
+          status = library.linear_forward_bf16(
+              x.data, x.batch_stride, x.feature_stride, values.data(), ROUNDS,
+              index.row_ptr.data(), index.cols.data(), by_rows, b, to.data(), batch, out, in, block,
+              threads);
+        else if (few)
+          status = library.small_forward(
+              x.data, x.batch_stride, x.feature_stride, values.data(), index.row_ptr.data(),
+              block == 1 ? nullptr : index.cols.data(), block == 1 ? masks.data() : nullptr, b,
+              to.data(), batch, out, in, block, threads);
+        else
+          status = library.linear_forward(
+              x.data, x.batch_stride, x.feature_stride, values.data(), index.row_ptr.data(),
+              index.cols.data(), by_rows, b, to.data(), batch, out, in, block, threads);
+        expect(status == 0, "status");
+        expect_near(to, y, y_bound, BF16 ? 1.0 / 128 : 1e-5, "y");
+      },
+      "y depends on threads");
+
+  const int wanted = 1 + random.below(3);
+  struct Both {
+    Array<A> dx;
+    Array<V> dv;
+    bool operator==(const Both& other) const { return dx == other.dx && dv == other.dv; }
+  };
+  run_alike(
+      random,
+      [&] {
+        return std::make_unique<Both>(Both{{random, wanted & 1 ? batch * in : 0},
+                                           {random, wanted & 2 ? nnz * b2 : 0}});
+      },
+      [&](const Both& to, i32 threads) {
+        A* dx_data = wanted & 1 ? to.dx.data() : nullptr;
+        V* dv_data = wanted & 2 ? to.dv.data() : nullptr;
+        const bool lone = !(wanted & 1);  // then these may be null
+        int status;
+        if constexpr (BF16)
+          status = library.linear_backward_bf16(
+              dy.data, dy.batch_stride, dy.feature_stride, x.data, x.batch_stride, x.feature_stride,
+              lone ? nullptr : values.data(), ROUNDS, index.row_ptr.data(), index.cols.data(),
+              lone ? nullptr : index.col_ptr.data(), lone ? nullptr : index.csc_rows.data(),
+              lone ? nullptr : index.csc_perm.data(), by_rows, lone ? nullptr : by_cols, dx_data,
+              dv_data, batch, out, in, block, threads);
+        else if (few)
+          status = library.small_backward(
+              dy.data, dy.batch_stride, dy.feature_stride, x.data, x.batch_stride, x.feature_stride,
+              values.data(), index.row_ptr.data(), block == 1 ? nullptr : index.cols.data(),
+              block == 1 ? masks.data() : nullptr, dx_data, dv_data, batch, out, in, block,
+              threads);
+        else
+          status = library.linear_backward(
+              dy.data, dy.batch_stride, dy.feature_stride, x.data, x.batch_stride, x.feature_stride,
+              lone ? nullptr : values.data(), index.row_ptr.data(), index.cols.data(),
+              lone ? nullptr : index.col_ptr.data(), lone ? nullptr : index.csc_rows.data(),
+              lone ? nullptr : index.csc_perm.data(), by_rows, lone ? nullptr : by_cols, dx_data,
+              dv_data, batch, out, in, block, threads);
+        expect(status == 0, "status");
+        if (dx_data) expect_near(to.dx, dx, dx_bound, BF16 ? 1.0 / 128 : 1e-5, "dx");
+        if (dv_data) expect_near(to.dv, dv, dv_bound, ROUNDS ? 1.0 / 128 : 1e-5, "dvalues");
+      },
+      "gradients depend on threads");
+}
+
+}  // namespace
+
+void linear_case(const Library& library, Random& random) {
+  const i64 block = random.among({1, 1, 1, 1, 2, 3, 4, 5, 7, 8, 11, 16, 16, 24, 32, 32, 48, 64});
+  switch (random.below(4)) {
+    case 0: return products<dynsparse_bf16, dynsparse_bf16>(library, random, block, false);
+    case 1: return products<dynsparse_bf16, float>(library, random, block, false);
+    case 2:
+      return products<float, float>(library, random, random.among({1, 1, 4, 8, 16, 32}), true);
+    default: return products<float, float>(library, random, block, false);
+  }
+}
+
+void dense_rows_case(const Library& library, Random& random) {
+  const i64 block = random.among({1, 1, 2, 4, 5, 8, 16, 32, 33});
+  const Index index = random_index(random, block);
+  const i64 height = index.out / block, in = index.in, b2 = block * block;
+  const i64 first = random.below(height), most = 2000000 / (in * block) + 1;
+  const i64 count = random.below(std::min(height - first, most) + 1);
+  Array<float> values(random, index.nnz * b2), slab(random, count * block * in);
+  values.fill(random);
+  Array<uint16_t> masks(random, block == 1 ? index.out * ((in + 15) / 16) : 0);
+  const bool masked = block == 1 && random.chance(60);
+  if (block == 1)
+    library.small_masks(index.row_ptr.data(), index.cols.data(), masks.data(), index.out, in, 2);
+  const uint16_t* with = masked ? masks.data() : nullptr;
+  const i32 threads = 1 + random.below(5);
+  library.rows_to_dense(values.data(), index.row_ptr.data(), index.cols.data(), with, slab.data(),
+                        first, count, in, block, threads);
+  std::vector<float> wanted(slab.size());
+  for (i64 p = index.row_ptr[first]; p < index.row_ptr[first + count]; p++)
+    for (i64 i = 0; i < b2; i++)
+      wanted[((index.row[p] - first) * block + i / block) * in + index.col[p] * block + i % block] =
+          values[p * b2 + i];
+  expect(std::equal(wanted.begin(), wanted.end(), slab.data()), "rows laid out densely");
+  Array<float> back(random, index.nnz * b2);
+  std::fill(back.data(), back.data() + back.size(), 7.0f);
+  library.rows_from_dense(slab.data(), index.row_ptr.data(), index.cols.data(), with, back.data(),
+                          first, count, in, block, threads);
+  for (i64 p = 0; p < index.nnz; p++) {
+    const bool inside = index.row[p] >= first && index.row[p] < first + count;
+    for (i64 i = p * b2; i < (p + 1) * b2; i++)
+      expect(back[i] == (inside ? values[i] : 7.0f), "values from dense rows");
+  }
+}
+
+// Strides and sizes near and past 2^31, of which little is touched.
+void far_case(const Library& library, Random& random) {
+  const i64 in = 1 + random.below(40), out = 1 + random.below(40), batch = 2 + random.below(3);
+  const i64 stride = (i64{1} << 30) + random.below(100);
+  const Index index = make_index(random, out, in, 1, in * out);
+  Array<float> far(random, (batch - 1) * stride + in), y(random, batch * out),
+      values(random, index.nnz), dx(random, batch * in), dv(random, index.nnz);
+  values.fill(random);
+  for (i64 s = 0; s < batch; s++)
+    for (i64 f = 0; f < in; f++) far[s * stride + f] = random.number();
+  const auto dy = Strided<float>::random(random, batch, out);
+  std::vector<double> wanted(batch * out), bound(batch * out, 1000.0);
+  for (i64 p = 0; p < index.nnz; p++)
+    for (i64 s = 0; s < batch; s++)
+      wanted[s * out + index.row[p]] += values[p] * far[s * stride + index.col[p]];
+  expect(library.linear_forward(far.data(), stride, 1, values.data(), index.row_ptr.data(),
+                                index.cols.data(), nullptr, nullptr, y.data(), batch, out, in, 1,
+                                2) == 0, "status");
+  expect_near(y, wanted, bound, 1e-5, "far y");
+  expect(library.linear_backward(dy.data, dy.batch_stride, dy.feature_stride, far.data(), stride, 1,
+                                 values.data(), index.row_ptr.data(), index.cols.data(),
+                                 index.col_ptr.data(), index.csc_rows.data(),
+                                 index.csc_perm.data(), nullptr, nullptr, dx.data(), dv.data(),
+                                 batch, out, in, 1, 2) == 0, "status");
+}

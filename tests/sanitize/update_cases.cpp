@@ -1,0 +1,241 @@
+// Pattern updates, growth and dropout, against the same said plainly.
+
+#include <numeric>
+
+#include "pattern.h"
+
+namespace {
+
+template <class T>
+std::vector<T> vector_of(const Array<T>& array) {
+  return {array.data(), array.data() + array.size()};
+}
+
+}  // namespace
+
+void index_case(const Library& library, Random& random) {
+  const bool large = random.chance(10);  // enough for several threads
+  const i64 height = 1 + random.below(large ? 3000 : 60);
+  const i64 width = 1 + random.below(large ? 900 : 60);
+  const Index index = make_index(random, height, width, 1, large ? 60000 : 2000);
+  const i32 threads = 1 + random.below(6);
+  Array<i32> col_ptr(random, width + 1), csc_rows(random, index.nnz), csc_perm(random, index.nnz);
+  expect(library.pattern_by_columns(index.row_ptr.data(), index.cols.data(), height, width,
+                                    col_ptr.data(), csc_rows.data(), csc_perm.data(),
+                                    threads) == 0, "status");
+  expect(col_ptr == index.col_ptr && csc_rows == index.csc_rows && csc_perm == index.csc_perm,
+         "the order by columns");
+  Array<uint16_t> masks(random, height * ((width + 15) / 16));
+  library.small_masks(index.row_ptr.data(), index.cols.data(), masks.data(), height, width,
+                      threads);
+  i64 bits = 0;
+  for (i64 i = 0; i < masks.size(); i++) bits += __builtin_popcount(masks[i]);
+  expect(bits == index.nnz, "bits of the masks");
+  // What does not ascend is refused.
+  if (index.nnz > 1 && index.row[0] == index.row[1]) {
+    std::vector<i32> wrong = vector_of(index.cols);
+    std::swap(wrong[0], wrong[1]);
+    const Array<i32> cols(random, wrong);
+    Array<uint8_t> memory(random, (library.panels_bytes(height, width, index.nnz, 0) + 7) / 8 * 8);
+    expect(library.panels_make(index.row_ptr.data(), cols.data(), nullptr, height, width,
+                               memory.data(), threads) == 1, "panels of an index out of order");
+  }
+  if (random.chance(20)) library.release_scratch();
+}
+
+void update_case(const Library& library, Random& random) {
+  const int kind = random.below(10);  // small, large, or with positions past 2^31
+  i64 height = 1 + random.below(40), width = 1 + random.below(40), most = 1000;
+  if (kind == 0) height = 1 + random.below(2000), width = 1 + random.below(500), most = 50000;
+  if (kind == 1) height = 60000 + random.below(9000), width = 60000 + random.below(9000);
+  const Index index = make_index(random, height, width, 1, most);
+  std::set<i64> taken, free;
+  for (i64 p = 0; p < index.nnz; p++) taken.insert(i64{index.row[p]} * width + index.col[p]);
+  std::vector<i64> drop;
+  for (i64 p = 0; p < index.nnz; p++)
+    if (random.chance(30)) drop.push_back(p);
+  for (const i64 flat : some_positions(random, height, width, most / 2))
+    if (!taken.count(flat)) free.insert(flat);
+  std::vector<i64> grow(free.begin(), free.end());
+  if (random.chance(60)) grow.resize(std::min(grow.size(), drop.size()));  // as in a training
+  if (random.chance(60)) drop.resize(std::min(grow.size(), drop.size()));
+  int wanted = 0;
+  if (random.chance(8) && grow.size() > 1) std::swap(grow[0], grow[1]), wanted = 2;
+  else if (random.chance(8) && index.nnz && grow.size()) {
+    grow.push_back(*taken.begin());  // taken, unless it was dropped
+    std::sort(grow.begin(), grow.end());
+    wanted = drop.size() && drop[0] == 0 ? 0 : 2;
+  } else if (random.chance(8)) grow.push_back(height * width), wanted = 2;
+  const Array<i64> drop_array(random, drop), grow_array(random, grow);
+  const i64 count = index.nnz - drop.size() + grow.size();
+  Array<i32> row_ptr(random, height + 1), rows(random, count), cols(random, count),
+      source(random, count);
+  const i32 threads = 1 + random.below(6);
+  const int status = library.pattern_merge(
+      index.row_ptr.data(), index.cols.data(), height, width, drop_array.data(), drop.size(),
+      grow_array.data(), grow.size(), row_ptr.data(), rows.data(), cols.data(), source.data(),
+      threads);
+  expect(status == wanted, "the status of a merge");
+  if (status) return;
+  std::vector<std::pair<i64, i32>> all;  // flat position, source
+  for (i64 p = 0; p < index.nnz; p++)
+    if (!std::binary_search(drop.begin(), drop.end(), p))
+      all.emplace_back(i64{index.row[p]} * width + index.col[p], p);
+  for (const i64 flat : grow) all.emplace_back(flat, -1);
+  std::sort(all.begin(), all.end());
+  expect(static_cast<i64>(all.size()) == count, "the count of a merge");
+  for (i64 p = 0; p < count; p++)
+    expect(i64{rows[p]} * width + cols[p] == all[p].first && source[p] == all[p].second, "a merge");
+  for (i64 r = 0, p = 0; r <= height; r++) {
+    while (p < count && rows[p] < r) p++;
+    expect(row_ptr[r] == p, "row pointers of a merge");
+  }
+  if (count != index.nnz) return;
+
+  std::vector<Array<uint8_t>> arrays;
+  std::vector<std::vector<uint8_t>> expected;
+  std::vector<void*> data;
+  std::vector<i64> bytes;
+  for (i64 i = random.below(5); i >= 0; i--) {
+    const i64 size = random.among({1, 2, 4, 8, 12, 16, 64, 100});
+    Array<uint8_t> array(random, count * size);
+    for (i64 k = 0; k < array.size(); k++) array[k] = random.below(256);
+    std::vector<uint8_t> after(array.size());
+    for (i64 p = 0; p < count; p++)
+      if (source[p] >= 0)
+        std::memcpy(&after[p * size], array.data() + source[p] * size, size);
+    bytes.push_back(size);
+    data.push_back(array.data());
+    expected.push_back(after);
+    arrays.push_back(std::move(array));
+  }
+  library.pattern_follow(data.data(), bytes.data(), data.size(), source.data(), count, threads);
+  for (std::size_t i = 0; i < arrays.size(); i++)
+    expect(vector_of(arrays[i]) == expected[i], "an array that follows");
+}
+
+void growth_case(const Library& library, Random& random) {
+  const i32 threads = 1 + random.below(6);
+  const bool large = random.chance(10);
+  const i64 block = large ? 1 : random.among({1, 2, 3, 8, 16, 1000});
+  const i64 rows = 1 + random.below(large ? 300 : block > 100 ? 1 : 20);
+  const i64 width = 1 + random.below(large ? 3000 : block > 100 ? 2 : 50);
+  Array<float> grad(random, rows * block * width * block), scores(random, rows * width);
+  grad.fill(random);
+  if (random.chance(30)) grad[random.below(grad.size())] = NAN;
+  grad.freeze();
+  const int pooling = random.below(3);
+  library.grow_pool(grad.data(), rows, width, block, pooling, scores.data(), threads);
+  for (i64 i = 0; i < scores.size(); i++) {
+    double sum = 0, largest = 0;
+    for (i64 u = 0; u < block; u++)
+      for (i64 v = 0; v < block; v++) {
+        const i64 row = i / width * block + u, col = i % width * block + v;
+        const double g = std::fabs(grad[row * width * block + col]);
+        sum += g;
+        largest = g > largest || g != g ? g : largest;
+      }
+    const double wanted = pooling == 0 ? sum : pooling == 1 ? sum / (block * block) : largest;
+    expect(std::fabs(scores[i] - wanted) <= 1e-4 * sum || sum != sum, "a pooled score");
+  }
+
+  // A chunk of a taller pattern.
+  const i64 above = random.below(5);
+  const Index index = make_index(random, above + rows, width, 1, rows * width / 4 + 1);
+  std::set<i64> taken;
+  for (i64 p = 0; p < index.nnz; p++) taken.insert((index.row[p] - above) * width + index.col[p]);
+  const float threshold = random.chance(30) ? -1.0f : std::fabs(random.number());
+  Array<dynsparse_bf16> rough(random, scores.size());
+  for (i64 i = 0; i < scores.size(); i++) {
+    scores[i] = random.number();
+    if (random.chance(2)) scores[i] = NAN;
+    rough[i] = narrowed(scores[i]);
+  }
+  std::vector<i64> wanted;
+  for (i64 i = 0; i < scores.size(); i++)
+    if (!taken.count(i) && std::fabs(scores[i]) > threshold) wanted.push_back(i);
+  const i64 room = random.below(scores.size() + 2), offset = random.below(1000) << 32;
+  Array<float> found_scores(random, room);
+  Array<i64> found_flat(random, room);
+  const i64 found = library.grow_scan(scores.data(), rows, width, index.row_ptr.data() + above,
+                                      index.cols.data(), threshold, scores.size(), offset,
+                                      found_scores.data(), found_flat.data(), room, threads);
+  expect(found == static_cast<i64>(wanted.size()), "how many scores exceed the threshold");
+  if (found <= room)
+    for (i64 i = 0; i < found; i++)
+      expect(found_flat[i] == offset + wanted[i] &&
+             found_scores[i] == std::fabs(scores[wanted[i]]), "what a scan finds");
+
+  Array<float> row_bounds(random, rows), col_bounds(random, width);
+  std::fill(row_bounds.data(), row_bounds.data() + rows, 0.0f);
+  std::fill(col_bounds.data(), col_bounds.data() + width, 1.0f);
+  Array<i32> counts(random, rows), found_cols(random, room);
+  const i64 screened = library.grow_screen(
+      rough.data(), rows, width, index.row_ptr.data() + above, index.cols.data(), row_bounds.data(),
+      col_bounds.data(), threshold, counts.data(), found_cols.data(), room, threads);
+  if (screened <= room) {
+    expect(screened >= found, "a screen leaves nothing out");
+    i64 n = 0;
+    std::set<i64> seen;
+    for (i64 r = 0; r < rows; r++)
+      for (i64 end = n + counts[r]; n < end; n++) seen.insert(r * width + found_cols[n]);
+    expect(n == screened, "counts of a screen");
+    for (const i64 flat : wanted) expect(seen.count(flat), "a screen leaves this out");
+  }
+
+  const i64 batch = random.below(20), features = 1 + random.below(600);
+  const auto x = Strided<float>::random(random, batch, features);
+  Array<dynsparse_bf16> rounded(random, batch * features);
+  Array<float> lengths(random, features), errors(random, features);
+  for (i64 f = 0; f < features; f++) lengths[f] = errors[f] = 1;
+  library.grow_round(x.data, x.batch_stride, x.feature_stride, batch, features, rounded.data(),
+                     lengths.data(), errors.data(), threads);
+  for (i64 f = 0; f < features; f++) {
+    double sum = 1;
+    for (i64 s = 0; s < batch; s++) {
+      sum += double{x.at(s, f)} * x.at(s, f);
+      expect(widened(rounded[s * features + f]) == x.at(s, f), "a rounded number");
+    }
+    expect(std::fabs(lengths[f] - sum) <= 1e-4 * sum && errors[f] == 1, "lengths");
+  }
+}
+
+void selection_case(const Library& library, Random& random) {
+  const i64 count = 1 + random.below(random.chance(10) ? 90000 : 300), k = 1 + random.below(count);
+  const i32 threads = 1 + random.below(6);
+  Array<float> scores(random, count);
+  scores.fill(random);
+  Array<i64> flat(random, count), positions(random, k);
+  std::iota(flat.data(), flat.data() + count, i64{1} << 33);
+  for (const bool largest : {false, true}) {
+    std::vector<i64> order(count);
+    std::iota(order.begin(), order.end(), 0);
+    std::stable_sort(order.begin(), order.end(), [&](i64 a, i64 b) {
+      return largest ? scores[a] > scores[b] : scores[a] < scores[b];
+    });
+    order.resize(k);
+    std::sort(order.begin(), order.end());
+    expect(library.grow_select(scores.data(), count, k, largest, positions.data(), threads) == 0,
+           "status");
+    expect(vector_of(positions) == order, "the best scores");
+    if (!largest) continue;
+    const std::vector<float> before = vector_of(scores);
+    expect(library.grow_compact(scores.data(), flat.data(), count, k, threads) == 0, "status");
+    for (i64 i = 0; i < k; i++)
+      expect(scores[i] == before[order[i]] && flat[i] == order[i] + (i64{1} << 33),
+             "the best moved to the front");
+  }
+}
+
+void dropout_case(const Library& library, Random& random) {
+  const i64 count = random.below(random.chance(10) ? 100000 : 200);
+  Array<float> x(random, count), y(random, count);
+  x.fill(random);
+  const uint64_t seed = random.engine();
+  const i32 threshold = static_cast<i32>(random.engine());
+  library.dropout(x.data(), y.data(), count, seed, threshold, 2.0f, 1 + random.below(6));
+  for (i64 i = 0; i < count; i++) expect(y[i] == 0 || y[i] == 2 * x[i], "dropout");
+  library.dropout(x.data(), x.data(), count, seed, threshold, 2.0f, 1 + random.below(6));
+  expect(x == y, "dropout in place");
+  library.pattern_large_pages(y.data(), count * sizeof(float));
+}
