@@ -1,0 +1,1 @@
+"""Reading files from strangers within limits, and writing files whole."""

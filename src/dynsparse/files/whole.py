@@ -1,0 +1,50 @@
+"""Files that appear whole or not at all."""
+
+from __future__ import annotations
+
+import os
+import secrets
+from collections.abc import Callable
+from pathlib import Path
+from typing import BinaryIO
+
+__all__ = ["write_text_whole", "write_whole"]
+
+
+def write_whole(path: Path, write: Callable[[BinaryIO], object]) -> None:
+    """Make the file `path` of what `write` writes into the stream it gets.
+
+    The file is written beside `path`, brought to the disk, and then takes the place of what was
+    there; so does its name. After an error, a kill or a power cut there is the old file or the new.
+
+    Raises:
+        OSError: the folder is missing or cannot be written, or the disk is full.
+    """
+    # A name of its own for each writer: two of them never write into one file.
+    temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")
+    try:
+        with open(temporary, "xb") as file:
+            write(file)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
+    _sync_folder(path.parent)
+
+
+def write_text_whole(path: Path, text: str) -> None:
+    """Make the file `path` of `text` in UTF-8; see `write_whole`."""
+    write_whole(path, lambda file: file.write(text.encode()))
+
+
+def _sync_folder(folder: Path) -> None:
+    """The new name, too, must survive a power cut."""
+    if os.name != "posix":
+        return  # there a folder cannot be opened
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)

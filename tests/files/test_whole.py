@@ -1,0 +1,55 @@
+"""Files that appear whole or not at all."""
+
+import os
+
+import pytest
+
+from dynsparse.files.whole import write_text_whole, write_whole
+
+
+def test_a_new_file_and_one_in_the_place_of_another(tmp_path):
+    file = tmp_path / "a"
+    write_text_whole(file, "ä")
+    assert file.read_bytes() == "ä".encode()
+    write_whole(file, lambda stream: stream.write(b"other"))
+    assert file.read_bytes() == b"other"
+    assert list(tmp_path.iterdir()) == [file]
+
+
+def test_an_error_leaves_what_was_there(tmp_path):
+    file = tmp_path / "a"
+    write_text_whole(file, "before")
+
+    def write(stream):
+        stream.write(b"half")
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        write_whole(file, write)
+    assert file.read_text() == "before"
+    assert list(tmp_path.iterdir()) == [file]
+
+
+def test_a_missing_folder_is_an_os_error(tmp_path):
+    with pytest.raises(FileNotFoundError):
+        write_text_whole(tmp_path / "b" / "a", "x")
+
+
+def test_content_reaches_the_disk_before_the_name_and_the_name_before_it_returns(
+    tmp_path, monkeypatch
+):
+    told = []
+    fsync, replace = os.fsync, os.replace
+
+    def synced(handle):
+        told.append("folder" if os.path.isdir(f"/proc/self/fd/{handle}") else "file")
+        fsync(handle)
+
+    def replaced(*names):
+        told.append("name")
+        replace(*names)
+
+    monkeypatch.setattr(os, "fsync", synced)
+    monkeypatch.setattr(os, "replace", replaced)
+    write_text_whole(tmp_path / "a", "x")
+    assert told == ["file", "name", "folder"]
