@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import hashlib
 import heapq
-import json
 from array import array
 from pathlib import Path
 from typing import Any
@@ -20,6 +19,9 @@ import numpy as np
 from dynsparse.data.download import cache_folder, fetch
 from dynsparse.data.vocabulary import id_type
 from dynsparse.data.word_split import word_pattern
+from dynsparse.files.json_text import parse_json
+from dynsparse.files.limits import LimitError
+from dynsparse.files.shorten import shortened
 
 __all__ = ["END_OF_TEXT", "GPT2Tokenizer", "load_gpt2", "read_merges"]
 
@@ -82,8 +84,8 @@ class GPT2Tokenizer:
         for rank, (left, right) in enumerate(merges):
             if left not in ids or right not in ids:
                 raise ValueError(
-                    f"merge {rank + 1}: expected two tokens made before it, got {left!r} and "
-                    f"{right!r}"
+                    f"merge {rank + 1}: expected two tokens made before it, got "
+                    f"{shortened(left)} and {shortened(right)}"
                 )
             self._merged[ids[left], ids[right]] = len(self._tokens)
             # Two merges may make one token; the ids of the first hold in the pairs that follow.
@@ -213,7 +215,7 @@ def read_merges(path: Path) -> list[tuple[bytes, bytes]]:
 
 def _check_ids(path: Path, tokenizer: GPT2Tokenizer) -> None:
     try:
-        ids = json.loads(path.read_text(encoding="utf-8"))
+        ids = parse_json(path.read_bytes())
         count = len(ids)
         wrong = [
             symbols
@@ -221,10 +223,12 @@ def _check_ids(path: Path, tokenizer: GPT2Tokenizer) -> None:
             if not 0 <= i < tokenizer.size or _symbols(tokenizer.token(i)) != symbols
             if symbols != END_OF_TEXT or i != tokenizer.size - 1
         ]
+    except LimitError as error:
+        raise ValueError(f"{path}: {error}") from None
     except (ValueError, AttributeError, TypeError):
         raise ValueError(f"{path}: expected a JSON object of tokens and ids") from None
     if wrong or count != tokenizer.size:
-        what = f"the token {wrong[0]!r}" if wrong else f"{count} tokens"
+        what = f"the token {shortened(wrong[0])}" if wrong else f"{count} tokens"
         raise ValueError(
             f"{path}: expected the {tokenizer.size} ids that {MERGES_FILE} gives, got {what}: the "
             "two files belong to different vocabularies"

@@ -9,16 +9,19 @@ from __future__ import annotations
 import gzip
 import io
 import math
+import os
 import struct
 import zlib
 from pathlib import Path
 
 import numpy as np
 
+from dynsparse.data.packed import GZIP_MAGIC
+from dynsparse.files.limits import HOW_TO_RAISE, read_limit
+
 __all__ = ["read_idx"]
 
 _UNSIGNED_BYTE = 8
-_GZIP_START = b"\x1f\x8b"
 
 
 def read_idx(path: str | Path, dimensions: int) -> np.ndarray:
@@ -30,23 +33,25 @@ def read_idx(path: str | Path, dimensions: int) -> np.ndarray:
 
     Raises:
         ValueError: not such a file: wrong magic number, another number of dimensions, fewer or
-            more bytes than its header promises, a damaged gzip stream.
+            more bytes than its header promises, a damaged gzip stream, or one that promises more
+            than `dynsparse.files.limits.read_limit` allows.
         OSError: the file is missing or cannot be read.
     """
     path = Path(path)
     with open(path, "rb") as raw:
-        zipped = raw.read(2) == _GZIP_START
+        zipped = raw.read(2) == GZIP_MAGIC
         raw.seek(0)
         if not zipped:
-            return _read(raw, path, dimensions)
+            return _read(raw, path, dimensions, None)
+        limit = read_limit(os.fstat(raw.fileno()).st_size)
         try:
             with gzip.GzipFile(fileobj=raw) as stream:
-                return _read(stream, path, dimensions)
+                return _read(stream, path, dimensions, limit)
         except (EOFError, zlib.error, gzip.BadGzipFile) as error:
             raise ValueError(f"{path}: damaged gzip stream ({error}); get the file again") from None
 
 
-def _read(stream: io.BufferedIOBase, path: Path, dimensions: int) -> np.ndarray:
+def _read(stream: io.BufferedIOBase, path: Path, dimensions: int, limit: int | None) -> np.ndarray:
     magic = stream.read(4)
     if len(magic) < 4:
         raise ValueError(f"{path}: expected an IDX file, got only {len(magic)} bytes")
@@ -61,6 +66,11 @@ def _read(stream: io.BufferedIOBase, path: Path, dimensions: int) -> np.ndarray:
         raise ValueError(f"{path}: truncated inside the header; get the file again")
     shape = struct.unpack(f">{rank}I", header)
     size = math.prod(shape)
+    if limit is not None and size > limit:
+        raise ValueError(
+            f"{path}: expected at most {limit:,} bytes for a packed file of this size, got the "
+            f"shape {shape}: {HOW_TO_RAISE}, or unpack it yourself"
+        )
     # One byte more than promised tells a file that is too long. The array is not allocated from
     # the header's numbers: a damaged header may promise terabytes.
     chunks = []

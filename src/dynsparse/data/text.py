@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import bz2
-import gzip
 import hashlib
-import lzma
 import sysconfig
-import zlib
 from pathlib import Path
+
+from dynsparse.data.packed import DAMAGE, unpacked
+from dynsparse.files.limits import LimitError
 
 __all__ = ["STDLIB", "read_stdlib", "read_text"]
 
@@ -17,7 +16,6 @@ STDLIB = "stdlib"
 
 _STDLIB_BYTES = 4 << 20
 _LEFT_OUT = {"site-packages", "dist-packages", "test", "tests", "lib2to3", "idlelib", "__pycache__"}
-_PACKED = {b"\x1f\x8b": gzip.decompress, b"\xfd7zXZ": lzma.decompress, b"BZh": bz2.decompress}
 
 
 def read_text(source: str | Path) -> str:
@@ -26,21 +24,20 @@ def read_text(source: str | Path) -> str:
     A byte order mark is left out; line ends stay as they are.
 
     Raises:
-        ValueError: an empty file, one that is not UTF-8 text, a damaged packed one.
+        ValueError: an empty file, one that is not UTF-8 text, a packed one that is damaged or
+            unpacks to more than `dynsparse.files.limits.read_limit` allows.
         OSError: a file that cannot be read.
     """
     if str(source) == STDLIB:
         return read_stdlib()
     path = Path(source)
     content = path.read_bytes()
-    for magic, unpack in _PACKED.items():
-        if content.startswith(magic):
-            try:
-                content = unpack(content)
-            except (OSError, EOFError, ValueError, lzma.LZMAError, zlib.error) as error:
-                raise ValueError(
-                    f"{path}: expected a packed text, got a damaged file: {error}"
-                ) from None
+    try:
+        content = unpacked(content)
+    except LimitError as error:
+        raise ValueError(f"{path}: {error}") from None
+    except DAMAGE as error:
+        raise ValueError(f"{path}: expected a packed text, got a damaged file: {error}") from None
     return _decoded(content, path)
 
 

@@ -10,15 +10,17 @@ from __future__ import annotations
 
 import json
 import os
-import secrets
 import struct
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import numpy as np
 
-from dynsparse.data.vocabulary import Tokenizer, id_type
+from dynsparse.data.vocabulary import Tokenizer, check_vocabulary, id_type
+from dynsparse.files.json_text import parse_json
+from dynsparse.files.limits import LimitError
+from dynsparse.files.whole import write_whole
 
 __all__ = ["TokenFile", "is_token_file", "open_tokens", "write_tokens"]
 
@@ -70,16 +72,13 @@ def write_tokens(path: Path, ids: np.ndarray, tokenizer: Tokenizer, source: str)
     }
     text = json.dumps(head).encode()
     text += b" " * (-(_START.size + len(text)) % _ALIGNMENT)
-    temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")
-    try:
-        with open(temporary, "xb") as file:
-            file.write(_START.pack(MAGIC, VERSION, len(text)))
-            file.write(text)
-            np.ascontiguousarray(ids, dtype).tofile(file)
-        os.replace(temporary, path)
-    except BaseException:
-        temporary.unlink(missing_ok=True)
-        raise
+
+    def write(file: BinaryIO) -> None:
+        file.write(_START.pack(MAGIC, VERSION, len(text)))
+        file.write(text)
+        file.write(np.ascontiguousarray(ids, dtype).data)
+
+    write_whole(path, write)
 
 
 def is_token_file(path: Path) -> bool:
@@ -108,16 +107,14 @@ def open_tokens(path: Path) -> TokenFile:
             raise ValueError(
                 f"{path}: expected token file version {VERSION}, got {version}: encode again"
             )
-        text = file.read(length)
         size = os.fstat(file.fileno()).st_size
-    if len(text) < length:
-        raise ValueError(f"{path}: the token file is truncated within its head: encode again")
+        if size < _START.size + length:
+            raise ValueError(f"{path}: the token file is truncated within its head: encode again")
+        text = file.read(length)
     try:
-        head = json.loads(text)
-        dtype = np.dtype({"uint16": "<u2", "int32": "<i4"}[head["dtype"]])
-        count, vocabulary = head["count"], head["vocabulary"]
-        most = vocabulary["size"]
-        vocabulary["kind"], vocabulary["identity"], head["source"]
+        dtype, count, vocabulary, source = _read_head(text)
+    except LimitError as error:
+        raise ValueError(f"{path}: the head of the token file: {error}") from None
     except (ValueError, KeyError, TypeError):
         raise ValueError(f"{path}: the head of the token file is damaged: encode again") from None
     expected = _START.size + length + count * dtype.itemsize
@@ -127,6 +124,7 @@ def open_tokens(path: Path) -> TokenFile:
             f"{path}: the token file is {what}: expected {expected:,} bytes for {count:,} tokens, "
             f"got {size:,}: encode again"
         )
+    most = vocabulary["size"]
     ids = np.memmap(path, dtype, "r", offset=_START.size + length, shape=(count,))
     low, high = int(ids.min()), int(ids.max())
     if low < 0 or high >= most:
@@ -135,7 +133,19 @@ def open_tokens(path: Path) -> TokenFile:
             f"{path}: the token file is damaged: expected ids below {most}, got {wrong}: encode "
             "again"
         )
-    return TokenFile(Path(path), ids, vocabulary, head["source"])
+    return TokenFile(Path(path), ids, vocabulary, source)
+
+
+def _read_head(text: bytes) -> tuple[np.dtype[Any], int, dict[str, Any], str]:
+    """The type and number of the ids, their vocabulary and source; each of the right type."""
+    head = parse_json(text)
+    dtype = np.dtype({"uint16": "<u2", "int32": "<i4"}[head["dtype"]])
+    count, vocabulary, source = head["count"], head["vocabulary"], head["source"]
+    check_vocabulary(vocabulary)
+    vocabulary["size"], vocabulary["identity"]
+    if type(count) is not int or not 0 < count < 1 << 62 or not isinstance(source, str):
+        raise ValueError
+    return dtype, count, vocabulary, source
 
 
 def _short(identity: str) -> str:

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from dynsparse.data.bpe import load_gpt2
-from dynsparse.data.vocabulary import KINDS, Tokenizer, UnknownToken, id_type
+from dynsparse.data.vocabulary import KINDS, Tokenizer, UnknownToken, check_vocabulary, id_type
 
 __all__ = [
     "KINDS",
@@ -117,14 +117,19 @@ def tokenizer_from_state(state: dict[str, Any], bpe_dir: Path | None = None) -> 
     """What `state` was taken from.
 
     Raises:
-        ValueError: the BPE files are not those of the state.
+        ValueError: `state` is no vocabulary, or the BPE files are not those it was taken from.
         OSError: see `make_tokenizer`.
     """
+    check_vocabulary(state)
     made = make_tokenizer(state["kind"], state.get("characters", ""), bpe_dir, state.get("size"))
     if made.identity != state.get("identity", made.identity):
         raise ValueError(
             f"expected the BPE files of the vocabulary {state['identity'][:20]}..., got those of "
             f"{made.identity[:20]}...: name the folder of the right ones"
+        )
+    if made.size != state.get("size", made.size):
+        raise ValueError(
+            f"expected a vocabulary of {made.size} {made.kind} tokens, got the size {state['size']}"
         )
     return made
 

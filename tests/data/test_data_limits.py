@@ -1,0 +1,169 @@
+"""Small files that would fill the memory or the stack are refused, in one line."""
+
+import bz2
+import gzip
+import json
+import lzma
+import struct
+import time
+import tracemalloc
+import zlib
+
+import numpy as np
+import pytest
+
+from dynsparse.data import read_idx
+from dynsparse.data.bpe import GPT2Tokenizer, load_gpt2
+from dynsparse.data.text import read_text
+from dynsparse.data.token_file import open_tokens, write_tokens
+from dynsparse.data.tokenizer import CharTokenizer, tokenizer_from_state
+from dynsparse.files.limits import VARIABLE
+
+MIB = 1 << 20
+
+
+def refused(read, match: str, most: int = 48 * MIB) -> str:
+    """The message of the ValueError of `read`, which takes no more than `most` bytes."""
+    tracemalloc.start()
+    try:
+        with pytest.raises(ValueError, match=match) as error:
+            read()
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert peak < most
+    message = str(error.value)
+    assert len(message) < 1000
+    assert "\n" not in message
+    return message
+
+
+PACK = {"gz": gzip.compress, "xz": lzma.compress, "bz2": bz2.compress}
+
+
+@pytest.mark.parametrize("kind", PACK)
+def test_a_text_that_unpacks_to_far_more_than_its_size(tmp_path, monkeypatch, kind):
+    file = tmp_path / "text"
+    content = b"a\n" * (6 * MIB)
+    file.write_bytes(PACK[kind](content))
+    assert file.stat().st_size < MIB
+    monkeypatch.setenv(VARIABLE, str(MIB))
+    expected = "expected it to unpack to at most 1,048,576 bytes"
+    # xz keeps the last 8 MiB, whatever it has given out.
+    message = refused(lambda: read_text(file), expected, 16 * MIB)
+    assert VARIABLE in message
+    assert str(file) in message
+    monkeypatch.setenv(VARIABLE, str(len(content)))
+    assert read_text(file) == content.decode()
+
+
+def test_the_usual_limit_is_256_mib(tmp_path):
+    file = tmp_path / "text"
+    file.write_bytes(gzip.compress(bytes(257 * MIB), 1))
+    with pytest.raises(ValueError, match="at most 268,435,456 bytes, got more"):
+        read_text(file)
+
+
+def test_an_xz_header_that_asks_for_memory(tmp_path):
+    file = tmp_path / "text"
+    content = bytearray(lzma.compress(b"hello"))
+    assert content[14:16] == b"\x21\x01"  # the block's header: LZMA2 with one byte, its dictionary
+    for dictionary in (30, 40):  # 128 MiB, 4 GiB
+        content[16] = dictionary
+        content[20:24] = struct.pack("<I", zlib.crc32(content[12:20]))
+        file.write_bytes(content)
+        if dictionary == 30:
+            assert read_text(file) == "hello"
+    refused(lambda: read_text(file), "Memory usage limit")
+
+
+@pytest.mark.parametrize("kind", PACK)
+def test_many_short_streams_do_not_take_the_square_of_their_number(tmp_path, kind):
+    one = PACK[kind](b"hello ")
+    file = tmp_path / "text"
+    times = []
+    for count in (2_000, 32_000):
+        file.write_bytes(one * count)
+        begin = time.process_time()
+        assert read_text(file) == "hello " * count
+        times.append(time.process_time() - begin)
+    assert times[1] < 100 * times[0] + 1  # 16 times the streams; the square would be 256
+
+
+def test_an_idx_file_that_promises_far_more_than_its_size(tmp_path, monkeypatch):
+    header = struct.pack(">HBB3I", 0, 8, 3, 60_000, 28, 28)
+    file = tmp_path / "images.gz"
+    file.write_bytes(gzip.compress(header + bytes(60_000 * 28 * 28)))
+    assert read_idx(file, 3).shape == (60_000, 28, 28)
+    monkeypatch.setenv(VARIABLE, str(8 * MIB))
+    message = refused(lambda: read_idx(file, 3), r"got the shape \(60000, 28, 28\)")
+    assert VARIABLE in message
+    monkeypatch.delenv(VARIABLE)
+    file.write_bytes(gzip.compress(struct.pack(">HBB3I", 0, 8, 3, 1 << 20, 1 << 10, 1)))
+    refused(lambda: read_idx(file, 3), "expected at most 268,435,456 bytes")
+
+
+def tokens_with(head: object, ids: bytes = b"\0\0") -> bytes:
+    text = head if isinstance(head, bytes) else json.dumps(head).encode()
+    return b"dynsparse\0token\n" + struct.pack("<II", 1, len(text)) + text + ids
+
+
+VOCABULARY = {"kind": "byte", "size": 256, "identity": "byte"}
+HEAD = {"dtype": "uint16", "count": 1, "vocabulary": VOCABULARY, "source": "s"}
+
+
+def test_a_head_longer_than_the_file_is_not_made_room_for(tmp_path):
+    file = tmp_path / "tokens"
+    file.write_bytes(b"dynsparse\0token\n" + struct.pack("<II", 1, 0xFFFFFFFF) + b"{}")
+    refused(lambda: open_tokens(file), "truncated within its head")
+    file.write_bytes(tokens_with(b"[" * 200_000))
+    refused(lambda: open_tokens(file), "nested at most 100 deep")
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"count": None}, {"count": -1}, {"count": 0}, {"count": True}, {"count": 1.0},
+        {"count": 10**4200}, {"source": 3}, {"dtype": ["uint16"]}, {"vocabulary": []},
+        {"vocabulary": {**VOCABULARY, "size": [1]}}, {"vocabulary": {**VOCABULARY, "size": 0}},
+        {"vocabulary": {**VOCABULARY, "size": 2**40}}, {"vocabulary": {**VOCABULARY, "size": True}},
+        {"vocabulary": {**VOCABULARY, "identity": 3}}, {"vocabulary": {**VOCABULARY, "kind": []}},
+        {"vocabulary": {**VOCABULARY, "kind": "word"}},
+        {"vocabulary": {**VOCABULARY, "characters": "\ud800"}},
+        {"vocabulary": {**VOCABULARY, "characters": 5}}, {"vocabulary": {"kind": "byte"}},
+    ],
+)  # fmt: skip
+def test_a_head_of_the_wrong_types(tmp_path, changes):
+    file = tmp_path / "tokens"
+    file.write_bytes(tokens_with(HEAD))
+    assert open_tokens(file).ids.tolist() == [0]
+    file.write_bytes(tokens_with({**HEAD, **changes}))
+    refused(lambda: open_tokens(file), "the head of the token file is damaged")
+
+
+def test_a_vocabulary_larger_than_its_characters(tmp_path):
+    tokens = CharTokenizer("abc")
+    state = {**tokens.state(), "identity": tokens.identity, "size": 3}
+    assert tokenizer_from_state(state).size == 3
+    refused(lambda: tokenizer_from_state({**state, "size": 4}), "of 3 char tokens, got the size 4")
+    refused(lambda: tokenizer_from_state(["char"]), r"expected a vocabulary, got \['char'\]")
+    refused(lambda: tokenizer_from_state({"kind": "x" * 10**6}), "among char, byte, bpe, got 'xxx")
+
+
+def test_ids_of_gpt2_nested_without_end(tmp_path):
+    (tmp_path / "vocab.bpe").write_text("h e\n")
+    (tmp_path / "encoder.json").write_text("[" * 200_000)
+    refused(lambda: load_gpt2(tmp_path), "nested at most 100 deep")
+    (tmp_path / "encoder.json").write_text(json.dumps({"x" * 10**6: 3}))
+    refused(lambda: load_gpt2(tmp_path), "the token 'xxx")
+
+
+def test_merges_of_long_tokens_are_shown_shortened():
+    refused(lambda: GPT2Tokenizer([(b"x" * 10**6, b"y")]), "merge 1: expected two tokens")
+
+
+def test_token_files_reach_the_disk(tmp_path, monkeypatch):
+    synced = []
+    monkeypatch.setattr("os.fsync", synced.append)
+    write_tokens(tmp_path / "a", np.array([1], np.uint16), CharTokenizer("ab"), "a")
+    assert len(synced) == 2  # the file and its folder
