@@ -6,6 +6,8 @@ The line names the file, the benchmark, the key, what was expected and what was 
 from __future__ import annotations
 
 import itertools
+import math
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NoReturn
@@ -16,12 +18,15 @@ from dynsparse.bench.task import CLASSES, PIXELS
 from dynsparse.bench.timing import Effort
 from dynsparse.bench.yaml_file import read_yaml
 from dynsparse.checks import is_number
+from dynsparse.files.shorten import shortened
 
 __all__ = ["find_spec", "read_spec"]
 
 _EFFORT = ("seconds", "rounds", "foreign", "repeats")
 _GRID = ("layer", "batch", "density", "block", "threads", "dtype")
 _TRAINING = ("accuracy", "steps", "interval", "evaluate", "learning_rate", "seeds")
+_MOST = (1 << 31) - 1
+_MOST_CELLS = 10_000
 _PACKAGE = Path(__file__).resolve().parent
 
 
@@ -63,11 +68,13 @@ def read_spec(file: Path) -> Spec:
     for name, entries in listed.items():
         if not isinstance(name, str):
             top.fail("benchmarks", "names that are text", name)
-        found[name] = _benchmark(_Entries(file.name, entries, f"benchmark {name!r}"), name, effort)
+        found[name] = _benchmark(
+            _Entries(file.name, entries, f"benchmark {shortened(name)}"), name, effort
+        )
     for benchmark in found.values():
         for other in benchmark.runs:
             if other not in found or found[other].runs:
-                _Entries(file.name, {}, f"benchmark {benchmark.name!r}").fail(
+                _Entries(file.name, {}, f"benchmark {shortened(benchmark.name)}").fail(
                     "runs", "names of benchmarks of this file that run no others", other
                 )
     return Spec(file.name, found)
@@ -79,11 +86,14 @@ class _Entries:
     def __init__(self, file: str, content: Any, where: str) -> None:
         self.file, self.where = file, where
         if not isinstance(content, dict):
-            raise ValueError(f"{file}, {where}: expected a mapping, got {content!r}")
+            raise ValueError(f"{file}, {where}: expected a mapping, got {shortened(content)}")
         self.content = content
 
     def fail(self, key: str, expected: str, got: object) -> NoReturn:
-        raise ValueError(f"{self.file}, {self.where}, {key}: expected {expected}, got {got!r}")
+        raise ValueError(
+            f"{self.file}, {self.where}, {shortened(key)[1:-1]}: expected {expected}, got "
+            f"{shortened(got)}"
+        )
 
     def allow(self, *keys: str) -> None:
         for key in self.content:
@@ -126,7 +136,7 @@ def _benchmark(entries: _Entries, name: str, effort: Effort) -> Benchmark:
         entries.allow("about", "command")
         return Benchmark(name, about, command=entries.texts("command"))
     measure = entries.content["measure"]
-    if measure not in MEASURES:
+    if not isinstance(measure, str) or measure not in MEASURES:
         entries.fail("measure", f"one of {', '.join(MEASURES)}", measure)
     keys = ["about", "measure", "grid", *_EFFORT]
     baselines = MEASURES[measure].baselines
@@ -189,6 +199,12 @@ def _cells(grid: _Entries, measure: str) -> list[Cell]:
     blocks = _values(grid, "block", 1, lambda value: _integer(grid, "block", value, 1))
     threads = _values(grid, "threads", 1, lambda value: _integer(grid, "threads", value, 1))
     dtypes = _values(grid, "dtype", "float32", lambda value: _dtype(grid, value))
+    count = math.prod(map(len, (threads, dtypes, blocks, densities, layers, batches)))
+    if count > _MOST_CELLS:
+        raise ValueError(
+            f"{grid.file}, {grid.where}: expected at most {_MOST_CELLS:,} cells, got {count:,}: "
+            "make several benchmarks of them"
+        )
     sizes = itertools.product(threads, dtypes, blocks, densities, layers, batches)
     return [
         Cell(layer, batch, density, block, thread, dtype)
@@ -207,6 +223,8 @@ def _values(grid: _Entries, key: str, default: Any, read: Callable[[Any], Any]) 
 def _integer(entries: _Entries, key: str, value: Any, least: int) -> int:
     if isinstance(value, bool) or not isinstance(value, int) or value < least:
         entries.fail(key, f"an integer of at least {least}", value)
+    if value > _MOST:
+        entries.fail(key, f"an integer of at most {_MOST}", value)
     return value
 
 
@@ -217,9 +235,9 @@ def _density(grid: _Entries, value: Any) -> float:
 
 
 def _dtype(grid: _Entries, value: Any) -> str:
-    if value not in DTYPES:
+    if not isinstance(value, str) or value not in DTYPES:
         grid.fail("dtype", f"one of {', '.join(DTYPES)}", value)
-    return str(value)
+    return value
 
 
 def _features(grid: _Entries, value: Any, measure: str) -> tuple[int, ...]:
@@ -233,7 +251,7 @@ def _features(grid: _Entries, value: Any, measure: str) -> tuple[int, ...]:
     parts = value.split("-" if network else "x")
     if len(parts) < 2 or (len(parts) > 2 and not network):
         grid.fail("layer", expected, value)
-    if not all(part.isascii() and part.isdigit() and int(part) > 0 for part in parts):
+    if not all(re.fullmatch("0*[1-9][0-9]{0,8}", part) for part in parts):
         grid.fail("layer", expected, value)
     features = tuple(int(part) for part in parts)
     if measure == "training" and (features[0], features[-1]) != (PIXELS, CLASSES):
