@@ -8,7 +8,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import BinaryIO
 
-__all__ = ["write_text_whole", "write_whole"]
+__all__ = ["LEFT_OVER", "write_text_whole", "write_whole"]
+
+LEFT_OVER = ".tmp"
+"""How the names of files end that a kill has left unfinished; they begin with a dot."""
 
 
 def write_whole(path: Path, write: Callable[[BinaryIO], object]) -> None:
@@ -21,7 +24,7 @@ def write_whole(path: Path, write: Callable[[BinaryIO], object]) -> None:
         OSError: the folder is missing or cannot be written, or the disk is full.
     """
     # A name of its own for each writer: two of them never write into one file.
-    temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")
+    temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}{LEFT_OVER}")
     try:
         with open(temporary, "xb") as file:
             write(file)

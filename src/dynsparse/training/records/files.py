@@ -8,9 +8,7 @@ from __future__ import annotations
 import json
 import operator
 import os
-import zipfile
-import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,13 +16,19 @@ from typing import Any
 
 import numpy as np
 
+from dynsparse.files.json_text import parse_json
+from dynsparse.files.limits import HOW_TO_RAISE, LimitError, read_limit
+from dynsparse.files.npz import DAMAGE, Arrays, open_arrays
+from dynsparse.files.shorten import shortened
+from dynsparse.files.whole import LEFT_OVER
 from dynsparse.pattern import SparsePattern
 
 FORMAT = "dynsparse-record"
 VERSION = 1
 HEAD = "record.json"
 TELEMETRY = "telemetry.jsonl"
-PART = ".part"
+LEFT_OVERS = (LEFT_OVER, ".part")
+"""How the names of files end that a kill has left; .part is that of earlier versions."""
 
 
 class RecordError(ValueError):
@@ -54,20 +58,23 @@ class RecordedLayer:
 
 
 @contextmanager
-def opened(file: Path) -> Iterator[Any]:
+def opened(file: Path) -> Iterator[Arrays]:
     """An npz file of a record, with every way of being damaged turned into a RecordError."""
     try:
-        # np.load leaves a file open that it cannot read when it opened it itself.
-        with file.open("rb") as stream:
-            archive = np.load(stream, allow_pickle=False)
-            if not isinstance(archive, np.lib.npyio.NpzFile):
-                raise ValueError("not an npz archive")
-            with archive:
-                yield archive
+        with open_arrays(file) as arrays:
+            yield arrays
     except RecordError:
         raise
-    except (OSError, ValueError, EOFError, zipfile.BadZipFile, zlib.error) as error:
+    except LimitError as error:
+        raise RecordError(f"{file}: {error}") from None
+    except DAMAGE as error:
         raise RecordError(f"{file} is damaged or not part of a record: {error}") from None
+
+
+def missing(file: Path, name: str, archive: Arrays) -> RecordError:
+    return RecordError(
+        f"{file}: expected the array {shortened(name)}, got {shortened(archive.names)}"
+    )
 
 
 def update_name(index: int) -> str:
@@ -87,34 +94,55 @@ def read_head(path: Path) -> tuple[dict[str, RecordedLayer], dict[str, Any]]:
     if not file.is_file():
         raise RecordError(f"expected a folder with a record, found no {HEAD} in {path}")
     try:
-        head = json.loads(file.read_text())
-    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
+        head = parse_json(file.read_bytes())
+    except (OSError, ValueError) as error:
         raise RecordError(f"{file} is damaged: {error}") from None
     if not isinstance(head, dict) or head.get("format") != FORMAT:
         raise RecordError(f'{file} is not a record: expected "format": "{FORMAT}"')
     if head.get("version") != VERSION:
         raise RecordError(
-            f"{file} has the format version {head.get('version')!r}, this dynsparse reads "
+            f"{file} has the format version {shortened(head.get('version'))}, this dynsparse reads "
             f"{VERSION}: use the version of dynsparse that wrote it"
         )
     try:
-        layers = {}
-        for name, layer in head["layers"].items():
-            empty = SparsePattern([], [], shape=layer["shape"], block_size=layer["block_size"])
-            layers[name] = RecordedLayer.of(empty)
-        metadata = dict(head["metadata"])
+        layers = {name: _read_layer(layer) for name, layer in head["layers"].items()}
+        metadata = head["metadata"]
+        if not layers or not isinstance(metadata, dict):
+            raise ValueError("expected layers, and an object of metadata")
+    except LimitError as error:
+        raise RecordError(f"{file}: {error}") from None
     except (AttributeError, KeyError, TypeError, ValueError) as error:
-        raise RecordError(f"{file} is damaged: {error}") from None
+        raise RecordError(f"{file} is damaged: {_short(error)}") from None
     return layers, metadata
+
+
+def _read_layer(layer: Any) -> RecordedLayer:
+    shape, block_size = layer["shape"], layer["block_size"]
+    found = RecordedLayer.of(SparsePattern([], [], shape=shape, block_size=block_size))
+    # What is counted for each input and output takes eight bytes.
+    if (most := read_limit() // 8) < sum(found.shape):
+        raise LimitError(
+            f"expected layers of at most {most:,} inputs and outputs, got {sum(found.shape):,}: "
+            f"{HOW_TO_RAISE}"
+        )
+    return found
+
+
+def _short(error: Exception) -> str:
+    """Its text, which may show a value of any length."""
+    text = str(error)
+    return text if len(text) <= 200 else f"{text[:200]}..."
 
 
 def read_step(file: Path) -> int:
     with opened(file) as archive:
         if "step" not in archive:
-            raise RecordError(f"{file}: expected the array 'step', got {archive.files}")
-        step = archive["step"]
+            raise missing(file, "step", archive)
+        step = archive.read("step")
         if step.shape != () or not np.issubdtype(step.dtype, np.integer) or step < 0:
-            raise RecordError(f"{file}: 'step' must be one integer of at least 0, got {step}")
+            raise RecordError(
+                f"{file}: 'step' must be one integer of at least 0, got {shortened(step.tolist())}"
+            )
         return int(step)
 
 
@@ -122,24 +150,20 @@ def read_telemetry(path: Path) -> list[dict[str, Any]]:
     file = path / TELEMETRY
     if not file.exists():
         return []
-    lines = file.read_text().split("\n")
+    try:
+        lines = file.read_text(encoding="utf-8").split("\n")
+    except (OSError, UnicodeDecodeError) as error:
+        raise RecordError(f"{file} is damaged: {error}") from None
     # The last piece has no line end: nothing, or a line whose writing was cut short.
     entries = []
     for number, line in enumerate(lines[:-1], start=1):
         try:
-            entry = json.loads(line)
+            entry = parse_json(line)
             entry["step"] = operator.index(entry["step"])
-        except (json.JSONDecodeError, KeyError, TypeError) as error:
+        except (ValueError, KeyError, TypeError) as error:
             raise RecordError(f"{file}, line {number} is damaged: {error}") from None
         entries.append(entry)
     return entries
-
-
-def write_whole(file: Path, write: Callable[[Any], Any]) -> None:
-    part = file.with_name(f".{file.name}{PART}")
-    with part.open("wb") as stream:
-        write(stream)
-    os.replace(part, file)
 
 
 def _plain(value: Any) -> Any:

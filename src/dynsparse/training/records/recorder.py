@@ -20,15 +20,17 @@ import numpy as np
 import torch
 
 from dynsparse.checks import check_integer
+from dynsparse.files.whole import write_text_whole, write_whole
 from dynsparse.pattern import Rewiring, SparsePattern
 from dynsparse.training.records.files import (
     FORMAT,
     HEAD,
-    PART,
+    LEFT_OVERS,
     TELEMETRY,
     VERSION,
     RecordedLayer,
     RecordError,
+    missing,
     opened,
     read_head,
     read_step,
@@ -36,7 +38,6 @@ from dynsparse.training.records.files import (
     to_json,
     update_files,
     update_name,
-    write_whole,
 )
 
 __all__ = ["DeadUnits", "RecordError", "RecordedLayer", "Recorder", "Records"]
@@ -79,7 +80,7 @@ class Recorder:
         self.path.mkdir(parents=True, exist_ok=True)
         if (self.path / HEAD).exists():
             read_head(self.path)
-        elif any(file.suffix != PART for file in self.path.iterdir()):
+        elif any(file.suffix not in LEFT_OVERS for file in self.path.iterdir()):
             raise RecordError(
                 f"{self.path} holds other files: choose another folder for the record"
             )
@@ -112,7 +113,7 @@ class Recorder:
             "metadata": self._metadata,
         }
         text = json.dumps(head, indent=2) + "\n"
-        write_whole(self.path / HEAD, lambda file: file.write(text.encode()))
+        write_text_whole(self.path / HEAD, text)
         arrays = {f"positions/{name}": _compact(p.flat, p) for name, p in patterns.items()}
         self._updates, self._step = 0, -1
         self._write(step, arrays)
@@ -153,8 +154,10 @@ class Recorder:
         if not self._updates:
             raise RecordError("call start or truncate before log")
         line = to_json({"step": _step(step), **_without_step(figures)}, "figures")
-        with (self.path / TELEMETRY).open("a") as file:
+        with (self.path / TELEMETRY).open("a", encoding="utf-8") as file:
             file.write(line + "\n")
+            file.flush()
+            os.fsync(file.fileno())
 
     def truncate(self, step: int) -> None:
         """Forget what was recorded after `step`, and continue from there.
@@ -177,7 +180,7 @@ class Recorder:
         lines = [to_json(r, "figures") for r in read_telemetry(self.path) if r["step"] <= step]
         if (self.path / TELEMETRY).exists():
             text = "".join(line + "\n" for line in lines)
-            write_whole(self.path / TELEMETRY, lambda file: file.write(text.encode()))
+            write_text_whole(self.path / TELEMETRY, text)
         records = Records.load(self.path)
         self._patterns = {name: records.pattern(name, -1) for name in records.layers}
         self._updates, self._step = kept, records.steps[-1]
@@ -359,8 +362,8 @@ class Records:
             if key not in archive:
                 if index:
                     return np.zeros(0, np.int64)
-                raise RecordError(f"{file}: expected the array {key!r}, got {archive.files}")
-            flat = archive[key]
+                raise missing(file, key, archive)
+            flat = archive.read(key)
         if flat.ndim != 1 or flat.dtype not in (np.int32, np.int64):
             raise RecordError(f"{file}: {key!r} must be int32 or int64 [n], got {flat.dtype}")
         flat = flat.astype(np.int64)

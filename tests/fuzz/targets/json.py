@@ -1,0 +1,34 @@
+"""JSON texts as they come in heads, options and figures; against the standard library's reader."""
+
+from __future__ import annotations
+
+import json
+
+from dynsparse.files.json_text import parse_json
+from dynsparse.files.limits import LimitError
+from dynsparse.files.shorten import shortened
+from targets.common import refused_as
+
+SEEDS = [
+    b'{"period": 0.5, "x": [1, -2e3, true, null, "a\\"[{\\u00e4"]}',
+    b"[" * 60 + b"]" * 60,
+    b'["' + b"[" * 150 + b'", {"a\\\\": {}}]',
+    b'{"a":' * 101 + b"1" + b"}" * 101,
+    '["日本", 1e999, NaN]'.encode(),
+]
+
+
+def run(data: bytes) -> None:
+    try:
+        expected = json.loads(data.decode())
+    except (ValueError, RecursionError):
+        expected = ...
+    with refused_as(ValueError):
+        try:
+            found = parse_json(data)
+        except LimitError:
+            return
+        assert repr(found) == repr(expected)
+        assert len(shortened(found)) <= 250
+        return
+    assert expected is ..., "refused what is JSON"
