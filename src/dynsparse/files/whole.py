@@ -4,21 +4,23 @@ from __future__ import annotations
 
 import os
 import secrets
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import BinaryIO
 
-__all__ = ["LEFT_OVER", "write_text_whole", "write_whole"]
+__all__ = ["LEFT_OVER", "replaced", "write_text_whole", "write_whole"]
 
 LEFT_OVER = ".tmp"
 """How the names of files end that a kill has left unfinished; they begin with a dot."""
 
 
-def write_whole(path: Path, write: Callable[[BinaryIO], object]) -> None:
-    """Make the file `path` of what `write` writes into the stream it gets.
+@contextmanager
+def replaced(path: Path) -> Iterator[Path]:
+    """A name beside `path` to write a file to; without an error it then takes the place of `path`.
 
-    The file is written beside `path`, brought to the disk, and then takes the place of what was
-    there; so does its name. After an error, a kill or a power cut there is the old file or the new.
+    The file is brought to the disk before, and its name after: after an error, a kill or a power
+    cut there is the old file or the new.
 
     Raises:
         OSError: the folder is missing or cannot be written, or the disk is full.
@@ -26,15 +28,20 @@ def write_whole(path: Path, write: Callable[[BinaryIO], object]) -> None:
     # A name of its own for each writer: two of them never write into one file.
     temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}{LEFT_OVER}")
     try:
-        with open(temporary, "xb") as file:
-            write(file)
-            file.flush()
+        yield temporary
+        with open(temporary, "rb+") as file:
             os.fsync(file.fileno())
         os.replace(temporary, path)
     except BaseException:
         temporary.unlink(missing_ok=True)
         raise
     _sync_folder(path.parent)
+
+
+def write_whole(path: Path, write: Callable[[BinaryIO], object]) -> None:
+    """Make the file `path` of what `write` writes into the stream it gets; see `replaced`."""
+    with replaced(path) as temporary, open(temporary, "xb") as file:
+        write(file)
 
 
 def write_text_whole(path: Path, text: str) -> None:

@@ -21,7 +21,6 @@ from __future__ import annotations
 
 import json
 import os
-import secrets
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -29,6 +28,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from dynsparse.files.json_text import parse_json
+from dynsparse.files.shorten import shortened
+from dynsparse.files.whole import replaced
 from dynsparse.nn.linear import SparseLinear
 from dynsparse.pattern import SparsePattern
 
@@ -65,15 +67,10 @@ def save_safetensors(
         "aliases": json.dumps(aliases),
         "user": json.dumps(user),
     }
-    path = Path(path)
-    temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")
-    try:
+    with replaced(Path(path)) as temporary:
         # Opened here first: a missing folder is then an OSError that names it.
         temporary.touch()
         library.torch.save_file(tensors, temporary, header)
-        os.replace(temporary, path)
-    finally:
-        temporary.unlink(missing_ok=True)
 
 
 def load_safetensors(model: nn.Module, path: str | os.PathLike[str]) -> dict[str, str]:
@@ -93,18 +90,29 @@ def load_safetensors(model: nn.Module, path: str | os.PathLike[str]) -> dict[str
     """
     header, tensors = _read(Path(path))
     try:
-        layers = json.loads(header["layers"])
-        for name, key in json.loads(header["aliases"]).items():
+        layers = parse_json(header["layers"])
+        for name, key in parse_json(header["aliases"]).items():
             tensors[name] = tensors[key]
-        user = json.loads(header["user"])
-    except (KeyError, TypeError, AttributeError, json.JSONDecodeError) as error:
-        raise ValueError(f"{path} is damaged: its metadata cannot be read ({error})") from None
+        user = parse_json(header["user"])
+        _check_metadata(layers, user)
+    except (KeyError, TypeError, AttributeError, ValueError) as error:
+        reason = str(error)[:200]
+        raise ValueError(f"{path} is damaged: its metadata cannot be read ({reason})") from None
     try:
         _check(model, layers, tensors)
     except ValueError as error:
         raise ValueError(f"{path} does not fit the model: {error}") from None
     model.load_state_dict(tensors)
     return user
+
+
+def _check_metadata(layers: Any, user: Any) -> None:
+    for layer in layers.values():
+        numbers = [*layer["shape"], layer["block_size"], layer["blocks"]]
+        if len(numbers) != 4 or not all(type(number) is int for number in numbers):
+            raise ValueError(f"expected shape, block size and blocks, got {shortened(layer)}")
+    if not isinstance(user, dict) or not all(isinstance(text, str) for text in user.values()):
+        raise ValueError(f"expected texts by name, got {shortened(user)}")
 
 
 def _library() -> Any:
@@ -176,12 +184,12 @@ def _read(path: Path) -> tuple[dict[str, str], dict[str, Tensor]]:
     if header.get("format") != _FORMAT:
         raise ValueError(
             f"{path} was not written by save_safetensors: expected the metadata format={_FORMAT}, "
-            f"got {header.get('format')!r}"
+            f"got {shortened(header.get('format'))}"
         )
     if header.get("version") != _VERSION:
         raise ValueError(
-            f"{path} has format version {header.get('version')}, this dynsparse reads version "
-            f"{_VERSION}: load it with the dynsparse that wrote it"
+            f"{path} has format version {str(header.get('version'))[:20]}, this dynsparse reads "
+            f"version {_VERSION}: load it with the dynsparse that wrote it"
         )
     return header, tensors
 

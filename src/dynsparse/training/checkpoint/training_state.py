@@ -7,31 +7,30 @@ writes and `torch.load(weights_only=True)` reads: nothing in it is code.
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import io
 import os
-import secrets
-import struct
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import torch
 from torch import Tensor, nn
 
+from dynsparse.files.whole import write_whole
 from dynsparse.pattern import SparsePattern
 from dynsparse.training.checkpoint import random_state as rng
+from dynsparse.training.checkpoint.reading import (
+    HEADER,
+    MAGIC,
+    VERSION,
+    CheckpointError,
+    read_payload,
+)
 from dynsparse.training.trainer import SparseTrainer
 
 __all__ = ["CheckpointError", "load_checkpoint", "read_extra", "save_checkpoint"]
-
-MAGIC = b"dynsparse\x00state\n"
-VERSION = 1
-_HEADER = struct.Struct("<16sIQ32s")
-
-
-class CheckpointError(ValueError):
-    """A file that cannot be used, in one line: truncated, damaged, foreign, or of another model."""
 
 
 def save_checkpoint(
@@ -111,11 +110,15 @@ def load_checkpoint(
             something asked for, or does not fit the objects given; none of them is changed.
         OSError: the file cannot be read.
     """
-    payload = _read(Path(path))
+    payload = read_payload(Path(path))
     try:
         _check_model(payload, model)
+        attributes: dict[str, Any] = {}
         if optimizer is not None:
             _check_optimizer(payload["optimizer"], optimizer)
+            attributes = _loaded(optimizer, payload["optimizer"]["state"])
+        if random_state:
+            rng.check_global_states(payload["random"])
         if trainer is not None:
             _wanted(payload, "trainer")
             trainer.check_state(payload["trainer"])
@@ -130,7 +133,7 @@ def load_checkpoint(
 
     model.load_state_dict(payload["model"])
     if optimizer is not None:
-        optimizer.load_state_dict(payload["optimizer"]["state"])
+        optimizer.__dict__.update(attributes)
     if lr_scheduler is not None:
         lr_scheduler.load_state_dict(payload["lr_scheduler"]["state"])
     if trainer is not None:
@@ -149,59 +152,17 @@ def read_extra(path: str | os.PathLike[str]) -> dict[str, Any]:
         CheckpointError: the file is truncated, damaged, foreign, or of another format version.
         OSError: the file cannot be read.
     """
-    return _read(Path(path))["extra"]
+    return read_payload(Path(path))["extra"]
 
 
 def _write_whole(path: Path, payload: memoryview) -> None:
-    header = _HEADER.pack(MAGIC, VERSION, len(payload), hashlib.sha256(payload).digest())
-    temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")
-    try:
-        with open(temporary, "xb") as file:
-            file.write(header)
-            file.write(payload)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
-    except BaseException:
-        temporary.unlink(missing_ok=True)
-        raise
-    if os.name == "posix":
-        # The new name, too, must survive a power cut.
-        folder = os.open(path.parent, os.O_RDONLY)
-        try:
-            os.fsync(folder)
-        finally:
-            os.close(folder)
+    header = HEADER.pack(MAGIC, VERSION, len(payload), hashlib.sha256(payload).digest())
 
+    def write(file: BinaryIO) -> None:
+        file.write(header)
+        file.write(payload)
 
-def _read(path: Path) -> dict[str, Any]:
-    with open(path, "rb") as file:
-        head = file.read(_HEADER.size)
-        if head[: len(MAGIC)] != MAGIC[: len(head)] or not head:
-            raise CheckpointError(f"{path} is not a dynsparse checkpoint")
-        if len(head) < _HEADER.size:
-            raise CheckpointError(f"{path} is truncated: it ends within the header")
-        _, version, length, digest = _HEADER.unpack(head)
-        if version != VERSION:
-            raise CheckpointError(
-                f"{path} has format version {version}, this dynsparse reads version {VERSION}: "
-                "load it with the dynsparse that wrote it"
-            )
-        payload = file.read()
-    if len(payload) != length:
-        what = "truncated" if len(payload) < length else "damaged"
-        raise CheckpointError(
-            f"{path} is {what}: expected {length} bytes of payload, got {len(payload)}"
-        )
-    if hashlib.sha256(payload).digest() != digest:
-        raise CheckpointError(f"{path} is damaged: its SHA-256 does not match its content")
-    try:
-        return torch.load(io.BytesIO(payload), map_location="cpu", weights_only=True)
-    except Exception as error:
-        reason = str(error).partition("\n")[0]
-        raise CheckpointError(
-            f"{path} cannot be read by torch {torch.__version__}: {reason}"
-        ) from None
+    write_whole(path, write)
 
 
 def _patterns(model: nn.Module) -> dict[str, list[int]]:
@@ -226,24 +187,60 @@ def _check_model(payload: dict[str, Any], model: nn.Module) -> None:
     for name, pattern in _patterns(model).items():
         other = payload["patterns"].get(name)
         module = model.get_submodule(name)
-        if getattr(module, "resizable", False) and other is not None and other[:3] == pattern[:3]:
+        if (
+            getattr(module, "resizable", False)
+            and isinstance(other, list)
+            and other[:3] == pattern[:3]
+        ):
             prefix = f"{name}." if name else ""
             resizable |= {prefix + key for key in ("values", "rows", "cols")}
-        elif other != pattern:
+        elif not isinstance(other, list) or other != pattern:
             raise ValueError(
                 f"layer {name!r} was saved with [out, in, block size, blocks] = {other}, "
                 f"the model has {pattern}"
             )
+        _check_pattern(name, module, saved)
     for name, tensor in own.items():
         other = saved[name]
         if not isinstance(tensor, Tensor):
             continue
         skip = 1 if name in resizable else 0
+        if not isinstance(other, Tensor):
+            raise ValueError(f"{name!r} was saved as {type(other).__name__}, not as a tensor")
         if (tensor.shape[skip:], tensor.dtype) != (other.shape[skip:], other.dtype):
             raise ValueError(
                 f"{name!r} was saved as {other.dtype} {list(other.shape)}, the model has "
                 f"{tensor.dtype} {list(tensor.shape)}"
             )
+
+
+def _check_pattern(name: str, module: Any, saved: dict[str, Any]) -> None:
+    """The layers check this, too, but when the ones before them have changed already."""
+    prefix = f"{name}." if name else ""
+    rows, cols, values = (saved.get(prefix + key) for key in ("rows", "cols", "values"))
+    if rows is None or cols is None:
+        return
+    own = module.pattern
+    try:
+        pattern = SparsePattern(rows, cols, shape=own.shape, block_size=own.block_size)
+        if not torch.equal(pattern.flat, rows.cpu().long() * pattern.grid[1] + cols.cpu()):
+            raise ValueError("rows and cols are not in row-major order")
+        if isinstance(values, Tensor) and values.shape != pattern.values_shape:
+            raise ValueError(f"{pattern.nnz} blocks with values of {list(values.shape)}")
+    except (AttributeError, RuntimeError, TypeError, ValueError) as error:
+        raise ValueError(f"the pattern of {name!r} is damaged: {error}") from None
+
+
+def _loaded(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> dict[str, Any]:
+    """The attributes of `optimizer` with `state` loaded, made beside it."""
+    beside = copy.copy(optimizer)
+    try:
+        beside.load_state_dict(state)
+    except (AttributeError, IndexError, KeyError, RuntimeError, TypeError, ValueError) as error:
+        raise ValueError(
+            f"the state of the optimizer is damaged ({type(error).__name__}: {error})"
+        ) from None
+    return beside.__dict__
 
 
 def _check_optimizer(saved: dict[str, Any], optimizer: torch.optim.Optimizer) -> None:
