@@ -107,6 +107,25 @@ def test_the_input_is_not_kept_for_a_frozen_weight():
     assert y.grad_fn.saved_tensors[0] is None
 
 
+@pytest.mark.parametrize("which", [0, 1, 2])
+def test_forward_mode_derivatives_are_refused(which):
+    pattern, x, values, bias = make(1)
+    operands = [t.detach() for t in (x, values, bias)]
+
+    def call(t):
+        x, values, bias = (t if i == which else o for i, o in enumerate(operands))
+        return linear(x, values, pattern, bias)
+
+    tangent = torch.ones_like(operands[which])
+    with pytest.raises(RuntimeError, match="no forward-mode derivative"):
+        torch.func.jvp(call, (operands[which],), (tangent,))
+    with torch.autograd.forward_ad.dual_level():
+        dual = torch.autograd.forward_ad.make_dual(operands[which], tangent)
+        with pytest.raises(RuntimeError, match="no forward-mode derivative"):
+            call(dual)
+        call(operands[which])  # without a tangent there is nothing to lose
+
+
 def test_second_derivative_is_refused():
     pattern, x, values, bias = make(1)
     (dx,) = torch.autograd.grad(
@@ -171,6 +190,38 @@ def test_capture_keeps_every_backward_pass_until_taken():
     assert all(torch.equal(kept, x) for kept, _ in pairs)
     linear(x, values, pattern).sum().backward()
     assert capture.take(values) == []
+
+
+@pytest.mark.parametrize("watched", [False, True])
+def test_passes_whose_gradient_is_gone_do_not_pile_up(watched):
+    pattern, x, values, _ = make(1, dtype=torch.float32)
+    held = capture.start(values)
+
+    def run():
+        with torch.autocast("cpu", torch.bfloat16, enabled=watched):
+            y = linear(x, values, pattern)
+            (y + linear(2 * x, values, pattern)).float().sum().backward()
+
+    for gone in (lambda: setattr(values, "grad", None), lambda: values.grad.zero_()):
+        for _ in range(10):
+            run()
+            run()
+            assert len(held) >= 4
+            gone()
+        assert len(held) <= 8
+    capture.stop(values)
+    held = capture.start(values)
+    for _ in range(5):
+        torch.autograd.grad(linear(x, values, pattern).sum(), values)
+    assert len(held) == 1
+
+
+def test_a_gradient_of_zeros_keeps_its_pairs():
+    pattern, x, values, _ = make(1)
+    held = capture.start(values)
+    for scale in (1.0, 0.0, 0.0, 1.0):
+        (linear(x, values, pattern) * 0 * scale).sum().backward()
+    assert len(held) == 4
 
 
 def test_capture_forgets():

@@ -3,19 +3,50 @@
 The key is the storage of a layer's values, and the recording happens inside the backward operator.
 So it also works under torch.compile, with activation checkpointing, with gradient accumulation and
 for a layer used several times in one forward pass.
+
+Pairs belong to the gradient that the values hold. When a backward pass begins and that has been
+taken away or set to zero, the earlier passes count for nothing any more, and what they left is
+forgotten: passes without a step, as those of a learning-rate finder, do not pile up.
 """
 
 from __future__ import annotations
 
+import weakref
 from weakref import WeakValueDictionary
 
+import torch
 from torch import Tensor
 
 __all__ = ["Pairs", "is_open", "start", "stop", "take"]
 
 
 class Pairs(list[tuple[Tensor, Tensor]]):
-    """(x [batch, in], dY [batch, out]) of every backward pass since the capture began."""
+    """(x [batch, in], dY [batch, out]) of the backward passes that made the present gradient."""
+
+    values: weakref.ref[Tensor]
+    last_pass: int = -1
+    writes: int = -1  # to the gradient, when the last pass began; -1 where there was none
+    before: int = 0  # pairs, when the last pass began
+
+    def begin(self, backward_pass: int) -> None:
+        """Forget what belongs to a gradient that is gone, when another pass begins."""
+        if backward_pass == self.last_pass:
+            return
+        self.last_pass = backward_pass
+        values = self.values()
+        grad = None if values is None else values.grad
+        if grad is None:
+            self.clear()
+            self.writes = -1
+        else:
+            # A pass writes once, or not at all where it was asked for other gradients. A gradient
+            # of zeros may be one that came out as zeros.
+            if grad._version == self.writes:
+                del self[self.before :]
+            elif 0 <= self.writes < grad._version - 1 and not bool(grad.any()):
+                self.clear()
+            self.writes = grad._version
+        self.before = len(self)
 
 
 # Weak, so that a capture nobody waits for any more ends, and its address may be used again.
@@ -23,12 +54,13 @@ _open: WeakValueDictionary[int, Pairs] = WeakValueDictionary()
 
 
 def start(values: Tensor) -> Pairs:
-    """From now on, keep x and dY of every backward pass through the layer that holds `values`.
+    """From now on, keep x and dY of the backward passes through the layer that holds `values`.
 
     The capture lasts until `take` or `stop`, and only as long as the caller holds what is returned
     here. Starting again forgets what was kept so far. An empty tensor has nothing to capture.
     """
     pairs = Pairs()
+    pairs.values = weakref.ref(values)
     if values.numel():
         _open[values.data_ptr()] = pairs
     return pairs
@@ -57,4 +89,5 @@ def is_open(values: Tensor) -> bool:
 def record(values: Tensor, x: Tensor, dy: Tensor) -> None:
     """Called by backward passes; the tensors must stay as they are until the capture is taken."""
     if _open and (pairs := _open.get(values.data_ptr())) is not None:
+        pairs.begin(torch._C._current_graph_task_id())
         pairs.append((x, dy))

@@ -1,4 +1,4 @@
-"""Whether a call may take the short way, past torch's dispatcher."""
+"""Who watches a call: whether it may take the short way, past torch's dispatcher."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 from torch.compiler import is_compiling
 
-__all__ = ["is_plain_eager"]
+__all__ = ["is_plain_eager", "refuse_forward_mode"]
 
 
 def is_plain_eager(x: Tensor) -> bool:
@@ -23,3 +23,15 @@ def is_plain_eager(x: Tensor) -> bool:
         or torch.jit.is_tracing()
         or forward_ad._current_level >= 0
     )
+
+
+def refuse_forward_mode(*tensors: Tensor | None) -> None:
+    """Raise RuntimeError where a tensor carries a tangent, which the operators would drop."""
+    if forward_ad._current_level < 0:
+        return
+    for tensor in tensors:
+        if tensor is not None and forward_ad.unpack_dual(tensor).tangent is not None:
+            raise RuntimeError(
+                "dynsparse's sparse layers have no forward-mode derivative (jvp, jacfwd): "
+                "use backward(), torch.func.vjp or jacrev"
+            )

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Iterator, Sequence
 from functools import cached_property
 from typing import Any, NamedTuple
 
@@ -38,6 +39,14 @@ class PatternIndex(NamedTuple):
     csc_perm: Tensor
 
 
+@contextlib.contextmanager
+def _plain_tensors() -> Iterator[None]:
+    """Whatever watches the caller, what is made here is kept and must be ordinary: neither of a
+    function transform, nor of inference mode, whose tensors do not count writes."""
+    with torch._C._DisableFuncTorch(), torch.inference_mode(False):
+        yield
+
+
 class SparsePattern:
     """Which blocks of an [out, in] matrix are present. Immutable; lives on the CPU.
 
@@ -71,7 +80,8 @@ class SparsePattern:
             raise ValueError(f"at most {INT32_MAX} blocks fit a pattern, got {len(flat)}")
         self.shape = shape
         self.block_size = block_size
-        self.rows, self.cols = split_flat(flat, self.grid[1])
+        with _plain_tensors():
+            self.rows, self.cols = split_flat(flat, self.grid[1])
 
     @classmethod
     def from_flat(cls, flat: Tensor, *, shape: Sequence[int], block_size: int = 1) -> SparsePattern:
@@ -191,14 +201,16 @@ class SparsePattern:
     @cached_property
     def row_ptr(self) -> Tensor:
         """Where each block row's slots begin, int32 [out/b + 1]."""
-        return row_pointers(self.rows, self.grid[0])
+        with _plain_tensors():
+            return row_pointers(self.rows, self.grid[0])
 
     @cached_property
     def index(self) -> PatternIndex:
         """The kernels' index tensors, made once per pattern."""
-        return PatternIndex(
-            self.row_ptr, self.cols, *by_columns(self.row_ptr, self.cols, self.grid[1])
-        )
+        with _plain_tensors():
+            return PatternIndex(
+                self.row_ptr, self.cols, *by_columns(self.row_ptr, self.cols, self.grid[1])
+            )
 
     def forget_index(self) -> None:
         """Free the memory of `index`; it is made again when asked for."""

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from dynsparse.ops import capture
+from dynsparse.ops.eager import refuse_forward_mode
 from dynsparse.ops.embedding import naive
 from dynsparse.pattern import PatternIndex, SparsePattern
 
@@ -107,6 +108,8 @@ def embedding(
             as elsewhere it would make the host wait for the device.
     """
     index = pattern.index if isinstance(pattern, SparsePattern) else pattern
+    if not torch.compiler.is_compiling():
+        refuse_forward_mode(values)
     if ids.dtype not in (torch.int64, torch.int32, torch.int16, torch.uint8, torch.int8):
         raise TypeError(f"ids must be integers, got {ids.dtype}")
     if ids.device.type == "cpu" and not torch.compiler.is_compiling() and ids.numel():

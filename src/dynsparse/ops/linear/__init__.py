@@ -10,9 +10,10 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
+from torch.compiler import is_compiling
 
 from dynsparse.ops import capture
-from dynsparse.ops.eager import is_plain_eager
+from dynsparse.ops.eager import is_plain_eager, refuse_forward_mode
 from dynsparse.ops.linear import operator, products
 from dynsparse.ops.linear.choice import use_kernel
 from dynsparse.ops.linear.contents import check_contents
@@ -86,7 +87,7 @@ def linear(
             or a second derivative.
     """
     if not is_plain_eager(x):
-        return torch.ops.dynsparse.linear(x, values, *_index_of(pattern), bias)
+        return _dispatched(x, values, _index_of(pattern), bias)
     if type(pattern) is not LayerIndex:
         index = _index_of(pattern)
         p = LayerIndex(index, values)
@@ -114,7 +115,13 @@ def layer_linear(
     """
     if is_plain_eager(x):
         return _compute(x, values, bias, p, memory)
-    return torch.ops.dynsparse.linear(x, values, *p.index, bias)
+    return _dispatched(x, values if torch.is_grad_enabled() else memory, p.index, bias)
+
+
+def _dispatched(x: Tensor, values: Tensor, index: PatternIndex, bias: Tensor | None) -> Tensor:
+    if not is_compiling():
+        refuse_forward_mode(x, values, bias)
+    return torch.ops.dynsparse.linear(x, values, *index, bias)
 
 
 def grad_input(dy: Tensor, values: Tensor, pattern: SparsePattern | PatternIndex) -> Tensor:
