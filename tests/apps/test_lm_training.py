@@ -9,12 +9,13 @@ import pytest
 import torch
 from rich.console import Console
 
+from dynsparse.apps.common.resume import find_checkpoint
+from dynsparse.apps.common.training import Scores
 from dynsparse.apps.lm import Options, run
 from dynsparse.apps.lm.corpus import Corpus, load_corpus
 from dynsparse.apps.lm.optimizer import build_optimizer, learning_rate
-from dynsparse.apps.lm.resume import find_checkpoint
 from dynsparse.apps.lm.sample import choose, sample
-from dynsparse.apps.lm.training import Scores, Training
+from dynsparse.apps.lm.training import Training
 from dynsparse.data.token_file import write_tokens
 from dynsparse.data.tokenizer import CharTokenizer
 from dynsparse.training.records import Records
@@ -222,7 +223,7 @@ def test_stopping_and_resuming_changes_nothing(text, tmp_path, changes):
     torch.manual_seed(99)
     # Nothing but the folder is said again: the rest is the checkpoint's.
     got = run(Options(restore=halves, checkpoint_path=halves), QUIET)
-    assert find_checkpoint(halves).name == "step-0000012.ckpt"
+    assert find_checkpoint(Training, halves).name == "step-0000012.ckpt"
     assert_equal(state(whole / "step-0000012.ckpt"), state(halves / "step-0000012.ckpt"))
     for key in ("loss", "valid_loss", "updates", "replaced", "steps", "seed", "parameters"):
         assert got[key] == expected[key]

@@ -12,8 +12,9 @@ import pytest
 import torch
 from rich.console import Console
 
+from dynsparse.apps.common.resume import find_checkpoint
+from dynsparse.apps.pictures import Training
 from dynsparse.apps.pictures.mnist import Options, run
-from dynsparse.apps.pictures.resume import find_checkpoint
 from dynsparse.training.checkpoint import save_checkpoint
 from dynsparse.training.records import Records
 
@@ -132,11 +133,11 @@ def test_checkpoint_frequency_and_the_newest(tmp_path):
     tiny(checkpoint_path=tmp_path, epochs=5, checkpoint_freq=2)
     names = sorted(f.name for f in tmp_path.iterdir())
     assert names == ["epoch-0002.ckpt", "epoch-0004.ckpt", "epoch-0005.ckpt"]
-    assert find_checkpoint(tmp_path).name == "epoch-0005.ckpt"
-    assert find_checkpoint(tmp_path / "epoch-0002.ckpt").name == "epoch-0002.ckpt"
+    assert find_checkpoint(Training, tmp_path).name == "epoch-0005.ckpt"
+    assert find_checkpoint(Training, tmp_path / "epoch-0002.ckpt").name == "epoch-0002.ckpt"
     (tmp_path / "epoch-12345.ckpt").touch()
     (tmp_path / "epoch-99999.ckpt.tmp").touch()
-    assert find_checkpoint(tmp_path).name == "epoch-12345.ckpt"
+    assert find_checkpoint(Training, tmp_path).name == "epoch-12345.ckpt"
 
 
 @pytest.fixture(scope="module")

@@ -103,7 +103,7 @@ def test_growth_sees_the_dense_gradient_of_every_layer(block):
     """What growth is given equals the gradient of the dense weights, layer by layer."""
     options = Options(**TINY, block_size=block, sparsity=0.5, dropout_keep_prob=1.0)
     training = TransformerTraining(options, load("digits"), 0)
-    net = training.network.double()
+    net = training.model.double()
     images = torch.rand(4, 784, dtype=torch.float64)
     layers = sparse(net)
     held = {name: capture.start(layer.values) for name, layer in layers.items()}

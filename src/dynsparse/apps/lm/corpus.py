@@ -11,12 +11,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from dynsparse.apps.lm.options import Options, flag
+from dynsparse.apps.common.option import flag
+from dynsparse.apps.lm.options import Options
 from dynsparse.data.text import STDLIB, read_text
 from dynsparse.data.token_file import is_token_file, open_tokens, vocabulary_of
 from dynsparse.data.tokenizer import KINDS, Tokenizer, make_tokenizer, tokenizer_from_state
 
-__all__ = ["Corpus", "load_corpus"]
+__all__ = ["Corpus", "load_corpus", "no_corpus"]
 
 _PARTS = ("train", "valid", "test")
 
@@ -73,6 +74,12 @@ class Corpus:
             count = min(count, max(1, most // sequence_length))
         starts = np.arange(count)[:, None] * sequence_length
         return torch.from_numpy(ids[starts + np.arange(sequence_length + 1)].astype("i8"))
+
+
+def no_corpus(vocabulary: dict[str, Any]) -> Corpus:
+    """A vocabulary without texts, for a model that is only to write."""
+    none = np.empty(0, np.uint16)
+    return Corpus("", vocabulary, none, none, none)
 
 
 def load_corpus(options: Options, vocabulary: dict[str, Any] | None = None) -> Corpus:

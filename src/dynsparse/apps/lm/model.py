@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from dynsparse.apps.lm.options import Options
 from dynsparse.nn import SparseLinear, SparseTransformerLayer, TiedEmbedding
 
-__all__ = ["LanguageModel", "build_model"]
+__all__ = ["LanguageModel", "build_model", "scale_matrices"]
 
 
 class LanguageModel(nn.Module):
@@ -119,12 +119,12 @@ def build_model(options: Options, vocabulary: int, generator: torch.Generator) -
     )
     if dense:
         _replace_sparse(model, generator)
-    _scale(model, options.initial_scale)
+    scale_matrices(model, options.initial_scale)
     return model
 
 
 @torch.no_grad()
-def _scale(model: LanguageModel, factor: float) -> None:
+def scale_matrices(model: LanguageModel, factor: float) -> None:
     """Start the matrices, apart from the token table, at `factor` times what their layers draw."""
     for module in model.modules():
         if module is model.embedding.table:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 
+from dynsparse.apps.common.optimizer import Groups, make_optimizer
 from dynsparse.apps.lm.options import Options
 
 __all__ = ["build_optimizer", "learning_rate"]
@@ -25,34 +27,16 @@ def build_optimizer(options: Options, model: nn.Module) -> torch.optim.Optimizer
     Raises:
         ValueError: an argument the optimizer does not have, or a value it does not take.
     """
-    arguments = dict(_ARGUMENTS[options.optimizer])
-    for name, value in options.optimizer_arg.items():
-        if name not in arguments:
-            raise ValueError(
-                f"--optimizer-arg: expected an argument of {options.optimizer} "
-                f"({', '.join(arguments)}), got {name!r}"
-            )
-        wanted = bool if isinstance(arguments[name], bool) else (int, float)
-        if not isinstance(value, wanted) or (wanted is not bool and isinstance(value, bool)):
-            kind = "true or false" if wanted is bool else "a number"
-            raise ValueError(f"--optimizer-arg: {name}: expected {kind}, got {value!r}")
-        arguments[name] = value
-    groups = _groups(model, arguments.pop("weight_decay"))
-    rate = options.peak_learning_rate
-    try:
-        if options.optimizer == "Adam":
-            betas = arguments.pop("beta1"), arguments.pop("beta2")
-            # fused: one call per step for all parameters
-            return torch.optim.AdamW(groups, rate, betas, arguments.pop("epsilon"), fused=True)
-        if not arguments.get("momentum"):
-            # Without momentum there is nothing nesterov could look ahead with.
-            arguments.pop("nesterov", None)
-        return torch.optim.SGD(groups, rate, fused=True, **arguments)
-    except ValueError as error:
-        raise ValueError(f"--optimizer-arg: {error}") from None
+    return make_optimizer(
+        options,
+        _ARGUMENTS[options.optimizer],
+        partial(_groups, model),
+        options.peak_learning_rate,
+        torch.optim.AdamW,
+    )
 
 
-def _groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
+def _groups(model: nn.Module, weight_decay: float) -> Groups:
     """Matrices, which decay, and the rest: biases, norms and positions."""
     decaying: list[nn.Parameter] = []
     others: list[nn.Parameter] = []

@@ -1,4 +1,4 @@
-"""The settings of the language model: names, defaults, presets and what may go together.
+"""The options of the language model, beside those of every training.
 
 Names follow the language model of Graphcore's dynamic sparsity application where they mean the
 same; docs/language-model.md lists the differences.
@@ -6,148 +6,190 @@ same; docs/language-model.md lists the differences.
 
 from __future__ import annotations
 
-import math
-import operator
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from dynsparse.apps.lm.methods import METHODS
+from dynsparse.apps.common.kinds import Choice, File, Integer, Kind, Number, Pairs, Switch, Text
+from dynsparse.apps.common.option import Defines, again, flag, option
+from dynsparse.apps.common.options import TrainingOptions
 from dynsparse.data.tokenizer import KINDS
+from dynsparse.training.algorithms import BY_NAME
 
-__all__ = ["CHOICES", "Options"]
-
-CHOICES: dict[str, tuple[Any, ...]] = {
-    "tokens": KINDS,
-    "method": (*METHODS, "dense"),
-    "block_size": (1, 4, 8, 16, 32),
-    "pooling_type": ("NONE", "SUM", "AVG", "MAX"),
-    "optimizer": ("GradientDescent", "Momentum", "Adam"),
-    "data_type": ("float32", "float64", "bfloat16"),
-    "mode": ("all", "train", "test", "sample"),
-}
+__all__ = ["Options"]
 
 _LARGEST = 1 << 24
-_MOST_THREADS = 1024
-_SCHEDULE_KEYS = ("zero_steps", "phase_delay", "period")
-_AT_LEAST = {
-    "layers": 1, "hidden_size": 1, "ff_size": 1, "heads": 1, "qkv_size": 1, "embedding_size": 1,
-    "sequence_length": 1, "steps": 1, "batch_size": 1, "gradient_accumulation_count": 1,
-    "update_interval": 1, "valid_interval": 1, "checkpoint_freq": 1, "stop_after": 1, "threads": 1,
-    "warmup_steps": 0, "cooldown_steps": 1, "autoregression_offset": 0, "seed": 0, "sample": 0,
-    "top_k": 1, "vocabulary_size": 257,
-    "evaluation_tokens": 1,
-}  # fmt: skip
+_SHARE = Number(0, 1, open_high=True)
+_ANY = Number(0)
+
+
+def _panel(panel: str, defines: str) -> Callable[..., Any]:
+    def add(default: Any, help: str, kind: Kind, **more: Any) -> Any:
+        return option(default, help, kind, panel, **{"defines": defines} | more)
+
+    return add
+
+
+_data = _panel("Data", "run")
+_network = _panel("Network", "network")
+_sparsity = _panel("Sparsity", "training")
+_training = _panel("Training", "training")
+_rate = _panel("Learning rate", "training")
+_sample = _panel("Text", "run")
+_changed = partial(again, TrainingOptions)
 
 
 @dataclass(kw_only=True)
-class Options:
-    """One training. `check` says in one line what is wrong with it.
+class Options(TrainingOptions):
+    """One training; the flags of `dynsparse lm`.
 
-    The flags of `dynsparse lm` have the same names with dashes, and its help says what each one
-    does. The defaults are those of the preset "tiny"; `presets.preset` makes the others. `tokens`
-    None means characters, or what a token file holds.
+    The defaults are those of the preset "tiny"; `presets.preset` makes the others. `tokens` None
+    means characters, or what a token file holds.
     """
 
-    data: str | Path = "stdlib"
-    valid_data: Path | None = None
-    test_data: Path | None = None
-    valid_share: float = 0.05
-    test_share: float = 0.05
-    tokens: str | None = None
-    bpe_dir: Path | None = None
-    vocabulary_size: int | None = None
+    data: str | Path = _data(
+        "stdlib",
+        "A text file (UTF-8, plain or packed), a token file of `dynsparse encode`, or stdlib: the "
+        "source text of Python's standard library.",
+        Text(),
+        defines="apart",
+    )
+    valid_data: Path | None = _data(
+        None, "Validate on this text in place of a share of --data.", File()
+    )
+    test_data: Path | None = _data(None, "Test on this text in place of a share of --data.", File())
+    valid_share: float = _data(
+        0.05, "Share of --data to validate on, before the test's.", _SHARE, defines="training"
+    )
+    test_share: float = _data(
+        0.05, "Share of --data, at its end, to test on.", _SHARE, defines="training"
+    )
+    tokens: str | None = _data(
+        None,
+        "What a token is.",
+        Choice(KINDS),
+        defines="network",
+        by_default="char, or what a token file holds",
+    )
+    bpe_dir: Path | None = _data(
+        None, "Folder with GPT-2's vocab.bpe; without it the file is downloaded once.", File()
+    )
+    vocabulary_size: int | None = _data(
+        None,
+        "Use only the first merges of GPT-2's, for as many BPE tokens.",
+        Integer(257),
+        defines="network",
+    )
 
-    layers: int = 2
-    hidden_size: int = 128
-    ff_size: int = 512
-    heads: int = 4
-    qkv_size: int | None = None
-    embedding_size: int | None = None
-    sparse_embeddings: bool = False
-    sequence_length: int = 64
-    droprate: float = 0.0
-    initial_scale: float = 1.0
-    data_type: str = "float32"
+    layers: int = _network(2, "Transformer layers.", Integer(1, _LARGEST))
+    hidden_size: int = _network(128, "Features of a token.", Integer(1, _LARGEST))
+    ff_size: int = _network(512, "Features inside the feed-forward part.", Integer(1, _LARGEST))
+    heads: int = _network(4, "Attention heads.", Integer(1))
+    qkv_size: int | None = _network(
+        None, "Features of one head.", Integer(1), by_default="--hidden-size / --heads"
+    )
+    embedding_size: int | None = _network(
+        None,
+        "Width of the token table, with sparse projections up to the hidden size.",
+        Integer(1),
+        by_default="--hidden-size",
+    )
+    sparse_embeddings: bool = _network(
+        False,
+        "Make the token table sparse too.",
+        Switch(),
+        methods=tuple(name for name in BY_NAME if BY_NAME[name].trains_embeddings),
+    )
+    sequence_length: int = _network(64, "Tokens the model sees at once.", Integer(1, _LARGEST))
+    droprate: float = _network(0.0, "Dropout, in training.", _SHARE)
+    initial_scale: float = _network(
+        1.0, "Times the usual size of first weights, 1/sqrt(inputs).", _ANY, defines="training"
+    )
 
-    method: str = "rigl"
-    match_parameters: bool = False
-    sparsity: float = 0.9
-    block_size: int = 1
-    pooling_type: str = "NONE"
-    prune_ratio: float = 0.3
-    prune_end: float = 0.75
-    update_interval: int = 200
-    cosine_prune_schedule: dict[str, Any] = field(default_factory=dict)
+    match_parameters: bool = _sparsity(
+        False,
+        "As narrow as holds the sparse model's number of parameters.",
+        Switch(),
+        defines="network",
+        methods=("dense",),
+    )
+    sparsity: float = _sparsity(
+        0.9, "Share of the weights left out.", _SHARE, defines="network", methods=tuple(BY_NAME)
+    )
+    update_interval: int = _changed("update_interval", default=200)
+    prune_end: float = _sparsity(
+        0.75,
+        "Share of the training after which patterns stay.",
+        Number(0, 1),
+        methods=tuple(name for name in BY_NAME if name != "static"),
+    )
 
-    steps: int = 4000
-    batch_size: int = 16
-    gradient_accumulation_count: int = 1
-    optimizer: str = "Adam"
-    optimizer_arg: dict[str, Any] = field(default_factory=dict)
-    peak_learning_rate: float = 1e-2
-    min_learning_rate: float = 2e-4
-    warmup_steps: int = 100
-    cooldown_steps: int | None = None
-    decay_power: float = 1.0
-    grad_norm_clip: float | None = 1.0
-    repetition_weighting: bool = False
-    autoregression_offset: int = 0
-    seed: int | None = None
-    threads: int = 1
-    valid_interval: int = 250
-    evaluation_tokens: int | None = None
-    mode: str = "all"
+    steps: int = _training(4000, "Optimizer steps.", Integer(1))
+    batch_size: int = _changed(
+        "batch_size", help="Sequences per micro-batch.", kind=Integer(1, _LARGEST)
+    )
+    gradient_accumulation_count: int = _training(1, "Micro-batches per optimizer step.", Integer(1))
+    optimizer: str = _changed("optimizer", help="Adam (AdamW), or SGD without or with momentum.")
+    optimizer_arg: dict[str, Any] = _changed(
+        "optimizer_arg",
+        help="An argument of the optimizer, such as beta2=0.99.",
+        kind=Pairs("beta2=0.99"),
+    )
+    grad_norm_clip: float | None = _training(
+        1.0, "Largest norm of all gradients together, 0 for no limit.", _ANY, optional=True
+    )
+    repetition_weighting: bool = _training(
+        False,
+        "Train on every distinct token of a sequence alike, however often it is there.",
+        Switch(),
+    )
+    autoregression_offset: int = _training(
+        0, "First tokens of a sequence that are not scored.", Integer(0)
+    )
+    valid_interval: int = _training(250, "Steps between reports.", Integer(1))
+    evaluation_tokens: int | None = _training(
+        None,
+        "Evaluate on this many tokens at the begin of each part.",
+        Integer(1),
+        by_default="all of it",
+    )
+    mode: str = _training(
+        "all",
+        "Train and test, only one, or only --sample.",
+        Choice(("all", "train", "test", "sample")),
+        defines="run",
+    )
 
-    sample: int = 0
-    prompt: str = "\n"
-    temperature: float = 0.8
-    top_k: int | None = None
+    peak_learning_rate: float = _rate(1e-2, "After the warm-up.", _ANY)
+    min_learning_rate: float = _rate(2e-4, "After the decay.", _ANY)
+    warmup_steps: int = _rate(100, "Steps up to the peak.", Integer(0))
+    cooldown_steps: int | None = _rate(
+        None, "Steps of the decay.", Integer(1), by_default="all that are left"
+    )
+    decay_power: float = _rate(1.0, "Of the decay; 1 is a straight line.", _ANY)
 
-    restore: Path | None = None
-    checkpoint_path: Path | None = None
-    checkpoint_freq: int = 1000
-    stop_after: int | None = None
-    records_path: Path | None = None
-    json: Path | None = None
-    tensorboard: Path | None = None
-    use_wandb: bool = False
-    wandb_project_name: str | None = None
-    wandb_name: str | None = None
-    wandb_tags: tuple[str, ...] = ()
+    sample: int = _sample(0, "Show this many tokens of text at the end.", Integer(0))
+    prompt: str = _sample("\n", "What the text goes on from.", Text(), by_default="a line end")
+    temperature: float = _sample(0.8, "0 takes the likeliest token.", _ANY)
+    top_k: int | None = _sample(
+        None, "Draw among this many of the likeliest only.", Integer(1), by_default="all"
+    )
 
-    def check(self) -> None:
-        """Raise ValueError, naming the flag, for anything that cannot be trained."""
-        for name, choices in CHOICES.items():
-            value = getattr(self, name)
-            if value not in choices and not (name == "tokens" and value is None):
-                listed = ", ".join(map(str, choices))
-                raise ValueError(f"--{flag(name)}: expected one of {listed}, got {value!r}")
-        for name, least in _AT_LEAST.items():
-            value = getattr(self, name)
-            if value is not None and not _is_integer(value, least):
-                raise ValueError(
-                    f"--{flag(name)}: expected an integer of at least {least}, got {value!r}"
-                )
-        for name in ("layers", "hidden_size", "ff_size", "sequence_length", "batch_size"):
-            if getattr(self, name) > _LARGEST:
-                raise ValueError(
-                    f"--{flag(name)}: expected at most {_LARGEST}, got {getattr(self, name)}"
-                )
-        if self.threads > _MOST_THREADS:
-            raise ValueError(f"--threads: expected at most {_MOST_THREADS}, got {self.threads}")
-        if self.seed is not None and self.seed >= 2**63:
-            raise ValueError(f"--seed: expected an integer below 2^63, got {self.seed}")
-        for name, low, high, open_end in (
-            ("droprate", 0, 1, True), ("sparsity", 0, 1, True), ("prune_ratio", 0, 1, False),
-            ("prune_end", 0, 1, False), ("valid_share", 0, 1, True), ("test_share", 0, 1, True),
-            ("peak_learning_rate", 0, math.inf, True), ("min_learning_rate", 0, math.inf, True),
-            ("decay_power", 0, math.inf, True), ("temperature", 0, math.inf, True),
-            ("initial_scale", 0, math.inf, True),
-        ):  # fmt: skip
-            _check_number(flag(name), getattr(self, name), low, high, open_end=open_end)
-        if self.grad_norm_clip is not None:
-            _check_number("grad-norm-clip", self.grad_norm_clip, 0, math.inf, open_end=True)
+    checkpoint_freq: int = _changed(
+        "checkpoint_freq", default=1000, help="Least steps between checkpoints."
+    )
+    stop_after: int | None = _changed(
+        "stop_after", help="Stop after this step of --steps, to continue with --restore."
+    )
+    json: Path | None = _changed("json", help="File for the final figures and the curves.")
+
+    def __post_init__(self) -> None:
+        if self.grad_norm_clip == 0:
+            self.grad_norm_clip = None
+
+    def check_together(self) -> None:
         self._check_network()
         self._check_schedules()
         self._check_companions()
@@ -179,22 +221,6 @@ class Options:
             )
 
     def _check_schedules(self) -> None:
-        for key, value in self.cosine_prune_schedule.items():
-            if key not in _SCHEDULE_KEYS:
-                raise ValueError(
-                    "--cosine-prune-schedule: expected the keys zero_steps, phase_delay, period, "
-                    f"got {key!r}"
-                )
-            number = isinstance(value, (int, float)) and not isinstance(value, bool)
-            if not number or not math.isfinite(value):
-                raise ValueError(
-                    f"--cosine-prune-schedule: {key}: expected a number, got {value!r}"
-                )
-        if not _is_integer(self.cosine_prune_schedule.get("zero_steps", 0), 0):
-            raise ValueError(
-                "--cosine-prune-schedule: zero_steps: expected a number of pattern updates, an "
-                f"integer of at least 0, got {self.cosine_prune_schedule['zero_steps']!r}"
-            )
         if self.prune_end == 0:
             raise ValueError("--prune-end: expected a number in (0, 1], got 0: use --method static")
         if self.min_learning_rate > self.peak_learning_rate:
@@ -228,6 +254,11 @@ class Options:
                 "--match-parameters: expected --method dense, which it makes as narrow as the "
                 f"sparse network, got --method {self.method}"
             )
+        if self.sparse_embeddings and self.method == "topkast":
+            raise ValueError(
+                "--sparse-embeddings: expected another method than topkast, whose forward pass "
+                "uses half of each layer, while a token table uses all of it: leave one out"
+            )
         if self.mode in ("test", "sample") and self.restore is None:
             raise ValueError(
                 f"--mode {self.mode}: expected a trained model: name a checkpoint with --restore"
@@ -253,42 +284,17 @@ class Options:
                 "--vocabulary-size: expected --tokens bpe with it: the vocabularies of bytes and "
                 "characters are as large as they are"
             )
-        named = self.wandb_project_name or self.wandb_name or self.wandb_tags
-        if named and not self.use_wandb:
-            raise ValueError("--wandb-...: expected --use-wandb with it, got none: add --use-wandb")
 
     @property
-    def changes_pattern(self) -> bool:
-        """Whether the method moves connections at all."""
-        return self.method not in ("static", "dense")
+    def trains(self) -> bool:
+        """Whether anything is trained, rather than a trained model tested or sampled."""
+        return self.mode in ("all", "train")
+
+    @property
+    def binding(self) -> tuple[Defines, ...]:
+        return ("network", "training") if self.trains else ("network",)
 
     @property
     def inner_size(self) -> int:
         """Features of all heads together."""
         return self.hidden_size if self.qkv_size is None else self.heads * self.qkv_size
-
-
-def flag(name: str) -> str:
-    """The flag of the option `name`."""
-    return name.replace("_", "-")
-
-
-def _is_integer(value: Any, least: int) -> bool:
-    if isinstance(value, bool):
-        return False
-    try:
-        return operator.index(value) >= least
-    except TypeError:
-        return False
-
-
-def _check_number(
-    name: str, value: Any, low: float, high: float, *, open_end: bool = False
-) -> None:
-    number = isinstance(value, (int, float)) and not isinstance(value, bool)
-    if not number or not low <= value <= high or (open_end and value == high):
-        if math.isinf(high):
-            span = f"a finite number of at least {low:g}"
-        else:
-            span = f"a number in [{low:g}, {high:g}{')' if open_end else ']'}"
-        raise ValueError(f"--{name}: expected {span}, got {value!r}")

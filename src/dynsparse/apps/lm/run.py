@@ -2,185 +2,128 @@
 
 from __future__ import annotations
 
-import json
-import os
 from collections.abc import Collection
-from pathlib import Path
 from typing import Any
 
 import torch
 from rich.console import Console
 
-from dynsparse.apps.lm import resume
-from dynsparse.apps.lm.corpus import Corpus, load_corpus
-from dynsparse.apps.lm.display import Display
-from dynsparse.apps.lm.loggers import Logger, open_loggers
-from dynsparse.apps.lm.model import LanguageModel, build_model
+from dynsparse.apps.common.display import Display
+from dynsparse.apps.common.loggers import Names, open_loggers
+from dynsparse.apps.common.outputs import Outputs
+from dynsparse.apps.common.resume import Checkpoint, restore, save
+from dynsparse.apps.common.run import run_with
+from dynsparse.apps.common.training import Scores
+from dynsparse.apps.lm.corpus import Corpus, load_corpus, no_corpus
 from dynsparse.apps.lm.options import Options
 from dynsparse.apps.lm.sample import sample
 from dynsparse.apps.lm.sizes import check_memory, estimate_memory, matched, parameters
-from dynsparse.apps.lm.summary import (
-    closing_line,
-    history_entry,
-    memory_line,
-    summary_table,
-    training_figures,
-)
-from dynsparse.apps.lm.training import Scores, Training
+from dynsparse.apps.lm.summary import closing_line, memory_line, summary_table, training_figures
+from dynsparse.apps.lm.training import Training
 from dynsparse.data.tokenizer import Tokenizer, tokenizer_from_state
-from dynsparse.training.checkpoint import load_checkpoint
-from dynsparse.training.records import Recorder
 
 __all__ = ["run"]
+
+_COLUMNS = {
+    "step": 9, "loss": 9, "valid": 9, "perplexity": 12, "accuracy": 10, "replaced": 11,
+    "tokens/s": 10,
+}  # fmt: skip
+_NAMES = Names(tested=("loss", "perplexity", "accuracy"), project="dynsparse-language-model")
 
 
 def run(
     options: Options, console: Console | None = None, *, given: Collection[str] = ()
 ) -> dict[str, Any]:
-    """Train, test and sample as `options` say; returns what `--json` writes.
+    """Train, test and sample as `options` say.
 
     Args:
-        options: what to do. With `restore`, options at their default become the checkpoint's.
-        console: where progress goes; stdout if left out.
-        given: options that hold even at their default: with `restore` they must agree.
+        options, console, given: see `run_with`, which says what is raised, too.
 
     Returns:
         `training_figures`, with "sample" where text was sampled; that alone for `mode` "sample".
-
-    Raises:
-        ValueError: options or files that are wrong; one line.
-        OSError: files that cannot be read or written.
-        ModuleNotFoundError: a logger that is not installed.
     """
-    console = Console() if console is None else console
-    options.check()
-    checkpoint = None if options.restore is None else resume.find_checkpoint(options.restore)
-    seed = options.seed
-    if checkpoint is not None:
-        options, trained_with = resume.adopt(options, checkpoint, given)
-        seed = trained_with if seed is None else seed
-        options.check()
-    if seed is None:
-        seed = int.from_bytes(os.urandom(4), "little")
-    _check_writable(options)
-    before = torch.get_num_threads()
-    torch.set_num_threads(options.threads)
-    try:
-        if options.mode == "sample":
-            assert checkpoint is not None  # `check` saw to it
-            figures = _sample_alone(options, seed, checkpoint, console)
-        else:
-            figures = _run(options, seed, checkpoint, console)
-    finally:
-        torch.set_num_threads(before)
-    if options.json is not None:
-        options.json.write_text(json.dumps(figures, indent=2) + "\n")
-    return figures
+    return run_with(Training, options, _run, console, given)
 
 
-def _run(options: Options, seed: int, checkpoint: Path | None, console: Console) -> dict[str, Any]:
-    vocabulary = None if checkpoint is None else resume.saved_vocabulary(checkpoint)
-    corpus = load_corpus(options, vocabulary)
-    built = matched(options, corpus.size)
-    for line in _headlines(built, corpus, seed):
-        console.print(line, highlight=False)
-    if options.mode in ("all", "train"):
-        needed = estimate_memory(built, corpus.size)
-        console.print(memory_line(needed), highlight=False)
-        check_memory(needed)
+def _run(
+    options: Options, seed: int, checkpoint: Checkpoint | None, console: Console
+) -> dict[str, Any]:
+    vocabulary = {} if checkpoint is None else checkpoint.extra["vocabulary"]
+    writes_alone = options.mode == "sample"
+    corpus = no_corpus(vocabulary) if writes_alone else load_corpus(options, vocabulary or None)
+    if not writes_alone:
+        _introduce(options, corpus, seed, console)
     tokenizer = tokenizer_from_state(corpus.vocabulary, options.bpe_dir) if options.sample else None
     prompt = None if tokenizer is None else _prompt(tokenizer, options.prompt)
 
-    training = Training(built, corpus, seed)
+    training = Training(options, corpus, seed)
     if checkpoint is not None:
-        resume.restore(training, checkpoint)
-    valid = None
-    loggers: list[Logger] = []
-    if options.mode in ("all", "train"):
-        loggers = open_loggers(options)
-        valid = _train(training, options, console, loggers)
-    valid = training.evaluate("valid") if valid is None else valid
-    test = training.evaluate("test") if options.mode in ("all", "test") else None
-    figures = training_figures(training, options, valid, test)
-    for logger in loggers:
-        logger.close(figures)
-    console.print(summary_table(figures), highlight=False)
-    console.print(closing_line(figures), highlight=False)
+        restore(training, checkpoint)
+    figures = {} if writes_alone else _measured(training, console)
     if tokenizer is not None and prompt is not None:
-        figures["sample"] = _sampled(training.model, options, tokenizer, prompt, seed, console)
+        figures["sample"] = _sampled(training, tokenizer, prompt, console)
     return figures
 
 
-def _train(
-    training: Training, options: Options, console: Console, loggers: list[Logger]
-) -> Scores | None:
+def _introduce(options: Options, corpus: Corpus, seed: int, console: Console) -> None:
+    """Say what will be done, and refuse what cannot be, before anything is made."""
+    corpus.check_length(options.sequence_length)
+    built = matched(options, corpus.size)
+    for line in _headlines(built, corpus, seed):
+        console.print(line, highlight=False)
+    if options.trains:
+        needed = estimate_memory(built, corpus.size)
+        console.print(memory_line(needed), highlight=False)
+        check_memory(needed)
+
+
+def _measured(training: Training, console: Console) -> dict[str, Any]:
+    options = training.options
+    outputs = valid = None
+    if options.trains:
+        outputs = Outputs(training, open_loggers(options, _NAMES))
+        valid = _train(training, console, outputs)
+    valid = training.evaluate("valid") if valid is None else valid
+    test = training.evaluate("test") if options.mode in ("all", "test") else None
+    figures = training_figures(training, valid, test)
+    if outputs is not None:
+        outputs.close(figures)
+    console.print(summary_table(figures), highlight=False)
+    console.print(closing_line(figures), highlight=False)
+    return figures
+
+
+def _train(training: Training, console: Console, outputs: Outputs) -> Scores | None:
     """Train up to the last step wanted, and write what is asked for on the way.
 
     Returns the last scores of the validation part, None if no step was left.
     """
+    options = training.options
     last = options.stop_after or options.steps
-    recorder = None
-    if options.records_path is not None:
-        recorder = _recorder(training, options, options.records_path)
-    folder = options.checkpoint_path
-    if folder is not None:
-        folder.mkdir(parents=True, exist_ok=True)
     saved, valid = training.step, None
-    with Display(console, training.step, last) as display:
-        for report in training.run(last):
-            valid = report.valid
-            entry = history_entry(report)
-            training.history.append(entry)
-            display.show(entry)
-            for logger in loggers:
-                logger.log(entry)
-            if recorder is not None:
-                recorder.log(report.step, {k: v for k, v in entry.items() if k != "step"})
-            due = report.step - saved >= options.checkpoint_freq or report.step == last
-            if folder is not None and due:
-                resume.save(training, folder, options)
-                saved = report.step
+    with Display(console, _COLUMNS, last, training.step) as display:
+        for entry in training.run(last):
+            step = entry["step"]
+            valid = Scores(entry["valid_loss"], entry["valid_accuracy"])
+            display.show(step, f"{step:,}/{last:,}", display.row(*_cells(entry)))
+            outputs.log(step, {name: value for name, value in entry.items() if name != "step"})
+            due = step - saved >= options.checkpoint_freq or step == last
+            if options.checkpoint_path is not None and due:
+                save(training, options.checkpoint_path)
+                saved = step
     return valid
 
 
-def _recorder(training: Training, options: Options, path: Path) -> Recorder:
-    if training.trainer is None:
-        raise ValueError(
-            "--records-path: expected a sparse layer to record, got dense layers alone: leave it "
-            "out (--json has the curves of the loss), or choose another method"
-        )
-    metadata = {
-        "app": resume.APP,
-        "data": training.corpus.name,
-        "method": options.method,
-        "seed": training.seed,
-        "steps": options.steps,
-    }
-    recorder = Recorder(path, metadata)
-    if training.step:
-        if not recorder.has_record:
-            raise ValueError(
-                f"--records-path: expected the record of the restored training, got {path} without "
-                "one: name its folder, or leave --records-path out"
-            )
-        recorder.truncate(training.step)
-    else:
-        recorder.start({name: layer.pattern for name, layer in training.trainer.layers.items()})
-    training.trainer.on_update.append(recorder.update)
-    return recorder
-
-
-def _sample_alone(
-    options: Options, seed: int, checkpoint: Path, console: Console
-) -> dict[str, Any]:
-    """Text from a checkpoint; neither data nor optimizer are looked at."""
-    vocabulary = resume.saved_vocabulary(checkpoint)
-    tokenizer = tokenizer_from_state(vocabulary, options.bpe_dir)
-    prompt = _prompt(tokenizer, options.prompt)
-    built = matched(options, tokenizer.size)
-    model = build_model(built, tokenizer.size, torch.Generator().manual_seed(seed))
-    load_checkpoint(checkpoint, model=model, random_state=False)
-    return {"sample": _sampled(model, options, tokenizer, prompt, seed, console)}
+def _cells(entry: dict[str, Any]) -> list[str]:
+    return [
+        f"{entry['step']:,}",
+        f"{entry['loss']:.4f}",
+        f"{entry['valid_loss']:.4f}",
+        f"{entry['valid_perplexity']:.3f}",
+        f"{100 * entry['valid_accuracy']:.2f} %",
+        f"{entry['replaced']:,}",
+        f"{entry['tokens_per_second']:,.0f}",
+    ]
 
 
 def _prompt(tokenizer: Tokenizer, text: str) -> torch.Tensor:
@@ -191,19 +134,14 @@ def _prompt(tokenizer: Tokenizer, text: str) -> torch.Tensor:
 
 
 def _sampled(
-    model: LanguageModel,
-    options: Options,
-    tokenizer: Tokenizer,
-    prompt: torch.Tensor,
-    seed: int,
-    console: Console,
+    training: Training, tokenizer: Tokenizer, prompt: torch.Tensor, console: Console
 ) -> str:
-    generator = torch.Generator().manual_seed(seed)
+    options = training.options
     ids = sample(
-        model,
+        training.model,
         prompt,
         options.sample,
-        generator,
+        torch.Generator().manual_seed(training.seed),
         temperature=options.temperature,
         top_k=options.top_k,
         data_type=options.data_type,
@@ -229,11 +167,3 @@ def _headlines(options: Options, corpus: Corpus, seed: int) -> list[str]:
         f"heads, sequences of {options.sequence_length}, {sparse}: {count:,} parameters; "
         f"seed {seed}",
     ]
-
-
-def _check_writable(options: Options) -> None:
-    file = options.json
-    if file is None:
-        return
-    if file.is_dir() or not file.parent.is_dir() or not os.access(file.parent, os.W_OK):
-        raise ValueError(f"--json: expected a file in a folder that can be written, got {file}")

@@ -7,8 +7,8 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
+from dynsparse.apps.common.training import precision
 from dynsparse.apps.lm.model import LanguageModel
-from dynsparse.apps.lm.training import precision
 
 __all__ = ["choose", "sample"]
 

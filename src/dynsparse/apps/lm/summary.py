@@ -6,66 +6,41 @@ from typing import Any
 
 from rich.table import Table
 
-from dynsparse.apps.lm.options import Options
+from dynsparse.apps.common.outputs import bytes_text
+from dynsparse.apps.common.training import Scores
 from dynsparse.apps.lm.sizes import Memory
-from dynsparse.apps.lm.training import Report, Scores, Training
+from dynsparse.apps.lm.training import Training
 from dynsparse.nn import SparseLinear
 
-__all__ = ["bytes_text", "history_entry", "summary_table", "training_figures"]
-
-
-def history_entry(report: Report) -> dict[str, Any]:
-    """One report as plain figures: losses in nats per token, accuracies as shares."""
-    return {
-        "step": report.step,
-        "loss": report.train.loss,
-        "accuracy": report.train.accuracy,
-        "valid_loss": report.valid.loss,
-        "valid_perplexity": report.valid.perplexity,
-        "valid_accuracy": report.valid.accuracy,
-        "learning_rate": report.learning_rate,
-        "replaced": report.replaced,
-        "tokens_per_second": report.tokens / report.seconds if report.seconds else 0.0,
-    }
+__all__ = ["closing_line", "memory_line", "summary_table", "training_figures"]
 
 
 def training_figures(
-    training: Training, options: Options, valid: Scores | None, test: Scores | None
+    training: Training, valid: Scores | None, test: Scores | None
 ) -> dict[str, Any]:
     """What `--json` writes. Losses are nats per token; `accuracy` and `loss` are of the test part,
     None where it was not looked at.
-
-    Args:
-        options: the user's own, before a dense model was narrowed.
     """
     model = training.model
     sparse = [m for m in model.modules() if isinstance(m, SparseLinear)]
     dense = sum(layer.in_features * layer.out_features for layer in sparse)
     held = sum(layer.values.numel() for layer in sparse)
     count = sum(parameter.numel() for parameter in model.parameters())
-    built = training.options
+    scores = {
+        f"{prefix}{name}": None if of is None else getattr(of, name)
+        for prefix, of in (("", test), ("valid_", valid))
+        for name in ("accuracy", "loss", "perplexity")
+    }
     return {
-        "accuracy": None if test is None else test.accuracy,
-        "loss": None if test is None else test.loss,
-        "perplexity": None if test is None else test.perplexity,
-        "valid_accuracy": None if valid is None else valid.accuracy,
-        "valid_loss": None if valid is None else valid.loss,
-        "valid_perplexity": None if valid is None else valid.perplexity,
+        **scores,
         "density": held / dense if dense else 1.0,
-        "seconds": training.seconds,
-        "updates": training.updates,
-        "method": options.method,
         "data": training.corpus.name,
         "vocabulary": training.corpus.size,
-        "seed": training.seed,
-        "steps": training.step,
+        **training.figures(),
         "tokens": training.step * training.tokens_per_step,
-        "replaced": training.replaced,
-        "seconds_per_step": training.seconds / max(1, training.step),
-        "update_share": training.update_seconds / training.seconds if training.seconds else 0.0,
         "parameters": {"held": count, "with_zeros": count - held + dense},
         "network": {
-            name: getattr(built, name)
+            name: getattr(training.built, name)
             for name in ("layers", "hidden_size", "ff_size", "heads", "sequence_length")
         },
         "history": training.history,
@@ -111,11 +86,3 @@ def memory_line(memory: Memory) -> str:
         f"{bytes_text(memory.state)}, patterns {bytes_text(memory.pattern)}, the work of a step "
         f"{bytes_text(memory.work)})"
     )
-
-
-def bytes_text(count: int) -> str:
-    """KiB, MiB or GiB, whichever reads best."""
-    for unit, size in (("GiB", 1 << 30), ("MiB", 1 << 20)):
-        if count >= size:
-            return f"{count / size:,.1f} {unit}"
-    return f"{count / 1024:,.1f} KiB"

@@ -3,8 +3,8 @@
 `dynsparse.apps.pictures.mnist` and `.transformer` add a network and its settings.
 """
 
-from dynsparse.apps.pictures.options import CHOICES, PictureOptions
+from dynsparse.apps.pictures.options import PictureOptions
 from dynsparse.apps.pictures.run import run
 from dynsparse.apps.pictures.training import Training
 
-__all__ = ["CHOICES", "PictureOptions", "Training", "run"]
+__all__ = ["PictureOptions", "Training", "run"]

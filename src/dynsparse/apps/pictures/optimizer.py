@@ -1,4 +1,4 @@
-"""The optimizers by the names of the original program, and the learning rate over the training."""
+"""The optimizers' defaults, and the learning rate over the training."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from dynsparse.apps.common.optimizer import Groups, make_optimizer
 from dynsparse.apps.pictures.options import PictureOptions
 
 __all__ = ["build_optimizer", "first_learning_rate", "learning_rate"]
@@ -31,33 +32,12 @@ def build_optimizer(options: PictureOptions, network: nn.Module) -> torch.optim.
     Raises:
         ValueError: an argument the optimizer does not have, or a value it does not take.
     """
-    arguments = dict(_OPTIMIZERS[options.optimizer][1])
-    for name, value in options.optimizer_arg.items():
-        if name not in arguments:
-            raise ValueError(
-                f"--optimizer-arg: expected an argument of {options.optimizer} "
-                f"({', '.join(arguments)}), got {name!r}"
-            )
-        wanted = bool if isinstance(arguments[name], bool) else (int, float)
-        if not isinstance(value, wanted) or (wanted is not bool and isinstance(value, bool)):
-            kind = "true or false" if wanted is bool else "a number"
-            raise ValueError(f"--optimizer-arg: {name}: expected {kind}, got {value!r}")
-        arguments[name] = value
-    rate = first_learning_rate(options)
-    # fused: one call per step for all parameters; at small batches that is what a step costs.
-    try:
-        if options.optimizer == "Adam":
-            betas = arguments.pop("beta1"), arguments.pop("beta2")
-            epsilon = arguments.pop("epsilon")
-            return torch.optim.Adam(
-                network.parameters(), rate, betas, epsilon, fused=True, **arguments
-            )
-        if not arguments.get("momentum"):
-            # Without momentum there is nothing nesterov could look ahead with.
-            arguments.pop("nesterov", None)
-        return torch.optim.SGD(network.parameters(), rate, fused=True, **arguments)
-    except ValueError as error:
-        raise ValueError(f"--optimizer-arg: {error}") from None
+
+    def groups(weight_decay: float) -> Groups:
+        return [{"params": list(network.parameters()), "weight_decay": weight_decay}]
+
+    _, defaults = _OPTIMIZERS[options.optimizer]
+    return make_optimizer(options, defaults, groups, first_learning_rate(options), torch.optim.Adam)
 
 
 def first_learning_rate(options: PictureOptions) -> float:

@@ -8,7 +8,9 @@ import torch
 from rich.table import Table
 from torch import Tensor, nn
 
-from dynsparse.apps.pictures.training import Report, Scores, Training
+from dynsparse.apps.common.outputs import bytes_text
+from dynsparse.apps.common.training import Report, Scores
+from dynsparse.apps.pictures.training import Training
 from dynsparse.nn import SparseLinear
 
 __all__ = ["density", "memory", "summary_table", "training_figures"]
@@ -74,8 +76,7 @@ def training_figures(
 
     `accuracy` and `loss` are of the test pictures, None with `--test-mode training`.
     """
-    options = training.options
-    network = training.network
+    network = training.model
     layers = []
     for name, module in network.named_modules():
         if isinstance(module, (nn.Linear, SparseLinear)):
@@ -94,23 +95,15 @@ def training_figures(
     biases = sum(p.numel() for p in network.parameters()) - sum(
         w.numel() for w in _weights(network)
     )
-    steps = max(1, training.step)
     return {
         "accuracy": None if test is None else test.accuracy,
         "loss": None if test is None else test.loss,
         "density": density(network),
         "epochs": training.epoch,
-        "seconds": training.seconds,
-        "updates": training.updates,
-        "method": options.method,
-        "dataset": options.dataset,
-        "seed": training.seed,
-        "steps": training.step,
-        "replaced": training.replaced,
+        "dataset": training.options.dataset,
+        **training.figures(),
         "train_accuracy": None if last is None else last.scores.accuracy,
         "train_loss": None if last is None else last.scores.loss,
-        "seconds_per_step": training.seconds / steps,
-        "update_share": training.update_seconds / training.seconds if training.seconds else 0.0,
         "parameters": {
             "sparse": sum(p.numel() for p in network.parameters()),
             "dense": _dense_weights(network) + biases,
@@ -138,9 +131,9 @@ def summary_table(figures: dict[str, Any]) -> Table:
     own, whole = figures["memory"]["sparse"], figures["memory"]["dense"]
     for part in own:
         share = own[part] / whole[part] if whole[part] else None
-        row(f"memory: {part}", _bytes(own[part]), _bytes(whole[part]), share)
+        row(f"memory: {part}", bytes_text(own[part]), bytes_text(whole[part]), share)
     total, dense_total = sum(own.values()), sum(whole.values())
-    row("memory: together", _bytes(total), _bytes(dense_total), total / dense_total)
+    row("memory: together", bytes_text(total), bytes_text(dense_total), total / dense_total)
     if figures["steps"]:
         row("training", f"{figures['seconds']:.1f} s")
         row("one step", f"{1000 * figures['seconds_per_step']:.3f} ms")
@@ -148,7 +141,3 @@ def summary_table(figures: dict[str, Any]) -> Table:
         row("connections replaced", f"{figures['replaced']:,}")
         row("time in pattern updates", f"{100 * figures['update_share']:.1f} %")
     return table
-
-
-def _bytes(count: int) -> str:
-    return f"{count / 1024:,.1f} KiB" if count < 1 << 20 else f"{count / (1 << 20):,.2f} MiB"

@@ -8,15 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
 
-from dynsparse.apps.pictures.options import CHOICES as SHARED
-from dynsparse.apps.pictures.options import PictureOptions, check_number, is_integer
+from dynsparse.apps.common.kinds import Choice, Integer, Many, Number
+from dynsparse.apps.common.option import again, option
+from dynsparse.apps.pictures.options import PictureOptions
 from dynsparse.data.pictures import CLASSES, SIDE
+from dynsparse.training.algorithms import BY_NAME
 
-__all__ = ["CHOICES", "LayerShape", "Options", "layer_shapes", "picture_side"]
-
-CHOICES: dict[str, tuple[Any, ...]] = SHARED | {"permute_input": ("none", "block", "random")}
+__all__ = ["LayerShape", "Options", "layer_shapes", "picture_side"]
 
 _WIDEST = 1_000_000
 
@@ -25,20 +24,38 @@ _WIDEST = 1_000_000
 class Options(PictureOptions):
     """One training; the flags of `dynsparse mnist`."""
 
-    choices: ClassVar[dict[str, tuple[Any, ...]]] = CHOICES
-
-    densities: Sequence[float] = (0.1, 0.3)
-    hidden_sizes: Sequence[int] = (320,)
-    droprate: float = 0.1
-    permute_input: str = "none"
+    permute_input: str = option(
+        "none",
+        "Order of the pixels; with block, a block of weights covers a tile of the picture.",
+        Choice(("none", "block", "random")),
+        "Data",
+        defines="network",
+    )
+    densities: Sequence[float] = option(
+        (0.1, 0.3),
+        "Density of each layer, first to last; 1 is dense.",
+        Many(Number(0, 1, open_low=True), "numbers above 0 and up to 1 (1 is a dense layer)"),
+        "Network",
+        defines="network",
+        methods=tuple(BY_NAME),
+    )
+    hidden_sizes: Sequence[int] = option(
+        (320,),
+        "Widths of the hidden layers, such as 300 100.",
+        Many(Integer(1, _WIDEST), f"integers between 1 and {_WIDEST}"),
+        "Network",
+        defines="network",
+        single="hidden_size",
+    )
+    block_size: int = again(
+        PictureOptions, "block_size", help="Edge of the blocks of the first layer."
+    )
+    droprate: float = option(
+        0.1, "Dropout after every hidden layer.", Number(0, 1, open_high=True), "Network",
+        defines="network",
+    )  # fmt: skip
 
     def check_network(self) -> None:
-        check_number("droprate", self.droprate, 0, 1, open_end=True)
-        for size in self.hidden_sizes:
-            if not is_integer(size, 1) or size > _WIDEST:
-                raise ValueError(
-                    f"--hidden-sizes: expected integers between 1 and {_WIDEST}, got {size!r}"
-                )
         expected = len(self.hidden_sizes) + 1
         if not self.hidden_sizes or len(self.densities) != expected:
             raise ValueError(
@@ -46,13 +63,6 @@ class Options(PictureOptions):
                 f"{len(self.hidden_sizes)} hidden layer(s), got {len(self.densities)}: "
                 "match --densities and --hidden-sizes"
             )
-        for density in self.densities:
-            number = isinstance(density, (int, float)) and not isinstance(density, bool)
-            if not number or not 0 < density <= 1:
-                raise ValueError(
-                    "--densities: expected numbers above 0 and up to 1 (1 is a dense layer), "
-                    f"got {density!r}"
-                )
         first = self.hidden_sizes[0]
         if self.is_sparse(0) and first % self.block_size:
             raise ValueError(

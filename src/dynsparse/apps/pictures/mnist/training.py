@@ -44,9 +44,8 @@ class MnistTraining(pictures.Training):
         return {"permutation": self.permutation}
 
     def metadata(self) -> dict[str, Any]:
-        if not self.options.is_sparse(0):
-            return {}
-        return {"pixel_permutation": self.permutation.tolist()}
+        own = {"pixel_permutation": self.permutation.tolist()} if self.options.is_sparse(0) else {}
+        return super().metadata() | own
 
 
 def run(

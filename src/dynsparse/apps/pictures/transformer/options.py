@@ -7,14 +7,19 @@ application; docs/mnist-transformer.md lists the differences.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
-from dynsparse.apps.pictures.options import PictureOptions, check_number, is_integer
+from dynsparse.apps.common.kinds import Between, Number, Switch
+from dynsparse.apps.common.option import again, option
+from dynsparse.apps.pictures.options import PictureOptions
 from dynsparse.data.pictures import CLASSES, SIDE
+from dynsparse.training.algorithms import BY_NAME
 
 __all__ = ["Options"]
 
-_WIDEST = 100_000
+
+def _size(default: int, help: str) -> Any:
+    return option(default, help, Between(1, 100_000), "Network", defines="network")
 
 
 @dataclass(kw_only=True)
@@ -23,29 +28,40 @@ class Options(PictureOptions):
 
     rates: ClassVar[dict[str, float]] = PictureOptions.rates | {"Adam": 0.004}
 
-    epochs: int = 1
-    sparsity: float = 0.9
-    encoder_layers: int = 1
-    hidden_length: int = 96
-    ff_length: int = 48
-    attention_heads: int = 16
-    qkv_length: int = 32
-    dropout_keep_prob: float = 1.0
-    exclude_attention_biases: bool = False
+    epochs: int = again(PictureOptions, "epochs", default=1)
+    sparsity: float = option(
+        0.9,
+        "Share of zeros in every matrix; 0 is dense.",
+        Number(0, 1, open_high=True),
+        "Network",
+        defines="network",
+        methods=tuple(BY_NAME),
+    )
+    block_size: int = again(
+        PictureOptions,
+        "block_size",
+        help="Edge of the blocks of every matrix; rows of pixels and classes are padded to whole "
+        "blocks.",
+    )
+    encoder_layers: int = _size(1, "Number of transformer layers.")
+    hidden_length: int = _size(96, "Features of a token.")
+    ff_length: int = _size(48, "Width of the feed-forward part.")
+    attention_heads: int = _size(16, "Heads of the attention.")
+    qkv_length: int = _size(32, "Features of one head's queries, keys and values.")
+    dropout_keep_prob: float = option(
+        1.0,
+        "Share that dropout keeps, in training; 1 for no dropout.",
+        Number(0, 1),
+        "Network",
+        defines="network",
+    )
+    exclude_attention_biases: bool = option(
+        False, "Attention without biases.", Switch(), "Network", defines="network"
+    )
 
     def check_network(self) -> None:
-        check_number("sparsity", self.sparsity, 0, 1, open_end=True)
-        check_number("dropout-keep-prob", self.dropout_keep_prob, 0, 1)
         if self.dropout_keep_prob == 0:
             raise ValueError("--dropout-keep-prob: expected a number above 0 and up to 1, got 0")
-        sizes = ("encoder_layers", "hidden_length", "ff_length", "attention_heads", "qkv_length")
-        for name in sizes:
-            value = getattr(self, name)
-            if not is_integer(value, 1) or value > _WIDEST:
-                raise ValueError(
-                    f"--{name.replace('_', '-')}: expected an integer between 1 and {_WIDEST}, "
-                    f"got {value!r}"
-                )
         if not self.is_sparse:
             return
         inner = self.attention_heads * self.qkv_length

@@ -3,25 +3,39 @@
 from __future__ import annotations
 
 import json
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-from dynsparse.apps.lm.options import Options
+from dynsparse.apps.common.options import TrainingOptions
 
-__all__ = ["Logger", "open_loggers"]
+__all__ = ["Logger", "Names", "open_loggers"]
 
 
 class Logger(Protocol):
-    def log(self, figures: dict[str, Any]) -> None:
-        """One entry of the history."""
+    def log(self, step: int, figures: dict[str, Any]) -> None:
+        """Figures of the steps up to `step`: loss, accuracy, learning_rate, replaced, ..."""
         ...
 
     def close(self, figures: dict[str, Any]) -> None:
-        """The final figures, and no more."""
+        """The final figures of the training, and no more."""
         ...
 
 
-def open_loggers(options: Options) -> list[Logger]:
+@dataclass(frozen=True)
+class Names:
+    """How an application names its figures: prefixes in TensorBoard, and its project at wandb.
+
+    `tested` are those of the final figures that are of the test.
+    """
+
+    train: str = ""
+    test: str = "test_"
+    tested: tuple[str, ...] = ("accuracy", "loss")
+    project: str | None = None
+
+
+def open_loggers(options: TrainingOptions, names: Names) -> list[Logger]:
     """The loggers the options ask for.
 
     Raises:
@@ -29,14 +43,14 @@ def open_loggers(options: Options) -> list[Logger]:
     """
     loggers: list[Logger] = []
     if options.tensorboard is not None:
-        loggers.append(_TensorBoard(options.tensorboard))
+        loggers.append(_TensorBoard(options.tensorboard, names))
     if options.use_wandb:
-        loggers.append(_Wandb(options))
+        loggers.append(_Wandb(options, names))
     return loggers
 
 
 class _TensorBoard:
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, names: Names) -> None:
         try:
             from torch.utils.tensorboard import SummaryWriter
         except ImportError:
@@ -45,31 +59,34 @@ class _TensorBoard:
                 "pip install tensorboard"
             ) from None
         self._writer = SummaryWriter(str(folder))
+        self._names = names
 
-    def log(self, figures: dict[str, Any]) -> None:
+    def log(self, step: int, figures: dict[str, Any]) -> None:
         for name, value in figures.items():
-            if name != "step":
-                self._writer.add_scalar(name, value, figures["step"])
+            self._writer.add_scalar(f"{self._names.train}{name}", value, step)
 
     def close(self, figures: dict[str, Any]) -> None:
-        for name in ("loss", "perplexity", "accuracy"):
+        for name in self._names.tested:
             if figures[name] is not None:
-                self._writer.add_scalar(f"test_{name}", figures[name], figures["steps"])
+                self._writer.add_scalar(
+                    f"{self._names.test}{name}", figures[name], figures["steps"]
+                )
         final = {name: value for name, value in figures.items() if name != "history"}
         self._writer.add_text("figures", f"```json\n{json.dumps(final, indent=2)}\n```")
         self._writer.close()
 
 
 class _Wandb:
-    def __init__(self, options: Options) -> None:
+    def __init__(self, options: TrainingOptions, names: Names) -> None:
         try:
             import wandb
         except ImportError:
             raise ModuleNotFoundError(
                 "--use-wandb: expected the package wandb, which is not installed: pip install wandb"
             ) from None
+        self._tested = names.tested
         self._run = wandb.init(
-            project=options.wandb_project_name or "dynsparse-language-model",
+            project=options.wandb_project_name or names.project,
             name=options.wandb_name,
             tags=list(options.wandb_tags) or None,
             config={
@@ -78,10 +95,9 @@ class _Wandb:
             },
         )
 
-    def log(self, figures: dict[str, Any]) -> None:
-        self._run.log({n: v for n, v in figures.items() if n != "step"}, step=figures["step"])
+    def log(self, step: int, figures: dict[str, Any]) -> None:
+        self._run.log(figures, step=step)
 
     def close(self, figures: dict[str, Any]) -> None:
-        names = ("loss", "perplexity", "accuracy")
-        self._run.summary.update({f"test_{name}": figures[name] for name in names})
+        self._run.summary.update({f"test_{name}": figures[name] for name in self._tested})
         self._run.finish()

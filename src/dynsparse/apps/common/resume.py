@@ -1,0 +1,138 @@
+"""Checkpoints of a training: one file per saved epoch or step, and the way back from one.
+
+Of a checkpoint's options only those that define the training are ever looked at (`Option.defines`):
+a file from elsewhere does not say where to write, what to log or how many threads to take.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Collection
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+from dynsparse.apps.common.option import Defines, flag
+from dynsparse.apps.common.options import TrainingOptions
+from dynsparse.apps.common.training import Training
+from dynsparse.training.checkpoint import load_checkpoint, read_extra, save_checkpoint
+
+__all__ = ["Checkpoint", "adopt", "find_checkpoint", "restore", "save"]
+
+_Options = TypeVar("_Options", bound=TrainingOptions)
+
+
+def save(training: Training, folder: Path) -> Path:
+    """Write `folder`/epoch-NNNN.ckpt or step-NNNNNNN.ckpt, whole or not at all."""
+    number = getattr(training, training.unit)
+    path = folder / f"{training.unit}-{number:0{training.digits}d}.ckpt"
+    save_checkpoint(
+        path,
+        model=training.model,
+        optimizer=training.optimizer,
+        trainer=training.trainer,
+        generators={training.generator_name: training.generator},
+        extra={
+            "app": training.app,
+            "options": training.options.defining(),
+            "seed": training.seed,
+            **training.drawn(),
+            **{name: getattr(training, name) for name in training.counters},
+        },
+    )
+    return path
+
+
+def find_checkpoint(kind: type[Training], path: Path) -> Path:
+    """`path` itself, or the newest checkpoint of `kind` in it if it is a folder.
+
+    Raises:
+        FileNotFoundError: nothing there.
+    """
+    if not path.is_dir():
+        if not path.exists():
+            raise FileNotFoundError(
+                f"--restore: expected a checkpoint or a folder of them, got {path}, which does not "
+                "exist"
+            )
+        return path
+    unit, digits = kind.unit, kind.digits
+    found = {
+        int(match[1]): file
+        for file in path.iterdir()
+        if (match := re.fullmatch(rf"{unit}-(\d{{{digits},}})\.ckpt", file.name))
+    }
+    if not found:
+        raise FileNotFoundError(
+            f"--restore: expected a folder with checkpoints named {unit}-{'N' * digits}.ckpt, got "
+            f"{path} without any"
+        )
+    return found[max(found)]
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A file that was found, and what it holds beside the state."""
+
+    path: Path
+    extra: dict[str, Any]
+
+    @classmethod
+    def read(cls, app: str, path: Path) -> Checkpoint:
+        """The checkpoint of `dynsparse APP` at `path`.
+
+        Raises:
+            ValueError: not a checkpoint, or not one of this application.
+        """
+        extra = read_extra(path)
+        if extra.get("app") != app:
+            raise ValueError(f"{path}: expected a checkpoint of `dynsparse {app}`, got another one")
+        if not isinstance(extra.get("options"), dict) or not isinstance(extra.get("seed"), int):
+            raise ValueError(f"{path}: expected the options and the seed of a training, got none")
+        return cls(path, extra)
+
+
+def adopt(options: _Options, checkpoint: Checkpoint, given: Collection[str] = ()) -> _Options:
+    """`options` completed by those that define the training of a checkpoint.
+
+    What is at its default is taken over; what is not, or is named in `given`, must agree if it is
+    among `options.binding`.
+
+    Raises:
+        ValueError: a checkpoint of another training.
+    """
+    known: tuple[Defines, ...] = ("network", "training", "apart")
+    defaults, extra = type(options)().defining(known), checkpoint.extra
+    saved = defaults | extra["options"] | {n: extra[n] for n in options.defining(["apart"])}
+    binding = options.defining(options.binding)
+    if "training" in options.binding:
+        binding["seed"] = options.seed
+    changes = {}
+    for name, value in options.defining(known).items():
+        if value == defaults[name] and name not in given:
+            changes[name] = saved[name]
+        elif name in binding and value != saved[name]:
+            raise ValueError(
+                f"--{flag(name)}: {checkpoint.path} was trained with {saved[name]!r}, got "
+                f"{value!r}: leave --{flag(name)} out, or start anew without --restore"
+            )
+    return dataclasses.replace(options, **changes)
+
+
+def restore(training: Training, checkpoint: Checkpoint) -> None:
+    """Put `training` (made with the options of `adopt`) where the checkpoint was saved.
+
+    Raises:
+        ValueError: a file that is truncated, foreign, or does not fit; other training data.
+    """
+    training.check_drawn(checkpoint.path, checkpoint.extra)
+    extra = load_checkpoint(
+        checkpoint.path,
+        model=training.model,
+        optimizer=training.optimizer,
+        trainer=training.trainer,
+        generators={training.generator_name: training.generator},
+    )
+    for name in training.counters:
+        setattr(training, name, extra[name])

@@ -1,0 +1,62 @@
+"""The frame of every run: options, checkpoint, seed, threads, and the JSON at the end."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Collection
+from typing import Any, TypeVar
+
+import torch
+from rich.console import Console
+
+from dynsparse.apps.common.options import TrainingOptions
+from dynsparse.apps.common.outputs import check_writable
+from dynsparse.apps.common.resume import Checkpoint, adopt, find_checkpoint
+from dynsparse.apps.common.training import Training
+
+__all__ = ["run_with"]
+
+_Options = TypeVar("_Options", bound=TrainingOptions)
+
+
+def run_with(
+    kind: type[Training],
+    options: _Options,
+    body: Callable[[_Options, int, Checkpoint | None, Console], dict[str, Any]],
+    console: Console | None = None,
+    given: Collection[str] = (),
+) -> dict[str, Any]:
+    """Do what `options` say; returns the figures of `body`, which is what `--json` writes.
+
+    Args:
+        kind: whose checkpoints to look for.
+        options: what to do. With `restore`, options at their default become the checkpoint's.
+        body: called with the whole options, the seed, the checkpoint to start from, and where
+            progress goes.
+        console: where progress goes; stdout if left out.
+        given: options that hold even at their default: with `restore` they must agree.
+
+    Raises:
+        ValueError: options or files that are wrong; one line.
+        OSError: files that cannot be read or written.
+        ModuleNotFoundError: a logger that is not installed.
+    """
+    options.check()
+    checkpoint = None
+    if options.restore is not None:
+        checkpoint = Checkpoint.read(kind.app, find_checkpoint(kind, options.restore))
+        options = adopt(options, checkpoint, given)
+        options.check()
+    seed = int.from_bytes(os.urandom(4), "little") if options.seed is None else options.seed
+    if options.json is not None:
+        check_writable("json", options.json)
+    before = torch.get_num_threads()
+    torch.set_num_threads(options.threads)
+    try:
+        figures = body(options, seed, checkpoint, Console() if console is None else console)
+    finally:
+        torch.set_num_threads(before)
+    if options.json is not None:
+        options.json.write_text(json.dumps(figures, indent=2) + "\n")
+    return figures

@@ -1,0 +1,214 @@
+"""What every training has: a network, an optimizer, pattern updates, counters and sums."""
+
+from __future__ import annotations
+
+import math
+import time
+from abc import ABC, abstractmethod
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from dynsparse.apps.common.methods import build_trainer
+from dynsparse.apps.common.options import TrainingOptions
+
+__all__ = ["Report", "Scores", "Sums", "Training", "precision"]
+
+
+@dataclass(frozen=True)
+class Scores:
+    """Mean cross-entropy in nats, and the share of right answers."""
+
+    loss: float
+    accuracy: float
+
+    @property
+    def perplexity(self) -> float:
+        """exp(loss), infinite where that overflows."""
+        return math.exp(self.loss) if self.loss < 700 else math.inf
+
+
+@dataclass(frozen=True)
+class Report:
+    """What happened over some steps.
+
+    `step` says where the training stands; `scores` are means over the `steps`, with dropout;
+    `replaced` counts the weights that pattern updates dropped, as the churn of records does;
+    `seconds` are of training alone.
+    """
+
+    step: int
+    steps: int
+    scores: Scores
+    replaced: int
+    seconds: float
+    learning_rate: float
+
+
+class Sums:
+    """Sums over some steps. The scores stay tensors until they are asked for."""
+
+    def __init__(self) -> None:
+        self.steps = 0
+        self.count = 0
+        self.loss = torch.zeros((), dtype=torch.float64)
+        self.right = torch.zeros((), dtype=torch.int64)
+        self.replaced = 0
+        self.seconds = 0.0
+
+    def add(self, loss: Tensor, right: Tensor, count: int) -> None:
+        """The summed loss of `count` answers, and how many of them are right."""
+        self.loss += loss
+        self.right += right
+        self.count += count
+
+    def include(self, other: Sums) -> None:
+        """Add all of another's sums."""
+        for name, value in vars(other).items():
+            setattr(self, name, getattr(self, name) + value)
+
+    def scores(self) -> Scores:
+        return Scores(float(self.loss) / self.count, int(self.right) / self.count)
+
+    def report(self, step: int, learning_rate: float) -> Report:
+        return Report(step, self.steps, self.scores(), self.replaced, self.seconds, learning_rate)
+
+
+class Training(ABC):
+    """One training run. All its randomness comes from `seed`.
+
+    An application adds its name, its network, its steps, and what it tells about itself.
+
+    Args:
+        initial: draws the first patterns and weights, and the seed of random growth; the training's
+            own `generator` when left out.
+
+    Raises:
+        ValueError: an optimizer argument or a schedule that does not fit.
+    """
+
+    app: ClassVar[str]
+    unit: ClassVar[str]
+    """What checkpoints are counted by: the attribute "epoch" or "step"."""
+    digits: ClassVar[int]
+    """How many digits of it their names have."""
+    generator_name: ClassVar[str]
+    """How checkpoints call `generator`."""
+    counters: ClassVar[tuple[str, ...]]
+    """The attributes that checkpoints keep."""
+    rate_flag: ClassVar[str]
+    """The option to lower where a training diverges."""
+
+    def __init__(
+        self, options: TrainingOptions, seed: int, initial: torch.Generator | None = None
+    ) -> None:
+        self.options = options
+        self.seed = seed
+        torch.manual_seed(seed)  # dropout draws from the global generator
+        self.generator = torch.Generator().manual_seed(seed)
+        initial = self.generator if initial is None else initial
+        self.model, final = self.build_model(initial)
+        self.optimizer = self.build_optimizer()
+        self.trainer = build_trainer(
+            options,
+            self.model,
+            self.optimizer,
+            total_steps=self.pattern_steps,
+            update_interval=self.update_interval,
+            final=final,
+            generator=initial,
+        )
+        self.step = 0
+        self.seconds = 0.0
+        self.update_seconds = 0.0
+        self.replaced = 0
+
+    @abstractmethod
+    def build_model(self, initial: torch.Generator) -> tuple[nn.Module, dict[str, float]]:
+        """The network, drawn from `initial`, and what `begin_denser` says of it."""
+
+    @abstractmethod
+    def build_optimizer(self) -> torch.optim.Optimizer:
+        """The optimizer of the options over all parameters of `model`."""
+
+    @property
+    @abstractmethod
+    def pattern_steps(self) -> int:
+        """After how many steps patterns stay."""
+
+    @property
+    @abstractmethod
+    def update_interval(self) -> int:
+        """Steps between pattern updates."""
+
+    def drawn(self) -> dict[str, Any]:
+        """What a checkpoint holds beside options, seed and counters."""
+        return {}
+
+    def check_drawn(self, path: Path, extra: dict[str, Any]) -> None:
+        """Raise ValueError if what a checkpoint holds as `drawn` is of another training."""
+        return
+
+    def metadata(self) -> dict[str, Any]:
+        """What readers of a record need to know of this application."""
+        return {}
+
+    @property
+    def updates(self) -> int:
+        return 0 if self.trainer is None else self.trainer.updates
+
+    def set_rate(self, rate: float) -> None:
+        """The learning rate of the coming step."""
+        for group in self.optimizer.param_groups:
+            group["lr"] = rate
+
+    def optimise(self, sums: Sums) -> None:
+        """The optimizer's step, and the pattern update if one is due."""
+        self.step += 1
+        sums.steps += 1
+        if self.trainer is None:
+            self.optimizer.step()
+            return
+        begin = time.perf_counter()
+        rewirings = self.trainer.step()
+        if rewirings is None:
+            return
+        self.update_seconds += time.perf_counter() - begin
+        sums.replaced += sum(len(r.dropped) * r.before.block_size**2 for r in rewirings.values())
+
+    def settle(self, sums: Sums, rate: float) -> Report:
+        """Count what happened since the last report.
+
+        Raises:
+            ValueError: the training diverged.
+        """
+        if not math.isfinite(sums.loss):
+            raise ValueError(
+                f"the training diverged: the loss is {float(sums.loss)} after step {self.step}: "
+                f"lower --{self.rate_flag}"
+            )
+        self.seconds += sums.seconds
+        self.replaced += sums.replaced
+        return sums.report(self.step, rate)
+
+    def figures(self) -> dict[str, Any]:
+        """The part of the final figures that all trainings have."""
+        return {
+            "seconds": self.seconds,
+            "updates": self.updates,
+            "method": self.options.method,
+            "seed": self.seed,
+            "steps": self.step,
+            "replaced": self.replaced,
+            "seconds_per_step": self.seconds / max(1, self.step),
+            "update_share": self.update_seconds / self.seconds if self.seconds else 0.0,
+        }
+
+
+def precision(data_type: str) -> AbstractContextManager[Any]:
+    """The context in which a network of that type computes."""
+    return torch.autocast("cpu", torch.bfloat16) if data_type == "bfloat16" else nullcontext()
