@@ -4,30 +4,15 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping
-from dataclasses import fields
-from pathlib import Path
+from dataclasses import fields, replace
 from typing import Annotated, Any
 
 import typer
 
-from dynsparse.apps.common.kinds import (
-    Choice,
-    File,
-    Integer,
-    Json,
-    Kind,
-    Many,
-    Number,
-    Pairs,
-    Switch,
-)
-from dynsparse.apps.common.option import PANELS, Option, default_of, default_text, flag, options_of
+from dynsparse.apps.common.option import PANELS, Kind, Option, default_of, flag, options_of
 from dynsparse.cli.values import arguments, integer, json_object, number
 
 __all__ = ["with_flags"]
-
-# A longer metavar would leave no room for the flags' own names.
-_WIDEST = 16
 
 Command = Callable[..., None]
 
@@ -43,27 +28,25 @@ def with_flags(kind: type, first: Mapping[str, Any] | None = None) -> Callable[[
         first: flags of the command's own, which come first: {parameter: annotation of typer}.
     """
     options = options_of(kind)
-    defaults = {field.name: default_of(field) for field in fields(kind)}
     annotations: dict[str, Any] = dict(first or {})
-    for name in sorted(options, key=lambda name: PANELS.index(options[name].panel)):
-        known = options[name]
-        annotations[name] = _annotation(known, defaults[name], f"--{flag(name)}")
+    for field in sorted(fields(kind), key=lambda f: PANELS.index(options[f.name].panel)):
+        known = options[field.name]
+        annotations[field.name] = _annotation(field.name, known, default_of(field))
         if known.single is not None:
-            assert isinstance(known.kind, Many)
-            one = Option(f"The same, where it is one: {known.help}", known.kind.each, known.panel)
-            annotations[known.single] = _annotation(one, None, f"--{flag(known.single)}")
+            one = replace(
+                known, help="The same, where there is one.", kind=replace(known.kind, several=False)
+            )
+            annotations[known.single] = _annotation(known.single, one, None)
 
     def decorate(function: Command) -> Command:
         def command(**raw: Any) -> None:
             own = {name: raw.pop(name) for name in first or {}}
             values = {name: value for name, value in raw.items() if value not in (None, [])}
             for name, known in options.items():
+                if known.single in values and name in values:
+                    both = f"--{flag(known.single)} or --{flag(name)}"
+                    raise ValueError(f"expected {both}, got both: leave one out")
                 if known.single in values:
-                    if name in values:
-                        one, several = flag(known.single), flag(name)
-                        raise ValueError(
-                            f"expected --{one} or --{several}, got both: leave one out"
-                        )
                     values[name] = [values.pop(known.single)]
                 if name in values:
                     values[name] = _read(known.kind, flag(name), values[name])
@@ -71,11 +54,10 @@ def with_flags(kind: type, first: Mapping[str, Any] | None = None) -> Callable[[
 
         command.__name__, command.__doc__ = function.__name__, function.__doc__
         command.__annotations__ = annotations
+        named = inspect.Parameter.KEYWORD_ONLY
         command.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
             [
-                inspect.Parameter(
-                    name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=annotation
-                )
+                inspect.Parameter(name, named, default=None, annotation=annotation)
                 for name, annotation in annotations.items()
             ]
         )
@@ -84,54 +66,29 @@ def with_flags(kind: type, first: Mapping[str, Any] | None = None) -> Callable[[
     return decorate
 
 
-def _annotation(known: Option, default: Any, name: str) -> Any:
-    plain, more = _plain(known.kind)
-    shown = known.by_default or (default_text(default) if plain is not bool else "")
-    help = known.help
-    if isinstance(known.kind, Choice) and "metavar" not in more:
-        help = f"{help} {known.kind.expected.capitalize()}."
+def _annotation(name: str, known: Option, default: Any) -> Any:
+    """What typer makes a flag of."""
+    kind = known.kind
+    more: dict[str, Any] = {}
+    plain: Any = str if kind.plain is dict else kind.plain
+    if plain in (int, float):
+        more = {"parser": integer if plain is int else number, "metavar": f"<{plain.__name__}>"}
+    if kind.plain is dict:
+        more["metavar"] = "<name=json>" if kind.several else "<json>"
+    elif kind.names and plain is str:
         more["metavar"] = "<name>"
-    if known.methods is not None:
-        help = f"{help} {known.for_methods}"
     option = typer.Option(
-        name, help=help, rich_help_panel=known.panel, show_default=shown or False, **more
+        f"--{flag(name)}",
+        help=known.words(),
+        rich_help_panel=known.panel,
+        show_default=known.default_words(default) or False,
+        **more,
     )
-    return Annotated[plain | None, option]
-
-
-def _plain(kind: Kind) -> tuple[Any, dict[str, Any]]:
-    """The type of one value on the command line, and how typer reads and names it."""
-    match kind:
-        case Switch():
-            return bool, {}
-        case Many():
-            plain, more = _plain(kind.each)
-            return list[plain], more  # type: ignore[valid-type]
-        case Pairs():
-            return list[str], {"metavar": "<name=json>"}
-        case Json():
-            return str, {"metavar": "<json>"}
-        case Integer():
-            return int, {"parser": integer, "metavar": "<int>"}
-        case Number():
-            return float, {"parser": number, "metavar": "<float>"}
-        case Choice():
-            names = "|".join(map(str, kind.values))
-            more = {"metavar": names} if len(names) <= _WIDEST else {}
-            if isinstance(kind.values[0], int):
-                return int, {"parser": integer, **more}
-            return str, more
-        case File():
-            return Path, {}
-    return str, {}
+    whole = list[plain] if kind.several else plain
+    return Annotated[whole | None, option]
 
 
 def _read(kind: Kind, name: str, value: Any) -> Any:
-    match kind:
-        case Pairs():
-            return arguments(name, value, kind.example)
-        case Json():
-            return json_object(name, value)
-        case Many():
-            return tuple(value)
-    return value
+    if kind.plain is not dict:
+        return tuple(value) if kind.several else value
+    return arguments(name, value, kind.example) if kind.several else json_object(name, value)

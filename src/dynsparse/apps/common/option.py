@@ -4,26 +4,21 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import math
+import operator
+import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Literal
 
-from dynsparse.apps.common.kinds import Kind
 from dynsparse.training.algorithms import BY_NAME
 
 __all__ = [
-    "METHODS",
-    "PANELS",
-    "Defines",
-    "Option",
-    "again",
-    "default_of",
-    "default_text",
-    "flag",
-    "option",
-    "options_of",
+    "FILE", "METHODS", "PANELS", "SWITCH", "TEXT", "Defines", "Kind", "Option", "again", "between",
+    "choice", "default_of", "flag", "integer", "many", "number", "option", "options_of", "pairs",
     "taking",
-]
+]  # fmt: skip
 
 METHODS = (*BY_NAME, "dense")
 """What `--method` takes: every algorithm, and the same network dense."""
@@ -33,6 +28,94 @@ PANELS = (
 )  # fmt: skip
 
 Defines = Literal["network", "training", "apart", "run"]
+
+
+@dataclass(frozen=True)
+class Kind:
+    """What values an option takes.
+
+    Attributes:
+        plain: the type of one value; dict is JSON.
+        rules: what is expected, in words, and whether a value is so; each sees only values that
+            keep those before it. One may raise a ValueError of its own.
+        several: whether there are several such values; several dicts are name=json, as `example`.
+        names: those that are taken, where there are few.
+    """
+
+    plain: type
+    rules: tuple[tuple[str, Callable[[Any], bool]], ...]
+    several: bool = False
+    names: tuple[Any, ...] = ()
+    example: str = ""
+
+    def check(self, name: str, value: Any) -> None:
+        """Raise ValueError, naming the flag, for a value that breaks a rule."""
+        listed = self.several and isinstance(value, (list, tuple))
+        for expected, holds in self.rules:
+            for one in value if listed else [value]:
+                if not holds(one):
+                    raise ValueError(f"--{name}: expected {expected}, got {one!r}")
+
+
+TEXT = Kind(str, (("a text", lambda value: isinstance(value, (str, os.PathLike))),))
+FILE = Kind(Path, (("a path", lambda value: isinstance(value, (str, os.PathLike))),))
+SWITCH = Kind(bool, (("true or false", lambda value: isinstance(value, bool)),))
+
+
+def _is_integer(value: Any) -> bool:
+    return not isinstance(value, bool) and hasattr(value, "__index__")
+
+
+def integer(least: int, most: int | None = None, within: str = "") -> Kind:
+    """An integer; `within` says what is expected of one that is above `most`."""
+    rules = [
+        (f"an integer of at least {least}", lambda v: _is_integer(v) and operator.index(v) >= least)
+    ]
+    if most is not None:
+        rules.append((within or f"at most {most}", lambda v: v <= most))
+    return Kind(int, tuple(rules))
+
+
+def between(least: int, most: int, words: str = "an integer between") -> Kind:
+    """An integer, with one sentence for both ends."""
+    return Kind(
+        int, ((f"{words} {least} and {most}", lambda v: _is_integer(v) and least <= v <= most),)
+    )
+
+
+def number(low: float, high: float = math.inf, *, below: bool = False, above: str = "") -> Kind:
+    """A finite number in [low, high], or [low, high) with `below`.
+
+    With `above` it must not be `low` either, and `above` says so.
+    """
+    expected = f"a finite number of at least {low:g}"
+    if high < math.inf:
+        expected = f"a number in [{low:g}, {high:g}{')' if below else ']'}"
+
+    def fits(value: Any) -> bool:
+        real = isinstance(value, (int, float)) and not isinstance(value, bool)
+        return real and low <= value <= high and value != (high if below else math.inf)
+
+    rules = ((expected, fits),)
+    return Kind(float, (*rules, (above, lambda value: value > low)) if above else rules)
+
+
+def choice(*values: Any) -> Kind:
+    """One of a few names or numbers."""
+    expected = f"one of {', '.join(map(str, values))}"
+    return Kind(type(values[0]), ((expected, lambda value: value in values),), names=values)
+
+
+def many(kind: Kind, words: str) -> Kind:
+    """Several values of a kind, each of which is told in `words` when it is wrong."""
+    rules = tuple((words, holds) for _, holds in kind.rules)
+    return dataclasses.replace(kind, rules=rules, several=True)
+
+
+def pairs(example: str) -> Kind:
+    """A dict, given as several name=json such as `example`."""
+    rule = f"name=json such as {example}", lambda value: isinstance(value, dict)
+    return Kind(dict, (rule,), several=True, example=example)
 
 
 @dataclass(frozen=True)
@@ -47,7 +130,6 @@ class Option:
             that, but checkpoints keep it by itself; "run": where to write, what to show, how to
             compute. A checkpoint's own value holds for the first three, never for the last.
         methods: the values of `--method` it matters for; all where None.
-        check: raises ValueError, called as check(flag, value), for what the kind does not see.
         single: an older flag that gives the only one of several values.
         by_default: what help and docs show in place of the default.
     """
@@ -57,45 +139,41 @@ class Option:
     panel: str
     defines: Defines = "run"
     optional: bool = False
-    methods: tuple[str, ...] | None = None
-    check: Callable[[str, Any], None] | None = None
+    methods: tuple[str, ...] = METHODS
     single: str | None = None
     by_default: str | None = None
 
-    @property
-    def for_methods(self) -> str:
-        """With which methods it matters, in a few words."""
-        named = self.methods or METHODS
-        others = [name for name in METHODS if name not in named]
-        if not others:
-            return ""
-        if len(others) <= len(named):
-            return f"Not with {_listed(others)}."
-        return f"With {_listed(named)}."
+    def words(self) -> str:
+        """The help, the names it takes, and the methods it is for."""
+        words = self.help
+        if self.kind.names:
+            words += f" {self.kind.rules[0][0].capitalize()}."
+        others = [name for name in METHODS if name not in self.methods]
+        if len(others) > len(self.methods):
+            words += f" With {_listed(self.methods)}."
+        elif others:
+            words += f" Not with {_listed(others)}."
+        return words
 
-    def check_value(self, name: str, value: Any) -> None:
-        """Raise ValueError, naming the flag of the option `name`, for a value it does not take."""
-        if value is None and self.optional:
-            return
-        self.kind.check(flag(name), value)
-        if self.check is not None:
-            self.check(flag(name), value)
+    def default_words(self, default: Any) -> str:
+        """The default as one would give it on the command line; empty for none."""
+        if self.by_default is not None or default in (None, {}, False):
+            return self.by_default or ""
+        return " ".join(map(str, default)) if isinstance(default, tuple) else str(default)
 
 
 def option(default: Any, help: str, kind: Kind, panel: str, **more: Any) -> Any:
     """The field of a dataclass of options; `more` are attributes of `Option`."""
-    more.setdefault("optional", default is None)
-    return _field(default, Option(help, kind, panel, **more))
+    known = Option(help, kind, panel, **{"optional": default is None} | more)
+    return _field(default, known)
 
 
 def again(base: Any, name: str, **changes: Any) -> Any:
     """The option `name` of `base` with another `default`, or other attributes of `Option`."""
     old = base.__dataclass_fields__[name]
-    known: Option = old.metadata["option"]
     default = changes.pop("default", default_of(old))
-    if default is not None and known.optional:
-        changes.setdefault("optional", False)
-    return _field(default, dataclasses.replace(known, **changes))
+    known = dataclasses.replace(old.metadata["option"], optional=default is None, **changes)
+    return _field(default, known)
 
 
 def _field(default: Any, known: Option) -> Any:
@@ -113,13 +191,6 @@ def default_of(field: dataclasses.Field[Any]) -> Any:
 def options_of(kind: type) -> dict[str, Option]:
     """The options of a dataclass by name, in its order."""
     return {f.name: f.metadata["option"] for f in dataclasses.fields(kind)}
-
-
-def default_text(default: Any) -> str:
-    """A default as one would give it on the command line; empty for none."""
-    if isinstance(default, (list, tuple)):
-        return " ".join(map(str, default))
-    return "" if default is None or default == {} else f"{default}"
 
 
 def flag(name: str) -> str:

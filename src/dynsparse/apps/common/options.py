@@ -3,29 +3,46 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from dynsparse.apps.common.kinds import (
-    Choice,
-    File,
-    Integer,
-    Json,
-    Many,
-    Number,
-    Pairs,
-    Switch,
-    Text,
-)
-from dynsparse.apps.common.option import METHODS, Defines, option, options_of, taking
+from dynsparse.apps.common.option import (
+    FILE,
+    METHODS,
+    SWITCH,
+    TEXT,
+    Defines,
+    Kind,
+    choice,
+    flag,
+    integer,
+    many,
+    number,
+    option,
+    options_of,
+    pairs,
+    taking,
+)  # fmt: skip
 from dynsparse.training.algorithms import BY_NAME
 
-__all__ = ["TrainingOptions"]
+__all__ = ["TrainingOptions", "panel"]
 
 
-def _check_prune_schedule(name: str, settings: dict[str, Any]) -> None:
+def panel(name: str, defines: Defines) -> Callable[..., Any]:
+    """`option` for the options of one panel, most of which define the same."""
+
+    def add(default: Any, help: str, kind: Kind, **more: Any) -> Any:
+        return option(default, help, kind, name, **{"defines": defines} | more)
+
+    return add
+
+
+def _is_schedule(settings: Any) -> bool:
+    name = flag("cosine_prune_schedule")
+    if not isinstance(settings, dict):
+        return False
     for key, value in settings.items():
         if key not in ("zero_steps", "phase_delay", "period"):
             raise ValueError(
@@ -34,12 +51,18 @@ def _check_prune_schedule(name: str, settings: dict[str, Any]) -> None:
         number = isinstance(value, (int, float)) and not isinstance(value, bool)
         if not number or not math.isfinite(value):
             raise ValueError(f"--{name}: {key}: expected a number, got {value!r}")
-    zero_steps = settings.get("zero_steps", 0)
-    if not Integer(0).fits(zero_steps):
-        raise ValueError(
-            f"--{name}: zero_steps: expected a number of pattern updates, an integer of at least "
-            f"0, got {zero_steps!r}"
-        )
+        if key == "zero_steps" and (isinstance(value, float) or value < 0):
+            raise ValueError(
+                f"--{name}: {key}: expected a number of pattern updates, an integer of at least "
+                f"0, got {value!r}"
+            )
+    return True
+
+
+_sparsity = panel("Sparsity", "training")
+_training = panel("Training", "training")
+_checkpoints = panel("Checkpoints", "run")
+_output = panel("Output", "run")
 
 
 @dataclass(kw_only=True)
@@ -51,123 +74,89 @@ class TrainingOptions:
     """
 
     data_type: str = option(
-        "float32",
-        "Of weights and products; bfloat16 is autocast.",
-        Choice(("float32", "float64", "bfloat16")),
-        "Network",
-        defines="network",
-    )
+        "float32", "Of weights and products; bfloat16 is autocast.",
+        choice("float32", "float64", "bfloat16"), "Network", defines="network",
+    )  # fmt: skip
 
-    method: str = option(
+    method: str = _sparsity(
         "rigl",
         "How the pattern changes (docs/algorithms.md): by gradient (rigl), at random (set), or as "
         "the other papers have it; gmp and granet begin denser and end at the density asked for, "
         "topkast uses half of it in the forward pass; static never changes; dense makes every "
         "layer dense.",
-        Choice(METHODS),
-        "Sparsity",
+        choice(*METHODS),
         defines="network",
     )
-    block_size: int = option(
-        1, "Edge of the blocks.", Choice((1, 4, 8, 16, 32)), "Sparsity", defines="network",
-        methods=tuple(BY_NAME),
-    )  # fmt: skip
-    pooling_type: str = option(
+    block_size: int = _sparsity(
+        1, "Edge of the blocks.", choice(1, 4, 8, 16, 32), defines="network", methods=tuple(BY_NAME)
+    )
+    pooling_type: str = _sparsity(
         "NONE",
         "How the gradients of a block become its growth score; NONE ranks as SUM.",
-        Choice(("NONE", "SUM", "AVG", "MAX")),
-        "Sparsity",
-        defines="training",
+        choice("NONE", "SUM", "AVG", "MAX"),
         methods=taking("pooling"),
     )
-    prune_ratio: float = option(
-        0.3,
-        "Largest share of a layer that an update replaces; it falls to 0.",
-        Number(0, 1),
-        "Sparsity",
-        defines="training",
+    prune_ratio: float = _sparsity(
+        0.3, "Largest share of a layer that an update replaces; it falls to 0.", number(0, 1),
         methods=taking("drop_fraction"),
-    )
-    update_interval: int | None = option(
-        None, "Steps between pattern updates.", Integer(1), "Sparsity", defines="training",
-        methods=taking("update_interval"),
     )  # fmt: skip
-    cosine_prune_schedule: dict[str, Any] = option(
+    update_interval: int | None = _sparsity(
+        None, "Steps between pattern updates.", integer(1), methods=taking("update_interval")
+    )
+    cosine_prune_schedule: dict[str, Any] = _sparsity(
         {},
         'JSON such as {"zero_steps": 5, "phase_delay": 0, "period": 0.5}: updates without '
         "replacements at first, radians, turns.",
-        Json(),
-        "Sparsity",
-        defines="training",
+        Kind(dict, (("a JSON object", _is_schedule),)),
         methods=taking("schedule"),
-        check=_check_prune_schedule,
     )
 
-    batch_size: int = option(
-        16, "Pictures per optimizer step.", Integer(1), "Training", defines="training"
+    batch_size: int = _training(16, "Pictures per optimizer step.", integer(1))
+    optimizer: str = _training(
+        "Adam", "Adam, or SGD without or with momentum.",
+        choice("GradientDescent", "Momentum", "Adam"),
+    )  # fmt: skip
+    optimizer_arg: dict[str, Any] = _training(
+        {}, "An argument of the optimizer, such as momentum=0.9.", pairs("momentum=0.9")
     )
-    optimizer: str = option(
-        "Adam",
-        "Adam, or SGD without or with momentum.",
-        Choice(("GradientDescent", "Momentum", "Adam")),
-        "Training",
-        defines="training",
-    )
-    optimizer_arg: dict[str, Any] = option(
-        {},
-        "An argument of the optimizer, such as momentum=0.9.",
-        Pairs("momentum=0.9"),
-        "Training",
-        defines="training",
-    )
-    seed: int | None = option(
-        None,
-        "Of all randomness; drawn and shown if left out.",
-        Integer(0, 2**63 - 1, "an integer below 2^63"),
-        "Training",
-        defines="apart",
-    )
-    threads: int = option(
-        1,
-        "CPU threads; small batches gain nothing from more than one.",
-        Integer(1, 1024),
-        "Training",
-    )
+    seed: int | None = _training(
+        None, "Of all randomness; drawn and shown if left out.",
+        integer(0, 2**63 - 1, "an integer below 2^63"), defines="apart",
+    )  # fmt: skip
+    threads: int = _training(
+        1, "CPU threads; small batches gain nothing from more than one.", integer(1, 1024),
+        defines="run",
+    )  # fmt: skip
 
-    restore: Path | None = option(
+    restore: Path | None = _checkpoints(
         None,
         "Continue from this checkpoint, or from the newest in this folder. Flags left out are "
         "those it was trained with.",
-        File(),
-        "Checkpoints",
+        FILE,
     )
-    checkpoint_path: Path | None = option(
-        None, "Folder for checkpoints; none are written without it.", File(), "Checkpoints"
+    checkpoint_path: Path | None = _checkpoints(
+        None, "Folder for checkpoints; none are written without it.", FILE
     )
-    checkpoint_freq: int = option(1, "Epochs between checkpoints.", Integer(1), "Checkpoints")
-    stop_after: int | None = option(
-        None,
-        "Stop after this epoch of --epochs, to continue with --restore.",
-        Integer(1),
-        "Checkpoints",
+    checkpoint_freq: int = _checkpoints(1, "Epochs between checkpoints.", integer(1))
+    stop_after: int | None = _checkpoints(
+        None, "Stop after this epoch of --epochs, to continue with --restore.", integer(1)
     )
 
-    records_path: Path | None = option(
-        None, "Folder for the record that `dynsparse visualise` draws.", File(), "Output"
+    records_path: Path | None = _output(
+        None, "Folder for the record that `dynsparse visualise` draws.", FILE
     )
-    json: Path | None = option(None, "File for the final figures.", File(), "Output")
-    tensorboard: Path | None = option(
-        None, "Folder for TensorBoard (needs tensorboard).", File(), "Output"
-    )
-    use_wandb: bool = option(False, "Log to Weights & Biases (needs wandb).", Switch(), "Output")
-    wandb_project_name: str | None = option(None, "Project at wandb.", Text(), "Output")
-    wandb_name: str | None = option(None, "Name of the run at wandb.", Text(), "Output")
-    wandb_tags: Sequence[str] = option((), "Tags at wandb.", Many(Text(), "texts"), "Output")
+    json: Path | None = _output(None, "File for the final figures.", FILE)
+    tensorboard: Path | None = _output(None, "Folder for TensorBoard (needs tensorboard).", FILE)
+    use_wandb: bool = _output(False, "Log to Weights & Biases (needs wandb).", SWITCH)
+    wandb_project_name: str | None = _output(None, "Project at wandb.", TEXT)
+    wandb_name: str | None = _output(None, "Name of the run at wandb.", TEXT)
+    wandb_tags: Sequence[str] = _output((), "Tags at wandb.", many(TEXT, "texts"))
 
     def check(self) -> None:
         """Raise ValueError, naming the flag, for anything that cannot be trained."""
         for name, known in options_of(type(self)).items():
-            known.check_value(name, getattr(self, name))
+            if (value := getattr(self, name)) is not None or not known.optional:
+                known.kind.check(flag(name), value)
         if self.cosine_prune_schedule and self.method in ("gmp", "granet", "deepr"):
             raise ValueError(
                 f"--cosine-prune-schedule: expected a method that replaces a share, got "

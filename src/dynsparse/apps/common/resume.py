@@ -92,6 +92,11 @@ class Checkpoint:
             raise ValueError(f"{path}: expected the options and the seed of a training, got none")
         return cls(path, extra)
 
+    def __getitem__(self, name: str) -> Any:
+        if name not in self.extra:
+            raise ValueError(f"{self.path}: expected its {name.replace('_', ' ')}, got none")
+        return self.extra[name]
+
 
 def adopt(options: _Options, checkpoint: Checkpoint, given: Collection[str] = ()) -> _Options:
     """`options` completed by those that define the training of a checkpoint.
@@ -103,8 +108,8 @@ def adopt(options: _Options, checkpoint: Checkpoint, given: Collection[str] = ()
         ValueError: a checkpoint of another training.
     """
     known: tuple[Defines, ...] = ("network", "training", "apart")
-    defaults, extra = type(options)().defining(known), checkpoint.extra
-    saved = defaults | extra["options"] | {n: extra[n] for n in options.defining(["apart"])}
+    defaults, apart = type(options)().defining(known), options.defining(["apart"])
+    saved = defaults | checkpoint["options"] | {name: checkpoint[name] for name in apart}
     binding = options.defining(options.binding)
     if "training" in options.binding:
         binding["seed"] = options.seed
@@ -126,13 +131,13 @@ def restore(training: Training, checkpoint: Checkpoint) -> None:
     Raises:
         ValueError: a file that is truncated, foreign, or does not fit; other training data.
     """
-    training.check_drawn(checkpoint.path, checkpoint.extra)
-    extra = load_checkpoint(
+    training.check_drawn(checkpoint.path, {name: checkpoint[name] for name in training.drawn()})
+    counters = {name: checkpoint[name] for name in training.counters}
+    load_checkpoint(
         checkpoint.path,
         model=training.model,
         optimizer=training.optimizer,
         trainer=training.trainer,
         generators={training.generator_name: training.generator},
     )
-    for name in training.counters:
-        setattr(training, name, extra[name])
+    vars(training).update(counters)

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from dynsparse.apps.common.methods import build_trainer
 from dynsparse.apps.common.options import TrainingOptions
 
-__all__ = ["Report", "Scores", "Sums", "Training", "precision"]
+__all__ = ["Scores", "Sums", "Training", "precision"]
 
 
 @dataclass(frozen=True)
@@ -32,25 +32,12 @@ class Scores:
         return math.exp(self.loss) if self.loss < 700 else math.inf
 
 
-@dataclass(frozen=True)
-class Report:
-    """What happened over some steps.
-
-    `step` says where the training stands; `scores` are means over the `steps`, with dropout;
-    `replaced` counts the weights that pattern updates dropped, as the churn of records does;
-    `seconds` are of training alone.
-    """
-
-    step: int
-    steps: int
-    scores: Scores
-    replaced: int
-    seconds: float
-    learning_rate: float
-
-
 class Sums:
-    """Sums over some steps. The scores stay tensors until they are asked for."""
+    """Sums over some steps: losses and right answers of `count` answers, in training with dropout.
+
+    The scores stay tensors until they are asked for. `replaced` counts the weights that pattern
+    updates dropped, as the churn of records does; `seconds` are of training alone.
+    """
 
     def __init__(self) -> None:
         self.steps = 0
@@ -74,16 +61,22 @@ class Sums:
     def scores(self) -> Scores:
         return Scores(float(self.loss) / self.count, int(self.right) / self.count)
 
-    def report(self, step: int, learning_rate: float) -> Report:
-        return Report(step, self.steps, self.scores(), self.replaced, self.seconds, learning_rate)
-
 
 class Training(ABC):
     """One training run. All its randomness comes from `seed`.
 
-    An application adds its name, its network, its steps, and what it tells about itself.
+    An application adds its network, its steps, and what it tells about itself.
+
+    Attributes:
+        app: its name.
+        unit, digits: what checkpoints are counted by, "epoch" or "step", and how many digits of it
+            their names have.
+        generator_name: how checkpoints call `generator`; counters: the attributes they keep.
+        rate_flag: the option to lower where a training diverges.
 
     Args:
+        total_steps: after how many steps patterns stay.
+        update_interval: steps between pattern updates.
         initial: draws the first patterns and weights, and the seed of random growth; the training's
             own `generator` when left out.
 
@@ -93,18 +86,19 @@ class Training(ABC):
 
     app: ClassVar[str]
     unit: ClassVar[str]
-    """What checkpoints are counted by: the attribute "epoch" or "step"."""
     digits: ClassVar[int]
-    """How many digits of it their names have."""
     generator_name: ClassVar[str]
-    """How checkpoints call `generator`."""
     counters: ClassVar[tuple[str, ...]]
-    """The attributes that checkpoints keep."""
     rate_flag: ClassVar[str]
-    """The option to lower where a training diverges."""
 
     def __init__(
-        self, options: TrainingOptions, seed: int, initial: torch.Generator | None = None
+        self,
+        options: TrainingOptions,
+        seed: int,
+        *,
+        total_steps: int,
+        update_interval: int,
+        initial: torch.Generator | None = None,
     ) -> None:
         self.options = options
         self.seed = seed
@@ -117,11 +111,12 @@ class Training(ABC):
             options,
             self.model,
             self.optimizer,
-            total_steps=self.pattern_steps,
-            update_interval=self.update_interval,
+            total_steps=total_steps,
+            update_interval=update_interval,
             final=final,
             generator=initial,
         )
+        self.rate = 0.0
         self.step = 0
         self.seconds = 0.0
         self.update_seconds = 0.0
@@ -135,21 +130,11 @@ class Training(ABC):
     def build_optimizer(self) -> torch.optim.Optimizer:
         """The optimizer of the options over all parameters of `model`."""
 
-    @property
-    @abstractmethod
-    def pattern_steps(self) -> int:
-        """After how many steps patterns stay."""
-
-    @property
-    @abstractmethod
-    def update_interval(self) -> int:
-        """Steps between pattern updates."""
-
     def drawn(self) -> dict[str, Any]:
         """What a checkpoint holds beside options, seed and counters."""
         return {}
 
-    def check_drawn(self, path: Path, extra: dict[str, Any]) -> None:
+    def check_drawn(self, path: Path, saved: dict[str, Any]) -> None:
         """Raise ValueError if what a checkpoint holds as `drawn` is of another training."""
         return
 
@@ -163,6 +148,7 @@ class Training(ABC):
 
     def set_rate(self, rate: float) -> None:
         """The learning rate of the coming step."""
+        self.rate = rate
         for group in self.optimizer.param_groups:
             group["lr"] = rate
 
@@ -180,8 +166,8 @@ class Training(ABC):
         self.update_seconds += time.perf_counter() - begin
         sums.replaced += sum(len(r.dropped) * r.before.block_size**2 for r in rewirings.values())
 
-    def settle(self, sums: Sums, rate: float) -> Report:
-        """Count what happened since the last report.
+    def settle(self, sums: Sums) -> None:
+        """Count what happened since this was called last.
 
         Raises:
             ValueError: the training diverged.
@@ -193,7 +179,6 @@ class Training(ABC):
             )
         self.seconds += sums.seconds
         self.replaced += sums.replaced
-        return sums.report(self.step, rate)
 
     def figures(self) -> dict[str, Any]:
         """The part of the final figures that all trainings have."""

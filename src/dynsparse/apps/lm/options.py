@@ -6,38 +6,38 @@ same; docs/language-model.md lists the differences.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from dynsparse.apps.common.kinds import Choice, File, Integer, Kind, Number, Pairs, Switch, Text
-from dynsparse.apps.common.option import Defines, again, flag, option
-from dynsparse.apps.common.options import TrainingOptions
+from dynsparse.apps.common.option import (
+    FILE,
+    SWITCH,
+    TEXT,
+    Defines,
+    again,
+    choice,
+    flag,
+    integer,
+    number,
+    pairs,
+    taking,
+)  # fmt: skip
+from dynsparse.apps.common.options import TrainingOptions, panel
 from dynsparse.data.tokenizer import KINDS
 from dynsparse.training.algorithms import BY_NAME
 
 __all__ = ["Options"]
 
-_LARGEST = 1 << 24
-_SHARE = Number(0, 1, open_high=True)
-_ANY = Number(0)
-
-
-def _panel(panel: str, defines: str) -> Callable[..., Any]:
-    def add(default: Any, help: str, kind: Kind, **more: Any) -> Any:
-        return option(default, help, kind, panel, **{"defines": defines} | more)
-
-    return add
-
-
-_data = _panel("Data", "run")
-_network = _panel("Network", "network")
-_sparsity = _panel("Sparsity", "training")
-_training = _panel("Training", "training")
-_rate = _panel("Learning rate", "training")
-_sample = _panel("Text", "run")
+_LARGE = integer(1, 1 << 24)
+_SHARE = number(0, 1, below=True)
+_data = panel("Data", "run")
+_network = panel("Network", "network")
+_sparsity = panel("Sparsity", "training")
+_training = panel("Training", "training")
+_rate = panel("Learning rate", "training")
+_text = panel("Text", "run")
 _changed = partial(again, TrainingOptions)
 
 
@@ -53,13 +53,13 @@ class Options(TrainingOptions):
         "stdlib",
         "A text file (UTF-8, plain or packed), a token file of `dynsparse encode`, or stdlib: the "
         "source text of Python's standard library.",
-        Text(),
+        TEXT,
         defines="apart",
     )
     valid_data: Path | None = _data(
-        None, "Validate on this text in place of a share of --data.", File()
+        None, "Validate on this text in place of a share of --data.", FILE
     )
-    test_data: Path | None = _data(None, "Test on this text in place of a share of --data.", File())
+    test_data: Path | None = _data(None, "Test on this text in place of a share of --data.", FILE)
     valid_share: float = _data(
         0.05, "Share of --data to validate on, before the test's.", _SHARE, defines="training"
     )
@@ -67,114 +67,93 @@ class Options(TrainingOptions):
         0.05, "Share of --data, at its end, to test on.", _SHARE, defines="training"
     )
     tokens: str | None = _data(
-        None,
-        "What a token is.",
-        Choice(KINDS),
-        defines="network",
+        None, "What a token is.", choice(*KINDS), defines="network",
         by_default="char, or what a token file holds",
-    )
+    )  # fmt: skip
     bpe_dir: Path | None = _data(
-        None, "Folder with GPT-2's vocab.bpe; without it the file is downloaded once.", File()
+        None, "Folder with GPT-2's vocab.bpe; without it the file is downloaded once.", FILE
     )
     vocabulary_size: int | None = _data(
-        None,
-        "Use only the first merges of GPT-2's, for as many BPE tokens.",
-        Integer(257),
+        None, "Use only the first merges of GPT-2's, for as many BPE tokens.", integer(257),
         defines="network",
-    )
+    )  # fmt: skip
 
-    layers: int = _network(2, "Transformer layers.", Integer(1, _LARGEST))
-    hidden_size: int = _network(128, "Features of a token.", Integer(1, _LARGEST))
-    ff_size: int = _network(512, "Features inside the feed-forward part.", Integer(1, _LARGEST))
-    heads: int = _network(4, "Attention heads.", Integer(1))
+    layers: int = _network(2, "Transformer layers.", _LARGE)
+    hidden_size: int = _network(128, "Features of a token.", _LARGE)
+    ff_size: int = _network(512, "Features inside the feed-forward part.", _LARGE)
+    heads: int = _network(4, "Attention heads.", integer(1))
     qkv_size: int | None = _network(
-        None, "Features of one head.", Integer(1), by_default="--hidden-size / --heads"
+        None, "Features of one head.", integer(1), by_default="--hidden-size / --heads"
     )
     embedding_size: int | None = _network(
-        None,
-        "Width of the token table, with sparse projections up to the hidden size.",
-        Integer(1),
-        by_default="--hidden-size",
-    )
+        None, "Width of the token table, with sparse projections up to the hidden size.",
+        integer(1), by_default="--hidden-size",
+    )  # fmt: skip
     sparse_embeddings: bool = _network(
-        False,
-        "Make the token table sparse too.",
-        Switch(),
+        False, "Make the token table sparse too.", SWITCH,
         methods=tuple(name for name in BY_NAME if BY_NAME[name].trains_embeddings),
-    )
-    sequence_length: int = _network(64, "Tokens the model sees at once.", Integer(1, _LARGEST))
+    )  # fmt: skip
+    sequence_length: int = _network(64, "Tokens the model sees at once.", _LARGE)
     droprate: float = _network(0.0, "Dropout, in training.", _SHARE)
     initial_scale: float = _network(
-        1.0, "Times the usual size of first weights, 1/sqrt(inputs).", _ANY, defines="training"
+        1.0, "Times the usual size of first weights, 1/sqrt(inputs).", number(0), defines="training"
     )
 
     match_parameters: bool = _sparsity(
-        False,
-        "As narrow as holds the sparse model's number of parameters.",
-        Switch(),
-        defines="network",
-        methods=("dense",),
-    )
+        False, "As narrow as holds the sparse model's number of parameters.", SWITCH,
+        defines="network", methods=("dense",),
+    )  # fmt: skip
     sparsity: float = _sparsity(
         0.9, "Share of the weights left out.", _SHARE, defines="network", methods=tuple(BY_NAME)
     )
     update_interval: int = _changed("update_interval", default=200)
     prune_end: float = _sparsity(
-        0.75,
-        "Share of the training after which patterns stay.",
-        Number(0, 1),
-        methods=tuple(name for name in BY_NAME if name != "static"),
-    )
+        0.75, "Share of the training after which patterns stay.",
+        number(0, 1, above="a number in (0, 1]"),
+        methods=taking("update_interval"),
+    )  # fmt: skip
 
-    steps: int = _training(4000, "Optimizer steps.", Integer(1))
-    batch_size: int = _changed(
-        "batch_size", help="Sequences per micro-batch.", kind=Integer(1, _LARGEST)
-    )
-    gradient_accumulation_count: int = _training(1, "Micro-batches per optimizer step.", Integer(1))
+    steps: int = _training(4000, "Optimizer steps.", integer(1))
+    batch_size: int = _changed("batch_size", help="Sequences per micro-batch.", kind=_LARGE)
+    gradient_accumulation_count: int = _training(1, "Micro-batches per optimizer step.", integer(1))
     optimizer: str = _changed("optimizer", help="Adam (AdamW), or SGD without or with momentum.")
     optimizer_arg: dict[str, Any] = _changed(
-        "optimizer_arg",
-        help="An argument of the optimizer, such as beta2=0.99.",
-        kind=Pairs("beta2=0.99"),
-    )
+        "optimizer_arg", help="An argument of the optimizer, such as beta2=0.99.",
+        kind=pairs("beta2=0.99"),
+    )  # fmt: skip
     grad_norm_clip: float | None = _training(
-        1.0, "Largest norm of all gradients together, 0 for no limit.", _ANY, optional=True
+        1.0, "Largest norm of all gradients together, 0 for no limit.", number(0), optional=True
     )
     repetition_weighting: bool = _training(
-        False,
-        "Train on every distinct token of a sequence alike, however often it is there.",
-        Switch(),
-    )
+        False, "Train on every distinct token of a sequence alike, however often it is there.",
+        SWITCH,
+    )  # fmt: skip
     autoregression_offset: int = _training(
-        0, "First tokens of a sequence that are not scored.", Integer(0)
+        0, "First tokens of a sequence that are not scored.", integer(0)
     )
-    valid_interval: int = _training(250, "Steps between reports.", Integer(1))
+    valid_interval: int = _training(250, "Steps between reports.", integer(1))
     evaluation_tokens: int | None = _training(
-        None,
-        "Evaluate on this many tokens at the begin of each part.",
-        Integer(1),
+        None, "Evaluate on this many tokens at the begin of each part.", integer(1),
         by_default="all of it",
-    )
+    )  # fmt: skip
     mode: str = _training(
-        "all",
-        "Train and test, only one, or only --sample.",
-        Choice(("all", "train", "test", "sample")),
-        defines="run",
-    )
+        "all", "Train and test, only one, or only --sample.",
+        choice("all", "train", "test", "sample"), defines="run",
+    )  # fmt: skip
 
-    peak_learning_rate: float = _rate(1e-2, "After the warm-up.", _ANY)
-    min_learning_rate: float = _rate(2e-4, "After the decay.", _ANY)
-    warmup_steps: int = _rate(100, "Steps up to the peak.", Integer(0))
+    peak_learning_rate: float = _rate(1e-2, "After the warm-up.", number(0))
+    min_learning_rate: float = _rate(2e-4, "After the decay.", number(0))
+    warmup_steps: int = _rate(100, "Steps up to the peak.", integer(0))
     cooldown_steps: int | None = _rate(
-        None, "Steps of the decay.", Integer(1), by_default="all that are left"
+        None, "Steps of the decay.", integer(1), by_default="all that are left"
     )
-    decay_power: float = _rate(1.0, "Of the decay; 1 is a straight line.", _ANY)
+    decay_power: float = _rate(1.0, "Of the decay; 1 is a straight line.", number(0))
 
-    sample: int = _sample(0, "Show this many tokens of text at the end.", Integer(0))
-    prompt: str = _sample("\n", "What the text goes on from.", Text(), by_default="a line end")
-    temperature: float = _sample(0.8, "0 takes the likeliest token.", _ANY)
-    top_k: int | None = _sample(
-        None, "Draw among this many of the likeliest only.", Integer(1), by_default="all"
+    sample: int = _text(0, "Show this many tokens of text at the end.", integer(0))
+    prompt: str = _text("\n", "What the text goes on from.", TEXT, by_default="a line end")
+    temperature: float = _text(0.8, "0 takes the likeliest token.", number(0))
+    top_k: int | None = _text(
+        None, "Draw among this many of the likeliest only.", integer(1), by_default="all"
     )
 
     checkpoint_freq: int = _changed(
@@ -183,7 +162,6 @@ class Options(TrainingOptions):
     stop_after: int | None = _changed(
         "stop_after", help="Stop after this step of --steps, to continue with --restore."
     )
-    json: Path | None = _changed("json", help="File for the final figures and the curves.")
 
     def __post_init__(self) -> None:
         if self.grad_norm_clip == 0:
@@ -221,8 +199,6 @@ class Options(TrainingOptions):
             )
 
     def _check_schedules(self) -> None:
-        if self.prune_end == 0:
-            raise ValueError("--prune-end: expected a number in (0, 1], got 0: use --method static")
         if self.min_learning_rate > self.peak_learning_rate:
             raise ValueError(
                 f"--min-learning-rate: expected at most the peak of {self.peak_learning_rate:g}, "

@@ -48,7 +48,7 @@ def run(
 def _run(
     options: Options, seed: int, checkpoint: Checkpoint | None, console: Console
 ) -> dict[str, Any]:
-    vocabulary = {} if checkpoint is None else checkpoint.extra["vocabulary"]
+    vocabulary = {} if checkpoint is None else checkpoint["vocabulary"]
     writes_alone = options.mode == "sample"
     corpus = no_corpus(vocabulary) if writes_alone else load_corpus(options, vocabulary or None)
     if not writes_alone:

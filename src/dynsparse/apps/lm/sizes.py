@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from dynsparse.apps.lm.options import Options
+from dynsparse.training.algorithms import BY_NAME
 
 __all__ = ["Memory", "check_memory", "estimate_memory", "matched", "parameters"]
 
@@ -51,10 +52,15 @@ def _blocks(out: int, into: int, density: float, block_size: int) -> int:
     return max(1, round(density * (out * into // block_size**2)))
 
 
-def parameters(options: Options, vocabulary: int) -> tuple[int, int]:
-    """(parameters, blocks in sparse layers) of the model that the options give, zeros left out."""
+def parameters(options: Options, vocabulary: int, *, first: bool = False) -> tuple[int, int]:
+    """(parameters, blocks in sparse layers) of the model that the options give, zeros left out.
+
+    At the end of the training, or with `first` at its begin, which may be denser.
+    """
     sparse = options.method != "dense"
     density = 1 - options.sparsity
+    if sparse and first:
+        density = BY_NAME[options.method].first_density(density)
     edge = options.block_size
     table = vocabulary * (options.embedding_size or options.hidden_size)
     total = blocks = 0
@@ -130,7 +136,7 @@ def estimate_memory(options: Options, vocabulary: int) -> Memory:
     pass of one micro-batch, and the two gradients of a dense table, which meet in their sum.
     """
     bytes_each = 8 if options.data_type == "float64" else 4
-    count, blocks = parameters(options, vocabulary)
+    count, blocks = parameters(options, vocabulary, first=True)
     slots = {"Adam": 2, "Momentum": 1, "GradientDescent": 0}[options.optimizer]
     tokens = options.batch_size * options.sequence_length
     hidden, inner, ff = options.hidden_size, options.inner_size, options.ff_size

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from dynsparse.apps import common
 from dynsparse.apps.common.methods import begin_denser
-from dynsparse.apps.common.training import Report, Scores, Sums, precision
+from dynsparse.apps.common.training import Scores, Sums, precision
 from dynsparse.apps.lm.corpus import Corpus
 from dynsparse.apps.lm.loss import repetition_weights, token_losses
 from dynsparse.apps.lm.model import LanguageModel, build_model, scale_matrices
@@ -52,7 +52,13 @@ class Training(common.Training):
         self.corpus = corpus
         self.built = matched(options, corpus.size)
         self.history: list[dict[str, Any]] = []
-        super().__init__(options, seed, torch.Generator().manual_seed(seed))
+        super().__init__(
+            options,
+            seed,
+            total_steps=max(1, round(options.prune_end * options.steps)),
+            update_interval=options.update_interval,
+            initial=torch.Generator().manual_seed(seed),
+        )
 
     def build_model(self, initial: torch.Generator) -> tuple[LanguageModel, dict[str, float]]:
         model = build_model(self.built, self.corpus.size, initial)
@@ -64,14 +70,6 @@ class Training(common.Training):
     def build_optimizer(self) -> torch.optim.Optimizer:
         return build_optimizer(self.options, self.model)
 
-    @property
-    def pattern_steps(self) -> int:
-        return max(1, round(self.options.prune_end * self.options.steps))
-
-    @property
-    def update_interval(self) -> int:
-        return self.options.update_interval
-
     def drawn(self) -> dict[str, Any]:
         return {
             "data": str(self.options.data),
@@ -80,10 +78,10 @@ class Training(common.Training):
             "train_digest": self.corpus.digest(),
         }
 
-    def check_drawn(self, path: Path, extra: dict[str, Any]) -> None:
-        if self.options.trains and extra["train_digest"] != self.corpus.digest():
+    def check_drawn(self, path: Path, saved: dict[str, Any]) -> None:
+        if self.options.trains and saved["train_digest"] != self.corpus.digest():
             raise ValueError(
-                f"--data: {path} was trained on {extra['train_tokens']:,} tokens, got "
+                f"--data: {path} was trained on {saved['train_tokens']:,} tokens, got "
                 f"{len(self.corpus.train):,} others: name the same text, and the same shares of it"
             )
 
@@ -104,32 +102,32 @@ class Training(common.Training):
         sums = Sums()
         while self.step < last_step:
             begin = time.perf_counter()
-            rate = self._train_step(sums)
+            self._train_step(sums)
             sums.seconds += time.perf_counter() - begin
             if self.step % self.options.valid_interval == 0 or self.step == last_step:
-                self.history.append(self._entry(self.settle(sums, rate)))
+                self.settle(sums)
+                self.history.append(self._entry(sums))
                 yield self.history[-1]
                 sums = Sums()
 
-    def _entry(self, report: Report) -> dict[str, Any]:
-        valid = self.evaluate("valid")
-        tokens = report.steps * self.tokens_per_step
+    def _entry(self, sums: Sums) -> dict[str, Any]:
+        train, valid = sums.scores(), self.evaluate("valid")
+        tokens = sums.steps * self.tokens_per_step
         return {
-            "step": report.step,
-            "loss": report.scores.loss,
-            "accuracy": report.scores.accuracy,
+            "step": self.step,
+            "loss": train.loss,
+            "accuracy": train.accuracy,
             "valid_loss": valid.loss,
             "valid_perplexity": valid.perplexity,
             "valid_accuracy": valid.accuracy,
-            "learning_rate": report.learning_rate,
-            "replaced": report.replaced,
-            "tokens_per_second": tokens / report.seconds if report.seconds else 0.0,
+            "learning_rate": self.rate,
+            "replaced": sums.replaced,
+            "tokens_per_second": tokens / sums.seconds if sums.seconds else 0.0,
         }
 
-    def _train_step(self, sums: Sums) -> float:
+    def _train_step(self, sums: Sums) -> None:
         options = self.options
-        rate = learning_rate(options, self.step)
-        self.set_rate(rate)
+        self.set_rate(learning_rate(options, self.step))
         self.model.train()
         self.optimizer.zero_grad()
         count = options.gradient_accumulation_count
@@ -144,7 +142,6 @@ class Training(common.Training):
         if options.grad_norm_clip is not None:
             torch.nn.utils.clip_grad_norm_(self.model.parameters(), options.grad_norm_clip)
         self.optimise(sums)
-        return rate
 
     def losses(self, batch: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Of sequences and the tokens that follow, [n, T + 1].

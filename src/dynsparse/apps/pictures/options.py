@@ -6,12 +6,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar
 
-from dynsparse.apps.common.kinds import Choice, File, Integer, Number
-from dynsparse.apps.common.option import again, option
-from dynsparse.apps.common.options import TrainingOptions
+from dynsparse.apps.common.option import FILE, again, choice, integer, number
+from dynsparse.apps.common.options import TrainingOptions, panel
 from dynsparse.data import NAMES as DATASETS
 
 __all__ = ["PictureOptions"]
+
+_data = panel("Data", "training")
+_training = panel("Training", "training")
 
 
 @dataclass(kw_only=True)
@@ -21,52 +23,40 @@ class PictureOptions(TrainingOptions):
     # First learning rates at a batch of 16; `learning_rate` is what holds if it is given.
     rates: ClassVar[dict[str, float]] = {"GradientDescent": 0.02, "Momentum": 0.02, "Adam": 0.002}
 
-    dataset: str = option(
-        "digits", "What to train on; digits needs no download.", Choice(DATASETS), "Data",
-        defines="training",
-    )  # fmt: skip
-    data_dir: Path | None = option(
+    dataset: str = _data("digits", "What to train on; digits needs no download.", choice(*DATASETS))
+    data_dir: Path | None = _data(
         None,
         "Folder with the IDX files of mnist or fashion-mnist, plain or .gz; without it they are "
         "downloaded once.",
-        File(),
-        "Data",
+        FILE,
+        defines="run",
     )
-    hold_out: int = option(
-        0,
-        "Test on this many held-out training pictures, to choose settings honestly.",
-        Integer(0),
-        "Data",
-        defines="training",
+    hold_out: int = _data(
+        0, "Test on this many held-out training pictures, to choose settings honestly.", integer(0)
     )
-    steps_per_epoch: int = option(
-        5, "Pattern updates and reports per epoch.", Integer(1), "Sparsity", defines="training"
+    steps_per_epoch: int = panel("Sparsity", "training")(
+        5, "Pattern updates and reports per epoch.", integer(1)
     )
     update_interval: int | None = again(
         TrainingOptions,
         "update_interval",
         help="Batches between pattern updates, in place of --steps-per-epoch.",
     )
-    epochs: int = option(10, "Length of the training.", Integer(1), "Training", defines="training")
-    learning_rate: float | None = option(
+    epochs: int = _training(10, "Length of the training.", integer(1))
+    learning_rate: float | None = _training(
         None,
         "First learning rate; the default is for a batch of 16 and scales with the batch.",
-        Number(0),
-        "Training",
-        defines="training",
+        number(0),
         by_default="by the optimizer",
     )
-    decay: str = option(
-        "cosine",
-        "Of the learning rate; steps are the original program's.",
-        Choice(("cosine", "steps", "constant")),
-        "Training",
-        defines="training",
+    decay: str = _training(
+        "cosine", "Of the learning rate; steps are the original program's.",
+        choice("cosine", "steps", "constant"),
+    )  # fmt: skip
+    test_mode: str = _training(
+        "all", "Train and test, or only one.", choice("all", "training", "tests"), defines="run"
     )
-    test_mode: str = option(
-        "all", "Train and test, or only one.", Choice(("all", "training", "tests")), "Training"
-    )
-    log: Path | None = option(None, "Text file for the training accuracy.", File(), "Output")
+    log: Path | None = panel("Output", "run")(None, "Text file for the training accuracy.", FILE)
 
     def check_together(self) -> None:
         self.check_network()

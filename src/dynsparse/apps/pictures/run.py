@@ -14,7 +14,7 @@ from dynsparse.apps.common.loggers import Logger, Names, open_loggers
 from dynsparse.apps.common.outputs import Outputs
 from dynsparse.apps.common.resume import Checkpoint, restore, save
 from dynsparse.apps.common.run import run_with
-from dynsparse.apps.common.training import Report
+from dynsparse.apps.common.training import Scores, Sums
 from dynsparse.apps.pictures.options import PictureOptions
 from dynsparse.apps.pictures.summary import density, summary_table, training_figures
 from dynsparse.apps.pictures.text_log import TextLog
@@ -86,38 +86,40 @@ def _headlines(training: Training, pictures: data.DataSet) -> list[str]:
     ]
 
 
-def _train(training: Training, console: Console, outputs: Outputs) -> Report | None:
-    """Train up to the last epoch wanted; the last epoch's figures, None if there was none left."""
+def _train(training: Training, console: Console, outputs: Outputs) -> Scores | None:
+    """Train up to the last epoch wanted; the last epoch's scores, None if there was none left."""
     options = training.options
     last_epoch = options.stop_after or options.epochs
-    whole: Report | None = None
+    whole: Sums | None = None
     with Display(console, _COLUMNS, training.total_steps, training.step) as display:
         while training.epoch < last_epoch:
-            for report, whole in training.run_epoch():
+            for window, whole in training.run_epoch():
                 line = None if whole is None else display.row(*_cells(training, whole))
-                display.show(report.step, display.row(*_cells(training, report)), line)
+                display.show(training.step, display.row(*_cells(training, window)), line)
+                scores = window.scores()
                 figures = {
-                    "loss": report.scores.loss,
-                    "accuracy": report.scores.accuracy,
-                    "learning_rate": report.learning_rate,
-                    "replaced": report.replaced,
-                    "seconds_per_step": report.seconds / report.steps,
+                    "loss": scores.loss,
+                    "accuracy": scores.accuracy,
+                    "learning_rate": training.rate,
+                    "replaced": window.replaced,
+                    "seconds_per_step": window.seconds / window.steps,
                 }
-                outputs.log(report.step, figures)
+                outputs.log(training.step, figures)
             ended = training.epoch == last_epoch
             if options.checkpoint_path is not None and (
                 ended or training.epoch % options.checkpoint_freq == 0
             ):
                 save(training, options.checkpoint_path)
-    return whole
+    return None if whole is None else whole.scores()
 
 
-def _cells(training: Training, report: Report) -> list[str]:
+def _cells(training: Training, sums: Sums) -> list[str]:
+    scores = sums.scores()
     return [
-        f"{-(-report.step // training.batches)}/{training.options.epochs}",
-        f"{report.scores.loss:.4f}",
-        f"{100 * report.scores.accuracy:.2f} %",
+        f"{-(-training.step // training.batches)}/{training.options.epochs}",
+        f"{scores.loss:.4f}",
+        f"{100 * scores.accuracy:.2f} %",
         f"{100 * density(training.model):.2f} %",
-        f"{report.replaced:,}",
-        f"{1000 * report.seconds / report.steps:.3f}",
+        f"{sums.replaced:,}",
+        f"{1000 * sums.seconds / sums.steps:.3f}",
     ]

@@ -9,7 +9,7 @@ from rich.table import Table
 from torch import Tensor, nn
 
 from dynsparse.apps.common.outputs import bytes_text
-from dynsparse.apps.common.training import Report, Scores
+from dynsparse.apps.common.training import Scores
 from dynsparse.apps.pictures.training import Training
 from dynsparse.nn import SparseLinear
 
@@ -70,7 +70,7 @@ def memory(network: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, di
 
 
 def training_figures(
-    training: Training, last: Report | None, test: Scores | None
+    training: Training, last: Scores | None, test: Scores | None
 ) -> dict[str, Any]:
     """What `--json` writes. Accuracies and densities are shares in [0, 1], times are seconds.
 
@@ -102,8 +102,8 @@ def training_figures(
         "epochs": training.epoch,
         "dataset": training.options.dataset,
         **training.figures(),
-        "train_accuracy": None if last is None else last.scores.accuracy,
-        "train_loss": None if last is None else last.scores.loss,
+        "train_accuracy": None if last is None else last.accuracy,
+        "train_loss": None if last is None else last.loss,
         "parameters": {
             "sparse": sum(p.numel() for p in network.parameters()),
             "dense": _dense_weights(network) + biases,

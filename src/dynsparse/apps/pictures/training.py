@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from dynsparse.apps import common
 from dynsparse.apps.common.methods import begin_denser
-from dynsparse.apps.common.training import Report, Scores, Sums, precision
+from dynsparse.apps.common.training import Scores, Sums, precision
 from dynsparse.apps.pictures.optimizer import build_optimizer, learning_rate
 from dynsparse.apps.pictures.options import PictureOptions
 from dynsparse.data import DataSet, Pictures
@@ -52,7 +52,12 @@ class Training(common.Training):
         self.report_interval = self.batches // options.steps_per_epoch
         self.total_steps = self.batches * options.epochs
         self.epoch = 0
-        super().__init__(options, seed)
+        super().__init__(
+            options,
+            seed,
+            total_steps=self.total_steps,
+            update_interval=options.update_interval or self.report_interval,
+        )
 
     @abstractmethod
     def build_network(self) -> nn.Module:
@@ -76,17 +81,9 @@ class Training(common.Training):
     def build_optimizer(self) -> torch.optim.Optimizer:
         return build_optimizer(self.options, self.model)
 
-    @property
-    def pattern_steps(self) -> int:
-        return self.total_steps
-
-    @property
-    def update_interval(self) -> int:
-        return self.options.update_interval or self.report_interval
-
-    def check_drawn(self, path: Path, extra: dict[str, Any]) -> None:
+    def check_drawn(self, path: Path, saved: dict[str, Any]) -> None:
         for name, value in self.drawn().items():
-            if not value.equal(extra[name]):
+            if not value.equal(saved[name]):
                 raise ValueError(f"{path}: its {name} is not the one of its seed")
 
     def metadata(self) -> dict[str, Any]:
@@ -111,11 +108,11 @@ class Training(common.Training):
         logits = logits.float() if logits.dtype == torch.bfloat16 else logits
         return F.cross_entropy(logits, labels), (logits.detach().argmax(1) == labels).sum()
 
-    def run_epoch(self) -> Iterator[tuple[Report, Report | None]]:
+    def run_epoch(self) -> Iterator[tuple[Sums, Sums | None]]:
         """Train one epoch.
 
-        Yields a report after every 1/steps_per_epoch of it and after its last step; the last comes
-        with a report of the whole epoch, the others with None.
+        Yields the sums after every 1/steps_per_epoch of it and after its last step; the last come
+        with those of the whole epoch, the others with None.
         """
         data = self._pictures("train")
         self.model.train()
@@ -123,8 +120,7 @@ class Training(common.Training):
         window, whole = Sums(), Sums()
         for number, indices in enumerate(order.split(self.options.batch_size), start=1):
             begin = time.perf_counter()
-            rate = learning_rate(self.options, self.step, self.total_steps)
-            self.set_rate(rate)
+            self.set_rate(learning_rate(self.options, self.step, self.total_steps))
             images, labels = data.images.index_select(0, indices), data.labels[indices]
             loss, correct = self._forward(images, labels)
             self.optimizer.zero_grad()
@@ -134,10 +130,10 @@ class Training(common.Training):
             window.seconds += time.perf_counter() - begin
             ends = number == self.batches
             if ends or number % self.report_interval == 0:
-                report = self.settle(window, rate)
+                self.settle(window)
                 whole.include(window)
                 self.epoch += ends
-                yield report, whole.report(self.step, rate) if ends else None
+                yield window, whole if ends else None
                 window = Sums()
 
     @torch.no_grad()

@@ -9,51 +9,42 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from dynsparse.apps.common.kinds import Choice, Integer, Many, Number
-from dynsparse.apps.common.option import again, option
+from dynsparse.apps.common.option import again, between, choice, many, number
+from dynsparse.apps.common.options import panel
 from dynsparse.apps.pictures.options import PictureOptions
 from dynsparse.data.pictures import CLASSES, SIDE
 from dynsparse.training.algorithms import BY_NAME
 
 __all__ = ["LayerShape", "Options", "layer_shapes", "picture_side"]
 
-_WIDEST = 1_000_000
+_network = panel("Network", "network")
 
 
 @dataclass(kw_only=True)
 class Options(PictureOptions):
     """One training; the flags of `dynsparse mnist`."""
 
-    permute_input: str = option(
+    permute_input: str = panel("Data", "network")(
         "none",
         "Order of the pixels; with block, a block of weights covers a tile of the picture.",
-        Choice(("none", "block", "random")),
-        "Data",
-        defines="network",
+        choice("none", "block", "random"),
     )
-    densities: Sequence[float] = option(
+    densities: Sequence[float] = _network(
         (0.1, 0.3),
         "Density of each layer, first to last; 1 is dense.",
-        Many(Number(0, 1, open_low=True), "numbers above 0 and up to 1 (1 is a dense layer)"),
-        "Network",
-        defines="network",
+        many(number(0, 1, above="more than 0"), "numbers above 0 and up to 1 (1 is a dense layer)"),
         methods=tuple(BY_NAME),
     )
-    hidden_sizes: Sequence[int] = option(
+    hidden_sizes: Sequence[int] = _network(
         (320,),
         "Widths of the hidden layers, such as 300 100.",
-        Many(Integer(1, _WIDEST), f"integers between 1 and {_WIDEST}"),
-        "Network",
-        defines="network",
+        many(between(1, 1_000_000), "integers between 1 and 1000000"),
         single="hidden_size",
     )
     block_size: int = again(
         PictureOptions, "block_size", help="Edge of the blocks of the first layer."
     )
-    droprate: float = option(
-        0.1, "Dropout after every hidden layer.", Number(0, 1, open_high=True), "Network",
-        defines="network",
-    )  # fmt: skip
+    droprate: float = _network(0.1, "Dropout after every hidden layer.", number(0, 1, below=True))
 
     def check_network(self) -> None:
         expected = len(self.hidden_sizes) + 1

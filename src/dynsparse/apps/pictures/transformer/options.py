@@ -7,19 +7,18 @@ application; docs/mnist-transformer.md lists the differences.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import ClassVar
 
-from dynsparse.apps.common.kinds import Between, Number, Switch
-from dynsparse.apps.common.option import again, option
+from dynsparse.apps.common.option import SWITCH, again, between, number
+from dynsparse.apps.common.options import panel
 from dynsparse.apps.pictures.options import PictureOptions
 from dynsparse.data.pictures import CLASSES, SIDE
 from dynsparse.training.algorithms import BY_NAME
 
 __all__ = ["Options"]
 
-
-def _size(default: int, help: str) -> Any:
-    return option(default, help, Between(1, 100_000), "Network", defines="network")
+_network = panel("Network", "network")
+_SIZE = between(1, 100_000)
 
 
 @dataclass(kw_only=True)
@@ -29,39 +28,22 @@ class Options(PictureOptions):
     rates: ClassVar[dict[str, float]] = PictureOptions.rates | {"Adam": 0.004}
 
     epochs: int = again(PictureOptions, "epochs", default=1)
-    sparsity: float = option(
-        0.9,
-        "Share of zeros in every matrix; 0 is dense.",
-        Number(0, 1, open_high=True),
-        "Network",
-        defines="network",
+    sparsity: float = _network(
+        0.9, "Share of zeros in every matrix; 0 is dense.", number(0, 1, below=True),
         methods=tuple(BY_NAME),
-    )
-    block_size: int = again(
-        PictureOptions,
-        "block_size",
-        help="Edge of the blocks of every matrix; rows of pixels and classes are padded to whole "
-        "blocks.",
-    )
-    encoder_layers: int = _size(1, "Number of transformer layers.")
-    hidden_length: int = _size(96, "Features of a token.")
-    ff_length: int = _size(48, "Width of the feed-forward part.")
-    attention_heads: int = _size(16, "Heads of the attention.")
-    qkv_length: int = _size(32, "Features of one head's queries, keys and values.")
-    dropout_keep_prob: float = option(
-        1.0,
-        "Share that dropout keeps, in training; 1 for no dropout.",
-        Number(0, 1),
-        "Network",
-        defines="network",
-    )
-    exclude_attention_biases: bool = option(
-        False, "Attention without biases.", Switch(), "Network", defines="network"
-    )
+    )  # fmt: skip
+    encoder_layers: int = _network(1, "Number of transformer layers.", _SIZE)
+    hidden_length: int = _network(96, "Features of a token.", _SIZE)
+    ff_length: int = _network(48, "Width of the feed-forward part.", _SIZE)
+    attention_heads: int = _network(16, "Heads of the attention.", _SIZE)
+    qkv_length: int = _network(32, "Features of one head's queries, keys and values.", _SIZE)
+    dropout_keep_prob: float = _network(
+        1.0, "Share that dropout keeps, in training; 1 for no dropout.",
+        number(0, 1, above="a number above 0 and up to 1"),
+    )  # fmt: skip
+    exclude_attention_biases: bool = _network(False, "Attention without biases.", SWITCH)
 
     def check_network(self) -> None:
-        if self.dropout_keep_prob == 0:
-            raise ValueError("--dropout-keep-prob: expected a number above 0 and up to 1, got 0")
         if not self.is_sparse:
             return
         inner = self.attention_heads * self.qkv_length

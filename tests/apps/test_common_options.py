@@ -1,0 +1,149 @@
+"""What is made of an option: its check, and what a checkpoint may say about it."""
+
+import dataclasses
+from pathlib import Path
+
+import pytest
+import torch
+from rich.console import Console
+
+from dynsparse.apps import lm
+from dynsparse.apps.common.option import METHODS, PANELS, again, flag, option, options_of, pairs
+from dynsparse.apps.common.resume import Checkpoint, adopt
+from dynsparse.apps.pictures import mnist, transformer
+from dynsparse.training.algorithms import BY_NAME
+from dynsparse.training.checkpoint import save_checkpoint
+
+QUIET = Console(quiet=True)
+APPS = {"mnist": mnist, "mnist-transformer": transformer, "lm": lm}
+# What neither the network nor the course of the training depends on.
+OF_THE_RUN = {
+    "threads", "restore", "checkpoint_path", "checkpoint_freq", "stop_after", "records_path",
+    "json", "tensorboard", "use_wandb", "wandb_project_name", "wandb_name", "wandb_tags",
+}  # fmt: skip
+OWN = {
+    "mnist": {"data_dir", "test_mode", "log"},
+    "mnist-transformer": {"data_dir", "test_mode", "log"},
+    "lm": {
+        "valid_data", "test_data", "bpe_dir", "mode", "sample", "prompt", "temperature", "top_k",
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("app", APPS)
+def test_every_option_says_all_there_is_to_know(app):
+    options = APPS[app].Options
+    for name, known in options_of(options).items():
+        assert known.help.endswith("."), name
+        assert known.panel in PANELS, name
+        assert set(known.methods) <= set(METHODS), name
+        assert known.methods, name
+    options().check()
+
+
+@pytest.mark.parametrize("app", APPS)
+def test_what_does_not_define_a_training_is_of_the_run(app):
+    options = options_of(APPS[app].Options)
+    run = {name for name, known in options.items() if known.defines == "run"}
+    assert run == OF_THE_RUN | OWN[app]
+    apart = {name for name, known in options.items() if known.defines == "apart"}
+    assert apart == {"seed"} | ({"data"} if app == "lm" else set())
+
+
+@pytest.mark.parametrize("app", APPS)
+def test_no_value_of_another_type_is_taken(app):
+    options = APPS[app].Options
+    for field in dataclasses.fields(options):
+        for wrong in (object(), {1, 2}, [object()], (3.5, None)):
+            with pytest.raises(ValueError, match=f"^--{flag(field.name)}: expected ") as error:
+                options(**{field.name: wrong}).check()
+            assert "\n" not in str(error.value)
+
+
+def test_methods_are_those_whose_trainers_take_it():
+    options = options_of(mnist.Options)
+    assert options["pooling_type"].methods == ("rigl", "snfs", "granet")
+    assert set(options["cosine_prune_schedule"].methods) == {
+        "rigl", "set", "snfs", "mest", "topkast",
+    }  # fmt: skip
+    assert set(options["update_interval"].methods) == set(BY_NAME) - {"static"}
+    assert options["epochs"].methods == METHODS
+
+
+def test_an_option_can_be_changed_without_a_change_of_the_first():
+    @dataclasses.dataclass
+    class First:
+        a: int = option(1, "One.", mnist_kind("epochs"), "Data")
+        b: dict = option({}, "Two.", pairs("x=1"), "Data")
+
+    @dataclasses.dataclass
+    class Second(First):
+        a: int | None = again(First, "a", default=None, help="Other.")
+        b: dict = again(First, "b", default={"x": 2})
+
+    assert (options_of(First)["a"].help, options_of(Second)["a"].help) == ("One.", "Other.")
+    assert (First().a, First().b) == (1, {})
+    assert (Second().a, Second().b) == (None, {"x": 2})
+    assert Second().b is not Second().b
+    assert options_of(Second)["a"].optional
+
+
+def mnist_kind(name):
+    return options_of(mnist.Options)[name].kind
+
+
+def forge(path: Path, of: str, **entries) -> Path:
+    """A checkpoint of a stranger, who chose its options."""
+    model = torch.nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    defaults = APPS[of].Options()
+    extra = {"app": of, "options": defaults.defining(), "seed": 1, "data": "stdlib"}
+    extra["options"] |= entries.pop("options", {})
+    save_checkpoint(path, model=model, optimizer=optimizer, extra=extra | entries)
+    return path
+
+
+@pytest.mark.parametrize("app", APPS)
+def test_a_checkpoint_says_nothing_about_the_run(app, tmp_path):
+    """It cannot write, log, or choose threads: every such option stays what it was."""
+    evil = {name: str(tmp_path / f"evil-{name}") for name in OF_THE_RUN | OWN[app]}
+    file = forge(tmp_path / "a.ckpt", app, options={**evil, "batch_size": 3, "unheard_of": 1})
+    own = APPS[app].Options(restore=file)
+    adopted = adopt(own, Checkpoint.read(app, file))
+    assert adopted.batch_size == 3
+    for name in evil:
+        assert getattr(adopted, name) == getattr(own, name), name
+
+
+@pytest.mark.parametrize("app", APPS)
+def test_a_run_restored_from_a_strangers_file_writes_nowhere(app, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    places = {name: f"evil-{name}" for name in ("log", "json", "records_path", "checkpoint_path")}
+    file = forge(tmp_path / "a.ckpt", app, options={**places, "threads": 999})
+    with pytest.raises(
+        ValueError, match=r"does not fit|expected its (permutation|vocabulary|epoch)"
+    ):
+        APPS[app].run(APPS[app].Options(restore=file), QUIET)
+    assert [path.name for path in tmp_path.iterdir()] == ["a.ckpt"]
+
+
+@pytest.mark.parametrize("app", APPS)
+@pytest.mark.parametrize(
+    ("entries", "message"),
+    [
+        ({"options": {"batch_size": "many"}}, "--batch-size: expected an integer"),
+        ({"options": {"method": ["rigl"]}}, "--method: expected one of"),
+        ({"options": {"optimizer_arg": 3}}, "--optimizer-arg: expected name=json"),
+        ({"options": {"cosine_prune_schedule": 5}}, "--cosine-prune-schedule: expected a JSON"),
+        ({"options": {"data_type": None}}, "--data-type: expected one of"),
+        ({"seed": "one"}, "expected the options and the seed of a training"),
+        ({"app": "other"}, "expected a checkpoint of `dynsparse"),
+    ],
+    ids=str,
+)
+def test_forged_options_are_one_line(app, entries, message, tmp_path):
+    file = forge(tmp_path / "a.ckpt", app, **entries)
+    with pytest.raises(ValueError, match="expected") as error:
+        APPS[app].run(APPS[app].Options(restore=file), QUIET)
+    assert message in str(error.value)
+    assert "\n" not in str(error.value)
