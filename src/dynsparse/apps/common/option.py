@@ -147,18 +147,20 @@ class Option:
         """The help, the names it takes, and the methods it is for."""
         words = self.help
         if self.kind.names:
-            words += f" {self.kind.rules[0][0].capitalize()}."
+            words += f" One of {', '.join(map(str, self.kind.names))}."
         others = [name for name in METHODS if name not in self.methods]
         if len(others) > len(self.methods):
-            words += f" With {_listed(self.methods)}."
+            words += f" With --method {_listed(self.methods)}."
         elif others:
-            words += f" Not with {_listed(others)}."
+            words += f" Not with --method {_listed(others)}."
         return words
 
     def default_words(self, default: Any) -> str:
         """The default as one would give it on the command line; empty for none."""
-        if self.by_default is not None or default in (None, {}, False):
-            return self.by_default or ""
+        if self.by_default is not None:
+            return self.by_default
+        if default is None or default is False or default == {}:
+            return ""
         return " ".join(map(str, default)) if isinstance(default, tuple) else str(default)
 
 
