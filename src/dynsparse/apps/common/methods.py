@@ -1,7 +1,8 @@
-"""The trainer of `--method`, and the denser beginning of the methods that prune."""
+"""What `--method` makes: a trainer, a denser beginning for methods that prune, a dense network."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -13,7 +14,15 @@ from dynsparse.pattern import SparsePattern
 from dynsparse.training import ApplicationCosine, SparseTrainer, Static
 from dynsparse.training.algorithms import BY_NAME
 
-__all__ = ["begin_denser", "build_trainer"]
+__all__ = ["begin_denser", "build_trainer", "replace_sparse"]
+
+
+def replace_sparse(network: nn.Module, dense: Callable[[SparseLinear], nn.Linear]) -> None:
+    """What `--method dense` is: the same network with dense(layer) for every sparse layer."""
+    for module in list(network.modules()):
+        for name, layer in list(module.named_children()):
+            if isinstance(layer, SparseLinear):
+                setattr(module, name, dense(layer))
 
 
 def begin_denser(method: str, network: nn.Module, generator: torch.Generator) -> dict[str, float]:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from dynsparse.apps.common.methods import replace_sparse
 from dynsparse.apps.lm.options import Options
 from dynsparse.nn import SparseLinear, SparseTransformerLayer, TiedEmbedding
 
@@ -17,67 +19,55 @@ class LanguageModel(nn.Module):
     """Token vectors plus learned positions, pre-norm layers, a norm, logits through the same table.
 
     Source: Radford et al. 2019, "Language Models are Unsupervised Multitask Learners", section 2.3.
-    Every matrix of the layers is sparse; the token table is dense unless `table_density` is below
-    1; norms, biases and positions are dense.
+    Every matrix of the layers is sparse, even at density 1; the token table is dense unless
+    `sparse_embeddings`; norms, biases and positions are dense. `embedding_size` is the width of a
+    narrow table, which two sparse layers bring to the hidden size and back (see `TiedEmbedding`).
 
     Args:
+        options: the sizes and the sparsity. With method "dense" the sparse layers hold next to
+            nothing: `build_model` replaces them.
         vocabulary: how many tokens there are.
-        layers, hidden_size, ff_size, heads: of the transformer.
-        sequence_length: the most tokens at once.
-        qkv_size: features of a head; hidden_size / heads when left out.
-        embedding_size: width of the table, which two sparse layers then bring to hidden_size and
-            back (see `TiedEmbedding`); hidden_size when left out.
-        table_density, density, block_size: 1 as `density` still makes sparse layers.
-        droprate: of embeddings, attention weights, hidden activations and branches; in training.
         generator: draws patterns and values of what is sparse.
 
     Raises:
         ValueError: what the layers raise.
     """
 
-    def __init__(
-        self,
-        vocabulary: int,
-        layers: int,
-        hidden_size: int,
-        ff_size: int,
-        heads: int,
-        sequence_length: int,
-        *,
-        qkv_size: int | None = None,
-        embedding_size: int | None = None,
-        table_density: float = 1.0,
-        density: float = 0.1,
-        block_size: int = 1,
-        droprate: float = 0.0,
-        generator: torch.Generator | None = None,
-        dtype: torch.dtype | None = None,
-    ) -> None:
+    def __init__(self, options: Options, vocabulary: int, generator: torch.Generator) -> None:
         super().__init__()
+        dense = options.method == "dense"
+        dtype = torch.float64 if options.data_type == "float64" else torch.float32
+        hidden, density = options.hidden_size, 1 - options.sparsity
         sparse: dict[str, Any] = {
-            "density": density,
-            "block_size": block_size,
+            # One block is the least that a sparse layer holds.
+            "density": 1e-12 if dense else density,
+            "block_size": 1 if dense else options.block_size,
             "generator": generator,
             "dtype": dtype,
         }
-        narrow = embedding_size is not None
+        narrow = options.embedding_size
         self.embedding = TiedEmbedding(
             vocabulary,
-            embedding_size if embedding_size is not None else hidden_size,
-            hidden_size if narrow else None,
-            table_density=table_density,
+            hidden if narrow is None else narrow,
+            None if narrow is None else hidden,
+            table_density=density if options.sparse_embeddings and not dense else 1.0,
             **sparse,
         )
-        self.positions = nn.Parameter(torch.empty(sequence_length, hidden_size, dtype=dtype))
+        self.positions = nn.Parameter(torch.empty(options.sequence_length, hidden, dtype=dtype))
         nn.init.normal_(self.positions, std=0.02, generator=generator)
-        self.dropout = nn.Dropout(droprate)
+        self.dropout = nn.Dropout(options.droprate)
         self.layers = nn.ModuleList(
             SparseTransformerLayer(
-                hidden_size, heads, ff_size, head_dim=qkv_size, dropout=droprate, **sparse
+                hidden,
+                options.heads,
+                options.ff_size,
+                head_dim=options.qkv_size,
+                dropout=options.droprate,
+                **sparse,
             )
-            for _ in range(layers)
+            for _ in range(options.layers)
         )
-        self.norm = nn.LayerNorm(hidden_size, dtype=dtype)
+        self.norm = nn.LayerNorm(hidden, dtype=dtype)
 
     def forward(self, ids: Tensor) -> Tensor:
         """ids [batch, tokens], at most sequence_length of them -> logits [batch, tokens, V].
@@ -99,26 +89,9 @@ def build_model(options: Options, vocabulary: int, generator: torch.Generator) -
 
     Dense models are the same modules with an `nn.Linear` wherever a sparse layer would be.
     """
-    dense = options.method == "dense"
-    model = LanguageModel(
-        vocabulary,
-        options.layers,
-        options.hidden_size,
-        options.ff_size,
-        options.heads,
-        options.sequence_length,
-        qkv_size=options.qkv_size,
-        embedding_size=options.embedding_size,
-        table_density=1 - options.sparsity if options.sparse_embeddings and not dense else 1.0,
-        # Replaced below: one block each is the least that a sparse layer holds.
-        density=1e-12 if dense else 1 - options.sparsity,
-        block_size=1 if dense else options.block_size,
-        droprate=options.droprate,
-        generator=generator,
-        dtype=torch.float64 if options.data_type == "float64" else torch.float32,
-    )
-    if dense:
-        _replace_sparse(model, generator)
+    model = LanguageModel(options, vocabulary, generator)
+    if options.method == "dense":
+        replace_sparse(model, partial(_drawn, generator=generator))
     scale_matrices(model, options.initial_scale)
     return model
 
@@ -135,22 +108,19 @@ def scale_matrices(model: LanguageModel, factor: float) -> None:
             module.weight.mul_(factor)
 
 
-def _replace_sparse(model: nn.Module, generator: torch.Generator) -> None:
-    """An `nn.Linear` in place of every `SparseLinear`, started as those of `nn` start."""
-    for module in list(model.modules()):
-        for name, child in list(module.named_children()):
-            if isinstance(child, SparseLinear):
-                linear = nn.Linear(
-                    child.in_features,
-                    child.out_features,
-                    bias=child.bias is not None,
-                    dtype=child.values.dtype,
-                )
-                bound = child.in_features**-0.5
-                nn.init.uniform_(linear.weight, -bound, bound, generator=generator)
-                if child.bias is not None:
-                    if bool(child.bias.any()):
-                        nn.init.uniform_(linear.bias, -bound, bound, generator=generator)
-                    else:  # the attention's start at zero
-                        nn.init.zeros_(linear.bias)
-                setattr(module, name, linear)
+def _drawn(layer: SparseLinear, generator: torch.Generator) -> nn.Linear:
+    """Started as those of `nn` start."""
+    linear = nn.Linear(
+        layer.in_features,
+        layer.out_features,
+        bias=layer.bias is not None,
+        dtype=layer.values.dtype,
+    )
+    bound = layer.in_features**-0.5
+    nn.init.uniform_(linear.weight, -bound, bound, generator=generator)
+    if layer.bias is not None:
+        if bool(layer.bias.any()):
+            nn.init.uniform_(linear.bias, -bound, bound, generator=generator)
+        else:  # the attention's start at zero
+            nn.init.zeros_(linear.bias)
+    return linear

@@ -18,20 +18,24 @@ __all__ = ["density", "memory", "summary_table", "training_figures"]
 
 def density(network: nn.Module) -> float:
     """Present weights / weights of the dense network; biases are not counted."""
-    present = sum(parameter.numel() for parameter in _weights(network))
-    return present / _dense_weights(network)
+    layers = _layers(network).values()
+    return sum(_weight(layer).numel() for layer in layers) / sum(map(_positions, layers))
 
 
-def _layers(network: nn.Module) -> list[nn.Linear | SparseLinear]:
-    return [m for m in network.modules() if isinstance(m, (nn.Linear, SparseLinear))]
+def _layers(network: nn.Module) -> dict[str, nn.Linear | SparseLinear]:
+    return {
+        name: layer
+        for name, layer in network.named_modules()
+        if isinstance(layer, (nn.Linear, SparseLinear))
+    }
 
 
-def _weights(network: nn.Module) -> list[Tensor]:
-    return [m.values if isinstance(m, SparseLinear) else m.weight for m in _layers(network)]
+def _weight(layer: nn.Linear | SparseLinear) -> Tensor:
+    return layer.values if isinstance(layer, SparseLinear) else layer.weight
 
 
-def _dense_weights(network: nn.Module) -> int:
-    return sum(layer.in_features * layer.out_features for layer in _layers(network))
+def _positions(layer: nn.Linear | SparseLinear) -> int:
+    return layer.in_features * layer.out_features
 
 
 def memory(network: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, dict[str, int]]:
@@ -42,11 +46,8 @@ def memory(network: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, di
     """
     actual = {"weights": 0, "pattern": 0, "optimizer": 0}
     dense = dict(actual)
-    grown = {
-        id(layer.values): layer.in_features * layer.out_features / layer.values.numel()
-        for layer in _layers(network)
-        if isinstance(layer, SparseLinear)
-    }
+    sparse = [m for m in _layers(network).values() if isinstance(m, SparseLinear)]
+    grown = {id(layer.values): _positions(layer) / layer.values.numel() for layer in sparse}
     for parameter in network.parameters():
         size = parameter.numel() * parameter.element_size()
         actual["weights"] += size
@@ -58,14 +59,11 @@ def memory(network: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, di
                 actual["optimizer"] += size
                 per_weight = state.numel() == parameter.numel()
                 dense["optimizer"] += round(size * factor) if per_weight else size
-    for layer in _layers(network):
-        if isinstance(layer, SparseLinear):
-            # The layer's index and the pattern may share memory: each storage counts once.
-            tensors = [*layer.index, layer.pattern.rows, layer.pattern.cols]
-            storages = {
-                t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors
-            }
-            actual["pattern"] += sum(storages.values())
+    for layer in sparse:
+        # The layer's index and the pattern may share memory: each storage counts once.
+        tensors = [*layer.index, layer.pattern.rows, layer.pattern.cols]
+        storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}
+        actual["pattern"] += sum(storages.values())
     return {"sparse": actual, "dense": dense}
 
 
@@ -77,24 +75,9 @@ def training_figures(
     `accuracy` and `loss` are of the test pictures, None with `--test-mode training`.
     """
     network = training.model
-    layers = []
-    for name, module in network.named_modules():
-        if isinstance(module, (nn.Linear, SparseLinear)):
-            sparse = isinstance(module, SparseLinear)
-            weight = module.values if isinstance(module, SparseLinear) else module.weight
-            layers.append(
-                {
-                    "name": name,
-                    "shape": [module.out_features, module.in_features],
-                    "sparse": sparse,
-                    "block_size": module.block_size if isinstance(module, SparseLinear) else 1,
-                    "density": weight.numel() / (module.in_features * module.out_features),
-                    "weights": weight.numel(),
-                }
-            )
-    biases = sum(p.numel() for p in network.parameters()) - sum(
-        w.numel() for w in _weights(network)
-    )
+    layers = _layers(network)
+    count = sum(parameter.numel() for parameter in network.parameters())
+    held = sum(_weight(layer).numel() for layer in layers.values())
     return {
         "accuracy": None if test is None else test.accuracy,
         "loss": None if test is None else test.loss,
@@ -105,11 +88,21 @@ def training_figures(
         "train_accuracy": None if last is None else last.accuracy,
         "train_loss": None if last is None else last.loss,
         "parameters": {
-            "sparse": sum(p.numel() for p in network.parameters()),
-            "dense": _dense_weights(network) + biases,
+            "sparse": count,
+            "dense": count - held + sum(map(_positions, layers.values())),
         },
         "memory": memory(network, training.optimizer),
-        "layers": layers,
+        "layers": [
+            {
+                "name": name,
+                "shape": [layer.out_features, layer.in_features],
+                "sparse": isinstance(layer, SparseLinear),
+                "block_size": layer.block_size if isinstance(layer, SparseLinear) else 1,
+                "density": _weight(layer).numel() / _positions(layer),
+                "weights": _weight(layer).numel(),
+            }
+            for name, layer in layers.items()
+        ],
     }
 
 

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from functools import partial
 from typing import Any
 
-from rich.console import Console
 from torch import Tensor
 
 from dynsparse.apps import pictures
@@ -48,8 +47,5 @@ class MnistTraining(pictures.Training):
         return super().metadata() | own
 
 
-def run(
-    options: Options, console: Console | None = None, *, given: Collection[str] = ()
-) -> dict[str, Any]:
-    """Train and test as `options` say; see `dynsparse.apps.pictures.run`."""
-    return pictures.run(MnistTraining, options, console, given=given)
+run = partial(pictures.run, MnistTraining)
+"""Train and test as options say: `run(options, console, given=...)`, see `pictures.run`."""

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import pad
 
+from dynsparse.apps.common.methods import replace_sparse
 from dynsparse.apps.pictures.transformer.options import Options
 from dynsparse.data.pictures import CLASSES, SIDE
 from dynsparse.nn import Dropout, SparseLinear, SparseTransformerLayer
@@ -67,17 +68,15 @@ def build_network(options: Options, generator: torch.Generator) -> Network:
     """The network of `options`, its patterns and weights drawn from `generator`."""
     network = Network(options, generator)
     if not options.is_sparse:
-        _make_dense(network)
+        replace_sparse(network, _dense)
     return network
 
 
-def _make_dense(network: Network) -> None:
-    for name, layer in list(network.named_modules()):
-        if isinstance(layer, SparseLinear):
-            dense = nn.Linear(layer.in_features, layer.out_features, bias=False, device="meta")
-            dense.weight = nn.Parameter(layer.to_dense().detach())
-            dense.register_parameter("bias", layer.bias)
-            network.set_submodule(name, dense)
+def _dense(layer: SparseLinear) -> nn.Linear:
+    dense = nn.Linear(layer.in_features, layer.out_features, bias=False, device="meta")
+    dense.weight = nn.Parameter(layer.to_dense().detach())
+    dense.register_parameter("bias", layer.bias)
+    return dense
 
 
 def position_encoding(tokens: int, features: int) -> Tensor:

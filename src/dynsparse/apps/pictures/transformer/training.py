@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
-from typing import Any
-
-from rich.console import Console
+from functools import partial
 
 from dynsparse.apps import pictures
 from dynsparse.apps.pictures.transformer.network import Network, build_network
@@ -32,8 +29,5 @@ class TransformerTraining(pictures.Training):
         )
 
 
-def run(
-    options: Options, console: Console | None = None, *, given: Collection[str] = ()
-) -> dict[str, Any]:
-    """Train and test as `options` say; see `dynsparse.apps.pictures.run`."""
-    return pictures.run(TransformerTraining, options, console, given=given)
+run = partial(pictures.run, TransformerTraining)
+"""Train and test as options say: `run(options, console, given=...)`, see `pictures.run`."""
