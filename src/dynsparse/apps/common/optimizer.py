@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from dynsparse.apps.common.options import TrainingOptions
+from dynsparse.checks import is_number
 
 __all__ = ["Groups", "make_optimizer"]
 
@@ -39,9 +40,9 @@ def make_optimizer(
                 f"--optimizer-arg: expected an argument of {options.optimizer} "
                 f"({', '.join(arguments)}), got {name!r}"
             )
-        wanted = bool if isinstance(arguments[name], bool) else (int, float)
-        if not isinstance(value, wanted) or (wanted is not bool and isinstance(value, bool)):
-            kind = "true or false" if wanted is bool else "a number"
+        switch = isinstance(arguments[name], bool)
+        if not (isinstance(value, bool) if switch else is_number(value)):
+            kind = "true or false" if switch else "a number"
             raise ValueError(f"--optimizer-arg: {name}: expected {kind}, got {value!r}")
         arguments[name] = value
     made = adam

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
+from dynsparse.checks import is_number
 from dynsparse.training.algorithms import BY_NAME
 
 __all__ = [
@@ -93,8 +94,7 @@ def number(low: float, high: float = math.inf, *, below: bool = False, above: st
         expected = f"a number in [{low:g}, {high:g}{')' if below else ']'}"
 
     def fits(value: Any) -> bool:
-        real = isinstance(value, (int, float)) and not isinstance(value, bool)
-        return real and low <= value <= high and value != (high if below else math.inf)
+        return is_number(value) and low <= value <= high and value != (high if below else math.inf)
 
     rules = ((expected, fits),)
     return Kind(float, (*rules, (above, lambda value: value > low)) if above else rules)

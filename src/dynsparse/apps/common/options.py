@@ -25,6 +25,7 @@ from dynsparse.apps.common.option import (
     pairs,
     taking,
 )  # fmt: skip
+from dynsparse.checks import is_number
 from dynsparse.training.algorithms import BY_NAME
 
 __all__ = ["TrainingOptions", "panel"]
@@ -48,8 +49,7 @@ def _is_schedule(settings: Any) -> bool:
             raise ValueError(
                 f"--{name}: expected the keys zero_steps, phase_delay, period, got {key!r}"
             )
-        number = isinstance(value, (int, float)) and not isinstance(value, bool)
-        if not number or not math.isfinite(value):
+        if not is_number(value) or not math.isfinite(value):
             raise ValueError(f"--{name}: {key}: expected a number, got {value!r}")
         if key == "zero_steps" and (isinstance(value, float) or value < 0):
             raise ValueError(
