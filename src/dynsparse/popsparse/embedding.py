@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 
+from dynsparse.checks import check_integer
 from dynsparse.machine import codelets
 from dynsparse.machine.dtypes import FLOAT, HALF, UNSIGNED_INT
 from dynsparse.machine.graph import Graph
@@ -26,7 +27,6 @@ from dynsparse.popsparse.device.layout import machine_type, reorder
 from dynsparse.popsparse.device.weights import SparseTensor, checked_weights
 from dynsparse.popsparse.planner.search import make_plan
 from dynsparse.popsparse.product.cache import PlanningCache
-from dynsparse.popsparse.product.data_types import integer
 from dynsparse.popsparse.product.options import Options
 from dynsparse.popsparse.product.params import FullyConnectedParams
 from dynsparse.popsparse.product.plan import Plan
@@ -51,7 +51,7 @@ def create_indices_tensor(
         ValueError: fewer than one index; several groups.
     """
     _require_one_group(params)
-    count = integer(num_indices, "num_indices")
+    count = check_integer("num_indices", num_indices, 1)
     indices = graph.add_variable(UNSIGNED_INT, [count], name)
     graph.map_linearly(indices, min_per_tile=_LEAST_INDICES)
     return indices
@@ -74,7 +74,7 @@ def create_slice_tensor(
     """
     _require_one_group(params)
     plan = make_plan(graph.target, dtype, params, options, cache)
-    layout = SliceLayout(plan, integer(num_indices, "num_indices"))
+    layout = SliceLayout(plan, check_integer("num_indices", num_indices, 1))
     return layout.natural(layout.add(graph, machine_type(plan), name))
 
 

@@ -18,9 +18,10 @@ from typing import Any
 
 import numpy as np
 
+from dynsparse.checks import check_integer
 from dynsparse.popsparse.dense.cost import Cut, Terms, least_cycles, price, tile_bytes
 from dynsparse.popsparse.dense.cycles import AMP, HMAC
-from dynsparse.popsparse.product.data_types import DataType, data_type, integer, number
+from dynsparse.popsparse.product.data_types import DataType, data_type, number
 from dynsparse.popsparse.product.parts import all_partitions, ceil_div, even_parts
 
 __all__ = ["DensePlan", "plan"]
@@ -135,7 +136,7 @@ def plan(
             cannot hold.
         TypeError: sizes that are not integers.
     """
-    m, k, n = (integer(v, name) for v, name in ((m, "m"), (k, "k"), (n, "n")))
+    m, k, n = (check_integer(name, v, 1) for v, name in ((m, "m"), (k, "k"), (n, "n")))
     kind = data_type(dtype)
     sums = kind if partials is None else data_type(partials, "partials")
     if sums.size < kind.size:

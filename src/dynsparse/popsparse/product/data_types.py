@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import operator
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
-__all__ = ["FLOAT16", "FLOAT32", "DataType", "data_type", "integer", "number"]
+__all__ = ["FLOAT16", "FLOAT32", "DataType", "data_type", "number"]
 
 
 @dataclass(frozen=True)
@@ -51,17 +50,6 @@ def data_type(value: Any, what: str = "dtype") -> DataType:
         return _by_name(name)
     except ValueError:
         raise ValueError(f"{what} must be float16 or float32, got {value!r}") from None
-
-
-def integer(value: Any, what: str, least: int = 1) -> int:
-    """`value` as an int of at least `least`; a clear error otherwise."""
-    try:
-        found = operator.index(value)
-    except TypeError:
-        raise TypeError(f"{what} must be an integer, got {value!r}") from None
-    if isinstance(value, bool) or found < least:
-        raise ValueError(f"{what} must be an integer of at least {least}, got {value!r}")
-    return found
 
 
 def number(value: Any, what: str, least: float, most: float = float("inf")) -> float:

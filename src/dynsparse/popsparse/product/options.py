@@ -7,7 +7,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, TypeVar
 
-from dynsparse.popsparse.product.data_types import DataType, data_type, integer, number
+from dynsparse.checks import check_integer
+from dynsparse.popsparse.product.data_types import DataType, data_type, number
 
 __all__ = ["Options", "PlanConstraints", "flag", "parse_options"]
 
@@ -72,7 +73,7 @@ class PlanConstraints:
                 for key, size in _items(content, "plan_constraints.partition"):
                     if key not in ("x", "y", "z"):
                         raise _unknown(key, ["x", "y", "z"], "partition constraint")
-                    found[key] = integer(size, f"plan_constraints.partition.{key}")
+                    found[key] = check_integer(f"plan_constraints.partition.{key}", size, 1)
             elif section == "exchange":
                 for key, chosen in _items(content, "plan_constraints.exchange"):
                     if key not in ("grad_w_exchange_buckets", "gradWExchangeBuckets"):

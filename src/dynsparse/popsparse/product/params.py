@@ -10,7 +10,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from dynsparse.popsparse.product.data_types import DataType, integer, number
+from dynsparse.checks import check_integer
+from dynsparse.popsparse.product.data_types import DataType, number
 
 __all__ = [
     "FullyConnectedParams",
@@ -32,7 +33,7 @@ class SparsityParams:
             block = (block, block)
         if isinstance(block, str) or len(block) != 2:
             raise ValueError(f"block_dimensions must be (rows, columns), got {block!r}")
-        rows, columns = (integer(n, "a block dimension") for n in block)
+        rows, columns = (check_integer("a block dimension", n, 1) for n in block)
         object.__setattr__(self, "block_dimensions", (rows, columns))
 
     @property
@@ -61,7 +62,7 @@ def _check_ratio(ratio: Any) -> float:
 
 
 def _ratio_of_count(count: Any, dense: int) -> float:
-    found = integer(count, "num_non_zero_elements", 0)
+    found = check_integer("num_non_zero_elements", count, 0)
     if found > dense:
         raise ValueError(f"num_non_zero_elements must be at most {dense}, got {found}")
     return found / dense
@@ -96,7 +97,7 @@ class FullyConnectedParams:
             "input_channels_per_group",
             "output_channels_per_group",
         ):
-            object.__setattr__(self, name, integer(getattr(self, name), name))
+            object.__setattr__(self, name, check_integer(name, getattr(self, name), 1))
         rows, columns = self.sparsity_params.block_dimensions
         for what, size, edge in (
             ("output_channels_per_group", self.output_channels_per_group, rows),
@@ -124,9 +125,9 @@ class FullyConnectedParams:
         output_channels_per_group: int,
     ) -> FullyConnectedParams:
         sizes = [
-            integer(num_groups, "num_groups"),
-            integer(input_channels_per_group, "input_channels_per_group"),
-            integer(output_channels_per_group, "output_channels_per_group"),
+            check_integer("num_groups", num_groups, 1),
+            check_integer("input_channels_per_group", input_channels_per_group, 1),
+            check_integer("output_channels_per_group", output_channels_per_group, 1),
         ]
         ratio = _ratio_of_count(num_non_zero_elements, math.prod(sizes))
         return cls(sparsity_params, ratio, batch_size, *sizes)
@@ -159,7 +160,7 @@ class MatmulParams:
 
     def __post_init__(self) -> None:
         for name in ("groups", "m", "k", "n"):
-            object.__setattr__(self, name, integer(getattr(self, name), name))
+            object.__setattr__(self, name, check_integer(name, getattr(self, name), 1))
         same = FullyConnectedParams(
             self.sparsity_params, self.nz_ratio, self.n, self.groups, self.k, self.m
         )
@@ -181,6 +182,8 @@ class MatmulParams:
         k: int,
         n: int,
     ) -> MatmulParams:
-        dense = integer(groups, "groups") * integer(m, "m") * integer(k, "k")
+        dense = (
+            check_integer("groups", groups, 1) * check_integer("m", m, 1) * check_integer("k", k, 1)
+        )
         ratio = _ratio_of_count(num_non_zero_elements, dense)
         return cls(sparsity_params, ratio, groups, m, k, n)

@@ -11,8 +11,9 @@ from typing import Any
 
 import numpy as np
 
+from dynsparse.checks import check_integer
 from dynsparse.pattern import SparsePattern
-from dynsparse.popsparse.product.data_types import integer, number
+from dynsparse.popsparse.product.data_types import number
 from dynsparse.popsparse.product.formats import SparseMatrix
 from dynsparse.popsparse.product.options import flag, parse_options
 
@@ -41,7 +42,7 @@ class MatmulParams:
 
     def __post_init__(self) -> None:
         for name in ("groups", "m", "k", "n"):
-            object.__setattr__(self, name, integer(getattr(self, name), name))
+            object.__setattr__(self, name, check_integer(name, getattr(self, name), 1))
         if self.groups != 1:
             raise ValueError(
                 f"a static product has one group, got {self.groups}: make one product a group, "
@@ -88,7 +89,7 @@ class Options:
         share = number(self.available_memory_proportion, "available_memory_proportion", 0.0, 1e6)
         object.__setattr__(self, "available_memory_proportion", share)
         for name in ("num_bands", "n_split"):
-            object.__setattr__(self, name, integer(getattr(self, name), name, 0))
+            object.__setattr__(self, name, check_integer(name, getattr(self, name), 0))
         flag(self.enable_preprocessing, "enable_preprocessing")
 
     @classmethod
