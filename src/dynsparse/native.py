@@ -209,7 +209,19 @@ def load_isa(isa: str) -> ctypes.CDLL:
         function = getattr(library, name)
         function.restype = result
         function.argtypes = arguments
+    _watch_forks()
     return library
+
+
+@cache
+def _watch_forks() -> None:
+    """Let a forked child compute on one thread, until it asks torch for more.
+
+    The threads of OpenMP do not come along into the child, where work for them would wait for
+    ever: for torch's own operators as for ours. torch's data loaders do the same in their workers.
+    """
+    if hasattr(os, "register_at_fork"):
+        os.register_at_fork(after_in_child=lambda: torch.set_num_threads(1))
 
 
 @cache

@@ -1,6 +1,7 @@
 """Sparse layers, and models made of them."""
 
 from dynsparse.nn.attention import SparseMultiheadAttention
+from dynsparse.nn.averaging import follow_patterns
 from dynsparse.nn.convert import densify, sparsify
 from dynsparse.nn.describe import describe
 from dynsparse.nn.dropout import Dropout
@@ -18,6 +19,7 @@ __all__ = [
     "TiedEmbedding",
     "densify",
     "describe",
+    "follow_patterns",
     "load_safetensors",
     "save_safetensors",
     "sparsify",

@@ -14,8 +14,9 @@ from dynsparse.nn.conv1d import SparseConv1D
 from dynsparse.nn.describe import describe
 from dynsparse.nn.embedding import SparseEmbedding
 from dynsparse.nn.fast_path import allow_fast_paths, forbid_fast_paths
-from dynsparse.nn.linear import SparseLinear, largest_blocks
+from dynsparse.nn.linear import SparseLinear
 from dynsparse.nn.sites import Site, find_sites, first_matches, select, tied
+from dynsparse.nn.start import largest_blocks
 from dynsparse.pattern import SparsePattern
 
 __all__ = ["densify", "sparsify"]

@@ -1,0 +1,81 @@
+"""Averages of models whose patterns change equal masked averages of masked dense models."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+
+import dynsparse as ds
+from dynsparse.nn import SparseLinear, follow_patterns
+
+DECAY = 0.8
+
+
+def model(block_size=1):
+    torch.manual_seed(3)
+    return nn.Sequential(
+        SparseLinear(12, 16, 0.4, block_size), nn.ReLU(), SparseLinear(16, 8, 0.5, block_size)
+    ).double()
+
+
+@pytest.mark.parametrize("method", [ds.RigL, ds.SET, ds.GMP])
+@pytest.mark.parametrize("block_size", [1, 4])
+@pytest.mark.parametrize("own", [False, True])
+def test_an_average_is_that_of_the_masked_dense_model(own, block_size, method):
+    net = model(block_size)
+    if own:
+        averaged = copy.deepcopy(net)
+        follow_patterns(averaged, net)
+    else:
+        averaged = AveragedModel(net, multi_avg_fn=get_ema_multi_avg_fn(DECAY), use_buffers=True)
+        averaged.update_parameters(net)  # the first call copies
+    layers = {0: net[0], 2: net[2]}
+    dense = {i: layer.to_dense().detach().clone() for i, layer in layers.items()}
+    options = {"final_density": 0.2} if method is ds.GMP else {}
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.05)
+    trainer = method(net, optimizer, total_steps=24, update_interval=2, **options)
+    changed = 0
+    for _ in range(20):
+        net(torch.randn(9, 12).double()).square().mean().backward()
+        changed += trainer.step() is not None
+        optimizer.zero_grad()
+        if own:
+            with torch.no_grad():
+                for mine, theirs in zip(averaged.parameters(), net.parameters(), strict=True):
+                    mine.lerp_(theirs, 1 - DECAY)
+        else:
+            averaged.update_parameters(net)
+        module = averaged if own else averaged.module
+        for i, layer in layers.items():
+            weight = layer.to_dense().detach()
+            dense[i] = (DECAY * dense[i] * layer.pattern.to_mask()) + (1 - DECAY) * weight
+            assert module[i].pattern == layer.pattern
+            torch.testing.assert_close(module[i].to_dense().detach(), dense[i])
+    assert changed >= 3
+
+
+def test_other_copies_keep_their_pattern():
+    net = model()
+    snapshot, before = copy.deepcopy(net), net[0].pattern
+    averaged = AveragedModel(net)
+    other = ds.SparsePattern.random(before.shape, nnz=before.nnz)
+    net[0].set_pattern(other)
+    assert snapshot[0].pattern == before
+    assert averaged.module[0].pattern == other
+    again = copy.deepcopy(averaged)
+    net[0].set_pattern(before)
+    assert again.module[0].pattern == other
+    del averaged
+    net[0].set_pattern(other)
+
+
+def test_models_that_differ_are_refused():
+    net = model()
+    with pytest.raises(ValueError, match="is only in one"):
+        follow_patterns(net[:2], net)
+    other = copy.deepcopy(net)
+    other[0].set_pattern(ds.SparsePattern.random((16, 12), nnz=net[0].pattern.nnz))
+    with pytest.raises(ValueError, match="'0' must begin with the same pattern"):
+        follow_patterns(other, net)
