@@ -22,6 +22,7 @@ import re
 import shutil
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 
@@ -75,12 +76,19 @@ def drive(driver: Path, *arguments: str, limit: float = 120, **environment: str)
 
 
 def missing_for_threads() -> str | None:
+    """What the thread sanitizer needs and this machine has not."""
     if shutil.which("clang++") is None:
         return "clang++"
-    found = subprocess.run(
-        ["clang++", "-print-file-name=libarcher.so"], capture_output=True, text=True, check=False
-    ).stdout.strip()
-    return None if Path(found).is_absolute() else "Clang's OpenMP runtime with libarcher.so"
+    with tempfile.TemporaryDirectory() as folder:
+        program = Path(folder) / "program"
+        source = program.with_suffix(".cpp")
+        source.write_text("#include <omp.h>\nint main() {\n#pragma omp parallel\n  {}\n}\n")
+        flags = ["-fopenmp", "-fsanitize=thread", str(source), "-o", str(program)]
+        done = subprocess.run(["clang++", *flags], capture_output=True, check=False)
+        if done.returncode:
+            return "OpenMP or thread sanitizer for clang++"
+        _, output = drive(program, ARCHER_OPTIONS="verbose=1")
+    return None if "Archer detected" in output else "Archer (libarcher.so)"
 
 
 def units(isa: str) -> list[str]:

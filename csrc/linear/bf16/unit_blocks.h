@@ -183,8 +183,8 @@ struct Gradient {
       if (sample >= count) return _mm256_setzero_si256();
       const bf16* at = from.data.b16 + from.at(first + sample, f);
       if (from.feature_stride == 1) return _mm256_loadu_si256(reinterpret_cast<const __m256i*>(at));
-      alignas(32) bf16 gathered[SIDE];
-      for (int i = 0; i < SIDE; i++) gathered[i] = at[i * from.feature_stride];
+      alignas(32) uint16_t gathered[SIDE];
+      for (int i = 0; i < SIDE; i++) gathered[i] = at[i * from.feature_stride].bits;
       return _mm256_load_si256(reinterpret_cast<const __m256i*>(gathered));
     };
     for (i64 g = 0; g < groups; g++)
