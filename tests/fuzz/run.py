@@ -24,7 +24,7 @@ sys.path.insert(0, str(HERE))
 from targets import NAMES  # noqa: E402
 
 _BUILD = HERE.parents[1] / "build" / "fuzz"
-_LONGEST = 4096
+_LONGEST = 20_000
 _MEMORY = 3 << 30  # beside what torch maps
 _INSTRUMENTED = ["dynsparse", "yaml"]
 os.environ.setdefault("DYNSPARSE_READ_LIMIT", str(1 << 20))

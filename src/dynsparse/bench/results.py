@@ -31,6 +31,10 @@ from typing import Any
 
 from dynsparse.bench.host import describe_host
 from dynsparse.bench.law import POPSPARSE, Point, break_even, fit
+from dynsparse.files.json_text import parse_json
+from dynsparse.files.limits import LimitError
+from dynsparse.files.shorten import shortened
+from dynsparse.files.whole import write_text_whole
 
 __all__ = ["Results", "empty_results", "load_results", "points", "save_results", "summarise"]
 
@@ -59,8 +63,8 @@ def empty_results(spec: str) -> Results:
 
 
 def save_results(results: Results, file: Path) -> None:
-    """Write the JSON file, figures rounded to what means something."""
-    file.write_text(json.dumps(_rounded(results), indent=1, allow_nan=False) + "\n")
+    """Write the JSON file, whole or not at all; figures are rounded to what means something."""
+    write_text_whole(file, json.dumps(_rounded(results), indent=1, allow_nan=False) + "\n")
 
 
 def load_results(file: Path) -> Results:
@@ -71,14 +75,17 @@ def load_results(file: Path) -> Results:
         OSError: the file cannot be read.
     """
     try:
-        data = json.loads(file.read_text(encoding="utf-8"))
+        data = parse_json(file.read_bytes())
+    except LimitError as error:
+        raise ValueError(f"{file}: {error}") from None
     except ValueError:
         raise ValueError(f"{file}: expected JSON written by dynsparse bench, got none") from None
     if not isinstance(data, dict) or data.get("format") != _FORMAT:
         raise ValueError(f"{file}: expected JSON written by dynsparse bench, got another")
     if data.get("version") != _VERSION:
         raise ValueError(
-            f"{file}: expected version {_VERSION}, got {data.get('version')!r}: measure anew"
+            f"{file}: expected version {_VERSION}, got {shortened(data.get('version'))}: measure "
+            "anew"
         )
     missing = [key for key in _NEEDED if not isinstance(data.get(key), (dict, str))]
     if missing:

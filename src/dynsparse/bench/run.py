@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import datetime
 import gc
-import json
 import subprocess
 import sys
 import tempfile
@@ -22,6 +21,7 @@ from dynsparse.bench.options import MEASURES, Benchmark
 from dynsparse.bench.timing import Work, measure
 from dynsparse.bench.training import train_side_by_side
 from dynsparse.bench.updates import update_parts
+from dynsparse.files.json_text import parse_json
 from dynsparse.nn import SparseLinear
 
 __all__ = ["run_benchmark"]
@@ -138,7 +138,13 @@ def _run_command(benchmark: Benchmark, folder: Path, tell: Tell) -> dict[str, An
             tell(f"  {line}")
         if not file.exists():
             return {"command": list(benchmark.command), "output": done.stdout}
-        return {"command": list(benchmark.command), "figures": json.loads(file.read_text())}
+        try:
+            figures = parse_json(file.read_bytes())
+        except ValueError as error:
+            raise ValueError(
+                f"benchmark {benchmark.name!r}, command: expected JSON in its file: {error}"
+            ) from None
+        return {"command": list(benchmark.command), "figures": figures}
 
 
 def _threads(count: int) -> str:

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from dynsparse.cli.values import integer
+from dynsparse.files.shorten import shortened
+from dynsparse.files.whole import write_text_whole
 
 if TYPE_CHECKING:
     from dynsparse.bench.options import Benchmark, Spec
@@ -86,12 +90,14 @@ def bench(
         from dynsparse.report.figure import need_matplotlib
 
         need_matplotlib()
+    source: Path | None = None
     if from_json is not None:
         if spec is not None or benchmark or threads is not None:
             raise ValueError("--from measures nothing: leave out --spec, --benchmark and --threads")
         from dynsparse.bench.results import load_results
 
         results = load_results(from_json)
+        source = from_json
     else:
         from dynsparse.bench.spec import find_spec, read_spec
 
@@ -102,7 +108,22 @@ def bench(
             return
         chosen = found.select(benchmark or [b.name for b in found.benchmarks.values()])
         results = _measure(found, chosen, file.resolve().parent, threads, json, merge)
-    _write(results, picture, markdown, page or [])
+    with _figures_of(source):
+        _write(results, picture, markdown, page or [])
+
+
+@contextmanager
+def _figures_of(file: Path | None) -> Iterator[None]:
+    """Figures that were read from `file` may lack anything; one line says so."""
+    try:
+        yield
+    except (ArithmeticError, AttributeError, IndexError, KeyError, TypeError) as error:
+        if file is None:
+            raise
+        raise ValueError(
+            f"{file}: expected the figures that dynsparse bench writes, got others "
+            f"({type(error).__name__}: {shortened(str(error))}): measure anew"
+        ) from None
 
 
 def _measure(
@@ -118,8 +139,10 @@ def _measure(
     from dynsparse.report.bench.tables import machine_line
 
     results = empty_results(spec.file)
+    source: Path | None = None
     if merge and json is not None and json.exists():
         before = load_results(json)
+        source = json
         if before["machine"] != results["machine"]:
             raise ValueError(
                 f"--merge: {json} was measured on another machine or with other versions: "
@@ -135,7 +158,8 @@ def _measure(
             benchmark, folder, threads=threads, tell=_tell
         )
         # Written after each: an interrupted run keeps what it has measured.
-        summarise(results)
+        with _figures_of(source):
+            summarise(results)
         if json is not None:
             save_results(results, json)
     return results
@@ -151,7 +175,7 @@ def _write(
     if markdown is not None:
         from dynsparse.report.bench.tables import whole_report
 
-        markdown.write_text(whole_report(results))
+        write_text_whole(markdown, whole_report(results))
     for page in pages:
         from dynsparse.report.bench.page import fill_page
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from typing import Any
 
 import typer
+
+from dynsparse.files.json_text import parse_json
+from dynsparse.files.shorten import shortened
 
 __all__ = ["arguments", "integer", "json_object", "number"]
 
@@ -26,12 +28,12 @@ def number(text: str) -> float:
 
 def json_object(flag: str, text: str) -> dict[str, Any]:
     try:
-        value = json.loads(text)
-    except json.JSONDecodeError:
+        value = parse_json(text)
+    except ValueError:
         value = None
     if not isinstance(value, dict):
         raise ValueError(
-            f'--{flag}: expected a JSON object such as {{"period": 0.5}}, got {text!r}'
+            f'--{flag}: expected a JSON object such as {{"period": 0.5}}, got {shortened(text)}'
         )
     return value
 
@@ -42,9 +44,11 @@ def arguments(flag: str, pairs: list[str], example: str) -> dict[str, Any]:
     for pair in pairs:
         name, equals, text = pair.partition("=")
         try:
-            found[name] = json.loads(text)
-        except json.JSONDecodeError:
+            found[name] = parse_json(text)
+        except ValueError:
             equals = ""
         if not equals or not name:
-            raise ValueError(f"--{flag}: expected name=json such as {example}, got {pair!r}")
+            raise ValueError(
+                f"--{flag}: expected name=json such as {example}, got {shortened(pair)}"
+            )
     return found

@@ -6,4 +6,6 @@ the rest becomes a file: as it is, or within what would stop a blind fuzzer at o
 archive, a length that must be right).
 """
 
-NAMES = ("bpe", "idx", "json", "specs", "text", "tokens")
+NAMES = (
+    "bpe", "checkpoints", "idx", "json", "options", "records", "specs", "text", "tokens", "weights",
+)  # fmt: skip

@@ -6,12 +6,12 @@ python -m dynsparse.apps.lm.curves rigl.json static.json dense.json --output cur
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from dynsparse.files.json_text import parse_json
 from dynsparse.report.figure import figure, need_matplotlib
 
 __all__ = ["draw_losses", "main", "read_figures"]
@@ -28,7 +28,7 @@ def read_figures(file: Path) -> dict[str, Any]:
         OSError: a file that cannot be read.
     """
     try:
-        figures = json.loads(file.read_text())
+        figures = parse_json(file.read_bytes())
         numbers = [entry[key] for entry in figures["history"] for key in _CURVES]
         numbers += [figures[key] for key in ("loss", "accuracy", "valid_loss", "steps")]
         if not figures["history"] or not all(isinstance(n, (int, float)) for n in numbers):

@@ -10,6 +10,7 @@ import re
 from pathlib import Path
 from typing import Any
 
+from dynsparse.files.whole import write_text_whole
 from dynsparse.report.bench.tables import VIEWS
 
 __all__ = ["fill_page"]
@@ -45,4 +46,4 @@ def fill_page(page: Path, results: dict[str, Any]) -> None:
             f"{page}: expected tables between <!-- bench: VIEW NAME --> and <!-- /bench --> of "
             f"benchmarks that were measured ({', '.join(results['benchmarks'])}), got none"
         )
-    page.write_text(text, encoding="utf-8")
+    write_text_whole(page, text)

@@ -1,0 +1,55 @@
+"""JSON that people give to commands: options of plans, arguments of optimizers, stored figures."""
+
+from __future__ import annotations
+
+import json
+
+from dynsparse.apps.lm.curves import read_figures
+from dynsparse.bench.results import load_results
+from dynsparse.cli.values import arguments, json_object
+from targets.common import folder, refused_as
+
+_WAYS = 4
+_SPREAD = {"median": 1.0, "low": 0.9, "high": 1.1}
+_CELL = {
+    "layer": "784x300", "features": [784, 300], "batch": 128, "density": 0.1, "block": 1,
+    "threads": 1, "dtype": "float32", "kernel": "sparse", "times": {"dynsparse": _SPREAD},
+    "ratios": {"masked": _SPREAD}, "rounds": 5, "foreign": 0.0, "disturbed": False,
+}  # fmt: skip
+_RESULTS = {
+    "format": "dynsparse-bench", "version": 1, "machine": {"cpu": "x"}, "spec": "benchmarks.yml",
+    "benchmarks": {
+        "a": {
+            "about": "x", "measure": "step", "reference": "dynsparse", "measured": "2026-01-01",
+            "cells": [_CELL], "refused": [{"cell": "x", "why": "y"}],
+        }
+    },
+    "popsparse_law": {"c": 1.0, "a": 1.0, "b": 1.0, "e": 1.0}, "laws": {}, "break_even": {},
+}  # fmt: skip
+_FIGURES = {
+    "history": [{"step": 1, "loss": 1.0, "valid_loss": 1.0}], "loss": 1.0, "accuracy": 0.1,
+    "valid_loss": 1.0, "steps": 1, "method": "rigl", "data": "x", "vocabulary": "char",
+    "parameters": {"held": 10},
+}  # fmt: skip
+
+SEEDS = [
+    b'\0{"period": 0.5, "x": [1, 2]}',
+    b"\1betas=[0.9, 0.95]",
+    b"\2" + json.dumps(_RESULTS).encode(),
+    b"\3" + json.dumps(_FIGURES).encode(),
+]
+
+
+def run(data: bytes) -> None:
+    way, content = data[0] % _WAYS if data else 0, data[1:]
+    file = folder() / "figures.json"
+    file.write_bytes(content)
+    with refused_as(ValueError):
+        if way == 0:
+            assert isinstance(json_object("options", content.decode()), dict)
+        elif way == 1:
+            arguments("optimizer-arg", [content.decode()], "betas=[0.9, 0.95]")
+        elif way == 2:
+            load_results(file)
+        else:
+            read_figures(file)
