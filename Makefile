@@ -5,18 +5,20 @@
 #
 #   PYTHON=python3.12 make test      another interpreter, when .venv is made
 #   make test PYTEST="-k pattern"    other arguments for pytest
+#   make fuzz FUZZ_SECONDS=60      another time for each reader, FUZZ=records for one of them
 #   DYNSPARSE_NATIVE=0 make test     without the compiled kernels
 
 MAKEFLAGS += --no-print-directory
 PYTHON ?= python3
 PYTEST ?= -n 2
+FUZZ_SECONDS ?= 360
 VENV := .venv
 BIN := $(VENV)/bin
 # An editable install remembers every file of the day it was made; a path sees those of today.
 PLAIN_PATH = @echo "$(CURDIR)/src" >"$$($(BIN)/python -c \
 	'import sysconfig; print(sysconfig.get_path("purelib"))')/_editable_skbc_dynsparse.pth"
 
-.PHONY: help demo test lint native sanitize bench clean
+.PHONY: help demo test lint native sanitize bench fuzz clean
 
 help:
 	@echo "make demo    train a sparse network on digits, write pictures to demo-output/"
@@ -24,6 +26,7 @@ help:
 	@echo "make native  build the compiled kernels in place"
 	@echo "make sanitize  drive the kernels under sanitizers (ten minutes; SANITIZE_SECONDS=3600 for longer)"
 	@echo "make bench   time a training step beside the alternatives (two minutes)"
+	@echo "make fuzz    mutate files for every reader, an hour in all (FUZZ_SECONDS for each)"
 	@echo "make clean   remove what was built and made (not .venv)"
 
 demo: $(VENV)/.installed-apps native
@@ -54,6 +57,11 @@ sanitize: $(VENV)/.installed-apps native
 
 bench: $(VENV)/.installed-apps native
 	$(BIN)/dynsparse bench --benchmark quick
+
+fuzz: $(VENV)/.installed-dev native
+	$(BIN)/python -m pip install -q -c constraints.txt atheris || \
+		echo "atheris is not to be had for this Python: seeded mutation takes its place"
+	$(BIN)/python tests/fuzz/run.py $(FUZZ) --seconds $(FUZZ_SECONDS)
 
 clean:
 	rm -rf build dist demo-output src/dynsparse/_native .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -1,0 +1,88 @@
+"""What SECURITY.md promises about the source: nothing that runs the code of a file is used."""
+
+import ast
+import re
+from pathlib import Path
+
+import pytest
+
+from dynsparse.files.limits import VARIABLE
+
+ROOT = Path(__file__).resolve().parent.parent
+FILES = sorted((ROOT / "src").rglob("*.py"))
+# Modules that make objects, or run what they read, by name.
+MODULES = {"pickle", "cPickle", "_pickle", "dill", "cloudpickle", "joblib", "shelve", "marshal"}
+CALLS = {"eval", "exec", "compile", "__import__", "literal_eval"}
+
+
+def name_of(node: ast.expr) -> str:
+    if isinstance(node, ast.Attribute):
+        return f"{name_of(node.value)}.{node.attr}"
+    return node.id if isinstance(node, ast.Name) else ""
+
+
+def wrong_in(tree: ast.AST) -> list[str]:
+    found = []
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            found += [one.name for one in node.names if one.name.partition(".")[0] in MODULES]
+        elif isinstance(node, ast.ImportFrom) and (node.module or "").partition(".")[0] in MODULES:
+            found.append(str(node.module))
+        elif isinstance(node, ast.Call):
+            name, given = name_of(node.func), {key.arg: key.value for key in node.keywords}
+            last = name.rpartition(".")[2]
+            true = {key for key, value in given.items() if getattr(value, "value", None) is True}
+            if name in CALLS or (last == "literal_eval"):
+                found.append(name)
+            elif name.endswith("torch.load") and "weights_only" not in true:
+                found.append(f"{name} without weights_only=True")
+            elif name in ("np.load", "numpy.load") and (
+                "allow_pickle" in true or "allow_pickle" not in given
+            ):
+                found.append(f"{name} without allow_pickle=False")
+            elif re.fullmatch(r"yaml\.(\w*load\w*|Loader|UnsafeLoader|FullLoader)", name):
+                found.append(name)
+            elif name in ("os.system", "os.popen") or "shell" in true:
+                found.append(f"{name} through a shell")
+            elif last in ("extract", "extractall", "unpack_archive"):
+                found.append(f"{name} of an archive")
+    return found
+
+
+@pytest.mark.parametrize("file", FILES, ids=lambda file: file.relative_to(ROOT).as_posix())
+def test_nothing_that_runs_what_it_reads(file):
+    assert wrong_in(ast.parse(file.read_text())) == []
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "import pickle", "from pickle import loads", "import torch; torch.load(f)",
+        "torch.load(f, weights_only=False)", "yaml.load(f, yaml.SafeLoader)", "yaml.unsafe_load(f)",
+        "eval(text)", "exec(text)", "ast.literal_eval(text)", "np.load(f)",
+        "np.load(f, allow_pickle=True)", "os.system(x)", "subprocess.run(x, shell=True)",
+        "archive.extractall()",
+    ],
+)  # fmt: skip
+def test_the_test_would_see_it(line):
+    assert wrong_in(ast.parse(line))
+
+
+def test_what_is_right_is_let_through():
+    code = "torch.load(f, weights_only=True); np.load(f, allow_pickle=False); re.compile(x)"
+    assert wrong_in(ast.parse(code)) == []
+
+
+def test_the_page_names_the_limits_that_hold():
+    from dynsparse.bench import spec, yaml_file
+    from dynsparse.files import json_text, limits, torch_archive
+
+    page = (ROOT / "SECURITY.md").read_text()
+    assert VARIABLE in page
+    assert f"{limits._TIMES} times its size unpacked, or {limits._LEAST >> 20} MiB" in page
+    assert f"{yaml_file._MOST_VALUES:,} values" in page
+    assert f"{yaml_file._MOST_DEPTH} levels, {spec._MOST_CELLS:,} cells" in page
+    assert f"{limits._LEAST // json_text._MEMORY >> 20} MiB, nested {json_text.MOST_DEPTH}" in page
+    assert f"nested {torch_archive._MOST_DEPTH} deep" in page
+    assert f"{limits._LEAST // 8:,} inputs and outputs" in page
+    assert yaml_file._MOST_BYTES == 1 << 20
