@@ -9,6 +9,7 @@ import torch
 
 from dynsparse.cli.app import run
 from dynsparse.pattern import SparsePattern
+from dynsparse.training.checkpoint import save_checkpoint
 from dynsparse.training.records import Recorder
 
 DEEP = b"[" * 100_000
@@ -112,7 +113,40 @@ def test_pictures(tmp_path, refused):
 def test_json_in_flags(refused):
     refused("expected name=json", "mnist", "--optimizer-arg", "x=" + DEEP.decode())
 
+    refused("expected a JSON object", "matmul", "--rows", 8, "--cols", 8, "--batch", 2,
+            "--density", 0.5, "--options", DEEP.decode())  # fmt: skip
 
-def test_checkpoints(tmp_path, refused):
-    torch.save(torch.zeros(3), tmp_path / "a.ckpt")
-    refused("is not a dynsparse checkpoint", "mnist", "--restore", tmp_path / "a.ckpt")
+
+@pytest.mark.parametrize(
+    "extra",
+    [
+        {"app": "mnist", "seed": 1},
+        {"app": "mnist", "seed": 1, "options": [1]},
+        {"app": "mnist", "options": {}},
+        {"app": [1]},
+        {},
+    ],
+)
+def test_checkpoints(tmp_path, refused, extra):
+    file = tmp_path / "a.ckpt"
+    torch.save(torch.zeros(3), file)
+    refused("is not a dynsparse checkpoint", "mnist", "--restore", file)
+    layer = torch.nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(layer.parameters(), lr=0.1)
+    save_checkpoint(file, model=layer, optimizer=optimizer, extra=extra)
+    for command in ("mnist", "lm", "mnist-transformer"):
+        refused("a.ckpt", command, "--restore", file)
+
+
+def test_figures_are_written_whole(tmp_path, monkeypatch):
+    """A kill while they are written leaves the figures of before."""
+    (tmp_path / "f.json").write_text("before")
+
+    def fail(*_):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("os.fsync", fail)
+    arguments = ["mnist", "--epochs", "1", "--densities", "0.1", "--threads", "1", "--json"]
+    assert run([*arguments, str(tmp_path / "f.json")]) == 2
+    assert (tmp_path / "f.json").read_text() == "before"
+    assert [file.name for file in tmp_path.iterdir()] == ["f.json"]

@@ -16,6 +16,7 @@ from typing import Any, TypeVar
 from dynsparse.apps.common.option import Defines, flag
 from dynsparse.apps.common.options import TrainingOptions
 from dynsparse.apps.common.training import Training
+from dynsparse.files.shorten import shortened
 from dynsparse.training.checkpoint import load_checkpoint, read_extra, save_checkpoint
 
 __all__ = ["Checkpoint", "adopt", "find_checkpoint", "restore", "save"]
@@ -119,7 +120,7 @@ def adopt(options: _Options, checkpoint: Checkpoint, given: Collection[str] = ()
             changes[name] = saved[name]
         elif name in binding and value != saved[name]:
             raise ValueError(
-                f"--{flag(name)}: {checkpoint.path} was trained with {saved[name]!r}, got "
+                f"--{flag(name)}: {checkpoint.path} was trained with {shortened(saved[name])}, got "
                 f"{value!r}: leave --{flag(name)} out, or start anew without --restore"
             )
     return dataclasses.replace(options, **changes)

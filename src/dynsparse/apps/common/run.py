@@ -14,6 +14,7 @@ from dynsparse.apps.common.options import TrainingOptions
 from dynsparse.apps.common.outputs import check_writable
 from dynsparse.apps.common.resume import Checkpoint, adopt, find_checkpoint
 from dynsparse.apps.common.training import Training
+from dynsparse.files.whole import write_text_whole
 
 __all__ = ["run_with"]
 
@@ -58,5 +59,5 @@ def run_with(
     finally:
         torch.set_num_threads(before)
     if options.json is not None:
-        options.json.write_text(json.dumps(figures, indent=2) + "\n")
+        write_text_whole(options.json, json.dumps(figures, indent=2) + "\n")
     return figures

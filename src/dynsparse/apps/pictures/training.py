@@ -83,7 +83,7 @@ class Training(common.Training):
 
     def check_drawn(self, path: Path, saved: dict[str, Any]) -> None:
         for name, value in self.drawn().items():
-            if not value.equal(saved[name]):
+            if not isinstance(saved[name], Tensor) or not value.equal(saved[name]):
                 raise ValueError(f"{path}: its {name} is not the one of its seed")
 
     def metadata(self) -> dict[str, Any]:

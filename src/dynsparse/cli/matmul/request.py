@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass, fields
 from functools import cached_property
 from pathlib import Path
@@ -11,6 +10,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from dynsparse.cli.values import integer, number
+from dynsparse.files.json_text import parse_json
+from dynsparse.files.shorten import shortened
 
 if TYPE_CHECKING:
     from dynsparse.machine.target import Target
@@ -215,11 +216,11 @@ class Request:
         """The object that an option holds as JSON."""
         text = getattr(self, flag)
         try:
-            value = json.loads(text)
-        except json.JSONDecodeError:
+            value = parse_json(text)
+        except ValueError:
             value = None
         if not isinstance(value, dict):
-            raise ValueError(f"{_dashed(flag)}: expected a JSON object, got {text!r}")
+            raise ValueError(f"{_dashed(flag)}: expected a JSON object, got {shortened(text)}")
         return value
 
     def draw(self, seed: int) -> Any:
