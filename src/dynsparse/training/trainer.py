@@ -17,10 +17,10 @@ from dynsparse.pattern import Rewiring, SparsePattern
 from dynsparse.training.budgets import Budget, Counts, LayerBudget, Survey
 from dynsparse.training.drop import DropScore, lowest, magnitude
 from dynsparse.training.grow import Growth
-from dynsparse.training.heap import give_back
 from dynsparse.training.history import History, LastStep
 from dynsparse.training.initial import GradientStep, learning_rate_of
 from dynsparse.training.layers import sparse_layers
+from dynsparse.training.memory import released_memory
 from dynsparse.training.optimizer_state import check_optimizer, rewire_state
 from dynsparse.training.schedule import Schedule
 
@@ -194,7 +194,6 @@ class SparseTrainer:
         trained = self._trained()
         for layer in trained.values():
             layer.forget_panels()
-            give_back(layer.values)
         # Where no backward pass came through there is nothing to rank by.
         reached = {
             name: layer
@@ -218,12 +217,16 @@ class SparseTrainer:
         # All layers are planned before one is changed: an error leaves the model as it was.
         plans = {}
         for name, counts in self.budget.counts(survey).items():
-            plan = self._plan(name, reached[name], counts)
-            if plan is not None:
-                plans[name] = plan
-            give_back(reached[name].values)
+            if counts.drop <= 0 and counts.grow <= 0:
+                continue
+            layer = reached[name]
+            with released_memory(layer.values):
+                drop, grow, fill = self._plan(name, layer, counts)
+            with released_memory(layer.values):
+                plans[name] = Rewiring.make(layer.pattern, drop, grow), fill
         for name, (rewiring, fill) in plans.items():
-            self._apply(name, reached[name], rewiring, fill)
+            with released_memory(reached[name].values):
+                self._apply(name, reached[name], rewiring, fill)
         self.history.end_update()
         return {name: rewiring for name, (rewiring, _) in plans.items()}
 
@@ -238,15 +241,15 @@ class SparseTrainer:
 
     def _plan(
         self, name: str, layer: SparseLinear, counts: Counts
-    ) -> tuple[Rewiring, float | Tensor | None] | None:
-        """The rewiring, and what grown blocks start with if that needs gradients."""
+    ) -> tuple[Tensor, Tensor, float | Tensor | None]:
+        """The slots that leave, the positions that join, and what these start with.
+
+        The start is None where it does not come from gradients.
+        """
         assert self.growth is not None
-        if counts.drop <= 0 and counts.grow <= 0:
-            return None
         pattern = layer.pattern
         pairs = self.history.pairs(name)
         drop = lowest(self._scores(name, layer), counts.drop)
-        give_back(layer.values)
         if self.regrow_dropped and counts.drop:
             stays = torch.ones(pattern.nnz, dtype=torch.bool)
             stays[drop] = False
@@ -265,8 +268,7 @@ class SparseTrainer:
             rate = learning_rate_of(self.optimizer, layer.values)
             fill = self.initial_value.values(self.history, name, grown, rate)
         pairs.clear()  # they may be large, and the new pattern needs room
-        give_back(layer.values)
-        return Rewiring.make(pattern, drop, grow), fill
+        return drop, grow, fill
 
     def _apply(
         self, name: str, layer: SparseLinear, rewiring: Rewiring, fill: float | Tensor | None
@@ -277,14 +279,12 @@ class SparseTrainer:
             fill = start(layer, rewiring) if callable(start) else start
         grad = layer.values.grad
         layer.rewire(rewiring, fill)
-        give_back(layer.values)
         rewire_state(self.optimizer, layer.values, rewiring)
         if grad is not None and rewiring.keeps_size:
             rewiring.apply_(grad)
         elif grad is not None:
             layer.values.grad = rewiring.apply(grad)
         self._rewired(name, rewiring)
-        give_back(layer.values)
 
     def state_dict(self) -> dict[str, Any]:
         """Counters, the generator, and what must agree on loading. Plain types and tensors.

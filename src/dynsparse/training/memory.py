@@ -1,10 +1,11 @@
-"""Memory that the C library holds back."""
+"""Memory that a pattern update frees, and others hold back."""
 
 from __future__ import annotations
 
 import ctypes
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import cache
 
 from torch import Tensor
@@ -12,7 +13,7 @@ from torch import Tensor
 from dynsparse import native
 from dynsparse.ops.linear.kernels import dense
 
-__all__ = ["give_back"]
+__all__ = ["released_memory"]
 
 
 # Values of so many bytes make an update whose arrays are worth handing back; below, fetching the
@@ -20,16 +21,27 @@ __all__ = ["give_back"]
 _WORTHWHILE = 4 << 20
 
 
-def give_back(values: Tensor) -> None:
-    """Hand memory freed while a layer with large `values` is updated back to the system.
+@contextmanager
+def released_memory(values: Tensor) -> Iterator[None]:
+    """What was freed before this part of an update and within it goes back to the system.
 
     glibc keeps freed blocks of up to 32 MiB for later, also between blocks in use, where the next
     array may not fit. Pattern updates allocate and free many arrays of that size, and the
     resident memory would creep up from one to the next. Elsewhere this does nothing. The kernels
     keep scratch memory of their own from call to call, which goes back too.
+
+    Args:
+        values: of the layer that is updated; with small ones nothing is worth the call.
     """
-    if values.nbytes < _WORTHWHILE:
-        return
+    large = values.nbytes >= _WORTHWHILE
+    if large:
+        _release()
+    yield
+    if large:
+        _release()
+
+
+def _release() -> None:
     library = native.load()
     if library is not None:
         library.dynsparse_release_scratch()
