@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from dynsparse.encoding import empty
+from dynsparse.ops.grow.free_positions import positions_between, positions_in_rows
 from dynsparse.ops.grow.select import select
-from dynsparse.ops.grow.taken import among, held_in
 from dynsparse.pattern import SparsePattern
 
 __all__ = ["Best"]
@@ -48,10 +48,10 @@ class Best:
         """
         # A score equal to the threshold loses against those before it: it comes later.
         offset = first * pattern.grid[1]
-        excluded = among(exclude, offset, offset + scores.numel())
+        excluded = positions_between(exclude, offset, offset + scores.numel())
         if self._library is None:
             flat = scores.view(-1).abs_()
-            flat[held_in(pattern, first, first + len(scores)).to(scores.device)] = -1.0
+            flat[positions_in_rows(pattern, first, first + len(scores)).to(scores.device)] = -1.0
             flat[excluded.to(scores.device)] = -1.0
             self._scan(flat, offset)
         else:

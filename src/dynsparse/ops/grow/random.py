@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from dynsparse.ops.grow.taken import check_count, check_exclude
+from dynsparse.ops.grow.free_positions import check_free_positions
 from dynsparse.pattern import SparsePattern, sample_without_replacement
 
 __all__ = ["random_outside"]
@@ -31,8 +31,7 @@ def random_outside(
     Raises:
         ValueError: more positions asked for than are free, or a bad `exclude`.
     """
-    exclude = check_exclude(exclude, pattern)
-    k = check_count(k, pattern, exclude)
+    k, exclude = check_free_positions(pattern, k, exclude)
     taken = torch.cat([pattern.flat, exclude]).sort().values if len(exclude) else pattern.flat
     ranks = sample_without_replacement(pattern.total - len(taken), k, generator)
     # taken[j] - j positions are free before taken[j], so the free position of rank r lies behind

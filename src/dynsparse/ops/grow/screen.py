@@ -14,7 +14,7 @@ from torch import Tensor
 
 from dynsparse import native
 from dynsparse.encoding import empty
-from dynsparse.ops.grow.taken import among
+from dynsparse.ops.grow.free_positions import positions_between
 from dynsparse.ops.linear.kernels import sparse
 from dynsparse.pattern import SparsePattern
 
@@ -89,7 +89,7 @@ def candidates(
         last = min(first + rows, height)
         grad = gradient[: last - first]
         torch.mm(low_dy[:, first:last].t(), low_x, out=grad)
-        excluded = among(exclude, first * width, last * width)
+        excluded = positions_between(exclude, first * width, last * width)
         if len(excluded):
             grad.view(-1)[excluded] = float("nan")
         found = library.dynsparse_grow_screen(

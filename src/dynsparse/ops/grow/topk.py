@@ -16,8 +16,8 @@ from dynsparse import native
 from dynsparse.encoding import empty
 from dynsparse.ops.grow import screen
 from dynsparse.ops.grow.best import Best
+from dynsparse.ops.grow.free_positions import check_free_positions
 from dynsparse.ops.grow.select import select
-from dynsparse.ops.grow.taken import check_count, check_exclude
 from dynsparse.ops.grow.threshold import guess_threshold
 from dynsparse.pattern import SparsePattern
 
@@ -79,8 +79,7 @@ def topk_outside(
     Graphcore's dynamic sparsity application: magnitudes first, then the reduction.
     """
     pooling = check_pooling(pooling)
-    exclude = check_exclude(exclude, pattern)
-    k = check_count(k, pattern, exclude)
+    k, exclude = check_free_positions(pattern, k, exclude)
     dtype = _check_pairs(pairs, pattern) if k else torch.float32
     if k == 0:
         return GrowCandidates(torch.zeros(0, dtype=torch.int64), torch.zeros(0, dtype=dtype))

@@ -8,13 +8,20 @@ from torch import Tensor
 from dynsparse.checks import check_integer
 from dynsparse.pattern import SparsePattern
 
-__all__ = ["among", "check_count", "check_exclude", "held_in"]
+__all__ = ["check_free_positions", "positions_between", "positions_in_rows"]
 
 
-def check_exclude(exclude: Tensor | None, pattern: SparsePattern) -> Tensor:
-    """The positions of `exclude` that the pattern does not hold anyway: sorted, distinct, int64."""
-    if exclude is None:
-        return torch.zeros(0, dtype=torch.int64)
+def check_free_positions(
+    pattern: SparsePattern, k: int, exclude: Tensor | None
+) -> tuple[int, Tensor]:
+    """`k` as an int, and the positions of `exclude` that the pattern does not hold anyway.
+
+    Raises:
+        TypeError: `k` is no integer, or `exclude` is not int64 [any].
+        ValueError: positions that are out of range or not sorted and distinct; fewer than `k` free
+            ones are left.
+    """
+    exclude = torch.zeros(0, dtype=torch.int64) if exclude is None else exclude
     if exclude.dtype != torch.int64 or exclude.dim() != 1:
         raise TypeError(
             f"exclude must be flat block positions, int64 [any], got {exclude.dtype} "
@@ -25,26 +32,7 @@ def check_exclude(exclude: Tensor | None, pattern: SparsePattern) -> Tensor:
         raise ValueError(f"exclude must hold positions in [0, {pattern.total})")
     if not bool((exclude[1:] > exclude[:-1]).all()):
         raise ValueError("exclude must be sorted and without duplicates: sort it, or use unique()")
-    return exclude[~pattern.contains(exclude)]
-
-
-def held_in(pattern: SparsePattern, first: int, last: int) -> Tensor:
-    """What the pattern holds in the block rows [first, last): flat positions from there, int64."""
-    low, high = int(pattern.row_ptr[first]), int(pattern.row_ptr[last])
-    held = pattern.rows[low:high].long() - first
-    return held.mul_(pattern.grid[1]).add_(pattern.cols[low:high])
-
-
-def among(flat: Tensor, begin: int, end: int) -> Tensor:
-    """The positions of `flat` (sorted) that lie in [begin, end), counted from `begin`."""
-    if not len(flat):
-        return flat
-    low, high = torch.searchsorted(flat, torch.tensor([begin, end])).tolist()
-    return flat[low:high] - begin
-
-
-def check_count(k: int, pattern: SparsePattern, exclude: Tensor) -> int:
-    """`k` as an integer that the free positions can satisfy."""
+    exclude = exclude[~pattern.contains(exclude)]
     count = check_integer("k", k)
     if count < 0:
         raise ValueError(f"k must not be negative, got {count}")
@@ -54,4 +42,19 @@ def check_count(k: int, pattern: SparsePattern, exclude: Tensor) -> int:
             f"cannot grow {count} positions: only {free} of {pattern.total} are free in {pattern}; "
             "ask for fewer"
         )
-    return count
+    return count, exclude
+
+
+def positions_in_rows(pattern: SparsePattern, first: int, last: int) -> Tensor:
+    """What the pattern holds in the block rows [first, last): flat positions from there, int64."""
+    low, high = int(pattern.row_ptr[first]), int(pattern.row_ptr[last])
+    held = pattern.rows[low:high].long() - first
+    return held.mul_(pattern.grid[1]).add_(pattern.cols[low:high])
+
+
+def positions_between(flat: Tensor, begin: int, end: int) -> Tensor:
+    """The positions of `flat` (sorted) that lie in [begin, end), counted from `begin`."""
+    if not len(flat):
+        return flat
+    low, high = torch.searchsorted(flat, torch.tensor([begin, end])).tolist()
+    return flat[low:high] - begin
