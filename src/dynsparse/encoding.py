@@ -130,33 +130,22 @@ def _merge(
     rows: Tensor, cols: Tensor, height: int, width: int, drop: Tensor, grow: Tensor
 ) -> Merged:
     nnz, total = len(rows), height * width
-    if not bool((grow[1:] > grow[:-1]).all()):
-        grow = grow.sort().values
     if len(drop) and not (int(drop.min()) >= 0 and int(drop.max()) < nnz):
         raise ValueError(f"slots to drop must lie in [0, {nnz})")
-    if len(grow) and not (int(grow[0]) >= 0 and int(grow[-1]) < total):
+    if len(grow) and not (int(grow.min()) >= 0 and int(grow.max()) < total):
         raise ValueError(f"positions to grow must lie in [0, {total})")
     stays = torch.ones(nnz, dtype=torch.bool)
     stays[drop] = False
-    # The grown positions are merged into the kept ones, both sorted already. Large patterns
-    # are merged in place and each array is given up as early as can be.
-    kept = rows.long().mul_(width).add_(cols)[stays]
-    if len(kept) != nnz - len(drop):
+    old = stays.nonzero().flatten()
+    if len(old) != nnz - len(drop):
         raise ValueError("a slot to drop is named twice")
-    is_grown = torch.zeros(len(kept) + len(grow), dtype=torch.bool)
-    is_grown[torch.searchsorted(kept, grow) + torch.arange(len(grow))] = True
-    flat = torch.empty(len(is_grown), dtype=torch.int64)
-    flat.masked_scatter_(is_grown, grow)
-    is_kept = is_grown.logical_not_()
-    flat.masked_scatter_(is_kept, kept)
-    del kept
-    if len(flat) > 1 and not bool((flat[1:] > flat[:-1]).all()):
+    source = torch.cat([old.int(), torch.full((len(grow),), -1, dtype=torch.int32)])
+    kept = rows[old].long().mul_(width).add_(cols[old])
+    flat, order = torch.cat([kept, grow]).sort()
+    if not bool((flat[1:] > flat[:-1]).all()):
         raise ValueError("a position to grow is named twice or is already in the pattern")
     new_rows, new_cols = split_flat(flat, width)
-    del flat
-    source = torch.full((len(new_rows),), -1, dtype=torch.int32)
-    source.masked_scatter_(is_kept, stays.nonzero().flatten().int())
-    return Merged(row_pointers(new_rows, height), new_rows, new_cols, source)
+    return Merged(row_pointers(new_rows, height), new_rows, new_cols, source[order])
 
 
 def split_flat(flat: Tensor, width: int) -> tuple[Tensor, Tensor]:

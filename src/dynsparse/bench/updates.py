@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 
 import torch
 
@@ -12,7 +11,7 @@ from dynsparse.bench.contenders import build_layer
 from dynsparse.nn import SparseLinear
 from dynsparse.ops.grow import topk_outside
 from dynsparse.pattern import Rewiring, SparsePattern
-from dynsparse.training import RigL, Static
+from dynsparse.training import ConstantSchedule, RigL, SparseTrainer, Static
 from dynsparse.training.drop import lowest, magnitude
 
 __all__ = ["DROP_FRACTION", "update_parts"]
@@ -20,17 +19,6 @@ __all__ = ["DROP_FRACTION", "update_parts"]
 DROP_FRACTION = 0.3
 
 Work = Callable[[], object]
-
-
-@dataclass(frozen=True)
-class _EveryStep:
-    """A schedule whose every step ends in an update of the same share of the blocks."""
-
-    def is_due(self, step: int) -> bool:
-        return step > 0
-
-    def drop_count(self, step: int, nnz: int) -> int:
-        return int(DROP_FRACTION * nnz)
 
 
 def update_parts(cell: Cell) -> tuple[SparseLinear, dict[str, Work]]:
@@ -90,7 +78,10 @@ def update_parts(cell: Cell) -> tuple[SparseLinear, dict[str, Work]]:
 def _training_step(cell: Cell, updates: bool) -> Work:
     layer, x, dy = build_layer(cell)
     optimizer = torch.optim.Adam(layer.parameters())
-    trainer = RigL(layer, optimizer, schedule=_EveryStep()) if updates else Static(layer, optimizer)
+    trainer: SparseTrainer = Static(layer, optimizer)
+    if updates:
+        every_step = ConstantSchedule(2**62, 1, DROP_FRACTION)
+        trainer = RigL(layer, optimizer, schedule=every_step)
 
     def step() -> None:
         optimizer.zero_grad()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,14 +15,18 @@ from dynsparse.pattern import SparsePattern
 __all__ = ["GradientGrowth", "Growth", "NoGrowth", "RandomGrowth"]
 
 
-class Growth(Protocol):
-    """Chooses the positions to grow. The one piece in which RigL and SET differ."""
+class Growth:
+    """Chooses the positions to grow: the one piece in which RigL and SET differ.
 
-    needs_gradients: bool
-    """Whether `choose` looks at `pairs`; they are recorded only if so."""
+    Attributes:
+        needs_gradients: whether `choose` looks at `pairs`; they are recorded only if so.
+        options: what must agree when a training is resumed; plain types.
+    """
 
-    options: dict[str, Any]
-    """What must agree when a training is resumed; plain types."""
+    needs_gradients = False
+
+    def __init__(self) -> None:
+        self.options: dict[str, Any] = {}
 
     def choose(
         self, taken: SparsePattern, count: int, pairs: Sequence[tuple[Tensor, Tensor]]
@@ -32,16 +36,17 @@ class Growth(Protocol):
         `pairs` holds (x [batch, in], dY [batch, out]) whose dY^T X add up to the gradient: that of
         the step, or its momentum, as the trainer's history has it.
         """
-        ...
+        raise NotImplementedError
 
     def state_dict(self) -> dict[str, Any]:
         """What changes from one choice to the next; tensors and plain types."""
-        ...
+        return {}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None: ...
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue where `state` was taken."""
 
 
-class GradientGrowth:
+class GradientGrowth(Growth):
     """The positions of the largest gradient magnitude, pooled per block.
 
     Source: Evci et al. 2020, "Rigging the Lottery: Making All Tickets Winners", section 3.
@@ -61,14 +66,8 @@ class GradientGrowth:
     ) -> Tensor:
         return topk_outside(pairs, taken, count, pooling=self.pooling, sort=False).flat
 
-    def state_dict(self) -> dict[str, Any]:
-        return {}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        pass  # it remembers nothing
-
-
-class RandomGrowth:
+class RandomGrowth(Growth):
     """Positions drawn uniformly among the free ones.
 
     Source: Mocanu et al. 2018, "Scalable training of artificial neural networks with adaptive
@@ -80,16 +79,14 @@ class RandomGrowth:
         generator: draws the positions in place of an own generator (CPU).
     """
 
-    needs_gradients = False
-
     def __init__(self, seed: int | None = None, generator: torch.Generator | None = None) -> None:
         if generator is None:
             seed = int(torch.randint(2**62, ())) if seed is None else seed
             generator = torch.Generator().manual_seed(seed)
         elif seed is not None:
             raise ValueError("give either seed or generator, not both")
+        super().__init__()
         self.generator = generator
-        self.options: dict[str, Any] = {}
 
     def choose(
         self, taken: SparsePattern, count: int, pairs: Sequence[tuple[Tensor, Tensor]]
@@ -103,13 +100,8 @@ class RandomGrowth:
         self.generator.set_state(state["generator"])
 
 
-class NoGrowth:
+class NoGrowth(Growth):
     """Nothing joins: for budgets that only prune."""
-
-    needs_gradients = False
-
-    def __init__(self) -> None:
-        self.options: dict[str, Any] = {}
 
     def choose(
         self, taken: SparsePattern, count: int, pairs: Sequence[tuple[Tensor, Tensor]]
@@ -117,9 +109,3 @@ class NoGrowth:
         if count:
             raise ValueError(f"the budget asks for {count} new blocks, but there is no growth")
         return torch.zeros(0, dtype=torch.int64)
-
-    def state_dict(self) -> dict[str, Any]:
-        return {}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        pass  # it remembers nothing

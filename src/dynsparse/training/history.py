@@ -8,7 +8,7 @@ and dY of these steps with weights.
 from __future__ import annotations
 
 from collections import deque
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,47 +20,51 @@ from dynsparse.training.gradients import Pair, gradient_at
 __all__ = ["DenseMomentum", "History", "LastStep", "WindowMomentum"]
 
 
-class History(Protocol):
-    """Keeps x and dY of the steps that count."""
+class History:
+    """Keeps x and dY of the steps that count. The base of all histories remembers nothing.
 
-    window: int | None
-    """How many steps, the one of the update included, are looked at; None is all of them."""
-
-    options: dict[str, Any]
-    """What must agree when a training is resumed; plain types."""
-
-    def observe(self, layer: str, pairs: list[Pair]) -> None:
-        """Take in (x [batch, in], dY [batch, out]) of one step, one pair per micro-batch."""
-        ...
-
-    def has(self, layer: str) -> bool:
-        """Whether any backward pass came through the layer in these steps."""
-        ...
-
-    def pairs(self, layer: str) -> list[Pair]:
-        """Pairs whose dY^T X add up to the gradient to look at; the caller may clear the list."""
-        ...
-
-    def at(self, layer: str, pattern: SparsePattern) -> Tensor:
-        """That gradient at the blocks of `pattern`: [nnz] or [nnz, b, b]."""
-        ...
-
-    def end_update(self) -> None:
-        """The update is done: forget what the next one must not see."""
-        ...
-
-    def state_dict(self) -> dict[str, Any]: ...
-
-    def load_state_dict(self, state: dict[str, Any]) -> None: ...
-
-
-class LastStep:
-    """The gradient of the step that ends in the update, as RigL takes it."""
+    Attributes:
+        window: how many steps, the one of the update included, are looked at; None is all of them.
+        options: what must agree when a training is resumed; plain types.
+    """
 
     window: int | None = 1
 
     def __init__(self) -> None:
         self.options: dict[str, Any] = {}
+
+    def observe(self, layer: str, pairs: list[Pair]) -> None:
+        """Take in (x [batch, in], dY [batch, out]) of one step, one pair per micro-batch."""
+        raise NotImplementedError
+
+    def has(self, layer: str) -> bool:
+        """Whether any backward pass came through the layer in these steps."""
+        raise NotImplementedError
+
+    def pairs(self, layer: str) -> list[Pair]:
+        """Pairs whose dY^T X add up to the gradient to look at; the caller may clear the list."""
+        raise NotImplementedError
+
+    def at(self, layer: str, pattern: SparsePattern) -> Tensor:
+        """That gradient at the blocks of `pattern`: [nnz] or [nnz, b, b]."""
+        return gradient_at(self.pairs(layer), pattern)
+
+    def end_update(self) -> None:
+        """The update is done: forget what the next one must not see. A momentum goes on."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """What the next update goes on from; tensors and plain types."""
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue where `state` was taken."""
+
+
+class LastStep(History):
+    """The gradient of the step that ends in the update, as RigL takes it."""
+
+    def __init__(self) -> None:
+        super().__init__()
         self._pairs: dict[str, list[Pair]] = {}
 
     def observe(self, layer: str, pairs: list[Pair]) -> None:
@@ -72,20 +76,14 @@ class LastStep:
     def pairs(self, layer: str) -> list[Pair]:
         return self._pairs.get(layer, [])
 
-    def at(self, layer: str, pattern: SparsePattern) -> Tensor:
-        return gradient_at(self.pairs(layer), pattern)
-
     def end_update(self) -> None:
         self._pairs = {}
-
-    def state_dict(self) -> dict[str, Any]:
-        return {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self._pairs = {}
 
 
-class WindowMomentum:
+class WindowMomentum(History):
     """sum over the last `window` steps of momentum^age times the gradient, exact, never dense.
 
     It holds x and dY of these steps: window * batch * (in + out) numbers per layer, only during
@@ -101,7 +99,7 @@ class WindowMomentum:
 
     def __init__(self, momentum: float = 0.9, window: int = 10) -> None:
         self.momentum = float(check_within("momentum", momentum, "[0, 1)"))
-        self.window: int | None = check_integer("window", window, 1)
+        self.window = check_integer("window", window, 1)
         self.options = {"momentum": self.momentum, "window": self.window}
         self._steps: dict[str, deque[list[Pair]]] = {}
 
@@ -119,12 +117,6 @@ class WindowMomentum:
             weighted += [(x, dy * self.momentum**age if age else dy) for x, dy in pairs]
         return weighted
 
-    def at(self, layer: str, pattern: SparsePattern) -> Tensor:
-        return gradient_at(self.pairs(layer), pattern)
-
-    def end_update(self) -> None:
-        pass  # the momentum goes on
-
     def state_dict(self) -> dict[str, Any]:
         return {"steps": {name: [list(p) for p in steps] for name, steps in self._steps.items()}}
 
@@ -135,7 +127,7 @@ class WindowMomentum:
         }
 
 
-class DenseMomentum:
+class DenseMomentum(History):
     """M <- momentum M + gradient over all steps, in one dense [out, in] matrix per layer.
 
     This is the momentum of the paper, and it has the paper's price: the memory of a dense gradient,
@@ -148,7 +140,7 @@ class DenseMomentum:
         ValueError: a momentum outside [0, 1).
     """
 
-    window: int | None = None
+    window = None
 
     def __init__(self, momentum: float = 0.9) -> None:
         self.momentum = float(check_within("momentum", momentum, "[0, 1)"))
@@ -178,9 +170,6 @@ class DenseMomentum:
 
     def at(self, layer: str, pattern: SparsePattern) -> Tensor:
         return pattern.values_of(self._momentum[layer])
-
-    def end_update(self) -> None:
-        pass  # the momentum goes on
 
     def state_dict(self) -> dict[str, Any]:
         return {"momentum": dict(self._momentum)}
