@@ -8,9 +8,10 @@ from __future__ import annotations
 import itertools
 import math
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeVar
 
 from dynsparse.bench.cells import DTYPES, Cell
 from dynsparse.bench.options import MEASURES, Benchmark, Spec, TrainingOptions
@@ -22,12 +23,23 @@ from dynsparse.files.shorten import shortened
 
 __all__ = ["find_spec", "read_spec"]
 
-_EFFORT = ("seconds", "rounds", "foreign", "repeats")
+# From the least to the most of a number, the least of an integer.
+Bounds = Mapping[str, tuple[float, float] | int]
+_EFFORT: Bounds = {"seconds": (0, 3600), "rounds": 1, "foreign": (0, 1), "repeats": 0}
 _GRID = ("layer", "batch", "density", "block", "threads", "dtype")
-_TRAINING = ("accuracy", "steps", "interval", "evaluate", "learning_rate", "seeds")
+_TRAINING: Bounds = {
+    "accuracy": (0.01, 1),
+    "steps": 1,
+    "interval": 1,
+    "evaluate": 1,
+    "learning_rate": (1e-6, 10),
+    "seeds": 1,
+}
 _MOST = (1 << 31) - 1
 _MOST_CELLS = 10_000
 _PACKAGE = Path(__file__).resolve().parent
+
+Options = TypeVar("Options", Effort, TrainingOptions)
 
 
 def find_spec() -> Path:
@@ -60,7 +72,7 @@ def read_spec(file: Path) -> Spec:
     top.allow("defaults", "benchmarks")
     defaults = _Entries(file.name, content.get("defaults") or {}, "defaults")
     defaults.allow(*_EFFORT)
-    effort = _effort(defaults, Effort())
+    effort = _options(defaults, Effort(), _EFFORT)
     listed = content.get("benchmarks")
     if not isinstance(listed, dict) or not listed:
         top.fail("benchmarks", "a mapping from names to benchmarks", listed)
@@ -152,7 +164,7 @@ def _benchmark(entries: _Entries, name: str, effort: Effort) -> Benchmark:
     training = None
     if measure == "training":
         keys.extend(_TRAINING)
-        training = _training(entries)
+        training = _options(entries, TrainingOptions(), _TRAINING)
     entries.allow(*keys)
     grids = entries.content.get("grid")
     cells: list[Cell] = []
@@ -165,30 +177,19 @@ def _benchmark(entries: _Entries, name: str, effort: Effort) -> Benchmark:
         measure=measure,
         contenders=contenders,
         cells=tuple(dict.fromkeys(cells)),
-        effort=_effort(entries, effort),
+        effort=_options(entries, effort, _EFFORT),
         training=training,
     )
 
 
-def _effort(entries: _Entries, default: Effort) -> Effort:
-    return Effort(
-        seconds=entries.number("seconds", default.seconds, 0, 3600),
-        rounds=entries.integer("rounds", default.rounds, 1),
-        foreign=entries.number("foreign", default.foreign, 0, 1),
-        repeats=entries.integer("repeats", default.repeats, 0),
-    )
-
-
-def _training(entries: _Entries) -> TrainingOptions:
-    default = TrainingOptions()
-    return TrainingOptions(
-        accuracy=entries.number("accuracy", default.accuracy, 0.01, 1),
-        steps=entries.integer("steps", default.steps, 1),
-        interval=entries.integer("interval", default.interval, 1),
-        evaluate=entries.integer("evaluate", default.evaluate, 1),
-        learning_rate=entries.number("learning_rate", default.learning_rate, 1e-6, 10),
-        seeds=entries.integer("seeds", default.seeds, 1),
-    )
+def _options(entries: _Entries, default: Options, bounds: Bounds) -> Options:
+    """`default` with what the entries say otherwise."""
+    found: dict[str, Any] = {}
+    for key, bound in bounds.items():
+        read = entries.number if isinstance(bound, tuple) else entries.integer
+        span = bound if isinstance(bound, tuple) else (bound,)
+        found[key] = read(key, getattr(default, key), *span)
+    return replace(default, **found)
 
 
 def _cells(grid: _Entries, measure: str) -> list[Cell]:

@@ -34,7 +34,21 @@ class Schedule(Protocol):
 
 
 @dataclass(frozen=True)
-class CosineSchedule:
+class _Regular:
+    """What all schedules say: for how long, how often, and how much at most."""
+
+    total_steps: int
+    update_interval: int = 100
+    drop_fraction: float = 0.3
+
+    def __post_init__(self) -> None:
+        check_integer("total_steps", self.total_steps, 1)
+        check_integer("update_interval", self.update_interval, 1)
+        check_fraction("drop_fraction", self.drop_fraction, zero=True)
+
+
+@dataclass(frozen=True)
+class CosineSchedule(_Regular):
     """Every `update_interval` steps, alpha/2 (1 + cos(pi t / T_end)) of a layer's blocks.
 
     T_end is `end_fraction` of `total_steps`; from there on the pattern stays. The number of blocks
@@ -43,13 +57,10 @@ class CosineSchedule:
     Source: Evci et al. 2020, section 3 (update schedule), with T_end = 0.75 T, alpha = 0.3.
     """
 
-    total_steps: int
-    update_interval: int = 100
-    drop_fraction: float = 0.3
     end_fraction: float = 0.75
 
     def __post_init__(self) -> None:
-        _check(self.total_steps, self.update_interval, self.drop_fraction)
+        super().__post_init__()
         check_fraction("end_fraction", self.end_fraction, zero=False)
 
     @property
@@ -71,19 +82,12 @@ class CosineSchedule:
 
 
 @dataclass(frozen=True)
-class ConstantSchedule:
+class ConstantSchedule(_Regular):
     """Every `update_interval` steps the same share of a layer's blocks, rounded down.
 
     No update follows the last step of `total_steps`, since nothing would train what it grows.
     Source: Mocanu et al. 2018 (SET) replace the share zeta = 0.3 after every epoch.
     """
-
-    total_steps: int
-    update_interval: int = 100
-    drop_fraction: float = 0.3
-
-    def __post_init__(self) -> None:
-        _check(self.total_steps, self.update_interval, self.drop_fraction)
 
     def is_due(self, step: int) -> bool:
         due = step % self.update_interval == 0 and step < self.total_steps
@@ -94,7 +98,7 @@ class ConstantSchedule:
 
 
 @dataclass(frozen=True)
-class ApplicationCosine:
+class ApplicationCosine(_Regular):
     """The cosine of Graphcore's dynamic sparsity application.
 
     With z = `zero_steps` the share of the largest possible replacement is 0 before step z, then
@@ -107,15 +111,12 @@ class ApplicationCosine:
     number by `update_interval`.
     """
 
-    total_steps: int
-    update_interval: int = 100
-    drop_fraction: float = 0.3
     zero_steps: int = 0
     phase_delay: float = 0.0
     period: float = 0.5
 
     def __post_init__(self) -> None:
-        _check(self.total_steps, self.update_interval, self.drop_fraction)
+        super().__post_init__()
         check_integer("zero_steps", self.zero_steps, 0)
         if self.zero_steps >= self.total_steps:
             raise ValueError(
@@ -173,7 +174,9 @@ class GradualSchedule:
     drop_fraction: float = 0.0
 
     def __post_init__(self) -> None:
-        _check(self.total_steps, self.update_interval, self.drop_fraction)
+        check_integer("total_steps", self.total_steps, 1)
+        check_integer("update_interval", self.update_interval, 1)
+        check_fraction("drop_fraction", self.drop_fraction, zero=True)
         check_fraction("start_fraction", self.start_fraction, zero=True)
         check_fraction("end_fraction", self.end_fraction, zero=False)
         if self.start >= self.end:
@@ -219,9 +222,3 @@ def _floor(number: float) -> int:
 
 def _ceil(number: float) -> int:
     return math.ceil(number - _ROUNDING)
-
-
-def _check(total_steps: int, update_interval: int, drop_fraction: float) -> None:
-    check_integer("total_steps", total_steps, 1)
-    check_integer("update_interval", update_interval, 1)
-    check_fraction("drop_fraction", drop_fraction, zero=True)

@@ -1,6 +1,13 @@
-"""What the connectivity of a model did during a training, in files: written, and read again."""
+"""What the connectivity of a model did during a training: patterns, not dense masks.
+
+A record is a folder: `record.json` says which layers there are, `update-000000.npz` holds the first
+patterns, every later `update-*.npz` what one pattern update dropped and grew, and
+`telemetry.jsonl` any figures logged on the way. docs/records.md describes the format for readers
+without this package.
+"""
 
 from dynsparse.training.records.files import RecordedLayer, RecordError
-from dynsparse.training.records.recorder import DeadUnits, Recorder, Records
+from dynsparse.training.records.reader import DeadUnits, Records
+from dynsparse.training.records.recorder import Recorder
 
 __all__ = ["DeadUnits", "RecordError", "RecordedLayer", "Recorder", "Records"]

@@ -1,6 +1,6 @@
 """The files of a record: their names, how they are written whole, how damage is told apart.
 
-docs/records.md describes the format; `recorder.py` gives it a meaning.
+docs/records.md describes the format; `recorder.py` and `reader.py` give it a meaning.
 """
 
 from __future__ import annotations
