@@ -4,7 +4,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dynsparse.machine import FLOAT, HALF, Graph, Target, concat
+from dynsparse.machine.errors import MappingError
 from dynsparse.machine.intervals import Runs, TileMap, expand, refine, union_lengths
+from dynsparse.machine.tensor import Tensor
 
 FAST = settings(deadline=None, max_examples=60)
 
@@ -48,6 +50,48 @@ def views(draw):
             new = [2, *tensor.shape]
             tensor, expected = tensor.broadcast_to(new), np.broadcast_to(expected, new)
     return tensor, expected
+
+
+def test_a_tensor_of_runs_is_the_list_of_its_elements():
+    graph = make_graph()
+    variable = graph.add_variable(FLOAT, [40])
+    first = int(variable.addresses()[0])
+    found = Runs(np.array([20, 3, 9]) + first, np.array([6, 2, 4]))
+    long = Tensor(graph, FLOAT, [12], runs=found)
+    listed = Tensor(graph, FLOAT, [12], addresses=expand(found)[0])
+    assert not long.is_regular
+    for view in (
+        lambda t: t,
+        lambda t: t.reshape(3, 4),
+        lambda t: t.reshape(2, 6).transpose(1, 0),
+        lambda t: t[2:9],
+        lambda t: t.expand_dims(0),
+        lambda t: t.broadcast_to(2, 12),
+    ):
+        np.testing.assert_array_equal(view(long).addresses(), view(listed).addresses())
+        for leading in range(view(long).ndim + 1):
+            pairs = zip(view(long).runs(leading), view(listed).runs(leading), strict=True)
+            for one, other in pairs:
+                np.testing.assert_array_equal(one, other)
+
+
+@FAST
+@given(
+    st.lists(st.tuples(st.integers(0, 5), st.integers(0, 7)), min_size=1, max_size=8),
+    st.booleans(),
+)
+def test_stretches_lie_where_they_are_mapped(stretches, turned):
+    tiles, lengths = np.array(stretches).T
+    graph = make_graph()
+    tensor = graph.add_variable(FLOAT, [2, int(lengths.sum())])[0]
+    if turned:
+        tensor = tensor[::-1]
+    graph.map_stretches(tensor, tiles, lengths)
+    np.testing.assert_array_equal(graph.tiles_of(tensor), np.repeat(tiles, lengths))
+    with pytest.raises(MappingError, match="a tile for each of"):
+        graph.map_stretches(tensor, tiles, lengths + 1)
+    with pytest.raises(MappingError, match="outside 0 to 7"):
+        graph.map_stretches(tensor, tiles + 8, lengths)
 
 
 @FAST

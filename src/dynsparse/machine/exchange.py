@@ -185,13 +185,11 @@ def _bind_pair(src: Tensor, dst: Tensor, memory: dict[DType, np.ndarray]) -> Cal
             src = as_dst
     from_, to = src.data(memory), dst.data(memory)
     flat = memory[src.dtype]
+    # Addresses are asked for when wanted: tensors of long runs do not keep them.
     if from_ is None:
-        picked = src.addresses()
         if to is not None:
-            return lambda: np.copyto(to, flat[picked])
-        placed = dst.addresses()
-        return lambda: flat.__setitem__(placed, flat[picked])
+            return lambda: np.copyto(to, flat[src.addresses()])
+        return lambda: flat.__setitem__(dst.addresses(), flat[src.addresses()])
     if to is None:
-        placed = dst.addresses()
-        return lambda: flat.__setitem__(placed, from_)
+        return lambda: flat.__setitem__(dst.addresses(), from_)
     return lambda: np.copyto(to, from_)

@@ -11,7 +11,7 @@ import numpy as np
 
 from dynsparse.machine.dtypes import DType, as_dtype
 from dynsparse.machine.errors import MappingError
-from dynsparse.machine.intervals import Runs, TileMap
+from dynsparse.machine.intervals import Runs, TileMap, refine
 from dynsparse.machine.merge import merge_vertices
 from dynsparse.machine.target import Target
 from dynsparse.machine.tensor import Tensor
@@ -203,8 +203,43 @@ class Graph:
             owner = np.repeat(flat, len(runs.starts) // len(flat))
         else:
             owner = flat[(np.cumsum(runs.lengths) - 1) // (tensor.numel // len(flat))]
-        self._assignments.setdefault(tensor.dtype, []).append((runs, owner))
-        self._maps.pop(tensor.dtype, None)
+        # What lies side by side on one tile is one run: programs map row by row.
+        ends = runs.ends[:-1]
+        new = np.append(True, (owner[1:] != owner[:-1]) | (runs.starts[1:] != ends))
+        if not new.all():
+            first = np.flatnonzero(new)
+            lengths = np.add.reduceat(runs.lengths, first)
+            runs, owner = Runs(runs.starts[first], lengths), owner[first]
+        self._assign(tensor.dtype, runs, owner)
+
+    def _assign(self, dtype: DType, runs: Runs, owner: np.ndarray) -> None:
+        self._assignments.setdefault(dtype, []).append((runs, owner))
+        self._maps.pop(dtype, None)
+
+    def map_stretches(self, tensor: Tensor, tiles: Any, lengths: Any) -> None:
+        """Map the elements in order: `lengths[i]` of them, one after the other, to `tiles[i]`.
+
+        Both are integers [stretches]; the lengths add up to the tensor's elements.
+        """
+        tensor = self._own(tensor)
+        size, where = np.asarray(lengths, np.int64), np.asarray(tiles, np.int64)
+        if size.shape != where.shape or int(size.sum()) != tensor.numel:
+            raise MappingError(
+                f"expected a tile for each of {size.size} stretches of {tensor.numel} elements in "
+                f"all, got {where.size} tiles and {int(size.sum())} elements"
+            )
+        if where.size and not (where.min() >= 0 and where.max() < self.target.tiles):
+            raise MappingError(
+                f"{tensor.name} is mapped to a tile outside 0 to {self.target.tiles - 1}"
+            )
+        filled = size > 0
+        size, where = size[filled], where[filled]
+        if not size.size:
+            return
+        whole = Runs(np.cumsum(size) - size, size)
+        starts, place, found = refine(tensor.runs(), whole)
+        owner = where[np.searchsorted(whole.starts, place, "right") - 1]
+        self._assign(tensor.dtype, Runs(starts, found), owner)
 
     def map_linearly(
         self, tensor: Tensor, grain: int = 1, min_per_tile: int = 1, first_tile: int = 0
@@ -221,10 +256,9 @@ class Graph:
         if tiles < 1:
             raise MappingError(f"first_tile {first_tile} is outside {self.target.tiles} tiles")
         per_tile = -(-grains // tiles) * grain
-        flat = tensor.flatten()
-        for i, start in enumerate(range(0, tensor.numel, per_tile)):
-            part = flat[start : min(start + per_tile, tensor.numel)]
-            self.set_tile_mapping(part, first_tile + i)
+        starts = np.arange(0, tensor.numel, max(per_tile, 1))
+        lengths = np.minimum(starts + per_tile, tensor.numel) - starts
+        self.map_stretches(tensor, first_tile + np.arange(len(starts)), lengths)
 
     def tile_map(self, dtype: DType) -> TileMap:
         """The tile of every address of a type."""

@@ -25,6 +25,12 @@ class Runs(NamedTuple):
     def ends(self) -> IntArray:
         return self.starts + self.lengths
 
+    def addresses(self) -> IntArray:
+        """Every address, in order."""
+        out = np.repeat(self.starts - (np.cumsum(self.lengths) - self.lengths), self.lengths)
+        out += np.arange(len(out))
+        return out
+
 
 class Pieces(NamedTuple):
     """Runs cut where the tile changes. `run` is the run a piece comes from; tile -1 is unmapped."""
@@ -45,8 +51,7 @@ def _cut_counts(inside: IntArray) -> tuple[IntArray, IntArray]:
 
 def expand(runs: Runs) -> tuple[IntArray, IntArray]:
     """Every address of the runs, and the run each comes from."""
-    run, rank = _cut_counts(runs.lengths - 1)
-    return runs.starts[run] + rank, run
+    return runs.addresses(), np.repeat(np.arange(len(runs.lengths)), runs.lengths)
 
 
 def _distinct(parts: list[IntArray]) -> IntArray:

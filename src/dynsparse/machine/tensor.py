@@ -50,10 +50,11 @@ class Tensor:
     """A view of a graph's variables: `dtype`, `shape`, and where each element lives.
 
     Regular views keep an offset and strides, so slicing a large variable costs nothing;
-    concatenations and gathers keep one address per element. Made by `Graph.add_variable`.
+    concatenations and gathers keep one address per element, unless they are made of long `runs`,
+    which are then all they keep. Made by `Graph.add_variable`.
     """
 
-    __slots__ = ("_addresses", "_offset", "_strides", "dtype", "graph", "shape")
+    __slots__ = ("_addresses", "_offset", "_runs", "_strides", "dtype", "graph", "shape")
 
     def __init__(
         self,
@@ -63,6 +64,7 @@ class Tensor:
         offset: int = 0,
         strides: tuple[int, ...] | None = None,
         addresses: np.ndarray | None = None,
+        runs: Runs | None = None,
     ) -> None:
         self.graph = graph
         self.dtype = dtype
@@ -70,6 +72,7 @@ class Tensor:
         self._offset = int(offset)
         self._strides = strides
         self._addresses = addresses
+        self._runs = runs
 
     @property
     def numel(self) -> int:
@@ -82,7 +85,7 @@ class Tensor:
     @property
     def is_regular(self) -> bool:
         """Whether the view is an offset and strides."""
-        return self._addresses is None
+        return self._strides is not None
 
     def __len__(self) -> int:
         if not self.shape:
@@ -101,6 +104,8 @@ class Tensor:
         """The address of every element: int64, of the tensor's shape."""
         if self._addresses is not None:
             return self._addresses
+        if self._runs is not None:
+            return self._runs.addresses().reshape(self.shape)
         assert self._strides is not None
         out = np.full((1,) * self.ndim, self._offset, np.int64)
         for axis, (size, stride) in enumerate(zip(self.shape, self._strides, strict=True)):
@@ -113,14 +118,15 @@ class Tensor:
         """The elements in order, as runs; none crosses the first `leading` dimensions."""
         if self.numel == 0:
             return Runs(np.zeros(0, np.int64), np.zeros(0, np.int64))
-        if self._addresses is not None:
-            flat = self._addresses.reshape(-1)
+        if self._runs is not None and not leading:
+            return self._runs
+        if self._strides is None:
+            flat = self.addresses().reshape(-1)
             new = np.ones(len(flat), bool)
             np.not_equal(np.diff(flat), 1, out=new[1:])
             new[:: math.prod(self.shape[leading:])] = True
             at = np.flatnonzero(new)
             return Runs(flat[at], np.diff(np.append(at, len(flat))))
-        assert self._strides is not None
         length, axis = 1, self.ndim
         while axis > leading and (self.shape[axis - 1] == 1 or self._strides[axis - 1] == length):
             axis -= 1
@@ -150,9 +156,8 @@ class Tensor:
     def __getitem__(self, key: Any) -> Tensor:
         """NumPy's indexing: integers, slices, ..., None; integer arrays make a gather."""
         parts = key if isinstance(key, tuple) else (key,)
-        if self._addresses is not None or any(isinstance(p, (list, np.ndarray)) for p in parts):
+        if self._strides is None or any(isinstance(p, (list, np.ndarray)) for p in parts):
             return self._listed(np.asarray(self.addresses()[key]))
-        assert self._strides is not None
         named = sum(p is not None and p is not Ellipsis for p in parts)
         if named > self.ndim or sum(p is Ellipsis for p in parts) > 1:
             raise IndexError(f"too many indices for the shape {list(self.shape)}: {key!r}")
@@ -208,6 +213,8 @@ class Tensor:
             strides = _reshaped_strides(self.shape, self._strides, tuple(new))
             if strides is not None:
                 return self._regular(new, self._offset, strides)
+        if self._runs is not None:
+            return Tensor(self.graph, self.dtype, new, runs=self._runs)
         return self._listed(self.addresses().reshape(new))
 
     def flatten(self) -> Tensor:

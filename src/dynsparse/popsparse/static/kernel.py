@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import scipy.sparse
 
+from dynsparse.machine.intervals import Runs
 from dynsparse.popsparse.static.layout import Pieces, StaticPlan
 
 __all__ = ["add_partials", "multiply", "multiply_pieces", "reduction_sources"]
@@ -53,15 +54,24 @@ def reduction_sources(plan: StaticPlan, part: int) -> tuple[np.ndarray, np.ndarr
     return np.argsort(row, kind="stable"), begins
 
 
-def add_partials(values: np.ndarray, output: np.ndarray, outputs: int) -> np.ndarray:
-    """Partial sums [p] added, in order and in float32, into the outputs they belong to."""
-    count = len(values)
-    offsets = np.append(0, np.cumsum(np.bincount(output, minlength=outputs)))
-    order = np.argsort(output, kind="stable")
-    matrix = scipy.sparse.csr_array(
-        (np.ones(count, np.float32), order, offsets), shape=(outputs, count)
-    )
-    return np.asarray(matrix @ values.astype(np.float32))
+def add_partials(
+    values: np.ndarray, begin: np.ndarray, length: np.ndarray, turn: np.ndarray, outputs: int
+) -> np.ndarray:
+    """Partial sums added in float32 into the outputs they belong to.
+
+    Args:
+        values: [p], stretch after stretch.
+        begin, length: of each stretch in the outputs, int64 [stretches].
+        turn: how many stretches of the same outputs come before it: they are added in this order.
+        outputs: how many there are.
+    """
+    total = np.zeros(outputs, np.float32)
+    first = np.cumsum(length) - length
+    for number in range(int(turn.max(initial=-1)) + 1):
+        now = turn == number
+        to = Runs(begin[now], length[now]).addresses()
+        total[to] += values[Runs(first[now], length[now]).addresses()]
+    return total
 
 
 def multiply(plan: StaticPlan, values: np.ndarray, dense: np.ndarray) -> np.ndarray:

@@ -12,6 +12,7 @@ import numpy as np
 
 from dynsparse.machine.dtypes import UNSIGNED_SHORT, DType, as_dtype
 from dynsparse.machine.graph import Graph
+from dynsparse.machine.intervals import Runs
 from dynsparse.machine.program import Copy, Execute, Sequence
 from dynsparse.machine.tensor import Tensor
 from dynsparse.machine.vertex import Codelet, In, Out, Ragged, VertexView
@@ -54,7 +55,7 @@ def add_values(graph: Graph, plan: StaticPlan, name: str) -> Tensor:
         return values
     if plan.n_split == 1:
         pieces = plan.pieces(0)
-        graph.set_tile_mapping(values, np.repeat(pieces.tile, pieces.blocks * area))
+        graph.map_stretches(values, pieces.tile, pieces.blocks * area)
     else:
         graph.map_linearly(values, grain=np.lcm(plan.dtype.vector_width, plan.pattern.block_size))
     return values
@@ -108,6 +109,14 @@ class _Product:
         name = f"{self.name} {what}"
         return self.graph.add_variable(_type(self.plan), shape, name, tiles=tiles)
 
+    def stretches(self, what: str, tiles: np.ndarray, lengths: np.ndarray) -> Tensor:
+        """A variable of stretches, one after the other, each on its tile."""
+        made = self.graph.add_variable(
+            _type(self.plan), [int(lengths.sum())], f"{self.name} {what}"
+        )
+        self.graph.map_stretches(made, tiles, lengths)
+        return made
+
     def add(self, values: Tensor, dense: Tensor, program: Sequence, turned: bool) -> Tensor:
         plan, steps = self.plan, Sequence(name=self.name)
         program.add(steps)
@@ -140,25 +149,21 @@ class _Product:
             size = [columns.size, self.block]
             there = tile[pieces.column_piece]
             local = self.variable(f"columns {part}", [len(there), *size], there)
-            wanted = home[plan.column_order[pieces.column], columns.begin : columns.end]
-            pairs.append((wanted, local))
+            pairs.append((self._columns(home, part), local))
             own = values
             if plan.n_split > 1:
-                owner = np.repeat(tile, pieces.blocks * self.area)
-                own = self.variable(f"values {part}", [len(owner)], owner)
+                held = pieces.blocks * self.area
+                own = self.stretches(f"values {part}", tile, held)
                 pairs.append((values, own))
             there = tile[pieces.row_piece]
             result = self.variable(f"partials {part}", [len(there), *size], there)
             partials.append(result)
             words = work_list_words(pieces.rows, pieces.blocks, self.block, plan.target.workers)
             # Read by the vertices through what `pieces` says; here it only takes its room.
-            self.graph.add_constant(
-                UNSIGNED_SHORT,
-                [int(words.sum())],
-                0,
-                f"{self.name} work lists {part}",
-                np.repeat(tile, words),
+            lists = self.graph.add_constant(
+                UNSIGNED_SHORT, [int(words.sum())], 0, f"{self.name} work lists {part}"
             )
+            self.graph.map_stretches(lists, tile, words)
             cut = columns.size * self.block
             self.graph.add_vertices(
                 compute,
@@ -172,6 +177,16 @@ class _Product:
             )
         steps.add(Copy(pairs, name="gather operands"), Execute(compute))
         return partials
+
+    def _columns(self, home: Tensor, part: int) -> Tensor:
+        """The columns that the tiles of a part of n need, [columns of all pieces, n, b]."""
+        plan, n = self.plan, self.plan.n_parts[part]
+        place = plan.column_order[plan.pieces(part).column]
+        first = int(home[:1, :1, :1].addresses().item()) + n.begin * self.block
+        starts = first + place * plan.n_padded * self.block
+        lengths = np.full(len(starts), n.size * self.block)
+        shape = [len(starts), n.size, self.block]
+        return Tensor(self.graph, home.dtype, shape, runs=Runs(starts, lengths))
 
     def _codelet(self, part: int) -> Codelet:
         plan, pieces = self.plan, self.plan.pieces(part)
@@ -190,34 +205,31 @@ class _Product:
         """Bring the partial sums to the tiles of the outputs, and add them there."""
         plan, found = self.plan, self.plan.outputs
         depth = plan.depths[found.row, found.part]
-        bases = [int(one.addresses().flat[0]) for one in partials]
-        sources = [reduction_sources(plan, part) for part in range(len(partials))]
         stretch = np.repeat(np.arange(len(depth)), depth)
-        number = np.arange(len(stretch)) - np.repeat(np.cumsum(depth) - depth, depth)
+        turn = np.arange(len(stretch)) - np.repeat(np.cumsum(depth) - depth, depth)
         start = np.zeros(len(stretch), np.int64)
-        for part, (order, begins) in enumerate(sources):
+        for part, one in enumerate(partials):
+            order, begins = reduction_sources(plan, part)
             here = found.part[stretch] == part
-            at = stretch[here]
-            row = order[begins[found.row[at]] + number[here]]
-            columns = plan.n_parts[part]
+            at, columns = stretch[here], plan.n_parts[part]
+            row = order[begins[found.row[at]] + turn[here]]
             in_row = found.begin[at] - found.row[at] * plan.n_padded * self.block
-            start[here] = bases[part] + (row * columns.size - columns.begin) * self.block + in_row
+            first = int(one[:1, :1, :1].addresses().item())
+            start[here] = first + (row * columns.size - columns.begin) * self.block + in_row
         length = found.length[stretch]
-        inside = np.arange(int(length.sum())) - np.repeat(np.cumsum(length) - length, length)
-        addresses = np.repeat(start, length) + inside
-        wanted = Tensor(self.graph, out.dtype, addresses.shape, addresses=addresses)
+        total = int(length.sum())
+        wanted = Tensor(self.graph, out.dtype, [total], runs=Runs(start, length))
         cycles = reduce_cycles(plan)
         if cycles is None:
             steps.add(Copy(wanted, out.flatten(), name="exchange partials"))
             return
-        owner = np.repeat(found.tile[stretch], length)
-        local = self.variable("partials of outputs", [len(owner)], owner)
-        if len(owner):
+        local = self.stretches("partials of outputs", found.tile[stretch], length)
+        if total:
             steps.add(Copy(wanted, local, name="exchange partials"))
-        output = np.repeat(found.begin[stretch], length) + inside
 
         def add(v: VertexView) -> None:
-            v.out.values[...] = add_partials(v.partials.values, output, out.numel)
+            begin = found.begin[stretch]
+            v.out.values[...] = add_partials(v.partials.values, begin, length, turn, out.numel)
 
         tiles = np.unique(found.tile)
         codelet = Codelet(
@@ -227,7 +239,7 @@ class _Product:
             lambda v: cycles[tiles],
             "supervisor",
         )
-        held = np.bincount(owner, minlength=tiles[-1] + 1)[tiles]
+        held = np.bincount(found.tile[stretch], length, minlength=tiles[-1] + 1)[tiles]
         ends = np.minimum(np.append(tiles, tiles[-1] + 1) * found.share, out.numel)
         edges = {
             "partials": Ragged(local, _offsets(held)),
