@@ -8,14 +8,20 @@ from dynsparse.cli.matmul.figures import median, show, summarise
 from dynsparse.cli.matmul.request import Request
 from dynsparse.popsparse.product.data_types import data_type
 from dynsparse.popsparse.static.layout import StaticPlan
-from dynsparse.popsparse.static.measure import plan_figures, plan_passes, static_figures
+from dynsparse.popsparse.static.measure import (
+    Run,
+    plan_figures,
+    plan_passes,
+    run_passes,
+    static_figures,
+)
 from dynsparse.popsparse.static.report import plan_report, plan_text
 
 __all__ = ["run"]
 
 
 def run(request: Request) -> None:
-    """Plan each pass for one pattern a seed, and say what the plans take."""
+    """Plan each pass for one pattern a seed, run it, and say what it took."""
     request.refuse("ignore_memory", "oversize", "plan_constraints")
     partials = request.partials_type
     if partials is not None and data_type(partials) is not data_type(request.dtype):
@@ -32,11 +38,11 @@ def run(request: Request) -> None:
             chosen = plan_figures(next(iter(plans.values())))
             show({"plan": chosen, "estimated_cycles": estimated, "report": report}, request)
     runs: list[dict[str, Any]] = []
-    plans_of = []
+    plans_of, ran = [], []
     for seed in range(request.seed, request.seed + request.seeds * (not request.plan_only)):
         plans_of.append(plans if seed == request.seed else _plans(request, seed))
-        found = static_figures(plans_of[-1], seed=seed, ignore_data=request.ignore_data)
-        runs.append({"seed": seed, **found})
+        ran.append(run_passes(plans_of[-1], seed=seed, ignore_data=request.ignore_data))
+        runs.append({"seed": seed, **static_figures(plans_of[-1], ran[-1])})
     if request.report_plan or (request.plan_only and not request.as_json):
         print("\n\n".join(plan_text(plan) for plan in plans.values()))
     if request.plan_only:
@@ -47,6 +53,7 @@ def run(request: Request) -> None:
         request,
         plans_of[middle],
         {k: v for k, v in runs[middle].items() if k not in ("propagation_steps", "spilled")},
+        ran[middle],
     )
     show(summarise(request, chosen, runs), request)
 
@@ -61,8 +68,14 @@ def _plans(request: Request, seed: int) -> dict[str, StaticPlan]:
         raise ValueError(str(error)) from error
 
 
-def _write_page(request: Request, plans: dict[str, StaticPlan], figures: dict[str, Any]) -> None:
-    """The profile report of static plans: the plan, its estimate and the predicted steps."""
+def _write_page(
+    request: Request,
+    plans: dict[str, StaticPlan],
+    figures: dict[str, Any],
+    ran: dict[str, Run] | None = None,
+) -> None:
+    """The profile report of static plans: the plan, its estimate, the run and what was predicted of
+    it."""
     if request.report is None:
         return
     from dynsparse.report.machine import write_report
@@ -76,5 +89,6 @@ def _write_page(request: Request, plans: dict[str, StaticPlan], figures: dict[st
         title="Static product {rows:,} × {cols:,} by {batch:,} on {target}".format(**summary),
         summary=summary,
         plan=reports,
+        profile={name: run.profile for name, run in ran.items()} if ran else None,
         predicted={name: one["predicted"] for name, one in reports.items()},
     )

@@ -1,20 +1,25 @@
-"""What static products take, as plain figures: the counterpart of `measure` for known patterns."""
+"""Static products run on the simulated machine, and what they took, as plain figures: the
+counterpart of `measure` for known patterns."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
+from dynsparse.machine.engine import Engine
+from dynsparse.machine.graph import Graph
+from dynsparse.machine.profile import Profile
+from dynsparse.machine.program import Sequence
 from dynsparse.pattern import SparsePattern
-from dynsparse.popsparse.static.kernel import multiply
 from dynsparse.popsparse.static.layout import StaticPlan
-from dynsparse.popsparse.static.model import predict, tile_memory
+from dynsparse.popsparse.static.model import tile_memory
 from dynsparse.popsparse.static.params import MatmulParams
 from dynsparse.popsparse.static.planner import make_plan
+from dynsparse.popsparse.static.program import add_product, add_values, dense_operand
 
-__all__ = ["plan_figures", "plan_passes", "static_figures"]
+__all__ = ["Run", "plan_figures", "plan_passes", "run_passes", "static_figures"]
 
 
 def plan_passes(
@@ -61,27 +66,27 @@ def plan_figures(plan: StaticPlan) -> dict[str, Any]:
     }
 
 
-def static_figures(
-    plans: dict[str, StaticPlan], *, seed: int = 0, ignore_data: bool = False
-) -> dict[str, Any]:
-    """The figures of some passes, with random values and operands.
+class Run(NamedTuple):
+    """What one pass cost on the machine, and the largest difference of its numbers from the float64
+    product over its largest element; None without numbers."""
 
-    Cycles are the execution model's; numbers are computed with the machine's arithmetic.
+    profile: Profile
+    error: float | None
+
+
+def run_passes(
+    plans: dict[str, StaticPlan], *, seed: int = 0, ignore_data: bool = False
+) -> dict[str, Run]:
+    """Run each pass on the simulated machine, with random values and operands.
 
     Args:
         plans: as `plan_passes` makes them.
         seed: of the values, uniform in [-1, 1).
         ignore_data: compute no numbers.
 
-    Returns:
-        "cycles", "tflops" by pass, "max_tile_bytes", "propagation_steps" and "spilled" (always 0),
-        "max_relative_error" (largest difference from the float64 product over its largest element;
-        None without numbers).
-
     Raises:
-        ValueError: a plan that does not fit the tiles.
+        ValueError: a plan that does not fit the tiles, code included.
     """
-    times = {}
     for name, plan in plans.items():
         memory = tile_memory(plan)
         if not memory.fits:
@@ -90,26 +95,51 @@ def static_figures(
                 f"{memory.available}: use a smaller batch, a lower available_memory_proportion or "
                 "more tiles"
             )
-        times[name] = predict(plan)
-    errors = [] if ignore_data else [_error(plan, seed) for plan in plans.values()]
+    return {name: _run(plan, seed, numerics=not ignore_data) for name, plan in plans.items()}
+
+
+def static_figures(plans: dict[str, StaticPlan], runs: dict[str, Run]) -> dict[str, Any]:
+    """The figures of some passes.
+
+    Args:
+        plans: as `plan_passes` makes them.
+        runs: of `run_passes`.
+
+    Returns:
+        "cycles", "tflops" by pass (2 x non-zeros x batch over the pass's seconds at the target's
+        clock), "max_tile_bytes", "propagation_steps" and "spilled" (always 0),
+        "max_relative_error" (see `Run`).
+    """
+    seconds = {name: run.profile.seconds for name, run in runs.items()}
+    errors = [run.error for run in runs.values() if run.error is not None]
     return {
-        "cycles": {name: time.cycles for name, time in times.items()},
-        "tflops": {name: time.tflops for name, time in times.items()},
-        "max_tile_bytes": max(tile_memory(plan).needed for plan in plans.values()),
+        "cycles": {name: run.profile.cycles for name, run in runs.items()},
+        "tflops": {name: plans[name].products / took / 1e12 for name, took in seconds.items()},
+        "max_tile_bytes": max(run.profile.memory.max_tile_bytes for run in runs.values()),
         "propagation_steps": 0,
         "spilled": 0,
         "max_relative_error": max(errors, default=None),
     }
 
 
-def _error(plan: StaticPlan, seed: int) -> float:
+def _run(plan: StaticPlan, seed: int, *, numerics: bool) -> Run:
+    graph, program = Graph(plan.target), Sequence()
+    values = add_values(graph, plan, "values")
+    dense = dense_operand(graph, plan, "operand")
+    graph.add_handle("result", add_product(graph, plan, values, dense, program, "product"))
+    engine = Engine(graph, program, numerics=numerics)
+    if not numerics:
+        return Run(engine.run(), None)
     rng, pattern = np.random.default_rng(seed), plan.pattern
     kind = np.dtype(plan.dtype.name)
     block = pattern.block_size
-    values = rng.uniform(-1, 1, (pattern.nnz, block, block)).astype(kind)
+    blocks = rng.uniform(-1, 1, (pattern.nnz, block, block)).astype(kind)
     operand = rng.uniform(-1, 1, (plan.params.k, plan.params.n)).astype(kind)
+    engine.write(values, blocks[plan.order].reshape(-1))
+    engine.write(dense, operand[None])
+    profile = engine.run()
     weights = np.zeros((*pattern.grid, block, block))
-    weights[pattern.rows.numpy(), pattern.cols.numpy()] = values
+    weights[pattern.rows.numpy(), pattern.cols.numpy()] = blocks
     wanted = weights.transpose(0, 2, 1, 3).reshape(pattern.shape) @ operand.astype(np.float64)
-    off = np.abs(multiply(plan, values, operand) - wanted).max()
-    return float(off / (np.abs(wanted).max() or 1.0))
+    off = np.abs(engine.read("result")[0] - wanted).max()
+    return Run(profile, float(off / (np.abs(wanted).max() or 1.0)))

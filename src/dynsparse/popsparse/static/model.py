@@ -20,37 +20,52 @@ __all__ = ["compute_cycles", "predict", "reduce_cycles", "tile_memory"]
 
 
 def predict(plan: StaticPlan) -> PassTime:
-    """The time of the product on the plan's target."""
+    """The time of the product on the plan's target.
+
+    A superstep is a synchronisation, an exchange and the vertices after it.
+    """
     rate = plan.target.exchange_bytes_per_cycle
     steps = []
     if plan.pattern.nnz:
         moved = max(float(_gather(plan, part).max()) for part in range(plan.n_split))
+        # A tile sends its share of the operand once, however many want it.
+        moved = max(moved, _share_bytes(plan) / rate)
         steps.append(Step("gather operands", 0.0, math.ceil(moved), 1))
         compute = max(float(compute_cycles(plan, part).max()) for part in range(plan.n_split))
-        steps.append(Step("multiply", compute, 0.0, 1))
-    received = _received(plan)
-    if received.any():
-        steps.append(Step("exchange partials", 0.0, math.ceil(received.max() / rate), 1))
+        steps.append(Step("multiply", compute, 0.0, 0))
+    if plan.pattern.nnz:
+        busiest = max(_received(plan).max(), _most_sent(plan))
+        steps.append(Step("exchange partials", 0.0, math.ceil(busiest / rate), 1))
     reduced = reduce_cycles(plan)
     if reduced is not None:
-        steps.append(Step("reduce", float(reduced.max()), 0.0, 1))
+        steps.append(Step("reduce", float(reduced.max()), 0.0, 0))
     syncs = sum(step.syncs for step in steps) * plan.target.sync_cycles
     return PassTime(tuple(steps), syncs, 0, plan.target.clock_hz, plan.products)
 
 
 def _gather(plan: StaticPlan, part: int) -> np.ndarray:
-    """Exchange cycles of each piece: the dense columns it needs, and with n split its values."""
+    """Exchange cycles of each piece for what it receives: the dense columns it needs, and with n
+    split its values."""
     pieces, target, size = plan.pieces(part), plan.target, plan.dtype.size
     block = plan.pattern.block_size
     bytes_ = plan.n_parts[part].size * block * size
     common = _common_columns(plan, part, pieces) * bytes_
-    fragments = pieces.columns
+    fragments = _column_fragments(plan, pieces)
     received = pieces.columns * bytes_
     if plan.n_split > 1:
         received = received + pieces.blocks * block * block * size
         fragments = fragments + 1
     payload = (received - common / 2) / target.exchange_bytes_per_cycle
     return np.maximum(payload, fragments * target.exchange_fragment_cycles)
+
+
+def _column_fragments(plan: StaticPlan, pieces: Pieces) -> np.ndarray:
+    """In how many stretches the columns of each piece lie: with n whole, neighbours are one."""
+    if plan.n_split > 1:
+        return pieces.columns
+    column = plan.column_order[pieces.column]
+    new = np.append(True, (np.diff(column) != 1) | (np.diff(pieces.column_piece) != 0))
+    return np.bincount(pieces.column_piece, new, len(pieces))
 
 
 def _common_columns(plan: StaticPlan, part: int, pieces: Pieces) -> np.ndarray:
@@ -115,6 +130,24 @@ def _received(plan: StaticPlan) -> np.ndarray:
     found = plan.outputs
     depth = plan.depths[found.row, found.part]
     return np.bincount(found.tile, depth * found.length) * plan.dtype.size
+
+
+def _share_bytes(plan: StaticPlan) -> int:
+    """Bytes of a tile's share of the dense operand, and of the values where parts of n share
+    them."""
+    sent = plan.params.k * plan.n_padded
+    if plan.n_split > 1:
+        sent += plan.pattern.nnz * plan.pattern.block_size**2
+    return ceil_div(sent, plan.target.tiles) * plan.dtype.size
+
+
+def _most_sent(plan: StaticPlan) -> int:
+    """Bytes of partial sums that leave the tile with most of them."""
+    size = plan.pattern.block_size * plan.dtype.size
+    return max(
+        int(plan.pieces(part).rows.max(initial=0)) * n.size * size
+        for part, n in enumerate(plan.n_parts)
+    )
 
 
 def reduce_cycles(plan: StaticPlan) -> np.ndarray | None:
