@@ -15,11 +15,14 @@ from dynsparse.popsparse.cycles.exchange import ExchangeCost
 from dynsparse.popsparse.dense.cycles import (
     AMP,
     HMAC,
+    add_in_place,
     amp,
     dynamic_slice,
     hmac,
+    rearrange,
     reduce_stage,
     reduction_depths,
+    regroup,
 )
 from dynsparse.popsparse.product.data_types import DataType
 from dynsparse.popsparse.product.parts import ceil_div
@@ -98,7 +101,7 @@ def least_cycles(cut: Cut, dtype: DataType, target: Any) -> Array:
 def _transform(elements: int, tiles: Array, dtype: DataType, copy_bytes: int, *, odd: bool) -> Any:
     """Bytes a tile holds of an operand to be rearranged, and the cycles of copying them."""
     held = -(-elements * dtype.size // tiles)
-    return held, -(-5 * held // ((3 if odd else 4) * min(copy_bytes, dtype.size)))
+    return held, rearrange(held, dtype, copy_bytes, odd=odd)
 
 
 def _reduction(
@@ -177,8 +180,7 @@ def price(cut: Cut, dtype: DataType, partials: DataType, target: Any) -> Terms:
         terms["output rearrangement"] = cycles + exchange(moved[2])
     elif kind.out_channels != 4 * width:
         moved[2] = -(-cut.fields * cut.outs * size // used)
-        chunk = 4 * min(copy, kind.out_channels * size)
-        terms["output regrouping"] = -(-5 * moved[2] // chunk)
+        terms["output regrouping"] = regroup(moved[2], kind, dtype, copy)
 
     if serial > 1:
         slices = dynamic_slice(-(-cut.outs * cut.channels // used) // serial, dtype, workers)
@@ -186,8 +188,7 @@ def price(cut: Cut, dtype: DataType, partials: DataType, target: Any) -> Terms:
             slices = slices + dynamic_slice(
                 -(-cut.fields * cut.channels // used) // serial, dtype, workers
             )
-            share = ceil_div(ceil_div(ceil_div(results, i), workers), width)
-            slices = slices + 11 + workers * (58 + 3 * share)
+            slices = slices + add_in_place(-(-results // i), dtype, workers)
         else:
             slices = slices + dynamic_slice(
                 -(-cut.fields * cut.outs // used) // serial, dtype, workers

@@ -17,7 +17,18 @@ from dynsparse.popsparse.cycles import tile as tile_cycles
 from dynsparse.popsparse.product.data_types import DataType
 from dynsparse.popsparse.product.parts import ceil_div
 
-__all__ = ["AMP", "HMAC", "amp", "dynamic_slice", "hmac", "reduce_stage", "reduction_depths"]
+__all__ = [
+    "AMP",
+    "HMAC",
+    "add_in_place",
+    "amp",
+    "dynamic_slice",
+    "hmac",
+    "rearrange",
+    "reduce_stage",
+    "reduction_depths",
+    "regroup",
+]
 
 Ints = Any
 
@@ -168,3 +179,19 @@ def reduce_stage(
 def dynamic_slice(elements: Ints, dtype: DataType, workers: int) -> Ints:
     """Taking or writing back a slice of so many elements on each tile."""
     return 25 + workers * (63 + 2 * (ceil_div(elements, workers) // dtype.vector_width))
+
+
+def add_in_place(elements: Ints, dtype: DataType, workers: int) -> Ints:
+    """Adding so many elements to what earlier steps made."""
+    return 11 + workers * (58 + 3 * ceil_div(ceil_div(elements, workers), dtype.vector_width))
+
+
+def rearrange(held: Ints, dtype: DataType, copy_bytes: int, *, odd: bool) -> Ints:
+    """Bringing the `held` bytes on a tile into groups of channels, one element at a time; `odd`:
+    the channels are no whole vectors."""
+    return ceil_div(5 * held, (3 if odd else 4) * min(copy_bytes, dtype.size))
+
+
+def regroup(held: Ints, kind: AMP | HMAC, dtype: DataType, copy_bytes: int) -> Ints:
+    """Bringing `held` bytes from the vertex's groups of out-channels into those of the result."""
+    return ceil_div(5 * held, 4 * min(copy_bytes, kind.out_channels * dtype.size))

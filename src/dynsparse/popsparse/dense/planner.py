@@ -33,7 +33,7 @@ class DensePlan:
 
     Attributes:
         swapped: A is the stationary operand (its rows are the out-channels), the natural case.
-        method: the vertex, e.g. "amp 16 units 16x16".
+        vertex: what multiplies on a tile; `method` is its name, e.g. "amp 16 units 16x16".
         field, out, in_: splits over tiles of the streamed columns, the out- and the in-channels.
         serial_out, serial_in: splits in time; at most one is above 1.
         broadcast_once: the streamed operand is brought to the tiles once, before the serial loop.
@@ -50,7 +50,7 @@ class DensePlan:
     dtype: DataType
     partials: DataType
     swapped: bool
-    method: str
+    vertex: AMP | HMAC
     field: int
     out: int
     in_: int
@@ -63,6 +63,10 @@ class DensePlan:
     resident_bytes: int
     memory_bound: int | None
     target: Any = dataclass_field(compare=False, repr=False)
+
+    @property
+    def method(self) -> str:
+        return self.vertex.label()
 
     @property
     def tiles_used(self) -> int:
@@ -277,7 +281,7 @@ def _as_plan(
         dtype=dtype,
         partials=partials,
         swapped=cut.swapped,
-        method=cut.kind.label(),
+        vertex=cut.kind,
         field=field_,
         out=out,
         in_=in_,

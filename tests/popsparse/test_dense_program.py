@@ -1,0 +1,133 @@
+"""Dense products on the machine: their numbers, and how far the planner's estimate is off."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from dynsparse.machine import Engine, Graph, Sequence, Target
+from dynsparse.popsparse import dense
+from dynsparse.popsparse.dense.cycles import AMP, HMAC, reduce_stage, reduction_depths
+from dynsparse.popsparse.dense.layout import Layout, Operand
+from dynsparse.popsparse.dense.program import add_product, create_operand
+
+FREE = settings(deadline=None, max_examples=30)
+
+
+def run(plan, target, *, groups=1, turned=(False, False), foreign=False, numerics=True):
+    """The product of a plan on the machine: (result, exact result, profile)."""
+    graph, program = Graph(target), Sequence()
+    layout = Layout(plan, groups)
+    rng = np.random.default_rng(0)
+    shapes = ((groups, plan.m, plan.k), (groups, plan.k, plan.n))
+    # Whole numbers, so that float16 sums of many are exact.
+    arrays = [rng.integers(-1, 2, shape).astype(plan.dtype.name) for shape in shapes]
+    operands = []
+    for which, array, turn in zip("ab", arrays, turned, strict=True):
+        if foreign:
+            shape = array.swapaxes(1, 2).shape if turn else array.shape
+            operands.append(graph.add_variable(plan.dtype.name, shape, which))
+            graph.map_linearly(operands[-1])
+        else:
+            operands.append(create_operand(graph, layout, which, which, turned=turn))
+    result = add_product(graph, layout, *operands, program, "product", turned=turned)
+    engine = Engine(graph, program, numerics=numerics)
+    if not numerics:
+        return None, None, engine.run()
+    for one, array, turn in zip(operands, arrays, turned, strict=True):
+        given_array = array.swapaxes(1, 2) if turn else array
+        if isinstance(one, Operand):
+            engine.write(one.home, one.arrange(given_array))
+        else:
+            engine.write(one, given_array)
+    profile = engine.run()
+    found = result.join(engine.read(result.home))
+    np.testing.assert_array_equal(engine.read(result.tensor()), found)
+    a, b = (array.astype(np.float64) for array in arrays)
+    return found, a @ b, profile
+
+
+@FREE
+@given(
+    sizes=st.tuples(st.integers(1, 70), st.integers(1, 90), st.integers(1, 40)),
+    types=st.sampled_from([("float16", "float16"), ("float16", "float32"), ("float32", "float32")]),
+    tiles=st.sampled_from([1, 2, 5, 24, 60]),
+    groups=st.sampled_from([1, 2]),
+    turned=st.tuples(st.booleans(), st.booleans()),
+    foreign=st.booleans(),
+)
+def test_any_product(sizes, types, tiles, groups, turned, foreign):
+    dtype, partials = types
+    plan = dense.plan(*sizes, dtype, Target(tiles=tiles), partials=partials)
+    target = Target(tiles=tiles * groups)
+    found, exact, profile = run(plan, target, groups=groups, turned=turned, foreign=foreign)
+    np.testing.assert_array_equal(found, exact)
+    assert profile.step("dense product").compute == plan.terms["compute"]
+
+
+# Plans a search gives for large products only: every kind of split, vertex and orientation.
+@FREE
+@given(
+    swapped=st.booleans(),
+    vertex=st.sampled_from([AMP(16, 16, 16), AMP(8, 16, 8), HMAC(10, 2), HMAC(4, 1)]),
+    parts=st.tuples(st.integers(1, 3), st.integers(1, 3), st.integers(1, 20)),
+    serial=st.sampled_from([(1, 1), (2, 1), (5, 1), (1, 2), (1, 3)]),
+    once=st.booleans(),
+    partials=st.sampled_from(["float16", "float32"]),
+    turned=st.tuples(st.booleans(), st.booleans()),
+)
+def test_any_plan(swapped, vertex, parts, serial, once, partials, turned):
+    field, out, in_ = parts
+    target = Target(tiles=field * out * in_)
+    plan = replace(
+        dense.plan(45, 190, 52, "float16", target, partials=partials),
+        swapped=swapped,
+        vertex=vertex,
+        field=field,
+        out=out,
+        in_=in_,
+        serial_out=serial[0],
+        serial_in=serial[1],
+        broadcast_once=once and serial[0] > 1,
+    )
+    found, exact, profile = run(plan, target, turned=turned)
+    np.testing.assert_array_equal(found, exact)
+    steps = [step for step in profile.steps if step.name.endswith("dense product")]
+    assert [step.runs for step in steps] == [max(serial)]
+
+
+def test_a_reduction_in_three_stages():
+    """125 partial sums of 2000 outputs: depths and cycles are those that the planner counts."""
+    target = Target(tiles=125)
+    plan = replace(dense.plan(16, 2000, 125, "float16", target), field=1, out=1, in_=125)
+    found, exact, profile = run(plan, target)
+    np.testing.assert_array_equal(found, exact)
+    left, outputs, expected = 125, 2000, []
+    for wanted in (*reduction_depths(125), 1):
+        depth = -(-left // wanted)
+        outputs, left = outputs // depth, left // depth
+        more = (plan.partials, plan.dtype, target.workers, target.bytes_per_tile)
+        expected.append(reduce_stage(outputs, depth, *more))
+    stages = [step.compute for step in profile.steps if "/reduce" in step.name]
+    assert (left, outputs) == (1, 16)
+    assert stages == expected
+    assert len(stages) == 3
+
+
+BOW = Target.bow()
+
+
+@pytest.mark.parametrize("dtype", ["float16", "float32"])
+@pytest.mark.parametrize("size", [256, 1024, pytest.param(4096, marks=pytest.mark.slow)])
+def test_estimate_and_run_agree(size, dtype):
+    """The planner charges all partial sums although a tile's own stay, and a synchronisation for
+    each slice; it leaves out that what a tile has already is copied to where it is used."""
+    for n in (4, 16, 64, 256, 1024, 4096):
+        plan = dense.plan(size, size, n, dtype, BOW)
+        *_, profile = run(plan, BOW, numerics=False)
+        assert 0.97 < profile.cycles / plan.cycles < 1.06, (n, plan)
+        needed = plan.temporary_bytes + plan.resident_bytes
+        if needed > 10_000:  # Of tiny products, padding is most.
+            assert 0.55 < profile.memory.max_tile_bytes / needed < 1.25, (n, plan)
