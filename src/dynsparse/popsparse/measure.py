@@ -8,13 +8,26 @@ from typing import Any
 import numpy as np
 import torch
 
+from dynsparse.machine import Engine, Graph
+from dynsparse.machine import Sequence as Program
 from dynsparse.pattern import SparsePattern
 from dynsparse.popsparse.dense import planner as dense
+from dynsparse.popsparse.dense.layout import Layout, Operand
+from dynsparse.popsparse.dense.program import add_product, create_operand
 from dynsparse.popsparse.layer import Layer
 from dynsparse.popsparse.product.data_types import data_type
 from dynsparse.popsparse.product.plan import PASSES, Plan
+from dynsparse.popsparse.timing.run import Run, relative_error, run_figures
 
-__all__ = ["dense_figures", "dense_plans", "draw_pattern", "plan_figures", "sparse_figures"]
+__all__ = [
+    "dense_figures",
+    "dense_plan_figures",
+    "dense_plans",
+    "draw_pattern",
+    "plan_figures",
+    "run_dense",
+    "sparse_figures",
+]
 
 
 def plan_figures(plan: Plan) -> dict[str, Any]:
@@ -191,23 +204,57 @@ def dense_plans(
     }
 
 
-def dense_figures(plans: dict[str, dense.DensePlan]) -> dict[str, Any]:
-    """The dense product's figures from its cost model; keys as of `sparse_figures`, and "plan"."""
-    first = next(iter(plans.values()))
-    x, z = (first.out, first.field) if first.swapped else (first.field, first.out)
+def dense_plan_figures(plan: dense.DensePlan) -> dict[str, Any]:
+    """The cut in the words of the dynamic plan: parts of out, in and batch."""
+    x, z = (plan.out, plan.field) if plan.swapped else (plan.field, plan.out)
     return {
-        "plan": {
-            "x": x,
-            "y": first.in_,
-            "z": z,
-            "method": f"dense {first.method}",
-            "serial_out": first.serial_out,
-            "serial_in": first.serial_in,
-        },
-        "cycles": {name: one.cycles for name, one in plans.items()},
-        "tflops": {name: one.tflops for name, one in plans.items()},
-        "max_tile_bytes": max(one.temporary_bytes + one.resident_bytes for one in plans.values()),
-        "propagation_steps": 0,
-        "spilled": 0,
-        "max_relative_error": None,
+        "x": x,
+        "y": plan.in_,
+        "z": z,
+        "method": f"dense {plan.method}",
+        "serial_out": plan.serial_out,
+        "serial_in": plan.serial_in,
     }
+
+
+def run_dense(
+    plans: dict[str, dense.DensePlan], *, seed: int = 0, ignore_data: bool = False
+) -> dict[str, Run]:
+    """Run the dense product of each pass on the simulated machine, with random operands.
+
+    Args:
+        plans: as `dense_plans` makes them.
+        seed: of the operands.
+        ignore_data: compute no numbers.
+
+    Raises:
+        OutOfMemoryError: a plan that does not fit the tiles (a ValueError).
+    """
+    return {name: _run_dense(plan, seed, numerics=not ignore_data) for name, plan in plans.items()}
+
+
+def dense_figures(plans: dict[str, dense.DensePlan], runs: dict[str, Run]) -> dict[str, Any]:
+    """The figures of what `run_dense` ran, as of `run_figures`, and "plan", that of the first."""
+    products = {name: 2.0 * plan.m * plan.k * plan.n for name, plan in plans.items()}
+    first = next(iter(plans.values()))
+    return {"plan": dense_plan_figures(first), **run_figures(runs, products)}
+
+
+def _run_dense(plan: dense.DensePlan, seed: int, *, numerics: bool) -> Run:
+    graph, program, layout = Graph(plan.target), Program(), Layout(plan)
+    operands = [create_operand(graph, layout, which, which) for which in "ab"]
+    result = add_product(graph, layout, operands[0], operands[1], program, "product")
+    engine = Engine(graph, program, numerics=numerics)
+    if not numerics:
+        return Run(engine.run(), None)
+    generator = torch.Generator().manual_seed(seed)
+    shapes = ((plan.m, plan.k), (plan.k, plan.n))
+    a, b = (_numbers(shape, plan.k, plan.dtype.name, generator).numpy() for shape in shapes)
+    for operand, values in zip(operands, (a, b), strict=True):
+        if isinstance(operand, Operand):
+            engine.write(operand.home, operand.arrange(values[None]))
+        else:
+            engine.write(operand, values[None])
+    profile = engine.run()
+    found = result.join(engine.read(result.home))[0]
+    return Run(profile, relative_error(found, a.astype(np.float64) @ b.astype(np.float64)))

@@ -6,17 +6,19 @@ from typing import Any
 
 from dynsparse.cli.matmul.figures import show
 from dynsparse.cli.matmul.request import Request
+from dynsparse.machine.errors import OutOfMemoryError
 from dynsparse.popsparse.dense.planner import DensePlan
-from dynsparse.popsparse.measure import dense_figures, dense_plans
+from dynsparse.popsparse.measure import dense_figures, dense_plan_figures, dense_plans, run_dense
+from dynsparse.popsparse.timing.run import Run
 
 __all__ = ["run"]
 
 
 def run(request: Request) -> None:
-    """Plan each pass, and say what the plans take."""
+    """Plan each pass, run it, and say what it took."""
     request.refuse(
-        "seeds", "weighted_area_begin", "ignore_data", "report_plan", "ignore_memory", "options",
-        "plan_constraints", "oversize", "seed",
+        "seeds", "weighted_area_begin", "report_plan", "ignore_memory", "options",
+        "plan_constraints", "oversize",
     )  # fmt: skip
     plans = dense_plans(
         *request.shape,
@@ -27,22 +29,36 @@ def run(request: Request) -> None:
         partials=request.partials_type,
         available_memory_proportion=request.available_memory_proportion,
     )
-    figures = dense_figures(plans)
     if request.plan_only:
-        figures = {"plan": figures["plan"], "estimated_cycles": figures["cycles"]}
+        chosen = dense_plan_figures(next(iter(plans.values())))
+        estimated = {name: plan.cycles for name, plan in plans.items()}
+        figures: dict[str, Any] = {"plan": chosen, "estimated_cycles": estimated}
+        runs: dict[str, Run] = {}
+    else:
+        try:
+            runs = run_dense(plans, seed=request.seed, ignore_data=request.ignore_data)
+        except OutOfMemoryError as error:
+            raise ValueError(f"{error}; use a smaller --batch or more --tiles") from error
+        figures = dense_figures(plans, runs)
     show(figures, request)
-    _write_page(request, figures, plans)
+    _write_page(request, figures, plans, runs)
 
 
-def _write_page(request: Request, figures: dict[str, Any], plans: dict[str, DensePlan]) -> None:
+def _write_page(
+    request: Request,
+    figures: dict[str, Any],
+    plans: dict[str, DensePlan],
+    runs: dict[str, Run],
+) -> None:
     if request.report is None:
         return
     from dynsparse.report.machine import write_report
 
     summary = {name: getattr(request, name) for name in ("rows", "cols", "batch", "dtype")}
     summary |= {"target": request.machine.name, "tiles": request.machine.tiles}
-    keys = ("cycles", "estimated_cycles", "tflops", "max_tile_bytes")
+    keys = ("cycles", "estimated_cycles", "tflops", "max_tile_bytes", "max_relative_error")
     summary |= {key: figures[key] for key in keys if key in figures}
     title = "Dense product {rows:,} × {cols:,} by {batch:,} on {target}".format(**summary)
     found = {name: plan.to_dict() for name, plan in plans.items()}
-    write_report(request.report, title=title, summary=summary, plan=found)
+    profiles = {name: run.profile for name, run in runs.items()}
+    write_report(request.report, title=title, summary=summary, plan=found, profile=profiles or None)

@@ -55,8 +55,7 @@ class Request:
         _option(
             _PRODUCT,
             "dynamic: the pattern may change at run time; static: it is known when planning; "
-            "dense: the same product with all elements. Static and dense times are their cost "
-            "models'.",
+            "dense: the same product with all elements.",
             metavar="|".join(_METHODS),
         ),
     ] = "dynamic"

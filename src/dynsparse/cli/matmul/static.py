@@ -9,13 +9,13 @@ from dynsparse.cli.matmul.request import Request
 from dynsparse.popsparse.product.data_types import data_type
 from dynsparse.popsparse.static.layout import StaticPlan
 from dynsparse.popsparse.static.measure import (
-    Run,
     plan_figures,
     plan_passes,
     run_passes,
     static_figures,
 )
 from dynsparse.popsparse.static.report import plan_report, plan_text
+from dynsparse.popsparse.timing.run import Run
 
 __all__ = ["run"]
 

@@ -7,8 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from dynsparse.machine.dtypes import INT
-from dynsparse.machine.vertex import Codelet, In, InOut, Out, VertexView
+from dynsparse.machine import INT, Codelet, In, InOut, Out, VertexView
 from dynsparse.popsparse.dense import cycles
 from dynsparse.popsparse.dense.layout import Layout
 from dynsparse.popsparse.product.data_types import DataType

@@ -12,9 +12,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from dynsparse.machine.dtypes import DType, as_dtype
-from dynsparse.machine.graph import Graph
-from dynsparse.machine.tensor import Tensor
+from dynsparse.machine import DType, Graph, Tensor, as_dtype
 from dynsparse.popsparse.dense.planner import DensePlan
 from dynsparse.popsparse.product.parts import ceil_div
 

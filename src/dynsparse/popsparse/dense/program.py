@@ -11,12 +11,19 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from dynsparse.machine import (
+    INT,
+    Codelet,
+    Copy,
+    DType,
+    Execute,
+    Graph,
+    Repeat,
+    Sequence,
+    Tensor,
+    as_dtype,
+)
 from dynsparse.machine import codelets as machine_codelets
-from dynsparse.machine.dtypes import INT, DType, as_dtype
-from dynsparse.machine.graph import Graph
-from dynsparse.machine.program import Copy, Execute, Repeat, Sequence
-from dynsparse.machine.tensor import Tensor
-from dynsparse.machine.vertex import Codelet
 from dynsparse.popsparse.dense import codelets, cycles
 from dynsparse.popsparse.dense.layout import Layout, Matrix, Operand, OperandView
 from dynsparse.popsparse.dense.reduction import Partials, reduce_stages

@@ -7,11 +7,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from dynsparse.machine.dtypes import DType
-from dynsparse.machine.graph import Graph
-from dynsparse.machine.program import Copy, Execute, Sequence
-from dynsparse.machine.tensor import Tensor
-from dynsparse.machine.vertex import Codelet
+from dynsparse.machine import Codelet, Copy, DType, Execute, Graph, Sequence, Tensor
 from dynsparse.popsparse.dense.cycles import reduction_depths
 from dynsparse.popsparse.product.parts import ceil_div
 

@@ -4,22 +4,20 @@ counterpart of `measure` for known patterns."""
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
-from dynsparse.machine.engine import Engine
-from dynsparse.machine.graph import Graph
-from dynsparse.machine.profile import Profile
-from dynsparse.machine.program import Sequence
+from dynsparse.machine import Engine, Graph, Sequence
 from dynsparse.pattern import SparsePattern
 from dynsparse.popsparse.static.layout import StaticPlan
 from dynsparse.popsparse.static.model import tile_memory
 from dynsparse.popsparse.static.params import MatmulParams
 from dynsparse.popsparse.static.planner import make_plan
 from dynsparse.popsparse.static.program import add_product, add_values, dense_operand
+from dynsparse.popsparse.timing.run import Run, relative_error, run_figures
 
-__all__ = ["Run", "plan_figures", "plan_passes", "run_passes", "static_figures"]
+__all__ = ["plan_figures", "plan_passes", "run_passes", "static_figures"]
 
 
 def plan_passes(
@@ -66,14 +64,6 @@ def plan_figures(plan: StaticPlan) -> dict[str, Any]:
     }
 
 
-class Run(NamedTuple):
-    """What one pass cost on the machine, and the largest difference of its numbers from the float64
-    product over its largest element; None without numbers."""
-
-    profile: Profile
-    error: float | None
-
-
 def run_passes(
     plans: dict[str, StaticPlan], *, seed: int = 0, ignore_data: bool = False
 ) -> dict[str, Run]:
@@ -99,27 +89,9 @@ def run_passes(
 
 
 def static_figures(plans: dict[str, StaticPlan], runs: dict[str, Run]) -> dict[str, Any]:
-    """The figures of some passes.
-
-    Args:
-        plans: as `plan_passes` makes them.
-        runs: of `run_passes`.
-
-    Returns:
-        "cycles", "tflops" by pass (2 x non-zeros x batch over the pass's seconds at the target's
-        clock), "max_tile_bytes", "propagation_steps" and "spilled" (always 0),
-        "max_relative_error" (see `Run`).
-    """
-    seconds = {name: run.profile.seconds for name, run in runs.items()}
-    errors = [run.error for run in runs.values() if run.error is not None]
-    return {
-        "cycles": {name: run.profile.cycles for name, run in runs.items()},
-        "tflops": {name: plans[name].products / took / 1e12 for name, took in seconds.items()},
-        "max_tile_bytes": max(run.profile.memory.max_tile_bytes for run in runs.values()),
-        "propagation_steps": 0,
-        "spilled": 0,
-        "max_relative_error": max(errors, default=None),
-    }
+    """The figures of what `run_passes` ran, as of `run_figures`; products are 2 x non-zeros x
+    batch."""
+    return run_figures(runs, {name: plan.products for name, plan in plans.items()})
 
 
 def _run(plan: StaticPlan, seed: int, *, numerics: bool) -> Run:
@@ -141,5 +113,4 @@ def _run(plan: StaticPlan, seed: int, *, numerics: bool) -> Run:
     weights = np.zeros((*pattern.grid, block, block))
     weights[pattern.rows.numpy(), pattern.cols.numpy()] = blocks
     wanted = weights.transpose(0, 2, 1, 3).reshape(pattern.shape) @ operand.astype(np.float64)
-    off = np.abs(engine.read("result")[0] - wanted).max()
-    return Run(profile, float(off / (np.abs(wanted).max() or 1.0)))
+    return Run(profile, relative_error(engine.read("result")[0], wanted))

@@ -10,12 +10,22 @@ from typing import Any
 
 import numpy as np
 
-from dynsparse.machine.dtypes import UNSIGNED_SHORT, DType, as_dtype
-from dynsparse.machine.graph import Graph
+from dynsparse.machine import (
+    UNSIGNED_SHORT,
+    Codelet,
+    Copy,
+    DType,
+    Execute,
+    Graph,
+    In,
+    Out,
+    Ragged,
+    Sequence,
+    Tensor,
+    VertexView,
+    as_dtype,
+)
 from dynsparse.machine.intervals import Runs
-from dynsparse.machine.program import Copy, Execute, Sequence
-from dynsparse.machine.tensor import Tensor
-from dynsparse.machine.vertex import Codelet, In, Out, Ragged, VertexView
 from dynsparse.popsparse.static.kernel import add_partials, multiply_pieces, reduction_sources
 from dynsparse.popsparse.static.layout import StaticPlan, work_list_words
 from dynsparse.popsparse.static.model import compute_cycles, reduce_cycles
