@@ -103,10 +103,10 @@ def test_small_passes_at_every_small_batch(batch):
 
 @pytest.mark.parametrize("density", [0.3, 1.0])
 @pytest.mark.parametrize("block_size", [1, 4])
-def test_dense_passes_in_strips(monkeypatch, block_size, density):
-    monkeypatch.setattr(dense, "STRIP_BYTES", 12 * 4 * 9 * block_size)
+def test_dense_passes_in_slabs(monkeypatch, block_size, density):
+    monkeypatch.setattr(dense, "SLAB_BYTES", 12 * 4 * 9 * block_size)
     agrees("dense", 11, 9, density, block_size, 5)
-    monkeypatch.setattr(dense, "STRIP_BYTES", 1)  # a block row at least
+    monkeypatch.setattr(dense, "SLAB_BYTES", 1)  # a block row at least
     agrees("dense", 11, 9, density, block_size, 5)
 
 

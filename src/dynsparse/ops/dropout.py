@@ -5,10 +5,6 @@ The mask is not stored but drawn again for the backward pass, from its seed.
 
 from __future__ import annotations
 
-import ctypes
-from functools import cache
-from typing import Any
-
 import torch
 from torch import Tensor
 from torch.nn import functional
@@ -19,30 +15,15 @@ from dynsparse.ops.eager import is_plain_eager
 __all__ = ["dropout"]
 
 
-@cache
-def _kernel() -> Any:
-    """`dynsparse_dropout` (csrc/dropout.cpp), or None without it."""
-    function = getattr(native.load(), "dynsparse_dropout", None)
-    if function is not None:
-        function.restype = None
-        function.argtypes = [
-            *[ctypes.c_void_p] * 2,
-            ctypes.c_int64,
-            ctypes.c_uint64,
-            ctypes.c_int32,
-            ctypes.c_float,
-            ctypes.c_int32,
-        ]
-    return function
-
-
 def _run(x: Tensor, seed: int, rate: float) -> Tensor:
     """x with about a share `rate` of zeros, the rest scaled by 1 / (1 - rate)."""
     x = x.contiguous()
     y = torch.empty_like(x)
     # Random int32 below the threshold are dropped: the rate is exact to 2^-32.
     dropped = min(round(rate * 2**32), 2**32 - 1)
-    _kernel()(
+    library = native.load()
+    assert library is not None
+    library.dynsparse_dropout(
         x.data_ptr(),
         y.data_ptr(),
         x.numel(),
@@ -89,7 +70,7 @@ def dropout(x: Tensor, rate: float, training: bool = True) -> Tensor:
     if not training or rate == 0:
         return x
     fast = is_plain_eager(x) and x.is_cpu and x.dtype is torch.float32 and rate < 1
-    if not fast or _kernel() is None:
+    if not fast or native.load() is None:
         return functional.dropout(x, rate)
     seed = int(torch.randint(2**63 - 1, ()))
     if x.requires_grad and torch.is_grad_enabled():

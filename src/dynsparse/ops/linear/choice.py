@@ -5,7 +5,7 @@
 
 - `sparse`: over the non-zeros, for low densities and large batches.
 - `small`: for batches too small to fill vectors; for single elements by bit masks.
-- `dense`: a dense product, the weight laid out a strip at a time, past the break-even density.
+- `dense`: a dense product, the weight laid out a slab at a time, past the break-even density.
 - `bfloat16`: over the non-zeros of bfloat16 activations, without a copy of these in float32.
 - `torch`: plain torch, for other types, other devices and where no compiled kernels are.
 

@@ -31,6 +31,9 @@ class Remembered:
         # By the first tensor; weak, and no value may hold it.
         self._entries: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 
+    def __len__(self) -> int:
+        return len(self._entries)
+
     def get(self, sources: Sequence[Tensor]) -> Any:
         """The value for exactly these tensors, or None."""
         entry = self._entries.get(sources[0])

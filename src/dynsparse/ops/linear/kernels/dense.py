@@ -1,7 +1,7 @@
 """Sparse linear products through dense ones, for densities past the break-even.
 
-The weight is laid out densely a strip of rows at a time, used by torch's dense products and
-forgotten: no more than `STRIP_BYTES` exist at once, whatever the layer. A full pattern of single
+The weight is laid out densely a slab of rows at a time, used by torch's dense products and
+forgotten: no more than `SLAB_BYTES` exist at once, whatever the layer. A full pattern of single
 elements is a dense weight already, and is used as it is.
 """
 
@@ -18,25 +18,25 @@ from dynsparse import native
 from dynsparse.ops.linear.kernels.masks import masks_of
 from dynsparse.ops.linear.layer_index import LayerIndex
 
-__all__ = ["STRIP_BYTES", "backward", "forward", "release"]
+__all__ = ["SLAB_BYTES", "backward", "forward", "release"]
 
 # Dense products of fewer rows are slower; more memory would be noticed beside the values.
-STRIP_BYTES = 16 << 20
+SLAB_BYTES = 16 << 20
 
 
 def _is_full(p: LayerIndex) -> bool:
     return len(p.values_shape) == 1 and p.nnz == p.out_features * p.in_features
 
 
-def _strips(p: LayerIndex) -> list[tuple[int, int]]:
-    """(first, end) row of each strip; whole block rows."""
+def _slabs(p: LayerIndex) -> list[tuple[int, int]]:
+    """(first, end) row of each slab; whole block rows."""
     b = p.block_size
     out = p.out_features
-    rows = max(1, min(STRIP_BYTES // 4 // p.in_features, out) // b) * b
+    rows = max(1, min(SLAB_BYTES // 4 // p.in_features, out) // b) * b
     return [(first, min(out, first + rows)) for first in range(0, out, rows)]
 
 
-# The memory of strips, kept between calls: new memory of this size is mapped, and filled with
+# The memory of slabs, kept between calls: new memory of this size is mapped, and filled with
 # zeros, page by page. Calls at the same time, from several threads, have one each.
 _kept: list[Tensor] = []
 
@@ -61,7 +61,7 @@ def release() -> None:
 
 
 def _rows(memory: Tensor, first: int, end: int, p: LayerIndex) -> Tensor:
-    """[end - first, in] in the memory of a strip."""
+    """[end - first, in] in the memory of a slab."""
     return memory[: (end - first) * p.in_features].view(-1, p.in_features)
 
 
@@ -69,30 +69,30 @@ def _lay_out(values: Tensor, p: LayerIndex, first: int, end: int, memory: Tensor
     """Rows first to end of the weight, [end - first, in], in `memory`."""
     library = native.load()
     assert library is not None
-    strip = _rows(memory, first, end, p)
+    slab = _rows(memory, first, end, p)
     b, masks = p.block_size, masks_of(p)
     library.dynsparse_rows_to_dense(
         values.data_ptr(),
         p.row_ptr.data_ptr(),
         p.cols.data_ptr(),
         None if masks is None else masks.data_ptr(),
-        strip.data_ptr(),
+        slab.data_ptr(),
         first // b,
         (end - first) // b,
         p.in_features,
         b,
         torch.get_num_threads(),
     )
-    return strip
+    return slab
 
 
-def _collect(strip: Tensor, p: LayerIndex, first: int, end: int, values: Tensor) -> None:
-    """The entries of a dense strip where the pattern is, into their place in `values`."""
+def _collect(slab: Tensor, p: LayerIndex, first: int, end: int, values: Tensor) -> None:
+    """The entries of a dense slab where the pattern is, into their place in `values`."""
     library = native.load()
     assert library is not None
     b, masks = p.block_size, masks_of(p)
     library.dynsparse_rows_from_dense(
-        strip.data_ptr(),
+        slab.data_ptr(),
         p.row_ptr.data_ptr(),
         p.cols.data_ptr(),
         None if masks is None else masks.data_ptr(),
@@ -110,13 +110,13 @@ def forward(x: Tensor, values: Tensor, p: LayerIndex, bias: Tensor | None) -> Te
     values = values.contiguous()
     if _is_full(p):
         return linear(x, values.view(p.out_features, p.in_features), bias)
-    strips = _strips(p)
-    with _memory(strips[0][1] * p.in_features) as strip:
-        if len(strips) == 1:
-            return linear(x, _lay_out(values, p, *strips[0], strip), bias)
+    slabs = _slabs(p)
+    with _memory(slabs[0][1] * p.in_features) as slab:
+        if len(slabs) == 1:
+            return linear(x, _lay_out(values, p, *slabs[0], slab), bias)
         y = x.new_empty(x.shape[0], p.out_features)
-        for first, end in strips:
-            weight = _lay_out(values, p, first, end, strip).t()
+        for first, end in slabs:
+            weight = _lay_out(values, p, first, end, slab).t()
             if bias is None:
                 torch.mm(x, weight, out=y[:, first:end])
             else:
@@ -133,20 +133,20 @@ def backward(
         weight = values.view(p.out_features, p.in_features)
         dx = dy @ weight if need_input else None
         return dx, (dy.t() @ x).view_as(values) if need_values else None
-    strips = _strips(p)
+    slabs = _slabs(p)
     dx = dy.new_empty(dy.shape[0], p.in_features) if need_input else None
     dvalues = torch.empty_like(values) if need_values else None
-    with _memory(strips[0][1] * p.in_features) as strip:
-        for first, end in strips:
+    with _memory(slabs[0][1] * p.in_features) as slab:
+        for first, end in slabs:
             part = dy[:, first:end]
             if dx is not None:
-                weight = _lay_out(values, p, first, end, strip)
+                weight = _lay_out(values, p, first, end, slab)
                 if first == 0:
                     torch.mm(part, weight, out=dx)
                 else:
                     torch.addmm(dx, part, weight, out=dx)
             if dvalues is not None:
-                gradient = _rows(strip, first, end, p)
+                gradient = _rows(slab, first, end, p)
                 torch.mm(part.t(), x, out=gradient)
                 _collect(gradient, p, first, end, dvalues)
     return dx, dvalues
