@@ -108,8 +108,9 @@ def _kernels(model: nn.Module, cell: Cell, backward: bool) -> str:
     found = []
     for layer in model.modules():
         if isinstance(layer, SparseLinear):
-            passes = [layer.kernel(cell.batch)]
-            passes += [layer.kernel(cell.batch, backward=True)] if backward else []
+            passes = [layer.kernel(cell.batch, dtype=cell.torch_dtype)]
+            if backward:
+                passes.append(layer.kernel(cell.batch, backward=True, dtype=cell.torch_dtype))
             found.append(", ".join(dict.fromkeys(passes)))
     return "; ".join(dict.fromkeys(found))
 
