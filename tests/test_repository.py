@@ -107,24 +107,4 @@ def test_every_module_has_a_docstring_and_stays_readable():
         if not text:
             continue
         assert ast.get_docstring(ast.parse(text)), f"{file.relative_to(ROOT)} has no docstring"
-        assert text.count("\n") <= 500, f"{file.relative_to(ROOT)} is too long to read"
-
-
-def test_a_floor_imports_only_from_the_floors_below():
-    order = ["pattern", "ops", "nn", "training", "data", "report", "apps", "cli"]
-    beside = {"machine", "popsparse"}
-    for file in sorted((ROOT / "src" / "dynsparse").rglob("*.py")):
-        floor = file.relative_to(ROOT / "src" / "dynsparse").parts[0].removesuffix(".py")
-        if floor not in order:
-            continue
-        for node in ast.parse(file.read_text()).body:  # the module level; later imports are free
-            if not isinstance(node, ast.ImportFrom) or not node.module:
-                continue
-            parts = node.module.split(".")
-            if parts[0] != "dynsparse":
-                continue
-            floors = parts[1:2] or [alias.name for alias in node.names]
-            for used in floors:
-                where = f"{file.relative_to(ROOT)} imports {used}"
-                assert floor in ("report", "apps", "cli") or used not in beside, where
-                assert used not in order or order.index(used) <= order.index(floor), where
+        assert text.count("\n") <= 400, f"{file.relative_to(ROOT)} is too long to read"

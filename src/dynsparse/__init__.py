@@ -5,18 +5,13 @@ pattern of non-zeros changes while the network trains.
 """
 
 from importlib import import_module
-from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 from dynsparse import nn, ops, training
 from dynsparse.nn import densify, load_safetensors, save_safetensors, sparsify
 from dynsparse.pattern import Rewiring, SparsePattern
 from dynsparse.training import GMP, MEST, SET, SNFS, DeepR, GraNet, RigL, Static, TopKAST
-
-try:
-    __version__ = version("dynsparse")
-except PackageNotFoundError:  # run from a source tree that was never installed
-    __version__ = "0.0.0"
+from dynsparse.version import __version__ as __version__
 
 __all__ = [
     "GMP",

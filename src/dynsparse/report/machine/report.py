@@ -8,7 +8,6 @@ from typing import Any
 
 import numpy as np
 
-from dynsparse import __version__
 from dynsparse.report.machine.buckets import bucket_maps, buckets_section, propagation_section
 from dynsparse.report.machine.data import BucketData, ProfileData, read_profiles
 from dynsparse.report.machine.encoding import encoding_data
@@ -25,6 +24,7 @@ from dynsparse.report.machine.passes import (
 from dynsparse.report.machine.plan import plan_section
 from dynsparse.report.machine.summary import summary_section
 from dynsparse.report.machine.timeline import alike, fold, timeline_data
+from dynsparse.version import __version__
 
 __all__ = ["encoding_data", "report_html", "write_report"]
 
