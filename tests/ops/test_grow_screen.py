@@ -12,7 +12,7 @@ from dynsparse.ops.grow import screen, topk, topk_outside
 from dynsparse.ops.grow.naive import topk_outside_naive
 
 pytestmark = pytest.mark.skipif(
-    native.bfloat16_unit() == "float32" or not screen._bfloat16_products(),
+    native.bfloat16_unit() == "float32" or not screen.bfloat16_products(),
     reason="no fast products of bfloat16",
 )
 
@@ -64,7 +64,7 @@ def test_the_same_choice(batches, threads, generator, monkeypatch):
     assert_close(found.scores.double(), exact.topk(500).values, rtol=1e-5, atol=1e-5)
 
 
-def test_errors_that_all_point_the_same_way():
+def test_errors_that_all_point_the_same_way(monkeypatch):
     # Just short of the middle between two neighbours: bfloat16 takes every factor for 1, and so
     # every product for one 0.8 % smaller than it is, where the last column is exact.
     short = 1 + 2.0**-8 - 2.0**-12
@@ -75,11 +75,8 @@ def test_errors_that_all_point_the_same_way():
     nothing = torch.zeros(0, dtype=torch.int64)
     # Above what bfloat16 says of all, below what is true of all but the last column.
     threshold = 100 * short * short * 0.999
-    screen_most, screen._MOST = screen._MOST, 1
-    try:
-        found = screen.candidates([(x, dy)], pattern, nothing, threshold)
-    finally:
-        screen._MOST = screen_most
+    monkeypatch.setattr(screen, "MOST", 1)
+    found = screen.candidates([(x, dy)], pattern, nothing, threshold)
     assert found is not None
     expected = (gradient([(x, dy)]) > threshold).flatten().nonzero().flatten()
     assert torch.equal(found[0][found[1] > threshold], expected)

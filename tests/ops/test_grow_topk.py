@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 from dynsparse import SparsePattern
 from dynsparse.ops.grow import POOLINGS, select, topk, topk_outside
 from dynsparse.ops.grow.naive import topk_outside_naive
+from dynsparse.ops.grow.scores import Scorer
 from dynsparse.ops.grow.threshold import guess_threshold
 
 
@@ -180,7 +181,7 @@ def test_the_guessed_threshold(b, guess, monkeypatch, generator):
     k = pattern.total // 30
     none = pattern.flat[:0]
     dense = topk_outside_naive([(x, dy)], pattern, pattern.total - pattern.nnz)[1]
-    scorer = topk._Scorer([(x, dy)], b, "sum", torch.float64, 8)
+    scorer = Scorer([(x, dy)], b, "sum", torch.float64, 8)
     threshold = guess_threshold(scorer.sample, pattern, none, k)
     # The fewer rows are sampled, the more room their differences need.
     assert k <= int((dense > threshold).sum()) < (1.8 if b == 1 else 3) * k
@@ -209,14 +210,14 @@ def test_overflow_is_an_error():
 
 def test_never_more_than_a_chunk_of_the_gradient(monkeypatch, generator):
     n, sizes = 512, []
-    real = topk._Scorer.chunk
+    real = Scorer.chunk
 
     def spy(*arguments):
         scores = real(*arguments)
         sizes.append(scores.numel() * scores.itemsize)
         return scores
 
-    monkeypatch.setattr(topk._Scorer, "chunk", spy)
+    monkeypatch.setattr(Scorer, "chunk", spy)
     monkeypatch.setattr(topk, "CHUNK_BYTES", 16 * n * 4)
     pattern = SparsePattern.random((n, n), density=0.05, generator=generator)
     x, dy = torch.randn(8, n, generator=generator), torch.randn(8, n, generator=generator)

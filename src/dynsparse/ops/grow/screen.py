@@ -15,10 +15,11 @@ from torch import Tensor
 from dynsparse import native
 from dynsparse.encoding import empty
 from dynsparse.ops.grow.free_positions import positions_between
+from dynsparse.ops.grow.scores import Pair
 from dynsparse.ops.linear.kernels import sparse
 from dynsparse.pattern import SparsePattern
 
-__all__ = ["candidates", "serves"]
+__all__ = ["bfloat16_products", "candidates", "serves"]
 
 # Of the gradient in bfloat16.
 _CHUNK_BYTES = 4 << 20
@@ -27,19 +28,17 @@ _CHUNK_BYTES = 4 << 20
 _WORTHWHILE = 1 << 28
 
 # Where more positions than this share of a chunk may be large, float32 is as fast.
-_MOST = 1 / 8
+MOST = 1 / 8
 
 # bfloat16 has the range of float32. Inside these bounds nothing overflows, and what underflows in
 # products and squares stays below a thousandth of the threshold.
 _LARGEST = 1e15
 _UNDERFLOW = 1e-15
 
-Pair = tuple[Tensor, Tensor]
-
 
 def serves(pairs: Sequence[Pair], threshold: float) -> bool:
     """Whether it pays on this processor, and the bound holds for these numbers."""
-    if native.bfloat16_unit() == "float32" or not _bfloat16_products():
+    if native.bfloat16_unit() == "float32" or not bfloat16_products():
         return False
     tensors = [tensor for pair in pairs for tensor in pair]
     samples = sum(len(x) for x, _ in pairs)
@@ -51,7 +50,7 @@ def serves(pairs: Sequence[Pair], threshold: float) -> bool:
     return largest < _LARGEST and threshold > _UNDERFLOW * samples * largest
 
 
-def _bfloat16_products() -> bool:
+def bfloat16_products() -> bool:
     """Whether torch accumulates products of bfloat16 matrices in float32."""
     return torch.backends.mkldnn.is_available() and torch.ops.mkldnn._is_mkldnn_bf16_supported()
 
@@ -81,7 +80,7 @@ def candidates(
     row_bounds = (dy_errors + (row_bounds + dy_errors) * worst) * (1 + sums)
     rows = max(1, _CHUNK_BYTES // (2 * width))
     gradient = empty(min(rows, height), width, dtype=torch.bfloat16)
-    room = int(_MOST * gradient.numel())
+    room = int(MOST * gradient.numel())
     found_cols = empty(room, dtype=torch.int32)
     counts = torch.zeros(height + 1, dtype=torch.int32)
     pieces = []

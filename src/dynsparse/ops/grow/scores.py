@@ -1,0 +1,84 @@
+"""Scores of positions, from x and dY: a part of the dense gradient, pooled per block."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from dynsparse import native
+from dynsparse.encoding import empty
+
+__all__ = ["Pair", "Scorer", "pool"]
+
+# The largest block that the kernels pool.
+_LARGEST_POOLED = 1024
+
+Pair = tuple[Tensor, Tensor]
+
+
+class Scorer:
+    """Pooled |dY^T X| of some blocks. Where the kernels rank elements, signs are left in."""
+
+    def __init__(
+        self, pairs: Sequence[Pair], b: int, pooling: str, dtype: torch.dtype, rows: int
+    ) -> None:
+        self.pairs, self.b, self.pooling, self.dtype = pairs, b, pooling, dtype
+        self.device = pairs[0][0].device
+        on_cpu = self.device.type == "cpu" and dtype == torch.float32
+        self.library = native.load() if on_cpu else None
+        in_features = pairs[0][0].shape[1]
+        self._gradient = empty(rows * b, in_features, dtype=dtype, device=self.device)
+
+    def chunk(self, first: int, last: int) -> Tensor:
+        """Scores of the block rows [first, last): [last - first, in/b], valid until the next."""
+        begin, end = first * self.b, last * self.b
+        grad = self._gradient[: end - begin]
+        for i, (x, dy) in enumerate(self.pairs):
+            left, right = dy[:, begin:end].t().to(self.dtype), x.to(self.dtype)
+            grad.addmm_(left, right, beta=1 if i else 0)
+        return self._pool(grad)
+
+    def sample(self, rows: Tensor, cols: Tensor) -> Tensor:
+        """Scores of the blocks where the block rows and columns cross: [rows, cols]."""
+        inside = torch.arange(self.b)
+        out = (rows[:, None] * self.b + inside).view(-1).to(self.device)
+        in_ = (cols[:, None] * self.b + inside).view(-1).to(self.device)
+        grad = torch.zeros(len(out), len(in_), dtype=self.dtype, device=self.device)
+        for x, dy in self.pairs:
+            left, right = dy.index_select(1, out), x.index_select(1, in_)
+            grad.addmm_(left.to(self.dtype).t(), right.to(self.dtype))
+        return self._pool(grad).abs_()
+
+    def _pool(self, grad: Tensor) -> Tensor:
+        b = self.b
+        if b == 1:
+            return grad
+        if self.library is None or b > _LARGEST_POOLED:
+            return pool(grad.abs_(), self.pooling, b)
+        scores = grad.new_empty(len(grad) // b, grad.shape[1] // b)
+        kind = {"avg": 1, "max": 2}.get(self.pooling, 0)
+        self.library.dynsparse_grow_pool(
+            grad.data_ptr(), *scores.shape, b, kind, scores.data_ptr(), torch.get_num_threads()
+        )
+        return scores
+
+
+def pool(magnitude: Tensor, pooling: str, b: int) -> Tensor:
+    """[rows * b, columns * b] -> [rows, columns]: the score of each block.
+
+    Sums go from the first row of a block to the last, then likewise over its columns, so that the
+    kernels (csrc/update/pool.cpp) come to the same.
+    """
+    by_rows = magnitude.unflatten(0, (-1, b))
+    if pooling == "max":
+        return by_rows.amax(1).unflatten(1, (-1, b)).amax(2)
+    pooled = by_rows[:, 0].clone()
+    for i in range(1, b):
+        pooled += by_rows[:, i]
+    by_cols = pooled.unflatten(1, (-1, b))
+    score = by_cols[:, :, 0].clone()
+    for j in range(1, b):
+        score += by_cols[:, :, j]
+    return score.div_(b * b) if pooling == "avg" else score
