@@ -55,6 +55,19 @@ def test_dense(capsys):
     assert found["tflops"]["forward"] == pytest.approx(2 * 128 * 96 * 32 / seconds / 1e12, rel=0.05)
 
 
+@pytest.mark.parametrize("dtype", ["float16", "float32"])
+def test_dense_runs_and_is_checked(capsys, dtype):
+    names = "forward,grad_input,grad_weight"
+    more = ["--method", "dense", "--passes", names, "--rows", "97", "--cols", "3000"]
+    found = figures(capsys, *more, "--dtype", dtype)
+    assert 0 < found["max_relative_error"] < 0.01
+    quick = figures(capsys, *more, "--dtype", dtype, "--ignore-data")
+    assert quick == found | {"max_relative_error": None}
+    estimated = figures(capsys, *more, "--dtype", dtype, "--plan-only")["estimated_cycles"]
+    for name, cycles in found["cycles"].items():
+        assert 0.8 < cycles / estimated[name] < 1.5
+
+
 def test_plan_only(capsys):
     found = figures(capsys, "--plan-only")
     assert set(found) == {"plan", "estimated_cycles", "report"}
@@ -130,7 +143,7 @@ def test_text(capsys):
             "the weighted area must lie in 128 x 96",
         ),
         ("--method dense --seeds 2", "--seeds does not apply to --method dense"),
-        ("--method dense --ignore-data", "--ignore-data does not apply to --method dense"),
+        ("--method dense --oversize 0.5", "--oversize does not apply to --method dense"),
         ("--report-plan", "--report-plan is text"),
     ],
 )

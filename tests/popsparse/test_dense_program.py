@@ -131,3 +131,16 @@ def test_estimate_and_run_agree(size, dtype):
         needed = plan.temporary_bytes + plan.resident_bytes
         if needed > 10_000:  # Of tiny products, padding is most.
             assert 0.55 < profile.memory.max_tile_bytes / needed < 1.25, (n, plan)
+
+
+@pytest.mark.parametrize("dtype", ["float16", "float32"])
+def test_estimate_and_run_of_padded_products(dtype):
+    """Sizes off the vertex's groups have to be brought into them. The planner charges that for
+    every step in time, the program does it once; and its exchanges are further supersteps, which
+    are much of a tiny product."""
+    for tiles in (16, 200, 1472):
+        for sizes in ((653, 340, 328), (74, 458, 38), (519, 61, 30), (1383, 183, 117)):
+            target = Target.bow(tiles=tiles)
+            plan = dense.plan(*sizes, dtype, target)
+            *_, profile = run(plan, target, numerics=False)
+            assert 0.8 < profile.cycles / plan.cycles < 1.5, (sizes, plan)

@@ -121,6 +121,7 @@ def test_dense(tmp_path, capsys, more):
     for cycles in figures.get("cycles", figures.get("estimated_cycles")).values():
         assert f"{cycles:,.0f}" in text
     assert "Tiles along the out-channels" in text
+    assert ("Forward: timeline" in text) == ("cycles" in figures)
     assert "Buckets" not in text
 
 
@@ -133,8 +134,11 @@ def test_static(tmp_path, capsys, more):
     text = words(path)
     for name, cycles in figures.get("cycles", figures.get("estimated_cycles")).items():
         assert f"{cycles:,.0f} {name.replace('_', ' ')}" in text
-    for expected in ("Column bands", "Blocks per tile", "Predicted cycles", "Runners-up"):
+    ran = "cycles" in figures
+    predicted = "Predicted by the execution model" if ran else "Predicted cycles"
+    for expected in ("Column bands", "Blocks per tile", predicted, "Runners-up"):
         assert expected in text
+    assert ("Grad input: timeline" in text) == ran
 
 
 def test_plan_only(tmp_path, capsys):

@@ -11,15 +11,18 @@ from typing import Any
 
 from dynsparse.machine import Graph, Sequence, Tensor
 from dynsparse.popsparse.dense import planner as dense
-from dynsparse.popsparse.device.dense import add_dense_grad_weight, add_dense_product
+from dynsparse.popsparse.device.dense import (
+    add_dense_grad_weight,
+    add_dense_product,
+    create_dense_operand,
+    create_dense_weights,
+)
 from dynsparse.popsparse.device.grad_weight import add_grad_weight
-from dynsparse.popsparse.device.layout import OperandLayout, PlannedTensor
+from dynsparse.popsparse.device.layout import OperandLayout
 from dynsparse.popsparse.device.product import add_product
 from dynsparse.popsparse.device.weights import (
     SparseTensor,
     checked_weights,
-    dense_cut,
-    dense_layout,
 )
 from dynsparse.popsparse.planner.search import make_plan
 from dynsparse.popsparse.product.cache import PlanningCache
@@ -57,7 +60,8 @@ def create_fully_connected_weights(
         ValueError, TypeError: parameters or options no plan can meet.
     """
     plan = make_plan(graph.target, dtype, params, options, cache)
-    return SparseTensor.create(graph, plan, name)
+    create = create_dense_weights if plan.use_dense else SparseTensor.create
+    return create(graph, plan, name)
 
 
 def create_fully_connected_input(
@@ -68,21 +72,21 @@ def create_fully_connected_input(
     cache: PlanningCache | None = None,
     *,
     name: str = "input",
-) -> PlannedTensor:
+) -> Tensor:
     """The input of a layer, [batch, groups * input channels], laid out by its use.
 
     Any other tensor of this shape serves as input too, at the price of a rearrangement.
     """
     plan = make_plan(graph.target, dtype, params, options, cache)
     if plan.use_dense:
-        plan = dense_layout(plan, dense_cut(plan))
+        return create_dense_operand(graph, plan, "y", name)
     return OperandLayout(plan, "y").create(graph, name)
 
 
 def _product(
     graph: Graph, weights: SparseTensor, operand: Tensor, program: Sequence, name: str
-) -> PlannedTensor:
-    add = add_product if weights.dense is None else add_dense_product
+) -> Tensor:
+    add = add_dense_product if weights.plan.use_dense else add_product
     return add(graph, weights, operand, program, name)
 
 
@@ -93,7 +97,7 @@ def fully_connected_forward(
     params: FullyConnectedParams,
     program: Sequence,
     options: Options | dict[str, Any] | None = None,
-) -> PlannedTensor:
+) -> Tensor:
     """Add Y = X W^T to a program.
 
     Args:
@@ -118,7 +122,7 @@ def fully_connected_grad_a(
     params: FullyConnectedParams,
     program: Sequence,
     options: Options | dict[str, Any] | None = None,
-) -> PlannedTensor:
+) -> Tensor:
     """Add dX = dY W to a program: [batch, groups * output channels] to [.., input channels].
 
     Raises:
@@ -155,7 +159,7 @@ def fully_connected_grad_w(
     weights = checked_weights(weights, params, options)
     if not weights.plan.options.do_grad_w_pass:
         raise ValueError("fully_connected_grad_w needs the option do_grad_w_pass=True")
-    add = add_grad_weight if weights.dense is None else add_dense_grad_weight
+    add = add_dense_grad_weight if weights.plan.use_dense else add_grad_weight
     return add(graph, weights, gradients, activations, program)
 
 

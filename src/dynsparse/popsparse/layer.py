@@ -10,11 +10,16 @@ from dynsparse.machine import Engine, Graph, Profile, Program, Sequence, Tensor
 from dynsparse.popsparse.buckets.encoded import EncodedPattern
 from dynsparse.popsparse.buckets.partitioner import Partitioner
 from dynsparse.popsparse.dense.weights import DensePartitioner
-from dynsparse.popsparse.device.dense import add_dense_grad_weight, add_dense_product
+from dynsparse.popsparse.device.dense import (
+    add_dense_grad_weight,
+    add_dense_product,
+    create_dense_operand,
+    create_dense_weights,
+)
 from dynsparse.popsparse.device.grad_weight import add_grad_weight
 from dynsparse.popsparse.device.layout import OperandLayout
 from dynsparse.popsparse.device.product import add_product
-from dynsparse.popsparse.device.weights import SparseTensor, dense_layout
+from dynsparse.popsparse.device.weights import SparseTensor
 from dynsparse.popsparse.product.plan import PASSES, Plan
 
 __all__ = ["Layer"]
@@ -74,7 +79,8 @@ class Layer:
         self._patterns: list[Any] = []
         self._partitioner: Any = (DensePartitioner if plan.use_dense else Partitioner)(plan)
         graph = Graph(plan.target)
-        self._weights = SparseTensor.create(graph, plan)
+        create = create_dense_weights if plan.use_dense else SparseTensor.create
+        self._weights = create(graph, plan)
         needed = {"forward": "y", "grad_input": "x", "grad_weight": "xy"}
         operands = {
             dim: self._operand(graph, dim)
@@ -100,10 +106,9 @@ class Layer:
         self.engine = Engine(graph, programs, numerics=numerics, check_memory=check_memory)
 
     def _operand(self, graph: Graph, dim: str) -> Tensor:
-        plan = self.plan
-        if self._weights.dense is not None:
-            plan = dense_layout(plan, self._weights.dense)
-        return OperandLayout(plan, dim).create(graph, _NAMES[dim])
+        if self.plan.use_dense:
+            return create_dense_operand(graph, self.plan, dim, _NAMES[dim])
+        return OperandLayout(self.plan, dim).create(graph, _NAMES[dim])
 
     def set_pattern(self, pattern: Any) -> None:
         """Encode a pattern (for several groups, a sequence of them) and write its meta-info.

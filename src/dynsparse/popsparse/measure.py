@@ -224,7 +224,7 @@ def run_dense(
 
     Args:
         plans: as `dense_plans` makes them.
-        seed: of the operands.
+        seed: of the operands, uniform in [-1, 1).
         ignore_data: compute no numbers.
 
     Raises:
@@ -247,9 +247,8 @@ def _run_dense(plan: dense.DensePlan, seed: int, *, numerics: bool) -> Run:
     engine = Engine(graph, program, numerics=numerics)
     if not numerics:
         return Run(engine.run(), None)
-    generator = torch.Generator().manual_seed(seed)
-    shapes = ((plan.m, plan.k), (plan.k, plan.n))
-    a, b = (_numbers(shape, plan.k, plan.dtype.name, generator).numpy() for shape in shapes)
+    rng, kind = np.random.default_rng(seed), np.dtype(plan.dtype.name)
+    a, b = (rng.uniform(-1, 1, size).astype(kind) for size in ((plan.m, plan.k), (plan.k, plan.n)))
     for operand, values in zip(operands, (a, b), strict=True):
         if isinstance(operand, Operand):
             engine.write(operand.home, operand.arrange(values[None]))

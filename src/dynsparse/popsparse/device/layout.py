@@ -134,11 +134,11 @@ class OperandLayout:
         at = at[: self.shape[0], :, : self.channels].reshape(self.shape)
         return PlannedTensor(home, at, self)
 
-    def at_home(self, graph: Graph, tensor: Tensor, name: str) -> tuple[Tensor, list[Copy]]:
-        """The operand in this layout; copied into it unless it lies so already.
+    def check(self, tensor: Tensor) -> None:
+        """Refuse a tensor that is no such operand.
 
         Raises:
-            ValueError: another shape than [batch, groups * channels].
+            ValueError: another shape than [batch, groups * channels]. TypeError: another type.
         """
         if tensor.shape != self.shape:
             what = "output" if self.dim == "x" else "input"
@@ -149,9 +149,14 @@ class OperandLayout:
         wanted = machine_type(self.plan)
         if tensor.dtype != wanted:
             raise TypeError(f"expected a tensor of {wanted.name}, got {tensor.dtype.name}")
+
+    def at_home(self, graph: Graph, tensor: Tensor, name: str) -> tuple[Tensor, list[Copy]]:
+        """The operand in this layout; copied into it unless it lies so already. Errors as of
+        `check`."""
+        self.check(tensor)
         if isinstance(tensor, PlannedTensor) and self.matches(tensor.layout):
             return tensor.home, []
-        home = self.add_home(graph, name, wanted)
+        home = self.add_home(graph, name, tensor.dtype)
         return home, [Copy(tensor, self.natural(home), name="regroup")]
 
     def add_local(

@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 from dynsparse.machine import UNSIGNED_SHORT, Graph, Tensor, concat
-from dynsparse.popsparse.dense import planner as dense
-from dynsparse.popsparse.dense.planner import DensePlan
 from dynsparse.popsparse.device.layout import machine_type, reorder, tile_grid
 from dynsparse.popsparse.product.options import Options
-from dynsparse.popsparse.product.plan import Plan, Sizes
+from dynsparse.popsparse.product.plan import Plan
 
-__all__ = ["SparseTensor", "checked_weights", "control_tile", "dense_cut", "dense_layout"]
+__all__ = ["SparseTensor", "checked_weights", "control_tile"]
 
 _HOST_ORDER = "gxyz"
 
@@ -22,22 +20,6 @@ _HOST_ORDER = "gxyz"
 def control_tile(plan: Plan) -> int:
     """The tile of all loop counters: the first without a bucket, if there is one."""
     return min(plan.target.tiles - 1, plan.tiles_used)
-
-
-def dense_cut(plan: Plan) -> DensePlan:
-    """How the dense product of one group is cut over its share of the tiles."""
-    sizes = plan.sizes
-    target = plan.target.with_(tiles=max(1, plan.target.tiles // sizes.groups))
-    return dense.plan(
-        sizes.x, sizes.y, sizes.z, plan.dtype, target, partials=plan.options.partials_type
-    )
-
-
-def dense_layout(plan: Plan, cut: DensePlan) -> Plan:
-    """The plan with the partition of a dense product in place of its own, in single elements."""
-    x, z = (cut.out, cut.field) if cut.swapped else (cut.field, cut.out)
-    groups = plan.partition.groups
-    return replace(plan, partition=Sizes(groups, x, cut.in_, z), grouping=Sizes(1, 1, 1, 1))
 
 
 @dataclass(frozen=True, eq=False)
@@ -50,9 +32,8 @@ class SparseTensor:
         nz_values: [values], what `Encoded.nz_values` is written to.
         overflow: [words] of the overflow record, on the control tile.
         words: [groups, x, y, z, words of a bucket].
-        values: [groups, x, y, z, values of a bucket].
-        dense: the cut of the dense product that takes the place of the sparse one, for plans with
-            `use_dense`. Then there are no words, and `values` is [groups, y, x, in, out].
+        values: [groups, x, y, z, values of a bucket]; the weights [groups, in, out] of plans with
+            `use_dense`, which have no words.
     """
 
     plan: Plan
@@ -61,13 +42,10 @@ class SparseTensor:
     overflow: Tensor
     words: Tensor
     values: Tensor
-    dense: DensePlan | None = None
 
     @classmethod
     def create(cls, graph: Graph, plan: Plan, name: str = "weights") -> SparseTensor:
         """Variables for one matrix (a group of them) of a plan."""
-        if plan.use_dense:
-            return cls._create_dense(graph, plan, name)
         sizes = plan.buckets
         tiles = tile_grid(plan, _HOST_ORDER)
         overflow = graph.add_variable(
@@ -89,21 +67,10 @@ class SparseTensor:
         return cls(plan, meta_info, values.flatten(), overflow, words, values)
 
     @classmethod
-    def _create_dense(cls, graph: Graph, plan: Plan, name: str) -> SparseTensor:
-        cut = dense_cut(plan)
-        spread = dense_layout(plan, cut)
-        tiles = tile_grid(spread, "gyzx")[:, :, 0]
-        part = spread.elements_per_tile
-        values = graph.add_variable(
-            machine_type(plan), [*tiles.shape, part.y, part.x], f"{name} values", tiles=tiles
-        )
-        graph.set_initial_value(values, 0)
-        at = values.addresses().transpose(0, 1, 3, 2, 4)
-        at = at.reshape(at.shape[0], at.shape[1] * part.y, -1)
-        at = at[:, : plan.sizes.y, : plan.sizes.x].reshape(-1)
-        natural = Tensor(graph, values.dtype, at.shape, addresses=at)
+    def of_dense(cls, graph: Graph, plan: Plan, values: Tensor, name: str) -> SparseTensor:
+        """Dense weights [groups, in, out] of a plan with `use_dense`: no words."""
         none = graph.add_variable(UNSIGNED_SHORT, [0], f"{name} meta-info", tiles=0)
-        return cls(plan, none, natural, none, none, values, cut)
+        return cls(plan, none, values.flatten(), none, none, values)
 
     def pass_words(self, name: str, order: str) -> Tensor:
         """The words that a pass reads, [*grid in this order, words]."""
