@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from dynsparse import Rewiring, SparsePattern, native
 from dynsparse.encoding import by_columns, follow_, merge
 
-ISAS = [isa for isa in native.supported_isas() if native._library_path(isa).exists()]
+ISAS = native.describe()["available"]
 pytestmark = pytest.mark.skipif(not ISAS, reason="no compiled kernels")
 
 

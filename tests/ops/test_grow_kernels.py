@@ -9,7 +9,7 @@ from dynsparse import SparsePattern, native
 from dynsparse.ops.grow import POOLINGS, select, topk, topk_outside
 from dynsparse.ops.grow.best import Best
 
-ISAS = [isa for isa in native.supported_isas() if native._library_path(isa).exists()]
+ISAS = native.describe()["available"]
 pytestmark = pytest.mark.skipif(not ISAS, reason="no compiled kernels")
 
 

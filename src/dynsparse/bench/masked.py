@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from dynsparse.nn import SparseLinear
-from dynsparse.ops.grow.select import select
+from dynsparse.ops.grow import select
 from dynsparse.training.schedule import Schedule
 
 __all__ = ["MaskedLinear", "MaskedRigL", "masked_twin"]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from dynsparse.ops.grow.select import select
+from dynsparse.ops.grow import select
 from dynsparse.pattern import SparsePattern
 
 __all__ = ["block_count", "largest_blocks", "random_pattern", "uniform"]

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from dynsparse.checks import check_not_negative
-from dynsparse.ops.grow.select import select
+from dynsparse.ops.grow import select
 
 __all__ = ["DropScore", "MagnitudeGradient", "lowest", "lowest_of_all", "magnitude"]
 

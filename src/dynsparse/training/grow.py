@@ -8,8 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dynsparse.ops.grow import random_outside, topk_outside
-from dynsparse.ops.grow.topk import check_pooling
+from dynsparse.ops.grow import check_pooling, random_outside, topk_outside
 from dynsparse.pattern import SparsePattern
 
 __all__ = ["GradientGrowth", "Growth", "NoGrowth", "RandomGrowth"]

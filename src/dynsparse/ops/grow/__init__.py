@@ -1,7 +1,14 @@
 """Positions to grow: the best or random ones outside a pattern, without an [out, in] matrix."""
 
 from dynsparse.ops.grow.random import random_outside
-from dynsparse.ops.grow.select import select
-from dynsparse.ops.grow.topk import POOLINGS, GrowCandidates, topk_outside
+from dynsparse.ops.grow.selection import select
+from dynsparse.ops.grow.topk import POOLINGS, GrowCandidates, check_pooling, topk_outside
 
-__all__ = ["POOLINGS", "GrowCandidates", "random_outside", "select", "topk_outside"]
+__all__ = [
+    "POOLINGS",
+    "GrowCandidates",
+    "check_pooling",
+    "random_outside",
+    "select",
+    "topk_outside",
+]

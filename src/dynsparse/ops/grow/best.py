@@ -9,7 +9,7 @@ from torch import Tensor
 
 from dynsparse.encoding import empty
 from dynsparse.ops.grow.free_positions import positions_between, positions_in_rows
-from dynsparse.ops.grow.select import select
+from dynsparse.ops.grow.selection import select
 from dynsparse.pattern import SparsePattern
 
 __all__ = ["Best"]

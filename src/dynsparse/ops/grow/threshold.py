@@ -7,7 +7,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from dynsparse.ops.grow.select import select
+from dynsparse.ops.grow.selection import select
 from dynsparse.pattern import SparsePattern
 
 __all__ = ["guess_threshold"]

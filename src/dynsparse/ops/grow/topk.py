@@ -16,7 +16,7 @@ from dynsparse.ops.grow import screen
 from dynsparse.ops.grow.best import Best
 from dynsparse.ops.grow.free_positions import check_free_positions
 from dynsparse.ops.grow.scores import Pair, Scorer
-from dynsparse.ops.grow.select import select
+from dynsparse.ops.grow.selection import select
 from dynsparse.ops.grow.threshold import guess_threshold
 from dynsparse.pattern import SparsePattern
 

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from dynsparse.checks import check_fraction, check_not_negative
 from dynsparse.nn import SparseEmbedding, SparseLinear
 from dynsparse.nn.active import ActiveSet
-from dynsparse.ops.grow.select import select
+from dynsparse.ops.grow import select
 from dynsparse.pattern import Rewiring, SparsePattern
 from dynsparse.training.algorithms.choices import cosine_schedule
 from dynsparse.training.budgets import Budget, Counts, Survey
