@@ -18,11 +18,12 @@ BIN := $(VENV)/bin
 PLAIN_PATH = @echo "$(CURDIR)/src" >"$$($(BIN)/python -c \
 	'import sysconfig; print(sysconfig.get_path("purelib"))')/_editable_skbc_dynsparse.pth"
 
-.PHONY: help demo test lint native sanitize bench fuzz clean
+.PHONY: help demo test test-frameworks lint native sanitize bench fuzz clean
 
 help:
 	@echo "make demo    train a sparse network on digits, write pictures to demo-output/"
 	@echo "make test    style, types and all tests"
+	@echo "make test-frameworks  the tests of the callbacks, with Lightning and Hugging Face"
 	@echo "make native  build the compiled kernels in place"
 	@echo "make sanitize  drive the kernels under sanitizers (ten minutes; SANITIZE_SECONDS=3600 for longer)"
 	@echo "make bench   time a training step beside the alternatives (two minutes)"
@@ -39,6 +40,9 @@ demo: $(VENV)/.installed-apps native
 # One thread per test process: threads that wait for cores others hold are slower than one alone.
 test: $(VENV)/.installed-dev native lint
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(PYTEST)
+
+test-frameworks: $(VENV)/.installed-frameworks native
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/integrations tests/nn/test_convert_transformers.py
 
 lint: $(VENV)/.installed-dev
 	$(BIN)/ruff check .
@@ -80,5 +84,12 @@ $(VENV)/.installed-apps: pyproject.toml constraints.txt | $(BIN)/python
 
 $(VENV)/.installed-dev: $(VENV)/.installed-apps
 	DYNSPARSE_NATIVE=0 $(BIN)/python -m pip install -q -c constraints.txt -e '.[dev]'
+	$(PLAIN_PATH)
+	@touch $@
+
+# The frameworks that the callbacks are for: their tests are skipped without them.
+$(VENV)/.installed-frameworks: $(VENV)/.installed-dev
+	DYNSPARSE_NATIVE=0 $(BIN)/python -m pip install -q -c constraints.txt \
+		-e '.[huggingface,lightning]'
 	$(PLAIN_PATH)
 	@touch $@

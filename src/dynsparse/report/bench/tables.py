@@ -174,7 +174,8 @@ def _law(results: Figures, names: list[str]) -> str:
     head = ["speed-up over", "c", "a (features)", "b (density)", "e (block)", "spread", "cells"]
     rows = []
     for name, law in results["laws"].items():
-        powers = ["-" if law[key] is None else f"{law[key]:.2f}" for key in "abe"]
+        # Rounded first: what is a little below zero is zero, not -0.00.
+        powers = ["-" if law[key] is None else f"{round(law[key], 2) + 0.0:.2f}" for key in "abe"]
         spread = f"x or / {law['factor']:.2f}, at worst {law['worst']:.2f}"
         rows.append([_NAMES[name], f"{law['c']:.2g}", *powers, spread, f"{law['cells']}"])
     published = results["popsparse_law"]
