@@ -73,7 +73,9 @@ class SparseCallback(TrainerCallback, ExportableState):
                 f"{type(optimizer).__name__}: train without FSDP and DeepSpeed"
             )
         if state.global_step:
-            saved = state.stateful_callbacks.get(type(self).__name__)
+            # A list when a training begins, says its type; in a checkpoint states by name.
+            states: Any = state.stateful_callbacks
+            saved = states.get(type(self).__name__)
             if not isinstance(saved, dict) or "trainer" not in saved.get("attributes", {}):
                 raise ValueError(
                     "the checkpoint was saved without SparseCallback: resume from one that was "
