@@ -108,3 +108,43 @@ def test_every_module_has_a_docstring_and_stays_readable():
             continue
         assert ast.get_docstring(ast.parse(text)), f"{file.relative_to(ROOT)} has no docstring"
         assert text.count("\n") <= 400, f"{file.relative_to(ROOT)} is too long to read"
+
+
+def places_of(table: str) -> set[str]:
+    """The paths in the first column of a table; a name alone lies beside the one before it."""
+    found = set()
+    for line in table.splitlines():
+        folder = ""
+        for place in re.findall(r"`([^`]+)`", line.split("|")[1]):
+            folder = place.rstrip("/").rpartition("/")[0] if "/" in place.rstrip("/") else folder
+            name = place.rstrip("/").rpartition("/")[2]
+            found.add(f"{folder}/{name}".lstrip("/") + "/" * place.endswith("/"))
+    return found
+
+
+def test_the_table_of_places_is_the_tree():
+    text = (ROOT / "CONTRIBUTING.md").read_text()
+    section = re.search(r"^## Where things live\n(.*?)^## ", text, flags=re.MULTILINE | re.DOTALL)
+    assert section
+    named = places_of("\n".join(re.findall(r"^\|.*", section.group(1), flags=re.MULTILINE)[2:]))
+    tracked = {file.relative_to(ROOT).as_posix() for file in tracked_files()}
+    there = {f"{name.split('/')[0]}/" for name in tracked if "/" in name and name[0] != "."}
+    there.discard("src/")
+    package = "src/dynsparse/"
+    for name in tracked:
+        room, inside, _ = name.removeprefix(package).partition("/")
+        if name.startswith(package) and (inside or room.endswith(".py")):
+            there.add(f"{package}{room}{inside}")
+    assert named == there - {f"{package}__init__.py"}
+
+
+def test_the_files_and_rooms_that_the_architecture_names_are_there():
+    text = (ROOT / "docs" / "architecture.md").read_text()
+    named = set(re.findall(r"`([\w/]+(?:\.py|/))`", text))
+    assert len(named) > 20
+    inside = ["product/", "planner/", "cycles/", "timing/", "buckets/", "device/", "static/"]
+    inside += ["dense/", "records/", "checkpoint/", "common/", "naive.py"]
+    places = [ROOT, ROOT / "src" / "dynsparse"]
+    missing = [n for n in named if n not in inside and not any((p / n).exists() for p in places)]
+    missing += [n for n in inside if not any((ROOT / "src" / "dynsparse").glob(f"*/**/{n}"))]
+    assert missing == []
