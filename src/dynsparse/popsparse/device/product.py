@@ -5,7 +5,7 @@ See sections 5.1 and 5.2 of docs/popsparse-formulas.md; Li, Z. et al., arXiv:230
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
@@ -28,7 +28,7 @@ from dynsparse.popsparse.device.weights import SparseTensor
 from dynsparse.popsparse.product.parts import ceil_div
 from dynsparse.popsparse.product.plan import Plan
 
-__all__ = ["Product", "Rotating", "add_product", "rectangles"]
+__all__ = ["Rotating", "add_product", "rectangles"]
 
 
 def rectangles(plan: Plan, order: str) -> np.ndarray:
@@ -68,91 +68,20 @@ def add_product(
     graph: Graph, weights: SparseTensor, operand: Tensor, program: Sequence, name: str
 ) -> PlannedTensor:
     """Add the pass `name`, "forward" or "grad_input", to a program; returns its result."""
-    return _SparseProduct(graph, weights, name).add(operand, program)
+    return _Product(graph, weights, name).add(operand, program)
 
 
-class Product:
-    """What sparse and dense products have in common: fetching the operand, reducing partials."""
-
-    def __init__(self, graph: Graph, plan: Plan, name: str) -> None:
-        self.graph, self.plan, self.name = graph, plan, name
+class _Product:
+    def __init__(self, graph: Graph, weights: SparseTensor, name: str) -> None:
+        self.graph, self.plan, self.name = graph, weights.plan, name
+        self.weights = weights
         turned = name == "grad_input"
-        self.input = OperandLayout(plan, "x" if turned else "y")
-        self.output = OperandLayout(plan, "y" if turned else "x")
+        self.input = OperandLayout(self.plan, "x" if turned else "y")
+        self.output = OperandLayout(self.plan, "y" if turned else "x")
         # One order for all variables of the pass: the dimension that is summed over first.
         self.order = self.input.order
-        self.tiles = tile_grid(plan, self.order)
-
-    def variable(self, what: str, shape: list[int], *, partials: bool = False) -> Tensor:
-        dtype = machine_type(self.plan, partials=partials)
-        name = f"{self.name} {what}"
-        return self.graph.add_variable(dtype, [*self.tiles.shape, *shape], name, tiles=self.tiles)
-
-    def fetch(self, operand: Tensor, steps: Sequence) -> Tensor:
-        """The operand's part of each tile, [*grid, channels, batch]."""
-        home, regroup = self.input.at_home(self.graph, operand, f"{self.name} operand at home")
-        local, fetch = self.input.add_local(self.graph, home, f"{self.name} operand")
-        steps.add(*regroup, Copy([fetch], name="fetch"))
-        return local.reshape(*self.tiles.shape, *self.input.part)
-
-    def add_partials(self, steps: Sequence) -> tuple[Tensor, Tensor]:
-        """Zeroed partial sums: whole, padded for the reduction, and as [*grid, channels, batch]."""
-        outputs, depth = self.output.numel, self.tiles.shape[1]
-        padded = depth * ceil_div(outputs, depth)
-        partials = self.variable("partials", [padded], partials=True)
-        zero = self.graph.add_compute_set("zero partials")
-        fill = {"out": partials, "value": 0}
-        self.graph.add_vertices(zero, codelets.FILL, self.tiles, fill)
-        steps.add(Execute(zero, name="zero partials"))
-        shape = (*self.tiles.shape, *self.output.part)
-        return partials, partials[..., :outputs].reshape(*shape)
-
-    def reduce(self, partials: Tensor, steps: Sequence) -> Any:
-        """Sum the partials of the tiles that share an output, each tile a part of them."""
-        depth = self.tiles.shape[1]
-        share = partials.shape[-1] // depth
-        result_type, partials_type = machine_type(self.plan), partials.dtype
-        if depth == 1 and partials_type == result_type:
-            return self._result(partials)
-        out = self.variable("result", [share])
-        compute = self.graph.add_compute_set("reduce" if depth > 1 else "cast")
-        if depth == 1:
-            cast = {"src": partials, "out": out}
-            self.graph.add_vertices(compute, codelets.CAST, self.tiles, cast)
-            steps.add(Execute(compute, name="cast"))
-            return self._result(out)
-        others = self.variable("partials of others", [depth - 1, share], partials=True)
-        pairs = []
-        codelet = _reduce_codelet(self.plan, share, depth)
-        for at in range(depth):
-            part = partials[..., at * share : (at + 1) * share]
-            # The tiles' own partials stay where they are.
-            before, after = part[:, :at], part[:, at + 1 :]
-            to = others[:, at]
-            for sources, first in ((before, 0), (after, at)):
-                if sources.shape[1]:
-                    there = to[..., first : first + sources.shape[1], :]
-                    pairs.append((sources.transpose(0, 2, 3, 1, 4), there))
-            self.graph.add_vertices(
-                compute,
-                codelet,
-                self.tiles[:, at],
-                {"own": part[:, at], "others": to, "out": out[:, at]},
-            )
-        steps.add(Copy(pairs, name="exchange partials"), Execute(compute, name="reduce"))
-        return self._result(out)
-
-    def _result(self, out: Tensor) -> Tensor:
-        # The result lies as an operand of the pass that reads it: part by part, spread over the
-        # tiles that share it.
-        return self.output.natural(reorder(out, self.order, self.output.order))
-
-
-class _SparseProduct(Product):
-    def __init__(self, graph: Graph, weights: SparseTensor, name: str) -> None:
-        super().__init__(graph, weights.plan, name)
-        self.weights = weights
-        self.turns_blocks = name == "grad_input" and min(self.plan.block_dimensions) > 1
+        self.tiles = tile_grid(self.plan, self.order)
+        self.turns_blocks = turned and min(self.plan.block_dimensions) > 1
         self.codelets = ProductCodelets(self.plan, name, turned_blocks=self.turns_blocks)
         self.rectangles = rectangles(self.plan, self.order)
 
@@ -239,6 +168,70 @@ class _SparseProduct(Product):
                     pairs = [pair for r in moving for pair in r.move(buffer, dim, -1)]
                     moves[dim, buffer] = Copy(pairs, name=f"pass on {dim} {buffer}")
         steps.add(loop.build(Copy(first, name="first offset"), compute, moves))
+
+    def variable(self, what: str, shape: list[int], *, partials: bool = False) -> Tensor:
+        dtype = machine_type(self.plan, partials=partials)
+        name = f"{self.name} {what}"
+        return self.graph.add_variable(dtype, [*self.tiles.shape, *shape], name, tiles=self.tiles)
+
+    def fetch(self, operand: Tensor, steps: Sequence) -> Tensor:
+        """The operand's part of each tile, [*grid, channels, batch]."""
+        home, regroup = self.input.at_home(self.graph, operand, f"{self.name} operand at home")
+        local, fetch = self.input.add_local(self.graph, home, f"{self.name} operand")
+        steps.add(*regroup, Copy([fetch], name="fetch"))
+        return local.reshape(*self.tiles.shape, *self.input.part)
+
+    def add_partials(self, steps: Sequence) -> tuple[Tensor, Tensor]:
+        """Zeroed partial sums: whole, padded for the reduction, and as [*grid, channels, batch]."""
+        outputs, depth = self.output.numel, self.tiles.shape[1]
+        padded = depth * ceil_div(outputs, depth)
+        partials = self.variable("partials", [padded], partials=True)
+        zero = self.graph.add_compute_set("zero partials")
+        fill = {"out": partials, "value": 0}
+        self.graph.add_vertices(zero, codelets.FILL, self.tiles, fill)
+        steps.add(Execute(zero, name="zero partials"))
+        shape = (*self.tiles.shape, *self.output.part)
+        return partials, partials[..., :outputs].reshape(*shape)
+
+    def reduce(self, partials: Tensor, steps: Sequence) -> PlannedTensor:
+        """Sum the partials of the tiles that share an output, each tile a part of them."""
+        depth = self.tiles.shape[1]
+        share = partials.shape[-1] // depth
+        result_type, partials_type = machine_type(self.plan), partials.dtype
+        if depth == 1 and partials_type == result_type:
+            return self._result(partials)
+        out = self.variable("result", [share])
+        compute = self.graph.add_compute_set("reduce" if depth > 1 else "cast")
+        if depth == 1:
+            cast = {"src": partials, "out": out}
+            self.graph.add_vertices(compute, codelets.CAST, self.tiles, cast)
+            steps.add(Execute(compute, name="cast"))
+            return self._result(out)
+        others = self.variable("partials of others", [depth - 1, share], partials=True)
+        pairs = []
+        codelet = _reduce_codelet(self.plan, share, depth)
+        for at in range(depth):
+            part = partials[..., at * share : (at + 1) * share]
+            # The tiles' own partials stay where they are.
+            before, after = part[:, :at], part[:, at + 1 :]
+            to = others[:, at]
+            for sources, first in ((before, 0), (after, at)):
+                if sources.shape[1]:
+                    there = to[..., first : first + sources.shape[1], :]
+                    pairs.append((sources.transpose(0, 2, 3, 1, 4), there))
+            self.graph.add_vertices(
+                compute,
+                codelet,
+                self.tiles[:, at],
+                {"own": part[:, at], "others": to, "out": out[:, at]},
+            )
+        steps.add(Copy(pairs, name="exchange partials"), Execute(compute, name="reduce"))
+        return self._result(out)
+
+    def _result(self, out: Tensor) -> PlannedTensor:
+        # The result lies as an operand of the pass that reads it: part by part, spread over the
+        # tiles that share it.
+        return self.output.natural(reorder(out, self.order, self.output.order))
 
 
 def _reduce_codelet(plan: Plan, outputs: int, depth: int) -> Codelet:
