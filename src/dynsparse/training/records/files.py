@@ -139,11 +139,13 @@ def read_step(file: Path) -> int:
         if "step" not in archive:
             raise missing(file, "step", archive)
         step = archive.read("step")
-        if step.shape != () or not np.issubdtype(step.dtype, np.integer) or step < 0:
-            raise RecordError(
-                f"{file}: 'step' must be one integer of at least 0, got {shortened(step.tolist())}"
-            )
-        return int(step)
+        if step.shape != () or not np.issubdtype(step.dtype, np.integer):
+            got = f"{step.dtype} {list(step.shape)}"
+        elif step < 0:
+            got = str(step)
+        else:
+            return int(step)
+    raise RecordError(f"{file}: 'step' must be one integer of at least 0, got {got}")
 
 
 def read_telemetry(path: Path) -> list[dict[str, Any]]:
