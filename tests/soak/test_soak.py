@@ -1,0 +1,64 @@
+"""The short version of `make soak`: the same checks over fewer steps."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+_spec = importlib.util.spec_from_file_location("soak", Path(__file__).with_name("run.py"))
+soak = importlib.util.module_from_spec(_spec)
+sys.modules["soak"] = soak
+_spec.loader.exec_module(soak)
+
+LIMIT = 4 << 20
+
+pytestmark = pytest.mark.skipif(
+    not Path("/proc/self/statm").exists(), reason="memory and open files are read from /proc"
+)
+
+
+@pytest.fixture(autouse=True)
+def _one_thread():
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", soak.ALGORITHMS)
+def test_memory_and_files_stay_flat_and_counts_are_exact(name):
+    watched = soak.train(name, steps=2000, updates=200)
+    assert watched.steps == 2000
+    assert name == "gmp" or watched.updates == 200
+    assert watched.growth <= LIMIT, watched.memory
+    assert watched.more_files == 0, watched.files
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", soak.BACKWARDS)
+def test_backward_without_a_step_keeps_memory_bounded(name):
+    watched = soak.backward_only(name, passes=3000)
+    assert watched.growth <= LIMIT, watched.memory
+
+
+def test_a_leak_is_seen():
+    """The yardstick itself: memory that is kept, and files that stay open."""
+    kept = []
+
+    def leak():
+        kept.append(torch.ones(1 << 15))  # 128 KiB
+        if len(kept) % 50 == 0:
+            kept.append(open("/dev/null"))  # noqa: SIM115
+
+    watched = soak._watch("leak", leak, 300)
+    try:
+        assert watched.growth > LIMIT
+        assert watched.more_files > 0
+    finally:
+        for file in kept:
+            getattr(file, "close", int)()
