@@ -69,14 +69,13 @@ def open_files() -> int:
 
 def small_model() -> nn.Module:
     torch.manual_seed(0)
-    model = nn.Sequential(
+    return nn.Sequential(
         ds.nn.SparseLinear(FEATURES, HIDDEN, density=0.2),
         nn.ReLU(),
         ds.nn.SparseLinear(HIDDEN, HIDDEN, density=0.2, block_size=4),
         nn.ReLU(),
         nn.Linear(HIDDEN, CLASSES),
     )
-    return model
 
 
 def rigl(model: nn.Module, optimizer: torch.optim.Optimizer, steps: int, interval: int):
