@@ -22,7 +22,7 @@ _caught: dict[int, FrameType | None] = {}
 """Where each signal came that waits; as in the system, several of a kind are one."""
 
 
-class uninterrupted:  # noqa: N801  (it is used as a function is)
+class uninterrupted:
     """Signals whose handlers are Python functions wait until the block has ended.
 
     Python runs such handlers in the main thread, between any two of its instructions: there Ctrl-C
