@@ -1,6 +1,9 @@
 """Sparse training in the Hugging Face Trainer: it equals a plain loop, and resumes exactly."""
 
+import base64
+import io
 import warnings
+import zipfile
 
 import pytest
 import torch
@@ -14,6 +17,7 @@ pytest.importorskip("accelerate")
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # of its own imports
     transformers = pytest.importorskip("transformers")
+    from dynsparse.integrations import huggingface
     from dynsparse.integrations.huggingface import SparseCallback
 
 pytestmark = pytest.mark.filterwarnings("default")
@@ -155,3 +159,17 @@ def test_what_does_not_fit_is_refused(tmp_path):
     state.write_text(state.read_text().replace("SparseCallback", "OtherCallback"))
     with pytest.raises(ValueError, match="the checkpoint was saved without SparseCallback"):
         train(Model(), tmp_path / "b", SparseCallback(ds.RigL), resume=checkpoint)
+
+
+def test_a_packed_state_is_refused():
+    raw = io.BytesIO()
+    torch.save({"x": torch.zeros(1000)}, raw)
+    assert huggingface._decoded(base64.b64encode(raw.getvalue()).decode()).keys() == {"x"}
+    packed = io.BytesIO()
+    with zipfile.ZipFile(raw) as old, zipfile.ZipFile(packed, "w", zipfile.ZIP_DEFLATED) as new:
+        for member in old.infolist():
+            new.writestr(member.filename, old.read(member))
+    with pytest.raises(
+        ValueError, match="SparseCallback in the checkpoint is damaged: expected mem"
+    ):
+        huggingface._decoded(base64.b64encode(packed.getvalue()).decode())

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from dynsparse.files.torch_archive import check_archive
 from dynsparse.integrations.follower import Algorithm, Follower
 from dynsparse.training import SparseTrainer
 
@@ -108,4 +109,11 @@ def _encoded(state: dict[str, Any]) -> str:
 
 
 def _decoded(text: str) -> dict[str, Any]:
-    return torch.load(io.BytesIO(base64.b64decode(text)), weights_only=True)
+    content = base64.b64decode(text)
+    try:
+        check_archive(content)
+    except ValueError as error:
+        raise ValueError(
+            f"the state of SparseCallback in the checkpoint is damaged: {error}"
+        ) from None
+    return torch.load(io.BytesIO(content), weights_only=True)
