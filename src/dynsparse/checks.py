@@ -9,7 +9,25 @@ import math
 import operator
 from typing import Any
 
-__all__ = ["check_fraction", "check_integer", "check_not_negative", "check_within", "is_number"]
+__all__ = [
+    "check_flag",
+    "check_fraction",
+    "check_integer",
+    "check_not_negative",
+    "check_within",
+    "is_number",
+]
+
+
+def check_flag(name: str, value: Any) -> bool:
+    """`value`, which must be True or False.
+
+    Raises:
+        TypeError: anything else; numbers are not taken for truth.
+    """
+    if not isinstance(value, bool):
+        raise TypeError(f"{name} must be True or False, got {value!r}")
+    return value
 
 
 def check_integer(name: str, value: Any, least: int | None = None) -> int:

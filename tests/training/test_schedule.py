@@ -3,6 +3,8 @@
 import math
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from dynsparse.training import (
     ApplicationCosine,
@@ -11,6 +13,7 @@ from dynsparse.training import (
     ElasticSchedule,
     GradualSchedule,
 )
+from dynsparse.training.schedule import is_due_within
 
 
 def due(schedule, steps):
@@ -117,3 +120,41 @@ def test_bad_gradual_schedules():
         GradualSchedule(100, end_fraction=0)
     with pytest.raises(TypeError, match="start_fraction must be a number, got 'x'"):
         GradualSchedule(100, start_fraction="x")
+
+
+steps = st.integers(1, 60)
+shares = st.sampled_from([0.0, 0.1, 0.3, 0.5, 0.75, 1.0])
+schedules = st.one_of(
+    st.builds(CosineSchedule, steps, steps, shares, st.sampled_from([0.1, 0.29, 0.75, 1.0])),
+    st.builds(ElasticSchedule, steps, steps, shares, st.sampled_from([0.1, 0.29, 0.75, 1.0])),
+    st.builds(ConstantSchedule, steps, steps, shares),
+    st.builds(ApplicationCosine, st.just(60), steps, shares, st.integers(0, 59)),
+    st.builds(GradualSchedule, st.just(60), steps, shares.map(lambda s: s / 3),
+              st.sampled_from([0.4, 0.75, 1.0]), shares),
+)  # fmt: skip
+
+
+@given(schedules, st.integers(1, 70), st.one_of(st.none(), st.integers(1, 100)))
+@settings(max_examples=500, deadline=None)
+def test_what_is_due_next_is_the_first_step_that_is_due(schedule, step, window):
+    expected = next((s for s in range(step, 200) if schedule.is_due(s)), None)
+    assert schedule.next_due(step) == expected
+    end = 200 if window is None else step + window
+    assert is_due_within(schedule, step, window) == any(map(schedule.is_due, range(step, end)))
+
+
+def test_a_schedule_of_ones_own_is_asked_step_by_step():
+    class Twice(ConstantSchedule):
+        def is_due(self, step):
+            return step in (3, 7)
+
+    class Endless:
+        def is_due(self, step):
+            return step == 3
+
+    assert [is_due_within(Twice(9), s, 2) for s in range(1, 9)] == [
+        False, True, True, False, False, True, True, False,
+    ]  # fmt: skip
+    assert [is_due_within(Twice(9), s, None) for s in (1, 7, 8)] == [True, True, False]
+    assert is_due_within(Endless(), 9, None)  # it does not say how long the training is
+    assert not is_due_within(Endless(), 9, 5)

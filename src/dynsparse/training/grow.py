@@ -44,6 +44,9 @@ class Growth:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue where `state` was taken."""
 
+    def check_state(self, state: dict[str, Any]) -> None:
+        """Raise ValueError unless `state` can be loaded."""
+
 
 class GradientGrowth(Growth):
     """The positions of the largest gradient magnitude, pooled per block.
@@ -97,6 +100,15 @@ class RandomGrowth(Growth):
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.generator.set_state(state["generator"])
+
+    def check_state(self, state: dict[str, Any]) -> None:
+        saved = state.get("generator") if isinstance(state, dict) else None
+        try:
+            torch.Generator(self.generator.device).set_state(saved)  # type: ignore[arg-type]
+        except (RuntimeError, TypeError) as error:
+            raise ValueError(
+                f"the state of the growth's generator is damaged: {str(error).splitlines()[0]}"
+            ) from None
 
 
 class NoGrowth(Growth):

@@ -7,7 +7,10 @@ and dY of these steps with weights.
 
 from __future__ import annotations
 
+import copy
+import sys
 from collections import deque
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -52,12 +55,23 @@ class History:
     def end_update(self) -> None:
         """The update is done: forget what the next one must not see. A momentum goes on."""
 
+    def snapshot(self) -> Any:
+        """What `restore` goes back to when an update fails, whatever was observed since."""
+        return copy.deepcopy(self.state_dict())
+
+    def restore(self, snapshot: Any) -> None:
+        """Be as when `snapshot` was taken."""
+        self.load_state_dict(snapshot)
+
     def state_dict(self) -> dict[str, Any]:
         """What the next update goes on from; tensors and plain types."""
         return {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue where `state` was taken."""
+
+    def check_state(self, state: dict[str, Any], shapes: Mapping[str, tuple[int, int]]) -> None:
+        """Raise ValueError unless `state` can be loaded; `shapes` are the layers' (out, in)."""
 
 
 class LastStep(History):
@@ -79,6 +93,12 @@ class LastStep(History):
     def end_update(self) -> None:
         self._pairs = {}
 
+    def snapshot(self) -> dict[str, list[Pair]]:
+        return dict(self._pairs)
+
+    def restore(self, snapshot: dict[str, list[Pair]]) -> None:
+        self._pairs = snapshot
+
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self._pairs = {}
 
@@ -99,14 +119,17 @@ class WindowMomentum(History):
 
     def __init__(self, momentum: float = 0.9, window: int = 10) -> None:
         self.momentum = float(check_within("momentum", momentum, "[0, 1)"))
-        self.window = check_integer("window", window, 1)
+        self.window: int = check_integer("window", window, 1)
         self.options = {"momentum": self.momentum, "window": self.window}
         self._steps: dict[str, deque[list[Pair]]] = {}
 
     def observe(self, layer: str, pairs: list[Pair]) -> None:
         # Copies: an input buffer may be filled anew, and a gradient set to zero, in a later step.
-        kept = [(x.clone(), dy.clone()) for x, dy in pairs]
-        self._steps.setdefault(layer, deque(maxlen=self.window)).append(kept)
+        kept = [(x.detach().clone(), dy.detach().clone()) for x, dy in pairs]
+        self._steps.setdefault(layer, self._deque()).append(kept)
+
+    def _deque(self, steps: Any = ()) -> deque[list[Pair]]:
+        return deque(steps, maxlen=min(self.window, sys.maxsize))
 
     def has(self, layer: str) -> bool:
         return any(self._steps.get(layer, ()))
@@ -120,11 +143,26 @@ class WindowMomentum(History):
     def state_dict(self) -> dict[str, Any]:
         return {"steps": {name: [list(p) for p in steps] for name, steps in self._steps.items()}}
 
+    def snapshot(self) -> dict[str, deque[list[Pair]]]:
+        return {name: steps.copy() for name, steps in self._steps.items()}
+
+    def restore(self, snapshot: dict[str, deque[list[Pair]]]) -> None:
+        self._steps = snapshot
+
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self._steps = {
-            name: deque(([tuple(pair) for pair in pairs] for pairs in steps), maxlen=self.window)
+            name: self._deque([(x, dy) for x, dy in pairs] for pairs in steps)
             for name, steps in state["steps"].items()
         }
+
+    def check_state(self, state: dict[str, Any], shapes: Mapping[str, tuple[int, int]]) -> None:
+        for name, steps in _entries(state, "steps", shapes).items():
+            features = shapes[name]
+            if not isinstance(steps, list) or not all(
+                isinstance(pairs, list) and all(_is_pair(pair, features) for pair in pairs)
+                for pairs in steps
+            ):
+                raise ValueError(f"the momentum of layer {name!r} is no list of steps of x and dY")
 
 
 class DenseMomentum(History):
@@ -174,5 +212,37 @@ class DenseMomentum(History):
     def state_dict(self) -> dict[str, Any]:
         return {"momentum": dict(self._momentum)}
 
+    def snapshot(self) -> dict[str, Tensor]:
+        return {name: matrix.clone() for name, matrix in self._momentum.items()}
+
+    def restore(self, snapshot: dict[str, Tensor]) -> None:
+        self._momentum = snapshot
+
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self._momentum = {name: matrix.clone() for name, matrix in state["momentum"].items()}
+
+    def check_state(self, state: dict[str, Any], shapes: Mapping[str, tuple[int, int]]) -> None:
+        for name, matrix in _entries(state, "momentum", shapes).items():
+            if not _is_matrix(matrix) or tuple(matrix.shape) != shapes[name]:
+                raise ValueError(
+                    f"the momentum of layer {name!r} must be a matrix {list(shapes[name])}"
+                )
+
+
+def _entries(state: Any, key: str, shapes: Mapping[str, Any]) -> dict[str, Any]:
+    """What `state` holds per layer."""
+    found = state.get(key) if isinstance(state, dict) else None
+    if not isinstance(found, dict) or not found.keys() <= shapes.keys():
+        raise ValueError(f"the history must hold {key!r}, a dictionary by names of layers")
+    return found
+
+
+def _is_matrix(thing: Any) -> bool:
+    return isinstance(thing, Tensor) and thing.dim() == 2 and thing.is_floating_point()
+
+
+def _is_pair(thing: Any, features: tuple[int, int]) -> bool:
+    if not isinstance(thing, (list, tuple)) or len(thing) != 2 or not all(map(_is_matrix, thing)):
+        return False
+    x, dy = thing
+    return len(x) == len(dy) and (dy.shape[1], x.shape[1]) == features

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from dynsparse.pattern import Rewiring
 
-__all__ = ["check_optimizer", "rewire_state"]
+__all__ = ["check_optimizer", "moving_state", "rewire_state"]
 
 
 @torch.no_grad()
@@ -20,26 +20,38 @@ def rewire_state(optimizer: torch.optim.Optimizer, values: Tensor, rewiring: Rew
 
     Raises:
         ValueError: a state tensor with neither one entry nor one per block, of which nobody can
-            tell how it follows.
+            tell how it follows; nothing is changed.
     """
     state = optimizer.state.get(values, {})
-    moving: dict[float, list[str]] = {}  # by what a fresh entry holds
-    for key, tensor in state.items():
-        if not isinstance(tensor, Tensor) or tensor.dim() == 0:
-            continue
-        if len(tensor) == rewiring.before.nnz:
-            moving.setdefault(_start(optimizer, values, key), []).append(key)
-        elif tensor.numel() > 1:
-            raise ValueError(
-                f"{type(optimizer).__name__} keeps the state {key!r} of shape "
-                f"{list(tensor.shape)}, which does not follow the {rewiring.before.nnz} blocks "
-                "of the layer: use an optimizer that keeps one entry per weight"
-            )
-    for fill, keys in moving.items():
+    for fill, keys in moving_state(optimizer, values, rewiring.before.nnz).items():
         if rewiring.keeps_size:
             rewiring.apply_(*(state[key] for key in keys), fill=fill)
         else:
             state.update({key: rewiring.apply(state[key], fill) for key in keys})
+
+
+def moving_state(
+    optimizer: torch.optim.Optimizer, values: Tensor, nnz: int
+) -> dict[float, list[str]]:
+    """The names of the state tensors of `values` that follow its `nnz` blocks, by what a fresh
+    entry of theirs holds.
+
+    Raises:
+        ValueError: as `rewire_state`.
+    """
+    moving: dict[float, list[str]] = {}
+    for key, tensor in optimizer.state.get(values, {}).items():
+        if not isinstance(tensor, Tensor) or tensor.dim() == 0:
+            continue
+        if len(tensor) == nnz:
+            moving.setdefault(_start(optimizer, values, key), []).append(key)
+        elif tensor.numel() > 1:
+            raise ValueError(
+                f"{type(optimizer).__name__} keeps the state {key!r} of shape "
+                f"{list(tensor.shape)}, which does not follow the {nnz} blocks "
+                "of the layer: use an optimizer that keeps one entry per weight"
+            )
+    return moving
 
 
 def _start(optimizer: torch.optim.Optimizer, values: Tensor, key: str) -> float:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 from dynsparse.checks import check_fraction, check_integer
 
@@ -18,11 +18,16 @@ __all__ = [
     "ElasticSchedule",
     "GradualSchedule",
     "Schedule",
+    "is_due_within",
 ]
 
 
 class Schedule(Protocol):
-    """When, and how much. The three below are frozen dataclasses, compared field by field."""
+    """When, and how much. Those below are frozen dataclasses, compared field by field.
+
+    They also have `next_due(step)`, the first step from `step` on that is due, or None. A schedule
+    of one's own may have it: without it trainers that look ahead ask about one step after another.
+    """
 
     def is_due(self, step: int) -> bool:
         """Whether the pattern changes after step `step`."""
@@ -31,6 +36,35 @@ class Schedule(Protocol):
     def drop_count(self, step: int, nnz: int) -> int:
         """How many of a layer's `nnz` blocks the update after `step` replaces."""
         ...
+
+
+def is_due_within(schedule: Schedule, first: int, steps: int | None) -> bool:
+    """Whether any of the `steps` steps from `first` on is due; None is all that follow.
+
+    Where a schedule cannot say what is due next, and not how long the training is, there is
+    something due after any step.
+    """
+    if _says_next(type(schedule)):
+        due = schedule.next_due(first)  # type: ignore[attr-defined]
+        return due is not None and (steps is None or due < first + steps)
+    total = getattr(schedule, "total_steps", None)
+    if steps is None:
+        return total is None or any(schedule.is_due(s) for s in range(total, first - 1, -1))
+    return any(schedule.is_due(step) for step in range(first, first + steps))
+
+
+def _says_next(kind: type[Any]) -> bool:
+    """Whether `next_due` belongs to `is_due`: a subclass may have replaced only the latter."""
+
+    def home(name: str) -> type[Any] | None:
+        return next((k for k in kind.__mro__ if name in vars(k)), None)
+
+    return home("next_due") is not None and home("next_due") is home("is_due")
+
+
+def _multiple(interval: int, step: int) -> int:
+    """The first multiple of `interval` from `step` on."""
+    return -(-step // interval) * interval
 
 
 @dataclass(frozen=True)
@@ -77,6 +111,10 @@ class CosineSchedule(_Regular):
     def is_due(self, step: int) -> bool:
         return step % self.update_interval == 0 and step < self.end and self.drop_fraction > 0
 
+    def next_due(self, step: int) -> int | None:
+        due = _multiple(self.update_interval, step)
+        return due if due < self.end and self.drop_fraction > 0 else None
+
     def drop_count(self, step: int, nnz: int) -> int:
         return _floor(self.fraction(step) * nnz)
 
@@ -92,6 +130,10 @@ class ConstantSchedule(_Regular):
     def is_due(self, step: int) -> bool:
         due = step % self.update_interval == 0 and step < self.total_steps
         return due and self.drop_fraction > 0
+
+    def next_due(self, step: int) -> int | None:
+        due = _multiple(self.update_interval, step)
+        return due if due < self.total_steps and self.drop_fraction > 0 else None
 
     def drop_count(self, step: int, nnz: int) -> int:
         return _floor(self.drop_fraction * nnz)
@@ -138,6 +180,10 @@ class ApplicationCosine(_Regular):
         due = step % self.update_interval == 0 and self.zero_steps <= step < self.total_steps
         return due and self.drop_fraction > 0
 
+    def next_due(self, step: int) -> int | None:
+        due = _multiple(self.update_interval, max(step, self.zero_steps))
+        return due if due < self.total_steps and self.drop_fraction > 0 else None
+
     def drop_count(self, step: int, nnz: int) -> int:
         return _ceil(_ceil(self.drop_fraction * nnz) * self.share(step))
 
@@ -151,6 +197,10 @@ class ElasticSchedule(CosineSchedule):
 
     def is_due(self, step: int) -> bool:
         return super().is_due(step) or (step == math.ceil(self.end) and self.drop_fraction > 0)
+
+    def next_due(self, step: int) -> int | None:
+        due, last = super().next_due(step), math.ceil(self.end)
+        return last if due is None and step <= last and self.drop_fraction > 0 else due
 
 
 @dataclass(frozen=True)
@@ -206,6 +256,12 @@ class GradualSchedule:
         prunes = self.start < step <= self.end and (regular or step == self.end)
         regrows = self.drop_fraction > 0 and regular and self.start < step < self.total_steps
         return prunes or regrows
+
+    def next_due(self, step: int) -> int | None:
+        regular = _multiple(self.update_interval, max(step, self.start + 1))
+        if step <= self.end:
+            return min(regular, self.end)
+        return regular if self.drop_fraction > 0 and regular < self.total_steps else None
 
     def drop_count(self, step: int, nnz: int) -> int:
         fraction = self.drop_fraction / 2 * (1 + math.cos(math.pi * step / self.total_steps))

@@ -2,36 +2,39 @@
 
 from __future__ import annotations
 
-import dataclasses
+import copy
 import math
-from collections.abc import Callable
-from functools import cached_property
+from collections.abc import Callable, Mapping
 from typing import Any
+from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 from torch import Tensor, nn
 
+from dynsparse.checks import check_flag, is_number
+from dynsparse.interrupts import uninterrupted
 from dynsparse.nn import SparseLinear
 from dynsparse.ops import capture
 from dynsparse.pattern import Rewiring, SparsePattern
-from dynsparse.training.budgets import Budget, Counts, LayerBudget, Survey
-from dynsparse.training.drop import DropScore, lowest, magnitude
+from dynsparse.training.budgets import Budget, LayerBudget
+from dynsparse.training.change import Change, check_gradients
+from dynsparse.training.drop import DropScore, magnitude
 from dynsparse.training.grow import Growth
 from dynsparse.training.history import History, LastStep
-from dynsparse.training.initial import GradientStep, learning_rate_of
+from dynsparse.training.hooks import UpdateHook, call_all
+from dynsparse.training.initial import GradientStep
 from dynsparse.training.layers import sparse_layers
 from dynsparse.training.memory import released_memory
-from dynsparse.training.optimizer_state import check_optimizer, rewire_state
-from dynsparse.training.schedule import Schedule
+from dynsparse.training.optimizer_state import check_optimizer
+from dynsparse.training.plan import GrownValue, plan_changes
+from dynsparse.training.schedule import Schedule, is_due_within
+from dynsparse.training.single import check_one_optimizer, check_one_process
+from dynsparse.training.trainer_state import check_agreement, check_pieces, said_by
 
 __all__ = ["GrownValue", "SparseTrainer", "UpdateHook"]
 
-GrownValue = float | GradientStep | Callable[[SparseLinear, Rewiring], Tensor]
-"""What grown weights start with: a number, a `GradientStep`, or a function that returns [grown] or
-[grown, b, b]."""
-
-UpdateHook = Callable[[int, dict[str, Rewiring]], None]
-"""Called as hook(step, rewirings by layer name) after each pattern update."""
+_trainers: WeakSet[SparseTrainer] = WeakSet()
+"""All that are alive."""
 
 
 class SparseTrainer:
@@ -41,6 +44,10 @@ class SparseTrainer:
     an update drops each layer's blocks of lowest score, grows blocks elsewhere, and lets values,
     gradients and optimizer state follow. Growth by gradient looks at all micro-batches since the
     step before; x and dY are kept only during steps whose gradient counts for an update.
+
+    An update happens as a whole or not at all. What can fail is done beforehand, and an error
+    there names the layer and leaves everything as it was before the update. Ctrl-C and SIGTERM wait
+    until the step has ended, where Python functions handle them.
 
     A budget that changes capacity makes the layers `resizable`: the Parameter objects stay, their
     size and that of the optimizer state follow the number of blocks.
@@ -65,9 +72,13 @@ class SparseTrainer:
         layers: name -> `SparseLinear`, in the order of `model.named_modules()`; a module used
             several times is there once.
         steps: optimizer steps taken; updates: pattern updates made.
-        on_update: functions called as f(step, {name: Rewiring}) after each update.
+        on_update: functions called as f(step, {name: Rewiring}) after each update. When one raises,
+            the update has happened and the others are called all the same; then the first error is
+            raised.
 
     Raises:
+        TypeError: an `initial_value` that is neither number nor function, an optimizer that cannot
+            follow (LBFGS).
         ValueError: a model without sparse layers, an optimizer that does not hold their values.
     """
 
@@ -86,9 +97,10 @@ class SparseTrainer:
     ) -> None:
         if (schedule is None) != (growth is None):
             raise ValueError("give both a schedule and a growth, or neither for a static pattern")
-        if not callable(initial_value) and not isinstance(
-            initial_value, (int, float, GradientStep)
-        ):
+        if is_number(initial_value):
+            if not math.isfinite(initial_value):  # type: ignore[arg-type]
+                raise ValueError(f"initial_value must be finite, got {initial_value!r}")
+        elif not callable(initial_value) and not isinstance(initial_value, GradientStep):
             raise TypeError(f"initial_value must be a number or a function, got {initial_value!r}")
         self.layers = sparse_layers(model)
         check_optimizer(optimizer, {name: layer.values for name, layer in self.layers.items()})
@@ -96,7 +108,7 @@ class SparseTrainer:
         self.schedule = schedule
         self.growth = growth
         self.drop_score = drop_score
-        self.regrow_dropped = bool(regrow_dropped)
+        self.regrow_dropped = check_flag("regrow_dropped", regrow_dropped)
         self.initial_value = initial_value
         self.budget = LayerBudget() if budget is None else budget
         self.history: History = LastStep() if history is None else history
@@ -108,39 +120,96 @@ class SparseTrainer:
         self.steps = 0
         self.updates = 0
         self.on_update: list[UpdateHook] = []
+        self._begin()
+
+    def _begin(self) -> None:
+        # Those that are there already may have stepped before; that is no matter any more.
+        self._others: Mapping[Any, int] = WeakKeyDictionary(
+            {other: other.steps for other in _trainers}
+        )
+        _trainers.add(self)
         self._captures: dict[str, capture.Pairs] = {}
         self._arm()
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {k: v for k, v in self.__dict__.items() if k not in ("_captures", "_others")}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._begin()  # copies keep x and dY of their own layers
 
     def step(self) -> dict[str, Rewiring] | None:
         """After backward: the optimizer's step, then the pattern update if one is due.
 
         Returns the rewirings by layer name when patterns changed, otherwise None.
+
+        Raises:
+            RuntimeError, TypeError, ValueError: see `before_optimizer_step`, which raises before
+                the optimizer's step, and `after_optimizer_step`, which raises after it.
         """
-        self.before_optimizer_step()
-        self.optimizer.step()
-        return self.after_optimizer_step()
+        with uninterrupted():
+            self.before_optimizer_step()
+            self.optimizer.step()
+            return self.after_optimizer_step()
 
     def before_optimizer_step(self) -> None:
         """The part of `step` before the optimizer's, for loops that step the optimizer themselves.
 
         Call it after backward, when the gradients are whole.
+
+        Raises:
+            ValueError: the step ends in an update, and a gradient that it would rank by holds NaN
+                or infinity.
+            RuntimeError: the step ends in an update, and torch.distributed has several ranks, or
+                another trainer with another optimizer trains a layer.
         """
-        self._before_step()
+        with uninterrupted():
+            if self._is_due(self.steps + 1):
+                self._check_alone(self.steps + 1)
+                check_gradients(self._trained(), self._captures)
+            self._before_step()
 
     def after_optimizer_step(self) -> dict[str, Rewiring] | None:
-        """The part of `step` after the optimizer's, for loops that step the optimizer."""
-        self.steps += 1
-        self._after_step()
-        for name in self._captures:
-            self.history.observe(name, capture.take(self.layers[name].values))
-        rewirings = self._update() if self._is_due(self.steps) else {}
-        self._arm()
-        if not rewirings:
-            return None
-        self.updates += 1
-        for hook in self.on_update:
-            hook(self.steps, rewirings)
-        return rewirings
+        """The part of `step` after the optimizer's, for loops that step the optimizer.
+
+        When an update fails, model, optimizer and trainer are as they were before this call, except
+        for random draws that the caller's own functions made. Call it again when the cause is
+        mended, or go on with the next step, which then is the one that is due.
+
+        Raises:
+            RuntimeError: no gradient reached any layer since the last step; several ranks; another
+                trainer with another optimizer; sharded values.
+            TypeError, ValueError: what grown weights start with, scores or optimizer state do not
+                fit the layer, or hold NaN.
+        """
+        with uninterrupted():
+            due = self._is_due(self.steps + 1)
+            undo = self._undo(planning=True) if due else None
+            self.steps += 1
+            try:
+                self._after_step()
+                for name, pairs in self._captures.items():
+                    self.history.observe(name, list(pairs))
+                changes, own = self._plan() if due else ({}, None)
+                if due:
+                    self.history.end_update()
+            except BaseException:
+                if undo is None:
+                    self.steps -= 1
+                else:
+                    undo()
+                raise
+            for pairs in self._captures.values():
+                pairs.clear()  # they may be large, and the new pattern needs room
+            if due:
+                self._change_over(changes, own)
+            self._arm()
+            if not changes:
+                return None
+            self.updates += 1
+            rewirings = {name: change.rewiring for name, change in changes.items()}
+            call_all(self.on_update, self.steps, rewirings)
+            return rewirings
 
     def _is_due(self, step: int) -> bool:
         return self.schedule is not None and self.schedule.is_due(step)
@@ -151,8 +220,21 @@ class SparseTrainer:
     def _after_step(self) -> None:
         """For algorithms that change weights after the optimizer's step."""
 
-    def _rewired(self, name: str, rewiring: Rewiring) -> None:
-        """For algorithms with figures per block, which follow the pattern as the weights do."""
+    def _undo_own(self, planning: bool) -> Callable[[], None]:
+        """For algorithms with a state of their own: what puts it back as it is now.
+
+        With `planning` it is what `_after_step` and `_plan_own` may change, otherwise what loading
+        does.
+        """
+        return lambda: None
+
+    def _plan_own(self, changes: dict[str, Change]) -> Any:
+        """For algorithms with figures per block, which follow the pattern as the weights do: what
+        `_change_own` needs. Nothing is changed yet but the growth's generator."""
+        return None
+
+    def _change_own(self, planned: Any) -> None:
+        """Take over what was planned; must not fail."""
 
     def _own_options(self) -> dict[str, Any]:
         """What must agree on loading, beside what the pieces say; plain types."""
@@ -162,35 +244,54 @@ class SparseTrainer:
         """What the algorithm remembers beside its pieces; tensors and plain types."""
         return {}
 
+    def _check_own_state(self, state: Any, patterns: Mapping[str, SparsePattern]) -> None:
+        """Raise ValueError unless `state` can be loaded into layers with these patterns."""
+
     def _load_own_state(self, state: dict[str, Any]) -> None:
         """Continue where `state` was taken."""
 
     def _arm(self) -> None:
         """Begin to keep x and dY if the gradient of the coming step counts for an update."""
-        counts = self._needs_gradients and self._counts(self.steps + 1)
+        schedule = self.schedule
+        counts = (
+            schedule is not None
+            and self._needs_gradients
+            and is_due_within(schedule, self.steps + 1, self.history.window)
+        )
         layers = self._trained() if counts else {}
         self._captures = {name: capture.start(layer.values) for name, layer in layers.items()}
-
-    def _counts(self, step: int) -> bool:
-        window = self.history.window
-        if window is None:
-            return step <= self._last_update
-        return any(self._is_due(s) for s in range(step, step + window))
-
-    @cached_property
-    def _last_update(self) -> float:
-        """The last step that is due, as far as the schedule tells how long the training is."""
-        total = getattr(self.schedule, "total_steps", None)
-        if total is None:
-            return math.inf
-        return next((step for step in range(total, 0, -1) if self._is_due(step)), 0)
 
     def _trained(self) -> dict[str, SparseLinear]:
         return {name: layer for name, layer in self.layers.items() if layer.values.requires_grad}
 
+    def _check_alone(self, step: int) -> None:
+        check_one_process(step)
+        check_one_optimizer(self.optimizer, self._trained(), self._others, _trainers)
+
+    def _undo(self, *, planning: bool) -> Callable[[], None]:
+        """What puts back everything that planning, or loading a state, may change."""
+        counts = self.steps, self.updates
+        growth = None if self.growth is None else copy.deepcopy(self.growth.state_dict())
+        budget = copy.deepcopy(self.budget.state_dict())
+        history = self.history.snapshot()
+        undo_own = self._undo_own(planning)
+
+        def undo() -> None:
+            self.steps, self.updates = counts
+            if self.growth is not None and growth is not None:
+                self.growth.load_state_dict(growth)
+            self.budget.load_state_dict(budget)
+            self.history.restore(history)
+            undo_own()
+
+        return undo
+
     @torch.no_grad()
-    def _update(self) -> dict[str, Rewiring]:
+    def _plan(self) -> tuple[dict[str, Change], Any]:
+        """What the update does to each layer, and to the algorithm's own state; all is checked."""
         assert self.schedule is not None
+        assert self.growth is not None
+        self._check_alone(self.steps)
         trained = self._trained()
         for layer in trained.values():
             layer.forget_panels()
@@ -206,29 +307,25 @@ class SparseTrainer:
                 "layer since the step before: call trainer.step() after loss.backward(), and make "
                 "the trainer after moving the model to its device"
             )
-        survey = Survey(
-            step=self.steps,
+        changes = plan_changes(
+            self.steps,
+            reached,
             schedule=self.schedule,
-            patterns={name: layer.pattern for name, layer in reached.items()},
-            scores=lambda name: self._scores(name, reached[name]),
+            growth=self.growth,
+            budget=self.budget,
             history=self.history,
+            optimizer=self.optimizer,
             regrow_dropped=self.regrow_dropped,
+            initial_value=self.initial_value,
+            scores=self._scores,
         )
-        # All layers are planned before one is changed: an error leaves the model as it was.
-        plans = {}
-        for name, counts in self.budget.counts(survey).items():
-            if counts.drop <= 0 and counts.grow <= 0:
-                continue
-            layer = reached[name]
-            with released_memory(layer.values):
-                drop, grow, fill = self._plan(name, layer, counts)
-            with released_memory(layer.values):
-                plans[name] = Rewiring.make(layer.pattern, drop, grow), fill
-        for name, (rewiring, fill) in plans.items():
-            with released_memory(reached[name].values):
-                self._apply(name, reached[name], rewiring, fill)
-        self.history.end_update()
-        return {name: rewiring for name, (rewiring, _) in plans.items()}
+        return changes, self._plan_own(changes)
+
+    def _change_over(self, changes: dict[str, Change], own: Any) -> None:
+        for change in changes.values():
+            with released_memory(change.layer.values):
+                change.make(self.optimizer)
+        self._change_own(own)
 
     @property
     def _needs_gradients(self) -> bool:
@@ -238,53 +335,6 @@ class SparseTrainer:
     def _scores(self, name: str, layer: SparseLinear) -> Tensor:
         """The drop scores of a layer's blocks: [nnz]."""
         return self.drop_score(layer.values)
-
-    def _plan(
-        self, name: str, layer: SparseLinear, counts: Counts
-    ) -> tuple[Tensor, Tensor, float | Tensor | None]:
-        """The slots that leave, the positions that join, and what these start with.
-
-        The start is None where it does not come from gradients.
-        """
-        assert self.growth is not None
-        pattern = layer.pattern
-        pairs = self.history.pairs(name)
-        drop = lowest(self._scores(name, layer), counts.drop)
-        if self.regrow_dropped and counts.drop:
-            stays = torch.ones(pattern.nnz, dtype=torch.bool)
-            stays[drop] = False
-            kept = SparsePattern.from_flat(
-                pattern.flat[stays], shape=pattern.shape, block_size=pattern.block_size
-            )
-            grow = self.growth.choose(kept, counts.grow, pairs)
-            drop, grow = drop[~torch.isin(pattern.flat[drop], grow)], grow[~pattern.contains(grow)]
-        else:
-            grow = self.growth.choose(pattern, counts.grow, pairs)
-        fill = None
-        if isinstance(self.initial_value, GradientStep):
-            grown = SparsePattern.from_flat(
-                grow.sort().values, shape=pattern.shape, block_size=pattern.block_size
-            )
-            rate = learning_rate_of(self.optimizer, layer.values)
-            fill = self.initial_value.values(self.history, name, grown, rate)
-        pairs.clear()  # they may be large, and the new pattern needs room
-        return drop, grow, fill
-
-    def _apply(
-        self, name: str, layer: SparseLinear, rewiring: Rewiring, fill: float | Tensor | None
-    ) -> None:
-        if fill is None:
-            start = self.initial_value
-            assert not isinstance(start, GradientStep)
-            fill = start(layer, rewiring) if callable(start) else start
-        grad = layer.values.grad
-        layer.rewire(rewiring, fill)
-        rewire_state(self.optimizer, layer.values, rewiring)
-        if grad is not None and rewiring.keeps_size:
-            rewiring.apply_(grad)
-        elif grad is not None:
-            layer.values.grad = rewiring.apply(grad)
-        self._rewired(name, rewiring)
 
     def state_dict(self) -> dict[str, Any]:
         """Counters, the generator, and what must agree on loading. Plain types and tensors.
@@ -306,50 +356,44 @@ class SparseTrainer:
         """Continue where `state` was taken. Model and optimizer load their own state.
 
         Raises:
-            ValueError: the state of another algorithm, schedule, model or rule; nothing is changed.
+            ValueError: the state of another algorithm, schedule, model or rule, or a damaged one;
+                nothing is changed.
         """
-        self.check_state(state)
-        self._load_own_state(state["own_state"])  # first, since it may still refuse
-        if self.growth is not None:
-            self.growth.load_state_dict(state["growth_state"])
-        self.budget.load_state_dict(state["budget_state"])
-        self.history.load_state_dict(state["history_state"])
-        self.steps = int(state["steps"])
-        self.updates = int(state["updates"])
-        self._arm()
+        self.check_state(state, {name: layer.pattern for name, layer in self.layers.items()})
+        with uninterrupted():
+            undo = self._undo(planning=False)
+            try:
+                self._load_own_state(state["own_state"])
+                if self.growth is not None:
+                    self.growth.load_state_dict(state["growth_state"])
+                self.budget.load_state_dict(state["budget_state"])
+                self.history.load_state_dict(state["history_state"])
+            except BaseException:
+                undo()
+                raise
+            self.steps, self.updates = state["steps"], state["updates"]
+            self._arm()
 
-    def check_state(self, state: dict[str, Any]) -> None:
-        """Raise the errors of `load_state_dict` without loading."""
-        own = self._agreement()
-        needed = {*own, "steps", "updates"}
-        needed |= {f"{piece}_state" for piece in ("growth", "budget", "history", "own")}
-        if not isinstance(state, dict) or not needed <= state.keys():
-            raise ValueError(f"not the state of a trainer: expected the entries {sorted(needed)}")
-        for key, value in own.items():
-            if state[key] != value:
-                raise ValueError(
-                    f"the state does not fit this trainer: its {key} is {state[key]!r}, "
-                    f"here it is {value!r}"
-                )
+    def check_state(
+        self, state: dict[str, Any], patterns: Mapping[str, SparsePattern] | None = None
+    ) -> None:
+        """Raise the errors of `load_state_dict` without loading.
+
+        Args:
+            state: of a trainer.
+            patterns: those that the layers will have by then, by name; what belongs to single
+                blocks is checked only with them.
+        """
+        check_agreement(state, self._agreement())
+        own = {name: layer.pattern for name, layer in self.layers.items()}
+        check_pieces(state, self.growth, self.budget, self.history, own)
+        if patterns is not None:
+            self._check_own_state(state["own_state"], patterns)
 
     def _agreement(self) -> dict[str, Any]:
-        schedule: dict[str, Any] | None = None
-        if self.schedule is not None:
-            schedule = {"kind": type(self.schedule).__name__}
-            if dataclasses.is_dataclass(self.schedule):
-                schedule |= dataclasses.asdict(self.schedule)
-        growth = self.growth
         return {
             "algorithm": type(self).__name__,
-            "schedule": schedule,
-            "growth": None if growth is None else {"kind": type(growth).__name__} | growth.options,
+            **said_by(self.schedule, self.growth, self.budget, self.history, self.layers),
             "regrow_dropped": self.regrow_dropped,
-            "budget": {"kind": type(self.budget).__name__} | self.budget.options,
-            "history": {"kind": type(self.history).__name__} | self.history.options,
             "options": self._own_options(),
-            "layers": {
-                name: [*layer.pattern.shape, layer.pattern.block_size]
-                + ([] if layer.resizable else [layer.pattern.nnz])
-                for name, layer in self.layers.items()
-            },
         }

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Mapping
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from dynsparse.checks import check_not_negative
 from dynsparse.nn import SparseLinear
-from dynsparse.pattern import Rewiring
+from dynsparse.pattern import Rewiring, SparsePattern
 from dynsparse.training.budgets import Budget, Counts, Survey
+from dynsparse.training.change import Change
 from dynsparse.training.grow import RandomGrowth
 from dynsparse.training.initial import learning_rate_of
 from dynsparse.training.schedule import ConstantSchedule
@@ -88,9 +91,11 @@ class DeepR(SparseTrainer):
 
     @torch.no_grad()
     def _after_step(self) -> None:
-        for name, layer in self._trained().items():
-            values = layer.values
-            rate = learning_rate_of(self.optimizer, values)
+        layers = self._trained()
+        # Before the first layer changes: a group may have no learning rate.
+        rates = {n: learning_rate_of(self.optimizer, layer.values) for n, layer in layers.items()}
+        for name, layer in layers.items():
+            values, rate = layer.values, rates[name]
             if self.l1:
                 values.sub_(self.signs[name].to(values), alpha=rate * self.l1)
             if self.temperature:
@@ -99,20 +104,53 @@ class DeepR(SparseTrainer):
                 )
                 values.add_(noise.to(values), alpha=math.sqrt(2 * rate * self.temperature))
 
+    @torch.no_grad()
+    def _undo_own(self, planning: bool) -> Callable[[], None]:
+        signs = self.signs
+        pulled = bool(planning and (self.l1 or self.temperature))
+        values = [layer.values for layer in self._trained().values()] if pulled else []
+        before = [v.detach().clone() for v in values]
+
+        @torch.no_grad()
+        def undo() -> None:
+            self.signs = signs
+            for own, old in zip(values, before, strict=True):
+                own.copy_(old)
+
+        return undo
+
     def _scores(self, name: str, layer: SparseLinear) -> Tensor:
         aligned = layer.values.detach() * self.signs[name]
         return aligned if aligned.dim() == 1 else aligned.sum((1, 2))
 
-    def _rewired(self, name: str, rewiring: Rewiring) -> None:
+    def _plan_own(self, changes: dict[str, Change]) -> dict[str, Tensor]:
+        return {name: self._follow(name, change.rewiring) for name, change in changes.items()}
+
+    def _follow(self, name: str, rewiring: Rewiring) -> Tensor:
         signs = self.signs[name]
         shape = torch.Size([len(rewiring.grown), *signs.shape[1:]])
-        self.signs[name] = rewiring.apply(signs, self._draw_signs(shape))
+        return rewiring.apply(signs, self._draw_signs(shape))
+
+    def _change_own(self, planned: dict[str, Tensor]) -> None:
+        self.signs = {**self.signs, **planned}
 
     def _own_options(self) -> dict[str, float]:
         return {"l1": self.l1, "temperature": self.temperature}
 
     def _own_state(self) -> dict[str, Tensor]:
         return dict(self.signs)
+
+    def _check_own_state(self, state: Any, patterns: Mapping[str, SparsePattern]) -> None:
+        if not isinstance(state, dict) or state.keys() != self.layers.keys():
+            raise ValueError(f"the state must hold the signs of each of {sorted(self.layers)}")
+        for name, signs in state.items():
+            shape = list(patterns[name].values_shape)
+            if not isinstance(signs, Tensor) or signs.dtype != torch.int8:
+                raise ValueError(f"the signs of layer {name!r} must be a tensor of int8")
+            if list(signs.shape) != shape or bool((signs.abs() != 1).any()):
+                raise ValueError(
+                    f"the signs of layer {name!r} must be 1 and -1 in a tensor {shape}"
+                )
 
     def _load_own_state(self, state: dict[str, Tensor]) -> None:
         self.signs = {n: state[n].to(layer.values.device) for n, layer in self.layers.items()}

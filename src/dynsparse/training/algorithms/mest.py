@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
+from dynsparse.checks import check_flag
 from dynsparse.training.algorithms.choices import cosine_schedule
 from dynsparse.training.budgets import LayerBudget, SoftBudget
 from dynsparse.training.drop import MagnitudeGradient
@@ -54,6 +55,7 @@ class MEST(SparseTrainer):
         regrow_dropped: bool = False,
         initial_value: GrownValue = 0.0,
     ) -> None:
+        check_flag("soft_memory_bound", soft_memory_bound)
         kind = ElasticSchedule if soft_memory_bound else CosineSchedule
         super().__init__(
             model,

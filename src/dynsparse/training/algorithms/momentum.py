@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
+from dynsparse.checks import check_flag
 from dynsparse.training.algorithms.choices import cosine_schedule
 from dynsparse.training.budgets import LayerBudget, MomentumBudget
 from dynsparse.training.drop import DropScore, magnitude
@@ -65,6 +66,6 @@ class SNFS(SparseTrainer):
             drop_score=drop_score,
             regrow_dropped=regrow_dropped,
             initial_value=initial_value,
-            budget=MomentumBudget() if redistribute else LayerBudget(),
+            budget=MomentumBudget() if check_flag("redistribute", redistribute) else LayerBudget(),
             history=history,
         )

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 
 from dynsparse.checks import check_fraction, check_not_negative
-from dynsparse.nn import SparseEmbedding, SparseLinear
+from dynsparse.interrupts import uninterrupted
+from dynsparse.nn import SparseEmbedding
 from dynsparse.nn.active import ActiveSet
 from dynsparse.ops.grow import select
 from dynsparse.pattern import Rewiring, SparsePattern
 from dynsparse.training.algorithms.choices import cosine_schedule
 from dynsparse.training.budgets import Budget, Counts, Survey
+from dynsparse.training.change import Change, check_scores, naming
 from dynsparse.training.drop import magnitude
 from dynsparse.training.grow import RandomGrowth
 from dynsparse.training.schedule import Schedule
@@ -109,14 +114,35 @@ class TopKAST(SparseTrainer):
                     f"layer {name!r} is {what}, whose products use all of its weights: freeze it "
                     "or leave it dense to train the others with Top-KAST"
                 )
-        self._choose()
+        self._change_own(self._plan_own({}))
 
     @torch.no_grad()
-    def _choose(self) -> None:
-        """Choose A of every layer anew."""
-        for layer in self._trained().values():
-            count = self.budget.forward_count(layer.pattern.nnz)
-            _activate(layer, select(magnitude(layer.values), count))
+    def _plan_own(self, changes: dict[str, Change]) -> dict[str, ActiveSet]:
+        """A of every layer, chosen anew among the weights after the changes."""
+        chosen = {}
+        for name, layer in self._trained().items():
+            pattern, values = layer.pattern, layer.values.detach()
+            if name in changes:
+                rewiring = changes[name].rewiring
+                pattern, values = rewiring.after, rewiring.apply(values, changes[name].fill)
+            with naming(name):
+                scores = check_scores(magnitude(values), pattern.nnz)
+                slots = select(scores, self.budget.forward_count(pattern.nnz))
+                chosen[name] = ActiveSet(pattern, slots, values.device)
+        return chosen
+
+    def _change_own(self, planned: dict[str, ActiveSet]) -> None:
+        for name, active in planned.items():
+            self.layers[name].active = active
+
+    def _undo_own(self, planning: bool) -> Callable[[], None]:
+        before = {name: layer.executor for name, layer in self.layers.items()}
+
+        def undo() -> None:
+            for name, executor in before.items():
+                self.layers[name].executor = executor
+
+        return undo
 
     @torch.no_grad()
     def _before_step(self) -> None:
@@ -131,11 +157,6 @@ class TopKAST(SparseTrainer):
             pull = pull.view(-1, *[1] * (layer.values.dim() - 1))
             layer.values.grad.addcmul_(pull, layer.values)
 
-    def _update(self) -> dict[str, Rewiring]:
-        rewirings = super()._update()
-        self._choose()
-        return rewirings
-
     @torch.no_grad()
     def shrink(self) -> dict[str, Rewiring]:
         """Give up what is outside A: the layers become ordinary ones that hold A alone.
@@ -143,14 +164,17 @@ class TopKAST(SparseTrainer):
         For after the training. Values and optimizer state become as small as A. Returns the
         rewirings by layer name.
         """
-        rewirings = {}
+        changes = {}
         for name, layer in self._trained().items():
-            if layer.active is None:
-                continue
-            rewirings[name] = rewiring = Rewiring.between(layer.pattern, layer.active.pattern)
-            layer.resizable = True
-            self._apply(name, layer, rewiring, 0.0)
-        return rewirings
+            if layer.active is not None:
+                rewiring = Rewiring.between(layer.pattern, layer.active.pattern)
+                with naming(name):
+                    changes[name] = Change.planned(layer, rewiring, 0.0, self.optimizer)
+        with uninterrupted():
+            for change in changes.values():
+                change.layer.resizable = True
+                change.make(self.optimizer)
+        return {name: change.rewiring for name, change in changes.items()}
 
     def _own_options(self) -> dict[str, float]:
         return {"exploration": self.exploration}
@@ -159,23 +183,30 @@ class TopKAST(SparseTrainer):
         active = {name: layer.active for name, layer in self.layers.items()}
         return {name: a.pattern.flat for name, a in active.items() if a is not None}
 
+    def _check_own_state(self, state: Any, patterns: Mapping[str, SparsePattern]) -> None:
+        if not isinstance(state, dict) or not state.keys() <= self.layers.keys():
+            raise ValueError(
+                f"the state must hold active positions of some of {sorted(self.layers)}"
+            )
+        for name, flat in state.items():
+            _slots(name, flat, patterns[name])
+
     def _load_own_state(self, state: dict[str, Tensor]) -> None:
-        chosen = {}
         for name, flat in state.items():
             layer = self.layers[name]
-            active = SparsePattern.from_flat(
-                flat.cpu(), shape=layer.pattern.shape, block_size=layer.block_size
-            )
-            rewiring = Rewiring.between(layer.pattern, active)
-            if bool((rewiring.source < 0).any()):
-                raise ValueError(
-                    f"the state uses weights that layer {name!r} does not hold: load the model "
-                    "that was saved with it first"
-                )
-            chosen[name] = rewiring.source.long()
-        for name, slots in chosen.items():
-            _activate(self.layers[name], slots)
+            slots = _slots(name, flat, layer.pattern)
+            layer.active = ActiveSet(layer.pattern, slots, layer.values.device)
 
 
-def _activate(layer: SparseLinear, slots: Tensor) -> None:
-    layer.active = ActiveSet(layer.pattern, slots, layer.values.device)
+def _slots(name: str, flat: Any, pattern: SparsePattern) -> Tensor:
+    """Where the positions `flat` are in the layer's pattern."""
+    if not isinstance(flat, Tensor) or flat.dim() != 1 or flat.dtype != torch.int64:
+        raise ValueError(f"the active positions of layer {name!r} must be a tensor of int64")
+    active = SparsePattern.from_flat(flat.cpu(), shape=pattern.shape, block_size=pattern.block_size)
+    rewiring = Rewiring.between(pattern, active)
+    if bool((rewiring.source < 0).any()):
+        raise ValueError(
+            f"the state uses weights that layer {name!r} does not hold: load the model "
+            "that was saved with it first"
+        )
+    return rewiring.source.long()

@@ -78,6 +78,9 @@ class Budget:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue where `state` was taken."""
 
+    def check_state(self, state: dict[str, Any]) -> None:
+        """Raise ValueError unless `state` can be loaded."""
+
 
 class LayerBudget(Budget):
     """Each layer replaces the schedule's share of its own blocks."""
@@ -137,6 +140,9 @@ class SoftBudget(Budget):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.blocks = dict(state["blocks"])
 
+    def check_state(self, state: dict[str, Any]) -> None:
+        check_blocks(state, "blocks", self.blocks)
+
 
 def check_one_block_size(patterns: Mapping[str, SparsePattern], what: str) -> None:
     """Raise unless all layers have blocks of one size, so that counts and scores compare."""
@@ -146,3 +152,15 @@ def check_one_block_size(patterns: Mapping[str, SparsePattern], what: str) -> No
             f"{what} compares the blocks of all layers, so they must have one block size, got "
             + ", ".join(f"{size} in {name!r}" for name, size in sizes.items())
         )
+
+
+def check_blocks(state: Any, key: str, own: Mapping[str, int]) -> None:
+    """Raise ValueError unless `state` holds a number of blocks for each layer of `own`."""
+    found = state.get(key) if isinstance(state, dict) else None
+    if not isinstance(found, dict) or found.keys() != own.keys():
+        raise ValueError(f"the budget must hold {key!r}, the blocks of each of {sorted(own)}")
+    for name, count in found.items():
+        if not isinstance(count, int) or isinstance(count, bool) or count < 0:
+            raise ValueError(
+                f"the {key!r} of layer {name!r} must be a number of blocks, got {count!r}"
+            )

@@ -6,8 +6,15 @@ from collections.abc import Mapping
 from typing import Any
 
 from dynsparse.allocation import allocate
+from dynsparse.checks import check_within
 from dynsparse.pattern import SparsePattern
-from dynsparse.training.budgets.basic import Budget, Counts, Survey, check_one_block_size
+from dynsparse.training.budgets.basic import (
+    Budget,
+    Counts,
+    Survey,
+    check_blocks,
+    check_one_block_size,
+)
 from dynsparse.training.drop import lowest_of_all
 from dynsparse.training.schedule import GradualSchedule
 
@@ -54,6 +61,8 @@ class GradualBudget(Budget):
                 'with scope "global" the scores decide the densities of the layers: leave out '
                 "allocation and densities"
             )
+        if final_density is not None:
+            check_within("final_density", final_density, "(0, 1]")
         self.final_density = final_density
         self.scope = scope
         self.allocation = allocation
@@ -124,3 +133,7 @@ class GradualBudget(Budget):
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.first, self.final = dict(state["first"]), dict(state["final"])
+
+    def check_state(self, state: dict[str, Any]) -> None:
+        check_blocks(state, "first", self.first)
+        check_blocks(state, "final", self.final)

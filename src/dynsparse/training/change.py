@@ -1,0 +1,150 @@
+"""What an update does to one layer: all that can fail is checked before anything changes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from dynsparse.nn import SparseLinear
+from dynsparse.nn.sparse_module import whole
+from dynsparse.pattern import Rewiring
+from dynsparse.training.optimizer_state import moving_state, rewire_state
+
+__all__ = ["Change", "check_fill", "check_gradients", "check_scores", "naming"]
+
+
+@dataclass(frozen=True)
+class Change:
+    """What an update does to one layer: everything has been checked when there is one.
+
+    Attributes:
+        layer: as it is before the update.
+        rewiring: from its pattern to the next.
+        fill: what grown blocks start with: a number, or [grown] or [grown, b, b].
+    """
+
+    layer: SparseLinear
+    rewiring: Rewiring
+    fill: float | Tensor
+
+    @classmethod
+    def planned(
+        cls,
+        layer: SparseLinear,
+        rewiring: Rewiring,
+        fill: object,
+        optimizer: torch.optim.Optimizer,
+    ) -> Change:
+        """Raise what would raise on the way; nothing is changed.
+
+        Raises:
+            RuntimeError: the values are sharded.
+            TypeError, ValueError: what grown weights start with does not fit.
+            ValueError: optimizer state that does not follow the pattern.
+        """
+        values = whole(layer.values)
+        start = check_fill(fill, rewiring, values)
+        moving_state(optimizer, values, rewiring.before.nnz)
+        return cls(layer, rewiring, start)
+
+    def make(self, optimizer: torch.optim.Optimizer) -> None:
+        """Values, pattern, optimizer state and gradient change over.
+
+        Within `uninterrupted`, and with nothing in between that could fail but for the machine.
+        """
+        grad = self.layer.values.grad
+        self.layer.rewire(self.rewiring, self.fill)
+        rewire_state(optimizer, self.layer.values, self.rewiring)
+        if grad is not None and self.rewiring.keeps_size:
+            self.rewiring.apply_(grad)
+        elif grad is not None:
+            self.layer.values.grad = self.rewiring.apply(grad)
+
+
+def check_fill(fill: object, rewiring: Rewiring, values: Tensor) -> float | Tensor:
+    """What grown blocks start with, as a number or as a tensor like `values`.
+
+    Raises:
+        TypeError: neither a number nor a tensor of real numbers.
+        ValueError: a tensor of another shape, NaN or infinity.
+    """
+    if isinstance(fill, Tensor):
+        fill = fill.detach()
+        if fill.is_complex() or fill.dtype == torch.bool:
+            raise TypeError(f"grown weights must start with real numbers, got {fill.dtype}")
+        shape = [len(rewiring.grown), *values.shape[1:]]
+        if fill.dim() and list(fill.shape) != shape:
+            raise ValueError(
+                f"grown weights must start with a number or a tensor {shape}, got "
+                f"{list(fill.shape)}"
+            )
+        fill = fill.to(values)
+        if not _finite(fill):
+            raise ValueError("grown weights must start with finite numbers, got NaN or infinity")
+        return fill if fill.dim() else float(fill)
+    if not isinstance(fill, (int, float)) or isinstance(fill, bool):
+        raise TypeError(f"grown weights must start with a number or a tensor, got {fill!r}")
+    if not torch.isfinite(torch.tensor(fill, dtype=values.dtype)):
+        raise ValueError(f"grown weights must start with finite numbers, got {fill!r}")
+    return fill
+
+
+def check_scores(scores: Tensor, nnz: int) -> Tensor:
+    """Raise ValueError unless there is one score per block, and none is NaN."""
+    if not isinstance(scores, Tensor) or list(scores.shape) != [nnz]:
+        got = list(scores.shape) if isinstance(scores, Tensor) else repr(scores)
+        raise ValueError(f"expected one drop score per block, [{nnz}], got {got}")
+    if nnz and bool(torch.isnan(scores.min())):
+        raise ValueError("drop scores hold NaN, so blocks cannot be ranked: the training diverged")
+    return scores
+
+
+def check_gradients(
+    layers: Mapping[str, SparseLinear], pairs: Mapping[str, Iterable[tuple[Tensor, Tensor]]]
+) -> None:
+    """Raise ValueError, with the layer's name, where a gradient holds NaN or infinity.
+
+    Args:
+        layers: whose weights are ranked.
+        pairs: x and dY by layer name, of which other gradients are made.
+    """
+    for name, layer in layers.items():
+        grad = whole(layer.values).grad
+        if grad is not None and not _finite(grad):
+            raise ValueError(_NOT_FINITE.format(name=name, what="the gradient of its weights"))
+        for pair in pairs.get(name, ()):
+            for what, tensor in zip(("x", "dY"), pair, strict=True):
+                if not _finite(tensor):
+                    raise ValueError(_NOT_FINITE.format(name=name, what=what))
+
+
+_NOT_FINITE = (
+    "layer {name!r}: {what} holds NaN or infinity, and this step ends in a pattern update, which "
+    "would rank by it: the training has diverged, or the loss is scaled too far"
+)
+
+
+def _finite(tensor: Tensor) -> bool:
+    # The sum of finite numbers may overflow; then each is looked at. It mostly spares a pass.
+    total = tensor.sum(dtype=torch.float32 if tensor.itemsize < 4 else None)
+    return bool(total.isfinite()) or bool(tensor.isfinite().all())
+
+
+@contextmanager
+def naming(layer: str) -> Iterator[None]:
+    """Errors get the name of the layer that was looked at.
+
+    Those of another kind than ValueError, TypeError and RuntimeError become the cause of one.
+    """
+    try:
+        yield
+    except Exception as error:
+        if f"layer {layer!r}" in str(error):
+            raise
+        if type(error) in (RuntimeError, TypeError, ValueError):
+            raise type(error)(f"layer {layer!r}: {error}") from error
+        raise RuntimeError(f"layer {layer!r}: {type(error).__name__}: {error}") from error
