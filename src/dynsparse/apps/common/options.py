@@ -137,6 +137,12 @@ class TrainingOptions:
     checkpoint_path: Path | None = _checkpoints(
         None, "Folder for checkpoints; none are written without it.", FILE
     )
+    overwrite: bool = _checkpoints(
+        False,
+        "Delete what an earlier training has left in --checkpoint-path and --records-path; without "
+        "it such folders are refused.",
+        SWITCH,
+    )
     checkpoint_freq: int = _checkpoints(1, "Epochs between checkpoints.", integer(1))
     stop_after: int | None = _checkpoints(
         None, "Stop after this epoch of --epochs, to continue with --restore.", integer(1)

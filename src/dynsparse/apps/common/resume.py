@@ -13,13 +13,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
+from dynsparse.apps.common.identity import KEY, identities, identity_of
 from dynsparse.apps.common.option import Defines, flag
 from dynsparse.apps.common.options import TrainingOptions
 from dynsparse.apps.common.training import Training
 from dynsparse.files.shorten import shortened
 from dynsparse.training.checkpoint import load_checkpoint, read_extra, save_checkpoint
 
-__all__ = ["Checkpoint", "adopt", "find_checkpoint", "restore", "save"]
+__all__ = ["Checkpoint", "adopt", "checkpoints_in", "find_checkpoint", "restore", "save"]
 
 _Options = TypeVar("_Options", bound=TrainingOptions)
 
@@ -36,6 +37,7 @@ def save(training: Training, folder: Path) -> Path:
         generators={training.generator_name: training.generator},
         extra={
             "app": training.app,
+            KEY: training.identity,
             "options": training.options.defining(),
             "seed": training.seed,
             **training.drawn(),
@@ -50,6 +52,7 @@ def find_checkpoint(kind: type[Training], path: Path) -> Path:
 
     Raises:
         FileNotFoundError: nothing there.
+        ValueError: a folder with checkpoints of several trainings.
     """
     if not path.is_dir():
         if not path.exists():
@@ -58,18 +61,32 @@ def find_checkpoint(kind: type[Training], path: Path) -> Path:
                 "exist"
             )
         return path
-    unit, digits = kind.unit, kind.digits
-    found = {
-        int(match[1]): file
-        for file in path.iterdir()
-        if (match := re.fullmatch(rf"{unit}-(\d{{{digits},}})\.ckpt", file.name))
-    }
+    found = checkpoints_in(kind, path)
     if not found:
         raise FileNotFoundError(
-            f"--restore: expected a folder with checkpoints named {unit}-{'N' * digits}.ckpt, got "
-            f"{path} without any"
+            f"--restore: expected a folder with checkpoints named "
+            f"{kind.unit}-{'N' * kind.digits}.ckpt, got {path} without any"
         )
-    return found[max(found)]
+    # The highest number may be of an earlier training, the latest date of a copy.
+    newest = {identity: file for file, identity in identities(found).items() if identity}
+    if len(newest) > 1:
+        names = " and ".join(sorted(file.name for file in newest.values())[:2])
+        raise ValueError(
+            f"--restore: expected checkpoints of one training, got {path} with those of "
+            f"{len(newest)}, such as {names}: name the file to go on from"
+        )
+    return found[-1]
+
+
+def checkpoints_in(kind: type[Training], folder: Path) -> list[Path]:
+    """The files in `folder` that are named as the checkpoints of `kind` are, the newest last."""
+    pattern = rf"{kind.unit}-(\d{{{kind.digits},}})\.ckpt"
+    found = {
+        int(match[1]): file
+        for file in folder.iterdir()
+        if (match := re.fullmatch(pattern, file.name))
+    }
+    return [found[number] for number in sorted(found)]
 
 
 @dataclass(frozen=True)
@@ -91,6 +108,10 @@ class Checkpoint:
             raise ValueError(f"{path}: expected a checkpoint of `dynsparse {app}`, got another one")
         if not isinstance(extra.get("options"), dict) or not isinstance(extra.get("seed"), int):
             raise ValueError(f"{path}: expected the options and the seed of a training, got none")
+        try:
+            identity_of(extra)
+        except ValueError as error:
+            raise ValueError(f"{path}: {error}, got {shortened(extra[KEY])}") from None
         return cls(path, extra)
 
     def __getitem__(self, name: str) -> Any:
@@ -142,3 +163,4 @@ def restore(training: Training, checkpoint: Checkpoint) -> None:
         generators={training.generator_name: training.generator},
     )
     vars(training).update(counters)
+    training.identity = identity_of(checkpoint.extra)

@@ -13,6 +13,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
+from dynsparse.apps.common.identity import new_identity
 from dynsparse.apps.common.methods import build_trainer
 from dynsparse.apps.common.options import TrainingOptions
 
@@ -73,6 +74,7 @@ class Training(ABC):
             their names have.
         generator_name: how checkpoints call `generator`; counters: the attributes they keep.
         rate_flag: the option to lower where a training diverges.
+        identity: tells this training from all others; resuming keeps it.
 
     Args:
         total_steps: after how many steps patterns stay.
@@ -102,6 +104,7 @@ class Training(ABC):
     ) -> None:
         self.options = options
         self.seed = seed
+        self.identity = new_identity()
         torch.manual_seed(seed)  # dropout draws from the global generator
         self.generator = torch.Generator().manual_seed(seed)
         initial = self.generator if initial is None else initial

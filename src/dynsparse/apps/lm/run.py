@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Collection
+from contextlib import nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -79,15 +81,16 @@ def _introduce(options: Options, corpus: Corpus, seed: int, console: Console) ->
 
 def _measured(training: Training, console: Console) -> dict[str, Any]:
     options = training.options
-    outputs = valid = None
-    if options.trains:
-        outputs = Outputs(training, open_loggers(options, _NAMES))
-        valid = _train(training, console, outputs)
-    valid = training.evaluate("valid") if valid is None else valid
-    test = training.evaluate("test") if options.mode in ("all", "test") else None
-    figures = training_figures(training, valid, test)
-    if outputs is not None:
-        outputs.close(figures)
+    valid = None
+    loggers = partial(open_loggers, options, _NAMES)
+    with Outputs(training, loggers) if options.trains else nullcontext() as outputs:
+        if outputs is not None:
+            valid = _train(training, console, outputs)
+        valid = training.evaluate("valid") if valid is None else valid
+        test = training.evaluate("test") if options.mode in ("all", "test") else None
+        figures = training_figures(training, valid, test)
+        if outputs is not None:
+            outputs.close(figures)
     console.print(summary_table(figures), highlight=False)
     console.print(closing_line(figures), highlight=False)
     return figures

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -55,25 +56,25 @@ def _run(
     if checkpoint is not None:
         restore(training, checkpoint)
     trains = options.test_mode != "tests"
-    outputs = _outputs(training, resumes=checkpoint is not None) if trains else None
-    for line in _headlines(training, pictures):
-        console.print(line, highlight=False)
-    last = None if outputs is None else _train(training, console, outputs)
-    test = None if options.test_mode == "training" else training.test()
-    figures = training_figures(training, last, test)
-    if outputs is not None:
-        outputs.close(figures)
+    writes = Outputs(training, partial(_loggers, training)) if trains else nullcontext()
+    with writes as outputs:
+        for line in _headlines(training, pictures):
+            console.print(line, highlight=False)
+        last = None if outputs is None else _train(training, console, outputs)
+        test = None if options.test_mode == "training" else training.test()
+        figures = training_figures(training, last, test)
+        if outputs is not None:
+            outputs.close(figures)
     console.print(summary_table(figures), highlight=False)
     return figures
 
 
-def _outputs(training: Training, *, resumes: bool) -> Outputs:
+def _loggers(training: Training) -> list[Logger]:
     options = training.options
     loggers: list[Logger] = []
     if options.log is not None:
-        loggers.append(TextLog(options.log, options.label, resumes=resumes))
-    loggers += open_loggers(options, Names(train="train/", test="test/"))
-    return Outputs(training, loggers)
+        loggers.append(TextLog(options.log, options.label, training.step))
+    return loggers + open_loggers(options, Names(train="train/", test="test/"))
 
 
 def _headlines(training: Training, pictures: data.DataSet) -> list[str]:

@@ -18,6 +18,7 @@ import numpy as np
 
 from dynsparse.files.json_text import parse_json
 from dynsparse.files.limits import HOW_TO_RAISE, LimitError, read_limit
+from dynsparse.files.lock import LOCK
 from dynsparse.files.npz import DAMAGE, Arrays, open_arrays
 from dynsparse.files.shorten import shortened
 from dynsparse.files.whole import LEFT_OVER
@@ -27,7 +28,7 @@ FORMAT = "dynsparse-record"
 VERSION = 1
 HEAD = "record.json"
 TELEMETRY = "telemetry.jsonl"
-LEFT_OVERS = (LEFT_OVER, ".part")
+LEFT_OVERS = (LEFT_OVER, ".part", Path(LOCK).suffix)
 """How the names of files end that a kill has left; .part is that of earlier versions."""
 
 

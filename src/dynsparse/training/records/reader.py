@@ -52,8 +52,12 @@ class Records:
     telemetry: list[dict[str, Any]]
 
     @classmethod
-    def load(cls, path: str | os.PathLike[str]) -> Records:
+    def load(cls, path: str | os.PathLike[str], *, updates: int | None = None) -> Records:
         """Read a record; the positions themselves are read when they are asked for.
+
+        Args:
+            updates: read this many of its files of patterns, the first one among them; all where
+                None.
 
         Raises:
             RecordError: no such folder, not a record, another version, or a damaged file.
@@ -61,7 +65,7 @@ class Records:
         records = cls()
         records.path = Path(path)
         records.layers, records.metadata = read_head(records.path)
-        records._files = update_files(records.path)
+        records._files = update_files(records.path)[:updates]
         if not records._files:
             raise RecordError(f"the record {path} holds no patterns yet: run the training again")
         records.steps = [read_step(file) for file in records._files]

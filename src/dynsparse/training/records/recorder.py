@@ -23,7 +23,6 @@ from dynsparse.training.records.files import (
     RecordError,
     read_head,
     read_step,
-    read_telemetry,
     to_json,
     update_files,
     update_name,
@@ -45,6 +44,9 @@ class Recorder:
 
     Every file appears whole or not at all, so a training may be killed at any moment.
 
+    Attributes:
+        earlier: the metadata of the record that was there already.
+
     Raises:
         RecordError: the folder holds other files, or a record of another format version.
         TypeError: metadata that JSON cannot hold.
@@ -58,11 +60,12 @@ class Recorder:
         self._patterns: dict[str, SparsePattern] = {}
         self._updates = 0
         self._step = -1
+        self.earlier: dict[str, Any] = {}
         if self.path.exists() and not self.path.is_dir():
             raise RecordError(f"expected a folder for the record, got the file {self.path}")
         self.path.mkdir(parents=True, exist_ok=True)
         if (self.path / HEAD).exists():
-            read_head(self.path)
+            _, self.earlier = read_head(self.path)
         elif any(file.suffix not in LEFT_OVERS for file in self.path.iterdir()):
             raise RecordError(
                 f"{self.path} holds other files: choose another folder for the record"
@@ -72,6 +75,13 @@ class Recorder:
     def has_record(self) -> bool:
         """Whether the folder holds a record that `truncate` can continue."""
         return (self.path / HEAD).exists() and (self.path / update_name(0)).exists()
+
+    @property
+    def holds_updates(self) -> bool:
+        """Whether the folder holds more of a training than its first patterns."""
+        telemetry = self.path / TELEMETRY
+        more = any(file.name != update_name(0) for file in self.path.glob("update-*.npz"))
+        return more or (telemetry.exists() and telemetry.stat().st_size > 0)
 
     def start(self, patterns: Mapping[str, SparsePattern], step: int = 0) -> None:
         """Begin a record with the patterns the layers have now; an earlier one is removed.
@@ -142,30 +152,42 @@ class Recorder:
             file.flush()
             os.fsync(file.fileno())
 
-    def truncate(self, step: int) -> None:
+    def truncate(self, step: int, patterns: Mapping[str, SparsePattern] | None = None) -> None:
         """Forget what was recorded after `step`, and continue from there.
 
-        For a training that resumes from a checkpoint taken at `step`.
+        For a training that resumes from a checkpoint taken at `step`. An update that cannot be
+        read, as after a power cut, is forgotten, too, if the record leads to `patterns` without it.
+
+        Args:
+            patterns: those the layers have at `step`.
 
         Raises:
-            RecordError: the folder holds no record, a damaged one, or one that begins later.
+            RecordError: the folder holds no record, a damaged one, one that begins later or does
+                not lead to `patterns`. It is as it was.
         """
         step = _step(step)
         files = update_files(self.path)
-        kept = len(files)
-        while kept and read_step(files[kept - 1]) > step:
-            kept -= 1
+        kept, damage = _up_to(files, step)
+        if damage is not None and (patterns is None or not kept):
+            raise damage
         if not kept:
             begins = f"begins at step {read_step(files[0])}" if files else "holds no patterns"
             raise RecordError(f"cannot continue the record {self.path} at step {step}: it {begins}")
+        records = Records.load(self.path, updates=kept)
+        ends = {name: records.pattern(name, -1) for name in records.layers}
+        if patterns is not None and ends != dict(patterns):
+            why = "it holds other patterns" if damage is None else str(damage)
+            raise RecordError(
+                f"cannot continue the record {self.path} at step {step}: {why}: restore an earlier "
+                "checkpoint, or go on without the record"
+            )
         for file in reversed(files[kept:]):
             file.unlink()
-        lines = [to_json(r, "figures") for r in read_telemetry(self.path) if r["step"] <= step]
+        lines = [to_json(r, "figures") for r in records.telemetry if r["step"] <= step]
         if (self.path / TELEMETRY).exists():
             text = "".join(line + "\n" for line in lines)
             write_text_whole(self.path / TELEMETRY, text)
-        records = Records.load(self.path)
-        self._patterns = {name: records.pattern(name, -1) for name in records.layers}
+        self._patterns = ends
         self._updates, self._step = kept, records.steps[-1]
 
     def _names(self) -> str:
@@ -189,6 +211,17 @@ class Recorder:
         )
         self._updates += 1
         self._step = step
+
+
+def _up_to(files: list[Path], step: int) -> tuple[int, RecordError | None]:
+    """How many files are of steps up to `step`, and what is wrong with the one that ended them."""
+    for kept, file in enumerate(files):
+        try:
+            if read_step(file) > step:
+                return kept, None
+        except RecordError as error:
+            return kept, error
+    return len(files), None
 
 
 def _compact(flat: torch.Tensor, pattern: SparsePattern) -> np.ndarray:

@@ -1,0 +1,61 @@
+"""Which training a checkpoint or a record is of."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+import secrets
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from dynsparse.training.checkpoint import CheckpointError, read_extra
+from dynsparse.training.checkpoint.glance import glance
+
+__all__ = ["KEY", "identities", "identity_of", "new_identity"]
+
+KEY = "training_id"
+"""Under this name checkpoints keep it in `extra`, and records in their metadata."""
+
+
+def new_identity() -> str:
+    """Of a training that begins; the same for nobody else."""
+    return secrets.token_hex(16)
+
+
+def identity_of(extra: Mapping[str, Any]) -> str:
+    """What a checkpoint's `extra` says; of one without, from 0.1.0, what defines the training.
+
+    Raises:
+        ValueError: something that is no identity.
+    """
+    if KEY in extra:
+        found = extra[KEY]
+        if not isinstance(found, str) or not re.fullmatch(r"[0-9a-f]{32}", found):
+            raise ValueError("expected the identity of a training, 32 hexadecimal digits")
+        return found
+    options = extra.get("options")
+    defining = sorted(
+        (str(name), str(value))
+        for name, value in (options if isinstance(options, dict) else {}).items()
+    )
+    text = json.dumps([str(extra.get("app")), str(extra.get("seed")), defining])
+    return hashlib.sha256(text.encode()).hexdigest()[:32]
+
+
+def identities(files: Iterable[Path]) -> dict[Path, str | None]:
+    """The training of each checkpoint; None for a file that cannot be read as one.
+
+    Raises:
+        OSError: a file that may not be read.
+    """
+    return {file: _identity(file) for file in files}
+
+
+def _identity(file: Path) -> str | None:
+    try:
+        quick = glance(file, KEY)
+        return identity_of(read_extra(file) if quick is None else {KEY: quick})
+    except (CheckpointError, ValueError):
+        return None

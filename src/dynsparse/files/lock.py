@@ -1,0 +1,107 @@
+"""One writer to a folder at a time."""
+
+from __future__ import annotations
+
+import errno
+import os
+import socket
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+try:
+    import fcntl
+except ImportError:  # not on Windows
+    fcntl = None  # type: ignore[assignment]
+
+__all__ = ["LOCK", "BusyError", "only_writer"]
+
+LOCK = ".training.lock"
+"""The name of the lock in its folder. One that a kill has left does no harm."""
+
+_WITHOUT_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
+
+
+class BusyError(ValueError):
+    """Another process writes into the folder; the message is one line."""
+
+
+@contextmanager
+def only_writer(folder: Path) -> Iterator[None]:
+    """Keep all others who ask for the same folder out; the system lets go of it after a kill.
+
+    Where the file system has no locks there is a RuntimeWarning, and nobody is kept out.
+
+    Raises:
+        BusyError: somebody else is inside.
+        OSError: the folder is missing or cannot be written.
+    """
+    path = folder / LOCK
+    handle = _locked(path)
+    try:
+        if handle is not None:
+            _sign(handle)
+        yield
+    finally:
+        if handle is not None:
+            # Under the lock: whoever has opened the file by now finds it gone, and looks again.
+            with suppress(OSError):
+                path.unlink()
+            os.close(handle)
+
+
+def _locked(path: Path) -> int | None:
+    """The open and locked file `path`; None where there are no locks."""
+    while True:
+        # Not through a link, which a stranger's folder may hold.
+        handle = os.open(path, os.O_RDWR | os.O_CREAT | getattr(os, "O_NOFOLLOW", 0), 0o644)
+        try:
+            if not _lock(handle, path):
+                os.close(handle)
+                return None
+            if _is_still(handle, path):
+                return handle
+        except BaseException:
+            os.close(handle)
+            raise
+        os.close(handle)
+
+
+def _lock(handle: int, path: Path) -> bool:
+    try:
+        if fcntl is None:
+            raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        holder = os.read(handle, 200).decode(errors="replace").strip()
+        raise BusyError(
+            f"another training writes into {path.parent} ({holder or 'it did not say which'}): "
+            "wait until it ends, or choose another folder"
+        ) from None
+    except OSError as error:
+        if error.errno not in _WITHOUT_LOCKS:
+            raise
+        warnings.warn(
+            f"{path.parent} is on a file system without locks ({error.strerror}): see to it that "
+            "no other training writes there",
+            RuntimeWarning,
+            stacklevel=2,
+        )
+        return False
+    return True
+
+
+def _is_still(handle: int, path: Path) -> bool:
+    """Whether the open file is the one that has the name; its last holder may have removed it."""
+    try:
+        return os.path.samestat(os.fstat(handle), os.stat(path))
+    except FileNotFoundError:
+        return False
+
+
+def _sign(handle: int) -> None:
+    """Say who holds the lock; on a full disk it holds without."""
+    with suppress(OSError):
+        os.ftruncate(handle, 0)
+        os.write(handle, f"process {os.getpid()} on {socket.gethostname()}\n".encode())

@@ -1,0 +1,190 @@
+"""A training knows its own checkpoints and its own record, and never takes or deletes others'."""
+
+import os
+import shutil
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from dynsparse.apps import lm
+from dynsparse.apps.common.identity import KEY, identities, identity_of
+from dynsparse.apps.pictures import mnist
+from dynsparse.training.checkpoint import read_extra
+from dynsparse.training.checkpoint.glance import glance
+from dynsparse.training.records import Records
+
+QUIET = Console(quiet=True)
+TINY = {"batch_size": 512, "hidden_sizes": (16,), "steps_per_epoch": 1, "epochs": 3, "seed": 1}
+OLD = Path(__file__).parent / "old_checkpoints"
+
+
+def tiny(**changes):
+    return mnist.run(mnist.Options(**{**TINY, **changes}), QUIET)
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {file.name: file.read_bytes() for file in folder.iterdir()}
+
+
+def refused(match: str, **changes) -> None:
+    with pytest.raises(ValueError, match=match) as error:
+        tiny(**changes)
+    assert "\n" not in str(error.value)
+
+
+def test_the_identity_is_random_and_stays(tmp_path):
+    tiny(checkpoint_path=tmp_path / "a", stop_after=1, records_path=tmp_path / "r")
+    tiny(checkpoint_path=tmp_path / "b", stop_after=1)
+    tiny(restore=tmp_path / "a", checkpoint_path=tmp_path / "a", records_path=tmp_path / "r")
+    extras = {file.name: read_extra(file) for file in (tmp_path / "a").iterdir()}
+    assert len(extras) == 3
+    own = {extra[KEY] for extra in extras.values()}
+    assert own == {Records.load(tmp_path / "r").metadata[KEY]}
+    assert own != {read_extra(tmp_path / "b" / "epoch-0001.ckpt")[KEY]}
+    for file in (tmp_path / "a").iterdir():
+        assert glance(file, KEY) == extras[file.name][KEY]
+
+
+def test_a_new_training_does_not_begin_among_anothers_checkpoints(tmp_path):
+    tiny(checkpoint_path=tmp_path)
+    before = contents(tmp_path)
+    refused(r"got .*epoch-0003\.ckpt: go on with that one by --restore", checkpoint_path=tmp_path)
+    assert contents(tmp_path) == before
+    # Neither does one that was begun elsewhere go on there.
+    tiny(checkpoint_path=tmp_path / "b", stop_after=1, seed=2)
+    refused("--overwrite", restore=tmp_path / "b", checkpoint_path=tmp_path, seed=2)
+    shutil.rmtree(tmp_path / "b")
+    assert contents(tmp_path) == before
+
+
+def test_overwriting_leaves_nothing_of_the_earlier_training(tmp_path):
+    outputs = {"checkpoint_path": tmp_path / "c", "records_path": tmp_path / "r"}
+    tiny(**outputs)
+    tiny(**outputs, seed=2, stop_after=1, overwrite=True)
+    assert [file.name for file in (tmp_path / "c").iterdir()] == ["epoch-0001.ckpt"]
+    assert Records.load(tmp_path / "r").metadata["seed"] == 2
+    resumed = mnist.run(mnist.Options(restore=tmp_path / "c", **outputs), QUIET)
+    assert resumed["seed"] == 2
+    assert len(identities((tmp_path / "c").iterdir())) == 3
+
+
+def test_what_is_wrong_otherwise_is_said_before_anything_is_deleted(tmp_path):
+    tiny(checkpoint_path=tmp_path / "c", records_path=tmp_path / "r")
+    before = contents(tmp_path / "c") | contents(tmp_path / "r")
+    (tmp_path / "log").mkdir()
+    with pytest.raises(OSError, match="log"):
+        tiny(
+            checkpoint_path=tmp_path / "c", records_path=tmp_path / "r", overwrite=True,
+            log=tmp_path / "log",
+        )  # fmt: skip
+    assert contents(tmp_path / "c") | contents(tmp_path / "r") == before
+
+
+def test_a_folder_of_two_trainings_asks_for_the_file(tmp_path):
+    tiny(checkpoint_path=tmp_path / "old")
+    tiny(checkpoint_path=tmp_path / "new", stop_after=1, seed=2)
+    shutil.copy(tmp_path / "new" / "epoch-0001.ckpt", tmp_path / "old" / "epoch-0001.ckpt")
+    refused(
+        r"with those of 2, such as epoch-0001\.ckpt and epoch", restore=tmp_path / "old", seed=2
+    )
+    # Whatever the clock said when they were written.
+    os.utime(tmp_path / "old" / "epoch-0001.ckpt", (0, 0))
+    refused("name the file to go on from", restore=tmp_path / "old", seed=2)
+    assert tiny(restore=tmp_path / "old" / "epoch-0001.ckpt", seed=2)["epochs"] == 3
+
+
+def test_a_file_that_cannot_be_read_is_not_overwritten_unasked(tmp_path):
+    tiny(checkpoint_path=tmp_path, stop_after=1)
+    (tmp_path / "epoch-0002.ckpt").write_bytes(b"dynsparse")
+    go_on = {"restore": tmp_path / "epoch-0001.ckpt", "checkpoint_path": tmp_path}
+    refused("epoch-0002.ckpt, which cannot be read: move it away, or let it be deleted", **go_on)
+    assert tiny(**go_on, overwrite=True)["epochs"] == 3
+
+
+def test_a_record_is_not_deleted_without_a_word(tmp_path):
+    tiny(records_path=tmp_path / "r")
+    before = contents(tmp_path / "r")
+    refused("expected a folder without the record of another", records_path=tmp_path / "r", seed=2)
+    assert contents(tmp_path / "r") == before
+    tiny(records_path=tmp_path / "r", seed=2, overwrite=True)
+    assert Records.load(tmp_path / "r").metadata["seed"] == 2
+
+
+def test_the_record_of_another_training_is_not_continued(tmp_path):
+    tiny(records_path=tmp_path / "r", checkpoint_path=tmp_path / "a", stop_after=1)
+    tiny(checkpoint_path=tmp_path / "b", stop_after=1)
+    before = contents(tmp_path / "r")
+    refused("with that of another", restore=tmp_path / "b", records_path=tmp_path / "r")
+    assert contents(tmp_path / "r") == before
+
+
+def test_a_record_that_lacks_updates_is_refused_before_a_step_is_made(tmp_path):
+    tiny(records_path=tmp_path / "r", checkpoint_path=tmp_path / "a")
+    (tmp_path / "r" / "update-000002.npz").unlink()
+    before = contents(tmp_path / "r")
+    newest = {"restore": tmp_path / "a", "records_path": tmp_path / "r"}
+    refused("it holds other patterns: restore an earlier checkpoint", **newest)
+    assert contents(tmp_path / "r") == before
+
+
+@pytest.mark.parametrize("content", [b"", b"PK\x03\x04"], ids=["emptied", "cut"])
+def test_a_damaged_update_after_the_checkpoint_does_no_harm(tmp_path, content):
+    """As a power cut leaves it: the checkpoint does not need the newest update."""
+    expected = tiny(checkpoint_path=tmp_path / "whole", records_path=tmp_path / "r")
+    patterns = [pattern for _, pattern in Records.load(tmp_path / "r").patterns("fc1")]
+    (tmp_path / "r" / "update-000002.npz").write_bytes(content)
+    second = {"restore": tmp_path / "whole" / "epoch-0002.ckpt", "records_path": tmp_path / "r"}
+    refused("update-000002.npz is damaged or not part of a record.* restore an earlier", **second)
+    first = {"restore": tmp_path / "whole" / "epoch-0001.ckpt", "records_path": tmp_path / "r"}
+    assert tiny(**first)["loss"] == expected["loss"]
+    assert [pattern for _, pattern in Records.load(tmp_path / "r").patterns("fc1")] == patterns
+
+
+def test_the_log_forgets_what_comes_after_the_checkpoint(tmp_path):
+    tiny(log=tmp_path / "log", checkpoint_path=tmp_path / "c")
+    expected = (tmp_path / "log").read_text()
+    (tmp_path / "log").write_text(expected + "99 0.")
+    tiny(log=tmp_path / "log", restore=tmp_path / "c" / "epoch-0001.ckpt")
+    assert (tmp_path / "log").read_text() == expected
+
+
+def test_old_checkpoints_are_trainings_of_their_own(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    old = tmp_path / "c" / "epoch-0001.ckpt"
+    old.parent.mkdir()
+    shutil.copy(OLD / "mnist-rigl.ckpt", old)
+    assert KEY not in read_extra(old)
+    with pytest.raises(ValueError, match="let them be deleted with --overwrite"):
+        tiny(checkpoint_path=old.parent)
+    mnist.run(mnist.Options(restore=old.parent, checkpoint_path=old.parent), QUIET)
+    # The new file has the identity, which is that of the old one.
+    found = identities(sorted(old.parent.iterdir()))
+    assert len(found) == 2
+    assert set(found.values()) == {identity_of(read_extra(old))}
+    assert mnist.run(mnist.Options(restore=old.parent), QUIET)["epochs"] == 2
+
+
+def test_old_checkpoints_of_two_trainings_are_told_apart():
+    found = identities(sorted(OLD.glob("*.ckpt")))
+    assert None not in found.values()
+    assert len(set(found.values())) == len(found) == 8
+
+
+def test_a_forged_identity_is_refused_in_one_line(tmp_path):
+    extra = {"app": "mnist", "options": {}, "seed": 1}
+    for wrong in (3, "x", "A" * 32, "0" * 1000000, None):
+        with pytest.raises(ValueError, match="expected the identity of a training"):
+            identity_of({**extra, KEY: wrong})
+
+
+def test_the_language_model_keeps_apart_too(tmp_path):
+    (tmp_path / "text.txt").write_text("the cat sat on the mat. " * 60)
+    sizes = {"layers": 1, "hidden_size": 8, "ff_size": 8, "heads": 2, "sequence_length": 8}
+    steps = {"steps": 4, "warmup_steps": 1, "valid_interval": 2, "batch_size": 2}
+    options = lm.Options(
+        **sizes, **steps, data=tmp_path / "text.txt", checkpoint_path=tmp_path / "c"
+    )
+    lm.run(options, QUIET)
+    with pytest.raises(ValueError, match=r"got .*step-0000004\.ckpt: go on with that one"):
+        lm.run(options, QUIET)

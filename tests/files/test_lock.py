@@ -1,0 +1,97 @@
+"""One writer to a folder at a time: over processes, after kills, without locks, read-only."""
+
+import errno
+import fcntl
+import os
+import signal
+import subprocess
+import sys
+
+import pytest
+
+from dynsparse.files.lock import LOCK, BusyError, only_writer
+
+HOLD = """
+import sys, time
+from pathlib import Path
+from dynsparse.files.lock import only_writer
+with only_writer(Path(sys.argv[1])):
+    print("in", flush=True)
+    time.sleep(600)
+"""
+
+
+@pytest.fixture
+def holder(tmp_path):
+    with subprocess.Popen(
+        [sys.executable, "-c", HOLD, str(tmp_path)], stdout=subprocess.PIPE
+    ) as process:
+        assert process.stdout.readline() == b"in\n"
+        yield process
+        process.kill()
+
+
+def test_a_second_writer_is_told_who_is_first(tmp_path, holder):
+    with pytest.raises(BusyError, match=rf"process {holder.pid} on .*choose another") as error:
+        only_writer(tmp_path).__enter__()
+    assert "\n" not in str(error.value)
+    assert (tmp_path / LOCK).exists()
+
+
+def test_a_killed_writer_leaves_no_lock(tmp_path, holder):
+    os.kill(holder.pid, signal.SIGKILL)
+    holder.wait()
+    assert (tmp_path / LOCK).exists()
+    with only_writer(tmp_path):
+        assert f"process {os.getpid()} on " in (tmp_path / LOCK).read_text()
+    assert not (tmp_path / LOCK).exists()
+
+
+def test_within_one_process(tmp_path):
+    with only_writer(tmp_path):
+        with pytest.raises(BusyError):
+            only_writer(tmp_path).__enter__()
+        assert (tmp_path / LOCK).exists()
+    with only_writer(tmp_path):
+        pass
+
+
+def test_a_lock_that_its_holder_removes_meanwhile_is_taken_again(tmp_path, monkeypatch):
+    """The file was opened before the holder removed it, and locked after."""
+    lock, calls = fcntl.flock, []
+
+    def late(handle: int, kind: int) -> None:
+        if not calls:
+            (tmp_path / LOCK).unlink()
+        calls.append(handle)
+        lock(handle, kind)
+
+    monkeypatch.setattr(fcntl, "flock", late)
+    with only_writer(tmp_path):
+        assert len(calls) == 2
+        monkeypatch.undo()
+        with pytest.raises(BusyError):
+            only_writer(tmp_path).__enter__()
+
+
+def test_a_file_system_without_locks(tmp_path, monkeypatch):
+    def none(handle: int, kind: int) -> None:
+        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+
+    monkeypatch.setattr(fcntl, "flock", none)
+    expected = pytest.warns(RuntimeWarning, match="without locks .*no other training writes there")
+    with expected, only_writer(tmp_path):
+        pass
+
+
+def test_a_lock_that_is_a_link_is_not_followed(tmp_path):
+    (tmp_path / "precious").write_text("text")
+    (tmp_path / LOCK).symlink_to(tmp_path / "precious")
+    with pytest.raises(OSError, match=LOCK):
+        only_writer(tmp_path).__enter__()
+    assert (tmp_path / "precious").read_text() == "text"
+
+
+def test_a_missing_folder(tmp_path):
+    with pytest.raises(FileNotFoundError):
+        only_writer(tmp_path / "none").__enter__()
