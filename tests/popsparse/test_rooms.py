@@ -16,7 +16,8 @@ ROOT = Path(popsparse.__file__).parent
 FLOORS = (
     {"product"},
     {"cycles"},
-    {"planner", "dense"},
+    {"dense"},
+    {"planner"},
     {"buckets"},
     {"timing"},
     {"device", "static"},

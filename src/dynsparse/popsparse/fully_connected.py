@@ -10,20 +10,9 @@ from __future__ import annotations
 from typing import Any
 
 from dynsparse.machine import Graph, Sequence, Tensor
-from dynsparse.popsparse.dense import planner as dense
-from dynsparse.popsparse.device.dense import (
-    add_dense_grad_weight,
-    add_dense_product,
-    create_dense_operand,
-    create_dense_weights,
-)
-from dynsparse.popsparse.device.grad_weight import add_grad_weight
-from dynsparse.popsparse.device.layout import OperandLayout
-from dynsparse.popsparse.device.product import add_product
-from dynsparse.popsparse.device.weights import (
-    SparseTensor,
-    checked_weights,
-)
+from dynsparse.popsparse.device.choice import operations
+from dynsparse.popsparse.device.weights import SparseTensor, checked_weights
+from dynsparse.popsparse.planner.dense_passes import dense_pass
 from dynsparse.popsparse.planner.search import make_plan
 from dynsparse.popsparse.product.cache import PlanningCache
 from dynsparse.popsparse.product.options import Options
@@ -60,8 +49,7 @@ def create_fully_connected_weights(
         ValueError, TypeError: parameters or options no plan can meet.
     """
     plan = make_plan(graph.target, dtype, params, options, cache)
-    create = create_dense_weights if plan.use_dense else SparseTensor.create
-    return create(graph, plan, name)
+    return operations(plan).create_weights(graph, plan, name)
 
 
 def create_fully_connected_input(
@@ -78,16 +66,7 @@ def create_fully_connected_input(
     Any other tensor of this shape serves as input too, at the price of a rearrangement.
     """
     plan = make_plan(graph.target, dtype, params, options, cache)
-    if plan.use_dense:
-        return create_dense_operand(graph, plan, "y", name)
-    return OperandLayout(plan, "y").create(graph, name)
-
-
-def _product(
-    graph: Graph, weights: SparseTensor, operand: Tensor, program: Sequence, name: str
-) -> Tensor:
-    add = add_dense_product if weights.plan.use_dense else add_product
-    return add(graph, weights, operand, program, name)
+    return operations(plan).create_operand(graph, plan, "y", name)
 
 
 def fully_connected_forward(
@@ -112,7 +91,7 @@ def fully_connected_forward(
         TypeError: activations of another type.
     """
     weights = checked_weights(weights, params, options)
-    return _product(graph, weights, activations, program, "forward")
+    return operations(weights.plan).add_product(graph, weights, activations, program, "forward")
 
 
 def fully_connected_grad_a(
@@ -131,7 +110,7 @@ def fully_connected_grad_a(
     weights = checked_weights(weights, params, options)
     if not weights.plan.options.do_grad_a_pass:
         raise ValueError("fully_connected_grad_a needs the option do_grad_a_pass=True")
-    return _product(graph, weights, gradients, program, "grad_input")
+    return operations(weights.plan).add_product(graph, weights, gradients, program, "grad_input")
 
 
 def fully_connected_grad_w(
@@ -159,7 +138,7 @@ def fully_connected_grad_w(
     weights = checked_weights(weights, params, options)
     if not weights.plan.options.do_grad_w_pass:
         raise ValueError("fully_connected_grad_w needs the option do_grad_w_pass=True")
-    add = add_dense_grad_weight if weights.plan.use_dense else add_grad_weight
+    add = operations(weights.plan).add_grad_weight
     return add(graph, weights, gradients, activations, program)
 
 
@@ -176,13 +155,11 @@ def fully_connected_dense_grad_w_serial_splits(
         weight gradient need never exist whole where one of them is above 1.
     """
     wanted = Options.parse(options)
-    groups = params.num_groups
-    found = dense.plan(
-        params.input_channels_per_group,
-        params.batch_size,
-        params.output_channels_per_group,
+    found = dense_pass(
+        "grad_weight",
+        graph.target,
         dtype,
-        graph.target.with_(tiles=max(1, graph.target.tiles // groups)),
+        params,
         available_memory_proportion=wanted.available_memory_proportion,
     )
     splits = (found.serial_out, 1) if found.swapped else (1, found.serial_out)

@@ -8,18 +8,8 @@ import numpy as np
 
 from dynsparse.machine import Engine, Graph, Profile, Program, Sequence, Tensor
 from dynsparse.popsparse.buckets.encoded import EncodedPattern
-from dynsparse.popsparse.buckets.partitioner import Partitioner
-from dynsparse.popsparse.dense.weights import DensePartitioner
-from dynsparse.popsparse.device.dense import (
-    add_dense_grad_weight,
-    add_dense_product,
-    create_dense_operand,
-    create_dense_weights,
-)
-from dynsparse.popsparse.device.grad_weight import add_grad_weight
-from dynsparse.popsparse.device.layout import OperandLayout
-from dynsparse.popsparse.device.product import add_product
-from dynsparse.popsparse.device.weights import SparseTensor
+from dynsparse.popsparse.dense.weights import DensePatterns
+from dynsparse.popsparse.device.choice import operations
 from dynsparse.popsparse.product.plan import PASSES, Plan
 
 __all__ = ["Layer"]
@@ -53,6 +43,7 @@ class Layer:
     Attributes:
         profiles: of the last run of each pass, by name.
         encoding: what `set_weights` or `set_pattern` made; its `.info` has the figures of buckets.
+            None before, and for dense weights.
 
     Raises:
         OutOfMemoryError: a tile that does not fit.
@@ -75,15 +66,14 @@ class Layer:
             if name not in names:
                 raise ValueError(f"the plan is for {', '.join(names)}, not for {name!r}")
         self.profiles: dict[str, Profile] = {}
-        self.encoding: EncodedPattern | None = None
-        self._patterns: list[Any] = []
-        self._partitioner: Any = (DensePartitioner if plan.use_dense else Partitioner)(plan)
+        self._encoded: EncodedPattern | DensePatterns | None = None
+        build = operations(plan)
+        self._partitioner = build.partitioner(plan)
         graph = Graph(plan.target)
-        create = create_dense_weights if plan.use_dense else SparseTensor.create
-        self._weights = create(graph, plan)
+        self._weights = build.create_weights(graph, plan, "weights")
         needed = {"forward": "y", "grad_input": "x", "grad_weight": "xy"}
         operands = {
-            dim: self._operand(graph, dim)
+            dim: build.create_operand(graph, plan, dim, _NAMES[dim])
             for dim in sorted({dim for name in wanted for dim in needed[name]})
         }
         programs: dict[str, Program] = {}
@@ -91,11 +81,11 @@ class Layer:
         for name in wanted:
             program = Sequence()
             if name == "grad_weight":
-                multiply = add_dense_grad_weight if plan.use_dense else add_grad_weight
-                made: Tensor = multiply(graph, self._weights, operands["x"], operands["y"], program)
+                both = operands["x"], operands["y"]
+                made = build.add_grad_weight(graph, self._weights, *both, program)
             else:
-                add = add_dense_product if plan.use_dense else add_product
-                made = add(graph, self._weights, operands[needed[name]], program, name)
+                operand = operands[needed[name]]
+                made = build.add_product(graph, self._weights, operand, program, name)
             self._results[name] = made
             graph.add_handle(f"{name} result", made)
             programs[name] = program
@@ -105,10 +95,9 @@ class Layer:
             graph.add_handle(_NAMES[dim], tensor)
         self.engine = Engine(graph, programs, numerics=numerics, check_memory=check_memory)
 
-    def _operand(self, graph: Graph, dim: str) -> Tensor:
-        if self.plan.use_dense:
-            return create_dense_operand(graph, self.plan, dim, _NAMES[dim])
-        return OperandLayout(self.plan, dim).create(graph, _NAMES[dim])
+    @property
+    def encoding(self) -> EncodedPattern | None:
+        return self._encoded if isinstance(self._encoded, EncodedPattern) else None
 
     def set_pattern(self, pattern: Any) -> None:
         """Encode a pattern (for several groups, a sequence of them) and write its meta-info.
@@ -117,10 +106,8 @@ class Layer:
             ValueError: another shape or block size than the plan's.
             BucketOverflowError: too many non-zeros for the buckets (a ValueError).
         """
-        if self.plan.use_dense:
-            raise ValueError("dense weights have no pattern of their own: use set_weights")
-        self.encoding = self._partitioner.encode_pattern(pattern)
-        self.engine.write("words", self.encoding.meta_info)
+        self._encoded = encoded = self._partitioner.encode_pattern(pattern)
+        self.engine.write("words", encoded.meta_info)
 
     def set_values(self, values: Any) -> None:
         """Write values [nnz] or [nnz, b, b] of the pattern that was set."""
@@ -132,11 +119,8 @@ class Layer:
     def set_weights(self, pattern: Any, values: Any) -> None:
         """`set_pattern` and `set_values`; for several groups, sequences of both."""
         encoded = self._partitioner.encode(pattern, values)
-        if self.plan.use_dense:
-            self._patterns = [pattern] if self.plan.sizes.groups == 1 else list(pattern)
-        else:
-            self.encoding = encoded.pattern
-            self.engine.write("words", encoded.meta_info)
+        self._encoded = encoded.pattern
+        self.engine.write("words", encoded.meta_info)
         if self.numerics:
             self.engine.write("values", encoded.nz_values)
 
@@ -159,13 +143,9 @@ class Layer:
 
     def grad_weight(self, gradient: Any, inputs: Any) -> np.ndarray:
         """dW = dY^T X at the pattern: [nnz] or [nnz, b, b], in the pattern's order."""
-        if self.encoding is None and not self._patterns:
+        if self._encoded is None:
             raise ValueError("set a pattern first")
         self.engine.write("gradient", gradient)
         self.engine.write("input", inputs)
         self.run("grad_weight")
-        found = self.engine.read("grad_weight result")
-        if self.encoding is not None:
-            return self.encoding.gather(found)
-        gather = self._partitioner.gather
-        return np.concatenate([gather(p, found, g).numpy() for g, p in enumerate(self._patterns)])
+        return self._encoded.gather(self.engine.read("grad_weight result"))

@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 from dynsparse.machine import Graph, Sequence, Tensor
-from dynsparse.popsparse.device.layout import OperandLayout, PlannedTensor
+from dynsparse.popsparse.device.layout import OperandLayout, PlannedTensor, create_operand
 from dynsparse.popsparse.device.product import add_product
 from dynsparse.popsparse.device.weights import SparseTensor
 from dynsparse.popsparse.planner.search import matmul_plan
@@ -59,7 +59,7 @@ def create_sparse_dense_matmul_rhs(
 ) -> PlannedTensor:
     """The dense operand [groups, k, n], laid out by its use. Errors as above."""
     plan = matmul_plan(graph.target, dtype, params, options, cache)
-    return _by_group(OperandLayout(plan, "y").create(graph, name))
+    return _by_group(create_operand(graph, plan, "y", name))
 
 
 def _by_group(natural: PlannedTensor) -> PlannedTensor:

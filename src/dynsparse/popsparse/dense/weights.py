@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 import numpy as np
 import torch
@@ -13,14 +13,28 @@ from dynsparse.popsparse.product.block_lists import to_numpy
 from dynsparse.popsparse.product.formats import SparseMatrix
 from dynsparse.popsparse.product.plan import Plan
 
-__all__ = ["DensePartitioner", "DenseWeights"]
+__all__ = ["DensePartitioner", "DensePatterns", "DenseWeights"]
+
+
+class DensePatterns(NamedTuple):
+    """The pattern of each group, which the dense weights do not tell."""
+
+    partitioner: DensePartitioner
+    patterns: list[SparsePattern]
+
+    def gather(self, nz_values: Any) -> np.ndarray:
+        """Values at the patterns, one group after the other: [nnz] or [nnz, b, b]."""
+        take = self.partitioner.gather
+        return np.concatenate([take(p, nz_values, g).numpy() for g, p in enumerate(self.patterns)])
 
 
 class DenseWeights(NamedTuple):
-    """No meta-info (uint16 [0]) and the dense weights, [groups * in * out] flattened."""
+    """No meta-info (uint16 [0]), the dense weights, [groups * in * out] flattened, and what they
+    were made of."""
 
     meta_info: np.ndarray
     nz_values: np.ndarray
+    pattern: DensePatterns
 
 
 class DensePartitioner:
@@ -55,21 +69,31 @@ class DensePartitioner:
                 f"got {pattern}"
             )
 
+    def encode_pattern(self, pattern: Any) -> NoReturn:
+        """Refused: a pattern alone changes nothing on the machine.
+
+        Raises:
+            ValueError: always.
+        """
+        raise ValueError("dense weights have no pattern of their own: use set_weights")
+
     def encode(self, pattern: Any, values: Any = None) -> DenseWeights:
         """As `Partitioner.encode`; errors as there."""
         patterns = [pattern] if self.groups == 1 else list(pattern)
         if len(patterns) != self.groups:
             raise ValueError(f"pattern must be a sequence of {self.groups}, one for each group")
         given = [values] if self.groups == 1 or values is None else list(values)
-        parts = []
+        parts, kept = [], []
         for group, one in enumerate(patterns):
             if isinstance(one, SparseMatrix):
                 one, found = one.to_pattern()
             else:
                 found = torch.from_numpy(to_numpy(given[group]))
             self._check(one)
+            kept.append(one)
             parts.append(one.to_dense(found).T.reshape(-1).numpy())
-        return DenseWeights(np.zeros(0, np.uint16), np.concatenate(parts))
+        none = np.zeros(0, np.uint16)
+        return DenseWeights(none, np.concatenate(parts), DensePatterns(self, kept))
 
     def decode(self, weights: Any, nz_values: Any = None) -> Any:
         """As `Partitioner.decode`: pattern and values of the blocks that are not all zero."""

@@ -8,52 +8,38 @@ their operands, to where they want them.
 from __future__ import annotations
 
 from dynsparse.machine import Graph, Sequence, Tensor
-from dynsparse.popsparse.dense import planner as dense
+from dynsparse.popsparse.dense import program as product
 from dynsparse.popsparse.dense.layout import Layout, Operand, OperandView
-from dynsparse.popsparse.dense.program import add_product, create_operand
 from dynsparse.popsparse.device.layout import OperandLayout
 from dynsparse.popsparse.device.weights import SparseTensor
 from dynsparse.popsparse.product.plan import Plan
 
-__all__ = [
-    "add_dense_grad_weight",
-    "add_dense_product",
-    "create_dense_operand",
-    "create_dense_weights",
-]
+__all__ = ["add_grad_weight", "add_product", "create_operand", "create_weights"]
 
 
 def _layout(plan: Plan, name: str) -> Layout:
     """The cut of a pass, each group on its share of the tiles."""
-    x, y, z, groups = plan.sizes.x, plan.sizes.y, plan.sizes.z, plan.sizes.groups
-    shape = {"forward": (x, y, z), "grad_input": (y, x, z), "grad_weight": (y, z, x)}[name]
-    cut = dense.plan(
-        *shape,
-        plan.dtype,
-        plan.target.with_(tiles=max(1, plan.target.tiles // groups)),
-        partials=plan.options.partials_type,
-        available_memory_proportion=plan.options.available_memory_proportion,
-    )
-    return Layout(cut, groups)
+    return Layout(plan.dense[name], plan.sizes.groups)
 
 
 def _as_user(made: Operand | Tensor, view: Tensor) -> Tensor:
     return OperandView(made, view) if isinstance(made, Operand) else view
 
 
-def create_dense_weights(graph: Graph, plan: Plan, name: str = "weights") -> SparseTensor:
+def create_weights(graph: Graph, plan: Plan, name: str) -> SparseTensor:
     """Variables for the weights of a plan with `use_dense`, as forward wants them."""
-    made = create_operand(graph, _layout(plan, "forward"), "a", f"{name} values", turned=True)
+    layout = _layout(plan, "forward")
+    made = product.create_operand(graph, layout, "a", f"{name} values", turned=True)
     graph.set_initial_value(made.home if isinstance(made, Operand) else made, 0)
     values = made.tensor() if isinstance(made, Operand) else made
     return SparseTensor.of_dense(graph, plan, _as_user(made, values), name)
 
 
-def create_dense_operand(graph: Graph, plan: Plan, dim: str, name: str) -> Tensor:
+def create_operand(graph: Graph, plan: Plan, dim: str, name: str) -> Tensor:
     """The input (`dim` "y") or the gradient of the output ("x"), [batch, groups * channels], as
     forward or grad_input want them."""
     layout = _layout(plan, "forward" if dim == "y" else "grad_input")
-    made = create_operand(graph, layout, "b", name, turned=True)
+    made = product.create_operand(graph, layout, "b", name, turned=True)
     view = made.tensor() if isinstance(made, Operand) else made
     view = view.transpose(1, 0, 2).reshape(*OperandLayout(plan, dim).shape)
     return _as_user(made, view)
@@ -67,7 +53,7 @@ def _by_group(plan: Plan, dim: str, tensor: Tensor) -> Tensor:
     return OperandView(tensor.operand, view) if isinstance(tensor, OperandView) else view
 
 
-def add_dense_product(
+def add_product(
     graph: Graph, weights: SparseTensor, operand: Tensor, program: Sequence, name: str
 ) -> Tensor:
     """Add "forward" or "grad_input" of a plan with `use_dense`; returns [batch, groups * channels].
@@ -76,7 +62,7 @@ def add_dense_product(
     """
     plan = weights.plan
     forward = name == "forward"
-    result = add_product(
+    result = product.add_product(
         graph,
         _layout(plan, name),
         weights.values,
@@ -89,12 +75,13 @@ def add_dense_product(
     return result.tensor().transpose(2, 0, 1).reshape(*shape)
 
 
-def add_dense_grad_weight(
+def add_grad_weight(
     graph: Graph, weights: SparseTensor, gradient: Tensor, inputs: Tensor, program: Sequence
 ) -> Tensor:
     """Add grad_weight of a plan with `use_dense`; [groups * in * out], like the weights."""
     plan = weights.plan
     operands = _by_group(plan, "y", inputs), _by_group(plan, "x", gradient)
     layout = _layout(plan, "grad_weight")
-    result = add_product(graph, layout, *operands, program, "grad_weight", turned=(True, False))
+    turned = (True, False)
+    result = product.add_product(graph, layout, *operands, program, "grad_weight", turned=turned)
     return result.tensor().flatten()

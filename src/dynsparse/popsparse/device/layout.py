@@ -16,7 +16,14 @@ from dynsparse.machine import Copy, DType, Graph, Tensor, as_dtype
 from dynsparse.popsparse.product.parts import ceil_div
 from dynsparse.popsparse.product.plan import Plan
 
-__all__ = ["OperandLayout", "PlannedTensor", "machine_type", "reorder", "tile_grid"]
+__all__ = [
+    "OperandLayout",
+    "PlannedTensor",
+    "create_operand",
+    "machine_type",
+    "reorder",
+    "tile_grid",
+]
 
 # Exchanges of less than this a tile are not worth spreading: section 5.1 of
 # docs/popsparse-formulas.md.
@@ -120,10 +127,6 @@ class OperandLayout:
             graph.set_initial_value(home, 0)
         return home
 
-    def create(self, graph: Graph, name: str) -> PlannedTensor:
-        """A new operand, at home."""
-        return self.natural(self.add_home(graph, name, machine_type(self.plan)))
-
     def natural(self, home: Tensor) -> PlannedTensor:
         """The operand as [batch, groups * channels], wherever its elements lie."""
         channels, batch = self.part
@@ -185,3 +188,9 @@ class PlannedTensor(Tensor):
         super().__init__(home.graph, home.dtype, addresses.shape, addresses=addresses)
         self.home = home
         self.layout = layout
+
+
+def create_operand(graph: Graph, plan: Plan, dim: str, name: str) -> PlannedTensor:
+    """A new operand, at home: the input (`dim` "y") or the gradient of the output ("x")."""
+    layout = OperandLayout(plan, dim)
+    return layout.natural(layout.add_home(graph, name, machine_type(plan)))

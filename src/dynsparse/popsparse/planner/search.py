@@ -15,6 +15,7 @@ import numpy as np
 from dynsparse.popsparse.planner import bucket_sizes
 from dynsparse.popsparse.planner.cost import Buckets, TermArray, bucket_arrays, product_terms
 from dynsparse.popsparse.planner.cost_grad_weight import grad_weight_terms
+from dynsparse.popsparse.planner.dense_passes import dense_passes
 from dynsparse.popsparse.planner.space import SearchSpace
 from dynsparse.popsparse.product.cache import PlanningCache
 from dynsparse.popsparse.product.data_types import DataType, data_type
@@ -220,6 +221,7 @@ def _plan(candidate: _Candidate, place: int, bound: int | None, search: Search) 
     )
     x, y, z = space.partitions[:, place].tolist()
     own = space.method is Method.ELEMENT and not options.shared_buckets
+    request = (space.target, space.dtype, space.params, options)
     return Plan(
         params=space.params,
         options=options,
@@ -229,7 +231,6 @@ def _plan(candidate: _Candidate, place: int, bound: int | None, search: Search) 
         grouping=space.grouping,
         partition=Sizes(space.params.num_groups, x, y, z),
         grad_w_exchange_buckets=candidate.exchange_buckets,
-        use_dense=bool(options.plan_constraints.use_dense),
         block_dimensions=space.block,
         buckets=BucketSizes(
             int(values),
@@ -238,6 +239,7 @@ def _plan(candidate: _Candidate, place: int, bound: int | None, search: Search) 
             overflow_words(x),
         ),
         costs=costs,
+        dense=dense_passes(*request) if options.plan_constraints.use_dense else {},
         memory_bound=bound,
         search=search,
     )

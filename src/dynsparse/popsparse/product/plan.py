@@ -96,11 +96,12 @@ class Plan:
         target: the machine.
         method, grouping, partition: see above; partition's product is the tiles in use.
         grad_w_exchange_buckets: grad_weight moves the buckets (else the dense operands).
-        use_dense: the weights are kept dense; only when constrained.
         block_dimensions: the block the plan works in; smaller than the parameters' for e.g.
             16x16 blocks of float32.
         buckets: their sizes.
         costs: the estimate by pass name, in `PASSES` order, only of the passes planned for.
+        dense: the dense product of each pass (`dense.DensePlan`), where the plan is constrained to
+            keep its weights dense; else empty.
         memory_bound: the bytes of temporary memory a tile was allowed; None: no bound.
         search: figures of the search for the report.
     """
@@ -113,12 +114,17 @@ class Plan:
     grouping: Sizes
     partition: Sizes
     grad_w_exchange_buckets: bool
-    use_dense: bool
     block_dimensions: tuple[int, int]
     buckets: BucketSizes
     costs: dict[str, PassCost] = field(hash=False)
+    dense: dict[str, Any] = field(compare=False, repr=False)
     memory_bound: int | None
     search: Any = field(default=None, compare=False, repr=False)
+
+    @property
+    def use_dense(self) -> bool:
+        """Whether the weights are kept dense."""
+        return bool(self.dense)
 
     @property
     def shared_buckets(self) -> bool:

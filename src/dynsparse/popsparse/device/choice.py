@@ -1,0 +1,58 @@
+"""What builds the program of a plan: products of buckets, or of dense weights.
+
+Chosen here and nowhere else.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+from dynsparse.machine import Graph, Sequence, Tensor
+from dynsparse.popsparse.buckets.partitioner import Partitioner
+from dynsparse.popsparse.dense.weights import DensePartitioner
+from dynsparse.popsparse.device import dense
+from dynsparse.popsparse.device.grad_weight import add_grad_weight
+from dynsparse.popsparse.device.layout import create_operand
+from dynsparse.popsparse.device.product import add_product
+from dynsparse.popsparse.device.weights import SparseTensor
+from dynsparse.popsparse.product.plan import Plan
+
+__all__ = ["Operations", "operations"]
+
+
+class Operations(NamedTuple):
+    """The parts of a layer's program, all for one kind of weights.
+
+    Attributes:
+        partitioner: of a plan: what encodes patterns and values for the weights.
+        create_weights: (graph, plan, name).
+        create_operand: (graph, plan, dim, name): the input (`dim` "y") or the gradient of the
+            output ("x"), [batch, groups * channels], laid out by its use.
+        add_product: (graph, weights, operand, program, pass name) to the result
+            [batch, groups * channels].
+        add_grad_weight: (graph, weights, gradient, input, program) to [values].
+    """
+
+    partitioner: Callable[[Plan], Partitioner | DensePartitioner]
+    create_weights: Callable[[Graph, Plan, str], SparseTensor]
+    create_operand: Callable[[Graph, Plan, str, str], Tensor]
+    add_product: Callable[[Graph, SparseTensor, Tensor, Sequence, str], Tensor]
+    add_grad_weight: Callable[[Graph, SparseTensor, Tensor, Tensor, Sequence], Tensor]
+
+
+_BUCKETS = Operations(
+    Partitioner, SparseTensor.create, create_operand, add_product, add_grad_weight
+)
+_DENSE = Operations(
+    DensePartitioner,
+    dense.create_weights,
+    dense.create_operand,
+    dense.add_product,
+    dense.add_grad_weight,
+)
+
+
+def operations(plan: Plan) -> Operations:
+    """Those of the weights that a plan keeps."""
+    return _DENSE if plan.use_dense else _BUCKETS
