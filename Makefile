@@ -18,7 +18,7 @@ BIN := $(VENV)/bin
 PLAIN_PATH = @echo "$(CURDIR)/src" >"$$($(BIN)/python -c \
 	'import sysconfig; print(sysconfig.get_path("purelib"))')/_editable_skbc_dynsparse.pth"
 
-.PHONY: help demo test test-frameworks lint native sanitize bench fuzz soak clean
+.PHONY: help demo test test-frameworks lint native sanitize bench fuzz soak faults clean
 
 help:
 	@echo "make demo    train a sparse network on digits, write pictures to demo-output/"
@@ -29,6 +29,7 @@ help:
 	@echo "make bench   time a training step beside the alternatives (two minutes)"
 	@echo "make fuzz    mutate files for every reader, an hour in all (FUZZ_SECONDS for each)"
 	@echo "make soak    10^5 steps with 10^3 updates: memory and open files stay flat, counts exact"
+	@echo "make faults  interrupt and break trainings at 1,000 moments (INTERRUPTS for another number)"
 	@echo "make clean   remove what was built and made (not .venv)"
 
 demo: $(VENV)/.installed-apps native
@@ -70,6 +71,11 @@ fuzz: $(VENV)/.installed-dev native
 
 soak: $(VENV)/.installed-apps native
 	OMP_NUM_THREADS=1 $(BIN)/python tests/soak/run.py
+
+# The suite does the same at fewer moments.
+INTERRUPTS ?= 1000
+faults: $(VENV)/.installed-dev native
+	OMP_NUM_THREADS=1 INTERRUPTS=$(INTERRUPTS) $(BIN)/python -m pytest tests/faults
 
 clean:
 	rm -rf build dist demo-output src/dynsparse/_native .pytest_cache .mypy_cache .ruff_cache .hypothesis

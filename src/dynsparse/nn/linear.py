@@ -77,7 +77,10 @@ class SparseLinear(SparseModule):
         super().__init__()
         if pattern is None:
             pattern = random_pattern(
-                (out_features, in_features), density, block_size or 1, generator
+                (out_features, in_features),
+                density,
+                1 if block_size is None else block_size,
+                generator,
             )
         elif pattern.shape != (out_features, in_features):
             raise ValueError(

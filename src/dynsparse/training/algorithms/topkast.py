@@ -202,7 +202,10 @@ def _slots(name: str, flat: Any, pattern: SparsePattern) -> Tensor:
     """Where the positions `flat` are in the layer's pattern."""
     if not isinstance(flat, Tensor) or flat.dim() != 1 or flat.dtype != torch.int64:
         raise ValueError(f"the active positions of layer {name!r} must be a tensor of int64")
-    active = SparsePattern.from_flat(flat.cpu(), shape=pattern.shape, block_size=pattern.block_size)
+    with naming(name):
+        active = SparsePattern.from_flat(
+            flat.cpu(), shape=pattern.shape, block_size=pattern.block_size
+        )
     rewiring = Rewiring.between(pattern, active)
     if bool((rewiring.source < 0).any()):
         raise ValueError(

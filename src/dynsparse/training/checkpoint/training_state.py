@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from dynsparse.files.whole import write_whole
+from dynsparse.nn.sparse_module import SparseModule, whole
 from dynsparse.pattern import SparsePattern
 from dynsparse.training.checkpoint import random_state as rng
 from dynsparse.training.checkpoint.reading import (
@@ -58,12 +59,13 @@ def save_checkpoint(
         extra: whatever else, made of tensors, numbers, strings, lists, tuples and dicts.
 
     Raises:
+        RuntimeError: values of a sparse layer that are sharded.
         TypeError: something that would have to be saved as code (a class, a NumPy array).
         OSError: the folder is missing, or the disk is full; what was at `path` is still there.
     """
     payload = {
-        "model": model.state_dict(),
         "patterns": _patterns(model),
+        "model": model.state_dict(),
         "optimizer": {"kind": type(optimizer).__name__, "state": optimizer.state_dict()},
         "trainer": None if trainer is None else trainer.state_dict(),
         "lr_scheduler": None,
@@ -121,7 +123,7 @@ def load_checkpoint(
             rng.check_global_states(payload["random"])
         if trainer is not None:
             _wanted(payload, "trainer")
-            trainer.check_state(payload["trainer"])
+            trainer.check_state(payload["trainer"], _saved_patterns(payload, model, trainer))
         if lr_scheduler is not None:
             _check_kind(_wanted(payload, "lr_scheduler"), lr_scheduler)
         for name, generator in (generators or {}).items():
@@ -171,6 +173,8 @@ def _patterns(model: nn.Module) -> dict[str, list[int]]:
     for name, module in model.named_modules():
         pattern = getattr(module, "pattern", None)
         if isinstance(pattern, SparsePattern):
+            if isinstance(module, SparseModule):
+                whole(module.values)
             found[name] = [*pattern.shape, pattern.block_size, pattern.nnz]
     return found
 
@@ -229,6 +233,23 @@ def _check_pattern(name: str, module: Any, saved: dict[str, Any]) -> None:
             raise ValueError(f"{pattern.nnz} blocks with values of {list(values.shape)}")
     except (AttributeError, RuntimeError, TypeError, ValueError) as error:
         raise ValueError(f"the pattern of {name!r} is damaged: {error}") from None
+
+
+def _saved_patterns(
+    payload: dict[str, Any], model: nn.Module, trainer: SparseTrainer
+) -> dict[str, SparsePattern] | None:
+    """The patterns that the trainer's layers are going to have, after `_check_model`."""
+    saved, found = payload["model"], {}
+    prefixes = {id(module): f"{name}." if name else "" for name, module in model.named_modules()}
+    for name, layer in trainer.layers.items():
+        prefix = prefixes.get(id(layer))
+        if prefix is None or prefix + "rows" not in saved:
+            return None  # a trainer of another model, or layers without a state
+        rows, cols = saved[prefix + "rows"], saved[prefix + "cols"]
+        found[name] = SparsePattern(
+            rows, cols, shape=layer.pattern.shape, block_size=layer.block_size
+        )
+    return found
 
 
 def _loaded(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> dict[str, Any]:

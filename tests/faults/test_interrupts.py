@@ -1,0 +1,262 @@
+"""Ctrl-C at any moment of a step: the state is the one before it or the one after it.
+
+Real signals come at random moments, and at chosen lines; `INTERRUPTS=1000` (make faults) sends so
+many of the former, and more of the latter.
+"""
+
+import os
+import random
+import signal
+import sys
+import threading
+import time
+
+import pytest
+import torch
+from tests.training.states import ALGORITHMS, backward, make, same, state_of
+
+from dynsparse.interrupts import uninterrupted
+
+MOMENTS = int(os.environ.get("INTERRUPTS", "96"))
+EVERYWHERE = max(4, MOMENTS // 50)
+
+pytestmark = pytest.mark.skipif(
+    threading.current_thread() is not threading.main_thread(), reason="signals need it"
+)
+
+
+@pytest.fixture(autouse=True)
+def default_handler():
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+class SlowAdam(torch.optim.Adam):
+    """An optimizer whose step is long, and in Python."""
+
+    def step(self, closure=None):
+        for _ in range(10):
+            time.sleep(0.0001)
+        return super().step(closure)
+
+
+def whole_step(trainer):
+    trainer.step()
+
+
+def split_step(trainer):
+    trainer.before_optimizer_step()
+    with uninterrupted():
+        trainer.optimizer.step()
+    trainer.after_optimizer_step()
+
+
+def states_around(name, optimizer, steps):
+    """The states before and after each step of a training that nobody interrupts."""
+    model, trainer = make(name, optimizer)
+    found = []
+    for _ in range(steps):
+        backward(model, trainer)
+        before = state_of(model, trainer)
+        trainer.step()
+        found.append((before, state_of(model, trainer)))
+    return found
+
+
+def optimizer_of(slow):
+    return (lambda model: SlowAdam(model.parameters(), 0.01)) if slow else None
+
+
+def send_after(go, wait):
+    go.wait()
+    time.sleep(wait)
+    os.kill(os.getpid(), signal.SIGINT)
+
+
+# After the step old indexes are freed. What a signal raises in their weak references' callbacks
+# Python swallows, with a warning: then it does not count.
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+@pytest.mark.parametrize("slow", [False, True])
+@pytest.mark.parametrize("name", ALGORITHMS)
+def test_real_interrupts(name, slow):
+    moments = -(-MOMENTS // (2 * len(ALGORITHMS)))
+    steps = 10
+    expected = states_around(name, optimizer_of(slow), steps)
+    chance = random.Random(name)
+    model, trainer = make(name, optimizer_of(slow))
+    begun = time.perf_counter()
+    backward(model, trainer)
+    trainer.step()
+    duration = time.perf_counter() - begun
+    caught = 0
+    while caught < moments:
+        if trainer.steps == steps:
+            model, trainer = make(name, optimizer_of(slow))
+        at = trainer.steps
+        backward(model, trainer)
+        before, after = expected[at]
+        assert same(state_of(model, trainer), before)
+        go = threading.Event()
+        thread = threading.Thread(target=send_after, args=(go, chance.random() * duration))
+        thread.start()
+        inside = False
+        try:
+            go.set()
+            inside = True
+            begun = time.perf_counter()
+            trainer.step()
+            duration = 0.5 * duration + 0.5 * (time.perf_counter() - begun)
+            inside = False
+            thread.join()
+            time.sleep(0.002)  # where it came too late
+        except KeyboardInterrupt:
+            thread.join()
+            caught += inside
+        done = trainer.steps - at
+        assert done in (0, 1)
+        assert same(state_of(model, trainer), (before, after)[done])
+    assert caught == moments
+    # The model still works, and the training ends like the other.
+    while trainer.steps < steps:
+        at = trainer.steps
+        backward(model, trainer)
+        trainer.step()
+        assert same(state_of(model, trainer), expected[at][1])
+
+
+def lines_of(step, trainer):
+    """How many lines of Python a step runs in this package."""
+    count = 0
+
+    def tracer(frame, event, arg):
+        nonlocal count
+        if "dynsparse" not in frame.f_code.co_filename:
+            return None
+        count += event == "line"
+        return tracer
+
+    sys.settrace(tracer)
+    try:
+        step(trainer)
+    finally:
+        sys.settrace(None)
+    return count
+
+
+def interrupt_at(line, step, trainer):
+    """The step, with a signal sent as the program comes to its n-th line in this package."""
+    count = 0
+
+    def tracer(frame, event, arg):
+        nonlocal count
+        if "dynsparse" not in frame.f_code.co_filename:
+            return None
+        count += event == "line"
+        if event == "line" and count == line:
+            signal.raise_signal(signal.SIGINT)
+        return tracer
+
+    sys.settrace(tracer)
+    try:
+        step(trainer)
+    except KeyboardInterrupt:
+        return True
+    finally:
+        sys.settrace(None)
+    return False
+
+
+@pytest.mark.parametrize("step", [whole_step, split_step])
+@pytest.mark.parametrize("name", ALGORITHMS)
+def test_a_signal_at_lines_all_over_a_step(name, step):
+    model, trainer = make(name)
+    backward(model, trainer)
+    trainer.step()
+    backward(model, trainer)
+    total = lines_of(step, trainer)
+    assert total > 200
+    chosen = {*range(1, 16), *random.Random(1).sample(range(16, total - 4), EVERYWHERE)}
+    chosen |= set(range(total - 4, total + 1))
+    _, (first, last) = states_around(name, None, 2)
+    interrupted = 0
+    for line in sorted(chosen):
+        model, trainer = make(name)
+        backward(model, trainer)
+        trainer.step()
+        backward(model, trainer)
+        hit = interrupt_at(line, step, trainer)
+        interrupted += hit
+        now = state_of(model, trainer)
+        if step is whole_step:
+            assert same(now, (first, last)[trainer.steps - 1]), line
+        elif trainer.steps == 1:
+            # Before the optimizer's step, or between its end and what follows: each part is whole.
+            trainer.optimizer.zero_grad()
+            assert same(now["patterns"], first["patterns"]), line
+            assert same(now["trainer"], first["trainer"]), line
+        else:
+            assert same(now, last), line
+    assert interrupted >= len(chosen) - 8
+
+
+def raise_three(heard):
+    with uninterrupted():
+        with uninterrupted():
+            for number in (signal.SIGINT, signal.SIGTERM, signal.SIGINT):
+                signal.raise_signal(number)
+        assert heard == []
+
+
+def test_signals_wait_and_then_arrive():
+    heard = []
+    before = signal.signal(signal.SIGTERM, lambda number, frame: heard.append(number))
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            raise_three(heard)
+        assert heard == [signal.SIGTERM]
+        assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+        with uninterrupted():
+            pass
+        assert heard == [signal.SIGTERM]
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def test_a_handler_installed_inside_stays():
+    def own(number, frame):
+        raise AssertionError("not called")
+
+    with uninterrupted():
+        signal.signal(signal.SIGINT, own)
+    assert signal.getsignal(signal.SIGINT) is own
+
+
+@pytest.mark.parametrize("moment", range(1, 12))
+def test_a_signal_while_a_block_begins_or_ends(moment):
+    """Whatever line of `uninterrupted` itself is hit: the signal is heard, and later ones are."""
+
+    def block(trainer):
+        with uninterrupted():
+            pass
+
+    hit = interrupt_at(moment, block, None)
+    with pytest.raises(KeyboardInterrupt):
+        signal.raise_signal(signal.SIGINT)
+    with uninterrupted():
+        pass
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    assert hit
+
+
+def test_other_threads_are_left_alone():
+    seen = []
+
+    def work():
+        with uninterrupted():
+            seen.append(signal.getsignal(signal.SIGINT))
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join()
+    assert seen == [signal.default_int_handler]
