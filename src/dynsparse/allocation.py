@@ -13,6 +13,8 @@ from dataclasses import dataclass
 from fractions import Fraction
 
 from dynsparse.checks import check_within
+from dynsparse.files.shorten import shortened
+from dynsparse.typed import typed
 
 __all__ = ["METHODS", "allocate"]
 
@@ -39,6 +41,7 @@ class _Layer:
         return self.elements // self.block
 
 
+@typed
 def allocate(
     shapes: Mapping[str, Sequence[int]],
     density: float | None,
@@ -74,8 +77,8 @@ def allocate(
             divide out and in, an overall density that one block per layer or `densities` make
             impossible.
     """
-    if method not in METHODS:
-        raise ValueError(f"allocation must be one of {sorted(METHODS)}, got {method!r}")
+    if not isinstance(method, str) or method not in METHODS:
+        raise ValueError(f"allocation must be one of {sorted(METHODS)}, got {shortened(method)}")
     own = dict(densities or {})
     layers = _layers(shapes, method, block_size)
     for name, value in own.items():

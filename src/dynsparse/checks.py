@@ -9,25 +9,24 @@ import math
 import operator
 from typing import Any
 
+from torch import Generator, Tensor, strided
+
+from dynsparse.files.shorten import shortened
+
 __all__ = [
     "check_flag",
     "check_fraction",
+    "check_generator",
     "check_integer",
+    "check_kind",
     "check_not_negative",
+    "check_tensor",
     "check_within",
     "is_number",
 ]
 
 
-def check_flag(name: str, value: Any) -> bool:
-    """`value`, which must be True or False.
-
-    Raises:
-        TypeError: anything else; numbers are not taken for truth.
-    """
-    if not isinstance(value, bool):
-        raise TypeError(f"{name} must be True or False, got {value!r}")
-    return value
+_LARGEST = 2**63
 
 
 def check_integer(name: str, value: Any, least: int | None = None) -> int:
@@ -38,12 +37,16 @@ def check_integer(name: str, value: Any, least: int | None = None) -> int:
         ValueError: a bool, or an integer below `least`.
     """
     try:
+        if isinstance(value, Tensor) and (value.dim() or value.is_meta):
+            raise TypeError
         number = operator.index(value)
-    except TypeError:
-        raise TypeError(f"{name} must be an integer, got {value!r}") from None
+    except (TypeError, RuntimeError):
+        raise TypeError(f"{name} must be an integer, got {shortened(value)}") from None
     if isinstance(value, bool) or (least is not None and number < least):
         span = "" if least is None else f" of at least {least}"
-        raise ValueError(f"{name} must be an integer{span}, got {value!r}")
+        raise ValueError(f"{name} must be an integer{span}, got {shortened(value)}")
+    if not -_LARGEST <= number < _LARGEST:
+        raise ValueError(f"{name} must be an integer of 64 bits, got {shortened(value)}")
     return number
 
 
@@ -60,10 +63,10 @@ def check_fraction(name: str, value: Any, *, zero: bool) -> float:
         ValueError: a number outside.
     """
     if not is_number(value):
-        raise TypeError(f"{name} must be a number, got {value!r}")
+        raise TypeError(f"{name} must be a number, got {shortened(value)}")
     if not 0 <= value <= 1 or (value == 0 and not zero):
         span = "[0, 1]" if zero else "(0, 1]"
-        raise ValueError(f"{name} must lie in {span}, got {value!r}")
+        raise ValueError(f"{name} must lie in {span}, got {shortened(value)}")
     return value
 
 
@@ -76,7 +79,7 @@ def check_within(name: str, value: Any, span: str) -> float:
     low, high = map(float, span[1:-1].split(","))
     edges = {edge for edge, bracket in ((low, span[0]), (high, span[-1])) if bracket in "()"}
     if not is_number(value) or not low <= value <= high or value in edges:
-        raise ValueError(f"{name} must be a number in {span}, got {value!r}")
+        raise ValueError(f"{name} must be a number in {span}, got {shortened(value)}")
     return value
 
 
@@ -87,5 +90,48 @@ def check_not_negative(name: str, value: Any) -> float:
         ValueError: anything else.
     """
     if not is_number(value) or not math.isfinite(value) or value < 0:
-        raise ValueError(f"{name} must be a finite number of at least 0, got {value!r}")
+        raise ValueError(f"{name} must be a finite number of at least 0, got {shortened(value)}")
     return float(value)
+
+
+def check_kind(name: str, value: Any, kind: type | tuple[type, ...], expected: str) -> Any:
+    """`value`, an instance of `kind`, which a person calls `expected`: "a SparsePattern".
+
+    Raises:
+        TypeError: anything else.
+    """
+    if not isinstance(value, kind):
+        raise TypeError(
+            f"{name} must be {expected}, got {type(value).__name__}: {shortened(value)}"
+        )
+    return value
+
+
+def check_tensor(name: str, value: Any) -> Tensor:
+    """`value`, a strided tensor.
+
+    Raises:
+        TypeError: anything else, torch's sparse tensors included.
+    """
+    check_kind(name, value, Tensor, "a tensor")
+    if value.layout is not strided:
+        raise TypeError(f"{name} must be an ordinary strided tensor, got {value.layout}")
+    return value
+
+
+def check_generator(value: Any) -> Generator | None:
+    """`value`, a generator of random numbers or None.
+
+    Raises:
+        TypeError: anything else.
+    """
+    return check_kind("generator", value, (Generator, type(None)), "a torch.Generator or None")
+
+
+def check_flag(name: str, value: Any) -> bool:
+    """`value`, True or False.
+
+    Raises:
+        TypeError: anything else.
+    """
+    return check_kind(name, value, bool, "True or False")

@@ -221,7 +221,7 @@ def _watch(name: str, one: Callable[[], None], times: int) -> Watched:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--steps", type=int, default=34_000, help="of each of three algorithms")
-    parser.add_argument("--updates", type=int, default=340, help="of each of three algorithms")
+    parser.add_argument("--updates", type=int, default=400, help="of each of three algorithms")
     parser.add_argument("--limit", type=int, default=4 << 20, help="bytes that memory may rise")
     options = parser.parse_args()
     if options.updates < 1 or options.steps < 1 or options.steps % options.updates:

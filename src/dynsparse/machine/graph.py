@@ -16,6 +16,7 @@ from dynsparse.machine.merge import merge_vertices
 from dynsparse.machine.target import Target
 from dynsparse.machine.tensor import Tensor
 from dynsparse.machine.vertex import Codelet, Ragged, VertexSet
+from dynsparse.typed import typed
 
 __all__ = ["ComputeSet", "Graph", "Stream", "Variable"]
 
@@ -75,6 +76,7 @@ class Stream:
 class Graph:
     """Variables with tile mappings, constants, compute sets and vertices, for one target."""
 
+    @typed
     def __init__(self, target: Target) -> None:
         if not isinstance(target, Target):
             raise TypeError(f"Graph takes a Target, got {type(target).__name__}")
@@ -276,6 +278,7 @@ class Graph:
 
     # Vertices.
 
+    @typed
     def add_compute_set(self, name: str) -> ComputeSet:
         return ComputeSet(self, name)
 
@@ -359,12 +362,14 @@ class Graph:
 
     # The host's side.
 
+    @typed
     def add_handle(self, name: str, tensor: Tensor) -> None:
         """Let the host read and write a tensor by this name, outside programs and for free."""
         if name in self.handles:
             raise ValueError(f"the handle {name!r} exists already")
         self.handles[name] = self._own(tensor)
 
+    @typed
     def add_stream(self, name: str, dtype: Any, numel: int, *, to_device: bool) -> Stream:
         """A stream for `Copy`: `numel` elements each time, to or from the machine."""
         if name in self.streams:

@@ -9,6 +9,7 @@ import numpy as np
 
 from dynsparse.machine.memory import MemoryUse
 from dynsparse.machine.target import Target
+from dynsparse.typed import typed
 
 __all__ = ["CodeletProfile", "Profile", "StepProfile", "TimelineRow"]
 
@@ -235,6 +236,7 @@ class Profile:
             }
         return out
 
+    @typed
     def summary(self, max_steps: int = 30) -> str:
         """A text a person reads: target, memory, cycles by kind, the costliest steps."""
         target, use = self.target, self.memory

@@ -40,6 +40,7 @@ from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from dynsparse.machine.dtypes import FLOAT, HALF, as_dtype
+from dynsparse.typed import typed
 
 __all__ = ["Target"]
 
@@ -145,6 +146,7 @@ class Target:
         return cls(**{"name": "bow", "clock_hz": 1.85e9, **changes})
 
     @classmethod
+    @typed
     def named(cls, name: str, **changes: Any) -> Target:
         """The preset of this name: "mk2" or "bow"."""
         presets = {"mk2": cls.mk2, "bow": cls.bow}
@@ -170,6 +172,7 @@ class Target:
             )
         return _CONV_UNITS[pair]
 
+    @typed
     def seconds(self, cycles: float) -> float:
         """The time of so many cycles."""
         return cycles / self.clock_hz

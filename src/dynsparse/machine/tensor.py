@@ -11,6 +11,7 @@ from numpy.lib.stride_tricks import as_strided
 
 from dynsparse.machine.dtypes import DType
 from dynsparse.machine.intervals import Runs
+from dynsparse.typed import typed
 
 __all__ = ["Tensor", "concat", "rotation"]
 
@@ -258,6 +259,7 @@ class Tensor:
         return self.reshape([*self.shape[:axis], *self.shape[axis + 1 :]])
 
 
+@typed
 def concat(tensors: Sequence[Tensor], axis: int = 0) -> Tensor:
     """One tensor after the other along `axis`. It lists an address per element, so for large
     operands prefer one variable and its slices, or a `Copy` of several pairs."""
@@ -275,6 +277,7 @@ def concat(tensors: Sequence[Tensor], axis: int = 0) -> Tensor:
     return Tensor(first.graph, first.dtype, addresses.shape, addresses=addresses)
 
 
+@typed
 def rotation(
     source: Tensor, destination: Tensor, shift: int, axis: int = 0
 ) -> list[tuple[Tensor, Tensor]]:

@@ -17,6 +17,7 @@ from dynsparse.machine.dtypes import DType, as_dtype
 from dynsparse.machine.errors import ProgramError
 from dynsparse.machine.intervals import Runs, expand
 from dynsparse.machine.tensor import Tensor
+from dynsparse.typed import typed
 
 __all__ = [
     "Codelet",
@@ -64,6 +65,7 @@ def InOut(*dtypes: Any) -> Field:
     return Field("inout", tuple(as_dtype(d) for d in dtypes) or None)
 
 
+@typed
 @dataclass(frozen=True, eq=False)
 class Codelet:
     """What a vertex computes and how long it takes.
@@ -111,6 +113,7 @@ class Codelet:
         return f"Codelet({self.name!r})"
 
 
+@typed
 @dataclass(frozen=True, eq=False)
 class Ragged:
     """Edges of unequal length: vertex i gets `tensor[offsets[i]:offsets[i + 1]]`.

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from dynsparse.ops.linear import grad_input, grad_weight, linear
 from dynsparse.pattern import PatternIndex, SparsePattern
+from dynsparse.typed import typed
 
 __all__ = ["ActiveSet"]
 
@@ -31,7 +32,13 @@ class ActiveSet:
         ValueError: slots outside the pattern, not sorted or not distinct.
     """
 
+    @typed
     def __init__(self, pattern: SparsePattern, slots: Tensor, device: torch.device) -> None:
+        if slots.dtype != torch.int64 or slots.dim() != 1 or slots.is_meta:
+            raise ValueError(
+                f"active slots must be int64 [any], got {slots.dtype} {list(slots.shape)} "
+                f"on {slots.device}"
+            )
         slots = slots.cpu()
         ends = slots[[0, -1]].tolist() if len(slots) else [0, 0]
         if (

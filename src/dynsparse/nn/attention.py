@@ -10,8 +10,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import pad, scaled_dot_product_attention
 
+from dynsparse.checks import check_flag, check_fraction, check_integer, check_kind
 from dynsparse.nn.linear import SparseLinear
 from dynsparse.ops.dropout import dropout
+from dynsparse.typed import typed
 
 __all__ = ["PROJECTIONS", "SparseMultiheadAttention"]
 
@@ -52,6 +54,7 @@ class SparseMultiheadAttention(nn.Module):
     bias_k: nn.Parameter | None
     bias_v: nn.Parameter | None
 
+    @typed
     def __init__(
         self,
         embed_dim: int,
@@ -72,13 +75,17 @@ class SparseMultiheadAttention(nn.Module):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
+        check_integer("embed_dim", embed_dim)
+        check_integer("num_heads", num_heads)
+        for name, size in (("kdim", kdim), ("vdim", vdim), ("head_dim", head_dim)):
+            if size is not None:
+                check_integer(name, size)
         if embed_dim < 1 or num_heads < 1 or (head_dim is None and embed_dim % num_heads):
             raise ValueError(
                 f"embed_dim must be a multiple of num_heads, both at least 1, "
                 f"got {embed_dim} and {num_heads}"
             )
-        if not 0 <= dropout <= 1:
-            raise ValueError(f"dropout must lie in [0, 1], got {dropout!r}")
+        check_fraction("dropout", dropout, zero=True)
         if head_dim is not None and head_dim < 1:
             raise ValueError(f"head_dim must be at least 1, got {head_dim}")
         kdim = embed_dim if kdim is None else kdim
@@ -126,6 +133,7 @@ class SparseMultiheadAttention(nn.Module):
         self.bias_k, self.bias_v = (None, None) if extra is None else extra
 
     @classmethod
+    @typed
     def from_projections(
         cls, attention: nn.MultiheadAttention, projections: Mapping[str, nn.Module]
     ) -> SparseMultiheadAttention:
@@ -189,6 +197,13 @@ class SparseMultiheadAttention(nn.Module):
         Returns:
             (output, shaped as the query; weights [N, L, S] or [N, heads, L, S], or None).
         """
+        for name, given in (("query", query), ("key", key), ("value", value)):
+            check_kind(name, given, Tensor, "a tensor")
+        for name, mask in (("key_padding_mask", key_padding_mask), ("attn_mask", attn_mask)):
+            check_kind(name, mask, (Tensor, type(None)), "a tensor or None")
+        flags = {"need_weights": need_weights, "is_causal": is_causal}
+        for name, flag in (flags | {"average_attn_weights": average_attn_weights}).items():
+            check_flag(name, flag)
         if query.is_nested or key.is_nested or value.is_nested:
             raise RuntimeError("nested tensors are not supported: pad, and pass key_padding_mask")
         batched = query.dim() == 3

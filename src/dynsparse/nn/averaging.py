@@ -11,10 +11,12 @@ from __future__ import annotations
 from torch import nn
 
 from dynsparse.nn.linear import SparseLinear
+from dynsparse.typed import typed
 
 __all__ = ["follow_patterns"]
 
 
+@typed
 def follow_patterns(copy: nn.Module, model: nn.Module) -> None:
     """From now on, the sparse layers of `copy` take every pattern that those of `model` take.
 

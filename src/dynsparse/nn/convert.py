@@ -9,6 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from dynsparse.allocation import allocate
+from dynsparse.checks import check_generator
+from dynsparse.files.shorten import shortened
 from dynsparse.nn.attention import PROJECTIONS, SparseMultiheadAttention
 from dynsparse.nn.conv1d import SparseConv1D
 from dynsparse.nn.describe import describe
@@ -78,12 +80,13 @@ def sparsify(
             differently, hooks on a layer. Nothing is changed then.
     """
     _check_model(model)
-    if start not in ("random", "magnitude"):
-        raise ValueError(f"start must be 'random' or 'magnitude', got {start!r}")
+    check_generator(generator)
+    if not isinstance(start, str) or start not in ("random", "magnitude"):
+        raise ValueError(f"start must be 'random' or 'magnitude', got {shortened(start)}")
     every = find_sites(model)
     chosen = select(model, every, include, exclude)
-    own_density = first_matches("densities", densities or {}, chosen)
-    own_block = first_matches("block_sizes", block_sizes or {}, chosen)
+    own_density = first_matches("densities", {} if densities is None else densities, chosen)
+    own_block = first_matches("block_sizes", {} if block_sizes is None else block_sizes, chosen)
     treatment = {name: (own_density.get(name), own_block.get(name, block_size)) for name in chosen}
     groups = {group[0].name: group for group in tied(model, every, treatment)}
     for group in groups.values():

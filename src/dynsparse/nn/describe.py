@@ -6,12 +6,14 @@ from torch import nn
 
 from dynsparse.nn.linear import SparseLinear
 from dynsparse.nn.sites import find_sites
+from dynsparse.typed import typed
 
 __all__ = ["describe"]
 
 _HEAD = ("layer", "shape", "block", "density", "non-zeros", "parameters")
 
 
+@typed
 def describe(model: nn.Module) -> str:
     """A line for each sparse layer and each dense one that could be sparse, and one for the model.
 

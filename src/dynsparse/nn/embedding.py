@@ -11,6 +11,7 @@ from torch.nn.functional import linear as dense_linear
 
 from dynsparse.nn.linear import SparseLinear
 from dynsparse.ops.embedding import embedding
+from dynsparse.typed import typed
 
 __all__ = ["SparseEmbedding", "TiedEmbedding"]
 
@@ -32,6 +33,7 @@ class SparseEmbedding(SparseLinear):
             are not integers, IndexError for one outside the table.
     """
 
+    @typed
     def __init__(
         self,
         num_embeddings: int,
@@ -44,6 +46,7 @@ class SparseEmbedding(SparseLinear):
 
     @classmethod
     @torch.no_grad()
+    @typed
     def from_dense(  # type: ignore[override]
         cls, table: nn.Embedding, density: float, block_size: int = 1
     ) -> SparseEmbedding:
@@ -98,6 +101,7 @@ class TiedEmbedding(nn.Module):
     A dense table starts normal with standard deviation 0.02, a sparse one as `SparseLinear` does.
     """
 
+    @typed
     def __init__(
         self,
         num_embeddings: int,

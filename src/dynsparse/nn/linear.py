@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch.compiler import is_compiling
 from torch.nn import Parameter
 
+from dynsparse.checks import check_integer
 from dynsparse.nn.active import ActiveSet
 from dynsparse.nn.sparse_module import SparseModule, whole
 from dynsparse.nn.start import block_count, largest_blocks, random_pattern, uniform
@@ -16,6 +17,7 @@ from dynsparse.nn.targets import executor_for
 from dynsparse.ops.linear import layer_linear, linear
 from dynsparse.ops.linear.choice import route
 from dynsparse.pattern import SparsePattern
+from dynsparse.typed import typed
 
 __all__ = ["SparseLinear"]
 
@@ -60,6 +62,7 @@ class SparseLinear(SparseModule):
             pattern of another shape.
     """
 
+    @typed
     def __init__(
         self,
         in_features: int,
@@ -92,6 +95,8 @@ class SparseLinear(SparseModule):
                 f"block_size is {block_size} but the pattern has blocks of {pattern.block_size}: "
                 "leave block_size out"
             )
+        check_integer("in_features", in_features, 1)
+        check_integer("out_features", out_features, 1)
         dtype = torch.get_default_dtype() if dtype is None else dtype
         if not dtype.is_floating_point:
             raise TypeError(f"dtype must be a floating point type, got {dtype}")
@@ -108,6 +113,7 @@ class SparseLinear(SparseModule):
         self.reset_parameters(generator)
 
     @torch.no_grad()
+    @typed
     def reset_parameters(self, generator: torch.Generator | None = None) -> None:
         """Draw values and bias anew, uniform in +-1/sqrt(fan-in of the output's row)."""
         b = self.block_size
@@ -161,6 +167,7 @@ class SparseLinear(SparseModule):
             bias = self.bias
         return layer_linear(x, values, bias, state.index, state.memory)
 
+    @typed
     def kernel(
         self, batch: int, *, backward: bool = False, dtype: torch.dtype | None = None
     ) -> str:
@@ -174,12 +181,15 @@ class SparseLinear(SparseModule):
         Args:
             dtype: of the activations; that of the values if left out.
         """
+        check_integer("batch", batch, 0)
+        backward = bool(backward)
         if self.executor is not None:
             return self.executor.kernel(batch, backward)
         return route(self._current().index, batch, backward, dtype or self.values.dtype)
 
     @classmethod
     @torch.no_grad()
+    @typed
     def from_dense(cls, linear: nn.Linear, density: float, block_size: int = 1) -> SparseLinear:
         """A sparse layer with the weights of `linear` that have the largest magnitudes.
 

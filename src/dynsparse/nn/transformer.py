@@ -8,9 +8,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import gelu
 
+from dynsparse.checks import check_integer
 from dynsparse.nn.attention import SparseMultiheadAttention
 from dynsparse.nn.dropout import Dropout
 from dynsparse.nn.linear import SparseLinear
+from dynsparse.typed import typed
 
 __all__ = ["SparseTransformerLayer"]
 
@@ -36,6 +38,7 @@ class SparseTransformerLayer(nn.Module):
         ValueError: what `SparseMultiheadAttention` and `SparseLinear` raise.
     """
 
+    @typed
     def __init__(
         self,
         features: int,
@@ -54,6 +57,7 @@ class SparseTransformerLayer(nn.Module):
         super().__init__()
         factory: dict[str, Any] = {"device": device, "dtype": dtype}
         sparse = factory | {"density": density, "block_size": block_size, "generator": generator}
+        check_integer("features", features, 1)
         self.norm1 = nn.LayerNorm(features, **factory)
         self.attention = SparseMultiheadAttention(
             features,

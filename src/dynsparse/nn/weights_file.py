@@ -28,6 +28,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from dynsparse.checks import check_kind
 from dynsparse.files.json_text import parse_json
 from dynsparse.files.shorten import shortened
 from dynsparse.files.whole import replaced
@@ -56,6 +57,7 @@ def save_safetensors(
     """
     library = _library()
     tensors, aliases = _distinct(_state(model))
+    check_kind("metadata", metadata, (Mapping, type(None)), "a dictionary of texts or None")
     user = dict(metadata or {})
     for key, value in user.items():
         if not isinstance(key, str) or not isinstance(value, str):

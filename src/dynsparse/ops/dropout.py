@@ -10,6 +10,8 @@ from torch import Tensor
 from torch.nn import functional
 
 from dynsparse import native
+from dynsparse.checks import check_kind, is_number
+from dynsparse.files.shorten import shortened
 from dynsparse.ops.eager import is_plain_eager
 
 __all__ = ["dropout"]
@@ -65,8 +67,10 @@ def dropout(x: Tensor, rate: float, training: bool = True) -> Tensor:
     Raises:
         ValueError: a rate outside [0, 1].
     """
-    if not 0 <= rate <= 1:
-        raise ValueError(f"dropout must lie in [0, 1], got {rate!r}")
+    if not is_number(rate) or not 0 <= rate <= 1:
+        raise ValueError(f"dropout must lie in [0, 1], got {shortened(rate)}")
+    if not check_kind("x", x, Tensor, "a tensor").is_floating_point():
+        raise TypeError(f"x must be floating point, got {x.dtype}")
     if not training or rate == 0:
         return x
     fast = is_plain_eager(x) and x.is_cpu and x.dtype is torch.float32 and rate < 1

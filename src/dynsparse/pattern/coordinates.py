@@ -9,7 +9,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from dynsparse.checks import check_integer
+from dynsparse.checks import check_generator, check_integer, check_tensor
+from dynsparse.files.shorten import shortened
 
 __all__ = ["INT32_MAX", "block_grid", "coordinates", "sample_without_replacement"]
 
@@ -19,7 +20,7 @@ INT32_MAX = 2**31 - 1
 def block_grid(shape: Any, block_size: Any) -> tuple[tuple[int, int], int, tuple[int, int]]:
     """Checked (shape, block size, shape in blocks)."""
     if not isinstance(shape, Sequence) or isinstance(shape, str) or len(shape) != 2:
-        raise ValueError(f"shape must be (out_features, in_features), got {shape!r}")
+        raise ValueError(f"shape must be (out_features, in_features), got {shortened(shape)}")
     out_features = check_integer("out_features", shape[0], 1)
     in_features = check_integer("in_features", shape[1], 1)
     block = check_integer("block_size", block_size, 1)
@@ -34,8 +35,17 @@ def block_grid(shape: Any, block_size: Any) -> tuple[tuple[int, int], int, tuple
     return (out_features, in_features), block, grid
 
 
-def coordinates(values: Any, what: str, bound: int) -> np.ndarray:
-    array = values.detach().cpu().numpy() if isinstance(values, Tensor) else np.asarray(values)
+def coordinates(values: Any, what: str, bound: int, least: int = 0) -> np.ndarray:
+    """int64 [n] of whatever holds integers of [least, bound)."""
+    if isinstance(values, Tensor):
+        if check_tensor(what, values).is_meta:
+            raise ValueError(f"{what} must have memory, got a tensor on the device meta")
+        values = values.detach().cpu()
+        values = values.float() if values.dtype == torch.bfloat16 else values
+    try:
+        array = np.asarray(values)
+    except ValueError as error:
+        raise ValueError(f"{what} must be one-dimensional integers: {error}") from None
     if array.ndim != 1:
         raise ValueError(f"{what} must be one-dimensional, got the shape {tuple(array.shape)}")
     if array.size == 0:
@@ -44,9 +54,9 @@ def coordinates(values: Any, what: str, bound: int) -> np.ndarray:
         raise TypeError(f"{what} must be integers, got {array.dtype}")
     array = array.astype(np.int64, copy=False)
     low, high = int(array.min()), int(array.max())
-    if low < 0 or high >= bound:
-        wrong = low if low < 0 else high
-        raise ValueError(f"{what} must lie in [0, {bound}), got {wrong}")
+    if low < least or high >= bound:
+        wrong = low if low < least else high
+        raise ValueError(f"{what} must lie in [{least}, {bound}), got {wrong}")
     return array
 
 
@@ -58,6 +68,9 @@ def sample_without_replacement(
     Memory is in proportion to `count`, not to `population`: the numbers are drawn one round after
     another, each round as many as are still missing, and repeats are thrown away.
     """
+    check_generator(generator)
+    population = check_integer("population", population, 0)
+    count = check_integer("count", count, 0)
     if count > population:
         raise ValueError(f"cannot draw {count} distinct positions from {population}")
     if 2 * count >= population:

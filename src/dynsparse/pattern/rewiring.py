@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from dynsparse.checks import check_kind, check_tensor
 from dynsparse.encoding import follow_, merge
-from dynsparse.pattern.coordinates import INT32_MAX
+from dynsparse.files.shorten import shortened
+from dynsparse.pattern.coordinates import INT32_MAX, coordinates
 from dynsparse.pattern.sparse_pattern import SparsePattern
+from dynsparse.typed import typed
 
 __all__ = ["Rewiring"]
 
@@ -19,13 +23,46 @@ class Rewiring:
     """One pattern update: the pattern before, the pattern after, and where each new slot is from.
 
     `source` is int32 [after.nnz]: the old slot a new slot comes from, or -1 for a grown one.
+    Kernels read where it points, so one that comes from outside is looked through.
+
+    Raises:
+        TypeError: no patterns, or a source that is no int32 tensor on the CPU.
+        ValueError: patterns of other shapes or block sizes, a source of another length, one that
+            points outside, or at a slot with another position.
     """
 
     before: SparsePattern
     after: SparsePattern
     source: Tensor
 
+    def __post_init__(self) -> None:
+        _check_alike(self.before, self.after)
+        source = check_tensor("source", self.source)
+        if source.dtype != torch.int32 or not source.is_cpu or source.is_meta:
+            raise TypeError(
+                f"source must be int32 on the CPU, got {source.dtype} on {source.device}"
+            )
+        if list(source.shape) != [self.after.nnz]:
+            raise ValueError(f"source must be [{self.after.nnz}], got {list(source.shape)}")
+        kept = source >= 0
+        old = source[kept].long()
+        if len(source) and (int(source.min()) < -1 or int(source.max()) >= self.before.nnz):
+            raise ValueError(
+                f"source must lie in [-1, {self.before.nnz}), "
+                f"got {int(source.min())} to {int(source.max())}"
+            )
+        if not torch.equal(self.before.flat[old], self.after.flat[kept]):
+            raise ValueError("source must lead every block to the slot that held its position")
+
     @classmethod
+    def _trusted(cls, before: SparsePattern, after: SparsePattern, source: Tensor) -> Rewiring:
+        """What is right by the way it was made; to look through it costs as much as to make it."""
+        made = cls.__new__(cls)
+        vars(made).update(before=before, after=after, source=source)
+        return made
+
+    @classmethod
+    @typed
     def make(cls, pattern: SparsePattern, drop: Tensor, grow: Tensor) -> Rewiring:
         """Drop slots and grow positions.
 
@@ -38,26 +75,26 @@ class Rewiring:
         Raises:
             ValueError: a slot or position out of range or named twice, or a position that is taken.
         """
-        drop = torch.as_tensor(drop, dtype=torch.int64).cpu().flatten()
-        grow = torch.as_tensor(grow, dtype=torch.int64).cpu().flatten()
+        check_kind("pattern", pattern, SparsePattern, "a SparsePattern")
+        drop, grow = _integers("drop", drop), _integers("grow", grow)
         merged = merge(pattern.row_ptr, pattern.rows, pattern.cols, pattern.grid[1], drop, grow)
         if len(merged.cols) > INT32_MAX:
             raise ValueError(f"at most {INT32_MAX} blocks fit a pattern, got {len(merged.cols)}")
         after = SparsePattern.__new__(SparsePattern)
         after.shape, after.block_size = pattern.shape, pattern.block_size
         after.row_ptr, after.rows, after.cols = merged.row_ptr, merged.rows, merged.cols
-        return cls(pattern, after, merged.source)
+        return cls._trusted(pattern, after, merged.source)
 
     @classmethod
+    @typed
     def between(cls, before: SparsePattern, after: SparsePattern) -> Rewiring:
         """The rewiring that leads from one pattern to another of the same shape and block size."""
-        if (before.shape, before.block_size) != (after.shape, after.block_size):
-            raise ValueError(f"{before} and {after} differ in shape or block size")
+        _check_alike(before, after)
         positions = after.flat
         stays = before.contains(positions)
         source = torch.full((after.nnz,), -1, dtype=torch.int32)
         source[stays] = torch.searchsorted(before.flat, positions[stays], out_int32=True)
-        return cls(before, after, source)
+        return cls._trusted(before, after, source)
 
     @property
     def keeps_size(self) -> bool:
@@ -83,6 +120,7 @@ class Rewiring:
         [grown, ...] in slot order.
         """
         self._check_leading(tensor)
+        self._check_fill(fill, tensor)
         source = self.source.to(tensor.device)
         if self.before.nnz:
             out = tensor.index_select(0, source.clamp(min=0))
@@ -98,6 +136,7 @@ class Rewiring:
         """
         for tensor in tensors:
             self._check_leading(tensor)
+            self._check_fill(fill, tensor)
         if not self.keeps_size:
             raise ValueError(
                 f"{self.before.nnz} blocks become {self.after.nnz}, which tensors cannot follow in "
@@ -109,9 +148,35 @@ class Rewiring:
                 grown = self.grown.to(tensor.device)
                 tensor[grown] = fill.to(tensor) if isinstance(fill, Tensor) else fill
 
+    def _check_fill(self, fill: float | Tensor, tensor: Tensor) -> None:
+        """Before anything is changed."""
+        if not isinstance(fill, Tensor):
+            if not isinstance(fill, (int, float)):
+                raise TypeError(f"fill must be a number or a tensor, got {shortened(fill)}")
+            return
+        wanted = [int((self.source < 0).sum()), *tensor.shape[1:]]
+        spread = [1] * (len(wanted) - fill.dim()) + list(fill.shape)
+        if len(spread) != len(wanted) or any(
+            own not in (1, size) for own, size in zip(spread, wanted, strict=True)
+        ):
+            raise ValueError(f"fill must be a number or {wanted}, got {list(fill.shape)}")
+
     def _check_leading(self, tensor: Tensor) -> None:
+        check_tensor("what follows a rewiring", tensor)
         if tensor.dim() == 0 or len(tensor) != self.before.nnz:
             raise ValueError(
                 f"expected a tensor with {self.before.nnz} leading entries, "
                 f"got the shape {list(tensor.shape)}"
             )
+
+
+def _check_alike(before: SparsePattern, after: SparsePattern) -> None:
+    check_kind("before", before, SparsePattern, "a SparsePattern")
+    check_kind("after", after, SparsePattern, "a SparsePattern")
+    if (before.shape, before.block_size) != (after.shape, after.block_size):
+        raise ValueError(f"{before} and {after} differ in shape or block size")
+
+
+def _integers(name: str, given: Any) -> Tensor:
+    """int64 [any], on the CPU, of what is a tensor or can be one."""
+    return torch.from_numpy(coordinates(given, name, 2**63 - 1, least=-(2**63)))

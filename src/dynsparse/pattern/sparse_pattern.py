@@ -12,14 +12,16 @@ import scipy.sparse
 import torch
 from torch import Tensor
 
-from dynsparse.checks import check_integer, check_within
+from dynsparse.checks import check_integer, check_kind, check_tensor, check_within
 from dynsparse.encoding import by_columns, row_pointers, split_flat
+from dynsparse.files.shorten import shortened
 from dynsparse.pattern.coordinates import (
     INT32_MAX,
     block_grid,
     coordinates,
     sample_without_replacement,
 )
+from dynsparse.typed import typed
 
 __all__ = ["PatternIndex", "SparsePattern"]
 
@@ -84,6 +86,7 @@ class SparsePattern:
             self.rows, self.cols = split_flat(flat, self.grid[1])
 
     @classmethod
+    @typed
     def from_flat(cls, flat: Tensor, *, shape: Sequence[int], block_size: int = 1) -> SparsePattern:
         """From sorted, distinct flat block positions (row * (in/b) + col), int64 [nnz]."""
         shape, block_size, grid = block_grid(shape, block_size)
@@ -101,6 +104,7 @@ class SparsePattern:
         return pattern
 
     @classmethod
+    @typed
     def random(
         cls,
         shape: Sequence[int],
@@ -135,7 +139,7 @@ class SparsePattern:
     @classmethod
     def from_mask(cls, mask: Any, block_size: int = 1) -> SparsePattern:
         """The blocks of which any element of `mask` (bool or number, [out, in]) is non-zero."""
-        mask = torch.as_tensor(mask).detach().cpu()
+        mask = _as_tensor("mask", mask)
         if mask.dim() != 2:
             raise ValueError(f"mask must be [out, in], got the shape {list(mask.shape)}")
         shape, block_size, grid = block_grid(tuple(mask.shape), block_size)
@@ -240,8 +244,11 @@ class SparsePattern:
     def __deepcopy__(self, memo: dict[int, Any]) -> SparsePattern:
         return self  # immutable
 
+    @typed
     def contains(self, flat: Tensor) -> Tensor:
         """Whether each flat block position (int64 [n]) is present: bool [n]."""
+        if flat.is_complex() or flat.is_meta:
+            raise TypeError(f"flat must be int64 [n], got {flat.dtype} on {flat.device}")
         if self.nnz == 0:
             return torch.zeros(len(flat), dtype=torch.bool)
         own = self.flat
@@ -249,6 +256,7 @@ class SparsePattern:
         return own[slot] == flat
 
     def _check_values(self, values: Tensor) -> None:
+        check_tensor("values", values)
         if tuple(values.shape) != self.values_shape:
             raise ValueError(
                 f"values must have the shape {list(self.values_shape)} for {self}, "
@@ -278,6 +286,8 @@ class SparsePattern:
         `matrix` is [out, in]: a tensor (differentiable), an array, or a SciPy sparse matrix, whose
         missing entries are zero.
         """
+        if not scipy.sparse.issparse(matrix) and not isinstance(matrix, Tensor):
+            matrix = _as_tensor("matrix", matrix)
         if tuple(matrix.shape) != self.shape:
             raise ValueError(
                 f"matrix must have the shape {list(self.shape)}, got {list(matrix.shape)}"
@@ -308,11 +318,25 @@ class SparsePattern:
 
         `format` is any of SciPy's; by default CSR for elements and BSR for blocks.
         """
-        tensor = torch.as_tensor(values).detach().cpu()
+        tensor = _as_tensor("values", values)
         self._check_values(tensor)
+        if format is not None:
+            check_kind("format", format, str, "a format of SciPy's, such as 'csr'")
         row_ptr, cols = self.index.row_ptr.numpy(), self.cols.numpy()
         if self.block_size == 1:
             matrix = scipy.sparse.csr_array((tensor.numpy(), cols, row_ptr), shape=self.shape)
             return matrix if format is None else matrix.asformat(format)
         matrix = scipy.sparse.bsr_array((tensor.numpy(), cols, row_ptr), shape=self.shape)
         return matrix if format in (None, "bsr") else matrix.asformat(format)
+
+
+def _as_tensor(name: str, given: Any) -> Tensor:
+    """A tensor on the CPU, of whatever holds numbers."""
+    if isinstance(given, Tensor):
+        if check_tensor(name, given).is_meta:
+            raise ValueError(f"{name} must have memory, got a tensor on the device meta")
+        return given.detach().cpu()
+    try:
+        return torch.as_tensor(given)
+    except (TypeError, ValueError, RuntimeError, OverflowError):
+        raise TypeError(f"{name} must be numbers, got {shortened(given)}") from None

@@ -30,6 +30,7 @@ from dynsparse.popsparse.product.cache import PlanningCache
 from dynsparse.popsparse.product.options import Options
 from dynsparse.popsparse.product.params import FullyConnectedParams
 from dynsparse.popsparse.product.plan import Plan
+from dynsparse.typed import typed
 
 __all__ = [
     "create_indices_tensor",
@@ -42,6 +43,7 @@ __all__ = [
 _LEAST_INDICES = 32
 
 
+@typed
 def create_indices_tensor(
     graph: Graph, params: FullyConnectedParams, num_indices: int, *, name: str = "indices"
 ) -> Tensor:
@@ -57,6 +59,7 @@ def create_indices_tensor(
     return indices
 
 
+@typed
 def create_slice_tensor(
     graph: Graph,
     dtype: Any,
@@ -96,6 +99,7 @@ def _require(weights: Any, indices: Tensor, params: FullyConnectedParams, option
     return plan
 
 
+@typed
 def embedding_slice(
     graph: Graph,
     weights: SparseTensor,
@@ -136,6 +140,7 @@ def embedding_slice(
     return layout.natural(slices)
 
 
+@typed
 def embedding_update_add(
     graph: Graph,
     weights: SparseTensor,

@@ -15,6 +15,7 @@ from dynsparse.popsparse.measure import plan_figures, sparse_figures
 from dynsparse.popsparse.planner.planning import parse_passes
 from dynsparse.popsparse.planner.planning import plan as make_plan
 from dynsparse.popsparse.product.plan import PASSES
+from dynsparse.typed import typed
 
 __all__ = ["LayerEstimate", "ModelEstimate", "PassEstimate", "estimate"]
 
@@ -130,6 +131,7 @@ class ModelEstimate:
         return self.summary()
 
 
+@typed
 def estimate(
     model: Any,
     example_input: Any,

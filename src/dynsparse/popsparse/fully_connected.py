@@ -17,6 +17,7 @@ from dynsparse.popsparse.planner.search import make_plan
 from dynsparse.popsparse.product.cache import PlanningCache
 from dynsparse.popsparse.product.options import Options
 from dynsparse.popsparse.product.params import FullyConnectedParams
+from dynsparse.typed import typed
 
 __all__ = [
     "create_fully_connected_input",
@@ -28,6 +29,7 @@ __all__ = [
 ]
 
 
+@typed
 def create_fully_connected_weights(
     graph: Graph,
     dtype: Any,
@@ -52,6 +54,7 @@ def create_fully_connected_weights(
     return operations(plan).create_weights(graph, plan, name)
 
 
+@typed
 def create_fully_connected_input(
     graph: Graph,
     dtype: Any,
@@ -69,6 +72,7 @@ def create_fully_connected_input(
     return operations(plan).create_operand(graph, plan, "y", name)
 
 
+@typed
 def fully_connected_forward(
     graph: Graph,
     weights: SparseTensor,
@@ -94,6 +98,7 @@ def fully_connected_forward(
     return operations(weights.plan).add_product(graph, weights, activations, program, "forward")
 
 
+@typed
 def fully_connected_grad_a(
     graph: Graph,
     weights: SparseTensor,
@@ -113,6 +118,7 @@ def fully_connected_grad_a(
     return operations(weights.plan).add_product(graph, weights, gradients, program, "grad_input")
 
 
+@typed
 def fully_connected_grad_w(
     graph: Graph,
     weights: SparseTensor,
@@ -142,6 +148,7 @@ def fully_connected_grad_w(
     return add(graph, weights, gradients, activations, program)
 
 
+@typed
 def fully_connected_dense_grad_w_serial_splits(
     graph: Graph,
     dtype: Any,

@@ -11,6 +11,7 @@ from dynsparse.popsparse.buckets.encoded import EncodedPattern
 from dynsparse.popsparse.dense.weights import DensePatterns
 from dynsparse.popsparse.device.choice import operations
 from dynsparse.popsparse.product.plan import PASSES, Plan
+from dynsparse.typed import typed
 
 __all__ = ["Layer"]
 
@@ -50,6 +51,7 @@ class Layer:
         ValueError: a pass the plan is not for.
     """
 
+    @typed
     def __init__(
         self,
         plan: Plan,
@@ -124,6 +126,7 @@ class Layer:
         if self.numerics:
             self.engine.write("values", encoded.nz_values)
 
+    @typed
     def run(self, name: str) -> Profile:
         """Run a pass on what the machine holds."""
         self.profiles[name] = self.engine.run(name)

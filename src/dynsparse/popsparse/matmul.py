@@ -16,6 +16,7 @@ from dynsparse.popsparse.planner.search import matmul_plan
 from dynsparse.popsparse.product.cache import PlanningCache
 from dynsparse.popsparse.product.options import Options
 from dynsparse.popsparse.product.params import MatmulParams
+from dynsparse.typed import typed
 
 __all__ = [
     "create_sparse_dense_matmul_lhs",
@@ -24,6 +25,7 @@ __all__ = [
 ]
 
 
+@typed
 def create_sparse_dense_matmul_lhs(
     graph: Graph,
     dtype: Any,
@@ -48,6 +50,7 @@ def create_sparse_dense_matmul_lhs(
     return SparseTensor.create(graph, plan, name)
 
 
+@typed
 def create_sparse_dense_matmul_rhs(
     graph: Graph,
     dtype: Any,
@@ -78,6 +81,7 @@ def _as_operand(tensor: Tensor, layout: OperandLayout) -> Tensor:
     return Tensor(tensor.graph, tensor.dtype, at.shape, addresses=at)
 
 
+@typed
 def sparse_dense_matmul(
     graph: Graph,
     lhs: SparseTensor,

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from dynsparse.machine import Profile, Target
 from dynsparse.ops import capture
@@ -14,6 +14,7 @@ from dynsparse.pattern import SparsePattern
 from dynsparse.popsparse.layer import Layer
 from dynsparse.popsparse.planner.planning import plan
 from dynsparse.popsparse.product.plan import PASSES
+from dynsparse.typed import typed
 
 __all__ = ["TileMachine", "machine_profiles"]
 
@@ -132,7 +133,8 @@ def _check_dtype(dtype: torch.dtype) -> None:
         raise TypeError(f"the tile machine has float16 and float32, got {dtype}")
 
 
-def machine_profiles(layer: Any) -> dict[str, Profile]:
+@typed
+def machine_profiles(layer: nn.Module) -> dict[str, Profile]:
     """The profile of the last run of each pass of a layer with a target, by name."""
-    executor = layer.executor
+    executor = getattr(layer, "executor", None)
     return dict(executor.runner.profiles) if isinstance(executor, TileMachine) else {}

@@ -9,9 +9,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from dynsparse.checks import check_integer, check_kind
 from dynsparse.ops import capture
-from dynsparse.ops.eager import refuse_forward_mode
+from dynsparse.ops.eager import is_plain_eager, refuse_forward_mode
 from dynsparse.ops.embedding import naive
+from dynsparse.ops.linear.contents import check_contents
+from dynsparse.ops.linear.layer_index import LayerIndex
 from dynsparse.pattern import PatternIndex, SparsePattern
 
 __all__ = ["embedding"]
@@ -104,11 +107,25 @@ def embedding(
         [..., width], the dtype of the values.
 
     Raises:
-        TypeError: ids that are not integers. IndexError: an id outside the table; on a CPU only,
-            as elsewhere it would make the host wait for the device.
+        TypeError: ids that are not integers. ValueError: a width that is not that of the table.
+        RuntimeError: index tensors that do not fit or point outside. IndexError: an id outside the
+            table; on a CPU only, as elsewhere it would make the host wait for the device.
     """
+    compiling = torch.compiler.is_compiling()
+    if not compiling:
+        check_kind("ids", ids, Tensor, "a tensor")
+        check_kind("values", values, Tensor, "a tensor")
+        check_kind(
+            "pattern", pattern, (SparsePattern, PatternIndex), "a SparsePattern or its index"
+        )
+        width = check_integer("width", width, 1)
     index = pattern.index if isinstance(pattern, SparsePattern) else pattern
-    if not torch.compiler.is_compiling():
+    if not compiling:
+        p = LayerIndex(index, values)
+        if index is pattern and is_plain_eager(ids):
+            check_contents(index)
+        if width != p.in_features:
+            raise ValueError(f"width must be {p.in_features}, that of the table, got {width}")
         refuse_forward_mode(values)
     if ids.dtype not in (torch.int64, torch.int32, torch.int16, torch.uint8, torch.int8):
         raise TypeError(f"ids must be integers, got {ids.dtype}")

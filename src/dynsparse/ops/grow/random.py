@@ -7,10 +7,12 @@ from torch import Tensor
 
 from dynsparse.ops.grow.free_positions import check_free_positions
 from dynsparse.pattern import SparsePattern, sample_without_replacement
+from dynsparse.typed import typed
 
 __all__ = ["random_outside"]
 
 
+@typed
 def random_outside(
     pattern: SparsePattern,
     k: int,

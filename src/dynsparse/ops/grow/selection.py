@@ -9,17 +9,26 @@ import torch
 from torch import Tensor
 
 from dynsparse import native
+from dynsparse.checks import check_integer
 from dynsparse.encoding import empty
+from dynsparse.typed import typed
 
 __all__ = ["select"]
 
 
+@typed
 def select(scores: Tensor, k: int, *, largest: bool = True) -> Tensor:
     """The positions of the `k` largest (or smallest) of `scores` [n], ascending, int64 [k].
 
     Among equal scores the smaller positions win, so that the answer is the same on every machine;
     `torch.topk` leaves that open. The scores must not hold NaN.
     """
+    if scores.dim() != 1 or scores.is_complex() or scores.is_meta:
+        raise TypeError(
+            f"scores must be real numbers [n], got {scores.dtype} {list(scores.shape)} "
+            f"on {scores.device}"
+        )
+    k, largest = check_integer("k", k), bool(largest)
     if not 0 <= k <= len(scores):
         raise ValueError(f"cannot select {k} of {len(scores)} scores")
     if k == 0:

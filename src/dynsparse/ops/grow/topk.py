@@ -12,6 +12,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from dynsparse.checks import check_tensor
+from dynsparse.files.shorten import shortened
 from dynsparse.ops.grow import screen
 from dynsparse.ops.grow.best import Best
 from dynsparse.ops.grow.free_positions import check_free_positions
@@ -19,6 +21,7 @@ from dynsparse.ops.grow.scores import Pair, Scorer
 from dynsparse.ops.grow.selection import select
 from dynsparse.ops.grow.threshold import guess_threshold
 from dynsparse.pattern import SparsePattern
+from dynsparse.typed import typed
 
 __all__ = ["POOLINGS", "GrowCandidates", "topk_outside"]
 
@@ -38,6 +41,7 @@ class GrowCandidates(NamedTuple):
     scores: Tensor
 
 
+@typed
 def topk_outside(
     pairs: Sequence[Pair],
     pattern: SparsePattern,
@@ -122,10 +126,15 @@ def check_pooling(pooling: str) -> str:
 
 def _check_pairs(pairs: Sequence[Pair], pattern: SparsePattern) -> torch.dtype:
     """Shapes fit and entries are finite; returns the type to accumulate in."""
+    if not isinstance(pairs, Sequence):
+        raise TypeError(f"pairs must be a sequence of (x, dY), got {shortened(pairs)}")
     if len(pairs) == 0:
         raise ValueError("expected at least one pair (x, dY), got none: growth needs a backward")
     out_features, in_features = pattern.shape
-    for x, dy in pairs:
+    for pair in pairs:
+        if not isinstance(pair, Sequence) or len(pair) != 2:
+            raise TypeError(f"pairs must be (x, dY), got {shortened(pair)}")
+        x, dy = check_tensor("x", pair[0]), check_tensor("dY", pair[1])
         fits = x.dim() == dy.dim() == 2 and len(x) == len(dy)
         if not fits or x.shape[1] != in_features or dy.shape[1] != out_features:
             raise ValueError(

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from torch.compiler import is_compiling
 
+from dynsparse.checks import check_kind
 from dynsparse.ops import capture
 from dynsparse.ops.eager import is_plain_eager, refuse_forward_mode
 from dynsparse.ops.linear import operator, products
@@ -60,7 +61,16 @@ _apply = super(torch.autograd.Function, _EagerLinear).apply
 
 
 def _index_of(pattern: SparsePattern | PatternIndex | LayerIndex) -> PatternIndex:
-    return pattern if isinstance(pattern, PatternIndex) else pattern.index
+    if isinstance(pattern, PatternIndex):
+        return pattern
+    kinds = (SparsePattern, LayerIndex)
+    return check_kind("pattern", pattern, kinds, "a SparsePattern or its index").index
+
+
+def _check_operands(**operands: Tensor | None) -> None:
+    for name, tensor in operands.items():
+        if tensor is not None or name != "bias":
+            check_kind(name, tensor, Tensor, "a tensor")
 
 
 def linear(
@@ -88,6 +98,7 @@ def linear(
     """
     if not is_plain_eager(x):
         return _dispatched(x, values, _index_of(pattern), bias)
+    _check_operands(values=values, bias=bias)
     if type(pattern) is not LayerIndex:
         index = _index_of(pattern)
         p = LayerIndex(index, values)
@@ -114,18 +125,25 @@ def layer_linear(
     `memory` is the memory of the values that belongs to `p`: it is what forward reads.
     """
     if is_plain_eager(x):
-        return _compute(x, values, bias, p, memory)
+        try:
+            return _compute(x, values, bias, p, memory)
+        except AttributeError:  # what is wrong is looked for only where something is
+            _check_operands(values=values, bias=bias, memory=memory)
+            check_kind("p", p, LayerIndex, "a LayerIndex")
+            raise
     return _dispatched(x, values if torch.is_grad_enabled() else memory, p.index, bias)
 
 
 def _dispatched(x: Tensor, values: Tensor, index: PatternIndex, bias: Tensor | None) -> Tensor:
     if not is_compiling():
+        _check_operands(x=x, values=values, bias=bias)
         refuse_forward_mode(x, values, bias)
     return torch.ops.dynsparse.linear(x, values, *index, bias)
 
 
 def grad_input(dy: Tensor, values: Tensor, pattern: SparsePattern | PatternIndex) -> Tensor:
     """dX = dY W: [..., out] -> [..., in]."""
+    _check_operands(dy=dy, values=values)
     index = _index_of(pattern)
     return torch.ops.dynsparse.linear_backward(dy, None, values, *index, True)[0]
 
@@ -134,5 +152,6 @@ def grad_weight(
     dy: Tensor, x: Tensor, values: Tensor, pattern: SparsePattern | PatternIndex
 ) -> Tensor:
     """dW = (dY^T X) at the pattern's positions only: the shape of `values`, which is not read."""
+    _check_operands(dy=dy, x=x, values=values)
     index = _index_of(pattern)
     return torch.ops.dynsparse.linear_backward(dy, x, values, *index, False)[1]

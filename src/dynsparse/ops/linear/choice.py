@@ -25,6 +25,7 @@ import torch
 from dynsparse import native
 from dynsparse.ops.linear.costs import Layer, constants, evaluate, family
 from dynsparse.ops.linear.layer_index import LayerIndex
+from dynsparse.typed import typed
 
 __all__ = ["KINDS", "ROUTES", "candidates", "choose", "cost", "is_full", "route", "use_kernel"]
 
@@ -87,6 +88,7 @@ _forced: str | None = None
 
 
 @contextmanager
+@typed
 def use_kernel(kind: str) -> Iterator[None]:
     """Compute with one kind inside this block, in the whole process: to compare and to measure.
 

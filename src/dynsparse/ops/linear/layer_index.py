@@ -9,6 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from dynsparse.checks import check_kind, check_tensor
 from dynsparse.pattern import PatternIndex
 
 __all__ = ["LayerIndex"]
@@ -60,12 +61,21 @@ class LayerIndex:
     )
 
     def __init__(self, index: PatternIndex, values: Tensor) -> None:
+        if type(index) is not PatternIndex or not all(isinstance(t, Tensor) for t in index):
+            check_kind("the index", index, PatternIndex, "the index tensors of a SparsePattern")
+            for name, tensor in zip(index._fields, index, strict=True):
+                check_tensor(name, tensor)
+        check_kind("values", values, Tensor, "a tensor")
         if values.dim() not in (1, 3) or (values.dim() == 3 and values.shape[1] != values.shape[2]):
             raise RuntimeError(
                 f"values must be [nnz] or [nnz, b, b], got the shape {list(values.shape)}"
             )
         self.index = index
         self.row_ptr, self.cols, self.col_ptr, self.csc_rows, self.csc_perm = index
+        if any(tensor.dim() != 1 for tensor in index):
+            raise RuntimeError(
+                "the index tensors must be one-dimensional: take SparsePattern.index"
+            )
         self.nnz = nnz = self.cols.shape[0]
         if values.shape[0] != nnz:
             raise RuntimeError(

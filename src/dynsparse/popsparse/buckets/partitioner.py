@@ -32,6 +32,7 @@ from dynsparse.popsparse.product.cache import PlanningCache
 from dynsparse.popsparse.product.formats import COOMatrix, SparseMatrix
 from dynsparse.popsparse.product.params import FullyConnectedParams, MatmulParams
 from dynsparse.popsparse.product.plan import Plan
+from dynsparse.typed import typed
 
 __all__ = ["Partitioner"]
 
@@ -54,6 +55,7 @@ class Partitioner:
         ValueError: a plan that keeps its weights dense, or blocks that do not divide each other.
     """
 
+    @typed
     def __init__(
         self,
         plan: Plan | BucketLayout,
@@ -90,6 +92,7 @@ class Partitioner:
         self.use_actual_worker_split_costs = use_actual_worker_split_costs
 
     @classmethod
+    @typed
     def for_params(
         cls,
         target: Any,

@@ -19,10 +19,12 @@ from typing import Any
 import numpy as np
 
 from dynsparse.checks import check_integer
+from dynsparse.machine.target import Target
 from dynsparse.popsparse.dense.cost import Cut, Terms, least_cycles, price, tile_bytes
 from dynsparse.popsparse.dense.cycles import AMP, HMAC
 from dynsparse.popsparse.product.data_types import DataType, data_type, number
 from dynsparse.popsparse.product.parts import all_partitions, ceil_div, even_parts
+from dynsparse.typed import typed
 
 __all__ = ["DensePlan", "plan"]
 
@@ -115,12 +117,13 @@ class DensePlan:
         }
 
 
+@typed
 def plan(
     m: int,
     k: int,
     n: int,
     dtype: Any,
-    target: Any,
+    target: Target,
     *,
     partials: Any = None,
     available_memory_proportion: float = 0.6,
@@ -154,6 +157,12 @@ def _plan(
     m: int, k: int, n: int, dtype: DataType, partials: DataType, target: Any, share: float
 ) -> DensePlan:
     resident = ceil_div((m * k + k * n + m * n) * dtype.size, target.tiles)
+    # Before the search, which takes the longer the more is wanted.
+    if resident > target.bytes_per_tile:
+        raise ValueError(
+            f"a dense {m}x{k} by {k}x{n} product of {dtype} needs {resident:,} bytes a tile for "
+            f"its operands alone, {target.name} has {target.bytes_per_tile:,}: take smaller sizes"
+        )
     found = _search(m, k, n, dtype, partials, target, share, resident)
     if resident + found.temporary_bytes > target.bytes_per_tile:
         raise ValueError(
@@ -222,7 +231,7 @@ def _search(
     n: int,
     dtype: DataType,
     partials: DataType,
-    target: Any,
+    target: Target,
     share: float,
     resident: int,
 ) -> DensePlan:
@@ -268,7 +277,7 @@ def _as_plan(
     sizes: tuple[int, int, int],
     dtype: DataType,
     partials: DataType,
-    target: Any,
+    target: Target,
     resident: int,
     bound: int | None,
     cut: Cut,

@@ -12,6 +12,7 @@ from dynsparse.pattern import SparsePattern
 from dynsparse.popsparse.product.block_lists import to_numpy
 from dynsparse.popsparse.product.formats import SparseMatrix
 from dynsparse.popsparse.product.plan import Plan
+from dynsparse.typed import typed
 
 __all__ = ["DensePartitioner", "DensePatterns", "DenseWeights"]
 
@@ -47,6 +48,7 @@ class DensePartitioner:
         plan: a plan with `use_dense`.
     """
 
+    @typed
     def __init__(self, plan: Plan) -> None:
         if not plan.use_dense:
             raise ValueError("this plan has buckets: use Partitioner")

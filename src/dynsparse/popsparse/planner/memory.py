@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from dynsparse.popsparse.product.plan import Plan
+from dynsparse.typed import typed
 
 __all__ = ["CODE_BYTES", "TileMemory", "require_fit", "tile_memory"]
 
@@ -54,6 +55,7 @@ class TileMemory:
         }
 
 
+@typed
 def tile_memory(plan: Plan) -> TileMemory:
     """The memory a plan needs on the fullest tile. A tile too small for `CODE_BYTES` many times
     over, as small targets of tests are, is charged an eighth of its memory for code."""

@@ -6,11 +6,13 @@ from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
 
+from dynsparse.machine.target import Target
 from dynsparse.popsparse.planner.search import make_plan
 from dynsparse.popsparse.product.cache import PlanningCache
 from dynsparse.popsparse.product.options import Options
 from dynsparse.popsparse.product.params import FullyConnectedParams, SparsityParams
 from dynsparse.popsparse.product.plan import PASSES, Plan
+from dynsparse.typed import typed
 
 __all__ = ["parse_passes", "plan"]
 
@@ -29,6 +31,7 @@ def parse_passes(passes: str | Iterable[str]) -> tuple[str, ...]:
     return tuple(name for name in PASSES if name in names or name == "forward")
 
 
+@typed
 def plan(
     out: int,
     in_: int,
@@ -36,7 +39,7 @@ def plan(
     density: float,
     block_size: Any = 1,
     dtype: Any = "float16",
-    target: Any = None,
+    target: Target | None = None,
     *,
     passes: str | Iterable[str] = ("forward",),
     options: Any = None,

@@ -7,6 +7,7 @@ from typing import Any
 
 from dynsparse.popsparse.planner.memory import tile_memory
 from dynsparse.popsparse.product.plan import Plan
+from dynsparse.typed import typed
 
 __all__ = ["plan_report", "plan_text"]
 
@@ -31,6 +32,7 @@ def _reason(winner: dict[str, dict[str, int]], other: dict[str, Any], ahead: int
     return ", ".join(words)
 
 
+@typed
 def plan_report(plan: Plan) -> dict[str, Any]:
     """Everything about a plan as plain numbers and strings, ready for JSON.
 
@@ -104,6 +106,7 @@ def _table(rows: Iterable[tuple[str, ...]], words: tuple[int, ...] = (0,)) -> li
     ]
 
 
+@typed
 def plan_text(plan: Plan, runners_up: int = 5) -> str:
     """The report for a terminal: partition, cost by pass and term, memory, runners-up."""
     report = plan_report(plan)

@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from dynsparse.machine.target import Target
 from dynsparse.popsparse.planner import bucket_sizes
 from dynsparse.popsparse.planner.cost import Buckets, TermArray, bucket_arrays, product_terms
 from dynsparse.popsparse.planner.cost_grad_weight import grad_weight_terms
@@ -24,6 +25,7 @@ from dynsparse.popsparse.product.params import FullyConnectedParams, MatmulParam
 from dynsparse.popsparse.product.parts import even_parts
 from dynsparse.popsparse.product.plan import BucketSizes, Method, PassCost, Plan, Sizes, Term
 from dynsparse.popsparse.product.words import overflow_words
+from dynsparse.typed import typed
 
 __all__ = ["Search", "make_plan", "matmul_plan"]
 
@@ -68,8 +70,9 @@ class Search:
     runners_up: tuple[dict[str, Any], ...] = field(repr=False)
 
 
+@typed
 def make_plan(
-    target: Any,
+    target: Target,
     dtype: Any,
     params: FullyConnectedParams,
     options: Any = None,
@@ -96,8 +99,9 @@ def make_plan(
     return _search(*key) if cache is None else cache.find(key, lambda: _search(*key))
 
 
+@typed
 def matmul_plan(
-    target: Any,
+    target: Target,
     dtype: Any,
     params: MatmulParams,
     options: Any = None,

@@ -24,6 +24,7 @@ from dynsparse.popsparse.product.plan import Method, Plan
 from dynsparse.popsparse.timing import kernels as execution_cycles
 from dynsparse.popsparse.timing.kernels import Kernel
 from dynsparse.popsparse.timing.load import BucketLoad
+from dynsparse.typed import typed
 
 __all__ = ["PassTime", "Step", "predict", "sub_group_cycles"]
 
@@ -91,6 +92,7 @@ class PassTime:
         }
 
 
+@typed
 def predict(plan: Plan, pattern: Any) -> dict[str, PassTime]:
     """The time of each pass the plan is for.
 

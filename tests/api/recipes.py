@@ -1,0 +1,47 @@
+"""How every public callable is called rightly: the arguments from which one is made wrong.
+
+Keys are "module.name" for what `__all__` lists and "module.class.method" for methods. Values are a
+callable that takes keywords and a function that makes right ones anew for every call.
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+MODULES = (
+    "dynsparse",
+    "dynsparse.nn",
+    "dynsparse.ops",
+    "dynsparse.ops.linear",
+    "dynsparse.ops.embedding",
+    "dynsparse.ops.grow",
+    "dynsparse.pattern",
+    "dynsparse.allocation",
+    "dynsparse.training",
+    "dynsparse.machine",
+    "dynsparse.popsparse",
+    "dynsparse.data",
+)
+
+
+class Recipe(NamedTuple):
+    call: Callable[..., Any]
+    make: Callable[[], dict[str, Any]]
+    also: tuple[type[BaseException], ...] = ()  # errors that its docstring names beside the three
+
+
+def public_callables() -> dict[str, Any]:
+    """Every callable that a public module lists, by its first name; each object once."""
+    found: dict[str, Any] = {}
+    seen: set[int] = set()
+    for module_name in MODULES:
+        module = importlib.import_module(module_name)
+        for name in module.__all__:
+            thing = getattr(module, name)
+            if callable(thing) and not inspect.ismodule(thing) and id(thing) not in seen:
+                seen.add(id(thing))
+                found[f"{module_name}.{name}"] = thing
+    return found
