@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from dynsparse.machine import Engine, Graph, Sequence, Target
 from dynsparse.popsparse import dense
 from dynsparse.popsparse.dense.cycles import AMP, HMAC, reduce_stage, reduction_depths
-from dynsparse.popsparse.dense.layout import Layout, Operand
-from dynsparse.popsparse.dense.program import add_product, create_operand
+from dynsparse.popsparse.dense.layout import Layout, Operand, create_operand
+from dynsparse.popsparse.dense.program import add_product
 
 FREE = settings(deadline=None, max_examples=30)
 

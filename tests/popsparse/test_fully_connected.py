@@ -1,5 +1,8 @@
 """The passes of a sparse fully connected layer on the simulated machine, against float64."""
 
+import pickle
+from dataclasses import replace
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -7,6 +10,7 @@ from hypothesis import strategies as st
 
 from dynsparse.machine import Engine, Graph, Sequence, Target
 from dynsparse.pattern import SparsePattern
+from dynsparse.popsparse import dense
 from dynsparse.popsparse.buckets.partitioner import Partitioner
 from dynsparse.popsparse.fully_connected import (
     create_fully_connected_input,
@@ -15,8 +19,10 @@ from dynsparse.popsparse.fully_connected import (
     fully_connected_grad_a,
 )
 from dynsparse.popsparse.layer import Layer
+from dynsparse.popsparse.planner.planning import plan
 from dynsparse.popsparse.planner.search import make_plan
 from dynsparse.popsparse.product.params import FullyConnectedParams, SparsityParams
+from dynsparse.popsparse.product.plan import PASSES
 
 TOLERANCE = {"float16": 5e-3, "float32": 1e-5}
 
@@ -268,3 +274,23 @@ def test_dense_weights(sizes, dtype, groups):
     parts = [product[out * g : out * (g + 1), in_ * g : in_ * (g + 1)] for g in range(groups)]
     wanted = torch.cat([p.values_of(w) for p, w in zip(patterns, parts, strict=True)])
     close(torch.from_numpy(layer.grad_weight(dy, x)).double(), wanted, dtype)
+
+
+def test_a_plan_of_dense_weights_brings_its_products():
+    def made(passes, **options):
+        return plan(64, 32, 8, 0.3, 1, "float16", target, passes=passes, options=options)
+
+    target, constrained = Target.mk2(tiles=20), {"plan_constraints": {"use_dense": True}}
+    assert made("grad_weight").dense == {}
+    assert list(made("grad_input", **constrained).dense) == ["forward", "grad_input"]
+    # The gradient that grad_weight reads lies as grad_input would want it.
+    assert list(made("grad_weight", **constrained).dense) == list(PASSES)
+    assert Layer(made("grad_weight", **constrained)).run("grad_weight").cycles > 0
+    found = made("forward", **constrained)
+    copied = pickle.loads(pickle.dumps(found))
+    assert copied == found
+    assert copied.dense == found.dense
+    # What the plan brings is what is laid out and run.
+    on_one_tile = dense.plan(64, 32, 8, "float16", target.with_(tiles=1))
+    slow = replace(found, dense={"forward": on_one_tile})
+    assert Layer(slow).run("forward").cycles > Layer(copied).run("forward").cycles

@@ -12,8 +12,8 @@ from dynsparse.machine import Engine, Graph
 from dynsparse.machine import Sequence as Program
 from dynsparse.pattern import SparsePattern
 from dynsparse.popsparse.dense import planner as dense
-from dynsparse.popsparse.dense.layout import Layout, Operand
-from dynsparse.popsparse.dense.program import add_product, create_operand
+from dynsparse.popsparse.dense.layout import Layout, Operand, create_operand
+from dynsparse.popsparse.dense.program import add_product
 from dynsparse.popsparse.layer import Layer
 from dynsparse.popsparse.product.data_types import data_type
 from dynsparse.popsparse.product.plan import PASSES, Plan

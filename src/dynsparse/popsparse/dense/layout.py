@@ -16,7 +16,15 @@ from dynsparse.machine import DType, Graph, Tensor, as_dtype
 from dynsparse.popsparse.dense.planner import DensePlan
 from dynsparse.popsparse.product.parts import ceil_div
 
-__all__ = ["Extent", "Layout", "Matrix", "Operand", "OperandView"]
+__all__ = [
+    "Extent",
+    "Layout",
+    "Matrix",
+    "Operand",
+    "OperandView",
+    "create_operand",
+    "spread_in_order",
+]
 
 
 class Extent(NamedTuple):
@@ -178,3 +186,24 @@ class OperandView(Tensor):
     def __init__(self, operand: Operand, view: Tensor) -> None:
         super().__init__(view.graph, view.dtype, view.shape, addresses=view.addresses())
         self.operand = operand
+
+
+def create_operand(
+    graph: Graph, layout: Layout, which: str, name: str, *, turned: bool = False
+) -> Operand | Tensor:
+    """A new operand "a" [groups, m, k] or "b" [groups, k, n], where its user would have it: as the
+    product wants it, or spread in order where that is not the vertex's.
+
+    `turned`: the user has it transposed.
+    """
+    if not layout.is_rearranged[which]:
+        return Operand(graph, layout, which, name, turned=turned)
+    return spread_in_order(graph, layout, layout.matrix(which, turned=turned).shape, name)
+
+
+def spread_in_order(graph: Graph, layout: Layout, shape: tuple[int, ...], name: str) -> Tensor:
+    """A new tensor of the product's type, its elements in order over the tiles."""
+    dtype = layout.plan.dtype
+    made = graph.add_variable(as_dtype(dtype.name), shape, name)
+    graph.map_linearly(made, grain=dtype.vector_width)
+    return made

@@ -25,30 +25,10 @@ from dynsparse.machine import (
 )
 from dynsparse.machine import codelets as machine_codelets
 from dynsparse.popsparse.dense import codelets, cycles
-from dynsparse.popsparse.dense.layout import Layout, Matrix, Operand, OperandView
+from dynsparse.popsparse.dense.layout import Layout, Matrix, Operand, OperandView, spread_in_order
 from dynsparse.popsparse.dense.reduction import Partials, reduce_stages
 
-__all__ = ["Result", "add_product", "create_operand"]
-
-
-def create_operand(
-    graph: Graph, layout: Layout, which: str, name: str, *, turned: bool = False
-) -> Operand | Tensor:
-    """A new operand "a" [groups, m, k] or "b" [groups, k, n], where its user would have it: as the
-    product wants it, or spread in order where that is not the vertex's.
-
-    `turned`: the user has it transposed.
-    """
-    if not layout.is_rearranged[which]:
-        return Operand(graph, layout, which, name, turned=turned)
-    return _linear(graph, layout, layout.matrix(which, turned=turned).shape, name)
-
-
-def _linear(graph: Graph, layout: Layout, shape: tuple[int, ...], name: str) -> Tensor:
-    dtype = layout.plan.dtype
-    made = graph.add_variable(as_dtype(dtype.name), shape, name)
-    graph.map_linearly(made, grain=dtype.vector_width)
-    return made
+__all__ = ["Result", "add_product"]
 
 
 class Result(NamedTuple):
@@ -81,7 +61,7 @@ def add_product(
     """Add the product of "a" [groups, m, k] and "b" [groups, k, n] to a program.
 
     Args:
-        a, b: made by `create_operand`; any other tensor is copied to where it is wanted.
+        a, b: made by `layout.create_operand`; any other tensor is copied to where it is wanted.
         turned: which of them are transposed.
     """
     return _Product(graph, layout, name).add((a, b), program, turned)
@@ -144,7 +124,7 @@ class _Product:
         if not layout.is_rearranged["c"]:
             return found
         view = found.tensor()
-        ordered = _linear(self.graph, layout, view.shape, f"{self.name} result in order")
+        ordered = spread_in_order(self.graph, layout, view.shape, f"{self.name} result in order")
         steps.add(Copy(view, ordered, name="regroup result"))
         return Result(ordered, None)
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 from dynsparse.machine import Graph, Sequence, Tensor
 from dynsparse.popsparse.dense import program as product
 from dynsparse.popsparse.dense.layout import Layout, Operand, OperandView
+from dynsparse.popsparse.dense.layout import create_operand as create
 from dynsparse.popsparse.device.layout import OperandLayout
 from dynsparse.popsparse.device.weights import SparseTensor
 from dynsparse.popsparse.product.plan import Plan
@@ -29,7 +30,7 @@ def _as_user(made: Operand | Tensor, view: Tensor) -> Tensor:
 def create_weights(graph: Graph, plan: Plan, name: str) -> SparseTensor:
     """Variables for the weights of a plan with `use_dense`, as forward wants them."""
     layout = _layout(plan, "forward")
-    made = product.create_operand(graph, layout, "a", f"{name} values", turned=True)
+    made = create(graph, layout, "a", f"{name} values", turned=True)
     graph.set_initial_value(made.home if isinstance(made, Operand) else made, 0)
     values = made.tensor() if isinstance(made, Operand) else made
     return SparseTensor.of_dense(graph, plan, _as_user(made, values), name)
@@ -39,7 +40,7 @@ def create_operand(graph: Graph, plan: Plan, dim: str, name: str) -> Tensor:
     """The input (`dim` "y") or the gradient of the output ("x"), [batch, groups * channels], as
     forward or grad_input want them."""
     layout = _layout(plan, "forward" if dim == "y" else "grad_input")
-    made = product.create_operand(graph, layout, "b", name, turned=True)
+    made = create(graph, layout, "b", name, turned=True)
     view = made.tensor() if isinstance(made, Operand) else made
     view = view.transpose(1, 0, 2).reshape(*OperandLayout(plan, dim).shape)
     return _as_user(made, view)
