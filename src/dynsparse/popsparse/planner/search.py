@@ -89,7 +89,8 @@ def make_plan(
         cache: plans made earlier are taken from it.
 
     Raises:
-        ValueError: options or constraints no partition can meet, more groups than tiles.
+        ValueError: options or constraints no partition can meet, more groups than tiles, dense
+            weights (`use_dense`) the memory cannot hold.
     """
     kind = data_type(dtype)
     if not isinstance(params, FullyConnectedParams):
