@@ -6,6 +6,7 @@ Nothing may start: what would train, measure or simulate is replaced by an alarm
 from __future__ import annotations
 
 import warnings
+from typing import get_args
 
 import pytest
 
@@ -20,33 +21,40 @@ from dynsparse.cli.app import app
 
 COMMANDS = typer.main.get_command(app).commands
 
-WRONG_NUMBERS = ("abc", "", "-1", "nan", "1e400", "99999999999999999999999")
-WRONG_TEXTS = ("", "no such thing")
+NO_NUMBERS = ("abc", "", "1,5", "1.5.2", "0x1p3", "one", "--", "1 2")
+OUT_OF_RANGE = ("-1", "nan", "inf", "1e400", "99999999999999999999999")
+NO_CHOICES = ("", "no such thing", "\x00")
 
-# Flags whose every number is right somewhere: what is no number stays wrong.
-ANY_NUMBER = ("abc", "", "nan")
+# The ranges of a training's flags are checked where it starts: tests/apps looks at those.
+TRAININGS = {"mnist", "mnist-transformer", "lm"}
+
+# Any number is right here; or a simulation of that size begins.
+ANY = {"--seed", "--seeds", "--tiles"}
+
+BASE = {
+    "matmul": ["--rows", "64", "--cols", "64", "--batch", "8", "--density", "0.1", "--plan-only"],
+    "visualise": ["--records-path", "there is none"],
+    "encode": ["--output", "there/is/none"],
+}
 
 
 def flags():
+    """(command, flag, kind of its values) of every flag that takes one."""
     for name, command in COMMANDS.items():
         for parameter in command.params:
-            if parameter.opts and parameter.opts[0].startswith("--") and parameter.name != "help":
-                yield name, parameter
+            if not parameter.is_flag and parameter.opts[0].startswith("--"):
+                yield name, parameter.opts[0], parameter.type_descriptor.annotation
 
 
-def wrong_values(parameter):
-    kind = parameter.type.name
-    if parameter.is_flag:
-        return []
-    if kind in ("integer", "float", "integer range", "float range"):
-        return WRONG_NUMBERS
-    return WRONG_TEXTS
+def _is_number(kind):
+    return kind in (int, float) or any(one in (int, float) for one in get_args(kind))
 
 
 CASES = [
-    (name, parameter.opts[0], value)
-    for name, parameter in flags()
-    for value in wrong_values(parameter)
+    (name, flag, value)
+    for name, flag, kind in flags()
+    if _is_number(kind)
+    for value in (NO_NUMBERS if flag in ANY or name in TRAININGS else NO_NUMBERS + OUT_OF_RANGE)
 ]
 
 
@@ -62,3 +70,26 @@ def nothing_starts(monkeypatch):
     for module in (mnist_app, transformer_app, lm_app):
         monkeypatch.setattr(module, "run", started)
     monkeypatch.setattr(warnings, "showwarning", warnings.showwarning)
+
+
+@pytest.mark.parametrize(("name", "flag"), sorted({case[:2] for case in CASES}))
+def test_a_wrong_value_gets_one_line(name, flag, nothing_starts, capsys):
+    for command, option, value in CASES:
+        if (command, option) != (name, flag):
+            continue
+        status = run([name, *BASE.get(name, []), f"{flag}={value}"])
+        told = capsys.readouterr().err
+        assert status == 2, (value, told)
+        assert told.startswith("dynsparse: "), (value, told)
+        assert told.count("\n") == 1, (value, told)
+        assert len(told) < 1000, (value, told)
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_a_flag_that_is_not_there_gets_one_line(name, nothing_starts, capsys):
+    assert run([name, "--no-such-flag", "1"]) == 2
+    assert capsys.readouterr().err.count("\n") == 1
+
+
+def test_there_are_many_cases():
+    assert len(set(CASES)) >= 300

@@ -100,9 +100,12 @@ class Codelet:
     code_bytes: int = 0
 
     def __post_init__(self) -> None:
-        if self.runs_on not in ("worker", "workers", "supervisor"):
+        kinds = ("worker", "workers", "supervisor")
+        if not isinstance(self.runs_on, str) or self.runs_on not in kinds:
             raise ValueError(f"runs_on must be worker, workers or supervisor, got {self.runs_on!r}")
         for name in (*self.fields, *self.scalars):
+            if not isinstance(name, str):
+                raise TypeError(f"codelet {self.name!r}: a field's name is text, got {name!r}")
             if name in _RESERVED or not name.isidentifier():
                 raise ValueError(f"codelet {self.name!r}: {name!r} cannot name a field")
         both = set(self.fields) & set(self.scalars)

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.nn.functional import pad, scaled_dot_product_attention
 
 from dynsparse.checks import check_flag, check_fraction, check_integer, check_kind
+from dynsparse.files.shorten import shortened
 from dynsparse.nn.linear import SparseLinear
 from dynsparse.ops.dropout import dropout
 from dynsparse.typed import typed
@@ -141,6 +142,10 @@ class SparseMultiheadAttention(nn.Module):
 
         `bias_k` and `bias_v` are shared with `attention`.
         """
+        if set(projections) != set(PROJECTIONS):
+            raise ValueError(
+                f"projections must be {', '.join(PROJECTIONS)}, got {shortened(list(projections))}"
+            )
         made = cls.__new__(cls)
         nn.Module.__init__(made)
         extra = None if attention.bias_k is None else (attention.bias_k, attention.bias_v)

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
 
-from dynsparse.machine.target import Target
+from dynsparse.files.shorten import shortened
 from dynsparse.popsparse.planner.search import make_plan
 from dynsparse.popsparse.product.cache import PlanningCache
 from dynsparse.popsparse.product.options import Options
@@ -23,6 +23,8 @@ def parse_passes(passes: str | Iterable[str]) -> tuple[str, ...]:
     Raises:
         ValueError: an unknown name.
     """
+    if not isinstance(passes, Iterable):
+        raise TypeError(f"passes must be names such as {PASSES}, got {shortened(passes)}")
     names = passes.split(",") if isinstance(passes, str) else list(passes)
     names = [str(name).strip() for name in names]
     for name in names:
@@ -39,7 +41,7 @@ def plan(
     density: float,
     block_size: Any = 1,
     dtype: Any = "float16",
-    target: Target | None = None,
+    target: Any = None,
     *,
     passes: str | Iterable[str] = ("forward",),
     options: Any = None,
