@@ -29,7 +29,7 @@ help:
 	@echo "make bench   time a training step beside the alternatives (two minutes)"
 	@echo "make fuzz    mutate files for every reader, an hour in all (FUZZ_SECONDS for each)"
 	@echo "make soak    10^5 steps with 10^3 updates: memory and open files stay flat, counts exact"
-	@echo "make faults  interrupt and break trainings at 1,000 moments (INTERRUPTS for another number)"
+	@echo "make faults  kill, interrupt and break a thousand trainings (ten minutes; FAULTS=100 for fewer)"
 	@echo "make clean   remove what was built and made (not .venv)"
 
 demo: $(VENV)/.installed-apps native
@@ -73,9 +73,10 @@ soak: $(VENV)/.installed-apps native
 	OMP_NUM_THREADS=1 $(BIN)/python tests/soak/run.py
 
 # The suite does the same at fewer moments.
-INTERRUPTS ?= 1000
+FAULTS ?= 1000
 faults: $(VENV)/.installed-dev native
-	OMP_NUM_THREADS=1 INTERRUPTS=$(INTERRUPTS) $(BIN)/python -m pytest tests/faults
+	OMP_NUM_THREADS=1 INTERRUPTS=$(FAULTS) $(BIN)/python -m pytest tests/faults/test_interrupts.py
+	@folder=$$(mktemp -d) && $(BIN)/python tests/faults/campaign.py $$folder $(FAULTS) && rm -r $$folder
 
 clean:
 	rm -rf build dist demo-output src/dynsparse/_native .pytest_cache .mypy_cache .ruff_cache .hypothesis

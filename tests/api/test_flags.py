@@ -17,7 +17,7 @@ import typer
 import dynsparse.apps.lm as lm_app
 from dynsparse.apps.pictures import mnist as mnist_app
 from dynsparse.apps.pictures import transformer as transformer_app
-from dynsparse.cli.app import app
+from dynsparse.cli.app import app, run
 
 COMMANDS = typer.main.get_command(app).commands
 

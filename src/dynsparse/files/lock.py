@@ -28,10 +28,10 @@ class BusyError(ValueError):
 
 
 @contextmanager
-def only_writer(folder: Path) -> Iterator[None]:
+def only_writer(folder: Path) -> Iterator[bool]:
     """Keep all others who ask for the same folder out; the system lets go of it after a kill.
 
-    Where the file system has no locks there is a RuntimeWarning, and nobody is kept out.
+    Yields whether they are: where the file system has no locks there is a RuntimeWarning instead.
 
     Raises:
         BusyError: somebody else is inside.
@@ -42,7 +42,7 @@ def only_writer(folder: Path) -> Iterator[None]:
     try:
         if handle is not None:
             _sign(handle)
-        yield
+        yield handle is not None
     finally:
         if handle is not None:
             # Under the lock: whoever has opened the file by now finds it gone, and looks again.

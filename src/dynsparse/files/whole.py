@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import os
+import re
 import secrets
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import BinaryIO
 
-__all__ = ["LEFT_OVER", "replaced", "write_text_whole", "write_whole"]
+__all__ = ["LEFT_OVER", "remove_left_overs", "replaced", "write_text_whole", "write_whole"]
 
 LEFT_OVER = ".tmp"
 """How the names of files end that a kill has left unfinished; they begin with a dot."""
@@ -47,6 +48,16 @@ def write_whole(path: Path, write: Callable[[BinaryIO], object]) -> None:
 def write_text_whole(path: Path, text: str) -> None:
     """Make the file `path` of `text` in UTF-8; see `write_whole`."""
     write_whole(path, lambda file: file.write(text.encode()))
+
+
+def remove_left_overs(folder: Path) -> None:
+    """Remove what kills have left of files that `replaced` was to put into `folder`.
+
+    For who knows that nobody writes there now.
+    """
+    for file in folder.iterdir():
+        if re.fullmatch(rf"\..+\.[0-9a-f]{{8}}{re.escape(LEFT_OVER)}", file.name):
+            file.unlink(missing_ok=True)
 
 
 def _sync_folder(folder: Path) -> None:

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from dynsparse.files.whole import write_whole
 
 if TYPE_CHECKING:
     from matplotlib.colors import Colormap
@@ -57,6 +60,17 @@ def figure(width: float, height: float) -> Iterator[Figure]:
         made = Figure(figsize=(width, height), layout=layout)
         FigureCanvasAgg(made)
         yield made
+
+
+def save(page: Figure, path: Path) -> None:
+    """Write the file `path`, of the kind that its ending says, whole or not at all.
+
+    Raises:
+        ValueError: an ending that matplotlib does not know.
+        OSError: the file cannot be written.
+    """
+    kind = path.suffix.removeprefix(".") or "png"
+    write_whole(path, lambda file: page.savefig(file, dpi=150, format=kind))
 
 
 def colour_map(name: str) -> Colormap:

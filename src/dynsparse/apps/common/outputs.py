@@ -14,6 +14,7 @@ from dynsparse.apps.common.identity import KEY
 from dynsparse.apps.common.loggers import Logger
 from dynsparse.apps.common.training import Training
 from dynsparse.files.lock import only_writer
+from dynsparse.files.whole import remove_left_overs
 from dynsparse.training.records import Recorder
 
 __all__ = ["Outputs", "bytes_text", "check_writable"]
@@ -54,7 +55,8 @@ class Outputs:
         for folder in folders:
             folder.mkdir(parents=True, exist_ok=True)
         for folder in sorted({folder.resolve() for folder in folders}):
-            self._locks.enter_context(only_writer(folder))
+            if self._locks.enter_context(only_writer(folder)):
+                remove_left_overs(folder)  # each as large as a checkpoint
         others: list[Path] = []
         if options.checkpoint_path is not None:
             others = check_own(training, options.checkpoint_path, overwrite=options.overwrite)

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from dynsparse.files.json_text import parse_json
-from dynsparse.report.figure import figure, need_matplotlib
+from dynsparse.report.figure import figure, need_matplotlib, save
 
 __all__ = ["draw_losses", "main", "read_figures"]
 
@@ -70,7 +70,7 @@ def draw_losses(runs: Sequence[dict[str, Any]], path: Path, title: str = "") -> 
         axes.set_title(title or runs[0]["data"], fontweight="bold", pad=10)
         axes.plot([], [], color="#666666", lw=1.3, ls=(0, (3, 2)), label="training")
         axes.legend(title="validation at the end")
-        page.savefig(path, dpi=150)
+        save(page, path)
     return path
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +34,8 @@ class TextLog:
     def log(self, step: int, figures: dict[str, Any]) -> None:
         with self._path.open("a") as file:
             file.write(f"{step} {figures['accuracy']:.8f}\n")
+            file.flush()
+            os.fsync(file.fileno())
 
     def close(self, figures: dict[str, Any]) -> None:
         """Every line was written when it was logged."""

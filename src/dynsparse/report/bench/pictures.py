@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from dynsparse.report.figure import MUTED, colour_map, figure
+from dynsparse.report.figure import MUTED, colour_map, figure, save
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -57,7 +57,7 @@ def draw_speedups(results: dict[str, Any], path: Path) -> Path:
         }
         labels = [text for text in (_label(block) for block in blocks) if text in handles]
         page.legend([handles[text] for text in labels], labels, loc="outside right center")
-        page.savefig(path, dpi=150)
+        save(page, path)
     return path
 
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from dynsparse.files.whole import write_text_whole
 from dynsparse.report.machine.buckets import bucket_maps, buckets_section, propagation_section
 from dynsparse.report.machine.data import BucketData, ProfileData, read_profiles
 from dynsparse.report.machine.encoding import encoding_data
@@ -42,7 +43,7 @@ def write_report(path: str | Path, **contents: Any) -> Path:
         OSError: the file cannot be written.
     """
     path = Path(path)
-    path.write_text(report_html(**contents), "utf-8")
+    write_text_whole(path, report_html(**contents))
     return path
 
 

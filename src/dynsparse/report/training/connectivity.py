@@ -6,11 +6,12 @@ import math
 import os
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from dynsparse.report.figure import MUTED, colour_map, figure, need_matplotlib
+from dynsparse.files.whole import write_whole
+from dynsparse.report.figure import MUTED, colour_map, figure, need_matplotlib, save
 from dynsparse.report.training.curves import draw_curves
 from dynsparse.training.records import RecordError, Records
 
@@ -184,7 +185,7 @@ def _draw_before_and_after(
             panel.show(counts, f"{when}: step {step:,}")
         panels[-1].add_scale(None if is_image else list(grid))
         page.suptitle(_describe(records, layer), fontsize=13)
-        page.savefig(path, dpi=150)
+        save(page, path)
     return path
 
 
@@ -224,7 +225,8 @@ def _write_gif(pictures: list[np.ndarray], colours: Colormap, path: Path) -> Non
         frames[-1].putpalette(palette.tobytes())
     milliseconds = [_FRAME_MS] * len(frames)
     milliseconds[0] = milliseconds[-1] = _HELD_MS
-    frames[0].save(path, save_all=True, append_images=frames[1:], duration=milliseconds, loop=0)
+    more: dict[str, Any] = {"append_images": frames[1:], "duration": milliseconds, "loop": 0}
+    write_whole(path, lambda file: frames[0].save(file, "GIF", save_all=True, **more))
 
 
 def _nearest(picture: np.ndarray, palette: np.ndarray) -> np.ndarray:

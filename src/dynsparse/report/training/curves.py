@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from dynsparse.report.figure import MUTED, colour_map, figure
+from dynsparse.report.figure import MUTED, colour_map, figure, save
 from dynsparse.training.records import Records
 
 if TYPE_CHECKING:
@@ -55,7 +55,7 @@ def draw_curves(records: Records, path: Path) -> Path:
             axes.set_xlim(steps[0], max(steps[-1], steps[0] + 1))
             axes.set_ylim(0, max(1.0, 1.08 * axes.dataLim.y1))
         _name_lines(page, churn)
-        page.savefig(path, dpi=150)
+        save(page, path)
     return path
 
 

@@ -18,10 +18,12 @@ from typing import Any, BinaryIO
 import torch
 from torch import Tensor, nn
 
+from dynsparse.files.shorten import shortened
 from dynsparse.files.whole import write_whole
 from dynsparse.nn.sparse_module import SparseModule, whole
 from dynsparse.pattern import SparsePattern
 from dynsparse.training.checkpoint import random_state as rng
+from dynsparse.training.checkpoint.optimizing import check_scheduler, loaded_optimizer
 from dynsparse.training.checkpoint.reading import (
     HEADER,
     MAGIC,
@@ -118,7 +120,9 @@ def load_checkpoint(
         attributes: dict[str, Any] = {}
         if optimizer is not None:
             _check_optimizer(payload["optimizer"], optimizer)
-            attributes = _loaded(optimizer, payload["optimizer"]["state"])
+            attributes = loaded_optimizer(
+                optimizer, payload["optimizer"]["state"], _parameter_shapes(payload, model)
+            )
         if random_state:
             rng.check_global_states(payload["random"])
         if trainer is not None:
@@ -126,20 +130,36 @@ def load_checkpoint(
             trainer.check_state(payload["trainer"], _saved_patterns(payload, model, trainer))
         if lr_scheduler is not None:
             _check_kind(_wanted(payload, "lr_scheduler"), lr_scheduler)
+            check_scheduler(payload["lr_scheduler"]["state"], lr_scheduler)
         for name, generator in (generators or {}).items():
             if name not in payload["generators"]:
                 raise ValueError(f"it holds no generator {name!r}")
             rng.check(generator, payload["generators"][name], name)
-    except ValueError as error:
-        raise CheckpointError(f"{path} does not fit: {error}") from None
+    except Exception as error:  # of any kind: it is what comparing a stranger's values can end in
+        kind = "" if isinstance(error, ValueError) else f"{type(error).__name__}: "
+        reason = " ".join(f"{kind}{error}".split())[:600]
+        raise CheckpointError(f"{path} does not fit: {reason}") from None
 
-    model.load_state_dict(payload["model"])
-    if optimizer is not None:
-        optimizer.__dict__.update(attributes)
+    # What only shows while it is loaded is undone: a trainer's own pieces know their states best.
+    before = None if trainer is None else copy.deepcopy((model.state_dict(), trainer.state_dict()))
+    own = {} if optimizer is None else dict(optimizer.__dict__)
+    try:
+        model.load_state_dict(payload["model"])
+        if optimizer is not None:
+            optimizer.__dict__.update(attributes)
+        if trainer is not None:
+            trainer.load_state_dict(payload["trainer"])
+    except Exception as error:  # of any kind: it is what a stranger's file makes them do
+        if before is None or trainer is None:
+            raise
+        model.load_state_dict(before[0])
+        if optimizer is not None:
+            optimizer.__dict__.update(own)
+        trainer.load_state_dict(before[1])
+        reason = " ".join(f"{type(error).__name__}: {error}".split())[:300]
+        raise CheckpointError(f"{path} does not fit: its trainer's state: {reason}") from None
     if lr_scheduler is not None:
         lr_scheduler.load_state_dict(payload["lr_scheduler"]["state"])
-    if trainer is not None:
-        trainer.load_state_dict(payload["trainer"])
     for name, generator in (generators or {}).items():
         rng.restore(generator, payload["generators"][name])
     if random_state:
@@ -200,7 +220,8 @@ def _check_model(payload: dict[str, Any], model: nn.Module) -> None:
             resizable |= {prefix + key for key in ("values", "rows", "cols")}
         elif not isinstance(other, list) or other != pattern:
             raise ValueError(
-                f"layer {name!r} was saved with [out, in, block size, blocks] = {other}, "
+                f"layer {name!r} was saved with [out, in, block size, blocks] = "
+                f"{shortened(other)}, "
                 f"the model has {pattern}"
             )
         _check_pattern(name, module, saved)
@@ -252,16 +273,13 @@ def _saved_patterns(
     return found
 
 
-def _loaded(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> dict[str, Any]:
-    """The attributes of `optimizer` with `state` loaded, made beside it."""
-    beside = copy.copy(optimizer)
-    try:
-        beside.load_state_dict(state)
-    except (AttributeError, IndexError, KeyError, RuntimeError, TypeError, ValueError) as error:
-        raise ValueError(
-            f"the state of the optimizer is damaged ({type(error).__name__}: {error})"
-        ) from None
-    return beside.__dict__
+def _parameter_shapes(payload: dict[str, Any], model: nn.Module) -> dict[int, torch.Size]:
+    """The shape of each parameter of the model, by its `id`, once the payload is loaded."""
+    return {
+        id(parameter): payload["model"][name].shape
+        for name, parameter in model.named_parameters(remove_duplicate=False)
+        if isinstance(payload["model"].get(name), Tensor)
+    }
 
 
 def _check_optimizer(saved: dict[str, Any], optimizer: torch.optim.Optimizer) -> None:

@@ -1,0 +1,149 @@
+"""Kill trainings and resume them: which cases there are, and what has to hold for each."""
+
+from __future__ import annotations
+
+import math
+import random
+import shutil
+import sys
+import time
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from dynsparse.training.checkpoint import read_extra
+
+sys.path.insert(0, str(Path(__file__).parent))
+from sizes import TEXT
+from trainings import Server, begin, checkpoints, difference, outcome
+
+KILLS = ("before", "torn", "power")
+
+
+@dataclass(frozen=True)
+class Case:
+    """A kill at an operation on files, or after some share of the time a training takes.
+
+    `again` is the operation of the first resume at which that one is killed, too.
+    """
+
+    kind: str = "before"
+    at: int | None = None
+    after: float | None = None
+    again: int | None = None
+
+
+@dataclass
+class Outcomes:
+    """How many kills there were, and what was wrong after them."""
+
+    kills: Counter[str] = field(default_factory=Counter)
+    wrong: list[str] = field(default_factory=list)
+
+
+def cases(app: str, count: int, operations: int) -> Iterator[Case]:
+    """`count` kills: six tenths at operations spread evenly, two of resumes, two at random."""
+    draw = random.Random(f"{app} {count}")
+    spread = 6 * count // 10
+    for number in range(spread):
+        # As often as there are operations, each way; the ways are shifted where they are fewer.
+        at = 1 + number * operations // spread if spread < operations else 1 + number % operations
+        way = number + number // operations
+        yield Case(KILLS[way % len(KILLS)], at=at)
+    twice = count // 10
+    for number in range(twice):
+        at = operations // 3 + number * (operations - operations // 3) // twice
+        yield Case(draw.choice(KILLS), at=at, again=draw.randint(1, operations // 4))
+    for _ in range(count - spread - 2 * twice):
+        yield Case(after=draw.random())
+
+
+def campaign(server: Server, app: str, folder: Path, count: int) -> Outcomes:
+    """Kill `count` trainings in `folder`; compare each one's end with an uninterrupted one's."""
+    (folder / "text.txt").write_text(TEXT)
+    seconds = math.inf
+    for name in ("warm", "reference"):
+        reference = folder / name
+        reference.mkdir()
+        begun = time.perf_counter()
+        whole = server.run(app, reference, **begin(app, reference))
+        seconds = min(seconds, time.perf_counter() - begun)
+        assert whole["error"] is None
+    expected = outcome(app, reference)
+    outcomes = Outcomes()
+    for number, case in enumerate(cases(app, count, whole["count"])):
+        place = folder / f"{number}"
+        place.mkdir()
+        try:
+            problem = _survives(server, app, place, case, seconds, outcomes.kills)
+            problem = problem or difference(expected, _found(expected, outcome(app, place)))
+        except Exception as error:
+            problem = f"{type(error).__name__}: {error}"
+        if problem:
+            outcomes.wrong.append(f"{app}, {case}: {problem}")
+        else:
+            shutil.rmtree(place)
+    return outcomes
+
+
+def _survives(
+    server: Server, app: str, place: Path, case: Case, seconds: float, kills: Counter[str]
+) -> str | None:
+    """What is wrong with what the kills left, or with going on from there."""
+    after = None if case.after is None else case.after * seconds
+    first = server.run(app, place, kind=case.kind, at=case.at, after=after, **begin(app, place))
+    name = "at random" if case.at is None else case.kind
+    if problem := _killed(first, name, kills):
+        return problem
+    for file in checkpoints(app, place):
+        read_extra(file)
+    if case.again is not None:
+        again = server.resume(app, place, kind=case.kind, at=case.again)
+        if problem := _killed(again, f"{name}, of a resume", kills):
+            return problem
+    last = server.resume(app, place)
+    return last["error"] if last["status"] == 0 else f"status {last['status']}"
+
+
+def _found(expected: dict[str, Any], found: dict[str, Any]) -> dict[str, Any]:
+    """`found`, with the last epoch's scores of a training that was resumed when it was done."""
+    own, whole = found["figures"], expected["figures"]
+    scores = {name: whole.get(name) for name in ("train_loss", "train_accuracy") if name in own}
+    if scores and all(own[name] is None for name in scores):
+        return found | {"figures": own | scores}
+    return found
+
+
+def _killed(answer: dict[str, object], name: str, kills: Counter[str]) -> str | None:
+    if answer["status"] == -9:
+        kills[name] += 1
+        return None
+    if answer["error"] is None and answer["status"] == 0:
+        kills[f"{name}, too late"] += 1
+        return None
+    return f"ended with {answer['error']}, status {answer['status']}"
+
+
+def main(arguments: Sequence[str]) -> int:
+    """`campaign.py FOLDER COUNT`: that many kills over all applications; 1 if one did harm."""
+    folder, count = Path(arguments[0]), int(arguments[1])
+    wrong: list[str] = []
+    with Server() as server:
+        for app in ("mnist", "lm"):
+            place = folder / app
+            place.mkdir(parents=True)
+            begun = time.perf_counter()
+            found = campaign(server, app, place, count // 2)
+            wrong += found.wrong
+            for name, number in sorted(found.kills.items()):
+                print(f"{app}: {number} kills {name}")
+            print(f"{app}: {len(found.wrong)} of {count // 2} did harm", end=", ")
+            print(f"{time.perf_counter() - begun:.0f} s", flush=True)
+    print("\n".join(wrong))
+    return bool(wrong)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

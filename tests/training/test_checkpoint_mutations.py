@@ -1,0 +1,146 @@
+"""Every part of a checkpoint dropped, of another type, of another length: nothing changes."""
+
+import copy
+import hashlib
+import io
+import struct
+
+import numpy as np
+import pytest
+import torch
+
+import dynsparse as ds
+from dynsparse.training.checkpoint import CheckpointError, load_checkpoint, save_checkpoint
+
+
+def parts(kind, optimizer_kind):
+    generator = torch.Generator().manual_seed(3)
+    model = torch.nn.Sequential(
+        ds.nn.SparseLinear(12, 8, density=0.5, generator=generator), torch.nn.Linear(8, 2)
+    )
+    if optimizer_kind == "Adam":
+        optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
+    else:
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    trainer = getattr(ds, kind)(model, optimizer, total_steps=40, update_interval=2)
+    return {
+        "model": model,
+        "optimizer": optimizer,
+        "trainer": trainer,
+        "lr_scheduler": torch.optim.lr_scheduler.StepLR(optimizer, 3),
+        "generators": {"own": np.random.default_rng(5)},
+    }
+
+
+def train(made, steps):
+    for _ in range(steps):
+        made["optimizer"].zero_grad()
+        made["model"](torch.randn(4, 12)).square().mean().backward()
+        made["trainer"].step()
+        made["lr_scheduler"].step()
+
+
+def snapshot(made):
+    return copy.deepcopy(
+        {
+            "model": made["model"].state_dict(),
+            "optimizer": made["optimizer"].state_dict(),
+            "trainer": made["trainer"].state_dict(),
+            "lr_scheduler": made["lr_scheduler"].state_dict(),
+            "own": made["generators"]["own"].bit_generator.state,
+            "torch": torch.get_rng_state(),
+            "numpy": np.random.get_state(),
+        }
+    )
+
+
+def same(first, second):
+    if isinstance(first, torch.Tensor):
+        return isinstance(second, torch.Tensor) and torch.equal(first, second)
+    if isinstance(first, np.ndarray):
+        return isinstance(second, np.ndarray) and np.array_equal(first, second)
+    if isinstance(first, dict):
+        return first.keys() == second.keys() and all(same(first[k], second[k]) for k in first)
+    if isinstance(first, (list, tuple)):
+        return len(first) == len(second) and all(map(same, first, second))
+    return type(first) is type(second) and first == second
+
+
+def mutations(value, path=()):
+    """(path, what, the mutated whole) for every node: dropped, of other types, of other lengths."""
+    inner = []
+    if isinstance(value, dict):
+        inner = list(value.items())
+        for key in value:
+            yield (*path, key), "dropped", {k: v for k, v in value.items() if k != key}
+        yield path, "one more", {**value, "unheard of": 1}
+    elif isinstance(value, (list, tuple)):
+        # Six hundred numbers of Python's generator are one kind of place.
+        inner = list(enumerate(value))[:3]
+        yield path, "shorter", type(value)(value[:-1])
+        yield path, "longer", type(value)((*value, 1))
+    elif isinstance(value, torch.Tensor):
+        if value.dim():
+            yield path, "shorter", value[:-1].clone()
+            yield path, "longer", torch.cat([value, value[:1]])
+            yield path, "deeper", value[None].clone()
+        yield path, "complex", value.to(torch.complex64)
+    for wrong in (None, "text", -3, [], {}, float("nan"), torch.zeros(2, 3)):
+        if type(wrong) is not type(value):
+            yield path, f"now {wrong!r}", wrong
+    for key, child in inner:
+        for where, what, changed in mutations(child, (*path, key)):
+            if isinstance(value, dict):
+                yield where, what, {**value, key: changed}
+            else:
+                yield where, what, type(value)([*value[:key], changed, *value[key + 1 :]])
+
+
+def with_digest(value):
+    stream = io.BytesIO()
+    torch.save(value, stream)
+    payload = stream.getvalue()
+    digest = hashlib.sha256(payload).digest()
+    return struct.pack("<16sIQ32s", b"dynsparse\0state\n", 1, len(payload), digest) + payload
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("kind", "optimizer"), [("RigL", "Adam"), ("TopKAST", "SGD")])
+def test_no_mutation_changes_anything_unless_it_is_loaded_whole(kind, optimizer, tmp_path):
+    made = parts(kind, optimizer)
+    train(made, 5)
+    save_checkpoint(tmp_path / "good", **made, extra={"epoch": 1})
+    payload = torch.load(io.BytesIO((tmp_path / "good").read_bytes()[60:]), weights_only=True)
+    fresh = parts(kind, optimizer)
+    train(fresh, 3)
+    before = snapshot(fresh)
+    refused = 0
+    harmful = []
+    for path, what, changed in mutations(payload):
+        (tmp_path / "bad").write_bytes(with_digest(changed))
+        try:
+            load_checkpoint(tmp_path / "bad", **fresh)
+        except CheckpointError as error:
+            refused += 1
+            if "\n" in str(error) or len(str(error)) > 1000:
+                harmful.append(f"{path} {what}: {str(error)[:1000]!r}")
+        except Exception as error:
+            harmful.append(f"{path} {what}: {type(error).__name__}: {error}")
+        else:
+            # Taken: then a step must be possible, and nothing be left of what was before.
+            try:
+                train(fresh, 1)
+            except Exception as error:
+                harmful.append(f"{path} {what}: taken, then {type(error).__name__}: {error}")
+            fresh = parts(kind, optimizer)
+            torch.manual_seed(0)
+            train(fresh, 3)
+            before = snapshot(fresh)
+            continue
+        if not same(before, snapshot(fresh)):
+            harmful.append(f"{path} {what}: changed")
+            fresh = parts(kind, optimizer)
+            train(fresh, 3)
+            before = snapshot(fresh)
+    assert harmful == [], "\n".join(harmful)
+    assert refused > 300
