@@ -17,7 +17,17 @@ import pytest
 SOURCE = Path(__file__).resolve().parent.parent / "src"
 PACKAGE = "dynsparse"
 
-GROUND = ["native", "checks", "interrupts", "version", "files", "encoding", "pattern", "allocation"]
+GROUND = [
+    "native",
+    "checks",
+    "typed",
+    "interrupts",
+    "version",
+    "files",
+    "encoding",
+    "pattern",
+    "allocation",
+]
 FLOORS = [
     GROUND,
     ["ops"],
