@@ -22,7 +22,7 @@ KINDS = ("before", "torn", "power", "full", "readonly", "lockless")
 
 - before: SIGKILL before it; after the n-th is before the next.
 - torn: SIGKILL after half of a write has reached the file; before any other operation.
-- power: as torn, and whatever was written without an fsync since is emptied, as a power cut does.
+- power: as torn, and whatever was written without an fsync since is cut off, as a power cut does.
 - full: the disk is full from then on: ENOSPC for all that needs room.
 - readonly: the file system is read-only from then on: EROFS.
 - lockless: it has no locks: ENOLCK, from the beginning.
@@ -41,7 +41,7 @@ class Crash:
         self.kind = kind
         self.at = at
         self.count = 0
-        self.unsynced: dict[int, str] = {}
+        self.unsynced: dict[int, tuple[str, int]] = {}
         self.over = False
 
     def concerns(self, path: Any) -> bool:
@@ -72,9 +72,9 @@ class Crash:
         if self.kind in ("torn", "power") and write is not None:
             write.half(content)
         if self.kind == "power":
-            for path in self.unsynced.values():
+            for path, size in self.unsynced.values():
                 if os.path.exists(path):
-                    os.truncate(path, 0)
+                    os.truncate(path, size)
         os.kill(os.getpid(), signal.SIGKILL)
 
     def _fail(self) -> None:
@@ -100,10 +100,11 @@ class _Watched:
 
     def __init__(self, file: Any, path: str, crash: Crash) -> None:
         self._file, self._path, self._crash = file, path, crash
+        self._size = os.fstat(file.fileno()).st_size
 
     def write(self, content: Any) -> int:
         self._crash.operation("write", self, content)
-        self._crash.unsynced[self._file.fileno()] = self._path
+        self._crash.unsynced[self._file.fileno()] = self._path, self._size
         return self._file.write(content)
 
     def half(self, content: Any) -> None:
@@ -136,7 +137,7 @@ def arm(folder: Path, kind: str, at: int | None) -> Crash:
         synced(handle)
         # What another descriptor of the same file wrote is on the disk, too.
         path = os.readlink(f"/proc/self/fd/{handle}")
-        for other, written in list(crash.unsynced.items()):
+        for other, (written, _) in list(crash.unsynced.items()):
             if os.path.abspath(written) == path:
                 del crash.unsynced[other]
 

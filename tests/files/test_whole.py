@@ -1,6 +1,7 @@
 """Files that appear whole or not at all."""
 
 import os
+import threading
 
 import pytest
 
@@ -53,3 +54,22 @@ def test_content_reaches_the_disk_before_the_name_and_the_name_before_it_returns
     monkeypatch.setattr(os, "replace", replaced)
     write_text_whole(tmp_path / "a", "x")
     assert told == ["file", "name", "folder"]
+
+
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="this system has no named pipes")
+def test_a_pipe_is_written_to_and_a_link_stays_one(tmp_path):
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    got = []
+    reader = threading.Thread(target=lambda: got.append(pipe.read_text()))
+    reader.start()
+    write_text_whole(pipe, "through")
+    reader.join()
+    assert got == ["through"]
+    assert pipe.is_fifo()
+    link, file = tmp_path / "link", tmp_path / "file"
+    file.write_text("old")
+    link.symlink_to(file)
+    write_text_whole(link, "new")
+    assert link.is_symlink()
+    assert file.read_text() == "new"

@@ -26,6 +26,7 @@ def replaced(path: Path) -> Iterator[Path]:
     Raises:
         OSError: the folder is missing or cannot be written, or the disk is full.
     """
+    path = Path(os.path.realpath(path))  # a link stays one, to the new file
     # A name of its own for each writer: two of them never write into one file.
     temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}{LEFT_OVER}")
     try:
@@ -40,7 +41,14 @@ def replaced(path: Path) -> Iterator[Path]:
 
 
 def write_whole(path: Path, write: Callable[[BinaryIO], object]) -> None:
-    """Make the file `path` of what `write` writes into the stream it gets; see `replaced`."""
+    """Make the file `path` of what `write` writes into the stream it gets; see `replaced`.
+
+    A device or a pipe, as /dev/stdout, is written to as it is.
+    """
+    if path.exists() and not path.is_file() and not path.is_dir():
+        with open(path, "wb") as file:
+            write(file)
+        return
     with replaced(path) as temporary, open(temporary, "xb") as file:
         write(file)
 
