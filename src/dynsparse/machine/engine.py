@@ -19,7 +19,6 @@ from dynsparse.machine.program import Program, check_nesting
 from dynsparse.machine.state import State
 from dynsparse.machine.target import Target
 from dynsparse.machine.tensor import Tensor
-from dynsparse.typed import typed
 
 __all__ = ["Engine"]
 
@@ -47,7 +46,6 @@ class Engine:
             codelet that makes whole numbers of floating-point ones.
     """
 
-    @typed
     def __init__(
         self,
         graph: Graph,

@@ -9,7 +9,6 @@ from typing import Any
 from dynsparse.machine.errors import ProgramError
 from dynsparse.machine.graph import ComputeSet, Stream
 from dynsparse.machine.tensor import Tensor
-from dynsparse.typed import typed
 
 __all__ = [
     "Call",
@@ -112,7 +111,6 @@ class Copy(Program):
 class Repeat(Program):
     """Run the body a fixed number of times."""
 
-    @typed
     def __init__(self, count: int, body: Program, *, name: str | None = None) -> None:
         self.count = operator.index(count)
         if self.count < 0:
@@ -183,7 +181,6 @@ class If(Program):
 class Switch(Program):
     """The program of the case that equals `value`, or the default (nothing if none is given)."""
 
-    @typed
     def __init__(
         self,
         value: Tensor,

@@ -17,7 +17,6 @@ from dynsparse.machine.dtypes import DType, as_dtype
 from dynsparse.machine.errors import ProgramError
 from dynsparse.machine.intervals import Runs, expand
 from dynsparse.machine.tensor import Tensor
-from dynsparse.typed import typed
 
 __all__ = [
     "Codelet",
@@ -65,7 +64,6 @@ def InOut(*dtypes: Any) -> Field:
     return Field("inout", tuple(as_dtype(d) for d in dtypes) or None)
 
 
-@typed
 @dataclass(frozen=True, eq=False)
 class Codelet:
     """What a vertex computes and how long it takes.
@@ -100,12 +98,9 @@ class Codelet:
     code_bytes: int = 0
 
     def __post_init__(self) -> None:
-        kinds = ("worker", "workers", "supervisor")
-        if not isinstance(self.runs_on, str) or self.runs_on not in kinds:
+        if self.runs_on not in ("worker", "workers", "supervisor"):
             raise ValueError(f"runs_on must be worker, workers or supervisor, got {self.runs_on!r}")
         for name in (*self.fields, *self.scalars):
-            if not isinstance(name, str):
-                raise TypeError(f"codelet {self.name!r}: a field's name is text, got {name!r}")
             if name in _RESERVED or not name.isidentifier():
                 raise ValueError(f"codelet {self.name!r}: {name!r} cannot name a field")
         both = set(self.fields) & set(self.scalars)
@@ -116,7 +111,6 @@ class Codelet:
         return f"Codelet({self.name!r})"
 
 
-@typed
 @dataclass(frozen=True, eq=False)
 class Ragged:
     """Edges of unequal length: vertex i gets `tensor[offsets[i]:offsets[i + 1]]`.
