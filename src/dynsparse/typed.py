@@ -116,4 +116,5 @@ def _words(hint: Any) -> str:
     if origin in (Union, types.UnionType):
         return " or ".join(dict.fromkeys(_words(member) for member in typing.get_args(hint)))
     kind = hint if origin is None else origin
-    return _NAMES.get(kind) or getattr(kind, "__name__", str(kind))
+    name = str(getattr(kind, "__name__", kind))
+    return _NAMES.get(kind) or (name if name.endswith("s") else f"a {name}")

@@ -366,6 +366,7 @@ RECIPES = {
         exclude=lambda: (pattern().to_mask().flatten() == 0).nonzero().flatten()[:2],
         generator=generator,
     ),
+    "dynsparse.ops.grow.check_pooling": call(ds.ops.grow.check_pooling, pooling=lambda: "AVG"),
     "dynsparse.ops.grow.select": call(
         select, scores=lambda: torch.randn(9), k=lambda: 3, largest=lambda: True
     ),

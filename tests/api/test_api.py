@@ -26,8 +26,10 @@ RECIPES = CORE | MACHINE | POPSPARSE
 
 
 @pytest.fixture(autouse=True)
-def _bounded():
-    """One GiB beside what is mapped now, so that a size that is taken at its word fails."""
+def _bounded(tmp_path, monkeypatch):
+    """One GiB beside what is mapped now, so that a size that is taken at its word fails; and what
+    a wrong path names is written elsewhere."""
+    monkeypatch.chdir(tmp_path)
     statm = Path("/proc/self/statm")
     if not statm.exists():
         yield

@@ -76,7 +76,6 @@ class Stream:
 class Graph:
     """Variables with tile mappings, constants, compute sets and vertices, for one target."""
 
-    @typed
     def __init__(self, target: Target) -> None:
         if not isinstance(target, Target):
             raise TypeError(f"Graph takes a Target, got {type(target).__name__}")
