@@ -22,7 +22,7 @@ from recipes_popsparse import RECIPES as POPSPARSE
 from recipes_training import RECIPES as TRAINING
 from wrong import FIXED, anything, fault, refusal
 
-RECIPES = CORE | MACHINE | POPSPARSE
+RECIPES = CORE | TRAINING | MACHINE | POPSPARSE
 
 
 @pytest.fixture(autouse=True)

@@ -7,8 +7,9 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from dynsparse.checks import check_not_negative
+from dynsparse.checks import check_not_negative, check_tensor
 from dynsparse.ops.grow import select
+from dynsparse.typed import typed
 
 __all__ = ["DropScore", "MagnitudeGradient", "lowest", "lowest_of_all", "magnitude"]
 
@@ -25,6 +26,12 @@ def magnitude(values: Tensor) -> Tensor:
     Source: Mocanu et al. 2018 (SET) and Evci et al. 2020 (RigL) drop the smallest magnitudes; the
     sum over a block follows Graphcore's dynamic sparsity application.
     """
+    check_tensor("values", values)
+    if values.dim() not in (1, 3) or not values.is_floating_point():
+        raise ValueError(
+            "values must be floating point, [nnz] or [nnz, b, b], "
+            f"got {values.dtype} {list(values.shape)}"
+        )
     return values.detach().abs() if values.dim() == 1 else values.detach().abs().sum((1, 2))
 
 
@@ -57,6 +64,7 @@ class MagnitudeGradient:
         return score.add_(magnitude(values.grad), alpha=self.gradient_weight)
 
 
+@typed
 def lowest(scores: Tensor, count: int) -> Tensor:
     """The slots of the `count` lowest of `scores` [nnz], ascending, int64 [count], on the CPU.
 
@@ -65,7 +73,7 @@ def lowest(scores: Tensor, count: int) -> Tensor:
     Raises:
         ValueError: scores that are not one per slot, NaN among them, or too large a count.
     """
-    if scores.dim() != 1:
+    if scores.dim() != 1 or scores.is_complex():
         raise ValueError(f"expected one drop score per block, [nnz], got {list(scores.shape)}")
     if not 0 <= count <= len(scores):
         raise ValueError(f"cannot drop {count} of {len(scores)} blocks")

@@ -6,10 +6,12 @@ import torch
 from torch import Tensor
 
 from dynsparse.pattern import Rewiring
+from dynsparse.typed import typed
 
 __all__ = ["check_optimizer", "moving_state", "rewire_state"]
 
 
+@typed
 @torch.no_grad()
 def rewire_state(optimizer: torch.optim.Optimizer, values: Tensor, rewiring: Rewiring) -> None:
     """Apply `rewiring` to every state tensor of the Parameter `values`, in place if its size stays.

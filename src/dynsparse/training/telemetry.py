@@ -11,6 +11,7 @@ from torch import Tensor
 from dynsparse.nn import SparseLinear
 from dynsparse.pattern import Rewiring
 from dynsparse.training.trainer import SparseTrainer
+from dynsparse.typed import typed
 
 __all__ = ["Telemetry"]
 
@@ -39,6 +40,7 @@ class Telemetry:
         trainer: watched from now on, with the patterns its layers have now as the first ones.
     """
 
+    @typed
     def __init__(self, trainer: SparseTrainer) -> None:
         self._watched = {name: _Layer(layer) for name, layer in trainer.layers.items()}
         trainer.on_update.append(self._update)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import math
 from collections.abc import Callable, Mapping
 from typing import Any
 from weakref import WeakKeyDictionary, WeakSet
@@ -11,7 +10,7 @@ from weakref import WeakKeyDictionary, WeakSet
 import torch
 from torch import Tensor, nn
 
-from dynsparse.checks import check_flag, is_number
+from dynsparse.checks import check_flag
 from dynsparse.interrupts import uninterrupted
 from dynsparse.nn import SparseLinear
 from dynsparse.ops import capture
@@ -26,6 +25,7 @@ from dynsparse.training.initial import GradientStep
 from dynsparse.training.layers import sparse_layers
 from dynsparse.training.memory import released_memory
 from dynsparse.training.optimizer_state import check_optimizer
+from dynsparse.training.pieces import check_initial_value, check_kinds_of_pieces
 from dynsparse.training.plan import GrownValue, plan_changes
 from dynsparse.training.schedule import Schedule, is_due_within
 from dynsparse.training.single import check_one_optimizer, check_one_process
@@ -97,11 +97,10 @@ class SparseTrainer:
     ) -> None:
         if (schedule is None) != (growth is None):
             raise ValueError("give both a schedule and a growth, or neither for a static pattern")
-        if is_number(initial_value):
-            if not math.isfinite(initial_value):  # type: ignore[arg-type]
-                raise ValueError(f"initial_value must be finite, got {initial_value!r}")
-        elif not callable(initial_value) and not isinstance(initial_value, GradientStep):
-            raise TypeError(f"initial_value must be a number or a function, got {initial_value!r}")
+        check_kinds_of_pieces(schedule=schedule, growth=growth, budget=budget, history=history)
+        check_initial_value(initial_value)
+        if not callable(drop_score):
+            raise TypeError(f"drop_score must be a function of the values, got {drop_score!r}")
         self.layers = sparse_layers(model)
         check_optimizer(optimizer, {name: layer.values for name, layer in self.layers.items()})
         self.optimizer = optimizer

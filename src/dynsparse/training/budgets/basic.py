@@ -18,6 +18,7 @@ from dynsparse.pattern import SparsePattern
 from dynsparse.training.drop import lowest_of_all
 from dynsparse.training.history import History
 from dynsparse.training.schedule import Schedule
+from dynsparse.typed import typed
 
 __all__ = ["Budget", "Counts", "GlobalBudget", "LayerBudget", "SoftBudget", "Survey"]
 
@@ -101,6 +102,7 @@ class GlobalBudget(Budget):
     def begin(self, patterns: Mapping[str, SparsePattern]) -> None:
         check_one_block_size(patterns, "a global budget")
 
+    @typed
     def counts(self, survey: Survey) -> dict[str, Counts]:
         patterns = survey.patterns
         most = [p.nnz if survey.regrow_dropped else survey.room(n, 0) for n, p in patterns.items()]

@@ -17,6 +17,7 @@ from dynsparse.training.budgets.basic import (
 )
 from dynsparse.training.drop import lowest_of_all
 from dynsparse.training.schedule import GradualSchedule
+from dynsparse.typed import typed
 
 __all__ = ["SCOPES", "GradualBudget"]
 
@@ -46,6 +47,7 @@ class GradualBudget(Budget):
 
     changes_capacity = True
 
+    @typed
     def __init__(
         self,
         final_density: float | None,

@@ -32,10 +32,12 @@ from dynsparse.training.checkpoint.reading import (
     read_payload,
 )
 from dynsparse.training.trainer import SparseTrainer
+from dynsparse.typed import typed
 
 __all__ = ["CheckpointError", "load_checkpoint", "read_extra", "save_checkpoint"]
 
 
+@typed
 def save_checkpoint(
     path: str | os.PathLike[str],
     *,
