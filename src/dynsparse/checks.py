@@ -134,4 +134,6 @@ def check_flag(name: str, value: Any) -> bool:
     Raises:
         TypeError: anything else.
     """
-    return check_kind(name, value, bool, "True or False")
+    if not isinstance(value, bool):
+        raise TypeError(f"{name} must be True or False, got {shortened(value)}")
+    return value
