@@ -29,7 +29,7 @@ help:
 	@echo "make bench   time a training step beside the alternatives (two minutes)"
 	@echo "make fuzz    mutate files for every reader, an hour in all (FUZZ_SECONDS for each)"
 	@echo "make soak    10^5 steps with 10^3 updates: memory and open files stay flat, counts exact"
-	@echo "make faults  kill, interrupt and break a thousand trainings (ten minutes; FAULTS=100 for fewer)"
+	@echo "make faults  kill, interrupt and break a thousand trainings (twenty minutes; FAULTS=100 for fewer)"
 	@echo "make clean   remove what was built and made (not .venv)"
 
 demo: $(VENV)/.installed-apps native
