@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from dynsparse.checks import check_within
 from dynsparse.ops.grow import select
 from dynsparse.pattern import SparsePattern
 
@@ -27,8 +28,7 @@ def largest_blocks(weight: Tensor, nnz: int, block_size: int) -> SparsePattern:
 
 
 def block_count(shape: tuple[int, ...], density: float, block_size: int) -> int:
-    if isinstance(density, bool) or not isinstance(density, (int, float)) or not 0 < density <= 1:
-        raise ValueError(f"density must be a number in (0, 1], got {density!r}")
+    check_within("density", density, "(0, 1]")
     total = SparsePattern([], [], shape=shape, block_size=block_size).total
     return max(1, round(density * total))
 
