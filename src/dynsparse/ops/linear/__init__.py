@@ -37,7 +37,8 @@ class _EagerLinear(torch.autograd.Function):
     @staticmethod
     def backward(ctx, dy):
         p = ctx.layer_index
-        if torch.is_grad_enabled() or torch.is_autocast_enabled("cpu"):
+        device = "cpu" if dy.is_cpu else dy.device.type
+        if torch.is_grad_enabled() or torch.is_autocast_enabled(device):
             # The operator refuses second derivatives (create_graph), and keeps autocast out.
             return *operator.gradients(ctx, dy, ctx.needs_input_grad[2], p.index), None
         x, values = ctx.saved_tensors

@@ -7,9 +7,13 @@
 - `small`: for batches too small to fill vectors; for single elements by bit masks.
 - `dense`: a dense product, the weight laid out a slab at a time, past the break-even density.
 - `bfloat16`: over the non-zeros of bfloat16 activations, without a copy of these in float32.
-- `torch`: plain torch, for other types, other devices and where no compiled kernels are.
+- `torch`: plain torch, for other types and where no compiled kernels are.
 
-Among the first three the fastest is chosen by a small model of what each costs. It counts
+On other devices than the CPU the kinds are the files of `cuda/`:
+
+- `dense`: one dense product in the type of the activations, of a weight that is laid out for it.
+
+On the CPU the fastest of the first three is chosen by a small model of what each costs. It counts
 nanoseconds on one thread; all kinds divide about evenly among threads, so the choice does not
 depend on their number. `benchmarks/kernel_choice.py` measures all kinds over a grid of layers, fits
 the constants (`costs.py`) and says how far the choice is from the best and from a dense layer.
@@ -52,7 +56,7 @@ def cost(kind: str, layer: Layer, batch: int, backward: bool) -> float:
 
 
 def candidates(layer: Layer, batch: int) -> list[str]:
-    """The kinds that may compute this layer."""
+    """The kinds that may compute this layer on a CPU."""
     kinds = ["sparse"]
     density = layer.nnz * layer.block_size**2 / max(1, layer.out_features * layer.in_features)
     small_fits = layer.block_size in SMALL_BLOCKS
@@ -92,8 +96,9 @@ _forced: str | None = None
 def use_kernel(kind: str) -> Iterator[None]:
     """Compute with one kind inside this block, in the whole process: to compare and to measure.
 
-    `small` takes single elements and blocks of 4, 8, 16 and 32; layers of other blocks stay with
-    what is chosen for them. `sparse` computes bfloat16 activations by the route `bfloat16`.
+    `small` takes single elements and blocks of 4, 8, 16 and 32. Layers that have no such kind, for
+    their blocks or their device, stay with what is chosen for them. `sparse` computes
+    bfloat16 activations by the route `bfloat16`.
 
     Raises:
         ValueError: a kind that does not exist.
@@ -115,12 +120,10 @@ _MOST_CHOICES = 64
 def route(p: LayerIndex, batch: int, backward: bool, dtype: torch.dtype) -> str:
     """Which of `ROUTES` computes a pass over `batch` activations of `dtype`: forward, or both
     gradients. As `choose`, remembered, and subject to `use_kernel`."""
+    if not p.on_cpu:
+        return "dense"
     low = dtype is torch.bfloat16
-    if (
-        not (dtype is torch.float32 or low or dtype is torch.float16)
-        or not p.on_cpu
-        or native.load() is None
-    ):
+    if not (dtype is torch.float32 or low or dtype is torch.float16) or native.load() is None:
         return "torch"
     if _forced is not None and (_forced != "small" or p.block_size in SMALL_BLOCKS):
         return "bfloat16" if low and _forced == "sparse" else _forced

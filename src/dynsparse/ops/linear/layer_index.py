@@ -6,6 +6,8 @@ layer prepares its index once per pattern and hands the same object to every cal
 
 from __future__ import annotations
 
+from collections.abc import Callable, Hashable
+
 import torch
 from torch import Tensor
 
@@ -42,6 +44,7 @@ class LayerIndex:
     """
 
     __slots__ = (
+        "_derived",
         "bias_shape",
         "block_size",
         "choices",
@@ -101,3 +104,13 @@ class LayerIndex:
         self.masks: Tensor | None = None
         self.panels: list[tuple[int, Tensor | None]] = [(0, None), (0, None)]
         self.choices: tuple[dict[int, str], dict[int, str]] = ({}, {})
+        self._derived: dict[Hashable, Tensor] = {}
+
+    def derived(self, name: Hashable, make: Callable[[LayerIndex], Tensor]) -> Tensor:
+        """A tensor that kernels make of the index alone, made when it is first asked for."""
+        made = self._derived.get(name)
+        if made is None:
+            # Kept, so outside of whatever mode the caller is in.
+            with torch.inference_mode(False):
+                made = self._derived[name] = make(self)
+        return made

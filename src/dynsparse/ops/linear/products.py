@@ -1,7 +1,8 @@
 """The three products for any floating point type, shape and device: checks, conversion, the kernel.
 
 `choice.route` says what computes. The compiled kernels take float32, or bfloat16 where they have
-kernels for it; what these do not serve, and float16, is computed in float32.
+kernels for it; what these do not serve, and float16, is computed in float32. Off the CPU every type
+is computed as it is.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import torch
 from torch import Tensor
 
 from dynsparse.ops import capture
+from dynsparse.ops.linear import cuda
 from dynsparse.ops.linear.choice import route
 from dynsparse.ops.linear.kernels import KERNELS
 from dynsparse.ops.linear.layer_index import LayerIndex
@@ -98,11 +100,12 @@ def forward(x: Tensor, values: Tensor, p: LayerIndex, bias: Tensor | None) -> Te
         return KERNELS[route(p, x.shape[0], False, dtype)].forward(x, values, p, bias)
     _check_forward(x, values, p, bias)
     kind = route(p, x.numel() // max(1, x.shape[-1]), False, dtype)
-    low = kind == "bfloat16"  # takes values and bias as they are
-    other = dtype if low else _compute_dtype(dtype)
-    w = values if low else values.to(other)
-    b = bias if low or bias is None else bias.to(other)
-    y = KERNELS[kind].forward(_matrix(x, other), w, p, b)
+    own = kind == "bfloat16" or not p.on_cpu  # takes values and bias as they are
+    other = dtype if own else _compute_dtype(dtype)
+    w = values if own else values.to(other)
+    b = bias if own or bias is None else bias.to(other)
+    kernels = KERNELS if p.on_cpu else cuda.KERNELS
+    y = kernels[kind].forward(_matrix(x, other), w, p, b)
     if y.dtype is not dtype:
         y = y.to(dtype)
     return y if x.dim() == 2 else y.view(*x.shape[:-1], p.out_features)
@@ -121,16 +124,18 @@ def backward(
         and values.dtype is torch.float32
         and dy.dim() == 2
         and (x is None or (x.dtype is torch.float32 and x.dim() == 2))
+        and p.on_cpu
     ):
         passes = KERNELS[route(p, dy.shape[0], True, dtype)].backward
         return passes(dy, dy if x is None else x, values, p, need_input, x is not None)
     kind = route(p, dy.numel() // max(1, dy.shape[-1]), True, dtype)
-    low = kind == "bfloat16"
-    other = dtype if low else _compute_dtype(dtype)
+    own = kind == "bfloat16" or not p.on_cpu
+    other = dtype if own else _compute_dtype(dtype)
     dy2d = _matrix(dy, other)
     x2d = dy2d if x is None else _matrix(x, other)  # not read without x
-    w = values if low else values.to(other)
-    dx, dw = KERNELS[kind].backward(dy2d, x2d, w, p, need_input, x is not None)
+    w = values if own else values.to(other)
+    kernels = KERNELS if p.on_cpu else cuda.KERNELS
+    dx, dw = kernels[kind].backward(dy2d, x2d, w, p, need_input, x is not None)
     if dx is not None:
         if dx.dtype is not dtype:
             dx = dx.to(dtype)
@@ -143,5 +148,5 @@ def backward(
 
 def record(values: Tensor, x: Tensor, dy: Tensor) -> None:
     """Hand x and dY to the capture of this layer, as the matrices it wants."""
-    dtype = _compute_dtype(dy.dtype)
+    dtype = _compute_dtype(dy.dtype) if dy.is_cpu else dy.dtype
     capture.record(values, _matrix(x.detach(), dtype), _matrix(dy.detach(), dtype))

@@ -1,0 +1,215 @@
+"""The dense way off the CPU: its figures on the CPU, its host waits on tensors without memory."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.nn.functional import linear as dense_linear
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from dynsparse import SparsePattern, ops
+from dynsparse.nn import SparseLinear
+from dynsparse.ops import capture
+from dynsparse.ops.linear import LayerIndex, naive
+from dynsparse.ops.linear.cuda import dense
+from dynsparse.pattern import PatternIndex
+
+TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
+
+
+@pytest.fixture
+def off_cpu(monkeypatch):
+    """Layers of tensors on the CPU compute as if they were elsewhere."""
+    made = LayerIndex.__init__
+
+    def elsewhere(self, *args):
+        made(self, *args)
+        self.on_cpu = False
+
+    monkeypatch.setattr(LayerIndex, "__init__", elsewhere)
+
+
+def close(got, wanted, dtype):
+    scale = float(wanted.abs().max()) if wanted.numel() else 1.0
+    torch.testing.assert_close(got.double(), wanted, rtol=0, atol=TOLERANCE[dtype] * max(1, scale))
+
+
+def agrees(out, in_features, density, b, batch, dtype, masters=False, strided=False):
+    pattern = SparsePattern.random((out * b, in_features * b), density, block_size=b)
+    step = 2 if strided else 1
+    x = torch.randn(batch, in_features * b * step).to(dtype)[:, ::step]
+    dy = torch.randn(out * b, batch).to(dtype).t()
+    values = torch.randn(pattern.values_shape).to(torch.float32 if masters else dtype)
+    bias = torch.randn(out * b).to(values.dtype)
+    p = LayerIndex(pattern.index, values)
+    wide = (x.double(), values.double(), pattern.index)
+    y = dense.forward(x, values, p, bias)
+    assert y.dtype is dtype
+    close(y, naive.forward(*wide, bias.double()), dtype)
+    wanted = (
+        naive.grad_input(dy.double(), values.double(), pattern.index),
+        naive.grad_weight(dy.double(), *wide),
+    )
+    for needs in ((True, True), (True, False), (False, True)):
+        got = dense.backward(dy, x, values, p, *needs)
+        for need, tensor, target, own in zip(needs, got, wanted, (dy, values), strict=True):
+            assert (tensor is not None) == need
+            if tensor is not None:
+                assert tensor.dtype is own.dtype
+                close(tensor, target, dtype)
+
+
+def spy(function, seen):
+    return lambda *args: seen.append(args) or function(*args)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.integers(1, 9),
+    st.integers(1, 9),
+    st.sampled_from([0.0, 0.3, 0.9, 1.0]),
+    st.sampled_from([1, 2, 4, 16]),
+    st.integers(0, 9),
+    st.sampled_from([*TOLERANCE]),
+    st.booleans(),
+    st.booleans(),
+)
+def test_passes(out, in_features, density, b, batch, dtype, masters, strided):
+    masters = masters and dtype in (torch.bfloat16, torch.float16)
+    agrees(out, in_features, density, b, batch, dtype, masters, strided)
+
+
+@pytest.mark.parametrize("b", [32, 64, 128])
+def test_large_blocks(b):
+    agrees(3, 2, 0.5, b, 7, torch.float32)
+
+
+@pytest.mark.parametrize("b", [1, 4])
+@pytest.mark.parametrize("rows", [0, 1, 3])
+def test_the_gradient_in_panels(monkeypatch, b, rows):
+    monkeypatch.setattr(dense, "PANEL_BYTES", rows * 4 * 5 * b * b + 1)
+    agrees(7, 5, 0.4, b, 6, torch.float32)
+    agrees(7, 5, 0.4, b, 6, torch.bfloat16, masters=True)
+
+
+@pytest.mark.parametrize("dtype", [*TOLERANCE])
+@pytest.mark.parametrize("b", [1, 4])
+def test_a_layer_computes_in_the_type_of_its_activations(off_cpu, monkeypatch, dtype, b):
+    wide = torch.float64 if dtype is torch.float64 else torch.float32
+    layer = SparseLinear(48, 32, 0.3, b, dtype=wide)
+    assert layer.kernel(6, dtype=dtype) == layer.kernel(6, backward=True, dtype=dtype) == "dense"
+    x = torch.randn(2, 3, 48).to(dtype).requires_grad_()
+    seen = []
+    for name in ("linear", "_product"):
+        monkeypatch.setattr(dense, name, spy(getattr(dense, name), seen))
+    y = layer(x)
+    y.sum().backward()
+    assert len(seen) == 2
+    assert {t.dtype for args in seen for t in args[:2]} == {dtype}
+    weight = layer.to_dense().detach().double().requires_grad_()
+    leaf = x.detach().double().requires_grad_()
+    reference = dense_linear(leaf, weight, layer.bias.detach().double())
+    reference.sum().backward()
+    close(y.detach(), reference.detach(), dtype)
+    close(x.grad, leaf.grad, dtype)
+    close(layer.values.grad, layer.pattern.values_of(weight.grad), dtype)
+    assert layer.values.grad.dtype == wide
+
+
+def test_the_dispatcher_comes_to_the_same_bits(off_cpu):
+    layer = SparseLinear(48, 32, 0.3, 4)
+    x, dy = torch.randn(5, 48), torch.randn(5, 32)
+    short = layer(x)
+    with torch._C._DisableTorchDispatch(), torch.autocast("cpu", enabled=False):
+        index = layer.index
+        long = torch.ops.dynsparse.linear(x, layer.values, *index, layer.bias)
+    assert torch.equal(short, long)
+    grads = torch.autograd.grad(short, (layer.values, layer.bias), dy)
+    others = torch.autograd.grad(long, (layer.values, layer.bias), dy)
+    assert all(torch.equal(a, b) for a, b in zip(grads, others, strict=True))
+
+
+def test_autocast_keeps_values_and_gradients_as_they_are(off_cpu):
+    layer = SparseLinear(48, 32, 0.3)
+    x = torch.randn(5, 48)
+    with torch.autocast("cpu", torch.bfloat16):
+        y = layer(x)
+    assert y.dtype is torch.bfloat16
+    with torch.autocast("cpu", torch.bfloat16):  # backward inside, as some write it
+        y.float().sum().backward()
+    assert layer.values.grad.dtype is torch.float32
+    weight = layer.to_dense().detach()
+    wide = (x.double(), weight.double(), layer.bias.detach().double())
+    close(y.detach(), dense_linear(*wide), y.dtype)
+
+
+def test_kinds_of_the_cpu_are_left_aside(off_cpu):
+    layer = SparseLinear(48, 32, 0.3)
+    with ops.use_kernel("sparse"):
+        assert layer.kernel(6) == "dense"
+        layer(torch.randn(6, 48))
+
+
+def test_where_entries_lie_is_found_once_per_pattern(off_cpu, monkeypatch):
+    made = []
+    make = dense._make_lines
+    monkeypatch.setattr(dense, "_make_lines", lambda p: made.append(p) or make(p))
+    layer = SparseLinear(48, 32, 0.3)
+    with torch.inference_mode():
+        layer(torch.randn(6, 48))
+    for _ in range(2):
+        layer(torch.randn(6, 48)).sum().backward()
+    assert len(made) == 1
+    layer.set_pattern(SparsePattern.random((32, 48), nnz=layer.pattern.nnz))
+    x = torch.randn(6, 48)
+    torch.testing.assert_close(layer(x), dense_linear(x, layer.to_dense(), layer.bias))
+    assert len(made) == 2
+
+
+def test_a_capture_keeps_the_type_of_activations_elsewhere():
+    from dynsparse.ops.linear import products
+
+    with FakeTensorMode():
+        values = torch.empty(4, device="cuda")
+        x = torch.empty(2, 3, 5, device="cuda", dtype=torch.bfloat16)
+        kept = []
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(capture, "record", lambda *args: kept.extend(args))
+            products.record(values, x, x)
+    assert [(t.dtype, tuple(t.shape)) for t in kept[1:]] == [(torch.bfloat16, (6, 5))] * 2
+
+
+@pytest.mark.parametrize("panel", [1 << 30, 4096])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("b", [1, 4, 64])
+def test_nothing_waits_for_the_device(monkeypatch, panel, dtype, b):
+    """Fake tensors hold no numbers: who asks for one, as a host wait does, is refused."""
+    monkeypatch.setattr(dense, "PANEL_BYTES", panel)
+    pattern = SparsePattern.random((192, 128), 0.3, block_size=b)
+    products = []
+
+    class Watch(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            if func.namespace == "aten" and "mm" in func.__name__:
+                products.append((func.__name__, args[1].dtype))
+            return func(*args, **(kwargs or {}))
+
+    sizes = [len(tensor) for tensor in pattern.index]
+    with FakeTensorMode(), Watch():
+        index = PatternIndex(*(torch.empty(n, dtype=torch.int32, device="cuda") for n in sizes))
+        values = torch.empty(pattern.values_shape, device="cuda")
+        p = LayerIndex(index, values)
+        assert not p.on_cpu
+        x = torch.empty(8, 128, device="cuda", dtype=dtype)
+        y = dense.forward(x, values, p, torch.empty(192, device="cuda"))
+        dx, dw = dense.backward(y, x, values, p, True, True)
+        with pytest.raises(RuntimeError):
+            int(index.row_ptr[-1])  # what this test would notice
+    assert (y.dtype, dx.dtype, dw.dtype) == (dtype, dtype, torch.float32)
+    assert (y.shape, dx.shape, dw.shape) == ((8, 192), (8, 128), pattern.values_shape)
+    assert y.device.type == dx.device.type == dw.device.type == "cuda"
+    # The gradient comes from the accumulators, and activations are never widened.
+    assert {kind for _, kind in products} == {dtype}
+    if dtype is not torch.float32:
+        assert products[-1][0] == "mm.dtype"
