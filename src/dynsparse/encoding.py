@@ -19,7 +19,16 @@ from torch import Tensor
 
 from dynsparse import native
 
-__all__ = ["Merged", "by_columns", "empty", "follow_", "merge", "row_pointers", "split_flat"]
+__all__ = [
+    "Merged",
+    "by_columns",
+    "empty",
+    "follow_",
+    "follows_in_place",
+    "merge",
+    "row_pointers",
+    "split_flat",
+]
 
 
 class Merged(NamedTuple):
@@ -158,12 +167,18 @@ def split_flat(flat: Tensor, width: int) -> tuple[Tensor, Tensor]:
     return rows, cols
 
 
+def follows_in_place(tensor: Tensor) -> bool:
+    """Whether `follow_` needs no memory to move this one."""
+    on_cpu = tensor.device.type == "cpu" and tensor.is_contiguous()
+    return tensor.numel() == 0 or (on_cpu and native.load() is not None)
+
+
 def follow_(tensors: Sequence[Tensor], source: Tensor) -> None:
     """Entry j of each tensor ([nnz, ...]) becomes what entry source[j] was; zero where that is -1.
 
     In place; what is not -1 in `source` (int32 [nnz]) ascends.
     """
-    compiled = [t for t in tensors if t.device.type == "cpu" and t.is_contiguous() and t.numel()]
+    compiled = [t for t in tensors if t.numel() and follows_in_place(t)]
     library = native.load() if compiled and source.device.type == "cpu" else None
     if library is None:
         compiled = []

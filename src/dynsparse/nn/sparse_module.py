@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import sys
 import weakref
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -135,21 +136,32 @@ class SparseModule(nn.Module):
 
     def _install(self, pattern: SparsePattern, values: Tensor | None = None) -> None:
         """Change over to a pattern, and to values of its own where there are any."""
-        with uninterrupted():
-            with changing:
-                if values is not None:
-                    self._store(values)
-                self._pattern = pattern
-                self._state = self._given = None
-                if self.executor is not None:
-                    self.executor = self.executor.after(pattern)
-            # Now, and not in the next call, which a compiler may watch.
-            self._refresh()
-            for reference in self._followers:
-                follower = reference()
-                if follower is not None:
-                    follower.resizable = self.resizable
-                    follower.set_pattern(pattern)
+        self._state = None
+        self._prepared(pattern, values)()
+
+    def _prepared(self, pattern: SparsePattern, values: Tensor | None) -> Callable[[], None]:
+        """What changes over to a pattern and its values, and takes no memory to do so."""
+        # Made now, and not in the next call, which a compiler may watch.
+        state = LayerState(pattern, whole(self.values) if values is None else values, None)
+        executor = None if self.executor is None else self.executor.after(pattern)
+        followers = [follower for reference in self._followers if (follower := reference())]
+        following = []
+        for follower in followers:
+            follower.resizable = self.resizable
+            following.append(follower.prepare(Rewiring.between(follower.pattern, pattern)))
+
+        @torch.no_grad()
+        def change_over() -> None:
+            with uninterrupted():
+                with changing:
+                    if values is not None:
+                        self._store(values)
+                    self._pattern, self._state = pattern, state
+                    self._given, self.executor = None, executor
+                for follow in following:
+                    follow()
+
+        return change_over
 
     def _apply(self, fn: Any, recurse: bool = True) -> SparseModule:
         super()._apply(fn, recurse)
@@ -196,21 +208,32 @@ class SparseModule(nn.Module):
             ValueError: the rewiring starts from another pattern, or changes the number of blocks of
                 a layer that is not `resizable`.
         """
+        self.prepare(rewiring, fill)()
+
+    @torch.no_grad()
+    def prepare(self, rewiring: Rewiring, fill: float | Tensor = 0.0) -> Callable[[], None]:
+        """The two parts of `rewire`: all that takes memory or can fail is done now, and calling
+        what is returned changes over. No other change may come in between.
+
+        Raises:
+            ValueError: as `rewire`.
+        """
         if rewiring.before is not self._pattern and rewiring.before != self._pattern:
             raise ValueError(
                 f"the rewiring starts from {rewiring.before}, the layer holds {self._pattern}"
             )
         self._check_capacity(rewiring.after)
         # Beside the old values, which other threads may be reading. The order by columns is given
-        # up before: it is the largest array here.
+        # up before, as it is the largest array here: whoever wants it still makes it anew.
         self._pattern.forget_index()
+        self._state = None
         values = whole(self.values)
         if rewiring.keeps_size:
-            moved = values.clone()
+            moved = values.detach().clone()
             rewiring.apply_(moved, fill=fill)
         else:
-            moved = rewiring.apply(values, fill)
-        self._install(rewiring.after, moved)
+            moved = rewiring.apply(values.detach(), fill)
+        return self._prepared(rewiring.after, moved)
 
     @torch.no_grad()
     def set_pattern(self, pattern: SparsePattern, values: Tensor | None = None) -> None:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -12,9 +13,10 @@ from torch import Tensor
 from dynsparse.nn import SparseLinear
 from dynsparse.nn.sparse_module import whole
 from dynsparse.pattern import Rewiring
-from dynsparse.training.optimizer_state import moving_state, rewire_state
+from dynsparse.training.memory import released_memory
+from dynsparse.training.optimizer_state import follow_later, moving_state, prepare_state
 
-__all__ = ["Change", "check_fill", "check_gradients", "check_scores", "naming"]
+__all__ = ["Change", "check_fill", "check_gradients", "check_scores", "naming", "prepared"]
 
 
 @dataclass(frozen=True)
@@ -51,18 +53,42 @@ class Change:
         moving_state(optimizer, values, rewiring.before.nnz)
         return cls(layer, rewiring, start)
 
-    def make(self, optimizer: torch.optim.Optimizer) -> None:
-        """Values, pattern, optimizer state and gradient change over.
+    def prepare(self, optimizer: torch.optim.Optimizer) -> Callable[[], None]:
+        """All that takes memory is made beside what is there; nothing is changed.
 
-        Within `uninterrupted`, and with nothing in between that could fail but for the machine.
+        Returns:
+            What lets values, pattern, optimizer state and gradient change over; to be called within
+            `uninterrupted`. It takes no memory, so that it cannot fail in between.
         """
-        grad = self.layer.values.grad
-        self.layer.rewire(self.rewiring, self.fill)
-        rewire_state(optimizer, self.layer.values, self.rewiring)
-        if grad is not None and self.rewiring.keeps_size:
-            self.rewiring.apply_(grad)
-        elif grad is not None:
-            self.layer.values.grad = self.rewiring.apply(grad)
+        values, rewiring = self.layer.values, self.rewiring
+        grads: dict[Any, Tensor] = {} if values.grad is None else {"grad": values.grad}
+        parts = [
+            self.layer.prepare(rewiring, self.fill),
+            prepare_state(optimizer, values, rewiring),
+            follow_later(grads, {0.0: list(grads)}, rewiring),
+        ]
+
+        def change_over() -> None:
+            for part in parts:
+                part()
+            values.grad = grads.get("grad")
+
+        return change_over
+
+
+def prepared(changes: Mapping[str, Change], optimizer: torch.optim.Optimizer) -> Callable[[], None]:
+    """All layers' changes in the two parts of `Change.prepare`; errors name the layer."""
+    ready = []
+    for name, change in changes.items():
+        with naming(name):
+            ready.append((change.layer, change.prepare(optimizer)))
+
+    def change_over() -> None:
+        for layer, change in ready:
+            with released_memory(layer.values):
+                change()
+
+    return change_over
 
 
 def check_fill(fill: object, rewiring: Rewiring, values: Tensor) -> float | Tensor:

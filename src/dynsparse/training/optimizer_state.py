@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
 import torch
 from torch import Tensor
 
+from dynsparse.encoding import follows_in_place
 from dynsparse.pattern import Rewiring
 from dynsparse.typed import typed
 
-__all__ = ["check_optimizer", "moving_state", "rewire_state"]
+__all__ = ["check_optimizer", "follow_later", "moving_state", "prepare_state", "rewire_state"]
 
 
 @typed
@@ -24,12 +28,52 @@ def rewire_state(optimizer: torch.optim.Optimizer, values: Tensor, rewiring: Rew
         ValueError: a state tensor with neither one entry nor one per block, of which nobody can
             tell how it follows; nothing is changed.
     """
+    prepare_state(optimizer, values, rewiring)()
+
+
+@torch.no_grad()
+def prepare_state(
+    optimizer: torch.optim.Optimizer, values: Tensor, rewiring: Rewiring
+) -> Callable[[], None]:
+    """The two parts of `rewire_state`: see `follow_later`.
+
+    Raises:
+        ValueError: as `rewire_state`.
+    """
     state = optimizer.state.get(values, {})
-    for fill, keys in moving_state(optimizer, values, rewiring.before.nnz).items():
-        if rewiring.keeps_size:
-            rewiring.apply_(*(state[key] for key in keys), fill=fill)
-        else:
-            state.update({key: rewiring.apply(state[key], fill) for key in keys})
+    return follow_later(state, moving_state(optimizer, values, rewiring.before.nnz), rewiring)
+
+
+@torch.no_grad()
+def follow_later(
+    state: dict[Any, Any], moving: Mapping[float, Sequence[Any]], rewiring: Rewiring
+) -> Callable[[], None]:
+    """What applies `rewiring` to tensors, each in its place if its size stays, without more memory.
+
+    Args:
+        state: holds the tensors.
+        moving: their keys, by what a grown entry starts with.
+    """
+    in_place: list[Tensor] = []
+    beside: dict[Any, Tensor] = {}
+    for fill, keys in moving.items():
+        for key in keys:
+            if fill == 0 and rewiring.keeps_size and follows_in_place(state[key]):
+                in_place.append(state[key])
+            else:
+                beside[key] = rewiring.apply(state[key], fill)
+
+    @torch.no_grad()
+    def follow() -> None:
+        if in_place:
+            rewiring.apply_(*in_place)
+        for key, made in beside.items():
+            if rewiring.keeps_size:
+                state[key].copy_(made)
+            else:
+                state[key] = made
+
+    return follow
 
 
 def moving_state(

@@ -16,14 +16,13 @@ from dynsparse.nn import SparseLinear
 from dynsparse.ops import capture
 from dynsparse.pattern import Rewiring, SparsePattern
 from dynsparse.training.budgets import Budget, LayerBudget
-from dynsparse.training.change import Change, check_gradients
+from dynsparse.training.change import Change, check_gradients, prepared
 from dynsparse.training.drop import DropScore, magnitude
 from dynsparse.training.grow import Growth
 from dynsparse.training.history import History, LastStep
 from dynsparse.training.hooks import UpdateHook, call_all
 from dynsparse.training.initial import GradientStep
 from dynsparse.training.layers import sparse_layers
-from dynsparse.training.memory import released_memory
 from dynsparse.training.optimizer_state import check_optimizer
 from dynsparse.training.pieces import check_initial_value, check_kinds_of_pieces
 from dynsparse.training.plan import GrownValue, plan_changes
@@ -45,9 +44,9 @@ class SparseTrainer:
     gradients and optimizer state follow. Growth by gradient looks at all micro-batches since the
     step before; x and dY are kept only during steps whose gradient counts for an update.
 
-    An update happens as a whole or not at all. What can fail is done beforehand, and an error
-    there names the layer and leaves everything as it was before the update. Ctrl-C and SIGTERM wait
-    until the step has ended, where Python functions handle them.
+    An update happens as a whole or not at all. What can fail is done beforehand, as is all that
+    takes memory, and an error there names the layer and leaves everything as it was before the
+    update. Ctrl-C and SIGTERM wait until the step has ended, where Python functions handle them.
 
     A budget that changes capacity makes the layers `resizable`: the Parameter objects stay, their
     size and that of the optimizer state follow the number of blocks.
@@ -190,6 +189,7 @@ class SparseTrainer:
                 for name, pairs in self._captures.items():
                     self.history.observe(name, list(pairs))
                 changes, own = self._plan() if due else ({}, None)
+                change_over = prepared(changes, self.optimizer)
                 if due:
                     self.history.end_update()
             except BaseException:
@@ -198,10 +198,12 @@ class SparseTrainer:
                 else:
                     undo()
                 raise
+            # From here on nothing takes memory, so nothing fails.
             for pairs in self._captures.values():
-                pairs.clear()  # they may be large, and the new pattern needs room
+                pairs.clear()
+            change_over()
             if due:
-                self._change_over(changes, own)
+                self._change_own(own)
             self._arm()
             if not changes:
                 return None
@@ -319,12 +321,6 @@ class SparseTrainer:
             scores=self._scores,
         )
         return changes, self._plan_own(changes)
-
-    def _change_over(self, changes: dict[str, Change], own: Any) -> None:
-        for change in changes.values():
-            with released_memory(change.layer.values):
-                change.make(self.optimizer)
-        self._change_own(own)
 
     @property
     def _needs_gradients(self) -> bool:

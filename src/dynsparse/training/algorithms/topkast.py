@@ -16,7 +16,7 @@ from dynsparse.ops.grow import select
 from dynsparse.pattern import Rewiring, SparsePattern
 from dynsparse.training.algorithms.choices import cosine_schedule
 from dynsparse.training.budgets import Budget, Counts, Survey
-from dynsparse.training.change import Change, check_scores, naming
+from dynsparse.training.change import Change, check_scores, naming, prepared
 from dynsparse.training.drop import magnitude
 from dynsparse.training.grow import RandomGrowth
 from dynsparse.training.schedule import Schedule
@@ -170,10 +170,18 @@ class TopKAST(SparseTrainer):
                 rewiring = Rewiring.between(layer.pattern, layer.active.pattern)
                 with naming(name):
                     changes[name] = Change.planned(layer, rewiring, 0.0, self.optimizer)
+        layers = [change.layer for change in changes.values()]
         with uninterrupted():
-            for change in changes.values():
-                change.layer.resizable = True
-                change.make(self.optimizer)
+            before = [layer.resizable for layer in layers]
+            try:
+                for layer in layers:
+                    layer.resizable = True
+                change_over = prepared(changes, self.optimizer)
+            except BaseException:
+                for layer, resizable in zip(layers, before, strict=True):
+                    layer.resizable = resizable
+                raise
+            change_over()
         return {name: change.rewiring for name, change in changes.items()}
 
     def _own_options(self) -> dict[str, float]:
