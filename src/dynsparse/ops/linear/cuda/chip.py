@@ -1,0 +1,66 @@
+"""What the kernels must know of a device, and whether it can run them."""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import warnings
+from typing import NamedTuple
+
+import torch
+
+__all__ = ["INTERPRETED", "Chip", "chip_of", "runs_triton"]
+
+
+class Chip(NamedTuple):
+    """A device, as far as the kernels care.
+
+    Attributes:
+        capability: its CUDA compute capability.
+        multiprocessors: how many there are.
+        cache: bytes of its L2 cache.
+    """
+
+    capability: tuple[int, int]
+    multiprocessors: int
+    cache: int
+
+
+LEAST_CAPABILITY = (8, 0)
+"""Tensor cores that take bfloat16 and tf32, and asynchronous copies."""
+
+INTERPRETED = Chip((9, 0), 132, 60 << 20)
+"""An H200: what tensors on the CPU count as, which only Triton's interpreter computes."""
+
+
+@functools.cache
+def chip_of(device: torch.device) -> Chip:
+    """The device's chip; asked of the driver once."""
+    if device.type != "cuda":
+        return INTERPRETED
+    found = torch.cuda.get_device_properties(device)
+    return Chip((found.major, found.minor), found.multi_processor_count, found.L2_cache_size)
+
+
+@functools.cache
+def runs_triton(device: torch.device) -> bool:
+    """Whether the kernels run on this device: an NVIDIA GPU of capability 8.0 or later, and Triton
+    installed. What is missing is said once, by a RuntimeWarning."""
+    if device.type != "cuda":
+        return False
+    missing = None
+    if torch.version.hip is not None:
+        missing = "they are written for NVIDIA GPUs"
+    elif chip_of(device).capability < LEAST_CAPABILITY:
+        major, minor = chip_of(device).capability
+        missing = f"they need compute capability 8.0, {device} has {major}.{minor}"
+    elif importlib.util.find_spec("triton") is None:
+        missing = "Triton is not installed (pip install triton)"
+    if missing is not None:
+        warnings.warn(
+            "dynsparse computes layers of blocks by dense products, without its kernels for GPUs: "
+            f"{missing}",
+            RuntimeWarning,
+            stacklevel=2,
+        )
+    return missing is None

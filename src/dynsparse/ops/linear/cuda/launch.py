@@ -1,0 +1,149 @@
+"""The kernels on tensors: what a launch is given, and how much of it there is.
+
+The only file that imports Triton's kernels; `blocks` imports it when they are first needed.
+"""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+
+import torch
+from torch import Tensor
+
+from dynsparse.ops.linear.cuda.chip import chip_of
+from dynsparse.ops.linear.cuda.configurations import (
+    Gradient,
+    Rows,
+    gradient_for,
+    group_of,
+    rows_for,
+    split_of,
+)
+from dynsparse.ops.linear.cuda.gradient import gradient_kernel
+from dynsparse.ops.linear.cuda.plan import chunks, columns_in_turn, rows_in_turn
+from dynsparse.ops.linear.cuda.precision import precision_of
+from dynsparse.ops.linear.cuda.rows import rows_kernel
+from dynsparse.ops.linear.layer_index import LayerIndex
+
+__all__ = ["forward", "grad_input", "grad_weight"]
+
+
+def _on(tensor: Tensor) -> AbstractContextManager:
+    """Triton launches on the current device, which may be another than the tensor's."""
+    if tensor.is_cuda and tensor.device.index != torch.cuda.current_device():
+        return torch.cuda.device(tensor.device)
+    return nullcontext()
+
+
+def _rows(
+    x: Tensor,
+    values: Tensor,
+    bias: Tensor | None,
+    lists: tuple[Tensor, Tensor, Tensor | None, Tensor],
+    transposed: bool,
+    config: Rows | None,
+) -> Tensor:
+    ptr, blocks, slots, order = lists
+    batch, features = x.shape
+    b, rows = values.shape[-1], len(order)
+    y = x.new_empty(batch, rows * b)
+    if batch == 0:
+        return y
+    chip = chip_of(x.device)
+    c = rows_for(b, x.dtype, batch, rows, chip) if config is None else config
+    with _on(x):
+        rows_kernel[(-(-batch // c.samples) * rows,)](
+            x,
+            values,
+            y,
+            bias,
+            ptr,
+            blocks,
+            slots,
+            order,
+            batch,
+            rows,
+            group_of(c.samples, features, x.dtype, chip),
+            *x.stride(),
+            B=b,
+            BM=c.samples,
+            BK=c.inputs,
+            TRANSPOSED=transposed,
+            BY_SLOT=slots is not None,
+            HAS_BIAS=bias is not None,
+            PRECISION=precision_of(x.dtype),
+            num_warps=c.warps,
+            num_stages=c.stages,
+        )
+    return y
+
+
+def forward(
+    x: Tensor, values: Tensor, p: LayerIndex, bias: Tensor | None, config: Rows | None = None
+) -> Tensor:
+    """y [batch, out] of x [batch, in], any strides, and contiguous values of its dtype."""
+    lists = (p.row_ptr, p.cols, None, rows_in_turn(p))
+    return _rows(x, values, bias, lists, True, config)
+
+
+def grad_input(dy: Tensor, values: Tensor, p: LayerIndex, config: Rows | None = None) -> Tensor:
+    """dx [batch, in] of dy [batch, out], any strides, and contiguous values of its dtype."""
+    lists = (p.col_ptr, p.csc_rows, p.csc_perm, columns_in_turn(p))
+    return _rows(dy, values, None, lists, False, config)
+
+
+def grad_weight(
+    dy: Tensor,
+    x: Tensor,
+    p: LayerIndex,
+    dtype: torch.dtype,
+    need_bias: bool = False,
+    config: Gradient | None = None,
+    split: int | None = None,
+) -> tuple[Tensor, Tensor | None]:
+    """dvalues [nnz, b, b] of `dtype`, and where needed the sums of dy [out] in float32.
+
+    `split` divides the samples among programs; their partial sums are added up in float32, in
+    order, so that every run gives the same bits.
+    """
+    batch, (nnz, b, _) = len(x), p.values_shape
+    rows = p.out_features // b
+    if batch == 0:
+        db = x.new_zeros(p.out_features, dtype=torch.float32) if need_bias else None
+        return x.new_zeros(p.values_shape, dtype=dtype), db
+    chip = chip_of(x.device)
+    c = gradient_for(b, x.dtype, chip) if config is None else config
+    if split is None:
+        split = split_of(c, b, nnz, rows, batch, x.element_size(), chip)
+    steps = -(-batch // c.samples)
+    span = -(-steps // split) * c.samples
+    split = -(-batch // span)
+    dw = x.new_empty(split, *p.values_shape, dtype=dtype if split == 1 else torch.float32)
+    db = x.new_empty(split, p.out_features, dtype=torch.float32) if need_bias else None
+    work = chunks(p, c.blocks)
+    with _on(x):
+        gradient_kernel[(work.shape[1], split)](
+            dy,
+            x,
+            dw,
+            db,
+            work,
+            p.row_ptr,
+            p.cols,
+            batch,
+            span,
+            nnz,
+            rows,
+            *dy.stride(),
+            *x.stride(),
+            B=b,
+            J=c.blocks,
+            BT=c.samples,
+            HAS_BIAS=need_bias,
+            PRECISION=precision_of(x.dtype),
+            num_warps=c.warps,
+            num_stages=c.stages,
+        )
+    if split == 1:
+        return dw[0], None if db is None else db[0]
+    return dw.sum(0).to(dtype), None if db is None else db.sum(0)

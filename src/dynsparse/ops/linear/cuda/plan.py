@@ -1,0 +1,48 @@
+"""What the kernels over blocks derive from a pattern, on its device: who computes what, and when.
+
+Shapes depend on the sizes of a layer alone and nothing waits for the device, so that all of it can
+be made anew in place, inside a captured graph too.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from dynsparse.ops.linear.layer_index import LayerIndex
+
+__all__ = ["chunks", "columns_in_turn", "rows_in_turn"]
+
+
+def rows_in_turn(p: LayerIndex) -> Tensor:
+    """The block rows, the longest first, equal ones in order: int32 [out / b]."""
+    return p.derived("rows in turn", lambda p: _longest_first(p.row_ptr))
+
+
+def columns_in_turn(p: LayerIndex) -> Tensor:
+    """The block columns, likewise: int32 [in / b]."""
+    return p.derived("columns in turn", lambda p: _longest_first(p.col_ptr))
+
+
+def chunks(p: LayerIndex, size: int) -> Tensor:
+    """Block row and first slot of every chunk, up to `size` blocks of one row: int32 [2, n].
+
+    A row without blocks has a chunk, too. n = nnz // size + rows is an upper bound for every
+    pattern; where no chunk is left the row is -1.
+    """
+    return p.derived(("chunks", size), lambda p: _chunks(p.row_ptr, p.nnz, size))
+
+
+def _longest_first(ptr: Tensor) -> Tensor:
+    return ptr.diff().argsort(descending=True, stable=True).int()
+
+
+def _chunks(ptr: Tensor, nnz: int, size: int) -> Tensor:
+    rows = len(ptr) - 1
+    each = ((ptr.diff() + (size - 1)) // size).clamp(min=1)
+    ends = each.cumsum(0)
+    number = torch.arange(nnz // size + rows, device=ptr.device)
+    row = torch.searchsorted(ends, number, right=True)
+    there = row.clamp(max=rows - 1)
+    start = ptr[there] + (number - (ends - each)[there]) * size
+    return torch.stack([torch.where(row < rows, row, -1), start]).int()

@@ -1,0 +1,91 @@
+"""Runs the kernels in Triton's interpreter, whose faults are mended, and leaves no trace of it.
+
+Triton decides when a kernel is defined whether it is to be interpreted (`TRITON_INTERPRET=1`), its
+own functions included, and so for a whole process. Here all of them are exchanged for interpreted
+ones for a while, so that other tests of the process find Triton as it was, whoever imported it.
+
+Faults of the interpreter (seen in 3.6 to 3.9):
+
+- `tl.dot` multiplies bfloat16 operands as the 16-bit integers it keeps them in: silently wrong;
+- float32 becomes bfloat16 by cutting off instead of rounding: twice the error of a GPU;
+- before 3.7.1, NumPy 2.4 refuses its one-element arrays as bounds of loops;
+- it exchanges the language anew for every function that a kernel calls, most of the time of a small
+  launch, and leaves some of it exchanged afterwards. Here that is done once.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+from unittest import mock
+
+import numpy as np
+
+# Imported at the first launch otherwise, when it would not find the kernels it wants.
+import triton.experimental.gluon  # noqa: F401
+import triton.language as tl
+from triton.runtime import interpreter
+from triton.runtime.jit import JITFunction
+
+from dynsparse.ops.linear.cuda import launch
+
+__all__ = ["kernels", "launch"]
+
+core = tl.core  # the interpreter exchanges what modules of the language it finds here
+
+
+@contextmanager
+def kernels() -> Iterator[None]:
+    """All of Triton's and dynsparse's kernels are interpreted meanwhile."""
+    with ExitStack() as stack:
+        for place in (tl, tl.core, tl.math, tl.tensor, tl.dtype, tl.core.tensor_descriptor_base):
+            stack.callback(_restore, place, dict(vars(place)))
+        for name, module in list(sys.modules.items()):
+            if name.startswith(("triton.language", "dynsparse.ops.")):
+                for key, value in list(vars(module).items()):
+                    if isinstance(value, JITFunction):
+                        _set(stack, module, key, interpreter.InterpretedFunction(value.fn))
+        builder = interpreter.InterpreterBuilder
+        _set(stack, builder, "create_dot", _dot(builder.create_dot))
+        _set(stack, builder, "cast_impl", _cast(builder.cast_impl))
+        interpreter._patch_lang(_set)
+        tl.tensor.__index__ = lambda self: self.handle.data.item()
+        _set(stack, interpreter, "_patch_lang", lambda kernel: interpreter._LangPatchScope())
+        yield
+
+
+def _set(stack: ExitStack, target: Any, name: str, value: Any) -> None:
+    stack.enter_context(mock.patch.object(target, name, value))
+
+
+def _restore(place: Any, before: dict[str, Any]) -> None:
+    """What was added or exchanged in a module or class is as before."""
+    for name in [name for name in vars(place) if name not in before]:
+        delattr(place, name)
+    for name, value in before.items():
+        if vars(place)[name] is not value:
+            setattr(place, name, value)
+
+
+def _dot(dot):
+    def wide(handle):
+        if handle.dtype.scalar != tl.bfloat16:
+            return handle
+        bits = handle.data.astype(np.uint32) << 16
+        return interpreter.TensorHandle(bits.view(np.float32), tl.float32)
+
+    return lambda self, a, b, *rest: dot(self, wide(a), wide(b), *rest)
+
+
+def _cast(cast):
+    def rounded(self, source, target):
+        if source.dtype.scalar != tl.float32 or target.scalar != tl.bfloat16:
+            return cast(self, source, target)
+        bits = np.ascontiguousarray(source.data, np.float32).view(np.uint32)
+        nearest = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
+        data = np.where(np.isnan(source.data), 0x7FC0, nearest).astype(np.uint16)
+        return interpreter.TensorHandle(data.reshape(source.data.shape), tl.bfloat16)
+
+    return rounded
