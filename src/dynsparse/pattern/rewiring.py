@@ -12,6 +12,8 @@ from dynsparse.checks import check_kind, check_tensor
 from dynsparse.encoding import follow_, merge
 from dynsparse.files.shorten import shortened
 from dynsparse.pattern.coordinates import INT32_MAX, coordinates
+from dynsparse.pattern.on_device import merge as merge_on_device
+from dynsparse.pattern.on_device import move
 from dynsparse.pattern.sparse_pattern import SparsePattern
 from dynsparse.typed import typed
 
@@ -23,7 +25,8 @@ class Rewiring:
     """One pattern update: the pattern before, the pattern after, and where each new slot is from.
 
     `source` is int32 [after.nnz]: the old slot a new slot comes from, or -1 for a grown one.
-    Kernels read where it points, so one that comes from outside is looked through.
+    Kernels read where it points, so one that comes from outside is looked through. That of an
+    update on a device comes to the CPU when somebody asks for it.
 
     Raises:
         TypeError: no patterns, or a source that is no int32 tensor on the CPU.
@@ -60,6 +63,31 @@ class Rewiring:
         made = cls.__new__(cls)
         vars(made).update(before=before, after=after, source=source)
         return made
+
+    @classmethod
+    def _on_device(cls, pattern: SparsePattern, drop: Tensor, grow: Tensor) -> Rewiring:
+        """As `make`, on the device of `drop` and `grow`, without waiting for it.
+
+        Nothing is looked through. A position that is dropped and grown in one counts as neither.
+        """
+        with torch.inference_mode(False):
+            flat, source = merge_on_device(pattern._flat_on(drop.device), drop, grow)
+        made = cls.__new__(cls)
+        after = SparsePattern._on_device(flat, pattern)
+        vars(made).update(before=pattern, after=after, _held=source)
+        return made
+
+    def __getattr__(self, name: str) -> Any:
+        # Asked for what is not there only.
+        if name != "source" or "_held" not in vars(self):
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+        vars(self)["source"] = source = vars(self)["_held"].cpu()
+        return source
+
+    def _source_on(self, device: torch.device) -> Tensor:
+        """`source` on a device, without waiting for it where the update was made there."""
+        held: Tensor | None = vars(self).get("_held")
+        return self.source.to(device) if held is None or held.device != device else held
 
     @classmethod
     @typed
@@ -121,6 +149,8 @@ class Rewiring:
         """
         self._check_leading(tensor)
         self._check_fill(fill, tensor)
+        if self._is_followed_there(tensor):
+            return move(tensor, self._source_on(tensor.device), fill)
         source = self.source.to(tensor.device)
         if self.before.nnz:
             out = tensor.index_select(0, source.clamp(min=0))
@@ -142,11 +172,20 @@ class Rewiring:
                 f"{self.before.nnz} blocks become {self.after.nnz}, which tensors cannot follow in "
                 "place: use apply()"
             )
-        follow_(tensors, self.source)
+        there = [tensor for tensor in tensors if self._is_followed_there(tensor)]
+        for tensor in there:  # as copy_ does, but for tensors without memory, too
+            torch._foreach_copy_([tensor], [move(tensor, self._source_on(tensor.device), fill)])
+        tensors = tuple(t for t in tensors if not self._is_followed_there(t))
+        if tensors:
+            follow_(tensors, self.source)
         if isinstance(fill, Tensor) or fill != 0:
             for tensor in tensors:
                 grown = self.grown.to(tensor.device)
                 tensor[grown] = fill.to(tensor) if isinstance(fill, Tensor) else fill
+
+    def _is_followed_there(self, tensor: Tensor) -> bool:
+        """Whether a tensor follows on its own device."""
+        return not tensor.is_cpu or "_held" in vars(self)
 
     def _check_fill(self, fill: float | Tensor, tensor: Tensor) -> None:
         """Before anything is changed."""

@@ -21,6 +21,7 @@ from dynsparse.pattern.coordinates import (
     coordinates,
     sample_without_replacement,
 )
+from dynsparse.pattern.on_device import index_tensors
 from dynsparse.typed import typed
 
 __all__ = ["PatternIndex", "SparsePattern"]
@@ -50,7 +51,10 @@ def _plain_tensors() -> Iterator[None]:
 
 
 class SparsePattern:
-    """Which blocks of an [out, in] matrix are present. Immutable; lives on the CPU.
+    """Which blocks of an [out, in] matrix are present. Immutable.
+
+    It lives on the CPU. One that an update on a device has made lives there, and comes to the CPU
+    when somebody asks for more than its size, who then waits for the device.
 
     Args:
         rows, cols: block coordinates, integers [nnz], in any order, without duplicates.
@@ -62,6 +66,9 @@ class SparsePattern:
             does not divide the shape.
         TypeError: coordinates that are not integers.
     """
+
+    # The flat positions on the device that made them.
+    _held: Tensor | None = None
 
     def __init__(self, rows: Any, cols: Any, *, shape: Sequence[int], block_size: int = 1) -> None:
         shape, block_size, grid = block_grid(shape, block_size)
@@ -82,8 +89,21 @@ class SparsePattern:
             raise ValueError(f"at most {INT32_MAX} blocks fit a pattern, got {len(flat)}")
         self.shape = shape
         self.block_size = block_size
+        self._split(flat)
+
+    def _split(self, flat: Tensor) -> None:
         with _plain_tensors():
-            self.rows, self.cols = split_flat(flat, self.grid[1])
+            rows, cols = split_flat(flat, self.grid[1])
+        vars(self).update(rows=rows, cols=cols)
+
+    @classmethod
+    def _on_device(cls, flat: Tensor, like: SparsePattern) -> SparsePattern:
+        """Positions on a device, sorted and distinct by the way they were made, int64 [nnz]; the
+        shape and block size of `like`. Nobody else may write to them."""
+        pattern = cls.__new__(cls)
+        pattern.shape, pattern.block_size = like.shape, like.block_size
+        pattern._held = flat
+        return pattern
 
     @classmethod
     @typed
@@ -181,15 +201,45 @@ class SparsePattern:
         """How many blocks the matrix has, present or not."""
         return self.grid[0] * self.grid[1]
 
+    @cached_property
+    def rows(self) -> Tensor:
+        """Block rows of the slots, int32 [nnz], on the CPU."""
+        return self._fetched("rows")
+
+    @cached_property
+    def cols(self) -> Tensor:
+        """Block columns of the slots, int32 [nnz], on the CPU."""
+        return self._fetched("cols")
+
+    def _fetched(self, name: str) -> Tensor:
+        assert self._held is not None
+        self._split(self._held.cpu())
+        found: Tensor = vars(self)[name]
+        return found
+
     @property
     def flat(self) -> Tensor:
         """Flat block positions (row * (in/b) + col), sorted, int64 [nnz]; computed at each call."""
         return self.rows.long().mul_(self.grid[1]).add_(self.cols)
 
+    def _flat_on(self, device: torch.device) -> Tensor:
+        """`flat` on a device, without waiting for it where the pattern lives there; not to be
+        written to."""
+        held = self._held
+        return self.flat.to(device) if held is None or held.device != device else held
+
+    def _index_on(self, device: torch.device) -> PatternIndex:
+        """The tensors of `index` on a device, likewise; they share no memory with the pattern
+        unless that is on the CPU."""
+        held = self._held
+        if held is None or held.device != device:
+            return PatternIndex(*(tensor.to(device) for tensor in self.index))
+        return PatternIndex(*index_tensors(held, self.grid))
+
     @property
     def nnz(self) -> int:
         """How many blocks are present."""
-        return len(self.rows)
+        return len(self.rows if self._held is None else self._held)
 
     @property
     def density(self) -> float:

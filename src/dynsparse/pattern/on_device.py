@@ -1,0 +1,76 @@
+"""Patterns whose positions lie on a device: their index, and one pattern turned into the next.
+
+Plain torch, sizes known beforehand: nothing waits for the device, and all of it may be captured in
+a CUDA graph. Positions are flat (row * width + col), sorted, int64.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+__all__ = ["index_tensors", "merge", "move"]
+
+_GONE = 2**62  # sorts behind every position
+
+
+def _places(flat: Tensor, majors: int, minors: int) -> Tensor:
+    """Where each of the `majors` begins among sorted positions: int32 [majors + 1]."""
+    bounds = torch.arange(majors + 1, device=flat.device) * minors
+    return torch.searchsorted(flat, bounds, out_int32=True)
+
+
+def index_tensors(flat: Tensor, grid: tuple[int, int]) -> tuple[Tensor, ...]:
+    """row_ptr, cols, col_ptr, csc_rows and csc_perm of the positions in a grid of blocks: int32."""
+    height, width = grid
+    rows = flat.div(width, rounding_mode="floor")
+    cols = flat - rows * width
+    by_columns, order = (cols * height + rows).sort()
+    return (
+        _places(flat, height, width),
+        cols.int(),
+        _places(by_columns, width, height),
+        by_columns.remainder(height).int(),
+        order.int(),
+    )
+
+
+def merge(flat: Tensor, drop: Tensor, grow: Tensor) -> tuple[Tensor, Tensor]:
+    """The positions after an update, and the old slot of each (int32), -1 where it was grown.
+
+    A position that leaves and joins in one update keeps its slot's entry.
+
+    Args:
+        flat: the positions before, int64 [nnz].
+        drop: the slots that leave, int64 [any], distinct.
+        grow: the positions that join, int64 [any], distinct and free once `drop` has left.
+    """
+    kept = flat.index_fill(0, drop, _GONE)
+    count = len(flat) - len(drop) + len(grow)
+    after = torch.cat([kept, grow]).sort().values.narrow(0, 0, count)
+    if not len(flat):
+        return after, torch.full_like(after, -1, dtype=torch.int32)
+    slot = torch.searchsorted(flat, after).clamp_(max=len(flat) - 1)
+    same = flat.index_select(0, slot) == after
+    return after, torch.where(same, slot, -1).int()
+
+
+def move(tensor: Tensor, source: Tensor, fill: float | Tensor = 0.0) -> Tensor:
+    """Entry j of the result is entry source[j] of `tensor` [nnz, ...], or `fill` where that is -1.
+
+    A tensor `fill` of as many dimensions holds one entry for each such j, in order.
+    """
+    grown = source < 0
+    mask = grown.view(-1, *[1] * (tensor.dim() - 1))
+    if len(tensor):
+        moved = tensor.index_select(0, source.clamp(min=0))
+    else:
+        moved = tensor.new_zeros(len(source), *tensor.shape[1:])
+    if not isinstance(fill, Tensor):
+        return moved.masked_fill(mask, fill)
+    fill = fill.to(moved)
+    if fill.dim() == tensor.dim():
+        if not len(fill):
+            return moved
+        fill = fill.index_select(0, (grown.cumsum(0) - 1).clamp_(0, len(fill) - 1))
+    return torch.where(mask, fill, moved)

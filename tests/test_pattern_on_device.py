@@ -1,0 +1,115 @@
+"""Patterns that live on a device: the same as on the CPU, and nothing waits for the device."""
+
+import copy
+import pickle
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from dynsparse import Rewiring, SparsePattern
+from dynsparse.pattern import on_device
+
+CPU = torch.device("cpu")
+
+
+def elsewhere(pattern):
+    """As if an update on a device had made it."""
+    return SparsePattern._on_device(pattern.flat, pattern)
+
+
+def update(pattern, dropped, grown, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    drop = torch.randperm(pattern.nnz, generator=generator)[:dropped]
+    free = torch.ones(pattern.total, dtype=torch.bool)
+    free[pattern.flat] = False
+    free = free.nonzero().flatten()
+    return drop, free[torch.randperm(len(free), generator=generator)[:grown]]
+
+
+shapes = st.tuples(st.integers(1, 9), st.integers(1, 9))
+
+
+@given(shapes, st.floats(0, 1), st.sampled_from([1, 2, 16]))
+def test_the_index(shape, density, b):
+    pattern = SparsePattern.random(tuple(n * b for n in shape), density, block_size=b)
+    for there in (elsewhere(pattern), pattern):
+        for own, other in zip(pattern.index, there._index_on(CPU), strict=True):
+            assert torch.equal(own, other)
+            assert other.dtype is torch.int32
+        assert torch.equal(there._flat_on(CPU), pattern.flat)
+
+
+@given(shapes, st.floats(0, 1), st.integers(0, 9), st.integers(0, 9), st.integers(0, 99))
+def test_an_update(shape, density, dropped, grown, seed):
+    pattern = SparsePattern.random(shape, density)
+    drop, grow = update(pattern, min(dropped, pattern.nnz), grown, seed)
+    wanted = Rewiring.make(pattern, drop, grow)
+    for before in (pattern, elsewhere(pattern)):
+        made = Rewiring._on_device(before, drop, grow)
+        assert made.after.nnz == wanted.after.nnz
+        assert made.after == wanted.after
+        assert torch.equal(made.source, wanted.source)
+        assert torch.equal(made.grown, wanted.grown)
+        assert torch.equal(made.dropped, wanted.dropped)
+        for tensor in (torch.randn(pattern.nnz), torch.randn(pattern.nnz, 2, 2)):
+            for fill in (0.0, 1.5, torch.tensor(2.0), torch.randn(len(grow), *tensor.shape[1:])):
+                followed = made.apply(tensor, fill)
+                assert torch.equal(followed, wanted.apply(tensor, fill))
+                if made.keeps_size and len(tensor):
+                    own = tensor.clone()
+                    before_writing = own._version
+                    made.apply_(own, fill=fill)
+                    assert own._version > before_writing
+                    assert torch.equal(own, followed)
+
+
+def test_what_is_dropped_and_grown_in_one_keeps_its_slot():
+    pattern = SparsePattern([0, 1, 1], [1, 0, 2], shape=(2, 3))  # flat 1, 3, 5
+    made = Rewiring._on_device(pattern, torch.tensor([0, 2]), torch.tensor([5, 4]))
+    assert made.after.flat.tolist() == [3, 4, 5]
+    assert made.source.tolist() == [1, -1, 2]
+
+
+def test_it_comes_to_the_cpu_when_asked_for():
+    pattern = SparsePattern.random((8, 12), 0.3)
+    there = elsewhere(pattern)
+    assert (there.nnz, there.density, there.values_shape) == (
+        pattern.nnz,
+        pattern.density,
+        pattern.values_shape,
+    )
+    assert not {"rows", "cols"} & set(vars(there))
+    assert there == pattern
+    assert there.rows.dtype is torch.int32
+    assert copy.deepcopy(there) is there
+    for other in (pickle.loads(pickle.dumps(elsewhere(pattern))), copy.copy(elsewhere(pattern))):
+        assert other == pattern
+    made = Rewiring._on_device(there, *update(pattern, 3, 3))
+    for other in (pickle.loads(pickle.dumps(made)), copy.deepcopy(made)):
+        assert torch.equal(other.source, made.source)
+    with pytest.raises(AttributeError, match="nothing"):
+        made.nothing  # noqa: B018
+
+
+def test_nothing_waits_for_the_device():
+    pattern = SparsePattern.random((64, 32), 0.3, block_size=2)
+    sizes = [len(tensor) for tensor in pattern.index]
+    with FakeTensorMode():
+        held = torch.empty(pattern.nnz, dtype=torch.int64, device="cuda")
+        before = SparsePattern._on_device(held, pattern)
+        cuda = held.device
+        drop, grow = (torch.empty(5, dtype=torch.int64, device="cuda") for _ in range(2))
+        made = Rewiring._on_device(before, drop, grow)
+        assert made.keeps_size
+        assert made.after._flat_on(cuda).device == cuda
+        index = made.after._index_on(cuda)
+        assert [len(tensor) for tensor in index] == sizes
+        assert all(tensor.device == cuda for tensor in index)
+        state = torch.empty(pattern.nnz, 2, 2, device="cuda")
+        made.apply_(state, state.clone(), fill=0.5)
+        assert made.apply(state, 0.5).device == cuda
+        fill = torch.empty(5, 2, 2, device="cuda")
+        assert on_device.move(state, made._source_on(cuda), fill).device == cuda
