@@ -78,7 +78,7 @@ def topk_outside(
     """
     pooling = check_pooling(pooling)
     k, exclude = check_free_positions(pattern, k, exclude)
-    dtype = _check_pairs(pairs, pattern) if k else torch.float32
+    dtype = check_pairs(pairs, pattern) if k else torch.float32
     if k == 0:
         return GrowCandidates(torch.zeros(0, dtype=torch.int64), torch.zeros(0, dtype=dtype))
 
@@ -124,7 +124,7 @@ def check_pooling(pooling: str) -> str:
     return pooling.lower()
 
 
-def _check_pairs(pairs: Sequence[Pair], pattern: SparsePattern) -> torch.dtype:
+def check_pairs(pairs: Sequence[Pair], pattern: SparsePattern) -> torch.dtype:
     """Shapes fit and entries are finite; returns the type to accumulate in."""
     if not isinstance(pairs, Sequence):
         raise TypeError(f"pairs must be a sequence of (x, dY), got {shortened(pairs)}")

@@ -1,0 +1,36 @@
+"""Decisions over the ranks of torch.distributed: made once, and known to all.
+
+Each is made by the rank that looks after what it is about, and the others hear of it; nothing is
+computed on every rank in the hope that it comes out equal.
+"""
+
+from dynsparse.ranks.agree import agree_on, agreeing, digest, held_back, named_ranks, texts_of
+from dynsparse.ranks.counting import CountingRanks
+from dynsparse.ranks.grow import GrowthWanted, exchanged_bytes, topk_over_ranks
+from dynsparse.ranks.ranks import ALONE, GroupRanks, Ranks, ranks_of
+from dynsparse.ranks.select import chunk_of, joined, kth_over_ranks, select_over_ranks
+from dynsparse.ranks.threads import BrokenMoveError, ThreadRanks, in_threads
+
+__all__ = [
+    "ALONE",
+    "BrokenMoveError",
+    "CountingRanks",
+    "GroupRanks",
+    "GrowthWanted",
+    "Ranks",
+    "ThreadRanks",
+    "agree_on",
+    "agreeing",
+    "chunk_of",
+    "digest",
+    "exchanged_bytes",
+    "held_back",
+    "in_threads",
+    "joined",
+    "kth_over_ranks",
+    "named_ranks",
+    "ranks_of",
+    "select_over_ranks",
+    "texts_of",
+    "topk_over_ranks",
+]

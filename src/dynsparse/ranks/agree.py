@@ -1,0 +1,172 @@
+"""Ranks that find out whether they agree, and that raise the same error where they do not.
+
+A rank that raises while the others go on would leave them waiting for its next move. So whatever
+may fail on one rank alone happens inside `agreeing`, and everybody hears of it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from types import TracebackType
+
+import torch
+from torch import Tensor
+
+from dynsparse.ranks.ranks import Ranks
+
+__all__ = ["agree_on", "agreeing", "digest", "held_back", "named_ranks", "texts_of"]
+
+_KINDS = (ValueError, TypeError, RuntimeError, MemoryError)
+_LONGEST = 2000  # characters of an error that travel
+
+
+class agreeing:
+    """Raises on every rank what one of them raises in the block, in one line that names the ranks.
+
+    Every rank enters and leaves it at the same place, and makes no move inside: a rank that has
+    failed would not make it. Costs one sum of 4 bytes. Alone it does nothing.
+
+    Raises:
+        ValueError, TypeError, RuntimeError, MemoryError: of the kind that was raised, if it was one
+            kind; where all ranks say the same, as they say it. What is no error, as a
+            KeyboardInterrupt, stays itself on the rank where it came, and is a RuntimeError
+            elsewhere.
+    """
+
+    def __init__(self, ranks: Ranks) -> None:
+        self._ranks = ranks
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None
+    ) -> None:
+        ranks = self._ranks
+        if ranks.alone:
+            return
+        failed = torch.tensor([int(error is not None)], dtype=torch.int32, device=ranks.device)
+        if not int(ranks.sum(failed)):
+            return
+        said = "" if error is None else f"{_kind(error)}\n{_line(error)}"
+        told = texts_of(ranks, said[:_LONGEST])
+        if error is not None and not isinstance(error, Exception):
+            return  # it goes its own way
+        raise _joined(told) from error
+
+
+class held_back:
+    """Keeps the first error of its blocks for later, so that a rank goes on making its moves.
+
+    For work between moves that others wait for: `raise_here` in an `agreeing` block afterwards.
+    """
+
+    def __init__(self) -> None:
+        self.error: BaseException | None = None
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None
+    ) -> bool:
+        self.error = self.error or error
+        return True
+
+    def raise_here(self) -> None:
+        """What came first, if anything did."""
+        if self.error is not None:
+            raise self.error
+
+
+def _kind(error: BaseException) -> str:
+    return next((k.__name__ for k in _KINDS if type(error) is k), RuntimeError.__name__)
+
+
+def _line(error: BaseException) -> str:
+    text = " ".join(str(error).split())
+    named = any(type(error) is kind for kind in _KINDS)
+    if named and text:
+        return text
+    return f"{type(error).__name__}: {text}" if text else type(error).__name__
+
+
+def _joined(told: Sequence[str]) -> Exception:
+    """The one error for those of all ranks: "kind\\nline", or "" where there is none."""
+    by_text: dict[str, list[int]] = {}
+    for rank, text in enumerate(told):
+        if text:
+            by_text.setdefault(text, []).append(rank)
+    names = {text.partition("\n")[0] for text in by_text}
+    kind = next((k for k in _KINDS if names == {k.__name__}), RuntimeError)
+    lines = []
+    for text, ranks in by_text.items():
+        line = text.partition("\n")[2]
+        lines.append(line if len(ranks) == len(told) else f"{named_ranks(ranks)}: {line}")
+    return kind("; ".join(lines))
+
+
+def named_ranks(ranks: Sequence[int]) -> str:
+    """ "rank 1", "ranks 1 and 3", "ranks 1, 2, 4 and 995 more"."""
+    if len(ranks) == 1:
+        return f"rank {ranks[0]}"
+    if len(ranks) > 8:
+        shown, last = ranks[:7], f"{len(ranks) - 7} more"
+    else:
+        shown, last = ranks[:-1], str(ranks[-1])
+    return f"ranks {', '.join(map(str, shown))} and {last}"
+
+
+def texts_of(ranks: Ranks, text: str) -> list[str]:
+    """What every rank says, in the order of ranks."""
+    raw = torch.frombuffer(bytearray(text.encode() or b"\0"), dtype=torch.uint8)
+    parts = ranks.gather(raw.to(ranks.device))
+    return [bytes(part.tolist()).decode(errors="replace").strip("\0") for part in parts]
+
+
+def digest(*parts: Tensor | str) -> int:
+    """64 bits that differ where the bytes do: a signed integer."""
+    hashed = hashlib.sha1(usedforsecurity=False)  # the quickest on processors that have it built in
+    for part in parts:
+        if isinstance(part, str):
+            hashed.update(part.encode())
+        else:
+            raw = part.detach().cpu().contiguous().view(-1).view(torch.uint8)
+            hashed.update(raw.numpy().data)
+        hashed.update(b"|")
+    return int.from_bytes(hashed.digest()[:8], "little", signed=True)
+
+
+def agree_on(
+    ranks: Ranks, said: Mapping[str, str | int], advice: str, *, shown: bool = True
+) -> None:
+    """Raise ValueError, the same on all ranks, where they do not say the same.
+
+    Costs 16 bytes for each entry. How many entries there are, and their names, must be the same on
+    all ranks or come in a call of their own before.
+
+    Args:
+        said: what -> what this rank says of it; a text, or a `digest` already.
+        advice: how it is mended.
+        shown: whether the error says who says what; False where that means nothing to people.
+    """
+    if ranks.alone or not said:
+        return
+    numbers = [digest(s) if isinstance(s, str) else s for s in said.values()]
+    own = torch.tensor(numbers, dtype=torch.int64, device=ranks.device)
+    most = ranks.highest(torch.stack([own, ~own]))
+    differing = (most[0] != ~most[1]).nonzero().flatten().tolist()
+    if not differing:
+        return
+    name = list(said)[differing[0]]
+    told = texts_of(ranks, str(said[name])[:_LONGEST])
+    by_text: dict[str, list[int]] = {}
+    for rank, text in enumerate(told):
+        by_text.setdefault(text, []).append(rank)
+    if shown:
+        who = ", ".join(f"{named_ranks(r)}: {text}" for text, r in by_text.items())
+    else:
+        who = " differs from ".join(named_ranks(r) for r in by_text.values())
+    more = f" (and {len(differing) - 1} more)" if len(differing) > 1 else ""
+    raise ValueError(f"ranks disagree on {name}{more}: {who}; {advice}")

@@ -1,0 +1,257 @@
+"""The ranks that decide together: a process group with the few moves that decisions need.
+
+Whoever decides something over ranks asks a `Ranks` and nothing else, so that the same code runs in
+one process, over a process group, among threads, and where bytes are only counted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dynsparse.files.shorten import shortened
+
+__all__ = ["ALONE", "GroupRanks", "Ranks", "ranks_of"]
+
+
+class Ranks:
+    """This rank among those that decide together. This base is a rank alone: its moves do nothing.
+
+    Every rank makes the same moves in the same order. Results are the same bits on all ranks.
+    Tensors may be on any device; what a backend cannot send goes by way of `device`.
+
+    Attributes:
+        rank: the number of this one, from 0.
+        size: how many there are.
+        device: where small tensors for the moves are best made.
+        sent: bytes that this rank has sent, as a ring sends them.
+        calls: moves made.
+    """
+
+    def __init__(self, rank: int = 0, size: int = 1, device: torch.device | None = None) -> None:
+        self.rank, self.size = rank, size
+        self.device = torch.device("cpu") if device is None else device
+        self.sent = 0
+        self.calls = 0
+
+    @property
+    def alone(self) -> bool:
+        """Whether there is nobody to agree with."""
+        return self.size == 1
+
+    def sum(self, tensor: Tensor) -> Tensor:
+        """The sum over ranks, in place."""
+        if not self.alone:
+            self._note(2 * tensor.nbytes * (self.size - 1) // self.size)
+            self._reduce(tensor, "sum")
+        return tensor
+
+    def highest(self, tensor: Tensor) -> Tensor:
+        """The largest of all ranks, entry by entry, in place."""
+        if not self.alone:
+            self._note(2 * tensor.nbytes * (self.size - 1) // self.size)
+            self._reduce(tensor, "highest")
+        return tensor
+
+    def broadcast(self, tensor: Tensor, source: int = 0) -> Tensor:
+        """What the rank `source` holds, in place."""
+        if not self.alone:
+            self._note(tensor.nbytes if self.rank == source else 0)
+            self._broadcast(tensor, source)
+        return tensor
+
+    def gather(self, tensor: Tensor, sizes: Sequence[int] | None = None) -> list[Tensor]:
+        """What every rank holds, in the order of ranks.
+
+        Args:
+            tensor: [any, ...]; the first dimension may differ from rank to rank.
+            sizes: of the first dimension, by rank, where all ranks know them; it spares a move.
+        """
+        if self.alone:
+            return [tensor]
+        if sizes is None:
+            own = torch.tensor([len(tensor)], device=self.device)
+            sizes = torch.cat(self.gather(own, [1] * self.size)).tolist()
+        most = max(sizes)
+        padded = tensor.new_zeros(most, *tensor.shape[1:])
+        padded[: len(tensor)] = tensor
+        self._note(padded.nbytes * (self.size - 1))
+        out = tensor.new_empty(self.size, *padded.shape)
+        if padded.numel():
+            self._gather(out, padded)
+        return [part[:size] for part, size in zip(out, sizes, strict=True)]
+
+    def exchange(
+        self,
+        tensor: Tensor,
+        sizes: Sequence[int] | None = None,
+        coming: Sequence[int] | None = None,
+    ) -> Tensor:
+        """A piece of `tensor` to every rank, and the pieces of all ranks for this one, joined in
+        their order.
+
+        Args:
+            tensor: [sum of sizes, ...].
+            sizes: how many leading entries go to each rank; equal shares when left out.
+            coming: how many come from each rank; equal shares when left out.
+        """
+        if self.alone:
+            return tensor
+        share = [len(tensor) // self.size] * self.size
+        sizes = share if sizes is None else list(sizes)
+        coming = share if coming is None else list(coming)
+        row = tensor[:1].nbytes if len(tensor) else 0
+        self._note(row * (sum(sizes) - sizes[self.rank]))
+        out = tensor.new_empty(sum(coming), *tensor.shape[1:])
+        self._exchange(out, tensor.contiguous(), coming, sizes)
+        return out
+
+    def _note(self, sent: int) -> None:
+        self.sent += sent
+        self.calls += 1
+
+    def _reduce(self, tensor: Tensor, how: str) -> None:
+        raise NotImplementedError
+
+    def _broadcast(self, tensor: Tensor, source: int) -> None:
+        raise NotImplementedError
+
+    def _gather(self, out: Tensor, tensor: Tensor) -> None:
+        raise NotImplementedError
+
+    def _exchange(
+        self, out: Tensor, tensor: Tensor, coming: Sequence[int], sizes: Sequence[int]
+    ) -> None:
+        raise NotImplementedError
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Ranks:
+        return self  # a copy of what decides over ranks decides over the same ones
+
+
+ALONE = Ranks()
+"""One rank, which has nobody to ask."""
+
+
+class GroupRanks(Ranks):
+    """The ranks of a process group of torch.distributed.
+
+    With gloo the moves have a group of their own, so that a rank that makes other moves meanwhile,
+    as data parallel training does, cannot mix them up with these. With other backends they go over
+    the group itself.
+    """
+
+    def __init__(self, group: Any) -> None:
+        dist = torch.distributed
+        self.group = group
+        kinds = {kind.type for kind in group._device_types}
+        if "cpu" in kinds or not kinds:
+            device = torch.device("cpu")
+        else:
+            kind = sorted(kinds)[0]
+            device = torch.device(kind, torch.get_device_module(kind).current_device())
+        self._kinds = kinds or {"cpu"}
+        super().__init__(dist.get_rank(group), dist.get_world_size(group), device)
+
+    def _at(self, tensor: Tensor) -> Tensor:
+        """The tensor where the backend can send it from; itself, if it can."""
+        at = tensor if tensor.device.type in self._kinds else tensor.to(self.device)
+        return at.contiguous()
+
+    def _reduce(self, tensor: Tensor, how: str) -> None:
+        op = torch.distributed.ReduceOp
+        at = self._at(tensor)
+        torch.distributed.all_reduce(at, op.SUM if how == "sum" else op.MAX, group=self.group)
+        if at is not tensor:
+            tensor.copy_(at)
+
+    def _broadcast(self, tensor: Tensor, source: int) -> None:
+        at = self._at(tensor)
+        torch.distributed.broadcast(at, group=self.group, group_src=source)
+        if at is not tensor:
+            tensor.copy_(at)
+
+    def _gather(self, out: Tensor, tensor: Tensor) -> None:
+        at, sent = self._at(out), self._at(tensor)
+        _all_gather()(at.view(-1), sent.view(-1), group=self.group)
+        if at is not out:
+            out.copy_(at)
+
+    def _exchange(
+        self, out: Tensor, tensor: Tensor, coming: Sequence[int], sizes: Sequence[int]
+    ) -> None:
+        at, sent = self._at(out), self._at(tensor)
+        torch.distributed.all_to_all_single(at, sent, list(coming), list(sizes), group=self.group)
+        if at is not out:
+            out.copy_(at)
+
+    def __reduce__(self) -> Any:
+        raise TypeError("process groups stay where they are: save trainer.state_dict() instead")
+
+
+def _all_gather() -> Any:
+    """By its newer name where torch has it, and warns of the old one."""
+    dist = torch.distributed
+    return getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+
+
+_made: dict[int, tuple[Any, GroupRanks]] = {}
+"""By the identity of a group: the group, and its ranks. A group has its moves made once."""
+
+
+def ranks_of(choice: Any) -> Ranks:
+    """The ranks that `choice` means.
+
+    Args:
+        choice: "auto": all of torch.distributed's where it is initialised, otherwise this one
+            alone; None: this one alone; a process group, or a device mesh of one dimension.
+
+    Raises:
+        TypeError: anything else.
+        ValueError: a mesh of several dimensions, a group without this rank.
+    """
+    if isinstance(choice, Ranks):
+        return choice
+    if choice is None:
+        return ALONE
+    dist = torch.distributed
+    ready = dist.is_available() and dist.is_initialized()
+    if isinstance(choice, str) and choice == "auto":
+        return _of_group(dist.group.WORLD) if ready else ALONE
+    if ready:
+        from torch.distributed.device_mesh import DeviceMesh  # slow to load, and rarely asked for
+
+        if isinstance(choice, DeviceMesh):
+            if choice.ndim != 1:
+                raise ValueError(
+                    f"ranks must be a mesh of one dimension, got {choice.ndim}: pass the part of "
+                    'it over which the model is replicated, such as mesh["replicate"]'
+                )
+            return _of_group(choice.get_group())
+        if isinstance(choice, dist.ProcessGroup):
+            return _of_group(choice)
+    raise TypeError(
+        'ranks must be "auto", None, a process group or a device mesh of torch.distributed, got '
+        f"{shortened(choice)}"
+    )
+
+
+def _of_group(group: Any) -> Ranks:
+    dist = torch.distributed
+    if dist.get_rank(group) < 0:
+        raise ValueError("ranks must be a group that this rank belongs to")
+    if dist.get_world_size(group) == 1:
+        return ALONE
+    known = _made.get(id(group))
+    if known is None or known[0] is not group:
+        own = group
+        if dist.get_backend(group) == "gloo":
+            own = dist.new_group(
+                dist.get_process_group_ranks(group),
+                backend="gloo",
+                use_local_synchronization=group is not dist.group.WORLD,
+            )
+        known = _made[id(group)] = (group, GroupRanks(own))
+    return known[1]

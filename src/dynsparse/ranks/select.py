@@ -1,0 +1,153 @@
+"""The k largest or smallest scores of all ranks, exactly, while no rank sees another's scores.
+
+A radix select: in each round the ranks add up a histogram of the next bits of the scores that are
+still in question, and go on with the bin that holds the k-th. Three rounds settle float32, six
+float64, whatever the numbers. The problems of all layers of an update share each round.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from dynsparse.ranks.ranks import Ranks
+
+__all__ = ["chunk_of", "joined", "kth_over_ranks", "select_over_ranks"]
+
+_DIGIT = 11  # bits a round: 2,048 bins, which are 16 KiB a layer
+
+
+def chunk_of(ranks: Ranks, count: int) -> tuple[int, int]:
+    """The part [first, last) of `count` things that is this rank's own: as `torch.chunk` cuts."""
+    share = -(-count // ranks.size)
+    return min(ranks.rank * share, count), min((ranks.rank + 1) * share, count)
+
+
+def select_over_ranks(
+    ranks: Ranks,
+    scores: Sequence[Tensor],
+    positions: Sequence[Tensor],
+    counts: Sequence[int],
+    *,
+    largest: bool = True,
+) -> list[Tensor]:
+    """For each problem, which of this rank's scores are among the `count` largest of all ranks.
+
+    Among equal scores the smaller positions win, as in `ops.grow.select`.
+
+    Args:
+        scores: for each problem the real numbers [n] of this rank, without NaN.
+        positions: for each problem where these are, int64 [n]; no position is on two ranks.
+        counts: for each problem how many are chosen, the same on all ranks; at most as many as all
+            ranks have.
+        largest: False chooses the smallest.
+
+    Returns:
+        bool [n] for each problem.
+    """
+    keys = [sorting_keys(s, largest) for s in scores]
+    if not keys:
+        return []
+    widest = torch.tensor([max(bits for _, bits in keys)], device=ranks.device)
+    bits = int(ranks.highest(widest))  # a rank without samples may not know
+    aligned = [key << (bits - own) for key, own in keys]
+    last, left, equal = kth_over_ranks(ranks, aligned, counts, bits)
+    chosen = [key > end for key, end in zip(aligned, last, strict=True)]
+    tied = [(key == end).nonzero().flatten() for key, end in zip(aligned, last, strict=True)]
+    open_ = [i for i in range(len(keys)) if left[i] < equal[i]]
+    for i, ties in enumerate(tied):
+        if i not in open_:
+            chosen[i][ties] = True
+    if open_:
+        # Smaller positions win: the same search once more.
+        own = [-positions[i][tied[i]].to(aligned[i].device) for i in open_]
+        ends, _, _ = kth_over_ranks(ranks, own, [left[i] for i in open_], 64)
+        for i, key, end in zip(open_, own, ends, strict=True):
+            chosen[i][tied[i][key >= end]] = True
+    return chosen
+
+
+def sorting_keys(scores: Tensor, largest: bool) -> tuple[Tensor, int]:
+    """int64 keys in the order of the scores, or in the other order, and how many bits they have.
+
+    Keys are signed: the order is that of int64.
+    """
+    if scores.dtype == torch.float64 or not scores.is_floating_point():
+        raw, bits = (scores.double() + 0.0).view(torch.int64), 64  # -0.0 becomes 0.0
+    else:
+        raw, bits = (scores.float() + 0.0).view(torch.int32).long(), 32
+    lower = (1 << (bits - 1)) - 1
+    keys = torch.where(raw < 0, raw ^ lower, raw)  # of negative numbers larger bits are smaller
+    return (keys if largest else ~keys), bits
+
+
+def kth_over_ranks(
+    ranks: Ranks, keys: Sequence[Tensor], counts: Sequence[int], bits: int
+) -> tuple[list[int], list[int], list[int]]:
+    """For each problem the count-th largest key of all ranks, how many equal to it belong to the
+    `count` largest, and how many equal to it there are.
+
+    Args:
+        keys: for each problem int64 [n], signed numbers of so many bits, on this rank.
+        counts: for each problem; 0 gives a key larger than any.
+        bits: of the keys, at most 64.
+
+    Raises:
+        ValueError: more are asked for than there are.
+    """
+    # The sign's bit turned over, digits ascend with the keys.
+    prefix, left, equal = [0] * len(keys), list(counts), [0] * len(keys)
+    live, done = list(keys), 0
+    while done < bits:
+        step = min(_DIGIT, bits - done)
+        shift, bins = bits - done - step, 1 << step
+        turned = 1 << (step - 1) if done == 0 else 0
+        digits = [((key >> shift) & (bins - 1)) ^ turned for key in live]
+        counted = [torch.bincount(d, minlength=bins).to(ranks.device) for d in digits]
+        table = ranks.sum(torch.stack(counted))
+        above = table.flip(1).cumsum(1)  # above[b]: in the b + 1 highest bins
+        if not done:
+            _check_enough(counts, above[:, -1].tolist())
+        wanted = torch.tensor(left, device=above.device).clamp_(min=1)
+        places = torch.searchsorted(above, wanted[:, None]).flatten().clamp_(max=bins - 1)
+        found = above.gather(1, places[:, None]).flatten().tolist()
+        held = table.flip(1).gather(1, places[:, None]).flatten().tolist()
+        for i, place in enumerate(places.tolist()):
+            digit = bins - 1 - place
+            prefix[i] = (prefix[i] << step) | digit
+            left[i] -= found[i] - held[i] if left[i] else 0
+            equal[i] = held[i]
+            live[i] = live[i][digits[i] == digit]
+        done += step
+    half = 1 << (bits - 1)
+    last = [key - half for key in prefix]
+    for i, count in enumerate(counts):
+        if count == 0:
+            last[i], left[i], equal[i] = 2**63 - 1, 0, 0
+    return last, left, equal
+
+
+def _check_enough(counts: Sequence[int], there: Sequence[int]) -> None:
+    for count, total in zip(counts, there, strict=True):
+        if count > total:
+            raise ValueError(f"cannot select {count} of {total} scores")
+
+
+def joined(ranks: Ranks, parts: Sequence[Tensor], limits: Sequence[int]) -> list[Tensor]:
+    """For each problem the numbers of all ranks, ascending, int64 on the CPU.
+
+    Args:
+        parts: for each problem the numbers of this rank, int64 [any] from 0 on.
+        limits: for each problem what no number reaches.
+    """
+    if ranks.alone:
+        return [part.cpu().sort().values for part in parts]
+    small = max(limits, default=0) < 2**31
+    own = torch.tensor([len(part) for part in parts], device=ranks.device)
+    counts = torch.stack(ranks.gather(own, [len(parts)] * ranks.size)).tolist()
+    line = torch.cat([p.to(ranks.device, torch.int32 if small else torch.int64) for p in parts])
+    lines = ranks.gather(line, [sum(of_rank) for of_rank in counts])
+    split = [one.cpu().long().split(of) for one, of in zip(lines, counts, strict=True)]
+    return [torch.cat([one[i] for one in split]).sort().values for i in range(len(parts))]

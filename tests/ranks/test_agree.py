@@ -1,0 +1,133 @@
+"""Ranks that do not agree hear of it, all of them the same."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from threaded import over
+
+from dynsparse.ranks import (
+    ALONE,
+    agree_on,
+    agreeing,
+    digest,
+    in_threads,
+    named_ranks,
+    texts_of,
+)
+
+
+def said(size, work):
+    """Type and text of what the ranks raise, which must be one."""
+    errors = in_threads(size, work, 10)
+    assert len({(type(e), str(e)) for e in errors}) == 1, errors
+    return type(errors[0]), str(errors[0])
+
+
+def failing(bad, error):
+    def work(ranks):
+        with agreeing(ranks):
+            if ranks.rank in bad:
+                raise error(ranks.rank) if callable(error) else error
+
+    return work
+
+
+def test_an_error_of_one_is_that_of_all():
+    assert said(3, failing([1], ValueError("x holds NaN"))) == (ValueError, "rank 1: x holds NaN")
+
+
+def test_an_error_of_all_is_said_once():
+    assert said(3, failing([0, 1, 2], TypeError("no"))) == (TypeError, "no")
+
+
+def test_several_errors_are_joined():
+    found = said(4, failing([0, 2, 3], lambda r: ValueError(f"bad {r % 2}")))
+    assert found == (ValueError, "ranks 0 and 2: bad 0; rank 3: bad 1")
+
+
+def test_other_kinds_are_named_and_lines_joined():
+    found = said(2, failing([1], KeyError("a\n b")))
+    assert found == (RuntimeError, "rank 1: KeyError: 'a\\n b'")
+    assert said(2, failing([1], ValueError("a\n b"))) == (ValueError, "rank 1: a b")
+
+
+def test_an_interrupt_stays_one_where_it_came():
+    errors = in_threads(2, failing([1], KeyboardInterrupt()), 10)
+    assert [type(e) for e in errors] == [RuntimeError, KeyboardInterrupt]
+    assert str(errors[0]) == "rank 1: KeyboardInterrupt"
+
+
+def test_the_cause_is_kept_where_it_came():
+    errors = in_threads(2, failing([1], ValueError("no")), 10)
+    assert [type(e.__cause__) for e in errors] == [type(None), ValueError]
+
+
+def test_without_an_error_nothing_happens():
+    assert over(3, failing([], None)) == [None] * 3
+
+
+def test_alone_an_error_is_itself():
+    error = KeyError("a")
+    with pytest.raises(KeyError) as found, agreeing(ALONE):
+        raise error
+    assert found.value is error
+
+
+def test_disagreement_names_what_and_who():
+    def work(ranks):
+        seed = 1 if ranks.rank == 2 else 0
+        agree_on(ranks, {"the schedule": "every 5", "the seed": f"{seed}"}, "give one seed")
+
+    assert said(4, work) == (
+        ValueError,
+        "ranks disagree on the seed: ranks 0, 1 and 3: 0, rank 2: 1; give one seed",
+    )
+
+
+def test_disagreement_on_digests_names_only_the_ranks():
+    def work(ranks):
+        pattern = torch.arange(5) + (ranks.rank == 0)
+        found = {"layer 'a'": 7, "layer 'b'": digest(pattern), "layer 'c'": ranks.rank}
+        agree_on(ranks, found, "begin alike", shown=False)
+
+    assert said(3, work) == (
+        ValueError,
+        "ranks disagree on layer 'b' (and 1 more): rank 0 differs from ranks 1 and 2; begin alike",
+    )
+
+
+def test_what_agrees_passes():
+    over(3, lambda ranks: agree_on(ranks, {"a": "x", "b": -(2**63)}, "no"))
+    over(3, lambda ranks: agree_on(ranks, {}, "no"))
+    agree_on(ALONE, {"a": "x"}, "no")
+
+
+def test_texts_of_any_length():
+    texts = ["", "a", "ü" * 500, "x\ny"]
+    assert over(4, lambda ranks: texts_of(ranks, texts[ranks.rank])) == [texts] * 4
+
+
+@pytest.mark.parametrize(
+    ("ranks", "text"),
+    [
+        ([3], "rank 3"),
+        ([0, 2], "ranks 0 and 2"),
+        (range(20), "ranks 0, 1, 2, 3, 4, 5, 6 and 13 more"),
+    ],
+)
+def test_ranks_are_named_shortly(ranks, text):
+    assert named_ranks([*ranks]) == text
+
+
+def test_digests_differ_where_bytes_do():
+    found = [
+        digest(torch.arange(3)),
+        digest(torch.arange(4)),
+        digest(torch.arange(3, dtype=torch.int32)),
+        digest("a"),
+        digest("a", "b"),
+        digest("ab"),
+    ]
+    assert len(set(found)) == len(found)
+    assert digest(torch.arange(6)[::2]) == digest(torch.tensor([0, 2, 4]))

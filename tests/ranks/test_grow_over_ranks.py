@@ -1,0 +1,255 @@
+"""Growth over ranks against `topk_outside` of one process that has all samples.
+
+Integer data has exact sums and ties by the dozen: the positions must be the same bit for bit.
+"""
+
+from __future__ import annotations
+
+from contextlib import contextmanager
+from itertools import chain
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from threaded import over
+
+from dynsparse.ops.grow import topk_outside
+from dynsparse.pattern import SparsePattern
+from dynsparse.ranks import (
+    CountingRanks,
+    GrowthWanted,
+    exchanged_bytes,
+    grow,
+    in_threads,
+    topk_over_ranks,
+)
+
+
+@st.composite
+def layers(draw, size):
+    """Per layer its pattern, what is excluded, how many grow, and the pairs of each rank."""
+    g = torch.Generator().manual_seed(draw(st.integers(0, 2**31)))
+    integers = draw(st.booleans())
+    found = []
+    for _ in range(draw(st.integers(1, 3))):
+        b = draw(st.sampled_from([1, 1, 2, 4]))
+        height, width = draw(st.integers(1, 9)), draw(st.integers(1, 9))
+        density = draw(st.floats(0, 1))
+        pattern = SparsePattern.random(
+            (height * b, width * b), density=density, block_size=b, generator=g
+        )
+        some = torch.randperm(pattern.total, generator=g)[: draw(st.integers(0, 3))]
+        exclude = some.sort().values
+        held = set(pattern.flat.tolist()) | set(exclude.tolist())
+        count = draw(st.integers(0, pattern.total - len(held)))
+        dtype = draw(st.sampled_from([torch.float32, torch.float64, torch.bfloat16]))
+        pairs = []
+        for rank in range(size):
+            # Some ranks have no pairs, some pairs no samples.
+            passes = draw(st.integers(0 if rank else 1, 2))
+            pairs.append([])
+            for _ in range(passes):
+                n = draw(st.integers(0, 4))
+                shapes = ((n, width * b), (n, height * b))
+                if integers:
+                    pair = [torch.randint(-3, 4, s, generator=g).to(dtype) for s in shapes]
+                else:
+                    pair = [torch.randn(s, generator=g, dtype=torch.float64) for s in shapes]
+                pairs[rank].append(tuple(pair))
+        found.append((pattern, exclude, count, pairs))
+    return found
+
+
+def wanted(found, rank):
+    return [
+        GrowthWanted(f"layer{i}", pairs[rank], pattern, count, exclude)
+        for i, (pattern, exclude, count, pairs) in enumerate(found)
+    ]
+
+
+@pytest.mark.parametrize("wire", [None, torch.bfloat16])
+@pytest.mark.parametrize("exchange", ["pieces", "samples", None])
+@given(data=st.data())
+def test_it_grows_what_one_process_grows(exchange, wire, data):
+    size = data.draw(st.integers(1, 5))
+    pooling = data.draw(st.sampled_from(["sum", "avg", "max", "none"]))
+    found = data.draw(layers(size))
+
+    def work(ranks):
+        asked = wanted(found, ranks.rank)
+        return topk_over_ranks(ranks, asked, pooling=pooling, wire=wire, exchange=exchange)
+
+    expected = [
+        topk_outside([*chain(*pairs)], pattern, count, pooling=pooling, exclude=exclude)
+        for pattern, exclude, count, pairs in found
+    ]
+    with chunks(data.draw(st.sampled_from([1 << 9, 1 << 12, 8 << 20]))):
+        grown = over(size, work)
+    for got in grown:
+        for positions, one in zip(got, expected, strict=True):
+            assert torch.equal(positions, one.flat.sort().values)
+
+
+@contextmanager
+def chunks(size):
+    """Rounds of few rows, so that small layers need several."""
+    before, grow.CHUNK_BYTES = grow.CHUNK_BYTES, size
+    yield
+    grow.CHUNK_BYTES = before
+
+
+def large(size, seed=0, n=96, samples=16, dtype=torch.float32):
+    g = torch.Generator().manual_seed(seed)
+    pattern = SparsePattern.random((n, n), density=0.1, generator=g)
+    pairs = [
+        [tuple(torch.randn(samples, n, generator=g).to(dtype) for _ in range(2))]
+        for _ in range(size)
+    ]
+    return pattern, pairs
+
+
+def test_rounded_pieces_choose_as_exact_ones_do():
+    pattern, pairs = large(3, n=1024)
+    k = pattern.nnz // 10
+
+    def work(wire):
+        def grow_(ranks):
+            asked = [GrowthWanted("a", pairs[ranks.rank], pattern, k)]
+            (flat,) = topk_over_ranks(ranks, asked, wire=wire, exchange="pieces")
+            return flat, ranks.sent
+
+        return over(3, grow_)
+
+    exact, rounded = work(None), work(torch.bfloat16)
+    assert torch.equal(exact[0][0], rounded[0][0])
+    assert rounded[0][1] < 0.66 * exact[0][1]
+
+
+def test_the_cheaper_exchange_is_taken():
+    pattern, pairs = large(2, samples=4)
+    k = 50
+
+    def sent(exchange, pairs):
+        def grow_(ranks):
+            asked = [GrowthWanted("a", pairs[ranks.rank], pattern, k)]
+            topk_over_ranks(ranks, asked, exchange=exchange)
+            return ranks.sent
+
+        return over(2, grow_)
+
+    assert sent(None, pairs) == sent("samples", pairs) < sent("pieces", pairs)
+    _, many = large(2, samples=200)
+    assert sent(None, many) == sent("pieces", many) < sent("samples", many)
+    pieces, samples = exchanged_bytes(2, pattern.shape, 8, torch.float32)
+    assert (pieces, samples) == (96 * 96 * 4 / 2, 8 * (96 + 48) * 4 / 2)
+
+
+def test_small_layers_share_their_moves():
+    def calls(count):
+        def grow_(ranks):
+            g = torch.Generator().manual_seed(ranks.rank)
+            pattern = SparsePattern.random((32, 32), 0.1, generator=torch.Generator())
+            pairs = [(torch.randn(64, 32, generator=g), torch.randn(64, 32, generator=g))]
+            asked = [GrowthWanted(str(i), pairs, pattern, 20) for i in range(count)]
+            topk_over_ranks(ranks, asked, exchange="pieces")
+            return ranks.calls
+
+        return over(2, grow_)[0]
+
+    assert calls(1) == calls(6)
+
+
+def test_nan_on_one_rank_is_one_line_on_all():
+    pattern, pairs = large(3)
+    pairs[1][0][0][3, 5] = torch.nan
+
+    def work(ranks):
+        topk_over_ranks(ranks, [GrowthWanted("fc1", pairs[ranks.rank], pattern, 7)])
+
+    errors = in_threads(3, work)
+    assert {str(e) for e in errors} == {
+        "rank 1: layer 'fc1': x holds NaN or infinity, so positions cannot be ranked: the training "
+        "has diverged"
+    }
+    assert {type(e) for e in errors} == {ValueError}
+
+
+class Failing(tuple):
+    """A pair that is gone once the ranks have begun."""
+
+    ranks = None
+
+    def __iter__(self):
+        if self.ranks.calls > 1:
+            raise MemoryError("no memory left")
+        return super().__iter__()
+
+    def __getitem__(self, i):
+        return [*self][i]
+
+
+@pytest.mark.parametrize("exchange", ["pieces", "samples"])
+@pytest.mark.parametrize("wire", [None, torch.bfloat16])
+def test_a_rank_that_fails_between_moves_takes_all_along(exchange, wire):
+    pattern, pairs = large(2)
+
+    def work(ranks):
+        own = pairs[ranks.rank]
+        if ranks.rank == 1:
+            own = [Failing(pair) for pair in own]
+            own[0].ranks = ranks
+        topk_over_ranks(ranks, [GrowthWanted("fc1", own, pattern, 7)], wire=wire, exchange=exchange)
+
+    errors = in_threads(2, work)
+    assert {str(e) for e in errors} == {"rank 1: no memory left"}
+    assert {type(e) for e in errors} == {MemoryError}
+
+
+def test_no_pairs_anywhere_is_refused():
+    pattern, _ = large(2)
+
+    def work(ranks):
+        topk_over_ranks(ranks, [GrowthWanted("fc1", [], pattern, 7)])
+
+    errors = in_threads(2, work)
+    assert {str(e) for e in errors} == {
+        "layer 'fc1': expected at least one pair (x, dY), got none on any rank: growth needs a "
+        "backward"
+    }
+
+
+def test_what_overflows_is_refused_on_all():
+    pattern, pairs = large(2)
+    for sign, ((x, dy),) in zip((1, -1), pairs, strict=True):
+        x.fill_(1e38)
+        dy.fill_(sign * 1e38)
+
+    def work(ranks):
+        asked = [GrowthWanted("fc1", pairs[ranks.rank], pattern, pattern.total - pattern.nnz)]
+        topk_over_ranks(ranks, asked, exchange="pieces")
+
+    errors = in_threads(2, work)
+    assert {type(e) for e in errors} == {ValueError}
+    assert "the gradients overflow" in str(errors[0])
+
+
+@pytest.mark.parametrize("exchange", ["pieces", "samples"])
+def test_a_thousand_ranks_send_what_the_formula_says(exchange):
+    """Counted on one of 1,024 ranks of which all bring the same."""
+    size, n, samples = 1024, 1024, 8
+    g = torch.Generator().manual_seed(0)
+    pattern = SparsePattern.random((n, n), density=0.1, generator=g)
+    pairs = [(torch.randn(samples, n, generator=g), torch.randn(samples, n, generator=g))]
+    ranks = CountingRanks(size)
+    # Every rank looks after one row; all bring the same, so each counts as the rank 0 does.
+    row = int(pattern.row_ptr[1])
+    k = size * (n - row)
+    room = SparsePattern(pattern.rows[:row], pattern.cols[:row], shape=(n, n))
+    topk_over_ranks(ranks, [GrowthWanted("a", pairs, room, k)], exchange=exchange)
+    by_pieces, by_samples = exchanged_bytes(size, (n, n), samples * size, torch.float32)
+    exchanged = by_pieces if exchange == "pieces" else by_samples
+    small = 2 * (size - 1) / size * (3 * 2048 * 8 + 8 + 3 * 4 + 4 * 8)
+    positions = (size - 1) * (k // size) * 4
+    counts = (size - 1) * 8 * (2 if exchange == "samples" else 1)
+    assert ranks.sent == pytest.approx(exchanged + small + positions + counts, rel=0.01)
