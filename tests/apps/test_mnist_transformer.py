@@ -106,9 +106,11 @@ def test_growth_sees_the_dense_gradient_of_every_layer(block):
     net = training.model.double()
     images = torch.rand(4, 784, dtype=torch.float64)
     layers = sparse(net)
-    held = {name: capture.start(layer.values) for name, layer in layers.items()}
+    held = {
+        name: capture.start(layer.index.row_ptr, layer.values) for name, layer in layers.items()
+    }
     net(images).square().sum().backward()
-    got = {n: capture.take(layer.values) for n, layer in layers.items()}
+    got = {n: capture.take(layer.index.row_ptr) for n, layer in layers.items()}
     assert held.keys() == got.keys()
     for name, layer in layers.items():
         dense = nn.Linear(layer.in_features, layer.out_features, layer.bias is not None)

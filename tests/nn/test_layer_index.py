@@ -112,7 +112,7 @@ def test_an_index_that_was_written_to_is_refused(layer, name):
     with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
         if name != "rows":  # which no product reads
             with pytest.raises(RuntimeError, match=r"must lie in|must ascend|contradict"):
-                torch.ops.dynsparse.linear(x, values, *layer.pattern.index, None)
+                torch.ops.dynsparse.linear(x, values, *layer.index, None)
 
 
 def test_state_dicts_share_no_memory_with_the_pattern(layer):

@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 from torch.nn.functional import linear as dense_linear
 
 from dynsparse import SparsePattern, ops
+from dynsparse.nn import SparseLinear
 from dynsparse.ops import capture
 from dynsparse.ops.linear import linear, naive
 
@@ -180,22 +181,22 @@ def test_autocast_lowers_the_activations_only(dtype):
 
 def test_capture_keeps_every_backward_pass_until_taken():
     pattern, x, values, _ = make(1)
-    held = capture.start(values)
+    held = capture.start(pattern.row_ptr, values)
     for scale in (1.0, 2.0):
         (linear(x, values, pattern) * scale).sum().backward()
     assert len(held) == 2
-    pairs = capture.take(values)
+    pairs = capture.take(pattern.row_ptr)
     assert len(held) == 0
     assert [dy[0, 0].item() for _, dy in pairs] == [1, 2]
     assert all(torch.equal(kept, x) for kept, _ in pairs)
     linear(x, values, pattern).sum().backward()
-    assert capture.take(values) == []
+    assert capture.take(pattern.row_ptr) == []
 
 
 @pytest.mark.parametrize("watched", [False, True])
 def test_passes_whose_gradient_is_gone_do_not_pile_up(watched):
     pattern, x, values, _ = make(1, dtype=torch.float32)
-    held = capture.start(values)
+    held = capture.start(pattern.row_ptr, values)
 
     def run():
         with torch.autocast("cpu", torch.bfloat16, enabled=watched):
@@ -209,8 +210,8 @@ def test_passes_whose_gradient_is_gone_do_not_pile_up(watched):
             assert len(held) >= 4
             gone()
         assert len(held) <= 8
-    capture.stop(values)
-    held = capture.start(values)
+    capture.stop(pattern.row_ptr)
+    held = capture.start(pattern.row_ptr, values)
     for _ in range(5):
         torch.autograd.grad(linear(x, values, pattern).sum(), values)
     assert len(held) == 1
@@ -218,7 +219,7 @@ def test_passes_whose_gradient_is_gone_do_not_pile_up(watched):
 
 def test_a_gradient_of_zeros_keeps_its_pairs():
     pattern, x, values, _ = make(1)
-    held = capture.start(values)
+    held = capture.start(pattern.row_ptr, values)
     for scale in (1.0, 0.0, 0.0, 1.0):
         (linear(x, values, pattern) * 0 * scale).sum().backward()
     assert len(held) == 4
@@ -226,16 +227,16 @@ def test_a_gradient_of_zeros_keeps_its_pairs():
 
 def test_capture_forgets():
     pattern, x, values, _ = make(1)
-    held = capture.start(values)
+    held = capture.start(pattern.row_ptr, values)
     linear(x, values, pattern).sum().backward()
-    capture.stop(values)
-    assert capture.take(values) == []
-    held = capture.start(values)
+    capture.stop(pattern.row_ptr)
+    assert capture.take(pattern.row_ptr) == []
+    held = capture.start(pattern.row_ptr, values)
     del held  # nobody waits for it any more
     linear(x, values, pattern).sum().backward()
-    assert capture.take(values) == []
-    capture.start(torch.empty(0))
-    assert capture.take(torch.empty(0)) == []
+    assert capture.take(pattern.row_ptr) == []
+    capture.start(pattern.row_ptr, torch.empty(0))
+    assert capture.take(pattern.row_ptr) == []
 
 
 @pytest.mark.parametrize(
@@ -309,3 +310,33 @@ def test_meta_tensors_get_their_shapes():
         x.detach().to("meta"), values.detach().to("meta"), *index, bias.detach().to("meta")
     )
     assert y.shape == (2, 3, pattern.shape[0])
+
+
+@pytest.mark.parametrize("watched", [False, True])
+def test_a_pass_that_is_split_leaves_one_pair(watched):
+    """As pipelines without bubbles do it: first the gradient of x, later that of the weights."""
+    pattern, x, values, _ = make(1, dtype=torch.float32)
+    held = capture.start(pattern.row_ptr, values)
+    with torch.autocast("cpu", torch.bfloat16, enabled=watched):
+        y = linear(x * 1, values, pattern).float()
+    dy = torch.randn_like(y)
+    expected = torch.autograd.grad(y, (x, values), dy, retain_graph=True)
+    assert len(held) == 1
+    held.clear()
+    (dx,) = torch.autograd.grad(y, x, dy, retain_graph=True)
+    assert len(held) == 0
+    (dw,) = torch.autograd.grad(y, values, dy)
+    assert len(held) == 1
+    assert torch.equal(dx, expected[0])
+    assert torch.equal(dw, expected[1])
+
+
+def test_layers_of_one_pattern_keep_pairs_of_their_own():
+    pattern, x, _, _ = make(1, dtype=torch.float32)
+    layers = [SparseLinear(*reversed(pattern.shape), pattern=pattern) for _ in range(2)]
+    held = [capture.start(layer.index.row_ptr, layer.values) for layer in layers]
+    layers[1](x).sum().backward()
+    assert [len(pairs) for pairs in held] == [0, 1]
+    parameters = dict(layers[0].named_parameters())
+    torch.func.functional_call(layers[0], parameters, x).sum().backward()
+    assert [len(pairs) for pairs in held] == [1, 1]

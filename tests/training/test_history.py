@@ -105,7 +105,7 @@ def test_gradients_are_kept_in_the_steps_that_count(window, captured):
     found = []
     for step in range(1, 51):
         layer(torch.randn(2, 8)).sum().backward()
-        if capture.is_open(layer.values):
+        if capture.is_open(layer.index.row_ptr):
             found.append(step)
         trainer.step()
     assert found == list(captured)

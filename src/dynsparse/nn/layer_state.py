@@ -25,7 +25,8 @@ class LayerState:
     points to.
 
     Attributes:
-        index: of the pattern.
+        index: of the pattern. Its `row_ptr` is this layer's alone, by which `ops.capture` knows it;
+            the rest may be the pattern's own memory.
         memory: the values without their Parameter, which may be given other memory meanwhile.
         address: of the memory, by which the layer knows that it still is that of its values.
         watched, version: a tensor of the index, and how often it had been written to: patterns do
@@ -39,7 +40,10 @@ class LayerState:
         with torch.inference_mode(False):
             device = values.device
             if index is None or index.cols.device != device or values.shape != index.values_shape:
-                tensors = PatternIndex(*(tensor.to(device) for tensor in pattern.index))
+                row_ptr, *others = pattern.index
+                tensors = PatternIndex(
+                    row_ptr.to(device, copy=True), *(tensor.to(device) for tensor in others)
+                )
                 index = LayerIndex(tensors, values)
                 trust(tensors)
             self.index = index

@@ -16,6 +16,7 @@ from dynsparse.interrupts import uninterrupted
 from dynsparse.nn.copies import is_averaging
 from dynsparse.nn.layer_state import LayerState, changing
 from dynsparse.nn.targets import Executor
+from dynsparse.ops.linear import LayerIndex
 from dynsparse.ops.linear.kernels import panels
 from dynsparse.pattern import PatternIndex, Rewiring, SparsePattern
 
@@ -38,6 +39,8 @@ class SparseModule(nn.Module):
     _state: LayerState | None = None
     # Rows and columns that were put in place of the layer's own, as `functional_call` does it.
     _given: dict[str, Tensor] | None = None
+    # The index of the layer's own pattern meanwhile.
+    _aside: LayerIndex | None = None
     # Averages of this layer, which take its patterns.
     _followers: tuple[weakref.ref[SparseModule], ...] = ()
 
@@ -90,7 +93,8 @@ class SparseModule(nn.Module):
         given = {**(self._given or {}), name: tensor}
         own = {n: t for n, t in given.items() if torch.equal(t.cpu(), getattr(self._pattern, n))}
         self._given = None if len(own) == len(given) else given
-        self._state = None
+        if self._state is not None:
+            self._aside, self._state = self._state.index, None
 
     def held(self) -> tuple[Tensor, PatternIndex]:
         """Values and index tensors that belong together, whatever other threads do.
@@ -130,8 +134,9 @@ class SparseModule(nn.Module):
                 if not torch.equal(pattern.rows, found["rows"].cpu()):
                     raise RuntimeError("rows and cols must be in row-major order")
                 return LayerState(pattern, values, None)
-            state = LayerState(pattern, values, None if before is None else before.index)
-            self._state = state
+            index = self._aside if before is None else before.index
+            state = LayerState(pattern, values, index)
+            self._state, self._aside = state, None
             return state
 
     def _install(self, pattern: SparsePattern, values: Tensor | None = None) -> None:
@@ -157,7 +162,8 @@ class SparseModule(nn.Module):
                     if values is not None:
                         self._store(values)
                     self._pattern, self._state = pattern, state
-                    self._given, self.executor = None, executor
+                    self._given = self._aside = None
+                    self.executor = executor
                 for follow in following:
                     follow()
 
@@ -170,7 +176,8 @@ class SparseModule(nn.Module):
 
     def __getstate__(self) -> dict[str, Any]:
         # What was made of the pattern stays with this layer: copies have memory of their own.
-        return {k: v for k, v in self.__dict__.items() if k not in ("_state", "_followers")}
+        own = ("_state", "_aside", "_followers")
+        return {k: v for k, v in self.__dict__.items() if k not in own}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)

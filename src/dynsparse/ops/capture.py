@@ -1,23 +1,27 @@
 """Keeps what growth needs from a backward pass: the inputs and output gradients of chosen layers.
 
-The key is the storage of a layer's values, and the recording happens inside the backward operator.
-So it also works under torch.compile, with activation checkpointing, with gradient accumulation and
-for a layer used several times in one forward pass.
+The key is the storage of `row_ptr`, the one tensor of a layer that every operator is given and that
+nothing shards, gathers or casts; each layer has one of its own. The recording happens inside the
+backward operator. So it also works under torch.compile, with activation checkpointing, with
+gradient accumulation, for a layer used several times in one forward pass, and where `fully_shard`
+hands backward other values than those that the layer holds.
 
 Pairs belong to the gradient that the values hold. When a backward pass begins and that has been
 taken away or set to zero, the earlier passes count for nothing any more, and what they left is
-forgotten: passes without a step, as those of a learning-rate finder, do not pile up.
+forgotten: passes without a step, as those of a learning-rate finder, do not pile up. (They do where
+values are sharded and `fully_shard` adds up the gradients of several passes out of sight.)
 """
 
 from __future__ import annotations
 
 import weakref
+from typing import Any
 from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor
 
-__all__ = ["Pairs", "is_open", "start", "stop", "take"]
+__all__ = ["Pairs", "is_asked_for", "is_open", "start", "stop", "take"]
 
 
 class Pairs(list[tuple[Tensor, Tensor]]):
@@ -25,27 +29,38 @@ class Pairs(list[tuple[Tensor, Tensor]]):
 
     values: weakref.ref[Tensor]
     last_pass: int = -1
-    writes: int = -1  # to the gradient, when the last pass began; -1 where there was none
+    writes: tuple[int, int] = (0, -1)  # to which gradient, how many, when the last pass began
     before: int = 0  # pairs, when the last pass began
 
-    def begin(self, backward_pass: int) -> None:
-        """Forget what belongs to a gradient that is gone, when another pass begins."""
+    def begin(self, backward_pass: int, used: Tensor) -> None:
+        """Forget what belongs to a gradient that is gone, when another pass begins.
+
+        Args:
+            used: the values that the pass goes through: those of the layer, or what stands for
+                them while they are gathered.
+        """
         if backward_pass == self.last_pass:
             return
         self.last_pass = backward_pass
         values = self.values()
         grad = None if values is None else values.grad
+        shard = getattr(values, "_local_tensor", None)
+        if grad is None and shard is not None and used.is_leaf:
+            grad = used.grad  # of several passes, until they are reduced
         if grad is None:
-            self.clear()
-            self.writes = -1
+            if shard is None:
+                self.clear()
+            self.writes = 0, -1
         else:
+            local = getattr(grad, "_local_tensor", grad)  # which is written to in place
+            same, writes = self.writes[0] == id(grad), self.writes[1]
             # A pass writes once, or not at all where it was asked for other gradients. A gradient
             # of zeros may be one that came out as zeros.
-            if grad._version == self.writes:
+            if same and local._version == writes:
                 del self[self.before :]
-            elif 0 <= self.writes < grad._version - 1 and not bool(grad.any()):
+            elif same and 0 <= writes < local._version - 1 and local.numel() and not local.any():
                 self.clear()
-            self.writes = grad._version
+            self.writes = id(grad), local._version
         self.before = len(self)
 
 
@@ -53,22 +68,26 @@ class Pairs(list[tuple[Tensor, Tensor]]):
 _open: WeakValueDictionary[int, Pairs] = WeakValueDictionary()
 
 
-def start(values: Tensor) -> Pairs:
-    """From now on, keep x and dY of the backward passes through the layer that holds `values`.
+def start(row_ptr: Tensor, values: Tensor) -> Pairs:
+    """From now on, keep x and dY of the backward passes through the layer of `row_ptr`.
 
     The capture lasts until `take` or `stop`, and only as long as the caller holds what is returned
-    here. Starting again forgets what was kept so far. An empty tensor has nothing to capture.
+    here. Starting again forgets what was kept so far. Without values there is nothing to capture.
+
+    Args:
+        row_ptr: of the index that the layer computes with.
+        values: the Parameter of the layer, which gets the gradient.
     """
     pairs = Pairs()
     pairs.values = weakref.ref(values)
     if values.numel():
-        _open[values.data_ptr()] = pairs
+        _open[row_ptr.data_ptr()] = pairs
     return pairs
 
 
-def take(values: Tensor) -> list[tuple[Tensor, Tensor]]:
+def take(row_ptr: Tensor) -> list[tuple[Tensor, Tensor]]:
     """End the capture; the pairs (x [batch, in], dY [batch, out]), one per backward pass since."""
-    pairs = _open.pop(values.data_ptr(), None) if values.numel() else None
+    pairs = _open.pop(row_ptr.data_ptr(), None)
     if pairs is None:
         return []
     kept = list(pairs)
@@ -76,18 +95,32 @@ def take(values: Tensor) -> list[tuple[Tensor, Tensor]]:
     return kept
 
 
-def stop(values: Tensor) -> None:
+def stop(row_ptr: Tensor) -> None:
     """End the capture and forget what was kept."""
-    take(values)
+    take(row_ptr)
 
 
-def is_open(values: Tensor) -> bool:
+def is_open(row_ptr: Tensor) -> bool:
     """Whether somebody waits for pairs of this layer: lets a backward pass skip making them."""
-    return bool(_open) and values.data_ptr() in _open
+    return bool(_open) and row_ptr.data_ptr() in _open
 
 
-def record(values: Tensor, x: Tensor, dy: Tensor) -> None:
+def is_asked_for(node: Any) -> bool:
+    """Whether the backward pass under way makes the gradient that the autograd `node` receives.
+
+    Pipelines that split the pass go through a layer twice, once for the gradient of its input and
+    once for that of its values.
+    """
+    if node is None:
+        return False
+    try:
+        return torch._C._will_engine_execute_node(node)
+    except RuntimeError:
+        return True  # it says so of leaves that `torch.autograd.grad` was asked for
+
+
+def record(row_ptr: Tensor, values: Tensor, x: Tensor, dy: Tensor) -> None:
     """Called by backward passes; the tensors must stay as they are until the capture is taken."""
-    if _open and (pairs := _open.get(values.data_ptr())) is not None:
-        pairs.begin(torch._C._current_graph_task_id())
+    if _open and (pairs := _open.get(row_ptr.data_ptr())) is not None:
+        pairs.begin(torch._C._current_graph_task_id(), values)
         pairs.append((x, dy))

@@ -64,24 +64,31 @@ class _Runner:
 class _MachineLinear(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, values: Tensor, pattern: SparsePattern, target: Target, runner: _Runner
+        ctx: Any,
+        x: Tensor,
+        values: Tensor,
+        pattern: SparsePattern,
+        target: Target,
+        runner: _Runner,
+        row_ptr: Tensor,
     ) -> Tensor:
         ctx.save_for_backward(x, values)
-        ctx.pattern, ctx.target, ctx.runner = pattern, target, runner
+        ctx.pattern, ctx.target, ctx.runner, ctx.row_ptr = pattern, target, runner, row_ptr
         return runner.run("forward", target, pattern, values, x)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         (dy,) = gradients
         x, values = ctx.saved_tensors
-        capture.record(values, x.detach().to(values.dtype), dy.detach().to(values.dtype))
+        found = (tensor.detach().to(values.dtype) for tensor in (x, dy))
+        capture.record(ctx.row_ptr, values, *found)
         common = (ctx.target, ctx.pattern, values)
         dx = dw = None
         if ctx.needs_input_grad[0]:
             dx = ctx.runner.run("grad_input", *common, dy).to(x.dtype)
         if ctx.needs_input_grad[1]:
             dw = ctx.runner.run("grad_weight", *common, dy, x)
-        return dx, dw, None, None, None
+        return dx, dw, None, None, None, None
 
 
 class TileMachine:
@@ -116,7 +123,9 @@ class TileMachine:
             y = x.new_zeros((*x.shape[:-1], layer.out_features))
         else:
             rows = x.reshape(-1, layer.in_features)
-            y = _MachineLinear.apply(rows, layer.values, layer.pattern, self.target, self.runner)
+            y = _MachineLinear.apply(
+                rows, layer.values, layer.pattern, self.target, self.runner, layer.index.row_ptr
+            )
             y = y.reshape(*x.shape[:-1], layer.out_features)
         return y if layer.bias is None else y + layer.bias
 

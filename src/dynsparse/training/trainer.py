@@ -260,7 +260,9 @@ class SparseTrainer:
             and is_due_within(schedule, self.steps + 1, self.history.window)
         )
         layers = self._trained() if counts else {}
-        self._captures = {name: capture.start(layer.values) for name, layer in layers.items()}
+        self._captures = {
+            name: capture.start(layer.index.row_ptr, layer.values) for name, layer in layers.items()
+        }
 
     def _trained(self) -> dict[str, SparseLinear]:
         return {name: layer for name, layer in self.layers.items() if layer.values.requires_grad}

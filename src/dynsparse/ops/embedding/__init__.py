@@ -36,7 +36,7 @@ def _forward(ids: Tensor, values: Tensor, row_ptr: Tensor, cols: Tensor, width: 
 
 def _backward(dy: Tensor, ids: Tensor, values: Tensor, row_ptr: Tensor, cols: Tensor) -> Tensor:
     ids, dy = ids.reshape(-1), dy.reshape(-1, dy.shape[-1])
-    if capture.is_open(values):
+    if capture.is_open(row_ptr):
         _record(dy, ids, values, row_ptr)
     return naive.grad_weight(dy, ids, values, row_ptr, cols)
 
@@ -50,7 +50,7 @@ def _record(dy: Tensor, ids: Tensor, values: Tensor, row_ptr: Tensor) -> None:
     x = dy.new_zeros(len(tokens), dy.shape[1]).index_add_(0, place, dy)
     vocabulary = (len(row_ptr) - 1) * naive.block_size_of(values)
     one_hot = dy.new_zeros(len(tokens), vocabulary).scatter_(1, tokens[:, None], 1.0)
-    capture.record(values, x, one_hot)
+    capture.record(row_ptr, values, x, one_hot)
 
 
 _library.impl("embedding", _forward, "CompositeExplicitAutograd")

@@ -50,8 +50,11 @@ class _EagerLinear(torch.autograd.Function):
                     f"the values had the shape {list(p.values_shape)} in forward and have "
                     f"{list(values.shape)} in backward: call backward before the layer is resized"
                 )
-            if x is not None and capture.is_open(values):
-                products.record(values, x, dy)
+            if x is not None and capture.is_open(p.row_ptr):
+                if capture.is_asked_for(ctx.next_functions[1][0]):
+                    products.record(p.row_ptr, values, x, dy)
+                else:
+                    x = None
             dx, dw = products.backward(dy, x, values, p, need_input)
         return dx, dw, operator.grad_bias(ctx, dy) if need_bias else None, None
 

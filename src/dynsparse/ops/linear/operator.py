@@ -51,9 +51,9 @@ def _backward(
 ) -> tuple[Tensor, Tensor]:
     p = _prepare(values, rest)
     products.check_backward(dy, x, values, p)
-    if x is not None and capture.is_open(values):
+    if x is not None and capture.is_open(p.row_ptr):
         # Copies, since compiled code may reuse both buffers.
-        products.record(values, x.clone(), dy.clone())
+        products.record(p.row_ptr, values, x.clone(), dy.clone())
     dx, dw = products.backward(dy, x, values, p, bool(rest[5]))
     # Operators return tensors: an empty one stands for a gradient that is not needed.
     return dy.new_empty(0) if dx is None else dx, values.new_empty(0) if dw is None else dw
@@ -99,6 +99,8 @@ def gradients(ctx, dy: Tensor, need_bias: bool, index: PatternIndex | None = Non
     index = PatternIndex(*saved) if index is None else index
     need_input, need_values = ctx.needs_input_grad[:2]
     dx = dw = None
+    if x is not None and not capture.is_asked_for(ctx.next_functions[1][0]):
+        x, need_values = None, False
     if need_input or need_values:
         dx, dw = torch.ops.dynsparse.linear_backward(dy, x, values, *index, need_input)
     return (

@@ -146,7 +146,7 @@ def backward(
     return dx, dw
 
 
-def record(values: Tensor, x: Tensor, dy: Tensor) -> None:
+def record(row_ptr: Tensor, values: Tensor, x: Tensor, dy: Tensor) -> None:
     """Hand x and dY to the capture of this layer, as the matrices it wants."""
     dtype = _compute_dtype(dy.dtype) if dy.is_cpu else dy.dtype
-    capture.record(values, _matrix(x.detach(), dtype), _matrix(dy.detach(), dtype))
+    capture.record(row_ptr, values, _matrix(x.detach(), dtype), _matrix(dy.detach(), dtype))
