@@ -1,5 +1,7 @@
 """Checkpoints: exact resumption in a new process, atomic writes, and refusal of bad files."""
 
+import hashlib
+import io
 import os
 import random
 import signal
@@ -283,7 +285,7 @@ def test_bad_files(saved, change, message):
 
 
 def test_a_payload_that_would_run_code(tmp_path):
-    import hashlib
+
     import pickle
 
     payload = pickle.dumps(print)
@@ -325,3 +327,54 @@ def test_of_something_else(saved, tmp_path):
 def test_a_file_that_is_not_there(tmp_path):
     with pytest.raises(FileNotFoundError):
         load(tmp_path / "none", make())
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+@pytest.mark.parametrize("key", ["exp_avg", "exp_avg_sq"])
+def test_optimizer_state_that_is_not_finite(saved, tmp_path, key, bad):
+    """Saved, it would replace a good checkpoint; loaded, it would make weights of NaN."""
+    parts = make()
+    epoch(*parts, seed_all())
+    before = saved.read_bytes()
+    parts[1].state[parts[0][3].values][key].view(-1)[1] = bad
+    with pytest.raises(ValueError, match=rf"{key} of '3.values' holds NaN or infinity"):
+        save(saved, parts)
+    assert saved.read_bytes() == before
+    payload = torch.load(io.BytesIO(before[HEADER:]), weights_only=True)
+    numbers = payload["optimizer"]["state"]["state"]
+    place = next(n for n, p in enumerate(parts[0].parameters()) if p is parts[0][3].values)
+    numbers[place][key].view(-1)[1] = bad
+    stream = io.BytesIO()
+    torch.save(payload, stream)
+    digest = hashlib.sha256(stream.getvalue()).digest()
+    length = len(stream.getvalue())
+    saved.write_bytes(struct.pack("<16sIQ32s", module.MAGIC, 1, length, digest) + stream.getvalue())
+    refused(saved, make(), rf"{key} of '3.values' holds NaN or infinity")
+
+
+def holding_itself():
+    made = []
+    made.append(made)
+    return made
+
+
+@pytest.mark.filterwarnings("ignore:torch.quantize_per_tensor")
+@pytest.mark.parametrize(
+    ("extra", "message"),
+    [
+        (lambda: bytearray(b"abc"), "builtins.bytearray"),
+        (lambda: torch.quantize_per_tensor(torch.ones(3), 0.1, 0, torch.qint8), "expected tensors"),
+        (holding_itself, "holds itself"),
+        (lambda: torch.ones(1).expand(2**40), "expected tensors of at most"),
+    ],
+)
+def test_what_could_not_be_loaded_is_not_saved(tmp_path, extra, message):
+    model, optimizer, _, _ = make()
+    with pytest.raises(ValueError, match=message) as error:
+        save_checkpoint(tmp_path / "c", model=model, optimizer=optimizer, extra={"a": extra()})
+    assert "\n" not in str(error.value)
+    assert not list(tmp_path.iterdir())
+    model.register_buffer("odd", torch.eye(3).to_sparse())
+    with pytest.raises(ValueError, match="expected dense tensors of the model"):
+        save_checkpoint(tmp_path / "c", model=model, optimizer=optimizer)
+    assert not list(tmp_path.iterdir())

@@ -22,7 +22,9 @@ def parts(kind, optimizer_kind):
         optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
     else:
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    trainer = getattr(ds, kind)(model, optimizer, total_steps=40, update_interval=2)
+    # Those of them that prune make the layers resizable.
+    prunes = {"final_density": 0.1} if kind in ("GMP", "GraNet") else {}
+    trainer = getattr(ds, kind)(model, optimizer, total_steps=40, update_interval=2, **prunes)
     return {
         "model": model,
         "optimizer": optimizer,
@@ -105,7 +107,10 @@ def with_digest(value):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("kind", "optimizer"), [("RigL", "Adam"), ("TopKAST", "SGD")])
+@pytest.mark.parametrize(
+    ("kind", "optimizer"),
+    [("RigL", "Adam"), ("TopKAST", "SGD"), ("GMP", "Adam"), ("GraNet", "SGD")],
+)
 def test_no_mutation_changes_anything_unless_it_is_loaded_whole(kind, optimizer, tmp_path):
     made = parts(kind, optimizer)
     train(made, 5)

@@ -11,6 +11,7 @@ import io
 import pickletools
 import struct
 import zipfile
+from _compat_pickle import IMPORT_MAPPING, NAME_MAPPING
 from typing import Any
 
 import torch
@@ -27,8 +28,8 @@ _VALUE = 16  # bytes of memory for one value, roughly
 # What makes memory from a number, or from a text in more than linear time. torch.load lets them
 # through; no tensor, number, text or container of them is saved by these names.
 _REFUSED = {
-    "builtins bytearray", "torch Tensor", "torch.storage TypedStorage",
-    "torch._utils _rebuild_qtensor", "torch._utils _rebuild_wrapper_subclass",
+    "builtins.bytearray", "torch.Tensor", "torch.storage.TypedStorage",
+    "torch._utils._rebuild_qtensor", "torch._utils._rebuild_wrapper_subclass",
 }  # fmt: skip
 _SLOW_CODECS = ("punycode", "idna")
 _NAMES = {"BINUNICODE", "SHORT_BINUNICODE", "BINUNICODE8", "BINGET", "LONG_BINGET"}
@@ -77,17 +78,24 @@ def _check_names(content: bytes) -> None:
             raise ValueError("expected tensors, got torch.storage.UntypedStorage by itself")
         after_storage = name in ("BINGET", "LONG_BINGET") and argument in storages
         if name == "GLOBAL":
-            argument = str(argument)
+            argument = _full_name(str(argument))
             if argument in _REFUSED or (
                 argument.startswith("torch") and argument.endswith("Tensor")
             ):
-                raise ValueError(f"expected tensors, got {argument.replace(' ', '.')[:80]}")
-            after_storage = argument == "torch.storage UntypedStorage"
-            encodes |= argument == "_codecs encode"
+                raise ValueError(f"expected tensors, got {argument[:80]}")
+            after_storage = argument == "torch.storage.UntypedStorage"
+            encodes |= argument == "_codecs.encode"
         elif isinstance(argument, str) and any(one in argument.lower() for one in _SLOW_CODECS):
             slow = argument
     if encodes and slow is not None:
         raise ValueError(f"expected bytes as torch.save writes them, got {slow[:40]!r}")
+
+
+def _full_name(argument: str) -> str:
+    """What torch looks up for "module name": the names of Python 2 are other ones of the same, and
+    where the module ends does not matter."""
+    module, _, name = argument.partition(" ")
+    return ".".join(NAME_MAPPING.get((module, name), (IMPORT_MAPPING.get(module, module), name)))
 
 
 def check_content(value: Any, size: int) -> None:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from dynsparse.files.shorten import shortened
 
-__all__ = ["check_scheduler", "loaded_optimizer"]
+__all__ = ["check_finite", "check_scheduler", "loaded_optimizer"]
 
 # What they keep for a parameter is not of its shape.
 _OTHER_SHAPES = ("Adafactor", "LBFGS")
@@ -48,6 +48,25 @@ def loaded_optimizer(
         reason = " ".join(f"{type(error).__name__}: {error}".split())[:300]
         raise ValueError(f"the state of the optimizer is damaged ({reason})") from None
     return beside.__dict__
+
+
+def check_finite(state: Mapping[Tensor, Any], names: Mapping[int, str]) -> None:
+    """Raise ValueError where what an optimizer keeps of a parameter holds NaN or infinity.
+
+    Args:
+        state: of an optimizer, by parameter.
+        names: of the parameters, by their `id`.
+    """
+    for parameter, entries in state.items():
+        for key, value in entries.items():
+            if not isinstance(value, Tensor) or not value.is_floating_point():
+                continue
+            if not bool((value.float() if value.itemsize < 2 else value).isfinite().all()):
+                name = names.get(id(parameter), "a parameter that is not the model's")
+                raise ValueError(
+                    f"the optimizer's {key} of {name!r} holds NaN or infinity: the training has "
+                    "diverged"
+                )
 
 
 def _options(group: dict[str, Any]) -> dict[str, Any]:

@@ -18,7 +18,7 @@ from torch import Tensor
 from dynsparse.files.shorten import shortened
 from dynsparse.files.torch_archive import check_archive, check_content
 
-__all__ = ["HEADER", "MAGIC", "VERSION", "CheckpointError", "read_payload"]
+__all__ = ["HEADER", "MAGIC", "VERSION", "CheckpointError", "check_parts", "read_payload"]
 
 MAGIC = b"dynsparse\x00state\n"
 VERSION = 1
@@ -59,7 +59,7 @@ def read_payload(path: Path) -> dict[str, Any]:
             f"{path} cannot be read by torch {torch.__version__}: {reason}"
         ) from None
     try:
-        _check_parts(payload)
+        check_parts(payload)
     except ValueError as error:
         raise CheckpointError(f"{path} is no checkpoint of a training: {error}") from None
     return payload
@@ -88,7 +88,8 @@ def _read(path: Path) -> bytes:
     return content
 
 
-def _check_parts(payload: Any) -> None:
+def check_parts(payload: Any) -> None:
+    """Raise ValueError unless the parts are there, each of its type."""
     if not isinstance(payload, dict):
         raise ValueError(f"expected its parts, got {shortened(type(payload).__name__)}")
     for part, kinds in _PARTS.items():

@@ -19,16 +19,18 @@ import torch
 from torch import Tensor, nn
 
 from dynsparse.files.shorten import shortened
+from dynsparse.files.torch_archive import check_archive, check_content
 from dynsparse.files.whole import write_whole
 from dynsparse.nn.sparse_module import SparseModule, whole
 from dynsparse.pattern import SparsePattern
 from dynsparse.training.checkpoint import random_state as rng
-from dynsparse.training.checkpoint.optimizing import check_scheduler, loaded_optimizer
+from dynsparse.training.checkpoint.optimizing import check_finite, check_scheduler, loaded_optimizer
 from dynsparse.training.checkpoint.reading import (
     HEADER,
     MAGIC,
     VERSION,
     CheckpointError,
+    check_parts,
     read_payload,
 )
 from dynsparse.training.trainer import SparseTrainer
@@ -65,8 +67,11 @@ def save_checkpoint(
     Raises:
         RuntimeError: values of a sparse layer that are sharded.
         TypeError: something that would have to be saved as code (a class, a NumPy array).
+        ValueError: something that `load_checkpoint` would refuse: a quantized or sparse tensor, a
+            bytearray, optimizer state that holds NaN or infinity. Nothing is written.
         OSError: the folder is missing, or the disk is full; what was at `path` is still there.
     """
+    check_finite(optimizer.state, _names(model))
     payload = {
         "patterns": _patterns(model),
         "model": model.state_dict(),
@@ -90,7 +95,14 @@ def save_checkpoint(
             f"a checkpoint holds only tensors, numbers, strings and containers of them; found "
             f"{', '.join(sorted(unsafe))}: convert it first"
         )
-    _write_whole(Path(path), buffer.getbuffer())
+    content = buffer.getvalue()
+    try:
+        check_archive(content)
+        check_content(payload, len(content))
+        check_parts(payload)
+    except ValueError as error:
+        raise ValueError(f"load_checkpoint could not read this checkpoint: {error}") from None
+    _write_whole(Path(path), content)
 
 
 def load_checkpoint(
@@ -125,6 +137,7 @@ def load_checkpoint(
             attributes = loaded_optimizer(
                 optimizer, payload["optimizer"]["state"], _parameter_shapes(payload, model)
             )
+            check_finite(attributes["state"], _names(model))
         if random_state:
             rng.check_global_states(payload["random"])
         if trainer is not None:
@@ -179,7 +192,7 @@ def read_extra(path: str | os.PathLike[str]) -> dict[str, Any]:
     return read_payload(Path(path))["extra"]
 
 
-def _write_whole(path: Path, payload: memoryview) -> None:
+def _write_whole(path: Path, payload: bytes) -> None:
     header = HEADER.pack(MAGIC, VERSION, len(payload), hashlib.sha256(payload).digest())
 
     def write(file: BinaryIO) -> None:
@@ -282,6 +295,11 @@ def _parameter_shapes(payload: dict[str, Any], model: nn.Module) -> dict[int, to
         for name, parameter in model.named_parameters(remove_duplicate=False)
         if isinstance(payload["model"].get(name), Tensor)
     }
+
+
+def _names(model: nn.Module) -> dict[int, str]:
+    """The name of each parameter, by its `id`."""
+    return {id(parameter): name for name, parameter in model.named_parameters()}
 
 
 def _check_optimizer(saved: dict[str, Any], optimizer: torch.optim.Optimizer) -> None:
