@@ -21,7 +21,7 @@ def record(path, shape=(6, 16), block=1, updates=3, metadata=None):
         "fc2": SparsePattern.random((4, 6), 0.5, generator=generator),
     }
     recorder = Recorder(path, metadata)
-    recorder.start(patterns)
+    recorder.start(patterns, overwrite=True)
     masks = [patterns["fc1"].to_mask().numpy()]
     for step in range(1, updates + 1):
         pattern = patterns["fc1"]

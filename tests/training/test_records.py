@@ -26,7 +26,7 @@ def rewire(pattern: SparsePattern, count: int, generator: torch.Generator) -> Re
     return Rewiring.make(pattern, drop[: len(grow)], grow)
 
 
-def write(path: Path, updates: int = 4, seed: int = 0, **metadata):
+def write(path: Path, updates: int = 4, seed: int = 0, overwrite: bool = False, **metadata):
     """A record of two layers, and the patterns it should give back at each index."""
     generator = torch.Generator().manual_seed(seed)
     now = {
@@ -34,7 +34,7 @@ def write(path: Path, updates: int = 4, seed: int = 0, **metadata):
         "body.fc2": SparsePattern.random((8, 16), 0.5, block_size=4, generator=generator),
     }
     recorder = Recorder(path, metadata)
-    recorder.start(now)
+    recorder.start(now, overwrite=overwrite)
     history = [dict(now)]
     for update in range(1, updates + 1):
         rewirings = {"fc1": rewire(now["fc1"], 7, generator)}
@@ -134,7 +134,7 @@ def test_positions_are_int32_where_they_fit(tmp_path):
 
 def test_starting_again_replaces_the_record(tmp_path):
     write(tmp_path, updates=4)
-    recorder, history = write(tmp_path, updates=1, seed=9)
+    recorder, history = write(tmp_path, updates=1, seed=9, overwrite=True)
     assert recorder.has_record
     records = Records.load(tmp_path)
     assert records.steps == [0, 10]
@@ -364,6 +364,17 @@ class TestRefusals:
             records.pattern("fc1", 4)
         with pytest.raises(IndexError, match="got the index -5"):
             records.pattern("fc1", -5)
+
+    def test_an_earlier_record_is_kept(self, record):
+        before = {file.name: file.read_bytes() for file in record.iterdir()}
+        patterns = {"w": SparsePattern.full((2, 2))}
+        recorder = Recorder(record)
+        with pytest.raises(RecordError, match="holds the record of an earlier training: go on"):
+            recorder.start(patterns)
+        assert {file.name: file.read_bytes() for file in record.iterdir()} == before
+        recorder.start(patterns, overwrite=True)
+        assert Records.load(record).steps == [0]
+        Recorder(record).start(patterns)  # of nothing but first patterns: no loss
 
     def test_a_leftover_of_a_kill_is_not_foreign(self, tmp_path):
         (tmp_path / ".record.json.part").write_text("{")

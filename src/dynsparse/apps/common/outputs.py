@@ -116,7 +116,7 @@ def _go_on(recorder: Recorder, training: Training) -> None:
     if training.step:
         recorder.truncate(training.step, patterns)
     else:
-        recorder.start(patterns)
+        recorder.start(patterns, overwrite=training.options.overwrite)
     trainer.on_update.append(recorder.update)
 
 

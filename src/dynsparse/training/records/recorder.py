@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from dynsparse.checks import check_integer
+from dynsparse.checks import check_flag, check_integer
 from dynsparse.files.whole import write_text_whole, write_whole
 from dynsparse.pattern import Rewiring, SparsePattern
 from dynsparse.training.records.files import (
@@ -37,7 +37,7 @@ class Recorder:
 
     Args:
         path: the folder of the record. It is made if it does not exist. A record that is already
-            there is replaced by `start` or continued after `truncate`.
+            there is continued after `truncate`, or replaced by `start`.
         metadata: anything JSON can hold, to be kept with the record: data set, seed, flags. Arrays
             and tensors become lists. `pixel_permutation` is known to the pictures: input i of the
             first layer reads pixel `pixel_permutation[i]`.
@@ -83,15 +83,31 @@ class Recorder:
         more = any(file.name != update_name(0) for file in self.path.glob("update-*.npz"))
         return more or (telemetry.exists() and telemetry.stat().st_size > 0)
 
-    def start(self, patterns: Mapping[str, SparsePattern], step: int = 0) -> None:
-        """Begin a record with the patterns the layers have now; an earlier one is removed.
+    def start(
+        self, patterns: Mapping[str, SparsePattern], step: int = 0, *, overwrite: bool = False
+    ) -> None:
+        """Begin a record with the patterns the layers have now.
+
+        Args:
+            patterns: by the name of the layer.
+            step: optimizer steps taken.
+            overwrite: an earlier record is removed. Without it one is kept, and refused; one of
+                nothing but the first patterns is no loss.
 
         Raises:
+            RecordError: the folder holds an earlier record; it is as it was.
             ValueError: no layer, or a negative step.
         """
         step = _step(step)
+        check_flag("overwrite", overwrite)
         if not patterns:
             raise ValueError("expected at least one layer to record, got none")
+        if self.holds_updates and not overwrite:
+            raise RecordError(
+                f"{self.path} holds the record of an earlier training: go on with it by "
+                "truncate(step), choose another folder, or let it be removed by "
+                "start(..., overwrite=True)"
+            )
         # Newest first, and the head stays: whatever is left after a kill is still a record.
         for file in reversed(update_files(self.path)):
             file.unlink()
