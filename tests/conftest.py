@@ -4,6 +4,9 @@ import pytest
 import torch
 from hypothesis import settings
 
+from dynsparse.ops.linear import LayerIndex
+from dynsparse.pattern import SparsePattern
+
 settings.register_profile("dynsparse", deadline=None, max_examples=30, derandomize=True)
 settings.load_profile("dynsparse")
 
@@ -16,3 +19,27 @@ def _same_seed():
 @pytest.fixture
 def generator():
     return torch.Generator().manual_seed(0)
+
+
+@pytest.fixture
+def off_cpu(monkeypatch):
+    """Layers of tensors on the CPU compute and change as if they were on a GPU."""
+    made = LayerIndex.__init__
+    index_on = SparsePattern._index_on
+
+    def elsewhere(self, *args):
+        made(self, *args)
+        self.on_cpu = False
+
+    def of_its_own(self, device):
+        index = index_on(self, device)
+        return type(index)(*(tensor.clone() for tensor in index))
+
+    monkeypatch.setattr(LayerIndex, "__init__", elsewhere)
+    monkeypatch.setattr(SparsePattern, "_index_on", of_its_own)
+
+
+@pytest.fixture
+def without_cuda(monkeypatch):
+    """Tensors without memory may be said to be on a GPU where torch knows none."""
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)

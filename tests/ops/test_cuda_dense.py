@@ -18,18 +18,6 @@ from dynsparse.pattern import PatternIndex
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
 
 
-@pytest.fixture
-def off_cpu(monkeypatch):
-    """Layers of tensors on the CPU compute as if they were elsewhere."""
-    made = LayerIndex.__init__
-
-    def elsewhere(self, *args):
-        made(self, *args)
-        self.on_cpu = False
-
-    monkeypatch.setattr(LayerIndex, "__init__", elsewhere)
-
-
 def close(got, wanted, dtype):
     scale = float(wanted.abs().max()) if wanted.numel() else 1.0
     torch.testing.assert_close(got.double(), wanted, rtol=0, atol=TOLERANCE[dtype] * max(1, scale))
@@ -183,7 +171,7 @@ def test_a_capture_keeps_the_type_of_activations_elsewhere():
 @pytest.mark.parametrize("panel", [1 << 30, 4096])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("b", [1, 4, 64])
-def test_nothing_waits_for_the_device(monkeypatch, panel, dtype, b):
+def test_nothing_waits_for_the_device(without_cuda, monkeypatch, panel, dtype, b):
     """Fake tensors hold no numbers: who asks for one, as a host wait does, is refused."""
     monkeypatch.setattr(dense, "PANEL_BYTES", panel)
     pattern = SparsePattern.random((192, 128), 0.3, block_size=b)

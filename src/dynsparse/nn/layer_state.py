@@ -9,7 +9,7 @@ from torch import Tensor
 
 from dynsparse.ops.linear import LayerIndex
 from dynsparse.ops.linear.contents import trust
-from dynsparse.pattern import PatternIndex, SparsePattern
+from dynsparse.pattern import SparsePattern
 
 __all__ = ["LayerState", "changing"]
 
@@ -22,7 +22,8 @@ class LayerState:
     """A pattern, its index on the device of the values, and the memory of the values.
 
     A layer replaces its state whole. Who took the old one goes on with it: it keeps alive what it
-    points to.
+    points to. Off the CPU the memory stays, so that CUDA graphs that read it stay valid: the next
+    pattern and values are written over those before, in the order of the device's work.
 
     Attributes:
         index: of the pattern. Its `row_ptr` is this layer's alone, by which `ops.capture` knows it;
@@ -40,14 +41,26 @@ class LayerState:
         with torch.inference_mode(False):
             device = values.device
             if index is None or index.cols.device != device or values.shape != index.values_shape:
-                row_ptr, *others = pattern.index
-                tensors = PatternIndex(
-                    row_ptr.to(device, copy=True), *(tensor.to(device) for tensor in others)
-                )
+                tensors = pattern._index_on(device)
+                tensors = tensors._replace(row_ptr=tensors.row_ptr.clone())
                 index = LayerIndex(tensors, values)
-                trust(tensors)
+                trust(index)
             self.index = index
             self.memory = values.detach()
             self.address = values.data_ptr()
             self.watched = index.cols if not index.cols.is_inference() else torch.empty(0)
             self.version = self.watched._version
+
+    def take(self, other: LayerState, pattern: SparsePattern, values: Tensor) -> LayerState:
+        """Write the index and the values of another state over these; the state of this memory
+        from now on.
+
+        Args:
+            pattern: of the other state.
+            values: the Parameter that holds the values.
+        """
+        if other.address != values.data_ptr():
+            torch._foreach_copy_([values], [other.memory])
+        index = self.index.take(other.index)
+        trust(index)
+        return LayerState(pattern, values, index)

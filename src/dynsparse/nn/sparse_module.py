@@ -141,13 +141,24 @@ class SparseModule(nn.Module):
 
     def _install(self, pattern: SparsePattern, values: Tensor | None = None) -> None:
         """Change over to a pattern, and to values of its own where there are any."""
-        self._state = None
+        self._give_up_index()
         self._prepared(pattern, values)()
+
+    def _give_up_index(self) -> None:
+        """The largest array of an update: whoever wants it still makes it anew. Off the CPU its
+        memory serves the next pattern."""
+        if self._state is not None and self._state.index.on_cpu:
+            self._state = None
 
     def _prepared(self, pattern: SparsePattern, values: Tensor | None) -> Callable[[], None]:
         """What changes over to a pattern and its values, and takes no memory to do so."""
         # Made now, and not in the next call, which a compiler may watch.
         state = LayerState(pattern, whole(self.values) if values is None else values, None)
+        before = self._state
+        if before is not None and not before.index.may_take(state.index):
+            before = None
+        if before is not None:
+            state.index.derive_like(before.index)
         executor = None if self.executor is None else self.executor.after(pattern)
         followers = [follower for reference in self._followers if (follower := reference())]
         following = []
@@ -159,9 +170,12 @@ class SparseModule(nn.Module):
         def change_over() -> None:
             with uninterrupted():
                 with changing:
-                    if values is not None:
+                    made = state
+                    if before is not None:
+                        made = before.take(state, pattern, self.values)
+                    elif values is not None:
                         self._store(values)
-                    self._pattern, self._state = pattern, state
+                    self._pattern, self._state = pattern, made
                     self._given = self._aside = None
                     self.executor = executor
                 for follow in following:
@@ -233,7 +247,7 @@ class SparseModule(nn.Module):
         # Beside the old values, which other threads may be reading. The order by columns is given
         # up before, as it is the largest array here: whoever wants it still makes it anew.
         self._pattern.forget_index()
-        self._state = None
+        self._give_up_index()
         values = whole(self.values)
         if rewiring.keeps_size:
             moved = values.detach().clone()

@@ -40,12 +40,19 @@ class _EagerLinear(torch.autograd.Function):
         device = "cpu" if dy.is_cpu else dy.device.type
         if torch.is_grad_enabled() or torch.is_autocast_enabled(device):
             # The operator refuses second derivatives (create_graph), and keeps autocast out.
+            if p.is_overwritten:
+                raise RuntimeError(operator.CHANGED)
             return *operator.gradients(ctx, dy, ctx.needs_input_grad[2], p.index), None
-        x, values = ctx.saved_tensors
+        try:
+            x, values = ctx.saved_tensors
+        except RuntimeError as error:
+            raise operator.explained(error) from None
         need_input, need_values, need_bias, _ = ctx.needs_input_grad
         dx = dw = None
         if need_input or need_values:
             if values.shape != p.values_shape:
+                if p.is_overwritten:
+                    raise RuntimeError(operator.CHANGED)
                 raise RuntimeError(
                     f"the values had the shape {list(p.values_shape)} in forward and have "
                     f"{list(values.shape)} in backward: call backward before the layer is resized"

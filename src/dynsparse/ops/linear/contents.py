@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import weakref
+
 import torch
 from torch import Tensor
 
+from dynsparse.ops.linear.layer_index import LayerIndex
 from dynsparse.ops.linear.remembered import Remembered
 from dynsparse.pattern import PatternIndex
 
-__all__ = ["check_contents", "trust"]
+__all__ = ["check_contents", "known", "trust"]
 
 _checked = Remembered()
 
@@ -33,12 +36,18 @@ def check_contents(index: PatternIndex) -> None:
             )
     if index.cols.is_cpu and _checked.get(index) is None:
         _look_through(index)
-        trust(index)
+        _checked.put(index, lambda: None)
 
 
-def trust(index: PatternIndex) -> None:
-    """Remember that these tensors come from a `SparsePattern`."""
-    _checked.put(index, True)
+def trust(p: LayerIndex) -> None:
+    """Remember that the tensors of this index come from a `SparsePattern`."""
+    _checked.put(p.index, weakref.ref(p))
+
+
+def known(index: PatternIndex) -> LayerIndex | None:
+    """What a layer has made of these tensors, for calls that bring the tensors alone."""
+    found = _checked.get(index)
+    return None if found is None else found()
 
 
 def _look_through(index: PatternIndex) -> None:

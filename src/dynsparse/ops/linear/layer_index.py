@@ -6,6 +6,7 @@ layer prepares its index once per pattern and hands the same object to every cal
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Hashable
 
 import torch
@@ -19,6 +20,10 @@ __all__ = ["LayerIndex"]
 
 class LayerIndex:
     """The index of one pattern with blocks of one size. Immutable but for what is derived from it.
+
+    Off the CPU its memory may be written over with the index of the layer's next pattern, so that
+    CUDA graphs that read it stay valid. It is another object from then on; who still has this one,
+    as a backward pass may, is refused.
 
     It holds the index tensors, not their addresses: memory that moves, as `share_memory_` moves
     it, is found at every call.
@@ -44,6 +49,7 @@ class LayerIndex:
     """
 
     __slots__ = (
+        "__weakref__",
         "_derived",
         "bias_shape",
         "block_size",
@@ -104,13 +110,50 @@ class LayerIndex:
         self.masks: Tensor | None = None
         self.panels: list[tuple[int, Tensor | None]] = [(0, None), (0, None)]
         self.choices: tuple[dict[int, str], dict[int, str]] = ({}, {})
-        self._derived: dict[Hashable, Tensor] = {}
+        self._derived: dict[Hashable, tuple[Tensor, Callable[[LayerIndex], Tensor]]] = {}
 
     def derived(self, name: Hashable, make: Callable[[LayerIndex], Tensor]) -> Tensor:
         """A tensor that kernels make of the index alone, made when it is first asked for."""
-        made = self._derived.get(name)
-        if made is None:
-            # Kept, so outside of whatever mode the caller is in.
-            with torch.inference_mode(False):
-                made = self._derived[name] = make(self)
+        found = self._derived.get(name)
+        if found is not None:
+            return found[0]
+        # Kept, so outside of whatever mode the caller is in.
+        with torch.inference_mode(False):
+            made = make(self)
+        # While a graph is captured nothing is computed: what is made then belongs to the graph.
+        if not (made.is_cuda and torch.cuda.is_current_stream_capturing()):
+            self._derived[name] = made, make
         return made
+
+    def may_take(self, other: LayerIndex) -> bool:
+        """Whether another index may be written over this one."""
+        return (
+            not self.on_cpu
+            and self.values_shape == other.values_shape
+            and all(
+                own.shape == new.shape and own.device == new.device
+                for own, new in zip(self.index, other.index, strict=True)
+            )
+        )
+
+    def derive_like(self, other: LayerIndex) -> None:
+        """Make what has been derived from `other`."""
+        for name, (_, make) in other._derived.items():
+            self.derived(name, make)
+
+    def take(self, other: LayerIndex) -> LayerIndex:
+        """Write another index, after its `derive_like`, over this one; the index of this memory
+        from now on."""
+        names = list(self._derived)
+        torch._foreach_copy_(
+            [*self.index, *(self._derived[name][0] for name in names)],
+            [*other.index, *(other._derived[name][0] for name in names)],
+        )
+        fresh = copy.copy(self)
+        self.values_shape = torch.Size()
+        return fresh
+
+    @property
+    def is_overwritten(self) -> bool:
+        """Whether this object stands for a pattern that is gone: no values fit it."""
+        return not self.values_shape

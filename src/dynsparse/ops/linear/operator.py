@@ -13,11 +13,11 @@ from torch import Tensor
 
 from dynsparse.ops import capture
 from dynsparse.ops.linear import naive, products
-from dynsparse.ops.linear.contents import check_contents
+from dynsparse.ops.linear.contents import check_contents, known
 from dynsparse.ops.linear.layer_index import LayerIndex
 from dynsparse.pattern import PatternIndex
 
-__all__ = ["grad_bias", "gradients", "save"]
+__all__ = ["CHANGED", "explained", "grad_bias", "gradients", "save"]
 
 _INDEX = "Tensor row_ptr, Tensor cols, Tensor col_ptr, Tensor csc_rows, Tensor csc_perm"
 
@@ -31,6 +31,9 @@ _library.define(
 
 def _prepare(values: Tensor, rest: tuple[Any, ...]) -> LayerIndex:
     index = PatternIndex(*rest[:5])
+    p = known(index)
+    if p is not None and p.values_shape == values.shape and p.cols.device == values.device:
+        return p
     p = LayerIndex(index, values)
     check_contents(index)
     return p
@@ -85,6 +88,17 @@ def save(ctx, x: Tensor, values: Tensor, bias: Tensor | None, *index: Tensor) ->
     ctx.bias_dtype = None if bias is None else bias.dtype
 
 
+def explained(error: RuntimeError) -> RuntimeError:
+    """What torch says where it no longer has what `save` has kept, in words for this layer."""
+    return RuntimeError(CHANGED) if "modified by an inplace operation" in str(error) else error
+
+
+CHANGED = (
+    "the values or the pattern of a sparse layer have changed between forward and backward (were "
+    "modified by an inplace operation): call backward before the optimizer's step and the update"
+)
+
+
 def grad_bias(ctx, dy: Tensor) -> Tensor:
     rows = dy if dy.dim() == 2 else dy.reshape(-1, dy.shape[-1])
     # Naming the type that comes anyway costs more than the sum of a small layer.
@@ -95,7 +109,10 @@ def gradients(ctx, dy: Tensor, need_bias: bool, index: PatternIndex | None = Non
     """Of x, values and bias; the first two by the operator. The index is the saved one if none is
     given."""
     # Read once: activation checkpointing hands each saved tensor out a single time.
-    x, values, *saved = ctx.saved_tensors
+    try:
+        x, values, *saved = ctx.saved_tensors
+    except RuntimeError as error:
+        raise explained(error) from None
     index = PatternIndex(*saved) if index is None else index
     need_input, need_values = ctx.needs_input_grad[:2]
     dx = dw = None

@@ -43,6 +43,8 @@ def check_input(x: Tensor, values: Tensor, features: int, what: str) -> None:
 
 def _check_forward(x: Tensor, values: Tensor, p: LayerIndex, bias: Tensor | None) -> None:
     if values.shape != p.values_shape or values.device != p.row_ptr.device:
+        if p.is_overwritten:
+            raise RuntimeError("the pattern of this sparse layer was changed by another thread")
         LayerIndex(p.index, values)  # raises, and says what is wrong
         raise RuntimeError(
             f"values must have the shape {list(p.values_shape)} on {p.row_ptr.device}, "

@@ -1,0 +1,168 @@
+"""Layers off the CPU: their memory stays where it is when the pattern changes."""
+
+import copy
+
+import pytest
+import torch
+from torch.nn.functional import linear as dense_linear
+
+from dynsparse import Rewiring, SparsePattern
+from dynsparse.nn import SparseLinear, follow_patterns
+from dynsparse.ops.linear import operator
+
+pytestmark = pytest.mark.usefixtures("off_cpu")
+
+
+def computes(layer):
+    x = torch.randn(5, layer.in_features)
+    weight, bias = layer.to_dense().detach().requires_grad_(), layer.bias.detach()
+    layer.values.grad = None
+    y, reference = layer(x), dense_linear(x, weight, bias)
+    torch.testing.assert_close(y, reference)
+    dy = torch.randn_like(y)
+    y.backward(dy)
+    reference.backward(dy)
+    torch.testing.assert_close(layer.values.grad, layer.pattern.values_of(weight.grad))
+
+
+def addresses(layer):
+    lines = [tensor for tensor, _ in layer._state.index._derived.values()]
+    tensors = [layer.values, layer._state.memory, *layer.index, *lines]
+    return [tensor.data_ptr() for tensor in tensors]
+
+
+def another(layer):
+    return SparsePattern.random(
+        layer.pattern.shape, nnz=layer.pattern.nnz, block_size=layer.block_size
+    )
+
+
+def on_device(layer, k=5):
+    """A rewiring that was made on the device."""
+    pattern = layer.pattern
+    free = [i for i in range(pattern.total) if i not in set(pattern.flat.tolist())]
+    return Rewiring._on_device(pattern, torch.arange(k), torch.tensor(free[1 : 1 + k]))
+
+
+@pytest.fixture(params=[1, 4])
+def layer(request):
+    made = SparseLinear(48, 32, 0.3, request.param)
+    computes(made)
+    return made
+
+
+def test_an_update_keeps_all_memory(layer):
+    before, parameter, state = addresses(layer), layer.values, layer._state
+    for _ in range(3):
+        rewiring = on_device(layer)
+        wanted = rewiring.apply(layer.values.detach(), 2.0)
+        layer.rewire(rewiring, 2.0)
+        assert torch.equal(layer.values, wanted)
+        assert layer.pattern is rewiring.after
+        computes(layer)
+        layer.set_pattern(another(layer))
+        computes(layer)
+        layer.set_pattern(another(layer), torch.randn(layer.pattern.values_shape))
+        computes(layer)
+        layer.load_state_dict(SparseLinear(48, 32, 0.3, layer.block_size).state_dict())
+        computes(layer)
+    assert addresses(layer) == before
+    assert len(layer._state.index._derived) == 1
+    assert layer.values is parameter
+    assert layer._state is not state
+
+
+def test_the_index_is_that_of_the_pattern(layer):
+    layer.rewire(on_device(layer))
+    for own, wanted in zip(layer.index, layer.pattern.index, strict=True):
+        assert torch.equal(own, wanted)
+
+
+def test_patterns_share_no_memory_with_the_index(layer):
+    first = layer.pattern
+    index = [tensor.clone() for tensor in first.index]
+    layer.set_pattern(another(layer))
+    assert all(torch.equal(a, b) for a, b in zip(index, first.index, strict=True))
+    second = on_device(layer).after
+    layer.rewire(on_device(layer))
+    held = second._held.clone()
+    layer.rewire(on_device(layer))
+    assert torch.equal(held, second._held)
+
+
+@pytest.mark.parametrize("autocast", [False, True])
+@pytest.mark.parametrize("frozen", [False, True])
+def test_an_update_between_forward_and_backward_is_refused(layer, autocast, frozen):
+    layer.values.requires_grad_(not frozen)
+    x = torch.randn(5, 48, requires_grad=True)
+    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        y = layer(x)
+    layer.rewire(on_device(layer))
+    with pytest.raises(RuntimeError, match="have changed between forward and backward"):
+        y.sum().backward()
+
+
+def test_it_is_refused_where_copies_were_saved(layer):
+    x = torch.randn(5, 48, requires_grad=True)
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: t.clone(), lambda t: t):
+        y = layer(x)
+    layer.rewire(on_device(layer))
+    with pytest.raises(RuntimeError, match="have changed between forward and backward"):
+        y.sum().backward()
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: t.clone(), lambda t: t):
+        y = layer(x)
+    layer.rewire(on_device(layer))
+    with pytest.raises(RuntimeError, match="have changed"), torch.autocast("cpu", torch.bfloat16):
+        y.sum().backward()
+
+
+def test_a_second_backward_says_what_torch_says(layer):
+    y = layer(torch.randn(5, 48))
+    y.sum().backward()
+    with pytest.raises(RuntimeError, match="second time"):
+        y.sum().backward()
+
+
+def test_an_index_that_another_thread_has_replaced_is_refused(layer):
+    state = layer._state
+    layer.rewire(on_device(layer))
+    with pytest.raises(RuntimeError, match="changed by another thread"):
+        operator.products.forward(torch.randn(5, 48), state.memory, state.index, None)
+
+
+def test_an_index_that_was_written_to_is_refused(layer):
+    layer.index.cols[0] = 3
+    with pytest.raises(RuntimeError, match="somebody has written to the index"):
+        layer(torch.randn(5, 48))
+
+
+def test_other_sizes_and_types_have_other_memory(layer):
+    layer.resizable = True
+    layer.set_pattern(
+        SparsePattern.random(layer.pattern.shape, nnz=10, block_size=layer.block_size)
+    )
+    computes(layer)
+    layer.double()
+    assert layer(torch.randn(2, 48, dtype=torch.float64)).dtype is torch.float64
+
+
+def test_copies_and_averages(layer):
+    average = copy.deepcopy(layer)
+    assert not set(addresses(average)) & set(addresses(layer))
+    follow_patterns(average, layer)
+    layer.rewire(on_device(layer))
+    assert average.pattern == layer.pattern
+    computes(average)
+    computes(layer)
+
+
+def test_the_dispatcher_finds_what_the_layer_has_made(layer):
+    index = layer._state.index
+    for _ in range(2):
+        known = operator._prepare(layer.values, (*layer.index, None))
+        assert known is layer._state.index
+        layer.rewire(on_device(layer))
+    assert layer._state.index is not index
+    other = torch.zeros(3, *layer.values.shape[1:])
+    with pytest.raises(RuntimeError, match="values hold 3 blocks"):
+        operator._prepare(other, (*layer.index, None))
