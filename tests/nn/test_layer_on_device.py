@@ -6,9 +6,10 @@ import pytest
 import torch
 from torch.nn.functional import linear as dense_linear
 
-from dynsparse import Rewiring, SparsePattern
+from dynsparse import Rewiring, SparsePattern, ops
 from dynsparse.nn import SparseLinear, follow_patterns
-from dynsparse.ops.linear import operator
+from dynsparse.ops.linear import LayerIndex, operator
+from dynsparse.ops.linear.cuda import blocks, plan
 
 pytestmark = pytest.mark.usefixtures("off_cpu")
 
@@ -166,3 +167,23 @@ def test_the_dispatcher_finds_what_the_layer_has_made(layer):
     other = torch.zeros(3, *layer.values.shape[1:])
     with pytest.raises(RuntimeError, match="values hold 3 blocks"):
         operator._prepare(other, (*layer.index, None))
+
+
+def test_work_lists_of_kernels_over_blocks_follow():
+    layer = SparseLinear(64, 48, 0.4, 16)
+    chunks = plan.chunks(layer._state.index, 2)
+    layer.rewire(on_device(layer, 2))
+    assert plan.chunks(layer._state.index, 2) is chunks
+    fresh = LayerIndex(layer.pattern.index, layer.values)
+    assert torch.equal(chunks, plan.chunks(fresh, 2))
+
+
+def test_kernels_over_blocks_serve_where_they_are_asked_for(monkeypatch):
+    layer = SparseLinear(64, 48, 0.4, 16)
+    assert layer.kernel(8) == "dense"
+    with ops.use_kernel("blocks"):
+        assert layer.kernel(8) == "dense"  # no GPU
+        monkeypatch.setattr(blocks, "runs_triton", lambda device: True)
+        assert layer.kernel(8) == "blocks"
+        assert layer.kernel(8, dtype=torch.float64) == "dense"
+        assert SparseLinear(64, 48, 0.4, 8).kernel(8) == "dense"

@@ -176,7 +176,8 @@ class SparseLinear(SparseModule):
         One of `ops.linear.choice.ROUTES`, which execution follows: "sparse" (over the non-zeros),
         "small" (the same for small batches), "dense" (past the break-even density), "bfloat16"
         (over the non-zeros of such activations), "torch" where no compiled kernels serve the layer.
-        Off the CPU "dense" (a dense product of a weight laid out for it).
+        Off the CPU "dense" (a dense product of a weight laid out for it) or "blocks" (kernels over
+        the blocks).
         "tile machine" or "active subset" where these compute it.
 
         Args:

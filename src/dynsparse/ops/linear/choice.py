@@ -12,6 +12,8 @@
 On other devices than the CPU the kinds are the files of `cuda/`:
 
 - `dense`: one dense product in the type of the activations, of a weight that is laid out for it.
+- `blocks`: Triton kernels over blocks of 16 to 128 on NVIDIA GPUs; so far only where they are asked
+  for by `use_kernel`.
 
 On the CPU the fastest of the first three is chosen by a small model of what each costs. It counts
 nanoseconds on one thread; all kinds divide about evenly among threads, so the choice does not
@@ -28,13 +30,15 @@ import torch
 
 from dynsparse import native
 from dynsparse.ops.linear.costs import Layer, constants, evaluate, family
+from dynsparse.ops.linear.cuda import blocks
 from dynsparse.ops.linear.layer_index import LayerIndex
 from dynsparse.typed import typed
 
 __all__ = ["KINDS", "ROUTES", "candidates", "choose", "cost", "is_full", "route", "use_kernel"]
 
 KINDS = ("sparse", "small", "dense")
-ROUTES = (*KINDS, "bfloat16", "torch")
+KINDS_ELSEWHERE = ("dense", "blocks")
+ROUTES = (*KINDS, "bfloat16", "torch", "blocks")
 
 # Below this density there are no bit masks: they would take more than half the memory of the
 # values. Laying out a weight that is all but empty does not pay either.
@@ -104,8 +108,9 @@ def use_kernel(kind: str) -> Iterator[None]:
         ValueError: a kind that does not exist.
     """
     global _forced
-    if kind not in KINDS:
-        raise ValueError(f"kind must be one of {', '.join(KINDS)}, got {kind!r}")
+    kinds = dict.fromkeys((*KINDS, *KINDS_ELSEWHERE))
+    if kind not in kinds:
+        raise ValueError(f"kind must be one of {', '.join(kinds)}, got {kind!r}")
     before, _forced = _forced, kind
     try:
         yield
@@ -121,11 +126,12 @@ def route(p: LayerIndex, batch: int, backward: bool, dtype: torch.dtype) -> str:
     """Which of `ROUTES` computes a pass over `batch` activations of `dtype`: forward, or both
     gradients. As `choose`, remembered, and subject to `use_kernel`."""
     if not p.on_cpu:
-        return "dense"
+        asked_for = _forced == "blocks" and blocks.serves(p, dtype, p.cols.device)
+        return "blocks" if asked_for else "dense"
     low = dtype is torch.bfloat16
     if not (dtype is torch.float32 or low or dtype is torch.float16) or native.load() is None:
         return "torch"
-    if _forced is not None and (_forced != "small" or p.block_size in SMALL_BLOCKS):
+    if _forced in KINDS and (_forced != "small" or p.block_size in SMALL_BLOCKS):
         return "bfloat16" if low and _forced == "sparse" else _forced
     choices = p.choices[low]
     key = batch if backward else ~batch

@@ -6,8 +6,8 @@ depends on the order in which threads come: the same operands give the same bits
 
 from types import ModuleType
 
-from dynsparse.ops.linear.cuda import dense
+from dynsparse.ops.linear.cuda import blocks, dense
 
 __all__ = ["KERNELS"]
 
-KERNELS: dict[str, ModuleType] = {"dense": dense}
+KERNELS: dict[str, ModuleType] = {"dense": dense, "blocks": blocks}
