@@ -182,7 +182,9 @@ def test_dense_products_keep_out_of_autocast():
 
 
 def test_use_kernel_refuses_what_does_not_exist_and_ends():
-    with pytest.raises(ValueError, match="kind must be one of sparse, small, dense, blocks, got 'csr'"):
+    with pytest.raises(
+        ValueError, match="kind must be one of sparse, small, dense, blocks, got 'csr'"
+    ):
         ops.use_kernel("csr").__enter__()
     layer = SparseLinear(64, 64, 0.01)
     with ops.use_kernel("dense"):
