@@ -33,7 +33,7 @@ PASSES = {"sparse": sparse, "small": small, "dense": dense}
 LAYERS = [(64, 64), (10, 320), (256, 256), (300, 784), (1024, 1024), (4096, 4096)]
 BATCHES = [1, 2, 4, 8, 16, 32, 64, 128, 512, 2048]
 DENSITIES = [0.01, 0.1, 0.2, 0.3, 0.5, 0.7, 1.0]
-BLOCKS = [1, 4, 8, 16, 32]
+BLOCKS = [1, 4, 8, 16, 32, 64, 128]
 MOST_WORK = 6e9  # multiply-adds of the dense product; larger cells follow from smaller ones
 
 

@@ -68,8 +68,8 @@ enum dynsparse_type { DYNSPARSE_FLOAT32 = 0, DYNSPARSE_BFLOAT16 = 1 };
  * bit, and products of few samples with single elements are slower than the others. */
 DYNSPARSE_API int32_t dynsparse_masks_expand(void);
 
-/* What multiplies blocks of 16 and 32 in bfloat16: 2 the processor's matrix units (AMX), 1 its
- * vectors (AVX-512-bf16), 0 nothing, they are widened to float32. The environment variable
+/* What multiplies blocks of 16, 32, 64 and 128 in bfloat16: 2 the processor's matrix units (AMX),
+ * 1 its vectors (AVX-512-bf16), 0 nothing, they are widened to float32. The environment variable
  * DYNSPARSE_BF16_UNIT may ask for less, 1 or 0; it is read once, by the first function that asks.
  */
 DYNSPARSE_API int32_t dynsparse_bf16_unit(void);
@@ -111,7 +111,7 @@ DYNSPARSE_API int dynsparse_linear_backward(
 
 /* As dynsparse_linear_forward for bfloat16 x and y. values are of `values_type` (dynsparse_type);
  * the bias is float32. Sums are float32 and rounded once. Where dynsparse_bf16_unit is not 0,
- * float32 values of blocks of 16 and 32 are rounded to bfloat16 first. */
+ * float32 values of blocks of 16, 32, 64 and 128 are rounded to bfloat16 first. */
 DYNSPARSE_API int dynsparse_linear_forward_bf16(
     const dynsparse_bf16* x, int64_t x_batch_stride, int64_t x_feature_stride, const void* values,
     int32_t values_type, const int32_t* row_ptr, const int32_t* cols, const void* row_panels,
@@ -158,8 +158,8 @@ DYNSPARSE_API void dynsparse_small_masks(const int32_t* row_ptr, const int32_t* 
                                          int32_t threads);
 
 /* As dynsparse_linear_forward for few samples: any batch is computed, but with more than some dozen
- * slowly. block is 1, 4, 8, 16 or 32. Single elements need masks and no cols, blocks cols and no
- * masks; what is not needed may be null. */
+ * slowly. block is 1, 4, 8, 16, 32, 64 or 128. Single elements need masks and no cols, blocks cols
+ * and no masks; what is not needed may be null. */
 DYNSPARSE_API int dynsparse_small_forward(
     const float* x, int64_t x_batch_stride, int64_t x_feature_stride, const float* values,
     const int32_t* row_ptr, const int32_t* cols, const uint16_t* masks, const float* bias,

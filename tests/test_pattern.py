@@ -14,8 +14,9 @@ from dynsparse.pattern import sample_without_replacement
 
 @st.composite
 def patterns(draw):
-    b = draw(st.sampled_from([1, 2, 3, 4, 8]))
-    grid = draw(st.tuples(st.integers(1, 12), st.integers(1, 12)))
+    b = draw(st.sampled_from([1, 2, 3, 4, 8, 64]))
+    most = 12 if b < 64 else 3
+    grid = draw(st.tuples(st.integers(1, most), st.integers(1, most)))
     nnz = draw(st.integers(0, grid[0] * grid[1]))
     generator = torch.Generator().manual_seed(draw(st.integers(0, 1000)))
     return SparsePattern.random(

@@ -270,7 +270,7 @@ def _bfloat16_unit_of(library: ctypes.CDLL) -> str:
 
 
 def bfloat16_unit() -> str:
-    """What multiplies bfloat16 blocks of 16 and 32: "AMX" (matrix units), "AVX-512" (dot products
+    """What multiplies bfloat16 blocks of 16 to 128: "AMX" (matrix units), "AVX-512" (dot products
     of pairs) or "float32", to which they are widened."""
     library = load()
     return "float32" if library is None else _bfloat16_unit_of(library)

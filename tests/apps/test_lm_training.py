@@ -229,6 +229,12 @@ def test_stopping_and_resuming_changes_nothing(text, tmp_path, changes):
         assert got[key] == expected[key]
 
 
+def test_large_blocks_train(text):
+    figures = tiny(text, block_size=64, hidden_size=64, ff_size=128, pooling_type="SUM")
+    assert figures["updates"] > 0
+    assert figures["history"][-1]["valid_loss"] < figures["history"][0]["valid_loss"]
+
+
 def test_a_restored_model_is_tested_and_writes(text, tmp_path):
     trained = tiny(text, checkpoint_path=tmp_path / "c", json=tmp_path / "a.json")
     written = json.loads((tmp_path / "a.json").read_text())

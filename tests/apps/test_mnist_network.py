@@ -60,19 +60,22 @@ def test_the_generator_decides_everything():
 
 
 @pytest.mark.parametrize("kind", ["none", "block", "random"])
-@pytest.mark.parametrize("block", [1, 4, 8, 16, 32])
+@pytest.mark.parametrize("block", [1, 4, 8, 16, 32, 64, 128])
 def test_permutations_hold_every_pixel_once(kind, block, generator):
-    side = 32 if block == 32 else 28
+    side = 32 if block >= 32 else 28
     permutation = pixel_permutation(kind, block, generator)
     assert permutation.sort().values.tolist() == list(range(side * side))
     if kind == "none" or (kind == "block" and block == 1):
         assert permutation.tolist() == list(range(side * side))
 
 
-@pytest.mark.parametrize(("block", "tile"), [(4, (2, 2)), (8, (2, 4)), (16, (4, 4)), (32, (4, 8))])
+TILES = [(4, (2, 2)), (8, (2, 4)), (16, (4, 4)), (32, (4, 8)), (64, (8, 8)), (128, (8, 16))]
+
+
+@pytest.mark.parametrize(("block", "tile"), TILES)
 def test_blocks_cover_tiles_of_the_picture(block, tile, generator):
     permutation = pixel_permutation("block", block, generator)
-    side = 32 if block == 32 else 28
+    side = 32 if block >= 32 else 28
     rows, cols = permutation // side, permutation % side
     for start in range(0, side * side, block):
         r, c = rows[start : start + block], cols[start : start + block]

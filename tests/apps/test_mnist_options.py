@@ -15,7 +15,7 @@ WRONG = [
         {"method": "snip"},
         "--method: expected one of rigl, set, snfs, mest, deepr, topkast, gmp, granet, static",
     ),
-    ({"block_size": 2}, "--block-size: expected one of 1, 4, 8, 16, 32, got 2"),
+    ({"block_size": 2}, "--block-size: expected one of 1, 4, 8, 16, 32, 64, 128, got 2"),
     ({"pooling_type": "sum"}, "--pooling-type: expected one of NONE, SUM, AVG, MAX, got 'sum'"),
     ({"permute_input": "rows"}, "--permute-input: expected one of none, block, random"),
     ({"optimizer": "SGD"}, "--optimizer: expected one of GradientDescent, Momentum, Adam"),
@@ -105,7 +105,8 @@ def test_layer_shapes():
     assert first.sparse
     assert not second.sparse
     # Blocks of 32 do not divide 28 x 28: the picture gets a border.
-    assert layer_shapes(Options(block_size=32))[0].in_features == 1024
+    for block_size in (32, 64, 128):
+        assert layer_shapes(Options(block_size=block_size))[0].in_features == 1024
     assert layer_shapes(Options(block_size=32, method="dense"))[0].in_features == 784
     widths = [s.out_features for s in layer_shapes(Options(hidden_sizes=(300, 100)))[:2]]
     assert widths == [300, 100]

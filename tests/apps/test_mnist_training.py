@@ -76,6 +76,8 @@ def test_every_optimizer_learns(optimizer):
         {"block_size": 8, "pooling_type": "AVG", "permute_input": "random"},
         {"block_size": 16, "pooling_type": "MAX", "permute_input": "block", "densities": (0.1, 1)},
         {"block_size": 32, "pooling_type": "NONE", "permute_input": "block", "densities": (0.5, 1)},
+        {"block_size": 64, "hidden_sizes": (64,), "densities": (0.5, 1)},
+        {"block_size": 128, "hidden_sizes": (128,), "densities": (0.5, 1)},
         {"data_type": "float64"},
         {"data_type": "bfloat16"},
         {"hidden_sizes": (48, 24), "densities": (0.05, 0.2, 1)},

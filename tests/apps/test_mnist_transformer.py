@@ -56,6 +56,13 @@ def test_blocks_pad_the_picture_and_the_classes(block, generator):
     assert net(torch.rand(3, 784)).shape == (3, 10)
 
 
+def test_large_blocks_train():
+    sizes = {"hidden_length": 64, "ff_length": 128, "attention_heads": 4, "qkv_length": 16}
+    figures = tiny(block_size=64, sparsity=0.5, epochs=4, **sizes)
+    assert figures["accuracy"] > 0.15
+    assert figures["replaced"] > 0
+
+
 def test_forward_equals_dense_torch(generator):
     options = Options(block_size=4, sparsity=0.5, attention_heads=3, qkv_length=8)
     net = build_network(options, generator).double().eval()
@@ -207,7 +214,7 @@ WRONG = [
     ("--block-size 32", "--block-size 32: expected it to divide --ff-length, got 48"),
     ("--block-size 16 --hidden-length 100", "expected it to divide --hidden-length, got 100"),
     ("--block-size 8 --qkv-length 1 --attention-heads 3", "--attention-heads times --qkv-length"),
-    ("--block-size 3", "--block-size: expected one of 1, 4, 8, 16, 32, got 3"),
+    ("--block-size 3", "--block-size: expected one of 1, 4, 8, 16, 32, 64, 128, got 3"),
     ("--method snip", "--method: expected one of rigl, set,"),
 ]
 

@@ -111,7 +111,7 @@ WRONG = [
     ("mnist --densities 0.1 -0.3", "expected numbers above 0 and up to 1"),
     ("mnist --densities 0.1", "expected one density per layer, 2 for 1 hidden layer(s), got 1"),
     ("mnist --hidden-size 20 --hidden-sizes 20 30", "got both"),
-    ("mnist --block-size 3", "--block-size: expected one of 1, 4, 8, 16, 32, got 3"),
+    ("mnist --block-size 3", "--block-size: expected one of 1, 4, 8, 16, 32, 64, 128, got 3"),
     ("mnist --block-size 16 --hidden-size 100", "choose a hidden size such as 112"),
     ("mnist --dataset cifar", "--dataset: expected one of"),
     ("mnist --method snip", "--method: expected one of"),

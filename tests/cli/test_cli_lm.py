@@ -94,7 +94,7 @@ def test_the_standard_library_by_bytes(capsys):
     [
         (["--heads", "3"], "--heads: 3 heads do not divide the hidden size 16"),
         (["--block-size", "8", "--ff-size", "36"], "--ff-size: blocks of 8 do not divide the size"),
-        (["--block-size", "3"], "--block-size: expected one of 1, 4, 8, 16, 32, got 3"),
+        (["--block-size", "3"], "--block-size: expected one of 1, 4, 8, 16, 32, 64, 128, got 3"),
         (["--sequence-length", "97"], "less than the 96 tokens of the valid part of text.txt"),
         (["--valid-share", "0.0001"], "--valid-share: 0.0001 of the 1,920 tokens"),
         (["--valid-share", "0.6", "--test-share", "0.4"], "expected less than 1 together, got 1"),

@@ -21,7 +21,7 @@ from dynsparse.pattern import SparsePattern
 ISAS = [isa for isa in native.supported_isas() if isa in native.describe()["available"]]
 pytestmark = pytest.mark.skipif(not ISAS, reason="the compiled kernels are not built")
 
-BLOCK_SIZES = [1, 3, 4, 8, 16, 32, 48]
+BLOCK_SIZES = [1, 3, 4, 8, 16, 32, 48, 64, 128]
 LOW = torch.bfloat16
 
 
@@ -133,7 +133,9 @@ def test_any_shape_pattern_and_stride(
 @pytest.mark.parametrize("block", BLOCK_SIZES)
 def test_each_instruction_set(isa: str, block: int, dtype: torch.dtype) -> None:
     generator = torch.Generator().manual_seed(block)
-    shape = (7 * block, 11 * block) if block > 1 else (77, 131)
+    shape = (77, 131) if block == 1 else (7 * block, 11 * block)
+    if block > 48:
+        shape = (3 * block, 4 * block)
     pattern = SparsePattern.random(shape, 0.3, block_size=block, generator=generator)
     for batch in (1, 31, 64, 103, 290):
         x = activations((batch, shape[1]), "contiguous", generator)
@@ -179,7 +181,7 @@ def test_rounding_of_odd_values(isa: str) -> None:
     torch.testing.assert_close(y, expected, rtol=0, atol=0, equal_nan=True)
 
 
-@pytest.mark.parametrize("block", [1, 4, 16, 32])
+@pytest.mark.parametrize("block", [1, 4, 16, 32, 64])
 def test_operator_and_autocast_take_these_kernels(block: int, monkeypatch) -> None:
     """The layer's operator in bfloat16 equals the kernels, with float32 gradients of the values."""
     calls = []
@@ -224,15 +226,15 @@ from dynsparse.ops.linear.kernels import bfloat16
 from dynsparse.pattern import SparsePattern
 
 g = torch.Generator().manual_seed(0)
-for block in (16, 32):
-    pattern = SparsePattern.random((160, 1024), 0.3, block_size=block, generator=g)
+for block, out in ((16, 160), (32, 160), (64, 192), (128, 256)):
+    pattern = SparsePattern.random((out, 1024), 0.3, block_size=block, generator=g)
     values = torch.randn(pattern.values_shape, generator=g).bfloat16()
     p = LayerIndex(pattern.index, values)
     for batch in (1, 50, 131):
         x = torch.randn(batch, 1024, generator=g).bfloat16()
-        dy = torch.randn(batch, 160, generator=g).bfloat16()
+        dy = torch.randn(batch, out, generator=g).bfloat16()
         weight = pattern.to_dense(values).double()
-        gradient = (dy.double().t() @ x.double()).view(160 // block, block, 1024 // block, block)
+        gradient = (dy.double().t() @ x.double()).view(out // block, block, 1024 // block, block)
         gradient = gradient[pattern.rows.long(), :, pattern.cols.long()]
         dx, dw = bfloat16.backward(dy, x, values, p, True, True)
         for got, expected in (

@@ -14,8 +14,9 @@ from dynsparse.ops.grow.threshold import guess_threshold
 
 @st.composite
 def problems(draw):
-    b = draw(st.sampled_from([1, 1, 2, 3, 4, 16]))
-    height, width = draw(st.integers(1, 12)), draw(st.integers(1, 12))
+    b = draw(st.sampled_from([1, 1, 2, 3, 4, 16, 64]))
+    most = 12 if b < 64 else 4
+    height, width = draw(st.integers(1, most)), draw(st.integers(1, most))
     g = torch.Generator().manual_seed(draw(st.integers(0, 1000)))
     nnz = draw(st.integers(0, height * width))
     pattern = SparsePattern.random((height * b, width * b), nnz=nnz, block_size=b, generator=g)

@@ -75,12 +75,13 @@ def test_small_passes(out, in_features, density, batch, layout):
     st.integers(1, 20),
     st.integers(1, 20),
     st.floats(0, 1),
-    st.sampled_from([4, 8, 16, 32]),
+    st.sampled_from([4, 8, 16, 32, 4, 8, 16, 32, 64, 128]),
     st.integers(0, 9),
     layouts,
 )
 def test_small_passes_of_blocks(out, in_features, density, block_size, batch, layout):
-    agrees("small", out, in_features, density, block_size, batch, layout)
+    most = 640 // block_size  # so that large blocks stay quick
+    agrees("small", min(out, most), min(in_features, most), density, block_size, batch, layout)
 
 
 @settings(max_examples=40)
@@ -88,7 +89,7 @@ def test_small_passes_of_blocks(out, in_features, density, block_size, batch, la
     st.integers(1, 20),
     st.integers(1, 20),
     st.floats(0, 1),
-    st.sampled_from([1, 2, 3, 4, 8, 16]),
+    st.sampled_from([1, 2, 3, 4, 8, 16, 64]),
     st.integers(0, 9),
     layouts,
 )
@@ -117,6 +118,8 @@ def test_small_and_dense_on_every_instruction_set(monkeypatch, isa):
         agrees("small", 21, 50, 0.5, 1, batch)
         for block_size in (4, 8, 16, 32):
             agrees("small", 5, 7, 0.5, block_size, batch)
+        for block_size in (64, 128):
+            agrees("small", 2, 3, 0.5, block_size, batch)
         agrees("dense", 21, 50, 0.5, 1, batch)
 
 
@@ -195,7 +198,7 @@ def test_use_kernel_refuses_what_does_not_exist_and_ends():
 @pytest.mark.parametrize("maker", ["GenuineIntel", "AuthenticAMD", ""])
 def test_the_choice_goes_from_sparse_to_dense_with_density(monkeypatch, maker):
     monkeypatch.setattr(native, "processor_maker", lambda: maker)
-    for block_size in (1, 4, 16):
+    for block_size in (1, 4, 16, 64):
         total = (1024 // block_size) ** 2
         for backward in (False, True):
             kinds = [

@@ -11,7 +11,7 @@ from dynsparse.nn import SparseLinear
 from dynsparse.ops import capture
 from dynsparse.ops.linear import linear, naive
 
-BLOCKS = [1, 3, 4, 8, 16, 32]
+BLOCKS = [1, 3, 4, 8, 16, 32, 64, 128]
 
 
 def make(block_size, grid=(4, 5), density=0.4, dtype=torch.float64, batch=(6,)):

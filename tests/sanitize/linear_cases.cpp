@@ -182,18 +182,20 @@ void products(const Library& library, Random& random, i64 block, bool few) {
 }  // namespace
 
 void linear_case(const Library& library, Random& random) {
-  const i64 block = random.among({1, 1, 1, 1, 2, 3, 4, 5, 7, 8, 11, 16, 16, 24, 32, 32, 48, 64});
+  const i64 block = random.among({1, 1, 1, 1, 2, 3, 4, 5, 7, 8, 11, 16, 16, 24, 32, 32, 48, 64,
+                                   64, 128});
   switch (random.below(4)) {
     case 0: return products<dynsparse_bf16, dynsparse_bf16>(library, random, block, false);
     case 1: return products<dynsparse_bf16, float>(library, random, block, false);
     case 2:
-      return products<float, float>(library, random, random.among({1, 1, 4, 8, 16, 32}), true);
+      return products<float, float>(library, random, random.among({1, 1, 4, 8, 16, 32, 64, 128}),
+                                    true);
     default: return products<float, float>(library, random, block, false);
   }
 }
 
 void dense_rows_case(const Library& library, Random& random) {
-  const i64 block = random.among({1, 1, 2, 4, 5, 8, 16, 32, 33});
+  const i64 block = random.among({1, 1, 2, 4, 5, 8, 16, 32, 33, 64});
   const Index index = random_index(random, block);
   const i64 height = index.out / block, in = index.in, b2 = block * block;
   const i64 first = random.below(height), most = 2000000 / (in * block) + 1;

@@ -36,67 +36,79 @@ class Amx {
 
   static bool collides(i64) { return false; }
 
-  // Four sums: 2 by 2 for blocks of 32 and 4 by 1 for blocks of 16.
   static void sums_of(const BlockPass& pass, i64 major, const i32* prepared, const bf16* x,
                       i64 stride, float* sums) {
-    const i64 block = pass.block, size = block * block / 2;
     settle();
-    _tile_zero(0);
-    _tile_zero(1);
-    _tile_zero(2);
-    _tile_zero(3);
+    if (pass.block == SIDE) return narrow_sums(pass, major, prepared, x, stride, sums);
+    for (i64 n = 0; n < pass.block; n += 2 * SIDE)
+      wide_sums(pass, major, prepared + n * pass.block / 2, x, stride, sums + n);
+  }
+
+  static void gradient(i64 block, const float* left, const float* right, i64 side, i64 groups,
+                       bool add, float* to) {
+    if (block == SIDE) return block_of_16(left, right, groups, add, to);
+    for (i64 i = 0; i < block; i += 2 * SIDE)
+      for (i64 j = 0; j < block; j += 2 * SIDE)
+        square_of_32(left + i / SIDE * side, right + j / SIDE * side, side, groups, add,
+                     to + i * block + j, block);
+  }
+
+ private:
+  // Four sums, 2 by 2: 32 samples by 32 outputs of the major, whose right operands of the
+  // first block are at `prepared`.
+  static void wide_sums(const BlockPass& pass, i64 major, const i32* prepared, const bf16* x,
+                        i64 stride, float* sums) {
+    const i64 block = pass.block, half = block / 2;
+    zero_sums();
     for (i64 p = pass.ptr[major]; p < pass.ptr[major + 1]; p++) {
       const bf16* left = x + pass.idx[p] * block;
-      const i32* right = prepared + p * size;
-      if (block == 32) {
+      const i32* right = prepared + p * half * block;
+      for (i64 k = 0; k < half; k += SIDE, left += DEPTH, right += SIDE * SIDE) {
         _tile_loadd(6, right, 64);
-        _tile_loadd(7, right + size / 2, 64);
+        _tile_loadd(7, right + half * SIDE, 64);
         _tile_loadd(4, left, stride * 2);
         _tile_dpbf16ps(0, 4, 6);
         _tile_dpbf16ps(1, 4, 7);
         _tile_loadd(5, left + SIDE * stride, stride * 2);
         _tile_dpbf16ps(2, 5, 6);
         _tile_dpbf16ps(3, 5, 7);
-      } else {
-        _tile_loadd(6, right, 64);
-        _tile_loadd(4, left, stride * 2);
-        _tile_dpbf16ps(0, 4, 6);
-        _tile_loadd(5, left + SIDE * stride, stride * 2);
-        _tile_dpbf16ps(1, 5, 6);
-        _tile_loadd(4, left + 2 * SIDE * stride, stride * 2);
-        _tile_dpbf16ps(2, 4, 6);
-        _tile_loadd(5, left + 3 * SIDE * stride, stride * 2);
-        _tile_dpbf16ps(3, 5, 6);
       }
     }
-    const i64 bytes = block * 4;
-    _tile_stored(0, sums, bytes);
-    _tile_stored(1, sums + (block == 32 ? SIDE : SIDE * block), bytes);
-    _tile_stored(2, sums + (block == 32 ? SIDE : 2 * SIDE) * block, bytes);
-    _tile_stored(3, sums + (block == 32 ? SIDE * block + SIDE : 3 * SIDE * block), bytes);
+    store_square(sums, block);
   }
 
-  static void gradient(i64 block, const float* left, const float* right, i64 side, i64 groups,
-                       bool add, float* to) {
-    if (block == 32)
-      block_of_32(left, right, side, groups, add, to);
-    else
-      block_of_16(left, right, groups, add, to);
+  // Four sums, 4 by 1: 64 samples by the outputs of a block of 16.
+  static void narrow_sums(const BlockPass& pass, i64 major, const i32* prepared, const bf16* x,
+                          i64 stride, float* sums) {
+    zero_sums();
+    for (i64 p = pass.ptr[major]; p < pass.ptr[major + 1]; p++) {
+      const bf16* left = x + pass.idx[p] * SIDE;
+      _tile_loadd(6, prepared + p * SIDE * SIDE / 2, 64);
+      _tile_loadd(4, left, stride * 2);
+      _tile_dpbf16ps(0, 4, 6);
+      _tile_loadd(5, left + SIDE * stride, stride * 2);
+      _tile_dpbf16ps(1, 5, 6);
+      _tile_loadd(4, left + 2 * SIDE * stride, stride * 2);
+      _tile_dpbf16ps(2, 4, 6);
+      _tile_loadd(5, left + 3 * SIDE * stride, stride * 2);
+      _tile_dpbf16ps(3, 5, 6);
+    }
+    _tile_stored(0, sums, 64);
+    _tile_stored(1, sums + SIDE * SIDE, 64);
+    _tile_stored(2, sums + 2 * SIDE * SIDE, 64);
+    _tile_stored(3, sums + 3 * SIDE * SIDE, 64);
   }
 
- private:
-  static void block_of_32(const float* left, const float* right, i64 side, i64 groups, bool add,
-                          float* to) {
+  // 32 rows of a block's gradient by 32 columns; its rows are `width` apart.
+  static void square_of_32(const float* left, const float* right, i64 side, i64 groups, bool add,
+                           float* to, i64 width) {
     if (add) {
-      _tile_loadd(0, to, 128);
-      _tile_loadd(1, to + 16, 128);
-      _tile_loadd(2, to + 512, 128);
-      _tile_loadd(3, to + 528, 128);
+      _tile_loadd(0, to, width * 4);
+      _tile_loadd(1, to + SIDE, width * 4);
+      _tile_loadd(2, to + SIDE * width, width * 4);
+      _tile_loadd(3, to + SIDE * width + SIDE, width * 4);
     } else {
-      _tile_zero(0);
-      _tile_zero(1);
-      _tile_zero(2);
-      _tile_zero(3);
+      zero_sums();
     }
     for (i64 g = 0; g < groups; g++, left += SIDE * SIDE, right += SIDE * SIDE) {
       _tile_loadd(4, left, 64);
@@ -108,10 +120,22 @@ class Amx {
       _tile_dpbf16ps(2, 5, 6);
       _tile_dpbf16ps(3, 5, 7);
     }
-    _tile_stored(0, to, 128);
-    _tile_stored(1, to + 16, 128);
-    _tile_stored(2, to + 512, 128);
-    _tile_stored(3, to + 528, 128);
+    store_square(to, width);
+  }
+
+  static void zero_sums() {
+    _tile_zero(0);
+    _tile_zero(1);
+    _tile_zero(2);
+    _tile_zero(3);
+  }
+
+  // Sums 2 by 2 to rows `width` apart.
+  static void store_square(float* to, i64 width) {
+    _tile_stored(0, to, width * 4);
+    _tile_stored(1, to + SIDE, width * 4);
+    _tile_stored(2, to + SIDE * width, width * 4);
+    _tile_stored(3, to + SIDE * width + SIDE, width * 4);
   }
 
   static void block_of_16(const float* left, const float* right, i64 groups, bool add, float* to) {

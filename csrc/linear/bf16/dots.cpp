@@ -25,10 +25,12 @@ struct Dots {
 
   static void sums_of(const BlockPass& pass, i64 major, const i32* prepared, const bf16* x,
                       i64 stride, float* sums) {
-    if (pass.block == 32)
-      sums_of<32>(pass, major, prepared, x, stride, sums);
-    else
-      sums_of<16>(pass, major, prepared, x, stride, sums);
+    switch (pass.block) {
+      case 16: return sums_of<16>(pass, major, prepared, x, stride, sums);
+      case 32: return sums_of<32>(pass, major, prepared, x, stride, sums);
+      case 64: return sums_of<64>(pass, major, prepared, x, stride, sums);
+      default: return sums_of<LARGEST>(pass, major, prepared, x, stride, sums);
+    }
   }
 
   static void gradient(i64 block, const float* left, const float* right, i64 side, i64 groups,
@@ -44,7 +46,7 @@ struct Dots {
   static void sums_of(const BlockPass& pass, i64 major, const i32* prepared, const bf16* x,
                       i64 stride, float* sums) {
     constexpr i64 half = BLOCK / 2, size = half * BLOCK;
-    for (i64 m = 0; m < (BLOCK == 32 ? 32 : 64); m += SIDE)
+    for (i64 m = 0; m < group_of(BLOCK); m += SIDE)
       for (i64 n = 0; n < BLOCK; n += SIDE) {
         Sums sum[SIDE];
 #pragma GCC unroll 16

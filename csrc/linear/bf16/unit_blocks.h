@@ -1,10 +1,10 @@
-// Products with blocks of 16 or 32 in bfloat16, by a Unit that multiplies bfloat16 and accumulates
-// in float32. For files compiled with AVX-512-bf16.
+// Products with blocks of 16, 32, 64 or 128 in bfloat16, by a Unit that multiplies bfloat16 and
+// accumulates in float32. For files compiled with AVX-512-bf16.
 //
 // Of the operands of a product the left one holds 16 rows of values, the right one pairs of values
 // (k, k + 1) of 16 columns in each row, and the sums are 16 by 16 floats. A Unit has
 //
-//   Unit(depth)          one per thread: sums over `depth` values at a time
+//   Unit(depth)          one per thread: sums over `depth` values at a time, 16 or 32
 //   static collides(bytes)
 //     Whether rows so many bytes apart are better copied to where they do not share cache sets.
 //   static sums_of(pass, major, prepared, x, stride, sums)
@@ -26,8 +26,9 @@ namespace {
 constexpr i64 SIDE = 16;
 // Samples at a time.
 constexpr i64 GROUP = 64;
-i64 group_of(i64 block) { return block == 32 ? 32 : 64; }
-// Samples of a gradient's operand.
+i64 group_of(i64 block) { return block == SIDE ? GROUP : GROUP / 2; }
+constexpr i64 LARGEST = 128;
+// Pairs fill operands of so many values; they are the samples of a gradient's.
 constexpr i64 DEPTH = 32;
 
 using Line = __m512i;
@@ -47,7 +48,7 @@ void transpose_lines(Line (&r)[SIDE]) {
   for (int i = 0; i < SIDE; i++) r[i] = reinterpret_cast<Line>(lanes[i]);
 }
 
-// `count` values (16 or 32) of row `row` of a block, rounded; zeros behind 16.
+// Values of rows of a block, rounded.
 struct Rows {
   Input values;
   i64 block;
@@ -57,10 +58,11 @@ struct Rows {
     if (values.b16) return _mm256_loadu_si256(reinterpret_cast<const __m256i*>(values.b16 + at));
     return reinterpret_cast<__m256i>(_mm512_cvtneps_pbh(_mm512_loadu_ps(values.f32 + at)));
   }
-  Line whole(i64 row) const {
+  // 32 of them, or 16 and zeros.
+  Line whole(i64 row, i64 first) const {
     if (block == SIDE) return _mm512_zextsi256_si512(half(row, 0));
-    if (values.b16) return load_line(values.b16 + row * block);
-    const float* at = values.f32 + row * block;
+    if (values.b16) return load_line(values.b16 + row * block + first);
+    const float* at = values.f32 + row * block + first;
     return reinterpret_cast<Line>(
         _mm512_cvtne2ps_pbh(_mm512_loadu_ps(at + SIDE), _mm512_loadu_ps(at)));
   }
@@ -75,13 +77,15 @@ void prepare(const Rows& rows, bool transposed, i32* out) {
       for (i64 k = 0; k < half; k++)
         _mm512_storeu_si512(out + k * SIDE, pairs(rows.half(2 * k, n), rows.half(2 * k + 1, n)));
     } else {
-      Line square[SIDE];
+      for (i64 first = 0; first < half; first += SIDE) {
+        Line square[SIDE];
 #pragma GCC unroll 16
-      for (int i = 0; i < SIDE; i++) square[i] = rows.whole(n + i);
-      transpose_lines(square);
+        for (int i = 0; i < SIDE; i++) square[i] = rows.whole(n + i, 2 * first);
+        transpose_lines(square);
 #pragma GCC unroll 16
-      for (int k = 0; k < SIDE; k++)
-        if (k < half) _mm512_storeu_si512(out + k * SIDE, square[k]);
+        for (int k = 0; k < SIDE; k++)
+          if (k < half) _mm512_storeu_si512(out + (first + k) * SIDE, square[k]);
+      }
     }
   }
 }
@@ -125,7 +129,7 @@ bool run_bf16_outputs(const BlockPass& pass) {
 
 #pragma omp parallel num_threads(pass.threads)
   {
-    const Unit unit(block);
+    const Unit unit(least(block, DEPTH));
     if (padded) {
 #pragma omp for schedule(static)
       for (i64 m = 0; m < padded; m++) {
@@ -140,7 +144,7 @@ bool run_bf16_outputs(const BlockPass& pass) {
           for (i64 f = 0; f < inputs; f++) to[f] = from[f * stride];
       }
     }
-    alignas(64) float sums[GROUP * 32];
+    alignas(64) float sums[GROUP / 2 * LARGEST];
     for (i64 t = 0; t < rounds; t++) {
 #pragma omp for schedule(dynamic, some)
       for (i64 major = 0; major < pass.majors; major++) {

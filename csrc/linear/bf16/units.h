@@ -1,5 +1,5 @@
-// Products with blocks of 16 or 32 on the parts of recent x86 processors that multiply bfloat16 and
-// accumulate in float32: matrix units (AMX), or vectors (AVX-512-bf16).
+// Products with blocks of 16, 32, 64 or 128 on the parts of recent x86 processors that multiply
+// bfloat16 and accumulate in float32: matrix units (AMX), or vectors (AVX-512-bf16).
 #pragma once
 
 #include "linear/block/block.h"
@@ -10,7 +10,9 @@ namespace dynsparse {
 bool amx_usable();
 bool dots_usable();
 
-inline bool units_fit(i64 block) { return block == 16 || block == 32; }
+inline bool units_fit(i64 block) {
+  return block == 16 || block == 32 || block == 64 || block == 128;
+}
 
 // All activations are bfloat16; the values are of either type. False where scratch memory is not to
 // be had.

@@ -12,8 +12,9 @@ namespace {
 // serves all samples, each broadcast activation all vectors. BLOCK is the block size, or 0 for any.
 template <int BLOCK>
 struct Shape {
-  static constexpr int VECTORS = VL == 16 ? (BLOCK == 32 ? 2 : 1) : REGISTERS == 32 ? 4 : 2;
-  static constexpr int SAMPLES = VL == 16 ? (BLOCK == 32 ? 12 : 24) : 6;
+  static constexpr int VECTORS =
+      VL == 16 ? (BLOCK >= 64 ? 4 : BLOCK == 32 ? 2 : 1) : REGISTERS == 32 ? 4 : 2;
+  static constexpr int SAMPLES = VL == 16 ? 24 / VECTORS : 6;
 };
 
 // Packed samples: line l of sample s at data + l * stride + s * LINE.
@@ -102,6 +103,8 @@ void one_major(const BlockPass& pass, const float* values, i64 major, const Line
   switch (pass.block) {
     case 16: return one_major<16>(pass, values, major, lines, out, out_stride);
     case 32: return one_major<32>(pass, values, major, lines, out, out_stride);
+    case 64: return one_major<64>(pass, values, major, lines, out, out_stride);
+    case 128: return one_major<128>(pass, values, major, lines, out, out_stride);
     default: return one_major<0>(pass, values, major, lines, out, out_stride);
   }
 }

@@ -257,7 +257,9 @@ bool blocks_forward(const FewPass& pass, i64 block) {
     case 4: return forward<4>(pass);
     case 8: return forward<8>(pass);
     case 16: return forward<16>(pass);
-    default: return forward<32>(pass);
+    case 32: return forward<32>(pass);
+    case 64: return forward<64>(pass);
+    default: return forward<128>(pass);
   }
 }
 
@@ -266,7 +268,9 @@ bool blocks_backward(const FewPass& pass, i64 block) {
     case 4: return backward<4>(pass);
     case 8: return backward<8>(pass);
     case 16: return backward<16>(pass);
-    default: return backward<32>(pass);
+    case 32: return backward<32>(pass);
+    case 64: return backward<64>(pass);
+    default: return backward<128>(pass);
   }
 }
 

@@ -1,4 +1,4 @@
-// Products of a few samples: single elements (elements.cpp) and blocks of 4, 8, 16 and 32
+// Products of a few samples: single elements (elements.cpp) and blocks of 4, 8, 16, 32, 64 and 128
 // (blocks.cpp). Activations are float32.
 #pragma once
 

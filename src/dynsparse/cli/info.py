@@ -62,7 +62,7 @@ def _choices() -> Table:
     )
     for name in ("block", "pass", *(f"batch {batch}" for batch in _BATCHES)):
         table.add_column(name)
-    for block in (1, 4, 16):
+    for block in (1, 4, 16, 64):
         for backward in (False, True):
             table.add_row(
                 str(block),

@@ -88,8 +88,9 @@ class TrainingOptions:
         defines="network",
     )
     block_size: int = _sparsity(
-        1, "Edge of the blocks.", choice(1, 4, 8, 16, 32), defines="network", methods=tuple(BY_NAME)
-    )
+        1, "Edge of the blocks.", choice(1, 4, 8, 16, 32, 64, 128), defines="network",
+        methods=tuple(BY_NAME),
+    )  # fmt: skip
     pooling_type: str = _sparsity(
         "NONE",
         "How the gradients of a block become its growth score; NONE ranks as SUM.",

@@ -46,11 +46,11 @@ LEAST_DENSITY = 1 / 16
 
 # Kernels for small batches are written for these blocks, and not considered past so many samples:
 # larger batches were not measured.
-SMALL_BLOCKS = (1, 4, 8, 16, 32)
+SMALL_BLOCKS = (1, 4, 8, 16, 32, 64, 128)
 MOST_SAMPLES = 128
 
 # Blocks that the processor's units for bfloat16 multiply.
-_UNIT_BLOCKS = (16, 32)
+_UNIT_BLOCKS = (16, 32, 64, 128)
 
 
 def cost(kind: str, layer: Layer, batch: int, backward: bool) -> float:
@@ -100,8 +100,8 @@ _forced: str | None = None
 def use_kernel(kind: str) -> Iterator[None]:
     """Compute with one kind inside this block, in the whole process: to compare and to measure.
 
-    `small` takes single elements and blocks of 4, 8, 16 and 32. Layers that have no such kind, for
-    their blocks or their device, stay with what is chosen for them. `sparse` computes
+    `small` takes single elements and blocks of 4, 8, 16, 32, 64 and 128. Layers that have no such
+    kind, for their blocks or their device, stay with what is chosen for them. `sparse` computes
     bfloat16 activations by the route `bfloat16`.
 
     Raises:

@@ -61,7 +61,7 @@ def pixel_permutation(kind: str, block_size: int, generator: torch.Generator) ->
 
     "none" keeps the picture's order, "random" shuffles it. With "block" the inputs of one block
     are a compact tile of the picture (2x2 pixels for blocks of 4, 2x4 for 8, 4x4 for 16, 4x8 for
-    32) in place of a strip of a row.
+    32, 8x8 for 64, 8x16 for 128) in place of a strip of a row.
     """
     side = picture_side(block_size)
     if kind == "random":

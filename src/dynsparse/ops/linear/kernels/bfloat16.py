@@ -1,8 +1,8 @@
 """Sparse linear products of bfloat16 activations on the CPU (csrc/linear/bf16).
 
-Sums are float32 and rounded once. Blocks of 16 and 32 run on the processor's matrix units (AMX) or
-dot products of pairs (AVX-512-bf16) where it has them; everything else is widened to float32 and
-rounded a few cache lines at a time, so that no activations exist in both types.
+Sums are float32 and rounded once. Blocks of 16, 32, 64 and 128 run on the processor's matrix units
+(AMX) or dot products of pairs (AVX-512-bf16) where it has them; everything else is widened to
+float32 and rounded a few cache lines at a time, so that no activations exist in both types.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 The other kernels make the batch the vector dimension; here it is the features. For single elements
 bit masks, made once per pattern, say which columns are present: one bit per element of the matrix.
 The cost is that of a dense product, but only the values are read, which suits densities from about
-0.1 on. Blocks of 4, 8, 16 and 32 fill vectors with rows of a block.
+0.1 on. Blocks of 4 to 128 fill vectors with rows of a block.
 """
 
 from __future__ import annotations
