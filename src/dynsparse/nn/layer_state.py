@@ -7,6 +7,7 @@ import threading
 import torch
 from torch import Tensor
 
+from dynsparse.nn.sharded import device_of, is_sharded
 from dynsparse.ops.linear import LayerIndex
 from dynsparse.ops.linear.contents import trust
 from dynsparse.pattern import SparsePattern
@@ -29,7 +30,8 @@ class LayerState:
         index: of the pattern. Its `row_ptr` is this layer's alone, by which `ops.capture` knows it;
             the rest may be the pattern's own memory.
         memory: the values without their Parameter, which may be given other memory meanwhile.
-        address: of the memory, by which the layer knows that it still is that of its values.
+        address: of the memory, by which the layer knows that it still is that of its values; -1
+            where these are sharded, until they are gathered.
         watched, version: a tensor of the index, and how often it had been written to: patterns do
             not change, and an index that somebody writes to is refused.
     """
@@ -39,15 +41,16 @@ class LayerState:
     def __init__(self, pattern: SparsePattern, values: Tensor, index: LayerIndex | None) -> None:
         # Outside of inference mode, where tensors do not count how often they are written to.
         with torch.inference_mode(False):
-            device = values.device
+            device, sharded = device_of(values), is_sharded(values)
             if index is None or index.cols.device != device or values.shape != index.values_shape:
                 tensors = pattern._index_on(device)
                 tensors = tensors._replace(row_ptr=tensors.row_ptr.clone())
-                index = LayerIndex(tensors, values)
+                shaped = torch.empty(1, device=device).expand(values.shape) if sharded else values
+                index = LayerIndex(tensors, shaped)
                 trust(index)
             self.index = index
             self.memory = values.detach()
-            self.address = values.data_ptr()
+            self.address = -1 if sharded else values.data_ptr()
             self.watched = index.cols if not index.cols.is_inference() else torch.empty(0)
             self.version = self.watched._version
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import sys
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -15,6 +14,7 @@ from torch.compiler import is_compiling
 from dynsparse.interrupts import uninterrupted
 from dynsparse.nn.copies import is_averaging
 from dynsparse.nn.layer_state import LayerState, changing
+from dynsparse.nn.sharded import gathered, is_sharded, whole
 from dynsparse.nn.targets import Executor
 from dynsparse.ops.linear import LayerIndex
 from dynsparse.ops.linear.kernels import panels
@@ -103,9 +103,9 @@ class SparseModule(nn.Module):
         changes the pattern should do, and its memory otherwise.
         """
         if torch.is_grad_enabled() or is_compiling():
-            return self.values, self.index
+            return whole(self.values), self.index
         state = self._current()
-        return state.memory, state.index.index
+        return whole(state.memory), state.index.index
 
     def _current(self) -> LayerState:
         state, values = self._state, self.values
@@ -120,7 +120,7 @@ class SparseModule(nn.Module):
     def _refresh(self) -> LayerState:
         """The state as it is now: after a change, a move, or memory that was replaced."""
         with changing:
-            values = whole(self.values)
+            values = self.values
             pattern, before = self._pattern, self._state
             if before is not None and before.version != before.watched._version:
                 raise RuntimeError(
@@ -153,7 +153,7 @@ class SparseModule(nn.Module):
     def _prepared(self, pattern: SparsePattern, values: Tensor | None) -> Callable[[], None]:
         """What changes over to a pattern and its values, and takes no memory to do so."""
         # Made now, and not in the next call, which a compiler may watch.
-        state = LayerState(pattern, whole(self.values) if values is None else values, None)
+        state = LayerState(pattern, self.values if values is None else values, None)
         before = self._state
         if before is not None and not before.index.may_take(state.index):
             before = None
@@ -243,12 +243,12 @@ class SparseModule(nn.Module):
             raise ValueError(
                 f"the rewiring starts from {rewiring.before}, the layer holds {self._pattern}"
             )
+        values = whole(self.values)
         self._check_capacity(rewiring.after)
         # Beside the old values, which other threads may be reading. The order by columns is given
         # up before, as it is the largest array here: whoever wants it still makes it anew.
         self._pattern.forget_index()
         self._give_up_index()
-        values = whole(self.values)
         if rewiring.keeps_size:
             moved = values.detach().clone()
             rewiring.apply_(moved, fill=fill)
@@ -269,7 +269,13 @@ class SparseModule(nn.Module):
             self.rewire(Rewiring.between(self._pattern, pattern))
             return
         pattern._check_values(values)
-        self._install(pattern, values.to(self.values, copy=True))
+        self._install(pattern, values.to(whole(self.values), copy=True))
+
+    def take_over(self, pattern: SparsePattern) -> None:
+        """Change over to a pattern whose values are in their slots already: those of sharded values
+        move from rank to rank, which trainers see to."""
+        self._check_capacity(pattern)
+        self._install(pattern)
 
     def _store(self, values: Tensor) -> None:
         """Take over the memory of values [any] or [any, b, b]; the Parameter stays the same."""
@@ -288,15 +294,19 @@ class SparseModule(nn.Module):
     def _check_capacity(self, pattern: SparsePattern) -> None:
         own = self._pattern
         alike = (pattern.shape, pattern.block_size) == (own.shape, own.block_size)
-        if not alike or (pattern.nnz != own.nnz and not self.resizable):
+        resizable = self.resizable and not is_sharded(self.values)
+        if not alike or (pattern.nnz != own.nnz and not resizable):
             raise ValueError(
                 f"the layer holds {own}; the new pattern must have the same shape, block size and "
                 f"number of blocks, got {pattern}"
             )
 
     def to_dense(self) -> Tensor:
-        """The weight as an [out, in] tensor, differentiable in the values."""
-        return self._pattern.to_dense(self.values)
+        """The weight as an [out, in] tensor, differentiable in the values.
+
+        Where the values are sharded, all ranks must call it.
+        """
+        return self._pattern.to_dense(gathered(self.values))
 
     def _load_from_state_dict(
         self, state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
@@ -336,15 +346,3 @@ class SparseModule(nn.Module):
             destination[prefix + name] = getattr(self._pattern, name).to(
                 self.values.device, copy=True
             )
-
-
-def whole(values: Tensor) -> Tensor:
-    """The values, unless they are sharded: a shard's entries have no place in the pattern."""
-    # Whoever shards has loaded that module, which takes a second.
-    sharding = sys.modules.get("torch.distributed.tensor")
-    if sharding is not None and isinstance(values, sharding.DTensor):
-        raise RuntimeError(
-            "the values of a sparse layer are sharded (a DTensor, as fully_shard makes them), and "
-            "their pattern is not: keep sparse layers whole, as replicas"
-        )
-    return values

@@ -8,8 +8,8 @@ hands backward other values than those that the layer holds.
 
 Pairs belong to the gradient that the values hold. When a backward pass begins and that has been
 taken away or set to zero, the earlier passes count for nothing any more, and what they left is
-forgotten: passes without a step, as those of a learning-rate finder, do not pile up. (They do where
-values are sharded and `fully_shard` adds up the gradients of several passes out of sight.)
+forgotten: passes without a step, as those of a learning-rate finder, do not pile up. Where values
+are sharded nothing is forgotten before the step, as `fully_shard` adds up gradients out of sight.
 """
 
 from __future__ import annotations
@@ -29,38 +29,29 @@ class Pairs(list[tuple[Tensor, Tensor]]):
 
     values: weakref.ref[Tensor]
     last_pass: int = -1
-    writes: tuple[int, int] = (0, -1)  # to which gradient, how many, when the last pass began
+    writes: int = -1  # to the gradient, when the last pass began; -1 where there was none
     before: int = 0  # pairs, when the last pass began
 
-    def begin(self, backward_pass: int, used: Tensor) -> None:
-        """Forget what belongs to a gradient that is gone, when another pass begins.
-
-        Args:
-            used: the values that the pass goes through: those of the layer, or what stands for
-                them while they are gathered.
-        """
+    def begin(self, backward_pass: int) -> None:
+        """Forget what belongs to a gradient that is gone, when another pass begins."""
         if backward_pass == self.last_pass:
             return
         self.last_pass = backward_pass
         values = self.values()
+        if hasattr(values, "_local_tensor"):
+            return  # a DTensor: where its gradient is added up until then, nobody is told
         grad = None if values is None else values.grad
-        shard = getattr(values, "_local_tensor", None)
-        if grad is None and shard is not None and used.is_leaf:
-            grad = used.grad  # of several passes, until they are reduced
         if grad is None:
-            if shard is None:
-                self.clear()
-            self.writes = 0, -1
+            self.clear()
+            self.writes = -1
         else:
-            local = getattr(grad, "_local_tensor", grad)  # which is written to in place
-            same, writes = self.writes[0] == id(grad), self.writes[1]
             # A pass writes once, or not at all where it was asked for other gradients. A gradient
             # of zeros may be one that came out as zeros.
-            if same and local._version == writes:
+            if grad._version == self.writes:
                 del self[self.before :]
-            elif same and 0 <= writes < local._version - 1 and local.numel() and not local.any():
+            elif 0 <= self.writes < grad._version - 1 and not bool(grad.any()):
                 self.clear()
-            self.writes = id(grad), local._version
+            self.writes = grad._version
         self.before = len(self)
 
 
@@ -119,8 +110,8 @@ def is_asked_for(node: Any) -> bool:
         return True  # it says so of leaves that `torch.autograd.grad` was asked for
 
 
-def record(row_ptr: Tensor, values: Tensor, x: Tensor, dy: Tensor) -> None:
+def record(row_ptr: Tensor, x: Tensor, dy: Tensor) -> None:
     """Called by backward passes; the tensors must stay as they are until the capture is taken."""
     if _open and (pairs := _open.get(row_ptr.data_ptr())) is not None:
-        pairs.begin(torch._C._current_graph_task_id(), values)
+        pairs.begin(torch._C._current_graph_task_id())
         pairs.append((x, dy))

@@ -81,7 +81,7 @@ class _MachineLinear(torch.autograd.Function):
         (dy,) = gradients
         x, values = ctx.saved_tensors
         found = (tensor.detach().to(values.dtype) for tensor in (x, dy))
-        capture.record(ctx.row_ptr, values, *found)
+        capture.record(ctx.row_ptr, *found)
         common = (ctx.target, ctx.pattern, values)
         dx = dw = None
         if ctx.needs_input_grad[0]:

@@ -31,7 +31,7 @@ _library.define(
 
 def _forward(ids: Tensor, values: Tensor, row_ptr: Tensor, cols: Tensor, width: int) -> Tensor:
     rows = naive.forward(ids.reshape(-1), values, row_ptr, cols, width)
-    return rows.view(*ids.shape, width)
+    return rows.resize_(*ids.shape, width)  # no view, of which `fully_shard` warns
 
 
 def _backward(dy: Tensor, ids: Tensor, values: Tensor, row_ptr: Tensor, cols: Tensor) -> Tensor:
@@ -50,7 +50,7 @@ def _record(dy: Tensor, ids: Tensor, values: Tensor, row_ptr: Tensor) -> None:
     x = dy.new_zeros(len(tokens), dy.shape[1]).index_add_(0, place, dy)
     vocabulary = (len(row_ptr) - 1) * naive.block_size_of(values)
     one_hot = dy.new_zeros(len(tokens), vocabulary).scatter_(1, tokens[:, None], 1.0)
-    capture.record(row_ptr, values, x, one_hot)
+    capture.record(row_ptr, x, one_hot)
 
 
 _library.impl("embedding", _forward, "CompositeExplicitAutograd")

@@ -59,7 +59,7 @@ class _EagerLinear(torch.autograd.Function):
                 )
             if x is not None and capture.is_open(p.row_ptr):
                 if capture.is_asked_for(ctx.next_functions[1][0]):
-                    products.record(p.row_ptr, values, x, dy)
+                    products.record(p.row_ptr, x, dy)
                 else:
                     x = None
             dx, dw = products.backward(dy, x, values, p, need_input)

@@ -56,7 +56,7 @@ def _backward(
     products.check_backward(dy, x, values, p)
     if x is not None and capture.is_open(p.row_ptr):
         # Copies, since compiled code may reuse both buffers.
-        products.record(p.row_ptr, values, x.clone(), dy.clone())
+        products.record(p.row_ptr, x.clone(), dy.clone())
     dx, dw = products.backward(dy, x, values, p, bool(rest[5]))
     # Operators return tensors: an empty one stands for a gradient that is not needed.
     return dy.new_empty(0) if dx is None else dx, values.new_empty(0) if dw is None else dw

@@ -110,7 +110,11 @@ def forward(x: Tensor, values: Tensor, p: LayerIndex, bias: Tensor | None) -> Te
     y = kernels[kind].forward(_matrix(x, other), w, p, b)
     if y.dtype is not dtype:
         y = y.to(dtype)
-    return y if x.dim() == 2 else y.view(*x.shape[:-1], p.out_features)
+    if x.dim() == 2:
+        return y
+    shape = (*x.shape[:-1], p.out_features)
+    # Mostly no view: `fully_shard` warns of modules that return one.
+    return y.resize_(shape) if y.is_contiguous() else y.view(shape)
 
 
 def backward(
@@ -148,7 +152,7 @@ def backward(
     return dx, dw
 
 
-def record(row_ptr: Tensor, values: Tensor, x: Tensor, dy: Tensor) -> None:
+def record(row_ptr: Tensor, x: Tensor, dy: Tensor) -> None:
     """Hand x and dY to the capture of this layer, as the matrices it wants."""
     dtype = _compute_dtype(dy.dtype) if dy.is_cpu else dy.dtype
-    capture.record(row_ptr, values, _matrix(x.detach(), dtype), _matrix(dy.detach(), dtype))
+    capture.record(row_ptr, _matrix(x.detach(), dtype), _matrix(dy.detach(), dtype))

@@ -1,0 +1,69 @@
+"""Runs a function in several processes that form a gloo group, and hands back what each returns."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import tempfile
+import time
+import traceback
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+
+# Imported once, in a server that processes are forked from: a fresh import takes seconds.
+_PRELOADED = [
+    "torch", "torch.distributed", "torch.distributed.fsdp", "torch.distributed.tensor",
+    "torch.nn.parallel", "dynsparse",
+]  # fmt: skip
+
+
+def on_ranks(size, work, *arguments, seconds=90):
+    """[work(rank, size, *arguments) for every rank], each in a process of its own.
+
+    Args:
+        work: a function of a module in this folder.
+        seconds: after which what still runs is killed, and the test fails.
+    """
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(_PRELOADED)
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        processes = [
+            context.Process(target=_run, args=(rank, size, folder, work, arguments), daemon=True)
+            for rank in range(size)
+        ]
+        for process in processes:
+            process.start()
+        end = time.monotonic() + seconds
+        for process in processes:
+            process.join(max(0.0, end - time.monotonic()))
+        late = [rank for rank, process in enumerate(processes) if process.is_alive()]
+        for process in processes:
+            process.kill()
+            process.join()
+        errors = sorted(folder.glob("error-*"), key=lambda file: file.stat().st_mtime_ns)
+        if errors:
+            raise AssertionError(f"{errors[0].name}:\n{errors[0].read_text()}")
+        codes = [process.exitcode for process in processes]
+        assert not late, f"ranks {late} were still at it after {seconds} s"
+        assert codes == [0] * size, f"exit codes {codes}"
+        return [torch.load(folder / f"result-{rank}", weights_only=True) for rank in range(size)]
+
+
+def _run(rank, size, folder, work, arguments):
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    torch.set_num_threads(1)
+    torch.manual_seed(100 + rank)
+    store = torch.distributed.FileStore(str(folder / "store"), size)
+    torch.distributed.init_process_group(
+        "gloo", store=store, rank=rank, world_size=size, timeout=timedelta(seconds=30)
+    )
+    try:
+        torch.save(work(rank, size, *arguments), folder / f"result-{rank}")
+        torch.distributed.barrier()
+        torch.distributed.destroy_process_group()
+    except BaseException:
+        (folder / f"error-{rank}").write_text(traceback.format_exc())
+        os._exit(1)
