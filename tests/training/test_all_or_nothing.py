@@ -329,13 +329,11 @@ def test_a_piece_that_fails_to_load_takes_the_others_back(monkeypatch):
     assert same(state_of(model, trainer), before)
 
 
-def test_sharded_values_are_refused(tmp_path):
+def test_a_checkpoint_of_sharded_values_is_refused(tmp_path):
     from torch.distributed.tensor import DTensor
 
     layer = nn.Sequential(SparseLinear(8, 8, density=0.5))
     optimizer = torch.optim.SGD(layer.parameters(), lr=0.1)
-    trainer = SET(layer, optimizer, schedule=EVERY)
-    layer(torch.randn(4, 8)).sum().backward()
 
     class Sharded(nn.Parameter, DTensor):
         """What isinstance takes for a DTensor, without the processes."""
@@ -347,11 +345,7 @@ def test_sharded_values_are_refused(tmp_path):
         __torch_function__ = torch._C._disabled_torch_function_impl
 
     sharded = Sharded(layer[0].values.detach())
-    sharded.grad = torch.ones_like(layer[0].values)
-    optimizer.param_groups[0]["params"].append(sharded)
     layer[0]._parameters["values"] = sharded
-    with pytest.raises(RuntimeError, match="are sharded"):
-        trainer.step()
     with pytest.raises(RuntimeError, match="are sharded"):
         ds.training.save_checkpoint(tmp_path / "c", model=layer, optimizer=optimizer)
     assert not (tmp_path / "c").exists()

@@ -271,11 +271,12 @@ class SparseModule(nn.Module):
         pattern._check_values(values)
         self._install(pattern, values.to(whole(self.values), copy=True))
 
-    def take_over(self, pattern: SparsePattern) -> None:
-        """Change over to a pattern whose values are in their slots already: those of sharded values
-        move from rank to rank, which trainers see to."""
+    def prepare_moved(self, pattern: SparsePattern) -> Callable[[], None]:
+        """What changes over to a pattern where others see to the values: sharded ones move from
+        rank to rank. In two parts as `prepare`."""
         self._check_capacity(pattern)
-        self._install(pattern)
+        self._pattern.forget_index()
+        return self._prepared(pattern, None)
 
     def _store(self, values: Tensor) -> None:
         """Take over the memory of values [any] or [any, b, b]; the Parameter stays the same."""

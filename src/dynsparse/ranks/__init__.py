@@ -6,6 +6,7 @@ computed on every rank in the hope that it comes out equal.
 
 from dynsparse.ranks.agree import agree_on, agreeing, digest, held_back, named_ranks, texts_of
 from dynsparse.ranks.counting import CountingRanks
+from dynsparse.ranks.follow import follow_over_ranks
 from dynsparse.ranks.grow import GrowthWanted, exchanged_bytes, topk_over_ranks
 from dynsparse.ranks.ranks import ALONE, GroupRanks, Ranks, ranks_of
 from dynsparse.ranks.select import chunk_of, joined, kth_over_ranks, select_over_ranks
@@ -24,6 +25,7 @@ __all__ = [
     "chunk_of",
     "digest",
     "exchanged_bytes",
+    "follow_over_ranks",
     "held_back",
     "in_threads",
     "joined",

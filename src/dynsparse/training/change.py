@@ -11,8 +11,9 @@ import torch
 from torch import Tensor
 
 from dynsparse.nn import SparseLinear
-from dynsparse.nn.sparse_module import whole
+from dynsparse.nn.sharded import is_sharded, local_part, shard_dimension
 from dynsparse.pattern import Rewiring
+from dynsparse.ranks import follow_over_ranks, ranks_of
 from dynsparse.training.memory import released_memory
 from dynsparse.training.optimizer_state import follow_later, moving_state, prepare_state
 
@@ -44,11 +45,14 @@ class Change:
         """Raise what would raise on the way; nothing is changed.
 
         Raises:
-            RuntimeError: the values are sharded.
+            RuntimeError: sharded values that are cut in another way than by slots, or whose number
+                would change.
             TypeError, ValueError: what grown weights start with does not fit.
             ValueError: optimizer state that does not follow the pattern.
         """
-        values = whole(layer.values)
+        values = layer.values
+        if is_sharded(values):
+            _check_shards(values, rewiring)
         start = check_fill(fill, rewiring, values)
         moving_state(optimizer, values, rewiring.before.nnz)
         return cls(layer, rewiring, start)
@@ -61,6 +65,8 @@ class Change:
             `uninterrupted`. It takes no memory, so that it cannot fail in between.
         """
         values, rewiring = self.layer.values, self.rewiring
+        if is_sharded(values):
+            return self._prepare_shards(optimizer)
         grads: dict[Any, Tensor] = {} if values.grad is None else {"grad": values.grad}
         parts = [
             self.layer.prepare(rewiring, self.fill),
@@ -74,6 +80,38 @@ class Change:
             values.grad = grads.get("grad")
 
         return change_over
+
+    def _prepare_shards(self, optimizer: torch.optim.Optimizer) -> Callable[[], None]:
+        """As `prepare`, where each rank holds some slots: all ranks that share them call it."""
+        values, rewiring = self.layer.values, self.rewiring
+        following: list[tuple[Tensor, float | Tensor]] = [(values, self.fill)]
+        if values.grad is not None:
+            following.append((values.grad, 0.0))
+        state = optimizer.state.get(values, {})
+        for fill, keys in moving_state(optimizer, values, rewiring.before.nnz).items():
+            following += [(state[key], fill) for key in keys]
+        shards = [(local_part(tensor), fill) for tensor, fill in following]
+        group = values.device_mesh.get_group(shard_dimension(values))  # type: ignore[attr-defined]
+        parts = [
+            self.layer.prepare_moved(rewiring.after),
+            follow_over_ranks(ranks_of(group), rewiring.source, *zip(*shards, strict=True)),
+        ]
+
+        def change_over() -> None:
+            for part in parts:
+                part()
+
+        return change_over
+
+
+def _check_shards(values: Tensor, rewiring: Rewiring) -> None:
+    shard_dimension(values)
+    if not rewiring.keeps_size:
+        raise RuntimeError(
+            "the values are sharded, so their number must stay, but the update leads from "
+            f"{rewiring.before.nnz} to {rewiring.after.nnz} blocks: use an algorithm that keeps "
+            "it, or replicas in place of shards"
+        )
 
 
 def prepared(changes: Mapping[str, Change], optimizer: torch.optim.Optimizer) -> Callable[[], None]:
@@ -108,7 +146,7 @@ def check_fill(fill: object, rewiring: Rewiring, values: Tensor) -> float | Tens
                 f"grown weights must start with a number or a tensor {shape}, got "
                 f"{list(fill.shape)}"
             )
-        fill = fill.to(values)
+        fill = fill.to(local_part(values))
         if not _finite(fill):
             raise ValueError("grown weights must start with finite numbers, got NaN or infinity")
         return fill if fill.dim() else float(fill)
@@ -124,7 +162,8 @@ def check_scores(scores: Tensor, nnz: int) -> Tensor:
     if not isinstance(scores, Tensor) or list(scores.shape) != [nnz]:
         got = list(scores.shape) if isinstance(scores, Tensor) else repr(scores)
         raise ValueError(f"expected one drop score per block, [{nnz}], got {got}")
-    if nnz and bool(torch.isnan(scores.min())):
+    own = local_part(scores)
+    if len(own) and bool(torch.isnan(own.min())):
         raise ValueError("drop scores hold NaN, so blocks cannot be ranked: the training diverged")
     return scores
 
@@ -139,8 +178,8 @@ def check_gradients(
         pairs: x and dY by layer name, of which other gradients are made.
     """
     for name, layer in layers.items():
-        grad = whole(layer.values).grad
-        if grad is not None and not _finite(grad):
+        grad = layer.values.grad
+        if grad is not None and not _finite(local_part(grad)):
             raise ValueError(_NOT_FINITE.format(name=name, what="the gradient of its weights"))
         for pair in pairs.get(name, ()):
             for what, tensor in zip(("x", "dY"), pair, strict=True):
