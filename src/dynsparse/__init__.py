@@ -36,7 +36,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    # The tile machine is loaded only by those who use it.
-    if name in ("machine", "popsparse"):
+    # Loaded only by those who use them.
+    if name in ("distributed", "machine", "popsparse"):
         return import_module(f"dynsparse.{name}")
     raise AttributeError(f"module 'dynsparse' has no attribute {name!r}")

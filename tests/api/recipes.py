@@ -24,6 +24,7 @@ MODULES = (
     "dynsparse.machine",
     "dynsparse.popsparse",
     "dynsparse.data",
+    "dynsparse.distributed",
 )
 
 

@@ -16,13 +16,14 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from recipes import public_callables
 from recipes_core import RECIPES as CORE
+from recipes_distributed import RECIPES as DISTRIBUTED
 from recipes_machine import RECIPES as MACHINE
 from recipes_popsparse import MATRICES
 from recipes_popsparse import RECIPES as POPSPARSE
 from recipes_training import RECIPES as TRAINING
 from wrong import FIXED, anything, fault, refusal
 
-RECIPES = CORE | TRAINING | MACHINE | POPSPARSE
+RECIPES = CORE | TRAINING | MACHINE | POPSPARSE | DISTRIBUTED
 
 
 @pytest.fixture(autouse=True)
@@ -54,12 +55,13 @@ NOT_CALLED = {
     *(f"dynsparse.popsparse.{name}" for name in ("EncodedPattern", "EncodingInfo", "Method")),
     *(f"dynsparse.popsparse.{name}" for name in ("PassTime", "PlannedTensor", "SparseTensor")),
     *(f"dynsparse.training.{name}" for name in ("CheckpointError", "DropScore", "Schedule")),
+    *(f"dynsparse.distributed.{name}" for name in ("Link", "Plan")),
     *(f"dynsparse.data.{name}" for name in ("DataSet", "Pictures", "load", "read_idx")),
 }
 
 
 def test_every_public_callable_has_a_recipe():
-    known = set(CORE) | set(TRAINING) | set(MACHINE) | set(POPSPARSE) | NOT_CALLED
+    known = set(RECIPES) | NOT_CALLED
     assert not set(public_callables()) - known
 
 

@@ -1,0 +1,140 @@
+"""Which layers of a model stand in a row, so that one hands its slab of features to the next."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from torch import nn
+
+from dynsparse.files.shorten import shortened
+from dynsparse.nn import (
+    Dropout,
+    SparseLinear,
+    SparseMultiheadAttention,
+    SparseTransformerLayer,
+)
+
+__all__ = ["Bundle", "Chain", "find_chains"]
+
+
+class Bundle(NamedTuple):
+    """Layers side by side, which write features that belong together.
+
+    Attributes:
+        names: of the layers: one, or the three projections of an attention.
+        unit: the features written are cut at multiples of it: the size of a head, else 1.
+    """
+
+    names: tuple[str, ...]
+    unit: int = 1
+
+
+Chain = tuple[Bundle, ...]
+"""What one bundle writes the next reads, feature by feature: only elementwise functions, or the
+heads of an attention, are in between."""
+
+# These look at each feature for itself, so that a slab is as good as all.
+_ELEMENTWISE = (
+    nn.ReLU, nn.ReLU6, nn.LeakyReLU, nn.ELU, nn.CELU, nn.SELU, nn.GELU, nn.SiLU, nn.Mish, nn.Tanh,
+    nn.Sigmoid, nn.Hardtanh, nn.Hardswish, nn.Hardsigmoid, nn.Softplus, nn.Softsign, nn.Identity,
+    nn.Dropout, Dropout,
+)  # fmt: skip
+
+
+def find_chains(
+    model: nn.Module, given: Sequence[Sequence[str]] = ()
+) -> tuple[dict[str, SparseLinear], list[Chain]]:
+    """All sparse layers of a model by name, and the chains they stand in, each in one.
+
+    Found are rows of layers in an `nn.Sequential`, attentions, and the feed-forward part of a
+    `SparseTransformerLayer`; a layer that stands in no such row is a chain of its own.
+
+    Args:
+        given: further rows, by the layers' names, for models whose `forward` calls them in order
+            with nothing but elementwise functions in between.
+
+    Raises:
+        TypeError: no module, or rows that are not names.
+        ValueError: a model without sparse layers, a name that leads to none or twice to one,
+            neighbours whose features do not fit.
+    """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"expected a torch.nn.Module, got {type(model).__name__}")
+    layers = {name: m for name, m in model.named_modules() if isinstance(m, SparseLinear)}
+    if not layers:
+        raise ValueError("the model has no sparse layers: make it sparse with dynsparse.sparsify")
+    found = _given(given, layers)
+    taken = {name for chain in found for bundle in chain for name in bundle.names}
+    for chain in _seen(model):
+        names = [name for bundle in chain for name in bundle.names]
+        if all(name in layers for name in names) and not taken & {*names}:
+            taken.update(names)
+            found.append(chain)
+    found += [(Bundle((name,)),) for name in layers if name not in taken]
+    order = {name: i for i, name in enumerate(layers)}
+    found.sort(key=lambda chain: order[chain[0].names[0]])
+    return layers, found
+
+
+def _given(rows: Sequence[Sequence[str]], layers: Mapping[str, SparseLinear]) -> list[Chain]:
+    if isinstance(rows, str) or not isinstance(rows, Sequence):
+        raise TypeError(
+            f"chains must be rows of names such as [['up', 'down']], got {shortened(rows)}"
+        )
+    chains: list[Chain] = []
+    seen: set[str] = set()
+    for row in rows:
+        if isinstance(row, str) or not isinstance(row, Sequence) or not row:
+            raise TypeError(
+                f"chains must be rows of names such as [['up', 'down']], got {shortened(row)}"
+            )
+        for name in row:
+            if not isinstance(name, str) or name not in layers:
+                known = ", ".join(map(repr, list(layers)[:3]))
+                raise ValueError(f"chains: expected the names of sparse layers, such as {known}, "
+                                 f"got {shortened(name)}")  # fmt: skip
+            if name in seen:
+                raise ValueError(f"chains: the layer {name!r} is named twice")
+            seen.add(name)
+        for left, right in itertools.pairwise(row):
+            out, into = layers[left].out_features, layers[right].in_features
+            if out != into:
+                raise ValueError(
+                    f"chains: {left!r} writes {out} features and {right!r} reads {into}"
+                )
+        chains.append(tuple(Bundle((name,)) for name in row))
+    return chains
+
+
+def _seen(model: nn.Module) -> Iterator[Chain]:
+    for name, module in model.named_modules():
+        prefix = f"{name}." if name else ""
+        if isinstance(module, SparseMultiheadAttention):
+            projections = (module.q_proj, module.k_proj, module.v_proj, module.out_proj)
+            if all(isinstance(one, SparseLinear) for one in projections):
+                inputs = tuple(f"{prefix}{one}_proj" for one in "qkv")
+                yield Bundle(inputs, module.head_dim), Bundle((f"{prefix}out_proj",))
+        elif isinstance(module, SparseTransformerLayer):
+            yield Bundle((f"{prefix}linear1",)), Bundle((f"{prefix}linear2",))
+        elif isinstance(module, nn.Sequential):
+            yield from _in_a_row(prefix, module)
+
+
+def _in_a_row(prefix: str, module: nn.Sequential) -> Iterator[Chain]:
+    row: list[Bundle] = []
+    last: Any = None
+    for name, child in module.named_children():
+        if isinstance(child, SparseLinear):
+            if row and last.out_features != child.in_features:
+                yield tuple(row)
+                row = []
+            row.append(Bundle((f"{prefix}{name}",)))
+            last = child
+        elif not isinstance(child, _ELEMENTWISE):
+            if row:
+                yield tuple(row)
+            row = []
+    if row:
+        yield tuple(row)

@@ -1,0 +1,61 @@
+"""Stages of a pipeline: the model's own modules, cut where the slowest stage is fastest."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+from torch import nn
+
+import dynsparse as ds
+from dynsparse.distributed import Cluster, stages
+
+
+def model():
+    sizes = (512, 256, 64, 64, 512, 256)
+    layers = []
+    for a, b in itertools.pairwise(sizes):
+        layers += [ds.nn.SparseLinear(a, b, 0.2), nn.ReLU()]
+    return nn.Sequential(*layers, nn.Linear(256, 10))
+
+
+def seconds(stage):
+    cluster = Cluster(flops=1e9)
+    found = [m for m in stage.modules() if isinstance(m, (ds.nn.SparseLinear, nn.Linear))]
+    size = sum(m.values.numel() if hasattr(m, "values") else m.weight.numel() for m in found)
+    return 6 * 64 * size / cluster.flops
+
+
+@pytest.mark.parametrize("n", [1, 2, 3, 5])
+def test_stages_in_a_row_are_the_model(n):
+    net = model()
+    cut = stages(net, n, batch=64)
+    assert len(cut) == n
+    x = torch.randn(3, 512)
+    y = x
+    for stage in cut:
+        y = stage(y)
+    assert torch.equal(y, net(x))
+    together = {name: t for stage in cut for name, t in stage.state_dict().items()}
+    assert together.keys() == net.state_dict().keys()
+    assert all(a is b for a, b in zip((m for s in cut for m in s), net, strict=True))
+
+
+def test_the_slowest_stage_is_as_fast_as_it_can_be():
+    net = model()
+    cut = stages(net, 2, batch=64, cluster=Cluster(flops=1e9))
+    ways = [(net[:i], net[i:]) for i in range(1, len(net))]
+    best = min(max(map(seconds, way)) for way in ways)
+    assert max(map(seconds, cut)) == pytest.approx(best)
+    assert best < 0.7 * seconds(net)
+
+
+def test_what_has_no_stages_is_refused():
+    net = model()
+    with pytest.raises(ValueError, match="11 modules has no 12 stages"):
+        stages(net, 12)
+    with pytest.raises(TypeError, match=r"stages cut an nn.Sequential, .* got SparseLinear"):
+        stages(net[0], 1)
+    with pytest.raises(ValueError, match="twice"):
+        stages(nn.Sequential(net[0], nn.ReLU(), net[0]), 2)
