@@ -1,4 +1,4 @@
-"""Right calls of plans over ranks and of stages."""
+"""Right calls of plans over ranks, of layers in rectangles and of stages."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from torch import nn
 
 import dynsparse as ds
 from dynsparse import distributed
+from dynsparse.distributed.grid import RankGrid
 
 
 def row():
@@ -46,6 +47,13 @@ RECIPES = {
         lambda: {
             "model": row(), "mesh": 4, "batch": 8, "chains": [["0", "2"]], "cluster": cluster(),
             "memory": 1e9, "states": 2,
+        },
+    ),
+    "dynsparse.distributed.gather": Recipe(distributed.gather, lambda: {"model": row()}),
+    "dynsparse.distributed.split": Recipe(
+        distributed.split,
+        lambda: {
+            "model": row(), "mesh": RankGrid(), "plan": distributed.make_plan(row(), 1, batch=8)
         },
     ),
     "dynsparse.distributed.stages": Recipe(

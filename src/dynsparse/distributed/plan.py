@@ -11,7 +11,7 @@ from torch import nn
 from dynsparse.checks import check_integer, check_kind, is_number
 from dynsparse.distributed.chains import Chain, find_chains
 from dynsparse.distributed.cluster import Cluster
-from dynsparse.distributed.placement import AXES, Placement
+from dynsparse.distributed.placement import AXES, Placement, check_axes
 from dynsparse.distributed.search import Cost, Grid, Search, grids
 from dynsparse.files.shorten import shortened
 
@@ -217,9 +217,7 @@ def grid_of(mesh: Any) -> Grid:
     Raises:
         ValueError: axes that are not x, y and z.
     """
-    names = tuple(mesh.mesh_dim_names or ())
-    if not names or not {*names} <= {*AXES}:
-        raise ValueError(f"mesh must have axes named x, y and z, or some of them, got {names}")
+    names = check_axes(mesh.mesh_dim_names)
     return Grid(*(mesh.size(names.index(axis)) if axis in names else 1 for axis in AXES))
 
 

@@ -141,6 +141,10 @@ class SparseLinear(SparseModule):
 
     @active.setter
     def active(self, slots: ActiveSet | None) -> None:
+        if self.executor is not None and self.active is None:
+            raise ValueError(
+                f"the layer is computed by {self.kernel(1)}, which knows no active subset"
+            )
         self.executor = slots
 
     def forward(self, x: Tensor) -> Tensor:

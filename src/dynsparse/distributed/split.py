@@ -1,0 +1,152 @@
+"""A model over a grid of ranks, each with a rectangle of every sparse layer."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from dynsparse.checks import check_kind
+from dynsparse.distributed.chains import Chain
+from dynsparse.distributed.grid import RankGrid
+from dynsparse.distributed.heads import split_heads, whole_extras
+from dynsparse.distributed.placement import Borders, Placement
+from dynsparse.distributed.plan import Plan
+from dynsparse.distributed.rectangle import Rectangle, part_of, take_part, whole_layer
+from dynsparse.nn import SparseLinear, SparseMultiheadAttention
+from dynsparse.ranks import agree_on, agreeing, digest
+
+__all__ = ["gather", "rectangles", "split"]
+
+
+def split(model: nn.Module, mesh: Any, plan: Plan) -> nn.Module:
+    """Keep this rank's rectangle of every sparse layer of `model`, in place; returns the model.
+
+    The model computes as before: features that modules other than a chain's see are whole. Each
+    rank sees the samples of its z. The gradients of the weights are those of these samples: make
+    the model data parallel over z with `replicate(model, process_group=mesh["z"].get_group())`.
+    Make the optimizer afterwards: the layers' Parameters are new ones. Modules that are not split
+    compute the same on all ranks along x and y, whose random numbers (dropout) must then be the
+    same; inside a chain each slab draws its own.
+
+    Slabs hold about equal numbers of non-zeros and end where blocks do. They stay where they are
+    while patterns change inside.
+
+    Args:
+        model: whole, and the same on all ranks.
+        mesh: a `DeviceMesh` with axes among "x", "y" and "z", such as `plan.make_mesh()`.
+        plan: of `make_plan` for this model, on a grid of the mesh's sizes.
+
+    Raises:
+        TypeError: no mesh, no plan.
+        ValueError: a mesh of other sizes than the plan's, another model, layers that are split
+            already or computed by something else, ranks that hold different models.
+    """
+    check_kind("plan", plan, Plan, "a Plan as make_plan gives it")
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"expected a torch.nn.Module, got {type(model).__name__}")
+    grid = RankGrid.of(mesh)
+    sizes = grid.x.size, grid.y.size, grid.z.size
+    if sizes != tuple(plan.grid):
+        raise ValueError(
+            f"the plan is for a grid of {plan.grid} ranks (x, y, z), the mesh has "
+            f"{'x'.join(map(str, sizes))}: make the plan for this mesh, or use plan.make_mesh()"
+        )
+    parts: dict[str, Rectangle] = {}
+    with agreeing(grid.everyone):
+        layers = {name: m for name, m in model.named_modules() if isinstance(m, SparseLinear)}
+        _check_layers(layers, plan)
+        for chain in plan.chains:
+            parts.update(rectangles(layers, chain, plan.placements, grid))
+    check_equal(grid, layers)
+    for name, part in parts.items():
+        take_part(layers[name], part)
+    for module in model.modules():
+        if isinstance(module, SparseMultiheadAttention):
+            split_heads(module)
+    return model
+
+
+def rectangles(
+    layers: Mapping[str, SparseLinear],
+    chain: Chain,
+    placements: Mapping[str, Placement],
+    grid: RankGrid,
+) -> dict[str, Rectangle]:
+    """This rank's rectangles of the layers of a chain, by name.
+
+    Raises:
+        ValueError: too few blocks or heads for so many slabs.
+    """
+    borders = Borders(layers, chain)
+    found = {}
+    for position, bundle in enumerate(chain):
+        for name in bundle.names:
+            placement = placements[name]
+            rows, cols = (grid.line(axis).size for axis in placement[:2])
+            given = grid.line(placement.given).size
+            found[name] = Rectangle(
+                grid,
+                placement,
+                layers[name].pattern.shape,
+                borders.of_rows(position, name, rows),
+                borders.of_cols(position, name, cols),
+                borders.of_cols(position, name, given),
+            )
+    return found
+
+
+def _check_layers(layers: Mapping[str, SparseLinear], plan: Plan) -> None:
+    if set(layers) != set(plan.placements):
+        raise ValueError(
+            "the plan was made for another model: it has the layers "
+            f"{', '.join(map(repr, list(plan.placements)[:4]))}, this one "
+            f"{', '.join(map(repr, list(layers)[:4]))}"
+        )
+    for name, layer in layers.items():
+        check_whole(name, layer)
+
+
+def check_whole(name: str, layer: SparseLinear) -> None:
+    """Raise ValueError unless a layer is whole, and computed by the operator."""
+    if part_of(layer) is not None:
+        raise ValueError(f"the layer {name!r} is split already")
+    if layer.executor is not None:
+        raise ValueError(
+            f"the layer {name!r} is computed by {layer.kernel(1)}, which knows no rectangles: "
+            "split layers without a target and without an active subset"
+        )
+
+
+def check_equal(grid: RankGrid, layers: Mapping[str, SparseLinear]) -> None:
+    """Raise ValueError where the ranks' layers differ."""
+    agree_on(
+        grid.everyone,
+        {
+            f"layer {name!r}": digest(layer.pattern.rows, layer.pattern.cols, layer.values)
+            for name, layer in layers.items()
+        },
+        "make the model with the same seed on all ranks, or load the same state",
+        shown=False,
+    )
+
+
+@torch.no_grad()
+def gather(model: nn.Module) -> dict[str, Tensor]:
+    """The state dict of the whole model, on every rank: a model that is not split loads it.
+
+    All ranks call it at the same time. For checks and small models: each rank holds all of it.
+    """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"expected a torch.nn.Module, got {type(model).__name__}")
+    state: dict[str, Tensor] = dict(model.state_dict())
+    for name, module in model.named_modules():
+        found: Mapping[str, Tensor] = {}
+        if isinstance(module, SparseLinear):
+            found = whole_layer(module)
+        elif isinstance(module, SparseMultiheadAttention):
+            found = whole_extras(module)
+        state.update({f"{name}.{key}" if name else key: t for key, t in found.items()})
+    return state

@@ -1,0 +1,274 @@
+"""Layers in rectangles against the same layers whole: outputs, both gradients, states, refusals."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from grids import GRIDS, on_grid
+from torch import nn
+
+import dynsparse as ds
+from dynsparse.distributed import gather, make_plan, split
+from dynsparse.distributed.placement import Placement
+from dynsparse.distributed.plan import Plan
+from dynsparse.distributed.rectangle import part_of
+from dynsparse.distributed.search import Grid
+
+BLOCKS = [1, 4, 16]
+EXACT = 1e-12
+
+
+def chain(block_size, density=0.3):
+    """Two layers in a row; features are not the same on both sides."""
+    torch.manual_seed(3)
+    options = {"block_size": block_size, "dtype": torch.float64}
+    return nn.Sequential(
+        ds.nn.SparseLinear(48, 96, density, **options),
+        nn.Tanh(),
+        ds.nn.SparseLinear(96, 64, density, **options),
+    )
+
+
+def planned(model, sizes, placements=None, **more):
+    """A plan for a grid, with placements put in by hand where they are given."""
+    plan = make_plan(model, 1, batch=8, **more)
+    chosen = plan.chosen
+    by_hand = {} if placements is None else placements
+    found = chosen.placements | by_hand
+    candidate = type(chosen)(Grid(*sizes), chosen.cost, found, chosen.balance, True)
+    return Plan(candidate, [candidate], plan.chains, plan.batch, plan.cluster)
+
+
+def alternating(sizes):
+    """The rows of the first layer over x and of the second over y: features never come whole."""
+    x, y = ("x" if sizes[0] > 1 else None), ("y" if sizes[1] > 1 else None)
+    return {"0": Placement(x, y, None, False), "2": Placement(y, x, x, True)}
+
+
+def samples(x, grid):
+    return x.chunk(grid.z.size)[grid.z.rank]
+
+
+def passes(model, x, dy):
+    """y, dX and the gradients by name."""
+    x = x.clone().requires_grad_()
+    y = model(x)
+    y.backward(dy)
+    return y.detach(), x.grad, {name: p.grad for name, p in model.named_parameters()}
+
+
+def compared(model, sizes, plan, x, dy):
+    y, dx, grads = passes(model, x, dy)
+    model.zero_grad()
+
+    def work(grid):
+        own = split(copy.deepcopy(model), grid, plan)
+        got, got_dx, got_grads = passes(own, samples(x, grid), samples(dy, grid))
+        torch.testing.assert_close(got, samples(y, grid), rtol=0, atol=EXACT)
+        torch.testing.assert_close(got_dx, samples(dx, grid), rtol=0, atol=EXACT)
+        for grad in got_grads.values():
+            grid.z.sum(grad)
+        # Whole layers with the gradients for values are gathered as any others.
+        with torch.no_grad():
+            for name, parameter in own.named_parameters():
+                parameter.copy_(got_grads[name])
+        whole = copy.deepcopy(model)
+        whole.load_state_dict(gather(own))
+        for name, parameter in whole.named_parameters():
+            torch.testing.assert_close(
+                parameter, grads[name], rtol=0, atol=EXACT, check_dtype=False
+            )
+        return [m.pattern.nnz for m in own.modules() if isinstance(m, ds.nn.SparseLinear)]
+
+    return on_grid(sizes, work)
+
+
+@pytest.mark.parametrize("block_size", BLOCKS)
+@pytest.mark.parametrize("sizes", GRIDS)
+def test_a_chain_of_two_layers_equals_one_process(sizes, block_size):
+    model = chain(block_size)
+    x, dy = torch.randn(8, 48).double(), torch.randn(8, 64).double()
+    plan = planned(model, sizes, alternating(sizes))
+    held = compared(model, sizes, plan, x, dy)
+    parts = sizes[0] * sizes[1]
+    if block_size == 1:
+        for layer in (0, 1):
+            mean = sum(of[layer] for of in held.values()) / len(held)
+            assert max(of[layer] for of in held.values()) < 1.15 * mean
+            assert sum(of[layer] for of in held.values()) == sizes[2] * model[2 * layer].pattern.nnz
+    assert parts == 1 or max(of[0] for of in held.values()) < model[0].pattern.nnz
+
+
+WAYS = {
+    "rows, gathered in between": {"0": ("x", None, None, False), "2": (None, None, "x", True)},
+    "columns alone": {"0": (None, "x", None, False), "2": (None, "y", None, True)},
+    "a pair": {"0": ("x", None, None, False), "2": (None, "x", "x", True)},
+    "other axes": {"0": ("x", "y", None, False), "2": ("x", "y", "x", True)},
+    "rows of both": {"0": ("y", None, None, False), "2": ("x", None, "y", True)},
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_every_placement_equals_one_process(way):
+    model = chain(4)
+    x, dy = torch.randn(3, 2, 48).double(), torch.randn(3, 2, 64).double()
+    sizes = (2, 2, 1)
+    plan = planned(model, sizes, {k: Placement(*v) for k, v in WAYS[way].items()})
+    compared(model, sizes, plan, x, dy)
+
+
+def test_a_pair_has_one_sum_forward_and_one_backward():
+    model = chain(1)
+    plan = planned(model, (2, 1, 1), {k: Placement(*v) for k, v in WAYS["a pair"].items()})
+
+    def work(grid):
+        own = split(copy.deepcopy(model), grid, plan)
+        calls, sent = grid.x.calls, grid.x.sent
+        y = own(torch.randn(8, 48).double().requires_grad_())
+        assert (grid.x.calls - calls, grid.x.sent - sent) == (1, 8 * 64 * 8)
+        y.sum().backward()
+        assert (grid.x.calls - calls, grid.x.sent - sent) == (2, 8 * 64 * 8 + 8 * 48 * 8)
+
+    on_grid((2, 1, 1), work)
+
+
+@pytest.mark.parametrize("average", [True, False, None])
+def test_attention_by_heads(average):
+    torch.manual_seed(1)
+    model = ds.nn.SparseMultiheadAttention(
+        24, 3, density=0.4, batch_first=True, add_bias_kv=True, dtype=torch.float64
+    )
+    names = [f"{name}_proj" for name in ("q", "k", "v")]
+    found = dict.fromkeys(names, Placement("x", None, None, False))
+    found["out_proj"] = Placement(None, "x", "x", True)
+    plan = planned(model, (2, 1, 1), found)
+    x = torch.randn(2, 5, 24).double()
+    asked = {"need_weights": average is not None, "average_attn_weights": average is not False}
+    y, weights = model(x, x, x, **asked)
+    (y.sum() + (0 if weights is None else (weights**2).sum())).backward()
+
+    def work(grid):
+        own = split(copy.deepcopy(model), grid, plan)
+        got, seen = own(x, x, x, **asked)
+        torch.testing.assert_close(got, y, rtol=0, atol=EXACT)
+        if weights is not None:
+            torch.testing.assert_close(seen, weights, rtol=0, atol=EXACT)
+        own.zero_grad()
+        (got.sum() + (0 if seen is None else (seen**2).sum())).backward()
+        state = gather(own)
+        for key, tensor in model.state_dict().items():
+            assert torch.equal(state[key], tensor), key
+        with torch.no_grad():
+            for parameter in own.parameters():
+                parameter.copy_(parameter.grad)
+        for key, tensor in gather(own).items():
+            if key in dict(model.named_parameters()):
+                grad = model.get_parameter(key).grad
+                torch.testing.assert_close(tensor, grad, rtol=0, atol=EXACT)
+        return own.num_heads
+
+    assert sorted(on_grid((2, 1, 1), work).values()) == [1, 2]
+
+
+def test_a_transformer_layer_as_it_is_planned():
+    torch.manual_seed(2)
+    model = ds.nn.SparseTransformerLayer(16, 4, 32, density=0.5, dtype=torch.float64).eval()
+    x, dy = torch.randn(4, 3, 16).double(), torch.randn(4, 3, 16).double()
+    found = {f"attention.{n}_proj": Placement("x", None, None, False) for n in "qkv"}
+    found["attention.out_proj"] = Placement("y", "x", "x", True)
+    found["linear1"] = Placement("x", "y", None, False)
+    found["linear2"] = Placement("y", "x", "x", True)
+    compared(model, (2, 2, 1), planned(model, (2, 2, 1), found), x, dy)
+
+
+def test_copies_of_a_split_model_compute_the_same():
+    model = chain(1)
+    plan = planned(model, (2, 1, 1), alternating((2, 1, 1)))
+    x = torch.randn(4, 48).double()
+
+    def work(grid):
+        own = split(copy.deepcopy(model), grid, plan)
+        assert torch.equal(copy.deepcopy(own)(x), own(x))
+        assert own[0].kernel(8) == "rectangle"
+        assert part_of(own[0]).shape == (96, 48)
+
+    on_grid((2, 1, 1), work)
+
+
+def error_on_all(sizes, work):
+    lines = set()
+
+    def caught(grid):
+        with pytest.raises((ValueError, TypeError)) as error:
+            work(grid)
+        lines.add(str(error.value))
+
+    on_grid(sizes, caught)
+    (line,) = lines
+    return line
+
+
+def test_what_cannot_be_split_is_refused_on_all_ranks():
+    model = chain(1)
+    plan = planned(model, (2, 1, 1), alternating((2, 1, 1)))
+    sizes = (2, 1, 1)
+
+    def twice(grid):
+        split(split(copy.deepcopy(model), grid, plan), grid, plan)
+
+    assert error_on_all(sizes, twice) == "the layer '0' is split already"
+
+    def another(grid):
+        split(chain(1)[:1], grid, plan)
+
+    assert "made for another model" in error_on_all(sizes, another)
+    line = error_on_all((1, 2, 1), lambda grid: split(copy.deepcopy(model), grid, plan))
+    assert "for a grid of 2x1x1 ranks (x, y, z), the mesh has 1x2x1" in line
+    assert "mesh must be a DeviceMesh" in error_on_all(sizes, lambda _: split(model, 2, plan))
+    assert "plan must be a Plan" in error_on_all(sizes, lambda grid: split(model, grid, {}))
+
+    def different(grid):
+        own = copy.deepcopy(model)
+        with torch.no_grad():
+            own[2].values[0] += grid.x.rank
+        split(own, grid, plan)
+
+    line = error_on_all(sizes, different)
+    assert line.startswith(
+        "ranks disagree on layer '2': rank 0 differs from rank 1; make the model"
+    )
+
+    def busy(grid):
+        own = copy.deepcopy(model)
+        own[0].active = ds.nn.active.ActiveSet(own[0].pattern, torch.arange(3), torch.device("cpu"))
+        split(own, grid, plan)
+
+    assert "'0' is computed by active subset, which knows no" in error_on_all(sizes, busy)
+
+
+def test_features_of_another_width_are_refused():
+    model = chain(1)
+    plan = planned(model, (2, 1, 1), alternating((2, 1, 1)))
+
+    def work(grid):
+        own = split(copy.deepcopy(model), grid, plan)
+        with pytest.raises(ValueError, match=r"expected \d+ features on rank \d of the axis 'x'"):
+            own[2](torch.randn(4, 96).double())
+
+    on_grid((2, 1, 1), work)
+
+
+def test_a_rectangle_takes_no_active_subset():
+    model = chain(1)
+    plan = planned(model, (2, 1, 1), alternating((2, 1, 1)))
+
+    def work(grid):
+        own = split(copy.deepcopy(model), grid, plan)
+        with pytest.raises(ValueError, match="computed by rectangle, which knows no active subset"):
+            own[0].active = ds.nn.active.ActiveSet(
+                own[0].pattern, torch.arange(3), torch.device("cpu")
+            )
+
+    on_grid((2, 1, 1), work)
