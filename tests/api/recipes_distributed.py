@@ -49,6 +49,10 @@ RECIPES = {
             "memory": 1e9, "states": 2,
         },
     ),
+    "dynsparse.distributed.measure": Recipe(distributed.measure, lambda: {"group": None}),
+    "dynsparse.distributed.SplitPair": Recipe(
+        distributed.SplitPair, lambda: {"first": "0", "second": "2"}
+    ),
     "dynsparse.distributed.gather": Recipe(distributed.gather, lambda: {"model": row()}),
     "dynsparse.distributed.split": Recipe(
         distributed.split,

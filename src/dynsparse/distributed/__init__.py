@@ -1,8 +1,32 @@
 """One model on many ranks: layers in rectangles, plans for them, stages of a pipeline."""
 
+from importlib import import_module
+from typing import Any
+
 from dynsparse.distributed.cluster import Cluster, Link
 from dynsparse.distributed.plan import Plan, make_plan
+from dynsparse.distributed.probe import measure
 from dynsparse.distributed.split import gather, split
 from dynsparse.distributed.stages import stages
 
-__all__ = ["Cluster", "Link", "Plan", "gather", "make_plan", "split", "stages"]
+__all__ = [
+    "Cluster",
+    "Link",
+    "Plan",
+    "SplitCols",
+    "SplitHeads",
+    "SplitPair",
+    "SplitRows",
+    "gather",
+    "make_plan",
+    "measure",
+    "split",
+    "stages",
+]
+
+
+def __getattr__(name: str) -> Any:
+    # What they are made of loads half of torch, which the others do without.
+    if name in ("SplitCols", "SplitHeads", "SplitPair", "SplitRows"):
+        return getattr(import_module("dynsparse.distributed.styles"), name)
+    raise AttributeError(f"module 'dynsparse.distributed' has no attribute {name!r}")

@@ -1,0 +1,111 @@
+"""Measures what a sum over ranks costs, and how fast the ranks compute while all of them do."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import os
+import time
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+
+from dynsparse.distributed.cluster import Cluster, Link
+from dynsparse.nn import SparseLinear
+from dynsparse.ops.linear.costs import Layer
+from dynsparse.ranks import Ranks, ranks_of
+
+__all__ = ["measure"]
+
+SIZES = (1 << 8, 1 << 12, 1 << 16, 1 << 18, 1 << 20)  # float32 numbers of a sum
+SECONDS = 0.25  # of each size, and of the products
+FEATURES, SAMPLES, DENSITY = 1024, 256, 0.1
+
+
+def measure(group: Any = "auto") -> Cluster:
+    """The figures of the ranks of a process group, for `make_plan`; takes about two seconds.
+
+    Sums of several sizes give latency and bandwidth by least squares, and a sparse layer on all
+    ranks at once how long products take beside the constants of `ops.linear.costs`. Under torchrun
+    on several nodes (LOCAL_WORLD_SIZE) inside and between nodes are measured apart. The same on
+    all ranks, who call this at the same time. `Cluster.save` keeps it.
+
+    Args:
+        group: a process group, or a mesh of one dimension; all ranks if left out.
+
+    Raises:
+        TypeError: something else.
+    """
+    ranks = ranks_of(group)
+    cluster = _speed(ranks)
+    local = int(os.environ.get("LOCAL_WORLD_SIZE", "0") or 0)
+    if 1 < local < ranks.size and ranks.size % local == 0 and group == "auto":
+        near, far = _lines(local, ranks)
+        return dataclasses.replace(
+            cluster, inner=_link(near), outer=_link(far), ranks_per_node=local
+        )
+    if ranks.alone:
+        return cluster
+    return dataclasses.replace(cluster, inner=_link(ranks))
+
+
+def _lines(local: int, ranks: Ranks) -> tuple[Ranks, Ranks]:
+    """Those of this rank's node, and those at the same place of each node."""
+    from torch.distributed.device_mesh import init_device_mesh  # loads half of torch
+
+    mesh = init_device_mesh(
+        ranks.device.type, (ranks.size // local, local), mesh_dim_names=("far", "near")
+    )
+    return ranks_of(mesh["near"]), ranks_of(mesh["far"])
+
+
+def _link(ranks: Ranks) -> Link:
+    """Fitted to the medians of sums of several sizes."""
+    hops = 2 * math.ceil(math.log2(ranks.size))
+    share = 2 * (ranks.size - 1) / ranks.size
+    rows, seconds = [], []
+    for size in SIZES:
+        tensor = torch.zeros(size, device=ranks.device)
+        seconds.append(_median(ranks, partial(ranks.sum, tensor)))
+        rows.append([hops, share * tensor.nbytes])
+    # Weighted, so that small messages count as much as large ones.
+    weights = torch.tensor(seconds, dtype=torch.float64).reciprocal()
+    matrix = torch.tensor(rows, dtype=torch.float64) * weights[:, None]
+    latency, inverse = torch.linalg.lstsq(matrix, torch.ones(len(rows), 1).double()).solution
+    return Link(max(float(latency), 1e-9), 1 / max(float(inverse), 1e-15))
+
+
+def _speed(ranks: Ranks) -> Cluster:
+    """What the ranks compute, while all of them do."""
+    generator = torch.Generator().manual_seed(0)
+    layer = SparseLinear(FEATURES, FEATURES, DENSITY, generator=generator, device=ranks.device)
+    x = torch.randn(SAMPLES, FEATURES, device=ranks.device, requires_grad=True)
+    dy = torch.ones(SAMPLES, FEATURES, device=ranks.device)
+    seconds = _median(ranks, lambda: layer(x).backward(dy))
+    if ranks.device.type != "cpu":
+        return Cluster(flops=6 * layer.pattern.nnz * SAMPLES / seconds)
+    shape = Layer(FEATURES, FEATURES, layer.pattern.nnz, 1)
+    even = Cluster(threads=torch.get_num_threads())
+    told = sum(even.pass_seconds(shape, SAMPLES, backward=b) for b in (False, True))
+    return dataclasses.replace(even, slowness=seconds / told)
+
+
+def _median(ranks: Ranks, work: Callable[[], Any]) -> float:
+    """Seconds, of the slowest rank; all ranks do it equally often."""
+    for _ in range(2):
+        work()
+    once = _time(work)
+    longest = float(ranks.highest(torch.tensor([once], dtype=torch.float64)))
+    rounds = max(3, min(200, int(SECONDS / max(longest, 1e-6))))
+    taken = sorted(_time(work) for _ in range(rounds))
+    return float(ranks.highest(torch.tensor([taken[rounds // 2]], dtype=torch.float64)))
+
+
+def _time(work: Callable[[], Any]) -> float:
+    begin = time.perf_counter()
+    work()
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+    return time.perf_counter() - begin

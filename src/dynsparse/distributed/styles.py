@@ -1,0 +1,120 @@
+"""Styles for torch's `parallelize_module`: what it does to dense layers, done to sparse ones."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import nn
+from torch.distributed.tensor.parallel import ParallelStyle
+
+from dynsparse.distributed.chains import Bundle, Chain
+from dynsparse.distributed.grid import RankGrid
+from dynsparse.distributed.heads import split_heads
+from dynsparse.distributed.placement import Placement
+from dynsparse.distributed.rectangle import take_part
+from dynsparse.distributed.split import check_equal, check_whole, rectangles
+from dynsparse.nn import SparseLinear, SparseMultiheadAttention
+from dynsparse.ranks import agreeing, ranks_of
+from dynsparse.typed import typed
+
+__all__ = ["SplitCols", "SplitHeads", "SplitPair", "SplitRows"]
+
+
+class _Style(ParallelStyle):
+    """Splits layers over the one axis of a mesh, called x in here."""
+
+    def _chain(self, module: nn.Module) -> tuple[Chain, dict[str, Placement]]:
+        """The layers by their names in the module."""
+        raise NotImplementedError
+
+    def _apply(self, module: nn.Module, device_mesh: Any) -> nn.Module:
+        line = ranks_of(device_mesh)
+        grid = RankGrid(x=line, everyone=line)
+        with agreeing(line):
+            chain, placements = self._chain(module)
+            layers = {name: _layer(module, name) for name in placements}
+            parts = rectangles(layers, chain, placements, grid)
+        check_equal(grid, layers)
+        for name, part in parts.items():
+            take_part(layers[name], part)
+        if isinstance(module, SparseMultiheadAttention):
+            split_heads(module)
+        return module
+
+
+def _layer(module: nn.Module, name: str) -> SparseLinear:
+    found: Any = module
+    for part in filter(None, name.split(".")):
+        found = getattr(found, part, None)
+    if not isinstance(found, SparseLinear):
+        raise TypeError(
+            f"expected a SparseLinear{f' named {name!r}' if name else ''} in "
+            f"{type(module).__name__}, got {type(found).__name__}"
+        )
+    check_whole(name or type(module).__name__, found)
+    return found
+
+
+class SplitRows(_Style):
+    """Each rank computes a slab of a `SparseLinear`'s outputs, from all inputs.
+
+    As torch's `ColwiseParallel`, which goes by the columns of the transposed weight. Slabs hold
+    equal non-zeros, and are gathered at once: layers that work on slabs belong together, in a
+    `SplitPair` or a plan.
+    """
+
+    def _chain(self, module: nn.Module) -> tuple[Chain, dict[str, Placement]]:
+        return (Bundle(("",)),), {"": Placement(rows="x")}
+
+
+class SplitCols(_Style):
+    """Each rank computes with a slab of a `SparseLinear`'s inputs; the results are added up.
+
+    As torch's `RowwiseParallel`. Takes all features of the input, and a slab of them is used.
+    """
+
+    def _chain(self, module: nn.Module) -> tuple[Chain, dict[str, Placement]]:
+        return (Bundle(("",)),), {"": Placement(cols="x")}
+
+
+class SplitPair(_Style):
+    """Two `SparseLinear` layers of a module with one sum between them.
+
+    The first writes slabs of features, elementwise functions may follow, and the second reads the
+    same slabs, whose borders share the non-zeros of both. Source: Shoeybi et al. 2019,
+    "Megatron-LM", section 3.
+
+    Args:
+        first, second: names in the module that the style is applied to.
+    """
+
+    @typed
+    def __init__(self, first: str, second: str) -> None:
+        super().__init__()
+        self.first, self.second = first, second
+
+    def _chain(self, module: nn.Module) -> tuple[Chain, dict[str, Placement]]:
+        chain = Bundle((self.first,)), Bundle((self.second,))
+        out = _layer(module, self.first).out_features
+        into = _layer(module, self.second).in_features
+        if out != into:
+            raise ValueError(
+                f"{self.first!r} writes {out} features and {self.second!r} reads {into}: they are "
+                "no pair"
+            )
+        return chain, {
+            self.first: Placement("x", None, None, whole=False),
+            self.second: Placement(None, "x", "x", whole=True),
+        }
+
+
+class SplitHeads(_Style):
+    """The heads of a `SparseMultiheadAttention` over the ranks, with one sum at its end."""
+
+    def _chain(self, module: nn.Module) -> tuple[Chain, dict[str, Placement]]:
+        if not isinstance(module, SparseMultiheadAttention):
+            raise TypeError(f"expected a SparseMultiheadAttention, got {type(module).__name__}")
+        inputs = tuple(f"{name}_proj" for name in "qkv")
+        placements = dict.fromkeys(inputs, Placement("x", None, None, whole=False))
+        chain = Bundle(inputs, module.head_dim), Bundle(("out_proj",))
+        return chain, placements | {"out_proj": Placement(None, "x", "x", whole=True)}
