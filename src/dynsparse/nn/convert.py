@@ -9,19 +9,23 @@ import torch
 from torch import Tensor, nn
 
 from dynsparse.allocation import allocate
-from dynsparse.checks import check_generator
+from dynsparse.checks import check_flag, check_generator
 from dynsparse.files.shorten import shortened
 from dynsparse.nn.attention import PROJECTIONS, SparseMultiheadAttention
 from dynsparse.nn.conv1d import SparseConv1D
 from dynsparse.nn.describe import describe
 from dynsparse.nn.embedding import SparseEmbedding
 from dynsparse.nn.fast_path import allow_fast_paths, forbid_fast_paths
+from dynsparse.nn.graph_linear import SparseGraphLinear
+from dynsparse.nn.left_dense import ADAPTER, left_dense
 from dynsparse.nn.linear import SparseLinear
 from dynsparse.nn.sites import Site, find_sites, first_matches, select, tied
 from dynsparse.nn.start import largest_blocks
 from dynsparse.pattern import SparsePattern
 
 __all__ = ["densify", "sparsify"]
+
+_CLASSES: dict[str, type[SparseLinear]] = {"Conv1D": SparseConv1D, "graph": SparseGraphLinear}
 
 
 @torch.no_grad()
@@ -37,14 +41,18 @@ def sparsify(
     block_sizes: Mapping[str, int] | None = None,
     start: str = "random",
     generator: torch.Generator | None = None,
+    keep_sparse: bool = False,
     verbose: bool = True,
 ) -> nn.Module:
     """Replace a model's linear layers by sparse ones, in place.
 
-    Converted are `nn.Linear`, the `Conv1D` of GPT-2 implementations, and the projections of
-    `nn.MultiheadAttention`, which becomes a `SparseMultiheadAttention`. A layer that is to have
-    density 1 stays the dense module it is. dtype, device, `requires_grad`, the training flag and
-    the biases stay; the weights' Parameters are new ones, so make the optimizer afterwards.
+    Converted are `nn.Linear`, the `Conv1D` of GPT-2 implementations, the `Linear` of PyTorch
+    Geometric, and the projections of `nn.MultiheadAttention`, which becomes a
+    `SparseMultiheadAttention`. A layer that is to have density 1 stays the dense module it is,
+    unless `keep_sparse` says otherwise. Dense stay, too, layers whose weight is also an embedding's
+    or cannot stay tied for another reason, the adapters of LoRA and its kin, and layers with hooks;
+    the table names them. dtype, device, `requires_grad`, the training flag and the biases stay; the
+    weights' Parameters are new ones, so make the optimizer afterwards.
 
     Names are those of `model.named_modules()`; an attention's projections are its `q_proj`,
     `k_proj`, `v_proj` and `out_proj`. A pattern is a glob in which `*` matches dots too. It names
@@ -57,7 +65,7 @@ def sparsify(
         block_size: edge of the blocks.
         allocation: how the density is shared among the layers: "uniform", "er" or "erk", see
             `dynsparse.allocation.allocate`.
-        include: patterns of what to convert; None for everything that can be.
+        include: patterns of what to convert; None for everything that can be but adapters.
         exclude: patterns of what stays dense, whatever `include` says.
         densities: pattern -> density of each layer it matches. The first match counts; these
             layers take their non-zeros first and the others share the rest.
@@ -68,6 +76,9 @@ def sparsify(
             of the dense layer (Evci et al. 2022, "Gradient Flow in Sparse Neural Networks and How
             Lottery Tickets Win", section 3.1): for a model just initialised.
         generator: draws the random patterns.
+        keep_sparse: layers that are to have density 1 become sparse layers with every weight
+            present. With density=1 this is where gradual pruning begins (`GMP`, `GraNet`), and
+            every layer then counts for its final density.
         verbose: print the table of `dynsparse.nn.describe`.
 
     Returns:
@@ -77,18 +88,21 @@ def sparsify(
         TypeError, ValueError: a density outside (0, 1] or one that cannot be met, a block size that
             does not divide a layer, a pattern that matches nothing, an included module that cannot
             be converted, nothing to convert, a weight shared with a layer that is treated
-            differently, hooks on a layer. Nothing is changed then.
+            differently. Nothing is changed then.
     """
     _check_model(model)
     check_generator(generator)
+    check_flag("keep_sparse", keep_sparse)
     if not isinstance(start, str) or start not in ("random", "magnitude"):
         raise ValueError(f"start must be 'random' or 'magnitude', got {shortened(start)}")
     every = find_sites(model)
-    chosen = select(model, every, include, exclude)
+    left = left_dense(model, every)
+    chosen = select(model, every, left, include, exclude)
     own_density = first_matches("densities", {} if densities is None else densities, chosen)
     own_block = first_matches("block_sizes", {} if block_sizes is None else block_sizes, chosen)
     treatment = {name: (own_density.get(name), own_block.get(name, block_size)) for name in chosen}
-    groups = {group[0].name: group for group in tied(model, every, treatment)}
+    fixed = {name: reason for name, reason in left.items() if reason != ADAPTER}
+    groups = {group[0].name: group for group in tied(every, fixed, treatment)}
     for group in groups.values():
         for site in group:
             _check_site(site)
@@ -103,7 +117,7 @@ def sparsify(
     layers: dict[str, SparseLinear] = {}
     for name, group in groups.items():
         site = group[0]
-        if counts[name] * blocks[name] ** 2 == site.weight.numel():
+        if counts[name] * blocks[name] ** 2 == site.weight.numel() and not keep_sparse:
             continue
         layer = _sparse(site, counts[name], blocks[name], start, generator)
         layers |= {other.name: layer for other in group}
@@ -141,14 +155,6 @@ def _check_site(site: Site) -> None:
         )
     if not bool(site.weight.isfinite().all()):
         raise ValueError(f"the weight of {site.name!r} has entries that are NaN or infinite")
-    for module in {site.module, site.owner}:
-        hooks = (module._forward_hooks, module._forward_pre_hooks,
-                 module._backward_hooks, module._backward_pre_hooks)  # fmt: skip
-        if any(hooks):
-            raise ValueError(
-                f"the layer {site.name!r} has hooks, which its conversion would lose: "
-                "remove them first and register them on the new layer"
-            )
 
 
 def _sparse(
@@ -162,7 +168,7 @@ def _sparse(
             site.shape, nnz=nnz, block_size=block_size, generator=generator
         )
     out_features, in_features = site.shape
-    layer = (SparseConv1D if site.kind == "Conv1D" else SparseLinear)(
+    layer = _CLASSES.get(site.kind, SparseLinear)(
         in_features,
         out_features,
         bias=False,
@@ -179,7 +185,7 @@ def _sparse(
     layer.values.copy_(values)
     layer.register_parameter("bias", _own(site.bias, site.bias_parameter))
     layer.values.requires_grad_(site.parameter.requires_grad)
-    if isinstance(layer, SparseConv1D):
+    if isinstance(layer, (SparseConv1D, SparseGraphLinear)):
         layer.dense_class = type(site.module)
     return layer.train(site.owner.training)
 
@@ -200,8 +206,10 @@ def _linear(weight: nn.Parameter, bias: nn.Parameter | None, training: bool) -> 
     return linear.train(training)
 
 
-def _dense_part(site: Site) -> nn.Linear:
-    """A projection of an attention as a layer of its own."""
+def _dense_part(site: Site) -> nn.Module:
+    """A projection of an attention as a layer of its own, which the last one is already."""
+    if site.owner is not site.module:
+        return site.owner
     weight = _own(site.weight, site.parameter)
     assert weight is not None
     return _linear(weight, _own(site.bias, site.bias_parameter), site.module.training)
@@ -238,11 +246,10 @@ def _replace_attentions(
 def densify(model: nn.Module) -> nn.Module:
     """Replace a model's sparse layers by dense ones with the same weights, in place.
 
-    The inverse of `sparsify`: `SparseLinear` becomes `nn.Linear` or the `Conv1D` it was,
-    `SparseMultiheadAttention` becomes `nn.MultiheadAttention`, `SparseEmbedding` becomes
-    `nn.Embedding`. dtype, device, `requires_grad`, the
-    training flag and the biases stay; the weights' Parameters are new ones, so make the optimizer
-    afterwards.
+    The inverse of `sparsify`: `SparseLinear` becomes `nn.Linear`, or the other kind of linear layer
+    it was, `SparseMultiheadAttention` becomes `nn.MultiheadAttention`, `SparseEmbedding` becomes
+    `nn.Embedding`. dtype, device, `requires_grad`, the training flag and the biases stay; the
+    weights' Parameters are new ones, so make the optimizer afterwards.
 
     Returns:
         The model.
@@ -290,7 +297,7 @@ def densify(model: nn.Module) -> nn.Module:
 
 def _dense(layer: nn.Module) -> nn.Module:
     """A dense layer for a sparse one; a dense one is given back."""
-    if isinstance(layer, SparseConv1D):
+    if isinstance(layer, (SparseConv1D, SparseGraphLinear)):
         return layer.dense()
     if isinstance(layer, SparseEmbedding):
         return nn.Embedding.from_pretrained(layer.to_dense(), freeze=not layer.values.requires_grad)

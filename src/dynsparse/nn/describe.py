@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from torch import nn
 
+from dynsparse.nn.left_dense import left_dense, unconverted
 from dynsparse.nn.linear import SparseLinear
-from dynsparse.nn.sites import find_sites
+from dynsparse.nn.sites import Site, find_sites
 from dynsparse.typed import typed
 
 __all__ = ["describe"]
@@ -19,8 +22,13 @@ def describe(model: nn.Module) -> str:
 
     Shapes are [out, in]; non-zeros are counted in elements; parameters are weights and biases, of
     the dense layer and now. A weight that several layers share is there once.
+
+    Then come the layers that `sparsify` leaves dense of itself, with the reason, and by kind the
+    modules that it cannot convert, with the parameters of their weights (vectors, such as biases
+    and norms, are not counted). Where these are more than half of the model, a last line warns.
     """
-    sites = {site.key: site for site in reversed(find_sites(model).values())}
+    every = find_sites(model)
+    sites = {site.key: site for site in reversed(every.values())}
     dense = {site.name: site for site in sites.values()}
     lines: list[tuple[str, ...]] = []
     saved = 0
@@ -42,7 +50,34 @@ def describe(model: nn.Module) -> str:
             lines.append(_line(name, site.shape, "-", "dense", full, full, bias))
     now = sum(parameter.numel() for parameter in model.parameters())
     total = f"the model: {now + saved:,} -> {now:,} parameters ({now / max(1, now + saved):.1%})"
-    return "\n".join([*_aligned([_HEAD, *lines]), total])
+    return "\n".join([*_aligned([_HEAD, *lines]), total, *_left(model, every, now + saved)])
+
+
+def _left(model: nn.Module, sites: Mapping[str, Site], all_parameters: int) -> list[str]:
+    """What stays dense whatever density is asked for."""
+    left = left_dense(model, sites)
+    by_reason: dict[str, list[str]] = {}
+    for name, reason in left.items():
+        by_reason.setdefault(reason, []).append(name)
+    lines = []
+    for reason, names in by_reason.items():
+        more = f" and {len(names) - 1:,} more like it" if len(names) > 1 else ""
+        lines.append(f"{names[0]!r}{more} stays dense: it {reason}")
+    kinds = unconverted(model, sites)
+    for kind, (modules, parameters) in kinds.items():
+        lines.append(f"{modules:,} {kind}: {_amount(parameters)} parameters stay dense")
+    dense = sum(parameters for _, parameters in kinds.values())
+    dense += sum({site.key: site.weight.numel() for n, site in sites.items() if n in left}.values())
+    if 2 * dense > all_parameters:
+        lines.append(
+            f"warning: {dense / all_parameters:.1%} of the parameters are where sparsify cannot "
+            "reach them, so the model gains little"
+        )
+    return lines
+
+
+def _amount(parameters: int) -> str:
+    return f"{parameters / 1e6:.1f} M" if parameters >= 1e6 else f"{parameters:,}"
 
 
 def _parent(name: str) -> str:

@@ -11,10 +11,14 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from dynsparse.nn.conv1d import is_conv1d
+from dynsparse.nn.graph_linear import is_graph_linear
 
 __all__ = ["Site", "find_sites", "first_matches", "matches", "select", "tied"]
 
-_KINDS = "nn.Linear, transformers' Conv1D and the projections of nn.MultiheadAttention can"
+_KINDS = (
+    "nn.Linear, transformers' Conv1D, PyTorch Geometric's Linear and the projections of "
+    "nn.MultiheadAttention can"
+)
 
 
 @dataclass
@@ -23,7 +27,7 @@ class Site:
 
     Attributes:
         name: of the linear layer, or of the attention and its projection: "attention.q_proj".
-        kind: "Linear", "Conv1D" or "attention".
+        kind: "Linear", "Conv1D", "graph" or "attention".
         module: what is replaced; owner: what holds the weight's Parameter.
         part: which projection of an attention, else None.
         parameter: as its owner holds it.
@@ -69,18 +73,25 @@ def find_sites(model: nn.Module) -> dict[str, Site]:
         if _runs(module, nn.MultiheadAttention):
             attention = f"{name}." if name else ""
             sites += _projections(name, module)
-        elif _runs(module, nn.Linear) and isinstance(module._parameters.get("weight"), Tensor):
-            if is_lazy(module.weight):
+        elif (kind := _linear_kind(module)) is not None:
+            weight, bias = module.weight, module.bias
+            if is_lazy(weight):
                 raise ValueError(
                     f"the layer {name!r} has no shape yet: run one batch through the model first"
                 )
-            weight, bias = module.weight, module.bias
-            sites.append(Site(name, "Linear", module, module, None, weight, weight, bias, bias))
+            sites.append(Site(name, kind, module, module, None, weight, weight, bias, bias))
         elif is_conv1d(module) and "forward" not in module.__dict__:
             weight, bias = module._parameters["weight"], module._parameters.get("bias")
             assert weight is not None
             sites.append(Site(name, "Conv1D", module, module, None, weight, weight.t(), bias, bias))
     return {site.name: site for site in sites}
+
+
+def _linear_kind(module: nn.Module) -> str | None:
+    """The kind of a layer whose weight is [out, in]."""
+    if _runs(module, nn.Linear) and isinstance(module._parameters.get("weight"), Tensor):
+        return "Linear"
+    return "graph" if is_graph_linear(module) else None
 
 
 def _runs(module: nn.Module, base: type[nn.Module]) -> bool:
@@ -124,9 +135,12 @@ def matches(pattern: str, name: str) -> bool:
 
 
 def select(
-    model: nn.Module, sites: Mapping[str, Site], include: Any, exclude: Any
+    model: nn.Module, sites: Mapping[str, Site], left: Mapping[str, str], include: Any, exclude: Any
 ) -> dict[str, Site]:
-    """The sites that `include` names (None: all) and `exclude` does not.
+    """The sites that `include` names (None: all that are not `left`) and `exclude` does not.
+
+    Args:
+        left: name -> why it stays dense unless it is included.
 
     Raises:
         TypeError: patterns that are not strings.
@@ -153,10 +167,16 @@ def select(
     kept = {
         name: site
         for name, site in sites.items()
-        if (include is None or any(matches(pattern, name) for pattern in include))
+        if (name not in left if include is None else any(matches(p, name) for p in include))
         and not any(matches(pattern, name) for pattern in exclude)
     }
     if not kept:
+        if include is None and left:
+            name, reason = next(iter(left.items()))
+            raise ValueError(
+                f"none of the {len(sites)} layers is left to convert; {name!r} stays dense: "
+                f"it {reason}"
+            )
         raise ValueError(f"include and exclude leave none of the {len(sites)} layers to convert")
     return kept
 
@@ -202,50 +222,31 @@ def _nothing(pattern: str, sites: Mapping[str, Site]) -> str:
 
 
 def tied(
-    model: nn.Module, sites: Mapping[str, Site], treatment: Mapping[str, Any]
+    sites: Mapping[str, Site], left: Mapping[str, str], treatment: Mapping[str, Any]
 ) -> list[list[Site]]:
     """The sites to convert, those of one weight together.
 
     Args:
+        left: name -> why it cannot be converted.
         treatment: name -> what is to become of it, for the names to convert.
 
     Raises:
-        ValueError: a weight that cannot stay tied.
+        ValueError: one that cannot be converted, or a weight that cannot stay tied.
     """
     groups: dict[tuple[int, str | None], list[Site]] = {}
     for site in sites.values():
         groups.setdefault(site.key, []).append(site)
-    owners: dict[int, list[tuple[str, nn.Module]]] = {}
-    for name, module in model.named_modules():
-        for parameter in module._parameters.values():
-            owners.setdefault(id(parameter), []).append((name, module))
     converted = [group for group in groups.values() if any(s.name in treatment for s in group)]
     for group in converted:
         first = next(site for site in group if site.name in treatment)
+        if first.name in left:
+            raise ValueError(f"{first.name!r} cannot be made sparse, it {left[first.name]}: "
+                             f"exclude {first.name!r}")  # fmt: skip
         for site in group:
-            if site is first:
-                continue
-            pair = f"{first.name!r} and {site.name!r} share their weight"
             if treatment.get(site.name) != treatment[first.name]:
                 raise ValueError(
-                    f"{pair} but would be treated differently: include, exclude, densities and "
-                    "block_sizes must name both or neither"
-                )
-            same = site.module is first.module
-            if not same and (site.kind, site.kind) != (first.kind, "Linear"):
-                raise ValueError(
-                    f"{pair} but not their layer ({type(first.module).__name__} and "
-                    f"{type(site.module).__name__}): use one module in both places, or exclude both"
-                )
-            if not same and site.bias_parameter is not first.bias_parameter:
-                raise ValueError(
-                    f"{pair} but not their bias: use one module in both places, or exclude both"
-                )
-        inside = {id(site.owner) for site in group}
-        for name, module in owners[id(first.parameter)]:
-            if id(module) not in inside:
-                raise ValueError(
-                    f"{first.name!r} shares its weight with {name!r} ({type(module).__name__}), "
-                    f"which is not made sparse: exclude {first.name!r}"
+                    f"{first.name!r} and {site.name!r} share their weight but would be treated "
+                    "differently: include, exclude, densities and block_sizes must name both or "
+                    "neither"
                 )
     return converted
