@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor, nn
+from torch.compiler import is_compiling
 
 from dynsparse.nn.linear import SparseLinear
+from dynsparse.nn.weight_view import WeightView
 
 __all__ = ["SparseConv1D", "is_conv1d"]
 
@@ -33,6 +35,11 @@ class SparseConv1D(SparseLinear):
     """
 
     dense_class: type[nn.Module]
+
+    @property
+    def weight(self) -> Tensor:
+        """The weight [in, out], for code that reads it; see `SparseLinear.weight`."""
+        return self.to_dense().t() if is_compiling() else WeightView(self, transposed=True)
 
     def dense(self) -> nn.Module:
         """A new layer of the replaced class with this layer's weights and its own bias."""

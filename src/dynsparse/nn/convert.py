@@ -183,6 +183,7 @@ def _sparse(
         scale = (in_features / fan_in).sqrt()[layer.rows.long()].to(weight.dtype)
         values = values * scale.view(-1, *[1] * (values.dim() - 1))
     layer.values.copy_(values)
+    layer.known_as = site.name
     layer.register_parameter("bias", _own(site.bias, site.bias_parameter))
     layer.values.requires_grad_(site.parameter.requires_grad)
     if isinstance(layer, (SparseConv1D, SparseGraphLinear)):

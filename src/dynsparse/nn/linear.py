@@ -14,6 +14,7 @@ from dynsparse.nn.active import ActiveSet
 from dynsparse.nn.sparse_module import SparseModule, whole
 from dynsparse.nn.start import block_count, largest_blocks, random_pattern, uniform
 from dynsparse.nn.targets import executor_for
+from dynsparse.nn.weight_view import WeightView
 from dynsparse.ops.linear import layer_linear, linear
 from dynsparse.ops.linear.choice import route
 from dynsparse.pattern import SparsePattern
@@ -146,6 +147,31 @@ class SparseLinear(SparseModule):
                 f"the layer is computed by {self.kernel(1)}, which knows no active subset"
             )
         self.executor = slots
+
+    @property
+    def weight(self) -> Tensor:
+        """The weight [out, in] for code that reads it as that of an `nn.Linear`.
+
+        Its shape, type and device cost nothing, and `torch.nn.functional.linear` with it is the
+        sparse product. Anything else computes with a dense matrix made for it, differentiable in
+        the values, and warns once per layer. It cannot be written to. Compiled code gets the dense
+        matrix.
+        """
+        return self.to_dense() if is_compiling() else WeightView(self)
+
+    def register_parameter(self, name: str, param: Parameter | None) -> None:
+        if name == "weight":
+            raise AttributeError(
+                f"a {type(self).__name__} has values in place of a weight, so none can be put "
+                "there: build it anew, or tie the layers before sparsify"
+            )
+        super().register_parameter(name, param)
+
+    def product(self, x: Tensor, bias: Tensor | None) -> Tensor | None:
+        """`forward` with another bias [out] or none; None where an executor computes the layer."""
+        if self.executor is not None:
+            return None
+        return linear(x, whole(self.values), self._current().index, bias)
 
     def forward(self, x: Tensor) -> Tensor:
         """x [..., in] -> [..., out]. Any number of threads may call it, while another changes the

@@ -41,6 +41,9 @@ class SparseModule(nn.Module):
     _given: dict[str, Tensor] | None = None
     # The index of the layer's own pattern meanwhile.
     _aside: LayerIndex | None = None
+    # The name that `sparsify` found it under, for messages; and whether one has been given already.
+    known_as: str | None = None
+    told_of_dense_weight: bool = False
     # Averages of this layer, which take its patterns.
     _followers: tuple[weakref.ref[SparseModule], ...] = ()
 
