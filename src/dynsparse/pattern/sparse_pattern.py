@@ -67,7 +67,7 @@ class SparsePattern:
         TypeError: coordinates that are not integers.
     """
 
-    # The flat positions on the device that made them.
+    # The flat positions on a device, which has made them or wanted them last.
     _held: Tensor | None = None
 
     def __init__(self, rows: Any, cols: Any, *, shape: Sequence[int], block_size: int = 1) -> None:
@@ -223,10 +223,13 @@ class SparsePattern:
         return self.rows.long().mul_(self.grid[1]).add_(self.cols)
 
     def _flat_on(self, device: torch.device) -> Tensor:
-        """`flat` on a device, without waiting for it where the pattern lives there; not to be
-        written to."""
+        """`flat` on a device, where the pattern lives from then on; not to be written to."""
         held = self._held
-        return self.flat.to(device) if held is None or held.device != device else held
+        if held is None or held.device != device:
+            held = self.flat.to(device)
+            if device.type != "cpu":
+                self._held = held
+        return held
 
     def _index_on(self, device: torch.device) -> PatternIndex:
         """The tensors of `index` on a device, likewise; they share no memory with the pattern

@@ -27,12 +27,15 @@ def check_free_positions(
             f"exclude must be flat block positions, int64 [any], got {exclude.dtype} "
             f"{list(exclude.shape)}"
         )
-    exclude = exclude.cpu()
-    if len(exclude) and (int(exclude[0]) < 0 or int(exclude[-1]) >= pattern.total):
-        raise ValueError(f"exclude must hold positions in [0, {pattern.total})")
-    if not bool((exclude[1:] > exclude[:-1]).all()):
-        raise ValueError("exclude must be sorted and without duplicates: sort it, or use unique()")
-    exclude = exclude[~pattern.contains(exclude)]
+    if len(exclude):
+        exclude = exclude.cpu()
+        if int(exclude[0]) < 0 or int(exclude[-1]) >= pattern.total:
+            raise ValueError(f"exclude must hold positions in [0, {pattern.total})")
+        if not bool((exclude[1:] > exclude[:-1]).all()):
+            raise ValueError(
+                "exclude must be sorted and without duplicates: sort it, or use unique()"
+            )
+        exclude = exclude[~pattern.contains(exclude)]
     count = check_integer("k", k)
     if count < 0:
         raise ValueError(f"k must not be negative, got {count}")

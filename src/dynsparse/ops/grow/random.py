@@ -22,7 +22,8 @@ def random_outside(
 ) -> Tensor:
     """`k` distinct free positions, uniform over subsets: flat block positions, sorted, int64 [k].
 
-    Memory is in proportion to the pattern and `k`, not to the matrix.
+    Memory is in proportion to the pattern and `k`, not to the matrix. Where the pattern lives on a
+    device the same positions come out there, and nothing waits for it.
 
     Args:
         pattern: its blocks are not free.
@@ -34,9 +35,12 @@ def random_outside(
         ValueError: more positions asked for than are free, or a bad `exclude`.
     """
     k, exclude = check_free_positions(pattern, k, exclude)
-    taken = torch.cat([pattern.flat, exclude]).sort().values if len(exclude) else pattern.flat
-    ranks = sample_without_replacement(pattern.total - len(taken), k, generator)
+    device = torch.device("cpu") if pattern._held is None else pattern._held.device
+    taken = pattern._flat_on(device)
+    if len(exclude):
+        taken = torch.cat([taken, exclude.to(device)]).sort().values
+    ranks = sample_without_replacement(pattern.total - len(taken), k, generator).to(device)
     # taken[j] - j positions are free before taken[j], so the free position of rank r lies behind
     # every taken one with taken[j] - j <= r.
-    free_before = taken - torch.arange(len(taken))
+    free_before = taken - torch.arange(len(taken), device=device)
     return ranks + torch.searchsorted(free_before, ranks, right=True)

@@ -11,6 +11,7 @@ from torch import Tensor
 from dynsparse import native
 from dynsparse.checks import check_integer
 from dynsparse.encoding import empty
+from dynsparse.ops.grow.on_device import best
 from dynsparse.typed import typed
 
 __all__ = ["select"]
@@ -21,7 +22,7 @@ def select(scores: Tensor, k: int, *, largest: bool = True) -> Tensor:
     """The positions of the `k` largest (or smallest) of `scores` [n], ascending, int64 [k].
 
     Among equal scores the smaller positions win, so that the answer is the same on every machine;
-    `torch.topk` leaves that open. The scores must not hold NaN.
+    `torch.topk` leaves that open. The scores must not hold NaN. On a device nothing waits for it.
     """
     if scores.dim() != 1 or scores.is_complex() or scores.is_meta:
         raise TypeError(
@@ -35,7 +36,9 @@ def select(scores: Tensor, k: int, *, largest: bool = True) -> Tensor:
         return torch.zeros(0, dtype=torch.int64, device=scores.device)
     if k == len(scores):
         return torch.arange(k, device=scores.device)
-    if scores.device.type == "cpu" and scores.dtype == torch.float32:
+    if not scores.is_cpu:
+        return best(scores, k, largest)
+    if scores.dtype == torch.float32:
         library = native.load()
         if library is not None:
             return _select_compiled(library, scores.contiguous(), k, largest)
@@ -49,7 +52,7 @@ def select(scores: Tensor, k: int, *, largest: bool = True) -> Tensor:
 def _last_selected(scores: Tensor, k: int, largest: bool) -> float:
     """The score of rank k."""
     rank = len(scores) - k if largest else k - 1
-    if scores.device.type == "cpu" and scores.dtype != torch.bfloat16:
+    if scores.dtype != torch.bfloat16:
         # Many times faster than torch.topk or torch.kthvalue, and a third of their memory.
         return float(np.partition(scores.numpy(), rank)[rank])
     chosen = torch.topk(scores, k, largest=largest, sorted=False).values

@@ -17,6 +17,7 @@ from dynsparse.files.shorten import shortened
 from dynsparse.ops.grow import screen
 from dynsparse.ops.grow.best import Best
 from dynsparse.ops.grow.free_positions import check_free_positions
+from dynsparse.ops.grow.on_device import best_outside
 from dynsparse.ops.grow.scores import Pair, Scorer
 from dynsparse.ops.grow.selection import select
 from dynsparse.ops.grow.threshold import guess_threshold
@@ -35,7 +36,8 @@ _SAMPLE_FROM = 2
 
 
 class GrowCandidates(NamedTuple):
-    """Positions to grow: `flat` block positions int64 [k] on the CPU, and their `scores` [k]."""
+    """Positions to grow: `flat` block positions int64 [k], and their `scores` [k]; both are where
+    x and dY are."""
 
     flat: Tensor
     scores: Tensor
@@ -57,7 +59,8 @@ def topk_outside(
     candidates of one more. 16-bit activations are accumulated in float32; float64 stays
     float64. Equal scores: the smaller flat position first. For large layers of single elements a
     processor with fast bfloat16 products finds in bfloat16, from copies of x and dY, which
-    positions may be among the largest, and computes their scores in float32 (`screen.py`).
+    positions may be among the largest, and computes their scores in float32 (`screen.py`). On a
+    device nothing waits for it, the panels are larger, and x and dY are not looked through for NaN.
 
     Args:
         pairs: (x [batch, in], dY [batch, out]) of every micro-batch; batches may differ in size.
@@ -81,6 +84,8 @@ def topk_outside(
     dtype = check_pairs(pairs, pattern) if k else torch.float32
     if k == 0:
         return GrowCandidates(torch.zeros(0, dtype=torch.int64), torch.zeros(0, dtype=dtype))
+    if not pairs[0][0].is_cpu:
+        return _candidates(*best_outside(pairs, pattern, k, pooling, exclude, dtype), sort)
 
     (height, width), b = pattern.grid, pattern.block_size
     rows = max(1, CHUNK_BYTES // (pattern.shape[1] * b * dtype.itemsize))
@@ -112,9 +117,9 @@ def topk_outside(
 def _candidates(flat: Tensor, values: Tensor, sort: bool) -> GrowCandidates:
     """Of positions in order."""
     if not sort:
-        return GrowCandidates(flat.cpu(), values)
+        return GrowCandidates(flat, values)
     order = values.sort(descending=True, stable=True).indices
-    return GrowCandidates(flat[order].cpu(), values[order])
+    return GrowCandidates(flat.index_select(0, order), values.index_select(0, order))
 
 
 def check_pooling(pooling: str) -> str:
@@ -125,7 +130,10 @@ def check_pooling(pooling: str) -> str:
 
 
 def check_pairs(pairs: Sequence[Pair], pattern: SparsePattern) -> torch.dtype:
-    """Shapes fit and entries are finite; returns the type to accumulate in."""
+    """Shapes fit and entries are finite; returns the type to accumulate in.
+
+    Entries elsewhere than on the CPU are not looked at, which would make the host wait.
+    """
     if not isinstance(pairs, Sequence):
         raise TypeError(f"pairs must be a sequence of (x, dY), got {shortened(pairs)}")
     if len(pairs) == 0:
@@ -144,7 +152,14 @@ def check_pairs(pairs: Sequence[Pair], pattern: SparsePattern) -> torch.dtype:
         for name, tensor in (("x", x), ("dY", dy)):
             if not tensor.is_floating_point():
                 raise TypeError(f"{name} must be of a floating point type, got {tensor.dtype}")
-            if tensor.numel() and not bool(torch.stack(torch.aminmax(tensor)).isfinite().all()):
+            if tensor.device != pairs[0][0].device:
+                raise ValueError(
+                    f"all of x and dY must be on one device, got {pairs[0][0].device} and "
+                    f"{tensor.device}"
+                )
+            if not tensor.is_cpu or not tensor.numel():
+                continue
+            if not bool(torch.stack(torch.aminmax(tensor)).isfinite().all()):
                 raise ValueError(
                     f"{name} holds NaN or infinity, so positions cannot be ranked: "
                     "the training has diverged"

@@ -19,7 +19,7 @@ from torch.nn.functional import linear
 
 from dynsparse.ops.linear.layer_index import LayerIndex
 
-__all__ = ["PANEL_BYTES", "backward", "forward"]
+__all__ = ["PANEL_BYTES", "backward", "forward", "has_accumulators"]
 
 # Of the gradient. Products of fewer rows leave multiprocessors idle; 4096 x 4096 is one panel.
 PANEL_BYTES = 64 << 20
@@ -105,12 +105,13 @@ def _collected(dy: Tensor, x: Tensor, values: Tensor, p: LayerIndex) -> Tensor:
 
 def _product(left: Tensor, right: Tensor, dtype: torch.dtype) -> Tensor:
     """A matrix product of activations, of `dtype`."""
-    if left.dtype in _LOW and dtype is torch.float32 and _accumulators(left):
+    if dtype is torch.float32 and has_accumulators(left):
         return torch.mm(left, right, out_dtype=dtype)
     return (left @ right).to(dtype)
 
 
-def _accumulators(x: Tensor) -> bool:
-    """Whether products of 16-bit matrices may be had as float32, as they were accumulated."""
-    known = x.is_cuda and torch.version.hip is None and "dtype" in torch.ops.aten.mm.overloads()
-    return known and x.numel() > 0
+def has_accumulators(x: Tensor) -> bool:
+    """Whether these are 16 bits whose products may be had as float32, as they were accumulated."""
+    if x.dtype not in _LOW or not x.is_cuda or torch.version.hip is not None or not x.numel():
+        return False
+    return "dtype" in torch.ops.aten.mm.overloads()

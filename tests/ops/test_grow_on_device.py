@@ -1,0 +1,135 @@
+"""Growth and selection with sizes known beforehand: figures on the CPU, waits without memory."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from dynsparse import SparsePattern
+from dynsparse.ops.grow import POOLINGS, on_device, random_outside, select, topk_outside
+from dynsparse.ops.grow.naive import topk_outside_naive
+
+FLOATS = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
+
+
+@given(
+    st.lists(st.sampled_from([0.0, -0.0, 1.0, -1.0, 2.5, -3.0, 1e-40, torch.inf, -torch.inf])),
+    st.sampled_from([*FLOATS, torch.int64]),
+    st.booleans(),
+    st.data(),
+)
+def test_selection(scores, dtype, largest, data):
+    given_scores = torch.tensor(scores, dtype=torch.float64)
+    if dtype is torch.int64:
+        given_scores = given_scores.clamp(-9, 9)
+    scores = given_scores.to(dtype)
+    k = data.draw(st.integers(0, len(scores)))
+    wanted = select(scores.double(), k, largest=largest)
+    assert torch.equal(on_device.best(scores, k, largest), wanted)
+
+
+@st.composite
+def problems(draw):
+    b = draw(st.sampled_from([1, 1, 2, 3, 4, 16]))
+    height, width = draw(st.integers(1, 12)), draw(st.integers(1, 12))
+    g = torch.Generator().manual_seed(draw(st.integers(0, 1000)))
+    nnz = draw(st.integers(0, height * width))
+    pattern = SparsePattern.random((height * b, width * b), nnz=nnz, block_size=b, generator=g)
+    dtype = draw(st.sampled_from(FLOATS))
+    # Small integers: exact in every type and order of summation, and full of ties.
+    pairs = [
+        (
+            torch.randint(-2, 3, (batch, width * b), generator=g).to(dtype),
+            torch.randint(-2, 3, (batch, height * b), generator=g).to(dtype),
+        )
+        for batch in draw(st.lists(st.integers(0, 9), min_size=1, max_size=3))
+    ]
+    free = torch.ones(pattern.total, dtype=torch.bool)
+    free[pattern.flat] = False
+    exclude = free.nonzero().flatten()[:: draw(st.integers(2, 9))].contiguous()
+    k = draw(st.integers(0, pattern.total - nnz - len(exclude)))
+    return pairs, pattern, k, draw(st.sampled_from(POOLINGS)), exclude
+
+
+@settings(max_examples=80)
+@given(problems(), st.sampled_from([1, 256, 8 << 20]), st.booleans())
+def test_the_best_positions_are_those_of_the_cpu(problem, panel_bytes, excluding):
+    pairs, pattern, k, pooling, exclude = problem
+    exclude = exclude if excluding else exclude[:0]
+    wanted = topk_outside(pairs, pattern, k, pooling=pooling, exclude=exclude, sort=False)
+    if not k:
+        return
+    for there in (pattern, SparsePattern._on_device(pattern.flat, pattern)):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(on_device, "PANEL_BYTES", panel_bytes)
+            dtype = wanted.scores.dtype
+            flat, scores = on_device.best_outside(pairs, there, k, pooling, exclude, dtype)
+        assert torch.equal(flat, wanted.flat)
+        assert torch.equal(scores, wanted.scores)
+        assert scores.dtype is dtype
+
+
+def test_random_numbers_in_float64_and_float32():
+    pattern = SparsePattern.random((96, 160), 0.2, block_size=4)
+    for dtype in (torch.float64, torch.float32):
+        x, dy = torch.randn(30, 160, dtype=dtype), torch.randn(30, 96, dtype=dtype)
+        for pooling in ("sum", "avg", "max"):
+            wanted, _ = topk_outside_naive([(x, dy)], pattern, 50, pooling=pooling)
+            none = torch.zeros(0, dtype=torch.int64)
+            flat, _ = on_device.best_outside([(x, dy)], pattern, 50, pooling, none, dtype)
+            assert torch.equal(flat, wanted.sort().values)
+
+
+@given(st.integers(0, 40), st.integers(0, 99))
+def test_random_positions_are_those_of_the_cpu(k, seed):
+    pattern = SparsePattern.random((10, 12), 0.4)
+    there = SparsePattern._on_device(pattern.flat, pattern)
+    exclude = torch.arange(120)[~pattern.contains(torch.arange(120))][:20]
+    for excluding in (None, exclude):
+        wanted, got = (
+            random_outside(p, k, exclude=excluding, generator=torch.Generator().manual_seed(seed))
+            for p in (pattern, there)
+        )
+        assert torch.equal(wanted, got)
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+@pytest.mark.parametrize("b", [1, 4])
+@pytest.mark.parametrize("panel_bytes", [1 << 10, 16 << 20])
+def test_nothing_waits_for_the_device(monkeypatch, dtype, b, panel_bytes):
+    monkeypatch.setattr(on_device, "PANEL_BYTES", panel_bytes)
+    like = SparsePattern.random((64, 128), 0.1, block_size=b)
+    with FakeTensorMode():
+        held = torch.empty(like.nnz, dtype=torch.int64, device="cuda")
+        pattern = SparsePattern._on_device(held, like)
+        x = torch.empty(8, 128, device="cuda", dtype=dtype)
+        dy = torch.empty(8, 64, device="cuda", dtype=dtype)
+        found = topk_outside([(x, dy), (x, dy)], pattern, 20)
+        assert found.flat.device == found.scores.device == held.device
+        assert found.flat.shape == (20,)
+        drop = select(torch.empty(like.nnz, device="cuda", dtype=dtype), 20, largest=False)
+        assert drop.device == held.device
+        with pytest.raises(ValueError, match="one device"):
+            topk_outside([(x, torch.empty(8, 64))], pattern, 20)
+
+
+def test_no_matrix_of_the_size_of_the_gradient_exists(monkeypatch):
+    """A panel, its keys, and what is in proportion to the pattern: nothing else."""
+    monkeypatch.setattr(on_device, "PANEL_BYTES", 4 * 256 * 8)
+    largest = 0
+    like = SparsePattern.random((512, 256), 0.01)
+
+    class Watch(torch.utils._python_dispatch.TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            nonlocal largest
+            out = func(*args, **(kwargs or {}))
+            if isinstance(out, torch.Tensor):
+                largest = max(largest, out.numel())
+            return out
+
+    x, dy = torch.randn(3, 256), torch.randn(3, 512)
+    none = torch.zeros(0, dtype=torch.int64)
+    with Watch():
+        on_device.best_outside([(x, dy)], like, 300, "sum", none, torch.float32)
+    assert largest <= 8 * 256 + 300 + like.nnz
