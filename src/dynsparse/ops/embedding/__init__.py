@@ -31,7 +31,7 @@ _library.define(
 
 def _forward(ids: Tensor, values: Tensor, row_ptr: Tensor, cols: Tensor, width: int) -> Tensor:
     rows = naive.forward(ids.reshape(-1), values, row_ptr, cols, width)
-    return rows.resize_(*ids.shape, width)  # no view, of which `fully_shard` warns
+    return rows.resize_(*ids.shape, width)  # no view, which nobody could write to
 
 
 def _backward(dy: Tensor, ids: Tensor, values: Tensor, row_ptr: Tensor, cols: Tensor) -> Tensor:

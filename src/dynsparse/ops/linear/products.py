@@ -110,11 +110,8 @@ def forward(x: Tensor, values: Tensor, p: LayerIndex, bias: Tensor | None) -> Te
     y = kernels[kind].forward(_matrix(x, other), w, p, b)
     if y.dtype is not dtype:
         y = y.to(dtype)
-    if x.dim() == 2:
-        return y
-    shape = (*x.shape[:-1], p.out_features)
-    # Mostly no view: `fully_shard` warns of modules that return one.
-    return y.resize_(shape) if y.is_contiguous() else y.view(shape)
+    # Not as a view, which autograd would not let anybody write to, and of which `fully_shard` warns.
+    return y if x.dim() == 2 else y.contiguous().resize_(*x.shape[:-1], p.out_features)
 
 
 def backward(
