@@ -110,7 +110,7 @@ def forward(x: Tensor, values: Tensor, p: LayerIndex, bias: Tensor | None) -> Te
     y = kernels[kind].forward(_matrix(x, other), w, p, b)
     if y.dtype is not dtype:
         y = y.to(dtype)
-    # Not as a view, which autograd would not let anybody write to, and of which `fully_shard` warns.
+    # No view, which autograd lets nobody write to, and of which `fully_shard` warns.
     return y if x.dim() == 2 else y.contiguous().resize_(*x.shape[:-1], p.out_features)
 
 
