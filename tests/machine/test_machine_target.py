@@ -40,7 +40,7 @@ def test_published_peaks_follow_from_the_constants():
         ({"sync_cycles": -1}, ValueError, "sync_cycles must be 0 or more"),
         ({"sync_cycles": "fast"}, TypeError, "sync_cycles must be a number"),
         ({"data_path_bits": 48}, ValueError, "multiple of 32"),
-        ({"exchange_bus_tiles": 3}, ValueError, "exchange_bus_tiles must be 1 or 2"),
+        ({"exchange_bus_tiles": 3}, ValueError, "exchange_bus_tiles must be at most 2, got 3"),
     ],
 )
 def test_bad_fields(change, error, message):

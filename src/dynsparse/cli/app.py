@@ -35,6 +35,8 @@ _COMMANDS: dict[str, Callable[..., None]] = {
     "info": info,
 }
 
+_LONGEST = 900  # characters of an error
+
 app = typer.Typer(add_completion=False, rich_markup_mode="rich")
 for _name, _function in _COMMANDS.items():
     app.command(_name, cls=ListCommand)(_function)
@@ -90,7 +92,9 @@ def _one_line(error: Exception) -> str | None:
         text = "not enough memory: lower the sizes, the densities or the batch size"
     else:
         return None
-    return " ".join(text.split())
+    text = " ".join(text.split())
+    # What somebody typed may be of any length; what was expected stands at either end.
+    return text if len(text) <= _LONGEST else f"{text[: _LONGEST // 2]}...{text[-_LONGEST // 2 :]}"
 
 
 def _show_warning(message: Warning | str, *details: Any, **more: Any) -> None:

@@ -76,8 +76,9 @@ def bench(
 
     Ratios are the other's time over dynsparse's: above 1 dynsparse is faster.
     """
-    if threads is not None and threads < 1:
-        raise ValueError(f"--threads must be at least 1, got {threads}")
+    if threads is not None and not 1 <= threads <= 1024:
+        span = "at least 1" if threads < 1 else "at most 1024"
+        raise ValueError(f"--threads must be {span}, got {threads}")
     if merge and (json is None or from_json is not None):
         raise ValueError("--merge adds what is measured to a --json file: give --json, not --from")
     for flag, file in (("json", json), ("picture", picture), ("markdown", markdown)):

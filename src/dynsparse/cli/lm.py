@@ -29,4 +29,4 @@ def lm(values: dict[str, Any], given: set[str], preset: str | None) -> None:
     """Train a sparse GPT-2-style language model on any text, and let it write."""
     if preset is not None and "restore" in given:
         raise ValueError("--preset: the checkpoint of --restore says it all: leave --preset out")
-    app.run(app.preset(preset or "tiny", **values), given=given)
+    app.run(app.preset("tiny" if preset is None else preset, **values), given=given)

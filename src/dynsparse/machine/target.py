@@ -35,10 +35,10 @@ host_read_bytes_per_second      3.25e9      [V] the same: 26 Gbit/s, host buffer
 from __future__ import annotations
 
 import math
-import operator
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
+from dynsparse.checks import check_integer
 from dynsparse.machine.dtypes import FLOAT, HALF, as_dtype
 from dynsparse.typed import typed
 
@@ -48,14 +48,15 @@ __all__ = ["Target"]
 # which the published peaks of 250 (half) and 62.5 TFLOP/s (float) on Mk2 confirm.
 _CONV_UNITS = {(HALF, HALF): 16, (HALF, FLOAT): 8, (FLOAT, FLOAT): 16}
 
-_INTEGERS = (
-    "tiles",
-    "bytes_per_tile",
-    "workers",
-    "data_path_bits",
-    "exchange_bus_tiles",
-    "coefficient_load_bytes_per_cycle",
-)
+# The largest of each: far more than any machine has, and little enough to simulate, or to plan for.
+_INTEGERS = {
+    "tiles": 2**16,
+    "bytes_per_tile": 2**40,
+    "workers": 2**10,
+    "data_path_bits": 2**16,
+    "exchange_bus_tiles": 2,
+    "coefficient_load_bytes_per_cycle": 2**16,
+}
 _POSITIVE = (
     "exchange_bytes_per_cycle",
     "memcpy_bytes_per_cycle",
@@ -76,7 +77,7 @@ class Target:
 
     Args:
         name: shown in reports.
-        tiles: how many processors with their own memory.
+        tiles: how many processors with their own memory, at most 65,536.
         bytes_per_tile: memory of one tile, bytes.
         workers: hardware threads of a tile. Each issues every `workers`-th cycle.
         data_path_bits: width of a load or store.
@@ -114,14 +115,10 @@ class Target:
     host_write_bytes_per_second: float = 30e9 / 8
 
     def __post_init__(self) -> None:
-        for name in _INTEGERS:
-            value = getattr(self, name)
-            try:
-                found = operator.index(value)
-            except TypeError:
-                raise TypeError(f"{name} must be an integer, got {value!r}") from None
-            if isinstance(value, bool) or found < 1:
-                raise ValueError(f"{name} must be an integer of at least 1, got {value!r}")
+        for name, most in _INTEGERS.items():
+            found = check_integer(name, getattr(self, name), 1)
+            if found > most:
+                raise ValueError(f"{name} must be at most {most:,}, got {found}")
             object.__setattr__(self, name, found)
         for name in (*_POSITIVE, *_NOT_NEGATIVE):
             value = getattr(self, name)
@@ -130,8 +127,6 @@ class Target:
             if not math.isfinite(value) or value < 0 or (value == 0 and name in _POSITIVE):
                 least = "above 0" if name in _POSITIVE else "0 or more"
                 raise ValueError(f"{name} must be {least}, got {value!r}")
-        if self.exchange_bus_tiles > 2:
-            raise ValueError(f"exchange_bus_tiles must be 1 or 2, got {self.exchange_bus_tiles}")
         if self.data_path_bits % 32:
             raise ValueError(f"data_path_bits must be a multiple of 32, got {self.data_path_bits}")
 

@@ -67,13 +67,15 @@ def _is_integer(value: Any) -> bool:
     return not isinstance(value, bool) and hasattr(value, "__index__")
 
 
-def integer(least: int, most: int | None = None, within: str = "") -> Kind:
+def integer(least: int, most: int = 2**31 - 1, within: str = "") -> Kind:
     """An integer; `within` says what is expected of one that is above `most`."""
     rules = [
-        (f"an integer of at least {least}", lambda v: _is_integer(v) and operator.index(v) >= least)
+        (
+            f"an integer of at least {least}",
+            lambda v: _is_integer(v) and operator.index(v) >= least,
+        ),
+        (within or f"at most {most}", lambda v: v <= most),
     ]
-    if most is not None:
-        rules.append((within or f"at most {most}", lambda v: v <= most))
     return Kind(int, tuple(rules))
 
 

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from dynsparse.checks import check_within
 from dynsparse.cli.values import integer, number
 from dynsparse.files.json_text import parse_json
 from dynsparse.files.shorten import shortened
@@ -32,6 +33,22 @@ def _int(panel: str, help: str, *names: str, **more: Any) -> Any:
 
 def _float(panel: str, help: str, *names: str, **more: Any) -> Any:
     return _option(panel, help, *names, parser=number, metavar="<float>", **more)
+
+
+_RANGES = {
+    "rows": (1, 2**40),
+    "cols": (1, 2**40),
+    "batch": (1, 2**40),
+    "block_size": (1, 2**40),
+    "seed": (0, 2**62),
+    "seeds": (1, 1_000_000),
+}
+_SPANS = {
+    "density": "[0, 1]",
+    "available_memory_proportion": "[0, 1e6]",
+    "oversize": "[0, 1e6]",
+    "weighted_area_weighting": "[0, 1e6]",
+}
 
 
 @dataclass(frozen=True)
@@ -144,17 +161,19 @@ class Request:
         if self.method not in _METHODS:
             raise ValueError(f"--method must be one of {', '.join(_METHODS)}, got {self.method!r}")
         _ = self.names
-        for flag in ("rows", "cols", "batch", "block_size", "seeds"):
-            if getattr(self, flag) < 1:
-                raise ValueError(f"{_dashed(flag)} must be at least 1, got {getattr(self, flag)}")
+        for flag, (least, most) in _RANGES.items():
+            value = getattr(self, flag)
+            if not least <= value <= most:
+                span = f"at least {least}" if value < least else f"at most {most:,}"
+                raise ValueError(f"{_dashed(flag)} must be {span}, got {value}")
         for flag, value in (("rows", self.rows), ("cols", self.cols)):
             if self.method != "dense" and value % self.block_size:
                 raise ValueError(
                     f"--{flag} must be a multiple of --block-size {self.block_size}, got {value}: "
                     f"use {-(-value // self.block_size) * self.block_size} or another block size"
                 )
-        if not 0 <= self.density <= 1:
-            raise ValueError(f"--density must be in [0, 1], got {self.density:g}")
+        for flag, span in _SPANS.items():
+            check_within(_dashed(flag), getattr(self, flag), span)
         if self.report_plan and self.as_json and not self.plan_only:
             raise ValueError("--report-plan is text; with --json use --plan-only --json")
         if (page := self.report) is not None and (page.is_dir() or not page.parent.is_dir()):
@@ -205,9 +224,11 @@ class Request:
                     f"--weighted-area-{name}: expected a row and a column, got {corner}"
                 )
             corners.append((corner[0], corner[1]))
-        if self.weighted_area_weighting < 0:
+        (top, left), (bottom, right) = corners
+        if not (0 <= top < bottom <= self.rows and 0 <= left < right <= self.cols):
             raise ValueError(
-                f"--weighted-area-weighting must be at least 0, got {self.weighted_area_weighting}"
+                f"--weighted-area-begin, --weighted-area-end: expected an area within {self.rows} "
+                f"x {self.cols} that is not empty, got {corners[0]} to {corners[1]}"
             )
         return corners[0], corners[1], self.weighted_area_weighting
 

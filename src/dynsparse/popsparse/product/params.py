@@ -61,6 +61,23 @@ def _check_ratio(ratio: Any) -> float:
     return number(ratio, "nz_ratio (non-zeros over all elements)", 0.0, 1.0)
 
 
+_MOST_ELEMENTS = 2**40
+"""Of an operand. No machine holds as much, and counts of bytes stay far below 2^63."""
+
+
+def _check_elements(groups: int, batch: int, in_: int, out: int) -> None:
+    for what, one, other in (
+        ("weights", out, in_),
+        ("an input", in_, batch),
+        ("an output", out, batch),
+    ):
+        if groups * one * other > _MOST_ELEMENTS:
+            sizes = " x ".join(f"{n:,}" for n in (groups, one, other) if n > 1)
+            raise ValueError(
+                f"{what} must have at most 2^40 elements, got {sizes}: take smaller sizes"
+            )
+
+
 def _ratio_of_count(count: Any, dense: int) -> float:
     found = check_integer("num_non_zero_elements", count, 0)
     if found > dense:
@@ -98,6 +115,12 @@ class FullyConnectedParams:
             "output_channels_per_group",
         ):
             object.__setattr__(self, name, check_integer(name, getattr(self, name), 1))
+        _check_elements(
+            self.num_groups,
+            self.batch_size,
+            self.input_channels_per_group,
+            self.output_channels_per_group,
+        )
         rows, columns = self.sparsity_params.block_dimensions
         for what, size, edge in (
             ("output_channels_per_group", self.output_channels_per_group, rows),
