@@ -15,6 +15,7 @@ Faults of the interpreter (seen in 3.6 to 3.9):
 
 from __future__ import annotations
 
+import dataclasses
 import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -29,9 +30,13 @@ import triton.language as tl
 from triton.runtime import interpreter
 from triton.runtime.jit import JITFunction
 
-from dynsparse.ops.linear.cuda import launch
+from dynsparse.ops.grow.cuda import launch as _growth
+from dynsparse.ops.linear.cuda import launch as _products
 
-__all__ = ["kernels", "launch"]
+__all__ = ["kernels"]
+
+LAUNCHES = (_products, _growth)
+"""Imported before `kernels` looks for what there is to exchange."""
 
 core = tl.core  # the interpreter exchanges what modules of the language it finds here
 
@@ -50,6 +55,11 @@ def kernels() -> Iterator[None]:
         builder = interpreter.InterpreterBuilder
         _set(stack, builder, "create_dot", _dot(builder.create_dot))
         _set(stack, builder, "cast_impl", _cast(builder.cast_impl))
+        # Whether int32 overflows is looked at in every sum and product otherwise: half the time.
+        options = dataclasses.replace(
+            interpreter.interpreter_builder.options, sanitize_overflow=False
+        )
+        _set(stack, interpreter.interpreter_builder, "options", options)
         interpreter._patch_lang(_set)
         tl.tensor.__index__ = lambda self: self.handle.data.item()
         _set(stack, interpreter, "_patch_lang", lambda kernel: interpreter._LangPatchScope())

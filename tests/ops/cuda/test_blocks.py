@@ -1,7 +1,10 @@
 """The door to the kernels over blocks, in Triton's interpreter, against float64."""
 
 import pytest
+import torch
 from cases import DTYPES, LAYOUTS, Case, error
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
 from dynsparse.ops.linear.cuda import blocks
 from dynsparse.ops.linear.cuda.configurations import BLOCKS
@@ -11,24 +14,142 @@ pytestmark = pytest.mark.usefixtures("interpreter")
 
 def agrees(case):
     y = blocks.forward(case.x, case.values, case.p, case.bias)
-    assert y.dtype == case.x.dtype
-    assert y.is_contiguous()
+    dx, dw = blocks.backward(case.dy, case.x, case.values, case.p, True, True)
     assert error(y, case.y) < case.limit
-    for needs in ((True, True), (True, False), (False, True)):
-        dx, dw = blocks.backward(case.dy, case.x, case.values, case.p, *needs)
-        assert ((dx is not None), (dw is not None)) == needs
-        if dx is not None:
-            assert dx.dtype == case.dy.dtype
-            assert dx.shape == case.x.shape
-            assert error(dx, case.dx) < case.limit
-        if dw is not None:
-            assert dw.dtype == case.values.dtype
-            assert dw.shape == case.values.shape
-            assert error(dw, case.dw) < case.limit
+    assert error(dx, case.dx) < case.limit
+    assert error(dw, case.dw) < case.limit
+    assert (y.dtype, dx.dtype, dw.dtype) == (case.x.dtype, case.x.dtype, case.values.dtype)
+    assert (y.shape, dx.shape, dw.shape) == (case.dy.shape, case.x.shape, case.values.shape)
+    assert y.is_contiguous()
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("b", BLOCKS)
 def test_every_block_dtype_and_layout(b, dtype, layout):
     agrees(Case(b, (3, 4), 70, dtype, layout=layout, without=1))
+
+
+@pytest.mark.parametrize("dtype", DTYPES[1:], ids=str)
+@pytest.mark.parametrize("b", BLOCKS)
+def test_values_of_16_bits(b, dtype):
+    agrees(Case(b, (2, 3), 40, dtype, values=dtype))
+
+
+@pytest.mark.parametrize("batch", [1, 2, 63, 64, 65, 127, 128, 129])
+@pytest.mark.parametrize("b", [16, 64])
+def test_ragged_batches(b, batch):
+    agrees(Case(b, (2, 3), batch, torch.float32))
+
+
+@pytest.mark.parametrize("density", [0.0, 0.07, 1.0])
+@pytest.mark.parametrize("b", BLOCKS)
+def test_empty_all_but_empty_and_full_patterns(b, density):
+    case = Case(b, (3, 5), 20, torch.float32, density)
+    y = blocks.forward(case.x, case.values, case.p, case.bias)
+    dx, dw = blocks.backward(case.dy, case.x, case.values, case.p, True, True)
+    for got, wanted in ((y, case.y), (dx, case.dx), (dw, case.dw)):
+        torch.testing.assert_close(got, wanted.float(), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("b", BLOCKS)
+def test_no_samples(b):
+    case = Case(b, (2, 3), 0, torch.bfloat16)
+    y = blocks.forward(case.x, case.values, case.p, case.bias)
+    dx, dw = blocks.backward(case.dy, case.x, case.values, case.p, True, True)
+    assert (y.shape, dx.shape) == ((0, 2 * b), (0, 3 * b))
+    assert dw.shape == case.values.shape
+    assert not dw.any()
+
+
+@pytest.mark.parametrize("grid", [(1, 1), (1, 6), (6, 1), (1, 9), (9, 1)])
+@pytest.mark.parametrize("b", [16, 32])
+def test_rows_that_do_not_fill_their_last_step(b, grid):
+    agrees(Case(b, grid, 33, torch.float32, density=0.99))
+
+
+@pytest.mark.parametrize("needs", [(True, False), (False, True), (False, False)])
+def test_only_what_is_needed(needs):
+    case = Case(16, (2, 3), 20, torch.float32)
+    dx, dw = blocks.backward(case.dy, case.x, case.values, case.p, *needs)
+    assert (dx is not None, dw is not None) == needs
+    assert dx is None or error(dx, case.dx) < case.limit
+    assert dw is None or error(dw, case.dw) < case.limit
+
+
+@pytest.mark.parametrize("dtype", [None, *DTYPES], ids=str)
+def test_biases(dtype):
+    case = Case(32, (2, 3), 20, torch.bfloat16)
+    bias = None if dtype is None else case.bias.to(dtype)
+    y = blocks.forward(case.x, case.values, case.p, bias)
+    wanted = case.y - case.bias.double() + (0 if bias is None else bias.double())
+    assert error(y, wanted) < case.limit
+
+
+@pytest.mark.parametrize("b", [16, 32, 64])
+def test_infinity_and_nan_reach_no_row_that_does_not_take_them(b):
+    case = Case(b, (6, 5), 70, torch.float32, density=0.3)
+    # Column 0 stands in for the blocks that are not there.
+    case.x[3, 0] = float("inf")
+    case.x[4, 1] = float("nan")
+    y = blocks.forward(case.x, case.values, case.p, case.bias).view(70, 6, b)
+    taken = set(case.pattern.rows[case.pattern.cols == 0].tolist())
+    assert taken
+    assert len(taken) < 6
+    touched = torch.zeros(70, 6, dtype=torch.bool)
+    touched[3:5, list(taken)] = True
+    assert torch.equal(y.isfinite().all(2), ~touched)
+
+
+@pytest.mark.parametrize("b", [16, 128])
+def test_operands_at_odd_addresses(b):
+    case = Case(b, (2, 3), 20, torch.float32)
+
+    def moved(tensor):
+        odd = torch.empty(tensor.numel() + 1)[1:]
+        return odd.copy_(tensor.reshape(-1)).view(tensor.shape)
+
+    y = blocks.forward(moved(case.x), moved(case.values), case.p, moved(case.bias))
+    dx, dw = blocks.backward(moved(case.dy), moved(case.x), moved(case.values), case.p, True, True)
+    assert error(y, case.y) < case.limit
+    assert error(dx, case.dx) < case.limit
+    assert error(dw, case.dw) < case.limit
+
+
+def test_float32_values_get_gradients_that_are_not_rounded():
+    case = Case(32, (2, 3), 50, torch.bfloat16)
+    _, dw = blocks.backward(case.dy, case.x, case.values, case.p, False, True)
+    assert error(dw, case.dw) < 1e-6
+
+
+def test_the_same_bits_every_time():
+    case = Case(16, (4, 5), 300, torch.bfloat16)
+    first = blocks.forward(case.x, case.values, case.p, case.bias)
+    dx, dw = blocks.backward(case.dy, case.x, case.values, case.p, True, True)
+    again = blocks.backward(case.dy, case.x, case.values, case.p, True, True)
+    assert torch.equal(first, blocks.forward(case.x, case.values, case.p, case.bias))
+    assert torch.equal(dx, again[0])
+    assert torch.equal(dw, again[1])
+
+
+@settings(max_examples=30, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    st.sampled_from([16, 16, 32, 64]),
+    st.integers(1, 5),
+    st.integers(1, 7),
+    st.integers(0, 80),
+    st.floats(0, 1),
+    st.sampled_from(DTYPES),
+    st.sampled_from(LAYOUTS),
+    st.integers(0, 4),
+)
+def test_any_layer(b, height, width, batch, density, dtype, layout, without):
+    case = Case(b, (height, width), batch, dtype, density, layout, without=without)
+    y = blocks.forward(case.x, case.values, case.p, case.bias)
+    dx, dw = blocks.backward(case.dy, case.x, case.values, case.p, True, True)
+    rounding = {torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 3e-3}[dtype]
+    for got, wanted in ((y, case.y), (dx, case.dx), (dw, case.dw)):
+        scale = float(wanted.abs().max()) if wanted.numel() else 0.0
+        torch.testing.assert_close(
+            got.double(), wanted, rtol=rounding, atol=rounding * max(1.0, scale)
+        )

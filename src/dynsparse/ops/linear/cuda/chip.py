@@ -5,11 +5,13 @@ from __future__ import annotations
 import functools
 import importlib.util
 import warnings
+from contextlib import AbstractContextManager, nullcontext
 from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
-__all__ = ["INTERPRETED", "Chip", "chip_of", "runs_triton"]
+__all__ = ["INTERPRETED", "Chip", "chip_of", "current_device", "runs_triton"]
 
 
 class Chip(NamedTuple):
@@ -64,3 +66,10 @@ def runs_triton(device: torch.device) -> bool:
             stacklevel=2,
         )
     return missing is None
+
+
+def current_device(tensor: Tensor) -> AbstractContextManager:
+    """The tensor's device is the current one meanwhile: Triton launches there."""
+    if tensor.is_cuda and tensor.device.index != torch.cuda.current_device():
+        return torch.cuda.device(tensor.device)
+    return nullcontext()

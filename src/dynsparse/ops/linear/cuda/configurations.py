@@ -90,48 +90,72 @@ def numbers_of(dtype: torch.dtype) -> Numbers:
     return precision_of(dtype) if dtype is torch.float32 else "16-bit"
 
 
-# A tile of 128 samples, and 64 for layers and batches that would leave multiprocessors idle.
-# A step's tiles of X and W in all stages take at most half of the shared memory where blocks are
-# up to 64: two programs then share a multiprocessor, and one loads while the other ends.
-_WIDE: dict[int, tuple[Rows, ...]] = {
+RowsTable = dict[int, tuple[Rows, ...]]
+"""By block; by falling size of the tile, the first that occupies every multiprocessor is taken."""
+
+GradientTable = dict[int, Gradient]
+"""By block."""
+
+# The tiles of a step in all stages take less than half of the shared memory where blocks are up to
+# 64: two programs share a multiprocessor, and one loads while the other begins or ends.
+_ROWS: RowsTable = {
     16: (Rows(128, 64, 4, 4), Rows(64, 64, 4, 4)),
     32: (Rows(128, 64, 4, 4), Rows(64, 64, 4, 4)),
     64: (Rows(128, 64, 4, 4), Rows(64, 64, 4, 4)),
     128: (Rows(128, 64, 8, 3), Rows(64, 64, 4, 3)),
 }
-_HALF: dict[int, tuple[Rows, ...]] = {
-    b: tuple(c._replace(inputs=c.inputs // 2) for c in known) for b, known in _WIDE.items()
-}
-_NARROW: dict[int, tuple[Rows, ...]] = {
-    b: tuple(c._replace(stages=2 if b == 128 else 3) for c in known) for b, known in _WIDE.items()
-}
-_NARROW_HALF: dict[int, tuple[Rows, ...]] = {
-    b: tuple(c._replace(stages=2 if b == 128 else 3) for c in known) for b, known in _HALF.items()
-}
-
-ROWS: dict[Family, dict[Numbers, dict[int, tuple[Rows, ...]]]] = {
-    "80": {"16-bit": _NARROW, "tf32": _NARROW_HALF, "tf32x3": _NARROW_HALF},
-    "86": {"16-bit": _NARROW, "tf32": _NARROW_HALF, "tf32x3": _NARROW_HALF},
-    "90": {"16-bit": _WIDE, "tf32": _HALF, "tf32x3": _HALF},
-    "100": {"16-bit": _WIDE, "tf32": _HALF, "tf32x3": _HALF},
-}
-"""By falling size of the tile: the first that occupies every multiprocessor is taken."""
-
-_TALL = {
+_GRADIENT: GradientTable = {
     16: Gradient(8, 64, 4, 4),
     32: Gradient(4, 64, 4, 4),
     64: Gradient(2, 64, 4, 4),
     128: Gradient(1, 64, 8, 3),
 }
-_TALL_HALF = {b: c._replace(samples=c.samples // 2) for b, c in _TALL.items()}
-_SHORT = {b: c._replace(stages=2 if b == 128 else 3) for b, c in _TALL.items()}
-_SHORT_HALF = {b: c._replace(samples=c.samples // 2) for b, c in _SHORT.items()}
+# As many bytes of float32.
+_ROWS_32: RowsTable = {b: tuple(c._replace(inputs=32) for c in cs) for b, cs in _ROWS.items()}
+_GRADIENT_32: GradientTable = {b: c._replace(samples=32) for b, c in _GRADIENT.items()}
 
-GRADIENT: dict[Family, dict[Numbers, dict[int, Gradient]]] = {
-    "80": {"16-bit": _SHORT, "tf32": _SHORT_HALF, "tf32x3": _SHORT_HALF},
-    "86": {"16-bit": _SHORT, "tf32": _SHORT_HALF, "tf32x3": _SHORT_HALF},
-    "90": {"16-bit": _TALL, "tf32": _TALL_HALF, "tf32x3": _TALL_HALF},
-    "100": {"16-bit": _TALL, "tf32": _TALL_HALF, "tf32x3": _TALL_HALF},
+# What spills registers elsewhere: `mma.sync` takes both operands from registers, three times over;
+# and some tiles of tf32 on the latest chips.
+_ROWS_80_TF32X3: RowsTable = _ROWS_32 | {
+    64: (Rows(128, 32, 8, 4), Rows(64, 32, 4, 4)),
+    128: (Rows(64, 32, 8, 4),),
+}
+_GRADIENT_80_TF32X3: GradientTable = _GRADIENT_32 | {64: Gradient(2, 32, 8, 4)}
+_ROWS_100_TF32: RowsTable = _ROWS_32 | {
+    32: (Rows(128, 32, 8, 4), Rows(64, 32, 4, 4)),
+    64: (Rows(128, 32, 4, 4), Rows(64, 32, 8, 4)),
+}
+
+
+def _three_stages(rows: RowsTable) -> RowsTable:
+    """For chips whose shared memory would hold one program of four."""
+    return {b: tuple(c._replace(stages=3) for c in cs) for b, cs in rows.items()}
+
+
+def _three_stages_too(gradient: GradientTable) -> GradientTable:
+    return {b: c._replace(stages=3) for b, c in gradient.items()}
+
+
+ROWS: dict[Family, dict[Numbers, RowsTable]] = {
+    "80": {"16-bit": _ROWS, "tf32": _ROWS_32, "tf32x3": _ROWS_80_TF32X3},
+    "86": {
+        "16-bit": _three_stages(_ROWS),
+        "tf32": _three_stages(_ROWS_32),
+        "tf32x3": _three_stages(_ROWS_80_TF32X3),
+    },
+    "90": {"16-bit": _ROWS, "tf32": _ROWS_32, "tf32x3": _ROWS_32},
+    "100": {"16-bit": _ROWS, "tf32": _ROWS_100_TF32, "tf32x3": _ROWS_32},
+}
+
+GRADIENT: dict[Family, dict[Numbers, GradientTable]] = {
+    "80": {"16-bit": _GRADIENT, "tf32": _GRADIENT_32, "tf32x3": _GRADIENT_80_TF32X3},
+    "86": {
+        "16-bit": _three_stages_too(_GRADIENT),
+        "tf32": _three_stages_too(_GRADIENT_32),
+        "tf32x3": _three_stages_too(_GRADIENT_80_TF32X3),
+    },
+    "90": {"16-bit": _GRADIENT, "tf32": _GRADIENT_32, "tf32x3": _GRADIENT_32},
+    "100": {"16-bit": _GRADIENT, "tf32": _GRADIENT_32, "tf32x3": _GRADIENT_32},
 }
 
 
@@ -163,7 +187,8 @@ def split_of(
     Few large blocks make few programs; and a few programs more than the multiprocessors take at
     once make a second wave as long as the first. Time is counted in loops over the whole batch;
     the partial sums, written and read in float32 from memory, cost what they cost beside the
-    reading of X from the L2 cache, about twice as fast.
+    reading of X from the L2 cache, about twice as fast. A tenth must be gained: the model is not
+    finer than that.
     """
     programs = nnz / c.blocks + rows / 2  # half a chunk a row is missing on average
     at_once = 2 * chip.multiprocessors
@@ -173,6 +198,6 @@ def split_of(
             break
         waves = -(-programs * split // at_once) / split
         sums = 0.0 if split == 1 else split * 16 * b / (batch * itemsize) * programs / at_once
-        if waves + sums < least:
+        if waves + sums < 0.9 * least:
             best, least = split, waves + sums
     return best

@@ -5,12 +5,11 @@ The only file that imports Triton's kernels; `blocks` imports it when they are f
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, nullcontext
-
 import torch
 from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
 
-from dynsparse.ops.linear.cuda.chip import chip_of
+from dynsparse.ops.linear.cuda.chip import chip_of, current_device
 from dynsparse.ops.linear.cuda.configurations import (
     Gradient,
     Rows,
@@ -23,16 +22,16 @@ from dynsparse.ops.linear.cuda.gradient import gradient_kernel
 from dynsparse.ops.linear.cuda.plan import chunks, columns_in_turn, rows_in_turn
 from dynsparse.ops.linear.cuda.precision import precision_of
 from dynsparse.ops.linear.cuda.rows import rows_kernel
+from dynsparse.ops.linear.cuda.rows_tma import rows_tma_kernel
 from dynsparse.ops.linear.layer_index import LayerIndex
 
 __all__ = ["forward", "grad_input", "grad_weight"]
 
 
-def _on(tensor: Tensor) -> AbstractContextManager:
-    """Triton launches on the current device, which may be another than the tensor's."""
-    if tensor.is_cuda and tensor.device.index != torch.cuda.current_device():
-        return torch.cuda.device(tensor.device)
-    return nullcontext()
+def _copy_engine_takes(x: Tensor, values: Tensor) -> bool:
+    """Whether addresses and pitches are multiples of 16 bytes, and something is there."""
+    lies = x.stride(1) == 1 and x.stride(0) * x.element_size() % 16 == 0
+    return lies and len(values) > 0 and (x.data_ptr() | values.data_ptr()) % 16 == 0
 
 
 def _rows(
@@ -51,30 +50,33 @@ def _rows(
         return y
     chip = chip_of(x.device)
     c = rows_for(b, x.dtype, batch, rows, chip) if config is None else config
-    with _on(x):
-        rows_kernel[(-(-batch // c.samples) * rows,)](
-            x,
-            values,
-            y,
-            bias,
-            ptr,
-            blocks,
-            slots,
-            order,
-            batch,
-            rows,
-            group_of(c.samples, features, x.dtype, chip),
-            *x.stride(),
-            B=b,
-            BM=c.samples,
-            BK=c.inputs,
-            TRANSPOSED=transposed,
-            BY_SLOT=slots is not None,
-            HAS_BIAS=bias is not None,
-            PRECISION=precision_of(x.dtype),
-            num_warps=c.warps,
-            num_stages=c.stages,
-        )
+    grid = (-(-batch // c.samples) * rows,)
+    group = group_of(c.samples, features, x.dtype, chip)
+    pattern = (bias, ptr, blocks, slots, order, batch, rows, group)
+    options = {
+        "B": b,
+        "BM": c.samples,
+        "BK": c.inputs,
+        "TRANSPOSED": transposed,
+        "BY_SLOT": slots is not None,
+        "HAS_BIAS": bias is not None,
+        "PRECISION": precision_of(x.dtype),
+        "num_warps": c.warps,
+        "num_stages": c.stages,
+    }
+    with current_device(x):
+        if c.way == "pointers" or not _copy_engine_takes(x, values):
+            rows_kernel[grid](x, values, y, *pattern, *x.stride(), **options)
+        else:
+            box = [b, c.inputs] if transposed else [c.inputs, b]
+            rows_tma_kernel[grid](
+                TensorDescriptor.from_tensor(x, [c.samples, c.inputs]),
+                TensorDescriptor.from_tensor(values.view(-1, b), box),
+                TensorDescriptor.from_tensor(y, [c.samples, b]),
+                *pattern,
+                SWAPPED=c.way == "swapped",
+                **options,
+            )
     return y
 
 
@@ -121,7 +123,7 @@ def grad_weight(
     dw = x.new_empty(split, *p.values_shape, dtype=dtype if split == 1 else torch.float32)
     db = x.new_empty(split, p.out_features, dtype=torch.float32) if need_bias else None
     work = chunks(p, c.blocks)
-    with _on(x):
+    with current_device(x):
         gradient_kernel[(work.shape[1], split)](
             dy,
             x,

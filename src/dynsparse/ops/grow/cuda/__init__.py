@@ -1,0 +1,1 @@
+"""Growth on CUDA devices, in Triton."""

@@ -1,0 +1,116 @@
+"""Growth scores of blocks by the kernel, in Triton's interpreter, against float64."""
+
+import pytest
+import torch
+from cases import DTYPES, LAYOUTS, activations, error
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from dynsparse.ops.grow.cuda.block_scores import BLOCKS, block_scores
+
+pytestmark = pytest.mark.usefixtures("interpreter")
+
+POOLINGS = ("sum", "avg", "max")
+
+
+def wanted(pairs, b, pooling):
+    dense = sum(dy.double().t() @ x.double() for x, dy in pairs).abs()
+    blocks = dense.unflatten(0, (-1, b)).unflatten(2, (-1, b))
+    if pooling == "max":
+        return blocks.amax((1, 3))
+    return blocks.mean((1, 3)) if pooling == "avg" else blocks.sum((1, 3))
+
+
+def some(batch, width, height, dtype=torch.float32, layout="contiguous"):
+    return activations(batch, width, dtype, layout), activations(batch, height, dtype, layout)
+
+
+def agrees(pairs, b, pooling="sum", limit=1e-6):
+    scores = block_scores(pairs, b, pooling)
+    expected = wanted(pairs, b, pooling)
+    assert scores.dtype == torch.float32
+    assert scores.shape == expected.shape
+    assert error(scores, expected) < limit
+
+
+@pytest.mark.parametrize("pooling", POOLINGS)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("b", BLOCKS)
+def test_every_block_dtype_and_pooling(b, dtype, pooling):
+    agrees([some(70, 3 * b, 2 * b, dtype)], b, pooling)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("batch", [1, 33, 64, 100])
+def test_ragged_batches_in_every_layout(batch, layout):
+    agrees([some(batch, 96, 160, layout=layout)], 32)
+
+
+@pytest.mark.parametrize("b", [4, 16])
+@pytest.mark.parametrize("sides", [(1, 1), (1, 9), (9, 1), (35, 10)])
+def test_sides_that_do_not_fill_a_tile(sides, b):
+    agrees([some(20, sides[0] * b, sides[1] * b)], b)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("many", [2, 3, 7])
+def test_products_of_several_pairs_are_added_up_before_magnitudes_are_taken(many, dtype):
+    agrees([some(10 * i + 5, 64, 96, dtype) for i in range(many)], 16)
+
+
+def test_pairs_that_cancel_leave_nothing():
+    x, dy = some(30, 64, 64)
+    assert not block_scores([(x, dy), (x, -dy)], 16).any()
+
+
+def test_pairs_that_lie_in_different_ways():
+    agrees([some(20, 64, 96, layout=layout) for layout in LAYOUTS], 16)
+
+
+def test_pairs_at_odd_addresses():
+    agrees([(x[3:], dy[3:]) for x, dy in (some(20, 36, 20) for _ in range(3))], 4)
+
+
+def test_pairs_of_mixed_types():
+    agrees([some(20, 64, 64, dtype) for dtype in DTYPES], 16)
+
+
+def test_no_samples():
+    assert not block_scores([some(0, 64, 64)], 16).any()
+
+
+def test_the_same_bits_every_time():
+    pairs = [some(100, 128, 256), some(50, 128, 256)]
+    assert torch.equal(block_scores(pairs, 16), block_scores(pairs, 16))
+
+
+def test_nothing_of_the_size_of_the_matrix_is_made():
+    class Largest(TorchDispatchMode):
+        most = 0
+
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            made = function(*args, **(kwargs or {}))
+            if isinstance(made, torch.Tensor):
+                self.most = max(self.most, made.nbytes)
+            return made
+
+    pairs = [some(4, 512, 512), some(3, 512, 512)]
+    with Largest() as seen:
+        block_scores(pairs, 32)
+    assert 0 < seen.most <= 4 * 4 * 512  # of a micro-batch; a matrix has 128 times as many
+
+
+@settings(max_examples=20, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    st.sampled_from(BLOCKS),
+    st.integers(1, 3),
+    st.integers(1, 3),
+    st.lists(st.integers(0, 70), min_size=1, max_size=3),
+    st.sampled_from(DTYPES),
+    st.sampled_from(LAYOUTS),
+    st.sampled_from(POOLINGS),
+)
+def test_any_pairs(b, height, width, batches, dtype, layout, pooling):
+    pairs = [some(batch, width * b, height * b, dtype, layout) for batch in batches]
+    agrees(pairs, b, pooling, limit=1e-5)

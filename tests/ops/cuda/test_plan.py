@@ -1,0 +1,75 @@
+"""The work lists of a pattern: every block once, and no length that depends on the pattern."""
+
+import itertools
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from dynsparse import SparsePattern
+from dynsparse.ops.linear import LayerIndex
+from dynsparse.ops.linear.cuda import plan
+from dynsparse.pattern import PatternIndex
+
+
+def layer_of(pattern):
+    return LayerIndex(pattern.index, torch.empty(pattern.values_shape))
+
+
+def listed(row_ptr, size):
+    """(row, first slot) of every chunk, by a loop."""
+    found = []
+    for row, (start, end) in enumerate(itertools.pairwise(row_ptr)):
+        found += [(row, slot) for slot in range(start, max(end, start + 1), size)]
+    return found
+
+
+@given(
+    st.integers(1, 12), st.integers(1, 12), st.floats(0, 1), st.sampled_from([1, 2, 3, 4, 8, 16])
+)
+def test_chunks_hold_every_block_once_and_every_row(height, width, density, size):
+    pattern = SparsePattern.random((height, width), density)
+    chunks = plan.chunks(layer_of(pattern), size)
+    assert chunks.dtype == torch.int32
+    assert chunks.shape == (2, pattern.nnz // size + height)
+    expected = listed(pattern.row_ptr.tolist(), size)
+    made = list(zip(*chunks.tolist(), strict=True))
+    assert made[: len(expected)] == expected
+    assert all(row == -1 for row, _ in made[len(expected) :])
+
+
+def test_chunks_written_out():
+    # Rows of 3, 0 and 2 blocks: slots 0 to 2, none, and 3 to 4.
+    pattern = SparsePattern([0, 0, 0, 2, 2], [0, 1, 3, 0, 2], shape=(3, 4))
+    rows, starts = plan.chunks(layer_of(pattern), 2).tolist()
+    assert rows == [0, 0, 1, 2, -1]
+    assert starts[:4] == [0, 2, 3, 3]
+
+
+@given(st.integers(1, 12), st.integers(1, 12), st.floats(0, 1))
+def test_the_longest_come_first_and_equal_ones_in_order(height, width, density):
+    pattern = SparsePattern.random((height, width), density)
+    p = layer_of(pattern)
+    for turn, ptr in ((plan.rows_in_turn(p), p.row_ptr), (plan.columns_in_turn(p), p.col_ptr)):
+        lengths = ptr.diff().tolist()
+        assert turn.dtype == torch.int32
+        assert turn.tolist() == sorted(range(len(lengths)), key=lambda i: -lengths[i])
+
+
+def test_nothing_waits_for_the_device():
+    """Fake tensors refuse whatever needs a number from the device."""
+    with FakeTensorMode():
+        index = [torch.empty(n, dtype=torch.int32) for n in (7, 18, 11, 18, 18)]
+        p = LayerIndex(PatternIndex(*index), torch.empty(18, 16, 16))
+        assert plan.chunks(p, 4).shape == (2, 18 // 4 + 6)
+        assert plan.rows_in_turn(p).shape == (6,)
+        assert plan.columns_in_turn(p).shape == (10,)
+
+
+@pytest.mark.parametrize("size", [1, 4])
+def test_lists_are_made_once(size):
+    p = layer_of(SparsePattern.random((6, 6), 0.4))
+    assert plan.chunks(p, size) is plan.chunks(p, size)
+    assert plan.rows_in_turn(p) is plan.rows_in_turn(p)
