@@ -43,6 +43,7 @@ BASE = {
     "matmul": ["--rows", "64", "--cols", "64", "--batch", "8", "--density", "0.1", "--plan-only"],
     "visualise": ["--records-path", "there is none"],
     "encode": ["--output", "there/is/none"],
+    "plan-ranks": ["--features=8", "--features=8"],
 }
 
 

@@ -42,5 +42,7 @@ def test_a_page_is_filled_in(tmp_path):
     assert "| `--epochs` | 1 |" in text
     assert "`--dataset`" not in text
     assert fill(text) == text
-    with pytest.raises(ValueError, match="expected one of mnist, mnist-transformer, lm, got 'mn'"):
+    with pytest.raises(
+        ValueError, match="expected one of mnist, mnist-transformer, lm, plan-ranks, got 'mn'"
+    ):
         fill("<!-- options: mn -->\n<!-- /options -->")

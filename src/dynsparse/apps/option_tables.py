@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from dataclasses import fields
 from pathlib import Path
 
-from dynsparse.apps import lm
+from dynsparse.apps import lm, plan_ranks
 from dynsparse.apps.common.option import PANELS, default_of, flag, options_of
 from dynsparse.apps.pictures import mnist, transformer
 
@@ -25,6 +25,7 @@ COMMANDS: dict[str, type] = {
     "mnist": mnist.Options,
     "mnist-transformer": transformer.Options,
     "lm": lm.Options,
+    "plan-ranks": plan_ranks.Options,
 }
 _MARKED = re.compile(
     r"(<!-- options: ([\w-]+)( beside ([\w-]+)| restored)? -->\n).*?(<!-- /opt)", re.S

@@ -19,6 +19,7 @@ from dynsparse.cli.lm import lm
 from dynsparse.cli.matmul import matmul
 from dynsparse.cli.mnist import mnist
 from dynsparse.cli.mnist_transformer import mnist_transformer
+from dynsparse.cli.plan_ranks import plan_ranks
 from dynsparse.cli.visualise import visualise
 
 __all__ = ["app", "run"]
@@ -32,6 +33,7 @@ _COMMANDS: dict[str, Callable[..., None]] = {
     "visualise": visualise,
     "matmul": matmul,
     "bench": bench,
+    "plan-ranks": plan_ranks,
     "info": info,
 }
 

@@ -25,7 +25,8 @@ METHODS = (*BY_NAME, "dense")
 """What `--method` takes: every algorithm, and the same network dense."""
 
 PANELS = (
-    "Data", "Network", "Sparsity", "Training", "Learning rate", "Text", "Checkpoints", "Output",
+    "Data", "Network", "Sparsity", "Ranks", "Training", "Learning rate", "Text", "Checkpoints",
+    "Output",
 )  # fmt: skip
 
 Defines = Literal["network", "training", "apart", "run"]
