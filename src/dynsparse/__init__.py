@@ -8,7 +8,7 @@ from importlib import import_module
 from typing import Any
 
 from dynsparse import nn, ops, training
-from dynsparse.nn import densify, load_safetensors, save_safetensors, sparsify
+from dynsparse.nn import densify, load_pretrained, load_safetensors, save_safetensors, sparsify
 from dynsparse.pattern import Rewiring, SparsePattern
 from dynsparse.training import GMP, MEST, SET, SNFS, DeepR, GraNet, RigL, Static, TopKAST
 from dynsparse.version import __version__ as __version__
@@ -26,6 +26,7 @@ __all__ = [
     "Static",
     "TopKAST",
     "densify",
+    "load_pretrained",
     "load_safetensors",
     "nn",
     "ops",

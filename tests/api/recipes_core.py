@@ -186,6 +186,9 @@ RECIPES = {
         PATHS,
     ),
     "dynsparse.load_safetensors": call(ds.load_safetensors, PATHS, model=model, path=weights_file),
+    "dynsparse.load_pretrained": call(
+        ds.load_pretrained, PATHS, model=dense_model, folder_or_file=weights_file
+    ),
     "dynsparse.nn.SparseLinear": Recipe(
         used(ds.nn.SparseLinear, X),
         lambda: {

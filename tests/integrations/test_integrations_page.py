@@ -14,13 +14,16 @@ pytestmark = pytest.mark.filterwarnings("default")
 
 @pytest.mark.skipif(not PAGE.exists(), reason="the documentation is not part of a wheel")
 @pytest.mark.parametrize(
-    ("library", "index"), [("lightning", 0), ("accelerate", 1)], ids=["lightning", "huggingface"]
+    ("library", "section"),
+    [("lightning", "Lightning"), ("accelerate", "Hugging Face")],
+    ids=["lightning", "huggingface"],
 )
-def test_the_example_runs(library, index, capsys, tmp_path):
+def test_the_examples_of_a_section_run(library, section, capsys, tmp_path):
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of its own imports
         pytest.importorskip(library)
-    code = re.findall(r"```py\n(.*?)```", PAGE.read_text(), re.S)[index]
+    text = PAGE.read_text().partition(f"## {section}\n")[2].partition("\n## ")[0]
+    code = "\n".join(re.findall(r"```py\n(.*?)```", text, re.S))
     with contextlib.chdir(tmp_path) if hasattr(contextlib, "chdir") else contextlib.nullcontext():
         exec(compile(code, str(PAGE), "exec"), {"__name__": "__page__"})
     printed = re.search(r"(\d+) pattern updates", capsys.readouterr().out)

@@ -72,3 +72,17 @@ def test_a_tied_output_layer_stays_dense_and_is_named(make, capsys):
     assert head.weight is table.weight
     assert re.search(r"stays dense: it shares its weight with .* \(Embedding\)",
                      capsys.readouterr().out)  # fmt: skip
+
+
+@pytest.mark.parametrize("make", [gpt2, bert, t5])
+@pytest.mark.parametrize("size", ["5GB", "20KB"])
+def test_save_pretrained_and_back(make, size, tmp_path):
+    model = make()[0].eval()
+    ds.sparsify(model, 0.2, verbose=False)
+    model.save_pretrained(tmp_path, max_shard_size=size)
+    assert (tmp_path / "model.safetensors.index.json").exists() is (size == "20KB")
+    config = transformers.AutoConfig.from_pretrained(tmp_path)
+    again = ds.load_pretrained(type(model)(config).eval(), tmp_path)
+    ids = torch.randint(50, (2, 7))
+    assert torch.equal(logits(again, ids), logits(model, ids))
+    assert again.get_output_embeddings().weight is again.get_input_embeddings().weight

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from dynsparse.allocation import allocate
 from dynsparse.checks import check_flag, check_generator
@@ -19,13 +19,12 @@ from dynsparse.nn.fast_path import allow_fast_paths, forbid_fast_paths
 from dynsparse.nn.graph_linear import SparseGraphLinear
 from dynsparse.nn.left_dense import ADAPTER, left_dense
 from dynsparse.nn.linear import SparseLinear
+from dynsparse.nn.replace import check_replaceable, linear_of, replace, sparse_layer
 from dynsparse.nn.sites import Site, find_sites, first_matches, select, tied
 from dynsparse.nn.start import largest_blocks
 from dynsparse.pattern import SparsePattern
 
 __all__ = ["densify", "sparsify"]
-
-_CLASSES: dict[str, type[SparseLinear]] = {"Conv1D": SparseConv1D, "graph": SparseGraphLinear}
 
 
 @torch.no_grad()
@@ -119,10 +118,9 @@ def sparsify(
         site = group[0]
         if counts[name] * blocks[name] ** 2 == site.weight.numel() and not keep_sparse:
             continue
-        layer = _sparse(site, counts[name], blocks[name], start, generator)
+        layer = _start(site, counts[name], blocks[name], start, generator)
         layers |= {other.name: layer for other in group}
-    _replace_linears(model, every, layers)
-    _replace_attentions(model, every, layers)
+    replace(model, every, layers)
     forbid_fast_paths(model)
     if verbose:
         elements = sum(group[0].weight.numel() for group in groups.values())
@@ -140,15 +138,7 @@ def _check_model(model: Any) -> None:
 
 
 def _check_site(site: Site) -> None:
-    if not site.module_name:
-        raise ValueError(
-            f"the model is a single {type(site.module).__name__}, which cannot be replaced in "
-            "place: put it into a torch.nn.Sequential"
-        )
-    if site.weight.is_meta:
-        raise ValueError(
-            f"the layer {site.name!r} is on the meta device: give the model its weights first"
-        )
+    check_replaceable(site)
     if not site.weight.is_floating_point():
         raise TypeError(
             f"the weight of {site.name!r} must be floating point, got {site.weight.dtype}"
@@ -157,90 +147,21 @@ def _check_site(site: Site) -> None:
         raise ValueError(f"the weight of {site.name!r} has entries that are NaN or infinite")
 
 
-def _sparse(
+def _start(
     site: Site, nnz: int, block_size: int, start: str, generator: torch.Generator | None
 ) -> SparseLinear:
+    """The sparse layer for a site, with the pattern and the values it starts from."""
     weight = site.weight
     if start == "magnitude":
         pattern = largest_blocks(weight, nnz, block_size)
-    else:
-        pattern = SparsePattern.random(
-            site.shape, nnz=nnz, block_size=block_size, generator=generator
-        )
-    out_features, in_features = site.shape
-    layer = _CLASSES.get(site.kind, SparseLinear)(
-        in_features,
-        out_features,
-        bias=False,
-        pattern=pattern,
-        generator=generator,
-        device=weight.device,
-        dtype=weight.dtype,
-    )
+        return sparse_layer(site, pattern, pattern.values_of(weight), generator)
+    pattern = SparsePattern.random(site.shape, nnz=nnz, block_size=block_size, generator=generator)
     values = pattern.values_of(weight)
-    if start == "random":
-        fan_in = layer.index.row_ptr.diff().clamp(min=1) * block_size
-        scale = (in_features / fan_in).sqrt()[layer.rows.long()].to(weight.dtype)
-        values = values * scale.view(-1, *[1] * (values.dim() - 1))
-    layer.values.copy_(values)
-    layer.known_as = site.name
-    layer.register_parameter("bias", _own(site.bias, site.bias_parameter))
-    layer.values.requires_grad_(site.parameter.requires_grad)
-    if isinstance(layer, (SparseConv1D, SparseGraphLinear)):
-        layer.dense_class = type(site.module)
-    return layer.train(site.owner.training)
-
-
-def _own(tensor: Tensor | None, parameter: Tensor | None) -> nn.Parameter | None:
-    """The Parameter itself, or a new one for a part of it."""
-    if tensor is None or parameter is None or isinstance(tensor, nn.Parameter):
-        return tensor  # type: ignore[return-value]
-    return nn.Parameter(tensor.detach().clone(), requires_grad=parameter.requires_grad)
-
-
-def _linear(weight: nn.Parameter, bias: nn.Parameter | None, training: bool) -> nn.Linear:
-    """An `nn.Linear` of the given Parameters; nothing is drawn."""
-    out_features, in_features = weight.shape
-    linear = nn.Linear(in_features, out_features, bias=False, device="meta")
-    linear.weight = weight
-    linear.register_parameter("bias", bias)
-    return linear.train(training)
-
-
-def _dense_part(site: Site) -> nn.Module:
-    """A projection of an attention as a layer of its own, which the last one is already."""
-    if site.owner is not site.module:
-        return site.owner
-    weight = _own(site.weight, site.parameter)
-    assert weight is not None
-    return _linear(weight, _own(site.bias, site.bias_parameter), site.module.training)
-
-
-def _replace_linears(
-    model: nn.Module, every: Mapping[str, Site], layers: Mapping[str, SparseLinear]
-) -> None:
-    for name, layer in layers.items():
-        if every[name].kind != "attention":
-            model.set_submodule(name, layer)
-
-
-def _replace_attentions(
-    model: nn.Module, every: Mapping[str, Site], layers: Mapping[str, SparseLinear]
-) -> None:
-    made: dict[int, SparseMultiheadAttention] = {}
-    for name in layers:
-        site = every[name]
-        attention = site.module
-        if not isinstance(attention, nn.MultiheadAttention):
-            continue
-        if id(attention) not in made:
-            projections: dict[str, nn.Module] = {}
-            for part in PROJECTIONS:
-                name_of_part = f"{site.module_name}.{part}"
-                sparse = layers.get(name_of_part)
-                projections[part] = _dense_part(every[name_of_part]) if sparse is None else sparse
-            made[id(attention)] = SparseMultiheadAttention.from_projections(attention, projections)
-        model.set_submodule(site.module_name, made[id(attention)])
+    fan_in = torch.bincount(pattern.rows.long(), minlength=pattern.grid[0]).clamp(min=1)
+    scale = (site.shape[1] / (fan_in * block_size)).sqrt()[pattern.rows.long()]
+    scale = scale.to(values.device, values.dtype)
+    values = values * scale.view(-1, *[1] * (values.dim() - 1))
+    return sparse_layer(site, pattern, values, generator)
 
 
 @torch.no_grad()
@@ -304,7 +225,7 @@ def _dense(layer: nn.Module) -> nn.Module:
         return nn.Embedding.from_pretrained(layer.to_dense(), freeze=not layer.values.requires_grad)
     if isinstance(layer, SparseLinear):
         weight = nn.Parameter(layer.to_dense(), requires_grad=layer.values.requires_grad)
-        return _linear(weight, layer.bias, layer.training)
+        return linear_of(weight, layer.bias, layer.training)
     return layer
 
 

@@ -35,7 +35,7 @@ from dynsparse.files.whole import replaced
 from dynsparse.nn.linear import SparseLinear
 from dynsparse.pattern import SparsePattern
 
-__all__ = ["load_safetensors", "save_safetensors"]
+__all__ = ["load_safetensors", "read_aliases", "read_tensors", "save_safetensors", "state_of"]
 
 _FORMAT, _VERSION = "dynsparse", "1"
 
@@ -56,7 +56,7 @@ def save_safetensors(
         OSError: the file cannot be written; what was at `path` is still there.
     """
     library = _library()
-    tensors, aliases = _distinct(_state(model))
+    tensors, aliases = _distinct(state_of(model))
     check_kind("metadata", metadata, (Mapping, type(None)), "a dictionary of texts or None")
     user = dict(metadata or {})
     for key, value in user.items():
@@ -90,11 +90,12 @@ def load_safetensors(model: nn.Module, path: str | os.PathLike[str]) -> dict[str
             model; one line that says where they differ.
         OSError: the file cannot be read.
     """
-    header, tensors = _read(Path(path))
+    path = Path(path)
+    header, tensors = read_tensors(path)
+    _check_format(path, header)
+    tensors = read_aliases(path, header, tensors)
     try:
         layers = parse_json(header["layers"])
-        for name, key in parse_json(header["aliases"]).items():
-            tensors[name] = tensors[key]
         user = parse_json(header["user"])
         _check_metadata(layers, user)
     except (KeyError, TypeError, AttributeError, ValueError) as error:
@@ -128,7 +129,8 @@ def _library() -> Any:
     return safetensors
 
 
-def _state(model: nn.Module) -> dict[str, Tensor]:
+def state_of(model: nn.Module) -> dict[str, Tensor]:
+    """`model.state_dict()`, of which all are tensors."""
     if not isinstance(model, nn.Module):
         raise TypeError(f"expected a torch.nn.Module, got {type(model).__name__}")
     state = model.state_dict()
@@ -173,7 +175,8 @@ def _distinct(state: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str,
     return tensors, aliases
 
 
-def _read(path: Path) -> tuple[dict[str, str], dict[str, Tensor]]:
+def read_tensors(path: Path) -> tuple[dict[str, str], dict[str, Tensor]]:
+    """The metadata and the tensors of any safetensors file."""
     library = _library()
     path.open("rb").close()  # a missing or unreadable file is an OSError that names it
     try:
@@ -183,23 +186,41 @@ def _read(path: Path) -> tuple[dict[str, str], dict[str, Tensor]]:
     except library.SafetensorError as error:
         reason = " ".join(str(error).split())
         raise ValueError(f"{path} is truncated or no safetensors file: {reason}") from None
+    return header, tensors
+
+
+def read_aliases(
+    path: Path, header: Mapping[str, str], tensors: dict[str, Tensor]
+) -> dict[str, Tensor]:
+    """The tensors under all their names, where the file is of `save_safetensors`."""
+    if header.get("format") != _FORMAT:
+        return tensors
+    _check_format(path, header)
+    try:
+        found = {name: tensors[key] for name, key in parse_json(header["aliases"]).items()}
+    except (KeyError, TypeError, AttributeError, ValueError) as error:
+        reason = str(error)[:200]
+        raise ValueError(f"{path} is damaged: its metadata cannot be read ({reason})") from None
+    return tensors | found
+
+
+def _check_format(path: Path, header: Mapping[str, str]) -> None:
     if header.get("format") != _FORMAT:
         raise ValueError(
             f"{path} was not written by save_safetensors: expected the metadata format={_FORMAT}, "
-            f"got {shortened(header.get('format'))}"
+            f"got {shortened(header.get('format'))}; dynsparse.load_pretrained reads others"
         )
     if header.get("version") != _VERSION:
         raise ValueError(
             f"{path} has format version {str(header.get('version'))[:20]}, this dynsparse reads "
             f"version {_VERSION}: load it with the dynsparse that wrote it"
         )
-    return header, tensors
 
 
 def _check(
     model: nn.Module, layers: Mapping[str, Mapping[str, Any]], tensors: Mapping[str, Tensor]
 ) -> None:
-    own = _state(model)
+    own = state_of(model)
     for name, found in _layers(model).items():
         saved = layers.get(name)
         if saved is None:

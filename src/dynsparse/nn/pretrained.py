@@ -1,0 +1,250 @@
+"""Weights and patterns from files, into a model that is dense as its code builds it.
+
+Read are the files of `save_safetensors` and those of others that keep a `state_dict()` as it is, as
+`save_pretrained` of Hugging Face does: one file, or shards with an index. A sparse layer is there
+as `values`, `rows` and `cols`; its shape is that of the dense layer in its place, its block size
+that of the values.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from dynsparse.files.json_text import parse_json
+from dynsparse.files.limits import read_limit
+from dynsparse.files.shorten import shortened
+from dynsparse.interrupts import uninterrupted
+from dynsparse.nn.fast_path import forbid_fast_paths
+from dynsparse.nn.left_dense import ADAPTER, left_dense
+from dynsparse.nn.linear import SparseLinear
+from dynsparse.nn.replace import check_replaceable, replace, sparse_layer
+from dynsparse.nn.sites import Site, find_sites
+from dynsparse.nn.weights_file import read_aliases, read_tensors, state_of
+from dynsparse.pattern import SparsePattern
+from dynsparse.typed import typed
+
+__all__ = ["load_pretrained"]
+
+_FILE, _INDEX = "model.safetensors", "model.safetensors.index.json"
+_PARTS = ("rows", "cols", "values")
+
+
+@typed
+def load_pretrained(model: nn.Module, folder_or_file: str | os.PathLike[str]) -> nn.Module:
+    """Load a saved sparse model into `model`, whose layers become sparse where the file's are.
+
+    Build the model as it was before `sparsify`, dense and of the same type; layers that are sparse
+    already must have the shape and the number of blocks they have in the file. The weights'
+    Parameters are new ones, so make the optimizer afterwards.
+
+    Args:
+        folder_or_file: a safetensors file, the index of a sharded one, or a folder that holds
+            model.safetensors or model.safetensors.index.json, as `save_pretrained` writes them.
+
+    Returns:
+        The model.
+
+    Raises:
+        ImportError: the package safetensors is missing.
+        OSError: a file is missing or cannot be read.
+        ValueError: a file that is truncated or damaged, or that holds another model; one line that
+            says where they differ. The model is then as it was.
+    """
+    path = Path(folder_or_file)
+    tensors = _tensors(path)
+    try:
+        with uninterrupted():
+            _load(model, tensors)
+    except ValueError as error:
+        raise ValueError(f"{path} does not fit the model: {error}") from None
+    return model
+
+
+def _tensors(path: Path) -> dict[str, Tensor]:
+    """Every tensor of a file, an index or a folder, by its name."""
+    if path.is_dir():
+        found = [path / name for name in (_INDEX, _FILE) if (path / name).is_file()]
+        if not found:
+            raise FileNotFoundError(
+                f"expected {_FILE} or {_INDEX} in the folder {path}, found neither: save with "
+                "save_pretrained() or dynsparse.save_safetensors"
+            )
+        path = found[0]
+    if path.suffix != ".json":
+        header, tensors = read_tensors(path)
+        return read_aliases(path, header, tensors)
+    tensors = {}
+    for file, names in _shards(path).items():
+        _, part = read_tensors(file)
+        for name in names:
+            if name not in part:
+                raise ValueError(f"{path} says that {file.name} holds {name!r}, which it does not")
+            tensors[name] = part[name]
+    return tensors
+
+
+def _shards(path: Path) -> dict[Path, list[str]]:
+    """file -> the tensors that the index says are in it."""
+    if path.stat().st_size > read_limit():
+        raise ValueError(f"{path} is too large for an index")
+    try:
+        where = parse_json(path.read_bytes())["weight_map"]
+        names = [(name, file) for name, file in where.items() if isinstance(file, str)]
+        if len(names) < len(where):
+            raise TypeError("a file that is no text")
+    except (KeyError, TypeError, AttributeError, ValueError) as error:
+        reason = " ".join(str(error).split())[:200]
+        raise ValueError(f"{path} is no index of a sharded model: {reason}") from None
+    shards: dict[Path, list[str]] = {}
+    for name, file in names:
+        # An index names files beside it, whatever a stranger would have it name.
+        if Path(file).name != file or not file.endswith(".safetensors"):
+            raise ValueError(f"{path} must name safetensors files beside it, got {shortened(file)}")
+        shards.setdefault(path.parent / file, []).append(name)
+    return shards
+
+
+def _load(model: nn.Module, tensors: dict[str, Tensor]) -> None:
+    every = find_sites(model)
+    names = _sparse_names(every, tensors)
+    _share_values(every, names, tensors)
+    for name, module in model.named_modules():
+        if isinstance(module, SparseLinear) and name not in names:
+            raise ValueError(f"the layer {name!r} is not sparse in the file")
+    layers = _layers(model, every, names, tensors)
+    before = replace(model, every, layers)
+    try:
+        _check(model, tensors)
+        model.load_state_dict(tensors, strict=False)
+    except BaseException:
+        for name, module in before.items():
+            model.set_submodule(name, module)
+        raise
+    forbid_fast_paths(model)
+
+
+def _sparse_names(every: Mapping[str, Site], tensors: Mapping[str, Tensor]) -> list[str]:
+    """The layers that have rows and columns, and values, but for those that another may have."""
+    ends = [name for name in tensors if name == "rows" or name.endswith(".rows")]
+    found = [name.rpartition(".")[0] for name in ends]
+    return [
+        name
+        for name in found
+        if _key(name, "cols") in tensors and (name in every or _key(name, "values") in tensors)
+    ]
+
+
+def _key(name: str, part: str) -> str:
+    return f"{name}.{part}" if name else part
+
+
+def _share_values(every: Mapping[str, Site], names: list[str], tensors: dict[str, Tensor]) -> None:
+    """Values of tied layers are in most files once, under one of their names."""
+    by_weight = {
+        every[name].key: tensors[_key(name, "values")]
+        for name in names
+        if name in every and _key(name, "values") in tensors
+    }
+    for name in names:
+        if name in every and every[name].key in by_weight:
+            tensors.setdefault(_key(name, "values"), by_weight[every[name].key])
+
+
+def _layers(
+    model: nn.Module,
+    every: Mapping[str, Site],
+    names: list[str],
+    tensors: Mapping[str, Tensor],
+) -> dict[str, SparseLinear]:
+    """name -> the sparse layer to put in that place; one for all places of a tied weight."""
+    left = {n: reason for n, reason in left_dense(model, every).items() if reason != ADAPTER}
+    modules = dict(model.named_modules(remove_duplicate=False))
+    shared: dict[tuple[int, str | None], SparseLinear] = {}
+    layers: dict[str, SparseLinear] = {}
+    for name in names:
+        site = every.get(name)
+        if site is None:
+            module = modules.get(name)
+            if isinstance(module, SparseLinear):
+                pattern = _pattern(name, tensors, module.pattern.shape, module.block_size)
+                try:
+                    module._check_capacity(pattern)
+                except ValueError as error:
+                    raise ValueError(f"{name!r}: {error}") from None
+                continue
+            kind = "no such layer" if module is None else f"a {type(module).__name__} there"
+            raise ValueError(f"{name!r} is a sparse layer in the file, the model has {kind}")
+        check_replaceable(site)
+        if name in left:
+            raise ValueError(f"{name!r} is sparse in the file, but in the model it {left[name]}")
+        if site.key not in shared:
+            pattern = _pattern(name, tensors, site.shape)
+            values = tensors[_key(name, "values")]
+            if values.dtype != site.weight.dtype:
+                raise ValueError(
+                    f"the values of {name!r} are {values.dtype} in the file, {site.weight.dtype} "
+                    "in the model: convert the model first, with model.to(dtype)"
+                )
+            shared[site.key] = sparse_layer(site, pattern, values, torch.Generator())
+        layers[name] = shared[site.key]
+    for name, site in every.items():
+        if site.key in shared and name not in layers:
+            raise ValueError(f"the tied layer {name!r} is dense in the file, others of it sparse")
+    return layers
+
+
+def _pattern(
+    name: str, tensors: Mapping[str, Tensor], shape: tuple[int, int], block_size: int | None = None
+) -> SparsePattern:
+    if _key(name, "values") not in tensors:
+        raise ValueError(f"the sparse layer {name!r} has no values in the file")
+    rows, cols, values = (tensors[_key(name, part)] for part in _PARTS)
+    square = values.dim() == 3 and values.shape[1] == values.shape[2] >= 1
+    if values.dim() != 1 and not square:
+        raise ValueError(
+            f"the values of {name!r} must be [nnz] or [nnz, b, b], got {list(values.shape)}"
+        )
+    b = 1 if values.dim() == 1 else values.shape[1]
+    try:
+        pattern = SparsePattern(rows, cols, shape=shape, block_size=b)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise ValueError(f"the pattern of {name!r} does not fit: {error}") from None
+    sorted_already = torch.equal(pattern.rows, rows) and torch.equal(pattern.cols, cols)
+    if not sorted_already or values.shape != pattern.values_shape:
+        raise ValueError(
+            f"the pattern of {name!r} is damaged: expected as many values as blocks, in row-major "
+            f"order, got {len(rows)} blocks and values of the shape {list(values.shape)}"
+        )
+    if block_size not in (None, b):
+        raise ValueError(f"{name!r} has blocks of {b} in the file and of {block_size} in the model")
+    return pattern
+
+
+def _check(model: nn.Module, tensors: Mapping[str, Tensor]) -> None:
+    """That what is left fits, key by key; tied tensors need be there once."""
+    own: dict[str, Any] = state_of(model)
+    there = {_memory(own[name]) for name in tensors if name in own}
+    for name in sorted(tensors.keys() - own.keys()):
+        raise ValueError(f"{name!r} is only in the file")
+    for name, tensor in own.items():
+        other = tensors.get(name)
+        if other is None:
+            if _memory(tensor) not in there or not tensor.numel():
+                raise ValueError(f"{name!r} is only in the model")
+        elif other.shape != tensor.shape or other.dtype != tensor.dtype:
+            raise ValueError(
+                f"{name!r} is {other.dtype} {list(other.shape)} in the file, "
+                f"{tensor.dtype} {list(tensor.shape)} in the model"
+            )
+        elif tensor.is_meta:
+            raise ValueError(f"{name!r} is on the meta device: give the model its weights first")
+
+
+def _memory(tensor: Tensor) -> tuple[Any, ...]:
+    return tensor.data_ptr(), tuple(tensor.shape), tensor.stride(), tensor.dtype

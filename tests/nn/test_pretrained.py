@@ -1,0 +1,266 @@
+"""load_pretrained: patterns from files of several kinds into dense models, or nothing at all."""
+
+import json
+
+import pytest
+import torch
+from torch import nn
+
+import dynsparse as ds
+from dynsparse.nn import SparseEmbedding, SparseLinear
+
+safetensors = pytest.importorskip("safetensors")
+from safetensors.torch import load_file, save_file  # noqa: E402
+
+
+class Conv1D(nn.Module):
+    def __init__(self, nf, nx):
+        super().__init__()
+        self.nf = nf
+        self.weight = nn.Parameter(torch.randn(nx, nf))
+        self.bias = nn.Parameter(torch.zeros(nf))
+
+    def forward(self, x):
+        return x @ self.weight + self.bias
+
+
+class Model(nn.Module):
+    """Every kind of layer, two that share their weight, and a head that is the embedding."""
+
+    def __init__(self, dtype=None, sparse_table=False):
+        super().__init__()
+        self.embed = nn.Embedding(20, 16, dtype=dtype)
+        layer = nn.TransformerEncoderLayer(16, 4, 32, 0.0, batch_first=True, dtype=dtype)
+        self.body = nn.TransformerEncoder(layer, 1)
+        self.mix = Conv1D(16, 16).to(dtype)
+        self.one = nn.Linear(16, 16, bias=False, dtype=dtype)
+        self.two = nn.Linear(16, 16, bias=False, dtype=dtype)
+        self.two.weight = self.one.weight
+        self.head = nn.Linear(16, 20, bias=False, dtype=dtype)
+        self.head.weight = self.embed.weight
+        if sparse_table:
+            self.table = SparseEmbedding(8, 4, 0.5)
+
+    def forward(self, ids):
+        return self.head(self.two(self.one(self.mix(self.body(self.embed(ids))))))
+
+
+def sparse(block=1, **options):
+    return ds.sparsify(Model(**options), 0.3, block, verbose=False).eval()
+
+
+def as_others_save(model, folder, shards=1):
+    """As Hugging Face does: every tensor once, in one file or in several with an index."""
+    folder.mkdir(exist_ok=True)
+    seen, tensors = set(), {}
+    for name, tensor in model.state_dict().items():
+        if tensor.data_ptr() not in seen:
+            tensors[name] = tensor.contiguous()
+        seen.add(tensor.data_ptr())
+    assert "head.weight" not in tensors
+    assert "two.values" not in tensors
+    if shards == 1:
+        save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+        return folder
+    where = {}
+    for i in range(shards):
+        file = f"model-{i + 1:05}-of-{shards:05}.safetensors"
+        part = {name: tensors[name] for name in list(tensors)[i::shards]}
+        save_file(part, folder / file, {"format": "pt"})
+        where |= dict.fromkeys(part, file)
+    index = {"metadata": {"total_size": 1}, "weight_map": where}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    return folder
+
+
+def as_ours(model, folder):
+    folder.mkdir()
+    ds.save_safetensors(model, folder / "model.safetensors")
+    return folder
+
+
+IDS = torch.arange(6).view(2, 3)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("block", [1, 4])
+@pytest.mark.parametrize("shards", [0, 1, 3])
+def test_a_dense_model_becomes_what_was_saved(tmp_path, shards, block, dtype):
+    saved = sparse(block, dtype=dtype)
+    folder = tmp_path / "saved"
+    as_others_save(saved, folder, shards) if shards else as_ours(saved, folder)
+    loaded = Model(dtype=dtype).eval()
+    before = torch.get_rng_state()
+    assert ds.load_pretrained(loaded, folder) is loaded
+    assert torch.equal(torch.get_rng_state(), before)
+    assert type(loaded) is Model
+    mine, theirs = loaded.state_dict(), saved.state_dict()
+    assert mine.keys() == theirs.keys()
+    assert all(torch.equal(tensor, theirs[name]) for name, tensor in mine.items())
+    assert loaded.one is loaded.two
+    assert loaded.head.weight is loaded.embed.weight
+    assert torch.equal(loaded(IDS), saved(IDS))
+    with torch.no_grad():
+        assert torch.equal(loaded(IDS), saved(IDS))
+    optimizer = torch.optim.SGD(loaded.parameters(), 0.1)
+    trainer = ds.RigL(loaded.train(), optimizer, total_steps=10, update_interval=1)
+    loaded(IDS).square().mean().backward()
+    assert len(trainer.step()) == len(trainer.layers) == 8
+    ds.densify(loaded)
+    assert type(loaded.mix) is Conv1D
+
+
+@pytest.mark.parametrize("named", ["model.safetensors", "model.safetensors.index.json"])
+def test_a_file_may_be_named(tmp_path, named):
+    saved = sparse()
+    folder = as_others_save(saved, tmp_path / "saved", 1 if named.endswith("rs") else 2)
+    loaded = ds.load_pretrained(Model().eval(), str(folder / named))
+    assert torch.equal(loaded(IDS), saved(IDS))
+
+
+def test_layers_that_are_sparse_already_take_the_pattern(tmp_path):
+    saved = sparse(sparse_table=True)
+    folder = as_ours(saved, tmp_path / "saved")
+    mixed = Model(sparse_table=True).eval()
+    ds.load_pretrained(mixed, folder)
+    assert mixed.table.pattern == saved.table.pattern
+    assert torch.equal(mixed(IDS), saved(IDS))
+    other = sparse(sparse_table=True)
+    assert ds.load_pretrained(other, folder).one.pattern == saved.one.pattern
+
+
+def test_a_sparse_layer_alone_and_a_dense_model(tmp_path):
+    layer = SparseLinear(8, 8, 0.5)
+    ds.save_safetensors(layer, tmp_path / "m")
+    assert torch.equal(
+        ds.load_pretrained(SparseLinear(8, 8, 0.5), tmp_path / "m").to_dense(), layer.to_dense()
+    )
+    dense = Model()
+    ds.save_safetensors(dense, tmp_path / "d")
+    assert torch.equal(ds.load_pretrained(Model(), tmp_path / "d").one.weight, dense.one.weight)
+
+
+def refuses(model, path, message, error=ValueError):
+    """One line, and the model is as it was, module by module and bit by bit."""
+    modules = list(model.named_modules())
+    state = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    with pytest.raises(error, match=message) as caught:
+        ds.load_pretrained(model, path)
+    assert "\n" not in str(caught.value)
+    assert [(n, id(m)) for n, m in model.named_modules()] == [(n, id(m)) for n, m in modules]
+    now = model.state_dict()
+    assert all(torch.equal(tensor, now[name]) for name, tensor in state.items())
+
+
+def changed(tmp_path, change):
+    folder = as_others_save(sparse(4), tmp_path / "saved")
+    tensors = load_file(folder / "model.safetensors")
+    change(tensors)
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    return folder
+
+
+def also_as(tensors, name):
+    for part in ("rows", "cols", "values"):
+        tensors[f"{name}.{part}"] = tensors[f"mix.{part}"].clone()
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda t: t["mix.rows"].fill_(99), "the pattern of 'mix' does not fit"),
+        (lambda t: t["mix.cols"].fill_(-1), "the pattern of 'mix' does not fit"),
+        (lambda t: t.update({"mix.rows": t["mix.rows"].flip(0)}), "the pattern of 'mix' is dam"),
+        (lambda t: t.update({"mix.rows": t["mix.rows"].float()}), "the pattern of 'mix' does"),
+        (lambda t: t.update({"mix.values": t["mix.values"][1:]}), "of 'mix' is damaged: expected"),
+        (
+            lambda t: t.update({"mix.values": t["mix.values"][:, 1:].contiguous()}),
+            r"the values of 'mix' must be \[nnz\] or",
+        ),
+        (lambda t: t.update({"mix.values": t["mix.values"].double()}), "'mix' are torch.float64"),
+        (lambda t: t.pop("one.values"), "the sparse layer 'one' has no values in the file"),
+        (lambda t: t.pop("mix.bias"), "'mix.bias' is only in the model"),
+        (lambda t: t.pop("embed.weight"), "'embed.weight' is only in the model"),
+        (lambda t: t.update(extra=torch.zeros(2)), "'extra' is only in the file"),
+        (
+            lambda t: t.update({"mix.bias": torch.zeros(3)}),
+            r"'mix.bias' is torch.float32 \[3\] in the file, torch.float32 \[16\] in the model",
+        ),
+        (
+            lambda t: also_as(t, "embed"),
+            "'embed' is a sparse layer in the file, the model has a Embedding there",
+        ),
+        (
+            lambda t: also_as(t, "away"),
+            "'away' is a sparse layer in the file, the model has no such layer",
+        ),
+        (
+            lambda t: also_as(t, "head"),
+            "'head' is sparse in the file, but in the model it shares its weight with 'embed'",
+        ),
+        (lambda t: [t.pop(f"two.{k}") for k in ("rows", "cols")], "the tied layer 'two' is dense"),
+    ],
+)  # fmt: skip
+def test_what_does_not_fit_changes_nothing(tmp_path, change, message):
+    refuses(Model(), changed(tmp_path, change), message)
+
+
+def test_sparse_models_that_do_not_fit(tmp_path):
+    folder = as_ours(sparse(4), tmp_path / "saved")
+    refuses(sparse(2), folder, "blocks of 4 in the file and of 2 in the model")
+    refuses(ds.sparsify(Model(), 0.5, 4, verbose=False), folder, "'.*': the layer holds")
+    refuses(sparse(4, sparse_table=True), folder, "the layer 'table' is not sparse in the file")
+    refuses(nn.Linear(3, 3), folder, "is a sparse layer in the file, the model has no such layer")
+    single = SparseLinear(8, 8, 0.5)
+    ds.save_safetensors(single, tmp_path / "m")
+    refuses(nn.Linear(8, 8), tmp_path / "m", "a single Linear, which cannot be replaced in place")
+
+
+@pytest.mark.parametrize("keep", [0, 4, 100, -1])
+def test_truncated_files(tmp_path, keep):
+    for shards in (1, 2):
+        folder = as_others_save(sparse(), tmp_path / str(shards), shards)
+        file = sorted(folder.glob("*.safetensors"))[0]
+        file.write_bytes(file.read_bytes()[:keep])
+        refuses(Model(), folder, f"{file.name} is truncated or no safetensors file")
+
+
+@pytest.mark.parametrize(
+    ("index", "message"),
+    [
+        ("{", "is no index of a sharded model"),
+        ("[]", "is no index of a sharded model"),
+        ({"weight_map": []}, "is no index of a sharded model"),
+        ({"weight_map": {"a": 3}}, "is no index of a sharded model: a file that is no text"),
+        ({"weight_map": {"a": "../saved/model.safetensors"}}, "must name safetensors files beside"),
+        ({"weight_map": {"a": "/etc/model.safetensors"}}, "must name safetensors files beside it"),
+        ({"weight_map": {"a": ".."}}, "must name safetensors files beside it, got '..'"),
+        ({"weight_map": {"a": "pytorch_model.bin"}}, "must name safetensors files beside it"),
+        ({"weight_map": {"nothing": "model.safetensors"}}, "holds 'nothing', which it does not"),
+        ("[" * 1000 + "]" * 1000, "is no index of a sharded model"),
+    ],
+)
+def test_an_index_that_lies(tmp_path, index, message):
+    folder = as_others_save(sparse(), tmp_path / "saved")
+    text = index if isinstance(index, str) else json.dumps(index)
+    (folder / "model.safetensors.index.json").write_text(text)
+    refuses(Model(), folder, message)
+
+
+def test_limits_and_missing_files(tmp_path, monkeypatch):
+    refuses(Model(), tmp_path, "expected model.safetensors or .*, found neither", FileNotFoundError)
+    refuses(Model(), tmp_path / "none", "none", FileNotFoundError)
+    folder = as_others_save(sparse(), tmp_path / "saved", 2)
+    index = folder / "model.safetensors.index.json"
+    where = json.loads(index.read_text())
+    where["weight_map"]["head.weight"] = "gone.safetensors"
+    index.write_text(json.dumps(where))
+    refuses(Model(), folder, "gone.safetensors", FileNotFoundError)
+    monkeypatch.setenv("DYNSPARSE_READ_LIMIT", "100")
+    refuses(Model(), folder, "is too large for an index")
+
+
+def test_load_safetensors_says_who_reads_files_of_others(tmp_path):
+    folder = as_others_save(sparse(), tmp_path / "saved")
+    with pytest.raises(ValueError, match=r"dynsparse\.load_pretrained reads others"):
+        ds.load_safetensors(sparse(), folder / "model.safetensors")
