@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import json
 import struct
+from collections.abc import Callable
+from pathlib import Path
 
 import torch
 
 from dynsparse.nn import SparseLinear
+from dynsparse.nn.pretrained import load_pretrained
 from dynsparse.nn.weights_file import load_safetensors, save_safetensors
 from targets.common import folder, refused_as
 
@@ -55,11 +58,16 @@ def run(data: bytes) -> None:
         content = _file(_HEADER, content[: len(_TENSORS)].ljust(len(_TENSORS), b"\0"))
     file = folder() / "weights"
     file.write_bytes(content)
+    _load(load_safetensors, file)
+    _load(load_pretrained, file)
+
+
+def _load(load: Callable[..., object], file: Path) -> None:
     model = _model()
     before = [tensor.clone() for tensor in model.state_dict().values()]
     with refused_as(ValueError):
         try:
-            load_safetensors(model, file)
+            load(model, file)
         except ValueError:
             after = model.state_dict().values()
             assert all(a.equal(b) for a, b in zip(before, after, strict=True))
