@@ -1,0 +1,210 @@
+"""Everything worth measuring on a GPU, most important first, inside a budget of time.
+
+    python3 benchmarks/gpu.py --out results.json           # on a GPU; at most ten minutes
+    python3 benchmarks/gpu.py --dry                        # tiny, on a CPU: does it run?
+
+Works from a checkout: nothing is installed, no compiled CPU kernels are needed; torch, Triton,
+NumPy and SciPy are. Sections run in order of importance until the budget is spent: ceilings of the
+chip, whether every kernel is right, all candidates of the kernels over blocks, the dense way,
+growth and updates, whole steps eager and captured, other sizes, and what time is left goes to
+neighbours of the best. Data are random, times medians of calls in turn with a cold cache. Kernels
+are compiled by several processes before anything is timed.
+
+What was expected before is printed beside each figure (`gpu_parts/predictions.py`). The file is
+whole at any moment, and an error ends its section only: where it has broken the device for this
+process, another one goes on. Exit status 1 where a result was wrong.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+HERE = Path(__file__).resolve().parent
+sys.path[:0] = [str(HERE.parent / "src"), str(HERE)]
+os.environ.setdefault("DYNSPARSE_ISA", "none")  # nothing here computes on the CPU
+os.environ.setdefault("TRITON_CACHE_DIR", str(Path(tempfile.gettempdir()) / "dynsparse-triton"))
+
+
+def arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--out", type=Path, help="JSON file of the results")
+    parser.add_argument("--budget", type=float, default=540, help="seconds, compiling included")
+    parser.add_argument("--dry", action="store_true", help="small, on a CPU, kernels interpreted")
+    parser.add_argument("--only", nargs="*", default=[], help="names of sections")
+    parser.add_argument("--workers", type=int, default=min(12, os.cpu_count() or 1))
+    parser.add_argument("--began", type=float, default=time.time(), help=argparse.SUPPRESS)
+    parser.add_argument("--worker", type=int, default=-1, help=argparse.SUPPRESS)
+    parser.add_argument("--done", nargs="*", default=[], help=argparse.SUPPRESS)
+    return parser.parse_args()
+
+
+def sections(run: Any) -> dict[str, Callable[[], None]]:
+    """By importance."""
+    from gpu_parts import ceilings, checks, dense_way, grid, growth, kernels, layers
+
+    return {
+        "ceilings": lambda: ceilings.measure(run),
+        "correctness": lambda: checks.check(run),
+        "blocks": lambda: kernels.measure(run),
+        "steps": lambda: layers.steps(run),
+        "dense way": lambda: dense_way.measure(run),
+        "growth": lambda: growth.scores(run),
+        "updates": lambda: growth.updates(run),
+        "graphs": lambda: layers.graph_after_updates(run),
+        "transformer": lambda: layers.transformer(run),
+        "float32": lambda: kernels.float32(run),
+        "grid": lambda: grid.measure(run, 0.75),
+        "refine": lambda: kernels.refine(run),
+    }
+
+
+def compile_all(args: argparse.Namespace) -> None:
+    """Workers launch every kernel once; what they compile is found in Triton's cache."""
+    begin = time.time()
+    command = [sys.executable, __file__, "--workers", str(args.workers), "--worker"]
+    running = [subprocess.Popen([*command, str(i)]) for i in range(args.workers)]
+    for process in running:
+        try:
+            process.wait(timeout=max(1.0, begin + args.budget / 4 - time.time()))
+        except subprocess.TimeoutExpired:
+            process.kill()  # what it leaves is compiled when it is first needed
+    print(f"compiled by {args.workers} processes in {time.time() - begin:.0f} s", flush=True)
+
+
+def worker(args: argparse.Namespace, run: Any) -> None:
+    from gpu_parts import checks, kernels
+
+    jobs = [lambda case=case: checks.one(run, *case) for case in checks.cases(run).values()]
+    for i, job in enumerate([*kernels.jobs(run), *jobs]):
+        if i % args.workers == args.worker:
+            try:
+                job()
+            except Exception as problem:  # told where it is measured
+                print(f"job {i}: {type(problem).__name__}", flush=True)
+    run.wait()
+
+
+def goes_on(run: Any) -> bool:
+    """Whether this process can still use the device."""
+    try:
+        run.wait()
+    except Exception:
+        return False
+    return True
+
+
+def again(args: argparse.Namespace, done: list[str]) -> None:
+    """A new process does the rest: an error has broken the device for this one."""
+    command = [sys.executable, __file__, "--budget", str(args.budget), "--began", str(args.began)]
+    command += ["--out", str(args.out)] if args.out else []
+    command += ["--only", *args.only] if args.only else []
+    print("the device is lost to this process; another goes on", flush=True)
+    os.execv(sys.executable, [*command, "--done", *done])
+
+
+def measure(args: argparse.Namespace, run: Any) -> None:
+    done = list(args.done)
+    for title, section in sections(run).items():
+        if title in done or (args.only and title not in args.only):
+            continue
+        done.append(title)
+        begin = time.time()
+        told = run.state["sections"][title] = {"ended": "no time"}
+        if run.left() > 20 or run.dry:
+            try:
+                section()
+                told["ended"] = "well"
+            except Exception as problem:
+                told["ended"] = f"{type(problem).__name__}: {str(problem)[:300]}"
+                run.problem(title, problem)
+        told["seconds"] = round(time.time() - begin, 1)
+        run.write()
+        print(f"-- {title}: {told['ended']}, {told['seconds']} s", flush=True)
+        if not goes_on(run):
+            again(args, done)
+
+
+def describe(run: Any) -> dict[str, object]:
+    import torch
+    import triton
+
+    found: dict[str, object] = {
+        "torch": torch.__version__, "triton": triton.__version__, "python": sys.version.split()[0],
+        "device": "interpreter",
+    }  # fmt: skip
+    if not run.dry:
+        about = torch.cuda.get_device_properties(0)
+        found |= {
+            "device": about.name, "capability": [about.major, about.minor],
+            "multiprocessors": about.multi_processor_count, "cache": about.L2_cache_size,
+        }  # fmt: skip
+    return found
+
+
+def summary(run: Any) -> None:
+    """The row of `cuda/rates.py` as measured, the best candidates, and what was wrong."""
+    from gpu_parts import ceilings
+
+    best = run.state["best"]
+    reached = [kept["share"] for key, kept in best.items() if not key.startswith("16 ")]
+    row = ceilings.rates(run)
+    if reached and not run.dry:
+        share = {**row.share, "16-bit": round(statistics.median(reached), 2)}
+        row = row._replace(measured=True, source=f"gpu.py on {run.state['about']}", share=share)
+    run.state["rates"] = row._asdict()
+    print(f"for cuda/rates.py: {row}")
+    for key, kept in best.items():
+        print(f"best {key}: {kept['us']:.1f} us, {kept['ratio']:.2f}x dense, "
+              f"{100 * kept['share']:.0f} % of bound, {kept['config']}")  # fmt: skip
+    print(f"wrong results: {run.state.get('wrong', 'not looked at')}; "
+          f"problems: {len(run.state.get('problems', []))}")  # fmt: skip
+    run.write()
+
+
+def main() -> int:
+    args = arguments()
+    if not args.dry:
+        import torch
+
+        if not torch.cuda.is_available():
+            print("gpu.py: expected a CUDA device, found none: --dry runs on a CPU")
+            return 2
+    with ExitStack() as stack:
+        if args.dry:
+            sys.path.insert(0, str(HERE.parent / "tests" / "ops" / "cuda"))
+            import interpreted
+
+            stack.enter_context(interpreted.kernels())
+        from gpu_parts import ceilings
+        from gpu_parts.run import Run
+
+        run = Run(args.dry, args.budget, args.out, args.began)
+        if args.dry:
+            ceilings.interpret()
+        if args.worker >= 0:
+            worker(args, run)
+            return 0
+        if args.done and args.out and args.out.exists():
+            run.state.update(json.loads(args.out.read_text()))
+        elif not args.dry:
+            compile_all(args)
+        run.state["about"] = describe(run)
+        print(run.state["about"], flush=True)
+        measure(args, run)
+        summary(run)
+    return 1 if run.state.get("wrong") else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

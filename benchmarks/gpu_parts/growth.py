@@ -1,0 +1,85 @@
+"""Growth and pattern updates on the device: time, memory, and how often the host waits."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+
+import torch
+
+import dynsparse as ds
+from dynsparse.ops.grow import topk_outside
+from gpu_parts.data import Data
+from gpu_parts.predictions import EXPECTED
+from gpu_parts.run import Run
+
+
+def peak(run: Run, call: Callable[[], object]) -> int:
+    """Bytes that a call takes beyond what was there."""
+    if run.dry:
+        call()
+        return 0
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    call()
+    torch.cuda.synchronize()
+    return torch.cuda.max_memory_allocated() - before
+
+
+def waits(run: Run, call: Callable[[], object]) -> int:
+    """How often a call makes the host wait for the device."""
+    call()
+    if run.dry:
+        return 0
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        torch.cuda.set_sync_debug_mode("warn")
+        try:
+            call()
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+    return sum("synchroniz" in str(w.message) for w in caught)
+
+
+def scores(run: Run) -> None:
+    n, batch, density = run.sizes
+    for b in (64, 16, 1):
+        d = Data(run.device, n, batch, density, b)
+        k = max(1, d.pattern.nnz // 10)
+        pairs = [(d.x, d.dy)]
+        grow = lambda pairs=pairs, p=d.pattern, k=k: topk_outside(pairs, p, k, sort=False)  # noqa: E731
+        us = run.wall(grow)
+        dense = run.times({"dense": lambda d=d: d.dy.t() @ d.x})["dense"]
+        run.note("growth", f"the best free positions, blocks of {b}", us, dense=dense,
+                 expected=EXPECTED["scores"] if b > 1 else None,
+                 extra_megabytes=round(peak(run, grow) / 1e6, 1),
+                 dense_gradient_megabytes=round(4 * n * n / 1e6, 1))  # fmt: skip
+        del d
+
+
+def updates(run: Run) -> None:
+    """A whole RigL update, beside the step that it belongs to."""
+    n, batch, density = run.sizes
+    for b in (64, 16, 1):
+        times: dict[bool, float] = {}
+        for due in (False, True):
+            layer = ds.nn.SparseLinear(n, n, density, b, device=run.device)
+            optimizer = torch.optim.SGD(layer.parameters(), lr=1e-3, momentum=0.9)
+            interval = 1 if due else 10**6
+            trainer = ds.RigL(layer, optimizer, total_steps=10**7, update_interval=interval)
+            x = torch.randn(batch, n, device=run.device).bfloat16()
+            dy = torch.randn(batch, n, device=run.device).bfloat16()
+
+            def step(layer=layer, trainer=trainer, optimizer=optimizer, x=x, dy=dy) -> None:
+                layer(x).backward(dy)
+                trainer.step()
+                optimizer.zero_grad()
+
+            times[due] = run.wall(step, 10)
+            run.note("updates", f"step {'with' if due else 'without'} an update, blocks of {b}",
+                     times[due], host_waits=waits(run, step))  # fmt: skip
+        taken = times[True] - times[False]
+        run.note("updates", f"a whole update, blocks of {b}", taken,
+                 expected=EXPECTED["scores"] + EXPECTED["update"],
+                 percent_of_training_every_100=round(taken / times[False], 2))  # fmt: skip

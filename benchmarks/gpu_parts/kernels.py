@@ -1,0 +1,224 @@
+"""The kernels over blocks at the main size: all candidates, and neighbours of the best."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch.nn.functional import linear
+
+from dynsparse.ops.linear.cuda import launch
+from dynsparse.ops.linear.cuda.chip import chip_of
+from dynsparse.ops.linear.cuda.configurations import BLOCKS, Gradient, Rows, gradient_for, rows_for
+from dynsparse.ops.linear.cuda.costs import PASSES, Pass, bounds, seconds
+from dynsparse.ops.linear.cuda.rates import rates_of
+from gpu_parts.ceilings import rates
+from gpu_parts.data import Data, error
+from gpu_parts.predictions import EXPECTED
+from gpu_parts.run import Call, Run
+
+# Largest blocks first: they matter most.
+ORDER = (128, 64, 32, 16)
+# What a candidate is: its configuration, and for the gradient of the weight among how many programs
+# the samples are divided (None: as is chosen).
+Candidate = tuple[Any, ...]
+
+_ROWS = {
+    128: [Rows(128, 64, 8, 3), Rows(128, 64, 4, 3), Rows(128, 128, 8, 2), Rows(256, 64, 8, 3),
+          Rows(128, 64, 8, 3, "tma"), Rows(128, 64, 4, 3, "tma"), Rows(128, 128, 8, 2, "tma"),
+          Rows(256, 64, 8, 3, "tma"), Rows(256, 64, 8, 3, "swapped")],
+    64: [Rows(128, 64, 4, 4), Rows(256, 64, 8, 3), Rows(128, 64, 4, 3),
+         Rows(128, 64, 4, 4, "tma"), Rows(256, 64, 8, 3, "tma"), Rows(128, 64, 4, 3, "tma"),
+         Rows(256, 64, 4, 2, "swapped")],
+    32: [Rows(128, 64, 4, 4), Rows(256, 64, 8, 3), Rows(256, 32, 4, 4), Rows(128, 128, 4, 3)],
+    16: [Rows(128, 64, 4, 4), Rows(256, 64, 8, 3), Rows(256, 32, 4, 4), Rows(128, 128, 4, 3)],
+}  # fmt: skip
+_GRADIENT = {
+    128: [(Gradient(1, 64, 8, 4), 1), (Gradient(1, 64, 8, 4), 2), (Gradient(1, 64, 4, 4), 2),
+          (Gradient(2, 64, 8, 3), 2)],
+    64: [(Gradient(4, 64, 8, 3), 1), (Gradient(2, 64, 4, 4), 1), (Gradient(4, 64, 8, 3), 2),
+         (Gradient(2, 128, 4, 3), 1), (Gradient(2, 64, 4, 4), 2)],
+    32: [(Gradient(8, 64, 8, 3), 1), (Gradient(4, 64, 4, 4), 1), (Gradient(4, 64, 4, 4), 2)],
+    16: [(Gradient(16, 64, 8, 3), 1), (Gradient(8, 64, 4, 4), 1), (Gradient(8, 64, 4, 4), 2)],
+}  # fmt: skip
+
+
+def candidates(run: Run, b: int, what: str) -> list[Candidate]:
+    """What to time, that of the tables first."""
+    n, batch, _ = run.sizes
+    chip = chip_of(run.device)
+    if what == "grad_weight":
+        found: list[Candidate] = [(gradient_for(b, torch.bfloat16, chip), None), *_GRADIENT[b]]
+    else:
+        first = rows_for(b, torch.bfloat16, batch, n // b, chip)
+        found = [(c,) for c in (first, *_ROWS[b])]
+        if importlib.util.find_spec("dynsparse.ops.linear.cuda.rows_tma") is None:
+            found = [c for c in found if c[0].way == "pointers"]
+    found = list(dict.fromkeys(found))
+    return found[:1] if run.dry else found
+
+
+def call_of(d: Data, what: str, candidate: Candidate) -> Call:
+    """A launch with one candidate; operands of the main layer."""
+    config = candidate[0]
+    if what == "forward":
+        return lambda: launch.forward(d.x, d.values, d.p, d.bias, config)
+    if what == "grad_input":
+        return lambda: launch.grad_input(d.dy, d.values, d.p, config)
+    return lambda: launch.grad_weight(
+        d.dy, d.x, d.p, d.values.dtype, config=config, split=candidate[1]
+    )[0]
+
+
+def dense_call(d: Data, what: str) -> Callable[[], torch.Tensor]:
+    """The dense product that a pass replaces."""
+    weight = d.weight
+    assert weight is not None
+    return {
+        "forward": lambda: linear(d.x, weight, d.bias),
+        "grad_input": lambda: d.dy @ weight,
+        "grad_weight": lambda: d.dy.t() @ d.x,
+    }[what]
+
+
+def jobs(run: Run) -> Iterator[Call]:
+    """Every kernel once, to be compiled by several processes before anything is timed."""
+    n, batch, density = run.sizes
+    for b in ORDER:
+        for what in PASSES:
+            for candidate in candidates(run, b, what):
+                yield lambda b=b, w=what, c=candidate: call_of(
+                    Data(run.device, n, batch, density, b), w, c
+                )()
+
+
+def measure(run: Run) -> None:
+    n, batch, density = run.sizes
+    for b in ORDER:
+        d = Data(run.device, n, batch, density, b, weight=True)
+        for what in PASSES:
+            wanted = dense_call(d, what)()
+            wanted = d.collected(wanted) if what == "grad_weight" else wanted
+            calls: dict[str, Call] = {"dense": dense_call(d, what)}
+            names = {}
+            for candidate in candidates(run, b, what):
+                name = _name(candidate)
+                call = call_of(d, what, candidate)
+                try:
+                    off = error(call(), wanted)
+                    run.wait()
+                except Exception as problem:
+                    run.problem(f"blocks {b} {what} {name}", problem)
+                    continue
+                if off > 1e-2:
+                    run.note("blocks", f"{b} {what} {name}", right="NO", error=off)
+                    continue
+                calls[name], names[name] = call, candidate
+            times = run.times(calls, 0.15 * len(calls))
+            for name in sorted(names.keys() & times.keys(), key=times.__getitem__):
+                _note(run, d, what, names[name], times[name], times["dense"])
+        del d
+
+
+def float32(run: Run) -> None:
+    """Blocks of 64 and 32 in float32: three products of tf32 against cuBLAS without it."""
+    n, batch, density = run.sizes
+    for b in (64, 32):
+        d = Data(run.device, n, batch, density, b, torch.float32, weight=True)
+        for what in PASSES:
+            calls = {"dense": dense_call(d, what)}
+            config = (None, None)
+            calls["blocks"] = call_of(d, what, config)
+            times = run.times(calls, 0.2)
+            if len(times) == 2:
+                at = (d.layer, batch, what, "tf32x3")
+                run.note("float32", f"{b} {what}", times["blocks"], dense=times["dense"],
+                         bound=bounds(*at, rates(run)).least * 1e6,
+                         expected=round(seconds("blocks", *at, rates(run)) * 1e6),
+                         wanted=8.0 if b == 64 else 5.0)  # fmt: skip
+
+
+def _name(candidate: Candidate) -> str:
+    return " ".join(str(part) for part in candidate if part is not None)
+
+
+def _note(run: Run, d: Data, what: Pass, candidate: Candidate, us: float, dense: float) -> None:
+    """Tells a time, and keeps the candidate if it is the best."""
+    at = (d.layer, d.batch, what, "16-bit")
+    expected = seconds("blocks", *at, rates_of(chip_of(run.device))) * 1e6
+    if what != "grad_weight":  # 128: tiles of 256 samples were expected, of 128 are counted here
+        expected = EXPECTED.get(f"blocks {d.b}", expected)
+    bound = bounds(*at, rates(run))
+    run.note("blocks", f"{d.b} {what} {_name(candidate)}", us, dense=dense,
+             bound=bound.least * 1e6, expected=round(expected), bound_by=bound.name)  # fmt: skip
+    key, best = f"{d.b} {what}", run.state["best"]
+    if key not in best or us < best[key]["us"]:
+        config = [c if c is None or isinstance(c, int) else list(c) for c in candidate]
+        best[key] = {
+            "us": us, "ratio": dense / us, "share": bound.least * 1e6 / us, "config": config,
+        }  # fmt: skip
+
+
+def _restored(what: str, kept: dict[str, Any]) -> Candidate:
+    """The candidate of an entry of `best`, which a file has held."""
+    first, *rest = kept["config"]
+    return ((Gradient if what == "grad_weight" else Rows)(*first), *rest)
+
+
+def _near(candidate: Candidate) -> Iterator[Candidate]:
+    c, rest = candidate[0], candidate[1:]
+    for stages in (c.stages - 1, c.stages + 1, c.stages + 2):
+        if stages > 1:
+            yield (c._replace(stages=stages), *rest)
+    for warps in (4, 8):
+        yield (c._replace(warps=warps), *rest)
+    for samples in (c.samples // 2, c.samples * 2):
+        if 32 <= samples <= 256:
+            yield (c._replace(samples=samples), *rest)
+    if isinstance(c, Gradient):
+        for blocks in (c.blocks // 2, c.blocks * 2):
+            if blocks:
+                yield (c._replace(blocks=blocks), *rest)
+        for split in (1, 2, 3, 4):
+            yield (c, split)
+    else:
+        for inputs in (c.inputs // 2, c.inputs * 2):
+            if 32 <= inputs <= 128:
+                yield (c._replace(inputs=inputs), *rest)
+
+
+def refine(run: Run) -> None:
+    """Neighbours of the best, one change at a time, until the time is spent."""
+    n, batch, density = run.sizes
+    tried: set[str] = set()
+    while run.left() > 15:
+        before = len(tried)
+        for key, kept in list(run.state["best"].items()):
+            b, what = int(key.split()[0]), key.split()[1]
+            d = Data(run.device, n, batch, density, b, weight=True)
+            wanted = dense_call(d, what)()
+            wanted = d.collected(wanted) if what == "grad_weight" else wanted
+            for candidate in _near(_restored(what, kept)):
+                name = _name(candidate)
+                if f"{key} {name}" in tried or run.left() < 15:
+                    continue
+                tried.add(f"{key} {name}")
+                call = call_of(d, what, candidate)
+                try:
+                    if error(call(), wanted) > 1e-2:
+                        continue
+                except Exception:  # too much shared memory, or registers: no candidate
+                    continue
+                times = run.times({"dense": dense_call(d, what), "this": call}, 0.1)
+                if "this" in times and times["this"] < run.state["best"][key]["us"]:
+                    _note(run, d, what, candidate, times["this"], times["dense"])
+                if run.dry:
+                    return
+            del d
+        if len(tried) == before:
+            return
+
+
+assert set(ORDER) == set(BLOCKS)
