@@ -18,7 +18,7 @@ QUIET = Console(quiet=True)
 APPS = {"mnist": mnist, "mnist-transformer": transformer, "lm": lm}
 # What neither the network nor the course of the training depends on.
 OF_THE_RUN = {
-    "threads", "restore", "checkpoint_path", "checkpoint_freq", "stop_after", "overwrite",
+    "device", "threads", "restore", "checkpoint_path", "checkpoint_freq", "stop_after", "overwrite",
     "records_path", "json", "tensorboard", "use_wandb", "wandb_project_name", "wandb_name",
     "wandb_tags",
 }  # fmt: skip

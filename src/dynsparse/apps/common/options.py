@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+import torch
 
 from dynsparse.apps.common.option import (
     FILE,
@@ -56,6 +59,23 @@ def _is_schedule(settings: Any) -> bool:
                 f"--{name}: {key}: expected a number of pattern updates, an integer of at least "
                 f"0, got {value!r}"
             )
+    return True
+
+
+def _is_device(value: Any) -> bool:
+    if not isinstance(value, str) or not re.fullmatch(r"cpu|cuda(:\d{1,3})?", value):
+        return False
+    if value == "cpu":
+        return True
+    count = torch.cuda.device_count()
+    if not count:
+        raise ValueError(
+            f"--device: expected a machine with a CUDA device and a torch that knows it, got "
+            f"{value!r} without one: use --device cpu"
+        )
+    if int(value.partition(":")[2] or 0) >= count:
+        names = ", ".join(f"cuda:{number}" for number in range(count))
+        raise ValueError(f"--device: expected a device of this machine ({names}), got {value!r}")
     return True
 
 
@@ -120,6 +140,10 @@ class TrainingOptions:
     optimizer_arg: dict[str, Any] = _training(
         {}, "An argument of the optimizer, such as momentum=0.9.", pairs("momentum=0.9")
     )
+    device: str = _training(
+        "cpu", "Where it computes: cpu, cuda or cuda:N.",
+        Kind(str, (("cpu, cuda or cuda:N", _is_device),)), defines="run",
+    )  # fmt: skip
     seed: int | None = _training(
         None, "Of all randomness; drawn and shown if left out.",
         integer(0, 2**63 - 1, "an integer below 2^63"), defines="apart",

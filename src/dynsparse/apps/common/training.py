@@ -50,8 +50,9 @@ class Sums:
 
     def add(self, loss: Tensor, right: Tensor, count: int) -> None:
         """The summed loss of `count` answers, and how many of them are right."""
-        self.loss += loss
-        self.right += right
+        # Not in place: the first sum moves to where the losses are.
+        self.loss = self.loss + loss
+        self.right = self.right + right
         self.count += count
 
     def include(self, other: Sums) -> None:
@@ -75,6 +76,7 @@ class Training(ABC):
         generator_name: how checkpoints call `generator`; counters: the attributes they keep.
         rate_flag: the option to lower where a training diverges.
         identity: tells this training from all others; resuming keeps it.
+        device: where it computes. What is drawn is drawn on the CPU: all devices begin alike.
 
     Args:
         total_steps: after how many steps patterns stay.
@@ -103,12 +105,14 @@ class Training(ABC):
         initial: torch.Generator | None = None,
     ) -> None:
         self.options = options
+        self.device = torch.device(options.device)
         self.seed = seed
         self.identity = new_identity()
         torch.manual_seed(seed)  # dropout draws from the global generator
         self.generator = torch.Generator().manual_seed(seed)
         initial = self.generator if initial is None else initial
         self.model, final = self.build_model(initial)
+        self.model.to(self.device)
         self.optimizer = self.build_optimizer()
         self.trainer = build_trainer(
             options,
@@ -197,6 +201,6 @@ class Training(ABC):
         }
 
 
-def precision(data_type: str) -> AbstractContextManager[Any]:
+def precision(data_type: str, device: torch.device) -> AbstractContextManager[Any]:
     """The context in which a network of that type computes."""
-    return torch.autocast("cpu", torch.bfloat16) if data_type == "bfloat16" else nullcontext()
+    return torch.autocast(device.type, torch.bfloat16) if data_type == "bfloat16" else nullcontext()

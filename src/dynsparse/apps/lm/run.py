@@ -76,7 +76,8 @@ def _introduce(options: Options, corpus: Corpus, seed: int, console: Console) ->
     if options.trains:
         needed = estimate_memory(built, corpus.size)
         console.print(memory_line(needed), highlight=False)
-        check_memory(needed)
+        device = torch.device(options.device)
+        check_memory(needed, None if device.type == "cpu" else torch.cuda.mem_get_info(device)[0])
 
 
 def _measured(training: Training, console: Console) -> dict[str, Any]:

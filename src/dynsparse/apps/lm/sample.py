@@ -29,15 +29,17 @@ def sample(
     The model is left in evaluation.
 
     Args:
+        generator: on the CPU, where the tokens are drawn.
         temperature: of the softmax; 0 always takes the likeliest.
         top_k: how many of the likeliest are in the draw; all when left out.
     """
     model.eval()
+    device = next(model.parameters()).device
     ids = prompt[None, -model.sequence_length :].long()
     for _ in range(count):
-        with precision(data_type):
-            logits = model(ids)[0, -1]
-        chosen = choose(logits.double(), generator, temperature, top_k)
+        with precision(data_type, device):
+            logits = model(ids.to(device))[0, -1]
+        chosen = choose(logits.double().cpu(), generator, temperature, top_k)
         yield int(chosen)
         ids = torch.cat([ids, chosen.view(1, 1)], 1)[:, -model.sequence_length :]
 

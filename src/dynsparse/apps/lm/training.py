@@ -151,8 +151,9 @@ class Training(common.Training):
             the same shape).
         """
         offset = self.options.autoregression_offset
+        batch = batch.to(self.device)
         targets = batch[:, 1 + offset :]
-        with precision(self.options.data_type):
+        with precision(self.options.data_type, self.device):
             logits = self.model(batch[:, :-1])[:, offset:]
         losses = token_losses(logits, targets)
         right = logits.detach().argmax(-1) == targets

@@ -97,12 +97,13 @@ class Training(common.Training):
             images = self.arrange(pictures.images)
             if self.options.data_type == "float64":
                 images = images.to(torch.float64)
-            self._arranged[part] = Pictures(images, pictures.labels)
+            labels = pictures.labels.to(self.device)
+            self._arranged[part] = Pictures(images.to(self.device), labels)
         return self._arranged[part]
 
     def _forward(self, images: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
         """(mean loss, number of right answers)."""
-        with precision(self.options.data_type):
+        with precision(self.options.data_type, self.device):
             logits = self.model(images)
         # Sixteen bits are too few for the sum of exponentials.
         logits = logits.float() if logits.dtype == torch.bfloat16 else logits
@@ -116,7 +117,7 @@ class Training(common.Training):
         """
         data = self._pictures("train")
         self.model.train()
-        order = torch.randperm(len(data), generator=self.generator)
+        order = torch.randperm(len(data), generator=self.generator).to(self.device)
         window, whole = Sums(), Sums()
         for number, indices in enumerate(order.split(self.options.batch_size), start=1):
             begin = time.perf_counter()

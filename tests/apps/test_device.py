@@ -1,0 +1,110 @@
+"""--device: refused in one line where it is not there; data and losses follow the model."""
+
+import warnings
+
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from dynsparse import data
+from dynsparse.apps import lm
+from dynsparse.apps.common.training import Sums, precision
+from dynsparse.apps.lm.corpus import load_corpus
+from dynsparse.apps.lm.training import Training as LmTraining
+from dynsparse.apps.pictures import mnist, transformer
+from dynsparse.apps.pictures.mnist.training import MnistTraining
+from dynsparse.apps.pictures.transformer.training import TransformerTraining
+from dynsparse.cli.app import run
+
+TINY = {
+    "layers": 1, "hidden_size": 16, "ff_size": 32, "heads": 2, "sequence_length": 8,
+    "batch_size": 4, "steps": 12, "warmup_steps": 2, "update_interval": 3, "sparsity": 0.5,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("options", [lm.Options, mnist.Options, transformer.Options])
+@pytest.mark.parametrize(
+    ("devices", "device", "line"),
+    [
+        (0, "gpu", r"--device: expected cpu, cuda or cuda:N, got 'gpu'"),
+        (0, "cuda:-1", r"--device: expected cpu, cuda or cuda:N, got 'cuda:-1'"),
+        (0, "cuda:", r"--device: expected cpu, cuda or cuda:N, got 'cuda:'"),
+        (0, 3, r"--device: expected cpu, cuda or cuda:N, got 3"),
+        (0, "cuda", r"--device: expected a machine with a CUDA device .*: use --device cpu"),
+        (2, "cuda:2", r"--device: expected a device .* \(cuda:0, cuda:1\), got 'cuda:2'"),
+    ],
+)
+def test_what_is_not_there_is_refused(monkeypatch, options, devices, device, line):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: devices)
+    with pytest.raises(ValueError, match=line) as error:
+        options(device=device).check()
+    assert "\n" not in str(error.value)
+
+
+def test_what_is_there_is_taken(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    for device in ("cpu", "cuda", "cuda:0", "cuda:1"):
+        mnist.Options(device=device).check()
+
+
+@pytest.mark.parametrize("command", ["lm", "mnist", "mnist-transformer"])
+def test_commands_end_in_one_line(monkeypatch, capsys, command):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    monkeypatch.setattr(warnings, "showwarning", warnings.showwarning)
+    assert run([command, "--device", "cuda"]) == 2
+    assert "--device: expected a machine with a CUDA device" in capsys.readouterr().err
+
+
+def test_sums_go_where_the_losses_are():
+    with FakeTensorMode():
+        sums = Sums()
+        for _ in range(2):
+            sums.add(torch.empty((), device="cuda"), torch.empty((), device="cuda").long(), 3)
+        whole = Sums()
+        whole.include(sums)
+        assert whole.loss.device.type == whole.right.device.type == "cuda"
+        assert (whole.loss.dtype, whole.right.dtype) == (torch.float64, torch.int64)
+
+
+def test_autocast_is_that_of_the_device():
+    with precision("bfloat16", torch.device("cpu")):
+        assert torch.is_autocast_enabled("cpu")
+    with precision("float32", torch.device("cuda")):
+        assert not torch.is_autocast_enabled("cuda")
+
+
+class Meta(torch.nn.Module):
+    """Answers where no numbers are, and has seen what it was given."""
+
+    def __init__(self, *shape):
+        super().__init__()
+        self.logits = torch.nn.Parameter(torch.empty(*shape, device="meta"))
+        self.seen = []
+
+    def forward(self, x):
+        self.seen.append(x.device.type)
+        shape = (*x.shape, self.logits.shape[-1]) if x.dtype is torch.int64 else (len(x), -1)
+        return self.logits.expand(*shape)
+
+
+def test_batches_of_text_go_where_the_model_is():
+    options = lm.Options(**TINY, data="stdlib")
+    corpus = load_corpus(options)
+    training = LmTraining(options, corpus, 7)
+    training.device, training.model = torch.device("meta"), Meta(corpus.size)
+    _, losses, right = training.losses(corpus.batch(4, 8, training.generator))
+    assert [*training.model.seen, losses.device.type, right.device.type] == ["meta"] * 3
+
+
+@pytest.mark.parametrize(
+    ("kind", "options"),
+    [(MnistTraining, mnist.Options), (TransformerTraining, transformer.Options)],
+)
+def test_pictures_go_where_the_model_is(kind, options):
+    training = kind(options(), data.load("digits"), 7)
+    training.device, training.model = torch.device("meta"), Meta(1, 10)
+    for part in ("train", "test"):
+        pictures = training._pictures(part)
+        assert pictures.images.device.type == pictures.labels.device.type == "meta"
+        loss, right = training._forward(pictures.images, pictures.labels)
+        assert loss.device.type == right.device.type == "meta"
