@@ -187,3 +187,24 @@ def test_kernels_over_blocks_serve_where_they_are_asked_for(monkeypatch):
         assert layer.kernel(8) == "blocks"
         assert layer.kernel(8, dtype=torch.float64) == "dense"
         assert SparseLinear(64, 48, 0.4, 8).kernel(8) == "dense"
+
+
+def test_the_formula_chooses_where_kernels_over_blocks_serve(monkeypatch):
+    monkeypatch.setattr(blocks, "runs_triton", lambda device: True)
+    sparse, full = (SparseLinear(2048, 2048, density, 64) for density in (0.1, 1.0))
+    for backward in (False, True):
+        for dtype in (torch.float16, torch.bfloat16):
+            assert sparse.kernel(8192, backward=backward, dtype=dtype) == "blocks"
+            assert full.kernel(8192, backward=backward, dtype=dtype) == "dense"
+        with ops.use_kernel("dense"):
+            assert sparse.kernel(8192, backward=backward) == "dense"
+        with ops.use_kernel("blocks"):
+            assert full.kernel(8192, backward=backward) == "blocks"
+        # Kinds of the CPU leave the choice as it is.
+        with ops.use_kernel("small"):
+            assert sparse.kernel(8192, backward=backward) == "blocks"
+    assert SparseLinear(2048, 2048, 0.1, 8).kernel(8192) == "dense"
+    assert sparse.kernel(8192, dtype=torch.float64) == "dense"
+    for batch in range(1, 200):  # remembered, but not without end
+        sparse.kernel(batch)
+    assert len(sparse._current().index.choices[0]) <= 64

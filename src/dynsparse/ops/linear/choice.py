@@ -12,13 +12,13 @@
 On other devices than the CPU the kinds are the files of `cuda/`:
 
 - `dense`: one dense product in the type of the activations, of a weight that is laid out for it.
-- `blocks`: Triton kernels over blocks of 16 to 128 on NVIDIA GPUs; so far only where they are asked
-  for by `use_kernel`.
+- `blocks`: Triton kernels over blocks of 16 to 128 on NVIDIA GPUs.
 
 On the CPU the fastest of the first three is chosen by a small model of what each costs. It counts
 nanoseconds on one thread; all kinds divide about evenly among threads, so the choice does not
 depend on their number. `benchmarks/kernel_choice.py` measures all kinds over a grid of layers, fits
-the constants (`costs.py`) and says how far the choice is from the best and from a dense layer.
+the constants (`costs.py`) and says how far the choice is from the best and from a dense layer. On
+GPUs `cuda/costs.py` chooses by what bounds the kernels on the chip.
 """
 
 from __future__ import annotations
@@ -31,6 +31,8 @@ import torch
 from dynsparse import native
 from dynsparse.ops.linear.costs import Layer, constants, evaluate, family
 from dynsparse.ops.linear.cuda import blocks
+from dynsparse.ops.linear.cuda import costs as cuda_costs
+from dynsparse.ops.linear.cuda.chip import chip_of
 from dynsparse.ops.linear.layer_index import LayerIndex
 from dynsparse.typed import typed
 
@@ -126,8 +128,7 @@ def route(p: LayerIndex, batch: int, backward: bool, dtype: torch.dtype) -> str:
     """Which of `ROUTES` computes a pass over `batch` activations of `dtype`: forward, or both
     gradients. As `choose`, remembered, and subject to `use_kernel`."""
     if not p.on_cpu:
-        asked_for = _forced == "blocks" and blocks.serves(p, dtype, p.cols.device)
-        return "blocks" if asked_for else "dense"
+        return _route_elsewhere(p, batch, backward, dtype)
     low = dtype is torch.bfloat16
     if not (dtype is torch.float32 or low or dtype is torch.float16) or native.load() is None:
         return "torch"
@@ -141,4 +142,22 @@ def route(p: LayerIndex, batch: int, backward: bool, dtype: torch.dtype) -> str:
             choices.clear()
         layer = Layer(p.out_features, p.in_features, p.nnz, p.block_size)
         kind = choices[key] = choose(layer, batch, backward, dtype)
+    return kind
+
+
+def _route_elsewhere(p: LayerIndex, batch: int, backward: bool, dtype: torch.dtype) -> str:
+    """On another device than the CPU."""
+    device = p.cols.device
+    if _forced == "dense" or not blocks.serves(p, dtype, device):
+        return "dense"
+    if _forced == "blocks":
+        return "blocks"
+    choices = p.choices[0]
+    key = (batch, backward, dtype)
+    kind = choices.get(key)
+    if kind is None:
+        if len(choices) >= _MOST_CHOICES:
+            choices.clear()
+        layer = Layer(p.out_features, p.in_features, p.nnz, p.block_size)
+        kind = choices[key] = cuda_costs.choose(layer, batch, backward, dtype, chip_of(device))
     return kind

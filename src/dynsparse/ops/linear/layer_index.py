@@ -41,7 +41,8 @@ class LayerIndex:
         masks: what `kernels.masks` makes of the index when it is first needed, or None.
         panels: likewise what `kernels.panels` makes of it, by rows and by columns, each after the
             number of samples from which on it is of use.
-        choices: what `choice.route` has decided so far, for float32 and for bfloat16.
+        choices: what `choice.route` has decided so far, for float32 and for bfloat16 on a CPU.
+            Elsewhere the first holds all.
 
     Raises:
         RuntimeError: lengths, types or devices that do not fit, which would make the kernels read
@@ -109,7 +110,7 @@ class LayerIndex:
         self.on_cpu = values.is_cpu
         self.masks: Tensor | None = None
         self.panels: list[tuple[int, Tensor | None]] = [(0, None), (0, None)]
-        self.choices: tuple[dict[int, str], dict[int, str]] = ({}, {})
+        self.choices: tuple[dict[Hashable, str], dict[Hashable, str]] = ({}, {})
         self._derived: dict[Hashable, tuple[Tensor, Callable[[LayerIndex], Tensor]]] = {}
 
     def derived(self, name: Hashable, make: Callable[[LayerIndex], Tensor]) -> Tensor:
