@@ -18,12 +18,13 @@ BIN := $(VENV)/bin
 PLAIN_PATH = @echo "$(CURDIR)/src" >"$$($(BIN)/python -c \
 	'import sysconfig; print(sysconfig.get_path("purelib"))')/_editable_skbc_dynsparse.pth"
 
-.PHONY: help demo test test-frameworks lint native sanitize bench fuzz soak faults clean
+.PHONY: help demo test test-frameworks test-gpu-kernels lint native sanitize bench fuzz soak faults clean
 
 help:
 	@echo "make demo    train a sparse network on digits, write pictures to demo-output/"
 	@echo "make test    style, types and all tests"
 	@echo "make test-frameworks  the tests of the callbacks, with Lightning and Hugging Face"
+	@echo "make test-gpu-kernels  the Triton kernels without a GPU: interpreted, and compiled for every chip"
 	@echo "make native  build the compiled kernels in place"
 	@echo "make sanitize  drive the kernels under sanitizers (ten minutes; SANITIZE_SECONDS=3600 for longer)"
 	@echo "make bench   time a training step beside the alternatives (two minutes)"
@@ -45,6 +46,9 @@ test: $(VENV)/.installed-dev native lint
 
 test-frameworks: $(VENV)/.installed-frameworks native
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/integrations tests/nn/test_convert_transformers.py
+
+test-gpu-kernels: $(VENV)/.installed-gpu-test native
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(PYTEST) tests/ops/cuda
 
 lint: $(VENV)/.installed-dev
 	$(BIN)/ruff check .
@@ -102,5 +106,11 @@ $(VENV)/.installed-dev: $(VENV)/.installed-apps
 $(VENV)/.installed-frameworks: $(VENV)/.installed-dev
 	DYNSPARSE_NATIVE=0 $(BIN)/python -m pip install -q -c constraints.txt \
 		-e '.[huggingface,lightning]'
+	$(PLAIN_PATH)
+	@touch $@
+
+# Triton, in step with torch: an interpreter and compilers, no driver and no GPU.
+$(VENV)/.installed-gpu-test: $(VENV)/.installed-dev
+	DYNSPARSE_NATIVE=0 $(BIN)/python -m pip install -q -c constraints.txt -e '.[gpu-test]'
 	$(PLAIN_PATH)
 	@touch $@

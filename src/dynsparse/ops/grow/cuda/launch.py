@@ -50,6 +50,7 @@ def scores(dys: Sequence[Tensor], xs: Sequence[Tensor], b: int, pooling: str) ->
     height, width = dy.shape[1], x.shape[1]
     pooled = torch.empty(height // b, width // b, dtype=torch.float32, device=device)
     group = group_of(TILE, max(1, max(map(len, xs))), x.dtype, chip_of(device))
+    precision = precision_of(x.dtype)
     with current_device(x):
         scores_kernel[(-(-height // TILE) * -(-width // TILE),)](
             dy,
@@ -66,10 +67,10 @@ def scores(dys: Sequence[Tensor], xs: Sequence[Tensor], b: int, pooling: str) ->
             B=b,
             BO=TILE,
             BI=TILE,
-            BT=128 // x.element_size(),
+            BT=16 if precision == "tf32x3" else 128 // x.element_size(),
             MANY=many > 1,
             POOLING=pooling,
-            PRECISION=precision_of(x.dtype),
+            PRECISION=precision,
             num_warps=8,
             num_stages=3,
         )

@@ -1,0 +1,295 @@
+"""Compiles what is launched, for any capability and without a GPU, and reads the code.
+
+A driver is pretended that names the chip; launches compile and stop there. `ptxas` and `cuobjdump`
+come with Triton. The tests beside this compile what the tables choose; as a script it goes through
+everything, the candidates of measurements and chips with little shared memory, too:
+
+    .venv/bin/python tests/ops/cuda/compiled.py [words of the name, such as sm_90 b64 tf32x3]
+"""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import NamedTuple
+from unittest import mock
+
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+
+from dynsparse import SparsePattern
+from dynsparse.ops.grow.cuda import launch as growth
+from dynsparse.ops.linear import LayerIndex
+from dynsparse.ops.linear.cuda import launch
+from dynsparse.ops.linear.cuda.candidates import GRADIENT_CANDIDATES, ROWS_CANDIDATES
+from dynsparse.ops.linear.cuda.chip import Chip
+from dynsparse.ops.linear.cuda.configurations import (
+    BLOCKS,
+    GRADIENT,
+    ROWS,
+    Gradient,
+    Numbers,
+    Rows,
+    family_of,
+)
+
+SHARED_MEMORY = {80: 163, 86: 99, 89: 99, 90: 227, 100: 227, 120: 99}
+"""KiB that one program may have: CUDA C++ Programming Guide, technical specifications."""
+
+TENSOR_CORES = {8: "mma.sync", 9: "wgmma.mma_async", 10: "tcgen05.mma", 12: "mma.sync"}
+
+TOOL = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
+
+
+class Driver:
+    """What a launch asks of a driver, answered for a GPU that is not there."""
+
+    def __init__(self, capability: int) -> None:
+        self.capability = capability
+
+    def get_current_target(self) -> GPUTarget:
+        return GPUTarget("cuda", self.capability, 32)
+
+    def get_current_device(self) -> int:
+        return self.capability  # what was compiled for one device is not taken for another
+
+    def get_current_stream(self, device: int | None = None) -> int:
+        return 0
+
+    def get_active_torch_device(self) -> torch.device:
+        return torch.device("cpu")
+
+
+class Code(NamedTuple):
+    """What came out of a compilation.
+
+    Attributes:
+        products: instructions of the tensor cores, in PTX.
+        overlapped: whether a product still runs when the next is issued, where it can (Hopper).
+        copies: asynchronous ones of 16 bytes, or of the copy engine, in PTX.
+        narrow_copies: asynchronous ones of fewer bytes.
+        loads: from global memory inside loops over products, as PTX names them: only indices.
+        spills: reads and writes of local memory, in machine code.
+        registers: of a thread.
+        shared: bytes of shared memory.
+    """
+
+    products: int
+    overlapped: bool
+    copies: int
+    narrow_copies: int
+    loads: tuple[str, ...]
+    spills: int
+    registers: int
+    shared: int
+
+
+@contextmanager
+def pretended(capability: int) -> Iterator[list]:
+    """Launches compile for this capability meanwhile; the list holds what they made."""
+    made: list = []
+    chip = Chip(divmod(capability, 10), 132, 60 << 20)
+
+    class Compiles:
+        def __init__(self, kernel) -> None:
+            self.kernel = kernel
+
+        def __getitem__(self, grid):
+            return lambda *args, **options: made.append(
+                self.kernel.warmup(*args, grid=grid, **options)
+            )
+
+    with ExitStack() as stack:
+        for module in (launch, growth):
+            for name in [name for name in vars(module) if name.endswith("_kernel")]:
+                kernel = Compiles(getattr(module, name))
+                stack.enter_context(mock.patch.object(module, name, kernel))
+            stack.enter_context(mock.patch.object(module, "chip_of", return_value=chip))
+        active = mock.patch.object(triton.runtime.driver, "_active", Driver(capability))
+        stack.enter_context(active)
+        yield made
+
+
+def read(kernel, capability: int) -> Code:
+    """The code of one compiled kernel."""
+    ptx = kernel.asm["ptx"]
+    product = TENSOR_CORES[capability // 10]
+    sass = _dump(kernel.asm["cubin"], "-sass")
+    usage = _dump(kernel.asm["cubin"], "-res-usage")
+    return Code(
+        products=ptx.count(product),
+        overlapped="pendings = 1" in kernel.asm["ttgir"] or product != "wgmma.mma_async",
+        copies=len(re.findall(r"cp\.async\.cg\.shared\.global|cp\.async\.bulk\.tensor", ptx)),
+        narrow_copies=len(re.findall(r"cp\.async\.ca\.shared\.global", ptx)),
+        loads=_loads_beside(product, ptx),
+        spills=len(re.findall(r"\b(?:LDL|STL)\b", sass)),
+        registers=int(re.findall(r"REG:(\d+)", usage)[0]),
+        shared=kernel.metadata.shared,
+    )
+
+
+def _dump(cubin: bytes, what: str) -> str:
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        done = subprocess.run(
+            [TOOL, what, file.name], capture_output=True, text=True, check=True, timeout=60
+        )
+    return done.stdout
+
+
+def _loads_beside(product: str, ptx: str) -> tuple[str, ...]:
+    """Loads from global memory inside loops in which there are products, too."""
+    lines = ptx.splitlines()
+    label = {m[1]: i for i, line in enumerate(lines) if (m := re.match(r"\s*(\$L\w+):", line))}
+    found: dict[int, str] = {}
+    for end, line in enumerate(lines):
+        jump = re.search(r"\bbra(?:\.uni)?\s+(\$L\w+)", line)
+        if jump is None or label[jump[1]] > end:
+            continue
+        body = range(label[jump[1]], end)
+        if any(product in lines[i] for i in body):
+            found |= {i: m[0] for i in body if (m := re.search(r"ld\.global[\w.:]*", lines[i]))}
+    return tuple(found.values())
+
+
+class Job(NamedTuple):
+    """One launch for a chip, with the kind of number that is multiplied."""
+
+    name: str
+    capability: int
+    numbers: Numbers
+    run: Callable[[], object]
+
+
+def _layer(b: int, dtype: torch.dtype) -> LayerIndex:
+    pattern = SparsePattern.random((4 * b, 4 * b), 0.5, block_size=b)
+    return LayerIndex(pattern.index, torch.empty(pattern.values_shape, dtype=dtype))
+
+
+def _dtype(numbers: Numbers) -> torch.dtype:
+    return torch.bfloat16 if numbers == "16-bit" else torch.float32
+
+
+def rows_jobs(c: Rows, b: int, numbers: Numbers, capability: int) -> Iterator[Job]:
+    """Forward with a bias, and the gradient of the input."""
+    dtype = _dtype(numbers)
+
+    def forward() -> None:
+        p, x = _layer(b, dtype), torch.empty(512, 4 * b, dtype=dtype)
+        launch.forward(x, torch.empty(p.values_shape, dtype=dtype), p, torch.empty(4 * b), c)
+
+    def grad_input() -> None:
+        p, dy = _layer(b, dtype), torch.empty(512, 4 * b, dtype=dtype)
+        launch.grad_input(dy, torch.empty(p.values_shape, dtype=dtype), p, c)
+
+    how = f"b{b} {numbers} {c.way} {c.samples}x{c.inputs} w{c.warps} s{c.stages}"
+    for run in (forward, grad_input):
+        yield Job(f"sm_{capability} {run.__name__} {how}", capability, numbers, run)
+
+
+def gradient_job(c: Gradient, b: int, numbers: Numbers, capability: int) -> Job:
+    """The gradients of the values and of the bias."""
+
+    def run() -> None:
+        x, dy = torch.empty(2, 512, 4 * b, dtype=_dtype(numbers))
+        launch.grad_weight(dy, x, _layer(b, x.dtype), torch.float32, True, c, 2)
+
+    how = f"b{b} {numbers} {c.blocks}x{c.samples} w{c.warps} s{c.stages}"
+    return Job(f"sm_{capability} grad_weight {how}", capability, numbers, run)
+
+
+def scores_job(b: int, pooling: str, many: int, numbers: Numbers, capability: int) -> Job:
+    """Growth scores of blocks, from one or several pairs."""
+
+    def run() -> None:
+        tensors = [torch.empty(512, 512, dtype=_dtype(numbers)) for _ in range(many)]
+        growth.scores(tensors, tensors, b, pooling)
+
+    name = f"sm_{capability} scores b{b} {numbers} {pooling} of {many}"
+    return Job(name, capability, numbers, run)
+
+
+def chosen(capability: int) -> Iterator[Job]:
+    """What the tables choose on a chip."""
+    family = family_of(divmod(capability, 10))
+    for numbers, by_block in ROWS[family].items():
+        for b in BLOCKS:
+            for c in by_block[b]:
+                yield from rows_jobs(c, b, numbers, capability)
+            yield gradient_job(GRADIENT[family][numbers][b], b, numbers, capability)
+        yield scores_job(64, "sum", 2, numbers, capability)
+
+
+def others() -> Iterator[Job]:
+    """What else there is: other chips, what measurements compare, other blocks of growth."""
+    for capability in (86, 89, 120):
+        yield from chosen(capability)
+    for b in BLOCKS:
+        for c in ROWS_CANDIDATES[b]:
+            yield from rows_jobs(c, b, "16-bit", 90)
+        for gradient in dict.fromkeys(gradient for gradient, _ in GRADIENT_CANDIDATES[b]):
+            yield gradient_job(gradient, b, "16-bit", 90)
+        for pooling in ("avg", "max"):
+            yield scores_job(b, pooling, 1, "16-bit", 90)
+
+
+def compiled(job: Job) -> Code:
+    """The code that a launch makes."""
+    with ExitStack() as stack:
+        made = stack.enter_context(pretended(job.capability))
+        if job.numbers != "16-bit":
+            for module in (launch, growth):
+                asked = mock.patch.object(module, "precision_of", return_value=job.numbers)
+                stack.enter_context(asked)
+        job.run()
+        (kernel,) = made
+        return read(kernel, job.capability)
+
+
+def faults(code: Code, job: Job) -> list[str]:
+    """What must not be.
+
+    The three products of tf32x3 wait for each other: their operands are split in registers.
+    Hopper's and later tensor cores take tf32 from shared memory along the sum only, so what lies
+    across it in memory is copied number by number.
+    """
+    wrong = []
+    across = job.numbers == "tf32" and job.capability in (90, 100)
+    if not code.products:
+        wrong.append(f"no {TENSOR_CORES[job.capability // 10]}")
+    if not code.overlapped and job.numbers != "tf32x3":
+        wrong.append("products wait for each other")
+    if not across and (not code.copies or code.narrow_copies):
+        wrong.append(f"{code.copies} wide and {code.narrow_copies} narrow asynchronous copies")
+    if not code.copies + code.narrow_copies:
+        wrong.append("no asynchronous copies")
+    if set(code.loads) - {"ld.global.b32", "ld.global.b64"} or len(code.loads) > 8:
+        wrong.append(f"{len(code.loads)} loads beside the products, {', '.join(set(code.loads))}")
+    if code.spills:
+        wrong.append(f"{code.spills} spilled registers")
+    if code.shared > SHARED_MEMORY[job.capability] << 10:
+        wrong.append(f"{code.shared} bytes of shared memory")
+    return wrong
+
+
+def main(words: list[str]) -> None:
+    bad = 0
+    for job in [*chosen(80), *chosen(90), *chosen(100), *others()]:
+        if set(words) <= set(job.name.split()):
+            code = compiled(job)
+            wrong = "; ".join(faults(code, job))
+            bad += bool(wrong)
+            used = f"{code.registers} registers, {code.shared} bytes"
+            print(f"{job.name}: {used}: {wrong or 'clean'}", flush=True)
+    sys.exit(bool(bad))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
