@@ -7,7 +7,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from dynsparse import SparsePattern
+from dynsparse.ops.grow import on_device
 from dynsparse.ops.grow.cuda.block_scores import BLOCKS, block_scores
+from dynsparse.ops.grow.naive import topk_outside_naive
 
 pytestmark = pytest.mark.usefixtures("interpreter")
 
@@ -60,7 +63,7 @@ def test_products_of_several_pairs_are_added_up_before_magnitudes_are_taken(many
 
 
 def test_pairs_that_cancel_leave_nothing():
-    x, dy = some(30, 64, 64)
+    x, dy = (tensor.round() for tensor in some(30, 64, 64))  # sums of integers are exact
     assert not block_scores([(x, dy), (x, -dy)], 16).any()
 
 
@@ -99,6 +102,25 @@ def test_nothing_of_the_size_of_the_matrix_is_made():
     with Largest() as seen:
         block_scores(pairs, 32)
     assert 0 < seen.most <= 4 * 4 * 512  # of a micro-batch; a matrix has 128 times as many
+
+
+@pytest.mark.parametrize("pooling", POOLINGS)
+@pytest.mark.parametrize("panel_bytes", [1 << 20, 4 * 5 * 2])
+def test_growth_takes_its_scores_from_the_kernel(monkeypatch, pooling, panel_bytes):
+    asked = []
+    monkeypatch.setattr(on_device, "PANEL_BYTES", panel_bytes)
+    monkeypatch.setattr(
+        on_device.block_scores, "runs_triton", lambda device: asked.append(1) or True
+    )
+    pattern = SparsePattern.random((7 * 16, 5 * 16), 0.3, block_size=16)
+    pairs = [some(20, 80, 112), some(31, 80, 112)]
+    none = torch.zeros(0, dtype=torch.int64)
+    found, scores = on_device.best_outside(pairs, pattern, 9, pooling, none, torch.float32)
+    expected, wanted_scores = topk_outside_naive(pairs, pattern, 9, pooling=pooling)
+    order = expected.sort().indices
+    assert asked
+    assert torch.equal(found, expected[order])
+    torch.testing.assert_close(scores, wanted_scores[order])
 
 
 @settings(max_examples=20, suppress_health_check=[HealthCheck.function_scoped_fixture])

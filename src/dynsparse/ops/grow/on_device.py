@@ -1,7 +1,9 @@
 """Growth where x and dY lie on a device: sizes known beforehand, nothing waits for the device.
 
 The dense gradient is made a panel of rows at a time and ranked against the best so far, as on the
-CPU, but the panels are ranked whole: how many scores exceed a threshold the host cannot know.
+CPU, but the panels are ranked whole: how many scores exceed a threshold the host cannot know. Where
+the Triton kernel runs, the scores of blocks are computed without the gradient, and a panel is of
+scores.
 Scores are ranked with their places, so that the result is exact, the same on every run, and among
 equal scores the smaller position wins.
 """
@@ -13,6 +15,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from dynsparse.ops.grow.cuda import block_scores
 from dynsparse.ops.grow.scores import Pair
 from dynsparse.ops.linear.cuda.dense import has_accumulators
 from dynsparse.pattern import SparsePattern
@@ -64,7 +67,8 @@ def best_outside(
     held = pattern._flat_on(device)
     if len(exclude):
         held = torch.cat([held, exclude.to(device)])
-    rows = max(1, PANEL_BYTES // (dtype.itemsize * b * b * width))
+    pooled = dtype is torch.float32 and block_scores.serves(pairs, b)
+    rows = max(1, PANEL_BYTES // (dtype.itemsize * width * (1 if pooled else b * b)))
     room = torch.empty(min(rows, height) * width + 1, dtype=dtype, device=device)
     flat = torch.empty(0, dtype=torch.int64, device=device)
     found = torch.empty(0, dtype=dtype, device=device)
@@ -72,7 +76,11 @@ def best_outside(
         count = min(rows, height - first)
         begin, size = first * width, count * width
         panel = room.narrow(0, 0, size)
-        _score(pairs, first * b, count * b, b, pooling, panel)
+        if pooled:
+            part = [(x, dy.narrow(1, first * b, count * b)) for x, dy in pairs]
+            panel.copy_(block_scores.block_scores(part, b, pooling).view(-1))
+        else:
+            _score(pairs, first * b, count * b, b, pooling, panel)
         # What is held is no candidate; held positions of other panels go to a place behind.
         places = held - begin
         places = torch.where((places >= 0) & (places < size), places, size)

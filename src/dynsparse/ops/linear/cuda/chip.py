@@ -48,7 +48,7 @@ def chip_of(device: torch.device) -> Chip:
 def runs_triton(device: torch.device) -> bool:
     """Whether the kernels run on this device: an NVIDIA GPU of capability 8.0 or later, and Triton
     installed. What is missing is said once, by a RuntimeWarning."""
-    if device.type != "cuda":
+    if device.type != "cuda" or not torch.cuda.is_available():
         return False
     missing = None
     if torch.version.hip is not None:

@@ -1,0 +1,128 @@
+"""What is asked of a device, and what is said where the kernels do not run. No Triton needed."""
+
+import importlib.util
+import subprocess
+import sys
+import types
+import warnings
+
+import pytest
+import torch
+
+from dynsparse import SparsePattern
+from dynsparse.ops.linear import LayerIndex
+from dynsparse.ops.linear.cuda import blocks, chip
+from dynsparse.ops.linear.cuda.precision import precision_of
+
+CUDA = torch.device("cuda", 0)
+
+
+@pytest.fixture
+def pretend(monkeypatch):
+    """A device of some capability; what was asked before is forgotten, before and after."""
+
+    def forget():
+        chip.chip_of.cache_clear()
+        chip.runs_triton.cache_clear()
+
+    def device(major, minor, hip=None, triton=True):
+        found = types.SimpleNamespace(
+            major=major, minor=minor, multi_processor_count=108, L2_cache_size=40 << 20
+        )
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+        monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: found)
+        monkeypatch.setattr(torch.version, "hip", hip)
+        monkeypatch.setattr(importlib.util, "find_spec", lambda name: object() if triton else None)
+        forget()
+
+    yield device
+    forget()
+
+
+@pytest.mark.parametrize("capability", [(8, 0), (8, 9), (9, 0), (10, 0), (12, 0)])
+def test_every_capability_from_8_0_on_runs_the_kernels(pretend, capability):
+    pretend(*capability)
+    assert chip.runs_triton(CUDA)
+    assert chip.chip_of(CUDA) == chip.Chip(capability, 108, 40 << 20)
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ({"major": 7, "minor": 5}, "need compute capability 8.0, cuda:0 has 7.5"),
+        ({"major": 9, "minor": 0, "triton": False}, "Triton is not installed"),
+        ({"major": 9, "minor": 0, "hip": "6.2"}, "written for NVIDIA GPUs"),
+    ],
+)
+def test_what_is_missing_is_said_once(pretend, given, words):
+    pretend(**given)
+    with pytest.warns(RuntimeWarning, match=words):
+        assert not chip.runs_triton(CUDA)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert not chip.runs_triton(CUDA)
+
+
+def test_nothing_is_said_of_devices_that_are_no_gpus(pretend):
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for name in ("cpu", "meta", "mps"):
+            assert not chip.runs_triton(torch.device(name))
+
+
+def test_the_door_serves_blocks_of_16_to_128_and_no_float64(pretend):
+    pretend(9, 0)
+    for b in (1, 4, 8, 16, 32, 64, 128, 256):
+        pattern = SparsePattern.random((b, b), 1.0, block_size=b)
+        p = LayerIndex(pattern.index, torch.empty(pattern.values_shape))
+        for dtype in (torch.float32, torch.bfloat16, torch.float16):
+            assert blocks.serves(p, dtype, CUDA) == (b in (16, 32, 64, 128))
+        assert not blocks.serves(p, torch.float64, CUDA)
+        assert not blocks.serves(p, torch.float32, torch.device("cpu"))
+
+
+@pytest.fixture
+def matmul_precision():
+    before = torch.get_float32_matmul_precision()
+    yield
+    torch.set_float32_matmul_precision(before)
+
+
+@pytest.mark.usefixtures("matmul_precision")
+def test_float32_is_exact_unless_torch_may_use_tf32():
+    for asked, got in (("highest", "tf32x3"), ("high", "tf32"), ("medium", "tf32")):
+        torch.set_float32_matmul_precision(asked)
+        assert precision_of(torch.float32) == got
+        assert precision_of(torch.bfloat16) == precision_of(torch.float16) == "tf32"
+
+
+def test_the_new_setting_of_torch_counts_and_is_not_mixed_with_the_old_one():
+    if not hasattr(torch.backends.cuda.matmul, "fp32_precision"):
+        pytest.skip("this torch has the old setting alone")
+    script = (
+        "import torch\n"
+        "from dynsparse.ops.linear.cuda.precision import precision_of\n"
+        "for asked in ('tf32', 'ieee'):\n"
+        "    torch.backends.cuda.matmul.fp32_precision = asked\n"
+        "    print(precision_of(torch.float32))\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-W", "error", "-c", script],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=True,
+    )
+    assert done.stdout.split() == ["tf32", "tf32x3"]
+
+
+def test_triton_is_not_imported_before_it_is_needed():
+    script = (
+        "import sys, dynsparse\n"
+        "import dynsparse.ops.linear.cuda.blocks, dynsparse.ops.grow.cuda.block_scores\n"
+        "print('triton' in sys.modules)\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, timeout=120, check=True
+    )
+    assert done.stdout.split() == ["False"]
