@@ -7,7 +7,7 @@ import torch
 from torch.nn.functional import linear as dense_linear
 
 from dynsparse import Rewiring, SparsePattern, ops
-from dynsparse.nn import SparseLinear, follow_patterns
+from dynsparse.nn import SparseLinear, SparseMultiheadAttention, attention, follow_patterns
 from dynsparse.ops.linear import LayerIndex, operator
 from dynsparse.ops.linear.cuda import blocks, plan
 
@@ -208,3 +208,20 @@ def test_the_formula_chooses_where_kernels_over_blocks_serve(monkeypatch):
     for batch in range(1, 200):  # remembered, but not without end
         sparse.kernel(batch)
     assert len(sparse._current().index.choices[0]) <= 64
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_attention_elsewhere_is_torchs_fused_product_with_its_dropout(monkeypatch, causal):
+    seen = []
+    fused = attention.scaled_dot_product_attention
+    monkeypatch.setattr(
+        attention,
+        "scaled_dot_product_attention",
+        lambda *args: seen.append(args[3:]) or fused(*args),
+    )
+    layer = SparseMultiheadAttention(16, 2, dropout=0.5, batch_first=True, device="meta")
+    x = torch.empty(3, 5, 16, device="meta")
+    y, weights = layer(x, x, x, need_weights=False, is_causal=causal)
+    assert y.shape == x.shape
+    assert weights is None
+    assert seen == [(None, 0.5, causal)]

@@ -230,9 +230,10 @@ class SparseMultiheadAttention(nn.Module):
         )
 
         rate = self.dropout if self.training else 0.0
-        # torch's fused product draws its dropout slowly, and guards against queries that may look
-        # nowhere, which only given masks can bring about.
-        by_steps = need_weights or (rate > 0 and attn_mask is None and key_padding_mask is None)
+        # On the CPU torch's fused product draws its dropout slowly, and guards against queries that
+        # may look nowhere, which only given masks can bring about.
+        drawn_here = rate > 0 and q.is_cpu and attn_mask is None and key_padding_mask is None
+        by_steps = need_weights or drawn_here
         fused_causal = is_causal and key_padding_mask is None and not by_steps and plain
         mask = None
         if not fused_causal:
