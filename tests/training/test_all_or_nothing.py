@@ -210,30 +210,6 @@ def test_optimizer_state_of_another_length():
     assert trainer.steps == 0
 
 
-def test_several_ranks(monkeypatch):
-    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
-    monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 2)
-    for name in ALGORITHMS:
-        model, trainer = make(name)
-        while not trainer._is_due(trainer.steps + 1):
-            backward(model, trainer)
-            trainer.step()
-        backward(model, trainer)
-        before = state_of(model, trainer)
-        with pytest.raises(RuntimeError, match=r"not yet synchronised over the 2 ranks .* Static"):
-            trainer.step()
-        assert same(state_of(model, trainer), before)
-    model, _ = make("rigl")
-    static = Static(model, torch.optim.SGD(model.parameters(), lr=0.1))
-    for _ in range(3):
-        backward(model, static)
-        assert static.step() is None
-    monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 1)
-    backward(*make("rigl"))
-    model, trainer = trained("rigl")
-    assert trainer.step() is not None
-
-
 @pytest.mark.parametrize("window", [2**31, 2**40, None])
 def test_a_long_training_begins_at_once(window):
     layer = SparseLinear(8, 8, density=0.3)

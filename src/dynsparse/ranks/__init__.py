@@ -4,12 +4,27 @@ Each is made by the rank that looks after what it is about, and the others hear 
 computed on every rank in the hope that it comes out equal.
 """
 
-from dynsparse.ranks.agree import agree_on, agreeing, digest, held_back, named_ranks, texts_of
+from dynsparse.ranks.agree import (
+    agree_on,
+    agreeing,
+    differing,
+    digest,
+    held_back,
+    named_ranks,
+    texts_of,
+)
 from dynsparse.ranks.counting import CountingRanks
 from dynsparse.ranks.follow import follow_over_ranks
 from dynsparse.ranks.grow import GrowthWanted, exchanged_bytes, topk_over_ranks
 from dynsparse.ranks.ranks import ALONE, GroupRanks, Ranks, ranks_of
-from dynsparse.ranks.select import chunk_of, joined, kth_over_ranks, select_over_ranks
+from dynsparse.ranks.select import (
+    chunk_of,
+    joined,
+    kth_over_ranks,
+    of_first,
+    select_over_ranks,
+    sum_of_all,
+)
 from dynsparse.ranks.threads import BrokenMoveError, ThreadRanks, in_threads
 
 __all__ = [
@@ -23,6 +38,7 @@ __all__ = [
     "agree_on",
     "agreeing",
     "chunk_of",
+    "differing",
     "digest",
     "exchanged_bytes",
     "follow_over_ranks",
@@ -31,8 +47,10 @@ __all__ = [
     "joined",
     "kth_over_ranks",
     "named_ranks",
+    "of_first",
     "ranks_of",
     "select_over_ranks",
+    "sum_of_all",
     "texts_of",
     "topk_over_ranks",
 ]

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from dynsparse.ranks.ranks import Ranks
 
-__all__ = ["agree_on", "agreeing", "digest", "held_back", "named_ranks", "texts_of"]
+__all__ = ["agree_on", "agreeing", "differing", "digest", "held_back", "named_ranks", "texts_of"]
 
 _KINDS = (ValueError, TypeError, RuntimeError, MemoryError)
 _LONGEST = 2000  # characters of an error that travel
@@ -138,6 +138,15 @@ def digest(*parts: Tensor | str) -> int:
     return int.from_bytes(hashed.digest()[:8], "little", signed=True)
 
 
+def differing(ranks: Ranks, numbers: Sequence[int]) -> list[int]:
+    """Which of these 64-bit integers are not the same on all ranks; 16 bytes each."""
+    if ranks.alone or not numbers:
+        return []
+    own = torch.tensor(numbers, dtype=torch.int64, device=ranks.device)
+    most = ranks.highest(torch.stack([own, ~own]))
+    return (most[0] != ~most[1]).nonzero().flatten().tolist()
+
+
 def agree_on(
     ranks: Ranks, said: Mapping[str, str | int], advice: str, *, shown: bool = True
 ) -> None:
@@ -153,13 +162,10 @@ def agree_on(
     """
     if ranks.alone or not said:
         return
-    numbers = [digest(s) if isinstance(s, str) else s for s in said.values()]
-    own = torch.tensor(numbers, dtype=torch.int64, device=ranks.device)
-    most = ranks.highest(torch.stack([own, ~own]))
-    differing = (most[0] != ~most[1]).nonzero().flatten().tolist()
-    if not differing:
+    found = differing(ranks, [digest(s) if isinstance(s, str) else s for s in said.values()])
+    if not found:
         return
-    name = list(said)[differing[0]]
+    name = list(said)[found[0]]
     told = texts_of(ranks, str(said[name])[:_LONGEST])
     by_text: dict[str, list[int]] = {}
     for rank, text in enumerate(told):
@@ -168,5 +174,5 @@ def agree_on(
         who = ", ".join(f"{named_ranks(r)}: {text}" for text, r in by_text.items())
     else:
         who = " differs from ".join(named_ranks(r) for r in by_text.values())
-    more = f" (and {len(differing) - 1} more)" if len(differing) > 1 else ""
+    more = f" (and {len(found) - 1} more)" if len(found) > 1 else ""
     raise ValueError(f"ranks disagree on {name}{more}: {who}; {advice}")

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from dynsparse.ranks.ranks import Ranks
 
-__all__ = ["chunk_of", "joined", "kth_over_ranks", "select_over_ranks"]
+__all__ = ["chunk_of", "joined", "kth_over_ranks", "of_first", "select_over_ranks", "sum_of_all"]
 
 _DIGIT = 11  # bits a round: 2,048 bins, which are 16 KiB a layer
 
@@ -151,3 +151,27 @@ def joined(ranks: Ranks, parts: Sequence[Tensor], limits: Sequence[int]) -> list
     lines = ranks.gather(line, [sum(of_rank) for of_rank in counts])
     split = [one.cpu().long().split(of) for one, of in zip(lines, counts, strict=True)]
     return [torch.cat([one[i] for one in split]).sort().values for i in range(len(parts))]
+
+
+def of_first(ranks: Ranks, parts: Sequence[Tensor]) -> list[Tensor]:
+    """What the first rank holds: for each problem its integers, int64 [any]; as they are, alone."""
+    if ranks.alone:
+        return list(parts)
+    sizes = torch.tensor([len(part) for part in parts], device=ranks.device)
+    lengths = ranks.broadcast(sizes).tolist()
+    line = torch.zeros(sum(lengths), dtype=torch.int64, device=ranks.device)
+    if ranks.rank == 0 and parts:
+        torch.cat([part.to(line) for part in parts], out=line)
+    return list(ranks.broadcast(line).cpu().split(lengths))
+
+
+def sum_of_all(ranks: Ranks, parts: Sequence[Tensor]) -> list[Tensor]:
+    """The sums over ranks of these tensors, in one move; themselves, alone."""
+    if ranks.alone or not parts:
+        return list(parts)
+    # A rank without samples has zeros of any type.
+    double = torch.tensor([any(p.dtype == torch.float64 for p in parts)], dtype=torch.uint8)
+    wide = torch.float64 if int(ranks.highest(double.to(ranks.device))) else torch.float32
+    line = ranks.sum(torch.cat([part.detach().reshape(-1).to(wide) for part in parts]))
+    split = line.split([part.numel() for part in parts])
+    return [one.view_as(part) for one, part in zip(split, parts, strict=True)]

@@ -57,6 +57,10 @@ class Change:
         moving_state(optimizer, values, rewiring.before.nnz)
         return cls(layer, rewiring, start)
 
+    @property
+    def changes_size(self) -> bool:
+        return not self.rewiring.keeps_size
+
     def prepare(self, optimizer: torch.optim.Optimizer) -> Callable[[], None]:
         """All that takes memory is made beside what is there; nothing is changed.
 

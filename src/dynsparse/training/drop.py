@@ -9,9 +9,17 @@ from torch import Tensor
 
 from dynsparse.checks import check_not_negative, check_tensor
 from dynsparse.ops.grow import select
+from dynsparse.ranks import ALONE, Ranks, chunk_of, joined, select_over_ranks
 from dynsparse.typed import typed
 
-__all__ = ["DropScore", "MagnitudeGradient", "lowest", "lowest_of_all", "magnitude"]
+__all__ = [
+    "DropScore",
+    "MagnitudeGradient",
+    "lowest",
+    "lowest_of_all",
+    "lowest_over_ranks",
+    "magnitude",
+]
 
 DropScore = Callable[[Tensor], Tensor]
 """From a layer's values [nnz] or [nnz, b, b] to one score per block [nnz]; low scores leave.
@@ -82,7 +90,30 @@ def lowest(scores: Tensor, count: int) -> Tensor:
     return select(scores, count, largest=False).cpu()
 
 
-def lowest_of_all(scores: Sequence[Tensor], count: int, most: Sequence[int]) -> list[int]:
+def lowest_over_ranks(
+    ranks: Ranks, scores: Sequence[Tensor], counts: Sequence[int]
+) -> list[Tensor]:
+    """What `lowest` gives for each layer, decided once: each rank ranks its part of the slots.
+
+    Args:
+        ranks: that drop together; every one of them calls this.
+        scores: one tensor [nnz] per layer, on every rank.
+        counts: how many leave each layer.
+
+    Raises:
+        ValueError: as `lowest`.
+    """
+    if ranks.alone:
+        return [lowest(s, count) for s, count in zip(scores, counts, strict=True)]
+    parts, slots = _own(ranks, scores)
+    chosen = select_over_ranks(ranks, parts, slots, counts, largest=False)
+    own = [slot[mask] for slot, mask in zip(slots, chosen, strict=True)]
+    return joined(ranks, own, [len(whole) for whole in scores])
+
+
+def lowest_of_all(
+    scores: Sequence[Tensor], count: int, most: Sequence[int], ranks: Ranks = ALONE
+) -> list[int]:
     """How many of the `count` lowest scores of all layers together are in each layer.
 
     No layer loses more than its `most`. Among equal scores the first layer loses first.
@@ -91,14 +122,42 @@ def lowest_of_all(scores: Sequence[Tensor], count: int, most: Sequence[int]) -> 
         scores: one tensor [nnz] per layer.
         count: how many in all; at most the sum of `most`.
         most: the largest number per layer.
+        ranks: that drop together; every one of them calls this.
 
     Raises:
         ValueError: scores that hold NaN, or too large a count.
     """
     # Beyond its `most` lowest a layer's scores do not matter, nor does which slots they are in.
-    slots = [lowest(s, min(m, len(s))) for s, m in zip(scores, most, strict=True)]
+    limits = [min(m, len(s)) for s, m in zip(scores, most, strict=True)]
+    if not ranks.alone:
+        return _lowest_of_all_over_ranks(ranks, scores, count, limits)
+    slots = [lowest(s, limit) for s, limit in zip(scores, limits, strict=True)]
     candidates = [s.detach().cpu()[slot].double() for s, slot in zip(scores, slots, strict=True)]
     chosen = lowest(torch.cat(candidates), count)
     ends = torch.tensor([len(c) for c in candidates]).cumsum(0)
     taken = torch.searchsorted(chosen, ends)
     return taken.diff(prepend=taken.new_zeros(1)).tolist()
+
+
+def _own(ranks: Ranks, scores: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
+    """Of each layer the scores that this rank ranks, and their slots."""
+    ends = [chunk_of(ranks, len(whole)) for whole in scores]
+    parts = [whole.detach()[a:b] for whole, (a, b) in zip(scores, ends, strict=True)]
+    slots = [torch.arange(*end, device=part.device) for part, end in zip(parts, ends, strict=True)]
+    return parts, slots
+
+
+def _lowest_of_all_over_ranks(
+    ranks: Ranks, scores: Sequence[Tensor], count: int, limits: Sequence[int]
+) -> list[int]:
+    parts, slots = _own(ranks, scores)
+    within = select_over_ranks(ranks, parts, slots, limits, largest=False)
+    # One after the other, so that among equals the first layer loses first.
+    ends = torch.tensor([0, *map(len, scores)]).cumsum(0).tolist()
+    candidates = [part[mask].double() for part, mask in zip(parts, within, strict=True)]
+    places = [s[mask] + e for s, mask, e in zip(slots, within, ends[:-1], strict=True)]
+    line = torch.cat([c.to(ranks.device) for c in candidates])
+    at = torch.cat([p.to(ranks.device) for p in places])
+    (leaves,) = select_over_ranks(ranks, [line], [at], [count], largest=False)
+    by_layer = leaves.split([len(c) for c in candidates])
+    return ranks.sum(torch.stack([mask.sum() for mask in by_layer])).tolist()

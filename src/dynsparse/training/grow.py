@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Sequence
 from typing import Any
 
@@ -10,6 +11,17 @@ from torch import Tensor
 
 from dynsparse.ops.grow import check_pooling, random_outside, topk_outside
 from dynsparse.pattern import SparsePattern
+from dynsparse.ranks import (
+    ALONE,
+    GrowthWanted,
+    Ranks,
+    agree_on,
+    agreeing,
+    digest,
+    of_first,
+    topk_over_ranks,
+)
+from dynsparse.training.change import naming
 
 __all__ = ["GradientGrowth", "Growth", "NoGrowth", "RandomGrowth"]
 
@@ -37,6 +49,39 @@ class Growth:
         """
         raise NotImplementedError
 
+    def choose_all(
+        self, wanted: Sequence[GrowthWanted], step: int, ranks: Ranks = ALONE
+    ) -> list[Tensor]:
+        """What `choose` chooses for each layer, in one go and the same on all ranks.
+
+        A growth of one's own need not define it: `choose` is asked for one layer after the other,
+        on several ranks by the first of them.
+
+        Args:
+            wanted: for each layer its name, its positions that are taken, how many shall grow, and
+                the pairs of this rank.
+            step: that ends in the update.
+            ranks: that choose together; every one of them calls this.
+        """
+        if not ranks.alone and self.needs_gradients:
+            raise TypeError(
+                f"{type(self).__name__} looks at gradients, of which each rank has a part: define "
+                "choose_all to grow over several ranks"
+            )
+        chosen = []
+        with agreeing(ranks):
+            for one in wanted:
+                with naming(one.name):
+                    chosen.append(self.choose(one.pattern, one.count, one.pairs))
+        return of_first(ranks, chosen)
+
+    def meet(self, ranks: Ranks) -> None:
+        """Be as on the first of the ranks where nothing was asked for; called once, by all.
+
+        Raises:
+            ValueError: the ranks were asked for different things.
+        """
+
     def state_dict(self) -> dict[str, Any]:
         """What changes from one choice to the next; tensors and plain types."""
         return {}
@@ -53,14 +98,22 @@ class GradientGrowth(Growth):
 
     Source: Evci et al. 2020, "Rigging the Lottery: Making All Tickets Winners", section 3.
 
+    On several ranks the gradient is that of all their samples, which none of them ever holds: see
+    `ranks.topk_over_ranks`.
+
     Args:
         pooling: "sum", "avg", "max" or "none" (ranked as "sum") of a block's magnitudes.
+        wire: torch.bfloat16 sends pieces of the gradient at half the bytes; what is chosen stays
+            exact. Only several ranks send anything.
     """
 
     needs_gradients = True
 
-    def __init__(self, pooling: str = "sum") -> None:
+    def __init__(self, pooling: str = "sum", wire: torch.dtype | None = None) -> None:
         self.pooling = check_pooling(pooling)
+        if wire not in (None, torch.bfloat16):
+            raise ValueError(f"wire must be None or torch.bfloat16, got {wire}")
+        self.wire = wire
         self.options = {"pooling": self.pooling}
 
     def choose(
@@ -68,26 +121,44 @@ class GradientGrowth(Growth):
     ) -> Tensor:
         return topk_outside(pairs, taken, count, pooling=self.pooling, sort=False).flat
 
+    def choose_all(
+        self, wanted: Sequence[GrowthWanted], step: int, ranks: Ranks = ALONE
+    ) -> list[Tensor]:
+        if not ranks.alone:
+            return topk_over_ranks(ranks, wanted, pooling=self.pooling, wire=self.wire)
+        return super().choose_all(wanted, step)
+
 
 class RandomGrowth(Growth):
     """Positions drawn uniformly among the free ones.
+
+    In trainings each choice has random numbers of its own, which follow from the seed, the layer's
+    name and the step. So they do not depend on the order of layers, nor on how these are spread
+    over processes, and all ranks draw the same.
 
     Source: Mocanu et al. 2018, "Scalable training of artificial neural networks with adaptive
     sparse connectivity inspired by network science" (SET).
 
     Args:
-        seed: of the growth's own generator, so that other random draws do not disturb it. Left
-            out, it is drawn from torch's global generator.
-        generator: draws the positions in place of an own generator (CPU).
+        seed: of all choices, so that other random draws do not disturb them. Left out, it is drawn
+            from torch's global generator; on several ranks the first rank's counts.
+        generator: draws everything in place of a seed, one layer after the other (CPU). On several
+            ranks it must be in the same state on each.
+
+    Attributes:
+        seed: None where a generator draws: one that was given, or that of a checkpoint from before
+            choices followed from a seed, which is gone on with to the same bits.
     """
 
     def __init__(self, seed: int | None = None, generator: torch.Generator | None = None) -> None:
+        self._asked_for = seed is not None
         if generator is None:
             seed = int(torch.randint(2**62, ())) if seed is None else seed
             generator = torch.Generator().manual_seed(seed)
         elif seed is not None:
             raise ValueError("give either seed or generator, not both")
         super().__init__()
+        self.seed = seed
         self.generator = generator
 
     def choose(
@@ -95,10 +166,44 @@ class RandomGrowth(Growth):
     ) -> Tensor:
         return random_outside(taken, count, generator=self.generator)
 
+    def choose_all(
+        self, wanted: Sequence[GrowthWanted], step: int, ranks: Ranks = ALONE
+    ) -> list[Tensor]:
+        chosen = []
+        for one in wanted:
+            with naming(one.name):
+                generator = self.generator_for(one.name, step, "positions")
+                chosen.append(random_outside(one.pattern, one.count, generator=generator))
+        return chosen
+
+    def generator_for(self, layer: str, step: int, what: str) -> torch.Generator:
+        """What draws `what` of a layer at a step: made anew from the seed, where there is one."""
+        if self.seed is None:
+            return self.generator
+        key = repr((self.seed, layer, step, what)).encode()
+        number = int.from_bytes(hashlib.blake2b(key, digest_size=8).digest(), "little")
+        return torch.Generator().manual_seed(number >> 1)
+
+    def meet(self, ranks: Ranks) -> None:
+        if ranks.alone:
+            return
+        given = str(self.seed) if self._asked_for else "none"
+        given = "a generator" if self.seed is None else given
+        agree_on(ranks, {"the seed": given}, "give the same seed on every rank, or none")
+        if self.seed is None:
+            state = digest(self.generator.get_state())
+            advice = "give generators of one state on every rank"
+            agree_on(ranks, {"the state of the generator": state}, advice, shown=False)
+        elif not self._asked_for:
+            seed = torch.tensor([self.seed], device=ranks.device)
+            self.seed = int(ranks.broadcast(seed))
+            self.generator.manual_seed(self.seed)
+
     def state_dict(self) -> dict[str, Any]:
-        return {"generator": self.generator.get_state()}
+        return {"seed": self.seed, "generator": self.generator.get_state()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.seed = state.get("seed")
         self.generator.set_state(state["generator"])
 
     def check_state(self, state: dict[str, Any]) -> None:
@@ -109,6 +214,9 @@ class RandomGrowth(Growth):
             raise ValueError(
                 f"the state of the growth's generator is damaged: {str(error).splitlines()[0]}"
             ) from None
+        seed = state.get("seed")
+        if seed is not None and (not isinstance(seed, int) or isinstance(seed, bool)):
+            raise ValueError(f"the seed of the growth must be an integer, got {seed!r}")
 
 
 class NoGrowth(Growth):

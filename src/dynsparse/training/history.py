@@ -18,9 +18,10 @@ from torch import Tensor
 
 from dynsparse.checks import check_integer, check_within
 from dynsparse.pattern import SparsePattern
+from dynsparse.ranks import Ranks
 from dynsparse.training.gradients import Pair, gradient_at
 
-__all__ = ["DenseMomentum", "History", "LastStep", "WindowMomentum"]
+__all__ = ["DenseMomentum", "History", "LastStep", "WindowMomentum", "gradient_of"]
 
 
 class History:
@@ -227,6 +228,14 @@ class DenseMomentum(History):
                 raise ValueError(
                     f"the momentum of layer {name!r} must be a matrix {list(shapes[name])}"
                 )
+
+
+def gradient_of(history: History, layer: str, pattern: SparsePattern, ranks: Ranks) -> Tensor:
+    """This rank's part of the gradient at the blocks of `pattern`: zeros where only others have
+    any; the gradient is the sum over ranks."""
+    if ranks.alone or history.has(layer):
+        return history.at(layer, pattern)
+    return torch.zeros(pattern.values_shape, device=ranks.device)
 
 
 def _entries(state: Any, key: str, shapes: Mapping[str, Any]) -> dict[str, Any]:

@@ -30,7 +30,11 @@ class GradientStep:
         self, history: History, layer: str, grown: SparsePattern, learning_rate: float
     ) -> Tensor:
         """The start of the blocks of `grown`: [nnz] or [nnz, b, b]."""
-        return history.at(layer, grown) * (-self.scale * learning_rate)
+        return self.of(history.at(layer, grown), learning_rate)
+
+    def of(self, gradient: Tensor, learning_rate: float) -> Tensor:
+        """The start of weights with this gradient."""
+        return gradient * (-self.scale * learning_rate)
 
 
 def learning_rate_of(optimizer: torch.optim.Optimizer, values: Tensor) -> float:

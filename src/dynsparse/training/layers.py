@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
 from dynsparse.nn import SparseLinear
 
@@ -18,6 +19,8 @@ def sparse_layers(model: nn.Module) -> dict[str, SparseLinear]:
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"expected a torch.nn.Module, got {type(model).__name__}")
+    if isinstance(model, DistributedDataParallel):
+        model = model.module  # names are those of the model
     layers = {name: m for name, m in model.named_modules() if isinstance(m, SparseLinear)}
     if not layers:
         raise ValueError(

@@ -9,7 +9,7 @@ from dynsparse.checks import is_number
 from dynsparse.files.shorten import shortened
 from dynsparse.training.initial import GradientStep
 
-__all__ = ["check_initial_value", "check_kinds_of_pieces"]
+__all__ = ["check_drop_score", "check_initial_value", "check_kinds_of_pieces"]
 
 # By duck typing, so that anybody's own pieces serve: what a piece is known by, and what it is.
 _PIECES = {
@@ -21,13 +21,22 @@ _PIECES = {
 
 
 def check_kinds_of_pieces(**pieces: Any) -> None:
-    """Raise TypeError where a piece that is not None lacks what a trainer calls."""
+    """Raise TypeError where a piece that is not None lacks what a trainer calls, and ValueError
+    where there is a growth without a schedule or a schedule without a growth."""
+    if (pieces["schedule"] is None) != (pieces["growth"] is None):
+        raise ValueError("give both a schedule and a growth, or neither for a static pattern")
     for name, piece in pieces.items():
         known_by, expected = _PIECES[name]
         if piece is not None and (
             isinstance(piece, type) or not all(hasattr(piece, part) for part in known_by)
         ):
             raise TypeError(f"{name} must be {expected}, got {shortened(piece)}")
+
+
+def check_drop_score(drop_score: Any) -> None:
+    """Raise TypeError for what cannot be called."""
+    if not callable(drop_score):
+        raise TypeError(f"drop_score must be a function of the values, got {drop_score!r}")
 
 
 def check_initial_value(value: Any) -> None:

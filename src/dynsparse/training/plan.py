@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
 from dynsparse.nn import SparseLinear
 from dynsparse.pattern import Rewiring, SparsePattern
+from dynsparse.ranks import ALONE, GrowthWanted, Ranks, agreeing, held_back, of_first, sum_of_all
 from dynsparse.training.budgets import Budget, Counts, Survey
-from dynsparse.training.change import Change, check_scores, naming
-from dynsparse.training.drop import lowest
-from dynsparse.training.gradients import Pair
+from dynsparse.training.change import Change, check_fill, check_scores, naming
+from dynsparse.training.drop import lowest_over_ranks
 from dynsparse.training.grow import Growth
-from dynsparse.training.history import History
+from dynsparse.training.history import History, gradient_of
 from dynsparse.training.initial import GradientStep, learning_rate_of
 from dynsparse.training.memory import released_memory
 from dynsparse.training.schedule import Schedule
@@ -24,6 +26,24 @@ __all__ = ["GrownValue", "plan_changes"]
 GrownValue = float | GradientStep | Callable[[SparseLinear, Rewiring], Tensor]
 """What grown weights start with: a number, a `GradientStep`, or a function that returns [grown] or
 [grown, b, b]."""
+
+
+@dataclass
+class _Layer:
+    """One layer on the way to its change."""
+
+    name: str
+    layer: SparseLinear
+    counts: Counts
+    drop: Tensor = field(default_factory=lambda: torch.zeros(0, dtype=torch.int64))
+    grow: Tensor = field(default_factory=lambda: torch.zeros(0, dtype=torch.int64))
+
+    def __post_init__(self) -> None:
+        self.taken = self.layer.pattern  # once `drop` has left
+
+    @property
+    def pattern(self) -> SparsePattern:
+        return self.layer.pattern
 
 
 def plan_changes(
@@ -38,6 +58,7 @@ def plan_changes(
     regrow_dropped: bool,
     initial_value: GrownValue,
     scores: Callable[[str, SparseLinear], Tensor],
+    ranks: Ranks = ALONE,
 ) -> dict[str, Change]:
     """The changes by layer name, all of them checked. Nothing has changed but random generators.
 
@@ -47,6 +68,7 @@ def plan_changes(
         scores: from a layer's name and the layer to its drop scores [nnz].
         schedule, growth, budget, history, optimizer, regrow_dropped, initial_value: see
             `SparseTrainer`.
+        ranks: that take the update together: each of them plans, and all come to the same.
 
     Raises:
         RuntimeError, TypeError, ValueError: with the layer's name, where something does not fit.
@@ -63,63 +85,154 @@ def plan_changes(
         scores=checked_scores,
         history=history,
         regrow_dropped=regrow_dropped,
+        ranks=ranks,
     )
-    changes = {}
-    for name, counts in budget.counts(survey).items():
-        if counts.drop <= 0 and counts.grow <= 0:
-            continue
-        layer = layers[name]
-        start: Tensor | float | None = None
-        with naming(name):
-            with released_memory(layer.values):
-                ranked = scores(name, layer)
-                pairs = history.pairs(name)
-                drop, grow = _positions(
-                    layer.pattern, counts, ranked, growth, pairs, regrow_dropped
-                )
-                del ranked, pairs
-                if isinstance(initial_value, GradientStep):
-                    start = _stepped(initial_value, name, layer, grow, history, optimizer)
-            with released_memory(layer.values):
-                rewiring = Rewiring.make(layer.pattern, drop, grow)
-            if not isinstance(initial_value, GradientStep):
-                given = initial_value
-                start = given(layer, rewiring) if callable(given) else given
-            changes[name] = Change.planned(layer, rewiring, start, optimizer)
+    wanted = [
+        _Layer(name, layers[name], counts)
+        for name, counts in _counts(budget, survey).items()
+        if counts.drop > 0 or counts.grow > 0
+    ]
+    changes: dict[str, Change] = {}
+    # Alone one layer after the other, which takes the least memory; ranks choose for all layers in
+    # the same moves.
+    for group in [[one] for one in wanted] if ranks.alone else [wanted] if wanted else []:
+        largest = max((one.layer.values for one in group), key=lambda values: values.nbytes)
+        with naming(group[0].name) if ranks.alone else nullcontext():
+            with released_memory(largest):
+                _choose_drops(group, scores, ranks, regrow_dropped)
+                _choose_growth(group, growth, history, step, ranks, regrow_dropped)
+                steps = _gradient_steps(group, initial_value, history, optimizer, ranks)
+            with released_memory(largest):
+                rewirings = _rewirings(group, ranks)
+            starts = _starts(group, initial_value, rewirings, ranks) if steps is None else steps
+        with agreeing(ranks):
+            for one, rewiring, start in zip(group, rewirings, starts, strict=True):
+                with naming(one.name):
+                    changes[one.name] = Change.planned(one.layer, rewiring, start, optimizer)
     return changes
 
 
-def _positions(
-    pattern: SparsePattern,
-    counts: Counts,
-    scores: Tensor,
-    growth: Growth,
-    pairs: list[Pair],
+def _counts(budget: Budget, survey: Survey) -> dict[str, Counts]:
+    """What the budget of the first rank says."""
+    ranks = survey.ranks
+    if ranks.alone:
+        return budget.counts(survey)
+    failed = held_back()
+    said: dict[str, Counts] = {}
+    with failed:
+        said = budget.counts(survey)
+    with agreeing(ranks):
+        failed.raise_here()
+    names = list(survey.patterns)
+    rows = [[i, *said[name]] for i, name in enumerate(names) if name in said]
+    (line,) = of_first(ranks, [torch.tensor(rows, dtype=torch.int64).view(-1)])
+    return {names[i]: Counts(drop, grow) for i, drop, grow in line.view(-1, 3).tolist()}
+
+
+def _choose_drops(
+    group: Sequence[_Layer],
+    scores: Callable[[str, SparseLinear], Tensor],
+    ranks: Ranks,
     regrow_dropped: bool,
-) -> tuple[Tensor, Tensor]:
-    """The slots that leave, and the positions that join."""
-    drop = lowest(scores, counts.drop)
-    if not regrow_dropped or not counts.drop:
-        return drop, growth.choose(pattern, counts.grow, pairs)
-    stays = torch.ones(pattern.nnz, dtype=torch.bool)
-    stays[drop] = False
-    kept = SparsePattern.from_flat(
-        pattern.flat[stays], shape=pattern.shape, block_size=pattern.block_size
-    )
-    grow = growth.choose(kept, counts.grow, pairs)
-    return drop[~torch.isin(pattern.flat[drop], grow)], grow[~pattern.contains(grow)]
+) -> None:
+    """The slots that leave, and the positions that are taken once they have left."""
+    ranked = []
+    with agreeing(ranks):
+        for one in group:
+            with naming(one.name):
+                found = scores(one.name, one.layer)
+                # Alone they are looked through where they are ranked.
+                ranked.append(found if ranks.alone else check_scores(found, one.pattern.nnz))
+    drops = lowest_over_ranks(ranks, ranked, [one.counts.drop for one in group])
+    del ranked
+    for one, drop in zip(group, drops, strict=True):
+        one.drop = drop
+        if regrow_dropped and one.counts.drop:
+            stays = torch.ones(one.pattern.nnz, dtype=torch.bool)
+            stays[drop] = False
+            one.taken = SparsePattern.from_flat(
+                one.pattern.flat[stays], shape=one.pattern.shape, block_size=one.pattern.block_size
+            )
 
 
-def _stepped(
-    start: GradientStep,
-    name: str,
-    layer: SparseLinear,
-    grow: Tensor,
+def _choose_growth(
+    group: Sequence[_Layer],
+    growth: Growth,
+    history: History,
+    step: int,
+    ranks: Ranks,
+    regrow_dropped: bool,
+) -> None:
+    """The positions that join; those that leave and join at once do neither."""
+    wanted = [
+        GrowthWanted(one.name, history.pairs(one.name), one.taken, one.counts.grow) for one in group
+    ]
+    chosen = growth.choose_all(wanted, step, ranks)
+    for one, grow in zip(group, chosen, strict=True):
+        one.grow = grow
+        if regrow_dropped and one.counts.drop:
+            with naming(one.name):
+                one.drop = one.drop[~torch.isin(one.pattern.flat[one.drop], grow)]
+                one.grow = grow[~one.pattern.contains(grow)]
+
+
+def _gradient_steps(
+    group: Sequence[_Layer],
+    start: GrownValue,
     history: History,
     optimizer: torch.optim.Optimizer,
-) -> Tensor:
-    pattern = layer.pattern
-    grown = SparsePattern.from_flat(
-        grow.sort().values, shape=pattern.shape, block_size=pattern.block_size
-    )
-    return start.values(history, name, grown, learning_rate_of(optimizer, layer.values))
+    ranks: Ranks,
+) -> list[object] | None:
+    """What grown weights start with where that is a step against their gradient."""
+    if not isinstance(start, GradientStep):
+        return None
+    parts = []
+    with agreeing(ranks):
+        for one in group:
+            with naming(one.name):
+                grown = SparsePattern.from_flat(
+                    one.grow.sort().values,
+                    shape=one.pattern.shape,
+                    block_size=one.pattern.block_size,
+                )
+                parts.append(gradient_of(history, one.name, grown, ranks))
+    made: list[object] = []
+    for one, gradient in zip(group, sum_of_all(ranks, parts), strict=True):
+        with naming(one.name):
+            # The gradient of a data parallel training is the mean over its ranks.
+            rate = learning_rate_of(optimizer, one.layer.values) / ranks.size
+            made.append(start.of(gradient, rate))
+    return made
+
+
+def _rewirings(group: Sequence[_Layer], ranks: Ranks) -> list[Rewiring]:
+    made = []
+    with agreeing(ranks):
+        for one in group:
+            with naming(one.name):
+                made.append(Rewiring.make(one.pattern, one.drop, one.grow))
+    return made
+
+
+def _starts(
+    group: Sequence[_Layer], given: GrownValue, rewirings: Sequence[Rewiring], ranks: Ranks
+) -> list[object]:
+    """What grown weights start with: a number, or what a function of the first rank says."""
+    if not callable(given):
+        return [given] * len(group)
+    found: list[object] = []
+    with agreeing(ranks):
+        for one, rewiring in zip(group, rewirings, strict=True):
+            with naming(one.name):
+                start = given(one.layer, rewiring)
+                found.append(start if ranks.alone else _spread(start, rewiring, one.layer))
+    return [ranks.broadcast(start) if isinstance(start, Tensor) else start for start in found]
+
+
+def _spread(start: object, rewiring: Rewiring, layer: SparseLinear) -> Tensor:
+    """A tensor with one entry per grown weight, as it can be sent."""
+    values = layer.values
+    fill = check_fill(start, rewiring, values)
+    spread = torch.empty((len(rewiring.grown), *values.shape[1:]), dtype=values.dtype)
+    spread = spread.to(values.device)
+    return spread.copy_(fill) if isinstance(fill, Tensor) else spread.fill_(fill)

@@ -1,4 +1,4 @@
-"""What an update cannot follow yet: other processes, and other optimizers."""
+"""What an update cannot follow: other optimizers."""
 
 from __future__ import annotations
 
@@ -10,25 +10,13 @@ from torch import Tensor
 
 from dynsparse.nn import SparseLinear
 
-__all__ = ["check_one_optimizer", "check_one_process"]
+__all__ = ["check_one_optimizer"]
 
 
 class _Trainer(Protocol):
     optimizer: torch.optim.Optimizer
     layers: dict[str, SparseLinear]
     steps: int
-
-
-def check_one_process(step: int) -> None:
-    """Raise RuntimeError where torch.distributed has several ranks: their patterns would differ."""
-    distributed = torch.distributed
-    if not distributed.is_available() or not distributed.is_initialized():
-        return
-    if (ranks := distributed.get_world_size()) > 1:
-        raise RuntimeError(
-            f"step {step} ends in a pattern update, but patterns are not yet synchronised over the "
-            f"{ranks} ranks of torch.distributed: train in one process, or use Static"
-        )
 
 
 def check_one_optimizer(

@@ -15,6 +15,7 @@ from dynsparse.interrupts import uninterrupted
 from dynsparse.nn import SparseLinear
 from dynsparse.ops import capture
 from dynsparse.pattern import Rewiring, SparsePattern
+from dynsparse.ranks import ALONE, agreeing, ranks_of
 from dynsparse.training.budgets import Budget, LayerBudget
 from dynsparse.training.change import Change, check_gradients, prepared
 from dynsparse.training.drop import DropScore, magnitude
@@ -24,10 +25,20 @@ from dynsparse.training.hooks import UpdateHook, call_all
 from dynsparse.training.initial import GradientStep
 from dynsparse.training.layers import sparse_layers
 from dynsparse.training.optimizer_state import check_optimizer
-from dynsparse.training.pieces import check_initial_value, check_kinds_of_pieces
+from dynsparse.training.own import OwnParts
+from dynsparse.training.pieces import check_drop_score, check_initial_value, check_kinds_of_pieces
 from dynsparse.training.plan import GrownValue, plan_changes
+from dynsparse.training.reducers import follow_sizes
 from dynsparse.training.schedule import Schedule, is_due_within
-from dynsparse.training.single import check_one_optimizer, check_one_process
+from dynsparse.training.single import check_one_optimizer
+from dynsparse.training.together import (
+    agree_before,
+    agree_on_patterns,
+    begin_alike,
+    check_same_gradients,
+    name_of,
+    reached_by,
+)
 from dynsparse.training.trainer_state import check_agreement, check_pieces, said_by
 
 __all__ = ["GrownValue", "SparseTrainer", "UpdateHook"]
@@ -36,7 +47,7 @@ _trainers: WeakSet[SparseTrainer] = WeakSet()
 """All that are alive."""
 
 
-class SparseTrainer:
+class SparseTrainer(OwnParts):
     """Takes the optimizer's steps, and changes the patterns when the schedule says so.
 
     `RigL`, `SET` and `Static` are this class with their pieces chosen. After the optimizer's step
@@ -66,6 +77,10 @@ class SparseTrainer:
             (layer, rewiring).
         budget: how many blocks each layer loses and gains; each the share of its own when left out.
         history: which gradient growth looks at; that of the last step when left out.
+        ranks: that train the model together, each with its own samples: "auto", all of
+            torch.distributed where it is initialised; None, this process alone; a process group or
+            a device mesh of one dimension. All ranks make the trainer, and take every step. What
+            they begin with is put right from the first rank; what they decide, they decide once.
 
     Attributes:
         layers: name -> `SparseLinear`, in the order of `model.named_modules()`; a module used
@@ -93,31 +108,36 @@ class SparseTrainer:
         initial_value: GrownValue = 0.0,
         budget: Budget | None = None,
         history: History | None = None,
+        ranks: Any = "auto",
     ) -> None:
-        if (schedule is None) != (growth is None):
-            raise ValueError("give both a schedule and a growth, or neither for a static pattern")
-        check_kinds_of_pieces(schedule=schedule, growth=growth, budget=budget, history=history)
-        check_initial_value(initial_value)
-        if not callable(drop_score):
-            raise TypeError(f"drop_score must be a function of the values, got {drop_score!r}")
-        self.layers = sparse_layers(model)
-        check_optimizer(optimizer, {name: layer.values for name, layer in self.layers.items()})
-        self.optimizer = optimizer
-        self.schedule = schedule
-        self.growth = growth
-        self.drop_score = drop_score
-        self.regrow_dropped = check_flag("regrow_dropped", regrow_dropped)
-        self.initial_value = initial_value
-        self.budget = LayerBudget() if budget is None else budget
-        self.history: History = LastStep() if history is None else history
-        trained = self._trained()
-        self.budget.begin({name: layer.pattern for name, layer in trained.items()})
-        if self.budget.changes_capacity:
-            for layer in trained.values():
-                layer.resizable = True
-        self.steps = 0
-        self.updates = 0
-        self.on_update: list[UpdateHook] = []
+        self.ranks = ranks_of(ranks)
+        with agreeing(self.ranks):  # that the arguments are right on all of them
+            check_kinds_of_pieces(schedule=schedule, growth=growth, budget=budget, history=history)
+            check_initial_value(initial_value)
+            check_drop_score(drop_score)
+            self.layers = sparse_layers(model)
+            check_optimizer(optimizer, {name: layer.values for name, layer in self.layers.items()})
+            self.optimizer = optimizer
+            self.schedule = schedule
+            self.growth = growth
+            self.drop_score = drop_score
+            self.regrow_dropped = check_flag("regrow_dropped", regrow_dropped)
+            self.initial_value = initial_value
+            self.budget = LayerBudget() if budget is None else budget
+            self.history: History = LastStep() if history is None else history
+            trained = self._trained()
+            self.budget.begin({name: layer.pattern for name, layer in trained.items()})
+            if self.budget.changes_capacity:
+                for layer in trained.values():
+                    layer.resizable = True
+            self.steps = 0
+            self.updates = 0
+            self.on_update: list[UpdateHook] = []
+        # Without what the algorithms add: that comes after this.
+        said = {"algorithm": type(self).__name__, **self._said(), "drop score": name_of(drop_score)}
+        begin_alike(self.ranks, self._trained(), said, optimizer)
+        if growth is not None:
+            growth.meet(self.ranks)
         self._begin()
 
     def _begin(self) -> None:
@@ -158,13 +178,16 @@ class SparseTrainer:
         Raises:
             ValueError: the step ends in an update, and a gradient that it would rank by holds NaN
                 or infinity.
-            RuntimeError: the step ends in an update, and torch.distributed has several ranks, or
-                another trainer with another optimizer trains a layer.
+            RuntimeError: the step ends in an update, and another trainer with another optimizer
+                trains a layer, or the ranks each have a gradient of their own.
         """
         with uninterrupted():
             if self._is_due(self.steps + 1):
-                self._check_alone(self.steps + 1)
-                check_gradients(self._trained(), self._captures)
+                agree_before(self.ranks, self.steps + 1, self._decided_by())
+                with agreeing(self.ranks):
+                    self._check_one_optimizer()
+                    check_gradients(self._trained(), self._captures)
+                check_same_gradients(self.ranks, self._trained())
             self._before_step()
 
     def after_optimizer_step(self) -> dict[str, Rewiring] | None:
@@ -175,22 +198,27 @@ class SparseTrainer:
         mended, or go on with the next step, which then is the one that is due.
 
         Raises:
-            RuntimeError: no gradient reached any layer since the last step; several ranks; another
-                trainer with another optimizer; sharded values.
+            RuntimeError: no gradient reached any layer since the last step; another trainer with
+                another optimizer; sharded values.
             TypeError, ValueError: what grown weights start with, scores or optimizer state do not
                 fit the layer, or hold NaN.
         """
         with uninterrupted():
             due = self._is_due(self.steps + 1)
+            together = self.ranks if due else ALONE
             undo = self._undo(planning=True) if due else None
             self.steps += 1
             try:
-                self._after_step()
-                for name, pairs in self._captures.items():
-                    self.history.observe(name, list(pairs))
+                with agreeing(together):
+                    self._after_step()
+                    for name, pairs in self._captures.items():
+                        self.history.observe(name, list(pairs))
                 changes, own = self._plan() if due else ({}, None)
-                change_over = prepared(changes, self.optimizer)
+                with agreeing(together):
+                    change_over = prepared(changes, self.optimizer)
+                rewirings = {name: change.rewiring for name, change in changes.items()}
                 if due:
+                    agree_on_patterns(self.ranks, self.steps, rewirings)
                     self.history.end_update()
             except BaseException:
                 if undo is None:
@@ -207,49 +235,14 @@ class SparseTrainer:
             self._arm()
             if not changes:
                 return None
+            if not self.ranks.alone:
+                follow_sizes([c.layer.values for c in changes.values() if c.changes_size])
             self.updates += 1
-            rewirings = {name: change.rewiring for name, change in changes.items()}
             call_all(self.on_update, self.steps, rewirings)
             return rewirings
 
     def _is_due(self, step: int) -> bool:
         return self.schedule is not None and self.schedule.is_due(step)
-
-    def _before_step(self) -> None:
-        """For algorithms that change gradients before the optimizer's step."""
-
-    def _after_step(self) -> None:
-        """For algorithms that change weights after the optimizer's step."""
-
-    def _undo_own(self, planning: bool) -> Callable[[], None]:
-        """For algorithms with a state of their own: what puts it back as it is now.
-
-        With `planning` it is what `_after_step` and `_plan_own` may change, otherwise what loading
-        does.
-        """
-        return lambda: None
-
-    def _plan_own(self, changes: dict[str, Change]) -> Any:
-        """For algorithms with figures per block, which follow the pattern as the weights do: what
-        `_change_own` needs. Nothing is changed yet but the growth's generator."""
-        return None
-
-    def _change_own(self, planned: Any) -> None:
-        """Take over what was planned; must not fail."""
-
-    def _own_options(self) -> dict[str, Any]:
-        """What must agree on loading, beside what the pieces say; plain types."""
-        return {}
-
-    def _own_state(self) -> dict[str, Any]:
-        """What the algorithm remembers beside its pieces; tensors and plain types."""
-        return {}
-
-    def _check_own_state(self, state: Any, patterns: Mapping[str, SparsePattern]) -> None:
-        """Raise ValueError unless `state` can be loaded into layers with these patterns."""
-
-    def _load_own_state(self, state: dict[str, Any]) -> None:
-        """Continue where `state` was taken."""
 
     def _arm(self) -> None:
         """Begin to keep x and dY if the gradient of the coming step counts for an update."""
@@ -267,8 +260,16 @@ class SparseTrainer:
     def _trained(self) -> dict[str, SparseLinear]:
         return {name: layer for name, layer in self.layers.items() if layer.values.requires_grad}
 
-    def _check_alone(self, step: int) -> None:
-        check_one_process(step)
+    def _decided_by(self) -> dict[str, Any]:
+        """What the next update follows from beside weights and gradients."""
+        growth = None if self.growth is None else self.growth.state_dict()
+        return {
+            "options": self._agreement(),
+            "state of the growth": growth,
+            "state of the budget": self.budget.state_dict(),
+        }
+
+    def _check_one_optimizer(self) -> None:
         check_one_optimizer(self.optimizer, self._trained(), self._others, _trainers)
 
     def _undo(self, *, planning: bool) -> Callable[[], None]:
@@ -294,16 +295,13 @@ class SparseTrainer:
         """What the update does to each layer, and to the algorithm's own state; all is checked."""
         assert self.schedule is not None
         assert self.growth is not None
-        self._check_alone(self.steps)
+        with agreeing(self.ranks):
+            self._check_one_optimizer()
         trained = self._trained()
         for layer in trained.values():
             layer.forget_panels()
         # Where no backward pass came through there is nothing to rank by.
-        reached = {
-            name: layer
-            for name, layer in trained.items()
-            if not self._needs_gradients or not layer.pattern.nnz or self.history.has(name)
-        }
+        reached = {n: trained[n] for n in reached_by(self.ranks, trained, self._is_reached)}
         if not reached and trained:
             raise RuntimeError(
                 f"step {self.steps} ends in a pattern update, but no gradient reached any sparse "
@@ -321,6 +319,7 @@ class SparseTrainer:
             regrow_dropped=self.regrow_dropped,
             initial_value=self.initial_value,
             scores=self._scores,
+            ranks=self.ranks,
         )
         return changes, self._plan_own(changes)
 
@@ -328,6 +327,10 @@ class SparseTrainer:
     def _needs_gradients(self) -> bool:
         wanted = self.growth is not None and self.growth.needs_gradients
         return wanted or isinstance(self.initial_value, GradientStep)
+
+    def _is_reached(self, name: str) -> bool:
+        empty = not self.layers[name].pattern.nnz
+        return not self._needs_gradients or empty or self.history.has(name)
 
     def _scores(self, name: str, layer: SparseLinear) -> Tensor:
         """The drop scores of a layer's blocks: [nnz]."""
@@ -390,7 +393,10 @@ class SparseTrainer:
     def _agreement(self) -> dict[str, Any]:
         return {
             "algorithm": type(self).__name__,
-            **said_by(self.schedule, self.growth, self.budget, self.history, self.layers),
-            "regrow_dropped": self.regrow_dropped,
+            **self._said(),
             "options": self._own_options(),
         }
+
+    def _said(self) -> dict[str, Any]:
+        said = said_by(self.schedule, self.growth, self.budget, self.history, self.layers)
+        return {**said, "regrow_dropped": self.regrow_dropped}

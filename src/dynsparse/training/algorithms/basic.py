@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import nn
 
@@ -17,8 +19,10 @@ __all__ = ["SET", "RigL", "Static"]
 class Static(SparseTrainer):
     """The pattern stays as it is: sparse training without pattern updates."""
 
-    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-        super().__init__(model, optimizer, schedule=None, growth=None)
+    def __init__(
+        self, model: nn.Module, optimizer: torch.optim.Optimizer, *, ranks: Any = "auto"
+    ) -> None:
+        super().__init__(model, optimizer, schedule=None, growth=None, ranks=ranks)
 
 
 class RigL(SparseTrainer):
@@ -27,7 +31,7 @@ class RigL(SparseTrainer):
     Source: Evci et al. 2020, "Rigging the Lottery: Making All Tickets Winners".
 
     Args:
-        model, optimizer, drop_score, regrow_dropped, initial_value: see `SparseTrainer`.
+        model, optimizer, drop_score, regrow_dropped, initial_value, ranks: see `SparseTrainer`.
         total_steps: optimizer steps of the whole training.
         update_interval: steps between updates; 100 when left out.
         drop_fraction: share of a layer's blocks that the first update replaces; 0.3 when left out.
@@ -52,6 +56,7 @@ class RigL(SparseTrainer):
         regrow_dropped: bool = False,
         initial_value: GrownValue = 0.0,
         budget: str = "layer",
+        ranks: Any = "auto",
     ) -> None:
         super().__init__(
             model,
@@ -62,6 +67,7 @@ class RigL(SparseTrainer):
             regrow_dropped=regrow_dropped,
             initial_value=initial_value,
             budget=layer_or_global(budget),
+            ranks=ranks,
         )
 
 
@@ -73,7 +79,7 @@ class SET(SparseTrainer):
     share of blocks falls by the cosine here too; pass a `ConstantSchedule` for the paper's.
 
     Args:
-        model, optimizer, drop_score, regrow_dropped, initial_value: see `SparseTrainer`.
+        model, optimizer, drop_score, regrow_dropped, initial_value, ranks: see `SparseTrainer`.
         total_steps, update_interval, drop_fraction, schedule: see `RigL`.
         seed, generator: of the positions drawn; see `RandomGrowth`.
         budget: see `RigL`.
@@ -94,6 +100,7 @@ class SET(SparseTrainer):
         regrow_dropped: bool = False,
         initial_value: GrownValue = 0.0,
         budget: str = "layer",
+        ranks: Any = "auto",
     ) -> None:
         super().__init__(
             model,
@@ -104,4 +111,5 @@ class SET(SparseTrainer):
             regrow_dropped=regrow_dropped,
             initial_value=initial_value,
             budget=layer_or_global(budget),
+            ranks=ranks,
         )

@@ -48,7 +48,7 @@ class DeepR(SparseTrainer):
     descent; with other optimizers it is a heuristic.
 
     Args:
-        model, optimizer: see `SparseTrainer`.
+        model, optimizer, ranks: see `SparseTrainer`.
         total_steps: optimizer steps of the whole training; the pattern may change until its end.
         update_interval: steps between updates; 1 is the paper's.
         l1: strength of the pull to zero, at least 0.
@@ -69,6 +69,7 @@ class DeepR(SparseTrainer):
         temperature: float = 0.0,
         seed: int | None = None,
         generator: torch.Generator | None = None,
+        ranks: Any = "auto",
     ) -> None:
         self.l1 = check_not_negative("l1", l1)
         self.temperature = check_not_negative("temperature", temperature)
@@ -78,15 +79,17 @@ class DeepR(SparseTrainer):
             schedule=ConstantSchedule(total_steps, update_interval, drop_fraction=1.0),
             growth=RandomGrowth(seed, generator),
             budget=SignBudget(),
+            ranks=ranks,
         )
-        self.signs = {name: self._first_signs(layer.values) for name, layer in self.layers.items()}
+        self.signs = {name: self._first_signs(name) for name in self.layers}
 
-    def _first_signs(self, values: Tensor) -> Tensor:
-        signs = values.detach().sign().to(torch.int8)
-        return torch.where(signs == 0, self._draw_signs(signs.shape).to(signs.device), signs)
+    def _first_signs(self, name: str) -> Tensor:
+        signs = self.layers[name].values.detach().sign().to(torch.int8)
+        return torch.where(signs == 0, self._draw_signs(name, signs.shape).to(signs.device), signs)
 
-    def _draw_signs(self, shape: torch.Size) -> Tensor:
-        coins = torch.randint(2, shape, generator=self.growth.generator, dtype=torch.int8)
+    def _draw_signs(self, name: str, shape: torch.Size) -> Tensor:
+        generator = self.growth.generator_for(name, self.steps, "signs")
+        coins = torch.randint(2, shape, generator=generator, dtype=torch.int8)
         return coins.mul_(2).sub_(1)
 
     @torch.no_grad()
@@ -99,9 +102,8 @@ class DeepR(SparseTrainer):
             if self.l1:
                 values.sub_(self.signs[name].to(values), alpha=rate * self.l1)
             if self.temperature:
-                noise = torch.randn(
-                    values.shape, generator=self.growth.generator, dtype=values.dtype
-                )
+                generator = self.growth.generator_for(name, self.steps, "noise")
+                noise = torch.randn(values.shape, generator=generator, dtype=values.dtype)
                 values.add_(noise.to(values), alpha=math.sqrt(2 * rate * self.temperature))
 
     @torch.no_grad()
@@ -129,7 +131,7 @@ class DeepR(SparseTrainer):
     def _follow(self, name: str, rewiring: Rewiring) -> Tensor:
         signs = self.signs[name]
         shape = torch.Size([len(rewiring.grown), *signs.shape[1:]])
-        return rewiring.apply(signs, self._draw_signs(shape))
+        return rewiring.apply(signs, self._draw_signs(name, shape))
 
     def _change_own(self, planned: dict[str, Tensor]) -> None:
         self.signs = {**self.signs, **planned}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 import torch
 from torch import nn
@@ -28,7 +29,7 @@ class GMP(SparseTrainer):
     weights can come back when the optimizer moves them, sparse ones cannot.
 
     Args:
-        model, optimizer, drop_score: see `SparseTrainer`.
+        model, optimizer, drop_score, ranks: see `SparseTrainer`.
         final_density: of all layers together at the end, in (0, 1]; may be left out when
             `densities` names every layer.
         total_steps: optimizer steps of the whole training.
@@ -54,6 +55,7 @@ class GMP(SparseTrainer):
         allocation: str = "uniform",
         densities: Mapping[str, float] | None = None,
         drop_score: DropScore = magnitude,
+        ranks: Any = "auto",
     ) -> None:
         super().__init__(
             model,
@@ -64,6 +66,7 @@ class GMP(SparseTrainer):
             budget=GradualBudget(
                 final_density, scope=scope, allocation=allocation, densities=densities
             ),
+            ranks=ranks,
         )
 
 
@@ -81,7 +84,7 @@ class GraNet(SparseTrainer):
     replacing, took it; and in that one block always stays in every layer.
 
     Args:
-        model, optimizer, drop_score, initial_value: see `SparseTrainer`.
+        model, optimizer, drop_score, initial_value, ranks: see `SparseTrainer`.
         regrow_dropped: True, as in the paper; with False a dense layer has nowhere to grow at its
             first update.
         final_density, total_steps, update_interval, start_fraction, end_fraction: see `GMP`.
@@ -108,6 +111,7 @@ class GraNet(SparseTrainer):
         drop_score: DropScore = magnitude,
         regrow_dropped: bool = True,
         initial_value: GrownValue = 0.0,
+        ranks: Any = "auto",
     ) -> None:
         super().__init__(
             model,
@@ -122,4 +126,5 @@ class GraNet(SparseTrainer):
             budget=GradualBudget(
                 final_density, scope=scope, allocation=allocation, densities=densities
             ),
+            ranks=ranks,
         )

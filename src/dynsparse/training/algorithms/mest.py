@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import nn
 
@@ -30,7 +32,7 @@ class MEST(SparseTrainer):
     data efficiency is no part of it.
 
     Args:
-        model, optimizer, regrow_dropped, initial_value: see `SparseTrainer`.
+        model, optimizer, regrow_dropped, initial_value, ranks: see `SparseTrainer`.
         total_steps, update_interval, drop_fraction: see `RigL`.
         schedule: in place of these three; with a soft memory bound its last update must replace
             nothing, as that of `ElasticSchedule`.
@@ -54,6 +56,7 @@ class MEST(SparseTrainer):
         generator: torch.Generator | None = None,
         regrow_dropped: bool = False,
         initial_value: GrownValue = 0.0,
+        ranks: Any = "auto",
     ) -> None:
         check_flag("soft_memory_bound", soft_memory_bound)
         kind = ElasticSchedule if soft_memory_bound else CosineSchedule
@@ -66,4 +69,5 @@ class MEST(SparseTrainer):
             regrow_dropped=regrow_dropped,
             initial_value=initial_value,
             budget=SoftBudget() if soft_memory_bound else LayerBudget(),
+            ranks=ranks,
         )

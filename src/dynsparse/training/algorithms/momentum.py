@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import nn
 
@@ -30,7 +32,7 @@ class SNFS(SparseTrainer):
     the momentum of the gradient, not the optimizer's, which exists for present weights only.
 
     Args:
-        model, optimizer, drop_score, regrow_dropped, initial_value: see `SparseTrainer`. The
+        model, optimizer, drop_score, regrow_dropped, initial_value, ranks: see `SparseTrainer`. The
             authors' code has `regrow_dropped=True`.
         total_steps, update_interval, drop_fraction, schedule, pooling: see `RigL`.
         momentum: decay per step, in [0, 1).
@@ -55,6 +57,7 @@ class SNFS(SparseTrainer):
         drop_score: DropScore = magnitude,
         regrow_dropped: bool = False,
         initial_value: GrownValue = 0.0,
+        ranks: Any = "auto",
     ) -> None:
         history: History
         history = DenseMomentum(momentum) if window is None else WindowMomentum(momentum, window)
@@ -68,4 +71,5 @@ class SNFS(SparseTrainer):
             initial_value=initial_value,
             budget=MomentumBudget() if check_flag("redistribute", redistribute) else LayerBudget(),
             history=history,
+            ranks=ranks,
         )

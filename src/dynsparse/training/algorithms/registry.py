@@ -34,9 +34,9 @@ class Algorithm:
 
     @cached_property
     def arguments(self) -> frozenset[str]:
-        """The names of what the trainer takes besides model and optimizer."""
+        """The names of what the trainer takes besides model, optimizer and ranks."""
         taken = inspect.signature(self.trainer).parameters
-        return frozenset(taken) - {"model", "optimizer"}
+        return frozenset(taken) - {"model", "optimizer", "ranks"}
 
     def first_density(self, final: float) -> float:
         """The density to begin with for a layer that is to end at `final`."""

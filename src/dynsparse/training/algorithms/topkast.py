@@ -12,12 +12,12 @@ from dynsparse.checks import check_fraction, check_not_negative
 from dynsparse.interrupts import uninterrupted
 from dynsparse.nn import SparseEmbedding
 from dynsparse.nn.active import ActiveSet
-from dynsparse.ops.grow import select
 from dynsparse.pattern import Rewiring, SparsePattern
+from dynsparse.ranks import agreeing
 from dynsparse.training.algorithms.choices import cosine_schedule
 from dynsparse.training.budgets import Budget, Counts, Survey
 from dynsparse.training.change import Change, check_scores, naming, prepared
-from dynsparse.training.drop import magnitude
+from dynsparse.training.drop import lowest_over_ranks, magnitude
 from dynsparse.training.grow import RandomGrowth
 from dynsparse.training.schedule import Schedule
 from dynsparse.training.trainer import GrownValue, SparseTrainer
@@ -66,7 +66,8 @@ class TopKAST(SparseTrainer):
     sparse model of A. A layer without its trainer's state uses all of B.
 
     Args:
-        model, optimizer, initial_value: see `SparseTrainer`. The layers' density is that of B.
+        model, optimizer, initial_value, ranks: see `SparseTrainer`. The density of the
+            layers is that of B.
         forward_fraction: |A| / |B|, in (0, 1].
         exploration: strength of the pull to zero, at least 0.
         total_steps, update_interval, drop_fraction: see `RigL`; the share is one of the weights
@@ -94,6 +95,7 @@ class TopKAST(SparseTrainer):
         seed: int | None = None,
         generator: torch.Generator | None = None,
         initial_value: GrownValue = 0.0,
+        ranks: Any = "auto",
     ) -> None:
         self.exploration = check_not_negative("exploration", exploration)
         schedule = cosine_schedule(
@@ -106,6 +108,7 @@ class TopKAST(SparseTrainer):
             growth=RandomGrowth(seed, generator),
             initial_value=initial_value,
             budget=SpareBudget(forward_fraction),
+            ranks=ranks,
         )
         for name, layer in self._trained().items():
             if isinstance(layer, SparseEmbedding) or layer.target is not None:
@@ -119,17 +122,22 @@ class TopKAST(SparseTrainer):
     @torch.no_grad()
     def _plan_own(self, changes: dict[str, Change]) -> dict[str, ActiveSet]:
         """A of every layer, chosen anew among the weights after the changes."""
-        chosen = {}
-        for name, layer in self._trained().items():
-            pattern, values = layer.pattern, layer.values.detach()
-            if name in changes:
-                rewiring = changes[name].rewiring
-                pattern, values = rewiring.after, rewiring.apply(values, changes[name].fill)
-            with naming(name):
-                scores = check_scores(magnitude(values), pattern.nnz)
-                slots = select(scores, self.budget.forward_count(pattern.nnz))
-                chosen[name] = ActiveSet(pattern, slots, values.device)
-        return chosen
+        patterns, scores = {}, []
+        with agreeing(self.ranks):
+            for name, layer in self._trained().items():
+                pattern, values = layer.pattern, layer.values.detach()
+                if name in changes:
+                    rewiring = changes[name].rewiring
+                    pattern, values = rewiring.after, rewiring.apply(values, changes[name].fill)
+                with naming(name):
+                    patterns[name] = pattern
+                    scores.append(check_scores(magnitude(values), pattern.nnz).neg_())
+        counts = [self.budget.forward_count(pattern.nnz) for pattern in patterns.values()]
+        largest = lowest_over_ranks(self.ranks, scores, counts)
+        return {
+            name: ActiveSet(pattern, slots, self.layers[name].values.device)
+            for (name, pattern), slots in zip(patterns.items(), largest, strict=True)
+        }
 
     def _change_own(self, planned: dict[str, ActiveSet]) -> None:
         for name, active in planned.items():

@@ -8,15 +8,16 @@ become larger or smaller.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from torch import Tensor
 
 from dynsparse.pattern import SparsePattern
+from dynsparse.ranks import ALONE, Ranks, agreeing, sum_of_all
 from dynsparse.training.drop import lowest_of_all
-from dynsparse.training.history import History
+from dynsparse.training.history import History, gradient_of
 from dynsparse.training.schedule import Schedule
 from dynsparse.typed import typed
 
@@ -41,6 +42,26 @@ class Survey:
     """From a layer's name to its drop scores [nnz]; computed at each call."""
     history: History
     regrow_dropped: bool
+    ranks: Ranks = ALONE
+    """That take the update together. Each asks its budget; what that of the first says counts."""
+
+    def lowest_of_all(self, count: int, most: Sequence[int]) -> list[int]:
+        """How many of the `count` lowest scores of all layers are in each, at most its `most`."""
+        with agreeing(self.ranks):
+            scores = [self.scores(name) for name in self.patterns]
+        return lowest_of_all(scores, count, most, self.ranks)
+
+    def mean_momentum(self) -> list[float]:
+        """For each layer the mean magnitude of the history's gradient at its weights; 0.0 where it
+        has none."""
+        with agreeing(self.ranks):
+            found = [
+                gradient_of(self.history, n, p, self.ranks) if p.nnz else None
+                for n, p in self.patterns.items()
+            ]
+        summed = sum_of_all(self.ranks, [part for part in found if part is not None])
+        means = iter([float(part.abs().mean()) for part in summed])
+        return [0.0 if part is None else next(means) for part in found]
 
     def room(self, name: str, drop: int) -> int:
         """How many blocks may be grown in a layer that drops `drop`."""
@@ -108,7 +129,7 @@ class GlobalBudget(Budget):
         most = [p.nnz if survey.regrow_dropped else survey.room(n, 0) for n, p in patterns.items()]
         most = [min(m, p.nnz) for m, p in zip(most, patterns.values(), strict=True)]
         total = survey.schedule.drop_count(survey.step, sum(p.nnz for p in patterns.values()))
-        drops = lowest_of_all([survey.scores(n) for n in patterns], min(total, sum(most)), most)
+        drops = survey.lowest_of_all(min(total, sum(most)), most)
         return {name: Counts(k, k) for name, k in zip(patterns, drops, strict=True)}
 
 

@@ -15,7 +15,6 @@ from dynsparse.training.budgets.basic import (
     check_blocks,
     check_one_block_size,
 )
-from dynsparse.training.drop import lowest_of_all
 from dynsparse.training.schedule import GradualSchedule
 from dynsparse.typed import typed
 
@@ -127,7 +126,7 @@ class GradualBudget(Budget):
         target = final + round((sum(self.first[name] for name in patterns) - final) * left)
         most = [max(0, pattern.nnz - 1) for pattern in patterns.values()]
         drop = min(max(0, sum(p.nnz for p in patterns.values()) - target), sum(most))
-        counts = lowest_of_all([survey.scores(name) for name in patterns], drop, most)
+        counts = survey.lowest_of_all(drop, most)
         return dict(zip(patterns, counts, strict=True))
 
     def state_dict(self) -> dict[str, Any]:

@@ -28,12 +28,12 @@ class MomentumBudget(Budget):
 
     def counts(self, survey: Survey) -> dict[str, Counts]:
         drops, means, room = [], [], []
-        for name, pattern in survey.patterns.items():
+        momentum = survey.mean_momentum()
+        for (name, pattern), mean in zip(survey.patterns.items(), momentum, strict=True):
             count = survey.schedule.drop_count(survey.step, pattern.nnz)
             drop = min(count, max(0, pattern.nnz - 1))
-            mean = survey.history.at(name, pattern).abs().mean() if pattern.nnz else 0.0
             drops.append(drop)
-            means.append(float(mean))
+            means.append(mean)
             room.append(survey.room(name, drop))
             if not math.isfinite(means[-1]):
                 raise ValueError(

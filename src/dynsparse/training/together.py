@@ -1,0 +1,189 @@
+"""Trainers of several ranks that train one model: whether they began alike, and go on alike."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dynsparse.nn import SparseLinear
+from dynsparse.nn.sparse_module import whole
+from dynsparse.pattern import Rewiring, SparsePattern
+from dynsparse.ranks import (
+    Ranks,
+    agree_on,
+    agreeing,
+    differing,
+    digest,
+    named_ranks,
+    of_first,
+)
+
+__all__ = [
+    "agree_before",
+    "agree_on_patterns",
+    "begin_alike",
+    "check_same_gradients",
+    "name_of",
+    "reached_by",
+]
+
+_SAME = "make the trainer with the same arguments on every rank"
+_OTHERS = "pass ranks=None to train alone, or ranks=group, of the ranks that hold the same layers"
+
+# Norms of a gradient that all ranks share differ by rounding at most, those of ranks that each have
+# their own by percents.
+_ALIKE = 1e-3
+
+
+def begin_alike(
+    ranks: Ranks,
+    layers: Mapping[str, SparseLinear],
+    said: Mapping[str, Any],
+    optimizer: torch.optim.Optimizer,
+) -> None:
+    """Every rank begins as the first does.
+
+    Values and patterns that differ become those of the first rank, as data parallel training does
+    it with all parameters. Sharded values are left as they are.
+
+    Args:
+        ranks: every one of them calls this.
+        layers: by name.
+        said: what else must be the same; plain types.
+        optimizer: of the layers.
+
+    Raises:
+        ValueError: layers or options differ; the same line on all ranks.
+        RuntimeError: patterns differ, and the optimizer has state already.
+    """
+    if ranks.alone:
+        return
+    agree_on(ranks, {"the layers": ", ".join(map(repr, layers))}, _OTHERS)
+    agree_on(ranks, {f"the {what}": repr(one) for what, one in said.items()}, _SAME)
+    agree_on(
+        ranks,
+        {f"layer {name!r}": str(layer.pattern) for name, layer in layers.items()},
+        "give layers the same shape, block size and number of blocks on every rank",
+    )
+    kept = {name: layer for name, layer in layers.items() if not _sharded(layer.values)}
+    state = [
+        digest(layer.pattern.rows, layer.pattern.cols, layer.values.view(-1))
+        for layer in kept.values()
+    ]
+    others = [list(kept)[i] for i in differing(ranks, state)]
+    with agreeing(ranks):
+        for name in others:
+            if any(
+                isinstance(t, Tensor) for t in optimizer.state.get(kept[name].values, {}).values()
+            ):
+                raise RuntimeError(
+                    f"layer {name!r} differs among the ranks, and the optimizer has state for it: "
+                    "load the same checkpoint on every rank"
+                )
+    for name in others:
+        take_from_first(ranks, kept[name])
+
+
+@torch.no_grad()
+def take_from_first(ranks: Ranks, layer: SparseLinear) -> None:
+    """The layer's pattern and values become those of the first rank; as many blocks on all."""
+    own = layer.pattern
+    (flat,) = of_first(ranks, [own.flat])
+    values = ranks.broadcast(layer.values.detach().clone())
+    pattern = SparsePattern.from_flat(flat, shape=own.shape, block_size=own.block_size)
+    layer.set_pattern(pattern, values)
+
+
+def _sharded(values: Tensor) -> bool:
+    try:
+        whole(values)
+    except RuntimeError:
+        return True
+    return False
+
+
+def agree_before(ranks: Ranks, step: int, said: Mapping[str, Any]) -> None:
+    """Raise ValueError, the same on all ranks, where they are not about to make the same update.
+
+    Args:
+        step: that ends in it.
+        said: what the pieces of the trainer say of themselves; plain types and tensors.
+    """
+    if ranks.alone:
+        return
+    agree_on(
+        ranks,
+        {"the step that ends in an update": str(step)},
+        "call trainer.step() as often on every rank, and load the same state",
+    )
+    states = {f"the {what}": _digest(one) for what, one in said.items()}
+    agree_on(ranks, states, f"{_SAME}, and load the same state", shown=False)
+
+
+def _digest(thing: Any) -> int:
+    """Of plain types and tensors."""
+    if isinstance(thing, Tensor):
+        return digest(str(thing.dtype), thing)
+    if isinstance(thing, Mapping):
+        return digest(*(f"{key!r}:{_digest(one)}" for key, one in thing.items()))
+    if isinstance(thing, (list, tuple)):
+        return digest(*(str(_digest(one)) for one in thing))
+    return digest(repr(thing))
+
+
+def check_same_gradients(ranks: Ranks, layers: Mapping[str, SparseLinear]) -> None:
+    """Raise RuntimeError, the same on all ranks, where each has a gradient of its own."""
+    if ranks.alone:
+        return
+    kept = {name: layer for name, layer in layers.items() if not _sharded(layer.values)}
+    norms = torch.zeros(len(kept), dtype=torch.float64)
+    for i, layer in enumerate(kept.values()):
+        if layer.values.grad is not None:
+            norms[i] = layer.values.grad.detach().norm(dtype=torch.float64)
+    norms = norms.to(ranks.device)
+    ends = ranks.highest(torch.stack([norms, -norms]))
+    apart = (ends[0] + ends[1]) > _ALIKE * ends[0]
+    for i in apart.nonzero().flatten().tolist():
+        own = torch.stack(ranks.gather(norms[i : i + 1], [1] * ranks.size)).flatten().tolist()
+        alike = [rank for rank, norm in enumerate(own) if abs(norm - own[0]) <= _ALIKE * own[0]]
+        others = [rank for rank in range(ranks.size) if rank not in alike]
+        raise RuntimeError(
+            f"layer {list(kept)[i]!r}: {named_ranks(alike)} and {named_ranks(others)} have other "
+            "gradients, so they do not train one model: wrap it in DistributedDataParallel, or in "
+            "dynsparse.distributed.replicate, or pass ranks=None to train alone"
+        )
+
+
+def reached_by(ranks: Ranks, layers: Iterable[str], is_reached: Callable[[str], bool]) -> list[str]:
+    """The layers through which a backward pass came, on any rank."""
+    layers = list(layers)
+    reached = torch.tensor([is_reached(name) for name in layers], dtype=torch.int32)
+    somewhere = ranks.highest(reached.to(ranks.device)).tolist()
+    return [name for name, any_ in zip(layers, somewhere, strict=True) if any_]
+
+
+def agree_on_patterns(ranks: Ranks, step: int, rewirings: Mapping[str, Rewiring]) -> None:
+    """Raise ValueError, the same on all ranks, where the patterns after an update would differ."""
+    if ranks.alone:
+        return
+    agree_on(ranks, {"the layers that change": ", ".join(map(repr, rewirings))}, _SAME)
+    agree_on(
+        ranks,
+        {
+            f"the pattern of layer {name!r} after step {step}": digest(
+                rewiring.after.row_ptr, rewiring.after.cols
+            )
+            for name, rewiring in rewirings.items()
+        },
+        "change patterns through the trainer alone, and load the same state on every rank",
+        shown=False,
+    )
+
+
+def name_of(function: Any) -> str:
+    """What tells a function, or a thing that is called like one, from others."""
+    kind = getattr(function, "__qualname__", type(function).__qualname__)
+    return f"{kind}{vars(function) if hasattr(function, '__dict__') else ''}"

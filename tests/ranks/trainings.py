@@ -1,0 +1,96 @@
+"""Small trainings of every algorithm, the same on any number of ranks."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import torch
+from torch import nn
+
+import dynsparse as ds
+from dynsparse.nn import SparseLinear
+from dynsparse.training import GMP, MEST, SNFS, ConstantSchedule, DeepR, GraNet, TopKAST
+from dynsparse.training.initial import GradientStep
+
+EVERY = ConstantSchedule(total_steps=10**6, update_interval=1, drop_fraction=0.1)
+SOME = ConstantSchedule(total_steps=10**6, update_interval=2, drop_fraction=0.1)
+GRADUAL = {"total_steps": 400, "final_density": 0.05, "update_interval": 2}
+
+ALGORITHMS = {
+    "rigl": lambda m, o, **r: ds.RigL(m, o, schedule=EVERY, **r),
+    "rigl-global": lambda m, o, **r: ds.RigL(m, o, schedule=EVERY, budget="global", **r),
+    "rigl-regrow": lambda m, o, **r: ds.RigL(m, o, schedule=EVERY, regrow_dropped=True, **r),
+    "rigl-step": lambda m, o, **r: ds.RigL(m, o, schedule=EVERY, initial_value=GradientStep(), **r),
+    "rigl-own-start": lambda m, o, **r: ds.RigL(
+        m, o, schedule=EVERY, initial_value=lambda layer, rewiring: layer.values[:1].mean(), **r
+    ),
+    "set": lambda m, o, **r: ds.SET(m, o, schedule=EVERY, seed=3, **r),
+    "set-generator": lambda m, o, **r: ds.SET(
+        m, o, schedule=EVERY, generator=torch.Generator().manual_seed(1), **r
+    ),
+    "snfs": lambda m, o, **r: SNFS(m, o, schedule=SOME, window=3, **r),
+    "snfs-dense": lambda m, o, **r: SNFS(m, o, schedule=SOME, window=None, **r),
+    "snfs-fixed": lambda m, o, **r: SNFS(m, o, schedule=EVERY, redistribute=False, **r),
+    "mest": lambda m, o, **r: MEST(m, o, schedule=EVERY, seed=3, **r),
+    "mest-soft": lambda m, o, **r: MEST(m, o, schedule=EVERY, seed=3, soft_memory_bound=True, **r),
+    "deepr": lambda m, o, **r: DeepR(
+        m, o, total_steps=10**6, l1=0.05, temperature=1e-6, seed=3, **r
+    ),
+    "topkast": lambda m, o, **r: TopKAST(m, o, schedule=EVERY, seed=3, **r),
+    "gmp": lambda m, o, **r: GMP(m, o, **GRADUAL, **r),
+    "gmp-global": lambda m, o, **r: GMP(m, o, scope="global", **GRADUAL, **r),
+    "granet": lambda m, o, **r: GraNet(m, o, **GRADUAL, **r),
+    "static": lambda m, o, **r: ds.Static(m, o, **r),
+}
+"""Name -> (model, optimizer, **ranks) to a trainer."""
+
+
+def model_of(seed=0, block_size=1, density=0.2, dtype=torch.float64):
+    g = torch.Generator().manual_seed(seed)
+    sizes = (16, 24, 8)
+    first, second = (
+        SparseLinear(a, b, density, block_size, dtype=dtype, generator=g)
+        for a, b in pairwise(sizes)
+    )
+    return nn.Sequential(first, nn.Tanh(), second)
+
+
+def batch(step, rank, size, samples=12, dtype=torch.float64):
+    """The share of `rank` in a batch that does not depend on how many ranks there are."""
+    g = torch.Generator().manual_seed(1000 + step)
+    x, y = torch.randn(samples, 16, generator=g), torch.randn(samples, 8, generator=g)
+    own = slice(rank * samples // size, (rank + 1) * samples // size)
+    return x[own].to(dtype), y[own].to(dtype)
+
+
+def optimizer_of(model, kind="sgd"):
+    if kind == "adam":
+        return torch.optim.Adam(model.parameters(), lr=0.01)
+    return torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+
+
+def backward(forward, optimizer, step, rank=0, size=1, passes=1):
+    """Gradients of one step, in so many micro-batches."""
+    optimizer.zero_grad()
+    x, y = batch(step, rank, size)
+    for part, target in zip(x.chunk(passes), y.chunk(passes), strict=True):
+        (nn.functional.mse_loss(forward(part), target) / passes).backward()
+
+
+def layers_of(model):
+    return {n: m for n, m in model.named_modules() if isinstance(m, SparseLinear)}
+
+
+def weights(model):
+    """The patterns, and the dense weights, which show an index that is not its values'."""
+    layers = layers_of(model)
+    return {
+        name: (layer.pattern.flat.clone(), layer.to_dense().detach().clone())
+        for name, layer in layers.items()
+    }
+
+
+def apart(one, other):
+    """Whether patterns are the same, and the largest difference of dense weights."""
+    same = all(torch.equal(one[n][0], other[n][0]) for n in one)
+    return same, max(float((one[n][1] - other[n][1]).abs().max()) for n in one)
