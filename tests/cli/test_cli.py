@@ -11,7 +11,9 @@ import pytest
 
 import dynsparse
 from dynsparse.apps.pictures.mnist import Options
+from dynsparse.cli import info
 from dynsparse.cli.app import run
+from dynsparse.ops.linear.cuda.chip import INTERPRETED
 
 TINY = ["mnist", "--epochs", "1", "--batch-size", "128", "--hidden-size", "32", "--seed", "3"]
 
@@ -97,6 +99,20 @@ def test_info_says_what_computes(capsys):
     assert status == 0
     for name in ("dynsparse", "kernels", "instruction set", "available", "threads", "torch"):
         assert name in out
+
+
+def test_info_says_what_a_gpu_chooses(capsys, monkeypatch):
+    monkeypatch.setattr(info.torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(info.torch.cuda, "get_device_name", lambda index: "a GPU")
+    monkeypatch.setattr(info, "chip_of", lambda device: INTERPRETED)
+    for kernels in (True, False):
+        monkeypatch.setattr(info, "runs_triton", lambda device, kernels=kernels: kernels)
+        monkeypatch.setenv("COLUMNS", "160")
+        status, out, _ = call(capsys, "info")
+        assert status == 0
+        out = out[out.index("4096 x 4096 on the GPU") :]
+        assert "predicted for chips like H200" in out
+        assert ("blocks, dense 0.40" in out) == kernels
 
 
 WRONG = [
