@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from recipes import Recipe
 from recipes_core import folder
+from recipes_training import optimizer_of
 from torch import nn
 
 import dynsparse as ds
@@ -22,6 +23,12 @@ def cluster():
 def stored():
     path = folder() / "cluster.json"
     cluster().save(path)
+    return path
+
+
+def saved():
+    path, net = folder() / "ranks", row()
+    distributed.save_checkpoint(path, model=net, optimizer=optimizer_of(net))
     return path
 
 
@@ -59,6 +66,19 @@ RECIPES = {
         lambda: {
             "model": row(), "mesh": RankGrid(), "plan": distributed.make_plan(row(), 1, batch=8)
         },
+    ),
+    "dynsparse.distributed.save_checkpoint": Recipe(
+        distributed.save_checkpoint,
+        lambda: {
+            "path": folder() / "ranks", "model": (net := row()), "optimizer": optimizer_of(net),
+            "ranks": None, "wait": True,
+        },
+        (OSError,),
+    ),
+    "dynsparse.distributed.load_checkpoint": Recipe(
+        distributed.load_checkpoint,
+        lambda: {"path": saved(), "model": (net := row()), "optimizer": optimizer_of(net)},
+        (OSError,),
     ),
     "dynsparse.distributed.stages": Recipe(
         distributed.stages, lambda: {"model": row(), "n": 2, "batch": 8, "cluster": cluster()}

@@ -55,7 +55,7 @@ NOT_CALLED = {
     *(f"dynsparse.popsparse.{name}" for name in ("EncodedPattern", "EncodingInfo", "Method")),
     *(f"dynsparse.popsparse.{name}" for name in ("PassTime", "PlannedTensor", "SparseTensor")),
     *(f"dynsparse.training.{name}" for name in ("CheckpointError", "DropScore", "Schedule")),
-    *(f"dynsparse.distributed.{name}" for name in ("Link", "Plan", "SplitCols")),
+    *(f"dynsparse.distributed.{name}" for name in ("Link", "Plan", "Saving", "SplitCols")),
     *(f"dynsparse.distributed.{name}" for name in ("SplitHeads", "SplitRows")),
     *(f"dynsparse.data.{name}" for name in ("DataSet", "Pictures", "load", "read_idx")),
 }

@@ -13,7 +13,14 @@ from targets import NAMES
 
 CORPUS = Path(__file__).parent / "corpus"
 CASES = sorted(file for file in CORPUS.glob("*/*") if file.is_file())
-ROUNDS = {"bpe": 300, "checkpoints": 150, "records": 200, "specs": 300, "weights": 300}
+ROUNDS = {
+    "bpe": 300,
+    "checkpoints": 150,
+    "folders": 200,
+    "records": 200,
+    "specs": 300,
+    "weights": 300,
+}
 
 
 @pytest.fixture(autouse=True)

@@ -5,7 +5,6 @@ import copy
 import pytest
 import torch
 from tests.training.states import ALGORITHMS, backward, make, same, state_of
-from torch import nn
 
 import dynsparse as ds
 from dynsparse.nn import SparseLinear
@@ -303,25 +302,3 @@ def test_a_piece_that_fails_to_load_takes_the_others_back(monkeypatch):
     with pytest.raises(ValueError, match=r"not this one|signs"):
         trainer.load_state_dict(good)
     assert same(state_of(model, trainer), before)
-
-
-def test_a_checkpoint_of_sharded_values_is_refused(tmp_path):
-    from torch.distributed.tensor import DTensor
-
-    layer = nn.Sequential(SparseLinear(8, 8, density=0.5))
-    optimizer = torch.optim.SGD(layer.parameters(), lr=0.1)
-
-    class Sharded(nn.Parameter, DTensor):
-        """What isinstance takes for a DTensor, without the processes."""
-
-        def __new__(cls, data):
-            return torch.Tensor._make_subclass(cls, data, True)
-
-        __torch_dispatch__ = torch._C._disabled_torch_dispatch_impl
-        __torch_function__ = torch._C._disabled_torch_function_impl
-
-    sharded = Sharded(layer[0].values.detach())
-    layer[0]._parameters["values"] = sharded
-    with pytest.raises(RuntimeError, match="are sharded"):
-        ds.training.save_checkpoint(tmp_path / "c", model=layer, optimizer=optimizer)
-    assert not (tmp_path / "c").exists()

@@ -1,8 +1,9 @@
-"""One model on many ranks: layers in rectangles, plans for them, stages of a pipeline."""
+"""One model on many ranks: rectangles and plans for them, stages of a pipeline, checkpoints."""
 
 from importlib import import_module
 from typing import Any
 
+from dynsparse.distributed.checkpoint import Saving, load_checkpoint, save_checkpoint
 from dynsparse.distributed.cluster import Cluster, Link
 from dynsparse.distributed.plan import Plan, make_plan
 from dynsparse.distributed.probe import measure
@@ -13,13 +14,16 @@ __all__ = [
     "Cluster",
     "Link",
     "Plan",
+    "Saving",
     "SplitCols",
     "SplitHeads",
     "SplitPair",
     "SplitRows",
     "gather",
+    "load_checkpoint",
     "make_plan",
     "measure",
+    "save_checkpoint",
     "split",
     "stages",
 ]

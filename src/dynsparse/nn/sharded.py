@@ -3,12 +3,23 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
-__all__ = ["device_of", "gathered", "is_sharded", "local_part", "shard_dimension", "whole"]
+__all__ = [
+    "device_of",
+    "gathered",
+    "is_sharded",
+    "local_part",
+    "local_range",
+    "rows_dimension",
+    "shard_dimension",
+    "sharded_like",
+    "whole",
+]
 
 
 def is_sharded(tensor: Any) -> bool:
@@ -42,20 +53,52 @@ def local_part(tensor: Tensor) -> Tensor:
     return tensor.to_local() if is_sharded(tensor) else tensor  # type: ignore[attr-defined]
 
 
+def rows_dimension(tensor: Tensor) -> int | None:
+    """Along which dimension of its mesh a DTensor is cut by rows, as `torch.chunk` cuts; None where
+    it is cut in another way, or not at all."""
+    placements = tensor.placements  # type: ignore[attr-defined]
+    cut = [i for i, placement in enumerate(placements) if not placement.is_replicate()]
+    return cut[0] if len(cut) == 1 and placements[cut[0]].is_shard(0) else None
+
+
 def shard_dimension(values: Tensor) -> int:
-    """Along which dimension of their mesh sharded values are cut, as `torch.chunk` cuts slots.
+    """Along which dimension of their mesh sharded values are cut.
 
     Raises:
-        RuntimeError: they are cut in another way.
+        RuntimeError: they are not cut by slots.
     """
-    placements = values.placements  # type: ignore[attr-defined]
-    cut = [i for i, placement in enumerate(placements) if not placement.is_replicate()]
-    if len(cut) != 1 or not placements[cut[0]].is_shard(0):
+    dimension = rows_dimension(values)
+    if dimension is None:
         raise RuntimeError(
             "the values of a sparse layer must be sharded by slots, along one dimension of the "
-            f"mesh, as fully_shard does it, got the placements {placements}"
+            "mesh, as fully_shard does it, got the placements "
+            f"{values.placements}"  # type: ignore[attr-defined]
         )
-    return cut[0]
+    return dimension
+
+
+def local_range(tensor: Tensor) -> tuple[int, int]:
+    """The rows [first, last) that this rank holds of a DTensor that is cut by rows."""
+    mesh = tensor.device_mesh  # type: ignore[attr-defined]
+    dimension = shard_dimension(tensor)
+    share = -(-len(tensor) // mesh.size(dimension))
+    first = min(mesh.get_local_rank(dimension) * share, len(tensor))
+    return first, min(first + share, len(tensor))
+
+
+def sharded_like(own: Tensor, dtype: torch.dtype, rows: Callable[[int, int], Tensor]) -> Tensor:
+    """A DTensor of `dtype`, sharded as `own` is, of its rows [first, last), which `rows` makes on
+    the CPU."""
+    from torch.distributed.tensor import DTensor, distribute_tensor  # whoever shards has loaded it
+
+    mesh, placements = own.device_mesh, own.placements  # type: ignore[attr-defined]
+    if rows_dimension(own) is None:
+        whole = rows(0, len(own) if own.dim() else 1).to(own.device, dtype)
+        return distribute_tensor(whole, mesh, placements, src_data_rank=None)
+    local = rows(*local_range(own)).to(local_part(own).device, dtype)
+    return DTensor.from_local(
+        local, mesh, placements, run_check=False, shape=own.shape, stride=own.stride()
+    )
 
 
 def device_of(values: Tensor) -> torch.device:

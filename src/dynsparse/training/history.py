@@ -10,7 +10,7 @@ from __future__ import annotations
 import copy
 import sys
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -70,6 +70,14 @@ class History:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue where `state` was taken."""
+
+    def share_of(self, states: Sequence[Any], rank: int, size: int) -> Any:
+        """What rank `rank` of `size` goes on from, where every rank saved one of `states`.
+
+        Each rank has seen its own samples, so together they are the history. With another number
+        of ranks, each takes up those of some, so that the gradient, their mean, stays the same.
+        """
+        return states[rank] if len(states) == size else states[0]
 
     def check_state(self, state: dict[str, Any], shapes: Mapping[str, tuple[int, int]]) -> None:
         """Raise ValueError unless `state` can be loaded; `shapes` are the layers' (out, in)."""
@@ -144,6 +152,17 @@ class WindowMomentum(History):
     def state_dict(self) -> dict[str, Any]:
         return {"steps": {name: [list(p) for p in steps] for name, steps in self._steps.items()}}
 
+    def share_of(self, states: Sequence[Any], rank: int, size: int) -> Any:
+        if len(states) == size:
+            return states[rank]
+        merged: dict[str, list[list[Pair]]] = {}
+        for name, steps in states[0]["steps"].items():
+            merged[name] = [[] for _ in steps]
+            for state in states[rank::size]:
+                for kept, pairs in zip(merged[name], state["steps"][name], strict=True):
+                    kept += [(x, dy * (size / len(states))) for x, dy in pairs]
+        return {"steps": merged}
+
     def snapshot(self) -> dict[str, deque[list[Pair]]]:
         return {name: steps.copy() for name, steps in self._steps.items()}
 
@@ -212,6 +231,15 @@ class DenseMomentum(History):
 
     def state_dict(self) -> dict[str, Any]:
         return {"momentum": dict(self._momentum)}
+
+    def share_of(self, states: Sequence[Any], rank: int, size: int) -> Any:
+        if len(states) == size:
+            return states[rank]
+        merged = {name: torch.zeros_like(m) for name, m in states[0]["momentum"].items()}
+        for state in states[rank::size]:
+            for name, matrix in merged.items():
+                matrix.add_(state["momentum"][name], alpha=size / len(states))
+        return {"momentum": merged}
 
     def snapshot(self) -> dict[str, Tensor]:
         return {name: matrix.clone() for name, matrix in self._momentum.items()}

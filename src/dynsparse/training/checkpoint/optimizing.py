@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from dynsparse.files.shorten import shortened
+from dynsparse.nn.sharded import local_part
 
 __all__ = ["check_finite", "check_scheduler", "loaded_optimizer"]
 
@@ -61,6 +62,7 @@ def check_finite(state: Mapping[Tensor, Any], names: Mapping[int, str]) -> None:
         for key, value in entries.items():
             if not isinstance(value, Tensor) or not value.is_floating_point():
                 continue
+            value = local_part(value)
             if not bool((value.float() if value.itemsize < 2 else value).isfinite().all()):
                 name = names.get(id(parameter), "a parameter that is not the model's")
                 raise ValueError(

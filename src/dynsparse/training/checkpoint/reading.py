@@ -18,7 +18,15 @@ from torch import Tensor
 from dynsparse.files.shorten import shortened
 from dynsparse.files.torch_archive import check_archive, check_content
 
-__all__ = ["HEADER", "MAGIC", "VERSION", "CheckpointError", "check_parts", "read_payload"]
+__all__ = [
+    "HEADER",
+    "MAGIC",
+    "VERSION",
+    "CheckpointError",
+    "check_own_parts",
+    "check_parts",
+    "read_payload",
+]
 
 MAGIC = b"dynsparse\x00state\n"
 VERSION = 1
@@ -107,11 +115,26 @@ def check_parts(payload: Any) -> None:
         isinstance(_entry(group, "params"), list) for group in groups
     ):
         raise ValueError("expected the optimizer's groups of parameters, got others")
+    if "ranks" in payload:
+        check_own_parts(payload["ranks"])
     for name, tensor in payload["model"].items():
         if not isinstance(name, str):
             raise ValueError(f"expected names of the model's tensors, got {shortened(name)}")
         if isinstance(tensor, Tensor) and tensor.layout != torch.strided:
             raise ValueError(f"expected dense tensors of the model, got {tensor.layout}")
+
+
+def check_own_parts(ranks: Any) -> None:
+    """Raise ValueError unless this is what every rank holds of its own."""
+    needed = {"random": dict, "generators": dict, "history": object}
+    if not isinstance(ranks, list) or not ranks:
+        raise ValueError(f"expected a list of what each rank holds, got {shortened(ranks)}")
+    for own in ranks:
+        if not all(isinstance(own, dict) and isinstance(own.get(k), t) for k, t in needed.items()):
+            raise ValueError(f"expected {', '.join(needed)} of each rank, got {shortened(own)}")
+        for saved in own["generators"].values():
+            if not isinstance(_entry(saved, "kind"), str) or "state" not in saved:
+                raise ValueError(f"expected a kind and a state, got {shortened(saved)}")
 
 
 def _entry(value: Any, key: str) -> Any:

@@ -1,0 +1,179 @@
+"""What the tests of checkpoints do on every rank."""
+
+from __future__ import annotations
+
+import contextlib
+from pathlib import Path
+
+import pytest
+import sharded_models as models
+import torch
+from torch.distributed.device_mesh import init_device_mesh
+from torch.nn.functional import dropout, mse_loss
+from torch.nn.parallel import DistributedDataParallel
+
+import dynsparse as ds
+
+KINDS = ("ddp", "fsdp")
+
+
+def make(kind, size, seed=0, block_size=1):
+    """(what computes, the model, the optimizer, the trainer)."""
+    model = models.linear_model(block_size, seed=seed)
+    if kind == "fsdp":
+        wrapped = models.shard(model, init_device_mesh("cpu", (size,)))
+    elif kind == "ddp":
+        wrapped = DistributedDataParallel(model, forward_sync_buffers=False)
+    else:
+        wrapped = model
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
+    return wrapped, model, optimizer, ds.Static(model, optimizer)
+
+
+def train(made, first, last, rank, size):
+    wrapped, _, optimizer, trainer = made
+    for step in range(first, last):
+        x, y = models.share(step, rank, size)
+        optimizer.zero_grad()
+        mse_loss(wrapped(x), y).backward()
+        trainer.step()
+
+
+def reference(last):
+    made = make("alone", 1)
+    train(made, 0, last, 0, 1)
+    return made[1]
+
+
+def doors(how):
+    save = {"plain": ds.training.save_checkpoint, "ranks": ds.distributed.save_checkpoint}
+    load = {"plain": ds.training.load_checkpoint, "ranks": ds.distributed.load_checkpoint}
+    return save[how], load[how]
+
+
+def leg(rank, size, kind, how, source, target, first, last):
+    """Go on from a checkpoint, into a model of another pattern, and leave one; (off by, steps)."""
+    save, load = doors(how)
+    made = make(kind, size, seed=0 if source is None else 9)
+    parts = {"model": made[1], "optimizer": made[2], "trainer": made[3]}
+    own = models.layers_of(made[1])["0"].pattern
+    before = own.flat.clone()
+    if source is not None:
+        extra = load(source, **parts)
+        assert extra == {"at": first, "some": [1.5, (2, None)]}
+        assert torch.equal(own.flat, before)  # the old pattern is another object
+    train(made, first, last, rank, size)
+    save(target, **parts, extra={"at": last, "some": [1.5, (2, None)]})
+    return models.off_by(made[1], reference(last)), made[3].steps
+
+
+def randomness(rank, size, how, path):
+    """Each rank gets back its own numbers, and dropout draws as it would have."""
+    save, load = doors(how)
+    _, model, optimizer, trainer = make("ddp", size)
+    given = torch.Generator().manual_seed(rank)
+    parts = {"model": model, "optimizer": optimizer, "trainer": trainer}
+    save(path, **parts, generators={"data": given})
+
+    def draw():
+        return [*torch.rand(2).tolist(), *torch.rand(2, generator=given).tolist()]
+
+    expected, mask = draw(), dropout(torch.ones(99), 0.5)
+    load(path, **parts, generators={"data": given})
+    assert draw() == expected
+    assert torch.equal(dropout(torch.ones(99), 0.5), mask)
+    return expected
+
+
+def failures(rank, size, folder):
+    """What is wrong on one rank is the same line on all; what was there stays."""
+    folder = Path(folder)
+    _, model, optimizer, _ = make("fsdp", size)
+    parts = {"model": model, "optimizer": optimizer}
+    said = []
+
+    def expect(error, match, work):
+        with pytest.raises(error, match=match) as found:
+            work()
+        said.append(str(found.value))
+        torch.distributed.barrier()
+
+    good = folder / "good"
+    ds.distributed.save_checkpoint(good, **parts)
+    manifest = (good / "manifest.json").read_text()
+    extra = {"odd": {1, 2} if rank == 1 else None}
+    expect(TypeError, "rank 1: .*found set", lambda: ds.distributed.save_checkpoint(
+        good, **parts, extra=extra))  # fmt: skip
+    expect(ds.training.CheckpointError, "holds no whole checkpoint", lambda: (
+        folder.joinpath("empty").mkdir(exist_ok=True),
+        ds.distributed.load_checkpoint(folder / "empty", **parts)))  # fmt: skip
+    expect(ds.training.CheckpointError, "FileNotFoundError", lambda: (
+        ds.distributed.load_checkpoint(folder / "none", **parts)))  # fmt: skip
+    (folder / "file").touch()
+    expect(RuntimeError, "Exists|Not a directory", lambda: ds.distributed.save_checkpoint(
+        folder / "file", **parts))  # fmt: skip
+    assert (good / "manifest.json").read_text() == manifest
+    ds.distributed.load_checkpoint(good, **parts)
+    other = models.shard(models.linear_model(density=0.3), init_device_mesh("cpu", (size,)))
+    before = {name: tensor.clone() for name, tensor in other.state_dict().items()}
+    expect(ds.training.CheckpointError, "does not fit: layer '0' was saved with", lambda: (
+        ds.distributed.load_checkpoint(good, model=other)))  # fmt: skip
+    for name, tensor in other.state_dict().items():
+        assert torch.equal(models.whole(tensor), models.whole(before[name]))
+    torch.distributed.barrier()
+    if rank == 0:
+        data = sorted(good.glob("*-1.safetensors"))[0]
+        raw = bytearray(data.read_bytes())
+        raw[-1] ^= 1
+        data.write_bytes(raw)
+    torch.distributed.barrier()
+    expect(ds.training.CheckpointError, "is damaged", lambda: ds.distributed.load_checkpoint(
+        good, **parts))  # fmt: skip
+    return said
+
+
+def aside(rank, size, kind, path):
+    """Saved while the training goes on: what was there when it was called."""
+    made = make(kind, size)
+    parts = {"model": made[1], "optimizer": made[2], "trainer": made[3]}
+    saving = None
+    for at in range(3):
+        saving = ds.distributed.save_checkpoint(path, **parts, extra={"at": at}, wait=False)
+        train(made, at, at + 1, rank, size)
+    saving.wait()
+    assert saving.done
+    fresh = make(kind, size, seed=5)
+    found = ds.distributed.load_checkpoint(path, model=fresh[1], optimizer=fresh[2])
+    assert found == {"at": 2}
+    files = {file.name.partition("-")[0] for file in Path(path).glob("*.safetensors")}
+    assert len(files) == 1  # earlier ones have made room
+    with contextlib.suppress(FileExistsError):
+        Path(path + "-file").touch()
+    torch.distributed.barrier()
+    bad = ds.distributed.save_checkpoint(path + "-file", **parts, wait=False)
+    with pytest.raises(RuntimeError, match=r"Exists|Not a directory"):
+        bad.wait()
+    return models.off_by(fresh[1], reference(2))
+
+
+def meshes(rank, size, path):
+    """Shards that are replicated, and a dense layer that is cut by columns, beside sparse ones."""
+    from torch.distributed.fsdp import fully_shard
+    from torch.distributed.tensor import Shard
+
+    def built(seed):
+        torch.manual_seed(seed)
+        model = torch.nn.Sequential(models.linear_model(seed=seed), torch.nn.Linear(8, 64).double())
+        mesh = init_device_mesh("cpu", (2, size // 2), mesh_dim_names=("replicate", "shard"))
+        for layer in models.layers_of(model).values():
+            fully_shard(layer, mesh=mesh)
+        fully_shard(model[1], mesh=mesh["shard"],
+                    shard_placement_fn=lambda p: Shard(p.dim() - 1))  # fmt: skip
+        return model, torch.optim.SGD(model.parameters(), lr=0.1)
+
+    (model, optimizer), (other, second) = built(0), built(1)
+    ds.distributed.save_checkpoint(path, model=model, optimizer=optimizer)
+    ds.distributed.load_checkpoint(path, model=other, optimizer=second)
+    for name, tensor in model.state_dict().items():
+        assert torch.equal(models.whole(tensor), models.whole(other.state_dict()[name])), name
+    return True

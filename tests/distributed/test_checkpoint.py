@@ -1,0 +1,171 @@
+"""Checkpoints over ranks: any number to any other, shards to replicas, whole or not at all."""
+
+import json
+
+import checkpoint_runs as runs
+import pytest
+import torch
+from processes import on_ranks
+
+import dynsparse as ds
+
+HOW = ("ranks", "plain")
+
+
+def alone(kind, how, *rest):
+    """`runs.leg` in this process, which has no group."""
+    return runs.leg(0, 1, kind, how, *rest)
+
+
+def follow(legs, how, tmp_path):
+    source, first = None, 0
+    for number, (kind, size) in enumerate(legs):
+        target = str(tmp_path / str(number))
+        rest = (kind, how, source, target, first, first + 3)
+        found = [alone(*rest)] if size == 1 else on_ranks(size, runs.leg, *rest)
+        for off, steps in found:
+            assert off < 1e-12, (number, kind, off)
+            assert steps == first + 3
+        source, first = target, first + 3
+
+
+@pytest.mark.parametrize("how", HOW)
+def test_from_any_kind_and_number_to_any_other(how, tmp_path):
+    follow([("fsdp", 2), ("alone", 1), ("ddp", 2), ("fsdp", 2)], how, tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("how", HOW)
+def test_two_four_one_two(how, tmp_path):
+    legs = [("ddp", 2), ("fsdp", 4), ("alone", 1), ("fsdp", 2), ("ddp", 4)]
+    follow(legs, how, tmp_path)
+
+
+@pytest.mark.parametrize("how", HOW)
+def test_every_rank_keeps_its_own_random_numbers(how, tmp_path):
+    first, second = on_ranks(2, runs.randomness, how, str(tmp_path / "c"))
+    assert first != second
+
+
+def test_failures_are_the_same_on_all_ranks(tmp_path):
+    first, second = on_ranks(2, runs.failures, str(tmp_path))
+    assert first == second
+    assert all("\n" not in line for line in first)
+
+
+@pytest.mark.parametrize("kind", runs.KINDS)
+def test_written_while_the_training_goes_on(kind, tmp_path):
+    assert max(on_ranks(2, runs.aside, kind, str(tmp_path / "c"))) < 1e-12
+
+
+@pytest.mark.slow
+def test_shards_that_are_replicated_and_other_cuts(tmp_path):
+    assert all(on_ranks(4, runs.meshes, str(tmp_path / "c")))
+
+
+def training(seed=0):
+    torch.manual_seed(seed)
+    model = runs.models.linear_model(seed=seed)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    trainer = ds.SNFS(model, optimizer, total_steps=100, update_interval=4, window=3)
+    return model, optimizer, trainer
+
+
+def saved(tmp_path, **options):
+    model, optimizer, trainer = training()
+    parts = {"model": model, "optimizer": optimizer, "trainer": trainer}
+    ds.distributed.save_checkpoint(tmp_path / "c", **parts, **options)
+    return parts
+
+
+def test_a_save_that_was_interrupted_leaves_the_one_before(tmp_path, monkeypatch):
+    from dynsparse.distributed import checkpoint
+
+    parts = saved(tmp_path, extra={"number": 1})
+    path = tmp_path / "c"
+    for fails in ("write_tensors", "write_text_whole"):
+        with monkeypatch.context() as patch:
+            patch.setattr(checkpoint, fails, lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+            with pytest.raises(KeyboardInterrupt):
+                ds.distributed.save_checkpoint(path, **parts, extra={"number": 2})
+        assert ds.distributed.load_checkpoint(path, model=parts["model"]) == {"number": 1}
+    ds.distributed.save_checkpoint(path, **parts, extra={"number": 3})
+    assert ds.distributed.load_checkpoint(path, **parts) == {"number": 3}
+    assert len(list(path.iterdir())) == 2
+
+
+def test_what_plain_types_there_are_comes_back(tmp_path):
+    extra = {
+        "numbers": [1, 2.5, -0.0, float("inf"), 2**70, True, None],
+        3: ("a", [torch.arange(6).view(2, 3)], {"$": "sign"}),
+        "dtype": torch.bfloat16,
+        "empty": torch.zeros(0, 4),
+        "scalar": torch.tensor(True),
+    }
+    parts = saved(tmp_path, extra=extra)
+    found = ds.distributed.load_checkpoint(tmp_path / "c", **parts)
+    assert torch.equal(found[3][1].pop(), extra[3][1].pop())
+    assert torch.equal(found.pop("empty"), extra.pop("empty"))
+    assert torch.equal(found.pop("scalar"), extra.pop("scalar"))
+    assert found == extra
+    with pytest.raises(TypeError, match="found object at /extra/x"):
+        saved(tmp_path, extra={"x": object()})
+
+
+def test_a_history_is_shared_out_among_other_numbers_of_ranks():
+    _, _, trainer = training()
+    history = trainer.history
+    g = torch.Generator().manual_seed(0)
+    pairs = [(torch.randn(2, 24, generator=g), torch.randn(2, 32, generator=g)) for _ in range(6)]
+    states = [{"steps": {"0": [[pairs[r]], [pairs[r + 3]]]}} for r in range(3)]
+
+    def mean(parts, step):
+        return sum(dy.t() @ x for s in parts for x, dy in s["steps"]["0"][step]) / len(parts)
+
+    for size in (1, 2, 3, 5):
+        parts = [history.share_of(states, rank, size) for rank in range(size)]
+        for step in range(2):
+            torch.testing.assert_close(mean(parts, step), mean(states, step))
+    dense = [{"momentum": {"0": torch.randn(4, 4, generator=g)}} for _ in range(2)]
+    for size in (1, 2, 3):
+        from dynsparse.training.history import DenseMomentum
+
+        parts = [DenseMomentum().share_of(dense, rank, size) for rank in range(size)]
+        found = sum(part["momentum"]["0"] for part in parts) / size
+        torch.testing.assert_close(found, sum(s["momentum"]["0"] for s in dense) / 2)
+
+
+def damage(tmp_path, change):
+    manifest = tmp_path / "c" / "manifest.json"
+    told = json.loads(manifest.read_text())
+    change(told)
+    manifest.write_text(json.dumps(told))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda m: m.update(format="pickle"), "expected the format"),
+        (lambda m: m.update(version=9), "version 1, got 9"),
+        (lambda m: m.update(token="../../xx"), "expected a token"),
+        (lambda m: m.pop("parts"), "damaged or foreign"),
+        (lambda m: m.update(files=[]), "damaged or foreign|ranks that it has no files of"),
+        (lambda m: m.update(groups=[[3]]), "ranks that it has no files of"),
+        (lambda m: m["files"][0].update(bytes=1), "truncated or missing: expected 1 bytes"),
+        (lambda m: m["entries"]["model/0.values"].update(shape=[2**40]), "expected a piece of"),
+        (lambda m: m["entries"]["model/0.values"].update(dtype="F16"), "expected a piece of"),
+        (lambda m: m["parts"]["extra"].update(
+            {k: {"$": ["tensor", "model/0.values"]} for k in "ab"}), "named twice"),
+        (lambda m: m["parts"].update(extra={"$": ["os.system", "x"]}), "plain types"),
+        (lambda m: m["parts"].update(optimizer=3), "expected a dict as its optimizer"),
+        (lambda m: m["parts"]["model"].popitem(), "only one of file and model"),
+    ],
+)  # fmt: skip
+def test_damaged_manifests_change_nothing(change, message, tmp_path):
+    parts = saved(tmp_path)
+    damage(tmp_path, change)
+    before = {name: t.clone() for name, t in parts["model"].state_dict().items()}
+    with pytest.raises(ds.training.CheckpointError, match=message) as found:
+        ds.distributed.load_checkpoint(tmp_path / "c", **parts)
+    assert "\n" not in str(found.value)
+    assert all(torch.equal(t, before[n]) for n, t in parts["model"].state_dict().items())
