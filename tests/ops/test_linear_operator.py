@@ -108,34 +108,6 @@ def test_the_input_is_not_kept_for_a_frozen_weight():
     assert y.grad_fn.saved_tensors[0] is None
 
 
-@pytest.mark.parametrize("which", [0, 1, 2])
-def test_forward_mode_derivatives_are_refused(which):
-    pattern, x, values, bias = make(1)
-    operands = [t.detach() for t in (x, values, bias)]
-
-    def call(t):
-        x, values, bias = (t if i == which else o for i, o in enumerate(operands))
-        return linear(x, values, pattern, bias)
-
-    tangent = torch.ones_like(operands[which])
-    with pytest.raises(RuntimeError, match="no forward-mode derivative"):
-        torch.func.jvp(call, (operands[which],), (tangent,))
-    with torch.autograd.forward_ad.dual_level():
-        dual = torch.autograd.forward_ad.make_dual(operands[which], tangent)
-        with pytest.raises(RuntimeError, match="no forward-mode derivative"):
-            call(dual)
-        call(operands[which])  # without a tangent there is nothing to lose
-
-
-def test_second_derivative_is_refused():
-    pattern, x, values, bias = make(1)
-    (dx,) = torch.autograd.grad(
-        linear(x, values, pattern, bias).square().sum(), x, create_graph=True
-    )
-    with pytest.raises(RuntimeError, match="no second derivative"):
-        dx.sum().backward()
-
-
 @pytest.mark.parametrize("layout", ["transposed", "sliced", "expanded", "strided"])
 def test_strided_inputs_and_gradients(layout):
     pattern, _, values, bias = make(1, (24, 40), dtype=torch.float32)

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from dynsparse.ops.eager import refuse_transforms
 from dynsparse.ops.linear import grad_input, grad_weight, linear
 from dynsparse.pattern import PatternIndex, SparsePattern
 from dynsparse.typed import typed
@@ -57,6 +58,7 @@ class ActiveSet:
 
     def __call__(self, layer: Any, x: Tensor) -> Tensor:
         """x [..., in] -> [..., out], with the layer's values, index and bias."""
+        refuse_transforms("a layer with an active subset", x, layer.values)
         device = x.device.type
         if torch.is_autocast_enabled(device) and x.is_floating_point():
             x = x.to(torch.get_autocast_dtype(device))

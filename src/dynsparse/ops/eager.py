@@ -7,7 +7,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 from torch.compiler import is_compiling
 
-__all__ = ["is_plain_eager", "refuse_forward_mode"]
+__all__ = ["is_plain_eager", "refuse_transforms"]
 
 
 def is_plain_eager(x: Tensor) -> bool:
@@ -25,13 +25,16 @@ def is_plain_eager(x: Tensor) -> bool:
     )
 
 
-def refuse_forward_mode(*tensors: Tensor | None) -> None:
-    """Raise RuntimeError where a tensor carries a tangent, which the operators would drop."""
-    if forward_ad._current_level < 0:
-        return
-    for tensor in tensors:
-        if tensor is not None and forward_ad.unpack_dual(tensor).tangent is not None:
-            raise RuntimeError(
-                "dynsparse's sparse layers have no forward-mode derivative (jvp, jacfwd): "
-                "use backward(), torch.func.vjp or jacrev"
-            )
+def refuse_transforms(what: str, *tensors: Tensor | None) -> None:
+    """Raise RuntimeError where torch.func, or a tangent, wants what `what` has no rule for."""
+    if is_compiling():
+        return  # the compiler refuses transforms of what it cannot trace itself
+    wanted = torch._C._functorch.peek_interpreter_stack() is not None
+    if forward_ad._current_level >= 0:
+        given = (tensor for tensor in tensors if tensor is not None)
+        wanted |= any(forward_ad.unpack_dual(tensor).tangent is not None for tensor in given)
+    if wanted:
+        raise RuntimeError(
+            f"{what} has no rule for torch.func, vmap included, and no forward-mode derivative: "
+            "use backward(), or dynsparse.densify first"
+        )

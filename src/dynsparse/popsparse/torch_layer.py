@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from dynsparse.machine import Profile, Target
 from dynsparse.ops import capture
+from dynsparse.ops.eager import refuse_transforms
 from dynsparse.pattern import SparsePattern
 from dynsparse.popsparse.layer import Layer
 from dynsparse.popsparse.planner.planning import plan
@@ -116,6 +117,7 @@ class TileMachine:
 
     def __call__(self, layer: Any, x: Tensor) -> Tensor:
         """x [..., in] -> [..., out]; the bias is added by torch."""
+        refuse_transforms("a layer on the tile machine", x, layer.values)
         _check_dtype(layer.values.dtype)
         if x.shape[-1:] != (layer.in_features,):
             raise ValueError(f"expected an input [..., {layer.in_features}], got {list(x.shape)}")

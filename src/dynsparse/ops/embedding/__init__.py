@@ -11,7 +11,7 @@ from torch import Tensor
 
 from dynsparse.checks import check_integer, check_kind
 from dynsparse.ops import capture
-from dynsparse.ops.eager import is_plain_eager, refuse_forward_mode
+from dynsparse.ops.eager import is_plain_eager, refuse_transforms
 from dynsparse.ops.embedding import naive
 from dynsparse.ops.linear.contents import check_contents
 from dynsparse.ops.linear.layer_index import LayerIndex
@@ -82,7 +82,7 @@ def _autograd(ctx, dy: Tensor):
 def _no_double_backward(ctx, *grads):
     raise RuntimeError(
         "dynsparse's sparse embedding has no second derivative: "
-        "call backward without create_graph=True"
+        "call backward without create_graph=True, or dynsparse.densify first"
     )
 
 
@@ -126,7 +126,7 @@ def embedding(
             check_contents(index)
         if width != p.in_features:
             raise ValueError(f"width must be {p.in_features}, that of the table, got {width}")
-        refuse_forward_mode(values)
+        refuse_transforms("dynsparse's sparse embedding", values)
     if ids.dtype not in (torch.int64, torch.int32, torch.int16, torch.uint8, torch.int8):
         raise TypeError(f"ids must be integers, got {ids.dtype}")
     if ids.device.type == "cpu" and not torch.compiler.is_compiling() and ids.numel():

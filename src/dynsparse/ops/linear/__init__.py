@@ -14,8 +14,8 @@ from torch.compiler import is_compiling
 
 from dynsparse.checks import check_kind
 from dynsparse.ops import capture
-from dynsparse.ops.eager import is_plain_eager, refuse_forward_mode
-from dynsparse.ops.linear import operator, products
+from dynsparse.ops.eager import is_plain_eager
+from dynsparse.ops.linear import operator, products, transforms
 from dynsparse.ops.linear.choice import use_kernel
 from dynsparse.ops.linear.contents import check_contents
 from dynsparse.ops.linear.layer_index import LayerIndex
@@ -39,7 +39,7 @@ class _EagerLinear(torch.autograd.Function):
         p = ctx.layer_index
         device = "cpu" if dy.is_cpu else dy.device.type
         if torch.is_grad_enabled() or torch.is_autocast_enabled(device):
-            # The operator refuses second derivatives (create_graph), and keeps autocast out.
+            # The operator has a second derivative (create_graph), and keeps autocast out.
             if p.is_overwritten:
                 raise RuntimeError(operator.CHANGED)
             return *operator.gradients(ctx, dy, ctx.needs_input_grad[2], p.index), None
@@ -104,8 +104,7 @@ def linear(
         [..., out], the dtype of x, contiguous.
 
     Raises:
-        RuntimeError: shapes, dtypes or devices that do not fit, index tensors that point outside,
-            or a second derivative.
+        RuntimeError: shapes, dtypes or devices that do not fit, index tensors that point outside.
     """
     if not is_plain_eager(x):
         return _dispatched(x, values, _index_of(pattern), bias)
@@ -148,7 +147,8 @@ def layer_linear(
 def _dispatched(x: Tensor, values: Tensor, index: PatternIndex, bias: Tensor | None) -> Tensor:
     if not is_compiling():
         _check_operands(x=x, values=values, bias=bias)
-        refuse_forward_mode(x, values, bias)
+        if transforms.is_transformed():
+            return transforms.linear(x, values, index, bias)
     return torch.ops.dynsparse.linear(x, values, *index, bias)
 
 

@@ -137,17 +137,37 @@ def _autograd(ctx, dy: Tensor):
     return dx, dw, *[None] * 5, db
 
 
-def _no_double_backward(ctx, *grads):
-    raise RuntimeError(
-        "dynsparse's sparse linear layer has no second derivative: "
-        "call backward without create_graph=True"
-    )
+def _setup_double(ctx, inputs, output) -> None:
+    dy, x, values, *index, _ = inputs
+    ctx.save_for_backward(dy, x, values, *index)
+    ctx.set_materialize_grads(False)
+
+
+def _double(ctx, grad_dx: Tensor | None, grad_dw: Tensor | None):
+    """The gradients of dX = dY W and dW = dY^T X are products of the same kinds."""
+    dy, x, values, *index = ctx.saved_tensors
+    ops, needs = torch.ops.dynsparse, ctx.needs_input_grad
+    to_dy = to_x = to_values = None
+    if grad_dx is not None:
+        if needs[0]:
+            to_dy = ops.linear(grad_dx, values, *index, None)
+        if needs[2]:
+            to_values = ops.linear_backward(dy, grad_dx, values, *index, False)[1]
+    if grad_dw is not None and x is not None:
+        if needs[0]:
+            more = ops.linear(x, grad_dw, *index, None)
+            to_dy = more if to_dy is None else to_dy + more
+        if needs[1]:
+            to_x = ops.linear_backward(dy, None, grad_dw, *index, True)[0]
+    return to_dy, to_x, to_values, *[None] * 6
 
 
 torch.library.register_autograd(
     "dynsparse::linear", _autograd, setup_context=_setup_context, lib=_library
 )
-torch.library.register_autograd("dynsparse::linear_backward", _no_double_backward, lib=_library)
+torch.library.register_autograd(
+    "dynsparse::linear_backward", _double, setup_context=_setup_double, lib=_library
+)
 
 
 def _autocast(device: str) -> None:
