@@ -11,8 +11,9 @@ neighbours of the best. Data are random, times medians of calls in turn with a c
 are compiled by several processes before anything is timed.
 
 What was expected before is printed beside each figure (`gpu_parts/predictions.py`). The file is
-whole at any moment, and an error ends its section only: where it has broken the device for this
-process, another one goes on. Exit status 1 where a result was wrong.
+whole at any moment, and an error ends its section only. Where one has broken the device for this
+process, or nothing has ended for a while, another process goes on without what did that. Exit
+status 1 where a result was wrong.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -35,18 +37,24 @@ sys.path[:0] = [str(HERE.parent / "src"), str(HERE)]
 os.environ.setdefault("DYNSPARSE_ISA", "none")  # nothing here computes on the CPU
 os.environ.setdefault("TRITON_CACHE_DIR", str(Path(tempfile.gettempdir()) / "dynsparse-triton"))
 
+# Seconds without anything that ends, compiling a kernel included.
+_PATIENCE = 90
+
 
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--out", type=Path, help="JSON file of the results")
+    parser.add_argument("--out", type=Path, help="JSON file of the results; without, in /tmp")
     parser.add_argument("--budget", type=float, default=540, help="seconds, compiling included")
     parser.add_argument("--dry", action="store_true", help="small, on a CPU, kernels interpreted")
     parser.add_argument("--only", nargs="*", default=[], help="names of sections")
     parser.add_argument("--workers", type=int, default=min(12, os.cpu_count() or 1))
     parser.add_argument("--began", type=float, default=time.time(), help=argparse.SUPPRESS)
     parser.add_argument("--worker", type=int, default=-1, help=argparse.SUPPRESS)
-    parser.add_argument("--done", nargs="*", default=[], help=argparse.SUPPRESS)
-    return parser.parse_args()
+    parser.add_argument("--done", nargs="*", help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.out is None and not args.dry:
+        args.out = Path(tempfile.gettempdir()) / "dynsparse-gpu.json"
+    return args
 
 
 def sections(run: Any) -> dict[str, Callable[[], None]]:
@@ -56,7 +64,7 @@ def sections(run: Any) -> dict[str, Callable[[], None]]:
     return {
         "ceilings": lambda: ceilings.measure(run),
         "correctness": lambda: checks.check(run),
-        "blocks": lambda: kernels.measure(run),
+        **{f"blocks {b}": lambda b=b: kernels.measure(run, b) for b in kernels.ORDER},
         "steps": lambda: layers.steps(run),
         "dense way": lambda: dense_way.measure(run),
         "growth": lambda: growth.scores(run),
@@ -104,21 +112,40 @@ def goes_on(run: Any) -> bool:
     return True
 
 
-def again(args: argparse.Namespace, done: list[str]) -> None:
-    """A new process does the rest: an error has broken the device for this one."""
+def again(args: argparse.Namespace, run: Any, done: list[str]) -> None:
+    """A new process does the rest: the device is lost to this one. The section at hand is done
+    again without what did that, if that is known."""
+    trying = run.state["trying"]
+    if trying is not None:
+        run.state["skip"].append(trying)
+        run.state["trying"] = None
+        done = done[:-1]
+    run.write()
     command = [sys.executable, __file__, "--budget", str(args.budget), "--began", str(args.began)]
-    command += ["--out", str(args.out)] if args.out else []
+    command += ["--out", str(args.out)]
     command += ["--only", *args.only] if args.only else []
-    print("the device is lost to this process; another goes on", flush=True)
+    print(f"the device is lost to this process, by {trying}; another goes on", flush=True)
     os.execv(sys.executable, [*command, "--done", *done])
 
 
+def watch(args: argparse.Namespace, run: Any, done: list[str]) -> None:
+    """Goes on in a new process where a kernel does not end."""
+    while True:
+        time.sleep(1)
+        if time.time() - run.alive > _PATIENCE:
+            run.problem("watch", TimeoutError(f"nothing ended for {_PATIENCE} s"))
+            again(args, run, done)
+
+
 def measure(args: argparse.Namespace, run: Any) -> None:
-    done = list(args.done)
+    done = list(args.done or [])
+    if not run.dry:
+        threading.Thread(target=watch, args=(args, run, done), daemon=True).start()
     for title, section in sections(run).items():
         if title in done or (args.only and title not in args.only):
             continue
         done.append(title)
+        run.state["trying"] = None
         begin = time.time()
         told = run.state["sections"][title] = {"ended": "no time"}
         if run.left() > 20 or run.dry:
@@ -132,7 +159,7 @@ def measure(args: argparse.Namespace, run: Any) -> None:
         run.write()
         print(f"-- {title}: {told['ended']}, {told['seconds']} s", flush=True)
         if not goes_on(run):
-            again(args, done)
+            again(args, run, done)
 
 
 def describe(run: Any) -> dict[str, object]:
@@ -152,7 +179,7 @@ def describe(run: Any) -> dict[str, object]:
     return found
 
 
-def summary(run: Any) -> None:
+def summary(args: argparse.Namespace, run: Any) -> None:
     """The row of `cuda/rates.py` as measured, the best candidates, and what was wrong."""
     from gpu_parts import ceilings
 
@@ -170,6 +197,8 @@ def summary(run: Any) -> None:
     print(f"wrong results: {run.state.get('wrong', 'not looked at')}; "
           f"problems: {len(run.state.get('problems', []))}")  # fmt: skip
     run.write()
+    if args.out is not None:
+        print(f"written to {args.out}")
 
 
 def main() -> int:
@@ -195,14 +224,14 @@ def main() -> int:
         if args.worker >= 0:
             worker(args, run)
             return 0
-        if args.done and args.out and args.out.exists():
+        if args.done is not None:
             run.state.update(json.loads(args.out.read_text()))
         elif not args.dry:
             compile_all(args)
         run.state["about"] = describe(run)
         print(run.state["about"], flush=True)
         measure(args, run)
-        summary(run)
+        summary(args, run)
     return 1 if run.state.get("wrong") else 0
 
 

@@ -44,6 +44,8 @@ def measure(run: Run, share: float) -> None:
     for n, batch, density, b in cells(run):
         if run.left(share) < 0:
             break
+        if not run.tries(f"grid {n} {batch} {density} {b}"):
+            continue
         try:
             worst += _cell(run, n, batch, density, b)
         except torch.cuda.OutOfMemoryError as problem:

@@ -94,32 +94,40 @@ def jobs(run: Run) -> Iterator[Call]:
                 )()
 
 
-def measure(run: Run) -> None:
+def measure(run: Run, b: int) -> None:
+    """All candidates for blocks of `b`."""
     n, batch, density = run.sizes
-    for b in ORDER:
-        d = Data(run.device, n, batch, density, b, weight=True)
-        for what in PASSES:
-            wanted = dense_call(d, what)()
-            wanted = d.collected(wanted) if what == "grad_weight" else wanted
-            calls: dict[str, Call] = {"dense": dense_call(d, what)}
-            names = {}
-            for candidate in candidates(run, b, what):
-                name = _name(candidate)
-                call = call_of(d, what, candidate)
-                try:
-                    off = error(call(), wanted)
-                    run.wait()
-                except Exception as problem:
-                    run.problem(f"blocks {b} {what} {name}", problem)
-                    continue
-                if off > 1e-2:
-                    run.note("blocks", f"{b} {what} {name}", right="NO", error=off)
-                    continue
-                calls[name], names[name] = call, candidate
-            times = run.times(calls, 0.15 * len(calls))
-            for name in sorted(names.keys() & times.keys(), key=times.__getitem__):
-                _note(run, d, what, names[name], times[name], times["dense"])
-        del d
+    d = Data(run.device, n, batch, density, b, weight=True)
+    for what in PASSES:
+        calls: dict[str, Call] = {"dense": dense_call(d, what)}
+        names = {}
+        for candidate in candidates(run, b, what):
+            name = _name(candidate)
+            if _right(run, d, what, candidate):
+                calls[name], names[name] = call_of(d, what, candidate), candidate
+        times = run.times(calls, 0.15 * len(calls))
+        for name in sorted(names.keys() & times.keys(), key=times.__getitem__):
+            _note(run, d, what, names[name], times[name], times["dense"])
+
+
+def _right(run: Run, d: Data, what: Pass, candidate: Candidate) -> bool:
+    """Whether a candidate runs, and comes to what the dense product does."""
+    name = f"{d.b} {what} {_name(candidate)}"
+    if not run.tries(name):
+        return False
+    try:
+        wanted = dense_call(d, what)()
+        off = error(
+            call_of(d, what, candidate)(), d.collected(wanted) if what == "grad_weight" else wanted
+        )
+    except Exception as problem:
+        run.problem(f"blocks {name}", problem)
+        run.wait()  # raises where the device is lost
+        return False
+    if off > 1e-2:
+        run.note("blocks", name, right="NO", error=off)
+        run.state["wrong"] = run.state.get("wrong", 0) + 1
+    return off <= 1e-2
 
 
 def float32(run: Run) -> None:
@@ -198,20 +206,15 @@ def refine(run: Run) -> None:
         for key, kept in list(run.state["best"].items()):
             b, what = int(key.split()[0]), key.split()[1]
             d = Data(run.device, n, batch, density, b, weight=True)
-            wanted = dense_call(d, what)()
-            wanted = d.collected(wanted) if what == "grad_weight" else wanted
             for candidate in _near(_restored(what, kept)):
                 name = _name(candidate)
                 if f"{key} {name}" in tried or run.left() < 15:
                     continue
                 tried.add(f"{key} {name}")
-                call = call_of(d, what, candidate)
-                try:
-                    if error(call(), wanted) > 1e-2:
-                        continue
-                except Exception:  # too much shared memory, or registers: no candidate
+                if not _right(run, d, what, candidate):
                     continue
-                times = run.times({"dense": dense_call(d, what), "this": call}, 0.1)
+                calls = {"dense": dense_call(d, what), "this": call_of(d, what, candidate)}
+                times = run.times(calls, 0.1)
                 if "this" in times and times["this"] < run.state["best"][key]["us"]:
                     _note(run, d, what, candidate, times["this"], times["dense"])
                 if run.dry:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from dynsparse.nn import SparseLinear, SparseTransformerLayer
+from gpu_parts.growth import peak
 from gpu_parts.predictions import WANTED
 from gpu_parts.run import Run
 
@@ -87,8 +88,16 @@ def _compare(
                 run.problem(f"{section} {what} {way} {name}", problem)
         times = run.times(calls, 1.0)
         if "sparse" in times and "masked" in times:
-            against = {"to_dense": round(times["dense"] / times["sparse"], 2)} if (
-                "dense" in times) else {}  # fmt: skip
+            against: dict[str, object] = {}
+            if "dense" in times:
+                against["to_dense"] = round(times["dense"] / times["sparse"], 2)
+            if way == "eager":
+                held = {name: peak(run, step) for name, step in steps.items()}
+                against["megabytes"] = {name: round(held[name] / 1e6) for name in held}
+                against["parameters"] = {
+                    name: sum(p.numel() for p in model.parameters())
+                    for name, model in models.items()
+                }
             run.note(section, f"{what}, {way}, against masked", times["sparse"],
                      dense=times["masked"], wanted=WANTED.get(wanted), **against)  # fmt: skip
 
@@ -99,6 +108,8 @@ def steps(run: Run) -> None:
         layer = SparseLinear(n, n, density, b, device=run.device, dtype=torch.bfloat16)
         x = torch.randn(batch, n, device=run.device).bfloat16().requires_grad_()
         dy = torch.randn(batch, n, device=run.device).bfloat16()
+        if not run.tries(f"step of blocks {b}"):
+            continue
         kinds = (layer.kernel(batch), layer.kernel(batch, backward=True))
         name = "elements" if b == 1 else f"blocks {b}"
         _compare(run, "steps", f"{name} ({'/'.join(kinds)})", layer, x, dy, f"step {name}")

@@ -27,18 +27,30 @@ class Run:
         dry: small sizes on the CPU, kernels interpreted: whether everything runs, not how fast.
         sizes: features, samples and density of the main layer.
         state: everything found so far; what `--out` holds.
+        alive: when something last went on.
     """
 
     def __init__(self, dry: bool, budget: float, out: Path | None, began: float) -> None:
         self.dry, self.budget, self.out, self.began = dry, budget, out, began
         self.device = torch.device("cpu" if dry else "cuda")
         self.sizes = (256, 64, 0.3) if dry else (4096, 8192, 0.1)
-        self.state: dict[str, Any] = {"rows": [], "sections": {}, "best": {}, "measured": {}}
+        self.state: dict[str, Any] = {
+            "rows": [], "sections": {}, "best": {}, "measured": {}, "trying": None, "skip": [],
+        }  # fmt: skip
+        self.alive = time.time()
         self._flush: Tensor | None = None
 
     def left(self, share: float = 1.0) -> float:
         """Seconds until `share` of the budget is spent."""
         return self.began + share * self.budget - time.time()
+
+    def tries(self, what: str) -> bool:
+        """Says beforehand what may break the device or never end. False where it did before."""
+        if what in self.state["skip"]:
+            return False
+        self.state["trying"] = what
+        self.write()
+        return True
 
     # ---- time ----
 
@@ -47,6 +59,7 @@ class Run:
         is left out, and told."""
         working: dict[str, Call] = {}
         for name, call in calls.items():
+            self.alive = time.time()
             try:
                 call()
                 self.wait()
@@ -162,6 +175,7 @@ class Run:
 
     def write(self) -> None:
         """The file is whole at any moment."""
+        self.alive = time.time()
         if self.out is not None:
             beside = self.out.with_name(self.out.name + ".part")
             beside.write_text(json.dumps(self.state, indent=1, default=str))

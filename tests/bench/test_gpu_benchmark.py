@@ -17,8 +17,8 @@ from dynsparse.ops.linear.cuda.rates import RATES
 FOLDER = Path(__file__).resolve().parents[2] / "benchmarks"
 WITHOUT_TRITON = "needs Triton (x86-64 Linux): make test-gpu-kernels"
 SECTIONS = [
-    "ceilings", "correctness", "blocks", "steps", "dense way", "growth", "updates", "graphs",
-    "transformer", "float32", "grid", "refine",
+    "ceilings", "correctness", "blocks 128", "blocks 64", "blocks 32", "blocks 16", "steps",
+    "dense way", "growth", "updates", "graphs", "transformer", "float32", "grid", "refine",
 ]  # fmt: skip
 
 
@@ -39,7 +39,9 @@ def test_a_dry_run_goes_through_every_section(tmp_path):
     assert "problems" not in found, found["problems"]
     assert found["wrong"] == 0
     rows = found["rows"]
-    assert {row["section"] for row in rows} == {*SECTIONS} - {"refine"}
+    assert {row["section"] for row in rows} == {
+        s.split(" ")[0] if "blocks" in s else s for s in SECTIONS
+    } - {"refine"}
     assert all(row.get("right", "yes") == "yes" for row in rows)
     checked = [row for row in rows if row["section"] == "correctness"]
     assert {row["what"].split(",")[0].split(" batch")[0] for row in checked} == {
@@ -85,6 +87,36 @@ def test_a_section_that_fails_loses_nothing_else(tmp_path):
     assert found["problems"][0]["what"] == "first"
     assert "planted" in found["problems"][0]["trace"]
     assert not list(tmp_path.glob("*.part"))
+
+
+LOST = """
+import argparse, runpy, sys
+sys.argv = ["gpu.py", "--dry"]
+names = runpy.run_path({path!r}, run_name="gpu")
+commands = []
+names["os"].execv = lambda program, command: commands.append(command)
+from gpu_parts.run import Run
+from pathlib import Path
+args = argparse.Namespace(budget=100.0, began=1.0, out=Path({out!r}), only=[])
+run = Run(True, 100.0, args.out, 1.0)
+assert run.tries("64 forward")
+names["again"](args, run, ["ceilings", "blocks 64"])
+assert not run.tries("64 forward")
+names["again"](args, run, ["ceilings", "growth"])
+for command in commands:
+    print("|".join(command[command.index("--done") :]))
+"""
+
+
+def test_a_lost_device_costs_what_lost_it(tmp_path):
+    pytest.importorskip("triton", reason=WITHOUT_TRITON)
+    out = tmp_path / "results.json"
+    done = run("-c", LOST.format(path=str(FOLDER / "gpu.py"), out=str(out)))
+    assert done.returncode == 0, done.stderr
+    # The section of the candidate is done again; one that said of nothing that it tries it, is not.
+    lines = [line for line in done.stdout.splitlines() if line.startswith("--done")]
+    assert lines == ["--done|ceilings", "--done|ceilings|growth"]
+    assert json.loads(out.read_text())["skip"] == ["64 forward"]
 
 
 def test_without_a_gpu_it_says_so():
