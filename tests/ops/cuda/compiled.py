@@ -270,7 +270,7 @@ def faults(code: Code, job: Job) -> list[str]:
         wrong.append(f"{code.copies} wide and {code.narrow_copies} narrow asynchronous copies")
     if not code.copies + code.narrow_copies:
         wrong.append("no asynchronous copies")
-    if set(code.loads) - {"ld.global.b32", "ld.global.b64"} or len(code.loads) > 8:
+    if set(code.loads) - {"ld.global.b32", "ld.global.b64"} or len(code.loads) > 16:
         wrong.append(f"{len(code.loads)} loads beside the products, {', '.join(set(code.loads))}")
     if code.spills:
         wrong.append(f"{code.spills} spilled registers")

@@ -1,6 +1,5 @@
 """What is asked of a device, and what is said where the kernels do not run. No Triton needed."""
 
-import importlib.util
 import subprocess
 import sys
 import types
@@ -25,14 +24,14 @@ def pretend(monkeypatch):
         chip.chip_of.cache_clear()
         chip.runs_triton.cache_clear()
 
-    def device(major, minor, hip=None, triton=True):
+    def device(major, minor, hip=None, triton="3.10.1+git"):
         found = types.SimpleNamespace(
             major=major, minor=minor, multi_processor_count=108, L2_cache_size=40 << 20
         )
         monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
         monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: found)
         monkeypatch.setattr(torch.version, "hip", hip)
-        monkeypatch.setattr(importlib.util, "find_spec", lambda name: object() if triton else None)
+        monkeypatch.setattr(chip, "triton_version", lambda: triton)
         forget()
 
     yield device
@@ -50,7 +49,8 @@ def test_every_capability_from_8_0_on_runs_the_kernels(pretend, capability):
     ("given", "words"),
     [
         ({"major": 7, "minor": 5}, "need compute capability 8.0, cuda:0 has 7.5"),
-        ({"major": 9, "minor": 0, "triton": False}, "Triton is not installed"),
+        ({"major": 9, "minor": 0, "triton": None}, "Triton is not installed"),
+        ({"major": 9, "minor": 0, "triton": "3.5.1"}, "need Triton 3.6 or later, got 3.5.1"),
         ({"major": 9, "minor": 0, "hip": "6.2"}, "written for NVIDIA GPUs"),
     ],
 )
@@ -61,6 +61,13 @@ def test_what_is_missing_is_said_once(pretend, given, words):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert not chip.runs_triton(CUDA)
+
+
+def test_the_version_of_triton_is_that_of_the_package(monkeypatch):
+    monkeypatch.setitem(sys.modules, "triton", types.SimpleNamespace(__version__="3.7.1"))
+    assert chip.triton_version() == "3.7.1"
+    monkeypatch.setitem(sys.modules, "triton", None)  # as where there is none
+    assert chip.triton_version() is None
 
 
 def test_nothing_is_said_of_devices_that_are_no_gpus(pretend):

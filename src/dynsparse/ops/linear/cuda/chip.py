@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import importlib.util
 import warnings
 from contextlib import AbstractContextManager, nullcontext
 from typing import NamedTuple
@@ -11,7 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-__all__ = ["INTERPRETED", "Chip", "chip_of", "current_device", "runs_triton"]
+__all__ = ["INTERPRETED", "Chip", "chip_of", "current_device", "runs_triton", "triton_version"]
 
 
 class Chip(NamedTuple):
@@ -31,6 +30,9 @@ class Chip(NamedTuple):
 LEAST_CAPABILITY = (8, 0)
 """Tensor cores that take bfloat16 and tf32, and asynchronous copies."""
 
+LEAST_TRITON = (3, 6)
+"""The oldest that the kernels were checked with."""
+
 INTERPRETED = Chip((9, 0), 132, 60 << 20)
 """An H200: what tensors on the CPU count as, which only Triton's interpreter computes."""
 
@@ -44,10 +46,19 @@ def chip_of(device: torch.device) -> Chip:
     return Chip((found.major, found.minor), found.multi_processor_count, found.L2_cache_size)
 
 
+def triton_version() -> str | None:
+    """Of the Triton that is installed."""
+    try:
+        import triton
+    except ImportError:
+        return None
+    return triton.__version__
+
+
 @functools.cache
 def runs_triton(device: torch.device) -> bool:
     """Whether the kernels run on this device: an NVIDIA GPU of capability 8.0 or later, and Triton
-    installed. What is missing is said once, by a RuntimeWarning."""
+    3.6 or later installed. What is missing is said once, by a RuntimeWarning."""
     if device.type != "cuda" or not torch.cuda.is_available():
         return False
     missing = None
@@ -56,8 +67,10 @@ def runs_triton(device: torch.device) -> bool:
     elif chip_of(device).capability < LEAST_CAPABILITY:
         major, minor = chip_of(device).capability
         missing = f"they need compute capability 8.0, {device} has {major}.{minor}"
-    elif importlib.util.find_spec("triton") is None:
+    elif (version := triton_version()) is None:
         missing = "Triton is not installed (pip install triton)"
+    elif tuple(map(int, version.split(".")[:2])) < LEAST_TRITON:
+        missing = f"they need Triton 3.6 or later, got {version} (a later torch brings it)"
     if missing is not None:
         warnings.warn(
             "dynsparse computes layers of blocks by dense products, without its kernels for GPUs: "
