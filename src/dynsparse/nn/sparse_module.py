@@ -57,6 +57,12 @@ class SparseModule(nn.Module):
         return self._pattern.block_size
 
     @property
+    def is_elsewhere(self) -> bool:
+        """Whether values and index are elsewhere than on the CPU, where nobody should wait."""
+        state = self._state
+        return state is not None and not state.index.on_cpu
+
+    @property
     def density(self) -> float:
         """Present blocks / all blocks."""
         return self._pattern.density

@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-__all__ = ["index_tensors", "merge", "move"]
+__all__ = ["index_tensors", "merge", "move", "without"]
 
 _GONE = 2**62  # sorts behind every position
 
@@ -33,6 +33,11 @@ def index_tensors(flat: Tensor, grid: tuple[int, int]) -> tuple[Tensor, ...]:
         by_columns.remainder(height).int(),
         order.int(),
     )
+
+
+def without(flat: Tensor, drop: Tensor) -> Tensor:
+    """The positions without the slots `drop`, int64 [any], distinct."""
+    return flat.index_fill(0, drop, _GONE).sort().values.narrow(0, 0, len(flat) - len(drop))
 
 
 def merge(flat: Tensor, drop: Tensor, grow: Tensor) -> tuple[Tensor, Tensor]:

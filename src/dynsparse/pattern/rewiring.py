@@ -65,13 +65,24 @@ class Rewiring:
         return made
 
     @classmethod
-    def _on_device(cls, pattern: SparsePattern, drop: Tensor, grow: Tensor) -> Rewiring:
+    def _on_device(
+        cls, pattern: SparsePattern, drop: Tensor, grow: Tensor, unless: Tensor | None = None
+    ) -> Rewiring:
         """As `make`, on the device of `drop` and `grow`, without waiting for it.
 
         Nothing is looked through. A position that is dropped and grown in one counts as neither.
+
+        Args:
+            unless: bool, on the device: where it holds the pattern stays as it is. Only for updates
+                that keep the number of blocks.
         """
         with torch.inference_mode(False):
-            flat, source = merge_on_device(pattern._flat_on(drop.device), drop, grow)
+            before = pattern._flat_on(drop.device)
+            flat, source = merge_on_device(before, drop, grow)
+            if unless is not None:
+                stays = torch.arange(len(before), dtype=torch.int32, device=before.device)
+                flat = torch.where(unless, before, flat)
+                source = torch.where(unless, stays, source)
         made = cls.__new__(cls)
         after = SparsePattern._on_device(flat, pattern)
         vars(made).update(before=pattern, after=after, _held=source)

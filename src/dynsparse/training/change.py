@@ -14,10 +14,19 @@ from dynsparse.nn import SparseLinear
 from dynsparse.nn.sharded import is_sharded, local_part, shard_dimension
 from dynsparse.pattern import Rewiring
 from dynsparse.ranks import follow_over_ranks, ranks_of
+from dynsparse.training.doubts import settle
 from dynsparse.training.memory import released_memory
 from dynsparse.training.optimizer_state import follow_later, moving_state, prepare_state
 
-__all__ = ["Change", "check_fill", "check_gradients", "check_scores", "naming", "prepared"]
+__all__ = [
+    "Change",
+    "check_fill",
+    "check_gradients",
+    "check_one_per_block",
+    "check_scores",
+    "naming",
+    "prepared",
+]
 
 
 @dataclass(frozen=True)
@@ -161,11 +170,16 @@ def check_fill(fill: object, rewiring: Rewiring, values: Tensor) -> float | Tens
     return fill
 
 
-def check_scores(scores: Tensor, nnz: int) -> Tensor:
-    """Raise ValueError unless there is one score per block, and none is NaN."""
+def check_one_per_block(scores: Tensor, nnz: int) -> None:
+    """Raise ValueError unless there is one score per block."""
     if not isinstance(scores, Tensor) or list(scores.shape) != [nnz]:
         got = list(scores.shape) if isinstance(scores, Tensor) else repr(scores)
         raise ValueError(f"expected one drop score per block, [{nnz}], got {got}")
+
+
+def check_scores(scores: Tensor, nnz: int) -> Tensor:
+    """Raise ValueError unless there is one score per block, and none is NaN."""
+    check_one_per_block(scores, nnz)
     own = local_part(scores)
     if len(own) and bool(torch.isnan(own.min())):
         raise ValueError("drop scores hold NaN, so blocks cannot be ranked: the training diverged")
@@ -173,15 +187,22 @@ def check_scores(scores: Tensor, nnz: int) -> Tensor:
 
 
 def check_gradients(
-    layers: Mapping[str, SparseLinear], pairs: Mapping[str, Iterable[tuple[Tensor, Tensor]]]
+    layers: Mapping[str, SparseLinear],
+    pairs: Mapping[str, Iterable[tuple[Tensor, Tensor]]],
+    alone: bool = False,
 ) -> None:
     """Raise ValueError, with the layer's name, where a gradient holds NaN or infinity.
 
     Args:
         layers: whose weights are ranked.
         pairs: x and dY by layer name, of which other gradients are made.
+        alone: whether no other rank decides with this one. Then what is not on the CPU is looked at
+            when it is ranked, without waiting, and told of here the next time (`doubts.py`).
     """
+    settle(layers)
     for name, layer in layers.items():
+        if alone and layer.is_elsewhere:
+            continue
         grad = layer.values.grad
         if grad is not None and not _finite(local_part(grad)):
             raise ValueError(_NOT_FINITE.format(name=name, what="the gradient of its weights"))

@@ -33,7 +33,7 @@ def released_memory(values: Tensor) -> Iterator[None]:
     Args:
         values: of the layer that is updated; with small ones nothing is worth the call.
     """
-    large = values.nbytes >= _WORTHWHILE
+    large = values.is_cpu and values.nbytes >= _WORTHWHILE
     if large:
         _release()
     yield

@@ -10,10 +10,19 @@ import torch
 from torch import Tensor
 
 from dynsparse.nn import SparseLinear
+from dynsparse.ops.grow import select
 from dynsparse.pattern import Rewiring, SparsePattern
+from dynsparse.pattern.on_device import without
 from dynsparse.ranks import ALONE, GrowthWanted, Ranks, agreeing, held_back, of_first, sum_of_all
 from dynsparse.training.budgets import Budget, Counts, Survey
-from dynsparse.training.change import Change, check_fill, check_scores, naming
+from dynsparse.training.change import (
+    Change,
+    check_fill,
+    check_one_per_block,
+    check_scores,
+    naming,
+)
+from dynsparse.training.doubts import ask, not_finite
 from dynsparse.training.drop import lowest_over_ranks
 from dynsparse.training.grow import Growth
 from dynsparse.training.history import History, gradient_of
@@ -98,6 +107,16 @@ def plan_changes(
     for group in [[one] for one in wanted] if ranks.alone else [wanted] if wanted else []:
         largest = max((one.layer.values for one in group), key=lambda values: values.nbytes)
         with naming(group[0].name) if ranks.alone else nullcontext():
+            if ranks.alone and group[0].layer.is_elsewhere:
+                rewiring = _rewired_there(group[0], scores, growth, history, step, regrow_dropped)
+                if isinstance(initial_value, GradientStep):
+                    group[0].grow = rewiring.after.flat[rewiring.grown]
+                steps = _gradient_steps(group, initial_value, history, optimizer, ranks)
+                if steps is None:
+                    steps = _starts(group, initial_value, [rewiring], ranks)
+                layer = group[0].layer
+                changes[group[0].name] = Change.planned(layer, rewiring, steps[0], optimizer)
+                continue
             with released_memory(largest):
                 _choose_drops(group, scores, ranks, regrow_dropped)
                 _choose_growth(group, growth, history, step, ranks, regrow_dropped)
@@ -127,6 +146,39 @@ def _counts(budget: Budget, survey: Survey) -> dict[str, Counts]:
     rows = [[i, *said[name]] for i, name in enumerate(names) if name in said]
     (line,) = of_first(ranks, [torch.tensor(rows, dtype=torch.int64).view(-1)])
     return {names[i]: Counts(drop, grow) for i, drop, grow in line.view(-1, 3).tolist()}
+
+
+def _rewired_there(
+    one: _Layer,
+    scores: Callable[[str, SparseLinear], Tensor],
+    growth: Growth,
+    history: History,
+    step: int,
+    regrow_dropped: bool,
+) -> Rewiring:
+    """The update of a layer on its device, which decides alone: nothing waits for it."""
+    pattern, values, counts = one.pattern, one.layer.values, one.counts
+    ranked = scores(one.name, one.layer)
+    check_one_per_block(ranked, pattern.nnz)
+    drop = select(ranked, counts.drop, largest=False)
+    taken, flat = pattern, pattern._flat_on(drop.device)
+    if regrow_dropped and counts.drop:
+        taken = SparsePattern._on_device(without(flat, drop), pattern)
+    pairs = history.pairs(one.name)
+    (grow,) = growth.choose_all([GrowthWanted(one.name, pairs, taken, counts.grow)], step)
+    seen = [ranked, *(t for pair in pairs for t in pair)]
+    wrong = not_finite(seen if values.grad is None else [*seen, values.grad])
+    line = (
+        f"x, dY, the gradient of its weights or their drop scores held NaN or infinity at step "
+        f"{step}, whose pattern update therefore did not happen: the training has diverged, or the "
+        "loss is scaled too far"
+    )
+    if counts.drop != counts.grow:  # sizes have to be known
+        if bool(wrong):
+            raise ValueError(line)
+        return Rewiring._on_device(pattern, drop, grow.to(drop.device))
+    ask(one.layer, wrong, line)
+    return Rewiring._on_device(pattern, drop, grow.to(drop.device), wrong)
 
 
 def _choose_drops(

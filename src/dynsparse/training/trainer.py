@@ -186,7 +186,7 @@ class SparseTrainer(OwnParts):
                 agree_before(self.ranks, self.steps + 1, self._decided_by())
                 with agreeing(self.ranks):
                     self._check_one_optimizer()
-                    check_gradients(self._trained(), self._captures)
+                    check_gradients(self._trained(), self._captures, self.ranks.alone)
                 check_same_gradients(self.ranks, self._trained())
             self._before_step()
 

@@ -1,0 +1,167 @@
+"""Pattern updates of layers that are not on the CPU: the same patterns, in place."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+import dynsparse as ds
+from dynsparse.nn import SparseLinear
+from dynsparse.training.algorithms import BY_NAME
+from dynsparse.training.initial import GradientStep
+
+TIMES = {"total_steps": 30, "update_interval": 5}
+
+
+def model(b=1, dtype=torch.float64):
+    g = torch.Generator().manual_seed(0)
+    layers = [SparseLinear(16, 24, 0.4, b, generator=g), SparseLinear(24, 16, 0.4, b, generator=g)]
+    return nn.Sequential(layers[0], nn.GELU(), layers[1]).to(dtype)
+
+
+def train(net, make, steps=21):
+    """What was computed and decided at each step."""
+    optimizer = torch.optim.Adam(net.parameters(), lr=1e-2)
+    torch.manual_seed(0)
+    trainer = make(net, optimizer)
+    g = torch.Generator().manual_seed(1)
+    dtype = next(net.parameters()).dtype
+    patterns, losses = [], []
+    for _ in range(steps):
+        optimizer.zero_grad()
+        loss = net(torch.randn(12, 16, generator=g, dtype=dtype)).square().mean()
+        loss.backward()
+        rewirings = trainer.step()
+        losses.append(float(loss.detach()))
+        patterns.append([layer.pattern for layer in trainer.layers.values()])
+        for name, rewiring in (rewirings or {}).items():
+            assert trainer.layers[name].pattern is rewiring.after
+    return trainer, optimizer, patterns, losses
+
+
+def both(request, make, b=1):
+    """The training on the CPU and the same elsewhere."""
+    here = train(model(b), make)
+    request.getfixturevalue("off_cpu")
+    net = model(b)
+    assert all(layer.is_elsewhere for layer in net if isinstance(layer, SparseLinear))
+    return here, train(net, make)
+
+
+def same(here, there):
+    (_, _, patterns, losses), (trainer, _, others, again) = here, there
+    assert trainer.updates > 0
+    for step, (own, other) in enumerate(zip(patterns, others, strict=True)):
+        assert own == other, step
+    torch.testing.assert_close(torch.tensor(losses), torch.tensor(again), rtol=1e-9, atol=0)
+
+
+ALGORITHMS = {
+    "deepr": ds.DeepR, "gmp": ds.GMP, "granet": ds.GraNet, "mest": ds.MEST, "rigl": ds.RigL,
+    "set": ds.SET, "snfs": ds.SNFS, "topkast": ds.TopKAST,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ALGORITHMS)
+def test_every_algorithm_makes_the_patterns_it_makes_on_the_cpu(request, name):
+    assert {*ALGORITHMS, "static"} == {*BY_NAME}
+    algorithm = ALGORITHMS[name]
+    more = {"final_density": 0.1} if name in ("gmp", "granet") else {}
+    same(*both(request, lambda net, optimizer: algorithm(net, optimizer, **TIMES, **more)))
+
+
+@pytest.mark.parametrize("b", [1, 4])
+@pytest.mark.parametrize("regrow", [False, True])
+@pytest.mark.parametrize("start", [0.0, 0.01, GradientStep(), lambda *_: torch.tensor(0.5)])
+def test_rigl_and_its_rules(request, b, regrow, start):
+    def make(net, optimizer):
+        more = {"regrow_dropped": regrow, "initial_value": start}
+        return ds.RigL(net, optimizer, **TIMES, drop_fraction=0.5, **more)
+
+    same(*both(request, make, b))
+
+
+def test_everything_keeps_its_memory(off_cpu):
+    net = model(4, torch.float32)
+    optimizer = torch.optim.Adam(net.parameters(), lr=1e-2)
+    trainer = ds.RigL(net, optimizer, **TIMES)
+
+    def step():
+        optimizer.zero_grad(set_to_none=False)
+        net(torch.randn(12, 16)).square().mean().backward()
+        return trainer.step()
+
+    def addresses():
+        tensors = [tensor for p in net.parameters() for tensor in (p, p.grad)]
+        tensors += [t for state in optimizer.state.values() for t in state.values()]
+        tensors += [t for layer in trainer.layers.values() for t in layer.index]
+        return [tensor.data_ptr() for tensor in tensors]
+
+    step()
+    before = addresses()
+    assert sum(step() is not None for _ in range(12)) == 2
+    assert addresses() == before
+
+
+def test_an_update_that_would_rank_by_infinity_does_not_happen_and_is_told_of_later(off_cpu):
+    net = model(1, torch.float32)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.0)
+    trainer = ds.RigL(net, optimizer, **TIMES)
+    first, second = net[0].pattern, net[2].pattern
+
+    def step(spoilt=False):
+        optimizer.zero_grad()
+        net(torch.randn(12, 16)).square().mean().backward()
+        if spoilt:
+            net[0].values.grad[3] = torch.inf
+        return trainer.step()
+
+    for _ in range(4):
+        step()
+    values = net[0].values.detach().clone()
+    assert step(spoilt=True) is not None
+    assert net[0].pattern == first
+    assert net[2].pattern != second
+    # The optimizer has taken its step with that gradient, as it would have without a trainer.
+    assert torch.equal(net[0].values[:3], values[:3])
+    for _ in range(4):
+        step()
+    line = r"layer '0': .* held NaN or infinity at step 5, .* did not happen"
+    with pytest.raises(ValueError, match=line):
+        step()
+    with torch.no_grad():
+        for parameter in net.parameters():
+            parameter.nan_to_num_()
+    assert step() is not None
+    assert net[0].pattern != first
+
+
+def test_a_change_of_size_is_refused_at_once(off_cpu):
+    net = model(1, torch.float32)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    trainer = ds.GMP(net, optimizer, **TIMES, final_density=0.1)
+    for step in range(5):
+        optimizer.zero_grad()
+        net(torch.randn(12, 16)).square().mean().backward()
+        if step == 4:
+            net[0].values.grad[0] = torch.nan
+            with pytest.raises(ValueError, match=r"layer '0': .* held NaN or infinity"):
+                trainer.step()
+        else:
+            trainer.step()
+    assert net[0].pattern.nnz == model().get_submodule("0").pattern.nnz
+
+
+def test_copies_of_trainers_go_on(off_cpu):
+    net = model(1, torch.float32)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    trainer = ds.RigL(net, optimizer, **TIMES)
+    net(torch.randn(12, 16)).square().mean().backward()
+    twin = copy.deepcopy(trainer)
+    for one in (trainer, twin):
+        for _ in range(4):
+            one.step()
+        for layer in one.layers.values():
+            layer(torch.randn(12, layer.in_features)).square().mean().backward()
+        assert one.step() is not None
