@@ -42,18 +42,21 @@ def waits(run: Run, call: Callable[[], object]) -> int:
     return sum("synchroniz" in str(w.message) for w in caught)
 
 
+def scores_of(d: Data) -> object:
+    """A tenth of the blocks grown."""
+    k = max(1, d.pattern.nnz // 10)
+    return topk_outside([(d.x, d.dy)], d.pattern, k, sort=False)
+
+
 def scores(run: Run) -> None:
     n, batch, density = run.sizes
     for b in (64, 16, 1):
         d = Data(run.device, n, batch, density, b)
-        k = max(1, d.pattern.nnz // 10)
-        pairs = [(d.x, d.dy)]
-        grow = lambda pairs=pairs, p=d.pattern, k=k: topk_outside(pairs, p, k, sort=False)  # noqa: E731
-        us = run.wall(grow)
+        us = run.wall(lambda d=d: scores_of(d))
         dense = run.times({"dense": lambda d=d: d.dy.t() @ d.x})["dense"]
         run.note("growth", f"the best free positions, blocks of {b}", us, dense=dense,
                  expected=EXPECTED["scores"] if b > 1 else None,
-                 extra_megabytes=round(peak(run, grow) / 1e6, 1),
+                 extra_megabytes=round(peak(run, lambda d=d: scores_of(d)) / 1e6, 1),
                  dense_gradient_megabytes=round(4 * n * n / 1e6, 1))  # fmt: skip
         del d
 

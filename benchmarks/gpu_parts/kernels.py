@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -10,39 +9,23 @@ import torch
 from torch.nn.functional import linear
 
 from dynsparse.ops.linear.cuda import launch
+from dynsparse.ops.linear.cuda.candidates import GRADIENT_CANDIDATES, ROWS_CANDIDATES
 from dynsparse.ops.linear.cuda.chip import chip_of
 from dynsparse.ops.linear.cuda.configurations import BLOCKS, Gradient, Rows, gradient_for, rows_for
 from dynsparse.ops.linear.cuda.costs import PASSES, Pass, bounds, seconds
 from dynsparse.ops.linear.cuda.rates import rates_of
 from gpu_parts.ceilings import rates
 from gpu_parts.data import Data, error
+from gpu_parts.growth import scores_of
 from gpu_parts.predictions import EXPECTED
 from gpu_parts.run import Call, Run
 
 # Largest blocks first: they matter most.
 ORDER = (128, 64, 32, 16)
-# What a candidate is: its configuration, and for the gradient of the weight among how many programs
-# the samples are divided (None: as is chosen).
+# What a candidate is: its configuration, and how many tiles of samples meet all blocks before the
+# next (forward, grad_input), or among how many programs the samples are divided (grad_weight).
+# None: as is chosen.
 Candidate = tuple[Any, ...]
-
-_ROWS = {
-    128: [Rows(128, 64, 8, 3), Rows(128, 64, 4, 3), Rows(128, 128, 8, 2), Rows(256, 64, 8, 3),
-          Rows(128, 64, 8, 3, "tma"), Rows(128, 64, 4, 3, "tma"), Rows(128, 128, 8, 2, "tma"),
-          Rows(256, 64, 8, 3, "tma"), Rows(256, 64, 8, 3, "swapped")],
-    64: [Rows(128, 64, 4, 4), Rows(256, 64, 8, 3), Rows(128, 64, 4, 3),
-         Rows(128, 64, 4, 4, "tma"), Rows(256, 64, 8, 3, "tma"), Rows(128, 64, 4, 3, "tma"),
-         Rows(256, 64, 4, 2, "swapped")],
-    32: [Rows(128, 64, 4, 4), Rows(256, 64, 8, 3), Rows(256, 32, 4, 4), Rows(128, 128, 4, 3)],
-    16: [Rows(128, 64, 4, 4), Rows(256, 64, 8, 3), Rows(256, 32, 4, 4), Rows(128, 128, 4, 3)],
-}  # fmt: skip
-_GRADIENT = {
-    128: [(Gradient(1, 64, 8, 4), 1), (Gradient(1, 64, 8, 4), 2), (Gradient(1, 64, 4, 4), 2),
-          (Gradient(2, 64, 8, 3), 2)],
-    64: [(Gradient(4, 64, 8, 3), 1), (Gradient(2, 64, 4, 4), 1), (Gradient(4, 64, 8, 3), 2),
-         (Gradient(2, 128, 4, 3), 1), (Gradient(2, 64, 4, 4), 2)],
-    32: [(Gradient(8, 64, 8, 3), 1), (Gradient(4, 64, 4, 4), 1), (Gradient(4, 64, 4, 4), 2)],
-    16: [(Gradient(16, 64, 8, 3), 1), (Gradient(8, 64, 4, 4), 1), (Gradient(8, 64, 4, 4), 2)],
-}  # fmt: skip
 
 
 def candidates(run: Run, b: int, what: str) -> list[Candidate]:
@@ -50,26 +33,38 @@ def candidates(run: Run, b: int, what: str) -> list[Candidate]:
     n, batch, _ = run.sizes
     chip = chip_of(run.device)
     if what == "grad_weight":
-        found: list[Candidate] = [(gradient_for(b, torch.bfloat16, chip), None), *_GRADIENT[b]]
+        found: list[Candidate] = [(gradient_for(b, torch.bfloat16, chip), None)]
+        found += GRADIENT_CANDIDATES[b]
     else:
-        first = rows_for(b, torch.bfloat16, batch, n // b, chip)
-        found = [(c,) for c in (first, *_ROWS[b])]
-        if importlib.util.find_spec("dynsparse.ops.linear.cuda.rows_tma") is None:
-            found = [c for c in found if c[0].way == "pointers"]
+        found = [(rows_for(b, torch.bfloat16, batch, n // b, chip), None)]
+        engine = chip.capability >= (9, 0)
+        found += [(c, None) for c in ROWS_CANDIDATES[b] if engine or c.way == "pointers"]
     found = list(dict.fromkeys(found))
-    return found[:1] if run.dry else found
+    ways = {getattr(c[0], "way", ""): c for c in reversed(found)}
+    return list(ways.values()) if run.dry else found
 
 
 def call_of(d: Data, what: str, candidate: Candidate) -> Call:
     """A launch with one candidate; operands of the main layer."""
-    config = candidate[0]
+    config, second = candidate
+    if what == "grad_weight":
+        return lambda: launch.grad_weight(
+            d.dy, d.x, d.p, d.values.dtype, config=config, split=second
+        )[0]
     if what == "forward":
-        return lambda: launch.forward(d.x, d.values, d.p, d.bias, config)
-    if what == "grad_input":
-        return lambda: launch.grad_input(d.dy, d.values, d.p, config)
-    return lambda: launch.grad_weight(
-        d.dy, d.x, d.p, d.values.dtype, config=config, split=candidate[1]
-    )[0]
+        call = lambda: launch.forward(d.x, d.values, d.p, d.bias, config)  # noqa: E731
+    else:
+        call = lambda: launch.grad_input(d.dy, d.values, d.p, config)  # noqa: E731
+    return call if second is None else lambda: _grouped(call, second)
+
+
+def _grouped(call: Call, group: int) -> object:
+    before = launch.group_of
+    launch.group_of = lambda *sizes: group  # type: ignore[assignment]
+    try:
+        return call()
+    finally:
+        launch.group_of = before
 
 
 def dense_call(d: Data, what: str) -> Callable[[], torch.Tensor]:
@@ -92,6 +87,7 @@ def jobs(run: Run) -> Iterator[Call]:
                 yield lambda b=b, w=what, c=candidate: call_of(
                     Data(run.device, n, batch, density, b), w, c
                 )()
+        yield lambda b=b: scores_of(Data(run.device, n, batch, density, b))
 
 
 def measure(run: Run, b: int) -> None:
@@ -192,6 +188,8 @@ def _near(candidate: Candidate) -> Iterator[Candidate]:
         for split in (1, 2, 3, 4):
             yield (c, split)
     else:
+        for group in (2, 4, 16, 32):
+            yield (c, group)
         for inputs in (c.inputs // 2, c.inputs * 2):
             if 32 <= inputs <= 128:
                 yield (c._replace(inputs=inputs), *rest)
