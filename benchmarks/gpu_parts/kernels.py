@@ -171,7 +171,7 @@ def _restored(what: str, kept: dict[str, Any]) -> Candidate:
     return ((Gradient if what == "grad_weight" else Rows)(*first), *rest)
 
 
-def _near(candidate: Candidate) -> Iterator[Candidate]:
+def _near(candidate: Candidate, b: int) -> Iterator[Candidate]:
     c, rest = candidate[0], candidate[1:]
     for stages in (c.stages - 1, c.stages + 1, c.stages + 2):
         if stages > 1:
@@ -191,7 +191,8 @@ def _near(candidate: Candidate) -> Iterator[Candidate]:
         for group in (2, 4, 16, 32):
             yield (c, group)
         for inputs in (c.inputs // 2, c.inputs * 2):
-            if 32 <= inputs <= 128:
+            # The copy engine fetches parts of one block; pointers join several.
+            if 32 <= inputs <= (128 if c.way == "pointers" else b):
                 yield (c._replace(inputs=inputs), *rest)
 
 
@@ -204,7 +205,7 @@ def refine(run: Run) -> None:
         for key, kept in list(run.state["best"].items()):
             b, what = int(key.split()[0]), key.split()[1]
             d = Data(run.device, n, batch, density, b, weight=True)
-            for candidate in _near(_restored(what, kept)):
+            for candidate in _near(_restored(what, kept), b):
                 name = _name(candidate)
                 if f"{key} {name}" in tried or run.left() < 15:
                     continue
