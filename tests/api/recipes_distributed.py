@@ -9,7 +9,7 @@ from torch import nn
 
 import dynsparse as ds
 from dynsparse import distributed
-from dynsparse.distributed.grid import RankGrid
+from dynsparse.ranks import RankGrid
 
 
 def row():

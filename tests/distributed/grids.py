@@ -5,8 +5,7 @@ from __future__ import annotations
 import threading
 from itertools import product
 
-from dynsparse.distributed.grid import RankGrid
-from dynsparse.ranks import ALONE, BrokenMoveError, ThreadRanks
+from dynsparse.ranks import ALONE, BrokenMoveError, RankGrid, ThreadRanks
 from dynsparse.ranks.threads import _Meeting
 
 GRIDS = [(2, 1, 1), (1, 2, 1), (1, 1, 2), (2, 2, 1), (2, 1, 2), (1, 2, 2)]
@@ -39,7 +38,7 @@ def on_grid(sizes, work, seconds=30.0):
             results[place] = error
         finally:
             for ranks in vars(grids[place]).values():
-                if ranks is not ALONE:
+                if isinstance(ranks, ThreadRanks):
                     ranks._meeting.leave(ranks.rank)
 
     threads = [threading.Thread(target=run, args=(place,), daemon=True) for place in places]

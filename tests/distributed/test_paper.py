@@ -9,7 +9,6 @@ from torch import nn
 import dynsparse as ds
 from dynsparse.distributed import Cluster, split
 from dynsparse.distributed.chains import find_chains
-from dynsparse.distributed.grid import RankGrid
 from dynsparse.distributed.paper import Matrix, held, ring, traffic
 from dynsparse.distributed.placement import Placement
 from dynsparse.distributed.plan import Candidate, Plan
@@ -17,6 +16,7 @@ from dynsparse.distributed.search import Grid, Search
 from dynsparse.ranks import (
     CountingRanks,
     GrowthWanted,
+    RankGrid,
     chunk_of,
     joined,
     select_over_ranks,

@@ -9,13 +9,9 @@ import torch
 
 from dynsparse.distributed.chains import Bundle, Chain
 from dynsparse.distributed.cuts import cut_features
-from dynsparse.files.shorten import shortened
 from dynsparse.nn import SparseLinear
 
-__all__ = ["AXES", "Borders", "Placement", "check_axes"]
-
-AXES = ("x", "y", "z")
-"""Of a mesh: what features are split over, and, along z, samples."""
+__all__ = ["Borders", "Placement"]
 
 
 class Placement(NamedTuple):
@@ -94,16 +90,3 @@ class Borders:
         at += torch.bucketize(pattern.cols, inner[1], right=True)
         size = len(rows) - 1, len(cols) - 1
         return torch.bincount(at, minlength=size[0] * size[1]).view(size)
-
-
-def check_axes(names: Any) -> tuple[str, ...]:
-    """The names of a mesh's axes, if it may hold rectangles.
-
-    Raises:
-        ValueError: others than x, y and z.
-    """
-    if not names or not {*names} <= {*AXES}:
-        raise ValueError(
-            f"mesh must have axes named x, y and z, or some of them, got {shortened(names)}"
-        )
-    return tuple(names)

@@ -11,9 +11,10 @@ from torch import nn
 from dynsparse.checks import check_integer, check_kind, is_number
 from dynsparse.distributed.chains import Chain, find_chains
 from dynsparse.distributed.cluster import Cluster
-from dynsparse.distributed.placement import AXES, Placement, check_axes
+from dynsparse.distributed.placement import Placement
 from dynsparse.distributed.search import Cost, Grid, Search, grids
 from dynsparse.files.shorten import shortened
+from dynsparse.ranks import AXES, check_axes
 
 __all__ = ["Candidate", "Plan", "make_plan"]
 

@@ -9,12 +9,12 @@ import torch
 from torch import Tensor, nn
 
 from dynsparse.distributed.cuts import rectangle
-from dynsparse.distributed.grid import RankGrid
 from dynsparse.distributed.moves import gathered, same, slab, summed
 from dynsparse.distributed.placement import Placement
 from dynsparse.nn import SparseLinear
 from dynsparse.ops.linear import linear
 from dynsparse.pattern import SparsePattern
+from dynsparse.ranks import RankGrid
 
 __all__ = ["Rectangle", "part_of", "take_part", "whole_layer"]
 

@@ -9,9 +9,10 @@ from typing import NamedTuple
 
 from dynsparse.distributed.chains import Bundle, Chain
 from dynsparse.distributed.cluster import Cluster, Link
-from dynsparse.distributed.placement import AXES, Borders, Placement
+from dynsparse.distributed.placement import Borders, Placement
 from dynsparse.nn import SparseLinear
 from dynsparse.ops.linear.costs import Layer
+from dynsparse.ranks import AXES
 
 __all__ = ["Cost", "Grid", "Search", "grids"]
 

@@ -10,13 +10,12 @@ from torch import Tensor, nn
 
 from dynsparse.checks import check_kind
 from dynsparse.distributed.chains import Chain
-from dynsparse.distributed.grid import RankGrid
 from dynsparse.distributed.heads import split_heads, whole_extras
 from dynsparse.distributed.placement import Borders, Placement
 from dynsparse.distributed.plan import Plan
 from dynsparse.distributed.rectangle import Rectangle, part_of, take_part, whole_layer
 from dynsparse.nn import SparseLinear, SparseMultiheadAttention
-from dynsparse.ranks import agree_on, agreeing, digest
+from dynsparse.ranks import RankGrid, agree_on, agreeing, digest
 
 __all__ = ["gather", "rectangles", "split"]
 

@@ -8,13 +8,12 @@ from torch import nn
 from torch.distributed.tensor.parallel import ParallelStyle
 
 from dynsparse.distributed.chains import Bundle, Chain
-from dynsparse.distributed.grid import RankGrid
 from dynsparse.distributed.heads import split_heads
 from dynsparse.distributed.placement import Placement
 from dynsparse.distributed.rectangle import take_part
 from dynsparse.distributed.split import check_equal, check_whole, rectangles
 from dynsparse.nn import SparseLinear, SparseMultiheadAttention
-from dynsparse.ranks import agreeing, ranks_of
+from dynsparse.ranks import RankGrid, agreeing, ranks_of
 from dynsparse.typed import typed
 
 __all__ = ["SplitCols", "SplitHeads", "SplitPair", "SplitRows"]

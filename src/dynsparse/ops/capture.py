@@ -63,7 +63,7 @@ def start(row_ptr: Tensor, values: Tensor) -> Pairs:
     """From now on, keep x and dY of the backward passes through the layer of `row_ptr`.
 
     The capture lasts until `take` or `stop`, and only as long as the caller holds what is returned
-    here. Starting again forgets what was kept so far. Without values there is nothing to capture.
+    here. Starting again forgets what was kept so far.
 
     Args:
         row_ptr: of the index that the layer computes with.
@@ -71,8 +71,7 @@ def start(row_ptr: Tensor, values: Tensor) -> Pairs:
     """
     pairs = Pairs()
     pairs.values = weakref.ref(values)
-    if values.numel():
-        _open[row_ptr.data_ptr()] = pairs
+    _open[row_ptr.data_ptr()] = pairs
     return pairs
 
 

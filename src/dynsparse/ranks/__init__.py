@@ -15,6 +15,7 @@ from dynsparse.ranks.agree import (
 )
 from dynsparse.ranks.counting import CountingRanks
 from dynsparse.ranks.follow import follow_over_ranks
+from dynsparse.ranks.grid import AXES, Part, RankGrid, check_axes
 from dynsparse.ranks.grow import GrowthWanted, exchanged_bytes, topk_over_ranks
 from dynsparse.ranks.ranks import ALONE, GroupRanks, Ranks, ranks_of
 from dynsparse.ranks.select import (
@@ -29,14 +30,18 @@ from dynsparse.ranks.threads import BrokenMoveError, ThreadRanks, in_threads
 
 __all__ = [
     "ALONE",
+    "AXES",
     "BrokenMoveError",
     "CountingRanks",
     "GroupRanks",
     "GrowthWanted",
+    "Part",
+    "RankGrid",
     "Ranks",
     "ThreadRanks",
     "agree_on",
     "agreeing",
+    "check_axes",
     "chunk_of",
     "differing",
     "digest",

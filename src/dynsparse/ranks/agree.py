@@ -25,7 +25,8 @@ class agreeing:
     """Raises on every rank what one of them raises in the block, in one line that names the ranks.
 
     Every rank enters and leaves it at the same place, and makes no move inside: a rank that has
-    failed would not make it. Costs one sum of 4 bytes. Alone it does nothing.
+    failed would not make it. Costs one sum of 4 bytes. Alone it does nothing. Where
+    the ranks are a line of a mesh, everyone of the mesh hears.
 
     Raises:
         ValueError, TypeError, RuntimeError, MemoryError: of the kind that was raised, if it was one
@@ -35,7 +36,7 @@ class agreeing:
     """
 
     def __init__(self, ranks: Ranks) -> None:
-        self._ranks = ranks
+        self._ranks = ranks.everyone
 
     def __enter__(self) -> None:
         pass

@@ -26,6 +26,7 @@ from dynsparse.ops.grow.topk import check_pairs, check_pooling
 from dynsparse.pattern import SparsePattern
 from dynsparse.ranks.agree import agreeing, held_back
 from dynsparse.ranks.band import Band, settle
+from dynsparse.ranks.grid import Part
 from dynsparse.ranks.ranks import Ranks
 from dynsparse.ranks.select import chunk_of, joined, select_over_ranks
 
@@ -46,6 +47,8 @@ class GrowthWanted:
         pattern: positions that are taken; the same on all ranks, as is what follows.
         count: how many positions.
         exclude: further positions that are not free: int64 [any], sorted and distinct.
+        part: where this rank holds a rectangle of the layer: pattern, pairs and exclude are of the
+            rectangle, count is of the whole layer.
     """
 
     name: str
@@ -53,6 +56,7 @@ class GrowthWanted:
     pattern: SparsePattern
     count: int
     exclude: Tensor | None = None
+    part: Part | None = None
 
 
 def topk_over_ranks(
@@ -67,6 +71,10 @@ def topk_over_ranks(
     not in its pattern: flat block positions, ascending, int64 [count] on the CPU, on every rank.
 
     Equal scores: the smaller position first, as in `ops.grow.topk_outside`.
+
+    Of a layer in rectangles the positions are those in the rectangle of this rank, as many as fall
+    into it: `ranks` are those with other samples for the same rectangle, and all ranks of the mesh
+    rank together.
 
     Args:
         pooling: see `topk_outside`.
@@ -84,8 +92,15 @@ def topk_over_ranks(
             raise ValueError(f"wire must be None or torch.bfloat16, got {wire}")
         if exchange not in (None, "pieces", "samples"):
             raise ValueError(f'exchange must be "pieces" or "samples", got {exchange!r}')
+        if wire is not None and any(one.part for one in wanted):
+            raise ValueError(
+                "wire is for whole layers: leave it out where layers are in rectangles"
+            )
         jobs = [_Job(one, ranks) for one in wanted]
     _learn(ranks, jobs)
+    with agreeing(ranks):
+        for job in jobs:
+            job.check_pairs_there()
     for job in jobs:
         pieces, samples = exchanged_bytes(
             ranks.size, job.pattern.shape, job.samples, job.wide, wire
@@ -140,14 +155,18 @@ class _Job:
     wide: torch.dtype  # in which samples travel
     by_samples: bool
     rounded: bool
+    reached: bool  # by a backward pass, on any rank
 
     def __init__(self, wanted: GrowthWanted, ranks: Ranks) -> None:
-        self.name, self.pattern = wanted.name, wanted.pattern
+        self.name, self.pattern, self.part = wanted.name, wanted.pattern, wanted.part
+        self.wanted = wanted.count  # of the whole layer
         self.pairs = list(wanted.pairs)
         try:
-            self.count, self.exclude = check_free_positions(
-                wanted.pattern, wanted.count, wanted.exclude
-            )
+            count = wanted.count
+            if wanted.part is not None:
+                taken = 0 if wanted.exclude is None else len(wanted.exclude)
+                count = min(count, wanted.pattern.total - wanted.pattern.nnz - taken)
+            self.count, self.exclude = check_free_positions(wanted.pattern, count, wanted.exclude)
             if self.pairs:
                 check_pairs(self.pairs, wanted.pattern)
         except (TypeError, ValueError) as error:
@@ -155,6 +174,15 @@ class _Job:
         self.held = sum(len(x) for x, _ in self.pairs)  # samples of this rank
         self.first, self.last = chunk_of(ranks, wanted.pattern.grid[0])
         self.device = self.pairs[0][0].device if self.pairs else ranks.device
+
+    def check_pairs_there(self) -> None:
+        """Raise ValueError where growth has nothing to look at."""
+        if self.reached or not self.count:
+            return
+        raise ValueError(
+            f"layer {self.name!r}: expected at least one pair (x, dY), got none on any rank: "
+            "growth needs a backward"
+        )
 
     def begin(self, pooling: str) -> None:
         """Room for the best of this rank's slab."""
@@ -223,11 +251,7 @@ def _learn(ranks: Ranks, jobs: Sequence[_Job]) -> None:
         job.samples = samples
         job.dtype = torch.float64 if double else torch.float32
         job.wide = job.dtype if unlike else torch.bfloat16
-        if job.count and not pairs:
-            raise ValueError(
-                f"layer {job.name!r}: expected at least one pair (x, dY), got none on any rank: "
-                "growth needs a backward"
-            )
+        job.reached = pairs > 0
 
 
 def _by_pieces(ranks: Ranks, jobs: Sequence[_Job], pooling: str, failed: held_back) -> None:
@@ -366,14 +390,33 @@ def _score_samples(job: _Job, xs: Tensor, columns: Tensor, pooling: str) -> None
 
 
 def _chosen(ranks: Ranks, jobs: Sequence[_Job]) -> list[Tensor]:
-    """The winners of all slabs, known to every rank."""
-    found = [job.candidates() for job in jobs]
+    """The winners of all slabs, known to every rank; of a rectangle, those in it."""
+    found = []
+    for job in jobs:
+        scores, flat = job.candidates()
+        if job.part is not None:
+            flat = job.part.to_whole(flat, job.pattern.block_size)
+            if not job.part.leads:
+                scores, flat = scores[:0], flat[:0]
+        found.append((scores, flat))
     flats = [flat for _, flat in found]
+    whole = any(job.part is not None for job in jobs)
+    among = ranks.everyone if whole else ranks
     try:
-        masks = select_over_ranks(ranks, [s for s, _ in found], flats, [j.count for j in jobs])
+        masks = select_over_ranks(among, [s for s, _ in found], flats, [j.wanted for j in jobs])
     except ValueError:  # on every rank: fewer candidates than there are free positions
         raise ValueError(
             "the gradients overflow, so positions cannot be ranked: lower the scale"
         ) from None
     winners = [flat[mask] for flat, mask in zip(flats, masks, strict=True)]
-    return joined(ranks, winners, [job.pattern.total for job in jobs])
+    known = joined(among, winners, [_total(job) for job in jobs])
+    return [
+        flat if job.part is None else job.part.to_part(flat, job.pattern.block_size)
+        for job, flat in zip(jobs, known, strict=True)
+    ]
+
+
+def _total(job: _Job) -> int:
+    """Positions of the whole layer."""
+    out, in_ = job.pattern.shape if job.part is None else job.part.shape
+    return out * in_ // job.pattern.block_size**2

@@ -36,11 +36,23 @@ class Ranks:
         self.device = torch.device("cpu") if device is None else device
         self.sent = 0
         self.calls = 0
+        self._everyone: Ranks | None = None
 
     @property
     def alone(self) -> bool:
         """Whether there is nobody to agree with."""
         return self.size == 1
+
+    @property
+    def everyone(self) -> Ranks:
+        """Those who must hear of an error: these ranks, or the mesh they are a line of."""
+        return self._everyone or self
+
+    def among(self, everyone: Ranks) -> Ranks:
+        """These ranks as a line of a mesh."""
+        made = object.__new__(type(self))
+        made.__dict__.update(self.__dict__, _everyone=everyone)
+        return made
 
     def sum(self, tensor: Tensor) -> Tensor:
         """The sum over ranks, in place."""

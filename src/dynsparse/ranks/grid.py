@@ -1,0 +1,99 @@
+"""The ranks of a mesh: along x and y lie the slabs of layers, along z the samples."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from torch import Tensor
+
+from dynsparse.files.shorten import shortened
+from dynsparse.ranks.ranks import ALONE, Ranks, ranks_of
+
+__all__ = ["AXES", "Part", "RankGrid", "check_axes"]
+
+AXES = ("x", "y", "z")
+"""Of a mesh: what features are split over, and, along z, samples."""
+
+
+def check_axes(names: Any) -> tuple[str, ...]:
+    """The names of a mesh's axes, if it may hold rectangles.
+
+    Raises:
+        ValueError: others than x, y and z.
+    """
+    if not names or not {*names} <= {*AXES}:
+        raise ValueError(
+            f"mesh must have axes named x, y and z, or some of them, got {shortened(names)}"
+        )
+    return tuple(names)
+
+
+@dataclass(frozen=True)
+class RankGrid:
+    """This rank's lines through a mesh: who moves along each axis together with it.
+
+    Attributes:
+        x, y: the ranks of each line; `ALONE` where the mesh has no such axis.
+        z: those with other samples for the same slabs. What one of them fails in, `everyone` hears
+            of.
+        everyone: all ranks of the mesh.
+    """
+
+    x: Ranks = ALONE
+    y: Ranks = ALONE
+    z: Ranks = ALONE
+    everyone: Ranks = ALONE
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "z", self.z.among(self.everyone))
+
+    @classmethod
+    def of(cls, mesh: Any) -> RankGrid:
+        """Of a `DeviceMesh` with axes named x, y and z, or some of them; or a `RankGrid` as it is.
+
+        Every rank of the mesh calls this at the same time: groups are made.
+
+        Raises:
+            TypeError: something else.
+            ValueError: other axes.
+        """
+        if isinstance(mesh, cls):
+            return mesh
+        if not hasattr(mesh, "mesh_dim_names"):
+            raise TypeError(
+                f"mesh must be a DeviceMesh of torch.distributed, got {shortened(mesh)}"
+            )
+        names = check_axes(mesh.mesh_dim_names)
+        lines = {axis: ranks_of(mesh[axis]) for axis in AXES if axis in names}
+        everyone = mesh[names[0]] if len(names) == 1 else mesh._flatten()
+        return cls(**lines, everyone=ranks_of(everyone))
+
+    def line(self, axis: str | None) -> Ranks:
+        """The ranks along an axis; this one alone for None."""
+        line: Ranks = ALONE if axis is None else getattr(self, axis)
+        return line
+
+
+class Part(Protocol):
+    """What decisions know of a layer of which each rank of a grid holds a rectangle.
+
+    Attributes:
+        shape: [out, in] of the whole layer.
+    """
+
+    shape: tuple[int, int]
+
+    @property
+    def grid(self) -> RankGrid:
+        """The lines of ranks."""
+
+    @property
+    def leads(self) -> bool:
+        """Whether this rank speaks for the rectangle, among those along x and y that hold it."""
+
+    def to_whole(self, flat: Tensor, block_size: int) -> Tensor:
+        """Flat block positions in the rectangle as positions in the whole; the order stays."""
+
+    def to_part(self, flat: Tensor, block_size: int) -> Tensor:
+        """Those of flat positions in the whole layer that are inside, as positions in it."""

@@ -1,0 +1,114 @@
+"""Growth of layers in rectangles: the positions of one process, ties and all, wherever they lie."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from grids import GRIDS, on_grid
+from hypothesis import given
+from hypothesis import strategies as st
+from test_split import alternating, chain, planned, samples
+
+import dynsparse as ds
+from dynsparse.distributed import split
+from dynsparse.distributed.rectangle import part_of
+from dynsparse.ops import capture
+from dynsparse.ops.grow import topk_outside
+from dynsparse.ranks import GrowthWanted, topk_over_ranks
+
+
+def grown_on(sizes, model, plan, x, dy, counts, exchange=None, pooling="sum"):
+    """By layer, the positions in the whole layer that the ranks of a grid grow together."""
+    names = [name for name, m in model.named_modules() if isinstance(m, ds.nn.SparseLinear)]
+
+    def work(grid):
+        own = split(copy.deepcopy(model), grid, plan)
+        layers = [own.get_submodule(name) for name in names]
+        waiting = [capture.start(layer.index.row_ptr, layer.values) for layer in layers]
+        own(samples(x, grid)).backward(samples(dy, grid))
+        wanted = [
+            GrowthWanted(name, list(pairs), layer.pattern, count, part=part_of(layer))
+            for name, pairs, layer, count in zip(names, waiting, layers, counts, strict=True)
+        ]
+        found = topk_over_ranks(grid.z, wanted, exchange=exchange, pooling=pooling)
+        return [
+            part_of(layer).to_whole(flat, layer.block_size)
+            for layer, flat in zip(layers, found, strict=True)
+        ]
+
+    results = on_grid(sizes, work)
+    for i in range(len(names)):
+        # Ranks along z hold the same rectangle, and have heard of the same positions.
+        for (px, py, _), flats in results.items():
+            assert torch.equal(flats[i], results[px, py, 0][i])
+    return [
+        torch.cat([f[i] for (_, _, z), f in results.items() if z == 0]).unique()
+        for i in range(len(names))
+    ]
+
+
+def grown_by_one(model, x, dy, counts, pooling="sum"):
+    layers = [m for m in model.modules() if isinstance(m, ds.nn.SparseLinear)]
+    waiting = [capture.start(layer.index.row_ptr, layer.values) for layer in layers]
+    model(x).backward(dy)
+    return [
+        topk_outside(list(pairs), layer.pattern, count, pooling=pooling).flat.sort().values
+        for pairs, layer, count in zip(waiting, layers, counts, strict=True)
+    ]
+
+
+@pytest.mark.parametrize("exchange", ["pieces", "samples"])
+@pytest.mark.parametrize("block_size", [1, 4, 16])
+@pytest.mark.parametrize("sizes", GRIDS)
+def test_the_grown_positions_are_those_of_one_process(sizes, block_size, exchange):
+    model = chain(block_size)
+    x, dy = torch.randn(8, 48).double(), torch.randn(8, 64).double()
+    counts = [int(0.3 * layer.pattern.nnz) for layer in (model[0], model[2])]
+    expected = grown_by_one(model, x, dy, counts)
+    plan = planned(model, sizes, alternating(sizes))
+    found = grown_on(sizes, model, plan, x, dy, counts, exchange)
+    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+
+
+@given(st.sampled_from([(2, 2, 1), (2, 1, 2), (3, 1, 1)]), st.integers(0, 2**16), st.data())
+def test_ties_go_to_the_first_position_of_the_whole_layer(sizes, seed, data):
+    generator = torch.Generator().manual_seed(seed)
+    model = torch.nn.Sequential(
+        ds.nn.SparseLinear(6, 9, 0.4, bias=False, dtype=torch.float64, generator=generator)
+    )
+    free = model[0].pattern.total - model[0].pattern.nnz
+    count = data.draw(st.integers(0, free))
+    x = torch.randint(-1, 2, (4, 6), generator=generator).double()
+    dy = torch.randint(-1, 2, (4, 9), generator=generator).double()
+    expected = grown_by_one(model, x, dy, [count])
+    placement = alternating(sizes)["0"]._replace(whole=True)
+    plan = planned(model, sizes, {"0": placement})
+    (found,) = grown_on(sizes, model, plan, x, dy, [count])
+    assert torch.equal(found, expected[0])
+
+
+def test_a_rectangle_without_non_zeros_may_grow():
+    pattern = ds.SparsePattern([0, 0, 1, 1, 2, 3], [0, 1, 0, 1, 2, 3], shape=(4, 4))
+    model = torch.nn.Sequential(ds.nn.SparseLinear(4, 4, pattern=pattern, dtype=torch.float64))
+    sizes = (2, 2, 1)
+    plan = planned(model, sizes, {"0": alternating(sizes)["0"]._replace(whole=True)})
+    x, dy = torch.ones(2, 4).double(), torch.tensor([[1.0, 5.0, 1.0, 1.0]] * 2).double()
+    expected = grown_by_one(model, x, dy, [2])
+    (found,) = grown_on(sizes, model, plan, x, dy, [2])
+    assert torch.equal(found, expected[0])
+    assert found.tolist() == [6, 7]  # both in the rectangle of rows 0 and 1, columns 2 and 3
+
+
+def test_bfloat16_on_the_wire_is_for_whole_layers():
+    model = chain(1)
+    plan = planned(model, (2, 1, 1), alternating((2, 1, 1)))
+
+    def work(grid):
+        own = split(copy.deepcopy(model), grid, plan)
+        wanted = [GrowthWanted("0", [], own[0].pattern, 3, part=part_of(own[0]))]
+        with pytest.raises(ValueError, match="wire is for whole layers"):
+            topk_over_ranks(grid.z, wanted, wire=torch.bfloat16)
+
+    on_grid((2, 1, 1), work)
