@@ -23,7 +23,7 @@ PLAIN_PATH = @echo "$(CURDIR)/src" >"$$($(BIN)/python -c \
 help:
 	@echo "make demo    train a sparse network on digits, write pictures to demo-output/"
 	@echo "make test    style, types and all tests"
-	@echo "make test-frameworks  the tests of the callbacks, with Lightning and Hugging Face"
+	@echo "make test-frameworks  the tests of the callbacks and of others' models, with their libraries"
 	@echo "make test-gpu-kernels  the Triton kernels without a GPU: interpreted, and compiled for every chip"
 	@echo "make native  build the compiled kernels in place"
 	@echo "make sanitize  drive the kernels under sanitizers (ten minutes; SANITIZE_SECONDS=3600 for longer)"
@@ -45,7 +45,8 @@ test: $(VENV)/.installed-dev native lint
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(PYTEST)
 
 test-frameworks: $(VENV)/.installed-frameworks native
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/integrations tests/nn/test_convert_transformers.py
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/integrations \
+		tests/nn/test_convert_transformers.py tests/nn/test_architectures.py
 
 test-gpu-kernels: $(VENV)/.installed-gpu-test native
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(PYTEST) tests/ops/cuda
@@ -102,10 +103,10 @@ $(VENV)/.installed-dev: $(VENV)/.installed-apps
 	$(PLAIN_PATH)
 	@touch $@
 
-# The frameworks that the callbacks are for: their tests are skipped without them.
+# The frameworks that the callbacks are for, and libraries of models: tests are skipped without them.
 $(VENV)/.installed-frameworks: $(VENV)/.installed-dev
 	DYNSPARSE_NATIVE=0 $(BIN)/python -m pip install -q -c constraints.txt \
-		-e '.[huggingface,lightning]'
+		-e '.[huggingface,lightning,models]'
 	$(PLAIN_PATH)
 	@touch $@
 

@@ -23,9 +23,10 @@ from dynsparse.interrupts import uninterrupted
 from dynsparse.nn.fast_path import forbid_fast_paths
 from dynsparse.nn.left_dense import ADAPTER, left_dense
 from dynsparse.nn.linear import SparseLinear
+from dynsparse.nn.renamed import as_the_model_has_them
 from dynsparse.nn.replace import check_replaceable, replace, sparse_layer
 from dynsparse.nn.sites import Site, find_sites
-from dynsparse.nn.weights_file import read_aliases, read_tensors, state_of
+from dynsparse.nn.weights_file import is_own, read_aliases, read_tensors, state_of
 from dynsparse.pattern import SparsePattern
 from dynsparse.typed import typed
 
@@ -57,8 +58,10 @@ def load_pretrained(model: nn.Module, folder_or_file: str | os.PathLike[str]) ->
             says where they differ. The model is then as it was.
     """
     path = Path(folder_or_file)
-    tensors = _tensors(path)
+    tensors, own_names = _tensors(path)
     try:
+        if not own_names:
+            tensors = as_the_model_has_them(model, tensors)
         with uninterrupted():
             _load(model, tensors)
     except ValueError as error:
@@ -66,8 +69,9 @@ def load_pretrained(model: nn.Module, folder_or_file: str | os.PathLike[str]) ->
     return model
 
 
-def _tensors(path: Path) -> dict[str, Tensor]:
-    """Every tensor of a file, an index or a folder, by its name."""
+def _tensors(path: Path) -> tuple[dict[str, Tensor], bool]:
+    """Every tensor of a file, an index or a folder, by its name, which is the model's own in files
+    of `save_safetensors`."""
     if path.is_dir():
         found = [path / name for name in (_INDEX, _FILE) if (path / name).is_file()]
         if not found:
@@ -78,7 +82,7 @@ def _tensors(path: Path) -> dict[str, Tensor]:
         path = found[0]
     if path.suffix != ".json":
         header, tensors = read_tensors(path)
-        return read_aliases(path, header, tensors)
+        return read_aliases(path, header, tensors), is_own(header)
     tensors = {}
     for file, names in _shards(path).items():
         _, part = read_tensors(file)
@@ -86,7 +90,7 @@ def _tensors(path: Path) -> dict[str, Tensor]:
             if name not in part:
                 raise ValueError(f"{path} says that {file.name} holds {name!r}, which it does not")
             tensors[name] = part[name]
-    return tensors
+    return tensors, False
 
 
 def _shards(path: Path) -> dict[Path, list[str]]:

@@ -35,7 +35,14 @@ from dynsparse.files.whole import replaced
 from dynsparse.nn.linear import SparseLinear
 from dynsparse.pattern import SparsePattern
 
-__all__ = ["load_safetensors", "read_aliases", "read_tensors", "save_safetensors", "state_of"]
+__all__ = [
+    "is_own",
+    "load_safetensors",
+    "read_aliases",
+    "read_tensors",
+    "save_safetensors",
+    "state_of",
+]
 
 _FORMAT, _VERSION = "dynsparse", "1"
 
@@ -189,11 +196,16 @@ def read_tensors(path: Path) -> tuple[dict[str, str], dict[str, Tensor]]:
     return header, tensors
 
 
+def is_own(header: Mapping[str, str]) -> bool:
+    """Whether the file is of `save_safetensors`."""
+    return header.get("format") == _FORMAT
+
+
 def read_aliases(
     path: Path, header: Mapping[str, str], tensors: dict[str, Tensor]
 ) -> dict[str, Tensor]:
     """The tensors under all their names, where the file is of `save_safetensors`."""
-    if header.get("format") != _FORMAT:
+    if not is_own(header):
         return tensors
     _check_format(path, header)
     try:
@@ -205,7 +217,7 @@ def read_aliases(
 
 
 def _check_format(path: Path, header: Mapping[str, str]) -> None:
-    if header.get("format") != _FORMAT:
+    if not is_own(header):
         raise ValueError(
             f"{path} was not written by save_safetensors: expected the metadata format={_FORMAT}, "
             f"got {shortened(header.get('format'))}; dynsparse.load_pretrained reads others"

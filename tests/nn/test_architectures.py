@@ -1,0 +1,118 @@
+"""Models of other libraries: sparsified by one line, trained, saved, loaded, equal."""
+
+import sys
+import warnings
+from pathlib import Path
+
+import pytest
+import torch
+
+import dynsparse as ds
+from dynsparse.nn import SparseLinear
+
+sys.path.insert(0, str(Path(__file__).parent))
+from architectures import MODELS
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+
+def tensors(output):
+    """What of a model's output has a gradient."""
+    if isinstance(output, torch.Tensor):
+        return [output] if output.is_floating_point() else []
+    if isinstance(output, dict):
+        output = list(output.values())
+    if isinstance(output, (list, tuple)):
+        return [tensor for part in output for tensor in tensors(part)]
+    return []
+
+
+def loss_of(model, batch):
+    """The distance from what is the same in every step, and else arbitrary."""
+    chance = torch.Generator().manual_seed(0)
+    found = tensors(model(**batch))
+    return sum((t - torch.randn(t.shape, generator=chance)).square().mean() for t in found)
+
+
+def made(name):
+    package, make = MODELS[name]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of their own imports
+        pytest.importorskip(package)
+        return make()
+
+
+def test_there_are_enough_of_them():
+    assert len(MODELS) >= 30
+    assert {package for package, _ in MODELS.values()} == {
+        "transformers", "timm", "torchvision", "open_clip", "torch_geometric"
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_sparsified_trained_saved_and_loaded(name, tmp_path):
+    model, batch = made(name)
+    ds.sparsify(model, 0.3, verbose=False)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    trainer = ds.RigL(model, optimizer, total_steps=40, update_interval=5)
+    before = {name: layer.pattern for name, layer in trainer.layers.items()}
+    losses = []
+    for _ in range(20):
+        optimizer.zero_grad()
+        loss = loss_of(model, batch)
+        loss.backward()
+        trainer.step()
+        losses.append(loss.item())
+    assert trainer.updates == 4
+    assert losses[-1] < losses[0]
+    moved = [name for name, layer in trainer.layers.items() if layer.pattern != before[name]]
+    assert len(moved) >= len(before) - 1  # one may be outside of what the loss sees
+    # Whoever reads a weight gets what it asks for without a dense matrix.
+    assert not any(m.told_of_dense_weight for m in model.modules() if isinstance(m, SparseLinear))
+
+    if hasattr(model, "save_pretrained"):
+        model.save_pretrained(tmp_path)
+    else:
+        ds.save_safetensors(model, tmp_path / "model.safetensors")
+    loaded, _ = made(name)
+    ds.load_pretrained(loaded, tmp_path)
+    with torch.no_grad():
+        mine, theirs = (tensors(m.eval()(**batch)) for m in (model, loaded))
+    assert len(mine) > 0
+    assert all(torch.equal(a, b) for a, b in zip(mine, theirs, strict=True))
+
+
+@pytest.mark.parametrize("name", ["MixtralForCausalLM", "ViTForImageClassification"])
+@pytest.mark.parametrize("way", ["ours", "its own names"])
+def test_files_with_the_models_own_names(name, way, tmp_path):
+    """transformers saves these two under other names, or in other shapes, unless told not to."""
+    model, batch = made(name)
+    ds.sparsify(model, 0.3, verbose=False)
+    if way == "ours":
+        ds.save_safetensors(model, tmp_path / "model.safetensors")
+    else:
+        model.save_pretrained(tmp_path, save_original_format=False)
+    loaded, _ = made(name)
+    ds.load_pretrained(loaded, tmp_path)
+    with torch.no_grad():
+        mine, theirs = (tensors(m.eval()(**batch)) for m in (model, loaded))
+    assert all(torch.equal(a, b) for a, b in zip(mine, theirs, strict=True))
+
+
+def test_experts_that_are_not_all_there_are_refused(tmp_path):
+    from safetensors.torch import load_file, save_file
+
+    model, _ = made("MixtralForCausalLM")
+    ds.sparsify(model, 0.3, verbose=False)
+    model.save_pretrained(tmp_path)
+    file = tmp_path / "model.safetensors"
+    held = load_file(file)
+    gone = next(name for name in held if "experts.1.w1" in name)
+    del held[gone]
+    save_file(held, file, {"format": "pt"})
+    loaded, _ = made("MixtralForCausalLM")
+    before = list(map(id, loaded.modules()))
+    with pytest.raises(ValueError, match="does not fit the model") as error:
+        ds.load_pretrained(loaded, tmp_path)
+    assert "\n" not in str(error.value)
+    assert list(map(id, loaded.modules())) == before
