@@ -177,31 +177,40 @@ def _dtype(numbers: Numbers) -> torch.dtype:
     return torch.bfloat16 if numbers == "16-bit" else torch.float32
 
 
-def rows_jobs(c: Rows, b: int, numbers: Numbers, capability: int) -> Iterator[Job]:
-    """Forward with a bias, and the gradient of the input."""
+def _activations(b: int, dtype: torch.dtype, lie: str) -> torch.Tensor:
+    if lie == "transposed":
+        return torch.empty(4 * b, 512, dtype=dtype).t()
+    return torch.empty(500 if lie == "ragged" else 512, 4 * b, dtype=dtype)
+
+
+def rows_jobs(
+    c: Rows, b: int, numbers: Numbers, capability: int, lie: str = "even"
+) -> Iterator[Job]:
+    """Forward with a bias, and the gradient of the input; of a batch that is a multiple of 16 or
+    not (`ragged`), or of transposed activations."""
     dtype = _dtype(numbers)
 
     def forward() -> None:
-        p, x = _layer(b, dtype), torch.empty(512, 4 * b, dtype=dtype)
+        p, x = _layer(b, dtype), _activations(b, dtype, lie)
         launch.forward(x, torch.empty(p.values_shape, dtype=dtype), p, torch.empty(4 * b), c)
 
     def grad_input() -> None:
-        p, dy = _layer(b, dtype), torch.empty(512, 4 * b, dtype=dtype)
+        p, dy = _layer(b, dtype), _activations(b, dtype, lie)
         launch.grad_input(dy, torch.empty(p.values_shape, dtype=dtype), p, c)
 
-    how = f"b{b} {numbers} {c.way} {c.samples}x{c.inputs} w{c.warps} s{c.stages}"
+    how = f"b{b} {numbers} {c.way} {c.samples}x{c.inputs} w{c.warps} s{c.stages} {lie}"
     for run in (forward, grad_input):
         yield Job(f"sm_{capability} {run.__name__} {how}", capability, numbers, run)
 
 
-def gradient_job(c: Gradient, b: int, numbers: Numbers, capability: int) -> Job:
-    """The gradients of the values and of the bias."""
+def gradient_job(c: Gradient, b: int, numbers: Numbers, capability: int, lie: str = "even") -> Job:
+    """The gradients of the values and of the bias, likewise."""
 
     def run() -> None:
-        x, dy = torch.empty(2, 512, 4 * b, dtype=_dtype(numbers))
+        x, dy = (_activations(b, _dtype(numbers), lie) for _ in range(2))
         launch.grad_weight(dy, x, _layer(b, x.dtype), torch.float32, True, c, 2)
 
-    how = f"b{b} {numbers} {c.blocks}x{c.samples} w{c.warps} s{c.stages}"
+    how = f"b{b} {numbers} {c.blocks}x{c.samples} w{c.warps} s{c.stages} {lie}"
     return Job(f"sm_{capability} grad_weight {how}", capability, numbers, run)
 
 
@@ -225,6 +234,14 @@ def chosen(capability: int) -> Iterator[Job]:
                 yield from rows_jobs(c, b, numbers, capability)
             yield gradient_job(GRADIENT[family][numbers][b], b, numbers, capability)
         yield scores_job(64, "sum", 2, numbers, capability)
+
+
+def lying_otherwise() -> Iterator[Job]:
+    """Odd batches and transposed activations of 16 bits, on Hopper."""
+    for b in BLOCKS:
+        for lie in ("ragged", "transposed"):
+            yield from rows_jobs(ROWS["90"]["16-bit"][b][0], b, "16-bit", 90, lie)
+            yield gradient_job(GRADIENT["90"]["16-bit"][b], b, "16-bit", 90, lie)
 
 
 def others() -> Iterator[Job]:
@@ -281,7 +298,7 @@ def faults(code: Code, job: Job) -> list[str]:
 
 def main(words: list[str]) -> None:
     bad = 0
-    for job in [*chosen(80), *chosen(90), *chosen(100), *others()]:
+    for job in [*chosen(80), *chosen(90), *chosen(100), *lying_otherwise(), *others()]:
         if set(words) <= set(job.name.split()):
             code = compiled(job)
             wrong = "; ".join(faults(code, job))
