@@ -29,8 +29,9 @@ __all__ = ["forward", "grad_input", "grad_weight"]
 
 
 def _copy_engine_takes(x: Tensor, values: Tensor) -> bool:
-    """Whether addresses and pitches are multiples of 16 bytes, and something is there."""
-    lies = x.stride(1) == 1 and x.stride(0) * x.element_size() % 16 == 0
+    """Whether rows lie one behind the other, at multiples of 16 bytes, and something is there."""
+    sample, feature = x.stride()
+    lies = feature == 1 and sample >= x.shape[1] and sample * x.element_size() % 16 == 0
     return lies and len(values) > 0 and (x.data_ptr() | values.data_ptr()) % 16 == 0
 
 
