@@ -4,11 +4,12 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.functional import embedding as dense_embedding
 
 from dynsparse import SparsePattern
 from dynsparse.ops import capture
-from dynsparse.ops.embedding import embedding
+from dynsparse.ops.embedding import embedding, on_device
 
 
 def table(b=1, height=6, width=4, density=0.4, seed=0):
@@ -92,3 +93,35 @@ def test_no_second_derivative():
     (grad,) = torch.autograd.grad(rows.square().sum(), values, create_graph=True)
     with pytest.raises(RuntimeError, match="no second derivative"):
         grad.sum().backward()
+
+
+@given(st.sampled_from([1, 2, 4]), st.integers(1, 8), st.integers(1, 5), st.floats(0, 1))
+def test_on_a_device(b, height, width, density):
+    """Figures, on tensors of the CPU."""
+    pattern, values = table(b, height, width, density)
+    index, values = pattern.index, values.detach()
+    ids = torch.randint(height * b, (7,))
+    dense = pattern.to_dense(values).requires_grad_()
+    rows = on_device.forward(ids, values, index.row_ptr, index.cols, width * b)
+    expected = dense_embedding(ids, dense)
+    assert torch.equal(rows, expected)
+    dy = torch.randn_like(rows)
+    expected.backward(dy)
+    gradient = on_device.grad_weight(dy, ids, values, index.row_ptr, index.cols)
+    torch.testing.assert_close(gradient, pattern.values_of(dense.grad))
+    x, one_hot = on_device.pair(dy, ids, height * b)
+    torch.testing.assert_close(one_hot.t() @ x, dense.grad)
+
+
+def test_on_a_device_nothing_waits_for_it():
+    pattern, _ = table(2)
+    sizes = [len(pattern.row_ptr), pattern.nnz]
+    with FakeTensorMode():
+        row_ptr, cols = (torch.empty(n, dtype=torch.int32, device="cuda") for n in sizes)
+        values = torch.empty(pattern.values_shape, device="cuda")
+        ids = torch.empty(3, 5, dtype=torch.int64, device="cuda")
+        rows = on_device.forward(ids, values, row_ptr, cols, 8)
+        assert rows.shape == (3, 5, 8)
+        dy, ids = rows.view(-1, 8), ids.view(-1)
+        assert on_device.grad_weight(dy, ids, values, row_ptr, cols).shape == values.shape
+        assert [t.shape for t in on_device.pair(dy, ids, 12)] == [(15, 8), (15, 12)]

@@ -12,7 +12,7 @@ from torch import Tensor
 from dynsparse.checks import check_integer, check_kind
 from dynsparse.ops import capture
 from dynsparse.ops.eager import is_plain_eager, refuse_transforms
-from dynsparse.ops.embedding import naive
+from dynsparse.ops.embedding import naive, on_device
 from dynsparse.ops.linear.contents import check_contents
 from dynsparse.ops.linear.layer_index import LayerIndex
 from dynsparse.pattern import PatternIndex, SparsePattern
@@ -30,6 +30,8 @@ _library.define(
 
 
 def _forward(ids: Tensor, values: Tensor, row_ptr: Tensor, cols: Tensor, width: int) -> Tensor:
+    if not values.is_cpu:
+        return on_device.forward(ids, values, row_ptr, cols, width)
     rows = naive.forward(ids.reshape(-1), values, row_ptr, cols, width)
     return rows.resize_(*ids.shape, width)  # no view, which nobody could write to
 
@@ -38,6 +40,8 @@ def _backward(dy: Tensor, ids: Tensor, values: Tensor, row_ptr: Tensor, cols: Te
     ids, dy = ids.reshape(-1), dy.reshape(-1, dy.shape[-1])
     if capture.is_open(row_ptr):
         _record(dy, ids, values, row_ptr)
+    if not values.is_cpu:
+        return on_device.grad_weight(dy, ids, values, row_ptr, cols)
     return naive.grad_weight(dy, ids, values, row_ptr, cols)
 
 
@@ -46,9 +50,12 @@ def _record(dy: Tensor, ids: Tensor, values: Tensor, row_ptr: Tensor) -> None:
 
     Tokens that occur several times are added up first, so this is never larger than the logits.
     """
+    vocabulary = (len(row_ptr) - 1) * naive.block_size_of(values)
+    if not values.is_cpu:  # how many tokens differ the host cannot know
+        capture.record(row_ptr, *on_device.pair(dy, ids, vocabulary))
+        return
     tokens, place = ids.unique(return_inverse=True)
     x = dy.new_zeros(len(tokens), dy.shape[1]).index_add_(0, place, dy)
-    vocabulary = (len(row_ptr) - 1) * naive.block_size_of(values)
     one_hot = dy.new_zeros(len(tokens), vocabulary).scatter_(1, tokens[:, None], 1.0)
     capture.record(row_ptr, x, one_hot)
 

@@ -19,7 +19,7 @@ from torch.nn.functional import linear
 
 from dynsparse.ops.linear.layer_index import LayerIndex
 
-__all__ = ["PANEL_BYTES", "backward", "forward", "has_accumulators"]
+__all__ = ["PANEL_BYTES", "backward", "forward", "has_accumulators", "lines_of"]
 
 # Of the gradient. Products of fewer rows leave multiprocessors idle; 4096 x 4096 is one panel.
 PANEL_BYTES = 64 << 20
@@ -59,16 +59,23 @@ def _is_full(p: LayerIndex) -> bool:
     return p.block_size == 1 and p.nnz == p.out_features * p.in_features
 
 
-def _make_lines(p: LayerIndex) -> Tensor:
-    b, width = p.block_size, p.in_features // p.block_size
-    places = torch.arange(len(p.row_ptr) - 1, device=p.cols.device) * (b * width)
-    places = places.repeat_interleave(p.row_ptr.diff(), output_size=p.nnz).add_(p.cols)
-    lines = torch.arange(0, b * width, width, device=p.cols.device)
+def lines_of(row_ptr: Tensor, cols: Tensor, b: int, width: int) -> Tensor:
+    """Where the lines of every block lie in a matrix [out * in / b, b]: int64 [nnz * b].
+
+    Args:
+        width: in / b.
+    """
+    places = torch.arange(len(row_ptr) - 1, device=cols.device) * (b * width)
+    places = places.repeat_interleave(row_ptr.diff(), output_size=len(cols)).add_(cols)
+    lines = torch.arange(0, b * width, width, device=cols.device)
     return (places.view(-1, 1) + lines).view(-1)
 
 
+def _make_lines(p: LayerIndex) -> Tensor:
+    return lines_of(p.row_ptr, p.cols, p.block_size, p.in_features // p.block_size)
+
+
 def _lines(p: LayerIndex) -> Tensor:
-    """Where the lines of every block lie in the weight [out * in / b, b]: int64 [nnz * b]."""
     return p.derived("lines", _make_lines)
 
 
