@@ -38,6 +38,14 @@ def trainer():
     return made
 
 
+def ready():
+    """A trainer whose model has its gradients."""
+    net = model()
+    made = ds.Static(net, optimizer_of(net))
+    net(X).square().sum().backward()
+    return made
+
+
 def pairs():
     return [(X, torch.ones(3, 8))]
 
@@ -131,6 +139,11 @@ RECIPES = {
     ),
     "dynsparse.training.SparseTrainer.load_state_dict": of(
         trainer, "load_state_dict", state=lambda: trainer().state_dict()
+    ),
+    "dynsparse.training.scaled_step": call(
+        training.scaled_step,
+        trainer=ready,
+        scaler=lambda: torch.amp.GradScaler("cpu", enabled=False),
     ),
     "dynsparse.training.ApplicationCosine": call(
         training.ApplicationCosine,

@@ -120,3 +120,17 @@ def test_a_layer_whose_gradient_came_earlier_in_the_window_still_counts():
         (model(x) if step < 2 else model[1](x)).square().sum().backward()
         rewirings = trainer.step()
     assert list(rewirings) == ["0", "1"]
+
+
+def test_a_history_from_a_checkpoint_goes_on_where_the_layers_are():
+    """States are loaded on the CPU; tensors without memory stand for those of a device."""
+    here = torch.randn(3, 4), torch.randn(3, 6)
+    there = tuple(tensor.to("meta") for tensor in here)
+    for made in (WindowMomentum(), DenseMomentum()):
+        made.observe("fc", [here])
+        resumed = type(made)()
+        resumed.load_state_dict(made.state_dict())
+        resumed.observe("fc", [there])
+        pairs = resumed.pairs("fc")
+        assert {tensor.device.type for pair in pairs for tensor in pair} == {"meta"}
+        assert dense(pairs).shape == (6, 4)

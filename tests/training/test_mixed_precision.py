@@ -7,6 +7,7 @@ from torch.utils.checkpoint import checkpoint
 
 import dynsparse as ds
 from dynsparse.nn import SparseLinear
+from dynsparse.training import GradientStep, scaled_step
 
 
 @pytest.fixture(params=["cpu", "elsewhere"])
@@ -38,11 +39,7 @@ def train(model, dtype, how=None, steps=30):
             y = model(x) if how is None else checkpoint(model, x, use_reentrant=how)
             loss = (y.float() - target).square().mean()
         scaler.scale(loss).backward()
-        scaler.unscale_(optimizer)
-        trainer.before_optimizer_step()
-        scaler.step(optimizer)
-        scaler.update()
-        trainer.after_optimizer_step()
+        scaled_step(trainer, scaler)
         losses.append(float(loss.detach()))
     assert trainer.updates > 0
     assert all(p.dtype is torch.float32 for p in model.parameters())
@@ -63,16 +60,42 @@ def test_checkpointing_comes_to_the_same_bits(place, how):
     assert train(made(1), torch.float16) == train(made(1), torch.float16, how)
 
 
-def test_a_step_with_infinite_gradients_is_the_scalers_to_skip(place):
+def test_a_step_that_the_scaler_skips_is_none(place):
     model = made(1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    trainer = ds.RigL(model, optimizer, total_steps=9, update_interval=1, drop_fraction=0.3)
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**30)
+
+    def step():
+        optimizer.zero_grad()
+        with torch.autocast("cpu", torch.float16):
+            loss = model(torch.randn(20, 16)).square().mean()
+        scaler.scale(loss).backward()
+        return scaled_step(trainer, scaler)
+
     before = [p.detach().clone() for p in model.parameters()]
-    with torch.autocast("cpu", torch.float16):
-        loss = model(torch.randn(20, 16)).square().mean()
-    scaler.scale(loss).backward()
+    assert step() is None
     assert not all(bool(p.grad.isfinite().all()) for p in model.parameters())
-    scaler.step(optimizer)
-    scaler.update()
     assert scaler.get_scale() == 2.0**29
+    assert (trainer.steps, trainer.updates) == (0, 0)
     assert all(torch.equal(p, q) for p, q in zip(model.parameters(), before, strict=True))
+    while (rewirings := step()) is None:
+        assert scaler.get_scale() > 1
+    assert (trainer.steps, trainer.updates) == (1, 1)
+    assert list(rewirings) == ["0", "2"]
+    assert not optimizer._optimizer_step_pre_hooks
+
+
+def test_what_does_not_go_with_a_scaler_is_refused():
+    model = made(1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    options = {"total_steps": 9, "update_interval": 1}
+    trainer = ds.RigL(model, optimizer, **options, initial_value=GradientStep())
+    scaler = torch.amp.GradScaler("cpu")
+    with pytest.raises(ValueError, match="got a GradientStep, which would go against the scaled"):
+        scaled_step(trainer, scaler)
+    fused = torch.optim.Adam(model.parameters(), fused=True)
+    with pytest.raises(ValueError, match="got Adam with fused=True"):
+        scaled_step(ds.RigL(model, fused, **options), scaler)
+    with pytest.raises(TypeError, match="scaler"):
+        scaled_step(trainer, 3)

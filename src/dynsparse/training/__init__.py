@@ -26,6 +26,7 @@ from dynsparse.training.grow import GradientGrowth, Growth, NoGrowth, RandomGrow
 from dynsparse.training.history import DenseMomentum, History, LastStep, WindowMomentum
 from dynsparse.training.initial import GradientStep
 from dynsparse.training.optimizer_state import rewire_state
+from dynsparse.training.scaling import scaled_step
 from dynsparse.training.schedule import (
     ApplicationCosine,
     ConstantSchedule,
@@ -79,4 +80,5 @@ __all__ = [
     "magnitude",
     "rewire_state",
     "save_checkpoint",
+    "scaled_step",
 ]

@@ -144,9 +144,14 @@ class WindowMomentum(History):
         return any(self._steps.get(layer, ()))
 
     def pairs(self, layer: str) -> list[Pair]:
+        newest_first = [*reversed(self._steps.get(layer, ()))]
+        # Those of a checkpoint are on the CPU.
+        device = next((x.device for pairs in newest_first for x, _ in pairs), None)
         weighted = []
-        for age, pairs in enumerate(reversed(self._steps.get(layer, ()))):
-            weighted += [(x, dy * self.momentum**age if age else dy) for x, dy in pairs]
+        for age, pairs in enumerate(newest_first):
+            for x, dy in pairs:
+                here, there = x.to(device), dy.to(device)
+                weighted.append((here, there * self.momentum**age if age else there))
         return weighted
 
     def state_dict(self) -> dict[str, Any]:
@@ -212,6 +217,8 @@ class DenseMomentum(History):
             dtype = torch.float64 if torch.float64 in (x.dtype, dy.dtype) else torch.float32
             left, right = dy.t().to(dtype), x.to(dtype)
             if layer in self._momentum:
+                # That of a checkpoint is on the CPU.
+                self._momentum[layer] = self._momentum[layer].to(dy.device)
                 self._momentum[layer].addmm_(left, right)
             else:
                 self._momentum[layer] = left @ right
