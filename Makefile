@@ -49,7 +49,7 @@ test-frameworks: $(VENV)/.installed-frameworks native
 		tests/nn/test_convert_transformers.py tests/nn/test_architectures.py
 
 test-gpu-kernels: $(VENV)/.installed-gpu-test native
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(PYTEST) tests/ops/cuda
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(PYTEST) tests/ops/cuda tests/bench/test_gpu_benchmark.py
 
 lint: $(VENV)/.installed-dev
 	$(BIN)/ruff check .

@@ -59,7 +59,7 @@ def arguments() -> argparse.Namespace:
 
 def sections(run: Any) -> dict[str, Callable[[], None]]:
     """By importance."""
-    from gpu_parts import ceilings, checks, dense_way, grid, growth, kernels, layers
+    from gpu_parts import ceilings, checks, dense_way, grid, growth, kernels, layers, training
 
     return {
         "ceilings": lambda: ceilings.measure(run),
@@ -71,6 +71,7 @@ def sections(run: Any) -> dict[str, Callable[[], None]]:
         "updates": lambda: growth.updates(run),
         "graphs": lambda: layers.graph_after_updates(run),
         "transformer": lambda: layers.transformer(run),
+        "training": lambda: training.measure(run),
         "float32": lambda: kernels.float32(run),
         "grid": lambda: grid.measure(run, 0.75),
         "refine": lambda: kernels.refine(run),

@@ -18,7 +18,8 @@ FOLDER = Path(__file__).resolve().parents[2] / "benchmarks"
 WITHOUT_TRITON = "needs Triton (x86-64 Linux): make test-gpu-kernels"
 SECTIONS = [
     "ceilings", "correctness", "blocks 128", "blocks 64", "blocks 32", "blocks 16", "steps",
-    "dense way", "growth", "updates", "graphs", "transformer", "float32", "grid", "refine",
+    "dense way", "growth", "updates", "graphs", "transformer", "training", "float32", "grid",
+    "refine",
 ]  # fmt: skip
 
 
