@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch
 from recipes import Recipe
 from recipes_core import folder
 from recipes_training import optimizer_of
@@ -30,6 +31,16 @@ def saved():
     path, net = folder() / "ranks", row()
     distributed.save_checkpoint(path, model=net, optimizer=optimizer_of(net))
     return path
+
+
+def replicated(**arguments):
+    """`replicate` in a group of one."""
+    store = torch.distributed.HashStore()
+    torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
+    try:
+        return distributed.replicate(**arguments)
+    finally:
+        torch.distributed.destroy_process_group()
 
 
 RECIPES = {
@@ -79,6 +90,9 @@ RECIPES = {
         distributed.load_checkpoint,
         lambda: {"path": saved(), "model": (net := row()), "optimizer": optimizer_of(net)},
         (OSError,),
+    ),
+    "dynsparse.distributed.replicate": Recipe(
+        replicated, lambda: {"model": row(), "ranks": "auto"}
     ),
     "dynsparse.distributed.stages": Recipe(
         distributed.stages, lambda: {"model": row(), "n": 2, "batch": 8, "cluster": cluster()}

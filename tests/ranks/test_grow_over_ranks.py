@@ -249,7 +249,7 @@ def test_a_thousand_ranks_send_what_the_formula_says(exchange):
     topk_over_ranks(ranks, [GrowthWanted("a", pairs, room, k)], exchange=exchange)
     by_pieces, by_samples = exchanged_bytes(size, (n, n), samples * size, torch.float32)
     exchanged = by_pieces if exchange == "pieces" else by_samples
-    small = 2 * (size - 1) / size * (3 * 2048 * 8 + 8 + 3 * 4 + 4 * 8)
+    small = 2 * (size - 1) / size * (3 * 2048 * 4 + 8 + 3 * 4 + 4 * 8)
     positions = (size - 1) * (k // size) * 4
     counts = (size - 1) * 8 * (2 if exchange == "samples" else 1)
     assert ranks.sent == pytest.approx(exchanged + small + positions + counts, rel=0.01)

@@ -69,11 +69,14 @@ def optimizer_of(model, kind="sgd"):
     return torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
 
 
-def backward(forward, optimizer, step, rank=0, size=1, passes=1):
-    """Gradients of one step, in so many micro-batches."""
-    optimizer.zero_grad()
+def backward(forward, optimizer, step, rank=0, size=1, passes=1, which=None):
+    """Gradients of one step, in so many micro-batches; of those of the numbers `which`."""
+    which = range(passes) if which is None else which
+    if 0 in which:
+        optimizer.zero_grad()
     x, y = batch(step, rank, size)
-    for part, target in zip(x.chunk(passes), y.chunk(passes), strict=True):
+    for i in which:
+        part, target = x.chunk(passes)[i], y.chunk(passes)[i]
         (nn.functional.mse_loss(forward(part), target) / passes).backward()
 
 

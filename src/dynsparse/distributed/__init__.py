@@ -7,6 +7,7 @@ from dynsparse.distributed.checkpoint import Saving, load_checkpoint, save_check
 from dynsparse.distributed.cluster import Cluster, Link
 from dynsparse.distributed.plan import Plan, make_plan
 from dynsparse.distributed.probe import measure
+from dynsparse.distributed.replicate import replicate
 from dynsparse.distributed.split import gather, split
 from dynsparse.distributed.stages import stages
 
@@ -23,6 +24,7 @@ __all__ = [
     "load_checkpoint",
     "make_plan",
     "measure",
+    "replicate",
     "save_checkpoint",
     "split",
     "stages",

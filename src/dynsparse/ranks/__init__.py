@@ -14,9 +14,10 @@ from dynsparse.ranks.agree import (
     texts_of,
 )
 from dynsparse.ranks.counting import CountingRanks
+from dynsparse.ranks.exchanged import exchanged_bytes
 from dynsparse.ranks.follow import follow_over_ranks
 from dynsparse.ranks.grid import AXES, Part, RankGrid, check_axes
-from dynsparse.ranks.grow import GrowthWanted, exchanged_bytes, topk_over_ranks
+from dynsparse.ranks.grow import GrowthWanted, topk_over_ranks
 from dynsparse.ranks.ranks import ALONE, GroupRanks, Ranks, ranks_of
 from dynsparse.ranks.select import (
     chunk_of,

@@ -34,7 +34,7 @@ class Band:
 
     Attributes:
         wanted: `k`.
-        area: weights of a block.
+        area, total: weights of a block, positions of the layer.
         scores, flat: after `settle`: what a selection over ranks shall choose from; infinity where
             a position has won already.
     """
@@ -43,7 +43,7 @@ class Band:
         self, pattern: SparsePattern, exclude: Tensor, k: int, device: torch.device
     ) -> None:
         self._pattern, self._exclude, self.wanted = pattern, exclude, k
-        self.area = pattern.block_size**2
+        self.area, self.total = pattern.block_size**2, pattern.total
         self._low = torch.zeros(0, device=device)
         self._high = torch.zeros(0, device=device)
         self._least = -torch.inf
@@ -131,7 +131,9 @@ def settle(
     if not bands:
         return
     keys = [key for band in bands for key in band.bounds()]
-    ends, _, _ = kth_over_ranks(ranks, keys, [b.wanted for b in bands for _ in range(2)], 32)
+    most = max(band.total for band in bands)
+    wanted = [band.wanted for band in bands for _ in range(2)]
+    ends, _, _ = kth_over_ranks(ranks, keys, wanted, 32, most)
     asked = [b.narrow(*ends[2 * i : 2 * i + 2]) for i, b in enumerate(bands)]
     own = torch.tensor([len(flat) for flat in asked], device=ranks.device)
     table = torch.stack(ranks.gather(own, [len(bands)] * ranks.size)).tolist()

@@ -26,11 +26,12 @@ from dynsparse.ops.grow.topk import check_pairs, check_pooling
 from dynsparse.pattern import SparsePattern
 from dynsparse.ranks.agree import agreeing, held_back
 from dynsparse.ranks.band import Band, settle
+from dynsparse.ranks.exchanged import exchanged_bytes
 from dynsparse.ranks.grid import Part
 from dynsparse.ranks.ranks import Ranks
 from dynsparse.ranks.select import chunk_of, joined, select_over_ranks
 
-__all__ = ["GrowthWanted", "exchanged_bytes", "topk_over_ranks"]
+__all__ = ["GrowthWanted", "topk_over_ranks"]
 
 # Of one round of the exchange, all pieces that a rank sends together.
 CHUNK_BYTES = 8 << 20
@@ -109,8 +110,8 @@ def topk_over_ranks(
         job.rounded = wire is not None and not job.by_samples and job.dtype == torch.float32
     busy = [job for job in jobs if job.count]
     failed = held_back()
-    for job in busy:
-        with failed:
+    with failed:
+        for job in busy:
             job.begin(pooling)
     _by_samples(ranks, [job for job in busy if job.by_samples], pooling, failed)
     _by_pieces(ranks, [job for job in busy if not job.by_samples], pooling, failed)
@@ -119,30 +120,6 @@ def topk_over_ranks(
     rounded = [job for job in busy if job.rounded]
     settle(ranks, [job.band for job in rounded], [job.pairs for job in rounded], pooling)
     return _chosen(ranks, jobs)
-
-
-def exchanged_bytes(
-    ranks: int,
-    shape: tuple[int, int],
-    samples: int,
-    wide: torch.dtype,
-    wire: torch.dtype | None = None,
-) -> tuple[float, float]:
-    """What one rank sends for one layer, on average: by pieces, and by samples.
-
-    Args:
-        ranks: how many there are.
-        shape: (out, in).
-        samples: of all ranks together.
-        wide: the type in which samples travel.
-        wire: that of the pieces; None: float64 where samples are, otherwise float32.
-    """
-    out, in_ = shape
-    others = (ranks - 1) / ranks
-    if wire is None or wide == torch.float64:
-        wire = torch.float64 if wide == torch.float64 else torch.float32
-    pieces = others * out * in_ * wire.itemsize
-    return pieces, others * samples * (in_ + out / ranks) * wide.itemsize
 
 
 class _Job:
@@ -186,9 +163,8 @@ class _Job:
 
     def begin(self, pooling: str) -> None:
         """Room for the best of this rank's slab."""
-        library = None
-        if self.device.type == "cpu" and self.dtype == torch.float32:
-            library = native.load()
+        ranked = self.device.type == "cpu" and self.dtype == torch.float32
+        library = native.load() if ranked else None
         held = self.last - self.first
         # More than the slab holds are not needed, and not there.
         most = max(1, min(self.count, held * self.pattern.grid[1]))
@@ -233,8 +209,7 @@ class _Job:
         if self.rounded:
             return self.band.scores, self.band.flat
         self.best.compact()
-        count = self.best.count
-        return self.best.scores[:count], self.best.flat[:count]
+        return self.best.scores[: self.best.count], self.best.flat[: self.best.count]
 
 
 def _learn(ranks: Ranks, jobs: Sequence[_Job]) -> None:
@@ -402,14 +377,16 @@ def _chosen(ranks: Ranks, jobs: Sequence[_Job]) -> list[Tensor]:
     flats = [flat for _, flat in found]
     whole = any(job.part is not None for job in jobs)
     among = ranks.everyone if whole else ranks
+    totals = [_total(job) for job in jobs]
+    wanted, below = [job.wanted for job in jobs], max(totals, default=0)
     try:
-        masks = select_over_ranks(among, [s for s, _ in found], flats, [j.wanted for j in jobs])
+        masks = select_over_ranks(among, [s for s, _ in found], flats, wanted, below=below)
     except ValueError:  # on every rank: fewer candidates than there are free positions
         raise ValueError(
             "the gradients overflow, so positions cannot be ranked: lower the scale"
         ) from None
     winners = [flat[mask] for flat, mask in zip(flats, masks, strict=True)]
-    known = joined(among, winners, [_total(job) for job in jobs])
+    known = joined(among, winners, totals)
     return [
         flat if job.part is None else job.part.to_part(flat, job.pattern.block_size)
         for job, flat in zip(jobs, known, strict=True)

@@ -16,7 +16,7 @@ from dynsparse.ranks.ranks import Ranks
 
 __all__ = ["chunk_of", "joined", "kth_over_ranks", "of_first", "select_over_ranks", "sum_of_all"]
 
-_DIGIT = 11  # bits a round: 2,048 bins, which are 16 KiB a layer
+_DIGIT = 11  # bits a round: 2,048 bins, which are 8 KiB a layer
 
 
 def chunk_of(ranks: Ranks, count: int) -> tuple[int, int]:
@@ -32,6 +32,7 @@ def select_over_ranks(
     counts: Sequence[int],
     *,
     largest: bool = True,
+    below: int = 2**62,
 ) -> list[Tensor]:
     """For each problem, which of this rank's scores are among the `count` largest of all ranks.
 
@@ -43,6 +44,7 @@ def select_over_ranks(
         counts: for each problem how many are chosen, the same on all ranks; at most as many as all
             ranks have.
         largest: False chooses the smallest.
+        below: what no position reaches, the same on all ranks; small ones spare bytes and moves.
 
     Returns:
         bool [n] for each problem.
@@ -53,7 +55,7 @@ def select_over_ranks(
     widest = torch.tensor([max(bits for _, bits in keys)], device=ranks.device)
     bits = int(ranks.highest(widest))  # a rank without samples may not know
     aligned = [key << (bits - own) for key, own in keys]
-    last, left, equal = kth_over_ranks(ranks, aligned, counts, bits)
+    last, left, equal = kth_over_ranks(ranks, aligned, counts, bits, most=below)
     chosen = [key > end for key, end in zip(aligned, last, strict=True)]
     tied = [(key == end).nonzero().flatten() for key, end in zip(aligned, last, strict=True)]
     open_ = [i for i in range(len(keys)) if left[i] < equal[i]]
@@ -63,7 +65,8 @@ def select_over_ranks(
     if open_:
         # Smaller positions win: the same search once more.
         own = [-positions[i][tied[i]].to(aligned[i].device) for i in open_]
-        ends, _, _ = kth_over_ranks(ranks, own, [left[i] for i in open_], 64)
+        wanted = [left[i] for i in open_]
+        ends, _, _ = kth_over_ranks(ranks, own, wanted, below.bit_length() + 1, most=below)
         for i, key, end in zip(open_, own, ends, strict=True):
             chosen[i][tied[i][key >= end]] = True
     return chosen
@@ -84,7 +87,7 @@ def sorting_keys(scores: Tensor, largest: bool) -> tuple[Tensor, int]:
 
 
 def kth_over_ranks(
-    ranks: Ranks, keys: Sequence[Tensor], counts: Sequence[int], bits: int
+    ranks: Ranks, keys: Sequence[Tensor], counts: Sequence[int], bits: int, most: int = 2**62
 ) -> tuple[list[int], list[int], list[int]]:
     """For each problem the count-th largest key of all ranks, how many equal to it belong to the
     `count` largest, and how many equal to it there are.
@@ -93,6 +96,7 @@ def kth_over_ranks(
         keys: for each problem int64 [n], signed numbers of so many bits, on this rank.
         counts: for each problem; 0 gives a key larger than any.
         bits: of the keys, at most 64.
+        most: no problem has more keys on all ranks together.
 
     Raises:
         ValueError: more are asked for than there are.
@@ -106,8 +110,8 @@ def kth_over_ranks(
         turned = 1 << (step - 1) if done == 0 else 0
         digits = [((key >> shift) & (bins - 1)) ^ turned for key in live]
         counted = [torch.bincount(d, minlength=bins).to(ranks.device) for d in digits]
-        table = ranks.sum(torch.stack(counted))
-        above = table.flip(1).cumsum(1)  # above[b]: in the b + 1 highest bins
+        table = ranks.sum(torch.stack(counted).to(torch.int32 if most < 2**31 else torch.int64))
+        above = table.flip(1).cumsum(1, dtype=torch.int64)  # above[b]: in the b + 1 highest bins
         if not done:
             _check_enough(counts, above[:, -1].tolist())
         wanted = torch.tensor(left, device=above.device).clamp_(min=1)

@@ -106,7 +106,8 @@ def lowest_over_ranks(
     if ranks.alone:
         return [lowest(s, count) for s, count in zip(scores, counts, strict=True)]
     parts, slots = _own(ranks, scores)
-    chosen = select_over_ranks(ranks, parts, slots, counts, largest=False)
+    most = max(map(len, scores), default=0)
+    chosen = select_over_ranks(ranks, parts, slots, counts, largest=False, below=most)
     own = [slot[mask] for slot, mask in zip(slots, chosen, strict=True)]
     return joined(ranks, own, [len(whole) for whole in scores])
 

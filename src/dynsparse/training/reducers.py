@@ -53,6 +53,7 @@ def follow_sizes(values: Iterable[Tensor]) -> None:
         names = ddp._build_debug_param_to_name_mapping(parameters)
         ddp._ddp_init_helper(parameters, sparse, names, ddp.static_graph)
         if ddp.static_graph and ddp.logger is not None:
+            ddp._static_graph_delay_allreduce_enqueued = False
             ddp.reducer._set_static_graph()
             ddp.logger._set_static_graph()
         for hook, state in ddp._comm_hooks:

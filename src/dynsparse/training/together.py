@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping, Set
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from dynsparse.nn import SparseLinear
 from dynsparse.nn.sparse_module import whole
@@ -25,6 +25,7 @@ __all__ = [
     "agree_before",
     "agree_on_patterns",
     "begin_alike",
+    "begin_layers_alike",
     "check_same_gradients",
     "name_of",
     "reached_by",
@@ -63,6 +64,25 @@ def begin_alike(
         return
     agree_on(ranks, {"the layers": ", ".join(map(repr, layers))}, _OTHERS)
     agree_on(ranks, {f"the {what}": repr(one) for what, one in said.items()}, _SAME)
+    state = {name: optimizer.state.get(layer.values, {}) for name, layer in layers.items()}
+    used = {n for n, own in state.items() if any(isinstance(t, Tensor) for t in own.values())}
+    _take_over(ranks, layers, used)
+
+
+def begin_layers_alike(ranks: Ranks, model: nn.Module) -> None:
+    """`begin_alike` for the sparse layers of a model without a trainer.
+
+    Raises:
+        ValueError: other layers; the same line on all ranks.
+    """
+    layers = {n: m for n, m in model.named_modules() if isinstance(m, SparseLinear)}
+    if not ranks.alone:
+        agree_on(ranks, {"the layers": ", ".join(map(repr, layers))}, _OTHERS)
+        _take_over(ranks, layers, set())
+
+
+def _take_over(ranks: Ranks, layers: Mapping[str, SparseLinear], used: Set[str]) -> None:
+    """Patterns and values of the first rank, where they differ; not of layers in `used`."""
     agree_on(
         ranks,
         {f"layer {name!r}": str(layer.pattern) for name, layer in layers.items()},
@@ -76,9 +96,7 @@ def begin_alike(
     others = [list(kept)[i] for i in differing(ranks, state)]
     with agreeing(ranks):
         for name in others:
-            if any(
-                isinstance(t, Tensor) for t in optimizer.state.get(kept[name].values, {}).values()
-            ):
+            if name in used:
                 raise RuntimeError(
                     f"layer {name!r} differs among the ranks, and the optimizer has state for it: "
                     "load the same checkpoint on every rank"
@@ -157,12 +175,24 @@ def check_same_gradients(ranks: Ranks, layers: Mapping[str, SparseLinear]) -> No
         )
 
 
-def reached_by(ranks: Ranks, layers: Iterable[str], is_reached: Callable[[str], bool]) -> list[str]:
-    """The layers through which a backward pass came, on any rank."""
-    layers = list(layers)
+def reached_by(
+    ranks: Ranks, step: int, layers: Mapping[str, SparseLinear], is_reached: Callable[[str], bool]
+) -> dict[str, SparseLinear]:
+    """The layers through which a backward pass came, on any rank.
+
+    Raises:
+        RuntimeError: there are layers, and it is none of them.
+    """
     reached = torch.tensor([is_reached(name) for name in layers], dtype=torch.int32)
     somewhere = ranks.highest(reached.to(ranks.device)).tolist()
-    return [name for name, any_ in zip(layers, somewhere, strict=True) if any_]
+    found = {n: layers[n] for n, any_ in zip(layers, somewhere, strict=True) if any_}
+    if not found and layers:
+        raise RuntimeError(
+            f"step {step} ends in a pattern update, but no gradient reached any sparse layer since "
+            "the step before: call trainer.step() after loss.backward(), and make the trainer "
+            "after moving the model to its device"
+        )
+    return found
 
 
 def agree_on_patterns(ranks: Ranks, step: int, rewirings: Mapping[str, Rewiring]) -> None:

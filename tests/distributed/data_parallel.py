@@ -1,0 +1,262 @@
+"""What the ranks of the data parallel tests do: each function runs in a process of its own."""
+
+from __future__ import annotations
+
+import time
+
+import torch
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+from torch.nn.parallel import DistributedDataParallel
+from trainings import ALGORITHMS, apart, backward, layers_of, model_of, optimizer_of, weights
+
+import dynsparse as ds
+
+SCHEDULE = ds.training.ConstantSchedule(100, 3, 0.3)
+
+
+def train(name, forward_of, rank, size, steps, *, kind="sgd", passes=1, ranks="auto", **model):
+    """The weights after each step; `forward_of(model)` is what the loss goes through."""
+    net = model_of(**model)
+    optimizer = optimizer_of(net, kind)
+    forward = forward_of(net)
+    trainer = ALGORITHMS[name](net, optimizer, ranks=ranks)
+    seen = []
+    for step in range(1, steps + 1):
+        backward(forward, optimizer, step, rank, size, passes)
+        trainer.step()
+        seen.append(weights(net))
+    return seen
+
+
+def alone(name, steps, **options):
+    """The same training in one process that has all samples."""
+    return train(name, lambda model: model, 0, 1, steps, ranks=None, **options)
+
+
+def compared(rank, size, names, steps):
+    """For each algorithm how many updates were as in one process, and how far weights are apart."""
+    found = {}
+    for name in names:
+        seen = train(name, DistributedDataParallel, rank, size, steps)
+        against = [apart(a, b) for a, b in zip(alone(name, steps), seen, strict=True)]
+        same = sum(one for one, _ in against)
+        bits = {n: w for n, (_, w) in seen[-1].items()}
+        found[name] = (same, max(d for _, d in against), bits)
+    return found
+
+
+def accumulated(rank, size, names):
+    """Three micro-batches a step, the first two of them under no_sync."""
+    found = {}
+    for name in names:
+        reference = alone(name, 6, passes=3)
+        net = model_of()
+        optimizer = optimizer_of(net)
+        ddp = DistributedDataParallel(net)
+        trainer = ALGORITHMS[name](ddp, optimizer)
+        assert list(trainer.layers) == ["0", "2"], "named as in the model"
+        seen = []
+        for step in range(1, len(reference) + 1):
+            with ddp.no_sync():
+                backward(ddp, optimizer, step, rank, size, 3, range(2))
+            backward(ddp, optimizer, step, rank, size, 3, range(2, 3))
+            trainer.step()
+            seen.append(weights(net))
+        found[name] = [apart(a, b) for a, b in zip(reference, seen, strict=True)]
+    return found
+
+
+def wrapped_otherwise(rank, size, name):
+    """Options and hooks of the wrapper; the trainer made before it."""
+    wrappers = {
+        "views": lambda m: DistributedDataParallel(m, gradient_as_bucket_view=True),
+        "static": lambda m: DistributedDataParallel(m, static_graph=True),
+        "unused": lambda m: DistributedDataParallel(m, find_unused_parameters=True),
+        "hook": _hooked,
+        "replicate": ds.distributed.replicate,
+    }
+    found = {}
+    reference = alone(name, 6, kind="adam")
+    for kind, wrap in wrappers.items():
+        net = model_of()
+        optimizer = optimizer_of(net, "adam")
+        trainer = ALGORITHMS[name](net, optimizer)
+        ddp = wrap(net)
+        seen = []
+        for step in range(1, len(reference) + 1):
+            backward(ddp, optimizer, step, rank, size)
+            trainer.step()
+            seen.append(weights(net))
+        found[kind] = [apart(a, b) for a, b in zip(reference, seen, strict=True)]
+    return found
+
+
+def _hooked(model):
+    ddp = DistributedDataParallel(model)
+    ddp.register_comm_hook(None, _counted)
+    return ddp
+
+
+def _counted(state, bucket):
+    _counted.calls += 1
+    return default_hooks.allreduce_hook(torch.distributed.group.WORLD, bucket)
+
+
+_counted.calls = 0
+
+
+def hooks_stay(rank, size):
+    """Calls of a communication hook before and after updates that change sizes."""
+    net = model_of()
+    optimizer = optimizer_of(net)
+    ddp = _hooked(net)
+    trainer = ALGORITHMS["gmp"](net, optimizer)
+    calls = []
+    for step in range(1, 9):
+        before = _counted.calls
+        backward(ddp, optimizer, step, rank, size)
+        trainer.step()
+        calls.append(_counted.calls - before)
+    return calls, [layer.pattern.nnz for layer in layers_of(net).values()]
+
+
+def compiled(rank, size, inside):
+    reference = alone("rigl", 5)
+    net = model_of()
+    optimizer = optimizer_of(net)
+    if inside:
+        forward = DistributedDataParallel(torch.compile(net))
+    else:
+        forward = torch.compile(DistributedDataParallel(net))
+    trainer = ALGORITHMS["rigl"](net, optimizer)
+    seen = []
+    for step in range(1, len(reference) + 1):
+        backward(forward, optimizer, step, rank, size)
+        trainer.step()
+        seen.append(weights(net))
+    return [apart(a, b) for a, b in zip(reference, seen, strict=True)]
+
+
+def layers_begin_apart(rank, size):
+    """Ranks seeded apart: the wrapper and the trainer put all right from the first."""
+    found = []
+    for first in ("wrapper", "trainer"):
+        net = model_of(seed=rank)
+        optimizer = optimizer_of(net)
+        if first == "wrapper":
+            ddp = DistributedDataParallel(net)
+            trainer = ds.SET(net, optimizer, schedule=SCHEDULE)
+        else:
+            trainer = ds.SET(net, optimizer, schedule=SCHEDULE)
+            ddp = DistributedDataParallel(net)
+        for step in range(1, 5):
+            backward(ddp, optimizer, step, rank, size)
+            trainer.step()
+        found.append(weights(net))
+    return found
+
+
+def failing(rank, size, kind):
+    """The last rank goes wrong before the update of step 3."""
+    net = model_of()
+    optimizer = optimizer_of(net)
+    ddp = DistributedDataParallel(net)
+    trainer = ds.RigL(net, optimizer, schedule=SCHEDULE)
+    last = rank == size - 1
+    for step in range(1, 5):
+        backward(ddp, optimizer, step, rank, size)
+        if step == 3 and last:
+            _go_wrong(kind, net, trainer)
+        trainer.step()
+
+
+def _go_wrong(kind, net, trainer):
+    if kind == "nan":
+        trainer._captures["2"][0][1][0, 0] = torch.nan
+    elif kind == "budget":
+        trainer.budget = ds.training.GlobalBudget()
+    elif kind == "weights":
+        net[0].values.data.fill_(torch.nan)
+    elif kind == "pattern":
+        flat = net[2].pattern.flat.clone()
+        flat[0] = next(i for i in range(net[2].pattern.total) if i not in flat.tolist())
+        shape = net[2].pattern.shape
+        net[2].set_pattern(ds.SparsePattern.from_flat(flat.sort().values, shape=shape))
+    elif kind == "steps":
+        trainer.steps = 5  # as after loading the state of another step
+
+
+def trained_alone(rank, size):
+    """Two trainings side by side, which do not know of each other."""
+    net = model_of(seed=rank)
+    optimizer = optimizer_of(net)
+    trainer = ds.RigL(net, optimizer, schedule=SCHEDULE, ranks=None)
+    for step in range(1, 8 + 3 * rank):
+        backward(net, optimizer, step, rank, size)
+        trainer.step()
+    return trainer.updates
+
+
+def not_one_model(rank, size):
+    """Ranks that a trainer takes for replicas, and nobody adds up their gradients."""
+    net = model_of()
+    optimizer = optimizer_of(net)
+    trainer = ds.RigL(net, optimizer, schedule=SCHEDULE)
+    for step in range(1, 5):
+        backward(net, optimizer, step, rank, size)
+        trainer.step()
+
+
+def told(rank, size, work, *arguments):
+    """What `work` raises here, and after how many seconds."""
+    begin = time.monotonic()
+    try:
+        work(rank, size, *arguments)
+        line = ""
+    except Exception as error:
+        line = f"{type(error).__name__}: {error}"
+    return line, time.monotonic() - begin
+
+
+def faults(rank, size):
+    """Every fault in turn, each with its own trainer; they leave the group usable."""
+    found = {"alone": (str(trained_alone(rank, size)), 0.0)}
+    for kind in ("nan", "budget", "weights", "pattern", "steps"):
+        found[kind] = told(rank, size, failing, kind)
+    found["gradients"] = told(rank, size, not_one_model)
+    return found
+
+
+def kinds(rank, size):
+    found = {f"no_sync, {n}": f for n, f in accumulated(rank, size, ("rigl", "gmp")).items()}
+    for name in ("rigl", "granet"):
+        for kind, steps in wrapped_otherwise(rank, size, name).items():
+            found[f"{kind}, {name}"] = steps
+    return found
+
+
+def traffic(rank, size):
+    """By wire and samples a rank: what `_sent` says."""
+    kinds = [("float32", None, 512), ("bfloat16", torch.bfloat16, 512), ("samples", None, 32)]
+    return {name: _sent(rank, wire, samples) for name, wire, samples in kinds}
+
+
+def _sent(rank, wire, samples):
+    """Bytes that this rank's trainer sends in each of four steps, the last one with an update of
+    1024 x 1024 at density 0.1."""
+    g = torch.Generator().manual_seed(rank)
+    net = ds.nn.SparseLinear(1024, 1024, 0.1, generator=torch.Generator(), bias=False)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    ddp = DistributedDataParallel(net)
+    growth = ds.training.GradientGrowth(wire=wire)
+    schedule = ds.training.ConstantSchedule(100, 4, 0.3)
+    trainer = ds.training.SparseTrainer(net, optimizer, schedule=schedule, growth=growth)
+    moved = []
+    for _ in range(4):
+        optimizer.zero_grad()
+        before = trainer.ranks.sent
+        ddp(torch.randn(samples, 1024, generator=g)).square().mean().backward()
+        trainer.step()
+        moved.append(trainer.ranks.sent - before)
+    assert trainer.updates == 1
+    return moved
