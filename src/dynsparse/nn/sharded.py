@@ -15,6 +15,7 @@ __all__ = [
     "is_sharded",
     "local_part",
     "local_range",
+    "own_rows",
     "rows_dimension",
     "shard_dimension",
     "sharded_like",
@@ -84,6 +85,15 @@ def local_range(tensor: Tensor) -> tuple[int, int]:
     share = -(-len(tensor) // mesh.size(dimension))
     first = min(mesh.get_local_rank(dimension) * share, len(tensor))
     return first, min(first + share, len(tensor))
+
+
+def own_rows(tensor: Tensor) -> tuple[int, int]:
+    """The rows of a DTensor that this rank speaks for: those it holds, unless another rank holds
+    them, too, and comes first."""
+    mesh, dimension = tensor.device_mesh, shard_dimension(tensor)  # type: ignore[attr-defined]
+    first, last = local_range(tensor)
+    leads = all(mesh.get_local_rank(i) == 0 for i in range(mesh.ndim) if i != dimension)
+    return first, last if leads else first
 
 
 def sharded_like(own: Tensor, dtype: torch.dtype, rows: Callable[[int, int], Tensor]) -> Tensor:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from dynsparse.nn import SparseLinear
-from dynsparse.nn.sharded import is_sharded, local_part, shard_dimension
+from dynsparse.nn.sharded import gathered, is_sharded, local_part, shard_dimension
 from dynsparse.pattern import Rewiring
 from dynsparse.ranks import follow_over_ranks, ranks_of
 from dynsparse.training.doubts import settle
@@ -62,6 +62,11 @@ class Change:
         values = layer.values
         if is_sharded(values):
             _check_shards(values, rewiring)
+        elif not any(values is p for group in optimizer.param_groups for p in group["params"]):
+            raise RuntimeError(
+                "its values are not those that the optimizer holds: where fully_shard leaves them "
+                "gathered after backward, call reshard() before trainer.step()"
+            )
         start = check_fill(fill, rewiring, values)
         moving_state(optimizer, values, rewiring.before.nnz)
         return cls(layer, rewiring, start)
@@ -150,7 +155,7 @@ def check_fill(fill: object, rewiring: Rewiring, values: Tensor) -> float | Tens
         ValueError: a tensor of another shape, NaN or infinity.
     """
     if isinstance(fill, Tensor):
-        fill = fill.detach()
+        fill = gathered(fill.detach())
         if fill.is_complex() or fill.dtype == torch.bool:
             raise TypeError(f"grown weights must start with real numbers, got {fill.dtype}")
         shape = [len(rewiring.grown), *values.shape[1:]]

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from dynsparse.checks import check_not_negative, check_tensor
+from dynsparse.nn.sharded import gathered, is_sharded, local_part, own_rows
 from dynsparse.ops.grow import select
 from dynsparse.ranks import ALONE, Ranks, chunk_of, joined, select_over_ranks
 from dynsparse.typed import typed
@@ -97,13 +98,14 @@ def lowest_over_ranks(
 
     Args:
         ranks: that drop together; every one of them calls this.
-        scores: one tensor [nnz] per layer, on every rank.
+        scores: one tensor [nnz] per layer, on every rank or sharded.
         counts: how many leave each layer.
 
     Raises:
         ValueError: as `lowest`.
     """
     if ranks.alone:
+        scores = [gathered(s) for s in scores]
         return [lowest(s, count) for s, count in zip(scores, counts, strict=True)]
     parts, slots = _own(ranks, scores)
     most = max(map(len, scores), default=0)
@@ -142,8 +144,11 @@ def lowest_of_all(
 
 def _own(ranks: Ranks, scores: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
     """Of each layer the scores that this rank ranks, and their slots."""
-    ends = [chunk_of(ranks, len(whole)) for whole in scores]
-    parts = [whole.detach()[a:b] for whole, (a, b) in zip(scores, ends, strict=True)]
+    ends = [own_rows(s) if is_sharded(s) else chunk_of(ranks, len(s)) for s in scores]
+    parts = [
+        local_part(s.detach())[: b - a] if is_sharded(s) else s.detach()[a:b]
+        for s, (a, b) in zip(scores, ends, strict=True)
+    ]
     slots = [torch.arange(*end, device=part.device) for part, end in zip(parts, ends, strict=True)]
     return parts, slots
 

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from dynsparse.nn import SparseLinear
+from dynsparse.nn.sharded import gathered
 from dynsparse.ops.grow import select
 from dynsparse.pattern import Rewiring, SparsePattern
 from dynsparse.pattern.on_device import without
@@ -85,7 +86,8 @@ def plan_changes(
 
     def checked_scores(name: str) -> Tensor:
         with naming(name):
-            return check_scores(scores(name, layers[name]), layers[name].pattern.nnz)
+            # Whole, as budgets look at all of them.
+            return gathered(check_scores(scores(name, layers[name]), layers[name].pattern.nnz))
 
     survey = Survey(
         step=step,

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from dynsparse.nn import SparseLinear
-from dynsparse.nn.sparse_module import whole
+from dynsparse.nn.sharded import is_sharded
 from dynsparse.pattern import Rewiring, SparsePattern
 from dynsparse.ranks import (
     Ranks,
@@ -60,6 +60,7 @@ def begin_alike(
         ValueError: layers or options differ; the same line on all ranks.
         RuntimeError: patterns differ, and the optimizer has state already.
     """
+    check_shards(ranks, layers)
     if ranks.alone:
         return
     agree_on(ranks, {"the layers": ", ".join(map(repr, layers))}, _OTHERS)
@@ -88,7 +89,17 @@ def _take_over(ranks: Ranks, layers: Mapping[str, SparseLinear], used: Set[str])
         {f"layer {name!r}": str(layer.pattern) for name, layer in layers.items()},
         "give layers the same shape, block size and number of blocks on every rank",
     )
-    kept = {name: layer for name, layer in layers.items() if not _sharded(layer.values)}
+    kept = {name: layer for name, layer in layers.items() if not is_sharded(layer.values)}
+    agree_on(
+        ranks,
+        {
+            f"the pattern of layer {name!r}": digest(layer.pattern.rows, layer.pattern.cols)
+            for name, layer in layers.items()
+            if name not in kept
+        },
+        "make the model with the same seed on every rank before it is sharded",
+        shown=False,
+    )
     state = [
         digest(layer.pattern.rows, layer.pattern.cols, layer.values.view(-1))
         for layer in kept.values()
@@ -115,12 +126,18 @@ def take_from_first(ranks: Ranks, layer: SparseLinear) -> None:
     layer.set_pattern(pattern, values)
 
 
-def _sharded(values: Tensor) -> bool:
-    try:
-        whole(values)
-    except RuntimeError:
-        return True
-    return False
+def check_shards(ranks: Ranks, layers: Mapping[str, SparseLinear]) -> None:
+    """Raise ValueError where values are shared out among ranks that are not all asked."""
+    for name, layer in layers.items():
+        if not is_sharded(layer.values):
+            continue
+        shards = layer.values.device_mesh.size()  # type: ignore[attr-defined]
+        if shards > ranks.size:
+            raise ValueError(
+                f"the values of layer {name!r} are sharded over {shards} ranks, which must decide "
+                f"together, got {ranks.size}: pass ranks that hold the whole model, or leave ranks "
+                "out"
+            )
 
 
 def agree_before(ranks: Ranks, step: int, said: Mapping[str, Any]) -> None:
@@ -156,7 +173,7 @@ def check_same_gradients(ranks: Ranks, layers: Mapping[str, SparseLinear]) -> No
     """Raise RuntimeError, the same on all ranks, where each has a gradient of its own."""
     if ranks.alone:
         return
-    kept = {name: layer for name, layer in layers.items() if not _sharded(layer.values)}
+    kept = {name: layer for name, layer in layers.items() if not is_sharded(layer.values)}
     norms = torch.zeros(len(kept), dtype=torch.float64)
     for i, layer in enumerate(kept.values()):
         if layer.values.grad is not None:

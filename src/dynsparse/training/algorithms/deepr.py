@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from dynsparse.checks import check_not_negative
 from dynsparse.nn import SparseLinear
+from dynsparse.nn.sharded import gathered, is_sharded, local_part, local_range, sharded_like
 from dynsparse.pattern import Rewiring, SparsePattern
 from dynsparse.training.budgets import Budget, Counts, Survey
 from dynsparse.training.change import Change
@@ -84,7 +85,7 @@ class DeepR(SparseTrainer):
         self.signs = {name: self._first_signs(name) for name in self.layers}
 
     def _first_signs(self, name: str) -> Tensor:
-        signs = self.layers[name].values.detach().sign().to(torch.int8)
+        signs = gathered(self.layers[name].values.detach()).sign().to(torch.int8)
         return torch.where(signs == 0, self._draw_signs(name, signs.shape).to(signs.device), signs)
 
     def _draw_signs(self, name: str, shape: torch.Size) -> Tensor:
@@ -98,13 +99,14 @@ class DeepR(SparseTrainer):
         # Before the first layer changes: a group may have no learning rate.
         rates = {n: learning_rate_of(self.optimizer, layer.values) for n, layer in layers.items()}
         for name, layer in layers.items():
-            values, rate = layer.values, rates[name]
+            values, rate = local_part(layer.values.detach()), rates[name]
+            own = slice(*local_range(layer.values)) if is_sharded(layer.values) else slice(None)
             if self.l1:
-                values.sub_(self.signs[name].to(values), alpha=rate * self.l1)
+                values.sub_(self.signs[name][own].to(values), alpha=rate * self.l1)
             if self.temperature:
                 generator = self.growth.generator_for(name, self.steps, "noise")
-                noise = torch.randn(values.shape, generator=generator, dtype=values.dtype)
-                values.add_(noise.to(values), alpha=math.sqrt(2 * rate * self.temperature))
+                noise = torch.randn(layer.values.shape, generator=generator, dtype=values.dtype)
+                values.add_(noise[own].to(values), alpha=math.sqrt(2 * rate * self.temperature))
 
     @torch.no_grad()
     def _undo_own(self, planning: bool) -> Callable[[], None]:
@@ -122,7 +124,11 @@ class DeepR(SparseTrainer):
         return undo
 
     def _scores(self, name: str, layer: SparseLinear) -> Tensor:
-        aligned = layer.values.detach() * self.signs[name]
+        values = layer.values.detach()
+        signs = whole = self.signs[name]
+        if is_sharded(values):
+            signs = sharded_like(values, whole.dtype, lambda first, last: whole[first:last])
+        aligned = values * signs
         return aligned if aligned.dim() == 1 else aligned.sum((1, 2))
 
     def _plan_own(self, changes: dict[str, Change]) -> dict[str, Tensor]:

@@ -12,6 +12,7 @@ from dynsparse.checks import check_fraction, check_not_negative
 from dynsparse.interrupts import uninterrupted
 from dynsparse.nn import SparseEmbedding
 from dynsparse.nn.active import ActiveSet
+from dynsparse.nn.sharded import device_of, gathered, is_sharded, local_part, local_range
 from dynsparse.pattern import Rewiring, SparsePattern
 from dynsparse.ranks import agreeing
 from dynsparse.training.algorithms.choices import cosine_schedule
@@ -125,7 +126,8 @@ class TopKAST(SparseTrainer):
         patterns, scores = {}, []
         with agreeing(self.ranks):
             for name, layer in self._trained().items():
-                pattern, values = layer.pattern, layer.values.detach()
+                # Those that are sharded do not move before all is planned.
+                pattern, values = layer.pattern, gathered(layer.values.detach())
                 if name in changes:
                     rewiring = changes[name].rewiring
                     pattern, values = rewiring.after, rewiring.apply(values, changes[name].fill)
@@ -135,7 +137,7 @@ class TopKAST(SparseTrainer):
         counts = [self.budget.forward_count(pattern.nnz) for pattern in patterns.values()]
         largest = lowest_over_ranks(self.ranks, scores, counts)
         return {
-            name: ActiveSet(pattern, slots, self.layers[name].values.device)
+            name: ActiveSet(pattern, slots, device_of(self.layers[name].values))
             for (name, pattern), slots in zip(patterns.items(), largest, strict=True)
         }
 
@@ -160,10 +162,13 @@ class TopKAST(SparseTrainer):
             if layer.values.grad is None or layer.active is None:
                 continue
             strength = self.exploration / layer.active.pattern.density
-            pull = torch.full_like(magnitude(layer.values), strength)
+            values, grad = local_part(layer.values.detach()), local_part(layer.values.grad)
+            pull = torch.full((layer.pattern.nnz,), strength, dtype=values.dtype)
+            pull = pull.to(layer.active.slots.device)
             pull[layer.active.slots] = self.exploration
-            pull = pull.view(-1, *[1] * (layer.values.dim() - 1))
-            layer.values.grad.addcmul_(pull, layer.values)
+            if is_sharded(layer.values):
+                pull = pull[slice(*local_range(layer.values))].to(values.device)
+            grad.addcmul_(pull.view(-1, *[1] * (values.dim() - 1)), values)
 
     @torch.no_grad()
     def shrink(self) -> dict[str, Rewiring]:
@@ -211,7 +216,7 @@ class TopKAST(SparseTrainer):
         for name, flat in state.items():
             layer = self.layers[name]
             slots = _slots(name, flat, layer.pattern)
-            layer.active = ActiveSet(layer.pattern, slots, layer.values.device)
+            layer.active = ActiveSet(layer.pattern, slots, device_of(layer.values))
 
 
 def _slots(name: str, flat: Any, pattern: SparsePattern) -> Tensor:

@@ -1,0 +1,186 @@
+"""Trainings whose values `fully_shard` shares out, against one process."""
+
+from __future__ import annotations
+
+import time
+from itertools import pairwise
+
+import pytest
+import torch
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+from torch.nn.functional import mse_loss
+from trainings import ALGORITHMS, apart, backward, layers_of, model_of, optimizer_of, weights
+
+import dynsparse as ds
+
+FIXED = [
+    "rigl", "rigl-global", "rigl-regrow", "rigl-step", "rigl-own-start", "set", "set-generator",
+    "snfs-fixed", "mest", "deepr", "topkast",
+]  # fmt: skip
+"""What keeps the number of blocks of every layer."""
+
+OPTIMIZERS = {
+    "sgd": lambda ps: torch.optim.SGD(ps, lr=0.05, momentum=0.9),
+    "adam": lambda ps: torch.optim.Adam(ps, lr=0.01),
+    "adagrad": lambda ps: torch.optim.Adagrad(ps, lr=0.01, initial_accumulator_value=0.1),
+}
+
+
+def shard(model, mesh=None, size=None, **options):
+    mesh = init_device_mesh("cpu", (size,)) if mesh is None else mesh
+    for layer in layers_of(model).values():
+        fully_shard(layer, mesh=mesh, **options)
+    return fully_shard(model, mesh=mesh, **options)
+
+
+def train(name, model, optimizer, steps, rank, size, ranks="auto", passes=1):
+    """Weights and optimizer state after each step."""
+    optimizer = OPTIMIZERS[optimizer](model.parameters())
+    trainer = ALGORITHMS[name](model, optimizer, ranks=ranks)
+    seen = []
+    for step in range(1, steps + 1):
+        backward(model, optimizer, step, rank, size, passes)
+        trainer.step()
+        state = {
+            (n, key): whole(t).clone()
+            for n, layer in layers_of(model).items()
+            for key, t in optimizer.state.get(layer.values, {}).items()
+            if t.dim()
+        }
+        grads = {n: whole(layer.values.grad).clone() for n, layer in layers_of(model).items()}
+        seen.append((weights(model), state | grads))
+    return seen
+
+
+def whole(tensor):
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def compared(rank, size, names, steps, optimizer="sgd", block_size=1, **options):
+    """For each: steps after which patterns were those of one process, how far weights, optimizer
+    state and gradients are apart, and seconds."""
+    found = {}
+    for name in names:
+        began = time.monotonic()
+        shape = {"block_size": block_size, "density": 0.2 if block_size == 1 else 0.5}
+        model = shard(model_of(**shape), size=size, **options)
+        seen = train(name, model, optimizer, steps, rank, size)
+        took = time.monotonic() - began
+        assert all(isinstance(layer.values, DTensor) for layer in layers_of(model).values())
+        reference = train(name, model_of(**shape), optimizer, steps, 0, 1, ranks=None)
+        against = [apart(a, b) for (a, _), (b, _) in zip(reference, seen, strict=True)]
+        state = max(
+            (
+                float((one[key] - other[key]).abs().max())
+                for (_, one), (_, other) in zip(reference, seen, strict=True)
+                for key in one
+            ),
+            default=0.0,
+        )
+        changed = any(not apart(a, b)[0] for (a, _), (b, _) in pairwise(reference))
+        found[name] = (
+            sum(same for same, _ in against), max(d for _, d in against), state, changed, took,
+        )  # fmt: skip
+    return found
+
+
+def replicated_shards(rank, size, names, steps):
+    """Two replicas of a model that is sharded over the others."""
+    found = {}
+    for name in names:
+        mesh = init_device_mesh("cpu", (2, size // 2), mesh_dim_names=("replicate", "shard"))
+        seen = train(name, shard(model_of(), mesh), "adam", steps, rank, size)
+        reference = train(name, model_of(), "adam", steps, 0, 1, ranks=None)
+        found[name] = [apart(a, b) for (a, _), (b, _) in zip(reference, seen, strict=True)]
+    return found
+
+
+def micro_batches(rank, size):
+    """Gradients that are reduced with the last of three micro-batches, or with each."""
+    found = []
+    reference = train("rigl", model_of(), "sgd", 5, 0, 1, ranks=None, passes=3)
+    for each in (True, False):
+        model = shard(model_of(), size=size)
+        optimizer = OPTIMIZERS["sgd"](model.parameters())
+        trainer = ALGORITHMS["rigl"](model, optimizer)
+        for step in range(1, 6):
+            optimizer.zero_grad()
+            from trainings import batch
+
+            parts = zip(*(t.chunk(3) for t in batch(step, rank, size)), strict=True)
+            for i, (x, y) in enumerate(parts):
+                model.set_requires_gradient_sync(each or i == 2)
+                (mse_loss(model(x), y) / 3).backward()
+            trainer.step()
+            found.append(apart(reference[step - 1][0], weights(model)))
+    return found
+
+
+def lower_precision(rank, size):
+    """The patterns of a training with bfloat16 in the passes, and float32 elsewhere."""
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    model = shard(model_of(dtype=torch.float32), size=size, mp_policy=policy)
+    optimizer = optimizer_of(model)
+    trainer = ALGORITHMS["rigl"](model, optimizer)
+    from trainings import batch
+
+    for step in range(1, 21):
+        optimizer.zero_grad()
+        x, y = batch(step, rank, size, dtype=torch.float32)
+        mse_loss(model(x).float(), y).backward()
+        assert trainer.step() is not None
+    return {name: flat for name, (flat, _) in weights(model).items()}
+
+
+def first_error(model, optimizer, trainer, rank, size):
+    """The line in which an update ends that leaves everything as it was."""
+    for step in range(1, 12):
+        backward(model, optimizer, step, rank, size)
+        trainer.before_optimizer_step()
+        optimizer.step()
+        before = weights(model)
+        try:
+            trainer.after_optimizer_step()
+        except RuntimeError as error:
+            assert apart(before, weights(model)) == (True, 0.0)
+            return str(error)
+    return "none"
+
+
+def refused(rank, size):
+    """What sharded values cannot follow leaves everything as it was; one line, the same on all."""
+    said = []
+    gradual = {"total_steps": 12, "final_density": 0.05, "update_interval": 2}
+    makers = [ALGORITHMS[name] for name in ("snfs", "mest-soft")]
+    makers += [lambda m, o: ds.GMP(m, o, **gradual), lambda m, o: ds.GraNet(m, o, **gradual)]
+    for make in makers:
+        model = shard(model_of(), size=size)
+        optimizer = optimizer_of(model)
+        trainer = make(model, optimizer)
+        said.append(first_error(model, optimizer, trainer, rank, size))
+        assert "their number must stay" in said[-1], (type(trainer), said)
+    model = shard(model_of(), size=size)
+    with pytest.raises(ValueError, match="are sharded over 2 ranks, which must decide together"):
+        ds.SET(model, optimizer_of(model), total_steps=9, update_interval=1, ranks=None)
+    model = shard(model_of(seed=rank), size=size)
+    with pytest.raises(ValueError, match="ranks disagree on the pattern of layer '0'") as found:
+        ds.SET(model, optimizer_of(model), total_steps=9, update_interval=1)
+    said.append(str(found.value))
+    model = shard(model_of(), size=size)
+    optimizer = optimizer_of(model)
+    trainer = ds.SET(model, optimizer, total_steps=9, update_interval=1)
+    model.set_reshard_after_backward(False)
+    backward(model, optimizer, 1, rank, size)
+    with pytest.raises(RuntimeError, match=r"call reshard\(\)"):
+        trainer.step()
+    for module in model.modules():
+        if hasattr(module, "reshard"):
+            module.reshard()
+    assert trainer.step() is not None
+    return said
+
+
+def compared_with(rank, size, names, steps, optimizer, block_size, options):
+    return compared(rank, size, names, steps, optimizer, block_size, **options)
