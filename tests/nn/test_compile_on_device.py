@@ -103,3 +103,22 @@ def test_a_trainer_changes_no_graph(place, name):
     assert counter.frame_count == 1
     if place == "elsewhere":
         assert memory == [p.data_ptr() for p in model.parameters()]
+
+
+def test_steps_whose_gradient_growth_looks_at_may_run_eagerly(place):
+    """As CUDA graphs need it, whose replays leave no x and dY behind."""
+    model = MODELS["elements"]()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    trainer = ds.RigL(model, optimizer, total_steps=20, update_interval=2, drop_fraction=0.3)
+    counter = CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(model, backend=counter, fullgraph=True)
+    for _ in range(8):
+        optimizer.zero_grad()
+        last = trainer.schedule.is_due(trainer.steps + 1)
+        with torch.compiler.set_stance("force_eager" if last else "default"):
+            loss = compiled(torch.randn(16, 32)).square().mean()
+        assert last == bool(trainer._captures)
+        loss.backward()
+        trainer.step()
+    assert trainer.updates == 4
+    assert counter.frame_count == 1

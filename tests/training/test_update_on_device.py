@@ -5,9 +5,11 @@ import copy
 import pytest
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 import dynsparse as ds
 from dynsparse.nn import SparseLinear
+from dynsparse.training import plan
 from dynsparse.training.algorithms import BY_NAME
 from dynsparse.training.initial import GradientStep
 
@@ -165,3 +167,36 @@ def test_copies_of_trainers_go_on(off_cpu):
         for layer in one.layers.values():
             layer(torch.randn(12, layer.in_features)).square().mean().backward()
         assert one.step() is not None
+
+
+@pytest.mark.filterwarnings("ignore:Accessing the data pointer of FakeTensor")
+@pytest.mark.parametrize("regrow", [False, True])
+@pytest.mark.parametrize("b", [1, 4])
+def test_a_whole_update_waits_for_nothing(monkeypatch, without_cuda, b, regrow):
+    """Tensors without memory refuse whoever asks for a number of theirs, as a host wait does."""
+    # What this torch cannot do for devices it does not know, though no memory is touched.
+    monkeypatch.setattr(torch.Tensor, "copy_", lambda own, new: torch._foreach_copy_([own], [new]))
+    monkeypatch.setattr(SparseLinear, "reset_parameters", lambda *_: None)
+    asked = []
+    monkeypatch.setattr(plan, "ask", lambda *args: asked.append(args))
+    like = ds.SparsePattern.random((64, 128), 0.2, block_size=b)
+    with FakeTensorMode():
+        held = torch.empty(like.nnz, dtype=torch.int64, device="cuda")
+        first = ds.SparsePattern._on_device(held, like)
+        layer = SparseLinear(128, 64, pattern=first, device="cuda")
+        optimizer = torch.optim.Adam(layer.parameters(), capturable=True)
+        trainer = ds.RigL(layer, optimizer, total_steps=9, update_interval=1, regrow_dropped=regrow)
+        for _ in range(2):
+            for parameter in layer.parameters():
+                parameter.grad = torch.empty_like(parameter)
+            x, dy = torch.empty(8, 128, device="cuda"), torch.empty(8, 64, device="cuda")
+            for pairs in trainer._captures.values():
+                pairs.append((x, dy))
+            before = layer.pattern
+            (rewiring,) = trainer.step().values()
+            assert rewiring.before is before
+            assert layer.pattern is rewiring.after
+            assert not {"rows", "cols"} & set(vars(layer.pattern))
+            assert asked.pop()[1].device == held.device
+        with pytest.raises(RuntimeError):
+            int(layer.index.row_ptr[0])  # what this test would notice

@@ -32,7 +32,7 @@ _open: WeakKeyDictionary[SparseLinear, list[_Doubt]] = WeakKeyDictionary()
 def not_finite(tensors: Iterable[Tensor]) -> Tensor:
     """Whether any of them holds NaN or infinity: bool, on their device."""
     largest = [torch.linalg.vector_norm(t.detach(), torch.inf) for t in tensors if t.numel()]
-    return ~torch.stack([norm.isfinite() for norm in largest]).all()
+    return torch.stack([norm.isfinite() for norm in largest]).all().logical_not()
 
 
 def ask(layer: SparseLinear, wrong: Tensor, line: str) -> None:
