@@ -181,15 +181,14 @@ void backward_part(const FewPass& pass, const float* x, const float* dy, float* 
   const i64 batch = pass.batch;
   for (i64 row = begin; row < end; row++)
     for (i64 p = pass.row_ptr[row]; p < pass.row_ptr[row + 1]; p++)
-      for (int h = 0; h < C::ACROSS; h++) {
-        const i64 piece = (static_cast<i64>(pass.cols[p]) * C::ACROSS + h) * batch;
-        for (int j = 0; j < C::DOWN; j += DOWN) {
+      for (int j = 0; j < C::DOWN; j += DOWN)
+        for (int h = 0; h < C::ACROSS; h++) {
+          const i64 piece = (static_cast<i64>(pass.cols[p]) * C::ACROSS + h) * batch;
           const i64 at = p * BLOCK * BLOCK + j * C::ROWS * BLOCK + h * C::COLUMNS;
           backward_vectors<BLOCK, DOWN, INPUT, VALUES>(
               pass, pass.values + at, VALUES ? pass.dvalues + at : nullptr,
               x + piece * C::COLUMNS, dy + (row * C::DOWN + j) * batch * VL, dx + piece * VL);
         }
-      }
 }
 
 template <int BLOCK>
