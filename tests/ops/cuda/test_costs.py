@@ -99,6 +99,20 @@ def test_what_is_expected_of_first_kernels():
     assert 39 < masks * 1e6 < 51
 
 
+def test_gradients_that_are_collected_from_several_panels_cost_more():
+    """Up to 64 MiB of float32 the gradient is one panel."""
+
+    def beside(n):
+        at = layer(n, 0.1, 1)
+        return (
+            seconds("dense", at, 8192, "grad_weight", "16-bit", H200)
+            - product(at, 8192, "16-bit", H200)
+        ) / n**2
+
+    assert beside(4096) < 1.01 * beside(2048)
+    assert beside(8192) > 3 * beside(4096)
+
+
 def test_density_where_dense_catches_up():
     """At 60 % of the bounds: 0.0074 times the block's size."""
     for b, even in ((16, 0.12), (32, 0.24), (64, 0.47)):

@@ -15,6 +15,7 @@ import torch
 from dynsparse.ops.linear.costs import Layer
 from dynsparse.ops.linear.cuda.chip import Chip
 from dynsparse.ops.linear.cuda.configurations import BLOCKS, Numbers, numbers_of
+from dynsparse.ops.linear.cuda.dense import PANEL_BYTES
 from dynsparse.ops.linear.cuda.rates import Rates, rates_of
 
 __all__ = ["KINDS", "PASSES", "Bounds", "Kind", "Pass", "bounds", "choose", "product", "seconds"]
@@ -117,8 +118,12 @@ def _moved(layer: Layer, what: Pass, numbers: Numbers) -> tuple[int, float]:
     """Kernels of the dense way, and bytes that they move beside the product."""
     size, held = _size(numbers), layer.nnz * layer.block_size**2
     elements, places = layer.out_features * layer.in_features, 8 * layer.nnz * layer.block_size
-    if what == "grad_weight":  # the product in float32, and what is collected from it
-        return 2, elements * 4 + held * (4 + size) + places
+    if what == "grad_weight":
+        panels = -(-elements * 4 // PANEL_BYTES)
+        if panels == 1:  # the product in float32, and what is collected from it
+            return 2, elements * 4 + held * (4 + size) + places
+        # Each panel is asked for all places, and kept are those inside.
+        return 8 * panels, elements * 4 + panels * (8 * places + 20 * held)
     return 3, elements * size + held * 2 * size + places  # zeros, the values, the product
 
 
