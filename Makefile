@@ -18,7 +18,7 @@ BIN := $(VENV)/bin
 PLAIN_PATH = @echo "$(CURDIR)/src" >"$$($(BIN)/python -c \
 	'import sysconfig; print(sysconfig.get_path("purelib"))')/_editable_skbc_dynsparse.pth"
 
-.PHONY: help demo test test-frameworks test-gpu-kernels lint native sanitize bench fuzz soak faults clean
+.PHONY: help demo test test-frameworks test-gpu-kernels lint native sanitize bench fuzz soak faults rank-faults clean
 
 help:
 	@echo "make demo    train a sparse network on digits, write pictures to demo-output/"
@@ -31,6 +31,7 @@ help:
 	@echo "make fuzz    mutate files for every reader, an hour in all (FUZZ_SECONDS for each)"
 	@echo "make soak    10^5 steps with 10^3 updates: memory and open files stay flat, counts exact"
 	@echo "make faults  kill, interrupt and break a thousand trainings (twenty minutes; FAULTS=100 for fewer)"
+	@echo "make rank-faults  kill ranks of trainings 300 times; each must resume to the same bits (KILLS=30 for fewer)"
 	@echo "make clean   remove what was built and made (not .venv)"
 
 demo: $(VENV)/.installed-apps native
@@ -82,6 +83,10 @@ FAULTS ?= 1000
 faults: $(VENV)/.installed-dev native
 	OMP_NUM_THREADS=1 INTERRUPTS=$(FAULTS) $(BIN)/python -m pytest tests/faults/test_interrupts.py
 	@folder=$$(mktemp -d) && $(BIN)/python tests/faults/campaign.py $$folder $(FAULTS) && rm -r $$folder
+
+KILLS ?= 300
+rank-faults: $(VENV)/.installed-dev native
+	OMP_NUM_THREADS=1 $(BIN)/python tests/distributed/kills.py --kills $(KILLS) --ranks 2 4
 
 clean:
 	rm -rf build dist demo-output src/dynsparse/_native .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from dynsparse.nn import SparseLinear
-from dynsparse.nn.sharded import gathered
+from dynsparse.nn.sharded import gathered, is_sharded
 from dynsparse.ops.grow import select
 from dynsparse.pattern import Rewiring, SparsePattern
 from dynsparse.pattern.on_device import without
@@ -109,7 +109,8 @@ def plan_changes(
     for group in [[one] for one in wanted] if ranks.alone else [wanted] if wanted else []:
         largest = max((one.layer.values for one in group), key=lambda values: values.nbytes)
         with naming(group[0].name) if ranks.alone else nullcontext():
-            if ranks.alone and group[0].layer.is_elsewhere:
+            there = group[0].layer.is_elsewhere and not is_sharded(group[0].layer.values)
+            if ranks.alone and there:
                 rewiring = _rewired_there(group[0], scores, growth, history, step, regrow_dropped)
                 if isinstance(initial_value, GradientStep):
                     group[0].grow = rewiring.after.flat[rewiring.grown]

@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from dynsparse.training.algorithms.choices import cosine_schedule, layer_or_global
+from dynsparse.training.budgets import Budget
 from dynsparse.training.drop import DropScore, magnitude
 from dynsparse.training.grow import GradientGrowth, RandomGrowth
 from dynsparse.training.schedule import Schedule
@@ -39,7 +40,8 @@ class RigL(SparseTrainer):
         pooling: how the gradient magnitudes of a block become its score: "sum", "avg", "max", or
             "none", which ranks as "sum".
         budget: "layer": every layer replaces its own share; "global": the lowest scores of all
-            layers together leave, and each layer grows as many as it lost (see `GlobalBudget`).
+            layers together leave, and each layer grows as many as it lost (see `GlobalBudget`,
+            which over the stages of a pipeline is made with them); or another budget.
     """
 
     def __init__(
@@ -55,7 +57,7 @@ class RigL(SparseTrainer):
         drop_score: DropScore = magnitude,
         regrow_dropped: bool = False,
         initial_value: GrownValue = 0.0,
-        budget: str = "layer",
+        budget: str | Budget = "layer",
         ranks: Any = "auto",
     ) -> None:
         super().__init__(
@@ -99,7 +101,7 @@ class SET(SparseTrainer):
         drop_score: DropScore = magnitude,
         regrow_dropped: bool = False,
         initial_value: GrownValue = 0.0,
-        budget: str = "layer",
+        budget: str | Budget = "layer",
         ranks: Any = "auto",
     ) -> None:
         super().__init__(

@@ -36,8 +36,10 @@ def cosine_schedule(
     return kind(**given, **more)  # type: ignore[arg-type]
 
 
-def layer_or_global(budget: str) -> Budget:
-    """The budget of that name."""
+def layer_or_global(budget: str | Budget) -> Budget:
+    """The budget of that name, or the one given."""
+    if isinstance(budget, Budget):
+        return budget
     if budget not in ("layer", "global"):
         raise ValueError(f"budget must be one of layer, global, got {budget!r}")
     return LayerBudget() if budget == "layer" else GlobalBudget()

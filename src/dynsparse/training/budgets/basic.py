@@ -12,11 +12,12 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
 from dynsparse.pattern import SparsePattern
-from dynsparse.ranks import ALONE, Ranks, agreeing, sum_of_all
-from dynsparse.training.drop import lowest_of_all
+from dynsparse.ranks import ALONE, Ranks, agreeing, ranks_of, select_over_ranks, sum_of_all
+from dynsparse.training.drop import lowest, lowest_of_all
 from dynsparse.training.history import History, gradient_of
 from dynsparse.training.schedule import Schedule
 from dynsparse.typed import typed
@@ -118,7 +119,16 @@ class GlobalBudget(Budget):
     So the layers differ in how much of them is replaced, and keep their capacity. Scores of
     different layers are compared as they are: weights of a layer with a large fan-in are small from
     the start, and such a layer changes more.
+
+    Args:
+        stages: in a pipeline, the process group (or the mesh) along which the stages lie: each of
+            its ranks holds other layers, and the lowest scores of all stages leave. All stages then
+            update at the same steps.
     """
+
+    def __init__(self, stages: Any = None) -> None:
+        super().__init__()
+        self.stages = ranks_of(stages)
 
     def begin(self, patterns: Mapping[str, SparsePattern]) -> None:
         check_one_block_size(patterns, "a global budget")
@@ -128,9 +138,27 @@ class GlobalBudget(Budget):
         patterns = survey.patterns
         most = [p.nnz if survey.regrow_dropped else survey.room(n, 0) for n, p in patterns.items()]
         most = [min(m, p.nnz) for m, p in zip(most, patterns.values(), strict=True)]
-        total = survey.schedule.drop_count(survey.step, sum(p.nnz for p in patterns.values()))
-        drops = survey.lowest_of_all(min(total, sum(most)), most)
+        sizes = torch.tensor([sum(p.nnz for p in patterns.values()), sum(most)])
+        blocks, at_most = self.stages.sum(sizes.to(self.stages.device)).tolist()
+        total = min(survey.schedule.drop_count(survey.step, blocks), at_most)
+        if self.stages.alone:
+            drops = survey.lowest_of_all(total, most)
+        else:
+            drops = self._over_stages(survey, total, most)
         return {name: Counts(k, k) for name, k in zip(patterns, drops, strict=True)}
+
+    def _over_stages(self, survey: Survey, total: int, most: Sequence[int]) -> list[int]:
+        """How many of the `total` lowest scores of all stages are in each layer of this one."""
+        stages, candidates = self.stages, []
+        with agreeing(stages):
+            for name, limit in zip(survey.patterns, most, strict=True):
+                scores = survey.scores(name).detach()
+                candidates.append(scores[lowest(scores, limit).to(scores.device)].double())
+        line = torch.cat(candidates)
+        # Among equal scores the first stage loses first.
+        places = torch.arange(len(line), device=line.device) + (stages.rank << 40)
+        (leaves,) = select_over_ranks(stages, [line], [places], [total], largest=False)
+        return [int(part.sum()) for part in leaves.split([len(c) for c in candidates])]
 
 
 class SoftBudget(Budget):

@@ -1,0 +1,148 @@
+"""Kills ranks of trainings at random moments; torch's elastic agent starts them anew.
+
+    python tests/distributed/kills.py --kills 300 --ranks 2 4
+
+Each training is killed so many times and must come to the same bits as the same training without a
+kill, on every rank. The agent is what torchrun runs; its workers are forked from a server that has
+imported torch, so that a start takes a fraction of a second.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import multiprocessing
+import os
+import random
+import signal
+import sys
+import tempfile
+import threading
+import time
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+
+STEPS = 24
+AGAIN = 40  # starts beyond the kills: gloo does not always find its peers at once
+
+
+def train(folder, kind, kills, longest, wait):
+    """A rank: go on from the last checkpoint, die at some moment, or leave the final digest."""
+    folder = Path(folder)
+    if kills:
+        _die_later(folder, kills, longest)
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    import torch.distributed as dist
+    from sharded_models import linear_model, shard, share
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.nn.functional import dropout, mse_loss
+    from torch.nn.parallel import DistributedDataParallel
+
+    import dynsparse as ds
+    from dynsparse.ranks import digest
+
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", timeout=timedelta(seconds=6))
+    rank, size = dist.get_rank(), dist.get_world_size()
+    torch.manual_seed(100 + rank)
+    model = linear_model()
+    if kind == "fsdp":
+        forward = shard(model, init_device_mesh("cpu", (size,)))
+    else:
+        forward = DistributedDataParallel(model)
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
+    schedule = ds.training.ConstantSchedule(10**6, update_interval=3, drop_fraction=0.2)
+    trainer = ds.RigL(model, optimizer, schedule=schedule)
+    parts = {"model": model, "optimizer": optimizer, "trainer": trainer}
+    path = folder / "checkpoint"
+    if (path / "manifest.json").exists():
+        ds.distributed.load_checkpoint(path, **parts)
+    saving = None
+    while trainer.steps < STEPS:
+        x, y = share(trainer.steps, rank, size)
+        optimizer.zero_grad()
+        mse_loss(forward(dropout(x, 0.1)), y).backward()  # with random numbers of each rank
+        trainer.step()
+        if trainer.steps % 2 == 0:
+            saving = ds.distributed.save_checkpoint(path, **parts, wait=wait)
+    if saving is not None:
+        saving.wait()
+    state = {n: getattr(t, "full_tensor", lambda t=t: t)() for n, t in model.state_dict().items()}
+    found = digest(*(f"{name}" for name in state), *state.values())
+    (folder / f"digest-{rank}").write_text(str(found))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def _die_later(folder, kills, longest):
+    """One of the ranks, at a moment that nothing knows of; not more often than `kills` times."""
+    chance = random.SystemRandom()
+    if chance.random() > 1.5 / int(os.environ["WORLD_SIZE"]):
+        return
+
+    def die():
+        time.sleep(chance.uniform(0, longest))
+        line = os.open(folder / "kills", os.O_WRONLY | os.O_APPEND | os.O_CREAT)
+        if os.fstat(line).st_size < kills:
+            os.write(line, b"x")
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    threading.Thread(target=die, daemon=True).start()
+
+
+def run(kind, size, kills, *, longest=1.2, wait=True):
+    """(digests of the ranks, kills, starts, the longest time between two of them)."""
+    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+    multiprocessing.get_context("forkserver").set_forkserver_preload(
+        ["torch", "torch.distributed.fsdp", "torch.nn.parallel", "dynsparse"]
+    )
+    with tempfile.TemporaryDirectory() as folder:
+        config = LaunchConfig(
+            min_nodes=1,
+            max_nodes=1,
+            nproc_per_node=size,
+            rdzv_backend="c10d",
+            rdzv_endpoint="localhost:0",
+            run_id=f"kills-{random.randrange(2**30)}",
+            max_restarts=kills + AGAIN,
+            monitor_interval=0.05,
+            start_method="forkserver",
+        )
+        elastic_launch(config, train)(folder, kind, kills, longest, wait)
+        digests = [(Path(folder) / f"digest-{rank}").read_text() for rank in range(size)]
+        line = Path(folder) / "kills"
+        return digests, line.stat().st_size if line.exists() else 0
+
+
+def main():
+    arguments = argparse.ArgumentParser(description=__doc__)
+    arguments.add_argument("--kills", type=int, default=300)
+    arguments.add_argument("--ranks", type=int, nargs="+", default=[2, 4])
+    arguments.add_argument("--each", type=int, default=10, help="kills of one training")
+    arguments.add_argument("--seconds", type=float, default=1e9)
+    options = arguments.parse_args()
+    ways = [(k, n, w) for n in options.ranks for k in ("ddp", "fsdp") for w in (True, False)]
+    expected: dict[tuple[str, int], list[str]] = {}
+    killed = right = trainings = 0
+    began = time.monotonic()
+    while killed < options.kills and time.monotonic() - began < options.seconds:
+        kind, size, wait = ways[trainings % len(ways)]
+        if (kind, size) not in expected:
+            expected[kind, size], _ = run(kind, size, 0)
+        found, kills = run(kind, size, min(options.each, options.kills - killed), wait=wait)
+        trainings += 1
+        killed += kills
+        same = found == expected[kind, size] and len(set(found)) == 1
+        right += kills if same else 0
+        now = {"kind": kind, "ranks": size, "wait": wait, "kills": kills, "same bits": same}
+        told = {"kills so far": killed, "right": right, "seconds": round(time.monotonic() - began)}
+        print(json.dumps(now | told), flush=True)
+    sys.exit(0 if right == killed else 1)
+
+
+if __name__ == "__main__":
+    sys.path.insert(0, str(Path(__file__).parent))
+    main()

@@ -1,0 +1,130 @@
+"""Stages of a pipeline that train on several ranks, against the whole model in one process."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
+from torch.distributed.pipelining.schedules import (
+    ScheduleInterleaved1F1B,
+    ScheduleInterleavedZeroBubble,
+    ScheduleZBVZeroBubble,
+)
+from torch.nn.functional import mse_loss
+from torch.nn.parallel import DistributedDataParallel
+from trainings import apart, layers_of, weights
+
+import dynsparse as ds
+from dynsparse.training import ConstantSchedule, GlobalBudget
+
+SCHEDULES = {
+    "GPipe": ScheduleGPipe,
+    "1F1B": Schedule1F1B,
+    "interleaved": ScheduleInterleaved1F1B,
+    "zero bubble": ScheduleInterleavedZeroBubble,
+    "zero bubble V": ScheduleZBVZeroBubble,
+}
+EVERY = ConstantSchedule(10**6, 2, 0.2)
+ALGORITHMS = {
+    "rigl": lambda m, o, stages, **r: ds.RigL(m, o, schedule=EVERY, **r),
+    "set": lambda m, o, stages, **r: ds.SET(m, o, schedule=EVERY, seed=1, **r),
+    "rigl-global": lambda m, o, stages, **r: ds.RigL(
+        m, o, schedule=EVERY, budget=GlobalBudget(stages), **r
+    ),
+    "set-global": lambda m, o, stages, **r: ds.SET(
+        m, o, schedule=EVERY, seed=1, budget=GlobalBudget(stages), **r
+    ),
+}
+MICRO = 4
+
+
+class Part(nn.Sequential):
+    """Some of the model's modules, under the names that they have in it."""
+
+    def __init__(self, modules):
+        super().__init__()
+        for name, module in modules:
+            self.add_module(name, module)
+
+
+def whole_model():
+    g = torch.Generator().manual_seed(0)
+    sizes, modules = (16, 24, 24, 24, 8), []
+    for a, b in pairwise(sizes):
+        layer = ds.nn.SparseLinear(a, b, 0.2, dtype=torch.float64, generator=g)
+        modules.append(nn.Sequential(layer, nn.Tanh()))
+    return Part([(str(i), module) for i, module in enumerate(modules)])
+
+
+def batch(step, replica=0, replicas=1):
+    g = torch.Generator().manual_seed(step)
+    pair = torch.randn(16, 16, generator=g), torch.randn(16, 8, generator=g)
+    return tuple(t.double().chunk(replicas)[replica] for t in pair)
+
+
+def optimizer_of(model):
+    return torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+
+
+def reference(algorithm, steps):
+    model = whole_model()
+    optimizer = optimizer_of(model)
+    trainer = ALGORITHMS[algorithm](model, optimizer, None, ranks=None)
+    seen = []
+    for step in range(1, steps + 1):
+        x, y = batch(step)
+        optimizer.zero_grad()
+        mse_loss(model(x), y).backward()
+        trainer.step()
+        seen.append(weights(model))
+    return seen
+
+
+def staged(rank, size, schedule, algorithm, steps, replicas=1):
+    """After each step whether this rank's layers are as in one process, how far they are apart; and
+    how many pairs growth saw of a layer."""
+    deep = size // replicas
+    mesh = init_device_mesh("cpu", (replicas, deep), mesh_dim_names=("replica", "stage"))
+    stages, own = mesh["stage"].get_group(), mesh["replica"].get_group()
+    at, replica = mesh["stage"].get_local_rank(), mesh["replica"].get_local_rank()
+    parts = list(whole_model().named_children())
+    kind = SCHEDULES[schedule]
+    if schedule in ("GPipe", "1F1B"):
+        share = len(parts) // deep
+        pieces = {at: Part(parts[at * share : (at + 1) * share])}
+    elif schedule == "zero bubble V":
+        pieces = {i: Part(parts[i : i + 1]) for i in (at, 2 * deep - 1 - at)}
+    else:
+        pieces = {i: Part(parts[i : i + 1]) for i in (at, at + deep)}
+    count = deep * len(pieces)
+    holder = Part([pair for piece in pieces.values() for pair in piece.named_children()])
+    made = [
+        PipelineStage(
+            DistributedDataParallel(piece, process_group=own) if replicas > 1 else piece,
+            i, count, torch.device("cpu"), group=stages,
+        )
+        for i, piece in pieces.items()
+    ]  # fmt: skip
+    runner = kind(made[0] if len(made) == 1 else made, n_microbatches=MICRO, loss_fn=mse_loss)
+    optimizer = optimizer_of(holder)
+    trainer = ALGORITHMS[algorithm](holder, optimizer, stages, ranks=own if replicas > 1 else None)
+    pairs, observe = [], trainer.history.observe
+    trainer.history.observe = lambda name, found: (pairs.append(len(found)), observe(name, found))
+    first, last = 0 in pieces, count - 1 in pieces
+    expected, found = reference(algorithm, steps), []
+    for step in range(1, steps + 1):
+        x, y = batch(step, replica, replicas)
+        optimizer.zero_grad()
+        runner.step(*([x] if first else []), **({"target": y} if last else {}))
+        trainer.step()
+        mine = {name: expected[step - 1][name] for name in layers_of(holder)}
+        found.append(apart(mine, weights(holder)))
+    changed = not apart(expected[0], expected[-1])[0]
+    return found, sorted(set(pairs)), changed
+
+
+def all_staged(rank, size, ways, steps, replicas=1):
+    return {way: staged(rank, size, *way, steps, replicas) for way in ways}

@@ -1,0 +1,14 @@
+"""Ranks that are killed at random moments: the training goes on to the same bits."""
+
+import kills
+import pytest
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("kind", "wait"), [("ddp", True), ("fsdp", False)])
+def test_killed_ranks_resume_to_the_same_bits(kind, wait):
+    expected, _ = kills.run(kind, 2, 0)
+    assert len(set(expected)) == 1
+    found, killed = kills.run(kind, 2, 4, wait=wait)
+    assert found == expected
+    assert killed > 0

@@ -1,0 +1,31 @@
+"""Pipelines of torch: patterns as in one process, also random ones and budgets over all stages."""
+
+import pipelines as work
+import pytest
+from processes import on_ranks
+
+
+def check(results, micro):
+    for found in results:
+        for way, (against, pairs, changed) in found.items():
+            assert all(same for same, _ in against), way
+            assert max(off for _, off in against) <= 1e-10, way
+            assert pairs == ([micro] if "rigl" in way[1] else []), (way, pairs)
+            assert changed
+
+
+@pytest.mark.parametrize("algorithm", ["rigl", "set-global"])
+def test_every_schedule(algorithm):
+    check(on_ranks(2, work.all_staged, [(s, algorithm) for s in work.SCHEDULES], 4), work.MICRO)
+
+
+@pytest.mark.slow
+def test_every_algorithm():
+    ways = [(s, a) for s in work.SCHEDULES for a in work.ALGORITHMS]
+    check(on_ranks(2, work.all_staged, ways, 8), work.MICRO)
+
+
+@pytest.mark.slow
+def test_replicas_of_pipelines():
+    ways = [(s, a) for s in ("GPipe", "1F1B") for a in work.ALGORITHMS]
+    check(on_ranks(4, work.all_staged, ways, 4, 2), work.MICRO)
