@@ -147,14 +147,24 @@ def test_growth_sees_the_whole_gradient_of_a_penalty():
         (g,) = torch.autograd.grad(y.sum(), x_, create_graph=True)
         return y.square().sum() + g.square().sum()
 
-    pairs = capture.start(pattern.row_ptr, values)
+    pairs = capture.start(pattern.index.row_ptr, values)
     loss = penalty(lambda x: linear(x, values, pattern))
     loss.backward()
     penalty(lambda x: dense_linear(x, dense)).backward()
     torch.testing.assert_close(values.grad.detach(), pattern.values_of(dense.grad))
     seen = sum(dy.t() @ x for x, dy in pairs)
     torch.testing.assert_close(seen, dense.grad)
-    capture.stop(pattern.row_ptr)
+    capture.stop(pattern.index.row_ptr)
+
+
+def test_growth_sees_nothing_of_transforms():
+    pattern, x, values, _ = make(1)
+    pairs = capture.start(pattern.index.row_ptr, values.requires_grad_())
+    grad(lambda v: linear(x, v, pattern).sin().sum())(values)
+    assert not pairs
+    linear(x, values, pattern).sum().backward()
+    assert len(pairs) == 1
+    capture.stop(pattern.index.row_ptr)
 
 
 def test_under_autocast():

@@ -151,7 +151,7 @@ def _double(ctx, grad_dx: Tensor | None, grad_dw: Tensor | None):
     if grad_dx is not None:
         if needs[0]:
             to_dy = ops.linear(grad_dx, values, *index, None)
-        if needs[2]:
+        if needs[2] and capture.is_asked_for(ctx.next_functions[1 if x is None else 2][0]):
             to_values = ops.linear_backward(dy, grad_dx, values, *index, False)[1]
     if grad_dw is not None and x is not None:
         if needs[0]:

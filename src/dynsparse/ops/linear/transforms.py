@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
+from dynsparse.ops import capture
 from dynsparse.pattern import PatternIndex
 
 __all__ = ["is_transformed", "linear"]
@@ -144,9 +145,13 @@ def _grad_weight(dy: Tensor, x: Tensor, values: Tensor, index: list[Tensor]) -> 
 class _GradWeight(_Function):
     @staticmethod
     def forward(dy: Tensor, x: Tensor, *rest: Any) -> Tensor:
-        *index, shape, dtype = rest
+        row_ptr, *index, shape, dtype = rest
+        if capture.is_open(row_ptr):
+            row_ptr = (
+                row_ptr.clone()
+            )  # by which growth would know it: not all of these are gradients
         like = torch.empty(shape, dtype=dtype, device=dy.device)  # its entries are not read
-        return _OPS.linear_backward(dy, x, like, *index, False)[1]
+        return _OPS.linear_backward(dy, x, like, row_ptr, *index, False)[1]
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
