@@ -201,3 +201,40 @@ def test_nothing_waits_for_the_device(without_cuda, monkeypatch, panel, dtype, b
     assert {kind for _, kind in products} == {dtype}
     if dtype is not torch.float32:
         assert products[-1][0] == "mm.dtype"
+
+
+@pytest.mark.parametrize("autocast", [False, True])
+def test_a_weight_is_laid_out_once_where_that_takes_no_more_memory_than_x_or_values(
+    off_cpu, monkeypatch, autocast
+):
+    made = []
+    laid_out = dense._laid_out
+    monkeypatch.setattr(dense, "_laid_out", lambda *args: made.append(args) or laid_out(*args))
+    dense_layer, sparse_layer = SparseLinear(32, 48, 0.9), SparseLinear(32, 48, 0.1)
+
+    def times(layer, samples, grad=True):
+        x = torch.randn(samples, 32, requires_grad=grad)
+        made.clear()
+        layer.values.grad = None
+        with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+            y = layer(x)
+        y.float().sum().backward()
+        assert layer.values.grad is not None
+        return len(made)
+
+    assert times(sparse_layer, 48) == 1  # the weight is as large as x
+    assert times(sparse_layer, 47) == 2
+    assert times(sparse_layer, 47, grad=False) == 1  # nobody wants the gradient of x
+    # As large as the values, where these are float32 and the weight is not.
+    assert times(dense_layer, 2) == (1 if autocast else 2)
+    assert times(SparseLinear(32, 48, 1.0), 2) == 2  # the values are the weight
+
+
+def test_what_was_kept_is_of_the_values_of_forward(off_cpu):
+    layer = SparseLinear(32, 48, 0.1)
+    x = torch.randn(64, 32, requires_grad=True)
+    y = layer(x)
+    with torch.no_grad():
+        layer.values.add_(1)
+    with pytest.raises(RuntimeError, match="have changed between forward and backward"):
+        y.sum().backward()

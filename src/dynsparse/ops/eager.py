@@ -10,13 +10,17 @@ from torch.compiler import is_compiling
 __all__ = ["is_plain_eager", "refuse_transforms"]
 
 
-def is_plain_eager(x: Tensor) -> bool:
-    """Whether nothing watches the dispatcher: no compiler, mode, transform, autocast, subclass."""
+def is_plain_eager(x: Tensor, autocast: bool = False) -> bool:
+    """Whether nothing watches the dispatcher: no compiler, mode, transform, autocast, subclass.
+
+    Args:
+        autocast: may be there, since the caller does what it would do.
+    """
     return not (
         is_compiling()
         or type(x) is not Tensor
         or x.is_meta  # which autocast does not know
-        or torch.is_autocast_enabled("cpu" if x.is_cpu else x.device.type)
+        or (not autocast and torch.is_autocast_enabled("cpu" if x.is_cpu else x.device.type))
         or torch._C._len_torch_dispatch_stack()
         or torch._C._functorch.peek_interpreter_stack() is not None
         or torch._C._functorch.is_functorch_wrapped_tensor(x)

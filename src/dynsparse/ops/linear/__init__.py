@@ -44,7 +44,7 @@ class _EagerLinear(torch.autograd.Function):
                 raise RuntimeError(operator.CHANGED)
             return *operator.gradients(ctx, dy, ctx.needs_input_grad[2], p.index), None
         try:
-            x, values = ctx.saved_tensors
+            x, values, *laid_out = ctx.saved_tensors
         except RuntimeError as error:
             raise operator.explained(error) from None
         need_input, need_values, need_bias, _ = ctx.needs_input_grad
@@ -62,13 +62,28 @@ class _EagerLinear(torch.autograd.Function):
                     products.record(p.row_ptr, x, dy)
                 else:
                     x = None
-            dx, dw = products.backward(dy, x, values, p, need_input)
+            dx, dw = products.backward(dy, x, values, p, need_input, *laid_out)
         return dx, dw, operator.grad_bias(ctx, dy) if need_bias else None, None
+
+
+class _KeepingLinear(_EagerLinear):
+    """The same off the CPU, where backward may use what the dense way has laid out for forward."""
+
+    @staticmethod
+    def forward(ctx, x, values, bias, read):
+        p, memory = read
+        ctx.layer_index = p
+        laid_out: list[Tensor] = []
+        keep = laid_out if ctx.needs_input_grad[0] else None
+        y = products.forward(x, memory, p, bias, keep)
+        operator.save(ctx, x, values, bias, *laid_out)
+        return y
 
 
 # What Function.apply comes to without functorch's wrappers, which `is_plain_eager` excludes: its
 # own way there costs as much as the products of a small layer.
 _apply = super(torch.autograd.Function, _EagerLinear).apply
+_apply_keeping = super(torch.autograd.Function, _KeepingLinear).apply
 
 
 def _index_of(pattern: SparsePattern | PatternIndex | LayerIndex) -> PatternIndex:
@@ -123,7 +138,7 @@ def _compute(x: Tensor, values: Tensor, bias: Tensor | None, p: LayerIndex, memo
     if torch.is_grad_enabled() and (
         values.requires_grad or x.requires_grad or (bias is not None and bias.requires_grad)
     ):
-        return _apply(x, values, bias, (p, memory))
+        return (_apply if p.on_cpu else _apply_keeping)(x, values, bias, (p, memory))
     return products.forward(x, memory, p, bias)
 
 
@@ -141,7 +156,20 @@ def layer_linear(
             _check_operands(values=values, bias=bias, memory=memory)
             check_kind("p", p, LayerIndex, "a LayerIndex")
             raise
+    if not p.on_cpu and is_plain_eager(x, autocast=True):
+        return _autocast(x, values, bias, p, memory)
     return _dispatched(x, values if torch.is_grad_enabled() else memory, p.index, bias)
+
+
+def _autocast(
+    x: Tensor, values: Tensor, bias: Tensor | None, p: LayerIndex, memory: Tensor
+) -> Tensor:
+    """What the operator does where autocast is on, without the dispatcher."""
+    device = x.device.type
+    if x.is_floating_point() and x.dtype is not torch.float64:
+        x = x.to(torch.get_autocast_dtype(device))
+    with torch.autocast(device, enabled=False):
+        return _compute(x, values, bias, p, memory)
 
 
 def _dispatched(x: Tensor, values: Tensor, index: PatternIndex, bias: Tensor | None) -> Tensor:

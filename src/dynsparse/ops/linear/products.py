@@ -81,8 +81,18 @@ def _matrix(x: Tensor, dtype: torch.dtype) -> Tensor:
     return x if x.dtype is dtype else x.to(dtype)
 
 
-def forward(x: Tensor, values: Tensor, p: LayerIndex, bias: Tensor | None) -> Tensor:
-    """[..., in] -> [..., out], the dtype of x. Everything is checked."""
+def forward(
+    x: Tensor,
+    values: Tensor,
+    p: LayerIndex,
+    bias: Tensor | None,
+    keep: list[Tensor] | None = None,
+) -> Tensor:
+    """[..., in] -> [..., out], the dtype of x. Everything is checked.
+
+    Args:
+        keep: takes what `backward` may use again, if anything: see `cuda.dense.forward`.
+    """
     dtype = x.dtype
     # What most calls bring needs no conversion, and one condition instead of the checks in turn.
     if (
@@ -107,7 +117,8 @@ def forward(x: Tensor, values: Tensor, p: LayerIndex, bias: Tensor | None) -> Te
     w = values if own else values.to(other)
     b = bias if own or bias is None else bias.to(other)
     kernels = KERNELS if p.on_cpu else cuda.KERNELS
-    y = kernels[kind].forward(_matrix(x, other), w, p, b)
+    kept = () if keep is None or p.on_cpu or kind != "dense" else (keep,)
+    y = kernels[kind].forward(_matrix(x, other), w, p, b, *kept)
     if y.dtype is not dtype:
         y = y.to(dtype)
     # No view, which autograd lets nobody write to, and of which `fully_shard` warns.
@@ -115,11 +126,19 @@ def forward(x: Tensor, values: Tensor, p: LayerIndex, bias: Tensor | None) -> Te
 
 
 def backward(
-    dy: Tensor, x: Tensor | None, values: Tensor, p: LayerIndex, need_input: bool
+    dy: Tensor,
+    x: Tensor | None,
+    values: Tensor,
+    p: LayerIndex,
+    need_input: bool,
+    *kept: Tensor,
 ) -> tuple[Tensor | None, Tensor | None]:
     """dX [..., in] where needed, and dW like values where x is given.
 
     Without checks: autograd comes with what forward has checked, others call `check_backward`.
+
+    Args:
+        kept: what `forward` has kept.
     """
     dtype = dy.dtype
     if (
@@ -138,7 +157,8 @@ def backward(
     x2d = dy2d if x is None else _matrix(x, other)  # not read without x
     w = values if own else values.to(other)
     kernels = KERNELS if p.on_cpu else cuda.KERNELS
-    dx, dw = kernels[kind].backward(dy2d, x2d, w, p, need_input, x is not None)
+    again = kept if kind == "dense" and not p.on_cpu else ()
+    dx, dw = kernels[kind].backward(dy2d, x2d, w, p, need_input, x is not None, *again)
     if dx is not None:
         if dx.dtype is not dtype:
             dx = dx.to(dtype)

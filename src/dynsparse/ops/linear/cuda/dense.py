@@ -1,10 +1,9 @@
 """Sparse linear products through dense ones, on a GPU or whatever torch computes on.
 
-The weight is laid out in the type of the activations, used by one dense product and forgotten:
-values, gradients and optimizer state stay sparse, and of the matrix no more exists at a time than
-one layer's weight. It is laid out once for each pass, and not kept for backward: laying it out
-takes a fiftieth of the products (derived: 20 us of 1,040 for 4096 features and 8192 samples),
-keeping it would take the memory of a dense model.
+The weight is laid out in the type of the activations for one dense product: values, gradients and
+optimizer state stay sparse. Backward uses it again where it is no larger than x or the values, both
+of which are kept for backward anyway; otherwise it is forgotten, and laid out anew. So a model's
+memory stays in proportion to these, and not to its dense weights.
 
 The gradient of the weight is computed a panel of rows at a time, in the type of the values, and its
 entries are collected from there. Shapes depend on the layer and not on the pattern, so that nothing
@@ -21,13 +20,20 @@ from dynsparse.ops.linear.layer_index import LayerIndex
 
 __all__ = ["PANEL_BYTES", "backward", "forward", "has_accumulators", "lines_of"]
 
-# Of the gradient. Products of fewer rows leave multiprocessors idle; 4096 x 4096 is one panel.
-PANEL_BYTES = 64 << 20
+# Of the gradient, in float32. Products of few rows leave multiprocessors idle, and each panel is
+# looked through for all entries: 8192 x 8192 is one panel.
+PANEL_BYTES = 256 << 20
 
 _LOW = (torch.bfloat16, torch.float16)
 
 
-def forward(x: Tensor, values: Tensor, p: LayerIndex, bias: Tensor | None) -> Tensor:
+def forward(
+    x: Tensor,
+    values: Tensor,
+    p: LayerIndex,
+    bias: Tensor | None,
+    keep: list[Tensor] | None = None,
+) -> Tensor:
     """y [B, out] = x W^T + bias, the dtype of x.
 
     Args:
@@ -35,12 +41,22 @@ def forward(x: Tensor, values: Tensor, p: LayerIndex, bias: Tensor | None) -> Te
         values: [nnz] or [nnz, b, b], the dtype of x, or float32.
         p: the layer's index.
         bias: [out], or None.
+        keep: takes the weight for `backward`, if that is to have it.
     """
-    return linear(x, _laid_out(values, p, x.dtype), None if bias is None else bias.to(x.dtype))
+    weight = _laid_out(values, p, x.dtype)
+    if keep is not None and not _is_full(p) and weight.nbytes <= max(x.nbytes, values.nbytes):
+        keep.append(weight)
+    return linear(x, weight, None if bias is None else bias.to(x.dtype))
 
 
 def backward(
-    dy: Tensor, x: Tensor, values: Tensor, p: LayerIndex, need_input: bool, need_values: bool
+    dy: Tensor,
+    x: Tensor,
+    values: Tensor,
+    p: LayerIndex,
+    need_input: bool,
+    need_values: bool,
+    weight: Tensor | None = None,
 ) -> tuple[Tensor | None, Tensor | None]:
     """(dx [B, in], the dtype of dy; dvalues like values); what is not needed is None.
 
@@ -50,8 +66,13 @@ def backward(
     Args:
         dy: [B, out]; x: [B, in], likewise.
         values, p: as for `forward`.
+        weight: what `forward` has kept.
     """
-    dx = dy @ _laid_out(values, p, dy.dtype) if need_input else None
+    dx = None
+    if need_input:
+        if weight is None or weight.dtype is not dy.dtype:
+            weight = _laid_out(values, p, dy.dtype)
+        dx = dy @ weight
     return dx, _collected(dy, x, values, p) if need_values else None
 
 
