@@ -39,7 +39,7 @@ from dynsparse.typed import typed
 __all__ = ["KINDS", "ROUTES", "candidates", "choose", "cost", "is_full", "route", "use_kernel"]
 
 KINDS = ("sparse", "small", "dense")
-KINDS_ELSEWHERE = ("dense", "blocks")
+KINDS_ELSEWHERE = cuda_costs.KINDS
 ROUTES = (*KINDS, "bfloat16", "torch", "blocks")
 
 # Below this density there are no bit masks: they would take more than half the memory of the
