@@ -18,14 +18,15 @@ from dynsparse.ops.eager import is_plain_eager
 from dynsparse.ops.linear import operator, products, transforms
 from dynsparse.ops.linear.choice import use_kernel
 from dynsparse.ops.linear.contents import check_contents
+from dynsparse.ops.linear.flops import tell_counters
 from dynsparse.ops.linear.layer_index import LayerIndex
 from dynsparse.pattern import PatternIndex, SparsePattern
 
 __all__ = ["LayerIndex", "grad_input", "grad_weight", "layer_linear", "linear", "use_kernel"]
 
 
-class _EagerLinear(torch.autograd.Function):
-    """The operator and its autograd without the dispatcher."""
+class SparseLinearFunction(torch.autograd.Function):
+    """The operator and its autograd without the dispatcher. Profilers show its name."""
 
     @staticmethod
     def forward(ctx, x, values, bias, read):
@@ -66,7 +67,7 @@ class _EagerLinear(torch.autograd.Function):
         return dx, dw, operator.grad_bias(ctx, dy) if need_bias else None, None
 
 
-class _KeepingLinear(_EagerLinear):
+class SparseLinearKeepingFunction(SparseLinearFunction):
     """The same off the CPU, where backward may use what the dense way has laid out for forward."""
 
     @staticmethod
@@ -82,8 +83,8 @@ class _KeepingLinear(_EagerLinear):
 
 # What Function.apply comes to without functorch's wrappers, which `is_plain_eager` excludes: its
 # own way there costs as much as the products of a small layer.
-_apply = super(torch.autograd.Function, _EagerLinear).apply
-_apply_keeping = super(torch.autograd.Function, _KeepingLinear).apply
+_apply = super(torch.autograd.Function, SparseLinearFunction).apply
+_apply_keeping = super(torch.autograd.Function, SparseLinearKeepingFunction).apply
 
 
 def _index_of(pattern: SparsePattern | PatternIndex | LayerIndex) -> PatternIndex:
@@ -177,6 +178,8 @@ def _dispatched(x: Tensor, values: Tensor, index: PatternIndex, bias: Tensor | N
         _check_operands(x=x, values=values, bias=bias)
         if transforms.is_transformed():
             return transforms.linear(x, values, index, bias)
+        if torch._C._len_torch_dispatch_stack():
+            tell_counters()
     return torch.ops.dynsparse.linear(x, values, *index, bias)
 
 
