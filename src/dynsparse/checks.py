@@ -7,13 +7,16 @@ from __future__ import annotations
 
 import math
 import operator
+from contextlib import suppress
 from typing import Any
 
-from torch import Generator, Tensor, strided
+import numpy as np
+from torch import Generator, Tensor, bfloat16, strided
 
 from dynsparse.files.shorten import shortened
 
 __all__ = [
+    "check_array",
     "check_flag",
     "check_fraction",
     "check_generator",
@@ -117,6 +120,32 @@ def check_tensor(name: str, value: Any) -> Tensor:
     if value.layout is not strided:
         raise TypeError(f"{name} must be an ordinary strided tensor, got {value.layout}")
     return value
+
+
+def check_array(
+    name: str, value: Any, kinds: str = "fiu", expected: str = "real numbers"
+) -> np.ndarray:
+    """`value`, a tensor, an array or nested lists of numbers, as an array.
+
+    Args:
+        kinds: of NumPy's types, as `dtype.kind` has them; any of them if there is no element.
+        expected: what a person calls these.
+
+    Raises:
+        TypeError: anything else.
+    """
+    array = None
+    if not isinstance(value, Tensor):
+        with suppress(TypeError, ValueError, OverflowError, RuntimeError):
+            array = np.asarray(value)
+    elif value.layout is strided and not value.is_meta and value.dtype != bfloat16:
+        array = value.detach().cpu().numpy()
+    empty = array is not None and not array.size and array.dtype.kind in "biuf"
+    if array is None or (array.dtype.kind not in kinds and not empty):
+        got = value.dtype if isinstance(value, (Tensor, np.ndarray)) else shortened(value)
+        where = f" on {value.device}" if isinstance(value, Tensor) and value.is_meta else ""
+        raise TypeError(f"{name} must be {expected}, got {got}{where}")
+    return array
 
 
 def check_generator(value: Any) -> Generator | None:

@@ -23,7 +23,12 @@ MODULES = (
     "dynsparse.training",
     "dynsparse.machine",
     "dynsparse.popsparse",
+    "dynsparse.training.records",
+    "dynsparse.training.checkpoint",
     "dynsparse.data",
+    "dynsparse.bench.spec",
+    "dynsparse.report.machine",
+    "dynsparse.integrations.follower",
     "dynsparse.distributed",
 )
 

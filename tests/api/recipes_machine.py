@@ -10,6 +10,7 @@ from recipes_core import call, model, of
 from dynsparse import machine as m
 
 TILES = np.arange(4)
+OWN = "own"
 
 
 def target():
@@ -87,10 +88,10 @@ def vertices():
 def add_vertices(compute_set, codelet, tiles, values):
     made, own, edges = vertices()
     made.add_vertices(
-        own if compute_set == "own" else compute_set,
+        own if compute_set is OWN else compute_set,
         codelet,
         tiles,
-        edges if values == "own" else values,
+        edges if values is OWN else values,
     )
 
 
@@ -113,6 +114,61 @@ def profile():
 
 def estimate():
     return m.estimate(torch.nn.Sequential(model()), torch.ones(3, 12), target(), passes="forward")
+
+
+def tensor():
+    return variable(shape=(4, 6))
+
+
+def of_tensor(method, also=(), **arguments):
+    """A method of a tensor [4, 6]."""
+    return Recipe(
+        lambda **named: getattr(tensor(), method)(**named),
+        lambda: {name: make() for name, make in arguments.items()},
+        also,
+    )
+
+
+def with_first(method, *rest):
+    """Sizes, or axes, of which the first one is made wrong."""
+
+    def run(first):
+        return getattr(tensor(), method)(first, *rest)
+
+    return run
+
+
+def on_graph(method, **arguments):
+    """A method of a graph whose `tensor` must be of that graph: "own" is one."""
+
+    def run(**named):
+        made = graph()
+        own = made.add_variable("float", [4, 2], "own", tiles=0)
+        if named.get("tensor") is OWN:
+            named["tensor"] = own
+        return getattr(made, method)(**named)
+
+    return Recipe(run, lambda: {name: make() for name, make in arguments.items()})
+
+
+def add_one_vertex(tile):
+    made = graph()
+    a, b = (made.add_variable(m.FLOAT, [2], name, tiles=0) for name in ("a", "b"))
+    made.add_vertex(made.add_compute_set("one"), codelet(), tile, {"a": a, "out": b})
+
+
+def run_written(what, values):
+    made = engine()
+    made.write("a" if what is OWN else what, values)
+
+
+def run_connected(stream, end):
+    made = graph()
+    into = made.add_variable(m.FLOAT, [4], "x", tiles=0)
+    source = made.add_stream("in", "float", 4, to_device=True)
+    running = m.Engine(made, m.Copy(source, into))
+    running.connect(stream, end)
+    running.run()
 
 
 RECIPES = {
@@ -142,7 +198,7 @@ RECIPES = {
     ),
     "dynsparse.machine.Graph.add_compute_set": of(graph, "add_compute_set", name=lambda: "a"),
     "dynsparse.machine.Graph.add_vertices": Recipe(
-        lambda tiles: add_vertices("own", codelet(), tiles, "own"),
+        lambda tiles: add_vertices(OWN, codelet(), tiles, OWN),
         lambda: {"tiles": TILES},
     ),
     "dynsparse.machine.Graph.add_stream": of(
@@ -231,4 +287,73 @@ RECIPES = {
             "passes": ("forward",),
         },
     ),
+    "dynsparse.machine.Tensor.slice": of_tensor(
+        "slice", (IndexError,), start=lambda: 1, stop=lambda: 3, axis=lambda: 1
+    ),
+    "dynsparse.machine.Tensor.[]": Recipe(
+        lambda key: tensor()[key], lambda: {"key": 1}, (IndexError,)
+    ),
+    "dynsparse.machine.Tensor.reshape": call(with_first("reshape", 3), first=lambda: 8),
+    "dynsparse.machine.Tensor.reshape, list": call(with_first("reshape"), first=lambda: [8, 3]),
+    "dynsparse.machine.Tensor.transpose": call(with_first("transpose", 0), first=lambda: 1),
+    "dynsparse.machine.Tensor.broadcast_to": call(
+        with_first("broadcast_to", 4, 6), first=lambda: 3
+    ),
+    "dynsparse.machine.Tensor.expand_dims": of_tensor("expand_dims", axis=lambda: 1),
+    "dynsparse.machine.Tensor.squeeze": Recipe(
+        lambda axis: tensor().expand_dims(1).squeeze(axis), lambda: {"axis": 1}
+    ),
+    "dynsparse.machine.Graph.add_variable": on_graph(
+        "add_variable",
+        dtype=lambda: "float",
+        shape=lambda: [4, 2],
+        name=lambda: "x",
+        tiles=lambda: TILES,
+    ),
+    "dynsparse.machine.Graph.add_constant": on_graph(
+        "add_constant",
+        dtype=lambda: "float",
+        shape=lambda: [4, 2],
+        values=lambda: 1.0,
+        name=lambda: "x",
+        tiles=lambda: TILES,
+    ),
+    "dynsparse.machine.Graph.set_initial_value": on_graph(
+        "set_initial_value", tensor=lambda: OWN, values=lambda: 2.0
+    ),
+    "dynsparse.machine.Graph.map_stretches": on_graph(
+        "map_stretches", tensor=lambda: OWN, tiles=lambda: [0, 1], lengths=lambda: [3, 5]
+    ),
+    "dynsparse.machine.Graph.map_linearly": on_graph(
+        "map_linearly",
+        tensor=lambda: OWN,
+        grain=lambda: 1,
+        min_per_tile=lambda: 1,
+        first_tile=lambda: 0,
+    ),
+    "dynsparse.machine.Graph.tiles_of": on_graph("tiles_of", tensor=lambda: OWN),
+    "dynsparse.machine.Graph.add_handle": on_graph(
+        "add_handle", name=lambda: "h", tensor=lambda: OWN
+    ),
+    "dynsparse.machine.Graph.add_vertices, all": Recipe(
+        add_vertices,
+        lambda: {"compute_set": OWN, "codelet": codelet(), "tiles": TILES, "values": OWN},
+    ),
+    "dynsparse.machine.Graph.add_vertex": call(add_one_vertex, tile=lambda: 0),
+    "dynsparse.machine.Engine.run": Recipe(
+        lambda program: engine().run(program), lambda: {"program": None}
+    ),
+    "dynsparse.machine.Engine.read": Recipe(
+        lambda what: engine().read(what), lambda: {"what": "a"}, (KeyError,)
+    ),
+    "dynsparse.machine.Engine.write": Recipe(
+        run_written, lambda: {"what": OWN, "values": np.ones((4, 2))}, (KeyError,)
+    ),
+    "dynsparse.machine.Engine.connect": Recipe(
+        run_connected, lambda: {"stream": "in", "end": np.ones(4)}, (KeyError,)
+    ),
+    "dynsparse.machine.Profile.step": Recipe(
+        lambda name: profile().step(name), lambda: {"name": "steps"}, (KeyError,)
+    ),
+    "dynsparse.machine.Profile.to_dict": of(profile, "to_dict", per_tile=lambda: True),
 }

@@ -37,7 +37,7 @@ UNTOLD = (
     "zip() argument",
     "argument of type",
     "string indices must",
-    "indices must be integers",
+    "indices must be integers or slices",
     "Boolean value of Tensor",
     "truth value of an array",
     "only integer scalar arrays",

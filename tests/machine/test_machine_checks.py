@@ -102,7 +102,7 @@ def test_linear_mapping():
     assert np.bincount(graph.tiles_of(v).flatten()).tolist() == [9, 9]
     graph.map_linearly(v, first_tile=3)
     assert np.unique(graph.tiles_of(v)).tolist() == [3]
-    with pytest.raises(ValueError, match="1 or more"):
+    with pytest.raises(ValueError, match="grain must be an integer of at least 1"):
         graph.map_linearly(v, grain=0)
     with pytest.raises(MappingError, match="first_tile 4"):
         graph.map_linearly(v, first_tile=4)
@@ -251,13 +251,13 @@ def test_program_errors():
         Sequence(v)
     with pytest.raises(TypeError, match="takes a ComputeSet"):
         Execute(v)
-    with pytest.raises(ValueError, match="0 or more"):
+    with pytest.raises(ValueError, match="at least 0, got -1"):
         Repeat(-1, Sequence())
     with pytest.raises(TypeError, match="expected a Program"):
         Engine(graph, [Sequence()])
     with pytest.raises(TypeError, match="Engine takes a Target, got str"):
         Engine(graph, Sequence(), "mk2")
-    with pytest.raises(ValueError, match="max_iterations must be at least 1"):
+    with pytest.raises(ValueError, match="max_iterations must be an integer of at least 1"):
         Engine(graph, Sequence(), max_iterations=0)
     with pytest.raises(TypeError, match="WriteUndef takes a Tensor"):
         WriteUndef("v")

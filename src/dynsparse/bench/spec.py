@@ -20,6 +20,7 @@ from dynsparse.bench.timing import Effort
 from dynsparse.bench.yaml_file import read_yaml
 from dynsparse.checks import is_number
 from dynsparse.files.shorten import shortened
+from dynsparse.typed import typed
 
 __all__ = ["find_spec", "read_spec"]
 
@@ -59,6 +60,7 @@ def find_spec() -> Path:
     )
 
 
+@typed
 def read_spec(file: Path) -> Spec:
     """The checked benchmarks of a YAML file.
 

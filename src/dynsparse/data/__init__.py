@@ -12,12 +12,14 @@ from dynsparse.data.digits import load_digits
 from dynsparse.data.idx import read_idx
 from dynsparse.data.mnist import SOURCES, load_mnist
 from dynsparse.data.pictures import CLASSES, DataSet, Pictures
+from dynsparse.typed import typed
 
 __all__ = ["CLASSES", "NAMES", "DataSet", "Pictures", "load", "read_idx"]
 
 NAMES = ("digits", *SOURCES)
 
 
+@typed
 def load(name: str, data_dir: str | Path | None = None) -> DataSet:
     """The data set `name`: "digits", "mnist" or "fashion-mnist".
 

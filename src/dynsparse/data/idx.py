@@ -18,12 +18,14 @@ import numpy as np
 
 from dynsparse.data.packed import GZIP_MAGIC
 from dynsparse.files.limits import HOW_TO_RAISE, read_limit
+from dynsparse.typed import typed
 
 __all__ = ["read_idx"]
 
 _UNSIGNED_BYTE = 8
 
 
+@typed
 def read_idx(path: str | Path, dimensions: int) -> np.ndarray:
     """The array in an IDX file of unsigned bytes, plain or gzip (told by content): uint8.
 

@@ -7,6 +7,8 @@ from typing import NamedTuple
 
 from torch import Tensor
 
+from dynsparse.checks import check_integer
+
 __all__ = ["CLASSES", "PIXELS", "SIDE", "DataSet", "Pictures"]
 
 SIDE = 28
@@ -41,6 +43,7 @@ class DataSet(NamedTuple):
             ValueError: not 0 < count < the number of training pictures.
         """
         total = len(self.train)
+        count = check_integer("count", count)
         if not 0 < count < total:
             raise ValueError(
                 f"expected to hold out between 1 and {total - 1} of the {total} training pictures, "

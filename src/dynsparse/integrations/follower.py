@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from dynsparse.checks import check_kind
 from dynsparse.training import SparseTrainer
 
 __all__ = ["Algorithm", "Follower"]
@@ -35,6 +36,7 @@ class Follower:
                 "expected an algorithm such as dynsparse.RigL, or a function of (model, optimizer) "
                 f"that returns a trainer, got {algorithm!r}"
             )
+        check_kind("options", options, dict, "arguments by name")
         self.trainer: SparseTrainer | None = None
         self._algorithm = algorithm
         self._options = options

@@ -7,6 +7,8 @@ from typing import Any
 
 import numpy as np
 
+from dynsparse.checks import check_flag, check_integer, check_kind
+from dynsparse.files.shorten import shortened
 from dynsparse.machine.checks import check_mapping
 from dynsparse.machine.errors import ProgramError
 from dynsparse.machine.graph import Graph
@@ -56,12 +58,13 @@ class Engine:
         max_iterations: int = 1_000_000,
         numerics: bool = True,
     ) -> None:
-        self.graph = graph
+        self.graph = check_kind("graph", graph, Graph, "a Graph")
         self.target = graph.target if target is None else target
         if not isinstance(self.target, Target):
             raise TypeError(f"Engine takes a Target, got {type(target).__name__}")
-        if max_iterations < 1:
-            raise ValueError(f"max_iterations must be at least 1, got {max_iterations}")
+        max_iterations = check_integer("max_iterations", max_iterations, 1)
+        check_flag("check_memory", check_memory)
+        check_flag("numerics", numerics)
         named = dict(program) if isinstance(program, Mapping) else {"": program}
         for one in named.values():
             if not isinstance(one, Program):
@@ -97,7 +100,8 @@ class Engine:
 
         Variables keep their values from run to run.
         """
-        if program is None and len(self._nodes) > 1:
+        check_kind("program", program, (str, type(None)), "the name of a program")
+        if program is None and len(self._nodes) != 1:
             raise ProgramError(f"say which program to run: {', '.join(self._nodes)}")
         name = next(iter(self._nodes)) if program is None else program
         if name not in self._nodes:
@@ -122,13 +126,19 @@ class Engine:
     # The host's side.
 
     def read(self, what: str | Tensor) -> np.ndarray:
-        """A copy of a tensor's values, by handle name, variable name or tensor."""
+        """A copy of a tensor's values, by handle name, variable name or tensor.
+
+        Raises:
+            KeyError: no handle or variable of that name, or several variables.
+            ProgramError: a type that is not computed.
+        """
         return self._state.read(what)
 
     def write(self, what: str | Tensor, values: Any) -> None:
         """Set a tensor's values. They round to its element type; a scalar fills it.
 
         Raises:
+            KeyError: no handle or variable of that name, or several variables.
             ValueError: another shape, or integers that do not fit the type.
             TypeError: fractional values for an integer type.
             ProgramError: a constant.
@@ -136,7 +146,13 @@ class Engine:
         self._state.write(what, values)
 
     def connect(self, stream: str, end: Any) -> None:
-        """Connect a stream of the graph to the host: see `Host.connect`."""
-        if stream not in self.graph.streams:
-            raise KeyError(f"no stream named {stream!r}")
+        """Connect a stream of the graph to the host: see `Host.connect`.
+
+        Raises:
+            KeyError: no such stream.
+            TypeError, ValueError: an end that does not fit it.
+        """
+        if not isinstance(stream, str) or stream not in self.graph.streams:
+            known = ", ".join(map(repr, self.graph.streams)) or "none"
+            raise KeyError(f"no stream named {shortened(stream)}; there are: {known}")
         self._state.host.connect(self.graph.streams[stream], end)

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
-import operator
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
+from dynsparse.checks import check_array, check_integer, check_kind
+from dynsparse.files.shorten import shortened
 from dynsparse.machine.dtypes import DType, as_dtype
 from dynsparse.machine.errors import MappingError
 from dynsparse.machine.intervals import Runs, TileMap, refine
@@ -23,6 +24,7 @@ __all__ = ["ComputeSet", "Graph", "Stream", "Variable"]
 # Variables start at multiples of this many elements, so that rows can be loaded as vectors, and at
 # least one element apart, so that no run of addresses crosses from one into the next.
 _ALIGNMENT = 64
+_MOST = 2**48
 
 
 class Variable:
@@ -92,10 +94,11 @@ class Graph:
 
     def _add(self, dtype: Any, shape: Any, name: str | None, is_constant: bool) -> Tensor:
         dtype = as_dtype(dtype)
-        sizes = list(shape) if isinstance(shape, Sequence) else [shape]
-        sizes = [operator.index(n) for n in sizes]
-        if any(n < 0 for n in sizes):
-            raise ValueError(f"a shape has sizes of 0 or more, got {sizes}")
+        given = list(shape) if isinstance(shape, Sequence) else [shape]
+        sizes = [check_integer("a size of a shape", n) for n in given]
+        if any(n < 0 for n in sizes) or math.prod(sizes) >= _MOST:
+            raise ValueError(f"sizes of 0 or more and below 2^48 in all, got {shortened(sizes)}")
+        check_kind("name", name, (str, type(None)), "a text or None")
         group = self.variables.setdefault(dtype, [])
         start = self.sizes.get(dtype, 0)
         strides = [math.prod(sizes[i + 1 :]) for i in range(len(sizes))]
@@ -135,7 +138,7 @@ class Graph:
     def set_initial_value(self, tensor: Tensor, values: Any) -> None:
         """What the tensor holds when an engine is made."""
         self._own(tensor)
-        array = np.asarray(values).astype(tensor.dtype.numpy)
+        array = check_array("values", values, "fiub", "numbers").astype(tensor.dtype.numpy)
         self.initial.append((tensor, np.broadcast_to(array, tensor.shape)))
 
     def _own(self, tensor: Any) -> Tensor:
@@ -182,9 +185,7 @@ class Graph:
             MappingError: a tile that does not exist, or tiles of another shape.
         """
         tensor = self._own(tensor)
-        where = np.asarray(tiles)
-        if where.dtype.kind not in "iu":
-            raise TypeError(f"tiles must be integers, got {where.dtype}")
+        where = check_array("tiles", tiles, "iu", "integers")
         if where.shape != tensor.shape[: where.ndim]:
             raise MappingError(
                 f"tiles of the shape {list(where.shape)} must match the leading dimensions of "
@@ -223,8 +224,14 @@ class Graph:
         Both are integers [stretches]; the lengths add up to the tensor's elements.
         """
         tensor = self._own(tensor)
-        size, where = np.asarray(lengths, np.int64), np.asarray(tiles, np.int64)
-        if size.shape != where.shape or int(size.sum()) != tensor.numel:
+        size = check_array("lengths", lengths, "iu", "integers").astype(np.int64)
+        where = check_array("tiles", tiles, "iu", "integers").astype(np.int64)
+        if (
+            size.ndim != 1
+            or (size < 0).any()
+            or size.shape != where.shape
+            or int(size.sum()) != tensor.numel
+        ):
             raise MappingError(
                 f"expected a tile for each of {size.size} stretches of {tensor.numel} elements in "
                 f"all, got {where.size} tiles and {int(size.sum())} elements"
@@ -250,8 +257,9 @@ class Graph:
         Each tile gets a multiple of `grain` elements and at least `min_per_tile`.
         """
         tensor = self._own(tensor)
-        if grain < 1 or min_per_tile < 1:
-            raise ValueError(f"grain and min_per_tile must be 1 or more: {grain}, {min_per_tile}")
+        grain = check_integer("grain", grain, 1)
+        min_per_tile = check_integer("min_per_tile", min_per_tile, 1)
+        first_tile = check_integer("first_tile", first_tile, 0)
         grains = -(-tensor.numel // grain)
         tiles = min(self.target.tiles - first_tile, max(1, tensor.numel // min_per_tile))
         if tiles < 1:
@@ -298,10 +306,13 @@ class Graph:
             TypeError, ValueError: a field missing, unknown, of another type or count.
             MappingError: a tile that does not exist.
         """
+        check_kind("compute_set", compute_set, ComputeSet, "a ComputeSet")
+        check_kind("codelet", codelet, Codelet, "a Codelet")
+        check_kind("values", values, Mapping, "tensors and numbers by name")
         if compute_set.graph is not self:
             raise ValueError(f"compute set {compute_set.name!r} belongs to another graph")
-        grid = np.asarray(tiles)
-        if not grid.ndim or (grid.size and grid.dtype.kind not in "iu"):
+        grid = check_array("tiles", tiles, "iu", "integers [vertices]")
+        if not grid.ndim:
             raise TypeError(f"tiles must be integers [vertices], got {grid.dtype} {grid.shape}")
         if grid.size and not (grid.min() >= 0 and grid.max() < self.target.tiles):
             worst = grid.min() if grid.min() < 0 else grid.max()
@@ -312,7 +323,7 @@ class Graph:
         wanted = {*codelet.fields, *codelet.scalars}
         if wanted != set(values):
             raise ValueError(
-                f"codelet {codelet.name!r} takes {sorted(wanted)}, got {sorted(values)}"
+                f"codelet {codelet.name!r} takes {sorted(wanted)}, got {shortened([*values])}"
             )
         edges: dict[str, Tensor] = {}
         offsets: dict[str, np.ndarray] = {}
@@ -338,12 +349,12 @@ class Graph:
             edges[name] = tensor
         scalars: dict[str, Any] = {}
         for name in codelet.scalars:
-            value = values[name]
-            scalars[name] = value if np.ndim(value) == 0 else np.asarray(value)
-            if np.ndim(value) and scalars[name].shape != grid.shape:
+            array = check_array(f"scalar {name!r}", values[name], "fiub", "numbers")
+            scalars[name] = array if array.ndim else values[name]
+            if array.ndim and array.shape != grid.shape:
                 raise ValueError(
                     f"scalar {name!r} of {codelet.name!r} needs the shape {list(grid.shape)}, "
-                    f"got {list(scalars[name].shape)}"
+                    f"got {list(array.shape)}"
                 )
         made = VertexSet(codelet, grid.astype(np.int64), edges, offsets, scalars)
         compute_set.vertex_sets.append(made)
@@ -353,11 +364,14 @@ class Graph:
         self, compute_set: ComputeSet, codelet: Codelet, tile: int, values: Mapping[str, Any]
     ) -> VertexSet:
         """One vertex. Fields are tensors without the leading axis of `add_vertices`."""
+        check_kind("values", values, Mapping, "tensors and numbers by name")
         lifted = {
             name: value.expand_dims(0) if isinstance(value, Tensor) else value
             for name, value in values.items()
         }
-        return self.add_vertices(compute_set, codelet, np.array([operator.index(tile)]), lifted)
+        return self.add_vertices(
+            compute_set, codelet, np.array([check_integer("tile", tile)]), lifted
+        )
 
     # The host's side.
 
@@ -373,7 +387,9 @@ class Graph:
         """A stream for `Copy`: `numel` elements each time, to or from the machine."""
         if name in self.streams:
             raise ValueError(f"the stream {name!r} exists already")
-        self.streams[name] = Stream(name, as_dtype(dtype), operator.index(numel), to_device)
+        self.streams[name] = Stream(
+            name, as_dtype(dtype), check_integer("numel", numel, 0), to_device
+        )
         return self.streams[name]
 
 

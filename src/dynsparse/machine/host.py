@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from dynsparse.checks import check_array
 from dynsparse.machine.errors import ProgramError
 from dynsparse.machine.graph import Stream
 
@@ -30,7 +31,7 @@ class Host:
         if callable(end):
             self._ends[stream] = end
             return
-        array = end if isinstance(end, np.ndarray) else np.asarray(end)
+        array = check_array(f"the end of stream {stream.name!r}", end, "fiub", "numbers")
         if not stream.to_device and array is not end:
             raise TypeError(f"stream {stream.name!r} writes into a NumPy array or a function")
         rows = array[None] if array.ndim == 1 else array

@@ -7,6 +7,8 @@ from typing import Any
 
 import numpy as np
 
+from dynsparse.checks import check_kind
+from dynsparse.files.shorten import shortened
 from dynsparse.machine.memory import MemoryUse
 from dynsparse.machine.target import Target
 from dynsparse.typed import typed
@@ -163,14 +165,20 @@ class Profile:
         return out
 
     def step(self, name: str) -> StepProfile:
-        """The step of this name: its whole path, or the end of it if only one step has it."""
+        """The step of this name: its whole path, or the end of it if only one step has it.
+
+        Raises:
+            KeyError: no step of that name, or several.
+        """
+        check_kind("name", name, str, "the name of a step")
         exact = [s for s in self.steps if s.name == name]
         found = exact or [s for s in self.steps if s.name.endswith("/" + name)]
         if len(found) != 1:
             names = ", ".join(s.name for s in (found or self.steps)[:8])
-            raise KeyError(f"{len(found)} steps are named {name!r}; among: {names}")
+            raise KeyError(f"{len(found)} steps are named {shortened(name)}; among: {names}")
         return found[0]
 
+    @typed
     def to_dict(self, per_tile: bool = True) -> dict[str, Any]:
         """Plain data for JSON or a report page.
 

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import operator
 from collections import abc
 from typing import Any
 
+from dynsparse.checks import check_integer, check_kind
 from dynsparse.machine.errors import ProgramError
 from dynsparse.machine.graph import ComputeSet, Stream
 from dynsparse.machine.tensor import Tensor
@@ -112,9 +112,7 @@ class Repeat(Program):
     """Run the body a fixed number of times."""
 
     def __init__(self, count: int, body: Program, *, name: str | None = None) -> None:
-        self.count = operator.index(count)
-        if self.count < 0:
-            raise ValueError(f"Repeat takes a count of 0 or more, got {count}")
+        self.count = check_integer("the count of Repeat", count, 0)
         self.body = _check(body)
         self.name = name
 
@@ -190,8 +188,9 @@ class Switch(Program):
         name: str | None = None,
     ) -> None:
         self.value = _check_scalar(value, "the value of Switch")
+        check_kind("the cases of Switch", cases, (abc.Mapping, abc.Sequence), "programs by number")
         items = cases.items() if isinstance(cases, abc.Mapping) else enumerate(cases)
-        self.cases = {operator.index(k): _check(p) for k, p in items}
+        self.cases = {check_integer("a case of Switch", k): _check(p) for k, p in items}
         self.default = _check(default) if default is not None else Sequence()
         self.name = name
 

@@ -6,6 +6,8 @@ from typing import Any
 
 import numpy as np
 
+from dynsparse.checks import check_array, check_kind
+from dynsparse.files.shorten import shortened
 from dynsparse.machine.dtypes import DType
 from dynsparse.machine.errors import MachineError, ProgramError
 from dynsparse.machine.exchange import CopyPlan
@@ -67,13 +69,13 @@ class State:
             if what.graph is not self.graph:
                 raise MachineError("the tensor belongs to another graph")
             return what
+        check_kind("what is read or written", what, str, "a Tensor or a name")
         if what in self.graph.handles:
             return self.graph.handles[what]
         found = [v for group in self.graph.variables.values() for v in group if v.name == what]
         if len(found) != 1:
-            raise KeyError(
-                f"{'several variables' if found else 'no handle or variable'} named {what!r}"
-            )
+            several = "several variables" if found else "no handle or variable"
+            raise KeyError(f"{several} named {shortened(what)}")
         return found[0].tensor
 
     def read(self, what: str | Tensor) -> np.ndarray:
@@ -100,9 +102,7 @@ class State:
 
     def store(self, tensor: Tensor, values: Any, what: str) -> None:
         """Set a tensor's values; errors as of `write`, with `what` was done in the message."""
-        if hasattr(values, "detach"):
-            values = values.detach().cpu().numpy()
-        array = np.asarray(values)
+        array = check_array(what, values, "fiub", "numbers")
         if array.shape not in ((), tensor.shape):
             raise ValueError(f"{what}: expected {list(tensor.shape)}, got {list(array.shape)}")
         kind = tensor.dtype.numpy.kind

@@ -38,7 +38,10 @@ import math
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
+import numpy as np
+
 from dynsparse.checks import check_integer
+from dynsparse.files.shorten import shortened
 from dynsparse.machine.dtypes import FLOAT, HALF, as_dtype
 from dynsparse.typed import typed
 
@@ -170,7 +173,9 @@ class Target:
     @typed
     def seconds(self, cycles: float) -> float:
         """The time of so many cycles."""
-        return cycles / self.clock_hz
+        if not isinstance(cycles, (int, float, np.number)) or isinstance(cycles, bool):
+            raise TypeError(f"cycles must be a number, got {shortened(cycles)}")
+        return float(cycles) / self.clock_hz
 
     def to_dict(self) -> dict[str, Any]:
         """Every field, for reports."""

@@ -9,11 +9,26 @@ from typing import Any
 import numpy as np
 from numpy.lib.stride_tricks import as_strided
 
+from dynsparse.checks import check_integer, check_kind
 from dynsparse.machine.dtypes import DType
 from dynsparse.machine.intervals import Runs
 from dynsparse.typed import typed
 
 __all__ = ["Tensor", "concat", "rotation"]
+
+
+def _axis(axis: Any, dimensions: int) -> int:
+    """Which of the dimensions is meant; negative ones count from the end."""
+    found = check_integer("axis", axis)
+    if not -dimensions <= found < dimensions:
+        raise ValueError(f"axis must be one of {dimensions} dimensions, got {found}")
+    return found % dimensions
+
+
+def _sizes(shape: Sequence[Any]) -> list[int]:
+    """Sizes given one by one or as a sequence."""
+    given = shape[0] if len(shape) == 1 and isinstance(shape[0], Sequence) else shape
+    return [check_integer("a size", size) for size in given]
 
 
 def _reshaped_strides(
@@ -181,7 +196,7 @@ class Tensor:
                 shape.append(count)
                 strides.append(step * stride)
             else:
-                index = int(part)
+                index = check_integer("an index", part)
                 if not -size <= index < size:
                     raise IndexError(
                         f"index {index} is outside dimension {axis - 1} of {list(self.shape)}"
@@ -191,7 +206,8 @@ class Tensor:
 
     def slice(self, start: int, stop: int, axis: int = 0) -> Tensor:
         """Elements [start, stop) of one dimension."""
-        axis = axis % self.ndim
+        axis = _axis(axis, self.ndim)
+        start, stop = check_integer("start", start), check_integer("stop", stop)
         if not 0 <= start <= stop <= self.shape[axis]:
             raise IndexError(
                 f"slice [{start}, {stop}) is outside dimension {axis} of {list(self.shape)}"
@@ -200,7 +216,7 @@ class Tensor:
 
     def reshape(self, *shape: Any) -> Tensor:
         """The same elements in order under another shape; one size may be -1."""
-        new = list(shape[0] if len(shape) == 1 and isinstance(shape[0], Sequence) else shape)
+        new = _sizes(shape)
         if new.count(-1) == 1:
             rest = -math.prod(new)
             if rest <= 0 or self.numel % rest:
@@ -223,7 +239,7 @@ class Tensor:
 
     def transpose(self, *axes: int) -> Tensor:
         """The dimensions in the order `axes` (reversed when none are given)."""
-        order = [a % self.ndim for a in axes] if axes else list(range(self.ndim))[::-1]
+        order = [_axis(a, self.ndim) for a in axes] if axes else list(range(self.ndim))[::-1]
         if sorted(order) != list(range(self.ndim)):
             raise ValueError(f"axes must name each of {self.ndim} dimensions once, got {axes}")
         if self._strides is None:
@@ -233,7 +249,7 @@ class Tensor:
 
     def broadcast_to(self, *shape: int) -> Tensor:
         """Repeated along new leading dimensions and those of size 1. Only to be read."""
-        new = list(shape[0] if len(shape) == 1 and isinstance(shape[0], Sequence) else shape)
+        new = _sizes(shape)
         extra = len(new) - self.ndim
         fits = extra >= 0 and all(a in (1, b) for a, b in zip(self.shape, new[extra:], strict=True))
         if not fits:
@@ -248,12 +264,12 @@ class Tensor:
 
     def expand_dims(self, axis: int) -> Tensor:
         """A dimension of size 1 before `axis`."""
-        axis = axis % (self.ndim + 1)
+        axis = _axis(axis, self.ndim + 1)
         return self.reshape([*self.shape[:axis], 1, *self.shape[axis:]])
 
     def squeeze(self, axis: int) -> Tensor:
         """Without the dimension `axis`, which must be of size 1."""
-        axis = axis % self.ndim
+        axis = _axis(axis, self.ndim)
         if self.shape[axis] != 1:
             raise ValueError(f"dimension {axis} of {list(self.shape)} is not of size 1")
         return self.reshape([*self.shape[:axis], *self.shape[axis + 1 :]])
@@ -263,10 +279,13 @@ class Tensor:
 def concat(tensors: Sequence[Tensor], axis: int = 0) -> Tensor:
     """One tensor after the other along `axis`. It lists an address per element, so for large
     operands prefer one variable and its slices, or a `Copy` of several pairs."""
+    tensors = list(tensors)
     if not tensors:
         raise ValueError("concat needs at least one tensor")
-    first = tensors[0]
+    first = check_kind("what is joined", tensors[0], Tensor, "tensors of a graph")
+    axis = _axis(axis, first.ndim)
     for other in tensors[1:]:
+        check_kind("what is joined", other, Tensor, "tensors of a graph")
         if other.dtype != first.dtype:
             raise TypeError(f"concat of {first.dtype.name} and {other.dtype.name}: cast first")
         if other.graph is not first.graph:
@@ -287,8 +306,8 @@ def rotation(
         raise ValueError(
             f"a rotation keeps the shape, got {list(source.shape)} and {list(destination.shape)}"
         )
-    size = source.shape[axis]
-    shift %= size
+    size = source.shape[_axis(axis, source.ndim)]
+    shift %= max(size, 1)
     cuts = [(0, size)] if shift == 0 else [(shift, size), (0, shift)]
     pairs, at = [], 0
     for start, stop in cuts:

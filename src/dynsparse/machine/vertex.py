@@ -13,10 +13,13 @@ from typing import Any, Literal
 
 import numpy as np
 
+from dynsparse.checks import check_array, check_integer, check_kind, is_number
+from dynsparse.files.shorten import shortened
 from dynsparse.machine.dtypes import DType, as_dtype
 from dynsparse.machine.errors import ProgramError
 from dynsparse.machine.intervals import Runs, expand
 from dynsparse.machine.tensor import Tensor
+from dynsparse.typed import typed
 
 __all__ = [
     "Codelet",
@@ -30,6 +33,7 @@ __all__ = [
     "VertexView",
 ]
 
+_RUNS_ON = ("worker", "workers", "supervisor")
 _RESERVED = ("count", "rank", "shape", "tiles", "target", "torch")
 
 
@@ -64,6 +68,7 @@ def InOut(*dtypes: Any) -> Field:
     return Field("inout", tuple(as_dtype(d) for d in dtypes) or None)
 
 
+@typed
 @dataclass(frozen=True, eq=False)
 class Codelet:
     """What a vertex computes and how long it takes.
@@ -98,11 +103,20 @@ class Codelet:
     code_bytes: int = 0
 
     def __post_init__(self) -> None:
-        if self.runs_on not in ("worker", "workers", "supervisor"):
-            raise ValueError(f"runs_on must be worker, workers or supervisor, got {self.runs_on!r}")
+        if not isinstance(self.runs_on, str) or self.runs_on not in _RUNS_ON:
+            raise ValueError(
+                f"runs_on must be worker, workers or supervisor, got {shortened(self.runs_on)}"
+            )
+        if isinstance(self.scalars, (str, bytes)):
+            raise TypeError(f"scalars must be names, got {shortened(self.scalars)}")
         for name in (*self.fields, *self.scalars):
-            if name in _RESERVED or not name.isidentifier():
-                raise ValueError(f"codelet {self.name!r}: {name!r} cannot name a field")
+            if not isinstance(name, str) or name in _RESERVED or not name.isidentifier():
+                raise ValueError(f"codelet {self.name!r}: {shortened(name)} cannot name a field")
+        for name, field in self.fields.items():
+            check_kind(f"field {name!r} of codelet {self.name!r}", field, Field, "In, Out or InOut")
+        if not callable(self.cycles) and not is_number(self.cycles):
+            raise TypeError(f"cycles must be a number or a function, got {shortened(self.cycles)}")
+        check_integer("code_bytes", self.code_bytes, 0)
         both = set(self.fields) & set(self.scalars)
         if both:
             raise ValueError(f"codelet {self.name!r}: {sorted(both)} are both field and scalar")
@@ -122,7 +136,14 @@ class Ragged:
     offsets: np.ndarray
 
     def __post_init__(self) -> None:
-        offsets = np.asarray(self.offsets, np.int64)
+        check_kind("tensor", self.tensor, Tensor, "a Tensor of a graph")
+        given = check_array("offsets", self.offsets, expected="integers")
+        if (
+            given.dtype.kind == "f"
+            and not (given == np.rint(np.clip(given, -(2**52), 2**52))).all()
+        ):
+            raise TypeError(f"offsets must be integers, got {shortened(self.offsets)}")
+        offsets = given.astype(np.int64)
         object.__setattr__(self, "offsets", offsets)
         if self.tensor.ndim != 1:
             raise ValueError(f"Ragged takes a tensor [n], got {list(self.tensor.shape)}")

@@ -15,7 +15,8 @@ from typing import Any
 
 import numpy as np
 
-from dynsparse.checks import check_integer
+from dynsparse.checks import check_integer, is_number
+from dynsparse.files.shorten import shortened
 from dynsparse.machine import codelets
 from dynsparse.machine.dtypes import FLOAT, HALF, UNSIGNED_INT
 from dynsparse.machine.graph import Graph
@@ -53,7 +54,7 @@ def create_indices_tensor(
         ValueError: fewer than one index; several groups.
     """
     _require_one_group(params)
-    count = check_integer("num_indices", num_indices, 1)
+    count = _count(num_indices, graph)
     indices = graph.add_variable(UNSIGNED_INT, [count], name)
     graph.map_linearly(indices, min_per_tile=_LEAST_INDICES)
     return indices
@@ -77,8 +78,18 @@ def create_slice_tensor(
     """
     _require_one_group(params)
     plan = make_plan(graph.target, dtype, params, options, cache)
-    layout = SliceLayout(plan, check_integer("num_indices", num_indices, 1))
+    layout = SliceLayout(plan, _count(num_indices, graph))
     return layout.natural(layout.add(graph, machine_type(plan), name))
+
+
+def _count(num_indices: Any, graph: Graph) -> int:
+    count = check_integer("num_indices", num_indices, 1)
+    room = graph.target.tiles * graph.target.bytes_per_tile
+    if count * UNSIGNED_INT.size > room:
+        raise ValueError(
+            f"num_indices must be such as fit the {room:,} bytes of all tiles, got {count:,}"
+        )
+    return count
 
 
 def _require_one_group(params: FullyConnectedParams) -> None:
@@ -210,6 +221,8 @@ def embedding_update_add(
 def _spread_scale(graph: Graph, scale: Any, tiles: np.ndarray, steps: Sequence) -> Tensor:
     """The scale on every tile, float."""
     if not isinstance(scale, Tensor):
+        if not is_number(scale):
+            raise TypeError(f"scale must be a number or a Tensor, got {shortened(scale)}")
         return graph.add_constant(FLOAT, tiles.shape, float(scale), "scale", tiles=tiles)
     if scale.numel != 1 or scale.dtype not in (FLOAT, HALF):
         raise ValueError(

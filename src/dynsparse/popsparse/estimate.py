@@ -234,6 +234,10 @@ def _uses(model: Any, example_input: Any) -> list[tuple[str, Any, int]]:
         model.eval()
         with torch.no_grad(), torch.random.fork_rng(devices=[]):
             model(*arguments)
+    except Exception as error:  # of any kind: it is what a module makes of what it cannot take
+        raise ValueError(
+            f"the model must take example_input, got {type(error).__name__}: {error}"
+        ) from error
     finally:
         for hook in hooks:
             hook.remove()

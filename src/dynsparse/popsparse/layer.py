@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
 
+from dynsparse.files.shorten import shortened
 from dynsparse.machine import Engine, Graph, Profile, Program, Sequence, Tensor
 from dynsparse.popsparse.buckets.encoded import EncodedPattern
 from dynsparse.popsparse.dense.weights import DensePatterns
 from dynsparse.popsparse.device.choice import operations
+from dynsparse.popsparse.product.block_lists import to_numpy
 from dynsparse.popsparse.product.plan import PASSES, Plan
 from dynsparse.typed import typed
 
@@ -63,10 +66,12 @@ class Layer:
         self.plan = plan
         self.numerics = numerics
         names = [name for name in PASSES if name in plan.costs]
+        if passes is not None and not isinstance(passes, Iterable):
+            raise TypeError(f"passes must be names such as {PASSES}, got {shortened(passes)}")
         wanted = names if passes is None else list(passes)
         for name in wanted:
-            if name not in names:
-                raise ValueError(f"the plan is for {', '.join(names)}, not for {name!r}")
+            if not isinstance(name, str) or name not in names:
+                raise ValueError(f"the plan is for {', '.join(names)}, not for {shortened(name)}")
         self.profiles: dict[str, Profile] = {}
         self._encoded: EncodedPattern | DensePatterns | None = None
         build = operations(plan)
@@ -115,8 +120,7 @@ class Layer:
         """Write values [nnz] or [nnz, b, b] of the pattern that was set."""
         if self.encoding is None:
             raise ValueError("set a pattern first")
-        array = values.detach().cpu().numpy() if hasattr(values, "detach") else np.asarray(values)
-        self.engine.write("values", self.encoding.place(array))
+        self.engine.write("values", self.encoding.place(to_numpy(values)))
 
     def set_weights(self, pattern: Any, values: Any) -> None:
         """`set_pattern` and `set_values`; for several groups, sequences of both."""

@@ -164,6 +164,7 @@ class Partitioner:
 
         Raises: as `encode`.
         """
+        _check_pattern(pattern)
         rows, cols, _ = self._coordinates(pattern)
         return self._fill(assign(rows, cols, self.layout))[0]
 
@@ -206,11 +207,8 @@ class Partitioner:
             found = list(value)
         else:
             raise ValueError(f"{what} must be a sequence of {self.groups}, one for each group")
-        for one in found:
-            if what == "pattern" and not isinstance(one, (SparsePattern, SparseMatrix)):
-                raise TypeError(
-                    f"expected a SparsePattern or a SparseMatrix, got {type(one).__name__}"
-                )
+        for one in found if what == "pattern" else ():
+            _check_pattern(one)
         return found
 
     def _encode_patterns(self, patterns: list[Any]) -> EncodedPattern:
@@ -348,3 +346,8 @@ class Partitioner:
         if self.block[0] != self.block[1]:
             return matrix.canonical()
         return matrix.to_pattern()
+
+
+def _check_pattern(pattern: Any) -> None:
+    if not isinstance(pattern, (SparsePattern, SparseMatrix)):
+        raise TypeError(f"expected a SparsePattern or a SparseMatrix, got {type(pattern).__name__}")

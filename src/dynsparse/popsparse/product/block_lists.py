@@ -8,6 +8,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from dynsparse.checks import check_array
+
 __all__ = [
     "Blocks",
     "check_offsets",
@@ -36,14 +38,9 @@ def to_numpy(values: Any, what: str = "values") -> np.ndarray:
     Raises:
         TypeError: a type NumPy does not have (bfloat16), or one that is not a number.
     """
-    if isinstance(values, Tensor):
-        if values.dtype == torch.bfloat16:
-            raise TypeError(f"{what} must be float16, float32 or float64, got bfloat16: convert it")
-        return values.detach().cpu().numpy()
-    array = np.asarray(values)
-    if array.dtype.kind not in "fiu":
-        raise TypeError(f"{what} must be real numbers, got {array.dtype}")
-    return array
+    if isinstance(values, Tensor) and values.dtype == torch.bfloat16:
+        raise TypeError(f"{what} must be float16, float32 or float64, got bfloat16: convert it")
+    return check_array(what, values)
 
 
 def index_array(values: Any, what: str) -> np.ndarray:

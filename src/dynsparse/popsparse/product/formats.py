@@ -17,6 +17,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from dynsparse.checks import check_integer
+from dynsparse.files.shorten import shortened
 from dynsparse.pattern import SparsePattern
 from dynsparse.popsparse.product.block_lists import (
     Blocks,
@@ -36,9 +38,12 @@ M = TypeVar("M", bound="SparseMatrix")
 
 
 def _pair(value: Sequence[int], what: str) -> tuple[int, int]:
-    if not isinstance(value, Sequence) or len(value) != 2 or min(value) < 1:
-        raise ValueError(f"{what} must be two integers of at least 1, got {value!r}")
-    return int(value[0]), int(value[1])
+    if isinstance(value, str) or not isinstance(value, Sequence) or len(value) != 2:
+        raise ValueError(f"{what} must be two integers of at least 1, got {shortened(value)}")
+    first, second = (check_integer(what, size) for size in value)
+    if min(first, second) < 1:
+        raise ValueError(f"{what} must be two integers of at least 1, got {shortened(value)}")
+    return first, second
 
 
 class SparseMatrix:

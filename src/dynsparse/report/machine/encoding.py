@@ -6,6 +6,8 @@ from typing import Any
 
 import numpy as np
 
+from dynsparse.checks import check_kind
+
 __all__ = ["encoding_data"]
 
 
@@ -27,9 +29,16 @@ def encoding_data(partitioner: Any, encoded: Any) -> dict[str, Any]:
         "words_capacity", "grad_a_words_capacity". "spilled", "propagated" (blocks) and
         "propagation_steps". "ends": where the loops of the propagation end; "offsets": the (x, y)
         it visits; "travels": (x, y, values) that lie at a distance.
+
+    Raises:
+        TypeError: something else than these.
     """
+    from dynsparse.popsparse.buckets.encoded import Encoded, EncodedPattern
+    from dynsparse.popsparse.buckets.partitioner import Partitioner
     from dynsparse.popsparse.buckets.reader import read_buckets
 
+    check_kind("partitioner", partitioner, Partitioner, "a Partitioner")
+    check_kind("encoded", encoded, (Encoded, EncodedPattern), "what a partitioner encoded")
     pattern = getattr(encoded, "pattern", encoded)
     layout, groups, info = partitioner.layout, partitioner.groups, pattern.info
     parts_x, parts_y, parts_z = layout.partition

@@ -6,9 +6,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from dynsparse.checks import check_kind
 from dynsparse.report.machine.encoding import encoding_data
 from dynsparse.report.machine.format import number
 from dynsparse.report.machine.report import write_report
+from dynsparse.typed import typed
 
 __all__ = ["plan_summary", "write_layer_report"]
 
@@ -34,6 +36,7 @@ def plan_summary(plan: Any) -> dict[str, Any]:
     return out
 
 
+@typed
 def write_layer_report(
     path: str | Path,
     layer: Any,
@@ -60,9 +63,11 @@ def write_layer_report(
         OSError: the file cannot be written.
     """
     from dynsparse.popsparse.buckets.partitioner import Partitioner
+    from dynsparse.popsparse.layer import Layer
     from dynsparse.popsparse.planner.report import plan_report
     from dynsparse.popsparse.timing.model import predict
 
+    check_kind("layer", layer, Layer, "a popsparse.Layer")
     plan, profiles, encoding = layer.plan, layer.profiles, layer.encoding
     if not profiles or encoding is None:
         raise ValueError("the layer has nothing to report: set a sparse pattern and run a pass")

@@ -14,6 +14,7 @@ from dynsparse.files.whole import write_whole
 from dynsparse.report.figure import MUTED, colour_map, figure, need_matplotlib, save
 from dynsparse.report.training.curves import draw_curves
 from dynsparse.training.records import RecordError, Records
+from dynsparse.typed import typed
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -32,6 +33,7 @@ _SPELLING = {
 Frame = tuple[int, np.ndarray]
 
 
+@typed
 def visualise(
     records_path: str | os.PathLike[str],
     output_dir: str | os.PathLike[str] | None = None,

@@ -23,6 +23,7 @@ from dynsparse.training.records.files import (
     read_telemetry,
     update_files,
 )
+from dynsparse.typed import typed
 
 __all__ = ["DeadUnits", "Records"]
 
@@ -52,6 +53,7 @@ class Records:
     telemetry: list[dict[str, Any]]
 
     @classmethod
+    @typed
     def load(cls, path: str | os.PathLike[str], *, updates: int | None = None) -> Records:
         """Read a record; the positions themselves are read when they are asked for.
 
@@ -83,10 +85,12 @@ class Records:
     def __repr__(self) -> str:
         return f"Records({str(self.path)!r}, layers={list(self.layers)}, patterns={len(self)})"
 
+    @typed
     def initial(self, layer: str) -> np.ndarray:
         """The flat block positions at index 0: sorted int64 [nnz]."""
         return self._positions(0, f"positions/{layer}", self._layer(layer))
 
+    @typed
     def changes(self, layer: str) -> Iterator[tuple[np.ndarray, np.ndarray]]:
         """What each update dropped and grew: two arrays of sorted flat positions, int64.
 
@@ -99,6 +103,7 @@ class Records:
                 self._positions(index, f"grown/{layer}", info),
             )
 
+    @typed
     def patterns(self, layer: str) -> Iterator[tuple[int, SparsePattern]]:
         """(step, pattern) for every index, each made from the one before it.
 
@@ -118,6 +123,7 @@ class Records:
             flat = after
             yield self.steps[index], _pattern(flat, info)
 
+    @typed
     def pattern(self, layer: str, index: int) -> SparsePattern:
         """The pattern at one index, counted from the end when negative.
 
@@ -134,6 +140,7 @@ class Records:
                 return pattern
         raise AssertionError("unreachable: every index below len(self) is visited")
 
+    @typed
     def churn(self, layer: str) -> np.ndarray:
         """The share of the connections each update replaced: float64 [updates].
 
@@ -147,6 +154,7 @@ class Records:
             nnz += len(grown) - len(dropped)
         return np.array(shares, np.float64)
 
+    @typed
     def exploration(self, layer: str) -> np.ndarray:
         """The share of all positions that were active at that index or before: float64 [indices].
 
@@ -159,6 +167,7 @@ class Records:
         new = np.bincount(index[first], minlength=len(arrivals))
         return np.cumsum(new) / self._layer(layer).total
 
+    @typed
     def dead_units(self, layer: str) -> DeadUnits:
         """How many inputs and outputs have no connection at each index."""
         info = self._layer(layer)

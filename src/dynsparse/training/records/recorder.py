@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from dynsparse.checks import check_flag, check_integer
+from dynsparse.checks import check_flag, check_integer, check_kind
 from dynsparse.files.whole import write_text_whole, write_whole
 from dynsparse.pattern import Rewiring, SparsePattern
 from dynsparse.training.records.files import (
@@ -28,6 +28,7 @@ from dynsparse.training.records.files import (
     update_name,
 )
 from dynsparse.training.records.reader import Records
+from dynsparse.typed import typed
 
 __all__ = ["Recorder"]
 
@@ -52,6 +53,7 @@ class Recorder:
         TypeError: metadata that JSON cannot hold.
     """
 
+    @typed
     def __init__(
         self, path: str | os.PathLike[str], metadata: Mapping[str, Any] | None = None
     ) -> None:
@@ -83,6 +85,7 @@ class Recorder:
         more = any(file.name != update_name(0) for file in self.path.glob("update-*.npz"))
         return more or (telemetry.exists() and telemetry.stat().st_size > 0)
 
+    @typed
     def start(
         self, patterns: Mapping[str, SparsePattern], step: int = 0, *, overwrite: bool = False
     ) -> None:
@@ -102,6 +105,7 @@ class Recorder:
         check_flag("overwrite", overwrite)
         if not patterns:
             raise ValueError("expected at least one layer to record, got none")
+        _check_layers(patterns, SparsePattern, "a SparsePattern")
         if self.holds_updates and not overwrite:
             raise RecordError(
                 f"{self.path} holds the record of an earlier training: go on with it by "
@@ -128,6 +132,7 @@ class Recorder:
         self._write(step, arrays)
         self._patterns = dict(patterns)
 
+    @typed
     def update(self, step: int, rewirings: Mapping[str, Rewiring]) -> None:
         """Record one pattern update; layers that were not rewired may be left out.
 
@@ -137,6 +142,7 @@ class Recorder:
             KeyError: a layer that is not in the record.
         """
         step = self._next_step(step)
+        _check_layers(rewirings, Rewiring, "a Rewiring")
         arrays: dict[str, np.ndarray] = {}
         for name, rewiring in rewirings.items():
             if name not in self._patterns:
@@ -153,6 +159,7 @@ class Recorder:
         self._write(step, arrays)
         self._patterns |= {name: rewiring.after for name, rewiring in rewirings.items()}
 
+    @typed
     def log(self, step: int, figures: Mapping[str, Any]) -> None:
         """Add one line of telemetry, such as {"loss": 0.3}. Any step, any keys but "step".
 
@@ -168,6 +175,7 @@ class Recorder:
             file.flush()
             os.fsync(file.fileno())
 
+    @typed
     def truncate(self, step: int, patterns: Mapping[str, SparsePattern] | None = None) -> None:
         """Forget what was recorded after `step`, and continue from there.
 
@@ -243,6 +251,12 @@ def _up_to(files: list[Path], step: int) -> tuple[int, RecordError | None]:
 def _compact(flat: torch.Tensor, pattern: SparsePattern) -> np.ndarray:
     small = pattern.total <= np.iinfo(np.int32).max
     return flat.numpy().astype(np.int32 if small else np.int64)
+
+
+def _check_layers(found: Mapping[Any, Any], kind: type, expected: str) -> None:
+    for name, one in found.items():
+        check_kind("the name of a layer", name, str, "a text")
+        check_kind(f"what is recorded of {name!r}", one, kind, expected)
 
 
 def _step(step: Any) -> int:

@@ -1,0 +1,164 @@
+"""Right calls of what reads and writes files: records, checkpoints, data, pages and pictures."""
+
+from __future__ import annotations
+
+import struct
+
+import torch
+from recipes import Recipe
+from recipes_core import call, folder, model, of, pattern, rewiring
+from recipes_popsparse import encoded, partitioner
+from recipes_popsparse import layer as machine_layer
+from recipes_popsparse import pattern as machine_pattern
+from recipes_popsparse import plan as machine_plan
+from recipes_training import checkpoint, optimizer_of
+
+import dynsparse as ds
+from dynsparse import data, popsparse
+from dynsparse.bench.spec import find_spec, read_spec
+from dynsparse.integrations.follower import Follower
+from dynsparse.report.machine import encoding_data, report_html, write_layer_report, write_report
+from dynsparse.report.training.connectivity import visualise
+from dynsparse.training.checkpoint import read_extra
+from dynsparse.training.records import RecordedLayer, Recorder, Records
+
+
+def recorder():
+    made = Recorder(folder())
+    made.start({"a": pattern()})
+    return made
+
+
+def recorded():
+    made = recorder()
+    made.update(1, {"a": rewiring()})
+    made.log(1, {"loss": 0.5})
+    return made
+
+
+def records():
+    return Records.load(recorded().path)
+
+
+def idx_file():
+    path = folder() / "labels"
+    path.write_bytes(struct.pack(">HBBI", 0, 8, 1, 3) + bytes(3))
+    return path
+
+
+def pictures():
+    count = 8
+    half = data.Pictures(torch.zeros(count, 784), torch.zeros(count, dtype=torch.int64))
+    return data.DataSet("mine", half, half)
+
+
+def ran():
+    made = machine_layer()
+    made.run("forward")
+    return made
+
+
+def page():
+    profile = ran().profiles["forward"]
+    return {
+        "title": "A product",
+        "summary": {"cycles": 10.0},
+        "plan": popsparse.plan_report(machine_plan()),
+        "profile": profile,
+        "predicted": {
+            name: one.to_dict()
+            for name, one in popsparse.predict(machine_plan(), machine_pattern()).items()
+        },
+        "encoding": encoding_data(partitioner(), encoded()),
+    }
+
+
+def followed(algorithm, options):
+    net = model()
+    Follower(algorithm, options).start(net, optimizer_of(net), 10)
+
+
+FILES = (OSError,)
+LAYERS = (KeyError,)
+
+RECIPES = {
+    "dynsparse.training.records.RecordedLayer": call(
+        RecordedLayer, shape=lambda: (8, 12), block_size=lambda: 1
+    ),
+    "dynsparse.training.records.Recorder": call(
+        Recorder, FILES, path=folder, metadata=lambda: {"seed": 0}
+    ),
+    "dynsparse.training.records.Recorder.start": of(
+        lambda: Recorder(folder()),
+        "start",
+        patterns=lambda: {"a": pattern()},
+        step=lambda: 0,
+        overwrite=lambda: False,
+    ),
+    "dynsparse.training.records.Recorder.update": Recipe(
+        lambda **named: recorder().update(**named),
+        lambda: {"step": 1, "rewirings": {"a": rewiring()}},
+        LAYERS,
+    ),
+    "dynsparse.training.records.Recorder.log": of(
+        recorder, "log", step=lambda: 1, figures=lambda: {"loss": 1.0}
+    ),
+    "dynsparse.training.records.Recorder.truncate": of(
+        recorded, "truncate", step=lambda: 1, patterns=lambda: {"a": rewiring().after}
+    ),
+    "dynsparse.training.records.Records.load": call(
+        Records.load, FILES, path=lambda: recorded().path, updates=lambda: 2
+    ),
+    "dynsparse.training.records.Records.pattern": Recipe(
+        lambda **named: records().pattern(**named),
+        lambda: {"layer": "a", "index": 1},
+        (KeyError, IndexError),
+    ),
+    **{
+        f"dynsparse.training.records.Records.{name}": Recipe(
+            lambda layer, name=name: list(getattr(records(), name)(layer)),
+            lambda: {"layer": "a"},
+            LAYERS,
+        )
+        for name in ("initial", "changes", "patterns", "churn", "exploration", "dead_units")
+    },
+    "dynsparse.training.checkpoint.read_extra": call(read_extra, FILES, path=checkpoint),
+    "dynsparse.data.load": call(data.load, FILES, name=lambda: "digits", data_dir=lambda: None),
+    "dynsparse.data.read_idx": call(data.read_idx, FILES, path=idx_file, dimensions=lambda: 1),
+    "dynsparse.data.DataSet.hold_out": of(pictures, "hold_out", count=lambda: 2),
+    "dynsparse.bench.spec.find_spec": call(find_spec),
+    "dynsparse.bench.spec.read_spec": call(read_spec, FILES, file=find_spec),
+    "dynsparse.report.machine.report_html": Recipe(report_html, page),
+    "dynsparse.report.machine.write_report": Recipe(
+        lambda path: write_report(path, title="A page", summary={}),
+        lambda: {"path": folder() / "page.html"},
+        FILES,
+    ),
+    "dynsparse.report.machine.write_layer_report": Recipe(
+        write_layer_report,
+        lambda: {
+            "path": folder() / "page.html",
+            "layer": ran(),
+            "title": "A layer",
+            "pattern": machine_pattern(),
+            "summary": {"seed": 0},
+        },
+        FILES,
+    ),
+    "dynsparse.report.machine.encoding_data": call(
+        encoding_data, partitioner=partitioner, encoded=encoded
+    ),
+    "dynsparse.report.training.connectivity.visualise": Recipe(
+        visualise,
+        lambda: {
+            "records_path": recorded().path,
+            "output_dir": folder(),
+            "cmap": "magma",
+            "animate": False,
+        },
+        FILES,
+    ),
+    "dynsparse.integrations.follower.Follower": Recipe(
+        followed, lambda: {"algorithm": ds.RigL, "options": {"update_interval": 2}}
+    ),
+}
