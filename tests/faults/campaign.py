@@ -20,6 +20,7 @@ from sizes import TEXT
 from trainings import Server, begin, checkpoints, difference, outcome
 
 KILLS = ("before", "torn", "power")
+TOO_LATE = ", too late"
 
 
 @dataclass(frozen=True)
@@ -41,6 +42,11 @@ class Outcomes:
 
     kills: Counter[str] = field(default_factory=Counter)
     wrong: list[str] = field(default_factory=list)
+
+    @property
+    def landed(self) -> int:
+        """Kills that came before the training was done."""
+        return sum(number for name, number in self.kills.items() if not name.endswith(TOO_LATE))
 
 
 def cases(app: str, count: int, operations: int) -> Iterator[Case]:
@@ -73,7 +79,7 @@ def campaign(server: Server, app: str, folder: Path, count: int) -> Outcomes:
         assert whole["error"] is None
     expected = outcome(app, reference)
     outcomes = Outcomes()
-    for number, case in enumerate(cases(app, count, whole["count"])):
+    for number, case in enumerate(_all_cases(app, count, whole["count"], outcomes)):
         place = folder / f"{number}"
         place.mkdir()
         try:
@@ -86,6 +92,14 @@ def campaign(server: Server, app: str, folder: Path, count: int) -> Outcomes:
         else:
             shutil.rmtree(place)
     return outcomes
+
+
+def _all_cases(app: str, count: int, operations: int, outcomes: Outcomes) -> Iterator[Case]:
+    """`cases`, and others in place of kills that came when a training was done already."""
+    yield from cases(app, count, operations)
+    draw = random.Random(app)
+    while outcomes.landed + len(outcomes.wrong) < count:
+        yield Case(draw.choice(KILLS), at=draw.randint(1, operations))
 
 
 def _survives(
@@ -121,7 +135,7 @@ def _killed(answer: dict[str, object], name: str, kills: Counter[str]) -> str | 
         kills[name] += 1
         return None
     if answer["error"] is None and answer["status"] == 0:
-        kills[f"{name}, too late"] += 1
+        kills[name + TOO_LATE] += 1
         return None
     return f"ended with {answer['error']}, status {answer['status']}"
 
@@ -139,7 +153,7 @@ def main(arguments: Sequence[str]) -> int:
             wrong += found.wrong
             for name, number in sorted(found.kills.items()):
                 print(f"{app}: {number} kills {name}")
-            print(f"{app}: {len(found.wrong)} of {count // 2} did harm", end=", ")
+            print(f"{app}: {len(found.wrong)} of {found.landed} did harm", end=", ")
             print(f"{time.perf_counter() - begun:.0f} s", flush=True)
     print("\n".join(wrong))
     return bool(wrong)

@@ -14,5 +14,4 @@ CASES = 100
 def test_a_killed_training_resumes_to_the_same_bits(server, app, tmp_path):
     found = campaign(server, app, tmp_path, CASES)
     assert found.wrong == []
-    kills = sum(count for name, count in found.kills.items() if "too late" not in name)
-    assert kills > 0.8 * CASES, found.kills
+    assert found.landed >= CASES, found.kills
