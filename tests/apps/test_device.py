@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from dynsparse import data
+from dynsparse import Rewiring, SparsePattern, data
 from dynsparse.apps import lm
 from dynsparse.apps.common.training import Sums, precision
 from dynsparse.apps.lm.corpus import load_corpus
@@ -64,6 +64,22 @@ def test_sums_go_where_the_losses_are():
         whole.include(sums)
         assert whole.loss.device.type == whole.right.device.type == "cuda"
         assert (whole.loss.dtype, whole.right.dtype) == (torch.float64, torch.int64)
+
+
+def test_what_was_replaced_is_counted_when_the_device_is_waited_for_anyway():
+    options = lm.Options(**TINY, data="stdlib")
+    training = LmTraining(options, load_corpus(options), 7)
+    counts = []
+    for device in ("cpu", "meta"):
+        training.device, sums = torch.device(device), Sums()
+        pattern = SparsePattern([0, 0, 1], [0, 1, 1], shape=(4, 4), block_size=2)
+        rewiring = Rewiring.make(pattern, torch.tensor([1]), torch.tensor([2]))
+        training.trainer.step = lambda rewiring=rewiring: {"a": rewiring}
+        training.optimise(sums)
+        counts.append((sums.replaced, len(sums.rewirings)))
+        training.settle(sums)
+        assert (sums.replaced, sums.rewirings) == (4, [])
+    assert counts == [(4, 0), (0, 1)]
 
 
 def test_autocast_is_that_of_the_device():

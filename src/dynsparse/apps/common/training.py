@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from dynsparse.apps.common.identity import new_identity
 from dynsparse.apps.common.methods import build_trainer
 from dynsparse.apps.common.options import TrainingOptions
+from dynsparse.pattern import Rewiring
 
 __all__ = ["Scores", "Sums", "Training", "precision"]
 
@@ -37,7 +38,8 @@ class Sums:
     """Sums over some steps: losses and right answers of `count` answers, in training with dropout.
 
     The scores stay tensors until they are asked for. `replaced` counts the weights that pattern
-    updates dropped, as the churn of records does; `seconds` are of training alone.
+    updates dropped, as the churn of records does; those of `rewirings` are still to be counted.
+    `seconds` are of training alone.
     """
 
     def __init__(self) -> None:
@@ -46,6 +48,7 @@ class Sums:
         self.loss = torch.zeros((), dtype=torch.float64)
         self.right = torch.zeros((), dtype=torch.int64)
         self.replaced = 0
+        self.rewirings: list[Rewiring] = []
         self.seconds = 0.0
 
     def add(self, loss: Tensor, right: Tensor, count: int) -> None:
@@ -54,6 +57,11 @@ class Sums:
         self.loss = self.loss + loss
         self.right = self.right + right
         self.count += count
+
+    def count_replaced(self) -> None:
+        for rewiring in self.rewirings:
+            self.replaced += len(rewiring.dropped) * rewiring.before.block_size**2
+        self.rewirings = []
 
     def include(self, other: Sums) -> None:
         """Add all of another's sums."""
@@ -171,7 +179,9 @@ class Training(ABC):
         if rewirings is None:
             return
         self.update_seconds += time.perf_counter() - begin
-        sums.replaced += sum(len(r.dropped) * r.before.block_size**2 for r in rewirings.values())
+        sums.rewirings += rewirings.values()
+        if self.device.type == "cpu":  # elsewhere counting waits for the device
+            sums.count_replaced()
 
     def settle(self, sums: Sums) -> None:
         """Count what happened since this was called last.
@@ -179,11 +189,16 @@ class Training(ABC):
         Raises:
             ValueError: the training diverged.
         """
+        begin = time.perf_counter()
         if not math.isfinite(sums.loss):
             raise ValueError(
                 f"the training diverged: the loss is {float(sums.loss)} after step {self.step}: "
                 f"lower --{self.rate_flag}"
             )
+        sums.count_replaced()
+        sums.seconds += (
+            time.perf_counter() - begin
+        )  # until the device has done all that it was given
         self.seconds += sums.seconds
         self.replaced += sums.replaced
 
