@@ -54,16 +54,19 @@ class LayerState:
             self.watched = index.cols if not index.cols.is_inference() else torch.empty(0)
             self.version = self.watched._version
 
-    def take(self, other: LayerState, pattern: SparsePattern, values: Tensor) -> LayerState:
-        """Write the index and the values of another state over these; the state of this memory
-        from now on.
+    def take(
+        self, other: LayerState, pattern: SparsePattern, values: Tensor, moved: Tensor | None
+    ) -> LayerState:
+        """Write the index of another state over this one's, and other values over the values; the
+        state of this memory from now on.
 
         Args:
             pattern: of the other state.
             values: the Parameter that holds the values.
+            moved: what they become; None where others see to them.
         """
-        if other.address != values.data_ptr():
-            torch._foreach_copy_([values], [other.memory])
+        if moved is not None:
+            torch._foreach_copy_([values], [moved])
         index = self.index.take(other.index)
         trust(index)
         return LayerState(pattern, values, index)

@@ -181,7 +181,7 @@ class SparseModule(nn.Module):
                 with changing:
                     made = state
                     if before is not None:
-                        made = before.take(state, pattern, self.values)
+                        made = before.take(state, pattern, self.values, values)
                     elif values is not None:
                         self._store(values)
                     self._pattern, self._state = pattern, made
