@@ -92,15 +92,18 @@ def test_what_is_expected_of_first_kernels():
         assert round(found * 1e6) == expected
     # Laying the weight out takes about 20 us, collecting its gradient likewise, masks 39 us in all.
     at, dense = layer(4096, 0.1, 1), product(layer(4096, 0.1, 1), 8192, "16-bit", H200)
-    for what, low, high in (("forward", 15, 25), ("grad_input", 15, 25), ("grad_weight", 15, 30)):
+    for what, low, high in (("forward", 15, 25), ("grad_input", 0, 5), ("grad_weight", 15, 30)):
         beside = seconds("dense", at, 8192, what, "16-bit", H200) - dense
         assert low < beside * 1e6 < high
+    # With fewer samples than features forward does not keep the weight for the backward pass.
+    beside = seconds("dense", at, 4000, "grad_input", "16-bit", H200) - dense * 4000 / 8192
+    assert 15 < beside * 1e6 < 25
     masks = sum(seconds("masked", at, 8192, what, "16-bit", H200) for what in PASSES) - 3 * dense
     assert 39 < masks * 1e6 < 51
 
 
 def test_gradients_that_are_collected_from_several_panels_cost_more():
-    """Up to 64 MiB of float32 the gradient is one panel."""
+    """Up to 256 MiB of float32 the gradient is one panel."""
 
     def beside(n):
         at = layer(n, 0.1, 1)
@@ -109,8 +112,8 @@ def test_gradients_that_are_collected_from_several_panels_cost_more():
             - product(at, 8192, "16-bit", H200)
         ) / n**2
 
-    assert beside(4096) < 1.01 * beside(2048)
-    assert beside(8192) > 3 * beside(4096)
+    assert beside(8192) < 1.01 * beside(4096)
+    assert beside(16384) > 3 * beside(8192)
 
 
 def test_density_where_dense_catches_up():

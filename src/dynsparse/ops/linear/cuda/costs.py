@@ -107,14 +107,14 @@ def seconds(
             if what != "grad_input":  # the weight is masked once, and so is its gradient
                 kernels, moved = 2, elements * (2 * _size(numbers) + 1)
         elif layer.nnz * layer.block_size < elements:  # else the values are the weight
-            kernels, moved = _moved(layer, what, numbers)
+            kernels, moved = _moved(layer, batch, what, numbers)
         device = product(layer, batch, numbers, rates) + moved / rates.memory
         start, launch = _START["torch"], _LAUNCH["torch"]
     device += kernels * start
     return device if captured else max(device, kernels * launch)
 
 
-def _moved(layer: Layer, what: Pass, numbers: Numbers) -> tuple[int, float]:
+def _moved(layer: Layer, batch: int, what: Pass, numbers: Numbers) -> tuple[int, float]:
     """Kernels of the dense way, and bytes that they move beside the product."""
     size, held = _size(numbers), layer.nnz * layer.block_size**2
     elements, places = layer.out_features * layer.in_features, 8 * layer.nnz * layer.block_size
@@ -124,6 +124,8 @@ def _moved(layer: Layer, what: Pass, numbers: Numbers) -> tuple[int, float]:
             return 2, elements * 4 + held * (4 + size) + places
         # Each panel is asked for all places, and kept are those inside.
         return 8 * panels, elements * 4 + panels * (8 * places + 20 * held)
+    if what == "grad_input" and elements <= max(batch * layer.in_features, held):
+        return 1, 0  # forward has kept the weight
     return 3, elements * size + held * 2 * size + places  # zeros, the values, the product
 
 
