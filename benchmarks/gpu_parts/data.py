@@ -8,6 +8,7 @@ from torch import Tensor
 from dynsparse import SparsePattern
 from dynsparse.ops.linear import LayerIndex
 from dynsparse.ops.linear.costs import Layer
+from dynsparse.ops.linear.cuda import dense
 
 
 class Data:
@@ -67,6 +68,13 @@ class Data:
         rows, cols = (t.long().to(self.device) for t in (self.pattern.rows, self.pattern.cols))
         blocks = gradient.view(height, b, width, b).transpose(1, 2)[rows, cols]
         return blocks.reshape(self.values.shape)
+
+
+def kept_weight(d: Data) -> Tensor | None:
+    """What the dense way's forward would keep for the backward pass."""
+    kept: list[Tensor] = []
+    dense.forward(d.x, d.values, d.p, d.bias, kept)
+    return kept[0] if kept else None
 
 
 def error(got: Tensor, wanted: Tensor) -> float:

@@ -8,7 +8,7 @@ from dynsparse.ops.linear.cuda import dense
 from dynsparse.ops.linear.cuda.chip import chip_of
 from dynsparse.ops.linear.cuda.costs import seconds
 from dynsparse.ops.linear.cuda.rates import rates_of
-from gpu_parts.data import Data
+from gpu_parts.data import Data, kept_weight
 from gpu_parts.predictions import EXPECTED
 from gpu_parts.run import Run
 
@@ -18,14 +18,14 @@ def measure(run: Run) -> None:
     row = rates_of(chip_of(run.device))
     for b, some in ((1, density), (4, density), (16, density), (1, density / 10)):
         d = Data(run.device, n, batch, some, b, weight=True)
-        weight = d.weight
+        weight, kept = d.weight, kept_weight(d)
         ways = {
             "forward": (
                 lambda d=d: dense.forward(d.x, d.values, d.p, d.bias),
                 lambda d=d, w=weight: linear(d.x, w, d.bias),
             ),
             "grad_input": (
-                lambda d=d: dense.backward(d.dy, d.x, d.values, d.p, True, False)[0],
+                lambda d=d, k=kept: dense.backward(d.dy, d.x, d.values, d.p, True, False, k)[0],
                 lambda d=d, w=weight: d.dy @ w,
             ),
             "grad_weight": (

@@ -12,10 +12,8 @@ from dynsparse.ops.linear.cuda.chip import chip_of
 from dynsparse.ops.linear.cuda.configurations import BLOCKS
 from dynsparse.ops.linear.cuda.costs import PASSES, choose, seconds
 from dynsparse.ops.linear.cuda.rates import rates_of
-from gpu_parts.data import Data
-from gpu_parts.run import Run
-
-KINDS = {"blocks": blocks, "dense": dense}
+from gpu_parts.data import Data, kept_weight
+from gpu_parts.run import Call, Run
 
 # The sizes of the study first, then the whole grid, of which comes what there is time for.
 _FIRST = [
@@ -64,15 +62,18 @@ def _cell(run: Run, n: int, batch: int, density: float, b: int) -> list[tuple[fl
     mask = (weight != 0).to(weight.dtype)
     found = []
     for backward, passes in ((False, PASSES[:1]), (True, PASSES[1:])):
-        calls = {
-            kind: (
-                (lambda m=module: m.backward(d.dy, d.x, d.values, d.p, True, True))
+        calls: dict[str, Call] = {}
+        if backward:
+            kept = kept_weight(d)
+            calls["dense"] = lambda k=kept: dense.backward(d.dy, d.x, d.values, d.p, True, True, k)
+        else:
+            calls["dense"] = lambda: dense.forward(d.x, d.values, d.p, d.bias)
+        if b in BLOCKS:
+            calls["blocks"] = (
+                (lambda: blocks.backward(d.dy, d.x, d.values, d.p, True, True))
                 if backward
-                else (lambda m=module: m.forward(d.x, d.values, d.p, d.bias))
+                else (lambda: blocks.forward(d.x, d.values, d.p, d.bias))
             )
-            for kind, module in KINDS.items()
-            if kind == "dense" or b in BLOCKS
-        }
         if backward:
             calls["masked"] = lambda: (d.dy @ weight, (d.dy.t() @ d.x) * mask)
         else:
