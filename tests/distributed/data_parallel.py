@@ -7,11 +7,18 @@ import time
 import torch
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel import DistributedDataParallel
-from trainings import ALGORITHMS, apart, backward, layers_of, model_of, optimizer_of, weights
+from trainings import (
+    ALGORITHMS,
+    SCHEDULE,
+    apart,
+    backward,
+    layers_of,
+    model_of,
+    optimizer_of,
+    weights,
+)
 
 import dynsparse as ds
-
-SCHEDULE = ds.training.ConstantSchedule(100, 3, 0.3)
 
 
 def train(name, forward_of, rank, size, steps, *, kind="sgd", passes=1, ranks="auto", **model):

@@ -14,6 +14,7 @@ from dynsparse.training.initial import GradientStep
 
 EVERY = ConstantSchedule(total_steps=10**6, update_interval=1, drop_fraction=0.1)
 SOME = ConstantSchedule(total_steps=10**6, update_interval=2, drop_fraction=0.1)
+SCHEDULE = ConstantSchedule(total_steps=100, update_interval=3, drop_fraction=0.3)
 GRADUAL = {"total_steps": 400, "final_density": 0.05, "update_interval": 2}
 
 ALGORITHMS = {

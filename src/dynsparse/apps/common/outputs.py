@@ -15,6 +15,7 @@ from dynsparse.apps.common.loggers import Logger
 from dynsparse.apps.common.training import Training
 from dynsparse.files.lock import only_writer
 from dynsparse.files.whole import remove_left_overs
+from dynsparse.ranks import agreeing
 from dynsparse.training.records import Recorder
 
 __all__ = ["Outputs", "bytes_text", "check_writable"]
@@ -37,9 +38,12 @@ class Outputs:
 
     def __init__(self, training: Training, loggers: Callable[[], Sequence[Logger]]) -> None:
         self._recorder: Recorder | None = None
+        self._loggers: Sequence[Logger] = ()
         self._locks = ExitStack()
         try:
-            self._open(training, loggers)
+            with agreeing(training.ranks):
+                if training.ranks.rank == 0:  # which writes for all
+                    self._open(training, loggers)
         except BaseException:
             self._locks.close()
             raise

@@ -10,11 +10,13 @@ from typing import Any, TypeVar
 import torch
 from rich.console import Console
 
+from dynsparse.apps.common.launched import launched
 from dynsparse.apps.common.options import TrainingOptions
 from dynsparse.apps.common.outputs import check_writable
 from dynsparse.apps.common.resume import Checkpoint, adopt, find_checkpoint
 from dynsparse.apps.common.training import Training
 from dynsparse.files.whole import write_text_whole
+from dynsparse.ranks import agreeing
 
 __all__ = ["run_with"]
 
@@ -30,6 +32,9 @@ def run_with(
 ) -> dict[str, Any]:
     """Do what `options` say; returns the figures of `body`, which is what `--json` writes.
 
+    Started by torchrun in several processes, these train together: each takes its share of every
+    batch, and the first shows and writes what there is to show and write.
+
     Args:
         kind: whose checkpoints to look for.
         options: what to do. With `restore`, options at their default become the checkpoint's.
@@ -43,21 +48,26 @@ def run_with(
         OSError: files that cannot be read or written.
         ModuleNotFoundError: a logger that is not installed.
     """
-    options.check()
-    checkpoint = None
-    if options.restore is not None:
-        checkpoint = Checkpoint.read(kind.app, find_checkpoint(kind, options.restore))
-        options = adopt(options, checkpoint, given)
-        options.check()
-    seed = int.from_bytes(os.urandom(4), "little") if options.seed is None else options.seed
-    if options.json is not None:
-        check_writable("json", options.json)
-    before = torch.get_num_threads()
-    torch.set_num_threads(options.threads)
-    try:
-        figures = body(options, seed, checkpoint, Console() if console is None else console)
-    finally:
-        torch.set_num_threads(before)
-    if options.json is not None:
-        write_text_whole(options.json, json.dumps(figures, indent=2) + "\n")
-    return figures
+    with launched(options.device) as ranks:
+        checkpoint = None
+        with agreeing(ranks):
+            options.check()
+            if options.restore is not None:
+                checkpoint = Checkpoint.read(kind.app, find_checkpoint(kind, options.restore))
+                options = adopt(options, checkpoint, given)
+                options.check()
+            if options.json is not None:
+                check_writable("json", options.json)
+        seed = int.from_bytes(os.urandom(4), "little") if options.seed is None else options.seed
+        seed = int(ranks.broadcast(torch.tensor([seed], device=ranks.device)))
+        if ranks.rank:
+            console = Console(quiet=True)  # the first rank speaks for all
+        before = torch.get_num_threads()
+        torch.set_num_threads(options.threads)
+        try:
+            figures = body(options, seed, checkpoint, Console() if console is None else console)
+        finally:
+            torch.set_num_threads(before)
+        if options.json is not None and ranks.rank == 0:
+            write_text_whole(options.json, json.dumps(figures, indent=2) + "\n")
+        return figures

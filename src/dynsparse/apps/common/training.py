@@ -12,11 +12,13 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 
 from dynsparse.apps.common.identity import new_identity
 from dynsparse.apps.common.methods import build_trainer
 from dynsparse.apps.common.options import TrainingOptions
 from dynsparse.pattern import Rewiring
+from dynsparse.ranks import ranks_of
 
 __all__ = ["Scores", "Sums", "Training", "precision"]
 
@@ -113,6 +115,7 @@ class Training(ABC):
         initial: torch.Generator | None = None,
     ) -> None:
         self.options = options
+        self.ranks = ranks_of("auto")
         self.device = torch.device(options.device)
         self.seed = seed
         self.identity = new_identity()
@@ -131,6 +134,10 @@ class Training(ABC):
             final=final,
             generator=initial,
         )
+        self.replica: nn.Module = self.model
+        if not self.ranks.alone:
+            self.replica = DistributedDataParallel(self.model)
+            torch.manual_seed(seed + self.ranks.rank)  # each rank drops other activations
         self.rate = 0.0
         self.step = 0
         self.seconds = 0.0
@@ -161,6 +168,23 @@ class Training(ABC):
     def updates(self) -> int:
         return 0 if self.trainer is None else self.trainer.updates
 
+    def share(self, batch: Tensor) -> tuple[Tensor, float]:
+        """This rank's share of a batch [n, ...], and what its mean loss weighs in the gradient.
+
+        Where there are fewer samples than ranks, some weigh nothing.
+        """
+        size = self.ranks.size
+        own = batch[self.ranks.rank :: size]
+        return (own, len(own) * size / len(batch)) if len(own) else (batch[:1], 0.0)
+
+    def collect(self, sums: Sums) -> None:
+        """Add up what the ranks counted each for itself."""
+        if self.ranks.alone:
+            return
+        own = [sums.loss.double().cpu(), sums.right.double().cpu(), torch.tensor(sums.count)]
+        total = self.ranks.sum(torch.stack([t.double() for t in own]).to(self.ranks.device)).cpu()
+        sums.loss, sums.right, sums.count = total[0], total[1].long(), int(total[2])
+
     def set_rate(self, rate: float) -> None:
         """The learning rate of the coming step."""
         self.rate = rate
@@ -184,21 +208,21 @@ class Training(ABC):
             sums.count_replaced()
 
     def settle(self, sums: Sums) -> None:
-        """Count what happened since this was called last.
+        """Count what happened since this was called last, on all ranks.
 
         Raises:
             ValueError: the training diverged.
         """
         begin = time.perf_counter()
+        self.collect(sums)
         if not math.isfinite(sums.loss):
             raise ValueError(
                 f"the training diverged: the loss is {float(sums.loss)} after step {self.step}: "
                 f"lower --{self.rate_flag}"
             )
         sums.count_replaced()
-        sums.seconds += (
-            time.perf_counter() - begin
-        )  # until the device has done all that it was given
+        # Until the device has done all that it was given.
+        sums.seconds += time.perf_counter() - begin
         self.seconds += sums.seconds
         self.replaced += sums.replaced
 

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.parallel import DistributedDataParallel
 
 from dynsparse.apps import common
 from dynsparse.apps.common.methods import begin_denser
@@ -135,13 +137,24 @@ class Training(common.Training):
         batch = self.corpus.batch(
             options.batch_size * count, options.sequence_length, self.generator
         )
-        for part in batch.chunk(count):
-            loss, losses, right = self.losses(part)
-            (loss / count).backward()
-            _add(sums, losses.detach(), right)
+        parts = batch.chunk(count)
+        for number, part in enumerate(parts, start=1):
+            own, weight = self.share(part)
+            with self._gradients_stay(number < len(parts)):
+                loss, losses, right = self.losses(own)
+                loss = loss / count
+                (loss if weight == 1 else loss * weight).backward()
+            if weight:
+                _add(sums, losses.detach(), right)
         if options.grad_norm_clip is not None:
             torch.nn.utils.clip_grad_norm_(self.model.parameters(), options.grad_norm_clip)
         self.optimise(sums)
+
+    def _gradients_stay(self, here: bool) -> AbstractContextManager[None]:
+        """Whether gradients stay on their rank until the last micro-batch."""
+        if here and isinstance(self.replica, DistributedDataParallel):
+            return self.replica.no_sync()
+        return nullcontext()
 
     def losses(self, batch: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Of sequences and the tokens that follow, [n, T + 1].
@@ -153,8 +166,9 @@ class Training(common.Training):
         offset = self.options.autoregression_offset
         batch = batch.to(self.device)
         targets = batch[:, 1 + offset :]
+        network = self.replica if self.model.training else self.model
         with precision(self.options.data_type, self.device):
-            logits = self.model(batch[:, :-1])[:, offset:]
+            logits = network(batch[:, :-1])[:, offset:]
         losses = token_losses(logits, targets)
         right = logits.detach().argmax(-1) == targets
         if self.options.repetition_weighting:
@@ -172,9 +186,11 @@ class Training(common.Training):
         stretches = self.corpus.stretches(part, length, self.options.evaluation_tokens)
         self.model.eval()
         sums = Sums()
-        for batch in stretches.split(self.options.batch_size):
+        batches = stretches.split(self.options.batch_size)
+        for batch in batches[self.ranks.rank :: self.ranks.size]:
             _, losses, right = self.losses(batch)
             _add(sums, losses, right)
+        self.collect(sums)
         return sums.scores()
 
 

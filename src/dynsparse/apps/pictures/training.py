@@ -103,8 +103,9 @@ class Training(common.Training):
 
     def _forward(self, images: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
         """(mean loss, number of right answers)."""
+        network = self.replica if self.model.training else self.model
         with precision(self.options.data_type, self.device):
-            logits = self.model(images)
+            logits = network(images)
         # Sixteen bits are too few for the sum of exponentials.
         logits = logits.float() if logits.dtype == torch.bfloat16 else logits
         return F.cross_entropy(logits, labels), (logits.detach().argmax(1) == labels).sum()
@@ -122,12 +123,14 @@ class Training(common.Training):
         for number, indices in enumerate(order.split(self.options.batch_size), start=1):
             begin = time.perf_counter()
             self.set_rate(learning_rate(self.options, self.step, self.total_steps))
-            images, labels = data.images.index_select(0, indices), data.labels[indices]
+            own, weight = self.share(indices)
+            images, labels = data.images.index_select(0, own), data.labels[own]
             loss, correct = self._forward(images, labels)
             self.optimizer.zero_grad()
-            loss.backward()
+            (loss if weight == 1 else loss * weight).backward()
             self.optimise(window)
-            window.add(loss.detach() * len(indices), correct, len(indices))
+            if weight:
+                window.add(loss.detach() * len(own), correct, len(own))
             window.seconds += time.perf_counter() - begin
             ends = number == self.batches
             if ends or number % self.report_interval == 0:
@@ -143,9 +146,9 @@ class Training(common.Training):
         data = self._pictures("test")
         self.model.eval()
         sums = Sums()
-        for images, labels in zip(
-            data.images.split(_TEST_BATCH), data.labels.split(_TEST_BATCH), strict=True
-        ):
+        batches = zip(data.images.split(_TEST_BATCH), data.labels.split(_TEST_BATCH), strict=True)
+        for images, labels in list(batches)[self.ranks.rank :: self.ranks.size]:
             loss, correct = self._forward(images, labels)
             sums.add(loss.double() * len(labels), correct, len(labels))
+        self.collect(sums)
         return sums.scores()

@@ -1,0 +1,66 @@
+"""The applications on several ranks: each function runs in a process of its own."""
+
+from __future__ import annotations
+
+import io
+from pathlib import Path
+
+import torch
+from rich.console import Console
+
+from dynsparse.apps import lm
+from dynsparse.apps.pictures import mnist, transformer
+
+PICTURES = {
+    "epochs": 1, "batch_size": 256, "seed": 7, "learning_rate": 0.01, "data_type": "float64",
+    "method": "rigl", "update_interval": 2,
+}  # fmt: skip
+MNIST = {**PICTURES, "hidden_sizes": (32,), "droprate": 0.0}
+TRANSFORMER = {**PICTURES, "attention_heads": 4, "qkv_length": 8, "block_size": 4}
+LM = {
+    "layers": 1, "hidden_size": 16, "ff_size": 32, "heads": 2, "sequence_length": 8,
+    "batch_size": 4, "steps": 8, "warmup_steps": 2, "valid_interval": 4, "update_interval": 3,
+    "sparsity": 0.5, "seed": 7, "gradient_accumulation_count": 2, "droprate": 0.0,
+}  # fmt: skip
+APPS = {
+    "mnist": (mnist, MNIST),
+    "mnist-transformer": (transformer, TRANSFORMER),
+    "lm": (lm, LM),
+}
+
+
+def run(name, folder, **changes):
+    """The figures of a training, and what it displayed."""
+    app, options = APPS[name]
+    if name == "lm":
+        options = {**options, "data": Path(folder) / "text.txt"}
+    shown = io.StringIO()
+    console = Console(file=shown, width=100)
+    figures = app.run(app.Options(**{**options, **changes}), console)
+    return figures, shown.getvalue()
+
+
+def trained(rank, size, names, folder):
+    """Each application in one go, and in two parts with a checkpoint between them."""
+    found = {}
+    for name in names:
+        own = Path(folder) / name
+        written = {
+            "records_path": own / "records", "checkpoint_path": own / "kept",
+            "json": own / "figures.json",
+        }  # fmt: skip
+        if rank == 0:
+            own.mkdir(exist_ok=True)
+        torch.distributed.barrier()
+        figures, shown = run(name, folder, **written)
+        found[name] = figures["loss"], figures["updates"], len(shown)
+    return found
+
+
+def stopped_and_resumed(rank, size, folder):
+    """The language model, stopped half way and resumed on the same ranks: dropout and all."""
+    kept = Path(folder) / "kept"
+    once, _ = run("lm", folder, droprate=0.2)
+    run("lm", folder, droprate=0.2, stop_after=4, checkpoint_path=kept)
+    again, _ = run("lm", folder, droprate=0.2, restore=kept)
+    return once["loss"], again["loss"]
