@@ -120,6 +120,12 @@ def failures(rank, size, folder):
         ds.distributed.load_checkpoint(good, model=other)))  # fmt: skip
     for name, tensor in other.state_dict().items():
         assert torch.equal(models.whole(tensor), models.whole(before[name]))
+    apart = models.linear_model(seed=rank)
+    second = torch.optim.SGD(apart.parameters(), lr=0.1)
+    for save in (ds.training.save_checkpoint, ds.distributed.save_checkpoint):
+        expect(ValueError, "ranks disagree on the pattern of layer '0'", lambda save=save: save(
+            folder / "apart", model=apart, optimizer=second))  # fmt: skip
+    assert not (folder / "apart").exists()
     torch.distributed.barrier()
     if rank == 0:
         data = sorted(good.glob("*-1.safetensors"))[0]

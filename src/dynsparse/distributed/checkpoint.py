@@ -129,8 +129,7 @@ def save_checkpoint(
         _in_flight.wait()
     everyone = ranks_of(ranks)
     training = Training(model, optimizer, trainer, lr_scheduler, generators or {})
-    with agreeing(everyone):
-        training.check_finite()
+    training.check(everyone)
     parts = _rows_only(training.parts(extra))
     own = training.own_part()
     token = _token(everyone)

@@ -19,13 +19,19 @@ from torch import Tensor, nn
 from dynsparse.files.shorten import shortened
 from dynsparse.nn.sharded import gathered, is_sharded, sharded_like
 from dynsparse.pattern import SparsePattern
-from dynsparse.ranks import Ranks, agreeing
+from dynsparse.ranks import Ranks, agree_on, agreeing, digest
 from dynsparse.training.checkpoint import random_state as rng
 from dynsparse.training.checkpoint.optimizing import check_finite, check_scheduler, loaded_optimizer
 from dynsparse.training.checkpoint.reading import CheckpointError
 from dynsparse.training.trainer import SparseTrainer
 
 __all__ = ["Stored", "Training", "all_gathered", "misfit", "take_own", "together"]
+
+
+_OTHERS = (
+    "ranks that save together must hold the same model, as replicas or in shards: save each stage "
+    "of a pipeline with ranks=group, and of layers in rectangles what distributed.gather gives"
+)
 
 
 @runtime_checkable
@@ -71,10 +77,23 @@ class Training:
             parts["lr_scheduler"] = {"kind": type(self.lr_scheduler).__name__, "state": state}
         return parts
 
-    def check_finite(self) -> None:
-        """Raise ValueError where the optimizer keeps NaN or infinity."""
-        if self.optimizer is not None:
-            check_finite(self.optimizer.state, _names(self.model))
+    def check(self, ranks: Ranks) -> None:
+        """Raise ValueError, the same on all ranks, where what there is cannot be gone on from: the
+        optimizer keeps NaN or infinity, or the ranks hold other layers or patterns."""
+        with agreeing(ranks):
+            if self.optimizer is not None:
+                check_finite(self.optimizer.state, _names(self.model))
+        patterns = {
+            name: module.pattern
+            for name, module in self.model.named_modules()
+            if isinstance(getattr(module, "pattern", None), SparsePattern)
+        }
+        agree_on(ranks, {"the layers": ", ".join(map(repr, patterns))}, _OTHERS)
+        found = {
+            f"the pattern of layer {name!r}": digest(str(pattern), pattern.rows, pattern.cols)
+            for name, pattern in patterns.items()
+        }
+        agree_on(ranks, found, _OTHERS, shown=False)
 
     def own_part(self) -> dict[str, Any]:
         """What is this rank's own."""

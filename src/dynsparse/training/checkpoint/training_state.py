@@ -74,8 +74,7 @@ def save_checkpoint(
     """
     together_with = ranks_of(ranks)
     training = Training(model, optimizer, trainer, lr_scheduler, generators or {})
-    with agreeing(together_with):
-        training.check_finite()
+    training.check(together_with)
     parts, own = training.parts(extra), training.own_part()
     first = together_with.rank == 0
     parts = all_gathered(parts, first)
