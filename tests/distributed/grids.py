@@ -12,7 +12,7 @@ GRIDS = [(2, 1, 1), (1, 2, 1), (1, 1, 2), (2, 2, 1), (2, 1, 2), (1, 2, 2)]
 """Those of x, y and z that every case is tried on."""
 
 
-def on_grid(sizes, work, seconds=30.0):
+def on_grid(sizes, work, seconds=20.0):
     """(x, y, z) -> what `work(grid)` returns on that rank; the first error is raised."""
     places = list(product(*map(range, sizes)))
     meetings = {}

@@ -59,13 +59,9 @@ class Rectangle:
         return self.col_borders[j], self.col_borders[j + 1]
 
     @property
-    def leads(self) -> bool:
-        """Whether this rank speaks for the rectangle, among those along x and y that hold it too.
-
-        Those along axes that the layer is not spread over hold the same.
-        """
-        used = self.placement.rows, self.placement.cols
-        return all(self.grid.line(axis).rank == 0 for axis in ("x", "y") if axis not in used)
+    def axes(self) -> tuple[str, ...]:
+        """The axes that the layer is spread over; along others all ranks hold the same."""
+        return tuple(axis for axis in self.placement[:2] if axis is not None)
 
     def __call__(self, layer: SparseLinear, x: Tensor) -> Tensor:
         """x [..., in], or the slab that comes in, -> [..., out], or this rank's slab of it."""
@@ -135,6 +131,7 @@ def take_part(layer: SparseLinear, part: Rectangle) -> None:
         layer.bias = nn.Parameter(own, bias.requires_grad)
     layer.executor = part
     layer._install(pattern)
+    layer.resizable = True  # blocks leave and join wherever in the whole layer
 
 
 @torch.no_grad()

@@ -163,6 +163,14 @@ def agree_on(
     """
     if ranks.alone or not said:
         return
+    if ranks.everyone is not ranks:
+        with agreeing(ranks):  # a line is at one about it; the other lines hear of it
+            _agree_on_line(ranks, said, advice, shown)
+    else:
+        _agree_on_line(ranks, said, advice, shown)
+
+
+def _agree_on_line(ranks: Ranks, said: Mapping[str, str | int], advice: str, shown: bool) -> None:
     found = differing(ranks, [digest(s) if isinstance(s, str) else s for s in said.values()])
     if not found:
         return

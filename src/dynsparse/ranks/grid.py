@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 from torch import Tensor
 
@@ -46,7 +46,8 @@ class RankGrid:
     everyone: Ranks = ALONE
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "z", self.z.among(self.everyone))
+        place = {"x": self.x.rank, "y": self.y.rank}
+        object.__setattr__(self, "z", self.z.among(self.everyone, place))
 
     @classmethod
     def of(cls, mesh: Any) -> RankGrid:
@@ -75,22 +76,21 @@ class RankGrid:
         return line
 
 
+@runtime_checkable
 class Part(Protocol):
-    """What decisions know of a layer of which each rank of a grid holds a rectangle.
+    """What decisions know of a layer of which each rank of a grid holds a rectangle."""
 
-    Attributes:
-        shape: [out, in] of the whole layer.
-    """
-
-    shape: tuple[int, int]
+    @property
+    def shape(self) -> tuple[int, int]:
+        """[out, in] of the whole layer."""
 
     @property
     def grid(self) -> RankGrid:
         """The lines of ranks."""
 
     @property
-    def leads(self) -> bool:
-        """Whether this rank speaks for the rectangle, among those along x and y that hold it."""
+    def axes(self) -> tuple[str, ...]:
+        """Those of x and y that the layer is spread over; along others all ranks hold the same."""
 
     def to_whole(self, flat: Tensor, block_size: int) -> Tensor:
         """Flat block positions in the rectangle as positions in the whole; the order stays."""

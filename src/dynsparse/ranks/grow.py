@@ -371,12 +371,11 @@ def _chosen(ranks: Ranks, jobs: Sequence[_Job]) -> list[Tensor]:
         scores, flat = job.candidates()
         if job.part is not None:
             flat = job.part.to_whole(flat, job.pattern.block_size)
-            if not job.part.leads:
-                scores, flat = scores[:0], flat[:0]
+        if not ranks.leads(() if job.part is None else job.part.axes):
+            scores, flat = scores[:0], flat[:0]
         found.append((scores, flat))
     flats = [flat for _, flat in found]
-    whole = any(job.part is not None for job in jobs)
-    among = ranks.everyone if whole else ranks
+    among = ranks.everyone
     totals = [_total(job) for job in jobs]
     wanted, below = [job.wanted for job in jobs], max(totals, default=0)
     try:

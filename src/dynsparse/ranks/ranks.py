@@ -6,7 +6,7 @@ one process, over a process group, among threads, and where bytes are only count
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import torch
@@ -37,22 +37,34 @@ class Ranks:
         self.sent = 0
         self.calls = 0
         self._everyone: Ranks | None = None
+        self._place: dict[str, int] = {}
 
     @property
     def alone(self) -> bool:
         """Whether there is nobody to agree with."""
-        return self.size == 1
+        return self.size == 1 and self._everyone is None
 
     @property
     def everyone(self) -> Ranks:
         """Those who must hear of an error: these ranks, or the mesh they are a line of."""
         return self._everyone or self
 
-    def among(self, everyone: Ranks) -> Ranks:
-        """These ranks as a line of a mesh."""
+    def among(self, everyone: Ranks, place: dict[str, int]) -> Ranks:
+        """These ranks as a line of a mesh, at a place along its other axes."""
+        if everyone.alone:
+            return self
         made = object.__new__(type(self))
-        made.__dict__.update(self.__dict__, _everyone=everyone)
+        made.__dict__.update(self.__dict__, _everyone=everyone, _place=place)
         return made
+
+    def leads(self, axes: Collection[str] = ()) -> bool:
+        """Whether this line speaks for what is spread over some axes of the mesh: along the others
+        all lines hold the same, and the first speaks."""
+        return not any(rank for axis, rank in self._place.items() if axis not in axes)
+
+    def speaks(self, axes: Collection[str] = ()) -> bool:
+        """Whether this rank does, alone of its line."""
+        return self.rank == 0 and self.leads(axes)
 
     def sum(self, tensor: Tensor) -> Tensor:
         """The sum over ranks, in place."""
@@ -125,19 +137,21 @@ class Ranks:
         self.sent += sent
         self.calls += 1
 
+    # Of one rank; those of several are for the kinds of ranks.
+
     def _reduce(self, tensor: Tensor, how: str) -> None:
-        raise NotImplementedError
+        pass
 
     def _broadcast(self, tensor: Tensor, source: int) -> None:
-        raise NotImplementedError
+        pass
 
     def _gather(self, out: Tensor, tensor: Tensor) -> None:
-        raise NotImplementedError
+        out.copy_(tensor.expand_as(out))
 
     def _exchange(
         self, out: Tensor, tensor: Tensor, coming: Sequence[int], sizes: Sequence[int]
     ) -> None:
-        raise NotImplementedError
+        out.copy_(tensor)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Ranks:
         return self  # a copy of what decides over ranks decides over the same ones

@@ -11,6 +11,7 @@ from dynsparse.checks import check_not_negative, check_tensor
 from dynsparse.nn.sharded import gathered, is_sharded, local_part, own_rows
 from dynsparse.ops.grow import select
 from dynsparse.ranks import ALONE, Ranks, chunk_of, joined, select_over_ranks
+from dynsparse.training.parts import Spread
 from dynsparse.typed import typed
 
 __all__ = [
@@ -92,7 +93,10 @@ def lowest(scores: Tensor, count: int) -> Tensor:
 
 
 def lowest_over_ranks(
-    ranks: Ranks, scores: Sequence[Tensor], counts: Sequence[int]
+    ranks: Ranks,
+    scores: Sequence[Tensor],
+    counts: Sequence[int],
+    spreads: Sequence[Spread | None] | None = None,
 ) -> list[Tensor]:
     """What `lowest` gives for each layer, decided once: each rank ranks its part of the slots.
 
@@ -100,22 +104,35 @@ def lowest_over_ranks(
         ranks: that drop together; every one of them calls this.
         scores: one tensor [nnz] per layer, on every rank or sharded.
         counts: how many leave each layer.
+        spreads: of layers in rectangles: scores are those of this rank's, counts those of the whole
+            layer; given are the slots that leave here.
 
     Raises:
         ValueError: as `lowest`.
     """
+    spreads = [None] * len(scores) if spreads is None else spreads
     if ranks.alone:
         scores = [gathered(s) for s in scores]
         return [lowest(s, count) for s, count in zip(scores, counts, strict=True)]
-    parts, slots = _own(ranks, scores)
-    most = max(map(len, scores), default=0)
-    chosen = select_over_ranks(ranks, parts, slots, counts, largest=False, below=most)
+    parts, slots = _own(ranks, scores, spreads)
+    limits = _limits(scores, spreads)
+    chosen = select_over_ranks(
+        ranks.everyone, parts, slots, counts, largest=False, below=max(limits, default=0)
+    )
     own = [slot[mask] for slot, mask in zip(slots, chosen, strict=True)]
-    return joined(ranks, own, [len(whole) for whole in scores])
+    leave = joined(ranks.everyone, own, limits)
+    return [
+        found if spread is None else spread.slots(found)
+        for found, spread in zip(leave, spreads, strict=True)
+    ]
 
 
 def lowest_of_all(
-    scores: Sequence[Tensor], count: int, most: Sequence[int], ranks: Ranks = ALONE
+    scores: Sequence[Tensor],
+    count: int,
+    most: Sequence[int],
+    ranks: Ranks = ALONE,
+    spreads: Sequence[Spread | None] | None = None,
 ) -> list[int]:
     """How many of the `count` lowest scores of all layers together are in each layer.
 
@@ -126,14 +143,20 @@ def lowest_of_all(
         count: how many in all; at most the sum of `most`.
         most: the largest number per layer.
         ranks: that drop together; every one of them calls this.
+        spreads: see `lowest_over_ranks`; `most` is that of the whole layer.
 
     Raises:
         ValueError: scores that hold NaN, or too large a count.
     """
+    spreads = [None] * len(scores) if spreads is None else spreads
     # Beyond its `most` lowest a layer's scores do not matter, nor does which slots they are in.
-    limits = [min(m, len(s)) for s, m in zip(scores, most, strict=True)]
     if not ranks.alone:
-        return _lowest_of_all_over_ranks(ranks, scores, count, limits)
+        limits = [
+            min(m, len(s)) if spread is None else m
+            for s, m, spread in zip(scores, most, spreads, strict=True)
+        ]
+        return _lowest_of_all_over_ranks(ranks, scores, count, limits, spreads)
+    limits = [min(m, len(s)) for s, m in zip(scores, most, strict=True)]
     slots = [lowest(s, limit) for s, limit in zip(scores, limits, strict=True)]
     candidates = [s.detach().cpu()[slot].double() for s, slot in zip(scores, slots, strict=True)]
     chosen = lowest(torch.cat(candidates), count)
@@ -142,28 +165,51 @@ def lowest_of_all(
     return taken.diff(prepend=taken.new_zeros(1)).tolist()
 
 
-def _own(ranks: Ranks, scores: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
-    """Of each layer the scores that this rank ranks, and their slots."""
-    ends = [own_rows(s) if is_sharded(s) else chunk_of(ranks, len(s)) for s in scores]
-    parts = [
-        local_part(s.detach())[: b - a] if is_sharded(s) else s.detach()[a:b]
-        for s, (a, b) in zip(scores, ends, strict=True)
+def _limits(scores: Sequence[Tensor], spreads: Sequence[Spread | None]) -> list[int]:
+    """What no slot, or position in the whole layer, reaches."""
+    return [
+        len(own) if spread is None else spread.limit
+        for own, spread in zip(scores, spreads, strict=True)
     ]
-    slots = [torch.arange(*end, device=part.device) for part, end in zip(parts, ends, strict=True)]
+
+
+def _own(
+    ranks: Ranks, scores: Sequence[Tensor], spreads: Sequence[Spread | None]
+) -> tuple[list[Tensor], list[Tensor]]:
+    """Of each layer the scores that this rank ranks, and their slots, or positions."""
+    parts, slots = [], []
+    for whole, spread in zip(scores, spreads, strict=True):
+        if is_sharded(whole):
+            first, last = own_rows(whole)
+            part = local_part(whole.detach())[: last - first]
+        else:
+            first, last = chunk_of(ranks, len(whole))
+            if not ranks.leads(() if spread is None else spread.part.axes):
+                last = first
+            part = whole.detach()[first:last]
+        parts.append(part)
+        if spread is None:
+            slots.append(torch.arange(first, last, device=part.device))
+        else:
+            slots.append(spread.positions(first, last).to(part.device))
     return parts, slots
 
 
 def _lowest_of_all_over_ranks(
-    ranks: Ranks, scores: Sequence[Tensor], count: int, limits: Sequence[int]
+    ranks: Ranks,
+    scores: Sequence[Tensor],
+    count: int,
+    limits: Sequence[int],
+    spreads: Sequence[Spread | None],
 ) -> list[int]:
-    parts, slots = _own(ranks, scores)
-    within = select_over_ranks(ranks, parts, slots, limits, largest=False)
+    parts, slots = _own(ranks, scores, spreads)
+    within = select_over_ranks(ranks.everyone, parts, slots, limits, largest=False)
     # One after the other, so that among equals the first layer loses first.
-    ends = torch.tensor([0, *map(len, scores)]).cumsum(0).tolist()
+    ends = torch.tensor([0, *_limits(scores, spreads)]).cumsum(0).tolist()
     candidates = [part[mask].double() for part, mask in zip(parts, within, strict=True)]
     places = [s[mask] + e for s, mask, e in zip(slots, within, ends[:-1], strict=True)]
     line = torch.cat([c.to(ranks.device) for c in candidates])
     at = torch.cat([p.to(ranks.device) for p in places])
-    (leaves,) = select_over_ranks(ranks, [line], [at], [count], largest=False)
+    (leaves,) = select_over_ranks(ranks.everyone, [line], [at], [count], largest=False)
     by_layer = leaves.split([len(c) for c in candidates])
-    return ranks.sum(torch.stack([mask.sum() for mask in by_layer])).tolist()
+    return ranks.everyone.sum(torch.stack([mask.sum() for mask in by_layer])).tolist()

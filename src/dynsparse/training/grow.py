@@ -22,6 +22,7 @@ from dynsparse.ranks import (
     topk_over_ranks,
 )
 from dynsparse.training.change import naming
+from dynsparse.training.parts import whole_patterns
 
 __all__ = ["GradientGrowth", "Growth", "NoGrowth", "RandomGrowth"]
 
@@ -75,6 +76,26 @@ class Growth:
                     chosen.append(self.choose(one.pattern, one.count, one.pairs))
         return of_first(ranks, chosen)
 
+    def choose_parts(
+        self, wanted: Sequence[GrowthWanted], step: int, ranks: Ranks = ALONE
+    ) -> list[Tensor]:
+        """As `choose_all`, also for layers in rectangles: what falls into those of this rank.
+
+        Growth that looks at no gradient chooses for whole layers, whose patterns come together.
+        """
+        if all(one.part is None for one in wanted):
+            return self.choose_all(wanted, step, ranks)
+        if self.needs_gradients:
+            raise TypeError(
+                f"{type(self).__name__} looks at gradients, of which each rank has a rectangle: "
+                "define choose_parts to grow layers in rectangles"
+            )
+        chosen = self.choose_all(whole_patterns(wanted, ranks), step, ranks)
+        return [
+            flat if one.part is None else one.part.to_part(flat, one.pattern.block_size)
+            for one, flat in zip(wanted, chosen, strict=True)
+        ]
+
     def meet(self, ranks: Ranks) -> None:
         """Be as on the first of the ranks where nothing was asked for; called once, by all.
 
@@ -127,6 +148,11 @@ class GradientGrowth(Growth):
         if not ranks.alone:
             return topk_over_ranks(ranks, wanted, pooling=self.pooling, wire=self.wire)
         return super().choose_all(wanted, step)
+
+    def choose_parts(
+        self, wanted: Sequence[GrowthWanted], step: int, ranks: Ranks = ALONE
+    ) -> list[Tensor]:
+        return self.choose_all(wanted, step, ranks)
 
 
 class RandomGrowth(Growth):

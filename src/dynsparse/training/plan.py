@@ -29,9 +29,10 @@ from dynsparse.training.grow import Growth
 from dynsparse.training.history import History, gradient_of
 from dynsparse.training.initial import GradientStep, learning_rate_of
 from dynsparse.training.memory import released_memory
+from dynsparse.training.parts import Spread, extents, spreads_of
 from dynsparse.training.schedule import Schedule
 
-__all__ = ["GrownValue", "plan_changes"]
+__all__ = ["GrownValue", "begin_budget", "plan_changes"]
 
 GrownValue = float | GradientStep | Callable[[SparseLinear, Rewiring], Tensor]
 """What grown weights start with: a number, a `GradientStep`, or a function that returns [grown] or
@@ -45,6 +46,7 @@ class _Layer:
     name: str
     layer: SparseLinear
     counts: Counts
+    spread: Spread | None = None
     drop: Tensor = field(default_factory=lambda: torch.zeros(0, dtype=torch.int64))
     grow: Tensor = field(default_factory=lambda: torch.zeros(0, dtype=torch.int64))
 
@@ -54,6 +56,16 @@ class _Layer:
     @property
     def pattern(self) -> SparsePattern:
         return self.layer.pattern
+
+
+def begin_budget(budget: Budget, layers: Mapping[str, SparseLinear], ranks: Ranks) -> None:
+    """Show a budget the layers that it will decide about; every rank calls this."""
+    found = extents(layers, ranks)
+    with agreeing(ranks):
+        budget.begin(found)
+    if budget.changes_capacity:
+        for layer in layers.values():
+            layer.resizable = True
 
 
 def plan_changes(
@@ -89,17 +101,19 @@ def plan_changes(
             # Whole, as budgets look at all of them.
             return gathered(check_scores(scores(name, layers[name]), layers[name].pattern.nnz))
 
+    spreads = spreads_of(layers)
     survey = Survey(
         step=step,
         schedule=schedule,
-        patterns={name: layer.pattern for name, layer in layers.items()},
+        patterns=extents(layers, ranks),
         scores=checked_scores,
         history=history,
         regrow_dropped=regrow_dropped,
         ranks=ranks,
+        spreads=spreads,
     )
     wanted = [
-        _Layer(name, layers[name], counts)
+        _Layer(name, layers[name], counts, spreads.get(name))
         for name, counts in _counts(budget, survey).items()
         if counts.drop > 0 or counts.grow > 0
     ]
@@ -198,7 +212,9 @@ def _choose_drops(
                 found = scores(one.name, one.layer)
                 # Alone they are looked through where they are ranked.
                 ranked.append(found if ranks.alone else check_scores(found, one.pattern.nnz))
-    drops = lowest_over_ranks(ranks, ranked, [one.counts.drop for one in group])
+    drops = lowest_over_ranks(
+        ranks, ranked, [one.counts.drop for one in group], [one.spread for one in group]
+    )
     del ranked
     for one, drop in zip(group, drops, strict=True):
         one.drop = drop
@@ -220,9 +236,16 @@ def _choose_growth(
 ) -> None:
     """The positions that join; those that leave and join at once do neither."""
     wanted = [
-        GrowthWanted(one.name, history.pairs(one.name), one.taken, one.counts.grow) for one in group
+        GrowthWanted(
+            one.name,
+            history.pairs(one.name),
+            one.taken,
+            one.counts.grow,
+            part=None if one.spread is None else one.spread.part,
+        )
+        for one in group
     ]
-    chosen = growth.choose_all(wanted, step, ranks)
+    chosen = growth.choose_parts(wanted, step, ranks)
     for one, grow in zip(group, chosen, strict=True):
         one.grow = grow
         if regrow_dropped and one.counts.drop:

@@ -4,37 +4,47 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Iterable
+from functools import cache
 from weakref import WeakSet
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn.modules.module import register_module_module_registration_hook
 from torch.nn.parallel import DistributedDataParallel
 
 __all__ = ["follow_sizes", "wrappers_of"]
 
 _known: WeakSet[DistributedDataParallel] = WeakSet()
-"""Wrappers that hold values of some trainer."""
+"""All wrappers that are alive, once somebody has asked."""
 
 
 def wrappers_of(values: Iterable[Tensor]) -> list[DistributedDataParallel]:
     """All wrappers that sum up gradients of any of these Parameters.
 
-    The wrapper knows its module, and not the other way round; so it is looked for among all
-    objects, which takes a tenth of a second, once.
+    The wrapper knows its module, and not the other way round; so wrappers are looked for among all
+    objects, which takes a tenth of a second, once, and from then on noted when they are made.
     """
+    _look_once()
     wanted = {id(one) for one in values}
-    found = [ddp for ddp in _known if _holds(ddp, wanted)]
-    if not found:
-        found = [
-            thing
-            for thing in gc.get_objects()
-            if issubclass(type(thing), DistributedDataParallel) and _holds(thing, wanted)
-        ]
-        _known.update(found)
-    return found
+    return [ddp for ddp in list(_known) if _holds(ddp, wanted)]
+
+
+@cache
+def _look_once() -> None:
+    register_module_module_registration_hook(_note)
+    # The type, for asking an object may do something, as with one that is loaded when asked.
+    found = [o for o in gc.get_objects() if issubclass(type(o), DistributedDataParallel)]
+    _known.update(found)
+
+
+def _note(module: nn.Module, name: str, submodule: nn.Module | None) -> None:
+    if isinstance(module, DistributedDataParallel):
+        _known.add(module)
 
 
 def _holds(ddp: DistributedDataParallel, wanted: set[int]) -> bool:
+    if "module" not in ddp._modules or not hasattr(ddp, "parameters_to_ignore"):
+        return False  # it is being made, or could not be
     return any(
         id(parameter) in wanted and name not in ddp.parameters_to_ignore
         for name, parameter in ddp.module.named_parameters()

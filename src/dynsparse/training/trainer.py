@@ -15,7 +15,7 @@ from dynsparse.interrupts import uninterrupted
 from dynsparse.nn import SparseLinear
 from dynsparse.ops import capture
 from dynsparse.pattern import Rewiring, SparsePattern
-from dynsparse.ranks import ALONE, agreeing, ranks_of
+from dynsparse.ranks import ALONE, agreeing
 from dynsparse.training.budgets import Budget, LayerBudget
 from dynsparse.training.change import Change, check_gradients, prepared
 from dynsparse.training.drop import DropScore, magnitude
@@ -26,8 +26,9 @@ from dynsparse.training.initial import GradientStep
 from dynsparse.training.layers import sparse_layers
 from dynsparse.training.optimizer_state import check_optimizer
 from dynsparse.training.own import OwnParts
+from dynsparse.training.parts import ranks_for
 from dynsparse.training.pieces import check_drop_score, check_initial_value, check_kinds_of_pieces
-from dynsparse.training.plan import GrownValue, plan_changes
+from dynsparse.training.plan import GrownValue, begin_budget, plan_changes
 from dynsparse.training.reducers import follow_sizes
 from dynsparse.training.schedule import Schedule, is_due_within
 from dynsparse.training.single import check_one_optimizer
@@ -79,8 +80,9 @@ class SparseTrainer(OwnParts):
         history: which gradient growth looks at; that of the last step when left out.
         ranks: that train the model together, each with its own samples: "auto", all of
             torch.distributed where it is initialised; None, this process alone; a process group or
-            a device mesh of one dimension. All ranks make the trainer, and take every step. What
-            they begin with is put right from the first rank; what they decide, they decide once.
+            a device mesh of one dimension; of layers in rectangles, their whole mesh. All ranks
+            make the trainer, and take every step. What they begin with is put right from the first
+            rank; what they decide, they decide once.
 
     Attributes:
         layers: name -> `SparseLinear`, in the order of `model.named_modules()`; a module used
@@ -110,7 +112,7 @@ class SparseTrainer(OwnParts):
         history: History | None = None,
         ranks: Any = "auto",
     ) -> None:
-        self.ranks = ranks_of(ranks)
+        self.ranks = ranks_for(ranks, model, self.needs_whole_layers)
         with agreeing(self.ranks):  # that the arguments are right on all of them
             check_kinds_of_pieces(schedule=schedule, growth=growth, budget=budget, history=history)
             check_initial_value(initial_value)
@@ -125,14 +127,10 @@ class SparseTrainer(OwnParts):
             self.initial_value = initial_value
             self.budget = LayerBudget() if budget is None else budget
             self.history: History = LastStep() if history is None else history
-            trained = self._trained()
-            self.budget.begin({name: layer.pattern for name, layer in trained.items()})
-            if self.budget.changes_capacity:
-                for layer in trained.values():
-                    layer.resizable = True
             self.steps = 0
             self.updates = 0
             self.on_update: list[UpdateHook] = []
+        begin_budget(self.budget, self._trained(), self.ranks)
         # Without what the algorithms add: that comes after this.
         said = {"algorithm": type(self).__name__, **self._said(), "drop score": name_of(drop_score)}
         begin_alike(self.ranks, self._trained(), said, optimizer)

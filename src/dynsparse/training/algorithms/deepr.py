@@ -58,6 +58,7 @@ class DeepR(SparseTrainer):
     """
 
     growth: RandomGrowth
+    needs_whole_layers = True
 
     def __init__(
         self,

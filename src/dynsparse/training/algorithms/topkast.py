@@ -81,6 +81,7 @@ class TopKAST(SparseTrainer):
     """
 
     budget: SpareBudget
+    needs_whole_layers = True
 
     def __init__(
         self,

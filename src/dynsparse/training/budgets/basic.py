@@ -9,7 +9,7 @@ become larger or smaller.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
@@ -19,6 +19,7 @@ from dynsparse.pattern import SparsePattern
 from dynsparse.ranks import ALONE, Ranks, agreeing, ranks_of, select_over_ranks, sum_of_all
 from dynsparse.training.drop import lowest, lowest_of_all
 from dynsparse.training.history import History, gradient_of
+from dynsparse.training.parts import Spread
 from dynsparse.training.schedule import Schedule
 from dynsparse.typed import typed
 
@@ -45,24 +46,48 @@ class Survey:
     regrow_dropped: bool
     ranks: Ranks = ALONE
     """That take the update together. Each asks its budget; what that of the first says counts."""
+    spreads: Mapping[str, Spread] = field(default_factory=dict)
+    """The layers in rectangles: `scores` are those of this rank's; `patterns` has their extents."""
 
     def lowest_of_all(self, count: int, most: Sequence[int]) -> list[int]:
         """How many of the `count` lowest scores of all layers are in each, at most its `most`."""
         with agreeing(self.ranks):
             scores = [self.scores(name) for name in self.patterns]
-        return lowest_of_all(scores, count, most, self.ranks)
+        spreads = [self.spreads.get(name) for name in self.patterns]
+        return lowest_of_all(scores, count, most, self.ranks, spreads)
 
     def mean_momentum(self) -> list[float]:
         """For each layer the mean magnitude of the history's gradient at its weights; 0.0 where it
         has none."""
         with agreeing(self.ranks):
             found = [
-                gradient_of(self.history, n, p, self.ranks) if p.nnz else None
+                gradient_of(self.history, n, self._held(n), self.ranks) if p.nnz else None
                 for n, p in self.patterns.items()
             ]
         summed = sum_of_all(self.ranks, [part for part in found if part is not None])
+        if self.spreads:
+            return self._means_over_mesh(found, summed)
         means = iter([float(part.abs().mean()) for part in summed])
         return [0.0 if part is None else next(means) for part in found]
+
+    def _held(self, name: str) -> SparsePattern:
+        """The pattern that this rank has of a layer."""
+        return self.spreads[name].pattern if name in self.spreads else self.patterns[name]
+
+    def _means_over_mesh(self, found: Sequence[Tensor | None], summed: list[Tensor]) -> list[float]:
+        own = iter(summed)
+        totals = torch.zeros(len(found), dtype=torch.float64)
+        for i, (name, part) in enumerate(zip(self.patterns, found, strict=True)):
+            spread = self.spreads.get(name)
+            axes = () if spread is None else spread.part.axes
+            held = None if part is None else next(own)
+            if held is not None and self.ranks.speaks(axes):
+                totals[i] = held.abs().sum(dtype=torch.float64)
+        sums = self.ranks.everyone.sum(totals.to(self.ranks.device)).tolist()
+        return [
+            total / max(1, p.nnz * p.block_size**2)
+            for total, p in zip(sums, self.patterns.values(), strict=True)
+        ]
 
     def room(self, name: str, drop: int) -> int:
         """How many blocks may be grown in a layer that drops `drop`."""

@@ -1,0 +1,165 @@
+"""Trainings of layers in rectangles against one process: patterns, values, optimizer state."""
+
+from __future__ import annotations
+
+import copy
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from grids import on_grid
+from test_split import alternating, planned, samples
+from torch import nn
+
+import dynsparse as ds
+from dynsparse.distributed import gather, split
+from dynsparse.training import ConstantSchedule
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "ranks"))
+from trainings import ALGORITHMS, batch, model_of, optimizer_of
+
+STEPS = 8
+WHOLE_ONLY = {"deepr", "topkast"}
+"""Algorithms with noise or a choice of their own for every weight of a layer."""
+
+OTHERS = {"rigl-own-start", "set-generator", "snfs-fixed"}
+"""What users' functions see is the rectangle; and what differs from others in nothing here."""
+
+
+def step_of(model, optimizer, trainer, step, grid=None):
+    optimizer.zero_grad()
+    x, y = batch(step, 0, 1)
+    if grid is None:
+        loss = nn.functional.mse_loss(model(x), y)
+        loss.backward()
+    else:
+        loss = nn.functional.mse_loss(model(samples(x, grid)), samples(y, grid))
+        loss.backward()
+        for parameter in model.parameters():
+            grid.z.sum(parameter.grad).div_(grid.z.size)
+    return trainer.step()
+
+
+def one_process(make, block_size, kind):
+    model = model_of(block_size=block_size, density=0.3)
+    optimizer = optimizer_of(model, kind)
+    trainer = make(model, optimizer, ranks=None)
+    states = []
+    for step in range(STEPS):
+        step_of(model, optimizer, trainer, step)
+        states.append(copy.deepcopy(model.state_dict()))
+    return states, trainer.updates
+
+
+def on_ranks(make, sizes, block_size, kind, expected):
+    model = model_of(block_size=block_size, density=0.3)
+    plan = planned(model, sizes, alternating(sizes))
+
+    def work(grid):
+        own = split(copy.deepcopy(model), grid, plan)
+        optimizer = optimizer_of(own, kind)
+        trainer = make(own, optimizer, ranks=grid)
+        for step in range(STEPS):
+            step_of(own, optimizer, trainer, step, grid)
+            found = gather(own)
+            for key, tensor in expected[step].items():
+                if key.endswith(("rows", "cols")):
+                    assert torch.equal(found[key], tensor), (step, key)
+                else:
+                    torch.testing.assert_close(found[key], tensor, rtol=0, atol=1e-10)
+            for layer in trainer.layers.values():
+                for state in optimizer.state[layer.values].values():
+                    assert not state.dim() or state.shape == layer.values.shape
+        return trainer.updates
+
+    return on_grid(sizes, work)
+
+
+@pytest.mark.parametrize("sizes", [(2, 2, 1), (2, 1, 2), (1, 2, 2)])
+@pytest.mark.parametrize("name", sorted(set(ALGORITHMS) - WHOLE_ONLY - OTHERS))
+def test_a_training_is_that_of_one_process(name, sizes):
+    expected, updates = one_process(ALGORITHMS[name], 1, "sgd")
+    assert set(on_ranks(ALGORITHMS[name], sizes, 1, "sgd", expected).values()) == {updates}
+    assert updates or name == "static"
+
+
+@pytest.mark.parametrize("name", ["rigl", "set", "gmp-global"])
+def test_blocks_and_adam(name):
+    expected, updates = one_process(ALGORITHMS[name], 4, "adam")
+    assert set(on_ranks(ALGORITHMS[name], (2, 1, 2), 4, "adam", expected).values()) == {updates}
+
+
+def error_of(sizes, work):
+    lines = set()
+
+    def caught(grid):
+        with pytest.raises((TypeError, ValueError, RuntimeError)) as error:
+            work(grid)
+        lines.add(str(error.value))
+
+    on_grid(sizes, caught)
+    return lines
+
+
+@pytest.mark.parametrize("name", sorted(WHOLE_ONLY))
+def test_what_needs_whole_layers_is_refused(name):
+    model = model_of(density=0.3)
+    plan = planned(model, (2, 1, 1), alternating((2, 1, 1)))
+
+    def work(grid):
+        own = split(copy.deepcopy(model), grid, plan)
+        ALGORITHMS[name](own, optimizer_of(own), ranks=grid)
+
+    (line,) = error_of((2, 1, 1), work)
+    assert "rectangle" in line
+
+
+def test_ranks_that_are_not_the_mesh_are_refused():
+    model = model_of(density=0.3)
+    plan = planned(model, (2, 1, 1), alternating((2, 1, 1)))
+
+    def work(grid):
+        own = split(copy.deepcopy(model), grid, plan)
+        ds.Static(own, optimizer_of(own), ranks=None)
+
+    (line,) = error_of((2, 1, 1), work)
+    assert line.startswith("the model's layers are in rectangles on a mesh of 2 ranks: pass the")
+
+
+def test_auto_finds_the_mesh_of_the_rectangles():
+    model = model_of(density=0.3)
+    plan = planned(model, (2, 1, 1), alternating((2, 1, 1)))
+
+    def work(grid):
+        own = split(copy.deepcopy(model), grid, plan)
+        return ds.Static(own, optimizer_of(own)).ranks is grid.z
+
+    assert all(on_grid((2, 1, 1), work).values())
+
+
+def test_an_error_on_one_rank_is_that_of_all():
+    model = model_of(density=0.3)
+    sizes = (2, 1, 2)
+    plan = planned(model, sizes, alternating(sizes))
+    every = ConstantSchedule(total_steps=10, update_interval=1, drop_fraction=0.3)
+
+    def work(grid):
+        own = split(copy.deepcopy(model), grid, plan)
+        optimizer = optimizer_of(own)
+        trainer = ds.RigL(own, optimizer, schedule=every, ranks=grid)
+        before = gather(own)
+        x, y = batch(0, 0, 1)
+        nn.functional.mse_loss(own(samples(x, grid)), samples(y, grid)).backward()
+        for parameter in own.parameters():
+            grid.z.sum(parameter.grad).div_(grid.z.size)
+        if (grid.x.rank, grid.z.rank) == (1, 1):
+            own[0].values.grad[0] = torch.nan
+        try:
+            trainer.step()
+        finally:
+            assert all(torch.equal(t, before[key]) for key, t in gather(own).items())
+
+    lines = error_of(sizes, work)
+    assert len(lines) == 1
+    assert "layer '0': the gradient of its weights holds NaN" in lines.pop()
