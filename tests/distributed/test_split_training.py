@@ -84,6 +84,12 @@ def test_a_training_is_that_of_one_process(name, sizes):
     assert updates or name == "static"
 
 
+def test_eight_ranks_in_three_dimensions():
+    expected, updates = one_process(ALGORITHMS["rigl"], 1, "adam")
+    found = on_ranks(ALGORITHMS["rigl"], (2, 2, 2), 1, "adam", expected)
+    assert list(found.values()) == [updates] * 8
+
+
 @pytest.mark.parametrize("name", ["rigl", "set", "gmp-global"])
 def test_blocks_and_adam(name):
     expected, updates = one_process(ALGORITHMS[name], 4, "adam")

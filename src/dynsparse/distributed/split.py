@@ -25,7 +25,7 @@ def split(model: nn.Module, mesh: Any, plan: Plan) -> nn.Module:
 
     The model computes as before: features that modules other than a chain's see are whole. Each
     rank sees the samples of its z. The gradients of the weights are those of these samples: make
-    the model data parallel over z with `replicate(model, process_group=mesh["z"].get_group())`.
+    the model data parallel over z with `replicate(model, ranks=mesh["z"])`.
     Make the optimizer afterwards: the layers' Parameters are new ones. Modules that are not split
     compute the same on all ranks along x and y, whose random numbers (dropout) must then be the
     same; inside a chain each slab draws its own.

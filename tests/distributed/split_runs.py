@@ -1,0 +1,135 @@
+"""What the tests of rectangles run on several processes."""
+
+from __future__ import annotations
+
+import copy
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+
+import dynsparse as ds
+from dynsparse.distributed import Cluster, gather, make_plan, measure, replicate, split
+from dynsparse.training import ConstantSchedule
+
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        options = {"density": 0.4, "dtype": torch.float64}
+        self.attention = ds.nn.SparseMultiheadAttention(24, 3, batch_first=True, **options)
+        self.up = ds.nn.SparseLinear(24, 64, **options)
+        self.down = ds.nn.SparseLinear(64, 24, **options)
+        self.wide = ds.nn.SparseLinear(24, 40, **options)
+        self.last = ds.nn.SparseLinear(40, 8, **options)
+
+    def forward(self, x):
+        x = x + self.attention(x, x, x, need_weights=False)[0]
+        x = x + self.down(self.up(x).relu())
+        return self.last(self.wide(x).relu())
+
+
+def styles():
+    return {
+        "attention": ds.distributed.SplitHeads(),
+        "": ds.distributed.SplitPair("up", "down"),
+        "wide": ds.distributed.SplitRows(),
+        "last": ds.distributed.SplitCols(),
+    }
+
+
+def made():
+    torch.manual_seed(0)
+    return Block(), torch.randn(4, 5, 24).double()
+
+
+def parallelized(rank, size):
+    from torch.distributed.tensor.parallel import parallelize_module
+
+    model, x = made()
+    y = model(x)
+    y.square().sum().backward()
+    own = copy.deepcopy(model)
+    own.zero_grad()
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tensor",))
+    parallelize_module(own, mesh, styles())
+    got = own(x)
+    torch.testing.assert_close(got, y, rtol=0, atol=1e-12)
+    got.square().sum().backward()
+    assert all(torch.equal(t, model.state_dict()[key]) for key, t in gather(own).items())
+    held = sum(p.numel() for p in own.parameters())
+    with torch.no_grad():
+        for parameter in own.parameters():
+            parameter.copy_(parameter.grad)
+    for key, tensor in gather(own).items():
+        if not key.endswith(("rows", "cols")):
+            expected = model.get_parameter(key).grad
+            torch.testing.assert_close(tensor, expected, rtol=0, atol=1e-12)
+    figures = measure(mesh)
+    return held, figures.to_dict()
+
+
+def meshed(rank, size):
+    torch.manual_seed(0)
+    model = nn.Sequential(
+        ds.nn.SparseLinear(32, 64, 0.3, dtype=torch.float64),
+        nn.ReLU(),
+        ds.nn.SparseLinear(64, 32, 0.3, dtype=torch.float64),
+        nn.Linear(32, 8, dtype=torch.float64),
+    )
+    x, dy = torch.randn(8, 32).double(), torch.randn(8, 8).double()
+    whole = copy.deepcopy(model)
+    whole(x).backward(dy / 8)
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("z", "x"))
+    plan = make_plan(model, mesh, batch=8, cluster=Cluster(flops=1e6))
+    assert plan.grid == (2, 1, 2)
+    assert plan.placements["0"].rows == plan.placements["2"].cols == "x"
+    split(model, mesh, plan)
+    data = nn.parallel.DistributedDataParallel(model, process_group=mesh["z"].get_group())
+    z = mesh["z"].get_local_rank()
+    y = data(x.chunk(2)[z])
+    torch.testing.assert_close(y, whole(x).chunk(2)[z], rtol=0, atol=1e-12)
+    y.backward(dy.chunk(2)[z] / 4)  # DDP takes the mean over its ranks
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.copy_(parameter.grad)
+    for key, tensor in gather(model).items():
+        if not key.endswith(("rows", "cols")):
+            expected = whole.get_parameter(key).grad
+            torch.testing.assert_close(tensor, expected, rtol=0, atol=1e-12)
+    return True
+
+
+def trained(rank, size, algorithm):
+    """Layers over x and samples over z, against one process with all samples."""
+    torch.manual_seed(0)
+    options = {"density": 0.3, "dtype": torch.float64}
+    whole = nn.Sequential(
+        ds.nn.SparseLinear(24, 48, **options), nn.Tanh(), ds.nn.SparseLinear(48, 16, **options)
+    )
+    model = copy.deepcopy(whole)
+    mesh = init_device_mesh("cpu", (size // 2, 2), mesh_dim_names=("z", "x"))
+    z = mesh["z"].get_local_rank()
+    split(model, mesh, make_plan(model, mesh, batch=8, cluster=Cluster(flops=1e6)))
+    data = replicate(model, ranks=mesh["z"])
+    trainers = []
+    for one, ranks in ((whole, None), (model, mesh)):
+        optimizer = torch.optim.Adam(one.parameters(), lr=0.01)
+        every = ConstantSchedule(total_steps=100, update_interval=1, drop_fraction=0.2)
+        more = {"seed": 3} if algorithm == "set" else {}
+        kind = {"rigl": ds.RigL, "set": ds.SET}[algorithm]
+        trainers.append(kind(one, optimizer, schedule=every, ranks=ranks, **more))
+    for _ in range(8):
+        x, y = torch.randn(8, 24).double(), torch.randn(8, 16).double()
+        for forward, trainer, part in ((whole, trainers[0], [x, y]), (data, trainers[1], None)):
+            trainer.optimizer.zero_grad()
+            mine = part or [t.chunk(size // 2)[z] for t in (x, y)]
+            nn.functional.mse_loss(forward(mine[0]), mine[1]).backward()
+            trainer.step()
+        found = gather(model)
+        for key, tensor in whole.state_dict().items():
+            if key.endswith(("rows", "cols")):
+                assert torch.equal(found[key], tensor), key
+            else:
+                torch.testing.assert_close(found[key], tensor, rtol=0, atol=1e-10)
+    return trainers[1].updates
