@@ -15,8 +15,8 @@ pytestmark = pytest.mark.filterwarnings("default")
 @pytest.mark.skipif(not PAGE.exists(), reason="the documentation is not part of a wheel")
 @pytest.mark.parametrize(
     ("library", "section"),
-    [("lightning", "Lightning"), ("accelerate", "Hugging Face")],
-    ids=["lightning", "huggingface"],
+    [("lightning", "Lightning"), ("accelerate", "Hugging Face"), ("peft", "LoRA with PEFT")],
+    ids=["lightning", "huggingface", "peft"],
 )
 def test_the_examples_of_a_section_run(library, section, capsys, tmp_path):
     with warnings.catch_warnings():
@@ -26,5 +26,6 @@ def test_the_examples_of_a_section_run(library, section, capsys, tmp_path):
     code = "\n".join(re.findall(r"```py\n(.*?)```", text, re.S))
     with contextlib.chdir(tmp_path) if hasattr(contextlib, "chdir") else contextlib.nullcontext():
         exec(compile(code, str(PAGE), "exec"), {"__name__": "__page__"})
-    printed = re.search(r"(\d+) pattern updates", capsys.readouterr().out)
-    assert int(printed[1]) >= 2
+    if "pattern updates" in code:
+        printed = re.search(r"(\d+) pattern updates", capsys.readouterr().out)
+        assert int(printed[1]) >= 2

@@ -82,6 +82,22 @@ def test_sparsified_trained_saved_and_loaded(name, tmp_path):
     assert all(torch.equal(a, b) for a, b in zip(mine, theirs, strict=True))
 
 
+@pytest.mark.parametrize(
+    "name", ["torch_geometric GraphSAGE", "GPT2LMHeadModel", "timm convnext_atto"]
+)
+def test_densify_gives_back_the_classes_there_were(name):
+    model, batch = made(name)
+    kinds = [type(module) for module in model.modules()]
+    ds.sparsify(model, 0.3, verbose=False).eval()
+    assert [type(module) for module in model.modules()] != kinds
+    with torch.no_grad():
+        before = tensors(model(**batch))
+        ds.densify(model)
+        assert [type(module) for module in model.modules()] == kinds
+        for mine, theirs in zip(tensors(model(**batch)), before, strict=True):
+            torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-5)
+
+
 @pytest.mark.parametrize("name", ["MixtralForCausalLM", "ViTForImageClassification"])
 @pytest.mark.parametrize("way", ["ours", "its own names"])
 def test_files_with_the_models_own_names(name, way, tmp_path):

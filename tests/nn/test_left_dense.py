@@ -50,7 +50,7 @@ def test_what_cannot_be_sparse_stays_dense_and_is_named(capsys):
     last = printed.split(" parameters (")[1].splitlines()[1:-1]
     assert last == [
         "'lora_A.default' stays dense: it is the adapter of another layer",
-        "'one' and 1 more like it stays dense: it shares its weight but not its bias: 'one' and "
+        "'one' (and 1 more like it) stays dense: it shares its weight but not its bias: 'one' and "
         "'two'; use one module in both places",
         "'head' stays dense: it shares its weight with 'embed' (Embedding)",
         "warning: 72.7% of the parameters are where sparsify cannot reach them, so the model gains "

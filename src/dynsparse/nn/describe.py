@@ -61,7 +61,7 @@ def _left(model: nn.Module, sites: Mapping[str, Site], all_parameters: int) -> l
         by_reason.setdefault(reason, []).append(name)
     lines = []
     for reason, names in by_reason.items():
-        more = f" and {len(names) - 1:,} more like it" if len(names) > 1 else ""
+        more = f" (and {len(names) - 1:,} more like it)" if len(names) > 1 else ""
         lines.append(f"{names[0]!r}{more} stays dense: it {reason}")
     kinds = unconverted(model, sites)
     for kind, (modules, parameters) in kinds.items():
