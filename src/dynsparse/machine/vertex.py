@@ -138,12 +138,10 @@ class Ragged:
     def __post_init__(self) -> None:
         check_kind("tensor", self.tensor, Tensor, "a Tensor of a graph")
         given = check_array("offsets", self.offsets, expected="integers")
-        if (
-            given.dtype.kind == "f"
-            and not (given == np.rint(np.clip(given, -(2**52), 2**52))).all()
-        ):
+        with np.errstate(invalid="ignore"):
+            offsets = given.astype(np.int64)
+        if not (offsets == given).all():
             raise TypeError(f"offsets must be integers, got {shortened(self.offsets)}")
-        offsets = given.astype(np.int64)
         object.__setattr__(self, "offsets", offsets)
         if self.tensor.ndim != 1:
             raise ValueError(f"Ragged takes a tensor [n], got {list(self.tensor.shape)}")
