@@ -50,7 +50,7 @@ def call_of(d: Data, what: str, candidate: Candidate) -> Call:
     if what == "grad_weight":
         return lambda: launch.grad_weight(
             d.dy, d.x, d.p, d.values.dtype, config=config, split=second
-        )[0]
+        )
     if what == "forward":
         call = lambda: launch.forward(d.x, d.values, d.p, d.bias, config)  # noqa: E731
     else:

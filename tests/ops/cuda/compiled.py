@@ -73,7 +73,8 @@ class Code(NamedTuple):
         products: instructions of the tensor cores, in PTX.
         overlapped: whether a product still runs when the next is issued, where it can (Hopper).
         copies: asynchronous ones of 16 bytes, or of the copy engine, in PTX.
-        narrow_copies: asynchronous ones of fewer bytes.
+        narrow_copies: asynchronous ones of 4 bytes. (Of 8 where a tile has no 16 for each thread.)
+        buffers: how many of each tile the pipeline has.
         loads: from global memory inside loops over products, as PTX names them: only indices.
         spills: reads and writes of local memory, in machine code.
         registers: of a thread.
@@ -84,6 +85,7 @@ class Code(NamedTuple):
     overlapped: bool
     copies: int
     narrow_copies: int
+    buffers: frozenset[int]
     loads: tuple[str, ...]
     spills: int
     registers: int
@@ -116,6 +118,9 @@ def pretended(capability: int) -> Iterator[list]:
         yield made
 
 
+_BUFFERS = re.compile(r"ttg\.local_alloc : \(\) -> !ttg\.memdesc<(\d+)x\d+x\d+x[bf]")
+
+
 def read(kernel, capability: int) -> Code:
     """The code of one compiled kernel."""
     ptx = kernel.asm["ptx"]
@@ -126,7 +131,8 @@ def read(kernel, capability: int) -> Code:
         products=ptx.count(product),
         overlapped="pendings = 1" in kernel.asm["ttgir"] or product != "wgmma.mma_async",
         copies=len(re.findall(r"cp\.async\.cg\.shared\.global|cp\.async\.bulk\.tensor", ptx)),
-        narrow_copies=len(re.findall(r"cp\.async\.ca\.shared\.global", ptx)),
+        narrow_copies=len(re.findall(r"cp\.async\.ca\.shared\.global[^;]*, 0x4\b", ptx)),
+        buffers=frozenset(map(int, _BUFFERS.findall(kernel.asm["ttgir"]))),
         loads=_loads_beside(product, ptx),
         spills=len(re.findall(r"\b(?:LDL|STL)\b", sass)),
         registers=int(re.findall(r"REG:(\d+)", usage)[0]),
@@ -204,11 +210,11 @@ def rows_jobs(
 
 
 def gradient_job(c: Gradient, b: int, numbers: Numbers, capability: int, lie: str = "even") -> Job:
-    """The gradients of the values and of the bias, likewise."""
+    """The gradient of the values, likewise."""
 
     def run() -> None:
         x, dy = (_activations(b, _dtype(numbers), lie) for _ in range(2))
-        launch.grad_weight(dy, x, _layer(b, x.dtype), torch.float32, True, c, 2)
+        launch.grad_weight(dy, x, _layer(b, x.dtype), torch.float32, c, 2)
 
     how = f"b{b} {numbers} {c.blocks}x{c.samples} w{c.warps} s{c.stages} {lie}"
     return Job(f"sm_{capability} grad_weight {how}", capability, numbers, run)
@@ -287,6 +293,8 @@ def faults(code: Code, job: Job) -> list[str]:
         wrong.append(f"{code.copies} wide and {code.narrow_copies} narrow asynchronous copies")
     if not code.copies + code.narrow_copies:
         wrong.append("no asynchronous copies")
+    if len(code.buffers) != 1:  # a tile with fewer is overwritten while products still read it
+        wrong.append(f"tiles with {sorted(code.buffers)} buffers")
     if set(code.loads) - {"ld.global.b32", "ld.global.b64"} or len(code.loads) > 16:
         wrong.append(f"{len(code.loads)} loads beside the products, {', '.join(set(code.loads))}")
     if code.spills:

@@ -85,27 +85,8 @@ def test_what_the_copy_engine_does_not_take_goes_by_pointers(layout, density):
 def test_every_share_of_the_gradient(b, number, samples, split):
     case = Case(b, (3, 4), 2 * samples + 9, torch.bfloat16, without=2)
     config = Gradient(number, samples, 4, 3)
-    dw, db = launch.grad_weight(case.dy, case.x, case.p, torch.float32, True, config, split)
+    dw = launch.grad_weight(case.dy, case.x, case.p, torch.float32, config, split)
     assert error(dw, case.dw) < 1e-6
-    assert error(db, case.dy.double().sum(0)) < 1e-6  # of rows without blocks, too
-
-
-@pytest.mark.usefixtures("interpreter")
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_the_gradient_of_the_bias_alone_makes_no_difference(dtype):
-    case = Case(16, (3, 4), 50, dtype)
-    with_bias, _ = launch.grad_weight(case.dy, case.x, case.p, torch.float32, True)
-    without, db = launch.grad_weight(case.dy, case.x, case.p, torch.float32)
-    assert db is None
-    assert torch.equal(with_bias, without)
-
-
-def test_no_samples_have_no_sums():
-    case = Case(16, (3, 4), 0, torch.bfloat16)
-    dw, db = launch.grad_weight(case.dy, case.x, case.p, torch.float32, True)
-    assert (dw.shape, dw.dtype, db.shape) == (case.values.shape, torch.float32, (48,))
-    assert not dw.any()
-    assert not db.any()
 
 
 @pytest.mark.parametrize(

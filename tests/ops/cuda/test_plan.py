@@ -22,14 +22,14 @@ def listed(row_ptr, size):
     """(row, first slot) of every chunk, by a loop."""
     found = []
     for row, (start, end) in enumerate(itertools.pairwise(row_ptr)):
-        found += [(row, slot) for slot in range(start, max(end, start + 1), size)]
+        found += [(row, slot) for slot in range(start, end, size)]
     return found
 
 
 @given(
     st.integers(1, 12), st.integers(1, 12), st.floats(0, 1), st.sampled_from([1, 2, 3, 4, 8, 16])
 )
-def test_chunks_hold_every_block_once_and_every_row(height, width, density, size):
+def test_chunks_hold_every_block_once(height, width, density, size):
     pattern = SparsePattern.random((height, width), density)
     chunks = plan.chunks(layer_of(pattern), size)
     assert chunks.dtype == torch.int32
@@ -44,8 +44,8 @@ def test_chunks_written_out():
     # Rows of 3, 0 and 2 blocks: slots 0 to 2, none, and 3 to 4.
     pattern = SparsePattern([0, 0, 0, 2, 2], [0, 1, 3, 0, 2], shape=(3, 4))
     rows, starts = plan.chunks(layer_of(pattern), 2).tolist()
-    assert rows == [0, 0, 1, 2, -1]
-    assert starts[:4] == [0, 2, 3, 3]
+    assert rows == [0, 0, 2, -1, -1]
+    assert starts[:3] == [0, 2, 3]
 
 
 @given(st.integers(1, 12), st.integers(1, 12), st.floats(0, 1))

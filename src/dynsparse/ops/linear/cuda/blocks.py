@@ -64,5 +64,5 @@ def backward(
     if need_input:
         dx = _launch().grad_input(dy, values.to(dy.dtype).contiguous(), p)
     if need_values:
-        dw, _ = _launch().grad_weight(dy, x, p, values.dtype)
+        dw = _launch().grad_weight(dy, x, p, values.dtype)
     return dx, dw

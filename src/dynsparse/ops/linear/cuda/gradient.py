@@ -17,14 +17,12 @@ def gradient_kernel(
     dy,
     x,
     dw,
-    db,
     chunks,
     ptr,
     blocks,
     batch,
     span,
     nnz,
-    rows,
     dy_sample,
     dy_feature,
     x_sample,
@@ -32,13 +30,13 @@ def gradient_kernel(
     B: tl.constexpr,
     J: tl.constexpr,
     BT: tl.constexpr,
-    HAS_BIAS: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
     """dw [parts, nnz, B, B], each part the sum over `span` samples.
 
-    HAS_BIAS: db [parts, rows * B] float32, the sums of dY over these samples. Every row has a chunk
-    that is its first, also a row without blocks.
+    The gradient of a bias is not summed here beside the products. A tile that is read into
+    registers, too, loses a buffer of the pipeline (Triton 3.7): the next copy would overwrite it
+    while Hopper's tensor cores still read.
     """
     chunk = tl.program_id(0)
     row = tl.load(chunks + chunk)
@@ -65,13 +63,3 @@ def gradient_kernel(
         acc = tl.dot(a, b, acc, input_precision=PRECISION)
     at = (part.to(tl.int64) * nnz + slot)[:, None] * (B * B) + n[None, :] * B + (m % B)[:, None]
     tl.store(dw + at, acc.to(dw.dtype.element_ty), mask=live[:, None])
-    # Once more over dY, which the L2 cache still holds: inside the loop above every program would
-    # have to take it from shared memory into registers.
-    if HAS_BIAS and start == tl.load(ptr + row):
-        sums = tl.zeros((B,), dtype=tl.float32)
-        for t in range(first, last, BT):
-            sample = (t + tl.arange(0, BT)).to(tl.int64)
-            here = sample < last
-            b = tl.load(dy_columns + sample[:, None] * dy_sample, mask=here[:, None], other=0.0)
-            sums += tl.sum(b.to(tl.float32), 0)
-        tl.store(db + part * (rows * B) + row * B + n, sums)

@@ -100,53 +100,43 @@ def grad_weight(
     x: Tensor,
     p: LayerIndex,
     dtype: torch.dtype,
-    need_bias: bool = False,
     config: Gradient | None = None,
     split: int | None = None,
-) -> tuple[Tensor, Tensor | None]:
-    """dvalues [nnz, b, b] of `dtype`, and where needed the sums of dy [out] in float32.
+) -> Tensor:
+    """dvalues [nnz, b, b] of `dtype`.
 
     `split` divides the samples among programs; their partial sums are added up in float32, in
     order, so that every run gives the same bits.
     """
     batch, (nnz, b, _) = len(x), p.values_shape
-    rows = p.out_features // b
     if batch == 0:
-        db = x.new_zeros(p.out_features, dtype=torch.float32) if need_bias else None
-        return x.new_zeros(p.values_shape, dtype=dtype), db
+        return x.new_zeros(p.values_shape, dtype=dtype)
     chip = chip_of(x.device)
     c = gradient_for(b, x.dtype, chip) if config is None else config
     if split is None:
-        split = split_of(c, b, nnz, rows, batch, x.element_size(), chip)
-    steps = -(-batch // c.samples)
-    span = -(-steps // split) * c.samples
+        split = split_of(c, b, nnz, p.out_features // b, batch, x.element_size(), chip)
+    span = -(-batch // (split * c.samples)) * c.samples
     split = -(-batch // span)
     dw = x.new_empty(split, *p.values_shape, dtype=dtype if split == 1 else torch.float32)
-    db = x.new_empty(split, p.out_features, dtype=torch.float32) if need_bias else None
     work = chunks(p, c.blocks)
     with current_device(x):
         gradient_kernel[(work.shape[1], split)](
             dy,
             x,
             dw,
-            db,
             work,
             p.row_ptr,
             p.cols,
             batch,
             span,
             nnz,
-            rows,
             *dy.stride(),
             *x.stride(),
             B=b,
             J=c.blocks,
             BT=c.samples,
-            HAS_BIAS=need_bias,
             PRECISION=precision_of(x.dtype),
             num_warps=c.warps,
             num_stages=c.stages,
         )
-    if split == 1:
-        return dw[0], None if db is None else db[0]
-    return dw.sum(0).to(dtype), None if db is None else db.sum(0)
+    return dw[0] if split == 1 else dw.sum(0).to(dtype)

@@ -27,8 +27,8 @@ def columns_in_turn(p: LayerIndex) -> Tensor:
 def chunks(p: LayerIndex, size: int) -> Tensor:
     """Block row and first slot of every chunk, up to `size` blocks of one row: int32 [2, n].
 
-    A row without blocks has a chunk, too. n = nnz // size + rows is an upper bound for every
-    pattern; where no chunk is left the row is -1.
+    n = nnz // size + rows is an upper bound for every pattern. Where no chunk is left, the row is
+    -1.
     """
     return p.derived(("chunks", size), lambda p: _chunks(p.row_ptr, p.nnz, size))
 
@@ -39,7 +39,7 @@ def _longest_first(ptr: Tensor) -> Tensor:
 
 def _chunks(ptr: Tensor, nnz: int, size: int) -> Tensor:
     rows = len(ptr) - 1
-    each = ((ptr.diff() + (size - 1)) // size).clamp(min=1)
+    each = (ptr.diff() + (size - 1)) // size
     ends = each.cumsum(0)
     number = torch.arange(nnz // size + rows, device=ptr.device)
     row = torch.searchsorted(ends, number, right=True)
