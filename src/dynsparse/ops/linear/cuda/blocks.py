@@ -5,8 +5,9 @@ activations' own type, sums are float32 and are rounded once; float32 operands m
 products of tf32, or as one (`precision.py`). No sum depends on the order in which programs run:
 the same operands give the same bits.
 
-Source: the pooled reading of X follows Gale et al. 2022, "MegaBlocks" (blocks as tiles of a dense
-product); the lists by rows and by columns are those of the kernels for CPUs.
+Source: blocks as tiles of a dense product follow Gale et al. 2022, "MegaBlocks: Efficient Sparse
+Training with Mixture-of-Experts", section 5; the lists by rows and by columns are those of the
+kernels for CPUs.
 """
 
 from __future__ import annotations
