@@ -24,6 +24,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 
 from dynsparse import SparsePattern
+from dynsparse.ops.grow.cuda import block_scores
 from dynsparse.ops.grow.cuda import launch as growth
 from dynsparse.ops.linear import LayerIndex
 from dynsparse.ops.linear.cuda import launch
@@ -259,6 +260,7 @@ def others() -> Iterator[Job]:
             yield from rows_jobs(c, b, "16-bit", 90)
         for gradient in dict.fromkeys(gradient for gradient, _ in GRADIENT_CANDIDATES[b]):
             yield gradient_job(gradient, b, "16-bit", 90)
+    for b in block_scores.BLOCKS:
         for pooling in ("avg", "max"):
             yield scores_job(b, pooling, 1, "16-bit", 90)
 

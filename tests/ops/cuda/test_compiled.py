@@ -5,10 +5,24 @@ import pytest
 pytest.importorskip("triton", reason="needs Triton (x86-64 Linux): make test-gpu-kernels")
 
 import compiled
+from compiled import Code, Job
 
-pytestmark = pytest.mark.slow  # a second each
+from dynsparse.ops.linear.cuda.configurations import Rows
+
+CLEAN = Code(
+    products=8,
+    overlapped=True,
+    copies=48,
+    narrow_copies=0,
+    buffers=frozenset({4}),
+    loads=("ld.global.b32",) * 2,
+    spills=0,
+    registers=98,
+    shared=98304,
+)
 
 
+@pytest.mark.slow  # a second each
 @pytest.mark.parametrize(
     "job",
     [job for chip in (80, 90, 100) for job in compiled.chosen(chip)]
@@ -18,3 +32,33 @@ pytestmark = pytest.mark.slow  # a second each
 def test_it_compiles_cleanly(job):
     code = compiled.compiled(job)
     assert compiled.faults(code, job) == []
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"products": 0}, "no wgmma.mma_async"),
+        ({"overlapped": False}, "wait for each other"),
+        ({"narrow_copies": 3}, "48 wide and 3 narrow"),
+        ({"copies": 0}, "no asynchronous copies"),
+        ({"buffers": frozenset({3, 4})}, r"tiles with \[3, 4\] buffers"),
+        ({"loads": ("ld.global.v4.b32",)}, "1 loads beside the products, ld.global.v4.b32"),
+        ({"loads": ("ld.global.b32",) * 64}, "64 loads beside the products"),
+        ({"spills": 2}, "2 spilled registers"),
+        ({"shared": 228 << 10}, "bytes of shared memory"),
+    ],
+    ids=lambda given: "" if isinstance(given, str) else next(iter(given)),
+)
+def test_what_must_not_be_is_found(change, words):
+    job = Job("some", 90, "16-bit", lambda: None)
+    assert compiled.faults(CLEAN, job) == []
+    with pytest.raises(AssertionError, match=words):
+        assert not compiled.faults(CLEAN._replace(**change), job)
+
+
+@pytest.mark.slow
+def test_a_tile_that_is_too_large_is_seen_to_spill():
+    forward, _ = compiled.rows_jobs(Rows(128, 32, 4, 4), 64, "tf32x3", 80)
+    code = compiled.compiled(forward)
+    assert code.spills > 0
+    assert any("spilled" in fault for fault in compiled.faults(code, forward))
