@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-__all__ = ["index_tensors", "merge", "move", "without"]
+__all__ = ["index_tensors", "merge", "move", "sent", "without"]
 
 _GONE = 2**62  # sorts behind every position
 
@@ -33,6 +33,14 @@ def index_tensors(flat: Tensor, grid: tuple[int, int]) -> tuple[Tensor, ...]:
         by_columns.remainder(height).int(),
         order.int(),
     )
+
+
+def sent(tensor: Tensor, device: torch.device) -> Tensor:
+    """A tensor of the CPU on a device. Plain memory is copied after all that the device was given
+    before, and the host waits; from pinned memory the device fetches it when it gets there."""
+    if device.type != "cuda":
+        return tensor.to(device)
+    return tensor.pin_memory().to(device, non_blocking=True)
 
 
 def without(flat: Tensor, drop: Tensor) -> Tensor:

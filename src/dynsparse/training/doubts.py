@@ -31,7 +31,8 @@ _open: WeakKeyDictionary[SparseLinear, list[_Doubt]] = WeakKeyDictionary()
 
 def not_finite(tensors: Iterable[Tensor]) -> Tensor:
     """Whether any of them holds NaN or infinity: bool, on their device."""
-    largest = [torch.linalg.vector_norm(t.detach(), torch.inf) for t in tensors if t.numel()]
+    seen = [t.detach() for t in tensors if t.numel() and t.is_floating_point()]
+    largest = [torch.linalg.vector_norm(tensor, torch.inf) for tensor in seen]
     return torch.stack([norm.isfinite() for norm in largest]).all().logical_not()
 
 

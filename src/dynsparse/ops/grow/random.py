@@ -7,6 +7,7 @@ from torch import Tensor
 
 from dynsparse.ops.grow.free_positions import check_free_positions
 from dynsparse.pattern import SparsePattern, sample_without_replacement
+from dynsparse.pattern.on_device import sent
 from dynsparse.typed import typed
 
 __all__ = ["random_outside"]
@@ -39,7 +40,7 @@ def random_outside(
     taken = pattern._flat_on(device)
     if len(exclude):
         taken = torch.cat([taken, exclude.to(device)]).sort().values
-    ranks = sample_without_replacement(pattern.total - len(taken), k, generator).to(device)
+    ranks = sent(sample_without_replacement(pattern.total - len(taken), k, generator), device)
     # taken[j] - j positions are free before taken[j], so the free position of rank r lies behind
     # every taken one with taken[j] - j <= r.
     free_before = taken - torch.arange(len(taken), device=device)
