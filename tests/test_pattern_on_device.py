@@ -52,6 +52,8 @@ def test_an_update(shape, density, dropped, grown, seed):
         assert made.after.nnz == wanted.after.nnz
         assert made.after == wanted.after
         assert torch.equal(made.source, wanted.source)
+        for after in (wanted.after, made.after):
+            assert torch.equal(Rewiring.between(before, after).source, wanted.source)
         assert torch.equal(made.grown, wanted.grown)
         assert torch.equal(made.dropped, wanted.dropped)
         for tensor in (torch.randn(pattern.nnz), torch.randn(pattern.nnz, 2, 2)):
@@ -105,6 +107,7 @@ def test_nothing_waits_for_the_device():
         made = Rewiring._on_device(before, drop, grow)
         assert made.keeps_size
         assert made.after._flat_on(cuda).device == cuda
+        assert Rewiring.between(before, made.after)._source_on(cuda).shape == (before.nnz,)
         index = made.after._index_on(cuda)
         assert [len(tensor) for tensor in index] == sizes
         assert all(tensor.device == cuda for tensor in index)

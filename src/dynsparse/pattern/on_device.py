@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-__all__ = ["index_tensors", "merge", "move", "sent", "without"]
+__all__ = ["index_tensors", "merge", "move", "sent", "sources", "without"]
 
 _GONE = 2**62  # sorts behind every position
 
@@ -61,11 +61,16 @@ def merge(flat: Tensor, drop: Tensor, grow: Tensor) -> tuple[Tensor, Tensor]:
     kept = flat.index_fill(0, drop, _GONE)
     count = len(flat) - len(drop) + len(grow)
     after = torch.cat([kept, grow]).sort().values.narrow(0, 0, count)
+    return after, sources(flat, after)
+
+
+def sources(flat: Tensor, after: Tensor) -> Tensor:
+    """The slot among the positions `flat` of each position `after`: int32, -1 where it is not."""
     if not len(flat):
-        return after, torch.full_like(after, -1, dtype=torch.int32)
+        return torch.full_like(after, -1, dtype=torch.int32)
     slot = torch.searchsorted(flat, after).clamp_(max=len(flat) - 1)
     same = flat.index_select(0, slot) == after
-    return after, torch.where(same, slot, -1).int()
+    return torch.where(same, slot, -1).int()
 
 
 def move(tensor: Tensor, source: Tensor, fill: float | Tensor = 0.0) -> Tensor:

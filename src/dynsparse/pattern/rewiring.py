@@ -13,7 +13,7 @@ from dynsparse.encoding import follow_, merge
 from dynsparse.files.shorten import shortened
 from dynsparse.pattern.coordinates import INT32_MAX, coordinates
 from dynsparse.pattern.on_device import merge as merge_on_device
-from dynsparse.pattern.on_device import move
+from dynsparse.pattern.on_device import move, sources
 from dynsparse.pattern.sparse_pattern import SparsePattern
 from dynsparse.typed import typed
 
@@ -83,9 +83,13 @@ class Rewiring:
                 stays = torch.arange(len(before), dtype=torch.int32, device=before.device)
                 flat = torch.where(unless, before, flat)
                 source = torch.where(unless, stays, source)
+        return cls._held_there(pattern, SparsePattern._on_device(flat, pattern), source)
+
+    @classmethod
+    def _held_there(cls, before: SparsePattern, after: SparsePattern, source: Tensor) -> Rewiring:
+        """As `_trusted`, with a source on a device."""
         made = cls.__new__(cls)
-        after = SparsePattern._on_device(flat, pattern)
-        vars(made).update(before=pattern, after=after, _held=source)
+        vars(made).update(before=before, after=after, _held=source)
         return made
 
     def __getattr__(self, name: str) -> Any:
@@ -129,6 +133,10 @@ class Rewiring:
     def between(cls, before: SparsePattern, after: SparsePattern) -> Rewiring:
         """The rewiring that leads from one pattern to another of the same shape and block size."""
         _check_alike(before, after)
+        if after._held is not None:
+            with torch.inference_mode(False):
+                source = sources(before._flat_on(after._held.device), after._held)
+            return cls._held_there(before, after, source)
         positions = after.flat
         stays = before.contains(positions)
         source = torch.full((after.nnz,), -1, dtype=torch.int32)
