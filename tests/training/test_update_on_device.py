@@ -9,7 +9,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 import dynsparse as ds
 from dynsparse.nn import SparseLinear
-from dynsparse.training import plan
+from dynsparse.training import doubts, plan
 from dynsparse.training.algorithms import BY_NAME
 from dynsparse.training.initial import GradientStep
 
@@ -200,3 +200,29 @@ def test_a_whole_update_waits_for_nothing(monkeypatch, without_cuda, b, regrow):
             assert asked.pop()[1].device == held.device
         with pytest.raises(RuntimeError):
             int(layer.index.row_ptr[0])  # what this test would notice
+
+
+def test_answers_that_have_not_arrived_are_waited_for_by_nobody():
+    class Event:
+        arrived = False
+
+        def query(self):
+            return self.arrived
+
+    layers, event = {"fc": SparseLinear(4, 4, 0.5)}, Event()
+    answers = torch.tensor(False), torch.tensor(True)
+    doubts._open[layers["fc"]] = [doubts._Doubt(answer, event, "odd") for answer in answers]
+    doubts.settle(layers)
+    event.arrived = True
+    with pytest.raises(ValueError, match="layer 'fc': odd"):
+        doubts.settle(layers)
+    doubts.settle(layers)
+    assert layers["fc"] not in doubts._open
+
+
+def test_what_is_not_finite():
+    good = [torch.ones(3), torch.zeros(0), torch.arange(4), torch.full((2,), 6e4).half()]
+    assert not bool(doubts.not_finite(good))
+    for bad in (torch.inf, -torch.inf, torch.nan):
+        for dtype in (torch.float64, torch.float32, torch.bfloat16, torch.float16):
+            assert bool(doubts.not_finite([*good, torch.tensor([1.0, bad, 2.0], dtype=dtype)]))
