@@ -69,10 +69,11 @@ def lightning(rank, size):
         trainer = pl.Trainer(
             strategy="ddp", accelerator="cpu", devices=size, max_epochs=1, logger=False,
             enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
-            precision="64-true", default_root_dir=folder,
+            precision="64-true", default_root_dir=folder, use_distributed_sampler=False,
             callbacks=[SparseCallback(ds.RigL, schedule=SCHEDULE)],
         )  # fmt: skip
-        trainer.fit(module, DataLoader(TensorDataset(*samples()), BATCH))
+        own = TensorDataset(*(part[rank::size] for part in samples()))
+        trainer.fit(module, DataLoader(own, BATCH))
     return weights(module.net)
 
 
