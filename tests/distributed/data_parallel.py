@@ -214,6 +214,19 @@ def not_one_model(rank, size):
         trainer.step()
 
 
+def missing(rank, size):
+    """The last rank leaves out a step of the trainer, and goes on to the next batch."""
+    net = model_of()
+    optimizer = optimizer_of(net)
+    ddp = DistributedDataParallel(net)
+    trainer = ds.RigL(net, optimizer, schedule=SCHEDULE)
+    trainer.ranks.patience = 2.0
+    for step in range(1, 6):
+        backward(ddp, optimizer, step, rank, size)
+        if step != 3 or rank != size - 1:
+            trainer.step()
+
+
 def told(rank, size, work, *arguments):
     """What `work` raises here, and after how many seconds."""
     begin = time.monotonic()

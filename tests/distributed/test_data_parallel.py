@@ -82,6 +82,13 @@ def test_faults_of_one_rank_are_one_line_on_all_within_seconds():
     assert lines["gradients"].startswith("RuntimeError: layer '0': rank 0 and rank 1 have other ")
 
 
+def test_a_rank_that_leaves_out_a_step_is_named_and_nobody_waits():
+    """That rank itself is in the next backward pass, and learns of it when the others end."""
+    line = "not all ranks came within 2 s: step 3 of this rank ends in an update; call trainer"
+    with pytest.raises(AssertionError, match=f"{line}.*Ranks 1 failed"):
+        on_ranks(2, work.missing)
+
+
 def test_traffic():
     """Of one float32 all-reduce of the dense gradient, for which a rank sends 2 (R - 1) / R times
     its size. What is counted is what the trainer sends; in other steps nothing goes over the wire

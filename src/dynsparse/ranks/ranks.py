@@ -6,7 +6,9 @@ one process, over a process group, among threads, and where bytes are only count
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import contextmanager
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -65,6 +67,16 @@ class Ranks:
     def speaks(self, axes: Collection[str] = ()) -> bool:
         """Whether this rank does, alone of its line."""
         return self.rank == 0 and self.leads(axes)
+
+    def meet(self, what: str) -> None:
+        """Wait until all ranks are here, but not for long: before moves to which all should come.
+
+        Args:
+            what: for the error: what they are here for, and how it is mended.
+
+        Raises:
+            RuntimeError: some did not come.
+        """
 
     def sum(self, tensor: Tensor) -> Tensor:
         """The sum over ranks, in place."""
@@ -167,7 +179,15 @@ class GroupRanks(Ranks):
     With gloo the moves have a group of their own, so that a rank that makes other moves meanwhile,
     as data parallel training does, cannot mix them up with these. With other backends they go over
     the group itself.
+
+    Raises, in every move:
+        RuntimeError: another rank has ended, or did not come within the time limit of the group.
+
+    Attributes:
+        patience: seconds that `meet` waits with gloo.
     """
+
+    patience = 120.0
 
     def __init__(self, group: Any) -> None:
         dist = torch.distributed
@@ -186,22 +206,38 @@ class GroupRanks(Ranks):
         at = tensor if tensor.device.type in self._kinds else tensor.to(self.device)
         return at.contiguous()
 
+    def meet(self, what: str) -> None:
+        dist = torch.distributed
+        if dist.get_backend(self.group) != "gloo":
+            return
+        limit = timedelta(seconds=self.patience)
+        try:
+            dist.monitored_barrier(self.group, timeout=limit, wait_all_ranks=True)
+        except RuntimeError as error:
+            raise RuntimeError(
+                f"not all ranks came within {self.patience:g} s: {what}; torch says: "
+                f"{_first_line(error)}"
+            ) from error
+
     def _reduce(self, tensor: Tensor, how: str) -> None:
         op = torch.distributed.ReduceOp
         at = self._at(tensor)
-        torch.distributed.all_reduce(at, op.SUM if how == "sum" else op.MAX, group=self.group)
+        with _told():
+            torch.distributed.all_reduce(at, op.SUM if how == "sum" else op.MAX, group=self.group)
         if at is not tensor:
             tensor.copy_(at)
 
     def _broadcast(self, tensor: Tensor, source: int) -> None:
         at = self._at(tensor)
-        torch.distributed.broadcast(at, group=self.group, group_src=source)
+        with _told():
+            torch.distributed.broadcast(at, group=self.group, group_src=source)
         if at is not tensor:
             tensor.copy_(at)
 
     def _gather(self, out: Tensor, tensor: Tensor) -> None:
         at, sent = self._at(out), self._at(tensor)
-        _all_gather()(at.view(-1), sent.view(-1), group=self.group)
+        with _told():
+            _all_gather()(at.view(-1), sent.view(-1), group=self.group)
         if at is not out:
             out.copy_(at)
 
@@ -209,12 +245,30 @@ class GroupRanks(Ranks):
         self, out: Tensor, tensor: Tensor, coming: Sequence[int], sizes: Sequence[int]
     ) -> None:
         at, sent = self._at(out), self._at(tensor)
-        torch.distributed.all_to_all_single(at, sent, list(coming), list(sizes), group=self.group)
+        dist, parts = torch.distributed, (list(coming), list(sizes))
+        with _told():
+            dist.all_to_all_single(at, sent, *parts, group=self.group)
         if at is not out:
             out.copy_(at)
 
     def __reduce__(self) -> Any:
         raise TypeError("process groups stay where they are: save trainer.state_dict() instead")
+
+
+@contextmanager
+def _told() -> Iterator[None]:
+    """What torch says of a rank that is gone becomes one line."""
+    try:
+        yield
+    except RuntimeError as error:
+        raise RuntimeError(
+            "the other ranks cannot be reached: one of them has ended, or did not come in time: "
+            f"{_first_line(error)}"
+        ) from error
+
+
+def _first_line(error: BaseException) -> str:
+    return shortened(str(error).partition("\n")[0])[1:-1]
 
 
 def _all_gather() -> Any:
@@ -277,7 +331,17 @@ def _of_group(group: Any) -> Ranks:
             own = dist.new_group(
                 dist.get_process_group_ranks(group),
                 backend="gloo",
+                timeout=_limit_of(group),
                 use_local_synchronization=group is not dist.group.WORLD,
             )
         known = _made[id(group)] = (group, GroupRanks(own))
     return known[1]
+
+
+def _limit_of(group: Any) -> timedelta | None:
+    """How long the moves of a group may take; None where it does not tell: torch's default."""
+    try:
+        limit: timedelta = group._get_backend(torch.device("cpu")).options._timeout
+    except (AttributeError, RuntimeError):
+        return None
+    return limit

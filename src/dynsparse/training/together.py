@@ -149,6 +149,9 @@ def agree_before(ranks: Ranks, step: int, said: Mapping[str, Any]) -> None:
     """
     if ranks.alone:
         return
+    ranks.meet(
+        f"step {step} of this rank ends in an update; call trainer.step() as often on every rank"
+    )
     agree_on(
         ranks,
         {"the step that ends in an update": str(step)},
