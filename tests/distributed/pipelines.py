@@ -5,6 +5,7 @@ from __future__ import annotations
 from itertools import pairwise
 
 import torch
+from sharded_training import shard
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
@@ -14,7 +15,6 @@ from torch.distributed.pipelining.schedules import (
     ScheduleZBVZeroBubble,
 )
 from torch.nn.functional import mse_loss
-from torch.nn.parallel import DistributedDataParallel
 from trainings import apart, layers_of, weights
 
 import dynsparse as ds
@@ -101,13 +101,11 @@ def staged(rank, size, schedule, algorithm, steps, replicas=1):
         pieces = {i: Part(parts[i : i + 1]) for i in (at, at + deep)}
     count = deep * len(pieces)
     holder = Part([pair for piece in pieces.values() for pair in piece.named_children()])
-    made = [
-        PipelineStage(
-            DistributedDataParallel(piece, process_group=own) if replicas > 1 else piece,
-            i, count, torch.device("cpu"), group=stages,
-        )
-        for i, piece in pieces.items()
-    ]  # fmt: skip
+    if replicas > 1:
+        for piece in pieces.values():
+            shard(piece, mesh["replica"])
+    device = torch.device("cpu")
+    made = [PipelineStage(piece, i, count, device, group=stages) for i, piece in pieces.items()]
     runner = kind(made[0] if len(made) == 1 else made, n_microbatches=MICRO, loss_fn=mse_loss)
     optimizer = optimizer_of(holder)
     trainer = ALGORITHMS[algorithm](holder, optimizer, stages, ranks=own if replicas > 1 else None)
