@@ -26,7 +26,7 @@ from pathlib import Path
 import torch
 
 STEPS = 24
-AGAIN = 40  # starts beyond the kills: gloo does not always find its peers at once
+AGAIN = 100  # starts beyond the kills: gloo does not always find its peers at once
 
 
 def train(folder, kind, kills, longest, wait):
@@ -45,8 +45,13 @@ def train(folder, kind, kills, longest, wait):
     from dynsparse.ranks import digest
 
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", timeout=timedelta(seconds=6))
-    rank, size = dist.get_rank(), dist.get_world_size()
+    rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    # A store for each start: in the agent's, addresses of the dead are found.
+    start = f"{os.environ['TORCHELASTIC_RUN_ID']}-{os.environ['TORCHELASTIC_RESTART_COUNT']}"
+    store = dist.FileStore(str(folder / f"store-{start}"), size)
+    dist.init_process_group(
+        "gloo", store=store, rank=rank, world_size=size, timeout=timedelta(seconds=6)
+    )
     torch.manual_seed(100 + rank)
     model = linear_model()
     if kind == "fsdp":
@@ -101,20 +106,20 @@ def run(kind, size, kills, *, longest=1.2, wait=True):
         ["torch", "torch.distributed.fsdp", "torch.nn.parallel", "dynsparse"]
     )
     with tempfile.TemporaryDirectory() as folder:
-        config = LaunchConfig(
-            min_nodes=1,
-            max_nodes=1,
-            nproc_per_node=size,
-            rdzv_backend="c10d",
-            rdzv_endpoint="localhost:0",
-            run_id=f"kills-{random.randrange(2**30)}",
-            max_restarts=kills + AGAIN,
-            monitor_interval=0.05,
-            start_method="forkserver",
-        )
+        # The agent itself fails where a rank dies while it writes what it died of: whoever started
+        # it starts it again.
         while not all((Path(folder) / f"digest-{rank}").exists() for rank in range(size)):
-            # The agent itself fails where a rank dies while it writes what it died of: whoever
-            # started it starts it again.
+            config = LaunchConfig(
+                min_nodes=1,
+                max_nodes=1,
+                nproc_per_node=size,
+                rdzv_backend="c10d",
+                rdzv_endpoint="localhost:0",
+                run_id=f"kills-{random.randrange(2**30)}",
+                max_restarts=kills + AGAIN,
+                monitor_interval=0.05,
+                start_method="forkserver",
+            )
             with contextlib.suppress(EOFError):
                 elastic_launch(config, train)(folder, kind, kills, longest, wait)
         digests = [(Path(folder) / f"digest-{rank}").read_text() for rank in range(size)]
