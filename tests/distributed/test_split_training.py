@@ -169,3 +169,23 @@ def test_an_error_on_one_rank_is_that_of_all():
     lines = error_of(sizes, work)
     assert len(lines) == 1
     assert "layer '0': the gradient of its weights holds NaN" in lines.pop()
+
+
+def test_what_would_take_a_rectangle_for_the_layer_is_refused(tmp_path):
+    model = model_of(density=0.3)
+    plan = planned(model, (2, 1, 1), alternating((2, 1, 1)))
+
+    def work(grid):
+        own = split(copy.deepcopy(model), grid, plan)
+        saved = {"model": own, "optimizer": optimizer_of(own)}
+        for call in (
+            lambda: ds.training.save_checkpoint(tmp_path / "a.pt", ranks=None, **saved),
+            lambda: ds.training.load_checkpoint(tmp_path / "a.pt", **saved),
+            lambda: ds.distributed.save_checkpoint(tmp_path / "a", ranks=None, **saved),
+            lambda: ds.densify(own),
+        ):
+            with pytest.raises(ValueError, match=r"rectangle of '0': take dynsparse.distr"):
+                call()
+
+    on_grid((2, 1, 1), work)
+    assert not list(tmp_path.iterdir())

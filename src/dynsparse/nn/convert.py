@@ -22,6 +22,7 @@ from dynsparse.nn.linear import SparseLinear
 from dynsparse.nn.replace import check_replaceable, linear_of, replace, sparse_layer
 from dynsparse.nn.sites import Site, find_sites, first_matches, select, tied
 from dynsparse.nn.start import largest_blocks
+from dynsparse.nn.whole import check_whole
 from dynsparse.pattern import SparsePattern
 
 __all__ = ["densify", "sparsify"]
@@ -182,6 +183,7 @@ def densify(model: nn.Module) -> nn.Module:
             `nn.MultiheadAttention` cannot have. Nothing is changed then.
     """
     _check_model(model)
+    check_whole(model, "densify makes dense layers of")
     made: dict[int, nn.Module] = {}
     names: dict[str, nn.Module] = {}
     for name, module in model.named_modules(remove_duplicate=False):

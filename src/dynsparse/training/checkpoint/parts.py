@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from dynsparse.files.shorten import shortened
 from dynsparse.nn.sharded import gathered, is_sharded, sharded_like
+from dynsparse.nn.whole import check_whole
 from dynsparse.pattern import SparsePattern
 from dynsparse.ranks import Ranks, agree_on, agreeing, digest
 from dynsparse.training.checkpoint import random_state as rng
@@ -57,6 +58,9 @@ class Training:
     trainer: SparseTrainer | None = None
     lr_scheduler: Any = None
     generators: Mapping[str, rng.Generator] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        check_whole(self.model, "a checkpoint holds")
 
     def parts(self, extra: Mapping[str, Any] | None) -> dict[str, Any]:
         """What all ranks hold alike; tensors are those of the training, whole or sharded."""
