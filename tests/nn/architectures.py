@@ -73,7 +73,8 @@ BART = IDS | {"d_model": 32, "encoder_layers": 1, "decoder_layers": 1, "encoder_
               "decoder_start_token_id": 0, "forced_eos_token_id": 0}  # fmt: skip
 WAVES = SIZES | {"conv_dim": (16, 16), "conv_stride": (5, 4), "conv_kernel": (10, 8),
                  "num_feat_extract_layers": 2, "num_conv_pos_embeddings": 8,
-                 "num_conv_pos_embedding_groups": 2}  # fmt: skip
+                 "num_conv_pos_embedding_groups": 2, "feat_proj_dropout": 0.0,
+                 "mask_time_prob": 0.3, "mask_time_length": 2}  # fmt: skip
 
 _transformer("GPT2LMHeadModel", _text, GPT2)
 _transformer("GPTNeoXForCausalLM", _text, SIZES)

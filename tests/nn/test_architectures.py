@@ -1,5 +1,6 @@
 """Models of other libraries: sparsified by one line, trained, saved, loaded, equal."""
 
+import re
 import sys
 import warnings
 from pathlib import Path
@@ -12,6 +13,8 @@ from dynsparse.nn import SparseLinear
 
 sys.path.insert(0, str(Path(__file__).parent))
 from architectures import MODELS
+
+PAGE = Path(__file__).parents[2] / "docs" / "make-your-model-sparse.md"
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
@@ -49,6 +52,17 @@ def test_there_are_enough_of_them():
     }  # fmt: skip
 
 
+@pytest.mark.skipif(not PAGE.exists(), reason="the documentation is not part of a wheel")
+def test_the_page_names_them():
+    table = PAGE.read_text().split("<!-- models -->")[1].split("<!-- /models -->")[0]
+    named = dict(re.findall(r"^\| (\w+) \| (`.*) \|$", table, re.M))
+    found = {
+        (library, name) for library in named for name in re.findall(r"`(\w+)`", named[library])
+    }
+    assert found == {(package, name.split()[-1]) for name, (package, _) in MODELS.items()}
+    assert f"[{len(MODELS)} models](" in (PAGE.parents[1] / "README.md").read_text()
+
+
 @pytest.mark.parametrize("name", MODELS)
 def test_sparsified_trained_saved_and_loaded(name, tmp_path):
     model, batch = made(name)
@@ -80,6 +94,17 @@ def test_sparsified_trained_saved_and_loaded(name, tmp_path):
         mine, theirs = (tensors(m.eval()(**batch)) for m in (model, loaded))
     assert len(mine) > 0
     assert all(torch.equal(a, b) for a, b in zip(mine, theirs, strict=True))
+
+
+def test_experts_in_one_parameter_are_named():
+    lines = describe_of("MixtralForCausalLM")
+    assert "2 MixtralExperts: 24,576 parameters stay dense" in lines
+    assert lines[-1].startswith("warning: ")
+    assert not any(line.startswith("warning: ") for line in describe_of("LlamaForCausalLM"))
+
+
+def describe_of(name):
+    return ds.nn.describe(made(name)[0]).splitlines()
 
 
 @pytest.mark.parametrize(
