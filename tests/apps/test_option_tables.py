@@ -16,6 +16,7 @@ def test_the_docs_are_up_to_date():
     marked = {name: text for name, text in marked.items() if "<!-- options:" in text}
     assert marked.keys() == {
         "mnist.md", "mnist-transformer.md", "language-model.md", "checkpoints.md",
+        "many-processes.md",
     }  # fmt: skip
     for name, text in marked.items():
         assert fill(text) == text, name
