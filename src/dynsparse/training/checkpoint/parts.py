@@ -16,12 +16,12 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 from torch import Tensor, nn
 
-from dynsparse.files.shorten import shortened
 from dynsparse.nn.sharded import gathered, is_sharded, sharded_like
 from dynsparse.nn.whole import check_whole
 from dynsparse.pattern import SparsePattern
 from dynsparse.ranks import Ranks, agree_on, agreeing, digest
 from dynsparse.training.checkpoint import random_state as rng
+from dynsparse.training.checkpoint.model_state import check_model, patterns_of
 from dynsparse.training.checkpoint.optimizing import check_finite, check_scheduler, loaded_optimizer
 from dynsparse.training.checkpoint.reading import CheckpointError
 from dynsparse.training.trainer import SparseTrainer
@@ -66,7 +66,7 @@ class Training:
         """What all ranks hold alike; tensors are those of the training, whole or sharded."""
         assert self.optimizer is not None
         parts: dict[str, Any] = {
-            "patterns": _patterns(self.model),
+            "patterns": patterns_of(self.model),
             "model": self.model.state_dict(),
             "optimizer": {
                 "kind": type(self.optimizer).__name__,
@@ -208,7 +208,7 @@ class Training:
     def _check(self, parts: dict[str, Any]) -> dict[str, Any]:
         """The optimizer's attributes with its state loaded."""
         attributes: dict[str, Any] = {}
-        _check_model(parts, self.model)
+        check_model(parts, self.model)
         if self.optimizer is not None:
             _check_optimizer(parts["optimizer"], self.optimizer)
             attributes = loaded_optimizer(
@@ -290,77 +290,10 @@ def _rows(tensor: Tensor, first: int, last: int) -> Tensor:
     return tensor[first:last].clone() if tensor.dim() else tensor
 
 
-def _patterns(model: nn.Module) -> dict[str, list[int]]:
-    """Shape, block size and number of blocks of every module with a pattern."""
-    found = {}
-    for name, module in model.named_modules():
-        pattern = getattr(module, "pattern", None)
-        if isinstance(pattern, SparsePattern):
-            found[name] = [*pattern.shape, pattern.block_size, pattern.nnz]
-    return found
-
-
-def _check_model(parts: dict[str, Any], model: nn.Module) -> None:
-    saved, own = parts["model"], model.state_dict()
-    if odd := sorted(saved.keys() ^ own.keys()):
-        where = "file" if odd[0] in saved else "model"
-        raise ValueError(
-            f"{len(odd)} entries are in only one of file and model, such as {odd[0]!r}, "
-            f"which is in the {where}"
-        )
-    resizable: set[str] = set()  # entries whose length follows the number of blocks
-    for name, pattern in _patterns(model).items():
-        other = parts["patterns"].get(name)
-        module = model.get_submodule(name)
-        if (
-            getattr(module, "resizable", False)
-            and isinstance(other, list)
-            and other[:3] == pattern[:3]
-        ):
-            prefix = f"{name}." if name else ""
-            resizable |= {prefix + key for key in ("values", "rows", "cols")}
-        elif not isinstance(other, list) or other != pattern:
-            raise ValueError(
-                f"layer {name!r} was saved with [out, in, block size, blocks] = "
-                f"{shortened(other)}, "
-                f"the model has {pattern}"
-            )
-        _check_pattern(name, module, saved)
-    for name, tensor in own.items():
-        other = saved[name]
-        if not isinstance(tensor, Tensor):
-            continue
-        skip = 1 if name in resizable else 0
-        if not isinstance(other, Tensor):
-            raise ValueError(f"{name!r} was saved as {type(other).__name__}, not as a tensor")
-        if (tensor.shape[skip:], tensor.dtype) != (other.shape[skip:], other.dtype):
-            raise ValueError(
-                f"{name!r} was saved as {other.dtype} {list(other.shape)}, the model has "
-                f"{tensor.dtype} {list(tensor.shape)}"
-            )
-
-
-def _check_pattern(name: str, module: Any, saved: dict[str, Any]) -> None:
-    """The layers check this, too, but when the ones before them have changed already."""
-    prefix = f"{name}." if name else ""
-    rows, cols, values = (saved.get(prefix + key) for key in ("rows", "cols", "values"))
-    if rows is None or cols is None:
-        return
-    own = module.pattern
-    try:
-        pattern = SparsePattern(rows, cols, shape=own.shape, block_size=own.block_size)
-        if not torch.equal(pattern.flat, rows.cpu().long() * pattern.grid[1] + cols.cpu()):
-            raise ValueError("rows and cols are not in row-major order")
-        if isinstance(values, Tensor) and values.shape != pattern.values_shape:
-            raise ValueError(f"{pattern.nnz} blocks with values of {list(values.shape)}")
-    except (AttributeError, RuntimeError, TypeError, ValueError) as error:
-        raise ValueError(f"the pattern of {name!r} is damaged: {error}") from None
-
-
 def _saved_patterns(
     parts: dict[str, Any], model: nn.Module, trainer: SparseTrainer
 ) -> dict[str, SparsePattern] | None:
-    """The patterns that the trainer's layers are going to have, after `_check_model`."""
+    """The patterns that the trainer's layers are going to have, after `check_model`."""
     saved, found = parts["model"], {}
     prefixes = {id(module): f"{name}." if name else "" for name, module in model.named_modules()}
     for name, layer in trainer.layers.items():
