@@ -107,7 +107,8 @@ def test_batches_of_text_go_where_the_model_is():
     options = lm.Options(**TINY, data="stdlib")
     corpus = load_corpus(options)
     training = LmTraining(options, corpus, 7)
-    training.device, training.model = torch.device("meta"), Meta(corpus.size)
+    training.device = torch.device("meta")
+    training.replica = training.model = Meta(corpus.size)
     _, losses, right = training.losses(corpus.batch(4, 8, training.generator))
     assert [*training.model.seen, losses.device.type, right.device.type] == ["meta"] * 3
 
@@ -118,7 +119,8 @@ def test_batches_of_text_go_where_the_model_is():
 )
 def test_pictures_go_where_the_model_is(kind, options):
     training = kind(options(), data.load("digits"), 7)
-    training.device, training.model = torch.device("meta"), Meta(1, 10)
+    training.device = torch.device("meta")
+    training.replica = training.model = Meta(1, 10)
     for part in ("train", "test"):
         pictures = training._pictures(part)
         assert pictures.images.device.type == pictures.labels.device.type == "meta"
