@@ -23,21 +23,46 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import dynsparse as ds
+from dynsparse import native
 
 TESTS = Path(__file__).resolve().parent.parent / "tests"
 sys.path[:0] = [str(TESTS / "distributed"), str(TESTS / "ranks")]
 
 from processes import on_ranks  # noqa: E402
-from trainings import ALGORITHMS, apart, backward, model_of, optimizer_of, weights  # noqa: E402
+from trainings import ALGORITHMS, apart, backward, batch, model_of, optimizer_of, weights  # noqa: E402
 
 # What changes in every step, or in every second.
 UPDATED = [name for name in ALGORITHMS if name != "static"]
 
 
-def exact(rank: int, size: int, name: str, updates: int, isas: list[str]) -> list[float]:
+def instructions(
+    rank: int, size: int, name: str, updates: int, isas: list[str]
+) -> tuple[str, int, dict[str, torch.Tensor]]:
+    """The instruction set of this rank, its updates, and the positions that it ends with.
+
+    In float32, which the kernels rank. Trainers compare patterns at every update, and raise.
+    """
+    os.environ["DYNSPARSE_ISA"] = isas[rank]
+    net = model_of(dtype=torch.float32)
+    optimizer = optimizer_of(net)
+    ddp = DistributedDataParallel(net)
+    trainer = ALGORITHMS[name](net, optimizer)
+    for step in range(1, 2 * updates):
+        x, y = batch(step, rank, size, dtype=torch.float32)
+        optimizer.zero_grad()
+        nn.functional.mse_loss(ddp(x), y).backward()
+        trainer.step()
+        if trainer.updates == updates:
+            break
+    return (
+        str(native.describe()["isa"]),
+        trainer.updates,
+        {layer: flat for layer, (flat, _) in weights(net).items()},
+    )
+
+
+def exact(rank: int, size: int, name: str, updates: int) -> list[float]:
     """[updates made, those after which patterns were as in one process, the largest difference]."""
-    if isas:
-        os.environ["DYNSPARSE_ISA"] = isas[rank]
     nets = [model_of(), model_of()]
     optimizers = [optimizer_of(net) for net in nets]
     trainers = [
@@ -112,14 +137,23 @@ def main() -> None:
             f"{1e3 * agreement:.2f} ms, {100 * agreement / (100 * step):.3f} %"
         )
         return
-    isas = (["v2", "v4"] * given.ranks)[: given.ranks] if given.what == "instructions" else []
+    isas = (["v2", "v4"] * given.ranks)[: given.ranks]
     for name in given.algorithms:
-        found = on_ranks(given.ranks, exact, name, given.updates, isas, seconds=given.seconds)
+        if given.what == "instructions":
+            ends = on_ranks(
+                given.ranks, instructions, name, given.updates, isas, seconds=given.seconds
+            )
+            alike = all(torch.equal(e[2][n], ends[0][2][n]) for e in ends for n in e[2])
+            kinds = " and ".join(end[0] for end in ends)
+            print(f"{name:15s} {kinds}: patterns {'agree' if alike else 'DIFFER'} after "
+                  f"{ends[0][1]} updates", flush=True)  # fmt: skip
+            continue
+        found = on_ranks(given.ranks, exact, name, given.updates, seconds=given.seconds)
         updates = found[0][0]
         worst = max(one[2] for one in found)
         alike = min(one[1] for one in found)
         print(
-            f"{name:15s} {given.ranks} ranks {' and '.join(isas) or ''}: {alike:.0f} of "
+            f"{name:15s} {given.ranks} ranks: {alike:.0f} of "
             f"{updates:.0f} updates as in one process, weights within {worst:.1e}",
             flush=True,
         )
