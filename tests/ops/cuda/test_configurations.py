@@ -80,6 +80,17 @@ def test_what_the_copy_engine_does_not_take_goes_by_pointers(layout, density):
 
 
 @pytest.mark.usefixtures("interpreter")
+@pytest.mark.parametrize("way", ["tma", "swapped"])
+def test_a_tile_of_several_blocks_goes_by_pointers(way):
+    case = Case(16, (4, 6), 70, torch.float32)
+    config = Rows(64, 64, 4, 3, way)
+    y = launch.forward(case.x, case.values, case.p, case.bias, config)
+    dx = launch.grad_input(case.dy, case.values, case.p, config)
+    assert error(y, case.y) < case.limit
+    assert error(dx, case.dx) < case.limit
+
+
+@pytest.mark.usefixtures("interpreter")
 @pytest.mark.parametrize("split", [1, 2, 3])
 @pytest.mark.parametrize(("b", "number", "samples"), list(itertools.chain(*map(shares, BLOCKS))))
 def test_every_share_of_the_gradient(b, number, samples, split):

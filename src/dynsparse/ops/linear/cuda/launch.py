@@ -66,7 +66,8 @@ def _rows(
         "num_stages": c.stages,
     }
     with current_device(x):
-        if c.way == "pointers" or not _copy_engine_takes(x, values):
+        # A box of the copy engine lies in one block: it cannot join several.
+        if c.way == "pointers" or c.inputs > b or not _copy_engine_takes(x, values):
             rows_kernel[grid](x, values, y, *pattern, *x.stride(), **options)
         else:
             box = [b, c.inputs] if transposed else [c.inputs, b]
