@@ -8,6 +8,7 @@ ValueError, TypeError or RuntimeError. Anything else is a fault.
 from __future__ import annotations
 
 import resource
+import tempfile
 import warnings
 from pathlib import Path
 
@@ -31,6 +32,7 @@ def _bounded(tmp_path, monkeypatch):
     """One GiB beside what is mapped now, so that a size that is taken at its word fails; and what
     a wrong path names is written elsewhere."""
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     statm = Path("/proc/self/statm")
     if not statm.exists():
         yield
