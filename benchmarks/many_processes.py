@@ -12,7 +12,6 @@ different instruction sets. `cost` times steps with and without an update, and t
 from __future__ import annotations
 
 import argparse
-import os
 import statistics
 import sys
 import time
@@ -23,42 +22,16 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import dynsparse as ds
-from dynsparse import native
 
 TESTS = Path(__file__).resolve().parent.parent / "tests"
 sys.path[:0] = [str(TESTS / "distributed"), str(TESTS / "ranks")]
 
+from data_parallel import instructions  # noqa: E402
 from processes import on_ranks  # noqa: E402
-from trainings import ALGORITHMS, apart, backward, batch, model_of, optimizer_of, weights  # noqa: E402
+from trainings import ALGORITHMS, apart, backward, model_of, optimizer_of, weights  # noqa: E402
 
 # What changes in every step, or in every second.
 UPDATED = [name for name in ALGORITHMS if name != "static"]
-
-
-def instructions(
-    rank: int, size: int, name: str, updates: int, isas: list[str]
-) -> tuple[str, int, dict[str, torch.Tensor]]:
-    """The instruction set of this rank, its updates, and the positions that it ends with.
-
-    In float32, which the kernels rank. Trainers compare patterns at every update, and raise.
-    """
-    os.environ["DYNSPARSE_ISA"] = isas[rank]
-    net = model_of(dtype=torch.float32)
-    optimizer = optimizer_of(net)
-    ddp = DistributedDataParallel(net)
-    trainer = ALGORITHMS[name](net, optimizer)
-    for step in range(1, 2 * updates):
-        x, y = batch(step, rank, size, dtype=torch.float32)
-        optimizer.zero_grad()
-        nn.functional.mse_loss(ddp(x), y).backward()
-        trainer.step()
-        if trainer.updates == updates:
-            break
-    return (
-        str(native.describe()["isa"]),
-        trainer.updates,
-        {layer: flat for layer, (flat, _) in weights(net).items()},
-    )
 
 
 def exact(rank: int, size: int, name: str, updates: int) -> list[float]:

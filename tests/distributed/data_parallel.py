@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import time
 
 import torch
+from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel import DistributedDataParallel
 from trainings import (
@@ -12,6 +14,7 @@ from trainings import (
     SCHEDULE,
     apart,
     backward,
+    batch,
     layers_of,
     model_of,
     optimizer_of,
@@ -19,6 +22,7 @@ from trainings import (
 )
 
 import dynsparse as ds
+from dynsparse import native
 
 
 def train(name, forward_of, rank, size, steps, *, kind="sgd", passes=1, ranks="auto", **model):
@@ -280,3 +284,29 @@ def _sent(rank, wire, samples):
         moved.append(trainer.ranks.sent - before)
     assert trainer.updates == 1
     return moved
+
+
+def instructions(
+    rank: int, size: int, name: str, updates: int, isas: list[str]
+) -> tuple[str, int, dict[str, torch.Tensor]]:
+    """The instruction set of this rank, its updates, and the positions that it ends with.
+
+    In float32, which the kernels rank. Trainers compare patterns at every update, and raise.
+    """
+    os.environ["DYNSPARSE_ISA"] = isas[rank]
+    net = model_of(dtype=torch.float32)
+    optimizer = optimizer_of(net)
+    ddp = DistributedDataParallel(net)
+    trainer = ALGORITHMS[name](net, optimizer)
+    for step in range(1, 2 * updates):
+        x, y = batch(step, rank, size, dtype=torch.float32)
+        optimizer.zero_grad()
+        nn.functional.mse_loss(ddp(x), y).backward()
+        trainer.step()
+        if trainer.updates == updates:
+            break
+    return (
+        str(native.describe()["isa"]),
+        trainer.updates,
+        {layer: flat for layer, (flat, _) in weights(net).items()},
+    )

@@ -8,6 +8,8 @@ import torch
 from processes import on_ranks
 from trainings import ALGORITHMS, apart
 
+from dynsparse import native
+
 
 def equal(found):
     """Whether the patterns were the same after each step, and the weights to rounding."""
@@ -80,6 +82,18 @@ def test_faults_of_one_rank_are_one_line_on_all_within_seconds():
         "ValueError: ranks disagree on the step that ends in an update: rank 0: 3, rank 1: 6; "
     )
     assert lines["gradients"].startswith("RuntimeError: layer '0': rank 0 and rank 1 have other ")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["rigl", "topkast"])
+def test_ranks_of_different_instruction_sets_agree(name):
+    isas = [isa for isa in native.supported_isas() if native.describe()["backend"] == "native"]
+    if len(isas) < 2:
+        pytest.skip("this machine runs one instruction set")
+    first, second = on_ranks(2, work.instructions, name, 30, [isas[-1], isas[0]])
+    assert (first[0], second[0]) == (isas[-1], isas[0])
+    assert first[1] == second[1] == 30
+    assert all(torch.equal(first[2][layer], second[2][layer]) for layer in first[2])
 
 
 def test_a_rank_that_leaves_out_a_step_is_named_and_nobody_waits():
