@@ -98,7 +98,7 @@ def _median(ranks: Ranks, work: Callable[[], Any]) -> float:
         work()
     once = _time(work)
     longest = float(ranks.highest(torch.tensor([once], dtype=torch.float64)))
-    rounds = max(3, min(200, int(SECONDS / max(longest, 1e-6))))
+    rounds = max(7, min(200, int(SECONDS / max(longest, 1e-6))))
     taken = sorted(_time(work) for _ in range(rounds))
     return float(ranks.highest(torch.tensor([taken[rounds // 2]], dtype=torch.float64)))
 
