@@ -43,12 +43,17 @@ def measure(group: Any = "auto") -> Cluster:
     local = int(os.environ.get("LOCAL_WORLD_SIZE", "0") or 0)
     if 1 < local < ranks.size and ranks.size % local == 0 and group == "auto":
         near, far = _lines(local, ranks)
-        return dataclasses.replace(
-            cluster, inner=_link(near), outer=_link(far), ranks_per_node=local
-        )
+        inner, outer = _of_first(ranks, _link(near)), _of_first(ranks, _link(far))
+        return dataclasses.replace(cluster, inner=inner, outer=outer, ranks_per_node=local)
     if ranks.alone:
         return cluster
-    return dataclasses.replace(cluster, inner=_link(ranks))
+    return dataclasses.replace(cluster, inner=_of_first(ranks, _link(ranks)))
+
+
+def _of_first(ranks: Ranks, link: Link) -> Link:
+    """What the first rank has found: least squares are not the same bits everywhere."""
+    figures = torch.tensor(link, dtype=torch.float64, device=ranks.device)
+    return Link(*ranks.broadcast(figures).tolist())
 
 
 def _lines(local: int, ranks: Ranks) -> tuple[Ranks, Ranks]:
