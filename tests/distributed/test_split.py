@@ -240,6 +240,15 @@ def test_what_cannot_be_split_is_refused_on_all_ranks():
         "ranks disagree on layer '2': rank 0 differs from rank 1; make the model"
     )
 
+    def planned_otherwise(grid):
+        other = planned(
+            model, sizes, {k: Placement(*v) for k, v in WAYS["rows, gathered in between"].items()}
+        )
+        split(copy.deepcopy(model), grid, (plan, other)[grid.x.rank])
+
+    line = error_on_all(sizes, planned_otherwise)
+    assert line.startswith("ranks disagree on the plan: rank 0 differs from rank 1; plan with")
+
     def busy(grid):
         own = copy.deepcopy(model)
         own[0].active = ds.nn.active.ActiveSet(own[0].pattern, torch.arange(3), torch.device("cpu"))

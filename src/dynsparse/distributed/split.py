@@ -60,6 +60,8 @@ def split(model: nn.Module, mesh: Any, plan: Plan) -> nn.Module:
         for chain in plan.chains:
             parts.update(rectangles(layers, chain, plan.placements, grid))
     check_equal(grid, layers)
+    said = {"the plan": repr(plan.placements)}
+    agree_on(grid.everyone, said, "plan with the figures of one cluster on every rank", shown=False)
     for name, part in parts.items():
         take_part(layers[name], part)
     for module in model.modules():
