@@ -28,7 +28,7 @@ sys.path[:0] = [str(TESTS / "distributed"), str(TESTS / "ranks")]
 
 from data_parallel import instructions  # noqa: E402
 from processes import on_ranks  # noqa: E402
-from trainings import ALGORITHMS, apart, backward, model_of, optimizer_of, weights  # noqa: E402
+from rank_trainings import ALGORITHMS, apart, backward, model_of, optimizer_of, weights  # noqa: E402
 
 # What changes in every step, or in every second.
 UPDATED = [name for name in ALGORITHMS if name != "static"]

@@ -6,10 +6,7 @@ import os
 import time
 
 import torch
-from torch import nn
-from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
-from torch.nn.parallel import DistributedDataParallel
-from trainings import (
+from rank_trainings import (
     ALGORITHMS,
     SCHEDULE,
     apart,
@@ -20,6 +17,9 @@ from trainings import (
     optimizer_of,
     weights,
 )
+from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+from torch.nn.parallel import DistributedDataParallel
 
 import dynsparse as ds
 from dynsparse import native

@@ -7,10 +7,10 @@ import tempfile
 import warnings
 
 import torch
+from rank_trainings import SCHEDULE, model_of, weights
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, TensorDataset
-from trainings import SCHEDULE, model_of, weights
 
 import dynsparse as ds
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from itertools import pairwise
 
 import torch
+from rank_trainings import apart, layers_of, weights
 from sharded_training import shard
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -15,7 +16,6 @@ from torch.distributed.pipelining.schedules import (
     ScheduleZBVZeroBubble,
 )
 from torch.nn.functional import mse_loss
-from trainings import apart, layers_of, weights
 
 import dynsparse as ds
 from dynsparse.training import ConstantSchedule, GlobalBudget

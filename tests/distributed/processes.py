@@ -19,7 +19,7 @@ _PRELOADED = [
 ]  # fmt: skip
 
 
-def on_ranks(size, work, *arguments, seconds=90):
+def on_ranks(size, work, *arguments, seconds=300):
     """[work(rank, size, *arguments) for every rank], each in a process of its own.
 
     Args:

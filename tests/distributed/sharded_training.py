@@ -7,11 +7,11 @@ from itertools import pairwise
 
 import pytest
 import torch
+from rank_trainings import ALGORITHMS, apart, backward, layers_of, model_of, optimizer_of, weights
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.functional import mse_loss
-from trainings import ALGORITHMS, apart, backward, layers_of, model_of, optimizer_of, weights
 
 import dynsparse as ds
 
@@ -107,7 +107,7 @@ def micro_batches(rank, size):
         trainer = ALGORITHMS["rigl"](model, optimizer)
         for step in range(1, 6):
             optimizer.zero_grad()
-            from trainings import batch
+            from rank_trainings import batch
 
             parts = zip(*(t.chunk(3) for t in batch(step, rank, size)), strict=True)
             for i, (x, y) in enumerate(parts):
@@ -124,7 +124,7 @@ def lower_precision(rank, size):
     model = shard(model_of(dtype=torch.float32), size=size, mp_policy=policy)
     optimizer = optimizer_of(model)
     trainer = ALGORITHMS["rigl"](model, optimizer)
-    from trainings import batch
+    from rank_trainings import batch
 
     for step in range(1, 21):
         optimizer.zero_grad()

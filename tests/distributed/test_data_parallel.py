@@ -6,7 +6,7 @@ import data_parallel as work
 import pytest
 import torch
 from processes import on_ranks
-from trainings import ALGORITHMS, apart
+from rank_trainings import ALGORITHMS, apart
 
 from dynsparse import native
 

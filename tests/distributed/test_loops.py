@@ -5,7 +5,7 @@ from __future__ import annotations
 import loops
 import pytest
 from processes import on_ranks
-from trainings import apart, model_of, weights
+from rank_trainings import apart, model_of, weights
 
 for name in ("lightning", "accelerate", "transformers"):
     pytest.importorskip(name)

@@ -17,7 +17,7 @@ from dynsparse.distributed import gather, split
 from dynsparse.training import ConstantSchedule
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "ranks"))
-from trainings import ALGORITHMS, batch, model_of, optimizer_of
+from rank_trainings import ALGORITHMS, batch, model_of, optimizer_of
 
 STEPS = 8
 WHOLE_ONLY = {"deepr", "topkast"}

@@ -6,8 +6,8 @@ import copy
 
 import pytest
 import torch
+from rank_trainings import ALGORITHMS, apart, backward, layers_of, model_of, optimizer_of, weights
 from threaded import over
-from trainings import ALGORITHMS, apart, backward, layers_of, model_of, optimizer_of, weights
 
 import dynsparse as ds
 from dynsparse.ranks import in_threads

@@ -10,6 +10,7 @@ from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
@@ -277,8 +278,9 @@ def _all_gather() -> Any:
     return getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 
-_made: dict[int, tuple[Any, GroupRanks]] = {}
-"""By the identity of a group: the group, and its ranks. A group has its moves made once."""
+_made: WeakKeyDictionary[Any, GroupRanks] = WeakKeyDictionary()
+"""By a group of gloo those with a group of their own beside it, which is made once. Weak, so that
+`destroy_process_group` ends both, and their threads."""
 
 
 def ranks_of(choice: Any) -> Ranks:
@@ -324,18 +326,18 @@ def _of_group(group: Any) -> Ranks:
         raise ValueError("ranks must be a group that this rank belongs to")
     if dist.get_world_size(group) == 1:
         return ALONE
-    known = _made.get(id(group))
-    if known is None or known[0] is not group:
-        own = group
-        if dist.get_backend(group) == "gloo":
-            own = dist.new_group(
-                dist.get_process_group_ranks(group),
-                backend="gloo",
-                timeout=_limit_of(group),
-                use_local_synchronization=group is not dist.group.WORLD,
-            )
-        known = _made[id(group)] = (group, GroupRanks(own))
-    return known[1]
+    if dist.get_backend(group) != "gloo":
+        return GroupRanks(group)
+    known = _made.get(group)
+    if known is None:
+        own = dist.new_group(
+            dist.get_process_group_ranks(group),
+            backend="gloo",
+            timeout=_limit_of(group),
+            use_local_synchronization=group is not dist.group.WORLD,
+        )
+        known = _made[group] = GroupRanks(own)
+    return known
 
 
 def _limit_of(group: Any) -> timedelta | None:
