@@ -32,7 +32,7 @@ from dynsparse.files.plain_tree import to_tree
 from dynsparse.files.tensor_file import name_of_type, write_tensors
 from dynsparse.files.whole import remove_left_overs, write_text_whole
 from dynsparse.nn.sharded import gathered, is_sharded, local_part, rows_dimension
-from dynsparse.ranks import GroupRanks, Ranks, agreeing, ranks_of
+from dynsparse.ranks import GroupRanks, Ranks, agreeing, chunk_of, ranks_of
 from dynsparse.training.checkpoint.parts import Training, misfit, take_own, together
 from dynsparse.training.checkpoint.random_state import Generator
 from dynsparse.training.trainer import SparseTrainer
@@ -217,8 +217,7 @@ class _Layout:
             group, piece = self._holders(tensor), local_part(tensor)
         elif tensor.dim() and len(tensor) >= self._ranks.size and tensor.nbytes >= _SMALL:
             group = self.groups[1]
-            share = -(-len(tensor) // len(group))
-            piece = tensor[self._ranks.rank * share : (self._ranks.rank + 1) * share]
+            piece = tensor[slice(*chunk_of(self._ranks, len(tensor)))]
         else:
             group, piece = self.groups[0], tensor
         if group not in self.groups:

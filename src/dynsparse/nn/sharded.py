@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from dynsparse.ranks import chunk
+
 __all__ = [
     "device_of",
     "gathered",
@@ -82,9 +84,7 @@ def local_range(tensor: Tensor) -> tuple[int, int]:
     """The rows [first, last) that this rank holds of a DTensor that is cut by rows."""
     mesh = tensor.device_mesh  # type: ignore[attr-defined]
     dimension = shard_dimension(tensor)
-    share = -(-len(tensor) // mesh.size(dimension))
-    first = min(mesh.get_local_rank(dimension) * share, len(tensor))
-    return first, min(first + share, len(tensor))
+    return chunk(len(tensor), mesh.size(dimension), mesh.get_local_rank(dimension))
 
 
 def own_rows(tensor: Tensor) -> tuple[int, int]:

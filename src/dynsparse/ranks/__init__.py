@@ -20,6 +20,7 @@ from dynsparse.ranks.grid import AXES, Part, RankGrid, check_axes
 from dynsparse.ranks.grow import GrowthWanted, topk_over_ranks
 from dynsparse.ranks.ranks import ALONE, GroupRanks, Ranks, ranks_of
 from dynsparse.ranks.select import (
+    chunk,
     chunk_of,
     joined,
     kth_over_ranks,
@@ -43,6 +44,7 @@ __all__ = [
     "agree_on",
     "agreeing",
     "check_axes",
+    "chunk",
     "chunk_of",
     "differing",
     "digest",

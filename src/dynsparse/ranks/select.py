@@ -14,15 +14,29 @@ from torch import Tensor
 
 from dynsparse.ranks.ranks import Ranks
 
-__all__ = ["chunk_of", "joined", "kth_over_ranks", "of_first", "select_over_ranks", "sum_of_all"]
+__all__ = [
+    "chunk",
+    "chunk_of",
+    "joined",
+    "kth_over_ranks",
+    "of_first",
+    "select_over_ranks",
+    "sum_of_all",
+]
 
 _DIGIT = 11  # bits a round: 2,048 bins, which are 8 KiB a layer
 
 
 def chunk_of(ranks: Ranks, count: int) -> tuple[int, int]:
     """The part [first, last) of `count` things that is this rank's own: as `torch.chunk` cuts."""
-    share = -(-count // ranks.size)
-    return min(ranks.rank * share, count), min((ranks.rank + 1) * share, count)
+    return chunk(count, ranks.size, ranks.rank)
+
+
+def chunk(count: int, parts: int, part: int) -> tuple[int, int]:
+    """One of `parts` parts [first, last) of `count` things, as `torch.chunk` cuts: even, the last
+    ones shorter or empty."""
+    share = -(-count // parts)
+    return min(part * share, count), min((part + 1) * share, count)
 
 
 def select_over_ranks(

@@ -113,6 +113,11 @@ class LayerIndex:
         self.choices: tuple[dict[Hashable, str], dict[Hashable, str]] = ({}, {})
         self._derived: dict[Hashable, tuple[Tensor, Callable[[LayerIndex], Tensor]]] = {}
 
+    @property
+    def is_full(self) -> bool:
+        """Whether the values are a dense weight as they lie there."""
+        return self.block_size == 1 and self.nnz == self.out_features * self.in_features
+
     def derived(self, name: Hashable, make: Callable[[LayerIndex], Tensor]) -> Tensor:
         """A tensor that kernels make of the index alone, made when it is first asked for."""
         found = self._derived.get(name)

@@ -78,7 +78,11 @@ def _over_samples(
     return function.apply(first.movedim(in_dims[0], 0), values, *rest), 0
 
 
-def _sum(a: Tensor | None, b: Tensor | None) -> Tensor | None:
+def _tangent(function: Any, ctx: Any, to_first: Tensor | None, to_second: Tensor | None) -> Any:
+    """Of a function that is linear in each operand."""
+    first, second, *index = ctx.saved_tensors
+    a = None if to_first is None else function.apply(to_first, second, *index, *ctx.rest)
+    b = None if to_second is None else function.apply(first, to_second, *index, *ctx.rest)
     return b if a is None else a if b is None else a + b
 
 
@@ -99,11 +103,7 @@ class _Product(_Function):
 
     @staticmethod
     def jvp(ctx: Any, dx: Any, dvalues: Any, *_: Any) -> Any:
-        x, values, *index = ctx.saved_tensors
-        return _sum(
-            None if dx is None else _Product.apply(dx, values, *index),
-            None if dvalues is None else _Product.apply(x, dvalues, *index),
-        )
+        return _tangent(_Product, ctx, dx, dvalues)
 
     @staticmethod
     def vmap(info: Any, in_dims: Any, *operands: Any) -> Any:
@@ -127,11 +127,7 @@ class _GradInput(_Function):
 
     @staticmethod
     def jvp(ctx: Any, ddy: Any, dvalues: Any, *_: Any) -> Any:
-        dy, values, *index = ctx.saved_tensors
-        return _sum(
-            None if ddy is None else _GradInput.apply(ddy, values, *index),
-            None if dvalues is None else _GradInput.apply(dy, dvalues, *index),
-        )
+        return _tangent(_GradInput, ctx, ddy, dvalues)
 
     @staticmethod
     def vmap(info: Any, in_dims: Any, *operands: Any) -> Any:
@@ -147,9 +143,8 @@ class _GradWeight(_Function):
     def forward(dy: Tensor, x: Tensor, *rest: Any) -> Tensor:
         row_ptr, *index, shape, dtype = rest
         if capture.is_open(row_ptr):
-            row_ptr = (
-                row_ptr.clone()
-            )  # by which growth would know it: not all of these are gradients
+            # Growth would know it by its row pointers, and not all of these are gradients.
+            row_ptr = row_ptr.clone()
         like = torch.empty(shape, dtype=dtype, device=dy.device)  # its entries are not read
         return _OPS.linear_backward(dy, x, like, row_ptr, *index, False)[1]
 
@@ -165,11 +160,7 @@ class _GradWeight(_Function):
 
     @staticmethod
     def jvp(ctx: Any, ddy: Any, dx: Any, *_: Any) -> Any:
-        dy, x, *index = ctx.saved_tensors
-        return _sum(
-            None if ddy is None else _GradWeight.apply(ddy, x, *index, *ctx.rest),
-            None if dx is None else _GradWeight.apply(dy, dx, *index, *ctx.rest),
-        )
+        return _tangent(_GradWeight, ctx, ddy, dx)
 
     @staticmethod
     def vmap(info: Any, in_dims: Any, *operands: Any) -> Any:

@@ -44,7 +44,7 @@ def forward(
         keep: takes the weight for `backward`, if that is to have it.
     """
     weight = _laid_out(values, p, x.dtype)
-    if keep is not None and not _is_full(p) and weight.nbytes <= max(x.nbytes, values.nbytes):
+    if keep is not None and not p.is_full and weight.nbytes <= max(x.nbytes, values.nbytes):
         keep.append(weight)
     return linear(x, weight, None if bias is None else bias.to(x.dtype))
 
@@ -76,10 +76,6 @@ def backward(
     return dx, _collected(dy, x, values, p) if need_values else None
 
 
-def _is_full(p: LayerIndex) -> bool:
-    return p.block_size == 1 and p.nnz == p.out_features * p.in_features
-
-
 def lines_of(row_ptr: Tensor, cols: Tensor, b: int, width: int) -> Tensor:
     """Where the lines of every block lie in a matrix [out * in / b, b]: int64 [nnz * b].
 
@@ -103,7 +99,7 @@ def _lines(p: LayerIndex) -> Tensor:
 def _laid_out(values: Tensor, p: LayerIndex, dtype: torch.dtype) -> Tensor:
     """The weight, [out, in]."""
     values = values.to(dtype)
-    if not _is_full(p):
+    if not p.is_full:
         b = p.block_size
         weight = values.new_zeros(p.out_features * p.in_features // b, b)
         values = weight.index_copy_(0, _lines(p), values.reshape(-1, b))
@@ -113,7 +109,7 @@ def _laid_out(values: Tensor, p: LayerIndex, dtype: torch.dtype) -> Tensor:
 def _collected(dy: Tensor, x: Tensor, values: Tensor, p: LayerIndex) -> Tensor:
     """dy^T x at the pattern, like values."""
     b, dtype = p.block_size, values.dtype
-    if _is_full(p):
+    if p.is_full:
         return _product(dy.t(), x, dtype).view_as(values)
     rows = max(1, PANEL_BYTES // (4 * p.in_features * b)) * b
     if rows >= p.out_features:

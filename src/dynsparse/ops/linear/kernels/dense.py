@@ -24,10 +24,6 @@ __all__ = ["SLAB_BYTES", "backward", "forward", "release"]
 SLAB_BYTES = 16 << 20
 
 
-def _is_full(p: LayerIndex) -> bool:
-    return len(p.values_shape) == 1 and p.nnz == p.out_features * p.in_features
-
-
 def _slabs(p: LayerIndex) -> list[tuple[int, int]]:
     """(first, end) row of each slab; whole block rows."""
     b = p.block_size
@@ -108,7 +104,7 @@ def _collect(slab: Tensor, p: LayerIndex, first: int, end: int, values: Tensor) 
 def forward(x: Tensor, values: Tensor, p: LayerIndex, bias: Tensor | None) -> Tensor:
     """y [B, out] = x W^T + bias: see `sparse.forward`."""
     values = values.contiguous()
-    if _is_full(p):
+    if p.is_full:
         return linear(x, values.view(p.out_features, p.in_features), bias)
     slabs = _slabs(p)
     with _memory(slabs[0][1] * p.in_features) as slab:
@@ -129,7 +125,7 @@ def backward(
 ) -> tuple[Tensor | None, Tensor | None]:
     """(dx [B, in], dvalues like values): see `sparse.backward`."""
     values = values.contiguous()
-    if _is_full(p):
+    if p.is_full:
         weight = values.view(p.out_features, p.in_features)
         dx = dy @ weight if need_input else None
         return dx, (dy.t() @ x).view_as(values) if need_values else None
