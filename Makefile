@@ -86,7 +86,7 @@ faults: $(VENV)/.installed-dev native
 
 KILLS ?= 300
 rank-faults: $(VENV)/.installed-dev native
-	OMP_NUM_THREADS=1 $(BIN)/python tests/distributed/kills.py --kills $(KILLS) --ranks 2 4
+	OMP_NUM_THREADS=1 $(BIN)/python tests/distributed/kills.py --kills $(KILLS) --ranks 2 4 $(if $(LOG),--log $(LOG))
 
 clean:
 	rm -rf build dist demo-output src/dynsparse/_native .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -1,6 +1,8 @@
 """Kills ranks of trainings at random moments; torch's elastic agent starts them anew.
 
-    python tests/distributed/kills.py --kills 300 --ranks 2 4
+    python tests/distributed/kills.py --kills 300 --ranks 2 4 --log kills.jsonl
+
+With a log, a campaign that was ended goes on where it was: what the lines in it say counts.
 
 Each training is killed so many times and must come to the same bits as the same training without a
 kill, on every rank. The agent is what torchrun runs; its workers are forked from a server that has
@@ -127,16 +129,28 @@ def run(kind, size, kills, *, longest=1.2, wait=True):
         return digests, line.stat().st_size if line.exists() else 0
 
 
+def _logged(log):
+    """The lines of trainings before this one; one that was cut off does not count."""
+    if log is None or not log.exists():
+        return []
+    lines = log.read_text().splitlines(keepends=True)
+    return [json.loads(line) for line in lines if line.endswith("\n")]
+
+
 def main():
     arguments = argparse.ArgumentParser(description=__doc__)
     arguments.add_argument("--kills", type=int, default=300)
     arguments.add_argument("--ranks", type=int, nargs="+", default=[2, 4])
     arguments.add_argument("--each", type=int, default=10, help="kills of one training")
     arguments.add_argument("--seconds", type=float, default=1e9)
+    arguments.add_argument("--log", type=Path, help="a line of JSON for each training is added")
     options = arguments.parse_args()
     ways = [(k, n, w) for n in options.ranks for k in ("ddp", "fsdp") for w in (True, False)]
     expected: dict[tuple[str, int], list[str]] = {}
-    killed = right = trainings = 0
+    before = _logged(options.log)
+    trainings = len(before)
+    killed = sum(line["kills"] for line in before)
+    right = sum(line["kills"] for line in before if line["same bits"])
     began = time.monotonic()
     while killed < options.kills and time.monotonic() - began < options.seconds:
         kind, size, wait = ways[trainings % len(ways)]
@@ -149,7 +163,11 @@ def main():
         right += kills if same else 0
         now = {"kind": kind, "ranks": size, "wait": wait, "kills": kills, "same bits": same}
         told = {"kills so far": killed, "right": right, "seconds": round(time.monotonic() - began)}
-        print(json.dumps(now | told), flush=True)
+        line = json.dumps(now | told)
+        print(line, flush=True)
+        if options.log is not None:
+            with options.log.open("a") as log:
+                log.write(f"{line}\n")
     sys.exit(0 if right == killed else 1)
 
 
