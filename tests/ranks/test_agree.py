@@ -74,6 +74,27 @@ def test_alone_an_error_is_itself():
     assert found.value is error
 
 
+@pytest.mark.parametrize("dtype", [torch.int32, torch.float64, torch.uint8])
+@pytest.mark.parametrize("count", [1024, 4099, 300_001])
+def test_digests_of_many_bytes_differ_where_these_do(dtype, count):
+    """Also where only the highest bits of several words do, or two words have changed places."""
+    g = torch.Generator().manual_seed(0)
+    whole = torch.randint(1, 100, (count,), generator=g).to(dtype)
+    seen = {digest(whole.clone())}
+    raw = whole.view(torch.uint8)
+    for at in [0, 1, len(raw) // 2, len(raw) - 1]:
+        other = raw.clone()
+        other[at] ^= 128
+        seen.add(digest(other.view(dtype)))
+    several = raw.clone()
+    several[7 : 7 + 8 * 16 : 8] ^= 128
+    seen.add(digest(several.view(dtype)))
+    turned = whole.flip(0)
+    seen.add(digest(turned))
+    assert len(seen) == 7
+    assert digest(whole) == digest(whole) != digest(whole, whole)
+
+
 def test_disagreement_names_what_and_who():
     def work(ranks):
         seed = 1 if ranks.rank == 2 else 0

@@ -25,6 +25,7 @@ from dynsparse.ranks.select import (
     joined,
     kth_over_ranks,
     of_first,
+    places,
     select_over_ranks,
     sum_of_all,
 )
@@ -56,6 +57,7 @@ __all__ = [
     "kth_over_ranks",
     "named_ranks",
     "of_first",
+    "places",
     "ranks_of",
     "select_over_ranks",
     "sum_of_all",

@@ -10,6 +10,7 @@ import hashlib
 from collections.abc import Mapping, Sequence
 from types import TracebackType
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -134,9 +135,40 @@ def digest(*parts: Tensor | str) -> int:
             hashed.update(part.encode())
         else:
             raw = part.detach().cpu().contiguous().view(-1).view(torch.uint8)
-            hashed.update(raw.numpy().data)
+            hashed.update(_folded(raw.numpy()).data)
         hashed.update(b"|")
     return int.from_bytes(hashed.digest()[:8], "little", signed=True)
+
+
+_WORDS = 512  # that are folded into one
+_AT_ONCE = 64 * _WORDS  # 256 KiB, which stay in the second-level cache
+
+
+def _weights() -> np.ndarray:
+    """Odd numbers of 64 bits without a rule between them: splitmix64, the same everywhere."""
+    mixed = np.arange(1, _WORDS + 1, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15)
+    mixed = (mixed ^ (mixed >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    return (mixed ^ (mixed >> np.uint64(27))) | np.uint64(1)
+
+
+_WEIGHTS = _weights()
+
+
+def _folded(raw: np.ndarray) -> np.ndarray:
+    """Bytes [n] as a 512th of them, in less than half of the time that hashing all of them takes.
+
+    A multilinear hash: words times odd weights, modulo 2^64. High bits of a word are folded onto
+    its low ones first, since a product has them only in its own high bits.
+    """
+    whole = len(raw) // (8 * _WORDS) * _WORDS
+    if not whole:
+        return raw
+    words = raw[: 8 * whole].view(np.uint64)
+    lines = []
+    for first in range(0, whole, _AT_ONCE):
+        some = words[first : first + _AT_ONCE].reshape(-1, _WORDS)
+        lines.append((some ^ (some >> np.uint64(29))) @ _WEIGHTS)
+    return np.concatenate([*(line.view(np.uint8) for line in lines), raw[8 * whole :]])
 
 
 def differing(ranks: Ranks, numbers: Sequence[int]) -> list[int]:

@@ -29,7 +29,7 @@ from dynsparse.ranks.band import Band, settle
 from dynsparse.ranks.exchanged import exchanged_bytes
 from dynsparse.ranks.grid import Part
 from dynsparse.ranks.ranks import Ranks
-from dynsparse.ranks.select import chunk_of, joined, select_over_ranks
+from dynsparse.ranks.select import chunk_of, joined, places, select_over_ranks
 
 __all__ = ["GrowthWanted", "topk_over_ranks"]
 
@@ -384,7 +384,7 @@ def _chosen(ranks: Ranks, jobs: Sequence[_Job]) -> list[Tensor]:
         raise ValueError(
             "the gradients overflow, so positions cannot be ranked: lower the scale"
         ) from None
-    winners = [flat[mask] for flat, mask in zip(flats, masks, strict=True)]
+    winners = [places(flat, mask) for flat, mask in zip(flats, masks, strict=True)]
     known = joined(among, winners, totals)
     return [
         flat if job.part is None else job.part.to_part(flat, job.pattern.block_size)

@@ -10,7 +10,7 @@ from torch import Tensor
 from dynsparse.checks import check_not_negative, check_tensor
 from dynsparse.nn.sharded import gathered, is_sharded, local_part, own_rows
 from dynsparse.ops.grow import select
-from dynsparse.ranks import ALONE, Ranks, chunk_of, joined, select_over_ranks
+from dynsparse.ranks import ALONE, Ranks, chunk_of, joined, places, select_over_ranks
 from dynsparse.training.parts import Spread
 from dynsparse.typed import typed
 
@@ -119,7 +119,7 @@ def lowest_over_ranks(
     chosen = select_over_ranks(
         ranks.everyone, parts, slots, counts, largest=False, below=max(limits, default=0)
     )
-    own = [slot[mask] for slot, mask in zip(slots, chosen, strict=True)]
+    own = [places(slot, mask) for slot, mask in zip(slots, chosen, strict=True)]
     leave = joined(ranks.everyone, own, limits)
     return [
         found if spread is None else spread.slots(found)
@@ -175,9 +175,10 @@ def _limits(scores: Sequence[Tensor], spreads: Sequence[Spread | None]) -> list[
 
 def _own(
     ranks: Ranks, scores: Sequence[Tensor], spreads: Sequence[Spread | None]
-) -> tuple[list[Tensor], list[Tensor]]:
+) -> tuple[list[Tensor], list[Tensor | int]]:
     """Of each layer the scores that this rank ranks, and their slots, or positions."""
-    parts, slots = [], []
+    parts: list[Tensor] = []
+    slots: list[Tensor | int] = []
     for whole, spread in zip(scores, spreads, strict=True):
         if is_sharded(whole):
             first, last = own_rows(whole)
@@ -189,7 +190,7 @@ def _own(
             part = whole.detach()[first:last]
         parts.append(part)
         if spread is None:
-            slots.append(torch.arange(first, last, device=part.device))
+            slots.append(first)
         else:
             slots.append(spread.positions(first, last).to(part.device))
     return parts, slots
@@ -207,9 +208,9 @@ def _lowest_of_all_over_ranks(
     # One after the other, so that among equals the first layer loses first.
     ends = torch.tensor([0, *_limits(scores, spreads)]).cumsum(0).tolist()
     candidates = [part[mask].double() for part, mask in zip(parts, within, strict=True)]
-    places = [s[mask] + e for s, mask, e in zip(slots, within, ends[:-1], strict=True)]
+    found = [places(s, mask) + e for s, mask, e in zip(slots, within, ends[:-1], strict=True)]
     line = torch.cat([c.to(ranks.device) for c in candidates])
-    at = torch.cat([p.to(ranks.device) for p in places])
+    at = torch.cat([p.to(ranks.device) for p in found])
     (leaves,) = select_over_ranks(ranks.everyone, [line], [at], [count], largest=False)
     by_layer = leaves.split([len(c) for c in candidates])
     return ranks.everyone.sum(torch.stack([mask.sum() for mask in by_layer])).tolist()

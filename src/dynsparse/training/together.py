@@ -180,7 +180,7 @@ def check_same_gradients(ranks: Ranks, layers: Mapping[str, SparseLinear]) -> No
     norms = torch.zeros(len(kept), dtype=torch.float64)
     for i, layer in enumerate(kept.values()):
         if layer.values.grad is not None:
-            norms[i] = layer.values.grad.detach().norm(dtype=torch.float64)
+            norms[i] = _norm(layer.values.grad.detach())
     norms = norms.to(ranks.device)
     ends = ranks.highest(torch.stack([norms, -norms]))
     apart = (ends[0] + ends[1]) > _ALIKE * ends[0]
@@ -193,6 +193,11 @@ def check_same_gradients(ranks: Ranks, layers: Mapping[str, SparseLinear]) -> No
             "gradients, so they do not train one model: wrap it in DistributedDataParallel, or in "
             "dynsparse.distributed.replicate, or pass ranks=None to train alone"
         )
+
+
+def _norm(tensor: Tensor) -> Tensor:
+    """Its length, in the type that it is added up in quickly and well enough for `_ALIKE`."""
+    return tensor.norm(dtype=torch.float64 if tensor.dtype == torch.float64 else torch.float32)
 
 
 def reached_by(

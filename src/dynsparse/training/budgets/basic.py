@@ -181,8 +181,7 @@ class GlobalBudget(Budget):
                 candidates.append(scores[lowest(scores, limit).to(scores.device)].double())
         line = torch.cat(candidates)
         # Among equal scores the first stage loses first.
-        places = torch.arange(len(line), device=line.device) + (stages.rank << 40)
-        (leaves,) = select_over_ranks(stages, [line], [places], [total], largest=False)
+        (leaves,) = select_over_ranks(stages, [line], [stages.rank << 40], [total], largest=False)
         return [int(part.sum()) for part in leaves.split([len(c) for c in candidates])]
 
 
