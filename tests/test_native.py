@@ -84,12 +84,15 @@ def test_none_computes_through_torch_without_a_warning(fresh: pytest.MonkeyPatch
     fresh.setenv("DYNSPARSE_ISA", "none")
     assert native.load() is None
     assert native.describe()["backend"] == "fallback"
+    assert native.describe()["reason"] == "DYNSPARSE_ISA=none"
     assert _route() == "torch"
 
 
 def test_an_unknown_isa_is_refused(fresh: pytest.MonkeyPatch) -> None:
     fresh.setenv("DYNSPARSE_ISA", "avx2")
-    with pytest.raises(ValueError, match=r"must be one of v2, v3, v4, base or none, got 'avx2'"):
+    with pytest.raises(
+        ValueError, match=r"must be one of v2, v3, v4, neon, base or none, got 'avx2'"
+    ):
         native.load()
 
 
@@ -114,11 +117,49 @@ def test_without_libraries_it_warns_once_and_falls_back(
     fresh: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     fresh.setattr(native, "_FOLDER", tmp_path)
-    with pytest.warns(RuntimeWarning, match="without its compiled kernels"):
-        assert native.load() is None
+    with pytest.warns(RuntimeWarning, match="compiled kernels, .*: they are not in this install"):
+        native.warn_if_absent()
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert native.load() is None
+        native.warn_if_absent()
+
+
+def test_the_warning_and_the_description_say_why_the_kernels_were_left_out(
+    fresh: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    (tmp_path / "left_out.txt").write_text("they need a better compiler than ö\n", encoding="utf-8")
+    fresh.setattr(native, "_FOLDER", tmp_path)
+    isa = native.supported_isas()[0]
+    fresh.setenv("DYNSPARSE_ISA", isa)
+    native.warn_if_absent()  # whoever chooses hears of it when it is used
+    with pytest.raises(OSError, match=f"for {isa} are not in .*they need a better compiler than ö"):
+        native.load()
+    fresh.delenv("DYNSPARSE_ISA")
+    with pytest.warns(RuntimeWarning, match="slower: they need a better compiler than ö. To mend"):
+        native.warn_if_absent()
+    assert native.describe()["reason"] == "they need a better compiler than ö"
+
+
+def test_kernels_for_other_machines_are_named(fresh: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    (tmp_path / "libdynsparse_v4.so").write_bytes(b"")
+    (tmp_path / "left_out.txt").write_text("of an earlier build")
+    fresh.setattr(native, "_FOLDER", tmp_path)
+    fresh.setattr(native, "supported_isas", lambda: ())
+    native.warn_if_absent()  # they are there; whether they run shows when they are loaded
+    with pytest.warns(RuntimeWarning, match="they are for v4, which this machine does not run"):
+        assert native.load() is None
+
+
+@pytest.mark.parametrize(
+    ("machine", "isas"),
+    [("aarch64", ("neon",)), ("arm64", ("neon",)), ("riscv64", ("base",)), ("ppc64le", ("base",))],
+)
+def test_other_machines_have_one_instruction_set(
+    machine: str, isas: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(native.platform, "machine", lambda: machine)
+    assert native.supported_isas.__wrapped__() == isas
 
 
 def test_a_broken_library_is_named_in_the_warning(

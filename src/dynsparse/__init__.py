@@ -7,7 +7,7 @@ pattern of non-zeros changes while the network trains.
 from importlib import import_module
 from typing import Any
 
-from dynsparse import nn, ops, training
+from dynsparse import native, nn, ops, training
 from dynsparse.nn import densify, load_pretrained, load_safetensors, save_safetensors, sparsify
 from dynsparse.pattern import Rewiring, SparsePattern
 from dynsparse.training import GMP, MEST, SET, SNFS, DeepR, GraNet, RigL, Static, TopKAST
@@ -34,6 +34,8 @@ __all__ = [
     "sparsify",
     "training",
 ]
+
+native.warn_if_absent()
 
 
 def __getattr__(name: str) -> Any:

@@ -5,9 +5,10 @@ Python version. They are compiled with OpenMP but linked without a runtime, so t
 threads of the runtime that torch has loaded; the number of threads goes along with every call.
 Where no library fits the machine, everything computes through plain torch.
 
-`DYNSPARSE_ISA` chooses the instruction set: `v2`, `v3`, `v4` (the x86-64 levels) or `base` (other
-machines), or `none` for plain torch. `DYNSPARSE_BF16_UNIT` may ask for less than the processor has
-for blocks of bfloat16: `1` AVX-512 dot products, `0` float32, then for growth, too.
+`DYNSPARSE_ISA` chooses the instruction set: `v2`, `v3`, `v4` (the x86-64 levels), `neon` (ARM of 64
+bits) or `base` (other machines), or `none` for plain torch. `DYNSPARSE_BF16_UNIT` may ask for less
+than the processor has for blocks of bfloat16: `1` AVX-512 dot products, `0` float32, then for
+growth, too.
 
 What a library exports, and what each function promises, is in `csrc/api.h`.
 """
@@ -20,6 +21,7 @@ import platform
 import warnings
 from functools import cache
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 
@@ -31,6 +33,7 @@ __all__ = [
     "load_isa",
     "processor_maker",
     "supported_isas",
+    "warn_if_absent",
 ]
 
 _FOLDER = Path(__file__).resolve().parent / "_native"
@@ -41,6 +44,7 @@ _X86_LEVELS = {
     "v3": {"avx", "avx2", "bmi1", "bmi2", "f16c", "fma", "abm", "movbe"},
     "v2": {"cx16", "lahf_lm", "popcnt", "sse4_1", "sse4_2", "ssse3"},
 }
+_ISAS = (*_X86_LEVELS, "neon", "base")
 
 _POINTER = ctypes.c_void_p
 _SIZE = ctypes.c_int64
@@ -149,7 +153,10 @@ def _x86_levels(cpuinfo: str) -> list[str]:
 @cache
 def supported_isas() -> tuple[str, ...]:
     """The instruction sets this machine can run, best first, built or not."""
-    if platform.machine().lower() not in ("x86_64", "amd64"):
+    machine = platform.machine().lower()
+    if machine in ("aarch64", "arm64"):
+        return ("neon",)  # part of every such processor
+    if machine not in ("x86_64", "amd64"):
         return ("base",)
     try:
         return tuple(_x86_levels(Path("/proc/cpuinfo").read_text()))
@@ -162,7 +169,7 @@ def _library_path(isa: str) -> Path:
 
 
 def _built_isas() -> list[str]:
-    return [isa for isa in ("v4", "v3", "v2", "base") if _library_path(isa).exists()]
+    return [isa for isa in _ISAS if _library_path(isa).exists()]
 
 
 def _open(path: Path) -> ctypes.CDLL:
@@ -178,6 +185,17 @@ def _open(path: Path) -> ctypes.CDLL:
         return ctypes.CDLL(str(path))
 
 
+_REMEDY = "reinstall dynsparse where GCC 12 or Clang 12 is (CXX=g++-12 pip install ...)"
+
+
+def _why_absent() -> str:
+    """What the installation says of kernels that it left out."""
+    try:
+        return (_FOLDER / "left_out.txt").read_text(encoding="utf-8").strip()
+    except OSError:
+        return "they are not in this installation"
+
+
 @cache
 def load_isa(isa: str) -> ctypes.CDLL:
     """The library of one instruction set, with the signatures of its functions set.
@@ -186,9 +204,9 @@ def load_isa(isa: str) -> ctypes.CDLL:
         ValueError: a name that is no instruction set, or one this machine cannot run.
         OSError: the library is not there or cannot be loaded.
     """
-    if isa not in (*_X86_LEVELS, "base"):
+    if isa not in _ISAS:
         raise ValueError(
-            f"DYNSPARSE_ISA must be one of v2, v3, v4, base or none, got {isa!r}: "
+            f"DYNSPARSE_ISA must be one of v2, v3, v4, neon, base or none, got {isa!r}: "
             "unset it to let dynsparse choose"
         )
     if isa not in supported_isas():
@@ -199,10 +217,11 @@ def load_isa(isa: str) -> ctypes.CDLL:
         )
     path = _library_path(isa)
     if not path.exists():
-        built = ", ".join(_built_isas()) or "none"
+        built = ", ".join(_built_isas())
         raise OSError(
-            f"the kernels for {isa} are not in this installation (built: {built}): "
-            "reinstall dynsparse where a C++ compiler is available, or set DYNSPARSE_ISA=none"
+            f"the kernels for {isa} are not in this installation "
+            f"({f'only those for {built}' if built else _why_absent()}): "
+            f"{_REMEDY}, or unset DYNSPARSE_ISA"
         )
     library = _open(path)
     for name, (result, arguments) in _SIGNATURES.items():
@@ -224,28 +243,47 @@ def _watch_forks() -> None:
         os.register_at_fork(after_in_child=lambda: torch.set_num_threads(1))
 
 
+class _Choice(NamedTuple):
+    isa: str
+    library: ctypes.CDLL | None
+    reason: str  # why there is no library
+
+
 @cache
-def _choose() -> tuple[str, ctypes.CDLL | None]:
+def _choose() -> _Choice:
     wanted = os.environ.get("DYNSPARSE_ISA", "").strip().lower()
     if wanted == "none":
-        return "none", None
+        return _Choice("none", None, "DYNSPARSE_ISA=none")
     if wanted:
-        return wanted, load_isa(wanted)
-    reason = "they are not in this installation"
+        return _Choice(wanted, load_isa(wanted), "")
+    reason = ""
     for isa in supported_isas():
         try:
-            return isa, load_isa(isa)
+            return _Choice(isa, load_isa(isa), "")
         except (OSError, AttributeError) as error:
             if _library_path(isa).exists():
                 reason = str(error)
+    built = _built_isas()
+    if not built:
+        reason = _why_absent()
+    elif not reason:
+        reason = f"they are for {', '.join(built)}, which this machine does not run"
     warnings.warn(
         f"dynsparse computes without its compiled kernels, several times slower: {reason}. "
-        "Reinstall dynsparse where a C++ compiler is available, "
-        "or set DYNSPARSE_ISA=none to silence this",
+        f"To mend it, {_REMEDY}; DYNSPARSE_ISA=none silences this",
         RuntimeWarning,
         stacklevel=3,
     )
-    return "none", None
+    return _Choice("none", None, reason)
+
+
+def warn_if_absent() -> None:
+    """Warn at the import of a package that was installed without kernels; they are not loaded yet.
+
+    Whoever asks for an instruction set hears of it where it is used.
+    """
+    if not os.environ.get("DYNSPARSE_ISA", "").strip() and not _built_isas():
+        _choose()
 
 
 def load() -> ctypes.CDLL | None:
@@ -258,7 +296,7 @@ def load() -> ctypes.CDLL | None:
         ValueError: DYNSPARSE_ISA names something unknown, or what this machine cannot run.
         OSError: DYNSPARSE_ISA names an instruction set whose library is missing.
     """
-    return _choose()[1]
+    return _choose().library
 
 
 _BFLOAT16_UNITS = ("float32", "AVX-512", "AMX")
@@ -291,13 +329,14 @@ def describe() -> dict[str, object]:
     """What computes on the CPU, for `dynsparse info` and for records of measurements.
 
     `backend` is "native" or "fallback"; `isa` the chosen instruction set or "none"; `available`
-    those that are both built and runnable; `bfloat16` as `bfloat16_unit`; `threads` the number
-    torch uses now.
+    those that are both built and runnable; `reason` why the backend is the fallback, else empty;
+    `bfloat16` as `bfloat16_unit`; `threads` the number torch uses now.
     """
-    isa, library = _choose()
+    isa, library, reason = _choose()
     return {
         "backend": "fallback" if library is None else "native",
         "isa": isa,
+        "reason": reason,
         "available": [name for name in supported_isas() if _library_path(name).exists()],
         "bfloat16": bfloat16_unit(),
         "threads": torch.get_num_threads(),

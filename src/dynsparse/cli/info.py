@@ -39,6 +39,7 @@ def info() -> None:
             "native": "native: compiled C++",
             "fallback": "fallback: plain torch, several times slower",
         }[str(found["backend"])],
+        "because": str(found["reason"]),
         "instruction set": str(found["isa"]),
         "bfloat16 blocks": str(found["bfloat16"]),
         "available": ", ".join(available) or "none",
@@ -52,7 +53,8 @@ def info() -> None:
     table.add_column(style="bold", justify="right")
     table.add_column()
     for name, value in rows.items():
-        table.add_row(name, value)
+        if value:
+            table.add_row(name, value)
     console = Console()
     console.print(table, highlight=False)
     if found["backend"] == "native":
