@@ -58,8 +58,9 @@ def off_cpu(monkeypatch):
         self.on_cpu = False
 
     def of_its_own(self, device):
-        index = index_on(self, device)
-        return type(index)(*(tensor.clone() for tensor in index))
+        if self._is_on(device):
+            return index_on(self, device)
+        return self._thin(*(t.to(device, copy=True) for t in (self.row_ptr, self.cols)))
 
     monkeypatch.setattr(LayerIndex, "__init__", elsewhere)
     monkeypatch.setattr(SparsePattern, "_index_on", of_its_own)

@@ -36,7 +36,12 @@ shapes = st.tuples(st.integers(1, 9), st.integers(1, 9))
 def test_the_index(shape, density, b):
     pattern = SparsePattern.random(tuple(n * b for n in shape), density, block_size=b)
     for there in (elsewhere(pattern), pattern):
-        for own, other in zip(pattern.index, there._index_on(CPU), strict=True):
+        index = there._index_on(CPU)
+        assert all(tensor.dtype is torch.int32 for tensor in index)
+        for own, other in zip(pattern.index[:3], index[:3], strict=True):
+            assert torch.equal(own, other)
+        order = on_device.by_columns(*index[:2], pattern.grid[1])
+        for own, other in zip(pattern.index[3:], order, strict=True):
             assert torch.equal(own, other)
             assert other.dtype is torch.int32
         assert torch.equal(there._flat_on(CPU), pattern.flat)
@@ -98,7 +103,7 @@ def test_it_comes_to_the_cpu_when_asked_for():
 
 def test_nothing_waits_for_the_device():
     pattern = SparsePattern.random((64, 32), 0.3, block_size=2)
-    sizes = [len(tensor) for tensor in pattern.index]
+    sizes = [*(len(tensor) for tensor in pattern.index[:3]), 0, 0]
     with FakeTensorMode():
         held = torch.empty(pattern.nnz, dtype=torch.int64, device="cuda")
         before = SparsePattern._on_device(held, pattern)
@@ -110,6 +115,7 @@ def test_nothing_waits_for_the_device():
         assert Rewiring.between(before, made.after)._source_on(cuda).shape == (before.nnz,)
         index = made.after._index_on(cuda)
         assert [len(tensor) for tensor in index] == sizes
+        assert on_device.by_columns(*index[:2], pattern.grid[1]).device == cuda
         assert all(tensor.device == cuda for tensor in index)
         state = torch.empty(pattern.nnz, 2, 2, device="cuda")
         made.apply_(state, state.clone(), fill=0.5)

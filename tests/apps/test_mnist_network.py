@@ -111,6 +111,6 @@ def test_memory_by_hand(generator):
     assert got["sparse"]["optimizer"] == 8 * (weights + biases) + 4 * 4
     assert got["dense"]["optimizer"] == 8 * (784 * 320 + 3200 + biases) + 4 * 4
     assert got["dense"]["pattern"] == 0
-    # rows, cols, csc_rows and csc_perm of 4 bytes, and the two pointers.
+    # cols, csc_rows and csc_perm of 4 bytes, and the two pointers.
     pointers = 4 * (320 + 1 + 784 + 1 + 10 + 1 + 320 + 1)
-    assert got["sparse"]["pattern"] == 16 * weights + pointers
+    assert got["sparse"]["pattern"] == 12 * weights + pointers

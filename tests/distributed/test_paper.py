@@ -92,7 +92,7 @@ def test_rectangles_send_and_hold_what_the_plan_says(way):
     optimizer.step()
     tensors = [t for layer in layers.values() for t in (layer.values, layer.values.grad)]
     tensors += [s for state in optimizer.state.values() for s in state.values() if s.dim()]
-    index = 16 * sum(layer.pattern.nnz for layer in layers.values())
+    index = 12 * sum(layer.pattern.nnz for layer in layers.values())
     activations = batch // 16 * sum(sum(_features(layer)) for layer in layers.values()) * 4
     assert cost.memory == pytest.approx(
         sum(t.nbytes for t in tensors) + index + activations, rel=0.01
@@ -106,8 +106,8 @@ def _features(layer):
 def test_where_sharding_a_sparse_layer_does_not_pay():
     # Single elements under FSDP2 on 64 ranks: their index is whole on each, and dense is smaller.
     one = held(0.1, 64)
-    assert one.sharded > 6 * one.dense
+    assert one.sharded > 1.5 * one.dense
     assert held(0.1, 64, block_size=16).sharded < one.dense / 7
     assert one.rectangles < one.dense / 4
     few = held(0.1, 8)
-    assert 0.8 < few.sharded / few.dense < 1
+    assert 0.25 < few.sharded / few.dense < 0.35

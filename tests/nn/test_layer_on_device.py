@@ -29,7 +29,7 @@ def computes(layer):
 def addresses(layer):
     lines = [tensor for tensor, _ in layer._state.index._derived.values()]
     tensors = [layer.values, layer._state.memory, *layer.index, *lines]
-    return [tensor.data_ptr() for tensor in tensors]
+    return [tensor.data_ptr() for tensor in tensors if tensor.numel()]
 
 
 def another(layer):
@@ -68,15 +68,19 @@ def test_an_update_keeps_all_memory(layer):
         layer.load_state_dict(SparseLinear(48, 32, 0.3, layer.block_size).state_dict())
         computes(layer)
     assert addresses(layer) == before
-    assert len(layer._state.index._derived) == 1
+    assert not layer._state.index._derived
     assert layer.values is parameter
     assert layer._state is not state
 
 
 def test_the_index_is_that_of_the_pattern(layer):
     layer.rewire(on_device(layer))
-    for own, wanted in zip(layer.index, layer.pattern.index, strict=True):
-        assert torch.equal(own, wanted)
+    index, wanted = layer.index, layer.pattern.index
+    for name in ("row_ptr", "cols", "col_ptr"):
+        assert torch.equal(getattr(index, name), getattr(wanted, name))
+    rows, slots = layer._state.index.by_columns()
+    assert torch.equal(rows, wanted.csc_rows)
+    assert torch.equal(slots, wanted.csc_perm)
 
 
 def test_patterns_share_no_memory_with_the_index(layer):
@@ -85,10 +89,24 @@ def test_patterns_share_no_memory_with_the_index(layer):
     layer.set_pattern(another(layer))
     assert all(torch.equal(a, b) for a, b in zip(index, first.index, strict=True))
     second = on_device(layer).after
+    on_device_positions = second._flat_on(torch.device("cpu")).clone()
     layer.rewire(on_device(layer))
-    held = second._held.clone()
+    # The layer's pattern is in its index, and takes a copy along where the CPU has none.
+    made = on_device(layer)
+    layer.rewire(made)
+    third = layer.pattern
+    assert third._there[1] is layer.index.cols
+    assert "cols" not in vars(third)
+    held, none = layer.index.cols.clone(), torch.zeros(0, dtype=torch.int64)
+    layer.rewire(Rewiring._on_device(third, none, none))
+    assert third._there[1] is not layer.index.cols
     layer.rewire(on_device(layer))
-    assert torch.equal(held, second._held)
+    assert torch.equal(held, third.cols)
+    fourth = layer.pattern
+    assert fourth.cols is not layer.index.cols
+    layer.rewire(on_device(layer))
+    assert fourth._there is None
+    assert torch.equal(second.flat, on_device_positions)
 
 
 @pytest.mark.parametrize("autocast", [False, True])

@@ -209,10 +209,30 @@ def prepared(density: float = 0.3, block_size: int = 1) -> tuple[SparsePattern, 
     return pattern, LayerIndex(pattern.index, torch.zeros(pattern.values_shape))
 
 
+def by_columns(p: LayerIndex, batch: int) -> torch.Tensor | None:
+    return panels.by_columns(p, batch, p.by_columns())
+
+
+@pytest.mark.skipif(native.describe()["isa"] != "v4", reason="narrow vectors need larger layers")
+def test_a_thin_index_keeps_none() -> None:
+    pattern, fat = prepared()
+    nothing = fat.cols.new_empty(0)
+    p = LayerIndex(
+        pattern.index._replace(csc_rows=nothing, csc_perm=nothing), torch.zeros(pattern.nnz)
+    )
+    for of in (panels.by_rows, by_columns):
+        made = of(p, 1000)
+        assert made is not None
+        assert torch.equal(made, of(fat, 1000))
+        assert of(p, 1) is None
+        assert of(p, 1000) is not made
+    assert [kept for _, kept in p.panels] == [None, None]
+
+
 @pytest.mark.skipif(native.describe()["isa"] != "v4", reason="narrow vectors need larger layers")
 def test_made_once_and_only_where_they_pay() -> None:
     pattern, p = prepared()
-    for of in (panels.by_rows, panels.by_columns):
+    for of in (panels.by_rows, by_columns):
         assert of(p, 1) is None
         made = of(p, 1000)
         assert made is not None
@@ -221,24 +241,24 @@ def test_made_once_and_only_where_they_pay() -> None:
         # Calls through the dispatcher have the same index tensors and nothing else.
         assert of(LayerIndex(pattern.index, torch.zeros(pattern.nnz)), 1000) is made
     assert panels.by_rows(prepared()[1], 1000) is not panels.by_rows(p, 1000)
-    assert panels.by_columns(prepared(block_size=8)[1], 1000) is None
-    assert panels.by_columns(prepared(density=0.001)[1], 1000) is None
+    assert by_columns(prepared(block_size=8)[1], 1000) is None
+    assert by_columns(prepared(density=0.001)[1], 1000) is None
 
 
 @pytest.mark.skipif(native.describe()["isa"] != "v4", reason="narrow vectors need larger layers")
 def test_made_again_when_the_index_has_changed() -> None:
     pattern, p = prepared()
-    made = panels.by_columns(p, 1000)
+    made = by_columns(p, 1000)
     pattern.index.csc_perm.add_(0)
     again = LayerIndex(pattern.index, torch.zeros(pattern.nnz))
-    assert panels.by_columns(again, 1000) is not made
-    assert panels.by_columns(again, 1000) is not None
+    assert by_columns(again, 1000) is not made
+    assert by_columns(again, 1000) is not None
 
 
 def test_nothing_is_kept_of_a_pattern_that_is_gone() -> None:
     before = len(panels._made)
     pattern, p = prepared()
-    panels.by_columns(p, 1000)
+    by_columns(p, 1000)
     del pattern, p
     gc.collect()
     assert len(panels._made) == before

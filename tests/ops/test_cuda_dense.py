@@ -139,22 +139,6 @@ def test_kinds_of_the_cpu_are_left_aside(off_cpu):
         layer(torch.randn(6, 48))
 
 
-def test_where_entries_lie_is_found_once_per_pattern(off_cpu, monkeypatch):
-    made = []
-    make = dense._make_lines
-    monkeypatch.setattr(dense, "_make_lines", lambda p: made.append(p) or make(p))
-    layer = SparseLinear(48, 32, 0.3)
-    with torch.inference_mode():
-        layer(torch.randn(6, 48))
-    for _ in range(2):
-        layer(torch.randn(6, 48)).sum().backward()
-    assert len(made) == 1
-    layer.set_pattern(SparsePattern.random((32, 48), nnz=layer.pattern.nnz))
-    x = torch.randn(6, 48)
-    torch.testing.assert_close(layer(x), dense_linear(x, layer.to_dense(), layer.bias))
-    assert len(made) == 2
-
-
 def test_a_capture_keeps_the_type_of_activations_elsewhere():
     from dynsparse.ops.linear import products
 

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 
 from dynsparse.checks import check_fraction, check_integer
-from dynsparse.distributed.search import INDEX_BYTES
+from dynsparse.distributed.search import INDEX_BYTES, THIN_INDEX_BYTES
 from dynsparse.ranks import exchanged_bytes
 
 __all__ = ["Held", "Matrix", "Traffic", "held", "ring", "traffic"]
@@ -115,9 +115,9 @@ def held(density: float, ranks: int, *, block_size: int = 1, states: int = 2) ->
     """
     check_fraction("density", density, zero=False)
     value = 4 * (2 + states)
-    index = INDEX_BYTES / block_size**2
+    blocks = density / block_size**2
     return Held(
         value / ranks,
-        density * (value / ranks + index),
-        density * (value + index) / ranks,
+        density * value / ranks + blocks * THIN_INDEX_BYTES,
+        (density * value + blocks * INDEX_BYTES) / ranks,
     )

@@ -16,8 +16,11 @@ from dynsparse.ranks import AXES
 
 __all__ = ["Cost", "Grid", "Search", "grids"]
 
-INDEX_BYTES = 16
-"""Of a block: rows, columns, and the order by columns with its permutation, int32 each."""
+INDEX_BYTES = 12
+"""Of a block: its column, and the order by columns with its permutation, int32 each."""
+
+THIN_INDEX_BYTES = 4
+"""Where the values are shared out: the column alone."""
 
 
 class Grid(NamedTuple):

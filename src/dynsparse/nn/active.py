@@ -52,7 +52,7 @@ class ActiveSet:
             pattern.flat[slots], shape=pattern.shape, block_size=pattern.block_size
         )
         self.slots = slots.to(device)
-        self._index = PatternIndex(*(tensor.to(device) for tensor in self.pattern.index))
+        self._index = self.pattern._index_on(device)
 
     target = None
 

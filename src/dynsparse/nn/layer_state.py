@@ -10,7 +10,7 @@ from torch import Tensor
 from dynsparse.nn.sharded import device_of, is_sharded
 from dynsparse.ops.linear import LayerIndex
 from dynsparse.ops.linear.contents import trust
-from dynsparse.pattern import SparsePattern
+from dynsparse.pattern import PatternIndex, SparsePattern
 
 __all__ = ["LayerState", "changing"]
 
@@ -45,14 +45,28 @@ class LayerState:
             if index is None or index.cols.device != device or values.shape != index.values_shape:
                 tensors = pattern._index_on(device)
                 tensors = tensors._replace(row_ptr=tensors.row_ptr.clone())
-                shaped = torch.empty(1, device=device).expand(values.shape) if sharded else values
-                index = LayerIndex(tensors, shaped)
-                trust(index)
+                index = self._of(tensors, values, sharded, device)
+            if sharded and index.on_cpu and index.order is not None:
+                # What each rank holds whole shall be little: backward makes the order by columns.
+                pattern.forget_index()
+                nothing = index.cols.new_empty(0)
+                thin = index.index._replace(csc_rows=nothing, csc_perm=nothing)
+                index = self._of(thin, values, sharded, device)
             self.index = index
             self.memory = values.detach()
             self.address = -1 if sharded else values.data_ptr()
             self.watched = index.cols if not index.cols.is_inference() else torch.empty(0)
             self.version = self.watched._version
+
+    @staticmethod
+    def _of(
+        tensors: PatternIndex, values: Tensor, sharded: bool, device: torch.device
+    ) -> LayerIndex:
+        index = LayerIndex(
+            tensors, torch.empty(1, device=device).expand(values.shape) if sharded else values
+        )
+        trust(index)
+        return index
 
     def take(
         self, other: LayerState, pattern: SparsePattern, values: Tensor, moved: Tensor | None

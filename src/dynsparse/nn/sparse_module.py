@@ -145,6 +145,10 @@ class SparseModule(nn.Module):
                 return LayerState(pattern, values, None)
             index = self._aside if before is None else before.index
             state = LayerState(pattern, values, index)
+            if state.index.on_cpu:
+                pattern._live_here()
+            else:
+                pattern._live_in(state.index.index)
             self._state, self._aside = state, None
             return state
 
@@ -168,6 +172,7 @@ class SparseModule(nn.Module):
             before = None
         if before is not None:
             state.index.derive_like(before.index)
+            left = self._pattern._left(before.index.index)
         executor = None if self.executor is None else self.executor.after(pattern)
         followers = [follower for reference in self._followers if (follower := reference())]
         following = []
@@ -181,9 +186,12 @@ class SparseModule(nn.Module):
                 with changing:
                     made = state
                     if before is not None:
+                        self._pattern._there = left
                         made = before.take(state, pattern, self.values, values)
                     elif values is not None:
                         self._store(values)
+                    if not made.index.on_cpu:
+                        pattern._live_in(made.index.index)
                     self._pattern, self._state = pattern, made
                     self._given = self._aside = None
                     self.executor = executor
@@ -218,6 +226,15 @@ class SparseModule(nn.Module):
         """From now on, `other` takes every pattern of this layer: see `nn.follow_patterns`."""
         alive = (reference for reference in self._followers if reference() is not None)
         self._followers = (*alive, weakref.ref(other))
+
+    def thin_index(self) -> None:
+        """Keep only 4 bytes of index per block, where ranks share the values out among each other.
+
+        Backward makes the order by columns each time, and panels and masks are made for one call.
+        Trainers do this; after an update it is so anyway. Off the CPU it always is.
+        """
+        if is_sharded(self.values):
+            self._refresh()
 
     def forget_panels(self) -> None:
         """Give up what kernels for many samples have made of the index, 12 bytes per weight.

@@ -9,30 +9,47 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-__all__ = ["index_tensors", "merge", "move", "sent", "sources", "without"]
+__all__ = [
+    "by_columns",
+    "column_pointers",
+    "merge",
+    "move",
+    "places",
+    "positions",
+    "sent",
+    "sources",
+    "without",
+]
 
 _GONE = 2**62  # sorts behind every position
 
 
-def _places(flat: Tensor, majors: int, minors: int) -> Tensor:
+def places(flat: Tensor, majors: int, minors: int) -> Tensor:
     """Where each of the `majors` begins among sorted positions: int32 [majors + 1]."""
     bounds = torch.arange(majors + 1, device=flat.device) * minors
     return torch.searchsorted(flat, bounds, out_int32=True)
 
 
-def index_tensors(flat: Tensor, grid: tuple[int, int]) -> tuple[Tensor, ...]:
-    """row_ptr, cols, col_ptr, csc_rows and csc_perm of the positions in a grid of blocks: int32."""
-    height, width = grid
-    rows = flat.div(width, rounding_mode="floor")
-    cols = flat - rows * width
-    by_columns, order = (cols * height + rows).sort()
-    return (
-        _places(flat, height, width),
-        cols.int(),
-        _places(by_columns, width, height),
-        by_columns.remainder(height).int(),
-        order.int(),
-    )
+def positions(row_ptr: Tensor, cols: Tensor, width: int) -> Tensor:
+    """The flat positions int64 [nnz] of a pattern by rows; computed, since few need them long."""
+    starts = torch.arange(len(row_ptr) - 1, device=cols.device) * width
+    return starts.repeat_interleave(row_ptr.diff(), output_size=len(cols)).add_(cols)
+
+
+def column_pointers(cols: Tensor, width: int) -> Tensor:
+    """How many entries lie in the columns before each one: int32 [width + 1]."""
+    ends = torch.zeros(width + 1, dtype=torch.int32, device=cols.device)
+    one = torch.ones((), dtype=torch.int32, device=cols.device)
+    return ends.index_add_(0, cols + 1, one.expand(len(cols))).cumsum(0, dtype=torch.int32)
+
+
+def by_columns(row_ptr: Tensor, cols: Tensor, width: int) -> Tensor:
+    """The row of each block in the order of columns, and its slot: int32 [2, nnz]."""
+    height = len(row_ptr) - 1
+    flat = positions(row_ptr, cols, width)
+    rows = flat.div_(width, rounding_mode="floor")
+    ordered, order = (cols.long() * height + rows).sort()
+    return torch.stack([ordered.remainder_(height).int(), order.int()])
 
 
 def sent(tensor: Tensor, device: torch.device) -> Tensor:

@@ -125,7 +125,7 @@ class Rewiring:
             raise ValueError(f"at most {INT32_MAX} blocks fit a pattern, got {len(merged.cols)}")
         after = SparsePattern.__new__(SparsePattern)
         after.shape, after.block_size = pattern.shape, pattern.block_size
-        after.row_ptr, after.rows, after.cols = merged.row_ptr, merged.rows, merged.cols
+        after.row_ptr, after.cols = merged.row_ptr, merged.cols
         return cls._trusted(pattern, after, merged.source)
 
     @classmethod
@@ -133,9 +133,10 @@ class Rewiring:
     def between(cls, before: SparsePattern, after: SparsePattern) -> Rewiring:
         """The rewiring that leads from one pattern to another of the same shape and block size."""
         _check_alike(before, after)
-        if after._held is not None:
+        if "cols" not in vars(after):
+            device = after._device
             with torch.inference_mode(False):
-                source = sources(before._flat_on(after._held.device), after._held)
+                source = sources(before._flat_on(device), after._flat_on(device))
             return cls._held_there(before, after, source)
         positions = after.flat
         stays = before.contains(positions)

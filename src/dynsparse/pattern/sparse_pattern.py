@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator, Sequence
-from functools import cached_property
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import scipy.sparse
@@ -13,7 +11,7 @@ import torch
 from torch import Tensor
 
 from dynsparse.checks import check_integer, check_kind, check_tensor, check_within
-from dynsparse.encoding import by_columns, row_pointers, split_flat
+from dynsparse.encoding import row_pointers
 from dynsparse.files.shorten import shortened
 from dynsparse.pattern.coordinates import (
     INT32_MAX,
@@ -21,36 +19,14 @@ from dynsparse.pattern.coordinates import (
     coordinates,
     sample_without_replacement,
 )
-from dynsparse.pattern.on_device import index_tensors
+from dynsparse.pattern.on_device import places
+from dynsparse.pattern.positions import Positions
 from dynsparse.typed import typed
 
-__all__ = ["PatternIndex", "SparsePattern"]
+__all__ = ["SparsePattern"]
 
 
-class PatternIndex(NamedTuple):
-    """The index tensors the sparse products take: CSR, and CSC with its permutation. All int32.
-
-    `row_ptr` [out/b + 1] and `cols` [nnz] are the pattern by block rows. `col_ptr` [in/b + 1] and
-    `csc_rows` [nnz] are the same blocks by columns; entry p of that order is slot `csc_perm[p]`
-    of the row-major order.
-    """
-
-    row_ptr: Tensor
-    cols: Tensor
-    col_ptr: Tensor
-    csc_rows: Tensor
-    csc_perm: Tensor
-
-
-@contextlib.contextmanager
-def _plain_tensors() -> Iterator[None]:
-    """Whatever watches the caller, what is made here is kept and must be ordinary: neither of a
-    function transform, nor of inference mode, whose tensors do not count writes."""
-    with torch._C._DisableFuncTorch(), torch.inference_mode(False):
-        yield
-
-
-class SparsePattern:
+class SparsePattern(Positions):
     """Which blocks of an [out, in] matrix are present. Immutable.
 
     It lives on the CPU. One that an update on a device has made lives there, and comes to the CPU
@@ -66,9 +42,6 @@ class SparsePattern:
             does not divide the shape.
         TypeError: coordinates that are not integers.
     """
-
-    # The flat positions on a device, which has made them or wanted them last.
-    _held: Tensor | None = None
 
     def __init__(self, rows: Any, cols: Any, *, shape: Sequence[int], block_size: int = 1) -> None:
         shape, block_size, grid = block_grid(shape, block_size)
@@ -91,18 +64,14 @@ class SparsePattern:
         self.block_size = block_size
         self._split(flat)
 
-    def _split(self, flat: Tensor) -> None:
-        with _plain_tensors():
-            rows, cols = split_flat(flat, self.grid[1])
-        vars(self).update(rows=rows, cols=cols)
-
     @classmethod
     def _on_device(cls, flat: Tensor, like: SparsePattern) -> SparsePattern:
         """Positions on a device, sorted and distinct by the way they were made, int64 [nnz]; the
         shape and block size of `like`. Nobody else may write to them."""
         pattern = cls.__new__(cls)
         pattern.shape, pattern.block_size = like.shape, like.block_size
-        pattern._held = flat
+        height, width = pattern.grid
+        pattern._there = places(flat, height, width), flat.remainder(width).int()
         return pattern
 
     @classmethod
@@ -192,57 +161,9 @@ class SparsePattern:
         return cls.from_flat(torch.from_numpy(np.unique(flat)), shape=shape, block_size=block)
 
     @property
-    def grid(self) -> tuple[int, int]:
-        """The shape in blocks."""
-        return self.shape[0] // self.block_size, self.shape[1] // self.block_size
-
-    @property
     def total(self) -> int:
         """How many blocks the matrix has, present or not."""
         return self.grid[0] * self.grid[1]
-
-    @cached_property
-    def rows(self) -> Tensor:
-        """Block rows of the slots, int32 [nnz], on the CPU."""
-        return self._fetched("rows")
-
-    @cached_property
-    def cols(self) -> Tensor:
-        """Block columns of the slots, int32 [nnz], on the CPU."""
-        return self._fetched("cols")
-
-    def _fetched(self, name: str) -> Tensor:
-        assert self._held is not None
-        self._split(self._held.cpu())
-        found: Tensor = vars(self)[name]
-        return found
-
-    @property
-    def flat(self) -> Tensor:
-        """Flat block positions (row * (in/b) + col), sorted, int64 [nnz]; computed at each call."""
-        return self.rows.long().mul_(self.grid[1]).add_(self.cols)
-
-    def _flat_on(self, device: torch.device) -> Tensor:
-        """`flat` on a device, where the pattern lives from then on; not to be written to."""
-        held = self._held
-        if held is None or held.device != device:
-            held = self.flat.to(device)
-            if device.type != "cpu":
-                self._held = held
-        return held
-
-    def _index_on(self, device: torch.device) -> PatternIndex:
-        """The tensors of `index` on a device, likewise; they share no memory with the pattern
-        unless that is on the CPU."""
-        held = self._held
-        if held is None or held.device != device:
-            return PatternIndex(*(tensor.to(device) for tensor in self.index))
-        return PatternIndex(*index_tensors(held, self.grid))
-
-    @property
-    def nnz(self) -> int:
-        """How many blocks are present."""
-        return len(self.rows if self._held is None else self._held)
 
     @property
     def density(self) -> float:
@@ -255,31 +176,13 @@ class SparsePattern:
         b = self.block_size
         return (self.nnz,) if b == 1 else (self.nnz, b, b)
 
-    @cached_property
-    def row_ptr(self) -> Tensor:
-        """Where each block row's slots begin, int32 [out/b + 1]."""
-        with _plain_tensors():
-            return row_pointers(self.rows, self.grid[0])
-
-    @cached_property
-    def index(self) -> PatternIndex:
-        """The kernels' index tensors, made once per pattern."""
-        with _plain_tensors():
-            return PatternIndex(
-                self.row_ptr, self.cols, *by_columns(self.row_ptr, self.cols, self.grid[1])
-            )
-
-    def forget_index(self) -> None:
-        """Free the memory of `index`; it is made again when asked for."""
-        self.__dict__.pop("index", None)
-
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, SparsePattern):
             return NotImplemented
         return (
             self.shape == other.shape
             and self.block_size == other.block_size
-            and torch.equal(self.rows, other.rows)
+            and torch.equal(self.row_ptr, other.row_ptr)
             and torch.equal(self.cols, other.cols)
         )
 
@@ -293,6 +196,11 @@ class SparsePattern:
 
     def __getstate__(self) -> dict[str, Any]:
         return {k: getattr(self, k) for k in ("rows", "cols", "shape", "block_size")}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state)
+        rows = vars(self).pop("rows")
+        vars(self)["row_ptr"] = row_pointers(rows, self.grid[0])
 
     def __deepcopy__(self, memo: dict[int, Any]) -> SparsePattern:
         return self  # immutable

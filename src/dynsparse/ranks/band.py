@@ -16,7 +16,7 @@ from dynsparse.ops.grow import select
 from dynsparse.ops.grow.free_positions import positions_between, positions_in_rows
 from dynsparse.ops.grow.scores import Pair, pool
 from dynsparse.ops.linear import grad_weight
-from dynsparse.pattern import PatternIndex, SparsePattern
+from dynsparse.pattern import SparsePattern
 from dynsparse.ranks.agree import agreeing, held_back
 from dynsparse.ranks.ranks import Ranks
 from dynsparse.ranks.select import kth_over_ranks, sorting_keys
@@ -111,7 +111,7 @@ class Band:
         if not len(flat):
             return total.view(-1)
         asked = SparsePattern.from_flat(flat.cpu(), shape=shape, block_size=b)
-        index = PatternIndex(*(tensor.to(flat.device) for tensor in asked.index))
+        index = asked._index_on(flat.device)
         like = torch.empty(asked.values_shape, device=flat.device)
         for x, dy in pairs:
             total += grad_weight(dy.float(), x.float(), like, index).view(-1, b * b)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from dynsparse.ops.linear import grad_weight
-from dynsparse.pattern import PatternIndex, SparsePattern
+from dynsparse.pattern import SparsePattern
 
 __all__ = ["Pair", "gradient_at"]
 
@@ -35,7 +35,7 @@ def gradient_at(pairs: Sequence[Pair], pattern: SparsePattern) -> Tensor:
     total = torch.zeros(pattern.values_shape, dtype=dtype, device=device)
     if pattern.nnz == 0:
         return total
-    index = PatternIndex(*(tensor.to(device) for tensor in pattern.index))
+    index = pattern._index_on(device)
     for x, dy in pairs:
         total += grad_weight(dy.to(dtype), x.to(dtype), torch.empty_like(total), index)
     return total

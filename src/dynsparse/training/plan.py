@@ -178,9 +178,10 @@ def _rewired_there(
     ranked = scores(one.name, one.layer)
     check_one_per_block(ranked, pattern.nnz)
     drop = select(ranked, counts.drop, largest=False)
-    taken, flat = pattern, pattern._flat_on(drop.device)
+    flat = pattern._flat_on(drop.device)
     if regrow_dropped and counts.drop:
-        taken = SparsePattern._on_device(without(flat, drop), pattern)
+        flat = without(flat, drop)
+    taken = SparsePattern._on_device(flat, pattern)
     pairs = history.pairs(one.name)
     (grow,) = growth.choose_all([GrowthWanted(one.name, pairs, taken, counts.grow)], step)
     seen = [ranked, *(t for pair in pairs for t in pair)]

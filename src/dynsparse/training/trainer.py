@@ -118,6 +118,8 @@ class SparseTrainer(OwnParts):
             check_initial_value(initial_value)
             check_drop_score(drop_score)
             self.layers = sparse_layers(model)
+            for layer in self.layers.values():
+                layer.thin_index()
             check_optimizer(optimizer, {name: layer.values for name, layer in self.layers.items()})
             self.optimizer = optimizer
             self.schedule = schedule

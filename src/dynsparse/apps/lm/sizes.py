@@ -14,8 +14,8 @@ from dynsparse.training.algorithms import BY_NAME
 __all__ = ["Memory", "check_memory", "estimate_memory", "matched", "parameters"]
 
 _PROJECTIONS = 4
-_INDEX_BYTES = 6 * 4  # the six int32 index tensors of a sparse layer have at most one entry each
-_PATTERN_BYTES = 8 + 4  # the pattern's own flat positions, and rows in row-major order
+_INDEX_BYTES = 5 * 4  # the five int32 index tensors of a sparse layer have at most one entry each
+_PATTERN_BYTES = 4  # rows in row-major order, while somebody looks at them
 _PANEL_BYTES = 2 + 10  # what the kernels for single elements make of the index (ops/linear/panels)
 # What a step takes at its peak over what the layers keep: the gradients of activations, and copies
 # in the layout of the kernels. Measured: 1.6 to 1.8.

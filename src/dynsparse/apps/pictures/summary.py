@@ -61,7 +61,7 @@ def memory(network: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, di
                 dense["optimizer"] += round(size * factor) if per_weight else size
     for layer in sparse:
         # The layer's index and the pattern may share memory: each storage counts once.
-        tensors = [*layer.index, layer.pattern.rows, layer.pattern.cols]
+        tensors = [*layer.index, layer.pattern.cols]
         storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}
         actual["pattern"] += sum(storages.values())
     return {"sparse": actual, "dense": dense}

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from dynsparse.checks import check_integer
 from dynsparse.pattern import SparsePattern
+from dynsparse.pattern.on_device import positions
 
 __all__ = ["check_free_positions", "positions_between", "positions_in_rows"]
 
@@ -51,8 +52,8 @@ def check_free_positions(
 def positions_in_rows(pattern: SparsePattern, first: int, last: int) -> Tensor:
     """What the pattern holds in the block rows [first, last): flat positions from there, int64."""
     low, high = int(pattern.row_ptr[first]), int(pattern.row_ptr[last])
-    held = pattern.rows[low:high].long() - first
-    return held.mul_(pattern.grid[1]).add_(pattern.cols[low:high])
+    row_ptr = pattern.row_ptr[first : last + 1]
+    return positions(row_ptr, pattern.cols[low:high], pattern.grid[1])
 
 
 def positions_between(flat: Tensor, begin: int, end: int) -> Tensor:

@@ -36,7 +36,7 @@ def random_outside(
         ValueError: more positions asked for than are free, or a bad `exclude`.
     """
     k, exclude = check_free_positions(pattern, k, exclude)
-    device = torch.device("cpu") if pattern._held is None else pattern._held.device
+    device = pattern._device
     taken = pattern._flat_on(device)
     if len(exclude):
         taken = torch.cat([taken, exclude.to(device)]).sort().values

@@ -55,6 +55,8 @@ def _look_through(index: PatternIndex) -> None:
     rows = _majors("row_ptr", index.row_ptr, len(index.cols))
     cols = _majors("col_ptr", index.col_ptr, len(index.cols))
     _within("cols", index.cols, width)
+    if not len(index.csc_rows) and len(index.cols):  # left out
+        return
     _within("csc_rows", index.csc_rows, height)
     _within("csc_perm", index.csc_perm, len(index.cols))
     order = index.csc_perm.long()

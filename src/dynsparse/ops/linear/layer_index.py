@@ -13,7 +13,9 @@ import torch
 from torch import Tensor
 
 from dynsparse.checks import check_kind, check_tensor
+from dynsparse.encoding import by_columns
 from dynsparse.pattern import PatternIndex
+from dynsparse.pattern.on_device import by_columns as by_columns_there
 
 __all__ = ["LayerIndex"]
 
@@ -33,7 +35,8 @@ class LayerIndex:
         values: [nnz] or [nnz, b, b]; gives the block size. Not kept.
 
     Attributes:
-        row_ptr, cols, col_ptr, csc_rows, csc_perm: the tensors of the index.
+        row_ptr, cols, col_ptr: the tensors of the index.
+        order: `csc_rows` and `csc_perm`, or None where they were left out: `by_columns` makes them.
         index: all of them, as they were given.
         out_features, in_features, block_size, nnz: of the layer; nnz counts blocks.
         values_shape, bias_shape: what these tensors must look like.
@@ -57,13 +60,12 @@ class LayerIndex:
         "choices",
         "col_ptr",
         "cols",
-        "csc_perm",
-        "csc_rows",
         "in_features",
         "index",
         "masks",
         "nnz",
         "on_cpu",
+        "order",
         "out_features",
         "panels",
         "row_ptr",
@@ -81,7 +83,7 @@ class LayerIndex:
                 f"values must be [nnz] or [nnz, b, b], got the shape {list(values.shape)}"
             )
         self.index = index
-        self.row_ptr, self.cols, self.col_ptr, self.csc_rows, self.csc_perm = index
+        self.row_ptr, self.cols, self.col_ptr, *order = index
         if any(tensor.dim() != 1 for tensor in index):
             raise RuntimeError(
                 "the index tensors must be one-dimensional: take SparsePattern.index"
@@ -92,7 +94,8 @@ class LayerIndex:
                 f"values hold {values.shape[0]} blocks but the pattern has {nnz}: "
                 "pass the values of this pattern"
             )
-        if self.csc_rows.shape[0] != nnz or self.csc_perm.shape[0] != nnz:
+        left_out = order[0].shape[0] == order[1].shape[0] == 0
+        if not left_out and (order[0].shape[0] != nnz or order[1].shape[0] != nnz):
             raise RuntimeError(
                 "the index tensors differ in length: take them from SparsePattern.index"
             )
@@ -102,6 +105,7 @@ class LayerIndex:
                     f"the index tensors must be int32 on {values.device}, where the values are, "
                     f"got {tensor.dtype} on {tensor.device}"
                 )
+        self.order = None if left_out and nnz else (order[0], order[1])
         self.block_size = b = 1 if values.dim() == 1 else values.shape[1]
         self.out_features = (self.row_ptr.shape[0] - 1) * b
         self.in_features = (self.col_ptr.shape[0] - 1) * b
@@ -117,6 +121,16 @@ class LayerIndex:
     def is_full(self) -> bool:
         """Whether the values are a dense weight as they lie there."""
         return self.block_size == 1 and self.nnz == self.out_features * self.in_features
+
+    def by_columns(self) -> tuple[Tensor, Tensor]:
+        """`csc_rows` and `csc_perm`. Where the index came without them the CPU makes them at each
+        call, to be let go of; elsewhere they stay, since CUDA graphs may read them."""
+        if self.order is not None:
+            return self.order
+        if self.on_cpu:
+            return by_columns(self.row_ptr, self.cols, len(self.col_ptr) - 1)[1:]
+        rows, slots = self.derived("by columns", _make_order)
+        return rows, slots
 
     def derived(self, name: Hashable, make: Callable[[LayerIndex], Tensor]) -> Tensor:
         """A tensor that kernels make of the index alone, made when it is first asked for."""
@@ -163,3 +177,7 @@ class LayerIndex:
     def is_overwritten(self) -> bool:
         """Whether this object stands for a pattern that is gone: no values fit it."""
         return not self.values_shape
+
+
+def _make_order(p: LayerIndex) -> Tensor:
+    return by_columns_there(p.row_ptr, p.cols, len(p.col_ptr) - 1)

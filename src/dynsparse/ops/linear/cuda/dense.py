@@ -84,16 +84,15 @@ def lines_of(row_ptr: Tensor, cols: Tensor, b: int, width: int) -> Tensor:
     """
     places = torch.arange(len(row_ptr) - 1, device=cols.device) * (b * width)
     places = places.repeat_interleave(row_ptr.diff(), output_size=len(cols)).add_(cols)
+    if b == 1:
+        return places
     lines = torch.arange(0, b * width, width, device=cols.device)
     return (places.view(-1, 1) + lines).view(-1)
 
 
-def _make_lines(p: LayerIndex) -> Tensor:
-    return lines_of(p.row_ptr, p.cols, p.block_size, p.in_features // p.block_size)
-
-
 def _lines(p: LayerIndex) -> Tensor:
-    return p.derived("lines", _make_lines)
+    # Made for each product: kept they would take as much memory as the values' optimizer state.
+    return lines_of(p.row_ptr, p.cols, p.block_size, p.in_features // p.block_size)
 
 
 def _laid_out(values: Tensor, p: LayerIndex, dtype: torch.dtype) -> Tensor:

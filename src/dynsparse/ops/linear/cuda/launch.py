@@ -92,7 +92,7 @@ def forward(
 
 def grad_input(dy: Tensor, values: Tensor, p: LayerIndex, config: Rows | None = None) -> Tensor:
     """dx [batch, in] of dy [batch, out], any strides, and contiguous values of its dtype."""
-    lists = (p.col_ptr, p.csc_rows, p.csc_perm, columns_in_turn(p))
+    lists = (p.col_ptr, *p.by_columns(), columns_in_turn(p))
     return _rows(dy, values, None, lists, False, config)
 
 

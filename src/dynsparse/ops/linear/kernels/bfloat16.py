@@ -80,7 +80,9 @@ def backward(
     dx = dy.new_empty(dy.shape[0], p.in_features) if need_input else None
     dvalues = torch.empty_like(values) if need_values else None
     row_panels = by_rows(p, dy.shape[0]) if need_values else None
-    col_panels = by_columns(p, dy.shape[0]) if need_input else None
+    order = p.order or (p.by_columns() if need_input else (p.cols, p.cols))  # else not read
+    col_panels = by_columns(p, dy.shape[0], order) if need_input else None
+    csc_rows, csc_perm = order
     status = library.dynsparse_linear_backward_bf16(
         dy.data_ptr(),
         *dy.stride(),
@@ -91,8 +93,8 @@ def backward(
         p.row_ptr.data_ptr(),
         p.cols.data_ptr(),
         p.col_ptr.data_ptr(),
-        p.csc_rows.data_ptr(),
-        p.csc_perm.data_ptr(),
+        csc_rows.data_ptr(),
+        csc_perm.data_ptr(),
         None if row_panels is None else row_panels.data_ptr(),
         None if col_panels is None else col_panels.data_ptr(),
         None if dx is None else dx.data_ptr(),

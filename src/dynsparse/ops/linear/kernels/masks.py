@@ -17,7 +17,8 @@ __all__ = ["masks_of"]
 
 def masks_of(p: LayerIndex) -> Tensor | None:
     """int16 [out, ceil(in / 16)]: bit c % 16 of word c / 16 is column c; None for blocks."""
-    if p.masks is None and p.block_size == 1:
+    masks = p.masks
+    if masks is None and p.block_size == 1:
         library = native.load()
         assert library is not None
         masks = torch.empty(p.out_features, -(-p.in_features // 16), dtype=torch.int16)
@@ -30,5 +31,6 @@ def masks_of(p: LayerIndex) -> Tensor | None:
             torch.get_num_threads(),
         )
         # Only now may other threads see them: the kernel has let them run meanwhile.
-        p.masks = masks
-    return p.masks
+        if p.order is not None:  # of a thin index nothing stays
+            p.masks = masks
+    return masks

@@ -19,6 +19,8 @@ __all__ = ["by_columns", "by_rows", "for_once", "forget"]
 
 _NEVER = 1 << 62
 
+Order = tuple[Tensor, Tensor]
+
 
 # A layer keeps its panels in its `LayerIndex`; here find them the calls through the dispatcher.
 _made = Remembered()
@@ -26,25 +28,32 @@ _made = Remembered()
 
 def by_rows(p: LayerIndex, batch: int) -> Tensor | None:
     """The panels of the rows, or None where so few samples do not need them."""
-    return _of(p, False, batch)
+    return _of(p, None, batch)
 
 
-def by_columns(p: LayerIndex, batch: int) -> Tensor | None:
-    """The panels of the columns, or None where so few samples do not need them."""
-    return _of(p, True, batch)
+def by_columns(p: LayerIndex, batch: int, order: Order) -> Tensor | None:
+    """The panels of the columns, or None where so few samples do not need them.
+
+    Args:
+        order: `csc_rows` and `csc_perm` of the index.
+    """
+    return _of(p, order, batch)
 
 
-def _of(p: LayerIndex, columns: bool, batch: int) -> Tensor | None:
+def _of(p: LayerIndex, order: Order | None, batch: int) -> Tensor | None:
+    columns = order is not None
     least, panels = p.panels[columns]
     if batch < least:
         return None
     if panels is None:
-        p.panels[columns] = found = _find(p, columns, batch)
+        found = _find(p, order, batch)
+        # A thin index is one of which nothing else shall stay.
+        p.panels[columns] = found if p.order is not None else (found[0], None)
         return found[1]
     return panels
 
 
-def _find(p: LayerIndex, columns: bool, batch: int) -> tuple[int, Tensor | None]:
+def _find(p: LayerIndex, order: Order | None, batch: int) -> tuple[int, Tensor | None]:
     """From how many samples on panels pay, and the panels where `batch` is as many."""
     if p.block_size > 1:
         return _NEVER, None
@@ -52,12 +61,14 @@ def _find(p: LayerIndex, columns: bool, batch: int) -> tuple[int, Tensor | None]
     assert library is not None
     majors, minors = p.out_features, p.in_features
     sources = [p.cols, p.row_ptr]
-    if columns:
+    if order is not None:
         majors, minors = minors, majors
-        sources = [p.csc_rows, p.col_ptr, p.csc_perm]
-    least = library.dynsparse_panels_from(majors, minors, p.nnz, columns)
+        sources = [order[0], p.col_ptr, order[1]]
+    least = library.dynsparse_panels_from(majors, minors, p.nnz, order is not None)
     if batch < least:
         return least, None
+    if p.order is None:
+        return least, _make(majors, minors, *sources)
     made = _made.get(sources)
     if made is None:
         made = (_make(majors, minors, *sources),)
@@ -69,7 +80,7 @@ def _find(p: LayerIndex, columns: bool, batch: int) -> tuple[int, Tensor | None]
 def forget(p: LayerIndex) -> None:
     """Give their memory up; the next product that wants them makes them anew."""
     p.panels = [(0, None), (0, None)]
-    for source in (p.cols, p.csc_rows):
+    for source in (p.cols, *(p.order or ())):
         _made.forget(source)
 
 

@@ -90,7 +90,9 @@ def backward(
     dx = dy.new_empty(batch, p.in_features) if need_input else None
     dvalues = torch.empty_like(values) if need_values else None
     row_panels = by_rows(p, batch) if need_values else None
-    col_panels = by_columns(p, batch) if need_input else None
+    order = p.order or (p.by_columns() if need_input else (p.cols, p.cols))  # else not read
+    col_panels = by_columns(p, batch, order) if need_input else None
+    csc_rows, csc_perm = order
     status = library.dynsparse_linear_backward(
         dy.data_ptr(),
         *dy.stride(),
@@ -100,8 +102,8 @@ def backward(
         p.row_ptr.data_ptr(),
         p.cols.data_ptr(),
         p.col_ptr.data_ptr(),
-        p.csc_rows.data_ptr(),
-        p.csc_perm.data_ptr(),
+        csc_rows.data_ptr(),
+        csc_perm.data_ptr(),
         None if row_panels is None else row_panels.data_ptr(),
         None if col_panels is None else col_panels.data_ptr(),
         None if dx is None else dx.data_ptr(),

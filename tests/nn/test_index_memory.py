@@ -1,0 +1,104 @@
+"""What a layer holds beside its values: 4 bytes of index per block where memory counts."""
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
+
+import dynsparse as ds
+from dynsparse.nn import SparseLinear
+
+SAMPLES = 600  # enough for panels of single elements
+
+
+def held(layer):
+    """Bytes of all tensors that can be reached from a layer, but for its parameters and theirs."""
+    storages, seen, waiting = {}, set(), [layer]
+    own = {id(parameter) for parameter in layer.parameters()}
+    memory = {p.untyped_storage().data_ptr() for p in layer.parameters() if type(p) is nn.Parameter}
+    while waiting:
+        found = waiting.pop()
+        if id(found) in seen or id(found) in own:
+            continue
+        seen.add(id(found))
+        if isinstance(found, Tensor):
+            storage = found.untyped_storage()
+            storages[storage.data_ptr()] = storage.nbytes()
+        elif isinstance(found, dict):
+            waiting += found.values()
+        elif isinstance(found, (list, tuple)):
+            waiting += found
+        elif type(found).__module__.startswith("dynsparse.") or isinstance(found, nn.Module):
+            waiting += vars(found).values() if hasattr(found, "__dict__") else []
+            slots = [n for kind in type(found).__mro__ for n in getattr(kind, "__slots__", ())]
+            waiting += [getattr(found, n) for n in slots if n[0] != "_" or n == "_derived"]
+    return sum(size for address, size in storages.items() if address not in memory)
+
+
+def pointers(layer):
+    return 4 * (sum(layer.pattern.grid) + 2)
+
+
+def train(model, make, steps=8):
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
+    trainer = make(model, optimizer)
+    g = torch.Generator().manual_seed(1)
+    for _ in range(steps):
+        optimizer.zero_grad()
+        model(torch.randn(SAMPLES, 256, generator=g)).square().mean().backward()
+        trainer.step()
+    return trainer
+
+
+def rigl(model, optimizer):
+    return ds.RigL(model, optimizer, total_steps=30, update_interval=3)
+
+
+def network():
+    g = torch.Generator().manual_seed(0)
+    return nn.Sequential(
+        SparseLinear(256, 320, 0.2, generator=g),
+        nn.Tanh(),
+        SparseLinear(320, 256, 0.2, 8, generator=g),
+    )
+
+
+def test_what_is_counted_here():
+    layer = network()[0]
+    fresh = held(layer)
+    assert fresh == 12 * layer.pattern.nnz + pointers(layer) + 4 * 321  # the pattern's own
+    layer(torch.randn(SAMPLES, 256)).sum().backward()
+    assert held(layer) > fresh + layer.pattern.nnz  # panels or masks
+
+
+@pytest.mark.parametrize("make", [ds.Static, rigl])
+def test_off_the_cpu(off_cpu, make):
+    model = network()
+    trainer = train(model, make)
+    assert trainer.updates == (2 if make is rigl else 0)
+    for layer in (model[0], model[2]):
+        # The pattern that was drawn on the CPU stays there; those of the device are in the index.
+        here = 0 if make is rigl else layer.pattern.cols.nbytes + layer.pattern.row_ptr.nbytes
+        assert held(layer) - here == 4 * layer.pattern.nnz + pointers(layer)
+
+
+@pytest.mark.parametrize("make", [ds.Static, rigl])
+def test_where_values_are_shared_out(tmp_path, make):
+    reference, model = network(), network()
+    train(reference, make)
+    store = dist.FileStore(str(tmp_path / "s"), 1)
+    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+    try:
+        mesh = dist.device_mesh.init_device_mesh("cpu", (1,))
+        for layer in (model[0], model[2]):
+            fully_shard(layer, mesh=mesh)
+        trainer = train(fully_shard(model, mesh=mesh), make)
+        assert trainer.updates == (2 if make is rigl else 0)
+        for own, other in ((model[0], reference[0]), (model[2], reference[2])):
+            assert own.pattern == other.pattern
+            assert torch.equal(own.values.full_tensor(), other.values)
+            spent = held(own)
+            assert spent <= 4 * own.pattern.nnz + 2 * pointers(own)
+    finally:
+        dist.destroy_process_group()
