@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dynsparse import SparsePattern, native
-from dynsparse.ops.grow import POOLINGS, select, topk, topk_outside
+from dynsparse.ops.grow import POOLINGS, in_rows, select, topk_outside
 from dynsparse.ops.grow.best import Best
 
 ISAS = native.describe()["available"]
@@ -58,8 +58,8 @@ def problems(draw):
 def test_candidates_equal_those_of_plain_torch(problem, chunk_bytes, sample_from):
     pair, pattern, k, exclude, pooling = problem
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(topk, "CHUNK_BYTES", chunk_bytes)
-        patch.setattr(topk, "_SAMPLE_FROM", sample_from)
+        patch.setattr(in_rows, "CHUNK_BYTES", chunk_bytes)
+        patch.setattr(in_rows, "_SAMPLE_FROM", sample_from)
         assert_same(lambda: topk_outside([pair], pattern, k, exclude=exclude, pooling=pooling))
 
 

@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.testing import assert_close
 
 from dynsparse import SparsePattern, native
-from dynsparse.ops.grow import screen, topk, topk_outside
+from dynsparse.ops.grow import in_rows, screen, topk_outside
 from dynsparse.ops.grow.naive import topk_outside_naive
 
 pytestmark = pytest.mark.skipif(
@@ -24,7 +24,7 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
     """Small layers are screened, in pieces of 64 rows."""
     monkeypatch.setattr(screen, "_WORTHWHILE", 0)
     monkeypatch.setattr(screen, "_CHUNK_BYTES", 64 * 2 * SHAPE[1])
-    monkeypatch.setattr(topk, "_SAMPLE_FROM", 0)
+    monkeypatch.setattr(in_rows, "_SAMPLE_FROM", 0)
 
 
 def pairs_of(generator: torch.Generator, *batches: int) -> list[tuple[Tensor, Tensor]]:

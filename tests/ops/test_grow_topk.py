@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dynsparse import SparsePattern
-from dynsparse.ops.grow import POOLINGS, select, topk, topk_outside
+from dynsparse.ops.grow import POOLINGS, in_rows, select, topk_outside
 from dynsparse.ops.grow.naive import topk_outside_naive
 from dynsparse.ops.grow.scores import Scorer
 from dynsparse.ops.grow.threshold import guess_threshold
@@ -38,8 +38,8 @@ def problems(draw):
 def test_agrees_with_the_dense_gradient(problem, chunk_bytes, sample_from):
     pairs, pattern, k, pooling = problem
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(topk, "CHUNK_BYTES", chunk_bytes)
-        patch.setattr(topk, "_SAMPLE_FROM", sample_from)
+        patch.setattr(in_rows, "CHUNK_BYTES", chunk_bytes)
+        patch.setattr(in_rows, "_SAMPLE_FROM", sample_from)
         found = topk_outside(pairs, pattern, k, pooling=pooling)
     flat, scores = topk_outside_naive(pairs, pattern, k, pooling=pooling)
     assert found.flat.tolist() == flat.tolist()
@@ -197,8 +197,8 @@ def test_the_guessed_threshold(b, guess, monkeypatch, generator):
     assert 700 <= int((free > threshold).sum()) <= 705
 
     if guess is not None:
-        monkeypatch.setattr(topk, "guess_threshold", lambda *_: guess)
-    monkeypatch.setattr(topk, "CHUNK_BYTES", 8 * n * b)
+        monkeypatch.setattr(in_rows, "guess_threshold", lambda *_: guess)
+    monkeypatch.setattr(in_rows, "CHUNK_BYTES", 8 * n * b)
     found = topk_outside([(x, dy)], pattern, k)
     assert torch.equal(found.flat, topk_outside_naive([(x, dy)], pattern, k)[0])
 
@@ -219,7 +219,7 @@ def test_never_more_than_a_chunk_of_the_gradient(monkeypatch, generator):
         return scores
 
     monkeypatch.setattr(Scorer, "chunk", spy)
-    monkeypatch.setattr(topk, "CHUNK_BYTES", 16 * n * 4)
+    monkeypatch.setattr(in_rows, "CHUNK_BYTES", 16 * n * 4)
     pattern = SparsePattern.random((n, n), density=0.05, generator=generator)
     x, dy = torch.randn(8, n, generator=generator), torch.randn(8, n, generator=generator)
     topk_outside([(x, dy)], pattern, 1000)

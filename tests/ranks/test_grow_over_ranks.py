@@ -14,7 +14,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from threaded import over
 
-from dynsparse.ops.grow import topk_outside
+from dynsparse import native
+from dynsparse.ops.grow import in_rows, screen, topk_outside
 from dynsparse.pattern import SparsePattern
 from dynsparse.ranks import (
     CountingRanks,
@@ -93,10 +94,53 @@ def test_it_grows_what_one_process_grows(exchange, wire, data):
 
 @contextmanager
 def chunks(size):
-    """Rounds of few rows, so that small layers need several."""
-    before, grow.CHUNK_BYTES = grow.CHUNK_BYTES, size
-    yield
-    grow.CHUNK_BYTES = before
+    """Rounds of few rows, so that small layers need several, and count as large ones."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(grow, "CHUNK_BYTES", size)
+        patch.setattr(in_rows, "CHUNK_BYTES", size)
+        patch.setattr(in_rows, "_SAMPLE_FROM", 0)
+        patch.setattr(screen, "_WORTHWHILE", 0)
+        yield
+
+
+@pytest.mark.parametrize("guess", [1e9, 3.0, -1.0])
+@pytest.mark.parametrize("size", [1, 3])
+def test_a_guess_that_is_too_high_is_mended(size, guess, monkeypatch):
+    """Alone in one rank's rows, or in all."""
+    pattern, pairs = large(size, dtype=torch.float64)
+    own = in_rows.guess_threshold
+    monkeypatch.setattr(in_rows, "guess_threshold", lambda *a: guess if a[-1][1] == 96 else own(*a))
+
+    def work(ranks):
+        asked = [GrowthWanted("a", pairs[ranks.rank], pattern, 500)]
+        return topk_over_ranks(ranks, asked, exchange="samples")[0]
+
+    expected = topk_outside([*chain(*pairs)], pattern, 500).flat.sort().values
+    with chunks(8 << 10):
+        for got in over(size, work):
+            assert torch.equal(got, expected)
+
+
+def test_large_layers_are_found_in_bfloat16(monkeypatch):
+    """Where the processor multiplies bfloat16: the same positions as in one process."""
+    if not screen.bfloat16_products() or native.bfloat16_unit() == "float32":
+        pytest.skip("this processor has no bfloat16 products")
+    pattern, pairs = large(2, n=512)
+    calls = []
+    made = screen.candidates
+    monkeypatch.setattr(screen, "candidates", lambda *a: calls.append(made(*a)) or calls[-1])
+
+    def work(ranks):
+        asked = [GrowthWanted("a", pairs[ranks.rank], pattern, 2000)]
+        return topk_over_ranks(ranks, asked, exchange="samples")[0]
+
+    exact = [(x.double(), dy.double()) for x, dy in chain(*pairs)]
+    expected = topk_outside(exact, pattern, 2000).flat.sort().values
+    with chunks(64 << 10):
+        for got in over(2, work):
+            assert torch.equal(got, expected)
+    assert len(calls) == 2
+    assert all(found is not None and len(found[0]) < 2000 for found in calls)
 
 
 def large(size, seed=0, n=96, samples=16, dtype=torch.float32):

@@ -17,7 +17,7 @@ from dynsparse.ranks.counting import CountingRanks
 from dynsparse.ranks.exchanged import exchanged_bytes
 from dynsparse.ranks.follow import follow_over_ranks
 from dynsparse.ranks.grid import AXES, Part, RankGrid, check_axes
-from dynsparse.ranks.grow import GrowthWanted, topk_over_ranks
+from dynsparse.ranks.grow import topk_over_ranks
 from dynsparse.ranks.ranks import ALONE, GroupRanks, Ranks, ranks_of
 from dynsparse.ranks.select import (
     chunk,
@@ -30,6 +30,7 @@ from dynsparse.ranks.select import (
     sum_of_all,
 )
 from dynsparse.ranks.threads import BrokenMoveError, ThreadRanks, in_threads
+from dynsparse.ranks.wanted import GrowthWanted
 
 __all__ = [
     "ALONE",

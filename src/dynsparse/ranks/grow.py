@@ -13,7 +13,6 @@ library's own.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -21,43 +20,20 @@ from torch import Tensor
 from dynsparse import native
 from dynsparse.ops.grow.best import Best
 from dynsparse.ops.grow.free_positions import check_free_positions
-from dynsparse.ops.grow.scores import Pair, Scorer, pool
+from dynsparse.ops.grow.in_rows import RowSearch
+from dynsparse.ops.grow.scores import pool
 from dynsparse.ops.grow.topk import check_pairs, check_pooling
-from dynsparse.pattern import SparsePattern
 from dynsparse.ranks.agree import agreeing, held_back
 from dynsparse.ranks.band import Band, settle
 from dynsparse.ranks.exchanged import exchanged_bytes
-from dynsparse.ranks.grid import Part
 from dynsparse.ranks.ranks import Ranks
 from dynsparse.ranks.select import chunk_of, joined, places, select_over_ranks
+from dynsparse.ranks.wanted import GrowthWanted
 
-__all__ = ["GrowthWanted", "topk_over_ranks"]
+__all__ = ["topk_over_ranks"]
 
 # Of one round of the exchange, all pieces that a rank sends together.
 CHUNK_BYTES = 8 << 20
-
-
-@dataclass(frozen=True)
-class GrowthWanted:
-    """What one layer wants to grow.
-
-    Attributes:
-        name: of the layer, for errors.
-        pairs: (x [batch, in], dY [batch, out]) of this rank; none where no backward pass came
-            through the layer here.
-        pattern: positions that are taken; the same on all ranks, as is what follows.
-        count: how many positions.
-        exclude: further positions that are not free: int64 [any], sorted and distinct.
-        part: where this rank holds a rectangle of the layer: pattern, pairs and exclude are of the
-            rectangle, count is of the whole layer.
-    """
-
-    name: str
-    pairs: Sequence[Pair]
-    pattern: SparsePattern
-    count: int
-    exclude: Tensor | None = None
-    part: Part | None = None
 
 
 def topk_over_ranks(
@@ -112,13 +88,16 @@ def topk_over_ranks(
     failed = held_back()
     with failed:
         for job in busy:
-            job.begin(pooling)
+            if not job.by_samples:
+                job.begin()
     _by_samples(ranks, [job for job in busy if job.by_samples], pooling, failed)
     _by_pieces(ranks, [job for job in busy if not job.by_samples], pooling, failed)
     with agreeing(ranks):
         failed.raise_here()
     rounded = [job for job in busy if job.rounded]
     settle(ranks, [job.band for job in rounded], [job.pairs for job in rounded], pooling)
+    for job in busy:
+        job.end()
     return _chosen(ranks, jobs)
 
 
@@ -127,6 +106,7 @@ class _Job:
 
     best: Best
     band: Band
+    found: tuple[Tensor, Tensor]  # scores and positions of this rank's slab, ready to be ranked
     samples: int  # of all ranks
     dtype: torch.dtype  # in which gradients are added up
     wide: torch.dtype  # in which samples travel
@@ -151,6 +131,8 @@ class _Job:
         self.held = sum(len(x) for x, _ in self.pairs)  # samples of this rank
         self.first, self.last = chunk_of(ranks, wanted.pattern.grid[0])
         self.device = self.pairs[0][0].device if self.pairs else ranks.device
+        none = torch.zeros(0, dtype=torch.int64, device=self.device)
+        self.found = none.float(), none
 
     def check_pairs_there(self) -> None:
         """Raise ValueError where growth has nothing to look at."""
@@ -161,18 +143,21 @@ class _Job:
             "growth needs a backward"
         )
 
-    def begin(self, pooling: str) -> None:
-        """Room for the best of this rank's slab."""
+    def begin(self) -> None:
+        """Room for the best of this rank's slab, where pieces come round by round."""
         ranked = self.device.type == "cpu" and self.dtype == torch.float32
         library = native.load() if ranked else None
         held = self.last - self.first
-        # More than the slab holds are not needed, and not there.
-        most = max(1, min(self.count, held * self.pattern.grid[1]))
         if self.rounded:
             self.band = Band(self.pattern, self.exclude, self.count, self.device)
         else:
             room = min(self._rows(1), max(held, 1)) * self.pattern.grid[1]
-            self.best = Best(most, room, -1.0, self.dtype, self.device, library)
+            self.best = Best(max(1, self.most), room, -1.0, self.dtype, self.device, library)
+
+    @property
+    def most(self) -> int:
+        """How many of this rank's slab can join: no more than it has."""
+        return min(self.count, (self.last - self.first) * self.pattern.grid[1])
 
     def _rows(self, shares: int) -> int:
         """Block rows whose gradient, `shares` times, fits one round."""
@@ -201,15 +186,13 @@ class _Job:
         scores = grad if b == 1 else pool(grad.abs_(), pooling, b)
         self.best.add(scores, self.pattern, self.exclude, first)
 
-    def candidates(self) -> tuple[Tensor, Tensor]:
-        """The best of this rank's slab: scores [n] and flat positions [n]."""
-        if not self.count:
-            none = torch.zeros(0, dtype=torch.int64, device=self.device)
-            return none.float(), none
+    def end(self) -> None:
+        """All pieces have come."""
         if self.rounded:
-            return self.band.scores, self.band.flat
-        self.best.compact()
-        return self.best.scores[: self.best.count], self.best.flat[: self.best.count]
+            self.found = self.band.scores, self.band.flat
+        elif not self.by_samples:
+            self.best.compact()
+            self.found = self.best.scores[: self.best.count], self.best.flat[: self.best.count]
 
 
 def _learn(ranks: Ranks, jobs: Sequence[_Job]) -> None:
@@ -333,42 +316,60 @@ def _by_samples(ranks: Ranks, jobs: Sequence[_Job], pooling: str, failed: held_b
         return
     own = torch.tensor([job.held for job in jobs], device=ranks.device)
     counts = torch.stack(ranks.gather(own, [len(jobs)] * ranks.size)).tolist()
+    held = [[of_rank[i] for of_rank in counts] for i in range(len(jobs))]
+    long = [i for i, job in enumerate(jobs) if RowSearch.is_long(job.pattern, job.dtype)]
     for i, job in enumerate(jobs):
-        held = [of_rank[i] for of_rank in counts]
-        (out, in_), b = job.pattern.shape, job.pattern.block_size
-        x = torch.zeros(held[ranks.rank], in_, dtype=job.wide, device=job.device)
-        dy = torch.zeros(out * held[ranks.rank], dtype=job.wide, device=job.device)
-        share = -(-job.pattern.grid[0] // ranks.size)
-        slabs = [(f * b, s * b) for f, s in job.slabs(ranks, 0, share)]
-        with failed:
-            if job.pairs:
-                torch.cat([pair[0].to(job.wide) for pair in job.pairs], out=x)
-                whole = torch.cat([pair[1].to(job.wide) for pair in job.pairs])
-                torch.cat([whole[:, f:s].reshape(-1) for f, s in slabs], out=dy)
-        xs = torch.cat(ranks.gather(x, held))
-        first, last = slabs[ranks.rank]
-        sizes = [(s - f) * held[ranks.rank] for f, s in slabs]
-        columns = ranks.exchange(dy, sizes, [(last - first) * h for h in held])
-        with failed:
-            _score_samples(job, xs, columns.view(len(xs), last - first), pooling)
-
-
-def _score_samples(job: _Job, xs: Tensor, columns: Tensor, pooling: str) -> None:
-    held, b = job.last - job.first, job.pattern.block_size
-    rows = min(job._rows(1), held)
-    if not held:
+        _search(ranks, job, held[i], pooling, failed, guess=i in long)
+    if not long:
         return
-    scorer = Scorer([(xs, columns)], b, pooling, job.dtype, rows)
-    for begin in range(0, held, rows):
-        scores = scorer.chunk(begin, min(begin + rows, held))
-        job.best.add(scores, job.pattern, job.exclude, job.first + begin)
+    there = torch.tensor([len(jobs[i].found[1]) for i in long], device=ranks.device)
+    total = ranks.sum(there).tolist()
+    for i, count in zip(long, total, strict=True):
+        if count < jobs[i].count:  # too high a guess is mended by a second pass without one
+            _search(ranks, jobs[i], held[i], pooling, failed, guess=False)
+
+
+def _search(
+    ranks: Ranks, job: _Job, held: Sequence[int], pooling: str, failed: held_back, *, guess: bool
+) -> None:
+    """The best of this rank's slab; `held` says how many samples the ranks have."""
+    (out, in_), b = job.pattern.shape, job.pattern.block_size
+    x = torch.zeros(held[ranks.rank], in_, dtype=job.wide, device=job.device)
+    dy = torch.zeros(out * held[ranks.rank], dtype=job.wide, device=job.device)
+    share = -(-job.pattern.grid[0] // ranks.size)
+    slabs = [(f * b, s * b) for f, s in job.slabs(ranks, 0, share)]
+    with failed:
+        if job.pairs:
+            torch.cat([pair[0].to(job.wide) for pair in job.pairs], out=x)
+            whole = torch.cat([pair[1].to(job.wide) for pair in job.pairs])
+            torch.cat([whole[:, f:s].reshape(-1) for f, s in slabs], out=dy)
+    xs = torch.cat(ranks.gather(x, held))
+    first, last = slabs[ranks.rank]
+    sizes = [(s - f) * held[ranks.rank] for f, s in slabs]
+    columns = ranks.exchange(dy, sizes, [(last - first) * h for h in held])
+    search, threshold = None, torch.inf
+    with failed:
+        if job.most:
+            pairs = [(xs, columns.view(len(xs), last - first))]
+            search = RowSearch(
+                pairs, job.pattern, job.exclude, pooling, job.dtype, job.first, job.last
+            )
+            # A share of those who join that is the slab's share of the rows.
+            wanted = -(-job.count * (job.last - job.first) // job.pattern.grid[0])
+            threshold = search.guess(min(wanted, job.most)) if guess else -1.0
+    if guess:  # what the lowest guess lets through is enough for all
+        lowest = torch.tensor([-threshold], dtype=torch.float64, device=ranks.device)
+        threshold = -float(ranks.highest(lowest))
+    with failed:
+        if search is not None:
+            job.found = search.best(job.most, threshold)
 
 
 def _chosen(ranks: Ranks, jobs: Sequence[_Job]) -> list[Tensor]:
     """The winners of all slabs, known to every rank; of a rectangle, those in it."""
     found = []
     for job in jobs:
-        scores, flat = job.candidates()
+        scores, flat = job.found
         if job.part is not None:
             flat = job.part.to_whole(flat, job.pattern.block_size)
         if not ranks.leads(() if job.part is None else job.part.axes):

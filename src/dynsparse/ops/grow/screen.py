@@ -56,7 +56,11 @@ def bfloat16_products() -> bool:
 
 
 def candidates(
-    pairs: Sequence[Pair], pattern: SparsePattern, exclude: Tensor, threshold: float
+    pairs: Sequence[Pair],
+    pattern: SparsePattern,
+    exclude: Tensor,
+    threshold: float,
+    offset: int = 0,
 ) -> tuple[Tensor, Tensor] | None:
     """All free positions whose gradient exceeds the threshold, and some more, with its magnitude.
 
@@ -64,13 +68,14 @@ def candidates(
     to pay.
 
     Args:
-        pairs: (x [batch, in], dY [batch, out]) float32 on the CPU.
+        pairs: (x [batch, in], dY [batch, rows]) float32 on the CPU.
         pattern: of single elements; its positions are not free.
         exclude: further positions that are not free: int64 [any], sorted.
+        offset: the row of the pattern that dY begins with.
     """
     library = native.load()
     assert library is not None
-    height, width = pattern.shape
+    height, width = pairs[0][1].shape[1], pattern.shape[1]
     low_x, col_bounds, x_errors = _rounded([x for x, _ in pairs])
     low_dy, row_bounds, dy_errors = _rounded([dy for _, dy in pairs])
     # A dot product is off by at most |dY's error| |x| + |rounded dY| |x's error| (Cauchy-Schwarz),
@@ -88,13 +93,14 @@ def candidates(
         last = min(first + rows, height)
         grad = gradient[: last - first]
         torch.mm(low_dy[:, first:last].t(), low_x, out=grad)
-        excluded = positions_between(exclude, first * width, last * width)
+        row = offset + first
+        excluded = positions_between(exclude, row * width, (offset + last) * width)
         if len(excluded):
             grad.view(-1)[excluded] = float("nan")
         found = library.dynsparse_grow_screen(
             grad.data_ptr(),
             *grad.shape,
-            pattern.row_ptr.data_ptr() + first * pattern.row_ptr.itemsize,
+            pattern.row_ptr.data_ptr() + row * pattern.row_ptr.itemsize,
             pattern.cols.data_ptr(),
             row_bounds.data_ptr() + first * row_bounds.itemsize,
             col_bounds.data_ptr(),
@@ -113,7 +119,7 @@ def candidates(
     scores = sparse.dot_products(pairs[0][1], pairs[0][0], row_ptr, cols)
     for x, dy in pairs[1:]:
         scores += sparse.dot_products(dy, x, row_ptr, cols)
-    starts = torch.arange(0, pattern.total, width)
+    starts = torch.arange(offset, offset + height) * width
     flat = starts.repeat_interleave(counts[1:], output_size=len(cols)).add_(cols)
     return flat, scores.abs_()
 

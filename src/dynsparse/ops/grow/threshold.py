@@ -20,15 +20,24 @@ SampleScores = Callable[[Tensor, Tensor], Tensor]
 
 
 def guess_threshold(
-    scores_at: SampleScores, pattern: SparsePattern, exclude: Tensor, k: int
+    scores_at: SampleScores,
+    pattern: SparsePattern,
+    exclude: Tensor,
+    k: int,
+    among: tuple[int, int] | None = None,
 ) -> float:
     """A score that a few more than `k` free positions exceed; -1 where a sample cannot tell.
 
     It spares most of the candidates that a running threshold lets through at first. Scores of one
     row or column are alike, so how far the sample's count may stray is judged by how it differs
     from row to row and from column to column; four standard deviations are allowed for.
+
+    Args:
+        among: the first block row that is looked at, and the one behind the last; all of them when
+            left out. `scores_at` counts from the first, and `k` is how many of these.
     """
-    (height, width), b = pattern.grid, pattern.block_size
+    first, last = (0, pattern.grid[0]) if among is None else among
+    height, width, b = last - first, pattern.grid[1], pattern.block_size
     # A generator of its own: the random numbers of the training stay what they were.
     generator = torch.Generator().manual_seed(0)
     sides = [min(size, max(1, _SIDE // b)) for size in (height, width)]
@@ -37,11 +46,11 @@ def guess_threshold(
         for size, side in zip((height, width), sides, strict=True)
     )
     scores = scores_at(rows, cols)
-    taken_rows, taken_cols = _taken(pattern, exclude, rows, cols)
+    taken_rows, taken_cols = _taken(pattern, exclude, rows + first, cols)
     scores[taken_rows.to(scores.device), taken_cols.to(scores.device)] = -1.0
 
     count = scores.numel()
-    expected = count * k / pattern.total
+    expected = count * k / (height * width)
     above = scores >= _of_rank(scores, int(expected))
     spread = sum(
         float(above.sum(axis).double().var(correction=0)) * side * (1 - side / size)

@@ -14,25 +14,16 @@ from torch import Tensor
 
 from dynsparse.checks import check_tensor
 from dynsparse.files.shorten import shortened
-from dynsparse.ops.grow import screen
-from dynsparse.ops.grow.best import Best
 from dynsparse.ops.grow.free_positions import check_free_positions
+from dynsparse.ops.grow.in_rows import RowSearch
 from dynsparse.ops.grow.on_device import best_outside
-from dynsparse.ops.grow.scores import Pair, Scorer
-from dynsparse.ops.grow.selection import select
-from dynsparse.ops.grow.threshold import guess_threshold
+from dynsparse.ops.grow.scores import Pair
 from dynsparse.pattern import SparsePattern
 from dynsparse.typed import typed
 
 __all__ = ["POOLINGS", "GrowCandidates", "topk_outside"]
 
 POOLINGS = ("sum", "avg", "max", "none")
-
-# Large enough to keep the matrix product efficient, small enough to stay in the last-level cache.
-CHUNK_BYTES = 8 << 20
-
-# The threshold is guessed from a sample where the matrix has more than so many chunks.
-_SAMPLE_FROM = 2
 
 
 class GrowCandidates(NamedTuple):
@@ -87,31 +78,14 @@ def topk_outside(
     if not pairs[0][0].is_cpu:
         return _candidates(*best_outside(pairs, pattern, k, pooling, exclude, dtype), sort)
 
-    (height, width), b = pattern.grid, pattern.block_size
-    rows = max(1, CHUNK_BYTES // (pattern.shape[1] * b * dtype.itemsize))
-    scorer = Scorer(pairs, b, pooling, dtype, min(rows, height))
-    guess = -1.0
-    if height > _SAMPLE_FROM * rows:
-        guess = guess_threshold(scorer.sample, pattern, exclude, k)
-    found = None
-    if guess > 0 and b == 1 and scorer.library is not None and screen.serves(pairs, guess):
-        found = screen.candidates(pairs, pattern, exclude, guess)
-    if found is not None and int((found[1] > guess).sum()) >= k:
-        flat, values = found
-        keep = select(values, k)
-        return _candidates(flat[keep], values[keep], sort)
-    # A guess that was too high is mended by a second pass without one.
-    for threshold in (guess, -1.0):
-        best = Best(k, rows * width, threshold, dtype, scorer.device, scorer.library)
-        for first in range(0, height, rows):
-            scores = scorer.chunk(first, min(first + rows, height))
-            best.add(scores, pattern, exclude, first)
-        best.compact()
-        if best.count == k:
-            break
-    else:
+    search = RowSearch(pairs, pattern, exclude, pooling, dtype)
+    guess = search.guess(k) if search.is_long(pattern, dtype) else -1.0
+    values, flat = search.best(k, guess)
+    if len(flat) < k and guess > -1.0:  # too high a guess is mended by a second pass without one
+        values, flat = search.best(k, -1.0)
+    if len(flat) < k:
         raise ValueError("the gradients overflow, so positions cannot be ranked: lower the scale")
-    return _candidates(best.flat[:k], best.scores[:k], sort)
+    return _candidates(flat, values, sort)
 
 
 def _candidates(flat: Tensor, values: Tensor, sort: bool) -> GrowCandidates:

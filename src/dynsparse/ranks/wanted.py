@@ -1,0 +1,37 @@
+"""What one layer wants to grow."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from dynsparse.ops.grow.scores import Pair
+from dynsparse.pattern import SparsePattern
+from dynsparse.ranks.grid import Part
+
+__all__ = ["GrowthWanted"]
+
+
+@dataclass(frozen=True)
+class GrowthWanted:
+    """What one layer wants to grow.
+
+    Attributes:
+        name: of the layer, for errors.
+        pairs: (x [batch, in], dY [batch, out]) of this rank; none where no backward pass came
+            through the layer here.
+        pattern: positions that are taken; the same on all ranks, as is what follows.
+        count: how many positions.
+        exclude: further positions that are not free: int64 [any], sorted and distinct.
+        part: where this rank holds a rectangle of the layer: pattern, pairs and exclude are of the
+            rectangle, count is of the whole layer.
+    """
+
+    name: str
+    pairs: Sequence[Pair]
+    pattern: SparsePattern
+    count: int
+    exclude: Tensor | None = None
+    part: Part | None = None
