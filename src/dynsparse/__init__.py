@@ -8,7 +8,14 @@ from importlib import import_module
 from typing import Any
 
 from dynsparse import native, nn, ops, training
-from dynsparse.nn import densify, load_pretrained, load_safetensors, save_safetensors, sparsify
+from dynsparse.nn import (
+    densify,
+    load_pretrained,
+    load_safetensors,
+    param_groups,
+    save_safetensors,
+    sparsify,
+)
 from dynsparse.pattern import Rewiring, SparsePattern
 from dynsparse.training import GMP, MEST, SET, SNFS, DeepR, GraNet, RigL, Static, TopKAST
 from dynsparse.version import __version__ as __version__
@@ -30,6 +37,7 @@ __all__ = [
     "load_safetensors",
     "nn",
     "ops",
+    "param_groups",
     "save_safetensors",
     "sparsify",
     "training",

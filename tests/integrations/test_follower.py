@@ -44,7 +44,6 @@ def test_following_equals_stepping(algorithm):
             if model is first:
                 trainer.step()
             else:
-                follower.before_step()
                 optimizer.step()
     same(first, second)
     assert followed.updates == trainer.updates > 2

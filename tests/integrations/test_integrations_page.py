@@ -15,8 +15,13 @@ pytestmark = pytest.mark.filterwarnings("default")
 @pytest.mark.skipif(not PAGE.exists(), reason="the documentation is not part of a wheel")
 @pytest.mark.parametrize(
     ("library", "section"),
-    [("lightning", "Lightning"), ("accelerate", "Hugging Face"), ("peft", "LoRA with PEFT")],
-    ids=["lightning", "huggingface", "peft"],
+    [
+        ("lightning", "Lightning"),
+        ("accelerate", "Hugging Face"),
+        ("peft", "LoRA with PEFT"),
+        ("accelerate", "Other loops"),
+    ],
+    ids=["lightning", "huggingface", "peft", "accelerate"],
 )
 def test_the_examples_of_a_section_run(library, section, capsys, tmp_path):
     with warnings.catch_warnings():

@@ -83,7 +83,7 @@ def test_a_step_that_the_scaler_skips_is_none(place):
         assert scaler.get_scale() > 1
     assert (trainer.steps, trainer.updates) == (1, 1)
     assert list(rewirings) == ["0", "2"]
-    assert not optimizer._optimizer_step_pre_hooks
+    assert len(optimizer._optimizer_step_pre_hooks) == 1
 
 
 def test_what_does_not_go_with_a_scaler_is_refused():
@@ -91,11 +91,23 @@ def test_what_does_not_go_with_a_scaler_is_refused():
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     options = {"total_steps": 9, "update_interval": 1}
     trainer = ds.RigL(model, optimizer, **options, initial_value=GradientStep())
-    scaler = torch.amp.GradScaler("cpu")
-    with pytest.raises(ValueError, match="got a GradientStep, which would go against the scaled"):
-        scaled_step(trainer, scaler)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0)
     fused = torch.optim.Adam(model.parameters(), fused=True)
-    with pytest.raises(ValueError, match="got Adam with fused=True"):
-        scaled_step(ds.RigL(model, fused, **options), scaler)
+    other = ds.RigL(model, fused, **options)
+
+    def refused(take, message):
+        before = [p.detach().clone() for p in model.parameters()]
+        scaler.scale(model(torch.randn(20, 16)).square().mean()).backward()
+        with pytest.raises(ValueError, match=message):
+            take()
+        scaler.update()
+        assert all(torch.equal(p, q) for p, q in zip(model.parameters(), before, strict=True))
+
+    step = "got a GradientStep, which would go against the scaled"
+    refused(lambda: scaled_step(trainer, scaler), step)
+    refused(lambda: scaler.step(optimizer), step)
+    refused(lambda: scaled_step(other, scaler), "got Adam with fused=True")
+    refused(lambda: scaler.step(fused), "got Adam with fused=True")
+    assert (trainer.steps, other.steps) == (0, 0)
     with pytest.raises(TypeError, match="scaler"):
         scaled_step(trainer, 3)

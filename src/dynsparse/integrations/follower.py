@@ -41,7 +41,7 @@ class Follower:
         self._algorithm = algorithm
         self._options = options
         self._saved: dict[str, Any] | None = None
-        self._hook: Any = None
+        self._follows = False
 
     def start(
         self, model: nn.Module, optimizer: torch.optim.Optimizer, total_steps: int | None
@@ -65,24 +65,14 @@ class Follower:
         if self._saved is not None:
             trainer.load_state_dict(self._saved)
             self._saved = None
-        self.trainer = trainer
-
-        def follow(*_: Any) -> None:
-            trainer.after_optimizer_step()
-
-        self._hook = optimizer.register_step_post_hook(follow)
+        self.trainer, self._follows = trainer, True
         return trainer
-
-    def before_step(self) -> None:
-        """Call it between the backward pass and the optimizer's step."""
-        if self.trainer is not None:
-            self.trainer.before_optimizer_step()
 
     def stop(self) -> None:
         """Follow no more; the trainer stays, to be looked at."""
-        if self._hook is not None:
-            self._hook.remove()
-            self._hook = None
+        if self.trainer is not None:
+            self.trainer.stop()
+        self._follows = False
 
     def state_dict(self) -> dict[str, Any] | None:
         """The trainer's state, or the one loaded for a trainer to come, or None."""
@@ -92,7 +82,7 @@ class Follower:
         """Continue from `state`: now, or when the trainer is made."""
         if state is None:
             return
-        if self.trainer is None or self._hook is None:
+        if self.trainer is None or not self._follows:
             self._saved = state
         else:
             self.trainer.load_state_dict(state)

@@ -85,11 +85,6 @@ class SparseCallback(TrainerCallback, ExportableState):
             self._follower.load_state_dict(_decoded(saved["attributes"]["trainer"]))
         self._follower.start(parts["model"], optimizer, state.max_steps)
 
-    def on_pre_optimizer_step(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **parts: Any
-    ) -> None:
-        self._follower.before_step()
-
     def on_train_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **parts: Any
     ) -> None:

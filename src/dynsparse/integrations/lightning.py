@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
-
 from dynsparse.integrations.follower import Algorithm, Follower
 from dynsparse.training import SparseTrainer
 from dynsparse.training.checkpoint import random_state
@@ -68,11 +66,6 @@ class SparseCallback(Callback):
         total = trainer.estimated_stepping_batches
         known = isinstance(total, int) and total > 0
         self._follower.start(pl_module, optimizers[0], int(total) if known else None)
-
-    def on_before_optimizer_step(
-        self, trainer: Trainer, pl_module: LightningModule, optimizer: torch.optim.Optimizer
-    ) -> None:
-        self._follower.before_step()
 
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._follower.stop()

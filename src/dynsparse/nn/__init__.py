@@ -7,6 +7,7 @@ from dynsparse.nn.describe import describe
 from dynsparse.nn.dropout import Dropout
 from dynsparse.nn.embedding import SparseEmbedding, TiedEmbedding
 from dynsparse.nn.linear import SparseLinear
+from dynsparse.nn.param_groups import param_groups
 from dynsparse.nn.pretrained import load_pretrained
 from dynsparse.nn.transformer import SparseTransformerLayer
 from dynsparse.nn.weights_file import load_safetensors, save_safetensors
@@ -23,6 +24,7 @@ __all__ = [
     "follow_patterns",
     "load_pretrained",
     "load_safetensors",
+    "param_groups",
     "save_safetensors",
     "sparsify",
 ]

@@ -6,7 +6,6 @@ import torch
 
 from dynsparse.checks import check_kind
 from dynsparse.pattern import Rewiring
-from dynsparse.training.initial import GradientStep
 from dynsparse.training.trainer import SparseTrainer
 
 __all__ = ["scaled_step"]
@@ -34,28 +33,6 @@ def scaled_step(trainer: SparseTrainer, scaler: torch.amp.GradScaler) -> dict[st
     """
     check_kind("trainer", trainer, SparseTrainer, "a trainer such as RigL")
     check_kind("scaler", scaler, torch.amp.GradScaler, "a torch.amp.GradScaler")
-    optimizer = trainer.optimizer
-    if scaler.is_enabled() and isinstance(trainer.initial_value, GradientStep):
-        raise ValueError(
-            "expected grown weights that start with a number, got a GradientStep, which would go "
-            "against the scaled gradient: use bfloat16, which needs no scaler"
-        )
-    if scaler.is_enabled() and getattr(optimizer, "_step_supports_amp_scaling", False):
-        raise ValueError(
-            f"expected an optimizer whose steps the scaler skips, got {type(optimizer).__name__} "
-            "with fused=True, which skips them unheard: leave fused out"
-        )
-    taken: list[bool] = []
-
-    def before(*_: object) -> None:
-        trainer.before_optimizer_step()
-        taken.append(True)
-
-    # The scaler steps the optimizer where the gradients are finite, and only there.
-    hook = optimizer.register_step_pre_hook(before)
-    try:
-        scaler.step(optimizer)
-    finally:
-        hook.remove()
+    rewirings = trainer._step_by(lambda: scaler.step(trainer.optimizer))
     scaler.update()
-    return trainer.after_optimizer_step() if taken else None
+    return rewirings

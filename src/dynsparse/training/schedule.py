@@ -18,7 +18,9 @@ __all__ = [
     "ElasticSchedule",
     "GradualSchedule",
     "Schedule",
+    "default_interval",
     "is_due_within",
+    "said_of_next",
 ]
 
 
@@ -38,6 +40,11 @@ class Schedule(Protocol):
         ...
 
 
+def default_interval(total_steps: int) -> int:
+    """Steps between updates where nobody says: 100, or a tenth of a training below 1,000 steps."""
+    return min(100, max(1, check_integer("total_steps", total_steps, 1) // 10))
+
+
 def is_due_within(schedule: Schedule, first: int, steps: int | None) -> bool:
     """Whether any of the `steps` steps from `first` on is due; None is all that follow.
 
@@ -51,6 +58,16 @@ def is_due_within(schedule: Schedule, first: int, steps: int | None) -> bool:
     if steps is None:
         return total is None or any(schedule.is_due(s) for s in range(total, first - 1, -1))
     return any(schedule.is_due(step) for step in range(first, first + steps))
+
+
+def said_of_next(schedule: Schedule | None, step: int) -> str:
+    """When the next update from `step` on comes, in words."""
+    if schedule is None:
+        return "none"
+    if not _says_next(type(schedule)):
+        return f"as {type(schedule).__name__} says"
+    due = schedule.next_due(step)  # type: ignore[attr-defined]
+    return "none" if due is None else f"after step {due:,}"
 
 
 def _says_next(kind: type[Any]) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Mapping
 from typing import Any
-from weakref import WeakKeyDictionary, WeakSet
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -16,9 +16,11 @@ from dynsparse.nn import SparseLinear
 from dynsparse.ops import capture
 from dynsparse.pattern import Rewiring, SparsePattern
 from dynsparse.ranks import ALONE, agreeing
+from dynsparse.training.advice import advise
 from dynsparse.training.budgets import Budget, LayerBudget
 from dynsparse.training.change import Change, check_gradients, prepared
 from dynsparse.training.drop import DropScore, magnitude
+from dynsparse.training.following import FollowsOptimizer, trainers
 from dynsparse.training.grow import Growth
 from dynsparse.training.history import History, LastStep
 from dynsparse.training.hooks import UpdateHook, call_all
@@ -30,8 +32,9 @@ from dynsparse.training.parts import ranks_for
 from dynsparse.training.pieces import check_drop_score, check_initial_value, check_kinds_of_pieces
 from dynsparse.training.plan import GrownValue, begin_budget, plan_changes
 from dynsparse.training.reducers import follow_sizes
-from dynsparse.training.schedule import Schedule, is_due_within
+from dynsparse.training.schedule import Schedule, is_due_within, said_of_next
 from dynsparse.training.single import check_one_optimizer
+from dynsparse.training.steps import bare, is_scaled
 from dynsparse.training.together import (
     agree_before,
     agree_on_patterns,
@@ -44,17 +47,17 @@ from dynsparse.training.trainer_state import check_agreement, check_pieces, said
 
 __all__ = ["GrownValue", "SparseTrainer", "UpdateHook"]
 
-_trainers: WeakSet[SparseTrainer] = WeakSet()
-"""All that are alive."""
 
-
-class SparseTrainer(OwnParts):
-    """Takes the optimizer's steps, and changes the patterns when the schedule says so.
+class SparseTrainer(FollowsOptimizer, OwnParts):
+    """Follows the optimizer's steps, and changes the patterns when the schedule says so.
 
     `RigL`, `SET` and `Static` are this class with their pieces chosen. After the optimizer's step
     an update drops each layer's blocks of lowest score, grows blocks elsewhere, and lets values,
     gradients and optimizer state follow. Growth by gradient looks at all micro-batches since the
     step before; x and dY are kept only during steps whose gradient counts for an update.
+
+    `step` steps the optimizer; its own `step` does as well, called by whatever loop, since torch
+    tells of it. Trainers made later take the place of those of the same optimizer and layers.
 
     An update happens as a whole or not at all. What can fail is done beforehand, as is all that
     takes memory, and an error there names the layer and leaves everything as it was before the
@@ -120,8 +123,10 @@ class SparseTrainer(OwnParts):
             self.layers = sparse_layers(model)
             for layer in self.layers.values():
                 layer.thin_index()
-            check_optimizer(optimizer, {name: layer.values for name, layer in self.layers.items()})
-            self.optimizer = optimizer
+            self.optimizer, self._given = bare(optimizer), optimizer
+            check_optimizer(
+                self.optimizer, {name: layer.values for name, layer in self.layers.items()}
+            )
             self.schedule = schedule
             self.growth = growth
             self.drop_score = drop_score
@@ -135,7 +140,9 @@ class SparseTrainer(OwnParts):
         begin_budget(self.budget, self._trained(), self.ranks)
         # Without what the algorithms add: that comes after this.
         said = {"algorithm": type(self).__name__, **self._said(), "drop score": name_of(drop_score)}
-        begin_alike(self.ranks, self._trained(), said, optimizer)
+        if self.ranks.rank == 0:
+            advise(schedule, self.optimizer, self._trained())
+        begin_alike(self.ranks, self._trained(), said, self.optimizer)
         if growth is not None:
             growth.meet(self.ranks)
         self._begin()
@@ -143,103 +150,87 @@ class SparseTrainer(OwnParts):
     def _begin(self) -> None:
         # Those that are there already may have stepped before; that is no matter any more.
         self._others: Mapping[Any, int] = WeakKeyDictionary(
-            {other: other.steps for other in _trainers}
+            {other: other.steps for other in trainers}
         )
-        _trainers.add(self)
         self._captures: dict[str, capture.Pairs] = {}
+        self._follow_optimizer(self._given)
         self._arm()
 
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({', '.join(f'{k}={v}' for k, v in self.summary().items())})"
+
+    def summary(self) -> dict[str, str]:
+        """Where the training is, in words: layers, density, steps, updates, and the next one."""
+        patterns = [layer.pattern for layer in self.layers.values()]
+        density = sum(p.nnz for p in patterns) / sum(p.total for p in patterns)
+        total = getattr(self.schedule, "total_steps", None)
+        return {
+            "layers": f"{len(patterns):,}",
+            "density": f"{density:.4f}",
+            "steps": f"{self.steps:,}" + ("" if total is None else f" of {total:,}"),
+            "updates": f"{self.updates:,}",
+            "next_update": said_of_next(self.schedule, self.steps + 1),
+        }
+
     def __getstate__(self) -> dict[str, Any]:
-        return {k: v for k, v in self.__dict__.items() if k not in ("_captures", "_others")}
+        left_out = ("_captures", "_others", "_steps")
+        return {k: v for k, v in self.__dict__.items() if k not in left_out}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
         self._begin()  # copies keep x and dY of their own layers
 
-    def step(self) -> dict[str, Rewiring] | None:
-        """After backward: the optimizer's step, then the pattern update if one is due.
+    def _before(self) -> None:
+        if isinstance(self.initial_value, GradientStep) and is_scaled():
+            raise ValueError(
+                "expected grown weights that start with a number, got a GradientStep, which would "
+                "go against the scaled gradient: use bfloat16, which needs no scaler"
+            )
+        if self._is_due(self.steps + 1):
+            agree_before(self.ranks, self.steps + 1, self._decided_by())
+            with agreeing(self.ranks):
+                self._check_one_optimizer()
+                check_gradients(self._trained(), self._captures, self.ranks.alone)
+            check_same_gradients(self.ranks, self._trained())
+        self._before_step()
 
-        Returns the rewirings by layer name when patterns changed, otherwise None.
-
-        Raises:
-            RuntimeError, TypeError, ValueError: see `before_optimizer_step`, which raises before
-                the optimizer's step, and `after_optimizer_step`, which raises after it.
-        """
-        with uninterrupted():
-            self.before_optimizer_step()
-            self.optimizer.step()
-            return self.after_optimizer_step()
-
-    def before_optimizer_step(self) -> None:
-        """The part of `step` before the optimizer's, for loops that step the optimizer themselves.
-
-        Call it after backward, when the gradients are whole.
-
-        Raises:
-            ValueError: the step ends in an update, and a gradient that it would rank by holds NaN
-                or infinity.
-            RuntimeError: the step ends in an update, and another trainer with another optimizer
-                trains a layer, or the ranks each have a gradient of their own.
-        """
-        with uninterrupted():
-            if self._is_due(self.steps + 1):
-                agree_before(self.ranks, self.steps + 1, self._decided_by())
-                with agreeing(self.ranks):
-                    self._check_one_optimizer()
-                    check_gradients(self._trained(), self._captures, self.ranks.alone)
-                check_same_gradients(self.ranks, self._trained())
-            self._before_step()
-
-    def after_optimizer_step(self) -> dict[str, Rewiring] | None:
-        """The part of `step` after the optimizer's, for loops that step the optimizer.
-
-        When an update fails, model, optimizer and trainer are as they were before this call, except
-        for random draws that the caller's own functions made. Call it again when the cause is
-        mended, or go on with the next step, which then is the one that is due.
-
-        Raises:
-            RuntimeError: no gradient reached any layer since the last step; another trainer with
-                another optimizer; sharded values.
-            TypeError, ValueError: what grown weights start with, scores or optimizer state do not
-                fit the layer, or hold NaN.
-        """
-        with uninterrupted():
-            due = self._is_due(self.steps + 1)
-            together = self.ranks if due else ALONE
-            undo = self._undo(planning=True) if due else None
-            self.steps += 1
-            try:
-                with agreeing(together):
-                    self._after_step()
-                    for name, pairs in self._captures.items():
-                        self.history.observe(name, list(pairs))
-                changes, own = self._plan() if due else ({}, None)
-                with agreeing(together):
-                    change_over = prepared(changes, self.optimizer)
-                rewirings = {name: change.rewiring for name, change in changes.items()}
-                if due:
-                    agree_on_patterns(self.ranks, self.steps, rewirings)
-                    self.history.end_update()
-            except BaseException:
-                if undo is None:
-                    self.steps -= 1
-                else:
-                    undo()
-                raise
-            # From here on nothing takes memory, so nothing fails.
-            for pairs in self._captures.values():
-                pairs.clear()
-            change_over()
+    def _after(self) -> dict[str, Rewiring] | None:
+        due = self._is_due(self.steps + 1)
+        together = self.ranks if due else ALONE
+        undo = self._undo(planning=True) if due else None
+        self.steps += 1
+        try:
+            with agreeing(together):
+                self._after_step()
+                for name, pairs in self._captures.items():
+                    self.history.observe(name, list(pairs))
+            changes, own = self._plan() if due else ({}, None)
+            with agreeing(together):
+                change_over = prepared(changes, self.optimizer)
+            rewirings = {name: change.rewiring for name, change in changes.items()}
             if due:
-                self._change_own(own)
-            self._arm()
-            if not changes:
-                return None
-            if not self.ranks.alone:
-                follow_sizes([c.layer.values for c in changes.values() if c.changes_size])
-            self.updates += 1
-            call_all(self.on_update, self.steps, rewirings)
-            return rewirings
+                agree_on_patterns(self.ranks, self.steps, rewirings)
+                self.history.end_update()
+        except BaseException:
+            if undo is None:
+                self.steps -= 1
+            else:
+                undo()
+            raise
+        # From here on nothing takes memory, so nothing fails.
+        for pairs in self._captures.values():
+            pairs.clear()
+        change_over()
+        if due:
+            self._change_own(own)
+        self._arm()
+        if not changes:
+            return None
+        if not self.ranks.alone:
+            follow_sizes([c.layer.values for c in changes.values() if c.changes_size])
+        self.updates += 1
+        call_all(self.on_update, self.steps, rewirings)
+        return rewirings
 
     def _is_due(self, step: int) -> bool:
         return self.schedule is not None and self.schedule.is_due(step)
@@ -260,6 +251,9 @@ class SparseTrainer(OwnParts):
     def _trained(self) -> dict[str, SparseLinear]:
         return {name: layer for name, layer in self.layers.items() if layer.values.requires_grad}
 
+    def _gradients(self) -> list[Tensor | None]:
+        return [layer.values.grad for layer in self._trained().values()]
+
     def _decided_by(self) -> dict[str, Any]:
         """What the next update follows from beside weights and gradients."""
         growth = None if self.growth is None else self.growth.state_dict()
@@ -270,7 +264,7 @@ class SparseTrainer(OwnParts):
         }
 
     def _check_one_optimizer(self) -> None:
-        check_one_optimizer(self.optimizer, self._trained(), self._others, _trainers)
+        check_one_optimizer(self.optimizer, self._trained(), self._others, trainers)
 
     def _undo(self, *, planning: bool) -> Callable[[], None]:
         """What puts back everything that planning, or loading a state, may change."""

@@ -34,7 +34,8 @@ class RigL(SparseTrainer):
     Args:
         model, optimizer, drop_score, regrow_dropped, initial_value, ranks: see `SparseTrainer`.
         total_steps: optimizer steps of the whole training.
-        update_interval: steps between updates; 100 when left out.
+        update_interval: steps between updates; when left out 100, or a tenth of `total_steps`
+            where these are below 1,000.
         drop_fraction: share of a layer's blocks that the first update replaces; 0.3 when left out.
         schedule: in place of the cosine schedule of these three.
         pooling: how the gradient magnitudes of a block become its score: "sum", "avg", "max", or

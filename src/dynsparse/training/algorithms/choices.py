@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dynsparse.training.budgets import Budget, GlobalBudget, LayerBudget
-from dynsparse.training.schedule import CosineSchedule, Schedule
+from dynsparse.training.schedule import CosineSchedule, Schedule, default_interval
 
 __all__ = ["cosine_schedule", "layer_or_global"]
 
@@ -33,6 +33,7 @@ def cosine_schedule(
         return schedule
     if total_steps is None:
         raise ValueError("give total_steps, the optimizer steps of the whole training, or schedule")
+    given.setdefault("update_interval", default_interval(total_steps))
     return kind(**given, **more)  # type: ignore[arg-type]
 
 

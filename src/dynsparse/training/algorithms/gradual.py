@@ -11,7 +11,7 @@ from torch import nn
 from dynsparse.training.budgets import GradualBudget
 from dynsparse.training.drop import DropScore, magnitude
 from dynsparse.training.grow import GradientGrowth, NoGrowth
-from dynsparse.training.schedule import GradualSchedule
+from dynsparse.training.schedule import GradualSchedule, default_interval
 from dynsparse.training.trainer import GrownValue, SparseTrainer
 
 __all__ = ["GMP", "GraNet"]
@@ -33,7 +33,7 @@ class GMP(SparseTrainer):
         final_density: of all layers together at the end, in (0, 1]; may be left out when
             `densities` names every layer.
         total_steps: optimizer steps of the whole training.
-        update_interval: steps between updates.
+        update_interval: steps between updates; see `RigL`.
         start_fraction, end_fraction: pruning begins and ends at these parts of `total_steps`.
         scope: "layer": every layer follows the cubic to its own final density; "global": the
             smallest magnitudes of all layers together leave.
@@ -48,7 +48,7 @@ class GMP(SparseTrainer):
         *,
         total_steps: int,
         final_density: float | None = None,
-        update_interval: int = 100,
+        update_interval: int | None = None,
         start_fraction: float = 0.0,
         end_fraction: float = 0.75,
         scope: str = "layer",
@@ -60,7 +60,12 @@ class GMP(SparseTrainer):
         super().__init__(
             model,
             optimizer,
-            schedule=GradualSchedule(total_steps, update_interval, start_fraction, end_fraction),
+            schedule=GradualSchedule(
+                total_steps,
+                default_interval(total_steps) if update_interval is None else update_interval,
+                start_fraction,
+                end_fraction,
+            ),
             growth=NoGrowth(),
             drop_score=drop_score,
             budget=GradualBudget(
@@ -100,7 +105,7 @@ class GraNet(SparseTrainer):
         *,
         total_steps: int,
         final_density: float | None = None,
-        update_interval: int = 100,
+        update_interval: int | None = None,
         drop_fraction: float = 0.5,
         start_fraction: float = 0.0,
         end_fraction: float = 0.75,
@@ -117,7 +122,11 @@ class GraNet(SparseTrainer):
             model,
             optimizer,
             schedule=GradualSchedule(
-                total_steps, update_interval, start_fraction, end_fraction, drop_fraction
+                total_steps,
+                default_interval(total_steps) if update_interval is None else update_interval,
+                start_fraction,
+                end_fraction,
+                drop_fraction,
             ),
             growth=GradientGrowth(pooling),
             drop_score=drop_score,

@@ -48,7 +48,8 @@ def loaded_optimizer(
     except Exception as error:  # of any kind: it is what a stranger's file makes optimizers do
         reason = " ".join(f"{type(error).__name__}: {error}".split())[:300]
         raise ValueError(f"the state of the optimizer is damaged ({reason})") from None
-    return beside.__dict__
+    # Hooks belong to the optimizer that is there.
+    return {name: own for name, own in vars(beside).items() if not name.endswith("_hooks")}
 
 
 def check_finite(state: Mapping[Tensor, Any], names: Mapping[int, str]) -> None:

@@ -1,0 +1,438 @@
+"""The trainer follows the optimizer's steps, whoever takes them, and takes each of them once."""
+
+import copy
+import gc
+import pickle
+import warnings
+
+import pytest
+import torch
+from tests.training.states import ALGORITHMS, backward, make, same, state_of
+from torch import nn
+
+import dynsparse as ds
+from dynsparse.nn import SparseLinear
+from dynsparse.training import ConstantSchedule, scaled_step
+
+EVERY = ConstantSchedule(total_steps=1000, update_interval=1, drop_fraction=0.5)
+
+
+def small(optimizer=torch.optim.SGD, seed=0, **options):
+    g = torch.Generator().manual_seed(seed)
+    model = nn.Sequential(
+        SparseLinear(12, 16, 0.3, generator=g), nn.Tanh(), SparseLinear(16, 4, 0.4, generator=g)
+    )
+    made = optimizer(model.parameters(), lr=0.05)
+    options = {"schedule": ConstantSchedule(100, 3, 0.4)} | options
+    return model, made, ds.RigL(model, made, **options)
+
+
+def loss_of(model, step):
+    return model(torch.randn(8, 12, generator=torch.Generator().manual_seed(step))).square().mean()
+
+
+def reference(optimizer=torch.optim.SGD, steps=7):
+    model, made, trainer = small(optimizer)
+    for step in range(steps):
+        made.zero_grad()
+        loss_of(model, step).backward()
+        trainer.step()
+    return model, made, trainer
+
+
+def assert_same(one, other):
+    assert (one[2].steps, one[2].updates) == (other[2].steps, other[2].updates)
+    for name, tensor in one[0].state_dict().items():
+        assert torch.equal(tensor, other[0].state_dict()[name]), name
+
+
+@pytest.mark.parametrize("name", ALGORITHMS)
+def test_the_optimizers_own_step_is_the_trainers(name):
+    one, other = make(name), make(name)
+    for step in range(6):
+        backward(*one)
+        backward(*other)
+        one[1].step()
+        other[1].optimizer.step()
+        assert same(state_of(*one), state_of(*other)), step
+    assert one[1].steps == other[1].steps == 6
+
+
+def by_closure(model, optimizer, trainer, step):
+    def closure():
+        optimizer.zero_grad()
+        loss = loss_of(model, step)
+        loss.backward()
+        return loss
+
+    assert optimizer.step(closure) is not None
+
+
+def by_named_closure(model, optimizer, trainer, step):
+    def closure():
+        optimizer.zero_grad()
+        loss_of(model, step).backward()
+
+    optimizer.step(closure=closure)
+
+
+def by_scaler(model, optimizer, trainer, step):
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)  # a power of two: the same bits
+    optimizer.zero_grad()
+    scaler.scale(loss_of(model, step)).backward()
+    scaler.step(optimizer)
+    scaler.update()
+
+
+def by_hand(model, optimizer, trainer, step):
+    optimizer.zero_grad()
+    loss_of(model, step).backward()
+    trainer.before_optimizer_step()
+    optimizer.step()
+    trainer.after_optimizer_step()
+
+
+def in_parts(model, optimizer, trainer, step):
+    """Micro-batches, whose gradients are added up."""
+    optimizer.zero_grad()
+    (loss_of(model, step) / 2).backward()
+    (loss_of(model, step) / 2).backward()
+    optimizer.step()
+
+
+@pytest.mark.parametrize("take", [by_closure, by_named_closure, by_scaler, by_hand, in_parts])
+def test_ways_to_take_a_step(take):
+    expected, parts = reference(), small()
+    for step in range(7):
+        take(*parts, step)
+    assert_same(parts, expected)
+    assert parts[2].updates == 2
+
+
+class Scheduled(torch.optim.Adam):
+    """Whose steps contain those of its base, as many people's do."""
+
+    def step(self, closure=None):
+        return super().step(closure)
+
+
+def test_a_step_inside_a_step_is_one():
+    torch.optim.Adam([nn.Parameter(torch.zeros(1))])  # after which torch tells of its steps, too
+    expected, parts = reference(torch.optim.Adam), small(Scheduled)
+    for step in range(7):
+        parts[1].zero_grad()
+        loss_of(parts[0], step).backward()
+        parts[1].step()
+    assert_same(parts, expected)
+
+
+class Failing(Scheduled):
+    broken = False
+
+    def step(self, closure=None):
+        if self.broken:
+            raise OSError("the machine is on fire")
+        return super().step(closure)
+
+
+def test_a_step_after_one_that_failed_inside_the_optimizer():
+    expected, parts = reference(torch.optim.Adam), small(Failing)
+    for step in range(7):
+        parts[1].zero_grad()
+        loss_of(parts[0], step).backward()
+        if step in (2, 4):
+            parts[1].broken = True
+            with pytest.raises(OSError, match="on fire"):
+                parts[1].step()
+            parts[1].broken = False
+        parts[1].step()
+    assert_same(parts, expected)
+
+
+def test_with_a_learning_rate_scheduler():
+    model, optimizer, trainer = small()
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+    for step in range(3):
+        loss_of(model, step).backward()
+        optimizer.step()
+        scheduler.step()
+    assert (trainer.steps, trainer.updates) == (3, 1)
+
+
+@pytest.mark.parametrize("first", ["trainer", "optimizer"])
+def test_a_step_taken_twice_is_an_error(first):
+    model, optimizer, trainer = small(schedule=EVERY)
+    takers = [trainer.step, optimizer.step]
+    names = ["trainer.step()", "optimizer.step()"]
+    if first == "optimizer":
+        takers.reverse(), names.reverse()
+    for step in range(2):
+        optimizer.zero_grad()
+        loss_of(model, step).backward()
+        takers[0]()
+        before = copy.deepcopy(model.state_dict())
+        with pytest.raises(RuntimeError) as error:
+            takers[1]()
+        assert str(error.value) == (
+            f"{names[1]} would step a second time with a gradient that {names[0]} has stepped "
+            "with: the trainer follows the optimizer, so call one of them after each backward pass"
+        )
+        assert (trainer.steps, trainer.updates) == (step + 1, step + 1)
+        assert all(torch.equal(t, before[n]) for n, t in model.state_dict().items())
+    # Another gradient may come by another way, whether or not the last was set to zero.
+    loss_of(model, 5).backward()
+    takers[1]()
+    optimizer.zero_grad(set_to_none=False)
+    loss_of(model, 5).backward()
+    takers[0]()
+    assert trainer.steps == 4
+
+
+def test_the_part_after_a_step_that_was_heard_is_an_error():
+    model, optimizer, trainer = small()
+    loss_of(model, 0).backward()
+    optimizer.step()
+    with pytest.raises(RuntimeError, match=r"after_optimizer_step\(\) would step a second time"):
+        trainer.after_optimizer_step()
+    assert trainer.steps == 1
+    trainer.optimizer.zero_grad()
+    loss_of(model, 1).backward()
+    trainer.before_optimizer_step()
+    optimizer.step()
+    with pytest.raises(RuntimeError, match=r"expected after_optimizer_step\(\) behind the opt"):
+        trainer.before_optimizer_step()
+    trainer.after_optimizer_step()
+    assert trainer.steps == 2
+
+
+def test_an_update_that_failed_behind_the_optimizers_own_step_is_made_up_for():
+    model, optimizer, trainer = small(schedule=EVERY)
+    broken = True
+
+    def start(layer, rewiring):
+        if broken:
+            raise OSError("no room")
+        return 0.0
+
+    trainer.initial_value = start
+    loss_of(model, 0).backward()
+    pattern = model[0].pattern
+    with pytest.raises(RuntimeError, match="layer '0': OSError: no room"):
+        optimizer.step()
+    assert (trainer.steps, model[0].pattern) == (0, pattern)
+    broken = False
+    assert set(trainer.after_optimizer_step()) == {"0", "2"}
+    assert trainer.steps == 1
+
+
+def test_the_trainer_made_last_leads():
+    model, optimizer, first = small(schedule=EVERY)
+    second = ds.Static(model, optimizer)
+    loss_of(model, 0).backward()
+    optimizer.step()
+    assert (first.steps, second.steps) == (0, 1)
+    optimizer.zero_grad()
+    loss_of(model, 0).backward()
+    assert first.step() is not None  # who is asked by name leads from then on
+    optimizer.zero_grad()
+    loss_of(model, 0).backward()
+    optimizer.step()
+    assert (first.steps, second.steps) == (2, 1)
+    first.stop()
+    optimizer.step()
+    assert (first.steps, second.steps) == (2, 1)
+
+
+def test_trainers_of_several_models_in_one_optimizer_all_follow():
+    models = [SparseLinear(8, 8, density=0.3) for _ in range(2)]
+    optimizer = torch.optim.SGD([p for m in models for p in m.parameters()], lr=0.1)
+    trainers = [ds.RigL(model, optimizer, schedule=EVERY) for model in models]
+    for model in models:
+        model(torch.randn(4, 8)).sum().backward()
+    trainers[0].step()
+    assert [t.updates for t in trainers] == [1, 1]
+
+
+@pytest.mark.parametrize("way", [copy.deepcopy, lambda parts: pickle.loads(pickle.dumps(parts))])
+def test_copies_follow_their_own_optimizer(way):
+    parts = small()
+    model, optimizer, trainer = way(parts)
+    loss_of(model, 0).backward()
+    optimizer.step()
+    assert (trainer.steps, parts[2].steps) == (1, 0)
+
+
+def test_a_trainer_that_nobody_keeps_is_told_of():
+    model, optimizer, trainer = small()
+    del trainer
+    gc.collect()
+    loss_of(model, 0).backward()
+    with pytest.warns(UserWarning, match="trainer of this optimizer is gone before its first step"):
+        optimizer.step()
+    optimizer.step()
+    model, optimizer, trainer = small()
+    loss_of(model, 0).backward()
+    trainer.step()
+    del trainer
+    optimizer.step()  # it has been used: a warning would be an error
+
+
+def test_a_loaded_checkpoint_leaves_the_hooks(tmp_path):
+    from dynsparse.training import load_checkpoint, save_checkpoint
+
+    model, optimizer, trainer = small()
+    heard = []
+    optimizer.register_step_post_hook(lambda *_: heard.append(1))
+    parts = {"model": model, "optimizer": optimizer, "trainer": trainer}
+    save_checkpoint(tmp_path / "state", **parts)
+    load_checkpoint(tmp_path / "state", **parts)
+    loss_of(model, 0).backward()
+    optimizer.step()
+    assert (trainer.steps, heard) == (1, [1])
+
+
+class Around(torch.optim.Optimizer):
+    """As libraries put one around another: it knows when to step, and has no hooks of its own."""
+
+    def __init__(self, optimizer, every):
+        self.optimizer, self.every, self.calls = optimizer, every, 0
+
+    def step(self):
+        self.calls += 1
+        if self.calls % self.every == 0:
+            self.optimizer.step()
+
+
+class Deaf(torch.optim.SGD):
+    """Which torch's constructor never saw."""
+
+    def __init__(self, parameters):
+        made = torch.optim.SGD(parameters, lr=0.05)
+        self.defaults, self.state, self.param_groups = made.defaults, made.state, made.param_groups
+
+    def step(self):
+        with torch.no_grad():
+            for group in self.param_groups:
+                for p in group["params"]:
+                    p.sub_(p.grad, alpha=group["lr"])
+
+
+def test_an_optimizer_around_another():
+    model, optimizer, _ = small()
+    around = Around(optimizer, 2)
+    trainer = ds.RigL(model, around, schedule=EVERY)
+    made = []
+    for step in range(4):
+        loss_of(model, step).backward()
+        made.append(trainer.step())
+    assert [one is None for one in made] == [True, False, True, False]
+    assert (trainer.steps, trainer.updates) == (2, 2)
+    assert trainer.optimizer is optimizer
+
+
+def test_an_optimizer_without_hooks_is_stepped_by_the_trainer():
+    expected = reference()
+    model, _, _ = small()
+    trainer = ds.RigL(model, Deaf(model.parameters()), schedule=ConstantSchedule(100, 3, 0.4))
+    for step in range(7):
+        model.zero_grad()
+        loss_of(model, step).backward()
+        trainer.step()
+    assert_same((model, None, trainer), expected)
+
+
+def test_accelerate_counts_what_was_stepped():
+    accelerate = pytest.importorskip("accelerate")
+
+    def run(prepare_first, by_trainer=False):
+        from accelerate.state import AcceleratorState, GradientState, PartialState
+
+        for state in (AcceleratorState, GradientState, PartialState):
+            state._reset_state()
+        accelerator = accelerate.Accelerator(cpu=True, gradient_accumulation_steps=2)
+        model, optimizer, trainer = small(schedule=EVERY)
+        bare = trainer
+        if prepare_first:
+            model, optimizer = accelerator.prepare(model, optimizer)
+            trainer = ds.RigL(model, optimizer, schedule=EVERY)
+        else:
+            model, optimizer = accelerator.prepare(model, optimizer)
+        try:
+            for step in range(8):
+                with accelerator.accumulate(model):
+                    accelerator.backward(loss_of(model, step))
+                    trainer.step() if by_trainer else optimizer.step()
+                    optimizer.zero_grad()
+        finally:
+            for state in (AcceleratorState, GradientState, PartialState):
+                state._reset_state()
+        assert bare is trainer or bare.steps == 0
+        return model, trainer
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of Accelerate's own
+        runs = [run(True), run(False), run(True, by_trainer=True)]
+    for model, trainer in runs:
+        assert (trainer.steps, trainer.updates) == (4, 4)
+        assert all(
+            torch.equal(tensor, runs[0][0].state_dict()[name])
+            for name, tensor in model.state_dict().items()
+        )
+    with pytest.raises(RuntimeError, match="inside accumulate\\(\\) of Accelerate: call step"):
+        run(False, by_trainer=True)
+
+
+def test_a_scaled_step_and_the_scalers_own_are_the_same():
+    expected = small()
+    for step in range(7):
+        by_scaler(*expected, step)
+    model, optimizer, trainer = parts = small()
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+    for step in range(7):
+        optimizer.zero_grad()
+        scaler.scale(loss_of(model, step)).backward()
+        scaled_step(trainer, scaler)
+    assert_same(parts, expected)
+
+
+def test_a_schedule_without_an_update_is_told_of():
+    model, optimizer, _ = small()
+    with pytest.warns(UserWarning, match=r"the pattern never changes: CosineSchedule\(total_ste"):
+        ds.RigL(model, optimizer, total_steps=100, update_interval=100)
+    with pytest.warns(UserWarning, match="lower update_interval, raise total_steps or drop_fr"):
+        ds.SET(model, optimizer, total_steps=100, drop_fraction=0.0)
+
+
+@pytest.mark.parametrize("steps", [1, 2, 5, 10, 50, 100, 999, 1000, 5000])
+@pytest.mark.parametrize("kind", [ds.RigL, ds.SET, ds.SNFS, ds.MEST, ds.TopKAST, ds.GMP, ds.GraNet])
+def test_short_trainings_have_updates_unless_told_otherwise(kind, steps):
+    model, optimizer, _ = small()
+    final = {"final_density": 0.1} if kind in (ds.GMP, ds.GraNet) else {}
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        trainer = kind(model, optimizer, total_steps=steps, **final)
+    assert trainer.schedule.update_interval == min(100, max(1, steps // 10))
+    due = [step for step in range(1, steps + 1) if trainer.schedule.is_due(step)]
+    assert bool(due) == (not said)
+    assert len(due) >= 7 or steps < 10
+
+
+def test_what_a_trainer_says_of_itself():
+    model, optimizer, trainer = small(schedule=None, total_steps=40, update_interval=10)
+    text = "RigL(layers=2, density=0.3281, steps=0 of 40, updates=0, next_update=after step 10)"
+    assert repr(trainer) == text
+    for step in range(10):
+        optimizer.zero_grad()
+        loss_of(model, step).backward()
+        optimizer.step()
+    assert "steps=10 of 40, updates=1, next_update=after step 20" in repr(trainer)
+    assert repr(ds.Static(model, optimizer)).endswith("steps=0, updates=0, next_update=none)")
+
+    class Own:
+        def is_due(self, step):
+            return step == 7
+
+        def drop_count(self, step, nnz):
+            return 1
+
+    assert "next_update=as Own says" in repr(ds.SET(model, optimizer, schedule=Own()))
