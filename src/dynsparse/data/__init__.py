@@ -17,6 +17,7 @@ from dynsparse.typed import typed
 __all__ = ["CLASSES", "NAMES", "DataSet", "Pictures", "load", "read_idx"]
 
 NAMES = ("digits", *SOURCES)
+"""The data sets that `load` knows."""
 
 
 @typed

@@ -14,6 +14,7 @@ __all__ = ["CLASSES", "PIXELS", "SIDE", "DataSet", "Pictures"]
 SIDE = 28
 PIXELS = SIDE * SIDE
 CLASSES = 10
+"""How many classes each of the sets has."""
 
 
 @dataclass(frozen=True)

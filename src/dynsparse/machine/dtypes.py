@@ -50,13 +50,21 @@ class DType:
 
 
 HALF = DType("half", np.dtype(np.float16))
+"""IEEE half precision, 2 bytes."""
 FLOAT = DType("float", np.dtype(np.float32))
+"""IEEE single precision, 4 bytes."""
 INT = DType("int", np.dtype(np.int32))
+"""Signed, 4 bytes."""
 UNSIGNED_INT = DType("unsigned int", np.dtype(np.uint32))
+"""Unsigned, 4 bytes."""
 SHORT = DType("short", np.dtype(np.int16))
+"""Signed, 2 bytes."""
 UNSIGNED_SHORT = DType("unsigned short", np.dtype(np.uint16))
+"""Unsigned, 2 bytes."""
 UNSIGNED_CHAR = DType("unsigned char", np.dtype(np.uint8))
+"""Unsigned, 1 byte."""
 BOOL = DType("bool", np.dtype(np.bool_))
+"""True or false, 1 byte."""
 
 _ALL = (HALF, FLOAT, INT, UNSIGNED_INT, SHORT, UNSIGNED_SHORT, UNSIGNED_CHAR, BOOL)
 _BY_NAME = {t.name: t for t in _ALL} | {t.numpy.name: t for t in _ALL}

@@ -32,8 +32,8 @@ class SparseMultiheadAttention(nn.Module):
     The product of queries and keys is dense, as ever.
 
     Args:
-        embed_dim, num_heads, dropout, bias, add_bias_kv, add_zero_attn, kdim, vdim, batch_first,
-            device, dtype: as in `nn.MultiheadAttention`.
+        embed_dim, num_heads, dropout, bias: as in `nn.MultiheadAttention`.
+        add_bias_kv, add_zero_attn, kdim, vdim, batch_first, device, dtype: likewise.
         head_dim: features of one head; embed_dim / num_heads when left out.
         density, block_size, generator: of each projection, see `SparseLinear`.
 

@@ -24,6 +24,7 @@ from dynsparse.typed import typed
 __all__ = ["POOLINGS", "GrowCandidates", "topk_outside"]
 
 POOLINGS = ("sum", "avg", "max", "none")
+"""How the gradient magnitudes of a block become one score; "none" ranks as "sum"."""
 
 
 class GrowCandidates(NamedTuple):
