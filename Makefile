@@ -18,13 +18,15 @@ BIN := $(VENV)/bin
 PLAIN_PATH = @echo "$(CURDIR)/src" >"$$($(BIN)/python -c \
 	'import sysconfig; print(sysconfig.get_path("purelib"))')/_editable_skbc_dynsparse.pth"
 
-.PHONY: help demo test test-frameworks test-gpu-kernels lint native sanitize bench fuzz soak faults rank-faults clean
+.PHONY: help demo test test-frameworks test-gpu-kernels docs test-docs lint native sanitize bench fuzz soak faults rank-faults clean
 
 help:
 	@echo "make demo    train a sparse network on digits, write pictures to demo-output/"
 	@echo "make test    style, types and all tests"
 	@echo "make test-frameworks  the tests of the callbacks and of others' models, with their libraries"
 	@echo "make test-gpu-kernels  the Triton kernels without a GPU: interpreted, and compiled for every chip"
+	@echo "make docs    build the site into build/site; a broken link or a public name without a place fails"
+	@echo "make test-docs  execute the notebooks"
 	@echo "make native  build the compiled kernels in place"
 	@echo "make sanitize  drive the kernels under sanitizers (ten minutes; SANITIZE_SECONDS=3600 for longer)"
 	@echo "make bench   time a training step beside the alternatives (two minutes)"
@@ -51,6 +53,13 @@ test-frameworks: $(VENV)/.installed-frameworks native
 
 test-gpu-kernels: $(VENV)/.installed-gpu-test native
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(PYTEST) tests/ops/cuda tests/bench/test_gpu_benchmark.py
+
+# Strictly: a warning fails. Nothing is fetched, neither here nor by a reader's browser.
+docs: $(VENV)/.installed-docs native
+	OMP_NUM_THREADS=1 NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
+
+test-docs: $(VENV)/.installed-docs native
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/docs
 
 lint: $(VENV)/.installed-dev
 	$(BIN)/ruff check .
@@ -105,6 +114,12 @@ $(VENV)/.installed-apps: pyproject.toml constraints.txt | $(BIN)/python
 
 $(VENV)/.installed-dev: $(VENV)/.installed-apps
 	DYNSPARSE_NATIVE=0 $(BIN)/python -m pip install -q -c constraints.txt -e '.[dev]'
+	$(PLAIN_PATH)
+	@touch $@
+
+# What builds the site and executes the notebooks.
+$(VENV)/.installed-docs: $(VENV)/.installed-dev
+	DYNSPARSE_NATIVE=0 $(BIN)/python -m pip install -q -c constraints.txt -e '.[docs]'
 	$(PLAIN_PATH)
 	@touch $@
 

@@ -9,7 +9,9 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
-PAGES = sorted((ROOT / "docs").glob("*.md"))
+DOCS = ROOT / "docs"
+PAGES = sorted(DOCS.rglob("*.md"))
+NOTEBOOKS = sorted(DOCS.rglob("*.ipynb"))
 EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
 
 
@@ -20,7 +22,7 @@ def python_blocks(page: Path) -> list[tuple[int, str]]:
     return [(text.count("\n", 0, match.start()) + 2, match.group(1)) for match in found]
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(DOCS).as_posix())
 def test_the_code_of_a_page_runs_from_top_to_bottom(page, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     names: dict[str, object] = {"__name__": "__page__"}
@@ -48,7 +50,7 @@ def test_the_code_of_the_readme_is_an_example_that_runs():
     assert blocks == [(ROOT / "examples" / "rigl_digits.py").read_text()]
 
 
-@pytest.mark.parametrize("page", [*PAGES, *ROOT.glob("*.md")], ids=lambda page: page.name)
+@pytest.mark.parametrize("page", [*PAGES, *NOTEBOOKS, *ROOT.glob("*.md")], ids=str)
 def test_links_within_the_repository_lead_somewhere(page):
     for target in re.findall(r"\]\(([^)#]+)[^)]*\)", page.read_text()):
         if "://" not in target:
