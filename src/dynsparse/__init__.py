@@ -50,4 +50,6 @@ def __getattr__(name: str) -> Any:
     # Loaded only by those who use them.
     if name in ("distributed", "machine", "popsparse"):
         return import_module(f"dynsparse.{name}")
+    if name in ("export_onnx", "import_onnx"):
+        return getattr(import_module(f"{__name__}.integrations.onnx"), name)
     raise AttributeError(f"module 'dynsparse' has no attribute {name!r}")

@@ -20,8 +20,9 @@ pytestmark = pytest.mark.filterwarnings("default")
         ("accelerate", "Hugging Face"),
         ("peft", "LoRA with PEFT"),
         ("accelerate", "Other loops"),
+        ("onnx2torch", "ONNX"),
     ],
-    ids=["lightning", "huggingface", "peft", "accelerate"],
+    ids=["lightning", "huggingface", "peft", "accelerate", "onnx"],
 )
 def test_the_examples_of_a_section_run(library, section, capsys, tmp_path):
     with warnings.catch_warnings():

@@ -19,6 +19,7 @@ from dynsparse.cli.lm import lm
 from dynsparse.cli.matmul import matmul
 from dynsparse.cli.mnist import mnist
 from dynsparse.cli.mnist_transformer import mnist_transformer
+from dynsparse.cli.onnx import onnx
 from dynsparse.cli.plan_ranks import plan_ranks
 from dynsparse.cli.visualise import visualise
 
@@ -42,6 +43,7 @@ _LONGEST = 900  # characters of an error
 app = typer.Typer(add_completion=False, rich_markup_mode="rich")
 for _name, _function in _COMMANDS.items():
     app.command(_name, cls=ListCommand)(_function)
+app.add_typer(onnx, name="onnx")
 
 
 @app.callback(invoke_without_command=True)

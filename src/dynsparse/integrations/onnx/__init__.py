@@ -1,0 +1,11 @@
+"""Sparse models in ONNX files of standard operators, and back.
+
+Needs the packages onnx and onnxscript to export, onnx2torch to import: `pip install
+'dynsparse[onnx]'`.
+"""
+
+from dynsparse.integrations.onnx.exporting import export_onnx
+from dynsparse.integrations.onnx.importing import import_onnx
+from dynsparse.integrations.onnx.tools import sparsify_onnx, weights_from_onnx, weights_to_onnx
+
+__all__ = ["export_onnx", "import_onnx", "sparsify_onnx", "weights_from_onnx", "weights_to_onnx"]

@@ -1,0 +1,95 @@
+"""An ONNX file as a module with sparse layers."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import torch
+from torch import fx, nn
+
+from dynsparse.integrations.onnx.layers import layer_with
+from dynsparse.integrations.onnx.library import library, quiet, read_model
+from dynsparse.integrations.onnx.linear_nodes import join_linears, linear_weights
+from dynsparse.integrations.onnx.trilu import know_trilu
+from dynsparse.integrations.onnx.weights import take_sparse, turned
+from dynsparse.nn.replace import linear_of
+from dynsparse.pattern import SparsePattern
+
+__all__ = ["import_onnx"]
+
+
+def import_onnx(file: str | os.PathLike[str]) -> fx.GraphModule:
+    """The model of an ONNX file, of any exporter, as a module that trains.
+
+    The graph is converted by the package onnx2torch. Every MatMul or Gemm with a constant matrix
+    becomes an `nn.Linear` under the name of its weight ("layers.0.fc.weight" gives
+    `layers.0.fc`), or, where the file holds the matrix as a `sparse_initializer`, a `SparseLinear`
+    with exactly that pattern and those values. `sparsify` takes what is dense. Other constants of
+    the graph, such as embedding tables, become buffers, which are not trained.
+
+    Raises:
+        ImportError: onnx or onnx2torch is missing.
+        ValueError: not an ONNX file, a damaged one, or one with an operator or a type (such as
+            bfloat16) that onnx2torch does not know. OSError: the file cannot be read.
+    """
+    converter = library("onnx2torch")
+    know_trilu()
+    model = read_model(file)
+    patterns = take_sparse(model)
+    flat = {name: one.transposed for name, one in linear_weights(model.graph).items()}
+    names = join_linears(model)
+    _let_zeros_copy(model.graph)
+    with quiet():
+        try:
+            made = converter.convert(model)
+        except Exception as error:  # what it does not know fails in many ways
+            reason = " ".join(str(error).split())[:300]
+            raise ValueError(f"{file}: onnx2torch cannot convert it: {reason}") from error
+    layers: dict[str, nn.Module] = {}
+    for node, weight in names.items():
+        linear = made.get_submodule(_as_converted(node))
+        if not isinstance(linear, nn.Linear):  # a bias that is no vector
+            continue
+        if weight not in layers:
+            pattern = patterns.get(weight)
+            if pattern is not None and flat[weight]:
+                pattern = turned(pattern)
+            layers[weight] = _layer(linear, pattern)
+        _put(made, _as_converted(node), node, layers[weight])
+    made.delete_all_unused_submodules()
+    made.recompile()
+    return made
+
+
+def _let_zeros_copy(graph: Any) -> None:
+    """Drop `allowzero`, which torch's exporter always writes and onnx2torch never takes.
+
+    It matters for tensors without elements alone.
+    """
+    for node in graph.node:
+        if node.op_type == "Reshape":
+            others = [one for one in node.attribute if one.name != "allowzero"]
+            del node.attribute[:]
+            node.attribute.extend(others)
+
+
+def _as_converted(name: str) -> str:
+    """The name that onnx2torch gives the module of a node."""
+    return name.replace(".", "/")
+
+
+@torch.no_grad()
+def _layer(linear: nn.Linear, pattern: SparsePattern | None) -> nn.Module:
+    weight = linear.weight.detach().clone(memory_format=torch.contiguous_format)
+    bias = None if linear.bias is None else nn.Parameter(linear.bias.detach().clone())
+    if pattern is None:
+        return linear_of(nn.Parameter(weight), bias, training=True)
+    return layer_with(weight, pattern, bias)
+
+
+def _put(made: fx.GraphModule, old: str, new: str, layer: nn.Module) -> None:
+    made.add_submodule(new, layer)
+    for node in made.graph.nodes:
+        if node.op == "call_module" and node.target == old:
+            node.target = new

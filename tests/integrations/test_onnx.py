@@ -1,0 +1,339 @@
+"""Sparse models in ONNX: onnxruntime computes what the model does, and patterns come back."""
+
+import json
+import warnings
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import dynsparse as ds
+from dynsparse.nn import SparseEmbedding, SparseLinear, SparseMultiheadAttention
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")  # of their own imports
+    onnx = pytest.importorskip("onnx")
+    pytest.importorskip("onnxscript")
+    onnxruntime = pytest.importorskip("onnxruntime")
+    pytest.importorskip("onnx2torch")
+
+from dynsparse.apps.lm.model import build_model
+from dynsparse.apps.lm.options import Options
+from dynsparse.cli.app import run
+from dynsparse.integrations.onnx import (
+    export_onnx,
+    import_onnx,
+    sparsify_onnx,
+    weights_from_onnx,
+    weights_to_onnx,
+)
+
+pytestmark = pytest.mark.filterwarnings("default")  # the packages warn of themselves
+
+
+def generator(seed=0):
+    return torch.Generator().manual_seed(seed)
+
+
+class Attention(nn.Module):
+    def __init__(self, block_size):
+        super().__init__()
+        self.attention = SparseMultiheadAttention(
+            32, 4, density=0.3, block_size=block_size, batch_first=True, generator=generator()
+        )
+
+    def forward(self, x):
+        return self.attention(x, x, x, need_weights=False)[0]
+
+
+def mlp(block_size=1):
+    torch.manual_seed(0)
+    model = nn.Sequential(
+        nn.Linear(24, 64), nn.GELU(), nn.Linear(64, 32), nn.ReLU(), nn.Linear(32, 5)
+    )
+    return ds.sparsify(model, density=0.2, block_size=block_size, exclude=["4"], verbose=False)
+
+
+def transformer(block_size):
+    torch.manual_seed(0)
+    layer = nn.TransformerEncoderLayer(32, 4, 64, batch_first=True)
+    model = nn.Sequential(nn.TransformerEncoder(layer, 2, enable_nested_tensor=False))
+    return ds.sparsify(model, density=0.3, block_size=block_size, verbose=False)
+
+
+def language_model(block_size):
+    options = Options(
+        layers=2, hidden_size=32, heads=2, ff_size=64, sequence_length=12, sparsity=0.7,
+        block_size=block_size, embedding_size=16,
+    )  # fmt: skip
+    return build_model(options, 40, generator())
+
+
+KINDS = {
+    "mlp": (mlp, lambda: torch.randn(6, 24, generator=generator(1)), {0: "batch"}),
+    "attention": (Attention, lambda: torch.randn(2, 7, 32, generator=generator(1)), {0: "batch"}),
+    "transformer": (
+        transformer,
+        lambda: torch.randn(2, 7, 32, generator=generator(1)),
+        {0: "batch", 1: "tokens"},
+    ),
+    "language model": (
+        language_model,
+        lambda: torch.randint(40, (3, 12), generator=generator(1)),
+        {0: "batch", 1: "tokens"},
+    ),
+}
+
+
+def sparse_layers(model):
+    return {n: m for n, m in model.named_modules() if isinstance(m, SparseLinear)}
+
+
+def computed(file, x):
+    session = onnxruntime.InferenceSession(str(file))
+    return session.run(None, {session.get_inputs()[0].name: x.numpy()})[0]
+
+
+@pytest.mark.parametrize("block_size", [1, 4])
+@pytest.mark.parametrize("weights", ["dense", "sparse"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_onnxruntime_computes_what_the_model_does(kind, weights, block_size, tmp_path):
+    make, draw, dynamic = KINDS[kind]
+    model, x = make(block_size).eval(), draw()
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    file = tmp_path / "model.onnx"
+    ds.export_onnx(model, (x,), file, weights, dynamic_shapes=(dynamic,))
+    with torch.no_grad():
+        for part in (x, x[:1], x[:, :5] if kind == "language model" else x):
+            np.testing.assert_allclose(computed(file, part), model(part), rtol=1e-5, atol=1e-5)
+    proto = onnx.load(str(file))
+    assert {entry.domain for entry in proto.opset_import} == {""}, "standard operators only"
+    assert {node.domain for node in proto.graph.node} == {""}
+    names = {f"{name}.weight" for name in sparse_layers(model)}
+    held = {entry.values.name for entry in proto.graph.sparse_initializer}
+    assert held == (names if weights == "sparse" else set())
+    assert names <= held | {entry.name for entry in proto.graph.initializer}
+    after = model.state_dict()
+    assert all(torch.equal(after[name], tensor) for name, tensor in before.items())
+
+
+@pytest.mark.parametrize("block_size", [1, 4])
+@pytest.mark.parametrize("kind", KINDS)
+def test_patterns_and_values_come_back(kind, block_size, tmp_path):
+    make, draw, dynamic = KINDS[kind]
+    model, x = make(block_size).eval(), draw()
+    first = next(iter(sparse_layers(model).values()))
+    with torch.no_grad():
+        first.values.view(-1)[0] = 0  # present, though it is zero
+    file = tmp_path / "model.onnx"
+    ds.export_onnx(model, (x,), file, "sparse", dynamic_shapes=(dynamic,))
+    again = ds.import_onnx(file).eval()
+    for name, layer in sparse_layers(model).items():
+        if isinstance(layer, SparseEmbedding):
+            continue
+        other = again.get_submodule(name)
+        assert other.pattern == layer.pattern
+        assert torch.equal(other.values, layer.values)
+        assert layer.bias is None or torch.equal(other.bias, layer.bias)
+    with torch.no_grad():
+        torch.testing.assert_close(again(x), model(x), rtol=1e-5, atol=1e-5)
+
+
+def test_what_was_imported_trains_and_is_exported_again(tmp_path):
+    model, x = mlp(4), KINDS["mlp"][1]()
+    ds.export_onnx(model, (x,), tmp_path / "a.onnx", "sparse")
+    again = ds.import_onnx(tmp_path / "a.onnx")
+    optimizer = torch.optim.SGD(again.parameters(), lr=0.1)
+    trainer = ds.RigL(again, optimizer, total_steps=8, update_interval=2)
+    for _ in range(8):
+        optimizer.zero_grad()
+        again(x).square().mean().backward()
+        trainer.step()
+    assert trainer.updates > 0
+    assert again.get_submodule("0").pattern != model[0].pattern
+    ds.export_onnx(again.eval(), (x,), tmp_path / "b.onnx", "sparse")
+    with torch.no_grad():
+        np.testing.assert_allclose(computed(tmp_path / "b.onnx", x), again(x), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
+def test_other_types_come_back_bit_for_bit(dtype, tmp_path):
+    model = mlp().to(dtype).eval()
+    file = tmp_path / "model.onnx"
+    export_onnx(model, (torch.randn(2, 24, dtype=dtype),), file, "sparse")
+    if dtype == torch.bfloat16:
+        with pytest.raises(ValueError, match="onnx2torch cannot convert it"):
+            import_onnx(file)
+        weights_from_onnx(file, tmp_path / "w.safetensors")
+        again = ds.load_pretrained(ds.densify(mlp()).to(dtype), tmp_path / "w.safetensors")
+    else:
+        again = import_onnx(file)
+    for name in ("0", "2"):
+        assert again.get_submodule(name).pattern == model.get_submodule(name).pattern
+        assert torch.equal(again.get_submodule(name).values, model.get_submodule(name).values)
+
+
+def foreign(path, gemm=False):
+    """A model as another exporter writes it: x W + b, W [in, out]."""
+    rng = np.random.default_rng(0)
+    helper, numpy_helper = onnx.helper, onnx.numpy_helper
+    w1, w2 = (rng.normal(size=size).astype(np.float32) for size in ((8, 12), (12, 6)))
+    bias = rng.normal(size=12).astype(np.float32)
+    nodes = [
+        helper.make_node("MatMul", ["x", "fc1.weight"], ["a"]),
+        helper.make_node("Add", ["fc1.bias", "a"], ["b"]),
+        helper.make_node("Relu", ["b"], ["c"]),
+        helper.make_node("MatMul", ["c", "fc2.weight"], ["y"]),
+    ]
+    values = [
+        helper.make_tensor_value_info(name, onnx.TensorProto.FLOAT, ["n", size])
+        for name, size in (("x", 8), ("y", 6))
+    ]
+    held = [
+        numpy_helper.from_array(array, name)
+        for name, array in (("fc1.weight", w1), ("fc1.bias", bias), ("fc2.weight", w2))
+    ]
+    graph = helper.make_graph(nodes, "g", values[:1], values[1:], held)
+    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 18)], ir_version=9)
+    onnx.save(model, str(path))
+    return w1, bias, w2
+
+
+def test_the_largest_weights_of_a_foreign_model_stay(tmp_path):
+    w1, bias, w2 = foreign(tmp_path / "m.onnx")
+    densities = sparsify_onnx(tmp_path / "m.onnx", tmp_path / "s.onnx", 0.25, allocation="uniform")
+    assert densities == {"fc1.weight": 0.25, "fc2.weight": 0.25}
+
+    def pruned(w):
+        least = np.sort(np.abs(w).ravel())[-w.size // 4]
+        return np.where(np.abs(w) >= least, w, 0)
+
+    x = np.random.default_rng(1).normal(size=(3, 8)).astype(np.float32)
+    expected = np.maximum(x @ pruned(w1) + bias, 0) @ pruned(w2)
+    np.testing.assert_allclose(
+        computed(tmp_path / "s.onnx", torch.from_numpy(x)), expected, rtol=1e-5, atol=1e-6
+    )
+    made = import_onnx(tmp_path / "s.onnx")
+    layer = made.get_submodule("fc1")
+    assert isinstance(layer, SparseLinear)
+    np.testing.assert_array_equal(layer.to_dense().detach(), pruned(w1).T)
+    np.testing.assert_array_equal(layer.bias.detach(), bias)
+    np.testing.assert_allclose(made(torch.from_numpy(x)).detach(), expected, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("block_size", [1, 2])
+def test_weights_go_there_and_back_on_the_command_line(block_size, tmp_path, capsys):
+    model = mlp(block_size).eval()
+    x = KINDS["mlp"][1]()
+    a, b, c, w = (str(tmp_path / name) for name in ("a.onnx", "b.onnx", "c.onnx", "w.safetensors"))
+    ds.export_onnx(model, (x,), a, "sparse")
+    ds.export_onnx(mlp(block_size), (x,), b, "dense")
+    assert run(["onnx", "import", a, w]) == 0
+    fresh = ds.load_pretrained(ds.densify(mlp(block_size)), w)
+    for name, layer in sparse_layers(model).items():
+        assert fresh.get_submodule(name).pattern == layer.pattern
+        assert torch.equal(fresh.get_submodule(name).values, layer.values)
+    assert torch.equal(fresh[4].weight, model[4].weight)
+    assert run(["onnx", "export", w, c, "--graph", b]) == 0
+    assert "2 sparse layers" in capsys.readouterr().out
+    assert np.array_equal(computed(c, x), computed(a, x))
+    assert run(["onnx", "sparsify", b, c, "--density", "0.1", "--weights", "dense"]) == 0
+    assert not onnx.load(c).graph.sparse_initializer
+
+
+def test_a_trained_model_goes_into_its_graph(tmp_path):
+    model, x = mlp(), KINDS["mlp"][1]()
+    ds.export_onnx(model, (x,), tmp_path / "a.onnx")
+    with torch.no_grad():
+        model[0].set_pattern(
+            ds.SparsePattern.random((64, 24), nnz=model[0].pattern.nnz, generator=generator(5))
+        )
+    ds.save_safetensors(model, tmp_path / "w.safetensors")
+    assert weights_to_onnx(
+        tmp_path / "w.safetensors", tmp_path / "a.onnx", tmp_path / "b.onnx"
+    ) == ["0", "2"]
+    np.testing.assert_allclose(
+        computed(tmp_path / "b.onnx", x), model(x).detach(), rtol=1e-5, atol=1e-6
+    )
+
+
+def test_a_shared_layer_is_one_weight(tmp_path):
+    torch.manual_seed(0)
+    layer = nn.Linear(8, 8)
+    model = ds.sparsify(nn.Sequential(layer, nn.Tanh(), layer), density=0.3, verbose=False).eval()
+    x = torch.randn(3, 8)
+    ds.export_onnx(model, (x,), tmp_path / "a.onnx", "sparse")
+    assert len(onnx.load(str(tmp_path / "a.onnx")).graph.sparse_initializer) == 1
+    again = import_onnx(tmp_path / "a.onnx")
+    assert len({id(m) for m in again.modules() if isinstance(m, SparseLinear)}) == 1
+    torch.testing.assert_close(again(x), model(x), rtol=1e-5, atol=1e-6)
+
+
+class TestRefused:
+    def test_models_and_arguments(self, tmp_path):
+        file, x = tmp_path / "m.onnx", torch.randn(1, 24)
+        with pytest.raises(ValueError, match="no sparse layers"):
+            export_onnx(nn.Linear(24, 3), (x,), file)
+        with pytest.raises(ValueError, match="weights must be one of"):
+            export_onnx(mlp(), (x,), file, "csr")
+        with pytest.raises(TypeError, match="args must be a tuple"):
+            export_onnx(mlp(), x, file)
+        with pytest.raises(ValueError, match="cannot export the model"):
+            export_onnx(mlp(), (torch.randn(1, 3),), file)
+        assert not file.exists()
+
+    def test_a_file_that_is_no_onnx(self, tmp_path):
+        file = tmp_path / "m.onnx"
+        file.write_bytes(b"\x07 no model")
+        with pytest.raises(ValueError, match="no valid ONNX file"):
+            import_onnx(file)
+        with pytest.raises(FileNotFoundError):
+            weights_from_onnx(tmp_path / "none.onnx", tmp_path / "w")
+
+    def test_blocks_that_are_none(self, tmp_path):
+        file = tmp_path / "m.onnx"
+        export_onnx(mlp(2), (torch.randn(1, 24),), file, "sparse")
+        proto = onnx.load(str(file))
+        for text, words in (
+            (json.dumps({"0.weight": 8}), "is not made of blocks of 8"),
+            (json.dumps({"0.weight": 5}), "is not made of blocks of 5"),
+            ("[1]", "must map weights to block sizes"),
+        ):
+            onnx.helper.set_model_props(proto, {"dynsparse.block_sizes": text})
+            onnx.save(proto, str(file))
+            with pytest.raises(ValueError, match=words):
+                import_onnx(file)
+
+    def test_positions_outside_the_matrix(self, tmp_path):
+        file = tmp_path / "m.onnx"
+        export_onnx(mlp(), (torch.randn(1, 24),), file, "sparse")
+        proto = onnx.load(str(file))
+        entry = proto.graph.sparse_initializer[0]
+        flat = onnx.numpy_helper.to_array(entry.indices).copy()
+        flat[-1] = 10**9
+        entry.indices.raw_data = flat.tobytes()
+        file.write_bytes(proto.SerializeToString())
+        with pytest.raises(ValueError, match="no valid ONNX file"):
+            import_onnx(file)
+
+    def test_weights_of_another_model(self, tmp_path):
+        export_onnx(mlp(), (torch.randn(1, 24),), tmp_path / "a.onnx")
+        other = ds.sparsify(nn.Sequential(nn.Linear(24, 8)), density=0.3, verbose=False)
+        ds.save_safetensors(other, tmp_path / "w.safetensors")
+        with pytest.raises(ValueError, match="weight' is"):
+            weights_to_onnx(tmp_path / "w.safetensors", tmp_path / "a.onnx", tmp_path / "b.onnx")
+        assert not (tmp_path / "b.onnx").exists()
+
+    def test_on_the_command_line(self, tmp_path, capsys):
+        foreign(tmp_path / "m.onnx")
+        source, file = str(tmp_path / "m.onnx"), str(tmp_path / "s.onnx")
+        for more, words in (
+            (["--density", "2"], "density must be a number in (0, 1]"),
+            (["--block-size", "5"], "no linear layer whose sides block_size=5 divides"),
+            (["--block-size", "0"], "block_size must be an integer of at least 1"),
+            (["--allocation", "x"], "allocation must be one of"),
+            (["--weights", "x"], "weights must be one of"),
+        ):
+            assert run(["onnx", "sparsify", source, file, *more]) == 2
+            assert words in capsys.readouterr().err
