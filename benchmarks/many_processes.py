@@ -1,17 +1,20 @@
 """Data parallel training on this machine: is it exact, and what do updates cost?
 
-    python benchmarks/many_processes.py exact --updates 1000 --ranks 2
+    python benchmarks/many_processes.py exact --updates 1000 --ranks 2 --wrapper ddp
+    python benchmarks/many_processes.py choices --updates 1000
     python benchmarks/many_processes.py instructions --updates 1000
     python benchmarks/many_processes.py cost --size 4096
 
 `exact` trains every algorithm on gloo ranks and in one process, an update at every step, and
-compares patterns and weights after each. `instructions` does it with ranks whose kernels are of
+compares patterns and weights after each. `choices` compares what grows, where numbers round.
+`instructions` does it with ranks whose kernels are of
 different instruction sets. `cost` times steps with and without an update, and the agreement alone.
 """
 
 from __future__ import annotations
 
 import argparse
+import functools
 import statistics
 import sys
 import time
@@ -19,43 +22,122 @@ from pathlib import Path
 
 import torch
 from torch import nn
+from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.nn.parallel import DistributedDataParallel
 
 import dynsparse as ds
+from dynsparse.ops.grow import topk_outside
+from dynsparse.ranks import digest
+from dynsparse.training import GMP, GraNet
 
 TESTS = Path(__file__).resolve().parent.parent / "tests"
 sys.path[:0] = [str(TESTS / "distributed"), str(TESTS / "ranks")]
 
 from data_parallel import instructions  # noqa: E402
 from processes import on_ranks  # noqa: E402
-from rank_trainings import ALGORITHMS, apart, backward, model_of, optimizer_of, weights  # noqa: E402
+from rank_trainings import (  # noqa: E402
+    ALGORITHMS,
+    EVERY,
+    apart,
+    backward,
+    batch,
+    layers_of,
+    model_of,
+    optimizer_of,
+    weights,
+)
+from sharded_training import FIXED, shard, whole  # noqa: E402
 
 # What changes in every step, or in every second.
 UPDATED = [name for name in ALGORITHMS if name != "static"]
 
 
-def exact(rank: int, size: int, name: str, updates: int) -> list[float]:
-    """[updates made, those after which patterns were as in one process, the largest difference]."""
-    nets = [model_of(), model_of()]
-    optimizers = [optimizer_of(net) for net in nets]
-    trainers = [
-        ALGORITHMS[name](nets[0], optimizers[0]),
-        ALGORITHMS[name](nets[1], optimizers[1], ranks=None),
-    ]
-    ddp = DistributedDataParallel(nets[0])
-    same, largest, step = 0, 0.0, 0
-    while trainers[0].updates < updates and step < 2 * updates:
+def exact(rank: int, size: int, name: str, updates: int, wrapper: str) -> tuple[list[float], int]:
+    """[steps that ended in an update or would have, had there been anything to change; those after
+    which patterns were as in one process; the largest difference of weights; of optimizer state;
+    updates that changed something], and a digest of all weights that this rank had."""
+    gradual = name in ("gmp", "gmp-global", "granet")
+    options = {"total_steps": 4 * updates} if gradual else {}
+    nets = [model_of(density=0.9 if gradual else 0.2) for _ in range(2)]
+    if wrapper == "fsdp":
+        forward, optimizers = shard(nets[0], size=size), [optimizer_of(net, "adam") for net in nets]
+    else:
+        optimizers = [optimizer_of(net) for net in nets]
+        forward = DistributedDataParallel(nets[0])
+    make = functools.partial(GRADUALLY[name], **options) if gradual else ALGORITHMS[name]
+    trainers = [make(nets[0], optimizers[0]), make(nets[1], optimizers[1], ranks=None)]
+    due, same, largest, state, seen, step = 0, 0, 0.0, 0.0, 0, 0
+    while due < updates and step < 4 * updates:
         step += 1
-        before = trainers[0].updates
-        backward(ddp, optimizers[0], step, rank, size)
+        backward(forward, optimizers[0], step, rank, size)
         trainers[0].step()
         backward(nets[1], optimizers[1], step)
         trainers[1].step()
-        if trainers[0].updates > before:
-            equal, difference = apart(weights(nets[0]), weights(nets[1]))
-            same += equal
-            largest = max(largest, difference)
-    return [trainers[0].updates, same, largest]
+        if not trainers[0].schedule.is_due(step):
+            continue
+        due += 1
+        found = weights(nets[0])
+        equal, difference = apart(weights(nets[1]), found)
+        same += equal
+        largest = max(largest, difference)
+        if equal:
+            state = max(state, states_apart(nets, optimizers))
+        seen = digest(str(seen), *(dense for _, dense in found.values()))
+    return [due, same, largest, state, trainers[0].updates], seen
+
+
+GRADUALLY = {
+    "gmp": lambda m, o, **k: GMP(m, o, final_density=0.05, update_interval=2, **k),
+    "gmp-global": lambda m, o, **k: GMP(
+        m, o, final_density=0.05, update_interval=2, scope="global", **k
+    ),
+    "granet": lambda m, o, **k: GraNet(m, o, final_density=0.05, update_interval=2, **k),
+}
+
+
+def states_apart(nets: list[nn.Module], optimizers: list[torch.optim.Optimizer]) -> float:
+    """How far the optimizers' states for sparse layers are apart."""
+    worst = 0.0
+    for one, other in zip(*(layers_of(net).values() for net in nets), strict=True):
+        for key, tensor in optimizers[1].state.get(other.values, {}).items():
+            if isinstance(tensor, torch.Tensor) and tensor.dim():
+                own = whole(optimizers[0].state[one.values][key])
+                worst = max(worst, float((own - tensor).abs().max()))
+    return worst
+
+
+def choices(rank: int, size: int, kind: str, updates: int) -> list[int]:
+    """[layers that grew, those that grew what one process chooses from the samples of all ranks, in
+    float64, with the same weights].
+
+    Of trainings whose weights cannot be those of one process, since they round. "float32"; "wire":
+    pieces of the gradient travel in bfloat16; "mixed": sharded, with passes in bfloat16.
+    """
+    net = model_of(dtype=torch.float32)
+    forward: nn.Module
+    if kind == "mixed":
+        policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+        forward = shard(net, size=size, mp_policy=policy)
+    else:
+        forward = DistributedDataParallel(net)
+    optimizer = optimizer_of(net)
+    growth = ds.training.GradientGrowth(wire=torch.bfloat16 if kind == "wire" else None)
+    trainer = ds.training.SparseTrainer(net, optimizer, schedule=EVERY, growth=growth)
+    grew = same = 0
+    for step in range(1, updates + 1):
+        x, y = batch(step, rank, size, dtype=torch.float32)
+        optimizer.zero_grad()
+        nn.functional.mse_loss(forward(x).float(), y).backward()
+        own = {n: [(a.double(), b.double()) for a, b in p] for n, p in trainer._captures.items()}
+        everyones: list[dict[str, list]] = [{} for _ in range(size)]
+        torch.distributed.all_gather_object(everyones, own)
+        for name, rewiring in (trainer.step() or {}).items():
+            pairs = [pair for found in everyones for pair in found[name]]
+            grown = rewiring.after.flat[rewiring.grown]
+            expected = topk_outside(pairs, rewiring.before, len(grown)).flat.sort().values
+            grew += 1
+            same += torch.equal(grown, expected)
+    return [grew, same]
 
 
 def cost(rank: int, size: int, features: int, samples: int, updates: int) -> list[float]:
@@ -90,10 +172,11 @@ def cost(rank: int, size: int, features: int, samples: int, updates: int) -> lis
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("what", choices=["exact", "instructions", "cost"])
+    parser.add_argument("what", choices=["exact", "choices", "instructions", "cost"])
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--updates", type=int, default=1000)
     parser.add_argument("--algorithms", nargs="*", default=UPDATED)
+    parser.add_argument("--wrapper", choices=["ddp", "fsdp"], default="ddp")
     parser.add_argument("--size", type=int, default=4096)
     parser.add_argument("--samples", type=int, default=64)
     parser.add_argument("--seconds", type=float, default=3600)
@@ -110,6 +193,14 @@ def main() -> None:
             f"{1e3 * agreement:.2f} ms, {100 * agreement / (100 * step):.3f} %"
         )
         return
+    if given.what == "choices":
+        for kind in ("float32", "wire", "mixed"):
+            found = on_ranks(given.ranks, choices, kind, given.updates, seconds=given.seconds)
+            (grew, same), others = found[0], found[1:]
+            assert all(other == [grew, same] for other in others)
+            print(f"{kind:8s} {given.ranks} ranks: {same} of {grew} layers grew what one process "
+                  "chooses", flush=True)  # fmt: skip
+        return
     isas = (["v2", "v4"] * given.ranks)[: given.ranks]
     for name in given.algorithms:
         if given.what == "instructions":
@@ -121,13 +212,19 @@ def main() -> None:
             print(f"{name:15s} {kinds}: patterns {'agree' if alike else 'DIFFER'} after "
                   f"{ends[0][1]} updates", flush=True)  # fmt: skip
             continue
-        found = on_ranks(given.ranks, exact, name, given.updates, seconds=given.seconds)
-        updates = found[0][0]
-        worst = max(one[2] for one in found)
-        alike = min(one[1] for one in found)
+        if given.wrapper == "fsdp" and name not in FIXED:
+            continue  # shards keep their number of values
+        found = on_ranks(
+            given.ranks, exact, name, given.updates, given.wrapper, seconds=given.seconds
+        )
+        due, _, _, _, updates = found[0][0]
+        alike = min(one[1] for one, _ in found)
+        largest, state = (max(one[i] for one, _ in found) for i in (2, 3))
+        bits = "equal" if len({seen for _, seen in found}) == 1 else "DIFFERENT"
         print(
-            f"{name:15s} {given.ranks} ranks: {alike:.0f} of "
-            f"{updates:.0f} updates as in one process, weights within {worst:.1e}",
+            f"{name:15s} {given.wrapper}, {given.ranks} ranks: {alike:.0f} of {due:.0f} updates as "
+            f"in one process ({updates:.0f} changed something), weights within {largest:.1e}, "
+            f"optimizer state {state:.1e}, ranks' bits {bits}",
             flush=True,
         )
 
