@@ -1,4 +1,4 @@
-"""A drop-in for `nn.Linear` that holds only its non-zero weights."""
+"""A linear layer, called as `nn.Linear` is, that holds only its non-zero weights."""
 
 from __future__ import annotations
 
