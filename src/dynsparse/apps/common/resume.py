@@ -26,9 +26,14 @@ _Options = TypeVar("_Options", bound=TrainingOptions)
 
 
 def save(training: Training, folder: Path) -> Path:
-    """Write `folder`/epoch-NNNN.ckpt or step-NNNNNNN.ckpt, whole or not at all."""
+    """Write `folder`/epoch-NNNN.ckpt or step-NNNNNNN.ckpt, whole or not at all.
+
+    A training that stopped inside an epoch: epoch-NNNN+BATCHES.ckpt.
+    """
     number = getattr(training, training.unit)
-    path = folder / f"{training.unit}-{number:0{training.digits}d}.ckpt"
+    batches = training.partial.get("batches")
+    inside = "" if batches is None else f"+{batches}"
+    path = folder / f"{training.unit}-{number:0{training.digits}d}{inside}.ckpt"
     save_checkpoint(
         path,
         model=training.model,
@@ -42,6 +47,7 @@ def save(training: Training, folder: Path) -> Path:
             "seed": training.seed,
             **training.drawn(),
             **{name: getattr(training, name) for name in training.counters},
+            **({"partial": training.partial} if training.partial else {}),
         },
     )
     return path
@@ -80,9 +86,9 @@ def find_checkpoint(kind: type[Training], path: Path) -> Path:
 
 def checkpoints_in(kind: type[Training], folder: Path) -> list[Path]:
     """The files in `folder` that are named as the checkpoints of `kind` are, the newest last."""
-    pattern = rf"{kind.unit}-(\d{{{kind.digits},}})\.ckpt"
+    pattern = rf"{kind.unit}-(\d{{{kind.digits},}})(?:\+(\d+))?\.ckpt"
     found = {
-        int(match[1]): file
+        (int(match[1]), int(match[2] or 0)): file
         for file in folder.iterdir()
         if (match := re.fullmatch(pattern, file.name))
     }
@@ -155,6 +161,11 @@ def restore(training: Training, checkpoint: Checkpoint) -> None:
     """
     training.check_drawn(checkpoint.path, {name: checkpoint[name] for name in training.drawn()})
     counters = {name: checkpoint[name] for name in training.counters}
+    partial = checkpoint.extra.get("partial", {})
+    try:
+        training.check_partial(partial)
+    except ValueError as error:
+        raise ValueError(f"{checkpoint.path}: {error}") from None
     load_checkpoint(
         checkpoint.path,
         model=training.model,
@@ -162,5 +173,5 @@ def restore(training: Training, checkpoint: Checkpoint) -> None:
         trainer=training.trainer,
         generators={training.generator_name: training.generator},
     )
-    vars(training).update(counters)
+    vars(training).update(counters, partial=partial)
     training.identity = identity_of(checkpoint.extra)

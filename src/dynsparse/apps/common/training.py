@@ -20,7 +20,11 @@ from dynsparse.apps.common.options import TrainingOptions
 from dynsparse.pattern import Rewiring
 from dynsparse.ranks import ranks_of
 
-__all__ = ["Scores", "Sums", "Training", "precision"]
+__all__ = ["Scores", "Stopped", "Sums", "Training", "precision"]
+
+
+class Stopped(KeyboardInterrupt):
+    """A training stopped between two steps, as it was asked to; it can be saved as it is."""
 
 
 @dataclass(frozen=True)
@@ -70,6 +74,34 @@ class Sums:
         for name, value in vars(other).items():
             setattr(self, name, getattr(self, name) + value)
 
+    def state(self) -> dict[str, Any]:
+        """For a checkpoint; what is still to be counted is counted."""
+        self.count_replaced()
+        return {name: value for name, value in vars(self).items() if name != "rewirings"}
+
+    @classmethod
+    def from_state(cls, state: Any) -> Sums:
+        """The sums that `state` was made of.
+
+        Raises:
+            ValueError: something else.
+        """
+        sums = cls()
+        expected = sums.state()
+        if not isinstance(state, dict) or state.keys() != expected.keys():
+            raise ValueError(f"expected sums, the entries {', '.join(expected)}")
+        for name, value in expected.items():
+            found = state[name]
+            right = isinstance(found, type(value)) and not isinstance(found, bool)
+            if isinstance(found, Tensor):
+                right &= found.dim() == 0 and found.is_floating_point() == (name == "loss")
+            elif right:
+                right = math.isfinite(found) and found >= 0
+            if not right:
+                raise ValueError(f"the sum {name!r} is damaged")
+            setattr(sums, name, found)
+        return sums
+
     def scores(self) -> Scores:
         return Scores(float(self.loss) / self.count, int(self.right) / self.count)
 
@@ -87,6 +119,9 @@ class Training(ABC):
         rate_flag: the option to lower where a training diverges.
         identity: tells this training from all others; resuming keeps it.
         device: where it computes. What is drawn is drawn on the CPU: all devices begin alike.
+        stop_asked: makes the training raise `Stopped` before its next step.
+        partial: of a training that stopped, or goes on, inside an epoch or between two reports: the
+            sums so far, and what else it goes on with; plain types and tensors.
 
     Args:
         total_steps: after how many steps patterns stay.
@@ -143,6 +178,8 @@ class Training(ABC):
         self.seconds = 0.0
         self.update_seconds = 0.0
         self.replaced = 0
+        self.stop_asked = False
+        self.partial: dict[str, Any] = {}
 
     @abstractmethod
     def build_model(self, initial: torch.Generator) -> tuple[nn.Module, dict[str, float]]:
@@ -159,6 +196,14 @@ class Training(ABC):
     def check_drawn(self, path: Path, saved: dict[str, Any]) -> None:
         """Raise ValueError if what a checkpoint holds as `drawn` is of another training."""
         return
+
+    def check_partial(self, partial: Any) -> None:
+        """Raise ValueError unless it is what a training like this one goes on with."""
+        if not isinstance(partial, dict):
+            raise ValueError("expected what a training goes on with, by name")
+        for name in ("window", "whole"):
+            if name in partial:
+                Sums.from_state(partial[name])
 
     def metadata(self) -> dict[str, Any]:
         """What readers of a record need to know of this application."""

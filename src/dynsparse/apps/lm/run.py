@@ -15,6 +15,7 @@ from dynsparse.apps.common.loggers import Names, open_loggers
 from dynsparse.apps.common.outputs import Outputs
 from dynsparse.apps.common.resume import Checkpoint, restore, save
 from dynsparse.apps.common.run import run_with
+from dynsparse.apps.common.stopping import stoppable
 from dynsparse.apps.common.training import Scores
 from dynsparse.apps.lm.corpus import Corpus, load_corpus, no_corpus
 from dynsparse.apps.lm.options import Options
@@ -86,7 +87,8 @@ def _measured(training: Training, console: Console) -> dict[str, Any]:
     loggers = partial(open_loggers, options, _NAMES)
     with Outputs(training, loggers) if options.trains else nullcontext() as outputs:
         if outputs is not None:
-            valid = _train(training, console, outputs)
+            with stoppable(training, console):
+                valid = _train(training, console, outputs)
         valid = training.evaluate("valid") if valid is None else valid
         test = training.evaluate("test") if options.mode in ("all", "test") else None
         figures = training_figures(training, valid, test)

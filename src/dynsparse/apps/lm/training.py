@@ -14,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from dynsparse.apps import common
 from dynsparse.apps.common.methods import begin_denser
-from dynsparse.apps.common.training import Scores, Sums, precision
+from dynsparse.apps.common.training import Scores, Stopped, Sums, precision
 from dynsparse.apps.lm.corpus import Corpus
 from dynsparse.apps.lm.loss import repetition_weights, token_losses
 from dynsparse.apps.lm.model import LanguageModel, build_model, scale_matrices
@@ -87,6 +87,11 @@ class Training(common.Training):
                 f"{len(self.corpus.train):,} others: name the same text, and the same shares of it"
             )
 
+    def check_partial(self, partial: Any) -> None:
+        super().check_partial(partial)
+        if partial and "window" not in partial:
+            raise ValueError("expected the sums since the last report")
+
     def metadata(self) -> dict[str, Any]:
         return {"data": self.corpus.name, "steps": self.options.steps}
 
@@ -100,9 +105,14 @@ class Training(common.Training):
 
         Raises:
             ValueError: the training diverged.
+            Stopped: where `stop_asked` says so.
         """
-        sums = Sums()
+        partial, self.partial = self.partial, {}
+        sums = Sums.from_state(partial["window"]) if partial else Sums()
         while self.step < last_step:
+            if self.stop_asked:
+                self.partial = {"window": sums.state()} if sums.steps else {}
+                raise Stopped
             begin = time.perf_counter()
             self._train_step(sums)
             sums.seconds += time.perf_counter() - begin

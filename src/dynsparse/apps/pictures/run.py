@@ -15,6 +15,7 @@ from dynsparse.apps.common.loggers import Logger, Names, open_loggers
 from dynsparse.apps.common.outputs import Outputs
 from dynsparse.apps.common.resume import Checkpoint, restore, save
 from dynsparse.apps.common.run import run_with
+from dynsparse.apps.common.stopping import stoppable
 from dynsparse.apps.common.training import Scores, Sums
 from dynsparse.apps.pictures.options import PictureOptions
 from dynsparse.apps.pictures.summary import density, summary_table, training_figures
@@ -60,7 +61,10 @@ def _run(
     with writes as outputs:
         for line in _headlines(training, pictures):
             console.print(line, highlight=False)
-        last = None if outputs is None else _train(training, console, outputs)
+        last = None
+        if outputs is not None:
+            with stoppable(training, console):
+                last = _train(training, console, outputs)
         test = None if options.test_mode == "training" else training.test()
         figures = training_figures(training, last, test)
         if outputs is not None:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from dynsparse.apps import common
 from dynsparse.apps.common.methods import begin_denser
-from dynsparse.apps.common.training import Scores, Sums, precision
+from dynsparse.apps.common.training import Scores, Stopped, Sums, precision
 from dynsparse.apps.pictures.optimizer import build_optimizer, learning_rate
 from dynsparse.apps.pictures.options import PictureOptions
 from dynsparse.data import DataSet, Pictures
@@ -115,12 +115,19 @@ class Training(common.Training):
 
         Yields the sums after every 1/steps_per_epoch of it and after its last step; the last come
         with those of the whole epoch, the others with None.
+
+        Raises:
+            Stopped: where `stop_asked` says so.
         """
         data = self._pictures("train")
         self.model.train()
-        order = torch.randperm(len(data), generator=self.generator).to(self.device)
-        window, whole = Sums(), Sums()
-        for number, indices in enumerate(order.split(self.options.batch_size), start=1):
+        order, done, window, whole = self._begun()
+        batches = order.to(self.device).split(self.options.batch_size)
+        for number, indices in enumerate(batches[done:], start=done + 1):
+            if self.stop_asked and number > done + 1:
+                sums = {"window": window.state(), "whole": whole.state()}
+                self.partial = {"order": order, "batches": number - 1, **sums}
+                raise Stopped
             begin = time.perf_counter()
             self.set_rate(learning_rate(self.options, self.step, self.total_steps))
             own, weight = self.share(indices)
@@ -139,6 +146,28 @@ class Training(common.Training):
                 self.epoch += ends
                 yield window, whole if ends else None
                 window = Sums()
+
+    def _begun(self) -> tuple[Tensor, int, Sums, Sums]:
+        """The order of an epoch's pictures, its batches done, and the sums of its last and all."""
+        if self.stop_asked:
+            raise Stopped
+        partial, self.partial = self.partial, {}
+        if partial:
+            sums = [Sums.from_state(partial[name]) for name in ("window", "whole")]
+            return partial["order"], partial["batches"], sums[0], sums[1]
+        order = torch.randperm(len(self._data.train), generator=self.generator)
+        return order, 0, Sums(), Sums()
+
+    def check_partial(self, partial: Any) -> None:
+        super().check_partial(partial)
+        if not partial:
+            return
+        order, batches = partial.get("order"), partial.get("batches")
+        every = torch.arange(len(self._data.train))
+        right = isinstance(order, Tensor) and order.dtype == every.dtype and order.dim() == 1
+        right = right and torch.equal(order.sort().values, every) and type(batches) is int
+        if not right or not 0 < batches < self.batches or not {"window", "whole"} <= partial.keys():
+            raise ValueError("expected the order of an epoch's pictures, and how far it went")
 
     @torch.no_grad()
     def test(self) -> Scores:
