@@ -179,7 +179,31 @@ def refused(rank, size):
         if hasattr(module, "reshard"):
             module.reshard()
     assert trainer.step() is not None
+    said.append(no_memory_on_one(rank, size))
     return said
+
+
+def no_memory_on_one(rank, size):
+    """The line where the last rank has no room for what comes; the next update is made."""
+    model = shard(model_of(), size=size)
+    optimizer = optimizer_of(model)
+    trainer = ds.SET(model, optimizer, total_steps=9, update_interval=1)
+    layer = layers_of(model)["2"]
+    if rank == size - 1:
+        layer.prepare_moved = _no_room
+    backward(model, optimizer, 1, rank, size)
+    before = weights(model)
+    with pytest.raises(RuntimeError, match="rank 1: layer '2': MemoryError: no room") as found:
+        trainer.step()
+    assert apart(before, weights(model))[0]
+    vars(layer).pop("prepare_moved", None)
+    backward(model, optimizer, 2, rank, size)
+    assert trainer.step() is not None
+    return str(found.value)
+
+
+def _no_room(*_):
+    raise MemoryError("no room")
 
 
 def compared_with(rank, size, names, steps, optimizer, block_size, options):

@@ -26,7 +26,7 @@ def follow(ranks, rewiring, wholes, fills):
     own = [t.clone()[ranks.rank * share : (ranks.rank + 1) * share] for t in wholes]
     memory = [t.data_ptr() for t in own]
     before = [t.clone() for t in own]
-    write = follow_over_ranks(ranks, rewiring.source, own, fills)
+    write = follow_over_ranks(ranks, rewiring.source, own, fills)()
     assert all(torch.equal(a, b) for a, b in zip(own, before, strict=True))
     write()
     assert memory == [t.data_ptr() for t in own]
@@ -93,4 +93,4 @@ def test_a_part_of_another_length_is_refused():
     rewiring = rewirings((4, 4), 6, 2, torch.Generator().manual_seed(0))
     with pytest.raises(ValueError, match="expected the 6 slots of rank 0"):
         follow_over_ranks(ALONE, rewiring.source, [torch.zeros(5)], [0.0])
-    follow_over_ranks(ALONE, rewiring.source, [], [])()
+    follow_over_ranks(ALONE, rewiring.source, [], [])()()

@@ -6,6 +6,7 @@ rank needs of another is one run of slots, and nearly all of it is there already
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Sequence
 
@@ -20,11 +21,12 @@ __all__ = ["follow_over_ranks"]
 @torch.no_grad()
 def follow_over_ranks(
     ranks: Ranks, source: Tensor, tensors: Sequence[Tensor], fills: Sequence[float | Tensor]
-) -> Callable[[], None]:
+) -> Callable[[], Callable[[], None]]:
     """What `Rewiring.apply_` does, in place, for tensors whose slots lie on all ranks.
 
-    One exchange for all tensors. Nothing is written before what is returned is called, which makes
-    no move.
+    In three parts, so that a rank where one fails keeps no other waiting: this call makes no move;
+    what it returns makes one, an exchange for all tensors; and what that returns writes, makes no
+    move and takes no memory. Nothing is written before.
 
     Args:
         source: int32 [slots], the same on all ranks: the old slot of each new one, or -1 where one
@@ -53,12 +55,13 @@ def follow_over_ranks(
     held = slice(*torch.searchsorted(new, bounds[ranks.rank : ranks.rank + 2]).tolist())
     coming = torch.searchsorted(old[held], bounds).diff().tolist()
     if not tensors:
-        return lambda: None
+        return lambda: lambda: None
     device = tensors[0].device
     at = (old[own] - first).to(device)
     lines = [_bytes(tensor).index_select(0, at) for tensor in tensors]
     widths = [line.shape[1] for line in lines]
-    pieces = ranks.exchange(torch.cat(lines, 1), leaving, coming).split(widths, 1)
+    line = torch.cat(lines, 1)
+    del lines
     kept = (new[held] - first).to(device)
     grown = (source < 0).nonzero().flatten()
     part = slice(*torch.searchsorted(grown, bounds[ranks.rank : ranks.rank + 2]).tolist())
@@ -68,13 +71,16 @@ def follow_over_ranks(
         for t, fill in zip(tensors, fills, strict=True)
     ]
 
+    def move() -> Callable[[], None]:
+        return functools.partial(write, ranks.exchange(line, leaving, coming).split(widths, 1))
+
     @torch.no_grad()
-    def write() -> None:
+    def write(pieces: Sequence[Tensor]) -> None:
         for tensor, piece, start in zip(tensors, pieces, starts, strict=True):
             _bytes(tensor)[kept] = piece
             tensor[joined] = start
 
-    return write
+    return move
 
 
 def _bytes(tensor: Tensor) -> Tensor:

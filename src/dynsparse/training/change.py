@@ -13,7 +13,7 @@ from torch import Tensor
 from dynsparse.nn import SparseLinear
 from dynsparse.nn.sharded import gathered, is_sharded, local_part, shard_dimension
 from dynsparse.pattern import Rewiring
-from dynsparse.ranks import follow_over_ranks, ranks_of
+from dynsparse.ranks import ALONE, Ranks, agreeing, follow_over_ranks, held_back, ranks_of
 from dynsparse.training.doubts import settle
 from dynsparse.training.memory import released_memory
 from dynsparse.training.optimizer_state import follow_later, moving_state, prepare_state
@@ -75,13 +75,8 @@ class Change:
     def changes_size(self) -> bool:
         return not self.rewiring.keeps_size
 
-    def prepare(self, optimizer: torch.optim.Optimizer) -> Callable[[], None]:
-        """All that takes memory is made beside what is there; nothing is changed.
-
-        Returns:
-            What lets values, pattern, optimizer state and gradient change over; to be called within
-            `uninterrupted`. It takes no memory, so that it cannot fail in between.
-        """
+    def prepare(self, optimizer: torch.optim.Optimizer) -> Prepared:
+        """All that takes memory is made beside what is there; nothing is changed."""
         values, rewiring = self.layer.values, self.rewiring
         if is_sharded(values):
             return self._prepare_shards(optimizer)
@@ -97,10 +92,10 @@ class Change:
                 part()
             values.grad = grads.get("grad")
 
-        return change_over
+        return Prepared(values, [change_over])
 
-    def _prepare_shards(self, optimizer: torch.optim.Optimizer) -> Callable[[], None]:
-        """As `prepare`, where each rank holds some slots: all ranks that share them call it."""
+    def _prepare_shards(self, optimizer: torch.optim.Optimizer) -> Prepared:
+        """As `prepare`, where each rank holds some slots."""
         values, rewiring = self.layer.values, self.rewiring
         following: list[tuple[Tensor, float | Tensor]] = [(values, self.fill)]
         if values.grad is not None:
@@ -110,16 +105,8 @@ class Change:
             following += [(state[key], fill) for key in keys]
         shards = [(local_part(tensor), fill) for tensor, fill in following]
         group = values.device_mesh.get_group(shard_dimension(values))  # type: ignore[attr-defined]
-        parts = [
-            self.layer.prepare_moved(rewiring.after),
-            follow_over_ranks(ranks_of(group), rewiring.source, *zip(*shards, strict=True)),
-        ]
-
-        def change_over() -> None:
-            for part in parts:
-                part()
-
-        return change_over
+        move = follow_over_ranks(ranks_of(group), rewiring.source, *zip(*shards, strict=True))
+        return Prepared(values, [self.layer.prepare_moved(rewiring.after)], move)
 
 
 def _check_shards(values: Tensor, rewiring: Rewiring) -> None:
@@ -132,17 +119,47 @@ def _check_shards(values: Tensor, rewiring: Rewiring) -> None:
         )
 
 
-def prepared(changes: Mapping[str, Change], optimizer: torch.optim.Optimizer) -> Callable[[], None]:
-    """All layers' changes in the two parts of `Change.prepare`; errors name the layer."""
-    ready = []
-    for name, change in changes.items():
-        with naming(name):
-            ready.append((change.layer, change.prepare(optimizer)))
+@dataclass
+class Prepared:
+    """A change that takes no more memory, so that it cannot fail in between.
+
+    Attributes:
+        values: of the layer.
+        parts: what lets values, pattern, optimizer state and gradient change over; to be called
+            within `uninterrupted`.
+        move: of sharded values, what brings survivors to their new rank and returns one part more;
+            all ranks that share them call it.
+    """
+
+    values: Tensor
+    parts: list[Callable[[], None]]
+    move: Callable[[], Callable[[], None]] | None = None
+
+
+def prepared(
+    changes: Mapping[str, Change], optimizer: torch.optim.Optimizer, ranks: Ranks = ALONE
+) -> Callable[[], None]:
+    """What makes all layers change over; errors name the layer, and are the same on all ranks."""
+    ready: list[Prepared] = []
+    with agreeing(ranks):
+        for name, change in changes.items():
+            with naming(name):
+                ready.append(change.prepare(optimizer))
+    moving = [one for one in ready if one.move is not None]
+    failed = held_back()
+    for one in moving:
+        with failed:
+            assert one.move is not None
+            one.parts.append(one.move())
+    if moving:
+        with agreeing(ranks):
+            failed.raise_here()
 
     def change_over() -> None:
-        for layer, change in ready:
-            with released_memory(layer.values):
-                change()
+        for one in ready:
+            with released_memory(one.values):
+                for part in one.parts:
+                    part()
 
     return change_over
 

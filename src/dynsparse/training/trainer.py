@@ -205,8 +205,7 @@ class SparseTrainer(FollowsOptimizer, OwnParts):
                 for name, pairs in self._captures.items():
                     self.history.observe(name, list(pairs))
             changes, own = self._plan() if due else ({}, None)
-            with agreeing(together):
-                change_over = prepared(changes, self.optimizer)
+            change_over = prepared(changes, self.optimizer, together)
             rewirings = {name: change.rewiring for name, change in changes.items()}
             if due:
                 agree_on_patterns(self.ranks, self.steps, rewirings)
