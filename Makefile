@@ -18,7 +18,7 @@ BIN := $(VENV)/bin
 PLAIN_PATH = @echo "$(CURDIR)/src" >"$$($(BIN)/python -c \
 	'import sysconfig; print(sysconfig.get_path("purelib"))')/_editable_skbc_dynsparse.pth"
 
-.PHONY: help demo test test-frameworks test-gpu-kernels docs test-docs lint native sanitize bench fuzz soak faults rank-faults clean
+.PHONY: help demo test test-frameworks test-gpu-kernels docs test-docs test-wheels lint native sanitize bench fuzz soak faults rank-faults clean
 
 help:
 	@echo "make demo    train a sparse network on digits, write pictures to demo-output/"
@@ -27,6 +27,7 @@ help:
 	@echo "make test-gpu-kernels  the Triton kernels without a GPU: interpreted, and compiled for every chip"
 	@echo "make docs    build the site into build/site; a broken link or a public name without a place fails"
 	@echo "make test-docs  execute the notebooks"
+	@echo "make test-wheels  the wheel, and what pip makes of the source with every kind of compiler"
 	@echo "make native  build the compiled kernels in place"
 	@echo "make sanitize  drive the kernels under sanitizers (ten minutes; SANITIZE_SECONDS=3600 for longer)"
 	@echo "make bench   time a training step beside the alternatives (two minutes)"
@@ -60,6 +61,9 @@ docs: $(VENV)/.installed-docs native
 
 test-docs: $(VENV)/.installed-docs native
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/docs
+
+test-wheels: $(VENV)/.installed-wheels
+	$(BIN)/python tests/packaging/installs.py
 
 lint: $(VENV)/.installed-dev
 	$(BIN)/ruff check .
@@ -133,5 +137,11 @@ $(VENV)/.installed-frameworks: $(VENV)/.installed-dev
 # Triton, in step with torch: an interpreter and compilers, no driver and no GPU.
 $(VENV)/.installed-gpu-test: $(VENV)/.installed-dev
 	DYNSPARSE_NATIVE=0 $(BIN)/python -m pip install -q -c constraints.txt -e '.[gpu-test]'
+	$(PLAIN_PATH)
+	@touch $@
+
+# What repairs a wheel, so that it runs on other Linuxes.
+$(VENV)/.installed-wheels: $(VENV)/.installed-dev
+	DYNSPARSE_NATIVE=0 $(BIN)/python -m pip install -q -c constraints.txt -e '.[wheels]'
 	$(PLAIN_PATH)
 	@touch $@
