@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 import operator
+import sys
 from contextlib import suppress
 from typing import Any
 
@@ -26,6 +27,7 @@ __all__ = [
     "check_tensor",
     "check_within",
     "is_number",
+    "is_scipy",
 ]
 
 
@@ -51,6 +53,13 @@ def check_integer(name: str, value: Any, least: int | None = None) -> int:
     if not -_LARGEST <= number < _LARGEST:
         raise ValueError(f"{name} must be an integer of 64 bits, got {shortened(value)}")
     return number
+
+
+def is_scipy(value: Any) -> bool:
+    """Whether `value` is a sparse matrix of SciPy's; asks SciPy, which takes half a second to
+    import, only where somebody has imported it, as whoever has such a matrix has."""
+    library = sys.modules.get("scipy.sparse")
+    return library is not None and bool(library.issparse(value))
 
 
 def is_number(value: Any) -> bool:

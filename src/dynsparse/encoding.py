@@ -13,7 +13,6 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
-import scipy.sparse
 import torch
 from torch import Tensor
 
@@ -75,6 +74,8 @@ def by_columns(row_ptr: Tensor, cols: Tensor, width: int) -> tuple[Tensor, Tenso
     height, nnz = len(row_ptr) - 1, len(cols)
     library = native.load()
     if library is None:
+        import scipy.sparse  # half a second, which an import of dynsparse need not take
+
         slots = np.arange(nnz, dtype=np.int32)
         csr = scipy.sparse.csr_array((slots, cols.numpy(), row_ptr.numpy()), shape=(height, width))
         csc = csr.tocsc()

@@ -6,11 +6,10 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
-import scipy.sparse
 import torch
 from torch import Tensor
 
-from dynsparse.checks import check_integer, check_kind, check_tensor, check_within
+from dynsparse.checks import check_integer, check_kind, check_tensor, check_within, is_scipy
 from dynsparse.encoding import row_pointers
 from dynsparse.files.shorten import shortened
 from dynsparse.pattern.coordinates import (
@@ -144,7 +143,7 @@ class SparsePattern(Positions):
         A BSR matrix of square blocks keeps its block size; other formats become elements, or
         blocks of `block_size` with any stored element. `values_of` gives the values.
         """
-        if not scipy.sparse.issparse(matrix):
+        if not is_scipy(matrix):
             raise TypeError(f"expected a SciPy sparse matrix, got {type(matrix).__name__}")
         if matrix.format == "bsr" and block_size is None:
             height, width = matrix.blocksize
@@ -247,14 +246,15 @@ class SparsePattern(Positions):
         `matrix` is [out, in]: a tensor (differentiable), an array, or a SciPy sparse matrix, whose
         missing entries are zero.
         """
-        if not scipy.sparse.issparse(matrix) and not isinstance(matrix, Tensor):
+        from_scipy = not isinstance(matrix, Tensor) and is_scipy(matrix)
+        if not from_scipy and not isinstance(matrix, Tensor):
             matrix = _as_tensor("matrix", matrix)
         if tuple(matrix.shape) != self.shape:
             raise ValueError(
                 f"matrix must have the shape {list(self.shape)}, got {list(matrix.shape)}"
             )
         b = self.block_size
-        if scipy.sparse.issparse(matrix):
+        if from_scipy:
             return self._values_of_scipy(matrix)
         matrix = torch.as_tensor(matrix)
         height, width = self.grid
@@ -283,6 +283,8 @@ class SparsePattern(Positions):
         self._check_values(tensor)
         if format is not None:
             check_kind("format", format, str, "a format of SciPy's, such as 'csr'")
+        import scipy.sparse
+
         row_ptr, cols = self.index.row_ptr.numpy(), self.cols.numpy()
         if self.block_size == 1:
             matrix = scipy.sparse.csr_array((tensor.numpy(), cols, row_ptr), shape=self.shape)

