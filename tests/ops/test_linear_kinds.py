@@ -195,9 +195,10 @@ def test_use_kernel_refuses_what_does_not_exist_and_ends():
     assert layer.kernel(100) == "sparse"
 
 
-@pytest.mark.parametrize("maker", ["GenuineIntel", "AuthenticAMD", ""])
+@pytest.mark.parametrize("maker", ["GenuineIntel", "AuthenticAMD", "", "neon"])
 def test_the_choice_goes_from_sparse_to_dense_with_density(monkeypatch, maker):
     monkeypatch.setattr(native, "processor_maker", lambda: maker)
+    monkeypatch.setattr(native, "supported_isas", lambda: (maker if maker == "neon" else "v3",))
     for block_size in (1, 4, 16, 64):
         total = (1024 // block_size) ** 2
         for backward in (False, True):
@@ -208,6 +209,18 @@ def test_the_choice_goes_from_sparse_to_dense_with_density(monkeypatch, maker):
             assert kinds[0] == "sparse"
             assert kinds[-1] == "dense" or block_size > 1
             assert sum(a != b for a, b in itertools.pairwise(kinds)) <= 1
+
+
+def test_dense_products_gain_on_arm(monkeypatch):
+    """By assumption: it loads fewer numbers a cycle for as many multiply-adds."""
+    layer = Layer(1024, 1024, 300_000, 1)
+    monkeypatch.setattr(native, "processor_maker", lambda: "AuthenticAMD")
+    costs = {}
+    for isa in ("v4", "neon"):
+        monkeypatch.setattr(native, "supported_isas", lambda isa=isa: (isa,))
+        costs[isa] = [choice.cost(kind, layer, 512, False) for kind in ("sparse", "dense")]
+    assert costs["neon"][1] == costs["v4"][1]
+    assert 1.2 < costs["neon"][0] / costs["v4"][0] < 1.34
 
 
 def test_single_samples_of_elements_use_masks_where_the_machine_can(monkeypatch):
