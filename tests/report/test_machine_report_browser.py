@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import html
 import re
 import shutil
 import subprocess
@@ -127,3 +128,30 @@ def test_pointing_and_zooming(tmp_path, page):
     assert step == "turns/fill"
     assert re.fullmatch(r"cycles [\d,]+ to [\d,]+ of [\d,]+", zoomed)
     assert (whole, tile, cell) == ("[]", "tile N", "Y 0, X 0: 0 %")
+
+
+def test_a_narrow_page_does_not_scroll_sideways(tmp_path):
+    encoding = {
+        "partition": [4, 300, 1],
+        "nz_used": [7] * 1200,
+        "nz_capacity": 20,
+        "words_used": [5] * 1200,
+        "words_capacity": 9,
+        "wanted": [10] * 1200,
+        "spilled": 0,
+        "propagated": 0,
+        "propagation_steps": 0,
+        "ends": [4, 300, 1],
+        "offsets": [],
+    }
+    page = html.escape(report_html(title="Wide maps", summary={"cycles": 5}, encoding=encoding))
+    frame = f'<iframe srcdoc="{page}" style="width: 420px; height: 900px"></iframe>'
+    measure = """<script>const frame = document.querySelector("iframe"); frame.onload = () => {
+      const root = frame.contentDocument.documentElement;
+      document.body.dataset.widths = root.scrollWidth + " " + root.clientWidth;
+    };</script>"""
+    document, _ = browse(tmp_path, f"<body>{frame}{measure}</body>", "--dump-dom")
+    found = re.search(r'data-widths="(\d+) (\d+)"', document)
+    assert found
+    needed, there = map(int, found.groups())
+    assert needed == there <= 420
