@@ -35,3 +35,14 @@ def test_the_examples_of_a_section_run(library, section, capsys, tmp_path):
     if "pattern updates" in code:
         printed = re.search(r"(\d+) pattern updates", capsys.readouterr().out)
         assert int(printed[1]) >= 2
+
+
+@pytest.mark.skipif(not PAGE.exists(), reason="the documentation is not part of a wheel")
+def test_a_model_of_another_library_takes_one_line(capsys):
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of its own imports
+        pytest.importorskip("transformers")
+    text = PAGE.with_name("make-your-model-sparse.md").read_text()
+    (code,) = re.findall(r"```py\n(.*?)```", text, re.S)
+    exec(f"import dynsparse as ds\n{code}", {})
+    assert "'lm_head' stays dense" in capsys.readouterr().out
