@@ -47,6 +47,16 @@ def test_a_network_is_written_with_dashes_even_where_it_looks_like_a_date(tmp_pa
     assert [cell.layer for cell in benchmark.cells] == ["1024-10-10", "78-32-10-5"]
 
 
+def test_models_go_by_their_names(tmp_path):
+    grid = "grid: {layer: [bert-base, vit-b], batch: 2, density: 0.5, block: 16}"
+    benchmark = one(tmp_path, f"measure: model\n    {grid}")
+    assert benchmark.cells == tuple(
+        Cell((768, 3072), 2, 0.5, 16, model=name) for name in ("bert-base", "vit-b")
+    )
+    with pytest.raises(ValueError, match=r"layer: expected one of gpt2-small, .* got 'bert'"):
+        one(tmp_path, "measure: model-memory\n    grid: {layer: bert, batch: 2, density: 0.5}")
+
+
 def test_defaults_hold_unless_a_benchmark_says_otherwise(tmp_path):
     spec = read(
         tmp_path,

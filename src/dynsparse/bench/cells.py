@@ -9,6 +9,8 @@ from pathlib import Path
 
 import torch
 
+from dynsparse.bench.zoo import MODELS
+
 __all__ = ["DTYPES", "Cell", "available_memory", "refusal"]
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
@@ -19,6 +21,8 @@ class Cell:
     """Sizes of one measurement.
 
     `features` are the feature counts, the input's first: two for a layer, more for a network.
+    `model` is a name in `zoo.MODELS` where a whole model is measured: features are then those
+    of its blocks' matrices.
     """
 
     features: tuple[int, ...]
@@ -27,10 +31,14 @@ class Cell:
     block: int = 1
     threads: int = 1
     dtype: str = "float32"
+    model: str = ""
 
     @property
     def layer(self) -> str:
-        """How the features are written in the YAML file: 1024, 784x300 (in x out), 784-320-10."""
+        """How the features are written in the YAML file: 1024, 784x300 (in x out), 784-320-10; or
+        the name of the model."""
+        if self.model:
+            return self.model
         if len(self.features) != 2:
             return "-".join(map(str, self.features))
         one, other = self.features
@@ -51,7 +59,8 @@ def refusal(cell: Cell, available: int | None) -> str | None:
 
     `available` is the free memory in bytes, None where nobody knows.
     """
-    for features in cell.features[:-1] if len(cell.features) > 2 else cell.features:
+    network = len(cell.features) > 2 and not cell.model
+    for features in cell.features[:-1] if network else cell.features:
         if features % cell.block:
             return f"block {cell.block} does not divide {features} features"
     need = _bytes_needed(cell)
@@ -65,6 +74,8 @@ def refusal(cell: Cell, available: int | None) -> str | None:
 
 def _bytes_needed(cell: Cell) -> int:
     """A generous estimate, all contenders together."""
+    if cell.model:
+        return MODELS[cell.model].bytes_needed(cell.batch)
     elements = sum(a * b for a, b in itertools.pairwise(cell.features))
     # Dense: weight and gradient. Masked: weight, mask, product, both gradients. Growth: one more.
     dense = 4 * 9 * elements

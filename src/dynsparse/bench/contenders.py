@@ -16,7 +16,7 @@ from dynsparse.bench.masked import MaskedLinear, masked_twin
 from dynsparse.nn import SparseLinear
 from dynsparse.pattern import SparsePattern
 
-__all__ = ["build_layer", "forwards", "mlp", "network_steps", "steps"]
+__all__ = ["build_layer", "dense_layer", "forwards", "mlp", "network_steps", "steps"]
 
 Work = Callable[[], object]
 
@@ -55,7 +55,7 @@ def _step_of(layer: nn.Module, x: Tensor, dy: Tensor) -> Work:
     return step
 
 
-def _dense(layer: SparseLinear) -> nn.Linear:
+def dense_layer(layer: SparseLinear) -> nn.Linear:
     """A dense layer with the same weights, zeros included."""
     dense = nn.Linear(layer.in_features, layer.out_features, dtype=layer.values.dtype)
     with torch.no_grad():
@@ -84,7 +84,7 @@ def steps(cell: Cell, names: Iterable[str]) -> tuple[SparseLinear, dict[str, Wor
     layer, x, dy = build_layer(cell)
     makers: dict[str, Callable[[], Work]] = {
         "masked": lambda: _step_of(MaskedLinear(layer), x, dy),
-        "dense": lambda: _step_of(_dense(layer), x, dy),
+        "dense": lambda: _step_of(dense_layer(layer), x, dy),
         "mkl": lambda: _step_of(MklLinear(layer), x, dy),
         "one_thread": lambda: _on_one_thread(_step_of(layer, x, dy)),
     }
@@ -107,7 +107,7 @@ def forwards(cell: Cell, names: Iterable[str]) -> tuple[SparseLinear, dict[str, 
 
     makers: dict[str, Callable[[], Work]] = {
         "masked": lambda: of(MaskedLinear(layer)),
-        "dense": lambda: of(_dense(layer)),
+        "dense": lambda: of(dense_layer(layer)),
         "mkl": lambda: _torch_sparse_forward(layer, x),
         "bsr": lambda: _torch_sparse_forward(layer, x),
         "scipy": lambda: _scipy_forward(layer, x),

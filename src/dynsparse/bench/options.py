@@ -34,6 +34,8 @@ MEASURES: dict[str, Measure] = {
     "network": Measure("dynsparse", ("masked", "dense")),
     "update": Measure("step"),
     "training": Measure("dynsparse"),
+    "model": Measure("dynsparse", ("masked", "dense")),
+    "model-memory": Measure("dynsparse", ("masked", "dense")),
 }
 """What each is stands at the head of benchmarks.yml."""
 

@@ -15,9 +15,13 @@
 
 KERNEL names what computed the passes, as `SparseLinear.kernel` does: "sparse", or forward and
 backward where they differ. SPREAD is {"median": .., "low": .., "high": ..}, low and high the
-quartiles. Times are seconds per call; ratios are WHO's time over the reference's. A training's cell
-has "training" in place of times and ratios, a command's benchmark "figures" or "output" in place of
-cells.
+quartiles. Times are seconds per call; ratios are WHO's time over the reference's.
+
+A training's cell has "training" in place of times and ratios. A model's are those of its blocks;
+beside them it has {"model": NAME, "blocks": .., "depth": how many were timed, "whole": {"times":
+.., "ratios": ..}, "parts": {WHO: {PART: seconds}}}; one of memory has {"memory": {WHO: {"peak":
+bytes, "state": .., "blocks": ..}}} in place of all figures. A command's benchmark has "figures" or
+"output" in place of cells.
 """
 
 from __future__ import annotations

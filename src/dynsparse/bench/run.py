@@ -17,6 +17,8 @@ from torch import nn
 
 from dynsparse.bench.cells import Cell, available_memory, refusal
 from dynsparse.bench.contenders import forwards, network_steps, steps
+from dynsparse.bench.model_memory import measure_memory
+from dynsparse.bench.model_steps import measure_model
 from dynsparse.bench.options import MEASURES, Benchmark
 from dynsparse.bench.timing import Work, measure
 from dynsparse.bench.training import train_side_by_side
@@ -88,6 +90,10 @@ def _measure_cell(benchmark: Benchmark, cell: Cell) -> dict[str, Any]:
         shares = [one["foreign"] for one in found if one["foreign"] is not None]
         foreign = max(shares, default=None)
         return {"training": found, "foreign": foreign, "disturbed": (foreign or 0.0) > limit}
+    if benchmark.measure == "model":
+        return measure_model(cell, benchmark.contenders, benchmark.effort)
+    if benchmark.measure == "model-memory":
+        return measure_memory(cell, benchmark.contenders)
     model, work = _contenders(benchmark, cell)
     timing = measure(work, MEASURES[benchmark.measure or ""].reference, benchmark.effort)
     return {"kernel": _kernels(model, cell, benchmark.measure != "forward"), **asdict(timing)}
@@ -153,6 +159,8 @@ def _threads(count: int) -> str:
 
 
 def _line(benchmark: Benchmark, figures: dict[str, Any]) -> str:
+    if benchmark.measure == "model-memory":
+        return ", ".join(f"{who} {m['peak'] / 1e9:.2f} GB" for who, m in figures["memory"].items())
     foreign = figures["foreign"]
     notes = []
     if figures["disturbed"]:
@@ -165,7 +173,22 @@ def _line(benchmark: Benchmark, figures: dict[str, Any]) -> str:
     for name, ratio in figures["ratios"].items():
         spread = f"[{ratio['low']:.2f}-{ratio['high']:.2f}]"
         parts.append(f"{name} {ratio['median']:.2f}x {spread}")
-    return "; ".join([", ".join(parts), *notes])
+    lines = [", ".join(parts), *notes]
+    if benchmark.measure == "model":
+        lines += _model_lines(figures)
+    return "; ".join(lines)
+
+
+def _model_lines(figures: dict[str, Any]) -> list[str]:
+    """Of the whole model, whose blocks are what the line before is about; and of its parts."""
+    ratios = [f"{who} {r['median']:.2f}x" for who, r in figures["whole"]["ratios"].items()]
+    found = figures["parts"]
+    parts = [
+        f"\n      {part}: "
+        + ", ".join(f"{who} {_duration(seconds[part])}" for who, seconds in found.items())
+        for part in found["dynsparse"]
+    ]
+    return [f"the whole model: {', '.join(ratios)}" + "".join(parts)]
 
 
 def _training_line(trainings: list[dict[str, Any]]) -> str:

@@ -18,6 +18,7 @@ from dynsparse.bench.options import MEASURES, Benchmark, Spec, TrainingOptions
 from dynsparse.bench.task import CLASSES, PIXELS
 from dynsparse.bench.timing import Effort
 from dynsparse.bench.yaml_file import read_yaml
+from dynsparse.bench.zoo import MODELS
 from dynsparse.checks import is_number
 from dynsparse.files.shorten import shortened
 from dynsparse.typed import typed
@@ -209,10 +210,12 @@ def _cells(grid: _Entries, measure: str) -> list[Cell]:
             "make several benchmarks of them"
         )
     sizes = itertools.product(threads, dtypes, blocks, densities, layers, batches)
-    return [
-        Cell(layer, batch, density, block, thread, dtype)
-        for thread, dtype, block, density, layer, batch in sizes
-    ]
+    cells = []
+    for thread, dtype, block, density, layer, batch in sizes:
+        model = layer if isinstance(layer, str) else ""
+        features = MODELS[model].features if isinstance(layer, str) else layer
+        cells.append(Cell(features, batch, density, block, thread, dtype, model))
+    return cells
 
 
 def _values(grid: _Entries, key: str, default: Any, read: Callable[[Any], Any]) -> list[Any]:
@@ -243,8 +246,12 @@ def _dtype(grid: _Entries, value: Any) -> str:
     return value
 
 
-def _features(grid: _Entries, value: Any, measure: str) -> tuple[int, ...]:
-    """1024, 784x300 (in x out), and of networks 784-320-10."""
+def _features(grid: _Entries, value: Any, measure: str) -> tuple[int, ...] | str:
+    """1024, 784x300 (in x out), of networks 784-320-10; the names of models."""
+    if measure in ("model", "model-memory"):
+        if not isinstance(value, str) or value not in MODELS:
+            grid.fail("layer", f"one of {', '.join(MODELS)}", value)
+        return value
     network = measure in ("network", "training")
     expected = "features such as " + ("784-320-10" if network else "1024 or 784x300")
     if isinstance(value, int) and not isinstance(value, bool) and not network:

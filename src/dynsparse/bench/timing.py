@@ -6,14 +6,26 @@ import math
 import random
 import statistics
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from typing import TypeVar
 
 from dynsparse.bench.load import CpuTimes, foreign_share, read_cpu_times
 
-__all__ = ["Effort", "Spread", "Timing", "Work", "measure", "spread"]
+__all__ = [
+    "Effort",
+    "Spread",
+    "Timing",
+    "Work",
+    "in_rounds",
+    "least_disturbed",
+    "measure",
+    "spread",
+    "timing_of",
+]
 
 Work = Callable[[], object]
+Sample = TypeVar("Sample")
 
 # What takes less is called several times per sample: the clock costs a tenth of a microsecond.
 _SHORTEST_SAMPLE = 200e-6
@@ -79,17 +91,50 @@ def measure(
     in which others took more than `effort.foreign` of the machine is thrown away for a better one.
     """
     inner = {name: _calls_per_sample(work) for name, work in contenders.items()}
-    best: tuple[float | None, dict[str, list[float]]] | None = None
+
+    def attempt() -> dict[str, list[float]]:
+        samples: dict[str, list[float]] = {name: [] for name in contenders}
+
+        def sample(name: str) -> None:
+            before = time.perf_counter()
+            for _ in range(inner[name]):
+                contenders[name]()
+            samples[name].append((time.perf_counter() - before) / inner[name])
+
+        in_rounds(contenders, sample, effort)
+        return samples
+
+    samples, foreign = least_disturbed(attempt, effort, read=read)
+    return timing_of(samples, reference, foreign, effort)
+
+
+def least_disturbed(
+    attempt: Callable[[], Sample],
+    effort: Effort,
+    *,
+    read: Callable[[], CpuTimes | None] = read_cpu_times,
+) -> tuple[Sample, float | None]:
+    """What the attempt gave in which others took the least of the machine, and how much they took.
+
+    There are more than one only where others took more than `effort.foreign`.
+    """
+    best: tuple[Sample, float | None] | None = None
     for _ in range(1 + effort.repeats):
         before = read()
-        samples = _rounds(contenders, inner, effort)
+        found = attempt()
         foreign = foreign_share(before, read())
-        if best is None or (foreign or 0.0) < (best[0] or 0.0):
-            best = foreign, samples
+        if best is None or (foreign or 0.0) < (best[1] or 0.0):
+            best = found, foreign
         if (foreign or 0.0) <= effort.foreign:
             break
     assert best is not None
-    foreign, samples = best
+    return best
+
+
+def timing_of(
+    samples: Mapping[str, list[float]], reference: str, foreign: float | None, effort: Effort
+) -> Timing:
+    """Of the seconds that every contender took in the same rounds."""
     own = samples[reference]
     return Timing(
         times={name: spread(taken) for name, taken in samples.items()},
@@ -115,21 +160,14 @@ def _calls_per_sample(work: Work) -> int:
     return math.ceil(_SHORTEST_SAMPLE / max(taken, 1e-7))
 
 
-def _rounds(
-    contenders: Mapping[str, Work], inner: Mapping[str, int], effort: Effort
-) -> dict[str, list[float]]:
-    names = list(contenders)
-    samples: dict[str, list[float]] = {name: [] for name in names}
+def in_rounds(names: Iterable[str], sample: Callable[[str], object], effort: Effort) -> None:
+    """Calls `sample` once a round with every name, for as long as the effort says."""
+    names = list(names)
     order = random.Random(0)
     start = time.perf_counter()
     done = 0
     while done < effort.rounds or time.perf_counter() - start < effort.seconds:
         # Nobody always follows the same one, whose data then fill the caches.
         for name in order.sample(names, len(names)):
-            work = contenders[name]
-            before = time.perf_counter()
-            for _ in range(inner[name]):
-                work()
-            samples[name].append((time.perf_counter() - before) / inner[name])
+            sample(name)
         done += 1
-    return samples

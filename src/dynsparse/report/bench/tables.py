@@ -6,6 +6,8 @@ import statistics
 from collections.abc import Callable, Iterable
 from typing import Any
 
+from dynsparse.report.bench.models import Table, memory_table, parts_table, steps_table
+
 __all__ = ["VIEWS", "machine_line", "table", "whole_report"]
 
 Figures = dict[str, Any]
@@ -92,7 +94,7 @@ def _speedups(results: Figures, names: list[str]) -> str:
 
 def _notes(results: Figures, names: list[str], cells: list[Figures]) -> str:
     lines = []
-    if any(cell["disturbed"] for cell in cells):
+    if any(cell.get("disturbed") for cell in cells):
         lines.append("\\* others took part of the machine in every attempt.")
     refused = [
         f"{one['cell']}: {one['why']}."
@@ -255,6 +257,14 @@ def _machine(results: Figures, names: list[str]) -> str:
     return f"Measured {when} on: {machine_line(results)}"
 
 
+def _of_models(make: Callable[[list[Figures]], Table]) -> Callable[[Figures, list[str]], str]:
+    def view(results: Figures, names: list[str]) -> str:
+        cells = _cells(results, names)
+        return table(*make(cells)) + _notes(results, names, cells)
+
+    return view
+
+
 VIEWS: dict[str, Callable[[Figures, list[str]], str]] = {
     "speed-up": _speedups,
     "summary": _summary,
@@ -264,6 +274,9 @@ VIEWS: dict[str, Callable[[Figures, list[str]], str]] = {
     "updates": _updates,
     "overhead": _overhead,
     "training": _trainings,
+    "models": _of_models(steps_table),
+    "parts": _of_models(parts_table),
+    "model-memory": _of_models(memory_table),
     "command": _command,
     "machine": _machine,
 }
@@ -275,6 +288,8 @@ _VIEW_OF = {
     "network": "speed-up",
     "update": "updates",
     "training": "training",
+    "model": "models",
+    "model-memory": "model-memory",
     None: "command",
 }
 

@@ -1,0 +1,146 @@
+"""Whole models: the contenders compute the same, and every part of a step is accounted for."""
+
+import time
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import nn
+
+from dynsparse.bench import zoo
+from dynsparse.bench.cells import Cell, refusal
+from dynsparse.bench.masked import MaskedLinear
+from dynsparse.bench.model_memory import measure_memory
+from dynsparse.bench.model_steps import build_model, measure_model, training_step
+from dynsparse.bench.parts import BLOCK_PARTS, PARTS, Clock, blocks_of, watch
+from dynsparse.bench.timing import Effort
+from dynsparse.nn import SparseLinear
+from dynsparse.report.bench.models import memory_table, parts_table, steps_table
+
+pytest.importorskip("transformers")
+
+TINY = {"hidden": 32, "inner": 64, "blocks": 3}
+SIZES = {"hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 4}
+GPT2 = {"n_embd": 32, "n_head": 4, "vocab_size": 40, "n_positions": 8, "use_cache": False,
+        "bos_token_id": 0, "eos_token_id": 0}  # fmt: skip
+NO_DROPOUT = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
+NAMES = ("gpt2-small", "bert-base", "vit-b")
+
+
+@pytest.fixture(autouse=True)
+def tiny(monkeypatch):
+    """The models, two thousandths of their sizes."""
+    models = dict(zoo.MODELS)
+    change = {
+        "gpt2-small": {"outputs": 40, "table": 40, "tokens": 8, "settings": GPT2 | NO_DROPOUT},
+        "bert-base": {"table": 40, "tokens": 8, "settings": SIZES | {"vocab_size": 40}},
+        "vit-b": {"pixels": 16, "tokens": 5, "settings": SIZES | {"image_size": 16,
+                                                                   "patch_size": 8}},
+    }  # fmt: skip
+    for name, what in change.items():
+        monkeypatch.setitem(zoo.MODELS, name, replace(models[name], **TINY, **what))
+
+
+def cell(name, block=1, dtype="float32"):
+    return Cell((32, 64), 2, 0.3, block, 1, dtype, name)
+
+
+def test_the_contenders_are_one_model():
+    models = {who: build_model(cell("gpt2-small"), who, 2) for who in ("dynsparse", "masked")}
+    models["dense"] = build_model(cell("gpt2-small"), "dense", 2)
+    kinds = {"dynsparse": SparseLinear, "masked": MaskedLinear, "dense": nn.Linear}
+    ids = torch.randint(40, (2, 8))
+    want = models["dynsparse"](ids).logits
+    for who, model in models.items():
+        name, blocks = blocks_of(model)
+        assert name == "transformer.h"
+        assert len(blocks) == 2
+        assert (
+            sum(type(m) is kinds[who] or isinstance(m, kinds[who]) for m in blocks.modules()) == 8
+        )
+        torch.testing.assert_close(model(ids).logits, want)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_part_takes_its_time_and_no_more_than_all_of_it(name):
+    model = build_model(cell(name), "dynsparse", 2)
+    step = training_step(cell(name), model)
+    step()
+    begin = time.perf_counter()
+    seconds = step()
+    assert 0.9 * sum(seconds.values()) <= time.perf_counter() - begin
+    without = {"dropout"} if name == "gpt2-small" else set()
+    assert tuple(seconds) == PARTS
+    assert {part for part, taken in seconds.items() if taken == 0} <= without
+    assert all(p.grad is not None for p in model.parameters() if p.requires_grad)
+
+
+def test_backward_is_charged_to_the_part_it_is_in():
+    class Slow(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx, dy):
+            time.sleep(0.05)
+            return dy
+
+    class SlowNorm(nn.LayerNorm):
+        def forward(self, x):
+            return Slow.apply(super().forward(x))
+
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            block = nn.Sequential(nn.Linear(4, 4), SlowNorm(4), nn.Linear(4, 4))
+            self.layers = nn.ModuleList([nn.Sequential(block)])
+
+    model, clock = Model(), Clock()
+    watch(model, clock)
+    clock.start()
+    x = model.layers[0](torch.randn(2, 4))
+    assert clock.stop()["norms"] < 0.05
+    clock.start()
+    x.sum().backward()
+    assert clock.stop()["norms"] >= 0.05
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_figures_are_of_all_blocks(dtype):
+    found = measure_model(cell("gpt2-small", 16, dtype), ["masked", "dense"], Effort(0, 3, 1, 0))
+    assert (found["depth"], found["blocks"], found["rounds"]) == (2, 3, 3)
+    assert found["kernel"]
+    assert set(found["ratios"]) == set(found["whole"]["ratios"]) == {"masked", "dense"}
+    for who, parts in found["parts"].items():
+        assert found["whole"]["times"][who]["median"] > found["times"][who]["median"] > 0
+        assert sum(parts[part] for part in BLOCK_PARTS) < sum(parts.values())
+    figures = {**found, "layer": "gpt2-small", "density": 0.3, "block": 16, "dtype": dtype}
+    head, rows = steps_table([figures])
+    assert rows[0][:4] == ["gpt2-small", "0.3", "16", dtype]
+    assert len(rows[0]) == len(head)
+    head, rows = parts_table([figures])
+    assert head == ["part", "dynsparse", "masked", "dense"]
+    assert [row[0] for row in rows] == [*PARTS, "all of it"]
+
+
+def test_the_table_of_memory():
+    memory = {"dynsparse": 1e9, "masked": 4e9, "dense": 3e9}
+    memory = {who: {"peak": size, "state": size / 2, "blocks": size / 4}
+              for who, size in memory.items()}  # fmt: skip
+    figures = {"memory": memory, "layer": "vit-b", "density": 0.1, "block": 1, "dtype": "float32"}
+    head, rows = memory_table([figures])
+    assert rows == [["vit-b", "0.1", "1", "float32", "1.00", "4.00", "3.00", "250", "4.0", "3.0"]]
+    assert len(head) == len(rows[0])
+
+
+def test_a_training_that_fails_is_named():
+    with pytest.raises(RuntimeError, match="block 7, dynsparse: the training failed: "):
+        measure_memory(replace(cell("vit-b"), block=7), [])
+
+
+def test_what_does_not_fit_is_refused():
+    assert refusal(cell("vit-b", 5), None) == "block 5 does not divide 32 features"
+    assert "GB of memory" in refusal(cell("vit-b"), 1000)
+    assert refusal(cell("vit-b"), 1 << 40) is None
+    assert cell("vit-b").layer == "vit-b"
