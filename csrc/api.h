@@ -128,6 +128,33 @@ DYNSPARSE_API int dynsparse_linear_backward_bf16(
     const void* col_panels, dynsparse_bf16* dx, void* dvalues, int64_t batch, int64_t out,
     int64_t in, int64_t block, int32_t threads);
 
+/* ---- convolutions ---- */
+
+/* y = the convolution of x with W [out, kernel_h * kernel_w * in / groups], taps outside, + bias.
+ *
+ * sizes [17]: batch, in, height, width, out, out_height, out_width, kernel_h, kernel_w, stride_h,
+ * stride_w, padding at the top, at the left, dilation_h, dilation_w, groups, block. All are at least
+ * 1, paddings at least 0; block divides in / groups and out / groups, out_height is at most
+ * (height + what padding there is - dilation_h * (kernel_h - 1) - 1) / stride_h + 1, out_width
+ * likewise; what lies outside of the image is zero. x [batch, in, height, width], y [batch, out,
+ * out_height, out_width], each with four strides, of y such that no two elements share a place.
+ * bias: [out] or null. Results do not depend on `threads`. */
+DYNSPARSE_API int dynsparse_conv_forward(const float* x, const int64_t* x_strides,
+                                         const float* values, const int32_t* row_ptr,
+                                         const int32_t* cols, const float* bias, float* y,
+                                         const int64_t* y_strides, const int64_t* sizes,
+                                         int32_t threads);
+
+/* dx, like x, and dvalues [nnz, block, block], like values: the gradients for dy, like y. Either
+ * may be null and is not computed then. Without dx, values and dx_strides are not read and may be
+ * null; without dvalues, x and x_strides. The last bits of dvalues depend on `threads`. */
+DYNSPARSE_API int dynsparse_conv_backward(const float* dy, const int64_t* dy_strides,
+                                          const float* x, const int64_t* x_strides,
+                                          const float* values, const int32_t* col_ptr,
+                                          const int32_t* csc_rows, const int32_t* csc_perm,
+                                          float* dx, const int64_t* dx_strides, float* dvalues,
+                                          const int64_t* sizes, int32_t threads);
+
 /* ---- an index by panels ---- */
 
 /* The least batch from which a product of single elements is faster by panels, measured; 2^62 where

@@ -69,6 +69,8 @@ _SIGNATURES: dict[str, tuple[type | None, list[type]]] = {
         ctypes.c_int,
         [*_MATRIX, *_MATRIX, _POINTER, _INT, *[_POINTER] * 9, *[_SIZE] * 4, _INT],
     ),
+    "dynsparse_conv_forward": (ctypes.c_int, [*[_POINTER] * 9, _INT]),
+    "dynsparse_conv_backward": (ctypes.c_int, [*[_POINTER] * 12, _INT]),
     "dynsparse_bf16_unit": (_INT, []),
     "dynsparse_masks_expand": (_INT, []),
     "dynsparse_panels_from": (_SIZE, [*[_SIZE] * 3, _INT]),

@@ -30,6 +30,10 @@ def layer(block=1):
     return ds.nn.SparseLinear(12, 8, density=0.25, block_size=block)
 
 
+def conv(kind=ds.nn.SparseConv2d, block=1):
+    return kind(4, 8, 3, density=0.25, block_size=block)
+
+
 def model():
     return nn.Sequential(layer(), nn.ReLU(), nn.Linear(8, 4))
 

@@ -90,12 +90,12 @@ class Experts(nn.Module):
 
 def test_the_table_ends_with_what_was_not_converted_by_kind():
     m = nn.Sequential(
-        nn.Conv2d(16, 256, 33), nn.Conv2d(3, 8, 3), nn.LSTM(8, 8), nn.GRU(8, 4), Experts(),
+        nn.Conv3d(16, 256, 10), nn.Conv3d(3, 8, 3), nn.LSTM(8, 8), nn.GRU(8, 4), Experts(),
         nn.LayerNorm(8), nn.Linear(8, 8), nn.Embedding(5, 8),
     )  # fmt: skip
     lines = describe(m).splitlines()
     assert lines[3:] == [
-        "2 Conv2d: 4.5 M parameters stay dense",
+        "2 Conv3d: 4.1 M parameters stay dense",
         "1 LSTM: 512 parameters stay dense",
         "1 Experts: 512 parameters stay dense",
         "1 GRU: 144 parameters stay dense",

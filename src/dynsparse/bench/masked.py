@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from dynsparse.nn import SparseLinear
+from dynsparse.nn import SparseConv1d, SparseConv2d, SparseLinear
 from dynsparse.ops.grow import select
 from dynsparse.training.schedule import Schedule
 
@@ -52,6 +52,8 @@ def masked_twin(model: nn.Sequential) -> nn.Sequential:
     """The same network with `MaskedLinear` for `SparseLinear`; other layers are copied."""
     twins: list[nn.Module] = []
     for layer in model:
+        if isinstance(layer, (SparseConv1d, SparseConv2d)):
+            raise TypeError(f"masked_twin takes linear layers, got {type(layer).__name__}")
         if isinstance(layer, SparseLinear):
             twins.append(MaskedLinear(layer))
         elif isinstance(layer, nn.Linear):

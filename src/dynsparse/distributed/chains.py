@@ -11,6 +11,8 @@ from torch import nn
 from dynsparse.files.shorten import shortened
 from dynsparse.nn import (
     Dropout,
+    SparseConv1d,
+    SparseConv2d,
     SparseLinear,
     SparseMultiheadAttention,
     SparseTransformerLayer,
@@ -57,14 +59,20 @@ def find_chains(
 
     Raises:
         TypeError: no module, or rows that are not names.
-        ValueError: a model without sparse layers, a name that leads to none or twice to one,
-            neighbours whose features do not fit.
+        ValueError: a model without sparse layers or with a convolution, a name that leads to none
+            or twice to one, neighbours whose features do not fit.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"expected a torch.nn.Module, got {type(model).__name__}")
     layers = {name: m for name, m in model.named_modules() if isinstance(m, SparseLinear)}
     if not layers:
         raise ValueError("the model has no sparse layers: make it sparse with dynsparse.sparsify")
+    for name, layer in layers.items():
+        if isinstance(layer, (SparseConv1d, SparseConv2d)):
+            raise ValueError(
+                f"the layer {name!r} is a convolution, which has no rectangles: train the model "
+                "data parallel, with replicate"
+            )
     found = _given(given, layers)
     taken = {name for chain in found for bundle in chain for name in bundle.names}
     for chain in _seen(model):

@@ -10,7 +10,7 @@ from torch import nn
 from dynsparse.checks import check_integer, check_kind
 from dynsparse.distributed.cluster import Cluster
 from dynsparse.distributed.cuts import cut
-from dynsparse.nn import SparseLinear
+from dynsparse.nn import SparseConv1d, SparseConv2d, SparseLinear
 from dynsparse.ops.linear.costs import Layer
 
 __all__ = ["stages"]
@@ -64,6 +64,8 @@ def _seconds(module: nn.Module | None, batch: int, cluster: Cluster) -> float:
     """Of the three passes of all linear layers in a module."""
     total = 0.0
     for one in [] if module is None else module.modules():
+        if isinstance(one, (SparseConv1d, SparseConv2d)):
+            continue
         if isinstance(one, SparseLinear):
             layer = Layer(one.out_features, one.in_features, one.pattern.nnz, one.block_size)
         elif isinstance(one, nn.Linear):

@@ -2,10 +2,12 @@
 
 from dynsparse.nn.attention import SparseMultiheadAttention
 from dynsparse.nn.averaging import follow_patterns
+from dynsparse.nn.conv import SparseConv1d, SparseConv2d
 from dynsparse.nn.convert import densify, sparsify
 from dynsparse.nn.describe import describe
 from dynsparse.nn.dropout import Dropout
 from dynsparse.nn.embedding import SparseEmbedding, TiedEmbedding
+from dynsparse.nn.fusion import fuse_conv_bn_eval
 from dynsparse.nn.linear import SparseLinear
 from dynsparse.nn.param_groups import param_groups
 from dynsparse.nn.pretrained import load_pretrained
@@ -14,6 +16,8 @@ from dynsparse.nn.weights_file import load_safetensors, save_safetensors
 
 __all__ = [
     "Dropout",
+    "SparseConv1d",
+    "SparseConv2d",
     "SparseEmbedding",
     "SparseLinear",
     "SparseMultiheadAttention",
@@ -22,6 +26,7 @@ __all__ = [
     "densify",
     "describe",
     "follow_patterns",
+    "fuse_conv_bn_eval",
     "load_pretrained",
     "load_safetensors",
     "param_groups",

@@ -8,7 +8,6 @@ import torch
 from torch import Tensor
 
 from dynsparse.ops.eager import refuse_transforms
-from dynsparse.ops.linear import grad_input, grad_weight, linear
 from dynsparse.pattern import PatternIndex, SparsePattern
 from dynsparse.typed import typed
 
@@ -64,7 +63,7 @@ class ActiveSet:
             x = x.to(torch.get_autocast_dtype(device))
         with torch.autocast(device, enabled=False):
             return _ActiveLinear.apply(
-                x, layer.values, layer.bias, self.slots, self._index, layer.index
+                x, layer.values, layer.bias, self.slots, self._index, layer.index, layer
             )
 
     def kernel(self, batch: int, backward: bool) -> str:
@@ -84,12 +83,13 @@ class _ActiveLinear(torch.autograd.Function):
         slots: Tensor,
         active: PatternIndex,
         index: PatternIndex,
+        layer: Any,
     ) -> Tensor:
         chosen = values[slots]
         ctx.save_for_backward(x if ctx.needs_input_grad[1] else None, values, chosen)
-        ctx.active, ctx.index = active, index
+        ctx.active, ctx.index, ctx.layer, ctx.shape = active, index, layer, x.shape
         ctx.bias_dtype = None if bias is None else bias.dtype
-        return linear(x, chosen, active, bias)
+        return layer.forward_with(x, chosen, active, bias)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
@@ -97,9 +97,9 @@ class _ActiveLinear(torch.autograd.Function):
         x, values, chosen = ctx.saved_tensors
         dx = dw = db = None
         if ctx.needs_input_grad[0]:
-            dx = grad_input(dy, chosen, ctx.active)
+            dx = ctx.layer.grad_input_with(dy, ctx.shape, chosen, ctx.active)
         if ctx.needs_input_grad[1]:
-            dw = grad_weight(dy, x, values, ctx.index)
+            dw = ctx.layer.grad_weight_with(dy, x, values, ctx.index)
         if ctx.needs_input_grad[2]:
-            db = dy.reshape(-1, dy.shape[-1]).sum(0, dtype=ctx.bias_dtype)
-        return dx, dw, db, None, None, None
+            db = ctx.layer.grad_bias_with(dy, ctx.bias_dtype)
+        return dx, dw, db, None, None, None, None

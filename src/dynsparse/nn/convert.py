@@ -12,12 +12,13 @@ from dynsparse.allocation import allocate
 from dynsparse.checks import check_flag, check_generator
 from dynsparse.files.shorten import shortened
 from dynsparse.nn.attention import PROJECTIONS, SparseMultiheadAttention
+from dynsparse.nn.conv import SparseConv1d, SparseConv2d, dense_conv
 from dynsparse.nn.conv1d import SparseConv1D
 from dynsparse.nn.describe import describe
 from dynsparse.nn.embedding import SparseEmbedding
 from dynsparse.nn.fast_path import allow_fast_paths, forbid_fast_paths
 from dynsparse.nn.graph_linear import SparseGraphLinear
-from dynsparse.nn.left_dense import ADAPTER, left_dense
+from dynsparse.nn.left_dense import BY_CHOICE, left_dense
 from dynsparse.nn.linear import SparseLinear
 from dynsparse.nn.replace import check_replaceable, linear_of, replace, sparse_layer
 from dynsparse.nn.sites import Site, find_sites, first_matches, select, tied
@@ -44,15 +45,16 @@ def sparsify(
     keep_sparse: bool = False,
     verbose: bool = True,
 ) -> nn.Module:
-    """Replace a model's linear layers by sparse ones, in place.
+    """Replace a model's linear layers and convolutions by sparse ones, in place.
 
-    Converted are `nn.Linear`, the `Conv1D` of GPT-2 implementations, the `Linear` of PyTorch
-    Geometric, and the projections of `nn.MultiheadAttention`, which becomes a
-    `SparseMultiheadAttention`. A layer that is to have density 1 stays the dense module it is,
+    Converted are `nn.Linear`, `nn.Conv2d` and `nn.Conv1d`, the `Conv1D` of GPT-2 implementations,
+    the `Linear` of PyTorch Geometric, and the projections of `nn.MultiheadAttention`, which becomes
+    a `SparseMultiheadAttention`. A layer that is to have density 1 stays the dense module it is,
     unless `keep_sparse` says otherwise. Dense stay, too, layers whose weight is also an embedding's
-    or cannot stay tied for another reason, the adapters of LoRA and its kin, and layers with hooks;
-    the table names them. dtype, device, `requires_grad`, the training flag and the biases stay; the
-    weights' Parameters are new ones, so make the optimizer afterwards.
+    or cannot stay tied for another reason, the adapters of LoRA and its kin, depthwise
+    convolutions, and layers with hooks; the table names them. dtype, device, `requires_grad`, the
+    training flag and the biases stay; the weights' Parameters are new ones, so make the optimizer
+    afterwards.
 
     Names are those of `model.named_modules()`; an attention's projections are its `q_proj`,
     `k_proj`, `v_proj` and `out_proj`. A pattern is a glob in which `*` matches dots too. It names
@@ -65,7 +67,8 @@ def sparsify(
         block_size: edge of the blocks.
         allocation: how the density is shared among the layers: "uniform", "er" or "erk", see
             `dynsparse.allocation.allocate`.
-        include: patterns of what to convert; None for everything that can be but adapters.
+        include: patterns of what to convert; None for everything that can be but adapters and
+            depthwise convolutions.
         exclude: patterns of what stays dense, whatever `include` says.
         densities: pattern -> density of each layer it matches. The first match counts; these
             layers take their non-zeros first and the others share the rest.
@@ -101,7 +104,7 @@ def sparsify(
     own_density = first_matches("densities", {} if densities is None else densities, chosen)
     own_block = first_matches("block_sizes", {} if block_sizes is None else block_sizes, chosen)
     treatment = {name: (own_density.get(name), own_block.get(name, block_size)) for name in chosen}
-    fixed = {name: reason for name, reason in left.items() if reason != ADAPTER}
+    fixed = {name: reason for name, reason in left.items() if reason not in BY_CHOICE}
     groups = {group[0].name: group for group in tied(every, fixed, treatment)}
     for group in groups.values():
         for site in group:
@@ -152,14 +155,14 @@ def _start(
     site: Site, nnz: int, block_size: int, start: str, generator: torch.Generator | None
 ) -> SparseLinear:
     """The sparse layer for a site, with the pattern and the values it starts from."""
-    weight = site.weight
+    matrix, shape = site.matrix, site.matrix_shape
     if start == "magnitude":
-        pattern = largest_blocks(weight, nnz, block_size)
-        return sparse_layer(site, pattern, pattern.values_of(weight), generator)
-    pattern = SparsePattern.random(site.shape, nnz=nnz, block_size=block_size, generator=generator)
-    values = pattern.values_of(weight)
+        pattern = largest_blocks(matrix, nnz, block_size)
+        return sparse_layer(site, pattern, pattern.values_of(matrix), generator)
+    pattern = SparsePattern.random(shape, nnz=nnz, block_size=block_size, generator=generator)
+    values = pattern.values_of(matrix)
     fan_in = torch.bincount(pattern.rows.long(), minlength=pattern.grid[0]).clamp(min=1)
-    scale = (site.shape[1] / (fan_in * block_size)).sqrt()[pattern.rows.long()]
+    scale = (shape[1] / (fan_in * block_size)).sqrt()[pattern.rows.long()]
     scale = scale.to(values.device, values.dtype)
     values = values * scale.view(-1, *[1] * (values.dim() - 1))
     return sparse_layer(site, pattern, values, generator)
@@ -170,7 +173,8 @@ def densify(model: nn.Module) -> nn.Module:
     """Replace a model's sparse layers by dense ones with the same weights, in place.
 
     The inverse of `sparsify`: `SparseLinear` becomes `nn.Linear`, or the other kind of linear layer
-    it was, `SparseMultiheadAttention` becomes `nn.MultiheadAttention`, `SparseEmbedding` becomes
+    it was, `SparseConv2d` and `SparseConv1d` become `nn.Conv2d` and `nn.Conv1d`,
+    `SparseMultiheadAttention` becomes `nn.MultiheadAttention`, `SparseEmbedding` becomes
     `nn.Embedding`. dtype, device, `requires_grad`, the training flag and the biases stay; the
     weights' Parameters are new ones, so make the optimizer afterwards.
 
@@ -223,6 +227,8 @@ def _dense(layer: nn.Module) -> nn.Module:
     """A dense layer for a sparse one; a dense one is given back."""
     if isinstance(layer, (SparseConv1D, SparseGraphLinear)):
         return layer.dense()
+    if isinstance(layer, (SparseConv1d, SparseConv2d)):
+        return dense_conv(layer)
     if isinstance(layer, SparseEmbedding):
         return nn.Embedding.from_pretrained(layer.to_dense(), freeze=not layer.values.requires_grad)
     if isinstance(layer, SparseLinear):

@@ -20,8 +20,9 @@ _HEAD = ("layer", "shape", "block", "density", "non-zeros", "parameters")
 def describe(model: nn.Module) -> str:
     """A line for each sparse layer and each dense one that could be sparse, and one for the model.
 
-    Shapes are [out, in]; non-zeros are counted in elements; parameters are weights and biases, of
-    the dense layer and now. A weight that several layers share is there once.
+    Shapes are [out, in], of convolutions [out, in / groups, *kernel]; non-zeros are counted in
+    elements; parameters are weights and biases, of the dense layer and now. A weight that several
+    layers share is there once.
 
     Then come the layers that `sparsify` leaves dense of itself, with the reason, and by kind the
     modules that it cannot convert, with the parameters of their weights (vectors, such as biases
@@ -41,7 +42,7 @@ def describe(model: nn.Module) -> str:
             kept, bias = layer.values.numel(), 0 if layer.bias is None else layer.bias.numel()
             full = layer.out_features * layer.in_features
             saved += full - kept
-            shape, block = layer.pattern.shape, str(layer.block_size)
+            shape, block = layer.weight_shape, str(layer.block_size)
             lines.append(_line(name, shape, block, f"{layer.density:.4f}", kept, full, bias))
         else:
             site = dense[name]
@@ -85,10 +86,10 @@ def _parent(name: str) -> str:
 
 
 def _line(
-    name: str, shape: tuple[int, int], block: str, density: str, kept: int, full: int, bias: int
+    name: str, shape: tuple[int, ...], block: str, density: str, kept: int, full: int, bias: int
 ) -> tuple[str, ...]:
     parameters = f"{full + bias:,} -> {kept + bias:,}" if kept < full else f"{full + bias:,}"
-    return name, f"{shape[0]} x {shape[1]}", block, density, f"{kept:,}", parameters
+    return name, " x ".join(map(str, shape)), block, density, f"{kept:,}", parameters
 
 
 def _aligned(rows: list[tuple[str, ...]]) -> list[str]:

@@ -10,10 +10,13 @@ from torch.nn.parameter import is_lazy
 from dynsparse.nn.linear import SparseLinear
 from dynsparse.nn.sites import Site
 
-__all__ = ["ADAPTER", "left_dense", "unconverted"]
+__all__ = ["BY_CHOICE", "left_dense", "unconverted"]
 
 ADAPTER = "is the adapter of another layer"
-"""The one reason for which a layer stays dense that could be sparse: it is small, and meant so."""
+DEPTHWISE = "is a depthwise convolution, whose outputs see one channel each"
+
+BY_CHOICE = frozenset({ADAPTER, DEPTHWISE})
+"""The reasons for which a layer stays dense that could be sparse: it is small, and meant so."""
 
 _HOOKS = "has hooks, which its conversion would lose"
 
@@ -38,6 +41,8 @@ def left_dense(model: nn.Module, sites: Mapping[str, Site]) -> dict[str, str]:
             reason = _HOOKS
         if reason is None and any(n in adapters for site in group for n in _and_above(site.name)):
             reason = ADAPTER
+        if reason is None and any(_is_depthwise(site) for site in group):
+            reason = DEPTHWISE
         if reason is not None:
             found |= {site.name: reason for site in group}
     return {name: found[name] for name in sites if name in found}
@@ -64,6 +69,11 @@ def _tie(group: list[Site], owners: list[tuple[str, nn.Module]]) -> str | None:
         if id(module) not in inside:
             return f"shares its weight with {name!r} ({type(module).__name__})"
     return None
+
+
+def _is_depthwise(site: Site) -> bool:
+    groups = getattr(site.module, "groups", 1)
+    return site.kind == "conv" and site.weight.shape[1] == 1 and groups > 1
 
 
 def _has_hooks(module: nn.Module) -> bool:

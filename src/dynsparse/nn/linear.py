@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from math import prod
 from typing import Any
 
 import torch
@@ -15,9 +17,9 @@ from dynsparse.nn.sparse_module import SparseModule, whole
 from dynsparse.nn.start import block_count, largest_blocks, random_pattern, uniform
 from dynsparse.nn.targets import executor_for
 from dynsparse.nn.weight_view import WeightView
-from dynsparse.ops.linear import layer_linear, linear
+from dynsparse.ops.linear import grad_input, grad_weight, layer_linear, linear
 from dynsparse.ops.linear.choice import route
-from dynsparse.pattern import SparsePattern
+from dynsparse.pattern import PatternIndex, SparsePattern
 from dynsparse.typed import typed
 
 __all__ = ["SparseLinear"]
@@ -159,6 +161,11 @@ class SparseLinear(SparseModule):
         """
         return self.to_dense() if is_compiling() else WeightView(self)
 
+    @property
+    def weight_shape(self) -> tuple[int, ...]:
+        """The shape of the dense weight."""
+        return self._pattern.shape
+
     def register_parameter(self, name: str, param: Parameter | None) -> None:
         if name == "weight":
             raise AttributeError(
@@ -196,6 +203,31 @@ class SparseLinear(SparseModule):
         except KeyError:
             bias = self.bias
         return layer_linear(x, values, bias, state.index, state.memory)
+
+    def samples_of(self, shape: Sequence[int]) -> int:
+        """Rows of the matrix that an input of this shape is to the layer's own."""
+        return prod(shape) // self.in_features
+
+    # The passes with values and an index of another pattern, for executors. They do not record.
+
+    def forward_with(
+        self, x: Tensor, values: Tensor, index: PatternIndex, bias: Tensor | None
+    ) -> Tensor:
+        return linear(x, values, index, bias)
+
+    def grad_input_with(
+        self, dy: Tensor, shape: Sequence[int], values: Tensor, index: PatternIndex
+    ) -> Tensor:
+        """dX of an x of this shape."""
+        return grad_input(dy, values, index)
+
+    def grad_weight_with(
+        self, dy: Tensor, x: Tensor, values: Tensor, index: PatternIndex
+    ) -> Tensor:
+        return grad_weight(dy, x, values, index)
+
+    def grad_bias_with(self, dy: Tensor, dtype: torch.dtype) -> Tensor:
+        return dy.reshape(-1, dy.shape[-1]).sum(0, dtype=dtype)
 
     @typed
     def kernel(

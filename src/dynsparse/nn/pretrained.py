@@ -21,7 +21,7 @@ from dynsparse.files.limits import read_limit
 from dynsparse.files.shorten import shortened
 from dynsparse.interrupts import uninterrupted
 from dynsparse.nn.fast_path import forbid_fast_paths
-from dynsparse.nn.left_dense import ADAPTER, left_dense
+from dynsparse.nn.left_dense import BY_CHOICE, left_dense
 from dynsparse.nn.linear import SparseLinear
 from dynsparse.nn.renamed import as_the_model_has_them
 from dynsparse.nn.replace import check_replaceable, replace, sparse_layer
@@ -167,7 +167,7 @@ def _layers(
     tensors: Mapping[str, Tensor],
 ) -> dict[str, SparseLinear]:
     """name -> the sparse layer to put in that place; one for all places of a tied weight."""
-    left = {n: reason for n, reason in left_dense(model, every).items() if reason != ADAPTER}
+    left = {n: reason for n, reason in left_dense(model, every).items() if reason not in BY_CHOICE}
     modules = dict(model.named_modules(remove_duplicate=False))
     shared: dict[tuple[int, str | None], SparseLinear] = {}
     layers: dict[str, SparseLinear] = {}
@@ -188,7 +188,7 @@ def _layers(
         if name in left:
             raise ValueError(f"{name!r} is sparse in the file, but in the model it {left[name]}")
         if site.key not in shared:
-            pattern = _pattern(name, tensors, site.shape)
+            pattern = _pattern(name, tensors, site.matrix_shape)
             values = tensors[_key(name, "values")]
             if values.dtype != site.weight.dtype:
                 raise ValueError(

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from dynsparse.nn.attention import PROJECTIONS, SparseMultiheadAttention
+from dynsparse.nn.conv import from_dense_conv
 from dynsparse.nn.conv1d import SparseConv1D
 from dynsparse.nn.graph_linear import SparseGraphLinear
 from dynsparse.nn.linear import SparseLinear
@@ -41,15 +42,19 @@ def sparse_layer(
     `generator` draws what `values` then take the place of.
     """
     weight = site.weight
-    layer = _CLASSES.get(site.kind, SparseLinear)(
-        site.shape[1],
-        site.shape[0],
-        bias=False,
-        pattern=pattern,
-        generator=generator,
-        device=weight.device,
-        dtype=weight.dtype,
-    )
+    layer: SparseLinear
+    if site.kind == "conv":
+        layer = from_dense_conv(site.module, pattern, generator)
+    else:
+        layer = _CLASSES.get(site.kind, SparseLinear)(
+            site.shape[1],
+            site.shape[0],
+            bias=False,
+            pattern=pattern,
+            generator=generator,
+            device=weight.device,
+            dtype=weight.dtype,
+        )
     layer.values.copy_(values)
     layer.known_as = site.name
     layer.register_parameter("bias", _own(site.bias, site.bias_parameter))

@@ -12,12 +12,13 @@ from torch.nn.parameter import is_lazy
 
 from dynsparse.nn.conv1d import is_conv1d
 from dynsparse.nn.graph_linear import is_graph_linear
+from dynsparse.ops.conv.geometry import to_matrix
 
 __all__ = ["Site", "find_sites", "first_matches", "matches", "select", "tied"]
 
 _KINDS = (
-    "nn.Linear, transformers' Conv1D, PyTorch Geometric's Linear and the projections of "
-    "nn.MultiheadAttention can"
+    "nn.Linear, nn.Conv2d, nn.Conv1d, transformers' Conv1D, PyTorch Geometric's Linear and the "
+    "projections of nn.MultiheadAttention can"
 )
 
 
@@ -27,11 +28,12 @@ class Site:
 
     Attributes:
         name: of the linear layer, or of the attention and its projection: "attention.q_proj".
-        kind: "Linear", "Conv1D", "graph" or "attention".
+        kind: "Linear", "conv", "Conv1D", "graph" or "attention".
         module: what is replaced; owner: what holds the weight's Parameter.
         part: which projection of an attention, else None.
         parameter: as its owner holds it.
-        weight: [out, in]; bias: [out] or None; bias_parameter: as its owner holds it.
+        weight: [out, in], of a convolution [out, in / groups, *kernel]; bias: [out] or None;
+            bias_parameter: as its owner holds it.
     """
 
     name: str
@@ -49,8 +51,17 @@ class Site:
         return self.name if self.part is None else self.name[: -len(self.part)].rstrip(".")
 
     @property
-    def shape(self) -> tuple[int, int]:
-        return self.weight.shape[0], self.weight.shape[1]
+    def shape(self) -> tuple[int, ...]:
+        return tuple(self.weight.shape)
+
+    @property
+    def matrix(self) -> Tensor:
+        """The weight as the matrix that the sparse layer has its pattern of."""
+        return to_matrix(self.weight) if self.kind == "conv" else self.weight
+
+    @property
+    def matrix_shape(self) -> tuple[int, int]:
+        return self.weight.shape[0], self.weight.shape[1:].numel()
 
     @property
     def key(self) -> tuple[int, str | None]:
@@ -88,9 +99,12 @@ def find_sites(model: nn.Module) -> dict[str, Site]:
 
 
 def _linear_kind(module: nn.Module) -> str | None:
-    """The kind of a layer whose weight is [out, in]."""
-    if _runs(module, nn.Linear) and isinstance(module._parameters.get("weight"), Tensor):
+    """The kind of a layer that is a site as it stands."""
+    own = isinstance(module._parameters.get("weight"), Tensor)
+    if own and _runs(module, nn.Linear):
         return "Linear"
+    if own and (_runs(module, nn.Conv2d) or _runs(module, nn.Conv1d)):
+        return "conv"
     return "graph" if is_graph_linear(module) else None
 
 

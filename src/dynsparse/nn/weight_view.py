@@ -30,7 +30,7 @@ _INTO = frozenset({
 
 
 class WeightView(Tensor):
-    """The weight [out, in] of a sparse layer, to be read. It holds no entries.
+    """The weight of a sparse layer, such as [out, in], to be read. It holds no entries.
 
     Attributes:
         layer: the `SparseLinear` whose weight it is.
@@ -42,7 +42,7 @@ class WeightView(Tensor):
 
     @staticmethod
     def __new__(cls, layer: Any, transposed: bool = False) -> WeightView:
-        values, shape = layer.values, layer.pattern.shape
+        values, shape = layer.values, layer.weight_shape
         view = Tensor._make_wrapper_subclass(
             cls,
             shape[::-1] if transposed else shape,

@@ -224,7 +224,7 @@ def _uses(model: Any, example_input: Any) -> list[tuple[str, Any, int]]:
         if isinstance(module, SparseLinear):
 
             def note(layer: Any, inputs: Any, name: str = name) -> None:
-                batch = inputs[0].numel() // layer.in_features
+                batch = layer.samples_of(inputs[0].shape)
                 if batch:
                     uses.append((name or "model", layer, batch))
 

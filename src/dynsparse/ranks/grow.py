@@ -18,10 +18,11 @@ import torch
 from torch import Tensor
 
 from dynsparse import native
+from dynsparse.ops.conv.patches import are_patches, samples_of
 from dynsparse.ops.grow.best import Best
 from dynsparse.ops.grow.free_positions import check_free_positions
 from dynsparse.ops.grow.in_rows import RowSearch
-from dynsparse.ops.grow.scores import pool
+from dynsparse.ops.grow.scores import add_rows, pool
 from dynsparse.ops.grow.topk import check_pairs, check_pooling
 from dynsparse.ranks.agree import agreeing, held_back
 from dynsparse.ranks.band import Band, settle
@@ -57,7 +58,8 @@ def topk_over_ranks(
         pooling: see `topk_outside`.
         wire: torch.bfloat16 sends pieces of the gradient at half the bytes; what their rounding
             leaves open is scored anew from the samples, so that the choice stays exact.
-        exchange: "pieces" or "samples" for all layers; whichever sends less when left out.
+        exchange: "pieces" or "samples" for all layers; whichever sends less when left out. Of
+            convolutions pieces travel, unrounded: their samples are many times larger.
 
     Raises:
         ValueError, TypeError: as `topk_outside`, the same line on every rank.
@@ -83,7 +85,9 @@ def topk_over_ranks(
             ranks.size, job.pattern.shape, job.samples, job.wide, wire
         )
         job.by_samples = samples < pieces if exchange is None else exchange == "samples"
-        job.rounded = wire is not None and not job.by_samples and job.dtype == torch.float32
+        job.by_samples = job.by_samples and not job.convolved
+        whole = wire is None or job.by_samples or job.convolved
+        job.rounded = not whole and job.dtype == torch.float32
     busy = [job for job in jobs if job.count]
     failed = held_back()
     with failed:
@@ -113,6 +117,7 @@ class _Job:
     by_samples: bool
     rounded: bool
     reached: bool  # by a backward pass, on any rank
+    convolved: bool  # pairs are patches
 
     def __init__(self, wanted: GrowthWanted, ranks: Ranks) -> None:
         self.name, self.pattern, self.part = wanted.name, wanted.pattern, wanted.part
@@ -128,7 +133,7 @@ class _Job:
                 check_pairs(self.pairs, wanted.pattern)
         except (TypeError, ValueError) as error:
             raise type(error)(f"layer {self.name!r}: {error}") from error
-        self.held = sum(len(x) for x, _ in self.pairs)  # samples of this rank
+        self.held = sum(samples_of(x) for x, _ in self.pairs)  # samples of this rank
         self.first, self.last = chunk_of(ranks, wanted.pattern.grid[0])
         self.device = self.pairs[0][0].device if self.pairs else ranks.device
         none = torch.zeros(0, dtype=torch.int64, device=self.device)
@@ -197,19 +202,20 @@ class _Job:
 
 def _learn(ranks: Ranks, jobs: Sequence[_Job]) -> None:
     """What all ranks must know of every layer: how many samples there are, and of which type."""
-    facts = torch.zeros(len(jobs), 4, dtype=torch.int64)
+    facts = torch.zeros(len(jobs), 5, dtype=torch.int64)
     for i, job in enumerate(jobs):
         types = [tensor.dtype for pair in job.pairs for tensor in pair]
         facts[i, 0] = job.held
         facts[i, 1] = sum(t != torch.bfloat16 for t in types)
         facts[i, 2] = sum(t == torch.float64 for t in types)
         facts[i, 3] = len(job.pairs)
+        facts[i, 4] = sum(are_patches(*pair) for pair in job.pairs)
     table = ranks.sum(facts.to(ranks.device)).tolist() if jobs else []
-    for job, (samples, unlike, double, pairs) in zip(jobs, table, strict=True):
+    for job, (samples, unlike, double, pairs, convolved) in zip(jobs, table, strict=True):
         job.samples = samples
         job.dtype = torch.float64 if double else torch.float32
         job.wide = job.dtype if unlike else torch.bfloat16
-        job.reached = pairs > 0
+        job.reached, job.convolved = pairs > 0, convolved > 0
 
 
 def _by_pieces(ranks: Ranks, jobs: Sequence[_Job], pooling: str, failed: held_back) -> None:
@@ -278,7 +284,11 @@ def _local(job: _Job, slabs: Sequence[tuple[int, int]], wire: torch.dtype) -> Te
     rows = torch.cat(inside).to(job.device)
     grad = torch.zeros(len(rows), width, dtype=job.dtype, device=job.device)
     for x, dy in job.pairs:
-        grad.addmm_(dy.index_select(1, rows).t().to(job.dtype), x.to(job.dtype))
+        if not are_patches(x, dy):
+            grad.addmm_(dy.index_select(1, rows).t().to(job.dtype), x.to(job.dtype))
+            continue
+        for piece, (first, last) in zip(grad.split(list(map(len, inside))), slabs, strict=True):
+            add_rows(piece, [(x, dy)], first * b, last * b)
     if not job.rounded:
         return grad.view(-1)
     low = grad.to(wire)

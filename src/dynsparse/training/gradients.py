@@ -7,8 +7,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from dynsparse.ops.conv.patches import matrices
 from dynsparse.ops.linear import grad_weight
-from dynsparse.pattern import SparsePattern
+from dynsparse.pattern import PatternIndex, SparsePattern
 
 __all__ = ["Pair", "gradient_at"]
 
@@ -37,5 +38,22 @@ def gradient_at(pairs: Sequence[Pair], pattern: SparsePattern) -> Tensor:
         return total
     index = pattern._index_on(device)
     for x, dy in pairs:
-        total += grad_weight(dy.to(dtype), x.to(dtype), torch.empty_like(total), index)
+        for first, left, right in matrices(x, dy, 0, pattern.shape[0]):
+            part, slots = index, slice(None)
+            if len(left) != pattern.shape[0]:  # a group of a convolution's channels
+                part, slots = _rows_of(pattern, first, len(left), device)
+            to = total[slots]
+            to += grad_weight(left.t().to(dtype), right.to(dtype), torch.empty_like(to), part)
     return total
+
+
+def _rows_of(
+    pattern: SparsePattern, first: int, count: int, device: torch.device
+) -> tuple[PatternIndex, slice]:
+    """The index of some rows of a pattern as one of their own, and their slots."""
+    b, width = pattern.block_size, pattern.grid[1]
+    begin, end = pattern.row_ptr[first // b], pattern.row_ptr[(first + count) // b]
+    slots = slice(int(begin), int(end))
+    flat = pattern.flat[slots] - first // b * width
+    part = SparsePattern.from_flat(flat, shape=(count, pattern.shape[1]), block_size=b)
+    return PatternIndex(*(tensor.to(device) for tensor in part.index)), slots

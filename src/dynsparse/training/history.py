@@ -17,6 +17,8 @@ import torch
 from torch import Tensor
 
 from dynsparse.checks import check_integer, check_within
+from dynsparse.ops.conv.patches import are_patches, copied, features_of
+from dynsparse.ops.grow.scores import add_rows
 from dynsparse.pattern import SparsePattern
 from dynsparse.ranks import Ranks
 from dynsparse.training.gradients import Pair, gradient_at
@@ -134,7 +136,7 @@ class WindowMomentum(History):
 
     def observe(self, layer: str, pairs: list[Pair]) -> None:
         # Copies: an input buffer may be filled anew, and a gradient set to zero, in a later step.
-        kept = [(x.detach().clone(), dy.detach().clone()) for x, dy in pairs]
+        kept = [(copied(x), copied(dy)) for x, dy in pairs]
         self._steps.setdefault(layer, self._deque()).append(kept)
 
     def _deque(self, steps: Any = ()) -> deque[list[Pair]]:
@@ -215,13 +217,13 @@ class DenseMomentum(History):
             self._momentum[layer].mul_(self.momentum)
         for x, dy in pairs:
             dtype = torch.float64 if torch.float64 in (x.dtype, dy.dtype) else torch.float32
-            left, right = dy.t().to(dtype), x.to(dtype)
-            if layer in self._momentum:
-                # That of a checkpoint is on the CPU.
-                self._momentum[layer] = self._momentum[layer].to(dy.device)
-                self._momentum[layer].addmm_(left, right)
-            else:
-                self._momentum[layer] = left @ right
+            out, in_ = features_of(x, dy)
+            fresh = layer not in self._momentum
+            if fresh:
+                self._momentum[layer] = torch.empty(out, in_, dtype=dtype, device=dy.device)
+            # That of a checkpoint is on the CPU.
+            self._momentum[layer] = self._momentum[layer].to(dy.device)
+            add_rows(self._momentum[layer], [(x, dy)], 0, out, fresh)
 
     def has(self, layer: str) -> bool:
         return layer in self._momentum
@@ -286,7 +288,10 @@ def _is_matrix(thing: Any) -> bool:
 
 
 def _is_pair(thing: Any, features: tuple[int, int]) -> bool:
-    if not isinstance(thing, (list, tuple)) or len(thing) != 2 or not all(map(_is_matrix, thing)):
+    if not isinstance(thing, (list, tuple)) or len(thing) != 2:
         return False
     x, dy = thing
-    return len(x) == len(dy) and (dy.shape[1], x.shape[1]) == features
+    if not all(isinstance(t, Tensor) and t.is_floating_point() for t in thing):
+        return False
+    alike = (x.dim() == dy.dim() == 2 and len(x) == len(dy)) or are_patches(x, dy)
+    return alike and features_of(x, dy) == features

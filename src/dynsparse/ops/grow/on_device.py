@@ -15,6 +15,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from dynsparse.ops.conv.patches import are_patches, matrices
 from dynsparse.ops.grow.cuda import block_scores
 from dynsparse.ops.grow.scores import Pair
 from dynsparse.ops.linear.cuda.dense import has_accumulators
@@ -62,12 +63,12 @@ def best_outside(
     Args:
         dtype: of the scores, float32 or float64.
     """
-    device = pairs[0][0].device
+    device, x_is_matrix = pairs[0][0].device, pairs[0][0].dim() == 2
     (height, width), b = pattern.grid, pattern.block_size
     held = pattern._flat_on(device)
     if len(exclude):
         held = torch.cat([held, exclude.to(device)])
-    pooled = dtype is torch.float32 and block_scores.serves(pairs, b)
+    pooled = dtype is torch.float32 and x_is_matrix and block_scores.serves(pairs, b)
     rows = max(1, PANEL_BYTES // (dtype.itemsize * width * (1 if pooled else b * b)))
     room = torch.empty(min(rows, height) * width + 1, dtype=dtype, device=device)
     flat = torch.empty(0, dtype=torch.int64, device=device)
@@ -98,6 +99,12 @@ def _score(
     """The scores of `count` rows of the gradient from `first` on, into `out`."""
     gradient: Tensor | None = None
     for x, dy in pairs:
+        if are_patches(x, dy):
+            if gradient is None:
+                gradient = x.new_zeros(count, x.shape[4:].numel(), dtype=out.dtype)
+            for begin, left, right in matrices(x, dy, first, first + count):
+                gradient[begin : begin + len(left)] += _product(left, right, out.dtype)
+            continue
         product = _product(dy.narrow(1, first, count).t(), x, out.dtype)
         gradient = product if gradient is None else gradient.add_(product)
     assert gradient is not None

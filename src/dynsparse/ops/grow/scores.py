@@ -9,8 +9,9 @@ from torch import Tensor
 
 from dynsparse import native
 from dynsparse.encoding import empty
+from dynsparse.ops.conv.patches import features_of, matrices
 
-__all__ = ["Pair", "Scorer", "pool"]
+__all__ = ["Pair", "Scorer", "add_rows", "pool"]
 
 # The largest block that the kernels pool.
 _LARGEST_POOLED = 1024
@@ -28,20 +29,19 @@ class Scorer:
         self.device = pairs[0][0].device
         on_cpu = self.device.type == "cpu" and dtype == torch.float32
         self.library = native.load() if on_cpu else None
-        in_features = pairs[0][0].shape[1]
+        _, in_features = features_of(*pairs[0])
         self._gradient = empty(rows * b, in_features, dtype=dtype, device=self.device)
 
     def chunk(self, first: int, last: int) -> Tensor:
         """Scores of the block rows [first, last): [last - first, in/b], valid until the next."""
         begin, end = first * self.b, last * self.b
         grad = self._gradient[: end - begin]
-        for i, (x, dy) in enumerate(self.pairs):
-            left, right = dy[:, begin:end].t().to(self.dtype), x.to(self.dtype)
-            grad.addmm_(left, right, beta=1 if i else 0)
+        add_rows(grad, self.pairs, begin, end, fresh=True)
         return self._pool(grad)
 
     def sample(self, rows: Tensor, cols: Tensor) -> Tensor:
-        """Scores of the blocks where the block rows and columns cross: [rows, cols]."""
+        """Scores of the blocks where the block rows and columns cross: [rows, cols]. Not of
+        convolutions."""
         inside = torch.arange(self.b)
         out = (rows[:, None] * self.b + inside).view(-1).to(self.device)
         in_ = (cols[:, None] * self.b + inside).view(-1).to(self.device)
@@ -63,6 +63,24 @@ class Scorer:
             grad.data_ptr(), *scores.shape, b, kind, scores.data_ptr(), torch.get_num_threads()
         )
         return scores
+
+
+def add_rows(
+    grad: Tensor, pairs: Sequence[Pair], begin: int, end: int, fresh: bool = False
+) -> None:
+    """Add the rows [begin, end) of the sum over pairs of dY^T X to grad [end - begin, in].
+
+    Args:
+        fresh: grad holds nothing yet.
+    """
+    for i, (x, dy) in enumerate(pairs):
+        fresh = fresh and i == 0
+        if fresh and x.dim() != 2:  # comes in pieces
+            grad.zero_()
+            fresh = False
+        for first, left, right in matrices(x, dy, begin, end):
+            part = grad[first : first + len(left)]
+            part.addmm_(left.to(grad.dtype), right.to(grad.dtype), beta=0 if fresh else 1)
 
 
 def pool(magnitude: Tensor, pooling: str, b: int) -> Tensor:

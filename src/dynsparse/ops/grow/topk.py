@@ -14,6 +14,7 @@ from torch import Tensor
 
 from dynsparse.checks import check_tensor
 from dynsparse.files.shorten import shortened
+from dynsparse.ops.conv.patches import are_patches, features_of
 from dynsparse.ops.grow.free_positions import check_free_positions
 from dynsparse.ops.grow.in_rows import RowSearch
 from dynsparse.ops.grow.on_device import best_outside
@@ -56,6 +57,7 @@ def topk_outside(
 
     Args:
         pairs: (x [batch, in], dY [batch, out]) of every micro-batch; batches may differ in size.
+            Those of convolutions are patches, see `ops.conv.patches`.
         pattern: positions that are taken.
         k: how many positions.
         pooling: how the magnitudes of a block become its score: "sum", "avg" or "max"; "none" has
@@ -80,7 +82,8 @@ def topk_outside(
         return _candidates(*best_outside(pairs, pattern, k, pooling, exclude, dtype), sort)
 
     search = RowSearch(pairs, pattern, exclude, pooling, dtype)
-    guess = search.guess(k) if search.is_long(pattern, dtype) else -1.0
+    guessed = search.is_long(pattern, dtype) and not are_patches(*pairs[0])
+    guess = search.guess(k) if guessed else -1.0
     values, flat = search.best(k, guess)
     if len(flat) < k and guess > -1.0:  # too high a guess is mended by a second pass without one
         values, flat = search.best(k, -1.0)
@@ -119,7 +122,8 @@ def check_pairs(pairs: Sequence[Pair], pattern: SparsePattern) -> torch.dtype:
             raise TypeError(f"pairs must be (x, dY), got {shortened(pair)}")
         x, dy = check_tensor("x", pair[0]), check_tensor("dY", pair[1])
         fits = x.dim() == dy.dim() == 2 and len(x) == len(dy)
-        if not fits or x.shape[1] != in_features or dy.shape[1] != out_features:
+        fits = fits or are_patches(x, dy)
+        if not fits or features_of(x, dy) != (out_features, in_features):
             raise ValueError(
                 f"expected x [batch, {in_features}] and dY [batch, {out_features}], "
                 f"got {list(x.shape)} and {list(dy.shape)}"

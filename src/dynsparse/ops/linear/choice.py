@@ -36,7 +36,9 @@ from dynsparse.ops.linear.cuda.chip import chip_of
 from dynsparse.ops.linear.layer_index import LayerIndex
 from dynsparse.typed import typed
 
-__all__ = ["KINDS", "ROUTES", "candidates", "choose", "cost", "is_full", "route", "use_kernel"]
+__all__ = [
+    "KINDS", "ROUTES", "candidates", "choose", "cost", "forced", "is_full", "route", "use_kernel",
+]  # fmt: skip
 
 KINDS = ("sparse", "small", "dense")
 KINDS_ELSEWHERE = cuda_costs.KINDS
@@ -118,6 +120,11 @@ def use_kernel(kind: str) -> Iterator[None]:
         yield
     finally:
         _forced = before
+
+
+def forced() -> str | None:
+    """The kind that `use_kernel` asks for."""
+    return _forced
 
 
 # Choices remembered per layer; batches of ever new sizes start over.

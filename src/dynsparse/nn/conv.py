@@ -1,0 +1,363 @@
+"""Drop-ins for `nn.Conv2d` and `nn.Conv1d` that hold only their non-zero weights."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from dynsparse.checks import check_integer
+from dynsparse.nn.linear import SparseLinear
+from dynsparse.nn.start import block_count, largest_blocks
+from dynsparse.ops import conv as ops
+from dynsparse.ops.conv.choice import route
+from dynsparse.ops.conv.geometry import Geometry, to_matrix, to_weight
+from dynsparse.pattern import PatternIndex, SparsePattern
+from dynsparse.typed import typed
+
+__all__ = ["SparseConv1d", "SparseConv2d", "dense_conv", "from_dense_conv"]
+
+_MODES = ("zeros", "reflect", "replicate", "circular")
+
+
+class _SparseConv(SparseLinear):
+    """What the convolutions of one and of two dimensions have in common.
+
+    It is a `SparseLinear` over what the kernel sees, so that trainers, records and files treat it
+    like any other: its matrix is [out, taps * in / groups], see `ops.conv.Geometry`.
+    """
+
+    dimensions: ClassVar[int]
+    dense_class: ClassVar[type[nn.Conv1d] | type[nn.Conv2d]]
+
+    @typed
+    def __init__(
+        self,
+        in_channels: int,
+        out_channels: int,
+        kernel_size: int | Sequence[int],
+        stride: int | Sequence[int] = 1,
+        padding: int | str | Sequence[int] = 0,
+        dilation: int | Sequence[int] = 1,
+        groups: int = 1,
+        bias: bool = True,
+        padding_mode: str = "zeros",
+        *,
+        density: float = 0.1,
+        block_size: int | None = None,
+        pattern: SparsePattern | None = None,
+        generator: torch.Generator | None = None,
+        device: Any = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        check_integer("in_channels", in_channels, 1)
+        check_integer("out_channels", out_channels, 1)
+        check_integer("groups", groups, 1)
+        if in_channels % groups or out_channels % groups:
+            raise ValueError(
+                f"groups must divide the channels, got {groups} for {in_channels} and "
+                f"{out_channels} channels"
+            )
+        kernel = self._sizes("kernel_size", kernel_size, 1)
+        steps, spread = self._sizes("stride", stride, 1), self._sizes("dilation", dilation, 1)
+        around = self._padding(padding, kernel, steps, spread)
+        if padding_mode not in _MODES:
+            raise ValueError(f"padding_mode must be one of {', '.join(_MODES)}, "
+                             f"got {padding_mode!r}")  # fmt: skip
+        b = block_size if pattern is None else pattern.block_size
+        if b is not None and (in_channels // groups % b or out_channels // groups % b):
+            raise ValueError(
+                f"block size {b} must divide the channels of a group, got "
+                f"{in_channels // groups} in and {out_channels // groups} out: blocks cover "
+                "channels of one tap of the kernel"
+            )
+        taps = kernel[0] if self.dimensions == 1 else kernel[0] * kernel[1]
+        super().__init__(
+            taps * in_channels // groups,
+            out_channels,
+            density,
+            block_size,
+            bias,
+            pattern=pattern,
+            generator=generator,
+            device=device,
+            dtype=dtype,
+        )
+        self.in_channels, self.out_channels, self.groups = in_channels, out_channels, groups
+        self.kernel_size, self.stride, self.dilation = kernel, steps, spread
+        self.padding = padding if isinstance(padding, str) else self._sizes("padding", padding, 0)
+        self.padding_mode = padding_mode
+        # As torch.nn.functional.pad takes it: the last dimension first.
+        self._around = [n for pair in reversed(around) for n in pair]
+        zeros = padding_mode == "zeros"
+        before, after = zip(*(around if zeros else [(0, 0)] * self.dimensions), strict=True)
+        self.geometry = Geometry(
+            self._two(kernel, 1),
+            self._two(steps, 1),
+            (*self._two(before, 0), *self._two(after, 0)),
+            self._two(spread, 1),
+            groups,
+        )
+
+    @classmethod
+    def _sizes(cls, name: str, given: int | Sequence[int], least: int) -> tuple[int, ...]:
+        if isinstance(given, str) or not isinstance(given, Sequence):
+            return (check_integer(name, given, least),) * cls.dimensions
+        if len(given) != cls.dimensions:
+            raise ValueError(
+                f"{name} must be an integer or {cls.dimensions} of them, got {tuple(given)}"
+            )
+        return tuple(check_integer(name, n, least) for n in given)
+
+    @classmethod
+    def _padding(
+        cls,
+        padding: int | str | Sequence[int],
+        kernel: Sequence[int],
+        stride: Sequence[int],
+        dilation: Sequence[int],
+    ) -> list[tuple[int, int]]:
+        """(before, after) of every dimension."""
+        if not isinstance(padding, str):
+            return [(n, n) for n in cls._sizes("padding", padding, 0)]
+        if padding == "valid":
+            return [(0, 0)] * cls.dimensions
+        if padding != "same":
+            raise ValueError(f"padding must be a size, 'same' or 'valid', got {padding!r}")
+        if any(step != 1 for step in stride):
+            raise ValueError(
+                f"padding 'same' is for a stride of 1, got {tuple(stride)}: give sizes"
+            )
+        totals = [d * (k - 1) for d, k in zip(dilation, kernel, strict=True)]
+        return [(total // 2, total - total // 2) for total in totals]
+
+    @classmethod
+    def _two(cls, sizes: Sequence[int], missing: int) -> tuple[int, int]:
+        """Those of one dimension as of two, the first of which has a size of one."""
+        return (sizes[0], sizes[1]) if cls.dimensions == 2 else (missing, sizes[0])
+
+    @property
+    def weight_shape(self) -> tuple[int, ...]:
+        return (self.out_channels, self.in_channels // self.groups, *self.kernel_size)
+
+    def to_dense(self) -> Tensor:
+        """The weight [out, in / groups, *kernel], differentiable in the values."""
+        return to_weight(super().to_dense(), self.kernel_size)
+
+    def product(self, x: Tensor, bias: Tensor | None) -> Tensor | None:
+        return None  # no linear layer
+
+    # The passes, for whoever computes with a part of the values.
+
+    def forward_with(
+        self, x: Tensor, values: Tensor, index: PatternIndex, bias: Tensor | None
+    ) -> Tensor:
+        return ops.conv(x, values, index, self.geometry, bias)
+
+    def grad_input_with(
+        self, dy: Tensor, shape: Sequence[int], values: Tensor, index: PatternIndex
+    ) -> Tensor:
+        return ops.grad_input(dy, values, index, self.geometry, shape[2:])
+
+    def grad_weight_with(
+        self, dy: Tensor, x: Tensor, values: Tensor, index: PatternIndex
+    ) -> Tensor:
+        return ops.grad_weight(dy, x, values, index, self.geometry)
+
+    def grad_bias_with(self, dy: Tensor, dtype: torch.dtype) -> Tensor:
+        return dy.sum((0, 2, 3), dtype=dtype)
+
+    def samples_of(self, shape: Sequence[int]) -> int:
+        if self.groups > 1:
+            raise ValueError("a convolution with groups is no single product of matrices")
+        size = (1, *shape)[-self.dimensions :]
+        height, width = self.geometry.output_size(*self._two(size, 1))
+        batch = shape[0] if len(shape) == self.dimensions + 2 else 1
+        return batch * height * width
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x [batch, in, *size] or [in, *size] -> [batch, out, ...], as `nn.Conv2d`."""
+        single = x.dim() == self.dimensions + 1
+        if x.dim() != self.dimensions + 2 and not single:
+            size = "height, width" if self.dimensions == 2 else "length"
+            raise RuntimeError(
+                f"x must be [batch, {self.in_channels}, {size}], with or without the batch, got "
+                f"the shape {list(x.shape)}"
+            )
+        if single:
+            x = x.unsqueeze(0)
+        if self.padding_mode != "zeros":
+            x = functional.pad(x, self._around, self.padding_mode)
+        if self.dimensions == 1:
+            x = x.unsqueeze(2)
+        if self.executor is not None:
+            y = self.executor(self, x)
+        else:
+            values, index = self.held()
+            y = ops.conv(x, values, index, self.geometry, self.bias)
+        if self.dimensions == 1:
+            y = y.squeeze(2)
+        return y.squeeze(0) if single else y
+
+    @typed
+    def kernel(
+        self,
+        batch: int,
+        size: int | Sequence[int] | None = None,
+        *,
+        backward: bool = False,
+        dtype: torch.dtype | None = None,
+    ) -> str:
+        """What computes a pass over `batch` samples: forward, or both gradients.
+
+        "sparse" (over the non-zeros), "dense" (a dense convolution of a weight laid out for it);
+        "active subset" where that computes it.
+
+        Args:
+            size: of the input, (height, width) or one for both; asked for unless something else
+                than the operator computes the layer.
+            dtype: of the activations; that of the values if left out.
+        """
+        check_integer("batch", batch, 0)
+        if self.executor is not None:
+            return self.executor.kernel(batch, bool(backward))
+        if size is None:
+            raise ValueError("size must be that of the input, such as 32 or (32, 32), got None")
+        height, width = self._two(self._sizes("size", size, 1), 1)
+        if self.padding_mode != "zeros":
+            left, right, *rest = self._around
+            top, bottom = rest or (0, 0)
+            height, width = height + top + bottom, width + left + right
+        index, g = self._current().index, self.geometry
+        places = g.output_size(height, width)
+        return route(index, g, batch, places, bool(backward), dtype or self.values.dtype)
+
+    def extra_repr(self) -> str:
+        parts = [f"{self.in_channels}, {self.out_channels}, kernel_size={self.kernel_size}",
+                 f"stride={self.stride}"]  # fmt: skip
+        if isinstance(self.padding, str) or any(self.padding):
+            parts.append(f"padding={self.padding}")
+        if any(n != 1 for n in self.dilation):
+            parts.append(f"dilation={self.dilation}")
+        if self.groups != 1:
+            parts.append(f"groups={self.groups}")
+        if self.padding_mode != "zeros":
+            parts.append(f"padding_mode={self.padding_mode}")
+        return ", ".join([
+            *parts, f"density={self.density:.4g}", f"nnz={self.pattern.nnz}",
+            f"block_size={self.block_size}", f"bias={self.bias is not None}",
+        ])  # fmt: skip
+
+    @classmethod
+    @torch.no_grad()
+    @typed
+    def from_dense(cls, conv: nn.Module, density: float, block_size: int = 1) -> _SparseConv:
+        """A sparse layer with the weights of `conv` that have the largest magnitudes.
+
+        Blocks are ranked by the sum of their magnitudes; ties go to the first in the order of
+        outputs, taps, inputs.
+
+        Raises:
+            TypeError: another kind of layer.
+            ValueError: a density outside (0, 1], a block size that does not divide the channels of
+                a group, NaN among the weights.
+        """
+        if not isinstance(conv, cls.dense_class):
+            raise TypeError(f"conv must be an nn.{cls.dense_class.__name__}, got {conv!r:.80}")
+        matrix = to_matrix(conv.weight)
+        nnz = block_count(tuple(matrix.shape), density, block_size)
+        pattern = largest_blocks(matrix, nnz, block_size)
+        layer = from_dense_conv(conv, pattern, None)
+        layer.values.copy_(pattern.values_of(matrix))
+        if conv.bias is not None:
+            layer.bias = nn.Parameter(conv.bias.detach().clone())
+        return layer
+
+
+class SparseConv2d(_SparseConv):
+    """A convolution of which only the present blocks of the weight are stored.
+
+    The options are those of `nn.Conv2d`, in its order. The weight [out, in / groups, kh, kw] is a
+    sparse matrix [out, kh * kw * in / groups]; a block covers b outputs times b inputs of one tap.
+
+    Args:
+        in_channels, out_channels, kernel_size, stride, padding, dilation, groups, bias,
+            padding_mode: as in `nn.Conv2d`.
+        density: share of the blocks that are present, in (0, 1]; rounded to the nearest block and
+            to at least one.
+        block_size: edge of the square blocks; must divide the channels of a group, in and out.
+        pattern: of the matrix, to start from in place of a random one of `density`. Its block size
+            holds.
+        generator: draws the random pattern and the initial values.
+        device, dtype: of the values and the bias.
+
+    Attributes:
+        values, bias, resizable, executor: as in `SparseLinear`.
+        geometry: kernel, stride, padding, dilation and groups as `ops.conv.conv` takes them.
+
+    The values start as those of `SparseLinear`: uniform in +-1/sqrt(fan-in), with the fan-in that
+    each output really has in the pattern.
+
+    Raises:
+        ValueError: options that `nn.Conv2d` does not take either, a density outside (0, 1], a block
+            size that does not divide the channels of a group, a pattern of another shape.
+    """
+
+    dimensions = 2
+    dense_class = nn.Conv2d
+
+
+class SparseConv1d(_SparseConv):
+    """As `SparseConv2d`, of one dimension: a drop-in for `nn.Conv1d`.
+
+    The weight [out, in / groups, k] is a sparse matrix [out, k * in / groups].
+    """
+
+    dimensions = 1
+    dense_class = nn.Conv1d
+
+
+def from_dense_conv(
+    conv: nn.Module, pattern: SparsePattern, generator: torch.Generator | None
+) -> _SparseConv:
+    """A sparse layer with the options of a dense one and without bias; its values are drawn."""
+    assert isinstance(conv, (nn.Conv1d, nn.Conv2d))
+    kind = SparseConv2d if isinstance(conv, nn.Conv2d) else SparseConv1d
+    return kind(
+        conv.in_channels,
+        conv.out_channels,
+        conv.kernel_size,
+        conv.stride,
+        conv.padding,
+        conv.dilation,
+        conv.groups,
+        False,
+        conv.padding_mode,
+        pattern=pattern,
+        generator=generator,
+        device=conv.weight.device,
+        dtype=conv.weight.dtype,
+    )
+
+
+def dense_conv(layer: _SparseConv) -> nn.Module:
+    """A dense layer with the options, the weight and the bias of a sparse one."""
+    dense = layer.dense_class(
+        layer.in_channels,
+        layer.out_channels,
+        layer.kernel_size,  # type: ignore[arg-type]
+        layer.stride,  # type: ignore[arg-type]
+        layer.padding,  # type: ignore[arg-type]
+        layer.dilation,  # type: ignore[arg-type]
+        layer.groups,
+        False,
+        layer.padding_mode,  # type: ignore[arg-type]
+        device="meta",
+    )
+    weight = layer.to_dense().detach()
+    dense.weight = nn.Parameter(weight, requires_grad=layer.values.requires_grad)
+    dense.register_parameter("bias", layer.bias)
+    return dense.train(layer.training)

@@ -1,0 +1,76 @@
+"""Where a convolution's kernel goes: sizes, strides, padding, and the order of its matrix."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from torch import Tensor
+
+__all__ = ["Geometry", "to_matrix", "to_weight"]
+
+
+class Geometry(NamedTuple):
+    """The options of a two-dimensional convolution.
+
+    The weight [out, in / groups, kh, kw] is stored as the matrix [out, kh * kw * in / groups]: taps
+    outside, channels inside, so that blocks of the matrix lie in one tap.
+
+    Attributes:
+        kernel, stride, dilation: (down, across).
+        padding: zeros at the (top, left, bottom, right).
+        groups: of channels; each sees its own.
+    """
+
+    kernel: tuple[int, int]
+    stride: tuple[int, int]
+    padding: tuple[int, int, int, int]
+    dilation: tuple[int, int]
+    groups: int
+
+    @property
+    def taps(self) -> int:
+        return self.kernel[0] * self.kernel[1]
+
+    def numbers(self) -> list[int]:
+        """As operators take it."""
+        return [*self.kernel, *self.stride, *self.padding, *self.dilation, self.groups]
+
+    @classmethod
+    def of(cls, numbers: Sequence[int]) -> Geometry:
+        kh, kw, sh, sw, top, left, bottom, right, dh, dw, groups = numbers
+        return cls((kh, kw), (sh, sw), (top, left, bottom, right), (dh, dw), groups)
+
+    def output_size(self, height: int, width: int) -> tuple[int, int]:
+        """Of an input of this size.
+
+        Raises:
+            RuntimeError: an input smaller than the kernel.
+        """
+        top, left, bottom, right = self.padding
+        padded = height + top + bottom, width + left + right
+        reach = [d * (k - 1) + 1 for d, k in zip(self.dilation, self.kernel, strict=True)]
+        if padded[0] < reach[0] or padded[1] < reach[1]:
+            raise RuntimeError(
+                f"the padded input is {padded[0]} x {padded[1]}, smaller than the kernel, which "
+                f"reaches over {reach[0]} x {reach[1]}: give a larger input or more padding"
+            )
+        return (
+            (padded[0] - reach[0]) // self.stride[0] + 1,
+            (padded[1] - reach[1]) // self.stride[1] + 1,
+        )
+
+
+def to_matrix(weight: Tensor) -> Tensor:
+    """[out, in / groups, *kernel] -> [out, taps * in / groups], as `Geometry` orders it."""
+    return weight.flatten(2).transpose(1, 2).flatten(1)
+
+
+def to_weight(matrix: Tensor, kernel: Sequence[int]) -> Tensor:
+    """The reverse of `to_matrix`, contiguous."""
+    out, features = matrix.shape
+    taps = 1
+    for size in kernel:
+        taps *= size
+    weight = matrix.view(out, taps, features // taps).transpose(1, 2)
+    return weight.reshape(out, features // taps, *kernel)

@@ -1,0 +1,81 @@
+"""The three passes of a sparse convolution, non-zero by non-zero in plain torch: the oracle."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from dynsparse.ops.conv.geometry import Geometry
+from dynsparse.ops.linear.naive import block_size_of, rows_of
+from dynsparse.pattern import PatternIndex
+
+__all__ = ["forward", "grad_input", "grad_weight"]
+
+
+def _entries(
+    values: Tensor, index: PatternIndex, g: Geometry
+) -> Iterator[tuple[int, slice, slice, int, int]]:
+    """(slot, outputs, inputs, down, across) of every block."""
+    b = block_size_of(values)
+    height, width = (len(index.row_ptr) - 1) * b, (len(index.col_ptr) - 1) * b
+    per_group = width // g.taps
+    pairs = zip(rows_of(index).tolist(), index.cols.tolist(), strict=True)
+    for slot, (row, col) in enumerate(pairs):
+        tap, channel = divmod(col * b, per_group)
+        group = row * b * g.groups // height
+        first = group * per_group + channel
+        down, across = divmod(tap, g.kernel[1])
+        yield slot, slice(row * b, row * b + b), slice(first, first + b), down, across
+
+
+def _window(padded: Tensor, down: int, across: int, size: tuple[int, ...], g: Geometry) -> Tensor:
+    """What one tap sees of a padded input [batch, channels, height, width]."""
+    (sh, sw), (dh, dw) = g.stride, g.dilation
+    rows = slice(down * dh, down * dh + sh * (size[0] - 1) + 1, sh)
+    cols = slice(across * dw, across * dw + sw * (size[1] - 1) + 1, sw)
+    return padded[:, :, rows, cols]
+
+
+def _padded(x: Tensor, g: Geometry) -> Tensor:
+    top, left, bottom, right = g.padding
+    return pad(x, (left, right, top, bottom))
+
+
+def forward(
+    x: Tensor, values: Tensor, index: PatternIndex, bias: Tensor | None, g: Geometry
+) -> Tensor:
+    """x [batch, in, height, width], values [nnz] or [nnz, b, b] -> [batch, out, ...]."""
+    b, padded = block_size_of(values), _padded(x, g)
+    size = g.output_size(*x.shape[2:])
+    y = x.new_zeros(x.shape[0], (len(index.row_ptr) - 1) * b, *size)
+    for slot, outputs, inputs, down, across in _entries(values, index, g):
+        seen = _window(padded, down, across, size, g)[:, inputs]
+        y[:, outputs] += torch.einsum("oi,nihw->nohw", values[slot].view(b, b), seen)
+    return y if bias is None else y + bias[:, None, None]
+
+
+def grad_input(
+    dy: Tensor, values: Tensor, index: PatternIndex, size: tuple[int, int], g: Geometry
+) -> Tensor:
+    """dy [batch, out, ...] -> [batch, in, *size]."""
+    b = block_size_of(values)
+    channels = (len(index.col_ptr) - 1) * b // g.taps * g.groups
+    dx = _padded(dy.new_zeros(dy.shape[0], channels, *size), g)
+    for slot, outputs, inputs, down, across in _entries(values, index, g):
+        part = torch.einsum("oi,nohw->nihw", values[slot].view(b, b), dy[:, outputs])
+        _window(dx, down, across, tuple(dy.shape[2:]), g)[:, inputs] += part
+    top, left = g.padding[:2]
+    return dx[:, :, top : top + size[0], left : left + size[1]]
+
+
+def grad_weight(dy: Tensor, x: Tensor, values: Tensor, index: PatternIndex, g: Geometry) -> Tensor:
+    """The gradient of the weight at the pattern's positions only: the shape of `values`."""
+    b, padded = block_size_of(values), _padded(x, g)
+    out = x.new_zeros(len(values), b, b)
+    for slot, outputs, inputs, down, across in _entries(values, index, g):
+        seen = _window(padded, down, across, tuple(dy.shape[2:]), g)[:, inputs]
+        out[slot] = torch.einsum("nohw,nihw->oi", dy[:, outputs], seen)
+    return out.view(values.shape)

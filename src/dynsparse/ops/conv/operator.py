@@ -1,0 +1,165 @@
+"""The operators as torch's dispatcher sees them, and their autograd, as those of `ops.linear`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dynsparse.ops import capture
+from dynsparse.ops.conv import products
+from dynsparse.ops.conv.geometry import Geometry
+from dynsparse.ops.linear.contents import check_contents, known
+from dynsparse.ops.linear.layer_index import LayerIndex
+from dynsparse.ops.linear.naive import block_size_of
+from dynsparse.ops.linear.operator import explained
+from dynsparse.pattern import PatternIndex
+
+_INDEX = "Tensor row_ptr, Tensor cols, Tensor col_ptr, Tensor csc_rows, Tensor csc_perm"
+
+_library = torch.library.Library("dynsparse", "FRAGMENT")
+_library.define(f"conv(Tensor x, Tensor values, {_INDEX}, Tensor? bias, int[] geometry) -> Tensor")
+_library.define(
+    f"conv_backward(Tensor dy, Tensor? x, Tensor values, {_INDEX}, int[] geometry, "
+    "SymInt[] size, bool need_input) -> (Tensor, Tensor)"
+)
+
+
+def _prepare(values: Tensor, index: tuple[Any, ...]) -> LayerIndex:
+    tensors = PatternIndex(*index)
+    p = known(tensors)
+    if p is not None and p.values_shape == values.shape and p.cols.device == values.device:
+        return p
+    p = LayerIndex(tensors, values)
+    check_contents(tensors)
+    return p
+
+
+def _features(values: Tensor, row_ptr: Tensor, col_ptr: Tensor) -> tuple[int, int]:
+    b = block_size_of(values)
+    return (row_ptr.shape[0] - 1) * b, (col_ptr.shape[0] - 1) * b
+
+
+def _forward(x: Tensor, values: Tensor, *rest: Any) -> Tensor:
+    *index, bias, geometry = rest
+    p, g = _prepare(values, tuple(index)), Geometry.of(geometry)
+    products.check_forward(x, values, (p.out_features, p.in_features), bias, g)
+    return products.forward(x, values, p, bias, g)
+
+
+def _backward(dy: Tensor, x: Tensor | None, values: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
+    *index, geometry, size, need_input = rest
+    p, g = _prepare(values, tuple(index)), Geometry.of(geometry)
+    products.check_backward(dy, x, values, (p.out_features, p.in_features), g, size)
+    if x is not None and capture.is_open(p.row_ptr):
+        # Copies, since compiled code may reuse both buffers.
+        products.record(p.row_ptr, x.clone(), dy.clone(), g)
+    dx, dw = products.backward(dy, x, values, p, g, size, need_input)
+    # Operators return tensors: an empty one stands for a gradient that is not needed.
+    return dy.new_empty(0) if dx is None else dx, values.new_empty(0) if dw is None else dw
+
+
+_library.impl("conv", _forward, "CompositeExplicitAutograd")
+_library.impl("conv_backward", _backward, "CompositeExplicitAutograd")
+
+
+@torch.library.register_fake("dynsparse::conv", lib=_library)
+def _(x: Tensor, values: Tensor, *rest: Any) -> Tensor:
+    row_ptr, _, col_ptr, _, _, bias, geometry = rest
+    features = _features(values, row_ptr, col_ptr)
+    size = products.check_forward(x, values, features, bias, Geometry.of(geometry))
+    y = x.new_empty(x.shape[0], features[0], *size)
+    return y.contiguous(memory_format=products.layout_of(x))
+
+
+@torch.library.register_fake("dynsparse::conv_backward", lib=_library)
+def _(dy: Tensor, x: Tensor | None, values: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
+    row_ptr, _, col_ptr, _, _, geometry, size, need_input = rest
+    g = Geometry.of(geometry)
+    dx = dy.new_empty(0)
+    if need_input:
+        channels = _features(values, row_ptr, col_ptr)[1] // g.taps * g.groups
+        dx = dy.new_empty(dy.shape[0], channels, *size)
+        dx = dx.contiguous(memory_format=products.layout_of(dy))
+    return dx, values.new_empty(0) if x is None else torch.empty_like(values)
+
+
+def _setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+    x, values, *index, bias, geometry = inputs
+    # Without a gradient of the values x is not needed, so it is not kept alive.
+    ctx.save_for_backward(x if ctx.needs_input_grad[1] else None, values, *index)
+    ctx.geometry, ctx.size = geometry, x.shape[2:]
+    ctx.bias_dtype = None if bias is None else bias.dtype
+
+
+def _autograd(ctx: Any, dy: Tensor) -> Any:
+    # Read once: activation checkpointing hands each saved tensor out a single time.
+    try:
+        x, values, *index = ctx.saved_tensors
+    except RuntimeError as error:
+        raise explained(error) from None
+    need_input, need_values, *others = ctx.needs_input_grad
+    if x is not None and not capture.is_asked_for(ctx.next_functions[1][0]):
+        x, need_values = None, False
+    dx = dw = db = None
+    if need_input or need_values:
+        dx, dw = torch.ops.dynsparse.conv_backward(
+            dy, x, values, *index, ctx.geometry, ctx.size, need_input
+        )
+    if others[5]:
+        db = dy.sum((0, 2, 3), dtype=ctx.bias_dtype)
+    return dx if need_input else None, dw if need_values else None, *[None] * 5, db, None
+
+
+def _setup_double(ctx: Any, inputs: Any, output: Any) -> None:
+    dy, x, values, *index, ctx.geometry, ctx.size, ctx.need_input = inputs
+    ctx.save_for_backward(dy, x, values, *index)
+    ctx.set_materialize_grads(False)
+
+
+def _double(ctx: Any, grad_dx: Tensor | None, grad_dw: Tensor | None) -> Any:
+    """The gradients of both are passes of the same kinds: each is linear in its operands."""
+    dy, x, values, *index = ctx.saved_tensors
+    ops, needs, g, size = torch.ops.dynsparse, ctx.needs_input_grad, ctx.geometry, ctx.size
+    to_dy = to_x = to_values = None
+    if grad_dx is not None and ctx.need_input:
+        if needs[0]:
+            to_dy = ops.conv(grad_dx, values, *index, None, g)
+        if needs[2] and capture.is_asked_for(ctx.next_functions[1 if x is None else 2][0]):
+            to_values = ops.conv_backward(dy, grad_dx, values, *index, g, size, False)[1]
+    if grad_dw is not None and x is not None:
+        if needs[0]:
+            more = ops.conv(x, grad_dw, *index, None, g)
+            to_dy = more if to_dy is None else to_dy + more
+        if needs[1]:
+            to_x = ops.conv_backward(dy, None, grad_dw, *index, g, size, True)[0]
+    return to_dy, to_x, to_values, *[None] * 8
+
+
+torch.library.register_autograd(
+    "dynsparse::conv", _autograd, setup_context=_setup_context, lib=_library
+)
+torch.library.register_autograd(
+    "dynsparse::conv_backward", _double, setup_context=_setup_double, lib=_library
+)
+
+
+def _autocast(device: str) -> None:
+    def forward(x: Tensor, *rest: Any) -> Tensor:
+        # Only the activations are lowered: the values are few, and stay as exact as they are.
+        if x.is_floating_point() and x.dtype != torch.float64:
+            x = x.to(torch.get_autocast_dtype(device))
+        with torch.autocast(device, enabled=False):
+            return torch.ops.dynsparse.conv(x, *rest)
+
+    def backward(*args: Any) -> Any:
+        with torch.autocast(device, enabled=False):
+            return torch.ops.dynsparse.conv_backward(*args)
+
+    _library.impl("conv", forward, f"Autocast{device.upper()}")
+    _library.impl("conv_backward", backward, f"Autocast{device.upper()}")
+
+
+_autocast("cpu")
+_autocast("cuda")
