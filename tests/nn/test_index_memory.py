@@ -8,6 +8,7 @@ from torch.distributed.fsdp import fully_shard
 
 import dynsparse as ds
 from dynsparse.nn import SparseLinear
+from dynsparse.ops.linear.cuda import dense
 
 SAMPLES = 600  # enough for panels of single elements
 
@@ -73,14 +74,20 @@ def test_what_is_counted_here():
 
 
 @pytest.mark.parametrize("make", [ds.Static, rigl])
-def test_off_the_cpu(off_cpu, make):
+def test_off_the_cpu(off_cpu, monkeypatch, make):
+    monkeypatch.setattr(dense, "KEPT_LINES", 320 * 256 // 5)  # of the first layer
     model = network()
     trainer = train(model, make)
     assert trainer.updates == (2 if make is rigl else 0)
     for layer in (model[0], model[2]):
         # The pattern that was drawn on the CPU stays there; those of the device are in the index.
         here = 0 if make is rigl else layer.pattern.cols.nbytes + layer.pattern.row_ptr.nbytes
-        assert held(layer) - here == 4 * layer.pattern.nnz + pointers(layer)
+        kept = 0 if layer is model[2] else 8 * layer.pattern.nnz
+        assert held(layer) - here == 4 * layer.pattern.nnz + pointers(layer) + kept
+    monkeypatch.setattr(dense, "KEPT_LINES", 0)
+    train(model := network(), make)
+    here = 0 if make is rigl else model[0].pattern.cols.nbytes + model[0].pattern.row_ptr.nbytes
+    assert held(model[0]) - here == 4 * model[0].pattern.nnz + pointers(model[0])
 
 
 @pytest.mark.parametrize("make", [ds.Static, rigl])

@@ -68,7 +68,7 @@ def test_an_update_keeps_all_memory(layer):
         layer.load_state_dict(SparseLinear(48, 32, 0.3, layer.block_size).state_dict())
         computes(layer)
     assert addresses(layer) == before
-    assert not layer._state.index._derived
+    assert len(layer._state.index._derived) == 1  # small layers keep where their lines lie
     assert layer.values is parameter
     assert layer._state is not state
 

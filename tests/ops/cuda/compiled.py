@@ -167,12 +167,13 @@ def _loads_beside(product: str, ptx: str) -> tuple[str, ...]:
 
 
 class Job(NamedTuple):
-    """One launch for a chip, with the kind of number that is multiplied."""
+    """One launch for a chip, with the kind of number that is multiplied, unless nothing is."""
 
     name: str
     capability: int
     numbers: Numbers
     run: Callable[[], object]
+    multiplies: bool = True
 
 
 def _layer(b: int, dtype: torch.dtype) -> LayerIndex:
@@ -232,6 +233,21 @@ def scores_job(b: int, pooling: str, many: int, numbers: Numbers, capability: in
     return Job(name, capability, numbers, run)
 
 
+def layout_jobs(b: int, capability: int) -> Iterator[Job]:
+    """Values to a weight of 16 bits, and the entries of a gradient in float32 back."""
+
+    def lay_out() -> None:
+        p = _layer(b, torch.float32)
+        launch.lay_out(torch.empty(p.values_shape), p, torch.bfloat16)
+
+    def collect() -> None:
+        p = _layer(b, torch.float32)
+        launch.collect(torch.empty(2 * b, 4 * b), p, b, torch.empty(p.values_shape))
+
+    for run in (lay_out, collect):
+        yield Job(f"sm_{capability} {run.__name__} b{b}", capability, "16-bit", run, False)
+
+
 def chosen(capability: int) -> Iterator[Job]:
     """What the tables choose on a chip."""
     family = family_of(divmod(capability, 10))
@@ -241,6 +257,8 @@ def chosen(capability: int) -> Iterator[Job]:
                 yield from rows_jobs(c, b, numbers, capability)
             yield gradient_job(GRADIENT[family][numbers][b], b, numbers, capability)
         yield scores_job(64, "sum", 2, numbers, capability)
+    for b in (1, 4, 8, 64):
+        yield from layout_jobs(b, capability)
 
 
 def lying_otherwise() -> Iterator[Job]:
@@ -285,6 +303,9 @@ def faults(code: Code, job: Job) -> list[str]:
     Hopper's and later tensor cores take tf32 from shared memory along the sum only, so what lies
     across it in memory is copied number by number.
     """
+    if not job.multiplies:
+        spilled = [f"{code.spills} spilled registers"] if code.spills else []
+        return spilled + ["products"] * bool(code.products)
     wrong = []
     across = job.numbers == "tf32" and job.capability in (90, 100)
     if not code.products:

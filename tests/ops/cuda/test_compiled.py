@@ -56,6 +56,14 @@ def test_what_must_not_be_is_found(change, words):
         assert not compiled.faults(CLEAN._replace(**change), job)
 
 
+def test_what_moves_entries_is_looked_at_for_spills():
+    job = Job("some", 90, "16-bit", lambda: None, multiplies=False)
+    code = CLEAN._replace(products=0, copies=0)
+    assert compiled.faults(code, job) == []
+    assert compiled.faults(code._replace(spills=1), job) == ["1 spilled registers"]
+    assert compiled.faults(CLEAN, job) == ["products"]
+
+
 @pytest.mark.slow
 def test_a_tile_that_is_too_large_is_seen_to_spill():
     forward, _ = compiled.rows_jobs(Rows(128, 32, 4, 4), 64, "tf32x3", 80)

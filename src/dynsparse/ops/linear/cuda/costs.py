@@ -15,7 +15,7 @@ import torch
 from dynsparse.ops.linear.costs import Layer
 from dynsparse.ops.linear.cuda.chip import Chip
 from dynsparse.ops.linear.cuda.configurations import BLOCKS, Numbers, numbers_of
-from dynsparse.ops.linear.cuda.dense import PANEL_BYTES
+from dynsparse.ops.linear.cuda.dense import KEPT_LINES, PANEL_BYTES
 from dynsparse.ops.linear.cuda.rates import Rates, rates_of
 
 __all__ = ["KINDS", "PASSES", "Bounds", "Kind", "Pass", "bounds", "choose", "product", "seconds"]
@@ -31,7 +31,7 @@ a mask, is what they are compared with."""
 # Until the first result of a kernel, and behind its last; torch's own kernels run while others end.
 _START = {"blocks": 5e-6, "torch": 2e-6}
 # What the host takes to launch one, while the device computes.
-_LAUNCH = {"blocks": 15e-6, "torch": 5e-6}
+_LAUNCH = {"triton": 15e-6, "torch": 5e-6}
 
 
 class Bounds(NamedTuple):
@@ -100,33 +100,34 @@ def seconds(
     elements = layer.out_features * layer.in_features
     if kind == "blocks":
         device = bounds(layer, batch, what, numbers, rates).least / rates.share[numbers]
-        kernels, start, launch = 1, _START["blocks"], _LAUNCH["blocks"]
+        device, launches = device + _START["blocks"], _LAUNCH["triton"]
     else:
-        kernels, moved = 1, 0.0
+        kernels, own, moved = 1, 0, 0.0
         if kind == "masked":
             if what != "grad_input":  # the weight is masked once, and so is its gradient
                 kernels, moved = 2, elements * (2 * _size(numbers) + 1)
         elif layer.nnz * layer.block_size < elements:  # else the values are the weight
-            kernels, moved = _moved(layer, batch, what, numbers)
+            kernels, own, moved = _moved(layer, batch, what, numbers)
         device = product(layer, batch, numbers, rates) + moved / rates.memory
-        start, launch = _START["torch"], _LAUNCH["torch"]
-    device += kernels * start
-    return device if captured else max(device, kernels * launch)
+        device += (kernels + own) * _START["torch"]
+        launches = kernels * _LAUNCH["torch"] + own * _LAUNCH["triton"]
+    return device if captured else max(device, launches)
 
 
-def _moved(layer: Layer, batch: int, what: Pass, numbers: Numbers) -> tuple[int, float]:
-    """Kernels of the dense way, and bytes that they move beside the product."""
+def _moved(layer: Layer, batch: int, what: Pass, numbers: Numbers) -> tuple[int, int, float]:
+    """Kernels of the dense way, torch's and our own, and bytes that they move beside products."""
     size, held = _size(numbers), layer.nnz * layer.block_size**2
-    elements, places = layer.out_features * layer.in_features, 8 * layer.nnz * layer.block_size
-    if what == "grad_weight":
-        panels = -(-elements * 4 // PANEL_BYTES)
-        if panels == 1:  # the product in float32, and what is collected from it
-            return 2, elements * 4 + held * (4 + size) + places
-        # Each panel is asked for all places, and kept are those inside.
-        return 8 * panels, elements * 4 + panels * (8 * places + 20 * held)
+    elements, lines = layer.out_features * layer.in_features, layer.nnz * layer.block_size
+    panels = -(-elements * 4 // PANEL_BYTES)
+    small = panels == 1 and lines <= KEPT_LINES  # then torch's kernels move the entries
+    index = 8 * lines if small else 4 * layer.nnz
+    if what == "grad_weight":  # products in float32, and what is collected from each
+        own = 0 if small else panels
+        return 2 * panels - own, own, elements * 4 + held * (4 + size) + index
     if what == "grad_input" and elements <= max(batch * layer.in_features, held):
-        return 1, 0  # forward has kept the weight
-    return 3, elements * size + held * 2 * size + places  # zeros, the values, the product
+        return 1, 0, 0  # forward has kept the weight
+    own = 0 if small else 1  # after zeros: the values, and then the product
+    return 3 - own, own, elements * size + held * 2 * size + index
 
 
 def choose(layer: Layer, batch: int, backward: bool, dtype: torch.dtype, chip: Chip) -> Kind:

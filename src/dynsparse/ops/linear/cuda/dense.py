@@ -6,23 +6,32 @@ of which are kept for backward anyway; otherwise it is forgotten, and laid out a
 memory stays in proportion to these, and not to its dense weights.
 
 The gradient of the weight is computed a panel of rows at a time, in the type of the values, and its
-entries are collected from there. Shapes depend on the layer and not on the pattern, so that nothing
-waits for the device. No two entries share a place: the results are the same on every run.
+entries are collected from there. Triton kernels move the entries of large layers (`layout.py`), and
+torch's own operators the others, to the same bits. Shapes depend on the layer and not on the
+pattern, so that nothing waits for the device. No two entries share a place: the results are the
+same on every run.
 """
 
 from __future__ import annotations
+
+from types import ModuleType
 
 import torch
 from torch import Tensor
 from torch.nn.functional import linear
 
+from dynsparse.ops.linear.cuda.chip import runs_triton
 from dynsparse.ops.linear.layer_index import LayerIndex
 
-__all__ = ["PANEL_BYTES", "backward", "forward", "has_accumulators", "lines_of"]
+__all__ = ["KEPT_LINES", "PANEL_BYTES", "backward", "forward", "has_accumulators", "lines_of"]
 
 # Of the gradient, in float32. Products of few rows leave multiprocessors idle, and each panel is
 # looked through for all entries: 8192 x 8192 is one panel.
 PANEL_BYTES = 256 << 20
+
+# Of layers with no more lines of blocks the places are kept, 8 bytes for each: what is launched for
+# a small product takes longer than that product, and torch's operators are launched faster.
+KEPT_LINES = 1 << 19
 
 _LOW = (torch.bfloat16, torch.float16)
 
@@ -90,19 +99,41 @@ def lines_of(row_ptr: Tensor, cols: Tensor, b: int, width: int) -> Tensor:
     return (places.view(-1, 1) + lines).view(-1)
 
 
-def _lines(p: LayerIndex) -> Tensor:
-    # Made for each product: kept they would take as much memory as the values' optimizer state.
+def _make_lines(p: LayerIndex) -> Tensor:
     return lines_of(p.row_ptr, p.cols, p.block_size, p.in_features // p.block_size)
+
+
+def _keeps_lines(p: LayerIndex) -> bool:
+    one_panel = 4 * p.out_features * p.in_features <= PANEL_BYTES
+    return one_panel and p.nnz * p.block_size <= KEPT_LINES
+
+
+def _lines(p: LayerIndex) -> Tensor:
+    # Of large layers these would take as much memory as the optimizer's state of single elements.
+    return p.derived("lines", _make_lines) if _keeps_lines(p) else _make_lines(p)
+
+
+def _kernels(p: LayerIndex) -> ModuleType | None:
+    """The kernels that move entries, where they run and pay; Triton is imported when they do."""
+    if not p.nnz or _keeps_lines(p) or not runs_triton(p.cols.device):
+        return None
+    from dynsparse.ops.linear.cuda import launch
+
+    return launch
 
 
 def _laid_out(values: Tensor, p: LayerIndex, dtype: torch.dtype) -> Tensor:
     """The weight, [out, in]."""
-    values = values.to(dtype)
-    if not p.is_full:
-        b = p.block_size
-        weight = values.new_zeros(p.out_features * p.in_features // b, b)
-        values = weight.index_copy_(0, _lines(p), values.reshape(-1, b))
-    return values.view(p.out_features, p.in_features)
+    if p.is_full:
+        return values.to(dtype).view(p.out_features, p.in_features)
+    kernels = _kernels(p)
+    if kernels is not None:
+        weight: Tensor = kernels.lay_out(values.contiguous(), p, dtype)
+        return weight
+    b = p.block_size
+    weight = values.new_zeros(p.out_features * p.in_features // b, b, dtype=dtype)
+    weight.index_copy_(0, _lines(p), values.to(dtype).reshape(-1, b))
+    return weight.view(p.out_features, p.in_features)
 
 
 def _collected(dy: Tensor, x: Tensor, values: Tensor, p: LayerIndex) -> Tensor:
@@ -110,8 +141,15 @@ def _collected(dy: Tensor, x: Tensor, values: Tensor, p: LayerIndex) -> Tensor:
     b, dtype = p.block_size, values.dtype
     if p.is_full:
         return _product(dy.t(), x, dtype).view_as(values)
-    rows = max(1, PANEL_BYTES // (4 * p.in_features * b)) * b
-    if rows >= p.out_features:
+    rows = min(p.out_features, max(1, PANEL_BYTES // (4 * p.in_features * b)) * b)
+    kernels = _kernels(p)
+    if kernels is not None:
+        collected = torch.empty_like(values, memory_format=torch.contiguous_format)
+        for first in range(0, p.out_features, rows):
+            part = dy.narrow(1, first, min(rows, p.out_features - first))
+            kernels.collect(_product(part.t(), x, dtype).contiguous(), p, first, collected)
+        return collected
+    if rows == p.out_features:
         gradient = _product(dy.t(), x, dtype).view(-1, b)
         return gradient.index_select(0, _lines(p)).view_as(values)
     # Which entries are in a panel the host cannot know: each panel is asked for all of them.

@@ -19,13 +19,17 @@ from dynsparse.ops.linear.cuda.configurations import (
     split_of,
 )
 from dynsparse.ops.linear.cuda.gradient import gradient_kernel
+from dynsparse.ops.linear.cuda.layout import collect_kernel, lay_out_kernel
 from dynsparse.ops.linear.cuda.plan import chunks, columns_in_turn, rows_in_turn
 from dynsparse.ops.linear.cuda.precision import precision_of
 from dynsparse.ops.linear.cuda.rows import rows_kernel
 from dynsparse.ops.linear.cuda.rows_tma import rows_tma_kernel
 from dynsparse.ops.linear.layer_index import LayerIndex
 
-__all__ = ["forward", "grad_input", "grad_weight"]
+__all__ = ["collect", "forward", "grad_input", "grad_weight", "lay_out"]
+
+# Entries that a program moves at a step, and how many of them one of them should have.
+_AT_ONCE, _EACH = 1024, 4096
 
 
 def _copy_engine_takes(x: Tensor, values: Tensor) -> bool:
@@ -141,3 +145,30 @@ def grad_weight(
             num_stages=c.stages,
         )
     return dw[0] if split == 1 else dw.sum(0).to(dtype)
+
+
+def _programs(p: LayerIndex, rows: int) -> tuple[int, int]:
+    """For so many block rows, and for the parts of each: as many as rows of mean length need."""
+    entries = p.nnz * p.block_size**2 * p.block_size // max(1, p.out_features)
+    return rows, max(1, -(-entries // _EACH))
+
+
+def lay_out(values: Tensor, p: LayerIndex, dtype: torch.dtype) -> Tensor:
+    """The weight [out, in] of `dtype`, of contiguous values."""
+    b = p.block_size
+    weight = values.new_zeros(p.out_features, p.in_features, dtype=dtype)
+    with current_device(values):
+        lay_out_kernel[_programs(p, p.out_features // b)](
+            values, weight, p.row_ptr, p.cols, p.in_features, B=b, N=_AT_ONCE
+        )
+    return weight
+
+
+def collect(gradient: Tensor, p: LayerIndex, first: int, collected: Tensor) -> None:
+    """Write what lies in some rows of the gradient, contiguous [any, in] from row `first` on, to
+    its places in `collected`, contiguous, like values."""
+    b = p.block_size
+    with current_device(gradient):
+        collect_kernel[_programs(p, len(gradient) // b)](
+            gradient, collected, p.row_ptr, p.cols, first // b, p.in_features, B=b, N=_AT_ONCE
+        )
