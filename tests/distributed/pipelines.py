@@ -16,8 +16,10 @@ from torch.distributed.pipelining.schedules import (
     ScheduleZBVZeroBubble,
 )
 from torch.nn.functional import mse_loss
+from torch.nn.parallel import DistributedDataParallel
 
 import dynsparse as ds
+from dynsparse.ops.linear import products
 from dynsparse.training import ConstantSchedule, GlobalBudget
 
 SCHEDULES = {
@@ -122,6 +124,59 @@ def staged(rank, size, schedule, algorithm, steps, replicas=1):
         found.append(apart(mine, weights(holder)))
     changed = not apart(expected[0], expected[-1])[0]
     return found, sorted(set(pairs)), changed
+
+
+def passes(rank, size):
+    """By schedule, how often the kernels of a layer made the gradient of its input, and that of its
+    values, in one step that keeps no pairs."""
+    stages, found = torch.distributed.group.WORLD, {}
+    backward = products.backward
+    for schedule, kind in SCHEDULES.items():
+        parts = list(whole_model().named_children())
+        if schedule in ("GPipe", "1F1B"):
+            pieces = {rank: Part(parts[2 * rank : 2 * rank + 2])}
+        elif schedule == "zero bubble V":
+            pieces = {i: Part(parts[i : i + 1]) for i in (rank, 3 - rank)}
+        else:
+            pieces = {i: Part(parts[i : i + 1]) for i in (rank, rank + 2)}
+        count, device = size * len(pieces), torch.device("cpu")
+        made = [PipelineStage(p, i, count, device, group=stages) for i, p in pieces.items()]
+        runner = kind(made[0] if len(made) == 1 else made, n_microbatches=MICRO, loss_fn=mse_loss)
+        calls = []
+
+        def counted(dy, x, values, p, need_input, *kept, calls=calls):
+            calls.append((need_input, x is not None))
+            return backward(dy, x, values, p, need_input, *kept)
+
+        products.backward = counted
+        x, y = batch(1)
+        runner.step(*([x] if 0 in pieces else []), **({"target": y} if count - 1 in pieces else {}))
+        products.backward = backward
+        found[schedule] = [sum(of) for of in zip(*calls, strict=True)]
+    return found
+
+
+def in_replicas(rank, size, schedule, steps):
+    """Stages that `DistributedDataParallel` replicates: as `staged`."""
+    mesh = init_device_mesh("cpu", (2, size // 2), mesh_dim_names=("replica", "stage"))
+    stages, own = mesh["stage"].get_group(), mesh["replica"].get_group()
+    at, deep = mesh["stage"].get_local_rank(), size // 2
+    parts = list(whole_model().named_children())
+    piece = Part(parts[at * len(parts) // deep : (at + 1) * len(parts) // deep])
+    ddp = DistributedDataParallel(piece, process_group=own, find_unused_parameters=True)
+    stage = PipelineStage(ddp, at, deep, torch.device("cpu"), group=stages)
+    runner = SCHEDULES[schedule](stage, n_microbatches=MICRO, loss_fn=mse_loss)
+    optimizer = optimizer_of(piece)
+    trainer = ALGORITHMS["rigl"](piece, optimizer, stages, ranks=own)
+    expected, found = reference("rigl", steps), []
+    for step in range(1, steps + 1):
+        x, y = batch(step, mesh["replica"].get_local_rank(), 2)
+        optimizer.zero_grad()
+        runner.step(*([x] if at == 0 else []), **({"target": y} if at == deep - 1 else {}))
+        trainer.step()
+        mine = {name: expected[step - 1][name] for name in layers_of(piece)}
+        found.append(apart(mine, weights(piece)))
+    return found
 
 
 def all_staged(rank, size, ways, steps, replicas=1):

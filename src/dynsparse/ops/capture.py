@@ -14,6 +14,7 @@ are sharded nothing is forgotten before the step, as `fully_shard` adds up gradi
 
 from __future__ import annotations
 
+import sys
 import weakref
 from typing import Any
 from weakref import WeakValueDictionary
@@ -93,6 +94,11 @@ def stop(row_ptr: Tensor) -> None:
 def is_open(row_ptr: Tensor) -> bool:
     """Whether somebody waits for pairs of this layer: lets a backward pass skip making them."""
     return bool(_open) and row_ptr.data_ptr() in _open
+
+
+def may_be_split() -> bool:
+    """Whether backward passes may come in halves: only the pipelines of torch ask for those."""
+    return "torch.distributed.pipelining" in sys.modules
 
 
 def is_asked_for(node: Any) -> bool:

@@ -58,12 +58,14 @@ class SparseLinearFunction(torch.autograd.Function):
                     f"the values had the shape {list(p.values_shape)} in forward and have "
                     f"{list(values.shape)} in backward: call backward before the layer is resized"
                 )
-            if x is not None and capture.is_open(p.row_ptr):
-                if capture.is_asked_for(ctx.next_functions[1][0]):
-                    products.record(p.row_ptr, x, dy)
-                else:
+            if capture.is_open(p.row_ptr) or capture.may_be_split():
+                need_input = need_input and capture.is_asked_for(ctx.next_functions[0][0])
+                if x is not None and not capture.is_asked_for(ctx.next_functions[1][0]):
                     x = None
-            dx, dw = products.backward(dy, x, values, p, need_input, *laid_out)
+                if x is not None:
+                    products.record(p.row_ptr, x, dy)
+            if need_input or x is not None:
+                dx, dw = products.backward(dy, x, values, p, need_input, *laid_out)
         return dx, dw, operator.grad_bias(ctx, dy) if need_bias else None, None
 
 
