@@ -11,6 +11,8 @@ from dynsparse.apps import lm
 from dynsparse.apps.common.option import METHODS, PANELS, again, flag, option, options_of, pairs
 from dynsparse.apps.common.resume import Checkpoint, adopt
 from dynsparse.apps.pictures import mnist, transformer
+from dynsparse.cli.app import _COMMANDS
+from dynsparse.cli.app import run as command
 from dynsparse.training.algorithms import BY_NAME
 from dynsparse.training.checkpoint import save_checkpoint
 
@@ -148,3 +150,56 @@ def test_forged_options_are_one_line(app, entries, message, tmp_path):
         APPS[app].run(APPS[app].Options(restore=file), QUIET)
     assert message in str(error.value)
     assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("name", ["lm", "mnist-transformer"])
+def test_density_is_one_minus_sparsity(name, capsys, monkeypatch):
+    module = {"lm": "lm", "mnist-transformer": "pictures.transformer"}[name]
+    seen = []
+    run = f"dynsparse.apps.{module}.run"
+    monkeypatch.setattr(run, lambda options, given: seen.append((options.sparsity, given)))
+    for density, sparsity in ((0.1, 0.9), (0.9, 0.1), (0.05, 0.95), (1, 0), (0.3, 0.7)):
+        assert command([name, "--density", str(density)]) == 0
+        assert seen.pop() == (sparsity, {"sparsity"})
+    for wrong in ("0", "1.5", "nan", "-1"):
+        assert command([name, "--density", wrong]) == 2
+        assert "--density: expected a number in (0, 1], got" in capsys.readouterr().err
+    assert command([name, "--density", "0.1", "--sparsity", "0.9"]) == 2
+    assert "expected --density or --sparsity, got both" in capsys.readouterr().err
+    assert not seen
+
+
+def test_both_spellings_of_the_densities(monkeypatch):
+    seen = []
+    monkeypatch.setattr(
+        "dynsparse.apps.pictures.mnist.run", lambda options, given: seen.append(options.densities)
+    )
+    for spelling in ("--density", "--densities"):
+        assert command(["mnist", spelling, "0.2", "1"]) == 0
+        assert seen.pop() == (0.2, 1.0)
+
+
+@pytest.mark.parametrize("name", ["", *_COMMANDS])
+def test_short_help(name, capsys):
+    assert command([*filter(None, [name]), "-h"]) == 0
+    short = capsys.readouterr().out
+    assert command([*filter(None, [name]), "--help"]) == 0
+    assert short == capsys.readouterr().out
+    assert "Usage: dynsparse" in short
+
+
+@pytest.mark.parametrize(
+    ("steps", "warm_up", "interval"), [(50, 5, 3), (1, 0, 1), (4000, 100, 200)]
+)
+def test_short_trainings_of_the_language_model(steps, warm_up, interval):
+    options = lm.Options(steps=steps)
+    options.check()
+    assert (options.warm_up, options.interval) == (warm_up, interval)
+    given = lm.Options(steps=steps, warmup_steps=0, update_interval=7)
+    assert (given.warm_up, given.interval) == (0, 7)
+
+
+def test_the_length_of_a_training_on_pictures():
+    lengths = [transformer.Options(**o).length for o in ({}, {"dataset": "mnist"}, {"epochs": 3})]
+    assert lengths == [12, 1, 3]
+    assert mnist.Options().length == 10

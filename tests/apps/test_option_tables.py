@@ -27,7 +27,7 @@ def test_the_docs_are_up_to_date():
 def test_every_option_has_a_line(command):
     table = option_table(command)
     for name in options_of(COMMANDS[command]):
-        assert table.count(f"| `--{flag(name)}`") == 1
+        assert table.count(f"`--{flag(name)}`") == 1
     assert {line.count("|") for line in table.splitlines()} == {4}
 
 

@@ -46,9 +46,12 @@ def _lines(command: str) -> list[str]:
     found = []
     for field in sorted(fields(kind), key=lambda f: PANELS.index(options[f.name].panel)):
         option = options[field.name]
-        names = f"`--{flag(field.name)}`"
+        names = ", ".join(f"`{one}`" for one in option.flags(field.name))
         if option.single is not None:
             names += f", `--{flag(option.single)}`"
+        if option.complement is not None:
+            other, share = option.complementary(field.name, default_of(field))
+            found.append(f"| `--{flag(option.complement)}` | {share:g} | {other.words()} |")
         default = option.default_words(default_of(field)).replace("|", "\\|")
         found.append(f"| {names} | {default} | {option.words()} |")
     return found

@@ -40,10 +40,12 @@ _COMMANDS: dict[str, Callable[..., None]] = {
 
 _LONGEST = 900  # characters of an error
 
-app = typer.Typer(add_completion=False, rich_markup_mode="rich")
+_HELP = {"help_option_names": ["-h", "--help"]}
+
+app = typer.Typer(add_completion=False, rich_markup_mode="rich", context_settings=_HELP)
 for _name, _function in _COMMANDS.items():
-    app.command(_name, cls=ListCommand)(_function)
-app.add_typer(onnx, name="onnx")
+    app.command(_name, cls=ListCommand, context_settings=_HELP)(_function)
+app.add_typer(onnx, name="onnx", context_settings=_HELP)
 
 
 @app.callback(invoke_without_command=True)

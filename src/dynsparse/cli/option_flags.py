@@ -9,7 +9,15 @@ from typing import Annotated, Any
 
 import typer
 
-from dynsparse.apps.common.option import PANELS, Kind, Option, default_of, flag, options_of
+from dynsparse.apps.common.option import (
+    PANELS,
+    Kind,
+    Option,
+    default_of,
+    flag,
+    one_minus,
+    options_of,
+)
 from dynsparse.cli.values import arguments, integer, json_object, number
 
 __all__ = ["with_flags"]
@@ -31,6 +39,9 @@ def with_flags(kind: type, first: Mapping[str, Any] | None = None) -> Callable[[
     annotations: dict[str, Any] = dict(first or {})
     for field in sorted(fields(kind), key=lambda f: PANELS.index(options[f.name].panel)):
         known = options[field.name]
+        if known.complement is not None:
+            other, share = known.complementary(field.name, default_of(field))
+            annotations[known.complement] = _annotation(known.complement, other, share)
         annotations[field.name] = _annotation(field.name, known, default_of(field))
         if known.single is not None:
             one = replace(
@@ -43,11 +54,14 @@ def with_flags(kind: type, first: Mapping[str, Any] | None = None) -> Callable[[
             own = {name: raw.pop(name) for name in first or {}}
             values = {name: value for name, value in raw.items() if value not in (None, [])}
             for name, known in options.items():
-                if known.single in values and name in values:
-                    both = f"--{flag(known.single)} or --{flag(name)}"
-                    raise ValueError(f"expected {both}, got both: leave one out")
+                for other in (known.single, known.complement):
+                    if other in values and name in values:
+                        both = f"--{flag(other)} or --{flag(name)}"
+                        raise ValueError(f"expected {both}, got both: leave one out")
                 if known.single in values:
                     values[name] = [values.pop(known.single)]
+                if known.complement in values:
+                    values[name] = _one_minus(known.complement, values.pop(known.complement))
                 if name in values:
                     values[name] = _read(known.kind, flag(name), values[name])
             function(values, set(values), **own)
@@ -78,7 +92,7 @@ def _annotation(name: str, known: Option, default: Any) -> Any:
     elif kind.names and plain is str:
         more["metavar"] = "<name>"
     option = typer.Option(
-        f"--{flag(name)}",
+        *known.flags(name),
         help=known.words(),
         rich_help_panel=known.panel,
         show_default=known.default_words(default) or False,
@@ -86,6 +100,12 @@ def _annotation(name: str, known: Option, default: Any) -> Any:
     )
     whole = list[plain] if kind.several else plain
     return Annotated[whole | None, option]
+
+
+def _one_minus(name: str, value: float) -> float:
+    if not 0 < value <= 1:
+        raise ValueError(f"--{flag(name)}: expected a number in (0, 1], got {value!r}")
+    return one_minus(value)
 
 
 def _read(kind: Kind, name: str, value: Any) -> Any:

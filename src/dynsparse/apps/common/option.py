@@ -17,8 +17,8 @@ from dynsparse.training.algorithms import BY_NAME
 
 __all__ = [
     "FILE", "METHODS", "PANELS", "SWITCH", "TEXT", "Defines", "Kind", "Option", "again", "between",
-    "choice", "default_of", "flag", "integer", "many", "number", "option", "options_of", "pairs",
-    "taking",
+    "choice", "default_of", "flag", "integer", "many", "number", "one_minus", "option",
+    "options_of", "pairs", "taking",
 ]  # fmt: skip
 
 METHODS = (*BY_NAME, "dense")
@@ -134,6 +134,8 @@ class Option:
             compute. A checkpoint's own value holds for the first three, never for the last.
         methods: the values of `--method` it matters for; all where None.
         single: an older flag that gives the only one of several values.
+        also: other flags for the same, of which the first is the one to use.
+        complement: a flag for one minus the value, in (0, 1]; the one to use.
         by_default: what help and docs show in place of the default.
     """
 
@@ -144,7 +146,20 @@ class Option:
     optional: bool = False
     methods: tuple[str, ...] = METHODS
     single: str | None = None
+    also: tuple[str, ...] = ()
+    complement: str | None = None
     by_default: str | None = None
+
+    def flags(self, name: str) -> tuple[str, ...]:
+        """The flags of the option `name` that take its value."""
+        return tuple(f"--{flag(one)}" for one in (*self.also, name))
+
+    def complementary(self, name: str, default: float) -> tuple[Option, float]:
+        """The option for one minus the value of `name`, and its default."""
+        share = one_minus(default)
+        words = f"Share of the weights that are there, in place of --{flag(name)}."
+        made = dataclasses.replace(self, help=words, complement=None, by_default=f"{share:g}")
+        return made, share
 
     def words(self) -> str:
         """The help, the names it takes, and the methods it is for."""
@@ -165,6 +180,11 @@ class Option:
         if default is None or default is False or default == {}:
             return ""
         return " ".join(map(str, default)) if isinstance(default, tuple) else str(default)
+
+
+def one_minus(share: float) -> float:
+    """1 - share as somebody would write it, and not a neighbour of that."""
+    return round(1 - share, 12)
 
 
 def option(default: Any, help: str, kind: Kind, panel: str, **more: Any) -> Any:

@@ -52,12 +52,12 @@ def _groups(model: nn.Module, weight_decay: float) -> Groups:
 def learning_rate(options: Options, step: int) -> float:
     """The rate of step `step`, from 0: stateless, so a resumed training agrees.
 
-    It rises in proportion to the steps for `warmup_steps`, then falls from the peak to the least
+    It rises in proportion to the steps for `warm_up`, then falls from the peak to the least
     rate as (1 - share of the `cooldown_steps` passed) ^ decay_power, and stays there.
     """
     peak, least = options.peak_learning_rate, options.min_learning_rate
-    if step < options.warmup_steps:
-        return peak * (step + 1) / options.warmup_steps
-    cooldown = options.cooldown_steps or options.steps - options.warmup_steps
-    passed = min(1.0, (step - options.warmup_steps) / cooldown)
+    if step < options.warm_up:
+        return peak * (step + 1) / options.warm_up
+    cooldown = options.cooldown_steps or options.steps - options.warm_up
+    passed = min(1.0, (step - options.warm_up) / cooldown)
     return least + (peak - least) * (1 - passed) ** options.decay_power

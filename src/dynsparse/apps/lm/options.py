@@ -104,9 +104,13 @@ class Options(TrainingOptions):
         defines="network", methods=("dense",),
     )  # fmt: skip
     sparsity: float = _sparsity(
-        0.9, "Share of the weights left out.", _SHARE, defines="network", methods=tuple(BY_NAME)
+        0.9, "Share of the weights left out.", _SHARE, defines="network",
+        methods=tuple(BY_NAME), complement="density",
+    )  # fmt: skip
+    update_interval: int | None = _changed(
+        "update_interval",
+        by_default="200, or a tenth of the steps with updates where that is less",
     )
-    update_interval: int = _changed("update_interval", default=200)
     prune_end: float = _sparsity(
         0.75, "Share of the training after which patterns stay.",
         number(0, 1, above="a number in (0, 1]"),
@@ -143,7 +147,10 @@ class Options(TrainingOptions):
 
     peak_learning_rate: float = _rate(1e-2, "After the warm-up.", number(0))
     min_learning_rate: float = _rate(2e-4, "After the decay.", number(0))
-    warmup_steps: int = _rate(100, "Steps up to the peak.", integer(0))
+    warmup_steps: int | None = _rate(
+        None, "Steps up to the peak.", integer(0),
+        by_default="100, or a tenth of --steps where that is less",
+    )  # fmt: skip
     cooldown_steps: int | None = _rate(
         None, "Steps of the decay.", integer(1), by_default="all that are left"
     )
@@ -204,10 +211,10 @@ class Options(TrainingOptions):
                 f"--min-learning-rate: expected at most the peak of {self.peak_learning_rate:g}, "
                 f"got {self.min_learning_rate:g}"
             )
-        if self.warmup_steps >= self.steps:
+        if self.warm_up >= self.steps:
             raise ValueError(
                 f"--warmup-steps: expected less than the {self.steps} steps of the training, got "
-                f"{self.warmup_steps}"
+                f"{self.warm_up}"
             )
 
     def _check_companions(self) -> None:
@@ -260,6 +267,22 @@ class Options(TrainingOptions):
                 "--vocabulary-size: expected --tokens bpe with it: the vocabularies of bytes and "
                 "characters are as large as they are"
             )
+
+    @property
+    def warm_up(self) -> int:
+        """Steps up to the peak of the learning rate."""
+        return min(100, self.steps // 10) if self.warmup_steps is None else self.warmup_steps
+
+    @property
+    def pattern_steps(self) -> int:
+        """After how many steps patterns stay."""
+        return max(1, round(self.prune_end * self.steps))
+
+    @property
+    def interval(self) -> int:
+        """Steps between pattern updates."""
+        given = self.update_interval
+        return min(200, max(1, self.pattern_steps // 10)) if given is None else given
 
     @property
     def trains(self) -> bool:

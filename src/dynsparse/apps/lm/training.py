@@ -57,8 +57,8 @@ class Training(common.Training):
         super().__init__(
             options,
             seed,
-            total_steps=max(1, round(options.prune_end * options.steps)),
-            update_interval=options.update_interval,
+            total_steps=options.pattern_steps,
+            update_interval=options.interval,
             initial=torch.Generator().manual_seed(seed),
         )
 

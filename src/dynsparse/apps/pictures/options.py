@@ -42,7 +42,7 @@ class PictureOptions(TrainingOptions):
         "update_interval",
         help="Batches between pattern updates, in place of --steps-per-epoch.",
     )
-    epochs: int = _training(10, "Length of the training.", integer(1))
+    epochs: int | None = _training(10, "Length of the training.", integer(1))
     learning_rate: float | None = _training(
         None,
         "First learning rate; the default is for a batch of 16 and scales with the batch.",
@@ -60,9 +60,9 @@ class PictureOptions(TrainingOptions):
 
     def check_together(self) -> None:
         self.check_network()
-        if self.stop_after is not None and self.stop_after > self.epochs:
+        if self.stop_after is not None and self.stop_after > self.length:
             raise ValueError(
-                f"--stop-after: expected one of the {self.epochs} epochs, got {self.stop_after}"
+                f"--stop-after: expected one of the {self.length} epochs, got {self.stop_after}"
             )
         if self.test_mode == "tests" and self.restore is None:
             raise ValueError(
@@ -77,6 +77,13 @@ class PictureOptions(TrainingOptions):
 
     def check_network(self) -> None:
         """The part of `check` that the network's own options need."""
+
+    @property
+    def length(self) -> int:
+        """Epochs of the training: as given, or 12 of the small digits, 1 of other pictures."""
+        if self.epochs is not None:
+            return self.epochs
+        return 12 if self.dataset == "digits" else 1
 
     @property
     def label(self) -> str:

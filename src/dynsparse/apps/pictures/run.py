@@ -94,7 +94,7 @@ def _headlines(training: Training, pictures: data.DataSet) -> list[str]:
 def _train(training: Training, console: Console, outputs: Outputs) -> Scores | None:
     """Train up to the last epoch wanted; the last epoch's scores, None if there was none left."""
     options = training.options
-    last_epoch = options.stop_after or options.epochs
+    last_epoch = options.stop_after or options.length
     whole: Sums | None = None
     with Display(console, _COLUMNS, training.total_steps, training.step) as display:
         while training.epoch < last_epoch:
@@ -121,7 +121,7 @@ def _train(training: Training, console: Console, outputs: Outputs) -> Scores | N
 def _cells(training: Training, sums: Sums) -> list[str]:
     scores = sums.scores()
     return [
-        f"{-(-training.step // training.batches)}/{training.options.epochs}",
+        f"{-(-training.step // training.batches)}/{training.options.length}",
         f"{scores.loss:.4f}",
         f"{100 * scores.accuracy:.2f} %",
         f"{100 * density(training.model):.2f} %",

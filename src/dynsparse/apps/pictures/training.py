@@ -50,7 +50,7 @@ class Training(common.Training):
                 f"got {options.steps_per_epoch}: lower it, or lower --batch-size"
             )
         self.report_interval = self.batches // options.steps_per_epoch
-        self.total_steps = self.batches * options.epochs
+        self.total_steps = self.batches * options.length
         self.epoch = 0
         super().__init__(
             options,
@@ -88,7 +88,7 @@ class Training(common.Training):
 
     def metadata(self) -> dict[str, Any]:
         options = self.options
-        return {"dataset": options.dataset, "epochs": options.epochs, "steps": self.total_steps}
+        return {"dataset": options.dataset, "epochs": options.length, "steps": self.total_steps}
 
     def _pictures(self, part: str) -> Pictures:
         """The training or test pictures as the network reads them, arranged on first use."""

@@ -34,6 +34,7 @@ class Options(PictureOptions):
         "Density of each layer, first to last; 1 is dense.",
         many(number(0, 1, above="more than 0"), "numbers above 0 and up to 1 (1 is a dense layer)"),
         methods=tuple(BY_NAME),
+        also=("density",),
     )
     hidden_sizes: Sequence[int] = _network(
         (320,),

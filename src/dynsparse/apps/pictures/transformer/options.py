@@ -27,10 +27,12 @@ class Options(PictureOptions):
 
     rates: ClassVar[dict[str, float]] = PictureOptions.rates | {"Adam": 0.004}
 
-    epochs: int = again(PictureOptions, "epochs", default=1)
+    epochs: int | None = again(
+        PictureOptions, "epochs", default=None, by_default="12 of digits, 1 of the others"
+    )
     sparsity: float = _network(
         0.9, "Share of zeros in every matrix; 0 is dense.", number(0, 1, below=True),
-        methods=tuple(BY_NAME),
+        methods=tuple(BY_NAME), complement="density",
     )  # fmt: skip
     encoder_layers: int = _network(1, "Number of transformer layers.", _SIZE)
     hidden_length: int = _network(96, "Features of a token.", _SIZE)
