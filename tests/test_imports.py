@@ -45,11 +45,12 @@ BESIDE = {
     "popsparse": [*GROUND, "machine", "nn", "ops"],
     "data": [*GROUND],
     "bench": [*GROUND, "ops", "nn", "training"],
-    "report": [*GROUND, "machine", "popsparse", "training", "bench"],
+    "report": [*GROUND, "machine", "popsparse", "nn", "training", "bench"],
 }
 """What stands beside the floors, and all that it imports from."""
 
 FROM_THE_SIDE = {
+    "__init__": ["report"],  # where it is asked for
     "apps": ["data", "report"],
     "cli": [*BESIDE],
 }

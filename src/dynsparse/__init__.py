@@ -52,4 +52,6 @@ def __getattr__(name: str) -> Any:
         return import_module(f"dynsparse.{name}")
     if name in ("export_onnx", "import_onnx"):
         return getattr(import_module(f"{__name__}.integrations.onnx"), name)
+    if name == "plot":
+        return import_module("dynsparse.report.training.plot").plot
     raise AttributeError(f"module 'dynsparse' has no attribute {name!r}")

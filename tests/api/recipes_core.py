@@ -322,6 +322,7 @@ RECIPES = {
     ),
     "dynsparse.nn.Dropout": call(used(ds.nn.Dropout, X), p=lambda: 0.5, inplace=lambda: False),
     "dynsparse.nn.Dropout.forward": of(ds.nn.Dropout, "forward", x=lambda: X),
+    "dynsparse.plot": call(ds.plot, source=model, what=lambda: "connectivity", layer=lambda: "0"),
     "dynsparse.param_groups": call(ds.param_groups, model=model, weight_decay=lambda: 0.1),
     "dynsparse.nn.describe": call(ds.nn.describe, model=model),
     "dynsparse.nn.follow_patterns": Recipe(

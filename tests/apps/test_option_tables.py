@@ -40,7 +40,7 @@ def test_a_page_is_filled_in(tmp_path):
     assert text.startswith(f"{begin}\n| flag |")
     assert text.endswith("|\n\n<!-- /options -->\nb\n")
     assert "old" not in text
-    assert "| `--epochs` | 1 |" in text
+    assert "| `--epochs` | 12 of digits, 1 of the others |" in text
     assert "`--dataset`" not in text
     assert fill(text) == text
     with pytest.raises(

@@ -6,18 +6,29 @@ from collections.abc import Mapping
 
 from torch import nn
 
+from dynsparse.files.html import html_table
 from dynsparse.nn.left_dense import left_dense, unconverted
 from dynsparse.nn.linear import SparseLinear
 from dynsparse.nn.sites import Site, find_sites
 from dynsparse.typed import typed
 
-__all__ = ["describe"]
+__all__ = ["Description", "describe"]
 
 _HEAD = ("layer", "shape", "block", "density", "non-zeros", "parameters")
 
 
+class Description(str):
+    """A table as text, which notebooks show as one."""
+
+    rows: list[tuple[str, ...]]
+    below: list[str]
+
+    def _repr_html_(self) -> str:
+        return html_table(self.rows, _HEAD, self.below)
+
+
 @typed
-def describe(model: nn.Module) -> str:
+def describe(model: nn.Module) -> Description:
     """A line for each sparse layer and each dense one that could be sparse, and one for the model.
 
     Shapes are [out, in], of convolutions [out, in / groups, *kernel]; non-zeros are counted in
@@ -51,7 +62,10 @@ def describe(model: nn.Module) -> str:
             lines.append(_line(name, site.shape, "-", "dense", full, full, bias))
     now = sum(parameter.numel() for parameter in model.parameters())
     total = f"the model: {now + saved:,} -> {now:,} parameters ({now / max(1, now + saved):.1%})"
-    return "\n".join([*_aligned([_HEAD, *lines]), total, *_left(model, every, now + saved)])
+    below = [total, *_left(model, every, now + saved)]
+    made = Description("\n".join([*_aligned([_HEAD, *lines]), *below]))
+    made.rows, made.below = lines, below
+    return made
 
 
 def _left(model: nn.Module, sites: Mapping[str, Site], all_parameters: int) -> list[str]:

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from dynsparse.checks import check_integer, check_kind, check_tensor, check_within, is_scipy
 from dynsparse.encoding import row_pointers
+from dynsparse.files.html import html_table
 from dynsparse.files.shorten import shortened
 from dynsparse.pattern.coordinates import (
     INT32_MAX,
@@ -192,6 +193,10 @@ class SparsePattern(Positions):
             f"SparsePattern(shape={self.shape}, block_size={self.block_size}, nnz={self.nnz}, "
             f"density={self.density:.4g})"
         )
+
+    def _repr_html_(self) -> str:
+        rows = [(n, f"{getattr(self, n)}") for n in ("shape", "block_size", "nnz", "density")]
+        return html_table(rows, head=("SparsePattern", ""))
 
     def __getstate__(self) -> dict[str, Any]:
         return {k: getattr(self, k) for k in ("rows", "cols", "shape", "block_size")}

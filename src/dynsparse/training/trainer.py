@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from dynsparse.checks import check_flag
+from dynsparse.files.html import html_table
 from dynsparse.interrupts import uninterrupted
 from dynsparse.nn import SparseLinear
 from dynsparse.ops import capture
@@ -158,6 +159,9 @@ class SparseTrainer(FollowsOptimizer, OwnParts):
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({', '.join(f'{k}={v}' for k, v in self.summary().items())})"
+
+    def _repr_html_(self) -> str:
+        return html_table(list(self.summary().items()), head=(type(self).__name__, ""))
 
     def summary(self) -> dict[str, str]:
         """Where the training is, in words: layers, density, steps, updates, and the next one."""

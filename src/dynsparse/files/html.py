@@ -1,0 +1,34 @@
+"""Small tables for notebooks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from html import escape
+
+__all__ = ["html_table"]
+
+
+def html_table(
+    rows: Sequence[Sequence[str]], head: Sequence[str] = (), below: Sequence[str] = ()
+) -> str:
+    """A table of texts; numbers stand to the right.
+
+    Args:
+        rows: of cells.
+        head: what stands over the columns.
+        below: lines under the table.
+    """
+
+    def line(cells: Sequence[str], tag: str) -> str:
+        made = (
+            f'<{tag} style="text-align: {"left" if i == 0 else "right"}">{escape(cell)}</{tag}>'
+            for i, cell in enumerate(cells)
+        )
+        return f"<tr>{''.join(made)}</tr>"
+
+    parts = ["<table>"]
+    if head:
+        parts.append(f"<thead>{line(head, 'th')}</thead>")
+    parts.append(f"<tbody>{''.join(line(row, 'td') for row in rows)}</tbody></table>")
+    parts += [f"<div>{escape(text)}</div>" for text in below]
+    return "".join(parts)

@@ -1,0 +1,260 @@
+"""Figures of a model's layers, or of what a record says of them: `dynsparse.plot`."""
+
+from __future__ import annotations
+
+import io
+import os
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from torch import nn
+
+from dynsparse.nn import SparseLinear
+from dynsparse.pattern import SparsePattern
+from dynsparse.report.figure import MUTED, figure, need_matplotlib
+from dynsparse.training import SparseTrainer
+from dynsparse.training.records import Records
+from dynsparse.typed import typed
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+__all__ = ["plot"]
+
+_BLUE, _ORANGE = "#3b6fb6", "#d9822b"
+_NAMED = 40  # layers of which every one gets its name
+_LINES = 6  # layers whose curves can be told apart
+_CELLS = 256  # of a matrix, along each side
+
+
+@typed
+def plot(source: Any, what: str = "density", *, layer: str | None = None) -> Any:
+    """A `Figure` of matplotlib, not known to pyplot; notebooks show it, `savefig` writes it.
+
+    | what | shows |
+    |---|---|
+    | "density" | the density of each layer, and that of all together |
+    | "connectivity" | where one layer's connections are, and how many each feature has |
+    | "dead units" | features of each layer without any connection, as shares |
+    | "churn" | the share that each update replaced, by layer; of a record alone |
+
+    Args:
+        source: a model, a trainer, `Records`, or the folder of a record, of which the last
+            patterns are shown.
+        what: one of these.
+        layer: the layer of "connectivity"; the first when left out.
+
+    Raises:
+        TypeError: another source; "churn" of something without a record.
+        ValueError: another `what`; a layer that is not there, or named where all are shown; a
+            model without sparse layers.
+        RecordError, OSError: a folder without a record that can be read.
+        ImportError: matplotlib is not installed.
+    """
+    if what not in _FIGURES:
+        raise ValueError(f"what must be one of {', '.join(map(repr, _FIGURES))}, got {what!r}")
+    if layer is not None and what != "connectivity":
+        raise ValueError(f"{what!r} shows all layers: leave layer out, got {layer!r}")
+    if isinstance(source, (str, os.PathLike)):
+        source = Records.load(source)
+    if what == "churn":
+        if not isinstance(source, Records):
+            raise TypeError(
+                "churn is what a record says: expected Records or the folder of a record, got "
+                f"{type(source).__name__}"
+            )
+        need_matplotlib()
+        return _shown(_churn(source))
+    patterns = _patterns(source)
+    need_matplotlib()
+    if what != "connectivity":
+        return _shown(_FIGURES[what](patterns))
+    name = next(iter(patterns)) if layer is None else layer
+    if name not in patterns:
+        raise ValueError(
+            f"layer must be one of {', '.join(map(repr, [*patterns][:8]))}"
+            f"{', ...' if len(patterns) > 8 else ''}, got {name!r}"
+        )
+    return _shown(_connectivity(name, patterns[name]))
+
+
+def _shown(page: Figure) -> Figure:
+    """The figure, which notebooks also show where pyplot was never imported."""
+
+    def png() -> bytes:
+        buffer = io.BytesIO()
+        page.savefig(buffer, format="png")
+        return buffer.getvalue()
+
+    vars(page)["_repr_png_"] = png
+    return page
+
+
+def _patterns(source: Any) -> dict[str, SparsePattern]:
+    if isinstance(source, Records):
+        return {name: source.pattern(name, -1) for name in source.layers}
+    if isinstance(source, SparseTrainer):
+        return {name: layer.pattern for name, layer in source.layers.items()}
+    if not isinstance(source, nn.Module):
+        raise TypeError(
+            "expected a model, a trainer, Records or the folder of a record, got "
+            f"{type(source).__name__}"
+        )
+    layers = {n: m.pattern for n, m in source.named_modules() if isinstance(m, SparseLinear)}
+    if not layers:
+        raise ValueError("the model has no sparse layers to show: use dynsparse.sparsify")
+    return layers
+
+
+def _density(patterns: Mapping[str, SparsePattern]) -> Figure:
+    shares = np.array([p.density for p in patterns.values()])
+    total = sum(p.total * p.block_size**2 for p in patterns.values())
+    whole = sum(p.nnz * p.block_size**2 for p in patterns.values()) / max(1, total)
+    with _bars([*patterns]) as (page, axes, bar, places):
+        bar(places, shares, 0.8, color=_BLUE)
+        line = axes.axvline if len(patterns) <= _NAMED else axes.axhline
+        line(whole, color=_ORANGE, linewidth=1.5)
+        axes.set_title(f"Density by layer; together {whole:.3g}")
+    return page
+
+
+def _dead_units(patterns: Mapping[str, SparsePattern]) -> Figure:
+    dead = np.array([_dead(pattern) for pattern in patterns.values()]).reshape(-1, 2)
+    with _bars([*patterns]) as (page, axes, bar, places):
+        bar(places - 0.2, dead[:, 0], 0.4, color=_BLUE, label="inputs")
+        bar(places + 0.2, dead[:, 1], 0.4, color=_ORANGE, label="outputs")
+        if not dead.any():
+            axes.text(
+                0.5, 0.5, "every feature has a connection", transform=axes.transAxes,
+                ha="center", va="center", color=MUTED,
+            )  # fmt: skip
+        axes.set_title("Features without any connection, as shares")
+        axes.legend(loc="lower right", bbox_to_anchor=(1, 1), ncols=2, borderaxespad=0.1)
+    return page
+
+
+def _dead(pattern: SparsePattern) -> tuple[float, float]:
+    height, width = pattern.grid
+    inputs, outputs = len(pattern.cols.unique()), len(pattern.rows.unique())
+    return 1 - inputs / width, 1 - outputs / height
+
+
+class _bars:
+    """Axes with a place for every layer: names at the side, or, of many layers, some below."""
+
+    def __init__(self, names: Sequence[str]) -> None:
+        self.names = [name or "(the model)" for name in names]
+
+    def __enter__(self) -> tuple[Figure, Axes, Any, np.ndarray]:
+        count = len(self.names)
+        lies = count <= _NAMED
+        self.context = figure(8, 1.3 + 0.24 * max(3, count)) if lies else figure(11, 4.8)
+        page = self.context.__enter__()
+        axes = page.subplots()
+        places = np.arange(count)
+        if lies:
+            axes.set_yticks(places, [_short(name, 44) for name in self.names])
+            axes.set_ylim(count - 0.4, -0.6)
+            axes.grid(axis="y", visible=False)
+            axes.tick_params(axis="y", labelsize=9, length=0)
+        else:
+            some = places[:: -(-count // 24)]
+            axes.set_xticks(some, [_short(self.names[i], 30) for i in some], rotation=90)
+            axes.set_xlim(-1, count)
+            axes.grid(axis="x", visible=False)
+            axes.tick_params(axis="x", labelsize=8)
+        return page, axes, axes.barh if lies else axes.bar, places
+
+    def __exit__(self, *error: Any) -> None:
+        self.context.__exit__(*error)
+
+
+def _short(name: str, most: int) -> str:
+    return name if len(name) <= most else f"...{name[3 - most :]}"
+
+
+def _connectivity(name: str, pattern: SparsePattern) -> Figure:
+    height, width = pattern.grid
+    rows, cols = pattern.rows.cpu().numpy(), pattern.cols.cpu().numpy()
+    tall, wide = min(height, _CELLS), min(width, _CELLS)
+    cells = np.zeros((tall, wide))
+    np.add.at(cells, (rows * tall // height, cols * wide // width), 1)
+    # How many positions fall into each cell.
+    down = np.bincount(np.arange(height) * tall // height, minlength=tall)
+    across = np.bincount(np.arange(width) * wide // width, minlength=wide)
+    cells /= np.outer(down, across)
+    b = pattern.block_size
+    shape = f"{height * b} x {width * b}" + (f" in blocks of {b}" if b > 1 else "")
+    ratio = np.clip(width / height, 0.6, 1.8)
+    with figure(2.6 + 4.4 * max(1.0, ratio), 2.2 + 4.4 / min(1.0, ratio)) as page:
+        grid = page.add_gridspec(
+            2, 2, width_ratios=[4.4 * max(1.0, ratio), 1.3],
+            height_ratios=[4.4 / min(1.0, ratio), 1.3],
+        )  # fmt: skip
+        main = page.add_subplot(grid[0, 0])
+        edges = (-0.5, width - 0.5, height - 0.5, -0.5)
+        image = main.imshow(
+            cells, cmap="Blues", aspect="auto", interpolation="nearest", extent=edges, vmin=0
+        )
+        main.grid(visible=False)
+        main.set_title(f"{name or 'the layer'}: {shape}, density {pattern.density:.3g}")
+        unit = "block row" if b > 1 else "output"
+        main.set_ylabel(unit)
+        right = page.add_subplot(grid[0, 1], sharey=main)
+        right.fill_betweenx(
+            np.arange(height), np.bincount(rows, minlength=height), color=_BLUE, step="mid"
+        )
+        right.set_xlim(left=0)
+        right.tick_params(labelleft=False)
+        right.set_title("connections", fontsize=9)
+        below = page.add_subplot(grid[1, 0], sharex=main)
+        below.fill_between(
+            np.arange(width), np.bincount(cols, minlength=width), color=_BLUE, step="mid"
+        )
+        below.set_ylim(bottom=0)
+        below.set_ylabel("connections", fontsize=9)
+        below.set_xlabel("block column" if b > 1 else "input")
+        main.tick_params(labelbottom=False)
+        corner = page.add_subplot(grid[1, 1])
+        corner.axis("off")
+        page.colorbar(image, ax=corner, location="bottom", fraction=0.35, label="share present")
+    return page
+
+
+def _churn(records: Records) -> Figure:
+    steps = records.steps[1:]
+    shares = {name: records.churn(name) for name in records.layers}
+    if len(shares) <= _LINES:
+        with figure(9, 4.5) as page:
+            axes = page.subplots()
+            for name, churn in shares.items():
+                axes.plot(steps, churn, label=_short(name, 40), marker="." * (len(steps) < 40))
+            axes.set_ylim(bottom=0)
+            axes.set_xlabel("step")
+            axes.set_title("Share of the connections that each update replaced")
+            axes.legend()
+        return page
+    table = np.array([*shares.values()]).reshape(len(shares), -1)
+    names = [_short(name, 40) for name in shares]
+    with figure(10, 1.8 + min(9.0, max(2.0, 0.22 * len(names)))) as page:
+        axes = page.subplots()
+        image = axes.imshow(table, cmap="magma", aspect="auto", interpolation="nearest", vmin=0)
+        axes.grid(visible=False)
+        some = np.arange(len(names))[:: -(-len(names) // _NAMED)]
+        axes.set_yticks(some, [names[i] for i in some], fontsize=8)
+        shown = np.arange(len(steps))[:: max(1, -(-len(steps) // 10))]
+        axes.set_xticks(shown, [f"{steps[i]:,}" for i in shown])
+        axes.set_xlabel("step of the update")
+        axes.set_title("Share of the connections that each update replaced")
+        page.colorbar(image, ax=axes, fraction=0.04, pad=0.01)
+    return page
+
+
+_FIGURES: dict[str, Callable[..., Figure]] = {
+    "density": _density,
+    "connectivity": _connectivity,
+    "dead units": _dead_units,
+    "churn": _churn,
+}
