@@ -57,8 +57,10 @@ def undocumented(documented: set[str]) -> set[str]:
             if not paths & documented:
                 missing.add(f"{module_name}.{name}")
     # They need their libraries to be imported: what they list is read.
-    for file in sorted((ROOT / "src/dynsparse/integrations").glob("*.py")):
-        names = {f"dynsparse.integrations.{file.stem}.{name}" for name in listed(file)}
+    folder = ROOT / "src/dynsparse/integrations"
+    for file in sorted([*folder.glob("*.py"), *folder.glob("*/__init__.py")]):
+        module = file.parent.name if file.stem == "__init__" else file.stem
+        names = {f"dynsparse.integrations.{module}.{name}" for name in listed(file)}
         missing |= names - documented
     return missing
 
