@@ -44,9 +44,9 @@ class SparseCallback(TrainerCallback, ExportableState):
         sparse_trainer: the `SparseTrainer` of the training under way, or of the last; its
             `on_update` takes hooks, `updates` counts.
 
-    Raises, when training begins:
-        ValueError: a model without sparse layers, a state that does not fit. RuntimeError: an
-            optimizer that is made later (FSDP, DeepSpeed).
+    Raises:
+        ValueError: when training begins: a model without sparse layers, a state that does not fit.
+        RuntimeError: when training begins: an optimizer that is made later (FSDP, DeepSpeed).
     """
 
     def __init__(self, algorithm: Algorithm | None = None, **options: Any) -> None:

@@ -41,9 +41,9 @@ class SparseCallback(Callback):
         sparse_trainer: the `SparseTrainer` of the training under way, or of the last; its
             `on_update` takes hooks, `updates` counts.
 
-    Raises, when fit begins:
-        ValueError: a module without sparse layers, more than one optimizer, a state that does not
-            fit.
+    Raises:
+        ValueError: when fit begins: a module without sparse layers, more than one optimizer, a
+            state that does not fit.
     """
 
     def __init__(
