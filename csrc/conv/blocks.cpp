@@ -65,7 +65,8 @@ void all_majors(const ConvPass& pass, const ConvTile& tile, i64 row, i64 x) {
 
 // ---- gradient of the blocks ----
 
-constexpr int SIDE = REGISTERS == 32 ? 4 : 2;
+typedef float Four __attribute__((vector_size(16), aligned(4), may_alias));
+constexpr int SIDE = VL == 16 ? 4 : 2;
 
 // Adds the corner of SIDE packed planes by 4 held ones, whose edges may lie past the block: those
 // are computed from the last plane and not stored.
@@ -94,14 +95,28 @@ void corner(const ConvPass& pass, const ConvTile& tile, const float* packed, con
       }
     }
   }
-  for (int d = 0; d < SIDE && u + d < block; d++)
-    for (int i = 0; i < 4 && k + i < block; i++) {
-      alignas(64) float lanes[VL];
-      store(lanes, sum[d][i]);
-      float total = 0;
-      for (int l = 0; l < VL; l++) total += lanes[l];
-      sums[(u + d) * block + k + i] += total;
+  V four[SIDE];
+#pragma GCC unroll 4
+  for (int d = 0; d < SIDE; d++)
+    four[d] = fold2(fold1(sum[d][0], sum[d][1]), fold1(sum[d][2], sum[d][3]));
+  alignas(64) float result[SIDE][4];
+  if constexpr (VL == 16)
+    store(result[0],
+          fold_quarters(fold_quarters(four[0], four[1]), fold_quarters(four[2], four[3])));
+  else if constexpr (VL == 8)
+    store(result[0], fold_quarters(four[0], four[1]));
+  else
+    for (int d = 0; d < SIDE; d++) store(result[d], four[d]);
+  if (u + SIDE <= block && k + 4 <= block) {
+    for (int d = 0; d < SIDE; d++) {
+      Four& to = *reinterpret_cast<Four*>(sums + (u + d) * block + k);
+      to += *reinterpret_cast<const Four*>(result[d]);
     }
+    return;
+  }
+  for (int d = 0; d < SIDE && u + d < block; d++)
+    for (int i = 0; i < 4 && k + i < block; i++)
+      sums[(u + d) * block + k + i] += result[d][i];
 }
 
 }  // namespace

@@ -44,9 +44,10 @@ int forward(const float* x, const i64* x_strides, const float* values, const i32
   pass.ptr = row_ptr;
   pass.weights = values;
   pass.bias = bias;
+  const i64 nnz = row_ptr[majors];
+  pass.entries = nnz * block * block;
   choose_tiling(pass);
   const Tiling& t = pass.tiling;
-  const i64 nnz = row_ptr[majors];
   Scratch scratch(Scratch::size_of<i32>(nnz));
   if (scratch.failed()) return 1;
   i32* offset = scratch.take<i32>(nnz);
@@ -116,6 +117,9 @@ int one_phase(ConvPass& pass, const Sizes& s, const Phase& down, const Phase& ac
   pass.reach_x = across.reach;
   pass.target = {down.first, across.first, down.stride, across.stride};
   const bool empty = pass.height == 0 || pass.width == 0;
+  // Both gradients.
+  const i64 products = (pass.out.data ? 1 : 0) + (pass.held.data ? 1 : 0);
+  pass.entries = products * nnz * block * block / (s.stride_h * s.stride_w);
   if (!empty) choose_tiling(pass);
   const bool gathers = block == 1 && pass.out.data, dots = pass.held.data && !empty;
   const i64 threads = pass.threads;

@@ -60,6 +60,7 @@ struct ConvPass {
   Window target;  // where both lie
 
   i64 majors, block;
+  i64 entries = 0;  // elements, about: what the choice of tiles goes by
   const i32* ptr = nullptr;      // [majors + 1]
   const i32* offset = nullptr;   // [entries] in vectors, from the tile's first
   const i32* slot = nullptr;     // [entries] or null: the identity

@@ -46,10 +46,14 @@ void choose_tiling(ConvPass& pass) {
     }
   }
   t.groups = ceil_div(pass.batch * t.strips, VL);
-  // Tiles that stay in the second-level cache, with little packed twice. Enough for all threads.
-  const i64 room = SECOND_LEVEL / 2 / (VL * sizeof(float));
-  const i64 beside = pass.held.data ? pass.majors * pass.block : 0;
-  i64 best = -1;
+  // Tiles that stay in the second-level cache, with little packed twice and runs of some length.
+  // Costs are in multiply-adds, as measured: what a vector costs that is packed or unpacked; what a
+  // run costs beside its outputs; by how much slower it is past the second level.
+  constexpr double PACKED = 6, BESIDE = 1.5;
+  const double past = pass.block > 1 ? 1.2 : 1.6, speed = pass.block > 1 ? 0.4 : 1;
+  const i64 room = SECOND_LEVEL * 3 / 4 / (VL * sizeof(float));
+  const i64 features = pass.majors * pass.block, beside = pass.held.data ? features : 0;
+  double best = -1;
   for (i64 across = 1; across <= pass.width; across++) {
     const i64 wide = ceil_div(pass.width, across);
     if (ceil_div(pass.width, wide) != across) continue;
@@ -58,11 +62,11 @@ void choose_tiling(ConvPass& pass) {
       if (ceil_div(t.strip, high) != down) continue;
       const i64 rows = packed_rows(pass, high), columns = packed_columns(pass, wide);
       const i64 size = pass.planes * plane_of(rows, columns) + beside * high * wide;
-      // The smallest of all if none fits.
-      const i64 excess = most(0, size - room);
+      const double run = 1 + BESIDE / least(8, wide);
+      const double work = speed * pass.entries * high * wide * run * (size > room ? past : 1);
+      const double packing = PACKED * (pass.planes * rows * columns + features * high * wide);
       const i64 tasks = t.groups * down * across;
-      const i64 uneven = ceil_div(tasks, pass.threads) * pass.threads;
-      const i64 cost = (excess << 20) + uneven * (rows * columns + 4 * high * wide) / t.groups;
+      const double cost = ceil_div(tasks, pass.threads) * (work + packing);
       if (best < 0 || cost < best) {
         best = cost;
         t.high = high;

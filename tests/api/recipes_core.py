@@ -34,6 +34,10 @@ def conv(kind=ds.nn.SparseConv2d, block=1):
     return kind(4, 8, 3, density=0.25, block_size=block)
 
 
+def normed():
+    return nn.BatchNorm2d(8).eval()
+
+
 def model():
     return nn.Sequential(layer(), nn.ReLU(), nn.Linear(8, 4))
 
@@ -223,6 +227,59 @@ RECIPES = {
         linear=lambda: nn.Linear(12, 8),
         density=lambda: 0.5,
         block_size=lambda: 4,
+    ),
+    "dynsparse.nn.SparseConv2d": Recipe(
+        used(ds.nn.SparseConv2d, torch.randn(2, 4, 6, 6)),
+        lambda: {
+            "in_channels": 4,
+            "out_channels": 8,
+            "kernel_size": (3, 2),
+            "stride": 2,
+            "padding": (1, 0),
+            "dilation": 1,
+            "groups": 2,
+            "bias": True,
+            "padding_mode": "zeros",
+            "density": 0.25,
+            "block_size": 2,
+            "generator": generator(),
+            "device": "cpu",
+            "dtype": torch.float32,
+        },
+    ),
+    "dynsparse.nn.SparseConv2d, pattern": Recipe(
+        used(ds.nn.SparseConv2d, torch.randn(2, 4, 6, 6)),
+        lambda: {"in_channels": 4, "out_channels": 8, "kernel_size": (1, 3), "pattern": pattern()},
+    ),
+    "dynsparse.nn.SparseConv1d": Recipe(
+        used(ds.nn.SparseConv1d, torch.randn(2, 4, 6)),
+        lambda: {
+            "in_channels": 4,
+            "out_channels": 8,
+            "kernel_size": 3,
+            "padding": "same",
+            "density": 0.25,
+        },
+    ),
+    "dynsparse.nn.SparseConv2d.forward": of(conv, "forward", x=lambda: torch.randn(2, 4, 6, 6)),
+    "dynsparse.nn.SparseConv2d.kernel": of(
+        conv,
+        "kernel",
+        batch=lambda: 4,
+        size=lambda: (6, 6),
+        backward=lambda: True,
+        dtype=lambda: torch.float32,
+    ),
+    "dynsparse.nn.SparseConv2d.from_dense": call(
+        ds.nn.SparseConv2d.from_dense,
+        conv=lambda: nn.Conv2d(4, 8, 3),
+        density=lambda: 0.5,
+        block_size=lambda: 4,
+    ),
+    "dynsparse.nn.fuse_conv_bn_eval": call(
+        ds.nn.fuse_conv_bn_eval,
+        conv=lambda: conv().eval(),
+        bn=normed,
     ),
     "dynsparse.nn.SparseEmbedding": Recipe(
         used(ds.nn.SparseEmbedding, torch.tensor([0, 3])),
