@@ -31,6 +31,7 @@ def split_heads(attention: SparseMultiheadAttention) -> None:
     heads = attention.num_heads
     first, last = part.rows
     attention.num_heads = (last - first) // head_dim
+    attention.shares_heads = True
     for name in ("bias_k", "bias_v"):
         row = getattr(attention, name)
         if row is not None:

@@ -12,6 +12,7 @@ from torch.nn.functional import pad, scaled_dot_product_attention
 
 from dynsparse.checks import check_flag, check_fraction, check_integer, check_kind
 from dynsparse.files.shorten import shortened
+from dynsparse.nn.flex import ScoreMod, attend, check_flexible
 from dynsparse.nn.linear import SparseLinear
 from dynsparse.ops.dropout import dropout
 from dynsparse.typed import typed
@@ -47,6 +48,9 @@ class SparseMultiheadAttention(nn.Module):
     in_proj_weight = None
     in_proj_bias = None
     _qkv_same_embed_dim = False
+
+    # Whether other ranks compute further heads.
+    shares_heads: bool = False
 
     q_proj: nn.Module
     k_proj: nn.Module
@@ -185,6 +189,9 @@ class SparseMultiheadAttention(nn.Module):
         attn_mask: Tensor | None = None,
         average_attn_weights: bool = True,
         is_causal: bool = False,
+        *,
+        score_mod: ScoreMod | None = None,
+        block_mask: Any = None,
     ) -> tuple[Tensor, Tensor | None]:
         """Attend from L queries to S keys, in N sequences.
 
@@ -198,6 +205,8 @@ class SparseMultiheadAttention(nn.Module):
             average_attn_weights: the weights' mean over the heads rather than each head's.
             is_causal: without `attn_mask`, no query looks beyond its own position. With it, a
                 promise that it is that very mask, so that the fused product may leave it out.
+            score_mod, block_mask: as `torch.nn.attention.flex_attention.flex_attention` takes them,
+                which then computes. In place of all masks, of `need_weights` and of dropout.
 
         Returns:
             (output, shaped as the query; weights [N, L, S] or [N, heads, L, S], or None).
@@ -211,6 +220,23 @@ class SparseMultiheadAttention(nn.Module):
             check_flag(name, flag)
         if query.is_nested or key.is_nested or value.is_nested:
             raise RuntimeError("nested tensors are not supported: pad, and pass key_padding_mask")
+        rate = self.dropout if self.training else 0.0
+        flexible = score_mod is not None or block_mask is not None
+        plain = self.bias_k is None and not self.add_zero_attn
+        if flexible:
+            check_flexible(
+                score_mod,
+                block_mask,
+                {
+                    "need_weights=True": need_weights,
+                    "attn_mask": attn_mask is not None,
+                    "key_padding_mask": key_padding_mask is not None,
+                    "is_causal": is_causal,
+                    "dropout": rate > 0,
+                    "add_bias_kv and add_zero_attn": not plain,
+                    "heads that ranks share out": self.shares_heads,
+                },
+            )
         batched = query.dim() == 3
         if not batched:
             query, key, value = query[None], key[None], value[None]
@@ -219,7 +245,6 @@ class SparseMultiheadAttention(nn.Module):
             query, key, value = (x.transpose(0, 1) for x in (query, key, value))
 
         q, k, v = self.q_proj(query), self.k_proj(key), self.v_proj(value)
-        plain = self.bias_k is None and not self.add_zero_attn
         if self.bias_k is not None and self.bias_v is not None:
             k = torch.cat([k, self.bias_k.expand(len(k), 1, -1)], 1)
             v = torch.cat([v, self.bias_v.expand(len(v), 1, -1)], 1)
@@ -229,7 +254,6 @@ class SparseMultiheadAttention(nn.Module):
             x.unflatten(-1, (self.num_heads, self.head_dim)).transpose(1, 2) for x in (q, k, v)
         )
 
-        rate = self.dropout if self.training else 0.0
         # On the CPU torch's fused product draws its dropout slowly, and guards against queries that
         # may look nowhere, which only given masks can bring about.
         drawn_here = rate > 0 and q.is_cpu and attn_mask is None and key_padding_mask is None
@@ -242,7 +266,9 @@ class SparseMultiheadAttention(nn.Module):
                 attn_mask = square.triu(1).bool()
             mask = self._merged(attn_mask, key_padding_mask, q, key.shape[1], k.shape[2])
         weights = None
-        if by_steps:
+        if flexible:
+            mixed = attend(q, k, v, score_mod, block_mask)
+        elif by_steps:
             scores = (q / math.sqrt(self.head_dim)) @ k.transpose(-2, -1)
             shares = dropout((scores if mask is None else scores + mask).softmax(-1), rate)
             mixed = shares @ v
