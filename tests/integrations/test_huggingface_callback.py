@@ -173,3 +173,17 @@ def test_a_packed_state_is_refused():
         ValueError, match="SparseCallback in the checkpoint is damaged: expected mem"
     ):
         huggingface._decoded(base64.b64encode(packed.getvalue()).decode())
+
+
+@pytest.mark.parametrize("telemetry", [True, False])
+def test_logs_say_what_the_updates_did(tmp_path, telemetry):
+    callback = SparseCallback(ds.RigL, **OPTIONS, telemetry=telemetry)
+    trainer = train(Model(), tmp_path, callback, logging_strategy="steps", logging_steps=10)
+    entries = [e for e in trainer.state.log_history if "loss" in e]
+    assert len(entries) == 4
+    for entry in entries:
+        assert ("sparse/density" in entry) == telemetry
+        if telemetry:
+            figures = callback._follower.telemetry.figures()
+            assert entry["sparse/density"] == figures["all/density"]
+            assert 0 < entry["sparse/churn"] < 1

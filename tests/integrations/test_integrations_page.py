@@ -21,8 +21,10 @@ pytestmark = pytest.mark.filterwarnings("default")
         ("peft", "LoRA with PEFT"),
         ("accelerate", "Other loops"),
         ("onnx2torch", "ONNX"),
+        ("lightning", "Fabric"),
+        ("optuna", "Optuna"),
     ],
-    ids=["lightning", "huggingface", "peft", "accelerate", "onnx"],
+    ids=["lightning", "huggingface", "peft", "accelerate", "onnx", "fabric", "optuna"],
 )
 def test_the_examples_of_a_section_run(library, section, capsys, tmp_path):
     with warnings.catch_warnings():

@@ -130,3 +130,30 @@ def test_what_cannot_be_followed_is_refused(tmp_path):
     first.save_checkpoint(tmp_path / "a.ckpt")
     with pytest.raises(ValueError, match="its algorithm is 'RigL', here it is 'SET'"):
         fit(Module(), SparseCallback(ds.SET, **OPTIONS), tmp_path, 2, ckpt_path=tmp_path / "a.ckpt")
+
+
+class Log(lightning.loggers.logger.DummyLogger):
+    def __init__(self):
+        super().__init__()
+        self.seen = {}
+
+    def log_metrics(self, metrics, step=None):
+        self.seen.setdefault(step, {}).update(metrics)
+
+
+@pytest.mark.parametrize("telemetry", [True, False])
+def test_updates_are_logged(tmp_path, telemetry):
+    log = Log()
+    callback = SparseCallback(ds.RigL, update_interval=4, telemetry=telemetry)
+    trainer = lightning.Trainer(
+        max_epochs=2, callbacks=[callback], accelerator="cpu", logger=log,
+        enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
+        default_root_dir=tmp_path,
+    )  # fmt: skip
+    trainer.fit(Module(), data())
+    seen = {step: found for step, found in log.seen.items() if "sparse/churn" in found}
+    assert list(seen) == ([4, 8, 12] if telemetry else [])
+    for found in seen.values():
+        assert 0 < found["sparse/churn"] <= 0.3
+        assert found["sparse/density"] == pytest.approx(0.3, abs=0.01)
+        assert found.keys() >= {"sparse/jaccard", "sparse/dead_inputs", "sparse/zero_outputs"}

@@ -9,13 +9,18 @@ from typing import Any
 import torch
 from torch import nn
 
-from dynsparse.checks import check_kind
-from dynsparse.training import SparseTrainer
+from dynsparse.checks import check_flag, check_kind
+from dynsparse.training import SparseTrainer, Telemetry
 
 __all__ = ["Algorithm", "Follower"]
 
 Algorithm = Callable[..., SparseTrainer]
 """`ds.RigL` and its kin, or a function of (model, optimizer) that returns a trainer."""
+
+
+_LOGGED = (
+    "density", "blocks", "churn", "jaccard", "dead_inputs", "dead_outputs", "zero_outputs",
+)  # fmt: skip
 
 
 class Follower:
@@ -25,12 +30,14 @@ class Follower:
         algorithm: called as algorithm(model, optimizer, **options).
         options: `total_steps` is filled in where the algorithm takes it and neither it nor a
             `schedule` is given.
+        watch: whether there is telemetry.
 
     Attributes:
         trainer: the `SparseTrainer`, None before `start`.
+        telemetry: watches it; None before, and where it is not to be watched.
     """
 
-    def __init__(self, algorithm: Algorithm, options: dict[str, Any]) -> None:
+    def __init__(self, algorithm: Algorithm, options: dict[str, Any], watch: bool = False) -> None:
         if not callable(algorithm):
             raise TypeError(
                 "expected an algorithm such as dynsparse.RigL, or a function of (model, optimizer) "
@@ -42,6 +49,8 @@ class Follower:
         self._options = options
         self._saved: dict[str, Any] | None = None
         self._follows = False
+        self._watch = check_flag("telemetry", watch)
+        self.telemetry: Telemetry | None = None
 
     def start(
         self, model: nn.Module, optimizer: torch.optim.Optimizer, total_steps: int | None
@@ -66,7 +75,18 @@ class Follower:
             trainer.load_state_dict(self._saved)
             self._saved = None
         self.trainer, self._follows = trainer, True
+        self.telemetry = Telemetry(trainer) if self._watch else None
         return trainer
+
+    def figures(self) -> dict[str, int | float]:
+        """Of all layers together, as "sparse/figure", for a logger; empty without telemetry.
+
+        What telemetry counts from its first pattern on is left out: a resumed training begins anew.
+        """
+        if self.telemetry is None:
+            return {}
+        found = self.telemetry.figures()
+        return {f"sparse/{name}": found[f"all/{name}"] for name in _LOGGED}
 
     def stop(self) -> None:
         """Follow no more; the trainer stays, to be looked at."""

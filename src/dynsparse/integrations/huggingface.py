@@ -39,6 +39,9 @@ class SparseCallback(TrainerCallback, ExportableState):
             returns a trainer.
         options: its further arguments. `total_steps` is Trainer's `max_steps` unless it, or a
             schedule, is given.
+        telemetry: adds to every entry of `log_history` what `Telemetry` says of all layers
+            together: "sparse/density", "sparse/churn" and others. Trainer calls its own reporters
+            first, so that they see it only where they are given after this callback.
 
     Attributes:
         sparse_trainer: the `SparseTrainer` of the training under way, or of the last; its
@@ -49,14 +52,16 @@ class SparseCallback(TrainerCallback, ExportableState):
         RuntimeError: when training begins: an optimizer that is made later (FSDP, DeepSpeed).
     """
 
-    def __init__(self, algorithm: Algorithm | None = None, **options: Any) -> None:
+    def __init__(
+        self, algorithm: Algorithm | None = None, *, telemetry: bool = True, **options: Any
+    ) -> None:
         if algorithm is None:
             # Trainer makes the callback anew, without arguments, when told to restore callbacks.
             raise ValueError(
                 "SparseCallback needs an algorithm such as dynsparse.RigL; to resume, leave "
                 "restore_callback_states_from_checkpoint at False: it restores itself"
             )
-        self._follower = Follower(algorithm, options)
+        self._follower = Follower(algorithm, options, telemetry)
 
     @property
     def sparse_trainer(self) -> SparseTrainer | None:
@@ -84,6 +89,14 @@ class SparseCallback(TrainerCallback, ExportableState):
                 )
             self._follower.load_state_dict(_decoded(saved["attributes"]["trainer"]))
         self._follower.start(parts["model"], optimizer, state.max_steps)
+
+    def on_log(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **parts: Any
+    ) -> None:
+        figures = self._follower.figures()
+        for entry in (parts.get("logs"), state.log_history[-1] if state.log_history else None):
+            if entry is not None:
+                entry.update(figures)
 
     def on_train_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **parts: Any

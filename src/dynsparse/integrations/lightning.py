@@ -36,6 +36,8 @@ class SparseCallback(Callback):
         options: its further arguments. `total_steps` is Lightning's `estimated_stepping_batches`
             unless it, or a schedule, is given.
         restore_random_state: False leaves the random generators as they are on resuming.
+        telemetry: logs after every update, to all of Lightning's loggers, what `Telemetry` says of
+            all layers together: "sparse/density", "sparse/churn" and others.
 
     Attributes:
         sparse_trainer: the `SparseTrainer` of the training under way, or of the last; its
@@ -47,9 +49,14 @@ class SparseCallback(Callback):
     """
 
     def __init__(
-        self, algorithm: Algorithm, *, restore_random_state: bool = True, **options: Any
+        self,
+        algorithm: Algorithm,
+        *,
+        restore_random_state: bool = True,
+        telemetry: bool = True,
+        **options: Any,
     ) -> None:
-        self._follower = Follower(algorithm, options)
+        self._follower = Follower(algorithm, options, telemetry)
         self._restore_random_state = restore_random_state
 
     @property
@@ -65,7 +72,14 @@ class SparseCallback(Callback):
             )
         total = trainer.estimated_stepping_batches
         known = isinstance(total, int) and total > 0
-        self._follower.start(pl_module, optimizers[0], int(total) if known else None)
+        sparse = self._follower.start(pl_module, optimizers[0], int(total) if known else None)
+
+        def log(step: int, _: object) -> None:
+            for logger in trainer.loggers:
+                logger.log_metrics(self._follower.figures(), step=step)
+
+        if self._follower.telemetry is not None:
+            sparse.on_update.append(log)
 
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._follower.stop()
