@@ -120,8 +120,29 @@ def test_figures_are_of_all_blocks(dtype):
     assert rows[0][:4] == ["gpt2-small", "0.3", "16", dtype]
     assert len(rows[0]) == len(head)
     head, rows = parts_table([figures])
-    assert head == ["part", "dynsparse", "masked", "dense"]
-    assert [row[0] for row in rows] == [*PARTS, "all of it"]
+    assert head == ["model", "part", "dynsparse, block 16", "masked", "dense"]
+    assert [row[1] for row in rows] == [*PARTS, "all of it"]
+
+
+def test_the_table_of_parts_has_a_column_for_every_block():
+    def figures(layer, block, density, taken):
+        parts = {who: {"norms": taken, "head": 1.0} for who in ("dynsparse", "masked", "dense")}
+        return {"layer": layer, "block": block, "density": density, "dtype": "float32",
+                "parts": parts}  # fmt: skip
+
+    head, rows = parts_table(
+        [figures("a", 1, 0.1, 2.0), figures("a", 1, 0.05, 9.0), figures("a", 16, 0.1, 3.0),
+         figures("b", 16, 0.1, 4.0)]
+    )  # fmt: skip
+    assert head == ["model", "part", "dynsparse, block 1", "dynsparse, block 16", "masked", "dense"]
+    assert rows == [
+        ["a", "norms", "2000", "3000", "2000", "2000"],
+        ["a", "head", "1000", "1000", "1000", "1000"],
+        ["a", "all of it", "3000", "4000", "3000", "3000"],
+        ["b", "norms", "", "4000", "4000", "4000"],
+        ["b", "head", "", "1000", "1000", "1000"],
+        ["b", "all of it", "", "5000", "5000", "5000"],
+    ]
 
 
 def test_the_table_of_memory():

@@ -31,24 +31,35 @@ def steps_table(cells: list[Figures]) -> Table:
     for cell in cells:
         row = _sizes(cell)
         for part in (cell, cell["whole"]):
-            row.append(f"{1000 * part['times']['dynsparse']['median']:.0f}")
+            row.append(_ms(part["times"]["dynsparse"]["median"]))
             row += [_ratio(part["ratios"][name], cell["disturbed"]) for name in who]
         rows.append(row)
     return head, rows
 
 
 def parts_table(cells: list[Figures]) -> Table:
-    """Milliseconds of every part of a whole step, a row per part and a column per contender."""
-    head = ["part"]
-    parts = list(cells[0]["parts"]["dynsparse"])
-    rows = [[part] for part in [*parts, "all of it"]]
+    """Milliseconds of every part of a whole step: of each model at the first density and type."""
+    models: dict[str, list[Figures]] = {}
     for cell in cells:
-        for name, seconds in cell["parts"].items():
-            head.append(f"{', '.join(_sizes(cell)[2:])}: {name}" if len(cells) > 1 else name)
-            taken = [seconds[part] for part in parts]
-            for row, one in zip(rows, [*taken, sum(taken)], strict=True):
-                row.append(f"{1000 * one:.0f}")
+        first = models.setdefault(cell["layer"], [cell])[0]
+        if cell is not first and all(cell[key] == first[key] for key in ("density", "dtype")):
+            models[cell["layer"]].append(cell)
+    blocks = sorted({cell["block"] for found in models.values() for cell in found})
+    head = ["model", "part", *[f"dynsparse, block {block}" for block in blocks], "masked", "dense"]
+    rows = []
+    for name, found in models.items():
+        own = {cell["block"]: cell["parts"]["dynsparse"] for cell in found}
+        columns = [own.get(block) for block in blocks]
+        columns += [found[0]["parts"][who] for who in ("masked", "dense")]
+        for part in found[0]["parts"]["dynsparse"]:
+            rows.append([name, part, *["" if c is None else _ms(c[part]) for c in columns]])
+        sums = ["" if c is None else _ms(sum(c.values())) for c in columns]
+        rows.append([name, "all of it", *sums])
     return head, rows
+
+
+def _ms(seconds: float) -> str:
+    return f"{1000 * seconds:.0f}"
 
 
 def memory_table(cells: list[Figures]) -> Table:
