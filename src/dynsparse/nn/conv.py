@@ -284,8 +284,8 @@ class SparseConv2d(_SparseConv):
     sparse matrix [out, kh * kw * in / groups]; a block covers b outputs times b inputs of one tap.
 
     Args:
-        in_channels, out_channels, kernel_size, stride, padding, dilation, groups, bias,
-            padding_mode: as in `nn.Conv2d`.
+        in_channels, out_channels, kernel_size, stride, padding: as in `nn.Conv2d`.
+        dilation, groups, bias, padding_mode: likewise.
         density: share of the blocks that are present, in (0, 1]; rounded to the nearest block and
             to at least one.
         block_size: edge of the square blocks; must divide the channels of a group, in and out.
