@@ -286,6 +286,30 @@ def _sent(rank, wire, samples):
     return moved
 
 
+def step_traffic(rank, size):
+    """Bytes that the wrapper sums up over ranks in each of six steps, an update among them; those
+    of the values, of the dense gradient, and of the buffers that it would broadcast."""
+    net = ds.nn.SparseLinear(1024, 1024, 0.1, generator=torch.Generator(), bias=False)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    ddp = DistributedDataParallel(net)
+    sent = []
+
+    def counted(state, bucket):
+        sent[-1] += bucket.buffer().nbytes
+        return default_hooks.allreduce_hook(torch.distributed.group.WORLD, bucket)
+
+    ddp.register_comm_hook(None, counted)
+    schedule = ds.training.ConstantSchedule(100, 4, 0.3)
+    trainer = ds.RigL(net, optimizer, schedule=schedule)
+    for _ in range(6):
+        sent.append(0)
+        optimizer.zero_grad()
+        ddp(torch.randn(8, 1024)).square().mean().backward()
+        trainer.step()
+    assert trainer.updates == 1
+    return sent, net.values.nbytes, 4 * 1024**2, sum(b.nbytes for b in ddp.modules_buffers)
+
+
 def instructions(
     rank: int, size: int, name: str, updates: int, isas: list[str]
 ) -> tuple[str, int, dict[str, torch.Tensor]]:

@@ -113,3 +113,11 @@ def test_traffic():
             *others, update = found[name]
             assert others == [0, 0, 0]
             assert 0 < update <= most * dense, (name, update / dense)
+
+
+def test_traffic_of_a_step():
+    """What DistributedDataParallel sums up is the gradients of the values, and nothing else."""
+    for sent, values, dense, buffers in on_ranks(2, work.step_traffic):
+        assert buffers == 0
+        assert all(0.98 * values <= one <= 1.02 * values for one in sent), (sent, values)
+        assert max(sent) <= 0.11 * dense

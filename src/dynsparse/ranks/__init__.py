@@ -11,6 +11,7 @@ from dynsparse.ranks.agree import (
     digest,
     held_back,
     named_ranks,
+    say_the_same,
     texts_of,
 )
 from dynsparse.ranks.counting import CountingRanks
@@ -60,6 +61,7 @@ __all__ = [
     "of_first",
     "places",
     "ranks_of",
+    "say_the_same",
     "select_over_ranks",
     "sum_of_all",
     "texts_of",

@@ -14,7 +14,7 @@ from dynsparse.nn.sharded import gathered, is_sharded
 from dynsparse.ops.grow import select
 from dynsparse.pattern import Rewiring, SparsePattern
 from dynsparse.pattern.on_device import without
-from dynsparse.ranks import ALONE, GrowthWanted, Ranks, agreeing, held_back, of_first, sum_of_all
+from dynsparse.ranks import ALONE, GrowthWanted, Ranks, agreeing, held_back, sum_of_all
 from dynsparse.training.budgets import Budget, Counts, Survey
 from dynsparse.training.change import (
     Change,
@@ -160,9 +160,10 @@ def _counts(budget: Budget, survey: Survey) -> dict[str, Counts]:
     with agreeing(ranks):
         failed.raise_here()
     names = list(survey.patterns)
-    rows = [[i, *said[name]] for i, name in enumerate(names) if name in said]
-    (line,) = of_first(ranks, [torch.tensor(rows, dtype=torch.int64).view(-1)])
-    return {names[i]: Counts(drop, grow) for i, drop, grow in line.view(-1, 3).tolist()}
+    none = Counts(-1, -1)
+    rows = torch.tensor([said.get(n, none) for n in names], dtype=torch.int64, device=ranks.device)
+    found = ranks.broadcast(rows).tolist()
+    return {n: Counts(*row) for n, row in zip(names, found, strict=True) if row[0] >= 0}
 
 
 def _rewired_there(

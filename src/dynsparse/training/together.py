@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Set
+from collections.abc import Callable, Mapping, Sequence, Set
 from typing import Any
 
 import torch
@@ -19,6 +19,7 @@ from dynsparse.ranks import (
     digest,
     named_ranks,
     of_first,
+    say_the_same,
 )
 
 __all__ = [
@@ -152,12 +153,14 @@ def agree_before(ranks: Ranks, step: int, said: Mapping[str, Any]) -> None:
     ranks.meet(
         f"step {step} of this rank ends in an update; call trainer.step() as often on every rank"
     )
+    states = {f"the {what}": _digest(one) for what, one in said.items()}
+    if say_the_same(ranks, step, states):
+        return
     agree_on(
         ranks,
         {"the step that ends in an update": str(step)},
         "call trainer.step() as often on every rank, and load the same state",
     )
-    states = {f"the {what}": _digest(one) for what, one in said.items()}
     agree_on(ranks, states, f"{_SAME}, and load the same state", shown=False)
 
 
@@ -181,18 +184,31 @@ def check_same_gradients(ranks: Ranks, layers: Mapping[str, SparseLinear]) -> No
     for i, layer in enumerate(kept.values()):
         if layer.values.grad is not None:
             norms[i] = _norm(layer.values.grad.detach())
-    norms = norms.to(ranks.device)
+    line = _apart(ranks, list(kept), norms.to(ranks.device))
+    if ranks.everyone is ranks:
+        if line:
+            raise RuntimeError(line)
+        return
+    with agreeing(ranks):  # lines of a mesh compare for themselves, and all hear of it
+        if line:
+            raise RuntimeError(line)
+
+
+def _apart(ranks: Ranks, names: Sequence[str], norms: Tensor) -> str:
+    """What to say of the first layer whose norms are not alike on all ranks; "" if they are."""
     ends = ranks.highest(torch.stack([norms, -norms]))
-    apart = (ends[0] + ends[1]) > _ALIKE * ends[0]
-    for i in apart.nonzero().flatten().tolist():
-        own = torch.stack(ranks.gather(norms[i : i + 1], [1] * ranks.size)).flatten().tolist()
-        alike = [rank for rank, norm in enumerate(own) if abs(norm - own[0]) <= _ALIKE * own[0]]
-        others = [rank for rank in range(ranks.size) if rank not in alike]
-        raise RuntimeError(
-            f"layer {list(kept)[i]!r}: {named_ranks(alike)} and {named_ranks(others)} have other "
-            "gradients, so they do not train one model: wrap it in DistributedDataParallel, or in "
-            "dynsparse.distributed.replicate, or pass ranks=None to train alone"
-        )
+    apart = ((ends[0] + ends[1]) > _ALIKE * ends[0]).nonzero().flatten().tolist()
+    if not apart:
+        return ""
+    i = apart[0]
+    own = torch.stack(ranks.gather(norms[i : i + 1], [1] * ranks.size)).flatten().tolist()
+    alike = [rank for rank, norm in enumerate(own) if abs(norm - own[0]) <= _ALIKE * own[0]]
+    others = [rank for rank in range(ranks.size) if rank not in alike]
+    return (
+        f"layer {names[i]!r}: {named_ranks(alike)} and {named_ranks(others)} have other "
+        "gradients, so they do not train one model: wrap it in DistributedDataParallel, or in "
+        "dynsparse.distributed.replicate, or pass ranks=None to train alone"
+    )
 
 
 def _norm(tensor: Tensor) -> Tensor:
@@ -224,15 +240,19 @@ def agree_on_patterns(ranks: Ranks, step: int, rewirings: Mapping[str, Rewiring]
     """Raise ValueError, the same on all ranks, where the patterns after an update would differ."""
     if ranks.alone:
         return
-    agree_on(ranks, {"the layers that change": ", ".join(map(repr, rewirings))}, _SAME)
+    names = ", ".join(map(repr, rewirings))
+    patterns = {
+        f"the pattern of layer {name!r} after step {step}": digest(
+            rewiring.after.row_ptr, rewiring.after.cols
+        )
+        for name, rewiring in rewirings.items()
+    }
+    if say_the_same(ranks, names, patterns):
+        return
+    agree_on(ranks, {"the layers that change": names}, _SAME)
     agree_on(
         ranks,
-        {
-            f"the pattern of layer {name!r} after step {step}": digest(
-                rewiring.after.row_ptr, rewiring.after.cols
-            )
-            for name, rewiring in rewirings.items()
-        },
+        patterns,
         "change patterns through the trainer alone, and load the same state on every rank",
         shown=False,
     )
