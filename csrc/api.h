@@ -133,8 +133,8 @@ DYNSPARSE_API int dynsparse_linear_backward_bf16(
 /* y = the convolution of x with W [out, kernel_h * kernel_w * in / groups], taps outside, + bias.
  *
  * sizes [17]: batch, in, height, width, out, out_height, out_width, kernel_h, kernel_w, stride_h,
- * stride_w, padding at the top, at the left, dilation_h, dilation_w, groups, block. All are at least
- * 1, paddings at least 0; block divides in / groups and out / groups, out_height is at most
+ * stride_w, padding at the top, at the left, dilation_h, dilation_w, groups, block. All are at
+ * least 1, paddings at least 0; block divides in / groups and out / groups, out_height is at most
  * (height + what padding there is - dilation_h * (kernel_h - 1) - 1) / stride_h + 1, out_width
  * likewise; what lies outside of the image is zero. x [batch, in, height, width], y [batch, out,
  * out_height, out_width], each with four strides, of y such that no two elements share a place.

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from dynsparse.checks import check_integer
+from dynsparse.checks import check_integer, check_kind
 from dynsparse.nn.linear import SparseLinear
 from dynsparse.nn.start import block_count, largest_blocks
 from dynsparse.ops import conv as ops
@@ -67,6 +67,8 @@ class _SparseConv(SparseLinear):
         if padding_mode not in _MODES:
             raise ValueError(f"padding_mode must be one of {', '.join(_MODES)}, "
                              f"got {padding_mode!r}")  # fmt: skip
+        if block_size is not None:
+            check_integer("block_size", block_size, 1)
         b = block_size if pattern is None else pattern.block_size
         if b is not None and (in_channels // groups % b or out_channels // groups % b):
             raise ValueError(
@@ -180,6 +182,7 @@ class _SparseConv(SparseLinear):
 
     def forward(self, x: Tensor) -> Tensor:
         """x [batch, in, *size] or [in, *size] -> [batch, out, ...], as `nn.Conv2d`."""
+        check_kind("x", x, Tensor, "a tensor")
         single = x.dim() == self.dimensions + 1
         if x.dim() != self.dimensions + 2 and not single:
             size = "height, width" if self.dimensions == 2 else "length"

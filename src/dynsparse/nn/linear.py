@@ -213,6 +213,7 @@ class SparseLinear(SparseModule):
     def forward_with(
         self, x: Tensor, values: Tensor, index: PatternIndex, bias: Tensor | None
     ) -> Tensor:
+        """The layer's product with other values."""
         return linear(x, values, index, bias)
 
     def grad_input_with(
@@ -224,9 +225,11 @@ class SparseLinear(SparseModule):
     def grad_weight_with(
         self, dy: Tensor, x: Tensor, values: Tensor, index: PatternIndex
     ) -> Tensor:
+        """The gradient of these values, which are not read."""
         return grad_weight(dy, x, values, index)
 
     def grad_bias_with(self, dy: Tensor, dtype: torch.dtype) -> Tensor:
+        """The gradient of the bias, in its type."""
         return dy.reshape(-1, dy.shape[-1]).sum(0, dtype=dtype)
 
     @typed

@@ -22,7 +22,7 @@ from dynsparse.ops.conv.patches import are_patches, samples_of
 from dynsparse.ops.grow.best import Best
 from dynsparse.ops.grow.free_positions import check_free_positions
 from dynsparse.ops.grow.in_rows import RowSearch
-from dynsparse.ops.grow.scores import add_rows, pool
+from dynsparse.ops.grow.scores import add_slabs, pool
 from dynsparse.ops.grow.topk import check_pairs, check_pooling
 from dynsparse.ranks.agree import agreeing, held_back
 from dynsparse.ranks.band import Band, settle
@@ -58,8 +58,7 @@ def topk_over_ranks(
         pooling: see `topk_outside`.
         wire: torch.bfloat16 sends pieces of the gradient at half the bytes; what their rounding
             leaves open is scored anew from the samples, so that the choice stays exact.
-        exchange: "pieces" or "samples" for all layers; whichever sends less when left out. Of
-            convolutions pieces travel, unrounded: their samples are many times larger.
+        exchange: "pieces" or "samples"; whichever sends less when left out. Of convolutions pieces.
 
     Raises:
         ValueError, TypeError: as `topk_outside`, the same line on every rank.
@@ -84,10 +83,10 @@ def topk_over_ranks(
         pieces, samples = exchanged_bytes(
             ranks.size, job.pattern.shape, job.samples, job.wide, wire
         )
-        job.by_samples = samples < pieces if exchange is None else exchange == "samples"
-        job.by_samples = job.by_samples and not job.convolved
-        whole = wire is None or job.by_samples or job.convolved
-        job.rounded = not whole and job.dtype == torch.float32
+        by_samples = samples < pieces if exchange is None else exchange == "samples"
+        job.by_samples = by_samples and not job.convolved
+        job.rounded = wire is not None and not job.by_samples and job.dtype == torch.float32
+        job.rounded &= not job.convolved
     busy = [job for job in jobs if job.count]
     failed = held_back()
     with failed:
@@ -117,7 +116,7 @@ class _Job:
     by_samples: bool
     rounded: bool
     reached: bool  # by a backward pass, on any rank
-    convolved: bool  # pairs are patches
+    convolved: bool
 
     def __init__(self, wanted: GrowthWanted, ranks: Ranks) -> None:
         self.name, self.pattern, self.part = wanted.name, wanted.pattern, wanted.part
@@ -274,26 +273,20 @@ def _numbers(job: _Job, block_rows: int) -> int:
     """How many numbers on the wire hold the gradient of so many block rows."""
     rows = block_rows * job.pattern.block_size
     # Rounded pieces are followed by the largest error of each row, a float32 in the place of two.
-    return rows * (job.pattern.shape[1] + (2 if job.rounded else 0))
+    return rows * (job.pattern.shape[1] + 2 * job.rounded)
 
 
 def _local(job: _Job, slabs: Sequence[tuple[int, int]], wire: torch.dtype) -> Tensor:
     """This rank's gradient of these block rows, slab after slab, as it is sent: [any]."""
-    b, width = job.pattern.block_size, job.pattern.shape[1]
-    inside = [torch.arange(first * b, last * b) for first, last in slabs]
-    rows = torch.cat(inside).to(job.device)
-    grad = torch.zeros(len(rows), width, dtype=job.dtype, device=job.device)
-    for x, dy in job.pairs:
-        if not are_patches(x, dy):
-            grad.addmm_(dy.index_select(1, rows).t().to(job.dtype), x.to(job.dtype))
-            continue
-        for piece, (first, last) in zip(grad.split(list(map(len, inside))), slabs, strict=True):
-            add_rows(piece, [(x, dy)], first * b, last * b)
+    width = job.pattern.shape[1]
+    rows = [(f * job.pattern.block_size, s * job.pattern.block_size) for f, s in slabs]
+    ends = [end - begin for begin, end in rows]
+    grad = torch.zeros(sum(ends), width, dtype=job.dtype, device=job.device)
+    add_slabs(grad, job.pairs, rows)
     if not job.rounded:
         return grad.view(-1)
     low = grad.to(wire)
-    worst = (grad - low.float()).abs_().amax(1) if width else grad.new_zeros(len(rows))
-    ends = [last * b - first * b for first, last in slabs]
+    worst = (grad - low.float()).abs_().amax(1) if width else grad.new_zeros(len(grad))
     return torch.cat(
         [
             part
@@ -386,17 +379,16 @@ def _chosen(ranks: Ranks, jobs: Sequence[_Job]) -> list[Tensor]:
             scores, flat = scores[:0], flat[:0]
         found.append((scores, flat))
     flats = [flat for _, flat in found]
-    among = ranks.everyone
     totals = [_total(job) for job in jobs]
     wanted, below = [job.wanted for job in jobs], max(totals, default=0)
     try:
-        masks = select_over_ranks(among, [s for s, _ in found], flats, wanted, below=below)
+        masks = select_over_ranks(ranks.everyone, [s for s, _ in found], flats, wanted, below=below)
     except ValueError:  # on every rank: fewer candidates than there are free positions
         raise ValueError(
             "the gradients overflow, so positions cannot be ranked: lower the scale"
         ) from None
     winners = [places(flat, mask) for flat, mask in zip(flats, masks, strict=True)]
-    known = joined(among, winners, totals)
+    known = joined(ranks.everyone, winners, totals)
     return [
         flat if job.part is None else job.part.to_part(flat, job.pattern.block_size)
         for job, flat in zip(jobs, known, strict=True)

@@ -11,7 +11,7 @@ from dynsparse import native
 from dynsparse.encoding import empty
 from dynsparse.ops.conv.patches import features_of, matrices
 
-__all__ = ["Pair", "Scorer", "add_rows", "pool"]
+__all__ = ["Pair", "Scorer", "add_rows", "add_slabs", "pool"]
 
 # The largest block that the kernels pool.
 _LARGEST_POOLED = 1024
@@ -81,6 +81,17 @@ def add_rows(
         for first, left, right in matrices(x, dy, begin, end):
             part = grad[first : first + len(left)]
             part.addmm_(left.to(grad.dtype), right.to(grad.dtype), beta=0 if fresh else 1)
+
+
+def add_slabs(grad: Tensor, pairs: Sequence[Pair], slabs: Sequence[tuple[int, int]]) -> None:
+    """As `add_rows` for the rows of several slabs [begin, end), one after the other in grad."""
+    rows = torch.cat([torch.arange(*slab) for slab in slabs]).to(grad.device)
+    for x, dy in pairs:
+        if x.dim() == 2:
+            grad.addmm_(dy.index_select(1, rows).t().to(grad.dtype), x.to(grad.dtype))
+            continue
+        for part, (begin, end) in zip(grad.split([e - b for b, e in slabs]), slabs, strict=True):
+            add_rows(part, [(x, dy)], begin, end)
 
 
 def pool(magnitude: Tensor, pooling: str, b: int) -> Tensor:
