@@ -13,36 +13,52 @@ from torch.nn.functional import dropout, mse_loss
 from torch.nn.parallel import DistributedDataParallel
 
 import dynsparse as ds
+from dynsparse.distributed import Cluster, gather, make_plan, replicate, split
+from dynsparse.distributed.rectangle import part_of
+from dynsparse.training import ConstantSchedule
 
 KINDS = ("ddp", "fsdp")
+EVERY = ConstantSchedule(total_steps=10**6, update_interval=1, drop_fraction=0.2)
 
 
-def make(kind, size, seed=0, block_size=1):
+def make(kind, size, seed=0, algorithm="static"):
     """(what computes, the model, the optimizer, the trainer)."""
-    model = models.linear_model(block_size, seed=seed)
-    if kind == "fsdp":
+    model = models.linear_model(seed=seed)
+    if kind == "grid":  # x lies over two ranks, the samples over the others
+        mesh = init_device_mesh("cpu", (size // 2, 2), mesh_dim_names=("z", "x"))
+        split(model, mesh, make_plan(model, mesh, batch=8, cluster=Cluster(flops=1e6)))
+        wrapped = replicate(model, ranks=mesh["z"])
+    elif kind == "shards of a grid":
+        mesh = init_device_mesh("cpu", (size // 2, 2), mesh_dim_names=("z", "x"))
+        split(model, mesh, make_plan(model, mesh, batch=8, cluster=Cluster(flops=1e6)))
+        wrapped = models.shard(model, mesh["z"])
+    elif kind == "fsdp":
         wrapped = models.shard(model, init_device_mesh("cpu", (size,)))
     elif kind == "ddp":
         wrapped = DistributedDataParallel(model, forward_sync_buffers=False)
     else:
         wrapped = model
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
-    return wrapped, model, optimizer, ds.Static(model, optimizer)
+    options = {"static": {}, "rigl": {"schedule": EVERY}, "set": {"schedule": EVERY, "seed": 4}}
+    kinds = {"static": ds.Static, "rigl": ds.RigL, "set": ds.SET}
+    ranks = None if kind == "alone" else "auto"
+    trainer = kinds[algorithm](model, optimizer, **options[algorithm], ranks=ranks)
+    return wrapped, model, optimizer, trainer
 
 
-def train(made, first, last, rank, size):
+def train(made, first, last):
     wrapped, _, optimizer, trainer = made
     for step in range(first, last):
-        x, y = models.share(step, rank, size)
+        x, y = models.share(step, trainer.ranks.rank, trainer.ranks.size)
         optimizer.zero_grad()
         mse_loss(wrapped(x), y).backward()
         trainer.step()
 
 
-def reference(last):
-    made = make("alone", 1)
-    train(made, 0, last, 0, 1)
-    return made[1]
+def reference(last, algorithm="static"):
+    made = make("alone", 1, algorithm=algorithm)
+    train(made, 0, last)
+    return made
 
 
 def doors(how):
@@ -51,10 +67,42 @@ def doors(how):
     return save[how], load[how]
 
 
-def leg(rank, size, kind, how, source, target, first, last):
+def brought(part, layer, kept):
+    """What rectangles hold by slots, in the order of one process."""
+    slots, total = part.slots(layer.pattern)
+    whole = kept.new_zeros(total)
+    if part.grid.z.speaks(part.axes):
+        whole[slots] = kept
+    return part.grid.everyone.sum(whole)
+
+
+def states_of(made):
+    """Weights, dense, and what the optimizer keeps of the values, whole."""
+    _, model, optimizer, _ = made
+    found = {}
+    for key in (None, "exp_avg", "exp_avg_sq"):
+        state = gather(model)
+        if key is not None:
+            for name, layer in models.layers_of(model).items():
+                kept = models.whole(optimizer.state[layer.values][key])
+                part = part_of(layer)
+                state[f"{name}.values"] = kept if part is None else brought(part, layer, kept)
+        for name, layer in models.layers_of(model).items():
+            rows, cols, values = (
+                models.whole(state[f"{name}.{part}"]) for part in ("rows", "cols", "values")
+            )
+            whole = part_of(layer)
+            shape = layer.pattern.shape if whole is None else whole.shape
+            pattern = ds.SparsePattern(rows, cols, shape=shape)
+            found[name, key] = pattern.to_dense(values.detach())
+            found[name, "pattern"] = pattern.to_mask().double()
+    return found
+
+
+def leg(rank, size, kind, how, source, target, first, last, algorithm="static"):
     """Go on from a checkpoint, into a model of another pattern, and leave one; (off by, steps)."""
     save, load = doors(how)
-    made = make(kind, size, seed=0 if source is None else 9)
+    made = make(kind, size, seed=0 if source is None else 9, algorithm=algorithm)
     parts = {"model": made[1], "optimizer": made[2], "trainer": made[3]}
     own = models.layers_of(made[1])["0"].pattern
     before = own.flat.clone()
@@ -62,9 +110,11 @@ def leg(rank, size, kind, how, source, target, first, last):
         extra = load(source, **parts)
         assert extra == {"at": first, "some": [1.5, (2, None)]}
         assert torch.equal(own.flat, before)  # the old pattern is another object
-    train(made, first, last, rank, size)
+    train(made, first, last)
     save(target, **parts, extra={"at": last, "some": [1.5, (2, None)]})
-    return models.off_by(made[1], reference(last)), made[3].steps
+    ours, expected = states_of(made), states_of(reference(last, algorithm))
+    off = max(float((ours[key] - one).abs().max()) for key, one in expected.items())
+    return off, made[3].steps
 
 
 def randomness(rank, size, how, path):
@@ -145,7 +195,7 @@ def aside(rank, size, kind, path):
     saving = None
     for at in range(3):
         saving = ds.distributed.save_checkpoint(path, **parts, extra={"at": at}, wait=False)
-        train(made, at, at + 1, rank, size)
+        train(made, at, at + 1)
     saving.wait()
     assert saving.done
     fresh = make(kind, size, seed=5)
@@ -159,7 +209,7 @@ def aside(rank, size, kind, path):
     bad = ds.distributed.save_checkpoint(path + "-file", **parts, wait=False)
     with pytest.raises(RuntimeError, match=r"Exists|Not a directory"):
         bad.wait()
-    return models.off_by(fresh[1], reference(2))
+    return models.off_by(fresh[1], reference(2)[1])
 
 
 def meshes(rank, size, path):

@@ -19,6 +19,7 @@ from torch.nn.functional import mse_loss
 from torch.nn.parallel import DistributedDataParallel
 
 import dynsparse as ds
+from dynsparse.distributed import Cluster, gather, make_plan, split
 from dynsparse.ops.linear import products
 from dynsparse.training import ConstantSchedule, GlobalBudget
 
@@ -177,6 +178,54 @@ def in_replicas(rank, size, schedule, steps):
         mine = {name: expected[step - 1][name] for name in layers_of(piece)}
         found.append(apart(mine, weights(piece)))
     return found
+
+
+def in_rectangles(rank, size, schedule, algorithm, steps, replicas=1):
+    """What `staged` tells, of two stages whose layers lie over two ranks each, x, and whose samples
+    over so many, z."""
+    names = ("stage", "z", "x")
+    mesh = init_device_mesh("cpu", (2, replicas, size // 2 // replicas), mesh_dim_names=names)
+    at, stages, z = mesh["stage"].get_local_rank(), mesh["stage"].get_group(), mesh["z"]
+    own = mesh["z", "x"] if replicas > 1 else mesh["x"]
+    parts = list(whole_model().named_children())
+    holder = Part(parts[2 * at : 2 * at + 2])
+    plan = make_plan(holder, own, batch=4, cluster=Cluster(flops=1e5))
+    split(holder, own, plan)
+    assert any(one.rows or one.cols for one in plan.placements.values())
+    stage = PipelineStage(holder, at, 2, torch.device("cpu"), group=stages)
+    runner = SCHEDULES[schedule](stage, n_microbatches=MICRO, loss_fn=mse_loss)
+    optimizer = optimizer_of(holder)
+    trainer = ALGORITHMS[algorithm](holder, optimizer, stages, ranks=own)
+    pairs, observe = [], trainer.history.observe
+    trainer.history.observe = lambda name, found: (pairs.append(len(found)), observe(name, found))
+    expected, found = reference(algorithm, steps), []
+    for step in range(1, steps + 1):
+        x, y = batch(step, z.get_local_rank(), replicas)
+        optimizer.zero_grad()
+        runner.step(*([x] if at == 0 else []), **({"target": y} if at == 1 else {}))
+        for parameter in holder.parameters():
+            trainer.ranks.sum(parameter.grad).div_(replicas)
+        trainer.step()
+        mine = {}
+        for name, state in gathered_layers(holder).items():
+            shape = expected[step - 1][name][1].shape
+            pattern = ds.SparsePattern(state["rows"], state["cols"], shape=shape)
+            mine[name] = pattern.flat, pattern.to_dense(state["values"])
+        found.append(apart({name: expected[step - 1][name] for name in mine}, mine))
+    changed = not apart(expected[0], expected[-1])[0]
+    return found, sorted(set(pairs)), changed
+
+
+def gathered_layers(model):
+    state = gather(model)
+    return {
+        name: {key: state[f"{name}.{key}"] for key in ("rows", "cols", "values")}
+        for name in layers_of(model)
+    }
+
+
+def all_in_rectangles(rank, size, ways, steps, replicas=1):
+    return {way: in_rectangles(rank, size, *way, steps, replicas) for way in ways}
 
 
 def all_staged(rank, size, ways, steps, replicas=1):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 
 import torch
+from sharded_models import shard
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
@@ -100,8 +101,23 @@ def meshed(rank, size):
     return True
 
 
-def trained(rank, size, algorithm):
-    """Layers over x and samples over z, against one process with all samples."""
+EVERY = {"schedule": ConstantSchedule(total_steps=100, update_interval=1, drop_fraction=0.2)}
+KINDS = {
+    "rigl": (ds.RigL, EVERY),
+    "set": (ds.SET, EVERY | {"seed": 3}),
+    "topkast": (ds.training.TopKAST, EVERY | {"seed": 3}),
+    "deepr": (ds.training.DeepR, {"total_steps": 100, "l1": 0.05, "temperature": 1e-6, "seed": 3}),
+    "gmp": (ds.training.GMP, {"total_steps": 10, "final_density": 0.1, "update_interval": 1}),
+}
+
+
+def trained(rank, size, algorithms, shards=False):
+    """Layers over x and samples over z, as replicas or in shards, against one process with all
+    samples: how many updates each algorithm made."""
+    return [trained_by(size, one, shards) for one in algorithms]
+
+
+def trained_by(size, algorithm, shards):
     torch.manual_seed(0)
     options = {"density": 0.3, "dtype": torch.float64}
     whole = nn.Sequential(
@@ -111,14 +127,12 @@ def trained(rank, size, algorithm):
     mesh = init_device_mesh("cpu", (size // 2, 2), mesh_dim_names=("z", "x"))
     z = mesh["z"].get_local_rank()
     split(model, mesh, make_plan(model, mesh, batch=8, cluster=Cluster(flops=1e6)))
-    data = replicate(model, ranks=mesh["z"])
+    data = shard(model, mesh["z"]) if shards else replicate(model, ranks=mesh["z"])
     trainers = []
+    kind, more = KINDS[algorithm]
     for one, ranks in ((whole, None), (model, mesh)):
         optimizer = torch.optim.Adam(one.parameters(), lr=0.01)
-        every = ConstantSchedule(total_steps=100, update_interval=1, drop_fraction=0.2)
-        more = {"seed": 3} if algorithm == "set" else {}
-        kind = {"rigl": ds.RigL, "set": ds.SET}[algorithm]
-        trainers.append(kind(one, optimizer, schedule=every, ranks=ranks, **more))
+        trainers.append(kind(one, optimizer, ranks=ranks, **more))
     for _ in range(8):
         x, y = torch.randn(8, 24).double(), torch.randn(8, 16).double()
         for forward, trainer, part in ((whole, trainers[0], [x, y]), (data, trainers[1], None)):
@@ -132,4 +146,33 @@ def trained(rank, size, algorithm):
                 assert torch.equal(found[key], tensor), key
             else:
                 torch.testing.assert_close(found[key], tensor, rtol=0, atol=1e-10)
+    assert trainers[0].updates == trainers[1].updates
+    return trainers[1].updates
+
+
+def rounded(rank, size):
+    """Growth by a wire of bfloat16 in a training of float32: the patterns of one process."""
+    torch.manual_seed(0)
+    whole = nn.Sequential(ds.nn.SparseLinear(64, 48, 0.2), nn.Tanh(), ds.nn.SparseLinear(48, 32))
+    model = copy.deepcopy(whole)
+    mesh = init_device_mesh("cpu", (size // 2, 2), mesh_dim_names=("z", "x"))
+    z = mesh["z"].get_local_rank()
+    split(model, mesh, make_plan(model, mesh, batch=512, cluster=Cluster(flops=1e6)))
+    data = replicate(model, ranks=mesh["z"])
+    trainers = []
+    for one, ranks in ((whole, None), (model, mesh)):
+        trainer = ds.RigL(one, torch.optim.SGD(one.parameters(), lr=0.1), ranks=ranks, **EVERY)
+        trainer.growth.wire = torch.bfloat16
+        trainers.append(trainer)
+    for _ in range(3):
+        x, y = torch.randn(512, 64), torch.randn(512, 32)
+        for forward, trainer, part in ((whole, trainers[0], [x, y]), (data, trainers[1], None)):
+            trainer.optimizer.zero_grad()
+            mine = part or [t.chunk(size // 2)[z] for t in (x, y)]
+            nn.functional.mse_loss(forward(mine[0]), mine[1]).backward()
+            trainer.step()
+        found = gather(model)
+        for key, tensor in whole.state_dict().items():
+            if key.endswith(("rows", "cols")):
+                assert torch.equal(found[key], tensor), key
     return trainers[1].updates

@@ -17,11 +17,11 @@ def alone(kind, how, *rest):
     return runs.leg(0, 1, kind, how, *rest)
 
 
-def follow(legs, how, tmp_path):
+def follow(legs, how, tmp_path, *algorithm):
     source, first = None, 0
     for number, (kind, size) in enumerate(legs):
         target = str(tmp_path / str(number))
-        rest = (kind, how, source, target, first, first + 3)
+        rest = (kind, how, source, target, first, first + 3, *algorithm)
         found = [alone(*rest)] if size == 1 else on_ranks(size, runs.leg, *rest)
         for off, steps in found:
             assert off < 1e-12, (number, kind, off)
@@ -34,11 +34,24 @@ def test_from_any_kind_and_number_to_any_other(how, tmp_path):
     follow([("fsdp", 2), ("alone", 1), ("ddp", 2), ("fsdp", 2)], how, tmp_path)
 
 
+@pytest.mark.parametrize("algorithm", ["rigl", "set"])
+def test_patterns_go_on_changing_on_any_kind_and_number(algorithm, tmp_path):
+    follow([("fsdp", 2), ("grid", 2), ("alone", 1), ("ddp", 2)], "ranks", tmp_path, algorithm)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("algorithm", ["static", "rigl"])
+def test_shards_of_rectangles(algorithm, tmp_path):
+    legs = [("shards of a grid", 4), ("grid", 2), ("shards of a grid", 4), ("alone", 1)]
+    follow(legs, "ranks", tmp_path, algorithm)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("how", HOW)
 def test_two_four_one_two(how, tmp_path):
-    legs = [("ddp", 2), ("fsdp", 4), ("alone", 1), ("fsdp", 2), ("ddp", 4)]
-    follow(legs, how, tmp_path)
+    legs = [("ddp", 2), ("fsdp", 4), ("alone", 1), ("grid", 2), ("grid", 4), ("fsdp", 2)]
+    legs += [("grid", 4), ("ddp", 4)]
+    follow(legs, how, tmp_path, "rigl")
 
 
 @pytest.mark.parametrize("how", HOW)

@@ -54,3 +54,16 @@ def test_stages_in_one_replica_each_rank(schedule):
 def test_stages_in_replicas(schedule):
     for found in on_ranks(4, work.in_replicas, schedule, 4):
         assert all(same and off <= 1e-10 for same, off in found)
+
+
+def test_stages_whose_layers_are_in_rectangles():
+    """Two stages of two ranks."""
+    ways = [("GPipe", "rigl"), ("1F1B", "set-global"), ("GPipe", "rigl-global")]
+    check(on_ranks(4, work.all_in_rectangles, ways, 4), work.MICRO)
+
+
+@pytest.mark.slow
+def test_three_dimensions_on_eight_ranks():
+    """Stages of a pipeline, samples and slabs of layers, two of each."""
+    ways = [("GPipe", "rigl"), ("1F1B", "rigl-global"), ("1F1B", "set")]
+    check(on_ranks(8, work.all_in_rectangles, ways, 4, 2, seconds=300), work.MICRO)

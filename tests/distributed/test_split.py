@@ -269,15 +269,35 @@ def test_features_of_another_width_are_refused():
     on_grid((2, 1, 1), work)
 
 
-def test_a_rectangle_takes_no_active_subset():
-    model = chain(1)
-    plan = planned(model, (2, 1, 1), alternating((2, 1, 1)))
+def test_the_forward_pass_of_a_rectangle_may_use_some_of_its_slots():
+    model = chain(4)
+    sizes = (2, 2, 1)
+    plan = planned(model, sizes, alternating(sizes))
+    x, dy = torch.randn(8, 48).double(), torch.randn(8, 64).double()
+    whole = copy.deepcopy(model)
+    for layer in (whole[0], whole[2]):
+        every_third = torch.arange(0, layer.pattern.nnz, 3)
+        layer.active = ds.nn.active.ActiveSet(layer.pattern, every_third, torch.device("cpu"))
+    y, dx, grads = passes(whole, x, dy)
 
     def work(grid):
         own = split(copy.deepcopy(model), grid, plan)
-        with pytest.raises(ValueError, match="computed by rectangle, which knows no active subset"):
-            own[0].active = ds.nn.active.ActiveSet(
-                own[0].pattern, torch.arange(3), torch.device("cpu")
+        for name in (0, 2):
+            layer = own[name]
+            slots, _ = part_of(layer).slots(layer.pattern)
+            mine = (slots % 3 == 0).nonzero().flatten()
+            layer.active = ds.nn.active.ActiveSet(layer.pattern, mine, torch.device("cpu"))
+            assert torch.equal(layer.active.slots, mine)
+        got, got_dx, got_grads = passes(own, x, dy)
+        torch.testing.assert_close(got, y, rtol=0, atol=EXACT)
+        torch.testing.assert_close(got_dx, dx, rtol=0, atol=EXACT)
+        for name in (0, 2):
+            slots, _ = part_of(own[name]).slots(own[name].pattern)
+            torch.testing.assert_close(
+                got_grads[f"{name}.values"], grads[f"{name}.values"][slots], rtol=0, atol=EXACT
             )
+            own[name].set_pattern(own[name].pattern)
+            assert own[name].active is None
+            assert part_of(own[name]) is not None
 
-    on_grid((2, 1, 1), work)
+    on_grid(sizes, work)

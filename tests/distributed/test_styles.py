@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from processes import on_ranks
-from split_runs import Block, made, meshed, parallelized, trained
+from split_runs import Block, made, meshed, parallelized, rounded, trained
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
@@ -30,15 +30,28 @@ def test_four_processes_split_layers_and_samples():
 
 
 @pytest.mark.parametrize(
-    ("ranks", "algorithm"),
+    ("ranks", "algorithms"),
     [
-        (2, "rigl"),
-        pytest.param(4, "rigl", marks=pytest.mark.slow),
-        pytest.param(4, "set", marks=pytest.mark.slow),
+        (2, ["rigl", "deepr", "topkast"]),
+        pytest.param(4, ["rigl", "set", "deepr", "topkast"], marks=pytest.mark.slow),
     ],
 )
-def test_processes_train_rectangles_and_replicas_as_one_process(ranks, algorithm):
-    assert on_ranks(ranks, trained, algorithm) == [8] * ranks
+def test_processes_train_rectangles_and_replicas_as_one_process(ranks, algorithms):
+    for updates in on_ranks(ranks, trained, algorithms):
+        assert all(updates)
+
+
+@pytest.mark.slow
+def test_processes_train_rectangles_whose_values_are_sharded():
+    """The number of values in a rectangle changes, also where they are shared out."""
+    algorithms = ["rigl", "set", "deepr", "topkast", "gmp"]
+    for updates in on_ranks(4, trained, algorithms, True):
+        assert all(updates)
+
+
+@pytest.mark.slow
+def test_pieces_of_rectangles_may_travel_in_bfloat16():
+    assert on_ranks(4, rounded) == [3] * 4
 
 
 def test_styles_for_other_modules_are_refused(tmp_path):

@@ -94,3 +94,30 @@ def test_a_part_of_another_length_is_refused():
     with pytest.raises(ValueError, match="expected the 6 slots of rank 0"):
         follow_over_ranks(ALONE, rewiring.source, [torch.zeros(5)], [0.0])
     follow_over_ranks(ALONE, rewiring.source, [], [])()()
+
+
+@given(
+    size=st.integers(1, 5),
+    dropped=st.integers(0, 9),
+    grown=st.integers(0, 9),
+    seed=st.integers(0, 99),
+)
+def test_slots_may_become_more_or_fewer(size, dropped, grown, seed):
+    g = torch.Generator().manual_seed(seed)
+    before = SparsePattern.random((4, 6), nnz=9, generator=g)
+    free = (~before.contains(torch.arange(before.total))).nonzero().flatten()
+    drop = torch.randperm(9, generator=g)[:dropped]
+    rewiring = Rewiring.make(before, drop, free[torch.randperm(15, generator=g)[:grown]])
+    whole = torch.randn((9, 2), generator=g)
+    expected = rewiring.apply(whole, 7.0)
+
+    def work(ranks):
+        share = -(-9 // ranks.size)
+        own = whole[ranks.rank * share : (ranks.rank + 1) * share].clone()
+        return follow_over_ranks(ranks, rewiring.source, [own], [7.0], before=9)()()[0]
+
+    parts = over(size, work)
+    assert torch.equal(torch.cat(parts), expected)
+    assert [len(part) for part in parts] == [
+        len(one) for one in [*expected.chunk(size), *[expected[:0]] * size][:size]
+    ]

@@ -22,6 +22,7 @@ from dynsparse.ranks import (
     GrowthWanted,
     exchanged_bytes,
     grow,
+    grow_job,
     in_threads,
     topk_over_ranks,
 )
@@ -97,6 +98,7 @@ def chunks(size):
     """Rounds of few rows, so that small layers need several, and count as large ones."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(grow, "CHUNK_BYTES", size)
+        patch.setattr(grow_job, "CHUNK_BYTES", size)
         patch.setattr(in_rows, "CHUNK_BYTES", size)
         patch.setattr(in_rows, "_SAMPLE_FROM", 0)
         patch.setattr(screen, "_WORTHWHILE", 0)

@@ -32,9 +32,12 @@ from dynsparse.files.plain_tree import to_tree
 from dynsparse.files.tensor_file import name_of_type, write_tensors
 from dynsparse.files.whole import remove_left_overs, write_text_whole
 from dynsparse.nn.sharded import gathered, is_sharded, local_part, rows_dimension
-from dynsparse.ranks import GroupRanks, Ranks, agreeing, chunk_of, ranks_of
-from dynsparse.training.checkpoint.parts import Training, misfit, take_own, together
+from dynsparse.ranks import GroupRanks, Ranks, agreeing, chunk_of
+from dynsparse.training.checkpoint.parts import Training, misfit, together
+from dynsparse.training.checkpoint.places import Sources, places, take_own
 from dynsparse.training.checkpoint.random_state import Generator
+from dynsparse.training.checkpoint.rectangles import Piece
+from dynsparse.training.parts import ranks_for
 from dynsparse.training.trainer import SparseTrainer
 from dynsparse.typed import typed
 
@@ -127,19 +130,20 @@ def save_checkpoint(
     check_flag("wait", wait)
     if _in_flight is not None:
         _in_flight.wait()
-    everyone = ranks_of(ranks)
+    line = ranks_for(ranks, model)
+    everyone = line.everyone
     training = Training(model, optimizer, trainer, lr_scheduler, generators or {})
-    training.check(everyone)
-    parts = _rows_only(training.parts(extra))
-    own = training.own_part()
+    training.check(line)
+    parts = _rows_only(training.parts(extra, line))
+    own = training.own_part(line)
     token = _token(everyone)
     with agreeing(everyone):
-        layout = _Layout(everyone)
+        layout = _Layout(line)
         manifest = {
             "format": "dynsparse checkpoint of ranks",
             "version": 1,
             "token": token,
-            "parts": to_tree(parts, layout.keep),
+            "parts": to_tree(parts, layout.keep, kept=Piece),
             "entries": layout.entries,
             "groups": layout.groups,
         }
@@ -178,16 +182,19 @@ def load_checkpoint(
     """
     if _in_flight is not None:
         _in_flight.wait()
-    everyone = ranks_of(ranks)
+    line = ranks_for(ranks, model)
+    everyone = line.everyone
     training = Training(model, optimizer, trainer, lr_scheduler, generators or {})
     where = os.fspath(path)
+    now = places(line)
     with together(everyone):
         stored = StoredCheckpoint(Path(path))
         stored.check_files(everyone.rank, everyone.size)
     with together(everyone):
         try:
             parts = stored.parts()
-            take_own(parts, stored.own_parts(everyone.rank, everyone.size), trainer, everyone)
+            sources = Sources(parts.pop("places", None), len(stored), now, everyone.rank)
+            take_own(parts, stored.own_parts(sources.wanted), trainer, sources)
             parts = training.taken(parts)
         except OSError:
             raise
@@ -201,20 +208,27 @@ def load_checkpoint(
 
 
 class _Layout:
-    """Which piece of which tensor this rank writes."""
+    """Which piece of which tensor this rank writes.
 
-    def __init__(self, ranks: Ranks) -> None:
-        self._ranks = ranks
+    Args:
+        line: of ranks with other samples for the same weights; everyone of their mesh writes.
+    """
+
+    def __init__(self, line: Ranks) -> None:
+        self._ranks = ranks = line.everyone
+        self._leads = line.leads()
         self.groups: list[list[int]] = [[0], list(range(ranks.size))]
         self.entries: dict[str, dict[str, Any]] = {}
         self.pieces: dict[str, Tensor] = {}
 
-    def keep(self, path: str, tensor: Tensor) -> str:
+    def keep(self, path: str, tensor: Tensor | Piece) -> str:
         """The name of a tensor that all ranks hold, or share out among each other."""
-        tensor = tensor.detach()
-        piece: Tensor | None
-        if is_sharded(tensor):
-            group, piece = self._holders(tensor), local_part(tensor)
+        held = True
+        if isinstance(tensor, Piece):
+            group, piece = self.groups[1], tensor.tensor
+        elif is_sharded(tensor := tensor.detach()):
+            # Other lines hold the same shards.
+            group, piece, held = self._holders(tensor), local_part(tensor), self._leads
         elif tensor.dim() and len(tensor) >= self._ranks.size and tensor.nbytes >= _SMALL:
             group = self.groups[1]
             piece = tensor[slice(*chunk_of(self._ranks, len(tensor)))]
@@ -228,7 +242,7 @@ class _Layout:
             "shape": list(tensor.shape),
             "group": self.groups.index(group),
         }
-        if self._ranks.rank in group:
+        if held and self._ranks.rank in group:
             self.pieces[name] = piece
         return name
 

@@ -5,13 +5,13 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from dynsparse.distributed.moves import gathered, summed
 from dynsparse.distributed.rectangle import Rectangle, part_of
 from dynsparse.nn import SparseLinear, SparseMultiheadAttention
 
-__all__ = ["split_heads", "whole_extras"]
+__all__ = ["split_heads"]
 
 
 def _part(attention: SparseMultiheadAttention) -> Rectangle | None:
@@ -29,14 +29,17 @@ def split_heads(attention: SparseMultiheadAttention) -> None:
         return
     head_dim = part.shape[0] // attention.num_heads
     heads = attention.num_heads
-    first, last = part.rows
+    slab = part.slabs[0]
+    first, last = slab.ends
     attention.num_heads = (last - first) // head_dim
     attention.shares_heads = True
+    attention.slabs = {}
     for name in ("bias_k", "bias_v"):
         row = getattr(attention, name)
         if row is not None:
-            own = row.detach()[..., first:last].clone()
+            own = slab.cut(row.detach(), -1).clone()
             setattr(attention, name, nn.Parameter(own, row.requires_grad))
+            attention.slabs[name] = slab, -1
     borders = tuple(border // head_dim for border in part.row_borders)
     attention.register_forward_hook(_Weights(part, heads, borders))
 
@@ -60,17 +63,3 @@ class _Weights:
 
     def __deepcopy__(self, memo: dict[int, Any]) -> _Weights:
         return self
-
-
-def whole_extras(attention: SparseMultiheadAttention) -> dict[str, Tensor]:
-    """`bias_k` and `bias_v` of all heads, where an attention has them and is split."""
-    part = _part(attention)
-    rows = {name: getattr(attention, name) for name in ("bias_k", "bias_v")}
-    if part is None:
-        return {}
-    line = part.grid.line(part.placement.rows)
-    return {
-        name: torch.cat([p.movedim(0, -1) for p in line.gather(row.detach().movedim(-1, 0))], -1)
-        for name, row in rows.items()
-        if row is not None
-    }

@@ -6,13 +6,12 @@ Models Using Model Parallelism", section 3: what is a sum one way is nothing the
 
 from __future__ import annotations
 
-import itertools
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from dynsparse.ranks import Ranks
+from dynsparse.ranks import Ranks, Slab
 
 __all__ = ["gathered", "same", "slab", "summed"]
 
@@ -44,14 +43,11 @@ def gathered(y: Tensor, ranks: Ranks, borders: tuple[int, ...]) -> Tensor:
 
 
 def _own(x: Tensor, ranks: Ranks, borders: tuple[int, ...]) -> Tensor:
-    first, last = borders[ranks.rank], borders[ranks.rank + 1]
-    return x[..., first:last].contiguous()
+    return Slab(ranks, borders).cut(x, -1).contiguous()
 
 
 def _all(x: Tensor, ranks: Ranks, borders: tuple[int, ...]) -> Tensor:
-    sizes = [last - first for first, last in itertools.pairwise(borders)]
-    parts = ranks.gather(x.movedim(-1, 0).contiguous(), sizes)
-    return torch.cat([part.movedim(0, -1) for part in parts], -1)
+    return Slab(ranks, borders).joined(x, -1)
 
 
 class _Same(torch.autograd.Function):

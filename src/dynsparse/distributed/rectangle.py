@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -12,9 +12,11 @@ from dynsparse.distributed.cuts import rectangle
 from dynsparse.distributed.moves import gathered, same, slab, summed
 from dynsparse.distributed.placement import Placement
 from dynsparse.nn import SparseLinear
+from dynsparse.nn.active import ActiveSet
+from dynsparse.nn.sharded import gathered as gathered_shards
 from dynsparse.ops.linear import linear
 from dynsparse.pattern import SparsePattern
-from dynsparse.ranks import RankGrid
+from dynsparse.ranks import RankGrid, Slab
 
 __all__ = ["Rectangle", "part_of", "take_part", "whole_layer"]
 
@@ -35,6 +37,8 @@ class Rectangle:
         shape: [out, in] of the whole layer.
         row_borders, col_borders: of the slabs, in features.
         given_borders: of the features that come in.
+        blocks: present blocks of the whole layer when it was cut.
+        active: the slots that the forward pass uses, where it does not use all: Top-KAST's.
     """
 
     grid: RankGrid
@@ -43,20 +47,29 @@ class Rectangle:
     row_borders: tuple[int, ...]
     col_borders: tuple[int, ...]
     given_borders: tuple[int, ...]
+    blocks: int
+    active: ActiveSet | None = None
 
     target = None
 
     @property
     def rows(self) -> tuple[int, int]:
         """The first feature of this rank's slab of rows, and the one behind its last."""
-        i = self.grid.line(self.placement.rows).rank
-        return self.row_borders[i], self.row_borders[i + 1]
+        return self.slabs[0].ends
 
     @property
     def cols(self) -> tuple[int, int]:
         """The same of its slab of columns."""
-        j = self.grid.line(self.placement.cols).rank
-        return self.col_borders[j], self.col_borders[j + 1]
+        return self.slabs[1].ends
+
+    @property
+    def slabs(self) -> tuple[Slab, Slab]:
+        """Of its rows and columns."""
+        line = self.grid.line
+        return (
+            Slab(line(self.placement.rows), self.row_borders),
+            Slab(line(self.placement.cols), self.col_borders),
+        )
 
     @property
     def axes(self) -> tuple[str, ...]:
@@ -77,21 +90,44 @@ class Rectangle:
             x = gathered(x, given, self.given_borders)
             x = slab(x, line(placement.cols), self.col_borders)
         x = same(x, line(placement.rows))
-        values, index = layer.held()
         bias = layer.bias
         if placement.cols is None:
-            y = linear(x, values, index, bias)
+            y = self._product(layer, x, bias)
         else:
-            y = summed(linear(x, values, index, None), line(placement.cols))
+            y = summed(self._product(layer, x, None), line(placement.cols))
             y = y if bias is None else y + bias.to(y.dtype)
         return gathered(y, line(placement.rows), self.row_borders) if placement.whole else y
+
+    def _product(self, layer: SparseLinear, x: Tensor, bias: Tensor | None) -> Tensor:
+        if self.active is not None:
+            return self.active.product(layer, x, bias)
+        values, index = layer.held()
+        return linear(x, values, index, bias)
 
     def kernel(self, batch: int, backward: bool) -> str:
         return "rectangle"
 
     def after(self, pattern: SparsePattern) -> Rectangle:
-        """Patterns change inside the rectangle, which stays."""
-        return self
+        """Patterns change inside the rectangle, which stays; the choice of slots goes."""
+        return self.with_active(None)
+
+    def with_active(self, active: ActiveSet | None) -> Rectangle:
+        """The same rectangle, whose forward pass uses these slots."""
+        return self if active is self.active else replace(self, active=active)
+
+    def slots(self, pattern: SparsePattern) -> tuple[Tensor, int]:
+        """See `ranks.Part`: by how many non-zeros each row has in each rectangle."""
+        rows, cols = self.slabs
+        counts = pattern.row_ptr.long().diff()
+        beside = torch.stack(cols.line.gather(counts, [len(counts)] * cols.line.size))
+        in_row = beside.sum(0)
+        slab = in_row.sum().view(1)
+        above = torch.cat(rows.line.gather(slab, [1] * rows.line.size))
+        first = above[: rows.line.rank].sum() + in_row.cumsum(0) - in_row
+        first += beside[: cols.line.rank].sum(0)
+        at = pattern.rows.long()
+        own = torch.arange(pattern.nnz) - pattern.row_ptr.long()[at]
+        return first[at] + own, int(above.sum())
 
     def to_whole(self, flat: Tensor, block_size: int) -> Tensor:
         """Flat block positions in the rectangle as positions in the whole; the order stays."""
@@ -102,12 +138,17 @@ class Rectangle:
 
     def to_part(self, flat: Tensor, block_size: int) -> Tensor:
         """Those of flat positions in the whole layer that are inside, as positions in it."""
-        (top, bottom), (left, right) = ((a // block_size, b // block_size)
-                                        for a, b in (self.rows, self.cols))  # fmt: skip
+        top, (left, right) = self.rows[0], self.cols
+        flat = flat[self.inside(flat, block_size)]
+        whole, width = self.shape[1] // block_size, (right - left) // block_size
+        return (flat // whole - top // block_size) * width + flat % whole - left // block_size
+
+    def inside(self, flat: Tensor, block_size: int) -> Tensor:
+        """Which flat positions in the whole layer are in the rectangle."""
         width = self.shape[1] // block_size
-        row, col = flat // width, flat % width
-        inside = (row >= top) & (row < bottom) & (col >= left) & (col < right)
-        return (row[inside] - top) * (right - left) + col[inside] - left
+        row, col = flat // width * block_size, flat % width * block_size
+        (top, bottom), (left, right) = self.rows, self.cols
+        return (row >= top) & (row < bottom) & (col >= left) & (col < right)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Rectangle:
         return self  # it does not change
@@ -127,16 +168,16 @@ def take_part(layer: SparseLinear, part: Rectangle) -> None:
     layer.values = nn.Parameter(values, layer.values.requires_grad)
     layer.out_features, layer.in_features = pattern.shape
     if bias is not None and part.placement.rows is not None:
-        own = bias.detach()[part.rows[0] : part.rows[1]].clone()
+        own = part.slabs[0].cut(bias.detach(), 0).clone()
         layer.bias = nn.Parameter(own, bias.requires_grad)
+        layer.slabs = {"bias": (part.slabs[0], 0)}
     layer.executor = part
     layer._install(pattern)
-    layer.resizable = True  # blocks leave and join wherever in the whole layer
 
 
 @torch.no_grad()
 def whole_layer(layer: SparseLinear) -> dict[str, Tensor]:
-    """The state of the whole layer, on every rank: what a whole layer's `state_dict` holds.
+    """Pattern and values of the whole layer, on every rank, as its `state_dict` has them.
 
     All ranks of the grid call it at the same time.
     """
@@ -144,20 +185,16 @@ def whole_layer(layer: SparseLinear) -> dict[str, Tensor]:
     if part is None:
         return layer.state_dict()
     b = layer.block_size
-    flat = part.to_whole(layer.pattern.flat, b).to(layer.values.device)
-    values = layer.values.detach()
+    values = gathered_shards(layer.values.detach())
+    flat = part.to_whole(layer.pattern.flat, b).to(values.device)
     for axis in (part.placement.cols, part.placement.rows):
         line = part.grid.line(axis)
         flat, values = torch.cat(line.gather(flat)), torch.cat(line.gather(values))
     order = flat.argsort()
     flat = flat[order]
     width = part.shape[1] // b
-    state = {
+    return {
         "values": values[order],
         "rows": (flat // width).int(),
         "cols": (flat % width).int(),
     }
-    if layer.bias is not None:
-        bias = part.grid.line(part.placement.rows).gather(layer.bias.detach())
-        state["bias"] = torch.cat(bias)
-    return state

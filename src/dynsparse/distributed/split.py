@@ -10,11 +10,12 @@ from torch import Tensor, nn
 
 from dynsparse.checks import check_kind
 from dynsparse.distributed.chains import Chain
-from dynsparse.distributed.heads import split_heads, whole_extras
+from dynsparse.distributed.heads import split_heads
 from dynsparse.distributed.placement import Borders, Placement
 from dynsparse.distributed.plan import Plan
 from dynsparse.distributed.rectangle import Rectangle, part_of, take_part, whole_layer
 from dynsparse.nn import SparseLinear, SparseMultiheadAttention
+from dynsparse.nn.sharded import gathered
 from dynsparse.ranks import RankGrid, agree_on, agreeing, digest
 
 __all__ = ["gather", "rectangles", "split"]
@@ -95,6 +96,7 @@ def rectangles(
                 borders.of_rows(position, name, rows),
                 borders.of_cols(position, name, cols),
                 borders.of_cols(position, name, given),
+                layers[name].pattern.nnz,
             )
     return found
 
@@ -144,10 +146,8 @@ def gather(model: nn.Module) -> dict[str, Tensor]:
         raise TypeError(f"expected a torch.nn.Module, got {type(model).__name__}")
     state: dict[str, Tensor] = dict(model.state_dict())
     for name, module in model.named_modules():
-        found: Mapping[str, Tensor] = {}
-        if isinstance(module, SparseLinear):
-            found = whole_layer(module)
-        elif isinstance(module, SparseMultiheadAttention):
-            found = whole_extras(module)
+        found = whole_layer(module) if isinstance(module, SparseLinear) else {}
+        for key, (slab, dim) in getattr(module, "slabs", {}).items():
+            found[key] = slab.joined(gathered(getattr(module, key).detach()), dim)
         state.update({f"{name}.{key}" if name else key: t for key, t in found.items()})
     return state

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Set
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from dynsparse.files.limits import read_limit
 from dynsparse.files.plain_tree import from_tree
 from dynsparse.files.shorten import shortened
 from dynsparse.files.tensor_file import DTYPES, TensorFile, digest_of
+from dynsparse.ranks import chunk
 from dynsparse.training.checkpoint.reading import (
     CheckpointError,
     check_own_parts,
@@ -115,16 +117,12 @@ class StoredCheckpoint:
         check_parts(parts | {"random": {}, "generators": {}})
         return parts
 
-    def own_parts(self, rank: int, size: int) -> list[dict[str, Any]]:
-        """What every rank had of its own; only what rank `rank` of `size` goes on from is read.
+    def own_parts(self, wanted: Set[int]) -> list[dict[str, Any]]:
+        """What every rank had of its own; read is only that of the `wanted`.
 
         Raises:
             ValueError: it is not what a rank has.
         """
-        if size == len(self):
-            wanted = {rank}
-        else:  # histories are shared out anew: see `History.share_of`
-            wanted = {0, *range(rank, len(self), size)} | ({rank} if rank < len(self) else set())
         found: list[dict[str, Any]] = [{"random": {}, "generators": {}, "history": None}] * len(
             self
         )
@@ -170,28 +168,26 @@ class StoredTensor:
         self.name, self.shape, self.dtype = name, shape, dtype
         self._files = files
         # Looked at before anything is made of that size: the pieces are there, each in its file.
-        share = self._share()
         for i, file in enumerate(files):
             own, expected = list(shape), dtype
-            if shape and len(files) > 1:
-                own[0] = max(0, min(share, shape[0] - i * share))
+            if shape:
+                first, last = chunk(shape[0], len(files), i)
+                own[0] = last - first
             if file.shape(name) != (expected, own):
                 raise ValueError(
                     f"{shortened(name)}: expected a piece of {dtype} {own} in {file.path.name}, "
                     f"got {file.shape(name)}"
                 )
 
-    def _share(self) -> int:
-        return -(-self.shape[0] // len(self._files)) if self.shape else 1
-
     def rows(self, first: int, last: int) -> Tensor:
         """Rows [first, last), from the files that have some of them."""
-        share = self._share()
-        pieces = [
-            file.read(self.name, max(0, first - i * share), max(0, last - i * share))
-            for i, file in enumerate(self._files)
-            if first < (i + 1) * share and last > i * share
-        ]
+        pieces = []
+        for i, file in enumerate(self._files):
+            begin, end = chunk(self.shape[0], len(self._files), i)
+            if max(first, begin) < min(last, end):
+                pieces.append(
+                    file.read(self.name, max(first, begin) - begin, min(last, end) - begin)
+                )
         if not pieces:
             return torch.empty((0, *self.shape[1:]), dtype=self.dtype)
         return pieces[0] if len(pieces) == 1 else torch.cat(pieces)

@@ -20,11 +20,14 @@ __all__ = ["from_tree", "to_tree"]
 _MARK = "$"
 
 
-def to_tree(value: Any, keep: Callable[[str, Tensor], str], path: str = "") -> Any:
+def to_tree(
+    value: Any, keep: Callable[[str, Any], str], path: str = "", kept: type = Tensor
+) -> Any:
     """`value` made of what JSON has.
 
     Args:
         keep: from where in the tree a tensor is, and the tensor, to the name that stands for it.
+        kept: what else `keep` takes.
 
     Raises:
         TypeError: anything that is none of these types.
@@ -33,18 +36,18 @@ def to_tree(value: Any, keep: Callable[[str, Tensor], str], path: str = "") -> A
         return value
     if isinstance(value, float):
         return float(value) if math.isfinite(value) else {_MARK: ["float", repr(float(value))]}
-    if isinstance(value, Tensor):
+    if isinstance(value, (Tensor, kept)):
         return {_MARK: ["tensor", keep(path, value)]}
     if isinstance(value, torch.dtype):
         return {_MARK: ["dtype", str(value).removeprefix("torch.")]}
     if isinstance(value, (list, tuple)):
-        parts = [to_tree(one, keep, f"{path}/{i}") for i, one in enumerate(value)]
+        parts = [to_tree(one, keep, f"{path}/{i}", kept) for i, one in enumerate(value)]
         return parts if type(value) is list else {_MARK: ["tuple", parts]}
     if isinstance(value, dict):
         if all(isinstance(key, str) for key in value) and _MARK not in value:
-            return {key: to_tree(one, keep, f"{path}/{key}") for key, one in value.items()}
+            return {key: to_tree(one, keep, f"{path}/{key}", kept) for key, one in value.items()}
         pairs = [
-            [to_tree(key, keep, path), to_tree(one, keep, f"{path}/{key}")]
+            [to_tree(key, keep, path), to_tree(one, keep, f"{path}/{key}", kept)]
             for key, one in value.items()
         ]
         return {_MARK: ["dict", pairs]}

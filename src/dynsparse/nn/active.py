@@ -57,13 +57,17 @@ class ActiveSet:
 
     def __call__(self, layer: Any, x: Tensor) -> Tensor:
         """x [..., in] -> [..., out], with the layer's values, index and bias."""
+        return self.product(layer, x, layer.bias)
+
+    def product(self, layer: Any, x: Tensor, bias: Tensor | None) -> Tensor:
+        """The same with another bias, or none."""
         refuse_transforms("a layer with an active subset", x, layer.values)
         device = x.device.type
         if torch.is_autocast_enabled(device) and x.is_floating_point():
             x = x.to(torch.get_autocast_dtype(device))
         with torch.autocast(device, enabled=False):
             return _ActiveLinear.apply(
-                x, layer.values, layer.bias, self.slots, self._index, layer.index, layer
+                x, layer.values, bias, self.slots, self._index, layer.index, layer
             )
 
     def kernel(self, batch: int, backward: bool) -> str:

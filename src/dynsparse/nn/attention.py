@@ -52,6 +52,7 @@ class SparseMultiheadAttention(nn.Module):
     # Whether other ranks compute further heads.
     shares_heads: bool = False
 
+    slabs: dict[str, Any]  # as `SparseLinear` has them, where heads lie on several ranks
     q_proj: nn.Module
     k_proj: nn.Module
     v_proj: nn.Module

@@ -62,8 +62,10 @@ class LayerState:
     def _of(
         tensors: PatternIndex, values: Tensor, sharded: bool, device: torch.device
     ) -> LayerIndex:
+        # Their number may be about to change.
+        shape = len(tensors.cols), *values.shape[1:]
         index = LayerIndex(
-            tensors, torch.empty(1, device=device).expand(values.shape) if sharded else values
+            tensors, torch.empty(1, device=device).expand(shape) if sharded else values
         )
         trust(index)
         return index

@@ -20,6 +20,7 @@ from dynsparse.nn.weight_view import WeightView
 from dynsparse.ops.linear import grad_input, grad_weight, layer_linear, linear
 from dynsparse.ops.linear.choice import route
 from dynsparse.pattern import PatternIndex, SparsePattern
+from dynsparse.ranks import Part
 from dynsparse.typed import typed
 
 __all__ = ["SparseLinear"]
@@ -140,11 +141,17 @@ class SparseLinear(SparseModule):
 
         The trainer `TopKAST` sets them; a change of the pattern takes them away.
         """
-        return self.executor if isinstance(self.executor, ActiveSet) else None
+        if isinstance(self.executor, ActiveSet):
+            return self.executor
+        return self.executor.active if isinstance(self.executor, Part) else None
 
     @active.setter
     def active(self, slots: ActiveSet | None) -> None:
-        if self.executor is not None and self.active is None:
+        executor: Any = self.executor
+        if isinstance(executor, Part):
+            self.executor = executor.with_active(slots)
+            return
+        if executor is not None and self.active is None:
             raise ValueError(
                 f"the layer is computed by {self.kernel(1)}, which knows no active subset"
             )

@@ -80,11 +80,13 @@ def shard_dimension(values: Tensor) -> int:
     return dimension
 
 
-def local_range(tensor: Tensor) -> tuple[int, int]:
-    """The rows [first, last) that this rank holds of a DTensor that is cut by rows."""
+def local_range(tensor: Tensor, count: int | None = None) -> tuple[int, int]:
+    """The rows [first, last) that this rank holds of a DTensor that is cut by rows; or would hold,
+    of `count` rows."""
     mesh = tensor.device_mesh  # type: ignore[attr-defined]
     dimension = shard_dimension(tensor)
-    return chunk(len(tensor), mesh.size(dimension), mesh.get_local_rank(dimension))
+    count = len(tensor) if count is None else count
+    return chunk(count, mesh.size(dimension), mesh.get_local_rank(dimension))
 
 
 def own_rows(tensor: Tensor) -> tuple[int, int]:
@@ -96,18 +98,24 @@ def own_rows(tensor: Tensor) -> tuple[int, int]:
     return first, last if leads else first
 
 
-def sharded_like(own: Tensor, dtype: torch.dtype, rows: Callable[[int, int], Tensor]) -> Tensor:
+def sharded_like(
+    own: Tensor,
+    dtype: torch.dtype,
+    rows: Callable[[int, int], Tensor],
+    count: int | None = None,
+) -> Tensor:
     """A DTensor of `dtype`, sharded as `own` is, of its rows [first, last), which `rows` makes on
-    the CPU."""
+    the CPU; of `count` rows, if not of as many."""
     from torch.distributed.tensor import DTensor, distribute_tensor  # whoever shards has loaded it
 
     mesh, placements = own.device_mesh, own.placements  # type: ignore[attr-defined]
     if rows_dimension(own) is None:
         whole = rows(0, len(own) if own.dim() else 1).to(own.device, dtype)
         return distribute_tensor(whole, mesh, placements, src_data_rank=None)
-    local = rows(*local_range(own)).to(local_part(own).device, dtype)
+    local = rows(*local_range(own, count)).to(local_part(own).device, dtype)
+    shape = own.shape if count is None else torch.Size([count, *own.shape[1:]])
     return DTensor.from_local(
-        local, mesh, placements, run_check=False, shape=own.shape, stride=own.stride()
+        local, mesh, placements, run_check=False, shape=shape, stride=own.stride()
     )
 
 

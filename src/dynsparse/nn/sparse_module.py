@@ -19,6 +19,7 @@ from dynsparse.nn.targets import Executor
 from dynsparse.ops.linear import LayerIndex
 from dynsparse.ops.linear.kernels import panels
 from dynsparse.pattern import PatternIndex, Rewiring, SparsePattern
+from dynsparse.ranks import Part, Slab
 
 __all__ = ["SparseModule", "whole"]
 
@@ -44,6 +45,9 @@ class SparseModule(nn.Module):
     # The name that `sparsify` found it under, for messages; and whether one has been given already.
     known_as: str | None = None
     told_of_dense_weight: bool = False
+    # Of tensors beside the values, what this rank has of them where the layer is cut into
+    # rectangles: a slab, and along which dimension.
+    slabs: dict[str, tuple[Slab, int]]
     # Averages of this layer, which take its patterns.
     _followers: tuple[weakref.ref[SparseModule], ...] = ()
 
@@ -318,10 +322,18 @@ class SparseModule(nn.Module):
             own[:0].zero_()  # a graph that waits for its backward pass learns of the change
         own.data = values
 
+    @property
+    def may_resize(self) -> bool:
+        """Whether the number of blocks here may change: that of a rectangle does while that of the
+        whole layer stays."""
+        return self.resizable or isinstance(self.executor, Part)
+
     def _check_capacity(self, pattern: SparsePattern) -> None:
         own = self._pattern
         alike = (pattern.shape, pattern.block_size) == (own.shape, own.block_size)
-        resizable = self.resizable and not is_sharded(self.values)
+        resizable = self.may_resize
+        if is_sharded(self.values):
+            resizable = isinstance(self.executor, Part)
         if not alike or (pattern.nnz != own.nnz and not resizable):
             raise ValueError(
                 f"the layer holds {own}; the new pattern must have the same shape, block size and "
@@ -355,7 +367,7 @@ class SparseModule(nn.Module):
             with torch.no_grad():
                 if values is None or values.shape == self.values.shape:
                     self._install(pattern)
-                elif values.shape == pattern.values_shape and self.resizable:
+                elif values.shape == pattern.values_shape and self.may_resize:
                     self._install(pattern, values.to(self.values, copy=True))
         super()._load_from_state_dict(
             state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs

@@ -15,10 +15,12 @@ from dynsparse.ranks.agree import (
     texts_of,
 )
 from dynsparse.ranks.counting import CountingRanks
+from dynsparse.ranks.even import even_pieces
 from dynsparse.ranks.exchanged import exchanged_bytes
 from dynsparse.ranks.follow import follow_over_ranks
-from dynsparse.ranks.grid import AXES, Part, RankGrid, check_axes
+from dynsparse.ranks.grid import AXES, Part, RankGrid, Slab, check_axes
 from dynsparse.ranks.grow import topk_over_ranks
+from dynsparse.ranks.joint import JointRanks
 from dynsparse.ranks.ranks import ALONE, GroupRanks, Ranks, ranks_of
 from dynsparse.ranks.select import (
     chunk,
@@ -40,9 +42,11 @@ __all__ = [
     "CountingRanks",
     "GroupRanks",
     "GrowthWanted",
+    "JointRanks",
     "Part",
     "RankGrid",
     "Ranks",
+    "Slab",
     "ThreadRanks",
     "agree_on",
     "agreeing",
@@ -51,6 +55,7 @@ __all__ = [
     "chunk_of",
     "differing",
     "digest",
+    "even_pieces",
     "exchanged_bytes",
     "follow_over_ranks",
     "held_back",

@@ -31,19 +31,20 @@ class Band:
         pattern, exclude: positions that are not free.
         k: how many of all ranks' positions join.
         device: of the gradients.
+        total: positions of the layer, of which the pattern may be that of a rectangle.
 
     Attributes:
         wanted: `k`.
-        area, total: weights of a block, positions of the layer.
+        area, total: weights of a block, see above.
         scores, flat: after `settle`: what a selection over ranks shall choose from; infinity where
             a position has won already.
     """
 
     def __init__(
-        self, pattern: SparsePattern, exclude: Tensor, k: int, device: torch.device
+        self, pattern: SparsePattern, exclude: Tensor, k: int, device: torch.device, total: int
     ) -> None:
         self._pattern, self._exclude, self.wanted = pattern, exclude, k
-        self.area, self.total = pattern.block_size**2, pattern.total
+        self.area, self.total = pattern.block_size**2, total
         self._low = torch.zeros(0, device=device)
         self._high = torch.zeros(0, device=device)
         self._least = -torch.inf
@@ -125,15 +126,28 @@ class Band:
 
 
 def settle(
-    ranks: Ranks, bands: Sequence[Band], pairs: Sequence[Sequence[Pair]], pooling: str
+    ranks: Ranks,
+    bands: Sequence[Band],
+    pairs: Sequence[Sequence[Pair]],
+    pooling: str,
+    counts: Sequence[bool],
 ) -> None:
-    """Score what is open in all bands; every rank calls it with its own samples."""
+    """Score what is open in all bands; every rank calls it with its own samples.
+
+    Args:
+        ranks: with other samples for the same positions; everyone of their mesh ranks together.
+        counts: whether what these ranks have of each layer counts, or is a copy.
+    """
     if not bands:
         return
-    keys = [key for band in bands for key in band.bounds()]
+    keys = [
+        key if own else key[:0]
+        for band, own in zip(bands, counts, strict=True)
+        for key in band.bounds()
+    ]
     most = max(band.total for band in bands)
     wanted = [band.wanted for band in bands for _ in range(2)]
-    ends, _, _ = kth_over_ranks(ranks, keys, wanted, 32, most)
+    ends, _, _ = kth_over_ranks(ranks.everyone, keys, wanted, 32, most)
     asked = [b.narrow(*ends[2 * i : 2 * i + 2]) for i, b in enumerate(bands)]
     own = torch.tensor([len(flat) for flat in asked], device=ranks.device)
     table = torch.stack(ranks.gather(own, [len(bands)] * ranks.size)).tolist()

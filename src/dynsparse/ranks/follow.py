@@ -7,58 +7,66 @@ rank needs of another is one run of slots, and nearly all of it is there already
 from __future__ import annotations
 
 import functools
-import math
 from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 
+from dynsparse.ranks.even import as_bytes
 from dynsparse.ranks.ranks import Ranks
+from dynsparse.ranks.select import chunk
 
 __all__ = ["follow_over_ranks"]
 
 
 @torch.no_grad()
 def follow_over_ranks(
-    ranks: Ranks, source: Tensor, tensors: Sequence[Tensor], fills: Sequence[float | Tensor]
-) -> Callable[[], Callable[[], None]]:
-    """What `Rewiring.apply_` does, in place, for tensors whose slots lie on all ranks.
+    ranks: Ranks,
+    source: Tensor,
+    tensors: Sequence[Tensor],
+    fills: Sequence[float | Tensor],
+    before: int | None = None,
+) -> Callable[[], Callable[[], list[Tensor]]]:
+    """What `Rewiring.apply` does for tensors whose slots lie on all ranks.
 
     In three parts, so that a rank where one fails keeps no other waiting: this call makes no move;
     what it returns makes one, an exchange for all tensors; and what that returns writes, makes no
-    move and takes no memory. Nothing is written before.
+    move and takes no memory. Nothing is written before. Where the number of slots stays it is
+    written in place, and what was given is returned; otherwise new tensors.
 
     Args:
         source: int32 [slots], the same on all ranks: the old slot of each new one, or -1 where one
-            was grown. As many slots before as after, and survivors in their order: what a
-            `Rewiring` that keeps its size has.
+            was grown. Survivors in their order: what a `Rewiring` has.
         tensors: [slots of this rank, ...], contiguous, of any types.
         fills: for each tensor what grown slots get: a number, or [grown, ...] of all ranks.
+        before: how many slots there were; as many as there are where it is left out.
 
     Raises:
         ValueError: a tensor that does not hold the slots of this rank.
     """
     source = source.cpu().long()
-    bounds = torch.arange(ranks.size + 1) * -(-len(source) // ranks.size)
-    bounds.clamp_(max=len(source))
+    there = _bounds(ranks, len(source) if before is None else before)
+    bounds = _bounds(ranks, len(source))
+    resized = int(there[-1]) != len(source)
+    begin, end = there[ranks.rank : ranks.rank + 2].tolist()
     first, last = bounds[ranks.rank : ranks.rank + 2].tolist()
     for tensor in tensors:
-        if tensor.dim() == 0 or len(tensor) != last - first:
+        if tensor.dim() == 0 or len(tensor) != end - begin:
             raise ValueError(
-                f"expected the {last - first} slots of rank {ranks.rank}, got the shape "
+                f"expected the {end - begin} slots of rank {ranks.rank}, got the shape "
                 f"{list(tensor.shape)}"
             )
     new = (source >= 0).nonzero().flatten()
     old = source[new]  # ascends, as `new` does
-    own = slice(*torch.searchsorted(old, bounds[ranks.rank : ranks.rank + 2]).tolist())
+    own = slice(*torch.searchsorted(old, there[ranks.rank : ranks.rank + 2]).tolist())
     leaving = torch.searchsorted(new[own], bounds).diff().tolist()
     held = slice(*torch.searchsorted(new, bounds[ranks.rank : ranks.rank + 2]).tolist())
-    coming = torch.searchsorted(old[held], bounds).diff().tolist()
+    coming = torch.searchsorted(old[held], there).diff().tolist()
     if not tensors:
-        return lambda: lambda: None
+        return lambda: list
     device = tensors[0].device
-    at = (old[own] - first).to(device)
-    lines = [_bytes(tensor).index_select(0, at) for tensor in tensors]
+    at = (old[own] - begin).to(device)
+    lines = [as_bytes(tensor).index_select(0, at) for tensor in tensors]
     widths = [line.shape[1] for line in lines]
     line = torch.cat(lines, 1)
     del lines
@@ -70,19 +78,23 @@ def follow_over_ranks(
         fill[part].to(t) if isinstance(fill, Tensor) else fill
         for t, fill in zip(tensors, fills, strict=True)
     ]
+    made = list(tensors)
+    if resized:
+        made = [tensor.new_empty((last - first, *tensor.shape[1:])) for tensor in tensors]
 
-    def move() -> Callable[[], None]:
+    def move() -> Callable[[], list[Tensor]]:
         return functools.partial(write, ranks.exchange(line, leaving, coming).split(widths, 1))
 
     @torch.no_grad()
-    def write(pieces: Sequence[Tensor]) -> None:
-        for tensor, piece, start in zip(tensors, pieces, starts, strict=True):
-            _bytes(tensor)[kept] = piece
+    def write(pieces: Sequence[Tensor]) -> list[Tensor]:
+        for tensor, piece, start in zip(made, pieces, starts, strict=True):
+            as_bytes(tensor)[kept] = piece
             tensor[joined] = start
+        return made
 
     return move
 
 
-def _bytes(tensor: Tensor) -> Tensor:
-    """The memory of a contiguous tensor: uint8 [slots, bytes of one]."""
-    return tensor.view(len(tensor), math.prod(tensor.shape[1:])).view(torch.uint8)
+def _bounds(ranks: Ranks, count: int) -> Tensor:
+    """Where the slots of each rank begin, and the last ones end."""
+    return torch.tensor([0, *(chunk(count, ranks.size, rank)[1] for rank in range(ranks.size))])

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
+import torch
 from torch import Tensor
 
 from dynsparse.files.shorten import shortened
+from dynsparse.pattern import SparsePattern
 from dynsparse.ranks.ranks import ALONE, Ranks, ranks_of
 
-__all__ = ["AXES", "Part", "RankGrid", "check_axes"]
+__all__ = ["AXES", "Part", "RankGrid", "Slab", "check_axes"]
 
 AXES = ("x", "y", "z")
 """Of a mesh: what features are split over, and, along z, samples."""
@@ -76,6 +79,35 @@ class RankGrid:
         return line
 
 
+@dataclass(frozen=True)
+class Slab:
+    """This rank's features of what is cut along one of its dimensions over a line of ranks.
+
+    Attributes:
+        line: of the ranks; `ALONE` where each has all features.
+        borders: 0 = c_0 < c_1 < ... : rank i has the features [c_i, c_(i+1)).
+    """
+
+    line: Ranks
+    borders: tuple[int, ...]
+
+    @property
+    def ends(self) -> tuple[int, int]:
+        """The first feature of this rank, and the one behind its last."""
+        return self.borders[self.line.rank], self.borders[self.line.rank + 1]
+
+    def cut(self, whole: Tensor, dim: int) -> Tensor:
+        """This rank's features of a tensor that has all: a view."""
+        first, last = self.ends
+        return whole.narrow(dim, first, last - first)
+
+    def joined(self, own: Tensor, dim: int) -> Tensor:
+        """All features, of which each rank has its own; all ranks of the line call this."""
+        sizes = [last - first for first, last in itertools.pairwise(self.borders)]
+        parts = self.line.gather(own.movedim(dim, 0).contiguous(), sizes)
+        return torch.cat([part.movedim(0, dim) for part in parts], dim)
+
+
 @runtime_checkable
 class Part(Protocol):
     """What decisions know of a layer of which each rank of a grid holds a rectangle."""
@@ -91,6 +123,30 @@ class Part(Protocol):
     @property
     def axes(self) -> tuple[str, ...]:
         """Those of x and y that the layer is spread over; along others all ranks hold the same."""
+
+    @property
+    def slabs(self) -> tuple[Slab, Slab]:
+        """Of its rows (out) and columns (in)."""
+
+    @property
+    def blocks(self) -> int:
+        """Present blocks of the whole layer when it was cut: as many as ever, unless the layer is
+        resizable."""
+
+    @property
+    def active(self) -> Any:
+        """The slots that the forward pass uses, where it does not use all."""
+
+    def with_active(self, active: Any) -> Any:
+        """The same rectangle, whose forward pass uses these slots; None: all."""
+
+    def slots(self, pattern: SparsePattern) -> tuple[Tensor, int]:
+        """Which slots of the whole layer those of a pattern in this rectangle are, int64 [nnz],
+        ascending, and how many the whole layer has. All ranks of the layer's lines call this, each
+        with the pattern in its rectangle."""
+
+    def inside(self, flat: Tensor, block_size: int) -> Tensor:
+        """Which flat block positions in the whole layer are in the rectangle: bool."""
 
     def to_whole(self, flat: Tensor, block_size: int) -> Tensor:
         """Flat block positions in the rectangle as positions in the whole; the order stays."""

@@ -52,6 +52,11 @@ class Ranks:
         """Those who must hear of an error: these ranks, or the mesh they are a line of."""
         return self._everyone or self
 
+    @property
+    def place(self) -> tuple[int, int, int]:
+        """Where in a mesh this rank is, along x, y and z; (0, 0, rank) where there is none."""
+        return self._place.get("x", 0), self._place.get("y", 0), self.rank
+
     def among(self, everyone: Ranks, place: dict[str, int]) -> Ranks:
         """These ranks as a line of a mesh, at a place along its other axes."""
         if everyone.alone:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -11,12 +11,19 @@ import torch
 from torch import Tensor
 
 from dynsparse.nn import SparseLinear
-from dynsparse.nn.sharded import gathered, is_sharded, local_part, shard_dimension
+from dynsparse.nn.sharded import (
+    gathered,
+    is_sharded,
+    local_part,
+    shard_dimension,
+    sharded_like,
+)
 from dynsparse.pattern import Rewiring
-from dynsparse.ranks import ALONE, Ranks, agreeing, follow_over_ranks, held_back, ranks_of
+from dynsparse.ranks import ALONE, Part, Ranks, agreeing, follow_over_ranks, held_back, ranks_of
 from dynsparse.training.doubts import settle
 from dynsparse.training.memory import released_memory
 from dynsparse.training.optimizer_state import follow_later, moving_state, prepare_state
+from dynsparse.training.shards import resize_shards
 
 __all__ = [
     "Change",
@@ -61,7 +68,7 @@ class Change:
         """
         values = layer.values
         if is_sharded(values):
-            _check_shards(values, rewiring)
+            _check_shards(layer, rewiring)
         elif not any(values is p for group in optimizer.param_groups for p in group["params"]):
             raise RuntimeError(
                 "its values are not those that the optimizer holds: where fully_shard leaves them "
@@ -101,17 +108,53 @@ class Change:
         if values.grad is not None:
             following.append((values.grad, 0.0))
         state = optimizer.state.get(values, {})
-        for fill, keys in moving_state(optimizer, values, rewiring.before.nnz).items():
-            following += [(state[key], fill) for key in keys]
+        keys = [
+            (key, fill)
+            for fill, names in moving_state(optimizer, values, rewiring.before.nnz).items()
+            for key in names
+        ]
+        following += [(state[key], fill) for key, fill in keys]
         shards = [(local_part(tensor), fill) for tensor, fill in following]
         group = values.device_mesh.get_group(shard_dimension(values))  # type: ignore[attr-defined]
-        move = follow_over_ranks(ranks_of(group), rewiring.source, *zip(*shards, strict=True))
-        return Prepared(values, [self.layer.prepare_moved(rewiring.after)], move)
+        tensors, fills = zip(*shards, strict=True)
+        before = rewiring.before.nnz
+        move = follow_over_ranks(ranks_of(group), rewiring.source, tensors, fills, before)
+
+        def moved() -> Callable[[], None]:
+            write = move()
+
+            @torch.no_grad()
+            def change_over() -> None:
+                made = write()
+                if not rewiring.keeps_size:
+                    self._resize_shards(made, keys, state)
+
+            return change_over
+
+        return Prepared(values, [self.layer.prepare_moved(rewiring.after)], moved)
+
+    def _resize_shards(
+        self, made: Sequence[Tensor], keys: Sequence[tuple[str, float]], state: dict[Any, Any]
+    ) -> None:
+        """Take over shards of another length: of the values, the gradient where there is one, and
+        the optimizer's state."""
+        values = self.layer.values
+        had_grad = values.grad is not None
+        resize_shards(self.layer, self.rewiring.after.nnz)
+        local_part(values.detach()).copy_(made[0])
+        likes = [
+            sharded_like(values, one.dtype, lambda first, last, one=one: one)  # type: ignore[misc]
+            for one in made[1:]
+        ]
+        if had_grad:
+            values.grad = likes.pop(0)
+        for (key, _), one in zip(keys, likes, strict=True):
+            state[key] = one
 
 
-def _check_shards(values: Tensor, rewiring: Rewiring) -> None:
-    shard_dimension(values)
-    if not rewiring.keeps_size:
+def _check_shards(layer: SparseLinear, rewiring: Rewiring) -> None:
+    shard_dimension(layer.values)
+    if not rewiring.keeps_size and not isinstance(layer.executor, Part):
         raise RuntimeError(
             "the values are sharded, so their number must stay, but the update leads from "
             f"{rewiring.before.nnz} to {rewiring.after.nnz} blocks: use an algorithm that keeps "

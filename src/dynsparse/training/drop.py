@@ -10,7 +10,7 @@ from torch import Tensor
 from dynsparse.checks import check_not_negative, check_tensor
 from dynsparse.nn.sharded import gathered, is_sharded, local_part, own_rows
 from dynsparse.ops.grow import select
-from dynsparse.ranks import ALONE, Ranks, chunk_of, joined, places, select_over_ranks
+from dynsparse.ranks import ALONE, JointRanks, Ranks, chunk_of, joined, places, select_over_ranks
 from dynsparse.training.parts import Spread
 from dynsparse.typed import typed
 
@@ -133,6 +133,7 @@ def lowest_of_all(
     most: Sequence[int],
     ranks: Ranks = ALONE,
     spreads: Sequence[Spread | None] | None = None,
+    stages: Ranks = ALONE,
 ) -> list[int]:
     """How many of the `count` lowest scores of all layers together are in each layer.
 
@@ -144,18 +145,20 @@ def lowest_of_all(
         most: the largest number per layer.
         ranks: that drop together; every one of them calls this.
         spreads: see `lowest_over_ranks`; `most` is that of the whole layer.
+        stages: the stages of a pipeline, which have other layers: `count` is of all of them. Among
+            equal scores the first stage loses first.
 
     Raises:
         ValueError: scores that hold NaN, or too large a count.
     """
     spreads = [None] * len(scores) if spreads is None else spreads
     # Beyond its `most` lowest a layer's scores do not matter, nor does which slots they are in.
-    if not ranks.alone:
+    if not ranks.alone or not stages.alone:
         limits = [
             min(m, len(s)) if spread is None else m
             for s, m, spread in zip(scores, most, spreads, strict=True)
         ]
-        return _lowest_of_all_over_ranks(ranks, scores, count, limits, spreads)
+        return _lowest_of_all_over_ranks(ranks, scores, count, limits, spreads, stages)
     limits = [min(m, len(s)) for s, m in zip(scores, most, strict=True)]
     slots = [lowest(s, limit) for s, limit in zip(scores, limits, strict=True)]
     candidates = [s.detach().cpu()[slot].double() for s, slot in zip(scores, slots, strict=True)]
@@ -202,6 +205,7 @@ def _lowest_of_all_over_ranks(
     count: int,
     limits: Sequence[int],
     spreads: Sequence[Spread | None],
+    stages: Ranks,
 ) -> list[int]:
     parts, slots = _own(ranks, scores, spreads)
     within = select_over_ranks(ranks.everyone, parts, slots, limits, largest=False)
@@ -210,7 +214,8 @@ def _lowest_of_all_over_ranks(
     candidates = [part[mask].double() for part, mask in zip(parts, within, strict=True)]
     found = [places(s, mask) + e for s, mask, e in zip(slots, within, ends[:-1], strict=True)]
     line = torch.cat([c.to(ranks.device) for c in candidates])
-    at = torch.cat([p.to(ranks.device) for p in found])
-    (leaves,) = select_over_ranks(ranks.everyone, [line], [at], [count], largest=False)
+    at = torch.cat([p.to(ranks.device) for p in found]) + (stages.rank << 40)
+    among = ranks.everyone if stages.alone else JointRanks(ranks.everyone, stages)
+    (leaves,) = select_over_ranks(among, [line], [at], [count], largest=False)
     by_layer = leaves.split([len(c) for c in candidates])
     return ranks.everyone.sum(torch.stack([mask.sum() for mask in by_layer])).tolist()

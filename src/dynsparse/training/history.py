@@ -10,7 +10,7 @@ from __future__ import annotations
 import copy
 import sys
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -23,7 +23,19 @@ from dynsparse.pattern import SparsePattern
 from dynsparse.ranks import Ranks
 from dynsparse.training.gradients import Pair, gradient_at
 
-__all__ = ["DenseMomentum", "History", "LastStep", "WindowMomentum", "gradient_of"]
+__all__ = [
+    "ChangeFeatures",
+    "DenseMomentum",
+    "History",
+    "LastStep",
+    "WindowMomentum",
+    "gradient_of",
+]
+
+
+ChangeFeatures = Callable[[str, Tensor, int | None, int | None], Tensor]
+"""From a layer's name, a tensor, and which of its dimensions are the layer's out and in features
+(None: none is) to the tensor with others."""
 
 
 class History:
@@ -80,6 +92,10 @@ class History:
         of ranks, each takes up those of some, so that the gradient, their mean, stays the same.
         """
         return states[rank] if len(states) == size else states[0]
+
+    def with_features(self, state: Any, change: ChangeFeatures) -> Any:
+        """A state whose tensors have other features of their layers: some of them, or all."""
+        return state
 
     def check_state(self, state: dict[str, Any], shapes: Mapping[str, tuple[int, int]]) -> None:
         """Raise ValueError unless `state` can be loaded; `shapes` are the layers' (out, in)."""
@@ -170,6 +186,17 @@ class WindowMomentum(History):
                     kept += [(x, dy * (size / len(states))) for x, dy in pairs]
         return {"steps": merged}
 
+    def with_features(self, state: Any, change: ChangeFeatures) -> Any:
+        return {
+            "steps": {
+                name: [
+                    [(change(name, x, None, 1), change(name, dy, 1, None)) for x, dy in pairs]
+                    for pairs in steps
+                ]
+                for name, steps in state["steps"].items()
+            }
+        }
+
     def snapshot(self) -> dict[str, deque[list[Pair]]]:
         return {name: steps.copy() for name, steps in self._steps.items()}
 
@@ -249,6 +276,9 @@ class DenseMomentum(History):
             for name, matrix in merged.items():
                 matrix.add_(state["momentum"][name], alpha=size / len(states))
         return {"momentum": merged}
+
+    def with_features(self, state: Any, change: ChangeFeatures) -> Any:
+        return {"momentum": {name: change(name, m, 0, 1) for name, m in state["momentum"].items()}}
 
     def snapshot(self) -> dict[str, Tensor]:
         return {name: matrix.clone() for name, matrix in self._momentum.items()}

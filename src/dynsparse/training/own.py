@@ -14,8 +14,9 @@ __all__ = ["OwnParts"]
 class OwnParts:
     """All of it is empty here. On several ranks each does the same, and comes to the same."""
 
-    needs_whole_layers = False
-    """Whether it draws or chooses for every weight, and so cannot do with rectangles of layers."""
+    own_state_holds = "slots"
+    """What the tensors of `_own_state`, which has one by the name of each layer, hold: an entry for
+    each of its slots, or "positions", those of some of them."""
 
     def _before_step(self) -> None:
         """For algorithms that change gradients before the optimizer's step."""

@@ -14,7 +14,16 @@ from dynsparse.nn import SparseLinear
 from dynsparse.pattern import SparsePattern
 from dynsparse.ranks import AXES, GrowthWanted, Part, RankGrid, Ranks, joined, ranks_of
 
-__all__ = ["Extent", "Spread", "extents", "ranks_for", "spreads_of", "whole_patterns"]
+__all__ = [
+    "Extent",
+    "Spread",
+    "WholeSlots",
+    "described",
+    "extents",
+    "ranks_for",
+    "spreads_of",
+    "whole_patterns",
+]
 
 
 @dataclass(frozen=True)
@@ -72,13 +81,12 @@ def spreads_of(layers: Mapping[str, SparseLinear]) -> dict[str, Spread]:
     }
 
 
-def ranks_for(choice: Any, model: Any, whole: bool = False) -> Ranks:
+def ranks_for(choice: Any, model: Any) -> Ranks:
     """Who trains a model with this one: those with other samples for the same weights.
 
     Args:
         choice: as `ranks_of` takes it; or a mesh with axes among x, y and z, whose z line they are.
         model: with layers in rectangles, or without; for "auto" these know their mesh.
-        whole: the algorithm needs whole layers.
 
     Raises:
         TypeError, ValueError: ranks that are not those of the rectangles' mesh; see `ranks_of`.
@@ -86,11 +94,6 @@ def ranks_for(choice: Any, model: Any, whole: bool = False) -> Ranks:
     modules = model.modules() if isinstance(model, nn.Module) else ()
     layers = {str(i): m for i, m in enumerate(modules) if isinstance(m, SparseLinear)}
     spreads = list(spreads_of(layers).values())
-    if spreads and whole:
-        raise ValueError(
-            "this algorithm draws or chooses for every weight of a whole layer, and the model's "
-            "layers are in rectangles: use another, or train it data parallel"
-        )
     if isinstance(choice, RankGrid):
         return choice.z
     names = getattr(choice, "mesh_dim_names", None)
@@ -108,6 +111,35 @@ def ranks_for(choice: Any, model: Any, whole: bool = False) -> Ranks:
         f"the model's layers are in rectangles on a mesh of {grid.everyone.size} ranks: pass the "
         "whole mesh as ranks, with the axis of the samples named z and the others x and y"
     )
+
+
+class WholeSlots:
+    """Which slots of whole layers this rank holds, for who draws numbers for all of them."""
+
+    def __init__(self) -> None:
+        self._known: dict[str, tuple[SparsePattern, Tensor, int]] = {}
+
+    def look(self, layers: Mapping[str, SparseLinear]) -> None:
+        """Find out where patterns have changed; all ranks call this at the same time."""
+        for name, spread in spreads_of(layers).items():
+            if name not in self._known or self._known[name][0] is not spread.pattern:
+                self._known[name] = (spread.pattern, *spread.part.slots(spread.pattern))
+
+    def of(self, name: str, layer: SparseLinear) -> tuple[Tensor | slice, int]:
+        """The slots, and how many the whole layer has."""
+        if name in self._known:
+            return self._known[name][1:]
+        return slice(None), layer.pattern.nnz
+
+
+def described(layer: SparseLinear) -> list[int]:
+    """Shape and block size of a whole layer, and its number of blocks where that stays."""
+    part: Any = layer.executor
+    if isinstance(part, Part):
+        shape, blocks = part.shape, part.blocks
+    else:
+        shape, blocks = layer.pattern.shape, layer.pattern.nnz
+    return [*shape, layer.block_size] + ([] if layer.resizable else [blocks])
 
 
 def extents(layers: Mapping[str, SparseLinear], ranks: Ranks) -> dict[str, Any]:

@@ -116,7 +116,7 @@ class SparseTrainer(FollowsOptimizer, OwnParts):
         history: History | None = None,
         ranks: Any = "auto",
     ) -> None:
-        self.ranks = ranks_for(ranks, model, self.needs_whole_layers)
+        self.ranks = ranks_for(ranks, model)
         with agreeing(self.ranks):  # that the arguments are right on all of them
             check_kinds_of_pieces(schedule=schedule, growth=growth, budget=budget, history=history)
             check_initial_value(initial_value)
@@ -206,8 +206,8 @@ class SparseTrainer(FollowsOptimizer, OwnParts):
         try:
             with agreeing(together):
                 self._after_step()
-                for name, pairs in self._captures.items():
-                    self.history.observe(name, list(pairs))
+                for name in self._captures:
+                    self.history.observe(name, list(self._captures[name]))
             changes, own = self._plan() if due else ({}, None)
             change_over = prepared(changes, self.optimizer, together)
             rewirings = {name: change.rewiring for name, change in changes.items()}
@@ -221,8 +221,7 @@ class SparseTrainer(FollowsOptimizer, OwnParts):
                 undo()
             raise
         # From here on nothing takes memory, so nothing fails.
-        for pairs in self._captures.values():
-            pairs.clear()
+        self._forget_captures()
         change_over()
         if due:
             self._change_own(own)
@@ -250,6 +249,11 @@ class SparseTrainer(FollowsOptimizer, OwnParts):
         self._captures = {
             name: capture.start(layer.index.row_ptr, layer.values) for name, layer in layers.items()
         }
+
+    def _forget_captures(self) -> None:
+        for pairs in self._captures.values():
+            pairs.clear()
+        self._captures = {}  # they hold on to the values as these were; `_arm` begins anew
 
     def _trained(self) -> dict[str, SparseLinear]:
         return {name: layer for name, layer in self.layers.items() if layer.values.requires_grad}

@@ -11,6 +11,7 @@ from dynsparse.pattern import SparsePattern
 from dynsparse.training.budgets import Budget
 from dynsparse.training.grow import Growth
 from dynsparse.training.history import History
+from dynsparse.training.parts import described
 from dynsparse.training.schedule import Schedule
 
 __all__ = ["check_agreement", "check_pieces", "said_by"]
@@ -36,11 +37,7 @@ def said_by(
         "growth": None if growth is None else {"kind": type(growth).__name__} | growth.options,
         "budget": {"kind": type(budget).__name__} | budget.options,
         "history": {"kind": type(history).__name__} | history.options,
-        "layers": {
-            name: [*layer.pattern.shape, layer.pattern.block_size]
-            + ([] if layer.resizable else [layer.pattern.nnz])
-            for name, layer in layers.items()
-        },
+        "layers": {name: described(layer) for name, layer in layers.items()},
     }
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -17,6 +17,7 @@ from dynsparse.training.budgets import Budget, Counts, Survey
 from dynsparse.training.change import Change
 from dynsparse.training.grow import RandomGrowth
 from dynsparse.training.initial import learning_rate_of
+from dynsparse.training.parts import WholeSlots, spreads_of
 from dynsparse.training.schedule import ConstantSchedule
 from dynsparse.training.trainer import SparseTrainer
 
@@ -28,8 +29,8 @@ class SignBudget(Budget):
 
     def counts(self, survey: Survey) -> dict[str, Counts]:
         found = {}
-        for name in survey.patterns:
-            count = min(int((survey.scores(name) < 0).sum()), survey.room(name, 0))
+        for name, below in zip(survey.patterns, survey.below_zero(), strict=True):
+            count = min(below, survey.room(name, 0))
             found[name] = Counts(count, count)
         return found
 
@@ -58,7 +59,6 @@ class DeepR(SparseTrainer):
     """
 
     growth: RandomGrowth
-    needs_whole_layers = True
 
     def __init__(
         self,
@@ -83,16 +83,27 @@ class DeepR(SparseTrainer):
             budget=SignBudget(),
             ranks=ranks,
         )
+        # Each rank draws for whole layers, and takes what is for the slots that it has.
+        self._slots = WholeSlots()
+        self._slots.look(self.layers)
         self.signs = {name: self._first_signs(name) for name in self.layers}
 
     def _first_signs(self, name: str) -> Tensor:
-        signs = gathered(self.layers[name].values.detach()).sign().to(torch.int8)
-        return torch.where(signs == 0, self._draw_signs(name, signs.shape).to(signs.device), signs)
+        layer = self.layers[name]
+        signs = gathered(layer.values.detach()).sign().to(torch.int8)
+        drawn = self._draw_signs(name, *self._slots.of(name, layer), signs.shape[1:])
+        return torch.where(signs == 0, drawn.to(signs.device), signs)
 
-    def _draw_signs(self, name: str, shape: torch.Size) -> Tensor:
+    def _draw_signs(
+        self, name: str, own: Tensor | slice, total: int, block: Sequence[int]
+    ) -> Tensor:
+        """`own` of the signs of `total` blocks."""
         generator = self.growth.generator_for(name, self.steps, "signs")
-        coins = torch.randint(2, shape, generator=generator, dtype=torch.int8)
-        return coins.mul_(2).sub_(1)
+        coins = torch.randint(2, (total, *block), generator=generator, dtype=torch.int8)
+        return coins[own].mul_(2).sub_(1)
+
+    def _before_step(self) -> None:
+        self._slots.look(self.layers)
 
     @torch.no_grad()
     def _after_step(self) -> None:
@@ -106,8 +117,10 @@ class DeepR(SparseTrainer):
                 values.sub_(self.signs[name][own].to(values), alpha=rate * self.l1)
             if self.temperature:
                 generator = self.growth.generator_for(name, self.steps, "noise")
-                noise = torch.randn(layer.values.shape, generator=generator, dtype=values.dtype)
-                values.add_(noise[own].to(values), alpha=math.sqrt(2 * rate * self.temperature))
+                slots, total = self._slots.of(name, layer)
+                shape = total, *values.shape[1:]
+                noise = torch.randn(shape, generator=generator, dtype=values.dtype)[slots][own]
+                values.add_(noise.to(values), alpha=math.sqrt(2 * rate * self.temperature))
 
     @torch.no_grad()
     def _undo_own(self, planning: bool) -> Callable[[], None]:
@@ -136,9 +149,15 @@ class DeepR(SparseTrainer):
         return {name: self._follow(name, change.rewiring) for name, change in changes.items()}
 
     def _follow(self, name: str, rewiring: Rewiring) -> Tensor:
-        signs = self.signs[name]
-        shape = torch.Size([len(rewiring.grown), *signs.shape[1:]])
-        return rewiring.apply(signs, self._draw_signs(name, shape))
+        signs, after = self.signs[name], rewiring.after
+        own: tuple[Tensor | slice, int] = slice(None), len(rewiring.grown)
+        spread = spreads_of(self.layers).get(name)
+        if spread is not None:
+            grown = SparsePattern.from_flat(
+                after.flat[rewiring.grown], shape=after.shape, block_size=after.block_size
+            )
+            own = spread.part.slots(grown)
+        return rewiring.apply(signs, self._draw_signs(name, *own, signs.shape[1:]))
 
     def _change_own(self, planned: dict[str, Tensor]) -> None:
         self.signs = {**self.signs, **planned}

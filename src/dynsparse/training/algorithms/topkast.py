@@ -20,6 +20,7 @@ from dynsparse.training.budgets import Budget, Counts, Survey
 from dynsparse.training.change import Change, check_scores, naming, prepared
 from dynsparse.training.drop import lowest_over_ranks, magnitude
 from dynsparse.training.grow import RandomGrowth
+from dynsparse.training.parts import Spread, extents, spreads_of
 from dynsparse.training.schedule import Schedule
 from dynsparse.training.trainer import GrownValue, SparseTrainer
 
@@ -81,7 +82,7 @@ class TopKAST(SparseTrainer):
     """
 
     budget: SpareBudget
-    needs_whole_layers = True
+    own_state_holds = "positions"
 
     def __init__(
         self,
@@ -119,6 +120,8 @@ class TopKAST(SparseTrainer):
                     f"layer {name!r} is {what}, whose products use all of its weights: freeze it "
                     "or leave it dense to train the others with Top-KAST"
                 )
+        # By layer in rectangles: the active slots of this rank, and how many all have together.
+        self._counted: dict[str, tuple[ActiveSet, int]] = {}
         self._change_own(self._plan_own({}))
 
     @torch.no_grad()
@@ -135,8 +138,16 @@ class TopKAST(SparseTrainer):
                 with naming(name):
                     patterns[name] = pattern
                     scores.append(check_scores(magnitude(values), pattern.nnz).neg_())
-        counts = [self.budget.forward_count(pattern.nnz) for pattern in patterns.values()]
-        largest = lowest_over_ranks(self.ranks, scores, counts)
+        layers = {name: self.layers[name] for name in patterns}
+        spreads = spreads_of(layers)
+        # An update leaves the number of blocks as it is.
+        whole = extents(layers, self.ranks)
+        counts = [self.budget.forward_count(whole[name].nnz) for name in patterns]
+        after = [
+            Spread(spreads[name].part, pattern) if name in spreads else None
+            for name, pattern in patterns.items()
+        ]
+        largest = lowest_over_ranks(self.ranks, scores, counts, after)
         return {
             name: ActiveSet(pattern, slots, device_of(self.layers[name].values))
             for (name, pattern), slots in zip(patterns.items(), largest, strict=True)
@@ -159,10 +170,11 @@ class TopKAST(SparseTrainer):
     def _before_step(self) -> None:
         if not self.exploration:
             return
-        for layer in self._trained().values():
+        densities = self._forward_densities()
+        for name, layer in self._trained().items():
             if layer.values.grad is None or layer.active is None:
                 continue
-            strength = self.exploration / layer.active.pattern.density
+            strength = self.exploration / densities[name]
             values, grad = local_part(layer.values.detach()), local_part(layer.values.grad)
             pull = torch.full((layer.pattern.nnz,), strength, dtype=values.dtype)
             pull = pull.to(layer.active.slots.device)
@@ -170,6 +182,29 @@ class TopKAST(SparseTrainer):
             if is_sharded(layer.values):
                 pull = pull[slice(*local_range(layer.values))].to(values.device)
             grad.addcmul_(pull.view(-1, *[1] * (values.dim() - 1)), values)
+
+    def _forward_densities(self) -> dict[str, float]:
+        """Of the layers with active slots, the share of all positions that these are. All ranks of
+        layers in rectangles call this."""
+        found = {n: a.pattern.density for n, m in self._trained().items() if (a := m.active)}
+        spreads = {n: s for n, s in spreads_of(self._trained()).items() if n in found}
+        fresh = [
+            name
+            for name in spreads
+            if self._counted.get(name, (None,))[0] is not self.layers[name].active
+        ]
+        if fresh:
+            own = [
+                len(active.slots) if self.ranks.speaks(spreads[name].part.axes) else 0
+                for name in fresh
+                if (active := self.layers[name].active)
+            ]
+            counts = self.ranks.everyone.sum(torch.tensor(own, device=self.ranks.device)).tolist()
+            for name, count in zip(fresh, counts, strict=True):
+                active = self.layers[name].active
+                assert active is not None
+                self._counted[name] = active, count
+        return found | {name: self._counted[name][1] / s.limit for name, s in spreads.items()}
 
     @torch.no_grad()
     def shrink(self) -> dict[str, Rewiring]:

@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 from dynsparse.pattern import SparsePattern
-from dynsparse.ranks import ALONE, Ranks, agreeing, ranks_of, select_over_ranks, sum_of_all
-from dynsparse.training.drop import lowest, lowest_of_all
+from dynsparse.ranks import ALONE, JointRanks, Ranks, agreeing, ranks_of, sum_of_all
+from dynsparse.training.drop import lowest_of_all
 from dynsparse.training.history import History, gradient_of
 from dynsparse.training.parts import Spread
 from dynsparse.training.schedule import Schedule
@@ -49,12 +49,27 @@ class Survey:
     spreads: Mapping[str, Spread] = field(default_factory=dict)
     """The layers in rectangles: `scores` are those of this rank's; `patterns` has their extents."""
 
-    def lowest_of_all(self, count: int, most: Sequence[int]) -> list[int]:
-        """How many of the `count` lowest scores of all layers are in each, at most its `most`."""
-        with agreeing(self.ranks):
+    def lowest_of_all(self, count: int, most: Sequence[int], stages: Ranks = ALONE) -> list[int]:
+        """How many of the `count` lowest scores of all layers, those of all `stages` of a pipeline,
+        are in each layer, at most its `most`."""
+        among = self.ranks
+        if not stages.alone:
+            among = JointRanks(self.ranks.everyone, stages)
+        with agreeing(among):
             scores = [self.scores(name) for name in self.patterns]
         spreads = [self.spreads.get(name) for name in self.patterns]
-        return lowest_of_all(scores, count, most, self.ranks, spreads)
+        return lowest_of_all(scores, count, most, self.ranks, spreads, stages)
+
+    def below_zero(self) -> list[int]:
+        """For each layer how many scores are below zero."""
+        with agreeing(self.ranks):
+            found = [int((self.scores(name) < 0).sum()) for name in self.patterns]
+        if not self.spreads:
+            return found
+        axes = [self.spreads[n].part.axes if n in self.spreads else () for n in self.patterns]
+        own = [n if self.ranks.speaks(one) else 0 for n, one in zip(found, axes, strict=True)]
+        counts = torch.tensor(own, device=self.ranks.device)
+        return self.ranks.everyone.sum(counts).tolist()
 
     def mean_momentum(self) -> list[float]:
         """For each layer the mean magnitude of the history's gradient at its weights; 0.0 where it
@@ -166,23 +181,8 @@ class GlobalBudget(Budget):
         sizes = torch.tensor([sum(p.nnz for p in patterns.values()), sum(most)])
         blocks, at_most = self.stages.sum(sizes.to(self.stages.device)).tolist()
         total = min(survey.schedule.drop_count(survey.step, blocks), at_most)
-        if self.stages.alone:
-            drops = survey.lowest_of_all(total, most)
-        else:
-            drops = self._over_stages(survey, total, most)
+        drops = survey.lowest_of_all(total, most, self.stages)
         return {name: Counts(k, k) for name, k in zip(patterns, drops, strict=True)}
-
-    def _over_stages(self, survey: Survey, total: int, most: Sequence[int]) -> list[int]:
-        """How many of the `total` lowest scores of all stages are in each layer of this one."""
-        stages, candidates = self.stages, []
-        with agreeing(stages):
-            for name, limit in zip(survey.patterns, most, strict=True):
-                scores = survey.scores(name).detach()
-                candidates.append(scores[lowest(scores, limit).to(scores.device)].double())
-        line = torch.cat(candidates)
-        # Among equal scores the first stage loses first.
-        (leaves,) = select_over_ranks(stages, [line], [stages.rank << 40], [total], largest=False)
-        return [int(part.sum()) for part in leaves.split([len(c) for c in candidates])]
 
 
 class SoftBudget(Budget):

@@ -37,7 +37,7 @@ def check_model(parts: dict[str, Any], model: nn.Module) -> None:
         other = parts["patterns"].get(name)
         module = model.get_submodule(name)
         if (
-            getattr(module, "resizable", False)
+            getattr(module, "may_resize", False)
             and isinstance(other, list)
             and other[:3] == pattern[:3]
         ):

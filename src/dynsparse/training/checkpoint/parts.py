@@ -7,7 +7,7 @@ generators and what its samples have left in the trainer's history.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -16,22 +16,26 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 from torch import Tensor, nn
 
+from dynsparse.nn import SparseLinear
 from dynsparse.nn.sharded import gathered, is_sharded, sharded_like
-from dynsparse.nn.whole import check_whole
 from dynsparse.pattern import SparsePattern
-from dynsparse.ranks import Ranks, agree_on, agreeing, digest
+from dynsparse.ranks import Part, Ranks, agree_on, agreeing, chunk, digest
 from dynsparse.training.checkpoint import random_state as rng
 from dynsparse.training.checkpoint.model_state import check_model, patterns_of
 from dynsparse.training.checkpoint.optimizing import check_finite, check_scheduler, loaded_optimizer
+from dynsparse.training.checkpoint.places import places, whole_history
 from dynsparse.training.checkpoint.reading import CheckpointError
+from dynsparse.training.checkpoint.rectangles import Piece, Rectangles
+from dynsparse.training.reducers import follow_sizes
+from dynsparse.training.shards import resize_shards
 from dynsparse.training.trainer import SparseTrainer
 
-__all__ = ["Stored", "Training", "all_gathered", "misfit", "take_own", "together"]
+__all__ = ["Stored", "Training", "all_gathered", "misfit", "together"]
 
 
 _OTHERS = (
-    "ranks that save together must hold the same model, as replicas or in shards: save each stage "
-    "of a pipeline with ranks=group, and of layers in rectangles what distributed.gather gives"
+    "ranks that save together must hold the same model, as replicas, in shards or in rectangles: "
+    "save each stage of a pipeline with ranks=group"
 )
 
 
@@ -59,11 +63,13 @@ class Training:
     lr_scheduler: Any = None
     generators: Mapping[str, rng.Generator] = field(default_factory=dict)
 
-    def __post_init__(self) -> None:
-        check_whole(self.model, "a checkpoint holds")
+    def parts(self, extra: Mapping[str, Any] | None, ranks: Ranks) -> dict[str, Any]:
+        """What all ranks hold alike; tensors are those of the training, whole or sharded, or, of
+        layers in rectangles, `Piece`s. All ranks call this.
 
-    def parts(self, extra: Mapping[str, Any] | None) -> dict[str, Any]:
-        """What all ranks hold alike; tensors are those of the training, whole or sharded."""
+        Args:
+            ranks: with other samples for the same weights; everyone of their mesh moves.
+        """
         assert self.optimizer is not None
         parts: dict[str, Any] = {
             "patterns": patterns_of(self.model),
@@ -79,7 +85,14 @@ class Training:
         if self.lr_scheduler is not None:
             state = self.lr_scheduler.state_dict()
             parts["lr_scheduler"] = {"kind": type(self.lr_scheduler).__name__, "state": state}
-        return parts
+        if parts["trainer"] is not None and not ranks.everyone.alone:
+            parts["trainer"]["history_state"] = {}  # each has its own
+        parts["places"] = places(ranks)
+        return self._rectangles(parts).brought_together(parts, ranks)
+
+    def _rectangles(self, parts: dict[str, Any]) -> Rectangles:
+        groups = parts["optimizer"]["state"]["param_groups"]
+        return Rectangles(self.model, self.optimizer, self.trainer, groups)
 
     def check(self, ranks: Ranks) -> None:
         """Raise ValueError, the same on all ranks, where what there is cannot be gone on from: the
@@ -87,21 +100,28 @@ class Training:
         with agreeing(ranks):
             if self.optimizer is not None:
                 check_finite(self.optimizer.state, _names(self.model))
-        patterns = {
-            name: module.pattern
+        layers = {
+            name: module
             for name, module in self.model.named_modules()
             if isinstance(getattr(module, "pattern", None), SparsePattern)
         }
-        agree_on(ranks, {"the layers": ", ".join(map(repr, patterns))}, _OTHERS)
-        found = {
-            f"the pattern of layer {name!r}": digest(str(pattern), pattern.rows, pattern.cols)
-            for name, pattern in patterns.items()
-        }
-        agree_on(ranks, found, _OTHERS, shown=False)
+        agree_on(ranks.everyone, {"the layers": ", ".join(map(repr, layers))}, _OTHERS)
+        # A rectangle is the same along the samples, a whole layer everywhere.
+        cut = {n for n, m in layers.items() if isinstance(getattr(m, "executor", None), Part)}
+        for among, names in ((ranks, cut), (ranks.everyone, layers.keys() - cut)):
+            patterns = {n: m.pattern for n, m in layers.items() if n in names}
+            found = {
+                f"the pattern of layer {name!r}": digest(str(own), own.rows, own.cols)
+                for name, own in patterns.items()
+            }
+            agree_on(among, found, _OTHERS, shown=False)
 
-    def own_part(self) -> dict[str, Any]:
-        """What is this rank's own."""
-        history = None if self.trainer is None else self.trainer.history.state_dict()
+    def own_part(self, ranks: Ranks) -> dict[str, Any]:
+        """What is this rank's own. All ranks call this: of layers in rectangles, the first of those
+        with the same samples has the whole history, the others none."""
+        history = None
+        if self.trainer is not None:
+            history = whole_history(self.trainer, ranks)
         return {
             "random": rng.global_states(),
             "generators": {n: rng.state_of(g) for n, g in self.generators.items()},
@@ -140,6 +160,8 @@ class Training:
             parts: with tensors, or what is `Stored` in their place.
         """
         target = self.targets(parts["optimizer"]["state"]["param_groups"])
+        rectangles = self._rectangles(parts)
+        parts = rectangles.taken(parts)
         unread = {"optimizer"} if self.optimizer is None else set()
         unread |= {"trainer"} if self.trainer is None else set()
 
@@ -151,9 +173,9 @@ class Training:
             if not isinstance(value, (Tensor, Stored)):
                 return value
             own = target(way)
-            if own is not None and own.shape == value.shape:
+            if own is not None and (own.shape == value.shape or way in rectangles.by_slots):
                 rows = value.rows if isinstance(value, Stored) else partial(_rows, value)
-                return sharded_like(own, value.dtype, rows)
+                return sharded_like(own, value.dtype, rows, value.shape[0] if own.dim() else None)
             # One of another shape is compared with the model's, and refused.
             return value.whole() if isinstance(value, Stored) else value
 
@@ -182,7 +204,9 @@ class Training:
         if trainer is not None:
             before = copy.deepcopy((self.model.state_dict(), trainer.state_dict()))
         own = {} if optimizer is None else dict(optimizer.__dict__)
+        sizes = {p: p.shape for p in self.model.parameters()}
         try:
+            self._fit_shards(parts["model"])
             self.model.load_state_dict(parts["model"])
             if optimizer is not None:
                 optimizer.__dict__.update(attributes)
@@ -191,12 +215,15 @@ class Training:
         except Exception as error:  # of any kind: it is what a stranger's file makes them do
             if before is None or trainer is None:
                 raise
+            self._fit_shards(before[0])
             self.model.load_state_dict(before[0])
             if optimizer is not None:
                 optimizer.__dict__.update(own)
             trainer.load_state_dict(before[1])
             reason = " ".join(f"{type(error).__name__}: {error}".split())[:300]
             raise CheckpointError(f"{where} does not fit: its trainer's state: {reason}") from None
+        if not ranks.alone:
+            follow_sizes([p for p, shape in sizes.items() if p.shape != shape])
         if self.lr_scheduler is not None:
             self.lr_scheduler.load_state_dict(parts["lr_scheduler"]["state"])
         if parts["generators"] is not None:
@@ -204,6 +231,14 @@ class Training:
                 rng.restore(generator, parts["generators"][name])
         if parts["random"] is not None:
             rng.restore_global_states(parts["random"])
+
+    def _fit_shards(self, state: Mapping[str, Any]) -> None:
+        """Values that are shards of rectangles get the sizes that they have in a model's state."""
+        for name, module in self.model.named_modules():
+            if isinstance(module, SparseLinear) and isinstance(module.executor, Part):
+                if self.trainer is not None:
+                    self.trainer._forget_captures()  # until it loads its state
+                resize_shards(module, len(state[f"{name}.values" if name else "values"]))
 
     def _check(self, parts: dict[str, Any]) -> dict[str, Any]:
         """The optimizer's attributes with its state loaded."""
@@ -232,36 +267,18 @@ class Training:
         return attributes
 
 
-def take_own(
-    parts: dict[str, Any],
-    everyone: Sequence[Mapping[str, Any]],
-    trainer: SparseTrainer | None,
-    ranks: Ranks,
-) -> None:
-    """Put what is a rank's own among the parts.
-
-    Args:
-        parts: changed in place.
-        everyone: what every rank's `own_part` was when they were saved. Ranks that were not there
-            keep their generators.
-    """
-    own = everyone[ranks.rank] if ranks.rank < len(everyone) else None
-    parts["random"] = None if own is None else own["random"]
-    parts["generators"] = None if own is None else own["generators"]
-    saved = parts["trainer"]
-    if trainer is not None and isinstance(saved, dict) and "history_state" in saved:
-        histories = [one.get("history", saved["history_state"]) for one in everyone]
-        state = trainer.history.share_of(histories, ranks.rank, ranks.size)
-        parts["trainer"] = {**saved, "history_state": state}
-
-
-def all_gathered(value: Any, keep: bool) -> Any:
-    """`value` with sharded tensors whole, which all ranks gather; None for them unless `keep`."""
+def all_gathered(value: Any, ranks: Ranks, keep: bool) -> Any:
+    """`value` with what lies on several ranks whole, which all ranks gather; None for it unless
+    `keep`."""
     if isinstance(value, dict):
-        return {key: all_gathered(one, keep) for key, one in value.items()}
-    if not is_sharded(value):
+        return {key: all_gathered(one, ranks, keep) for key, one in value.items()}
+    if isinstance(value, Piece):
+        cuts = [chunk(value.shape[0], ranks.size, rank) for rank in range(ranks.size)]
+        whole = torch.cat(ranks.gather(value.tensor, [last - first for first, last in cuts]))
+    elif is_sharded(value):
+        whole = gathered(value.detach())
+    else:
         return value
-    whole = gathered(value.detach())
     return whole if keep else None
 
 

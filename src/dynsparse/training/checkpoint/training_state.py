@@ -19,9 +19,10 @@ from torch import nn
 
 from dynsparse.files.torch_archive import check_archive, check_content
 from dynsparse.files.whole import write_whole
-from dynsparse.ranks import Ranks, agreeing, ranks_of
+from dynsparse.ranks import Ranks, agreeing
 from dynsparse.training.checkpoint import random_state as rng
-from dynsparse.training.checkpoint.parts import Training, all_gathered, misfit, take_own, together
+from dynsparse.training.checkpoint.parts import Training, all_gathered, misfit, together
+from dynsparse.training.checkpoint.places import Sources, places, take_own
 from dynsparse.training.checkpoint.reading import (
     HEADER,
     MAGIC,
@@ -30,6 +31,7 @@ from dynsparse.training.checkpoint.reading import (
     check_parts,
     read_payload,
 )
+from dynsparse.training.parts import ranks_for
 from dynsparse.training.trainer import SparseTrainer
 from dynsparse.typed import typed
 
@@ -72,15 +74,18 @@ def save_checkpoint(
         OSError: the folder is missing, or the disk is full; what was at `path` is still there. On
             several ranks a RuntimeError, the same on all.
     """
-    together_with = ranks_of(ranks)
+    line = ranks_for(ranks, model)
+    together_with = line.everyone
     training = Training(model, optimizer, trainer, lr_scheduler, generators or {})
-    training.check(together_with)
-    parts, own = training.parts(extra), training.own_part()
+    training.check(line)
+    parts, own = training.parts(extra, line), training.own_part(line)
     first = together_with.rank == 0
-    parts = all_gathered(parts, first)
+    parts = all_gathered(parts, together_with, first)
     everyone = _own_of_all(own, together_with)
     payload = parts | {name: everyone[0][name] for name in ("random", "generators")}
-    if not together_with.alone:
+    if together_with.alone:
+        del payload["places"]
+    else:
         payload["ranks"] = everyone
     with agreeing(together_with):
         if first:
@@ -144,12 +149,16 @@ def load_checkpoint(
             something asked for, or does not fit the objects given; none of them is changed.
         OSError: the file cannot be read; on several ranks a CheckpointError, the same on all.
     """
-    together_with = ranks_of(ranks)
+    line = ranks_for(ranks, model)
+    together_with = line.everyone
     training = Training(model, optimizer, trainer, lr_scheduler, generators or {})
+    now = places(line)
     with together(together_with):
         payload = read_payload(Path(path))
         try:
-            take_own(payload, payload.get("ranks", [payload]), trainer, together_with)
+            saved = payload.get("ranks", [payload])
+            sources = Sources(payload.pop("places", None), len(saved), now, together_with.rank)
+            take_own(payload, saved, trainer, sources)
             payload = training.taken(payload)
         except Exception as error:  # of any kind: it is what a stranger's values can end in
             raise misfit(str(path), error) from None

@@ -1,0 +1,207 @@
+"""Checkpoints of layers in rectangles: any grid, replicas and one process read each other's."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from grids import GRIDS, on_grid
+from rank_trainings import ALGORITHMS, model_of, optimizer_of
+from test_split import alternating, planned
+from test_split_training import step_of
+from threaded import over
+
+import dynsparse as ds
+from dynsparse.distributed import gather, split
+from dynsparse.distributed.rectangle import part_of
+from dynsparse.ranks import even_pieces
+from dynsparse.training.checkpoint.places import Sources
+
+ALONE = (1, 1, 1)
+DOORS = {
+    "plain": (ds.training.save_checkpoint, ds.training.load_checkpoint),
+    "ranks": (ds.distributed.save_checkpoint, ds.distributed.load_checkpoint),
+}
+
+
+def state_of(model, optimizer):
+    """Of the whole model, and of all that the optimizer keeps, in the order of one process."""
+    found = dict(gather(model))
+    own = copy.deepcopy(model)
+    for key in ("exp_avg", "exp_avg_sq"):
+        with torch.no_grad():
+            for mine, theirs in zip(own.parameters(), model.parameters(), strict=True):
+                mine.copy_(optimizer.state[theirs][key])
+        found |= {f"{key} of {name}": t.clone() for name, t in gather(own).items()}
+    return found
+
+
+def reference(name, block_size, steps):
+    model = model_of(block_size=block_size, density=0.3)
+    optimizer = optimizer_of(model, "adam")
+    trainer = ALGORITHMS[name](model, optimizer, ranks=None)
+    for step in range(steps):
+        step_of(model, optimizer, trainer, step)
+    return {key: tensor.clone() for key, tensor in state_of(model, optimizer).items()}
+
+
+def leg(sizes, name, door, block_size, source, target, first, last):
+    """Go on from a checkpoint on a grid, and leave one; the whole state."""
+    model = model_of(seed=0 if source is None else 9, block_size=block_size, density=0.3)
+    save, load = DOORS[door]
+
+    def work(grid=None):
+        own, ranks = copy.deepcopy(model), None
+        if grid is not None:
+            own, ranks = split(own, grid, planned(model, sizes, alternating(sizes))), grid
+        optimizer = optimizer_of(own, "adam")
+        trainer = ALGORITHMS[name](own, optimizer, ranks=ranks)
+        parts = {"model": own, "optimizer": optimizer, "trainer": trainer, "ranks": ranks}
+        if source is not None:
+            assert load(source, **parts, random_state=False) == {"at": first}
+            assert trainer.steps == first
+        for step in range(first, last):
+            step_of(own, optimizer, trainer, step, grid)
+        save(target, **parts, extra={"at": last})
+        return state_of(own, optimizer)
+
+    return [work()] if sizes == ALONE else list(on_grid(sizes, work).values())
+
+
+def follow(legs, name, door, tmp_path, block_size=1, steps=3):
+    source = None
+    for number, sizes in enumerate(legs):
+        target = str(tmp_path / str(number))
+        first, last = number * steps, (number + 1) * steps
+        expected = reference(name, block_size, last)
+        for found in leg(sizes, name, door, block_size, source, target, first, last):
+            assert found.keys() == expected.keys()
+            for key, tensor in expected.items():
+                if key.endswith(("rows", "cols")):
+                    assert torch.equal(found[key], tensor), (number, key)
+                else:
+                    assert (found[key] - tensor).abs().max() <= 1e-12, (number, key)
+        source = target
+
+
+@pytest.mark.parametrize("door", DOORS)
+@pytest.mark.parametrize("block_size", [1, 4])
+def test_from_any_grid_to_any_other(door, block_size, tmp_path):
+    legs = [(2, 2, 1), ALONE, (1, 2, 2), (2, 1, 1), (1, 3 if block_size == 1 else 2, 1), ALONE]
+    follow(legs, "rigl", door, tmp_path, block_size)
+
+
+@pytest.mark.parametrize(
+    "name", ["static", "set", "snfs", "snfs-dense", "gmp-global", "mest-soft", "deepr", "topkast"]
+)
+def test_trainers_go_on_with_what_they_remember(name, tmp_path):
+    follow([(2, 1, 2), (1, 2, 1), ALONE, (2, 2, 1)], name, "ranks", tmp_path)
+
+
+@pytest.mark.parametrize("sizes", GRIDS)
+def test_slots_of_rectangles_are_those_of_the_whole_layer(sizes):
+    model = model_of(density=0.3)
+    plan = planned(model, sizes, alternating(sizes))
+
+    def work(grid):
+        own = split(copy.deepcopy(model), grid, plan)
+        for layer, whole in ((own[0], model[0]), (own[2], model[2])):
+            part = part_of(layer)
+            slots, total = part.slots(layer.pattern)
+            assert total == whole.pattern.nnz
+            assert torch.equal(part.to_whole(layer.pattern.flat, 1), whole.pattern.flat[slots])
+            assert torch.equal(layer.values, whole.values[slots])
+            mine = slots if grid.z.speaks(part.axes) else slots[:0]
+            brought = [whole.values.detach()[mine], whole.pattern.rows[mine]]
+            pieces = even_pieces(grid.everyone, mine, total, brought)
+            size = grid.everyone.size
+            for piece, tensor in zip(pieces, (whole.values, whole.pattern.rows), strict=True):
+                expected = [*tensor.chunk(size), *[tensor[:0]] * size][grid.everyone.rank]
+                assert torch.equal(piece, expected)
+            with pytest.raises(ValueError, match="slots from all ranks"):
+                even_pieces(grid.everyone, slots[:0], total, [])
+
+    on_grid(sizes, work)
+
+
+def error_of(sizes, model, work):
+    plan, lines = planned(model, sizes, alternating(sizes)), set()
+
+    def caught(grid):
+        own = split(copy.deepcopy(model), grid, plan)
+        before = gather(own)
+        with pytest.raises(ValueError, match="does not fit") as error:
+            work(own, grid)
+        lines.add(str(error.value))
+        assert all(torch.equal(t, before[key]) for key, t in gather(own).items())
+
+    on_grid(sizes, caught)
+    (line,) = lines
+    return line
+
+
+@pytest.mark.parametrize("door", DOORS)
+def test_what_does_not_fit_changes_no_rectangle(door, tmp_path):
+    save, load = DOORS[door]
+    path, sizes = tmp_path / "c", (2, 1, 1)
+    model = model_of(density=0.3)
+    save(path, model=model, optimizer=optimizer_of(model), ranks=None)
+
+    def load_model(own, grid):
+        load(path, model=own, ranks=grid)
+
+    line = error_of(sizes, model_of(density=0.4), load_model)
+    assert "layer '0' was saved with [out, in, block size, blocks] = [24, 16, 1, 115]" in line
+    line = error_of(sizes, model_of(block_size=4, density=0.3), load_model)
+    assert "the model has [24, 16, 4, 7]" in line
+
+
+@pytest.mark.parametrize("bad", [[], [(0, 0, 1)], [(0, 0)], [(0, 1, 0)], ["0"], 3])
+def test_places_that_are_none_are_refused(bad):
+    with pytest.raises(ValueError, match=r"expected (a place in a grid|ranks with samples)"):
+        Sources(bad, 1, [(0, 0, 0)], 0)
+
+
+def test_who_goes_on_from_whom():
+    """Generators: the same place, or on another grid those with the same samples."""
+    grid = [(x, y, z) for x in range(2) for y in range(1) for z in range(2)]
+    alone, replicas = [(0, 0, 0)], [(0, 0, 0), (0, 0, 1), (0, 0, 2)]
+    assert [Sources(grid, 4, grid, rank).random for rank in range(4)] == [0, 1, 2, 3]
+    assert Sources(grid, 4, alone, 0).random == 0
+    assert [Sources(grid, 4, replicas, rank).random for rank in range(3)] == [0, 1, None]
+    assert [Sources(None, 3, grid, rank).random for rank in range(4)] == [0, 1, 0, 1]
+    assert Sources(grid, 4, replicas, 2).histories == [0, 1]
+    assert Sources(None, 3, grid, 3).wanted == {0, 1}
+    assert Sources(None, 3, replicas, 2).wanted == {2}
+
+
+def test_generators_of_a_grid_are_those_of_its_samples(tmp_path):
+    model = model_of(density=0.3)
+
+    def saved(rank):
+        g = torch.Generator().manual_seed(rank)
+        ds.distributed.save_checkpoint(
+            tmp_path / "c", model=model, optimizer=optimizer_of(model), generators={"g": g},
+            ranks=rank_of[rank],
+        )  # fmt: skip
+
+    sizes = (2, 1, 2)
+    plan = planned(model, sizes, alternating(sizes))
+    rank_of = {}
+
+    def save(ranks):
+        rank_of[ranks.rank] = ranks
+        saved(ranks.rank)
+
+    over(2, save)
+
+    def load(grid):
+        own, g = split(copy.deepcopy(model), grid, plan), torch.Generator()
+        ds.distributed.load_checkpoint(
+            tmp_path / "c", model=own, generators={"g": g}, random_state=False, ranks=grid
+        )
+        return g.initial_seed()
+
+    assert {place[2]: seed for place, seed in on_grid(sizes, load).items()} == {0: 0, 1: 1}
+    assert on_grid(sizes, load)[1, 0, 1] == 1
