@@ -8,6 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
+from torch.utils.flop_counter import FlopCounterMode
 
 import dynsparse as ds
 from dynsparse import native
@@ -333,3 +334,24 @@ def test_what_computes_it():
         assert layer.float().kernel(32, 8) == "sparse"
     with pytest.raises(ValueError, match="size must be that of the input"):
         layer.kernel(2)
+
+
+def test_depthwise_convolutions_stay_dense_unless_they_are_included():
+    def model():
+        return nn.Sequential(nn.Conv2d(4, 8, 3), nn.Conv2d(8, 8, 3, groups=8), nn.Conv1d(8, 4, 1))
+
+    m = ds.sparsify(model(), 0.5, allocation="uniform", verbose=False)
+    assert [type(layer) for layer in m] == [SparseConv2d, nn.Conv2d, SparseConv1d]
+    line = "'1' stays dense: it is a depthwise convolution, whose outputs see one channel each"
+    assert line in ds.nn.describe(m).splitlines()
+    assert isinstance(ds.sparsify(model(), 0.5, include="1", verbose=False)[1], SparseConv2d)
+    ds.densify(m)
+    assert [type(layer) for layer in m] == [nn.Conv2d, nn.Conv2d, nn.Conv1d]
+
+
+def test_floating_point_operations_are_counted():
+    layer = SparseConv2d(4, 8, 3, padding=1, density=0.25)
+    x = torch.randn(2, 4, 6, 5, requires_grad=True)
+    with FlopCounterMode(display=False) as counter:
+        layer(x).sum().backward()
+    assert counter.get_total_flops() == 3 * 2 * (2 * 6 * 5) * layer.pattern.nnz

@@ -16,6 +16,7 @@ from dynsparse.checks import check_kind
 from dynsparse.ops.conv import operator as operator
 from dynsparse.ops.conv.geometry import Geometry
 from dynsparse.ops.eager import refuse_transforms
+from dynsparse.ops.linear.flops import tell_counters
 from dynsparse.pattern import PatternIndex, SparsePattern
 
 __all__ = ["Geometry", "conv", "grad_input", "grad_weight"]
@@ -63,6 +64,8 @@ def conv(
     index = _index_of(pattern)
     if not is_compiling():
         _check(geometry, x=x, values=values, bias=bias)
+        if torch._C._len_torch_dispatch_stack():
+            tell_counters()
     return torch.ops.dynsparse.conv(x, values, *index, bias, geometry.numbers())
 
 

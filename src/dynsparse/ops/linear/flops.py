@@ -1,4 +1,5 @@
-"""What the operators cost, for torch's `FlopCounterMode`: two for each non-zero and sample."""
+"""What the operators cost, for torch's `FlopCounterMode`: two for each non-zero and sample, or
+place of a convolution's output."""
 
 from __future__ import annotations
 
@@ -21,6 +22,15 @@ def _backward(dy: Any, x: Any, values: Any, *rest: Any, **_: Any) -> int:
     return products * 2 * prod(dy[:-1]) * prod(values)
 
 
+def _conv(x: Any, values: Any, *_: Any, out_shape: Any = None, **__: Any) -> int:
+    return 2 * out_shape[0] * prod(out_shape[2:]) * prod(values)
+
+
+def _conv_backward(dy: Any, x: Any, values: Any, *rest: Any, **_: Any) -> int:
+    products = (x is not None) + bool(rest[-1])
+    return products * 2 * dy[0] * prod(dy[2:]) * prod(values)
+
+
 def tell_counters() -> None:
     """Give the formulas to `FlopCounterMode`, and to those that count already.
 
@@ -40,3 +50,5 @@ def tell_counters() -> None:
         if operators.linear not in registry:
             registry[operators.linear] = counter.shape_wrapper(_forward)
             registry[operators.linear_backward] = counter.shape_wrapper(_backward)
+            registry[operators.conv] = counter.shape_wrapper(_conv)
+            registry[operators.conv_backward] = counter.shape_wrapper(_conv_backward)
