@@ -11,7 +11,7 @@ from dynsparse.apps.lm import Options, run
 QUIET = Console(quiet=True)
 TINY = {
     "layers": 1, "hidden_size": 8, "ff_size": 8, "heads": 2, "sequence_length": 8, "seed": 7,
-    "batch_size": 4, "steps": 4, "warmup_steps": 1, "valid_interval": 2, "update_interval": 3,
+    "batch_size": 4, "steps": 4, "warmup_steps": 1, "valid_interval": 2, "update_interval": 2,
 }  # fmt: skip
 
 

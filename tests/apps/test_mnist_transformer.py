@@ -21,7 +21,7 @@ from dynsparse.ops import capture
 from dynsparse.training.records import Records
 
 QUIET = Console(quiet=True)
-TINY = {"batch_size": 128, "steps_per_epoch": 3, "seed": 7, "attention_heads": 4, "qkv_length": 8}
+TINY = {"batch_size": 128, "epochs": 1, "steps_per_epoch": 3, "seed": 7, "attention_heads": 4, "qkv_length": 8}
 
 
 def tiny(**changes):
@@ -176,7 +176,7 @@ def test_a_checkpoint_of_the_other_program_is_refused(tmp_path):
 
     options = mnist.Options(
         epochs=1, batch_size=512, hidden_sizes=(8,), steps_per_epoch=1, seed=0,
-        checkpoint_path=tmp_path,
+        checkpoint_path=tmp_path, method="static",
     )  # fmt: skip
     mnist.run(options, QUIET)
     with pytest.raises(ValueError, match="a checkpoint of `dynsparse mnist-transformer`"):
