@@ -145,7 +145,7 @@ DYNSPARSE_API int dynsparse_conv_forward(const float* x, const int64_t* x_stride
                                          const int64_t* y_strides, const int64_t* sizes,
                                          int32_t threads);
 
-/* dx, like x, and dvalues [nnz, block, block], like values: the gradients for dy, like y. Either
+/* dx, like x, and dvalues [nnz, block, block], like values: the gradients for dy, like y. Each
  * may be null and is not computed then. Without dx, values and dx_strides are not read and may be
  * null; without dvalues, x and x_strides. The last bits of dvalues depend on `threads`. */
 DYNSPARSE_API int dynsparse_conv_backward(const float* dy, const int64_t* dy_strides,
