@@ -27,6 +27,8 @@ struct Library {
   FUNCTION(linear_backward);
   FUNCTION(linear_forward_bf16);
   FUNCTION(linear_backward_bf16);
+  FUNCTION(conv_forward);
+  FUNCTION(conv_backward);
   FUNCTION(panels_from);
   FUNCTION(panels_bytes);
   FUNCTION(panels_make);
@@ -154,9 +156,32 @@ inline void expect(bool holds, const char* what) {
   if (!holds) die(what);
 }
 
+// The same call at the same time from several threads, each with outputs of its own, and once more
+// with another number of threads: the same bits.
+template <class Outputs, class Call>
+void run_alike(Random& random, const Outputs& make, const Call& call, const char* what) {
+  auto first = make();
+  call(*first, 1 + static_cast<i32>(random.below(6)));
+  if (random.chance(70)) {
+    auto second = make();
+    call(*second, 1 + static_cast<i32>(random.below(6)));
+    expect(*first == *second, what);
+  } else {
+    const int callers = 2 + random.below(2);
+    std::vector<decltype(make())> all;
+    for (int i = 0; i < callers; i++) all.push_back(make());
+    std::vector<std::thread> threads;
+    for (int i = 0; i < callers; i++)
+      threads.emplace_back([&, i] { call(*all[i], 1 + i % 2); });
+    for (std::thread& t : threads) t.join();
+    for (const auto& outputs : all) expect(*first == *outputs, what);
+  }
+}
+
 // Each makes one random case, calls what it is about and checks the results.
 void linear_case(const Library& library, Random& random);
 void index_case(const Library& library, Random& random);
+void conv_case(const Library& library, Random& random);
 void dense_rows_case(const Library& library, Random& random);
 void update_case(const Library& library, Random& random);
 void growth_case(const Library& library, Random& random);

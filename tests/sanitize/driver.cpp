@@ -10,6 +10,7 @@
 
 #include <atomic>
 #include <chrono>
+#include <iterator>
 #include <string>
 
 #include "cases.h"
@@ -37,6 +38,8 @@ Library load(const char* path) {
   FUNCTION(linear_backward);
   FUNCTION(linear_forward_bf16);
   FUNCTION(linear_backward_bf16);
+  FUNCTION(conv_forward);
+  FUNCTION(conv_backward);
   FUNCTION(panels_from);
   FUNCTION(panels_bytes);
   FUNCTION(panels_make);
@@ -60,14 +63,14 @@ Library load(const char* path) {
 }
 
 using Case = void (*)(const Library&, Random&);
-constexpr Case CASES[] = {linear_case, linear_case, linear_case,    linear_case,
-                          index_case,  update_case, growth_case,    selection_case,
-                          dropout_case, dense_rows_case};
+constexpr Case CASES[] = {linear_case,  linear_case,     linear_case, linear_case, index_case,
+                          update_case,  growth_case,     conv_case,   conv_case,   selection_case,
+                          dropout_case, dense_rows_case, conv_case};
 
 void run_one(const Library& library, uint64_t seed, i64 number) {
   Random random(seed * 1000003 + number);
   if (number % 100 == 99) far_case(library, random);
-  else CASES[number % 10](library, random);
+  else CASES[number % std::size(CASES)](library, random);
 }
 
 // ---- what must be noticed ----

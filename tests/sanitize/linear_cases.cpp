@@ -35,28 +35,6 @@ Array<uint8_t> panels_of(const Library& library, Random& random, i64 majors, i64
   return memory;
 }
 
-// The same call at the same time from several threads, each with outputs of its own, and once more
-// with another number of threads: the same bits.
-template <class Outputs, class Call>
-void run_alike(Random& random, const Outputs& make, const Call& call, const char* what) {
-  auto first = make();
-  call(*first, 1 + static_cast<i32>(random.below(6)));
-  if (random.chance(70)) {
-    auto second = make();
-    call(*second, 1 + static_cast<i32>(random.below(6)));
-    expect(*first == *second, what);
-  } else {
-    const int callers = 2 + random.below(2);
-    std::vector<decltype(make())> all;
-    for (int i = 0; i < callers; i++) all.push_back(make());
-    std::vector<std::thread> threads;
-    for (int i = 0; i < callers; i++)
-      threads.emplace_back([&, i] { call(*all[i], 1 + i % 2); });
-    for (std::thread& t : threads) t.join();
-    for (const auto& outputs : all) expect(*first == *outputs, what);
-  }
-}
-
 template <class A, class V>  // types of the activations and of the values
 void products(const Library& library, Random& random, i64 block, bool few) {
   constexpr bool BF16 = sizeof(A) == 2, ROUNDS = sizeof(V) == 2;
