@@ -1,10 +1,10 @@
-// Clang's OpenMP on the GNU runtime. Clang compiles to calls of LLVM's runtime, torch for Linux brings
-// the GNU one, and two runtimes in a process would compete for the cores: these are the functions
-// that Clang calls, by means of those that every runtime has (LLVM's own, too).
+// Clang's OpenMP on the GNU runtime. Clang compiles to calls of LLVM's runtime, torch for Linux
+// brings the GNU one, and two runtimes in a process would compete for the cores: these are the
+// functions that Clang calls, by means of those that every runtime has (LLVM's own, too).
 //
-// Only what the kernels use is here; anything else stays an undefined symbol, and the library is not
-// loaded. Kernels are never called from inside a parallel region, so that what Clang calls serialized
-// is outside all teams.
+// Only what the kernels use is here; anything else stays an undefined symbol, and the library is
+// not loaded. Kernels are never called from inside a parallel region, so that what Clang calls
+// serialized is outside all teams.
 
 #include <cstdarg>
 #include <cstdlib>
@@ -62,7 +62,8 @@ void dispatch(const Region& region, i32* thread, std::index_sequence<COUNT...>) 
 
 void run(void* data) {
   i32 thread = omp_get_thread_num();
-  dispatch(*static_cast<const Region*>(data), &thread, std::make_index_sequence<MOST_CAPTURED + 1>{});
+  dispatch(*static_cast<const Region*>(data), &thread,
+           std::make_index_sequence<MOST_CAPTURED + 1>{});
 }
 
 thread_local unsigned asked_threads = 0;
