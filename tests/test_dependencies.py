@@ -43,6 +43,7 @@ NOT_IMPORTED = {
     # by names that are data
     "onnx": ("src/dynsparse/integrations/onnx/library.py", 'library("onnx")'),
     "onnx2torch": ("src/dynsparse/integrations/onnx/importing.py", 'library("onnx2torch")'),
+    "optuna": ("docs/integrations.md", "import optuna"),
     "open-clip-torch": ("tests/nn/architectures.py", "open_clip"),
     "timm": ("tests/nn/architectures.py", "timm"),
     "torch-geometric": ("tests/nn/architectures.py", "torch_geometric"),

@@ -19,6 +19,8 @@ from dynsparse.bench.spec import read_spec
 from dynsparse.ops.linear.choice import ROUTES
 
 pytest.importorskip("yaml")
+# The trainings are of two steps.
+pytestmark = pytest.mark.filterwarnings("ignore:the pattern never changes:UserWarning")
 
 SPEC = """
 defaults: {seconds: 0, rounds: 2, repeats: 0, foreign: 1}
