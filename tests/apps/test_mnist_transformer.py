@@ -21,7 +21,14 @@ from dynsparse.ops import capture
 from dynsparse.training.records import Records
 
 QUIET = Console(quiet=True)
-TINY = {"batch_size": 128, "epochs": 1, "steps_per_epoch": 3, "seed": 7, "attention_heads": 4, "qkv_length": 8}
+TINY = {
+    "batch_size": 128,
+    "epochs": 1,
+    "steps_per_epoch": 3,
+    "seed": 7,
+    "attention_heads": 4,
+    "qkv_length": 8,
+}
 
 
 def tiny(**changes):

@@ -8,6 +8,7 @@ from torch import Tensor
 from dynsparse.checks import check_within
 from dynsparse.ops.grow import select
 from dynsparse.pattern import SparsePattern
+from dynsparse.pattern.coordinates import block_grid
 
 __all__ = ["block_count", "largest_blocks", "random_pattern", "uniform"]
 
@@ -29,8 +30,8 @@ def largest_blocks(weight: Tensor, nnz: int, block_size: int) -> SparsePattern:
 
 def block_count(shape: tuple[int, ...], density: float, block_size: int) -> int:
     check_within("density", density, "(0, 1]")
-    total = SparsePattern([], [], shape=shape, block_size=block_size).total
-    return max(1, round(density * total))
+    _, _, (height, width) = block_grid(shape, block_size)
+    return max(1, round(density * height * width))
 
 
 def random_pattern(

@@ -23,6 +23,7 @@ from dynsparse.files.npz import DAMAGE, Arrays, open_arrays
 from dynsparse.files.shorten import shortened
 from dynsparse.files.whole import LEFT_OVER
 from dynsparse.pattern import SparsePattern
+from dynsparse.pattern.coordinates import block_grid
 
 FORMAT = "dynsparse-record"
 VERSION = 1
@@ -119,7 +120,8 @@ def read_head(path: Path) -> tuple[dict[str, RecordedLayer], dict[str, Any]]:
 
 def _read_layer(layer: Any) -> RecordedLayer:
     shape, block_size = layer["shape"], layer["block_size"]
-    found = RecordedLayer.of(SparsePattern([], [], shape=shape, block_size=block_size))
+    shape, block_size, _ = block_grid(shape, block_size)
+    found = RecordedLayer(shape, block_size)
     # What is counted for each input and output takes eight bytes.
     if (most := read_limit() // 8) < sum(found.shape):
         raise LimitError(
