@@ -118,7 +118,7 @@ def test_memory_is_what_a_rank_holds():
     layer = ds.nn.SparseLinear(64, 32, pattern=ds.SparsePattern.full((32, 64)), bias=False)
     plan = make_plan(nn.Sequential(layer), 1, batch=10, states=1)
     nnz = 64 * 32
-    assert plan.chosen.cost.memory == 3 * 4 * nnz + 16 * nnz + 10 * (64 + 32) * 4
+    assert plan.chosen.cost.memory == 3 * 4 * nnz + 12 * nnz + 10 * (64 + 32) * 4
     assert plan.chosen.cost.traffic == 0
 
 
