@@ -49,7 +49,7 @@ test: $(VENV)/.installed-dev native lint
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(PYTEST)
 
 test-frameworks: $(VENV)/.installed-frameworks native
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/integrations \
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/integrations tests/distributed/test_loops.py \
 		tests/nn/test_convert_transformers.py tests/nn/test_architectures.py tests/nn/test_adapters.py
 
 test-gpu-kernels: $(VENV)/.installed-gpu-test native

@@ -1,6 +1,6 @@
 """Shared by every test: few examples, no deadlines, since machines that run tests are busy."""
 
-from importlib.util import find_spec
+import sys
 from pathlib import Path
 
 import pytest
@@ -10,31 +10,11 @@ from hypothesis import settings
 from dynsparse.ops.linear import LayerIndex
 from dynsparse.pattern import SparsePattern
 
+sys.path.insert(0, str(Path(__file__).parent))
+import torchvision_names  # noqa: F401
+
 settings.register_profile("dynsparse", deadline=None, max_examples=30, derandomize=True)
 settings.load_profile("dynsparse")
-
-
-def _operators_of_torchvision():
-    """Their names, where torchvision is built for a torch with CUDA and this one has none.
-
-    The package index has no other torchvision. Its operators do not load then, and without their
-    names neither does it, nor does transformers. No test calls them.
-    """
-    found = find_spec("torchvision")
-    if found is None or found.origin is None:
-        return None
-    try:
-        for file in Path(found.origin).parent.glob("_C*.so"):
-            torch.ops.load_library(file)
-    except OSError:
-        library = torch.library.Library("torchvision", "DEF")
-        for name in ("nms", "qnms"):
-            library.define(f"{name}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
-        return library
-    return None
-
-
-_torchvision = _operators_of_torchvision()
 
 
 @pytest.fixture(autouse=True)

@@ -7,6 +7,7 @@ import tempfile
 import warnings
 
 import torch
+import torchvision_names  # noqa: F401
 from rank_trainings import SCHEDULE, model_of, weights
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
