@@ -135,11 +135,7 @@ def trained_by(size, algorithm, shards):
         trainers.append(kind(one, optimizer, ranks=ranks, **more))
     for _ in range(8):
         x, y = torch.randn(8, 24).double(), torch.randn(8, 16).double()
-        for forward, trainer, part in ((whole, trainers[0], [x, y]), (data, trainers[1], None)):
-            trainer.optimizer.zero_grad()
-            mine = part or [t.chunk(size // 2)[z] for t in (x, y)]
-            nn.functional.mse_loss(forward(mine[0]), mine[1]).backward()
-            trainer.step()
+        step((whole, data), trainers, (x, y), size // 2, z)
         found = gather(model)
         for key, tensor in whole.state_dict().items():
             if key.endswith(("rows", "cols")):
@@ -148,6 +144,15 @@ def trained_by(size, algorithm, shards):
                 torch.testing.assert_close(found[key], tensor, rtol=0, atol=1e-10)
     assert trainers[0].updates == trainers[1].updates
     return trainers[1].updates
+
+
+def step(models, trainers, batch, replicas, z):
+    """One step of the whole model with the batch, and of this rank's with its part of it."""
+    mine = [t.chunk(replicas)[z] for t in batch]
+    for forward, trainer, (x, y) in zip(models, trainers, (batch, mine), strict=True):
+        trainer.optimizer.zero_grad()
+        nn.functional.mse_loss(forward(x), y).backward()
+        trainer.step()
 
 
 def rounded(rank, size):
@@ -166,11 +171,7 @@ def rounded(rank, size):
         trainers.append(trainer)
     for _ in range(3):
         x, y = torch.randn(512, 64), torch.randn(512, 32)
-        for forward, trainer, part in ((whole, trainers[0], [x, y]), (data, trainers[1], None)):
-            trainer.optimizer.zero_grad()
-            mine = part or [t.chunk(size // 2)[z] for t in (x, y)]
-            nn.functional.mse_loss(forward(mine[0]), mine[1]).backward()
-            trainer.step()
+        step((whole, data), trainers, (x, y), size // 2, z)
         found = gather(model)
         for key, tensor in whole.state_dict().items():
             if key.endswith(("rows", "cols")):

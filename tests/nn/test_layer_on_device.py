@@ -178,13 +178,13 @@ def test_copies_and_averages(layer):
 def test_the_dispatcher_finds_what_the_layer_has_made(layer):
     index = layer._state.index
     for _ in range(2):
-        known = operator._prepare(layer.values, (*layer.index, None))
+        known = operator.prepare(layer.values, (*layer.index, None))
         assert known is layer._state.index
         layer.rewire(on_device(layer))
     assert layer._state.index is not index
     other = torch.zeros(3, *layer.values.shape[1:])
     with pytest.raises(RuntimeError, match="values hold 3 blocks"):
-        operator._prepare(other, (*layer.index, None))
+        operator.prepare(other, (*layer.index, None))
 
 
 def test_work_lists_of_kernels_over_blocks_follow():

@@ -117,11 +117,13 @@ class WrappedModel:
             given = self._data
         options = self.options
         per_step = options.batches_per_step if self._training else options.replication_factor
-        meaning = f"deviceIterations x replicationFactor = {options.device_iterations} x "
-        meaning += str(options.replication_factor)
+        factors = {
+            "deviceIterations": options.device_iterations,
+            "replicationFactor": options.replication_factor,
+        }
         if self._training:
-            meaning = meaning.replace(" =", " x Training.gradientAccumulation =")
-            meaning += f" x {options.Training.gradient_accumulation}"
+            factors["Training.gradientAccumulation"] = options.Training.gradient_accumulation
+        meaning = f"{' x '.join(factors)} = {' x '.join(map(str, factors.values()))}"
         parts = parts_of(given, options.device_iterations * per_step, meaning)
         mode = options.output_mode
         if mode is None:

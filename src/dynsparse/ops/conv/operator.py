@@ -10,47 +10,26 @@ from torch import Tensor
 from dynsparse.ops import capture
 from dynsparse.ops.conv import products
 from dynsparse.ops.conv.geometry import Geometry
-from dynsparse.ops.linear.contents import check_contents, known
-from dynsparse.ops.linear.layer_index import LayerIndex
-from dynsparse.ops.linear.naive import block_size_of
-from dynsparse.ops.linear.operator import explained
-from dynsparse.pattern import PatternIndex
-
-_INDEX = "Tensor row_ptr, Tensor cols, Tensor col_ptr, Tensor csc_rows, Tensor csc_perm"
+from dynsparse.ops.linear.operator import INDEX, explained, features, prepare, under_autocast
 
 _library = torch.library.Library("dynsparse", "FRAGMENT")
-_library.define(f"conv(Tensor x, Tensor values, {_INDEX}, Tensor? bias, int[] geometry) -> Tensor")
+_library.define(f"conv(Tensor x, Tensor values, {INDEX}, Tensor? bias, int[] geometry) -> Tensor")
 _library.define(
-    f"conv_backward(Tensor dy, Tensor? x, Tensor values, {_INDEX}, int[] geometry, "
+    f"conv_backward(Tensor dy, Tensor? x, Tensor values, {INDEX}, int[] geometry, "
     "SymInt[] size, bool need_input) -> (Tensor, Tensor)"
 )
 
 
-def _prepare(values: Tensor, index: tuple[Any, ...]) -> LayerIndex:
-    tensors = PatternIndex(*index)
-    p = known(tensors)
-    if p is not None and p.values_shape == values.shape and p.cols.device == values.device:
-        return p
-    p = LayerIndex(tensors, values)
-    check_contents(tensors)
-    return p
-
-
-def _features(values: Tensor, row_ptr: Tensor, col_ptr: Tensor) -> tuple[int, int]:
-    b = block_size_of(values)
-    return (row_ptr.shape[0] - 1) * b, (col_ptr.shape[0] - 1) * b
-
-
 def _forward(x: Tensor, values: Tensor, *rest: Any) -> Tensor:
-    *index, bias, geometry = rest
-    p, g = _prepare(values, tuple(index)), Geometry.of(geometry)
+    *_, bias, geometry = rest
+    p, g = prepare(values, rest), Geometry.of(geometry)
     products.check_forward(x, values, (p.out_features, p.in_features), bias, g)
     return products.forward(x, values, p, bias, g)
 
 
 def _backward(dy: Tensor, x: Tensor | None, values: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
-    *index, geometry, size, need_input = rest
-    p, g = _prepare(values, tuple(index)), Geometry.of(geometry)
+    *_, geometry, size, need_input = rest
+    p, g = prepare(values, rest), Geometry.of(geometry)
     products.check_backward(dy, x, values, (p.out_features, p.in_features), g, size)
     if x is not None and capture.is_open(p.row_ptr):
         # Copies, since compiled code may reuse both buffers.
@@ -66,20 +45,20 @@ _library.impl("conv_backward", _backward, "CompositeExplicitAutograd")
 
 @torch.library.register_fake("dynsparse::conv", lib=_library)
 def _(x: Tensor, values: Tensor, *rest: Any) -> Tensor:
-    row_ptr, _, col_ptr, _, _, bias, geometry = rest
-    features = _features(values, row_ptr, col_ptr)
-    size = products.check_forward(x, values, features, bias, Geometry.of(geometry))
-    y = x.new_empty(x.shape[0], features[0], *size)
+    *_, bias, geometry = rest
+    shape = features(values, rest)
+    size = products.check_forward(x, values, shape, bias, Geometry.of(geometry))
+    y = x.new_empty(x.shape[0], shape[0], *size)
     return y.contiguous(memory_format=products.layout_of(x))
 
 
 @torch.library.register_fake("dynsparse::conv_backward", lib=_library)
 def _(dy: Tensor, x: Tensor | None, values: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
-    row_ptr, _, col_ptr, _, _, geometry, size, need_input = rest
+    *_, geometry, size, need_input = rest
     g = Geometry.of(geometry)
     dx = dy.new_empty(0)
     if need_input:
-        channels = _features(values, row_ptr, col_ptr)[1] // g.taps * g.groups
+        channels = features(values, rest)[1] // g.taps * g.groups
         dx = dy.new_empty(dy.shape[0], channels, *size)
         dx = dx.contiguous(memory_format=products.layout_of(dy))
     return dx, values.new_empty(0) if x is None else torch.empty_like(values)
@@ -145,21 +124,4 @@ torch.library.register_autograd(
 )
 
 
-def _autocast(device: str) -> None:
-    def forward(x: Tensor, *rest: Any) -> Tensor:
-        # Only the activations are lowered: the values are few, and stay as exact as they are.
-        if x.is_floating_point() and x.dtype != torch.float64:
-            x = x.to(torch.get_autocast_dtype(device))
-        with torch.autocast(device, enabled=False):
-            return torch.ops.dynsparse.conv(x, *rest)
-
-    def backward(*args: Any) -> Any:
-        with torch.autocast(device, enabled=False):
-            return torch.ops.dynsparse.conv_backward(*args)
-
-    _library.impl("conv", forward, f"Autocast{device.upper()}")
-    _library.impl("conv_backward", backward, f"Autocast{device.upper()}")
-
-
-_autocast("cpu")
-_autocast("cuda")
+under_autocast(_library, "conv")

@@ -13,6 +13,7 @@ from dynsparse.ops.conv.choice import route
 from dynsparse.ops.conv.geometry import Geometry
 from dynsparse.ops.conv.patches import patches_of
 from dynsparse.ops.linear.layer_index import LayerIndex
+from dynsparse.ops.linear.products import check_kind
 
 __all__ = ["backward", "check_backward", "check_forward", "forward", "layout_of", "record"]
 
@@ -32,29 +33,13 @@ def check_forward(
             f"x must be [batch, {channels}, height, width] for this sparse layer, got the shape "
             f"{list(x.shape)}"
         )
-    _check_kind("x", x, values)
+    check_kind(x, values, "x")
     if bias is not None and (bias.shape != (out,) or bias.device != values.device):
         raise RuntimeError(
             f"bias must be [{out}] on {values.device}, got the shape {list(bias.shape)} "
             f"on {bias.device}"
         )
     return g.output_size(x.shape[2], x.shape[3])
-
-
-def _check_kind(what: str, x: Tensor, values: Tensor) -> None:
-    if not x.is_floating_point():
-        raise RuntimeError(f"{what} must be floating point, got {x.dtype}")
-    if x.device != values.device:
-        raise RuntimeError(
-            f"{what} is on {x.device} but the layer's values are on {values.device}: "
-            "move one of them"
-        )
-    low = x.dtype in (torch.bfloat16, torch.float16) and values.dtype == torch.float32
-    if x.dtype != values.dtype and not low:
-        raise RuntimeError(
-            f"{what} is {x.dtype} but the layer's values are {values.dtype}: convert one of them "
-            "(bfloat16 and float16 activations may meet float32 values)"
-        )
 
 
 def check_backward(
@@ -75,7 +60,7 @@ def check_backward(
         raise RuntimeError(
             f"dy must be [batch, {', '.join(map(str, expected))}], got the shape {list(dy.shape)}"
         )
-    _check_kind("dy", dy, values)
+    check_kind(dy, values, "dy")
     if x is None:
         return
     check_forward(x, values, p, None, g)

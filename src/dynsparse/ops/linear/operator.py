@@ -17,19 +17,31 @@ from dynsparse.ops.linear.contents import check_contents, known
 from dynsparse.ops.linear.layer_index import LayerIndex
 from dynsparse.pattern import PatternIndex
 
-__all__ = ["CHANGED", "explained", "grad_bias", "gradients", "save"]
+__all__ = [
+    "CHANGED",
+    "INDEX",
+    "explained",
+    "features",
+    "grad_bias",
+    "gradients",
+    "prepare",
+    "save",
+    "under_autocast",
+]
 
-_INDEX = "Tensor row_ptr, Tensor cols, Tensor col_ptr, Tensor csc_rows, Tensor csc_perm"
+# How the tensors of an index stand in a schema.
+INDEX = "Tensor row_ptr, Tensor cols, Tensor col_ptr, Tensor csc_rows, Tensor csc_perm"
 
 _library = torch.library.Library("dynsparse", "DEF")
-_library.define(f"linear(Tensor x, Tensor values, {_INDEX}, Tensor? bias) -> Tensor")
+_library.define(f"linear(Tensor x, Tensor values, {INDEX}, Tensor? bias) -> Tensor")
 _library.define(
-    f"linear_backward(Tensor dy, Tensor? x, Tensor values, {_INDEX}, bool need_input)"
+    f"linear_backward(Tensor dy, Tensor? x, Tensor values, {INDEX}, bool need_input)"
     " -> (Tensor, Tensor)"
 )
 
 
-def _prepare(values: Tensor, rest: tuple[Any, ...]) -> LayerIndex:
+def prepare(values: Tensor, rest: tuple[Any, ...]) -> LayerIndex:
+    """The index of which `rest` begins with the tensors, checked where it is not known."""
     index = PatternIndex(*rest[:5])
     p = known(index)
     if p is not None and p.values_shape == values.shape and p.cols.device == values.device:
@@ -39,20 +51,20 @@ def _prepare(values: Tensor, rest: tuple[Any, ...]) -> LayerIndex:
     return p
 
 
-def _features(values: Tensor, rest: tuple[Any, ...]) -> tuple[int, int]:
+def features(values: Tensor, rest: tuple[Any, ...]) -> tuple[int, int]:
     """(out, in), of tensors that need not hold anything."""
     b = naive.block_size_of(values)
     return (rest[0].shape[0] - 1) * b, (rest[2].shape[0] - 1) * b
 
 
 def _forward(x: Tensor, values: Tensor, *rest: Tensor | None) -> Tensor:
-    return products.forward(x, values, _prepare(values, rest), rest[5])
+    return products.forward(x, values, prepare(values, rest), rest[5])
 
 
 def _backward(
     dy: Tensor, x: Tensor | None, values: Tensor, *rest: Tensor | bool
 ) -> tuple[Tensor, Tensor]:
-    p = _prepare(values, rest)
+    p = prepare(values, rest)
     products.check_backward(dy, x, values, p)
     if x is not None and capture.is_open(p.row_ptr):
         # Copies, since compiled code may reuse both buffers.
@@ -68,14 +80,14 @@ _library.impl("linear_backward", _backward, "CompositeExplicitAutograd")
 
 @torch.library.register_fake("dynsparse::linear", lib=_library)
 def _(x: Tensor, values: Tensor, *rest: Tensor | None) -> Tensor:
-    out_features, in_features = _features(values, rest)
+    out_features, in_features = features(values, rest)
     products.check_input(x, values, in_features, "x")
     return x.new_empty(*x.shape[:-1], out_features)
 
 
 @torch.library.register_fake("dynsparse::linear_backward", lib=_library)
 def _(dy: Tensor, x: Tensor | None, values: Tensor, *rest: Tensor | bool) -> tuple[Tensor, Tensor]:
-    _, in_features = _features(values, rest)
+    _, in_features = features(values, rest)
     return (
         dy.new_empty(*dy.shape[:-1], in_features) if rest[5] else dy.new_empty(0),
         values.new_empty(0) if x is None else torch.empty_like(values),
@@ -170,21 +182,28 @@ torch.library.register_autograd(
 )
 
 
-def _autocast(device: str) -> None:
-    def forward(x: Tensor, *rest: Tensor | None) -> Tensor:
-        # Only the activations are lowered: the values are few, and stay as exact as they are.
-        if x.is_floating_point() and x.dtype != torch.float64:
-            x = x.to(torch.get_autocast_dtype(device))
-        with torch.autocast(device, enabled=False):
-            return torch.ops.dynsparse.linear(x, *rest)
+def under_autocast(library: torch.library.Library, name: str) -> None:
+    """Register what `name` and `name`_backward do where torch.autocast is on, on every device."""
+    operator = getattr(torch.ops.dynsparse, name)
+    operator_backward = getattr(torch.ops.dynsparse, f"{name}_backward")
 
-    def backward(*args):
-        with torch.autocast(device, enabled=False):
-            return torch.ops.dynsparse.linear_backward(*args)
+    def register(device: str) -> None:
+        def forward(x: Tensor, *rest: Any) -> Tensor:
+            # Only the activations are lowered: the values are few, and stay as exact as they are.
+            if x.is_floating_point() and x.dtype != torch.float64:
+                x = x.to(torch.get_autocast_dtype(device))
+            with torch.autocast(device, enabled=False):
+                return operator(x, *rest)
 
-    _library.impl("linear", forward, f"Autocast{device.upper()}")
-    _library.impl("linear_backward", backward, f"Autocast{device.upper()}")
+        def backward(*args: Any) -> Any:
+            with torch.autocast(device, enabled=False):
+                return operator_backward(*args)
+
+        library.impl(name, forward, f"Autocast{device.upper()}")
+        library.impl(f"{name}_backward", backward, f"Autocast{device.upper()}")
+
+    register("cpu")
+    register("cuda")
 
 
-_autocast("cpu")
-_autocast("cuda")
+under_autocast(_library, "linear")

@@ -16,7 +16,7 @@ from dynsparse.ops.linear.choice import route
 from dynsparse.ops.linear.kernels import KERNELS
 from dynsparse.ops.linear.layer_index import LayerIndex
 
-__all__ = ["backward", "check_backward", "check_input", "forward", "record"]
+__all__ = ["backward", "check_backward", "check_input", "check_kind", "forward", "record"]
 
 
 def check_input(x: Tensor, values: Tensor, features: int, what: str) -> None:
@@ -26,6 +26,12 @@ def check_input(x: Tensor, values: Tensor, features: int, what: str) -> None:
             f"{what} must end in {features} features for this sparse layer, "
             f"got the shape {list(x.shape)}"
         )
+    check_kind(x, values, what)
+
+
+def check_kind(x: Tensor, values: Tensor, what: str) -> None:
+    """Raises RuntimeError where the type or the device of `x`, called `what`, cannot meet those of
+    `values`."""
     if not x.is_floating_point():
         raise RuntimeError(f"{what} must be floating point, got {x.dtype}")
     if x.device != values.device:
