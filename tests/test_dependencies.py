@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import json
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -12,6 +13,8 @@ from pathlib import Path
 import pytest
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
+
+import dynsparse
 
 if sys.version_info < (3, 11):
     import tomli as tomllib  # pytest brings it where Python has none
@@ -119,20 +122,73 @@ def test_what_is_not_imported_is_a_dependency():
 
 
 IMPORT = """
-import sys
+import json, sys
 import torch
 before = set(sys.modules)
 import dynsparse
-for name in sorted({name.partition(".")[0] for name in set(sys.modules) - before}):
-    module = sys.modules[name]
-    if "site-packages" in (getattr(module, "__file__", None) or ""):
-        print(name)
+files = {name: getattr(sys.modules[name], "__file__", None) for name in set(sys.modules) - before}
+print(json.dumps(files))
 """
 
+LOADED = {
+    *("allocation", "checks", "encoding", "files", "interrupts", "native", "pattern", "typed"),
+    *("version", "ops", "nn", "ranks"),
+}
+"""The rooms that `import dynsparse` loads; the others are loaded when they are first asked for."""
 
-def test_an_import_brings_nothing_along_but_torch_and_numpy():
-    """SciPy alone takes longer than all of dynsparse; pandas, matplotlib and others even more."""
+
+@pytest.fixture(scope="module")
+def imported_beyond_torch() -> dict[str, str]:
+    """Module -> file, or an empty string: what `import dynsparse` loads after `import torch`."""
     done = subprocess.run(
         [sys.executable, "-c", IMPORT], capture_output=True, text=True, check=True, timeout=300
     )
-    assert set(done.stdout.split()) <= {"dynsparse", "numpy"}
+    return {name: file or "" for name, file in json.loads(done.stdout).items()}
+
+
+def test_an_import_brings_nothing_along_but_torch_and_numpy(imported_beyond_torch):
+    """SciPy alone takes longer than all of dynsparse; pandas, matplotlib and others even more."""
+    installed = {
+        name.partition(".")[0]
+        for name, file in imported_beyond_torch.items()
+        if "site-packages" in file
+    }
+    assert installed <= {"dynsparse", "numpy"}
+
+
+def test_an_import_loads_layers_and_operators_and_no_other_room(imported_beyond_torch):
+    """What it takes beside torch's own import, as modules: time is measured elsewhere."""
+    ours = [name for name in imported_beyond_torch if name.startswith("dynsparse.")]
+    assert {name.split(".")[1] for name in ours} <= LOADED
+    assert len(ours) < 135
+    others = {name.partition(".")[0] for name in imported_beyond_torch} - {"dynsparse"}
+    assert others <= {"html", "decimal", "_decimal", "fractions", "hmac", "secrets"}
+
+
+def test_what_is_loaded_on_demand_is_found():
+    code = (
+        "import sys, dynsparse as ds\n"
+        "assert set(ds.__all__) <= set(dir(ds))\n"
+        "from dynsparse import *\n"
+        "print(*[name for name in ds.__all__ if globals()[name] is not getattr(ds, name)])\n"
+        "assert not {'matplotlib', 'onnx'} & set(sys.modules)\n"
+        "ds.training.RigL is RigL or print('RigL')\n"
+        "ds.no_such_name\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300)
+    assert done.stdout.strip() == ""
+    assert done.stderr.splitlines()[-1] == (
+        "AttributeError: module 'dynsparse' has no attribute 'no_such_name'"
+    )
+
+
+def test_type_checkers_see_the_names_that_are_loaded_on_demand():
+    """`__getattr__` tells them nothing: the door imports every name where they alone look."""
+    tree = ast.parse((ROOT / "src" / "dynsparse" / "__init__.py").read_text())
+    named = {
+        alias.asname or alias.name
+        for node in ast.walk(tree)
+        if isinstance(node, ast.ImportFrom)
+        for alias in node.names
+    }
+    assert set(dynsparse.__all__) <= named

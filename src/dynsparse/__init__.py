@@ -5,9 +5,9 @@ pattern of non-zeros changes while the network trains.
 """
 
 from importlib import import_module
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from dynsparse import native, nn, ops, training
+from dynsparse import native, nn, ops
 from dynsparse.nn import (
     densify,
     load_pretrained,
@@ -17,8 +17,13 @@ from dynsparse.nn import (
     sparsify,
 )
 from dynsparse.pattern import Rewiring, SparsePattern
-from dynsparse.training import GMP, MEST, SET, SNFS, DeepR, GraNet, RigL, Static, TopKAST
 from dynsparse.version import __version__ as __version__
+
+if TYPE_CHECKING:
+    from dynsparse import distributed, machine, popsparse, training
+    from dynsparse.integrations.onnx import export_onnx, import_onnx
+    from dynsparse.report.training.plot import plot
+    from dynsparse.training import GMP, MEST, SET, SNFS, DeepR, GraNet, RigL, Static, TopKAST
 
 __all__ = [
     "GMP",
@@ -33,25 +38,42 @@ __all__ = [
     "Static",
     "TopKAST",
     "densify",
+    "distributed",
+    "export_onnx",
+    "import_onnx",
     "load_pretrained",
     "load_safetensors",
+    "machine",
     "nn",
     "ops",
     "param_groups",
+    "plot",
+    "popsparse",
     "save_safetensors",
     "sparsify",
     "training",
 ]
 
+# Loaded when they are first asked for, so that an import costs little beside torch's own.
+_ROOMS = ("distributed", "machine", "popsparse", "training")
+_NAMES = {
+    **dict.fromkeys(
+        ("GMP", "MEST", "SET", "SNFS", "DeepR", "GraNet", "RigL", "Static", "TopKAST"), "training"
+    ),
+    **dict.fromkeys(("export_onnx", "import_onnx"), "integrations.onnx"),
+    "plot": "report.training.plot",
+}
+
 native.warn_if_absent()
 
 
 def __getattr__(name: str) -> Any:
-    # Loaded only by those who use them.
-    if name in ("distributed", "machine", "popsparse"):
-        return import_module(f"dynsparse.{name}")
-    if name in ("export_onnx", "import_onnx"):
-        return getattr(import_module(f"{__name__}.integrations.onnx"), name)
-    if name == "plot":
-        return import_module("dynsparse.report.training.plot").plot
-    raise AttributeError(f"module 'dynsparse' has no attribute {name!r}")
+    if name in _ROOMS:
+        return import_module(f"{__name__}.{name}")
+    if name in _NAMES:
+        return getattr(import_module(f"{__name__}.{_NAMES[name]}"), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})
