@@ -51,6 +51,7 @@ test: $(VENV)/.installed-dev native lint
 test-frameworks: $(VENV)/.installed-frameworks native
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/integrations tests/distributed/test_loops.py \
 		tests/nn/test_convert_transformers.py tests/nn/test_architectures.py tests/nn/test_adapters.py
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/api -k onnx
 
 test-gpu-kernels: $(VENV)/.installed-gpu-test native
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(PYTEST) tests/ops/cuda tests/bench/test_gpu_benchmark.py

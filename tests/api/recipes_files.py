@@ -158,6 +158,9 @@ RECIPES = {
         },
         FILES,
     ),
+    "dynsparse.plot": Recipe(
+        ds.plot, lambda: {"source": model(), "what": "connectivity", "layer": "0"}, FILES
+    ),
     "dynsparse.integrations.follower.Follower": Recipe(
         followed, lambda: {"algorithm": ds.RigL, "options": {"update_interval": 2}}
     ),

@@ -10,19 +10,20 @@ from typing import Any
 import torch
 from torch import nn
 
-from dynsparse.checks import check_kind
 from dynsparse.files.shorten import shortened
 from dynsparse.integrations.onnx.library import library, quiet, write_model
 from dynsparse.integrations.onnx.weights import PARAMETERS, keep_metadata, make_sparse
 from dynsparse.nn import SparseEmbedding, SparseLinear
 from dynsparse.nn.replace import linear_of
 from dynsparse.pattern import SparsePattern
+from dynsparse.typed import typed
 
 __all__ = ["check_form", "export_onnx"]
 
 FORMS = ("dense", "sparse")
 
 
+@typed
 def export_onnx(
     model: nn.Module,
     args: tuple[Any, ...],
@@ -56,8 +57,6 @@ def export_onnx(
             what torch's exporter cannot put into ONNX.
         TypeError: not a module, `args` not a tuple. OSError: the file cannot be written.
     """
-    check_kind("model", model, nn.Module, "a torch.nn.Module")
-    check_kind("args", args, tuple, "a tuple of the arguments of a call")
     check_form(weights)
     library("onnx")
     library("onnxscript")

@@ -15,10 +15,12 @@ from dynsparse.integrations.onnx.trilu import know_trilu
 from dynsparse.integrations.onnx.weights import take_sparse, turned
 from dynsparse.nn.replace import linear_of
 from dynsparse.pattern import SparsePattern
+from dynsparse.typed import typed
 
 __all__ = ["import_onnx"]
 
 
+@typed
 def import_onnx(file: str | os.PathLike[str]) -> fx.GraphModule:
     """The model of an ONNX file, of any exporter, as a module that trains.
 
