@@ -192,7 +192,9 @@ class Lowering:
             if stream.to_device
             else target.host_write_bytes_per_second
         )
-        cycles = np.ceil(stream.numel * stream.dtype.size / rate * target.clock_hz)
+        size = stream.numel * stream.dtype.size
+        cycles = np.ceil(size / rate * target.clock_hz)
+        up, down = (size, 0) if stream.to_device else (0, size)
         if stream.to_device:
             self._check_written([dst], f"copy {path!r}")
         flat = (dst if stream.to_device else src).flatten()
@@ -204,7 +206,13 @@ class Lowering:
                 state.write(flat, state.host.fetch(stream))
             else:
                 state.host.deliver(stream, state.read(flat))
-            profile.record(step, sync=target.sync_cycles, host=float(cycles))
+            profile.record(
+                step,
+                sync=target.sync_cycles,
+                host=float(cycles),
+                from_host_bytes=up,
+                to_host_bytes=down,
+            )
 
         return run
 

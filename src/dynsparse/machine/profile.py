@@ -26,7 +26,8 @@ class StepProfile:
     `kind` is "compute", "exchange", "control", "sync" or "host". Cycles: `sync` waiting for all
     tiles, `exchange`, `compute` (vertices, and copies inside tiles), `host`. `tile_cycles` is what
     each tile itself computed, `tile_exchange` what it exchanged: the rest of the step it waits.
-    These and the bytes are [tiles], or None for steps without.
+    These and the bytes on the exchange are [tiles], or None for steps without. `to_host_bytes` and
+    `from_host_bytes` are what all tiles together sent over the host link.
     """
 
     name: str
@@ -41,6 +42,8 @@ class StepProfile:
     received_bytes: np.ndarray | None = None
     sent_bytes: np.ndarray | None = None
     local_bytes: np.ndarray | None = None
+    to_host_bytes: int = 0
+    from_host_bytes: int = 0
 
     @property
     def cycles(self) -> float:
@@ -96,6 +99,8 @@ class Profile:
         compute: float = 0,
         host: float = 0,
         tile_cycles: np.ndarray | None = None,
+        to_host_bytes: int = 0,
+        from_host_bytes: int = 0,
     ) -> None:
         """Add one run of a step. For engines."""
         row = self.steps[step]
@@ -104,6 +109,8 @@ class Profile:
         row.exchange += exchange
         row.compute += compute
         row.host += host
+        row.to_host_bytes += to_host_bytes
+        row.from_host_bytes += from_host_bytes
         if tile_cycles is not None:
             row.tile_cycles = (
                 tile_cycles.copy() if row.tile_cycles is None else row.tile_cycles + tile_cycles
@@ -132,6 +139,16 @@ class Profile:
     @property
     def host_cycles(self) -> float:
         return self._total("host")
+
+    @property
+    def to_host_bytes(self) -> int:
+        """Bytes that went to the host over its link."""
+        return int(self._total("to_host_bytes"))
+
+    @property
+    def from_host_bytes(self) -> int:
+        """Bytes that came from the host over its link."""
+        return int(self._total("from_host_bytes"))
 
     @property
     def seconds(self) -> float:
@@ -221,6 +238,8 @@ class Profile:
                     "max_received_bytes": _max(step.received_bytes),
                     "sent_bytes": _sum(step.sent_bytes),
                     "local_bytes": _sum(step.local_bytes),
+                    "to_host_bytes": step.to_host_bytes,
+                    "from_host_bytes": step.from_host_bytes,
                 }
                 for step in self.steps
             ],
@@ -265,6 +284,11 @@ class Profile:
             spent = self._total(part)
             if spent:
                 lines.append(f"  {part:<14}{spent:>12,.0f}  {spent / self.cycles:6.1%}")
+        if self.host_cycles:
+            lines.append(
+                f"Host link: {self.to_host_bytes:,} bytes to the host, "
+                f"{self.from_host_bytes:,} from it"
+            )
         ran = sorted((s for s in self.steps if s.runs), key=lambda s: -s.cycles)
         lines.append(
             f"{'Step':<36}{'kind':<9}{'runs':>7}{'cycles':>12}{'compute':>11}{'exchange':>11}"
