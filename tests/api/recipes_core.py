@@ -186,6 +186,8 @@ RECIPES = {
             "densities": {"0": 0.3},
             "block_sizes": {"0": 4},
             "start": "magnitude",
+            "target": ds.machine.Target.bow(tiles=4),
+            "target_options": {"partials_type": "float32"},
         },
     ),
     "dynsparse.save_safetensors": Recipe(
@@ -206,7 +208,8 @@ RECIPES = {
             "block_size": 4,
             "bias": True,
             "generator": generator(),
-            "target": None,
+            "target": ds.machine.Target.bow(tiles=4),
+            "target_options": {"partials_type": "float32"},
             "device": "cpu",
             "dtype": torch.float32,
         },
@@ -431,6 +434,12 @@ RECIPES = {
         k=lambda: 3,
         exclude=lambda: (pattern().to_mask().flatten() == 0).nonzero().flatten()[:2],
         generator=generator,
+    ),
+    "dynsparse.ops.grow.best_free": call(
+        ds.ops.grow.best_free,
+        scores=lambda: torch.rand(tuple(pattern().grid)),
+        pattern=pattern,
+        k=lambda: 3,
     ),
     "dynsparse.ops.grow.check_pooling": call(ds.ops.grow.check_pooling, pooling=lambda: "AVG"),
     "dynsparse.ops.grow.select": call(

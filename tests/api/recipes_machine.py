@@ -285,6 +285,7 @@ RECIPES = {
             "target": target(),
             "dtype": "float16",
             "passes": ("forward",),
+            "update": {"pooling": "max"},
         },
     ),
     "dynsparse.machine.Tensor.slice": of_tensor(

@@ -56,6 +56,13 @@ def layer():
     return made
 
 
+def updating():
+    """A layer whose pattern is updated on the machine."""
+    made = popsparse.Layer(plan(), passes=(), update={"optimizer_slots": 1})
+    made.set_weights(pattern(), values().numpy())
+    return made
+
+
 def graph():
     return Graph(target())
 
@@ -267,6 +274,7 @@ RECIPES = MATRICES | {
         popsparse.Layer,
         plan=plan,
         passes=lambda: ["forward"],
+        update=lambda: {"pooling": "sum"},
         numerics=lambda: True,
         check_memory=lambda: True,
     ),
@@ -275,6 +283,26 @@ RECIPES = MATRICES | {
     "dynsparse.popsparse.Layer.run": of(layer, "run", name=lambda: "forward"),
     "dynsparse.popsparse.Layer.forward": of(
         layer, "forward", inputs=lambda: np.ones((4, 16), np.float32)
+    ),
+    "dynsparse.popsparse.Layer.scores": of(
+        updating,
+        "scores",
+        gradient=lambda: np.ones((4, 16), np.float32),
+        inputs=lambda: np.ones((4, 16), np.float32),
+    ),
+    "dynsparse.popsparse.Layer.rewire": of(
+        updating,
+        "rewire",
+        pattern=pattern,
+        values=values,
+        optimizer_slots=lambda: [values()],
+    ),
+    "dynsparse.popsparse.Update": call(
+        popsparse.Update,
+        pooling=lambda: "AVG",
+        optimizer_slots=lambda: 2,
+        available_memory_proportion=lambda: 0.2,
+        partials_type=lambda: "float32",
     ),
     "dynsparse.popsparse.machine_profiles": call(
         popsparse.machine_profiles, layer=lambda: ds.nn.SparseLinear(16, 16)

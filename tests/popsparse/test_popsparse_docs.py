@@ -12,12 +12,13 @@ PAGE = Path(__file__).parents[2] / "docs" / "popsparse.md"
 def test_the_page_runs(capsys):
     space: dict = {}
     blocks = re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.S)
-    assert len(blocks) == 3
+    assert len(blocks) == 4
     for block in blocks:
         exec(compile(block, str(PAGE), "exec"), space)
     assert space["y"].shape == (32, 256)
     assert space["dw"].shape == tuple(space["values"].shape)
     assert space["profile"].cycles > 0
+    assert space["profiles"]["rewire"].from_host_bytes > 0
     assert "Cycles" in capsys.readouterr().out
 
 

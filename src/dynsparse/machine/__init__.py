@@ -93,6 +93,7 @@ __all__ = [
     "Sync",
     "Target",
     "Tensor",
+    "UpdateEstimate",
     "VertexView",
     "WriteUndef",
     "as_dtype",
@@ -103,8 +104,11 @@ __all__ = [
 ]
 
 
+_ESTIMATES = ("LayerEstimate", "ModelEstimate", "PassEstimate", "UpdateEstimate", "estimate")
+
+
 def __getattr__(name: str) -> Any:
     # It runs the layers of a model and so stands above this floor; asked for here, it is found.
-    if name in ("LayerEstimate", "ModelEstimate", "PassEstimate", "estimate"):
+    if name in _ESTIMATES:
         return getattr(import_module("dynsparse.popsparse.estimate"), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

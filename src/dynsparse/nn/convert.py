@@ -23,6 +23,7 @@ from dynsparse.nn.linear import SparseLinear
 from dynsparse.nn.replace import check_replaceable, linear_of, replace, sparse_layer
 from dynsparse.nn.sites import Site, find_sites, first_matches, select, tied
 from dynsparse.nn.start import largest_blocks
+from dynsparse.nn.targets import executor_for
 from dynsparse.nn.whole import check_whole
 from dynsparse.pattern import SparsePattern
 
@@ -43,6 +44,8 @@ def sparsify(
     start: str = "random",
     generator: torch.Generator | None = None,
     keep_sparse: bool = False,
+    target: Any = None,
+    target_options: Mapping[str, Any] | None = None,
     verbose: bool = True,
 ) -> nn.Module:
     """Replace a model's linear layers and convolutions by sparse ones, in place.
@@ -82,6 +85,7 @@ def sparsify(
         keep_sparse: layers that are to have density 1 become sparse layers with every weight
             present. With density=1 this is where gradual pruning begins (`GMP`, `GraNet`), and
             every layer then counts for its final density.
+        target, target_options: of the linear layers, as in `SparseLinear`; convolutions have none.
         verbose: print the table of `dynsparse.nn.describe`.
 
     Returns:
@@ -91,7 +95,7 @@ def sparsify(
         TypeError, ValueError: a density outside (0, 1] or one that cannot be met, a block size that
             does not divide a layer, a pattern that matches nothing, an included module that cannot
             be converted, nothing to convert, a weight shared with a layer that is treated
-            differently. Nothing is changed then.
+            differently, a target that does not take a layer. Nothing is changed then.
     """
     _check_model(model)
     check_generator(generator)
@@ -124,6 +128,8 @@ def sparsify(
             continue
         layer = _start(site, counts[name], blocks[name], start, generator)
         layers |= {other.name: layer for other in group}
+    if target is not None or target_options is not None:
+        _put_on_target(layers, target, target_options)
     replace(model, every, layers)
     forbid_fast_paths(model)
     if verbose:
@@ -149,6 +155,19 @@ def _check_site(site: Site) -> None:
         )
     if not bool(site.weight.isfinite().all()):
         raise ValueError(f"the weight of {site.name!r} has entries that are NaN or infinite")
+
+
+def _put_on_target(
+    layers: Mapping[str, SparseLinear], target: Any, options: Mapping[str, Any] | None
+) -> None:
+    """Give each layer a target of its own."""
+    for name, layer in layers.items():
+        if isinstance(layer, (SparseConv1d, SparseConv2d)):
+            raise ValueError(
+                f"the convolution {name!r} has no target, only linear layers have: exclude it, or "
+                "leave target out"
+            )
+        layer.executor = executor_for(target, layer.values.dtype, options)
 
 
 def _start(

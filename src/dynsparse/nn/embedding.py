@@ -29,8 +29,8 @@ class SparseEmbedding(SparseLinear):
             row is empty has the zero vector until something grows there.
 
     Raises:
-        ValueError, TypeError: what `SparseLinear` raises, and from the call TypeError for ids that
-            are not integers, IndexError for one outside the table.
+        ValueError, TypeError: what `SparseLinear` raises; ValueError for a target; and from the
+            call TypeError for ids that are not integers, IndexError for one outside the table.
     """
 
     @typed
@@ -42,6 +42,11 @@ class SparseEmbedding(SparseLinear):
         block_size: int | None = None,
         **options: Any,
     ) -> None:
+        if options.get("target") is not None or options.get("target_options") is not None:
+            raise ValueError(
+                "a SparseEmbedding is computed where its values are: leave target out, and use "
+                "popsparse.embedding_slice for embeddings on the tile machine"
+            )
         super().__init__(embedding_dim, num_embeddings, density, block_size, False, **options)
 
     @classmethod

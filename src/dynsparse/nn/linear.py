@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from math import prod
 from typing import Any
 
@@ -45,6 +45,9 @@ class SparseLinear(SparseModule):
         target: a `machine.Target`: the products run on that simulated tile machine, in float32 or
             float16, and `popsparse.machine_profiles(layer)` says what they took. Without it they
             run where the values are.
+        target_options: of the target, by name: those of `popsparse.Options`, and "dense_grad", a
+            mapping with "available_memory_proportion" and "partials_type" of the dense gradient
+            that RigL looks at.
         device, dtype: of the values and the bias. float32 uses the compiled kernels; bfloat16 and
             float16 compute in float32; float64 goes through plain torch.
 
@@ -63,7 +66,7 @@ class SparseLinear(SparseModule):
 
     Raises:
         ValueError: a density outside (0, 1], a block size that does not divide the features, a
-            pattern of another shape.
+            pattern of another shape, an option that the target does not have.
     """
 
     @typed
@@ -78,6 +81,7 @@ class SparseLinear(SparseModule):
         pattern: SparsePattern | None = None,
         generator: torch.Generator | None = None,
         target: Any = None,
+        target_options: Mapping[str, Any] | None = None,
         device: Any = None,
         dtype: torch.dtype | None = None,
     ) -> None:
@@ -104,8 +108,8 @@ class SparseLinear(SparseModule):
         dtype = torch.get_default_dtype() if dtype is None else dtype
         if not dtype.is_floating_point:
             raise TypeError(f"dtype must be a floating point type, got {dtype}")
-        if target is not None:
-            self.executor = executor_for(target, dtype)
+        if target is not None or target_options is not None:
+            self.executor = executor_for(target, dtype, target_options)
         self.in_features = in_features
         self.out_features = out_features
         self.values = nn.Parameter(torch.empty(pattern.values_shape, device=device, dtype=dtype))

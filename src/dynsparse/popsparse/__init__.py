@@ -36,6 +36,7 @@ from dynsparse.popsparse.product.formats import BSRMatrix, COOMatrix, CSCMatrix,
 from dynsparse.popsparse.product.options import Options, PlanConstraints
 from dynsparse.popsparse.product.params import FullyConnectedParams, MatmulParams, SparsityParams
 from dynsparse.popsparse.product.plan import Method, Plan
+from dynsparse.popsparse.product.update import Update
 from dynsparse.popsparse.timing.model import PassTime, predict
 from dynsparse.popsparse.torch_layer import machine_profiles
 
@@ -62,6 +63,7 @@ __all__ = [
     "PlanningCache",
     "SparseTensor",
     "SparsityParams",
+    "Update",
     "create_fully_connected_input",
     "create_fully_connected_weights",
     "create_indices_tensor",

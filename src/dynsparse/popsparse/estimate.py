@@ -6,8 +6,10 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 import torch
 
+from dynsparse.checks import check_integer
 from dynsparse.machine.target import Target
 from dynsparse.nn import SparseLinear
 from dynsparse.popsparse.layer import Layer
@@ -15,9 +17,10 @@ from dynsparse.popsparse.measure import plan_figures, sparse_figures
 from dynsparse.popsparse.planner.planning import parse_passes
 from dynsparse.popsparse.planner.planning import plan as make_plan
 from dynsparse.popsparse.product.plan import PASSES
+from dynsparse.popsparse.product.update import Update
 from dynsparse.typed import typed
 
-__all__ = ["LayerEstimate", "ModelEstimate", "PassEstimate", "estimate"]
+__all__ = ["LayerEstimate", "ModelEstimate", "PassEstimate", "UpdateEstimate", "estimate"]
 
 
 @dataclass(frozen=True)
@@ -39,6 +42,55 @@ class PassEstimate:
 
 
 @dataclass(frozen=True)
+class UpdateEstimate:
+    """One pattern update of one layer (RigL).
+
+    Attributes:
+        cycles, seconds: on the machine and its host link; what the host computes is not counted.
+        parts: cycles by what is done: the dense gradient, the pooling, the bytes both ways.
+        to_host_bytes, from_host_bytes: over the host link.
+        pieces: how many the dense gradient is computed in.
+        max_tile_bytes: memory of the fullest tile.
+        fits: whether that is within a tile.
+    """
+
+    cycles: float
+    seconds: float
+    parts: dict[str, float]
+    to_host_bytes: int
+    from_host_bytes: int
+    pieces: int
+    max_tile_bytes: int
+    fits: bool
+
+    @classmethod
+    def of(cls, layer: Layer, pattern: Any) -> UpdateEstimate:
+        """Runs the update's programs of a layer without numbers."""
+        layer.set_pattern(pattern)
+        found = [layer.run("scores"), layer.rewire(pattern, np.zeros(pattern.values_shape))]
+        parts: dict[str, float] = {}
+        pieces = 1
+        for step in (step for profile in found for step in profile.steps if step.runs):
+            name = step.name.split("/")[1]
+            what, _, number = name.rpartition(" ")
+            if number.isdecimal():  # one of several pieces
+                name, pieces = what, max(pieces, int(number) + 1)
+            parts[name] = parts.get(name, 0) + step.cycles
+        memory = found[0].memory.max_tile_bytes
+        target = layer.plan.target
+        return cls(
+            sum(profile.cycles for profile in found),
+            sum(profile.seconds for profile in found),
+            parts,
+            sum(profile.to_host_bytes for profile in found),
+            sum(profile.from_host_bytes for profile in found),
+            pieces,
+            memory,
+            memory <= target.bytes_per_tile,
+        )
+
+
+@dataclass(frozen=True)
 class LayerEstimate:
     """One use of one sparse layer in a forward pass of the model.
 
@@ -51,6 +103,7 @@ class LayerEstimate:
         bucket_fill: mean and largest part of the buckets' values in use.
         propagation_steps: turns of the propagation loop, in each pass.
         spilled: blocks that are not in the bucket they began in.
+        update: of its pattern; None where none was asked for.
     """
 
     name: str
@@ -64,9 +117,11 @@ class LayerEstimate:
     bucket_fill: tuple[float, float]
     propagation_steps: int
     spilled: int
+    update: UpdateEstimate | None = None
 
     @property
     def cycles(self) -> float:
+        """Of a step."""
         return sum(one.cycles for one in self.passes.values())
 
 
@@ -87,6 +142,17 @@ class ModelEstimate:
     def seconds(self) -> float:
         return self.target.seconds(self.cycles)
 
+    @property
+    def update_cycles(self) -> float:
+        """Of one pattern update of all layers."""
+        return sum(layer.update.cycles for layer in self.layers if layer.update is not None)
+
+    @typed
+    def update_share(self, interval: int) -> float:
+        """The part of the machine's time that goes to updates, one after every `interval` steps."""
+        steps = check_integer("interval", interval, 1) * self.cycles
+        return self.update_cycles / (self.update_cycles + steps)
+
     def to_dict(self) -> dict[str, Any]:
         """Plain data for JSON."""
         layers = []
@@ -94,12 +160,14 @@ class ModelEstimate:
             row = dict(vars(layer))
             row["passes"] = {name: dict(vars(one)) for name, one in layer.passes.items()}
             row["bucket_fill"] = list(layer.bucket_fill)
+            row["update"] = None if layer.update is None else dict(vars(layer.update))
             layers.append(row)
         return {
             "target": self.target.to_dict(),
             "dtype": self.dtype,
             "cycles": self.cycles,
             "seconds": self.seconds,
+            "update_cycles": self.update_cycles,
             "layers": layers,
         }
 
@@ -125,7 +193,32 @@ class ModelEstimate:
                     f"{layer.propagation_steps:>7}" + ("" if one.fits else "  does not fit")
                 )
                 head = ""
+        if self.update_cycles:
+            lines += self._said_of_updates()
         return "\n".join(lines)
+
+    def _said_of_updates(self) -> list[str]:
+        shares = ", ".join(
+            f"{self.update_share(n):.2%} of the time every {n:,} steps" for n in (10, 100, 1000)
+        )
+        lines = [f"A pattern update: {self.update_cycles:,.0f} cycles; {shares}"]
+        lines.append(
+            f"{'layer':<24}{'cycles':>12}{'us':>9}{'bytes down':>13}{'bytes up':>13}{'pieces':>8}"
+            f"{'tile':>6}  most of it"
+        )
+        for layer in self.layers:
+            one = layer.update
+            if one is None:
+                continue
+            most = sorted(one.parts, key=lambda name: -one.parts[name])[:3]
+            lines.append(
+                f"{layer.name[-23:]:<24}{one.cycles:>12,.0f}{one.seconds * 1e6:>9,.1f}"
+                f"{one.to_host_bytes:>13,}{one.from_host_bytes:>13,}{one.pieces:>8}"
+                f"{one.max_tile_bytes / self.target.bytes_per_tile:>6.0%}  "
+                + ", ".join(f"{name} {one.parts[name] / one.cycles:.0%}" for name in most)
+                + ("" if one.fits else "  does not fit")
+            )
+        return lines
 
     def __str__(self) -> str:
         return self.summary()
@@ -140,6 +233,7 @@ def estimate(
     dtype: str = "float16",
     passes: str | Iterable[str] = PASSES,
     options: Any = None,
+    update: Any = None,
 ) -> ModelEstimate:
     """What the sparse layers of a model would cost on a tile machine.
 
@@ -155,6 +249,8 @@ def estimate(
         passes: those to plan for and run: names or a comma-separated string. Forward is always
             among them.
         options: further options of the plan, see `popsparse.Options`.
+        update: count a pattern update of each layer, too: a `popsparse.Update` or a mapping of its
+            fields, {} for its defaults.
 
     Raises:
         TypeError: not a module, or not a Target.
@@ -165,6 +261,7 @@ def estimate(
     if not isinstance(target, Target):
         raise TypeError(f"target must be a Target such as Target.bow(), got {target!r}")
     names = parse_passes(passes)
+    updating = None if update is None else Update.parse(update)
     made: dict[Any, Any] = {}
     found = []
     for name, layer, batch in _uses(model, example_input):
@@ -176,11 +273,13 @@ def estimate(
                 sizes = (*key[:4], pattern.block_size, dtype, target)
                 made[key] = Layer(
                     make_plan(*sizes, passes=names, options=options),
+                    update=updating,
                     numerics=False,
                     check_memory=False,
                 )
             program = made[key]
             figures = sparse_figures(program, pattern, names, ignore_data=True)
+            changed = None if updating is None else UpdateEstimate.of(program, pattern)
         except ValueError as error:
             raise ValueError(f"layer {name!r}: {error}") from error
         rows = {}
@@ -208,6 +307,7 @@ def estimate(
                 (float(fill.mean()), float(fill.max())),
                 figures["propagation_steps"],
                 figures["spilled"],
+                changed,
             )
         )
     return ModelEstimate(target, program.plan.dtype.name, tuple(found))

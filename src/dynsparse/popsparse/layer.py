@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from collections.abc import Sequence as Sequence_
 from typing import Any
 
 import numpy as np
 
+from dynsparse.checks import check_kind
 from dynsparse.files.shorten import shortened
 from dynsparse.machine import Engine, Graph, Profile, Program, Sequence, Tensor
 from dynsparse.popsparse.buckets.encoded import EncodedPattern
 from dynsparse.popsparse.dense.weights import DensePatterns
 from dynsparse.popsparse.device.choice import operations
+from dynsparse.popsparse.device.update import UpdatePrograms
 from dynsparse.popsparse.product.block_lists import to_numpy
 from dynsparse.popsparse.product.plan import PASSES, Plan
+from dynsparse.popsparse.product.update import Update
 from dynsparse.typed import typed
 
 __all__ = ["Layer"]
@@ -41,17 +45,19 @@ class Layer:
     Args:
         plan: as `popsparse.plan`, `make_plan` or `matmul_plan` gives it; its passes are built.
         passes: only these of them.
+        update: how the pattern is updated on the machine: an `Update` or a mapping of its fields.
+            None: without the programs "scores" and "rewire".
         numerics: whether numbers are computed. Without, only the profile is made, in less time.
         check_memory: whether a tile that overflows is an error.
 
     Attributes:
-        profiles: of the last run of each pass, by name.
+        profiles: of the last run of each pass, and of "scores" and "rewire", by name.
         encoding: what `set_weights` or `set_pattern` made; its `.info` has the figures of buckets.
             None before, and for dense weights.
 
     Raises:
         OutOfMemoryError: a tile that does not fit.
-        ValueError: a pass the plan is not for.
+        ValueError: a pass the plan is not for; a dense gradient that fits in no pieces.
     """
 
     @typed
@@ -60,6 +66,7 @@ class Layer:
         plan: Plan,
         *,
         passes: Any = None,
+        update: Update | dict[str, Any] | None = None,
         numerics: bool = True,
         check_memory: bool = True,
     ) -> None:
@@ -79,9 +86,10 @@ class Layer:
         graph = Graph(plan.target)
         self._weights = build.create_weights(graph, plan, "weights")
         needed = {"forward": "y", "grad_input": "x", "grad_weight": "xy"}
+        dims = {dim for name in wanted for dim in needed[name]}
         operands = {
             dim: build.create_operand(graph, plan, dim, _NAMES[dim])
-            for dim in sorted({dim for name in wanted for dim in needed[name]})
+            for dim in sorted(dims if update is None else {*"xy"})
         }
         programs: dict[str, Program] = {}
         self._results: dict[str, Tensor] = {}
@@ -96,11 +104,18 @@ class Layer:
             self._results[name] = made
             graph.add_handle(f"{name} result", made)
             programs[name] = program
+        self._update: UpdatePrograms | None = None
+        if update is not None:
+            both = operands["x"], operands["y"]
+            self._update = UpdatePrograms(graph, self._weights, *both, Update.parse(update))
+            programs |= self._update.programs
         graph.add_handle("words", self._weights.meta_info)
         graph.add_handle("values", self._weights.nz_values)
         for dim, tensor in operands.items():
             graph.add_handle(_NAMES[dim], tensor)
         self.engine = Engine(graph, programs, numerics=numerics, check_memory=check_memory)
+        if self._update is not None:
+            self._update.connect(self.engine)
 
     @property
     def encoding(self) -> EncodedPattern | None:
@@ -132,7 +147,7 @@ class Layer:
 
     @typed
     def run(self, name: str) -> Profile:
-        """Run a pass on what the machine holds."""
+        """Run a pass, "scores" or "rewire" on what the machine holds."""
         self.profiles[name] = self.engine.run(name)
         return self.profiles[name]
 
@@ -155,4 +170,74 @@ class Layer:
         self.engine.write("gradient", gradient)
         self.engine.write("input", inputs)
         self.run("grad_weight")
-        return self._encoded.gather(self.engine.read("grad_weight result"))
+        return self._gathered(self.engine.read("grad_weight result"))
+
+    def scores(self, gradient: Any, inputs: Any) -> np.ndarray:
+        """Growth scores: magnitudes of the dense dW = dY^T X, pooled per block as the update says.
+
+        The program "scores" runs: its profile lists the dense gradient in its pieces, the pooling,
+        and what goes to the host. `returned_values` is what came with it.
+
+        Args:
+            gradient, inputs: dY [batch, groups * out], X [batch, groups * in].
+
+        Returns:
+            float32 [out / rows, in / columns], with a leading axis for several groups. Single
+            elements and "none" give magnitudes, and their sums over blocks, made by the host.
+
+        Raises:
+            ValueError: a layer without `update`.
+        """
+        update = self._updating()
+        self.engine.write("gradient", gradient)
+        self.engine.write("input", inputs)
+        self.run("scores")
+        found = update.scores()
+        return found[0] if len(found) == 1 else found
+
+    @property
+    def returned_values(self) -> np.ndarray:
+        """The values that came to the host with the last scores: [nnz] or [nnz, b, b]."""
+        return self._gathered(self._updating().values())
+
+    @property
+    def returned_slots(self) -> list[np.ndarray]:
+        """The optimizer state that came to the host with the last scores, each like the values."""
+        return [self._gathered(slot) for slot in self._updating().slots()]
+
+    def _gathered(self, nz_values: np.ndarray) -> np.ndarray:
+        if self._encoded is None:
+            raise ValueError("set a pattern first")
+        return self._encoded.gather(nz_values)
+
+    def rewire(self, pattern: Any, values: Any, optimizer_slots: Sequence_[Any] = ()) -> Profile:
+        """Send a new pattern and its values, and optimizer state like them, over the host link.
+
+        Unlike `set_weights`, which is free, this runs the program "rewire".
+
+        Args:
+            pattern, values: as of `set_weights`.
+            optimizer_slots: as many as the update has, each like the values; none are all zeros.
+
+        Raises:
+            ValueError: a layer without `update`, another number of slots; as `set_weights`.
+        """
+        update = self._updating()
+        check_kind("optimizer_slots", optimizer_slots, (list, tuple), "a list like the values")
+        wanted = update.update.optimizer_slots
+        if len(optimizer_slots) not in (0, wanted):
+            raise ValueError(f"expected {wanted} optimizer slots, got {len(optimizer_slots)}")
+        encoded = self._partitioner.encode(pattern, values)
+        slots = [self._partitioner.encode(pattern, slot).nz_values for slot in optimizer_slots]
+        empty = [np.zeros_like(encoded.nz_values)] * (wanted - len(slots))
+        update.send(encoded.meta_info, [encoded.nz_values, *slots, *empty])
+        profile = self.run("rewire")
+        self._encoded = encoded.pattern
+        return profile
+
+    def _updating(self) -> UpdatePrograms:
+        if self._update is None:
+            raise ValueError(
+                "the layer has no programs for updates: build it with update=popsparse.Update()"
+            )
+        return self._update

@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
+from dynsparse.files.shorten import shortened
 from dynsparse.machine import Profile, Target
 from dynsparse.ops import capture
 from dynsparse.ops.eager import refuse_transforms
 from dynsparse.pattern import SparsePattern
 from dynsparse.popsparse.layer import Layer
 from dynsparse.popsparse.planner.planning import plan
+from dynsparse.popsparse.product.options import Options
 from dynsparse.popsparse.product.plan import PASSES
+from dynsparse.popsparse.product.update import Update
 from dynsparse.typed import typed
 
 __all__ = ["TileMachine", "machine_profiles"]
@@ -24,42 +29,64 @@ _DTYPES = {torch.float16: "float16", torch.float32: "float32"}
 # Programs are kept for so many batch sizes of a layer: an epoch's last batch is often smaller.
 _KEPT = 4
 
+_DENSE_GRAD = ("available_memory_proportion", "partials_type")
+
 
 class _Runner:
     """The programs of one layer, one for each batch size."""
 
-    def __init__(self) -> None:
+    def __init__(self, target: Target, options: TargetOptions) -> None:
+        self.target, self.options = target, options
         self.layers: dict[tuple[Any, ...], Layer] = {}
         self.profiles: dict[str, Profile] = {}
         self.patterns: dict[tuple[Any, ...], SparsePattern] = {}
+        self.update: Update | None = None
 
-    def run(
-        self,
-        name: str,
-        target: Target,
-        pattern: SparsePattern,
-        values: Tensor,
-        *operands: Tensor,
-    ) -> Tensor:
-        """One pass on the machine; operands [batch, ...]."""
+    def run(self, name: str, pattern: SparsePattern, values: Tensor, *operands: Tensor) -> Tensor:
+        """One pass on the machine, or "scores"; operands [batch, ...]."""
+        if name in PASSES and name not in self.options.passes:
+            option = {"grad_input": "do_grad_a_pass", "grad_weight": "do_grad_w_pass"}[name]
+            raise ValueError(
+                f"backward wants {name}, which target_options leave out by {option}=False: leave "
+                "the option out, or take the gradient away with requires_grad_(False)"
+            )
+        layer = self._layer(pattern, values, len(operands[0]))
+        arrays = [operand.detach().to(values.dtype).cpu().numpy() for operand in operands]
+        found: np.ndarray = getattr(layer, name)(*arrays)
+        self.profiles[name] = layer.profiles[name]
+        return torch.from_numpy(found).to(values.device)
+
+    def _layer(self, pattern: SparsePattern, values: Tensor, batch: int) -> Layer:
+        """The programs for a batch, with these weights."""
         dtype = _DTYPES[values.dtype]
-        key = (target, dtype, len(operands[0]), pattern.density)
+        key = (dtype, batch, pattern.density)
         layer = self.layers.get(key)
         if layer is None:
             if len(self.layers) == _KEPT:
                 oldest = next(iter(self.layers))
                 del self.layers[oldest]
                 self.patterns.pop(oldest, None)
-            sizes = (*pattern.shape, len(operands[0]), pattern.density, pattern.block_size, dtype)
-            layer = self.layers[key] = Layer(plan(*sizes, target, passes=PASSES))
-        if self.patterns.get(key) is not pattern:
-            layer.set_pattern(pattern)
-            self.patterns[key] = pattern
-        layer.set_values(values)
-        arrays = [operand.detach().to(values.dtype).cpu().numpy() for operand in operands]
-        found: np.ndarray = getattr(layer, name)(*arrays)
-        self.profiles[name] = layer.profiles[name]
-        return torch.from_numpy(found).to(values.device)
+            sizes = (*pattern.shape, batch, pattern.density, pattern.block_size, dtype)
+            planned = plan(
+                *sizes, self.target, passes=self.options.passes, options=self.options.planned
+            )
+            layer = self.layers[key] = Layer(planned, update=self.update)
+        before = self.patterns.get(key)
+        if before is pattern and not layer.plan.use_dense:
+            layer.set_values(values)
+        elif before is None or before is pattern or self.update is None:
+            layer.set_weights(pattern, values)
+        else:
+            self.profiles["rewire"] = layer.rewire(pattern, values)
+        self.patterns[key] = pattern
+        return layer
+
+    def updating(self, update: Update) -> None:
+        """From now on the programs hold those of such updates, too."""
+        if self.update != update:
+            self.update = update
+            self.layers.clear()
+            self.patterns.clear()
 
 
 class _MachineLinear(torch.autograd.Function):
@@ -69,13 +96,12 @@ class _MachineLinear(torch.autograd.Function):
         x: Tensor,
         values: Tensor,
         pattern: SparsePattern,
-        target: Target,
         runner: _Runner,
         row_ptr: Tensor,
     ) -> Tensor:
         ctx.save_for_backward(x, values)
-        ctx.pattern, ctx.target, ctx.runner, ctx.row_ptr = pattern, target, runner, row_ptr
-        return runner.run("forward", target, pattern, values, x)
+        ctx.pattern, ctx.runner, ctx.row_ptr = pattern, runner, row_ptr
+        return runner.run("forward", pattern, values, x)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
@@ -83,13 +109,13 @@ class _MachineLinear(torch.autograd.Function):
         x, values = ctx.saved_tensors
         found = (tensor.detach().to(values.dtype) for tensor in (x, dy))
         capture.record(ctx.row_ptr, *found)
-        common = (ctx.target, ctx.pattern, values)
+        common = (ctx.pattern, values)
         dx = dw = None
         if ctx.needs_input_grad[0]:
             dx = ctx.runner.run("grad_input", *common, dy).to(x.dtype)
         if ctx.needs_input_grad[1]:
             dw = ctx.runner.run("grad_weight", *common, dy, x)
-        return dx, dw, None, None, None, None
+        return dx, dw, None, None, None
 
 
 class TileMachine:
@@ -100,20 +126,27 @@ class TileMachine:
     Args:
         target: the machine.
         dtype: of the layer's values.
+        options: by name: those of `popsparse.Options`, and "dense_grad", a mapping of
+            "available_memory_proportion" and "partials_type" of the dense gradient that updates
+            look at (see `popsparse.Update`).
 
     Raises:
         TypeError: not a `Target`, or values that are neither float16 nor float32.
+        ValueError: an unknown option.
     """
 
-    def __init__(self, target: Any, dtype: torch.dtype) -> None:
+    def __init__(
+        self, target: Any, dtype: torch.dtype, options: Mapping[str, Any] | None = None
+    ) -> None:
         if not isinstance(target, Target):
             raise TypeError(f"target must be a machine.Target such as Target.bow(), got {target!r}")
         _check_dtype(dtype)
         self.target, self.dtype = target, dtype
-        self.runner = _Runner()
+        self.options = TargetOptions.parse(options)
+        self.runner = _Runner(target, self.options)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return TileMachine, (self.target, self.dtype)
+        return TileMachine, (self.target, self.dtype, self.options.given)
 
     def __call__(self, layer: Any, x: Tensor) -> Tensor:
         """x [..., in] -> [..., out]; the bias is added by torch."""
@@ -126,10 +159,32 @@ class TileMachine:
         else:
             rows = x.reshape(-1, layer.in_features)
             y = _MachineLinear.apply(
-                rows, layer.values, layer.pattern, self.target, self.runner, layer.index.row_ptr
+                rows, layer.values, layer.pattern, self.runner, layer.index.row_ptr
             )
             y = y.reshape(*x.shape[:-1], layer.out_features)
         return y if layer.bias is None else y + layer.bias
+
+    def scores(self, layer: Any, pairs: Sequence[tuple[Tensor, Tensor]], pooling: str) -> Tensor:
+        """Growth scores, made on the tiles: see `nn.targets.Scores`.
+
+        Micro-batches are one product over the samples of all. The weights that go to the host with
+        the scores are those that the layer has now.
+        """
+        x, dy = (torch.cat([pair[side] for pair in pairs]) for side in (0, 1))
+        for name, operand in (("x", x), ("dY", dy)):
+            if not bool(operand.isfinite().all()):
+                raise ValueError(
+                    f"{name} holds NaN or infinity, so positions cannot be ranked: the training "
+                    "has diverged"
+                )
+        self.runner.updating(Update.parse({"pooling": pooling, **self.options.dense_grad}))
+        found = self.runner.run("scores", layer.pattern, layer.values.detach(), dy, x)
+        if not bool(found.isfinite().all()):
+            raise ValueError(
+                f"growth scores overflow {self.dtype}: lower the scale of the loss, or pool by avg "
+                "or max"
+            )
+        return found
 
     def kernel(self, batch: int, backward: bool) -> str:
         return "tile machine"
@@ -144,8 +199,48 @@ def _check_dtype(dtype: torch.dtype) -> None:
         raise TypeError(f"the tile machine has float16 and float32, got {dtype}")
 
 
+@dataclass(frozen=True)
+class TargetOptions:
+    """The options of a layer on the tile machine, sorted by whom they are for.
+
+    `planned` are those of the sparse products, `dense_grad` those of the dense gradient, `given`
+    all as they came.
+    """
+
+    given: dict[str, Any]
+    planned: Options
+    dense_grad: dict[str, Any]
+
+    @classmethod
+    def parse(cls, value: Mapping[str, Any] | None) -> TargetOptions:
+        """Raises ValueError with the nearest known name for one that is not known."""
+        if value is not None and not isinstance(value, Mapping):
+            raise TypeError(
+                "target_options must be a mapping such as {'partials_type': 'float16'}, got "
+                f"{shortened(value)}"
+            )
+        given = dict(value or {})
+        rest = {name: one for name, one in given.items() if name != "dense_grad"}
+        dense = given.get("dense_grad", {})
+        if not isinstance(dense, Mapping) or not {*dense} <= {*_DENSE_GRAD}:
+            raise ValueError(
+                f"dense_grad must be a mapping of {' and '.join(_DENSE_GRAD)}, got "
+                f"{shortened(dense)}"
+            )
+        Update.parse(dict(dense))
+        # A layer that trains wants all passes, unless it says otherwise.
+        passes = {"do_grad_a_pass": True, "do_grad_w_pass": True}
+        return cls(given, Options.parse({**passes, **rest}), dict(dense))
+
+    @property
+    def passes(self) -> tuple[str, ...]:
+        wanted = (True, self.planned.do_grad_a_pass, self.planned.do_grad_w_pass)
+        return tuple(name for name, one in zip(PASSES, wanted, strict=True) if one)
+
+
 @typed
 def machine_profiles(layer: nn.Module) -> dict[str, Profile]:
-    """The profile of the last run of each pass of a layer with a target, by name."""
+    """The profile of the last run of each pass of a layer with a target, by name; and of "scores"
+    and "rewire", where an update took place."""
     executor = getattr(layer, "executor", None)
     return dict(executor.runner.profiles) if isinstance(executor, TileMachine) else {}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -25,6 +25,8 @@ class GrowthWanted:
         pattern: positions that are taken; the same on all ranks, as is what follows.
         count: how many positions.
         exclude: further positions that are not free: int64 [any], sorted and distinct.
+        scores: what computes scores of all blocks from pairs and a pooling, on a target of the
+            layer; None: they are computed here.
         part: where this rank holds a rectangle of the layer: pattern, pairs and exclude are of the
             rectangle, count is of the whole layer.
     """
@@ -35,3 +37,4 @@ class GrowthWanted:
     count: int
     exclude: Tensor | None = None
     part: Part | None = None
+    scores: Callable[[Sequence[Pair], str], Tensor] | None = None

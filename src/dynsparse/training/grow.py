@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dynsparse.ops.grow import check_pooling, random_outside, topk_outside
+from dynsparse.ops.grow import best_free, check_pooling, random_outside, topk_outside
 from dynsparse.pattern import SparsePattern
 from dynsparse.ranks import (
     ALONE,
@@ -147,12 +147,25 @@ class GradientGrowth(Growth):
     ) -> list[Tensor]:
         if not ranks.alone:
             return topk_over_ranks(ranks, wanted, pooling=self.pooling, wire=self.wire)
-        return super().choose_all(wanted, step)
+        chosen = []
+        for one in wanted:
+            if one.scores is None:
+                chosen += super().choose_all([one], step)
+            else:
+                chosen.append(self._choose_there(one))
+        return chosen
 
     def choose_parts(
         self, wanted: Sequence[GrowthWanted], step: int, ranks: Ranks = ALONE
     ) -> list[Tensor]:
         return self.choose_all(wanted, step, ranks)
+
+    def _choose_there(self, wanted: GrowthWanted) -> Tensor:
+        """As `choose`, by scores that the layer's target computes."""
+        assert wanted.scores is not None
+        with naming(wanted.name):
+            scores = wanted.scores(wanted.pairs, self.pooling)
+            return best_free(scores, wanted.pattern, wanted.count)
 
 
 class RandomGrowth(Growth):

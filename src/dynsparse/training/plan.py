@@ -11,6 +11,7 @@ from torch import Tensor
 
 from dynsparse.nn import SparseLinear
 from dynsparse.nn.sharded import gathered, is_sharded
+from dynsparse.nn.targets import scores_of
 from dynsparse.ops.grow import select
 from dynsparse.pattern import Rewiring, SparsePattern
 from dynsparse.pattern.on_device import without
@@ -26,7 +27,7 @@ from dynsparse.training.change import (
 from dynsparse.training.doubts import ask, not_finite
 from dynsparse.training.drop import lowest_over_ranks
 from dynsparse.training.grow import Growth
-from dynsparse.training.history import History, gradient_of
+from dynsparse.training.history import History, LastStep, gradient_of
 from dynsparse.training.initial import GradientStep, learning_rate_of
 from dynsparse.training.memory import released_memory
 from dynsparse.training.parts import Spread, extents, spreads_of
@@ -184,7 +185,9 @@ def _rewired_there(
         flat = without(flat, drop)
     taken = SparsePattern._on_device(flat, pattern)
     pairs = history.pairs(one.name)
-    (grow,) = growth.choose_all([GrowthWanted(one.name, pairs, taken, counts.grow)], step)
+    on_target = scores_of(one.layer) if isinstance(history, LastStep) else None
+    asked = GrowthWanted(one.name, pairs, taken, counts.grow, scores=on_target)
+    (grow,) = growth.choose_all([asked], step)
     seen = [ranked, *(t for pair in pairs for t in pair)]
     wrong = not_finite(seen if values.grad is None else [*seen, values.grad])
     line = (
@@ -244,6 +247,8 @@ def _choose_growth(
             one.taken,
             one.counts.grow,
             part=None if one.spread is None else one.spread.part,
+            # Older steps are not on a target any more.
+            scores=scores_of(one.layer) if isinstance(history, LastStep) else None,
         )
         for one in group
     ]
