@@ -6,7 +6,10 @@ same threads, batches and schedule; the masked one holds dense weights, multipli
 and ranks the dense gradient, as sparse training is mostly done. Prints the test errors, and the
 ratio of the training times as median and spread over epochs.
 
-    python benchmarks/lenet.py --data-dir DIR --seeds 0 1 2 [--epochs 210] [--no-masked]
+    python benchmarks/lenet.py --data-dir DIR --seeds 0 1 2 3 4 [--epochs 210] [--no-masked]
+
+With --hold-out 10000 it trains on the first 50,000 training pictures and tests on the others: that
+is where settings are chosen.
 """
 
 from __future__ import annotations
@@ -16,7 +19,9 @@ import json
 import math
 import statistics
 import time
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -28,19 +33,41 @@ from dynsparse.data import load
 
 SIZES = (784, 300, 100, 10)
 DENSITIES = (0.01, 0.11, 1.0)
-BATCH, RATE, MOMENTUM, DECAY, DROPOUT, DROP, INTERVAL = 100, 0.1, 0.9, 2e-4, 0.05, 0.3, 600
+BATCH, MOMENTUM = 100, 0.9
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What may be chosen; each is a flag."""
+
+    rate: float = 0.1
+    decay: float = 2e-4
+    dropout: float = 0.05
+    interval: int = 600
+    share: float = 0.3
+    end: float = 0.75
 
 
 class Contender:
     """A network, its optimizer and what one step of it does."""
 
-    def __init__(self, sparse: nn.Sequential, masked: bool, total_steps: int) -> None:
+    def __init__(
+        self, sparse: nn.Sequential, masked: bool, total_steps: int, settings: Settings
+    ) -> None:
         self.model = masked_twin(sparse) if masked else sparse
+        self.settings = settings
         self.optimizer = torch.optim.SGD(
-            self.model.parameters(), RATE, MOMENTUM, weight_decay=DECAY, nesterov=True, fused=True
+            self.model.parameters(),
+            settings.rate,
+            MOMENTUM,
+            weight_decay=settings.decay,
+            nesterov=True,
+            fused=True,
         )
         self.total_steps, self.steps = total_steps, 0
-        schedule = ds.training.CosineSchedule(total_steps, INTERVAL, DROP)
+        schedule = ds.training.CosineSchedule(
+            total_steps, settings.interval, settings.share, settings.end
+        )
         make = MaskedRigL if masked else ds.RigL
         self.trainer = make(self.model, self.optimizer, schedule=schedule)
         self.seconds: list[float] = []
@@ -49,7 +76,9 @@ class Contender:
         self.model.train()
         begin = time.perf_counter()
         for indices in order.view(-1, BATCH):
-            rate = 0.5 * RATE * (1 + math.cos(math.pi * self.steps / self.total_steps))
+            rate = (
+                0.5 * self.settings.rate * (1 + math.cos(math.pi * self.steps / self.total_steps))
+            )
             for group in self.optimizer.param_groups:
                 group["lr"] = rate
             self.optimizer.zero_grad()
@@ -64,41 +93,54 @@ class Contender:
         return float((self.model(images).argmax(1) != labels).double().mean())
 
 
-def build(seed: int) -> nn.Sequential:
+def build(seed: int, dropout: float) -> nn.Sequential:
     torch.manual_seed(seed)
     layers: list[nn.Module] = []
     for i, density in enumerate(DENSITIES):
         kind = nn.Linear if density == 1 else ds.nn.SparseLinear
         extra = () if density == 1 else (density,)
-        layers += [kind(SIZES[i], SIZES[i + 1], *extra), nn.ReLU(), nn.Dropout(DROPOUT)]
+        layers += [kind(SIZES[i], SIZES[i + 1], *extra), nn.ReLU(), nn.Dropout(dropout)]
     return nn.Sequential(*layers[:-2])
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--data-dir", type=Path, required=True)
-    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2, 3, 4])
     parser.add_argument("--epochs", type=int, default=210)
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--no-masked", action="store_true")
-    parser.add_argument("--json", type=Path)
+    parser.add_argument("--hold-out", type=int, default=0)
+    parser.add_argument("--json", type=Path, help="gets a line per seed")
+    for field in fields(Settings):
+        parser.add_argument(f"--{field.name}", type=type(field.default), default=field.default)
     arguments = parser.parse_args()
+    settings = Settings(
+        **{field.name: getattr(arguments, field.name) for field in fields(Settings)}
+    )
     torch.set_num_threads(arguments.threads)
     data = load("mnist", arguments.data_dir)
+    if arguments.hold_out:
+        data = data.hold_out(arguments.hold_out)
     train, test = data.train, data.test
     total = arguments.epochs * (len(train) // BATCH)
+
+    def make(seed: int, masked: bool) -> Contender:
+        return Contender(build(seed, settings.dropout), masked, total, settings)
+
     rows = []
     for seed in arguments.seeds:
-        contenders = {"sparse": Contender(build(seed), False, total)}
+        contenders = {"sparse": make(seed, False)}
         if not arguments.no_masked:
-            contenders["masked"] = Contender(build(seed), True, total)
+            contenders["masked"] = make(seed, True)
         best = dict.fromkeys(contenders, 1.0)
         for _ in range(arguments.epochs):
-            order = torch.randperm(len(train))
+            order = torch.randperm(len(train))[: len(train) // BATCH * BATCH]
             for name, contender in contenders.items():
                 contender.epoch(train.images, train.labels, order)
                 best[name] = min(best[name], contender.error(test.images, test.labels))
-        row = {"seed": seed}
+        row: dict[str, Any] = {"seed": seed, "epochs": arguments.epochs, **asdict(settings)}
+        row["held out"] = arguments.hold_out
         for name, contender in contenders.items():
             row[name] = {"final": contender.error(test.images, test.labels), "best": best[name]}
         if not arguments.no_masked:
@@ -111,10 +153,11 @@ def main() -> None:
             }
         rows.append(row)
         print(json.dumps(row), flush=True)
+        if arguments.json:
+            with arguments.json.open("a") as file:
+                file.write(json.dumps(row) + "\n")
     finals = [row["sparse"]["final"] for row in rows]
     print(f"sparse, final test error: mean {100 * statistics.mean(finals):.2f} %")
-    if arguments.json:
-        arguments.json.write_text(json.dumps(rows, indent=2) + "\n")
 
 
 if __name__ == "__main__":
