@@ -24,14 +24,17 @@ def on_ranks(size, work, *arguments, seconds=300):
 
     Args:
         work: a function of a module in this folder.
-        seconds: after which what still runs is killed, and the test fails.
+        seconds: after which what still runs is killed, and the test fails. A rank waits a tenth of
+            that for the others.
     """
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(_PRELOADED)
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         processes = [
-            context.Process(target=_run, args=(rank, size, folder, work, arguments), daemon=True)
+            context.Process(
+                target=_run, args=(rank, size, folder, seconds / 10, work, arguments), daemon=True
+            )
             for rank in range(size)
         ]
         for process in processes:
@@ -52,13 +55,13 @@ def on_ranks(size, work, *arguments, seconds=300):
         return [torch.load(folder / f"result-{rank}", weights_only=True) for rank in range(size)]
 
 
-def _run(rank, size, folder, work, arguments):
+def _run(rank, size, folder, wait, work, arguments):
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     torch.set_num_threads(1)
     torch.manual_seed(100 + rank)
     store = torch.distributed.FileStore(str(folder / "store"), size)
     torch.distributed.init_process_group(
-        "gloo", store=store, rank=rank, world_size=size, timeout=timedelta(seconds=30)
+        "gloo", store=store, rank=rank, world_size=size, timeout=timedelta(seconds=wait)
     )
     try:
         torch.save(work(rank, size, *arguments), folder / f"result-{rank}")

@@ -101,6 +101,29 @@ def test_axes_that_leave_a_node_cost_more():
     assert plan.chosen.cost.seconds > even.chosen.cost.seconds
 
 
+def test_gathers_and_passes_cost_what_the_cluster_says():
+    # Over both axes features are gathered and passed over; over z alone nothing is moved but sums.
+    layer = ds.nn.SparseLinear(64, 32, pattern=ds.SparsePattern.full((32, 64)))
+    layers, chains = find_chains(nn.Sequential(layer))
+    grid, placement = Grid(2, 2, 1), Placement("x", "y", None, True)
+    usual = Cluster(Link(1e-5, 1e9))
+
+    def features(cluster, placement=placement):
+        search = Search(layers, chains, 8, 2, cluster)
+        return search._layer("0", 0, search.borders[0], placement, grid).features
+
+    row = 8 * 4  # bytes of a feature
+    sums = usual.inner.sum_seconds(16 * row, 2) + usual.inner.sum_seconds(32 * row, 2)
+    gathers = usual.inner.gather_seconds(64 * row, 2) + usual.inner.gather_seconds(32 * row, 2)
+    # The sum's copy, the bias and its gradient, the slab of what comes in, the gradient's copy.
+    passed = (3 * 16 + 32 + 32) * row
+    for gathering, copying in ((1.0, 1e-9), (3.0, 1e-9), (3.0, 1e-7)):
+        cluster = Cluster(usual.inner, gathering=gathering, copying=copying)
+        expected = sums + gathering * gathers + copying * passed
+        assert features(cluster) == pytest.approx(expected, rel=1e-9)
+    assert features(usual, Placement()) == 0
+
+
 def test_a_bound_on_memory_is_kept():
     model = mlp(512, 2048, 512)
     free = make_plan(model, 8, batch=64, cluster=Cluster(Link(1e-3, 1e9)))

@@ -15,6 +15,7 @@ from dynsparse.distributed.placement import Placement
 from dynsparse.distributed.plan import Plan
 from dynsparse.distributed.rectangle import part_of
 from dynsparse.distributed.search import Grid
+from dynsparse.ranks import Slab, in_threads
 
 BLOCKS = [1, 4, 16]
 EXACT = 1e-12
@@ -301,3 +302,17 @@ def test_the_forward_pass_of_a_rectangle_may_use_some_of_its_slots():
             assert part_of(own[name]) is not None
 
     on_grid(sizes, work)
+
+
+@pytest.mark.parametrize("dim", [0, 1, -1])
+def test_slabs_are_joined_along_any_dimension(dim):
+    """Of uneven sizes, too, and of what does not lie in memory in order."""
+    borders = (0, 3, 4, 9)
+    whole = torch.randn(9, 9, 9).transpose(0, 2)
+
+    def work(ranks):
+        slab = Slab(ranks, borders)
+        return slab.joined(slab.cut(whole, dim), dim)
+
+    for found in in_threads(3, work):
+        assert torch.equal(found, whole)

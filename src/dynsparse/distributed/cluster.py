@@ -36,7 +36,8 @@ class Link(NamedTuple):
         return 2 * self.gather_seconds(size, ranks)
 
     def gather_seconds(self, size: float, ranks: int) -> float:
-        """An all-gather, or half of a sum: `size` bytes are there in the end."""
+        """An all-gather of a backend that sends and does no more, or half of a sum: `size` bytes
+        are there in the end."""
         if ranks == 1:
             return 0.0
         hops = math.ceil(math.log2(ranks))
@@ -61,6 +62,9 @@ class Cluster:
         flops: multiplications and additions of non-zeros a second, for ranks that compute on
             something else; threads and slowness are then of no account.
         optimizer: seconds that an optimizer's step takes for one value.
+        gathering: how much longer a gather of activations takes than half a sum of them, which
+            sends as much: backends add up in place, and copy what they gather.
+        copying: seconds that a pass over a byte of activations takes, while all ranks compute.
 
     Raises:
         ValueError: figures that are not positive.
@@ -73,6 +77,8 @@ class Cluster:
     slowness: float = 1.0
     flops: float | None = None
     optimizer: float = 2e-9
+    gathering: float = 1.0
+    copying: float = 5e-11
 
     def __post_init__(self) -> None:
         for name in ("inner", "outer"):
@@ -81,7 +87,7 @@ class Cluster:
                 check_kind(name, link, Link, "a Link")
                 for part, value in zip(link._fields, link, strict=True):
                     _check_positive(f"{name}.{part}", value)
-        for name in ("slowness", "flops", "optimizer"):
+        for name in ("slowness", "flops", "optimizer", "gathering", "copying"):
             value = getattr(self, name)
             if value is not None:
                 _check_positive(name, value)
@@ -93,6 +99,10 @@ class Cluster:
         """Between `size` ranks that are `stride` apart, as those along an axis of a mesh are."""
         near = self.ranks_per_node is None or stride * size <= self.ranks_per_node
         return self.inner if near or self.outer is None else self.outer
+
+    def gather_seconds(self, link: Link, size: float, ranks: int) -> float:
+        """A gather of activations: `size` bytes are there in the end."""
+        return self.gathering * link.gather_seconds(size, ranks)
 
     def pass_seconds(self, layer: Layer, batch: int, *, backward: bool) -> float:
         """One pass of a layer over `batch` samples: forward, or both gradients."""

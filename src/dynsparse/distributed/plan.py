@@ -165,7 +165,8 @@ def make_plan(
     samples, as PopSparse spreads a product over tiles. All grids are looked at; on each, where the
     layers of a chain lie is found by dynamic programming over what is whole or split in between.
     The costs are the worst rank's three passes by the constants that choose kernels
-    (`ops.linear.costs`), the alpha-beta model of every sum and gather, and the optimizer's step.
+    (`ops.linear.costs`), the alpha-beta model of every sum and gather, the passes over activations
+    that come with these and with the functions between layers of a row, and the optimizer's step.
     Nothing is taken to overlap, and other modules of the model cost nothing.
 
     Args:

@@ -5,8 +5,9 @@ from __future__ import annotations
 import dataclasses
 import math
 import os
+import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -15,20 +16,22 @@ import torch
 from dynsparse.distributed.cluster import Cluster, Link
 from dynsparse.nn import SparseLinear
 from dynsparse.ops.linear.costs import Layer
-from dynsparse.ranks import Ranks, ranks_of
+from dynsparse.ranks import Ranks, Slab, ranks_of
 
 __all__ = ["measure"]
 
 SIZES = (1 << 8, 1 << 12, 1 << 16, 1 << 18, 1 << 20)  # float32 numbers of a sum
 SECONDS = 0.25  # of each size, and of the products
 FEATURES, SAMPLES, DENSITY = 1024, 256, 0.1
+PASSES = 6
 
 
 def measure(group: Any = "auto") -> Cluster:
     """The figures of the ranks of a process group, for `make_plan`; takes about two seconds.
 
-    Sums of several sizes give latency and bandwidth by least squares, and a sparse layer on all
-    ranks at once how long products take beside the constants of `ops.linear.costs`. Under torchrun
+    Sums of several sizes give latency and bandwidth by least squares, and gathers as layers make
+    them how much longer these take; a sparse layer on all ranks at once how long products take
+    beside the constants of `ops.linear.costs`, and a ReLU passes over activations. Under torchrun
     on several nodes (LOCAL_WORLD_SIZE) inside and between nodes are measured apart. The same on
     all ranks, who call this at the same time. `Cluster.save` keeps it.
 
@@ -40,20 +43,23 @@ def measure(group: Any = "auto") -> Cluster:
     """
     ranks = ranks_of(group)
     cluster = _speed(ranks)
+    if ranks.alone:
+        return cluster
+    cluster = dataclasses.replace(cluster, gathering=_of_first(ranks, [_gathering(ranks)])[0])
     local = int(os.environ.get("LOCAL_WORLD_SIZE", "0") or 0)
     if 1 < local < ranks.size and ranks.size % local == 0 and group == "auto":
         near, far = _lines(local, ranks)
-        inner, outer = _of_first(ranks, _link(near)), _of_first(ranks, _link(far))
+        inner, outer = (Link(*_of_first(ranks, _link(line))) for line in (near, far))
         return dataclasses.replace(cluster, inner=inner, outer=outer, ranks_per_node=local)
-    if ranks.alone:
-        return cluster
-    return dataclasses.replace(cluster, inner=_of_first(ranks, _link(ranks)))
+    return dataclasses.replace(cluster, inner=Link(*_of_first(ranks, _link(ranks))))
 
 
-def _of_first(ranks: Ranks, link: Link) -> Link:
+def _of_first(ranks: Ranks, figures: Sequence[float]) -> list[float]:
     """What the first rank has found: least squares are not the same bits everywhere."""
-    figures = torch.tensor(link, dtype=torch.float64, device=ranks.device)
-    return Link(*ranks.broadcast(figures).tolist())
+    found: list[float] = ranks.broadcast(
+        torch.tensor(figures, dtype=torch.float64, device=ranks.device)
+    ).tolist()
+    return found
 
 
 def _lines(local: int, ranks: Ranks) -> tuple[Ranks, Ranks]:
@@ -82,6 +88,19 @@ def _link(ranks: Ranks) -> Link:
     return Link(max(float(latency), 1e-9), 1 / max(float(inverse), 1e-15))
 
 
+def _gathering(ranks: Ranks) -> float:
+    """How long gathers of activations take, of half a sum of as many bytes."""
+    found = []
+    for size in (1 << 16, 1 << 20):
+        width = max(1, size // SAMPLES // ranks.size)
+        own = torch.zeros(SAMPLES, width, device=ranks.device)
+        slab = Slab(ranks, tuple(range(0, (ranks.size + 1) * width, width)))
+        gather = _median(ranks, partial(slab.joined, own, -1))
+        whole = own.new_zeros(own.numel() * ranks.size)
+        found.append(2 * gather / _median(ranks, partial(ranks.sum, whole)))
+    return statistics.geometric_mean(found)
+
+
 def _speed(ranks: Ranks) -> Cluster:
     """What the ranks compute, while all of them do."""
     generator = torch.Generator().manual_seed(0)
@@ -89,12 +108,26 @@ def _speed(ranks: Ranks) -> Cluster:
     x = torch.randn(SAMPLES, FEATURES, device=ranks.device, requires_grad=True)
     dy = torch.ones(SAMPLES, FEATURES, device=ranks.device)
     seconds = _median(ranks, lambda: layer(x).backward(dy))
+    copying = _copying(ranks)
     if ranks.device.type != "cpu":
-        return Cluster(flops=6 * layer.pattern.nnz * SAMPLES / seconds)
+        return Cluster(flops=6 * layer.pattern.nnz * SAMPLES / seconds, copying=copying)
     shape = Layer(FEATURES, FEATURES, layer.pattern.nnz, 1)
     even = Cluster(threads=torch.get_num_threads())
     told = sum(even.pass_seconds(shape, SAMPLES, backward=b) for b in (False, True))
-    return dataclasses.replace(even, slowness=seconds / told)
+    return dataclasses.replace(even, slowness=seconds / told, copying=copying)
+
+
+def _copying(ranks: Ranks) -> float:
+    """Seconds of a pass over a byte of activations. All are kept until the last is made, as they
+    are until backward: the system hands out and takes back memory, which is a part of it."""
+    first = torch.zeros(SAMPLES, 4 * FEATURES, device=ranks.device)
+
+    def passes() -> None:
+        kept = [first]
+        while len(kept) <= PASSES:
+            kept.append(torch.relu(kept[-1]))
+
+    return _median(ranks, passes) / (PASSES * first.nbytes)
 
 
 def _median(ranks: Ranks, work: Callable[[], Any]) -> float:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from itertools import pairwise, product
 from typing import NamedTuple
@@ -53,7 +53,8 @@ class Cost(NamedTuple):
 
     Attributes:
         products: the three passes.
-        features: sums and gathers of activations and of their gradients.
+        features: sums and gathers of activations and of their gradients, and the passes over them
+            that come with these or with the functions between layers of a row.
         weights: the sum of the weights' gradients over z.
         optimizer: its step.
         memory: bytes for values, gradient, optimizer state, index, and activations that wait for
@@ -159,6 +160,7 @@ class Search:
             self.cluster.pass_seconds(layer, batch, backward=backward) for backward in (False, True)
         )
         features, sent = self._features(self.layers[name], layer, placement, grid, batch * item)
+        features += self.cluster.copying * self._passed(name, layer, placement) * batch * item
         summed = values * item
         memory = values * item * (2 + self.states) + layer.nnz * INDEX_BYTES
         memory += batch * (layer.in_features + layer.out_features) * item
@@ -178,25 +180,47 @@ class Search:
         rows, cols, given, _ = placement
         seconds = sent = 0.0
 
-        def gather(axis: str, size: float) -> None:
-            nonlocal seconds, sent
+        def move(axis: str, size: float, taken: Callable[[Link, float, int], float]) -> float:
+            nonlocal seconds
             ranks = getattr(grid, axis)
-            seconds += grid.link(axis, self.cluster).gather_seconds(size, ranks)
-            sent += (ranks - 1) / ranks * size
+            seconds += taken(grid.link(axis, self.cluster), size, ranks)
+            return (ranks - 1) / ranks * size
+
+        def summed(axis: str, features: int) -> None:
+            nonlocal sent
+            sent += 2 * move(axis, features * row, Link.sum_seconds)
+
+        def gathered(axis: str, features: int) -> None:
+            nonlocal sent
+            sent += move(axis, features * row, self.cluster.gather_seconds)
 
         if given is not None and given != cols:
-            gather(given, whole.in_features * row)  # forward: the slabs become whole
+            gathered(given, whole.in_features)  # forward: the slabs become whole
         if cols is not None and given != cols:
-            gather(cols, whole.in_features * row)  # backward: so do their gradients
+            gathered(cols, whole.in_features)  # backward: so do their gradients
         if cols is not None:
-            for _ in range(2):  # a sum is a gather and its mirror image
-                gather(cols, part.out_features * row)
+            summed(cols, part.out_features)
         if rows is not None:
-            for _ in range(2):
-                gather(rows, part.in_features * row)
+            summed(rows, part.in_features)
             if placement.whole:
-                gather(rows, whole.out_features * row)
+                gathered(rows, whole.out_features)
         return seconds, sent
+
+    def _passed(self, name: str, part: Layer, placement: Placement) -> int:
+        """Over how many features one goes beside the products, to copy them or to compute."""
+        rows, cols, given, whole = placement
+        passes = 0
+        if cols is not None:
+            passes += part.out_features  # sums are made in a copy
+            if self.layers[name].bias is not None:
+                passes += 2 * part.out_features  # added behind the sum; its gradient
+            if given != cols:
+                passes += part.in_features  # the slab is cut out of all
+        if rows is not None:
+            passes += part.in_features
+        if not whole:
+            passes += 2 * part.out_features  # a function follows, and its derivative
+        return passes
 
     def _worst(
         self, name: str, position: int, borders: Borders, parts: tuple[int, int]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
@@ -103,9 +104,12 @@ class Slab:
 
     def joined(self, own: Tensor, dim: int) -> Tensor:
         """All features, of which each rank has its own; all ranks of the line call this."""
-        sizes = [last - first for first, last in itertools.pairwise(self.borders)]
-        parts = self.line.gather(own.movedim(dim, 0).contiguous(), sizes)
-        return torch.cat([part.movedim(0, dim) for part in parts], dim)
+        shapes = [list(own.shape) for _ in range(self.line.size)]
+        for shape, (first, last) in zip(shapes, itertools.pairwise(self.borders), strict=True):
+            shape[dim] = last - first
+        # As they lie in memory: to turn them around and back takes longer than to send them.
+        parts = self.line.gather(own.reshape(-1), [math.prod(shape) for shape in shapes])
+        return torch.cat([part.view(shape) for part, shape in zip(parts, shapes, strict=True)], dim)
 
 
 @runtime_checkable

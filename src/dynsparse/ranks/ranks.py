@@ -118,8 +118,10 @@ class Ranks:
             own = torch.tensor([len(tensor)], device=self.device)
             sizes = torch.cat(self.gather(own, [1] * self.size)).tolist()
         most = max(sizes)
-        padded = tensor.new_zeros(most, *tensor.shape[1:])
-        padded[: len(tensor)] = tensor
+        padded = tensor
+        if len(tensor) < most:
+            padded = tensor.new_zeros(most, *tensor.shape[1:])
+            padded[: len(tensor)] = tensor
         self._note(padded.nbytes * (self.size - 1))
         out = tensor.new_empty(self.size, *padded.shape)
         if padded.numel():
