@@ -24,6 +24,7 @@ GROUND = [
     "interrupts",
     "version",
     "files",
+    "tracing",
     "encoding",
     "pattern",
     "allocation",

@@ -17,6 +17,7 @@ from dynsparse.nn import (
     sparsify,
 )
 from dynsparse.pattern import Rewiring, SparsePattern
+from dynsparse.tracing import trace
 from dynsparse.version import __version__ as __version__
 
 if TYPE_CHECKING:
@@ -51,6 +52,7 @@ __all__ = [
     "popsparse",
     "save_safetensors",
     "sparsify",
+    "trace",
     "training",
 ]
 

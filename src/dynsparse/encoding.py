@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from dynsparse import native
+from dynsparse.tracing import spanned
 
 __all__ = [
     "Merged",
@@ -69,6 +70,7 @@ def row_pointers(rows: Tensor, height: int) -> Tensor:
     return torch.from_numpy(np.searchsorted(rows.numpy(), bounds).astype(np.int32))
 
 
+@spanned("encode")
 def by_columns(row_ptr: Tensor, cols: Tensor, width: int) -> tuple[Tensor, Tensor, Tensor]:
     """col_ptr [width + 1], csc_rows [nnz] and csc_perm [nnz] of a CSR pattern, all int32."""
     height, nnz = len(row_ptr) - 1, len(cols)

@@ -30,6 +30,7 @@ MODULES = (
     "dynsparse.report.machine",
     "dynsparse.integrations.follower",
     "dynsparse.distributed",
+    "dynsparse.tracing",
 )
 
 

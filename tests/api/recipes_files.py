@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import struct
+from contextlib import nullcontext
 
 import torch
 from recipes import Recipe
@@ -14,7 +15,7 @@ from recipes_popsparse import plan as machine_plan
 from recipes_training import checkpoint, optimizer_of
 
 import dynsparse as ds
-from dynsparse import data, popsparse
+from dynsparse import data, popsparse, tracing
 from dynsparse.bench.spec import find_spec, read_spec
 from dynsparse.integrations.follower import Follower
 from dynsparse.report.machine import encoding_data, report_html, write_layer_report, write_report
@@ -34,6 +35,21 @@ def recorded():
     made.update(1, {"a": rewiring()})
     made.log(1, {"loss": 0.5})
     return made
+
+
+def traced(**named):
+    with ds.trace(**named), tracing.span("a"), tracing.span("b"):
+        pass
+
+
+def within_a_trace(make):
+    """`make`, and what it made as a context, while a trace is on."""
+
+    def run(**named):
+        with ds.trace(folder() / "run.json"), make(**named) or nullcontext():
+            pass
+
+    return run
 
 
 def records():
@@ -160,6 +176,17 @@ RECIPES = {
     ),
     "dynsparse.plot": Recipe(
         ds.plot, lambda: {"source": model(), "what": "connectivity", "layer": "0"}, FILES
+    ),
+    "dynsparse.trace": Recipe(traced, lambda: {"file": folder() / "run.json", "limit": 3}, FILES),
+    "dynsparse.tracing.span": Recipe(
+        within_a_trace(lambda **named: tracing.span(**named)), lambda: {"name": "data", "layer": 1}
+    ),
+    "dynsparse.tracing.spanned": Recipe(
+        within_a_trace(lambda name: tracing.spanned(name)(nullcontext)()), lambda: {"name": "data"}
+    ),
+    "dynsparse.tracing.counter": Recipe(
+        within_a_trace(lambda **named: tracing.counter(**named)),
+        lambda: {"name": "loss", "value": 0.5},
     ),
     "dynsparse.integrations.follower.Follower": Recipe(
         followed, lambda: {"algorithm": ds.RigL, "options": {"update_interval": 2}}

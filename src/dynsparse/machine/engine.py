@@ -21,6 +21,7 @@ from dynsparse.machine.program import Program, check_nesting
 from dynsparse.machine.state import State
 from dynsparse.machine.target import Target
 from dynsparse.machine.tensor import Tensor
+from dynsparse.tracing import spanned
 
 __all__ = ["Engine"]
 
@@ -95,6 +96,7 @@ class Engine:
         if check_memory:
             _check_memory(self.memory_use)
 
+    @spanned("machine run")
     def run(self, program: str | None = None) -> Profile:
         """Run a program (named, if there are several) and return what it cost.
 

@@ -20,6 +20,7 @@ from dynsparse.nn.sharded import (
 )
 from dynsparse.pattern import Rewiring
 from dynsparse.ranks import ALONE, Part, Ranks, agreeing, follow_over_ranks, held_back, ranks_of
+from dynsparse.tracing import span
 from dynsparse.training.doubts import settle
 from dynsparse.training.memory import released_memory
 from dynsparse.training.optimizer_state import follow_later, moving_state, prepare_state
@@ -186,7 +187,7 @@ def prepared(
     ready: list[Prepared] = []
     with agreeing(ranks):
         for name, change in changes.items():
-            with naming(name):
+            with naming(name), span("rewire", layer=name):
                 ready.append(change.prepare(optimizer))
     moving = [one for one in ready if one.move is not None]
     failed = held_back()
@@ -200,7 +201,7 @@ def prepared(
 
     def change_over() -> None:
         for one in ready:
-            with released_memory(one.values):
+            with span("rewire"), released_memory(one.values):
                 for part in one.parts:
                     part()
 

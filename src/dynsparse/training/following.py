@@ -12,6 +12,7 @@ from torch import Tensor
 from dynsparse.interrupts import uninterrupted
 from dynsparse.nn import SparseLinear
 from dynsparse.pattern import Rewiring
+from dynsparse.training.counted import count_churn, count_density
 from dynsparse.training.steps import OptimizerSteps
 
 __all__ = ["FollowsOptimizer", "trainers"]
@@ -32,6 +33,17 @@ class FollowsOptimizer:
     def _after(self) -> dict[str, Rewiring] | None:
         """What is done after it; returns what `step` does."""
         raise NotImplementedError
+
+    def _is_due(self, step: int) -> bool:
+        """Whether a step ends in an update."""
+        raise NotImplementedError
+
+    def _is_update(self) -> bool:
+        return self._is_due(self.steps + 1)
+
+    def _count(self, made: dict[str, Rewiring] | None) -> None:
+        count_density(self.layers)
+        count_churn((made or {}).values())
 
     def _gradients(self) -> list[Tensor | None]:
         """Those that the coming step takes."""

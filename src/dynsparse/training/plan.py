@@ -16,6 +16,7 @@ from dynsparse.ops.grow import select
 from dynsparse.pattern import Rewiring, SparsePattern
 from dynsparse.pattern.on_device import without
 from dynsparse.ranks import ALONE, GrowthWanted, Ranks, agreeing, held_back, sum_of_all
+from dynsparse.tracing import span
 from dynsparse.training.budgets import Budget, Counts, Survey
 from dynsparse.training.change import (
     Change,
@@ -123,6 +124,7 @@ def plan_changes(
     # the same moves.
     for group in [[one] for one in wanted] if ranks.alone else [wanted] if wanted else []:
         largest = max((one.layer.values for one in group), key=lambda values: values.nbytes)
+        names = ", ".join(one.name for one in group)
         with naming(group[0].name) if ranks.alone else nullcontext():
             there = group[0].layer.is_elsewhere and not is_sharded(group[0].layer.values)
             if ranks.alone and there:
@@ -136,10 +138,12 @@ def plan_changes(
                 changes[group[0].name] = Change.planned(layer, rewiring, steps[0], optimizer)
                 continue
             with released_memory(largest):
-                _choose_drops(group, scores, ranks, regrow_dropped)
-                _choose_growth(group, growth, history, step, ranks, regrow_dropped)
+                with span("drop", layer=names):
+                    _choose_drops(group, scores, ranks, regrow_dropped)
+                with span("grow", layer=names):
+                    _choose_growth(group, growth, history, step, ranks, regrow_dropped)
                 steps = _gradient_steps(group, initial_value, history, optimizer, ranks)
-            with released_memory(largest):
+            with released_memory(largest), span("rewire", layer=names):
                 rewirings = _rewirings(group, ranks)
             starts = _starts(group, initial_value, rewirings, ranks) if steps is None else steps
         with agreeing(ranks):
@@ -177,9 +181,10 @@ def _rewired_there(
 ) -> Rewiring:
     """The update of a layer on its device, which decides alone: nothing waits for it."""
     pattern, values, counts = one.pattern, one.layer.values, one.counts
-    ranked = scores(one.name, one.layer)
-    check_one_per_block(ranked, pattern.nnz)
-    drop = select(ranked, counts.drop, largest=False)
+    with span("drop", layer=one.name):
+        ranked = scores(one.name, one.layer)
+        check_one_per_block(ranked, pattern.nnz)
+        drop = select(ranked, counts.drop, largest=False)
     flat = pattern._flat_on(drop.device)
     if regrow_dropped and counts.drop:
         flat = without(flat, drop)
@@ -187,7 +192,8 @@ def _rewired_there(
     pairs = history.pairs(one.name)
     on_target = scores_of(one.layer) if isinstance(history, LastStep) else None
     asked = GrowthWanted(one.name, pairs, taken, counts.grow, scores=on_target)
-    (grow,) = growth.choose_all([asked], step)
+    with span("grow", layer=one.name):
+        (grow,) = growth.choose_all([asked], step)
     seen = [ranked, *(t for pair in pairs for t in pair)]
     wrong = not_finite(seen if values.grad is None else [*seen, values.grad])
     line = (

@@ -14,10 +14,13 @@ import torch
 from torch import Tensor
 
 from dynsparse.interrupts import uninterrupted
+from dynsparse.tracing.spans import OFF, begun
 
 __all__ = ["OptimizerSteps", "bare", "is_scaled"]
 
 T_co = TypeVar("T_co", covariant=True)
+
+_WHOLE = "trainer.step()"
 
 
 class Steps(Protocol[T_co]):
@@ -26,6 +29,14 @@ class Steps(Protocol[T_co]):
     def _before(self) -> None: ...
 
     def _after(self) -> T_co: ...
+
+    def _is_update(self) -> bool:
+        """Whether the step under way ends in an update."""
+        ...
+
+    def _count(self, made: Any) -> None:
+        """Tell a trace of an update."""
+        ...
 
     def _gradients(self) -> Sequence[Tensor | None]:
         """Those that the coming step takes, as they are now; None where there is none."""
@@ -62,6 +73,7 @@ class OptimizerSteps(Generic[T_co]):
         self._by_hand = self._passed = False  # after `prepare`, and after a step behind it
         self._failed = False  # `after`, behind the optimizer's own step
         self._made: T_co | None = None
+        self._span: Any = OFF
         self._taken_by = ""
         self._marks: list[tuple[weakref.ref[Tensor], int] | None] = []
 
@@ -96,7 +108,8 @@ class OptimizerSteps(Generic[T_co]):
                 "accumulate() of Accelerate: call step() of the optimizer that prepare() returned, "
                 "which the trainer follows"
             )
-        self._way, self._made, self._depth = "trainer.step()", None, 0
+        self._way, self._made, self._depth = _WHOLE, None, 0
+        self._begin_span("optimizer")
         take = self._given.step if take is None else take
         try:
             if self.heard:
@@ -108,6 +121,7 @@ class OptimizerSteps(Generic[T_co]):
             return self._made
         finally:
             self._way, self._made = "", None
+            self._end_span()
 
     def prepare(self) -> None:
         """`before`, for a loop that steps the optimizer and then calls `finish`."""
@@ -127,6 +141,7 @@ class OptimizerSteps(Generic[T_co]):
             if not (self._by_hand or self._failed):
                 self._check_new("after_optimizer_step()")
             made = self._end()
+        self._end_span()
         self._by_hand = False
         return made
 
@@ -146,21 +161,39 @@ class OptimizerSteps(Generic[T_co]):
 
     def _begin(self) -> None:
         self._failed = False
+        if self._way != _WHOLE:
+            self._begin_span("optimizer")
         self._check_new(self._way or "optimizer.step()")
         self._owner._before()
 
     def _end(self) -> T_co:
         self._failed = True
-        self._made = made = self._owner._after()
+        owner = self._owner
+        update = self._span is not OFF and owner._is_update()
+        if update:
+            self._span.end()
+            self._begin_span("update")
+        self._made = made = owner._after()
+        if update:
+            owner._count(made)
         self._failed = False
         if self._ears is not None:
             self._ears.used = True
         self._taken_by = self._way or "optimizer.step()"
         self._marks = [
             None if grad is None else (weakref.ref(grad), grad._version)
-            for grad in self._owner._gradients()
+            for grad in owner._gradients()
         ]
         return made
+
+    def _begin_span(self, name: str) -> None:
+        """In the trace; what an error has left open is forgotten."""
+        self._span = begun(name)
+        self._span.begin()
+
+    def _end_span(self) -> None:
+        self._span.end()
+        self._span = OFF
 
     def _check_new(self, way: str) -> None:
         """Raise RuntimeError where the last step took the gradient that is there, in another way.
@@ -217,6 +250,8 @@ class OptimizerSteps(Generic[T_co]):
         else:
             with uninterrupted():
                 self._end()
+                if self._way != _WHOLE:
+                    self._end_span()
 
 
 class _Ears:

@@ -17,6 +17,7 @@ from dynsparse.nn import SparseLinear
 from dynsparse.ops import capture
 from dynsparse.pattern import Rewiring, SparsePattern
 from dynsparse.ranks import ALONE, agreeing
+from dynsparse.tracing.models import watch
 from dynsparse.training.advice import advise
 from dynsparse.training.budgets import Budget, LayerBudget
 from dynsparse.training.change import Change, check_gradients, prepared
@@ -122,6 +123,7 @@ class SparseTrainer(FollowsOptimizer, OwnParts):
             check_initial_value(initial_value)
             check_drop_score(drop_score)
             self.layers = sparse_layers(model)
+            watch(model)
             for layer in self.layers.values():
                 layer.thin_index()
             self.optimizer, self._given = bare(optimizer), optimizer

@@ -177,6 +177,11 @@ class TrainingOptions:
         None, "Folder for the record that `dynsparse visualise` draws.", FILE
     )
     json: Path | None = _output(None, "File for the final figures.", FILE)
+    trace: Path | None = _output(
+        None,
+        "File for a trace of where the time goes, which ui.perfetto.dev and chrome://tracing open.",
+        FILE,
+    )
     tensorboard: Path | None = _output(None, "Folder for TensorBoard (needs tensorboard).", FILE)
     use_wandb: bool = _output(False, "Log to Weights & Biases (needs wandb).", SWITCH)
     wandb_project_name: str | None = _output(None, "Project at wandb.", TEXT)

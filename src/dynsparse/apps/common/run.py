@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable, Collection
+from contextlib import nullcontext
 from typing import Any, TypeVar
 
 import torch
@@ -17,6 +18,7 @@ from dynsparse.apps.common.resume import Checkpoint, adopt, find_checkpoint
 from dynsparse.apps.common.training import Training
 from dynsparse.files.whole import write_text_whole
 from dynsparse.ranks import agreeing
+from dynsparse.tracing import trace
 
 __all__ = ["run_with"]
 
@@ -56,8 +58,9 @@ def run_with(
                 checkpoint = Checkpoint.read(kind.app, find_checkpoint(kind, options.restore))
                 options = adopt(options, checkpoint, given)
                 options.check()
-            if options.json is not None:
-                check_writable("json", options.json)
+            for name in ("json", "trace"):
+                if (file := getattr(options, name)) is not None:
+                    check_writable(name, file)
         seed = int.from_bytes(os.urandom(4), "little") if options.seed is None else options.seed
         seed = int(ranks.broadcast(torch.tensor([seed], device=ranks.device)))
         if ranks.rank:
@@ -65,7 +68,8 @@ def run_with(
         before = torch.get_num_threads()
         torch.set_num_threads(options.threads)
         try:
-            figures = body(options, seed, checkpoint, Console() if console is None else console)
+            with nullcontext() if options.trace is None else trace(options.trace):
+                figures = body(options, seed, checkpoint, Console() if console is None else console)
         finally:
             torch.set_num_threads(before)
         if options.json is not None and ranks.rank == 0:

@@ -19,6 +19,8 @@ from dynsparse.apps.common.methods import build_trainer
 from dynsparse.apps.common.options import TrainingOptions
 from dynsparse.pattern import Rewiring
 from dynsparse.ranks import ranks_of
+from dynsparse.tracing.spans import counter, is_traced, span, spanned
+from dynsparse.training.counted import count_density
 
 __all__ = ["Scores", "Stopped", "Sums", "Training", "precision"]
 
@@ -241,17 +243,20 @@ class Training(ABC):
         self.step += 1
         sums.steps += 1
         if self.trainer is None:
-            self.optimizer.step()
+            with span("optimizer"):
+                self.optimizer.step()
             return
         begin = time.perf_counter()
         rewirings = self.trainer.step()
         if rewirings is None:
             return
         self.update_seconds += time.perf_counter() - begin
-        sums.rewirings += rewirings.values()
-        if self.device.type == "cpu":  # elsewhere counting waits for the device
-            sums.count_replaced()
+        with span("report"):
+            sums.rewirings += rewirings.values()
+            if self.device.type == "cpu":  # elsewhere counting waits for the device
+                sums.count_replaced()
 
+    @spanned("report")
     def settle(self, sums: Sums) -> None:
         """Count what happened since this was called last, on all ranks.
 
@@ -270,6 +275,9 @@ class Training(ABC):
         sums.seconds += time.perf_counter() - begin
         self.seconds += sums.seconds
         self.replaced += sums.replaced
+        if is_traced():
+            counter("loss", sums.scores().loss)
+            count_density({} if self.trainer is None else self.trainer.layers)
 
     def figures(self) -> dict[str, Any]:
         """The part of the final figures that all trainings have."""

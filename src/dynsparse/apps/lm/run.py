@@ -24,6 +24,7 @@ from dynsparse.apps.lm.sizes import check_memory, estimate_memory, matched, para
 from dynsparse.apps.lm.summary import closing_line, memory_line, summary_table, training_figures
 from dynsparse.apps.lm.training import Training
 from dynsparse.data.tokenizer import Tokenizer, tokenizer_from_state
+from dynsparse.tracing import span, spanned
 
 __all__ = ["run"]
 
@@ -53,13 +54,15 @@ def _run(
 ) -> dict[str, Any]:
     vocabulary = {} if checkpoint is None else checkpoint["vocabulary"]
     writes_alone = options.mode == "sample"
-    corpus = no_corpus(vocabulary) if writes_alone else load_corpus(options, vocabulary or None)
+    with span("data"):
+        corpus = no_corpus(vocabulary) if writes_alone else load_corpus(options, vocabulary or None)
     if not writes_alone:
         _introduce(options, corpus, seed, console)
     tokenizer = tokenizer_from_state(corpus.vocabulary, options.bpe_dir) if options.sample else None
     prompt = None if tokenizer is None else _prompt(tokenizer, options.prompt)
 
-    training = Training(options, corpus, seed)
+    with span("build"):
+        training = Training(options, corpus, seed)
     if checkpoint is not None:
         restore(training, checkpoint)
     figures = {} if writes_alone else _measured(training, console)
@@ -68,6 +71,7 @@ def _run(
     return figures
 
 
+@spanned("report")
 def _introduce(options: Options, corpus: Corpus, seed: int, console: Console) -> None:
     """Say what will be done, and refuse what cannot be, before anything is made."""
     corpus.check_length(options.sequence_length)
@@ -111,8 +115,9 @@ def _train(training: Training, console: Console, outputs: Outputs) -> Scores | N
         for entry in training.run(last):
             step = entry["step"]
             valid = Scores(entry["valid_loss"], entry["valid_accuracy"])
-            display.show(step, f"{step:,}/{last:,}", display.row(*_cells(entry)))
-            outputs.log(step, {name: value for name, value in entry.items() if name != "step"})
+            with span("report"):
+                display.show(step, f"{step:,}/{last:,}", display.row(*_cells(entry)))
+                outputs.log(step, {name: value for name, value in entry.items() if name != "step"})
             due = step - saved >= options.checkpoint_freq or step == last
             if options.checkpoint_path is not None and due:
                 save(training, options.checkpoint_path)
@@ -139,6 +144,7 @@ def _prompt(tokenizer: Tokenizer, text: str) -> torch.Tensor:
         raise ValueError(f"--prompt: {error}") from None
 
 
+@spanned("sample")
 def _sampled(
     training: Training, tokenizer: Tokenizer, prompt: torch.Tensor, console: Console
 ) -> str:

@@ -21,6 +21,7 @@ from dynsparse.apps.lm.model import LanguageModel, build_model, scale_matrices
 from dynsparse.apps.lm.optimizer import build_optimizer, learning_rate
 from dynsparse.apps.lm.options import Options
 from dynsparse.apps.lm.sizes import matched
+from dynsparse.tracing import span, spanned
 
 __all__ = ["Training"]
 
@@ -139,25 +140,29 @@ class Training(common.Training):
 
     def _train_step(self, sums: Sums) -> None:
         options = self.options
-        self.set_rate(learning_rate(options, self.step))
-        self.model.train()
-        self.optimizer.zero_grad()
         count = options.gradient_accumulation_count
-        # Drawn at once: the same batch however it is cut into micro-batches.
-        batch = self.corpus.batch(
-            options.batch_size * count, options.sequence_length, self.generator
-        )
-        parts = batch.chunk(count)
+        with span("data"):
+            self.set_rate(learning_rate(options, self.step))
+            self.model.train()
+            # Drawn at once: the same batch however it is cut into micro-batches.
+            batch = self.corpus.batch(
+                options.batch_size * count, options.sequence_length, self.generator
+            )
+            parts = batch.chunk(count)
+            self.optimizer.zero_grad()
         for number, part in enumerate(parts, start=1):
             own, weight = self.share(part)
             with self._gradients_stay(number < len(parts)):
-                loss, losses, right = self.losses(own)
-                loss = loss / count
-                (loss if weight == 1 else loss * weight).backward()
-            if weight:
-                _add(sums, losses.detach(), right)
+                with span("forward"):
+                    loss, losses, right = self.losses(own)
+                    loss = loss / count
+                    if weight:
+                        _add(sums, losses.detach(), right)
+                with span("backward"):
+                    (loss if weight == 1 else loss * weight).backward()
         if options.grad_norm_clip is not None:
-            torch.nn.utils.clip_grad_norm_(self.model.parameters(), options.grad_norm_clip)
+            with span("clip"):
+                torch.nn.utils.clip_grad_norm_(self.model.parameters(), options.grad_norm_clip)
         self.optimise(sums)
 
     def _gradients_stay(self, here: bool) -> AbstractContextManager[None]:
@@ -186,6 +191,7 @@ class Training(common.Training):
             return weighted, losses, right
         return losses.mean(), losses, right
 
+    @spanned("evaluation")
     @torch.no_grad()
     def evaluate(self, part: str) -> Scores:
         """The scores on "valid" or "test", without dropout and unweighted.

@@ -21,6 +21,7 @@ from dynsparse.apps.pictures.options import PictureOptions
 from dynsparse.apps.pictures.summary import density, summary_table, training_figures
 from dynsparse.apps.pictures.text_log import TextLog
 from dynsparse.apps.pictures.training import Training
+from dynsparse.tracing import span
 
 __all__ = ["run"]
 
@@ -50,10 +51,12 @@ def _run(
     checkpoint: Checkpoint | None,
     console: Console,
 ) -> dict[str, Any]:
-    pictures = data.load(options.dataset, options.data_dir)
-    if options.hold_out:
-        pictures = pictures.hold_out(options.hold_out)
-    training = kind(options, pictures, seed)
+    with span("data"):
+        pictures = data.load(options.dataset, options.data_dir)
+        if options.hold_out:
+            pictures = pictures.hold_out(options.hold_out)
+    with span("build"):
+        training = kind(options, pictures, seed)
     if checkpoint is not None:
         restore(training, checkpoint)
     trains = options.test_mode != "tests"
@@ -99,23 +102,27 @@ def _train(training: Training, console: Console, outputs: Outputs) -> Scores | N
     with Display(console, _COLUMNS, training.total_steps, training.step) as display:
         while training.epoch < last_epoch:
             for window, whole in training.run_epoch():
-                line = None if whole is None else display.row(*_cells(training, whole))
-                display.show(training.step, display.row(*_cells(training, window)), line)
-                scores = window.scores()
-                figures = {
-                    "loss": scores.loss,
-                    "accuracy": scores.accuracy,
-                    "learning_rate": training.rate,
-                    "replaced": window.replaced,
-                    "seconds_per_step": window.seconds / window.steps,
-                }
-                outputs.log(training.step, figures)
+                with span("report"):
+                    line = None if whole is None else display.row(*_cells(training, whole))
+                    display.show(training.step, display.row(*_cells(training, window)), line)
+                    outputs.log(training.step, _reported(training, window))
             ended = training.epoch == last_epoch
             if options.checkpoint_path is not None and (
                 ended or training.epoch % options.checkpoint_freq == 0
             ):
                 save(training, options.checkpoint_path)
     return None if whole is None else whole.scores()
+
+
+def _reported(training: Training, window: Sums) -> dict[str, Any]:
+    scores = window.scores()
+    return {
+        "loss": scores.loss,
+        "accuracy": scores.accuracy,
+        "learning_rate": training.rate,
+        "replaced": window.replaced,
+        "seconds_per_step": window.seconds / window.steps,
+    }
 
 
 def _cells(training: Training, sums: Sums) -> list[str]:

@@ -18,6 +18,7 @@ from dynsparse.apps.common.training import Scores, Stopped, Sums, precision
 from dynsparse.apps.pictures.optimizer import build_optimizer, learning_rate
 from dynsparse.apps.pictures.options import PictureOptions
 from dynsparse.data import DataSet, Pictures
+from dynsparse.tracing import span, spanned
 
 __all__ = ["Training"]
 
@@ -119,25 +120,29 @@ class Training(common.Training):
         Raises:
             Stopped: where `stop_asked` says so.
         """
-        data = self._pictures("train")
-        self.model.train()
-        order, done, window, whole = self._begun()
-        batches = order.to(self.device).split(self.options.batch_size)
+        with span("data"):
+            data = self._pictures("train")
+            self.model.train()
+            order, done, window, whole = self._begun()
+            batches = order.to(self.device).split(self.options.batch_size)
         for number, indices in enumerate(batches[done:], start=done + 1):
             if self.stop_asked and number > done + 1:
                 sums = {"window": window.state(), "whole": whole.state()}
                 self.partial = {"order": order, "batches": number - 1, **sums}
                 raise Stopped
             begin = time.perf_counter()
-            self.set_rate(learning_rate(self.options, self.step, self.total_steps))
-            own, weight = self.share(indices)
-            images, labels = data.images.index_select(0, own), data.labels[own]
-            loss, correct = self._forward(images, labels)
-            self.optimizer.zero_grad()
-            (loss if weight == 1 else loss * weight).backward()
+            with span("data"):
+                self.set_rate(learning_rate(self.options, self.step, self.total_steps))
+                own, weight = self.share(indices)
+                images, labels = data.images.index_select(0, own), data.labels[own]
+            with span("forward"):
+                loss, correct = self._forward(images, labels)
+                if weight:
+                    window.add(loss.detach() * len(own), correct, len(own))
+            with span("backward"):
+                self.optimizer.zero_grad()
+                (loss if weight == 1 else loss * weight).backward()
             self.optimise(window)
-            if weight:
-                window.add(loss.detach() * len(own), correct, len(own))
             window.seconds += time.perf_counter() - begin
             ends = number == self.batches
             if ends or number % self.report_interval == 0:
@@ -169,6 +174,7 @@ class Training(common.Training):
         if not right or not 0 < batches < self.batches or not {"window", "whole"} <= partial.keys():
             raise ValueError("expected the order of an epoch's pictures, and how far it went")
 
+    @spanned("evaluation")
     @torch.no_grad()
     def test(self) -> Scores:
         """The scores on all test pictures, without dropout."""

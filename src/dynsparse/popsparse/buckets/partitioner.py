@@ -32,6 +32,7 @@ from dynsparse.popsparse.product.cache import PlanningCache
 from dynsparse.popsparse.product.formats import COOMatrix, SparseMatrix
 from dynsparse.popsparse.product.params import FullyConnectedParams, MatmulParams
 from dynsparse.popsparse.product.plan import Plan
+from dynsparse.tracing import spanned
 from dynsparse.typed import typed
 
 __all__ = ["Partitioner"]
@@ -116,6 +117,7 @@ class Partitioner:
         """Values of all buckets."""
         return self.groups * self.layout.buckets * self.layout.nz_elements
 
+    @spanned("encode")
     def encode(self, pattern: Any, values: Any = None) -> Encoded:
         """Pattern and values in buckets.
 

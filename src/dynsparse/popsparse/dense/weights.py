@@ -12,6 +12,7 @@ from dynsparse.pattern import SparsePattern
 from dynsparse.popsparse.product.block_lists import to_numpy
 from dynsparse.popsparse.product.formats import SparseMatrix
 from dynsparse.popsparse.product.plan import Plan
+from dynsparse.tracing import spanned
 from dynsparse.typed import typed
 
 __all__ = ["DensePartitioner", "DensePatterns", "DenseWeights"]
@@ -79,6 +80,7 @@ class DensePartitioner:
         """
         raise ValueError("dense weights have no pattern of their own: use set_weights")
 
+    @spanned("encode")
     def encode(self, pattern: Any, values: Any = None) -> DenseWeights:
         """As `Partitioner.encode`; errors as there."""
         patterns = [pattern] if self.groups == 1 else list(pattern)

@@ -16,6 +16,7 @@ from dynsparse.popsparse.static.layout import StaticPlan
 from dynsparse.popsparse.static.params import MatmulParams, Options, pattern_of
 from dynsparse.popsparse.static.planner import make_plan
 from dynsparse.popsparse.static.program import DenseTensor, add_product, add_values, dense_operand
+from dynsparse.tracing import spanned
 
 __all__ = [
     "Partitioner",
@@ -254,6 +255,7 @@ class Partitioner:
     ) -> None:
         self.plan = make_plan(target, dtype, params, matrix, options, cache)
 
+    @spanned("encode")
     def encode(self, matrix: SparseMatrix | SparsePattern, values: Any = None) -> np.ndarray:
         """The values of a matrix in device order, [nnz x block area], their dtype kept.
 

@@ -20,6 +20,7 @@ from torch import nn
 from dynsparse.files.torch_archive import check_archive, check_content
 from dynsparse.files.whole import write_whole
 from dynsparse.ranks import Ranks, agreeing
+from dynsparse.tracing import spanned
 from dynsparse.training.checkpoint import random_state as rng
 from dynsparse.training.checkpoint.parts import Training, all_gathered, misfit, together
 from dynsparse.training.checkpoint.places import Sources, places, take_own
@@ -39,6 +40,7 @@ __all__ = ["CheckpointError", "load_checkpoint", "read_extra", "save_checkpoint"
 
 
 @typed
+@spanned("checkpoint")
 def save_checkpoint(
     path: str | os.PathLike[str],
     *,
@@ -122,6 +124,7 @@ def _write(path: Path, payload: dict[str, Any]) -> None:
     _write_whole(path, content)
 
 
+@spanned("checkpoint")
 def load_checkpoint(
     path: str | os.PathLike[str],
     *,
