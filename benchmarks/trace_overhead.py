@@ -1,0 +1,112 @@
+"""What a trace costs: training steps with one on, beside the same training's steps without.
+
+    python benchmarks/trace_overhead.py [--pairs 100] [--threads 1]
+
+The network is that of `dynsparse mnist` (784-300-10, density 0.1, RigL) on random pictures, at
+several batches: the shorter a step, the more a trace weighs. A window is 36 steps and an update;
+windows with and without a trace take turns, and the figure is the median of their ratios. Off there
+is no other program to compare with: the figure is the number of spans of a step, times what one
+costs that nobody takes note of, over the time of a step. Writing the file, when all has ended, is
+told in microseconds per span.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import tempfile
+import time
+import timeit
+from collections.abc import Iterator
+from contextlib import nullcontext
+from pathlib import Path
+
+import torch
+
+import dynsparse as ds
+from dynsparse.apps.pictures import mnist
+from dynsparse.apps.pictures.mnist.training import MnistTraining
+from dynsparse.data import DataSet, Pictures
+from dynsparse.tracing import span
+from dynsparse.tracing.models import hooked
+from dynsparse.tracing.recorder import Recorder
+from dynsparse.tracing.spans import record
+
+STEPS = 180
+WINDOW = STEPS // 5
+
+
+def windows(batch: int) -> Iterator[int]:
+    """Train without an end; the steps done, after each window."""
+    generator = torch.Generator().manual_seed(0)
+    images = torch.rand(STEPS * batch, 784, generator=generator)
+    pictures = Pictures(images, torch.randint(10, (STEPS * batch,), generator=generator))
+    options = mnist.Options(batch_size=batch, epochs=10**6, seed=0)
+    training = MnistTraining(options, DataSet("random", pictures, pictures), 0)
+    while True:
+        for _ in training.run_epoch():
+            yield training.step
+
+
+def seconds(training: Iterator[int], recorder: Recorder | None) -> float:
+    """What a window takes, with a trace or without."""
+    record(recorder)
+    with nullcontext() if recorder is None else hooked():
+        before = time.perf_counter()
+        next(training)
+        taken = time.perf_counter() - before
+    record(None)
+    return taken
+
+
+def off() -> float:
+    """Seconds that a span takes which nobody takes note of."""
+
+    def spanned() -> None:
+        with span("data"):
+            pass
+
+    return min(timeit.repeat(spanned, number=10_000, repeat=20)) / 10_000
+
+
+def writing() -> float:
+    """Seconds that writing a file takes, by the span."""
+    with ds.trace(Path(tempfile.mkdtemp()) / "run.json"):
+        for _ in range(100_000):
+            with span("data"):
+                pass
+        before = time.perf_counter()
+    return (time.perf_counter() - before) / 100_000
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--pairs", type=int, default=100)
+    parser.add_argument("--threads", type=int, default=1)
+    arguments = parser.parse_args()
+    torch.set_num_threads(arguments.threads)
+    unseen = off()
+    print(f"a span that nobody takes note of: {1e9 * unseen:.0f} ns; {arguments.threads} threads")
+    for batch in (16, 128, 1024):
+        training = windows(batch)
+        seconds(training, None)
+        recorder = Recorder(10**9)
+        ratios, steps = [], []
+        for pair in range(arguments.pairs):
+            # Either comes first in every other pair.
+            order = (None, recorder) if pair % 2 else (recorder, None)
+            times = {one: seconds(training, one) for one in order}
+            ratios.append(times[recorder] / times[None])
+            steps.append(times[None] / WINDOW)
+        low, _, high = statistics.quantiles(ratios, n=4)
+        step = statistics.median(steps)
+        spans = len(recorder.lane().marks) / WINDOW / arguments.pairs
+        print(
+            f"batch {batch}: a step {1e6 * step:.0f} us; on {statistics.median(ratios):.3f} "
+            f"[{low:.3f}, {high:.3f}]; off {1 + spans * unseen / step:.4f} ({spans:.1f} spans)"
+        )
+    print(f"writing: {1e6 * writing():.1f} us per span")
+
+
+if __name__ == "__main__":
+    main()
