@@ -272,25 +272,30 @@ DYNSPARSE_API int dynsparse_grow_select(const float* scores, int64_t count, int6
 DYNSPARSE_API int dynsparse_grow_compact(float* scores, int64_t* flat, int64_t count, int64_t k,
                                          int32_t threads);
 
-/* rounded [batch, features] = x, [batch, features] with these strides; and the squared lengths of
- * x's columns and of what rounding takes from them, added to lengths and errors [features]. */
-DYNSPARSE_API void dynsparse_grow_round(const float* x, int64_t x_batch_stride,
-                                        int64_t x_feature_stride, int64_t batch, int64_t features,
-                                        dynsparse_bf16* rounded, float* lengths, float* errors,
-                                        int32_t threads);
+/* merged [count + others] = the numbers of one [count] and other [others], all ascending. */
+DYNSPARSE_API void dynsparse_grow_merge(const int64_t* one, int64_t count, const int64_t* other,
+                                        int64_t others, int64_t* merged);
 
-/* Where gradients known to bfloat16 may exceed the threshold in magnitude: scores [rows, width] are
- * off by at most 1/256 of themselves plus row_bounds [rows] times col_bounds [width]. Outside the
- * pattern's rows (row_ptr, cols, as dynsparse_grow_scan); scores at the pattern are overwritten
- * with NaN, and NaN is never found. Returns how many there are, and writes how many in each row to
- * counts [rows] and their columns to the front of found_cols [room]; returns more than `room`, with
- * both undefined, where some did not find room. Every thread has its share of the room, so that may
- * depend on `threads`. */
-DYNSPARSE_API int64_t dynsparse_grow_screen(dynsparse_bf16* scores, int64_t rows, int64_t width,
-                                            const int32_t* row_ptr, const int32_t* cols,
-                                            const float* row_bounds, const float* col_bounds,
-                                            float threshold, int32_t* counts, int32_t* found_cols,
-                                            int64_t room, int32_t threads);
+/* Whether dynsparse_grow_screen is there on this machine: 1 or 0. */
+DYNSPARSE_API int32_t dynsparse_grow_screens(void);
+
+/* Of the gradient dY^T X, with x [batch, width] and dy [batch, height] and their strides: which
+ * positions are sure to exceed `high` in magnitude, and which others may exceed `low`, by products
+ * of 16-bit integers, which are off by a bound. Outside the pattern's rows (row_ptr [height + 1],
+ * cols, as dynsparse_grow_scan) and the flat positions exclude [excluded], ascending and counted
+ * from the first of these rows.
+ *
+ * found [2]: how many of the others there are, and how many of the first. open_counts [height] says
+ * how many of the others are in each row, open_cols [open_room] their columns; sure [sure_room] are
+ * the flat positions of the first. All ascend. Returns 2, with all of them undefined, where there
+ * was too little room; every thread has its share, so that may depend on `threads`. x and dy hold
+ * finite numbers below 1e15, 0 < low <= high, and high may be infinity. */
+DYNSPARSE_API int dynsparse_grow_screen(
+    const float* x, int64_t x_batch_stride, int64_t x_feature_stride, const float* dy,
+    int64_t dy_batch_stride, int64_t dy_feature_stride, int64_t batch, int64_t height,
+    int64_t width, const int32_t* row_ptr, const int32_t* cols, const int64_t* exclude,
+    int64_t excluded, float low, float high, int32_t* open_counts, int32_t* open_cols,
+    int64_t open_room, int64_t* sure, int64_t sure_room, int64_t* found, int32_t threads);
 
 /* ---- dropout ---- */
 

@@ -7,8 +7,7 @@ Where no library fits the machine, everything computes through plain torch.
 
 `DYNSPARSE_ISA` chooses the instruction set: `v2`, `v3`, `v4` (the x86-64 levels), `neon` (ARM of 64
 bits) or `base` (other machines), or `none` for plain torch. `DYNSPARSE_BF16_UNIT` may ask for less
-than the processor has for blocks of bfloat16: `1` AVX-512 dot products, `0` float32, then for
-growth, too.
+than the processor has for blocks of bfloat16: `1` AVX-512 dot products, `0` float32.
 
 What a library exports, and what each function promises, is in `csrc/api.h`.
 """
@@ -87,8 +86,8 @@ _SIGNATURES: dict[str, tuple[type | None, list[type]]] = {
     "dynsparse_pattern_follow": (None, [*[_POINTER] * 2, _SIZE, _POINTER, _SIZE, _INT]),
     "dynsparse_pattern_large_pages": (None, [_POINTER, _SIZE]),
     "dynsparse_grow_compact": (ctypes.c_int, [_POINTER, _POINTER, _SIZE, _SIZE, _INT]),
+    "dynsparse_grow_merge": (None, [_POINTER, _SIZE, _POINTER, _SIZE, _POINTER]),
     "dynsparse_grow_pool": (None, [_POINTER, *[_SIZE] * 3, _INT, _POINTER, _INT]),
-    "dynsparse_grow_round": (None, [*_MATRIX, _SIZE, _SIZE, *[_POINTER] * 3, _INT]),
     "dynsparse_grow_scan": (
         _SIZE,
         [
@@ -97,12 +96,14 @@ _SIGNATURES: dict[str, tuple[type | None, list[type]]] = {
         ],
     ),
     "dynsparse_grow_screen": (
-        _SIZE,
+        ctypes.c_int,
         [
-            *[_POINTER, _SIZE, _SIZE, _POINTER, _POINTER, _POINTER, _POINTER],
-            *[ctypes.c_float, _POINTER, _POINTER, _SIZE, _INT],
+            *[*_MATRIX, *_MATRIX, *[_SIZE] * 3, *[_POINTER] * 3, _SIZE],
+            *[ctypes.c_float, ctypes.c_float, _POINTER, _POINTER, _SIZE, _POINTER, _SIZE],
+            *[_POINTER, _INT],
         ],
     ),
+    "dynsparse_grow_screens": (_INT, []),
     "dynsparse_grow_select": (ctypes.c_int, [_POINTER, _SIZE, _SIZE, _INT, _POINTER, _INT]),
     "dynsparse_small_masks": (None, [*[_POINTER] * 3, *[_SIZE] * 2, _INT]),
     "dynsparse_small_forward": (

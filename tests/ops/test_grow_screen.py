@@ -1,4 +1,5 @@
-"""Growth that looks at a gradient in bfloat16 first: what float64 says is what must come out."""
+"""Growth that looks at a gradient in products of small integers first: what float64 says is what
+must come out."""
 
 from __future__ import annotations
 
@@ -10,10 +11,11 @@ from torch.testing import assert_close
 from dynsparse import SparsePattern, native
 from dynsparse.ops.grow import in_rows, screen, topk_outside
 from dynsparse.ops.grow.naive import topk_outside_naive
+from dynsparse.ops.grow.topk import best_positions
 
 pytestmark = pytest.mark.skipif(
-    native.bfloat16_unit() == "float32" or not screen.bfloat16_products(),
-    reason="no fast products of bfloat16",
+    native.load() is None or not native.load().dynsparse_grow_screens(),
+    reason="these kernels have no products of small integers",
 )
 
 SHAPE = (210, 330)
@@ -21,9 +23,8 @@ SHAPE = (210, 330)
 
 @pytest.fixture(autouse=True)
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Small layers are screened, in pieces of 64 rows."""
+    """Small layers are screened."""
     monkeypatch.setattr(screen, "_WORTHWHILE", 0)
-    monkeypatch.setattr(screen, "_CHUNK_BYTES", 64 * 2 * SHAPE[1])
     monkeypatch.setattr(in_rows, "_SAMPLE_FROM", 0)
 
 
@@ -41,12 +42,17 @@ def gradient(pairs: list[tuple[Tensor, Tensor]]) -> Tensor:
     return sum((dy.double().t() @ x.double() for x, dy in pairs), torch.zeros(())).abs()
 
 
-@pytest.mark.parametrize("batches", [(7,), (64,), (300,), (20, 33, 1)])
+@pytest.fixture
+def calls(monkeypatch: pytest.MonkeyPatch) -> list[object]:
+    """What screens have found."""
+    made, found = screen.screened, []
+    monkeypatch.setattr(screen, "screened", lambda *a: found.append(made(*a)) or found[-1])
+    return found
+
+
+@pytest.mark.parametrize("batches", [(7,), (64,), (300,), (20, 33, 1), (5000,)])
 @pytest.mark.parametrize("threads", [1, 2])
-def test_the_same_choice(batches, threads, generator, monkeypatch):
-    calls = []
-    made = screen.candidates
-    monkeypatch.setattr(screen, "candidates", lambda *a: calls.append(made(*a)) or calls[-1])
+def test_the_same_choice(batches, threads, generator, calls, monkeypatch):
     pairs = pairs_of(generator, *batches)
     pattern = SparsePattern.random(SHAPE, 0.2, generator=generator)
     exclude = SparsePattern.random(SHAPE, 0.01, generator=generator).flat
@@ -62,32 +68,87 @@ def test_the_same_choice(batches, threads, generator, monkeypatch):
     exact[exclude] = 0
     exact[pattern.flat] = 0
     assert_close(found.scores.double(), exact.topk(500).values, rtol=1e-5, atol=1e-5)
+    exact = gradient(pairs).flatten()
+    exact[pattern.flat] = 0
+    positions = best_positions(pairs, pattern, 500)
+    assert torch.equal(positions, exact.topk(500).indices.sort().values)
+    assert len(calls) == 2
+    opened, _, sure = calls[1]
+    assert len(sure) > 300  # most need no scores
+    assert len(opened) < 400
 
 
-def test_errors_that_all_point_the_same_way(monkeypatch):
-    # Just short of the middle between two neighbours: bfloat16 takes every factor for 1, and so
-    # every product for one 0.8 % smaller than it is, where the last column is exact.
-    short = 1 + 2.0**-8 - 2.0**-12
-    x = torch.full((100, SHAPE[1]), short)
-    dy = torch.full((100, SHAPE[0]), short)
-    x[:, -1] = 1.0
-    pattern = SparsePattern([], [], shape=SHAPE)
+def screened(pairs, pattern, k, low, high=torch.inf):
     nothing = torch.zeros(0, dtype=torch.int64)
-    # Above what bfloat16 says of all, below what is true of all but the last column.
-    threshold = 100 * short * short * 0.999
+    return screen.screened(pairs, pattern, nothing, k, low, high)
+
+
+@pytest.mark.parametrize("side", [-1, 1])
+def test_errors_that_all_point_the_same_way(side, monkeypatch):
+    """Factors lie nearly in the middle between two of the integers that they may become, and one
+    large number that dY has nothing for makes these small: sums are off by 1.5 %."""
+    scale = 32767 / 1000
+    x, dy = torch.zeros(100, SHAPE[1]), torch.ones(100, SHAPE[0])
+    x[0], dy[0] = 1000, 0
+    x[1:] = (33 + side * 0.49) / scale
+    exact = float(gradient([(x, dy)])[0, 0])
     monkeypatch.setattr(screen, "MOST", 1)
-    found = screen.candidates([(x, dy)], pattern, nothing, threshold)
-    assert found is not None
-    expected = (gradient([(x, dy)]) > threshold).flatten().nonzero().flatten()
-    assert torch.equal(found[0][found[1] > threshold], expected)
-    assert len(expected) == SHAPE[0] * (SHAPE[1] - 1)
+    pattern = SparsePattern([], [], shape=SHAPE)
+    _, flat, sure = screened([(x, dy)], pattern, pattern.total, 0.9999 * exact, 1.0001 * exact)
+    assert len(flat) == pattern.total
+    assert len(sure) == 0
 
 
-def test_too_many_candidates_are_left_to_float32(generator, monkeypatch):
+@pytest.mark.parametrize("kind", ["integers", "rows of all sizes", "outliers", "zeros"])
+@pytest.mark.parametrize("batch", [1, 2, 37, 4100])
+def test_nothing_is_missed_and_nothing_sure_is_wrong(kind, batch, generator):
+    x = torch.randn(batch, SHAPE[1], generator=generator)
+    dy = torch.randn(batch, SHAPE[0], generator=generator)
+    if kind == "integers":
+        x, dy = (t.mul(2).round() for t in (x, dy))
+    elif kind == "rows of all sizes":
+        x *= torch.logspace(-6, 4, SHAPE[1])
+        dy *= torch.logspace(5, -7, SHAPE[0])
+    elif kind == "outliers":
+        x[0] *= 100
+        dy[-1] *= 300
+    else:
+        x[:, ::3], dy[:, 1::2] = 0, 0
+    pattern = SparsePattern.random(SHAPE, 0.3, generator=generator)
+    exact = gradient([(x, dy)]).flatten()
+    exact[pattern.flat] = 0
+    ranked = exact.sort(descending=True).values
+    low, high = float(ranked[4000]), float(ranked[2000])
+    scores, flat, sure = screened([(x, dy)], pattern, 8000, low, high)
+    assert bool((flat[1:] > flat[:-1]).all())
+    assert bool((sure[1:] > sure[:-1]).all())
+    assert not torch.isin(flat, sure).any()
+    there = torch.zeros(len(exact), dtype=torch.bool)
+    there[flat], there[sure] = True, True
+    assert there[exact > low].all()
+    assert not there[pattern.flat].any()
+    assert (exact[sure] > high).all()
+    # In float32, whatever the integers say.
+    assert_close(scores.double(), exact[flat], rtol=1e-4, atol=1e-4 * float(exact.max()))
+    if kind not in ("integers", "outliers"):
+        assert len(sure) > 1500
+
+
+def test_more_that_are_sure_than_join(generator, calls, monkeypatch):
+    """Those are ranked after all."""
     pairs = pairs_of(generator, 40)
     pattern = SparsePattern.random(SHAPE, 0.1, generator=generator)
-    nothing = torch.zeros(0, dtype=torch.int64)
-    assert screen.candidates(pairs, pattern, nothing, 1e-3) is None
+    own = in_rows.guess_thresholds
+    monkeypatch.setattr(in_rows, "guess_thresholds", lambda *a: (own(*a)[0], 0.9 * own(*a)[0]))
+    expected = topk_outside_naive(pairs, pattern, 500)[0].sort().values
+    assert torch.equal(best_positions(pairs, pattern, 500), expected)
+    assert len(calls) == 1
+
+
+def test_too_many_candidates_are_left_to_float32(generator):
+    pairs = pairs_of(generator, 40)
+    pattern = SparsePattern.random(SHAPE, 0.1, generator=generator)
+    assert screened(pairs, pattern, 10, 1e-3) is None
     found = topk_outside(pairs, pattern, pattern.total // 2)
     flat, scores = topk_outside_naive(pairs, pattern, pattern.total // 2)
     assert torch.equal(found.flat, flat)

@@ -9,7 +9,7 @@ from dynsparse import SparsePattern
 from dynsparse.ops.grow import POOLINGS, in_rows, select, topk_outside
 from dynsparse.ops.grow.naive import topk_outside_naive
 from dynsparse.ops.grow.scores import Scorer
-from dynsparse.ops.grow.threshold import guess_threshold
+from dynsparse.ops.grow.threshold import guess_thresholds
 
 
 @st.composite
@@ -183,21 +183,23 @@ def test_the_guessed_threshold(b, guess, monkeypatch, generator):
     none = pattern.flat[:0]
     dense = topk_outside_naive([(x, dy)], pattern, pattern.total - pattern.nnz)[1]
     scorer = Scorer([(x, dy)], b, "sum", torch.float64, 8)
-    threshold = guess_threshold(scorer.sample, pattern, none, k)
+    low, high = guess_thresholds(scorer.sample, pattern, none, k)
     # The fewer rows are sampled, the more room their differences need.
-    assert k <= int((dense > threshold).sum()) < (1.8 if b == 1 else 3) * k
+    assert k <= int((dense > low).sum()) < (2 if b == 1 else 3) * k
+    assert k >= int((dense > high).sum())
     # What is excluded is not free: a sample of the whole knows it exactly.
     small = SparsePattern.random((100, 120), nnz=1000, generator=generator)
     exclude = SparsePattern.random((100, 120), nnz=500, generator=generator).flat
     exclude = exclude[~small.contains(exclude)]
     scores = torch.rand(100, 120, generator=generator)
     taken = torch.cat([small.flat, exclude])
-    threshold = guess_threshold(lambda rows, cols: scores[rows][:, cols], small, exclude, 700)
+    low, high = guess_thresholds(lambda rows, cols: scores[rows][:, cols], small, exclude, 700)
     free = scores.view(-1).index_fill(0, taken, -1)
-    assert 700 <= int((free > threshold).sum()) <= 705
+    assert 700 <= int((free > low).sum()) <= 705
+    assert 695 <= int((free > high).sum()) <= 700
 
     if guess is not None:
-        monkeypatch.setattr(in_rows, "guess_threshold", lambda *_: guess)
+        monkeypatch.setattr(in_rows, "guess_thresholds", lambda *_: (guess, torch.inf))
     monkeypatch.setattr(in_rows, "CHUNK_BYTES", 8 * n * b)
     found = topk_outside([(x, dy)], pattern, k)
     assert torch.equal(found.flat, topk_outside_naive([(x, dy)], pattern, k)[0])

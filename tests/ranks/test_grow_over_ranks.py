@@ -110,8 +110,12 @@ def chunks(size):
 def test_a_guess_that_is_too_high_is_mended(size, guess, monkeypatch):
     """Alone in one rank's rows, or in all."""
     pattern, pairs = large(size, dtype=torch.float64)
-    own = in_rows.guess_threshold
-    monkeypatch.setattr(in_rows, "guess_threshold", lambda *a: guess if a[-1][1] == 96 else own(*a))
+    own = in_rows.guess_thresholds
+    monkeypatch.setattr(
+        in_rows,
+        "guess_thresholds",
+        lambda *a: (guess, torch.inf) if a[-1][1] == 96 else own(*a),
+    )
 
     def work(ranks):
         asked = [GrowthWanted("a", pairs[ranks.rank], pattern, 500)]
@@ -123,14 +127,19 @@ def test_a_guess_that_is_too_high_is_mended(size, guess, monkeypatch):
             assert torch.equal(got, expected)
 
 
-def test_large_layers_are_found_in_bfloat16(monkeypatch):
-    """Where the processor multiplies bfloat16: the same positions as in one process."""
-    if not screen.bfloat16_products() or native.bfloat16_unit() == "float32":
-        pytest.skip("this processor has no bfloat16 products")
+@pytest.mark.parametrize("high", [None, 0.5])
+def test_large_layers_are_found_by_products_of_integers(high, monkeypatch):
+    """The same positions as in one process, also where more exceed what is sure than join."""
+    if native.load() is None or not native.load().dynsparse_grow_screens():
+        pytest.skip("these kernels have no products of small integers")
     pattern, pairs = large(2, n=512)
     calls = []
-    made = screen.candidates
-    monkeypatch.setattr(screen, "candidates", lambda *a: calls.append(made(*a)) or calls[-1])
+    made, guess = screen.screened, in_rows.guess_thresholds
+    monkeypatch.setattr(screen, "screened", lambda *a: calls.append(made(*a)) or calls[-1])
+    if high:
+        monkeypatch.setattr(
+            in_rows, "guess_thresholds", lambda *a: (guess(*a)[0], high * guess(*a)[0])
+        )
 
     def work(ranks):
         asked = [GrowthWanted("a", pairs[ranks.rank], pattern, 2000)]
@@ -142,7 +151,8 @@ def test_large_layers_are_found_in_bfloat16(monkeypatch):
         for got in over(2, work):
             assert torch.equal(got, expected)
     assert len(calls) == 2
-    assert all(found is not None and len(found[0]) < 2000 for found in calls)
+    if not high:
+        assert all(found is not None and 500 < len(found[2]) < 1000 for found in calls)
 
 
 def large(size, seed=0, n=96, samples=16, dtype=torch.float32):

@@ -44,8 +44,9 @@ struct Library {
   FUNCTION(grow_scan);
   FUNCTION(grow_select);
   FUNCTION(grow_compact);
-  FUNCTION(grow_round);
+  FUNCTION(grow_merge);
   FUNCTION(grow_screen);
+  FUNCTION(grow_screens);
   FUNCTION(dropout);
 #undef FUNCTION
 };
@@ -185,6 +186,7 @@ void conv_case(const Library& library, Random& random);
 void dense_rows_case(const Library& library, Random& random);
 void update_case(const Library& library, Random& random);
 void growth_case(const Library& library, Random& random);
+void screen_case(const Library& library, Random& random);
 void selection_case(const Library& library, Random& random);
 void dropout_case(const Library& library, Random& random);
 void far_case(const Library& library, Random& random);

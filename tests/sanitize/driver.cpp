@@ -55,8 +55,9 @@ Library load(const char* path) {
   FUNCTION(grow_scan);
   FUNCTION(grow_select);
   FUNCTION(grow_compact);
-  FUNCTION(grow_round);
+  FUNCTION(grow_merge);
   FUNCTION(grow_screen);
+  FUNCTION(grow_screens);
   FUNCTION(dropout);
 #undef FUNCTION
   return library;
@@ -65,7 +66,7 @@ Library load(const char* path) {
 using Case = void (*)(const Library&, Random&);
 constexpr Case CASES[] = {linear_case,  linear_case,     linear_case, linear_case, index_case,
                           update_case,  growth_case,     conv_case,   conv_case,   selection_case,
-                          dropout_case, dense_rows_case, conv_case};
+                          dropout_case, dense_rows_case, conv_case,   screen_case};
 
 void run_one(const Library& library, uint64_t seed, i64 number) {
   Random random(seed * 1000003 + number);

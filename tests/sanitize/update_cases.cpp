@@ -145,11 +145,9 @@ void growth_case(const Library& library, Random& random) {
   std::set<i64> taken;
   for (i64 p = 0; p < index.nnz; p++) taken.insert((index.row[p] - above) * width + index.col[p]);
   const float threshold = random.chance(30) ? -1.0f : std::fabs(random.number());
-  Array<dynsparse_bf16> rough(random, scores.size());
   for (i64 i = 0; i < scores.size(); i++) {
     scores[i] = random.number();
     if (random.chance(2)) scores[i] = NAN;
-    rough[i] = narrowed(scores[i]);
   }
   std::vector<i64> wanted;
   for (i64 i = 0; i < scores.size(); i++)
@@ -166,38 +164,62 @@ void growth_case(const Library& library, Random& random) {
       expect(found_flat[i] == offset + wanted[i] &&
              found_scores[i] == std::fabs(scores[wanted[i]]), "what a scan finds");
 
-  Array<float> row_bounds(random, rows), col_bounds(random, width);
-  std::fill(row_bounds.data(), row_bounds.data() + rows, 0.0f);
-  std::fill(col_bounds.data(), col_bounds.data() + width, 1.0f);
-  Array<i32> counts(random, rows), found_cols(random, room);
-  const i64 screened = library.grow_screen(
-      rough.data(), rows, width, index.row_ptr.data() + above, index.cols.data(), row_bounds.data(),
-      col_bounds.data(), threshold, counts.data(), found_cols.data(), room, threads);
-  if (screened <= room) {
-    expect(screened >= found, "a screen leaves nothing out");
-    i64 n = 0;
-    std::set<i64> seen;
-    for (i64 r = 0; r < rows; r++)
-      for (i64 end = n + counts[r]; n < end; n++) seen.insert(r * width + found_cols[n]);
-    expect(n == screened, "counts of a screen");
-    for (const i64 flat : wanted) expect(seen.count(flat), "a screen leaves this out");
+}
+
+void screen_case(const Library& library, Random& random) {
+  if (!library.grow_screens()) return;
+  const bool large = random.chance(10);
+  const i64 above = random.below(5), rows = 1 + random.below(large ? 400 : 30);
+  const i64 width = 1 + random.below(large ? 700 : 90), batch = random.below(large ? 90 : 9);
+  const i32 threads = 1 + random.below(6);
+  const auto x = Strided<float>::random(random, batch, width);
+  const auto dy = Strided<float>::random(random, batch, rows);
+  const Index index = make_index(random, above + rows, width, 1, rows * width / 4 + 1);
+  std::set<i64> taken;
+  for (i64 p = 0; p < index.nnz; p++) taken.insert((index.row[p] - above) * width + index.col[p]);
+  std::set<i64> more;
+  for (i64 n = random.below(20); n > 0; n--) more.insert(random.below(rows * width));
+  const std::vector<i64> list(more.begin(), more.end());
+  const Array<i64> exclude(random, list);
+  taken.insert(more.begin(), more.end());
+  const float low = 0.1f + std::fabs(random.number()) * std::sqrt(batch + 1.0f);
+  const float high = random.chance(30) ? INFINITY : low * (1 + random.below(3));
+
+  const i64 open_room = random.below(rows * width + 2), sure_room = random.below(rows * width + 2);
+  Array<i32> counts(random, rows), open(random, open_room);
+  Array<i64> sure(random, sure_room), found(random, 2);
+  const int status = library.grow_screen(
+      x.data, x.batch_stride, x.feature_stride, dy.data, dy.batch_stride, dy.feature_stride, batch,
+      rows, width, index.row_ptr.data() + above, index.cols.data(), exclude.data(), exclude.size(),
+      low, high, counts.data(), open.data(), open_room, sure.data(), sure_room, found.data(),
+      threads);
+  expect(status == 0 || status == 2, "status");
+  if (status) return;
+  std::vector<i64> seen;
+  i64 n = 0;
+  for (i64 r = 0; r < rows; r++)
+    for (const i64 end = n + counts[r]; n < end; n++) seen.push_back(r * width + open[n]);
+  expect(n == found[0] && std::is_sorted(seen.begin(), seen.end()), "counts of a screen");
+  expect(std::is_sorted(sure.data(), sure.data() + found[1]), "the order of what is sure");
+  std::set<i64> both(seen.begin(), seen.end()), certain(sure.data(), sure.data() + found[1]);
+  both.insert(certain.begin(), certain.end());
+  expect(static_cast<i64>(both.size()) == found[0] + found[1], "a position is found once");
+  for (i64 i = 0; i < rows * width; i++) {
+    double sum = 0;
+    for (i64 s = 0; s < batch; s++) sum += double{dy.at(s, i / width)} * x.at(s, i % width);
+    const double score = std::fabs(sum);
+    if (taken.count(i)) expect(!both.count(i), "what is taken is not found");
+    else if (score > low) expect(both.count(i), "a screen leaves nothing out");
+    if (certain.count(i)) expect(score > high, "what is sure");
   }
 
-  const i64 batch = random.below(20), features = 1 + random.below(600);
-  const auto x = Strided<float>::random(random, batch, features);
-  Array<dynsparse_bf16> rounded(random, batch * features);
-  Array<float> lengths(random, features), errors(random, features);
-  for (i64 f = 0; f < features; f++) lengths[f] = errors[f] = 1;
-  library.grow_round(x.data, x.batch_stride, x.feature_stride, batch, features, rounded.data(),
-                     lengths.data(), errors.data(), threads);
-  for (i64 f = 0; f < features; f++) {
-    double sum = 1;
-    for (i64 s = 0; s < batch; s++) {
-      sum += double{x.at(s, f)} * x.at(s, f);
-      expect(widened(rounded[s * features + f]) == x.at(s, f), "a rounded number");
-    }
-    expect(std::fabs(lengths[f] - sum) <= 1e-4 * sum && errors[f] == 1, "lengths");
-  }
+  std::vector<i64> expected(seen);
+  expected.insert(expected.end(), certain.begin(), certain.end());
+  std::sort(expected.begin(), expected.end());
+  const Array<i64> one(random, seen);
+  Array<i64> merged(random, expected.size());
+  library.grow_merge(one.data(), one.size(), sure.data(), found[1], merged.data());
+  expect(vector_of(merged) == expected, "two lists in one");
 }
 
 void selection_case(const Library& library, Random& random) {

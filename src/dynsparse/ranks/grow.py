@@ -20,6 +20,8 @@ from torch import Tensor
 from dynsparse.ops.conv.patches import are_patches
 from dynsparse.ops.grow.in_rows import RowSearch
 from dynsparse.ops.grow.scores import add_slabs
+from dynsparse.ops.grow.selection import ascending
+from dynsparse.ops.grow.threshold import NO_GUESS
 from dynsparse.ops.grow.topk import check_pooling
 from dynsparse.ranks.agree import agreeing, held_back
 from dynsparse.ranks.band import settle
@@ -227,10 +229,11 @@ def _by_samples(ranks: Ranks, jobs: Sequence[GrowthJob], pooling: str, failed: h
         _search(ranks, job, held[i], pooling, failed, guess=i in long)
     if not long:
         return
-    there = torch.tensor([len(jobs[i].found[1]) for i in long], device=ranks.device)
-    total = ranks.sum(there).tolist()
-    for i, count in zip(long, total, strict=True):
-        if count < jobs[i].count:  # too high a guess is mended by a second pass without one
+    there = torch.tensor(
+        [[jobs[i].found.count, jobs[i].found.above] for i in long], device=ranks.device
+    )
+    for i, (count, above) in zip(long, ranks.sum(there).tolist(), strict=True):
+        if not above <= jobs[i].count <= count:  # a wrong guess is mended by a second pass without
             _search(ranks, jobs[i], held[i], pooling, failed, guess=False)
 
 
@@ -257,7 +260,7 @@ def _search(
     first, last = slabs[ranks.rank]
     sizes = [(s - f) * held[ranks.rank] for f, s in slabs]
     columns = ranks.exchange(dy, sizes, [(last - first) * h for h in held])
-    search, threshold = None, torch.inf
+    search, (low, high) = None, (torch.inf, -torch.inf)
     with failed:
         if job.most:
             pairs = [(xs, columns.view(len(xs), last - first))]
@@ -266,36 +269,44 @@ def _search(
             )
             # A share of those who join that is the slab's share of the rows.
             wanted = -(-job.count * (job.last - job.first) // job.pattern.grid[0])
-            threshold = search.guess(min(wanted, job.most)) if guess else -1.0
-    if guess:  # what the lowest guess lets through is enough for all
-        lowest = torch.tensor([-threshold], dtype=torch.float64, device=ranks.device)
-        threshold = -float(ranks.highest(lowest))
+            low, high = search.guess(min(wanted, job.most)) if guess else NO_GUESS
+    if guess:  # what the lowest guess lets through is enough for all, and so for the highest
+        ends = torch.tensor([-low, high], dtype=torch.float64, device=ranks.device)
+        low, high = ranks.highest(ends).tolist()
+        low = -low
     with failed:
         if search is not None:
-            job.found = search.best(job.most, threshold)
+            job.found = search.best(job.most, low, high)
 
 
 def _chosen(ranks: Ranks, jobs: Sequence[GrowthJob]) -> list[Tensor]:
     """The winners of all slabs, known to every rank; of a rectangle, those in it."""
     found = []
     for job in jobs:
-        scores, flat = job.found
+        own = job.found
+        scores, flat, sure = own.scores, own.flat, own.sure
         if job.part is not None:
-            flat = job.part.to_whole(flat, job.pattern.block_size)
+            flat, sure = (job.part.to_whole(f, job.pattern.block_size) for f in (flat, sure))
         if not ranks.leads(job.axes):
-            scores, flat = scores[:0], flat[:0]
-        found.append((scores, flat))
-    flats = [flat for _, flat in found]
+            scores, flat, sure = scores[:0], flat[:0], sure[:0]
+        found.append((scores, flat, sure))
+    flats = [flat for _, flat, _ in found]
     among = ranks.everyone
     totals = [job.total for job in jobs]
-    wanted, below = [job.wanted for job in jobs], max(totals, default=0)
+    join = torch.tensor([len(sure) for _, _, sure in found], device=ranks.device)
+    joining = among.sum(join).tolist() if jobs else []
+    wanted = [job.wanted - sure for job, sure in zip(jobs, joining, strict=True)]
+    below = max(totals, default=0)
     try:
-        masks = select_over_ranks(among, [s for s, _ in found], flats, wanted, below=below)
+        masks = select_over_ranks(among, [s for s, _, _ in found], flats, wanted, below=below)
     except ValueError:  # on every rank: fewer candidates than there are free positions
         raise ValueError(
             "the gradients overflow, so positions cannot be ranked: lower the scale"
         ) from None
-    winners = [places(flat, mask) for flat, mask in zip(flats, masks, strict=True)]
+    winners = [
+        ascending(sure.cpu(), places(flat, mask).cpu())
+        for (_, flat, sure), mask in zip(found, masks, strict=True)
+    ]
     known = joined(among, winners, totals)
     return [
         flat if job.part is None else job.part.to_part(flat, job.pattern.block_size)

@@ -11,6 +11,7 @@ from dynsparse import native
 from dynsparse.ops.conv.patches import samples_of
 from dynsparse.ops.grow.best import Best
 from dynsparse.ops.grow.free_positions import check_free_positions
+from dynsparse.ops.grow.in_rows import Found
 from dynsparse.ops.grow.scores import pool
 from dynsparse.ops.grow.topk import check_pairs
 from dynsparse.ranks.band import Band
@@ -29,7 +30,7 @@ class GrowthJob:
 
     best: Best
     band: Band
-    found: tuple[Tensor, Tensor]  # scores and positions of this rank's slab, ready to be ranked
+    found: Found  # of this rank's slab
     samples: int  # of all ranks
     dtype: torch.dtype  # in which gradients are added up
     wide: torch.dtype  # in which samples travel
@@ -56,7 +57,7 @@ class GrowthJob:
         self.first, self.last = chunk_of(ranks, wanted.pattern.grid[0])
         self.device = self.pairs[0][0].device if self.pairs else ranks.device
         none = torch.zeros(0, dtype=torch.int64, device=self.device)
-        self.found = none.float(), none
+        self.found = Found.of(none.float(), none)
 
     @property
     def axes(self) -> tuple[str, ...]:
@@ -138,7 +139,8 @@ class GrowthJob:
     def end(self) -> None:
         """All pieces have come."""
         if self.rounded:
-            self.found = self.band.scores, self.band.flat
+            self.found = Found.of(self.band.scores, self.band.flat)
         elif not self.by_samples:
             self.best.compact()
-            self.found = self.best.scores[: self.best.count], self.best.flat[: self.best.count]
+            count = self.best.count
+            self.found = Found.of(self.best.scores[:count], self.best.flat[:count])

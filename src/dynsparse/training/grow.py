@@ -9,7 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dynsparse.ops.grow import best_free, check_pooling, random_outside, topk_outside
+from dynsparse.ops.grow import best_free, check_pooling, random_outside
+from dynsparse.ops.grow.topk import best_positions
 from dynsparse.pattern import SparsePattern
 from dynsparse.ranks import (
     ALONE,
@@ -140,7 +141,7 @@ class GradientGrowth(Growth):
     def choose(
         self, taken: SparsePattern, count: int, pairs: Sequence[tuple[Tensor, Tensor]]
     ) -> Tensor:
-        return topk_outside(pairs, taken, count, pooling=self.pooling, sort=False).flat
+        return best_positions(pairs, taken, count, pooling=self.pooling)
 
     def choose_all(
         self, wanted: Sequence[GrowthWanted], step: int, ranks: Ranks = ALONE

@@ -14,7 +14,7 @@ from dynsparse.encoding import empty
 from dynsparse.ops.grow.on_device import best
 from dynsparse.typed import typed
 
-__all__ = ["select"]
+__all__ = ["ascending", "select"]
 
 
 @typed
@@ -67,3 +67,18 @@ def _select_compiled(library: ctypes.CDLL, scores: Tensor, k: int, largest: bool
     if status:
         raise MemoryError("no memory to select the best of many scores")
     return positions
+
+
+def ascending(one: Tensor, other: Tensor) -> Tensor:
+    """Two lists of positions, ascending, int64 on the CPU, as one."""
+    if not len(one) or not len(other):
+        return one if len(one) else other
+    library = native.load()
+    if library is None:
+        return torch.cat([one, other]).sort().values
+    merged = empty(len(one) + len(other), dtype=torch.int64)
+    one, other = one.contiguous(), other.contiguous()
+    library.dynsparse_grow_merge(
+        one.data_ptr(), len(one), other.data_ptr(), len(other), merged.data_ptr()
+    )
+    return merged

@@ -16,13 +16,15 @@ from dynsparse.checks import check_tensor
 from dynsparse.files.shorten import shortened
 from dynsparse.ops.conv.patches import are_patches, features_of
 from dynsparse.ops.grow.free_positions import check_free_positions
-from dynsparse.ops.grow.in_rows import RowSearch
+from dynsparse.ops.grow.in_rows import Found, RowSearch
 from dynsparse.ops.grow.on_device import best_outside
 from dynsparse.ops.grow.scores import Pair
+from dynsparse.ops.grow.selection import ascending, select
+from dynsparse.ops.grow.threshold import NO_GUESS
 from dynsparse.pattern import SparsePattern
 from dynsparse.typed import typed
 
-__all__ = ["POOLINGS", "GrowCandidates", "topk_outside"]
+__all__ = ["POOLINGS", "GrowCandidates", "best_positions", "topk_outside"]
 
 POOLINGS = ("sum", "avg", "max", "none")
 """How the gradient magnitudes of a block become one score; "none" ranks as "sum"."""
@@ -50,10 +52,10 @@ def topk_outside(
 
     Beside the result it needs one chunk of rows of the gradient (about 8 MiB) and room for the
     candidates of one more. 16-bit activations are accumulated in float32; float64 stays
-    float64. Equal scores: the smaller flat position first. For large layers of single elements a
-    processor with fast bfloat16 products finds in bfloat16, from copies of x and dY, which
-    positions may be among the largest, and computes their scores in float32 (`screen.py`). On a
-    device nothing waits for it, the panels are larger, and x and dY are not looked through for NaN.
+    float64. Equal scores: the smaller flat position first. For large layers of single elements
+    products of 16-bit integers, from copies of x and dY, say which positions may be among the
+    largest, whose scores are computed in float32 (`screen.py`). On a device nothing waits for it,
+    the panels are larger, and x and dY are not looked through for NaN.
 
     Args:
         pairs: (x [batch, in], dY [batch, out]) of every micro-batch; batches may differ in size.
@@ -81,15 +83,43 @@ def topk_outside(
     if not pairs[0][0].is_cpu:
         return _candidates(*best_outside(pairs, pattern, k, pooling, exclude, dtype), sort)
 
+    found = _found(pairs, pattern, k, pooling, exclude, dtype, scored=True)
+    return _candidates(found.flat, found.scores, sort)
+
+
+def best_positions(
+    pairs: Sequence[Pair], pattern: SparsePattern, k: int, *, pooling: str = "sum"
+) -> Tensor:
+    """The positions that `topk_outside` finds, in order of position; most of their scores need not
+    be known."""
+    if not k or not isinstance(pairs, Sequence) or not pairs or not pairs[0][0].is_cpu:
+        return topk_outside(pairs, pattern, k, pooling=pooling, sort=False).flat
+    k, exclude = check_free_positions(pattern, k, None)
+    dtype = check_pairs(pairs, pattern)
+    found = _found(pairs, pattern, k, check_pooling(pooling), exclude, dtype, scored=False)
+    ranked = found.flat.index_select(0, select(found.scores, k - len(found.sure)))
+    return ascending(found.sure, ranked)
+
+
+def _found(
+    pairs: Sequence[Pair],
+    pattern: SparsePattern,
+    k: int,
+    pooling: str,
+    exclude: Tensor,
+    dtype: torch.dtype,
+    *,
+    scored: bool,
+) -> Found:
+    """At least `k` positions, the best among them; exactly `k` if all of them are scored."""
     search = RowSearch(pairs, pattern, exclude, pooling, dtype)
-    guessed = search.is_long(pattern, dtype) and not are_patches(*pairs[0])
-    guess = search.guess(k) if guessed else -1.0
-    values, flat = search.best(k, guess)
-    if len(flat) < k and guess > -1.0:  # too high a guess is mended by a second pass without one
-        values, flat = search.best(k, -1.0)
-    if len(flat) < k:
+    low, high = search.guess(k) if search.is_long(pattern, dtype) else NO_GUESS
+    found = search.best(k, low, torch.inf if scored else high)
+    if found.count < k or found.above > k:  # a wrong guess is mended by a second pass without one
+        found = search.best(k, *NO_GUESS)
+    if found.count < k:
         raise ValueError("the gradients overflow, so positions cannot be ranked: lower the scale")
-    return _candidates(flat, values, sort)
+    return found
 
 
 def _candidates(flat: Tensor, values: Tensor, sort: bool) -> GrowCandidates:
