@@ -24,7 +24,18 @@ if TYPE_CHECKING:
     from dynsparse import distributed, machine, popsparse, training
     from dynsparse.integrations.onnx import export_onnx, import_onnx
     from dynsparse.report.training.plot import plot
-    from dynsparse.training import GMP, MEST, SET, SNFS, DeepR, GraNet, RigL, Static, TopKAST
+    from dynsparse.training import (
+        GMP,
+        MEST,
+        SET,
+        SNFS,
+        DeepR,
+        GraNet,
+        RigL,
+        Static,
+        TopKAST,
+        keep_memory,
+    )
 
 __all__ = [
     "GMP",
@@ -42,6 +53,7 @@ __all__ = [
     "distributed",
     "export_onnx",
     "import_onnx",
+    "keep_memory",
     "load_pretrained",
     "load_safetensors",
     "machine",
@@ -59,9 +71,8 @@ __all__ = [
 # Loaded when they are first asked for, so that an import costs little beside torch's own.
 _ROOMS = ("distributed", "machine", "popsparse", "training")
 _NAMES = {
-    **dict.fromkeys(
-        ("GMP", "MEST", "SET", "SNFS", "DeepR", "GraNet", "RigL", "Static", "TopKAST"), "training"
-    ),
+    **dict.fromkeys(("GMP", "MEST", "SET", "SNFS", "DeepR", "GraNet", "RigL"), "training"),
+    **dict.fromkeys(("Static", "TopKAST", "keep_memory"), "training"),
     **dict.fromkeys(("export_onnx", "import_onnx"), "integrations.onnx"),
     "plot": "report.training.plot",
 }

@@ -1,5 +1,6 @@
 """How far the resident memory rises: a fact of the machine's allocator, so on Linux only."""
 
+import ctypes
 import json
 import subprocess
 import sys
@@ -7,7 +8,9 @@ from pathlib import Path
 
 import pytest
 
+import dynsparse as ds
 from dynsparse import native
+from dynsparse.training import memory
 
 BENCHMARK = Path(__file__).parents[2] / "benchmarks" / "memory.py"
 
@@ -24,3 +27,41 @@ def test_a_large_layer_trains_and_changes_its_pattern_in_300_megabytes(tmp_path)
     assert figures["nnz"] == round(0.01 * 16384**2)
     assert figures["peak"] <= 300e6
     assert figures["peak"] > 4 * 4 * figures["nnz"]  # values, gradient and Adam's two moments
+
+
+FREED = """
+import re, sys
+from pathlib import Path
+import torch
+import dynsparse as ds
+
+def resident():
+    return int(re.search(r"VmRSS:\\s+(\\d+)", Path("/proc/self/status").read_text())[1]) // 1024
+
+if sys.argv[1] == "keep":
+    assert ds.keep_memory() is True
+before = resident()
+tensors = [torch.ones(megabytes << 18) for megabytes in (12, 50, 3, 12)]
+grown = resident() - before
+del tensors
+print(grown, resident() - before)
+"""
+
+
+def is_glibc() -> bool:
+    return sys.platform == "linux" and hasattr(ctypes.CDLL(None), "gnu_get_libc_version")
+
+
+@pytest.mark.skipif(not is_glibc(), reason="of glibc")
+@pytest.mark.parametrize("how", ["keep", "as it comes"])
+def test_freed_memory_stays_where_it_is_asked_to(how):
+    command = [sys.executable, "-c", FREED, how]
+    done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=300)
+    grown, left = map(int, done.stdout.split())
+    assert grown >= 75  # megabytes, all of them touched
+    assert left >= 75 if how == "keep" else left <= 40
+
+
+def test_another_c_library_is_left_alone(monkeypatch):
+    monkeypatch.setattr(memory, "_of_glibc", lambda name: None)
+    assert ds.keep_memory() is False

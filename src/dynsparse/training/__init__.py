@@ -25,6 +25,7 @@ from dynsparse.training.drop import DropScore, MagnitudeGradient, lowest, magnit
 from dynsparse.training.grow import GradientGrowth, Growth, NoGrowth, RandomGrowth
 from dynsparse.training.history import DenseMomentum, History, LastStep, WindowMomentum
 from dynsparse.training.initial import GradientStep
+from dynsparse.training.memory import keep_memory
 from dynsparse.training.optimizer_state import rewire_state
 from dynsparse.training.scaling import scaled_step
 from dynsparse.training.schedule import (
@@ -75,6 +76,7 @@ __all__ = [
     "Telemetry",
     "TopKAST",
     "WindowMomentum",
+    "keep_memory",
     "load_checkpoint",
     "lowest",
     "magnitude",

@@ -1,4 +1,4 @@
-"""Memory that a pattern update frees, and others hold back."""
+"""Memory that is freed: held for the next step, or given back after a pattern update."""
 
 from __future__ import annotations
 
@@ -13,12 +13,35 @@ from torch import Tensor
 from dynsparse import native
 from dynsparse.ops.linear.kernels import dense
 
-__all__ = ["released_memory"]
+__all__ = ["keep_memory", "released_memory"]
+
+# Of glibc's malloc.h.
+_M_TRIM_THRESHOLD, _M_MMAP_MAX = -1, -4
 
 
 # Values of so many bytes make an update whose arrays are worth handing back; below, fetching the
 # memory anew would cost more than the update.
 _WORTHWHILE = 4 << 20
+
+
+def keep_memory() -> bool:
+    """Let this process keep the memory that tensors free, for those of the next step.
+
+    A training step makes and frees tensors of megabytes. glibc, the C library of most Linuxes,
+    gives such memory back to the system and fetches it anew, zeroed, page by page, which can take
+    a tenth of a step and more. After this call what is freed stays with the process, as with
+    `MALLOC_TRIM_THRESHOLD_` and `MALLOC_MMAP_MAX_` in the environment: for all of it, whoever
+    allocates, and to its end. The process then holds about what it needed at its peak, somewhat
+    more since large tensors leave gaps between small ones; a pattern update of a large layer
+    gives back what is unused then. Call it before the first step.
+
+    Returns:
+        Whether it was done: False where the C library is not glibc, and nothing has changed.
+    """
+    mallopt = _of_glibc("mallopt")
+    return mallopt is not None and all(
+        [mallopt(_M_TRIM_THRESHOLD, -1) == 1, mallopt(_M_MMAP_MAX, 0) == 1]
+    )
 
 
 @contextmanager
@@ -46,11 +69,13 @@ def _release() -> None:
     if library is not None:
         library.dynsparse_release_scratch()
     dense.release()
-    trim = _trim()
+    trim = _of_glibc("malloc_trim")
     if trim is not None:
         trim(0)
 
 
 @cache
-def _trim() -> Callable[[int], int] | None:
-    return getattr(ctypes.CDLL(None), "malloc_trim", None) if sys.platform == "linux" else None
+def _of_glibc(name: str) -> Callable[..., int] | None:
+    if sys.platform != "linux" or not hasattr(library := ctypes.CDLL(None), "gnu_get_libc_version"):
+        return None
+    return getattr(library, name)
