@@ -3,10 +3,12 @@
 import json
 import re
 import warnings
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
 
+from dynsparse.bench import run as run_module
 from dynsparse.cli.app import run
 
 pytest.importorskip("yaml")
@@ -87,6 +89,40 @@ def test_merge_keeps_what_is_not_measured(capsys, tmp_path):
     assert "measured on another machine" in err
 
 
+def test_cells_are_measured_one_by_one_and_merged_in_the_order_of_the_file(capsys, tmp_path):
+    def cells():
+        data = json.loads((tmp_path / "a.json").read_text())
+        return {name: b["cells"] for name, b in data["benchmarks"].items()}
+
+    line = ["bench", "--spec", "b.yml", "--benchmark", "one", "--json", "a.json", "--merge"]
+    assert run([*line, "--cell", "density 0.5"]) == 0
+    first = cells()
+    assert [c["density"] for c in first["one"]] == [0.5]
+    assert run([*line, "--cell", "16, block 1, float32, density 0.1"]) == 0
+    assert [c["density"] for c in cells()["one"]] == [0.1, 0.5]
+    assert cells()["one"][1] == first["one"][0]
+    capsys.readouterr()
+    assert run([*line, "--cell", "density 0.3"]) == 2
+    assert "such as '16, batch 2, density 0.1' or a part of it, got 'density 0.3'" in (
+        capsys.readouterr().err
+    )
+
+
+def test_an_interrupted_run_keeps_the_cells_it_has_measured(capsys, tmp_path, monkeypatch):
+    measure = run_module._measure_cell
+
+    def until(benchmark, cell):
+        if cell.density == 0.5:
+            raise KeyboardInterrupt
+        return measure(benchmark, cell)
+
+    monkeypatch.setattr(run_module, "_measure_cell", until)
+    with suppress(KeyboardInterrupt):
+        call(capsys, "--spec b.yml --benchmark one --json a.json")
+    data = json.loads((tmp_path / "a.json").read_text())
+    assert [c["density"] for c in data["benchmarks"]["one"]["cells"]] == [0.1]
+
+
 def test_figures_can_be_drawn_without_measuring(capsys, tmp_path):
     assert call(capsys, "--spec b.yml --benchmark one --json a.json")[0] == 0
     status, out, err = call(capsys, "--from a.json --markdown a.md")
@@ -127,6 +163,7 @@ def test_the_list_needs_no_measurement(capsys):
         ("--from nowhere.json", "nowhere.json: No such file"),
         ("--from letter.txt", "letter.txt: expected JSON written by dynsparse bench"),
         ("--from a.json --spec b.yml", "--from measures nothing: leave out --spec"),
+        ("--from a.json --cell 16", "--from measures nothing: leave out --spec"),
         ("--loud", "No such option"),
     ],
 )

@@ -48,6 +48,17 @@ class Cell:
     def torch_dtype(self) -> torch.dtype:
         return DTYPES[self.dtype]
 
+    def is_said(self, words: str) -> bool:
+        """Whether all of `words` are said of the cell: "bert-base, block 16, bfloat16"."""
+        said = {
+            self.layer,
+            f"batch {self.batch}",
+            f"density {self.density:g}",
+            f"block {self.block}",
+            self.dtype,
+        }
+        return {word.strip() for word in words.split(",")} <= said
+
     def __str__(self) -> str:
         block = f", block {self.block}" if self.block > 1 else ""
         dtype = f", {self.dtype}" if self.dtype != "float32" else ""

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from dynsparse.bench.cells import Cell
 from dynsparse.bench.timing import Effort
 
-__all__ = ["MEASURES", "Benchmark", "Measure", "Spec", "TrainingOptions"]
+__all__ = ["MEASURES", "Benchmark", "Measure", "Spec", "TrainingOptions", "with_cells"]
 
 
 @dataclass(frozen=True)
@@ -96,3 +96,24 @@ class Spec:
             found = self.select(list(benchmark.runs)) if benchmark.runs else [benchmark]
             chosen.update((one.name, one) for one in found)
         return list(chosen.values())
+
+
+def with_cells(benchmarks: list[Benchmark], which: list[str]) -> list[Benchmark]:
+    """The benchmarks with those cells alone of which one of `which` says all (`Cell.is_said`).
+
+    Raises:
+        ValueError: one that says no cell.
+    """
+    for words in which:
+        if not any(cell.is_said(words) for one in benchmarks for cell in one.cells):
+            example = next((str(cell) for one in benchmarks for cell in one.cells), "nothing")
+            raise ValueError(
+                "--cell: expected what is said of a cell of these benchmarks, such as "
+                f"{example!r} or a part of it, got {words!r}"
+            )
+    found = []
+    for one in benchmarks:
+        cells = tuple(c for c in one.cells if any(c.is_said(words) for words in which))
+        if cells:
+            found.append(replace(one, cells=cells))
+    return found

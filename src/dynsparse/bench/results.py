@@ -33,6 +33,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from dynsparse.bench.cells import Cell
 from dynsparse.bench.host import describe_host
 from dynsparse.bench.law import POPSPARSE, Point, break_even, fit
 from dynsparse.files.json_text import parse_json
@@ -40,7 +41,15 @@ from dynsparse.files.limits import LimitError
 from dynsparse.files.shorten import shortened
 from dynsparse.files.whole import write_text_whole
 
-__all__ = ["Results", "empty_results", "load_results", "points", "save_results", "summarise"]
+__all__ = [
+    "Results",
+    "empty_results",
+    "load_results",
+    "merged",
+    "points",
+    "save_results",
+    "summarise",
+]
 
 Results = dict[str, Any]
 
@@ -95,6 +104,23 @@ def load_results(file: Path) -> Results:
     if missing:
         raise ValueError(f"{file}: expected the entry {missing[0]!r}, got none: measure anew")
     return data
+
+
+def merged(before: dict[str, Any], found: dict[str, Any], order: list[Cell]) -> dict[str, Any]:
+    """A benchmark's entry of `found`, with the cells of `before` that it has not measured.
+
+    Args:
+        order: the cells of the benchmark as the file has them; others are left out.
+    """
+    if "cells" not in found:
+        return found
+    cells = {_key(cell): cell for cell in [*before.get("cells", ()), *found["cells"]]}
+    keys = [(one.layer, one.batch, one.density, one.block, one.threads, one.dtype) for one in order]
+    return {**found, "cells": [cells[key] for key in keys if key in cells]}
+
+
+def _key(cell: dict[str, Any]) -> tuple[Any, ...]:
+    return tuple(cell[name] for name in ("layer", "batch", "density", "block", "threads", "dtype"))
 
 
 def _rounded(value: Any) -> Any:

@@ -26,13 +26,18 @@ from dynsparse.bench.updates import update_parts
 from dynsparse.files.json_text import parse_json
 from dynsparse.nn import SparseLinear
 
-__all__ = ["run_benchmark"]
+__all__ = ["run_benchmark", "with_threads"]
 
 Tell = Callable[[str], None]
 
 
 def run_benchmark(
-    benchmark: Benchmark, folder: Path, *, threads: int | None = None, tell: Tell = print
+    benchmark: Benchmark,
+    folder: Path,
+    *,
+    threads: int | None = None,
+    tell: Tell = print,
+    keep: Callable[[dict[str, Any]], None] = lambda found: None,
 ) -> dict[str, Any]:
     """Measure one benchmark; plain types, as `results` describes them.
 
@@ -40,6 +45,7 @@ def run_benchmark(
         folder: where a command runs, that of the YAML file.
         threads: in place of those in the file.
         tell: called with a line for every cell.
+        keep: called after every cell with what is measured so far.
 
     torch's number of threads is what it was afterwards.
     """
@@ -56,7 +62,7 @@ def run_benchmark(
     refused: list[dict[str, str]] = []
     before = torch.get_num_threads()
     try:
-        for cell in _with_threads(benchmark.cells, threads):
+        for cell in with_threads(benchmark.cells, threads):
             why = refusal(cell, available_memory())
             if why is not None:
                 tell(f"  {cell}: refused, {why}")
@@ -67,12 +73,14 @@ def run_benchmark(
             gc.collect()
             tell(f"  {cell}, {_threads(cell.threads)}: {_line(benchmark, figures)}")
             cells.append({"layer": cell.layer, **_sizes(cell), **figures})
+            keep({**head, "cells": cells, "refused": refused})
     finally:
         torch.set_num_threads(before)
     return {**head, "cells": cells, "refused": refused}
 
 
-def _with_threads(cells: tuple[Cell, ...], threads: int | None) -> list[Cell]:
+def with_threads(cells: tuple[Cell, ...], threads: int | None) -> list[Cell]:
+    """The cells, with so many threads in place of their own where that is given."""
     if threads is None:
         return list(cells)
     return list(dict.fromkeys(replace(cell, threads=threads) for cell in cells))

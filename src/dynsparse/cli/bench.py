@@ -14,6 +14,7 @@ from dynsparse.files.shorten import shortened
 from dynsparse.files.whole import write_text_whole
 
 if TYPE_CHECKING:
+    from dynsparse.bench.cells import Cell
     from dynsparse.bench.options import Benchmark, Spec
     from dynsparse.bench.results import Results
 
@@ -40,6 +41,15 @@ def bench(
             show_default="all: more than an hour",
         ),
     ] = None,
+    cell: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="Of these, run the cells of which all of this is said, as 'bert-base, bfloat16'.",
+            rich_help_panel=_WHAT,
+            metavar="<text>",
+            show_default="all",
+        ),
+    ] = None,
     threads: Annotated[
         int | None,
         typer.Option(
@@ -61,7 +71,7 @@ def bench(
         bool,
         typer.Option(
             "--merge",
-            help="Keep what the --json file holds of benchmarks that are not run.",
+            help="Keep what the --json file holds of benchmarks and cells that are not run.",
             rich_help_panel=_OUTPUT,
         ),
     ] = False,
@@ -93,13 +103,16 @@ def bench(
         need_matplotlib()
     source: Path | None = None
     if from_json is not None:
-        if spec is not None or benchmark or threads is not None:
-            raise ValueError("--from measures nothing: leave out --spec, --benchmark and --threads")
+        if spec is not None or benchmark or cell or threads is not None:
+            raise ValueError(
+                "--from measures nothing: leave out --spec, --benchmark, --cell and --threads"
+            )
         from dynsparse.bench.results import load_results
 
         results = load_results(from_json)
         source = from_json
     else:
+        from dynsparse.bench.options import with_cells
         from dynsparse.bench.spec import find_spec, read_spec
 
         file = find_spec() if spec is None else spec
@@ -108,6 +121,8 @@ def bench(
             _show_list(found)
             return
         chosen = found.select(benchmark or [b.name for b in found.benchmarks.values()])
+        if cell:
+            chosen = with_cells(chosen, cell)
         results = _measure(found, chosen, file.resolve().parent, threads, json, merge)
     with _figures_of(source):
         _write(results, picture, markdown, page or [])
@@ -135,8 +150,14 @@ def _measure(
     json: Path | None,
     merge: bool,
 ) -> Results:
-    from dynsparse.bench.results import empty_results, load_results, save_results, summarise
-    from dynsparse.bench.run import run_benchmark
+    from dynsparse.bench.results import (
+        empty_results,
+        load_results,
+        merged,
+        save_results,
+        summarise,
+    )
+    from dynsparse.bench.run import run_benchmark, with_threads
     from dynsparse.report.bench.tables import machine_line
 
     results = empty_results(spec.file)
@@ -155,14 +176,23 @@ def _measure(
         print("This system has no /proc/stat: what other processes take cannot be told.")
     print("Ratios: the other's time over the first's; median over rounds [quartiles].")
     for benchmark in chosen:
-        results["benchmarks"][benchmark.name] = run_benchmark(
-            benchmark, folder, threads=threads, tell=_tell
-        )
-        # Written after each: an interrupted run keeps what it has measured.
-        with _figures_of(source):
-            summarise(results)
-        if json is not None:
-            save_results(results, json)
+        before = results["benchmarks"].get(benchmark.name, {})
+        whole = with_threads(spec.benchmarks[benchmark.name].cells, threads)
+
+        def keep(
+            found: dict[str, Any],
+            name: str = benchmark.name,
+            before: dict[str, Any] = before,
+            whole: list[Cell] = whole,
+        ) -> None:
+            # Written after each cell: an interrupted run keeps what it has measured.
+            with _figures_of(source):
+                results["benchmarks"][name] = merged(before, found, whole)
+                summarise(results)
+            if json is not None:
+                save_results(results, json)
+
+        keep(run_benchmark(benchmark, folder, threads=threads, tell=_tell, keep=keep))
     return results
 
 
