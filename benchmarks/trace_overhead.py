@@ -90,7 +90,7 @@ def main() -> None:
     for batch in (16, 128, 1024):
         training = windows(batch)
         seconds(training, None)
-        recorder = Recorder(10**9)
+        recorder = Recorder.started(10**7)
         ratios, steps = [], []
         for pair in range(arguments.pairs):
             # Either comes first in every other pair.
@@ -100,7 +100,7 @@ def main() -> None:
             steps.append(times[None] / WINDOW)
         low, _, high = statistics.quantiles(ratios, n=4)
         step = statistics.median(steps)
-        spans = len(recorder.lane().marks) / WINDOW / arguments.pairs
+        spans = len(recorder.lanes[0].marks) / WINDOW / arguments.pairs
         print(
             f"batch {batch}: a step {1e6 * step:.0f} us; on {statistics.median(ratios):.3f} "
             f"[{low:.3f}, {high:.3f}]; off {1 + spans * unseen / step:.4f} ({spans:.1f} spans)"

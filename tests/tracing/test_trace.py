@@ -58,7 +58,7 @@ def test_a_loop_of_ones_own_has_the_spans_of_a_training(tmp_path, kind, own_step
     # The cosine begins near 0.3, and integers round down.
     assert all(0.2 < churn < 0.3 for churn in counts(document, "churn"))
     assert {event["args"]["layer"] for event in spans(document, "drop")} == {"0"}
-    assert document["otherData"]["left_out"] == 0
+    assert document["otherData"]["whole"]
 
 
 def test_spans_come_in_the_order_of_what_they_tell(tmp_path):
@@ -156,14 +156,14 @@ def test_what_cannot_be_is_refused(tmp_path):
     assert not (tmp_path / "other.json").exists()
 
 
-def test_more_than_the_limit_is_counted(tmp_path):
+def test_the_last_are_kept_where_there_are_too_many(tmp_path):
     with ds.trace(tmp_path / "run.json", limit=3):
-        for _ in range(5):
-            with span("a"):
+        for number in range(5):
+            with span(f"number {number}"):
                 pass
     document = read(tmp_path / "run.json")
-    assert len(spans(document)) == 3
-    assert document["otherData"]["left_out"] == 2
+    assert [event["name"] for event in spans(document)] == ["number 2", "number 3", "number 4"]
+    assert not document["otherData"]["whole"]
 
 
 def test_names_and_what_is_said_of_spans_are_any_text(tmp_path):

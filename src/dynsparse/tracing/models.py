@@ -18,7 +18,7 @@ from torch.utils.hooks import RemovableHandle
 
 from dynsparse.tracing.spans import current
 
-__all__ = ["hooked", "watch"]
+__all__ = ["hooked", "unwatch", "watch"]
 
 _models: WeakSet[nn.Module] = WeakSet()
 _handles: list[RemovableHandle] = []
@@ -30,6 +30,11 @@ def watch(model: nn.Module) -> None:
         _models.add(model)
         if current() is not None:
             _hook(model)
+
+
+def unwatch(model: nn.Module) -> None:
+    """Take back `watch`, for a loop that has spans of its own; before a trace begins to hook it."""
+    _models.discard(model)
 
 
 @contextmanager
@@ -55,26 +60,19 @@ def _hook(model: nn.Module) -> None:
 
 def _begins(model: nn.Module, args: Any) -> None:
     recorder = current()
-    if recorder is None or torch.compiler.is_compiling():
-        return
-    lane = recorder.lane()
-    inside = "forward" in lane.open or "backward" in lane.open
-    lane.open.append("forward")
-    lane.forwards.append(None if inside else time.perf_counter_ns())
+    if recorder is not None and not torch.compiler.is_compiling():
+        recorder.forwards.append(time.perf_counter_ns())
 
 
 def _ends(model: nn.Module, args: Any, out: Any) -> None:
     recorder = current()
-    if recorder is None or torch.compiler.is_compiling():
+    # None, where the trace began inside the call.
+    if recorder is None or torch.compiler.is_compiling() or not recorder.forwards:
         return
-    lane = recorder.lane()
-    if not lane.forwards:  # the trace began inside the call
+    begin = recorder.forwards.pop()
+    if recorder.forwards:  # inside another
         return
-    lane.open.pop()
-    begin = lane.forwards.pop()
-    if begin is None:
-        return
-    lane.add("forward", begin, time.perf_counter_ns())
+    recorder.mark(("forward", begin, time.perf_counter_ns(), None))
     tensor = _with_gradient(out)
     if tensor is not None:
         with suppress(RuntimeError):  # transforms of torch.func know no hooks
@@ -96,11 +94,9 @@ def _goes_back(gradient: Tensor) -> None:
     recorder = current()
     if recorder is None or torch.compiler.is_compiling():
         return
-    lane, begin = recorder.lane(), time.perf_counter_ns()
-    if "backward" in lane.open:
-        return
+    mark, begin = recorder.mark, time.perf_counter_ns()
 
     def ended() -> None:
-        lane.add("backward", begin, time.perf_counter_ns())
+        mark(("backward", begin, time.perf_counter_ns(), None))
 
     torch.autograd.Variable._execution_engine.queue_callback(ended)

@@ -4,72 +4,61 @@ from __future__ import annotations
 
 import threading
 import time
-from typing import Any, NamedTuple
+from collections import deque
+from collections.abc import Callable
+from typing import Any
 
 __all__ = ["Lane", "Mark", "Recorder"]
 
+Mark = tuple[str, int, int | None, Any]
+"""A span: its name, begin and end in nanoseconds, and what is said of it, a dict or None.
 
-class Mark(NamedTuple):
-    """A span [begin, end] in nanoseconds, or a counter's value at `begin`.
-
-    `about` is what is said of a span beside its name; `end` is None for counters.
-    """
-
-    name: str
-    begin: int
-    end: int | None
-    about: Any
+A counter: its name, when it got a value, None, and the value."""
 
 
 class Lane:
-    """One thread's spans and counters, in the order of their ends.
+    """One thread's spans and counters, in the order of their ends; the last `limit` of them.
 
     Attributes:
         thread, name: its number in the system, and what Python calls it.
-        marks: as tuples of `Mark`'s fields, which take a third of the time to make.
-        open: the names of the spans under way, outermost first.
-        left_out: how many came after the lane was full.
-        forwards: when the calls of watched models under way began; None for those inside others.
     """
-
-    __slots__ = ("forwards", "left_out", "limit", "marks", "name", "open", "thread")
 
     def __init__(self, limit: int) -> None:
         self.thread = threading.get_native_id()
         self.name = threading.current_thread().name
-        self.limit = limit
-        self.marks: list[tuple[str, int, int | None, Any]] = []
-        self.open: list[str] = []
-        self.forwards: list[int | None] = []
-        self.left_out = 0
+        self.marks: deque[Mark] = deque(maxlen=limit)
 
-    def add(self, name: str, begin: int, end: int | None, about: Any = None) -> None:
-        if len(self.marks) < self.limit:
-            self.marks.append((name, begin, end, about))
-        else:
-            self.left_out += 1
+    @property
+    def is_full(self) -> bool:
+        """Whether earlier ones may have been let go of."""
+        return len(self.marks) == self.marks.maxlen
 
 
-class Recorder:
+class Recorder(threading.local):
     """All lanes of a trace.
 
     Times are those of `time.perf_counter_ns`, which the processes of one machine share on Linux.
 
-    Args:
-        limit: how many spans and counters a lane holds; those that come later are counted only.
+    Attributes:
+        lanes: of all threads that have marked something.
+        mark: adds a mark to the lane of the thread that asks. It is one call of C: a span that is
+            among the kernels of a step finds none of Python's code in the processor's caches, and
+            every line counts several times what it would in a loop.
+        forwards: when the calls of watched models under way in this thread began.
     """
 
-    def __init__(self, limit: int) -> None:
-        self.limit = limit
-        self.lanes: list[Lane] = []
-        self.begin = time.perf_counter_ns()
-        self._own = threading.local()
+    lanes: list[Lane]
+    begin: int
 
-    def lane(self) -> Lane:
-        """Of the thread that asks."""
-        try:
-            lane: Lane = self._own.lane
-        except AttributeError:
-            lane = self._own.lane = Lane(self.limit)
-            self.lanes.append(lane)
-        return lane
+    def __init__(self, limit: int, lanes: list[Lane], begin: int) -> None:
+        # Called in each thread that asks, with the same arguments.
+        self.lanes, self.begin = lanes, begin
+        self.forwards: list[int] = []
+        lane = Lane(limit)
+        lanes.append(lane)
+        self.mark: Callable[[Mark], None] = lane.marks.append
+
+    @classmethod
+    def started(cls, limit: int) -> Recorder:
+        """One that begins now."""
+        return cls(limit, [], time.perf_counter_ns())

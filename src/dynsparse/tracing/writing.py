@@ -49,8 +49,8 @@ def trace(file: str | os.PathLike[str], *, limit: int = _LIMIT) -> Iterator[None
 
     Args:
         file: in a folder that exists.
-        limit: how many spans and counters of each thread are kept, at some 150 bytes of memory
-            each; of those that come later the file says how many there were.
+        limit: how many spans and counters of each thread are kept, the last ones, at some 150 bytes
+            of memory each.
 
     Raises:
         TypeError: a file that is no path.
@@ -67,7 +67,7 @@ def trace(file: str | os.PathLike[str], *, limit: int = _LIMIT) -> Iterator[None
     check_place(path)
     if current() is not None:
         raise ValueError("a trace is on already: let one end before the next begins")
-    recorder = Recorder(limit)
+    recorder = Recorder.started(limit)
     record(recorder)
     try:
         with hooked():
@@ -107,7 +107,7 @@ def _write(path: Path, recorder: Recorder, end: int) -> None:
         "rank": rank,
         "begin": recorder.begin / 1000,
         "end": end / 1000,
-        "left_out": sum(lane.left_out for lane in recorder.lanes),
+        "whole": not any(lane.is_full for lane in recorder.lanes),
     }
     head = {"displayTimeUnit": "ms", "otherData": about}
 
@@ -133,7 +133,7 @@ def _parts(recorder: Recorder, pid: int, rank: int) -> Iterator[list[str]]:
         # Outer spans before those inside them, as simple readers expect.
         marks = sorted(lane.marks, key=lambda mark: (mark[1], -(mark[2] or mark[1])))
         for start in range(0, len(marks), _PART):
-            yield [_event(Mark(*mark), lane, pid) for mark in marks[start : start + _PART]]
+            yield [_event(mark, lane, pid) for mark in marks[start : start + _PART]]
 
 
 def _metadata(name: str, value: str, pid: int, thread: int, begin: int) -> str:
@@ -142,12 +142,13 @@ def _metadata(name: str, value: str, pid: int, thread: int, begin: int) -> str:
 
 
 def _event(mark: Mark, lane: Lane, pid: int) -> str:
-    at = f'"ts":{_microseconds(mark.begin)},"pid":{pid},"tid":{lane.thread}'
-    name = json.dumps(str(mark.name))
-    if mark.end is None:
-        return f'{{"ph":"C","cat":"dynsparse","name":{name},{at},"args":{{{name}:{mark.about!r}}}}}'
-    more = f',"args":{json.dumps(_plain(mark.about))}' if mark.about else ""
-    length = _microseconds(mark.end - mark.begin)
+    title, begin, end, about = mark
+    at = f'"ts":{_microseconds(begin)},"pid":{pid},"tid":{lane.thread}'
+    name = json.dumps(str(title))
+    if end is None:
+        return f'{{"ph":"C","cat":"dynsparse","name":{name},{at},"args":{{{name}:{about!r}}}}}'
+    more = f',"args":{json.dumps(_plain(about))}' if about else ""
+    length = _microseconds(end - begin)
     return f'{{"ph":"X","cat":"dynsparse","name":{name},{at},"dur":{length}{more}}}'
 
 

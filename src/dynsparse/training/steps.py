@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from dynsparse.interrupts import uninterrupted
-from dynsparse.tracing.spans import OFF, begun
+from dynsparse.tracing.spans import OFF, span
 
 __all__ = ["OptimizerSteps", "bare", "is_scaled"]
 
@@ -171,7 +171,7 @@ class OptimizerSteps(Generic[T_co]):
         owner = self._owner
         update = self._span is not OFF and owner._is_update()
         if update:
-            self._span.end()
+            self._span.__exit__()
             self._begin_span("update")
         self._made = made = owner._after()
         if update:
@@ -188,11 +188,11 @@ class OptimizerSteps(Generic[T_co]):
 
     def _begin_span(self, name: str) -> None:
         """In the trace; what an error has left open is forgotten."""
-        self._span = begun(name)
-        self._span.begin()
+        self._span = span(name)
+        self._span.__enter__()
 
     def _end_span(self) -> None:
-        self._span.end()
+        self._span.__exit__()
         self._span = OFF
 
     def _check_new(self, way: str) -> None:

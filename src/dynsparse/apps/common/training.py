@@ -19,6 +19,7 @@ from dynsparse.apps.common.methods import build_trainer
 from dynsparse.apps.common.options import TrainingOptions
 from dynsparse.pattern import Rewiring
 from dynsparse.ranks import ranks_of
+from dynsparse.tracing.models import unwatch
 from dynsparse.tracing.spans import counter, is_traced, span, spanned
 from dynsparse.training.counted import count_density
 
@@ -171,6 +172,7 @@ class Training(ABC):
             final=final,
             generator=initial,
         )
+        unwatch(self.model)  # its spans have the loss in them
         self.replica: nn.Module = self.model
         if not self.ranks.alone:
             self.replica = DistributedDataParallel(self.model)
