@@ -131,7 +131,7 @@ $(VENV)/.installed-docs: $(VENV)/.installed-dev
 # The frameworks that the callbacks are for, and libraries of models: tests are skipped without them.
 $(VENV)/.installed-frameworks: $(VENV)/.installed-dev
 	DYNSPARSE_NATIVE=0 $(BIN)/python -m pip install -q -c constraints.txt \
-		-e '.[huggingface,lightning,models,onnx,tuning]'
+		-e '.[huggingface,keras,lightning,models,onnx,tuning]'
 	$(PLAIN_PATH)
 	@touch $@
 

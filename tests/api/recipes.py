@@ -9,6 +9,7 @@ from __future__ import annotations
 import importlib
 import inspect
 from collections.abc import Callable
+from importlib.util import find_spec
 from typing import Any, NamedTuple
 
 MODULES = (
@@ -31,6 +32,7 @@ MODULES = (
     "dynsparse.integrations.follower",
     "dynsparse.distributed",
     "dynsparse.tracing",
+    *(["dynsparse.integrations.keras"] if find_spec("keras") is not None else []),
 )
 
 

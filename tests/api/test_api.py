@@ -19,6 +19,7 @@ from recipes import public_callables
 from recipes_core import RECIPES as CORE
 from recipes_distributed import RECIPES as DISTRIBUTED
 from recipes_files import RECIPES as FILES
+from recipes_keras import RECIPES as KERAS
 from recipes_machine import RECIPES as MACHINE
 from recipes_onnx import NOT_INSTALLED
 from recipes_onnx import RECIPES as ONNX
@@ -26,7 +27,7 @@ from recipes_popsparse import RECIPES as POPSPARSE
 from recipes_training import RECIPES as TRAINING
 from wrong import FIXED, anything, fault, refusal
 
-RECIPES = CORE | TRAINING | MACHINE | POPSPARSE | DISTRIBUTED | FILES | ONNX
+RECIPES = CORE | TRAINING | MACHINE | POPSPARSE | DISTRIBUTED | FILES | ONNX | KERAS
 
 
 @pytest.fixture(autouse=True)

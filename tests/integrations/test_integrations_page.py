@@ -1,6 +1,7 @@
 """The examples of docs/integrations.md that need other libraries."""
 
 import contextlib
+import os
 import re
 import warnings
 from pathlib import Path
@@ -9,6 +10,7 @@ import pytest
 
 PAGE = Path(__file__).parents[2] / "docs" / "integrations.md"
 
+os.environ.setdefault("KERAS_BACKEND", "torch")
 pytestmark = pytest.mark.filterwarnings("default")
 
 
@@ -18,13 +20,14 @@ pytestmark = pytest.mark.filterwarnings("default")
     [
         ("lightning", "Lightning"),
         ("accelerate", "Hugging Face"),
+        ("keras", "Keras"),
         ("peft", "LoRA with PEFT"),
         ("accelerate", "Other loops"),
         ("onnx2torch", "ONNX"),
         ("lightning", "Fabric"),
         ("optuna", "Optuna"),
     ],
-    ids=["lightning", "huggingface", "peft", "accelerate", "onnx", "fabric", "optuna"],
+    ids=["lightning", "huggingface", "keras", "peft", "accelerate", "onnx", "fabric", "optuna"],
 )
 def test_the_examples_of_a_section_run(library, section, capsys, tmp_path):
     with warnings.catch_warnings():

@@ -1,5 +1,5 @@
-"""Sparse training inside other libraries' training loops: Lightning and Hugging Face.
+"""Sparse training inside other libraries' training loops: Lightning, Hugging Face and Keras.
 
-`dynsparse.integrations.lightning` and `dynsparse.integrations.huggingface` are imported by those
-who use them; each needs its library.
+`dynsparse.integrations.lightning`, `.huggingface` and `.keras` are imported by those who use them;
+each needs its library.
 """

@@ -102,6 +102,9 @@ def moving_state(
 
 def _start(optimizer: torch.optim.Optimizer, values: Tensor, key: str) -> float:
     """What a fresh entry of the state `key` holds."""
+    told = getattr(optimizer, "fresh", {})  # by those that stand for other libraries' optimizers
+    if key in told:
+        return float(told[key])
     group = next(g for g in optimizer.param_groups if any(p is values for p in g["params"]))
     if isinstance(optimizer, torch.optim.Adagrad) and key == "sum":
         return float(group["initial_accumulator_value"])
