@@ -55,11 +55,10 @@ if find_spec("keras") is not None:
             },
         ),
         "dynsparse.integrations.keras.sparsify": Recipe(
-            sparse.sparsify,
+            lambda **named: sparse.sparsify(verbose=False, **named),
             lambda: {
                 "model": network(keras.layers.Dense(8), keras.layers.Dense(4)),
                 "density": 0.5,
-                "verbose": False,
             },
         ),
     }

@@ -68,9 +68,15 @@ class SparseConv2D(SparseLayer):
             seed=seed,
             **named,
         )
-        # Keras' own layer, never built, checks what it takes and says what comes of a shape.
-        self.filters, self.groups = filters, groups
-        like = self._like(kernel_size, strides, padding, data_format, dilation_rate)
+        self.filters, self.groups = filters, check_integer("groups", groups, 1)
+        # Keras' own layer, never built, checks the rest and says what comes of a shape.
+        like = self._like(
+            _two("kernel_size", kernel_size),
+            _two("strides", strides),
+            padding,
+            data_format,
+            _two("dilation_rate", dilation_rate),
+        )
         self.kernel_size, self.strides = like.kernel_size, like.strides
         self.padding, self.data_format = like.padding, like.data_format
         self.dilation_rate = like.dilation_rate
@@ -152,3 +158,9 @@ class SparseConv2D(SparseLayer):
             "dilation_rate": self.dilation_rate,
             "groups": self.groups,
         } | super().get_config()
+
+
+def _two(name: str, value: int | Sequence[int]) -> tuple[int, ...]:
+    if isinstance(value, (list, tuple)) and len(value) == 2:
+        return tuple(check_integer(name, n, 1) for n in value)
+    return (check_integer(f"{name}, or each of its two,", value, 1),) * 2
