@@ -100,6 +100,16 @@ def copy_arguments():
     return {"source": variable(on=made), "destination": made.add_variable("float", [4, 2], "y", 0)}
 
 
+def cross_arguments():
+    return copy_arguments() | {"to": {0: 1}, "name": "c"}
+
+
+def with_remote():
+    made, program, _ = wired()
+    made.add_remote_buffer("beside", "float", 4)
+    return m.Engine(made, program)
+
+
 def if_arguments():
     return {"predicate": word(), "then": program(), "otherwise": program(), "name": "if"}
 
@@ -189,7 +199,38 @@ RECIPES = {
     "dynsparse.machine.Target.named": call(m.Target.named, name=lambda: "bow"),
     "dynsparse.machine.Target.vector_width": of(target, "vector_width", dtype=lambda: "half"),
     "dynsparse.machine.Target.seconds": of(target, "seconds", cycles=lambda: 10.0),
-    "dynsparse.machine.Graph": call(m.Graph, target=target),
+    "dynsparse.machine.Target.pod": call(
+        m.Target.pod,
+        processors=lambda: 2,
+        processor=lambda: "mk2",
+        tiles=lambda: 8,
+        link_sync_cycles=lambda: 500,
+    ),
+    "dynsparse.machine.Target.share": call(
+        lambda replicas: m.Target.pod(4, tiles=2).share(replicas), replicas=lambda: 2
+    ),
+    "dynsparse.machine.Graph": call(m.Graph, target=target, replicas=lambda: 1),
+    "dynsparse.machine.Graph.virtual": call(
+        lambda tiles: graph().virtual(tiles=tiles), tiles=lambda: [0, 1]
+    ),
+    "dynsparse.machine.Graph.virtual, processor": call(
+        lambda processor: m.Graph(m.Target.pod(2, tiles=2)).virtual(processor=processor),
+        processor=lambda: 1,
+    ),
+    "dynsparse.machine.Graph.add_remote_buffer": of(
+        graph,
+        "add_remote_buffer",
+        name=lambda: "a",
+        dtype=lambda: "float",
+        numel=lambda: 4,
+        rows=lambda: 2,
+    ),
+    "dynsparse.machine.Engine.remote": call(
+        lambda name, replica: with_remote().remote(name, replica),
+        (KeyError,),
+        name=lambda: "beside",
+        replica=lambda: 0,
+    ),
     "dynsparse.machine.Graph.set_tile_mapping": Recipe(
         lambda tensor, tiles: (made := graph()).set_tile_mapping(
             variable(on=made) if isinstance(tensor, str) and tensor == "own" else tensor, tiles
@@ -256,6 +297,20 @@ RECIPES = {
     ),
     "dynsparse.machine.Sequence.add": Recipe(
         lambda more: m.Sequence().add(more), lambda: {"more": program()}
+    ),
+    "dynsparse.machine.CrossReplicaCopy": Recipe(m.CrossReplicaCopy, cross_arguments),
+    "dynsparse.machine.PrintTensor": call(
+        m.PrintTensor, tensor=variable, title=lambda: "x", name=lambda: "p"
+    ),
+    "dynsparse.machine.ErrorProgram": call(
+        m.ErrorProgram, message=lambda: "wrong", tensor=variable, name=lambda: "e"
+    ),
+    "dynsparse.machine.Abort": call(m.Abort, message=lambda: "wrong", name=lambda: "e"),
+    "dynsparse.machine.AbortOnCondition": call(
+        with_program(m.AbortOnCondition),
+        predicate=word,
+        message=lambda: "wrong",
+        name=lambda: "e",
     ),
     "dynsparse.machine.Call": Recipe(
         with_program(m.Call), lambda: {"function": program(), "name": "a"}

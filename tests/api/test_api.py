@@ -56,7 +56,7 @@ NOT_CALLED = {
     *(f"dynsparse.machine.{name}" for name in ("Tensor", "VertexView", "RaggedView", "Stream")),
     *(f"dynsparse.machine.{name}" for name in ("Profile", "StepProfile", "LayerEstimate")),
     *(f"dynsparse.machine.{name}" for name in ("ModelEstimate", "PassEstimate")),
-    "dynsparse.machine.UpdateEstimate",
+    *(f"dynsparse.machine.{name}" for name in ("AbortError", "RemoteBuffer", "UpdateEstimate")),
     *(f"dynsparse.popsparse.{name}" for name in ("BucketOverflowError", "Encoded", "Plan")),
     *(f"dynsparse.popsparse.{name}" for name in ("EncodedPattern", "EncodingInfo", "Method")),
     *(f"dynsparse.popsparse.{name}" for name in ("PassTime", "PlannedTensor", "SparseTensor")),

@@ -132,7 +132,7 @@ def test_host_streams():
     assert profile.step("load").kind == "host"
     assert (profile.step("load").from_host_bytes, profile.step("load").to_host_bytes) == (24, 0)
     assert (profile.from_host_bytes, profile.to_host_bytes) == (24, 24)
-    assert "Host link: 24 bytes to the host, 24 from it" in profile.summary()
+    assert "Host link: 24 bytes to the host, 24 back" in profile.summary()
     assert profile.to_dict()["steps"][0]["from_host_bytes"] == 24
     buffer = np.zeros((2, 4), np.float32)
     engine.connect("out", buffer)

@@ -164,7 +164,7 @@ def test_bad_copies():
         Copy(v[:5], c)
     with pytest.raises(TypeError, match="a list of such pairs"):
         Copy(v)
-    with pytest.raises(TypeError, match="tensors or streams"):
+    with pytest.raises(TypeError, match="tensors, streams or remote"):
         Copy(v, np.zeros(10))
     with pytest.raises(ProgramError, match="writes the constant 'c'"):
         Engine(graph, Copy(v, c))

@@ -22,6 +22,7 @@ from dynsparse.machine.dtypes import (
 )
 from dynsparse.machine.engine import Engine
 from dynsparse.machine.errors import (
+    AbortError,
     LocalityError,
     MachineError,
     MappingError,
@@ -29,13 +30,19 @@ from dynsparse.machine.errors import (
     ProgramError,
     RaceError,
 )
-from dynsparse.machine.graph import ComputeSet, Graph, Stream
+from dynsparse.machine.graph import Graph
+from dynsparse.machine.objects import ComputeSet, RemoteBuffer, Stream
 from dynsparse.machine.profile import Profile, StepProfile
 from dynsparse.machine.program import (
+    Abort,
+    AbortOnCondition,
     Call,
     Copy,
+    CrossReplicaCopy,
+    ErrorProgram,
     Execute,
     If,
+    PrintTensor,
     Program,
     Repeat,
     RepeatWhileFalse,
@@ -58,12 +65,17 @@ __all__ = [
     "UNSIGNED_CHAR",
     "UNSIGNED_INT",
     "UNSIGNED_SHORT",
+    "Abort",
+    "AbortError",
+    "AbortOnCondition",
     "Call",
     "Codelet",
     "ComputeSet",
     "Copy",
+    "CrossReplicaCopy",
     "DType",
     "Engine",
+    "ErrorProgram",
     "Execute",
     "Graph",
     "If",
@@ -77,12 +89,14 @@ __all__ = [
     "Out",
     "OutOfMemoryError",
     "PassEstimate",
+    "PrintTensor",
     "Profile",
     "Program",
     "ProgramError",
     "RaceError",
     "Ragged",
     "RaggedView",
+    "RemoteBuffer",
     "Repeat",
     "RepeatWhileFalse",
     "RepeatWhileTrue",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, TextIO
 
 import numpy as np
 
@@ -13,12 +13,12 @@ from dynsparse.machine.checks import check_mapping
 from dynsparse.machine.errors import ProgramError
 from dynsparse.machine.graph import Graph
 from dynsparse.machine.liveness import analyse
-from dynsparse.machine.lowering import Lowering, Node
+from dynsparse.machine.lowering import Lowering
 from dynsparse.machine.memory import check_memory as _check_memory
 from dynsparse.machine.memory import measure_memory
 from dynsparse.machine.profile import Profile, StepProfile
 from dynsparse.machine.program import Program, check_nesting
-from dynsparse.machine.state import State
+from dynsparse.machine.state import Node, State
 from dynsparse.machine.target import Target
 from dynsparse.machine.tensor import Tensor
 from dynsparse.tracing import spanned
@@ -36,6 +36,7 @@ class Engine:
         check_memory: whether a tile that overflows is an error. Otherwise it only shows in the
             profile.
         max_iterations: after this many turns a while loop is taken for endless.
+        print_to: where `PrintTensor` writes; standard error.
         numerics: whether half and float data is computed. Without it only whole numbers and bools,
             which steer a program, move and change; the profile is the same at a fraction of the
             time and memory, and floating-point tensors can be neither read nor written.
@@ -58,8 +59,10 @@ class Engine:
         check_memory: bool = True,
         max_iterations: int = 1_000_000,
         numerics: bool = True,
+        print_to: TextIO | None = None,
     ) -> None:
-        self.graph = check_kind("graph", graph, Graph, "a Graph")
+        graph = check_kind("graph", graph, Graph, "a Graph").root
+        self.graph = graph
         self.target = graph.target if target is None else target
         if not isinstance(self.target, Target):
             raise TypeError(f"Engine takes a Target, got {type(target).__name__}")
@@ -77,6 +80,8 @@ class Engine:
             # The variables alone, before the simulation takes memory for them.
             _check_memory(measure_memory(graph, self.target, [], [], liveness))
         self._state = State(graph, self.target, numerics=numerics, max_iterations=max_iterations)
+        if print_to is not None:
+            self._state.print_to = print_to
         lowering = Lowering(self._state)
         self._nodes: dict[str, Node] = {
             name: lowering.lower(one, name) for name, one in named.items()
@@ -127,17 +132,19 @@ class Engine:
 
     # The host's side.
 
-    def read(self, what: str | Tensor) -> np.ndarray:
+    def read(self, what: str | Tensor, replica: int = 0) -> np.ndarray:
         """A copy of a tensor's values, by handle name, variable name or tensor.
 
         Raises:
             KeyError: no handle or variable of that name, or several variables.
             ProgramError: a type that is not computed.
+            ValueError: a replica that does not exist.
         """
-        return self._state.read(what)
+        return self._state.read(what, replica)
 
-    def write(self, what: str | Tensor, values: Any) -> None:
-        """Set a tensor's values. They round to its element type; a scalar fills it.
+    def write(self, what: str | Tensor, values: Any, replica: int | None = None) -> None:
+        """Set a tensor's values, of all replicas or of one. They round to its element type; a
+        scalar fills it.
 
         Raises:
             KeyError: no handle or variable of that name, or several variables.
@@ -145,10 +152,22 @@ class Engine:
             TypeError: fractional values for an integer type.
             ProgramError: a constant.
         """
-        self._state.write(what, values)
+        self._state.write(what, values, replica)
+
+    def remote(self, name: str, replica: int = 0) -> np.ndarray:
+        """What a remote buffer holds, [rows, elements]: the host may read and write it in place.
+
+        Raises:
+            KeyError: no such buffer. ValueError: a replica that does not exist.
+        """
+        if not isinstance(name, str) or name not in self.graph.remote_buffers:
+            known = ", ".join(map(repr, self.graph.remote_buffers)) or "none"
+            raise KeyError(f"no remote buffer named {shortened(name)}; there are: {known}")
+        held = self._state.remote[self.graph.remote_buffers[name]]
+        return held[self._state.number(replica)]
 
     def connect(self, stream: str, end: Any) -> None:
-        """Connect a stream of the graph to the host: see `Host.connect`.
+        """Connect a stream of the graph to the host: see `Host.connect`. Replicas take their turns.
 
         Raises:
             KeyError: no such stream.

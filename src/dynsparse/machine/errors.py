@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 __all__ = [
+    "AbortError",
     "LocalityError",
     "MachineError",
     "MappingError",
@@ -30,6 +31,10 @@ class RaceError(MachineError):
 
 class ProgramError(MachineError):
     """A program that is put together wrongly, or that does not end."""
+
+
+class AbortError(MachineError):
+    """A program that ends itself, by `Abort`, `AbortOnCondition` or `ErrorProgram`."""
 
 
 class OutOfMemoryError(MachineError):

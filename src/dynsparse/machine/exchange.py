@@ -22,7 +22,7 @@ from dynsparse.machine.intervals import Runs, refine, union_lengths
 from dynsparse.machine.target import Target
 from dynsparse.machine.tensor import Tensor
 
-__all__ = ["CopyPlan", "bind_copy", "broadcast_cycles", "plan_copy"]
+__all__ = ["CopyPlan", "bind_copy", "broadcast_cycles", "link_cycles", "plan_copy"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -35,6 +35,8 @@ class CopyPlan:
     fragments: np.ndarray
     exchange_per_tile: np.ndarray
     local_per_tile: np.ndarray
+    link_bytes: int = 0
+    link_cycles: int = 0
 
     @property
     def is_exchange(self) -> bool:
@@ -43,7 +45,8 @@ class CopyPlan:
 
     @property
     def exchange_cycles(self) -> int:
-        return int(self.exchange_per_tile.max())
+        """On the chips and, at the same time, on the links between them."""
+        return max(int(self.exchange_per_tile.max()), self.link_cycles)
 
     @property
     def local_cycles(self) -> int:
@@ -113,6 +116,7 @@ def plan_copy(
     sent = np.zeros(tiles)
     local = np.zeros(tiles)
     fragments = np.zeros(tiles)
+    links = np.zeros((target.processors, target.processors))
     by_type: dict[DType, list[tuple[Tensor, Tensor]]] = {}
     for src, dst in pairs:
         if src.numel:
@@ -139,6 +143,8 @@ def plan_copy(
         )
         begins = np.concatenate([[True], ~continues])
         fragments += np.bincount(dst_tiles[begins], minlength=tiles)
+        if target.processors > 1:
+            links += _link_bytes(target, src, lengths, src_tiles, dst_tiles) * dtype.size
         if target.exchange_bus_tiles == 2:
             shared += _common_bytes(src, lengths, dst_tiles, tiles) * dtype.size
     rate = target.exchange_bytes_per_cycle
@@ -146,7 +152,42 @@ def plan_copy(
     busy = np.ceil(np.maximum(payload, fragments * target.exchange_fragment_cycles))
     copying = np.ceil(local / target.memcpy_bytes_per_cycle)
     copying[local > 0] += target.local_copy_cycles
-    return CopyPlan(received, sent, local, fragments, busy, copying)
+    return CopyPlan(
+        received,
+        sent,
+        local,
+        fragments,
+        busy,
+        copying,
+        int(links.sum()),
+        link_cycles(target, links),
+    )
+
+
+def link_cycles(target: Target, links: np.ndarray) -> int:
+    """Cycles of moving bytes between processors: links[i, j] from i to j, all at once.
+
+    A processor sends, and at the same time receives, at the rate of its links, whoever the others
+    are. How links are laid from chip to chip is left out.
+    """
+    worst = max(links.sum(0).max(), links.sum(1).max())
+    return math.ceil(worst / target.link_bytes_per_second * target.clock_hz)
+
+
+def _link_bytes(
+    target: Target,
+    src: np.ndarray,
+    lengths: np.ndarray,
+    src_tiles: np.ndarray,
+    dst_tiles: np.ndarray,
+) -> np.ndarray:
+    """Elements from processor to processor, [processors, processors]. What several tiles of one
+    hear crosses once."""
+    count, each = target.processors, target.processor_tiles
+    start, to = src_tiles // each, dst_tiles // each
+    far = start != to
+    ways = (start * count + to)[far]
+    return union_lengths(src[far], lengths[far], ways, count * count).reshape(count, count)
 
 
 def _common_bytes(

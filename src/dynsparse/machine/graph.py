@@ -12,83 +12,51 @@ from dynsparse.checks import check_array, check_integer, check_kind
 from dynsparse.files.shorten import shortened
 from dynsparse.machine.dtypes import DType, as_dtype
 from dynsparse.machine.errors import MappingError
-from dynsparse.machine.intervals import Runs, TileMap, refine
-from dynsparse.machine.merge import merge_vertices
+from dynsparse.machine.mapping import Mapped
+from dynsparse.machine.objects import ComputeSet, RemoteBuffer, Stream, Variable
 from dynsparse.machine.target import Target
 from dynsparse.machine.tensor import Tensor
 from dynsparse.machine.vertex import Codelet, Ragged, VertexSet
 from dynsparse.typed import typed
 
-__all__ = ["ComputeSet", "Graph", "Stream", "Variable"]
+__all__ = ["Graph"]
 
 # Variables start at multiples of this many elements, so that rows can be loaded as vectors, and at
 # least one element apart, so that no run of addresses crosses from one into the next.
 _ALIGNMENT = 64
 _MOST = 2**48
 
-
-class Variable:
-    """One contiguous stretch of the memory of its type. `tensor` views it whole."""
-
-    def __init__(self, name: str, tensor: Tensor, start: int, is_constant: bool) -> None:
-        self.name = name
-        self.tensor = tensor
-        self.start = start
-        self.is_constant = is_constant
-
-    @property
-    def stop(self) -> int:
-        return self.start + self.tensor.numel
-
-    @property
-    def dtype(self) -> DType:
-        return self.tensor.dtype
-
-    @property
-    def bytes(self) -> int:
-        return self.tensor.numel * self.dtype.size
+# Of one transfer of a remote buffer: Graphcore's cookbook.
+_MOST_REMOTE = 128 * 2**20
 
 
-class ComputeSet:
-    """Vertices that run at the same time. Made by `Graph.add_compute_set`."""
+class Graph(Mapped):
+    """Variables with tile mappings, constants, compute sets and vertices, for one target.
 
-    def __init__(self, graph: Graph, name: str) -> None:
-        self.graph = graph
-        self.name = name
-        self.vertex_sets: list[VertexSet] = []
-        self._merged: tuple[int, list[VertexSet]] = (0, [])
+    Args:
+        target: the machine.
+        replicas: so many copies of the program run side by side, each on its share of the
+            processors and with variables of its own; `graph.target` is what one of them has.
 
-    def merged(self) -> list[VertexSet]:
-        """The vertices with those added one by one joined, as they run."""
-        if self._merged[0] != len(self.vertex_sets):
-            self._merged = (len(self.vertex_sets), merge_vertices(self.vertex_sets))
-        return self._merged[1]
+    Attributes:
+        root: the graph itself; of a virtual graph, that which it is part of.
 
+    Raises:
+        TypeError: no target. ValueError: processors that replicas cannot share evenly.
+    """
 
-class Stream:
-    """Data between host and machine, `numel` elements a time."""
-
-    def __init__(self, name: str, dtype: DType, numel: int, to_device: bool) -> None:
-        self.name = name
-        self.dtype = dtype
-        self.numel = numel
-        self.to_device = to_device
-
-
-class Graph:
-    """Variables with tile mappings, constants, compute sets and vertices, for one target."""
-
-    def __init__(self, target: Target) -> None:
+    def __init__(self, target: Target, replicas: int = 1) -> None:
         if not isinstance(target, Target):
             raise TypeError(f"Graph takes a Target, got {type(target).__name__}")
-        self.target = target
+        self.replicas = check_integer("replicas", replicas, 1)
+        self.target = target.share(self.replicas)
+        super().__init__()
+        self.remote_buffers: dict[str, RemoteBuffer] = {}
         self.variables: dict[DType, list[Variable]] = {}
         self.sizes: dict[DType, int] = {}
         self.initial: list[tuple[Tensor, np.ndarray]] = []
         self.handles: dict[str, Tensor] = {}
         self.streams: dict[str, Stream] = {}
-        self._assignments: dict[DType, list[tuple[Runs, np.ndarray]]] = {}
-        self._maps: dict[DType, TileMap] = {}
 
     # Variables.
 
@@ -141,13 +109,6 @@ class Graph:
         array = check_array("values", values, "fiub", "numbers").astype(tensor.dtype.numpy)
         self.initial.append((tensor, np.broadcast_to(array, tensor.shape)))
 
-    def _own(self, tensor: Any) -> Tensor:
-        if not isinstance(tensor, Tensor):
-            raise TypeError(f"expected a Tensor of the graph, got {type(tensor).__name__}")
-        if tensor.graph is not self:
-            raise ValueError("the tensor belongs to another graph")
-        return tensor
-
     def variable_at(self, dtype: DType, address: int) -> Variable:
         group = self.variables[dtype]
         starts = [v.start for v in group]
@@ -171,117 +132,6 @@ class Graph:
                 if bool(meets.any()):
                     return variable
         return None
-
-    # Mapping.
-
-    def set_tile_mapping(self, tensor: Tensor, tiles: Any) -> None:
-        """Say which tile holds what.
-
-        `tiles` is one tile for the whole tensor, or an integer array over the tensor's leading
-        dimensions: `tiles[i]` holds `tensor[i]`, `tiles[i, j]` holds `tensor[i, j]`. A later
-        mapping of the same elements replaces an earlier one.
-
-        Raises:
-            MappingError: a tile that does not exist, or tiles of another shape.
-        """
-        tensor = self._own(tensor)
-        where = check_array("tiles", tiles, "iu", "integers")
-        if where.shape != tensor.shape[: where.ndim]:
-            raise MappingError(
-                f"tiles of the shape {list(where.shape)} must match the leading dimensions of "
-                f"{tensor.name} {list(tensor.shape)}"
-            )
-        if where.size and not (where.min() >= 0 and where.max() < self.target.tiles):
-            worst = where.min() if where.min() < 0 else where.max()
-            raise MappingError(
-                f"{tensor.name} is mapped to tile {worst}; the target has tiles 0 to "
-                f"{self.target.tiles - 1}"
-            )
-        if tensor.numel == 0:
-            return
-        runs = tensor.runs(where.ndim)
-        flat = where.reshape(-1).astype(np.int64)
-        if tensor.is_regular:
-            owner = np.repeat(flat, len(runs.starts) // len(flat))
-        else:
-            owner = flat[(np.cumsum(runs.lengths) - 1) // (tensor.numel // len(flat))]
-        # What lies side by side on one tile is one run: programs map row by row.
-        ends = runs.ends[:-1]
-        new = np.append(True, (owner[1:] != owner[:-1]) | (runs.starts[1:] != ends))
-        if not new.all():
-            first = np.flatnonzero(new)
-            lengths = np.add.reduceat(runs.lengths, first)
-            runs, owner = Runs(runs.starts[first], lengths), owner[first]
-        self._assign(tensor.dtype, runs, owner)
-
-    def _assign(self, dtype: DType, runs: Runs, owner: np.ndarray) -> None:
-        self._assignments.setdefault(dtype, []).append((runs, owner))
-        self._maps.pop(dtype, None)
-
-    def map_stretches(self, tensor: Tensor, tiles: Any, lengths: Any) -> None:
-        """Map the elements in order: `lengths[i]` of them, one after the other, to `tiles[i]`.
-
-        Both are integers [stretches]; the lengths add up to the tensor's elements.
-        """
-        tensor = self._own(tensor)
-        size = check_array("lengths", lengths, "iu", "integers").astype(np.int64)
-        where = check_array("tiles", tiles, "iu", "integers").astype(np.int64)
-        if (
-            size.ndim != 1
-            or (size < 0).any()
-            or size.shape != where.shape
-            or int(size.sum()) != tensor.numel
-        ):
-            raise MappingError(
-                f"expected a tile for each of {size.size} stretches of {tensor.numel} elements in "
-                f"all, got {where.size} tiles and {int(size.sum())} elements"
-            )
-        if where.size and not (where.min() >= 0 and where.max() < self.target.tiles):
-            raise MappingError(
-                f"{tensor.name} is mapped to a tile outside 0 to {self.target.tiles - 1}"
-            )
-        filled = size > 0
-        size, where = size[filled], where[filled]
-        if not size.size:
-            return
-        whole = Runs(np.cumsum(size) - size, size)
-        starts, place, found = refine(tensor.runs(), whole)
-        owner = where[np.searchsorted(whole.starts, place, "right") - 1]
-        self._assign(tensor.dtype, Runs(starts, found), owner)
-
-    def map_linearly(
-        self, tensor: Tensor, grain: int = 1, min_per_tile: int = 1, first_tile: int = 0
-    ) -> None:
-        """Spread the elements in order over the tiles, as evenly as whole grains allow.
-
-        Each tile gets a multiple of `grain` elements and at least `min_per_tile`.
-        """
-        tensor = self._own(tensor)
-        grain = check_integer("grain", grain, 1)
-        min_per_tile = check_integer("min_per_tile", min_per_tile, 1)
-        first_tile = check_integer("first_tile", first_tile, 0)
-        grains = -(-tensor.numel // grain)
-        tiles = min(self.target.tiles - first_tile, max(1, tensor.numel // min_per_tile))
-        if tiles < 1:
-            raise MappingError(f"first_tile {first_tile} is outside {self.target.tiles} tiles")
-        per_tile = -(-grains // tiles) * grain
-        starts = np.arange(0, tensor.numel, max(per_tile, 1))
-        lengths = np.minimum(starts + per_tile, tensor.numel) - starts
-        self.map_stretches(tensor, first_tile + np.arange(len(starts)), lengths)
-
-    def tile_map(self, dtype: DType) -> TileMap:
-        """The tile of every address of a type."""
-        if dtype not in self._maps:
-            parts = self._assignments.get(dtype, [])
-            self._maps[dtype] = TileMap.from_assignments(self.sizes[dtype], parts)
-            if parts:
-                self._assignments[dtype] = [_as_assignment(self._maps[dtype])]
-        return self._maps[dtype]
-
-    def tiles_of(self, tensor: Tensor) -> np.ndarray:
-        """The tile of every element, int64 of the tensor's shape; -1 where none is mapped."""
-        pieces = self.tile_map(self._own(tensor).dtype).split(tensor.runs())
-        return np.repeat(pieces.tiles, pieces.lengths).reshape(tensor.shape)
 
     # Vertices.
 
@@ -309,7 +159,7 @@ class Graph:
         check_kind("compute_set", compute_set, ComputeSet, "a ComputeSet")
         check_kind("codelet", codelet, Codelet, "a Codelet")
         check_kind("values", values, Mapping, "tensors and numbers by name")
-        if compute_set.graph is not self:
+        if compute_set.graph is not self.root:
             raise ValueError(f"compute set {compute_set.name!r} belongs to another graph")
         grid = check_array("tiles", tiles, "iu", "integers [vertices]")
         if not grid.ndim:
@@ -356,7 +206,7 @@ class Graph:
                     f"scalar {name!r} of {codelet.name!r} needs the shape {list(grid.shape)}, "
                     f"got {list(array.shape)}"
                 )
-        made = VertexSet(codelet, grid.astype(np.int64), edges, offsets, scalars)
+        made = VertexSet(codelet, self._placed(grid), edges, offsets, scalars)
         compute_set.vertex_sets.append(made)
         return made
 
@@ -392,8 +242,24 @@ class Graph:
         )
         return self.streams[name]
 
+    @typed
+    def add_remote_buffer(self, name: str, dtype: Any, numel: int, rows: int = 1) -> RemoteBuffer:
+        """Memory beside the processor for `Copy`: `rows` of `numel` elements each, zeros at first.
 
-def _as_assignment(tile_map: TileMap) -> tuple[Runs, np.ndarray]:
-    mapped = tile_map.tiles >= 0
-    starts = tile_map.bounds[:-1][mapped]
-    return Runs(starts, np.diff(tile_map.bounds)[mapped]), tile_map.tiles[mapped]
+        Each replica has one of its own.
+
+        Raises:
+            ValueError: a name that exists, fewer than one row or element, a row above 128 MiB.
+        """
+        if name in self.remote_buffers:
+            raise ValueError(f"the remote buffer {name!r} exists already")
+        made = RemoteBuffer(
+            name, as_dtype(dtype), check_integer("numel", numel, 1), check_integer("rows", rows, 1)
+        )
+        if made.numel * made.dtype.size > _MOST_REMOTE:
+            raise ValueError(
+                f"a row of a remote buffer has at most {_MOST_REMOTE:,} bytes, got "
+                f"{made.numel * made.dtype.size:,}: use more rows"
+            )
+        self.remote_buffers[name] = made
+        return made

@@ -10,7 +10,7 @@ import numpy as np
 
 from dynsparse.checks import check_array
 from dynsparse.machine.errors import ProgramError
-from dynsparse.machine.graph import Stream
+from dynsparse.machine.objects import Stream
 
 __all__ = ["Host"]
 

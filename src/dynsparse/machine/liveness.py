@@ -15,8 +15,9 @@ import numpy as np
 
 from dynsparse.machine import program as programs
 from dynsparse.machine.dtypes import DType
-from dynsparse.machine.graph import Graph, Stream, Variable
+from dynsparse.machine.graph import Graph
 from dynsparse.machine.intervals import Runs, union_lengths
+from dynsparse.machine.objects import Variable
 from dynsparse.machine.tensor import Tensor
 
 __all__ = ["Liveness", "analyse"]
@@ -89,8 +90,14 @@ class _Analysis:
 
     def _effect(self, leaf: programs.Program) -> _Effect:
         if isinstance(leaf, programs.Copy):
-            read = [s for s, _ in leaf.pairs if not isinstance(s, Stream)]
-            written = [d for _, d in leaf.pairs if not isinstance(d, Stream)]
+            read = [s for s, _ in leaf.pairs if isinstance(s, Tensor)]
+            written = [d for _, d in leaf.pairs if isinstance(d, Tensor)]
+            read += [] if leaf.index is None else [leaf.index]
+        elif isinstance(leaf, programs.CrossReplicaCopy):
+            # Replicas that receive nothing keep what they have.
+            read, written = [t for pair in leaf.pairs for t in pair], []
+        elif isinstance(leaf, (programs.PrintTensor, programs.ErrorProgram)):
+            read, written = [] if leaf.tensor is None else [leaf.tensor], []
         elif isinstance(leaf, programs.Execute):
             edges = [
                 (vertices.codelet.fields[name], tensor)

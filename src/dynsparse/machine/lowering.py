@@ -7,19 +7,17 @@ from typing import Any
 
 import numpy as np
 
+from dynsparse.machine import outside
 from dynsparse.machine import program as programs
 from dynsparse.machine.checks import check_compute_set
 from dynsparse.machine.errors import ProgramError
 from dynsparse.machine.exchange import CopyPlan, bind_copy, broadcast_cycles, plan_copy
 from dynsparse.machine.profile import CodeletProfile, Profile
-from dynsparse.machine.state import State
+from dynsparse.machine.state import Node, State
 from dynsparse.machine.tensor import Tensor
 from dynsparse.machine.vertex import BoundVertices, VertexSet
 
-__all__ = ["Lowering", "Node"]
-
-# A node runs one step (and those inside it) and adds what it cost to the profile.
-Node = Callable[[Profile], None]
+__all__ = ["Lowering"]
 
 
 class Lowering:
@@ -80,13 +78,20 @@ class Lowering:
         """Reading a control value: it goes to every tile, so that all take the same branch."""
         state = self.state
         step = state.add_step(f"{path}/predicate" if path else "predicate", "control")
-        flat = state.memory[scalar.dtype]
+        flats = [memory[scalar.dtype] for memory in state.memories]
         address = int(scalar.addresses().reshape(-1)[0])
-        exchange, sync = broadcast_cycles(state.target, scalar), state.target.sync_cycles
+        exchange, sync = broadcast_cycles(state.target, scalar), state.target.whole_sync_cycles
 
         def test(profile: Profile) -> int:
             profile.record(step, sync=sync, exchange=exchange)
-            return int(flat[address])
+            found = [int(flat[address]) for flat in flats]
+            if len({*found}) > 1:
+                raise ProgramError(
+                    f"replicas go different ways at {path!r}: {scalar.name} is "
+                    f"{', '.join(map(str, found))}; make it the same on all, as by "
+                    "CrossReplicaCopy"
+                )
+            return found[0]
 
         return test
 
@@ -122,6 +127,8 @@ class Lowering:
 
         return run
 
+    _AbortOnCondition = _If
+
     def _Switch(self, program: programs.Switch, path: str) -> Node:
         test = self._test(program.value, path)
         cases = {key: self.lower(p, path) for key, p in program.cases.items()}
@@ -136,7 +143,7 @@ class Lowering:
 
     def _Sync(self, program: programs.Sync, path: str) -> Node:
         step = self.state.add_step(self._leaf_path(program, path, "sync"), "sync")
-        cycles = self.state.target.sync_cycles
+        cycles = self.state.target.whole_sync_cycles
         return lambda profile: profile.record(step, sync=cycles)
 
     def _WriteUndef(self, program: programs.WriteUndef, path: str) -> Node:
@@ -153,16 +160,22 @@ class Lowering:
 
     def _Copy(self, program: programs.Copy, path: str) -> Node:
         path = self._leaf_path(program, path, "copy")
-        if program.stream is not None:
-            return self._stream_copy(program, path)
         state = self.state
-        self._check_written([dst for _, dst in program.pairs], f"copy {path!r}")
+        written = [dst for _, dst in program.pairs if isinstance(dst, Tensor)]
+        self._check_written(written, f"copy {path!r}")
+        if program.stream is not None:
+            return outside.stream_copy(state, program, path)
+        if program.remote is not None:
+            return outside.remote_copy(state, program, path)
         plan = plan_copy(state.graph, state.target, program.pairs, path)
         self.copies.append(plan)
         computed = [pair for pair in program.pairs if state.computes(pair[0].dtype)]
-        move = bind_copy(computed, state.memory)
+        move = [one for memory in state.memories for one in bind_copy(computed, memory)]
         step = state.add_step(path, "exchange" if plan.is_exchange else "compute", plan)
         sync = state.target.sync_cycles if plan.is_exchange else 0
+        if plan.link_bytes:
+            sync = state.target.link_sync_cycles
+        link_bytes = plan.link_bytes * len(state.memories)
         exchange, local = plan.exchange_cycles, plan.local_cycles
         tile_cycles = plan.local_per_tile if local else None
 
@@ -170,7 +183,12 @@ class Lowering:
             for pair in move:
                 pair()
             profile.record(
-                step, sync=sync, exchange=exchange, compute=local, tile_cycles=tile_cycles
+                step,
+                sync=sync,
+                exchange=exchange,
+                compute=local,
+                tile_cycles=tile_cycles,
+                link_bytes=link_bytes,
             )
 
         return run
@@ -181,40 +199,18 @@ class Lowering:
             if constant is not None:
                 raise ProgramError(f"{what} writes the constant {constant.name!r}")
 
-    def _stream_copy(self, program: programs.Copy, path: str) -> Node:
-        state, stream = self.state, program.stream
-        assert stream is not None
-        step = state.add_step(path, "host")
-        src, dst = program.pairs[0]
-        target = state.target
-        rate = (
-            target.host_read_bytes_per_second
-            if stream.to_device
-            else target.host_write_bytes_per_second
-        )
-        size = stream.numel * stream.dtype.size
-        cycles = np.ceil(size / rate * target.clock_hz)
-        up, down = (size, 0) if stream.to_device else (0, size)
-        if stream.to_device:
-            self._check_written([dst], f"copy {path!r}")
-        flat = (dst if stream.to_device else src).flatten()
+    def _CrossReplicaCopy(self, program: programs.CrossReplicaCopy, path: str) -> Node:
+        self._check_written([dst for _, dst in program.pairs], f"copy {path!r}")
+        path = self._leaf_path(program, path, "cross replica copy")
+        return outside.cross_replica_copy(self.state, program, path)
 
-        def run(profile: Profile) -> None:
-            if not state.computes(stream.dtype):
-                pass
-            elif stream.to_device:
-                state.write(flat, state.host.fetch(stream))
-            else:
-                state.host.deliver(stream, state.read(flat))
-            profile.record(
-                step,
-                sync=target.sync_cycles,
-                host=float(cycles),
-                from_host_bytes=up,
-                to_host_bytes=down,
-            )
+    def _PrintTensor(self, program: programs.PrintTensor, path: str) -> Node:
+        return outside.print_tensor(self.state, program, self._leaf_path(program, path, "print"))
 
-        return run
+    def _ErrorProgram(self, program: programs.ErrorProgram, path: str) -> Node:
+        return outside.end(self.state, program, path)
+
+    _Abort = _ErrorProgram
 
     def _is_computed(self, vertices: VertexSet, path: str) -> bool:
         edges = [(vertices.codelet.fields[name], t.dtype) for name, t in vertices.edges.items()]
@@ -234,7 +230,11 @@ class Lowering:
         self.vertex_sets.extend(sets)
         self.compute_sets += 1
         step = state.add_step(path, "compute")
-        bound = [BoundVertices(v, state.memory, state.target) for v in sets if v.count]
+        replicas = [
+            [BoundVertices(v, memory, state.target) for v in sets if v.count]
+            for memory in state.memories
+        ]
+        bound = replicas[0]
         schedule = _Schedule(bound, state.target.tiles, state.target.workers)
         fixed: list[np.ndarray | None] = [
             None if b.codelet.data_dependent else b.cycles() for b in bound
@@ -244,7 +244,7 @@ class Lowering:
         known = schedule.tile_cycles(settled) if len(settled) == len(bound) else None
         known_max = float(known.max()) if known is not None else 0.0
 
-        def run(profile: Profile) -> None:
+        def one(bound: list[BoundVertices], profile: Profile) -> list[np.ndarray]:
             for b, is_computed in zip(bound, computed, strict=True):
                 if is_computed or b.codelet.data_dependent:
                     b.load()
@@ -255,9 +255,17 @@ class Lowering:
                 row = profile.codelets.setdefault(b.codelet.name, CodeletProfile())
                 row.vertices += len(spent)
                 row.cycles += float(spent.sum())
-            tile_cycles = schedule.tile_cycles(cycles) if known is None else known
-            longest = float(tile_cycles.max()) if known is None else known_max
-            profile.record(step, compute=longest, tile_cycles=tile_cycles)
+            return cycles
+
+        def run(profile: Profile) -> None:
+            found = [one(bound, profile) for bound in replicas]
+            if known is not None:
+                profile.record(step, compute=known_max, tile_cycles=known)
+                return
+            tile_cycles = schedule.tile_cycles(found[0])
+            for cycles in found[1:]:  # The slowest replica counts.
+                tile_cycles = np.maximum(tile_cycles, schedule.tile_cycles(cycles))
+            profile.record(step, compute=float(tile_cycles.max()), tile_cycles=tile_cycles)
 
         return run
 

@@ -23,11 +23,13 @@ _TIMELINE_ROWS = 100_000
 class StepProfile:
     """One step of the program and what all its runs cost together.
 
-    `kind` is "compute", "exchange", "control", "sync" or "host". Cycles: `sync` waiting for all
-    tiles, `exchange`, `compute` (vertices, and copies inside tiles), `host`. `tile_cycles` is what
+    `kind` is "compute", "exchange", "control", "sync", "host", "remote" or "links". Cycles: `sync`
+    waiting for all tiles, `exchange` (links included), `compute` (vertices, and copies inside
+    tiles), `host` (and remote buffers). `tile_cycles` is what
     each tile itself computed, `tile_exchange` what it exchanged: the rest of the step it waits.
     These and the bytes on the exchange are [tiles], or None for steps without. `to_host_bytes` and
-    `from_host_bytes` are what all tiles together sent over the host link.
+    `from_host_bytes` are what all tiles together sent over the host link; "remote" likewise with
+    the memory beside the processors; `link_bytes` went from one processor to another.
     """
 
     name: str
@@ -44,6 +46,9 @@ class StepProfile:
     local_bytes: np.ndarray | None = None
     to_host_bytes: int = 0
     from_host_bytes: int = 0
+    to_remote_bytes: int = 0
+    from_remote_bytes: int = 0
+    link_bytes: int = 0
 
     @property
     def cycles(self) -> float:
@@ -101,6 +106,9 @@ class Profile:
         tile_cycles: np.ndarray | None = None,
         to_host_bytes: int = 0,
         from_host_bytes: int = 0,
+        to_remote_bytes: int = 0,
+        from_remote_bytes: int = 0,
+        link_bytes: int = 0,
     ) -> None:
         """Add one run of a step. For engines."""
         row = self.steps[step]
@@ -111,6 +119,9 @@ class Profile:
         row.host += host
         row.to_host_bytes += to_host_bytes
         row.from_host_bytes += from_host_bytes
+        row.to_remote_bytes += to_remote_bytes
+        row.from_remote_bytes += from_remote_bytes
+        row.link_bytes += link_bytes
         if tile_cycles is not None:
             row.tile_cycles = (
                 tile_cycles.copy() if row.tile_cycles is None else row.tile_cycles + tile_cycles
@@ -149,6 +160,11 @@ class Profile:
     def from_host_bytes(self) -> int:
         """Bytes that came from the host over its link."""
         return int(self._total("from_host_bytes"))
+
+    @property
+    def link_bytes(self) -> int:
+        """Bytes that went from one processor to another."""
+        return int(self._total("link_bytes"))
 
     @property
     def seconds(self) -> float:
@@ -240,6 +256,9 @@ class Profile:
                     "local_bytes": _sum(step.local_bytes),
                     "to_host_bytes": step.to_host_bytes,
                     "from_host_bytes": step.from_host_bytes,
+                    "to_remote_bytes": step.to_remote_bytes,
+                    "from_remote_bytes": step.from_remote_bytes,
+                    "link_bytes": step.link_bytes,
                 }
                 for step in self.steps
             ],
@@ -284,11 +303,16 @@ class Profile:
             spent = self._total(part)
             if spent:
                 lines.append(f"  {part:<14}{spent:>12,.0f}  {spent / self.cycles:6.1%}")
-        if self.host_cycles:
-            lines.append(
-                f"Host link: {self.to_host_bytes:,} bytes to the host, "
-                f"{self.from_host_bytes:,} from it"
-            )
+        for what, out, back in (
+            ("Host link", "to_host_bytes", "from_host_bytes"),
+            ("Remote buffers", "to_remote_bytes", "from_remote_bytes"),
+        ):
+            down, up = self._total(out), self._total(back)
+            if down or up:
+                whom = "to the host" if what == "Host link" else "to them"
+                lines.append(f"{what}: {down:,} bytes {whom}, {up:,} back")
+        if self.link_bytes:
+            lines.append(f"Links between processors: {self.link_bytes:,} bytes")
         ran = sorted((s for s in self.steps if s.runs), key=lambda s: -s.cycles)
         lines.append(
             f"{'Step':<36}{'kind':<9}{'runs':>7}{'cycles':>12}{'compute':>11}{'exchange':>11}"
@@ -296,6 +320,10 @@ class Profile:
         )
         for step in ran[:max_steps]:
             balance = f"{step.balance:9.0%}" if step.tile_cycles is not None else f"{'':>9}"
+            outside = step.to_host_bytes + step.from_host_bytes
+            outside += step.to_remote_bytes + step.from_remote_bytes + step.link_bytes
+            if outside:
+                balance += f"  {outside:,} B outside"
             lines.append(
                 f"{step.name[-35:]:<36}{step.kind:<9}{step.runs:>7,}{step.cycles:>12,.0f}"
                 f"{step.compute:>11,.0f}{step.exchange:>11,.0f}{step.sync:>9,.0f}{balance}"

@@ -7,14 +7,19 @@ from typing import Any
 
 from dynsparse.checks import check_integer, check_kind
 from dynsparse.machine.errors import ProgramError
-from dynsparse.machine.graph import ComputeSet, Stream
+from dynsparse.machine.objects import ComputeSet, RemoteBuffer, Stream
 from dynsparse.machine.tensor import Tensor
 
 __all__ = [
+    "Abort",
+    "AbortOnCondition",
     "Call",
     "Copy",
+    "CrossReplicaCopy",
+    "ErrorProgram",
     "Execute",
     "If",
+    "PrintTensor",
     "Program",
     "Repeat",
     "RepeatWhileFalse",
@@ -71,14 +76,22 @@ class Execute(Program):
 
 class Copy(Program):
     """Move data over the exchange, all at once: `Copy(source, destination)`, or several pairs,
-    `Copy([(source, destination), ...])`. One side of a single pair may be a `Stream`.
+    `Copy([(source, destination), ...])`. One side of a single pair may be a `Stream`, or a
+    `RemoteBuffer`, of which a row moves: that of `index`, one whole number on a tile.
 
     Sources and destinations match in type and number of elements, in the order in which they list
     them; no destination may overlap a source or another destination.
     """
 
-    def __init__(self, source: Any, destination: Any = None, *, name: str | None = None) -> None:
-        if destination is None and isinstance(source, (Tensor, Stream)):
+    def __init__(
+        self,
+        source: Any,
+        destination: Any = None,
+        *,
+        index: Tensor | None = None,
+        name: str | None = None,
+    ) -> None:
+        if destination is None and isinstance(source, (Tensor, Stream, RemoteBuffer)):
             raise TypeError("Copy takes a source and a destination, or a list of such pairs")
         pairs = [(source, destination)] if destination is not None else list(source)
         self.name = name
@@ -86,8 +99,10 @@ class Copy(Program):
         self.pairs: list[tuple[Tensor, Tensor]] = []
         for src, dst in pairs:
             sides = (src, dst)
-            if not all(isinstance(s, (Tensor, Stream)) for s in sides):
-                raise TypeError(f"Copy takes tensors or streams, got {src!r} and {dst!r}")
+            if not all(isinstance(s, (Tensor, Stream, RemoteBuffer)) for s in sides):
+                raise TypeError(
+                    f"Copy takes tensors, streams or remote buffers, got {src!r} and {dst!r}"
+                )
             if src.dtype != dst.dtype:
                 raise TypeError(
                     f"Copy from {src.dtype.name} ({src.name}) to {dst.dtype.name} ({dst.name}): "
@@ -98,14 +113,89 @@ class Copy(Program):
                     f"Copy of {src.numel} elements ({src.name}) to {dst.numel} ({dst.name})"
                 )
             self.pairs.append((src, dst))
-        streams = [s for pair in self.pairs for s in pair if isinstance(s, Stream)]
-        if streams:
-            if len(self.pairs) != 1 or len(streams) != 1:
-                raise ProgramError("a stream is copied to or from one tensor, in its own Copy")
-            self.stream = streams[0]
-            if self.stream.to_device != (self.pairs[0][0] is self.stream):
-                way = "to the machine" if self.stream.to_device else "from the machine"
-                raise ProgramError(f"stream {self.stream.name!r} goes {way}")
+        self.remote: RemoteBuffer | None = None
+        self.index = index
+        outside = [s for pair in self.pairs for s in pair if not isinstance(s, Tensor)]
+        if outside and (len(self.pairs) != 1 or len(outside) != 1):
+            raise ProgramError(
+                "a stream or a remote buffer is copied to or from one tensor, in its own Copy"
+            )
+        if outside and isinstance(outside[0], RemoteBuffer):
+            self.remote = outside[0]
+            if index is not None:
+                _check_scalar(index, "the index of a remote buffer")
+            elif self.remote.rows > 1:
+                raise ProgramError(
+                    f"remote buffer {self.remote.name!r} has {self.remote.rows} rows: say which "
+                    "with index="
+                )
+        elif index is not None:
+            raise ProgramError("index= is for remote buffers: leave it out")
+        elif outside:
+            stream = outside[0]
+            assert isinstance(stream, Stream)
+            self.stream = stream
+            if stream.to_device != (self.pairs[0][0] is stream):
+                way = "to the machine" if stream.to_device else "from the machine"
+                raise ProgramError(f"stream {stream.name!r} goes {way}")
+
+
+class CrossReplicaCopy(Program):
+    """Each replica's tensor to another replica: with `to` = {0: 1, 1: 0} from replica 0 to 1, and
+    from 1 to 0. Replicas that it does not name as receivers keep what they have.
+    """
+
+    def __init__(
+        self,
+        source: Tensor,
+        destination: Tensor,
+        to: abc.Mapping[int, int],
+        *,
+        name: str | None = None,
+    ) -> None:
+        for one in (source, destination):
+            check_kind("what CrossReplicaCopy moves", one, Tensor, "a Tensor of a graph")
+        if source.dtype != destination.dtype or source.numel != destination.numel:
+            raise ProgramError(
+                f"CrossReplicaCopy of {source.dtype.name} {list(source.shape)} ({source.name}) to "
+                f"{destination.dtype.name} {list(destination.shape)} ({destination.name})"
+            )
+        check_kind("to", to, abc.Mapping, "receivers by sender, such as {0: 1, 1: 0}")
+        self.to = {
+            check_integer("a sender", s, 0): check_integer("a receiver", r, 0)
+            for s, r in to.items()
+        }
+        if len(set(self.to.values())) != len(self.to):
+            raise ProgramError(f"a replica receives from one other, got {self.to}")
+        self.pairs = [(source, destination)]
+        self.name = name
+
+
+class PrintTensor(Program):
+    """Show what a tensor holds: on the engine's `print_to`, after a title."""
+
+    def __init__(self, tensor: Tensor, title: str = "", *, name: str | None = None) -> None:
+        self.tensor = check_kind("tensor", tensor, Tensor, "a Tensor of a graph")
+        self.title = check_kind("title", title, str, "a text") or tensor.name
+        self.name = name
+
+
+class ErrorProgram(Program):
+    """End the run with an `AbortError` that has this message and what a tensor holds."""
+
+    def __init__(
+        self, message: str, tensor: Tensor | None = None, *, name: str | None = None
+    ) -> None:
+        self.message = check_kind("message", message, str, "a text")
+        self.tensor = check_kind("tensor", tensor, (Tensor, type(None)), "a Tensor or None")
+        self.name = name
+
+
+class Abort(ErrorProgram):
+    """End the run with an `AbortError`."""
+
+    def __init__(self, message: str = "the program aborts", *, name: str | None = None) -> None:
+        super().__init__(message, name=name)
 
 
 class Repeat(Program):
@@ -196,6 +286,19 @@ class Switch(Program):
 
     def parts(self) -> list[Program]:
         return [*self.cases.values(), self.default]
+
+
+class AbortOnCondition(If):
+    """End the run with an `AbortError` if a predicate is true."""
+
+    def __init__(
+        self,
+        predicate: Tensor,
+        message: str = "the condition of an abort is true",
+        *,
+        name: str | None = None,
+    ) -> None:
+        super().__init__(predicate, Abort(message), name=name)
 
 
 class Call(Program):

@@ -2,28 +2,35 @@
 
 from __future__ import annotations
 
-from typing import Any
+import sys
+from collections.abc import Callable
+from typing import Any, TextIO
 
 import numpy as np
 
-from dynsparse.checks import check_array, check_kind
+from dynsparse.checks import check_array, check_integer, check_kind
 from dynsparse.files.shorten import shortened
 from dynsparse.machine.dtypes import DType
 from dynsparse.machine.errors import MachineError, ProgramError
 from dynsparse.machine.exchange import CopyPlan
 from dynsparse.machine.graph import Graph
 from dynsparse.machine.host import Host
+from dynsparse.machine.objects import RemoteBuffer
+from dynsparse.machine.profile import Profile
 from dynsparse.machine.target import Target
 from dynsparse.machine.tensor import Tensor
 
-__all__ = ["State"]
+__all__ = ["Node", "State"]
+
+# A node runs one step (and those inside it) and adds what it cost to the profile.
+Node = Callable[[Profile], None]
 
 
 class State:
     """The memory of a graph's variables on a target, and what steps need besides.
 
-    `steps` has a row (name, kind, plan of the copy) for each step of the profile. Arguments as of
-    `Engine`.
+    `memories` has one for each replica. `steps` has a row (name, kind, plan of the copy) for each
+    step of the profile. Arguments as of `Engine`.
     """
 
     def __init__(
@@ -34,17 +41,33 @@ class State:
         self.numerics = numerics
         self.max_iterations = max_iterations
         self.host = Host()
+        self.print_to: TextIO = sys.stderr
+        # Beside which processor a remote buffer is: that of the tiles it is copied to first.
+        self.remote_home: dict[RemoteBuffer, list[int]] = {}
         self.steps: list[tuple[str, str, CopyPlan | None]] = []
         # Memory of types that are not computed is address space only: never touched, so never real.
-        self.memory: dict[DType, np.ndarray] = {
-            dtype: np.full(size, dtype.poison, dtype.numpy)
-            if self.computes(dtype)
-            else np.empty(size, dtype.numpy)
-            for dtype, size in graph.sizes.items()
+        self.memories: list[dict[DType, np.ndarray]] = [
+            {
+                dtype: np.full(size, dtype.poison, dtype.numpy)
+                if self.computes(dtype)
+                else np.empty(size, dtype.numpy)
+                for dtype, size in graph.sizes.items()
+            }
+            for _ in range(graph.replicas)
+        ]
+        self.remote = {
+            buffer: np.zeros((graph.replicas, buffer.rows, buffer.numel), buffer.dtype.numpy)
+            for buffer in graph.remote_buffers.values()
         }
         for tensor, values in graph.initial:
             if self.computes(tensor.dtype):
                 self.store(tensor, values, "the initial value")
+
+    @property
+    def sync_of_all(self) -> float:
+        """Cost of a synchronisation of all replicas and their processors."""
+        several = len(self.memories) > 1 or self.target.processors > 1
+        return self.target.link_sync_cycles if several else self.target.sync_cycles
 
     def computes(self, dtype: DType) -> bool:
         """Whether data of this type is computed: see `numerics`."""
@@ -66,7 +89,7 @@ class State:
 
     def _find(self, what: str | Tensor) -> Tensor:
         if isinstance(what, Tensor):
-            if what.graph is not self.graph:
+            if what.graph is not self.graph.root:
                 raise MachineError("the tensor belongs to another graph")
             return what
         check_kind("what is read or written", what, str, "a Tensor or a name")
@@ -78,16 +101,25 @@ class State:
             raise KeyError(f"{several} named {shortened(what)}")
         return found[0].tensor
 
-    def read(self, what: str | Tensor) -> np.ndarray:
+    def read(self, what: str | Tensor, replica: int = 0) -> np.ndarray:
         """A copy of a tensor's values, by handle name, variable name or tensor."""
         tensor = self._tensor(what)
-        data = tensor.data(self.memory)
+        memory = self.memories[self.number(replica)]
+        data = tensor.data(memory)
         if data is None:
-            return self.memory[tensor.dtype][tensor.addresses()]
+            return memory[tensor.dtype][tensor.addresses()]
         return data.copy()
 
-    def write(self, what: str | Tensor, values: Any) -> None:
-        """Set a tensor's values. They round to its element type; a scalar fills it.
+    def number(self, replica: Any) -> int:
+        """A replica that there is."""
+        found = check_integer("replica", replica, 0)
+        if found >= len(self.memories):
+            raise ValueError(f"replica must be below {len(self.memories)}, got {found}")
+        return found
+
+    def write(self, what: str | Tensor, values: Any, replica: int | None = None) -> None:
+        """Set a tensor's values, of all replicas or of one. They round to its element type; a
+        scalar fills it.
 
         Raises:
             ValueError: another shape, or integers that do not fit the type.
@@ -98,10 +130,12 @@ class State:
         constant = self.graph.constant_in(tensor)
         if constant is not None:
             raise ProgramError(f"{constant.name!r} is a constant and cannot be written")
-        self.store(tensor, values, f"write to {what if isinstance(what, str) else tensor.name}")
+        name = what if isinstance(what, str) else tensor.name
+        self.store(tensor, values, f"write to {name}", replica)
 
-    def store(self, tensor: Tensor, values: Any, what: str) -> None:
+    def store(self, tensor: Tensor, values: Any, what: str, replica: int | None = None) -> None:
         """Set a tensor's values; errors as of `write`, with `what` was done in the message."""
+        chosen = self.memories if replica is None else [self.memories[self.number(replica)]]
         array = check_array(what, values, "fiub", "numbers")
         if array.shape not in ((), tensor.shape):
             raise ValueError(f"{what}: expected {list(tensor.shape)}, got {list(array.shape)}")
@@ -116,8 +150,9 @@ class State:
                     f"{array.min()} to {array.max()}"
                 )
         with np.errstate(over="ignore"):
-            data = tensor.data(self.memory)
-            if data is not None:
-                data[...] = array
-            else:
-                self.memory[tensor.dtype][tensor.addresses()] = array
+            for memory in chosen:
+                data = tensor.data(memory)
+                if data is not None:
+                    data[...] = array
+                else:
+                    memory[tensor.dtype][tensor.addresses()] = array

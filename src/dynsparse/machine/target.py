@@ -29,6 +29,12 @@ coefficient_load_bytes_per_cycle 8          [T] PopLibs: 64-bit weight loads unl
 host_write_bytes_per_second     3.75e9      [V] `gc-hosttraffictest` sample: 30 Gbit/s, tile to
                                             host buffer
 host_read_bytes_per_second      3.25e9      [V] the same: 26 Gbit/s, host buffer to tile
+remote_write_bytes_per_second   3.75e9      [V] the same: tile to buffer in streaming memory, which
+                                            is said to be 3 to 20 times slower than the links
+remote_read_bytes_per_second    3.25e9      [V] the same: buffer to tile
+link_bytes_per_second           2.64e10     [V] `gc-iputraffictest` sample: 423 Gbit/s, both ways
+                                            together; a Bow-2000's data sheet says 512
+link_sync_cycles                600         [T] `Target::getGlobalSyncCycles` of the C600. Uncertain
 =============================== =========== ==================================================
 """
 
@@ -54,6 +60,7 @@ _CONV_UNITS = {(HALF, HALF): 16, (HALF, FLOAT): 8, (FLOAT, FLOAT): 16}
 # The largest of each: far more than any machine has, and little enough to simulate, or to plan for.
 _INTEGERS = {
     "tiles": 2**16,
+    "processors": 2**10,
     "bytes_per_tile": 2**40,
     "workers": 2**10,
     "data_path_bits": 2**16,
@@ -66,8 +73,16 @@ _POSITIVE = (
     "clock_hz",
     "host_read_bytes_per_second",
     "host_write_bytes_per_second",
+    "remote_read_bytes_per_second",
+    "remote_write_bytes_per_second",
+    "link_bytes_per_second",
 )
-_NOT_NEGATIVE = ("exchange_fragment_cycles", "sync_cycles", "local_copy_cycles")
+_NOT_NEGATIVE = (
+    "exchange_fragment_cycles",
+    "sync_cycles",
+    "local_copy_cycles",
+    "link_sync_cycles",
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,7 +95,8 @@ class Target:
 
     Args:
         name: shown in reports.
-        tiles: how many processors with their own memory, at most 65,536.
+        tiles: how many cores with their own memory, on all processors, at most 65,536.
+        processors: how many chips share the tiles, in order and evenly.
         bytes_per_tile: memory of one tile, bytes.
         workers: hardware threads of a tile. Each issues every `workers`-th cycle.
         data_path_bits: width of a load or store.
@@ -96,6 +112,11 @@ class Target:
         coefficient_load_bytes_per_cycle: loading weights into the matrix units.
         host_read_bytes_per_second: host to tiles, all tiles together.
         host_write_bytes_per_second: tiles to host.
+        remote_read_bytes_per_second: memory beside a processor to its tiles.
+        remote_write_bytes_per_second: tiles to that memory.
+        link_bytes_per_second: what a processor sends to others and, at the same time, receives
+            from them.
+        link_sync_cycles: cost of each synchronisation of all processors, where there are several.
 
     Raises:
         TypeError, ValueError: a field that is not a number, or out of range.
@@ -116,6 +137,11 @@ class Target:
     coefficient_load_bytes_per_cycle: int = 8
     host_read_bytes_per_second: float = 26e9 / 8
     host_write_bytes_per_second: float = 30e9 / 8
+    remote_read_bytes_per_second: float = 26e9 / 8
+    remote_write_bytes_per_second: float = 30e9 / 8
+    processors: int = 1
+    link_bytes_per_second: float = 423e9 / 8 / 2
+    link_sync_cycles: float = 600
 
     def __post_init__(self) -> None:
         for name, most in _INTEGERS.items():
@@ -132,6 +158,12 @@ class Target:
                 raise ValueError(f"{name} must be {least}, got {value!r}")
         if self.data_path_bits % 32:
             raise ValueError(f"data_path_bits must be a multiple of 32, got {self.data_path_bits}")
+        grain = self.processors * (self.exchange_bus_tiles if self.processors > 1 else 1)
+        if self.tiles % grain:
+            raise ValueError(
+                f"tiles must be a multiple of {grain}, so that {self.processors} processors have "
+                f"as many whole buses each, got {self.tiles}"
+            )
 
     @classmethod
     def mk2(cls, **changes: Any) -> Target:
@@ -142,6 +174,51 @@ class Target:
     def bow(cls, **changes: Any) -> Target:
         """Graphcore's Bow: the Mk2 at 1.85 GHz."""
         return cls(**{"name": "bow", "clock_hz": 1.85e9, **changes})
+
+    @classmethod
+    @typed
+    def pod(
+        cls, processors: int, processor: str = "bow", tiles: int = 1472, **changes: Any
+    ) -> Target:
+        """Several processors joined by links.
+
+        Args:
+            processors: how many.
+            processor: "bow" or "mk2".
+            tiles: of each of them.
+            changes: any other field.
+        """
+        count = check_integer("processors", processors, 1)
+        each = check_integer("tiles", tiles, 1)
+        sizes = {"name": f"pod{count}-{processor}", "tiles": count * each, "processors": count}
+        return cls.named(processor).with_(**{**sizes, **changes})
+
+    @property
+    def processor_tiles(self) -> int:
+        """Tiles of one processor."""
+        return self.tiles // self.processors
+
+    @property
+    def whole_sync_cycles(self) -> float:
+        """Cost of a synchronisation of all there is."""
+        return self.sync_cycles if self.processors == 1 else self.link_sync_cycles
+
+    @typed
+    def share(self, replicas: int) -> Target:
+        """What each of some replicas has: its share of the processors.
+
+        Raises:
+            ValueError: processors that they cannot share evenly.
+        """
+        count = check_integer("replicas", replicas, 1)
+        if self.processors % count:
+            raise ValueError(
+                f"replicas must share {self.processors} processors evenly, got {count}: take "
+                "Target.pod(n) of a multiple of them"
+            )
+        if count == 1:
+            return self
+        return self.with_(tiles=self.tiles // count, processors=self.processors // count)
 
     @classmethod
     @typed

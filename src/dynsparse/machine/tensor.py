@@ -82,7 +82,7 @@ class Tensor:
         addresses: np.ndarray | None = None,
         runs: Runs | None = None,
     ) -> None:
-        self.graph = graph
+        self.graph = graph.root
         self.dtype = dtype
         self.shape = tuple(int(n) for n in shape)
         self._offset = int(offset)
