@@ -225,6 +225,9 @@ RECIPES = {
         numel=lambda: 4,
         rows=lambda: 2,
     ),
+    "dynsparse.machine.EngineOptions": call(
+        m.EngineOptions.parse, given=lambda: {"debug.allowOutOfMemory": "true"}
+    ),
     "dynsparse.machine.Engine.remote": call(
         lambda name, replica: with_remote().remote(name, replica),
         (KeyError,),

@@ -32,6 +32,7 @@ from dynsparse.machine.errors import (
 )
 from dynsparse.machine.graph import Graph
 from dynsparse.machine.objects import ComputeSet, RemoteBuffer, Stream
+from dynsparse.machine.options import EngineOptions
 from dynsparse.machine.profile import Profile, StepProfile
 from dynsparse.machine.program import (
     Abort,
@@ -75,6 +76,7 @@ __all__ = [
     "CrossReplicaCopy",
     "DType",
     "Engine",
+    "EngineOptions",
     "ErrorProgram",
     "Execute",
     "Graph",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from typing import Any, TextIO
 
@@ -9,6 +10,7 @@ import numpy as np
 
 from dynsparse.checks import check_flag, check_integer, check_kind
 from dynsparse.files.shorten import shortened
+from dynsparse.files.whole import write_text_whole
 from dynsparse.machine.checks import check_mapping
 from dynsparse.machine.errors import ProgramError
 from dynsparse.machine.graph import Graph
@@ -16,6 +18,7 @@ from dynsparse.machine.liveness import analyse
 from dynsparse.machine.lowering import Lowering
 from dynsparse.machine.memory import check_memory as _check_memory
 from dynsparse.machine.memory import measure_memory
+from dynsparse.machine.options import EngineOptions
 from dynsparse.machine.profile import Profile, StepProfile
 from dynsparse.machine.program import Program, check_nesting
 from dynsparse.machine.state import Node, State
@@ -36,6 +39,7 @@ class Engine:
         check_memory: whether a tile that overflows is an error. Otherwise it only shows in the
             profile.
         max_iterations: after this many turns a while loop is taken for endless.
+        options: by name, as Poplar spells them: see `EngineOptions`.
         print_to: where `PrintTensor` writes; standard error.
         numerics: whether half and float data is computed. Without it only whole numbers and bools,
             which steer a program, move and change; the profile is the same at a fraction of the
@@ -46,6 +50,7 @@ class Engine:
         LocalityError: a vertex connected to another tile's memory.
         RaceError: vertices of a compute set, or sides of a copy, that meet in one element.
         OutOfMemoryError: a tile that does not fit, with its largest variables.
+        ValueError: an option that is unknown or has a value of another kind.
         ProgramError: a program that contains itself or writes a constant; or, without numerics, a
             codelet that makes whole numbers of floating-point ones.
     """
@@ -59,8 +64,10 @@ class Engine:
         check_memory: bool = True,
         max_iterations: int = 1_000_000,
         numerics: bool = True,
+        options: Mapping[str, Any] | None = None,
         print_to: TextIO | None = None,
     ) -> None:
+        self.options = EngineOptions.parse(options)
         graph = check_kind("graph", graph, Graph, "a Graph").root
         self.graph = graph
         self.target = graph.target if target is None else target
@@ -75,11 +82,13 @@ class Engine:
                 raise TypeError(f"expected a Program, got {type(one).__name__}")
             check_nesting(one)
         check_mapping(graph, self.target)
+        check_memory = check_memory and not self.options.allow_out_of_memory
         liveness = analyse(graph, named.values())
         if check_memory:
             # The variables alone, before the simulation takes memory for them.
             _check_memory(measure_memory(graph, self.target, [], [], liveness))
         self._state = State(graph, self.target, numerics=numerics, max_iterations=max_iterations)
+        self._state.float_exceptions = self.options.float_exceptions
         if print_to is not None:
             self._state.print_to = print_to
         lowering = Lowering(self._state)
@@ -87,7 +96,12 @@ class Engine:
             name: lowering.lower(one, name) for name, one in named.items()
         }
         self.memory_use = measure_memory(
-            graph, self.target, lowering.vertex_sets, lowering.copies, liveness
+            graph,
+            self.target,
+            lowering.vertex_sets,
+            lowering.copies,
+            liveness,
+            self.options.worker_stack_bytes,
         )
         sets = lowering.vertex_sets
         self.counts = {
@@ -100,6 +114,18 @@ class Engine:
         }
         if check_memory:
             _check_memory(self.memory_use)
+        self._reported: list[dict[str, Any]] = []
+        if self.options.graph_report:
+            self._write_report("memory.json", self.report().to_dict())
+
+    def report(self) -> Profile:
+        """The profile of no run: the program's counts and the memory it takes."""
+        steps = [StepProfile(name, kind) for name, kind, _ in self._state.steps]
+        return Profile(self.target, self.memory_use, steps, counts=dict(self.counts))
+
+    def _write_report(self, name: str, content: Any) -> None:
+        self.options.folder.mkdir(parents=True, exist_ok=True)
+        write_text_whole(self.options.folder / name, json.dumps(content))
 
     @spanned("machine run")
     def run(self, program: str | None = None) -> Profile:
@@ -113,12 +139,9 @@ class Engine:
         name = next(iter(self._nodes)) if program is None else program
         if name not in self._nodes:
             raise ProgramError(f"no program {name!r}; there are: {', '.join(self._nodes)}")
-        profile = Profile(
-            self.target,
-            self.memory_use,
-            [StepProfile(n, kind) for n, kind, _ in self._state.steps],
-            counts=dict(self.counts),
-        )
+        if self.options.allow_out_of_memory:
+            _check_memory(self.memory_use)
+        profile = self.report()
         # The machine overflows to infinity without a word.
         with np.errstate(all="ignore"):
             self._nodes[name](profile)
@@ -128,6 +151,10 @@ class Engine:
                 row.received_bytes = plan.received_bytes * row.runs
                 row.sent_bytes = plan.sent_bytes * row.runs
                 row.local_bytes = plan.local_bytes * row.runs
+        earlier = sum(one["program"] == name for one in self._reported)
+        if self.options.execution_report and earlier < self.options.reported_runs:
+            self._reported.append({"program": name, **profile.to_dict()})
+            self._write_report("profile.json", {"runs": self._reported})
         return profile
 
     # The host's side.

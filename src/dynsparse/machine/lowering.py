@@ -251,7 +251,8 @@ class Lowering:
             cycles = [b.cycles() if f is None else f for b, f in zip(bound, fixed, strict=True)]
             for b, spent, is_computed in zip(bound, cycles, computed, strict=True):
                 if is_computed:
-                    b.run()
+                    with state.float_errors(path, b.codelet.name):
+                        b.run()
                 row = profile.codelets.setdefault(b.codelet.name, CodeletProfile())
                 row.vertices += len(spent)
                 row.cycles += float(spent.sum())

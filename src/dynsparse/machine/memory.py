@@ -101,8 +101,9 @@ def measure_memory(
     vertex_sets: list[VertexSet],
     copies: list[CopyPlan],
     liveness: Liveness,
+    stack_bytes: int = 0,
 ) -> MemoryUse:
-    """The bytes each tile needs."""
+    """The bytes each tile needs; `stack_bytes` for each worker of a tile with vertices."""
     tiles = target.tiles
     state, code = np.zeros(tiles), np.zeros(tiles)
     placed: dict[Codelet, np.ndarray] = {}
@@ -115,6 +116,7 @@ def measure_memory(
         placed[codelet] = placed.get(codelet, np.zeros(tiles, bool)) | (here > 0)
     for codelet, where in placed.items():
         code[where] += codelet.code_bytes
+    stack = np.where(state > 0, float(stack_bytes * target.workers), 0.0)
     exchange = np.zeros(tiles)
     for plan in copies:
         exchange += plan.fragments * _FRAGMENT_BYTES
@@ -135,6 +137,8 @@ def measure_memory(
         "vertex code": code,
         "exchange code": exchange,
     }
+    if stack_bytes:
+        categories["stacks"] = stack
     # The step at which the fullest tile is fullest, and what it then holds.
     tile = int(np.sum(list(categories.values()), axis=0).argmax())
     peak = max(sums, key=lambda bits: sums[bits][tile], default=0)

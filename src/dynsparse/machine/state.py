@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, TextIO
 
 import numpy as np
@@ -42,6 +43,7 @@ class State:
         self.max_iterations = max_iterations
         self.host = Host()
         self.print_to: TextIO = sys.stderr
+        self.float_exceptions = False
         # Beside which processor a remote buffer is: that of the tiles it is copied to first.
         self.remote_home: dict[RemoteBuffer, list[int]] = {}
         self.steps: list[tuple[str, str, CopyPlan | None]] = []
@@ -62,6 +64,18 @@ class State:
         for tensor, values in graph.initial:
             if self.computes(tensor.dtype):
                 self.store(tensor, values, "the initial value")
+
+    @contextmanager
+    def float_errors(self, path: str, codelet: str) -> Iterator[None]:
+        """Raises ProgramError where floating-point exceptions are wanted."""
+        if not self.float_exceptions:
+            yield
+            return
+        try:
+            with np.errstate(divide="raise", over="raise", invalid="raise"):
+                yield
+        except FloatingPointError as error:
+            raise ProgramError(f"{path}: {codelet!r}: {error}") from None
 
     @property
     def sync_of_all(self) -> float:
