@@ -155,6 +155,36 @@ DYNSPARSE_API int dynsparse_conv_backward(const float* dy, const int64_t* dy_str
                                           float* dx, const int64_t* dx_strides, float* dvalues,
                                           const int64_t* sizes, int32_t threads);
 
+/* ---- attention at the blocks of a pattern ---- */
+
+/* out = softmax(scale q k^T + bias) v, of `heads` in each of `batch` sequences, where a query sees
+ * the keys of its blocks and, if `causal`, none behind its own position; what sees none gets zeros.
+ *
+ * sizes [8]: batch, heads, queries, keys, features of q and k, features of v and out, block,
+ * causal. All but `causal` are at least 1; block divides queries and keys. q, k, v and out are
+ * [batch, heads, tokens, features], each with four strides, of out such that no two elements share
+ * a place. row_ptr [queries / block + 1], cols: the pattern by rows of blocks, ascending. bias
+ * [batch, keys] or null; -infinity for keys that nobody sees. sums [batch, heads, queries]: the
+ * logarithm of a query's sum of exponentials, infinity where it sees nothing. Weights are dropped
+ * where `kept` is not 0: where the random int32 of `seed`, head and block is below `threshold`,
+ * others are multiplied by `kept`. Results do not depend on `threads`. */
+DYNSPARSE_API int dynsparse_attention_forward(
+    const float* q, const int64_t* q_strides, const float* k, const int64_t* k_strides,
+    const float* v, const int64_t* v_strides, const int32_t* row_ptr, const int32_t* cols,
+    const float* bias, float* out, const int64_t* out_strides, float* sums, const int64_t* sizes,
+    float scale, uint64_t seed, int32_t threshold, float kept, int32_t threads);
+
+/* dq, dk and dv, like q, k and v: the gradients for grad, like out; each may be null and is not
+ * computed then. All else as forward was given it, out and sums as it has left them. The last bits
+ * of dk and dv depend on `threads`. */
+DYNSPARSE_API int dynsparse_attention_backward(
+    const float* grad, const int64_t* grad_strides, const float* q, const int64_t* q_strides,
+    const float* k, const int64_t* k_strides, const float* v, const int64_t* v_strides,
+    const float* out, const int64_t* out_strides, const float* sums, const int32_t* row_ptr,
+    const int32_t* cols, const float* bias, float* dq, const int64_t* dq_strides, float* dk,
+    const int64_t* dk_strides, float* dv, const int64_t* dv_strides, const int64_t* sizes,
+    float scale, uint64_t seed, int32_t threshold, float kept, int32_t threads);
+
 /* ---- an index by panels ---- */
 
 /* The least batch from which a product of single elements is faster by panels, measured; 2^62 where

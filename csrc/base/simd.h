@@ -27,6 +27,7 @@ namespace dynsparse {
 
 using i32 = int32_t;
 using u32 = uint32_t;
+using u64 = uint64_t;
 using i64 = int64_t;
 
 // Floats per vector, and the vector types: V on aligned scratch, VU on tensors of any alignment.

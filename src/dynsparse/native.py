@@ -70,6 +70,14 @@ _SIGNATURES: dict[str, tuple[type | None, list[type]]] = {
     ),
     "dynsparse_conv_forward": (ctypes.c_int, [*[_POINTER] * 9, _INT]),
     "dynsparse_conv_backward": (ctypes.c_int, [*[_POINTER] * 12, _INT]),
+    "dynsparse_attention_forward": (
+        ctypes.c_int,
+        [*[_POINTER] * 13, ctypes.c_float, ctypes.c_uint64, _INT, ctypes.c_float, _INT],
+    ),
+    "dynsparse_attention_backward": (
+        ctypes.c_int,
+        [*[_POINTER] * 21, ctypes.c_float, ctypes.c_uint64, _INT, ctypes.c_float, _INT],
+    ),
     "dynsparse_bf16_unit": (_INT, []),
     "dynsparse_masks_expand": (_INT, []),
     "dynsparse_panels_from": (_SIZE, [*[_SIZE] * 3, _INT]),

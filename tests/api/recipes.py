@@ -15,7 +15,9 @@ from typing import Any, NamedTuple
 MODULES = (
     "dynsparse",
     "dynsparse.nn",
+    "dynsparse.nn.attention_patterns",
     "dynsparse.ops",
+    "dynsparse.ops.block_sparse",
     "dynsparse.ops.linear",
     "dynsparse.ops.embedding",
     "dynsparse.ops.grow",

@@ -16,6 +16,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from recipes import public_callables
+from recipes_blocks import RECIPES as BLOCKS
 from recipes_core import RECIPES as CORE
 from recipes_distributed import RECIPES as DISTRIBUTED
 from recipes_files import RECIPES as FILES
@@ -27,7 +28,7 @@ from recipes_popsparse import RECIPES as POPSPARSE
 from recipes_training import RECIPES as TRAINING
 from wrong import FIXED, anything, fault, refusal
 
-RECIPES = CORE | TRAINING | MACHINE | POPSPARSE | DISTRIBUTED | FILES | ONNX | KERAS
+RECIPES = CORE | TRAINING | MACHINE | POPSPARSE | DISTRIBUTED | FILES | ONNX | KERAS | BLOCKS
 
 
 @pytest.fixture(autouse=True)

@@ -29,6 +29,8 @@ struct Library {
   FUNCTION(linear_backward_bf16);
   FUNCTION(conv_forward);
   FUNCTION(conv_backward);
+  FUNCTION(attention_forward);
+  FUNCTION(attention_backward);
   FUNCTION(panels_from);
   FUNCTION(panels_bytes);
   FUNCTION(panels_make);
@@ -183,6 +185,7 @@ void run_alike(Random& random, const Outputs& make, const Call& call, const char
 void linear_case(const Library& library, Random& random);
 void index_case(const Library& library, Random& random);
 void conv_case(const Library& library, Random& random);
+void attention_case(const Library& library, Random& random);
 void dense_rows_case(const Library& library, Random& random);
 void update_case(const Library& library, Random& random);
 void growth_case(const Library& library, Random& random);

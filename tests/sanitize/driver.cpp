@@ -40,6 +40,8 @@ Library load(const char* path) {
   FUNCTION(linear_backward_bf16);
   FUNCTION(conv_forward);
   FUNCTION(conv_backward);
+  FUNCTION(attention_forward);
+  FUNCTION(attention_backward);
   FUNCTION(panels_from);
   FUNCTION(panels_bytes);
   FUNCTION(panels_make);
@@ -66,7 +68,8 @@ Library load(const char* path) {
 using Case = void (*)(const Library&, Random&);
 constexpr Case CASES[] = {linear_case,  linear_case,     linear_case, linear_case, index_case,
                           update_case,  growth_case,     conv_case,   conv_case,   selection_case,
-                          dropout_case, dense_rows_case, conv_case,   screen_case};
+                          dropout_case, dense_rows_case, conv_case,   screen_case,
+                          attention_case};
 
 void run_one(const Library& library, uint64_t seed, i64 number) {
   Random random(seed * 1000003 + number);

@@ -1,5 +1,6 @@
 """Sparse layers, and models made of them."""
 
+from dynsparse.nn import attention_patterns
 from dynsparse.nn.attention import SparseMultiheadAttention
 from dynsparse.nn.averaging import follow_patterns
 from dynsparse.nn.conv import SparseConv1d, SparseConv2d
@@ -23,6 +24,7 @@ __all__ = [
     "SparseMultiheadAttention",
     "SparseTransformerLayer",
     "TiedEmbedding",
+    "attention_patterns",
     "densify",
     "describe",
     "follow_patterns",

@@ -12,9 +12,17 @@ from torch.nn.functional import pad, scaled_dot_product_attention
 
 from dynsparse.checks import check_flag, check_fraction, check_integer, check_kind
 from dynsparse.files.shorten import shortened
+from dynsparse.nn.attention_blocks import (
+    attend_at,
+    check_goes_with,
+    check_pattern,
+    load_pattern,
+    save_pattern,
+)
 from dynsparse.nn.flex import ScoreMod, attend, check_flexible
 from dynsparse.nn.linear import SparseLinear
 from dynsparse.ops.dropout import dropout
+from dynsparse.pattern import SparsePattern
 from dynsparse.typed import typed
 
 __all__ = ["PROJECTIONS", "SparseMultiheadAttention"]
@@ -30,17 +38,22 @@ class SparseMultiheadAttention(nn.Module):
     2017, "Attention Is All You Need", section 3.2.2); the keywords after `batch_first` are added.
     The packed `in_proj_weight` is three layers here: `q_proj` [inner, embed], `k_proj`
     [inner, kdim], `v_proj` [inner, vdim]; `out_proj` is [embed, inner]; inner is heads * head_dim.
-    The product of queries and keys is dense, as ever.
+    The product of queries and keys is dense, as ever, unless `attention_pattern` says which of them
+    meet: the attention then costs what its blocks cost.
 
     Args:
         embed_dim, num_heads, dropout, bias: as in `nn.MultiheadAttention`.
         add_bias_kv, add_zero_attn, kdim, vdim, batch_first, device, dtype: likewise.
         head_dim: features of one head; embed_dim / num_heads when left out.
+        attention_pattern: which queries [L] see which keys [S], in all heads; made by
+            `nn.attention_patterns` or by hand. L and S are then those of every call. It goes with
+            `is_causal`, `key_padding_mask` and dropout, not with `attn_mask`, `score_mod`,
+            `add_bias_kv` and `add_zero_attn`. It is in the state dict and may be set anew.
         density, block_size, generator: of each projection, see `SparseLinear`.
 
     Raises:
         ValueError: sizes below 1, heads that do not divide embed_dim without a head_dim, a dropout
-            outside [0, 1], and what `SparseLinear` raises.
+            outside [0, 1], what does not go with a pattern, and what `SparseLinear` raises.
     """
 
     # torch's own transformer layers read these to decide on their fused path for evaluation, which
@@ -59,6 +72,7 @@ class SparseMultiheadAttention(nn.Module):
     out_proj: nn.Module
     bias_k: nn.Parameter | None
     bias_v: nn.Parameter | None
+    _attention_pattern: SparsePattern | None = None
 
     @typed
     def __init__(
@@ -74,6 +88,7 @@ class SparseMultiheadAttention(nn.Module):
         batch_first: bool = False,
         *,
         head_dim: int | None = None,
+        attention_pattern: SparsePattern | None = None,
         density: float = 0.1,
         block_size: int = 1,
         generator: torch.Generator | None = None,
@@ -92,6 +107,7 @@ class SparseMultiheadAttention(nn.Module):
                 f"got {embed_dim} and {num_heads}"
             )
         check_fraction("dropout", dropout, zero=True)
+        check_pattern(attention_pattern, add_bias_kv or add_zero_attn)
         if head_dim is not None and head_dim < 1:
             raise ValueError(f"head_dim must be at least 1, got {head_dim}")
         kdim = embed_dim if kdim is None else kdim
@@ -120,6 +136,7 @@ class SparseMultiheadAttention(nn.Module):
             rows = [nn.init.xavier_normal_(row, generator=generator) for row in rows]
             extra = [nn.Parameter(row.to(device)) for row in rows]
         self._set(num_heads, dropout, add_zero_attn, batch_first, projections, extra)
+        self._attention_pattern = attention_pattern
 
     def _set(
         self,
@@ -163,6 +180,16 @@ class SparseMultiheadAttention(nn.Module):
             extra,
         )
         return made.train(attention.training)
+
+    @property
+    def attention_pattern(self) -> SparsePattern | None:
+        """Which queries see which keys; None: all do. May be set."""
+        return self._attention_pattern
+
+    @attention_pattern.setter
+    def attention_pattern(self, pattern: SparsePattern | None) -> None:
+        adds_keys = self.bias_k is not None or self.add_zero_attn
+        self._attention_pattern = check_pattern(pattern, adds_keys)
 
     @property
     def embed_dim(self) -> int:
@@ -236,6 +263,7 @@ class SparseMultiheadAttention(nn.Module):
                     "dropout": rate > 0,
                     "add_bias_kv and add_zero_attn": not plain,
                     "heads that ranks share out": self.shares_heads,
+                    "attention_pattern": self._attention_pattern is not None,
                 },
             )
         batched = query.dim() == 3
@@ -245,6 +273,10 @@ class SparseMultiheadAttention(nn.Module):
         elif not self.batch_first:
             query, key, value = (x.transpose(0, 1) for x in (query, key, value))
 
+        pattern = self._attention_pattern
+        if pattern is not None:
+            other_mask = attn_mask is not None and not is_causal
+            check_goes_with(pattern, query.shape[1], key.shape[1], other_mask)
         q, k, v = self.q_proj(query), self.k_proj(key), self.v_proj(value)
         if self.bias_k is not None and self.bias_v is not None:
             k = torch.cat([k, self.bias_k.expand(len(k), 1, -1)], 1)
@@ -255,6 +287,37 @@ class SparseMultiheadAttention(nn.Module):
             x.unflatten(-1, (self.num_heads, self.head_dim)).transpose(1, 2) for x in (q, k, v)
         )
 
+        if pattern is not None:
+            padding = key_padding_mask
+            mixed, weights = attend_at(pattern, q, k, v, is_causal, padding, rate, need_weights)
+        elif flexible:
+            mixed, weights = attend(q, k, v, score_mod, block_mask), None
+        else:
+            masks = (attn_mask, key_padding_mask)
+            mixed, weights = self._to_all(q, k, v, masks, rate, need_weights, is_causal)
+        if need_weights and weights is not None and average_attn_weights:
+            weights = weights.mean(1)
+
+        output = self.out_proj(mixed.transpose(1, 2).flatten(2))
+        if not batched:
+            return output[0], None if weights is None else weights[0]
+        return output if self.batch_first else output.transpose(0, 1), weights
+
+    def _to_all(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        masks: tuple[Tensor | None, Tensor | None],
+        rate: float,
+        need_weights: bool,
+        is_causal: bool,
+    ) -> tuple[Tensor, Tensor | None]:
+        """The mixed values [N, heads, L, E], and the weights [N, heads, L, S] where they are
+        needed."""
+        attn_mask, key_padding_mask = masks
+        plain = self.bias_k is None and not self.add_zero_attn
+        keys = k.shape[2] - (self.bias_k is not None) - self.add_zero_attn
         # On the CPU torch's fused product draws its dropout slowly, and guards against queries that
         # may look nowhere, which only given masks can bring about.
         drawn_here = rate > 0 and q.is_cpu and attn_mask is None and key_padding_mask is None
@@ -263,25 +326,13 @@ class SparseMultiheadAttention(nn.Module):
         mask = None
         if not fused_causal:
             if is_causal and attn_mask is None:
-                square = torch.ones(query.shape[1], key.shape[1], device=q.device)
-                attn_mask = square.triu(1).bool()
-            mask = self._merged(attn_mask, key_padding_mask, q, key.shape[1], k.shape[2])
-        weights = None
-        if flexible:
-            mixed = attend(q, k, v, score_mod, block_mask)
-        elif by_steps:
-            scores = (q / math.sqrt(self.head_dim)) @ k.transpose(-2, -1)
-            shares = dropout((scores if mask is None else scores + mask).softmax(-1), rate)
-            mixed = shares @ v
-            if need_weights:
-                weights = shares.mean(1) if average_attn_weights else shares
-        else:
-            mixed = scaled_dot_product_attention(q, k, v, mask, rate, fused_causal)
-
-        output = self.out_proj(mixed.transpose(1, 2).flatten(2))
-        if not batched:
-            return output[0], None if weights is None else weights[0]
-        return output if self.batch_first else output.transpose(0, 1), weights
+                attn_mask = torch.ones(q.shape[2], keys, device=q.device).triu(1).bool()
+            mask = self._merged(attn_mask, key_padding_mask, q, keys, k.shape[2])
+        if not by_steps:
+            return scaled_dot_product_attention(q, k, v, mask, rate, fused_causal), None
+        scores = (q / math.sqrt(self.head_dim)) @ k.transpose(-2, -1)
+        shares = dropout((scores if mask is None else scores + mask).softmax(-1), rate)
+        return shares @ v, shares if need_weights else None
 
     def _merged(
         self,
@@ -316,10 +367,23 @@ class SparseMultiheadAttention(nn.Module):
         # The keys that bias_k and add_zero_attn append may always be looked at.
         return None if merged is None else pad(merged, (0, all_keys - keys))
 
+    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        if self._attention_pattern is not None:
+            save_pattern(self._attention_pattern, destination, prefix)
+
+    def _load_from_state_dict(self, state_dict: Any, prefix: str, *rest: Any) -> None:
+        super()._load_from_state_dict(state_dict, prefix, *rest)
+        if self._attention_pattern is not None:
+            loaded = load_pattern(self._attention_pattern, state_dict, prefix, *rest)
+            self._attention_pattern = loaded
+
     def extra_repr(self) -> str:
+        pattern = self._attention_pattern
         return (
             f"embed_dim={self.embed_dim}, num_heads={self.num_heads}, "
             f"head_dim={self.head_dim}, dropout={self.dropout}, batch_first={self.batch_first}"
+            f"{'' if pattern is None else f', attention_pattern={pattern}'}"
         )
 
 

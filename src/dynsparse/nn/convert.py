@@ -203,7 +203,8 @@ def densify(model: nn.Module) -> nn.Module:
     Raises:
         TypeError: not a module. ValueError: a model without sparse layers, one that is a single
             sparse layer and so cannot be changed in place, or an attention with a `head_dim` that
-            `nn.MultiheadAttention` cannot have. Nothing is changed then.
+            `nn.MultiheadAttention` cannot have, or with an `attention_pattern`. Nothing is changed
+            then.
     """
     _check_model(model)
     check_whole(model, "densify makes dense layers of")
@@ -222,6 +223,11 @@ def densify(model: nn.Module) -> nn.Module:
         )
     for name, module in names.items():
         if isinstance(module, SparseMultiheadAttention):
+            if module.attention_pattern is not None:
+                raise ValueError(
+                    f"the attention {name!r} has an attention_pattern, which nn.MultiheadAttention "
+                    "cannot have: set it to None first, or pass the dense one a mask in its place"
+                )
             inner = module.num_heads * module.head_dim
             if inner != module.embed_dim:
                 raise ValueError(

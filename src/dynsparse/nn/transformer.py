@@ -12,6 +12,7 @@ from dynsparse.checks import check_integer
 from dynsparse.nn.attention import SparseMultiheadAttention
 from dynsparse.nn.dropout import Dropout
 from dynsparse.nn.linear import SparseLinear
+from dynsparse.pattern import SparsePattern
 from dynsparse.typed import typed
 
 __all__ = ["SparseTransformerLayer"]
@@ -32,6 +33,7 @@ class SparseTransformerLayer(nn.Module):
         hidden_features: of the feed-forward part.
         dropout: of attention weights, hidden activations and both branches; in training only.
         attention_bias: whether the attention's projections have biases.
+        attention_pattern: which tokens see which, see `SparseMultiheadAttention`.
         density, block_size, generator, device, dtype: see `SparseLinear`.
 
     Raises:
@@ -48,6 +50,7 @@ class SparseTransformerLayer(nn.Module):
         head_dim: int | None = None,
         dropout: float = 0.1,
         attention_bias: bool = True,
+        attention_pattern: SparsePattern | None = None,
         density: float = 0.1,
         block_size: int = 1,
         generator: torch.Generator | None = None,
@@ -66,6 +69,7 @@ class SparseTransformerLayer(nn.Module):
             attention_bias,
             batch_first=True,
             head_dim=head_dim,
+            attention_pattern=attention_pattern,
             **sparse,
         )
         self.norm2 = nn.LayerNorm(features, **factory)

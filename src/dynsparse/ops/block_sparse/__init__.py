@@ -1,0 +1,17 @@
+"""Matrices that are sparse in blocks: products, softmax, and the attention made of them."""
+
+from dynsparse.ops.block_sparse.attention import scaled_dot_product_attention
+from dynsparse.ops.block_sparse.products import (
+    dense_sparse_matmul,
+    sampled_matmul,
+    sparse_dense_matmul,
+)
+from dynsparse.ops.block_sparse.softmax import softmax
+
+__all__ = [
+    "dense_sparse_matmul",
+    "sampled_matmul",
+    "scaled_dot_product_attention",
+    "softmax",
+    "sparse_dense_matmul",
+]

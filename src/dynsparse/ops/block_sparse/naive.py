@@ -1,0 +1,63 @@
+"""All of it by dense matrices in plain torch: the oracle."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from dynsparse.pattern import SparsePattern
+
+__all__ = ["attention", "dense_of", "softmax"]
+
+
+def dense_of(values: Tensor, pattern: SparsePattern) -> Tensor:
+    """[..., nnz] or [..., nnz, b, b] -> [..., m, n], zeros elsewhere; matrix by matrix."""
+    own = pattern.values_shape
+    batch = values.shape[: values.dim() - len(own)]
+    found = [pattern.to_dense(one) for one in values.reshape(batch.numel(), *own)]
+    return torch.stack(found).reshape(*batch, *pattern.shape) if len(batch) else found[0]
+
+
+def _softmax(scores: Tensor, seen: Tensor) -> Tensor:
+    """Zeros where nothing is seen, rows without anything included."""
+    some = seen.any(-1, keepdim=True)
+    weights = scores.masked_fill(~seen & some, -torch.inf).softmax(-1)
+    return weights * (seen & some)
+
+
+def softmax(values: Tensor, pattern: SparsePattern, subblock_mask: str = "none") -> Tensor:
+    seen = pattern.to_mask()
+    if subblock_mask == "zero_upper_triangle":
+        seen = seen.tril()
+    elif subblock_mask == "zero_lower_triangle":
+        seen = seen.triu()
+    weights = _softmax(dense_of(values, pattern), seen)
+    found = [pattern.values_of(one) for one in weights.reshape(-1, *pattern.shape)]
+    return torch.stack(found).reshape(values.shape)
+
+
+def attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    pattern: SparsePattern,
+    causal: bool = False,
+    away: Tensor | None = None,
+    kept: Tensor | None = None,
+    scale: float | None = None,
+) -> Tensor:
+    """[N, heads, L, E], [N, heads, S, E], [N, heads, S, V] -> [N, heads, L, V].
+
+    Args:
+        away: bool [N, S], True for keys that nobody sees.
+        kept: what the weights [N, heads, L, S] are multiplied by, in place of dropout.
+    """
+    scale = query.shape[-1] ** -0.5 if scale is None else scale
+    seen = pattern.to_mask()
+    if causal:
+        seen = seen.tril()
+    seen = seen.expand(len(query), 1, -1, -1)
+    if away is not None:
+        seen = seen & ~away[:, None, None]
+    weights = _softmax(query @ key.transpose(-2, -1) * scale, seen)
+    return (weights if kept is None else weights * kept) @ value

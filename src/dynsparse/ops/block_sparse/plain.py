@@ -1,0 +1,101 @@
+"""Attention at blocks in plain torch: any type and device, at the cost of the blocks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from dynsparse.ops.block_sparse.kernels import Settings
+from dynsparse.ops.block_sparse.softmax import diagonal_mask, rows_of, weights_of
+
+__all__ = ["backward", "forward"]
+
+
+def _blocks(tensor: Tensor, block: int, which: Tensor) -> Tensor:
+    """Of tokens [N, heads, tokens, features] the blocks [N, heads, nnz, block, features]."""
+    return tensor.unflatten(2, (-1, block)).index_select(2, which)
+
+
+def _tokens(parts: Tensor, which: Tensor, tokens: int) -> Tensor:
+    """The sum of blocks [N, heads, nnz, block, features] at each place: [N, heads, tokens, ...]."""
+    n, heads, _, block, features = parts.shape
+    found = parts.new_zeros(n, heads, tokens // block, block, features)
+    return found.index_add(2, which, parts).flatten(2, 3)
+
+
+def _scores(
+    q: Tensor, k: Tensor, rows: Tensor, cols: Tensor, bias: Tensor | None, s: Settings
+) -> Tensor:
+    found = _blocks(q, s.block, rows) @ _blocks(k, s.block, cols).transpose(-2, -1) * s.scale
+    if bias is not None:
+        found = found + bias.unflatten(1, (-1, s.block))[:, cols][:, None, :, None]
+    if s.causal:
+        found = found.masked_fill(diagonal_mask(rows, cols, s.block, upper=True), -torch.inf)
+    return found
+
+
+def _kept(weights: Tensor, s: Settings) -> Tensor | None:
+    """What dropout multiplies weights by; drawn again for backward, from the seed."""
+    if not s.kept:
+        return None
+    generator = torch.Generator(weights.device).manual_seed(s.seed)
+    drawn = torch.rand(
+        weights.shape, dtype=weights.dtype, device=weights.device, generator=generator
+    )
+    return (drawn >= s.dropout).to(weights.dtype) * s.kept
+
+
+def forward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    row_ptr: Tensor,
+    cols: Tensor,
+    bias: Tensor | None,
+    s: Settings,
+) -> tuple[Tensor, Tensor]:
+    """As `kernels.forward`."""
+    rows, cols = rows_of(row_ptr, len(cols)), cols.long()
+    weights, sums = weights_of(_scores(q, k, rows, cols, bias, s), rows, len(row_ptr) - 1)
+    kept = _kept(weights, s)
+    weights = weights if kept is None else weights * kept
+    out = _tokens(weights @ _blocks(v, s.block, cols), rows, q.shape[2])
+    return out, sums.flatten(2)
+
+
+def backward(
+    grad: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    sums: Tensor,
+    row_ptr: Tensor,
+    cols: Tensor,
+    bias: Tensor | None,
+    s: Settings,
+    needed: Sequence[bool],
+) -> list[Tensor | None]:
+    """As `kernels.backward`."""
+    rows, cols = rows_of(row_ptr, len(cols)), cols.long()
+    of_rows = sums.unflatten(2, (-1, s.block)).index_select(2, rows)
+    weights = (_scores(q, k, rows, cols, bias, s) - of_rows[..., None]).exp()
+    kept = _kept(weights, s)
+    of_out = _blocks(grad, s.block, rows)
+    to_weights = of_out @ _blocks(v, s.block, cols).transpose(-2, -1)
+    dropped = weights
+    if kept is not None:
+        dropped, to_weights = weights * kept, to_weights * kept
+    shares = (grad * out).sum(-1, keepdim=True)
+    to_scores = weights * (to_weights - _blocks(shares, s.block, rows)) * s.scale
+    found: list[Tensor | None] = [None, None, None]
+    if needed[0]:
+        found[0] = _tokens(to_scores @ _blocks(k, s.block, cols), rows, q.shape[2])
+    if needed[1]:
+        turned = to_scores.transpose(-2, -1)
+        found[1] = _tokens(turned @ _blocks(q, s.block, rows), cols, k.shape[2])
+    if needed[2]:
+        found[2] = _tokens(dropped.transpose(-2, -1) @ of_out, cols, v.shape[2])
+    return found

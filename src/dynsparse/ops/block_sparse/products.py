@@ -1,0 +1,171 @@
+"""Products with matrices that are sparse in blocks, one or a batch of them with one pattern.
+
+They are the passes of the sparse linear operator, Y = X W^T: sparse x dense is forward, with the
+dense operand's columns for samples, dense x sparse is the gradient of the input, and the product
+sampled at the pattern is that of the weights. A batch whose matrices differ is one product with
+the matrices along the diagonal, so that all compute at once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from dynsparse.checks import check_kind, check_tensor
+from dynsparse.ops.linear import grad_input, grad_weight, linear
+from dynsparse.pattern import PatternIndex, SparsePattern
+
+__all__ = [
+    "check_operand",
+    "check_values",
+    "dense_sparse_matmul",
+    "sampled_matmul",
+    "sparse_dense_matmul",
+]
+
+
+def check_values(values: Tensor, pattern: SparsePattern) -> torch.Size:
+    """The batch of matrices [..., nnz] or [..., nnz, b, b] at a pattern: its sizes.
+
+    Raises:
+        TypeError: other things than a tensor of numbers and a pattern.
+        ValueError: values of another shape.
+    """
+    check_kind("pattern", pattern, SparsePattern, "a SparsePattern")
+    _check_floating("values", values)
+    own = pattern.values_shape
+    if values.dim() < len(own) or tuple(values.shape[values.dim() - len(own) :]) != own:
+        wanted = ", ".join(map(str, own))
+        raise ValueError(
+            f"values must be [..., {wanted}] for {pattern}, got the shape {list(values.shape)}"
+        )
+    return values.shape[: values.dim() - len(own)]
+
+
+def _check_floating(name: str, tensor: Tensor) -> None:
+    if not check_tensor(name, tensor).is_floating_point():
+        raise TypeError(f"{name} must be floating point, got {tensor.dtype}")
+
+
+def check_operand(name: str, dense: Tensor, like: Tensor | None, **sizes: int | None) -> None:
+    """Raise unless `dense` is [..., rows, columns], of the type and on the device of `like`.
+
+    Args:
+        sizes: how many rows and columns, by what they are called; None: any.
+    """
+    _check_floating(name, dense)
+    wanted = list(sizes.values())
+    shape = dense.shape[-2:]
+    if len(shape) != 2 or any(w not in (None, s) for w, s in zip(wanted, shape, strict=True)):
+        words = ", ".join(f"{name_} = {size}" if size else name_ for name_, size in sizes.items())
+        raise ValueError(f"{name} must be [..., {words}], got the shape {list(dense.shape)}")
+    if like is not None and (dense.dtype, dense.device) != (like.dtype, like.device):
+        raise ValueError(
+            f"{name} must be {like.dtype} on {like.device} as the other operand is, "
+            f"got {dense.dtype} on {dense.device}"
+        )
+
+
+def _batch_of(first: Sequence[int], second: Sequence[int], shared: bool) -> list[int]:
+    """The batch of both operands; one of them may have none where it can be shared."""
+    if list(first) == list(second) or (shared and not len(first)):
+        return list(second)
+    alike = "be alike in both operands" + (", or absent from values" if shared else "")
+    raise ValueError(f"the dimensions of the batch must {alike}: {list(first)}, {list(second)}")
+
+
+def _diagonal(index: PatternIndex, count: int) -> PatternIndex:
+    """The index of `count` matrices along the diagonal."""
+    row_ptr, cols, col_ptr, csc_rows, csc_perm = index
+    nnz, height, width = len(cols), len(row_ptr) - 1, len(col_ptr) - 1
+    most = max(nnz, height, width) * count
+    if most > 2**31 - 1:
+        raise ValueError(
+            f"a batch of {count} matrices with {nnz} blocks has more than 2^31 of them: "
+            "split the batch"
+        )
+    each = torch.arange(count, dtype=torch.int32, device=cols.device)[:, None]
+    return PatternIndex(
+        torch.cat([(row_ptr[:-1] + each * nnz).flatten(), row_ptr[-1:] * count]),
+        (cols + each * width).flatten(),
+        torch.cat([(col_ptr[:-1] + each * nnz).flatten(), col_ptr[-1:] * count]),
+        (csc_rows + each * height).flatten(),
+        (csc_perm + each * nnz).flatten(),
+    )
+
+
+def sparse_dense_matmul(values: Tensor, pattern: SparsePattern, dense: Tensor) -> Tensor:
+    """S D for a sparse S [m, k]: [..., k, n] -> [..., m, n]. Differentiable in both.
+
+    Args:
+        values: of S, [..., nnz] or [..., nnz, b, b]; without a batch one S for all.
+        pattern: of S.
+        dense: D, of the dtype and on the device of values; any strides.
+
+    Returns:
+        A tensor of the dtype of D, of any strides.
+
+    Raises:
+        ValueError: shapes, batches, dtypes or devices that do not fit. TypeError: no tensors of
+            floating point numbers, no pattern.
+    """
+    own = check_values(values, pattern)
+    check_operand("dense", dense, values, k=pattern.shape[1], n=None)
+    batch, n = _batch_of(own, dense.shape[:-2], shared=True), dense.shape[-1]
+    index = pattern._index_on(values.device)
+    if not len(own):
+        x = dense.movedim(-2, -1).reshape(-1, pattern.shape[1])
+        return linear(x, values, index).unflatten(0, [*batch, n]).movedim(-1, -2)
+    count = own.numel()
+    x = dense.reshape(count * pattern.shape[1], n).t()
+    y = linear(x, values.reshape(-1, *pattern.values_shape[1:]), _diagonal(index, count))
+    return y.t().reshape(*batch, pattern.shape[0], n)
+
+
+def dense_sparse_matmul(dense: Tensor, values: Tensor, pattern: SparsePattern) -> Tensor:
+    """D S for a sparse S [k, m]: [..., n, k] -> [..., n, m]. Differentiable in both.
+
+    Args, results and errors as of `sparse_dense_matmul`.
+    """
+    own = check_values(values, pattern)
+    check_operand("dense", dense, values, n=None, k=pattern.shape[0])
+    batch, n = _batch_of(own, dense.shape[:-2], shared=True), dense.shape[-2]
+    index = pattern._index_on(values.device)
+    if not len(own):
+        return grad_input(dense, values, index)
+    count = own.numel()
+    dy = dense.reshape(count, n, pattern.shape[0]).transpose(0, 1).reshape(n, -1)
+    y = grad_input(dy, values.reshape(-1, *pattern.values_shape[1:]), _diagonal(index, count))
+    return y.unflatten(1, (count, -1)).transpose(0, 1).reshape(*batch, n, pattern.shape[1])
+
+
+def sampled_matmul(a: Tensor, b: Tensor, pattern: SparsePattern) -> Tensor:
+    """A B at the blocks of a pattern [m, n]: the sampled dense-dense product (SDDMM).
+
+    Differentiable in both. The rest of A B is not computed, and no [m, n] is made.
+
+    Args:
+        a: [..., m, k]; any strides.
+        b: [..., k, n], with the batch, the dtype and the device of a.
+        pattern: which blocks.
+
+    Returns:
+        values [..., nnz] or [..., nnz, b, b].
+
+    Raises:
+        ValueError, TypeError: as `sparse_dense_matmul`.
+    """
+    check_kind("pattern", pattern, SparsePattern, "a SparsePattern")
+    check_operand("a", a, None, m=pattern.shape[0], k=None)
+    check_operand("b", b, a, k=a.shape[-1], n=pattern.shape[1])
+    batch = _batch_of(a.shape[:-2], b.shape[:-2], shared=False)
+    index, count = pattern._index_on(a.device), a.shape[:-2].numel()
+    shape = pattern.values_shape
+    if not len(batch):
+        return grad_weight(a.t(), b, a.new_empty(shape), index)
+    dy = a.reshape(count * pattern.shape[0], -1).t()
+    x = b.reshape(count, -1, pattern.shape[1]).transpose(0, 1).reshape(b.shape[-2], -1)
+    like = a.new_empty(count * pattern.nnz, *shape[1:])
+    return grad_weight(dy, x, like, _diagonal(index, count)).reshape(*batch, *shape)

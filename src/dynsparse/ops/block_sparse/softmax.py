@@ -1,0 +1,86 @@
+"""The softmax of rows of which only the blocks of a pattern are there."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from dynsparse.checks import check_kind
+from dynsparse.files.shorten import shortened
+from dynsparse.ops.block_sparse.products import check_values
+from dynsparse.pattern import SparsePattern
+
+__all__ = ["SUBBLOCK_MASKS", "diagonal_mask", "rows_of", "softmax", "weights_of"]
+
+SUBBLOCK_MASKS = ("none", "zero_upper_triangle", "zero_lower_triangle")
+
+
+def rows_of(row_ptr: Tensor, nnz: int) -> Tensor:
+    """The block row of every slot, int64 [nnz]; the host does not wait for a device."""
+    counts = row_ptr.diff().long()
+    each = torch.arange(len(counts), device=counts.device)
+    return torch.repeat_interleave(each, counts, output_size=nnz)
+
+
+def diagonal_mask(rows: Tensor, cols: Tensor, block: int, upper: bool) -> Tensor:
+    """Which elements of blocks lie above the diagonal, or below: bool [nnz, b, b]."""
+    within = torch.arange(block, device=rows.device)
+    ahead = (cols - rows)[:, None, None] * block + within - within[:, None]
+    return ahead > 0 if upper else ahead < 0
+
+
+def softmax(values: Tensor, pattern: SparsePattern, subblock_mask: str = "none") -> Tensor:
+    """exp(s) / sum of exp(s) over each row of a sparse S, whose absent blocks count as -infinity.
+
+    Differentiable any number of times: the gradient is y (g - sum of y g). A row of which nothing
+    is there, or all is masked, gives zeros.
+
+    Args:
+        values: of S, [..., nnz] or [..., nnz, b, b], floating point; -infinity masks an element.
+        pattern: of S, [m, n].
+        subblock_mask: "zero_upper_triangle" masks what lies above the diagonal of S, in blocks on
+            it and beyond it; "zero_lower_triangle" what lies below. ("none")
+
+    Returns:
+        The shape and dtype of values; 16-bit types are computed in float32.
+
+    Raises:
+        ValueError: values of another shape, an unknown mask. TypeError: as `sparse_dense_matmul`.
+
+    Source: PopSparse's `bsSoftmax`; Child et al. 2019, "Generating Long Sequences with Sparse
+    Transformers", section 5.
+    """
+    batch = check_values(values, pattern)
+    check_kind("subblock_mask", subblock_mask, str, f"one of {', '.join(SUBBLOCK_MASKS)}")
+    if subblock_mask not in SUBBLOCK_MASKS:
+        raise ValueError(
+            f"subblock_mask must be one of {', '.join(SUBBLOCK_MASKS)}, "
+            f"got {shortened(subblock_mask)}"
+        )
+    block, height = pattern.block_size, pattern.grid[0]
+    index = pattern._index_on(values.device)
+    rows = rows_of(index.row_ptr, pattern.nnz)
+    wide = torch.float32 if values.dtype.itemsize < 4 else values.dtype
+    scores = values.to(wide).reshape(*batch, pattern.nnz, block, block)
+    if subblock_mask != "none":
+        upper = subblock_mask == "zero_upper_triangle"
+        away = diagonal_mask(rows, index.cols.long(), block, upper)
+        scores = scores.masked_fill(away, -torch.inf)
+    return weights_of(scores, rows, height)[0].to(values.dtype).reshape(values.shape)
+
+
+def weights_of(scores: Tensor, rows: Tensor, height: int) -> tuple[Tensor, Tensor]:
+    """The softmax of scores [..., nnz, b, b], and what was taken from them and divided by, as the
+    logarithm of the sum of exponentials [..., height, b]: infinity where there is none."""
+    # Finite, so that what is masked everywhere gives zeros and not NaN. No gradient goes through
+    # it, as the weights do not depend on it.
+    found = scores.detach().amax(-1)
+    lowest = torch.finfo(scores.dtype).min
+    top = found.new_full((*found.shape[:-2], height, found.shape[-1]), lowest)
+    top = top.scatter_reduce(-2, rows[:, None].expand_as(found), found, "amax")
+    weights = (scores - top.index_select(-2, rows)[..., None]).exp()
+    sums = torch.zeros_like(top).index_add(-2, rows, weights.sum(-1))
+    nothing = sums == 0
+    sums = sums.masked_fill(nothing, 1)
+    weights = weights / sums.index_select(-2, rows)[..., None]
+    return weights, (top + sums.log()).masked_fill(nothing, torch.inf)
