@@ -38,7 +38,7 @@ from dynsparse.apps.lm.options import Options
 from dynsparse.apps.lm.training import Training
 from dynsparse.bench.masked import MaskedLinear, MaskedRigL
 
-NOISE_AT = (50, 200, 400, 600)
+NOISE_AT = (0.05, 0.2, 0.4, 0.6)  # of the training
 
 
 class Study(Training):
@@ -48,7 +48,11 @@ class Study(Training):
         self.chosen = chosen
         super().__init__(options, corpus, seed)
         schedule = LateCosine(
-            options.steps, chosen.interval, chosen.share, chosen.end, first=chosen.first
+            options.steps,
+            round(chosen.interval * options.steps / 20),
+            chosen.share,
+            chosen.end,
+            first=round(chosen.first * options.steps),
         )
         # Of the batches that only growth sees: the training sees the same with all variants.
         self.others = torch.Generator().manual_seed(seed + 1_000_000)
@@ -100,7 +104,7 @@ class Study(Training):
     def optimise(self, sums: Sums) -> None:
         more = self.chosen.batches - 1
         if self.chosen.noise:
-            more = 95 if self.step + 1 in NOISE_AT else 0
+            more = 95 if (self.step + 1) / self.options.steps in NOISE_AT else 0
         if more and self.trainer is not None and self.trainer._is_due(self.step + 1):
             self._look_at(more)
         super().optimise(sums)
@@ -153,7 +157,7 @@ def main() -> None:
     parser.add_argument("--data", type=Path, required=True)
     parser.add_argument("--variants", nargs="+", required=True)
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2, 3, 4])
-    parser.add_argument("--steps", type=int, default=1000)
+    parser.add_argument("--steps", type=int, default=2000)
     parser.add_argument("--hidden-size", type=int, default=64)
     parser.add_argument("--rate", type=float, default=1e-2)
     parser.add_argument("--output", type=Path, required=True)

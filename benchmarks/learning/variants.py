@@ -27,10 +27,11 @@ class Variant:
     """What one update grows the next does not drop."""
     regrow: bool = False
     """What an update drops it may grow again, the rule of RigL's paper."""
-    interval: int = 50
+    interval: float = 1.0
+    """Steps between updates, as a multiple of a twentieth of the training."""
     share: float = 0.3
-    first: int = 0
-    """No update before this step."""
+    first: float = 0.0
+    """No update before this share of the training."""
     end: float = 0.75
     sparsity: float = 0.9
     allocation: str = "uniform"
@@ -52,10 +53,10 @@ CHANGES: dict[str, dict[str, Any]] = {
     "initial step": {"initial_step": 1.0},
     "protected": {"protect": True},
     "regrow": {"regrow": True},
-    "late start": {"first": 250},
+    "late start": {"first": 0.25},
     "early end": {"end": 0.4},
-    "interval 25": {"interval": 25},
-    "interval 150": {"interval": 150},
+    "interval / 2": {"interval": 0.5},
+    "interval x 3": {"interval": 3.0},
     "share 0.1": {"share": 0.1},
     "erk": {"allocation": "erk"},
     "97 %": {"sparsity": 0.97},

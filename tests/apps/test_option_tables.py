@@ -15,7 +15,7 @@ def test_the_docs_are_up_to_date():
     marked = {page.name: page.read_text() for page in DOCS.glob("*.md")}
     marked = {name: text for name, text in marked.items() if "<!-- options:" in text}
     assert marked.keys() == {
-        "mnist.md", "mnist-transformer.md", "language-model.md", "checkpoints.md",
+        "mnist.md", "mnist-transformer.md", "cifar.md", "language-model.md", "checkpoints.md",
         "many-processes.md",
     }  # fmt: skip
     for name, text in marked.items():
@@ -44,6 +44,7 @@ def test_a_page_is_filled_in(tmp_path):
     assert "`--dataset`" not in text
     assert fill(text) == text
     with pytest.raises(
-        ValueError, match="expected one of mnist, mnist-transformer, lm, plan-ranks, got 'mn'"
+        ValueError,
+        match="expected one of mnist, mnist-transformer, cifar, lm, plan-ranks, got 'mn'",
     ):
         fill("<!-- options: mn -->\n<!-- /options -->")

@@ -118,7 +118,7 @@ def test_a_folder_that_is_none_is_refused(tmp_path):
 
 
 def test_an_unknown_name_is_refused():
-    with pytest.raises(ValueError, match="digits, mnist, fashion-mnist, got 'cifar'"):
+    with pytest.raises(ValueError, match="digits, mnist, fashion-mnist, cifar-10, got 'cifar'"):
         data.load("cifar")
 
 

@@ -17,13 +17,14 @@ from pathlib import Path
 
 from dynsparse.apps import lm, plan_ranks
 from dynsparse.apps.common.option import PANELS, default_of, flag, options_of
-from dynsparse.apps.pictures import mnist, transformer
+from dynsparse.apps.pictures import cifar, mnist, transformer
 
 __all__ = ["COMMANDS", "fill", "main", "option_table", "restored_list"]
 
 COMMANDS: dict[str, type] = {
     "mnist": mnist.Options,
     "mnist-transformer": transformer.Options,
+    "cifar": cifar.Options,
     "lm": lm.Options,
     "plan-ranks": plan_ranks.Options,
 }

@@ -12,6 +12,7 @@ import typer
 
 from dynsparse import __version__
 from dynsparse.cli.bench import bench
+from dynsparse.cli.cifar import cifar
 from dynsparse.cli.encode import encode
 from dynsparse.cli.info import info
 from dynsparse.cli.lists import ListCommand
@@ -31,6 +32,7 @@ _COMMANDS: dict[str, Callable[..., None]] = {
     "lm": lm,
     "encode": encode,
     "mnist-transformer": mnist_transformer,
+    "cifar": cifar,
     "visualise": visualise,
     "matmul": matmul,
     "bench": bench,

@@ -1,4 +1,4 @@
-"""Data sets: scikit-learn's digits, MNIST and Fashion-MNIST as tensors in memory.
+"""Data sets: scikit-learn's digits, MNIST, Fashion-MNIST and CIFAR-10 as tensors in memory.
 
 `load(name)` gives a `Pictures` pair; nothing here touches the network unless a set has to be
 downloaded.
@@ -8,27 +8,32 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from dynsparse.data.cifar import load_cifar10
 from dynsparse.data.digits import load_digits
 from dynsparse.data.idx import read_idx
 from dynsparse.data.mnist import SOURCES, load_mnist
 from dynsparse.data.pictures import CLASSES, DataSet, Pictures
 from dynsparse.typed import typed
 
-__all__ = ["CLASSES", "NAMES", "DataSet", "Pictures", "load", "read_idx"]
+__all__ = ["CLASSES", "GREY", "NAMES", "DataSet", "Pictures", "load", "read_idx"]
 
-NAMES = ("digits", *SOURCES)
+GREY = ("digits", *SOURCES)
+"""The data sets of grey pictures of 28x28."""
+
+NAMES = (*GREY, "cifar-10")
 """The data sets that `load` knows."""
 
 
 @typed
 def load(name: str, data_dir: str | Path | None = None) -> DataSet:
-    """The data set `name`: "digits", "mnist" or "fashion-mnist".
+    """The data set `name`: "digits", "mnist", "fashion-mnist" or "cifar-10".
 
     Args:
         name: one of `NAMES`.
         data_dir: for the MNIST sets, the folder with the four IDX files (plain or .gz), or one
-            with a folder of that name in it. Without it they are downloaded once, with their
-            checksums, into the user's cache folder. The digits come with scikit-learn.
+            with a folder of that name in it; for CIFAR-10, see `load_cifar10`. Without it they are
+            downloaded once, with their checksums, into the user's cache folder. The digits come
+            with scikit-learn.
 
     Raises:
         ValueError: an unknown name, a damaged file, a download with the wrong checksum, or digits
@@ -39,4 +44,6 @@ def load(name: str, data_dir: str | Path | None = None) -> DataSet:
         return load_digits()
     if name in SOURCES:
         return load_mnist(name, data_dir)
+    if name == "cifar-10":
+        return load_cifar10(data_dir)
     raise ValueError(f"expected a data set among {', '.join(NAMES)}, got {name!r}")

@@ -1,4 +1,4 @@
-"""What a data set of small grey pictures is: two pairs of tensors."""
+"""What a data set of small pictures is: two pairs of tensors."""
 
 from __future__ import annotations
 
@@ -19,7 +19,11 @@ CLASSES = 10
 
 @dataclass(frozen=True)
 class Pictures:
-    """Pictures float32 [n, 784], rows of pixels in [0, 1], and labels int64 [n] in [0, 10)."""
+    """Pictures and labels int64 [n] in [0, 10).
+
+    Grey pictures are float32 [n, 784], rows of pixels in [0, 1]; those of CIFAR-10 are uint8
+    [n, 3072], which is a quarter of the memory.
+    """
 
     images: Tensor
     labels: Tensor

@@ -6,9 +6,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar
 
-from dynsparse.apps.common.option import FILE, again, choice, integer, number
+from dynsparse.apps.common.option import FILE, again, choice, integer, number, options_of
 from dynsparse.apps.common.options import TrainingOptions, panel
-from dynsparse.data import NAMES as DATASETS
+from dynsparse.data import GREY as DATASETS
 
 __all__ = ["PictureOptions"]
 
@@ -22,6 +22,9 @@ class PictureOptions(TrainingOptions):
 
     # First learning rates at a batch of 16; `learning_rate` is what holds if it is given.
     rates: ClassVar[dict[str, float]] = {"GradientDescent": 0.02, "Momentum": 0.02, "Adam": 0.002}
+    # Adam's weight decay serves sparsity: a weight on a pixel that is never lit has no gradient,
+    # and would otherwise keep its magnitude, and so its place in the pattern, for good.
+    decays: ClassVar[dict[str, float]] = {"GradientDescent": 0.0, "Momentum": 0.0, "Adam": 1e-4}
 
     dataset: str = _data("digits", "What to train on; digits needs no download.", choice(*DATASETS))
     data_dir: Path | None = _data(
@@ -70,9 +73,10 @@ class PictureOptions(TrainingOptions):
                 "--restore"
             )
         if self.dataset == "digits" and self.data_dir is not None:
+            others = options_of(type(self))["dataset"].kind.names[1:]
             raise ValueError(
                 "--data-dir: the digits come with scikit-learn and have no folder: leave it out, "
-                "or choose --dataset mnist or fashion-mnist"
+                f"or choose --dataset {' or '.join(others)}"
             )
 
     def check_network(self) -> None:

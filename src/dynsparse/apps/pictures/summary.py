@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -22,20 +23,26 @@ def density(network: nn.Module) -> float:
     return sum(_weight(layer).numel() for layer in layers) / sum(map(_positions, layers))
 
 
-def _layers(network: nn.Module) -> dict[str, nn.Linear | SparseLinear]:
-    return {
-        name: layer
-        for name, layer in network.named_modules()
-        if isinstance(layer, (nn.Linear, SparseLinear))
-    }
+_Layer = nn.Linear | nn.Conv2d | SparseLinear
 
 
-def _weight(layer: nn.Linear | SparseLinear) -> Tensor:
+def _layers(network: nn.Module) -> dict[str, _Layer]:
+    return {name: layer for name, layer in network.named_modules() if isinstance(layer, _Layer)}
+
+
+def _weight(layer: _Layer) -> Tensor:
     return layer.values if isinstance(layer, SparseLinear) else layer.weight
 
 
-def _positions(layer: nn.Linear | SparseLinear) -> int:
-    return layer.in_features * layer.out_features
+def _shape(layer: _Layer) -> list[int]:
+    """[out, in] of the matrix; in the rows of a convolution lies what its kernel sees."""
+    if isinstance(layer, SparseLinear):
+        return list(layer.pattern.shape)
+    return [len(layer.weight), layer.weight[0].numel()]
+
+
+def _positions(layer: _Layer) -> int:
+    return math.prod(_shape(layer))
 
 
 def memory(network: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, dict[str, int]]:
@@ -95,7 +102,7 @@ def training_figures(
         "layers": [
             {
                 "name": name,
-                "shape": [layer.out_features, layer.in_features],
+                "shape": _shape(layer),
                 "sparse": isinstance(layer, SparseLinear),
                 "block_size": layer.block_size if isinstance(layer, SparseLinear) else 1,
                 "density": _weight(layer).numel() / _positions(layer),

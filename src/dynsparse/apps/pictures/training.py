@@ -42,6 +42,7 @@ class Training(common.Training):
     options: PictureOptions
 
     def __init__(self, options: PictureOptions, data: DataSet, seed: int) -> None:
+        self.options = options
         self._data = data
         self._arranged: dict[str, Pictures] = {}
         self.batches = -(-len(data.train) // options.batch_size)
@@ -56,9 +57,19 @@ class Training(common.Training):
         super().__init__(
             options,
             seed,
-            total_steps=self.total_steps,
-            update_interval=options.update_interval or self.report_interval,
+            total_steps=self.pattern_steps,
+            update_interval=self.pattern_interval,
         )
+
+    @property
+    def pattern_steps(self) -> int:
+        """After how many steps patterns stay."""
+        return self.total_steps
+
+    @property
+    def pattern_interval(self) -> int:
+        """Steps between pattern updates."""
+        return self.options.update_interval or self.report_interval
 
     @abstractmethod
     def build_network(self) -> nn.Module:
@@ -69,7 +80,14 @@ class Training(common.Training):
         """The network in a few words."""
 
     def arrange(self, images: Tensor) -> Tensor:
-        """Pictures [n, 784] as the network reads them."""
+        """Pictures as the data set has them, as the network reads them."""
+        return images
+
+    def vary(self, images: Tensor, batch: Tensor) -> Tensor:
+        """This rank's share of the pictures of `batch` [n] as they are trained on this time.
+
+        What is drawn is drawn for the whole batch: all ranks draw alike.
+        """
         return images
 
     def build_model(self, initial: torch.Generator) -> tuple[nn.Module, dict[str, float]]:
@@ -135,6 +153,7 @@ class Training(common.Training):
                 self.set_rate(learning_rate(self.options, self.step, self.total_steps))
                 own, weight = self.share(indices)
                 images, labels = data.images.index_select(0, own), data.labels[own]
+                images = self.vary(images, indices)
             with span("forward"):
                 loss, correct = self._forward(images, labels)
                 if weight:

@@ -1,0 +1,168 @@
+"""CIFAR-10's files: folders, archives, damage, the download through a local server."""
+
+import hashlib
+import http.server
+import io
+import tarfile
+import threading
+
+import numpy as np
+import pytest
+import torch
+
+from dynsparse import data
+from dynsparse.data import cifar
+
+TRAIN = [f"data_batch_{number}.bin" for number in range(1, 6)]
+INSIDE = "cifar-10-batches-bin"
+
+
+def records(count: int, seed: int) -> np.ndarray:
+    rng = np.random.default_rng(seed)
+    found = rng.integers(0, 256, (count, 3073), dtype=np.uint8)
+    found[:, 0] = rng.integers(0, 10, count)
+    return found
+
+
+def small() -> dict[str, np.ndarray]:
+    return {name: records(4 + seed, seed) for seed, name in enumerate([*TRAIN, "test_batch.bin"])}
+
+
+def archive(files: dict[str, bytes]) -> bytes:
+    made = io.BytesIO()
+    with tarfile.open(fileobj=made, mode="w:gz") as tar:
+        for name, content in {"batches.meta.txt": b"airplane\n", **files}.items():
+            member = tarfile.TarInfo(f"{INSIDE}/{name}")
+            member.size = len(content)
+            tar.addfile(member, io.BytesIO(content))
+    return made.getvalue()
+
+
+def contents(**changes) -> dict[str, bytes]:
+    files = {name: found.tobytes() for name, found in small().items()}
+    for name, content in changes.items():
+        files[f"{name}.bin"] = content
+    return {name: content for name, content in files.items() if content is not None}
+
+
+def check(got: data.DataSet) -> None:
+    files = small()
+    expected = np.concatenate([files[name] for name in TRAIN])
+    assert got.name == "cifar-10"
+    assert got.train.images.dtype == torch.uint8
+    assert np.array_equal(got.train.images.numpy(), expected[:, 1:])
+    assert got.train.labels.tolist() == expected[:, 0].tolist()
+    assert np.array_equal(got.test.images.numpy(), files["test_batch.bin"][:, 1:])
+
+
+@pytest.mark.parametrize("inside", [".", INSIDE])
+def test_a_folder_of_files(tmp_path, inside):
+    (tmp_path / inside).mkdir(exist_ok=True)
+    for name, content in contents().items():
+        (tmp_path / inside / name).write_bytes(content)
+    check(data.load("cifar-10", tmp_path))
+
+
+def test_an_archive(tmp_path):
+    (tmp_path / cifar.ARCHIVE).write_bytes(archive(contents()))
+    check(data.load("cifar-10", tmp_path))
+    assert [file.name for file in tmp_path.iterdir()] == [cifar.ARCHIVE]
+
+
+WRONG_LABEL = records(3, 0)
+WRONG_LABEL[1, 0] = 10
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"data_batch_3": b""}, "expected 1 to 10,000 records of 3073 bytes, got 0 bytes"),
+        ({"test_batch": b"x" * 3074}, "got 3,074 bytes"),
+        ({"data_batch_1": bytes(3073 * 10_001)}, "got more"),
+        ({"data_batch_2": WRONG_LABEL.tobytes()}, "expected labels below 10, got 10 at position 1"),
+        ({"data_batch_5": None}, "data_batch_5.bin"),
+    ],
+)
+@pytest.mark.parametrize("packed", [False, True])
+def test_wrong_files_are_refused(tmp_path, changes, message, packed):
+    if packed:
+        (tmp_path / cifar.ARCHIVE).write_bytes(archive(contents(**changes)))
+    else:
+        for name, content in contents(**changes).items():
+            (tmp_path / name).write_bytes(content)
+    with pytest.raises((ValueError, FileNotFoundError)) as error:
+        data.load("cifar-10", tmp_path)
+    assert message in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+def test_damaged_archives_are_refused(tmp_path):
+    whole = archive(contents())
+    for content in (b"", b"nothing of the kind", whole[:100], whole[: len(whole) // 2]):
+        (tmp_path / cifar.ARCHIVE).write_bytes(content)
+        with pytest.raises(ValueError, match="get the file again") as error:
+            data.load("cifar-10", tmp_path)
+        assert "\n" not in str(error.value)
+
+
+def test_a_link_in_an_archive_is_not_followed(tmp_path):
+    made = io.BytesIO()
+    with tarfile.open(fileobj=made, mode="w:gz") as tar:
+        for name in [*TRAIN, "test_batch.bin"]:
+            member = tarfile.TarInfo(name)
+            member.type, member.linkname = tarfile.SYMTYPE, "/etc/passwd"
+            tar.addfile(member)
+    (tmp_path / cifar.ARCHIVE).write_bytes(made.getvalue())
+    with pytest.raises(ValueError, match=r"expected data_batch_1\.bin in it, got none"):
+        data.load("cifar-10", tmp_path)
+
+
+def test_an_empty_folder_and_none_are_refused(tmp_path):
+    with pytest.raises(FileNotFoundError, match="got neither"):
+        data.load("cifar-10", tmp_path)
+    with pytest.raises(FileNotFoundError, match=r"expected a folder with cifar-10-binary\.tar\.gz"):
+        data.load("cifar-10", tmp_path / "nowhere")
+
+
+@pytest.fixture
+def served(tmp_path, monkeypatch):
+    """The folder of a server on this machine, which is where the archive is downloaded from."""
+    folder = tmp_path / "served"
+    folder.mkdir()
+
+    class Handler(http.server.SimpleHTTPRequestHandler):
+        def __init__(self, *args):
+            super().__init__(*args, directory=folder)
+
+        def log_message(self, *args):
+            pass
+
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler) as running:
+        thread = threading.Thread(target=running.serve_forever)
+        thread.start()
+        monkeypatch.setattr(cifar, "URLS", (f"http://127.0.0.1:{running.server_port}/",))
+        monkeypatch.setenv("DYNSPARSE_CACHE_DIR", str(tmp_path / "cache"))
+        yield folder
+        running.shutdown()
+        thread.join()
+
+
+def test_it_is_downloaded_once_and_checked(tmp_path, served, monkeypatch):
+    content = archive(contents())
+    (served / cifar.ARCHIVE).write_bytes(content)
+    with pytest.raises(ValueError, match="expected the checksum md5:c32a1d4ab5d03f"):
+        data.load("cifar-10")
+    assert not any((tmp_path / "cache" / "cifar-10").iterdir())
+    monkeypatch.setattr(cifar, "CHECKSUM", "md5:" + hashlib.md5(content).hexdigest())
+    check(data.load("cifar-10"))
+    (served / cifar.ARCHIVE).unlink()
+    check(data.load("cifar-10"))
+
+
+def test_without_a_connection_there_is_one_line(tmp_path, monkeypatch):
+    monkeypatch.setattr(cifar, "URLS", ("http://127.0.0.1:1/",))
+    monkeypatch.setenv("DYNSPARSE_CACHE_DIR", str(tmp_path))
+    with pytest.raises(OSError, match=r"cannot download cifar-10-binary\.tar\.gz") as error:
+        data.load("cifar-10")
+    assert "no connection" in str(error.value)
+    assert "\n" not in str(error.value)
