@@ -302,6 +302,21 @@ DYNSPARSE_API int dynsparse_grow_select(const float* scores, int64_t count, int6
 DYNSPARSE_API int dynsparse_grow_compact(float* scores, int64_t* flat, int64_t count, int64_t k,
                                          int32_t threads);
 
+/* keys [count], signed integers in the order of the scores or, with largest 0, in the other; equal
+ * for equal scores, 0.0 and -0.0 among them. No NaN. */
+DYNSPARSE_API void dynsparse_rank_keys(const float* scores, int64_t count, int32_t largest,
+                                       int32_t* keys);
+
+/* counts [2^bits]: how many keys have each digit, of `bits` bits (at most 11) from bit `shift` on of
+ * what a key has more than the most negative one. At most 2^31 - 1 keys. */
+DYNSPARSE_API void dynsparse_rank_digits(const int32_t* keys, int64_t count, int32_t shift,
+                                         int32_t bits, int32_t* counts);
+
+/* found [room]: the keys with one digit, in order; there are exactly `room` of them. */
+DYNSPARSE_API void dynsparse_rank_narrow(const int32_t* keys, int64_t count, int32_t shift,
+                                         int32_t bits, int32_t digit, int32_t* found,
+                                         int64_t room);
+
 /* merged [count + others] = the numbers of one [count] and other [others], all ascending. */
 DYNSPARSE_API void dynsparse_grow_merge(const int64_t* one, int64_t count, const int64_t* other,
                                         int64_t others, int64_t* merged);

@@ -306,6 +306,6 @@ def test_a_thousand_ranks_send_what_the_formula_says(exchange):
     by_pieces, by_samples = exchanged_bytes(size, (n, n), samples * size, torch.float32)
     exchanged = by_pieces if exchange == "pieces" else by_samples
     small = 2 * (size - 1) / size * (3 * 2048 * 4 + 8 + 3 * 4 + 4 * 8)
-    positions = (size - 1) * (k // size) * 4
-    counts = (size - 1) * 8 * (2 if exchange == "samples" else 1)
+    positions = (size - 1) * n / 8  # as bits, since most of a row join
+    counts = (size - 1) * 8 * (4 if exchange == "samples" else 3)
     assert ranks.sent == pytest.approx(exchanged + small + positions + counts, rel=0.01)

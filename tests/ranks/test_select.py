@@ -92,3 +92,32 @@ def test_chunks_are_those_of_torch(count, size):
     parts = over(size, lambda ranks: things[slice(*chunk_of(ranks, count))].tolist())
     chunks = [part.tolist() for part in things.chunk(size)] if count else []
     assert parts == chunks + [[]] * (size - len(chunks))
+
+
+@pytest.mark.parametrize("kind", ["any", "ties", "small", "falling"])
+@pytest.mark.parametrize("share", [0.001, 0.3, 0.999])
+@pytest.mark.parametrize("largest", [True, False])
+def test_many_scores(kind, share, largest, generator):
+    """Which leave travels as bits where they lie close together, as numbers where they do not."""
+    n = 50_001
+    scores = {
+        "any": torch.randn(n, generator=generator),
+        "ties": torch.randint(-3, 4, (n,), generator=generator).float(),
+        "small": torch.randn(n, generator=generator) * 1e-40,
+        "falling": torch.linspace(1, -1, n),
+    }[kind]
+    k = int(share * n)
+
+    def work(ranks):
+        first, last = chunk_of(ranks, n)
+        (mask,) = select_over_ranks(ranks, [scores[first:last]], [first], [k], largest=largest)
+        before = ranks.sent
+        (all_,) = joined(ranks, [mask.nonzero().flatten() + first], [n])
+        return all_, ranks.sent - before
+
+    expected = select(scores, k, largest=largest)
+    assert torch.equal(scores.sort(stable=True, descending=largest)[1][:k].sort()[0], expected)
+    for got, sent in over(3, work):
+        assert torch.equal(got, expected)
+        # Of this rank, to two others, or what was said of them.
+        assert sent <= 2 * (min(4 * k, n // 3 // 8 + 1) + 24)

@@ -49,6 +49,9 @@ struct Library {
   FUNCTION(grow_merge);
   FUNCTION(grow_screen);
   FUNCTION(grow_screens);
+  FUNCTION(rank_keys);
+  FUNCTION(rank_digits);
+  FUNCTION(rank_narrow);
   FUNCTION(dropout);
 #undef FUNCTION
 };

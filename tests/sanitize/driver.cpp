@@ -60,6 +60,9 @@ Library load(const char* path) {
   FUNCTION(grow_merge);
   FUNCTION(grow_screen);
   FUNCTION(grow_screens);
+  FUNCTION(rank_keys);
+  FUNCTION(rank_digits);
+  FUNCTION(rank_narrow);
   FUNCTION(dropout);
 #undef FUNCTION
   return library;

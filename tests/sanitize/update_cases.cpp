@@ -240,6 +240,34 @@ void selection_case(const Library& library, Random& random) {
     expect(library.grow_select(scores.data(), count, k, largest, positions.data(), threads) == 0,
            "status");
     expect(vector_of(positions) == order, "the best scores");
+
+    Array<i32> keys(random, count);
+    library.rank_keys(scores.data(), count, largest, keys.data());
+    for (i64 i = 1; i < count; i++) {
+      const bool above = largest ? scores[i] > scores[0] : scores[i] < scores[0];
+      expect((keys[i] > keys[0]) == above && (keys[i] == keys[0]) == (scores[i] == scores[0]),
+             "the order of keys");
+    }
+    for (const i32 shift : {21, 10, 0}) {
+      const i32 bits = shift ? 11 : 10;
+      Array<i32> counts(random, i64{1} << bits);
+      library.rank_digits(keys.data(), count, shift, bits, counts.data());
+      expect(std::accumulate(counts.data(), counts.data() + counts.size(), i64{0}) == count,
+             "a histogram");
+      const auto digit_of = [&](i32 key) {
+        return static_cast<i32>((static_cast<uint32_t>(key) ^ 0x80000000u) >> shift &
+                                ((1u << bits) - 1));
+      };
+      const i32 digit = digit_of(keys[random.below(count)]);
+      std::vector<i32> alike;
+      for (i64 i = 0; i < count; i++)
+        if (digit_of(keys[i]) == digit) alike.push_back(keys[i]);
+      Array<i32> narrowed(random, alike.size());
+      expect(counts[digit] == narrowed.size(), "how many have a digit");
+      library.rank_narrow(keys.data(), count, shift, bits, digit, narrowed.data(),
+                          narrowed.size());
+      expect(vector_of(narrowed) == alike, "the keys with a digit");
+    }
     if (!largest) continue;
     const std::vector<float> before = vector_of(scores);
     expect(library.grow_compact(scores.data(), flat.data(), count, k, threads) == 0, "status");

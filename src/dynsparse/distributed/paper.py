@@ -84,8 +84,11 @@ def traffic(
         b = matrix.block_size
         shape = matrix.out_features, matrix.in_features
         exchange = min(exchanged_bytes(ranks, shape, samples * ranks, torch.float32, wire))
-        moved = drop_fraction * density * shape[0] * shape[1] / b**2
-        positions = 2 * moved * 4 * (ranks - 1) / ranks  # those dropped, and those grown
+        blocks = shape[0] * shape[1] / b**2
+        moved = drop_fraction * density * blocks
+        # Those dropped, and those grown: as numbers, or as bits where these are less.
+        positions = sum(min(4 * moved, among / 8) for among in (density * blocks, blocks))
+        positions *= (ranks - 1) / ranks
         selections = 2 * ROUNDS * ring(HISTOGRAM, ranks)
         update += matrix.copies * (exchange + positions + selections)
     return Traffic(

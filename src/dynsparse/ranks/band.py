@@ -18,8 +18,9 @@ from dynsparse.ops.grow.scores import Pair, pool
 from dynsparse.ops.linear import grad_weight
 from dynsparse.pattern import SparsePattern
 from dynsparse.ranks.agree import agreeing, held_back
+from dynsparse.ranks.keys import sorting_keys
 from dynsparse.ranks.ranks import Ranks
-from dynsparse.ranks.select import kth_over_ranks, sorting_keys
+from dynsparse.ranks.select import kth_over_ranks
 
 __all__ = ["Band"]
 

@@ -7,11 +7,16 @@ float64, whatever the numbers. The problems of all layers of an update share eac
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
+from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from dynsparse.encoding import empty
+from dynsparse.ranks.keys import digits_of, sorting_keys
 from dynsparse.ranks.ranks import Ranks
 
 __all__ = [
@@ -101,20 +106,6 @@ def places(positions: Tensor | int, chosen: Tensor) -> Tensor:
     return found + positions if isinstance(positions, int) else positions[found]
 
 
-def sorting_keys(scores: Tensor, largest: bool) -> tuple[Tensor, int]:
-    """Keys in the order of the scores, or in the other order, and how many bits they have.
-
-    Keys are signed, int32 or int64: the order is that of integers.
-    """
-    if scores.dtype == torch.float64 or not scores.is_floating_point():
-        raw, bits = (scores.double() + 0.0).view(torch.int64), 64  # -0.0 becomes 0.0
-    else:
-        raw, bits = (scores.float() + 0.0).view(torch.int32), 32
-    # Of negative numbers larger bits are smaller: theirs but the sign's are turned over.
-    keys = (raw >> (bits - 1)).bitwise_and_((1 << (bits - 1)) - 1).bitwise_xor_(raw)
-    return (keys if largest else keys.bitwise_not_()), bits
-
-
 def kth_over_ranks(
     ranks: Ranks, keys: Sequence[Tensor], counts: Sequence[int], bits: int, most: int = 2**62
 ) -> tuple[list[int], list[int], list[int]]:
@@ -130,17 +121,13 @@ def kth_over_ranks(
     Raises:
         ValueError: more are asked for than there are.
     """
-    # The first digits are signed; from the lowest on they ascend with the keys.
     prefix, left, equal = [0] * len(keys), list(counts), [0] * len(keys)
     live, done = list(keys), 0
     while done < bits:
         step = min(_DIGIT, bits - done)
         shift, bins = bits - done - step, 1 << step
-        if done:
-            digits = [(key >> shift).bitwise_and_(bins - 1) for key in live]
-        else:
-            digits = [(key >> shift).add_(bins // 2) for key in live]
-        counted = [torch.bincount(d, minlength=bins).to(ranks.device) for d in digits]
+        parts = [digits_of(key, shift, step, first=not done) for key in live]
+        counted = [part.counts.to(ranks.device) for part in parts]
         table = ranks.sum(torch.stack(counted).to(torch.int32 if most < 2**31 else torch.int64))
         above = table.flip(1).cumsum(1, dtype=torch.int64)  # above[b]: in the b + 1 highest bins
         if not done:
@@ -154,7 +141,7 @@ def kth_over_ranks(
             prefix[i] = (prefix[i] << step) | digit
             left[i] -= found[i] - held[i] if left[i] else 0
             equal[i] = held[i]
-            live[i] = live[i][(digits[i] == digit).nonzero().flatten()]
+            live[i] = parts[i].alike(digit)
         done += step
     half = 1 << (bits - 1)
     last = [key - half for key in prefix]
@@ -173,25 +160,75 @@ def _check_enough(counts: Sequence[int], there: Sequence[int]) -> None:
 def joined(ranks: Ranks, parts: Sequence[Tensor], limits: Sequence[int]) -> list[Tensor]:
     """For each problem the numbers of all ranks, ascending, int64 on the CPU.
 
+    Numbers that lie close together travel as bits.
+
     Args:
-        parts: for each problem the numbers of this rank, int64 [any] from 0 on.
+        parts: for each problem the numbers of this rank, ascending, int64 [any] from 0 on.
         limits: for each problem what no number reaches.
     """
     if ranks.alone:
-        return [_ascending(part.cpu()) for part in parts]
+        return [part.cpu() for part in parts]
     small = max(limits, default=0) < 2**31
-    own = torch.tensor([len(part) for part in parts], device=ranks.device)
-    counts = torch.stack(ranks.gather(own, [len(parts)] * ranks.size)).tolist()
-    line = torch.cat([p.to(ranks.device, torch.int32 if small else torch.int64) for p in parts])
-    lines = ranks.gather(line, [sum(of_rank) for of_rank in counts])
-    split = [one.cpu().long().split(of) for one, of in zip(lines, counts, strict=True)]
-    return [_ascending(torch.cat([one[i] for one in split])) for i in range(len(parts))]
+    own = [[len(p), int(p[0]), int(p[-1]) + 1] if len(p) else [0, 0, 0] for p in parts]
+    ends = torch.tensor(own, device=ranks.device).view(-1)
+    of_ranks = [
+        [_Stretch(many, first, end, small) for many, first, end in one.view(-1, 3).tolist()]
+        for one in ranks.gather(ends, [len(ends)] * ranks.size)
+    ]
+    packed = [one.packed(p) for one, p in zip(of_ranks[ranks.rank], parts, strict=True)]
+    sizes = [[one.bytes for one in stretches] for stretches in of_ranks]
+    lines = ranks.gather(torch.cat([p.to(ranks.device) for p in packed]), [*map(sum, sizes)])
+    pieces = [line.cpu().split(size) for line, size in zip(lines, sizes, strict=True)]
+    return [
+        _in_order([of[i] for of in of_ranks], [piece[i] for piece in pieces])
+        for i in range(len(parts))
+    ]
 
 
-def _ascending(numbers: Tensor) -> Tensor:
-    """Sorted, which they are already where each rank has a stretch of its own: looking is a tenth
-    of the work."""
-    return numbers if bool((numbers[1:] >= numbers[:-1]).all()) else numbers.sort().values
+class _Stretch(NamedTuple):
+    """Ascending numbers of one rank, and how they travel."""
+
+    many: int
+    first: int
+    end: int
+    small: bool
+
+    @property
+    def in_bits(self) -> bool:
+        return self.end - self.first < 32 * self.many
+
+    @property
+    def bytes(self) -> int:
+        if self.in_bits:
+            return -(-(self.end - self.first) // 8)
+        return self.many * (4 if self.small else 8)
+
+    def packed(self, numbers: Tensor) -> Tensor:
+        """uint8 [bytes]"""
+        if not self.in_bits:
+            return numbers.to(torch.int32 if self.small else torch.int64).view(torch.uint8)
+        there = np.zeros(self.end - self.first, np.uint8)
+        there[(numbers - self.first).cpu().numpy()] = 1
+        return torch.from_numpy(np.packbits(there))
+
+    def unpack(self, packed: Tensor, to: Tensor) -> None:
+        if not self.in_bits:
+            wide = torch.int32 if self.small else torch.int64
+            to.copy_(packed.clone().view(wide))
+            return
+        there = np.unpackbits(packed.numpy(), count=self.end - self.first).view(bool)
+        np.add(there.nonzero()[0], self.first, out=to.numpy())
+
+
+def _in_order(stretches: Sequence[_Stretch], packed: Sequence[Tensor]) -> Tensor:
+    sizes = [one.many for one in stretches]
+    numbers = empty(sum(sizes), dtype=torch.int64)
+    for one, piece, to in zip(stretches, packed, numbers.split(sizes), strict=True):
+        one.unpack(piece, to)
+    some = [one for one in stretches if one.many]
+    apart = all(one.end <= other.first for one, other in itertools.pairwise(some))
+    # Sorted already where each rank has a stretch of its own.
+    return numbers if apart else numbers.sort().values
 
 
 def of_first(ranks: Ranks, parts: Sequence[Tensor]) -> list[Tensor]:

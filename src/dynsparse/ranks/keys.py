@@ -1,0 +1,77 @@
+"""Keys that sort as scores do, and their digits: what a radix select over ranks looks at."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from dynsparse import native
+from dynsparse.encoding import empty
+
+__all__ = ["digits_of", "sorting_keys"]
+
+
+def sorting_keys(scores: Tensor, largest: bool) -> tuple[Tensor, int]:
+    """Keys in the order of the scores, or in the other order, and how many bits they have.
+
+    Keys are signed, int32 or int64: the order is that of integers.
+    """
+    if scores.dtype == torch.float64 or not scores.is_floating_point():
+        raw, bits = (scores.double() + 0.0).view(torch.int64), 64  # -0.0 becomes 0.0
+    else:
+        library = native.load() if scores.is_cpu else None
+        if library is not None:
+            own = scores.detach().float().contiguous()
+            keys = empty(len(own), dtype=torch.int32)
+            library.dynsparse_rank_keys(own.data_ptr(), len(own), largest, keys.data_ptr())
+            return keys, 32
+        raw, bits = (scores.float() + 0.0).view(torch.int32), 32
+    # Of negative numbers larger bits are smaller: theirs but the sign's are turned over.
+    keys = (raw >> (bits - 1)).bitwise_and_((1 << (bits - 1)) - 1).bitwise_xor_(raw)
+    return (keys if largest else keys.bitwise_not_()), bits
+
+
+class _Digits(NamedTuple):
+    """The digit of each key from bit `shift` on, and how many keys there are of each."""
+
+    keys: Tensor
+    shift: int
+    bits: int
+    counts: Tensor
+    digits: Tensor | None  # where the kernels do not make them as they go
+
+    def alike(self, digit: int) -> Tensor:
+        """The keys with this digit."""
+        if self.digits is not None:
+            return self.keys[(self.digits == digit).nonzero().flatten()]
+        library = native.load()
+        assert library is not None
+        found = empty(int(self.counts[digit]), dtype=torch.int32)
+        library.dynsparse_rank_narrow(
+            self.keys.data_ptr(),
+            len(self.keys),
+            self.shift,
+            self.bits,
+            digit,
+            found.data_ptr(),
+            len(found),
+        )
+        return found
+
+
+def digits_of(keys: Tensor, shift: int, bits: int, *, first: bool) -> _Digits:
+    """Digits of `bits` bits, at most 11, from bit `shift` on. The first ones, of signed keys, are
+    counted from the lowest on, so that they ascend with the keys."""
+    bins = 1 << bits
+    top = first and shift + bits == 32
+    library = native.load() if keys.is_cpu and keys.dtype == torch.int32 else None
+    if library is not None and (top or not first):
+        keys = keys.contiguous()
+        counts = torch.empty(bins, dtype=torch.int32)
+        library.dynsparse_rank_digits(keys.data_ptr(), len(keys), shift, bits, counts.data_ptr())
+        return _Digits(keys, shift, bits, counts, None)
+    digits = keys >> shift
+    digits = digits.add_(bins // 2) if first else digits.bitwise_and_(bins - 1)
+    return _Digits(keys, shift, bits, torch.bincount(digits, minlength=bins), digits)
