@@ -19,6 +19,14 @@ from dynsparse.training import ConstantSchedule
 
 KINDS = ("ddp", "fsdp")
 EVERY = ConstantSchedule(total_steps=10**6, update_interval=1, drop_fraction=0.2)
+TRAINERS = {
+    "static": (ds.Static, {}),
+    "rigl": (ds.RigL, {"schedule": EVERY}),
+    "set": (ds.SET, {"schedule": EVERY, "seed": 4}),
+    "snfs": (ds.SNFS, {"schedule": EVERY, "window": 3}),
+    "snfs-dense": (ds.SNFS, {"schedule": EVERY, "window": None}),
+    "snfs-dense-fixed": (ds.SNFS, {"schedule": EVERY, "window": None, "redistribute": False}),
+}
 
 
 def make(kind, size, seed=0, algorithm="static"):
@@ -39,10 +47,8 @@ def make(kind, size, seed=0, algorithm="static"):
     else:
         wrapped = model
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
-    options = {"static": {}, "rigl": {"schedule": EVERY}, "set": {"schedule": EVERY, "seed": 4}}
-    kinds = {"static": ds.Static, "rigl": ds.RigL, "set": ds.SET}
-    ranks = None if kind == "alone" else "auto"
-    trainer = kinds[algorithm](model, optimizer, **options[algorithm], ranks=ranks)
+    chosen, options = TRAINERS[algorithm]
+    trainer = chosen(model, optimizer, **options, ranks=None if kind == "alone" else "auto")
     return wrapped, model, optimizer, trainer
 
 
@@ -115,6 +121,37 @@ def leg(rank, size, kind, how, source, target, first, last, algorithm="static"):
     ours, expected = states_of(made), states_of(reference(last, algorithm))
     off = max(float((ours[key] - one).abs().max()) for key, one in expected.items())
     return off, made[3].steps
+
+
+def momenta(rank, size, path):
+    """SNFS's momentum: what a bare `state_dict` has of it on this rank, and whether the sum of that
+    over the ranks is what one process has; the same after both kinds of checkpoint."""
+    made = make("ddp", size, algorithm="snfs-dense")
+    train(made, 0, 3)
+    expected = reference(3, "snfs-dense")[3].state_dict()["history_state"]["momentum"]
+    own = made[3].state_dict()["history_state"]["momentum"]
+    parts = {"model": made[1], "optimizer": made[2], "trainer": made[3]}
+    found = [_off(own, expected)]
+    for how in ("plain", "ranks"):
+        save, load = doors(how)
+        save(f"{path}-{how}", **parts)
+        fresh = make("ddp", size, seed=9, algorithm="snfs-dense")
+        load(f"{path}-{how}", model=fresh[1], optimizer=fresh[2], trainer=fresh[3])
+        again = fresh[3].state_dict()["history_state"]["momentum"]
+        assert all(torch.equal(again[name], own[name]) for name in own)
+        found.append(_off(again, expected))
+    return found, own
+
+
+def _off(own, expected):
+    """How far the mean of momenta over the ranks is from another."""
+    size = torch.distributed.get_world_size()
+    worst = 0.0
+    for name, matrix in own.items():
+        total = matrix.clone()
+        torch.distributed.all_reduce(total)
+        worst = max(worst, float((total / size - expected[name]).abs().max()))
+    return worst
 
 
 def randomness(rank, size, how, path):

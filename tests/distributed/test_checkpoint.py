@@ -39,6 +39,25 @@ def test_patterns_go_on_changing_on_any_kind_and_number(algorithm, tmp_path):
     follow([("fsdp", 2), ("grid", 2), ("alone", 1), ("ddp", 2)], "ranks", tmp_path, algorithm)
 
 
+@pytest.mark.parametrize(
+    ("algorithm", "how"), [("snfs", "ranks"), ("snfs-dense", "plain"), ("snfs-dense", "ranks")]
+)
+def test_a_momentum_of_all_ranks_goes_on_in_one_process_and_back(algorithm, how, tmp_path):
+    follow([("ddp", 2), ("alone", 1), ("ddp", 2)], how, tmp_path, algorithm)
+
+
+@pytest.mark.slow
+def test_a_momentum_of_shards_goes_on_on_other_numbers_of_ranks(tmp_path):
+    legs = [("fsdp", 2), ("ddp", 4), ("alone", 1), ("grid", 2), ("fsdp", 2)]
+    follow(legs, "ranks", tmp_path, "snfs-dense-fixed")
+
+
+def test_a_bare_state_has_the_momentum_of_one_rank_and_checkpoints_those_of_all(tmp_path):
+    (first, one), (second, other) = on_ranks(2, runs.momenta, str(tmp_path / "c"))
+    assert max(first + second) < 1e-12
+    assert all((one[name] - other[name]).abs().max() > 1e-3 for name in one)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("algorithm", ["static", "rigl"])
 def test_shards_of_rectangles(algorithm, tmp_path):
