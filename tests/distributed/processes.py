@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import json
+import logging
 import multiprocessing
 import os
+import sys
 import tempfile
 import time
 import traceback
@@ -53,6 +56,72 @@ def on_ranks(size, work, *arguments, seconds=300):
         assert not late, f"ranks {late} were still at it after {seconds} s"
         assert codes == [0] * size, f"exit codes {codes}"
         return [torch.load(folder / f"result-{rank}", weights_only=True) for rank in range(size)]
+
+
+def ends(size, work, *arguments, seconds=100, wait=100):
+    """How every rank ends that runs work(rank, size, *arguments): [exit code, what it raised last
+    or else said to the log, seconds from `begin()` in it until then].
+
+    A rank that ends without a word is known by its exit code.
+
+    Args:
+        wait: seconds that a rank waits for the others in torch's moves.
+    """
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(_PRELOADED)
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        processes = [
+            context.Process(target=_end, args=(rank, size, folder, wait, work, arguments))
+            for rank in range(size)
+        ]
+        for process in processes:
+            process.start()
+        end = time.monotonic() + seconds
+        for process in processes:
+            process.join(max(0.0, end - time.monotonic()))
+        late = [rank for rank, process in enumerate(processes) if process.is_alive()]
+        for process in processes:
+            process.kill()
+            process.join()
+        assert not late, f"ranks {late} were still at it after {seconds} s"
+        found = []
+        for rank, process in enumerate(processes):
+            file = folder / f"end-{rank}"
+            told = json.loads(file.read_text()) if file.exists() else {}
+            found.append({"code": process.exitcode, "line": "", "log": [], "after": 0.0} | told)
+        return found
+
+
+_began = 0.0
+
+
+def begin():
+    """From here on `ends` counts the seconds."""
+    global _began
+    _began = time.monotonic()
+
+
+def _end(rank, size, folder, wait, work, arguments):
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    torch.set_num_threads(1)
+    log = []
+    handler = logging.Handler()
+    handler.emit = lambda record: log.append(record.getMessage())
+    logging.getLogger("dynsparse").addHandler(handler)
+    store = torch.distributed.FileStore(str(folder / "store"), size)
+    torch.distributed.init_process_group(
+        "gloo", store=store, rank=rank, world_size=size, timeout=timedelta(seconds=wait)
+    )
+    line, code = "", 0
+    try:
+        work(rank, size, *arguments)
+        torch.distributed.destroy_process_group()
+    except Exception as error:
+        line, code = f"{type(error).__name__}: {error}", 1
+    told = {"line": line, "log": log, "after": time.monotonic() - _began}
+    (folder / f"end-{rank}").write_text(json.dumps(told))
+    sys.exit(code)
 
 
 def _run(rank, size, folder, wait, work, arguments):

@@ -16,6 +16,8 @@ import torch
 from torch import Tensor
 
 from dynsparse.files.shorten import shortened
+from dynsparse.ranks.meeting import first_line, meet
+from dynsparse.ranks.pulse import Pulse, pulse_of
 
 __all__ = ["ALONE", "GroupRanks", "Ranks", "ranks_of"]
 
@@ -32,7 +34,10 @@ class Ranks:
         device: where small tensors for the moves are best made.
         sent: bytes that this rank has sent, as a ring sends them.
         calls: moves made.
+        patience: seconds that `meet` waits with gloo.
     """
+
+    patience = 120.0
 
     def __init__(self, rank: int = 0, size: int = 1, device: torch.device | None = None) -> None:
         self.rank, self.size = rank, size
@@ -74,14 +79,20 @@ class Ranks:
         """Whether this rank does, alone of its line."""
         return self.rank == 0 and self.leads(axes)
 
-    def meet(self, what: str) -> None:
+    def beat(self, steps: int) -> None:
+        """Say that this rank's trainer has taken so many steps, so that others may hear of it."""
+        if self._everyone is not None:
+            self._everyone.beat(steps)
+
+    def meet(self, what: str, patience: float | None = None) -> None:
         """Wait until all ranks are here, but not for long: before moves to which all should come.
 
         Args:
             what: for the error: what they are here for, and how it is mended.
+            patience: seconds, in place of the attribute.
 
         Raises:
-            RuntimeError: some did not come.
+            RuntimeError: some did not come; or do not, since they wait for those who are here.
         """
 
     def sum(self, tensor: Tensor) -> Tensor:
@@ -190,12 +201,7 @@ class GroupRanks(Ranks):
 
     Raises, in every move:
         RuntimeError: another rank has ended, or did not come within the time limit of the group.
-
-    Attributes:
-        patience: seconds that `meet` waits with gloo.
     """
-
-    patience = 120.0
 
     def __init__(self, group: Any) -> None:
         dist = torch.distributed
@@ -207,6 +213,7 @@ class GroupRanks(Ranks):
             kind = sorted(kinds)[0]
             device = torch.device(kind, torch.get_device_module(kind).current_device())
         self._kinds = kinds or {"cpu"}
+        self._pulse: Pulse | None = None
         super().__init__(dist.get_rank(group), dist.get_world_size(group), device)
 
     def _at(self, tensor: Tensor) -> Tensor:
@@ -214,18 +221,17 @@ class GroupRanks(Ranks):
         at = tensor if tensor.device.type in self._kinds else tensor.to(self.device)
         return at.contiguous()
 
-    def meet(self, what: str) -> None:
-        dist = torch.distributed
-        if dist.get_backend(self.group) != "gloo":
+    def beat(self, steps: int) -> None:
+        if self._pulse is None:
+            self._pulse = pulse_of()
+        if self._pulse is not None:
+            self._pulse.beat(steps)
+
+    def meet(self, what: str, patience: float | None = None) -> None:
+        if torch.distributed.get_backend(self.group) != "gloo":
             return
-        limit = timedelta(seconds=self.patience)
-        try:
-            dist.monitored_barrier(self.group, timeout=limit, wait_all_ranks=True)
-        except RuntimeError as error:
-            raise RuntimeError(
-                f"not all ranks came within {self.patience:g} s: {what}; torch says: "
-                f"{_first_line(error)}"
-            ) from error
+        seconds = self.patience if patience is None else patience
+        meet(self.group, self._pulse, what, seconds)
 
     def _reduce(self, tensor: Tensor, how: str) -> None:
         op = torch.distributed.ReduceOp
@@ -271,12 +277,8 @@ def _told() -> Iterator[None]:
     except RuntimeError as error:
         raise RuntimeError(
             "the other ranks cannot be reached: one of them has ended, or did not come in time: "
-            f"{_first_line(error)}"
+            f"{first_line(error)}"
         ) from error
-
-
-def _first_line(error: BaseException) -> str:
-    return shortened(str(error).partition("\n")[0])[1:-1]
 
 
 def _all_gather() -> Any:

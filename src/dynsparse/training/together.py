@@ -150,8 +150,9 @@ def agree_before(ranks: Ranks, step: int, said: Mapping[str, Any]) -> None:
     """
     if ranks.alone:
         return
-    ranks.meet(
-        f"step {step} of this rank ends in an update; call trainer.step() as often on every rank"
+    ranks.everyone.meet(
+        f"step {step} of this rank ends in an update; call trainer.step() as often on every rank",
+        ranks.patience,
     )
     states = {f"the {what}": _digest(one) for what, one in said.items()}
     if say_the_same(ranks, step, states):

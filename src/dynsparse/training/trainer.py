@@ -241,6 +241,7 @@ class SparseTrainer(FollowsOptimizer, OwnParts):
 
     def _arm(self) -> None:
         """Begin to keep x and dY if the gradient of the coming step counts for an update."""
+        self.ranks.beat(self.steps)
         schedule = self.schedule
         counts = (
             schedule is not None

@@ -1,0 +1,96 @@
+"""Ranks of which one is lost in the third step: each function runs in processes of its own."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+
+import torch
+from pipelines import EVERY, Part, batch, whole_model
+from processes import begin
+from rank_trainings import SCHEDULE, backward, model_of, optimizer_of
+from sharded_training import shard
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
+from torch.nn.parallel import DistributedDataParallel
+
+import dynsparse as ds
+from dynsparse.distributed import Cluster, make_plan, split
+
+
+def replicas(net, size):
+    return DistributedDataParallel(net)
+
+
+def shards(net, size):
+    return shard(net, size=size)
+
+
+def rectangles(net, size):
+    mesh = init_device_mesh("cpu", (size,), mesh_dim_names=("x",))
+    return split(net, mesh, make_plan(net, mesh, batch=8, cluster=Cluster(flops=1e3)))
+
+
+WAYS = {"replicas": replicas, "shards": shards, "rectangles": rectangles}
+
+
+def lost(rank, size, way, kind):
+    """Steps until the last rank is lost, in the third, which ends in an update."""
+    net = model_of()
+    forward = WAYS[way](net, size)
+    optimizer = optimizer_of(net)
+    trainer = ds.RigL(net, optimizer, schedule=SCHEDULE)
+    if kind == "sleeps":
+        trainer.ranks.patience = 6.0
+    shares = (0, 1) if way == "rectangles" else (rank, size)
+    for step in range(1, 8):
+        here = step == 3 and rank == size - 1
+        if step == 3:
+            begin()
+        if here and kind in GOES:
+            GOES[kind]()
+            break
+        if not (here and kind == "no backward"):
+            backward(forward, optimizer, step, *shares)
+        if here and kind == "sleeps":
+            time.sleep(12)
+        if not (here and kind == "no step"):
+            trainer.step()
+    torch.distributed.barrier()
+
+
+def left_out_in_stages(rank, size):
+    """Stages with replicas, of which the last rank leaves out the step of the first update."""
+    mesh = init_device_mesh("cpu", (2, size // 2), mesh_dim_names=("replica", "stage"))
+    stages, own = mesh["stage"].get_group(), mesh["replica"].get_group()
+    at, deep = mesh["stage"].get_local_rank(), size // 2
+    parts = list(whole_model().named_children())
+    piece = Part(parts[at * len(parts) // deep : (at + 1) * len(parts) // deep])
+    ddp = DistributedDataParallel(piece, process_group=own, find_unused_parameters=True)
+    stage = PipelineStage(ddp, at, deep, torch.device("cpu"), group=stages)
+    runner = ScheduleGPipe(stage, n_microbatches=4, loss_fn=torch.nn.functional.mse_loss)
+    optimizer = optimizer_of(piece)
+    trainer = ds.RigL(piece, optimizer, schedule=EVERY, ranks=own)
+    for step in range(1, 5):
+        x, y = batch(step, mesh["replica"].get_local_rank(), 2)
+        optimizer.zero_grad()
+        if step == 2:
+            begin()
+        runner.step(*([x] if at == 0 else []), **({"target": y} if at == deep - 1 else {}))
+        if step != 2 or rank != size - 1:
+            trainer.step()
+
+
+def _raise():
+    raise OSError("the disk is gone")
+
+
+GOES = {
+    "raises": _raise,
+    "exits": lambda: sys.exit(3),
+    "exits at once": lambda: os._exit(4),
+    "is killed": lambda: os.kill(os.getpid(), signal.SIGKILL),
+    "has no more batches": lambda: None,
+}
