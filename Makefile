@@ -50,7 +50,8 @@ test: $(VENV)/.installed-dev native lint
 
 test-frameworks: $(VENV)/.installed-frameworks native
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/integrations tests/distributed/test_loops.py \
-		tests/nn/test_convert_transformers.py tests/nn/test_architectures.py tests/nn/test_adapters.py
+		tests/nn/test_convert_transformers.py tests/nn/test_architectures.py tests/nn/test_adapters.py \
+		tests/data/test_compiled_bpe.py
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/api -k onnx
 
 test-gpu-kernels: $(VENV)/.installed-gpu-test native
@@ -131,7 +132,7 @@ $(VENV)/.installed-docs: $(VENV)/.installed-dev
 # The frameworks that the callbacks are for, and libraries of models: tests are skipped without them.
 $(VENV)/.installed-frameworks: $(VENV)/.installed-dev
 	DYNSPARSE_NATIVE=0 $(BIN)/python -m pip install -q -c constraints.txt \
-		-e '.[huggingface,keras,lightning,models,onnx,tuning]'
+		-e '.[bpe,huggingface,keras,lightning,models,onnx,tuning]'
 	$(PLAIN_PATH)
 	@touch $@
 

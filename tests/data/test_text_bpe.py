@@ -275,3 +275,15 @@ def test_tinyshakespeare_has_as_many_tokens_as_others_count():
     ids = real.encode(text)
     assert len(ids) == 338_025  # 301,966 + 36,059 of nanoGPT's preparation
     assert real.decode(ids) == text
+
+
+@needs_files
+def test_tiktoken_gives_the_real_tokens(monkeypatch):
+    pytest.importorskip("tiktoken")
+    text = (REAL / "tinyshakespeare" / "input.txt").read_text()[:300_000]
+    text += "naïve \x1c\x85日本 🙂 it's 2019²  \n\n\tok" + " " * 5000
+    real = load_gpt2(REAL / "gpt2-bpe")
+    own = real.encode(text)
+    monkeypatch.setattr(bpe, "_LONG", 1)
+    assert real._compiled is not None
+    assert np.array_equal(real.encode(text), own)

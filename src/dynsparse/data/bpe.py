@@ -11,11 +11,14 @@ from __future__ import annotations
 import hashlib
 import heapq
 from array import array
+from collections.abc import Callable
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from dynsparse.data.compiled_bpe import compiled
 from dynsparse.data.download import cache_folder, fetch
 from dynsparse.data.vocabulary import id_type
 from dynsparse.data.word_split import word_pattern
@@ -35,6 +38,8 @@ URLS = (
 CHECKSUM = "sha256:1ce1664773c50f3e0cc8842619a93edc4624525b728b188a9e0be33b7726adc5"
 
 _MOST_WORDS = 1 << 18
+# Characters of a text from which on it pays to see whether tiktoken may encode it.
+_LONG = 4 << 20
 _GONE = -1
 
 
@@ -108,7 +113,10 @@ class GPT2Tokenizer:
         return self._tokens[index]
 
     def encode(self, text: str) -> np.ndarray:
-        """See `Tokenizer.encode`."""
+        """See `Tokenizer.encode`. Long texts go through the package tiktoken, where it is there."""
+        if len(text) >= _LONG and self._compiled is not None:
+            text.encode()  # raises for a lone surrogate
+            return self._compiled(text).astype(id_type(self.size))
         ids = array("i")
         words = self._words
         for match in word_pattern().finditer(text):
@@ -120,6 +128,10 @@ class GPT2Tokenizer:
                     words[word] = found
             ids.extend(found)
         return np.array(ids, id_type(self.size))
+
+    @cached_property
+    def _compiled(self) -> Callable[[str], np.ndarray] | None:
+        return compiled(self._tokens[:-1], lambda token: len(self._encode_word(token)) == 1)
 
     def _encode_word(self, word: bytes) -> array[int]:
         """Merge the pair that was learned first, and again, until none is left.
