@@ -4,6 +4,7 @@ import base64
 import io
 import warnings
 import zipfile
+from typing import ClassVar
 
 import pytest
 import torch
@@ -173,6 +174,40 @@ def test_a_packed_state_is_refused():
         ValueError, match="SparseCallback in the checkpoint is damaged: expected mem"
     ):
         huggingface._decoded(base64.b64encode(packed.getvalue()).decode())
+
+
+class Reporter(transformers.TrainerCallback):
+    """As TensorBoard's and wandb's: Trainer makes it of a name in `report_to`."""
+
+    seen: ClassVar[list] = []
+
+    def on_log(self, args, state, control, logs=None, **parts):
+        self.seen.append(dict(logs))
+
+
+@pytest.mark.parametrize("given", [True, False])
+def test_reporters_see_what_is_logged(tmp_path, monkeypatch, given):
+    known = transformers.integrations.integration_utils.INTEGRATION_TO_CALLBACK
+    monkeypatch.setitem(known, "mine", Reporter)
+    monkeypatch.setattr(Reporter, "seen", [])
+    options = {"report_to": ["mine"], "logging_strategy": "steps", "logging_steps": 10}
+    callback = SparseCallback(ds.RigL, **OPTIONS)
+    arguments = transformers.TrainingArguments(
+        str(tmp_path), max_steps=20, use_cpu=True, disable_tqdm=True, save_strategy="no", **options
+    )
+    trainer = transformers.Trainer(
+        Model(), arguments, train_dataset=Data(), callbacks=[callback] if given else []
+    )
+    callback.before_reporters(trainer)
+    assert [type(one) for one in trainer.callback_handler.callbacks].count(SparseCallback) == 1
+    trainer.train()
+    entries = [entry for entry in Reporter.seen if "loss" in entry]
+    assert len(entries) == 2
+    for entry, kept in zip(entries, trainer.state.log_history, strict=False):
+        assert entry["sparse/density"] == kept["sparse/density"]
+        assert {name for name in entry if name.startswith("sparse/")} == set(
+            callback._follower.figures()
+        )
 
 
 @pytest.mark.parametrize("telemetry", [True, False])

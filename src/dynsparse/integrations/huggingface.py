@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import base64
 import io
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -20,6 +20,9 @@ except ImportError:
         "dynsparse.integrations.huggingface needs the package transformers: "
         "pip install 'dynsparse[huggingface]'"
     ) from None
+
+if TYPE_CHECKING:
+    from transformers import Trainer
 
 __all__ = ["SparseCallback"]
 
@@ -41,7 +44,8 @@ class SparseCallback(TrainerCallback, ExportableState):
             schedule, is given.
         telemetry: adds to every entry of `log_history` what `Telemetry` says of all layers
             together: "sparse/density", "sparse/churn" and others. Trainer calls its own reporters
-            first, so that they see it only where they are given after this callback.
+            (TensorBoard, wandb, ...) before the callbacks it is given: `before_reporters` turns
+            that round, so that they see it, too.
 
     Attributes:
         sparse_trainer: the `SparseTrainer` of the training under way, or of the last; its
@@ -66,6 +70,12 @@ class SparseCallback(TrainerCallback, ExportableState):
     @property
     def sparse_trainer(self) -> SparseTrainer | None:
         return self._follower.trainer
+
+    def before_reporters(self, trainer: Trainer) -> None:
+        """Make this the first callback of `trainer`, added or not, so that its reporters see what
+        this one logs. Call it before `trainer.train()`."""
+        callbacks = trainer.callback_handler.callbacks
+        callbacks[:] = [self, *(one for one in callbacks if one is not self)]
 
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **parts: Any
