@@ -22,7 +22,7 @@ APPS = {"mnist": mnist, "mnist-transformer": transformer, "lm": lm}
 OF_THE_RUN = {
     "device", "threads", "restore", "checkpoint_path", "checkpoint_freq", "stop_after", "overwrite",
     "records_path", "json", "tensorboard", "use_wandb", "wandb_project_name", "wandb_name",
-    "wandb_tags",
+    "wandb_tags", "trace",
 }  # fmt: skip
 OWN = {
     "mnist": {"data_dir", "test_mode", "log"},

@@ -8,20 +8,38 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from dynsparse.data.cifar import load_cifar10
+from dynsparse.data.cifar import CIFAR_PIXELS, load_cifar10
 from dynsparse.data.digits import load_digits
 from dynsparse.data.idx import read_idx
 from dynsparse.data.mnist import SOURCES, load_mnist
-from dynsparse.data.pictures import CLASSES, DataSet, Pictures
+from dynsparse.data.pictures import CLASSES, PIXELS, DataSet, Pictures
 from dynsparse.typed import typed
 
-__all__ = ["CLASSES", "GREY", "NAMES", "DataSet", "Pictures", "load", "read_idx"]
+__all__ = [
+    "CIFAR_PIXELS",
+    "CLASSES",
+    "COUNTS",
+    "GREY",
+    "NAMES",
+    "PIXELS",
+    "DataSet",
+    "Pictures",
+    "load",
+    "read_idx",
+]
 
 GREY = ("digits", *SOURCES)
 """The data sets of grey pictures of 28x28."""
 
 NAMES = (*GREY, "cifar-10")
 """The data sets that `load` knows."""
+
+COUNTS = {
+    "digits": (1437, 360),
+    **dict.fromkeys(SOURCES, (60_000, 10_000)),
+    "cifar-10": (50_000, 10_000),
+}
+"""How many training and test pictures each of them has."""
 
 
 @typed

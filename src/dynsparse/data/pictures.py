@@ -13,6 +13,7 @@ __all__ = ["CLASSES", "PIXELS", "SIDE", "DataSet", "Pictures"]
 
 SIDE = 28
 PIXELS = SIDE * SIDE
+"""How many pixels a picture of each of the sets has."""
 CLASSES = 10
 """How many classes each of the sets has."""
 

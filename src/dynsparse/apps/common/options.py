@@ -153,6 +153,12 @@ class TrainingOptions:
         defines="run",
     )  # fmt: skip
 
+    synthetic_data: bool = _training(
+        False,
+        "Random data made once on the device in place of real data: times compute without input.",
+        SWITCH,
+    )
+
     restore: Path | None = _checkpoints(
         None,
         "Continue from this checkpoint, or from the newest in this folder. Flags left out are "

@@ -290,6 +290,7 @@ class Training(ABC):
             "seed": self.seed,
             "steps": self.step,
             "replaced": self.replaced,
+            "synthetic_data": self.options.synthetic_data,
             "seconds_per_step": self.seconds / max(1, self.step),
             "update_share": self.update_seconds / self.seconds if self.seconds else 0.0,
         }

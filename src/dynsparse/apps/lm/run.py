@@ -16,6 +16,7 @@ from dynsparse.apps.common.outputs import Outputs
 from dynsparse.apps.common.resume import Checkpoint, restore, save
 from dynsparse.apps.common.run import run_with
 from dynsparse.apps.common.stopping import stoppable
+from dynsparse.apps.common.synthetic import NOTICE
 from dynsparse.apps.common.training import Scores
 from dynsparse.apps.lm.corpus import Corpus, load_corpus, no_corpus
 from dynsparse.apps.lm.options import Options
@@ -76,6 +77,8 @@ def _introduce(options: Options, corpus: Corpus, seed: int, console: Console) ->
     """Say what will be done, and refuse what cannot be, before anything is made."""
     corpus.check_length(options.sequence_length)
     built = matched(options, corpus.size)
+    if options.synthetic_data:
+        console.print(NOTICE.format(device=options.device), highlight=False)
     for line in _headlines(built, corpus, seed):
         console.print(line, highlight=False)
     if options.trains:

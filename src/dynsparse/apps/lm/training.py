@@ -14,6 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from dynsparse.apps import common
 from dynsparse.apps.common.methods import begin_denser
+from dynsparse.apps.common.synthetic import random_ids
 from dynsparse.apps.common.training import Scores, Stopped, Sums, precision
 from dynsparse.apps.lm.corpus import Corpus
 from dynsparse.apps.lm.loss import repetition_weights, token_losses
@@ -55,6 +56,7 @@ class Training(common.Training):
         self.corpus = corpus
         self.built = matched(options, corpus.size)
         self.history: list[dict[str, Any]] = []
+        self._synthetic: Tensor | None = None
         super().__init__(
             options,
             seed,
@@ -145,9 +147,7 @@ class Training(common.Training):
             self.set_rate(learning_rate(options, self.step))
             self.model.train()
             # Drawn at once: the same batch however it is cut into micro-batches.
-            batch = self.corpus.batch(
-                options.batch_size * count, options.sequence_length, self.generator
-            )
+            batch = self._batch(options.batch_size * count)
             parts = batch.chunk(count)
             self.optimizer.zero_grad()
         for number, part in enumerate(parts, start=1):
@@ -164,6 +164,14 @@ class Training(common.Training):
             with span("clip"):
                 torch.nn.utils.clip_grad_norm_(self.model.parameters(), options.grad_norm_clip)
         self.optimise(sums)
+
+    def _batch(self, count: int) -> Tensor:
+        length = self.options.sequence_length
+        if not self.options.synthetic_data:
+            return self.corpus.batch(count, length, self.generator)
+        if self._synthetic is None:
+            self._synthetic = random_ids(self.corpus.size, (count, length + 1), self.device)
+        return self._synthetic
 
     def _gradients_stay(self, here: bool) -> AbstractContextManager[None]:
         """Whether gradients stay on their rank until the last micro-batch."""
@@ -200,6 +208,8 @@ class Training(common.Training):
         """
         length = self.options.sequence_length
         stretches = self.corpus.stretches(part, length, self.options.evaluation_tokens)
+        if self.options.synthetic_data:
+            stretches = random_ids(self.corpus.size, tuple(stretches.shape), self.device)
         self.model.eval()
         sums = Sums()
         batches = stretches.split(self.options.batch_size)

@@ -72,6 +72,10 @@ class PictureOptions(TrainingOptions):
                 "--test-mode tests: expected a trained network to test: name a checkpoint with "
                 "--restore"
             )
+        if self.synthetic_data and self.data_dir is not None:
+            raise ValueError(
+                "--data-dir: synthetic data comes from no folder: leave it out, or --synthetic-data"
+            )
         if self.dataset == "digits" and self.data_dir is not None:
             others = options_of(type(self))["dataset"].kind.names[1:]
             raise ValueError(

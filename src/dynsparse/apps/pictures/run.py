@@ -7,6 +7,7 @@ from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
+import torch
 from rich.console import Console
 
 from dynsparse import data
@@ -16,6 +17,7 @@ from dynsparse.apps.common.outputs import Outputs
 from dynsparse.apps.common.resume import Checkpoint, restore, save
 from dynsparse.apps.common.run import run_with
 from dynsparse.apps.common.stopping import stoppable
+from dynsparse.apps.common.synthetic import NOTICE, random_ids, random_shares
 from dynsparse.apps.common.training import Scores, Sums
 from dynsparse.apps.pictures.options import PictureOptions
 from dynsparse.apps.pictures.summary import density, summary_table, training_figures
@@ -52,7 +54,7 @@ def _run(
     console: Console,
 ) -> dict[str, Any]:
     with span("data"):
-        pictures = data.load(options.dataset, options.data_dir)
+        pictures = _pictures(options)
         if options.hold_out:
             pictures = pictures.hold_out(options.hold_out)
     with span("build"):
@@ -76,6 +78,22 @@ def _run(
     return figures
 
 
+def _pictures(options: PictureOptions) -> data.DataSet:
+    if not options.synthetic_data:
+        return data.load(options.dataset, options.data_dir)
+    device = torch.device(options.device)
+    parts = [
+        data.Pictures(
+            random_shares((count, data.PIXELS), device)
+            if options.dataset in data.GREY
+            else random_ids(256, (count, data.CIFAR_PIXELS), device).to(torch.uint8),
+            random_ids(data.CLASSES, (count,), device),
+        )
+        for count in data.COUNTS[options.dataset]
+    ]
+    return data.DataSet(options.dataset, *parts)
+
+
 def _loggers(training: Training) -> list[Logger]:
     options = training.options
     loggers: list[Logger] = []
@@ -86,7 +104,9 @@ def _loggers(training: Training) -> list[Logger]:
 
 def _headlines(training: Training, pictures: data.DataSet) -> list[str]:
     options = training.options
+    notice = [NOTICE.format(device=options.device)] if options.synthetic_data else []
     return [
+        *notice,
         f"{options.method} on {options.dataset}: {len(pictures.train):,} pictures to train, "
         f"{len(pictures.test):,} {'held out ' if options.hold_out else ''}to test",
         f"{training.headline()}, density {100 * density(training.model):.2f} %, "

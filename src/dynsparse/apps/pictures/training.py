@@ -152,7 +152,10 @@ class Training(common.Training):
             with span("data"):
                 self.set_rate(learning_rate(self.options, self.step, self.total_steps))
                 own, weight = self.share(indices)
-                images, labels = data.images.index_select(0, own), data.labels[own]
+                if self.options.synthetic_data:  # always the same
+                    images, labels = data.images[: len(own)], data.labels[: len(own)]
+                else:
+                    images, labels = data.images.index_select(0, own), data.labels[own]
                 images = self.vary(images, indices)
             with span("forward"):
                 loss, correct = self._forward(images, labels)

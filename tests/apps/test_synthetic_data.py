@@ -1,0 +1,98 @@
+"""--synthetic-data: the same training on random data, which is made once."""
+
+from __future__ import annotations
+
+import io
+import json
+
+import pytest
+import torch
+from rich.console import Console
+
+from dynsparse import data
+from dynsparse.apps import lm
+from dynsparse.apps.common.synthetic import random_ids, random_shares
+from dynsparse.apps.lm.corpus import Corpus
+from dynsparse.apps.pictures import Training, mnist, transformer
+
+TEXT = "the cat sat on the mat, and the dog ran after it.\n" * 400
+
+
+def run(app, tmp_path, **more):
+    out = io.StringIO()
+    file = tmp_path / "figures.json"
+    if app is lm:
+        (tmp_path / "text").write_text(TEXT)
+        more = {"data": tmp_path / "text", "steps": 12, "valid_interval": 6, "hidden_size": 32,
+                "ff_size": 64, "evaluation_tokens": 640} | more  # fmt: skip
+    else:
+        more = {"epochs": 1} | more
+    app.run(app.Options(seed=1, json=file, **more), Console(file=out, width=200))
+    return json.loads(file.read_text()), out.getvalue()
+
+
+@pytest.mark.parametrize("app", [mnist, transformer, lm])
+def test_display_and_figures_say_that_the_data_is_none(app, tmp_path):
+    figures, shown = run(app, tmp_path, synthetic_data=True)
+    assert figures["synthetic_data"] is True
+    assert "synthetic data, made once on cpu" in shown
+    figures, shown = run(app, tmp_path)
+    assert figures["synthetic_data"] is False
+    assert "synthetic" not in shown
+
+
+@pytest.mark.parametrize("app", [mnist, lm])
+def test_the_network_and_its_steps_are_those_of_the_data(app, tmp_path):
+    real, _ = run(app, tmp_path)
+    synthetic, _ = run(app, tmp_path, synthetic_data=True)
+    for name in ("steps", "updates", "density", "parameters", "replaced"):
+        assert synthetic[name] == real[name], name
+
+
+def test_pictures_are_neither_read_nor_chosen(tmp_path, monkeypatch):
+    monkeypatch.setattr(data, "load", None)
+    seen = set()
+    forward = Training._forward
+
+    def watched(training, images, labels):
+        if training.model.training:
+            seen.add((images.data_ptr(), labels.data_ptr()))
+        return forward(training, images, labels)
+
+    monkeypatch.setattr(Training, "_forward", watched)
+    figures, _ = run(mnist, tmp_path, synthetic_data=True, dataset="digits", batch_size=100)
+    assert figures["steps"] == 15
+    assert len(seen) == 1
+
+
+def test_no_batch_of_a_text_is_drawn(tmp_path, monkeypatch):
+    monkeypatch.setattr(Corpus, "batch", None)
+    figures, _ = run(lm, tmp_path, synthetic_data=True)
+    # Random ids have nothing to be learned beside the one batch that is always there.
+    assert figures["loss"] > 2.0
+
+
+def test_a_training_goes_on_with_the_same_data(tmp_path):
+    whole, _ = run(mnist, tmp_path, synthetic_data=True, epochs=2)
+    folder = tmp_path / "checkpoints"
+    run(mnist, tmp_path, synthetic_data=True, epochs=2, stop_after=1, checkpoint_path=folder)
+    rest, _ = run(mnist, tmp_path, restore=folder, synthetic_data=True, epochs=2)
+    assert rest["loss"] == whole["loss"]
+
+
+def test_the_sets_are_as_large_as_is_said():
+    pytest.importorskip("sklearn")
+    digits = data.load("digits")
+    assert data.COUNTS["digits"] == (len(digits.train), len(digits.test))
+    assert data.COUNTS.keys() == set(data.NAMES)
+
+
+def test_a_folder_of_data_is_refused(tmp_path):
+    with pytest.raises(ValueError, match="synthetic data comes from no folder"):
+        mnist.Options(synthetic_data=True, dataset="mnist", data_dir=tmp_path).check()
+
+
+def test_it_is_drawn_alike_in_every_run():
+    device = torch.device("cpu")
+    assert torch.equal(random_ids(10, (5,), device), random_ids(10, (5,), device))
+    assert torch.equal(random_shares((5, 2), device), random_shares((5, 2), device))
