@@ -18,6 +18,7 @@ SOURCE = Path(__file__).resolve().parent.parent / "src"
 PACKAGE = "dynsparse"
 
 GROUND = [
+    "logs",
     "native",
     "checks",
     "typed",

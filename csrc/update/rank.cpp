@@ -53,7 +53,7 @@ void dynsparse_rank_narrow(const i32* keys, i64 count, i32 shift, i32 bits, i32 
     n += __builtin_popcount(alike);
   }
 #endif
-  for (; n < room; i++) {  // without branches; there are exactly `room` of them
+  for (; n < room && i < count; i++) {  // without branches; there are exactly `room` of them
     found[n] = keys[i];
     n += digit_of(keys[i], shift, bits) == static_cast<u32>(digit);
   }

@@ -7,7 +7,7 @@ pattern of non-zeros changes while the network trains.
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from dynsparse import native, nn, ops
+from dynsparse import logs, native, nn, ops
 from dynsparse.nn import (
     densify,
     load_pretrained,
@@ -77,6 +77,7 @@ _NAMES = {
     "plot": "report.training.plot",
 }
 
+logs.configure_quietly()
 native.warn_if_absent()
 
 

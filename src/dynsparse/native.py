@@ -15,6 +15,7 @@ What a library exports, and what each function promises, is in `csrc/api.h`.
 from __future__ import annotations
 
 import ctypes
+import logging
 import os
 import platform
 import warnings
@@ -23,6 +24,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 import torch
+
+from dynsparse import logs
 
 __all__ = [
     "bfloat16_unit",
@@ -34,6 +37,8 @@ __all__ = [
     "supported_isas",
     "warn_if_absent",
 ]
+
+_log = logging.getLogger(__name__)
 
 _FOLDER = Path(__file__).resolve().parent / "_native"
 
@@ -238,6 +243,7 @@ def load_isa(isa: str) -> ctypes.CDLL:
             f"{_REMEDY}, or unset DYNSPARSE_ISA"
         )
     library = _open(path)
+    _log.debug("loaded %s", path)
     for name, (result, arguments) in _SIGNATURES.items():
         function = getattr(library, name)
         function.restype = result
@@ -265,6 +271,16 @@ class _Choice(NamedTuple):
 
 @cache
 def _choose() -> _Choice:
+    logs.configure()  # the first use of the library: what the environment has wrong is told here
+    choice = _chosen()
+    if choice.library is None:
+        _log.info("no compiled kernels: %s", choice.reason)
+    else:
+        _log.info("kernels for %s, %d threads", choice.isa, torch.get_num_threads())
+    return choice
+
+
+def _chosen() -> _Choice:
     wanted = os.environ.get("DYNSPARSE_ISA", "").strip().lower()
     if wanted == "none":
         return _Choice("none", None, "DYNSPARSE_ISA=none")
@@ -286,7 +302,7 @@ def _choose() -> _Choice:
         f"dynsparse computes without its compiled kernels, several times slower: {reason}. "
         f"To mend it, {_REMEDY}; DYNSPARSE_ISA=none silences this",
         RuntimeWarning,
-        stacklevel=3,
+        stacklevel=4,
     )
     return _Choice("none", None, reason)
 

@@ -10,7 +10,7 @@ from typing import Annotated, Any
 
 import typer
 
-from dynsparse import __version__
+from dynsparse import __version__, logs
 from dynsparse.cli.bench import bench
 from dynsparse.cli.cifar import cifar
 from dynsparse.cli.encode import encode
@@ -72,6 +72,7 @@ def run(arguments: Sequence[str] | None = None) -> int:
     warnings.showwarning = _show_warning
     arguments = sys.argv[1:] if arguments is None else list(arguments)
     try:
+        logs.configure()
         status = app(args=arguments, prog_name="dynsparse", standalone_mode=False)
     except (KeyboardInterrupt, typer.Abort):
         status = 130

@@ -6,6 +6,7 @@ downloaded.
 
 from __future__ import annotations
 
+import logging
 from pathlib import Path
 
 from dynsparse.data.cifar import CIFAR_PIXELS, load_cifar10
@@ -27,6 +28,9 @@ __all__ = [
     "load",
     "read_idx",
 ]
+
+_log = logging.getLogger(__name__)
+
 
 GREY = ("digits", *SOURCES)
 """The data sets of grey pictures of 28x28."""
@@ -58,10 +62,13 @@ def load(name: str, data_dir: str | Path | None = None) -> DataSet:
             with a `data_dir`, which they have no use for.
         OSError: a file that is missing or cannot be read, no connection.
     """
+    if name not in NAMES:
+        raise ValueError(f"expected a data set among {', '.join(NAMES)}, got {name!r}")
     if name == "digits":
-        return load_digits()
-    if name in SOURCES:
-        return load_mnist(name, data_dir)
-    if name == "cifar-10":
-        return load_cifar10(data_dir)
-    raise ValueError(f"expected a data set among {', '.join(NAMES)}, got {name!r}")
+        found = load_digits()
+    elif name == "cifar-10":
+        found = load_cifar10(data_dir)
+    else:
+        found = load_mnist(name, data_dir)
+    _log.info("%s: %d and %d pictures", name, len(found.train), len(found.test))
+    return found

@@ -7,6 +7,7 @@ and `M` metadata; times are microseconds.
 from __future__ import annotations
 
 import json
+import logging
 import math
 import os
 import time
@@ -27,6 +28,8 @@ from dynsparse.typed import typed
 from dynsparse.version import __version__
 
 __all__ = ["file_of", "rank_here", "trace"]
+
+_log = logging.getLogger(__name__)
 
 _LIMIT = 1_000_000
 _PART = 10_000  # events that are written at once
@@ -120,6 +123,7 @@ def _write(path: Path, recorder: Recorder, end: int) -> None:
         file.write(b"\n]}\n")
 
     write_whole(path, write)
+    _log.info("wrote the trace %s", path)
 
 
 def _parts(recorder: Recorder, pid: int, rank: int) -> Iterator[list[str]]:

@@ -23,6 +23,7 @@ GPUs `cuda/costs.py` chooses by what bounds the kernels on the chip.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -127,6 +128,8 @@ def forced() -> str | None:
     return _forced
 
 
+_log = logging.getLogger(__name__)
+
 # Choices remembered per layer; batches of ever new sizes start over.
 _MOST_CHOICES = 64
 
@@ -149,7 +152,13 @@ def route(p: LayerIndex, batch: int, backward: bool, dtype: torch.dtype) -> str:
             choices.clear()
         layer = Layer(p.out_features, p.in_features, p.nnz, p.block_size)
         kind = choices[key] = choose(layer, batch, backward, dtype)
+        _tell(kind, layer, batch, backward)
     return kind
+
+
+def _tell(kind: str, layer: Layer, batch: int, backward: bool) -> None:
+    way = "backward" if backward else "forward"
+    _log.debug("%s computes %s of %s over %d samples", kind, way, layer, batch)
 
 
 def _route_elsewhere(p: LayerIndex, batch: int, backward: bool, dtype: torch.dtype) -> str:
@@ -167,4 +176,5 @@ def _route_elsewhere(p: LayerIndex, batch: int, backward: bool, dtype: torch.dty
             choices.clear()
         layer = Layer(p.out_features, p.in_features, p.nnz, p.block_size)
         kind = choices[key] = cuda_costs.choose(layer, batch, backward, dtype, chip_of(device))
+        _tell(kind, layer, batch, backward)
     return kind

@@ -7,6 +7,7 @@ the smaller partition.
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -28,6 +29,8 @@ from dynsparse.popsparse.product.words import overflow_words
 from dynsparse.typed import typed
 
 __all__ = ["Search", "make_plan", "matmul_plan"]
+
+_log = logging.getLogger(__name__)
 
 _KEPT = 10  # Runners-up kept for the report, distinct in partition or method.
 
@@ -97,7 +100,9 @@ def make_plan(
         raise TypeError(f"params must be FullyConnectedParams, got {params!r}")
     wanted = Options.parse(options).repaired(kind, params.sparsity_params.is_element)
     key = (target, kind, params, wanted)
-    return _search(*key) if cache is None else cache.find(key, lambda: _search(*key))
+    plan = _search(*key) if cache is None else cache.find(key, lambda: _search(*key))
+    _log.info("planned %s: %s, %s", params, plan.partition, plan.method)
+    return plan
 
 
 @typed

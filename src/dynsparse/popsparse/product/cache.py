@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from typing import Any, TypeVar
 
 __all__ = ["PlanningCache"]
 
 Found = TypeVar("Found")
+
+_log = logging.getLogger(__name__)
 
 
 class PlanningCache:
@@ -27,6 +30,7 @@ class PlanningCache:
         """The plan of `key`, made now if it is not there yet."""
         if key in self._plans:
             self.hits += 1
+            _log.debug("a plan made earlier serves: %s", key)
         else:
             self._plans[key] = make()
         return self._plans[key]

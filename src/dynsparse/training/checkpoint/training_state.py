@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import io
+import logging
 import os
 from collections.abc import Mapping
 from pathlib import Path
@@ -35,6 +36,8 @@ from dynsparse.training.checkpoint.reading import (
 from dynsparse.training.parts import ranks_for
 from dynsparse.training.trainer import SparseTrainer
 from dynsparse.typed import typed
+
+_log = logging.getLogger(__name__)
 
 __all__ = ["CheckpointError", "load_checkpoint", "read_extra", "save_checkpoint"]
 
@@ -168,6 +171,7 @@ def load_checkpoint(
     if not random_state:
         payload["random"] = None
     training.put_back(payload, str(path), together_with)
+    _log.info("loaded %s", path)
     return payload["extra"]
 
 
@@ -189,3 +193,4 @@ def _write_whole(path: Path, payload: bytes) -> None:
         file.write(payload)
 
     write_whole(path, write)
+    _log.info("saved %s, %d bytes", path, len(payload))

@@ -1,0 +1,101 @@
+"""Logs through Python's `logging`, under names that begin with "dynsparse.".
+
+A program that has set up logging of its own sees them there. `DYNSPARSE_LOG_LEVEL` shows them
+without it: OFF, ERROR, WARNING, INFO or DEBUG (Poplar's ERR and WARN are taken, too); then
+`DYNSPARSE_LOG_DEST` says where they go: stderr, stdout, or a file, which they are added to.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+from pathlib import Path
+
+__all__ = ["configure", "configure_quietly"]
+
+_LEVELS = {
+    "OFF": logging.CRITICAL + 1,
+    "ERROR": logging.ERROR,
+    "WARNING": logging.WARNING,
+    "INFO": logging.INFO,
+    "DEBUG": logging.DEBUG,
+    "ERR": logging.ERROR,
+    "WARN": logging.WARNING,
+}
+_STREAMS = {"stderr": "stderr", "stdout": "stdout"}
+_FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
+
+_logger = logging.getLogger("dynsparse")
+_logger.addHandler(logging.NullHandler())
+_done: tuple[str, str] | None = None
+
+
+class _Stream(logging.StreamHandler):
+    """To what is stderr or stdout when something is logged: programs put others in their place."""
+
+    def __init__(self, name: str) -> None:
+        logging.Handler.__init__(self)
+        self._name_of_stream = name
+
+    @property
+    def stream(self) -> object:
+        return getattr(sys, self._name_of_stream)
+
+    @stream.setter
+    def stream(self, value: object) -> None:
+        return
+
+
+def configure() -> None:
+    """Do what the environment asks for, once.
+
+    Raises:
+        ValueError: a level or a destination that cannot be.
+    """
+    global _done
+    level = os.environ.get("DYNSPARSE_LOG_LEVEL", "").strip()
+    place = os.environ.get("DYNSPARSE_LOG_DEST", "").strip()
+    if (level, place) == _done:
+        return
+    if level and level.upper() not in _LEVELS:
+        raise ValueError(
+            f"DYNSPARSE_LOG_LEVEL: expected OFF, ERROR, WARNING, INFO or DEBUG, got {level!r}"
+        )
+    if place and not level:
+        raise ValueError(
+            "DYNSPARSE_LOG_DEST: expected DYNSPARSE_LOG_LEVEL with it, got none: set it to OFF, "
+            "ERROR, WARNING, INFO or DEBUG"
+        )
+    handler = _handler(place or "stderr") if level else None
+    for old in [one for one in _logger.handlers if getattr(one, "of_dynsparse", False)]:
+        _logger.removeHandler(old)
+        old.close()
+    _logger.propagate = handler is None
+    _logger.setLevel(_LEVELS[level.upper()] if level else logging.NOTSET)
+    if handler is not None:
+        handler.of_dynsparse = True  # type: ignore[attr-defined]
+        handler.setFormatter(logging.Formatter(_FORMAT))
+        _logger.addHandler(handler)
+    _done = level, place
+
+
+def configure_quietly() -> None:
+    """`configure`, for an import: what is wrong is told where the library is first used."""
+    try:
+        configure()
+    except ValueError:
+        return
+
+
+def _handler(place: str) -> logging.Handler:
+    if place in _STREAMS:
+        return _Stream(place)
+    try:
+        return logging.FileHandler(Path(place), encoding="utf-8")
+    except (OSError, ValueError) as error:
+        reason = error.strerror if isinstance(error, OSError) else str(error)
+        raise ValueError(
+            f"DYNSPARSE_LOG_DEST: expected stderr, stdout or a file that can be written, got "
+            f"{place!r} ({reason})"
+        ) from None

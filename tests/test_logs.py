@@ -1,0 +1,143 @@
+"""What the library logs, and what the environment may say of it."""
+
+from __future__ import annotations
+
+import logging
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+
+import dynsparse as ds
+from dynsparse import logs
+from dynsparse.cli.app import run as command
+from dynsparse.machine import Target
+from dynsparse.popsparse import PlanningCache, plan
+from dynsparse.training.checkpoint import load_checkpoint, save_checkpoint
+
+PYTHON = [sys.executable, "-W", "error", "-c"]
+
+
+@pytest.fixture(autouse=True)
+def _as_before(monkeypatch):
+    yield
+    for name in ("DYNSPARSE_LOG_LEVEL", "DYNSPARSE_LOG_DEST"):
+        monkeypatch.delenv(name, raising=False)
+    logs.configure()
+    assert logging.getLogger("dynsparse").propagate
+
+
+def train(tmp_path):
+    model = torch.nn.Sequential(ds.nn.SparseLinear(16, 8, density=0.3))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    trainer = ds.SET(model, optimizer, total_steps=10, update_interval=2, seed=0)
+    for _ in range(2):
+        model(torch.randn(4, 16)).sum().backward()
+        trainer.step()
+    path = tmp_path / "a.ckpt"
+    save_checkpoint(path, model=model, optimizer=optimizer, trainer=trainer)
+    load_checkpoint(path, model=model)
+    return path
+
+
+def test_programs_see_updates_checkpoints_and_choices(tmp_path, caplog):
+    with caplog.at_level(logging.DEBUG, "dynsparse"):
+        path = train(tmp_path)
+    assert "update after step 2 of 1 layers" in caplog.messages
+    assert any("blocks dropped" in one for one in caplog.messages)
+    assert any(one.startswith(f"saved {path}, ") for one in caplog.messages)
+    assert f"loaded {path}" in caplog.messages
+    assert all(record.name.startswith("dynsparse.") for record in caplog.records)
+
+
+def test_plans_and_those_that_were_found_again(caplog):
+    cache = PlanningCache()
+    with caplog.at_level(logging.DEBUG, "dynsparse"):
+        for _ in range(2):
+            plan(64, 64, 8, 0.5, target=Target(tiles=4), cache=cache)
+    planned = [one for one in caplog.records if one.message.startswith("planned ")]
+    assert [one.levelname for one in planned] == ["INFO", "INFO"]
+    assert sum("made earlier" in one for one in caplog.messages) == 1
+
+
+@pytest.mark.parametrize(("level", "shown"), [("info", True), ("DEBUG", True), ("Warn", False)])
+def test_the_environment_shows_them(tmp_path, monkeypatch, capsys, level, shown):
+    monkeypatch.setenv("DYNSPARSE_LOG_LEVEL", level)
+    logs.configure()
+    train(tmp_path)
+    out, err = capsys.readouterr()
+    assert ("INFO dynsparse.training.hooks: update after step 2" in err) == shown
+    assert ("DEBUG" in err) == (level == "DEBUG")
+    assert not out
+
+
+def test_a_file_is_added_to(tmp_path, monkeypatch, capsys):
+    file = tmp_path / "log.txt"
+    file.write_text("before\n")
+    monkeypatch.setenv("DYNSPARSE_LOG_LEVEL", "INFO")
+    monkeypatch.setenv("DYNSPARSE_LOG_DEST", str(file))
+    logs.configure()
+    train(tmp_path)
+    lines = file.read_text().splitlines()
+    assert lines[0] == "before"
+    assert any("update after step 2" in line for line in lines)
+    assert capsys.readouterr() == ("", "")
+
+
+def test_standard_output(tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("DYNSPARSE_LOG_LEVEL", "INFO")
+    monkeypatch.setenv("DYNSPARSE_LOG_DEST", "stdout")
+    logs.configure()
+    train(tmp_path)
+    out, err = capsys.readouterr()
+    assert "update after step 2" in out
+    assert not err
+
+
+@pytest.mark.parametrize(
+    ("level", "place", "said"),
+    [
+        ("loud", "", "expected OFF, ERROR, WARNING, INFO or DEBUG, got 'loud'"),
+        ("", "stderr", "expected DYNSPARSE_LOG_LEVEL with it"),
+        ("INFO", "/there/is/none", "expected stderr, stdout or a file that can be written"),
+        ("INFO", "/", "expected stderr, stdout or a file"),
+    ],
+)
+def test_what_cannot_be_is_refused_in_one_line(monkeypatch, capsys, level, place, said):
+    monkeypatch.setenv("DYNSPARSE_LOG_LEVEL", level)
+    monkeypatch.setenv("DYNSPARSE_LOG_DEST", place)
+    with pytest.raises(ValueError, match=said):
+        logs.configure()
+    assert command(["info"]) == 2
+    err = capsys.readouterr().err
+    assert said in err
+    assert err.count("\n") == 1
+
+
+def test_a_library_tells_of_it_where_it_is_first_used():
+    program = "import dynsparse as ds; ds.nn.SparseLinear(8, 8, density=0.5)"
+    ended = subprocess.run(
+        [*PYTHON, program],
+        env=os.environ | {"DYNSPARSE_LOG_LEVEL": "loud"},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert ended.returncode == 1
+    assert "ValueError: DYNSPARSE_LOG_LEVEL: expected OFF, ERROR" in ended.stderr
+
+
+def test_an_import_shows_which_kernels_are_loaded():
+    program = "import dynsparse as ds; ds.nn.SparseLinear(8, 8, density=0.5)"
+    ended = subprocess.run(
+        [*PYTHON, program],
+        env=os.environ | {"DYNSPARSE_LOG_LEVEL": "INFO", "DYNSPARSE_ISA": "none"},
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=True,
+    )
+    assert "INFO dynsparse.native: no compiled kernels: DYNSPARSE_ISA=none" in ended.stderr
+    assert not ended.stdout
