@@ -10,6 +10,7 @@ from dataclasses import fields
 import pytest
 
 import dynsparse
+from dynsparse import native
 from dynsparse.apps.pictures.mnist import Options
 from dynsparse.cli import info
 from dynsparse.cli.app import run
@@ -99,6 +100,24 @@ def test_info_says_what_computes(capsys):
     assert status == 0
     for name in ("dynsparse", "kernels", "instruction set", "available", "threads", "torch"):
         assert name in out
+
+
+def test_info_as_json_says_the_same(capsys):
+    status, out, err = call(capsys, "info", "--json")
+    assert (status, err) == (0, "")
+    facts = json.loads(out)
+    assert facts["version"] == dynsparse.__version__
+    kernels = native.describe()
+    assert facts["kernels"]["isa"] == kernels["isa"]
+    assert facts["kernels"]["available"] == kernels["available"]
+    assert facts["threads"] == kernels["threads"]
+    assert (len(facts["choices"]) == 1) == (kernels["backend"] == "native")
+    for choices in facts["choices"]:
+        assert len(choices["layers"]) == 4 * 2 * 4
+        for layer in choices["layers"]:
+            first, *others = layer["kinds"]
+            assert first["from_density"] == 0
+            assert all(0 < other["from_density"] <= 1 for other in others)
 
 
 def test_info_says_what_a_gpu_chooses(capsys, monkeypatch):

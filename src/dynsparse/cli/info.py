@@ -2,21 +2,26 @@
 
 from __future__ import annotations
 
+import os
 import platform
 from collections.abc import Callable
+from json import dumps
+from typing import Annotated, Any, NamedTuple
 
 import torch
+import typer
 from rich.console import Console
 from rich.table import Table
 
 from dynsparse import __version__, native
+from dynsparse.bench.host import processor
 from dynsparse.ops.linear import choice
 from dynsparse.ops.linear.costs import Layer
 from dynsparse.ops.linear.cuda import costs
 from dynsparse.ops.linear.cuda.chip import chip_of, runs_triton
 from dynsparse.ops.linear.cuda.rates import rates_of
 
-__all__ = ["info"]
+__all__ = ["facts", "info"]
 
 # The layer and the batches whose kernels are shown.
 _FEATURES = 1024
@@ -28,8 +33,13 @@ _GPU_BATCHES = (16, 512, 8192)
 Choose = Callable[[Layer, int, bool], str]
 
 
-def info() -> None:
+def info(
+    json: Annotated[bool, typer.Option("--json", help="Print it as JSON instead.")] = False,
+) -> None:
     """Show what computes here: version, kernels and their choice, instruction sets, threads."""
+    if json:
+        print(dumps(facts(), indent=2))
+        return
     found = native.describe()
     available = found["available"]
     assert isinstance(available, list)
@@ -44,6 +54,7 @@ def info() -> None:
         "bfloat16 blocks": str(found["bfloat16"]),
         "available": ", ".join(available) or "none",
         "this machine runs": ", ".join(native.supported_isas()) or "none",
+        "processor": processor(),
         "threads": str(found["threads"]),
         "torch": torch.__version__,
         "python": f"{platform.python_version()} on {platform.system()} {platform.machine()}",
@@ -59,19 +70,56 @@ def info() -> None:
     console.print(table, highlight=False)
     if found["backend"] == "native":
         console.print()
-        console.print(_choices(), highlight=False)
+        console.print(_table(*_on_cpu()), highlight=False)
     if torch.cuda.is_available():
         console.print()
-        console.print(_choices_on_gpu(torch.device("cuda")), highlight=False)
+        console.print(_table(*_on_gpu(torch.device("cuda"))), highlight=False)
 
 
-def _choices() -> Table:
-    """What computes layers of `_FEATURES` features, and from which density on."""
+def facts() -> dict[str, Any]:
+    """What `dynsparse info` shows, as plain types.
+
+    `choices` say what computes a layer: for each block, pass and batch the kinds, each with the
+    density from which on it computes.
+    """
+    found = native.describe()
+    choices = [_listed("cpu", *_on_cpu())] if found["backend"] == "native" else []
+    gpus = []
+    if torch.cuda.is_available():
+        gpus = [torch.cuda.get_device_name(one) for one in range(torch.cuda.device_count())]
+        choices.append(_listed("cuda", *_on_gpu(torch.device("cuda"))))
+    return {
+        "version": __version__,
+        "kernels": {name: found[name] for name in ("backend", "isa", "reason", "bfloat16")}
+        | {"available": found["available"], "supported": list(native.supported_isas())},
+        "processor": processor(),
+        "cores": os.cpu_count(),
+        "threads": found["threads"],
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+        "system": f"{platform.system()} {platform.machine()}",
+        "gpus": gpus,
+        "environment": {k: v for k, v in sorted(os.environ.items()) if k.startswith("DYNSPARSE_")},
+        "choices": choices,
+    }
+
+
+class _Asked(NamedTuple):
+    """Which layers are asked about, and who says what computes them."""
+
+    title: str
+    features: int
+    dtype: str
+    batches: tuple[int, ...]
+    blocks: tuple[int, ...]
+
+
+def _on_cpu() -> tuple[_Asked, Choose]:
     title = f"What computes a float32 layer {_FEATURES} x {_FEATURES}, from which density on"
-    return _table(title, _FEATURES, _BATCHES, (1, 4, 16, 64), choice.choose)
+    return _Asked(title, _FEATURES, "float32", _BATCHES, (1, 4, 16, 64)), choice.choose
 
 
-def _choices_on_gpu(device: torch.device) -> Table:
+def _on_gpu(device: torch.device) -> tuple[_Asked, Choose]:
     """Likewise on a GPU, where layers are larger."""
     chip = chip_of(device)
     rates = rates_of(chip)
@@ -86,38 +134,58 @@ def _choices_on_gpu(device: torch.device) -> Table:
             return "dense"
         return costs.choose(layer, batch, backward, torch.bfloat16, chip)
 
-    return _table(title, _GPU_FEATURES, _GPU_BATCHES, (1, 16, 32, 64, 128), choose)
+    return _Asked(title, _GPU_FEATURES, "bfloat16", _GPU_BATCHES, (1, 16, 32, 64, 128)), choose
 
 
-def _table(
-    title: str,
-    features: int,
-    batches: tuple[int, ...],
-    blocks: tuple[int, ...],
-    choose: Choose,
-) -> Table:
-    table = Table(title=title, title_justify="left", title_style="bold", box=None, padding=(0, 2))
-    for name in ("block", "pass", *(f"batch {batch}" for batch in batches)):
+def _table(asked: _Asked, choose: Choose) -> Table:
+    table = Table(
+        title=asked.title, title_justify="left", title_style="bold", box=None, padding=(0, 2)
+    )
+    for name in ("block", "pass", *(f"batch {batch}" for batch in asked.batches)):
         table.add_column(name)
-    for block in blocks:
+    for block in asked.blocks:
         for backward in (False, True):
             table.add_row(
                 str(block),
                 "backward" if backward else "forward",
-                *(_ranges(features, block, batch, backward, choose) for batch in batches),
+                *(_words(asked.features, block, b, backward, choose) for b in asked.batches),
             )
     return table
 
 
-def _ranges(features: int, block: int, batch: int, backward: bool, choose: Choose) -> str:
+def _words(features: int, block: int, batch: int, backward: bool, choose: Choose) -> str:
     """The kinds in the order of density: `sparse, dense 0.55`."""
+    ranges = _ranges(features, block, batch, backward, choose)
+    return ", ".join(f"{kind} {at:.2f}" if i else kind for i, (kind, at) in enumerate(ranges))
+
+
+def _listed(device: str, asked: _Asked, choose: Choose) -> dict[str, Any]:
+    rows = [
+        {
+            "block_size": block,
+            "pass": "backward" if backward else "forward",
+            "batch": batch,
+            "kinds": [
+                {"kind": kind, "from_density": at}
+                for kind, at in _ranges(asked.features, block, batch, backward, choose)
+            ],
+        }
+        for block in asked.blocks
+        for backward in (False, True)
+        for batch in asked.batches
+    ]
+    return {"device": device, "features": asked.features, "dtype": asked.dtype, "layers": rows}
+
+
+def _ranges(
+    features: int, block: int, batch: int, backward: bool, choose: Choose
+) -> list[tuple[str, float]]:
+    """Each kind, and the density, in percents, from which on it computes; the first from 0 on."""
     total = (features // block) ** 2
-    parts: list[str] = []
-    last = ""
+    found: list[tuple[str, float]] = []
     for percent in range(1, 101):
         layer = Layer(features, features, total * percent // 100, block)
         kind = choose(layer, batch, backward)
-        if kind != last:
-            parts.append(kind if percent == 1 else f"{kind} {percent / 100:.2f}")
-            last = kind
-    return ", ".join(parts)
+        if not found or kind != found[-1][0]:
+            found.append((kind, percent / 100 if found else 0.0))
+    return found
