@@ -21,8 +21,8 @@ APPS = {"mnist": mnist, "mnist-transformer": transformer, "lm": lm}
 # What neither the network nor the course of the training depends on.
 OF_THE_RUN = {
     "device", "threads", "restore", "checkpoint_path", "checkpoint_freq", "stop_after", "overwrite",
-    "records_path", "json", "tensorboard", "use_wandb", "wandb_project_name", "wandb_name",
-    "wandb_tags", "trace",
+    "records_path", "json", "trace", "tensorboard", "use_wandb", "wandb_project_name", "wandb_name",
+    "wandb_tags",
 }  # fmt: skip
 OWN = {
     "mnist": {"data_dir", "test_mode", "log"},

@@ -16,9 +16,9 @@ from dynsparse.checks import is_number
 from dynsparse.training.algorithms import BY_NAME
 
 __all__ = [
-    "FILE", "METHODS", "PANELS", "SWITCH", "TEXT", "Defines", "Kind", "Option", "again", "between",
-    "choice", "default_of", "flag", "integer", "many", "number", "one_minus", "option",
-    "options_of", "pairs", "taking",
+    "FILE", "METHODS", "PANELS", "SWITCH", "TEXT", "Defines", "Kind", "Need", "Option", "again",
+    "between", "choice", "default_of", "flag", "integer", "listed", "many", "number", "one_minus",
+    "option", "options_of", "pairs", "taking",
 ]  # fmt: skip
 
 METHODS = (*BY_NAME, "dense")
@@ -122,6 +122,23 @@ def pairs(example: str) -> Kind:
 
 
 @dataclass(frozen=True)
+class Need:
+    """What else must be so for an option to matter.
+
+    Attributes:
+        words: what the option applies to, as in "applies to --sample N".
+        holds: whether it is so, asked of the options together.
+        got: what there is otherwise, in words.
+        shown: whether help and docs say so; not where it goes without saying.
+    """
+
+    words: str
+    holds: Callable[[Any], bool]
+    got: Callable[[Any], str] = lambda options: "none"
+    shown: bool = True
+
+
+@dataclass(frozen=True)
 class Option:
     """What is known of an option besides its name and default.
 
@@ -132,7 +149,9 @@ class Option:
         defines: "network": the network depends on it; "training": what is computed does; "apart":
             that, but checkpoints keep it by itself; "run": where to write, what to show, how to
             compute. A checkpoint's own value holds for the first three, never for the last.
-        methods: the values of `--method` it matters for; all where None.
+        methods: the values of `--method` it applies to. Given with others it is refused, see
+            `applies.py`.
+        needs: what else it needs to apply.
         single: an older flag that gives the only one of several values.
         also: other flags for the same, of which the first is the one to use.
         complement: a flag for one minus the value, in (0, 1]; the one to use.
@@ -145,6 +164,7 @@ class Option:
     defines: Defines = "run"
     optional: bool = False
     methods: tuple[str, ...] = METHODS
+    needs: tuple[Need, ...] = ()
     single: str | None = None
     also: tuple[str, ...] = ()
     complement: str | None = None
@@ -162,16 +182,17 @@ class Option:
         return made, share
 
     def words(self) -> str:
-        """The help, the names it takes, and the methods it is for."""
+        """The help, the names it takes, and what it applies to."""
         words = self.help
         if self.kind.names:
             words += f" One of {', '.join(map(str, self.kind.names))}."
         others = [name for name in METHODS if name not in self.methods]
         if len(others) > len(self.methods):
-            words += f" With --method {_listed(self.methods)}."
+            words += f" With --method {listed(self.methods)}."
         elif others:
-            words += f" Not with --method {_listed(others)}."
-        return words
+            words += f" Not with --method {listed(others)}."
+        needs = [need.words for need in self.needs if need.shown]
+        return words + (f" For {listed(needs)}." if needs else "")
 
     def default_words(self, default: Any) -> str:
         """The default as one would give it on the command line; empty for none."""
@@ -228,5 +249,6 @@ def taking(argument: str) -> tuple[str, ...]:
     return tuple(name for name, algorithm in BY_NAME.items() if argument in algorithm.arguments)
 
 
-def _listed(names: Sequence[str]) -> str:
+def listed(names: Sequence[str]) -> str:
+    """a, b and c."""
     return " and ".join(filter(None, (", ".join(names[:-1]), names[-1])))

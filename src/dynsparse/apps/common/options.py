@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from dynsparse.apps.common.applies import CHECKPOINTS, FOLDERS, SPARSE, TRAINS
 from dynsparse.apps.common.option import (
     FILE,
     METHODS,
@@ -109,37 +110,41 @@ class TrainingOptions:
     )
     block_size: int = _sparsity(
         1, "Edge of the blocks.", choice(1, 4, 8, 16, 32, 64, 128), defines="network",
-        methods=tuple(BY_NAME),
+        methods=tuple(BY_NAME), needs=(SPARSE,),
     )  # fmt: skip
     pooling_type: str = _sparsity(
         "NONE",
         "How the gradients of a block become its growth score; NONE ranks as SUM.",
         choice("NONE", "SUM", "AVG", "MAX"),
         methods=taking("pooling"),
+        needs=(SPARSE, TRAINS),
     )
     prune_ratio: float = _sparsity(
         0.3, "Largest share of a layer that an update replaces; it falls to 0.", number(0, 1),
-        methods=taking("drop_fraction"),
+        methods=taking("drop_fraction"), needs=(SPARSE, TRAINS),
     )  # fmt: skip
     update_interval: int | None = _sparsity(
-        None, "Steps between pattern updates.", integer(1), methods=taking("update_interval")
-    )
+        None, "Steps between pattern updates.", integer(1), methods=taking("update_interval"),
+        needs=(SPARSE, TRAINS),
+    )  # fmt: skip
     cosine_prune_schedule: dict[str, Any] = _sparsity(
         {},
         'JSON such as {"zero_steps": 5, "phase_delay": 0, "period": 0.5}: updates without '
         "replacements at first, radians, turns.",
         Kind(dict, (("a JSON object", _is_schedule),)),
         methods=taking("schedule"),
+        needs=(SPARSE, TRAINS),
     )
 
     batch_size: int = _training(16, "Pictures per optimizer step.", integer(1))
     optimizer: str = _training(
         "Adam", "Adam, or SGD without or with momentum.",
-        choice("GradientDescent", "Momentum", "Adam"),
+        choice("GradientDescent", "Momentum", "Adam"), needs=(TRAINS,),
     )  # fmt: skip
     optimizer_arg: dict[str, Any] = _training(
-        {}, "An argument of the optimizer, such as momentum=0.9.", pairs("momentum=0.9")
-    )
+        {}, "An argument of the optimizer, such as momentum=0.9.", pairs("momentum=0.9"),
+        needs=(TRAINS,),
+    )  # fmt: skip
     device: str = _training(
         "cpu", "Where it computes: cpu, cuda or cuda:N.",
         Kind(str, (("cpu, cuda or cuda:N", _is_device),)), defines="run",
@@ -166,33 +171,42 @@ class TrainingOptions:
         FILE,
     )
     checkpoint_path: Path | None = _checkpoints(
-        None, "Folder for checkpoints; none are written without it.", FILE
+        None, "Folder for checkpoints; none are written without it.", FILE, needs=(TRAINS,)
     )
     overwrite: bool = _checkpoints(
         False,
         "Delete what an earlier training has left in --checkpoint-path and --records-path; without "
         "it such folders are refused.",
         SWITCH,
+        needs=(TRAINS, FOLDERS),
     )
-    checkpoint_freq: int = _checkpoints(1, "Epochs between checkpoints.", integer(1))
+    checkpoint_freq: int = _checkpoints(
+        1, "Epochs between checkpoints.", integer(1), needs=(TRAINS, CHECKPOINTS)
+    )
     stop_after: int | None = _checkpoints(
-        None, "Stop after this epoch of --epochs, to continue with --restore.", integer(1)
-    )
+        None, "Stop after this epoch of --epochs, to continue with --restore.", integer(1),
+        needs=(TRAINS,),
+    )  # fmt: skip
 
     records_path: Path | None = _output(
-        None, "Folder for the record that `dynsparse visualise` draws.", FILE
-    )
+        None, "Folder for the record that `dynsparse visualise` draws.", FILE,
+        needs=(TRAINS,),
+    )  # fmt: skip
     json: Path | None = _output(None, "File for the final figures.", FILE)
     trace: Path | None = _output(
         None,
         "File for a trace of where the time goes, which ui.perfetto.dev and chrome://tracing open.",
         FILE,
     )
-    tensorboard: Path | None = _output(None, "Folder for TensorBoard (needs tensorboard).", FILE)
-    use_wandb: bool = _output(False, "Log to Weights & Biases (needs wandb).", SWITCH)
-    wandb_project_name: str | None = _output(None, "Project at wandb.", TEXT)
-    wandb_name: str | None = _output(None, "Name of the run at wandb.", TEXT)
-    wandb_tags: Sequence[str] = _output((), "Tags at wandb.", many(TEXT, "texts"))
+    tensorboard: Path | None = _output(
+        None, "Folder for TensorBoard (needs tensorboard).", FILE, needs=(TRAINS,)
+    )
+    use_wandb: bool = _output(
+        False, "Log to Weights & Biases (needs wandb).", SWITCH, needs=(TRAINS,)
+    )
+    wandb_project_name: str | None = _output(None, "Project at wandb.", TEXT, needs=(TRAINS,))
+    wandb_name: str | None = _output(None, "Name of the run at wandb.", TEXT, needs=(TRAINS,))
+    wandb_tags: Sequence[str] = _output((), "Tags at wandb.", many(TEXT, "texts"), needs=(TRAINS,))
 
     def check(self) -> None:
         """Raise ValueError, naming the flag, for anything that cannot be trained."""
@@ -211,6 +225,21 @@ class TrainingOptions:
 
     def check_together(self) -> None:
         """The part of `check` that is about several of the application's options together."""
+
+    @property
+    def trains(self) -> bool:
+        """Whether anything is trained, rather than a trained network tested."""
+        return True
+
+    @property
+    def how_it_runs(self) -> str:
+        """What was asked for where nothing is trained."""
+        return ""
+
+    @property
+    def has_sparse_layers(self) -> bool:
+        """Whether the method has anything to do."""
+        return self.method != "dense"
 
     @property
     def binding(self) -> tuple[Defines, ...]:

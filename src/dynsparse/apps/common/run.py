@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 import torch
 from rich.console import Console
 
+from dynsparse.apps.common.applies import check_applies
 from dynsparse.apps.common.launched import launched
 from dynsparse.apps.common.options import TrainingOptions
 from dynsparse.apps.common.outputs import check_writable
@@ -43,7 +44,8 @@ def run_with(
         body: called with the whole options, the seed, the checkpoint to start from, and where
             progress goes.
         console: where progress goes; stdout if left out.
-        given: options that hold even at their default: with `restore` they must agree.
+        given: options that were asked for, even at their default: with `restore` they must agree,
+            and they must apply to the others.
 
     Raises:
         ValueError: options or files that are wrong; one line.
@@ -58,6 +60,7 @@ def run_with(
                 checkpoint = Checkpoint.read(kind.app, find_checkpoint(kind, options.restore))
                 options = adopt(options, checkpoint, given)
                 options.check()
+            check_applies(options, given)
             for name in ("json", "trace"):
                 if (file := getattr(options, name)) is not None:
                     check_writable(name, file)

@@ -11,11 +11,13 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from dynsparse.apps.common.applies import SPARSE, TRAINS
 from dynsparse.apps.common.option import (
     FILE,
     SWITCH,
     TEXT,
     Defines,
+    Need,
     again,
     choice,
     flag,
@@ -29,6 +31,22 @@ from dynsparse.data.tokenizer import KINDS
 from dynsparse.training.algorithms import BY_NAME
 
 __all__ = ["Options"]
+
+_READS = Need("runs that read text", lambda o: o.mode != "sample", lambda o: "--mode sample", False)
+_SAMPLES = Need("runs with --sample N", lambda o: o.sample > 0)
+_DRAWS = Need("a temperature above 0", lambda o: o.temperature > 0, lambda o: "--temperature 0")
+_SEEDED = Need(
+    "runs that train or sample", lambda o: o.trains or o.sample > 0, lambda o: o.how_it_runs, False
+)
+
+
+def _shares(part: str) -> Need:
+    return Need(
+        f"a {part} part that is a share of --data",
+        lambda o: getattr(o, f"{part}_data") is None,
+        lambda o: f"--{part}-data",
+    )
+
 
 _LARGE = integer(1, 1 << 24)
 _SHARE = number(0, 1, below=True)
@@ -55,17 +73,22 @@ class Options(TrainingOptions):
         "source text of Python's standard library.",
         TEXT,
         defines="apart",
+        needs=(_READS,),
     )
     valid_data: Path | None = _data(
-        None, "Validate on this text in place of a share of --data.", FILE
+        None, "Validate on this text in place of a share of --data.", FILE, needs=(_READS,)
     )
-    test_data: Path | None = _data(None, "Test on this text in place of a share of --data.", FILE)
+    test_data: Path | None = _data(
+        None, "Test on this text in place of a share of --data.", FILE, needs=(_READS,)
+    )
     valid_share: float = _data(
-        0.05, "Share of --data to validate on, before the test's.", _SHARE, defines="training"
-    )
+        0.05, "Share of --data to validate on, before the test's.", _SHARE, defines="training",
+        needs=(_READS, _shares("valid")),
+    )  # fmt: skip
     test_share: float = _data(
-        0.05, "Share of --data, at its end, to test on.", _SHARE, defines="training"
-    )
+        0.05, "Share of --data, at its end, to test on.", _SHARE, defines="training",
+        needs=(_READS, _shares("test")),
+    )  # fmt: skip
     tokens: str | None = _data(
         None, "What a token is.", choice(*KINDS), defines="network",
         by_default="char, or what a token file holds",
@@ -92,12 +115,14 @@ class Options(TrainingOptions):
     sparse_embeddings: bool = _network(
         False, "Make the token table sparse too.", SWITCH,
         methods=tuple(name for name in BY_NAME if BY_NAME[name].trains_embeddings),
+        needs=(SPARSE,),
     )  # fmt: skip
     sequence_length: int = _network(64, "Tokens the model sees at once.", _LARGE)
     droprate: float = _network(0.0, "Dropout, in training.", _SHARE)
     initial_scale: float = _network(
-        1.0, "Times the usual size of first weights, 1/sqrt(inputs).", number(0), defines="training"
-    )
+        1.0, "Times the usual size of first weights, 1/sqrt(inputs).", number(0),
+        defines="training", needs=(TRAINS,),
+    )  # fmt: skip
 
     match_parameters: bool = _sparsity(
         False, "As narrow as holds the sparse model's number of parameters.", SWITCH,
@@ -114,55 +139,67 @@ class Options(TrainingOptions):
     prune_end: float = _sparsity(
         0.75, "Share of the training after which patterns stay.",
         number(0, 1, above="a number in (0, 1]"),
-        methods=taking("update_interval"),
+        methods=taking("update_interval"), needs=(SPARSE, TRAINS),
     )  # fmt: skip
 
-    steps: int = _training(4000, "Optimizer steps.", integer(1))
-    batch_size: int = _changed("batch_size", help="Sequences per micro-batch.", kind=_LARGE)
-    gradient_accumulation_count: int = _training(1, "Micro-batches per optimizer step.", integer(1))
+    steps: int = _training(4000, "Optimizer steps.", integer(1), needs=(TRAINS,))
+    batch_size: int = _changed(
+        "batch_size", help="Sequences per micro-batch.", kind=_LARGE, needs=(_READS,)
+    )
+    gradient_accumulation_count: int = _training(
+        1, "Micro-batches per optimizer step.", integer(1), needs=(TRAINS,)
+    )
     optimizer: str = _changed("optimizer", help="Adam (AdamW), or SGD without or with momentum.")
     optimizer_arg: dict[str, Any] = _changed(
         "optimizer_arg", help="An argument of the optimizer, such as beta2=0.99.",
         kind=pairs("beta2=0.99"),
     )  # fmt: skip
     grad_norm_clip: float | None = _training(
-        1.0, "Largest norm of all gradients together, 0 for no limit.", number(0), optional=True
-    )
+        1.0, "Largest norm of all gradients together, 0 for no limit.", number(0), optional=True,
+        needs=(TRAINS,),
+    )  # fmt: skip
     repetition_weighting: bool = _training(
         False, "Train on every distinct token of a sequence alike, however often it is there.",
-        SWITCH,
+        SWITCH, needs=(TRAINS,),
     )  # fmt: skip
     autoregression_offset: int = _training(
-        0, "First tokens of a sequence that are not scored.", integer(0)
+        0, "First tokens of a sequence that are not scored.", integer(0), needs=(_READS,)
     )
-    valid_interval: int = _training(250, "Steps between reports.", integer(1))
+    valid_interval: int = _training(250, "Steps between reports.", integer(1), needs=(TRAINS,))
     evaluation_tokens: int | None = _training(
         None, "Evaluate on this many tokens at the begin of each part.", integer(1),
-        by_default="all of it",
+        by_default="all of it", needs=(_READS,),
     )  # fmt: skip
     mode: str = _training(
         "all", "Train and test, only one, or only --sample.",
         choice("all", "train", "test", "sample"), defines="run",
     )  # fmt: skip
 
-    peak_learning_rate: float = _rate(1e-2, "After the warm-up.", number(0))
-    min_learning_rate: float = _rate(2e-4, "After the decay.", number(0))
+    peak_learning_rate: float = _rate(1e-2, "After the warm-up.", number(0), needs=(TRAINS,))
+    min_learning_rate: float = _rate(2e-4, "After the decay.", number(0), needs=(TRAINS,))
     warmup_steps: int | None = _rate(
         None, "Steps up to the peak.", integer(0),
-        by_default="100, or a tenth of --steps where that is less",
+        by_default="100, or a tenth of --steps where that is less", needs=(TRAINS,),
     )  # fmt: skip
     cooldown_steps: int | None = _rate(
-        None, "Steps of the decay.", integer(1), by_default="all that are left"
+        None, "Steps of the decay.", integer(1), by_default="all that are left",
+        needs=(TRAINS,),
+    )  # fmt: skip
+    decay_power: float = _rate(
+        1.0, "Of the decay; 1 is a straight line.", number(0), needs=(TRAINS,)
     )
-    decay_power: float = _rate(1.0, "Of the decay; 1 is a straight line.", number(0))
 
     sample: int = _text(0, "Show this many tokens of text at the end.", integer(0))
-    prompt: str = _text("\n", "What the text goes on from.", TEXT, by_default="a line end")
-    temperature: float = _text(0.8, "0 takes the likeliest token.", number(0))
-    top_k: int | None = _text(
-        None, "Draw among this many of the likeliest only.", integer(1), by_default="all"
+    prompt: str = _text(
+        "\n", "What the text goes on from.", TEXT, by_default="a line end", needs=(_SAMPLES,)
     )
+    temperature: float = _text(0.8, "0 takes the likeliest token.", number(0), needs=(_SAMPLES,))
+    top_k: int | None = _text(
+        None, "Draw among this many of the likeliest only.", integer(1), by_default="all",
+        needs=(_SAMPLES, _DRAWS),
+    )  # fmt: skip
 
+    seed: int | None = _changed("seed", needs=(_SEEDED,))
     checkpoint_freq: int = _changed(
         "checkpoint_freq", default=1000, help="Least steps between checkpoints."
     )
@@ -288,6 +325,14 @@ class Options(TrainingOptions):
     def trains(self) -> bool:
         """Whether anything is trained, rather than a trained model tested or sampled."""
         return self.mode in ("all", "train")
+
+    @property
+    def how_it_runs(self) -> str:
+        return f"--mode {self.mode}"
+
+    @property
+    def has_sparse_layers(self) -> bool:
+        return self.method != "dense" and self.sparsity > 0
 
     @property
     def binding(self) -> tuple[Defines, ...]:

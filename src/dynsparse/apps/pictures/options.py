@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar
 
+from dynsparse.apps.common.applies import TRAINS
 from dynsparse.apps.common.option import FILE, again, choice, integer, number, options_of
 from dynsparse.apps.common.options import TrainingOptions, panel
 from dynsparse.data import GREY as DATASETS
@@ -38,28 +39,31 @@ class PictureOptions(TrainingOptions):
         0, "Test on this many held-out training pictures, to choose settings honestly.", integer(0)
     )
     steps_per_epoch: int = panel("Sparsity", "training")(
-        5, "Pattern updates and reports per epoch.", integer(1)
+        5, "Pattern updates and reports per epoch.", integer(1), needs=(TRAINS,)
     )
     update_interval: int | None = again(
         TrainingOptions,
         "update_interval",
-        help="Batches between pattern updates, in place of --steps-per-epoch.",
+        help="Batches between pattern updates, which then are no longer --steps-per-epoch.",
     )
-    epochs: int | None = _training(10, "Length of the training.", integer(1))
+    epochs: int | None = _training(10, "Length of the training.", integer(1), needs=(TRAINS,))
     learning_rate: float | None = _training(
         None,
         "First learning rate; the default is for a batch of 16 and scales with the batch.",
         number(0),
         by_default="by the optimizer",
+        needs=(TRAINS,),
     )
     decay: str = _training(
         "cosine", "Of the learning rate; steps are the original program's.",
-        choice("cosine", "steps", "constant"),
+        choice("cosine", "steps", "constant"), needs=(TRAINS,),
     )  # fmt: skip
     test_mode: str = _training(
         "all", "Train and test, or only one.", choice("all", "training", "tests"), defines="run"
     )
-    log: Path | None = panel("Output", "run")(None, "Text file for the training accuracy.", FILE)
+    log: Path | None = panel("Output", "run")(
+        None, "Text file for the training accuracy.", FILE, needs=(TRAINS,)
+    )
 
     def check_together(self) -> None:
         self.check_network()
@@ -85,6 +89,14 @@ class PictureOptions(TrainingOptions):
 
     def check_network(self) -> None:
         """The part of `check` that the network's own options need."""
+
+    @property
+    def trains(self) -> bool:
+        return self.test_mode != "tests"
+
+    @property
+    def how_it_runs(self) -> str:
+        return f"--test-mode {self.test_mode}"
 
     @property
     def length(self) -> int:

@@ -61,7 +61,7 @@ def _run(
         training = kind(options, pictures, seed)
     if checkpoint is not None:
         restore(training, checkpoint)
-    trains = options.test_mode != "tests"
+    trains = options.trains
     writes = Outputs(training, partial(_loggers, training)) if trains else nullcontext()
     with writes as outputs:
         for line in _headlines(training, pictures):

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import ClassVar
 
 from dynsparse.allocation import METHODS as ALLOCATIONS
+from dynsparse.apps.common.applies import SPARSE, TRAINS
 from dynsparse.apps.common.option import again, between, choice, number, taking
 from dynsparse.apps.common.options import panel
 from dynsparse.apps.pictures.options import PictureOptions
@@ -60,7 +61,7 @@ class Options(PictureOptions):
     )  # fmt: skip
     allocation: str = _network(
         "erk", "How the density is shared among the layers.", choice(*ALLOCATIONS),
-        methods=tuple(BY_NAME),
+        methods=tuple(BY_NAME), needs=(SPARSE,),
     )  # fmt: skip
     block_size: int = again(
         PictureOptions,
@@ -77,6 +78,7 @@ class Options(PictureOptions):
     prune_end: float = panel("Sparsity", "training")(
         0.768, "Share of the training after which patterns stay.",
         number(0, 1, above="a number in (0, 1]"), methods=taking("update_interval"),
+        needs=(SPARSE, TRAINS),
     )  # fmt: skip
     steps_per_epoch: int = again(PictureOptions, "steps_per_epoch", help="Reports per epoch.")
     batch_size: int = again(PictureOptions, "batch_size", default=128)
@@ -112,6 +114,10 @@ class Options(PictureOptions):
             raise ValueError(
                 f"--depth: expected 6 n + 4, such as 10, 16, 22 or 28, got {self.depth}"
             )
+
+    @property
+    def has_sparse_layers(self) -> bool:
+        return self.is_sparse
 
     @property
     def is_sparse(self) -> bool:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from dynsparse.apps.common.option import again, between, choice, many, number
+from dynsparse.apps.common.option import Need, again, between, choice, many, number
 from dynsparse.apps.common.options import panel
 from dynsparse.apps.pictures.options import PictureOptions
 from dynsparse.data.pictures import CLASSES, SIDE
@@ -18,6 +18,9 @@ from dynsparse.training.algorithms import BY_NAME
 __all__ = ["LayerShape", "Options", "layer_shapes", "picture_side"]
 
 _network = panel("Network", "network")
+_FIRST = Need(
+    "a sparse first layer", lambda o: o.is_sparse(0), lambda o: f"density {o.densities[0]:g}"
+)
 
 
 @dataclass(kw_only=True)
@@ -43,7 +46,10 @@ class Options(PictureOptions):
         single="hidden_size",
     )
     block_size: int = again(
-        PictureOptions, "block_size", help="Edge of the blocks of the first layer."
+        PictureOptions,
+        "block_size",
+        help="Edge of the blocks of the first layer.",
+        needs=(_FIRST,),
     )
     droprate: float = _network(0.1, "Dropout after every hidden layer.", number(0, 1, below=True))
 
@@ -65,6 +71,10 @@ class Options(PictureOptions):
     @property
     def label(self) -> str:
         return "Density_" + "_".join(f"{density:g}" for density in self.densities)
+
+    @property
+    def has_sparse_layers(self) -> bool:
+        return any(self.is_sparse(layer) for layer in range(len(self.densities)))
 
     def is_sparse(self, layer: int) -> bool:
         return self.method != "dense" and self.densities[layer] < 1

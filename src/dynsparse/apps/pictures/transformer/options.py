@@ -65,6 +65,10 @@ class Options(PictureOptions):
         return f"Sparsity_{self.sparsity:g}"
 
     @property
+    def has_sparse_layers(self) -> bool:
+        return self.is_sparse
+
+    @property
     def is_sparse(self) -> bool:
         return self.method != "dense" and self.sparsity > 0
 
