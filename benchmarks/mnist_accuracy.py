@@ -22,7 +22,7 @@ BLOCK = ("--block-size", "16", "--densities", "0.1", "1", "--pooling-type", "SUM
 TABLES: dict[str, dict[str, tuple[str, ...]]] = {
     "two sparse layers": {
         "RigL, densities 0.1 / 0.3": ("--densities", "0.1", "0.3"),
-        "dense": ("--densities", "0.1", "0.3", "--method", "dense"),
+        "dense": ("--method", "dense"),
     },
     "methods at densities 0.01 / 0.1": {
         name: ("--densities", "0.01", "0.1", "--method", name) for name in ("rigl", "set", "static")

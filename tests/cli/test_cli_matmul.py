@@ -7,6 +7,7 @@ import pytest
 from dynsparse.cli.app import run
 
 SMALL = "matmul --rows 128 --cols 96 --batch 32 --density 0.2 --block-size 8 --tiles 16"
+DENSE = SMALL.replace(" --density 0.2 --block-size 8", "")
 KEYS = {
     "plan",
     "cycles",
@@ -19,7 +20,8 @@ KEYS = {
 
 
 def figures(capsys, *more):
-    assert run([*SMALL.split(), "--json", *more]) == 0
+    sizes = DENSE if "dense" in more else SMALL
+    assert run([*sizes.split(), "--json", *more]) == 0
     return json.loads(capsys.readouterr().out)
 
 
@@ -142,13 +144,14 @@ def test_text(capsys):
             "--weighted-area-begin 0 0 --weighted-area-end 999 9 --weighted-area-weighting 2",
             "expected an area within 128 x 96",
         ),
-        ("--method dense --seeds 2", "--seeds does not apply to --method dense"),
-        ("--method dense --oversize 0.5", "--oversize does not apply to --method dense"),
+        ("--method dense --seeds 2", "--seeds: applies to --method dynamic and static, got"),
+        ("--method dense --oversize 0.5", "--oversize: applies to --method dynamic, got"),
         ("--report-plan", "--report-plan is text"),
     ],
 )
 def test_wrong_calls_end_in_one_line(capsys, more, words):
-    assert run([*SMALL.split(), "--json", *more.split()]) == 2
+    sizes = DENSE if "--method dense" in more else SMALL
+    assert run([*sizes.split(), "--json", *more.split()]) == 2
     out, err = capsys.readouterr()
     assert out == ""
     assert words in err

@@ -63,7 +63,7 @@ def test_page(capsys, tmp_path, plan_only):
     ("more", "message"),
     [
         ("--passes grad_weight", "forward and grad_input, got 'grad_weight'"),
-        ("--oversize 0.5", "--oversize does not apply"),
+        ("--oversize 0.5", "--oversize: applies to --method dynamic, got --method static"),
         ("--dtype float16 --partials-type float32", "in the type of the data, float16"),
         ("--block-size 32", "got 32"),
         ("--rows 100", "multiple of --block-size 8, got 100"),

@@ -115,7 +115,8 @@ def test_dense(tmp_path, capsys, more):
     path = tmp_path / "page.html"
     passes = ["--passes", "forward,grad_weight"]
     more = [*more, "--method", "dense", *passes, "--json", "--report", str(path)]
-    assert run([*SMALL, *more]) == 0
+    sizes = COMMAND.partition(" --density")[0].split()
+    assert run([*sizes, "--tiles", "16", *more]) == 0
     figures = json.loads(capsys.readouterr().out)
     text = words(path)
     for cycles in figures.get("cycles", figures.get("estimated_cycles")).values():

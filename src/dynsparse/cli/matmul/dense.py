@@ -16,10 +16,6 @@ __all__ = ["run"]
 
 def run(request: Request) -> None:
     """Plan each pass, run it, and say what it took."""
-    request.refuse(
-        "seeds", "weighted_area_begin", "report_plan", "ignore_memory", "options",
-        "plan_constraints", "oversize",
-    )  # fmt: skip
     plans = dense_plans(
         *request.shape,
         request.batch,

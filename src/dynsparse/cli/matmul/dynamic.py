@@ -11,6 +11,7 @@ from dynsparse.popsparse.layer import Layer
 from dynsparse.popsparse.measure import plan_figures, sparse_figures
 from dynsparse.popsparse.planner.planning import plan as make_plan
 from dynsparse.popsparse.planner.report import plan_report, plan_text
+from dynsparse.popsparse.product.data_types import data_type
 from dynsparse.popsparse.product.plan import Plan
 
 __all__ = ["run"]
@@ -42,21 +43,42 @@ def run(request: Request) -> None:
 
 def _plan(request: Request) -> Plan:
     names = ["forward", "grad_input", *(["grad_weight"] if "grad_weight" in request.names else [])]
+    asked = request.json_object("options")
+    for name in ("do_grad_a_pass", "do_grad_w_pass"):
+        if name in asked:
+            raise ValueError(f"--options: {name} follows from --passes: leave it out")
     settings = {
         "available_memory_proportion": request.available_memory_proportion,
         **({} if request.partials_type is None else {"partials_type": request.partials_type}),
         "meta_info_bucket_oversize_proportion": request.oversize,
         "plan_constraints": request.json_object("plan_constraints"),
-        **request.json_object("options"),
+        **asked,
     }
     sizes = (*request.shape, request.batch, request.density, request.block_size)
     try:
         plan = make_plan(*sizes, request.dtype, request.machine, passes=names, options=settings)
     except TypeError as error:  # A value of --options or --plan-constraints of the wrong kind.
         raise ValueError(str(error)) from error
+    _check_carried_out(request, plan, settings)
     if plan.use_dense:
         raise ValueError("use_dense is a plan of dense weights: use --method dense")
     return plan
+
+
+def _check_carried_out(request: Request, plan: Plan, settings: dict[str, Any]) -> None:
+    """Raise ValueError for an option that the product cannot follow."""
+    wanted, carried = settings.get("partials_type"), plan.options.partials_type
+    if wanted is not None and data_type(wanted) is not carried:
+        what = "elements" if request.block_size == 1 else str(plan.dtype)
+        raise ValueError(
+            f"--partials-type: dynamic products of {what} add in {carried}, got {wanted}: leave it "
+            "out"
+        )
+    if settings.get("shared_buckets") is False and request.block_size > 1:
+        raise ValueError(
+            "--options: shared_buckets is for elements, got blocks, which always share them: leave "
+            "it out"
+        )
 
 
 def _layer(request: Request, plan: Plan) -> Layer:

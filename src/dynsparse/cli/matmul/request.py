@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -62,8 +62,10 @@ class Request:
     rows: Annotated[int, _int(_PRODUCT, "Rows of the sparse matrix: output features.")]
     cols: Annotated[int, _int(_PRODUCT, "Its columns: input features.")]
     batch: Annotated[int, _int(_PRODUCT, "Columns of the dense operand.")]
-    density: Annotated[float, _float(_PRODUCT, "Present blocks over all blocks.")] = 0.1
-    block_size: Annotated[int, _int(_PRODUCT, "Edge of the blocks.")] = 1
+    density: Annotated[
+        float, _float(_PRODUCT, "Present blocks over all blocks. dynamic and static.")
+    ] = 0.1
+    block_size: Annotated[int, _int(_PRODUCT, "Edge of the blocks. dynamic and static.")] = 1
     dtype: Annotated[
         str, _option(_PRODUCT, "Of values and operands.", metavar="float16|float32")
     ] = "float16"
@@ -90,7 +92,7 @@ class Request:
         str | None,
         _option(
             _MACHINE,
-            "Of partial sums.",
+            "Of partial sums; for dynamic elements and static ones there is one type alone.",
             metavar="float16|float32",
             show_default="float32; dense: as the data",
         ),
@@ -98,7 +100,7 @@ class Request:
     available_memory_proportion: Annotated[
         float, _float(_MACHINE, "Part of a tile's memory for temporary data.")
     ] = 0.6
-    oversize: Annotated[float, _float(_MACHINE, "Spare room of the buckets.")] = 0.3
+    oversize: Annotated[float, _float(_MACHINE, "Spare room of the buckets. dynamic.")] = 0.3
     options: Annotated[
         str,
         _option(
@@ -139,7 +141,9 @@ class Request:
     ] = False
     ignore_memory: Annotated[
         bool,
-        _option(_MACHINE, "Run also if the product does not fit the tiles.", "--ignore-memory"),
+        _option(
+            _MACHINE, "Run also if the product does not fit the tiles. dynamic.", "--ignore-memory"
+        ),
     ] = False
     plan_only: Annotated[
         bool, _option(_OUTPUT, "Plan, and stop before running.", "--plan-only")
@@ -179,15 +183,6 @@ class Request:
         if (page := self.report) is not None and (page.is_dir() or not page.parent.is_dir()):
             raise ValueError(f"--report: expected a file in a folder that exists, got {page}")
         _ = self.machine, self.area
-
-    def refuse(self, *flags: str) -> None:
-        """Refuse options that the method has no use for, if they were given."""
-        defaults = {item.name: item.default for item in fields(self)}
-        for flag in flags:
-            if getattr(self, flag) != defaults[flag]:
-                raise ValueError(
-                    f"{_dashed(flag)} does not apply to --method {self.method}: leave it out"
-                )
 
     @property
     def shape(self) -> tuple[int, int]:

@@ -22,7 +22,6 @@ __all__ = ["run"]
 
 def run(request: Request) -> None:
     """Plan each pass for one pattern a seed, run it, and say what it took."""
-    request.refuse("ignore_memory", "oversize", "plan_constraints")
     partials = request.partials_type
     if partials is not None and data_type(partials) is not data_type(request.dtype):
         raise ValueError(
