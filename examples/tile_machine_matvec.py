@@ -34,25 +34,25 @@ SUM = Codelet(
 )
 
 
-def build(target: Target) -> tuple[Graph, Sequence]:
+def build(target: Target, parts: int = PARTS) -> tuple[Graph, Sequence]:
     graph = Graph(target)
-    width = -(-COLUMNS // PARTS)  # columns of a part, the last one padded with zeros
-    group = target.tiles // PARTS  # tiles that share the rows of one part
+    width = -(-COLUMNS // parts)  # columns of a part, the last one padded with zeros
+    group = target.tiles // parts  # tiles that share the rows of one part
     height = -(-ROWS // group)  # rows of a tile
-    tiles = np.arange(PARTS * group).reshape(PARTS, group)
+    tiles = np.arange(parts * group).reshape(parts, group)
 
     # Variables, each with the tile of every part. `matrix[p, g]` lives on tile p * group + g.
-    matrix = graph.add_variable(FLOAT, [PARTS, group, height, width], "matrix", tiles=tiles)
-    vector = graph.add_variable(FLOAT, [PARTS, width], "vector", tiles=np.roll(tiles[:, 0], 1))
-    local = graph.add_variable(FLOAT, [PARTS, group, width], "local vector", tiles=tiles)
-    partials = graph.add_variable(FLOAT, [PARTS, group, height], "partials", tiles=tiles)
+    matrix = graph.add_variable(FLOAT, [parts, group, height, width], "matrix", tiles=tiles)
+    vector = graph.add_variable(FLOAT, [parts, width], "vector", tiles=np.roll(tiles[:, 0], 1))
+    local = graph.add_variable(FLOAT, [parts, group, width], "local vector", tiles=tiles)
+    partials = graph.add_variable(FLOAT, [parts, group, height], "partials", tiles=tiles)
 
     # Every tile of a part gets that part of the vector.
-    spread = Copy(vector.expand_dims(1).broadcast_to(PARTS, group, width), local, name="spread")
+    spread = Copy(vector.expand_dims(1).broadcast_to(parts, group, width), local, name="spread")
 
     # One vertex per row and part, all added at once: a grid of vertices, each given by its tile.
     # Entry [p, g, r] of every field belongs to vertex [p, g, r]; rows of a tile share `local`.
-    grid = (PARTS, group, height)
+    grid = (parts, group, height)
     products = graph.add_compute_set("products")
     graph.add_vertices(
         products,
@@ -61,13 +61,13 @@ def build(target: Target) -> tuple[Graph, Sequence]:
         {"a": matrix, "b": local.expand_dims(2).broadcast_to(*grid, width), "out": partials},
     )
 
-    # The parts of a row meet on one tile, seven rows a tile.
+    # The parts of a row meet on one tile, a few rows a tile.
     rows = group * height
-    share = -(-rows // target.tiles)
+    share = next(n for n in range(-(-rows // target.tiles), rows + 1) if rows % n == 0)
     owners = np.arange(rows // share)
-    gathered = graph.add_variable(FLOAT, [len(owners), PARTS, share], "gathered", tiles=owners)
+    gathered = graph.add_variable(FLOAT, [len(owners), parts, share], "gathered", tiles=owners)
     result = graph.add_variable(FLOAT, [len(owners), share], "result", tiles=owners)
-    gather = Copy(partials.reshape(PARTS, -1, share).transpose(1, 0, 2), gathered, name="gather")
+    gather = Copy(partials.reshape(parts, -1, share).transpose(1, 0, 2), gathered, name="gather")
     sums = graph.add_compute_set("sums")
     graph.add_vertices(
         sums,
@@ -96,6 +96,11 @@ def main() -> None:
     error = np.abs(engine.read("result").flatten()[:ROWS] - matrix @ vector).max()
     print(f"matrix on the tiles: {list(shape)}; largest error {error:.1e}\n")
     print(profile.summary())
+
+    print("\ncuts of the columns: cycles of the product, and of all")
+    for parts in (1, 2, 4, PARTS, 16, 64):
+        found = Engine(*build(target, parts), numerics=False).run()
+        print(f"{parts:>3}: {found.step('products').compute:>7,.0f} {found.cycles:>7,.0f}")
 
 
 if __name__ == "__main__":

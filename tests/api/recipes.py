@@ -26,6 +26,7 @@ MODULES = (
     "dynsparse.training",
     "dynsparse.machine",
     "dynsparse.popsparse",
+    "dynsparse.popsparse.tensor_ops",
     "dynsparse.training.records",
     "dynsparse.training.checkpoint",
     "dynsparse.data",

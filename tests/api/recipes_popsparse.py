@@ -56,6 +56,19 @@ def layer():
     return made
 
 
+def on_tiles(function, **arguments):
+    """An operation on tensors: of one [4, 4] graph."""
+
+    def make():
+        made = graph()
+        named = {"graph": made, "program": Sequence(), "name": "a"}
+        for name, find in arguments.items():
+            named[name] = find(made.add_variable("float", [4, 4], name, 0))
+        return named
+
+    return Recipe(function, make)
+
+
 def updating():
     """A layer whose pattern is updated on the machine."""
     made = popsparse.Layer(plan(), passes=(), update={"optimizer_slots": 1})
@@ -303,6 +316,28 @@ RECIPES = MATRICES | {
         optimizer_slots=lambda: 2,
         available_memory_proportion=lambda: 0.2,
         partials_type=lambda: "float32",
+    ),
+    "dynsparse.popsparse.tensor_ops.elementwise": on_tiles(
+        popsparse.tensor_ops.elementwise,
+        operation=lambda _: "add",
+        operands=lambda tensor: [tensor, 2.0],
+        out=lambda tensor: tensor,
+    ),
+    "dynsparse.popsparse.tensor_ops.reduce": on_tiles(
+        popsparse.tensor_ops.reduce,
+        tensor=lambda tensor: tensor,
+        axis=lambda _: [0],
+        operation=lambda _: "max",
+    ),
+    "dynsparse.popsparse.tensor_ops.matmul": on_tiles(
+        popsparse.tensor_ops.matmul,
+        a=lambda tensor: tensor,
+        b=lambda tensor: tensor,
+        partials=lambda _: "float32",
+        available_memory_proportion=lambda _: 0.5,
+    ),
+    "dynsparse.popsparse.tensor_ops.softmax": on_tiles(
+        popsparse.tensor_ops.softmax, tensor=lambda tensor: tensor
     ),
     "dynsparse.popsparse.machine_profiles": call(
         popsparse.machine_profiles, layer=lambda: ds.nn.SparseLinear(16, 16)

@@ -20,7 +20,7 @@ FLOORS = (
     {"planner"},
     {"buckets"},
     {"timing"},
-    {"device", "static"},
+    {"device", "static", "tensor_ops"},
     {"fully_connected", "matmul", "embedding", "layer"},
     {"torch_layer", "measure"},
     {"estimate"},

@@ -1,6 +1,6 @@
 """Sparse products on the tile machine: planner, partitioner, device program (PopSparse)."""
 
-from dynsparse.popsparse import dense
+from dynsparse.popsparse import dense, tensor_ops
 from dynsparse.popsparse.buckets.encoded import Encoded, EncodedPattern, EncodingInfo
 from dynsparse.popsparse.buckets.partitioner import Partitioner
 from dynsparse.popsparse.buckets.spilling import BucketOverflowError
@@ -85,5 +85,6 @@ __all__ = [
     "plan_text",
     "predict",
     "sparse_dense_matmul",
+    "tensor_ops",
     "tile_memory",
 ]

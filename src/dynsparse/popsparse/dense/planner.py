@@ -148,7 +148,7 @@ def plan(
     sums = kind if partials is None else data_type(partials, "partials")
     if sums.size < kind.size:
         raise ValueError(f"partials must be at least as wide as the data, got {sums} for {kind}")
-    share = number(available_memory_proportion, "available_memory_proportion", 0.0)
+    share = number(available_memory_proportion, "available_memory_proportion", 0.0, 1e6)
     return _plan(m, k, n, kind, sums, target, share)
 
 

@@ -1,0 +1,41 @@
+"""A dense product on the tile machine, its profile, and one that does not fit.
+
+The sizes are those of Poplar's tutorial on profiling: 900 x 600 times 600 x 300 runs; with
+9,000 x 7,500 tiles run out of memory, which the machine says before anything runs: at which step,
+on which tile, and for the sake of which variables.
+"""
+
+from dynsparse.machine import FLOAT, Engine, Graph, OutOfMemoryError, Sequence, Target
+from dynsparse.popsparse.tensor_ops import matmul
+
+
+def build(m: int, k: int, n: int, target: Target) -> tuple[Graph, Sequence]:
+    """Operands in order over the tiles, as a user has them; the product brings them where it
+    wants them."""
+    graph, program = Graph(target), Sequence()
+    a = graph.add_variable(FLOAT, [m, k], "a")
+    b = graph.add_variable(FLOAT, [k, n], "b")
+    for operand in (a, b):
+        graph.map_linearly(operand)
+    graph.add_handle("c", matmul(graph, a, b, program))
+    return graph, program
+
+
+def main() -> None:
+    target = Target.mk2()
+    profile = Engine(*build(900, 600, 300, target), numerics=False).run()
+    print(profile.summary())
+    print(f"{2 * 900 * 600 * 300 / profile.seconds / 1e12:.1f} TFLOP/s\n")
+
+    # The option lets the engine report on what does not fit; running it is still an error.
+    options = {"debug.allowOutOfMemory": "true"}
+    engine = Engine(*build(9000, 7500, 300, target), numerics=False, options=options)
+    print(engine.report().summary())
+    try:
+        engine.run()
+    except OutOfMemoryError as error:
+        print(error)
+
+
+if __name__ == "__main__":
+    main()
