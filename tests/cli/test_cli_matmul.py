@@ -78,6 +78,21 @@ def test_plan_only(capsys):
     assert set(found) == {"plan", "estimated_cycles"}
 
 
+def test_updates_of_the_pattern(capsys):
+    found = {pooling: figures(capsys, "--update", pooling) for pooling in ("max", "none")}
+    assert set(found["max"]) == KEYS | {"update"}
+    update = found["max"]["update"]
+    assert update["parts"].keys() >= {"dense gradient", "pool magnitudes", "scores to host"}
+    assert sum(update["parts"].values()) == pytest.approx(update["cycles"])
+    # Blocks of 8 x 8: 192 scores in float16 in place of the gradient.
+    fewer = found["none"]["update"]["to_host_bytes"] - update["to_host_bytes"]
+    assert fewer == 192 * (64 - 1) * 2
+    assert run([*SMALL.split(), "--update", "sum"]) == 0
+    text = capsys.readouterr().out
+    assert "bytes to the host" in text
+    assert "  pool magnitudes: " in text
+
+
 def test_seeds_report_the_spread(capsys):
     found = figures(capsys, "--seeds", "3")
     cycles = [one["cycles"]["forward"] for one in found["seeds"]]
@@ -146,6 +161,10 @@ def test_text(capsys):
         ),
         ("--method dense --seeds 2", "--seeds: applies to --method dynamic and static, got"),
         ("--method dense --oversize 0.5", "--oversize: applies to --method dynamic, got"),
+        ("--update min", "--update must be one of sum, avg, max, none, got 'min'"),
+        ("--update sum --plan-only", "--update: applies to what runs, got --plan-only"),
+        ("--method dense --update sum", "--update: applies to --method dynamic, got"),
+        ("--method static --update sum", "--update: applies to --method dynamic, got"),
         ("--report-plan", "--report-plan is text"),
     ],
 )

@@ -36,6 +36,7 @@ OPTIONS = {
     "report_plan": "--report-plan",
     "as_json": "--json",
     "report": "--report page.html",
+    "update": "--update sum",
 }
 """Each as it is by default where that can be said: what is given counts, whatever its value."""
 
@@ -52,7 +53,9 @@ PLANS = {
     "dense": ANYWHERE,
 }
 RUNS = {
-    "dynamic": PLANS["dynamic"] | AREA | {"seed", "seeds", "ignore_data", "ignore_memory"},
+    "dynamic": PLANS["dynamic"]
+    | AREA
+    | {"seed", "seeds", "ignore_data", "ignore_memory", "update"},
     "static": PLANS["static"] | {"seeds", "ignore_data"},
     "dense": PLANS["dense"] | {"seed", "ignore_data"},
 }

@@ -20,6 +20,7 @@ METHODS: dict[str, tuple[str, ...]] = {
     "weighted_area_end": _SPARSE,
     "weighted_area_weighting": _SPARSE,
     "oversize": ("dynamic",),
+    "update": ("dynamic",),
     "plan_constraints": ("dynamic",),
     "ignore_memory": ("dynamic",),
 }
@@ -32,7 +33,9 @@ _PATTERN = (
     "weighted_area_weighting",
 )
 RUNS: dict[str, tuple[str, ...]] = {
-    **dict.fromkeys(("seeds", "ignore_data", "ignore_memory"), ("dynamic", "static", "dense")),
+    **dict.fromkeys(
+        ("seeds", "ignore_data", "ignore_memory", "update"), ("dynamic", "static", "dense")
+    ),
     # A static product is planned for its pattern.
     **dict.fromkeys(_PATTERN, ("dynamic", "dense")),
 }

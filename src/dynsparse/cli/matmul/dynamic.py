@@ -7,6 +7,7 @@ from typing import Any
 from dynsparse.cli.matmul.figures import median, show, summarise
 from dynsparse.cli.matmul.request import Request
 from dynsparse.machine.errors import OutOfMemoryError
+from dynsparse.popsparse.estimate import UpdateEstimate
 from dynsparse.popsparse.layer import Layer
 from dynsparse.popsparse.measure import plan_figures, sparse_figures
 from dynsparse.popsparse.planner.planning import plan as make_plan
@@ -37,6 +38,8 @@ def run(request: Request) -> None:
         )
         runs.append({"seed": seed, **found})
     figures = summarise(request, plan_figures(plan), runs)
+    if request.update is not None:
+        figures["update"] = vars(_update(request, plan, runs[median(runs)]["seed"]))
     show(figures, request)
     _write_page(request, layer, figures, runs[median(runs)]["seed"])
 
@@ -81,12 +84,20 @@ def _check_carried_out(request: Request, plan: Plan, settings: dict[str, Any]) -
         )
 
 
-def _layer(request: Request, plan: Plan) -> Layer:
+def _update(request: Request, plan: Plan, seed: int) -> UpdateEstimate:
+    layer = _layer(request, plan, update=request.update, numerics=False)
+    return UpdateEstimate.of(layer, request.draw(seed))
+
+
+def _layer(
+    request: Request, plan: Plan, *, update: str | None = None, numerics: bool = True
+) -> Layer:
     try:
         return Layer(
             plan,
             passes=request.names,
-            numerics=not request.ignore_data,
+            update=None if update is None else {"pooling": update},
+            numerics=numerics and not request.ignore_data,
             check_memory=not request.ignore_memory,
         )
     except OutOfMemoryError as error:

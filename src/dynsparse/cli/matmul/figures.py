@@ -53,5 +53,12 @@ def show(figures: dict[str, Any], request: Request) -> None:
             f"spilled blocks: {figures['spilled']:,}, "
             f"propagation steps: {figures['propagation_steps']:,}"
         )
+    if update := figures.get("update"):
+        print(
+            f"update: {update['cycles']:,.0f} cycles, {update['seconds'] * 1e6:,.1f} us, "
+            f"{update['to_host_bytes']:,} bytes to the host and {update['from_host_bytes']:,} back"
+        )
+        for name, cycles in update["parts"].items():
+            print(f"  {name}: {cycles:,.0f} cycles")
     if figures.get("max_relative_error") is not None:
         print(f"largest relative error: {figures['max_relative_error']:.2e}")

@@ -86,6 +86,16 @@ class Request:
             metavar="<names>",
         ),
     ] = "forward"
+    update: Annotated[
+        str | None,
+        _option(
+            _PRODUCT,
+            "Count an update of the pattern, too (RigL): the dense gradient, its magnitudes pooled "
+            "by block, and what goes over the host link. For dynamic products.",
+            metavar="sum|avg|max|none",
+            show_default="no update",
+        ),
+    ] = None
     target: Annotated[str, _option(_MACHINE, "The machine.", metavar="bow|mk2")] = "bow"
     tiles: Annotated[int | None, _int(_MACHINE, "Use this many tiles.", show_default="1472")] = None
     partials_type: Annotated[
@@ -178,11 +188,22 @@ class Request:
                 )
         for flag, span in _SPANS.items():
             check_within(_dashed(flag), getattr(self, flag), span)
+        self._check_update()
         if self.report_plan and self.as_json and not self.plan_only:
             raise ValueError("--report-plan is text; with --json use --plan-only --json")
         if (page := self.report) is not None and (page.is_dir() or not page.parent.is_dir()):
             raise ValueError(f"--report: expected a file in a folder that exists, got {page}")
         _ = self.machine, self.area
+
+    def _check_update(self) -> None:
+        if self.update is None:
+            return
+        from dynsparse.popsparse.product.update import POOLINGS
+
+        if self.update not in POOLINGS:
+            raise ValueError(
+                f"--update must be one of {', '.join(POOLINGS)}, got {shortened(self.update)}"
+            )
 
     @property
     def shape(self) -> tuple[int, int]:
