@@ -1,0 +1,103 @@
+"""Updates over ranks of layers that are not on the CPU: nothing large goes by way of the host."""
+
+from __future__ import annotations
+
+import sys
+import threading
+
+import pytest
+import torch
+from rank_trainings import ALGORITHMS, layers_of, optimizer_of
+from threaded import over
+from torch import nn
+
+from dynsparse.nn import SparseLinear
+from dynsparse.ranks import GroupRanks
+
+IN, OUT, SAMPLES = 48, 96, 24
+SMALL = 512  # bytes: norms, borders of selections, seeds
+
+CPUS_OWN = "_last_selected"  # of scores on a CPU; on other devices `best` selects
+
+NAMES = [name for name in ALGORITHMS if name not in ("static", "rigl-own-start")]
+
+
+def model():
+    g = torch.Generator().manual_seed(0)
+    sizes = ((IN, OUT), (OUT, IN))
+    # In float64: growth on a CPU has a way of its own for float32.
+    first, second = (SparseLinear(*s, 0.2, generator=g, dtype=torch.float64) for s in sizes)
+    return nn.Sequential(first, nn.Tanh(), second)
+
+
+@pytest.fixture
+def crossings(monkeypatch):
+    """What would come from a device to the host: [(tensor, where)], in a step of a trainer."""
+    found, inside = [], threading.local()
+
+    def watch(name):
+        real = getattr(torch.Tensor, name)
+
+        def watched(self, *args, **kwargs):
+            to_host = name != "to" or "cpu" in (*args, *kwargs.values())
+            if to_host and getattr(inside, "step", False):
+                frame = sys._getframe(1)
+                where = frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name
+                if where[2] != CPUS_OWN:
+                    found.append((self, where))
+            return real(self, *args, **kwargs)
+
+        monkeypatch.setattr(torch.Tensor, name, watched)
+
+    for name in ("cpu", "numpy", "tolist", "item", "to"):
+        watch(name)
+    return found, inside
+
+
+def train(name, ranks, inside):
+    net = model()
+    optimizer = optimizer_of(net)
+    trainer = ALGORITHMS[name](net, optimizer, ranks=ranks)
+    for step in range(4):
+        g = torch.Generator().manual_seed(10 * step + ranks.rank)
+        x = torch.randn(SAMPLES, IN, generator=g).double()
+        optimizer.zero_grad()
+        net(x).square().mean().backward()
+        for parameter in net.parameters():
+            ranks.sum(parameter.grad).div_(ranks.size)
+        inside.step = True
+        trainer.step()
+        inside.step = False
+    assert trainer.updates > 0
+    return max(layer.pattern.nnz for layer in layers_of(net).values())
+
+
+@pytest.mark.usefixtures("off_cpu")
+@pytest.mark.parametrize("name", NAMES)
+def test_values_gradients_and_samples_stay_where_they_are(name, crossings):
+    """Positions do come: of what is dropped and grown, and the index that is made of them."""
+    found, inside = crossings
+    most = 8 * max(over(2, lambda ranks: train(name, ranks, inside)))
+    assert found
+    for tensor, where in found:
+        bound = SMALL if tensor.is_floating_point() else most
+        assert tensor.nbytes <= bound, (tensor.dtype, list(tensor.shape), where)
+
+
+def test_what_is_watched_is_found(crossings):
+    found, inside = crossings
+    inside.step = True
+    tensor = torch.zeros(1000)
+    for go in (tensor.cpu, tensor.numpy, tensor.tolist, lambda: tensor.to("cpu")):
+        go()
+    tensor.to(torch.float64)
+    assert [one is tensor for one, _ in found] == [True] * 4
+
+
+def test_a_backend_gets_tensors_of_its_device_as_they_are():
+    ranks = object.__new__(GroupRanks)
+    ranks.__dict__.update(_kinds={"meta"}, device=torch.device("meta"))
+    tensor = torch.empty(1 << 20, device="meta")
+    assert ranks._at(tensor) is tensor
+    assert ranks._at(tensor.view(2, -1).t()).device == tensor.device
+    assert ranks._at(torch.zeros(3)).device == tensor.device
