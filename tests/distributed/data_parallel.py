@@ -197,6 +197,22 @@ def _go_wrong(kind, net, trainer):
         trainer.steps = 5  # as after loading the state of another step
 
 
+def one_leaves_a_layer_out(rank, size):
+    """A layer that the last rank's samples do not come through; which counts as zeros there."""
+    net = model_of()
+    optimizer = optimizer_of(net)
+    ddp = DistributedDataParallel(net, find_unused_parameters=True)
+    trainer = ds.RigL(net, optimizer, schedule=SCHEDULE)
+    head, skipped = net[2], rank == size - 1
+    net.forward = lambda x: net[1](net[0](x)) if skipped else head(net[1](net[0](x)))
+    for step in range(1, 8):
+        x, _ = batch(step, rank, size)
+        optimizer.zero_grad()
+        ddp(x).square().mean().backward()
+        trainer.step()
+    return trainer.updates, weights(net)
+
+
 def trained_alone(rank, size):
     """Two trainings side by side, which do not know of each other."""
     net = model_of(seed=rank)

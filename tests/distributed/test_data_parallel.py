@@ -84,6 +84,12 @@ def test_faults_of_one_rank_are_one_line_on_all_within_seconds():
     assert lines["gradients"].startswith("RuntimeError: layer '0': rank 0 and rank 1 have other ")
 
 
+def test_a_layer_that_one_rank_left_out_is_the_same_on_all():
+    (updates, one), (again, other) = on_ranks(2, work.one_leaves_a_layer_out)
+    assert updates == again == 2
+    assert apart(one, other) == (True, 0.0)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["rigl", "topkast"])
 def test_ranks_of_different_instruction_sets_agree(name):

@@ -9,10 +9,11 @@ import pytest
 from torch import nn
 
 import dynsparse as ds
-from dynsparse.distributed import Cluster, Link, make_plan
+from dynsparse.distributed import Cluster, Link, make_plan, probe
 from dynsparse.distributed.chains import find_chains
 from dynsparse.distributed.placement import Placement
 from dynsparse.distributed.search import Cost, Grid, Search, grids
+from dynsparse.ranks import CountingRanks
 
 
 def mlp(*sizes, density=0.1, block_size=1):
@@ -122,6 +123,22 @@ def test_gathers_and_passes_cost_what_the_cluster_says():
         expected = sums + gathering * gathers + copying * passed
         assert features(cluster) == pytest.approx(expected, rel=1e-9)
     assert features(usual, Placement()) == 0
+
+
+@pytest.mark.parametrize("disturbed", [1.0, 40.0])
+def test_a_link_is_fitted_to_sums(monkeypatch, disturbed):
+    """And stays sensible where the machine was busy while the small ones were measured."""
+    true, taken = Link(1e-4, 1e9), iter(probe.SIZES)
+
+    def seconds(ranks, work):
+        size = 4 * next(taken)
+        return true.sum_seconds(size, 4) * (disturbed if size < 1 << 20 else 1.0)
+
+    monkeypatch.setattr(probe, "_median", seconds)
+    found = probe._link(CountingRanks(4))
+    if disturbed == 1:
+        assert found == pytest.approx(true, rel=1e-6)
+    assert 0.3 * true.bandwidth < found.bandwidth < 3 * true.bandwidth
 
 
 def test_a_bound_on_memory_is_kept():

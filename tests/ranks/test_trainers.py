@@ -152,6 +152,18 @@ def test_other_layers_are_one_line():
     )
 
 
+def test_another_order_of_layers_is_one_line():
+    def other(ranks):
+        layers = {"a": model_of()[0], "b": model_of()[2]}
+        names = sorted(layers, reverse=ranks.rank == 1)
+        model = torch.nn.ModuleDict({name: layers[name] for name in names})
+        ds.RigL(model, optimizer_of(model), schedule=EVERY, ranks=ranks)
+
+    assert said(2, other).startswith(
+        "ValueError: ranks disagree on the layers: rank 0: 'a', 'b', rank 1: 'b', 'a'; "
+    )
+
+
 def test_another_density_is_one_line():
     def other(ranks):
         model = model_of(density=0.3 if ranks.rank else 0.2)
