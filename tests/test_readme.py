@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from dynsparse.training.algorithms import BY_NAME
+
 ROOT = Path(__file__).resolve().parent.parent
 DOCS = ROOT / "docs"
 PAGES = sorted(DOCS.rglob("*.md"))
@@ -48,6 +50,31 @@ def test_an_example_runs(example, tmp_path, monkeypatch, capsys):
 def test_the_code_of_the_readme_is_an_example_that_runs():
     blocks = [code for _, code in python_blocks(ROOT / "README.md")]
     assert blocks == [(ROOT / "examples" / "rigl_digits.py").read_text()]
+
+
+def bench_tables(page: Path) -> dict[str, str]:
+    found = re.findall(r"<!-- bench: (.*?) -->\n(.*?)<!-- /bench -->", page.read_text(), re.DOTALL)
+    return dict(found)
+
+
+def test_the_figures_of_the_readme_are_those_of_the_pages():
+    speed = DOCS / "when-is-it-faster.md"
+    tables = bench_tables(ROOT / "README.md")
+    assert set(tables) == {"summary elements", "machine"}
+    assert all(bench_tables(speed)[name] == table for name, table in tables.items())
+
+    readme = (ROOT / "README.md").read_text()
+    section = speed.read_text().partition("## Convolutions")[2].partition("\n## ")[0]
+    rows = [line.split("|")[2:5] for line in section.splitlines() if re.search(r"\(\d", line)]
+    elements, _, blocks = (
+        [float(cell.split()[0]) for cell in column] for column in zip(*rows, strict=True)
+    )
+    assert len(elements) == 7
+    assert f"{min(elements)} to {max(elements)} times as fast\n  as a masked one" in readme
+    assert f"in blocks of 16 {min(blocks)} to {max(blocks)} times" in readme
+
+    assert len(BY_NAME) == 9
+    assert "[nine algorithms]" in readme
 
 
 @pytest.mark.parametrize("page", [*PAGES, *NOTEBOOKS, *ROOT.glob("*.md")], ids=str)
