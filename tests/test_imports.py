@@ -46,6 +46,7 @@ BESIDE = {
     "machine": [*GROUND],
     "popsparse": [*GROUND, "machine", "nn", "ops"],
     "data": [*GROUND],
+    "selfcheck": [*GROUND, "ops", "nn", "machine"],
     "bench": [*GROUND, "ops", "nn", "training"],
     "report": [*GROUND, "machine", "popsparse", "nn", "training", "bench"],
 }

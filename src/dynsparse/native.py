@@ -19,6 +19,8 @@ import logging
 import os
 import platform
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
 from typing import NamedTuple
@@ -35,6 +37,7 @@ __all__ = [
     "load_isa",
     "processor_maker",
     "supported_isas",
+    "use_isa",
     "warn_if_absent",
 ]
 
@@ -327,6 +330,25 @@ def load() -> ctypes.CDLL | None:
         OSError: DYNSPARSE_ISA names an instruction set whose library is missing.
     """
     return _choose().library
+
+
+@contextmanager
+def use_isa(isa: str) -> Iterator[None]:
+    """Compute with the kernels of one instruction set inside this block, in the whole process.
+
+    To check and to compare them; "none" is plain torch. Layers remember what computes them, and
+    those made inside are not to be used outside.
+
+    Raises:
+        ValueError, OSError: as `load_isa`.
+    """
+    library = None if isa == "none" else load_isa(isa)
+    before = globals()["load"]
+    globals()["load"] = lambda: library
+    try:
+        yield
+    finally:
+        globals()["load"] = before
 
 
 _BFLOAT16_UNITS = ("float32", "AVX-512", "AMX")

@@ -36,6 +36,7 @@ MODULES = (
     "dynsparse.distributed",
     "dynsparse.tracing",
     *(["dynsparse.integrations.keras"] if find_spec("keras") is not None else []),
+    "dynsparse.selfcheck",
 )
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import struct
 from contextlib import nullcontext
+from unittest import mock
 
 import torch
 from recipes import Recipe
@@ -15,7 +16,7 @@ from recipes_popsparse import plan as machine_plan
 from recipes_training import checkpoint, optimizer_of
 
 import dynsparse as ds
-from dynsparse import data, popsparse, tracing
+from dynsparse import data, popsparse, selfcheck, tracing
 from dynsparse.bench.spec import find_spec, read_spec
 from dynsparse.integrations.follower import Follower
 from dynsparse.report.machine import encoding_data, report_html, write_layer_report, write_report
@@ -35,6 +36,12 @@ def recorded():
     made.update(1, {"a": rewiring()})
     made.log(1, {"loss": 0.5})
     return made
+
+
+def no_checks(**named):
+    """The door alone: all checks take seconds."""
+    with mock.patch.object(selfcheck.run, "_parts", return_value=[("nothing", [])]):
+        return selfcheck.run_checks(**named)
 
 
 def traced(**named):
@@ -176,6 +183,9 @@ RECIPES = {
     ),
     "dynsparse.plot": Recipe(
         ds.plot, lambda: {"source": model(), "what": "connectivity", "layer": "0"}, FILES
+    ),
+    "dynsparse.selfcheck.run_checks": Recipe(
+        no_checks, lambda: {"seed": 1, "speeds": False, "tell": str}
     ),
     "dynsparse.trace": Recipe(traced, lambda: {"file": folder() / "run.json", "limit": 3}, FILES),
     "dynsparse.tracing.span": Recipe(

@@ -68,6 +68,7 @@ NOT_CALLED = {
     *(f"dynsparse.data.{name}" for name in ("DataSet", "Pictures")),
     "dynsparse.integrations.follower.Algorithm",
     "dynsparse.keep_memory",  # takes nothing, and would last to the end of this process
+    *(f"dynsparse.selfcheck.{name}" for name in ("Check", "Result", "Speed")),
 }
 
 

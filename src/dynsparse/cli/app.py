@@ -12,6 +12,7 @@ import typer
 
 from dynsparse import __version__, logs
 from dynsparse.cli.bench import bench
+from dynsparse.cli.check import check
 from dynsparse.cli.cifar import cifar
 from dynsparse.cli.encode import encode
 from dynsparse.cli.info import info
@@ -38,6 +39,7 @@ _COMMANDS: dict[str, Callable[..., None]] = {
     "bench": bench,
     "plan-ranks": plan_ranks,
     "info": info,
+    "check": check,
 }
 
 _LONGEST = 900  # characters of an error

@@ -6,12 +6,12 @@ import functools
 import math
 import time
 from collections.abc import Callable
-from contextlib import suppress
 from typing import Any, TypeVar
 
 from torch.autograd import profiler
 from torch.profiler import record_function
 
+from dynsparse.files.shorten import shortened
 from dynsparse.tracing.recorder import Recorder
 
 __all__ = ["OFF", "Span", "counter", "current", "is_traced", "record", "span", "spanned"]
@@ -130,11 +130,18 @@ def counter(name: str, value: float) -> None:
         value: a number, or a tensor of one, for which a device is waited for.
 
     Raises:
-        TypeError, ValueError, RuntimeError: no number.
+        TypeError: no number.
     """
     recorder = _recorder
     if recorder is None:
         return
-    with suppress(OverflowError):  # as an integer may be
-        if math.isfinite(number := float(value)):
-            recorder.mark((name, time.perf_counter_ns(), None, number))
+    try:
+        number = float(value)
+    except OverflowError:  # as an integer may be
+        return
+    except (TypeError, ValueError, RuntimeError):
+        raise TypeError(
+            f"value must be a number or a tensor of one, got {shortened(value)}"
+        ) from None
+    if math.isfinite(number):
+        recorder.mark((name, time.perf_counter_ns(), None, number))
