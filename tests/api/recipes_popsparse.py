@@ -69,6 +69,12 @@ def on_tiles(function, **arguments):
     return Recipe(function, make)
 
 
+def table():
+    made = popsparse.EmbeddingLayer(plan(), 3)
+    made.set_weights(pattern(), values().numpy())
+    return made
+
+
 def updating():
     """A layer whose pattern is updated on the machine."""
     made = popsparse.Layer(plan(), passes=(), update={"optimizer_slots": 1})
@@ -296,6 +302,16 @@ RECIPES = MATRICES | {
     "dynsparse.popsparse.Layer.run": of(layer, "run", name=lambda: "forward"),
     "dynsparse.popsparse.Layer.forward": of(
         layer, "forward", inputs=lambda: np.ones((4, 16), np.float32)
+    ),
+    "dynsparse.popsparse.EmbeddingLayer": call(
+        popsparse.EmbeddingLayer, plan=plan, num_indices=lambda: 3
+    ),
+    "dynsparse.popsparse.EmbeddingLayer.slice": of(table, "slice", indices=lambda: [0, 3, 15]),
+    "dynsparse.popsparse.EmbeddingLayer.gradient": of(
+        table,
+        "gradient",
+        indices=lambda: [0, 3, 15],
+        rows=lambda: np.ones((3, 16), np.float32),
     ),
     "dynsparse.popsparse.Layer.scores": of(
         updating,

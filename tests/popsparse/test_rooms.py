@@ -22,6 +22,7 @@ FLOORS = (
     {"timing"},
     {"device", "static", "tensor_ops"},
     {"fully_connected", "matmul", "embedding", "layer"},
+    {"embedding_layer"},
     {"torch_layer", "measure"},
     {"estimate"},
 )

@@ -343,8 +343,38 @@ def test_bad_options():
         made({"partials_type": "float16"}, None)
     with pytest.raises(TypeError, match="target_options must be a Mapping or None"):
         made("partials_type=float16")
-    with pytest.raises(ValueError, match="leave target out"):
-        ds.nn.SparseEmbedding(32, 16, target=TARGET)
+
+
+@pytest.mark.parametrize("block", [1, 4])
+def test_a_table_on_a_target(block):
+    """Looked up, and tied to the logits: as on the CPU, and so is its growth."""
+    found = {}
+    ids = torch.tensor([[3, 7, 7], [0, 31, 3]])
+    for target in (None, TARGET):
+        torch.manual_seed(0)
+        table = ds.nn.SparseEmbedding(32, 16, 0.3, block, target=target)
+        optimizer = torch.optim.SGD(table.parameters(), lr=0.1)
+        trainer = ds.RigL(table, optimizer, total_steps=8, update_interval=2)
+        for _ in range(4):
+            optimizer.zero_grad()
+            table.logits(table(ids) + 1).square().sum().backward()
+            grad = table.values.grad.clone()
+            trainer.step()
+        found[target] = table.pattern, grad, table(ids)
+    here, there = found.values()
+    assert here[0] == there[0]
+    for mine, theirs in zip(here[1:], there[1:], strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-4)
+    profiles = popsparse.machine_profiles(table)
+    assert set(profiles) >= {"slice", "gradient", "forward", "grad_input", "scores"}
+    assert table(torch.zeros(0, 2, dtype=torch.int64)).shape == (0, 2, 16)
+    for wrong, error in (
+        (torch.tensor([32]), IndexError),
+        (torch.tensor([-1]), IndexError),
+        (torch.tensor([1.0]), TypeError),
+    ):
+        with pytest.raises(error, match="ids must be"):
+            table(wrong)
 
 
 def test_sparsify_onto_a_target():

@@ -25,12 +25,13 @@ class SparseEmbedding(SparseLinear):
 
     Args:
         num_embeddings, embedding_dim: as in `nn.Embedding`.
-        density, block_size, pattern, generator, device, dtype: as in `SparseLinear`. A token whose
-            row is empty has the zero vector until something grows there.
+        density, block_size, pattern, generator, target, target_options, device, dtype: as in
+            `SparseLinear`. A token whose row is empty has the zero vector until something grows
+            there.
 
     Raises:
-        ValueError, TypeError: what `SparseLinear` raises; ValueError for a target; and from the
-            call TypeError for ids that are not integers, IndexError for one outside the table.
+        ValueError, TypeError: what `SparseLinear` raises, and from the call TypeError for ids that
+            are not integers, IndexError for one outside the table.
     """
 
     @typed
@@ -42,11 +43,6 @@ class SparseEmbedding(SparseLinear):
         block_size: int | None = None,
         **options: Any,
     ) -> None:
-        if options.get("target") is not None or options.get("target_options") is not None:
-            raise ValueError(
-                "a SparseEmbedding is computed where its values are: leave target out, and use "
-                "popsparse.embedding_slice for embeddings on the tile machine"
-            )
         super().__init__(embedding_dim, num_embeddings, density, block_size, False, **options)
 
     @classmethod
@@ -80,6 +76,10 @@ class SparseEmbedding(SparseLinear):
 
     def forward(self, ids: Tensor) -> Tensor:
         """ids [...] -> [..., embedding_dim]."""
+        if self.executor is not None and self.target is not None:
+            on_target: Any = self.executor
+            rows: Tensor = on_target.embed(self, ids)
+            return rows
         values, index = self.held()
         return embedding(ids, values, index, self.embedding_dim)
 

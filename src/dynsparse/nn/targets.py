@@ -23,7 +23,11 @@ Scores = Callable[[Sequence[tuple[Tensor, Tensor]], str], Tensor]
 
 
 class Executor(Protocol):
-    """What computes the products of one layer."""
+    """What computes the products of one layer.
+
+    One with a target also has `embed(layer, ids)`, the rows of a table, and may have
+    `scores(layer, pairs, pooling)`, see `Scores`.
+    """
 
     @property
     def target(self) -> Any:

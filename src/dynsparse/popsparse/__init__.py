@@ -13,6 +13,7 @@ from dynsparse.popsparse.embedding import (
     embedding_slice,
     embedding_update_add,
 )
+from dynsparse.popsparse.embedding_layer import EmbeddingLayer
 from dynsparse.popsparse.fully_connected import (
     create_fully_connected_input,
     create_fully_connected_weights,
@@ -47,6 +48,7 @@ __all__ = [
     "CSCMatrix",
     "CSRMatrix",
     "DensePartitioner",
+    "EmbeddingLayer",
     "Encoded",
     "EncodedPattern",
     "EncodingInfo",

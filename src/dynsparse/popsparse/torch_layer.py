@@ -10,15 +10,18 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from dynsparse.checks import check_kind
 from dynsparse.files.shorten import shortened
 from dynsparse.machine import Profile, Target
 from dynsparse.ops import capture
 from dynsparse.ops.eager import refuse_transforms
+from dynsparse.ops.embedding import record_rows
 from dynsparse.pattern import SparsePattern
+from dynsparse.popsparse.embedding_layer import EmbeddingLayer
 from dynsparse.popsparse.layer import Layer
 from dynsparse.popsparse.planner.planning import plan
 from dynsparse.popsparse.product.options import Options
-from dynsparse.popsparse.product.plan import PASSES
+from dynsparse.popsparse.product.plan import PASSES, Plan
 from dynsparse.popsparse.product.update import Update
 from dynsparse.typed import typed
 
@@ -41,20 +44,47 @@ class _Runner:
         self.profiles: dict[str, Profile] = {}
         self.patterns: dict[tuple[Any, ...], SparsePattern] = {}
         self.update: Update | None = None
+        self.tables: dict[tuple[Any, ...], EmbeddingLayer] = {}
+
+    def table(self, pattern: SparsePattern, values: Tensor, count: int) -> EmbeddingLayer:
+        """The programs of a table for so many indices, with these weights."""
+        dtype = _DTYPES[values.dtype]
+        key = (dtype, count, pattern.density, "table")
+        made = self.tables.get(key)
+        if made is None:
+            if len(self.tables) == _KEPT:
+                oldest = next(iter(self.tables))
+                del self.tables[oldest]
+                self.patterns.pop(oldest, None)
+            made = self.tables[key] = EmbeddingLayer(self._plan(pattern, dtype, count), count)
+        if self.patterns.get(key) is pattern:
+            made.set_values(values)
+        else:
+            made.set_weights(pattern, values)
+            self.patterns[key] = pattern
+        return made
+
+    def _plan(self, pattern: SparsePattern, dtype: str, batch: int) -> Plan:
+        sizes = (*pattern.shape, batch, pattern.density, pattern.block_size, dtype, self.target)
+        return plan(*sizes, passes=self.options.passes, options=self.options.planned)
 
     def run(self, name: str, pattern: SparsePattern, values: Tensor, *operands: Tensor) -> Tensor:
         """One pass on the machine, or "scores"; operands [batch, ...]."""
+        self.check_pass(name)
+        layer = self._layer(pattern, values, len(operands[0]))
+        arrays = [operand.detach().to(values.dtype).cpu().numpy() for operand in operands]
+        found: np.ndarray = getattr(layer, name)(*arrays)
+        self.profiles[name] = layer.profiles[name]
+        return torch.from_numpy(found).to(values.device)
+
+    def check_pass(self, name: str) -> None:
+        """Raise ValueError for a pass that the options leave out."""
         if name in PASSES and name not in self.options.passes:
             option = {"grad_input": "do_grad_a_pass", "grad_weight": "do_grad_w_pass"}[name]
             raise ValueError(
                 f"backward wants {name}, which target_options leave out by {option}=False: leave "
                 "the option out, or take the gradient away with requires_grad_(False)"
             )
-        layer = self._layer(pattern, values, len(operands[0]))
-        arrays = [operand.detach().to(values.dtype).cpu().numpy() for operand in operands]
-        found: np.ndarray = getattr(layer, name)(*arrays)
-        self.profiles[name] = layer.profiles[name]
-        return torch.from_numpy(found).to(values.device)
 
     def _layer(self, pattern: SparsePattern, values: Tensor, batch: int) -> Layer:
         """The programs for a batch, with these weights."""
@@ -66,10 +96,7 @@ class _Runner:
                 oldest = next(iter(self.layers))
                 del self.layers[oldest]
                 self.patterns.pop(oldest, None)
-            sizes = (*pattern.shape, batch, pattern.density, pattern.block_size, dtype)
-            planned = plan(
-                *sizes, self.target, passes=self.options.passes, options=self.options.planned
-            )
+            planned = self._plan(pattern, dtype, batch)
             layer = self.layers[key] = Layer(planned, update=self.update)
         before = self.patterns.get(key)
         if before is pattern and not layer.plan.use_dense:
@@ -85,8 +112,39 @@ class _Runner:
         """From now on the programs hold those of such updates, too."""
         if self.update != update:
             self.update = update
+            for key in self.layers:
+                self.patterns.pop(key, None)
             self.layers.clear()
-            self.patterns.clear()
+
+
+class _MachineEmbedding(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        ids: Tensor,
+        values: Tensor,
+        pattern: SparsePattern,
+        runner: _Runner,
+        row_ptr: Tensor,
+    ) -> Tensor:
+        ctx.save_for_backward(ids, values)
+        ctx.pattern, ctx.runner, ctx.row_ptr = pattern, runner, row_ptr
+        table = runner.table(pattern, values, len(ids))
+        found = table.slice(ids.cpu().numpy())
+        runner.profiles["slice"] = table.profiles["slice"]
+        return torch.from_numpy(found).to(values.device)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        ids, values = ctx.saved_tensors
+        dy = gradients[0].detach().to(values.dtype)
+        if capture.is_open(ctx.row_ptr):
+            record_rows(dy, ids, values, ctx.row_ptr)
+        ctx.runner.check_pass("grad_weight")
+        table = ctx.runner.table(ctx.pattern, values, len(ids))
+        found = table.gradient(ids.cpu().numpy(), dy.cpu().numpy())
+        ctx.runner.profiles["gradient"] = table.profiles["gradient"]
+        return None, torch.from_numpy(found).to(values.device), None, None, None
 
 
 class _MachineLinear(torch.autograd.Function):
@@ -163,6 +221,28 @@ class TileMachine:
             )
             y = y.reshape(*x.shape[:-1], layer.out_features)
         return y if layer.bias is None else y + layer.bias
+
+    def embed(self, layer: Any, ids: Tensor) -> Tensor:
+        """ids [...] -> rows [..., in] of a layer that is a table.
+
+        Raises:
+            TypeError: ids that are not integers. IndexError: one outside the table.
+        """
+        refuse_transforms("a table on the tile machine", layer.values)
+        _check_dtype(layer.values.dtype)
+        check_kind("ids", ids, Tensor, "a tensor")
+        if ids.is_floating_point() or ids.is_complex() or ids.dtype == torch.bool:
+            raise TypeError(f"ids must be integers, got {ids.dtype}")
+        if not ids.numel():
+            return layer.values.new_zeros((*ids.shape, layer.in_features))
+        low, high = (int(end) for end in ids.aminmax())
+        if low < 0 or high >= layer.out_features:
+            raise IndexError(
+                f"ids must be in [0, {layer.out_features}), got {low if low < 0 else high}"
+            )
+        common = (layer.values, layer.pattern, self.runner, layer.index.row_ptr)
+        rows = _MachineEmbedding.apply(ids.reshape(-1), *common)
+        return rows.reshape(*ids.shape, layer.in_features)
 
     def scores(self, layer: Any, pairs: Sequence[tuple[Tensor, Tensor]], pooling: str) -> Tensor:
         """Growth scores, made on the tiles: see `nn.targets.Scores`.

@@ -39,14 +39,15 @@ def _forward(ids: Tensor, values: Tensor, row_ptr: Tensor, cols: Tensor, width: 
 def _backward(dy: Tensor, ids: Tensor, values: Tensor, row_ptr: Tensor, cols: Tensor) -> Tensor:
     ids, dy = ids.reshape(-1), dy.reshape(-1, dy.shape[-1])
     if capture.is_open(row_ptr):
-        _record(dy, ids, values, row_ptr)
+        record_rows(dy, ids, values, row_ptr)
     if not values.is_cpu:
         return on_device.grad_weight(dy, ids, values, row_ptr, cols)
     return naive.grad_weight(dy, ids, values, row_ptr, cols)
 
 
-def _record(dy: Tensor, ids: Tensor, values: Tensor, row_ptr: Tensor) -> None:
-    """The dense gradient dW = onehot^T dY as a pair that growth reads: x is dY, dY the one-hots.
+def record_rows(dy: Tensor, ids: Tensor, values: Tensor, row_ptr: Tensor) -> None:
+    """Record the dense gradient dW = onehot^T dY as a pair that growth reads: x is dY [n, width],
+    dY the one-hots of ids [n]. For backward passes.
 
     Tokens that occur several times are added up first, so this is never larger than the logits.
     """
