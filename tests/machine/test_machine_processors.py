@@ -186,6 +186,24 @@ def test_virtual_graphs_count_their_own_tiles():
             graph.virtual(**wrong)
 
 
+def test_a_product_cut_over_two_processors():
+    one, two = (
+        popsparse.Layer(popsparse.plan(64, 48, 16, 0.2, 4, "float32", target))
+        for target in (Target.bow(tiles=16), Target.pod(2, tiles=8))
+    )
+    pattern = SparsePattern.random((64, 48), 0.2, block_size=4)
+    x, values = np.random.default_rng(0).random((16, 48)), np.ones(pattern.values_shape)
+    results = []
+    for layer in (one, two):
+        layer.set_weights(pattern, values)
+        results.append(layer.forward(x))
+    np.testing.assert_array_equal(*results)
+    here, there = (layer.profiles["forward"] for layer in (one, two))
+    assert (here.link_bytes, there.link_bytes > 0) == (0, True)
+    assert there.sync_cycles > here.sync_cycles
+    assert there.compute_cycles == here.compute_cycles
+
+
 def test_a_product_on_each_of_two_processors():
     """The original's sharded case: 16 x 16 twice, half, batch 16, density 0.1, two processors."""
     graph = Graph(Target.pod(2, tiles=8))
