@@ -1,0 +1,15 @@
+"""Products of matrices sparse in blocks, and the softmax of their rows, on the tile machine."""
+
+from dynsparse.popsparse.block_sparse.matmul import create_matmul_lhs, create_matmul_rhs, matmul
+from dynsparse.popsparse.block_sparse.params import MatmulParams, Options
+from dynsparse.popsparse.block_sparse.plan import BlockSparsePlan, plan
+
+__all__ = [
+    "BlockSparsePlan",
+    "MatmulParams",
+    "Options",
+    "create_matmul_lhs",
+    "create_matmul_rhs",
+    "matmul",
+    "plan",
+]
