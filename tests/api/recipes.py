@@ -27,6 +27,7 @@ MODULES = (
     "dynsparse.machine",
     "dynsparse.popsparse",
     "dynsparse.popsparse.tensor_ops",
+    "dynsparse.popsparse.block_sparse",
     "dynsparse.training.records",
     "dynsparse.training.checkpoint",
     "dynsparse.data",

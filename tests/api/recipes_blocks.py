@@ -6,8 +6,10 @@ import torch
 from recipes import Recipe
 
 import dynsparse as ds
+from dynsparse.machine import Graph, Sequence, Target
 from dynsparse.nn import attention_patterns
 from dynsparse.ops import block_sparse
+from dynsparse.popsparse import block_sparse as on_tiles
 
 
 def pattern():
@@ -22,7 +24,100 @@ def tokens():
     return torch.ones(2, 1, 12, 5)
 
 
+def product(kind="dense_sparse"):
+    return getattr(on_tiles.MatmulParams, f"create_{kind}")(
+        (8, 8, 8), (4, 4, 4), [[1, 0], [1, 1]], dtype="float32"
+    )
+
+
+def sizes(sparsity):
+    return {
+        "dim": (8, 8, 8),
+        "block_size": (4, 4, 4),
+        sparsity: [[1, 0], [1, 1]],
+        "dtype": "float32",
+        "out_dtype": "float16",
+        "partials_type": "float32",
+        "num_groups": 1,
+    }
+
+
+def on_machine(call, **made):
+    """With a graph, a program and tensors of it, made by functions of the graph."""
+
+    def make():
+        graph = Graph(Target.mk2(tiles=4))
+        own = {"graph": graph, "program": Sequence()}
+        return {name: one(graph) for name, one in made.items()} | own
+
+    return Recipe(call, make)
+
+
+def tensor(*shape):
+    return lambda graph: graph.add_variable("float32", [*shape], "x", tiles=0)
+
+
+def rows(**more):
+    told = {"dim": (8, 8), "block_size": (4, 4), "sparsity": [[1, 0], [1, 1]]} | more
+    return {name: lambda graph, one=one: one for name, one in told.items()}
+
+
+def operand(create):
+    def make():
+        options = {"partition_method": "block", "memory_cycle_ratio": 0.5}
+        graph = Graph(Target.mk2(tiles=4))
+        return {"graph": graph, "params": product(), "options": options}
+
+    return Recipe(create, make)
+
+
 RECIPES = {
+    "dynsparse.popsparse.block_sparse.MatmulParams.create_dense_sparse": Recipe(
+        on_tiles.MatmulParams.create_dense_sparse,
+        lambda: sizes("rhs_sparsity") | {"rhs_need_transpose": True},
+    ),
+    "dynsparse.popsparse.block_sparse.MatmulParams.create_sparse_dense": Recipe(
+        on_tiles.MatmulParams.create_sparse_dense,
+        lambda: sizes("lhs_sparsity") | {"lhs_need_transpose": True},
+    ),
+    "dynsparse.popsparse.block_sparse.MatmulParams.create_dense_dense": Recipe(
+        on_tiles.MatmulParams.create_dense_dense,
+        lambda: sizes("result_sparsity") | {"subblock_mask": "zero_upper_triangle"},
+    ),
+    "dynsparse.popsparse.block_sparse.Options": Recipe(
+        on_tiles.Options,
+        lambda: {"partition_method": "strip", "number_of_pass": 2, "memory_cycle_ratio": None},
+    ),
+    "dynsparse.popsparse.block_sparse.plan": Recipe(
+        on_tiles.plan,
+        lambda: {
+            "params": product(),
+            "target": Target.mk2(tiles=4),
+            "options": {"partition_method": "strip"},
+        },
+    ),
+    "dynsparse.popsparse.block_sparse.create_matmul_lhs": operand(on_tiles.create_matmul_lhs),
+    "dynsparse.popsparse.block_sparse.create_matmul_rhs": operand(on_tiles.create_matmul_rhs),
+    "dynsparse.popsparse.block_sparse.matmul": on_machine(
+        on_tiles.matmul,
+        params=lambda graph: product(),
+        lhs=tensor(8, 8),
+        rhs=tensor(3, 16),
+        options=lambda graph: {"partition_method": "strip"},
+    ),
+    "dynsparse.popsparse.block_sparse.softmax": on_machine(
+        on_tiles.softmax,
+        values=tensor(3, 16),
+        **rows(subblock_mask="zero_upper_triangle", num_groups=1),
+    ),
+    "dynsparse.popsparse.block_sparse.softmax_in_place": on_machine(
+        on_tiles.softmax_in_place,
+        values=tensor(3, 16),
+        **rows(subblock_mask="zero_upper_triangle", num_groups=1),
+    ),
+    "dynsparse.popsparse.block_sparse.softmax_grad": on_machine(
+        on_tiles.softmax_grad, out=tensor(3, 16), out_grad=tensor(3, 16), **rows()
+    ),
     "dynsparse.ops.block_sparse.sparse_dense_matmul": Recipe(
         block_sparse.sparse_dense_matmul,
         lambda: {"values": values(), "pattern": pattern(), "dense": torch.ones(2, 12, 5)},

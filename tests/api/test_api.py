@@ -61,6 +61,7 @@ NOT_CALLED = {
     *(f"dynsparse.popsparse.{name}" for name in ("BucketOverflowError", "Encoded", "Plan")),
     *(f"dynsparse.popsparse.{name}" for name in ("EncodedPattern", "EncodingInfo", "Method")),
     *(f"dynsparse.popsparse.{name}" for name in ("PassTime", "PlannedTensor", "SparseTensor")),
+    *(f"dynsparse.popsparse.block_sparse.{name}" for name in ("BlockSparsePlan", "MatmulParams")),
     *(f"dynsparse.training.{name}" for name in ("CheckpointError", "DropScore", "Schedule")),
     *(f"dynsparse.distributed.{name}" for name in ("Link", "Plan", "Saving", "SplitCols")),
     *(f"dynsparse.distributed.{name}" for name in ("SplitHeads", "SplitRows")),

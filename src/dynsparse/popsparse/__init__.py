@@ -1,6 +1,6 @@
 """Sparse products on the tile machine: planner, partitioner, device program (PopSparse)."""
 
-from dynsparse.popsparse import dense, tensor_ops
+from dynsparse.popsparse import block_sparse, dense, tensor_ops
 from dynsparse.popsparse.buckets.encoded import Encoded, EncodedPattern, EncodingInfo
 from dynsparse.popsparse.buckets.partitioner import Partitioner
 from dynsparse.popsparse.buckets.spilling import BucketOverflowError
@@ -66,6 +66,7 @@ __all__ = [
     "SparseTensor",
     "SparsityParams",
     "Update",
+    "block_sparse",
     "create_fully_connected_input",
     "create_fully_connected_weights",
     "create_indices_tensor",

@@ -3,6 +3,7 @@
 from dynsparse.popsparse.block_sparse.matmul import create_matmul_lhs, create_matmul_rhs, matmul
 from dynsparse.popsparse.block_sparse.params import MatmulParams, Options
 from dynsparse.popsparse.block_sparse.plan import BlockSparsePlan, plan
+from dynsparse.popsparse.block_sparse.softmax import softmax, softmax_grad, softmax_in_place
 
 __all__ = [
     "BlockSparsePlan",
@@ -12,4 +13,7 @@ __all__ = [
     "create_matmul_rhs",
     "matmul",
     "plan",
+    "softmax",
+    "softmax_grad",
+    "softmax_in_place",
 ]

@@ -12,14 +12,14 @@ from typing import Any
 
 import numpy as np
 
-from dynsparse.machine import Codelet, In, InOut, Out, VertexView
+from dynsparse.machine import Codelet, In, Out, VertexView
 from dynsparse.popsparse.cycles.tile import reduce as reduce_cycles
 from dynsparse.popsparse.cycles.tile import transpose_blocks
 from dynsparse.popsparse.dense.cycles import AMP, amp
 from dynsparse.popsparse.product.data_types import FLOAT32, DataType, data_type
 from dynsparse.popsparse.product.parts import ceil_div
 
-__all__ = ["elementwise", "multiply", "reduce", "rows_maximum", "transpose"]
+__all__ = ["elementwise", "multiply", "reduce", "rows_to_one", "transpose"]
 
 Spent = Callable[[VertexView], Any]
 
@@ -124,18 +124,19 @@ def elementwise(
     compute: Callable[[VertexView], None],
     *,
     single: bool = False,
+    times: int = 1,
 ) -> Codelet:
-    """An operation on every element of the field "out" of each tile; `single`: that has no vector
-    form here."""
+    """Operations, so many `times`, on every element of the field "out" of each tile; `single`: that
+    have no vector form here."""
 
     def spent(v: VertexView) -> Any:
         kind = data_type(v.out.values.dtype)
-        return _each(v.out.lengths, kind, v.target.workers, single=single)
+        return times * _each(v.out.lengths, kind, v.target.workers, single=single)
 
     return Codelet(name, fields, compute, spent, "supervisor")
 
 
-def rows_maximum(
+def rows_to_one(
     name: str, rows: np.ndarray, lengths: np.ndarray, compute: Callable[[VertexView], None]
 ) -> Codelet:
     """Rows of a tile to one number each; [tiles] of how many, and how long those of a tile are in
@@ -145,4 +146,4 @@ def rows_maximum(
         depth = ceil_div(lengths, np.maximum(rows, 1))
         return reduce_cycles(rows, depth, FLOAT32, FLOAT32, v.target.workers)
 
-    return Codelet(name, {"src": In(), "out": InOut()}, compute, spent, "supervisor")
+    return Codelet(name, {"src": In(), "out": Out()}, compute, spent, "supervisor")

@@ -17,7 +17,7 @@ import numpy as np
 
 from dynsparse.popsparse.block_sparse.params import MatmulParams, Options
 
-__all__ = ["Pieces", "partition"]
+__all__ = ["Pieces", "lightest_first", "partition"]
 
 _RATIO = 0.2
 
@@ -92,11 +92,9 @@ def products_of(params: MatmulParams) -> Products:
     return Products(rows, cols, first, rows[of] * k + ks[at], b[at], ks[at])
 
 
-def _lightest_first(
-    sizes: np.ndarray, tiles: np.ndarray, loads: np.ndarray | None = None
-) -> np.ndarray:
+def lightest_first(sizes: np.ndarray, tiles: np.ndarray) -> np.ndarray:
     """Heaviest first to the lightest of some tiles: the tile of each; equal ones in order."""
-    bins = [(0.0 if loads is None else float(loads[t]), int(t)) for t in tiles]
+    bins = [(0.0, int(tile)) for tile in tiles]
     heapq.heapify(bins)
     found = np.empty(len(sizes), np.int64)
     for which in np.argsort(-sizes, kind="stable"):
@@ -150,7 +148,7 @@ def _strip(params: MatmulParams, options: Options, products: Products, tiles: in
                     step = k // passes
                     some = some[products.k[some] // step == turn]
                 if len(some):
-                    found += [(result, part) for part in _cut(some, split)]
+                    found += [(int(result), part) for part in _cut(some, split)]
             if not found:
                 continue
             sizes = np.array([len(part) for _, part in found])
@@ -158,7 +156,7 @@ def _strip(params: MatmulParams, options: Options, products: Products, tiles: in
                 before = np.cumsum(sizes) - sizes
                 tile = own[before * len(own) // sizes.sum()]
             else:
-                tile = _lightest_first(sizes, own)
+                tile = lightest_first(sizes, own)
             pieces += [(r, int(t), turn, p) for (r, p), t in zip(found, tile, strict=True)]
     return pieces
 
@@ -230,7 +228,7 @@ def _of_group(
     sizes = np.diff(products.first)[results]
     if method == "block-naive":
         # Heaviest first to the lightest tile, whatever that holds.
-        dealt = _lightest_first(sizes, tiles)
+        dealt = lightest_first(sizes, tiles)
         return [
             (int(r), int(t), 0, np.arange(products.first[r], products.first[r + 1]))
             for r, t, size in zip(results, dealt, sizes, strict=True)
@@ -243,7 +241,7 @@ def _of_group(
     groups = max(1, int(len(tiles) ** 0.5))
     rows = np.unique(products.row[results])
     weights = np.array([sizes[products.row[results] == row].sum() for row in rows])
-    of_row = _lightest_first(weights, np.arange(groups))
+    of_row = lightest_first(weights, np.arange(groups))
     found = []
     for group, own in enumerate(_shares(len(tiles), groups)):
         inside = np.isin(products.row[results], rows[of_row == group])
