@@ -73,6 +73,7 @@ class SparseMultiheadAttention(nn.Module):
     bias_k: nn.Parameter | None
     bias_v: nn.Parameter | None
     _attention_pattern: SparsePattern | None = None
+    laid_out_pattern: Tensor | None = None  # as a mask, where a graph is to leave this library
 
     @typed
     def __init__(
@@ -289,13 +290,16 @@ class SparseMultiheadAttention(nn.Module):
 
         if pattern is not None:
             padding = key_padding_mask
-            mixed, weights = attend_at(pattern, q, k, v, is_causal, padding, rate, need_weights)
+            way = pattern if self.laid_out_pattern is None else self.laid_out_pattern
+            mixed, weights = attend_at(way, q, k, v, is_causal, padding, rate, need_weights)
         elif flexible:
             mixed, weights = attend(q, k, v, score_mod, block_mask), None
         else:
             masks = (attn_mask, key_padding_mask)
             mixed, weights = self._to_all(q, k, v, masks, rate, need_weights, is_causal)
-        if need_weights and weights is not None and average_attn_weights:
+        if not need_weights:
+            weights = None
+        elif weights is not None and average_attn_weights:
             weights = weights.mean(1)
 
         output = self.out_proj(mixed.transpose(1, 2).flatten(2))

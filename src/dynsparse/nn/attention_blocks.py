@@ -94,7 +94,7 @@ def load_pattern(
 
 
 def attend_at(
-    pattern: SparsePattern,
+    pattern: SparsePattern | Tensor,
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -106,11 +106,12 @@ def attend_at(
     """The mixed values [N, heads, L, E], and the weights [N, heads, L, S] where they are needed.
 
     Args:
+        pattern: or where the graph is to leave this library, its mask, bool [L, S].
         q, k, v: [N, heads, L or S, E].
         is_causal, key_padding_mask: as of `block_sparse.scaled_dot_product_attention`.
         rate: of dropout.
     """
-    if torch.onnx.is_in_onnx_export():
+    if isinstance(pattern, Tensor):
         return _densely(pattern, q, k, v, is_causal, key_padding_mask, rate)
     if not need_weights and rate < 1:
         mixed = block_sparse.scaled_dot_product_attention(
@@ -148,7 +149,7 @@ def _laid_out(values: Tensor, pattern: SparsePattern) -> Tensor:
 
 
 def _densely(
-    pattern: SparsePattern,
+    seen: Tensor,
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -156,8 +157,7 @@ def _densely(
     key_padding_mask: Tensor | None,
     rate: float,
 ) -> tuple[Tensor, Tensor]:
-    """By operators that every runtime has, for graphs that leave this library."""
-    seen = pattern.to_mask().to(q.device)
+    """By operators that every runtime has: for graphs that leave this library."""
     if is_causal:
         seen = seen.tril()
     scores = (q / math.sqrt(q.shape[-1])) @ k.transpose(-2, -1)

@@ -13,7 +13,7 @@ from torch import nn
 from dynsparse.files.shorten import shortened
 from dynsparse.integrations.onnx.library import library, quiet, write_model
 from dynsparse.integrations.onnx.weights import PARAMETERS, keep_metadata, make_sparse
-from dynsparse.nn import SparseEmbedding, SparseLinear
+from dynsparse.nn import SparseEmbedding, SparseLinear, SparseMultiheadAttention
 from dynsparse.nn.replace import linear_of
 from dynsparse.pattern import SparsePattern
 from dynsparse.typed import typed
@@ -94,6 +94,8 @@ def _dense_twin(model: nn.Module) -> tuple[nn.Module, dict[str, SparsePattern]]:
     patterns: dict[str, SparsePattern] = {}
     made: dict[int, nn.Module] = {}
     for name, layer in list(twin.named_modules(remove_duplicate=False)):
+        if isinstance(layer, SparseMultiheadAttention) and layer.attention_pattern is not None:
+            layer.laid_out_pattern = layer.attention_pattern.to_mask()
         if not isinstance(layer, SparseLinear):
             continue
         patterns[f"{name}.weight".removeprefix("model.")] = layer.pattern
