@@ -20,7 +20,7 @@ FLOORS = (
     {"planner"},
     {"buckets"},
     {"timing"},
-    {"device", "static", "tensor_ops"},
+    {"device", "static", "tensor_ops", "block_sparse"},
     {"fully_connected", "matmul", "embedding", "layer"},
     {"embedding_layer"},
     {"torch_layer", "measure"},

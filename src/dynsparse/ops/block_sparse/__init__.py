@@ -6,7 +6,7 @@ from dynsparse.ops.block_sparse.products import (
     sampled_matmul,
     sparse_dense_matmul,
 )
-from dynsparse.ops.block_sparse.softmax import softmax
+from dynsparse.ops.block_sparse.rows import softmax
 
 __all__ = [
     "dense_sparse_matmul",

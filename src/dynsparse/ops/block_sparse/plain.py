@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from dynsparse.ops.block_sparse.kernels import Settings
-from dynsparse.ops.block_sparse.softmax import diagonal_mask, rows_of, weights_of
+from dynsparse.ops.block_sparse.rows import diagonal_mask, rows_of, weights_of
 
 __all__ = ["backward", "forward"]
 

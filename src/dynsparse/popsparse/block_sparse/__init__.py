@@ -1,9 +1,9 @@
 """Products of matrices sparse in blocks, and the softmax of their rows, on the tile machine."""
 
-from dynsparse.popsparse.block_sparse.matmul import create_matmul_lhs, create_matmul_rhs, matmul
 from dynsparse.popsparse.block_sparse.params import MatmulParams, Options
-from dynsparse.popsparse.block_sparse.plan import BlockSparsePlan, plan
-from dynsparse.popsparse.block_sparse.softmax import softmax, softmax_grad, softmax_in_place
+from dynsparse.popsparse.block_sparse.planning import BlockSparsePlan, plan
+from dynsparse.popsparse.block_sparse.products import create_matmul_lhs, create_matmul_rhs, matmul
+from dynsparse.popsparse.block_sparse.rows import softmax, softmax_grad, softmax_in_place
 
 __all__ = [
     "BlockSparsePlan",

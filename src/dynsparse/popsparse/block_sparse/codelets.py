@@ -1,8 +1,8 @@
 """The vertices of block-sparse products and softmax, one a tile, and their cycles.
 
 Where a figure of the machine's is known it is used: the matrix units and reductions as of dense
-products, element-wise work as of `machine.codelets`. The exponential and the inverse have none
-here; they are charged as one element-wise operation an element rather than a vector.
+products, element-wise work as of `machine.codelets`. The exponential and the inverse have none, and
+are charged as functions are in `tensor_ops`.
 """
 
 from __future__ import annotations
@@ -112,10 +112,15 @@ def reduce(
     return Codelet("block reduce", fields, compute, spent, "supervisor")
 
 
-def _each(elements: Any, dtype: DataType, workers: int, *, single: bool = False) -> Any:
-    """A tile's cycles for an element-wise operation: section 7.3 of docs/popsparse-formulas.md."""
-    width = 1 if single else dtype.vector_width
-    return 11 + workers * (58 + 3 * ceil_div(ceil_div(elements, workers), width))
+def _each(elements: Any, dtype: DataType, workers: int, *, vector: int = 1, single: int = 0) -> Any:
+    """A tile's cycles for element-wise operations: so many that work on vectors, by section 7.3 of
+    docs/popsparse-formulas.md, and so many that do not."""
+    width = dtype.vector_width
+    vectors = ceil_div(ceil_div(elements, workers), width)
+    # No source gives cycles for the latter: a load, an instruction for each element, a store.
+    return vector * (11 + workers * (58 + 3 * vectors)) + single * (
+        11 + workers * (58 + (2 + width) * vectors)
+    )
 
 
 def elementwise(
@@ -123,15 +128,15 @@ def elementwise(
     fields: dict[str, Any],
     compute: Callable[[VertexView], None],
     *,
-    single: bool = False,
-    times: int = 1,
+    vector: int = 1,
+    single: int = 0,
 ) -> Codelet:
-    """Operations, so many `times`, on every element of the field "out" of each tile; `single`: that
-    have no vector form here."""
+    """Operations on every element of the field "out" of each tile: so many that work on vectors,
+    and so many functions that do not."""
 
     def spent(v: VertexView) -> Any:
         kind = data_type(v.out.values.dtype)
-        return times * _each(v.out.lengths, kind, v.target.workers, single=single)
+        return _each(v.out.lengths, kind, v.target.workers, vector=vector, single=single)
 
     return Codelet(name, fields, compute, spent, "supervisor")
 

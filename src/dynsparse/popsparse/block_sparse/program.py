@@ -18,7 +18,7 @@ from dynsparse.machine import (
 )
 from dynsparse.machine.intervals import Runs
 from dynsparse.popsparse.block_sparse import codelets
-from dynsparse.popsparse.block_sparse.plan import BlockSparsePlan
+from dynsparse.popsparse.block_sparse.planning import BlockSparsePlan
 
 __all__ = ["add_blocks", "add_product", "at_home", "natural"]
 

@@ -9,7 +9,7 @@ import numpy as np
 from dynsparse.checks import check_kind
 from dynsparse.machine import Graph, Sequence, Tensor, as_dtype
 from dynsparse.popsparse.block_sparse.params import MatmulParams
-from dynsparse.popsparse.block_sparse.plan import BlockSparsePlan, plan
+from dynsparse.popsparse.block_sparse.planning import BlockSparsePlan, plan
 from dynsparse.popsparse.block_sparse.program import add_blocks, add_product, at_home, natural
 
 __all__ = ["create_matmul_lhs", "create_matmul_rhs", "matmul"]

@@ -241,7 +241,9 @@ class _Rows:
             def mask(v: VertexView) -> None:
                 v.out.values[away] = lowest
 
-            steps.add(self.step(codelets.elementwise("mask", {"out": InOut()}, mask), out=data))
+            steps.add(
+                self.step(codelets.elementwise("mask", {"out": InOut()}, mask, vector=2), out=data)
+            )
         most, sums = self.numbers("largest"), self.numbers("sums")
 
         def exponentials(v: VertexView) -> None:
@@ -255,16 +257,18 @@ class _Rows:
         def scale(v: VertexView) -> None:
             v.out.values[...] = v.out.values.astype(np.float32) * v.factor.values[self.row_of]
 
-        every, single = codelets.elementwise, {"single": True}
+        every = codelets.elementwise
         steps.add(
             self.step(self.to_one("largest of rows", np.maximum.reduceat), src=data, out=most)
         )
         fields: dict[str, Any] = {"out": InOut(), "most": In()}
         steps.add(
-            self.step(every("exponential", fields, exponentials, **single), out=data, most=most)
+            self.step(every("exponential", fields, exponentials, single=1), out=data, most=most)
         )
         steps.add(self.step(self.to_one("sum of rows", np.add.reduceat), src=data, out=sums))
-        steps.add(self.step(every("inverse", fields, inverses, **single), out=sums, most=most))
+        steps.add(
+            self.step(every("inverse", fields, inverses, vector=0, single=1), out=sums, most=most)
+        )
         fields = {"out": InOut(), "factor": In()}
         steps.add(self.step(every("scale rows", fields, scale), out=data, factor=sums))
         steps.add(Copy(data, self.listed(out), name="unpack rows"))
@@ -292,6 +296,6 @@ class _Rows:
         steps.add(self.step(self.to_one("sum of rows", np.add.reduceat), src=dy, out=sums))
         more = fields | {"sums": In()}
         steps.add(
-            self.step(every("subtract shares", more, subtract, times=2), out=dy, y=y, sums=sums)
+            self.step(every("subtract shares", more, subtract, vector=2), out=dy, y=y, sums=sums)
         )
         steps.add(Copy(dy, self.listed(found), name="unpack rows"))
