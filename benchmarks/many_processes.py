@@ -3,7 +3,7 @@
     python benchmarks/many_processes.py exact --updates 1000 --ranks 2 --wrapper ddp
     python benchmarks/many_processes.py choices --updates 1000
     python benchmarks/many_processes.py instructions --updates 1000
-    python benchmarks/many_processes.py cost --size 4096
+    python benchmarks/many_processes.py cost --size 4096 --wrapper fsdp
 
 `exact` trains every algorithm on gloo ranks and in one process, an update at every step, and
 compares patterns and weights after each. `choices` compares what grows, where numbers round.
@@ -22,7 +22,7 @@ from pathlib import Path
 
 import torch
 from torch import nn
-from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import dynsparse as ds
@@ -140,12 +140,16 @@ def choices(rank: int, size: int, kind: str, updates: int) -> list[int]:
     return [grew, same]
 
 
-def cost(rank: int, size: int, features: int, samples: int, updates: int) -> list[float]:
+def cost(
+    rank: int, size: int, features: int, samples: int, updates: int, wrapper: str
+) -> list[float]:
     """Medians in seconds: [a step, a step that ends in an update, its agreement on patterns]."""
     g = torch.Generator().manual_seed(0)
     net = ds.nn.SparseLinear(features, features, 0.1, generator=g)
+    if wrapper == "fsdp":
+        fully_shard(net)
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
-    ddp = DistributedDataParallel(net)
+    forward = net if wrapper == "fsdp" else DistributedDataParallel(net)
     schedule = ds.training.ConstantSchedule(10**6, 3, 0.3)
     trainer = ds.RigL(net, optimizer, schedule=schedule)
     x = torch.randn(samples, features, generator=g.manual_seed(rank))
@@ -154,7 +158,7 @@ def cost(rank: int, size: int, features: int, samples: int, updates: int) -> lis
         torch.distributed.barrier()
         begin = time.perf_counter()
         optimizer.zero_grad()
-        nn.functional.mse_loss(ddp(x), x).backward()
+        nn.functional.mse_loss(forward(x), x).backward()
         updated = trainer.step() is not None
         if step > 3:
             times[updated].append(time.perf_counter() - begin)
@@ -182,15 +186,16 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=3600)
     given = parser.parse_args()
     if given.what == "cost":
-        arguments = (given.size, given.samples, min(given.updates, 10))
+        arguments = (given.size, given.samples, min(given.updates, 10), given.wrapper)
         found = on_ranks(given.ranks, cost, *arguments, seconds=given.seconds)
         step, update, agreement = map(max, zip(*found, strict=True))
         share = (update - step) / (100 * step + update - step)
         print(
-            f"{given.ranks} ranks, {given.size} x {given.size}, density 0.1, {given.samples} "
-            f"samples each: a step {1e3 * step:.1f} ms, an update {1e3 * (update - step):.1f} ms "
-            f"more, {100 * share:.2f} % of the time with one in 100 steps; of that agreement "
-            f"{1e3 * agreement:.2f} ms, {100 * agreement / (100 * step):.3f} %"
+            f"{given.wrapper}, {given.ranks} ranks, {given.size} x {given.size}, density 0.1, "
+            f"{given.samples} samples each: a step {1e3 * step:.1f} ms, "
+            f"an update {1e3 * (update - step):.1f} ms more, {100 * share:.2f} % of the time with "
+            f"one in 100 steps; of that agreement {1e3 * agreement:.2f} ms, "
+            f"{100 * agreement / (100 * step):.3f} %"
         )
         return
     if given.what == "choices":

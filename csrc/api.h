@@ -248,13 +248,13 @@ DYNSPARSE_API void dynsparse_rows_from_dense(const float* slab, const int32_t* r
 
 /* The pattern (row_ptr [height + 1], cols [nnz]) without the slots of drop [dropped] and with the
  * flat positions row * width + col of grow [grown], both ascending: new_row_ptr [height + 1], and
- * new_rows, new_cols and source [nnz - dropped + grown], source being the old slot or -1. Heights
- * and widths are in blocks. drop and grow are checked: returns 2 where either is out of order or
+ * new_cols and source [nnz - dropped + grown], source being the old slot or -1. Heights and widths
+ * are in blocks. drop and grow are checked: returns 2 where either is out of order or
  * range, or a position of grow is taken; outputs are then undefined. */
 DYNSPARSE_API int dynsparse_pattern_merge(
     const int32_t* row_ptr, const int32_t* cols, int64_t height, int64_t width, const int64_t* drop,
-    int64_t dropped, const int64_t* grow, int64_t grown, int32_t* new_row_ptr, int32_t* new_rows,
-    int32_t* new_cols, int32_t* source, int32_t threads);
+    int64_t dropped, const int64_t* grow, int64_t grown, int32_t* new_row_ptr, int32_t* new_cols,
+    int32_t* source, int32_t threads);
 
 /* The CSC index of a CSR index: col_ptr [width + 1], csc_rows and csc_perm [nnz]. The columns of a
  * row may come in any order. */
@@ -270,6 +270,11 @@ DYNSPARSE_API int dynsparse_pattern_by_columns(const int32_t* row_ptr, const int
 DYNSPARSE_API void dynsparse_pattern_follow(void* const* data, const int64_t* bytes,
                                             int64_t tensors, const int32_t* source, int64_t count,
                                             int32_t threads);
+
+/* As dynsparse_pattern_follow, of one array to another: moved [count]. There is at least one entry
+ * in data where `count` is not 0, and any number of slots before the update. */
+DYNSPARSE_API void dynsparse_pattern_move(const void* data, int64_t bytes, const int32_t* source,
+                                          int64_t count, void* moved, int32_t threads);
 
 /* ---- growth: scores are magnitudes, and NaN marks what can never be chosen ---- */
 
@@ -316,6 +321,11 @@ DYNSPARSE_API void dynsparse_rank_digits(const int32_t* keys, int64_t count, int
 DYNSPARSE_API void dynsparse_rank_narrow(const int32_t* keys, int64_t count, int32_t shift,
                                          int32_t bits, int32_t digit, int32_t* found,
                                          int64_t room);
+
+/* Where chosen [count], of 0 and 1, is 1: places get these positions, counted from `offset`; returns
+ * how many there are. */
+DYNSPARSE_API int64_t dynsparse_rank_places(const uint8_t* chosen, int64_t count, int64_t offset,
+                                            int64_t* places);
 
 /* merged [count + others] = the numbers of one [count] and other [others], all ascending. */
 DYNSPARSE_API void dynsparse_grow_merge(const int64_t* one, int64_t count, const int64_t* other,

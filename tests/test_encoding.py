@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dynsparse import Rewiring, SparsePattern, native
-from dynsparse.encoding import by_columns, follow_, merge
+from dynsparse.encoding import by_columns, follow_, merge, moved
 
 ISAS = native.describe()["available"]
 pytestmark = pytest.mark.skipif(not ISAS, reason="no compiled kernels")
@@ -54,7 +54,7 @@ def test_merge_of_small_patterns(height, width, data):
     dropped = data.draw(st.integers(0, pattern.nnz))
     grown = data.draw(st.integers(0, total - pattern.nnz + dropped))
     drop, grow = draw_update(pattern, dropped, grown, g)
-    assert_same(lambda: merge(pattern.row_ptr, pattern.rows, pattern.cols, width, drop, grow))
+    assert_same(lambda: merge(pattern.row_ptr, pattern.cols, width, drop, grow))
     assert_same(lambda: by_columns(pattern.row_ptr, pattern.cols, width))
 
 
@@ -62,13 +62,13 @@ def test_merge_of_small_patterns(height, width, data):
 def test_merge_on_several_threads(shape, generator):
     pattern = SparsePattern.random(shape, 0.4, generator=generator)
     drop, grow = draw_update(pattern, pattern.nnz // 3, pattern.nnz // 3, generator)
-    assert_same(lambda: merge(pattern.row_ptr, pattern.rows, pattern.cols, shape[1], drop, grow))
+    assert_same(lambda: merge(pattern.row_ptr, pattern.cols, shape[1], drop, grow))
     assert_same(lambda: by_columns(pattern.row_ptr, pattern.cols, shape[1]))
     taken = pattern.flat[pattern.nnz // 2 : pattern.nnz // 2 + 1]
 
     def refuse():
         with pytest.raises(ValueError, match="already in the pattern"):
-            merge(pattern.row_ptr, pattern.rows, pattern.cols, shape[1], drop[:0], taken)
+            merge(pattern.row_ptr, pattern.cols, shape[1], drop[:0], taken)
         return ()
 
     assert_same(refuse)
@@ -93,11 +93,12 @@ def test_tensors_follow_in_place(dtype, tail, where, generator):
     expected = [rewiring.apply(tensor) for tensor in tensors]
 
     def follow():
-        moved = [tensor.clone() for tensor in tensors]
-        follow_(moved, rewiring.source)
-        return moved
+        following = [tensor.clone() for tensor in tensors]
+        follow_(following, rewiring.source)
+        return following
 
     assert_same(follow)
+    assert_same(lambda: [moved(tensor, rewiring.source) for tensor in tensors])
     assert all(torch.equal(a, b) for a, b in zip(follow(), expected, strict=True))
 
 

@@ -36,7 +36,7 @@ struct Merge {
   const i32 *row_ptr, *cols;
   const i64 *drop, *grow;
   i64 dropped, grown, width;
-  i32 *new_row_ptr, *new_rows, *new_cols, *source;
+  i32 *new_row_ptr, *new_cols, *source;
 
   // Rows [first, last); `row_room` entries of scratch. False where a grown position is taken.
   bool run(i64 first, i64 last, i32* scratch) const {
@@ -62,7 +62,6 @@ struct Merge {
       const i64 joining = g - row_grow;
       taken |= merge_row(kept_cols, kept_slots, kept, grow + row_grow, joining, start,
                          new_cols + q, source + q);
-      std::fill(new_rows + q, new_rows + q + kept + joining, static_cast<i32>(row));
       q += kept + joining;
     }
     return !taken;
@@ -159,12 +158,27 @@ void follow_blocks(char* data, i64 bytes, const i32* source, i64 count) {
   }
 }
 
+template <class T>
+void move(const T* data, const i32* source, i64 first, i64 last, T* moved) {
+  for (i64 j = first; j < last; j++) {
+    const i32 from = source[j];
+    const T value = data[from > 0 ? from : 0];
+    moved[j] = from < 0 ? T{} : value;
+  }
+}
+
+void move_blocks(const char* data, i64 bytes, const i32* source, i64 first, i64 last, char* moved) {
+  for (i64 j = first; j < last; j++) {
+    if (source[j] < 0) std::memset(moved + j * bytes, 0, bytes);
+    else std::memcpy(moved + j * bytes, data + source[j] * bytes, bytes);
+  }
+}
+
 }  // namespace
 
 int dynsparse_pattern_merge(const i32* row_ptr, const i32* cols, i64 height, i64 width,
                             const i64* drop, i64 dropped, const i64* grow, i64 grown,
-                            i32* new_row_ptr, i32* new_rows, i32* new_cols, i32* source,
-                            i32 threads) {
+                            i32* new_row_ptr, i32* new_cols, i32* source, i32 threads) {
   const i64 nnz = row_ptr[height];
   if (!ascending(drop, dropped, nnz) || !ascending(grow, grown, height * width)) return 2;
   const i64 pieces = nnz + grown < SMALL ? 1 : threads;
@@ -172,8 +186,8 @@ int dynsparse_pattern_merge(const i32* row_ptr, const i32* cols, i64 height, i64
   dynsparse::Scratch scratch(dynsparse::Scratch::size_of<i32>(pieces * room));
   if (scratch.failed()) return 1;
   i32* kept = scratch.take<i32>(pieces * room);
-  const Merge merge = {row_ptr, cols,  drop,        grow,     dropped,  grown,
-                       width,   new_row_ptr, new_rows, new_cols, source};
+  const Merge merge = {row_ptr, cols,  drop,        grow,     dropped,
+                       grown,   width, new_row_ptr, new_cols, source};
   bool taken = false;
 #pragma omp parallel for num_threads(pieces) schedule(static) reduction(| : taken)
   for (i64 t = 0; t < pieces; t++) {
@@ -187,17 +201,26 @@ int dynsparse_pattern_merge(const i32* row_ptr, const i32* cols, i64 height, i64
 
 int dynsparse_pattern_by_columns(const i32* row_ptr, const i32* cols, i64 height, i64 width,
                                  i32* col_ptr, i32* csc_rows, i32* csc_perm, i32 threads) {
-  const i64 pieces = row_ptr[height] < SMALL ? 1 : threads;
-  dynsparse::Scratch scratch(dynsparse::Scratch::size_of<i32>(pieces * width));
+  const i64 nnz = row_ptr[height];
+  const i64 pieces = nnz < SMALL ? 1 : threads;
+  dynsparse::Scratch scratch(dynsparse::Scratch::size_of<i32>(pieces * width) +
+                             dynsparse::Scratch::size_of<i32>(height));
   if (scratch.failed()) return 1;
   i32* next = scratch.take<i32>(pieces * width);
-#pragma omp parallel for num_threads(pieces) schedule(static)
+  i32* at = scratch.take<i32>(height);
+  bool disorder = false;
+#pragma omp parallel for num_threads(pieces) schedule(static) reduction(| : disorder)
   for (i64 t = 0; t < pieces; t++) {
     i32* count = next + t * width;
     std::fill(count, count + width, 0);
     const i64 first = piece_begin(row_ptr, height, t, pieces);
     const i64 last = piece_begin(row_ptr, height, t + 1, pieces);
     for (i64 p = row_ptr[first]; p < row_ptr[last]; p++) count[cols[p]]++;
+    for (i64 row = first; row < last; row++) {
+      bool falls = false;
+      for (i64 p = row_ptr[row] + 1; p < row_ptr[row + 1]; p++) falls |= cols[p] < cols[p - 1];
+      disorder |= falls;
+    }
   }
   i32 sum = 0;
   for (i64 c = 0; c < width; c++) {
@@ -209,16 +232,26 @@ int dynsparse_pattern_by_columns(const i32* row_ptr, const i32* cols, i64 height
     }
   }
   col_ptr[width] = sum;
+  // As many columns at a time as there are lines in the first-level cache that they are written to,
+  // where a row has enough of them.
+  constexpr i64 LINES = 256, ENOUGH = 8;
+  const bool narrow = !disorder && nnz * LINES >= ENOUGH * height * width;
+  const i64 step = narrow ? LINES : width;
 #pragma omp parallel for num_threads(pieces) schedule(static)
   for (i64 t = 0; t < pieces; t++) {
     i32* place = next + t * width;
     const i64 first = piece_begin(row_ptr, height, t, pieces);
     const i64 last = piece_begin(row_ptr, height, t + 1, pieces);
-    for (i64 row = first; row < last; row++)
-      for (i64 p = row_ptr[row]; p < row_ptr[row + 1]; p++) {
-        const i32 at = place[cols[p]]++;
-        csc_rows[at] = static_cast<i32>(row);
-        csc_perm[at] = static_cast<i32>(p);
+    std::copy(row_ptr + first, row_ptr + last, at + first);
+    for (i64 end = step; end - step < width; end += step)
+      for (i64 row = first; row < last; row++) {
+        i64 p = at[row];
+        for (const i64 stop = row_ptr[row + 1]; p < stop && (cols[p] < end || !narrow); p++) {
+          const i32 to = place[cols[p]]++;
+          csc_rows[to] = static_cast<i32>(row);
+          csc_perm[to] = static_cast<i32>(p);
+        }
+        at[row] = static_cast<i32>(p);
       }
   }
   return 0;
@@ -234,6 +267,32 @@ void dynsparse_pattern_follow(void* const* data, const i64* bytes, i64 tensors, 
       case 4: follow(static_cast<uint32_t*>(data[i]), source, count); break;
       case 8: follow(static_cast<uint64_t*>(data[i]), source, count); break;
       default: follow_blocks(static_cast<char*>(data[i]), bytes[i], source, count);
+    }
+  }
+}
+
+void dynsparse_pattern_move(const void* data, i64 bytes, const i32* source, i64 count, void* moved,
+                            i32 threads) {
+  const i64 pieces = count < SMALL ? 1 : threads;
+#pragma omp parallel for num_threads(pieces) schedule(static)
+  for (i64 t = 0; t < pieces; t++) {
+    const i64 first = count * t / pieces, last = count * (t + 1) / pieces;
+    switch (bytes) {
+      case 2:
+        move(static_cast<const uint16_t*>(data), source, first, last,
+             static_cast<uint16_t*>(moved));
+        break;
+      case 4:
+        move(static_cast<const uint32_t*>(data), source, first, last,
+             static_cast<uint32_t*>(moved));
+        break;
+      case 8:
+        move(static_cast<const uint64_t*>(data), source, first, last,
+             static_cast<uint64_t*>(moved));
+        break;
+      default:
+        move_blocks(static_cast<const char*>(data), bytes, source, first, last,
+                    static_cast<char*>(moved));
     }
   }
 }

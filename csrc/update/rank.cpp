@@ -53,8 +53,21 @@ void dynsparse_rank_narrow(const i32* keys, i64 count, i32 shift, i32 bits, i32 
     n += __builtin_popcount(alike);
   }
 #endif
-  for (; n < room && i < count; i++) {  // without branches; there are exactly `room` of them
+  for (; n < room && i < count; i++) {  // without branches
     found[n] = keys[i];
     n += digit_of(keys[i], shift, bits) == static_cast<u32>(digit);
   }
+}
+
+i64 dynsparse_rank_places(const uint8_t* chosen, i64 count, i64 offset, i64* places) {
+  i64 n = 0;
+  for (i64 i = 0; i < count;) {
+    // Eight at a time: each is a byte of 0 or 1.
+    uint64_t eight = 0;
+    const i64 some = least(8, count - i);
+    std::memcpy(&eight, chosen + i, some);
+    for (; eight; eight &= eight - 1) places[n++] = offset + i + __builtin_ctzll(eight) / 8;
+    i += some;
+  }
+  return n;
 }

@@ -26,6 +26,7 @@ __all__ = [
     "follow_",
     "follows_in_place",
     "merge",
+    "moved",
     "row_pointers",
     "split_flat",
 ]
@@ -35,7 +36,6 @@ class Merged(NamedTuple):
     """The arrays of a pattern after an update, all int32, and the old slot of each new one."""
 
     row_ptr: Tensor
-    rows: Tensor
     cols: Tensor
     source: Tensor
 
@@ -104,9 +104,7 @@ def by_columns(row_ptr: Tensor, cols: Tensor, width: int) -> tuple[Tensor, Tenso
     return col_ptr, csc_rows, csc_perm
 
 
-def merge(
-    row_ptr: Tensor, rows: Tensor, cols: Tensor, width: int, drop: Tensor, grow: Tensor
-) -> Merged:
+def merge(row_ptr: Tensor, cols: Tensor, width: int, drop: Tensor, grow: Tensor) -> Merged:
     """The pattern without the slots `drop` and with the flat positions `grow`, int64 each.
 
     Raises:
@@ -114,10 +112,10 @@ def merge(
     """
     library = native.load()
     if library is None:
-        return _merge(rows, cols, len(row_ptr) - 1, width, drop, grow)
+        return _merge(row_ptr, cols, width, drop, grow)
     new_row_ptr = torch.empty_like(row_ptr)
     count = max(len(cols) - len(drop) + len(grow), 0)
-    merged = Merged(new_row_ptr, *(empty(count, dtype=torch.int32) for _ in range(3)))
+    merged = Merged(new_row_ptr, *(empty(count, dtype=torch.int32) for _ in range(2)))
     drop, grow = drop.contiguous(), grow.contiguous()
     status = library.dynsparse_pattern_merge(
         row_ptr.data_ptr(),
@@ -134,14 +132,13 @@ def merge(
     if status == 1:
         raise MemoryError("no memory for a pattern update")
     if status == 2:  # out of order, or wrong: the long way sorts, and says what is wrong
-        return _merge(rows, cols, len(row_ptr) - 1, width, drop, grow)
+        return _merge(row_ptr, cols, width, drop, grow)
     return merged
 
 
-def _merge(
-    rows: Tensor, cols: Tensor, height: int, width: int, drop: Tensor, grow: Tensor
-) -> Merged:
-    nnz, total = len(rows), height * width
+def _merge(row_ptr: Tensor, cols: Tensor, width: int, drop: Tensor, grow: Tensor) -> Merged:
+    height, nnz = len(row_ptr) - 1, len(cols)
+    total = height * width
     if len(drop) and not (int(drop.min()) >= 0 and int(drop.max()) < nnz):
         raise ValueError(f"slots to drop must lie in [0, {nnz})")
     if len(grow) and not (int(grow.min()) >= 0 and int(grow.max()) < total):
@@ -152,12 +149,13 @@ def _merge(
     if len(old) != nnz - len(drop):
         raise ValueError("a slot to drop is named twice")
     source = torch.cat([old.int(), torch.full((len(grow),), -1, dtype=torch.int32)])
-    kept = rows[old].long().mul_(width).add_(cols[old])
+    rows = torch.arange(height).repeat_interleave(row_ptr.diff(), output_size=nnz)
+    kept = rows[old].mul_(width).add_(cols[old])
     flat, order = torch.cat([kept, grow]).sort()
     if not bool((flat[1:] > flat[:-1]).all()):
         raise ValueError("a position to grow is named twice or is already in the pattern")
     new_rows, new_cols = split_flat(flat, width)
-    return Merged(row_pointers(new_rows, height), new_rows, new_cols, source[order])
+    return Merged(row_pointers(new_rows, height), new_cols, source[order])
 
 
 def split_flat(flat: Tensor, width: int) -> tuple[Tensor, Tensor]:
@@ -204,3 +202,25 @@ def follow_(tensors: Sequence[Tensor], source: Tensor) -> None:
         len(source),
         torch.get_num_threads(),
     )
+
+
+def moved(tensor: Tensor, source: Tensor) -> Tensor:
+    """What `follow_` makes of a tensor, beside it; as long as `source`, whatever its own length."""
+    shape = len(source), *tensor.shape[1:]
+    if not len(tensor):
+        return tensor.new_zeros(shape)
+    library = native.load() if tensor.is_cpu and source.is_cpu else None
+    if library is None or not tensor.numel():
+        made = tensor.index_select(0, source.to(tensor.device).clamp(min=0))
+        made[source.to(tensor.device) < 0] = 0
+        return made
+    tensor, made = tensor.detach().contiguous(), empty(*shape, dtype=tensor.dtype)
+    library.dynsparse_pattern_move(
+        tensor.data_ptr(),
+        tensor.nbytes // len(tensor),
+        source.contiguous().data_ptr(),
+        len(source),
+        made.data_ptr(),
+        torch.get_num_threads(),
+    )
+    return made

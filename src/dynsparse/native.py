@@ -93,13 +93,14 @@ _SIGNATURES: dict[str, tuple[type | None, list[type]]] = {
     "dynsparse_panels_make": (ctypes.c_int, [*[_POINTER] * 3, *[_SIZE] * 2, _POINTER, _INT]),
     "dynsparse_pattern_merge": (
         ctypes.c_int,
-        [*[_POINTER] * 2, _SIZE, _SIZE, _POINTER, _SIZE, _POINTER, _SIZE, *[_POINTER] * 4, _INT],
+        [*[_POINTER] * 2, _SIZE, _SIZE, _POINTER, _SIZE, _POINTER, _SIZE, *[_POINTER] * 3, _INT],
     ),
     "dynsparse_pattern_by_columns": (
         ctypes.c_int,
         [*[_POINTER] * 2, _SIZE, _SIZE, *[_POINTER] * 3, _INT],
     ),
     "dynsparse_pattern_follow": (None, [*[_POINTER] * 2, _SIZE, _POINTER, _SIZE, _INT]),
+    "dynsparse_pattern_move": (None, [_POINTER, _SIZE, _POINTER, _SIZE, _POINTER, _INT]),
     "dynsparse_pattern_large_pages": (None, [_POINTER, _SIZE]),
     "dynsparse_grow_compact": (ctypes.c_int, [_POINTER, _POINTER, _SIZE, _SIZE, _INT]),
     "dynsparse_grow_merge": (None, [_POINTER, _SIZE, _POINTER, _SIZE, _POINTER]),
@@ -124,6 +125,7 @@ _SIGNATURES: dict[str, tuple[type | None, list[type]]] = {
     "dynsparse_rank_keys": (None, [_POINTER, _SIZE, _INT, _POINTER]),
     "dynsparse_rank_digits": (None, [_POINTER, _SIZE, _INT, _INT, _POINTER]),
     "dynsparse_rank_narrow": (None, [_POINTER, _SIZE, *[_INT] * 3, _POINTER, _SIZE]),
+    "dynsparse_rank_places": (_SIZE, [_POINTER, _SIZE, _SIZE, _POINTER]),
     "dynsparse_small_masks": (None, [*[_POINTER] * 3, *[_SIZE] * 2, _INT]),
     "dynsparse_small_forward": (
         ctypes.c_int,

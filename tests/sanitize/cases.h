@@ -42,6 +42,7 @@ struct Library {
   FUNCTION(pattern_merge);
   FUNCTION(pattern_by_columns);
   FUNCTION(pattern_follow);
+  FUNCTION(pattern_move);
   FUNCTION(grow_pool);
   FUNCTION(grow_scan);
   FUNCTION(grow_select);
@@ -52,6 +53,7 @@ struct Library {
   FUNCTION(rank_keys);
   FUNCTION(rank_digits);
   FUNCTION(rank_narrow);
+  FUNCTION(rank_places);
   FUNCTION(dropout);
 #undef FUNCTION
 };

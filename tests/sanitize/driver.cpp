@@ -53,6 +53,7 @@ Library load(const char* path) {
   FUNCTION(pattern_merge);
   FUNCTION(pattern_by_columns);
   FUNCTION(pattern_follow);
+  FUNCTION(pattern_move);
   FUNCTION(grow_pool);
   FUNCTION(grow_scan);
   FUNCTION(grow_select);
@@ -63,6 +64,7 @@ Library load(const char* path) {
   FUNCTION(rank_keys);
   FUNCTION(rank_digits);
   FUNCTION(rank_narrow);
+  FUNCTION(rank_places);
   FUNCTION(dropout);
 #undef FUNCTION
   return library;

@@ -68,13 +68,11 @@ void update_case(const Library& library, Random& random) {
   } else if (random.chance(8)) grow.push_back(height * width), wanted = 2;
   const Array<i64> drop_array(random, drop), grow_array(random, grow);
   const i64 count = index.nnz - drop.size() + grow.size();
-  Array<i32> row_ptr(random, height + 1), rows(random, count), cols(random, count),
-      source(random, count);
+  Array<i32> row_ptr(random, height + 1), cols(random, count), source(random, count);
   const i32 threads = 1 + random.below(6);
   const int status = library.pattern_merge(
       index.row_ptr.data(), index.cols.data(), height, width, drop_array.data(), drop.size(),
-      grow_array.data(), grow.size(), row_ptr.data(), rows.data(), cols.data(), source.data(),
-      threads);
+      grow_array.data(), grow.size(), row_ptr.data(), cols.data(), source.data(), threads);
   expect(status == wanted, "the status of a merge");
   if (status) return;
   std::vector<std::pair<i64, i32>> all;  // flat position, source
@@ -84,12 +82,12 @@ void update_case(const Library& library, Random& random) {
   for (const i64 flat : grow) all.emplace_back(flat, -1);
   std::sort(all.begin(), all.end());
   expect(static_cast<i64>(all.size()) == count, "the count of a merge");
-  for (i64 p = 0; p < count; p++)
-    expect(i64{rows[p]} * width + cols[p] == all[p].first && source[p] == all[p].second, "a merge");
-  for (i64 r = 0, p = 0; r <= height; r++) {
-    while (p < count && rows[p] < r) p++;
+  for (i64 r = 0, p = 0; r < height; r++) {
     expect(row_ptr[r] == p, "row pointers of a merge");
+    for (; p < row_ptr[r + 1]; p++)
+      expect(r * width + cols[p] == all[p].first && source[p] == all[p].second, "a merge");
   }
+  expect(row_ptr[height] == count, "the last row pointer of a merge");
   if (count != index.nnz) return;
 
   std::vector<Array<uint8_t>> arrays;
@@ -108,6 +106,11 @@ void update_case(const Library& library, Random& random) {
     data.push_back(array.data());
     expected.push_back(after);
     arrays.push_back(std::move(array));
+  }
+  for (std::size_t i = 0; i < arrays.size() && count; i++) {
+    Array<uint8_t> moved(random, count * bytes[i]);
+    library.pattern_move(data[i], bytes[i], source.data(), count, moved.data(), threads);
+    expect(vector_of(moved) == expected[i], "an array that moves");
   }
   library.pattern_follow(data.data(), bytes.data(), data.size(), source.data(), count, threads);
   for (std::size_t i = 0; i < arrays.size(); i++)
@@ -268,6 +271,12 @@ void selection_case(const Library& library, Random& random) {
                           narrowed.size());
       expect(vector_of(narrowed) == alike, "the keys with a digit");
     }
+    std::vector<uint8_t> bytes(count);
+    for (const i64 i : order) bytes[i] = 1;
+    const Array<uint8_t> chosen(random, bytes);
+    Array<i64> placed(random, k);
+    expect(library.rank_places(chosen.data(), count, 7, placed.data()) == k, "how many are set");
+    for (i64 i = 0; i < k; i++) expect(placed[i] == order[i] + 7, "where they are set");
     if (!largest) continue;
     const std::vector<float> before = vector_of(scores);
     expect(library.grow_compact(scores.data(), flat.data(), count, k, threads) == 0, "status");

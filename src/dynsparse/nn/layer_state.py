@@ -43,15 +43,15 @@ class LayerState:
         with torch.inference_mode(False):
             device, sharded = device_of(values), is_sharded(values)
             if index is None or index.cols.device != device or values.shape != index.values_shape:
-                tensors = pattern._index_on(device)
+                # What each rank holds whole shall be little: backward makes the order by columns.
+                thin = sharded and device.type == "cpu"
+                tensors = pattern._thin_index() if thin else pattern._index_on(device)
                 tensors = tensors._replace(row_ptr=tensors.row_ptr.clone())
                 index = self._of(tensors, values, sharded, device)
             if sharded and index.on_cpu and index.order is not None:
-                # What each rank holds whole shall be little: backward makes the order by columns.
                 pattern.forget_index()
-                nothing = index.cols.new_empty(0)
-                thin = index.index._replace(csc_rows=nothing, csc_perm=nothing)
-                index = self._of(thin, values, sharded, device)
+                tensors = pattern._thin_index()._replace(row_ptr=index.index.row_ptr)
+                index = self._of(tensors, values, sharded, device)
             self.index = index
             self.memory = values.detach()
             self.address = -1 if sharded else values.data_ptr()

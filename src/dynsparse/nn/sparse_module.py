@@ -279,11 +279,7 @@ class SparseModule(nn.Module):
         # up before, as it is the largest array here: whoever wants it still makes it anew.
         self._pattern.forget_index()
         self._give_up_index()
-        if rewiring.keeps_size:
-            moved = values.detach().clone()
-            rewiring.apply_(moved, fill=fill)
-        else:
-            moved = rewiring.apply(values.detach(), fill)
+        moved = rewiring.apply(values.detach(), fill)
         return self._prepared(rewiring.after, moved)
 
     @torch.no_grad()

@@ -138,6 +138,10 @@ class Positions:
             return self.index
         return self._thin(self.row_ptr.to(device), self.cols.to(device))
 
+    def _thin_index(self) -> PatternIndex:
+        """`index` without the order by columns."""
+        return self._thin(self.row_ptr, self.cols)
+
     def _thin(self, row_ptr: Tensor, cols: Tensor) -> PatternIndex:
         nothing = cols.new_empty(0)
         return PatternIndex(row_ptr, cols, column_pointers(cols, self.grid[1]), nothing, nothing)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from dynsparse.checks import check_kind, check_tensor
-from dynsparse.encoding import follow_, merge
+from dynsparse.encoding import follow_, merge, moved
 from dynsparse.files.shorten import shortened
 from dynsparse.pattern.coordinates import INT32_MAX, coordinates
 from dynsparse.pattern.on_device import merge as merge_on_device
@@ -120,7 +120,7 @@ class Rewiring:
         """
         check_kind("pattern", pattern, SparsePattern, "a SparsePattern")
         drop, grow = _integers("drop", drop), _integers("grow", grow)
-        merged = merge(pattern.row_ptr, pattern.rows, pattern.cols, pattern.grid[1], drop, grow)
+        merged = merge(pattern.row_ptr, pattern.cols, pattern.grid[1], drop, grow)
         if len(merged.cols) > INT32_MAX:
             raise ValueError(f"at most {INT32_MAX} blocks fit a pattern, got {len(merged.cols)}")
         after = SparsePattern.__new__(SparsePattern)
@@ -171,12 +171,13 @@ class Rewiring:
         self._check_fill(fill, tensor)
         if self._is_followed_there(tensor):
             return move(tensor, self._source_on(tensor.device), fill)
-        source = self.source.to(tensor.device)
-        if self.before.nnz:
-            out = tensor.index_select(0, source.clamp(min=0))
+        if tensor.requires_grad and len(tensor):  # who asks for it gets something differentiable
+            out = tensor.index_select(0, self.source.clamp(min=0))
+            out[self.source < 0] = 0
         else:
-            out = tensor.new_empty((self.after.nnz, *tensor.shape[1:]))
-        out[source < 0] = fill.to(out) if isinstance(fill, Tensor) else fill
+            out = moved(tensor, self.source)
+        if isinstance(fill, Tensor) or fill != 0:
+            out[self.grown] = fill.to(out) if isinstance(fill, Tensor) else fill
         return out
 
     def apply_(self, *tensors: Tensor, fill: float | Tensor = 0.0) -> None:

@@ -10,7 +10,7 @@ from torch import Tensor
 from dynsparse import native
 from dynsparse.encoding import empty
 
-__all__ = ["digits_of", "sorting_keys"]
+__all__ = ["digits_of", "set_places", "sorting_keys"]
 
 
 def sorting_keys(scores: Tensor, largest: bool) -> tuple[Tensor, int]:
@@ -75,3 +75,20 @@ def digits_of(keys: Tensor, shift: int, bits: int, *, first: bool) -> _Digits:
     digits = keys >> shift
     digits = digits.add_(bins // 2) if first else digits.bitwise_and_(bins - 1)
     return _Digits(keys, shift, bits, torch.bincount(digits, minlength=bins), digits)
+
+
+def set_places(chosen: Tensor, offset: int = 0, out: Tensor | None = None) -> Tensor:
+    """Where a mask, bool [n], is set: int64 [any], counted from `offset`.
+
+    Args:
+        out: that gets them, on the CPU, of just the right size.
+    """
+    library = native.load() if chosen.is_cpu else None
+    if library is None:
+        found = chosen.nonzero().flatten().add_(offset)
+        return found if out is None else out.copy_(found)
+    chosen = chosen.contiguous()
+    if out is None:
+        out = empty(int(chosen.sum()), dtype=torch.int64)
+    library.dynsparse_rank_places(chosen.data_ptr(), len(chosen), offset, out.data_ptr())
+    return out

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from dynsparse.encoding import empty
-from dynsparse.ranks.keys import digits_of, sorting_keys
+from dynsparse.ranks.keys import digits_of, set_places, sorting_keys
 from dynsparse.ranks.ranks import Ranks
 
 __all__ = [
@@ -102,8 +102,9 @@ def places(positions: Tensor | int, chosen: Tensor) -> Tensor:
         positions: of all of them, as `select_over_ranks` takes them.
         chosen: bool [n].
     """
-    found = chosen.nonzero().flatten()
-    return found + positions if isinstance(positions, int) else positions[found]
+    if isinstance(positions, int):
+        return set_places(chosen, positions)
+    return positions[set_places(chosen)]
 
 
 def kth_over_ranks(
@@ -216,8 +217,8 @@ class _Stretch(NamedTuple):
             wide = torch.int32 if self.small else torch.int64
             to.copy_(packed.clone().view(wide))
             return
-        there = np.unpackbits(packed.numpy(), count=self.end - self.first).view(bool)
-        np.add(there.nonzero()[0], self.first, out=to.numpy())
+        there = np.unpackbits(packed.numpy(), count=self.end - self.first)
+        set_places(torch.from_numpy(there).view(torch.bool), self.first, to)
 
 
 def _in_order(stretches: Sequence[_Stretch], packed: Sequence[Tensor]) -> Tensor:
