@@ -15,6 +15,7 @@ from torch import nn
 import dynsparse as ds
 from dynsparse.distributed import gather, split
 from dynsparse.training import ConstantSchedule
+from dynsparse.training.together import check_same_gradients
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "ranks"))
 from rank_trainings import ALGORITHMS, batch, model_of, optimizer_of
@@ -165,3 +166,24 @@ def test_what_would_take_a_rectangle_for_the_layer_is_refused():
             ds.densify(own)
 
     on_grid((2, 1, 1), work)
+
+
+@pytest.mark.parametrize("line", [None, 0, 1])
+def test_gradients_that_differ_along_one_line_of_replicas(line):
+    """Those whose own replicas agree hear of it, and stop with them; if all agree nobody does."""
+
+    def work(grid):
+        generator = torch.Generator().manual_seed(grid.x.rank)
+        layer = ds.nn.SparseLinear(8, 8, density=0.5, generator=generator)
+        layer.values.grad = torch.full_like(layer.values, 1.0 + grid.x.rank)
+        if (grid.x.rank, grid.z.rank) == (line, 1):
+            layer.values.grad *= 3
+        try:
+            check_same_gradients(grid.z, {"fc": layer})
+        except RuntimeError as error:
+            return str(error)
+        return ""
+
+    said = set(on_grid((2, 1, 2), work).values())
+    assert len(said) == 1
+    assert bool(line is not None) == ("'fc': rank 0 and rank 1 have other gradients" in said.pop())
