@@ -18,6 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import dynsparse as ds
 from dynsparse.distributed import Cluster, make_plan, split
+from dynsparse.training import GlobalBudget
 
 
 def replicas(net, size):
@@ -61,20 +62,26 @@ def lost(rank, size, way, kind):
     torch.distributed.barrier()
 
 
-def left_out_in_stages(rank, size):
-    """Stages with replicas, of which the last rank leaves out the step of the first update."""
-    mesh = init_device_mesh("cpu", (2, size // 2), mesh_dim_names=("replica", "stage"))
+def left_out_in_stages(rank, size, replicas):
+    """Stages with replicas, or with a budget of all stages, of which the last rank leaves out the
+    step of the first update."""
+    mesh = init_device_mesh(
+        "cpu", (replicas, size // replicas), mesh_dim_names=("replica", "stage")
+    )
     stages, own = mesh["stage"].get_group(), mesh["replica"].get_group()
-    at, deep = mesh["stage"].get_local_rank(), size // 2
+    at, deep = mesh["stage"].get_local_rank(), size // replicas
     parts = list(whole_model().named_children())
     piece = Part(parts[at * len(parts) // deep : (at + 1) * len(parts) // deep])
-    ddp = DistributedDataParallel(piece, process_group=own, find_unused_parameters=True)
-    stage = PipelineStage(ddp, at, deep, torch.device("cpu"), group=stages)
+    forward, more = piece, {"ranks": None, "budget": GlobalBudget(stages)}
+    if replicas > 1:
+        forward = DistributedDataParallel(piece, process_group=own, find_unused_parameters=True)
+        more = {"ranks": own}
+    stage = PipelineStage(forward, at, deep, torch.device("cpu"), group=stages)
     runner = ScheduleGPipe(stage, n_microbatches=4, loss_fn=torch.nn.functional.mse_loss)
     optimizer = optimizer_of(piece)
-    trainer = ds.RigL(piece, optimizer, schedule=EVERY, ranks=own)
+    trainer = ds.RigL(piece, optimizer, schedule=EVERY, **more)
     for step in range(1, 5):
-        x, y = batch(step, mesh["replica"].get_local_rank(), 2)
+        x, y = batch(step, mesh["replica"].get_local_rank(), replicas)
         optimizer.zero_grad()
         if step == 2:
             begin()

@@ -13,7 +13,7 @@ from processes import ends
 
 from dynsparse.ranks import pulse
 
-SOON = 10.0  # seconds
+SOON = 30.0  # seconds: eight, and what a busy machine adds; the limit is at a hundred and more
 ENDED = r"Connection closed by peer|Connection reset by peer|one of them has ended"
 NEVER = (
     r"every rank waits for others, and not all here: rank {} has taken 2 steps and waits for the "
@@ -60,15 +60,15 @@ def test_who_waits_elsewhere_is_told_from_who_is_slow(way, kind, lost):
 
 
 @pytest.mark.slow
-def test_in_stages_all_hear_who_has_left_out_a_step():
-    found = ends(4, work.left_out_in_stages)
-    line = r"every rank waits for others, and not all here: rank 3 has taken 1 steps and waits"
-    raised = [one["line"] for one in found if line in one["line"]]
-    assert raised == [f"RuntimeError: {found[0]['log'][0]}"]
-    for one in found:
-        assert one["code"] == 1
-        assert one["after"] < SOON
-        assert line in (one["line"] + "".join(one["log"]))
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_in_stages_all_hear_who_has_left_out_a_step(replicas):
+    found = ends(2 * replicas, work.left_out_in_stages, replicas)
+    who = 2 * replicas - 1
+    line = rf"every rank waits for others, and not all here: rank {who} has taken \d steps and"
+    told = [[one["line"].removeprefix("RuntimeError: "), *one["log"]] for one in found]
+    said = [{text for text in texts if re.match(line, text)} for texts in told]
+    assert all(texts == said[0] and len(texts) == 1 for texts in said), found
+    assert all(one["code"] == 1 and one["after"] < SOON for one in found), found
 
 
 @pytest.mark.slow

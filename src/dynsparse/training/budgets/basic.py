@@ -172,10 +172,16 @@ class GlobalBudget(Budget):
 
     def begin(self, patterns: Mapping[str, SparsePattern]) -> None:
         check_one_block_size(patterns, "a global budget")
+        self.stages.beat(0)
 
     @typed
     def counts(self, survey: Survey) -> dict[str, Counts]:
         patterns = survey.patterns
+        self.stages.beat(survey.step - 1)
+        self.stages.meet(
+            f"step {survey.step} of this stage ends in an update of all stages; call "
+            "trainer.step() as often in every stage"
+        )
         most = [p.nnz if survey.regrow_dropped else survey.room(n, 0) for n, p in patterns.items()]
         most = [min(m, p.nnz) for m, p in zip(most, patterns.values(), strict=True)]
         sizes = torch.tensor([sum(p.nnz for p in patterns.values()), sum(most)])
