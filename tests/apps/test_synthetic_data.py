@@ -13,7 +13,8 @@ from dynsparse import data
 from dynsparse.apps import lm
 from dynsparse.apps.common.synthetic import random_ids, random_shares
 from dynsparse.apps.lm.corpus import Corpus
-from dynsparse.apps.pictures import Training, mnist, transformer
+from dynsparse.apps.pictures import Training, cifar, mnist, transformer
+from dynsparse.apps.pictures.cifar.training import CifarTraining
 
 TEXT = "the cat sat on the mat, and the dog ran after it.\n" * 400
 
@@ -63,6 +64,15 @@ def test_pictures_are_neither_read_nor_chosen(tmp_path, monkeypatch):
     figures, _ = run(mnist, tmp_path, synthetic_data=True, dataset="digits", batch_size=100)
     assert figures["steps"] == 15
     assert len(seen) == 1
+
+
+def test_coloured_pictures_are_neither_moved_nor_mirrored(tmp_path, monkeypatch):
+    monkeypatch.setattr(data, "load", None)
+    monkeypatch.setattr(CifarTraining, "vary", None)
+    figures, _ = run(
+        cifar, tmp_path, synthetic_data=True, dataset="digits", depth=10, width=1, batch_size=288
+    )
+    assert figures["steps"] == 5
 
 
 def test_no_batch_of_a_text_is_drawn(tmp_path, monkeypatch):

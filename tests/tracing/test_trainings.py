@@ -14,11 +14,13 @@ from chrome import counts, inside, names, read, share, spans
 from rich.console import Console
 
 from dynsparse.apps import lm
-from dynsparse.apps.pictures import Training, mnist, transformer
+from dynsparse.apps.pictures import Training, cifar, mnist, transformer
 
 SMALL = {
     "mnist": (mnist, {"epochs": 2, "dataset": "digits"}),
     "transformer": (transformer, {"epochs": 1}),
+    "cifar": (cifar, {"epochs": 1, "dataset": "digits", "depth": 10, "width": 1,
+                      "batch_size": 300, "update_interval": 2}),
     "lm": (lm, {"steps": 40, "valid_interval": 20, "evaluation_tokens": 640, "sample": 5,
                 "hidden_size": 32, "ff_size": 64, "update_interval": 10}),
 }  # fmt: skip
@@ -39,7 +41,9 @@ def run(name, tmp_path, **more):
     return app.run(options, Console(file=io.StringIO()))
 
 
-@pytest.mark.parametrize("name", SMALL)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.slow] * (name == "cifar")) for name in SMALL]
+)
 def test_nearly_all_of_a_training_has_a_name(tmp_path, name):
     figures = run(name, tmp_path, checkpoint_path=tmp_path / "checkpoints")
     document = read(tmp_path / "run.json")

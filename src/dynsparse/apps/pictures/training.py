@@ -156,7 +156,7 @@ class Training(common.Training):
                     images, labels = data.images[: len(own)], data.labels[: len(own)]
                 else:
                     images, labels = data.images.index_select(0, own), data.labels[own]
-                images = self.vary(images, indices)
+                    images = self.vary(images, indices)
             with span("forward"):
                 loss, correct = self._forward(images, labels)
                 if weight:
