@@ -70,7 +70,15 @@ def test_coloured_pictures_are_neither_moved_nor_mirrored(tmp_path, monkeypatch)
     monkeypatch.setattr(data, "load", None)
     monkeypatch.setattr(CifarTraining, "vary", None)
     figures, _ = run(
-        cifar, tmp_path, synthetic_data=True, dataset="digits", depth=10, width=1, batch_size=288
+        cifar,
+        tmp_path,
+        synthetic_data=True,
+        dataset="digits",
+        depth=10,
+        width=1,
+        batch_size=8,
+        hold_out=1400,
+        test_mode="training",
     )
     assert figures["steps"] == 5
 

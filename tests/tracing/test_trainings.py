@@ -20,7 +20,7 @@ SMALL = {
     "mnist": (mnist, {"epochs": 2, "dataset": "digits"}),
     "transformer": (transformer, {"epochs": 1}),
     "cifar": (cifar, {"epochs": 1, "dataset": "digits", "depth": 10, "width": 1,
-                      "batch_size": 300, "update_interval": 2}),
+                      "batch_size": 80, "update_interval": 2, "hold_out": 1037}),
     "lm": (lm, {"steps": 40, "valid_interval": 20, "evaluation_tokens": 640, "sample": 5,
                 "hidden_size": 32, "ff_size": 64, "update_interval": 10}),
 }  # fmt: skip
