@@ -14,7 +14,8 @@ pytest.importorskip("typer")
 from dynsparse.cli.app import run
 from dynsparse.distributed import Cluster, Link
 
-SMALL = ["plan-ranks", "--features", "64", "256", "64", "--batch-size", "64", "--ranks", "4"]
+MEASURED = ["plan-ranks", "--features", "64", "256", "64", "--batch-size", "64"]
+SMALL = [*MEASURED, "--ranks", "4"]
 
 
 def test_every_grid_is_told(capsys):
@@ -59,6 +60,7 @@ def test_figures_come_from_flags_or_a_file(capsys, tmp_path):
 )
 def test_what_makes_no_sense_gets_a_line(capsys, flags, line):
     base = SMALL if "--features" not in flags else SMALL[:1]
+    base = MEASURED if "--measure" in flags else base
     assert run([*base, *flags.split()]) == 2
     told = capsys.readouterr().err
     assert line in told
@@ -68,7 +70,7 @@ def test_what_makes_no_sense_gets_a_line(capsys, flags, line):
 def test_ranks_of_torchrun_are_measured(tmp_path):
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
     measure = ["--measure", str(tmp_path / "cluster.json")]
-    command = [*torchrun, "-m", "dynsparse.cli", *SMALL, *measure]
+    command = [*torchrun, "-m", "dynsparse.cli", *MEASURED, *measure]
     env = os.environ | {"OMP_NUM_THREADS": "1"}
     done = subprocess.run(
         command,

@@ -341,3 +341,9 @@ def test_random_seed_seeds_torch():
     first = torch.rand(3)
     torch.manual_seed(11)
     assert torch.equal(first, torch.rand(3))
+
+
+def test_nothing_is_cached_where_nothing_is_compiled(tmp_path):
+    options = poptorch.Options().enableExecutableCaching(tmp_path)
+    with pytest.raises(ValueError, match="leave one of them out"):
+        poptorch.inferenceModel(network(), options, compile=False)

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from dynsparse import Rewiring, SparsePattern
-from dynsparse.nn import SparseLinear
+from dynsparse.nn import SparseEmbedding, SparseLinear
 from dynsparse.ops.linear import linear
 
 
@@ -265,3 +265,17 @@ def test_compiled_whole_and_again_after_an_update_without_recompiling():
 def test_wrong_arguments(call, error, message):
     with pytest.raises(error, match=message):
         call()
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda **given: SparseLinear(12, 8, **given),
+        lambda **given: SparseEmbedding(8, 12, **given),
+    ],
+)
+def test_a_pattern_leaves_no_room_for_a_density(make):
+    pattern = SparsePattern.random(make().pattern.shape, nnz=5)
+    assert make(pattern=pattern).pattern == pattern
+    with pytest.raises(ValueError, match="leave density out"):
+        make(pattern=pattern, density=0.3)

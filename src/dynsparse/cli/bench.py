@@ -91,6 +91,16 @@ def bench(
         raise ValueError(f"--threads must be {span}, got {threads}")
     if merge and (json is None or from_json is not None):
         raise ValueError("--merge adds what is measured to a --json file: give --json, not --from")
+    if list_:
+        others = {"benchmark": benchmark, "cell": cell, "threads": threads, "from": from_json,
+                  "json": json, "picture": picture, "markdown": markdown, "page": page}  # fmt: skip
+        given = [f"--{name}" for name, value in others.items() if value is not None]
+        if given:
+            raise ValueError(f"--list measures nothing: leave out {', '.join(given)}")
+    if from_json is not None and json is not None:
+        raise ValueError(
+            "--json writes what is measured, and --from measures nothing: leave it out"
+        )
     for flag, file in (("json", json), ("picture", picture), ("markdown", markdown)):
         if file is not None and (file.is_dir() or not file.parent.is_dir()):
             raise ValueError(f"--{flag}: expected a file in a folder that exists, got {file}")

@@ -70,6 +70,10 @@ def encode(
         raise ValueError(f"--output: expected a file in a folder that exists, got {output}")
     begin = time.perf_counter()
     known = None if vocabulary is None else open_tokens(vocabulary).vocabulary
+    if bpe_dir is not None and known is not None and known["kind"] != "bpe":
+        raise ValueError(
+            f"--bpe-dir: expected --vocabulary of BPE tokens with it, got {known['kind']} tokens"
+        )
     text = read_text(data)
     tokenizer: Tokenizer
     if known is None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from dynsparse.apps import plan_ranks as app
+from dynsparse.apps.common.applies import check_applies
 from dynsparse.cli.option_flags import with_flags
 
 __all__ = ["plan_ranks"]
@@ -13,4 +14,7 @@ __all__ = ["plan_ranks"]
 @with_flags(app.Options)
 def plan_ranks(values: dict[str, Any], given: set[str]) -> None:
     """Which grid of ranks is best for a row of sparse layers: every one, with what it costs."""
-    app.run(app.Options(**values))
+    options = app.Options(**values)
+    options.check()
+    check_applies(options, given)
+    app.run(options)

@@ -46,7 +46,7 @@ class _SparseConv(SparseLinear):
         bias: bool = True,
         padding_mode: str = "zeros",
         *,
-        density: float = 0.1,
+        density: float | None = None,
         block_size: int | None = None,
         pattern: SparsePattern | None = None,
         generator: torch.Generator | None = None,

@@ -39,7 +39,7 @@ class SparseEmbedding(SparseLinear):
         self,
         num_embeddings: int,
         embedding_dim: int,
-        density: float = 0.1,
+        density: float | None = None,
         block_size: int | None = None,
         **options: Any,
     ) -> None:

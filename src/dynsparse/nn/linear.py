@@ -36,7 +36,7 @@ class SparseLinear(SparseModule):
     Args:
         in_features, out_features: as in `nn.Linear`.
         density: share of the blocks that are present, in (0, 1]; rounded to the nearest block and
-            to at least one.
+            to at least one. 0.1 if left out.
         block_size: edge of the square blocks; must divide both feature counts.
         bias: whether to add a learned bias [out].
         pattern: the pattern to start from, in place of a random one of `density`. Its block size
@@ -74,7 +74,7 @@ class SparseLinear(SparseModule):
         self,
         in_features: int,
         out_features: int,
-        density: float = 0.1,
+        density: float | None = None,
         block_size: int | None = None,
         bias: bool = True,
         *,
@@ -89,7 +89,7 @@ class SparseLinear(SparseModule):
         if pattern is None:
             pattern = random_pattern(
                 (out_features, in_features),
-                density,
+                0.1 if density is None else density,
                 1 if block_size is None else block_size,
                 generator,
             )
@@ -97,6 +97,11 @@ class SparseLinear(SparseModule):
             raise ValueError(
                 f"the pattern must have the shape {(out_features, in_features)} "
                 f"(out_features, in_features), got {pattern.shape}"
+            )
+        elif density is not None:
+            raise ValueError(
+                f"density is {density} but the pattern says which blocks are present: leave "
+                "density out"
             )
         elif block_size not in (None, pattern.block_size):
             raise ValueError(

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from dynsparse.apps.common.option import (
     FILE,
+    Need,
     choice,
     flag,
     integer,
@@ -23,6 +24,16 @@ __all__ = ["Options"]
 _network = panel("Network", "run")
 _ranks = panel("Ranks", "run")
 _output = panel("Output", "run")
+_GUESSED = Need(
+    "plans without --measure, which finds it out", lambda o: o.measure is None,
+    lambda o: "--measure", False,
+)  # fmt: skip
+_NODES = Need(
+    "several nodes, --ranks-per-node below --ranks",
+    lambda o: o.ranks_per_node is not None and o.ranks_per_node < o.ranks,
+    lambda o: "one node",
+)
+_TABLE = Need("the table, without --json -", lambda o: str(o.json) != "-", lambda o: "--json -")
 _POSITIVE = number(0, 1e21, above="more than 0")
 
 MOST_BLOCKS = 1 << 28
@@ -49,11 +60,13 @@ class Options:
         1024, "Samples (tokens) of a step, over all ranks.", integer(1, 1 << 40)
     )
     ranks: int = _ranks(
-        8, "How many. Under torchrun its own number holds.", integer(1, 1 << 20),
+        8, "How many; with --measure those of torchrun.", integer(1, 1 << 20),
+        needs=(_GUESSED,),
     )  # fmt: skip
     ranks_per_node: int | None = _ranks(
-        None, "Ranks of one node; all of them where left out.", integer(1, 1 << 20)
-    )
+        None, "Ranks of one node; all of them where left out.", integer(1, 1 << 20),
+        needs=(_GUESSED,),
+    )  # fmt: skip
     memory: float | None = _ranks(None, "Bytes that a rank has for these layers.", _POSITIVE)
     states: int = _ranks(2, "Tensors of optimizer state per weight: 2 for Adam.", integer(0, 100))
     latency: float | None = _ranks(
@@ -61,34 +74,37 @@ class Options:
         "Seconds before anything of a message arrives, inside a node.",
         _POSITIVE,
         by_default="20e-6",
+        needs=(_GUESSED,),
     )
     bandwidth: float | None = _ranks(
         None, "Bytes a second that a rank sends inside a node.", _POSITIVE,
-        by_default="10e9",
+        by_default="10e9", needs=(_GUESSED,),
     )  # fmt: skip
     outer_latency: float | None = _ranks(
         None, "As --latency, between nodes.", _POSITIVE,
-        by_default="as inside",
+        by_default="as inside", needs=(_GUESSED, _NODES),
     )  # fmt: skip
     outer_bandwidth: float | None = _ranks(
         None, "As --bandwidth, between nodes.", _POSITIVE,
-        by_default="as inside",
+        by_default="as inside", needs=(_GUESSED, _NODES),
     )  # fmt: skip
     flops: float | None = _ranks(
         None,
         "Operations on non-zeros a second, for ranks that are no CPUs as this one.",
         _POSITIVE,
+        needs=(_GUESSED,),
     )
     threads: int | None = _ranks(
-        None, "Threads of a rank that computes on a CPU.", integer(1, 1 << 20), by_default="1"
-    )
+        None, "Threads of a rank that computes on a CPU.", integer(1, 1 << 20), by_default="1",
+        needs=(_GUESSED,),
+    )  # fmt: skip
     cluster: Path | None = _ranks(None, "Figures that --measure has written.", FILE)
     measure: Path | None = _ranks(
         None,
         "Measure the ranks that torchrun has started, in two seconds, and write the figures here.",
         FILE,
     )
-    top: int = _output(10, "How many grids are shown.", integer(1, 1 << 20))
+    top: int = _output(10, "How many grids are shown.", integer(1, 1 << 20), needs=(_TABLE,))
     json: Path | None = _output(None, "Write all figures here; - prints them.", FILE)
 
     def check(self) -> None:

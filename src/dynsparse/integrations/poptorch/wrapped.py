@@ -59,6 +59,11 @@ class WrappedModel:
         self._executors: list[tuple[SparseLinear, Any]] = []
         if target is not None:
             self._executors, self._backend = _executors(model, target), False
+        if self._backend is False and self.options.cache_folder is not None:
+            raise ValueError(
+                "enableExecutableCaching keeps compiled code, and without compile, or with a "
+                "target, nothing is compiled: leave one of them out"
+            )
         self._code: Callable[..., Any] | None = None
         self._attached = True
         self._data: Any = None

@@ -1,0 +1,140 @@
+"""No argument is accepted and ignored: every parameter of every function is read.
+
+What nothing reads must be there for somebody else: an interface of which another implementation
+reads it, or a function that another library calls. The latter are listed, with who calls.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+SOURCE = Path(__file__).resolve().parent.parent / "src" / "dynsparse"
+
+Function = ast.FunctionDef | ast.AsyncFunctionDef
+
+CALLED_BY_OTHERS = {
+    "apps/common/stopping.py": {"ask"},  # signal
+    "bench/parts.py": {"after"},  # hooks of torch
+    "cli/app.py": {"_show_warning"},  # warnings
+    "data/packed.py": {"_gzip", "_bzip2"},  # one of several openers, by suffix
+    "distributed/placement.py": {"blocks"},  # one of several placements
+    "integrations/huggingface.py": {"on_train_begin", "on_log", "on_train_end"},  # Trainer
+    "integrations/keras/callbacks.py": {
+        "on_train_begin",
+        "on_epoch_begin",
+        "on_epoch_end",
+        "on_train_end",
+    },  # Keras
+    "integrations/lightning.py": {"on_fit_end", "on_exception"},  # Lightning
+    "integrations/onnx/trilu.py": {"_"},  # onnx2torch
+    "machine/lowering.py": {"_WriteUndef"},  # one of several programs, by its class
+    "nn/attention_blocks.py": {"load_pattern"},  # torch's hooks before a state is loaded
+    "nn/weight_view.py": {"__torch_dispatch__"},
+    "ops/linear/flops.py": {"_conv"},  # torch's FlopCounterMode
+    "report/bench/tables.py": {"_law", "_steps", "_machine"},  # one of several tables, by name
+    "tracing/models.py": {"_begins", "_ends", "_goes_back"},  # hooks of torch
+    "training/reducers.py": {"_note"},  # torch's hooks on the registration of modules
+    "training/telemetry.py": {"_update"},  # SparseTrainer.on_update
+}
+"""File -> functions that are called by others, or through a table, with more than they need."""
+
+
+def functions(file: Path) -> Iterator[Function]:
+    for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
+            yield node
+
+
+def parameters(function: Function) -> set[str]:
+    given = function.args
+    every = [*given.posonlyargs, *given.args, *given.kwonlyargs, given.vararg, given.kwarg]
+    names = {one.arg for one in every if one is not None}
+    return {name for name in names - {"self", "cls"} if not name.startswith("_")}
+
+
+def read(function: Function) -> set[str]:
+    found = [node for part in function.body for node in ast.walk(part)]
+    names = {n.id for n in found if isinstance(n, ast.Name) and not isinstance(n.ctx, ast.Store)}
+    return parameters(function) if "locals" in names else names
+
+
+def is_declared_only(function: Function) -> bool:
+    """A body that says what others are to do: nothing but a docstring, or an error."""
+    said = [n for n in function.body if not (isinstance(n, ast.Expr)
+            and isinstance(n.value, ast.Constant))]  # fmt: skip
+    return not said or all(
+        isinstance(n, ast.Pass) or (isinstance(n, ast.Raise) and "NotImpl" in ast.unparse(n))
+        for n in said
+    )
+
+
+def is_torchs(function: Function) -> bool:
+    """Registered with torch.library, or a method of an autograd function: torch decides what it
+    is called with. Likewise the methods that Python calls."""
+    by_torch = ("register_fake", "register_kernel", "register_autograd", "overload")
+    said = " ".join(ast.unparse(one) for one in function.decorator_list)
+    names = ("_setup_context", "setup_context", "_setup_double", "_no_double_backward")
+    return (
+        any(word in said for word in by_torch)
+        or function.name in names
+        or function.name in ("__exit__", "__deepcopy__", "forward", "backward")
+    )
+
+
+@cache
+def unread(root: Path) -> set[tuple[str, str, str]]:
+    """(file, function, parameter) of all that nothing reads and no interface asks for."""
+    files = {
+        file.relative_to(root).as_posix(): list(functions(file)) for file in root.rglob("*.py")
+    }
+    asked: set[tuple[str, str]] = set()
+    for function in (one for found in files.values() for one in found):
+        taken = read(function) if not is_declared_only(function) else parameters(function)
+        asked |= {(function.name, name) for name in parameters(function) & taken}
+    return {
+        (file, function.name, name)
+        for file, found in files.items()
+        for function in found
+        if not is_declared_only(function) and not is_torchs(function)
+        for name in parameters(function) - read(function)
+        if (function.name, name) not in asked
+    }
+
+
+def test_every_parameter_is_read():
+    known = {(file, name) for file, names in CALLED_BY_OTHERS.items() for name in names}
+    found = unread(SOURCE)
+    assert {one for one in found if one[:2] not in known} == set()
+
+
+def test_what_is_listed_is_there():
+    """An entry that is no longer needed would hide what comes after it."""
+    found = {(file, name) for file, name, _ in unread(SOURCE)}
+    stale = {
+        (file, name)
+        for file, names in CALLED_BY_OTHERS.items()
+        for name in names
+        if (file, name) not in found
+    }
+    assert stale == set()
+
+
+@pytest.mark.parametrize(
+    ("code", "expected"),
+    [
+        ("def f(a, b): return a", {("f", "b")}),
+        ("def f(a, *, b=1, **more): return a", {("f", "b"), ("f", "more")}),
+        ("def f(a):\n    def g(): return a\n    return g", set()),
+        ("def f(a): a = 1", {("f", "a")}),
+        ("def f(a): ...", set()),
+        ("class A:\n    def f(self, a): return a\nclass B:\n    def f(self, a): return 1", set()),
+    ],
+)
+def test_the_net_holds(tmp_path, code, expected):
+    (tmp_path / "a.py").write_text(code)
+    assert {one[1:] for one in unread(tmp_path)} == expected
