@@ -77,6 +77,7 @@ class Study(Training):
             regrow_dropped=chosen.regrow,
             initial_value=training.GradientStep(chosen.initial_step) if chosen.initial_step else 0,
             budget=SomeLayers(chosen.only),
+            history=training.WindowMomentum(0.99, chosen.window) if chosen.window > 1 else None,
         )
         self.watch = Watch(made)
         if chosen.protect:

@@ -19,6 +19,9 @@ class Variant:
     """Dense weights under masks: a second implementation."""
     batches: int = 1
     """Whose gradients are added up for growth, all at the weights of the update."""
+    window: int = 1
+    """Growth looks at the gradients of so many last steps, nearly alike (0.99 to the age): for
+    nothing but memory, while `batches` costs passes of its own."""
     second_moment: str = "zero"
     """Adam's, of grown weights: "zero", or "median", that of the layer's other weights."""
     initial_step: float = 0.0
@@ -49,6 +52,7 @@ METHODS: dict[str, dict[str, Any]] = {
 }
 CHANGES: dict[str, dict[str, Any]] = {
     "16 batches": {"batches": 16},
+    "window 16": {"window": 16},
     "second moment": {"second_moment": "median"},
     "initial step": {"initial_step": 1.0},
     "protected": {"protect": True},
