@@ -43,7 +43,7 @@ _MOVES = (
     os.path.join(_OWN, "ranks", ""),
 )
 
-_log = logging.getLogger("dynsparse")
+_log = logging.getLogger(__name__)
 
 
 class Pulse:
@@ -134,6 +134,8 @@ class Pulse:
             line = self.line() or (self._who_waits() if looks == LONG else "")
             if line and line != self._said:
                 _log.error("%s", line)
+                # The last that is heard of this rank, whether anybody listens to logs or not.
+                print(line, file=sys.stderr, flush=True)
                 self._said = line
 
     def _who_waits(self) -> str:
