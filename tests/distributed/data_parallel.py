@@ -8,6 +8,7 @@ import time
 import torch
 from rank_trainings import (
     ALGORITHMS,
+    EVERY,
     SCHEDULE,
     apart,
     backward,
@@ -53,6 +54,49 @@ def compared(rank, size, names, steps):
         same = sum(one for one, _ in against)
         bits = {n: w for n, (_, w) in seen[-1].items()}
         found[name] = (same, max(d for _, d in against), bits)
+    return found
+
+
+def _convolutions():
+    g = torch.Generator().manual_seed(0)
+    options = {"density": 0.3, "generator": g, "dtype": torch.float64}
+    torch.manual_seed(0)
+    return nn.Sequential(
+        ds.nn.SparseConv2d(4, 8, 3, padding=1, **options), nn.ReLU(),
+        ds.nn.SparseConv2d(8, 6, (2, 3), 2, groups=2, block_size=1, **options), nn.Flatten(),
+        nn.Linear(6 * 4 * 3, 5, dtype=torch.float64),
+    )  # fmt: skip
+
+
+def convolved(rank, size, steps):
+    """After each update whether both patterns are as in one process, and how far weights are."""
+    nets = [_convolutions(), _convolutions()]
+    optimizers = [optimizer_of(net) for net in nets]
+    forwards = [DistributedDataParallel(nets[0]), nets[1]]
+    trainers = [
+        ds.RigL(net, optimizer, schedule=EVERY, **options)
+        for net, optimizer, options in zip(nets, optimizers, [{}, {"ranks": None}], strict=True)
+    ]
+    data = torch.Generator().manual_seed(1)
+    found = []
+    for _ in range(steps):
+        x = torch.randn(4 * size, 4, 8, 8, generator=data, dtype=torch.float64)
+        y = torch.randn(4 * size, 5, generator=data, dtype=torch.float64)
+        own = slice(4 * rank, 4 * rank + 4), slice(None)
+        for forward, optimizer, trainer, part in zip(
+            forwards, optimizers, trainers, own, strict=True
+        ):
+            optimizer.zero_grad()
+            nn.functional.mse_loss(forward(x[part]), y[part]).backward()
+            trainer.step()
+        one, other = (
+            {name: (layer.pattern.flat, layer.to_dense().detach())
+             for name, layer in trainer.layers.items()}
+            for trainer in trainers
+        )  # fmt: skip
+        found.append(apart(one, other))
+    assert list(trainers[0].layers) == ["0", "2"]
+    assert trainers[0].updates == steps
     return found
 
 

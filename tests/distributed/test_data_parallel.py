@@ -35,6 +35,12 @@ def test_four_ranks_train_as_one_process_does():
     check(4, ALGORITHMS, 12)
 
 
+def test_convolutions_train_as_in_one_process():
+    for found in on_ranks(2, work.convolved, 6):
+        assert len(found) == 6
+        assert equal(found)
+
+
 def test_wrappers_of_every_kind():
     for found in on_ranks(2, work.kinds):
         for name, steps in found.items():

@@ -14,7 +14,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from threaded import over
 
+import dynsparse as ds
 from dynsparse import native
+from dynsparse.ops.conv.patches import patches_of
 from dynsparse.ops.grow import in_rows, screen, topk_outside
 from dynsparse.pattern import SparsePattern
 from dynsparse.ranks import (
@@ -153,6 +155,35 @@ def test_large_layers_are_found_by_products_of_integers(high, monkeypatch):
     assert len(calls) == 2
     if not high:
         assert all(found is not None and 500 < len(found[2]) < 1000 for found in calls)
+
+
+@pytest.mark.parametrize("exchange", [None, "samples"])
+@pytest.mark.parametrize(("b", "groups"), [(1, 1), (1, 2), (2, 1)])
+def test_convolutions_grow_as_in_one_process(b, groups, exchange, generator):
+    """Their pieces travel, whatever is asked for; the layer beside them sends its samples."""
+    conv = ds.nn.SparseConv2d(
+        4, 6, (3, 2), density=0.3, block_size=b, stride=(1, 2), padding=1, groups=groups,
+        generator=generator,
+    )  # fmt: skip
+    fc, fc_pairs = large(2, n=24)
+    pairs = []
+    for batch in (3, 2):
+        x = torch.randint(-3, 4, (batch, 4, 7, 6), generator=generator).float()
+        dy = torch.randint(-3, 4, (batch, 6, *conv.geometry.output_size(7, 6)), generator=generator)
+        pairs.append(patches_of(x, dy.float(), conv.geometry))
+
+    def work(ranks):
+        asked = [
+            GrowthWanted("conv", [pairs[ranks.rank]], conv.pattern, 9),
+            GrowthWanted("fc", fc_pairs[ranks.rank], fc, 7),
+        ]
+        return topk_over_ranks(ranks, asked, exchange=exchange)
+
+    expected = topk_outside(pairs, conv.pattern, 9).flat.sort().values
+    beside = topk_outside([*chain(*fc_pairs)], fc, 7).flat.sort().values
+    for grown in over(2, work):
+        assert torch.equal(grown[0], expected)
+        assert torch.equal(grown[1], beside)
 
 
 def large(size, seed=0, n=96, samples=16, dtype=torch.float32):
