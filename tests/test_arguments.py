@@ -32,6 +32,7 @@ CALLED_BY_OTHERS = {
     },  # Keras
     "integrations/lightning.py": {"on_fit_end", "on_exception"},  # Lightning
     "integrations/onnx/trilu.py": {"_"},  # onnx2torch
+    "logs.py": {"stream"},  # logging.StreamHandler
     "machine/lowering.py": {"_WriteUndef"},  # one of several programs, by its class
     "nn/attention_blocks.py": {"load_pattern"},  # torch's hooks before a state is loaded
     "nn/weight_view.py": {"__torch_dispatch__"},

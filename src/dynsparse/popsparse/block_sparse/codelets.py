@@ -38,7 +38,7 @@ def transpose(counts: np.ndarray, rows: int, cols: int, dtype: DataType) -> Code
     return Codelet("block transpose", {"src": In(), "out": Out()}, compute, spent, "supervisor")
 
 
-def _units(dtype: DataType, partials: DataType, target: Any) -> AMP:
+def _units(dtype: DataType, partials: DataType) -> AMP:
     """The matrix units as a dense product of these types finds them."""
     if dtype is FLOAT32:
         return AMP(8, 8, 8)
@@ -68,7 +68,7 @@ def multiply(
         v.out.values[...] = found.reshape(-1)
 
     def spent(v: VertexView) -> Any:
-        kind = _units(dtype, partials, v.target)
+        kind = _units(dtype, partials)
         load = v.target.coefficient_load_bytes_per_cycle
         groups = ceil_div(bk, kind.in_channels) * products
         cycles = amp(bm, groups, ceil_div(bn, kind.out_channels), kind, dtype, partials,
