@@ -43,7 +43,7 @@ def test_all_that_computes_here_matches():
     names = {check.name for check in result.checks if check.where == "none"}
     for block in ("elements", *(f"blocks of {b}" for b in (4, 8, 16, 32, 64, 128))):
         assert {f"{block}: sparse", f"{block}: float64", f"{block}: bfloat16"} <= names
-    assert {"convolution", "growth", "pattern update"} <= names
+    assert {"convolution", "attention", "growth", "pattern update"} <= names
 
 
 def test_a_seed_says_all(small):
@@ -102,6 +102,18 @@ def test_a_kernel_that_raises_is_found(small, capsys, monkeypatch):
     said = {check["said"] for check in found["checks"] if not check["match"]}
     assert said == {"RuntimeError: no such instruction"}
     assert all(check["error"] is None for check in found["checks"] if check["said"])
+
+
+def test_a_library_that_does_not_load_is_found(small, capsys, monkeypatch):
+    def broken(isa):
+        raise AttributeError("undefined symbol: dynsparse_linear_forward")
+
+    monkeypatch.setattr(native, "load_isa", broken)
+    status = command(["check", "--seed", "5", "--no-speeds"])
+    out = " ".join(capsys.readouterr().out.split())
+    assert status == bool(AVAILABLE)
+    for isa in AVAILABLE:
+        assert f"{isa}, library: AttributeError: undefined symbol: dynsparse_linear_forward" in out
 
 
 @pytest.mark.parametrize("program", ["on tile", "neighbours", "far"])

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from dynsparse import native
 from dynsparse.nn import SparseConv2d
+from dynsparse.ops.block_sparse import scaled_dot_product_attention
 from dynsparse.ops.grow import topk_outside
 from dynsparse.ops.linear import linear
 from dynsparse.ops.linear.choice import KINDS, MOST_SAMPLES, SMALL_BLOCKS, use_kernel
@@ -26,11 +27,17 @@ _ROUNDS = 2
 
 def check_kernels(isa: str, generator: torch.Generator) -> Iterator[Check]:
     """All that computes with one instruction set, "none" for plain torch."""
+    if isa != "none":
+        loaded = checked("kernels", isa, "library", 0.0, lambda: 0.0 * bool(native.load_isa(isa)))
+        yield loaded
+        if not loaded.matches:
+            return
     with native.use_isa(isa):
         for block in BLOCKS:
             yield from check_products(isa, block, generator)
         others: dict[str, tuple[Callable[[torch.Generator], float], float]] = {
             "convolution": (_convolution, _TOLERANCE[torch.float32]),
+            "attention": (_attention, _TOLERANCE[torch.float32]),
             "growth": (_growth, _TOLERANCE[torch.float32]),
             "pattern update": (_update, 0.0),
         }
@@ -139,6 +146,30 @@ def _convolution(generator: torch.Generator) -> float:
     return max(
         distance(y.detach(), right.detach(), sizes[0]), distance(x.grad, wide.grad, sizes[1])
     )
+
+
+def _attention(generator: torch.Generator) -> float:
+    """Of the output and of all gradients, where each query sees the keys in its blocks."""
+    block = (4, 16, 32)[_between(0, 2, generator)]
+    queries, keys = (block * _between(1, 96 // block, generator) for _ in range(2))
+    pattern = SparsePattern.random((queries, keys), 0.6, block_size=block, generator=generator)
+    n, heads, e, v = (_between(1, most, generator) for most in (3, 4, 40, 40))
+    shapes = ((n, heads, queries, e), (n, heads, keys, e), (n, heads, keys, v))
+    drawn = [torch.randn(shape, generator=generator) for shape in shapes]
+    ours = [t.clone().requires_grad_() for t in drawn]
+    wide = [t.double().requires_grad_() for t in drawn]
+    out = scaled_dot_product_attention(ours[0], ours[1], ours[2], pattern)
+    seen = pattern.to_mask()
+    scores = (wide[0] @ wide[1].transpose(2, 3) / e**0.5).masked_fill(~seen, -torch.inf)
+    # A query that sees nothing gets zeros.
+    weights = scores.softmax(-1).masked_fill(~seen.any(1)[:, None], 0.0)
+    right = weights @ wide[2]
+    dy = torch.randn(out.shape, generator=generator)
+    ours_back = torch.autograd.grad(out, ours, dy)
+    right_back = torch.autograd.grad(right, wide, dy.double())
+    found = [(out.detach(), right.detach()), *zip(ours_back, right_back, strict=True)]
+    # Sums of magnitudes are some times as large as the largest sum.
+    return max(distance(a, b, 4 * b.abs().max() + 1) for a, b in found)
 
 
 def _growth(generator: torch.Generator) -> float:
