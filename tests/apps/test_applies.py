@@ -33,6 +33,8 @@ OF_METHODS = {
     "prune_end": UPDATING,
     "allocation": UPDATING | {"static"},
     "match_parameters": {"dense"},
+    "target": UPDATING - {"topkast"} | {"static"},
+    "tiles": UPDATING - {"topkast"} | {"static"},
 }
 # What must come with an option; and what makes it useless, with any method.
 WITH = {
@@ -46,6 +48,7 @@ WITH = {
     "top_k": ["--sample=3"],
     "vocabulary_size": ["--tokens=bpe"],
     "bpe_dir": ["--tokens=bpe"],
+    "tiles": ["--target=bow"],
 }
 WITHOUT = {
     "overwrite": [],
@@ -60,6 +63,7 @@ SAMPLES = {
     "densities": "0.2",
     "augment": "none",
     "device": "cpu",
+    "target": "bow",
     "cosine_prune_schedule": '{"zero_steps": 1}',
 }
 

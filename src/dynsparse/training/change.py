@@ -294,13 +294,14 @@ def _finite(tensor: Tensor) -> bool:
 def naming(layer: str) -> Iterator[None]:
     """Errors get the name of the layer that was looked at.
 
-    Those of another kind than ValueError, TypeError and RuntimeError become the cause of one.
+    They become the cause of a ValueError, a TypeError or a RuntimeError that has it.
     """
     try:
         yield
     except Exception as error:
         if f"layer {layer!r}" in str(error):
             raise
-        if type(error) in (RuntimeError, TypeError, ValueError):
-            raise type(error)(f"layer {layer!r}: {error}") from error
+        for kind in (ValueError, TypeError, RuntimeError):
+            if isinstance(error, kind):
+                raise kind(f"layer {layer!r}: {error}") from error
         raise RuntimeError(f"layer {layer!r}: {type(error).__name__}: {error}") from error

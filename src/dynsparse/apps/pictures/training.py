@@ -22,8 +22,6 @@ from dynsparse.tracing import span, spanned
 
 __all__ = ["Training"]
 
-_TEST_BATCH = 1000
-
 
 class Training(common.Training):
     """One training run on pictures.
@@ -60,6 +58,11 @@ class Training(common.Training):
             total_steps=self.pattern_steps,
             update_interval=self.pattern_interval,
         )
+
+    @property
+    def test_batch(self) -> int:
+        """How many test pictures the network sees at once."""
+        return 1000
 
     @property
     def pattern_steps(self) -> int:
@@ -203,7 +206,9 @@ class Training(common.Training):
         data = self._pictures("test")
         self.model.eval()
         sums = Sums()
-        batches = zip(data.images.split(_TEST_BATCH), data.labels.split(_TEST_BATCH), strict=True)
+        batches = zip(
+            *(each.split(self.test_batch) for each in (data.images, data.labels)), strict=True
+        )
         for images, labels in list(batches)[self.ranks.rank :: self.ranks.size]:
             loss, correct = self._forward(images, labels)
             sums.add(loss.double() * len(labels), correct, len(labels))

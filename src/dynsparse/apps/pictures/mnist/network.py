@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from dynsparse.apps.pictures.mnist.options import LayerShape, Options, layer_shapes, picture_side
 from dynsparse.data.pictures import SIDE
+from dynsparse.machine import Target
 from dynsparse.nn import SparseLinear
 
 __all__ = ["Network", "arrange_pixels", "build_network", "pixel_permutation"]
@@ -35,11 +36,20 @@ class Network(nn.Module):
 
 def build_network(options: Options, generator: torch.Generator) -> Network:
     """The network of `options`, its patterns and weights drawn from `generator`."""
-    layers = [(shape.name, _layer(shape, generator)) for shape in layer_shapes(options)]
+    target = _target(options)
+    layers = [(shape.name, _layer(shape, generator, target)) for shape in layer_shapes(options)]
     return Network(layers, options.droprate)
 
 
-def _layer(shape: LayerShape, generator: torch.Generator) -> nn.Module:
+def _target(options: Options) -> Target | None:
+    if options.target is None:
+        return None
+    return Target.named(
+        options.target, **({} if options.tiles is None else {"tiles": options.tiles})
+    )
+
+
+def _layer(shape: LayerShape, generator: torch.Generator, target: Target | None) -> nn.Module:
     if shape.sparse:
         return SparseLinear(
             shape.in_features,
@@ -47,6 +57,7 @@ def _layer(shape: LayerShape, generator: torch.Generator) -> nn.Module:
             density=shape.density,
             block_size=shape.block_size,
             generator=generator,
+            target=target,
         )
     layer = nn.Linear(shape.in_features, shape.out_features)
     # nn.Linear draws from torch's global generator; the same distribution from ours.

@@ -9,7 +9,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from dynsparse.apps.common.option import Need, again, between, choice, many, number
+from dynsparse.apps.common.applies import SPARSE
+from dynsparse.apps.common.option import Need, again, between, choice, integer, many, number
 from dynsparse.apps.common.options import panel
 from dynsparse.apps.pictures.options import PictureOptions
 from dynsparse.data.pictures import CLASSES, SIDE
@@ -21,6 +22,14 @@ _network = panel("Network", "network")
 _FIRST = Need(
     "a sparse first layer", lambda o: o.is_sparse(0), lambda o: f"density {o.densities[0]:g}"
 )
+_SINGLE = Need(
+    "--data-type float32",
+    lambda o: o.data_type == "float32",
+    lambda o: f"--data-type {o.data_type}",
+)
+_TARGET = Need("runs with --target", lambda o: o.target is not None)
+# Its forward pass uses a part of the weights, which no target computes.
+_ON_TARGETS = tuple(name for name in BY_NAME if name != "topkast")
 
 
 @dataclass(kw_only=True)
@@ -52,6 +61,21 @@ class Options(PictureOptions):
         needs=(_FIRST,),
     )
     droprate: float = _network(0.1, "Dropout after every hidden layer.", number(0, 1, below=True))
+    tiles: int | None = _network(
+        None,
+        "Use this many tiles of --target.",
+        integer(1),
+        methods=_ON_TARGETS,
+        needs=(_TARGET,),
+        by_default="all",
+    )
+    target: str | None = _network(
+        None,
+        "Compute the sparse layers, and their growth, on a simulated tile machine.",
+        choice("bow", "mk2"),
+        methods=_ON_TARGETS,
+        needs=(SPARSE, _SINGLE),
+    )
 
     def check_network(self) -> None:
         expected = len(self.hidden_sizes) + 1

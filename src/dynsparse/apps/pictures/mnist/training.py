@@ -32,6 +32,11 @@ class MnistTraining(pictures.Training):
         self.permutation = pixel_permutation(options.permute_input, block, self.generator)
         return build_network(options, self.generator)
 
+    @property
+    def test_batch(self) -> int:
+        # A tile machine holds all of a batch, and one plan serves both.
+        return super().test_batch if self.options.target is None else self.options.batch_size
+
     def arrange(self, images: Tensor) -> Tensor:
         return arrange_pixels(images, self.permutation)
 
