@@ -59,7 +59,7 @@ test-gpu-kernels: $(VENV)/.installed-gpu-test native
 
 # Strictly: a warning fails. Nothing is fetched, neither here nor by a reader's browser.
 docs: $(VENV)/.installed-docs native
-	OMP_NUM_THREADS=1 NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
+	OMP_NUM_THREADS=1 KERAS_BACKEND=torch NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
 
 test-docs: $(VENV)/.installed-docs native
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/docs

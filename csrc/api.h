@@ -312,8 +312,8 @@ DYNSPARSE_API int dynsparse_grow_compact(float* scores, int64_t* flat, int64_t c
 DYNSPARSE_API void dynsparse_rank_keys(const float* scores, int64_t count, int32_t largest,
                                        int32_t* keys);
 
-/* counts [2^bits]: how many keys have each digit, of `bits` bits (at most 11) from bit `shift` on of
- * what a key has more than the most negative one. At most 2^31 - 1 keys. */
+/* counts [2^bits]: how many keys have each digit, of `bits` bits (at most 11) from bit `shift`
+ * on of what a key has more than the most negative one. At most 2^31 - 1 keys. */
 DYNSPARSE_API void dynsparse_rank_digits(const int32_t* keys, int64_t count, int32_t shift,
                                          int32_t bits, int32_t* counts);
 
@@ -322,8 +322,8 @@ DYNSPARSE_API void dynsparse_rank_narrow(const int32_t* keys, int64_t count, int
                                          int32_t bits, int32_t digit, int32_t* found,
                                          int64_t room);
 
-/* Where chosen [count], of 0 and 1, is 1: places get these positions, counted from `offset`; returns
- * how many there are. */
+/* Where chosen [count], of 0 and 1, is 1: places get these positions, counted from `offset`;
+ * returns how many there are. */
 DYNSPARSE_API int64_t dynsparse_rank_places(const uint8_t* chosen, int64_t count, int64_t offset,
                                             int64_t* places);
 

@@ -132,7 +132,7 @@ print(json.dumps(files))
 
 LOADED = {
     *("allocation", "checks", "encoding", "files", "interrupts", "native", "pattern", "typed"),
-    *("version", "ops", "nn", "ranks", "tracing"),
+    *("version", "ops", "nn", "ranks", "tracing", "logs"),
 }
 """The rooms that `import dynsparse` loads; the others are loaded when they are first asked for."""
 
