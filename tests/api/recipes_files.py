@@ -44,6 +44,12 @@ def no_checks(**named):
         return selfcheck.run_checks(**named)
 
 
+def plan_file():
+    file = folder() / "plan.json"
+    popsparse.save_plan(machine_plan(), file)
+    return file
+
+
 def traced(**named):
     with ds.trace(**named), tracing.span("a"), tracing.span("b"):
         pass
@@ -183,6 +189,12 @@ RECIPES = {
     ),
     "dynsparse.plot": Recipe(
         ds.plot, lambda: {"source": model(), "what": "connectivity", "layer": "0"}, FILES
+    ),
+    "dynsparse.popsparse.save_plan": Recipe(
+        popsparse.save_plan, lambda: {"plan": machine_plan(), "file": folder() / "plan.json"}, FILES
+    ),
+    "dynsparse.popsparse.load_plan": Recipe(
+        popsparse.load_plan, lambda: {"file": plan_file()}, FILES
     ),
     "dynsparse.selfcheck.run_checks": Recipe(
         no_checks, lambda: {"seed": 1, "speeds": False, "tell": str}

@@ -12,6 +12,7 @@ import typer
 
 from dynsparse import __version__, logs
 from dynsparse.cli.bench import bench
+from dynsparse.cli.cache import cache
 from dynsparse.cli.check import check
 from dynsparse.cli.cifar import cifar
 from dynsparse.cli.encode import encode
@@ -50,6 +51,7 @@ app = typer.Typer(add_completion=False, rich_markup_mode="rich", context_setting
 for _name, _function in _COMMANDS.items():
     app.command(_name, cls=ListCommand, context_settings=_HELP)(_function)
 app.add_typer(onnx, name="onnx", context_settings=_HELP)
+app.add_typer(cache, name="cache", context_settings=_HELP)
 
 
 @app.callback(invoke_without_command=True)

@@ -19,9 +19,10 @@ from typing import Any
 import numpy as np
 
 from dynsparse.data.compiled_bpe import compiled
-from dynsparse.data.download import cache_folder, fetch
+from dynsparse.data.download import fetch
 from dynsparse.data.vocabulary import id_type
 from dynsparse.data.word_split import word_pattern
+from dynsparse.files.cache import cache_folder
 from dynsparse.files.json_text import parse_json
 from dynsparse.files.limits import LimitError
 from dynsparse.files.shorten import shortened

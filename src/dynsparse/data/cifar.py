@@ -12,9 +12,10 @@ from pathlib import Path, PurePosixPath
 import numpy as np
 import torch
 
-from dynsparse.data.download import cache_folder, fetch
+from dynsparse.data.download import fetch
 from dynsparse.data.packed import DAMAGE
 from dynsparse.data.pictures import CLASSES, DataSet, Pictures
+from dynsparse.files.cache import cache_folder
 
 __all__ = ["CIFAR_PIXELS", "load_cifar10"]
 

@@ -3,21 +3,13 @@
 from __future__ import annotations
 
 import logging
-import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-__all__ = ["cache_folder", "fetch"]
+__all__ = ["fetch"]
 
 _TIMEOUT_SECONDS = 30
-
-
-def cache_folder() -> Path:
-    """Where downloads are kept: DYNSPARSE_CACHE_DIR, or the user's cache folder."""
-    import pooch
-
-    return Path(os.environ.get("DYNSPARSE_CACHE_DIR") or pooch.os_cache("dynsparse"))
 
 
 def fetch(urls: Sequence[str], file: str, checksum: str, folder: Path) -> Path:

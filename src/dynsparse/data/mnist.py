@@ -11,9 +11,10 @@ from typing import NamedTuple
 
 import torch
 
-from dynsparse.data.download import cache_folder, fetch
+from dynsparse.data.download import fetch
 from dynsparse.data.idx import read_idx
 from dynsparse.data.pictures import CLASSES, PIXELS, SIDE, DataSet, Pictures
+from dynsparse.files.cache import cache_folder
 
 __all__ = ["SOURCES", "Source", "load_mnist"]
 

@@ -32,6 +32,7 @@ from dynsparse.popsparse.planner.memory import tile_memory
 from dynsparse.popsparse.planner.planning import plan
 from dynsparse.popsparse.planner.report import plan_report, plan_text
 from dynsparse.popsparse.planner.search import make_plan, matmul_plan
+from dynsparse.popsparse.planner.stored import load_plan, save_plan
 from dynsparse.popsparse.product.cache import PlanningCache
 from dynsparse.popsparse.product.formats import BSRMatrix, COOMatrix, CSCMatrix, CSRMatrix
 from dynsparse.popsparse.product.options import Options, PlanConstraints
@@ -80,6 +81,7 @@ __all__ = [
     "fully_connected_forward",
     "fully_connected_grad_a",
     "fully_connected_grad_w",
+    "load_plan",
     "machine_profiles",
     "make_plan",
     "matmul_plan",
@@ -87,6 +89,7 @@ __all__ = [
     "plan_report",
     "plan_text",
     "predict",
+    "save_plan",
     "sparse_dense_matmul",
     "tensor_ops",
     "tile_memory",

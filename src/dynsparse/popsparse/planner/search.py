@@ -8,7 +8,7 @@ the smaller partition.
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -19,16 +19,25 @@ from dynsparse.popsparse.planner.cost import Buckets, TermArray, bucket_arrays, 
 from dynsparse.popsparse.planner.cost_grad_weight import grad_weight_terms
 from dynsparse.popsparse.planner.dense_passes import dense_passes
 from dynsparse.popsparse.planner.space import SearchSpace
+from dynsparse.popsparse.planner.stored import Request, cached_plan
 from dynsparse.popsparse.product.cache import PlanningCache
 from dynsparse.popsparse.product.data_types import DataType, data_type
 from dynsparse.popsparse.product.options import Options
 from dynsparse.popsparse.product.params import FullyConnectedParams, MatmulParams
 from dynsparse.popsparse.product.parts import even_parts
-from dynsparse.popsparse.product.plan import BucketSizes, Method, PassCost, Plan, Sizes, Term
+from dynsparse.popsparse.product.plan import (
+    BucketSizes,
+    Method,
+    PassCost,
+    Plan,
+    Search,
+    Sizes,
+    Term,
+)
 from dynsparse.popsparse.product.words import overflow_words
 from dynsparse.typed import typed
 
-__all__ = ["Search", "make_plan", "matmul_plan"]
+__all__ = ["make_plan", "matmul_plan"]
 
 _log = logging.getLogger(__name__)
 
@@ -52,27 +61,6 @@ class _Candidate:
         return int(np.broadcast_to(value, self.cycles.shape)[place])
 
 
-@dataclass(frozen=True)
-class Search:
-    """What the search saw, for the report.
-
-    Attributes:
-        partitions: partitions priced for each candidate (method and exchange).
-        candidates: how many of those there were.
-        allowed: partitions that break no rule, over all candidates.
-        fitting: those of them within the memory bound.
-        bounds: the memory bounds tried, bytes; None: without bound.
-        runners_up: the next best plans as plain dictionaries.
-    """
-
-    partitions: int
-    candidates: int
-    allowed: int
-    fitting: int
-    bounds: tuple[int | None, ...]
-    runners_up: tuple[dict[str, Any], ...] = field(repr=False)
-
-
 @typed
 def make_plan(
     target: Target,
@@ -89,7 +77,8 @@ def make_plan(
         params: what is multiplied.
         options: an `Options` or a mapping. Its `do_grad_a_pass` and `do_grad_w_pass` say which
             passes the plan is for besides forward; one partition serves them all.
-        cache: plans made earlier are taken from it.
+        cache: plans made earlier are taken from it; without it, and where it has none, from the
+            cache on the disk.
 
     Raises:
         ValueError: options or constraints no partition can meet, more groups than tiles, dense
@@ -100,9 +89,7 @@ def make_plan(
         raise TypeError(f"params must be FullyConnectedParams, got {params!r}")
     wanted = Options.parse(options).repaired(kind, params.sparsity_params.is_element)
     key = (target, kind, params, wanted)
-    plan = _search(*key) if cache is None else cache.find(key, lambda: _search(*key))
-    _log.info("planned %s: %s, %s", params, plan.partition, plan.method)
-    return plan
+    return _found(key) if cache is None else cache.find(key, lambda: _found(key))
 
 
 @typed
@@ -118,6 +105,17 @@ def matmul_plan(
         raise TypeError(f"params must be MatmulParams, got {params!r}")
     joint = Options.parse(options).with_passes(grad_a=True, grad_w=False)
     return make_plan(target, dtype, params.fully_connected, joint, cache)
+
+
+def _found(request: Request) -> Plan:
+    """The plan from the cache on the disk; else searched for, and kept there."""
+    return cached_plan(request, lambda: _planned(request))
+
+
+def _planned(request: Request) -> Plan:
+    plan = _search(*request)
+    _log.info("planned %s: %s, %s", plan.params, plan.partition, plan.method)
+    return plan
 
 
 def _methods(params: FullyConnectedParams, space: SearchSpace) -> list[Method]:

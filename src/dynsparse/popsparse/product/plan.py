@@ -17,7 +17,7 @@ from dynsparse.popsparse.product.options import Options
 from dynsparse.popsparse.product.params import FullyConnectedParams
 from dynsparse.popsparse.product.parts import ceil_div
 
-__all__ = ["BucketSizes", "Method", "PassCost", "Plan", "Sizes", "Term"]
+__all__ = ["BucketSizes", "Method", "PassCost", "Plan", "Search", "Sizes", "Term"]
 
 PASSES = ("forward", "grad_input", "grad_weight")
 
@@ -87,6 +87,27 @@ class PassCost:
 
 
 @dataclass(frozen=True)
+class Search:
+    """What the search saw, for the report.
+
+    Attributes:
+        partitions: partitions priced for each candidate (method and exchange).
+        candidates: how many of those there were.
+        allowed: partitions that break no rule, over all candidates.
+        fitting: those of them within the memory bound.
+        bounds: the memory bounds tried, bytes; None: without bound.
+        runners_up: the next best plans as plain dictionaries.
+    """
+
+    partitions: int
+    candidates: int
+    allowed: int
+    fitting: int
+    bounds: tuple[int | None, ...]
+    runners_up: tuple[dict[str, Any], ...] = field(repr=False)
+
+
+@dataclass(frozen=True)
 class Plan:
     """What the planner chose. Made by `dynsparse.popsparse.planner`.
 
@@ -103,7 +124,7 @@ class Plan:
         dense: the dense product of each pass (`dense.DensePlan`), where the plan is constrained to
             keep its weights dense; else empty.
         memory_bound: the bytes of temporary memory a tile was allowed; None: no bound.
-        search: figures of the search for the report.
+        search: the `Search`, for the report.
     """
 
     params: FullyConnectedParams

@@ -1,0 +1,176 @@
+"""Plans in files, and in the cache of results, where other processes find them."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import os
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from dynsparse.files.cache import open_cache
+from dynsparse.files.json_text import parse_json
+from dynsparse.files.plain_objects import PlainObjects
+from dynsparse.files.whole import write_text_whole
+from dynsparse.machine.target import Target
+from dynsparse.popsparse.dense.cycles import AMP, HMAC
+from dynsparse.popsparse.dense.planner import DensePlan
+from dynsparse.popsparse.product.data_types import DataType, data_type
+from dynsparse.popsparse.product.options import Options, PlanConstraints
+from dynsparse.popsparse.product.params import FullyConnectedParams, SparsityParams
+from dynsparse.popsparse.product.plan import (
+    BucketSizes,
+    Method,
+    PassCost,
+    Plan,
+    Search,
+    Sizes,
+    Term,
+)
+from dynsparse.typed import typed
+from dynsparse.version import __version__
+
+__all__ = ["SOURCES", "cached_plan", "load_plan", "read_plan", "save_plan", "stored_plan"]
+
+_log = logging.getLogger(__name__)
+
+_KIND = "plans"
+_FORMAT = "dynsparse plan 1"
+
+SOURCES = (
+    "popsparse/planner",
+    "popsparse/product",
+    "popsparse/cycles",
+    "popsparse/dense",
+    "machine/target.py",
+    "machine/dtypes.py",
+)
+"""Files and folders of the package that settle what a plan is."""
+
+_OBJECTS = PlainObjects(
+    (
+        *(Target, SparsityParams, FullyConnectedParams, PlanConstraints, Options),
+        *(Sizes, BucketSizes, Term, PassCost, Search, AMP, HMAC, DensePlan, Plan),
+    ),
+    # One object for each data type: the planner asks whether two are the same.
+    {DataType: (str, data_type), Method: (lambda method: method.value, Method)},
+)
+
+Request = tuple[Target, DataType, FullyConnectedParams, Options]
+
+
+@cache
+def _planner() -> str:
+    """A hash of the planner's source text; a plan of another is not this one's."""
+    package = Path(__file__).parents[2]
+    digest = hashlib.sha256()
+    for source in SOURCES:
+        place = package / source
+        for file in sorted(place.glob("*.py")) if place.is_dir() else [place]:
+            digest.update(f"{file.name}\n".encode())
+            digest.update(file.read_bytes())
+    return digest.hexdigest()
+
+
+def cached_plan(request: Request, make: Callable[[], Plan]) -> Plan:
+    """The plan of target, type, parameters and options: from the cache, or made and kept there."""
+    kept = open_cache()
+    try:
+        asked = {"planner": _planner(), "numpy": np.__version__}
+        key = json.dumps({**asked, "request": _OBJECTS.to_plain(request)}, sort_keys=True)
+    except (OSError, TypeError):  # no source text here, or a class of the user's own
+        return make()
+    content = kept.get_json(_KIND, key)
+    if content is not None:
+        try:
+            found = _plan(content)
+        except ValueError as error:
+            _log.info("a plan in the cache cannot be read: %s", error)
+        else:
+            words = (found.params, found.partition, found.method)
+            _log.info("plan of %s from the cache: %s, %s", *words)
+            return found
+    made = make()
+    kept.put_json(_KIND, key, _OBJECTS.to_plain(made))
+    return made
+
+
+def stored_plan(plan: Plan) -> dict[str, Any]:
+    """A plan as JSON has it, with what tells whether it is whole and this planner's."""
+    content = _OBJECTS.to_plain(plan)
+    return {
+        "format": _FORMAT,
+        "version": __version__,
+        "planner": _planner(),
+        "checksum": _checksum(content),
+        "plan": content,
+    }
+
+
+def read_plan(stored: Any) -> Plan:
+    """The plan that `stored_plan` was given.
+
+    Raises:
+        ValueError: something else, a damaged one, or one of another version of the planner.
+    """
+    if not isinstance(stored, dict) or stored.get("format") != _FORMAT:
+        raise ValueError("expected a plan as dynsparse saves it, got something else")
+    if stored.get("planner") != _planner():
+        raise ValueError(
+            f"the plan was made by another planner than this one's, of dynsparse {__version__}: "
+            "make it with the same version"
+        )
+    content = stored.get("plan")
+    if stored.get("checksum") != _checksum(content):
+        raise ValueError("the plan is damaged: its checksum differs; save it anew")
+    return _plan(content)
+
+
+def _plan(content: Any) -> Plan:
+    try:
+        plan = _OBJECTS.from_plain(content)
+    except (TypeError, OverflowError) as error:
+        raise ValueError(str(error)) from None
+    whole = isinstance(plan, Plan) and isinstance(plan.target, Target)
+    if not whole or not isinstance(plan.search, Search):
+        raise ValueError("expected a plan as dynsparse saves it, got something else")
+    return plan
+
+
+@typed
+def save_plan(plan: Plan, file: str | os.PathLike[str]) -> None:
+    """Write a plan to a file, for machines and processes that shall not make it again.
+
+    Args:
+        plan: as `popsparse.plan`, `make_plan` or `matmul_plan` gives it.
+        file: where to; it appears whole or not at all.
+
+    Raises:
+        OSError: the file cannot be written.
+        TypeError: a plan for a target, or of options, of a class of your own.
+    """
+    write_text_whole(Path(file), json.dumps(stored_plan(plan), allow_nan=False))
+
+
+@typed
+def load_plan(file: str | os.PathLike[str]) -> Plan:
+    """The plan that `save_plan` wrote. No target is asked for: it stands in the plan.
+
+    Raises:
+        OSError: the file cannot be read.
+        ValueError: another file, a damaged one, or a plan of another version of the planner.
+    """
+    content = Path(file).read_bytes()
+    try:
+        return read_plan(parse_json(content))
+    except ValueError as error:
+        raise ValueError(f"{os.fspath(file)}: {error}") from None
+
+
+def _checksum(content: Any) -> str:
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
