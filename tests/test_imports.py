@@ -54,7 +54,7 @@ BESIDE = {
 
 FROM_THE_SIDE = {
     "__init__": ["machine", "popsparse", "report"],  # where they are asked for
-    "apps": ["data", "report"],
+    "apps": ["data", "machine", "report"],
     "cli": [*BESIDE],
 }
 """What the floors import from what stands beside them."""

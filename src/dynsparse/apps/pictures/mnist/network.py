@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import math
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 
 from dynsparse.apps.pictures.mnist.options import LayerShape, Options, layer_shapes, picture_side
 from dynsparse.data.pictures import SIDE
-from dynsparse.machine import Target
 from dynsparse.nn import SparseLinear
+
+if TYPE_CHECKING:
+    from dynsparse.machine import Target
 
 __all__ = ["Network", "arrange_pixels", "build_network", "pixel_permutation"]
 
@@ -44,6 +47,8 @@ def build_network(options: Options, generator: torch.Generator) -> Network:
 def _target(options: Options) -> Target | None:
     if options.target is None:
         return None
+    from dynsparse.machine import Target  # loaded by those who ask for a target
+
     return Target.named(
         options.target, **({} if options.tiles is None else {"tiles": options.tiles})
     )
