@@ -76,8 +76,13 @@ def test_ctrl_c_leaves_a_trace_as_far_as_it_came(tmp_path, monkeypatch):
 
     monkeypatch.setattr(Training, "optimise", interrupted)
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(KeyboardInterrupt):
-        run("mnist", tmp_path)
+    # A process in the background may have been started with interrupts ignored.
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            run("mnist", tmp_path)
+    finally:
+        signal.signal(signal.SIGINT, before)
     document = read(tmp_path / "run.json")
     assert len(spans(document, "optimizer")) == 7
     assert len(spans(document, "checkpoint")) == 1
