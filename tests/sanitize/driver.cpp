@@ -29,43 +29,8 @@ Library load(const char* path) {
     return found;
   };
 #define FUNCTION(name) \
-  library.name = reinterpret_cast<decltype(library.name)>(find("dynsparse_" #name))
-  FUNCTION(masks_expand);
-  FUNCTION(bf16_unit);
-  FUNCTION(release_scratch);
-  FUNCTION(pattern_large_pages);
-  FUNCTION(linear_forward);
-  FUNCTION(linear_backward);
-  FUNCTION(linear_forward_bf16);
-  FUNCTION(linear_backward_bf16);
-  FUNCTION(conv_forward);
-  FUNCTION(conv_backward);
-  FUNCTION(attention_forward);
-  FUNCTION(attention_backward);
-  FUNCTION(panels_from);
-  FUNCTION(panels_bytes);
-  FUNCTION(panels_make);
-  FUNCTION(small_masks);
-  FUNCTION(small_forward);
-  FUNCTION(small_backward);
-  FUNCTION(rows_to_dense);
-  FUNCTION(rows_from_dense);
-  FUNCTION(pattern_merge);
-  FUNCTION(pattern_by_columns);
-  FUNCTION(pattern_follow);
-  FUNCTION(pattern_move);
-  FUNCTION(grow_pool);
-  FUNCTION(grow_scan);
-  FUNCTION(grow_select);
-  FUNCTION(grow_compact);
-  FUNCTION(grow_merge);
-  FUNCTION(grow_screen);
-  FUNCTION(grow_screens);
-  FUNCTION(rank_keys);
-  FUNCTION(rank_digits);
-  FUNCTION(rank_narrow);
-  FUNCTION(rank_places);
-  FUNCTION(dropout);
+  library.name = reinterpret_cast<decltype(library.name)>(find("dynsparse_" #name));
+  FUNCTIONS(FUNCTION)
 #undef FUNCTION
   return library;
 }
