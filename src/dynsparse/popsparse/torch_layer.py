@@ -52,10 +52,7 @@ class _Runner:
         key = (dtype, count, pattern.density, "table")
         made = self.tables.get(key)
         if made is None:
-            if len(self.tables) == _KEPT:
-                oldest = next(iter(self.tables))
-                del self.tables[oldest]
-                self.patterns.pop(oldest, None)
+            self._make_room(self.tables)
             made = self.tables[key] = EmbeddingLayer(self._plan(pattern, dtype, count), count)
         if self.patterns.get(key) is pattern:
             made.set_values(values)
@@ -63,6 +60,13 @@ class _Runner:
             made.set_weights(pattern, values)
             self.patterns[key] = pattern
         return made
+
+    def _make_room(self, kept: dict[tuple[Any, ...], Any]) -> None:
+        """Forget the oldest programs where no more are to be kept."""
+        if len(kept) == _KEPT:
+            oldest = next(iter(kept))
+            del kept[oldest]
+            self.patterns.pop(oldest, None)
 
     def _plan(self, pattern: SparsePattern, dtype: str, batch: int) -> Plan:
         sizes = (*pattern.shape, batch, pattern.density, pattern.block_size, dtype, self.target)
@@ -92,10 +96,7 @@ class _Runner:
         key = (dtype, batch, pattern.density)
         layer = self.layers.get(key)
         if layer is None:
-            if len(self.layers) == _KEPT:
-                oldest = next(iter(self.layers))
-                del self.layers[oldest]
-                self.patterns.pop(oldest, None)
+            self._make_room(self.layers)
             planned = self._plan(pattern, dtype, batch)
             layer = self.layers[key] = Layer(planned, update=self.update)
         before = self.patterns.get(key)
