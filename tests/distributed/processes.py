@@ -30,29 +30,13 @@ def on_ranks(size, work, *arguments, seconds=300):
         seconds: after which what still runs is killed, and the test fails. A rank waits a tenth of
             that for the others.
     """
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(_PRELOADED)
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        processes = [
-            context.Process(
-                target=_run, args=(rank, size, folder, seconds / 10, work, arguments), daemon=True
-            )
-            for rank in range(size)
-        ]
-        for process in processes:
-            process.start()
-        end = time.monotonic() + seconds
-        for process in processes:
-            process.join(max(0.0, end - time.monotonic()))
-        late = [rank for rank, process in enumerate(processes) if process.is_alive()]
-        for process in processes:
-            process.kill()
-            process.join()
+        given = (folder, seconds / 10, work, arguments)
+        codes, late = _all_ended(size, _run, given, seconds, daemon=True)
         errors = sorted(folder.glob("error-*"), key=lambda file: file.stat().st_mtime_ns)
         if errors:
             raise AssertionError(f"{errors[0].name}:\n{errors[0].read_text()}")
-        codes = [process.exitcode for process in processes]
         assert not late, f"ranks {late} were still at it after {seconds} s"
         assert codes == [0] * size, f"exit codes {codes}"
         return [torch.load(folder / f"result-{rank}", weights_only=True) for rank in range(size)]
@@ -67,30 +51,39 @@ def ends(size, work, *arguments, seconds=100, wait=100):
     Args:
         wait: seconds that a rank waits for the others in torch's moves.
     """
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(_PRELOADED)
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        processes = [
-            context.Process(target=_end, args=(rank, size, folder, wait, work, arguments))
-            for rank in range(size)
-        ]
-        for process in processes:
-            process.start()
-        end = time.monotonic() + seconds
-        for process in processes:
-            process.join(max(0.0, end - time.monotonic()))
-        late = [rank for rank, process in enumerate(processes) if process.is_alive()]
-        for process in processes:
-            process.kill()
-            process.join()
+        codes, late = _all_ended(size, _end, (folder, wait, work, arguments), seconds)
         assert not late, f"ranks {late} were still at it after {seconds} s"
         found = []
-        for rank, process in enumerate(processes):
+        for rank, code in enumerate(codes):
             file = folder / f"end-{rank}"
             told = json.loads(file.read_text()) if file.exists() else {}
-            found.append({"code": process.exitcode, "line": "", "log": [], "after": 0.0} | told)
+            found.append({"code": code, "line": "", "log": [], "after": 0.0} | told)
         return found
+
+
+def _all_ended(size, target, arguments, seconds, daemon=False):
+    """(exit codes, ranks that were late) of target(rank, size, *arguments) in a process each.
+
+    What still runs after `seconds` is killed.
+    """
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(_PRELOADED)
+    processes = [
+        context.Process(target=target, args=(rank, size, *arguments), daemon=daemon)
+        for rank in range(size)
+    ]
+    for process in processes:
+        process.start()
+    end = time.monotonic() + seconds
+    for process in processes:
+        process.join(max(0.0, end - time.monotonic()))
+    late = [rank for rank, process in enumerate(processes) if process.is_alive()]
+    for process in processes:
+        process.kill()
+        process.join()
+    return [process.exitcode for process in processes], late
 
 
 _began = 0.0
