@@ -50,6 +50,12 @@ def plan_file():
     return file
 
 
+def layer_file():
+    file = folder() / "layer"
+    machine_layer().save(file)
+    return file
+
+
 def traced(**named):
     with ds.trace(**named), tracing.span("a"), tracing.span("b"):
         pass
@@ -195,6 +201,12 @@ RECIPES = {
     ),
     "dynsparse.popsparse.load_plan": Recipe(
         popsparse.load_plan, lambda: {"file": plan_file()}, FILES
+    ),
+    "dynsparse.popsparse.Layer.save": Recipe(
+        machine_layer().save, lambda: {"file": folder() / "layer"}, FILES
+    ),
+    "dynsparse.popsparse.Layer.load": Recipe(
+        popsparse.Layer.load, lambda: {"file": layer_file()}, FILES
     ),
     "dynsparse.selfcheck.run_checks": Recipe(
         no_checks, lambda: {"seed": 1, "speeds": False, "tell": str}

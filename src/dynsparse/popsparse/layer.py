@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable
 from collections.abc import Sequence as Sequence_
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from dynsparse.checks import check_kind
 from dynsparse.files.shorten import shortened
-from dynsparse.machine import Engine, Graph, Profile, Program, Sequence, Tensor
+from dynsparse.machine import Engine, Graph, OutOfMemoryError, Profile, Program, Sequence, Tensor
 from dynsparse.popsparse.buckets.encoded import EncodedPattern
 from dynsparse.popsparse.dense.weights import DensePatterns
 from dynsparse.popsparse.device.choice import operations
 from dynsparse.popsparse.device.update import UpdatePrograms
+from dynsparse.popsparse.layer_file import StoredLayer, read_layer, write_layer
 from dynsparse.popsparse.product.block_lists import to_numpy
+from dynsparse.popsparse.product.formats import COOMatrix
 from dynsparse.popsparse.product.plan import PASSES, Plan
 from dynsparse.popsparse.product.update import Update
 from dynsparse.typed import typed
@@ -79,6 +83,12 @@ class Layer:
         for name in wanted:
             if not isinstance(name, str) or name not in names:
                 raise ValueError(f"the plan is for {', '.join(names)}, not for {shortened(name)}")
+        self._built = {
+            "passes": wanted,
+            "update": None if update is None else _plain(Update.parse(update)),
+            "numerics": numerics,
+            "check_memory": check_memory,
+        }
         self.profiles: dict[str, Profile] = {}
         self._encoded: EncodedPattern | DensePatterns | None = None
         build = operations(plan)
@@ -120,6 +130,63 @@ class Layer:
     @property
     def encoding(self) -> EncodedPattern | None:
         return self._encoded if isinstance(self._encoded, EncodedPattern) else None
+
+    @typed
+    def save(self, file: str | os.PathLike[str]) -> None:
+        """Write the plan, how the layer was built, and the weights that the machine holds.
+
+        A program is not in the file: it follows from the plan, and `load` builds it.
+
+        Args:
+            file: where to; it appears whole or not at all.
+
+        Raises:
+            OSError: the file cannot be written.
+            TypeError: a plan for a target, or of options, of a class of your own.
+        """
+        write_layer(Path(file), StoredLayer(self.plan, self._built, self._matrices()))
+
+    @classmethod
+    @typed
+    def load(cls, file: str | os.PathLike[str]) -> Layer:
+        """The layer that `save` wrote, on whichever machine: nothing is planned, and no target is
+        asked for, since both stand in the file.
+
+        Raises:
+            OSError: the file cannot be read.
+            ValueError: another file, a damaged one, or a plan of another version of the planner.
+            OutOfMemoryError: as of the constructor (a ValueError).
+        """
+        try:
+            stored = read_layer(Path(file))
+            layer = cls(stored.plan, **stored.built)
+            if stored.weights:
+                one = len(stored.weights) == 1
+                layer.set_weights(stored.weights[0] if one else stored.weights, None)
+        except OutOfMemoryError:
+            raise
+        except (TypeError, ValueError) as error:
+            raise ValueError(f"{os.fspath(file)}: {error}") from None
+        return layer
+
+    def _matrices(self) -> list[COOMatrix]:
+        """The weights of each group; none where no pattern was set."""
+        encoded = self._encoded
+        if encoded is None:
+            return []
+        if self.numerics:
+            values = self.engine.read("values")
+        else:
+            values = np.zeros(self._partitioner.nz_size, self.plan.dtype.name)
+        if isinstance(encoded, DensePatterns):
+            gather = encoded.partitioner.gather
+            return [
+                COOMatrix.from_pattern(one, gather(one, values, group))
+                for group, one in enumerate(encoded.patterns)
+            ]
+        found = self._partitioner.decode(self.engine.read("words"), values)
+        groups = found if isinstance(found, list) else [found]
+        return [o if isinstance(o, COOMatrix) else COOMatrix.from_pattern(*o) for o in groups]
 
     def set_pattern(self, pattern: Any) -> None:
         """Encode a pattern (for several groups, a sequence of them) and write its meta-info.
@@ -241,3 +308,8 @@ class Layer:
                 "the layer has no programs for updates: build it with update=popsparse.Update()"
             )
         return self._update
+
+
+def _plain(update: Update) -> dict[str, Any]:
+    """Its fields, as `Update.parse` takes them from JSON."""
+    return {**vars(update), "partials_type": update.partials_type.name}

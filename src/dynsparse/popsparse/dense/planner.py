@@ -12,21 +12,32 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from dataclasses import field as dataclass_field
-from functools import lru_cache
+from functools import cache, lru_cache
 from itertools import chain
 from typing import Any
 
 import numpy as np
 
 from dynsparse.checks import check_integer
+from dynsparse.files.plain_objects import PlainObjects
 from dynsparse.machine.target import Target
 from dynsparse.popsparse.dense.cost import Cut, Terms, least_cycles, price, tile_bytes
 from dynsparse.popsparse.dense.cycles import AMP, HMAC
 from dynsparse.popsparse.product.data_types import DataType, data_type, number
+from dynsparse.popsparse.product.kept import KeptPlans, hash_of_sources
 from dynsparse.popsparse.product.parts import all_partitions, ceil_div, even_parts
 from dynsparse.typed import typed
 
-__all__ = ["DensePlan", "plan"]
+__all__ = ["SOURCES", "DensePlan", "plan"]
+
+SOURCES = (
+    "popsparse/dense",
+    "popsparse/product",
+    "popsparse/cycles",
+    "machine/target.py",
+    "machine/dtypes.py",
+)
+"""Files and folders of the package that settle what a plan of a dense product is."""
 
 
 @dataclass(frozen=True)
@@ -163,7 +174,8 @@ def _plan(
             f"a dense {m}x{k} by {k}x{n} product of {dtype} needs {resident:,} bytes a tile for "
             f"its operands alone, {target.name} has {target.bytes_per_tile:,}: take smaller sizes"
         )
-    found = _search(m, k, n, dtype, partials, target, share, resident)
+    request = (m, k, n, dtype, partials, target, share)
+    found = _kept().find(request, lambda: _search(*request, resident))
     if resident + found.temporary_bytes > target.bytes_per_tile:
         raise ValueError(
             f"a dense {m}x{k} by {k}x{n} product of {dtype} needs "
@@ -171,6 +183,24 @@ def _plan(
             f"{target.bytes_per_tile}: use smaller operands or more tiles"
         )
     return found
+
+
+@cache
+def _kept() -> KeptPlans[DensePlan]:
+    objects = PlainObjects((Target, AMP, HMAC, DensePlan), {DataType: (str, data_type)})
+
+    def read(content: Any) -> DensePlan:
+        found = objects.from_plain(content)
+        if not isinstance(found, DensePlan) or not isinstance(found.target, Target):
+            raise ValueError("expected the plan of a dense product")
+        return found
+
+    def words(request: Any, made: DensePlan) -> tuple[str, str]:
+        m, k, n, dtype, *_ = request
+        cut = f"{made.field} x {made.out} x {made.in_} tiles, {made.method}"
+        return f"dense {m}x{k} by {k}x{n} of {dtype}", cut
+
+    return KeptPlans(lambda: hash_of_sources(SOURCES), objects, objects.to_plain, read, words)
 
 
 def _amp_kinds(dtype: DataType, partials: DataType, target: Any) -> list[AMP]:

@@ -7,7 +7,6 @@ the smaller partition.
 
 from __future__ import annotations
 
-import logging
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -38,8 +37,6 @@ from dynsparse.popsparse.product.words import overflow_words
 from dynsparse.typed import typed
 
 __all__ = ["make_plan", "matmul_plan"]
-
-_log = logging.getLogger(__name__)
 
 _KEPT = 10  # Runners-up kept for the report, distinct in partition or method.
 
@@ -109,13 +106,7 @@ def matmul_plan(
 
 def _found(request: Request) -> Plan:
     """The plan from the cache on the disk; else searched for, and kept there."""
-    return cached_plan(request, lambda: _planned(request))
-
-
-def _planned(request: Request) -> Plan:
-    plan = _search(*request)
-    _log.info("planned %s: %s, %s", plan.params, plan.partition, plan.method)
-    return plan
+    return cached_plan(request, lambda: _search(*request))
 
 
 def _methods(params: FullyConnectedParams, space: SearchSpace) -> list[Method]:

@@ -4,16 +4,11 @@ from __future__ import annotations
 
 import hashlib
 import json
-import logging
 import os
 from collections.abc import Callable
-from functools import cache
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
-from dynsparse.files.cache import open_cache
 from dynsparse.files.json_text import parse_json
 from dynsparse.files.plain_objects import PlainObjects
 from dynsparse.files.whole import write_text_whole
@@ -21,6 +16,7 @@ from dynsparse.machine.target import Target
 from dynsparse.popsparse.dense.cycles import AMP, HMAC
 from dynsparse.popsparse.dense.planner import DensePlan
 from dynsparse.popsparse.product.data_types import DataType, data_type
+from dynsparse.popsparse.product.kept import KeptPlans, hash_of_sources
 from dynsparse.popsparse.product.options import Options, PlanConstraints
 from dynsparse.popsparse.product.params import FullyConnectedParams, SparsityParams
 from dynsparse.popsparse.product.plan import (
@@ -37,9 +33,6 @@ from dynsparse.version import __version__
 
 __all__ = ["SOURCES", "cached_plan", "load_plan", "read_plan", "save_plan", "stored_plan"]
 
-_log = logging.getLogger(__name__)
-
-_KIND = "plans"
 _FORMAT = "dynsparse plan 1"
 
 SOURCES = (
@@ -64,40 +57,17 @@ _OBJECTS = PlainObjects(
 Request = tuple[Target, DataType, FullyConnectedParams, Options]
 
 
-@cache
 def _planner() -> str:
-    """A hash of the planner's source text; a plan of another is not this one's."""
-    package = Path(__file__).parents[2]
-    digest = hashlib.sha256()
-    for source in SOURCES:
-        place = package / source
-        for file in sorted(place.glob("*.py")) if place.is_dir() else [place]:
-            digest.update(f"{file.name}\n".encode())
-            digest.update(file.read_bytes())
-    return digest.hexdigest()
+    return hash_of_sources(SOURCES)
 
 
 def cached_plan(request: Request, make: Callable[[], Plan]) -> Plan:
     """The plan of target, type, parameters and options: from the cache, or made and kept there."""
-    kept = open_cache()
-    try:
-        asked = {"planner": _planner(), "numpy": np.__version__}
-        key = json.dumps({**asked, "request": _OBJECTS.to_plain(request)}, sort_keys=True)
-    except (OSError, TypeError):  # no source text here, or a class of the user's own
-        return make()
-    content = kept.get_json(_KIND, key)
-    if content is not None:
-        try:
-            found = _plan(content)
-        except ValueError as error:
-            _log.info("a plan in the cache cannot be read: %s", error)
-        else:
-            words = (found.params, found.partition, found.method)
-            _log.info("plan of %s from the cache: %s, %s", *words)
-            return found
-    made = make()
-    kept.put_json(_KIND, key, _OBJECTS.to_plain(made))
-    return made
+    return KeptPlans(_planner, _OBJECTS, _OBJECTS.to_plain, _plan, _words).find(request, make)
+
+
+def _words(_: Request, plan: Plan) -> tuple[str, str]:
+    return str(plan.params), f"{plan.partition}, {plan.method}"
 
 
 def stored_plan(plan: Plan) -> dict[str, Any]:

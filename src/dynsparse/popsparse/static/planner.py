@@ -8,15 +8,20 @@ docs/popsparse-formulas.md); `static.model` then times what really comes out.
 
 from __future__ import annotations
 
+import hashlib
 import math
 from collections import Counter
-from typing import Any
+from dataclasses import replace
+from typing import Any, NamedTuple
 
 import numpy as np
 
+from dynsparse.files.plain_objects import PlainObjects
+from dynsparse.machine.target import Target
 from dynsparse.pattern import SparsePattern
 from dynsparse.popsparse.product.cache import PlanningCache
 from dynsparse.popsparse.product.data_types import DataType, data_type
+from dynsparse.popsparse.product.kept import KeptPlans, hash_of_sources
 from dynsparse.popsparse.product.parts import ceil_div
 from dynsparse.popsparse.product.words import WORD_LIMIT
 from dynsparse.popsparse.static import cycles as cycles_of
@@ -25,9 +30,17 @@ from dynsparse.popsparse.static.cuts import Cut, Cuts
 from dynsparse.popsparse.static.layout import StaticPlan, StaticSearch, work_list_words
 from dynsparse.popsparse.static.params import MatmulParams, Options, pattern_of
 
-__all__ = ["make_plan"]
+__all__ = ["SOURCES", "make_plan"]
 
-_KEPT = 10  # Runners-up kept for the report.
+SOURCES = (
+    "popsparse/static",
+    "popsparse/product",
+    "machine/target.py",
+    "machine/dtypes.py",
+)
+"""Files and folders of the package that settle what a plan of a static product is."""
+
+_RUNNERS_UP = 10  # Runners-up kept for the report.
 
 
 def make_plan(
@@ -46,7 +59,8 @@ def make_plan(
         params: sizes.
         matrix: the sparse operand, a `SparseMatrix` or only its `SparsePattern`.
         options: a `static.Options` or a mapping.
-        cache: plans made earlier are taken from it.
+        cache: plans made earlier are taken from it; without it, and where it has none, from the
+            cache on the disk.
 
     Raises:
         ValueError: a pattern of another shape, options out of range, or no partition within the
@@ -56,12 +70,48 @@ def make_plan(
         raise TypeError(f"params must be static.MatmulParams, got {params!r}")
     kind, wanted = data_type(dtype), Options.parse(options)
     pattern, _ = pattern_of(matrix, params)
-    given = (target, kind, params, wanted)
+    request = (target, kind, params, wanted, pattern.block_size, _digest(pattern))
     if cache is None:
-        return _search(*given, pattern)
-    positions = (pattern.rows.numpy().tobytes(), pattern.cols.numpy().tobytes())
-    key = (*given, pattern.block_size, positions)
-    return cache.find(key, lambda: _search(*given, pattern))
+        return _plan(request, pattern)
+    return cache.find(request, lambda: _plan(request, pattern))
+
+
+class _Chosen(NamedTuple):
+    """What the search settles; the rest of a plan follows from it and the pattern."""
+
+    n_split: int
+    bands: int
+    terms: dict[str, int]
+    temporary_bytes: int
+    search: StaticSearch
+
+
+_OBJECTS = PlainObjects(
+    (Target, MatmulParams, Options, StaticSearch, _Chosen), {DataType: (str, data_type)}
+)
+
+
+def _read(content: Any) -> _Chosen:
+    found = _OBJECTS.from_plain(content)
+    if not isinstance(found, _Chosen) or not isinstance(found.search, StaticSearch):
+        raise ValueError("expected the cut of a static product")
+    return found
+
+
+def _words(request: Any, made: _Chosen) -> tuple[str, str]:
+    return f"static {request[2]}", f"{made.bands} bands, {made.n_split} parts of n"
+
+
+_KEPT: KeptPlans[_Chosen] = KeptPlans(
+    lambda: hash_of_sources(SOURCES), _OBJECTS, _OBJECTS.to_plain, _read, _words
+)
+
+
+def _digest(pattern: SparsePattern) -> str:
+    """Of the positions."""
+    digest = hashlib.sha256(pattern.rows.numpy().tobytes())
+    digest.update(pattern.cols.numpy().tobytes())
+    return digest.hexdigest()
 
 
 class _Estimate:
@@ -186,8 +236,8 @@ def _price(
     return slowest, bytes_
 
 
-def _best(estimate: _Estimate, cuts: Cuts, bound: int) -> tuple[dict[str, Any], StaticSearch]:
-    """The cheapest cut as it is reported, and what the search saw.
+def _best(estimate: _Estimate, cuts: Cuts, bound: int) -> _Chosen:
+    """The cheapest cut, and what the search saw.
 
     Raises:
         ValueError: no cut is possible, with the rules that are in the way.
@@ -218,12 +268,13 @@ def _best(estimate: _Estimate, cuts: Cuts, bound: int) -> tuple[dict[str, Any], 
         )
     # Equal cycles: fewer parts of n, then fewer bands.
     found.sort(key=lambda one: (one["cycles"], one["n_split"], one["bands"]))
-    return found[0], StaticSearch(count, len(found), bound, tuple(found[1 : 1 + _KEPT]))
+    search = StaticSearch(count, len(found), bound, tuple(found[1 : 1 + _RUNNERS_UP]))
+    best = {name: one for name, one in found[0].items() if name != "cycles"}
+    return _Chosen(**best, search=search)
 
 
-def _search(
-    target: Any, dtype: DataType, params: MatmulParams, options: Options, pattern: SparsePattern
-) -> StaticPlan:
+def _plan(request: tuple[Any, ...], pattern: SparsePattern) -> StaticPlan:
+    target, dtype, params, options, *_ = request
     if pattern.nnz == 0:
         return _empty(target, dtype, params, options, pattern)
     counts = [
@@ -233,12 +284,15 @@ def _search(
     kept = [kept_first(count, options.enable_preprocessing) for count in counts]
     (row_order, planned_rows), (column_order, planned_columns) = kept
     estimate = _Estimate(target, dtype, params, pattern, (planned_rows, planned_columns))
-    cuts = Cuts(
-        target, dtype, options, pattern, estimate.n, counts[1][column_order], planned_columns
-    )
+
+    def cuts(wanted: Options) -> Cuts:
+        columns = counts[1][column_order]
+        return Cuts(target, dtype, wanted, pattern, estimate.n, columns, planned_columns)
+
     bound = int(options.available_memory_proportion * target.bytes_per_tile)
-    best, search = _best(estimate, cuts, bound)
-    n_parts, tile_parts = cuts.parts(best["n_split"])
+    best = _KEPT.find(request, lambda: _best(estimate, cuts(options), bound))
+    cut = cuts(replace(options, n_split=best.n_split, num_bands=best.bands))
+    n_parts, tile_parts = cut.parts(best.n_split)
     return StaticPlan(
         params=params,
         options=options,
@@ -248,11 +302,11 @@ def _search(
         row_order=row_order,
         column_order=column_order,
         planned=(planned_rows, planned_columns),
-        bands=cuts.bands[best["bands"]],
+        bands=cut.bands[best.bands],
         n_parts=tuple(n_parts),
         tile_parts=tuple(tile_parts),
-        band_tiles=tuple(cuts.band_tiles(best["bands"], part.size) or () for part in tile_parts),
-        terms=best["terms"],
-        temporary_bytes=best["temporary_bytes"],
-        search=search,
+        band_tiles=tuple(cut.band_tiles(best.bands, part.size) or () for part in tile_parts),
+        terms=best.terms,
+        temporary_bytes=best.temporary_bytes,
+        search=best.search,
     )

@@ -1,0 +1,161 @@
+"""Layers of the tile machine in files: built again elsewhere, they give the same bits."""
+
+import json
+from dataclasses import replace
+from unittest import mock
+
+import numpy as np
+import pytest
+import torch
+
+from dynsparse.files.tensor_file import TensorFile, write_tensors
+from dynsparse.machine import OutOfMemoryError, Target
+from dynsparse.pattern import SparsePattern
+from dynsparse.popsparse import Layer, Update, make_plan, plan
+from dynsparse.popsparse.planner import search
+from dynsparse.popsparse.product.formats import COOMatrix
+from dynsparse.popsparse.product.params import FullyConnectedParams, SparsityParams
+
+ALL = "forward,grad_input,grad_weight"
+BASIC = {"out": 32, "in_": 48, "batch": 8, "density": 0.25, "target": Target(tiles=8)}
+KINDS = {
+    "elements": {},
+    "blocks": {"block_size": 8},
+    "float32": {"dtype": "float32", "block_size": 4},
+    "dense": {"options": {"plan_constraints": {"use_dense": True}}},
+}
+
+
+def drawn(planned, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    block = planned.params.sparsity_params.block_dimensions[0]
+    pattern = SparsePattern.random((32, 48), 0.2, block_size=block, generator=generator)
+    values = torch.randn(pattern.values_shape, generator=generator)
+    return pattern, values.to(getattr(torch, planned.dtype.name))
+
+
+def results(layer):
+    x = np.linspace(-1, 1, 8 * 48).reshape(8, 48)
+    dy = np.linspace(1, -2, 8 * 32).reshape(8, 32)
+    return layer.forward(x), layer.grad_input(dy), layer.grad_weight(dy, x)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_layer_from_its_file_computes_the_same_bits(tmp_path, kind):
+    layer = Layer(plan(**{**BASIC, **KINDS[kind], "passes": ALL}))
+    layer.set_weights(*drawn(layer.plan))
+    layer.save(tmp_path / "layer.safetensors")
+    with mock.patch.object(search, "_search", side_effect=AssertionError("planned")):
+        found = Layer.load(str(tmp_path / "layer.safetensors"))
+    assert found.plan == layer.plan
+    for one, other in zip(results(found), results(layer), strict=True):
+        np.testing.assert_array_equal(one, other)
+    assert {n: p.cycles for n, p in found.profiles.items()} == {
+        n: p.cycles for n, p in layer.profiles.items()
+    }
+
+
+def test_the_weights_in_the_file_are_those_that_the_machine_holds(tmp_path):
+    planned = plan(**BASIC, passes=ALL)
+    layer = Layer(planned, update=Update(pooling="max", partials_type="float16"))
+    layer.set_weights(*drawn(planned))
+    layer.rewire(*drawn(planned, seed=1))
+    layer.save(tmp_path / "layer")
+    found = Layer.load(tmp_path / "layer")
+    for one, other in zip(results(found), results(layer), strict=True):
+        np.testing.assert_array_equal(one, other)
+    scores = [o.scores(np.ones((8, 32)), np.ones((8, 48))) for o in (found, layer)]
+    np.testing.assert_array_equal(*scores)
+
+
+def test_without_a_pattern_and_with_fewer_passes(tmp_path):
+    layer = Layer(plan(**BASIC, passes=ALL), passes=["forward"], check_memory=False)
+    layer.save(tmp_path / "layer")
+    found = Layer.load(tmp_path / "layer")
+    assert found.encoding is None
+    with pytest.raises(ValueError, match="no program 'grad_input'"):
+        found.run("grad_input")
+
+
+@pytest.mark.parametrize("kind", ["blocks", "dense"])
+def test_without_numbers_the_pattern_is_kept(tmp_path, kind):
+    layer = Layer(plan(**{**BASIC, **KINDS[kind]}), numerics=False)
+    layer.set_weights(*drawn(layer.plan))
+    layer.save(tmp_path / "layer")
+    found = Layer.load(tmp_path / "layer")
+    assert not found.numerics
+    assert found.run("forward").cycles == layer.run("forward").cycles
+
+
+def test_groups_and_blocks_that_are_not_square(tmp_path):
+    params = FullyConnectedParams.create_with_nz_ratio(SparsityParams((4, 8)), 0.3, 8, 2, 48, 32)
+    layer = Layer(make_plan(Target(tiles=8), "float16", params))
+    rows, cols = np.array([0, 4, 28]), np.array([8, 0, 40])
+    weights = [
+        COOMatrix(np.arange(96, dtype=np.float16) + g, cols, rows, (32, 48), (4, 8))
+        for g in range(2)
+    ]
+    layer.set_weights(weights, None)
+    layer.save(tmp_path / "layer")
+    x = np.linspace(-1, 1, 8 * 96).reshape(8, 96)
+    np.testing.assert_array_equal(Layer.load(tmp_path / "layer").forward(x), layer.forward(x))
+
+
+def spoiled(path, about=None, **arrays):
+    """The file with other things in it."""
+    found = TensorFile(path)
+    names = ("rows 0", "columns 0", "values 0")
+    kept = {name: found.read(name) for name in names} | arrays
+    text = {**found.about, **(about or {})}
+    write_tensors(path, kept, text)
+
+
+def edited(path, **changes):
+    return {"layer": json.dumps({**json.loads(TensorFile(path).about["layer"]), **changes})}
+
+
+@pytest.mark.parametrize(
+    ("spoil", "words"),
+    [
+        (lambda p: p.write_bytes(p.read_bytes()[:-1]), "damaged"),
+        (lambda p: p.write_bytes(b""), "truncated"),
+        (lambda p: spoiled(p, {"format": "dynsparse layer 2"}), "expected a layer as"),
+        (lambda p: spoiled(p, {"layer": "[]"}), "expected the plan of a layer"),
+        (lambda p: spoiled(p, edited(p, groups=2)), "weights of 1 groups, got 2"),
+        (lambda p: spoiled(p, edited(p, groups=-1)), "weights of 1 groups"),
+        (lambda p: spoiled(p, edited(p, plan={})), "expected a plan"),
+        (lambda p: spoiled(p, edited(p, built={"size": 1})), "unexpected keyword"),
+        (lambda p: spoiled(p, edited(p, built={"passes": ["up"]})), "the plan is for"),
+        (lambda p: spoiled(p, **{"rows 0": torch.tensor([10**6] * 77)}), "row_indices"),
+        (lambda p: spoiled(p, **{"values 0": torch.zeros(3)}), "nz_values"),
+    ],
+)
+def test_another_file_is_refused_in_a_line(tmp_path, spoil, words):
+    file = tmp_path / "layer"
+    layer = Layer(plan(**BASIC, block_size=4))
+    layer.set_weights(*drawn(layer.plan))
+    layer.save(file)
+    spoil(file)
+    with pytest.raises(ValueError, match=words) as error:
+        Layer.load(file)
+    assert str(error.value).startswith(str(file))
+    assert "\n" not in str(error.value)
+
+
+def test_a_layer_that_does_not_fit_says_so_as_when_it_is_built(tmp_path):
+    planned = plan(**{**BASIC, "density": 0.9})
+    small = replace(planned, target=planned.target.with_(bytes_per_tile=4096))
+    Layer(small, check_memory=False).save(tmp_path / "layer")
+    file = TensorFile(tmp_path / "layer")
+    about = edited(tmp_path / "layer", built={})
+    write_tensors(tmp_path / "layer", {}, {**file.about, **about})
+    with pytest.raises(OutOfMemoryError):
+        Layer.load(tmp_path / "layer")
+
+
+def test_folders_that_are_not_there(tmp_path):
+    layer = Layer(plan(**BASIC))
+    with pytest.raises(FileNotFoundError):
+        layer.save(tmp_path / "none" / "layer")
+    with pytest.raises(FileNotFoundError):
+        Layer.load(tmp_path / "layer")
