@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -89,6 +90,7 @@ def set_places(chosen: Tensor, offset: int = 0, out: Tensor | None = None) -> Te
         return found if out is None else out.copy_(found)
     chosen = chosen.contiguous()
     if out is None:
-        out = empty(int(chosen.sum()), dtype=torch.int64)
+        # torch would make numbers of 8 bytes of them.
+        out = empty(int(np.count_nonzero(chosen.numpy())), dtype=torch.int64)
     library.dynsparse_rank_places(chosen.data_ptr(), len(chosen), offset, out.data_ptr())
     return out
