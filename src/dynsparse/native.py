@@ -122,6 +122,7 @@ _SIGNATURES: dict[str, tuple[type | None, list[type]]] = {
     ),
     "dynsparse_grow_screens": (_INT, []),
     "dynsparse_grow_select": (ctypes.c_int, [_POINTER, _SIZE, _SIZE, _INT, _POINTER, _INT]),
+    "dynsparse_rank_fold": (None, [_POINTER, _SIZE, _SIZE, _POINTER, _POINTER]),
     "dynsparse_rank_keys": (None, [_POINTER, _SIZE, _INT, _POINTER]),
     "dynsparse_rank_digits": (None, [_POINTER, _SIZE, _INT, _INT, _POINTER]),
     "dynsparse_rank_narrow": (None, [_POINTER, _SIZE, *[_INT] * 3, _POINTER, _SIZE]),

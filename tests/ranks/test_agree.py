@@ -6,6 +6,7 @@ import pytest
 import torch
 from threaded import over
 
+from dynsparse import native
 from dynsparse.ranks import (
     ALONE,
     agree_on,
@@ -93,6 +94,16 @@ def test_digests_of_many_bytes_differ_where_these_do(dtype, count):
     seen.add(digest(turned))
     assert len(seen) == 7
     assert digest(whole) == digest(whole) != digest(whole, whole)
+
+
+@pytest.mark.parametrize("count", [4096, 4097, 300_001])
+def test_digests_are_those_of_ranks_without_kernels(count, monkeypatch):
+    """Also of bytes that begin anywhere."""
+    whole = torch.randint(256, (count + 3,), generator=torch.Generator().manual_seed(0))
+    raw = whole.to(torch.uint8)[3:]
+    compiled = digest(raw)
+    monkeypatch.setattr(native, "load", lambda: None)
+    assert digest(raw) == compiled
 
 
 def test_disagreement_names_what_and_who():

@@ -52,6 +52,7 @@ using i64 = int64_t;
   FUNCTION(rank_keys) \
   FUNCTION(rank_digits) \
   FUNCTION(rank_narrow) \
+  FUNCTION(rank_fold) \
   FUNCTION(rank_places) \
   FUNCTION(dropout)
 
@@ -200,5 +201,6 @@ void update_case(const Library& library, Random& random);
 void growth_case(const Library& library, Random& random);
 void screen_case(const Library& library, Random& random);
 void selection_case(const Library& library, Random& random);
+void fold_case(const Library& library, Random& random);
 void dropout_case(const Library& library, Random& random);
 void far_case(const Library& library, Random& random);

@@ -286,6 +286,24 @@ void selection_case(const Library& library, Random& random) {
   }
 }
 
+void fold_case(const Library& library, Random& random) {
+  const i64 lines = random.below(5), width = random.below(40);
+  Array<uint8_t> words(random, lines * width * 8);
+  for (i64 i = 0; i < words.size(); i++) words[i] = static_cast<uint8_t>(random.engine());
+  Array<uint64_t> weights(random, width), folded(random, lines);
+  for (i64 w = 0; w < width; w++) weights[w] = random.engine();
+  library.rank_fold(words.data(), lines, width, weights.data(), folded.data());
+  for (i64 line = 0; line < lines; line++) {
+    uint64_t sum = 0;
+    for (i64 w = 0; w < width; w++) {
+      uint64_t word;
+      std::memcpy(&word, words.data() + 8 * (line * width + w), sizeof word);
+      sum += (word ^ (word >> 29)) * weights[w];
+    }
+    expect(folded[line] == sum, "a fold");
+  }
+}
+
 void dropout_case(const Library& library, Random& random) {
   const i64 count = random.below(random.chance(10) ? 100000 : 200);
   Array<float> x(random, count), y(random, count);

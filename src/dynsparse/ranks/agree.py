@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from dynsparse import native
 from dynsparse.ranks.ranks import Ranks
 
 __all__ = [
@@ -150,7 +151,7 @@ def digest(*parts: Tensor | str) -> int:
 
 
 _WORDS = 512  # that are folded into one
-_AT_ONCE = 64 * _WORDS  # 256 KiB, which stay in the second-level cache
+_AT_ONCE = 64  # folded words, of 256 KiB, which stay in the second-level cache
 
 
 def _weights() -> np.ndarray:
@@ -169,15 +170,22 @@ def _folded(raw: np.ndarray) -> np.ndarray:
     A multilinear hash: words times odd weights, modulo 2^64. High bits of a word are folded onto
     its low ones first, since a product has them only in its own high bits.
     """
-    whole = len(raw) // (8 * _WORDS) * _WORDS
-    if not whole:
+    lines = len(raw) // (8 * _WORDS)
+    if not lines:
         return raw
-    words = raw[: 8 * whole].view(np.uint64)
-    lines = []
-    for first in range(0, whole, _AT_ONCE):
-        some = words[first : first + _AT_ONCE].reshape(-1, _WORDS)
-        lines.append((some ^ (some >> np.uint64(29))) @ _WEIGHTS)
-    return np.concatenate([*(line.view(np.uint8) for line in lines), raw[8 * whole :]])
+    words, rest = np.split(raw, [8 * _WORDS * lines])
+    folded = np.empty(lines, np.uint64)
+    library = native.load()
+    if library is not None:
+        library.dynsparse_rank_fold(
+            words.ctypes.data, lines, _WORDS, _WEIGHTS.ctypes.data, folded.ctypes.data
+        )
+        return np.concatenate([folded.view(np.uint8), rest])
+    some = words.view(np.uint64).reshape(-1, _WORDS)
+    for first in range(0, lines, _AT_ONCE):
+        few = some[first : first + _AT_ONCE]
+        np.matmul(few ^ (few >> np.uint64(29)), _WEIGHTS, out=folded[first : first + _AT_ONCE])
+    return np.concatenate([folded.view(np.uint8), rest])
 
 
 def differing(ranks: Ranks, numbers: Sequence[int]) -> list[int]:
