@@ -77,9 +77,10 @@ def is_declared_only(function: Function) -> bool:
 def is_torchs(function: Function) -> bool:
     """Registered with torch.library, or a method of an autograd function: torch decides what it
     is called with. Likewise the methods that Python calls."""
-    by_torch = ("register_fake", "register_kernel", "register_autograd", "overload")
+    by_torch = ("register_kernel", "register_autograd", "overload")
     said = " ".join(ast.unparse(one) for one in function.decorator_list)
-    names = ("_setup_context", "setup_context", "_setup_double", "_no_double_backward")
+    names = ("_setup_context", "setup_context", "_setup_double", "_no_double_backward",
+             "_forward_shapes", "_backward_shapes")  # fmt: skip
     return (
         any(word in said for word in by_torch)
         or function.name in names

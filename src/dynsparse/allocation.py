@@ -10,11 +10,14 @@ import math
 from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from fractions import Fraction
+from typing import TYPE_CHECKING
 
 from dynsparse.checks import check_within
 from dynsparse.files.shorten import shortened
 from dynsparse.typed import typed
+
+if TYPE_CHECKING:
+    from fractions import Fraction
 
 __all__ = ["METHODS", "allocate"]
 
@@ -204,6 +207,7 @@ def _targets(layers: list[_Layer], budget: int) -> list[Fraction]:
     scales at which a layer reaches one of its bounds: those are searched, the rest is solved for.
     This is where the procedure of Evci et al. ends, which makes layers dense one after another.
     """
+    from fractions import Fraction  # and decimal with it, at a good part of this package's import
 
     def clamped(scale: Fraction) -> list[Fraction]:
         return [min(max(scale * x.share, Fraction(x.block)), Fraction(x.elements)) for x in layers]

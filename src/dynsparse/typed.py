@@ -13,7 +13,7 @@ import inspect
 import os
 import types
 import typing
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, TypeVar, Union
 
 import numpy as np
@@ -41,14 +41,13 @@ def typed(function: _Door) -> _Door:
     if isinstance(function, type):
         function.__init__ = typed(function.__init__)  # type: ignore[misc]
         return function
-    signature = inspect.signature(function)
 
     @functools.wraps(function)
     def door(*args: Any, **named: Any) -> Any:
-        hints = _hints(function)
+        parameters, hints = _parameters(function), _hints(function)
         # Too many or unknown arguments are told by the function itself.
-        for name, value in zip(signature.parameters, args, strict=False):
-            if signature.parameters[name].kind is inspect.Parameter.VAR_POSITIONAL:
+        for name, value in zip(parameters, args, strict=False):
+            if parameters[name].kind is inspect.Parameter.VAR_POSITIONAL:
                 break
             _check(name, value, hints.get(name, Any))
         for name, value in named.items():
@@ -56,6 +55,12 @@ def typed(function: _Door) -> _Door:
         return function(*args, **named)
 
     return door  # type: ignore[return-value]
+
+
+@functools.cache
+def _parameters(function: Callable[..., Any]) -> Mapping[str, inspect.Parameter]:
+    """When first called, and not earlier: most doors of a program stay shut."""
+    return inspect.signature(function).parameters
 
 
 @functools.cache

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from html import escape
 
 __all__ = ["html_table"]
 
@@ -18,6 +17,7 @@ def html_table(
         head: what stands over the columns.
         below: lines under the table.
     """
+    from html import escape  # it brings all of HTML's names along, which few programs want
 
     def line(cells: Sequence[str], tag: str) -> str:
         made = (

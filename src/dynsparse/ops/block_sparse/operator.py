@@ -137,21 +137,23 @@ def _like(q: Tensor, shape: Sequence[int]) -> Tensor:
     return q.new_empty(n, tokens, heads, features).transpose(1, 2)
 
 
-@torch.library.register_fake("dynsparse::block_attention", lib=_library)
-def _(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
+def _forward_shapes(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
     _check(q, k, v, rest)
     sums = torch.float64 if q.dtype == torch.float64 else torch.float32
     return _like(q, (*q.shape[:3], v.shape[3])), q.new_empty(q.shape[:3], dtype=sums)
 
 
-@torch.library.register_fake("dynsparse::block_attention_backward", lib=_library)
-def _(
+def _backward_shapes(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, sums: Tensor, *rest: Any
 ) -> tuple[Tensor, Tensor, Tensor]:
     made = [
         _like(q, t.shape) if n else q.new_empty(0) for t, n in zip((q, k, v), rest[8], strict=True)
     ]
     return made[0], made[1], made[2]
+
+
+_library.impl("block_attention", _forward_shapes, "Meta")
+_library.impl("block_attention_backward", _backward_shapes, "Meta")
 
 
 def _setup_context(ctx: Any, inputs: Any, output: Any) -> None:

@@ -43,8 +43,7 @@ _library.impl("conv", _forward, "CompositeExplicitAutograd")
 _library.impl("conv_backward", _backward, "CompositeExplicitAutograd")
 
 
-@torch.library.register_fake("dynsparse::conv", lib=_library)
-def _(x: Tensor, values: Tensor, *rest: Any) -> Tensor:
+def _forward_shapes(x: Tensor, values: Tensor, *rest: Any) -> Tensor:
     *_, bias, geometry = rest
     shape = features(values, rest)
     size = products.check_forward(x, values, shape, bias, Geometry.of(geometry))
@@ -52,8 +51,9 @@ def _(x: Tensor, values: Tensor, *rest: Any) -> Tensor:
     return y.contiguous(memory_format=products.layout_of(x))
 
 
-@torch.library.register_fake("dynsparse::conv_backward", lib=_library)
-def _(dy: Tensor, x: Tensor | None, values: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
+def _backward_shapes(
+    dy: Tensor, x: Tensor | None, values: Tensor, *rest: Any
+) -> tuple[Tensor, Tensor]:
     *_, geometry, size, need_input = rest
     g = Geometry.of(geometry)
     dx = dy.new_empty(0)
@@ -62,6 +62,10 @@ def _(dy: Tensor, x: Tensor | None, values: Tensor, *rest: Any) -> tuple[Tensor,
         dx = dy.new_empty(dy.shape[0], channels, *size)
         dx = dx.contiguous(memory_format=products.layout_of(dy))
     return dx, values.new_empty(0) if x is None else torch.empty_like(values)
+
+
+_library.impl("conv", _forward_shapes, "Meta")
+_library.impl("conv_backward", _backward_shapes, "Meta")
 
 
 def _setup_context(ctx: Any, inputs: Any, output: Any) -> None:

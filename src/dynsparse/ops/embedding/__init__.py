@@ -65,14 +65,20 @@ _library.impl("embedding", _forward, "CompositeExplicitAutograd")
 _library.impl("embedding_backward", _backward, "CompositeExplicitAutograd")
 
 
-@torch.library.register_fake("dynsparse::embedding", lib=_library)
-def _(ids: Tensor, values: Tensor, row_ptr: Tensor, cols: Tensor, width: int) -> Tensor:
+def _forward_shapes(
+    ids: Tensor, values: Tensor, row_ptr: Tensor, cols: Tensor, width: int
+) -> Tensor:
     return values.new_empty(*ids.shape, width)
 
 
-@torch.library.register_fake("dynsparse::embedding_backward", lib=_library)
-def _(dy: Tensor, ids: Tensor, values: Tensor, row_ptr: Tensor, cols: Tensor) -> Tensor:
+def _backward_shapes(
+    dy: Tensor, ids: Tensor, values: Tensor, row_ptr: Tensor, cols: Tensor
+) -> Tensor:
     return torch.empty_like(values)
+
+
+_library.impl("embedding", _forward_shapes, "Meta")
+_library.impl("embedding_backward", _backward_shapes, "Meta")
 
 
 def _setup_context(ctx, inputs, output) -> None:

@@ -78,20 +78,25 @@ _library.impl("linear", _forward, "CompositeExplicitAutograd")
 _library.impl("linear_backward", _backward, "CompositeExplicitAutograd")
 
 
-@torch.library.register_fake("dynsparse::linear", lib=_library)
-def _(x: Tensor, values: Tensor, *rest: Tensor | None) -> Tensor:
+def _forward_shapes(x: Tensor, values: Tensor, *rest: Tensor | None) -> Tensor:
     out_features, in_features = features(values, rest)
     products.check_input(x, values, in_features, "x")
     return x.new_empty(*x.shape[:-1], out_features)
 
 
-@torch.library.register_fake("dynsparse::linear_backward", lib=_library)
-def _(dy: Tensor, x: Tensor | None, values: Tensor, *rest: Tensor | bool) -> tuple[Tensor, Tensor]:
+def _backward_shapes(
+    dy: Tensor, x: Tensor | None, values: Tensor, *rest: Tensor | bool
+) -> tuple[Tensor, Tensor]:
     _, in_features = features(values, rest)
     return (
         dy.new_empty(*dy.shape[:-1], in_features) if rest[5] else dy.new_empty(0),
         values.new_empty(0) if x is None else torch.empty_like(values),
     )
+
+
+# The way of `register_fake` looks through every module that is loaded, for who calls it.
+_library.impl("linear", _forward_shapes, "Meta")
+_library.impl("linear_backward", _backward_shapes, "Meta")
 
 
 def save(ctx, x: Tensor, values: Tensor, bias: Tensor | None, *index: Tensor) -> None:
