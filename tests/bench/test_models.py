@@ -153,6 +153,9 @@ def test_the_table_of_memory():
     head, rows = memory_table([figures])
     assert rows == [["vit-b", "0.1", "1", "float32", "1.00", "4.00", "3.00", "250", "4.0", "3.0"]]
     assert len(head) == len(rows[0])
+    mixed = [figures, {**figures, "layer": "bert-base"}, {**figures, "density": 0.05}]
+    names = [row[:2] for row in memory_table(mixed)[1]]
+    assert names == [["vit-b", "0.1"], ["vit-b", "0.05"], ["bert-base", "0.1"]]
 
 
 def test_a_training_that_fails_is_named():

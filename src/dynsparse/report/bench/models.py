@@ -17,6 +17,12 @@ def _sizes(cell: Figures) -> list[str]:
     return [f"{cell[key]:g}" if key == "density" else f"{cell[key]}" for key in _SIZES]
 
 
+def _by_model(cells: list[Figures]) -> list[Figures]:
+    """The cells of each model together, in the order in which the models come."""
+    models = list(dict.fromkeys(cell["layer"] for cell in cells))
+    return sorted(cells, key=lambda cell: models.index(cell["layer"]))
+
+
 def _ratio(figure: Figures, disturbed: bool) -> str:
     texts = [f"{figure[key]:.2f}" for key in ("median", "low", "high")]
     return f"{texts[0]} ({texts[1]} to {texts[2]})" + "\\*" * disturbed
@@ -28,7 +34,7 @@ def steps_table(cells: list[Figures]) -> Table:
     head = [*_SIZE_NAMES, "ms, blocks", *[f"{name}, blocks" for name in who]]
     head += ["ms, whole", *[f"{name}, whole" for name in who]]
     rows = []
-    for cell in cells:
+    for cell in _by_model(cells):
         row = _sizes(cell)
         for part in (cell, cell["whole"]):
             row.append(_ms(part["times"]["dynsparse"]["median"]))
@@ -68,7 +74,7 @@ def memory_table(cells: list[Figures]) -> Table:
     head = [*_SIZE_NAMES, *[f"{name}, GB" for name in who], "state of the blocks, MB",
             "masked / that", "dense / that"]  # fmt: skip
     rows = []
-    for cell in cells:
+    for cell in _by_model(cells):
         found = cell["memory"]
         row = _sizes(cell) + [f"{found[name]['peak'] / 1e9:.2f}" for name in who]
         own = found["dynsparse"]["blocks"]
