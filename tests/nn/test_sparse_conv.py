@@ -355,3 +355,16 @@ def test_floating_point_operations_are_counted():
     with FlopCounterMode(display=False) as counter:
         layer(x).sum().backward()
     assert counter.get_total_flops() == 3 * 2 * (2 * 6 * 5) * layer.pattern.nnz
+
+
+def test_what_computes_few_images():
+    if native.load() is None:
+        pytest.skip("needs the compiled kernels")
+    line = ds.nn.SparseConv1d(256, 256, 3, padding=1, density=0.1)
+    assert line.kernel(1, 512) == line.kernel(1, 512, backward=True) == "dense"
+    assert line.kernel(64, 512) == line.kernel(64, 512, backward=True) == "sparse"
+    # Strips of an image fill the vectors of the kernels.
+    picture = SparseConv2d(64, 64, 3, padding=1, density=0.1)
+    assert picture.kernel(1, 56) == picture.kernel(1, 56, backward=True) == "sparse"
+    full = SparseConv2d(64, 64, 3, padding=1, density=1.0)
+    assert full.kernel(32, 56) == full.kernel(32, 56, backward=True) == "dense"

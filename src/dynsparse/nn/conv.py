@@ -236,7 +236,7 @@ class _SparseConv(SparseLinear):
             height, width = height + top + bottom, width + left + right
         index, g = self._current().index, self.geometry
         places = g.output_size(height, width)
-        return route(index, batch, places, bool(backward), dtype or self.values.dtype)
+        return route(index, g, batch, places, bool(backward), dtype or self.values.dtype)
 
     def extra_repr(self) -> str:
         parts = [f"{self.in_channels}, {self.out_channels}, kernel_size={self.kernel_size}",

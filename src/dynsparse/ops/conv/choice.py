@@ -2,22 +2,42 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 import torch
 
 from dynsparse import native
+from dynsparse.ops.conv.costs import cost, lanes
+from dynsparse.ops.conv.geometry import Geometry
 from dynsparse.ops.linear.choice import forced
+from dynsparse.ops.linear.costs import Layer
 from dynsparse.ops.linear.layer_index import LayerIndex
 
-__all__ = ["route"]
+__all__ = ["KINDS", "cheaper", "route"]
 
-# Densities from which on a dense convolution is faster, forward and backward (both gradients), as
-# measured on a two-core EPYC (family 25, model 17) with layers of 32 to 256 channels and batches of
-# 32: benchmarks/convolutions.py.
+KINDS = ("sparse", "dense")
+
+# Densities from which on a dense convolution is faster whatever the costs say, forward and backward
+# (both gradients): measured on two threads of an idle two-core EPYC (family 25, model 17) with
+# layers of 32 to 256 channels and batches of 32 (benchmarks/convolutions.py).
 _ELEMENTS, _BLOCKS = (0.4, 0.7), (0.7, 0.6)
+
+
+@lru_cache(maxsize=4096)
+def cheaper(
+    layer: Layer, g: Geometry, batch: int, size: tuple[int, int], backward: bool, width: int
+) -> str:
+    """The kind that is expected to take less time on a CPU; arguments as of `costs.terms`."""
+    density = layer.nnz * layer.block_size**2 / max(1, layer.out_features * layer.in_features)
+    limits = _BLOCKS if layer.block_size >= 4 else _ELEMENTS
+    if density > limits[backward]:
+        return "dense"
+    return min(KINDS, key=lambda kind: cost(kind, layer, g, batch, size, backward, width))
 
 
 def route(
     p: LayerIndex,
+    g: Geometry,
     batch: int,
     size: tuple[int, int],
     backward: bool,
@@ -33,8 +53,7 @@ def route(
         return "dense"
     if batch * size[0] * size[1] == 0:
         return "dense"
-    if forced() in ("sparse", "dense"):
+    if forced() in KINDS:
         return str(forced())
-    density = p.nnz * p.block_size**2 / max(1, p.out_features * p.in_features)
-    limits = _BLOCKS if p.block_size >= 4 else _ELEMENTS
-    return "dense" if density > limits[backward] else "sparse"
+    layer = Layer(p.out_features, p.in_features, p.nnz, p.block_size)
+    return cheaper(layer, g, batch, size, backward, lanes())

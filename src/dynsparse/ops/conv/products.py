@@ -88,7 +88,7 @@ def forward(x: Tensor, values: Tensor, p: LayerIndex, bias: Tensor | None, g: Ge
     dtype = _compute_dtype(x)
     b = None if bias is None else bias.to(dtype)
     w, size, layout = values.to(dtype), g.output_size(x.shape[2], x.shape[3]), layout_of(x)
-    if route(p, x.shape[0], size, False, x.dtype) == "sparse":
+    if route(p, g, x.shape[0], size, False, x.dtype) == "sparse":
         y = kernels.forward(x.to(dtype), w, p, b, g, layout)
     else:
         y = dense.forward(x.to(dtype), w, p, b, g)
@@ -109,7 +109,7 @@ def backward(
     dtype = _compute_dtype(dy)
     given = None if x is None else x.to(dtype)
     other, w, layout = dy.to(dtype), values.to(dtype), layout_of(dy)
-    if route(p, dy.shape[0], (dy.shape[2], dy.shape[3]), True, dy.dtype) == "sparse":
+    if route(p, g, dy.shape[0], (dy.shape[2], dy.shape[3]), True, dy.dtype) == "sparse":
         dx, dw = kernels.backward(other, given, w, p, g, size, need_input, layout)
     else:
         dx, dw = dense.backward(other, given, w, p, g, size, need_input)
