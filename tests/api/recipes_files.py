@@ -19,6 +19,7 @@ import dynsparse as ds
 from dynsparse import data, popsparse, selfcheck, tracing
 from dynsparse.bench.spec import find_spec, read_spec
 from dynsparse.integrations.follower import Follower
+from dynsparse.report import machine as reports
 from dynsparse.report.machine import encoding_data, report_html, write_layer_report, write_report
 from dynsparse.report.training.connectivity import visualise
 from dynsparse.training.checkpoint import read_extra
@@ -108,6 +109,14 @@ def page():
     }
 
 
+def profile_file():
+    return reports.save_profile(folder() / "a.json", **page())
+
+
+def read_profile():
+    return reports.read_profiles(page()["profile"])[0]
+
+
 def followed(algorithm, options):
     net = model()
     Follower(algorithm, options).start(net, optimizer_of(net), 10)
@@ -179,6 +188,42 @@ RECIPES = {
             "summary": {"seed": 0},
         },
         FILES,
+    ),
+    "dynsparse.report.machine.layer_page": call(
+        reports.layer_page,
+        layer=ran,
+        title=lambda: "A layer",
+        pattern=machine_pattern,
+        summary=lambda: {"seed": 0},
+    ),
+    "dynsparse.report.machine.save_profile": Recipe(
+        reports.save_profile, lambda: {"path": folder() / "a.json", **page()}, FILES
+    ),
+    "dynsparse.report.machine.load_profile": Recipe(
+        reports.load_profile, lambda: {"path": profile_file()}, FILES
+    ),
+    "dynsparse.report.machine.read_profiles": call(
+        reports.read_profiles, profile=lambda: page()["profile"]
+    ),
+    "dynsparse.report.machine.operations": call(
+        reports.operations, profile=read_profile, depth=lambda: 2
+    ),
+    "dynsparse.report.machine.findings": call(reports.findings, profile=read_profile),
+    "dynsparse.report.machine.memory_steps": call(reports.memory_steps, profile=read_profile),
+    "dynsparse.report.machine.peak_step": call(
+        reports.peak_step, profile=read_profile, tile=lambda: 1
+    ),
+    "dynsparse.report.machine.profile_text": call(
+        reports.profile_text, title=lambda: "A run", profiles=lambda: [read_profile()]
+    ),
+    "dynsparse.report.machine.compare": call(
+        reports.compare,
+        first=lambda: reports.load_profile(profile_file()),
+        second=lambda: page()["profile"],
+    ),
+    "dynsparse.report.machine.comparison_text": call(
+        reports.comparison_text,
+        found=lambda: reports.compare(page()["profile"], page()["profile"]),
     ),
     "dynsparse.report.machine.encoding_data": call(
         encoding_data, partitioner=partitioner, encoded=encoded

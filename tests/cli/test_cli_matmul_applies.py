@@ -36,6 +36,7 @@ OPTIONS = {
     "report_plan": "--report-plan",
     "as_json": "--json",
     "report": "--report page.html",
+    "profile": "--profile page.json",
     "update": "--update sum",
 }
 """Each as it is by default where that can be said: what is given counts, whatever its value."""
@@ -55,9 +56,9 @@ PLANS = {
 RUNS = {
     "dynamic": PLANS["dynamic"]
     | AREA
-    | {"seed", "seeds", "ignore_data", "ignore_memory", "update"},
-    "static": PLANS["static"] | {"seeds", "ignore_data"},
-    "dense": PLANS["dense"] | {"seed", "ignore_data"},
+    | {"seed", "seeds", "ignore_data", "ignore_memory", "update", "profile"},
+    "static": PLANS["static"] | {"seeds", "ignore_data", "profile"},
+    "dense": PLANS["dense"] | {"seed", "ignore_data", "profile"},
 }
 
 

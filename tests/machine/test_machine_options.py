@@ -65,7 +65,8 @@ def test_reports_are_written(tmp_path):
     folder = tmp_path / "reports"
     options = {"autoReport.all": "true", "autoReport.directory": str(folder)}
     engine = Engine(*squares(), options=options)
-    assert json.loads((folder / "memory.json").read_text())["memory"]["limit"] == 4096
+    (memory,) = json.loads((folder / "memory.json").read_text())["runs"]
+    assert memory["memory"]["limit"] == 4096
     assert not (folder / "profile.json").exists()
     engine.write("x", 1)
     cycles = [engine.run().cycles for _ in range(3)]

@@ -24,6 +24,7 @@ from dynsparse.cli.mnist import mnist
 from dynsparse.cli.mnist_transformer import mnist_transformer
 from dynsparse.cli.onnx import onnx
 from dynsparse.cli.plan_ranks import plan_ranks
+from dynsparse.cli.report import report
 from dynsparse.cli.visualise import visualise
 
 __all__ = ["app", "run"]
@@ -37,6 +38,7 @@ _COMMANDS: dict[str, Callable[..., None]] = {
     "cifar": cifar,
     "visualise": visualise,
     "matmul": matmul,
+    "report": report,
     "bench": bench,
     "plan-ranks": plan_ranks,
     "info": info,

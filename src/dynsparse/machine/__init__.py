@@ -8,6 +8,7 @@ from importlib import import_module
 from typing import Any
 
 from dynsparse.machine import codelets
+from dynsparse.machine.contents import Contents, HeldVariable, PlacedVertices
 from dynsparse.machine.dtypes import (
     BOOL,
     FLOAT,
@@ -55,6 +56,7 @@ from dynsparse.machine.program import (
 )
 from dynsparse.machine.target import Target
 from dynsparse.machine.tensor import Tensor, concat, rotation
+from dynsparse.machine.tree import ProgramNode
 from dynsparse.machine.vertex import Codelet, In, InOut, Out, Ragged, RaggedView, VertexView
 
 __all__ = [
@@ -72,6 +74,7 @@ __all__ = [
     "Call",
     "Codelet",
     "ComputeSet",
+    "Contents",
     "Copy",
     "CrossReplicaCopy",
     "DType",
@@ -80,6 +83,7 @@ __all__ = [
     "ErrorProgram",
     "Execute",
     "Graph",
+    "HeldVariable",
     "If",
     "In",
     "InOut",
@@ -91,10 +95,12 @@ __all__ = [
     "Out",
     "OutOfMemoryError",
     "PassEstimate",
+    "PlacedVertices",
     "PrintTensor",
     "Profile",
     "Program",
     "ProgramError",
+    "ProgramNode",
     "RaceError",
     "Ragged",
     "RaggedView",

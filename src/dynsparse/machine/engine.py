@@ -12,6 +12,7 @@ from dynsparse.checks import check_flag, check_integer, check_kind
 from dynsparse.files.shorten import shortened
 from dynsparse.files.whole import write_text_whole
 from dynsparse.machine.checks import check_mapping
+from dynsparse.machine.contents import Contents
 from dynsparse.machine.errors import ProgramError
 from dynsparse.machine.graph import Graph
 from dynsparse.machine.liveness import analyse
@@ -20,6 +21,7 @@ from dynsparse.machine.memory import check_memory as _check_memory
 from dynsparse.machine.memory import measure_memory
 from dynsparse.machine.options import EngineOptions
 from dynsparse.machine.profile import Profile, StepProfile
+from dynsparse.machine.profile_file import document
 from dynsparse.machine.program import Program, check_nesting
 from dynsparse.machine.state import Node, State
 from dynsparse.machine.target import Target
@@ -92,6 +94,8 @@ class Engine:
         if print_to is not None:
             self._state.print_to = print_to
         lowering = Lowering(self._state)
+        self._programs = named
+        self._contents = Contents(graph, self.target, liveness, self._state.rows)
         self._nodes: dict[str, Node] = {
             name: lowering.lower(one, name) for name, one in named.items()
         }
@@ -114,18 +118,19 @@ class Engine:
         }
         if check_memory:
             _check_memory(self.memory_use)
-        self._reported: list[dict[str, Any]] = []
+        self._reported: list[tuple[str, dict[str, Any]]] = []
         if self.options.graph_report:
-            self._write_report("memory.json", self.report().to_dict())
+            self._write_report("memory.json", "Memory", [("", self.report().to_dict())])
 
     def report(self) -> Profile:
         """The profile of no run: the program's counts and the memory it takes."""
         steps = [StepProfile(name, kind) for name, kind, _ in self._state.steps]
-        return Profile(self.target, self.memory_use, steps, counts=dict(self.counts))
+        counts = dict(self.counts)
+        return Profile(self.target, self.memory_use, steps, counts=counts, contents=self._contents)
 
-    def _write_report(self, name: str, content: Any) -> None:
+    def _write_report(self, name: str, title: str, runs: list[tuple[str, dict[str, Any]]]) -> None:
         self.options.folder.mkdir(parents=True, exist_ok=True)
-        write_text_whole(self.options.folder / name, json.dumps(content))
+        write_text_whole(self.options.folder / name, json.dumps(document(title, runs)))
 
     @spanned("machine run")
     def run(self, program: str | None = None) -> Profile:
@@ -142,6 +147,7 @@ class Engine:
         if self.options.allow_out_of_memory:
             _check_memory(self.memory_use)
         profile = self.report()
+        profile.program = self._programs[name]
         # The machine overflows to infinity without a word.
         with np.errstate(all="ignore"):
             self._nodes[name](profile)
@@ -151,10 +157,10 @@ class Engine:
                 row.received_bytes = plan.received_bytes * row.runs
                 row.sent_bytes = plan.sent_bytes * row.runs
                 row.local_bytes = plan.local_bytes * row.runs
-        earlier = sum(one["program"] == name for one in self._reported)
+        earlier = sum(program == name for program, _ in self._reported)
         if self.options.execution_report and earlier < self.options.reported_runs:
-            self._reported.append({"program": name, **profile.to_dict()})
-            self._write_report("profile.json", {"runs": self._reported})
+            self._reported.append((name, profile.to_dict()))
+            self._write_report("profile.json", "Runs", self._reported)
         return profile
 
     # The host's side.

@@ -10,6 +10,7 @@ import numpy as np
 
 from dynsparse.checks import check_array, check_integer, check_kind
 from dynsparse.files.shorten import shortened
+from dynsparse.machine.callers import callers
 from dynsparse.machine.dtypes import DType, as_dtype
 from dynsparse.machine.errors import MappingError
 from dynsparse.machine.mapping import Mapped
@@ -72,7 +73,7 @@ class Graph(Mapped):
         strides = [math.prod(sizes[i + 1 :]) for i in range(len(sizes))]
         tensor = Tensor(self, dtype, sizes, start, tuple(strides))
         name = name or f"{'constant' if is_constant else 'variable'}{len(group)}"
-        group.append(Variable(name, tensor, start, is_constant))
+        group.append(Variable(name, tensor, start, is_constant, callers()))
         end = start + tensor.numel + 1
         self.sizes[dtype] = -(-end // _ALIGNMENT) * _ALIGNMENT
         self._maps.pop(dtype, None)

@@ -26,11 +26,13 @@ __all__ = ["Liveness", "analyse"]
 @dataclass(frozen=True)
 class Liveness:
     """Sets of variables, as bits: bit i is `variables[i]`. `moments` maps a set that is wanted
-    at once to the name of a step where it is."""
+    at once to the name of a step where it is; `held` has the sets wanted while a step runs, one for
+    each place it is called from if they differ."""
 
     variables: list[Variable]
     always: int
     moments: dict[int, str]
+    held: dict[programs.Program, list[int]]
 
     def members(self, bits: int) -> np.ndarray:
         """Which variables are in a set: bool [variables]."""
@@ -60,6 +62,7 @@ class _Analysis:
             bit += len(group)
         self.effects: dict[int, _Effect] = {}
         self.moments: dict[int, str] = {}
+        self.held: dict[programs.Program, list[int]] = {}
 
     def touched(self, tensors: Iterable[Tensor], whole: bool = False) -> int:
         """The variables that tensors view; with `whole`, only those they cover together."""
@@ -132,6 +135,7 @@ class _Analysis:
             found = self.before(program.condition, after | test)
             while True:
                 body = self.before(program.body, found)
+                self._hold(program, after | body | test)
                 again = self.before(program.condition, after | body | test)
                 if again == found:
                     return found
@@ -148,10 +152,19 @@ class _Analysis:
             if not isinstance(program, (programs.WriteUndef, programs.Sync)):
                 # Results and operands are held together while a step runs.
                 self.moments.setdefault(found | after | effect.writes, program.name or "copy")
+            self._hold(program, found | after | effect.writes)
             return found
         for branch in branches:
             test |= self.before(branch, after)
+        self._hold(program, test)
         return test
+
+    def _hold(self, program: programs.Program, wanted: int) -> None:
+        """Note what is wanted while a step runs; sets inside others come from unfinished rounds."""
+        others = self.held.get(program, [])
+        if not any(wanted | one == one for one in others):
+            kept = [one for one in others if one | wanted != wanted]
+            self.held[program] = [*kept, wanted]
 
 
 def _leaves(program: programs.Program, seen: set[int]) -> Iterable[programs.Program]:
@@ -184,5 +197,5 @@ def analyse(graph: Graph, several: Iterable[programs.Program]) -> Liveness:
         for program in several:
             more |= found.before(program, always)
         if more == always:
-            return Liveness(found.variables, always, found.moments)
+            return Liveness(found.variables, always, found.moments, found.held)
         always = more

@@ -39,7 +39,9 @@ class Lowering:
         if name is not None:
             path = f"{path}/{name}" if path else name
         make = getattr(self, f"_{type(program).__name__}")
+        outer, self.state.making = self.state.making, program
         node: Node = make(program, path)
+        self.state.making = outer
         self.nodes[id(program)] = node
         # Kept alive, so that an id is never used again for another program.
         self.kept.append(program)
@@ -85,6 +87,7 @@ class Lowering:
         def test(profile: Profile) -> int:
             profile.record(step, sync=sync, exchange=exchange)
             found = [int(flat[address]) for flat in flats]
+            profile.chosen(step, found[0])
             if len({*found}) > 1:
                 raise ProgramError(
                     f"replicas go different ways at {path!r}: {scalar.name} is "
@@ -239,6 +242,8 @@ class Lowering:
         fixed: list[np.ndarray | None] = [
             None if b.codelet.data_dependent else b.cycles() for b in bound
         ]
+        flops = [None if b.codelet.data_dependent else b.flops() for b in bound]
+        peak = max((state.target.peak_flops(dtype) for v in sets for dtype in v.read), default=0.0)
         computed = [self._is_computed(v, path) for v in sets if v.count]
         settled = [f for f in fixed if f is not None]
         known = schedule.tile_cycles(settled) if len(settled) == len(bound) else None
@@ -249,6 +254,9 @@ class Lowering:
                 if is_computed or b.codelet.data_dependent:
                     b.load()
             cycles = [b.cycles() if f is None else f for b, f in zip(bound, fixed, strict=True)]
+            work = [b.flops() if f is None else f for b, f in zip(bound, flops, strict=True)]
+            profile.steps[step].flops += sum(work)
+            profile.steps[step].peak_flops = peak
             for b, spent, is_computed in zip(bound, cycles, computed, strict=True):
                 if is_computed:
                     with state.float_errors(path, b.codelet.name):

@@ -9,7 +9,7 @@ import numpy as np
 from dynsparse.machine.errors import OutOfMemoryError
 from dynsparse.machine.exchange import CopyPlan
 from dynsparse.machine.graph import Graph
-from dynsparse.machine.intervals import Runs
+from dynsparse.machine.holdings import Holdings
 from dynsparse.machine.liveness import Liveness
 from dynsparse.machine.target import Target
 from dynsparse.machine.vertex import Codelet, VertexSet
@@ -54,47 +54,6 @@ class MemoryUse:
         return int(self.per_tile.argmax())
 
 
-@dataclass(frozen=True, eq=False)
-class _Holdings:
-    """Which variable has how many bytes on which tile."""
-
-    variable: np.ndarray
-    tile: np.ndarray
-    bytes: np.ndarray
-    tiles: int
-
-    @classmethod
-    def of(cls, graph: Graph, tiles: int) -> _Holdings:
-        columns: list[list[np.ndarray]] = [[np.zeros(0, np.int64)] for _ in range(3)]
-        first = 0
-        for dtype, group in graph.variables.items():
-            starts = np.array([v.start for v in group], np.int64)
-            lengths = np.array([v.tensor.numel for v in group], np.int64)
-            filled = np.flatnonzero(lengths)
-            pieces = graph.tile_map(dtype).split(Runs(starts[filled], lengths[filled]))
-            for column, values in zip(
-                columns,
-                (filled[pieces.run] + first, pieces.tiles, pieces.lengths * dtype.size),
-                strict=True,
-            ):
-                column.append(values)
-            first += len(group)
-        variable, tile, size = (np.concatenate(c) for c in columns)
-        return cls(variable, tile, size, tiles)
-
-    def per_tile(self, members: np.ndarray) -> np.ndarray:
-        """Bytes on each tile of the variables in a set (bool [variables])."""
-        chosen = members[self.variable]
-        weights = self.bytes[chosen]
-        return np.bincount(self.tile[chosen], weights=weights, minlength=self.tiles)
-
-    def on_tile(self, members: np.ndarray, tile: int) -> np.ndarray:
-        """Bytes of each variable of a set on one tile, [variables]."""
-        chosen = members[self.variable] & (self.tile == tile)
-        weights = self.bytes[chosen]
-        return np.bincount(self.variable[chosen], weights=weights, minlength=len(members))
-
-
 def measure_memory(
     graph: Graph,
     target: Target,
@@ -121,7 +80,7 @@ def measure_memory(
     for plan in copies:
         exchange += plan.fragments * _FRAGMENT_BYTES
 
-    holdings = _Holdings.of(graph, tiles)
+    holdings = Holdings.of(graph, tiles)
     always = liveness.members(liveness.always)
     constant = np.array([v.is_constant for v in liveness.variables], bool)
     temporary = np.zeros(tiles)

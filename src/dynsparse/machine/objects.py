@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from dynsparse.machine.callers import Callers
 from dynsparse.machine.dtypes import DType
 from dynsparse.machine.merge import merge_vertices
 from dynsparse.machine.tensor import Tensor
@@ -13,13 +14,17 @@ __all__ = ["ComputeSet", "RemoteBuffer", "Stream", "Variable"]
 
 
 class Variable:
-    """One contiguous stretch of the memory of its type. `tensor` views it whole."""
+    """One contiguous stretch of the memory of its type. `tensor` views it whole; `made_by` says
+    which calls led to it."""
 
-    def __init__(self, name: str, tensor: Tensor, start: int, is_constant: bool) -> None:
+    def __init__(
+        self, name: str, tensor: Tensor, start: int, is_constant: bool, made_by: Callers = ()
+    ) -> None:
         self.name = name
         self.tensor = tensor
         self.start = start
         self.is_constant = is_constant
+        self.made_by = made_by
 
     @property
     def stop(self) -> int:

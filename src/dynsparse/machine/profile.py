@@ -9,8 +9,11 @@ import numpy as np
 
 from dynsparse.checks import check_kind
 from dynsparse.files.shorten import shortened
+from dynsparse.machine.contents import Contents
 from dynsparse.machine.memory import MemoryUse
+from dynsparse.machine.program import Program
 from dynsparse.machine.target import Target
+from dynsparse.machine.tree import ProgramNode, program_tree
 from dynsparse.typed import typed
 
 __all__ = ["CodeletProfile", "Profile", "StepProfile", "TimelineRow"]
@@ -29,7 +32,9 @@ class StepProfile:
     each tile itself computed, `tile_exchange` what it exchanged: the rest of the step it waits.
     These and the bytes on the exchange are [tiles], or None for steps without. `to_host_bytes` and
     `from_host_bytes` are what all tiles together sent over the host link; "remote" likewise with
-    the memory beside the processors; `link_bytes` went from one processor to another.
+    the memory beside the processors; `link_bytes` went from one processor to another. `flops` are
+    the floating-point operations that its codelets say they do, `peak_flops` what a tile could do
+    in a cycle on operands of their type.
     """
 
     name: str
@@ -49,6 +54,8 @@ class StepProfile:
     to_remote_bytes: int = 0
     from_remote_bytes: int = 0
     link_bytes: int = 0
+    flops: float = 0
+    peak_flops: float = 0
 
     @property
     def cycles(self) -> float:
@@ -84,7 +91,9 @@ class CodeletProfile:
 
 @dataclass(eq=False)
 class Profile:
-    """The cost of one run. All fields are plain numbers and NumPy arrays."""
+    """The cost of one run. Fields are plain numbers and NumPy arrays, but for `contents`: what lies
+    where and when, and `program`, which ran (None: none).
+    """
 
     target: Target
     memory: MemoryUse
@@ -94,6 +103,22 @@ class Profile:
     counts: dict[str, int] = field(default_factory=dict)
     cycles: float = 0
     timeline_is_whole: bool = True
+    contents: Contents | None = None
+    program: Program | None = None
+    choices: dict[int, dict[int, int]] = field(default_factory=dict)
+
+    def chosen(self, step: int, value: int) -> None:
+        """Count a control value that was tested. For engines."""
+        found = self.choices.setdefault(step, {})
+        found[value] = found.get(value, 0) + 1
+
+    def tree(self) -> list[ProgramNode]:
+        """The static program that ran, the root first, each program before those inside it. Empty
+        where none ran."""
+        if self.program is None or self.contents is None:
+            return []
+        spent = [step.cycles for step in self.steps]
+        return program_tree(self.program, self.contents.rows, spent, self.choices)
 
     def record(
         self,
@@ -219,7 +244,8 @@ class Profile:
         exchange, compute, host); `seconds`; `memory` (limit, max_tile_bytes, worst_tile, and that
         tile's by_category); `steps` (name, kind, runs, cycles by part, balance, bytes); `timeline`
         (rows of step, start, sync, exchange, compute, host); `codelets`; with `per_tile` also
-        `tiles` (bytes, cycles, exchange, received, sent: lists).
+        `tiles` (bytes, cycles, exchange, received, sent: lists; memory: lists by category),
+        `contents` (as of `Contents.to_dict`) and, of a run, `tree` (nodes as of the method).
         """
         worst = self.memory.worst_tile
         out: dict[str, Any] = {
@@ -250,6 +276,9 @@ class Profile:
                     "compute": step.compute,
                     "host": step.host,
                     "balance": step.balance,
+                    "tiles": _count(step.tile_cycles),
+                    "flops": step.flops,
+                    "peak_flops": step.peak_flops,
                     "received_bytes": _sum(step.received_bytes),
                     "max_received_bytes": _max(step.received_bytes),
                     "sent_bytes": _sum(step.sent_bytes),
@@ -279,7 +308,12 @@ class Profile:
                 "exchange": self.tile_exchange.tolist(),
                 "received": self.received_bytes.tolist(),
                 "sent": self.sent_bytes.tolist(),
+                "memory": {k: v.astype(int).tolist() for k, v in self.memory.by_category.items()},
             }
+            if self.contents is not None:
+                out["contents"] = self.contents.to_dict()
+            if self.program is not None:
+                out["tree"] = [vars(node) for node in self.tree()]
         return out
 
     @typed
@@ -336,6 +370,11 @@ class Profile:
 
 def _sum(values: np.ndarray | None) -> int:
     return 0 if values is None else int(values.sum())
+
+
+def _count(values: np.ndarray | None) -> int:
+    """How many are not zero."""
+    return 0 if values is None else int(np.count_nonzero(values))
 
 
 def _max(values: np.ndarray | None) -> int:

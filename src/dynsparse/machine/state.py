@@ -18,6 +18,7 @@ from dynsparse.machine.graph import Graph
 from dynsparse.machine.host import Host
 from dynsparse.machine.objects import RemoteBuffer
 from dynsparse.machine.profile import Profile
+from dynsparse.machine.program import Program
 from dynsparse.machine.target import Target
 from dynsparse.machine.tensor import Tensor
 
@@ -31,7 +32,8 @@ class State:
     """The memory of a graph's variables on a target, and what steps need besides.
 
     `memories` has one for each replica. `steps` has a row (name, kind, plan of the copy) for each
-    step of the profile. Arguments as of `Engine`.
+    step of the profile, `rows` the row of each program that has one: who adds a row says in
+    `making` which program it is of. Arguments as of `Engine`.
     """
 
     def __init__(
@@ -47,6 +49,8 @@ class State:
         # Beside which processor a remote buffer is: that of the tiles it is copied to first.
         self.remote_home: dict[RemoteBuffer, list[int]] = {}
         self.steps: list[tuple[str, str, CopyPlan | None]] = []
+        self.making: Program | None = None
+        self.rows: dict[Program, int] = {}
         # Memory of types that are not computed is address space only: never touched, so never real.
         self.memories: list[dict[DType, np.ndarray]] = [
             {
@@ -90,7 +94,10 @@ class State:
     def add_step(self, name: str, kind: str, plan: CopyPlan | None = None) -> int:
         """A row of the profile."""
         self.steps.append((name, kind, plan))
-        return len(self.steps) - 1
+        row = len(self.steps) - 1
+        if self.making is not None:
+            self.rows[self.making] = row
+        return row
 
     def _tensor(self, what: str | Tensor) -> Tensor:
         tensor = self._find(what)

@@ -91,6 +91,9 @@ class Codelet:
         data_dependent: whether `cycles` reads the data, so must be asked at every run, before the
             kernel. Otherwise it is asked once.
         code_bytes: the codelet's size in the memory of each tile that runs it.
+        flops: floating-point operations of a vertex, a multiply-accumulate as two: a number, or
+            `flops(v)` giving a number or [*v.shape]. Asked after `cycles` wherever that is. Only
+            profiles show them.
     """
 
     name: str
@@ -101,6 +104,7 @@ class Codelet:
     scalars: Sequence[str] = ()
     data_dependent: bool = False
     code_bytes: int = 0
+    flops: float | Callable[[VertexView], Any] = 0
 
     def __post_init__(self) -> None:
         if not isinstance(self.runs_on, str) or self.runs_on not in _RUNS_ON:
@@ -116,6 +120,8 @@ class Codelet:
             check_kind(f"field {name!r} of codelet {self.name!r}", field, Field, "In, Out or InOut")
         if not callable(self.cycles) and not is_number(self.cycles):
             raise TypeError(f"cycles must be a number or a function, got {shortened(self.cycles)}")
+        if not callable(self.flops) and not is_number(self.flops):
+            raise TypeError(f"flops must be a number or a function, got {shortened(self.flops)}")
         check_integer("code_bytes", self.code_bytes, 0)
         both = set(self.fields) & set(self.scalars)
         if both:
@@ -245,6 +251,11 @@ class VertexSet:
         """The tile of each vertex in order, [count]."""
         return self.grid.reshape(-1)
 
+    @property
+    def read(self) -> list[DType]:
+        """The element types of what the vertices read."""
+        return [t.dtype for name, t in self.edges.items() if self.codelet.fields[name].reads]
+
     def runs(self, name: str) -> tuple[Runs, np.ndarray]:
         """The runs of memory an edge covers, and the vertex of each."""
         return _per_vertex_runs(self.edges[name], self.offsets.get(name), self.grid.ndim)
@@ -290,3 +301,9 @@ class BoundVertices:
                 f"codelet {self.codelet.name!r} estimates negative or undefined cycles: {cycles}"
             )
         return cycles
+
+    def flops(self) -> float:
+        """Floating-point operations of all vertices together."""
+        found = self.codelet.flops
+        value = found(self.view) if callable(found) else found
+        return float(np.broadcast_to(np.asarray(value, float), self.view.shape).sum())

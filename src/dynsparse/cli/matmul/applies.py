@@ -34,7 +34,8 @@ _PATTERN = (
 )
 RUNS: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(
-        ("seeds", "ignore_data", "ignore_memory", "update"), ("dynamic", "static", "dense")
+        ("seeds", "ignore_data", "ignore_memory", "update", "profile"),
+        ("dynamic", "static", "dense"),
     ),
     # A static product is planned for its pattern.
     **dict.fromkeys(_PATTERN, ("dynamic", "dense")),

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from dynsparse.cli.matmul.figures import show
+from dynsparse.cli.matmul.pages import write
 from dynsparse.cli.matmul.request import Request
 from dynsparse.machine.errors import OutOfMemoryError
 from dynsparse.popsparse.dense.planner import DensePlan
@@ -37,19 +38,15 @@ def run(request: Request) -> None:
             raise ValueError(f"{error}; use a smaller --batch or more --tiles") from error
         figures = dense_figures(plans, runs)
     show(figures, request)
-    _write_page(request, figures, plans, runs)
+    write(request, lambda: _page(request, figures, plans, runs))
 
 
-def _write_page(
+def _page(
     request: Request,
     figures: dict[str, Any],
     plans: dict[str, DensePlan],
     runs: dict[str, Run],
-) -> None:
-    if request.report is None:
-        return
-    from dynsparse.report.machine import write_report
-
+) -> dict[str, Any]:
     summary = {name: getattr(request, name) for name in ("rows", "cols", "batch", "dtype")}
     summary |= {"target": request.machine.name, "tiles": request.machine.tiles}
     keys = ("cycles", "estimated_cycles", "tflops", "max_tile_bytes", "max_relative_error")
@@ -57,4 +54,4 @@ def _write_page(
     title = "Dense product {rows:,} × {cols:,} by {batch:,} on {target}".format(**summary)
     found = {name: plan.to_dict() for name, plan in plans.items()}
     profiles = {name: run.profile for name, run in runs.items()}
-    write_report(request.report, title=title, summary=summary, plan=found, profile=profiles or None)
+    return {"title": title, "summary": summary, "plan": found, "profile": profiles or None}

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from dynsparse.cli.matmul.figures import median, show, summarise
+from dynsparse.cli.matmul.pages import write
 from dynsparse.cli.matmul.request import Request
 from dynsparse.machine.errors import OutOfMemoryError
 from dynsparse.popsparse.estimate import UpdateEstimate
@@ -28,7 +29,7 @@ def run(request: Request) -> None:
     elif request.plan_only or request.report_plan:
         print(plan_text(plan))
     if request.plan_only:
-        _write_plan_page(request, plan)
+        write(request, lambda: _plan_page(request, plan))
         return
     layer = _layer(request, plan)
     runs: list[dict[str, Any]] = []
@@ -41,7 +42,7 @@ def run(request: Request) -> None:
     if request.update is not None:
         figures["update"] = vars(_update(request, plan, runs[median(runs)]["seed"]))
     show(figures, request)
-    _write_page(request, layer, figures, runs[median(runs)]["seed"])
+    write(request, lambda: _page(request, layer, figures, runs[median(runs)]["seed"]))
 
 
 def _plan(request: Request) -> Plan:
@@ -107,10 +108,8 @@ def _layer(
         ) from error
 
 
-def _write_page(request: Request, layer: Layer, figures: dict[str, Any], seed: int) -> None:
-    if request.report is None:
-        return
-    from dynsparse.report.machine import write_layer_report
+def _page(request: Request, layer: Layer, figures: dict[str, Any], seed: int) -> dict[str, Any]:
+    from dynsparse.report.machine import layer_page
 
     pattern = request.draw(seed)
     more = {"max_relative_error": figures["max_relative_error"], "seed": seed}
@@ -119,13 +118,10 @@ def _write_page(request: Request, layer: Layer, figures: dict[str, Any], seed: i
         sparse_figures(layer, pattern, request.names, ignore_data=True)
         more["patterns"] = f"{request.seeds}; this page is about the one of median cycles"
         more |= {f"{name} cycles, spread": s for name, s in figures["spread"].items()}
-    write_layer_report(request.report, layer, pattern=pattern, summary=more)
+    return layer_page(layer, pattern=pattern, summary=more)
 
 
-def _write_plan_page(request: Request, plan: Plan) -> None:
-    if request.report is None:
-        return
-    from dynsparse.report.machine import write_report
+def _plan_page(request: Request, plan: Plan) -> dict[str, Any]:
     from dynsparse.report.machine.layer import plan_summary
 
     summary = plan_summary(plan) | {
@@ -134,4 +130,4 @@ def _write_plan_page(request: Request, plan: Plan) -> None:
     }
     sizes = f"{summary['rows']:,} × {summary['cols']:,} by {summary['batch']:,}"
     title = f"Plan of a sparse product {sizes} on {plan.target.name}"
-    write_report(request.report, title=title, summary=summary, plan=plan_report(plan))
+    return {"title": title, "summary": summary, "plan": plan_report(plan)}

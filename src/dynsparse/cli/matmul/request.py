@@ -170,6 +170,14 @@ class Request:
             metavar="<file.html>",
         ),
     ] = None
+    profile: Annotated[
+        Path | None,
+        _option(
+            _OUTPUT,
+            "Store all that is on the page, for `dynsparse report`: JSON.",
+            metavar="<file.json>",
+        ),
+    ] = None
 
     def __post_init__(self) -> None:
         if self.method not in _METHODS:
@@ -191,8 +199,9 @@ class Request:
         self._check_update()
         if self.report_plan and self.as_json and not self.plan_only:
             raise ValueError("--report-plan is text; with --json use --plan-only --json")
-        if (page := self.report) is not None and (page.is_dir() or not page.parent.is_dir()):
-            raise ValueError(f"--report: expected a file in a folder that exists, got {page}")
+        for flag, file in (("report", self.report), ("profile", self.profile)):
+            if file is not None and (file.is_dir() or not file.parent.is_dir()):
+                raise ValueError(f"--{flag}: expected a file in a folder that exists, got {file}")
         _ = self.machine, self.area
 
     def _check_update(self) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from dynsparse.cli.matmul.figures import median, show, summarise
+from dynsparse.cli.matmul.pages import write
 from dynsparse.cli.matmul.request import Request
 from dynsparse.popsparse.product.data_types import data_type
 from dynsparse.popsparse.static.layout import StaticPlan
@@ -31,7 +32,7 @@ def run(request: Request) -> None:
     plans = _plans(request, request.seed)
     if request.plan_only:
         estimated = {name: plan.cycles for name, plan in plans.items()}
-        _write_page(request, plans, {"estimated_cycles": estimated})
+        write(request, lambda: _page(request, plans, {"estimated_cycles": estimated}))
         if request.as_json:
             report = {name: plan_report(plan) for name, plan in plans.items()}
             chosen = plan_figures(next(iter(plans.values())))
@@ -48,12 +49,8 @@ def run(request: Request) -> None:
         return
     middle = median(runs)
     chosen = plan_figures(next(iter(plans_of[middle].values())))
-    _write_page(
-        request,
-        plans_of[middle],
-        {k: v for k, v in runs[middle].items() if k not in ("propagation_steps", "spilled")},
-        ran[middle],
-    )
+    figures = {k: v for k, v in runs[middle].items() if k not in ("propagation_steps", "spilled")}
+    write(request, lambda: _page(request, plans_of[middle], figures, ran[middle]))
     show(summarise(request, chosen, runs), request)
 
 
@@ -67,27 +64,22 @@ def _plans(request: Request, seed: int) -> dict[str, StaticPlan]:
         raise ValueError(str(error)) from error
 
 
-def _write_page(
+def _page(
     request: Request,
     plans: dict[str, StaticPlan],
     figures: dict[str, Any],
     ran: dict[str, Run] | None = None,
-) -> None:
+) -> dict[str, Any]:
     """The profile report of static plans: the plan, its estimate, the run and what was predicted of
     it."""
-    if request.report is None:
-        return
-    from dynsparse.report.machine import write_report
-
     names = ("rows", "cols", "batch", "density", "block_size", "dtype")
     summary = {name: getattr(request, name) for name in names}
     summary |= {"target": request.machine.name, "tiles": request.machine.tiles} | figures
     reports = {name: plan_report(plan) for name, plan in plans.items()}
-    write_report(
-        request.report,
-        title="Static product {rows:,} × {cols:,} by {batch:,} on {target}".format(**summary),
-        summary=summary,
-        plan=reports,
-        profile={name: run.profile for name, run in ran.items()} if ran else None,
-        predicted={name: one["predicted"] for name, one in reports.items()},
-    )
+    return {
+        "title": "Static product {rows:,} × {cols:,} by {batch:,} on {target}".format(**summary),
+        "summary": summary,
+        "plan": reports,
+        "profile": {name: run.profile for name, run in ran.items()} if ran else None,
+        "predicted": {name: one["predicted"] for name, one in reports.items()},
+    }

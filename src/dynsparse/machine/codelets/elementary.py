@@ -99,7 +99,12 @@ def _add_cycles(v: VertexView) -> int:
 
 
 ADD = Codelet(
-    "add", {"a": In(*_REAL), "b": In(*_REAL), "out": Out(*_REAL)}, _add, _add_cycles, "workers"
+    "add",
+    {"a": In(*_REAL), "b": In(*_REAL), "out": Out(*_REAL)},
+    _add,
+    _add_cycles,
+    "workers",
+    flops=lambda v: _elements(v, v.out),
 )
 MULTIPLY = Codelet(
     "multiply",
@@ -107,6 +112,7 @@ MULTIPLY = Codelet(
     _multiply,
     _add_cycles,
     "workers",
+    flops=lambda v: _elements(v, v.out),
 )
 # a += scale * b
 ADD_SCALED = Codelet(
@@ -116,6 +122,7 @@ ADD_SCALED = Codelet(
     _add_cycles,
     "workers",
     scalars=("scale",),
+    flops=lambda v: 2 * _elements(v, v.b),
 )
 
 
@@ -142,7 +149,12 @@ def _reduce_cycles(v: VertexView) -> int:
 
 # partials [depth, ...] to out [...].
 REDUCE = Codelet(
-    "reduce", {"partials": In(*_REAL), "out": Out(*_REAL)}, _reduce, _reduce_cycles, "workers"
+    "reduce",
+    {"partials": In(*_REAL), "out": Out(*_REAL)},
+    _reduce,
+    _reduce_cycles,
+    "workers",
+    flops=lambda v: _elements(v, v.partials),
 )
 
 
@@ -157,4 +169,5 @@ DOT = Codelet(
     {"a": In(*_REAL), "b": In(*_REAL), "out": Out(*_REAL)},
     _dot,
     lambda v: 5 + (v.a.shape[-1] + _width(v, v.a.dtype) - 1) // _width(v, v.a.dtype),
+    flops=lambda v: 2 * v.a.shape[-1],
 )

@@ -76,7 +76,11 @@ def multiply(
         return np.bincount(tile_of, cycles, minlength=v.count)
 
     fields = {"a": In(), "b": In(), "out": Out()}
-    return Codelet("block products", fields, compute, spent, "supervisor")
+
+    def flops(v: VertexView) -> Any:
+        return 2 * bm * bk * bn * np.bincount(tile_of, products, minlength=v.count)
+
+    return Codelet("block products", fields, compute, spent, "supervisor", flops=flops)
 
 
 def reduce(
@@ -109,7 +113,11 @@ def reduce(
         return found
 
     fields = {"partials": In(), "out": Out()}
-    return Codelet("block reduce", fields, compute, spent, "supervisor")
+
+    def flops(v: VertexView) -> Any:
+        return area * np.bincount(tile_of, depth, minlength=v.count)
+
+    return Codelet("block reduce", fields, compute, spent, "supervisor", flops=flops)
 
 
 def _each(elements: Any, dtype: DataType, workers: int, *, vector: int = 1, single: int = 0) -> Any:

@@ -16,9 +16,13 @@ __all__ = ["add", "in_place", "multiply", "reduce", "take_slice", "write_slice"]
 
 
 def _supervisor(
-    name: str, fields: dict[str, Any], compute: Callable[[VertexView], None], spent: Any
+    name: str,
+    fields: dict[str, Any],
+    compute: Callable[[VertexView], None],
+    spent: Any,
+    flops: Any = 0,
 ) -> Codelet:
-    return Codelet(name, fields, compute, spent, "supervisor")
+    return Codelet(name, fields, compute, spent, "supervisor", flops=flops)
 
 
 def multiply(layout: Layout, *, turned: tuple[bool, bool]) -> Codelet:
@@ -39,8 +43,12 @@ def multiply(layout: Layout, *, turned: tuple[bool, bool]) -> Codelet:
         )
         v.partials[...] = np.matmul(a, b)
 
+    def flops(v: VertexView) -> int:
+        inner = v.a.shape[-2 if turned[0] else -1]
+        return 2 * inner * v.partials.shape[-1] * v.partials.shape[-2]
+
     fields = {"a": In(), "b": In(), "partials": Out()}
-    return _supervisor("dense product", fields, compute, float(spent))
+    return _supervisor("dense product", fields, compute, float(spent), flops)
 
 
 def reduce(layout: Layout, result: DataType) -> Codelet:
@@ -56,7 +64,11 @@ def reduce(layout: Layout, result: DataType) -> Codelet:
     def spent(v: VertexView) -> Any:
         return cycles.reduce_stage(v.out.shape[-1], v.own.shape[-2] + v.others.shape[-2], *more)
 
-    return _supervisor("dense reduce", {"own": In(), "others": In(), "out": Out()}, compute, spent)
+    def flops(v: VertexView) -> int:
+        return v.out.shape[-1] * (v.own.shape[-2] + v.others.shape[-2] - 1)
+
+    fields = {"own": In(), "others": In(), "out": Out()}
+    return _supervisor("dense reduce", fields, compute, spent, flops)
 
 
 def take_slice(layout: Layout) -> Codelet:
@@ -96,7 +108,8 @@ def add(layout: Layout) -> Codelet:
     def spent(v: VertexView) -> Any:
         return cycles.add_in_place(v.src.shape[-1], layout.plan.dtype, layout.plan.target.workers)
 
-    return _supervisor("add in place", {"src": In(), "total": InOut()}, compute, spent)
+    fields = {"src": In(), "total": InOut()}
+    return _supervisor("add in place", fields, compute, spent, lambda v: v.src.shape[-1])
 
 
 def in_place(name: str, spent: Callable[[int], Any]) -> Codelet:

@@ -74,6 +74,7 @@ class BucketCodelets(ABC):
         fields: dict[str, Any],
         compute: Callable[[VertexView], None],
         scalars: tuple[str, ...] = (),
+        flops: Callable[[VertexView], Any] | float = 0,
     ) -> Codelet:
         return Codelet(
             name,
@@ -83,11 +84,19 @@ class BucketCodelets(ABC):
             "supervisor",
             scalars=scalars,
             data_dependent=True,
+            flops=flops,
         )
 
     def _cycles(self, v: VertexView) -> np.ndarray:
         cycles, self._found = self._match(v)
         return cycles.reshape(v.shape)
+
+    def _flops(self, v: VertexView) -> np.ndarray:
+        """Of blocks, each times a tile's part of the batch; `_match` gives `Found`."""
+        found = self._match(v)[1] if self._found is None else self._found
+        bx, by = self.plan.block_dimensions
+        each = 2 * bx * by * self.plan.elements_per_tile.z
+        return each * np.bincount(found.vertex, minlength=v.count).reshape(v.shape)
 
     def _matched(self, v: VertexView) -> Any:
         found = self._match(v)[1] if self._found is None else self._found

@@ -26,8 +26,12 @@ class GradWeightCodelets(BucketCodelets):
         self.batch_first = plan.method is Method.BLOCK_AMP
         edges = {"words": In(UNSIGNED_SHORT), "partials": InOut(), "gradient": In(), "input": In()}
         ids = {"x_id": In(UNSIGNED_INT), "y_id": In(UNSIGNED_INT)}
-        self.resident = self._codelet("grad_weight", edges, self._compute, ("rectangle",))
-        self.visiting = self._codelet("grad_weight of visitors", {**edges, **ids}, self._compute)
+        more = (self._compute, ("rectangle",), self._flops)
+        self.resident = self._codelet("grad_weight", edges, *more)
+        visitors = {**edges, **ids}
+        self.visiting = self._codelet(
+            "grad_weight of visitors", visitors, self._compute, flops=self._flops
+        )
 
     def _match(self, v: VertexView) -> tuple[np.ndarray, Found]:
         words = v.words.reshape(v.count, 1, -1)

@@ -41,10 +41,18 @@ class ProductCodelets(BucketCodelets):
         own = {"words": In(UNSIGNED_SHORT), "values": In()}
         others = {"other_words": In(UNSIGNED_SHORT), "other_values": In()}
         self.distribution = self._codelet(
-            f"{name} distribution", {**own, **others, **operand}, self._compute, ("rectangle",)
+            f"{name} distribution",
+            {**own, **others, **operand},
+            self._compute,
+            ("rectangle",),
+            self._flops,
         )
         self.propagation = self._codelet(
-            f"{name} propagation", {**own, **operand}, self._compute, ("rectangle",)
+            f"{name} propagation",
+            {**own, **operand},
+            self._compute,
+            ("rectangle",),
+            self._flops,
         )
 
     @staticmethod

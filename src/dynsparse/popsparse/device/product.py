@@ -244,4 +244,5 @@ def _reduce_codelet(plan: Plan, outputs: int, depth: int) -> Codelet:
         v.out[...] = total
 
     fields = {"own": In(), "others": In(), "out": Out()}
-    return Codelet("reduce", fields, reduce, cycles, "supervisor")
+    flops = outputs * (depth - 1)
+    return Codelet("reduce", fields, reduce, cycles, "supervisor", flops=flops)

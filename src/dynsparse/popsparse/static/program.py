@@ -209,7 +209,10 @@ class _Product:
 
         fields = {"values": In(), "columns": In(), "out": Out()}
         cycles = compute_cycles(plan, part)
-        return Codelet("static product", fields, compute, lambda v: cycles, "supervisor")
+        flops = 2.0 * self.area * n * pieces.blocks
+        return Codelet(
+            "static product", fields, compute, lambda v: cycles, "supervisor", flops=lambda v: flops
+        )
 
     def _reduce(self, partials: list[Tensor], out: Tensor, steps: Sequence) -> None:
         """Bring the partial sums to the tiles of the outputs, and add them there."""
@@ -248,6 +251,7 @@ class _Product:
             add,
             lambda v: cycles[tiles],
             "supervisor",
+            flops=lambda v: v.partials.lengths,
         )
         held = np.bincount(found.tile[stretch], length, minlength=tiles[-1] + 1)[tiles]
         ends = np.minimum(np.append(tiles, tiles[-1] + 1) * found.share, out.numel)

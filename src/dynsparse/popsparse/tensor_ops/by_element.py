@@ -131,4 +131,5 @@ def _codelet(name: str, made: _Operation, arguments: list[str | np.float32]) -> 
         return _START + vectors * (_VECTOR if made.in_vectors else _LOAD_AND_STORE + width)
 
     fields = {one: In(HALF, FLOAT) for one in arguments if isinstance(one, str)}
-    return Codelet(name, {**fields, "out": Out(HALF, FLOAT)}, compute, cycles, "workers")
+    fields["out"] = Out(HALF, FLOAT)
+    return Codelet(name, fields, compute, cycles, "workers", flops=lambda v: v.out.lengths)

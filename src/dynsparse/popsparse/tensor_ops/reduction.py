@@ -157,4 +157,5 @@ def _codelet(operation: str, begins: np.ndarray, count: int) -> Codelet:
         return _START + ceil_div(total, v.target.workers)
 
     fields = {"src": In(HALF, FLOAT), "out": Out(HALF, FLOAT)}
-    return Codelet(f"reduce, {operation}", fields, compute, cycles, "workers")
+    name = f"reduce, {operation}"
+    return Codelet(name, fields, compute, cycles, "workers", flops=lambda v: v.src.lengths)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 
 from dynsparse.report.machine.data import BucketData
@@ -9,7 +11,7 @@ from dynsparse.report.machine.figures import histogram
 from dynsparse.report.machine.format import cell, legend, number, percent, say, table
 from dynsparse.report.machine.maps import grid_map, offsets_map
 
-__all__ = ["bucket_maps", "buckets_section", "propagation_section"]
+__all__ = ["buckets_sections"]
 
 
 def _grid(data: BucketData, values: np.ndarray) -> np.ndarray:
@@ -99,6 +101,17 @@ def buckets_section(data: BucketData) -> str:
         )
     out.append('<h3>Over the buckets</h3><div class="maps">' + "".join(spread) + "</div>")
     return "".join(out)
+
+
+def buckets_sections(encoding: Any) -> tuple[str, str, dict[str, np.ndarray]]:
+    """The sections about buckets and their propagation, and the values of the maps by id.
+
+    Raises:
+        TypeError, ValueError: as of `BucketData.read`.
+    """
+    data = BucketData.read(encoding)
+    maps = {name: values for name, _, _, values, _ in bucket_maps(data)}
+    return buckets_section(data), propagation_section(data), maps
 
 
 def propagation_section(data: BucketData) -> str:

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
+
+from dynsparse.machine.tree import ProgramNode
+from dynsparse.report.machine.contents import ContentsData, read_contents
+from dynsparse.report.machine.plain import amount, amounts, figures, listed, need
+from dynsparse.report.machine.tree import read_program
 
 __all__ = ["PARTS", "BucketData", "ProfileData", "StepData", "Tiles", "read_profiles"]
 
@@ -17,7 +21,14 @@ PARTS = ("compute", "exchange", "sync", "host")
 
 @dataclass(frozen=True)
 class StepData:
-    """One step of the program, all runs together; cycles by part of `PARTS`."""
+    """One step of the program, all runs together; cycles by part of `PARTS`.
+
+    Attributes:
+        balance: the mean of all tiles' compute over that of the busiest one.
+        received: bytes on the exchange.
+        tiles: how many compute.
+        flops: floating-point operations; peak_flops: what a tile could do of them in a cycle.
+    """
 
     name: str
     kind: str
@@ -25,6 +36,9 @@ class StepData:
     parts: dict[str, float]
     balance: float
     received: int
+    tiles: int = 0
+    flops: float = 0.0
+    peak_flops: float = 0.0
 
     @property
     def cycles(self) -> float:
@@ -51,20 +65,22 @@ class ProfileData:
 
     name: str
     target: Mapping[str, Any]
-    counts: Mapping[str, int]
+    counts: Mapping[str, float]
     parts: dict[str, float]
     cycles: float
     seconds: float
     limit: int
     max_bytes: int
     worst_tile: int
-    worst: Mapping[str, int]
+    worst: Mapping[str, float]
     steps: list[StepData]
     order: np.ndarray
     rows: np.ndarray
     whole: bool
     codelets: Mapping[str, Mapping[str, float]]
     tiles: Tiles | None
+    contents: ContentsData | None = None
+    program: list[ProgramNode] = field(default_factory=list)
 
     def same_memory(self, other: ProfileData) -> bool:
         """Whether every tile's memory is the other's, as of two passes of one program."""
@@ -72,39 +88,6 @@ class ProfileData:
             return False
         mine, its = self.tiles.memory, other.tiles.memory
         return mine.keys() == its.keys() and all(np.array_equal(mine[k], its[k]) for k in mine)
-
-
-def need(data: Any, key: str, what: str) -> Any:
-    """The value of a key of a mapping; ValueError that names what lacks it."""
-    if not isinstance(data, Mapping):
-        raise TypeError(f"{what} must be a mapping, got {type(data).__name__}")
-    if key not in data:
-        keys = ", ".join(map(str, list(data)[:8])) or "nothing"
-        raise ValueError(f"{what} must have the key {key!r}, got {keys}")
-    return data[key]
-
-
-def amount(value: Any, what: str) -> float:
-    """A finite number of at least 0."""
-    if isinstance(value, bool) or not isinstance(value, (int, float, np.number)):
-        raise TypeError(f"{what} must be a number, got {value!r}")
-    if not math.isfinite(value) or value < 0:
-        raise ValueError(f"{what} must be finite and at least 0, got {value!r}")
-    return float(value)
-
-
-def amounts(values: Any, what: str, size: int | None = None) -> np.ndarray:
-    """Finite numbers of at least 0, float64 [size]."""
-    try:
-        found = np.asarray(values, np.float64)
-    except (TypeError, ValueError):
-        raise TypeError(f"{what} must be numbers, got {type(values).__name__}") from None
-    if found.ndim != 1 or (size is not None and len(found) != size):
-        wanted = "a list" if size is None else f"{size} numbers"
-        raise ValueError(f"{what} must be {wanted}, got the shape {list(found.shape)}")
-    if not np.isfinite(found).all() or (found < 0).any():
-        raise ValueError(f"{what} must be finite and at least 0")
-    return found
 
 
 def read_profiles(profile: Any) -> list[ProfileData]:
@@ -127,36 +110,55 @@ def read_profiles(profile: Any) -> list[ProfileData]:
 
 def _profile(name: str, profile: Any) -> ProfileData:
     what = f"profile of {name}" if name else "profile"
-    by_category: Mapping[str, Any] = {}
     if hasattr(profile, "to_dict"):
-        by_category = profile.memory.by_category
         profile = profile.to_dict(per_tile=True)
     cycles, memory = need(profile, "cycles", what), need(profile, "memory", what)
-    steps = [_step(row, f"{what}, step {i}") for i, row in enumerate(need(profile, "steps", what))]
+    rows_of = listed(need(profile, "steps", what), f"{what}, steps")
+    steps = [_step(row, f"{what}, step {i}") for i, row in enumerate(rows_of)]
     order, rows = _timeline(profile.get("timeline", ()), len(steps), what)
-    target = need(profile, "target", what)
-    tiles = None
+    target = _target(need(profile, "target", what), f"{what}, target")
+    worst = amount(need(memory, "worst_tile", f"{what}, memory"), f"{what}, worst_tile")
+    tiles, contents = None, None
     if profile.get("tiles"):
+        if worst >= target.get("tiles", 0):
+            raise ValueError(f"{what}: worst_tile must be one of its tiles, got {worst:g}")
         size = int(amount(need(target, "tiles", f"{what}, target"), f"{what}, tiles"))
-        tiles = _tiles(profile["tiles"], by_category, size, what)
+        tiles = _tiles(profile["tiles"], size, what)
+        if profile.get("contents"):
+            contents = read_contents(profile["contents"], size, len(steps), f"{what}, contents")
+    codelets = profile.get("codelets", {})
+    if not isinstance(codelets, Mapping):
+        raise TypeError(f"{what}, codelets must be a mapping, got {type(codelets).__name__}")
     return ProfileData(
         name=name,
         target=target,
-        counts=profile.get("counts", {}),
+        counts=figures(profile.get("counts", {}), f"{what}, counts"),
         parts={p: amount(need(cycles, p, f"{what}, cycles"), f"{what}, {p}") for p in PARTS},
         cycles=amount(need(cycles, "total", f"{what}, cycles"), f"{what}, cycles"),
         seconds=amount(need(profile, "seconds", what), f"{what}, seconds"),
         limit=int(amount(need(memory, "limit", f"{what}, memory"), f"{what}, limit")),
         max_bytes=int(amount(need(memory, "max_tile_bytes", f"{what}, memory"), f"{what}, bytes")),
-        worst_tile=int(need(memory, "worst_tile", f"{what}, memory")),
-        worst=memory.get("by_category", {}),
+        worst_tile=int(worst),
+        worst=figures(memory.get("by_category", {}), f"{what}, memory, by_category"),
         steps=steps,
         order=order,
         rows=rows,
         whole=bool(profile.get("timeline_is_whole", True)),
-        codelets=profile.get("codelets", {}),
+        codelets={str(k): figures(v, f"{what}, codelets") for k, v in codelets.items()},
         tiles=tiles,
+        contents=contents,
+        program=read_program(profile.get("tree", ()), len(steps), f"{what}, tree"),
     )
+
+
+def _target(target: Any, what: str) -> dict[str, Any]:
+    """A target's fields, of which the page reads name, tiles and clock."""
+    if not isinstance(target, Mapping):
+        raise TypeError(f"{what} must be a mapping, got {type(target).__name__}")
+    for key in ("tiles", "clock_hz"):
+        if key in target:
+            amount(target[key], f"{what}, {key}")
+    return dict(target)
 
 
 def _step(row: Any, what: str) -> StepData:
@@ -167,6 +169,9 @@ def _step(row: Any, what: str) -> StepData:
         parts={part: amount(need(row, part, what), f"{what}, {part}") for part in PARTS},
         balance=amount(row.get("balance", 0), f"{what}, balance"),
         received=int(amount(row.get("received_bytes", 0), f"{what}, received_bytes")),
+        tiles=int(amount(row.get("tiles", 0), f"{what}, tiles")),
+        flops=amount(row.get("flops", 0), f"{what}, flops"),
+        peak_flops=amount(row.get("peak_flops", 0), f"{what}, peak_flops"),
     )
 
 
@@ -189,12 +194,14 @@ def _timeline(rows: Any, steps: int, what: str) -> tuple[np.ndarray, np.ndarray]
     return order, found[:, [4, 3, 2, 5]]
 
 
-def _tiles(tiles: Any, by_category: Mapping[str, Any], size: int, what: str) -> Tiles:
+def _tiles(tiles: Any, size: int, what: str) -> Tiles:
     columns = {
         key: amounts(need(tiles, key, f"{what}, tiles"), f"{what}, tiles, {key}", size)
         for key in ("bytes", "cycles", "exchange", "received", "sent")
     }
-    by_category = by_category or tiles.get("memory") or {"in use": columns["bytes"]}
+    by_category = tiles.get("memory") or {"in use": columns["bytes"]}
+    if not isinstance(by_category, Mapping):
+        raise TypeError(f"{what}, memory must be a mapping, got {type(by_category).__name__}")
     memory = {
         str(key): amounts(value, f"{what}, memory, {key}", size)
         for key, value in by_category.items()

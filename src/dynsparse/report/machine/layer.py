@@ -12,7 +12,7 @@ from dynsparse.report.machine.format import number
 from dynsparse.report.machine.report import write_report
 from dynsparse.typed import typed
 
-__all__ = ["plan_summary", "write_layer_report"]
+__all__ = ["layer_page", "plan_summary", "write_layer_report"]
 
 
 def plan_summary(plan: Any) -> dict[str, Any]:
@@ -37,30 +37,25 @@ def plan_summary(plan: Any) -> dict[str, Any]:
 
 
 @typed
-def write_layer_report(
-    path: str | Path,
+def layer_page(
     layer: Any,
     *,
     title: str | None = None,
     pattern: Any = None,
     summary: Mapping[str, Any] | None = None,
-) -> Path:
-    """Write the page about the last run of each pass of a layer.
+) -> dict[str, Any]:
+    """What `write_report` makes a page of, and `save_profile` a file, about the last run of each
+    pass of a layer.
 
     Args:
-        path: the file; its folder must exist.
         layer: a `popsparse.Layer` with a pattern, of which passes have run.
         title: by default the sizes of the product and the machine.
         pattern: the pattern it ran with; given, the page also has what the execution model
             predicts for it.
         summary: more figures, or better ones, for the head of the page.
 
-    Returns:
-        The path.
-
     Raises:
         ValueError: a layer of which no pass has run, or one that keeps its weights dense.
-        OSError: the file cannot be written.
     """
     from dynsparse.popsparse.buckets.partitioner import Partitioner
     from dynsparse.popsparse.layer import Layer
@@ -90,12 +85,27 @@ def write_layer_report(
     predicted = None
     if pattern is not None:
         predicted = {n: t.to_dict() for n, t in predict(plan, pattern).items() if n in profiles}
-    return write_report(
-        path,
-        title=title or f"Sparse product {sizes} on {plan.target.name}",
-        summary=head | dict(summary or {}),
-        plan=plan_report(plan),
-        profile=profiles,
-        predicted=predicted,
-        encoding=encoding_data(Partitioner(plan), encoding),
-    )
+    return {
+        "title": title or f"Sparse product {sizes} on {plan.target.name}",
+        "summary": head | dict(summary or {}),
+        "plan": plan_report(plan),
+        "profile": dict(profiles),
+        "predicted": predicted,
+        "encoding": encoding_data(Partitioner(plan), encoding),
+    }
+
+
+def write_layer_report(path: str | Path, layer: Any, **more: Any) -> Path:
+    """Write the page about the last run of each pass of a layer.
+
+    Args:
+        path: the file; its folder must exist.
+        layer, more: as of `layer_page`, whose errors these are.
+
+    Returns:
+        The path.
+
+    Raises:
+        OSError: the file cannot be written.
+    """
+    return write_report(path, **layer_page(layer, **more))

@@ -55,22 +55,25 @@ def grid_map(
     axes: tuple[str, str],
     unit: str,
     capacity: float | None = None,
+    turn: bool = True,
 ) -> str:
     """A map of [rows, columns].
 
-    The longer dimension runs to the right. Values above `capacity` turn warm; without one, dark
-    is the largest value.
+    The longer dimension runs to the right, unless `turn` is off. Values above `capacity` turn warm;
+    without one, dark is the largest value. NaN is no cell.
     """
     down, right = axes
-    if values.shape[0] > values.shape[1]:
+    if turn and values.shape[0] > values.shape[1]:
         values, down, right = values.T, right, down
     rows, columns = values.shape
     size = _cell_size(rows, columns, 24)
-    top = float(values.max())
+    top = float(np.nanmax(values))
     colours: dict[str, list[tuple[int, int]]] = {}
     for r in range(rows):
         for c in range(columns):
-            colours.setdefault(_colour(float(values[r, c]), top, capacity), []).append((r, c))
+            if not np.isnan(values[r, c]):
+                found = _colour(float(values[r, c]), top, capacity)
+                colours.setdefault(found, []).append((r, c))
     left, above = 34, 20
     body = [f'<g transform="translate({left} {above})">{_cells(colours, size)}</g>']
     inner_w, inner_h = columns * size[0], rows * size[1]

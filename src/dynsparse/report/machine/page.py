@@ -41,7 +41,7 @@ def page(title: str, subtitle: str, sections: list[Section], data: dict[str, Any
     """The whole page. `data` is what the script draws and shows, as JSON inside it."""
     folder = files("dynsparse.report.machine")
     style = folder.joinpath("page.css").read_text("utf-8")
-    script = folder.joinpath("page.js").read_text("utf-8")
+    scripts = [folder.joinpath(name).read_text("utf-8") for name in ("page.js", "explore.js")]
     # A "<" in a name must not end the script element.
     plain = json.dumps(data, separators=(",", ":"), allow_nan=False).replace("<", "\\u003c")
     body = "".join(
@@ -57,5 +57,6 @@ def page(title: str, subtitle: str, sections: list[Section], data: dict[str, Any
         f"<header><h1>{say(title)}</h1><nav>{_links(sections)}</nav></header>\n<main>\n{body}</main>\n"
         f"<footer>{say(subtitle)}</footer>\n"
         f'<script type="application/json" id="data">{plain}</script>\n'
-        f"<script>\n{script}</script>\n</body></html>\n"
+        + "".join(f"<script>\n{script}</script>\n" for script in scripts)
+        + "</body></html>\n"
     )

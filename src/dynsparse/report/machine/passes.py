@@ -7,9 +7,10 @@ from typing import Any
 
 import numpy as np
 
-from dynsparse.report.machine.data import PARTS, ProfileData, StepData, Tiles, amount, need
+from dynsparse.report.machine.data import PARTS, ProfileData, StepData, Tiles
 from dynsparse.report.machine.figures import histogram, stacked_tiles
 from dynsparse.report.machine.format import bar, cell, legend, number, percent, say, table, words
+from dynsparse.report.machine.plain import amount, need
 from dynsparse.report.machine.timeline import Run, short_names
 
 __all__ = [

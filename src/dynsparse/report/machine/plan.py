@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from dynsparse.report.machine.data import amount, need
 from dynsparse.report.machine.format import bar, cell, legend, number, percent, say, table, words
+from dynsparse.report.machine.plain import amount, need
 
 __all__ = ["plan_section"]
 

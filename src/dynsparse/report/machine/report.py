@@ -8,11 +8,15 @@ from typing import Any
 
 import numpy as np
 
+from dynsparse.checks import check_kind
 from dynsparse.files.whole import write_text_whole
-from dynsparse.report.machine.buckets import bucket_maps, buckets_section, propagation_section
-from dynsparse.report.machine.data import BucketData, ProfileData, read_profiles
+from dynsparse.report.machine.buckets import buckets_sections
+from dynsparse.report.machine.by_operation import operations_section
+from dynsparse.report.machine.comparison import Comparison, comparison_section
+from dynsparse.report.machine.data import ProfileData, read_profiles
 from dynsparse.report.machine.encoding import encoding_data
 from dynsparse.report.machine.format import words
+from dynsparse.report.machine.memory import contents_data, live_data, live_section
 from dynsparse.report.machine.page import Section, page
 from dynsparse.report.machine.passes import (
     balance_section,
@@ -23,8 +27,11 @@ from dynsparse.report.machine.passes import (
     timeline_section,
 )
 from dynsparse.report.machine.plan import plan_section
+from dynsparse.report.machine.rules import findings, findings_section
 from dynsparse.report.machine.summary import summary_section
-from dynsparse.report.machine.timeline import alike, fold, timeline_data
+from dynsparse.report.machine.tile_map import tile_contents
+from dynsparse.report.machine.timeline import alike, fold, short_names, timeline_data
+from dynsparse.report.machine.tree import tree_section
 from dynsparse.version import __version__
 
 __all__ = ["encoding_data", "report_html", "write_report"]
@@ -55,6 +62,7 @@ def report_html(
     profile: Any = None,
     predicted: Mapping[str, Any] | None = None,
     encoding: Mapping[str, Any] | None = None,
+    compared: Comparison | None = None,
 ) -> str:
     """The page as text. What there is no data for is left out.
 
@@ -67,14 +75,15 @@ def report_html(
             "max_relative_error"; known too are "rows", "cols", "batch", "density", "block_size",
             "dtype", "target", ... ; any other is shown under its own name.
         plan: what `popsparse.plan_report` or `DensePlan.to_dict` gives.
-        profile: a `machine.Profile` or its `to_dict()`, or a mapping of pass to either. Memory by
-            category over the tiles needs a `Profile`, or the lists as "memory" in "tiles".
+        profile: a `machine.Profile` or its `to_dict()`, or a mapping of pass to either.
         predicted: by pass, what `PassTime.to_dict` of the execution model gives.
         encoding: what `encoding_data(partitioner, encoded)` gives.
+        compared: what `compare` gives, with another profile.
 
     Raises:
         TypeError, ValueError: data of another kind; the message names the key.
     """
+    check_kind("compared", compared, (Comparison, type(None)), "what compare gives")
     if not isinstance(title, str) or not title.strip():
         raise ValueError(f"title must be a text that is not empty, got {title!r}")
     for name, value in (
@@ -86,37 +95,48 @@ def report_html(
         if not isinstance(value, Mapping) and not (value is None and name != "summary"):
             raise TypeError(f"{name} must be a mapping, got {type(value).__name__}")
     found: list[Section] = []
-    data: dict[str, Any] = {"timelines": {}, "tiles": {}, "maps": {}}
+    data: dict[str, Any] = {"timelines": {}, "tiles": {}, "maps": {}, "contents": {}, "live": {}}
 
     def add(identity: str, heading: str, html: str) -> None:
         if html:
             found.append(Section(identity, heading, html))
 
+    profiles = read_profiles(profile)
     add("summary", "Summary", summary_section(summary))
+    if compared is not None:
+        add("compared", "Compared", comparison_section(compared))
+    if profiles:
+        add(
+            "findings",
+            "What costs most",
+            findings_section([(p.name, findings(p)) for p in profiles]),
+        )
     if plan:
         html = plan_section(plan)
         add("plan", "The plan" + (", and why it won" if "Runners-up" in html else ""), html)
-    profiles = read_profiles(profile)
     for place, one in enumerate(profiles):
-        same = next((p.name for p in profiles[:place] if p.same_memory(one)), "")
-        _profile_sections(one, f"p{place}", same, add, data)
+        same = next((i for i, p in enumerate(profiles[:place]) if p.same_memory(one)), place)
+        _profile_sections(one, f"p{place}", f"p{same}", profiles[same].name, add, data)
     if predicted:
         heading = "Predicted by the execution model" if profiles else "Predicted cycles"
         add("predicted", heading, predicted_section(predicted, profiles))
     if encoding:
-        buckets = BucketData.read(encoding)
-        add("buckets", "Buckets", buckets_section(buckets))
-        add("propagation", "Propagation", propagation_section(buckets))
-        for name, _, _, values, _ in bucket_maps(buckets):
+        buckets, propagation, maps = buckets_sections(encoding)
+        add("buckets", "Buckets", buckets)
+        add("propagation", "Propagation", propagation)
+        for name, values in maps.items():
             shown = values.T if values.shape[0] > values.shape[1] else values
             data["maps"][name] = _numbers(shown.ravel())
     return page(title, f"dynsparse {__version__}", found, data)
 
 
 def _profile_sections(
-    profile: ProfileData, key: str, memory_of: str, add: Any, data: dict[str, Any]
+    profile: ProfileData, key: str, memory: str, memory_of: str, add: Any, data: dict[str, Any]
 ) -> None:
-    """The sections of one pass, their ids beginning with `key`."""
+    """The sections of one pass, their ids beginning with `key`.
+
+    `memory` is the key of the first pass whose tiles hold the same, `memory_of` its name.
+    """
     before = f"{words(profile.name).capitalize()}: " if profile.name else ""
 
     def heading(text: str) -> str:
@@ -135,12 +155,27 @@ def _profile_sections(
         )
     else:
         add(f"{key}-run", heading("run"), head)
+    if profile.cycles:
+        add(f"{key}-operations", heading("operations"), operations_section(profile))
     add(f"{key}-steps", heading("cycles by program step"), steps_section(profile))
+    if profile.program:
+        html = tree_section(profile.program, short_names(profile), profile.cycles)
+        add(f"{key}-tree", heading("static program"), html)
+    if live := live_section(profile, key):
+        assert profile.contents is not None
+        if memory == key:
+            data["contents"][key] = contents_data(profile.contents)
+        data["live"][key] = live_data(profile, memory)
+        add(f"{key}-memory-steps", heading("memory over the steps"), live)
     tiles = profile.tiles
     if tiles is not None:
-        add(f"{key}-tiles", heading("tiles"), tiles_section(profile, tiles, key, memory_of))
+        own = memory == key
+        html = tiles_section(profile, tiles, key, "" if own else memory_of)
+        if own and live:
+            html = tile_contents(tiles, profile.limit, profile.worst_tile, key) + html
+        add(f"{key}-tiles", heading("tiles"), html)
         series = {"received": {"bytes received": tiles.received}}
-        if not memory_of:
+        if own:
             series["memory"] = tiles.memory
         if profile.cycles and (tiles.cycles + tiles.exchange).any():
             series["cycles"] = {
