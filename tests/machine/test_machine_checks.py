@@ -300,13 +300,45 @@ def test_memory_of_vertices_and_exchange():
     graph.add_vertices(one, code, np.array([0, 1]), {"a": a, "by": 1})
     graph.add_vertices(one, code, np.array([1]), {"a": a[1:], "by": 2})
     use = Engine(graph, Sequence(Execute(one), Copy(a, b))).memory_use
-    # A vertex: 4 for its codelet, 8 for an edge, 4 for a scalar; a fragment received: 12.
+    # A vertex: 4 for its codelet, 8 for an edge, 4 for a scalar. A fragment sent: 8, received: 12,
+    # and 8 on each tile for the exchange.
     assert use.by_category["vertex state"].tolist() == [16, 32, 0, 0]
     assert use.by_category["vertex code"].tolist() == [100, 100, 0, 0]
-    assert use.by_category["exchange code"].tolist() == [0, 12, 0, 0]
+    assert use.by_category["exchange code"].tolist() == [16, 20, 0, 0]
     assert use.by_category["always live"].tolist() == [16, 48, 0, 0]
-    assert use.max_tile_bytes == 192
+    assert use.max_tile_bytes == 200
     assert use.worst_tile == 1
+
+
+def test_memory_of_a_real_tile_has_stacks_and_control_code():
+    """Typical facts: 3,168 of stacks where vertices are, and on every tile in use 175 for each of
+    three steps and 298 to talk to the host."""
+    graph = Graph(Target.mk2(tiles=3))
+    a = graph.add_variable(FLOAT, [2, 4], "a", tiles=[0, 1])
+    b = graph.add_variable(FLOAT, [2, 4], "b", tiles=[1, 0])
+    one = graph.add_compute_set("one")
+    graph.add_vertices(one, codelets.FILL, [0], {"out": a[:1], "value": 1.0})
+    program = Sequence(Execute(one), Copy(a, b), Copy(b, a))
+    use = Engine(graph, program).memory_use.by_category
+    assert use["stacks"].tolist() == [3168, 0, 0]
+    assert use["control code"].tolist() == [3 * 175 + 298] * 2 + [0]
+    # Each of both copies: an entry, a send and a receive.
+    assert use["exchange code"].tolist() == [2 * (8 + 8 + 12)] * 2 + [0]
+
+
+def test_exchange_code_of_many_fragments():
+    """Strided: a pointer for each receive. What two tiles hear is sent once; long sends take a
+    second instruction."""
+    graph = Graph(Target.mk2(tiles=3))
+    src = graph.add_variable(FLOAT, [4, 5], "src", tiles=0)
+    dst = graph.add_variable(FLOAT, [4, 6], "dst", tiles=1)
+    far = graph.add_variable(FLOAT, [2, 100], "far", tiles=[1, 2])
+    long = graph.add_variable(FLOAT, [100], "long", tiles=0)
+    rows = Engine(graph, Copy(src, dst[:, :5])).memory_use.by_category["exchange code"]
+    assert rows.tolist() == [8 + 4 * 8, 8 + 4 * (8 + 4), 0]
+    heard = Copy(long.expand_dims(0).broadcast_to(2, 100), far)
+    use = Engine(graph, heard).memory_use.by_category["exchange code"]
+    assert use.tolist() == [8 + 8 + 4, 8 + 8 + 4, 8 + 8 + 4]
 
 
 def test_empty_things():

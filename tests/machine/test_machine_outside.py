@@ -53,7 +53,7 @@ def test_rows_of_a_remote_buffer():
     assert engine.remote("beside").tolist() == wanted
     assert engine.read("y").tolist() == [*range(6)]
     out, back = (profile.step(f"run/{name}") for name in ("out", "in"))
-    assert (out.kind, out.runs, out.host, out.sync) == ("remote", 2, 2 * 6, 2 * 126)
+    assert (out.kind, out.runs, out.host, out.sync) == ("remote", 2, 2 * 6, 2 * 311)
     assert (out.to_remote_bytes, out.from_remote_bytes) == (24, 0)
     assert (back.host, back.from_remote_bytes) == (2 * 12, 24)
     assert "Remote buffers: 24 bytes to them, 24 back" in profile.summary()

@@ -35,7 +35,7 @@ def test_targets():
     assert (whole.name, whole.clock_hz) == ("pod4-bow", 1.85e9)
     assert whole.share(2).processors == 2
     assert Target.pod(2, "mk2").clock_hz == 1.33e9
-    assert Target.bow().whole_sync_cycles == 126
+    assert Target.bow().whole_sync_cycles == 311
     assert whole.whole_sync_cycles == 600
     for wrong, line in (
         (lambda: Target.pod(2, tiles=3), "tiles must be a multiple of 4"),
@@ -64,7 +64,7 @@ def test_what_crosses_between_processors():
     profile = engine.run()
     assert engine.read("back").tolist() == list(range(100))
     one = profile.step("on one")
-    assert (one.sync, one.exchange, one.link_bytes) == (126, 100, 0)
+    assert (one.sync, one.exchange, one.link_bytes) == (311, 100, 0)
     # Both tiles of the other processor hear what crosses once; 2 bytes a cycle over the links.
     other = profile.step("to the other")
     assert (other.sync, other.exchange, other.link_bytes) == (600, 200, 400)

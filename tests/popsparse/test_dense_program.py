@@ -127,10 +127,10 @@ def test_estimate_and_run_agree(size, dtype):
     for n in (4, 16, 64, 256, 1024, 4096):
         plan = dense.plan(size, size, n, dtype, BOW)
         *_, profile = run(plan, BOW, numerics=False)
-        assert 0.97 < profile.cycles / plan.cycles < 1.06, (n, plan)
+        assert 0.97 < profile.cycles / plan.cycles < 1.08, (n, plan)
         needed = plan.temporary_bytes + plan.resident_bytes
         if needed > 10_000:  # Of tiny products, padding is most.
-            assert 0.55 < profile.memory.max_tile_bytes / needed < 1.25, (n, plan)
+            assert 0.55 < profile.memory.max_data_bytes / needed < 1.25, (n, plan)
 
 
 @pytest.mark.parametrize("dtype", ["float16", "float32"])
@@ -143,4 +143,4 @@ def test_estimate_and_run_of_padded_products(dtype):
             target = Target.bow(tiles=tiles)
             plan = dense.plan(*sizes, dtype, target)
             *_, profile = run(plan, target, numerics=False)
-            assert 0.8 < profile.cycles / plan.cycles < 1.5, (sizes, plan)
+            assert 0.8 < profile.cycles / plan.cycles < 1.65, (sizes, plan)

@@ -131,7 +131,7 @@ def test_sync_is_a_cost_of_the_target():
     plan = plan_for(edge=4)
     loud = make_plan(plan.target.with_(sync_cycles=1000), "float16", plan.params, plan.options)
     a, b = (predict(p, pattern(512, 0.1, 4))["forward"] for p in (plan, loud))
-    assert b.sync_cycles > 7 * a.sync_cycles
+    assert b.sync_cycles * plan.target.sync_cycles == 1000 * a.sync_cycles > 0
     assert (a.compute_cycles, a.exchange_cycles) == (b.compute_cycles, b.exchange_cycles)
 
 

@@ -87,11 +87,11 @@ def test_estimates_and_run_agree(shape, tiles, densities, batches):
     does, and is copied there instead. The planner's knows no more than the density."""
     predicted, planned, memory = _compare(shape, tiles, densities, batches)
     few = tiles < 1000
-    assert (predicted > (0.96 if few else 0.99)).all()
-    assert (predicted < (1.09 if few else 1.06)).all()
+    assert (predicted > (0.95 if few else 0.98)).all()
+    assert (predicted < (1.07 if few else 1.04)).all()
     assert 1 <= np.median(predicted) < 1.02
-    assert (planned > 0.7).all()
-    assert (planned < 2.1).all()
+    assert (planned > 0.55).all()
+    assert (planned < 3.1).all()
     assert (memory <= 1).all()  # It has an allowance for code, which the run counts in part.
 
 

@@ -418,7 +418,7 @@ def test_estimates_of_updates():
     )
     assert found.update_share(1000) < found.update_share(10) < 1
     assert sum(first.parts.values()) == pytest.approx(first.cycles)
-    assert first.parts["scores to host"] == 126 + np.ceil(12 * 8 * 2 / 3.75e9 * 1.85e9)
+    assert first.parts["scores to host"] == 311 + np.ceil(12 * 8 * 2 / 3.75e9 * 1.85e9)
     assert "pool magnitudes" not in second.parts  # single elements
     assert first.fits
     assert first.pieces == 1

@@ -106,6 +106,7 @@ class Engine:
             lowering.copies,
             liveness,
             self.options.worker_stack_bytes,
+            len(self._state.steps),
         )
         sets = lowering.vertex_sets
         self.counts = {

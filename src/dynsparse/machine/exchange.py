@@ -17,12 +17,16 @@ import numpy as np
 
 from dynsparse.machine.dtypes import DType
 from dynsparse.machine.errors import RaceError
+from dynsparse.machine.facts import EXCHANGE_ENTRY, LONG_SEND, RECEIVE, RECEIVE_POINTER, SEND
 from dynsparse.machine.graph import Graph
 from dynsparse.machine.intervals import Runs, refine, union_lengths
 from dynsparse.machine.target import Target
 from dynsparse.machine.tensor import Tensor
 
 __all__ = ["CopyPlan", "bind_copy", "broadcast_cycles", "link_cycles", "plan_copy"]
+
+# A send of more words takes a second instruction for the rest.
+_SHORT_WORDS = 64
 
 
 @dataclass(frozen=True, eq=False)
@@ -33,6 +37,7 @@ class CopyPlan:
     sent_bytes: np.ndarray
     local_bytes: np.ndarray
     fragments: np.ndarray
+    code_bytes: np.ndarray
     exchange_per_tile: np.ndarray
     local_per_tile: np.ndarray
     link_bytes: int = 0
@@ -116,6 +121,7 @@ def plan_copy(
     sent = np.zeros(tiles)
     local = np.zeros(tiles)
     fragments = np.zeros(tiles)
+    code = np.zeros(tiles)
     links = np.zeros((target.processors, target.processors))
     by_type: dict[DType, list[tuple[Tensor, Tensor]]] = {}
     for src, dst in pairs:
@@ -143,6 +149,10 @@ def plan_copy(
         )
         begins = np.concatenate([[True], ~continues])
         fragments += np.bincount(dst_tiles[begins], minlength=tiles)
+        first = np.flatnonzero(begins)
+        size = np.add.reduceat(lengths, first)
+        code += _receive_code(dst[first], size, dst_tiles[first], tiles)
+        code += _send_code(src[first], size, src_tiles[first], tiles, dtype.size)
         if target.processors > 1:
             links += _link_bytes(target, src, lengths, src_tiles, dst_tiles) * dtype.size
         if target.exchange_bus_tiles == 2:
@@ -152,16 +162,35 @@ def plan_copy(
     busy = np.ceil(np.maximum(payload, fragments * target.exchange_fragment_cycles))
     copying = np.ceil(local / target.memcpy_bytes_per_cycle)
     copying[local > 0] += target.local_copy_cycles
+    code[code > 0] += EXCHANGE_ENTRY.typical
     return CopyPlan(
         received,
         sent,
         local,
         fragments,
+        code,
         busy,
         copying,
         int(links.sum()),
         link_cycles(target, links),
     )
+
+
+def _receive_code(begin: np.ndarray, size: np.ndarray, to: np.ndarray, tiles: int) -> np.ndarray:
+    """Bytes of the instructions that receive fragments, which come in order of their places."""
+    goes_on = np.append(False, (begin[1:] == begin[:-1] + size[:-1]) & (to[1:] == to[:-1]))
+    code = RECEIVE.typical * np.bincount(to, minlength=tiles)
+    return np.asarray(code + RECEIVE_POINTER.typical * np.bincount(to[~goes_on], minlength=tiles))
+
+
+def _send_code(
+    begin: np.ndarray, size: np.ndarray, tile: np.ndarray, tiles: int, element: int
+) -> np.ndarray:
+    """Bytes of the instructions that send fragments; what several tiles hear is sent once."""
+    _, first = np.unique(begin * (int(size.max()) + 1) + size, return_index=True)
+    long = size[first] * element > 4 * _SHORT_WORDS
+    each = SEND.typical + LONG_SEND.typical * long
+    return np.bincount(tile[first], each, minlength=tiles)
 
 
 def link_cycles(target: Target, links: np.ndarray) -> int:

@@ -8,6 +8,7 @@ import numpy as np
 
 from dynsparse.machine.errors import OutOfMemoryError
 from dynsparse.machine.exchange import CopyPlan
+from dynsparse.machine.facts import CONTROL_CODE, HOST_EXCHANGE, STACKS
 from dynsparse.machine.graph import Graph
 from dynsparse.machine.holdings import Holdings
 from dynsparse.machine.liveness import Liveness
@@ -21,9 +22,9 @@ __all__ = ["MemoryUse", "check_memory", "measure_memory"]
 _VERTEX_BYTES = 4
 _EDGE_BYTES = 8
 _SCALAR_BYTES = 4
-# Three control instructions of 32 bits for each fragment received, as in
-# `Target.exchange_fragment_cycles`.
-_FRAGMENT_BYTES = 12
+# The smallest tiles that were built, the Mk1's. Smaller ones, as tests have, are charged neither
+# stacks nor control code: they would hold little else.
+_REAL_TILE = 256 * 1024
 
 
 @dataclass(frozen=True, eq=False)
@@ -50,6 +51,12 @@ class MemoryUse:
         return int(self.per_tile.max())
 
     @property
+    def max_data_bytes(self) -> int:
+        """Of variables and constants alone, on the tile with most of them."""
+        data = ("always live", "temporary", "constants")
+        return int(np.sum([self.by_category[name] for name in data], axis=0).max())
+
+    @property
     def worst_tile(self) -> int:
         return int(self.per_tile.argmax())
 
@@ -60,9 +67,16 @@ def measure_memory(
     vertex_sets: list[VertexSet],
     copies: list[CopyPlan],
     liveness: Liveness,
-    stack_bytes: int = 0,
+    stack_bytes: int | None = None,
+    steps: int = 0,
 ) -> MemoryUse:
-    """The bytes each tile needs; `stack_bytes` for each worker of a tile with vertices."""
+    """The bytes each tile needs.
+
+    Args:
+        stack_bytes: of each worker, on tiles with vertices; None: what is typical of real tiles.
+        steps: compute sets, copies and decisions, whose control code every tile in use has; where
+            there are any, also the code that talks to the host.
+    """
     tiles = target.tiles
     state, code = np.zeros(tiles), np.zeros(tiles)
     placed: dict[Codelet, np.ndarray] = {}
@@ -75,10 +89,15 @@ def measure_memory(
         placed[codelet] = placed.get(codelet, np.zeros(tiles, bool)) | (here > 0)
     for codelet, where in placed.items():
         code[where] += codelet.code_bytes
-    stack = np.where(state > 0, float(stack_bytes * target.workers), 0.0)
     exchange = np.zeros(tiles)
     for plan in copies:
-        exchange += plan.fragments * _FRAGMENT_BYTES
+        exchange += plan.code_bytes
+    stacks = control = 0.0
+    if target.bytes_per_tile >= _REAL_TILE:
+        stacks = STACKS.typical
+        control = CONTROL_CODE.typical * steps + HOST_EXCHANGE.typical * (steps > 0)
+    if stack_bytes is not None:
+        stacks = float(stack_bytes * target.workers)
 
     holdings = Holdings.of(graph, tiles)
     always = liveness.members(liveness.always)
@@ -88,6 +107,8 @@ def measure_memory(
     for bits in liveness.moments:
         sums[bits] = holdings.per_tile(liveness.members(bits) & ~always)
         np.maximum(temporary, sums[bits], out=temporary)
+    everything = holdings.per_tile(np.ones(len(always), bool))
+    in_use = (everything > 0) | (state > 0)
     categories = {
         "always live": holdings.per_tile(always & ~constant),
         "temporary": temporary,
@@ -95,9 +116,9 @@ def measure_memory(
         "vertex state": state,
         "vertex code": code,
         "exchange code": exchange,
+        "control code": np.where(in_use, control, 0.0),
+        "stacks": np.where(state > 0, stacks, 0.0),
     }
-    if stack_bytes:
-        categories["stacks"] = stack
     # The step at which the fullest tile is fullest, and what it then holds.
     tile = int(np.sum(list(categories.values()), axis=0).argmax())
     peak = max(sums, key=lambda bits: sums[bits][tile], default=0)
@@ -105,7 +126,6 @@ def measure_memory(
     order = np.argsort(-held, kind="stable")[:5]
     largest = tuple((liveness.variables[i].name, int(held[i])) for i in order if held[i])
     step = liveness.moments.get(peak, "")
-    everything = holdings.per_tile(np.ones(len(always), bool))
     return MemoryUse(categories, everything, target.bytes_per_tile, step, largest)
 
 

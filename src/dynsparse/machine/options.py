@@ -67,7 +67,8 @@ class EngineOptions:
         float_exceptions: `debug.floatPointOpException`: a vertex that divides by zero, overflows or
             makes NaN of numbers ends the run. (false: infinities and NaN go on)
         worker_stack_bytes: `target.workerStackSizeInBytes`: of each worker's stack, in the memory
-            of every tile with vertices. (0: stacks are not counted)
+            of every tile with vertices. (None: what is typical of all stacks, see
+            `machine/facts.py`)
         graph_report, execution_report: `autoReport.outputGraphProfile`: a file `memory.json` as
             soon as the engine is there; `autoReport.outputExecutionProfile`: a file
             `profile.json` after runs. `autoReport.all` is both. (false)
@@ -78,7 +79,7 @@ class EngineOptions:
 
     allow_out_of_memory: bool = False
     float_exceptions: bool = False
-    worker_stack_bytes: int = 0
+    worker_stack_bytes: int | None = None
     graph_report: bool = False
     execution_report: bool = False
     folder: Path = Path()
@@ -106,7 +107,7 @@ class EngineOptions:
         return cls(
             found.get("debug.allowOutOfMemory", False),
             found.get("debug.floatPointOpException", False),
-            found.get("target.workerStackSizeInBytes", 0),
+            found.get("target.workerStackSizeInBytes"),
             found.get("autoReport.outputGraphProfile", every),
             found.get("autoReport.outputExecutionProfile", every),
             found.get("autoReport.directory", Path()),

@@ -18,12 +18,12 @@ exchange_bus_tiles              2           [V] `Target::getTilesPerSharedExchan
 exchange_fragment_cycles        3           [T] an independent compiler for the C600: three
                                             control instructions for each fragment received,
                                             beside the payload
-sync_cycles                     126         [T] `Target::getMaxIPUSyncDelay` of the C600: the
-                                            farthest tile. Uncertain: between 0 (tutorials) and
-                                            600 (the same source's flat cost of a phase)
+sync_cycles                     311         the sum of sync (126), set-up (111) and fill (74) of an
+                                            exchange, each with its source and range in
+                                            `machine/facts.py`. 142 to 596
 memcpy_bytes_per_cycle          8           [T] `Target::getMemcpyBytesPerCycle`
-local_copy_cycles               0           overhead of a copy inside a tile. Uncertain: the
-                                            C600 compiler charges up to 288 for each call
+local_copy_cycles               0           launch of a copy inside a tile: `machine/facts.py`. 0 to
+                                            288
 coefficient_load_bytes_per_cycle 8          [T] PopLibs: 64-bit weight loads unless the option
                                             use128BitConvUnitLoad is set
 host_write_bytes_per_second     3.75e9      [V] `gc-hosttraffictest` sample: 30 Gbit/s, tile to
@@ -49,6 +49,7 @@ import numpy as np
 from dynsparse.checks import check_integer
 from dynsparse.files.shorten import shortened
 from dynsparse.machine.dtypes import FLOAT, HALF, as_dtype
+from dynsparse.machine.facts import COPY_LAUNCH, SUPERSTEP
 from dynsparse.typed import typed
 
 __all__ = ["Target"]
@@ -106,7 +107,8 @@ class Target:
             them receive arrives at the sum of their rates.
         exchange_fragment_cycles: control instructions per contiguous fragment received. They run
             beside the payload, so the longer of the two counts.
-        sync_cycles: cost of each synchronisation of all tiles.
+        sync_cycles: what a superstep costs before its first byte arrives: the synchronisation of
+            all tiles, the code around an exchange, the way across the chip.
         memcpy_bytes_per_cycle: copies inside a tile.
         local_copy_cycles: overhead of each copy inside a tile.
         coefficient_load_bytes_per_cycle: loading weights into the matrix units.
@@ -131,9 +133,9 @@ class Target:
     exchange_bytes_per_cycle: float = 4
     exchange_bus_tiles: int = 2
     exchange_fragment_cycles: float = 3
-    sync_cycles: float = 126
+    sync_cycles: float = SUPERSTEP.typical
     memcpy_bytes_per_cycle: float = 8
-    local_copy_cycles: float = 0
+    local_copy_cycles: float = COPY_LAUNCH.typical
     coefficient_load_bytes_per_cycle: int = 8
     host_read_bytes_per_second: float = 26e9 / 8
     host_write_bytes_per_second: float = 30e9 / 8

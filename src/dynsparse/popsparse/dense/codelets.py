@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from dynsparse.machine import INT, Codelet, In, InOut, Out, VertexView
+from dynsparse.machine.facts import KERNEL_CODE, SUM_CODE, Fact
 from dynsparse.popsparse.dense import cycles
 from dynsparse.popsparse.dense.layout import Layout
 from dynsparse.popsparse.product.data_types import DataType
@@ -21,8 +22,10 @@ def _supervisor(
     compute: Callable[[VertexView], None],
     spent: Any,
     flops: Any = 0,
+    code: Fact | None = None,
 ) -> Codelet:
-    return Codelet(name, fields, compute, spent, "supervisor", flops=flops)
+    size = 0 if code is None else int(code.typical)
+    return Codelet(name, fields, compute, spent, "supervisor", flops=flops, code_bytes=size)
 
 
 def multiply(layout: Layout, *, turned: tuple[bool, bool]) -> Codelet:
@@ -48,7 +51,7 @@ def multiply(layout: Layout, *, turned: tuple[bool, bool]) -> Codelet:
         return 2 * inner * v.partials.shape[-1] * v.partials.shape[-2]
 
     fields = {"a": In(), "b": In(), "partials": Out()}
-    return _supervisor("dense product", fields, compute, float(spent), flops)
+    return _supervisor("dense product", fields, compute, float(spent), flops, KERNEL_CODE)
 
 
 def reduce(layout: Layout, result: DataType) -> Codelet:
@@ -68,7 +71,7 @@ def reduce(layout: Layout, result: DataType) -> Codelet:
         return v.out.shape[-1] * (v.own.shape[-2] + v.others.shape[-2] - 1)
 
     fields = {"own": In(), "others": In(), "out": Out()}
-    return _supervisor("dense reduce", fields, compute, spent, flops)
+    return _supervisor("dense reduce", fields, compute, spent, flops, SUM_CODE)
 
 
 def take_slice(layout: Layout) -> Codelet:

@@ -10,6 +10,7 @@ from typing import NamedTuple
 import numpy as np
 
 from dynsparse.machine import codelets
+from dynsparse.machine.facts import SUM_CODE
 from dynsparse.machine.graph import Graph
 from dynsparse.machine.program import Copy, Execute, Sequence
 from dynsparse.machine.tensor import Tensor, rotation
@@ -245,4 +246,5 @@ def _reduce_codelet(plan: Plan, outputs: int, depth: int) -> Codelet:
 
     fields = {"own": In(), "others": In(), "out": Out()}
     flops = outputs * (depth - 1)
-    return Codelet("reduce", fields, reduce, cycles, "supervisor", flops=flops)
+    code = int(SUM_CODE.typical)
+    return Codelet("reduce", fields, reduce, cycles, "supervisor", flops=flops, code_bytes=code)

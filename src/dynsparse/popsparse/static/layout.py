@@ -13,6 +13,7 @@ from dynsparse.popsparse.product.data_types import DataType
 from dynsparse.popsparse.product.parts import ceil_div
 from dynsparse.popsparse.static.bands import Bands, Interval
 from dynsparse.popsparse.static.params import MatmulParams, Options
+from dynsparse.popsparse.static.sums import Sums
 
 __all__ = ["Pieces", "StaticPlan", "StaticSearch", "work_list_words"]
 
@@ -216,6 +217,11 @@ class StaticPlan:
     @cached_property
     def outputs(self) -> Outputs:
         return Outputs.of(self)
+
+    @cached_property
+    def sums(self) -> Sums:
+        """Where the partial sums are added up."""
+        return Sums.of(self)
 
 
 @dataclass(frozen=True, eq=False)

@@ -22,25 +22,30 @@ __all__ = ["compute_cycles", "predict", "reduce_cycles", "tile_memory"]
 def predict(plan: StaticPlan) -> PassTime:
     """The time of the product on the plan's target.
 
-    A superstep is a synchronisation, an exchange and the vertices after it.
+    A superstep is a synchronisation, an exchange and the vertices after it. Of what a tile has
+    already, only the launch of its copy is counted.
     """
-    rate = plan.target.exchange_bytes_per_cycle
+    target, sums = plan.target, plan.sums
+    rate = target.exchange_bytes_per_cycle
+    launch = target.local_copy_cycles
     steps = []
     if plan.pattern.nnz:
         moved = max(float(_gather(plan, part).max()) for part in range(plan.n_split))
         # A tile sends its share of the operand once, however many want it.
         moved = max(moved, _share_bytes(plan) / rate)
-        steps.append(Step("gather operands", 0.0, math.ceil(moved), 1))
+        steps.append(Step("gather operands", launch, math.ceil(moved), 1))
         compute = max(float(compute_cycles(plan, part).max()) for part in range(plan.n_split))
         steps.append(Step("multiply", compute, 0.0, 0))
-    if plan.pattern.nnz:
-        busiest = max(_received(plan).max(), _most_sent(plan))
-        steps.append(Step("exchange partials", 0.0, math.ceil(busiest / rate), 1))
-    reduced = reduce_cycles(plan)
-    if reduced is not None:
-        steps.append(Step("reduce", float(reduced.max()), 0.0, 0))
-    syncs = sum(step.syncs for step in steps) * plan.target.sync_cycles
-    return PassTime(tuple(steps), syncs, 0, plan.target.clock_hz, plan.products)
+        busiest = max(sums.received_bytes(plan).max(), _most_sent(plan))
+        steps.append(Step("exchange partials", launch, math.ceil(busiest / rate), 1))
+    reduced = float(reduce_cycles(plan).max())
+    if reduced:
+        steps.append(Step("reduce", reduced, 0.0, 0))
+    if len(sums.spread):
+        moved = float(sums.moved_bytes(plan).max())
+        steps.append(Step("move sums", launch, math.ceil(moved / rate), 1))
+    syncs = sum(step.syncs for step in steps) * target.sync_cycles
+    return PassTime(tuple(steps), syncs, 0, target.clock_hz, plan.products)
 
 
 def _gather(plan: StaticPlan, part: int) -> np.ndarray:
@@ -125,13 +130,6 @@ def _busiest(pieces: Pieces, workers: int, *, single: bool) -> tuple[np.ndarray,
     return rows, nz
 
 
-def _received(plan: StaticPlan) -> np.ndarray:
-    """Bytes of partial sums that come to each tile's share of the outputs."""
-    found = plan.outputs
-    depth = plan.depths[found.row, found.part]
-    return np.bincount(found.tile, depth * found.length) * plan.dtype.size
-
-
 def _share_bytes(plan: StaticPlan) -> int:
     """Bytes of a tile's share of the dense operand, and of the values where parts of n share
     them."""
@@ -150,16 +148,10 @@ def _most_sent(plan: StaticPlan) -> int:
     )
 
 
-def reduce_cycles(plan: StaticPlan) -> np.ndarray | None:
-    """Cycles of adding up on each tile of the outputs; None when every output has one partial sum,
-    which need only be moved."""
-    found = plan.outputs
-    depth = plan.depths[found.row, found.part]
-    if (depth == 1).all():
-        return None
-    vectors = -(-found.length // (16 // plan.dtype.size))
-    total, partials = (np.bincount(found.tile, v) for v in (vectors, vectors * depth))
-    return static_cycles.reduce(total, partials, plan.dtype, plan.target.workers)
+def reduce_cycles(plan: StaticPlan) -> np.ndarray:
+    """Cycles of adding up on every tile: [tiles]. An output with one partial sum needs none."""
+    sums = plan.sums
+    return sums.cycles(plan, sums.at_home) + sums.cycles(plan, ~sums.at_home)
 
 
 def tile_memory(plan: StaticPlan) -> TileMemory:
@@ -179,7 +171,9 @@ def tile_memory(plan: StaticPlan) -> TileMemory:
         partials = max(partials, int(pieces.rows.max()) * n.size * block * size)
     if plan.n_split > 1:
         lists += ceil_div(plan.pattern.nnz * area * size, tiles)  # At home, besides.
-    received = int(_received(plan).max()) if reduce_cycles(plan) is not None else 0
+    sums = plan.sums
+    summed = np.bincount(sums.tile, sums.length * (sums.depth + ~sums.at_home), tiles)
+    received = int(summed.max()) * size
     operands = ceil_div((plan.params.k + plan.params.m) * plan.n_padded * size, tiles)
     available = int(plan.target.bytes_per_tile)
     return TileMemory(

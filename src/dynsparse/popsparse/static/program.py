@@ -13,11 +13,13 @@ import numpy as np
 from dynsparse.machine import (
     UNSIGNED_SHORT,
     Codelet,
+    ComputeSet,
     Copy,
     DType,
     Execute,
     Graph,
     In,
+    InOut,
     Out,
     Ragged,
     Sequence,
@@ -25,10 +27,11 @@ from dynsparse.machine import (
     VertexView,
     as_dtype,
 )
+from dynsparse.machine.facts import KERNEL_CODE, SUM_CODE
 from dynsparse.machine.intervals import Runs
 from dynsparse.popsparse.static.kernel import add_partials, multiply_pieces, reduction_sources
 from dynsparse.popsparse.static.layout import StaticPlan, work_list_words
-from dynsparse.popsparse.static.model import compute_cycles, reduce_cycles
+from dynsparse.popsparse.static.model import compute_cycles
 
 __all__ = ["DenseTensor", "add_product", "add_values", "dense_operand"]
 
@@ -211,57 +214,136 @@ class _Product:
         cycles = compute_cycles(plan, part)
         flops = 2.0 * self.area * n * pieces.blocks
         return Codelet(
-            "static product", fields, compute, lambda v: cycles, "supervisor", flops=lambda v: flops
+            "static product",
+            fields,
+            compute,
+            lambda v: cycles,
+            "supervisor",
+            flops=lambda v: flops,
+            code_bytes=int(KERNEL_CODE.typical),
         )
 
     def _reduce(self, partials: list[Tensor], out: Tensor, steps: Sequence) -> None:
-        """Bring the partial sums to the tiles of the outputs, and add them there."""
-        plan, found = self.plan, self.plan.outputs
-        depth = plan.depths[found.row, found.part]
-        stretch = np.repeat(np.arange(len(depth)), depth)
-        turn = np.arange(len(stretch)) - np.repeat(np.cumsum(depth) - depth, depth)
-        start = np.zeros(len(stretch), np.int64)
+        """Bring the partial sums to the tiles that add them up, and the sums to the outputs."""
+        plan, found, sums = self.plan, self.plan.outputs, self.plan.sums
+        ones, spread = sums.ones, sums.spread
+        pairs = []
+        if len(ones):
+            rows, parts = found.row[ones], found.part[ones]
+            start = self._sources(partials, rows, parts, found.begin[ones], np.zeros_like(ones))
+            pairs.append((self._runs(out, start, found.length[ones]), self._outputs(out, ones)))
+        compute = self.graph.add_compute_set("reduce")
+        made: Tensor | None = None
+        for at_home in (True, False):
+            chosen = np.flatnonzero(sums.at_home == at_home)
+            if not len(chosen):
+                continue
+            place = sums.begin[chosen]
+            result = out.flatten()
+            if not at_home:
+                what = "sums made elsewhere"
+                result = made = self.stretches(what, sums.tile[chosen], sums.length[chosen])
+                place = np.cumsum(sums.length[chosen]) - sums.length[chosen]
+            pairs += self._add_up(partials, chosen, place, result, compute, at_home=at_home)
+        if pairs:
+            steps.add(Copy(pairs, name="exchange partials"))
+        if len(sums.tile):
+            state = sums.state_bytes(plan)
+            words = (state[state > 0] // 2).astype(np.int64)
+            # The vertices of the sums: here it takes only its room.
+            vertices = self.graph.add_constant(
+                UNSIGNED_SHORT, [int(words.sum())], 0, f"{self.name} vertices of sums"
+            )
+            self.graph.map_stretches(vertices, np.flatnonzero(state), words)
+            steps.add(Execute(compute))
+        if made is not None:
+            # Device order of the outputs, whatever piece each is from.
+            away = ~sums.at_home
+            begin, length = sums.begin[away], sums.length[away]
+            order = np.argsort(begin)
+            first = int(made[:1].addresses().item())
+            place = first + (np.cumsum(length) - length)[order]
+            moved = self._runs(out, place, length[order])
+            steps.add(Copy(moved, self._outputs(out, spread), name="move sums"))
+
+    def _runs(self, like: Tensor, start: np.ndarray, length: np.ndarray) -> Tensor:
+        return Tensor(self.graph, like.dtype, [int(length.sum())], runs=Runs(start, length))
+
+    def _outputs(self, out: Tensor, chosen: np.ndarray) -> Tensor:
+        """Some stretches of the result."""
+        found = self.plan.outputs
+        first = int(out[:1, :1, :1].addresses().item())
+        return self._runs(out, first + found.begin[chosen], found.length[chosen])
+
+    def _sources(
+        self,
+        partials: list[Tensor],
+        rows: np.ndarray,
+        parts: np.ndarray,
+        begin: np.ndarray,
+        turn: np.ndarray,
+    ) -> np.ndarray:
+        """Addresses of partial sum number `turn` of outputs that begin at `begin`."""
+        plan = self.plan
+        start = np.zeros(len(rows), np.int64)
         for part, one in enumerate(partials):
+            here = parts == part
+            if not here.any():
+                continue
             order, begins = reduction_sources(plan, part)
-            here = found.part[stretch] == part
-            at, columns = stretch[here], plan.n_parts[part]
-            row = order[begins[found.row[at]] + turn[here]]
-            in_row = found.begin[at] - found.row[at] * plan.n_padded * self.block
+            columns, row = plan.n_parts[part], rows[here]
+            in_row = begin[here] - row * plan.n_padded * self.block
+            place = order[begins[row] + turn[here]]
             first = int(one[:1, :1, :1].addresses().item())
-            start[here] = first + (row * columns.size - columns.begin) * self.block + in_row
-        length = found.length[stretch]
-        total = int(length.sum())
-        wanted = Tensor(self.graph, out.dtype, [total], runs=Runs(start, length))
-        cycles = reduce_cycles(plan)
-        if cycles is None:
-            steps.add(Copy(wanted, out.flatten(), name="exchange partials"))
-            return
-        local = self.stretches("partials of outputs", found.tile[stretch], length)
-        if total:
-            steps.add(Copy(wanted, local, name="exchange partials"))
+            start[here] = first + (place * columns.size - columns.begin) * self.block + in_row
+        return start
+
+    def _add_up(
+        self,
+        partials: list[Tensor],
+        chosen: np.ndarray,
+        place: np.ndarray,
+        result: Tensor,
+        compute: ComputeSet,
+        *,
+        at_home: bool,
+    ) -> list[tuple[Tensor, Tensor]]:
+        """Vertices for some of the sums, written to `result` at `place`; returns what brings them
+        their partial sums."""
+        plan, sums = self.plan, self.plan.sums
+        depth = sums.depth[chosen]
+        piece = np.repeat(np.arange(len(chosen)), depth)
+        turn = np.arange(len(piece)) - np.repeat(np.cumsum(depth) - depth, depth)
+        of, size = chosen[piece], sums.length[chosen]
+        start = self._sources(partials, sums.row[of], sums.part[of], sums.begin[of], turn)
+        length, where = sums.length[of], "outputs" if at_home else "sums"
+        local = self.stretches(f"partials of {where}", sums.tile[of], length)
+        pairs = [(self._runs(local, start, length), local)] if local.numel else []
+        cycles = sums.cycles(plan, sums.at_home == at_home)
+        # At home every tile of the result has a vertex: edges of unequal length leave no gaps.
+        tiles = np.unique(plan.outputs.tile if at_home else sums.tile[chosen])
+        written = Runs(place, size).addresses()
 
         def add(v: VertexView) -> None:
-            begin = found.begin[stretch]
-            v.out.values[...] = add_partials(v.partials.values, begin, length, turn, out.numel)
+            total = add_partials(v.partials.values, place[piece], length, turn, result.numel)
+            v.out.values[written] = total[written]
 
-        tiles = np.unique(found.tile)
         codelet = Codelet(
             "static reduce",
-            {"partials": In(), "out": Out()},
+            {"partials": In(), "out": InOut() if at_home else Out()},
             add,
             lambda v: cycles[tiles],
             "supervisor",
             flops=lambda v: v.partials.lengths,
+            code_bytes=int(SUM_CODE.typical),
         )
-        held = np.bincount(found.tile[stretch], length, minlength=tiles[-1] + 1)[tiles]
-        ends = np.minimum(np.append(tiles, tiles[-1] + 1) * found.share, out.numel)
-        edges = {
-            "partials": Ragged(local, _offsets(held)),
-            "out": Ragged(out.flatten(), ends),
-        }
-        compute = self.graph.add_compute_set("reduce")
+        held = np.bincount(sums.tile[of], length, plan.target.tiles)[tiles]
+        ends = np.minimum(np.append(tiles, tiles[-1] + 1) * plan.outputs.share, result.numel)
+        if not at_home:
+            ends = _offsets(np.bincount(sums.tile[chosen], size, plan.target.tiles)[tiles])
+        edges = {"partials": Ragged(local, _offsets(held)), "out": Ragged(result, ends)}
         self.graph.add_vertices(compute, codelet, tiles, edges)
-        steps.add(Execute(compute))
+        return pairs
 
 
 def _offsets(counts: np.ndarray) -> np.ndarray:
