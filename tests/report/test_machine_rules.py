@@ -72,8 +72,8 @@ CASES = {
         "most in uneven, where the mean tile works 70.0\u00a0% of the time",
     ),
     "tiles unused": (
-        made(compute(900, 0.5, 5), ("go", "exchange", {"exchange": 100}), used=HALF),
-        0.45,
+        made(compute(900, 0.5, 5), ("go", "exchange", {"exchange": 90}), used=HALF),
+        0.5 * 900 / 990,
         "5 of 10 tiles compute nothing",
     ),
     "exchange": (
@@ -91,6 +91,11 @@ CASES = {
         made(compute(700), compute(300, 0.01, name="propagation/loop/compute 0")),
         0.3,
         "takes 30.0\u00a0% of the cycles",
+    ),
+    "below peak": (
+        made(compute(1000, flops=400 * 10 * 32, peak_flops=32)),
+        0.6,
+        "work, which does 40.0\u00a0% of what they could",
     ),
     "rearranging": (
         made(compute(800), compute(150, name="order"),
@@ -117,8 +122,9 @@ def test_a_rule_fires_alone(rule):
 
 
 def test_nothing_stands_out():
-    small = [("go", "exchange", {"exchange": 100, "sync": 50}), ("in", "host", {"host": 50})]
-    assert findings(made(compute(800, 0.95), *small)) == []
+    small = [("go", "exchange", {"exchange": 90, "sync": 40}), ("in", "host", {"host": 40})]
+    fast = {"flops": 600 * 10 * 128, "peak_flops": 128}
+    assert findings(made(compute(830, 0.95, **fast), *small)) == []
     assert findings(made(memory=100)) == []
 
 

@@ -95,7 +95,7 @@ def test_reports_of_an_engine_are_read(tmp_path):
 
 
 def test_two_profiles_side_by_side():
-    found = compare(program(7).run(), {"other": program(14, sync=500).run()})
+    found = compare(program(7, sync=1).run(), {"other": program(14, sync=500).run()})
     (one,) = found.passes
     by_name = {pair.name: pair for pair in one.operations}
     assert by_name["body"].first * 1.9 < by_name["body"].second
@@ -105,11 +105,12 @@ def test_two_profiles_side_by_side():
     assert total.change == pytest.approx(total.second / total.first - 1)
     assert one.memory[0].change == 0
     assert [f.rule for f in one.came] == ["sync"]
+    assert ("Steps that wait for each other", None) in [(p.name, p.first) for p in one.findings]
     text = comparison_text(found)
-    assert "New in B: many small supersteps" in text
+    assert "New in B: steps that wait for each other" in text
     assert f"{total.second:,.0f}" in text
     page = report_html(title="t", summary={}, profile=program().run(), compared=found)
-    assert "<b>New in B:</b> many small supersteps." in page
+    assert "<b>New in B:</b> steps that wait for each other." in page
     several = compare({"x": program().run(), "y": program().run()}, {"y": program().run()})
     assert ([p.name for p in several.passes], several.only_first) == (["y"], ["x"])
 
@@ -127,7 +128,7 @@ def test_the_command(stored, capsys):
     assert run(["report", *arguments]) == 0
     said = capsys.readouterr().out
     assert said.startswith("Run a\n")
-    assert "A: Run a\nB: Run b\n" in said
+    assert "A: Run a, a.json\nB: Run b, b.json\n" in said
     assert "body" in said
     html = page.read_text("utf-8")
     assert "Compared" in html

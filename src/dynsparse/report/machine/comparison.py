@@ -12,7 +12,7 @@ from dynsparse.report.machine.format import cell, number, say, table, words
 from dynsparse.report.machine.rules import Finding, findings
 from dynsparse.report.machine.stored import StoredProfile
 
-__all__ = ["ComparedPass", "Comparison", "Pair", "compare", "comparison_section"]
+__all__ = ["ComparedPass", "Comparison", "Pair", "compare", "comparison_section", "percents"]
 
 
 @dataclass(frozen=True)
@@ -40,6 +40,7 @@ class ComparedPass:
         cycles: all of them, then those of compute, exchange, sync and host.
         operations: cycles of each, as of `operations`.
         memory: bytes of the fullest tile, then by category.
+        findings: the share of each that either has, 0 to 1, by title.
         gone, came: findings of the first that the second does not have, and the reverse.
     """
 
@@ -47,14 +48,20 @@ class ComparedPass:
     cycles: list[Pair]
     operations: list[Pair]
     memory: list[Pair]
+    findings: list[Pair]
     gone: list[Finding]
     came: list[Finding]
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """What `compare` finds. `first` and `second` are titles; passes of one profile alone are named
-    in `only_first` and `only_second`."""
+    """What `compare` finds.
+
+    Attributes:
+        first, second: titles, of files with their names.
+        passes: those that both have.
+        only_first, only_second: names of the others.
+    """
 
     first: str
     second: str
@@ -90,7 +97,7 @@ def compare(first: Any, second: Any) -> Comparison:
 
 def _read(given: Any, name: str) -> tuple[str, dict[str, ProfileData]]:
     if isinstance(given, StoredProfile):
-        return given.title, {one.name: one for one in given.profiles}
+        return f"{given.title}, {given.file.name}", {one.name: one for one in given.profiles}
     found = read_profiles(given)
     if not found:
         raise ValueError(f"{name} must be a profile, got nothing")
@@ -109,6 +116,7 @@ def _pass(a: ProfileData, b: ProfileData) -> ComparedPass:
         [total, *(pair for pair in parts if pair.first or pair.second)],
         _pairs(spent_a, spent_b),
         [fullest, *_pairs(a.worst, b.worst)],
+        _pairs(*({one.title: one.share for one in several} for several in (of_a, of_b))),
         [one for one in of_a if one.rule not in rules_b],
         [one for one in of_b if one.rule not in rules_a],
     )
@@ -133,8 +141,9 @@ def comparison_section(found: Comparison) -> str:
             ("Cycles", one.cycles),
             ("Cycles by operation", one.operations),
             ("Memory of the fullest tile, bytes", one.memory),
+            ("Findings, % of the cycles or of a tile's memory", percents(one.findings)),
         ):
-            rows = [_row(pair) for pair in pairs]
+            rows = [_row(pair) for pair in pairs if pair.first or pair.second]
             head = [("", ""), ("A", "n"), ("B", "n"), ("difference", "n"), ("change", "n")]
             out.append(f"<div><h3>{heading}</h3>{table(head, rows, 'narrow')}</div>")
         out.append("</div>")
@@ -144,9 +153,17 @@ def comparison_section(found: Comparison) -> str:
     return "".join(out)
 
 
+def percents(pairs: Sequence[Pair]) -> list[Pair]:
+    """Shares as percentages, to one digit."""
+    return [
+        Pair(p.name, *(None if v is None else round(100 * v, 1) for v in (p.first, p.second)))
+        for p in pairs
+    ]
+
+
 def _row(pair: Pair) -> str:
     a, b = pair.first, pair.second
-    difference = (b or 0) - (a or 0)
+    difference = round((b or 0) - (a or 0), 6)
     kind = "n up" if difference > 0 else "n down" if difference < 0 else "n"
     sign = "+" if difference > 0 else ""
     change = "" if pair.change is None else f"{100 * pair.change:+.1f}\u00a0%"

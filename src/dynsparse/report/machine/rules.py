@@ -36,6 +36,9 @@ class Finding:
     share: float
 
 
+_LEAST = 0.05
+"""Of the run's cycles: what costs less is not worth a word."""
+
 Rule = Callable[[ProfileData], "Finding | None"]
 
 
@@ -114,7 +117,7 @@ def _imbalance(profile: ProfileData) -> Finding | None:
     passing = set(map(id, _propagation(profile)))
     steps = [s for s in _compute_steps(profile) if s.tiles > 0.1 * tiles and id(s) not in passing]
     lost = sum(_waiting(step, tiles) for step in steps)
-    if not profile.cycles or lost < 0.1 * profile.cycles:
+    if not profile.cycles or lost < _LEAST * profile.cycles:
         return None
     worst = max(steps, key=lambda step: _waiting(step, tiles))
     busy = worst.balance * tiles / worst.tiles
@@ -136,11 +139,11 @@ def _unused(profile: ProfileData) -> Finding | None:
         return None
     tiles = len(profile.tiles.cycles)
     used = int(np.count_nonzero(profile.tiles.cycles))
-    if not used or used > 0.75 * tiles:
+    if not used:
         return None
     compute = profile.parts["compute"]
     share = compute * (1 - used / tiles) / profile.cycles
-    if share < 0.05:
+    if share < _LEAST:
         return None
     return Finding(
         "tiles unused",
@@ -155,14 +158,14 @@ def _unused(profile: ProfileData) -> Finding | None:
 
 def _exchange(profile: ProfileData) -> Finding | None:
     spent = profile.parts["exchange"]
-    if not profile.cycles or spent < 0.3 * profile.cycles:
+    if not profile.cycles or spent < 0.1 * profile.cycles:
         return None
     names = short_names(profile)
     worst = max(range(len(names)), key=lambda i: profile.steps[i].parts["exchange"])
     step = profile.steps[worst]
     return Finding(
         "exchange",
-        "Bound by the exchange",
+        "Data on its way",
         f"Moving data takes {percent(spent, profile.cycles)} of the cycles, most of it in "
         f"{names[worst]} ({number(step.parts['exchange'])} cycles for {number(step.received)} B).",
         "Move less for what is computed: a larger --block-size, a larger --batch for the same "
@@ -175,11 +178,11 @@ def _exchange(profile: ProfileData) -> Finding | None:
 def _sync(profile: ProfileData) -> Finding | None:
     spent = profile.parts["sync"]
     runs = sum(step.runs for step in profile.steps)
-    if not profile.cycles or spent < 0.15 * profile.cycles:
+    if not profile.cycles or spent < _LEAST * profile.cycles:
         return None
     return Finding(
         "sync",
-        "Many small supersteps",
+        "Steps that wait for each other",
         f"Synchronisation takes {percent(spent, profile.cycles)} of the cycles: {runs:,} steps of "
         f"{number(profile.cycles / max(runs, 1))} cycles on average.",
         "Do more in a step: a larger --batch; fewer and larger products; in programs of your own "
@@ -190,11 +193,11 @@ def _sync(profile: ProfileData) -> Finding | None:
 
 def _host(profile: ProfileData) -> Finding | None:
     spent = profile.parts["host"]
-    if not profile.cycles or spent < 0.2 * profile.cycles:
+    if not profile.cycles or spent < _LEAST * profile.cycles:
         return None
     return Finding(
         "host",
-        "Bound by what lies outside the tiles",
+        "Data from and to the outside",
         f"Streams to and from the host, and remote buffers, take {percent(spent, profile.cycles)} "
         "of the cycles.",
         "Send less and more rarely: pool gradients on the tiles (--update sum, avg or max in place "
@@ -214,7 +217,7 @@ def _propagation(profile: ProfileData) -> list[StepData]:
 
 def _spilled(profile: ProfileData) -> Finding | None:
     spent = sum(step.cycles for step in _propagation(profile))
-    if not profile.cycles or spent < 0.2 * profile.cycles:
+    if not profile.cycles or spent < _LEAST * profile.cycles:
         return None
     return Finding(
         "propagation",
@@ -227,13 +230,39 @@ def _spilled(profile: ProfileData) -> Finding | None:
     )
 
 
+def _below_peak(profile: ProfileData) -> Finding | None:
+    steps = [s for s in _compute_steps(profile) if s.flops and s.peak_flops]
+    tiles = _tile_count(profile)
+
+    def lost(step: StepData) -> float:
+        """Cycles in which the mean tile that computes does not do what its units could."""
+        busy = step.parts["compute"] * step.balance * tiles / step.tiles
+        return max(busy - step.flops / (step.tiles * step.peak_flops), 0.0)
+
+    total = sum(map(lost, steps))
+    if not profile.cycles or total < 0.3 * profile.cycles:
+        return None
+    worst = max(steps, key=lost)
+    done = worst.flops / (worst.parts["compute"] * worst.tiles * worst.peak_flops)
+    return Finding(
+        "below peak",
+        "Matrix units without work",
+        f"While tiles compute, their matrix units could do {percent(total, profile.cycles)} of the "
+        f"run's cycles more; most in {short_names(profile)[profile.steps.index(worst)]}, which "
+        f"does {percent(done)} of what they could.",
+        "Blocks of 16 (--block-size 16) and --dtype float16 are what they are made for; single "
+        "elements do without them. A larger --batch spreads what each block costs to begin with.",
+        total / profile.cycles,
+    )
+
+
 def _rearranging(profile: ProfileData) -> Finding | None:
     """Copies inside tiles, which compute nothing: exchanges that have compute, and such alone."""
     moved = [s for s in profile.steps if s.kind == "exchange" and s.parts["compute"]]
     copies = {node.step for node in profile.program if _is_copy(node)}
     moved += [s for i, s in enumerate(profile.steps) if s.kind == "compute" and i in copies]
     spent = sum(step.parts["compute"] for step in moved)
-    if not profile.cycles or spent < 0.1 * profile.cycles:
+    if not profile.cycles or spent < _LEAST * profile.cycles:
         return None
     worst = max(moved, key=lambda step: step.parts["compute"])
     return Finding(
@@ -267,6 +296,7 @@ RULES: dict[str, Rule] = {
     "host": _host,
     "propagation": _spilled,
     "rearranging": _rearranging,
+    "below peak": _below_peak,
 }
 """Every rule by name."""
 

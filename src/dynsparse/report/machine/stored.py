@@ -30,11 +30,13 @@ class StoredProfile:
 
     Attributes:
         title: as of the page.
+        file: where it was read from.
         profiles: of its runs, by the names of their programs.
         page: what `report_html` and `write_report` make a page of, by argument.
     """
 
     title: str
+    file: Path
     profiles: list[ProfileData]
     page: dict[str, Any]
 
@@ -90,13 +92,13 @@ def load_profile(path: str | os.PathLike[str]) -> StoredProfile:
     """
     file = Path(path)
     try:
-        return _read(parse_json(file.read_bytes()))
+        return _read(parse_json(file.read_bytes()), file)
     except (ValueError, TypeError, RecursionError) as error:
         told = str(error) if not isinstance(error, json.JSONDecodeError) else "it is not JSON"
         raise ValueError(f"{file}: expected a profile as dynsparse stores it: {told}") from None
 
 
-def _read(content: Any) -> StoredProfile:
+def _read(content: Any, file: Path) -> StoredProfile:
     if not isinstance(content, Mapping) or content.get("format") != FORMAT:
         raise ValueError(f"the key 'format' must be {FORMAT!r}")
     if content.get("version") != VERSION:
@@ -120,7 +122,7 @@ def _read(content: Any) -> StoredProfile:
     profiles = read_profiles(runs)
     _check_sections(page, profiles)
     page["profile"] = runs
-    return StoredProfile(title, profiles, page)
+    return StoredProfile(title, file, profiles, page)
 
 
 def _check_sections(page: Mapping[str, Any], profiles: list[ProfileData]) -> None:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from dynsparse.checks import check_kind
 from dynsparse.report.machine.by_operation import operations
-from dynsparse.report.machine.comparison import Comparison, Pair
+from dynsparse.report.machine.comparison import Comparison, Pair, percents
 from dynsparse.report.machine.data import ProfileData
 from dynsparse.report.machine.format import number, percent, words
 from dynsparse.report.machine.memory import peak_step
@@ -87,7 +87,11 @@ def comparison_text(found: Comparison) -> str:
         lines += ["", f"{head:<36}{'A':>14}{'B':>14}{'change':>10}"]
         lines += [_row(pair) for pair in one.cycles]
         lines += ["Cycles by operation", *(_row(pair) for pair in one.operations)]
-        lines += ["Bytes of the fullest tile", *(_row(pair) for pair in one.memory)]
+        held = [pair for pair in one.memory if pair.first or pair.second]
+        lines += ["Bytes of the fullest tile", *(_row(pair) for pair in held)]
+        if one.findings:
+            lines.append("Findings, % of the cycles or of a tile's memory")
+            lines += [_row(pair) for pair in percents(one.findings)]
         for several, what in ((one.gone, "No longer found in B"), (one.came, "New in B")):
             lines.append(f"{what}: {', '.join(f.title.lower() for f in several) or 'nothing'}")
     return "\n".join(line.rstrip() for line in lines)
