@@ -130,6 +130,47 @@ def test_pointing_and_zooming(tmp_path, page):
     assert (whole, tile, cell) == ("[]", "tile N", "Y 0, X 0: 0 %")
 
 
+CLICKS = """<script>
+const all = (selector) => [...document.querySelectorAll(selector)];
+const click = (node, x, y) => {
+  const box = node.getBoundingClientRect();
+  const [clientX, clientY] = [box.left + x * box.width, box.top + y * box.height];
+  node.dispatchEvent(new MouseEvent("click", { clientX, clientY }));
+};
+const cells = (row) => row.innerText.split("\\t").slice(0, 4).join(" ");
+const rows = (frame) => all(frame + " tbody tr").map(cells);
+const heads = (frame) => all(frame + " h3").map((one) => one.textContent);
+const told = [], tile = 1234;
+const map = document.querySelector(".tile-contents svg"), view = map.viewBox.baseVal;
+const [left, above, wide, high, columns] =
+  ["left", "top", "width", "height", "columns"].map((name) => +map.dataset[name]);
+const x = left + (tile % columns + 0.5) * wide;
+const y = above + (Math.floor(tile / columns) + 0.5) * high;
+click(map, x / view.width, y / view.height);
+told.push(...heads(".what"), ...rows(".what"), all(".tile-contents input")[0].value);
+click(all(".live svg .hit")[0], 0.99, 0.5);
+told.push(heads(".held")[0]);
+click(all(".live svg .hit")[0], 0.4, 0.5);
+told.push(heads(".held")[0], ...rows(".held > .scroll"));
+document.body.dataset.told = told.join(" | ");
+</script></body>"""
+
+
+def test_choosing_a_tile_and_a_step(tmp_path, page):
+    document, console = browse(tmp_path, page.replace("</body>", CLICKS), "--dump-dom")
+    assert console == []
+    found = re.search(r'data-told="([^"]*)"', document)
+    assert found
+    tile, vertices, x, y, number, last, rotate, *rows = found.group(1).split(" | ")
+    # x and y of 64 halves each; vertices are on the first 1,000 tiles.
+    assert re.fullmatch(r"Tile 1,234: [\d,]+ of 638,976 B", tile)
+    assert (vertices, number) == ("Vertices: 0", "1234")
+    assert sorted([x, y]) == ["x always live half 128", "y not always live half 128"]
+    assert last == "Step back: 1 variable beside those always live, 188,416 B"
+    assert rotate.startswith("Step turns/rotate: 1 variable")
+    assert rows == ["y half 188,416 128"]
+
+
 def test_a_narrow_page_does_not_scroll_sideways(tmp_path):
     encoding = {
         "partition": [4, 300, 1],

@@ -42,7 +42,7 @@
     start.append(top);
     grid.append(start, body);
     frame.append(grid);
-    if (rows.length > MOST) frame.append(make("p", `and ${format(rows.length - MOST)} smaller ones.`));
+    if (rows.length > MOST) frame.append(make("p", `and ${format(rows.length - MOST)} more.`));
     return frame;
   }
 
@@ -116,7 +116,7 @@
       const lasting = make("details");
       lasting.append(make("summary", `Always live: ${format(fixed.length)} variables, ${format(sum(totals, fixed))} B`), table(head, rows(fixed)));
       frame.querySelector(".held").replaceChildren(
-        make("h3", `Step ${names[at]}${ran}: ${format(live[at].length)} variables beside those always live, ${format(sum(totals, live[at]))} B`),
+        make("h3", `Step ${names[at]}${ran}: ${format(live[at].length)} variable${live[at].length === 1 ? "" : "s"} beside those always live, ${format(sum(totals, live[at]))} B`),
         table(head, rows(live[at])), lasting);
     }
 

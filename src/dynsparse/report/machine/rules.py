@@ -168,9 +168,10 @@ def _exchange(profile: ProfileData) -> Finding | None:
         "Data on its way",
         f"Moving data takes {percent(spent, profile.cycles)} of the cycles, most of it in "
         f"{names[worst]} ({number(step.parts['exchange'])} cycles for {number(step.received)} B).",
-        "Move less for what is computed: a larger --block-size, a larger --batch for the same "
-        "weights, or fewer parts along the dimension that is summed over (--plan-constraints). A "
-        "higher --available-memory-proportion lets plans keep what they would fetch again.",
+        "Move less for what is computed: a larger --batch for the same weights; of sparse products "
+        "a larger --block-size, or fewer parts along the dimension that is summed over "
+        "(--plan-constraints). A higher --available-memory-proportion lets plans keep what they "
+        "would fetch again.",
         spent / profile.cycles,
     )
 
