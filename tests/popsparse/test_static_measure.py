@@ -92,7 +92,9 @@ def test_estimates_and_run_agree(shape, tiles, densities, batches):
     assert 1 <= np.median(predicted) < 1.02
     assert (planned > 0.55).all()
     assert (planned < 3.1).all()
-    assert (memory <= 1).all()  # It has an allowance for code, which the run counts in part.
+    if not few:  # Small tiles' data are mostly what rounding makes of them.
+        assert (memory > 0.9).all()
+        assert (memory < 1.1).all()
 
 
 def test_the_code_of_the_guide_runs(capsys):

@@ -17,16 +17,20 @@ import numpy as np
 
 from dynsparse.machine.dtypes import DType
 from dynsparse.machine.errors import RaceError
-from dynsparse.machine.facts import EXCHANGE_ENTRY, LONG_SEND, RECEIVE, RECEIVE_POINTER, SEND
+from dynsparse.machine.facts import (
+    EXCHANGE_ENTRY,
+    LONG_SEND,
+    RECEIVE,
+    RECEIVE_POINTER,
+    SEND,
+    SHORT_WORDS,
+)
 from dynsparse.machine.graph import Graph
 from dynsparse.machine.intervals import Runs, refine, union_lengths
 from dynsparse.machine.target import Target
 from dynsparse.machine.tensor import Tensor
 
 __all__ = ["CopyPlan", "bind_copy", "broadcast_cycles", "link_cycles", "plan_copy"]
-
-# A send of more words takes a second instruction for the rest.
-_SHORT_WORDS = 64
 
 
 @dataclass(frozen=True, eq=False)
@@ -188,7 +192,7 @@ def _send_code(
 ) -> np.ndarray:
     """Bytes of the instructions that send fragments; what several tiles hear is sent once."""
     _, first = np.unique(begin * (int(size.max()) + 1) + size, return_index=True)
-    long = size[first] * element > 4 * _SHORT_WORDS
+    long = size[first] * element > 4 * SHORT_WORDS
     each = SEND.typical + LONG_SEND.typical * long
     return np.bincount(tile[first], each, minlength=tiles)
 

@@ -24,6 +24,7 @@ __all__ = [
     "RECEIVE",
     "RECEIVE_POINTER",
     "SEND",
+    "SHORT_WORDS",
     "STACKS",
     "SUM_CODE",
     "SUPERSTEP",
@@ -140,6 +141,8 @@ EXCHANGE_ENTRY = Fact(
 )
 SEND = Fact("send", 8, 8, 8, "bytes", "[M] the same: an address and a send")
 LONG_SEND = Fact("longer send", 0, 4, 4, "bytes", "[M] the same: of more than 64 words")
+SHORT_WORDS = 64
+"""Words of the longest send that is one instruction."""
 RECEIVE = Fact("receive", 4, 8, 8, "bytes", "[M] the same: turn to the sender and away")
 RECEIVE_POINTER = Fact(
     "pointer of a receive",

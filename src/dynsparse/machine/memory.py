@@ -15,7 +15,7 @@ from dynsparse.machine.liveness import Liveness
 from dynsparse.machine.target import Target
 from dynsparse.machine.vertex import Codelet, VertexSet
 
-__all__ = ["MemoryUse", "check_memory", "measure_memory"]
+__all__ = ["REAL_TILE", "MemoryUse", "check_memory", "measure_memory"]
 
 # A vertex holds the address of its codelet, for each edge a 32-bit pointer and count (Poplar's
 # default vector layout SPAN; smaller ones exist, so this is an upper bound), a word per scalar.
@@ -24,7 +24,7 @@ _EDGE_BYTES = 8
 _SCALAR_BYTES = 4
 # The smallest tiles that were built, the Mk1's. Smaller ones, as tests have, are charged neither
 # stacks nor control code: they would hold little else.
-_REAL_TILE = 256 * 1024
+REAL_TILE = 256 * 1024
 
 
 @dataclass(frozen=True, eq=False)
@@ -93,7 +93,7 @@ def measure_memory(
     for plan in copies:
         exchange += plan.code_bytes
     stacks = control = 0.0
-    if target.bytes_per_tile >= _REAL_TILE:
+    if target.bytes_per_tile >= REAL_TILE:
         stacks = STACKS.typical
         control = CONTROL_CODE.typical * steps + HOST_EXCHANGE.typical * (steps > 0)
     if stack_bytes is not None:

@@ -41,6 +41,7 @@ SOURCES = (
     "popsparse/cycles",
     "popsparse/dense",
     "machine/target.py",
+    "machine/facts.py",
     "machine/dtypes.py",
 )
 """Files and folders of the package that settle what a plan is."""

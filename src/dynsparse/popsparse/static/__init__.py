@@ -23,7 +23,8 @@ from dynsparse.popsparse.static.matmul import (
     plan,
     sparse_dense_matmul,
 )
-from dynsparse.popsparse.static.model import predict, tile_memory
+from dynsparse.popsparse.static.memory import tile_memory
+from dynsparse.popsparse.static.model import predict
 from dynsparse.popsparse.static.params import MatmulParams, Options
 from dynsparse.popsparse.static.planner import make_plan
 from dynsparse.popsparse.static.program import DenseTensor

@@ -11,7 +11,7 @@ import numpy as np
 from dynsparse.machine import Engine, Graph, Sequence
 from dynsparse.pattern import SparsePattern
 from dynsparse.popsparse.static.layout import StaticPlan
-from dynsparse.popsparse.static.model import tile_memory
+from dynsparse.popsparse.static.memory import tile_memory
 from dynsparse.popsparse.static.params import MatmulParams
 from dynsparse.popsparse.static.planner import make_plan
 from dynsparse.popsparse.static.program import add_product, add_values, dense_operand

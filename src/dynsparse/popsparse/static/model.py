@@ -1,4 +1,4 @@
-"""How long a static plan takes on its pattern, and what it needs of a tile's memory.
+"""How long a static plan takes on its pattern.
 
 The planner reckons with a random pattern of the same density; here the blocks, rows and columns of
 every tile are counted. Steps are those of the device program. No constant is fitted.
@@ -10,13 +10,12 @@ import math
 
 import numpy as np
 
-from dynsparse.popsparse.planner.memory import CODE_BYTES, TileMemory
 from dynsparse.popsparse.product.parts import ceil_div
 from dynsparse.popsparse.static import cycles as static_cycles
-from dynsparse.popsparse.static.layout import Pieces, StaticPlan, work_list_words
+from dynsparse.popsparse.static.layout import Pieces, StaticPlan
 from dynsparse.popsparse.timing.model import PassTime, Step
 
-__all__ = ["compute_cycles", "predict", "reduce_cycles", "tile_memory"]
+__all__ = ["column_fragments", "compute_cycles", "predict", "reduce_cycles"]
 
 
 def predict(plan: StaticPlan) -> PassTime:
@@ -55,7 +54,7 @@ def _gather(plan: StaticPlan, part: int) -> np.ndarray:
     block = plan.pattern.block_size
     bytes_ = plan.n_parts[part].size * block * size
     common = _common_columns(plan, part, pieces) * bytes_
-    fragments = _column_fragments(plan, pieces)
+    fragments = column_fragments(plan, pieces)
     received = pieces.columns * bytes_
     if plan.n_split > 1:
         received = received + pieces.blocks * block * block * size
@@ -64,7 +63,7 @@ def _gather(plan: StaticPlan, part: int) -> np.ndarray:
     return np.maximum(payload, fragments * target.exchange_fragment_cycles)
 
 
-def _column_fragments(plan: StaticPlan, pieces: Pieces) -> np.ndarray:
+def column_fragments(plan: StaticPlan, pieces: Pieces) -> np.ndarray:
     """In how many stretches the columns of each piece lie: with n whole, neighbours are one."""
     if plan.n_split > 1:
         return pieces.columns
@@ -152,34 +151,3 @@ def reduce_cycles(plan: StaticPlan) -> np.ndarray:
     """Cycles of adding up on every tile: [tiles]. An output with one partial sum needs none."""
     sums = plan.sums
     return sums.cycles(plan, sums.at_home) + sums.cycles(plan, ~sums.at_home)
-
-
-def tile_memory(plan: StaticPlan) -> TileMemory:
-    """The memory of the fullest tile: work list and values (`buckets`), its share of the dense
-    operand and the result (`operands`), gathered columns and partial sums (`temporary`), code."""
-    size, block = plan.dtype.size, plan.pattern.block_size
-    tiles, area = plan.target.tiles, block * block
-    lists = temporary = partials = 0
-    for part, n in enumerate(plan.n_parts):
-        pieces = plan.pieces(part)
-        if not len(pieces):
-            continue
-        words = work_list_words(pieces.rows, pieces.blocks, block, plan.target.workers)
-        lists = max(lists, int((2 * words + pieces.blocks * area * size).max()))
-        held = (pieces.rows + pieces.columns) * n.size * block * size
-        temporary = max(temporary, int(held.max()))
-        partials = max(partials, int(pieces.rows.max()) * n.size * block * size)
-    if plan.n_split > 1:
-        lists += ceil_div(plan.pattern.nnz * area * size, tiles)  # At home, besides.
-    sums = plan.sums
-    summed = np.bincount(sums.tile, sums.length * (sums.depth + ~sums.at_home), tiles)
-    received = int(summed.max()) * size
-    operands = ceil_div((plan.params.k + plan.params.m) * plan.n_padded * size, tiles)
-    available = int(plan.target.bytes_per_tile)
-    return TileMemory(
-        buckets=lists,
-        operands=operands,
-        temporary=max(temporary, partials + received),
-        code=min(CODE_BYTES, available // 8),
-        available=available,
-    )

@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from dynsparse.popsparse.static.layout import StaticPlan
-from dynsparse.popsparse.static.model import predict, tile_memory
+from dynsparse.popsparse.static.memory import tile_memory
+from dynsparse.popsparse.static.model import predict
 
 __all__ = ["plan_report", "plan_text"]
 
