@@ -76,7 +76,7 @@ def test_merge_on_several_threads(shape, generator):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.int8])
 @pytest.mark.parametrize("tail", [(), (3, 3)])
-@pytest.mark.parametrize("where", ["anywhere", "left", "right"])
+@pytest.mark.parametrize("where", ["anywhere", "left", "right", "far"])
 def test_tensors_follow_in_place(dtype, tail, where, generator):
     pattern = SparsePattern.random((400, 250), 0.4, generator=generator)
     drop, grow = draw_update(pattern, 9000, 9000, generator)
@@ -88,6 +88,9 @@ def test_tensors_follow_in_place(dtype, tail, where, generator):
         drop, grow = draw_update(pattern, 0, 9000, generator)
         grow = grow[grow < pattern.flat[-9000]]
         drop = torch.arange(pattern.nnz - len(grow), pattern.nnz)
+    elif where == "far":  # farther than the compiled kernels keep values for
+        _, grow = draw_update(pattern, 0, 30_000, generator)
+        grow, drop = grow[:18_000], torch.arange(pattern.nnz - 18_000, pattern.nnz)
     rewiring = Rewiring.make(pattern, drop, grow)
     tensors = [torch.randint(-9, 9, (pattern.nnz, *tail), generator=generator).to(dtype)] * 3
     expected = [rewiring.apply(tensor) for tensor in tensors]

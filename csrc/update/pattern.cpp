@@ -113,13 +113,48 @@ struct Merge {
   }
 };
 
-// Where a value comes from, a zero if nowhere: an address that may be read in either case. Of an
-// index that is cut at 0 GCC 12 (for ARM) makes a load without the cut, and then looks whether it
-// counts.
+// The entry at `from`, or zeros where that is negative, without a branch: which are is random. The
+// index is hidden from compilers: of one that is cut at 0 GCC 12 (for ARM) makes a load without the
+// cut, and then looks whether it counts.
 template <class T>
-const T* slot(const T* data, i32 from) {
-  static constexpr T NOTHING{};
-  return from < 0 ? &NOTHING : data + from;
+DYNSPARSE_INLINE T slot(const T* data, i64 from) {
+  const i64 there = ~(from >> 63);
+  i64 at = from & there;
+  asm("" : "+r"(at));
+  return static_cast<T>(data[at] & static_cast<T>(there));
+}
+
+// to[j] = the entry at source[j], counted from `first` on, or zeros where that is -1.
+template <class T>
+void move(const T* data, i64 first, const i32* source, i64 count, T* to) {
+  i64 j = 0;
+#if defined(__AVX512F__)
+  // Survivors keep their order, so 16 of them come out of few more.
+  if constexpr (sizeof(T) == 4) {
+    for (; j + 16 <= count; j += 16) {
+      const __m512i from = _mm512_loadu_si512(source + j);
+      const __mmask16 there = _mm512_cmpge_epi32_mask(from, _mm512_setzero_si512());
+      if (!there) {
+        _mm512_storeu_si512(to + j, _mm512_setzero_si512());
+        continue;
+      }
+      const i32 begin = source[j + __builtin_ctz(there)];
+      const i64 span = source[j + 31 - __builtin_clz(there)] - begin + 1;
+      const T* const own = data + (begin - first);
+      if (span > 32) {
+        for (i64 l = j; l < j + 16; l++) to[l] = slot(data, source[l] < 0 ? -1 : source[l] - first);
+        continue;
+      }
+      const __mmask16 low = static_cast<__mmask16>(span < 16 ? (1u << span) - 1 : 0xffff);
+      const __mmask16 high = static_cast<__mmask16>(span > 16 ? (1u << (span - 16)) - 1 : 0);
+      const __m512i found = _mm512_maskz_permutex2var_epi32(
+          there, _mm512_maskz_loadu_epi32(low, own),
+          _mm512_sub_epi32(from, _mm512_set1_epi32(begin)), _mm512_maskz_loadu_epi32(high, own + 16));
+      _mm512_storeu_si512(to + j, found);
+    }
+  }
+#endif
+  for (; j < count; j++) to[j] = slot(data, source[j] < 0 ? -1 : source[j] - first);
 }
 
 template <class T>
@@ -128,11 +163,40 @@ void move_right(T* data, const i32* source, i64 j) {
   else if (source[j] < j) data[j] = data[source[j]];
 }
 
+// How far survivors move at most, in slots.
+i64 reach_of(const i32* source, i64 count) {
+  i32 reach = 0;
+  const i32 end = static_cast<i32>(count);
+  for (i32 j = 0; j < end; j++) {
+    const i32 off = source[j] - j, far = (off < 0 ? -off : off) & ~(source[j] >> 31);
+    reach = far > reach ? far : reach;
+  }
+  return reach;
+}
+
+// What an array held around a stretch of slots is copied, which stays in the second-level cache, and
+// the stretch written over. Where survivors move farther than NEAR there are two passes.
+constexpr i64 STRETCH = 1 << 13, NEAR = 1 << 13, WINDOW = STRETCH + 2 * NEAR;
+
+// New slot j holds what slot source[j] held; `reach` is at most NEAR.
+template <class T>
+void follow_near(T* data, const i32* source, i64 count, i64 reach, T* window) {
+  i64 first = 0, last = 0;  // slots whose old entries are in the window
+  for (i64 j = 0; j < count; j += STRETCH) {
+    const i64 end = std::min(j + STRETCH, count);
+    const i64 from = std::max<i64>(j - reach, 0), to = std::min(end + reach, count);
+    std::memmove(window, window + (from - first), (last - from) * sizeof(T));
+    std::memcpy(window + (last - from), data + last, (to - last) * sizeof(T));
+    first = from, last = to;
+    move(window, first, source + j, end - j, data + j);
+  }
+}
+
 // New slot j holds what slot source[j] held. Survivors keep their order, so those that move to the
 // left never overwrite what one that moves to the right still needs, nor do they each other when
 // taken from the left; after them those that move to the right are taken from the right.
 template <class T>
-void follow(T* data, const i32* source, i64 count) {
+void follow_far(T* data, const i32* source, i64 count) {
   // A group's sources lie on the side that is still old, so all are read before one is written.
   constexpr i64 GROUP = 16;
   T group[GROUP];
@@ -151,10 +215,17 @@ void follow(T* data, const i32* source, i64 count) {
     for (i32 l = 0; l < GROUP; l++) {
       const i32 own = static_cast<i32>(j - GROUP) + l;
       const i32 from = source[own] < own ? source[own] : own;
-      group[l] = *slot(data, from);
+      group[l] = slot(data, from);
     }
     std::memcpy(data + j - GROUP, group, sizeof group);
   }
+}
+
+template <class T>
+void follow(void* data, const i32* source, i64 count, i64 reach, void* window) {
+  T* const own = static_cast<T*>(data);
+  if (window && reach <= NEAR) follow_near(own, source, count, reach, static_cast<T*>(window));
+  else follow_far(own, source, count);
 }
 
 void follow_blocks(char* data, i64 bytes, const i32* source, i64 count) {
@@ -163,13 +234,6 @@ void follow_blocks(char* data, i64 bytes, const i32* source, i64 count) {
   for (i64 j = count - 1; j >= 0; j--) {
     if (source[j] < 0) std::memset(data + j * bytes, 0, bytes);
     else if (source[j] < j) std::memcpy(data + j * bytes, data + source[j] * bytes, bytes);
-  }
-}
-
-template <class T>
-void move(const T* data, const i32* source, i64 first, i64 last, T* moved) {
-  for (i64 j = first; j < last; j++) {
-    moved[j] = *slot(data, source[j]);
   }
 }
 
@@ -265,13 +329,20 @@ int dynsparse_pattern_by_columns(const i32* row_ptr, const i32* cols, i64 height
 
 void dynsparse_pattern_follow(void* const* data, const i64* bytes, i64 tensors, const i32* source,
                               i64 count, i32 threads) {
-  const i64 pieces = count < SMALL ? 1 : std::min<i64>(tensors, threads);
+  const bool small = count < SMALL;
+  const i64 pieces = small ? 1 : std::min<i64>(tensors, threads);
+  const i64 reach = small ? count : reach_of(source, count);
+  // Without memory for windows it goes without.
+  const i64 room = small || reach > NEAR ? 0 : WINDOW * sizeof(uint64_t);
+  dynsparse::Scratch scratch(room * tensors);
+  char* const windows = scratch.failed() || !room ? nullptr : scratch.take<char>(room * tensors);
 #pragma omp parallel for num_threads(pieces) schedule(dynamic)
   for (i64 i = 0; i < tensors; i++) {
+    char* const window = windows ? windows + i * room : nullptr;
     switch (bytes[i]) {
-      case 2: follow(static_cast<uint16_t*>(data[i]), source, count); break;
-      case 4: follow(static_cast<uint32_t*>(data[i]), source, count); break;
-      case 8: follow(static_cast<uint64_t*>(data[i]), source, count); break;
+      case 2: follow<uint16_t>(data[i], source, count, reach, window); break;
+      case 4: follow<uint32_t>(data[i], source, count, reach, window); break;
+      case 8: follow<uint64_t>(data[i], source, count, reach, window); break;
       default: follow_blocks(static_cast<char*>(data[i]), bytes[i], source, count);
     }
   }
@@ -285,16 +356,16 @@ void dynsparse_pattern_move(const void* data, i64 bytes, const i32* source, i64 
     const i64 first = count * t / pieces, last = count * (t + 1) / pieces;
     switch (bytes) {
       case 2:
-        move(static_cast<const uint16_t*>(data), source, first, last,
-             static_cast<uint16_t*>(moved));
+        move(static_cast<const uint16_t*>(data), 0, source + first, last - first,
+             static_cast<uint16_t*>(moved) + first);
         break;
       case 4:
-        move(static_cast<const uint32_t*>(data), source, first, last,
-             static_cast<uint32_t*>(moved));
+        move(static_cast<const uint32_t*>(data), 0, source + first, last - first,
+             static_cast<uint32_t*>(moved) + first);
         break;
       case 8:
-        move(static_cast<const uint64_t*>(data), source, first, last,
-             static_cast<uint64_t*>(moved));
+        move(static_cast<const uint64_t*>(data), 0, source + first, last - first,
+             static_cast<uint64_t*>(moved) + first);
         break;
       default:
         move_blocks(static_cast<const char*>(data), bytes, source, first, last,
