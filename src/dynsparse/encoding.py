@@ -45,22 +45,30 @@ _LARGE = 4 << 20
 _LARGE_PAGE = 2 << 20
 
 
-def empty(*shape: int, dtype: torch.dtype, device: torch.device | str = "cpu") -> Tensor:
+def empty(
+    *shape: int, dtype: torch.dtype, device: torch.device | str = "cpu", brief: bool = False
+) -> Tensor:
     """`torch.empty`; where it is large, on large pages, which are written in a fifth of the time.
 
     They lie beside the C library's heap: arrays of a pattern come and go with it, and would leave
     holes there between the activations of every step.
+
+    Args:
+        brief: for an array that is gone with the update: the last page is a large one, too, of
+            which some may be left over.
     """
     size = math.prod(shape) * dtype.itemsize
-    library = native.load() if size >= _LARGE and torch.device(device).type == "cpu" else None
+    enough = _LARGE_PAGE // 2 if brief else _LARGE
+    library = native.load() if size >= enough and torch.device(device).type == "cpu" else None
     if library is None:
         return torch.empty(shape, dtype=dtype, device=device)
-    memory = mmap.mmap(-1, size + _LARGE_PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    advised = -(-size // _LARGE_PAGE) * _LARGE_PAGE if brief else size
+    memory = mmap.mmap(-1, advised + _LARGE_PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     start = -torch.frombuffer(memory, dtype=torch.uint8, count=1).data_ptr() % _LARGE_PAGE
     tensor = torch.frombuffer(memory, dtype=dtype, count=size // dtype.itemsize, offset=start).view(
         shape
     )
-    library.dynsparse_pattern_large_pages(tensor.data_ptr(), size)
+    library.dynsparse_pattern_large_pages(tensor.data_ptr(), advised)
     return tensor
 
 
@@ -115,7 +123,11 @@ def merge(row_ptr: Tensor, cols: Tensor, width: int, drop: Tensor, grow: Tensor)
         return _merge(row_ptr, cols, width, drop, grow)
     new_row_ptr = torch.empty_like(row_ptr)
     count = max(len(cols) - len(drop) + len(grow), 0)
-    merged = Merged(new_row_ptr, *(empty(count, dtype=torch.int32) for _ in range(2)))
+    merged = Merged(
+        new_row_ptr,
+        empty(count, dtype=torch.int32),
+        empty(count, dtype=torch.int32, brief=True),
+    )
     drop, grow = drop.contiguous(), grow.contiguous()
     status = library.dynsparse_pattern_merge(
         row_ptr.data_ptr(),

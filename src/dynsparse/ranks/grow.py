@@ -248,17 +248,23 @@ def _search(
 ) -> None:
     """The best of this rank's slab; `held` says how many samples the ranks have."""
     out, in_ = job.pattern.shape
-    x = torch.zeros(held[ranks.rank], in_, dtype=job.wide, device=job.device)
-    dy = torch.zeros(out * held[ranks.rank], dtype=job.wide, device=job.device)
+    own = held[ranks.rank]
+    x = torch.zeros(own, in_, dtype=job.wide, device=job.device)
+    dy = torch.zeros(out * own, dtype=job.wide, device=job.device)
     slabs = job.whole_slabs(ranks)
+    # One slab after the other, all samples of each.
+    to_slabs = [dy[f * own : s * own].view(own, s - f) for f, s in slabs]
     with failed:
-        if job.pairs:
-            torch.cat([pair[0].to(job.wide) for pair in job.pairs], out=x)
-            whole = torch.cat([pair[1].to(job.wide) for pair in job.pairs])
-            torch.cat([whole[:, f:s].reshape(-1) for f, s in slabs], out=dy)
+        at = 0
+        for pair in job.pairs:
+            end = at + len(pair[0])
+            x[at:end] = pair[0]
+            for slab, (f, s) in zip(to_slabs, slabs, strict=True):
+                slab[at:end] = pair[1][:, f:s]
+            at = end
     xs = torch.cat(ranks.gather(x, held))
     first, last = slabs[ranks.rank]
-    sizes = [(s - f) * held[ranks.rank] for f, s in slabs]
+    sizes = [(s - f) * own for f, s in slabs]
     columns = ranks.exchange(dy, sizes, [(last - first) * h for h in held])
     search, (low, high) = None, (torch.inf, -torch.inf)
     with failed:

@@ -22,7 +22,7 @@ from dynsparse.pattern import Rewiring
 from dynsparse.ranks import ALONE, Part, Ranks, agreeing, follow_over_ranks, held_back, ranks_of
 from dynsparse.tracing import span
 from dynsparse.training.doubts import settle
-from dynsparse.training.memory import released_memory
+from dynsparse.training.memory import release_memory
 from dynsparse.training.optimizer_state import follow_later, moving_state, prepare_state
 from dynsparse.training.shards import resize_shards
 
@@ -201,9 +201,10 @@ def prepared(
 
     def change_over() -> None:
         for one in ready:
-            with span("rewire"), released_memory(one.values):
+            with span("rewire"):
                 for part in one.parts:
                     part()
+                release_memory(one.values)
 
     return change_over
 

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from dynsparse.checks import check_not_negative, check_tensor
+from dynsparse.encoding import empty
 from dynsparse.nn.sharded import gathered, is_sharded, local_part, own_rows
 from dynsparse.ops.grow import select
 from dynsparse.ranks import ALONE, JointRanks, Ranks, chunk_of, joined, places, select_over_ranks
@@ -42,7 +43,14 @@ def magnitude(values: Tensor) -> Tensor:
             "values must be floating point, [nnz] or [nnz, b, b], "
             f"got {values.dtype} {list(values.shape)}"
         )
-    return values.detach().abs() if values.dim() == 1 else values.detach().abs().sum((1, 2))
+    values = values.detach()
+    if values.dim() == 3:
+        return values.abs().sum((1, 2))
+    if is_sharded(values):
+        return values.abs()
+    return torch.abs(
+        values, out=empty(len(values), dtype=values.dtype, device=values.device, brief=True)
+    )
 
 
 class MagnitudeGradient:

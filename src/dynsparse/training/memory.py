@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from functools import cache
 
 from torch import Tensor
@@ -13,7 +12,7 @@ from torch import Tensor
 from dynsparse import native
 from dynsparse.ops.linear.kernels import dense
 
-__all__ = ["keep_memory", "released_memory"]
+__all__ = ["keep_memory", "release_memory"]
 
 # Of glibc's malloc.h.
 _M_TRIM_THRESHOLD, _M_MMAP_MAX = -1, -4
@@ -22,6 +21,10 @@ _M_TRIM_THRESHOLD, _M_MMAP_MAX = -1, -4
 # Values of so many bytes make an update whose arrays are worth handing back; below, fetching the
 # memory anew would cost more than the update.
 _WORTHWHILE = 4 << 20
+
+# And of so many, one whose parts each hand back what they have freed, for a lower peak: what is
+# handed back has to be fetched anew by the next part, at a tenth of the time of an update.
+_LARGE = 16 << 20
 
 
 def keep_memory() -> bool:
@@ -44,9 +47,8 @@ def keep_memory() -> bool:
     )
 
 
-@contextmanager
-def released_memory(values: Tensor) -> Iterator[None]:
-    """What was freed before this part of an update and within it goes back to the system.
+def release_memory(values: Tensor, *, within: bool = False) -> None:
+    """What was freed goes back to the system.
 
     glibc keeps freed blocks of up to 32 MiB for later, also between blocks in use, where the next
     array may not fit. Pattern updates allocate and free many arrays of that size, and the
@@ -55,12 +57,9 @@ def released_memory(values: Tensor) -> Iterator[None]:
 
     Args:
         values: of the layer that is updated; with small ones nothing is worth the call.
+        within: the update goes on.
     """
-    large = values.is_cpu and values.nbytes >= _WORTHWHILE
-    if large:
-        _release()
-    yield
-    if large:
+    if values.is_cpu and values.nbytes >= (_LARGE if within else _WORTHWHILE):
         _release()
 
 

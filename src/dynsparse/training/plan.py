@@ -30,7 +30,7 @@ from dynsparse.training.drop import lowest_over_ranks
 from dynsparse.training.grow import Growth
 from dynsparse.training.history import History, LastStep, gradient_of
 from dynsparse.training.initial import GradientStep, learning_rate_of
-from dynsparse.training.memory import released_memory
+from dynsparse.training.memory import release_memory
 from dynsparse.training.parts import Spread, extents, spreads_of
 from dynsparse.training.schedule import Schedule
 
@@ -137,14 +137,16 @@ def plan_changes(
                 layer = group[0].layer
                 changes[group[0].name] = Change.planned(layer, rewiring, steps[0], optimizer)
                 continue
-            with released_memory(largest):
-                with span("drop", layer=names):
-                    _choose_drops(group, scores, ranks, regrow_dropped)
-                with span("grow", layer=names):
-                    _choose_growth(group, growth, history, step, ranks, regrow_dropped)
-                steps = _gradient_steps(group, initial_value, history, optimizer, ranks)
-            with released_memory(largest), span("rewire", layer=names):
+            release_memory(largest, within=True)
+            with span("drop", layer=names):
+                _choose_drops(group, scores, ranks, regrow_dropped)
+            with span("grow", layer=names):
+                _choose_growth(group, growth, history, step, ranks, regrow_dropped)
+            steps = _gradient_steps(group, initial_value, history, optimizer, ranks)
+            release_memory(largest, within=True)
+            with span("rewire", layer=names):
                 rewirings = _rewirings(group, ranks)
+            release_memory(largest)
             starts = _starts(group, initial_value, rewirings, ranks) if steps is None else steps
         with agreeing(ranks):
             for one, rewiring, start in zip(group, rewirings, starts, strict=True):

@@ -82,8 +82,8 @@ def screened(
     excluded = positions_between(exclude, offset * width, (offset + height) * width)
     room = min(2 * k + (1 << 12), int(MOST * height * width))
     counts = torch.zeros(height + 1, dtype=torch.int32)
-    cols = empty(room, dtype=torch.int32)
-    sure = empty(0 if high == torch.inf else min(k, height * width), dtype=torch.int64)
+    cols = empty(room, dtype=torch.int32, brief=True)
+    sure = empty(0 if high == torch.inf else min(k, height * width), dtype=torch.int64, brief=True)
     found = torch.zeros(2, dtype=torch.int64)
     status = library.dynsparse_grow_screen(
         x.data_ptr(),

@@ -60,7 +60,7 @@ def _last_selected(scores: Tensor, k: int, largest: bool) -> float:
 
 
 def _select_compiled(library: ctypes.CDLL, scores: Tensor, k: int, largest: bool) -> Tensor:
-    positions = empty(k, dtype=torch.int64)
+    positions = empty(k, dtype=torch.int64, brief=True)
     status = library.dynsparse_grow_select(
         scores.data_ptr(), len(scores), k, largest, positions.data_ptr(), torch.get_num_threads()
     )
@@ -76,7 +76,7 @@ def ascending(one: Tensor, other: Tensor) -> Tensor:
     library = native.load()
     if library is None:
         return torch.cat([one, other]).sort().values
-    merged = empty(len(one) + len(other), dtype=torch.int64)
+    merged = empty(len(one) + len(other), dtype=torch.int64, brief=True)
     one, other = one.contiguous(), other.contiguous()
     library.dynsparse_grow_merge(
         one.data_ptr(), len(one), other.data_ptr(), len(other), merged.data_ptr()

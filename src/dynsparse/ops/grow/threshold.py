@@ -85,14 +85,16 @@ def _taken(
     height, width = pattern.grid
     begin, end = pattern.row_ptr[rows], pattern.row_ptr[rows + 1]
     lengths = end - begin
-    held = torch.arange(len(rows)).repeat_interleave(lengths)
+    # A tenth of a million numbers of 4 bytes each: memory that is fetched anew takes the longest.
+    held = torch.arange(len(rows), dtype=torch.int32).repeat_interleave(lengths)
     before = lengths.cumsum(0, dtype=torch.int32) - lengths
-    slots = torch.arange(len(held), dtype=torch.int32) + (begin - before)[held]
-    place_of_col = torch.full((width,), -1)
-    place_of_col[cols] = torch.arange(len(cols))
-    places = place_of_col[pattern.cols[slots]]
-    sampled = places >= 0
-    held, places = held[sampled], places[sampled]
+    slots = (begin - before).index_select(0, held)
+    slots += torch.arange(len(held), dtype=torch.int32)
+    place_of_col = torch.full((width,), -1, dtype=torch.int32)
+    place_of_col[cols] = torch.arange(len(cols), dtype=torch.int32)
+    places = place_of_col.index_select(0, pattern.cols.index_select(0, slots))
+    sampled = (places >= 0).nonzero().flatten()
+    held, places = held[sampled].long(), places[sampled].long()
     if len(exclude):
         place_of_row = torch.full((height,), -1)
         place_of_row[rows] = torch.arange(len(rows))
