@@ -12,6 +12,21 @@ DYNSPARSE_INLINE u32 digit_of(i32 key, i32 shift, i32 bits) {
   return (static_cast<u32>(key) ^ 0x80000000u) >> shift & ((1u << bits) - 1);
 }
 
+// Eight bytes of 0 or 1 as bits: each is moved to the top byte by a power of two of its own.
+DYNSPARSE_INLINE uint64_t bits_of(const uint8_t* bytes) {
+  uint64_t eight = 0;
+  for (i64 b = 0; b < 8; b++) eight |= uint64_t{bytes[b]} << 8 * b;
+  return eight * 0x0102040810204080u >> 56;
+}
+
+// Where the bits of a word are 1, behind `n` numbers that are there; returns how many then are.
+DYNSPARSE_INLINE i64 place(uint64_t word, i64 first, i64* numbers, i64 n) {
+  for (; word; word &= word - 1) numbers[n++] = first + __builtin_ctzll(word);
+  return n;
+}
+
+constexpr i64 WORD = 64;
+
 }  // namespace
 
 void dynsparse_rank_keys(const float* scores, i64 count, i32 largest, i32* keys) {
@@ -73,14 +88,32 @@ void dynsparse_rank_fold(const uint8_t* words, i64 lines, i64 width, const uint6
 }
 
 i64 dynsparse_rank_places(const uint8_t* chosen, i64 count, i64 offset, i64* places) {
-  i64 n = 0;
-  for (i64 i = 0; i < count;) {
-    // Eight at a time: each is a byte of 0 or 1.
-    uint64_t eight = 0;
-    const i64 some = least(8, count - i);
-    std::memcpy(&eight, chosen + i, some);
-    for (; eight; eight &= eight - 1) places[n++] = offset + i + __builtin_ctzll(eight) / 8;
-    i += some;
+  i64 n = 0, i = 0;
+  for (; i + WORD <= count; i += WORD) {
+    uint64_t word = 0;
+    for (i64 b = 0; b < WORD; b += 8) word |= bits_of(chosen + i + b) << b;
+    n = place(word, offset + i, places, n);
   }
+  for (; i < count; i++)
+    if (chosen[i]) places[n++] = offset + i;
+  return n;
+}
+
+void dynsparse_rank_pack(const i64* numbers, i64 count, i64 first, uint8_t* bits, i64 bytes) {
+  std::memset(bits, 0, bytes);
+  for (i64 i = 0; i < count; i++) {
+    const i64 at = numbers[i] - first;
+    bits[at / 8] = static_cast<uint8_t>(bits[at / 8] | 1 << at % 8);
+  }
+}
+
+i64 dynsparse_rank_unpack(const uint8_t* bits, i64 bytes, i64 first, i64* numbers) {
+  i64 n = 0, i = 0;
+  for (; i + 8 <= bytes; i += 8) {
+    uint64_t word = 0;
+    for (i64 b = 0; b < 8; b++) word |= uint64_t{bits[i + b]} << 8 * b;
+    n = place(word, first + 8 * i, numbers, n);
+  }
+  for (; i < bytes; i++) n = place(bits[i], first + 8 * i, numbers, n);
   return n;
 }

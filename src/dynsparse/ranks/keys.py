@@ -11,7 +11,7 @@ from torch import Tensor
 from dynsparse import native
 from dynsparse.encoding import empty
 
-__all__ = ["digits_of", "set_places", "sorting_keys"]
+__all__ = ["digits_of", "packed_bits", "set_places", "sorting_keys", "unpack_bits"]
 
 
 def sorting_keys(scores: Tensor, largest: bool) -> tuple[Tensor, int]:
@@ -25,7 +25,7 @@ def sorting_keys(scores: Tensor, largest: bool) -> tuple[Tensor, int]:
         library = native.load() if scores.is_cpu else None
         if library is not None:
             own = scores.detach().float().contiguous()
-            keys = empty(len(own), dtype=torch.int32)
+            keys = empty(len(own), dtype=torch.int32, brief=True)
             library.dynsparse_rank_keys(own.data_ptr(), len(own), largest, keys.data_ptr())
             return keys, 32
         raw, bits = (scores.float() + 0.0).view(torch.int32), 32
@@ -91,6 +91,30 @@ def set_places(chosen: Tensor, offset: int = 0, out: Tensor | None = None) -> Te
     chosen = chosen.contiguous()
     if out is None:
         # torch would make numbers of 8 bytes of them.
-        out = empty(int(np.count_nonzero(chosen.numpy())), dtype=torch.int64)
+        out = empty(int(np.count_nonzero(chosen.numpy())), dtype=torch.int64, brief=True)
     library.dynsparse_rank_places(chosen.data_ptr(), len(chosen), offset, out.data_ptr())
     return out
+
+
+def packed_bits(numbers: Tensor, first: int, end: int) -> Tensor:
+    """Ascending numbers in [first, end), int64, as bits: uint8 [ceil of (end - first) / 8]."""
+    library = native.load() if numbers.is_cpu else None
+    if library is None:
+        there = np.zeros(end - first, np.uint8)
+        there[(numbers - first).cpu().numpy()] = 1
+        return torch.from_numpy(np.packbits(there, bitorder="little"))
+    numbers = numbers.contiguous()
+    bits = torch.empty(-(-(end - first) // 8), dtype=torch.uint8)
+    library.dynsparse_rank_pack(numbers.data_ptr(), len(numbers), first, bits.data_ptr(), len(bits))
+    return bits
+
+
+def unpack_bits(bits: Tensor, first: int, out: Tensor) -> None:
+    """The way back, on the CPU: `out` gets the numbers, of which it has just the right number."""
+    library = native.load()
+    if library is None:
+        there = np.unpackbits(bits.numpy(), bitorder="little")
+        set_places(torch.from_numpy(there).view(torch.bool), first, out)
+        return
+    bits = bits.contiguous()
+    library.dynsparse_rank_unpack(bits.data_ptr(), len(bits), first, out.data_ptr())

@@ -11,12 +11,17 @@ import itertools
 from collections.abc import Sequence
 from typing import NamedTuple
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from dynsparse.encoding import empty
-from dynsparse.ranks.keys import digits_of, set_places, sorting_keys
+from dynsparse.ranks.keys import (
+    digits_of,
+    packed_bits,
+    set_places,
+    sorting_keys,
+    unpack_bits,
+)
 from dynsparse.ranks.ranks import Ranks
 
 __all__ = [
@@ -208,22 +213,19 @@ class _Stretch(NamedTuple):
         """uint8 [bytes]"""
         if not self.in_bits:
             return numbers.to(torch.int32 if self.small else torch.int64).view(torch.uint8)
-        there = np.zeros(self.end - self.first, np.uint8)
-        there[(numbers - self.first).cpu().numpy()] = 1
-        return torch.from_numpy(np.packbits(there))
+        return packed_bits(numbers, self.first, self.end)
 
     def unpack(self, packed: Tensor, to: Tensor) -> None:
         if not self.in_bits:
             wide = torch.int32 if self.small else torch.int64
             to.copy_(packed.clone().view(wide))
             return
-        there = np.unpackbits(packed.numpy(), count=self.end - self.first)
-        set_places(torch.from_numpy(there).view(torch.bool), self.first, to)
+        unpack_bits(packed, self.first, to)
 
 
 def _in_order(stretches: Sequence[_Stretch], packed: Sequence[Tensor]) -> Tensor:
     sizes = [one.many for one in stretches]
-    numbers = empty(sum(sizes), dtype=torch.int64)
+    numbers = empty(sum(sizes), dtype=torch.int64, brief=True)
     for one, piece, to in zip(stretches, packed, numbers.split(sizes), strict=True):
         one.unpack(piece, to)
     some = [one for one in stretches if one.many]
