@@ -96,8 +96,9 @@ DYNSPARSE_API int dynsparse_linear_forward(
     const int32_t* row_ptr, const int32_t* cols, const void* row_panels, const float* bias,
     float* y, int64_t batch, int64_t out, int64_t in, int64_t block, int32_t threads);
 
-/* dx [batch, in] = dy W, and dvalues [nnz, block, block] = dy^T x at W's blocks. Either may be null
- * and is not computed then.
+/* dx [batch, in] = dy W, dvalues [nnz, block, block] = dy^T x at W's blocks, and dbias [out], dy
+ * summed over the samples. Each may be null and is not computed then. The order of the sums of
+ * dbias may depend on `batch` and on what else is computed, never on strides or `threads`.
  *
  * dy: [batch, out], x: [batch, in] with these strides. Without dx, values, col_ptr, csc_rows,
  * csc_perm and col_panels are not read and may be null. row_panels, col_panels: what
@@ -106,8 +107,8 @@ DYNSPARSE_API int dynsparse_linear_backward(
     const float* dy, int64_t dy_batch_stride, int64_t dy_feature_stride, const float* x,
     int64_t x_batch_stride, int64_t x_feature_stride, const float* values, const int32_t* row_ptr,
     const int32_t* cols, const int32_t* col_ptr, const int32_t* csc_rows, const int32_t* csc_perm,
-    const void* row_panels, const void* col_panels, float* dx, float* dvalues, int64_t batch,
-    int64_t out, int64_t in, int64_t block, int32_t threads);
+    const void* row_panels, const void* col_panels, float* dx, float* dvalues, float* dbias,
+    int64_t batch, int64_t out, int64_t in, int64_t block, int32_t threads);
 
 /* As dynsparse_linear_forward for bfloat16 x and y. values are of `values_type` (dynsparse_type);
  * the bias is float32. Sums are float32 and rounded once. Where dynsparse_bf16_unit is not 0,
@@ -119,14 +120,14 @@ DYNSPARSE_API int dynsparse_linear_forward_bf16(
     int32_t threads);
 
 /* As dynsparse_linear_backward for bfloat16 dy, x and dx. values and dvalues are both of
- * `values_type`. */
+ * `values_type`, dbias is float32. */
 DYNSPARSE_API int dynsparse_linear_backward_bf16(
     const dynsparse_bf16* dy, int64_t dy_batch_stride, int64_t dy_feature_stride,
     const dynsparse_bf16* x, int64_t x_batch_stride, int64_t x_feature_stride, const void* values,
     int32_t values_type, const int32_t* row_ptr, const int32_t* cols, const int32_t* col_ptr,
     const int32_t* csc_rows, const int32_t* csc_perm, const void* row_panels,
-    const void* col_panels, dynsparse_bf16* dx, void* dvalues, int64_t batch, int64_t out,
-    int64_t in, int64_t block, int32_t threads);
+    const void* col_panels, dynsparse_bf16* dx, void* dvalues, float* dbias, int64_t batch,
+    int64_t out, int64_t in, int64_t block, int32_t threads);
 
 /* ---- convolutions ---- */
 
@@ -226,8 +227,8 @@ DYNSPARSE_API int dynsparse_small_forward(
 DYNSPARSE_API int dynsparse_small_backward(
     const float* dy, int64_t dy_batch_stride, int64_t dy_feature_stride, const float* x,
     int64_t x_batch_stride, int64_t x_feature_stride, const float* values, const int32_t* row_ptr,
-    const int32_t* cols, const uint16_t* masks, float* dx, float* dvalues, int64_t batch,
-    int64_t out, int64_t in, int64_t block, int32_t threads);
+    const int32_t* cols, const uint16_t* masks, float* dx, float* dvalues, float* dbias,
+    int64_t batch, int64_t out, int64_t in, int64_t block, int32_t threads);
 
 /* ---- rows laid out densely ---- */
 

@@ -127,6 +127,19 @@ void pack(const Matrix& from, const Tile& tile, i64 begin, i64 end, float* out) 
     pack_any(from, tile, begin, end, out);
 }
 
+void sum_lanes(const float* packed, i64 width, i64 count, bool add, float* sums) {
+  for (i64 f = 0; f < count; f += VL) {
+    const i64 some = least(VL, count - f);
+    V leaves[VL] = {};
+    for (i64 i = 0; i < some; i++, packed += width) {
+      leaves[i] = load(packed);
+      for (i64 lane = VL; lane < width; lane += VL) leaves[i] += load(packed + lane);
+    }
+    const V here = sums_of<VL>(leaves);
+    store_first(sums + f, add ? load_first(sums + f, some) + here : here, some);
+  }
+}
+
 void unpack(const float* from, const Tile& tile, i64 begin, i64 end, const Output& to,
             i64 features) {
   if (to.b16)

@@ -54,6 +54,10 @@ inline i64 tiles_of(i64 batch, i64 full = TILE) { return ceil_div(batch, full); 
 // Features [begin, end) of the tile's samples: out[(f - begin) * width + lane].
 void pack(const Matrix& from, const Tile& tile, i64 begin, i64 end, float* out);
 
+// The sums of `count` packed features over the samples of a tile, `width` lanes wide: stored, or
+// added to what is there.
+void sum_lanes(const float* packed, i64 width, i64 count, bool add, float* sums);
+
 // The reverse, into a contiguous [batch, features] tensor, rounded where that is bfloat16; only
 // real samples are written.
 void unpack(const float* from, const Tile& tile, i64 begin, i64 end, const Output& to,

@@ -171,4 +171,17 @@ DYNSPARSE_INLINE V fold_quarters(V a, V b) {
   return shuffle<Quarters<0>>(a, b) + shuffle<Quarters<1>>(a, b);
 }
 
+// The sums of N vectors, in order, in the first lanes; VL of them from a full tree.
+template <int N>
+DYNSPARSE_INLINE V sums_of(const V* leaves) {
+  if constexpr (N == 1) {
+    return leaves[0];
+  } else {
+    V a = sums_of<N / 2>(leaves), b = sums_of<N / 2>(leaves + N / 2);
+    if constexpr (N == 2) return fold1(a, b);
+    else if constexpr (N == 4) return fold2(a, b);
+    else return fold_quarters(a, b);
+  }
+}
+
 }  // namespace dynsparse

@@ -64,14 +64,17 @@ int linear_forward(const Matrix& x, const float* values, const Index& index, con
 }
 
 int linear_backward(const Matrix& dy, const Matrix& x, const float* values, const Index& index,
-                    const Output& dx, float* dvalues, i64 batch, int threads) {
-  if (!dx && !dvalues) return 0;
+                    const Output& dx, float* dvalues, float* dbias, i64 batch, int threads) {
+  if (!dx && !dvalues && !dbias) return 0;
   const i64 out = index.out, in = index.in, block = index.block;
   if (batch == 0) {
     fill_zero(dvalues, static_cast<i64>(index.row_ptr[out / block]) * block * block);
+    fill_zero(dbias, out);
     return 0;
   }
   threads = threads_for(batch, index.row_ptr[out / block], block, out + in, threads);
+  if (dbias && !dvalues) sum_samples(dy, batch, out, dbias, threads);
+  if (!dx && !dvalues) return 0;
   if (block > 1) {
     BlockPass pass = {in / block, out / block, block, batch, dy, threads};
     pass.out = dx;
@@ -84,15 +87,17 @@ int linear_backward(const Matrix& dy, const Matrix& x, const float* values, cons
     pass.row_ptr = index.row_ptr;
     pass.cols = index.cols;
     pass.x = x;
+    pass.packed_sums = dbias;
     return run_any(pass);
   }
   if (dvalues && (!dx || !fused_pays(batch, index.row_ptr[out], out))) {
     ElementPass pass = {index.row_ptr, index.cols, out, in, batch, x, threads};
     pass.held = dy;
     pass.sums = dvalues;
+    pass.held_sums = dbias;
     if (run_any(pass, index.row_panels)) return 1;
     if (!dx) return 0;
-    dvalues = nullptr;
+    dvalues = dbias = nullptr;
   }
   ElementPass pass = {index.col_ptr, index.csc_rows, in, out, batch, dy, threads};
   pass.order = index.csc_perm;
@@ -100,6 +105,7 @@ int linear_backward(const Matrix& dy, const Matrix& x, const float* values, cons
   pass.values = values;
   pass.held = x;
   pass.sums = dvalues;
+  pass.packed_sums = dvalues ? dbias : nullptr;
   return run_any(pass, index.col_panels);
 }
 
@@ -123,10 +129,11 @@ int dynsparse_linear_backward(const float* dy, i64 dy_batch_stride, i64 dy_featu
                               const float* values, const i32* row_ptr, const i32* cols,
                               const i32* col_ptr, const i32* csc_rows, const i32* csc_perm,
                               const void* row_panels, const void* col_panels, float* dx,
-                              float* dvalues, i64 batch, i64 out, i64 in, i64 block, i32 threads) {
+                              float* dvalues, float* dbias, i64 batch, i64 out, i64 in, i64 block,
+                              i32 threads) {
   const dynsparse::Index index = {row_ptr, cols, col_ptr, csc_rows,   csc_perm,
                                   out,     in,   block,   row_panels, col_panels};
   return dynsparse::linear_backward({dy, dy_batch_stride, dy_feature_stride},
                                     {x, x_batch_stride, x_feature_stride}, values, index, dx,
-                                    dvalues, batch, threads);
+                                    dvalues, dbias, batch, threads);
 }

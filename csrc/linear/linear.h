@@ -25,6 +25,9 @@ struct Index {
 int linear_forward(const Matrix& x, const float* values, const Index& index, const float* bias,
                    const Output& y, i64 batch, int threads);
 int linear_backward(const Matrix& dy, const Matrix& x, const float* values, const Index& index,
-                    const Output& dx, float* dvalues, i64 batch, int threads);
+                    const Output& dx, float* dvalues, float* dbias, i64 batch, int threads);
+
+// dy [batch, out] summed over the samples, for passes that have no sums of their own.
+void sum_samples(const Matrix& dy, i64 batch, i64 out, float* sums, int threads);
 
 }  // namespace dynsparse

@@ -66,7 +66,7 @@ _SIGNATURES: dict[str, tuple[type | None, list[type]]] = {
     ),
     "dynsparse_linear_backward": (
         ctypes.c_int,
-        [*_MATRIX, *_MATRIX, *[_POINTER] * 10, *[_SIZE] * 4, _INT],
+        [*_MATRIX, *_MATRIX, *[_POINTER] * 11, *[_SIZE] * 4, _INT],
     ),
     "dynsparse_linear_forward_bf16": (
         ctypes.c_int,
@@ -74,7 +74,7 @@ _SIGNATURES: dict[str, tuple[type | None, list[type]]] = {
     ),
     "dynsparse_linear_backward_bf16": (
         ctypes.c_int,
-        [*_MATRIX, *_MATRIX, _POINTER, _INT, *[_POINTER] * 9, *[_SIZE] * 4, _INT],
+        [*_MATRIX, *_MATRIX, _POINTER, _INT, *[_POINTER] * 10, *[_SIZE] * 4, _INT],
     ),
     "dynsparse_conv_forward": (ctypes.c_int, [*[_POINTER] * 9, _INT]),
     "dynsparse_conv_backward": (ctypes.c_int, [*[_POINTER] * 12, _INT]),
@@ -136,7 +136,7 @@ _SIGNATURES: dict[str, tuple[type | None, list[type]]] = {
     ),
     "dynsparse_small_backward": (
         ctypes.c_int,
-        [*_MATRIX, *_MATRIX, *[_POINTER] * 6, *[_SIZE] * 4, _INT],
+        [*_MATRIX, *_MATRIX, *[_POINTER] * 7, *[_SIZE] * 4, _INT],
     ),
     "dynsparse_rows_to_dense": (None, [*[_POINTER] * 5, *[_SIZE] * 4, _INT]),
     "dynsparse_rows_from_dense": (None, [*[_POINTER] * 5, *[_SIZE] * 4, _INT]),

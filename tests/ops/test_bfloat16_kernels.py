@@ -89,7 +89,9 @@ def check(
     close(bfloat16.forward(x, values, p, None), y, LOW, pattern.shape[1])
     close(bfloat16.forward(x, values, p, bias), y + bias.double(), LOW, pattern.shape[1])
     for need_input, need_values in ((True, True), (True, False), (False, True), (False, False)):
-        dx, dvalues = bfloat16.backward(dy, x, values, p, need_input, need_values)
+        dbias = torch.empty(pattern.shape[0])
+        dx, dvalues = bfloat16.backward(dy, x, values, p, need_input, need_values, dbias)
+        close(dbias, dy.double().sum(0), torch.float32, len(x))
         assert (dx is not None) == need_input
         assert (dvalues is not None) == need_values
         if dx is not None:

@@ -112,9 +112,11 @@ def check(pattern: SparsePattern, x: Tensor, dy: Tensor, generator: torch.Genera
     )
     for need_input in (True, False):
         for need_values in (True, False):
+            dbias = torch.empty(pattern.shape[0])
             dx, dvalues = sparse.backward(
-                dy, x, values, LayerIndex(pattern.index, values), need_input, need_values
+                dy, x, values, LayerIndex(pattern.index, values), need_input, need_values, dbias
             )
+            close(dbias, dy.double().sum(0), len(x))
             assert (dx is not None) == need_input
             assert (dvalues is not None) == need_values
             if dx is not None:
@@ -293,16 +295,35 @@ def test_repeated_calls_agree_bit_for_bit(isa: str, block: int) -> None:
     before = torch.get_num_threads()
     for threads in (1, 2, 2, 2):
         torch.set_num_threads(threads)
-        y = sparse.forward(x, values, LayerIndex(pattern.index, values), None)
-        results.append(
-            (y, *sparse.backward(dy, x, values, LayerIndex(pattern.index, values), True, True))
-        )
+        p, dbias = LayerIndex(pattern.index, values), torch.empty(256)
+        y = sparse.forward(x, values, p, None)
+        results.append((y, dbias, *sparse.backward(dy, x, values, p, True, True, dbias)))
     torch.set_num_threads(before)
     for result in results[1:]:
         for got, first in zip(result, results[0], strict=True):
             assert got is not None
             assert first is not None
             assert torch.equal(got, first)
+
+
+@pytest.mark.parametrize(("out", "features"), [(2000, 8), (8, 2000)])
+def test_a_bias_gets_its_gradient_from_threads_without_other_work(
+    isa: str, out: int, features: int
+) -> None:
+    generator = torch.Generator().manual_seed(10)
+    pattern = SparsePattern.random((out, features), 0.3, generator=generator)
+    values = torch.randn(pattern.values_shape, generator=generator)
+    x, dy = torch.randn(100, features), torch.randn(100, out, generator=generator)
+    before = torch.get_num_threads()
+    try:
+        for threads in (5, 1):
+            torch.set_num_threads(threads)
+            for needs in ((True, True), (True, False), (False, True), (False, False)):
+                dbias = torch.empty(out)
+                sparse.backward(dy, x, values, LayerIndex(pattern.index, values), *needs, dbias)
+                torch.testing.assert_close(dbias, dy.double().sum(0).float(), rtol=0, atol=2e-5)
+    finally:
+        torch.set_num_threads(before)
 
 
 @pytest.mark.parametrize("block", [1, 4, 16])

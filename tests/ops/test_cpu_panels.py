@@ -60,9 +60,11 @@ def check(pattern: SparsePattern, x: Tensor, dy: Tensor, generator: torch.Genera
     )
     gradient = (dy.double().t() @ x.double())[pattern.rows.long(), pattern.cols.long()]
     for need_input, need_values in ((True, False), (False, True), (True, True)):
+        dbias = torch.empty(pattern.shape[0])
         dx, dw = sparse.backward(
-            dy, x, values, LayerIndex(pattern.index, values), need_input, need_values
+            dy, x, values, LayerIndex(pattern.index, values), need_input, need_values, dbias
         )
+        close(dbias, dy.double().sum(0), x.shape[0])
         if need_input:
             close(dx, dy.double() @ weight, pattern.shape[0])
         if need_values:
@@ -141,10 +143,9 @@ def test_number_of_threads_does_not_matter() -> None:
     results = []
     for thread_count in (1, 2, 5):
         torch.set_num_threads(thread_count)
-        y = sparse.forward(x, values, LayerIndex(pattern.index, values), None)
-        results.append(
-            (y, *sparse.backward(dy, x, values, LayerIndex(pattern.index, values), True, True))
-        )
+        p, dbias = LayerIndex(pattern.index, values), torch.empty(333)
+        y = sparse.forward(x, values, p, None)
+        results.append((y, dbias, *sparse.backward(dy, x, values, p, True, True, dbias)))
     for found in results[1:]:
         for one, other in zip(found, results[0], strict=True):
             assert one is not None

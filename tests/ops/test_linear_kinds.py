@@ -53,7 +53,9 @@ def agrees(kind, out, in_features, density, block_size, batch, layout="contiguou
         naive.grad_weight(dy.double(), *wide).float(),
     )
     for needs in ((True, True), (True, False), (False, True)):
-        got = passes.backward(dy, x, values, p, *needs)
+        dbias = torch.full((pattern.shape[0],), torch.nan)
+        got = passes.backward(dy, x, values, p, *needs, dbias)
+        torch.testing.assert_close(dbias, dy.double().sum(0).float(), rtol=1e-5, atol=1e-4)
         for need, tensor, wanted in zip(needs, got, expected, strict=True):
             assert (tensor is not None) == need
             if tensor is not None:

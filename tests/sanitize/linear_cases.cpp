@@ -113,21 +113,33 @@ void products(const Library& library, Random& random, i64 block, bool few) {
       },
       "y depends on threads");
 
-  const int wanted = 1 + random.below(3);
-  struct Both {
+  std::vector<double> db(out), db_bound(out);
+  for (i64 s = 0; s < batch; s++)
+    for (i64 o = 0; o < out; o++) {
+      db[o] += number_of(dy.at(s, o));
+      db_bound[o] += std::fabs(number_of(dy.at(s, o)));
+    }
+
+  const int wanted = 1 + random.below(7);
+  struct Gradients {
     Array<A> dx;
     Array<V> dv;
-    bool operator==(const Both& other) const { return dx == other.dx && dv == other.dv; }
+    Array<float> db;
+    bool operator==(const Gradients& other) const {
+      return dx == other.dx && dv == other.dv && db == other.db;
+    }
   };
   run_alike(
       random,
       [&] {
-        return std::make_unique<Both>(Both{{random, wanted & 1 ? batch * in : 0},
-                                           {random, wanted & 2 ? nnz * b2 : 0}});
+        return std::make_unique<Gradients>(Gradients{{random, wanted & 1 ? batch * in : 0},
+                                                     {random, wanted & 2 ? nnz * b2 : 0},
+                                                     {random, wanted & 4 ? out : 0}});
       },
-      [&](const Both& to, i32 threads) {
+      [&](const Gradients& to, i32 threads) {
         A* dx_data = wanted & 1 ? to.dx.data() : nullptr;
         V* dv_data = wanted & 2 ? to.dv.data() : nullptr;
+        float* db_data = wanted & 4 ? to.db.data() : nullptr;
         const bool lone = !(wanted & 1);  // then these may be null
         int status;
         if constexpr (BF16)
@@ -136,12 +148,12 @@ void products(const Library& library, Random& random, i64 block, bool few) {
               lone ? nullptr : values.data(), ROUNDS, index.row_ptr.data(), index.cols.data(),
               lone ? nullptr : index.col_ptr.data(), lone ? nullptr : index.csc_rows.data(),
               lone ? nullptr : index.csc_perm.data(), by_rows, lone ? nullptr : by_cols, dx_data,
-              dv_data, batch, out, in, block, threads);
+              dv_data, db_data, batch, out, in, block, threads);
         else if (few)
           status = library.small_backward(
               dy.data, dy.batch_stride, dy.feature_stride, x.data, x.batch_stride, x.feature_stride,
               values.data(), index.row_ptr.data(), block == 1 ? nullptr : index.cols.data(),
-              block == 1 ? masks.data() : nullptr, dx_data, dv_data, batch, out, in, block,
+              block == 1 ? masks.data() : nullptr, dx_data, dv_data, db_data, batch, out, in, block,
               threads);
         else
           status = library.linear_backward(
@@ -149,10 +161,11 @@ void products(const Library& library, Random& random, i64 block, bool few) {
               lone ? nullptr : values.data(), index.row_ptr.data(), index.cols.data(),
               lone ? nullptr : index.col_ptr.data(), lone ? nullptr : index.csc_rows.data(),
               lone ? nullptr : index.csc_perm.data(), by_rows, lone ? nullptr : by_cols, dx_data,
-              dv_data, batch, out, in, block, threads);
+              dv_data, db_data, batch, out, in, block, threads);
         expect(status == 0, "status");
         if (dx_data) expect_near(to.dx, dx, dx_bound, BF16 ? 1.0 / 128 : 1e-5, "dx");
         if (dv_data) expect_near(to.dv, dv, dv_bound, ROUNDS ? 1.0 / 128 : 1e-5, "dvalues");
+        if (db_data) expect_near(to.db, db, db_bound, 1e-5, "dbias");
       },
       "gradients depend on threads");
 }
@@ -228,5 +241,5 @@ void far_case(const Library& library, Random& random) {
                                  values.data(), index.row_ptr.data(), index.cols.data(),
                                  index.col_ptr.data(), index.csc_rows.data(),
                                  index.csc_perm.data(), nullptr, nullptr, dx.data(), dv.data(),
-                                 batch, out, in, 1, 2) == 0, "status");
+                                 nullptr, batch, out, in, 1, 2) == 0, "status");
 }

@@ -103,8 +103,8 @@ int dynsparse_linear_backward_bf16(const bf16* dy, i64 dy_batch_stride, i64 dy_f
                                    const void* values, i32 values_type, const i32* row_ptr,
                                    const i32* cols, const i32* col_ptr, const i32* csc_rows,
                                    const i32* csc_perm, const void* row_panels,
-                                   const void* col_panels, bf16* dx, void* dvalues, i64 batch,
-                                   i64 out, i64 in, i64 block, i32 threads) {
+                                   const void* col_panels, bf16* dx, void* dvalues, float* dbias,
+                                   i64 batch, i64 out, i64 in, i64 block, i32 threads) {
   using namespace dynsparse;
   const Matrix grad = {dy, dy_batch_stride, dy_feature_stride};
   const Matrix input = {x, x_batch_stride, x_feature_stride};
@@ -130,12 +130,13 @@ int dynsparse_linear_backward_bf16(const bf16* dy, i64 dy_batch_stride, i64 dy_f
     pass.row_ptr = row_ptr;
     pass.cols = cols;
     pass.x = input;
+    if (dbias) sum_samples(grad, batch, out, dbias, threads);
     status = run_on_unit(pass) ? 0 : 1;
   } else {
     const Index index = {row_ptr, cols, col_ptr, csc_rows, csc_perm, out, in, block,
                          row_panels, col_panels};
     const float* floats = dx ? floats_of(weights, all, threads, wide) : nullptr;
-    status = linear_backward(grad, input, floats, index, dx, sums, batch, threads);
+    status = linear_backward(grad, input, floats, index, dx, sums, dbias, batch, threads);
   }
   if (status == 0 && sums_size)
     convert_all(all, threads, [&](i64 i, i64 n) {

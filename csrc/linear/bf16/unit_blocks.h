@@ -175,6 +175,8 @@ bool run_bf16_outputs(const BlockPass& pass) {
 
 template <class Unit>
 struct Gradient {
+  static constexpr bool SUMS = false;
+
   // In pairs of samples.
   i64 padded(i64 samples) const { return ceil_div(samples, DEPTH) * SIDE; }
 

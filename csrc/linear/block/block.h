@@ -36,6 +36,8 @@ struct BlockPass {
   const i32* row_ptr = nullptr;  // [minors + 1]
   const i32* cols = nullptr;     // [nnz]
   Matrix x = {};                 // [batch, majors * block]
+  // [minors * block]: packed, summed over the samples; skipped where null, or without dvalues.
+  float* packed_sums = nullptr;
 };
 
 // False where scratch memory is not to be had.

@@ -185,6 +185,23 @@ struct LineKernel {
     pack_lines(from, first, count, begin, end, count * LINE, out);
   }
 
+  static constexpr bool SUMS = true;
+  void sum(const float* packed, i64 count, i64 features, bool add, float* sums) const {
+    constexpr int CHAINS = 4;  // an addition waits for the one before
+    for (i64 f = 0; f < features; f += LINE, packed += count * LINE)
+      for (int j = 0; j < LINE; j += VL) {
+        V chain[CHAINS] = {};
+        i64 sample = 0;
+        for (; sample + CHAINS <= count; sample += CHAINS)
+#pragma GCC unroll 4
+          for (int k = 0; k < CHAINS; k++) chain[k] += load(packed + (sample + k) * LINE + j);
+        for (; sample < count; sample++) chain[0] += load(packed + sample * LINE + j);
+        V all = (chain[0] + chain[1]) + (chain[2] + chain[3]);
+        if (add) all += load_unaligned(sums + f + j);
+        store_unaligned(sums + f + j, all);
+      }
+  }
+
   void pack_x(const BlockPass& pass, i64 first, i64 count, i64 begin, i64 end, float* out) const {
     pack(pass.x, first, count, begin, end, out);
   }

@@ -9,6 +9,9 @@
 //   void outputs(pass, begin, end, tile, first, count)
 //   void gradient(pass, row, dy, x, count, begin, end, add)
 //     The blocks of one row in block columns [begin, end); dy and x hold just their features.
+//   static constexpr bool SUMS                   whether it has
+//   void sum(packed, count, features, add, sums)
+//     The sums of packed features over `count` samples.
 #pragma once
 
 #include <atomic>
@@ -101,6 +104,7 @@ bool run_gradient(const BlockPass& pass, const Kernel& kernel) {
   for (int c = 2; c * c <= threads; c++)
     if (threads % c == 0) across = c;
   const int down = threads / across;
+  float* const sums = Kernel::SUMS ? pass.packed_sums : nullptr;
   const i64 range = least(RANGE, pass.batch), height = kernel.padded(range);
   const i64 rows = ceil_div(RUN, block);
   const i64 strip = most(1, least(ceil_div(pass.majors, across), CACHED / (height * block)));
@@ -124,6 +128,9 @@ bool run_gradient(const BlockPass& pass, const Kernel& kernel) {
         for (i64 first = top; first < bottom; first += rows) {
           const i64 last = least(bottom, first + rows);
           kernel.pack_dy(pass, base, count, first * block, last * block, dy);
+          if constexpr (Kernel::SUMS)  // once, by a part that has columns
+            if (sums && begin == left && part % across + 1 == across)
+              kernel.sum(dy, count, (last - first) * block, base > 0, sums + first * block);
           for (i64 row = first; row < last; row++)
             kernel.gradient(pass, row, dy + (row - first) * block * kernel.padded(count), x, count,
                             begin, end, base > 0);

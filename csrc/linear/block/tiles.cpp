@@ -186,6 +186,11 @@ struct TileKernel {
     dynsparse::pack(from, {first, count, static_cast<int>(ceil_div(count, VL))}, begin, end, out);
   }
 
+  static constexpr bool SUMS = true;
+  void sum(const float* packed, i64 count, i64 features, bool add, float* sums) const {
+    sum_lanes(packed, padded(count), features, add, sums);
+  }
+
   void pack_x(const BlockPass& pass, i64 first, i64 count, i64 begin, i64 end, float* out) const {
     pack(pass.x, first, count, begin, end, out);
   }

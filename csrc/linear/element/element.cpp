@@ -8,9 +8,6 @@
 namespace dynsparse {
 namespace {
 
-// Minors packed per task.
-constexpr i64 STRIP = 128;
-
 // What the dot products of a tile become: stored, or added to those of the tiles before; in the
 // end written to where the values are.
 struct Sums {
@@ -63,7 +60,11 @@ void chunk(const ElementPass& pass, const float* weights, const Tile& tile, cons
   constexpr int width = NV * VL;
   alignas(64) float held[DOT ? CHUNK * width : 1];
   alignas(64) float out[ACCUMULATE ? CHUNK * width : 1];
-  if constexpr (DOT) pack(pass.held, tile, begin, end, held);
+  if constexpr (DOT) {
+    pack(pass.held, tile, begin, end, held);
+    if (pass.held_sums)
+      sum_lanes(held, width, end - begin, !sums.first, pass.held_sums + begin);
+  }
   for (i64 m = begin; m < end; m++) {
     Indexed<NV, ACCUMULATE, DOT> major;
     major.tile = packed;
@@ -130,15 +131,19 @@ bool run_pass(const ElementPass& pass) {
     for (int k = 0; k < pass.threads; k++) {
       const i64 first = by_tiles ? 0 : first_major(pass, k, pass.threads);
       const i64 last = by_tiles ? pass.majors : first_major(pass, k + 1, pass.threads);
-      if (first == last) continue;
+      if (first == last && !pass.packed_sums) continue;
       if (permuted && !by_tiles)
         gather(pass.values, pass.order, pass.ptr[first], pass.ptr[last], gathered);
       float* own = packed + k * tile_size;
       for (i64 t = by_tiles ? k : 0; t < tiles; t += by_tiles ? pass.threads : 1) {
         const Tile tile = tile_at(t, pass.batch, samples);
-        for (i64 begin = 0; begin < pass.minors; begin += STRIP)
-          pack(pass.packed, tile, begin, least(pass.minors, begin + STRIP),
-               own + begin * tile.width());
+        for (i64 begin = 0; begin < pass.minors; begin += SHARE) {
+          const i64 end = least(pass.minors, begin + SHARE);
+          float* strip = own + begin * tile.width();
+          pack(pass.packed, tile, begin, end, strip);
+          if (DOT && pass.packed_sums && begin / SHARE % pass.threads == k)
+            sum_lanes(strip, tile.width(), end - begin, t > 0, pass.packed_sums + begin);
+        }
         const Sums sums = {partial, pass.order, pass.sums, t == 0, t + 1 == tiles};
         for (i64 begin = first; begin < last; begin += CHUNK)
           chunk<ACCUMULATE, DOT>(pass, weights, tile, own, sums, begin, least(last, begin + CHUNK));

@@ -37,12 +37,20 @@ struct ElementPass {
   Matrix held = {};  // [batch, majors]
   float* sums = nullptr;
 
+  // The sums over the samples of what is held [majors] or packed [minors]; skipped where null. Only
+  // passes with dot products have them.
+  float* held_sums = nullptr;
+  float* packed_sums = nullptr;
+
   // [nnz] or null: the identity.
   const i32* order = nullptr;
 
   // The index by panels, or null: then the entries are worked on as they come.
   const PanelIndex* panels = nullptr;
 };
+
+// Minors whose sums one thread computes; the threads take turns.
+constexpr i64 SHARE = 128;
 
 // False where scratch memory is not to be had.
 bool run(const ElementPass& pass);

@@ -80,7 +80,11 @@ void chunk(const ElementPass& pass, const Tile& tile, const Own& own, const Part
   float* held = kept ? own.held + (begin - own.first) * width : held_here;
   float* out = kept ? own.out + (begin - own.first) * width : out_here;
   if constexpr (DOT)
-    if (starts) pack(pass.held, tile, begin, end, held);
+    if (starts) {
+      pack(pass.held, tile, begin, end, held);
+      if (pass.held_sums)
+        sum_lanes(held, width, end - begin, tile.first > 0, pass.held_sums + begin);
+    }
   Streamed<NV, ACCUMULATE, DOT> major;
   major.tile = own.packed;
   major.idx = part.index.idx;
@@ -141,6 +145,15 @@ void fetch(const ElementPass& pass, const Own& own, const Part& part, float* wei
   }
 }
 
+// The sums over the samples of those packed minors whose turn thread k has.
+void add_share(const ElementPass& pass, const Tile& tile, i64 k, i64 begin, i64 end,
+               const float* packed) {
+  for (i64 first = begin; first < end; first += SHARE)
+    if ((first - begin) / SHARE % pass.threads == k)
+      sum_lanes(packed + (first - begin) * tile.width(), tile.width(),
+                least(SHARE, end - first), tile.first > 0, pass.packed_sums + first);
+}
+
 // The sums of a part that is worked on by rows.
 void deliver(const ElementPass& pass, const Own& own, const Part& part) {
   const i32* to = part.index.values + part.panel * pass.majors;
@@ -194,7 +207,7 @@ bool run_in_panels(const ElementPass& pass) {
       Own own;
       own.first = first_major(pass, k, pass.threads);
       own.last = first_major(pass, k + 1, pass.threads);
-      if (own.first == own.last) continue;
+      if (own.first == own.last && !pass.packed_sums) continue;
       own.packed = packed + k * packed_size;
       own.held = held + k * held_size;
       own.out = out + k * out_size;
@@ -211,8 +224,9 @@ bool run_in_panels(const ElementPass& pass) {
             own.weights = of_part;
             if (!by_columns) own.sums = tiles > 1 ? sums : sums + k * largest - part.begin;
           }
-          pack(pass.packed, tile, panel * index.size,
-               least(pass.minors, (panel + 1) * index.size), own.packed);
+          const i64 begin = panel * index.size, end = least(pass.minors, begin + index.size);
+          pack(pass.packed, tile, begin, end, own.packed);
+          if (pass.packed_sums) add_share(pass, tile, k, begin, end, own.packed);
           run_panel(pass, tile, own, part);
           if (pass.sums && !natural && !by_columns && t + 1 == tiles) deliver(pass, own, part);
         }

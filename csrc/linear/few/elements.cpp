@@ -14,19 +14,6 @@
 namespace dynsparse {
 namespace {
 
-// The sums of N vectors, in order, in the first lanes; VL of them from a full tree.
-template <int N>
-DYNSPARSE_INLINE V sums_of(const V* leaves) {
-  if constexpr (N == 1) {
-    return leaves[0];
-  } else {
-    V a = sums_of<N / 2>(leaves), b = sums_of<N / 2>(leaves + N / 2);
-    if constexpr (N == 2) return fold1(a, b);
-    else if constexpr (N == 4) return fold2(a, b);
-    else return fold_quarters(a, b);
-  }
-}
-
 // Samples [batch, in] to [word][sample][WORD], zeros behind the last feature: samples side by side
 // instead of a power of two apart, where they would compete for the same cache lines.
 void pack_words(const Matrix& from, i64 batch, i64 features, float* out) {

@@ -4,6 +4,7 @@
 
 #include "api.h"
 #include "base/masks.h"
+#include "linear/linear.h"
 
 using dynsparse::i32;
 using dynsparse::i64;
@@ -53,12 +54,13 @@ int dynsparse_small_forward(const float* x, i64 x_batch_stride, i64 x_feature_st
 int dynsparse_small_backward(const float* dy, i64 dy_batch_stride, i64 dy_feature_stride,
                              const float* x, i64 x_batch_stride, i64 x_feature_stride,
                              const float* values, const i32* row_ptr, const i32* cols,
-                             const u16* masks, float* dx, float* dvalues, i64 batch, i64 out,
-                             i64 in, i64 block, i32 threads) {
-  if (!dx && !dvalues) return 0;
+                             const u16* masks, float* dx, float* dvalues, float* dbias, i64 batch,
+                             i64 out, i64 in, i64 block, i32 threads) {
   dynsparse::FewPass pass = {values, row_ptr, cols, masks, batch, out, in, 1};
   pass.threads = threads_for(pass, block, threads);
   pass.dy = {dy, dy_batch_stride, dy_feature_stride};
+  if (dbias) dynsparse::sum_samples(pass.dy, batch, out, dbias, pass.threads);
+  if (!dx && !dvalues) return 0;
   pass.x = {x, x_batch_stride, x_feature_stride};
   pass.dx = dx;
   pass.dvalues = dvalues;

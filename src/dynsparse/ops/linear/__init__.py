@@ -49,7 +49,7 @@ class SparseLinearFunction(torch.autograd.Function):
         except RuntimeError as error:
             raise operator.explained(error) from None
         need_input, need_values, need_bias, _ = ctx.needs_input_grad
-        dx = dw = None
+        dx = dw = db = None
         if need_input or need_values:
             if values.shape != p.values_shape:
                 if p.is_overwritten:
@@ -65,8 +65,13 @@ class SparseLinearFunction(torch.autograd.Function):
                 if x is not None:
                     products.record(p.row_ptr, x, dy)
             if need_input or x is not None:
-                dx, dw = products.backward(dy, x, values, p, need_input, *laid_out)
-        return dx, dw, operator.grad_bias(ctx, dy) if need_bias else None, None
+                f64, f32 = torch.float64, torch.float32
+                if need_bias and p.on_cpu and ctx.bias_dtype is f32 and dy.dtype is not f64:
+                    db = dy.new_empty(p.bias_shape, dtype=f32)  # whoever reads dY sums it, too
+                dx, dw = products.backward(dy, x, values, p, need_input, *laid_out, dbias=db)
+        if need_bias and db is None:
+            db = operator.grad_bias(ctx, dy)
+        return dx, dw, db, None
 
 
 class SparseLinearKeepingFunction(SparseLinearFunction):

@@ -138,6 +138,7 @@ def backward(
     p: LayerIndex,
     need_input: bool,
     *kept: Tensor,
+    dbias: Tensor | None = None,
 ) -> tuple[Tensor | None, Tensor | None]:
     """dX [..., in] where needed, and dW like values where x is given.
 
@@ -145,6 +146,8 @@ def backward(
 
     Args:
         kept: what `forward` has kept.
+        dbias: float32 [out], contiguous, takes dY summed over the samples. CPU only, and not for
+            float64.
     """
     dtype = dy.dtype
     if (
@@ -155,16 +158,20 @@ def backward(
         and p.on_cpu
     ):
         passes = KERNELS[route(p, dy.shape[0], True, dtype)].backward
-        return passes(dy, dy if x is None else x, values, p, need_input, x is not None)
+        return passes(dy, dy if x is None else x, values, p, need_input, x is not None, dbias)
     kind = route(p, dy.numel() // max(1, dy.shape[-1]), True, dtype)
     own = kind == "bfloat16" or not p.on_cpu
     other = dtype if own else _compute_dtype(dtype)
     dy2d = _matrix(dy, other)
     x2d = dy2d if x is None else _matrix(x, other)  # not read without x
     w = values if own else values.to(other)
-    kernels = KERNELS if p.on_cpu else cuda.KERNELS
-    again = kept if kind == "dense" and not p.on_cpu else ()
-    dx, dw = kernels[kind].backward(dy2d, x2d, w, p, need_input, x is not None, *again)
+    if p.on_cpu:
+        passes = KERNELS[kind].backward
+        dx, dw = passes(dy2d, x2d, w, p, need_input, x is not None, dbias)
+    else:
+        again = kept if kind == "dense" else ()
+        passes = cuda.KERNELS[kind].backward
+        dx, dw = passes(dy2d, x2d, w, p, need_input, x is not None, *again)
     if dx is not None:
         if dx.dtype is not dtype:
             dx = dx.to(dtype)

@@ -60,7 +60,13 @@ def forward(x: Tensor, values: Tensor, p: LayerIndex, bias: Tensor | None) -> Te
 
 
 def backward(
-    dy: Tensor, x: Tensor, values: Tensor, p: LayerIndex, need_input: bool, need_values: bool
+    dy: Tensor,
+    x: Tensor,
+    values: Tensor,
+    p: LayerIndex,
+    need_input: bool,
+    need_values: bool,
+    dbias: Tensor | None = None,
 ) -> tuple[Tensor | None, Tensor | None]:
     """(dx [B, in] bfloat16, dvalues like values); what is not needed is None.
 
@@ -68,11 +74,12 @@ def backward(
         dy: [B, out] bfloat16, any strides.
         x: [B, in] bfloat16, any strides.
         values: as for `forward`.
+        dbias: as for `sparse.backward`.
 
     Raises:
         MemoryError: no scratch memory.
     """
-    if not (need_input or need_values):
+    if not (need_input or need_values or dbias is not None):
         return None, None
     library = native.load()
     assert library is not None
@@ -99,6 +106,7 @@ def backward(
         None if col_panels is None else col_panels.data_ptr(),
         None if dx is None else dx.data_ptr(),
         None if dvalues is None else dvalues.data_ptr(),
+        None if dbias is None else dbias.data_ptr(),
         dy.shape[0],
         p.out_features,
         p.in_features,

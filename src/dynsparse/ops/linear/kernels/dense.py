@@ -121,9 +121,17 @@ def forward(x: Tensor, values: Tensor, p: LayerIndex, bias: Tensor | None) -> Te
 
 
 def backward(
-    dy: Tensor, x: Tensor, values: Tensor, p: LayerIndex, need_input: bool, need_values: bool
+    dy: Tensor,
+    x: Tensor,
+    values: Tensor,
+    p: LayerIndex,
+    need_input: bool,
+    need_values: bool,
+    dbias: Tensor | None = None,
 ) -> tuple[Tensor | None, Tensor | None]:
     """(dx [B, in], dvalues like values): see `sparse.backward`."""
+    if dbias is not None:
+        torch.sum(dy, 0, out=dbias)
     values = values.contiguous()
     if p.is_full:
         weight = values.view(p.out_features, p.in_features)

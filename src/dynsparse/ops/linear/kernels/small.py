@@ -48,7 +48,13 @@ def forward(x: Tensor, values: Tensor, p: LayerIndex, bias: Tensor | None) -> Te
 
 
 def backward(
-    dy: Tensor, x: Tensor, values: Tensor, p: LayerIndex, need_input: bool, need_values: bool
+    dy: Tensor,
+    x: Tensor,
+    values: Tensor,
+    p: LayerIndex,
+    need_input: bool,
+    need_values: bool,
+    dbias: Tensor | None = None,
 ) -> tuple[Tensor | None, Tensor | None]:
     """(dx [B, in], dvalues like values): see `sparse.backward`."""
     library = native.load()
@@ -68,6 +74,7 @@ def backward(
         None if masks is None else masks.data_ptr(),
         None if dx is None else dx.data_ptr(),
         None if dvalues is None else dvalues.data_ptr(),
+        None if dbias is None else dbias.data_ptr(),
         batch,
         p.out_features,
         p.in_features,

@@ -68,20 +68,22 @@ def backward(
     p: LayerIndex,
     need_input: bool,
     need_values: bool,
+    dbias: Tensor | None = None,
 ) -> tuple[Tensor | None, Tensor | None]:
     """(dx [B, in], dvalues like values): dy W, and dy^T x at the pattern's blocks only.
 
-    One call for both packs dy once. What is not needed is None.
+    One call for all packs dy once. What is not needed is None.
 
     Args:
         dy: [B, out] float32, any strides.
         x: [B, in] float32, any strides.
         values, p: as for `forward`.
+        dbias: float32 [out], contiguous, takes dy summed over the samples.
 
     Raises:
         MemoryError: no scratch memory.
     """
-    if not (need_input or need_values):
+    if not (need_input or need_values or dbias is not None):
         return None, None
     library = native.load()
     assert library is not None
@@ -108,13 +110,15 @@ def backward(
         None if col_panels is None else col_panels.data_ptr(),
         None if dx is None else dx.data_ptr(),
         None if dvalues is None else dvalues.data_ptr(),
+        None if dbias is None else dbias.data_ptr(),
         batch,
         p.out_features,
         p.in_features,
         p.block_size,
         torch.get_num_threads(),
     )
-    _check(status)
+    if status:
+        _check(status)
     return dx, dvalues
 
 
@@ -148,6 +152,7 @@ def dot_products(dy: Tensor, x: Tensor, row_ptr: Tensor, cols: Tensor) -> Tensor
         None,
         None,
         products.data_ptr(),
+        None,
         dy.shape[0],
         dy.shape[1],
         x.shape[1],
