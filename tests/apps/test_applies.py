@@ -30,6 +30,7 @@ OF_METHODS = {
     "densities": UPDATING | {"static"},
     "sparsity": UPDATING | {"static"},
     "sparse_embeddings": UPDATING - {"topkast"} | {"static"},
+    "interleave_heads": UPDATING | {"static"},
     "prune_end": UPDATING,
     "allocation": UPDATING | {"static"},
     "match_parameters": {"dense"},

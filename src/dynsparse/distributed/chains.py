@@ -120,6 +120,11 @@ def _seen(model: nn.Module) -> Iterator[Chain]:
     for name, module in model.named_modules():
         prefix = f"{name}." if name else ""
         if isinstance(module, SparseMultiheadAttention):
+            if module.interleaved:
+                raise ValueError(
+                    f"the attention {name!r} has interleaved=True, and no rank could hold heads of "
+                    "its own: make it without, or train it on one rank"
+                )
             projections = (module.q_proj, module.k_proj, module.v_proj, module.out_proj)
             if all(isinstance(one, SparseLinear) for one in projections):
                 inputs = tuple(f"{prefix}{one}_proj" for one in "qkv")

@@ -113,6 +113,11 @@ class SplitHeads(_Style):
     def _chain(self, module: nn.Module) -> tuple[Chain, dict[str, Placement]]:
         if not isinstance(module, SparseMultiheadAttention):
             raise TypeError(f"expected a SparseMultiheadAttention, got {type(module).__name__}")
+        if module.interleaved:
+            raise ValueError(
+                "expected an attention whose heads are side by side, got one with "
+                "interleaved=True, whose heads ranks cannot share out: make it without"
+            )
         inputs = tuple(f"{name}_proj" for name in "qkv")
         placements = dict.fromkeys(inputs, Placement("x", None, None, whole=False))
         chain = Bundle(inputs, module.head_dim), Bundle(("out_proj",))

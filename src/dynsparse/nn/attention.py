@@ -12,6 +12,7 @@ from torch.nn.functional import pad, scaled_dot_product_attention
 
 from dynsparse.checks import check_flag, check_fraction, check_integer, check_kind
 from dynsparse.files.shorten import shortened
+from dynsparse.nn import heads
 from dynsparse.nn.attention_blocks import (
     attend_at,
     check_goes_with,
@@ -19,6 +20,7 @@ from dynsparse.nn.attention_blocks import (
     load_pattern,
     save_pattern,
 )
+from dynsparse.nn.attention_masks import merged
 from dynsparse.nn.flex import ScoreMod, attend, check_flexible
 from dynsparse.nn.linear import SparseLinear
 from dynsparse.ops.dropout import dropout
@@ -45,6 +47,10 @@ class SparseMultiheadAttention(nn.Module):
         embed_dim, num_heads, dropout, bias: as in `nn.MultiheadAttention`.
         add_bias_kv, add_zero_attn, kdim, vdim, batch_first, device, dtype: likewise.
         head_dim: features of one head; embed_dim / num_heads when left out.
+        interleaved: head h has the features h, h + heads, h + 2 heads, ... of the projections, not
+            head_dim of them side by side, so that a large block has features of every head. As the
+            rows of new projections have no order that is the same network; see "Blocks and order"
+            in the documentation for what it does to large blocks. It is in the state dict.
         attention_pattern: which queries [L] see which keys [S], in all heads; made by
             `nn.attention_patterns` or by hand. L and S are then those of every call. It goes with
             `is_causal`, `key_padding_mask` and dropout, not with `attn_mask`, `score_mod`,
@@ -64,6 +70,8 @@ class SparseMultiheadAttention(nn.Module):
 
     # Whether other ranks compute further heads.
     shares_heads: bool = False
+
+    interleaved: bool = False
 
     slabs: dict[str, Any]  # as `SparseLinear` has them, where heads lie on several ranks
     q_proj: nn.Module
@@ -89,6 +97,7 @@ class SparseMultiheadAttention(nn.Module):
         batch_first: bool = False,
         *,
         head_dim: int | None = None,
+        interleaved: bool = False,
         attention_pattern: SparsePattern | None = None,
         density: float = 0.1,
         block_size: int = 1,
@@ -137,6 +146,7 @@ class SparseMultiheadAttention(nn.Module):
             rows = [nn.init.xavier_normal_(row, generator=generator) for row in rows]
             extra = [nn.Parameter(row.to(device)) for row in rows]
         self._set(num_heads, dropout, add_zero_attn, batch_first, projections, extra)
+        self.interleaved = check_flag("interleaved", interleaved)
         self._attention_pattern = attention_pattern
 
     def _set(
@@ -284,9 +294,7 @@ class SparseMultiheadAttention(nn.Module):
             v = torch.cat([v, self.bias_v.expand(len(v), 1, -1)], 1)
         if self.add_zero_attn:
             k, v = pad(k, (0, 0, 0, 1)), pad(v, (0, 0, 0, 1))
-        q, k, v = (
-            x.unflatten(-1, (self.num_heads, self.head_dim)).transpose(1, 2) for x in (q, k, v)
-        )
+        q, k, v = (heads.split(x, self.num_heads, self.interleaved) for x in (q, k, v))
 
         if pattern is not None:
             padding = key_padding_mask
@@ -302,7 +310,7 @@ class SparseMultiheadAttention(nn.Module):
         elif weights is not None and average_attn_weights:
             weights = weights.mean(1)
 
-        output = self.out_proj(mixed.transpose(1, 2).flatten(2))
+        output = self.out_proj(heads.joined(mixed, self.interleaved))
         if not batched:
             return output[0], None if weights is None else weights[0]
         return output if self.batch_first else output.transpose(0, 1), weights
@@ -331,53 +339,22 @@ class SparseMultiheadAttention(nn.Module):
         if not fused_causal:
             if is_causal and attn_mask is None:
                 attn_mask = torch.ones(q.shape[2], keys, device=q.device).triu(1).bool()
-            mask = self._merged(attn_mask, key_padding_mask, q, keys, k.shape[2])
+            mask = merged(attn_mask, key_padding_mask, q, keys, k.shape[2])
         if not by_steps:
             return scaled_dot_product_attention(q, k, v, mask, rate, fused_causal), None
         scores = (q / math.sqrt(self.head_dim)) @ k.transpose(-2, -1)
         shares = dropout((scores if mask is None else scores + mask).softmax(-1), rate)
         return shares @ v, shares if need_weights else None
 
-    def _merged(
-        self,
-        attn_mask: Tensor | None,
-        key_padding_mask: Tensor | None,
-        q: Tensor,
-        keys: int,
-        all_keys: int,
-    ) -> Tensor | None:
-        """Both masks as one that is added to the scores, [N or 1, heads or 1, L or 1, all keys]."""
-        n, heads, length, _ = q.shape
-        merged = None
-        if attn_mask is not None:
-            attn_mask = _added(attn_mask, "attn_mask", q)
-            if attn_mask.shape == (length, keys):
-                merged = attn_mask[None, None]
-            elif attn_mask.shape == (n * heads, length, keys):
-                merged = attn_mask.unflatten(0, (n, heads))
-            else:
-                raise ValueError(
-                    f"attn_mask must have the shape {[length, keys]} or "
-                    f"{[n * heads, length, keys]}, got {list(attn_mask.shape)}"
-                )
-        if key_padding_mask is not None:
-            if key_padding_mask.shape != (n, keys):
-                raise ValueError(
-                    f"key_padding_mask must have the shape {[n, keys]}, "
-                    f"got {list(key_padding_mask.shape)}"
-                )
-            padding = _added(key_padding_mask, "key_padding_mask", q)[:, None, None]
-            merged = padding if merged is None else merged + padding
-        # The keys that bias_k and add_zero_attn append may always be looked at.
-        return None if merged is None else pad(merged, (0, all_keys - keys))
-
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)
+        heads.save_order(self.interleaved, destination, prefix)
         if self._attention_pattern is not None:
             save_pattern(self._attention_pattern, destination, prefix)
 
     def _load_from_state_dict(self, state_dict: Any, prefix: str, *rest: Any) -> None:
         super()._load_from_state_dict(state_dict, prefix, *rest)
+        heads.check_order(self.interleaved, state_dict, prefix, *rest[-2:])
         if self._attention_pattern is not None:
             loaded = load_pattern(self._attention_pattern, state_dict, prefix, *rest)
             self._attention_pattern = loaded
@@ -387,13 +364,6 @@ class SparseMultiheadAttention(nn.Module):
         return (
             f"embed_dim={self.embed_dim}, num_heads={self.num_heads}, "
             f"head_dim={self.head_dim}, dropout={self.dropout}, batch_first={self.batch_first}"
+            f"{', interleaved=True' if self.interleaved else ''}"
             f"{'' if pattern is None else f', attention_pattern={pattern}'}"
         )
-
-
-def _added(mask: Tensor, what: str, like: Tensor) -> Tensor:
-    if mask.dtype == torch.bool:
-        return torch.zeros_like(mask, dtype=like.dtype).masked_fill_(mask, -math.inf)
-    if mask.is_floating_point():
-        return mask.to(like.dtype)
-    raise TypeError(f"{what} must be bool or floating point, got {mask.dtype}")

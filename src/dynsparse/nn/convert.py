@@ -11,6 +11,7 @@ from torch import nn
 from dynsparse.allocation import allocate
 from dynsparse.checks import check_flag, check_generator
 from dynsparse.files.shorten import shortened
+from dynsparse.nn import heads
 from dynsparse.nn.attention import PROJECTIONS, SparseMultiheadAttention
 from dynsparse.nn.conv import SparseConv1d, SparseConv2d, dense_conv
 from dynsparse.nn.conv1d import SparseConv1D
@@ -264,6 +265,14 @@ def _dense(layer: nn.Module) -> nn.Module:
 
 def _dense_attention(attention: SparseMultiheadAttention) -> nn.MultiheadAttention:
     parts: dict[str, Any] = {part: _dense(getattr(attention, part)) for part in PROJECTIONS}
+    bias_k, bias_v = attention.bias_k, attention.bias_v
+    if attention.interleaved:
+        order = heads.natural_order(attention.embed_dim, attention.num_heads)
+        for part, layer in parts.items():
+            dim = 1 if part == "out_proj" else 0
+            bias = layer.bias if dim else _turned(layer.bias, order, 0)
+            parts[part] = linear_of(_turned(layer.weight, order, dim), bias, layer.training)
+        bias_k, bias_v = _turned(bias_k, order, 2), _turned(bias_v, order, 2)
     out = parts.pop("out_proj")
     dense = nn.MultiheadAttention(
         attention.embed_dim,
@@ -285,8 +294,16 @@ def _dense_attention(attention: SparseMultiheadAttention) -> nn.MultiheadAttenti
     if dense.in_proj_bias is not None:
         dense.in_proj_bias = _joined([layer.bias for layer in parts.values()])
     dense.out_proj.weight, dense.out_proj.bias = out.weight, out.bias
-    dense.bias_k, dense.bias_v = attention.bias_k, attention.bias_v
+    dense.bias_k, dense.bias_v = bias_k, bias_v
     return dense
+
+
+def _turned(parameter: Any, order: torch.Tensor, dim: int) -> Any:
+    """A Parameter with its features in another order; None stays."""
+    if parameter is None:
+        return None
+    turned = parameter.detach().index_select(dim, order.to(parameter.device))
+    return nn.Parameter(turned, requires_grad=parameter.requires_grad)
 
 
 def _joined(parameters: list[nn.Parameter]) -> nn.Parameter:

@@ -30,6 +30,7 @@ class SparseTransformerLayer(nn.Module):
         features: of every token.
         num_heads: of the attention; head_dim: features of one head, features / num_heads when left
             out.
+        interleaved: heads have every num_heads-th feature, see `SparseMultiheadAttention`.
         hidden_features: of the feed-forward part.
         dropout: of attention weights, hidden activations and both branches; in training only.
         attention_bias: whether the attention's projections have biases.
@@ -48,6 +49,7 @@ class SparseTransformerLayer(nn.Module):
         hidden_features: int,
         *,
         head_dim: int | None = None,
+        interleaved: bool = False,
         dropout: float = 0.1,
         attention_bias: bool = True,
         attention_pattern: SparsePattern | None = None,
@@ -69,6 +71,7 @@ class SparseTransformerLayer(nn.Module):
             attention_bias,
             batch_first=True,
             head_dim=head_dim,
+            interleaved=interleaved,
             attention_pattern=attention_pattern,
             **sparse,
         )

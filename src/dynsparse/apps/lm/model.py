@@ -62,6 +62,7 @@ class LanguageModel(nn.Module):
                 options.heads,
                 options.ff_size,
                 head_dim=options.qkv_size,
+                interleaved=options.interleave_heads,
                 dropout=options.droprate,
                 **sparse,
             )

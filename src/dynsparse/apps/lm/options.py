@@ -108,6 +108,10 @@ class Options(TrainingOptions):
     qkv_size: int | None = _network(
         None, "Features of one head.", integer(1), by_default="--hidden-size / --heads"
     )
+    interleave_heads: bool = _network(
+        False, "Deal the features out to the heads in turn, so that large blocks reach all heads.",
+        SWITCH, methods=tuple(BY_NAME),
+    )  # fmt: skip
     embedding_size: int | None = _network(
         None, "Width of the token table, with sparse projections up to the hidden size.",
         integer(1), by_default="--hidden-size",

@@ -42,6 +42,7 @@ class Network(nn.Module):
                 options.attention_heads,
                 options.ff_length,
                 head_dim=options.qkv_length,
+                interleaved=options.interleave_heads,
                 dropout=droprate,
                 attention_bias=not options.exclude_attention_biases,
                 **sparse,

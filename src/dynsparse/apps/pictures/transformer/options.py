@@ -39,6 +39,10 @@ class Options(PictureOptions):
     ff_length: int = _network(48, "Width of the feed-forward part.", _SIZE)
     attention_heads: int = _network(16, "Heads of the attention.", _SIZE)
     qkv_length: int = _network(32, "Features of one head's queries, keys and values.", _SIZE)
+    interleave_heads: bool = _network(
+        False, "Deal the features out to the heads in turn, so that large blocks reach all heads.",
+        SWITCH, methods=tuple(BY_NAME),
+    )  # fmt: skip
     dropout_keep_prob: float = _network(
         1.0, "Share that dropout keeps, in training; 1 for no dropout.",
         number(0, 1, above="a number above 0 and up to 1"),

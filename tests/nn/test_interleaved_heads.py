@@ -1,0 +1,112 @@
+"""Attention whose heads have every heads-th feature, in float64."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+import dynsparse as ds
+from dynsparse.distributed.chains import find_chains
+from dynsparse.nn import SparseLinear, SparseMultiheadAttention, SparseTransformerLayer
+
+HEADS, DIM = 2, 3
+
+
+def made(interleaved=True, **options):
+    options = {"density": 0.6, "batch_first": True, "dtype": torch.float64} | options
+    attention = SparseMultiheadAttention(HEADS * DIM, HEADS, interleaved=interleaved, **options)
+    for module in attention.modules():
+        if isinstance(module, SparseLinear) and module.bias is not None:
+            nn.init.normal_(module.bias)
+    return attention
+
+
+def by_hand(attention, x):
+    """Head h reads rows h, h + heads, ... of the projections."""
+    q, k, v = (getattr(attention, f"{n}_proj")(x) for n in "qkv")
+    mixed = torch.empty_like(v)
+    for h in range(HEADS):
+        own = slice(h, None, HEADS)
+        scores = q[..., own] @ k[..., own].transpose(1, 2) / DIM**0.5
+        mixed[..., own] = scores.softmax(-1) @ v[..., own]
+    return attention.out_proj(mixed)
+
+
+@pytest.mark.parametrize("need_weights", [True, False])
+def test_a_head_has_every_second_feature(need_weights):
+    attention = made()
+    x = torch.randn(4, 5, HEADS * DIM).double()
+    y, _ = attention(x, x, x, need_weights=need_weights)
+    torch.testing.assert_close(y, by_hand(attention, x))
+    attention.interleaved = False
+    y, _ = attention(x, x, x, need_weights=need_weights)
+    assert not torch.allclose(y, by_hand(attention, x))
+
+
+def test_a_block_reaches_all_heads():
+    """With one block of outputs for queries and keys, every head attends; else one does."""
+    reached = []
+    for interleaved in (False, True):
+        pattern = ds.SparsePattern([0], [0], shape=(8, 8), block_size=4)
+        attention = SparseMultiheadAttention(8, 2, interleaved=interleaved, batch_first=True)
+        for name in ("q_proj", "k_proj"):
+            setattr(attention, name, SparseLinear(8, 8, bias=False, pattern=pattern))
+        x = torch.randn(1, 6, 8)
+        _, weights = attention(x, x, x, average_attn_weights=False)
+        reached.append([bool(head.std() > 1e-4) for head in weights[0]])
+    assert reached == [[True, False], [True, True]]
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"bias": False}, {"add_bias_kv": True}, {"kdim": 4, "vdim": 8}], ids=str
+)
+def test_the_dense_attention_computes_the_same(options):
+    attention = made(**options)
+    dense = ds.densify(nn.Sequential(copy.deepcopy(attention)))[0]
+    assert isinstance(dense, nn.MultiheadAttention)
+    inputs = [
+        torch.randn(4, n, width).double()
+        for n, width in ((5, HEADS * DIM), (6, attention.kdim), (6, attention.vdim))
+    ]
+    for own, theirs in zip(attention(*inputs), dense(*inputs), strict=True):
+        torch.testing.assert_close(own, theirs)
+
+
+@pytest.mark.parametrize("interleaved", [False, True])
+def test_weights_of_the_other_order_are_refused(interleaved):
+    saved = made(interleaved).state_dict()
+    same, other = made(interleaved), made(not interleaved)
+    same.load_state_dict(saved)
+    x = torch.randn(4, 5, HEADS * DIM).double()
+    assert torch.equal(same(x, x, x)[0], same(x, x, x)[0])
+    for strict in (True, False):
+        with pytest.raises(RuntimeError, match=f"got weights of interleaved={interleaved}"):
+            other.load_state_dict(saved, strict=strict)
+
+
+def test_ranks_do_not_share_out_such_heads():
+    model = nn.Sequential(SparseTransformerLayer(8, 2, 16, interleaved=True))
+    with pytest.raises(ValueError, match=r"'0\.attention' has interleaved=True"):
+        find_chains(model)
+
+
+def test_an_update_of_the_pattern_and_a_compiled_layer():
+    layer = SparseTransformerLayer(
+        8, 2, 16, dropout=0.0, interleaved=True, density=0.5, block_size=4
+    )
+    compiled = torch.compile(layer, backend="aot_eager", fullgraph=True)
+    optimizer = torch.optim.SGD(layer.parameters(), lr=0.1)
+    trainer = ds.RigL(layer, optimizer, total_steps=20, update_interval=2, drop_fraction=0.5)
+    x = torch.randn(4, 3, 8)
+    for _ in range(4):
+        optimizer.zero_grad()
+        compiled(x).square().mean().backward()
+        trainer.step()
+    assert trainer.updates == 2
+    torch.testing.assert_close(compiled(x), layer(x))
+
+
+def test_what_is_no_flag_is_refused():
+    with pytest.raises(TypeError, match="interleaved"):
+        SparseMultiheadAttention(8, 2, interleaved="yes")
