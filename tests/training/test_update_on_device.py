@@ -1,6 +1,7 @@
 """Pattern updates of layers that are not on the CPU: the same patterns, in place."""
 
 import copy
+import pickle
 
 import pytest
 import torch
@@ -9,9 +10,16 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 import dynsparse as ds
 from dynsparse.nn import SparseLinear
-from dynsparse.training import doubts, plan
+from dynsparse.nn.active import ActiveSet
+from dynsparse.ops.grow import topk_outside
+from dynsparse.pattern.arriving import Arriving
+from dynsparse.ranks import GrowthWanted
+from dynsparse.training import Telemetry, change, doubts, plan_there
 from dynsparse.training.algorithms import BY_NAME
+from dynsparse.training.grow import GradientGrowth
 from dynsparse.training.initial import GradientStep
+from dynsparse.training.records import Recorder, Records
+from dynsparse.training.records.unwritten import unwritten
 
 TIMES = {"total_steps": 30, "update_interval": 5}
 
@@ -82,6 +90,205 @@ def test_rigl_and_its_rules(request, b, regrow, start):
         return ds.RigL(net, optimizer, **TIMES, drop_fraction=0.5, **more)
 
     same(*both(request, make, b))
+
+
+@pytest.mark.parametrize("b", [1, 4])
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda *given: ds.RigL(*given, **TIMES, budget="global"),
+        lambda *given: ds.RigL(*given, **TIMES, budget="global", regrow_dropped=True),
+        lambda *given: ds.GMP(*given, **TIMES, final_density=0.1, scope="global"),
+        lambda *given: ds.MEST(*given, **TIMES, soft_memory_bound=True),
+        lambda *given: ds.SNFS(*given, **TIMES, window=None, initial_value=GradientStep()),
+        lambda *given: ds.DeepR(*given, total_steps=30, update_interval=5, l1=1.0),
+    ],
+)
+def test_budgets_come_to_the_counts_of_the_cpu(request, make, b):
+    same(*both(request, make, b))
+
+
+def test_a_start_with_an_entry_for_every_slot(request):
+    def few(layer, rewiring):
+        return 0.01 * (rewiring.after.flat[rewiring.grown] + 1).double()
+
+    def all_of_them(layer, rewiring):
+        return 0.01 * (rewiring.after._flat_on(layer.values.device) + 1).double()
+
+    runs = [train(model(), lambda *given: ds.RigL(*given, **TIMES, initial_value=few))]
+    runs.append(train(model(), lambda *given: ds.RigL(*given, **TIMES, initial_value=all_of_them)))
+    request.getfixturevalue("off_cpu")
+    for start in (few, all_of_them):
+        runs.append(train(model(), lambda *g, s=start: ds.RigL(*g, **TIMES, initial_value=s)))
+    for other in runs[1:]:
+        same(runs[0], other)
+
+
+def backward(net):
+    net.zero_grad()
+    net(torch.randn(12, 16, dtype=next(net.parameters()).dtype)).square().mean().backward()
+
+
+@pytest.mark.parametrize("make", [ds.RigL, ds.SNFS])
+def test_grown_weights_that_start_with_nan_are_told_of_later_or_at_once(off_cpu, monkeypatch, make):
+    """As a device finds out, who does not tell before it is asked."""
+    monkeypatch.setattr(change, "_finite", lambda tensor: True)
+    net = model(1, torch.float32)
+
+    def start(layer, rewiring):
+        values = torch.zeros(rewiring.after.nnz)
+        values[0] = torch.nan if layer is net[0] else 0.0
+        return values
+
+    own = make(net, torch.optim.SGD(net.parameters(), lr=0.1), **TIMES, initial_value=start)
+    first, second = net[0].pattern, net[2].pattern
+    if make is ds.SNFS:  # changes sizes
+        for _ in range(4):
+            backward(net)
+            own.step()
+        backward(net)
+        with pytest.raises(ValueError, match="layer '0': what grown weights start with held NaN"):
+            own.step()
+        assert (net[0].pattern, net[2].pattern) == (first, second)
+        return
+    for _ in range(9):
+        backward(net)
+        own.step()
+    assert net[0].pattern == first
+    assert net[2].pattern != second
+    backward(net)
+    with pytest.raises(ValueError, match="layer '0': what grown weights start with held NaN"):
+        own.step()
+
+
+def test_the_active_weights_keep_their_memory(off_cpu):
+    net = model(4, torch.float32)
+    own = ds.TopKAST(net, torch.optim.SGD(net.parameters(), lr=0.1), **TIMES)
+    layers = list(own.layers.values())
+
+    def memory():
+        sets = [layer.active for layer in layers]
+        tensors = [t for one in sets for t in (one.slots, *one._index[:3])]
+        return [id(one) for one in sets] + [t.data_ptr() for t in tensors]
+
+    backward(net)
+    own.step()
+    before, slots = memory(), [layer.active.slots.clone() for layer in layers]
+    for _ in range(15):
+        backward(net)
+        own.step()
+    assert own.updates
+    assert memory() == before
+    now = [layer.active.slots for layer in layers]
+    assert not all(torch.equal(*pair) for pair in zip(slots, now, strict=True))
+    for layer in layers:
+        chosen, values = layer.active, layer.values.detach()
+        fresh = ActiveSet(layer.pattern, chosen.slots, values.device)
+        assert chosen.pattern == fresh.pattern
+        assert all(torch.equal(a, b) for a, b in zip(chosen._index, fresh._index, strict=True))
+        x = torch.randn(5, layer.in_features)
+        dense = fresh.pattern.to_dense(values[chosen.slots])
+        torch.testing.assert_close(layer(x), nn.functional.linear(x, dense, layer.bias))
+        copied = pickle.loads(pickle.dumps(layer))
+        torch.testing.assert_close(copied(x), layer(x))
+
+
+def test_another_choice_between_forward_and_backward_is_refused(off_cpu):
+    net = model(1, torch.float32)
+    own = ds.TopKAST(net, torch.optim.SGD(net.parameters(), lr=0.1), **TIMES)
+    y = net(torch.randn(12, 16))
+    own._change_own(own._plan_own({}))
+    with pytest.raises(RuntimeError, match="have changed between forward and backward"):
+        y.sum().backward()
+
+
+def test_weights_that_are_nan_are_told_of_by_topkast_later(off_cpu):
+    net = model(1, torch.float32)
+    own = ds.TopKAST(net, torch.optim.SGD(net.parameters(), lr=0.0), **TIMES, exploration=0.0)
+    with torch.no_grad():
+        net[2].values[1] = torch.nan
+
+    def step():
+        for parameter in net.parameters():
+            parameter.grad = torch.zeros_like(parameter)
+        own.step()
+
+    for _ in range(9):
+        step()
+    with pytest.raises(ValueError, match=r"layer '2': .* held NaN .*at step 5"):
+        step()
+
+
+def test_growth_leaves_the_scores_that_it_went_by():
+    pattern = ds.SparsePattern.random((16, 24), 0.2)
+    pairs = [(torch.randn(5, 24), torch.randn(5, 16))]
+    asked = [GrowthWanted("fc", pairs, pattern, 7, ranked=ranked) for ranked in (None, [])]
+    plain, seen = GradientGrowth().choose_all(asked, 1)
+    assert torch.equal(plain, seen)
+    wanted = topk_outside(pairs, pattern, 7, sort=False)
+    assert torch.equal(asked[1].ranked[0], wanted.scores)
+
+
+@pytest.mark.parametrize("late", [False, True])
+def test_records_and_telemetry_of_updates_that_come_late(off_cpu, monkeypatch, tmp_path, late):
+    """They are what they are where updates come at once."""
+    came = not late
+    monkeypatch.setattr(Arriving, "is_there", property(lambda own: came))
+    net = model(1, torch.float32)
+    own = ds.RigL(net, torch.optim.SGD(net.parameters(), lr=0.1), **TIMES)
+    recorder, telemetry = Recorder(tmp_path / "record"), Telemetry(own)
+    recorder.start({name: layer.pattern for name, layer in own.layers.items()})
+    own.on_update.append(recorder.update)
+    patterns = [[layer.pattern for layer in own.layers.values()]]
+    figures = []
+
+    def files():
+        return len([*(tmp_path / "record").glob("update-*.npz")])
+
+    for _ in range(16):
+        backward(net)
+        if own.step() is not None:
+            patterns.append([layer.pattern for layer in own.layers.values()])
+            assert files() == (1 if late else len(patterns))
+    assert recorder.holds_updates
+    recorder.log(16, {"loss": 1.0})
+    assert files() == (1 if late else 4)
+    came = True
+    recorder.log(16, {"loss": 1.0})
+    assert files() == 4
+    came = not late
+    while own.steps < 20:
+        backward(net)
+        own.step()
+    patterns.append([layer.pattern for layer in own.layers.values()])
+    assert (recorder in unwritten) == late
+    records = Records.load(tmp_path / "record")  # which waits
+    assert recorder not in unwritten
+    assert records.steps == [0, 5, 10, 15, 20]
+    for i, ones in enumerate(patterns):
+        assert [records.pattern(name, i) for name in own.layers] == ones
+    figures = telemetry.figures()
+    sets = [[{*p.flat.tolist()} for p in ones] for ones in patterns]
+    left = sum(len(a - b) for a, b in zip(*sets[-2:], strict=True))
+    assert figures["all/churn"] == left / sum(map(len, sets[-2]))
+    ever = sum(len(set().union(*ones)) for ones in zip(*sets, strict=True))
+    assert figures["all/exploration"] == ever / sum(p.total for p in patterns[0])
+
+
+def test_a_state_is_never_ahead_of_its_record(off_cpu, monkeypatch, tmp_path):
+    monkeypatch.setattr(Arriving, "is_there", property(lambda own: False))
+    net = model(1, torch.float32)
+    own = ds.RigL(net, torch.optim.SGD(net.parameters(), lr=0.1), **TIMES)
+    recorder = Recorder(tmp_path)
+    recorder.start({name: layer.pattern for name, layer in own.layers.items()})
+    own.on_update.append(recorder.update)
+    for _ in range(5):
+        backward(net)
+        own.step()
+    assert not (tmp_path / "update-000001.npz").exists()
+    own.state_dict()
+    assert (tmp_path / "update-000001.npz").exists()
+    recorder.truncate(5, {name: layer.pattern for name, layer in own.layers.items()})
 
 
 def test_everything_keeps_its_memory(off_cpu):
@@ -178,7 +385,7 @@ def test_a_whole_update_waits_for_nothing(monkeypatch, without_cuda, b, regrow):
     monkeypatch.setattr(torch.Tensor, "copy_", lambda own, new: torch._foreach_copy_([own], [new]))
     monkeypatch.setattr(SparseLinear, "reset_parameters", lambda *_: None)
     asked = []
-    monkeypatch.setattr(plan, "ask", lambda *args: asked.append(args))
+    monkeypatch.setattr(plan_there, "ask", lambda *args: asked.append(args))
     like = ds.SparsePattern.random((64, 128), 0.2, block_size=b)
     with FakeTensorMode():
         held = torch.empty(like.nnz, dtype=torch.int64, device="cuda")
@@ -202,18 +409,25 @@ def test_a_whole_update_waits_for_nothing(monkeypatch, without_cuda, b, regrow):
             int(layer.index.row_ptr[0])  # what this test would notice
 
 
+class Event:
+    """What a device passes when it comes to it."""
+
+    passed = False
+
+    def query(self):
+        return self.passed
+
+    def synchronize(self):
+        self.passed = True
+
+
 def test_answers_that_have_not_arrived_are_waited_for_by_nobody():
-    class Event:
-        arrived = False
-
-        def query(self):
-            return self.arrived
-
     layers, event = {"fc": SparseLinear(4, 4, 0.5)}, Event()
-    answers = torch.tensor(False), torch.tensor(True)
-    doubts._open[layers["fc"]] = [doubts._Doubt(answer, event, "odd") for answer in answers]
+    for answer in (torch.tensor(False), torch.tensor(True)):
+        doubts.ask(layers["fc"], answer, "odd")
+        doubts._open[layers["fc"]][-1].answer._event = event
     doubts.settle(layers)
-    event.arrived = True
+    event.passed = True
     with pytest.raises(ValueError, match="layer 'fc': odd"):
         doubts.settle(layers)
     doubts.settle(layers)

@@ -8,6 +8,8 @@ import torch
 from torch import Tensor
 
 from dynsparse.ops.eager import refuse_transforms
+from dynsparse.ops.linear import LayerIndex, operator
+from dynsparse.ops.linear.contents import trust
 from dynsparse.pattern import PatternIndex, SparsePattern
 from dynsparse.typed import typed
 
@@ -50,8 +52,34 @@ class ActiveSet:
         self.pattern = SparsePattern.from_flat(
             pattern.flat[slots], shape=pattern.shape, block_size=pattern.block_size
         )
-        self.slots = slots.to(device)
-        self._index = self.pattern._index_on(device)
+        self._hold(slots.to(device))
+
+    @classmethod
+    def _on_device(cls, pattern: SparsePattern, slots: Tensor) -> ActiveSet:
+        """Slots that a device has chosen, sorted and distinct by the way they were made; nothing
+        waits for it."""
+        made = cls.__new__(cls)
+        flat = pattern._flat_on(slots.device).index_select(0, slots)
+        made.pattern = SparsePattern._on_device(flat, pattern)
+        made._hold(slots)
+        return made
+
+    def _hold(self, slots: Tensor) -> None:
+        self.slots = slots
+        self._index = self.pattern._index_on(slots.device)
+        # Off the CPU what kernels make of the index is kept; calls find it by these tensors.
+        like = torch.empty((), device=slots.device).expand(self.pattern.values_shape)
+        own = LayerIndex(self._index, like)
+        self._own = None if own.on_cpu else own
+        if self._own is not None:
+            trust(self._own)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"pattern": self.pattern, "slots": self.slots}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.pattern = state["pattern"]
+        self._hold(state["slots"])
 
     target = None
 
@@ -69,6 +97,22 @@ class ActiveSet:
             return _ActiveLinear.apply(
                 x, layer.values, bias, self.slots, self._index, layer.index, layer
             )
+
+    def may_take(self, other: ActiveSet) -> bool:
+        """Whether another choice may be written over this one; what takes memory is made now."""
+        if self._own is None or other._own is None or not self._own.may_take(other._own):
+            return False
+        other._own.derive_like(self._own)
+        return True
+
+    def take(self, other: ActiveSet) -> None:
+        """Become another choice, in the same memory: CUDA graphs that read it stay valid."""
+        assert self._own is not None
+        assert other._own is not None
+        torch._foreach_copy_([self.slots], [other.slots])
+        self._own = self._own.take(other._own)
+        trust(self._own)
+        self.pattern = other.pattern
 
     def kernel(self, batch: int, backward: bool) -> str:
         return "active subset"
@@ -90,7 +134,8 @@ class _ActiveLinear(torch.autograd.Function):
         layer: Any,
     ) -> Tensor:
         chosen = values[slots]
-        ctx.save_for_backward(x if ctx.needs_input_grad[1] else None, values, chosen)
+        # The slots only so that autograd notices where others are written over them.
+        ctx.save_for_backward(x if ctx.needs_input_grad[1] else None, values, chosen, slots)
         ctx.active, ctx.index, ctx.layer, ctx.shape = active, index, layer, x.shape
         ctx.bias_dtype = None if bias is None else bias.dtype
         return layer.forward_with(x, chosen, active, bias)
@@ -98,7 +143,10 @@ class _ActiveLinear(torch.autograd.Function):
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        x, values, chosen = ctx.saved_tensors
+        try:
+            x, values, chosen, _ = ctx.saved_tensors
+        except RuntimeError as error:
+            raise operator.explained(error) from None
         dx = dw = db = None
         if ctx.needs_input_grad[0]:
             dx = ctx.layer.grad_input_with(dy, ctx.shape, chosen, ctx.active)

@@ -6,6 +6,8 @@ a CUDA graph. Positions are flat (row * width + col), sorted, int64.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -18,6 +20,7 @@ __all__ = [
     "positions",
     "sent",
     "sources",
+    "told",
     "without",
 ]
 
@@ -63,6 +66,14 @@ def sent(tensor: Tensor, device: torch.device) -> Tensor:
     return tensor.pin_memory().to(device, non_blocking=True)
 
 
+def told(numbers: Sequence[Tensor]) -> list[float]:
+    """Numbers that devices have found out, each a tensor []: the host waits, once for all."""
+    if not numbers:
+        return []
+    there = numbers[0].device
+    return torch.stack([n.to(there, torch.float64) for n in numbers]).tolist()
+
+
 def without(flat: Tensor, drop: Tensor) -> Tensor:
     """The positions without the slots `drop`, int64 [any], distinct."""
     return flat.index_fill(0, drop, _GONE).sort().values.narrow(0, 0, len(flat) - len(drop))
@@ -96,7 +107,8 @@ def sources(flat: Tensor, after: Tensor) -> Tensor:
 def move(tensor: Tensor, source: Tensor, fill: float | Tensor = 0.0) -> Tensor:
     """Entry j of the result is entry source[j] of `tensor` [nnz, ...], or `fill` where that is -1.
 
-    A tensor `fill` of as many dimensions holds one entry for each such j, in order.
+    A tensor `fill` of as many dimensions holds one entry for each such j, in order, or one for
+    every j.
     """
     grown = source < 0
     mask = grown.view(-1, *[1] * (tensor.dim() - 1))
@@ -110,5 +122,6 @@ def move(tensor: Tensor, source: Tensor, fill: float | Tensor = 0.0) -> Tensor:
     if fill.dim() == tensor.dim():
         if not len(fill):
             return moved
-        fill = fill.index_select(0, (grown.cumsum(0) - 1).clamp_(0, len(fill) - 1))
+        if len(fill) != len(source):
+            fill = fill.index_select(0, (grown.cumsum(0) - 1).clamp_(0, len(fill) - 1))
     return torch.where(mask, fill, moved)

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from dynsparse.encoding import by_columns, empty
+from dynsparse.pattern.arriving import Arriving
 from dynsparse.pattern.on_device import column_pointers, places, positions
 
 __all__ = ["PatternIndex", "Positions"]
@@ -55,6 +56,8 @@ class Positions:
     # `row_ptr` and `cols` on a device: memory of its own where an update there has made them, that
     # of the layer's index while the layer has this pattern.
     _there: tuple[Tensor, Tensor] | None = None
+    # Both on their way to the CPU.
+    _coming: Arriving | None = None
     _rows: weakref.ref[Tensor] | None = None
 
     @property
@@ -91,12 +94,25 @@ class Positions:
         return self._fetched("cols")
 
     def _fetched(self, name: str) -> Tensor:
+        coming = self._coming
         with _plain_tensors():
-            row_ptr, cols = self._read(
-                lambda row_ptr, cols: (row_ptr.to("cpu", copy=True), cols.to("cpu", copy=True))
-            )
-        vars(self).update(row_ptr=row_ptr, cols=cols)
+            row_ptr, cols = (self._to_come() if coming is None else coming).get()
+        vars(self).update(row_ptr=row_ptr, cols=cols, _coming=None)
         return row_ptr if name == "row_ptr" else cols
+
+    def _send(self) -> None:
+        """Let what only a device knows come to the CPU, without waiting for it."""
+        if self._coming is None and "cols" not in vars(self):
+            with _plain_tensors():
+                self._coming = self._to_come()
+
+    def _to_come(self) -> Arriving:
+        return self._read(lambda *held: Arriving(*held))
+
+    @property
+    def _is_here(self) -> bool:
+        """Whether nobody would wait who asked for the positions."""
+        return "cols" in vars(self) or (self._coming is not None and self._coming.is_there)
 
     def _read(self, of: Callable[[Tensor, Tensor], T]) -> T:
         """`of` what is on a device, which is another place once the layer has another pattern."""

@@ -11,6 +11,7 @@ from torch import Tensor
 from dynsparse.checks import check_kind, check_tensor
 from dynsparse.encoding import follow_, merge, moved
 from dynsparse.files.shorten import shortened
+from dynsparse.pattern.arriving import Arriving
 from dynsparse.pattern.coordinates import INT32_MAX, coordinates
 from dynsparse.pattern.on_device import merge as merge_on_device
 from dynsparse.pattern.on_device import move, sources
@@ -66,7 +67,12 @@ class Rewiring:
 
     @classmethod
     def _on_device(
-        cls, pattern: SparsePattern, drop: Tensor, grow: Tensor, unless: Tensor | None = None
+        cls,
+        pattern: SparsePattern,
+        drop: Tensor,
+        grow: Tensor,
+        unless: Tensor | None = None,
+        all_new: bool = False,
     ) -> Rewiring:
         """As `make`, on the device of `drop` and `grow`, without waiting for it.
 
@@ -75,6 +81,8 @@ class Rewiring:
         Args:
             unless: bool, on the device: where it holds the pattern stays as it is. Only for updates
                 that keep the number of blocks.
+            all_new: no position of `grow` is one that `drop` leaves, so that as many are grown
+                (none where `unless` holds), which the host then knows.
         """
         with torch.inference_mode(False):
             before = pattern._flat_on(drop.device)
@@ -83,7 +91,10 @@ class Rewiring:
                 stays = torch.arange(len(before), dtype=torch.int32, device=before.device)
                 flat = torch.where(unless, before, flat)
                 source = torch.where(unless, stays, source)
-        return cls._held_there(pattern, SparsePattern._on_device(flat, pattern), source)
+        made = cls._held_there(pattern, SparsePattern._on_device(flat, pattern), source)
+        if all_new:
+            vars(made)["_joined"] = len(grow)
+        return made
 
     @classmethod
     def _held_there(cls, before: SparsePattern, after: SparsePattern, source: Tensor) -> Rewiring:
@@ -96,8 +107,35 @@ class Rewiring:
         # Asked for what is not there only.
         if name != "source" or "_held" not in vars(self):
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
-        vars(self)["source"] = source = vars(self)["_held"].cpu()
+        coming = vars(self).get("_coming")
+        (source,) = (Arriving(vars(self)["_held"]) if coming is None else coming).get()
+        vars(self).update(source=source, _coming=None)
         return source
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"before": self.before, "after": self.after, "source": self.source}
+
+    def _send(self) -> None:
+        """Let what only a device knows come to the CPU, without waiting for it: whoever asks for
+        it later waits for this alone."""
+        self.before._send()
+        self.after._send()
+        own = vars(self)
+        if "source" not in own and own.get("_coming") is None:
+            own["_coming"] = Arriving(own["_held"])
+
+    @property
+    def _is_here(self) -> bool:
+        """Whether nobody would wait who asked for any of it."""
+        coming = vars(self).get("_coming")
+        own = "source" in vars(self) or (coming is not None and coming.is_there)
+        return own and self.before._is_here and self.after._is_here
+
+    @property
+    def _grown_count(self) -> int:
+        """How many slots were grown, without waiting for a device where the host knows it."""
+        known: int | None = vars(self).get("_joined")
+        return len(self.grown) if known is None else known
 
     def _source_on(self, device: torch.device) -> Tensor:
         """`source` on a device, without waiting for it where the update was made there."""
@@ -164,8 +202,9 @@ class Rewiring:
     def apply(self, tensor: Tensor, fill: float | Tensor = 0.0) -> Tensor:
         """`tensor` ([before.nnz, ...]) in the order of the new slots: a new tensor.
 
-        Survivors keep their entries; grown slots get `fill`, a number or a tensor
-        [grown, ...] in slot order.
+        Survivors keep their entries; grown slots get `fill`: a number, a tensor [grown, ...] in
+        slot order, or one [after.nnz, ...], of which their own entries count. On a device nothing
+        waits for the last.
         """
         self._check_leading(tensor)
         self._check_fill(fill, tensor)
@@ -177,7 +216,8 @@ class Rewiring:
         else:
             out = moved(tensor, self.source)
         if isinstance(fill, Tensor) or fill != 0:
-            out[self.grown] = fill.to(out) if isinstance(fill, Tensor) else fill
+            grown = self.grown
+            out[grown] = _at(fill, grown, out).to(out) if isinstance(fill, Tensor) else fill
         return out
 
     def apply_(self, *tensors: Tensor, fill: float | Tensor = 0.0) -> None:
@@ -202,7 +242,8 @@ class Rewiring:
         if isinstance(fill, Tensor) or fill != 0:
             for tensor in tensors:
                 grown = self.grown.to(tensor.device)
-                tensor[grown] = fill.to(tensor) if isinstance(fill, Tensor) else fill
+                own = _at(fill, grown, tensor).to(tensor) if isinstance(fill, Tensor) else fill
+                tensor[grown] = own
 
     def _is_followed_there(self, tensor: Tensor) -> bool:
         """Whether a tensor follows on its own device."""
@@ -214,11 +255,13 @@ class Rewiring:
             if not isinstance(fill, (int, float)):
                 raise TypeError(f"fill must be a number or a tensor, got {shortened(fill)}")
             return
-        wanted = [int((self.source < 0).sum()), *tensor.shape[1:]]
-        spread = [1] * (len(wanted) - fill.dim()) + list(fill.shape)
-        if len(spread) != len(wanted) or any(
-            own not in (1, size) for own, size in zip(spread, wanted, strict=True)
+        first, *rest = spread = [1] * (tensor.dim() - fill.dim()) + list(fill.shape)
+        if (
+            len(spread) != tensor.dim()
+            or (first not in (1, self.after.nnz) and first != self._grown_count)
+            or any(own not in (1, size) for own, size in zip(rest, tensor.shape[1:], strict=True))
         ):
+            wanted = [self._grown_count, *tensor.shape[1:]]
             raise ValueError(f"fill must be a number or {wanted}, got {list(fill.shape)}")
 
     def _check_leading(self, tensor: Tensor) -> None:
@@ -228,6 +271,12 @@ class Rewiring:
                 f"expected a tensor with {self.before.nnz} leading entries, "
                 f"got the shape {list(tensor.shape)}"
             )
+
+
+def _at(fill: Tensor, grown: Tensor, tensor: Tensor) -> Tensor:
+    """What the grown slots of a tensor get, of a fill that may have an entry for every slot."""
+    for_all = fill.dim() == tensor.dim() and len(fill) == len(tensor)
+    return fill[grown.to(fill.device)] if for_all else fill
 
 
 def _check_alike(before: SparsePattern, after: SparsePattern) -> None:

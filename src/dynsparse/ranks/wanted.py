@@ -29,6 +29,8 @@ class GrowthWanted:
             layer; None: they are computed here.
         part: where this rank holds a rectangle of the layer: pattern, pairs and exclude are of the
             rectangle, count is of the whole layer.
+        ranked: takes the scores that the choice went by, where who asks looks through them without
+            waiting; None: the choice looks through them itself.
     """
 
     name: str
@@ -38,3 +40,4 @@ class GrowthWanted:
     exclude: Tensor | None = None
     part: Part | None = None
     scores: Callable[[Sequence[Pair], str], Tensor] | None = None
+    ranked: list[Tensor] | None = None

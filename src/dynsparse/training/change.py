@@ -19,6 +19,7 @@ from dynsparse.nn.sharded import (
     sharded_like,
 )
 from dynsparse.pattern import Rewiring
+from dynsparse.pattern.on_device import sent
 from dynsparse.ranks import ALONE, Part, Ranks, agreeing, follow_over_ranks, held_back, ranks_of
 from dynsparse.tracing import span
 from dynsparse.training.doubts import settle
@@ -220,16 +221,21 @@ def check_fill(fill: object, rewiring: Rewiring, values: Tensor) -> float | Tens
         fill = gathered(fill.detach())
         if fill.is_complex() or fill.dtype == torch.bool:
             raise TypeError(f"grown weights must start with real numbers, got {fill.dtype}")
-        shape = [len(rewiring.grown), *values.shape[1:]]
-        if fill.dim() and list(fill.shape) != shape:
+        block = list(values.shape[1:])
+        for_all = list(fill.shape) == [rewiring.after.nnz, *block]
+        if fill.dim() and not for_all and list(fill.shape) != [rewiring._grown_count, *block]:
             raise ValueError(
-                f"grown weights must start with a number or a tensor {shape}, got "
-                f"{list(fill.shape)}"
+                "grown weights must start with a number or a tensor "
+                f"{[rewiring._grown_count, *block]}, got {list(fill.shape)}"
             )
-        fill = fill.to(local_part(values))
-        if not _finite(fill):
+        own = local_part(values)
+        fill, here = fill.to(own.dtype), fill.is_cpu
+        # What a device has made for its own update is looked at there (`plan_there.py`).
+        if (here or "_held" not in vars(rewiring)) and not _finite(fill):
             raise ValueError("grown weights must start with finite numbers, got NaN or infinity")
-        return fill if fill.dim() else float(fill)
+        if here and not fill.dim():
+            return float(fill)
+        return sent(fill, own.device) if here else fill.to(own.device)
     if not isinstance(fill, (int, float)) or isinstance(fill, bool):
         raise TypeError(f"grown weights must start with a number or a tensor, got {fill!r}")
     if not torch.isfinite(torch.tensor(fill, dtype=values.dtype)):

@@ -16,13 +16,13 @@ import torch
 from torch import Tensor
 
 from dynsparse.nn import SparseLinear
+from dynsparse.pattern.arriving import Arriving
 
 __all__ = ["ask", "not_finite", "settle"]
 
 
 class _Doubt(NamedTuple):
-    answer: Tensor  # on the host, once `arrived` has
-    arrived: torch.cuda.Event | None
+    answer: Arriving
     line: str
 
 
@@ -38,24 +38,16 @@ def not_finite(tensors: Iterable[Tensor]) -> Tensor:
 
 def ask(layer: SparseLinear, wrong: Tensor, line: str) -> None:
     """Raise `line` as a ValueError when `settle` next looks at the layer, if `wrong` holds."""
-    arrived = None
-    if wrong.is_cuda:
-        answer = torch.empty((), dtype=torch.bool, pin_memory=True)
-        answer.copy_(wrong, non_blocking=True)
-        arrived = torch.cuda.Event()
-        arrived.record(torch.cuda.current_stream(wrong.device))
-    else:
-        answer = wrong.cpu()
-    _open.setdefault(layer, []).append(_Doubt(answer, arrived, line))
+    _open.setdefault(layer, []).append(_Doubt(Arriving(wrong), line))
 
 
 def settle(layers: Mapping[str, SparseLinear]) -> None:
     """Raise ValueError for the first update of these layers that did not happen, and forget it."""
     for name, layer in layers.items():
         doubts = _open.pop(layer, [])
-        unknown = [d for d in doubts if d.arrived is not None and not d.arrived.query()]
+        unknown = [doubt for doubt in doubts if not doubt.answer.is_there]
         if unknown:
             _open[layer] = unknown
         for doubt in doubts:
-            if not any(doubt is one for one in unknown) and bool(doubt.answer):
+            if not any(doubt is one for one in unknown) and bool(doubt.answer.get()[0]):
                 raise ValueError(f"layer {name!r}: {doubt.line}")

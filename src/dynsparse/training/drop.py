@@ -11,16 +11,19 @@ from dynsparse.checks import check_not_negative, check_tensor
 from dynsparse.encoding import empty
 from dynsparse.nn.sharded import gathered, is_sharded, local_part, own_rows
 from dynsparse.ops.grow import select
+from dynsparse.pattern.on_device import sent
 from dynsparse.ranks import ALONE, JointRanks, Ranks, chunk_of, joined, places, select_over_ranks
 from dynsparse.training.parts import Spread
 from dynsparse.typed import typed
 
 __all__ = [
+    "UNRANKED",
     "DropScore",
     "MagnitudeGradient",
     "lowest",
     "lowest_of_all",
     "lowest_over_ranks",
+    "lowest_there",
     "magnitude",
 ]
 
@@ -29,6 +32,8 @@ DropScore = Callable[[Tensor], Tensor]
 
 It is given the Parameter itself, so that `values.grad`, the gradient of the last step, is there.
 """
+
+UNRANKED = "drop scores hold NaN, so blocks cannot be ranked: the training diverged"
 
 
 def magnitude(values: Tensor) -> Tensor:
@@ -96,7 +101,7 @@ def lowest(scores: Tensor, count: int) -> Tensor:
     if not 0 <= count <= len(scores):
         raise ValueError(f"cannot drop {count} of {len(scores)} blocks")
     if len(scores) and bool(torch.isnan(scores.min())):
-        raise ValueError("drop scores hold NaN, so blocks cannot be ranked: the training diverged")
+        raise ValueError(UNRANKED)
     return select(scores, count, largest=False).cpu()
 
 
@@ -174,6 +179,23 @@ def lowest_of_all(
     ends = torch.tensor([len(c) for c in candidates]).cumsum(0)
     taken = torch.searchsorted(chosen, ends)
     return taken.diff(prepend=taken.new_zeros(1)).tolist()
+
+
+def lowest_there(scores: Sequence[Tensor], count: int, most: Sequence[int]) -> Tensor:
+    """What `lowest_of_all` counts, on the device of the first scores, int64 [layers].
+
+    Nothing waits, and nothing is looked through for NaN.
+    """
+    device = scores[0].device
+    limits = [min(m, len(s)) for s, m in zip(scores, most, strict=True)]
+    candidates = [
+        s.detach().index_select(0, select(s, limit, largest=False)).double().to(device)
+        for s, limit in zip(scores, limits, strict=True)
+    ]
+    chosen = select(torch.cat(candidates), count, largest=False)
+    ends = sent(torch.tensor(limits).cumsum(0), device)
+    taken = torch.searchsorted(chosen, ends)
+    return taken.diff(prepend=taken.new_zeros(1))
 
 
 def _limits(scores: Sequence[Tensor], spreads: Sequence[Spread | None]) -> list[int]:

@@ -39,10 +39,10 @@ def gradient_at(pairs: Sequence[Pair], pattern: SparsePattern) -> Tensor:
     index = pattern._index_on(device)
     for x, dy in pairs:
         for first, left, right in matrices(x, dy, 0, pattern.shape[0]):
-            part, slots = index, slice(None)
+            part, to = index, total
             if len(left) != pattern.shape[0]:  # a group of a convolution's channels
                 part, slots = _rows_of(pattern, first, len(left), device)
-            to = total[slots]
+                to = total[slots]
             to += grad_weight(left.t().to(dtype), right.to(dtype), torch.empty_like(to), part)
     return total
 

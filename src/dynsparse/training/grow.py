@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from dynsparse.ops.grow import best_free, check_pooling, random_outside
-from dynsparse.ops.grow.topk import best_positions
+from dynsparse.ops.grow.topk import best_positions, topk_outside
 from dynsparse.pattern import SparsePattern
 from dynsparse.ranks import (
     ALONE,
@@ -150,10 +150,17 @@ class GradientGrowth(Growth):
             return topk_over_ranks(ranks, wanted, pooling=self.pooling, wire=self.wire)
         chosen = []
         for one in wanted:
-            if one.scores is None:
+            if one.scores is not None:
+                chosen.append(self._choose_there(one))
+            elif one.ranked is None or type(self).choose is not GradientGrowth.choose:
                 chosen += super().choose_all([one], step)
             else:
-                chosen.append(self._choose_there(one))
+                with naming(one.name):
+                    best = topk_outside(
+                        one.pairs, one.pattern, one.count, pooling=self.pooling, sort=False
+                    )
+                chosen.append(best.flat)
+                one.ranked.append(best.scores)
         return chosen
 
     def choose_parts(

@@ -19,6 +19,7 @@ from torch import Tensor
 from dynsparse.checks import check_integer, check_within
 from dynsparse.ops.conv.patches import are_patches, copied, features_of
 from dynsparse.ops.grow.scores import add_rows
+from dynsparse.ops.linear.cuda.dense import lines_of
 from dynsparse.pattern import SparsePattern
 from dynsparse.ranks import Ranks
 from dynsparse.training.gradients import Pair, gradient_at
@@ -263,7 +264,11 @@ class DenseMomentum(History):
         return [(matrix, torch.eye(len(matrix), dtype=matrix.dtype, device=matrix.device))]
 
     def at(self, layer: str, pattern: SparsePattern) -> Tensor:
-        return pattern.values_of(self._momentum[layer])
+        matrix, index = self._momentum[layer], pattern._thin_index
+        row_ptr, cols, *_ = index() if matrix.is_cpu else pattern._index_on(matrix.device)
+        lines = lines_of(row_ptr, cols, pattern.block_size, pattern.grid[1])
+        rows = matrix.view(-1, pattern.block_size).index_select(0, lines)
+        return rows.view(pattern.values_shape)
 
     def state_dict(self) -> dict[str, Any]:
         return {"momentum": dict(self._momentum)}

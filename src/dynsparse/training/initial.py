@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
 from dynsparse.checks import check_not_negative
-from dynsparse.pattern import SparsePattern
+from dynsparse.nn import SparseLinear
+from dynsparse.pattern import Rewiring, SparsePattern
 from dynsparse.training.history import History
 
-__all__ = ["GradientStep"]
+__all__ = ["GradientStep", "GrownValue", "learning_rate_of"]
 
 
 class GradientStep:
@@ -35,6 +38,12 @@ class GradientStep:
     def of(self, gradient: Tensor, learning_rate: float) -> Tensor:
         """The start of weights with this gradient."""
         return gradient * (-self.scale * learning_rate)
+
+
+GrownValue = float | GradientStep | Callable[[SparseLinear, Rewiring], Tensor]
+"""What grown weights start with: a number, a `GradientStep`, or a function that returns [grown] or
+[grown, b, b], or an entry for each slot, [after.nnz] or [after.nnz, b, b], of which those of grown
+ones count: on a device, where the host would wait to know which they are."""
 
 
 def learning_rate_of(optimizer: torch.optim.Optimizer, values: Tensor) -> float:

@@ -12,9 +12,7 @@ from torch import Tensor
 from dynsparse.nn import SparseLinear
 from dynsparse.nn.sharded import gathered, is_sharded
 from dynsparse.nn.targets import scores_of
-from dynsparse.ops.grow import select
 from dynsparse.pattern import Rewiring, SparsePattern
-from dynsparse.pattern.on_device import without
 from dynsparse.ranks import ALONE, GrowthWanted, Ranks, agreeing, held_back, sum_of_all
 from dynsparse.tracing import span
 from dynsparse.training.budgets import Budget, Counts, Survey
@@ -25,20 +23,16 @@ from dynsparse.training.change import (
     check_scores,
     naming,
 )
-from dynsparse.training.doubts import ask, not_finite
 from dynsparse.training.drop import lowest_over_ranks
 from dynsparse.training.grow import Growth
 from dynsparse.training.history import History, LastStep, gradient_of
-from dynsparse.training.initial import GradientStep, learning_rate_of
+from dynsparse.training.initial import GradientStep, GrownValue, learning_rate_of
 from dynsparse.training.memory import release_memory
 from dynsparse.training.parts import Spread, extents, spreads_of
+from dynsparse.training.plan_there import Decided, carried_out, decided
 from dynsparse.training.schedule import Schedule
 
 __all__ = ["GrownValue", "begin_budget", "plan_changes"]
-
-GrownValue = float | GradientStep | Callable[[SparseLinear, Rewiring], Tensor]
-"""What grown weights start with: a number, a `GradientStep`, or a function that returns [grown] or
-[grown, b, b]."""
 
 
 @dataclass
@@ -98,10 +92,15 @@ def plan_changes(
         RuntimeError, TypeError, ValueError: with the layer's name, where something does not fit.
     """
 
+    all_there = ranks.alone and all(map(_decides_there, layers.values()))
+
     def checked_scores(name: str) -> Tensor:
         with naming(name):
-            # Whole, as budgets look at all of them.
-            return gathered(check_scores(scores(name, layers[name]), layers[name].pattern.nnz))
+            found, nnz = scores(name, layers[name]), layers[name].pattern.nnz
+            if all_there:
+                check_one_per_block(found, nnz)
+                return found
+            return gathered(check_scores(found, nnz))  # whole, as budgets look at all of them
 
     spreads = spreads_of(layers)
     survey = Survey(
@@ -113,6 +112,7 @@ def plan_changes(
         regrow_dropped=regrow_dropped,
         ranks=ranks,
         spreads=spreads,
+        there=all_there,
     )
     wanted = [
         _Layer(name, layers[name], counts, spreads.get(name))
@@ -120,22 +120,27 @@ def plan_changes(
         if counts.drop > 0 or counts.grow > 0
     ]
     changes: dict[str, Change] = {}
+    there: list[Decided] = []
     # Alone one layer after the other, which takes the least memory; ranks choose for all layers in
     # the same moves.
     for group in [[one] for one in wanted] if ranks.alone else [wanted] if wanted else []:
         largest = max((one.layer.values for one in group), key=lambda values: values.nbytes)
         names = ", ".join(one.name for one in group)
         with naming(group[0].name) if ranks.alone else nullcontext():
-            there = group[0].layer.is_elsewhere and not is_sharded(group[0].layer.values)
-            if ranks.alone and there:
-                rewiring = _rewired_there(group[0], scores, growth, history, step, regrow_dropped)
-                if isinstance(initial_value, GradientStep):
-                    group[0].grow = rewiring.after.flat[rewiring.grown]
-                steps = _gradient_steps(group, initial_value, history, optimizer, ranks)
-                if steps is None:
-                    steps = _starts(group, initial_value, [rewiring], ranks)
-                layer = group[0].layer
-                changes[group[0].name] = Change.planned(layer, rewiring, steps[0], optimizer)
+            if ranks.alone and _decides_there(group[0].layer):
+                one = group[0]
+                there.append(
+                    decided(
+                        one.name,
+                        one.layer,
+                        one.counts,
+                        scores,
+                        growth,
+                        history,
+                        step,
+                        regrow_dropped,
+                    )
+                )
                 continue
             release_memory(largest, within=True)
             with span("drop", layer=names):
@@ -152,7 +157,15 @@ def plan_changes(
             for one, rewiring, start in zip(group, rewirings, starts, strict=True):
                 with naming(one.name):
                     changes[one.name] = Change.planned(one.layer, rewiring, start, optimizer)
-    return changes
+    changes |= carried_out(
+        there, initial_value=initial_value, history=history, optimizer=optimizer, step=step
+    )
+    return {one.name: changes[one.name] for one in wanted}
+
+
+def _decides_there(layer: SparseLinear) -> bool:
+    """Whether the device that a layer is on decides about it, where no other rank does, too."""
+    return layer.is_elsewhere and not is_sharded(layer.values)
 
 
 def _counts(budget: Budget, survey: Survey) -> dict[str, Counts]:
@@ -171,44 +184,6 @@ def _counts(budget: Budget, survey: Survey) -> dict[str, Counts]:
     rows = torch.tensor([said.get(n, none) for n in names], dtype=torch.int64, device=ranks.device)
     found = ranks.broadcast(rows).tolist()
     return {n: Counts(*row) for n, row in zip(names, found, strict=True) if row[0] >= 0}
-
-
-def _rewired_there(
-    one: _Layer,
-    scores: Callable[[str, SparseLinear], Tensor],
-    growth: Growth,
-    history: History,
-    step: int,
-    regrow_dropped: bool,
-) -> Rewiring:
-    """The update of a layer on its device, which decides alone: nothing waits for it."""
-    pattern, values, counts = one.pattern, one.layer.values, one.counts
-    with span("drop", layer=one.name):
-        ranked = scores(one.name, one.layer)
-        check_one_per_block(ranked, pattern.nnz)
-        drop = select(ranked, counts.drop, largest=False)
-    flat = pattern._flat_on(drop.device)
-    if regrow_dropped and counts.drop:
-        flat = without(flat, drop)
-    taken = SparsePattern._on_device(flat, pattern)
-    pairs = history.pairs(one.name)
-    on_target = scores_of(one.layer) if isinstance(history, LastStep) else None
-    asked = GrowthWanted(one.name, pairs, taken, counts.grow, scores=on_target)
-    with span("grow", layer=one.name):
-        (grow,) = growth.choose_all([asked], step)
-    seen = [ranked, *(t for pair in pairs for t in pair)]
-    wrong = not_finite(seen if values.grad is None else [*seen, values.grad])
-    line = (
-        f"x, dY, the gradient of its weights or their drop scores held NaN or infinity at step "
-        f"{step}, whose pattern update therefore did not happen: the training has diverged, or the "
-        "loss is scaled too far"
-    )
-    if counts.drop != counts.grow:  # sizes have to be known
-        if bool(wrong):
-            raise ValueError(line)
-        return Rewiring._on_device(pattern, drop, grow.to(drop.device))
-    ask(one.layer, wrong, line)
-    return Rewiring._on_device(pattern, drop, grow.to(drop.device), wrong)
 
 
 def _choose_drops(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from typing import Any
 
 import numpy as np
@@ -10,6 +11,7 @@ from torch import Tensor
 
 from dynsparse.nn import SparseLinear
 from dynsparse.pattern import Rewiring
+from dynsparse.pattern.on_device import told
 from dynsparse.training.trainer import SparseTrainer
 from dynsparse.typed import typed
 
@@ -36,6 +38,9 @@ class Telemetry:
     In-Time Over-Parameterization in Sparse Training", section 3. Which positions were ever present
     is kept in one bit per position, a 32nd of a dense float32 matrix.
 
+    Where layers are on devices an update is looked at once it has come to the CPU, by the next one
+    or when somebody asks for figures, who waits for it.
+
     Args:
         trainer: watched from now on, with the patterns its layers have now as the first ones.
     """
@@ -48,10 +53,14 @@ class Telemetry:
     def _update(self, step: int, rewirings: dict[str, Rewiring]) -> None:
         for name, watched in self._watched.items():
             watched.update(rewirings.get(name))
+            watched.look(wait=False)
 
     def figures(self) -> dict[str, int | float]:
         """The figures of every layer and of all together."""
         layers = {name: watched.counts() for name, watched in self._watched.items()}
+        zeros = told([_zero_outputs(watched.layer) for watched in self._watched.values()])
+        for counts, number in zip(layers.values(), zeros, strict=True):
+            counts["zero_outputs"] = int(number)
         total: dict[str, int] = {}
         for counts in layers.values():
             for key, value in counts.items():
@@ -91,10 +100,21 @@ class _Layer:
         self.first = pattern.nnz
         self.from_start = torch.ones(pattern.nnz, dtype=torch.bool)
         self.last = (pattern.nnz, 0, 0)  # blocks before the last update, dropped, grown
+        self.coming: deque[Rewiring | int] = deque()  # or how many blocks one left as they are
 
     def update(self, rewiring: Rewiring | None) -> None:
-        if rewiring is None:
-            self.last = (self.layer.pattern.nnz, 0, 0)
+        if rewiring is not None:
+            rewiring._send()
+        self.coming.append(self.layer.pattern.nnz if rewiring is None else rewiring)
+
+    def look(self, wait: bool) -> None:
+        """At updates that have come to the CPU; at all of them if it may wait."""
+        while self.coming and (wait or isinstance(self.coming[0], int) or self.coming[0]._is_here):
+            self._look_at(self.coming.popleft())
+
+    def _look_at(self, rewiring: Rewiring | int) -> None:
+        if isinstance(rewiring, int):
+            self.last = (rewiring, 0, 0)
             return
         grown = rewiring.grown
         self._visit(rewiring.after.flat[grown].numpy())
@@ -113,6 +133,7 @@ class _Layer:
 
     def counts(self) -> dict[str, int]:
         """Whole numbers that add up over layers."""
+        self.look(wait=True)
         pattern, (before, dropped, grown) = self.layer.pattern, self.last
         b, (height, width) = pattern.block_size, pattern.grid
         return {
@@ -126,10 +147,10 @@ class _Layer:
             "explored": self.explored,
             "dead_inputs": (width - len(pattern.cols.unique())) * b,
             "dead_outputs": (height - len(pattern.rows.unique())) * b,
-            "zero_outputs": _zero_outputs(self.layer),
         }
 
     def state_dict(self) -> dict[str, Any]:
+        self.look(wait=True)
         return {
             "positions": self.layer.pattern.total,
             "visited": torch.from_numpy(self.visited.copy()),
@@ -149,6 +170,7 @@ class _Layer:
             )
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.coming.clear()
         self.visited = state["visited"].cpu().numpy().copy()
         self.explored, self.first = int(state["explored"]), int(state["first"])
         self.from_start = state["from_start"].cpu().clone()
@@ -156,13 +178,15 @@ class _Layer:
         self.last = (before, dropped, grown)
 
 
-def _zero_outputs(layer: SparseLinear) -> int:
+def _zero_outputs(layer: SparseLinear) -> Tensor:
     b, height = layer.block_size, layer.pattern.grid[0]
     present = layer.values.detach() != 0
     rows = present[:, None] if b == 1 else present.any(2)  # [nnz, b]
     alive: Tensor = torch.zeros(height, b, dtype=torch.int32, device=rows.device)
-    alive.index_add_(0, layer.rows.long(), rows.int())
-    return int((alive == 0).sum())
+    each = torch.arange(height, device=rows.device)
+    lines = each.repeat_interleave(layer.index.row_ptr.diff(), output_size=len(rows))
+    alive.index_add_(0, lines, rows.int())
+    return (alive == 0).sum()
 
 
 def _figures(counts: dict[str, int]) -> dict[str, int | float]:

@@ -33,6 +33,7 @@ from dynsparse.training.own import OwnParts
 from dynsparse.training.parts import ranks_for
 from dynsparse.training.pieces import check_drop_score, check_initial_value, check_kinds_of_pieces
 from dynsparse.training.plan import GrownValue, begin_budget, plan_changes
+from dynsparse.training.records.unwritten import write_unwritten
 from dynsparse.training.reducers import follow_sizes
 from dynsparse.training.schedule import Schedule, is_due_within, said_of_next
 from dynsparse.training.single import check_one_optimizer
@@ -335,11 +336,9 @@ class SparseTrainer(FollowsOptimizer, OwnParts):
         return self.drop_score(layer.values)
 
     def state_dict(self) -> dict[str, Any]:
-        """Counters, the generator, and what must agree on loading. Plain types and tensors.
-
-        Take it between `step()` and the next backward pass: the gradients of a step under way are
-        not part of any state.
-        """
+        """Counters, the generator, and what must agree on loading; plain types and tensors. Take it
+        between `step()` and the next backward pass, whose gradients are not part of any state."""
+        write_unwritten()  # a record leads to every state that was saved
         return {
             **self._agreement(),
             "steps": self.steps,

@@ -73,7 +73,7 @@ def matrices(x: Tensor, dy: Tensor, begin: int, end: int) -> Iterator[tuple[int,
     """(first, left [rows, samples], right [samples, in]): the products left @ right, added up at
     the rows from `first` on, are the rows [begin, end) of the gradient of the matrix."""
     if not are_patches(x, dy):
-        yield 0, dy[:, begin:end].t(), x
+        yield 0, dy.narrow(1, begin, end - begin).t(), x
         return
     groups, batch, height, width, outputs = dy.shape
     features = x.shape[4:].numel()

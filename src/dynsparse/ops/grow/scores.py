@@ -79,7 +79,7 @@ def add_rows(
             grad.zero_()
             fresh = False
         for first, left, right in matrices(x, dy, begin, end):
-            part = grad[first : first + len(left)]
+            part = grad.narrow(0, first, len(left))
             part.addmm_(left.to(grad.dtype), right.to(grad.dtype), beta=0 if fresh else 1)
 
 

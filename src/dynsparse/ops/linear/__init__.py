@@ -17,7 +17,6 @@ from dynsparse.ops import capture
 from dynsparse.ops.eager import is_plain_eager
 from dynsparse.ops.linear import operator, products, transforms
 from dynsparse.ops.linear.choice import use_kernel
-from dynsparse.ops.linear.contents import check_contents
 from dynsparse.ops.linear.flops import tell_counters
 from dynsparse.ops.linear.layer_index import LayerIndex
 from dynsparse.pattern import PatternIndex, SparsePattern
@@ -134,9 +133,10 @@ def linear(
     _check_operands(values=values, bias=bias)
     if type(pattern) is not LayerIndex:
         index = _index_of(pattern)
-        p = LayerIndex(index, values)
         if pattern is index:
-            check_contents(index)
+            p = operator.prepare(values, index)
+        else:
+            p = LayerIndex(index, values)
     else:
         p = pattern
     return _compute(x, values, bias, p, values)

@@ -13,6 +13,7 @@ from dynsparse.checks import check_not_negative
 from dynsparse.nn import SparseLinear
 from dynsparse.nn.sharded import gathered, is_sharded, local_part, local_range, sharded_like
 from dynsparse.pattern import Rewiring, SparsePattern
+from dynsparse.pattern.on_device import sent
 from dynsparse.training.budgets import Budget, Counts, Survey
 from dynsparse.training.change import Change
 from dynsparse.training.grow import RandomGrowth
@@ -112,15 +113,19 @@ class DeepR(SparseTrainer):
         rates = {n: learning_rate_of(self.optimizer, layer.values) for n, layer in layers.items()}
         for name, layer in layers.items():
             values, rate = local_part(layer.values.detach()), rates[name]
-            own = slice(*local_range(layer.values)) if is_sharded(layer.values) else slice(None)
+            sharded, signs = is_sharded(layer.values), self.signs[name]
+            own = slice(*local_range(layer.values)) if sharded else slice(None)
             if self.l1:
-                values.sub_(self.signs[name][own].to(values), alpha=rate * self.l1)
+                signs = signs[own] if sharded else signs
+                values.sub_(signs.to(values), alpha=rate * self.l1)
             if self.temperature:
                 generator = self.growth.generator_for(name, self.steps, "noise")
                 slots, total = self._slots.of(name, layer)
                 shape = total, *values.shape[1:]
                 noise = torch.randn(shape, generator=generator, dtype=values.dtype)[slots][own]
-                values.add_(noise.to(values), alpha=math.sqrt(2 * rate * self.temperature))
+                values.add_(
+                    sent(noise, values.device), alpha=math.sqrt(2 * rate * self.temperature)
+                )
 
     @torch.no_grad()
     def _undo_own(self, planning: bool) -> Callable[[], None]:
@@ -150,14 +155,15 @@ class DeepR(SparseTrainer):
 
     def _follow(self, name: str, rewiring: Rewiring) -> Tensor:
         signs, after = self.signs[name], rewiring.after
-        own: tuple[Tensor | slice, int] = slice(None), len(rewiring.grown)
+        own: tuple[Tensor | slice, int] = slice(None), rewiring._grown_count
         spread = spreads_of(self.layers).get(name)
         if spread is not None:
             grown = SparsePattern.from_flat(
                 after.flat[rewiring.grown], shape=after.shape, block_size=after.block_size
             )
             own = spread.part.slots(grown)
-        return rewiring.apply(signs, self._draw_signs(name, *own, signs.shape[1:]))
+        drawn = self._draw_signs(name, *own, signs.shape[1:])
+        return rewiring.apply(signs, sent(drawn, signs.device))
 
     def _change_own(self, planned: dict[str, Tensor]) -> None:
         self.signs = {**self.signs, **planned}

@@ -10,14 +10,16 @@ from torch import Tensor, nn
 
 from dynsparse.checks import check_fraction, check_not_negative
 from dynsparse.interrupts import uninterrupted
-from dynsparse.nn import SparseEmbedding
+from dynsparse.nn import SparseEmbedding, SparseLinear
 from dynsparse.nn.active import ActiveSet
 from dynsparse.nn.sharded import device_of, gathered, is_sharded, local_part, local_range
+from dynsparse.ops.grow import select
 from dynsparse.pattern import Rewiring, SparsePattern
 from dynsparse.ranks import agreeing
 from dynsparse.training.algorithms.choices import cosine_schedule
 from dynsparse.training.budgets import Budget, Counts, Survey
 from dynsparse.training.change import Change, check_scores, naming, prepared
+from dynsparse.training.doubts import ask
 from dynsparse.training.drop import lowest_over_ranks, magnitude
 from dynsparse.training.grow import RandomGrowth
 from dynsparse.training.parts import Spread, extents, spreads_of
@@ -25,6 +27,11 @@ from dynsparse.training.schedule import Schedule
 from dynsparse.training.trainer import GrownValue, SparseTrainer
 
 __all__ = ["SpareBudget", "TopKAST"]
+
+_ODD = (
+    "its weights held NaN at step {step}, so that those of the forward pass could not be ranked: "
+    "the training has diverged"
+)
 
 
 class SpareBudget(Budget):
@@ -125,11 +132,19 @@ class TopKAST(SparseTrainer):
         self._change_own(self._plan_own({}))
 
     @torch.no_grad()
-    def _plan_own(self, changes: dict[str, Change]) -> dict[str, ActiveSet]:
-        """A of every layer, chosen anew among the weights after the changes."""
+    def _plan_own(self, changes: dict[str, Change]) -> dict[str, list[ActiveSet]]:
+        """A of every layer, chosen anew among the weights after the changes; behind it what has the
+        memory to hold it, if something has."""
+        trained, found = self._trained(), {}
+        if self.ranks.alone:
+            for name, layer in trained.items():
+                if layer.is_elsewhere and not is_sharded(layer.values):
+                    found[name] = self._chosen_there(name, layer, changes.get(name))
         patterns, scores = {}, []
         with agreeing(self.ranks):
-            for name, layer in self._trained().items():
+            for name, layer in trained.items():
+                if name in found:
+                    continue
                 # Those that are sharded do not move before all is planned.
                 pattern, values = layer.pattern, gathered(layer.values.detach())
                 if name in changes:
@@ -148,13 +163,30 @@ class TopKAST(SparseTrainer):
             for name, pattern in patterns.items()
         ]
         largest = lowest_over_ranks(self.ranks, scores, counts, after)
-        return {
-            name: ActiveSet(pattern, slots, device_of(self.layers[name].values))
-            for (name, pattern), slots in zip(patterns.items(), largest, strict=True)
-        }
+        for (name, pattern), slots in zip(patterns.items(), largest, strict=True):
+            found[name] = [ActiveSet(pattern, slots, device_of(self.layers[name].values))]
+        return found
 
-    def _change_own(self, planned: dict[str, ActiveSet]) -> None:
-        for name, active in planned.items():
+    def _chosen_there(
+        self, name: str, layer: SparseLinear, change: Change | None
+    ) -> list[ActiveSet]:
+        """As `_plan_own`, by the device of a layer; nothing waits."""
+        pattern, values = layer.pattern, layer.values.detach()
+        if change is not None:
+            pattern = change.rewiring.after
+            values = change.rewiring.apply(values, change.fill)
+        with naming(name):
+            sizes = magnitude(values)
+            slots = select(sizes, self.budget.forward_count(pattern.nnz))
+        ask(layer, sizes.isnan().any(), _ODD.format(step=self.steps))
+        chosen, before = ActiveSet._on_device(pattern, slots), layer.active
+        return [chosen, before] if before is not None and before.may_take(chosen) else [chosen]
+
+    def _change_own(self, planned: dict[str, list[ActiveSet]]) -> None:
+        for name, (active, *before) in planned.items():
+            for one in before:
+                one.take(active)
+                active = one
             self.layers[name].active = active
 
     def _undo_own(self, planning: bool) -> Callable[[], None]:
@@ -176,9 +208,10 @@ class TopKAST(SparseTrainer):
                 continue
             strength = self.exploration / densities[name]
             values, grad = local_part(layer.values.detach()), local_part(layer.values.grad)
-            pull = torch.full((layer.pattern.nnz,), strength, dtype=values.dtype)
-            pull = pull.to(layer.active.slots.device)
-            pull[layer.active.slots] = self.exploration
+            pull = torch.full(
+                (layer.pattern.nnz,), strength, dtype=values.dtype, device=layer.active.slots.device
+            )
+            pull.index_fill_(0, layer.active.slots, self.exploration)
             if is_sharded(layer.values):
                 pull = pull[slice(*local_range(layer.values))].to(values.device)
             grad.addcmul_(pull.view(-1, *[1] * (values.dim() - 1)), values)

@@ -16,8 +16,9 @@ import torch
 from torch import Tensor
 
 from dynsparse.pattern import SparsePattern
+from dynsparse.pattern.on_device import told
 from dynsparse.ranks import ALONE, JointRanks, Ranks, agreeing, ranks_of, sum_of_all
-from dynsparse.training.drop import lowest_of_all
+from dynsparse.training.drop import UNRANKED, lowest_of_all, lowest_there
 from dynsparse.training.history import History, gradient_of
 from dynsparse.training.parts import Spread
 from dynsparse.training.schedule import Schedule
@@ -48,6 +49,9 @@ class Survey:
     """That take the update together. Each asks its budget; what that of the first says counts."""
     spreads: Mapping[str, Spread] = field(default_factory=dict)
     """The layers in rectangles: `scores` are those of this rank's; `patterns` has their extents."""
+    there: bool = False
+    """Whether scores and gradients are on devices, and not looked through: what is asked here makes
+    the host wait, once for all layers."""
 
     def lowest_of_all(self, count: int, most: Sequence[int], stages: Ranks = ALONE) -> list[int]:
         """How many of the `count` lowest scores of all layers, those of all `stages` of a pipeline,
@@ -57,11 +61,26 @@ class Survey:
             among = JointRanks(self.ranks.everyone, stages)
         with agreeing(among):
             scores = [self.scores(name) for name in self.patterns]
+        if self.there and stages.alone and scores:
+            return self._told(scores, lowest_there(scores, count, most))
         spreads = [self.spreads.get(name) for name in self.patterns]
         return lowest_of_all(scores, count, most, self.ranks, spreads, stages)
 
+    def _told(self, scores: Sequence[Tensor], counts: Tensor) -> list[int]:
+        """What devices have counted [layers], unless scores hold NaN."""
+        odd = [score.isnan().any() for score in scores]
+        found = [int(number) for number in told([*counts, *odd])]
+        for name, is_odd in zip(self.patterns, found[len(odd) :], strict=True):
+            if is_odd:
+                raise ValueError(f"layer {name!r}: {UNRANKED}")
+        return found[: len(odd)]
+
     def below_zero(self) -> list[int]:
         """For each layer how many scores are below zero."""
+        if self.there:
+            scores = [self.scores(name) for name in self.patterns]
+            below = [(score < 0).sum().to(scores[0].device) for score in scores]
+            return self._told(scores, torch.stack(below)) if below else []
         with agreeing(self.ranks):
             found = [int((self.scores(name) < 0).sum()) for name in self.patterns]
         if not self.spreads:
@@ -82,7 +101,7 @@ class Survey:
         summed = sum_of_all(self.ranks, [part for part in found if part is not None])
         if self.spreads:
             return self._means_over_mesh(found, summed)
-        means = iter([float(part.abs().mean()) for part in summed])
+        means = iter(told([part.abs().mean() for part in summed]))
         return [0.0 if part is None else next(means) for part in found]
 
     def _held(self, name: str) -> SparsePattern:
@@ -184,8 +203,10 @@ class GlobalBudget(Budget):
         )
         most = [p.nnz if survey.regrow_dropped else survey.room(n, 0) for n, p in patterns.items()]
         most = [min(m, p.nnz) for m, p in zip(most, patterns.values(), strict=True)]
-        sizes = torch.tensor([sum(p.nnz for p in patterns.values()), sum(most)])
-        blocks, at_most = self.stages.sum(sizes.to(self.stages.device)).tolist()
+        blocks, at_most = sum(p.nnz for p in patterns.values()), sum(most)
+        if not self.stages.alone:
+            sizes = torch.tensor([blocks, at_most], device=self.stages.device)
+            blocks, at_most = self.stages.sum(sizes).tolist()
         total = min(survey.schedule.drop_count(survey.step, blocks), at_most)
         drops = survey.lowest_of_all(total, most, self.stages)
         return {name: Counts(k, k) for name, k in zip(patterns, drops, strict=True)}

@@ -23,6 +23,7 @@ from dynsparse.training.records.files import (
     read_telemetry,
     update_files,
 )
+from dynsparse.training.records.unwritten import write_unwritten
 from dynsparse.typed import typed
 
 __all__ = ["DeadUnits", "Records"]
@@ -64,6 +65,7 @@ class Records:
         Raises:
             RecordError: no such folder, not a record, another version, or a damaged file.
         """
+        write_unwritten()
         records = cls()
         records.path = Path(path)
         records.layers, records.metadata = read_head(records.path)

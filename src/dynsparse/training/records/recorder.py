@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from collections import deque
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -28,6 +29,7 @@ from dynsparse.training.records.files import (
     update_name,
 )
 from dynsparse.training.records.reader import Records
+from dynsparse.training.records.unwritten import unwritten
 from dynsparse.typed import typed
 
 __all__ = ["Recorder"]
@@ -43,7 +45,10 @@ class Recorder:
             and tensors become lists. `pixel_permutation` is known to the pictures: input i of the
             first layer reads pixel `pixel_permutation[i]`.
 
-    Every file appears whole or not at all, so a training may be killed at any moment.
+    Every file appears whole or not at all, so a training may be killed at any moment. Updates of
+    layers on devices are written once they have come to the CPU: at the next call, at the latest
+    where a trainer says its state, somebody reads a record, or the process ends; `flush` waits for
+    them.
 
     Attributes:
         earlier: the metadata of the record that was there already.
@@ -62,6 +67,7 @@ class Recorder:
         self._patterns: dict[str, SparsePattern] = {}
         self._updates = 0
         self._step = -1
+        self._waiting: deque[tuple[int, dict[str, Rewiring]]] = deque()
         self.earlier: dict[str, Any] = {}
         if self.path.exists() and not self.path.is_dir():
             raise RecordError(f"expected a folder for the record, got the file {self.path}")
@@ -83,6 +89,7 @@ class Recorder:
         """Whether the folder holds more of a training than its first patterns."""
         telemetry = self.path / TELEMETRY
         more = any(file.name != update_name(0) for file in self.path.glob("update-*.npz"))
+        more = more or bool(self._waiting)
         return more or (telemetry.exists() and telemetry.stat().st_size > 0)
 
     @typed
@@ -101,6 +108,7 @@ class Recorder:
             RecordError: the folder holds an earlier record; it is as it was.
             ValueError: no layer, or a negative step.
         """
+        self.flush()
         step = _step(step)
         check_flag("overwrite", overwrite)
         if not patterns:
@@ -143,7 +151,6 @@ class Recorder:
         """
         step = self._next_step(step)
         _check_layers(rewirings, Rewiring, "a Rewiring")
-        arrays: dict[str, np.ndarray] = {}
         for name, rewiring in rewirings.items():
             if name not in self._patterns:
                 raise KeyError(f"layer {name!r} is not in the record, which has {self._names()}")
@@ -154,10 +161,37 @@ class Recorder:
                     "recorded last: record every update, or truncate the record to the "
                     "checkpoint's step"
                 )
-            arrays[f"dropped/{name}"] = _compact(before.flat[rewiring.dropped], before)
-            arrays[f"grown/{name}"] = _compact(rewiring.after.flat[rewiring.grown], before)
-        self._write(step, arrays)
+            rewiring._send()
+        self._write_waiting(wait=False)
+        if self._waiting or not _are_here(rewirings):
+            self._waiting.append((step, dict(rewirings)))
+            unwritten.add(self)
+        else:
+            self._write_update(step, rewirings)
+        self._step = step
         self._patterns |= {name: rewiring.after for name, rewiring in rewirings.items()}
+
+    def flush(self) -> None:
+        """Wait for updates that are still coming from devices, and write them."""
+        self._write_waiting(wait=True)
+
+    def _write_waiting(self, wait: bool) -> None:
+        """Those that have come, or all."""
+        while self._waiting:
+            step, rewirings = self._waiting[0]
+            if not wait and not _are_here(rewirings):
+                return
+            self._write_update(step, rewirings)
+            self._waiting.popleft()
+        unwritten.discard(self)
+
+    def _write_update(self, step: int, rewirings: Mapping[str, Rewiring]) -> None:
+        arrays: dict[str, np.ndarray] = {}
+        for name, rewiring in rewirings.items():
+            before, after = rewiring.before, rewiring.after
+            arrays[f"dropped/{name}"] = _compact(before.flat[rewiring.dropped], before)
+            arrays[f"grown/{name}"] = _compact(after.flat[rewiring.grown], before)
+        self._write(step, arrays)
 
     @typed
     def log(self, step: int, figures: Mapping[str, Any]) -> None:
@@ -169,6 +203,7 @@ class Recorder:
         """
         if not self._updates:
             raise RecordError("call start or truncate before log")
+        self._write_waiting(wait=False)
         line = to_json({"step": _step(step), **_without_step(figures)}, "figures")
         with (self.path / TELEMETRY).open("a", encoding="utf-8") as file:
             file.write(line + "\n")
@@ -190,6 +225,7 @@ class Recorder:
                 not lead to `patterns`. It is as it was.
         """
         step = _step(step)
+        self.flush()
         files = update_files(self.path)
         kept, damage = _up_to(files, step)
         if damage is not None and (patterns is None or not kept):
@@ -234,7 +270,7 @@ class Recorder:
             lambda file: np.savez_compressed(file, step=np.int64(step), **arrays),  # type: ignore[arg-type]
         )
         self._updates += 1
-        self._step = step
+        self._step = max(step, self._step)  # further updates may be waiting
 
 
 def _up_to(files: list[Path], step: int) -> tuple[int, RecordError | None]:
@@ -246,6 +282,10 @@ def _up_to(files: list[Path], step: int) -> tuple[int, RecordError | None]:
         except RecordError as error:
             return kept, error
     return len(files), None
+
+
+def _are_here(rewirings: Mapping[str, Rewiring]) -> bool:
+    return all(rewiring._is_here for rewiring in rewirings.values())
 
 
 def _compact(flat: torch.Tensor, pattern: SparsePattern) -> np.ndarray:

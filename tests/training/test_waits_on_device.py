@@ -1,0 +1,166 @@
+"""How often the host waits for devices in an update: counted on tensors without memory, which
+refuse whoever asks for a number of theirs in another way than by `told`."""
+
+from collections import deque
+
+import pytest
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+import dynsparse as ds
+from dynsparse.nn import SparseLinear
+from dynsparse.ops.grow import random
+from dynsparse.pattern import positions, rewiring
+from dynsparse.training import Telemetry, doubts, drop, history, plan_there, trainer
+from dynsparse.training.algorithms import deepr
+from dynsparse.training.budgets import basic
+from dynsparse.training.grow import RandomGrowth
+from dynsparse.training.initial import GradientStep
+from dynsparse.training.records import Recorder
+from dynsparse.training.telemetry import _Layer as telemetry_of
+
+pytestmark = pytest.mark.filterwarnings("ignore:Accessing the data pointer of FakeTensor")
+
+
+class Coming:
+    """What is on its way to the CPU, and never there."""
+
+    sent = 0
+    is_there = False
+
+    def __init__(self, *tensors):
+        Coming.sent += 1
+        assert all(tensor.is_cuda for tensor in tensors)
+
+    def get(self):
+        raise AssertionError("somebody waits for what is still coming")
+
+
+@pytest.fixture
+def fake(monkeypatch, without_cuda):
+    """Everything that is sent to a device gets there, and numbers are told that fit."""
+    # What this torch cannot do for devices it does not know, though no memory is touched.
+    monkeypatch.setattr(torch.Tensor, "copy_", lambda own, new: torch._foreach_copy_([own], [new]))
+    monkeypatch.setattr(SparseLinear, "reset_parameters", lambda *_: None)
+
+    def sent(tensor, device):
+        return torch.empty(tensor.shape, dtype=tensor.dtype, device=device)
+
+    for module in (drop, deepr, plan_there, random):
+        monkeypatch.setattr(module, "sent", sent)
+    for module in (positions, rewiring, doubts):
+        monkeypatch.setattr(module, "Arriving", Coming)
+    monkeypatch.setattr(
+        random, "sample_without_replacement", lambda n, k, g: torch.empty(k, dtype=torch.int64)
+    )
+    # Tensors of the host, of which nobody knows here that they are.
+    monkeypatch.setattr(history, "add_rows", lambda *_: None)
+    monkeypatch.setattr(RandomGrowth, "load_state_dict", lambda own, state: None)
+    monkeypatch.setattr(RandomGrowth, "state_dict", lambda own: {"seed": own.seed})
+    monkeypatch.setattr(trainer, "reached_by", lambda ranks, step, layers, reached: dict(layers))
+    waits = []
+
+    def told(numbers):
+        if numbers:
+            assert all(number.is_cuda and number.dim() == 0 for number in numbers)
+            waits.append(len(numbers))
+        return [0.0 if n.dtype is torch.bool else i + 1.0 for i, n in enumerate(numbers)]
+
+    for module in (basic, plan_there):
+        monkeypatch.setattr(module, "told", told)
+    with FakeTensorMode():
+        yield waits
+
+
+def model(b):
+    layers = []
+    for shape in ((64, 128), (128, 64)):
+        like = ds.SparsePattern.__new__(ds.SparsePattern)
+        like.shape, like.block_size = shape, b
+        held = torch.empty(shape[0] * shape[1] // b**2 // 4, dtype=torch.int64, device="cuda")
+        pattern = ds.SparsePattern._on_device(held, like)
+        layers.append(SparseLinear(shape[1], shape[0], pattern=pattern, device="cuda"))
+    return nn.Sequential(*layers)
+
+
+def step(net, trainer):
+    for parameter in net.parameters():
+        parameter.grad = torch.empty_like(parameter)
+    for layer, pairs in zip(net, trainer._captures.values(), strict=False):
+        pairs.append(
+            tuple(torch.empty(8, n, device="cuda") for n in (layer.in_features, layer.out_features))
+        )
+    return trainer.step()
+
+
+def like_values(layer, rewiring):
+    return torch.empty(rewiring.after.values_shape, device="cuda")
+
+
+TIMES = {"total_steps": 9, "update_interval": 1}
+CASES = {
+    "rigl": (ds.RigL, TIMES, 0),
+    "rigl, regrown": (ds.RigL, TIMES | {"regrow_dropped": True, "drop_fraction": 0.6}, 0),
+    "rigl, a step": (ds.RigL, TIMES | {"initial_value": GradientStep()}, 0),
+    "rigl, a step, regrown": (
+        ds.RigL, TIMES | {"initial_value": GradientStep(), "regrow_dropped": True}, 0,
+    ),
+    "rigl, a function": (ds.RigL, TIMES | {"initial_value": like_values}, 0),
+    "set": (ds.SET, TIMES | {"seed": 0}, 0),
+    "topkast": (ds.TopKAST, TIMES | {"seed": 0}, 0),
+    "snfs, fixed": (ds.SNFS, TIMES | {"redistribute": False, "window": None}, 0),
+    "rigl, global": (ds.RigL, TIMES | {"budget": "global"}, 1),
+    "deepr": (ds.DeepR, TIMES | {"temperature": 1e-3, "seed": 0}, 1),
+    "mest, soft": (ds.MEST, TIMES | {"soft_memory_bound": True, "seed": 0}, 1),
+    "gmp": (ds.GMP, TIMES | {"final_density": 0.05}, 1),
+    "snfs": (ds.SNFS, TIMES, 2),
+    "snfs, dense": (ds.SNFS, TIMES | {"window": None}, 2),
+    "granet": (ds.GraNet, TIMES | {"final_density": 0.05}, 2),
+    "gmp, global": (ds.GMP, TIMES | {"final_density": 0.05, "scope": "global"}, 2),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("b", [1, 4])
+@pytest.mark.parametrize("name", CASES)
+def test_an_update_waits_once_where_sizes_have_to_be_known_and_not_otherwise(fake, name, b):
+    make, options, wanted = CASES[name]
+    net = model(b)
+    optimizer = torch.optim.Adam(net.parameters(), lr=1e-2, capturable=True)
+    own = make(net, optimizer, **options)
+    for _ in range(2):
+        fake.clear()
+        before = [layer.pattern for layer in net]
+        assert {*step(net, own)} == {"0", "1"}
+        assert len(fake) == wanted  # each for both layers
+        assert all(layer.pattern is not old for layer, old in zip(net, before, strict=True))
+        assert not any({"rows", "cols"} & set(vars(layer.pattern)) for layer in net)
+    with pytest.raises(RuntimeError):
+        int(net[0].index.row_ptr[0])  # what this test would notice
+
+
+def test_records_and_telemetry_wait_for_nobody(fake, monkeypatch, tmp_path):
+    """What an update made is sent, and looked at when it has come."""
+    net = model(1)
+    trainer = ds.RigL(net, torch.optim.Adam(net.parameters(), capturable=True), **TIMES)
+    monkeypatch.setattr(Recorder, "start", lambda *_: None)
+    monkeypatch.setattr(Telemetry, "__init__", lambda *_: None)
+    recorder, telemetry = Recorder(tmp_path), Telemetry(trainer)
+    recorder._patterns, recorder._updates = (
+        {n: layer.pattern for n, layer in net.named_children()},
+        1,
+    )
+    layer = telemetry_of.__new__(telemetry_of)
+    layer.layer, layer.coming = net[0], deque()
+    telemetry._watched = {"0": layer}
+    trainer.on_update += [recorder.update, telemetry._update]
+    try:
+        for number in (1, 2):
+            before = Coming.sent
+            step(net, trainer)
+            assert Coming.sent > before
+            assert len(recorder._waiting) == len(layer.coming) == number
+        assert not fake
+    finally:
+        recorder._waiting.clear()
+        recorder.flush()
