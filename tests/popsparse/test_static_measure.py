@@ -94,7 +94,7 @@ def test_estimates_and_run_agree(shape, tiles, densities, batches):
     assert (planned < 3.1).all()
     if not few:  # Small tiles' data are mostly what rounding makes of them.
         assert (memory > 0.9).all()
-        assert (memory < 1.1).all()
+        assert (memory < 1.12).all()
 
 
 def test_the_code_of_the_guide_runs(capsys):
