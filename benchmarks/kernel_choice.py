@@ -1,4 +1,4 @@
-"""The cost model that chooses kernels (src/dynsparse/ops/linear/costs.py): measure, fit, check.
+"""The cost model that chooses kernels (src/dynsparse/ops/linear/tables.py): measure, fit, check.
 
     python benchmarks/kernel_choice.py measure times.jsonl      # about five minutes; adds lines
     python benchmarks/kernel_choice.py fit times.jsonl          # prints the constants
@@ -26,8 +26,9 @@ from torch.nn.functional import linear
 
 from dynsparse import SparsePattern
 from dynsparse.ops.linear import LayerIndex, choice
-from dynsparse.ops.linear.costs import Cost, Layer, evaluate, family
+from dynsparse.ops.linear.costs import Cost, Layer, family
 from dynsparse.ops.linear.kernels import dense, small, sparse
+from dynsparse.ops.linear.tuning.fit import terms
 
 PASSES = {"sparse": sparse, "small": small, "dense": dense}
 LAYERS = [(64, 64), (10, 320), (256, 256), (300, 784), (1024, 1024), (4096, 4096)]
@@ -97,13 +98,6 @@ def read(path: Path) -> list[dict]:
     for found in cells:
         found["layer"] = Layer(*found["layer"])
     return cells
-
-
-def terms(name: str, layer: Layer, batch: int, least_batch: int) -> list[float]:
-    """What the constants of `Cost` are multiplied with: its costs where one of them is 1."""
-    units = np.eye(5)
-    costs = [Cost(*u[:4], least_batch, u[4]) for u in units]
-    return [evaluate(c, name, layer, batch) for c in costs]
 
 
 def fit(args: argparse.Namespace) -> None:

@@ -19,6 +19,7 @@ PACKAGE = "dynsparse"
 
 GROUND = [
     "logs",
+    "processor",
     "native",
     "checks",
     "typed",

@@ -35,7 +35,6 @@ __all__ = [
     "expands_masks",
     "load",
     "load_isa",
-    "processor_maker",
     "supported_isas",
     "use_isa",
     "warn_if_absent",
@@ -155,15 +154,6 @@ def _field(cpuinfo: str, name: str) -> str:
         if key.strip() == name:
             return value.strip()
     return ""
-
-
-@cache
-def processor_maker() -> str:
-    """ "GenuineIntel", "AuthenticAMD" and so on; empty where the system does not tell."""
-    try:
-        return _field(Path("/proc/cpuinfo").read_text(), "vendor_id")
-    except OSError:
-        return ""
 
 
 def _x86_levels(cpuinfo: str) -> list[str]:

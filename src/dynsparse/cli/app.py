@@ -25,6 +25,7 @@ from dynsparse.cli.mnist_transformer import mnist_transformer
 from dynsparse.cli.onnx import onnx
 from dynsparse.cli.plan_ranks import plan_ranks
 from dynsparse.cli.report import report
+from dynsparse.cli.tune import tune
 from dynsparse.cli.visualise import visualise
 
 __all__ = ["app", "run"]
@@ -43,6 +44,7 @@ _COMMANDS: dict[str, Callable[..., None]] = {
     "plan-ranks": plan_ranks,
     "info": info,
     "check": check,
+    "tune": tune,
 }
 
 _LONGEST = 900  # characters of an error

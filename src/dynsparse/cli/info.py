@@ -15,7 +15,7 @@ from rich.table import Table
 
 from dynsparse import __version__, native
 from dynsparse.bench.host import processor
-from dynsparse.ops.linear import choice
+from dynsparse.ops.linear import choice, in_force
 from dynsparse.ops.linear.costs import Layer
 from dynsparse.ops.linear.cuda import costs
 from dynsparse.ops.linear.cuda.chip import chip_of, runs_triton
@@ -55,6 +55,7 @@ def info(
         "available": ", ".join(available) or "none",
         "this machine runs": ", ".join(native.supported_isas()) or "none",
         "processor": processor(),
+        "kernels' costs": _said_of_costs(),
         "threads": str(found["threads"]),
         "torch": torch.__version__,
         "python": f"{platform.python_version()} on {platform.system()} {platform.machine()}",
@@ -82,7 +83,7 @@ def facts() -> dict[str, Any]:
     `choices` say what computes a layer: for each block, pass and batch the kinds, each with the
     density from which on it computes.
     """
-    found = native.describe()
+    found, costs = native.describe(), in_force.table()
     choices = [_listed("cpu", *_on_cpu())] if found["backend"] == "native" else []
     gpus = []
     if torch.cuda.is_available():
@@ -93,6 +94,11 @@ def facts() -> dict[str, Any]:
         "kernels": {name: found[name] for name in ("backend", "isa", "reason", "bfloat16")}
         | {"available": found["available"], "supported": list(native.supported_isas())},
         "processor": processor(),
+        "kernel_costs": {
+            "table": costs.name,
+            "origin": costs.origin,
+            "measured": costs.measured_here,
+        },
         "cores": os.cpu_count(),
         "threads": found["threads"],
         "torch": torch.__version__,
@@ -102,6 +108,16 @@ def facts() -> dict[str, Any]:
         "environment": {k: v for k, v in sorted(os.environ.items()) if k.startswith("DYNSPARSE_")},
         "choices": choices,
     }
+
+
+def _said_of_costs() -> str:
+    """By which constants kernels are chosen."""
+    now = in_force.table()
+    words = now.origin if now.measured_here else f"{now.name}: {now.origin}"
+    kept = None if in_force.mode() == "off" else in_force.kept_measured()
+    if kept is not None and not kept.in_force:
+        words += f"; measured on {kept.date}, and not used: {kept.because}"
+    return words
 
 
 class _Asked(NamedTuple):

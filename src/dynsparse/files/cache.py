@@ -124,6 +124,18 @@ class Cache:
             return False
         return True
 
+    def remove(self, kind: str, key: str) -> bool:
+        """Remove what is kept under the kind and the key; whether there was anything.
+
+        Raises:
+            OSError: it cannot be removed.
+        """
+        try:
+            self._path(kind, key).unlink()
+        except (FileNotFoundError, NotADirectoryError):
+            return False
+        return True
+
     def get_json(self, kind: str, key: str) -> Any:
         """`get`, of what `put_json` has kept; None where there is nothing."""
         content = self.get(kind, key)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -11,8 +12,9 @@ from dynsparse.checks import check_not_negative
 from dynsparse.nn import SparseLinear
 from dynsparse.pattern import Rewiring, SparsePattern
 from dynsparse.training.history import History
+from dynsparse.training.steps import is_scaled
 
-__all__ = ["GradientStep", "GrownValue", "learning_rate_of"]
+__all__ = ["GradientStep", "GrownValue", "check_unscaled", "learning_rate_of"]
 
 
 class GradientStep:
@@ -58,3 +60,12 @@ def learning_rate_of(optimizer: torch.optim.Optimizer, values: Tensor) -> float:
                 raise ValueError(f"{type(optimizer).__name__} has no learning rate")
             return float(group["lr"])
     raise ValueError("the optimizer does not hold the values of this layer")
+
+
+def check_unscaled(value: Any) -> None:
+    """Raise ValueError where grown weights would start with a step against a scaled gradient."""
+    if isinstance(value, GradientStep) and is_scaled():
+        raise ValueError(
+            "expected grown weights that start with a number, got a GradientStep, which would go "
+            "against the scaled gradient: use bfloat16, which needs no scaler"
+        )

@@ -18,6 +18,7 @@ from dynsparse.ops import capture
 from dynsparse.pattern import Rewiring, SparsePattern
 from dynsparse.ranks import ALONE, agreeing
 from dynsparse.tracing.models import watch
+from dynsparse.training import kernel_costs
 from dynsparse.training.advice import advise
 from dynsparse.training.budgets import Budget, LayerBudget
 from dynsparse.training.change import Change, check_gradients, prepared
@@ -26,7 +27,7 @@ from dynsparse.training.following import FollowsOptimizer, trainers
 from dynsparse.training.grow import Growth
 from dynsparse.training.history import History, LastStep
 from dynsparse.training.hooks import UpdateHook, call_all
-from dynsparse.training.initial import GradientStep
+from dynsparse.training.initial import GradientStep, check_unscaled
 from dynsparse.training.layers import sparse_layers
 from dynsparse.training.optimizer_state import check_optimizer
 from dynsparse.training.own import OwnParts
@@ -37,7 +38,7 @@ from dynsparse.training.records.unwritten import write_unwritten
 from dynsparse.training.reducers import follow_sizes
 from dynsparse.training.schedule import Schedule, is_due_within, said_of_next
 from dynsparse.training.single import check_one_optimizer
-from dynsparse.training.steps import bare, is_scaled
+from dynsparse.training.steps import bare
 from dynsparse.training.together import (
     agree_before,
     agree_on_patterns,
@@ -138,9 +139,9 @@ class SparseTrainer(FollowsOptimizer, OwnParts):
             self.initial_value = initial_value
             self.budget = LayerBudget() if budget is None else budget
             self.history: History = LastStep() if history is None else history
-            self.steps = 0
-            self.updates = 0
+            self.steps = self.updates = 0
             self.on_update: list[UpdateHook] = []
+        kernel_costs.begin_with(self.ranks)
         begin_budget(self.budget, self._trained(), self.ranks)
         # Without what the algorithms add: that comes after this.
         said = {"algorithm": type(self).__name__, **self._said(), "drop score": name_of(drop_score)}
@@ -188,11 +189,7 @@ class SparseTrainer(FollowsOptimizer, OwnParts):
         self._begin()  # copies keep x and dY of their own layers
 
     def _before(self) -> None:
-        if isinstance(self.initial_value, GradientStep) and is_scaled():
-            raise ValueError(
-                "expected grown weights that start with a number, got a GradientStep, which would "
-                "go against the scaled gradient: use bfloat16, which needs no scaler"
-            )
+        check_unscaled(self.initial_value)
         if self._is_due(self.steps + 1):
             agree_before(self.ranks, self.steps + 1, self._decided_by())
             with agreeing(self.ranks):
@@ -229,6 +226,7 @@ class SparseTrainer(FollowsOptimizer, OwnParts):
         if due:
             self._change_own(own)
         self._arm()
+        kernel_costs.measure_in_pauses(self.ranks, self.layers)
         if not changes:
             return None
         if not self.ranks.alone:
@@ -347,6 +345,7 @@ class SparseTrainer(FollowsOptimizer, OwnParts):
             "budget_state": self.budget.state_dict(),
             "history_state": self.history.state_dict(),
             "own_state": self._own_state(),
+            "kernel_costs": kernel_costs.told(),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -369,6 +368,7 @@ class SparseTrainer(FollowsOptimizer, OwnParts):
                 undo()
                 raise
             self.steps, self.updates = state["steps"], state["updates"]
+            kernel_costs.go_on_with(self.ranks, state.get("kernel_costs"))
             self._arm()
 
     def check_state(

@@ -8,6 +8,7 @@ from typing import Any
 
 from dynsparse.nn import SparseLinear
 from dynsparse.pattern import SparsePattern
+from dynsparse.training import kernel_costs
 from dynsparse.training.budgets import Budget
 from dynsparse.training.grow import Growth
 from dynsparse.training.history import History
@@ -74,3 +75,4 @@ def check_pieces(
         growth.check_state(state["growth_state"])
     budget.check_state(state["budget_state"])
     history.check_state(state["history_state"], {n: p.shape for n, p in patterns.items()})
+    kernel_costs.check(state.get("kernel_costs"))

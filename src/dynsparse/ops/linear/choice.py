@@ -14,11 +14,12 @@ On other devices than the CPU the kinds are the files of `cuda/`:
 - `dense`: one dense product in the type of the activations, of a weight that is laid out for it.
 - `blocks`: Triton kernels over blocks of 16 to 128 on NVIDIA GPUs.
 
-On the CPU the fastest of the first three is chosen by a small model of what each costs. It counts
-nanoseconds on one thread; all kinds divide about evenly among threads, so the choice does not
-depend on their number. `benchmarks/kernel_choice.py` measures all kinds over a grid of layers, fits
-the constants (`costs.py`) and says how far the choice is from the best and from a dense layer. On
-GPUs `cuda/costs.py` chooses by what bounds the kernels on the chip.
+On the CPU the fastest of the first three is chosen by a small model of what each costs, `costs.py`.
+It counts nanoseconds on one thread; all kinds divide about evenly among threads, so the choice does
+not depend on their number. `in_force.py` says which constants serve: this processor's own, which
+`tuning` measures, or those of a table. `benchmarks/kernel_choice.py` measures all kinds over a grid
+of layers, and says how far the choice is from the best and from a dense layer. On GPUs
+`cuda/costs.py` chooses by what bounds the kernels on the chip.
 """
 
 from __future__ import annotations
@@ -26,11 +27,13 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
+from weakref import WeakSet
 
 import torch
 
 from dynsparse import native
-from dynsparse.ops.linear.costs import Layer, constants, evaluate, family
+from dynsparse.ops.linear import in_force
+from dynsparse.ops.linear.costs import Costs, Layer, Table, evaluate, family
 from dynsparse.ops.linear.cuda import blocks
 from dynsparse.ops.linear.cuda import costs as cuda_costs
 from dynsparse.ops.linear.cuda.chip import chip_of
@@ -38,7 +41,8 @@ from dynsparse.ops.linear.layer_index import LayerIndex
 from dynsparse.typed import typed
 
 __all__ = [
-    "KINDS", "ROUTES", "candidates", "choose", "cost", "forced", "is_full", "route", "use_kernel",
+    "KINDS", "ROUTES", "candidates", "cheapest", "choose", "cost", "forced", "is_full",
+    "put_in_force", "route", "use_kernel",
 ]  # fmt: skip
 
 KINDS = ("sparse", "small", "dense")
@@ -60,8 +64,18 @@ _UNIT_BLOCKS = (16, 32, 64, 128)
 
 def cost(kind: str, layer: Layer, batch: int, backward: bool) -> float:
     """Nanoseconds that a pass is expected to take on one thread."""
+    return _cost(in_force.constants(), kind, layer, batch, backward)
+
+
+def _cost(costs: Costs, kind: str, layer: Layer, batch: int, backward: bool) -> float:
     name = family(kind, layer.block_size)
-    return evaluate(constants()[name][backward], name, layer, batch)
+    return evaluate(costs[name][backward], name, layer, batch)
+
+
+def cheapest(costs: Costs, layer: Layer, batch: int, backward: bool) -> str:
+    """The kind of least cost by these constants, of those that may compute the layer."""
+    kinds = candidates(layer, batch)
+    return min(kinds, key=lambda kind: _cost(costs, kind, layer, batch, backward))
 
 
 def candidates(layer: Layer, batch: int) -> list[str]:
@@ -92,8 +106,7 @@ def choose(layer: Layer, batch: int, backward: bool, dtype: torch.dtype = torch.
         return "bfloat16"
     if is_full(layer):
         return "dense"
-    kinds = candidates(layer, batch)
-    kind = kinds[0] if batch == 0 else min(kinds, key=lambda k: cost(k, layer, batch, backward))
+    kind = "sparse" if batch == 0 else cheapest(in_force.constants(), layer, batch, backward)
     return "bfloat16" if low and kind == "sparse" else kind
 
 
@@ -133,6 +146,19 @@ _log = logging.getLogger(__name__)
 # Choices remembered per layer; batches of ever new sizes start over.
 _MOST_CHOICES = 64
 
+# Layers that have any.
+_decided: WeakSet[LayerIndex] = WeakSet()
+
+
+def put_in_force(table: Table | None) -> None:
+    """Choose by this table from now on, in the whole process; None: as if nothing had been chosen.
+    What layers remember is forgotten."""
+    in_force.put(table)
+    for p in list(_decided):
+        p.choices[0].clear()
+        p.choices[1].clear()
+    _decided.clear()
+
 
 def route(p: LayerIndex, batch: int, backward: bool, dtype: torch.dtype) -> str:
     """Which of `ROUTES` computes a pass over `batch` activations of `dtype`: forward, or both
@@ -152,6 +178,7 @@ def route(p: LayerIndex, batch: int, backward: bool, dtype: torch.dtype) -> str:
             choices.clear()
         layer = Layer(p.out_features, p.in_features, p.nnz, p.block_size)
         kind = choices[key] = choose(layer, batch, backward, dtype)
+        _decided.add(p)
         _tell(kind, layer, batch, backward)
     return kind
 

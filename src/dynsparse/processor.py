@@ -1,0 +1,59 @@
+"""What the system tells of the processor."""
+
+from __future__ import annotations
+
+import platform
+from functools import cache
+from pathlib import Path
+from typing import NamedTuple
+
+__all__ = ["Processor", "parse", "processor"]
+
+
+class Processor(NamedTuple):
+    """A processor, as far as the system tells.
+
+    Attributes:
+        maker: "GenuineIntel", "AuthenticAMD" and so on; empty where nothing is told.
+        name: its own, and family and model where there are such numbers.
+        family: 0 where there is none.
+        flags: what it can do, by the names of /proc/cpuinfo.
+    """
+
+    maker: str
+    name: str
+    family: int
+    flags: frozenset[str]
+
+
+@cache
+def processor() -> Processor:
+    """The first one of this machine."""
+    try:
+        return parse(Path("/proc/cpuinfo").read_text())
+    except OSError:
+        return parse("")
+
+
+def parse(cpuinfo: str) -> Processor:
+    """The first processor in the text of /proc/cpuinfo."""
+    fields: dict[str, str] = {}
+    for line in cpuinfo.splitlines():
+        key, _, value = line.partition(":")
+        fields.setdefault(key.strip(), value.strip())
+    name = fields.get("model name") or platform.processor() or platform.machine()
+    family = fields.get("cpu family", "")
+    told = {
+        "family": family,
+        "model": fields.get("model", ""),
+        "implementer": fields.get("CPU implementer", ""),  # of ARM, which tells no name
+        "part": fields.get("CPU part", ""),
+    }
+    numbers = " ".join(f"{what} {value}" for what, value in told.items() if value)
+    flags = frozenset((fields.get("flags") or fields.get("Features", "")).split())
+    return Processor(
+        fields.get("vendor_id", ""),
+        f"{name}, {numbers}" if numbers else name,
+        int(family) if family.isdigit() else 0,
+        flags,
+    )
