@@ -46,6 +46,7 @@ BASE = {
     "visualise": ["--records-path", "there is none"],
     "encode": ["--output", "there/is/none"],
     "plan-ranks": ["--features=8", "--features=8"],
+    "report": ["there is none"],
     "cifar": ["--dataset", "digits"],  # nothing is downloaded
 }
 
@@ -54,7 +55,7 @@ def flags():
     """(command, flag, kind of its values) of every flag that takes one."""
     for name, command in COMMANDS.items():
         for parameter in command.params:
-            if not parameter.is_flag and parameter.opts[0].startswith("--"):
+            if parameter.opts[0].startswith("--") and not parameter.is_flag:
                 yield name, parameter.opts[0], parameter.type_descriptor.annotation
 
 
@@ -170,6 +171,9 @@ def test_json_that_is_none_gets_one_line(name, flag, nothing_starts, capsys):
 # Every place to read from or to write to, with what it needs beside it.
 PLACES = [
     ("matmul", "--report"),
+    ("matmul", "--profile"),
+    ("report", "--output"),
+    ("report", "--compare"),
     ("visualise", "--records-path"),
     ("encode", "--output"),
     ("encode", "--data"),

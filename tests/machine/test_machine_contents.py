@@ -1,6 +1,8 @@
 """What a profile knows beside costs: variables tile by tile, steps and what they hold, the tree."""
 
+import copy
 import json
+import pickle
 
 import numpy as np
 import pytest
@@ -182,6 +184,13 @@ def test_memory_without_a_run_has_no_tree():
     assert report.tree() == []
     assert "tree" not in report.to_dict()
     assert len(report.to_dict()["contents"]["variables"]) == 6
+
+
+def test_copies_and_pickles_need_no_graph():
+    profile = chain().run("run")
+    for other in (pickle.loads(pickle.dumps(profile)), copy.deepcopy(profile)):
+        assert other.program is None
+        assert other.to_dict() == profile.to_dict()
 
 
 def test_operations_of_codelets():

@@ -27,6 +27,7 @@ from dynsparse.report.machine import (
     comparison_text,
     load_profile,
     memory_steps,
+    operations,
     peak_step,
     profile_text,
     read_profiles,
@@ -135,6 +136,23 @@ def test_the_command(stored, capsys):
     assert "not taken" in html
     assert run(["report", str(stored / "a.json"), "--output", str(stored / "no" / "p.html")]) == 2
     assert "--output: expected a file in a folder that exists" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("method", ["dynamic", "static", "dense"])
+def test_what_matmul_stores_makes_its_page(method, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    sizes = "matmul --rows 64 --cols 48 --batch 8 --tiles 12 --dtype float32 --method"
+    sparse = [] if method == "dense" else ["--density", "0.25", "--block-size", "4"]
+    more = ["--report", "a.html", "--profile", "a.json", "--passes", "forward,grad_input"]
+    assert run([*sizes.split(), method, *sparse, *more]) == 0
+    assert run(["report", "a.json", "--output", "b.html"]) == 0
+    assert "\nForward: " in capsys.readouterr().out
+    assert (tmp_path / "a.html").read_text() == (tmp_path / "b.html").read_text()
+    (forward, _) = load_profile(tmp_path / "a.json").profiles
+    # Useful or not: what the tiles multiply is no less than the product asks for.
+    wanted = 2 * 64 * 48 * 8 * (1 if method == "dense" else 0.25)
+    assert sum(one.flops for one in operations(forward)) >= wanted
+    assert all(v.made_by for v in forward.contents.variables)
 
 
 def wrong(*path, value):

@@ -63,6 +63,11 @@ class Contents:
         self._liveness = liveness
         self.rows = rows
 
+    def __getstate__(self) -> dict[str, Any]:
+        """For copies and pickles: what is found, without the graph that it is found in."""
+        found = {name: getattr(self, name) for name in ("variables", "live", "vertices")}
+        return {**found, "rows": {}}
+
     @cached_property
     def variables(self) -> list[HeldVariable]:
         """Every variable of the graph."""

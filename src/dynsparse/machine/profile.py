@@ -106,6 +106,12 @@ class Profile:
     contents: Contents | None = None
     program: Program | None = None
     choices: dict[int, dict[int, int]] = field(default_factory=dict)
+    _kept_tree: list[ProgramNode] = field(default_factory=list)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """For copies and pickles: the nodes of the tree in place of the program, whose codelets may
+        be functions of any kind."""
+        return self.__dict__ | {"program": None, "_kept_tree": self.tree()}
 
     def chosen(self, step: int, value: int) -> None:
         """Count a control value that was tested. For engines."""
@@ -116,7 +122,7 @@ class Profile:
         """The static program that ran, the root first, each program before those inside it. Empty
         where none ran."""
         if self.program is None or self.contents is None:
-            return []
+            return self._kept_tree
         spent = [step.cycles for step in self.steps]
         return program_tree(self.program, self.contents.rows, spent, self.choices)
 
@@ -312,8 +318,8 @@ class Profile:
             }
             if self.contents is not None:
                 out["contents"] = self.contents.to_dict()
-            if self.program is not None:
-                out["tree"] = [vars(node) for node in self.tree()]
+            if tree := self.tree():
+                out["tree"] = [vars(node) for node in tree]
         return out
 
     @typed

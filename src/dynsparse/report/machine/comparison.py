@@ -110,13 +110,14 @@ def _pass(a: ProfileData, b: ProfileData) -> ComparedPass:
     spent_a, spent_b = ({one.name: one.cycles for one in operations(profile)} for profile in (a, b))
     fullest = Pair("fullest tile", a.max_bytes, b.max_bytes)
     of_a, of_b = findings(a), findings(b)
+    shares_a, shares_b = ({one.title: one.share for one in many} for many in (of_a, of_b))
     rules_a, rules_b = ({one.rule for one in several} for several in (of_a, of_b))
     return ComparedPass(
         a.name or b.name,
         [total, *(pair for pair in parts if pair.first or pair.second)],
         _pairs(spent_a, spent_b),
         [fullest, *_pairs(a.worst, b.worst)],
-        _pairs(*({one.title: one.share for one in several} for several in (of_a, of_b))),
+        _pairs(shares_a, shares_b),
         [one for one in of_a if one.rule not in rules_b],
         [one for one in of_b if one.rule not in rules_a],
     )
