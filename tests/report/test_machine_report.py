@@ -22,6 +22,7 @@ from dynsparse.machine import (
     Sequence,
     Target,
     codelets,
+    concat,
     rotation,
 )
 from dynsparse.popsparse import dense
@@ -293,6 +294,26 @@ def test_a_page_from_stored_figures_is_that_from_the_run():
     assert again.sections == fresh.sections
     assert again.data == fresh.data
     assert again.words == fresh.words
+
+
+def test_pages_of_large_programs_stay_small():
+    graph = Graph(Target(tiles=16))
+    first = graph.add_variable(FLOAT, [1], "first", tiles=0)
+    graph.add_handle("first", first)
+    kept, steps = [first], []
+    for i in range(2000):
+        one = graph.add_variable(FLOAT, [1], f"variable {i}", tiles=i % 16)
+        steps.append(Copy(kept[-1], one, name=f"step {i}"))
+        kept.append(one)
+    # All of them are wanted until the end.
+    steps.append(Copy(concat(kept[1:]), graph.add_variable(FLOAT, [2000], "all", tiles=1)))
+    profile = Engine(graph, Sequence(*steps)).run()
+    text = report_html(title="t", summary={}, profile=profile)
+    page = Page(text)
+    assert len(text) < 1_500_000
+    assert len(page.data["contents"]["p0"]["variables"]) == 1500
+    assert "The 502 smallest variables are left out here." in page.words
+    assert "The first 600 of 2,002 programs are shown." in page.words
 
 
 def test_names_cannot_break_the_page():

@@ -98,7 +98,13 @@
     const frame = document.querySelector(`.live[data-source="${key}"]`);
     const panel = document.querySelector(`.tile-contents[data-source="${key}"]`);
     const { variables, vertices } = data.contents[source.contents];
-    const { live, limit } = source, names = source.steps.map((step) => source.names[step]);
+    const now = new Set(), { limit } = source;
+    const live = source.changes.map(([added, gone]) => {
+      added.forEach((i) => now.add(i));
+      gone.forEach((i) => now.delete(i));
+      return [...now];
+    });
+    const names = source.steps.map((step) => source.names[step]);
     const totals = variables.map((v) => everywhere(v[4]));
     let { tile, at } = source;
 

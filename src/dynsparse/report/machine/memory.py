@@ -17,6 +17,8 @@ __all__ = ["contents_data", "live_data", "live_section", "memory_steps", "peak_s
 
 _MOST_VARIABLES = 1500
 """Variables in a page; the smallest of more are taken together."""
+_MOST_VERTICES = 3000
+"""Codelets of steps in a page."""
 _KINDS = ("constant", "always live", "not always live")
 
 
@@ -48,8 +50,9 @@ def contents_data(contents: ContentsData) -> dict[str, Any]:
     ]
     return {
         "variables": rows,
-        "vertices": [[one.step, one.codelet, _flat(one.on)] for one in contents.vertices],
-        "more": len(contents.variables) - len(kept),
+        "vertices": [
+            [one.step, one.codelet, _flat(one.on)] for one in contents.vertices[:_MOST_VERTICES]
+        ],
     }
 
 
@@ -76,11 +79,17 @@ def live_data(profile: ProfileData, contents_of: str) -> dict[str, Any]:
     _, number_of = _kept(profile.contents)
     peak = peak_step(profile, profile.worst_tile)
     names = short_names(profile)
+    # From step to step little changes, however much is live.
+    changes, before = [], set[int]()
+    for step in steps:
+        now = {number_of[i] for i in profile.contents.live[step] if i in number_of}
+        changes.append([sorted(now - before), sorted(before - now)])
+        before = now
     return {
         "contents": contents_of,
         "steps": steps,
         "names": {step: names[step] for step in range(len(names))},
-        "live": [[number_of[i] for i in profile.contents.live[s] if i in number_of] for s in steps],
+        "changes": changes,
         "runs": [profile.steps[s].runs for s in steps],
         "tile": profile.worst_tile,
         "at": steps.index(peak) if peak is not None else 0,
