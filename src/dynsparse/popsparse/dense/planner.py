@@ -36,6 +36,7 @@ SOURCES = (
     "popsparse/cycles",
     "machine/target.py",
     "machine/dtypes.py",
+    "machine/facts.py",
 )
 """Files and folders of the package that settle what a plan of a dense product is."""
 

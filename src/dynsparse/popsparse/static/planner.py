@@ -37,6 +37,7 @@ SOURCES = (
     "popsparse/product",
     "machine/target.py",
     "machine/dtypes.py",
+    "machine/facts.py",
 )
 """Files and folders of the package that settle what a plan of a static product is."""
 
