@@ -70,9 +70,6 @@ def topk_over_ranks(
             raise ValueError(f'exchange must be "pieces" or "samples", got {exchange!r}')
         jobs = [GrowthJob(one, ranks) for one in wanted]
     _learn(ranks, jobs)
-    with agreeing(ranks):
-        for job in jobs:
-            job.check_pairs_there()
     for job in jobs:
         pieces, samples = exchanged_bytes(ranks.size, job.usual, job.samples, job.wide, wire)
         job.by_samples = samples < pieces if exchange is None else exchange == "samples"
@@ -85,6 +82,7 @@ def topk_over_ranks(
     failed = held_back()
     with failed:
         for job in jobs:
+            job.check_pairs_there()
             if not job.by_samples:
                 job.begin()
     _by_samples(ranks, [job for job in busy if job.by_samples], pooling, failed)

@@ -149,14 +149,18 @@ def plan_changes(
                 _choose_growth(group, growth, history, step, ranks, regrow_dropped)
             steps = _gradient_steps(group, initial_value, history, optimizer, ranks)
             release_memory(largest, within=True)
-            with span("rewire", layer=names):
-                rewirings = _rewirings(group, ranks)
-            release_memory(largest)
-            starts = _starts(group, initial_value, rewirings, ranks) if steps is None else steps
-        with agreeing(ranks):
-            for one, rewiring, start in zip(group, rewirings, starts, strict=True):
-                with naming(one.name):
-                    changes[one.name] = Change.planned(one.layer, rewiring, start, optimizer)
+            if steps is None and not callable(initial_value):
+                steps = [initial_value] * len(group)
+            with agreeing(ranks):
+                with span("rewire", layer=names):
+                    rewirings = _rewirings(group)
+                release_memory(largest)
+                if steps is not None:
+                    changes |= _planned(group, rewirings, steps, optimizer)
+            if steps is None:
+                starts = _starts(group, initial_value, rewirings, ranks)
+                with agreeing(ranks):
+                    changes |= _planned(group, rewirings, starts, optimizer)
     changes |= carried_out(
         there, initial_value=initial_value, history=history, optimizer=optimizer, step=step
     )
@@ -273,13 +277,25 @@ def _gradient_steps(
     return made
 
 
-def _rewirings(group: Sequence[_Layer], ranks: Ranks) -> list[Rewiring]:
+def _rewirings(group: Sequence[_Layer]) -> list[Rewiring]:
     made = []
-    with agreeing(ranks):
-        for one in group:
-            with naming(one.name):
-                made.append(Rewiring.make(one.pattern, one.drop, one.grow))
+    for one in group:
+        with naming(one.name):
+            made.append(Rewiring.make(one.pattern, one.drop, one.grow))
     return made
+
+
+def _planned(
+    group: Sequence[_Layer],
+    rewirings: Sequence[Rewiring],
+    starts: Sequence[object],
+    optimizer: torch.optim.Optimizer,
+) -> dict[str, Change]:
+    changes = {}
+    for one, rewiring, start in zip(group, rewirings, starts, strict=True):
+        with naming(one.name):
+            changes[one.name] = Change.planned(one.layer, rewiring, start, optimizer)
+    return changes
 
 
 def _starts(

@@ -205,6 +205,8 @@ class SparseTrainer(FollowsOptimizer, OwnParts):
         self.steps += 1
         try:
             with agreeing(together):
+                if due:
+                    self._check_one_optimizer()
                 self._after_step()
                 for name in self._captures:
                     self.history.observe(name, list(self._captures[name]))
@@ -298,8 +300,6 @@ class SparseTrainer(FollowsOptimizer, OwnParts):
         """What the update does to each layer, and to the algorithm's own state; all is checked."""
         assert self.schedule is not None
         assert self.growth is not None
-        with agreeing(self.ranks):
-            self._check_one_optimizer()
         trained = self._trained()
         for layer in trained.values():
             layer.forget_panels()
