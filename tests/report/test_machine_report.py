@@ -32,6 +32,7 @@ from dynsparse.popsparse.planner.search import make_plan
 from dynsparse.popsparse.product.params import FullyConnectedParams, SparsityParams
 from dynsparse.popsparse.timing.model import predict
 from dynsparse.report.machine import encoding_data, report_html, write_report
+from dynsparse.report.machine.tile_map import tile_map
 
 VOID = {"meta", "link", "br", "hr", "img", "input"}
 
@@ -314,6 +315,16 @@ def test_pages_of_large_programs_stay_small():
     assert len(page.data["contents"]["p0"]["variables"]) == 1500
     assert "The 502 smallest variables are left out here." in page.words
     assert "The first 600 of 2,002 programs are shown." in page.words
+
+
+@pytest.mark.parametrize(("tiles", "columns"), [(1, 1), (24, 6), (1472, 46), (1471, 54)])
+def test_every_tile_is_a_cell_of_the_map(tiles, columns):
+    used = np.linspace(1, 1000, tiles)
+    drawn = tile_map(used, 500.0, "map")
+    Page(drawn)
+    assert f'data-columns="{columns}"' in drawn
+    cells = re.findall(r"M[\d.]+ [\d.]+h", drawn)
+    assert len(cells) == len(set(cells)) == tiles
 
 
 def test_names_cannot_break_the_page():

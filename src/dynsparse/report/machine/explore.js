@@ -57,9 +57,10 @@
   };
 
   // Two areas over the steps, the first the same everywhere.
-  function chart(title, always, other, at, choose, names) {
+  function chart(title, always, other, limit, at, choose, names) {
     const count = other.length, inner = HEIGHT - TOP - BOTTOM;
-    const top = Math.max(always + Math.max(...other), 1) * 1.05;
+    const most = Math.max(always + Math.max(...other), 1);
+    const near = limit < 1.6 * most, top = (near ? Math.max(most, limit) : most) * 1.05;
     const x = (i) => LEFT + ((WIDTH - LEFT - RIGHT) * i) / count, y = (v) => TOP + inner * (1 - v / top);
     const svg = draw("svg", { viewBox: `0 0 ${WIDTH} ${HEIGHT}`, role: "img", class: "steps" });
     const rough = top / 4, unit = 10 ** Math.floor(Math.log10(rough));
@@ -72,6 +73,10 @@
     other.forEach((v, i) => { path += `V${y(always + v).toFixed(1)}H${x(i + 1).toFixed(1)}`; });
     svg.append(draw("path", { class: "c2", d: `${path}V${y(0)}Z` }));
     svg.append(draw("rect", { class: "c0", x: LEFT, y: y(always), width: WIDTH - LEFT - RIGHT, height: y(0) - y(always) }));
+    if (near) {
+      svg.append(draw("line", { class: "limit", x1: LEFT, x2: WIDTH - RIGHT, y1: y(limit), y2: y(limit) }));
+      svg.append(draw("text", { class: "end limit", x: WIDTH - RIGHT - 4, y: y(limit) + 14 }, `memory of a tile, ${format(limit)} B`));
+    }
     svg.append(draw("rect", { class: "pick", x: x(at), y: TOP, width: Math.max(x(1) - x(0), 1.5), height: inner }));
     svg.append(draw("text", { x: 4, y: 13, class: "title" }, title));
     svg.append(draw("text", { class: "mid", x: (LEFT + WIDTH - RIGHT) / 2, y: HEIGHT - 6 }, `${format(count)} steps of the program, in its order`));
@@ -113,8 +118,10 @@
       const fixed = variables.map((_, i) => i).filter((i) => variables[i][2] < 2);
       const sum = (sizes, numbers) => numbers.reduce((all, i) => all + sizes[i], 0);
       const choose = (i) => { at = i; showStep(); };
-      frame.querySelector(".charts").replaceChildren(...[["All tiles, bytes", totals], [`Tile ${format(tile)}, bytes`, held]].map(
-        ([title, sizes]) => chart(title, sum(sizes, fixed), live.map((one) => sum(sizes, one)), at, choose, names)));
+      frame.querySelector(".charts").replaceChildren(...[
+        ["All tiles, bytes of variables", totals, Infinity], [`Tile ${format(tile)}, bytes of variables`, held, limit],
+      ].map(([title, sizes, most]) =>
+        chart(title, sum(sizes, fixed), live.map((one) => sum(sizes, one)), most, at, choose, names)));
       const rows = (numbers) => [...numbers].sort((a, b) => totals[b] - totals[a])
         .map((i) => [variables[i][0], variables[i][1], totals[i], held[i], variables[i][3]]);
       const head = [["variable", ""], ["type", ""], ["bytes, all tiles", "n"], [`on tile ${format(tile)}`, "n"], ["made by", "by"]];

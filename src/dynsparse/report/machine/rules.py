@@ -251,8 +251,9 @@ def _below_peak(profile: ProfileData) -> Finding | None:
         f"While tiles compute, their matrix units could do {percent(total, profile.cycles)} of the "
         f"run's cycles more; most in {short_names(profile)[profile.steps.index(worst)]}, which "
         f"does {percent(done)} of what they could.",
-        "Blocks of 16 (--block-size 16) and --dtype float16 are what they are made for; single "
-        "elements do without them. A larger --batch spreads what each block costs to begin with.",
+        "Blocks of 16 (--block-size 16), --dtype float16 and --partials-type float16 are what they "
+        "are made for; single elements do without them. A larger --batch spreads what each block "
+        "costs to begin with.",
         total / profile.cycles,
     )
 
