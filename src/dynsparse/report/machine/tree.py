@@ -72,25 +72,25 @@ def steps_of(program: Sequence[ProgramNode]) -> list[int]:
 
 
 def tree_section(program: Sequence[ProgramNode], step_names: Sequence[str], total: float) -> str:
-    """Nested lists that fold. What ran is open as far as it is short."""
+    """Nested lists that fold: what ran is open, what several places call is shown once."""
     shown: set[int] = set()
-    left = _MOST_NODES
+    lines = 0
+    whole = True
 
     def line(node: int, label: str, runs: int, depth: int) -> str:
-        nonlocal left
-        if left <= 0 or depth > _MOST_DEPTH:
-            return ""
-        left -= 1
+        nonlocal lines, whole
         one = program[node]
-        cycles = one.cycles * runs / one.runs if one.runs else 0.0
-        # A test of an If is a step of its own, inside it.
-        colour = _CLASSES.get(one.kind, "")
         if one.kind == "Sequence" and not one.parts:
             return ""
+        if lines == _MOST_NODES or depth > _MOST_DEPTH:
+            whole = False
+            return ""
+        lines += 1
+        cycles = one.cycles * runs / one.runs if one.runs else 0.0
+        colour = _CLASSES.get(one.kind, "")
         name = one.name or ("" if one.step is None else step_names[one.step])
-        text = (
-            f"<em>{say(label)}:</em> " if label else ""
-        ) + f'<b class="kind {colour}">{say(one.kind)}</b> {say(name)}'
+        text = f"<em>{say(label)}:</em> " if label else ""
+        text += f'<b class="kind {colour}">{say(one.kind)}</b> {say(name)}'
         if not runs:
             inside = "" if node in shown else _inside(one, depth)
             return _row(text, '<span class="none">not taken</span>', inside, "no")
@@ -105,8 +105,8 @@ def tree_section(program: Sequence[ProgramNode], step_names: Sequence[str], tota
         return "".join(line(child, label, runs, depth + 1) for label, child, runs in one.parts)
 
     html = line(0, "", program[0].runs, 0) if program else ""
-    if left <= 0:
-        html += f"<p>The first {_MOST_NODES:,} of {len(program):,} programs are shown.</p>"
+    if not whole:
+        html += f"<p>{lines:,} of {len(program):,} programs are shown.</p>"
     return (
         "<p>How often each program ran and what all its runs cost, with those inside it. "
         "Fold by clicking.</p>"
