@@ -117,7 +117,13 @@ def dynamic_row(block: int, size: int, n: int) -> str:
     def cycles(target: Target) -> float:
         return predict(replace(plan, target=target), pattern)["forward"].cycles
 
-    return row([block, size, n], cycles(BEFORE), [cycles(target) for target in ENDS.values()])
+    time = predict(plan, pattern)["forward"]
+    turns = time.propagation_steps
+    # Steps without an exchange counted as well: two of vertices after exchanges, two of control.
+    syncs = sum(step.syncs for step in time.steps) + 6 * turns
+    syncs += 1 + (plan.partition.y > 1) + 2 + (plan.partition.y == 1)
+    before = time.compute_cycles + time.exchange_cycles + syncs * facts.SYNC.typical
+    return row([block, size, n], before, [cycles(target) for target in ENDS.values()])
 
 
 def of_memory(most: int = 8192) -> Iterator[str]:

@@ -6,7 +6,8 @@ the propagation phase. It needs no simulation, so it serves for predictions; the
 run on the simulated machine, gives the same kind of figures step by step.
 
 No constant is fitted. Kernels are instruction counts (`timing.kernels`), the exchange moves what
-a tile lacks at the target's rate, and every bulk-synchronous step costs the target's `sync_cycles`.
+a tile lacks at the target's rate, and every superstep that exchanges anything costs the target's
+`sync_cycles`.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ _WORD = 2  # Bytes of a meta-info word.
 
 class Step(NamedTuple):
     """A part of a pass: cycles of vertices and of exchanges on the slowest tile, and how many
-    synchronisations it has."""
+    supersteps exchange anything. Vertices that follow on the same tiles need no synchronisation."""
 
     name: str
     compute: float
@@ -188,13 +189,14 @@ class _Pass(ABC):
         skipped = sum(not used for used in overflow.used_x[: overflow.x])
         control = turns * LOOP_CONTROL * self.workers
         moved = (turns + skipped + 1) * self.exchange(bucket_bytes)
+        # One move before the first turn, and a condition after the last.
         yield Step("propagation", compute + control, moved, LOOP_STEPS * turns + 1)
 
     def control(self) -> Step:
         """The end counts cast, multiplied, and the decision whether to propagate."""
         cast = float(tile_cycles.cast(3, self.plan.dtype, self.partials, self.workers))
         decide = 2 * CONTROL_INSTRUCTIONS * self.workers
-        return Step("control", cast + decide, 0.0, 3)
+        return Step("control", cast + decide, 0.0, 1)
 
 
 class _Product(_Pass):
@@ -241,7 +243,7 @@ class _Product(_Pass):
         if self.grad_input and min(edges) > 1:
             blocks = plan.buckets.nz_elements // (edges[0] * edges[1])
             turn = tile_cycles.transpose_blocks(blocks, *edges, plan.dtype, self.workers)
-            yield Step("transpose buckets", float(turn), 0.0, 1)
+            yield Step("transpose buckets", float(turn), 0.0, 0)
         yield Step("fetch input", 0.0, self.fetch((self.in_, "z"), self.same), 1)
         moved = (parts.z - 1) * bucket
         same = parts.z if parts.x == 1 else 1
@@ -249,7 +251,7 @@ class _Product(_Pass):
         clear = execution_cycles.zero(results * self.partials.size, self.workers)
         compute = max(load.distribution(self.group_cycles(load)) for load in self.loads)
         yield Step(
-            "distribution", float(clear) + compute, self.exchange(moved, same), 2 if moved else 1
+            "distribution", float(clear) + compute, self.exchange(moved, same), 1 if moved else 0
         )
         yield self.control()
         yield from self.propagate(bucket)
@@ -257,10 +259,10 @@ class _Product(_Pass):
         if self.depth > 1:
             sent = (self.depth - 1) * outputs * self.partials.size
             added = tile_cycles.reduce(outputs, self.depth, self.partials, plan.dtype, self.workers)
-            yield Step("reduction", float(added), self.exchange(sent), 2)
+            yield Step("reduction", float(added), self.exchange(sent), 1)
         elif self.partials is not plan.dtype:
             cast = tile_cycles.cast(results, self.partials, plan.dtype, self.workers)
-            yield Step("cast", float(cast), 0.0, 1)
+            yield Step("cast", float(cast), 0.0, 0)
 
 
 class _GradWeight(_Pass):
@@ -294,7 +296,7 @@ class _GradWeight(_Pass):
                 int(tile_cycles.rearrange_batch(n, edge, self.z, plan.dtype, self.workers))
                 for n, edge in ((groups.x, edges[0]), (groups.y, edges[1]))
             )
-            yield Step("rearrange inputs", float(turn), 0.0, 1)
+            yield Step("rearrange inputs", float(turn), 0.0, 0)
         values = plan.buckets.nz_elements
         bucket = float(values * self.partials.size + _WORD * plan.buckets.forward_words)
         inputs = self.needed("x", "z") + self.needed("y", "z")
@@ -306,10 +308,10 @@ class _GradWeight(_Pass):
             "distribution",
             float(clear) + parts.z * slowest,
             rounds * self.exchange(travels),
-            parts.z + rounds,
+            rounds,
         )
         yield self.control()
         yield from self.propagate(travels)
         if self.partials is not plan.dtype:
             cast = tile_cycles.cast(values, self.partials, plan.dtype, self.workers)
-            yield Step("cast", float(cast), 0.0, 1)
+            yield Step("cast", float(cast), 0.0, 0)

@@ -1,0 +1,113 @@
+"""The figures of docs/popsparse-fidelity.md are those of the model."""
+
+import re
+import runpy
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from dynsparse.machine import facts
+
+ROOT = Path(__file__).parents[2]
+PAGE = ROOT / "docs" / "popsparse-fidelity.md"
+pytestmark = pytest.mark.skipif(
+    not PAGE.exists(), reason="docs and benchmarks are no part of wheels"
+)
+
+
+def tables(first):
+    """The lines of all tables on the page whose head begins with these columns."""
+    found = re.findall(r"((?:^\|.*\n)+)", PAGE.read_text(encoding="utf-8"), re.M)
+    chosen = [table.splitlines() for table in found if table.startswith(f"| {first} |")]
+    assert chosen
+    return [line for table in chosen for line in table[2:]]
+
+
+def cells(line):
+    return [cell.strip() for cell in line.strip("|").split("|")]
+
+
+@pytest.fixture(scope="module")
+def benchmark():
+    return runpy.run_path(str(ROOT / "benchmarks" / "fidelity.py"), run_name="fidelity")
+
+
+def test_the_facts_are_those_of_the_code():
+    shown = [cells(line) for line in tables("fact | low")]
+    wanted = [
+        [one.name, *(f"{end:,.0f}" for end in (one.low, one.typical, one.high)), one.unit]
+        for one in facts.FACTS
+    ]
+    assert sorted(shown) == sorted(wanted)
+    for one in facts.FACTS:
+        assert one.low <= one.typical <= one.high
+        assert re.match(r"\[[VTMI]\] ", one.source)
+
+
+def rows(first, most):
+    """Lines with m = k of at most so many."""
+    place = first.split(" | ").index("m = k")
+    return [line for line in tables(first) if int(cells(line)[place]) <= most]
+
+
+def static_again(benchmark, line):
+    block, size, density = cells(line)[:3]
+    return benchmark["static_row"](int(block), int(size), int(density[2:]))
+
+
+def test_static_products(benchmark):
+    for line in rows("block | m = k | density", 1024):
+        assert static_again(benchmark, line) == line
+
+
+@pytest.mark.slow
+def test_larger_static_products(benchmark):
+    for line in rows("block | m = k | density", 4096):
+        if int(cells(line)[0]) > 1 and int(cells(line)[1]) > 1024:
+            assert static_again(benchmark, line) == line
+
+
+def test_dense_products(benchmark):
+    for line in rows("m = k | n | before", 1024):
+        size, n = map(int, cells(line)[:2])
+        assert benchmark["dense_row"](size, n) == line
+
+
+def test_dynamic_products(benchmark):
+    for line in rows("block | m = k | n | before", 1024):
+        block, size, n = map(int, cells(line)[:3])
+        assert benchmark["dynamic_row"](block, size, n) == line
+
+
+@pytest.mark.slow
+def test_memory_of_the_largest(benchmark):
+    """Elements of m = k = 8192 take minutes; here the sums of their row."""
+    for line in tables("m = k | block | n | data"):
+        size, block, n, *figures = [int(cell.replace(",", "")) for cell in cells(line)]
+        if (size, block) != (8192, 1):
+            density = {1: 4, 16: 16}[block]
+            assert benchmark["memory_row"](size, block, density, n) == line
+        data, *kinds, _, typical, high, copies, worst, left = figures
+        assert typical == data + sum(kinds)
+        assert worst == high + copies + 2 * 32 * 1024
+        assert left == 638_976 - worst
+
+
+def test_the_medians_in_words():
+    text = PAGE.read_text(encoding="utf-8")
+    for first, said in (
+        ("block | m = k | density", r"In the median (\+\d+) %"),
+        ("block | m = k | n | before", r"the median changes by (\+\d+) %"),
+    ):
+        changes = [int(cells(line)[-1].rstrip("%")) for line in tables(first)]
+        assert int(re.search(said, text).group(1)) == round(float(np.median(changes)))
+
+
+def test_how_uneven_the_sums_are(benchmark):
+    plan = benchmark["static_plan"](4096, 8, 16, 256)
+    sums, tiles = plan.sums, plan.target.tiles
+    pieces = np.bincount(sums.tile, minlength=tiles)
+    assert round(pieces.mean()) == 45
+    load = np.bincount(sums.tile, sums.length * sums.depth, tiles)
+    assert round(load.max() / load.mean(), 1) == 1.4
