@@ -77,6 +77,15 @@ def test_lowest_of_all_and_its_ties():
         lowest_of_all([torch.tensor([float("nan")])], 1, [1])
 
 
+def test_scores_that_are_compared_stay_where_they_are(monkeypatch):
+    def fetch(self, *args, **kwargs):
+        raise AssertionError("scores came to the CPU")
+
+    monkeypatch.setattr(torch.Tensor, "cpu", fetch)
+    scores = [torch.tensor([1.0, 4.0]), torch.tensor([2.0, 3.0, 5.0], dtype=torch.float64)]
+    assert lowest_of_all(scores, 3, [2, 3]) == [1, 2]
+
+
 def test_gradual_budget_by_layer():
     budget = GradualBudget(0.1)
     full = {"a": pattern(10), "b": pattern(10)}

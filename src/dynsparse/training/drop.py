@@ -96,13 +96,18 @@ def lowest(scores: Tensor, count: int) -> Tensor:
     Raises:
         ValueError: scores that are not one per slot, NaN among them, or too large a count.
     """
+    return _lowest(scores, count).cpu()
+
+
+def _lowest(scores: Tensor, count: int) -> Tensor:
+    """As `lowest`, where the scores are."""
     if scores.dim() != 1 or scores.is_complex():
         raise ValueError(f"expected one drop score per block, [nnz], got {list(scores.shape)}")
     if not 0 <= count <= len(scores):
         raise ValueError(f"cannot drop {count} of {len(scores)} blocks")
     if len(scores) and bool(torch.isnan(scores.min())):
         raise ValueError(UNRANKED)
-    return select(scores, count, largest=False).cpu()
+    return select(scores, count, largest=False)
 
 
 def lowest_over_ranks(
@@ -173,11 +178,11 @@ def lowest_of_all(
         ]
         return _lowest_of_all_over_ranks(ranks, scores, count, limits, spreads, stages)
     limits = [min(m, len(s)) for s, m in zip(scores, most, strict=True)]
-    slots = [lowest(s, limit) for s, limit in zip(scores, limits, strict=True)]
-    candidates = [s.detach().cpu()[slot].double() for s, slot in zip(scores, slots, strict=True)]
-    chosen = lowest(torch.cat(candidates), count)
-    ends = torch.tensor([len(c) for c in candidates]).cumsum(0)
-    taken = torch.searchsorted(chosen, ends)
+    slots = [_lowest(s.detach(), limit) for s, limit in zip(scores, limits, strict=True)]
+    candidates = [s.detach()[slot].double() for s, slot in zip(scores, slots, strict=True)]
+    line = torch.cat([one.to(candidates[0].device) for one in candidates])
+    ends = torch.tensor([len(one) for one in candidates], device=line.device).cumsum(0)
+    taken = torch.searchsorted(_lowest(line, count), ends)
     return taken.diff(prepend=taken.new_zeros(1)).tolist()
 
 
