@@ -31,6 +31,7 @@ OF_METHODS = {
     "sparsity": UPDATING | {"static"},
     "sparse_embeddings": UPDATING - {"topkast"} | {"static"},
     "interleave_heads": UPDATING | {"static"},
+    "match_blocks": UPDATING - {"gmp", "granet"} | {"static"},
     "prune_end": UPDATING,
     "allocation": UPDATING | {"static"},
     "match_parameters": {"dense"},

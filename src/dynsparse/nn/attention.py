@@ -23,6 +23,7 @@ from dynsparse.nn.attention_blocks import (
 from dynsparse.nn.attention_masks import merged
 from dynsparse.nn.flex import ScoreMod, attend, check_flexible
 from dynsparse.nn.linear import SparseLinear
+from dynsparse.nn.matched import even_pattern, meeting, reading
 from dynsparse.ops.dropout import dropout
 from dynsparse.pattern import SparsePattern
 from dynsparse.typed import typed
@@ -51,6 +52,8 @@ class SparseMultiheadAttention(nn.Module):
             head_dim of them side by side, so that a large block has features of every head. As the
             rows of new projections have no order that is the same network; see "Blocks and order"
             in the documentation for what it does to large blocks. It is in the state dict.
+        matched: the projections start with patterns that spread their blocks evenly, in which keys
+            have the rows of blocks that queries have, and `out_proj` reads what values write.
         attention_pattern: which queries [L] see which keys [S], in all heads; made by
             `nn.attention_patterns` or by hand. L and S are then those of every call. It goes with
             `is_causal`, `key_padding_mask` and dropout, not with `attn_mask`, `score_mod`,
@@ -98,6 +101,7 @@ class SparseMultiheadAttention(nn.Module):
         *,
         head_dim: int | None = None,
         interleaved: bool = False,
+        matched: bool = False,
         attention_pattern: SparsePattern | None = None,
         density: float = 0.1,
         block_size: int = 1,
@@ -124,13 +128,19 @@ class SparseMultiheadAttention(nn.Module):
         vdim = embed_dim if vdim is None else vdim
         inner = embed_dim if head_dim is None else num_heads * head_dim
         shapes = ((embed_dim, inner), (kdim, inner), (vdim, inner), (inner, embed_dim))
+        starts: dict[str, dict[str, Any]] = {
+            name: {"density": density, "block_size": block_size} for name in PROJECTIONS
+        }
+        if check_flag("matched", matched):
+            q, k, v, out = (even_pattern(s[::-1], density, block_size, generator) for s in shapes)
+            chosen = (q, meeting(k, q), v, reading(out, v))
+            starts = {n: {"pattern": p} for n, p in zip(PROJECTIONS, chosen, strict=True)}
         projections = {
             name: SparseLinear(
                 in_features,
                 out_features,
-                density,
-                block_size,
-                bias,
+                bias=bias,
+                **starts[name],
                 generator=generator,
                 device=device,
                 dtype=dtype,

@@ -12,6 +12,7 @@ from dynsparse.checks import check_integer
 from dynsparse.nn.attention import SparseMultiheadAttention
 from dynsparse.nn.dropout import Dropout
 from dynsparse.nn.linear import SparseLinear
+from dynsparse.nn.matched import even_pattern, reading
 from dynsparse.pattern import SparsePattern
 from dynsparse.typed import typed
 
@@ -30,7 +31,8 @@ class SparseTransformerLayer(nn.Module):
         features: of every token.
         num_heads: of the attention; head_dim: features of one head, features / num_heads when left
             out.
-        interleaved: heads have every num_heads-th feature, see `SparseMultiheadAttention`.
+        interleaved, matched: see `SparseMultiheadAttention`; matched, the feed-forward part, too,
+            starts with even patterns, and its second matrix reads what the first one writes.
         hidden_features: of the feed-forward part.
         dropout: of attention weights, hidden activations and both branches; in training only.
         attention_bias: whether the attention's projections have biases.
@@ -50,6 +52,7 @@ class SparseTransformerLayer(nn.Module):
         *,
         head_dim: int | None = None,
         interleaved: bool = False,
+        matched: bool = False,
         dropout: float = 0.1,
         attention_bias: bool = True,
         attention_pattern: SparsePattern | None = None,
@@ -72,12 +75,23 @@ class SparseTransformerLayer(nn.Module):
             batch_first=True,
             head_dim=head_dim,
             interleaved=interleaved,
+            matched=matched,
             attention_pattern=attention_pattern,
             **sparse,
         )
         self.norm2 = nn.LayerNorm(features, **factory)
-        self.linear1 = SparseLinear(features, hidden_features, **sparse)
-        self.linear2 = SparseLinear(hidden_features, features, **sparse)
+        up = down = sparse
+        if matched:
+            first, second = (
+                even_pattern(shape, density, block_size, generator)
+                for shape in ((hidden_features, features), (features, hidden_features))
+            )
+            up, down = (
+                factory | {"pattern": pattern, "generator": generator}
+                for pattern in (first, reading(second, first))
+            )
+        self.linear1 = SparseLinear(features, hidden_features, **up)
+        self.linear2 = SparseLinear(hidden_features, features, **down)
         self.dropout = Dropout(dropout)
 
     def forward(

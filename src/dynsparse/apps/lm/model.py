@@ -63,6 +63,7 @@ class LanguageModel(nn.Module):
                 options.ff_size,
                 head_dim=options.qkv_size,
                 interleaved=options.interleave_heads,
+                matched=options.match_blocks,
                 dropout=options.droprate,
                 **sparse,
             )

@@ -112,6 +112,10 @@ class Options(TrainingOptions):
         False, "Deal the features out to the heads in turn, so that large blocks reach all heads.",
         SWITCH, methods=tuple(BY_NAME),
     )  # fmt: skip
+    match_blocks: bool = _network(
+        False, "Begin with blocks that read what the layer before writes.", SWITCH,
+        methods=tuple(name for name in BY_NAME if BY_NAME[name].least_first is None),
+    )  # fmt: skip
     embedding_size: int | None = _network(
         None, "Width of the token table, with sparse projections up to the hidden size.",
         integer(1), by_default="--hidden-size",

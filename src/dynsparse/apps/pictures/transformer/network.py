@@ -43,6 +43,7 @@ class Network(nn.Module):
                 options.ff_length,
                 head_dim=options.qkv_length,
                 interleaved=options.interleave_heads,
+                matched=options.match_blocks,
                 dropout=droprate,
                 attention_bias=not options.exclude_attention_biases,
                 **sparse,

@@ -43,6 +43,10 @@ class Options(PictureOptions):
         False, "Deal the features out to the heads in turn, so that large blocks reach all heads.",
         SWITCH, methods=tuple(BY_NAME),
     )  # fmt: skip
+    match_blocks: bool = _network(
+        False, "Begin with blocks that read what the layer before writes.", SWITCH,
+        methods=tuple(name for name in BY_NAME if BY_NAME[name].least_first is None),
+    )  # fmt: skip
     dropout_keep_prob: float = _network(
         1.0, "Share that dropout keeps, in training; 1 for no dropout.",
         number(0, 1, above="a number above 0 and up to 1"),

@@ -1,0 +1,74 @@
+"""First patterns in which what one layer writes is what the next one reads."""
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+import dynsparse as ds
+from dynsparse.nn import SparseMultiheadAttention, SparseTransformerLayer
+from dynsparse.nn.matched import even_pattern, meeting, reading
+
+
+def groups(blocks, count):
+    return torch.bincount(blocks.long(), minlength=count)
+
+
+@given(
+    st.integers(1, 9), st.integers(1, 9), st.sampled_from([1, 2, 4]),
+    st.floats(0.01, 1), st.integers(0, 5),
+)  # fmt: skip
+def test_blocks_are_spread_evenly(height, width, b, density, seed):
+    shape = (height * b, width * b)
+    draw = torch.Generator().manual_seed(seed)
+    pattern = even_pattern(shape, density, b, draw)
+    assert pattern.nnz == max(1, round(density * height * width))
+    assert (pattern.shape, pattern.block_size) == (shape, b)
+    for own, count in ((pattern.rows, height), (pattern.cols, width)):
+        numbers = groups(own, count)
+        assert numbers.max() - numbers.min() <= 1
+
+
+def test_groups_are_renamed_by_hand():
+    writer = ds.SparsePattern([3, 3, 0], [0, 1, 0], shape=(8, 4), block_size=2)
+    reader = ds.SparsePattern([0, 1, 1], [1, 1, 2], shape=(4, 8), block_size=2)
+    read = reading(reader, writer)  # the fullest column, 1, becomes 3; column 2 becomes 0
+    assert read.rows.tolist() == [0, 1, 1]
+    assert read.cols.tolist() == [3, 0, 3]
+    other = ds.SparsePattern([1, 2, 2], [0, 0, 1], shape=(8, 4), block_size=2)
+    assert meeting(other, writer).rows.tolist() == [0, 3, 3]
+
+
+def test_a_layer_reads_all_that_is_written():
+    layer = SparseTransformerLayer(
+        32, 2, 128, density=0.1, block_size=8, matched=True, interleaved=True
+    )
+    attention = layer.attention
+    for writer, reader in ((attention.v_proj, attention.out_proj), (layer.linear1, layer.linear2)):
+        written, read = {*writer.pattern.rows.tolist()}, {*reader.pattern.cols.tolist()}
+        assert written <= read or read <= written
+        assert reader.density == pytest.approx(writer.density)
+    assert {*attention.q_proj.pattern.rows.tolist()} == {*attention.k_proj.pattern.rows.tolist()}
+
+
+def test_the_generator_draws_it_and_the_rest_stays():
+    def made(matched):
+        draw = torch.Generator().manual_seed(1)
+        options = {"density": 0.5, "block_size": 4, "generator": draw, "bias": False}
+        return SparseMultiheadAttention(8, 2, kdim=4, vdim=12, matched=matched, **options)
+
+    one, other, plain = made(True), made(True), made(False)
+    for name, layer in one.named_children():
+        assert layer.pattern == other.get_submodule(name).pattern
+        assert torch.equal(layer.values, other.get_submodule(name).values)
+        assert layer.values.shape == plain.get_submodule(name).values.shape
+        assert layer.bias is None
+    q, k, v = torch.randn(3, 2, 8), torch.randn(5, 2, 4), torch.randn(5, 2, 12)
+    assert one(q, k, v)[0].shape == (3, 2, 8)
+
+
+def test_bad_input():
+    with pytest.raises(ValueError, match="block"):
+        SparseTransformerLayer(10, 2, 16, block_size=4, matched=True)
+    with pytest.raises(TypeError, match="matched"):
+        SparseMultiheadAttention(8, 2, matched="all")
