@@ -17,10 +17,10 @@ __all__ = ["KINDS", "cheaper", "route"]
 
 KINDS = ("sparse", "dense")
 
-# Densities from which on a dense convolution is faster whatever the costs say, forward and backward
-# (both gradients): measured on two threads of an idle two-core EPYC (family 25, model 17) with
-# layers of 32 to 256 channels and batches of 32 (benchmarks/convolutions.py).
-_ELEMENTS, _BLOCKS = (0.4, 0.7), (0.7, 0.6)
+# Densities from which on a dense convolution is faster for large batches whatever the costs say,
+# forward and backward (both gradients): measured on two threads of an idle two-core EPYC (family
+# 25, model 17) with layers of 32 to 256 channels and batches of 32 (benchmarks/convolutions.py).
+_ELEMENTS, _BLOCKS, _LARGE = (0.4, 0.7), (0.7, 0.6), 32
 
 
 @lru_cache(maxsize=4096)
@@ -30,7 +30,7 @@ def cheaper(
     """The kind that is expected to take less time on a CPU; arguments as of `costs.terms`."""
     density = layer.nnz * layer.block_size**2 / max(1, layer.out_features * layer.in_features)
     limits = _BLOCKS if layer.block_size >= 4 else _ELEMENTS
-    if density > limits[backward]:
+    if batch >= _LARGE and density > limits[backward]:
         return "dense"
     return min(KINDS, key=lambda kind: cost(kind, layer, g, batch, size, backward, width))
 
