@@ -6,8 +6,10 @@ and drops and grows as many weights within its block as it would alone. A test c
 networks that train alone.
 
     python benchmarks/lenet_together.py --data-dir DIR --seeds 0 1 2 3 4 [the flags of lenet.py]
+    python benchmarks/lenet_together.py --data-dir DIR --hold-out 10000 --seeds 0 1 \
+        --decays 1e-4 2e-4 5e-4     # every seed with every weight decay
 
-Prints and writes a line per seed, as lenet.py does without its masked twin.
+Prints and writes a line per network, as lenet.py does without its masked twin.
 """
 
 from __future__ import annotations
@@ -121,10 +123,18 @@ class Together(nn.Module):
 
 
 class Training:
-    """All of them in steps: `step` takes a batch of each network's own pictures."""
+    """All of them in steps: `step` takes a batch of each network's own pictures.
+
+    Args:
+        decays: the weight decay of each network, in place of that of `settings`.
+    """
 
     def __init__(
-        self, networks: Sequence[nn.Sequential], total_steps: int, settings: Settings
+        self,
+        networks: Sequence[nn.Sequential],
+        total_steps: int,
+        settings: Settings,
+        decays: Sequence[float] = (),
     ) -> None:
         self.count, self.settings = len(networks), settings
         self.total_steps, self.steps = total_steps, 0
@@ -133,10 +143,11 @@ class Training:
             self.model.parameters(),
             settings.rate,
             MOMENTUM,
-            weight_decay=settings.decay,
+            weight_decay=0.0 if decays else settings.decay,
             nesterov=True,
             fused=True,
         )
+        self.decays = torch.tensor(decays, dtype=torch.float64)
         schedule = ScheduleByBlock(total_steps, settings.interval, settings.share, settings.end)
         object.__setattr__(schedule, "blocks", self.count)
         self.trainer = training.SparseTrainer(
@@ -156,8 +167,16 @@ class Training:
         logits = self.model(images.flatten(1))
         loss = F.cross_entropy(logits.flatten(0, 1), labels.t().flatten(), reduction="sum")
         (loss / len(images)).backward()
+        if len(self.decays):
+            self._decay()
         self.steps += 1
         self.trainer.step()
+
+    @torch.no_grad()
+    def _decay(self) -> None:
+        for p in self.model.parameters():  # each has as many elements per network
+            each = p.grad.view(self.count, -1)
+            each.addcmul_(self.decays[:, None].to(p.dtype), p.view(self.count, -1))
 
     @torch.no_grad()
     def errors(self, images: Tensor, labels: Tensor) -> Tensor:
@@ -173,16 +192,19 @@ class Training:
 
 def main() -> None:
     parser = lenet.parser_of(__doc__.splitlines()[0])
+    parser.add_argument("--decays", type=float, nargs="+", help="every seed with each of them")
     arguments = parser.parse_args()
     settings, data = lenet.settings_of(arguments), lenet.data_of(arguments)
     torch.set_num_threads(arguments.threads)
     train, test = data.train, data.test
+    decays = arguments.decays or [settings.decay]
+    runs = [(seed, decay) for decay in decays for seed in arguments.seeds]
     networks, orders = [], []
-    for seed in arguments.seeds:
+    for seed, _ in runs:
         networks.append(lenet.build(seed, settings))
         orders.append(torch.Generator().manual_seed(seed))
     each = len(train) // BATCH
-    run = Training(networks, arguments.epochs * each, settings)
+    run = Training(networks, arguments.epochs * each, settings, [decay for _, decay in runs])
     best = torch.ones(len(networks), dtype=torch.float64)
     for _ in range(arguments.epochs):
         order = torch.stack([torch.randperm(len(train), generator=g) for g in orders], 1)
@@ -191,16 +213,18 @@ def main() -> None:
         last = run.errors(test.images, test.labels)
         best = torch.minimum(best, last)
     found = run.errors(train.images, train.labels)
-    for at, seed in enumerate(arguments.seeds):
+    for at, (seed, decay) in enumerate(runs):
         row: dict[str, Any] = {"seed": seed, "epochs": arguments.epochs, **asdict(settings)}
-        row["held out"] = arguments.hold_out
+        row["decay"], row["held out"] = decay, arguments.hold_out
         row["sparse"] = {
             "final": float(last[at]),
             "best": float(best[at]),
             "training": float(found[at]),
         }
         lenet.report(row, arguments)
-    print(f"final error: mean {100 * statistics.mean(last.tolist()):.2f} %")
+    for at, decay in enumerate(decays):
+        own = last[at * len(arguments.seeds) : (at + 1) * len(arguments.seeds)].tolist()
+        print(f"decay {decay:g}, final error: mean {100 * statistics.mean(own):.2f} %")
 
 
 if __name__ == "__main__":

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import sys
+from dataclasses import replace
 from pathlib import Path
 
+import pytest
 import torch
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
@@ -12,11 +14,12 @@ import lenet
 import lenet_together
 
 
-def test_together_is_as_alone():
+@pytest.mark.parametrize("decays", [(), (1e-2, 0.0, 3e-3)])
+def test_together_is_as_alone(decays):
     settings = lenet.Settings(rate=0.2, dropout=0.0, interval=5, share=0.3)
     seeds, steps = (0, 1, 2), 24
     together = lenet_together.Training(
-        [lenet.build(seed, settings).double() for seed in seeds], steps, settings
+        [lenet.build(seed, settings).double() for seed in seeds], steps, settings, decays
     )
     chance = torch.Generator().manual_seed(0)
     images = torch.rand(3, steps * lenet.BATCH, 784, generator=chance, dtype=torch.float64)
@@ -27,15 +30,16 @@ def test_together_is_as_alone():
     assert together.trainer.updates == 3
 
     for at, seed in enumerate(seeds):
-        alone = lenet.Contender(lenet.build(seed, settings).double(), False, steps, settings)
+        own = replace(settings, decay=decays[at]) if decays else settings
+        alone = lenet.Contender(lenet.build(seed, own).double(), False, steps, own)
         alone.epoch(images[at], labels[at], torch.arange(steps * lenet.BATCH))
         assert alone.trainer.updates == 3
         for mine, theirs in zip(
             together.model.sparse, (alone.model[0], alone.model[2]), strict=True
         ):
             assert lenet_together.of_block(mine.pattern, at, len(seeds)) == theirs.pattern
-            own = mine.values.view(len(seeds), -1)[at]
-            torch.testing.assert_close(own, theirs.values, rtol=1e-9, atol=1e-11)
+            values = mine.values.view(len(seeds), -1)[at]
+            torch.testing.assert_close(values, theirs.values, rtol=1e-9, atol=1e-11)
         torch.testing.assert_close(
             together.model.weight[at], alone.model[4].weight, rtol=1e-9, atol=1e-11
         )
