@@ -5,10 +5,11 @@
 
 Works from a checkout: nothing is installed, no compiled CPU kernels are needed; torch, Triton,
 NumPy and SciPy are. Sections run in order of importance until the budget is spent: ceilings of the
-chip, whether every kernel is right, all candidates of the kernels over blocks, the dense way,
-growth and updates, whole steps eager and captured, other sizes, and what time is left goes to
-neighbours of the best. Data are random, times medians of calls in turn with a cold cache. Kernels
-are compiled by several processes before anything is timed.
+chip, whether every kernel is right, all candidates of the kernels over blocks, whole steps eager
+and captured, float32, the dense way, growth and updates, graphs and memory, a transformer, whole
+trainings, other sizes, and what time is left goes to neighbours of the best. Data are random, times
+medians of calls in turn with a cold cache. Kernels are compiled by several processes before
+anything is timed.
 
 What was expected before is printed beside each figure (`gpu_parts/predictions.py`). The file is
 whole at any moment, and an error ends its section only. Where one has broken the device for this
@@ -59,20 +60,32 @@ def arguments() -> argparse.Namespace:
 
 def sections(run: Any) -> dict[str, Callable[[], None]]:
     """By importance."""
-    from gpu_parts import ceilings, checks, dense_way, grid, growth, kernels, layers, training
+    from gpu_parts import (
+        ceilings,
+        checks,
+        dense_way,
+        graphs,
+        grid,
+        growth,
+        kernels,
+        layers,
+        memory,
+        training,
+    )
 
     return {
         "ceilings": lambda: ceilings.measure(run),
         "correctness": lambda: checks.check(run),
         **{f"blocks {b}": lambda b=b: kernels.measure(run, b) for b in kernels.ORDER},
         "steps": lambda: layers.steps(run),
+        "float32": lambda: kernels.float32(run),
         "dense way": lambda: dense_way.measure(run),
         "growth": lambda: growth.scores(run),
         "updates": lambda: growth.updates(run),
-        "graphs": lambda: layers.graph_after_updates(run),
+        "graphs": lambda: graphs.measure(run),
+        "memory": lambda: memory.measure(run),
         "transformer": lambda: layers.transformer(run),
         "training": lambda: training.measure(run),
-        "float32": lambda: kernels.float32(run),
         "grid": lambda: grid.measure(run, 0.75),
         "refine": lambda: kernels.refine(run),
     }
@@ -181,8 +194,9 @@ def describe(run: Any) -> dict[str, object]:
 
 
 def summary(args: argparse.Namespace, run: Any) -> None:
-    """The row of `cuda/rates.py` as measured, the best candidates, and what was wrong."""
-    from gpu_parts import ceilings
+    """The row of `cuda/rates.py` as measured, the best candidates, and what was wrong; the results
+    as a page of tables beside the file."""
+    from gpu_parts import ceilings, tables
 
     best = run.state["best"]
     reached = [kept["share"] for key, kept in best.items() if not key.startswith("16 ")]
@@ -199,7 +213,9 @@ def summary(args: argparse.Namespace, run: Any) -> None:
           f"problems: {len(run.state.get('problems', []))}")  # fmt: skip
     run.write()
     if args.out is not None:
-        print(f"written to {args.out}")
+        page = args.out.with_suffix(".md")
+        page.write_text(tables.measured(run.state) + "\n")
+        print(f"written to {args.out} and, as tables, to {page}")
 
 
 def main() -> int:

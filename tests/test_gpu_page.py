@@ -45,4 +45,4 @@ def test_results_of_a_run_become_tables():
     text = tables().measured(results)
     assert "| 64 forward | 90.0 | 54.0 | 60 % | 351.0 | 3.90x | 97 |  |" in text
     assert "NVIDIA H200" in text
-    assert "graphs" not in text
+    assert "| after an update |  |  |  |  |  |  |  | right yes |" in text

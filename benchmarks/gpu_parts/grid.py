@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import random
 
 import torch
 from torch.nn.functional import linear
@@ -13,9 +14,11 @@ from dynsparse.ops.linear.cuda.configurations import BLOCKS
 from dynsparse.ops.linear.cuda.costs import PASSES, choose, seconds
 from dynsparse.ops.linear.cuda.rates import rates_of
 from gpu_parts.data import Data, kept_weight
+from gpu_parts.predictions import WANTED
 from gpu_parts.run import Call, Run
 
-# The sizes of the study first, then the whole grid, of which comes what there is time for.
+# The sizes of the study first, then the whole grid in random order, of which comes what there is
+# time for: whatever that is, it speaks of all sizes.
 _FIRST = [
     (4096, 4096, 0.1), (4096, 16384, 0.1), (4096, 8192, 0.05), (4096, 8192, 0.2),
     (2048, 8192, 0.1), (8192, 8192, 0.1), (4096, 512, 0.1),
@@ -33,7 +36,11 @@ def cells(run: Run) -> list[tuple[int, int, float, int]]:
     found = [(*cell, b) for cell in _FIRST for b in (64, 128, 32, 16)]
     found += [(*cell, b) for cell in _REST for b in (64, 32, 128, 16)]
     found += [(*cell, 1) for cell in _REST if cell[0] * cell[2] < 2000]
-    return list(dict.fromkeys(found))
+    known = {(*cell, b) for cell in _FIRST for b in (64, 128, 32, 16)}
+    found = list(dict.fromkeys(found))
+    rest = [cell for cell in found if cell not in known]
+    random.Random(0).shuffle(rest)
+    return [cell for cell in found if cell in known] + rest
 
 
 def measure(run: Run, share: float) -> None:
@@ -49,6 +56,9 @@ def measure(run: Run, share: float) -> None:
         except torch.cuda.OutOfMemoryError as problem:
             run.problem(f"grid {n} {batch} {density} {b}", problem)
             torch.cuda.empty_cache()
+        except Exception as problem:
+            run.problem(f"grid {n} {batch} {density} {b}", problem)
+            run.wait()  # raises where the device is lost
     for row in sorted(worst)[:20]:
         print("slowest against masked dense:", *row)
     run.state["slower than masked by more than 10 %"] = sum(row[0] < 1 / 1.1 for row in worst)
@@ -88,7 +98,7 @@ def _cell(run: Run, n: int, batch: int, density: float, b: int) -> list[tuple[fl
         expected = sum(seconds(kind, d.layer, batch, p, "16-bit", row) for p in passes)
         best = min((t, k) for k, t in times.items() if k != "masked")[1]
         run.note("grid", f"{what}: {kind}", times[kind], dense=times["masked"],
-                 expected=round(expected * 1e6), best=best,
+                 expected=round(expected * 1e6), wanted=WANTED["grid"], best=best,
                  **{f"{k}_us": round(t, 1) for k, t in times.items()})  # fmt: skip
         found.append((round(times["masked"] / times[kind], 2), f"{what}: {kind}"))
     return found

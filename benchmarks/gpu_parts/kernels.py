@@ -17,7 +17,7 @@ from dynsparse.ops.linear.cuda.rates import rates_of
 from gpu_parts.ceilings import rates
 from gpu_parts.data import Data, error
 from gpu_parts.growth import scores_of
-from gpu_parts.predictions import EXPECTED
+from gpu_parts.predictions import EXPECTED, WANTED, WANTED_SHARE
 from gpu_parts.run import Call, Run
 
 # Largest blocks first: they matter most.
@@ -105,6 +105,23 @@ def measure(run: Run, b: int) -> None:
         for name in sorted(names.keys() & times.keys(), key=times.__getitem__):
             _note(run, d, what, names[name], times[name], times["dense"])
 
+    _with_bias(run, d)
+
+
+def _with_bias(run: Run, d: Data) -> None:
+    """The gradient of the bias, which the kernel makes beside that of the values."""
+
+    def beside() -> object:
+        return launch.grad_weight(d.dy, d.x, d.p, d.values.dtype, sums=[])
+
+    def apart() -> object:
+        return launch.grad_weight(d.dy, d.x, d.p, d.values.dtype), d.dy.sum(0)
+
+    times = run.times({"beside": beside, "apart": apart})
+    if len(times) == 2:
+        run.note("blocks", f"{d.b} grad_weight and the gradient of the bias, against a sum apart",
+                 times["beside"], dense=times["apart"])  # fmt: skip
+
 
 def _right(run: Run, d: Data, what: Pass, candidate: Candidate) -> bool:
     """Whether a candidate runs, and comes to what the dense product does."""
@@ -127,9 +144,9 @@ def _right(run: Run, d: Data, what: Pass, candidate: Candidate) -> bool:
 
 
 def float32(run: Run) -> None:
-    """Blocks of 64 and 32 in float32: three products of tf32 against cuBLAS without it."""
+    """Blocks of 64, 128 and 32 in float32: three products of tf32 against cuBLAS without it."""
     n, batch, density = run.sizes
-    for b in (64, 32):
+    for b in (64, 128, 32):
         d = Data(run.device, n, batch, density, b, torch.float32, weight=True)
         for what in PASSES:
             calls = {"dense": dense_call(d, what)}
@@ -141,7 +158,7 @@ def float32(run: Run) -> None:
                 run.note("float32", f"{b} {what}", times["blocks"], dense=times["dense"],
                          bound=bounds(*at, rates(run)).least * 1e6,
                          expected=round(seconds("blocks", *at, rates(run)) * 1e6),
-                         wanted=8.0 if b == 64 else 5.0)  # fmt: skip
+                         wanted=WANTED[f"float32 blocks {b}"])  # fmt: skip
 
 
 def _name(candidate: Candidate) -> str:
@@ -156,13 +173,19 @@ def _note(run: Run, d: Data, what: Pass, candidate: Candidate, us: float, dense:
         expected = EXPECTED.get(f"blocks {d.b}", expected)
     bound = bounds(*at, rates(run))
     run.note("blocks", f"{d.b} {what} {_name(candidate)}", us, dense=dense,
-             bound=bound.least * 1e6, expected=round(expected), bound_by=bound.name)  # fmt: skip
+             bound=bound.least * 1e6, expected=round(expected), bound_by=bound.name,
+             **_wanted_share(run, d.b, what))  # fmt: skip
     key, best = f"{d.b} {what}", run.state["best"]
     if key not in best or us < best[key]["us"]:
         config = [c if c is None or isinstance(c, int) else list(c) for c in candidate]
         best[key] = {
             "us": us, "ratio": dense / us, "share": bound.least * 1e6 / us, "config": config,
         }  # fmt: skip
+
+
+def _wanted_share(run: Run, b: int, what: Pass) -> dict[str, object]:
+    told = what == "forward" and b in WANTED_SHARE and not run.dry
+    return {"wanted_share": WANTED_SHARE[b]} if told else {}
 
 
 def _restored(what: str, kept: dict[str, Any]) -> Candidate:

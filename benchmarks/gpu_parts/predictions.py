@@ -34,6 +34,22 @@ WANTED: dict[str, float] = {
     "step blocks 32": 2.1,
     "step blocks 16": 1.1,
     "step elements": 0.95,
-    "forward float32 blocks 64": 8.0,
+    "step blocks 8": 0.95,
+    "step blocks 4": 0.95,
+    "float32 blocks 128": 8.0,
+    "float32 blocks 64": 8.0,
+    "float32 blocks 32": 5.0,
+    "scores": 0.8,
     "transformer layer, blocks 64": 2.5,
+    "grid": 0.9,
 }
+
+# Of the bound of forward, by block.
+WANTED_SHARE: dict[int, float] = {32: 0.6, 64: 0.6, 128: 0.6}
+
+# Of what a dense layer holds with Adam, by block, at density 0.1: 16 bytes for each weight, and
+# another 4 for each block.
+STATE: dict[int, float] = {1: 0.125, 8: 0.1004, 64: 0.1}
+
+# Percent of training that an update every 100 steps takes at most, by block.
+WANTED_PERCENT: dict[int, float] = {64: 2.0, 32: 2.0}

@@ -160,17 +160,33 @@ def measured(results: dict[str, Any]) -> str:
     """Of a run: what was measured, beside bounds and what was expected, section by section."""
     parts = [f"Measured on: {json.dumps(results['about'])}"]
     for section in results["sections"]:
-        rows = [r for r in results["rows"] if r["section"] == section and "us" in r]
+        rows = [r for r in results["rows"] if section in (r["section"], _whole(r))]
         if rows:
             cells = [
-                [r["what"], r["us"], r.get("bound_us", ""), _percent(r.get("share")),
+                [r["what"], r.get("us", ""), r.get("bound_us", ""), _percent(r.get("share")),
                  r.get("dense_us", ""), _times(r.get("ratio")), r.get("expected", ""),
-                 _times(r.get("wanted"))]
+                 _times(r.get("wanted")), _also(r)]
                 for r in rows
             ]  # fmt: skip
-            head = ["what", "us", "bound", "share", "dense", "ratio", "expected", "wanted"]
+            head = ["what", "us", "bound", "share", "dense", "ratio", "expected", "wanted", "also"]
             parts += [f"### {section}", markdown(head, cells)]
     return "\n\n".join(parts)
+
+
+_COLUMNS = {
+    "section", "what", "us", "bound_us", "share", "dense_us", "ratio", "expected", "wanted",
+}  # fmt: skip
+
+
+def _whole(row: dict[str, Any]) -> str:
+    """The section of a row, where several share a name and differ by the block."""
+    return f"{row['section']} {row['what'].split()[0]}"
+
+
+def _also(row: dict[str, Any]) -> str:
+    more = {name: value for name, value in row.items() if name not in _COLUMNS}
+    told = (f"{name.replace('_', ' ')} {value}" for name, value in more.items())
+    return "; ".join(told).replace("|", "/")
 
 
 def _percent(share: float | None) -> str:

@@ -18,8 +18,8 @@ FOLDER = Path(__file__).resolve().parents[2] / "benchmarks"
 WITHOUT_TRITON = "needs Triton (x86-64 Linux): make test-gpu-kernels"
 SECTIONS = [
     "ceilings", "correctness", "blocks 128", "blocks 64", "blocks 32", "blocks 16", "steps",
-    "dense way", "growth", "updates", "graphs", "transformer", "training", "float32", "grid",
-    "refine",
+    "float32", "dense way", "growth", "updates", "graphs", "memory", "transformer", "training",
+    "grid", "refine",
 ]  # fmt: skip
 
 
@@ -55,6 +55,26 @@ def test_a_dry_run_goes_through_every_section(tmp_path):
         for what in ("forward", "grad_input", "grad_weight")
     }
     assert {"ratio", "share", "us", "config"} <= found["best"]["64 forward"].keys()
+    # Each figure that is asked for has its row.
+    what = {(row["section"], row["what"].split(" (")[0].split(",")[0]) for row in rows}
+    assert {("steps", f"blocks {b}") for b in (4, 8, 16, 32, 64, 128)} | {
+        *(("float32", f"{b} {p}") for b in (32, 64, 128) for p in ("forward", "grad_weight")),
+        *(("growth", f"scores of blocks of {b}") for b in (16, 32, 64)),
+        *(("updates", "a whole update") for _ in (1,)),
+        *(("memory", f"training state of blocks of {b}") for b in (1, 8, 64)),
+        ("steps", "elements"),
+        ("graphs", "a captured training over updates of RigL"),
+        ("transformer", "blocks of 64"),
+        ("grid", "128 x 128"),
+    } <= what
+    state = {r["what"].split(",")[0]: r for r in rows if r["section"] == "memory"}
+    # On the CPU the order by columns is there, too: 12 bytes of index.
+    share = state["training state of blocks of 1"]["share_of_dense"]
+    assert share == pytest.approx(0.3 * 28 / 16, rel=0.02)
+    page = out.with_suffix(".md").read_text()
+    assert "### blocks 64" in page
+    assert "| 64 forward " in page
+    assert "training state of blocks of 8" in page
     # A run without a GPU measures nothing that may replace what is expected of one.
     assert found["rates"]["measured"] is False
     assert not any("expected" in row for row in rows)

@@ -207,6 +207,56 @@ def test_kernels_over_blocks_serve_where_they_are_asked_for(monkeypatch):
         assert SparseLinear(64, 48, 0.4, 8).kernel(8) == "dense"
 
 
+class Launched:
+    """In place of the kernels: what their values were, and how often each was launched."""
+
+    def __init__(self):
+        self.values = []
+
+    def forward(self, x, values, p, bias):
+        self.values.append(values)
+        return x.new_zeros(len(x), p.out_features)
+
+    def grad_input(self, dy, values, p):
+        self.values.append(values)
+        return dy.new_zeros(len(dy), p.in_features)
+
+    def grad_weight(self, dy, x, p, dtype, sums=None):
+        if sums is not None and x.element_size() == 2:
+            sums.append(torch.full((p.out_features,), 3.0))
+        return torch.zeros(p.values_shape, dtype=dtype)
+
+
+@pytest.mark.parametrize("low", [False, True])
+def test_values_are_rounded_once_for_both_directions(monkeypatch, low):
+    launched = Launched()
+    monkeypatch.setattr(blocks, "runs_triton", lambda device: True)
+    monkeypatch.setattr(blocks, "_launch", lambda: launched)
+    layer = SparseLinear(64, 48, 0.4, 16)
+    kind = torch.bfloat16 if low else torch.float32
+    x = torch.randn(7, 64, dtype=kind, requires_grad=True)
+    with ops.use_kernel("blocks"):
+        layer(x).sum().backward()
+        forward, backward = launched.values
+        assert forward.dtype is kind
+        # The kernel has made the gradient of the bias, but of float32.
+        assert bool((layer.bias.grad == (3 if low else 7)).all())
+        assert (forward is backward) == low  # float32 needs no copy
+        assert forward.data_ptr() == backward.data_ptr()
+        # What an optimizer does in between is seen by the next pass.
+        with torch.no_grad():
+            layer.values.add_(1)
+        layer(x)
+        assert torch.equal(launched.values[-1], layer.values.to(kind))
+        # Another way back than forth takes nothing from there.
+        y = layer(x)
+        with ops.use_kernel("dense"):
+            y.sum().backward()
+        with ops.use_kernel("dense"):
+            y = layer(x)
+        y.sum().backward()
+
+
 def test_the_formula_chooses_where_kernels_over_blocks_serve(monkeypatch):
     monkeypatch.setattr(blocks, "runs_triton", lambda device: True)
     sparse, full = (SparseLinear(2048, 2048, density, 64) for density in (0.1, 1.0))

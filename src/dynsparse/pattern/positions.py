@@ -14,6 +14,7 @@ from typing import NamedTuple, TypeVar
 import numpy as np
 import torch
 from torch import Tensor
+from torch.compiler import is_compiling
 
 from dynsparse.encoding import by_columns, empty
 from dynsparse.pattern.arriving import Arriving
@@ -153,6 +154,20 @@ class Positions:
         if device.type == "cpu":
             return self.index
         return self._thin(self.row_ptr.to(device), self.cols.to(device))
+
+    def _shared_on(self, device: torch.device) -> PatternIndex:
+        """As `_index_on`, sent to a device once, for who writes to none of it."""
+        if device.type == "cpu" or is_compiling():
+            return self._index_on(device)
+        found = self._shared.get(device)
+        if found is None:
+            with _plain_tensors():
+                found = self._shared[device] = self._index_on(device)
+        return found
+
+    @cached_property
+    def _shared(self) -> dict[torch.device, PatternIndex]:
+        return {}
 
     def _thin_index(self) -> PatternIndex:
         """`index` without the order by columns."""

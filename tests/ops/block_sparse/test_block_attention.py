@@ -11,10 +11,11 @@ import torch
 from against_dense import KINDS, patterns, same
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from dynsparse import SparsePattern, native
 from dynsparse.ops import block_sparse
-from dynsparse.ops.block_sparse import kernels, naive, operator, plain
+from dynsparse.ops.block_sparse import kernels, naive, operator, plain, rows
 from dynsparse.ops.block_sparse.kernels import Settings
 
 attend = block_sparse.scaled_dot_product_attention
@@ -290,3 +291,46 @@ def test_memory_goes_with_the_blocks():
         plain.backward(out, *given, out, sums, index.row_ptr, index.cols, None, s, [True] * 3)
     assert largest <= 4096 * 4
     assert operator is not None
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_nothing_waits_for_a_device(monkeypatch, dtype):
+    """Devices compute it in plain torch, over the blocks: of sizes that are known beforehand."""
+    # Which adds up in another order on every run.
+    monkeypatch.setattr(torch.Tensor, "index_add", None)
+    with FakeTensorMode():
+        tensors = [
+            torch.empty(2, 3, tokens, 8, dtype=dtype, device="meta") for tokens in (64, 96, 96)
+        ]
+        row_ptr = torch.empty(5, dtype=torch.int32, device="meta")
+        cols = torch.empty(7, dtype=torch.int32, device="meta")
+        bias = torch.empty(2, 96, dtype=dtype, device="meta")
+        options = Settings(16, True, 0.1, 0.0, 7)
+        out, sums = plain.forward(*tensors, row_ptr, cols, bias, options)
+        assert (out.dtype, out.shape) == (dtype, (2, 3, 64, 8))
+        needed = (True, True, True)
+        grads = plain.backward(out, *tensors, out, sums, row_ptr, cols, bias, options, needed)
+        assert [g.shape for g in grads] == [t.shape for t in tensors]
+        with pytest.raises(RuntimeError):
+            int(row_ptr[0])  # what this test would notice
+
+
+@pytest.mark.parametrize("dim", [0, 1, 2])
+def test_sums_in_order_are_sums(dim):
+    parts, which = torch.randn(5, 5, 5, 3).double(), torch.tensor([2, 0, 2, 1, 2])
+    shape = [*parts.shape]
+    shape[dim] = 4
+    zeros = torch.zeros(shape).double()
+    wanted = zeros.index_add(dim, which, parts)
+    assert torch.equal(rows.in_order(zeros, which, dim, parts), wanted)
+    assert torch.equal(rows.added_up(parts, which, dim, 4), wanted)
+
+
+def test_the_index_of_a_pattern_is_sent_to_a_device_once():
+    pattern = SparsePattern.random((64, 96), 0.3, block_size=16)
+    meta = torch.device("meta")
+    with torch.inference_mode():
+        first = pattern._shared_on(meta)
+    assert pattern._shared_on(meta) is first
+    assert not first.cols.is_inference()
+    assert pattern._shared_on(torch.device("cpu")) is pattern.index

@@ -211,14 +211,18 @@ def rows_jobs(
         yield Job(f"sm_{capability} {run.__name__} {how}", capability, numbers, run)
 
 
-def gradient_job(c: Gradient, b: int, numbers: Numbers, capability: int, lie: str = "even") -> Job:
-    """The gradient of the values, likewise."""
+def gradient_job(
+    c: Gradient, b: int, numbers: Numbers, capability: int, lie: str = "even", bias: bool = False
+) -> Job:
+    """The gradient of the values, likewise; and with it that of a bias."""
 
     def run() -> None:
         x, dy = (_activations(b, _dtype(numbers), lie) for _ in range(2))
-        launch.grad_weight(dy, x, _layer(b, x.dtype), torch.float32, c, 2)
+        sums: list[torch.Tensor] | None = [] if bias else None
+        launch.grad_weight(dy, x, _layer(b, x.dtype), torch.float32, c, 2, sums)
 
     how = f"b{b} {numbers} {c.blocks}x{c.samples} w{c.warps} s{c.stages} {lie}"
+    how += " bias" if bias else ""
     return Job(f"sm_{capability} grad_weight {how}", capability, numbers, run)
 
 
@@ -255,7 +259,10 @@ def chosen(capability: int) -> Iterator[Job]:
         for b in BLOCKS:
             for c in by_block[b]:
                 yield from rows_jobs(c, b, numbers, capability)
-            yield gradient_job(GRADIENT[family][numbers][b], b, numbers, capability)
+            gradient = GRADIENT[family][numbers][b]
+            yield gradient_job(gradient, b, numbers, capability)
+            if numbers == "16-bit":
+                yield gradient_job(gradient, b, numbers, capability, bias=True)
         yield scores_job(64, "sum", 2, numbers, capability)
     for b in (1, 4, 8, 64):
         yield from layout_jobs(b, capability)
@@ -266,7 +273,7 @@ def lying_otherwise() -> Iterator[Job]:
     for b in BLOCKS:
         for lie in ("ragged", "transposed"):
             yield from rows_jobs(ROWS["90"]["16-bit"][b][0], b, "16-bit", 90, lie)
-            yield gradient_job(GRADIENT["90"]["16-bit"][b], b, "16-bit", 90, lie)
+            yield gradient_job(GRADIENT["90"]["16-bit"][b], b, "16-bit", 90, lie, True)
 
 
 def others() -> Iterator[Job]:

@@ -153,3 +153,36 @@ def test_any_layer(b, height, width, batch, density, dtype, layout, without):
         torch.testing.assert_close(
             got.double(), wanted, rtol=rounding, atol=rounding * max(1.0, scale)
         )
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("dtype", DTYPES[1:], ids=str)
+@pytest.mark.parametrize("b", BLOCKS)
+def test_the_gradient_of_a_bias_comes_with_that_of_the_values(b, dtype, layout):
+    """Of every row, also of one without blocks; what the kernel leaves out is NaN here."""
+    case = Case(b, (3, 4), 70, dtype, layout=layout, without=1)
+    sums = []
+    _, dw = blocks.backward(case.dy, case.x, case.values, case.p, False, True, sums=sums)
+    assert error(dw, case.dw) < case.limit
+    assert sums[0].dtype is torch.float32
+    assert error(sums[0], case.dy.double().sum(0)) < 1e-5
+
+
+@pytest.mark.parametrize(("density", "batch"), [(0.0, 9), (1.0, 1), (0.3, 300)])
+def test_the_gradient_of_a_bias_of_other_patterns_and_batches(density, batch):
+    case = Case(16, (9, 7), batch, torch.bfloat16, density)
+    for split in (1, 2):
+        sums = []
+        launch = blocks._launch()
+        launch.grad_weight(case.dy, case.x, case.p, torch.float32, split=split, sums=sums)
+        assert error(sums[0], case.dy.double().sum(0)) < 1e-5
+
+
+def test_the_gradient_of_a_bias_in_float32_is_torchs():
+    case = Case(16, (2, 3), 9, torch.float32)
+    sums = []
+    blocks.backward(case.dy, case.x, case.values, case.p, False, True, sums=sums)
+    assert sums == []
+    none = Case(16, (2, 3), 0, torch.bfloat16)
+    blocks.backward(none.dy, none.x, none.values, none.p, False, True, sums=sums)
+    assert sums == []

@@ -19,10 +19,10 @@ def layer_of(pattern):
 
 
 def listed(row_ptr, size):
-    """(row, first slot) of every chunk, by a loop."""
+    """(row, first slot) of every chunk, by a loop; a row without blocks has one, too."""
     found = []
     for row, (start, end) in enumerate(itertools.pairwise(row_ptr)):
-        found += [(row, slot) for slot in range(start, end, size)]
+        found += [(row, slot) for slot in range(start, max(end, start + 1), size)]
     return found
 
 
@@ -44,8 +44,8 @@ def test_chunks_written_out():
     # Rows of 3, 0 and 2 blocks: slots 0 to 2, none, and 3 to 4.
     pattern = SparsePattern([0, 0, 0, 2, 2], [0, 1, 3, 0, 2], shape=(3, 4))
     rows, starts = plan.chunks(layer_of(pattern), 2).tolist()
-    assert rows == [0, 0, 2, -1, -1]
-    assert starts[:3] == [0, 2, 3]
+    assert rows == [0, 0, 1, 2, -1]
+    assert starts[:4] == [0, 2, 3, 3]
 
 
 @given(st.integers(1, 12), st.integers(1, 12), st.floats(0, 1))

@@ -102,7 +102,7 @@ def scaled_dot_product_attention(
     refuse_transforms("attention at the blocks of a pattern", query, key, value)
     bias = bias_of(key_padding_mask, query, (query.shape[0], pattern.shape[1]))
     # Not the whole index, which a compiler that watches would not see made.
-    index = pattern if query.is_cpu else pattern._index_on(query.device)
+    index = pattern if query.is_cpu else pattern._shared_on(query.device)
     # On the CPU, where an operator may read it without waiting.
     seed = torch.randint(2**63 - 1, ()) if dropout_p else None
     out, _ = torch.ops.dynsparse.block_attention(

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from dynsparse.ops.block_sparse.kernels import Settings
-from dynsparse.ops.block_sparse.rows import diagonal_mask, rows_of, weights_of
+from dynsparse.ops.block_sparse.rows import added_up, diagonal_mask, rows_of, weights_of
 
 __all__ = ["backward", "forward"]
 
@@ -20,9 +20,7 @@ def _blocks(tensor: Tensor, block: int, which: Tensor) -> Tensor:
 
 def _tokens(parts: Tensor, which: Tensor, tokens: int) -> Tensor:
     """The sum of blocks [N, heads, nnz, block, features] at each place: [N, heads, tokens, ...]."""
-    n, heads, _, block, features = parts.shape
-    found = parts.new_zeros(n, heads, tokens // block, block, features)
-    return found.index_add(2, which, parts).flatten(2, 3)
+    return added_up(parts, which, 2, tokens // parts.shape[3]).flatten(2, 3)
 
 
 def _scores(

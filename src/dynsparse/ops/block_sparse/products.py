@@ -114,7 +114,7 @@ def sparse_dense_matmul(values: Tensor, pattern: SparsePattern, dense: Tensor) -
     own = check_values(values, pattern)
     check_operand("dense", dense, values, k=pattern.shape[1], n=None)
     batch, n = _batch_of(own, dense.shape[:-2], shared=True), dense.shape[-1]
-    index = pattern._index_on(values.device)
+    index = pattern._shared_on(values.device)
     if not len(own):
         x = dense.movedim(-2, -1).reshape(-1, pattern.shape[1])
         return linear(x, values, index).unflatten(0, [*batch, n]).movedim(-1, -2)
@@ -132,7 +132,7 @@ def dense_sparse_matmul(dense: Tensor, values: Tensor, pattern: SparsePattern) -
     own = check_values(values, pattern)
     check_operand("dense", dense, values, n=None, k=pattern.shape[0])
     batch, n = _batch_of(own, dense.shape[:-2], shared=True), dense.shape[-2]
-    index = pattern._index_on(values.device)
+    index = pattern._shared_on(values.device)
     if not len(own):
         return grad_input(dense, values, index)
     count = own.numel()
@@ -161,7 +161,7 @@ def sampled_matmul(a: Tensor, b: Tensor, pattern: SparsePattern) -> Tensor:
     check_operand("a", a, None, m=pattern.shape[0], k=None)
     check_operand("b", b, a, k=a.shape[-1], n=pattern.shape[1])
     batch = _batch_of(a.shape[:-2], b.shape[:-2], shared=False)
-    index, count = pattern._index_on(a.device), a.shape[:-2].numel()
+    index, count = pattern._shared_on(a.device), a.shape[:-2].numel()
     shape = pattern.values_shape
     if not len(batch):
         return grad_weight(a.t(), b, a.new_empty(shape), index)

@@ -69,6 +69,23 @@ def softmax(values: Tensor, pattern: SparsePattern, subblock_mask: str = "none")
     return weights_of(scores, rows, height)[0].to(values.dtype).reshape(values.shape)
 
 
+def added_up(parts: Tensor, which: Tensor, dim: int, size: int) -> Tensor:
+    """The sum of the parts, as `index_add` to `size` zeros along a dimension.
+
+    The same bits on every run, also on a GPU, where that adds as threads happen to come.
+    """
+    found = parts.new_zeros(*parts.shape[:dim], size, *parts.shape[dim + 1 :])
+    if parts.is_cpu:
+        return found.index_add(dim, which, parts)
+    return in_order(found, which, dim, parts)
+
+
+def in_order(found: Tensor, which: Tensor, dim: int, parts: Tensor) -> Tensor:
+    """`index_add` that sorts what it adds."""
+    first = found.movedim(dim, 0).index_put((which,), parts.movedim(dim, 0), accumulate=True)
+    return first.movedim(0, dim)
+
+
 def weights_of(scores: Tensor, rows: Tensor, height: int) -> tuple[Tensor, Tensor]:
     """The softmax of scores [..., nnz, b, b], and what was taken from them and divided by, as the
     logarithm of the sum of exponentials [..., height, b]: infinity where there is none."""
@@ -79,7 +96,7 @@ def weights_of(scores: Tensor, rows: Tensor, height: int) -> tuple[Tensor, Tenso
     top = found.new_full((*found.shape[:-2], height, found.shape[-1]), lowest)
     top = top.scatter_reduce(-2, rows[:, None].expand_as(found), found, "amax")
     weights = (scores - top.index_select(-2, rows)[..., None]).exp()
-    sums = torch.zeros_like(top).index_add(-2, rows, weights.sum(-1))
+    sums = added_up(weights.sum(-1), rows, weights.dim() - 3, height)
     nothing = sums == 0
     sums = sums.masked_fill(nothing, 1)
     weights = weights / sums.index_select(-2, rows)[..., None]

@@ -97,7 +97,8 @@ def forward(
     """[..., in] -> [..., out], the dtype of x. Everything is checked.
 
     Args:
-        keep: takes what `backward` may use again, if anything: see `cuda.dense.forward`.
+        keep: takes what `backward` may use again, if anything: see `forward` of `cuda.dense` and
+            `cuda.blocks`.
     """
     dtype = x.dtype
     # What most calls bring needs no conversion, and one condition instead of the checks in turn.
@@ -123,7 +124,7 @@ def forward(
     w = values if own else values.to(other)
     b = bias if own or bias is None else bias.to(other)
     kernels = KERNELS if p.on_cpu else cuda.KERNELS
-    kept = () if keep is None or p.on_cpu or kind != "dense" else (keep,)
+    kept = () if keep is None or p.on_cpu else (keep,)
     y = kernels[kind].forward(_matrix(x, other), w, p, b, *kept)
     if y.dtype is not dtype:
         y = y.to(dtype)
@@ -138,7 +139,7 @@ def backward(
     p: LayerIndex,
     need_input: bool,
     *kept: Tensor,
-    dbias: Tensor | None = None,
+    sums: list[Tensor] | None = None,
 ) -> tuple[Tensor | None, Tensor | None]:
     """dX [..., in] where needed, and dW like values where x is given.
 
@@ -146,8 +147,8 @@ def backward(
 
     Args:
         kept: what `forward` has kept.
-        dbias: float32 [out], contiguous, takes dY summed over the samples. CPU only, and not for
-            float64.
+        sums: takes the gradient of the bias, float32 [out], where kernels sum dY beside what else
+            they do with it: on CPUs but for float64, and `cuda.blocks`.
     """
     dtype = dy.dtype
     if (
@@ -158,6 +159,7 @@ def backward(
         and p.on_cpu
     ):
         passes = KERNELS[route(p, dy.shape[0], True, dtype)].backward
+        dbias = _sums(dy, p, sums)
         return passes(dy, dy if x is None else x, values, p, need_input, x is not None, dbias)
     kind = route(p, dy.numel() // max(1, dy.shape[-1]), True, dtype)
     own = kind == "bfloat16" or not p.on_cpu
@@ -167,11 +169,14 @@ def backward(
     w = values if own else values.to(other)
     if p.on_cpu:
         passes = KERNELS[kind].backward
+        dbias = None if dtype is torch.float64 else _sums(dy, p, sums)
         dx, dw = passes(dy2d, x2d, w, p, need_input, x is not None, dbias)
     else:
-        again = kept if kind == "dense" else ()
+        # A weight [out, in] or blocks [nnz, b, b], where forward went the same way.
+        again = [t for t in kept if (t.dim() == 3) == (kind == "blocks")]
+        more = {} if sums is None or kind != "blocks" else {"sums": sums}
         passes = cuda.KERNELS[kind].backward
-        dx, dw = passes(dy2d, x2d, w, p, need_input, x is not None, *again)
+        dx, dw = passes(dy2d, x2d, w, p, need_input, x is not None, *again, **more)
     if dx is not None:
         if dx.dtype is not dtype:
             dx = dx.to(dtype)
@@ -180,6 +185,14 @@ def backward(
     if dw is not None and dw.dtype is not values.dtype:
         dw = dw.to(values.dtype)
     return dx, dw
+
+
+def _sums(dy: Tensor, p: LayerIndex, sums: list[Tensor] | None) -> Tensor | None:
+    """Where kernels put the gradient of the bias, if `sums` is there to take it."""
+    if sums is None:
+        return None
+    sums.append(dy.new_empty(p.bias_shape, dtype=torch.float32))
+    return sums[0]
 
 
 def record(row_ptr: Tensor, x: Tensor, dy: Tensor) -> None:

@@ -39,7 +39,13 @@ def _launch() -> ModuleType:
     return launch
 
 
-def forward(x: Tensor, values: Tensor, p: LayerIndex, bias: Tensor | None) -> Tensor:
+def forward(
+    x: Tensor,
+    values: Tensor,
+    p: LayerIndex,
+    bias: Tensor | None,
+    keep: list[Tensor] | None = None,
+) -> Tensor:
     """y [B, out] = x W^T + bias, the dtype of x, contiguous.
 
     Args:
@@ -47,12 +53,23 @@ def forward(x: Tensor, values: Tensor, p: LayerIndex, bias: Tensor | None) -> Te
         values: [nnz, b, b], the dtype of x, or float32, which is rounded to it first.
         p: the layer's index.
         bias: [out], any floating point type, or None.
+        keep: takes the values as they were rounded for `backward`, if that is to have them.
     """
-    return _launch().forward(x, values.to(x.dtype).contiguous(), p, bias)
+    rounded = values.to(x.dtype).contiguous()
+    if keep is not None and rounded.dtype is not values.dtype:
+        keep.append(rounded)
+    return _launch().forward(x, rounded, p, bias)
 
 
 def backward(
-    dy: Tensor, x: Tensor, values: Tensor, p: LayerIndex, need_input: bool, need_values: bool
+    dy: Tensor,
+    x: Tensor,
+    values: Tensor,
+    p: LayerIndex,
+    need_input: bool,
+    need_values: bool,
+    rounded: Tensor | None = None,
+    sums: list[Tensor] | None = None,
 ) -> tuple[Tensor | None, Tensor | None]:
     """(dx [B, in] of the dtype of dy, dvalues like values); what is not needed is None.
 
@@ -60,10 +77,15 @@ def backward(
         dy: [B, out] float32, bfloat16 or float16; any strides.
         x: [B, in], the dtype of dy; any strides.
         values, p: as for `forward`. Where `values` are float32 their gradient is not rounded.
+        rounded: what `forward` has kept.
+        sums: takes the gradient of the bias, float32 [out], where the kernel has made it beside
+            that of 16-bit values: dY is read for it anyway.
     """
     dx = dw = None
     if need_input:
-        dx = _launch().grad_input(dy, values.to(dy.dtype).contiguous(), p)
+        if rounded is None or rounded.dtype is not dy.dtype:
+            rounded = values.to(dy.dtype).contiguous()
+        dx = _launch().grad_input(dy, rounded, p)
     if need_values:
-        dw = _launch().grad_weight(dy, x, p, values.dtype)
+        dw = _launch().grad_weight(dy, x, p, values.dtype, sums=sums)
     return dx, dw

@@ -30,6 +30,7 @@ __all__ = [
     "numbers_of",
     "rows_for",
     "split_of",
+    "sums_of",
 ]
 
 BLOCKS = (16, 32, 64, 128)
@@ -171,6 +172,12 @@ def rows_for(b: int, dtype: torch.dtype, batch: int, rows: int, chip: Chip) -> R
 def gradient_for(b: int, dtype: torch.dtype, chip: Chip) -> Gradient:
     """The configuration for blocks of `b`."""
     return GRADIENT[family_of(chip.capability)][numbers_of(dtype)][b]
+
+
+def sums_of(chip: Chip) -> int:
+    """Rows of the smallest tile of the tensor cores: of ones, whose product with dY is the gradient
+    of a bias."""
+    return 64 if family_of(chip.capability) in ("90", "100") else 16
 
 
 def group_of(samples: int, features: int, dtype: torch.dtype, chip: Chip) -> int:

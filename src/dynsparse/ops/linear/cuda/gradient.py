@@ -13,16 +13,53 @@ __all__ = ["gradient_kernel"]
 
 
 @triton.jit
+def meet(
+    x_columns,
+    dy_columns,
+    first,
+    last,
+    x_sample,
+    dy_sample,
+    M: tl.constexpr,
+    B: tl.constexpr,
+    BT: tl.constexpr,
+    SUMS: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """The product [M, B] of columns of x and of dy over samples; and the sums of dy's columns, each
+    [SUMS, B] times.
+
+    The sums are a product with ones, which reads dy's tile where the other does. Read into
+    registers, too, it would lose a buffer of the pipeline (Triton 3.7): the next copy would
+    overwrite it while Hopper's tensor cores still read.
+    """
+    acc = tl.zeros((M, B), dtype=tl.float32)
+    sums = tl.zeros((SUMS, B), dtype=tl.float32)
+    ones = tl.full((SUMS, BT), 1.0, dtype=tl.float32).to(dy_columns.dtype.element_ty)
+    for t in range(first, last, BT):
+        sample = (t + tl.arange(0, BT)).to(tl.int64)
+        here = sample < last
+        a = tl.load(x_columns + sample[None, :] * x_sample, mask=here[None, :], other=0.0)
+        b = tl.load(dy_columns + sample[:, None] * dy_sample, mask=here[:, None], other=0.0)
+        acc = tl.dot(a, b, acc, input_precision=PRECISION)
+        if SUMS > 1:
+            sums = tl.dot(ones, b, sums, input_precision=PRECISION)
+    return acc, sums
+
+
+@triton.jit
 def gradient_kernel(
     dy,
     x,
     dw,
+    db,
     chunks,
     ptr,
     blocks,
     batch,
     span,
     nnz,
+    height,
     dy_sample,
     dy_feature,
     x_sample,
@@ -30,13 +67,13 @@ def gradient_kernel(
     B: tl.constexpr,
     J: tl.constexpr,
     BT: tl.constexpr,
+    SUMS: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
     """dw [parts, nnz, B, B], each part the sum over `span` samples.
 
-    The gradient of a bias is not summed here beside the products. A tile that is read into
-    registers, too, loses a buffer of the pipeline (Triton 3.7): the next copy would overwrite it
-    while Hopper's tensor cores still read.
+    SUMS: the rows of a tile of the tensor cores, or 1: db [parts, height] stays as it is. Otherwise
+    the first program of each block row adds up its columns of dy, too.
     """
     chunk = tl.program_id(0)
     row = tl.load(chunks + chunk)
@@ -54,12 +91,20 @@ def gradient_kernel(
     dy_columns = dy + (row * B + n).to(tl.int64)[None, :] * dy_feature
     first = part * span
     last = tl.minimum(batch, first + span)
-    acc = tl.zeros((J * B, B), dtype=tl.float32)
-    for t in range(first, last, BT):
-        sample = (t + tl.arange(0, BT)).to(tl.int64)
-        here = sample < last
-        a = tl.load(x_columns + sample[None, :] * x_sample, mask=here[None, :], other=0.0)
-        b = tl.load(dy_columns + sample[:, None] * dy_sample, mask=here[:, None], other=0.0)
-        acc = tl.dot(a, b, acc, input_precision=PRECISION)
+    M: tl.constexpr = J * B
+    if SUMS > 1:
+        if start == tl.load(ptr + row):
+            acc, sums = meet(
+                x_columns, dy_columns, first, last, x_sample, dy_sample, M, B, BT, SUMS, PRECISION
+            )
+            tl.store(db + part.to(tl.int64) * height + row * B + n, tl.sum(sums, 0) / SUMS)
+        else:
+            acc, _ = meet(
+                x_columns, dy_columns, first, last, x_sample, dy_sample, M, B, BT, 1, PRECISION
+            )
+    else:
+        acc, _ = meet(
+            x_columns, dy_columns, first, last, x_sample, dy_sample, M, B, BT, 1, PRECISION
+        )
     at = (part.to(tl.int64) * nnz + slot)[:, None] * (B * B) + n[None, :] * B + (m % B)[:, None]
     tl.store(dw + at, acc.to(dw.dtype.element_ty), mask=live[:, None])

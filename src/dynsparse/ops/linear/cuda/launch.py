@@ -17,6 +17,7 @@ from dynsparse.ops.linear.cuda.configurations import (
     group_of,
     rows_for,
     split_of,
+    sums_of,
 )
 from dynsparse.ops.linear.cuda.gradient import gradient_kernel
 from dynsparse.ops.linear.cuda.layout import collect_kernel, lay_out_kernel
@@ -107,8 +108,11 @@ def grad_weight(
     dtype: torch.dtype,
     config: Gradient | None = None,
     split: int | None = None,
+    sums: list[Tensor] | None = None,
 ) -> Tensor:
     """dvalues [nnz, b, b] of `dtype`.
+
+    `sums` takes the sum of dy over the samples, float32 [out], where both are of 16 bits.
 
     `split` divides the samples among programs; their partial sums are added up in float32, in
     order, so that every run gives the same bits.
@@ -123,27 +127,35 @@ def grad_weight(
     span = -(-batch // (split * c.samples)) * c.samples
     split = -(-batch // span)
     dw = x.new_empty(split, *p.values_shape, dtype=dtype if split == 1 else torch.float32)
+    # Sums of float32 are to be as exact as float32 is, which products are not.
+    ones = sums_of(chip) if sums is not None and x.element_size() == 2 else 1
+    db = None if ones == 1 else x.new_empty(split, p.out_features, dtype=torch.float32)
     work = chunks(p, c.blocks)
     with current_device(x):
         gradient_kernel[(work.shape[1], split)](
             dy,
             x,
             dw,
+            db,
             work,
             p.row_ptr,
             p.cols,
             batch,
             span,
             nnz,
+            p.out_features,
             *dy.stride(),
             *x.stride(),
             B=b,
             J=c.blocks,
             BT=c.samples,
+            SUMS=ones,
             PRECISION=precision_of(x.dtype),
             num_warps=c.warps,
             num_stages=c.stages,
         )
+    if sums is not None and db is not None:
+        sums.append(db[0] if split == 1 else db.sum(0))
     return dw[0] if split == 1 else dw.sum(0).to(dtype)
 
 

@@ -39,7 +39,8 @@ def _longest_first(ptr: Tensor) -> Tensor:
 
 def _chunks(ptr: Tensor, nnz: int, size: int) -> Tensor:
     rows = len(ptr) - 1
-    each = (ptr.diff() + (size - 1)) // size
+    # Rows without blocks have one, too, which adds up their part of the gradient of the bias.
+    each = ((ptr.diff() + (size - 1)) // size).clamp_(min=1)
     ends = each.cumsum(0)
     number = torch.arange(nnz // size + rows, device=ptr.device)
     row = torch.searchsorted(ends, number, right=True)
