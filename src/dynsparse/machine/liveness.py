@@ -76,7 +76,7 @@ class _Analysis:
             lengths = np.concatenate([r.lengths for r in parts])
             owner = np.searchsorted(self.starts[dtype], starts, "right") - 1
             # Variables lie apart, so no run crosses from one into the next.
-            found = np.unique(owner).tolist()
+            found = np.flatnonzero(np.bincount(owner)).tolist()
             if whole:
                 group = self.graph.variables[dtype]
                 covered = union_lengths(starts, lengths, owner, len(group))
