@@ -6,7 +6,7 @@ import pytest
 
 from dynsparse import native
 from dynsparse.cli.app import run as run_command
-from dynsparse.ops.linear import choice, in_force
+from dynsparse.ops.linear import choice, measured
 from dynsparse.ops.linear.tuning import run
 from dynsparse.ops.linear.tuning.cells import Cell
 
@@ -36,24 +36,24 @@ def test_measures_keeps_and_forgets(capsys):
     assert status == 0
     facts = json.loads(out)
     assert facts["asked"]
-    assert in_force.from_plain(facts["costs"])
-    assert in_force.kept_measured().above == facts["above"]
+    assert measured.from_plain(facts["costs"])
+    assert measured.kept_measured().above == facts["above"]
     status, out, _ = call(capsys, "tune", "--quick")
     assert status == 0
     assert "over the best kind" in out
     assert "in force" in out
     status, out, _ = call(capsys, "tune", "--reset")
     assert (status, "removed what was measured" in out) == (0, True)
-    assert in_force.kept_measured() is None
+    assert measured.kept_measured() is None
     status, out, _ = call(capsys, "tune", "--reset", "--json")
     assert json.loads(out)["removed"] is False
 
 
 def test_info_says_what_is_in_force(capsys):
     assert call(capsys, "tune", "--quick")[0] == 0
-    kept = in_force.kept_measured()
+    kept = measured.kept_measured()
     for used in (True, False):
-        in_force.keep_measured(type(kept)(**{**vars(kept), "in_force": used}))
+        measured.keep_measured(type(kept)(**{**vars(kept), "in_force": used}))
         choice.put_in_force(None)
         out = call(capsys, "info")[1]
         assert ("measured here on" in out) is used

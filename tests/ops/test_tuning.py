@@ -10,7 +10,7 @@ import torch
 from dynsparse import native
 from dynsparse.files.cache import Cache, open_cache
 from dynsparse.nn import SparseLinear
-from dynsparse.ops.linear import choice, in_force, tables, tuning
+from dynsparse.ops.linear import choice, in_force, measured, tables, tuning
 from dynsparse.ops.linear.costs import FAMILIES, Cost, Layer, Table, evaluate, family
 from dynsparse.ops.linear.kernels import sparse
 from dynsparse.ops.linear.tuning.cells import MANY, QUICK, Cell, Timing, rounds
@@ -232,8 +232,8 @@ def test_what_was_measured_is_in_force_in_the_next_process(warm, monkeypatch, ca
     assert now.costs == found.costs
     assert "measured here on" in now.origin
     assert sum("chosen by the table" in one for one in caplog.messages) == 1
-    assert in_force.forget_measured()
-    assert not in_force.forget_measured()
+    assert measured.forget_measured()
+    assert not measured.forget_measured()
     choice.put_in_force(None)
     assert in_force.table() == ZEN_4
 
@@ -241,7 +241,7 @@ def test_what_was_measured_is_in_force_in_the_next_process(warm, monkeypatch, ca
 def kept(monkeypatch, **changes):
     fast(monkeypatch)
     found = tuning.tune(quick=True)
-    in_force.keep_measured(found.__class__(**{**vars(found), **changes}))
+    measured.keep_measured(found.__class__(**{**vars(found), **changes}))
     choice.put_in_force(None)
     return found
 
@@ -258,18 +258,18 @@ def kept(monkeypatch, **changes):
 def test_another_processor_version_or_build_is_measured_anew(warm, monkeypatch, other):
     kept(monkeypatch, in_force=True)
     assert in_force.table().measured_here
-    here = in_force.here()
-    monkeypatch.setattr(in_force, "here", lambda: here | other)
+    here = measured.here()
+    monkeypatch.setattr(measured, "here", lambda: here | other)
     choice.put_in_force(None)
     assert in_force.table() == ZEN_4
-    assert in_force.kept_measured() is None
+    assert measured.kept_measured() is None
 
 
 def test_the_kernels_are_told_apart_by_their_bytes(tmp_path, monkeypatch):
     def hash_of(content):
         (tmp_path / "kernels.so").write_bytes(content)
-        in_force._kernels.cache_clear()
-        return in_force._kernels()
+        measured._kernels.cache_clear()
+        return measured._kernels()
 
     class Library:
         _name = str(tmp_path / "kernels.so")
@@ -277,7 +277,7 @@ def test_the_kernels_are_told_apart_by_their_bytes(tmp_path, monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr(native, "load", lambda: Library)
         assert hash_of(b"a") != hash_of(b"b")
-    in_force._kernels.cache_clear()
+    measured._kernels.cache_clear()
 
 
 @pytest.mark.parametrize(
@@ -303,17 +303,17 @@ def test_a_damaged_entry_is_left_out(warm, monkeypatch):
 
 @pytest.mark.parametrize("wrong", [-1.0, float("nan"), float("inf"), 1e10, "1", None, True])
 def test_constants_that_cannot_be_are_refused(wrong):
-    plain = in_force.to_plain(ZEN_4.costs)
-    assert in_force.from_plain(json.loads(json.dumps(plain))) == ZEN_4.costs
+    plain = measured.to_plain(ZEN_4.costs)
+    assert measured.from_plain(json.loads(json.dumps(plain))) == ZEN_4.costs
     plain["dense"][1][3] = wrong
     with pytest.raises(ValueError, match="expected costs of 6 families"):
-        in_force.from_plain(plain)
+        measured.from_plain(plain)
 
 
 def test_what_is_not_to_be_used_is_not(warm, monkeypatch):
     kept(monkeypatch, in_force=False)
     assert in_force.table() == ZEN_4
-    assert in_force.kept_measured() is not None
+    assert measured.kept_measured() is not None
 
 
 @pytest.mark.parametrize(("variable", "used"), [("off", False), ("load", True), (" AUTO ", True)])
@@ -393,7 +393,7 @@ def test_tables_are_whole_and_say_where_they_come_from():
         assert tuple(table.costs) == FAMILIES
         assert table.origin.startswith(("measured on ", "estimated: "))
         assert not table.measured_here
-        assert in_force.from_plain(in_force.to_plain(table.costs)) == table.costs
+        assert measured.from_plain(measured.to_plain(table.costs)) == table.costs
     assert len({table.name for table in tables.TABLES}) == len(tables.TABLES)
 
 
@@ -410,9 +410,9 @@ def test_processors_as_systems_tell_of_them():
 
 def test_a_measurement_that_is_not_to_be_used_leaves_an_earlier_one(warm, monkeypatch):
     first = kept(monkeypatch, in_force=True)
-    before = in_force.kept_measured()
+    before = measured.kept_measured()
     monkeypatch.setattr("dynsparse.ops.linear.tuning.run.MOST_ERROR", -1.0)
     second = tuning.tune(quick=True)
     assert not second.in_force
     assert second.because.endswith(f"that of {first.date} stays in force")
-    assert in_force.kept_measured() == before
+    assert measured.kept_measured() == before

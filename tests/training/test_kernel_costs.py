@@ -9,7 +9,7 @@ import torch
 import dynsparse as ds
 from dynsparse import native
 from dynsparse.files.cache import open_cache
-from dynsparse.ops.linear import choice, in_force, tables
+from dynsparse.ops.linear import choice, in_force, measured, tables
 from dynsparse.ops.linear.costs import Table
 from dynsparse.ops.linear.tuning import run
 from dynsparse.ops.linear.tuning.cells import Cell
@@ -84,8 +84,8 @@ def test_what_another_machine_measured_stays_there(monkeypatch):
     _, trainer = training()
     state = trainer.state_dict()
     choice.put_in_force(tables.shipped())
-    here = in_force.here()
-    monkeypatch.setattr(in_force, "here", lambda: here | {"processor": "another"})
+    here = measured.here()
+    monkeypatch.setattr(measured, "here", lambda: here | {"processor": "another"})
     trainer.load_state_dict(state)
     assert in_force.table() == tables.shipped()
 
@@ -153,7 +153,7 @@ def test_the_first_long_training_measures_and_its_bits_stay(long, caplog, monkey
     with caplog.at_level(logging.INFO, "dynsparse"):
         found = trained(40)
     assert sum("the kernels were measured in" in one for one in caplog.messages) == 1
-    kept = in_force.kept_measured()
+    kept = measured.kept_measured()
     assert kept is not None
     assert not kept.asked
     before = in_force.table()

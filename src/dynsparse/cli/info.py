@@ -15,7 +15,7 @@ from rich.table import Table
 
 from dynsparse import __version__, native
 from dynsparse.bench.host import processor
-from dynsparse.ops.linear import choice, in_force
+from dynsparse.ops.linear import choice, in_force, measured
 from dynsparse.ops.linear.costs import Layer
 from dynsparse.ops.linear.cuda import costs
 from dynsparse.ops.linear.cuda.chip import chip_of, runs_triton
@@ -114,7 +114,7 @@ def _said_of_costs() -> str:
     """By which constants kernels are chosen."""
     now = in_force.table()
     words = now.origin if now.measured_here else f"{now.name}: {now.origin}"
-    kept = None if in_force.mode() == "off" else in_force.kept_measured()
+    kept = None if in_force.mode() == "off" else measured.kept_measured()
     if kept is not None and not kept.in_force:
         words += f"; measured on {kept.date}, and not used: {kept.because}"
     return words

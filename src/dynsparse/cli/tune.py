@@ -9,7 +9,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from dynsparse.ops.linear import in_force
+from dynsparse.ops.linear import in_force, measured
 from dynsparse.ops.linear.tables import shipped
 
 __all__ = ["tune"]
@@ -33,7 +33,7 @@ def tune(
     if reset:
         if quick:
             raise ValueError("--reset measures nothing: leave out --quick")
-        removed = in_force.forget_measured()
+        removed = measured.forget_measured()
         words = "removed what was measured" if removed else "nothing was measured"
         facts = {"removed": removed, "table": shipped().name}
         print(dumps(facts, indent=2) if json else f"{words}; the table {shipped().name} serves")
@@ -52,15 +52,15 @@ def tune(
         found = tuning.tune(
             quick, lambda done, cells: progress.update(task, completed=done, total=cells)
         )
-    name = in_force.here()["processor"]
+    name = measured.here()["processor"]
     if json:
-        costs = in_force.to_plain(found.costs)
+        costs = measured.to_plain(found.costs)
         print(dumps({"processor": name, **vars(found), "costs": costs}, indent=2))
     else:
         Console().print(_screen(name, found), highlight=False, soft_wrap=True)
 
 
-def _screen(processor: str, found: in_force.Measured) -> Table:
+def _screen(processor: str, found: measured.Measured) -> Table:
     table = Table.grid(padding=(0, 2))
     table.add_column(style="bold", justify="right")
     table.add_column()

@@ -90,10 +90,11 @@ class _First:
             self._conclude()
 
     def _conclude(self) -> None:
+        from dynsparse.ops.linear import measured
         from dynsparse.ops.linear.tuning import conclude
 
         found = conclude(self._tuning.timings, shipped(), asked=False)
-        in_force.keep_measured(found)
+        measured.keep_measured(found)
         _log.info("the kernels were measured in %.1f seconds: %s", self._spent, found.because)
 
 
@@ -101,13 +102,14 @@ _first = _First()
 
 
 def _is_wanted(layers: Mapping[str, SparseLinear]) -> bool:
+    from dynsparse.ops.linear import measured
     from dynsparse.ops.linear.tuning import why_not
 
     return (
         in_force.mode() == "auto"
         and any(layer.values.is_cpu for layer in layers.values())
         and not why_not()
-        and in_force.kept_measured() is None
+        and measured.kept_measured() is None
     )
 
 

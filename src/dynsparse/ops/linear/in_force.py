@@ -14,37 +14,25 @@ unless `dynsparse tune` is called; `off`: the tables that come with the library.
 
 from __future__ import annotations
 
-import hashlib
-import json
 import logging
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass
-from functools import cache
-from pathlib import Path
 from typing import Any
 
 import torch
 
-from dynsparse import native
-from dynsparse.checks import is_number
-from dynsparse.files.cache import Cache, open_cache
 from dynsparse.files.shorten import shortened
-from dynsparse.ops.linear.costs import FAMILIES, Cost, Costs, Table
+from dynsparse.ops.linear.costs import Costs, Table
 from dynsparse.ops.linear.tables import shipped
-from dynsparse.processor import processor
-from dynsparse.version import __version__
 
 __all__ = [
-    "VARIABLE", "Measured", "check_state", "constants", "forget_measured", "from_plain",
-    "keep_measured", "kept_measured", "mode", "put", "resumed", "state", "table", "to_plain",
+    "VARIABLE", "check_state", "constants", "mode", "put", "resumed", "state", "table",
 ]  # fmt: skip
 
 _log = logging.getLogger(__name__)
 
 VARIABLE = "DYNSPARSE_TUNE"
 _MODES = ("auto", "load", "off")
-_KIND = "kernel-costs"
 
 _in_force: Table | None = None
 
@@ -69,7 +57,9 @@ def table() -> Table:
     """
     global _in_force
     if _in_force is None:
-        found = None if mode() == "off" or _is_one_of_many() else kept_measured()
+        found = None
+        if mode() != "off" and not _is_one_of_many():
+            found = _measured().kept_measured()
         if found is not None and found.in_force:
             _in_force = found.table()
         else:
@@ -101,111 +91,12 @@ def _is_one_of_many() -> bool:
     )
 
 
-# What is kept of a measurement.
+def _measured() -> Any:
+    """`measured`, loaded when a kernel is first chosen: who imports the library waits for none of
+    it."""
+    from dynsparse.ops.linear import measured
 
-
-@dataclass(frozen=True)
-class Measured:
-    """What a measurement of this processor came to.
-
-    Attributes:
-        date: as 2026-01-31.
-        asked: whether somebody called for it.
-        costs: as fitted.
-        error: mean error of a time, as a share of it.
-        above: how much longer the kinds that each table chooses take than the best, on average
-            over the cells measured: {"shipped": .., "measured": ..}.
-        in_force: whether kernels are to be chosen by it.
-        because: why, in words.
-    """
-
-    date: str
-    asked: bool
-    costs: Costs
-    error: float
-    above: dict[str, float]
-    in_force: bool
-    because: str
-
-    def table(self) -> Table:
-        return Table(
-            processor().name, f"measured here on {self.date}", self.costs, measured_here=True
-        )
-
-
-@cache
-def _kernels() -> str:
-    """A hash of the compiled kernels; empty where there are none."""
-    library = native.load()
-    if library is None:
-        return ""
-    return hashlib.sha256(Path(library._name).read_bytes()).hexdigest()
-
-
-def here() -> dict[str, str]:
-    """What constants depend on: this processor, its kernels, and the dense products of torch."""
-    return {
-        "processor": processor().name,
-        "kernels": _kernels(),
-        "version": __version__,
-        "torch": str(torch.__version__),
-    }
-
-
-def _key() -> str:
-    return json.dumps(here(), sort_keys=True)
-
-
-def kept_measured(cache: Cache | None = None) -> Measured | None:
-    """What was measured of this processor and kept; None where nothing was."""
-    content = (cache or open_cache()).get_json(_KIND, _key()) if _kernels() else None
-    if content is None:
-        return None
-    try:
-        fields = dict(content)
-        costs = from_plain(fields.pop("costs"))
-        measured = Measured(**fields, costs=costs)
-        if not isinstance(measured.in_force, bool) or not isinstance(measured.above, dict):
-            raise ValueError(f"expected the figures of a measurement, got {shortened(content)}")
-    except (KeyError, TypeError, ValueError) as error:
-        _log.warning("the measured costs of kernels cannot be read, and are left out: %s", error)
-        return None
     return measured
-
-
-def keep_measured(measured: Measured) -> bool:
-    """Keep it for the processes to come; whether there is a cache that does."""
-    plain = {**vars(measured), "costs": to_plain(measured.costs)}
-    return open_cache().put_json(_KIND, _key(), plain)
-
-
-def forget_measured() -> bool:
-    """Go back to what comes with the library; whether there was anything."""
-    return open_cache().remove(_KIND, _key())
-
-
-def to_plain(costs: Costs) -> dict[str, list[list[float]]]:
-    """Plain types, for `from_plain`."""
-    return {name: [list(one) for one in both] for name, both in costs.items()}
-
-
-def from_plain(plain: Any) -> Costs:
-    """What `to_plain` was given.
-
-    Raises:
-        ValueError: something else.
-    """
-    found: Costs = {}
-    try:
-        for name in FAMILIES:
-            forward, backward = (Cost(*numbers) for numbers in plain[name])
-            found[name] = forward, backward
-    except (KeyError, TypeError, ValueError):
-        found = {}
-    numbers = [number for both in found.values() for one in both for number in one]
-    if not numbers or not all(is_number(number) and 0 <= number < 1e9 for number in numbers):
-        raise ValueError(f"expected costs of {len(FAMILIES)} families, got {shortened(plain)}")
-    return found
 
 
 # What a training takes along.
@@ -216,7 +107,9 @@ def state() -> dict[str, Any]:
     now = table()
     if not now.measured_here:
         return {"table": now.name}
-    return {"table": now.name, "here": here(), "origin": now.origin, "costs": to_plain(now.costs)}
+    kept = _measured()
+    costs = kept.to_plain(now.costs)
+    return {"table": now.name, "here": kept.here(), "origin": now.origin, "costs": costs}
 
 
 def check_state(told: Any) -> None:
@@ -226,7 +119,7 @@ def check_state(told: Any) -> None:
     if not isinstance(told, Mapping) or not isinstance(told.get("table"), str):
         raise ValueError(f"expected the costs of kernels, got {shortened(told)}")
     if "costs" in told:
-        from_plain(told["costs"])
+        _measured().from_plain(told["costs"])
         if not isinstance(told.get("here"), Mapping) or not isinstance(told.get("origin"), str):
             raise ValueError(f"expected where costs were measured, got {shortened(told)}")
 
@@ -240,7 +133,7 @@ def resumed(told: Any) -> Table:
     if told is None:
         return shipped()
     if "costs" in told:
-        same = dict(told["here"]) == here()
-        costs = from_plain(told["costs"])
+        same = dict(told["here"]) == _measured().here()
+        costs = _measured().from_plain(told["costs"])
         return Table(told["table"], told["origin"], costs, measured_here=True) if same else table()
     return shipped() if told["table"] == shipped().name else table()

@@ -11,7 +11,7 @@ from dataclasses import replace
 from dynsparse import native
 from dynsparse.files.cache import open_cache
 from dynsparse.ops.linear.costs import Table
-from dynsparse.ops.linear.in_force import Measured, keep_measured, kept_measured
+from dynsparse.ops.linear.measured import Measured, keep_measured, kept_measured
 from dynsparse.ops.linear.tables import shipped
 from dynsparse.ops.linear.tuning.cells import MANY, QUICK, Timing, rounds
 from dynsparse.ops.linear.tuning.fit import MOST_ERROR, above_best, fit

@@ -1,0 +1,138 @@
+"""What was measured of this processor, in the cache on the disk.
+
+An entry lies under the processor's name, the bytes of the kernels, and the versions of this library
+and of torch, whose dense products are among the kinds.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from dynsparse import native
+from dynsparse.checks import is_number
+from dynsparse.files.cache import open_cache
+from dynsparse.files.shorten import shortened
+from dynsparse.ops.linear.costs import FAMILIES, Cost, Costs, Table
+from dynsparse.processor import processor
+from dynsparse.version import __version__
+
+__all__ = [
+    "Measured", "forget_measured", "from_plain", "here", "keep_measured", "kept_measured",
+    "to_plain",
+]  # fmt: skip
+
+_log = logging.getLogger(__name__)
+
+_KIND = "kernel-costs"
+
+
+@dataclass(frozen=True)
+class Measured:
+    """What a measurement of this processor came to.
+
+    Attributes:
+        date: as 2026-01-31.
+        asked: whether somebody called for it.
+        costs: as fitted.
+        error: mean error of a time, as a share of it.
+        above: how much longer the kinds that each table chooses take than the best, on average
+            over the cells measured: {"shipped": .., "measured": ..}.
+        in_force: whether kernels are to be chosen by it.
+        because: why, in words.
+    """
+
+    date: str
+    asked: bool
+    costs: Costs
+    error: float
+    above: dict[str, float]
+    in_force: bool
+    because: str
+
+    def table(self) -> Table:
+        return Table(
+            processor().name, f"measured here on {self.date}", self.costs, measured_here=True
+        )
+
+
+@cache
+def _kernels() -> str:
+    """A hash of the compiled kernels; empty where there are none."""
+    library = native.load()
+    if library is None:
+        return ""
+    return hashlib.sha256(Path(library._name).read_bytes()).hexdigest()
+
+
+def here() -> dict[str, str]:
+    """What constants depend on: this processor, its kernels, and the dense products of torch."""
+    return {
+        "processor": processor().name,
+        "kernels": _kernels(),
+        "version": __version__,
+        "torch": str(torch.__version__),
+    }
+
+
+def _key() -> str:
+    return json.dumps(here(), sort_keys=True)
+
+
+def kept_measured() -> Measured | None:
+    """What was measured of this processor and kept; None where nothing was."""
+    content = open_cache().get_json(_KIND, _key()) if _kernels() else None
+    if content is None:
+        return None
+    try:
+        fields = dict(content)
+        costs = from_plain(fields.pop("costs"))
+        measured = Measured(**fields, costs=costs)
+        if not isinstance(measured.in_force, bool) or not isinstance(measured.above, dict):
+            raise ValueError(f"expected the figures of a measurement, got {shortened(content)}")
+    except (KeyError, TypeError, ValueError) as error:
+        _log.warning("the measured costs of kernels cannot be read, and are left out: %s", error)
+        return None
+    return measured
+
+
+def keep_measured(measured: Measured) -> bool:
+    """Keep it for the processes to come; whether there is a cache that does."""
+    plain = {**vars(measured), "costs": to_plain(measured.costs)}
+    return open_cache().put_json(_KIND, _key(), plain)
+
+
+def forget_measured() -> bool:
+    """Go back to what comes with the library; whether there was anything."""
+    return open_cache().remove(_KIND, _key())
+
+
+def to_plain(costs: Costs) -> dict[str, list[list[float]]]:
+    """Plain types, for `from_plain`."""
+    return {name: [list(one) for one in both] for name, both in costs.items()}
+
+
+def from_plain(plain: Any) -> Costs:
+    """What `to_plain` was given.
+
+    Raises:
+        ValueError: something else.
+    """
+    found: Costs = {}
+    try:
+        for name in FAMILIES:
+            forward, backward = (Cost(*numbers) for numbers in plain[name])
+            found[name] = forward, backward
+    except (KeyError, TypeError, ValueError):
+        found = {}
+    numbers = [number for both in found.values() for one in both for number in one]
+    if not numbers or not all(is_number(number) and 0 <= number < 1e9 for number in numbers):
+        raise ValueError(f"expected costs of {len(FAMILIES)} families, got {shortened(plain)}")
+    return found
