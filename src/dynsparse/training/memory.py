@@ -24,7 +24,7 @@ _WORTHWHILE = 4 << 20
 
 # And of so many, one whose parts each hand back what they have freed, for a lower peak: what is
 # handed back has to be fetched anew by the next part, at a tenth of the time of an update.
-_LARGE = 16 << 20
+_LARGE = 8 << 20
 
 
 def keep_memory() -> bool:
