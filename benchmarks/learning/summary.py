@@ -19,12 +19,18 @@ def loss(row: Row) -> float:
     return row["valid"][-1][1]
 
 
+def label(name: str) -> str:
+    """As people write it."""
+    method, comma, changes = name.partition(", ")
+    return {"rigl": "RigL", "set": "SET"}.get(method, method) + comma + changes
+
+
 def table(rows: list[Row], against: str) -> str:
     """Markdown: the mean at the end, and the difference to a variant, seed by seed."""
-    base = {row["seed"]: loss(row) for row in rows if row["variant"] == against}
+    base = losses_by_seed(rows, against)
     lines = [
         "| variant | seeds | validation loss, mean (least to largest) "
-        f"| less {against}'s, by seed | test loss |",
+        f"| less {label(against)}'s, by seed | test loss |",
         "|---|---|---|---|---|",
     ]
     names = list(dict.fromkeys(row["variant"] for row in rows))
@@ -34,10 +40,10 @@ def table(rows: list[Row], against: str) -> str:
         less = [
             f"{loss(row) - base[row['seed']]:+.4f} ({row['seed']})"
             for row in own
-            if row["seed"] in base
+            if row["seed"] in base and name != against
         ]
         lines.append(
-            f"| {name} | {len(own)} | {statistics.mean(found):.4f} "
+            f"| {label(name)} | {len(own)} | {statistics.mean(found):.4f} "
             f"({min(found):.4f} to {max(found):.4f}) | {', '.join(less)} | "
             f"{statistics.mean(row['test'] for row in own):.4f} |"
         )
@@ -45,7 +51,51 @@ def table(rows: list[Row], against: str) -> str:
 
 
 def _losses(rows: list[Row], name: str) -> list[float]:
-    return [loss(row) for row in rows if row["variant"] == name]
+    return list(losses_by_seed(rows, name).values())
+
+
+def losses_by_seed(rows: list[Row], name: str) -> dict[int, float]:
+    return {row["seed"]: loss(row) for row in rows if row["variant"] == name}
+
+
+def verdict(gains: list[float], gap: float) -> str:
+    """Whether a change explains why RigL ends above SET, by a rule that was written down before
+    the runs.
+
+    Args:
+        gains: RigL's loss less that with the change, by seed; at least two.
+        gap: RigL's mean loss less SET's.
+
+    "not refuted": the mean gain is half the gap or more, and above 0 by more than its standard
+    error. "refuted": it is below half the gap by more than its standard error. Else "undecided".
+    """
+    mean = statistics.mean(gains)
+    error = statistics.stdev(gains) / len(gains) ** 0.5
+    if mean >= gap / 2 and mean > error:
+        return "not refuted"
+    return "refuted" if mean + error < gap / 2 else "undecided"
+
+
+def verdicts(rows: list[Row], base: str = "rigl", aim: str = "set") -> str:
+    """Markdown: what every change of RigL gains, and its verdict."""
+    own, other = losses_by_seed(rows, base), losses_by_seed(rows, aim)
+    gap = statistics.mean(own[seed] - other[seed] for seed in own.keys() & other.keys())
+    found = []
+    for name in dict.fromkeys(row["variant"] for row in rows):
+        changed = losses_by_seed(rows, name)
+        gains = [own[seed] - changed[seed] for seed in sorted(own.keys() & changed.keys())]
+        if name.startswith(f"{base}, ") and len(gains) > 1:
+            found.append((statistics.mean(gains), name.partition(", ")[2], gains))
+    lines = ["| change | gain, mean and its standard error | seeds that gain | verdict |",
+             "|---|---|---|---|"]  # fmt: skip
+    for mean, change, gains in sorted(found, reverse=True):
+        error = statistics.stdev(gains) / len(gains) ** 0.5
+        below = sum(gain > 0 for gain in gains)
+        lines.append(
+            f"| {change} | {mean:+.4f} ({error:.4f}) | {below} of {len(gains)} | "
+            f"{verdict(gains, gap)} |"
+        )
+    return "\n".join(lines)
 
 
 def noise(rows: list[Row]) -> dict[str, list[list[float]]]:

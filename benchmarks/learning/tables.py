@@ -1,0 +1,127 @@
+"""Fills the tables of the pages on what networks learn, from the results beside them.
+
+    python benchmarks/learning/tables.py
+
+The results are docs/pictures/why-rigl.jsonl (run.py), small.jsonl (small.py) and lenet.jsonl
+(benchmarks/lenet.py); a test compares them with the pages. A table stands between
+`<!-- learning: NAME -->` and `<!-- /learning -->`.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import statistics
+from pathlib import Path
+from typing import Any
+
+from small_trials import EXPERIMENTS
+from summary import table as table_of_variants
+from summary import verdicts
+
+Row = dict[str, Any]
+DOCS = Path(__file__).parents[2] / "docs"
+PAGES = ("why-rigl.md", "small-experiments.md", "cifar.md", "results.md")
+
+# What differed among the trials of lenet.py, in the order of the table's columns.
+SETTINGS = ("rate", "course", "decay", "dropout", "interval", "end", "initial", "epochs")
+
+
+def read(name: str) -> list[Row]:
+    return [json.loads(line) for line in (DOCS / "pictures" / name).read_text().splitlines()]
+
+
+def markdown(head: list[str], body: list[list[str]]) -> str:
+    lines = [head, ["---"] * len(head), *body]
+    return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
+
+
+def spread(found: list[float], digits: int = 2) -> str:
+    """The mean, and the least and the largest in brackets."""
+    if len(found) == 1:
+        return f"{found[0]:.{digits}f}"
+    return (
+        f"{statistics.mean(found):.{digits}f} ({min(found):.{digits}f} to {max(found):.{digits}f})"
+    )
+
+
+def _found(rows: list[Row], experiment: str, trial: str) -> list[Row]:
+    return [r for r in rows if (r["experiment"], r["trial"]) == (experiment, trial)]
+
+
+def experiment_table(rows: list[Row], name: str) -> str:
+    """Error and number of weights of every trial of an experiment."""
+    body = []
+    for trial in EXPERIMENTS[name].trials:
+        found = _found(rows, name, trial)
+        errors, weights = [row["error"] for row in found], found[0]["weights"]
+        body.append([trial, str(len(found)), spread(errors), f"{weights:,}"])
+    return markdown([EXPERIMENTS[name].of, "seeds", "error in %", "weights"], body)
+
+
+def convolutions_table(rows: list[Row]) -> str:
+    """A line per density, a column per method."""
+    methods = {"static": "static", "set": "SET", "rigl": "RigL"}
+    body = []
+    for density in ("0.1", "0.05", "0.02"):
+        found = {m: _found(rows, f"conv {density}", m) for m in methods}
+        cells = [spread([row["error"] for row in found[m]]) for m in methods]
+        weights = found["rigl"][0]["weights"]
+        body.append([density, f"{weights:,}", str(len(found["rigl"])), *cells])
+    return markdown(["density", "weights", "seeds", *methods.values()], body)
+
+
+def lenet_table(rows: list[Row]) -> str:
+    """A line per setting, the least error first; all in percent."""
+    groups: dict[tuple[Any, ...], list[Row]] = {}
+    for row in rows:
+        groups.setdefault(tuple(row[name] for name in SETTINGS), []).append(row)
+
+    def percent(at: tuple[Any, ...], key: str) -> list[float]:
+        return [100 * row["sparse"][key] for row in groups[at]]
+
+    body = []
+    for at in sorted(groups, key=lambda at: statistics.mean(percent(at, "final"))):
+        cells = [f"{value:g}" if isinstance(value, float) else str(value) for value in at]
+        figures = [spread(percent(at, key)) for key in ("final", "best", "training")]
+        body.append([*cells, str(len(groups[at])), *figures])
+    head = [*SETTINGS, "seeds", "error at the end", "at the best epoch", "of the training pictures"]
+    return markdown(head, body)
+
+
+def blocks() -> dict[str, str]:
+    """All tables by name."""
+    why, small, lenet = read("why-rigl.jsonl"), read("small.jsonl"), read("lenet.jsonl")
+    long = [r for r in why if r["steps"] == 2000 and not r["variant"].startswith("masked")]
+    made = {
+        "why-rigl": table_of_variants(long, "set"),
+        "verdicts": verdicts(long),
+        "convolutions": convolutions_table(small),
+        "lenet": lenet_table(lenet),
+    }
+    there = {(row["experiment"], row["trial"]) for row in small}
+    for name, experiment in EXPERIMENTS.items():  # those that have been run
+        if all((name, trial) in there for trial in experiment.trials):
+            made[name] = experiment_table(small, name)
+    return made
+
+
+def filled(text: str, made: dict[str, str]) -> str:
+    """A page with its tables as they are to be."""
+
+    def fill(found: re.Match[str]) -> str:
+        return f"{found[1]}\n\n{made[found[2]]}\n\n<!-- /learning -->"
+
+    marked = r"(<!-- learning: (.+?) -->)\n.*?<!-- /learning -->"
+    return re.sub(marked, fill, text, flags=re.S)
+
+
+def main() -> None:
+    made = blocks()
+    for page in PAGES:
+        path = DOCS / page
+        path.write_text(filled(path.read_text(), made))
+
+
+if __name__ == "__main__":
+    main()
