@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import struct
 from contextlib import nullcontext
+from functools import cache
 from unittest import mock
 
 import torch
@@ -109,12 +110,18 @@ def page():
     }
 
 
+@cache
+def one_page():
+    """What nobody changes need not be made anew."""
+    return page()
+
+
 def profile_file():
-    return reports.save_profile(folder() / "a.json", **page())
+    return reports.save_profile(folder() / "a.json", title="A", profile=one_page()["profile"])
 
 
 def read_profile():
-    return reports.read_profiles(page()["profile"])[0]
+    return reports.read_profiles(one_page()["profile"])[0]
 
 
 def followed(algorithm, options):
@@ -197,13 +204,13 @@ RECIPES = {
         summary=lambda: {"seed": 0},
     ),
     "dynsparse.report.machine.save_profile": Recipe(
-        reports.save_profile, lambda: {"path": folder() / "a.json", **page()}, FILES
+        reports.save_profile, lambda: {"path": folder() / "a.json", **one_page()}, FILES
     ),
     "dynsparse.report.machine.load_profile": Recipe(
         reports.load_profile, lambda: {"path": profile_file()}, FILES
     ),
     "dynsparse.report.machine.read_profiles": call(
-        reports.read_profiles, profile=lambda: page()["profile"]
+        reports.read_profiles, profile=lambda: one_page()["profile"]
     ),
     "dynsparse.report.machine.operations": call(
         reports.operations, profile=read_profile, depth=lambda: 2
@@ -219,11 +226,11 @@ RECIPES = {
     "dynsparse.report.machine.compare": call(
         reports.compare,
         first=lambda: reports.load_profile(profile_file()),
-        second=lambda: page()["profile"],
+        second=lambda: one_page()["profile"],
     ),
     "dynsparse.report.machine.comparison_text": call(
         reports.comparison_text,
-        found=lambda: reports.compare(page()["profile"], page()["profile"]),
+        found=lambda: reports.compare(one_page()["profile"], one_page()["profile"]),
     ),
     "dynsparse.report.machine.encoding_data": call(
         encoding_data, partitioner=partitioner, encoded=encoded

@@ -66,7 +66,9 @@ def save_profile(
         OSError: the file cannot be written.
     """
     names = [one.name for one in read_profiles(profile)]
-    several = profile if isinstance(profile, Mapping) and "steps" not in profile else {"": profile}
+    several = {} if profile is None else {"": profile}
+    if isinstance(profile, Mapping) and "steps" not in profile:
+        several = dict(profile)
     runs = [
         (name, one.to_dict() if hasattr(one, "to_dict") else one)
         for name, one in zip(names, several.values(), strict=True)
