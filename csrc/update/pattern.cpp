@@ -177,6 +177,7 @@ i64 reach_of(const i32* source, i64 count) {
 // What an array held around a stretch of slots is copied, which stays in the second-level cache, and
 // the stretch written over. Where survivors move farther than NEAR there are two passes.
 constexpr i64 STRETCH = 1 << 13, NEAR = 1 << 13, WINDOW = STRETCH + 2 * NEAR;
+constexpr i64 WINDOW_BYTES = WINDOW * sizeof(uint64_t);
 
 // New slot j holds what slot source[j] held; `reach` is at most NEAR.
 template <class T>
@@ -234,6 +235,21 @@ void follow_blocks(char* data, i64 bytes, const i32* source, i64 count) {
   for (i64 j = count - 1; j >= 0; j--) {
     if (source[j] < 0) std::memset(data + j * bytes, 0, bytes);
     else if (source[j] < j) std::memcpy(data + j * bytes, data + source[j] * bytes, bytes);
+  }
+}
+
+// `windows` has WINDOW_BYTES for each array; null: there is no memory for them, or no use.
+void follow_all(void* const* data, const i64* bytes, i64 tensors, const i32* source, i64 count,
+                i64 reach, char* windows, i64 pieces) {
+#pragma omp parallel for num_threads(pieces) schedule(dynamic)
+  for (i64 i = 0; i < tensors; i++) {
+    char* const window = windows ? windows + i * WINDOW_BYTES : nullptr;
+    switch (bytes[i]) {
+      case 2: follow<uint16_t>(data[i], source, count, reach, window); break;
+      case 4: follow<uint32_t>(data[i], source, count, reach, window); break;
+      case 8: follow<uint64_t>(data[i], source, count, reach, window); break;
+      default: follow_blocks(static_cast<char*>(data[i]), bytes[i], source, count);
+    }
   }
 }
 
@@ -329,23 +345,12 @@ int dynsparse_pattern_by_columns(const i32* row_ptr, const i32* cols, i64 height
 
 void dynsparse_pattern_follow(void* const* data, const i64* bytes, i64 tensors, const i32* source,
                               i64 count, i32 threads) {
-  const bool small = count < SMALL;
-  const i64 pieces = small ? 1 : std::min<i64>(tensors, threads);
-  const i64 reach = small ? count : reach_of(source, count);
-  // Without memory for windows it goes without.
-  const i64 room = small || reach > NEAR ? 0 : WINDOW * sizeof(uint64_t);
-  dynsparse::Scratch scratch(room * tensors);
-  char* const windows = scratch.failed() || !room ? nullptr : scratch.take<char>(room * tensors);
-#pragma omp parallel for num_threads(pieces) schedule(dynamic)
-  for (i64 i = 0; i < tensors; i++) {
-    char* const window = windows ? windows + i * room : nullptr;
-    switch (bytes[i]) {
-      case 2: follow<uint16_t>(data[i], source, count, reach, window); break;
-      case 4: follow<uint32_t>(data[i], source, count, reach, window); break;
-      case 8: follow<uint64_t>(data[i], source, count, reach, window); break;
-      default: follow_blocks(static_cast<char*>(data[i]), bytes[i], source, count);
-    }
-  }
+  if (count < SMALL) return follow_all(data, bytes, tensors, source, count, count, nullptr, 1);
+  const i64 reach = reach_of(source, count), pieces = std::min<i64>(tensors, threads);
+  if (reach > NEAR) return follow_all(data, bytes, tensors, source, count, reach, nullptr, pieces);
+  dynsparse::Scratch scratch(tensors * WINDOW_BYTES);
+  char* const windows = scratch.failed() ? nullptr : scratch.take<char>(tensors * WINDOW_BYTES);
+  follow_all(data, bytes, tensors, source, count, reach, windows, pieces);
 }
 
 void dynsparse_pattern_move(const void* data, i64 bytes, const i32* source, i64 count, void* moved,
