@@ -147,8 +147,25 @@ def _float32() -> str:
     return markdown(head, rows)
 
 
+def _beside() -> str:
+    rows = []
+    for n, batch in ((1024, 8192), (4096, 512), (4096, 2048), (4096, 8192), (8192, 8192)):
+        cells: list[object] = [n, batch]
+        for b in (32, 64, 128):
+            at = layer(n, 0.1, b)
+            whole = sum(
+                seconds("blocks", at, batch, p, "16-bit", H200, captured=True) for p in PASSES
+            )
+            for moved in (6 * at.nnz * b * b, 2 * batch * n):
+                cells.append(f"{100 * (moved / H200.memory + 2e-6) / whole:.1f} %")
+        rows.append(cells)
+    head = [f"{b}, {what}" for b in (32, 64, 128) for what in ("rounding", "bias")]
+    return markdown(["features", "samples", *head], rows)
+
+
 TABLES = {
-    "bounds": _bounds, "sizes": _sizes, "losses": _losses, "chips": _chips, "float32": _float32,
+    "bounds": _bounds, "beside": _beside, "sizes": _sizes, "losses": _losses, "chips": _chips,
+    "float32": _float32,
 }  # fmt: skip
 
 

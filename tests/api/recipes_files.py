@@ -154,6 +154,7 @@ RECIPES = {
     "dynsparse.training.records.Recorder.log": of(
         recorder, "log", step=lambda: 1, figures=lambda: {"loss": 1.0}
     ),
+    "dynsparse.training.records.Recorder.flush": of(recorder, "flush"),
     "dynsparse.training.records.Recorder.truncate": of(
         recorded, "truncate", step=lambda: 1, patterns=lambda: {"a": rewiring().after}
     ),
