@@ -171,7 +171,8 @@ def wrong(*path, value):
 RUN = ("runs", 0)
 CONTENTS = (*RUN, "contents")
 DAMAGED = {
-    "not JSON": (lambda content: "{", "it is not JSON"),
+    "not JSON": (lambda content: "{", "it is not JSON of Unicode text"),
+    "half a sign": (wrong("summary", value={"\ud800": 1}), "it is not JSON of Unicode text"),
     "a list": (lambda content: [1], "the key 'format' must be 'dynsparse-profile'"),
     "foreign": (wrong("format", value="other"), "the key 'format' must be"),
     "later": (wrong("version", value=2), "version 1 is known here, got 2"),

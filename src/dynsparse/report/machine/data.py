@@ -144,11 +144,15 @@ def _profile(name: str, profile: Any) -> ProfileData:
         order=order,
         rows=rows,
         whole=bool(profile.get("timeline_is_whole", True)),
-        codelets={str(k): figures(v, f"{what}, codelets") for k, v in codelets.items()},
+        codelets={str(k): _codelet(v, f"{what}, codelets") for k, v in codelets.items()},
         tiles=tiles,
         contents=contents,
         program=read_program(profile.get("tree", ()), len(steps), f"{what}, tree"),
     )
+
+
+def _codelet(one: Any, what: str) -> dict[str, float]:
+    return {key: amount(need(one, key, what), f"{what}, {key}") for key in ("vertices", "cycles")}
 
 
 def _target(target: Any, what: str) -> dict[str, Any]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,6 +23,8 @@ from dynsparse.report.machine.summary import summary_section
 from dynsparse.typed import typed
 
 __all__ = ["StoredProfile", "load_profile", "save_profile"]
+
+_HALF = re.compile(rb"\\u[dD][89a-fA-F]")
 
 
 @dataclass(frozen=True)
@@ -94,9 +97,16 @@ def load_profile(path: str | os.PathLike[str]) -> StoredProfile:
     """
     file = Path(path)
     try:
-        return _read(parse_json(file.read_bytes()), file)
+        text = file.read_bytes()
+        content = parse_json(text)
+        if _HALF.search(text):
+            # A lone half of a surrogate pair can be written nowhere.
+            json.dumps(content, ensure_ascii=False).encode()
+        return _read(content, file)
     except (ValueError, TypeError, RecursionError) as error:
-        told = str(error) if not isinstance(error, json.JSONDecodeError) else "it is not JSON"
+        told = str(error)
+        if isinstance(error, (json.JSONDecodeError, UnicodeError)):
+            told = "it is not JSON of Unicode text"
         raise ValueError(f"{file}: expected a profile as dynsparse stores it: {told}") from None
 
 
