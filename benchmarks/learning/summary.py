@@ -132,8 +132,8 @@ def draw(rows: list[Row], against: str, path: Path) -> None:
     seen = noise(rows)
     counts = sorted((int(n) for n in seen if n != "0"), key=int)
     for at in range(len(seen["0"])):
-        label = ("after 5 %", "20 %", "40 %", "60 % of the steps")[at % 4]
-        axes[0, 0].plot(counts, [seen[str(n)][at][0] for n in counts], "o-", label=label)
+        when = ("after 5 %", "20 %", "40 %", "60 % of the steps")[at % 4]
+        axes[0, 0].plot(counts, [seen[str(n)][at][0] for n in counts], "o-", label=when)
     axes[0, 0].set(
         title="Share of the growth that 64 batches choose, too",
         xlabel="batches of 1,024 characters", ylabel="share", ylim=(0, 1), xscale="log",
@@ -147,7 +147,7 @@ def draw(rows: list[Row], against: str, path: Path) -> None:
         ):
             steps, values = updates(long, name, key)
             steps, values = (steps, values) if key == "known" else (steps[1:], values[1:])
-            axes[0, 1].plot(steps, values, style, label=f"{name}: {words}")
+            axes[0, 1].plot(steps, values, style, label=f"{label(name)}: {words}")
     axes[0, 1].set(
         title="What becomes of the grown weights", xlabel="step", ylabel="share", ylim=(0, 1.3)
     )
@@ -155,7 +155,7 @@ def draw(rows: list[Row], against: str, path: Path) -> None:
     for name in ("rigl", "rigl, correlation", "set"):
         for key, style in (("inputs", "-"), ("outputs", "--")):
             steps, values = updates(long, name, key)
-            axes[1, 0].plot(steps, values, style, label=f"{name}: {key}")
+            axes[1, 0].plot(steps, values, style, label=f"{label(name)}: {key}")
     axes[1, 0].set(
         title="Features that the grown weights of an update spread over",
         xlabel="step", ylabel="effective share of all",
@@ -172,9 +172,9 @@ def draw(rows: list[Row], against: str, path: Path) -> None:
         axes[1, 1].plot(less, [place] * len(less), "o", alpha=0.7)
         axes[1, 1].plot([statistics.mean(less)] * 2, [place - 0.25, place + 0.25], "k-")
     axes[1, 1].axvline(0, color="grey", linewidth=1)
-    axes[1, 1].set_yticks(range(len(names)), names)
+    axes[1, 1].set_yticks(range(len(names)), [label(name) for name in names])
     axes[1, 1].set(
-        title=f"Validation loss at the end, less {against}'s with the same seed",
+        title=f"Validation loss, less {label(against)}'s by seed",
         xlabel="nats; left is better",
     )
     for axis in axes.flat[:3]:
