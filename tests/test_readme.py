@@ -65,7 +65,8 @@ def test_the_figures_of_the_readme_are_those_of_the_pages():
 
     readme = (ROOT / "README.md").read_text()
     section = speed.read_text().partition("## Convolutions")[2].partition("\n## ")[0]
-    rows = [line.split("|")[2:5] for line in section.splitlines() if re.search(r"\(\d", line)]
+    table = re.search(r"^\| layer .*?\n\n", section, re.DOTALL | re.MULTILINE).group()
+    rows = [line.split("|")[2:5] for line in table.splitlines() if re.search(r"\(\d", line)]
     elements, _, blocks = (
         [float(cell.split()[0]) for cell in column] for column in zip(*rows, strict=True)
     )
