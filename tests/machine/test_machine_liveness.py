@@ -1,5 +1,7 @@
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from dynsparse.machine import (
     BOOL,
@@ -15,13 +17,17 @@ from dynsparse.machine import (
     In,
     Out,
     OutOfMemoryError,
+    PrintTensor,
     Repeat,
     RepeatWhileTrue,
     Sequence,
     Switch,
     Target,
     WriteUndef,
+    concat,
 )
+from dynsparse.machine.liveness import analyse
+from dynsparse.machine.tensor import Tensor
 
 # Sizes in floats; each variable has its own power of two, so a sum says which are held.
 SIZES = {"a": 1, "b": 2, "c": 4, "d": 8, "e": 16, "f": 32}
@@ -133,6 +139,38 @@ def test_handles_and_initial_values_stay():
     m.graph.set_initial_value(m.v["c"], 1.0)
     program = Sequence(m.move("a", "b"), m.move("b", "c"), m.move("c", "d"), m.move("d", "e"))
     assert m.held(program) == ("abcef", "d")
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    st.lists(st.integers(0, 6000), min_size=1, max_size=5),
+    st.lists(st.integers(0, 10**9), min_size=3, max_size=3),
+    st.sampled_from(["listed", "sorted", "slice", "turned", "runs"]),
+)
+def test_every_variable_that_a_handle_views_stays(sizes, numbers, kind):
+    graph = Graph(Target(tiles=1))
+    variables = [graph.add_variable(FLOAT, [n], tiles=0) for n in sizes]
+    whole = np.concatenate([v.addresses() for v in variables])
+    first, count, seed = numbers
+    view, elements = variables[first % len(sizes)], np.zeros(0, np.int64)
+    if kind in ("listed", "sorted") and len(whole):
+        picked = np.random.default_rng(seed).choice(whole, count % 9000)
+        elements = np.sort(picked) if kind == "sorted" else picked
+        view = Tensor(graph, FLOAT, elements.shape, addresses=elements)
+    elif kind == "runs":
+        view = concat([v for v in variables for _ in range(2)])
+    elif kind == "turned":
+        view = view[::-2]
+    elif kind == "slice":
+        view = view[seed % (len(view) + 1) :]
+    graph.add_handle("seen", view)
+    steps = [step for v in variables for step in (WriteUndef(v), PrintTensor(v))]
+    found = analyse(graph, [Sequence(*steps)])
+    seen = np.isin(whole, view.addresses())
+    of = np.repeat(np.arange(len(sizes)), sizes)
+    # What is empty is never read, so it counts as wanted.
+    expected = [bool(seen[of == i].any()) or not n for i, n in enumerate(sizes)]
+    assert found.members(found.always).tolist() == expected
 
 
 def test_the_error_names_the_step():

@@ -108,6 +108,43 @@ def test_views_list_what_numpy_lists(pair, data):
     row = np.repeat(np.arange(rows), tensor.numel // rows)
     for r in range(len(runs.starts)):
         assert len(np.unique(row[run == r])) == 1
+    low, high = tensor.extents()
+    assert len(low) == len(high) == 1
+    assert (low[0], high[0]) == (expected.min(), expected.max())
+
+
+def test_extents_of_many_elements():
+    graph = make_graph()
+    tensor = graph.add_variable(FLOAT, [3, 5000])
+    listed = tensor[[2, 0]]
+    low, high = listed.extents()
+    first = int(tensor.addresses()[0, 0])
+    assert (low - first).tolist() == [10000, 0, 3192]
+    assert (high - first).tolist() == [14095, 14999, 4999]
+    assert [len(one) for one in graph.add_variable(FLOAT, [0]).extents()] == [0, 0]
+
+
+@FAST
+@given(st.lists(st.tuples(st.integers(0, 3000), st.integers(0, 3000)), min_size=2, max_size=4))
+def test_long_stretches_are_joined_without_a_list(cuts):
+    graph = make_graph()
+    one, other = graph.add_variable(FLOAT, [3000]), graph.add_variable(FLOAT, [3000])
+    parts = [(one, other)[i % 2].slice(min(c), max(c)) for i, c in enumerate(cuts)]
+    both = concat([parts[0][:7], parts[0][7:], *parts[1:]])
+    addresses = np.concatenate([part.addresses() for part in parts])
+    listed = Tensor(graph, FLOAT, addresses.shape, addresses=addresses)
+    np.testing.assert_array_equal(both.addresses(), addresses)
+    for found, expected in zip(both.runs(), listed.runs(), strict=True):
+        np.testing.assert_array_equal(found, expected)
+    memory = {FLOAT: np.arange(10_000, dtype=np.float32)}
+    np.testing.assert_array_equal(both.values(memory), memory[FLOAT][addresses])
+    if len(np.unique(addresses)) == len(addresses):
+        both.fill(memory, -1 - np.arange(len(addresses)))
+        np.testing.assert_array_equal(memory[FLOAT][addresses], -1 - np.arange(len(addresses)))
+        assert (memory[FLOAT] < 0).sum() == len(addresses)
+    both.fill(memory, np.float32(-3))
+    assert (both.values(memory) == -3).all()
+    assert (memory[FLOAT] == -3).sum() == len(np.unique(addresses))
 
 
 def test_concat_squeeze_and_gather():

@@ -258,12 +258,10 @@ def _bind_pair(src: Tensor, dst: Tensor, memory: dict[DType, np.ndarray]) -> Cal
         else:
             src = as_dst
     from_, to = src.data(memory), dst.data(memory)
-    flat = memory[src.dtype]
-    # Addresses are asked for when wanted: tensors of long runs do not keep them.
     if from_ is None:
         if to is not None:
-            return lambda: np.copyto(to, flat[src.addresses()])
-        return lambda: flat.__setitem__(dst.addresses(), flat[src.addresses()])
+            return lambda: np.copyto(to, src.values(memory))
+        return lambda: dst.fill(memory, src.values(memory))
     if to is None:
-        return lambda: flat.__setitem__(dst.addresses(), from_)
+        return lambda: dst.fill(memory, from_)
     return lambda: np.copyto(to, from_)

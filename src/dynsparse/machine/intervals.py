@@ -14,6 +14,9 @@ __all__ = ["Pieces", "Runs", "TileMap", "expand", "refine", "union_lengths"]
 
 IntArray = np.ndarray
 
+# Elements of a run in the mean.
+_LONG = 1024
+
 
 class Runs(NamedTuple):
     """Consecutive elements, in the order in which a tensor lists them."""
@@ -24,6 +27,11 @@ class Runs(NamedTuple):
     @property
     def ends(self) -> IntArray:
         return self.starts + self.lengths
+
+    @property
+    def are_long(self) -> bool:
+        """Whether there are some, and going through them one by one is quicker than by address."""
+        return int(self.lengths.sum()) >= _LONG * len(self.starts) > 0
 
     def addresses(self) -> IntArray:
         """Every address, in order."""

@@ -16,7 +16,7 @@ import numpy as np
 from dynsparse.machine import program as programs
 from dynsparse.machine.dtypes import DType
 from dynsparse.machine.graph import Graph
-from dynsparse.machine.intervals import Runs, union_lengths
+from dynsparse.machine.intervals import union_lengths
 from dynsparse.machine.objects import Variable
 from dynsparse.machine.tensor import Tensor
 
@@ -66,24 +66,44 @@ class _Analysis:
 
     def touched(self, tensors: Iterable[Tensor], whole: bool = False) -> int:
         """The variables that tensors view; with `whole`, only those they cover together."""
-        by_type: dict[DType, list[Runs]] = {}
+        by_type: dict[DType, list[Tensor]] = {}
         for tensor in tensors:
             if tensor.numel:
-                by_type.setdefault(tensor.dtype, []).append(tensor.runs())
+                by_type.setdefault(tensor.dtype, []).append(tensor)
         bits = 0
         for dtype, parts in by_type.items():
-            starts = np.concatenate([r.starts for r in parts])
-            lengths = np.concatenate([r.lengths for r in parts])
-            owner = np.searchsorted(self.starts[dtype], starts, "right") - 1
-            # Variables lie apart, so no run crosses from one into the next.
-            found = np.flatnonzero(np.bincount(owner)).tolist()
-            if whole:
-                group = self.graph.variables[dtype]
-                covered = union_lengths(starts, lengths, owner, len(group))
-                found = [i for i in found if covered[i] == group[i].tensor.numel]
+            found = self._covered(dtype, parts) if whole else self._viewed(dtype, parts)
             for i in found:
                 bits |= 1 << (self.first_bit[dtype] + i)
         return bits
+
+    def _owner(self, dtype: DType, addresses: np.ndarray) -> np.ndarray:
+        return np.searchsorted(self.starts[dtype], addresses, "right") - 1
+
+    def _viewed(self, dtype: DType, tensors: list[Tensor]) -> list[int]:
+        """Which variables of a type tensors view."""
+        extents = [tensor.extents() for tensor in tensors]
+        low, high = (np.concatenate(column) for column in zip(*extents, strict=True))
+        owner = self._owner(dtype, low)
+        # Stretches in one variable need no closer look; handles may list millions of elements.
+        apart = owner != self._owner(dtype, high)
+        owners = [owner[~apart]]
+        if apart.any():
+            of = np.repeat(np.arange(len(tensors)), [len(first) for first, _ in extents])
+            across = np.unique(of[apart]).tolist()
+            owners += [self._owner(dtype, tensors[i].runs().starts) for i in across]
+        return np.flatnonzero(np.bincount(np.concatenate(owners))).tolist()
+
+    def _covered(self, dtype: DType, tensors: list[Tensor]) -> list[int]:
+        """Which variables of a type tensors cover together."""
+        runs = [tensor.runs() for tensor in tensors]
+        starts = np.concatenate([r.starts for r in runs])
+        lengths = np.concatenate([r.lengths for r in runs])
+        # Variables lie apart, so no run crosses from one into the next.
+        group = self.graph.variables[dtype]
+        covered = union_lengths(starts, lengths, self._owner(dtype, starts), len(group))
+        sizes = np.array([v.tensor.numel for v in group])
+        return np.flatnonzero((covered == sizes) & (sizes > 0)).tolist()
 
     def effect(self, leaf: programs.Program) -> _Effect:
         """What a step reads and writes."""

@@ -125,11 +125,7 @@ class State:
     def read(self, what: str | Tensor, replica: int = 0) -> np.ndarray:
         """A copy of a tensor's values, by handle name, variable name or tensor."""
         tensor = self._tensor(what)
-        memory = self.memories[self.number(replica)]
-        data = tensor.data(memory)
-        if data is None:
-            return memory[tensor.dtype][tensor.addresses()]
-        return data.copy()
+        return tensor.values(self.memories[self.number(replica)])
 
     def number(self, replica: Any) -> int:
         """A replica that there is."""
@@ -172,8 +168,4 @@ class State:
                 )
         with np.errstate(over="ignore"):
             for memory in chosen:
-                data = tensor.data(memory)
-                if data is not None:
-                    data[...] = array
-                else:
-                    memory[tensor.dtype][tensor.addresses()] = array
+                tensor.fill(memory, array)

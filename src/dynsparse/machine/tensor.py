@@ -16,6 +16,9 @@ from dynsparse.typed import typed
 
 __all__ = ["Tensor", "concat", "rotation"]
 
+# Addresses that `extents` takes together.
+_PART = 4096
+
 
 def _axis(axis: Any, dimensions: int) -> int:
     """Which of the dimensions is meant; negative ones count from the end."""
@@ -151,6 +154,22 @@ class Tensor:
         starts = head.addresses().reshape(-1)
         return Runs(starts, np.full(len(starts), length, np.int64))
 
+    def extents(self) -> tuple[np.ndarray, np.ndarray]:
+        """The least and the greatest address of parts that together are the tensor: int64 [parts]
+        each. Parts may meet. There are far fewer than runs, and they are found far faster."""
+        if self.numel == 0:
+            return np.zeros(0, np.int64), np.zeros(0, np.int64)
+        if self._strides is not None:
+            ends = [(n - 1) * s for n, s in zip(self.shape, self._strides, strict=True)]
+            low = self._offset + sum(min(end, 0) for end in ends)
+            return np.array([low]), np.array([low + sum(map(abs, ends))])
+        if self._runs is not None:
+            return self._runs.starts, self._runs.ends - 1
+        assert self._addresses is not None
+        flat = self._addresses.reshape(-1)
+        first = np.arange(0, len(flat), _PART)
+        return np.minimum.reduceat(flat, first), np.maximum.reduceat(flat, first)
+
     def data(self, memory: dict[DType, np.ndarray]) -> np.ndarray | None:
         """The elements as a writable NumPy view; None if they are not regular."""
         if self._strides is None:
@@ -160,6 +179,29 @@ class Tensor:
             return np.zeros(self.shape, self.dtype.numpy)
         strides = tuple(s * flat.itemsize for s in self._strides)
         return as_strided(flat[self._offset :], self.shape, strides)
+
+    def values(self, memory: dict[DType, np.ndarray]) -> np.ndarray:
+        """A copy of what the elements hold."""
+        data, flat = self.data(memory), memory[self.dtype]
+        if data is not None:
+            return data.copy()
+        if self._runs is None or not self._runs.are_long:
+            return flat[self.addresses()]
+        parts = [flat[at : at + size] for at, size in zip(*self._runs, strict=True)]
+        return np.concatenate(parts).reshape(self.shape)
+
+    def fill(self, memory: dict[DType, np.ndarray], values: np.ndarray) -> None:
+        """Set the elements to values of the tensor's shape, or to a scalar."""
+        data, flat = self.data(memory), memory[self.dtype]
+        if data is not None:
+            data[...] = values
+        elif self._runs is None or not self._runs.are_long:
+            flat[self.addresses()] = values
+        else:
+            given, first = np.broadcast_to(values, self.shape).reshape(-1), 0
+            for at, size in zip(*self._runs, strict=True):
+                flat[at : at + size] = given[first : first + size]
+                first += size
 
     # Views.
 
@@ -275,10 +317,18 @@ class Tensor:
         return self.reshape([*self.shape[:axis], *self.shape[axis + 1 :]])
 
 
+def _joined(parts: list[Runs]) -> Runs:
+    """The runs of parts one after the other, those that go on joined as `Tensor.runs` has them."""
+    starts, lengths = (np.concatenate(column) for column in zip(*parts, strict=True))
+    first = np.flatnonzero(np.append(True, starts[1:] != (starts + lengths)[:-1])[: len(starts)])
+    return Runs(starts[first], np.add.reduceat(lengths, first) if len(first) else lengths)
+
+
 @typed
 def concat(tensors: Sequence[Tensor], axis: int = 0) -> Tensor:
-    """One tensor after the other along `axis`. It lists an address per element, so for large
-    operands prefer one variable and its slices, or a `Copy` of several pairs."""
+    """One tensor after the other along `axis`. Unless long stretches [n] are joined it lists an
+    address per element, so for large operands prefer one variable and its slices, or a `Copy` of
+    several pairs."""
     tensors = list(tensors)
     if not tensors:
         raise ValueError("concat needs at least one tensor")
@@ -292,6 +342,10 @@ def concat(tensors: Sequence[Tensor], axis: int = 0) -> Tensor:
             raise ValueError("concat of tensors of different graphs")
     if len(tensors) == 1:
         return first
+    if all(t.ndim == 1 and t._addresses is None for t in tensors):
+        runs = _joined([t.runs() for t in tensors])
+        if runs.are_long:
+            return Tensor(first.graph, first.dtype, [int(runs.lengths.sum())], runs=runs)
     addresses = np.concatenate([t.addresses() for t in tensors], axis)
     return Tensor(first.graph, first.dtype, addresses.shape, addresses=addresses)
 
