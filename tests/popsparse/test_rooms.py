@@ -20,7 +20,7 @@ FLOORS = (
     {"planner"},
     {"buckets"},
     {"timing"},
-    {"device", "static", "tensor_ops", "block_sparse"},
+    {"device", "static", "tensor_ops", "block_sparse", "layer_file"},
     {"fully_connected", "matmul", "embedding", "layer"},
     {"embedding_layer"},
     {"torch_layer", "measure"},
