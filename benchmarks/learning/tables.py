@@ -2,8 +2,9 @@
 
     python benchmarks/learning/tables.py
 
-The results are docs/pictures/why-rigl.jsonl (run.py), small.jsonl (small.py) and lenet.jsonl
-(benchmarks/lenet.py); a test compares them with the pages. A table stands between
+The results are docs/pictures/why-rigl.jsonl (run.py), small.jsonl (small.py), lenet.jsonl
+(benchmarks/lenet.py) and blocks-and-order.jsonl (blocks/run.py); a test compares them with the
+pages. A table stands between
 `<!-- learning: NAME -->` and `<!-- /learning -->`.
 """
 
@@ -15,13 +16,14 @@ import statistics
 from pathlib import Path
 from typing import Any
 
+from blocks.summary import cases_table, ways_table
 from small_trials import EXPERIMENTS
 from summary import table as table_of_variants
 from summary import verdicts
 
 Row = dict[str, Any]
 DOCS = Path(__file__).parents[2] / "docs"
-PAGES = ("why-rigl.md", "small-experiments.md", "cifar.md", "results.md")
+PAGES = ("why-rigl.md", "small-experiments.md", "cifar.md", "results.md", "blocks-and-order.md")
 
 # What differed among the trials of lenet.py, in the order of the table's columns.
 SETTINGS = ("rate", "course", "decay", "dropout", "interval", "end", "initial", "epochs")
@@ -89,8 +91,9 @@ def lenet_table(rows: list[Row]) -> str:
     return markdown(head, body)
 
 
-def blocks() -> dict[str, str]:
+def all_tables() -> dict[str, str]:
     """All tables by name."""
+    of_blocks = read("blocks-and-order.jsonl")
     why, small, lenet = read("why-rigl.jsonl"), read("small.jsonl"), read("lenet.jsonl")
     long = [r for r in why if r["steps"] == 2000 and not r["variant"].startswith("masked")]
     made = {
@@ -98,6 +101,8 @@ def blocks() -> dict[str, str]:
         "verdicts": verdicts(long),
         "convolutions": convolutions_table(small),
         "lenet": lenet_table(lenet),
+        "blocks": cases_table(of_blocks),
+        "ways to cut blocks": ways_table(of_blocks),
     }
     there = {(row["experiment"], row["trial"]) for row in small}
     for name, experiment in EXPERIMENTS.items():  # those that have been run
@@ -117,7 +122,7 @@ def filled(text: str, made: dict[str, str]) -> str:
 
 
 def main() -> None:
-    made = blocks()
+    made = all_tables()
     for page in PAGES:
         path = DOCS / page
         path.write_text(filled(path.read_text(), made))

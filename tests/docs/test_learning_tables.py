@@ -25,14 +25,14 @@ def test_a_page_has_the_tables_of_the_results(page):
     text = (ROOT / "docs" / page).read_text()
     assert marked(page)
     assert text.count("<!-- /learning -->") == len(marked(page))
-    assert tables.filled(text, tables.blocks()) == text
+    assert tables.filled(text, tables.all_tables()) == text
 
 
 def test_every_table_has_its_page():
     shown = [name for page in tables.PAGES for name in marked(page)]
     assert len({*shown}) == len(shown)
     methods = {"conv 0.1", "conv 0.05", "conv 0.02"}  # lines of one table
-    assert {*shown} == tables.blocks().keys() - methods
+    assert {*shown} == tables.all_tables().keys() - methods
 
 
 def test_every_trial_of_an_experiment_has_been_run_with_the_same_seeds():
