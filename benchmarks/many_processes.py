@@ -27,7 +27,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import dynsparse as ds
 from dynsparse.ops.grow import topk_outside
-from dynsparse.ranks import digest
+from dynsparse.ranks import agreeing, digest
 from dynsparse.training import GMP, GraNet
 
 TESTS = Path(__file__).resolve().parent.parent / "tests"
@@ -162,14 +162,17 @@ def cost(
         updated = trainer.step() is not None
         if step > 3:
             times[updated].append(time.perf_counter() - begin)
-    from dynsparse.training.together import agree_on_patterns
+    from dynsparse.training.together import PatternsAfter
 
     rewiring = ds.Rewiring.between(net.pattern, net.pattern)
     agreed = []
     for _ in range(updates):
         torch.distributed.barrier()
         begin = time.perf_counter()
-        agree_on_patterns(trainer.ranks, 1, {"": rewiring})
+        patterns = PatternsAfter(trainer.ranks, 1, {"": rewiring})
+        with agreeing(trainer.ranks, patterns.ends):
+            pass
+        patterns.compare()
         agreed.append(time.perf_counter() - begin)
     return [statistics.median(part) for part in (times[False], times[True], agreed)]
 

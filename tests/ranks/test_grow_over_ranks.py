@@ -268,7 +268,7 @@ class Failing(tuple):
     ranks = None
 
     def __iter__(self):
-        if self.ranks.calls > 1:
+        if self.ranks.calls > 0:
             raise MemoryError("no memory left")
         return super().__iter__()
 

@@ -104,8 +104,8 @@ def test_what_changes_over_takes_no_memory(monkeypatch):
     model, trainer = make("rigl")
     seen = []
 
-    def watched(changes, optimizer, ranks):
-        change_over = prepared(changes, optimizer, ranks)
+    def watched(changes, optimizer, ranks, patterns):
+        change_over = prepared(changes, optimizer, ranks, patterns)
 
         def counted():
             with Scarce(None) as scarce:

@@ -58,7 +58,7 @@ def fake(monkeypatch, without_cuda):
     monkeypatch.setattr(history, "add_rows", lambda *_: None)
     monkeypatch.setattr(RandomGrowth, "load_state_dict", lambda own, state: None)
     monkeypatch.setattr(RandomGrowth, "state_dict", lambda own: {"seed": own.seed})
-    monkeypatch.setattr(trainer, "reached_by", lambda ranks, step, layers, reached: dict(layers))
+    monkeypatch.setattr(trainer, "reached_by", lambda step, layers, reached: dict(layers))
     waits = []
 
     def told(numbers):

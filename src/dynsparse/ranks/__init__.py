@@ -9,9 +9,10 @@ from dynsparse.ranks.agree import (
     agreeing,
     differing,
     digest,
+    ends_of,
     held_back,
     named_ranks,
-    say_the_same,
+    said_the_same,
     texts_of,
 )
 from dynsparse.ranks.counting import CountingRanks
@@ -21,6 +22,7 @@ from dynsparse.ranks.follow import follow_over_ranks
 from dynsparse.ranks.grid import AXES, Part, RankGrid, Slab, check_axes
 from dynsparse.ranks.grow import topk_over_ranks
 from dynsparse.ranks.joint import JointRanks
+from dynsparse.ranks.keys import key_bits
 from dynsparse.ranks.ranks import ALONE, GroupRanks, Ranks, ranks_of
 from dynsparse.ranks.select import (
     chunk,
@@ -55,18 +57,20 @@ __all__ = [
     "chunk_of",
     "differing",
     "digest",
+    "ends_of",
     "even_pieces",
     "exchanged_bytes",
     "follow_over_ranks",
     "held_back",
     "in_threads",
     "joined",
+    "key_bits",
     "kth_over_ranks",
     "named_ranks",
     "of_first",
     "places",
     "ranks_of",
-    "say_the_same",
+    "said_the_same",
     "select_over_ranks",
     "sum_of_all",
     "texts_of",

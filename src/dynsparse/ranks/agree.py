@@ -22,9 +22,10 @@ __all__ = [
     "agreeing",
     "differing",
     "digest",
+    "ends_of",
     "held_back",
     "named_ranks",
-    "say_the_same",
+    "said_the_same",
     "texts_of",
 ]
 
@@ -39,6 +40,12 @@ class agreeing:
     failed would not make it. Costs one sum of 4 bytes. Alone it does nothing. Where
     the ranks are a line of a mesh, everyone of the mesh hears.
 
+    Args:
+        ranks: that hear of each other's errors.
+        numbers: that go along in the same move, 8 bytes each: as many on all ranks, of 64 bits.
+            Behind the block they are those of all of `ranks` together.
+        how: these come together: "highest" or "sum".
+
     Raises:
         ValueError, TypeError, RuntimeError, MemoryError: of the kind that was raised, if it was one
             kind; where all ranks say the same, as they say it. What is no error, as a
@@ -46,8 +53,11 @@ class agreeing:
             elsewhere.
     """
 
-    def __init__(self, ranks: Ranks) -> None:
-        self._ranks = ranks.everyone
+    def __init__(
+        self, ranks: Ranks, numbers: list[int] | None = None, how: str = "highest"
+    ) -> None:
+        self._ranks, self._numbers = ranks, [] if numbers is None else numbers
+        self._how = how
 
     def __enter__(self) -> None:
         pass
@@ -55,17 +65,28 @@ class agreeing:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None
     ) -> None:
-        ranks = self._ranks
+        ranks, numbers = self._ranks.everyone, self._numbers
         if ranks.alone:
             return
-        failed = torch.tensor([int(error is not None)], dtype=torch.int32, device=ranks.device)
-        if not int(ranks.sum(failed)):
+        along = numbers if ranks is self._ranks else []
+        failed, *found = self._together(ranks, [int(error is not None), *along])
+        if not failed:
+            # Of a line of a mesh, the numbers are the line's own.
+            numbers[:] = found if ranks is self._ranks else self._together(self._ranks, numbers)
             return
         said = "" if error is None else f"{_kind(error)}\n{_line(error)}"
         told = texts_of(ranks, said[:_LONGEST])
         if error is not None and not isinstance(error, Exception):
             return  # it goes its own way
         raise _joined(told) from error
+
+    def _together(self, ranks: Ranks, numbers: Sequence[int]) -> list[int]:
+        if ranks.alone or not numbers:
+            return list(numbers)
+        wide = torch.int32 if len(numbers) == 1 and not self._numbers else torch.int64
+        line = torch.tensor(numbers, dtype=wide, device=ranks.device)
+        found: list[int] = (ranks.sum if self._how == "sum" else ranks.highest)(line).tolist()
+        return found
 
 
 class held_back:
@@ -219,13 +240,20 @@ def agree_on(
         _agree_on_line(ranks, said, advice, shown)
 
 
-def say_the_same(ranks: Ranks, *said: object) -> bool:
-    """Whether all ranks do, in one move of 16 bytes; plain types, and what has a `repr` of its own.
+def ends_of(*said: object) -> list[int]:
+    """Two numbers that go along with `agreeing`, for `said_the_same`; 16 bytes. Of plain types, and
+    what has a `repr` of its own."""
+    own = digest(repr(said))
+    return [own, ~own]
+
+
+def said_the_same(ranks: Ranks, ends: Sequence[int]) -> bool:
+    """Whether all ranks did, by the highest `ends_of` all of them.
 
     Ahead of several `agree_on`, which then need not be asked. Ranks that are a line of a mesh do
     not know what the other lines found, and always go on to ask.
     """
-    return ranks.everyone is ranks and not differing(ranks, [digest(repr(said))])
+    return ranks.everyone is ranks and ends[0] == ~ends[1]
 
 
 def _agree_on_line(ranks: Ranks, said: Mapping[str, str | int], advice: str, shown: bool) -> None:

@@ -27,6 +27,7 @@ from dynsparse.ranks.agree import agreeing, held_back
 from dynsparse.ranks.band import settle
 from dynsparse.ranks.exchanged import exchanged_bytes
 from dynsparse.ranks.grow_job import CHUNK_BYTES, GrowthJob
+from dynsparse.ranks.keys import key_bits
 from dynsparse.ranks.ranks import Ranks
 from dynsparse.ranks.select import joined, places, select_over_ranks
 from dynsparse.ranks.wanted import GrowthWanted
@@ -63,13 +64,16 @@ def topk_over_ranks(
     """
     pooling = check_pooling(pooling)
     jobs: list[GrowthJob] = []
-    with agreeing(ranks):
+    facts = [0] * _FACTS * len(wanted)
+    with agreeing(ranks, facts, "sum"):
         if wire not in (None, torch.bfloat16):
             raise ValueError(f"wire must be None or torch.bfloat16, got {wire}")
         if exchange not in (None, "pieces", "samples"):
             raise ValueError(f'exchange must be "pieces" or "samples", got {exchange!r}')
         jobs = [GrowthJob(one, ranks) for one in wanted]
-    _learn(ranks, jobs)
+        facts[:] = [fact for job in jobs for fact in _facts_of(job)]
+    for i, job in enumerate(jobs):
+        _learn(job, *facts[i * _FACTS : (i + 1) * _FACTS])
     for job in jobs:
         pieces, samples = exchanged_bytes(ranks.size, job.usual, job.samples, job.wide, wire)
         job.by_samples = samples < pieces if exchange is None else exchange == "samples"
@@ -87,8 +91,10 @@ def topk_over_ranks(
                 job.begin()
     _by_samples(ranks, [job for job in busy if job.by_samples], pooling, failed)
     _by_pieces(ranks, [job for job in busy if not job.by_samples], pooling, failed)
-    with agreeing(ranks):
+    joining = [0] * len(jobs)
+    with agreeing(ranks.everyone, joining, "sum"):
         failed.raise_here()
+        joining[:] = [len(job.found.sure) if ranks.leads(job.axes) else 0 for job in jobs]
     settle(
         ranks,
         [job.band for job in rounded],
@@ -98,25 +104,32 @@ def topk_over_ranks(
     )
     for job in busy:
         job.end()
-    return _chosen(ranks, jobs)
+    return _chosen(ranks, jobs, joining)
 
 
-def _learn(ranks: Ranks, jobs: Sequence[GrowthJob]) -> None:
-    """What all ranks must know of every layer: how many samples there are, and of which type."""
-    facts = torch.zeros(len(jobs), 5, dtype=torch.int64)
-    for i, job in enumerate(jobs):
-        types = [tensor.dtype for pair in job.pairs for tensor in pair]
-        facts[i, 0] = job.held
-        facts[i, 1] = sum(t != torch.bfloat16 for t in types)
-        facts[i, 2] = sum(t == torch.float64 for t in types)
-        facts[i, 3] = len(job.pairs)
-        facts[i, 4] = sum(are_patches(*pair) for pair in job.pairs)
-    table = ranks.sum(facts.to(ranks.device)).tolist() if jobs else []
-    for job, (samples, unlike, double, pairs, convolved) in zip(jobs, table, strict=True):
-        job.samples = samples
-        job.dtype = torch.float64 if double else torch.float32
-        job.wide = job.dtype if unlike else torch.bfloat16
-        job.reached, job.convolved = pairs > 0, convolved > 0
+_FACTS = 5
+
+
+def _facts_of(job: GrowthJob) -> list[int]:
+    """What of a layer all ranks must know the sums of: samples, and of which type they are."""
+    types = [tensor.dtype for pair in job.pairs for tensor in pair]
+    return [
+        job.held,
+        sum(t != torch.bfloat16 for t in types),
+        sum(t == torch.float64 for t in types),
+        len(job.pairs),
+        sum(are_patches(*pair) for pair in job.pairs),
+    ]
+
+
+def _learn(
+    job: GrowthJob, samples: int, unlike: int, double: int, pairs: int, convolved: int
+) -> None:
+    """Take in what `_facts_of` says of all ranks together."""
+    job.samples = samples
+    job.dtype = torch.float64 if double else torch.float32
+    job.wide = job.dtype if unlike else torch.bfloat16
+    job.reached, job.convolved = pairs > 0, convolved > 0
 
 
 def _by_pieces(ranks: Ranks, jobs: Sequence[GrowthJob], pooling: str, failed: held_back) -> None:
@@ -283,8 +296,12 @@ def _search(
             job.found = search.best(job.most, low, high)
 
 
-def _chosen(ranks: Ranks, jobs: Sequence[GrowthJob]) -> list[Tensor]:
-    """The winners of all slabs, known to every rank; of a rectangle, those in it."""
+def _chosen(ranks: Ranks, jobs: Sequence[GrowthJob], joining: Sequence[int]) -> list[Tensor]:
+    """The winners of all slabs, known to every rank; of a rectangle, those in it.
+
+    Args:
+        joining: for each layer how many of everyone's positions are sure.
+    """
     found = []
     for job in jobs:
         own = job.found
@@ -297,12 +314,14 @@ def _chosen(ranks: Ranks, jobs: Sequence[GrowthJob]) -> list[Tensor]:
     flats = [flat for _, flat, _ in found]
     among = ranks.everyone
     totals = [job.total for job in jobs]
-    join = torch.tensor([len(sure) for _, _, sure in found], device=ranks.device)
-    joining = among.sum(join).tolist() if jobs else []
     wanted = [job.wanted - sure for job, sure in zip(jobs, joining, strict=True)]
     below = max(totals, default=0)
+    # Other lines of a mesh may have samples of other types.
+    bits = max((key_bits(job.dtype) for job in jobs), default=0) if among is ranks else None
     try:
-        masks = select_over_ranks(among, [s for s, _, _ in found], flats, wanted, below=below)
+        masks = select_over_ranks(
+            among, [s for s, _, _ in found], flats, wanted, below=below, bits=bits
+        )
     except ValueError:  # on every rank: fewer candidates than there are free positions
         raise ValueError(
             "the gradients overflow, so positions cannot be ranked: lower the scale"

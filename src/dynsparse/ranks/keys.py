@@ -11,7 +11,12 @@ from torch import Tensor
 from dynsparse import native
 from dynsparse.encoding import empty
 
-__all__ = ["digits_of", "packed_bits", "set_places", "sorting_keys", "unpack_bits"]
+__all__ = ["digits_of", "key_bits", "packed_bits", "set_places", "sorting_keys", "unpack_bits"]
+
+
+def key_bits(dtype: torch.dtype) -> int:
+    """How many bits the keys of scores have."""
+    return 64 if dtype == torch.float64 or not dtype.is_floating_point else 32
 
 
 def sorting_keys(scores: Tensor, largest: bool) -> tuple[Tensor, int]:
@@ -19,16 +24,17 @@ def sorting_keys(scores: Tensor, largest: bool) -> tuple[Tensor, int]:
 
     Keys are signed, int32 or int64: the order is that of integers.
     """
-    if scores.dtype == torch.float64 or not scores.is_floating_point():
-        raw, bits = (scores.double() + 0.0).view(torch.int64), 64  # -0.0 becomes 0.0
+    bits = key_bits(scores.dtype)
+    if bits == 64:
+        raw = (scores.double() + 0.0).view(torch.int64)  # -0.0 becomes 0.0
     else:
         library = native.load() if scores.is_cpu else None
         if library is not None:
             own = scores.detach().float().contiguous()
             keys = empty(len(own), dtype=torch.int32, brief=True)
             library.dynsparse_rank_keys(own.data_ptr(), len(own), largest, keys.data_ptr())
-            return keys, 32
-        raw, bits = (scores.float() + 0.0).view(torch.int32), 32
+            return keys, bits
+        raw = (scores.float() + 0.0).view(torch.int32)
     # Of negative numbers larger bits are smaller: theirs but the sign's are turned over.
     keys = (raw >> (bits - 1)).bitwise_and_((1 << (bits - 1)) - 1).bitwise_xor_(raw)
     return (keys if largest else keys.bitwise_not_()), bits

@@ -58,6 +58,7 @@ def select_over_ranks(
     *,
     largest: bool = True,
     below: int = 2**62,
+    bits: int | None = None,
 ) -> list[Tensor]:
     """For each problem, which of this rank's scores are among the `count` largest of all ranks.
 
@@ -71,6 +72,7 @@ def select_over_ranks(
             ranks have.
         largest: False chooses the smallest.
         below: what no position reaches, the same on all ranks; small ones spare bytes and moves.
+        bits: of the widest keys of all ranks (`key_bits`), where it is known; it spares a move.
 
     Returns:
         bool [n] for each problem.
@@ -78,8 +80,9 @@ def select_over_ranks(
     keys = [sorting_keys(s, largest) for s in scores]
     if not keys:
         return []
-    widest = torch.tensor([max(bits for _, bits in keys)], device=ranks.device)
-    bits = int(ranks.highest(widest))  # a rank without samples may not know
+    if bits is None:
+        widest = torch.tensor([max(own for _, own in keys)], device=ranks.device)
+        bits = int(ranks.highest(widest))  # a rank without samples may not know
     aligned = [key if own == bits else key.long() << (bits - own) for key, own in keys]
     last, left, equal = kth_over_ranks(ranks, aligned, counts, bits, most=below)
     open_ = [i for i in range(len(keys)) if left[i] < equal[i]]

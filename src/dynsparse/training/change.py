@@ -26,6 +26,7 @@ from dynsparse.training.doubts import settle
 from dynsparse.training.memory import release_memory
 from dynsparse.training.optimizer_state import follow_later, moving_state, prepare_state
 from dynsparse.training.shards import resize_shards
+from dynsparse.training.together import PatternsAfter
 
 __all__ = [
     "Change",
@@ -182,14 +183,23 @@ class Prepared:
 
 
 def prepared(
-    changes: Mapping[str, Change], optimizer: torch.optim.Optimizer, ranks: Ranks = ALONE
+    changes: Mapping[str, Change],
+    optimizer: torch.optim.Optimizer,
+    ranks: Ranks = ALONE,
+    patterns: PatternsAfter | None = None,
 ) -> Callable[[], None]:
-    """What makes all layers change over; errors name the layer, and are the same on all ranks."""
+    """What makes all layers change over; errors name the layer, and are the same on all ranks.
+
+    Args:
+        patterns: that the ranks compare on the way.
+    """
     ready: list[Prepared] = []
-    with agreeing(ranks):
+    with agreeing(ranks, None if patterns is None else patterns.ends):
         for name, change in changes.items():
             with naming(name), span("rewire", layer=name):
                 ready.append(change.prepare(optimizer))
+    if patterns is not None:
+        patterns.compare()
     moving = [one for one in ready if one.move is not None]
     failed = held_back()
     for one in moving:

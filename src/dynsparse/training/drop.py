@@ -115,6 +115,7 @@ def lowest_over_ranks(
     scores: Sequence[Tensor],
     counts: Sequence[int],
     spreads: Sequence[Spread | None] | None = None,
+    bits: int | None = None,
 ) -> list[Tensor]:
     """What `lowest` gives for each layer, decided once: each rank ranks its part of the slots.
 
@@ -124,6 +125,7 @@ def lowest_over_ranks(
         counts: how many leave each layer.
         spreads: of layers in rectangles: scores are those of this rank's, counts those of the whole
             layer; given are the slots that leave here.
+        bits: see `select_over_ranks`.
 
     Raises:
         ValueError: as `lowest`.
@@ -135,7 +137,13 @@ def lowest_over_ranks(
     parts, slots = _own(ranks, scores, spreads)
     limits = _limits(scores, spreads)
     chosen = select_over_ranks(
-        ranks.everyone, parts, slots, counts, largest=False, below=max(limits, default=0)
+        ranks.everyone,
+        parts,
+        slots,
+        counts,
+        largest=False,
+        below=max(limits, default=0),
+        bits=bits,
     )
     own = [places(slot, mask) for slot, mask in zip(slots, chosen, strict=True)]
     leave = joined(ranks.everyone, own, limits)

@@ -13,7 +13,15 @@ from dynsparse.nn import SparseLinear
 from dynsparse.nn.sharded import gathered, is_sharded
 from dynsparse.nn.targets import scores_of
 from dynsparse.pattern import Rewiring, SparsePattern
-from dynsparse.ranks import ALONE, GrowthWanted, Ranks, agreeing, held_back, sum_of_all
+from dynsparse.ranks import (
+    ALONE,
+    GrowthWanted,
+    Ranks,
+    agreeing,
+    held_back,
+    key_bits,
+    sum_of_all,
+)
 from dynsparse.tracing import span
 from dynsparse.training.budgets import Budget, Counts, Survey
 from dynsparse.training.change import (
@@ -181,13 +189,14 @@ def _counts(budget: Budget, survey: Survey) -> dict[str, Counts]:
     said: dict[str, Counts] = {}
     with failed:
         said = budget.counts(survey)
-    with agreeing(ranks):
-        failed.raise_here()
     names = list(survey.patterns)
-    none = Counts(-1, -1)
-    rows = torch.tensor([said.get(n, none) for n in names], dtype=torch.int64, device=ranks.device)
-    found = ranks.broadcast(rows).tolist()
-    return {n: Counts(*row) for n, row in zip(names, found, strict=True) if row[0] >= 0}
+    found = [-1] * 2 * len(names)
+    with agreeing(ranks, found):
+        failed.raise_here()
+        if ranks.rank == 0:
+            found[:] = [int(n) for name in names for n in said.get(name, (-1, -1))]
+    rows = zip(names, found[::2], found[1::2], strict=True)
+    return {name: Counts(drop, grow) for name, drop, grow in rows if drop >= 0}
 
 
 def _choose_drops(
@@ -197,15 +206,17 @@ def _choose_drops(
     regrow_dropped: bool,
 ) -> None:
     """The slots that leave, and the positions that are taken once they have left."""
-    ranked = []
-    with agreeing(ranks):
+    ranked, bits = [], [0]
+    with agreeing(ranks.everyone, bits):
         for one in group:
             with naming(one.name):
                 found = scores(one.name, one.layer)
-                # Alone they are looked through where they are ranked.
-                ranked.append(found if ranks.alone else check_scores(found, one.pattern.nnz))
+                if not ranks.alone:  # then they are looked through where they are ranked
+                    check_scores(found, one.pattern.nnz)
+                    bits[0] = max(bits[0], key_bits(found.dtype))
+                ranked.append(found)
     drops = lowest_over_ranks(
-        ranks, ranked, [one.counts.drop for one in group], [one.spread for one in group]
+        ranks, ranked, [one.counts.drop for one in group], [one.spread for one in group], *bits
     )
     del ranked
     for one, drop in zip(group, drops, strict=True):

@@ -17,17 +17,17 @@ from dynsparse.ranks import (
     agreeing,
     differing,
     digest,
+    ends_of,
     named_ranks,
     of_first,
-    say_the_same,
+    said_the_same,
 )
 
 __all__ = [
+    "PatternsAfter",
     "agree_before",
-    "agree_on_patterns",
     "begin_alike",
     "begin_layers_alike",
-    "check_same_gradients",
     "name_of",
     "reached_by",
 ]
@@ -141,28 +141,47 @@ def check_shards(ranks: Ranks, layers: Mapping[str, SparseLinear]) -> None:
             )
 
 
-def agree_before(ranks: Ranks, step: int, said: Mapping[str, Any]) -> None:
-    """Raise ValueError, the same on all ranks, where they are not about to make the same update.
+def agree_before(
+    ranks: Ranks,
+    step: int,
+    said: Mapping[str, Any],
+    layers: Mapping[str, SparseLinear],
+    check: Callable[[], None],
+) -> None:
+    """Raise, the same on all ranks, where they are not about to make the same update.
 
     Args:
         step: that ends in it.
         said: what the pieces of the trainer say of themselves; plain types and tensors.
+        layers: that are trained.
+        check: raises what else is wrong on one rank.
+
+    Raises:
+        ValueError: other steps, or other `said`.
+        RuntimeError: gradients that each rank has for itself.
     """
     if ranks.alone:
+        check()
         return
     ranks.everyone.meet(
         f"step {step} of this rank ends in an update; call trainer.step() as often on every rank",
         ranks.patience,
     )
     states = {f"the {what}": _digest(one) for what, one in said.items()}
-    if say_the_same(ranks, step, states):
-        return
-    agree_on(
-        ranks,
-        {"the step that ends in an update": str(step)},
-        "call trainer.step() as often on every rank, and load the same state",
-    )
-    agree_on(ranks, states, f"{_SAME}, and load the same state", shown=False)
+    ends, norms = [0] * 2, _Norms(layers)
+    told = [*ends, *norms.ends]
+    with agreeing(ranks, told):  # all of it in one move
+        check()
+        norms.look()
+        told[:] = [*ends_of(step, states), *norms.ends]
+    if not said_the_same(ranks, told):
+        agree_on(
+            ranks,
+            {"the step that ends in an update": str(step)},
+            "call trainer.step() as often on every rank, and load the same state",
+        )
+        agree_on(ranks, states, f"{_SAME}, and load the same state", shown=False)
+    norms.compare(ranks, told[2:])
 
 
 def _digest(thing: Any) -> int:
@@ -176,37 +195,59 @@ def _digest(thing: Any) -> int:
     return digest(repr(thing))
 
 
-def check_same_gradients(ranks: Ranks, layers: Mapping[str, SparseLinear]) -> None:
-    """Raise RuntimeError, the same on all ranks, where each has a gradient of its own."""
-    if ranks.alone:
-        return
-    kept = {name: layer for name, layer in layers.items() if not is_sharded(layer.values)}
-    norms = torch.zeros(len(kept), dtype=torch.float64)
-    for i, layer in enumerate(kept.values()):
-        if layer.values.grad is not None:
-            norms[i] = _norm(layer.values.grad.detach())
-    line = _apart(ranks, list(kept), norms.to(ranks.device))
-    if ranks.everyone is ranks:
-        if line:
-            raise RuntimeError(line)
-        return
-    with agreeing(ranks):  # lines of a mesh compare for themselves, and all hear of it
-        if line:
-            raise RuntimeError(line)
+class _Norms:
+    """Lengths of the gradients of layers, by which ranks find out whether they share them.
+
+    Args:
+        layers: those whose values are sharded are left out.
+
+    Attributes:
+        ends: numbers that go along with `agreeing`, as many on all ranks.
+    """
+
+    def __init__(self, layers: Mapping[str, SparseLinear]) -> None:
+        self._layers = {n: layer for n, layer in layers.items() if not is_sharded(layer.values)}
+        self._own = torch.zeros(len(self._layers), dtype=torch.float64)
+        self.ends = [0] * 2 * len(self._layers)
+
+    def look(self) -> None:
+        """Take the lengths of this rank's gradients."""
+        for i, layer in enumerate(self._layers.values()):
+            if layer.values.grad is not None:
+                self._own[i] = _norm(layer.values.grad.detach())
+        # Numbers that are not negative ascend as their bits do, which are sent as they are.
+        bits = self._own.view(torch.int64).tolist()
+        self.ends = [*bits, *(~one for one in bits)]
+
+    def compare(self, ranks: Ranks, ends: Sequence[int]) -> None:
+        """Raise RuntimeError, the same on all ranks, where each has a gradient of its own.
+
+        Args:
+            ends: the highest of all ranks.
+        """
+        most, least = torch.tensor(ends, dtype=torch.int64).view(2, -1)
+        line = self._apart(ranks, most.view(torch.float64), (~least).view(torch.float64))
+        if ranks.everyone is ranks:
+            if line:
+                raise RuntimeError(line)
+            return
+        with agreeing(ranks):  # lines of a mesh compare for themselves, and all hear of it
+            if line:
+                raise RuntimeError(line)
+
+    def _apart(self, ranks: Ranks, most: Tensor, least: Tensor) -> str:
+        """What to say of the first layer whose norms are not alike on all ranks; "" if they are."""
+        apart = ((most - least) > _ALIKE * most).nonzero().flatten().tolist()
+        return _line_of(ranks, list(self._layers)[apart[0]], self._own[apart[0]]) if apart else ""
 
 
-def _apart(ranks: Ranks, names: Sequence[str], norms: Tensor) -> str:
-    """What to say of the first layer whose norms are not alike on all ranks; "" if they are."""
-    ends = ranks.highest(torch.stack([norms, -norms]))
-    apart = ((ends[0] + ends[1]) > _ALIKE * ends[0]).nonzero().flatten().tolist()
-    if not apart:
-        return ""
-    i = apart[0]
-    own = torch.stack(ranks.gather(norms[i : i + 1], [1] * ranks.size)).flatten().tolist()
+def _line_of(ranks: Ranks, name: str, norm: Tensor) -> str:
+    """That ranks have other gradients of a layer."""
+    own = torch.cat(ranks.gather(norm.view(1).to(ranks.device), [1] * ranks.size)).tolist()
     alike = [rank for rank, norm in enumerate(own) if abs(norm - own[0]) <= _ALIKE * own[0]]
     others = [rank for rank in range(ranks.size) if rank not in alike]
     return (
-        f"layer {names[i]!r}: {named_ranks(alike)} and {named_ranks(others)} have other "
+        f"layer {name!r}: {named_ranks(alike)} and {named_ranks(others)} have other "
         "gradients, so they do not train one model: wrap it in DistributedDataParallel, or in "
         "dynsparse.distributed.replicate, or pass ranks=None to train alone"
     )
@@ -218,16 +259,16 @@ def _norm(tensor: Tensor) -> Tensor:
 
 
 def reached_by(
-    ranks: Ranks, step: int, layers: Mapping[str, SparseLinear], is_reached: Callable[[str], bool]
+    step: int, layers: Mapping[str, SparseLinear], reached: Sequence[int]
 ) -> dict[str, SparseLinear]:
-    """The layers through which a backward pass came, on any rank.
+    """The layers through which a backward pass came, on any rank, as `reached` says of each.
+
+    Where none came through there is nothing to rank by.
 
     Raises:
         RuntimeError: there are layers, and it is none of them.
     """
-    reached = torch.tensor([is_reached(name) for name in layers], dtype=torch.int32)
-    somewhere = ranks.highest(reached.to(ranks.device)).tolist()
-    found = {n: layers[n] for n, any_ in zip(layers, somewhere, strict=True) if any_}
+    found = {n: layers[n] for n, any_ in zip(layers, reached, strict=True) if any_}
     if not found and layers:
         raise RuntimeError(
             f"step {step} ends in a pattern update, but no gradient reached any sparse layer since "
@@ -237,26 +278,44 @@ def reached_by(
     return found
 
 
-def agree_on_patterns(ranks: Ranks, step: int, rewirings: Mapping[str, Rewiring]) -> None:
-    """Raise ValueError, the same on all ranks, where the patterns after an update would differ."""
-    if ranks.alone:
-        return
-    names = ", ".join(map(repr, rewirings))
-    patterns = {
-        f"the pattern of layer {name!r} after step {step}": digest(
-            rewiring.after.row_ptr, rewiring.after.cols
+class PatternsAfter:
+    """What the ranks compare of the patterns after an update.
+
+    Args:
+        ranks: that take it together.
+        step: that ends in it.
+        rewirings: by layer name.
+
+    Attributes:
+        ends: numbers that go along with `agreeing`: see `ranks.ends_of`.
+    """
+
+    def __init__(self, ranks: Ranks, step: int, rewirings: Mapping[str, Rewiring]) -> None:
+        self._ranks = ranks
+        self._names = ", ".join(map(repr, rewirings))
+        self._patterns = (
+            {}
+            if ranks.alone
+            else {
+                f"the pattern of layer {name!r} after step {step}": digest(
+                    rewiring.after.row_ptr, rewiring.after.cols
+                )
+                for name, rewiring in rewirings.items()
+            }
         )
-        for name, rewiring in rewirings.items()
-    }
-    if say_the_same(ranks, names, patterns):
-        return
-    agree_on(ranks, {"the layers that change": names}, _SAME)
-    agree_on(
-        ranks,
-        patterns,
-        "change patterns through the trainer alone, and load the same state on every rank",
-        shown=False,
-    )
+        self.ends = ends_of(self._names, self._patterns)
+
+    def compare(self) -> None:
+        """Raise ValueError, the same on all ranks, where they differ; `ends` has gone along."""
+        if self._ranks.alone or said_the_same(self._ranks, self.ends):
+            return
+        agree_on(self._ranks, {"the layers that change": self._names}, _SAME)
+        agree_on(
+            self._ranks,
+            self._patterns,
+            "change patterns through the trainer alone, and load the same state on every rank",
+            shown=False,
+        )
 
 
 def name_of(function: Any) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -40,10 +40,9 @@ from dynsparse.training.schedule import Schedule, is_due_within, said_of_next
 from dynsparse.training.single import check_one_optimizer
 from dynsparse.training.steps import bare
 from dynsparse.training.together import (
+    PatternsAfter,
     agree_before,
-    agree_on_patterns,
     begin_alike,
-    check_same_gradients,
     name_of,
     reached_by,
 )
@@ -191,11 +190,9 @@ class SparseTrainer(FollowsOptimizer, OwnParts):
     def _before(self) -> None:
         check_unscaled(self.initial_value)
         if self._is_due(self.steps + 1):
-            agree_before(self.ranks, self.steps + 1, self._decided_by())
-            with agreeing(self.ranks):
-                self._check_one_optimizer()
-                check_gradients(self._trained(), self._captures, self.ranks.alone)
-            check_same_gradients(self.ranks, self._trained())
+            agree_before(
+                self.ranks, self.steps + 1, self._decided_by(), self._trained(), self._check
+            )
         self._before_step()
 
     def _after(self) -> dict[str, Rewiring] | None:
@@ -203,18 +200,20 @@ class SparseTrainer(FollowsOptimizer, OwnParts):
         together = self.ranks if due else ALONE
         undo = self._undo(planning=True) if due else None
         self.steps += 1
+        reached = [0] * len(self._trained() if due else ())
         try:
-            with agreeing(together):
+            with agreeing(together, reached):
                 if due:
                     self._check_one_optimizer()
                 self._after_step()
                 for name in self._captures:
                     self.history.observe(name, list(self._captures[name]))
-            changes, own = self._plan() if due else ({}, None)
-            change_over = prepared(changes, self.optimizer, together)
+                reached[:] = map(self._is_reached, self._trained() if due else ())
+            changes, own = self._plan(reached) if due else ({}, None)
             rewirings = {name: change.rewiring for name, change in changes.items()}
+            patterns = PatternsAfter(together, self.steps, rewirings) if due else None
+            change_over = prepared(changes, self.optimizer, together, patterns)
             if due:
-                agree_on_patterns(self.ranks, self.steps, rewirings)
                 self.history.end_update()
         except BaseException:
             if undo is None:
@@ -274,6 +273,10 @@ class SparseTrainer(FollowsOptimizer, OwnParts):
             "state of the budget": self.budget.state_dict(),
         }
 
+    def _check(self) -> None:
+        self._check_one_optimizer()
+        check_gradients(self._trained(), self._captures, self.ranks.alone)
+
     def _check_one_optimizer(self) -> None:
         check_one_optimizer(self.optimizer, self._trained(), self._others, trainers)
 
@@ -296,18 +299,16 @@ class SparseTrainer(FollowsOptimizer, OwnParts):
         return undo
 
     @torch.no_grad()
-    def _plan(self) -> tuple[dict[str, Change], Any]:
+    def _plan(self, reached: Sequence[int]) -> tuple[dict[str, Change], Any]:
         """What the update does to each layer, and to the algorithm's own state; all is checked."""
         assert self.schedule is not None
         assert self.growth is not None
         trained = self._trained()
         for layer in trained.values():
             layer.forget_panels()
-        # Where no backward pass came through there is nothing to rank by.
-        reached = reached_by(self.ranks, self.steps, trained, self._is_reached)
         changes = plan_changes(
             self.steps,
-            reached,
+            reached_by(self.steps, trained, reached),
             schedule=self.schedule,
             growth=self.growth,
             budget=self.budget,
