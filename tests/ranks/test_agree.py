@@ -34,6 +34,34 @@ def failing(bad, error):
     return work
 
 
+@pytest.mark.parametrize(("how", "expected"), [("highest", [2, -1]), ("sum", [3, -6])])
+def test_numbers_go_along_in_the_same_move(how, expected):
+    def work(ranks):
+        numbers = [0, 0]
+        with agreeing(ranks, numbers, how):
+            numbers[:] = [ranks.rank, -ranks.rank - 1]
+        return numbers, ranks.calls
+
+    assert over(3, work) == [(expected, 1)] * 3
+
+
+def test_numbers_of_64_bits_stay_what_they_are():
+    """Behind a failed block they are those of nobody."""
+    ends = [2**63 - 1, -(2**63)]
+
+    def work(ranks, failing=False):
+        numbers = [0, 0]
+        with agreeing(ranks, numbers):
+            if failing and ranks.rank == 1:
+                raise ValueError("x holds NaN")
+            numbers[:] = ends
+        return numbers
+
+    assert over(2, work) == [ends, ends]
+    assert work(ALONE) == ends
+    assert said(2, lambda ranks: work(ranks, True)) == (ValueError, "rank 1: x holds NaN")
+
+
 def test_an_error_of_one_is_that_of_all():
     assert said(3, failing([1], ValueError("x holds NaN"))) == (ValueError, "rank 1: x holds NaN")
 
