@@ -165,6 +165,31 @@ def test_plans_tell_what_the_partitions_do():
     assert held[1] < held[0]
 
 
+@pytest.mark.parametrize("ratio", [0.0, 0.2, 0.9])
+def test_a_block_of_the_result_goes_where_it_costs_least(ratio):
+    mask = np.random.default_rng(3).random((9, 7)) < 0.4
+    params = Params.create_dense_sparse((20, 36, 28), (4, 4, 4), mask)
+    target = Target.mk2(tiles=6)
+    options = {"partition_method": "block", "memory_cycle_ratio": ratio}
+    pieces = block_sparse.plan(params, target, options).pieces
+    first, a, b = pieces.products.first, pieces.products.a, pieces.products.b
+    held, loads, tile = [set() for _ in range(6)], [0] * 6, {}
+    blocks = len(np.unique(a)) + len(np.unique(b))
+    for result in np.argsort(-np.diff(first), kind="stable"):
+        some = range(first[result], first[result + 1])
+        need = {("a", a[i]) for i in some} | {("b", b[i]) for i in some}
+        cost = [
+            (1 - ratio) * (loads[t] + len(some)) / first[-1]
+            + ratio * (len(held[t]) + len(need - held[t])) / blocks
+            for t in range(6)
+        ]
+        if need:
+            tile[result] = cost.index(min(cost))
+            held[tile[result]] |= need
+            loads[tile[result]] += len(some)
+    assert dict(zip(pieces.result.tolist(), pieces.tile.tolist(), strict=True)) == tile
+
+
 def softmax_run(values, mask, block, dtype, sub, groups=1, in_place=False, grad=None, tiles=5):
     rows, cols = mask.shape[0] * mask.shape[1] * block, mask.shape[2] * block
     graph, program = Graph(Target.mk2(tiles=tiles)), Sequence()

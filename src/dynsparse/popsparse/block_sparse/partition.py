@@ -10,6 +10,8 @@ partitioner that the original called for `block` is not rebuilt: a greedy rule w
 from __future__ import annotations
 
 import heapq
+from array import array
+from collections import defaultdict
 from collections.abc import Iterator
 from typing import NamedTuple
 
@@ -166,9 +168,11 @@ def _blocks(products: Products, tiles: np.ndarray, results: np.ndarray, ratio: f
     that the tile does not hold yet, the rest of its products; both as shares of the whole."""
     all_products = max(int(products.first[-1]), 1)
     all_blocks = max(len(np.unique(products.a)) + len(np.unique(products.b)), 1)
-    held: list[set[int]] = [set() for _ in range(int(tiles.max()) + 1)]
-    loads = np.zeros(int(tiles.max()) + 1)
-    memory = np.zeros(int(tiles.max()) + 1)
+    count = int(tiles.max()) + 1
+    held: list[set[int]] = [set() for _ in range(count)]
+    # The tiles that hold a block: they are few, so going through them is quicker than through all.
+    holders: defaultdict[int, array[int]] = defaultdict(lambda: array("q"))
+    loads, memory = np.zeros(count), np.zeros(count)
     sizes = np.diff(products.first)[results]
     pieces = []
     for result in results[np.argsort(-sizes, kind="stable")]:
@@ -176,10 +180,13 @@ def _blocks(products: Products, tiles: np.ndarray, results: np.ndarray, ratio: f
         if not len(some):
             continue
         need = {*products.a[some].tolist(), *(-1 - products.b[some]).tolist()}
-        more = np.array([len(need - held[t]) for t in tiles])
+        holding = np.frombuffer(b"".join([holders[one] for one in need]), np.int64)
+        more = len(need) - np.bincount(holding, minlength=count)[tiles]
         cost = (1 - ratio) * (loads[tiles] + len(some)) / all_products
         cost = cost + ratio * (memory[tiles] + more) / all_blocks
         best = int(tiles[np.argmin(cost)])
+        for one in need - held[best]:
+            holders[one].append(best)
         held[best] |= need
         memory[best] = len(held[best])
         loads[best] += len(some)
