@@ -145,9 +145,9 @@ def passes(rank, size):
         runner = kind(made[0] if len(made) == 1 else made, n_microbatches=MICRO, loss_fn=mse_loss)
         calls = []
 
-        def counted(dy, x, values, p, need_input, *kept, calls=calls):
+        def counted(dy, x, values, p, need_input, *kept, calls=calls, **more):
             calls.append((need_input, x is not None))
-            return backward(dy, x, values, p, need_input, *kept)
+            return backward(dy, x, values, p, need_input, *kept, **more)
 
         products.backward = counted
         x, y = batch(1)
