@@ -323,8 +323,9 @@ DYNSPARSE_API void dynsparse_rank_narrow(const int32_t* keys, int64_t count, int
                                          int32_t bits, int32_t digit, int32_t* found,
                                          int64_t room);
 
-/* folded [lines]: words [lines, width] of 64 bits, which need not be aligned, each with its high bits
- * folded onto its low ones by word ^ word >> 29, times weights [width], added up modulo 2^64. */
+/* folded [lines]: words [lines, width] of 64 bits, which need not be aligned, each with its high
+ * bits folded onto its low ones by word ^ word >> 29, times weights [width], added up modulo
+ * 2^64. */
 DYNSPARSE_API void dynsparse_rank_fold(const uint8_t* words, int64_t lines, int64_t width,
                                        const uint64_t* weights, uint64_t* folded);
 

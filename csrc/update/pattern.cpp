@@ -149,7 +149,8 @@ void move(const T* data, i64 first, const i32* source, i64 count, T* to) {
       const __mmask16 high = static_cast<__mmask16>(span > 16 ? (1u << (span - 16)) - 1 : 0);
       const __m512i found = _mm512_maskz_permutex2var_epi32(
           there, _mm512_maskz_loadu_epi32(low, own),
-          _mm512_sub_epi32(from, _mm512_set1_epi32(begin)), _mm512_maskz_loadu_epi32(high, own + 16));
+          _mm512_sub_epi32(from, _mm512_set1_epi32(begin)),
+          _mm512_maskz_loadu_epi32(high, own + 16));
       _mm512_storeu_si512(to + j, found);
     }
   }
@@ -174,8 +175,8 @@ i64 reach_of(const i32* source, i64 count) {
   return reach;
 }
 
-// What an array held around a stretch of slots is copied, which stays in the second-level cache, and
-// the stretch written over. Where survivors move farther than NEAR there are two passes.
+// What an array held around a stretch of slots is copied, which stays in the second-level cache,
+// and the stretch written over. Where survivors move farther than NEAR there are two passes.
 constexpr i64 STRETCH = 1 << 13, NEAR = 1 << 13, WINDOW = STRETCH + 2 * NEAR;
 constexpr i64 WINDOW_BYTES = WINDOW * sizeof(uint64_t);
 
