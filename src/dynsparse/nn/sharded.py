@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import Parameter
 
 from dynsparse.ranks import chunk
 
@@ -27,6 +28,9 @@ __all__ = [
 
 def is_sharded(tensor: Any) -> bool:
     """Whether this is a DTensor, of which a rank holds a part."""
+    kind = type(tensor)
+    if kind is Parameter or kind is Tensor:  # compilers cannot look through the loaded modules
+        return False
     # Whoever shards has loaded that module, which takes a second.
     sharding = sys.modules.get("torch.distributed.tensor")
     return sharding is not None and isinstance(tensor, sharding.DTensor)
