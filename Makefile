@@ -40,7 +40,7 @@ help:
 demo: $(VENV)/.installed-apps native
 	@mkdir -p demo-output
 	$(BIN)/dynsparse mnist --densities 0.1 0.3 --seed 0 \
-		--records-path demo-output/records --json demo-output/result.json
+		--records-path demo-output/records --overwrite --json demo-output/result.json
 	$(BIN)/dynsparse visualise --records-path demo-output/records --output demo-output --animate
 	@echo "The pictures are in demo-output/: connectivity.png, connectivity.gif, curves.png"
 
