@@ -24,43 +24,6 @@ from dynsparse.pattern import PatternIndex, SparsePattern
 __all__ = ["LayerIndex", "grad_input", "grad_weight", "layer_linear", "linear", "use_kernel"]
 
 
-def _backward(ctx, dy):
-    """The gradients of x, values and bias, and None."""
-    p = ctx.layer_index
-    device = "cpu" if dy.is_cpu else dy.device.type
-    if torch.is_grad_enabled() or torch.is_autocast_enabled(device):
-        # The operator has a second derivative (create_graph), and keeps autocast out.
-        if p.is_overwritten:
-            raise RuntimeError(operator.CHANGED)
-        return *operator.gradients(ctx, dy, ctx.needs_input_grad[2], p.index), None
-    try:
-        x, values, *laid_out = ctx.saved_tensors
-    except RuntimeError as error:
-        raise operator.explained(error) from None
-    need_input, need_values, need_bias, _ = ctx.needs_input_grad
-    dx = dw = None
-    sums: list[Tensor] | None = [] if need_bias else None
-    if need_input or need_values:
-        if values.shape != p.values_shape:
-            if p.is_overwritten:
-                raise RuntimeError(operator.CHANGED)
-            raise RuntimeError(
-                f"the values had the shape {list(p.values_shape)} in forward and have "
-                f"{list(values.shape)} in backward: call backward before the layer is resized"
-            )
-        if capture.is_open(p.row_ptr) or capture.may_be_split():
-            need_input = need_input and capture.is_asked_for(ctx.next_functions[0][0])
-            if x is not None and not capture.is_asked_for(ctx.next_functions[1][0]):
-                x = None
-            if x is not None:
-                products.record(p.row_ptr, x, dy)
-        if need_input or x is not None:
-            dx, dw = products.backward(dy, x, values, p, need_input, *laid_out, sums=sums)
-    if sums:
-        return dx, dw, sums[0].to(ctx.bias_dtype), None
-    return dx, dw, operator.grad_bias(ctx, dy) if need_bias else None, None
-
-
 class SparseLinearFunction(torch.autograd.Function):
     """The operator and its autograd without the dispatcher. Profilers show its name."""
 
@@ -71,7 +34,42 @@ class SparseLinearFunction(torch.autograd.Function):
         operator.save(ctx, x, values, bias)
         return products.forward(x, memory, p, bias)
 
-    backward = staticmethod(_backward)
+    @staticmethod
+    def backward(ctx, dy):
+        """The gradients of x, values and bias, and None."""
+        p = ctx.layer_index
+        device = "cpu" if dy.is_cpu else dy.device.type
+        if torch.is_grad_enabled() or torch.is_autocast_enabled(device):
+            # The operator has a second derivative (create_graph), and keeps autocast out.
+            if p.is_overwritten:
+                raise RuntimeError(operator.CHANGED)
+            return *operator.gradients(ctx, dy, ctx.needs_input_grad[2], p.index), None
+        try:
+            x, values, *laid_out = ctx.saved_tensors
+        except RuntimeError as error:
+            raise operator.explained(error) from None
+        need_input, need_values, need_bias, _ = ctx.needs_input_grad
+        dx = dw = None
+        sums: list[Tensor] | None = [] if need_bias else None
+        if need_input or need_values:
+            if values.shape != p.values_shape:
+                if p.is_overwritten:
+                    raise RuntimeError(operator.CHANGED)
+                raise RuntimeError(
+                    f"the values had the shape {list(p.values_shape)} in forward and have "
+                    f"{list(values.shape)} in backward: call backward before the layer is resized"
+                )
+            if capture.is_open(p.row_ptr) or capture.may_be_split():
+                need_input = need_input and capture.is_asked_for(ctx.next_functions[0][0])
+                if x is not None and not capture.is_asked_for(ctx.next_functions[1][0]):
+                    x = None
+                if x is not None:
+                    products.record(p.row_ptr, x, dy)
+            if need_input or x is not None:
+                dx, dw = products.backward(dy, x, values, p, need_input, *laid_out, sums=sums)
+        if sums:
+            return dx, dw, sums[0].to(ctx.bias_dtype), None
+        return dx, dw, operator.grad_bias(ctx, dy) if need_bias else None, None
 
 
 class SparseLinearKeepingFunction(SparseLinearFunction):
