@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from dynsparse import native
+from dynsparse import native, processor
 from dynsparse.nn import SparseLinear
 
 built = pytest.mark.skipif(
@@ -223,7 +223,8 @@ def test_fields_of_cpuinfo():
     text = (
         "processor\t: 0\nvendor_id\t: AuthenticAMD\nflags\t\t: fpu sse4_1\n\nvendor_id\t: other\n"
     )
-    assert native._field(text, "vendor_id") == "AuthenticAMD"
-    assert native._field(text, "flags") == "fpu sse4_1"
-    assert native._field(text, "model") == ""
-    assert native._field("", "flags") == ""
+    first, none = processor.parse(text), processor.parse("")
+    assert first.maker == "AuthenticAMD"
+    assert first.flags == {"fpu", "sse4_1"}
+    assert "model" not in first.name
+    assert none.flags == frozenset()

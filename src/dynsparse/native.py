@@ -27,7 +27,7 @@ from typing import NamedTuple
 
 import torch
 
-from dynsparse import logs
+from dynsparse import logs, processor
 
 __all__ = [
     "bfloat16_unit",
@@ -147,18 +147,9 @@ _SIGNATURES: dict[str, tuple[type | None, list[type]]] = {
 }
 
 
-def _field(cpuinfo: str, name: str) -> str:
-    """What /proc/cpuinfo says of the first processor; empty where it says nothing."""
-    for line in cpuinfo.splitlines():
-        key, _, value = line.partition(":")
-        if key.strip() == name:
-            return value.strip()
-    return ""
-
-
 def _x86_levels(cpuinfo: str) -> list[str]:
     """The x86-64 levels, best first, that the `flags` line of /proc/cpuinfo allows."""
-    flags = set(_field(cpuinfo, "flags").split())
+    flags = processor.parse(cpuinfo).flags
     levels: list[str] = []
     for level in ("v2", "v3", "v4"):
         if not _X86_LEVELS[level] <= flags:
