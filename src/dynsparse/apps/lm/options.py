@@ -11,6 +11,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from dynsparse.apps.common import attention
 from dynsparse.apps.common.applies import SPARSE, TRAINS
 from dynsparse.apps.common.option import (
     FILE,
@@ -108,14 +109,8 @@ class Options(TrainingOptions):
     qkv_size: int | None = _network(
         None, "Features of one head.", integer(1), by_default="--hidden-size / --heads"
     )
-    interleave_heads: bool = _network(
-        False, "Deal the features out to the heads in turn, so that large blocks reach all heads.",
-        SWITCH, methods=tuple(BY_NAME),
-    )  # fmt: skip
-    match_blocks: bool = _network(
-        False, "Begin with blocks that read what the layer before writes.", SWITCH,
-        methods=tuple(name for name in BY_NAME if BY_NAME[name].least_first is None),
-    )  # fmt: skip
+    interleave_heads: bool = attention.interleave_heads(_network)
+    match_blocks: bool = attention.match_blocks(_network)
     embedding_size: int | None = _network(
         None, "Width of the token table, with sparse projections up to the hidden size.",
         integer(1), by_default="--hidden-size",

@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
+from dynsparse.apps.common import attention
 from dynsparse.apps.common.option import SWITCH, again, between, number
 from dynsparse.apps.common.options import panel
 from dynsparse.apps.pictures.options import PictureOptions
@@ -39,14 +40,8 @@ class Options(PictureOptions):
     ff_length: int = _network(48, "Width of the feed-forward part.", _SIZE)
     attention_heads: int = _network(16, "Heads of the attention.", _SIZE)
     qkv_length: int = _network(32, "Features of one head's queries, keys and values.", _SIZE)
-    interleave_heads: bool = _network(
-        False, "Deal the features out to the heads in turn, so that large blocks reach all heads.",
-        SWITCH, methods=tuple(BY_NAME),
-    )  # fmt: skip
-    match_blocks: bool = _network(
-        False, "Begin with blocks that read what the layer before writes.", SWITCH,
-        methods=tuple(name for name in BY_NAME if BY_NAME[name].least_first is None),
-    )  # fmt: skip
+    interleave_heads: bool = attention.interleave_heads(_network)
+    match_blocks: bool = attention.match_blocks(_network)
     dropout_keep_prob: float = _network(
         1.0, "Share that dropout keeps, in training; 1 for no dropout.",
         number(0, 1, above="a number above 0 and up to 1"),
