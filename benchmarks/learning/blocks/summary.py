@@ -25,7 +25,7 @@ class Case(NamedTuple):
 
 
 SHORT = Case(32)
-CASES = (Case(16), SHORT, Case(64, hidden=256), Case(32, steps=4000, tokens=1024))
+CASES = (Case(16), SHORT, Case(64, hidden=256))
 
 
 def finals(rows: list[Row], variant: str, case: Case) -> dict[int, float]:
@@ -77,10 +77,7 @@ def cases_table(rows: list[Row]) -> str:
         "|---|---|---|---|---|---|---|---|---|---|",
     ]
     for case in CASES:
-        groups = three(rows, BOTH, case)
-        if not groups[0]:
-            continue
-        both, plain, single = groups
+        groups = both, plain, single = three(rows, BOTH, case)
         means = (f"{statistics.mean(found.values()):.4f}" for found in (plain, both, single))
         shares = sorted(round(100 * share) for share in closed(*groups))
         ahead = sum(both[seed] < plain[seed] for seed in both)
