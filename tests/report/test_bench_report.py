@@ -7,8 +7,9 @@ from pathlib import Path
 import pytest
 
 from dynsparse.bench.law import POPSPARSE
-from dynsparse.bench.results import summarise
+from dynsparse.bench.results import load_results, summarise
 from dynsparse.bench.spec import find_spec, read_spec
+from dynsparse.report.bench import machines
 from dynsparse.report.bench.page import fill_page
 from dynsparse.report.bench.pictures import draw_speedups
 from dynsparse.report.bench.tables import VIEWS, machine_line, table, whole_report
@@ -186,6 +187,63 @@ def test_a_page_is_filled_in_between_its_comments(results, tmp_path):
     assert page.read_text() == text
 
 
+@pytest.fixture
+def two_machines(results):
+    """The results, and those of a machine that gains half as much, noted down by hand."""
+    other = copy.deepcopy(results)
+    other["machine"] |= {"processor": "Another CPU", "python": None, "versions": {}}
+    other["note"] = "By hand."
+    for one in other["benchmarks"]["steps"]["cells"]:
+        one["ratios"] = {"masked": {"median": one["ratios"]["masked"]["median"] / 2}}
+    return results, other
+
+
+def test_a_figure_that_was_noted_by_hand_has_no_spread(two_machines):
+    _, other = two_machines
+    first = rows(VIEWS["speed-up"](other, ["steps"]))[2]
+    assert first == ["1024", "128", "0.1", "1", "2.0\\*"]
+    other["benchmarks"]["steps"]["measured"] = "once"
+    assert VIEWS["machine"](other, ["steps"]) == (
+        "Measured once on: Another CPU, 2 cores, Linux x86_64; kernels for v4; MKL. By hand."
+    )
+
+
+def test_the_machine_that_gains_least_comes_first(two_machines):
+    head, _, first, second, third, *_ = rows(machines.VIEWS["machines"]([*two_machines], ["steps"]))
+    assert head == ["block", "density", "machine", "cells", "masked dense", "dense",
+                    "MKL's sparse products"]  # fmt: skip
+    assert first == ["1", "0.1", "Another CPU, 2 cores", "2", "2.0 (2.0 to 2.0)", "", ""]
+    assert second[:5] == ["1", "0.1", "A CPU, 2 cores", "2", "4.0 (4.0 to 4.0)"]
+    assert third[1:3] == ["0.2", "Another CPU, 2 cores"]
+    assert machines.VIEWS["machines-headline"]([*two_machines], ["steps"]) == (
+        "At density 0.1 this many times as fast as masked dense: 2.0 (2.0 to 2.0) on Another CPU, "
+        "2 cores; 4.0 (4.0 to 4.0) on A CPU, 2 cores. At density 0.2 it is 1.00 (1.00 to 1.00) and "
+        "2.0 (2.0 to 2.0). At density 0.5 it is 0.40 (0.40 to 0.40) and 0.80 (0.80 to 0.80)."
+    )
+    lines = machines.VIEWS["machines-list"]([*two_machines], ["steps"]).splitlines()
+    assert [line.split(" on: ")[1][:5] for line in lines] == ["Anoth", "A CPU"]
+    del two_machines[1]["benchmarks"]["steps"]
+    assert machines.worst_first([*two_machines], ["steps"]) == [two_machines[0]]
+
+
+def test_a_page_may_show_other_machines(two_machines, tmp_path):
+    results, other = two_machines
+    page = tmp_path / "page.md"
+    page.write_text(
+        "<!-- bench: speed-up steps @far -->\nold\n<!-- /bench -->\n"
+        "<!-- bench: machines steps -->\nold too\n<!-- /bench -->\n"
+        "<!-- bench: law -->\n<!-- /bench -->\n"
+    )
+    fill_page(page, results)  # one machine: what is about others stays
+    assert "old\n" in page.read_text()
+    assert "old too\n" in page.read_text()
+    fill_page(page, results, {"far": other})
+    text = page.read_text()
+    assert VIEWS["speed-up"](other, ["steps"]) in text
+    assert machines.VIEWS["machines"]([results, other], ["steps"]) in text
+    assert "old" not in text
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [
@@ -213,6 +271,35 @@ def test_the_picture_is_drawn(results, tmp_path):
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+FIGURES = [ROOT / "benchmarks" / "figures" / f"{name}.json"
+           for name in ("epyc", "xeon", "xeon-2026-11-20")]  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ["README.md", "docs/when-is-it-faster.md"])
+def test_the_tables_of_a_page_are_made_of_the_figures_of_its_machines(name, tmp_path):
+    results, *others = (load_results(file) for file in FIGURES)
+    page = tmp_path / "page.md"
+    page.write_text((ROOT / name).read_text())
+    fill_page(page, results, dict(zip((f.stem for f in FIGURES[1:]), others, strict=True)))
+    assert page.read_text() == (ROOT / name).read_text()
+
+
+def test_figures_of_machines_are_of_cells_that_are_measured():
+    pytest.importorskip("yaml")
+    spec = read_spec(find_spec()).benchmarks
+    assert {file.name for file in FIGURES} == {f.name for f in FIGURES[0].parent.iterdir()}
+    for file in FIGURES:
+        results = load_results(file)
+        assert len(results["machine"]["processor"]) > 5
+        for name, benchmark in results["benchmarks"].items():
+            asked = {(c.layer, c.batch, c.density, c.block, c.threads, c.dtype)
+                     for c in spec[name].cells}  # fmt: skip
+            cells = [tuple(c[k] for k in ("layer", "batch", "density", "block", "threads", "dtype"))
+                     for c in benchmark["cells"]]  # fmt: skip
+            assert set(cells) <= asked
+            assert len(set(cells)) == len(cells)
+    elements = [load_results(file)["benchmarks"]["elements"]["cells"] for file in FIGURES[:2]]
+    assert all(len(cells) == len(spec["elements"].cells) for cells in elements)
 
 
 def test_the_benchmark_page_fills_in_every_table_of_the_repository():
@@ -222,5 +309,7 @@ def test_the_benchmark_page_fills_in_every_table_of_the_repository():
         found.split() for page in PAGES
         for found in re.findall(r"^<!-- bench: (.*) -->$", page.read_text(), flags=re.MULTILINE)
     ]  # fmt: skip
-    assert {view for view, *_ in asked} <= VIEWS.keys()
-    assert {name for _, *names in asked for name in names} == covered
+    assert {view for view, *_ in asked} <= VIEWS.keys() | machines.VIEWS.keys()
+    names = {name for _, *names in asked for name in names}
+    assert {name for name in names if not name.startswith("@")} == covered
+    assert {name[1:] for name in names - covered} == {file.stem for file in FIGURES[1:]}

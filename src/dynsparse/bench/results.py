@@ -1,7 +1,7 @@
 """What a run of benchmarks leaves behind: one JSON file, and what follows from its cells.
 
 ```
-{"format": "dynsparse-bench", "version": 1, "machine": {...}, "spec": "benchmarks.yml",
+{"format": "dynsparse-bench", "version": 1, "machine": {...}, "note": .., "spec": "benchmarks.yml",
  "benchmarks": {NAME: {"about": .., "measure": .., "reference": .., "measured": DATE,
     "cells": [{"layer": "784x300", "features": [784, 300], "batch": .., "density": .., "block": ..,
        "threads": .., "dtype": .., "kernel": KERNEL, "times": {WHO: SPREAD},
@@ -22,6 +22,10 @@ beside them it has {"model": NAME, "blocks": .., "depth": how many were timed, "
 .., "ratios": ..}, "parts": {WHO: {PART: seconds}}}; one of memory has {"memory": {WHO: {"peak":
 bytes, "state": .., "blocks": ..}}} in place of all figures. A command's benchmark has "figures" or
 "output" in place of cells.
+
+Of figures that somebody noted down by hand a spread may be a median alone, "times" empty, DATE
+words, and the machine's "python" null. "note", which may be missing, is what else a page says of
+them.
 """
 
 from __future__ import annotations

@@ -60,7 +60,12 @@ def bench(
         ),
     ] = None,
     from_json: Annotated[
-        Path | None, _file(_WHAT, "Measure nothing: take the figures of this file.", "--from")
+        list[Path] | None,
+        _file(
+            _WHAT,
+            "Measure nothing: take the figures of this file; those of other machines may follow.",
+            "--from",
+        ),
     ] = None,
     list_: Annotated[
         bool,
@@ -89,7 +94,7 @@ def bench(
     if threads is not None and not 1 <= threads <= 1024:
         span = "at least 1" if threads < 1 else "at most 1024"
         raise ValueError(f"--threads must be {span}, got {threads}")
-    if merge and (json is None or from_json is not None):
+    if merge and (json is None or from_json):
         raise ValueError("--merge adds what is measured to a --json file: give --json, not --from")
     if list_:
         others = {"benchmark": benchmark, "cell": cell, "threads": threads, "from": from_json,
@@ -97,7 +102,7 @@ def bench(
         given = [f"--{name}" for name, value in others.items() if value is not None]
         if given:
             raise ValueError(f"--list measures nothing: leave out {', '.join(given)}")
-    if from_json is not None and json is not None:
+    if from_json and json is not None:
         raise ValueError(
             "--json writes what is measured, and --from measures nothing: leave it out"
         )
@@ -111,16 +116,16 @@ def bench(
         from dynsparse.report.figure import need_matplotlib
 
         need_matplotlib()
-    source: Path | None = None
-    if from_json is not None:
+    beside: dict[str, Results] = {}
+    if from_json:
         if spec is not None or benchmark or cell or threads is not None:
             raise ValueError(
                 "--from measures nothing: leave out --spec, --benchmark, --cell and --threads"
             )
         from dynsparse.bench.results import load_results
 
-        results = load_results(from_json)
-        source = from_json
+        results, *rest = [load_results(file) for file in from_json]
+        beside = {file.stem: found for file, found in zip(from_json[1:], rest, strict=True)}
     else:
         from dynsparse.bench.options import with_cells
         from dynsparse.bench.spec import find_spec, read_spec
@@ -134,21 +139,21 @@ def bench(
         if cell:
             chosen = with_cells(chosen, cell)
         results = _measure(found, chosen, file.resolve().parent, threads, json, merge)
-    with _figures_of(source):
-        _write(results, picture, markdown, page or [])
+    with _figures_of(*(from_json or ())):
+        _write(results, beside, picture, markdown, page or [])
 
 
 @contextmanager
-def _figures_of(file: Path | None) -> Iterator[None]:
-    """Figures that were read from `file` may lack anything; one line says so."""
+def _figures_of(*files: Path) -> Iterator[None]:
+    """Figures that were read from `files` may lack anything; one line says so."""
     try:
         yield
     except (ArithmeticError, AttributeError, IndexError, KeyError, TypeError) as error:
-        if file is None:
+        if not files:
             raise
         raise ValueError(
-            f"{file}: expected the figures that dynsparse bench writes, got others "
-            f"({type(error).__name__}: {shortened(str(error))}): measure anew"
+            f"{', '.join(map(str, files))}: expected the figures that dynsparse bench writes, "
+            f"got others ({type(error).__name__}: {shortened(str(error))}): measure anew"
         ) from None
 
 
@@ -171,10 +176,10 @@ def _measure(
     from dynsparse.report.bench.tables import machine_line
 
     results = empty_results(spec.file)
-    source: Path | None = None
+    source: list[Path] = []
     if merge and json is not None and json.exists():
         before = load_results(json)
-        source = json
+        source = [json]
         if before["machine"] != results["machine"]:
             raise ValueError(
                 f"--merge: {json} was measured on another machine or with other versions: "
@@ -196,7 +201,7 @@ def _measure(
             whole: list[Cell] = whole,
         ) -> None:
             # Written after each cell: an interrupted run keeps what it has measured.
-            with _figures_of(source):
+            with _figures_of(*source):
                 results["benchmarks"][name] = merged(before, found, whole)
                 summarise(results)
             if json is not None:
@@ -211,7 +216,11 @@ def _tell(line: str) -> None:
 
 
 def _write(
-    results: Results, picture: Path | None, markdown: Path | None, pages: list[Path]
+    results: Results,
+    others: dict[str, Results],
+    picture: Path | None,
+    markdown: Path | None,
+    pages: list[Path],
 ) -> None:
     if markdown is not None:
         from dynsparse.report.bench.tables import whole_report
@@ -220,7 +229,7 @@ def _write(
     for page in pages:
         from dynsparse.report.bench.page import fill_page
 
-        fill_page(page, results)
+        fill_page(page, results, others)
     if picture is not None:
         from dynsparse.report.bench.pictures import draw_speedups
 

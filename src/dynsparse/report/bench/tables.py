@@ -8,11 +8,21 @@ from typing import Any
 
 from dynsparse.report.bench.models import Table, memory_table, parts_table, steps_table
 
-__all__ = ["VIEWS", "machine_line", "table", "whole_report"]
+__all__ = [
+    "NAMES",
+    "VIEWS",
+    "between",
+    "cells_of",
+    "machine_line",
+    "machine_name",
+    "measured_line",
+    "table",
+    "whole_report",
+]
 
 Figures = dict[str, Any]
 
-_NAMES = {
+NAMES = {
     "masked": "masked dense",
     "dense": "dense",
     "mkl": "MKL's sparse products",
@@ -21,6 +31,8 @@ _NAMES = {
     "one_thread": "dynsparse on 1 thread",
     "dynsparse": "dynsparse",
 }
+"""The contenders in the order of columns, and what these are called."""
+
 _PARTS = {
     "drop": "ranking to drop",
     "growth": "growth",
@@ -37,15 +49,22 @@ def table(head: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
+def machine_name(results: Figures) -> str:
+    """The processor and its cores: what tells machines apart in a table."""
+    machine = results["machine"]
+    return f"{machine['processor']}, {machine['cores']} cores"
+
+
 def machine_line(results: Figures) -> str:
     """What the figures were measured on, in one sentence."""
     machine = results["machine"]
-    versions = ", ".join(f"{name} {version}" for name, version in machine["versions"].items())
+    versions = [f"{name} {version}" for name, version in machine["versions"].items()]
+    if machine["python"]:  # of figures that somebody noted down by hand it may not be known
+        versions.append(f"Python {machine['python']}")
     kernels = f"kernels for {machine['isa']}" if machine["kernels"] == "native" else "plain torch"
     mkl = "MKL" if machine["mkl"] else "no MKL"
     return (
-        f"{machine['processor']}, {machine['cores']} cores, {machine['system']}; {kernels}; "
-        f"{versions}, Python {machine['python']}, {mkl}."
+        f"{machine_name(results)}, {machine['system']}; {kernels}; {', '.join([*versions, mkl])}."
     )
 
 
@@ -53,14 +72,16 @@ def _ratio(ratio: float) -> str:
     return f"{ratio:.2f}" if ratio < 2 else f"{ratio:.1f}"
 
 
-def _between(middle: float, low: float, high: float) -> str:
+def between(middle: float, low: float, high: float) -> str:
     return f"{_ratio(middle)} ({_ratio(low)} to {_ratio(high)})"
 
 
 def _spread(figure: dict[str, float] | None, mark: str = "") -> str:
     if figure is None:
         return ""
-    return _between(figure["median"], figure["low"], figure["high"]) + mark
+    if "low" not in figure:  # noted down by hand
+        return _ratio(figure["median"]) + mark
+    return between(figure["median"], figure["low"], figure["high"]) + mark
 
 
 def _sizes(cells: list[Figures]) -> tuple[list[str], Callable[[Figures], list[str]]]:
@@ -76,10 +97,10 @@ def _sizes(cells: list[Figures]) -> tuple[list[str], Callable[[Figures], list[st
 
 def _speedups(results: Figures, names: list[str]) -> str:
     """Every cell, with the ratio of every contender, and the kernels where not all are sparse."""
-    cells = _cells(results, names)
+    cells = cells_of(results, names)
     head, sizes = _sizes(cells)
     chosen = any(cell["kernel"] != "sparse" for cell in cells)
-    who = [name for name in _NAMES if any(name in cell["ratios"] for cell in cells)]
+    who = [name for name in NAMES if any(name in cell["ratios"] for cell in cells)]
     rows = [
         [
             *sizes(cell),
@@ -88,7 +109,7 @@ def _speedups(results: Figures, names: list[str]) -> str:
         ]
         for cell in cells
     ]
-    head += [*[_NAMES[name] for name in who], *["kernels"] * chosen]
+    head += [*[NAMES[name] for name in who], *["kernels"] * chosen]
     return table(head, rows) + _notes(results, names, cells)
 
 
@@ -108,8 +129,8 @@ def _notes(results: Figures, names: list[str], cells: list[Figures]) -> str:
 
 def _summary(results: Figures, names: list[str]) -> str:
     """By density and block: the median over cells, with the smallest and the largest."""
-    cells = _cells(results, names)
-    who = [name for name in _NAMES if any(name in cell["ratios"] for cell in cells)]
+    cells = cells_of(results, names)
+    who = [name for name in NAMES if any(name in cell["ratios"] for cell in cells)]
     groups: dict[tuple[int, float], list[Figures]] = {}
     for cell in cells:
         groups.setdefault((cell["block"], cell["density"]), []).append(cell)
@@ -118,14 +139,14 @@ def _summary(results: Figures, names: list[str]) -> str:
         row = [f"{block}", f"{density:g}", f"{len(members)}"]
         for name in who:
             found = [c["ratios"][name]["median"] for c in members if name in c["ratios"]]
-            row.append(_between(statistics.median(found), min(found), max(found)) if found else "")
+            row.append(between(statistics.median(found), min(found), max(found)) if found else "")
         rows.append(row)
-    return table(["block", "density", "cells", *[_NAMES[name] for name in who]], rows)
+    return table(["block", "density", "cells", *[NAMES[name] for name in who]], rows)
 
 
 def _losses(results: Figures, names: list[str]) -> str:
     """The cells that take more than a tenth longer than dense, worst first."""
-    cells = [cell for cell in _cells(results, names) if "dense" in cell["ratios"]]
+    cells = [cell for cell in cells_of(results, names) if "dense" in cell["ratios"]]
     slow = [cell for cell in cells if 1.1 * cell["ratios"]["dense"]["median"] < 1]
     slow.sort(key=lambda cell: cell["ratios"]["dense"]["median"])
     line = f"Of {len(cells)} cells {len(slow)} take more than a tenth longer than dense."
@@ -136,14 +157,14 @@ def _losses(results: Figures, names: list[str]) -> str:
         [*sizes(c), _spread(c["ratios"]["dense"], "\\*" * c["disturbed"]), c["kernel"]]
         for c in slow
     ]
-    return f"{line}\n\n{table([*head, _NAMES['dense'], 'kernels'], rows)}"
+    return f"{line}\n\n{table([*head, NAMES['dense'], 'kernels'], rows)}"
 
 
 def _break_even(results: Figures, names: list[str]) -> str:
     """Where dense catches up: a row per layer and batch, a column per block size."""
     layers = {
         ((c["features"][0] * c["features"][1]) ** 0.5, c["batch"]): c["layer"]
-        for c in _cells(results, names)
+        for c in cells_of(results, names)
     }
     threads = max(results["break_even"], key=int, default="")
     found = [
@@ -179,7 +200,7 @@ def _law(results: Figures, names: list[str]) -> str:
         # Rounded first: what is a little below zero is zero, not -0.00.
         powers = ["-" if law[key] is None else f"{round(law[key], 2) + 0.0:.2f}" for key in "abe"]
         spread = f"x or / {law['factor']:.2f}, at worst {law['worst']:.2f}"
-        rows.append([_NAMES[name], f"{law['c']:.2g}", *powers, spread, f"{law['cells']}"])
+        rows.append([NAMES[name], f"{law['c']:.2g}", *powers, spread, f"{law['cells']}"])
     published = results["popsparse_law"]
     powers = [f"{published[key]:.2f}" for key in "abe"]
     rows.append(["dense, PopSparse on an IPU (published)", f"{published['c']:g}", *powers, "", ""])
@@ -188,7 +209,7 @@ def _law(results: Figures, names: list[str]) -> str:
 
 def _updates(results: Figures, names: list[str]) -> str:
     """Costs in training steps, and the share of an update every 100 steps."""
-    cells = _cells(results, names)
+    cells = cells_of(results, names)
     head, sizes = _sizes(cells)
     rows = []
     for cell in cells:
@@ -206,7 +227,7 @@ def _updates(results: Figures, names: list[str]) -> str:
 
 def _overhead(results: Figures, names: list[str]) -> str:
     """Microseconds a call."""
-    cells = _cells(results, names)
+    cells = cells_of(results, names)
     head, sizes = _sizes(cells)
     rows = []
     for cell in cells:
@@ -219,7 +240,7 @@ def _overhead(results: Figures, names: list[str]) -> str:
 def _trainings(results: Figures, names: list[str]) -> str:
     """A row per seed: steps, ratio of the times, the part that updates took."""
     rows = []
-    cells = _cells(results, names)
+    cells = cells_of(results, names)
     for cell in cells:
         for found in cell["training"]:
             own, other = (found["contenders"][name] for name in ("dynsparse", "masked"))
@@ -251,15 +272,18 @@ def _command(results: Figures, names: list[str]) -> str:
     return "\n\n".join(f"```\n{text.rstrip()}\n```" for text in texts)
 
 
-def _machine(results: Figures, names: list[str]) -> str:
-    days = sorted({benchmark["measured"] for benchmark in results["benchmarks"].values()})
+def measured_line(results: Figures, names: list[str]) -> str:
+    """When, where and with what: of the benchmarks `names`, or of all."""
+    found = [results["benchmarks"][name] for name in names] or results["benchmarks"].values()
+    days = sorted({benchmark["measured"] for benchmark in found})
     when = " to ".join(dict.fromkeys([days[0], days[-1]])) if days else "never"
-    return f"Measured {when} on: {machine_line(results)}"
+    note = f" {results['note']}" if results.get("note") else ""
+    return f"Measured {when} on: {machine_line(results)}{note}"
 
 
 def _of_models(make: Callable[[list[Figures]], Table]) -> Callable[[Figures, list[str]], str]:
     def view(results: Figures, names: list[str]) -> str:
-        cells = _cells(results, names)
+        cells = cells_of(results, names)
         return table(*make(cells)) + _notes(results, names, cells)
 
     return view
@@ -278,7 +302,7 @@ VIEWS: dict[str, Callable[[Figures, list[str]], str]] = {
     "parts": _of_models(parts_table),
     "model-memory": _of_models(memory_table),
     "command": _command,
-    "machine": _machine,
+    "machine": measured_line,
 }
 """What can be shown of benchmarks: view(results, names) -> Markdown."""
 
@@ -296,7 +320,7 @@ _VIEW_OF = {
 
 def whole_report(results: Figures) -> str:
     """Everything in the results, a section per benchmark."""
-    parts = ["# dynsparse bench", _machine(results, [])]
+    parts = ["# dynsparse bench", measured_line(results, [])]
     for name, benchmark in results["benchmarks"].items():
         view = _VIEW_OF[benchmark.get("measure")]
         parts += [f"## {name}", benchmark["about"], VIEWS[view](results, [name])]
@@ -305,5 +329,5 @@ def whole_report(results: Figures) -> str:
     return "\n\n".join(parts) + "\n"
 
 
-def _cells(results: Figures, names: list[str]) -> list[Figures]:
+def cells_of(results: Figures, names: list[str]) -> list[Figures]:
     return [cell for name in names for cell in results["benchmarks"][name]["cells"]]

@@ -1,0 +1,106 @@
+"""The same benchmarks on several machines, the one that gains least first."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable
+from typing import Any
+
+from dynsparse.report.bench.tables import (
+    NAMES,
+    between,
+    cells_of,
+    machine_name,
+    measured_line,
+    table,
+)
+
+__all__ = ["VIEWS", "worst_first"]
+
+Figures = dict[str, Any]
+Summary = dict[str, tuple[float, float, float]]
+"""contender -> median, smallest and largest cell."""
+
+
+def worst_first(machines: list[Figures], names: list[str]) -> list[Figures]:
+    """Those of `machines` that ran all benchmarks `names`, by the median over masked dense."""
+    ran = [one for one in machines if all(name in one["benchmarks"] for name in names)]
+    return sorted(
+        ran,
+        key=lambda one: statistics.median(
+            cell["ratios"]["masked"]["median"] for cell in cells_of(one, names)
+        ),
+    )
+
+
+def _groups(machine: Figures, names: list[str]) -> dict[tuple[int, float], tuple[int, Summary]]:
+    """(block, density) -> how many cells, and what they gain."""
+    found: dict[tuple[int, float], list[Figures]] = {}
+    for cell in cells_of(machine, names):
+        found.setdefault((cell["block"], cell["density"]), []).append(cell["ratios"])
+    groups = {}
+    for key, ratios in found.items():
+        summary = {}
+        for who in NAMES:
+            medians = [one[who]["median"] for one in ratios if who in one]
+            if medians:
+                summary[who] = statistics.median(medians), min(medians), max(medians)
+        groups[key] = len(ratios), summary
+    return groups
+
+
+def _side_by_side(machines: list[Figures], names: list[str]) -> str:
+    """By density and block: a row per machine, the median over cells with their range."""
+    ran = {machine_name(one): _groups(one, names) for one in worst_first(machines, names)}
+    keys = dict.fromkeys(key for groups in ran.values() for key in groups)
+    blocks = len({block for block, _ in keys}) > 1
+    summaries = [summary for groups in ran.values() for _, summary in groups.values()]
+    who = [name for name in NAMES if any(name in summary for summary in summaries)]
+    rows = []
+    for block, density in keys:
+        for name, groups in ran.items():
+            if (block, density) not in groups:
+                continue
+            count, summary = groups[block, density]
+            row = [*[f"{block}"] * blocks, f"{density:g}", name, f"{count}"]
+            rows.append([*row, *[between(*summary[w]) if w in summary else "" for w in who]])
+    head = [*["block"] * blocks, "density", "machine", "cells", *[NAMES[name] for name in who]]
+    return table(head, rows)
+
+
+def _headline(machines: list[Figures], names: list[str]) -> str:
+    """By density how many times as fast as masked dense elements are, one machine after the other.
+
+    Every part begins with the machine that gains least.
+    """
+    ran = {machine_name(one): _groups(one, names) for one in worst_first(machines, names)}
+    densities = dict.fromkeys(density for groups in ran.values() for _, density in groups)
+    parts = []
+    for place, density in enumerate(densities):
+        times = {
+            name: between(*groups[1, density][1]["masked"])
+            for name, groups in ran.items()
+            if (1, density) in groups
+        }
+        if place == 0:
+            each = "; ".join(f"{of} on {name}" for name, of in times.items())
+            parts.append(f"At density {density:g} this many times as fast as masked dense: {each}")
+        elif times:
+            parts.append(f"At density {density:g} it is {' and '.join(times.values())}")
+    return " ".join(f"{part}." for part in parts)
+
+
+def _each(machines: list[Figures], names: list[str]) -> str:
+    """Which machines these are: a line each, as in `_side_by_side`."""
+    lines = []
+    for one in worst_first(machines, names):
+        lines.append(f"- {measured_line(one, names)}")
+    return "\n".join(lines)
+
+
+VIEWS: dict[str, Callable[[list[Figures], list[str]], str]] = {
+    "machines": _side_by_side,
+    "machines-headline": _headline,
+    "machines-list": _each,
+}
+"""What can be shown of benchmarks over machines: view(results of each, names) -> Markdown."""
