@@ -25,7 +25,9 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from lenet_pictures import Bent
 from torch import Tensor, nn
+from torch.optim.swa_utils import AveragedModel
 
 import dynsparse as ds
 from dynsparse.bench.masked import MaskedRigL, masked_twin
@@ -51,12 +53,45 @@ class Settings:
     end: float = 0.75
     initial: float = 1.0
     """Times the usual size of the sparse layers' first values, 1/sqrt(3 x inputs of the output)."""
+    smoothing: float = 0.0
+    """Of the labels."""
+    hidden: float = 0.0
+    """The share of a picture's pixels that are dropped."""
+    distort: float = 0.0
+    """How far pictures are bent, in pixels: lenet_pictures.py."""
+    distorted: float = 1.0
+    """The share of the pictures of an epoch that are bent."""
+    clean: float = 0.0
+    """The last share of the training, in which no picture is bent."""
+
+    def distort_at(self, done: float) -> float:
+        """After this share of the training."""
+        return self.distort if done < 1 - self.clean else 0.0
 
     def rate_at(self, done: float) -> float:
         """After this share of the training."""
         if self.course == "cosine":
             return 0.5 * self.rate * (1 + math.cos(math.pi * done))
         return self.rate / 3 ** ((done >= 75 / 200) + (done >= 95 / 200))
+
+
+class Average:
+    """Of a network's weights after every epoch from the last update of the pattern on."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.of = model
+        self.taken: AveragedModel | None = None
+
+    @property
+    def model(self) -> nn.Module:
+        """With the averaged weights; before the first, the network itself."""
+        return self.of if self.taken is None else self.taken
+
+    def take(self, done: float, settings: Settings) -> None:
+        """After an epoch, and this share of the training."""
+        if done > settings.end:
+            self.taken = AveragedModel(self.of) if self.taken is None else self.taken
+            self.taken.update_parameters(self.of)
 
 
 class Contender:
@@ -81,30 +116,42 @@ class Contender:
         )
         make = MaskedRigL if masked else ds.RigL
         self.trainer = make(self.model, self.optimizer, schedule=schedule)
+        self.average = Average(self.model)
         self.seconds: list[float] = []
 
-    def epoch(self, images: Tensor, labels: Tensor, order: Tensor) -> None:
+    @property
+    def done(self) -> float:
+        """The share of the training."""
+        return self.steps / self.total_steps
+
+    def epoch(self, images: Tensor, labels: Tensor, seen: Tensor) -> None:
+        """`seen`: which of the images, in order; of several copies each has the `labels`."""
         self.model.train()
         begin = time.perf_counter()
-        for indices in order.view(-1, BATCH):
-            rate = self.settings.rate_at(self.steps / self.total_steps)
+        for indices in seen.view(-1, BATCH):
             for group in self.optimizer.param_groups:
-                group["lr"] = rate
+                group["lr"] = self.settings.rate_at(self.done)
             self.optimizer.zero_grad()
-            F.cross_entropy(self.model(images[indices]), labels[indices]).backward()
+            F.cross_entropy(
+                self.model(images[indices]),
+                labels[indices % len(labels)],
+                label_smoothing=self.settings.smoothing,
+            ).backward()
             self.steps += 1
             self.trainer.step()
         self.seconds.append(time.perf_counter() - begin)
+        self.average.take(self.done, self.settings)
 
     @torch.no_grad()
-    def error(self, images: Tensor, labels: Tensor) -> float:
-        self.model.eval()
-        return float((self.model(images).argmax(1) != labels).double().mean())
+    def error(self, images: Tensor, labels: Tensor, model: nn.Module | None = None) -> float:
+        model = self.model if model is None else model
+        model.eval()
+        return float((model(images).argmax(1) != labels).double().mean())
 
 
 def build(seed: int, settings: Settings) -> nn.Sequential:
     torch.manual_seed(seed)
-    layers: list[nn.Module] = []
+    layers: list[nn.Module] = [nn.Dropout(settings.hidden)] if settings.hidden else []
     for i, density in enumerate(DENSITIES):
         kind = nn.Linear if density == 1 else ds.nn.SparseLinear
         extra = () if density == 1 else (density,)
@@ -172,10 +219,13 @@ def main() -> None:
         if not arguments.no_masked:
             contenders["masked"] = make(seed, True)
         best = dict.fromkeys(contenders, 1.0)
+        pictures = Bent(train.images, [settings])
         for _ in range(arguments.epochs):
             order = torch.randperm(len(train))[: len(train) // BATCH * BATCH]
+            done = contenders["sparse"].done
+            seen = pictures.epoch(done, order[:, None]).squeeze(1)
             for name, contender in contenders.items():
-                contender.epoch(train.images, train.labels, order)
+                contender.epoch(pictures.all, train.labels, seen)
                 best[name] = min(best[name], contender.error(test.images, test.labels))
         row: dict[str, Any] = {"seed": seed, "epochs": arguments.epochs, **asdict(settings)}
         row["held out"] = arguments.hold_out
@@ -184,6 +234,7 @@ def main() -> None:
                 "final": contender.error(test.images, test.labels),
                 "best": best[name],
                 "training": contender.error(train.images, train.labels),
+                "averaged": contender.error(test.images, test.labels, contender.average.model),
             }
         if not arguments.no_masked:
             pairs = zip(contenders["masked"].seconds, contenders["sparse"].seconds, strict=True)

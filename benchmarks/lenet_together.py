@@ -7,26 +7,29 @@ networks that train alone.
 
     python benchmarks/lenet_together.py --data-dir DIR --seeds 0 1 2 3 4 [the flags of lenet.py]
     python benchmarks/lenet_together.py --data-dir DIR --hold-out 10000 --seeds 0 1 \
-        --decays 1e-4 2e-4 5e-4     # every seed with every weight decay
+        --variants decay=1e-4 "distort=1 distorted=0.5"     # every seed with each of them
 
 Prints and writes a line per network, as lenet.py does without its masked twin.
 """
 
 from __future__ import annotations
 
-import statistics
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, fields, replace
 from typing import Any
 
 import lenet
 import torch
 import torch.nn.functional as F
-from lenet import BATCH, MOMENTUM, Settings
+from lenet import BATCH, MOMENTUM, Average, Settings
+from lenet_pictures import Bent
 from torch import Tensor, nn
 
 import dynsparse as ds
 from dynsparse import SparsePattern, training
+
+SHARED = ("course", "interval", "share", "end")
+"""The settings in which networks that train together must not differ."""
 
 Pairs = Sequence[tuple[Tensor, Tensor]]
 
@@ -90,14 +93,15 @@ class Together(nn.Module):
     """Networks of `lenet.build` as diagonal blocks of one: [batch, networks * 784] ->
     [networks, batch, 10]."""
 
-    def __init__(self, networks: Sequence[nn.Sequential], dropout: float) -> None:
+    def __init__(self, networks: Sequence[nn.Sequential], settings: Sequence[Settings]) -> None:
         super().__init__()
         layers = [[m for m in n if not isinstance(m, (nn.ReLU, nn.Dropout))] for n in networks]
         *sparse, dense = zip(*layers, strict=True)
         self.sparse = nn.ModuleList(self._stacked(these) for these in sparse)
         self.weight = nn.Parameter(torch.stack([layer.weight.detach() for layer in dense]))
         self.bias = nn.Parameter(torch.stack([layer.bias.detach() for layer in dense]))
-        self.dropout = dropout
+        self.dropout = [own.dropout for own in settings]
+        self.hidden = [own.hidden for own in settings]
 
     @staticmethod
     def _stacked(layers: Sequence[ds.nn.SparseLinear]) -> ds.nn.SparseLinear:
@@ -113,11 +117,17 @@ class Together(nn.Module):
             made.bias.copy_(torch.cat([layer.bias for layer in layers]))
         return made
 
+    def _dropped(self, x: Tensor, shares: Sequence[float]) -> Tensor:
+        """Each network's features without its own share of them."""
+        if not (self.training and any(shares)):
+            return x
+        kept = 1 - x.new_tensor(shares).repeat_interleave(x.shape[1] // len(shares))
+        return x * (torch.rand_like(x) < kept) / kept
+
     def forward(self, x: Tensor) -> Tensor:
+        x = self._dropped(x, self.hidden)
         for layer in self.sparse:
-            x = F.relu(layer(x))
-            if self.dropout:
-                x = F.dropout(x, self.dropout, self.training)
+            x = self._dropped(F.relu(layer(x)), self.dropout)
         each = x.view(len(x), len(self.bias), -1).transpose(0, 1)
         return torch.baddbmm(self.bias[:, None], each, self.weight.transpose(1, 2))
 
@@ -126,29 +136,30 @@ class Training:
     """All of them in steps: `step` takes a batch of each network's own pictures.
 
     Args:
-        decays: the weight decay of each network, in place of that of `settings`.
+        settings: of each network. They may differ in what `SHARED` does not name.
     """
 
     def __init__(
-        self,
-        networks: Sequence[nn.Sequential],
-        total_steps: int,
-        settings: Settings,
-        decays: Sequence[float] = (),
+        self, networks: Sequence[nn.Sequential], total_steps: int, settings: Sequence[Settings]
     ) -> None:
-        self.count, self.settings = len(networks), settings
+        self.count, self.settings = len(networks), settings[0]
+        for name in SHARED:
+            if len({getattr(own, name) for own in settings}) > 1:
+                raise SystemExit(f"networks that train together must have the same {name}")
         self.total_steps, self.steps = total_steps, 0
-        self.model = Together(networks, settings.dropout)
+        self.model = Together(networks, settings)
+        self.average = Average(self.model)
         self.optimizer = torch.optim.SGD(
-            self.model.parameters(),
-            settings.rate,
-            MOMENTUM,
-            weight_decay=0.0 if decays else settings.decay,
-            nesterov=True,
-            fused=True,
+            self.model.parameters(), self.settings.rate, MOMENTUM, nesterov=True, fused=True
         )
-        self.decays = torch.tensor(decays, dtype=torch.float64)
-        schedule = ScheduleByBlock(total_steps, settings.interval, settings.share, settings.end)
+        dtype = self.model.weight.dtype
+        # On the first network's rate: a gradient that is scaled moves weights as a rate does.
+        self.rates = torch.tensor([own.rate / settings[0].rate for own in settings], dtype=dtype)
+        self.decays = torch.tensor([own.decay for own in settings], dtype=dtype)
+        self.smoothing = torch.tensor([own.smoothing for own in settings], dtype=dtype)
+        schedule = ScheduleByBlock(
+            total_steps, self.settings.interval, self.settings.share, self.settings.end
+        )
         object.__setattr__(schedule, "blocks", self.count)
         self.trainer = training.SparseTrainer(
             self.model,
@@ -158,17 +169,21 @@ class Training:
             drop_score=RanksByBlock(self.count),
         )
 
+    @property
+    def done(self) -> float:
+        """The share of the training."""
+        return self.steps / self.total_steps
+
     def step(self, images: Tensor, labels: Tensor) -> None:
         """images [batch, networks, 784], labels [batch, networks]."""
-        rate = self.settings.rate_at(self.steps / self.total_steps)
         for group in self.optimizer.param_groups:
-            group["lr"] = rate
+            group["lr"] = self.settings.rate_at(self.done)
         self.optimizer.zero_grad()
-        logits = self.model(images.flatten(1))
-        loss = F.cross_entropy(logits.flatten(0, 1), labels.t().flatten(), reduction="sum")
-        (loss / len(images)).backward()
-        if len(self.decays):
-            self._decay()
+        found = self.model(images.flatten(1)).log_softmax(2)
+        truth = found.gather(2, labels.t().unsqueeze(2)).squeeze(2)
+        loss = torch.lerp(truth, found.mean(2), self.smoothing[:, None])
+        (-loss.sum() / len(images)).backward()
+        self._decay()
         self.steps += 1
         self.trainer.step()
 
@@ -176,55 +191,72 @@ class Training:
     def _decay(self) -> None:
         for p in self.model.parameters():  # each has as many elements per network
             each = p.grad.view(self.count, -1)
-            each.addcmul_(self.decays[:, None].to(p.dtype), p.view(self.count, -1))
+            each.addcmul_(self.decays[:, None], p.view(self.count, -1))
+            each.mul_(self.rates[:, None])
 
     @torch.no_grad()
-    def errors(self, images: Tensor, labels: Tensor) -> Tensor:
+    def errors(self, images: Tensor, labels: Tensor, model: nn.Module | None = None) -> Tensor:
         """The share of wrong answers of each network."""
-        self.model.eval()
+        model = self.model if model is None else model
+        model.eval()
         wrong = torch.zeros(self.count, dtype=torch.float64)
         for part, truth in zip(images.split(1000), labels.split(1000), strict=True):
-            found = self.model(part.repeat(1, self.count)).argmax(2)
+            found = model(part.repeat(1, self.count)).argmax(2)
             wrong += (found != truth).double().sum(1)
-        self.model.train()
+        model.train()
         return wrong / len(labels)
+
+
+def variant_of(words: str, settings: Settings) -> Settings:
+    """`settings` but for what "NAME=VALUE NAME=VALUE" says."""
+    kinds = {field.name: type(field.default) for field in fields(Settings)}
+    changed = {}
+    for name, _, value in (word.partition("=") for word in words.split()):
+        if name not in kinds:
+            raise SystemExit(f"a variant sets {', '.join(kinds)}, got {name!r}")
+        changed[name] = kinds[name](value)
+    return replace(settings, **changed)
 
 
 def main() -> None:
     parser = lenet.parser_of(__doc__.splitlines()[0])
-    parser.add_argument("--decays", type=float, nargs="+", help="every seed with each of them")
+    parser.add_argument("--variants", nargs="+", default=[""], help="every seed with each of them")
     arguments = parser.parse_args()
-    settings, data = lenet.settings_of(arguments), lenet.data_of(arguments)
+    data = lenet.data_of(arguments)
     torch.set_num_threads(arguments.threads)
     train, test = data.train, data.test
-    decays = arguments.decays or [settings.decay]
-    runs = [(seed, decay) for decay in decays for seed in arguments.seeds]
-    networks, orders = [], []
-    for seed, _ in runs:
-        networks.append(lenet.build(seed, settings))
-        orders.append(torch.Generator().manual_seed(seed))
+    variants = [variant_of(words, lenet.settings_of(arguments)) for words in arguments.variants]
+    runs = [(seed, own) for own in variants for seed in arguments.seeds]
+    settings = [own for _, own in runs]
+    orders = [torch.Generator().manual_seed(seed) for seed, _ in runs]
     each = len(train) // BATCH
-    run = Training(networks, arguments.epochs * each, settings, [decay for _, decay in runs])
-    best = torch.ones(len(networks), dtype=torch.float64)
+    run = Training([lenet.build(*one) for one in runs], arguments.epochs * each, settings)
+    pictures = Bent(train.images, settings)
+    best = torch.ones(len(runs), dtype=torch.float64)
     for _ in range(arguments.epochs):
         order = torch.stack([torch.randperm(len(train), generator=g) for g in orders], 1)
-        for indices in order[: each * BATCH].view(each, BATCH, -1):
-            run.step(train.images[indices], train.labels[indices])
+        seen = pictures.epoch(run.done, order)
+        for at in range(0, each * BATCH, BATCH):
+            batch = slice(at, at + BATCH)
+            run.step(pictures.all[seen[batch]], train.labels[order[batch]])
         last = run.errors(test.images, test.labels)
         best = torch.minimum(best, last)
+        run.average.take(run.done, run.settings)
     found = run.errors(train.images, train.labels)
-    for at, (seed, decay) in enumerate(runs):
-        row: dict[str, Any] = {"seed": seed, "epochs": arguments.epochs, **asdict(settings)}
-        row["decay"], row["held out"] = decay, arguments.hold_out
+    averaged = run.errors(test.images, test.labels, run.average.model)
+    for at, (seed, own) in enumerate(runs):
+        row: dict[str, Any] = {"seed": seed, "epochs": arguments.epochs, **asdict(own)}
+        row["held out"] = arguments.hold_out
         row["sparse"] = {
             "final": float(last[at]),
             "best": float(best[at]),
             "training": float(found[at]),
+            "averaged": float(averaged[at]),
         }
         lenet.report(row, arguments)
-    for at, decay in enumerate(decays):
-        own = last[at * len(arguments.seeds) : (at + 1) * len(arguments.seeds)].tolist()
-        print(f"decay {decay:g}, final error: mean {100 * statistics.mean(own):.2f} %")
+    for at, words in enumerate(arguments.variants):
+        own = slice(at * len(arguments.seeds), (at + 1) * len(arguments.seeds))
+        print(f"{words or 'plain'}, final error: mean {100 * last[own].mean():.2f} %")
 
 
 if __name__ == "__main__":

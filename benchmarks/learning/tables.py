@@ -25,8 +25,10 @@ Row = dict[str, Any]
 DOCS = Path(__file__).parents[2] / "docs"
 PAGES = ("why-rigl.md", "small-experiments.md", "cifar.md", "results.md", "blocks-and-order.md")
 
-# What differed among the trials of lenet.py, in the order of the table's columns.
+# What differed among the trials of lenet.py, in the order of the table's columns; and what stands
+# in one column if it is not as usual. Results that lack it are older than it.
 SETTINGS = ("rate", "course", "decay", "dropout", "interval", "end", "initial", "epochs")
+BESIDES = {"smoothing": 0.0, "hidden": 0.0, "distort": 0.0, "distorted": 1.0, "clean": 0.0}
 
 
 def read(name: str) -> list[Row]:
@@ -77,18 +79,24 @@ def lenet_table(rows: list[Row]) -> str:
     """A line per setting, the least error first; all in percent."""
     groups: dict[tuple[Any, ...], list[Row]] = {}
     for row in rows:
-        groups.setdefault(tuple(row[name] for name in SETTINGS), []).append(row)
+        besides = [(name, row.get(name, usual)) for name, usual in BESIDES.items()]
+        told = ", ".join(f"{name} {value:g}" for name, value in besides if value != BESIDES[name])
+        groups.setdefault((*(row[name] for name in SETTINGS), told), []).append(row)
 
-    def percent(at: tuple[Any, ...], key: str) -> list[float]:
-        return [100 * row["sparse"][key] for row in groups[at]]
+    def percent(at: tuple[Any, ...], key: str) -> str:
+        found = [100 * row["sparse"][key] for row in groups[at] if key in row["sparse"]]
+        return spread(found) if found else ""
+
+    def error(at: tuple[Any, ...]) -> float:
+        return statistics.mean(row["sparse"]["final"] for row in groups[at])
 
     body = []
-    for at in sorted(groups, key=lambda at: statistics.mean(percent(at, "final"))):
+    for at in sorted(groups, key=error):
         cells = [f"{value:g}" if isinstance(value, float) else str(value) for value in at]
-        figures = [spread(percent(at, key)) for key in ("final", "best", "training")]
+        figures = [percent(at, key) for key in ("final", "averaged", "best", "training")]
         body.append([*cells, str(len(groups[at])), *figures])
-    head = [*SETTINGS, "seeds", "error at the end", "at the best epoch", "of the training pictures"]
-    return markdown(head, body)
+    figures = ["at the end", "of averaged weights", "at the best epoch", "of the training pictures"]
+    return markdown([*SETTINGS, "besides", "seeds", *figures], body)
 
 
 def all_tables() -> dict[str, str]:
