@@ -8,10 +8,20 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 Row = dict[str, Any]
+
+# What RigL and SET both were trained with. The last ones make another network of it, so that
+# their losses do not go beside those of the others.
+NETWORKS = (", erk", ", 97 %")
+SETTINGS = ("", ", interval x 3", ", share 0.1", *NETWORKS)
+
+
+def usual_network(row: Row) -> bool:
+    return not row["variant"].endswith(NETWORKS)
 
 
 def loss(row: Row) -> float:
@@ -69,8 +79,7 @@ def verdict(gains: list[float], gap: float) -> str:
     "not refuted": the mean gain is half the gap or more, and above 0 by more than its standard
     error. "refuted": it is below half the gap by more than its standard error. Else "undecided".
     """
-    mean = statistics.mean(gains)
-    error = statistics.stdev(gains) / len(gains) ** 0.5
+    mean, error = statistics.mean(gains), _error(gains)
     if mean >= gap / 2 and mean > error:
         return "not refuted"
     return "refuted" if mean + error < gap / 2 else "undecided"
@@ -89,13 +98,88 @@ def verdicts(rows: list[Row], base: str = "rigl", aim: str = "set") -> str:
     lines = ["| change | gain, mean and its standard error | seeds that gain | verdict |",
              "|---|---|---|---|"]  # fmt: skip
     for mean, change, gains in sorted(found, reverse=True):
-        error = statistics.stdev(gains) / len(gains) ** 0.5
         below = sum(gain > 0 for gain in gains)
         lines.append(
-            f"| {change} | {mean:+.4f} ({error:.4f}) | {below} of {len(gains)} | "
+            f"| {change} | {mean:+.4f} ({_error(gains):.4f}) | {below} of {len(gains)} | "
             f"{verdict(gains, gap)} |"
         )
     return "\n".join(lines)
+
+
+def settings(rows: list[Row], base: str = "rigl", aim: str = "set") -> str:
+    """Markdown: how far RigL ends above SET where both are trained with the same change.
+
+    What a setting takes off the gap has the same verdict as what a change of RigL alone gains.
+    """
+    names = {row["variant"] for row in rows}
+    changes = [c for c in SETTINGS if {f"{base}{c}", f"{aim}{c}"} <= names]
+    gaps = {}
+    for change in changes:
+        own, other = (losses_by_seed(rows, f"{method}{change}") for method in (base, aim))
+        gaps[change] = {seed: own[seed] - other[seed] for seed in sorted(own.keys() & other.keys())}
+    usual = gaps[""]
+    lines = [
+        "| both with | seeds | RigL | SET | static | RigL less SET, by seed "
+        "| mean and its standard error | off the gap | verdict |",
+        "|---|---|---|---|---|---|---|---|---|",
+    ]
+    for change in changes:
+        found = gaps[change]
+        less = [usual[seed] - found[seed] for seed in sorted(usual.keys() & found.keys())]
+        # A static pattern is the same whatever is said of updates.
+        static = f"static{change}" if change in NETWORKS else "static"
+        if len(less) < 2 or not found.keys() <= losses_by_seed(rows, static).keys():
+            continue
+        means = [
+            f"{statistics.mean(_losses([r for r in rows if r['seed'] in found], name)):.4f}"
+            for name in (f"{base}{change}", f"{aim}{change}", static)
+        ]
+        by_seed = ", ".join(f"{gap:+.4f} ({seed})" for seed, gap in found.items())
+        mean, error = statistics.mean(found.values()), _error(list(found.values()))
+        off, says = "", ""
+        if change:
+            off = f"{statistics.mean(less):+.4f} ({_error(less):.4f})"
+            says = verdict(less, statistics.mean(usual.values()))
+        lines.append(
+            f"| {change.removeprefix(', ') or 'the usual'} | {len(found)} | {' | '.join(means)} | "
+            f"{by_seed} | {mean:+.4f} ({error:.4f}) | {off} | {says} |"
+        )
+    return "\n".join(lines)
+
+
+def changed_weights(rows: list[Row]) -> str:
+    """Markdown: what updates did, over a whole training, the mean over seeds."""
+    lines = [
+        "| variant | grown, in all | leave at the next update | had been there before "
+        "| inputs, outputs they spread over | positions tried |",
+        "|---|---|---|---|---|---|",
+    ]
+    for name in dict.fromkeys(row["variant"] for row in rows):
+        runs = [r["updates"] for r in rows if r["variant"] == name and r["updates"]]
+        if not runs:
+            continue
+        grown = statistics.mean(sum(u["grown"] for u in run) for run in runs)
+        # What an update finds gone of the one before counts as often as that one grew weights.
+        leave = [(b["wasted"], a["grown"]) for run in runs for a, b in pairwise(run)]
+        cells = [_weighted(leave)] + [
+            _weighted([(u[key], u["grown"]) for run in runs for u in run])
+            for key in ("known", "inputs", "outputs")
+        ]
+        tried = statistics.mean(run[-1]["ever"] for run in runs)
+        lines.append(
+            f"| {label(name)} | {grown:,.0f} | {cells[0]:.2f} | {cells[1]:.2f} | "
+            f"{cells[2]:.2f}, {cells[3]:.2f} | {tried:.2f} |"
+        )
+    return "\n".join(lines)
+
+
+def _weighted(pairs: list[tuple[float, float]]) -> float:
+    return sum(value * weight for value, weight in pairs) / sum(weight for _, weight in pairs)
+
+
+def _error(found: list[float]) -> float:
+    """The standard error of the mean."""
+    return statistics.stdev(found) / len(found) ** 0.5
 
 
 def noise(rows: list[Row]) -> dict[str, list[list[float]]]:
@@ -119,6 +203,12 @@ def updates(rows: list[Row], name: str, key: str) -> tuple[list[int], list[float
     return steps, [statistics.mean(u[i][key] for u in own) for i in range(len(steps))]
 
 
+def _less(rows: list[Row], name: str, against: str) -> list[float]:
+    """Losses less those of another variant with the same seed."""
+    own, base = losses_by_seed(rows, name), losses_by_seed(rows, against)
+    return [own[seed] - base[seed] for seed in sorted(own.keys() & base.keys())]
+
+
 def draw(rows: list[Row], against: str, path: Path) -> None:
     import matplotlib
 
@@ -126,8 +216,14 @@ def draw(rows: list[Row], against: str, path: Path) -> None:
     import matplotlib.pyplot as plt
 
     longest = max(row["steps"] for row in rows)
-    long = [row for row in rows if row["steps"] == longest]
-    figure, axes = plt.subplots(2, 2, figsize=(11, 8), layout="constrained")
+    long = [
+        row
+        for row in rows
+        if row["steps"] == longest
+        and usual_network(row)
+        and not row["variant"].startswith("masked")
+    ]
+    figure, axes = plt.subplots(2, 2, figsize=(11, 8.5), layout="constrained")
 
     seen = noise(rows)
     counts = sorted((int(n) for n in seen if n != "0"), key=int)
@@ -161,18 +257,16 @@ def draw(rows: list[Row], against: str, path: Path) -> None:
         xlabel="step", ylabel="effective share of all",
     )  # fmt: skip
 
-    base = {row["seed"]: loss(row) for row in long if row["variant"] == against}
-    names = [n for n in dict.fromkeys(row["variant"] for row in long) if n != against]
-    for place, name in enumerate(names):
-        less = [
-            loss(row) - base[row["seed"]]
-            for row in long
-            if row["variant"] == name and row["seed"] in base
-        ]
+    names = sorted(
+        {row["variant"] for row in long if row["variant"] != against},
+        key=lambda name: statistics.mean(_less(long, name, against)),
+    )
+    for place, name in enumerate(reversed(names)):
+        less = _less(long, name, against)
         axes[1, 1].plot(less, [place] * len(less), "o", alpha=0.7)
-        axes[1, 1].plot([statistics.mean(less)] * 2, [place - 0.25, place + 0.25], "k-")
+        axes[1, 1].plot([statistics.mean(less)] * 2, [place - 0.35, place + 0.35], "k-")
     axes[1, 1].axvline(0, color="grey", linewidth=1)
-    axes[1, 1].set_yticks(range(len(names)), [label(name) for name in names])
+    axes[1, 1].set_yticks(range(len(names)), [label(name) for name in reversed(names)], fontsize=8)
     axes[1, 1].set(
         title=f"Validation loss, less {label(against)}'s by seed",
         xlabel="nats; left is better",

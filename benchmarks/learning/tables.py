@@ -18,8 +18,8 @@ from typing import Any
 
 from blocks.summary import cases_table, ways_table
 from small_trials import EXPERIMENTS
+from summary import changed_weights, settings, usual_network, verdicts
 from summary import table as table_of_variants
-from summary import verdicts
 
 Row = dict[str, Any]
 DOCS = Path(__file__).parents[2] / "docs"
@@ -104,9 +104,12 @@ def all_tables() -> dict[str, str]:
     of_blocks = read("blocks-and-order.jsonl")
     why, small, lenet = read("why-rigl.jsonl"), read("small.jsonl"), read("lenet.jsonl")
     long = [r for r in why if r["steps"] == 2000 and not r["variant"].startswith("masked")]
+    usual = [row for row in long if usual_network(row)]
     made = {
-        "why-rigl": table_of_variants(long, "set"),
-        "verdicts": verdicts(long),
+        "why-rigl": table_of_variants(usual, "set"),
+        "grown weights": changed_weights(usual),
+        "verdicts": verdicts(usual),
+        "settings": settings(long),
         "convolutions": convolutions_table(small),
         "lenet": lenet_table(lenet),
         "blocks": cases_table(of_blocks),

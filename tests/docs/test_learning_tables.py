@@ -83,3 +83,36 @@ def test_what_a_change_gains_is_measured_with_the_same_seed():
     assert summary.verdicts(rows).splitlines()[2:] == [
         "| share 0.1 | +0.1500 (0.0500) | 2 of 2 | not refuted |"
     ]
+
+
+def trained(variant, seed, loss, updates=()):
+    return {"variant": variant, "seed": seed, "valid": [[1000, loss]], "updates": list(updates)}
+
+
+def test_a_setting_is_judged_by_what_it_takes_off_the_gap():
+    rows = [
+        trained("rigl", 0, 1.3), trained("rigl", 1, 1.3), trained("set", 0, 1.0),
+        trained("set", 1, 1.1), trained("static", 0, 1.4), trained("static", 1, 1.6),
+        trained("rigl, share 0.1", 0, 1.2), trained("rigl, share 0.1", 1, 1.2),
+        trained("set, share 0.1", 0, 0.9), trained("set, share 0.1", 1, 1.0),
+        trained("rigl, 97 %", 0, 2.0), trained("rigl, 97 %", 1, 2.0), trained("set, 97 %", 0, 2.1),
+        trained("set, 97 %", 1, 2.0), trained("static, 97 %", 0, 3.0),
+        trained("static, 97 %", 1, 3.2), trained("rigl, interval x 3", 0, 1.0),
+    ]  # fmt: skip
+    assert [line.split(" | ")[2:] for line in summary.settings(rows).splitlines()[2:]] == [
+        # RigL gains 0.1 with the smaller share, and SET does, too.
+        ["1.3000", "1.0500", "1.5000", "+0.3000 (0), +0.2000 (1)", "+0.2500 (0.0500)", "", " |"],
+        ["1.2000", "0.9500", "1.5000", "+0.3000 (0), +0.2000 (1)", "+0.2500 (0.0500)",
+         "+0.0000 (0.0000)", "refuted |"],
+        ["2.0000", "2.0500", "3.1000", "-0.1000 (0), +0.0000 (1)", "-0.0500 (0.0500)",
+         "+0.3000 (0.1000)", "not refuted |"],
+    ]  # fmt: skip
+
+
+def test_what_becomes_of_grown_weights_counts_each_of_them_alike():
+    first = {"grown": 30.0, "wasted": 0.0, "known": 0.0, "inputs": 0.8, "outputs": 0.4, "ever": 0.1}
+    last = {"grown": 10.0, "wasted": 0.5, "known": 1.0, "inputs": 0.4, "outputs": 0.8, "ever": 0.2}
+    rows = [trained("rigl", 0, 1.0, [first, last]), trained("static", 0, 1.0)]
+    assert summary.changed_weights(rows).splitlines()[2:] == [
+        "| RigL | 40 | 0.50 | 0.25 | 0.70, 0.50 | 0.20 |"
+    ]
