@@ -152,6 +152,13 @@ RECIPES = {
         phase_delay=lambda: 0.1,
         period=lambda: 0.5,
     ),
+    "dynsparse.training.RoundedDownCosine": call(
+        training.RoundedDownCosine,
+        **SHARE,
+        zero_steps=lambda: 2,
+        phase_delay=lambda: 0.1,
+        period=lambda: 0.5,
+    ),
     "dynsparse.training.ConstantSchedule": call(training.ConstantSchedule, **SHARE),
     "dynsparse.training.CosineSchedule": call(
         training.CosineSchedule, **SHARE, end_fraction=lambda: 0.7

@@ -27,6 +27,7 @@ OF_METHODS = {
     "prune_ratio": REPLACING | {"granet"},
     "update_interval": UPDATING,
     "cosine_prune_schedule": REPLACING,
+    "prune_rounding": REPLACING,
     "densities": UPDATING | {"static"},
     "sparsity": UPDATING | {"static"},
     "sparse_embeddings": UPDATING - {"topkast"} | {"static"},
@@ -183,7 +184,8 @@ def test_what_does_not_train_takes_nothing_of_a_training(mode):
             "grad_norm_clip", "repetition_weighting", "valid_interval", "checkpoint_path",
             "checkpoint_freq", "stop_after", "records_path", "tensorboard", "use_wandb",
             "wandb_name", "wandb_project_name", "wandb_tags", "initial_scale", "prune_ratio",
-            "pooling_type", "update_interval", "prune_end", "cosine_prune_schedule", "overwrite",
+            "pooling_type", "update_interval", "prune_end", "cosine_prune_schedule",
+            "prune_rounding", "overwrite",
         )  # fmt: skip
         of_text = mode == "sample" and name in (
             "data", "valid_data", "test_data", "valid_share", "test_share", "batch_size",

@@ -60,3 +60,5 @@ def test_blocks(tmp_path):
 def test_the_schedule_of_others_is_refused(method):
     with pytest.raises(ValueError, match=f"got --method {method}, which has a schedule of its own"):
         Options(method=method, cosine_prune_schedule={"period": 1.0}).check()
+    with pytest.raises(ValueError, match=f"^--prune-rounding: .* got --method {method}, which has"):
+        Options(method=method, prune_rounding="down").check()

@@ -102,6 +102,14 @@ def test_zero_steps_count_updates():
     assert waiting["updates"] == 3  # the third, fourth and fifth
 
 
+def test_of_two_blocks_none_is_replaced_once_the_number_is_rounded_down():
+    few = {"block_size": 64, "hidden_sizes": (64,), "densities": (0.125, 1)}
+    up = tiny(**few)
+    assert up["updates"] > 1
+    assert up["replaced"] == up["updates"] * 64**2
+    assert tiny(**few, prune_rounding="down")["replaced"] == 0
+
+
 def test_the_number_of_threads_is_put_back():
     before = torch.get_num_threads()
     tiny(threads=before + 1, epochs=1)

@@ -12,6 +12,7 @@ from dynsparse.training import (
     CosineSchedule,
     ElasticSchedule,
     GradualSchedule,
+    RoundedDownCosine,
 )
 from dynsparse.training.schedule import is_due_within
 
@@ -54,6 +55,15 @@ def test_application_cosine():
     assert schedule.drop_count(25, 101) == 16
     assert schedule.drop_count(50, 101) == 0
     assert schedule.drop_count(49, 1000) == math.ceil(300 * 0.5 * (1 + math.cos(math.pi * 0.98)))
+
+
+def test_application_cosine_rounded_down():
+    schedule = RoundedDownCosine(total_steps=50, update_interval=1, drop_fraction=0.3)
+    # 0.3 * 101 * 0.5 = 15.15; 0.3 * 0.9 = 0.27 of the share at step 10
+    assert schedule.drop_count(25, 101) == 15
+    assert [schedule.drop_count(t, 6) for t in (1, 25, 49)] == [1, 0, 0]
+    assert {schedule.drop_count(t, 2) for t in range(1, 50)} == {0}
+    assert due(schedule, 50) == list(range(1, 50))
 
 
 def test_application_cosine_delay_and_period():

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from cuts import Ordered, best_cut, recut, spread
 from places import Placed
-from starts import balanced, match
+from starts import balanced, match, wide
 from torch import Tensor
 from variants import Variant, variant
 
@@ -28,8 +28,21 @@ from dynsparse.apps.lm.options import Options
 from dynsparse.apps.lm.training import Training
 from dynsparse.nn import SparseLinear
 from dynsparse.ops import capture
+from dynsparse.training.schedule import ApplicationCosine
 
 WRITE_HEADS = ("q_proj", "k_proj", "v_proj")
+WRITE_STREAM = ("out_proj", "linear2")
+
+
+class Carried(ApplicationCosine):
+    """What rounding down leaves over is carried to the next updates."""
+
+    def drop_count(self, step: int, nnz: int) -> int:
+        def until(last: int) -> int:
+            steps = range(self.update_interval, last + 1, self.update_interval)
+            return int(self.drop_fraction * nnz * sum(map(self.share, steps)) + 1e-9)
+
+        return until(step) - until(step - self.update_interval)
 
 
 class Study(Training):
@@ -51,15 +64,21 @@ class Study(Training):
             for name, layer in self.model.named_modules()
             if isinstance(layer, SparseLinear) and layer.block_size > 1
         }
+        if chosen.rounding == "carried":
+            old = self.trainer.schedule
+            self.trainer.schedule = Carried(old.total_steps, old.update_interval, old.drop_fraction)
         draw = torch.Generator().manual_seed(seed)
         for name, layer in self.blocks.items():
             self._order(name, layer, draw)
         if chosen.balanced:
             for layer in self.blocks.values():
                 layer.set_pattern(balanced(layer.pattern, draw))
+        if chosen.wide:
+            for name, layer in self.blocks.items():
+                layer.set_pattern(wide(layer.pattern, name.endswith(("out_proj", "linear2"))))
         if chosen.matched:
             match(self.blocks)
-        if chosen.balanced or chosen.matched:
+        if chosen.balanced or chosen.matched or chosen.wide:
             for layer in self.blocks.values():
                 bias = layer.bias.detach().clone()
                 layer.reset_parameters(draw)
@@ -76,6 +95,8 @@ class Study(Training):
             outputs = spread(height, layer.block_size)
         elif self.chosen.order == "heads" and name.endswith("out_proj"):
             inputs = spread(width, layer.block_size)
+        elif self.chosen.order == "crossed" and name.endswith(WRITE_STREAM):
+            outputs = spread(height, layer.block_size)
         if self.chosen.places:
             layer.executor = Placed(inputs, outputs)
         elif self.chosen.order:
@@ -129,7 +150,7 @@ def train(arguments: argparse.Namespace, seed: int, name: str) -> dict[str, Any]
     chosen = variant(name)
     options = Options(
         data=arguments.data,
-        method="rigl",
+        method=chosen.method,
         block_size=arguments.block,
         hidden_size=arguments.hidden_size,
         ff_size=4 * arguments.hidden_size,
@@ -141,6 +162,7 @@ def train(arguments: argparse.Namespace, seed: int, name: str) -> dict[str, Any]
         sparsity=0.9,
         interleave_heads=chosen.interleave,
         match_blocks=chosen.match,
+        prune_rounding="down" if chosen.rounding == "down" else "up",
     )
     begin = time.process_time()
     study = Study(options, load_corpus(options), seed, chosen)

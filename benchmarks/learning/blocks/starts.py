@@ -27,6 +27,19 @@ def balanced(pattern: SparsePattern, generator: torch.Generator) -> SparsePatter
     raise RuntimeError("found no balanced pattern")
 
 
+def wide(pattern: SparsePattern, writes: bool) -> SparsePattern:
+    """As many blocks, in as few rows of blocks as hold them; columns, where it `writes`."""
+    height, width = pattern.grid
+    step = torch.arange(pattern.nnz)
+    if writes:
+        return SparsePattern(
+            step % height, step // height, shape=pattern.shape, block_size=pattern.block_size
+        )
+    return SparsePattern(
+        step // width, step % width, shape=pattern.shape, block_size=pattern.block_size
+    )
+
+
 def _each(groups: int, count: int, generator: torch.Generator) -> Tensor:
     """`count` groups, each as often as any other, or once more."""
     turns = -(-count // groups)

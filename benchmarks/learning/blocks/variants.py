@@ -14,7 +14,8 @@ class Variant:
 
     order: str = ""
     """The orders to begin with: "random", each side of each layer by itself; "heads", each block of
-    queries, keys and values has features of all heads."""
+    queries, keys and values has features of all heads; "crossed", each block that writes to the
+    residual stream writes to features from all over, which other blocks read."""
     captured: bool = False
     """After a fiftieth of the training inputs and outputs are put in the order in which the blocks
     hold most of the gradient; the blocks begin anew where they do."""
@@ -26,6 +27,12 @@ class Variant:
     """--interleave-heads, which is as "heads"."""
     match: bool = False
     """--match-blocks, which is as "balanced, matched"."""
+    method: str = "rigl"
+    rounding: str = "up"
+    """Of how many blocks an update replaces: "up" as the application does, "down", or "carried"
+    from one update to the next."""
+    wide: bool = False
+    """With `match`: the first patterns fill whole rows of blocks, each hidden neuron reads all."""
     places: bool = False
     """Columns and rows of blocks move to other features while the patterns change."""
 
@@ -34,6 +41,11 @@ NAMED: dict[str, dict[str, Any]] = {
     "plain": {},
     "random": {"order": "random"},
     "heads": {"order": "heads"},
+    "crossed": {"order": "crossed"},
+    "static": {"method": "static"},
+    "rounded down": {"rounding": "down"},
+    "carried": {"rounding": "carried"},
+    "wide": {"wide": True},
     "captured": {"captured": True},
     "balanced": {"balanced": True},
     "matched": {"matched": True},

@@ -34,6 +34,7 @@ from dynsparse.training.schedule import (
     CosineSchedule,
     ElasticSchedule,
     GradualSchedule,
+    RoundedDownCosine,
     Schedule,
 )
 from dynsparse.training.telemetry import Telemetry
@@ -69,6 +70,7 @@ __all__ = [
     "NoGrowth",
     "RandomGrowth",
     "RigL",
+    "RoundedDownCosine",
     "Schedule",
     "SoftBudget",
     "SparseTrainer",

@@ -17,6 +17,7 @@ __all__ = [
     "CosineSchedule",
     "ElasticSchedule",
     "GradualSchedule",
+    "RoundedDownCosine",
     "Schedule",
     "default_interval",
     "is_due_within",
@@ -203,6 +204,19 @@ class ApplicationCosine(_Regular):
 
     def drop_count(self, step: int, nnz: int) -> int:
         return _ceil(_ceil(self.drop_fraction * nnz) * self.share(step))
+
+
+@dataclass(frozen=True)
+class RoundedDownCosine(ApplicationCosine):
+    """`ApplicationCosine` that replaces floor(drop_fraction nnz share) blocks, for large blocks.
+
+    Rounded upwards, every update replaces one of a layer's two blocks to the end of the schedule:
+    half of what the layer has learned. Rounded down, as in the RigL paper's own program, layers of
+    few blocks keep their patterns, and the others do once the share is small.
+    """
+
+    def drop_count(self, step: int, nnz: int) -> int:
+        return _floor(self.drop_fraction * nnz * self.share(step))
 
 
 @dataclass(frozen=True)

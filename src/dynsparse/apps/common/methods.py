@@ -11,7 +11,7 @@ from torch import nn
 from dynsparse.apps.common.options import TrainingOptions
 from dynsparse.nn import SparseLinear
 from dynsparse.pattern import SparsePattern
-from dynsparse.training import ApplicationCosine, SparseTrainer, Static
+from dynsparse.training import ApplicationCosine, RoundedDownCosine, SparseTrainer, Static
 from dynsparse.training.algorithms import BY_NAME
 
 __all__ = ["begin_denser", "build_trainer", "replace_sparse"]
@@ -99,7 +99,8 @@ def _schedule(
     settings = dict(options.cosine_prune_schedule)
     # The flag counts pattern updates, the schedule counts optimizer steps.
     settings["zero_steps"] = settings.get("zero_steps", 0) * update_interval
+    kind = RoundedDownCosine if options.prune_rounding == "down" else ApplicationCosine
     try:
-        return ApplicationCosine(total_steps, update_interval, options.prune_ratio, **settings)
+        return kind(total_steps, update_interval, options.prune_ratio, **settings)
     except ValueError as error:
         raise ValueError(f"--cosine-prune-schedule: {error}") from None

@@ -123,6 +123,14 @@ class TrainingOptions:
         0.3, "Largest share of a layer that an update replaces; it falls to 0.", number(0, 1),
         methods=taking("drop_fraction"), needs=(SPARSE, TRAINS),
     )  # fmt: skip
+    prune_rounding: str = _sparsity(
+        "up",
+        "How the number that an update replaces is rounded; of two large blocks, up always "
+        "replaces one.",
+        choice("up", "down"),
+        methods=taking("schedule"),
+        needs=(SPARSE, TRAINS),
+    )
     update_interval: int | None = _sparsity(
         None, "Steps between pattern updates.", integer(1), methods=taking("update_interval"),
         needs=(SPARSE, TRAINS),
@@ -213,11 +221,16 @@ class TrainingOptions:
         for name, known in options_of(type(self)).items():
             if (value := getattr(self, name)) is not None or not known.optional:
                 known.kind.check(flag(name), value)
-        if self.cosine_prune_schedule and self.method in ("gmp", "granet", "deepr"):
-            raise ValueError(
-                f"--cosine-prune-schedule: expected a method that replaces a share, got "
-                f"--method {self.method}, which has a schedule of its own: leave one out"
-            )
+        given = {
+            "cosine_prune_schedule": self.cosine_prune_schedule,
+            "prune_rounding": self.prune_rounding != "up",
+        }
+        for name in filter(given.get, given):
+            if self.method in ("gmp", "granet", "deepr"):
+                raise ValueError(
+                    f"--{flag(name)}: expected a method that replaces a share, got "
+                    f"--method {self.method}, which has a schedule of its own: leave one out"
+                )
         self.check_together()
         named = self.wandb_project_name or self.wandb_name or self.wandb_tags
         if named and not self.use_wandb:
