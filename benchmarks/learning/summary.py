@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
+from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ Row = dict[str, Any]
 # What RigL and SET both were trained with. The last ones make another network of it, so that
 # their losses do not go beside those of the others.
 NETWORKS = (", erk", ", 97 %")
-SETTINGS = ("", ", interval x 3", ", share 0.1", *NETWORKS)
+SETTINGS = ("", ", interval x 3", ", share 0.1", ", late start", *NETWORKS)
 
 
 def usual_network(row: Row) -> bool:
@@ -27,6 +28,15 @@ def usual_network(row: Row) -> bool:
 def loss(row: Row) -> float:
     """The validation loss at the end."""
     return row["valid"][-1][1]
+
+
+# The training's is the mean of the last quarter of the steps: the same batches with all variants
+# of a seed.
+LOSSES: dict[str, Callable[[Row], float]] = {
+    "validation": loss,
+    "training": lambda row: row["train"][-1][1],
+    "test": lambda row: row["test"],
+}
 
 
 def label(name: str) -> str:
@@ -64,8 +74,14 @@ def _losses(rows: list[Row], name: str) -> list[float]:
     return list(losses_by_seed(rows, name).values())
 
 
-def losses_by_seed(rows: list[Row], name: str) -> dict[int, float]:
-    return {row["seed"]: loss(row) for row in rows if row["variant"] == name}
+def losses_by_seed(
+    rows: list[Row], name: str, of: Callable[[Row], float] = loss
+) -> dict[int, float]:
+    return {row["seed"]: of(row) for row in rows if row["variant"] == name}
+
+
+def _differences(own: dict[int, float], other: dict[int, float]) -> list[float]:
+    return [own[seed] - other[seed] for seed in sorted(own.keys() & other.keys())]
 
 
 def verdict(gains: list[float], gap: float) -> str:
@@ -86,23 +102,33 @@ def verdict(gains: list[float], gap: float) -> str:
 
 
 def verdicts(rows: list[Row], base: str = "rigl", aim: str = "set") -> str:
-    """Markdown: what every change of RigL gains, and its verdict."""
-    own, other = losses_by_seed(rows, base), losses_by_seed(rows, aim)
-    gap = statistics.mean(own[seed] - other[seed] for seed in own.keys() & other.keys())
-    found = []
-    for name in dict.fromkeys(row["variant"] for row in rows):
-        changed = losses_by_seed(rows, name)
-        gains = [own[seed] - changed[seed] for seed in sorted(own.keys() & changed.keys())]
-        if name.startswith(f"{base}, ") and len(gains) > 1:
-            found.append((statistics.mean(gains), name.partition(", ")[2], gains))
-    lines = ["| change | gain, mean and its standard error | seeds that gain | verdict |",
-             "|---|---|---|---|"]  # fmt: skip
-    for mean, change, gains in sorted(found, reverse=True):
-        below = sum(gain > 0 for gain in gains)
-        lines.append(
-            f"| {change} | {mean:+.4f} ({_error(gains):.4f}) | {below} of {len(gains)} | "
-            f"{verdict(gains, gap)} |"
-        )
+    """Markdown: what every change of RigL gains by each of the losses, and its verdict."""
+    changes = [
+        name
+        for name in dict.fromkeys(row["variant"] for row in rows)
+        if name.startswith(f"{base}, ")
+        and len(_differences(losses_by_seed(rows, base), losses_by_seed(rows, name))) > 1
+    ]
+    gains = {
+        name: [
+            _differences(losses_by_seed(rows, base, of), losses_by_seed(rows, name, of))
+            for of in LOSSES.values()
+        ]
+        for name in (aim, *changes)
+    }
+    gaps = [statistics.mean(found) for found in gains[aim]]
+    lines = [
+        f"| change | seeds | {' | '.join(f'{of} loss | verdict' for of in LOSSES)} |",
+        "|---|---|" + "---|---|" * len(LOSSES),
+    ]
+    changes.sort(key=lambda name: -statistics.mean(gains[name][0]))
+    for name in (aim, *changes):
+        cells = [
+            f"{_with_error(found)} | {verdict(found, gap) if name != aim else ''}"
+            for found, gap in zip(gains[name], gaps, strict=True)
+        ]
+        what = name.partition(", ")[2] or f"the gap to {label(aim)}"
+        lines.append(f"| {what} | {len(gains[name][0])} | {' | '.join(cells)} |")
     return "\n".join(lines)
 
 
@@ -111,40 +137,55 @@ def settings(rows: list[Row], base: str = "rigl", aim: str = "set") -> str:
 
     What a setting takes off the gap has the same verdict as what a change of RigL alone gains.
     """
-    names = {row["variant"] for row in rows}
-    changes = [c for c in SETTINGS if {f"{base}{c}", f"{aim}{c}"} <= names]
-    gaps = {}
-    for change in changes:
-        own, other = (losses_by_seed(rows, f"{method}{change}") for method in (base, aim))
-        gaps[change] = {seed: own[seed] - other[seed] for seed in sorted(own.keys() & other.keys())}
-    usual = gaps[""]
     lines = [
-        "| both with | seeds | RigL | SET | static | RigL less SET, by seed "
-        "| mean and its standard error | off the gap | verdict |",
+        "| both with | loss | seeds | RigL | SET | static | RigL less SET | off the gap "
+        "| verdict |",
         "|---|---|---|---|---|---|---|---|---|",
     ]
-    for change in changes:
-        found = gaps[change]
-        less = [usual[seed] - found[seed] for seed in sorted(usual.keys() & found.keys())]
+    for change in SETTINGS:
         # A static pattern is the same whatever is said of updates.
         static = f"static{change}" if change in NETWORKS else "static"
-        if len(less) < 2 or not found.keys() <= losses_by_seed(rows, static).keys():
+        names = (f"{base}{change}", f"{aim}{change}", static)
+        seeds = set.intersection(*({*losses_by_seed(rows, name)} for name in names))
+        if len(seeds) < 2:
             continue
-        means = [
-            f"{statistics.mean(_losses([r for r in rows if r['seed'] in found], name)):.4f}"
-            for name in (f"{base}{change}", f"{aim}{change}", static)
-        ]
-        by_seed = ", ".join(f"{gap:+.4f} ({seed})" for seed, gap in found.items())
-        mean, error = statistics.mean(found.values()), _error(list(found.values()))
-        off, says = "", ""
-        if change:
-            off = f"{statistics.mean(less):+.4f} ({_error(less):.4f})"
-            says = verdict(less, statistics.mean(usual.values()))
-        lines.append(
-            f"| {change.removeprefix(', ') or 'the usual'} | {len(found)} | {' | '.join(means)} | "
-            f"{by_seed} | {mean:+.4f} ({error:.4f}) | {off} | {says} |"
-        )
+        for measure, of in LOSSES.items():
+            found = [
+                {seed: losses_by_seed(rows, name, of)[seed] for seed in sorted(seeds)}
+                for name in names
+            ]
+            gaps = _differences(found[0], found[1])
+            usual = losses_by_seed(rows, base, of), losses_by_seed(rows, aim, of)
+            before = [usual[0][seed] - usual[1][seed] for seed in sorted(seeds)]
+            off = [a - b for a, b in zip(before, gaps, strict=True)]
+            gap = statistics.mean(_differences(*usual))
+            says = f"{_with_error(off)} | {verdict(off, gap)}" if change else " | "
+            means = " | ".join(f"{statistics.mean(one.values()):.4f}" for one in found)
+            lines.append(
+                f"| {change.removeprefix(', ') or 'the usual'} | {measure} | {len(seeds)} | "
+                f"{means} | {_with_error(gaps)} | {says} |"
+            )
     return "\n".join(lines)
+
+
+def quarters(rows: list[Row], against: str = "set") -> str:
+    """Markdown: the training loss of each stretch between two reports, less that of a variant."""
+    reports = [step for step, _ in rows[0]["train"]]
+    spans = [f"{a + 1:,} to {b:,}" for a, b in pairwise([0, *reports])]
+    lines = [f"| variant | seeds | {' | '.join(spans)} |", "|---|---|" + "---|" * len(spans)]
+    for name in dict.fromkeys(row["variant"] for row in rows):
+        less = [
+            _less(rows, name, against, lambda row, at=at: row["train"][at][1])
+            for at in range(len(reports))
+        ]
+        if name != against and len(less[0]) > 1:
+            cells = " | ".join(_with_error(found) for found in less)
+            lines.append(f"| {label(name)} | {len(less[0])} | {cells} |")
+    return "\n".join(lines)
+
+
+def _with_error(found: list[float]) -> str:
+    return f"{statistics.mean(found):+.4f} ({_error(found):.4f})"
 
 
 def changed_weights(rows: list[Row]) -> str:
@@ -203,10 +244,29 @@ def updates(rows: list[Row], name: str, key: str) -> tuple[list[int], list[float
     return steps, [statistics.mean(u[i][key] for u in own) for i in range(len(steps))]
 
 
-def _less(rows: list[Row], name: str, against: str) -> list[float]:
+def _less(
+    rows: list[Row], name: str, against: str, of: Callable[[Row], float] = loss
+) -> list[float]:
     """Losses less those of another variant with the same seed."""
-    own, base = losses_by_seed(rows, name), losses_by_seed(rows, against)
-    return [own[seed] - base[seed] for seed in sorted(own.keys() & base.keys())]
+    return _differences(losses_by_seed(rows, name, of), losses_by_seed(rows, against, of))
+
+
+def _differences_of_all(axis: Any, rows: list[Row], against: str, measure: str) -> None:
+    """A line per variant, a dot per seed, the least mean validation loss at the top."""
+    names = sorted(
+        {row["variant"] for row in rows if row["variant"] != against},
+        key=lambda name: -statistics.mean(_less(rows, name, against)),
+    )
+    for place, name in enumerate(names):
+        less = _less(rows, name, against, LOSSES[measure])
+        axis.plot(less, [place] * len(less), "o", alpha=0.7)
+        axis.plot([statistics.mean(less)] * 2, [place - 0.35, place + 0.35], "k-")
+    axis.axvline(0, color="grey", linewidth=1)
+    axis.set_yticks(range(len(names)), [label(name) for name in names], fontsize=8)
+    axis.set(
+        title=f"{measure.capitalize()} loss at the end, less {label(against)}'s by seed",
+        xlabel="nats; left is better",
+    )
 
 
 def draw(rows: list[Row], against: str, path: Path) -> None:
@@ -223,7 +283,7 @@ def draw(rows: list[Row], against: str, path: Path) -> None:
         and usual_network(row)
         and not row["variant"].startswith("masked")
     ]
-    figure, axes = plt.subplots(2, 2, figsize=(11, 8.5), layout="constrained")
+    figure, axes = plt.subplots(3, 2, figsize=(11, 12.5), layout="constrained")
 
     seen = noise(rows)
     counts = sorted((int(n) for n in seen if n != "0"), key=int)
@@ -257,21 +317,24 @@ def draw(rows: list[Row], against: str, path: Path) -> None:
         xlabel="step", ylabel="effective share of all",
     )  # fmt: skip
 
-    names = sorted(
-        {row["variant"] for row in long if row["variant"] != against},
-        key=lambda name: statistics.mean(_less(long, name, against)),
-    )
-    for place, name in enumerate(reversed(names)):
-        less = _less(long, name, against)
-        axes[1, 1].plot(less, [place] * len(less), "o", alpha=0.7)
-        axes[1, 1].plot([statistics.mean(less)] * 2, [place - 0.35, place + 0.35], "k-")
-    axes[1, 1].axvline(0, color="grey", linewidth=1)
-    axes[1, 1].set_yticks(range(len(names)), [label(name) for name in reversed(names)], fontsize=8)
+    for name in ("static", "rigl", "rigl, 16 batches", "rigl, late start"):
+        steps = [step for step, _ in long[0]["train"]]
+        gaps = [
+            _less(long, name, against, lambda row, at=at: row["train"][at][1])
+            for at in range(len(steps))
+        ]
+        errors = [_error(found) for found in gaps]
+        means = [statistics.mean(found) for found in gaps]
+        axes[1, 1].errorbar(steps, means, errors, fmt="o-", capsize=3, label=label(name))
+    axes[1, 1].axhline(0, color="grey", linewidth=1)
     axes[1, 1].set(
-        title=f"Validation loss, less {label(against)}'s by seed",
-        xlabel="nats; left is better",
-    )
-    for axis in axes.flat[:3]:
+        title=f"Training loss of the last 500 steps, less {label(against)}'s",
+        xlabel="step", ylabel="nats; mean and standard error",
+    )  # fmt: skip
+
+    for axis, measure in zip(axes[2], ("validation", "training"), strict=True):
+        _differences_of_all(axis, long, against, measure)
+    for axis in axes.flat[:4]:
         axis.legend(fontsize=8)
     figure.savefig(path, dpi=110)
 

@@ -2,10 +2,10 @@
 
     python benchmarks/learning/tables.py
 
-The results are docs/pictures/why-rigl.jsonl (run.py), small.jsonl (small.py), lenet.jsonl
-(benchmarks/lenet.py) and blocks-and-order.jsonl (blocks/run.py); a test compares them with the
-pages. A table stands between
-`<!-- learning: NAME -->` and `<!-- /learning -->`.
+The results are docs/pictures/why-rigl.jsonl (run.py), small.jsonl (small.py), cifar-short.jsonl
+(cifar_lines.py), lenet.jsonl (benchmarks/lenet.py) and blocks-and-order.jsonl (blocks/run.py); a
+test compares them with the pages. A table stands between `<!-- learning: NAME -->` and
+`<!-- /learning -->`.
 """
 
 from __future__ import annotations
@@ -18,12 +18,14 @@ from typing import Any
 
 from blocks.summary import cases_table, ways_table
 from small_trials import EXPERIMENTS
-from summary import changed_weights, settings, usual_network, verdicts
+from summary import changed_weights, quarters, settings, usual_network, verdicts
 from summary import table as table_of_variants
 
 Row = dict[str, Any]
 DOCS = Path(__file__).parents[2] / "docs"
 PAGES = ("why-rigl.md", "small-experiments.md", "cifar.md", "results.md", "blocks-and-order.md")
+
+METHODS = {"static": "static", "set": "SET", "rigl": "RigL"}
 
 # What differed among the trials of lenet.py, in the order of the table's columns; and what stands
 # in one column if it is not as usual. Results that lack it are older than it.
@@ -65,14 +67,37 @@ def experiment_table(rows: list[Row], name: str) -> str:
 
 def convolutions_table(rows: list[Row]) -> str:
     """A line per density, a column per method."""
-    methods = {"static": "static", "set": "SET", "rigl": "RigL"}
     body = []
     for density in ("0.1", "0.05", "0.02"):
-        found = {m: _found(rows, f"conv {density}", m) for m in methods}
-        cells = [spread([row["error"] for row in found[m]]) for m in methods]
+        found = {m: _found(rows, f"conv {density}", m) for m in METHODS}
+        cells = [spread([row["error"] for row in found[m]]) for m in METHODS]
         weights = found["rigl"][0]["weights"]
         body.append([density, f"{weights:,}", str(len(found["rigl"])), *cells])
-    return markdown(["density", "weights", "seeds", *methods.values()], body)
+    return markdown(["density", "weights", "seeds", *METHODS.values()], body)
+
+
+def cifar_table(rows: list[Row]) -> str:
+    """A line per density and method; accuracies in percent."""
+    body = []
+    for density in sorted({row["density"] for row in rows}, reverse=True):
+        of_set = {r["seed"]: r for r in rows if (r["density"], r["method"]) == (density, "set")}
+        for method, name in METHODS.items():
+            found = [r for r in rows if (r["density"], r["method"]) == (density, method)]
+            if not found:
+                continue
+            less = [
+                f"{100 * (row['accuracy'] - of_set[row['seed']]['accuracy']):+.2f} ({row['seed']})"
+                for row in found
+                if method != "set" and row["seed"] in of_set
+            ]
+            test, training = (
+                spread([100 * row[key] for row in found]) for key in ("accuracy", "train_accuracy")
+            )
+            weights = f"{found[0]['weights']:,}"
+            cells = [f"{density:g}", name, weights, str(len(found)), test, ", ".join(less)]
+            body.append([*cells, training])
+    head = ["density", "method", "weights", "seeds", "test accuracy in %", "less SET's, by seed"]
+    return markdown([*head, "of the training pictures, moved and mirrored"], body)
 
 
 def lenet_table(rows: list[Row]) -> str:
@@ -110,7 +135,9 @@ def all_tables() -> dict[str, str]:
         "grown weights": changed_weights(usual),
         "verdicts": verdicts(usual),
         "settings": settings(long),
+        "quarters": quarters(usual),
         "convolutions": convolutions_table(small),
+        "cifar": cifar_table(read("cifar-short.jsonl")),
         "lenet": lenet_table(lenet),
         "blocks": cases_table(of_blocks),
         "ways to cut blocks": ways_table(of_blocks),

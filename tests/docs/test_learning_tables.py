@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import sys
 from pathlib import Path
@@ -9,6 +10,7 @@ from pathlib import Path
 import pytest
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks" / "learning"))
+import cifar_lines
 import small_trials
 import summary
 import tables
@@ -71,22 +73,22 @@ def test_the_rule_for_explanations(gains, says):
     assert summary.verdict(gains, 0.01) == says
 
 
+def trained(variant, seed, valid, train=0.0, test=0.0, updates=()):
+    row = {"variant": variant, "seed": seed, "updates": list(updates), "test": test}
+    return row | {"valid": [[500, 9.0], [1000, valid]], "train": [[500, 9.0], [1000, train]]}
+
+
 def test_what_a_change_gains_is_measured_with_the_same_seed():
-    def row(variant, seed, loss):
-        return {"variant": variant, "seed": seed, "valid": [[500, 9.0], [1000, loss]]}
-
     rows = [
-        row("set", 0, 1.0), row("set", 1, 2.0), row("rigl", 0, 1.1), row("rigl", 1, 2.1),
-        row("rigl", 2, 7.0), row("rigl, share 0.1", 1, 2.0), row("rigl, share 0.1", 0, 0.9),
-        row("rigl, protected", 0, 1.0),
+        trained("set", 0, 1.0, 1.0), trained("set", 1, 2.0, 2.0), trained("rigl", 0, 1.1, 1.2),
+        trained("rigl", 1, 2.1, 2.2), trained("rigl", 2, 7.0, 7.0),
+        trained("rigl, share 0.1", 1, 2.0, 2.2), trained("rigl, share 0.1", 0, 0.9, 1.2),
+        trained("rigl, protected", 0, 1.0, 1.0),
     ]  # fmt: skip
-    assert summary.verdicts(rows).splitlines()[2:] == [
-        "| share 0.1 | +0.1500 (0.0500) | 2 of 2 | not refuted |"
+    assert [line.split(" | ")[:6] for line in summary.verdicts(rows).splitlines()[2:]] == [
+        ["| the gap to SET", "2", "+0.1000 (0.0000)", "", "+0.2000 (0.0000)", ""],
+        ["| share 0.1", "2", "+0.1500 (0.0500)", "not refuted", "+0.0000 (0.0000)", "refuted"],
     ]
-
-
-def trained(variant, seed, loss, updates=()):
-    return {"variant": variant, "seed": seed, "valid": [[1000, loss]], "updates": list(updates)}
 
 
 def test_a_setting_is_judged_by_what_it_takes_off_the_gap():
@@ -99,20 +101,64 @@ def test_a_setting_is_judged_by_what_it_takes_off_the_gap():
         trained("set, 97 %", 1, 2.0), trained("static, 97 %", 0, 3.0),
         trained("static, 97 %", 1, 3.2), trained("rigl, interval x 3", 0, 1.0),
     ]  # fmt: skip
-    assert [line.split(" | ")[2:] for line in summary.settings(rows).splitlines()[2:]] == [
+    lines = summary.settings(rows).splitlines()[2:]
+    assert [line.split(" | ")[3:] for line in lines if "| validation |" in line] == [
         # RigL gains 0.1 with the smaller share, and SET does, too.
-        ["1.3000", "1.0500", "1.5000", "+0.3000 (0), +0.2000 (1)", "+0.2500 (0.0500)", "", " |"],
-        ["1.2000", "0.9500", "1.5000", "+0.3000 (0), +0.2000 (1)", "+0.2500 (0.0500)",
-         "+0.0000 (0.0000)", "refuted |"],
-        ["2.0000", "2.0500", "3.1000", "-0.1000 (0), +0.0000 (1)", "-0.0500 (0.0500)",
-         "+0.3000 (0.1000)", "not refuted |"],
+        ["1.3000", "1.0500", "1.5000", "+0.2500 (0.0500)", "", " |"],
+        ["1.2000", "0.9500", "1.5000", "+0.2500 (0.0500)", "+0.0000 (0.0000)", "refuted |"],
+        ["2.0000", "2.0500", "3.1000", "-0.0500 (0.0500)", "+0.3000 (0.1000)", "not refuted |"],
+    ]
+
+
+def test_when_the_gap_opens_is_told_by_the_training_loss_of_each_stretch():
+    rows = [
+        trained("set", 0, 1.0, 1.0), trained("set", 1, 2.0, 2.0), trained("static", 0, 5.0, 1.1),
+        trained("static", 1, 5.0, 2.3), trained("rigl", 1, 5.0, 5.0),
     ]  # fmt: skip
+    assert summary.quarters(rows).splitlines() == [
+        "| variant | seeds | 1 to 500 | 501 to 1,000 |",
+        "|---|---|---|---|",
+        "| static | 2 | +0.0000 (0.0000) | +0.2000 (0.1000) |",
+    ]
 
 
 def test_what_becomes_of_grown_weights_counts_each_of_them_alike():
     first = {"grown": 30.0, "wasted": 0.0, "known": 0.0, "inputs": 0.8, "outputs": 0.4, "ever": 0.1}
     last = {"grown": 10.0, "wasted": 0.5, "known": 1.0, "inputs": 0.4, "outputs": 0.8, "ever": 0.2}
-    rows = [trained("rigl", 0, 1.0, [first, last]), trained("static", 0, 1.0)]
+    rows = [trained("rigl", 0, 1.0, updates=[first, last]), trained("static", 0, 1.0)]
     assert summary.changed_weights(rows).splitlines()[2:] == [
         "| RigL | 40 | 0.50 | 0.25 | 0.70, 0.50 | 0.20 |"
     ]
+
+
+def test_accuracies_are_compared_with_the_same_seed():
+    def row(density, method, seed, accuracy):
+        figures = {"weights": 8125, "train_accuracy": 0.5, "accuracy": accuracy}
+        return {"density": density, "method": method, "seed": seed, **figures}
+
+    rows = [
+        row(0.05, "rigl", 0, 0.61), row(0.1, "rigl", 0, 0.65), row(0.1, "rigl", 1, 0.67),
+        row(0.1, "set", 1, 0.66), row(0.1, "set", 0, 0.655), row(0.1, "static", 1, 0.6),
+    ]  # fmt: skip
+    assert tables.cifar_table(rows).splitlines()[2:] == [
+        "| 0.1 | static | 8,125 | 1 | 60.00 | -6.00 (1) | 50.00 |",
+        "| 0.1 | SET | 8,125 | 2 | 65.75 (65.50 to 66.00) |  | 50.00 (50.00 to 50.00) |",
+        "| 0.1 | RigL | 8,125 | 2 | 66.00 (65.00 to 67.00) | -0.50 (0), +1.00 (1) | "
+        "50.00 (50.00 to 50.00) |",
+        "| 0.05 | RigL | 8,125 | 1 | 61.00 |  | 50.00 |",
+    ]
+
+
+def test_a_line_of_a_training_on_cifar_is_what_its_name_says(tmp_path):
+    figures = {
+        "method": "set", "seed": 3, "dataset": "cifar-10", "epochs": 10, "steps": 3910,
+        "updates": 30, "accuracy": 0.5, "loss": 1.0, "train_accuracy": 0.6, "train_loss": 0.9,
+        "parameters": {"sparse": 40, "dense": 400}, "layers": [{"weights": 10}, {"weights": 5}],
+    }  # fmt: skip
+    right, wrong = tmp_path / "set-0.05-3.json", tmp_path / "set-0.05-2.json"
+    for path in (right, wrong):
+        path.write_text(json.dumps(figures))
+    line = cifar_lines.line(right)
+    assert (line["density"], line["weights"], line["parameters"]) == (0.05, 15, 40)
+    with pytest.raises(SystemExit, match=r"expected .*set-0\.05-2\.json to be named"):
+        cifar_lines.line(wrong)
