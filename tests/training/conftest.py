@@ -6,4 +6,4 @@ from pathlib import Path
 import pytest
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
-pytest.register_assert_rewrite("masked_twins")
+pytest.register_assert_rewrite("device_trainings", "masked_twins", "small_trainings")

@@ -1,49 +1,17 @@
 """The trainer follows the optimizer's steps, whoever takes them, and takes each of them once."""
 
 import copy
-import gc
 import pickle
-import warnings
 
 import pytest
 import torch
+from small_trainings import EVERY, assert_same, loss_of, reference, small
 from tests.training.states import ALGORITHMS, backward, make, same, state_of
 from torch import nn
 
 import dynsparse as ds
 from dynsparse.nn import SparseLinear
-from dynsparse.training import ConstantSchedule, scaled_step
-
-EVERY = ConstantSchedule(total_steps=1000, update_interval=1, drop_fraction=0.5)
-
-
-def small(optimizer=torch.optim.SGD, seed=0, **options):
-    g = torch.Generator().manual_seed(seed)
-    model = nn.Sequential(
-        SparseLinear(12, 16, 0.3, generator=g), nn.Tanh(), SparseLinear(16, 4, 0.4, generator=g)
-    )
-    made = optimizer(model.parameters(), lr=0.05)
-    options = {"schedule": ConstantSchedule(100, 3, 0.4)} | options
-    return model, made, ds.RigL(model, made, **options)
-
-
-def loss_of(model, step):
-    return model(torch.randn(8, 12, generator=torch.Generator().manual_seed(step))).square().mean()
-
-
-def reference(optimizer=torch.optim.SGD, steps=7):
-    model, made, trainer = small(optimizer)
-    for step in range(steps):
-        made.zero_grad()
-        loss_of(model, step).backward()
-        trainer.step()
-    return model, made, trainer
-
-
-def assert_same(one, other):
-    assert (one[2].steps, one[2].updates) == (other[2].steps, other[2].updates)
-    for name, tensor in one[0].state_dict().items():
-        assert torch.equal(tensor, other[0].state_dict()[name]), name
+from dynsparse.training import scaled_step
 
 
 @pytest.mark.parametrize("name", ALGORITHMS)
@@ -262,21 +230,6 @@ def test_copies_follow_their_own_optimizer(way):
     assert (trainer.steps, parts[2].steps) == (1, 0)
 
 
-def test_a_trainer_that_nobody_keeps_is_told_of():
-    model, optimizer, trainer = small()
-    del trainer
-    gc.collect()
-    loss_of(model, 0).backward()
-    with pytest.warns(UserWarning, match="trainer of this optimizer is gone before its first step"):
-        optimizer.step()
-    optimizer.step()
-    model, optimizer, trainer = small()
-    loss_of(model, 0).backward()
-    trainer.step()
-    del trainer
-    optimizer.step()  # it has been used: a warning would be an error
-
-
 def test_a_loaded_checkpoint_leaves_the_hooks(tmp_path):
     from dynsparse.training import load_checkpoint, save_checkpoint
 
@@ -291,97 +244,6 @@ def test_a_loaded_checkpoint_leaves_the_hooks(tmp_path):
     assert (trainer.steps, heard) == (1, [1])
 
 
-class Around(torch.optim.Optimizer):
-    """As libraries put one around another: it knows when to step, and has no hooks of its own."""
-
-    def __init__(self, optimizer, every):
-        self.optimizer, self.every, self.calls = optimizer, every, 0
-
-    def step(self):
-        self.calls += 1
-        if self.calls % self.every == 0:
-            self.optimizer.step()
-
-
-class Deaf(torch.optim.SGD):
-    """Which torch's constructor never saw."""
-
-    def __init__(self, parameters):
-        made = torch.optim.SGD(parameters, lr=0.05)
-        self.defaults, self.state, self.param_groups = made.defaults, made.state, made.param_groups
-
-    def step(self):
-        with torch.no_grad():
-            for group in self.param_groups:
-                for p in group["params"]:
-                    p.sub_(p.grad, alpha=group["lr"])
-
-
-def test_an_optimizer_around_another():
-    model, optimizer, _ = small()
-    around = Around(optimizer, 2)
-    trainer = ds.RigL(model, around, schedule=EVERY)
-    made = []
-    for step in range(4):
-        loss_of(model, step).backward()
-        made.append(trainer.step())
-    assert [one is None for one in made] == [True, False, True, False]
-    assert (trainer.steps, trainer.updates) == (2, 2)
-    assert trainer.optimizer is optimizer
-
-
-def test_an_optimizer_without_hooks_is_stepped_by_the_trainer():
-    expected = reference()
-    model, _, _ = small()
-    trainer = ds.RigL(model, Deaf(model.parameters()), schedule=ConstantSchedule(100, 3, 0.4))
-    for step in range(7):
-        model.zero_grad()
-        loss_of(model, step).backward()
-        trainer.step()
-    assert_same((model, None, trainer), expected)
-
-
-def test_accelerate_counts_what_was_stepped():
-    accelerate = pytest.importorskip("accelerate")
-
-    def run(prepare_first, by_trainer=False):
-        from accelerate.state import AcceleratorState, GradientState, PartialState
-
-        for state in (AcceleratorState, GradientState, PartialState):
-            state._reset_state()
-        accelerator = accelerate.Accelerator(cpu=True, gradient_accumulation_steps=2)
-        model, optimizer, trainer = small(schedule=EVERY)
-        bare = trainer
-        if prepare_first:
-            model, optimizer = accelerator.prepare(model, optimizer)
-            trainer = ds.RigL(model, optimizer, schedule=EVERY)
-        else:
-            model, optimizer = accelerator.prepare(model, optimizer)
-        try:
-            for step in range(8):
-                with accelerator.accumulate(model):
-                    accelerator.backward(loss_of(model, step))
-                    trainer.step() if by_trainer else optimizer.step()
-                    optimizer.zero_grad()
-        finally:
-            for state in (AcceleratorState, GradientState, PartialState):
-                state._reset_state()
-        assert bare is trainer or bare.steps == 0
-        return model, trainer
-
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of Accelerate's own
-        runs = [run(True), run(False), run(True, by_trainer=True)]
-    for model, trainer in runs:
-        assert (trainer.steps, trainer.updates) == (4, 4)
-        assert all(
-            torch.equal(tensor, runs[0][0].state_dict()[name])
-            for name, tensor in model.state_dict().items()
-        )
-    with pytest.raises(RuntimeError, match="inside accumulate\\(\\) of Accelerate: call step"):
-        run(False, by_trainer=True)
-
-
 def test_a_scaled_step_and_the_scalers_own_are_the_same():
     expected = small()
     for step in range(7):
@@ -393,46 +255,3 @@ def test_a_scaled_step_and_the_scalers_own_are_the_same():
         scaler.scale(loss_of(model, step)).backward()
         scaled_step(trainer, scaler)
     assert_same(parts, expected)
-
-
-def test_a_schedule_without_an_update_is_told_of():
-    model, optimizer, _ = small()
-    with pytest.warns(UserWarning, match=r"the pattern never changes: CosineSchedule\(total_ste"):
-        ds.RigL(model, optimizer, total_steps=100, update_interval=100)
-    with pytest.warns(UserWarning, match="lower update_interval, raise total_steps or drop_fr"):
-        ds.SET(model, optimizer, total_steps=100, drop_fraction=0.0)
-
-
-@pytest.mark.parametrize("steps", [1, 2, 5, 10, 50, 100, 999, 1000, 5000])
-@pytest.mark.parametrize("kind", [ds.RigL, ds.SET, ds.SNFS, ds.MEST, ds.TopKAST, ds.GMP, ds.GraNet])
-def test_short_trainings_have_updates_unless_told_otherwise(kind, steps):
-    model, optimizer, _ = small()
-    final = {"final_density": 0.1} if kind in (ds.GMP, ds.GraNet) else {}
-    with warnings.catch_warnings(record=True) as said:
-        warnings.simplefilter("always")
-        trainer = kind(model, optimizer, total_steps=steps, **final)
-    assert trainer.schedule.update_interval == min(100, max(1, steps // 10))
-    due = [step for step in range(1, steps + 1) if trainer.schedule.is_due(step)]
-    assert bool(due) == (not said)
-    assert len(due) >= 7 or steps < 10
-
-
-def test_what_a_trainer_says_of_itself():
-    model, optimizer, trainer = small(schedule=None, total_steps=40, update_interval=10)
-    text = "RigL(layers=2, density=0.3281, steps=0 of 40, updates=0, next_update=after step 10)"
-    assert repr(trainer) == text
-    for step in range(10):
-        optimizer.zero_grad()
-        loss_of(model, step).backward()
-        optimizer.step()
-    assert "steps=10 of 40, updates=1, next_update=after step 20" in repr(trainer)
-    assert repr(ds.Static(model, optimizer)).endswith("steps=0, updates=0, next_update=none)")
-
-    class Own:
-        def is_due(self, step):
-            return step == 7
-
-        def drop_count(self, step, nnz):
-            return 1
-
-    assert "next_update=as Own says" in repr(ds.SET(model, optimizer, schedule=Own()))

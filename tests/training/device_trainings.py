@@ -1,0 +1,56 @@
+"""Trainings whose layers may be on a device: one network, stepped on the CPU or elsewhere."""
+
+import torch
+from torch import nn
+
+from dynsparse.nn import SparseLinear
+
+TIMES = {"total_steps": 30, "update_interval": 5}
+
+
+def model(b=1, dtype=torch.float64):
+    g = torch.Generator().manual_seed(0)
+    layers = [SparseLinear(16, 24, 0.4, b, generator=g), SparseLinear(24, 16, 0.4, b, generator=g)]
+    return nn.Sequential(layers[0], nn.GELU(), layers[1]).to(dtype)
+
+
+def train(net, make, steps=21):
+    """What was computed and decided at each step."""
+    optimizer = torch.optim.Adam(net.parameters(), lr=1e-2)
+    torch.manual_seed(0)
+    trainer = make(net, optimizer)
+    g = torch.Generator().manual_seed(1)
+    dtype = next(net.parameters()).dtype
+    patterns, losses = [], []
+    for _ in range(steps):
+        optimizer.zero_grad()
+        loss = net(torch.randn(12, 16, generator=g, dtype=dtype)).square().mean()
+        loss.backward()
+        rewirings = trainer.step()
+        losses.append(float(loss.detach()))
+        patterns.append([layer.pattern for layer in trainer.layers.values()])
+        for name, rewiring in (rewirings or {}).items():
+            assert trainer.layers[name].pattern is rewiring.after
+    return trainer, optimizer, patterns, losses
+
+
+def both(request, make, b=1):
+    """The training on the CPU and the same elsewhere."""
+    here = train(model(b), make)
+    request.getfixturevalue("off_cpu")
+    net = model(b)
+    assert all(layer.is_elsewhere for layer in net if isinstance(layer, SparseLinear))
+    return here, train(net, make)
+
+
+def same(here, there):
+    (_, _, patterns, losses), (trainer, _, others, again) = here, there
+    assert trainer.updates > 0
+    for step, (own, other) in enumerate(zip(patterns, others, strict=True)):
+        assert own == other, step
+    torch.testing.assert_close(torch.tensor(losses), torch.tensor(again), rtol=1e-9, atol=0)
+
+
+def backward(net):
+    net.zero_grad()
+    net(torch.randn(12, 16, dtype=next(net.parameters()).dtype)).square().mean().backward()

@@ -1,0 +1,67 @@
+"""What trainers say of themselves, and of what looks like a mistake."""
+
+import gc
+import warnings
+
+import pytest
+from small_trainings import loss_of, small
+
+import dynsparse as ds
+
+
+def test_a_trainer_that_nobody_keeps_is_told_of():
+    model, optimizer, trainer = small()
+    del trainer
+    gc.collect()
+    loss_of(model, 0).backward()
+    with pytest.warns(UserWarning, match="trainer of this optimizer is gone before its first step"):
+        optimizer.step()
+    optimizer.step()
+    model, optimizer, trainer = small()
+    loss_of(model, 0).backward()
+    trainer.step()
+    del trainer
+    optimizer.step()  # it has been used: a warning would be an error
+
+
+def test_a_schedule_without_an_update_is_told_of():
+    model, optimizer, _ = small()
+    with pytest.warns(UserWarning, match=r"the pattern never changes: CosineSchedule\(total_ste"):
+        ds.RigL(model, optimizer, total_steps=100, update_interval=100)
+    with pytest.warns(UserWarning, match="lower update_interval, raise total_steps or drop_fr"):
+        ds.SET(model, optimizer, total_steps=100, drop_fraction=0.0)
+
+
+@pytest.mark.parametrize("steps", [1, 2, 5, 10, 50, 100, 999, 1000, 5000])
+@pytest.mark.parametrize("kind", [ds.RigL, ds.SET, ds.SNFS, ds.MEST, ds.TopKAST, ds.GMP, ds.GraNet])
+def test_short_trainings_have_updates_unless_told_otherwise(kind, steps):
+    model, optimizer, _ = small()
+    final = {"final_density": 0.1} if kind in (ds.GMP, ds.GraNet) else {}
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        trainer = kind(model, optimizer, total_steps=steps, **final)
+    assert trainer.schedule.update_interval == min(100, max(1, steps // 10))
+    due = [step for step in range(1, steps + 1) if trainer.schedule.is_due(step)]
+    assert bool(due) == (not said)
+    assert len(due) >= 7 or steps < 10
+
+
+def test_what_a_trainer_says_of_itself():
+    model, optimizer, trainer = small(schedule=None, total_steps=40, update_interval=10)
+    text = "RigL(layers=2, density=0.3281, steps=0 of 40, updates=0, next_update=after step 10)"
+    assert repr(trainer) == text
+    for step in range(10):
+        optimizer.zero_grad()
+        loss_of(model, step).backward()
+        optimizer.step()
+    assert "steps=10 of 40, updates=1, next_update=after step 20" in repr(trainer)
+    assert repr(ds.Static(model, optimizer)).endswith("steps=0, updates=0, next_update=none)")
+
+    class Own:
+        def is_due(self, step):
+            return step == 7
+
+        def drop_count(self, step, nnz):
+            return 1
+
+    assert "next_update=as Own says" in repr(ds.SET(model, optimizer, schedule=Own()))

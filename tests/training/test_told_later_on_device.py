@@ -1,0 +1,205 @@
+"""What a device tells of an update after it: bad numbers, records and telemetry."""
+
+import pytest
+import torch
+from device_trainings import TIMES, backward, model
+
+import dynsparse as ds
+from dynsparse.nn import SparseLinear
+from dynsparse.pattern.arriving import Arriving
+from dynsparse.training import Telemetry, change, doubts
+from dynsparse.training.records import Recorder, Records
+from dynsparse.training.records.unwritten import unwritten
+
+
+@pytest.mark.parametrize("make", [ds.RigL, ds.SNFS])
+def test_grown_weights_that_start_with_nan_are_told_of_later_or_at_once(off_cpu, monkeypatch, make):
+    """As a device finds out, who does not tell before it is asked."""
+    monkeypatch.setattr(change, "_finite", lambda tensor: True)
+    net = model(1, torch.float32)
+
+    def start(layer, rewiring):
+        values = torch.zeros(rewiring.after.nnz)
+        values[0] = torch.nan if layer is net[0] else 0.0
+        return values
+
+    own = make(net, torch.optim.SGD(net.parameters(), lr=0.1), **TIMES, initial_value=start)
+    first, second = net[0].pattern, net[2].pattern
+    if make is ds.SNFS:  # changes sizes
+        for _ in range(4):
+            backward(net)
+            own.step()
+        backward(net)
+        with pytest.raises(ValueError, match="layer '0': what grown weights start with held NaN"):
+            own.step()
+        assert (net[0].pattern, net[2].pattern) == (first, second)
+        return
+    for _ in range(9):
+        backward(net)
+        own.step()
+    assert net[0].pattern == first
+    assert net[2].pattern != second
+    backward(net)
+    with pytest.raises(ValueError, match="layer '0': what grown weights start with held NaN"):
+        own.step()
+
+
+def test_weights_that_are_nan_are_told_of_by_topkast_later(off_cpu):
+    net = model(1, torch.float32)
+    own = ds.TopKAST(net, torch.optim.SGD(net.parameters(), lr=0.0), **TIMES, exploration=0.0)
+    with torch.no_grad():
+        net[2].values[1] = torch.nan
+
+    def step():
+        for parameter in net.parameters():
+            parameter.grad = torch.zeros_like(parameter)
+        own.step()
+
+    for _ in range(9):
+        step()
+    with pytest.raises(ValueError, match=r"layer '2': .* held NaN .*at step 5"):
+        step()
+
+
+@pytest.mark.parametrize("late", [False, True])
+def test_records_and_telemetry_of_updates_that_come_late(off_cpu, monkeypatch, tmp_path, late):
+    """They are what they are where updates come at once."""
+    came = not late
+    monkeypatch.setattr(Arriving, "is_there", property(lambda own: came))
+    net = model(1, torch.float32)
+    own = ds.RigL(net, torch.optim.SGD(net.parameters(), lr=0.1), **TIMES)
+    recorder, telemetry = Recorder(tmp_path / "record"), Telemetry(own)
+    recorder.start({name: layer.pattern for name, layer in own.layers.items()})
+    own.on_update.append(recorder.update)
+    patterns = [[layer.pattern for layer in own.layers.values()]]
+    figures = []
+
+    def files():
+        return len([*(tmp_path / "record").glob("update-*.npz")])
+
+    for _ in range(16):
+        backward(net)
+        if own.step() is not None:
+            patterns.append([layer.pattern for layer in own.layers.values()])
+            assert files() == (1 if late else len(patterns))
+    assert recorder.holds_updates
+    recorder.log(16, {"loss": 1.0})
+    assert files() == (1 if late else 4)
+    came = True
+    recorder.log(16, {"loss": 1.0})
+    assert files() == 4
+    came = not late
+    while own.steps < 20:
+        backward(net)
+        own.step()
+    patterns.append([layer.pattern for layer in own.layers.values()])
+    assert (recorder in unwritten) == late
+    records = Records.load(tmp_path / "record")  # which waits
+    assert recorder not in unwritten
+    assert records.steps == [0, 5, 10, 15, 20]
+    for i, ones in enumerate(patterns):
+        assert [records.pattern(name, i) for name in own.layers] == ones
+    figures = telemetry.figures()
+    sets = [[{*p.flat.tolist()} for p in ones] for ones in patterns]
+    left = sum(len(a - b) for a, b in zip(*sets[-2:], strict=True))
+    assert figures["all/churn"] == left / sum(map(len, sets[-2]))
+    ever = sum(len(set().union(*ones)) for ones in zip(*sets, strict=True))
+    assert figures["all/exploration"] == ever / sum(p.total for p in patterns[0])
+
+
+def test_a_state_is_never_ahead_of_its_record(off_cpu, monkeypatch, tmp_path):
+    monkeypatch.setattr(Arriving, "is_there", property(lambda own: False))
+    net = model(1, torch.float32)
+    own = ds.RigL(net, torch.optim.SGD(net.parameters(), lr=0.1), **TIMES)
+    recorder = Recorder(tmp_path)
+    recorder.start({name: layer.pattern for name, layer in own.layers.items()})
+    own.on_update.append(recorder.update)
+    for _ in range(5):
+        backward(net)
+        own.step()
+    assert not (tmp_path / "update-000001.npz").exists()
+    own.state_dict()
+    assert (tmp_path / "update-000001.npz").exists()
+    recorder.truncate(5, {name: layer.pattern for name, layer in own.layers.items()})
+
+
+def test_an_update_that_would_rank_by_infinity_does_not_happen_and_is_told_of_later(off_cpu):
+    net = model(1, torch.float32)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.0)
+    trainer = ds.RigL(net, optimizer, **TIMES)
+    first, second = net[0].pattern, net[2].pattern
+
+    def step(spoilt=False):
+        optimizer.zero_grad()
+        net(torch.randn(12, 16)).square().mean().backward()
+        if spoilt:
+            net[0].values.grad[3] = torch.inf
+        return trainer.step()
+
+    for _ in range(4):
+        step()
+    values = net[0].values.detach().clone()
+    assert step(spoilt=True) is not None
+    assert net[0].pattern == first
+    assert net[2].pattern != second
+    # The optimizer has taken its step with that gradient, as it would have without a trainer.
+    assert torch.equal(net[0].values[:3], values[:3])
+    for _ in range(4):
+        step()
+    line = r"layer '0': .* held NaN or infinity at step 5, .* did not happen"
+    with pytest.raises(ValueError, match=line):
+        step()
+    with torch.no_grad():
+        for parameter in net.parameters():
+            parameter.nan_to_num_()
+    assert step() is not None
+    assert net[0].pattern != first
+
+
+def test_a_change_of_size_is_refused_at_once(off_cpu):
+    net = model(1, torch.float32)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    trainer = ds.GMP(net, optimizer, **TIMES, final_density=0.1)
+    for step in range(5):
+        optimizer.zero_grad()
+        net(torch.randn(12, 16)).square().mean().backward()
+        if step == 4:
+            net[0].values.grad[0] = torch.nan
+            with pytest.raises(ValueError, match=r"layer '0': .* held NaN or infinity"):
+                trainer.step()
+        else:
+            trainer.step()
+    assert net[0].pattern.nnz == model().get_submodule("0").pattern.nnz
+
+
+class Event:
+    """What a device passes when it comes to it."""
+
+    passed = False
+
+    def query(self):
+        return self.passed
+
+    def synchronize(self):
+        self.passed = True
+
+
+def test_answers_that_have_not_arrived_are_waited_for_by_nobody():
+    layers, event = {"fc": SparseLinear(4, 4, 0.5)}, Event()
+    for answer in (torch.tensor(False), torch.tensor(True)):
+        doubts.ask(layers["fc"], answer, "odd")
+        doubts._open[layers["fc"]][-1].answer._event = event
+    doubts.settle(layers)
+    event.passed = True
+    with pytest.raises(ValueError, match="layer 'fc': odd"):
+        doubts.settle(layers)
+    doubts.settle(layers)
+    assert layers["fc"] not in doubts._open
+
+
+def test_what_is_not_finite():
+    good = [torch.ones(3), torch.zeros(0), torch.arange(4), torch.full((2,), 6e4).half()]
+    assert not bool(doubts.not_finite(good))
+    for bad in (torch.inf, -torch.inf, torch.nan):
+        for dtype in (torch.float64, torch.float32, torch.bfloat16, torch.float16):
+            assert bool(doubts.not_finite([*good, torch.tensor([1.0, bad, 2.0], dtype=dtype)]))
