@@ -1,0 +1,245 @@
+"""Which constants of costs are in force: those that came along, or those measured and kept."""
+
+import json
+import logging
+
+import pytest
+from kernel_times import AMX, ARM, AVX2, AVX512, ZEN_3, ZEN_4, ZEN_5, timings
+
+from dynsparse import native
+from dynsparse.files.cache import Cache, open_cache
+from dynsparse.nn import SparseLinear
+from dynsparse.ops.linear import choice, in_force, measured, tables, tuning
+from dynsparse.ops.linear.costs import FAMILIES, Cost, Table, family
+from dynsparse.ops.linear.tuning.cells import MANY
+from dynsparse.processor import Processor, parse
+
+pytestmark = [
+    pytest.mark.skipif(native.load() is None, reason="the compiled kernels are not built"),
+    pytest.mark.usefixtures("tables_as_before"),
+]
+
+
+@pytest.fixture
+def warm(tmp_path, monkeypatch):
+    """A cache of the test's own."""
+    monkeypatch.setenv("DYNSPARSE_CACHE_DIR", str(tmp_path / "cache"))
+    monkeypatch.setenv("DYNSPARSE_CACHE_SIZE", str(1 << 20))
+    return tmp_path / "cache"
+
+
+# What is kept, and what is in force.
+
+
+def fast(monkeypatch):
+    """Cells of nothing, timed as on the other machine."""
+
+    def told(cell, most):
+        yield from ([], [], timings(AMX.costs, [cell]))
+
+    monkeypatch.setattr("dynsparse.ops.linear.tuning.run.rounds", told)
+    monkeypatch.setattr("dynsparse.ops.linear.tuning.run.shipped", lambda: ZEN_4)
+    monkeypatch.setattr(in_force, "shipped", lambda: ZEN_4)
+
+
+def test_what_was_measured_is_in_force_in_the_next_process(warm, monkeypatch, caplog):
+    fast(monkeypatch)
+    before = in_force.table()
+    assert before == ZEN_4
+    seen = []
+    found = tuning.tune(tell=lambda done, cells: seen.append((done, cells)))
+    assert found.in_force
+    assert seen[-1][1] == len(MANY)
+    assert open_cache().kinds()["kernel-costs"].entries == 1
+    assert in_force.table() == before  # settled for this one
+    choice.put_in_force(None)
+    with caplog.at_level(logging.INFO, "dynsparse"):
+        now = in_force.table()
+    assert now.measured_here
+    assert now.costs == found.costs
+    assert "measured here on" in now.origin
+    assert sum("chosen by the table" in one for one in caplog.messages) == 1
+    assert measured.forget_measured()
+    assert not measured.forget_measured()
+    choice.put_in_force(None)
+    assert in_force.table() == ZEN_4
+
+
+def kept(monkeypatch, **changes):
+    fast(monkeypatch)
+    found = tuning.tune(quick=True)
+    measured.keep_measured(found.__class__(**{**vars(found), **changes}))
+    choice.put_in_force(None)
+    return found
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        {"processor": "another"},
+        {"version": "0.0.1"},
+        {"torch": "1.0"},
+        {"kernels": "0" * 64},
+    ],
+)
+def test_another_processor_version_or_build_is_measured_anew(warm, monkeypatch, other):
+    kept(monkeypatch, in_force=True)
+    assert in_force.table().measured_here
+    here = measured.here()
+    monkeypatch.setattr(measured, "here", lambda: here | other)
+    choice.put_in_force(None)
+    assert in_force.table() == ZEN_4
+    assert measured.kept_measured() is None
+
+
+def test_the_kernels_are_told_apart_by_their_bytes(tmp_path, monkeypatch):
+    def hash_of(content):
+        (tmp_path / "kernels.so").write_bytes(content)
+        measured._kernels.cache_clear()
+        return measured._kernels()
+
+    class Library:
+        _name = str(tmp_path / "kernels.so")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(native, "load", lambda: Library)
+        assert hash_of(b"a") != hash_of(b"b")
+    measured._kernels.cache_clear()
+
+
+@pytest.mark.parametrize(
+    "content",
+    [b"[]", b"{}", b"3", b"null", b'{"costs": {}}', b'{"date": 1}', b"no json", b'{"costs": 1e9}'],
+)
+def test_an_entry_that_is_no_measurement_is_left_out(warm, monkeypatch, caplog, content):
+    kept(monkeypatch, in_force=True)
+    monkeypatch.setattr(Cache, "get", lambda *_: content)
+    with caplog.at_level(logging.INFO, "dynsparse"):
+        assert in_force.table() == ZEN_4
+        in_force.table()
+    words = [one for one in caplog.messages if "cannot be read" in one]
+    assert len(words) == (content != b"null")
+
+
+def test_a_damaged_entry_is_left_out(warm, monkeypatch):
+    kept(monkeypatch, in_force=True)
+    (file,) = (open_cache().folder / "kernel-costs").iterdir()
+    file.write_bytes(file.read_bytes()[:-1] + b"x")
+    assert in_force.table() == ZEN_4
+
+
+@pytest.mark.parametrize("wrong", [-1.0, float("nan"), float("inf"), 1e10, "1", None, True])
+def test_constants_that_cannot_be_are_refused(wrong):
+    plain = measured.to_plain(ZEN_4.costs)
+    assert measured.from_plain(json.loads(json.dumps(plain))) == ZEN_4.costs
+    plain["dense"][1][3] = wrong
+    with pytest.raises(ValueError, match="expected costs of 6 families"):
+        measured.from_plain(plain)
+
+
+def test_what_is_not_to_be_used_is_not(warm, monkeypatch):
+    kept(monkeypatch, in_force=False)
+    assert in_force.table() == ZEN_4
+    assert measured.kept_measured() is not None
+
+
+def test_a_measurement_that_is_not_to_be_used_leaves_an_earlier_one(warm, monkeypatch):
+    first = kept(monkeypatch, in_force=True)
+    before = measured.kept_measured()
+    monkeypatch.setattr("dynsparse.ops.linear.tuning.run.MOST_ERROR", -1.0)
+    second = tuning.tune(quick=True)
+    assert not second.in_force
+    assert second.because.endswith(f"that of {first.date} stays in force")
+    assert measured.kept_measured() == before
+
+
+@pytest.mark.parametrize(("variable", "used"), [("off", False), ("load", True), (" AUTO ", True)])
+def test_the_environment_says_whether_it_is_used(warm, monkeypatch, variable, used):
+    kept(monkeypatch, in_force=True)
+    monkeypatch.setenv("DYNSPARSE_TUNE", variable)
+    assert in_force.table().measured_here is used
+
+
+def test_an_unknown_word_of_the_environment_is_refused(monkeypatch):
+    monkeypatch.setenv("DYNSPARSE_TUNE", "yes")
+    with pytest.raises(ValueError, match="DYNSPARSE_TUNE: expected auto, load, off, got 'yes'"):
+        in_force.table()
+
+
+def test_ranks_compute_with_what_came_with_the_library(warm, monkeypatch):
+    kept(monkeypatch, in_force=True)
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert in_force.table() == ZEN_4
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    choice.put_in_force(None)
+    assert in_force.table().measured_here
+
+
+def test_without_a_cache_nothing_is_measured(monkeypatch):
+    with pytest.raises(ValueError, match="nothing is measured: the cache is off"):
+        tuning.tune()
+
+
+def test_a_folder_that_cannot_be_written_is_told(warm, monkeypatch):
+    fast(monkeypatch)
+    warm.write_text("in the way")
+    with pytest.raises(ValueError, match="cannot be kept"):
+        tuning.tune(quick=True)
+
+
+def test_another_table_changes_what_layers_remember():
+    layer = SparseLinear(256, 256, 0.4)
+    dear = {n: tuple(c._replace(call=1e8) for c in both) for n, both in ZEN_4.costs.items()}
+
+    def without(kind):
+        name = family(kind, 1)
+        return Table("t", "by hand", {**dear, name: (Cost(0, 0, 0, 0, 0, 0),) * 2})
+
+    for kind in ("dense", "sparse", "dense"):
+        choice.put_in_force(without(kind))
+        assert layer.kernel(200) == layer.kernel(200, backward=True) == kind
+
+
+# The tables that come along.
+
+
+@pytest.mark.parametrize(
+    ("maker", "family_", "flags", "wanted"),
+    [
+        ("GenuineIntel", 6, "avx2 avx512f amx_tile", AMX),
+        ("GenuineIntel", 6, "avx2 avx512f", AVX512),
+        ("GenuineIntel", 6, "avx2", AVX2),
+        ("AuthenticAMD", 25, "avx2", ZEN_3),
+        ("AuthenticAMD", 25, "avx2 avx512f", ZEN_4),
+        ("AuthenticAMD", 26, "avx2 avx512f", ZEN_5),
+        ("AuthenticAMD", 23, "avx2", ZEN_3),
+        ("", 0, "", AVX2),
+    ],
+)
+def test_every_machine_has_a_table(monkeypatch, maker, family_, flags, wanted):
+    here = Processor(maker, "", family_, frozenset(flags.split()))
+    monkeypatch.setattr(tables, "processor", lambda: here)
+    monkeypatch.setattr(native, "supported_isas", lambda: ("v3",))
+    assert tables.shipped() is wanted
+    monkeypatch.setattr(native, "supported_isas", lambda: ("neon",))
+    assert tables.shipped() is ARM
+
+
+def test_tables_are_whole_and_say_where_they_come_from():
+    for table in tables.TABLES:
+        assert tuple(table.costs) == FAMILIES
+        assert table.origin.startswith(("measured on ", "estimated: "))
+        assert not table.measured_here
+        assert measured.from_plain(measured.to_plain(table.costs)) == table.costs
+    assert len({table.name for table in tables.TABLES}) == len(tables.TABLES)
+
+
+def test_processors_as_systems_tell_of_them():
+    x86 = "vendor_id : AuthenticAMD\ncpu family : 25\nmodel : 17\nmodel name : EPYC\nflags : a b\n"
+    assert parse(x86 + "\nmodel name : other\n") == Processor(
+        "AuthenticAMD", "EPYC, family 25 model 17", 25, frozenset("ab")
+    )
+    arm = parse("Features : fp asimd\nCPU implementer : 0x41\nCPU part : 0xd40\n")
+    assert arm.name.endswith(", implementer 0x41 part 0xd40")
+    assert (arm.maker, arm.family, arm.flags) == ("", 0, {"fp", "asimd"})
+    assert parse("").name
