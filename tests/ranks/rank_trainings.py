@@ -81,6 +81,23 @@ def backward(forward, optimizer, step, rank=0, size=1, passes=1, which=None):
         (nn.functional.mse_loss(forward(part), target) / passes).backward()
 
 
+def average(ranks, model):
+    """What DistributedDataParallel does with gradients."""
+    for parameter in model.parameters():
+        if parameter.grad is not None:
+            ranks.sum(parameter.grad).div_(ranks.size)
+
+
+def steps_of(ranks, trainer, model, spoil=None, steps=3):
+    """So many steps of this rank; `spoil` may reach in between the gradients and the step."""
+    for step in range(1, steps + 1):
+        backward(model, trainer.optimizer, step, ranks.rank, ranks.size)
+        average(ranks, model)
+        if spoil is not None:
+            spoil(step, trainer, model)
+        trainer.step()
+
+
 def layers_of(model):
     return {n: m for n, m in model.named_modules() if isinstance(m, SparseLinear)}
 
