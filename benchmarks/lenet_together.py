@@ -14,6 +14,7 @@ Prints and writes a line per network, as lenet.py does without its masked twin.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from dataclasses import asdict, fields, replace
 from typing import Any
@@ -233,7 +234,7 @@ def main() -> None:
     run = Training([lenet.build(*one) for one in runs], arguments.epochs * each, settings)
     pictures = Bent(train.images, settings)
     best = torch.ones(len(runs), dtype=torch.float64)
-    for _ in range(arguments.epochs):
+    for epoch in range(1, arguments.epochs + 1):
         order = torch.stack([torch.randperm(len(train), generator=g) for g in orders], 1)
         seen = pictures.epoch(run.done, order)
         for at in range(0, each * BATCH, BATCH):
@@ -242,6 +243,9 @@ def main() -> None:
         last = run.errors(test.images, test.labels)
         best = torch.minimum(best, last)
         run.average.take(run.done, run.settings)
+        if epoch % 10 == 0:
+            found = " ".join(f"{100 * error:.2f}" for error in last)
+            print(f"epoch {epoch}: {found}", file=sys.stderr)
     found = run.errors(train.images, train.labels)
     averaged = run.errors(test.images, test.labels, run.average.model)
     for at, (seed, own) in enumerate(runs):
