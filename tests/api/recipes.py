@@ -47,6 +47,27 @@ class Recipe(NamedTuple):
     also: tuple[type[BaseException], ...] = ()  # errors that its docstring names beside the three
 
 
+def of(thing, method, **arguments):
+    """A recipe of a method: `thing` makes the object, and each argument is made anew."""
+    return Recipe(
+        lambda **named: getattr(thing(), method)(**named),
+        lambda: {name: make() for name, make in arguments.items()},
+    )
+
+
+def call(function, also=(), **arguments):
+    return Recipe(function, lambda: {name: make() for name, make in arguments.items()}, tuple(also))
+
+
+def used(maker, *inputs):
+    """`maker`, whose result is then called: what it accepts must also work."""
+
+    def run(**named):
+        return maker(**named)(*inputs)
+
+    return run
+
+
 def public_callables() -> dict[str, Any]:
     """Every callable that a public module lists, by its first name; each object once."""
     found: dict[str, Any] = {}

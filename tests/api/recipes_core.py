@@ -1,67 +1,23 @@
-"""Right calls of patterns, layers, operators and what turns models sparse."""
+"""Right calls of patterns, operators and what turns models sparse."""
 
 from __future__ import annotations
 
-import tempfile
-from pathlib import Path
-
 import scipy.sparse
 import torch
-from recipes import Recipe
+from recipes import Recipe, call, of
+from recipes_parts import X, folder, generator, model, pattern, rewiring, values
 from torch import nn
 
 import dynsparse as ds
 from dynsparse.allocation import allocate
-from dynsparse.nn.active import ActiveSet
-from dynsparse.nn.averaging import follow_patterns
 from dynsparse.ops.embedding import embedding
 from dynsparse.ops.grow import random_outside, select, topk_outside
 from dynsparse.ops.linear import grad_input, grad_weight, layer_linear, linear
 from dynsparse.pattern import PatternIndex, sample_without_replacement
 
 
-def pattern(block=1):
-    return ds.SparsePattern.random(
-        (8, 12), nnz=6, block_size=block, generator=torch.Generator().manual_seed(0)
-    )
-
-
-def layer(block=1):
-    return ds.nn.SparseLinear(12, 8, density=0.25, block_size=block)
-
-
-def conv(kind=ds.nn.SparseConv2d, block=1):
-    return kind(4, 8, 3, density=0.25, block_size=block)
-
-
-def normed():
-    return nn.BatchNorm2d(8).eval()
-
-
-def model():
-    return nn.Sequential(layer(), nn.ReLU(), nn.Linear(8, 4))
-
-
 def dense_model():
     return nn.Sequential(nn.Linear(12, 8), nn.ReLU(), nn.Linear(8, 4))
-
-
-def values():
-    return torch.randn(6)
-
-
-def generator():
-    return torch.Generator().manual_seed(0)
-
-
-def rewiring():
-    before = pattern()
-    free = (before.to_mask().flatten() == 0).nonzero().flatten()
-    return ds.Rewiring.make(before, torch.tensor([1, 3]), free[[0, 5]])
-
-
-def folder():
-    return Path(tempfile.mkdtemp(prefix="dynsparse-api-"))
 
 
 def weights_file():
@@ -70,33 +26,11 @@ def weights_file():
     return path
 
 
-def of(thing, method, **arguments):
-    """A recipe of a method: `thing` makes the object, and each argument is made anew."""
-    return Recipe(
-        lambda **named: getattr(thing(), method)(**named),
-        lambda: {name: make() for name, make in arguments.items()},
-    )
-
-
-def call(function, also=(), **arguments):
-    return Recipe(function, lambda: {name: make() for name, make in arguments.items()}, tuple(also))
-
-
-def used(maker, *inputs):
-    """`maker`, whose result is then called: what it accepts must also work."""
-
-    def run(**named):
-        return maker(**named)(*inputs)
-
-    return run
-
-
 def use_kernel(kind):
     with ds.ops.use_kernel(kind):
         pass
 
 
-X = torch.ones(3, 12)
 SHAPE = lambda: (8, 12)  # noqa: E731
 PATHS = (OSError,)
 
@@ -199,205 +133,8 @@ RECIPES = {
     "dynsparse.load_pretrained": call(
         ds.load_pretrained, PATHS, model=dense_model, folder_or_file=weights_file
     ),
-    "dynsparse.nn.SparseLinear": Recipe(
-        used(ds.nn.SparseLinear, X),
-        lambda: {
-            "in_features": 12,
-            "out_features": 8,
-            "density": 0.25,
-            "block_size": 4,
-            "bias": True,
-            "generator": generator(),
-            "target": ds.machine.Target.bow(tiles=4),
-            "target_options": {"partials_type": "float32"},
-            "device": "cpu",
-            "dtype": torch.float32,
-        },
-    ),
-    "dynsparse.nn.SparseLinear, pattern": Recipe(
-        used(ds.nn.SparseLinear, X),
-        lambda: {"in_features": 12, "out_features": 8, "pattern": pattern()},
-    ),
-    "dynsparse.nn.SparseLinear.forward": of(layer, "forward", x=lambda: X),
-    "dynsparse.nn.SparseLinear.kernel": of(
-        layer, "kernel", batch=lambda: 4, backward=lambda: True, dtype=lambda: torch.float32
-    ),
-    "dynsparse.nn.SparseLinear.reset_parameters": of(
-        layer, "reset_parameters", generator=generator
-    ),
-    "dynsparse.nn.SparseLinear.from_dense": call(
-        ds.nn.SparseLinear.from_dense,
-        linear=lambda: nn.Linear(12, 8),
-        density=lambda: 0.5,
-        block_size=lambda: 4,
-    ),
-    "dynsparse.nn.SparseConv2d": Recipe(
-        used(ds.nn.SparseConv2d, torch.randn(2, 4, 6, 6)),
-        lambda: {
-            "in_channels": 4,
-            "out_channels": 8,
-            "kernel_size": (3, 2),
-            "stride": 2,
-            "padding": (1, 0),
-            "dilation": 1,
-            "groups": 2,
-            "bias": True,
-            "padding_mode": "zeros",
-            "density": 0.25,
-            "block_size": 2,
-            "generator": generator(),
-            "device": "cpu",
-            "dtype": torch.float32,
-        },
-    ),
-    "dynsparse.nn.SparseConv2d, pattern": Recipe(
-        used(ds.nn.SparseConv2d, torch.randn(2, 4, 6, 6)),
-        lambda: {"in_channels": 4, "out_channels": 8, "kernel_size": (1, 3), "pattern": pattern()},
-    ),
-    "dynsparse.nn.SparseConv1d": Recipe(
-        used(ds.nn.SparseConv1d, torch.randn(2, 4, 6)),
-        lambda: {
-            "in_channels": 4,
-            "out_channels": 8,
-            "kernel_size": 3,
-            "padding": "same",
-            "density": 0.25,
-        },
-    ),
-    "dynsparse.nn.SparseConv2d.forward": of(conv, "forward", x=lambda: torch.randn(2, 4, 6, 6)),
-    "dynsparse.nn.SparseConv2d.kernel": of(
-        conv,
-        "kernel",
-        batch=lambda: 4,
-        size=lambda: (6, 6),
-        backward=lambda: True,
-        dtype=lambda: torch.float32,
-    ),
-    "dynsparse.nn.SparseConv2d.from_dense": call(
-        ds.nn.SparseConv2d.from_dense,
-        conv=lambda: nn.Conv2d(4, 8, 3),
-        density=lambda: 0.5,
-        block_size=lambda: 4,
-    ),
-    "dynsparse.nn.fuse_conv_bn_eval": call(
-        ds.nn.fuse_conv_bn_eval,
-        conv=lambda: conv().eval(),
-        bn=normed,
-    ),
-    "dynsparse.nn.SparseEmbedding": Recipe(
-        used(ds.nn.SparseEmbedding, torch.tensor([0, 3])),
-        lambda: {"num_embeddings": 8, "embedding_dim": 12, "density": 0.5, "block_size": 4},
-    ),
-    "dynsparse.nn.SparseEmbedding.from_dense": call(
-        ds.nn.SparseEmbedding.from_dense,
-        table=lambda: nn.Embedding(8, 12),
-        density=lambda: 0.5,
-        block_size=lambda: 4,
-    ),
-    "dynsparse.nn.SparseEmbedding.forward": Recipe(
-        lambda ids: ds.nn.SparseEmbedding(8, 12).forward(ids),
-        lambda: {"ids": torch.tensor([0, 7])},
-        (IndexError,),
-    ),
-    "dynsparse.nn.SparseEmbedding.logits": of(
-        lambda: ds.nn.SparseEmbedding(8, 12), "logits", x=lambda: X
-    ),
-    "dynsparse.nn.TiedEmbedding": Recipe(
-        used(ds.nn.TiedEmbedding, torch.tensor([0, 3])),
-        lambda: {
-            "num_embeddings": 8,
-            "embedding_dim": 12,
-            "features": 16,
-            "table_density": 0.5,
-            "density": 0.5,
-            "block_size": 4,
-            "generator": generator(),
-            "device": "cpu",
-            "dtype": torch.float32,
-        },
-    ),
-    "dynsparse.nn.SparseMultiheadAttention": Recipe(
-        lambda **named: ds.nn.SparseMultiheadAttention(**named)(*[torch.ones(2, 3, 12)] * 3),
-        lambda: {
-            "embed_dim": 12,
-            "num_heads": 2,
-            "dropout": 0.1,
-            "bias": True,
-            "kdim": 12,
-            "vdim": 12,
-            "batch_first": True,
-            "head_dim": 4,
-            "attention_pattern": ds.SparsePattern([0, 2], [1, 0], shape=(3, 3)),
-            "density": 0.5,
-            "block_size": 4,
-            "generator": generator(),
-            "device": "cpu",
-            "dtype": torch.float32,
-        },
-    ),
-    "dynsparse.nn.SparseMultiheadAttention.forward": Recipe(
-        lambda **named: ds.nn.SparseMultiheadAttention(12, 2, batch_first=True)(**named),
-        lambda: {
-            "query": torch.ones(2, 3, 12),
-            "key": torch.ones(2, 3, 12),
-            "value": torch.ones(2, 3, 12),
-            "key_padding_mask": torch.zeros(2, 3, dtype=torch.bool),
-            "need_weights": True,
-            "attn_mask": torch.zeros(3, 3),
-            "average_attn_weights": True,
-            "is_causal": False,
-        },
-    ),
-    "dynsparse.nn.SparseMultiheadAttention.from_projections": call(
-        ds.nn.SparseMultiheadAttention.from_projections,
-        attention=lambda: nn.MultiheadAttention(12, 2),
-        projections=lambda: {
-            name: ds.nn.SparseLinear(12, 12, density=0.5)
-            for name in ("q_proj", "k_proj", "v_proj", "out_proj")
-        },
-    ),
-    "dynsparse.nn.SparseTransformerLayer": Recipe(
-        used(ds.nn.SparseTransformerLayer, torch.ones(2, 3, 12)),
-        lambda: {
-            "features": 12,
-            "num_heads": 2,
-            "hidden_features": 16,
-            "head_dim": 4,
-            "dropout": 0.1,
-            "attention_bias": True,
-            "attention_pattern": ds.SparsePattern([0, 2], [1, 0], shape=(3, 3)),
-            "density": 0.5,
-            "block_size": 4,
-            "generator": generator(),
-            "device": "cpu",
-            "dtype": torch.float32,
-        },
-    ),
-    "dynsparse.nn.SparseTransformerLayer.forward": Recipe(
-        lambda **named: ds.nn.SparseTransformerLayer(12, 2, 16)(**named),
-        lambda: {
-            "x": torch.ones(2, 3, 12),
-            "attn_mask": torch.zeros(3, 3),
-            "key_padding_mask": torch.zeros(2, 3, dtype=torch.bool),
-            "is_causal": False,
-        },
-    ),
-    "dynsparse.nn.Dropout": call(used(ds.nn.Dropout, X), p=lambda: 0.5, inplace=lambda: False),
-    "dynsparse.nn.Dropout.forward": of(ds.nn.Dropout, "forward", x=lambda: X),
     "dynsparse.plot": call(ds.plot, source=model, what=lambda: "connectivity", layer=lambda: "0"),
     "dynsparse.param_groups": call(ds.param_groups, model=model, weight_decay=lambda: 0.1),
-    "dynsparse.nn.describe": call(ds.nn.describe, model=model),
-    "dynsparse.nn.follow_patterns": Recipe(
-        follow_patterns, lambda: {"copy": (made := model()), "model": made}
-    ),
-    "dynsparse.nn.ActiveSet": Recipe(
-        lambda **named: ActiveSet(**named)(ds.nn.SparseLinear(12, 8, pattern=pattern()), X),
-        lambda: {
-            "pattern": pattern(),
-            "slots": torch.tensor([0, 2]),
-            "device": torch.device("cpu"),
-        },
-    ),
     "dynsparse.ops.grad_input": call(
         grad_input, dy=lambda: torch.ones(3, 8), values=values, pattern=pattern
     ),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 from recipes import Recipe
-from recipes_core import folder
+from recipes_parts import folder
 from recipes_training import optimizer_of
 from torch import nn
 

@@ -8,8 +8,8 @@ from functools import cache
 from unittest import mock
 
 import torch
-from recipes import Recipe
-from recipes_core import call, folder, model, of, pattern, rewiring
+from recipes import Recipe, call, of
+from recipes_parts import folder, model, pattern, rewiring
 from recipes_popsparse import encoded, partitioner
 from recipes_popsparse import layer as machine_layer
 from recipes_popsparse import pattern as machine_pattern

@@ -1,15 +1,15 @@
-"""Right calls of the tile machine: targets, graphs, programs, engines."""
+"""Right calls of the tile machine: targets, graphs, tensors, codelets."""
 
 from __future__ import annotations
 
 import numpy as np
-import torch
-from recipes import Recipe
-from recipes_core import call, model, of
+from recipes import Recipe, call, of
 
 from dynsparse import machine as m
 
 TILES = np.arange(4)
+
+
 OWN = "own"
 
 
@@ -23,10 +23,6 @@ def graph():
 
 def variable(dtype=m.FLOAT, shape=(4, 2), on=None):
     return (graph() if on is None else on).add_variable(dtype, list(shape), "x", tiles=TILES)
-
-
-def word(dtype=m.BOOL):
-    return graph().add_variable(dtype, [], "flag", tiles=0)
 
 
 def codelet():
@@ -46,39 +42,6 @@ def wired():
     return made, m.Sequence(m.Copy(a, b), m.Execute(steps)), a
 
 
-def engine():
-    made, program, _ = wired()
-    return m.Engine(made, program)
-
-
-def program():
-    return m.Sync()
-
-
-def whole_engine(**named):
-    m.Engine(**named).run()
-
-
-def copied(source, destination):
-    return m.Copy(source, destination)
-
-
-def with_program(kind):
-    return lambda **named: kind(**named).parts()
-
-
-def engine_arguments():
-    made, steps, _ = wired()
-    return {
-        "graph": made,
-        "program": steps,
-        "target": target(),
-        "check_memory": True,
-        "max_iterations": 10,
-        "numerics": True,
-    }
-
-
 def vertices():
     made, _, a = wired()
     b = made.add_variable(m.FLOAT, [4, 2], "c", tiles=TILES)
@@ -93,37 +56,6 @@ def add_vertices(compute_set, codelet, tiles, values):
         tiles,
         edges if values is OWN else values,
     )
-
-
-def copy_arguments():
-    made = graph()
-    return {"source": variable(on=made), "destination": made.add_variable("float", [4, 2], "y", 0)}
-
-
-def cross_arguments():
-    return copy_arguments() | {"to": {0: 1}, "name": "c"}
-
-
-def with_remote():
-    made, program, _ = wired()
-    made.add_remote_buffer("beside", "float", 4)
-    return m.Engine(made, program)
-
-
-def if_arguments():
-    return {"predicate": word(), "then": program(), "otherwise": program(), "name": "if"}
-
-
-def while_arguments():
-    return {"condition": program(), "predicate": word(), "body": program(), "name": "while"}
-
-
-def profile():
-    return engine().run()
-
-
-def estimate():
-    return m.estimate(torch.nn.Sequential(model()), torch.ones(3, 12), target(), passes="forward")
 
 
 def tensor():
@@ -165,20 +97,6 @@ def add_one_vertex(tile):
     made = graph()
     a, b = (made.add_variable(m.FLOAT, [2], name, tiles=0) for name in ("a", "b"))
     made.add_vertex(made.add_compute_set("one"), codelet(), tile, {"a": a, "out": b})
-
-
-def run_written(what, values):
-    made = engine()
-    made.write("a" if what is OWN else what, values)
-
-
-def run_connected(stream, end):
-    made = graph()
-    into = made.add_variable(m.FLOAT, [4], "x", tiles=0)
-    source = made.add_stream("in", "float", 4, to_device=True)
-    running = m.Engine(made, m.Copy(source, into))
-    running.connect(stream, end)
-    running.run()
 
 
 RECIPES = {
@@ -224,15 +142,6 @@ RECIPES = {
         dtype=lambda: "float",
         numel=lambda: 4,
         rows=lambda: 2,
-    ),
-    "dynsparse.machine.EngineOptions": call(
-        m.EngineOptions.parse, given=lambda: {"debug.allowOutOfMemory": "true"}
-    ),
-    "dynsparse.machine.Engine.remote": call(
-        lambda name, replica: with_remote().remote(name, replica),
-        (KeyError,),
-        name=lambda: "beside",
-        replica=lambda: 0,
     ),
     "dynsparse.machine.Graph.set_tile_mapping": Recipe(
         lambda tensor, tiles: (made := graph()).set_tile_mapping(
@@ -290,62 +199,6 @@ RECIPES = {
             "axis": 0,
         },
     ),
-    "dynsparse.machine.Copy": Recipe(m.Copy, copy_arguments),
-    "dynsparse.machine.Execute": call(
-        m.Execute, compute_set=lambda: graph().add_compute_set("a"), name=lambda: "b"
-    ),
-    "dynsparse.machine.Sequence": Recipe(
-        lambda first, name: m.Sequence(first, name=name),
-        lambda: {"first": program(), "name": "all"},
-    ),
-    "dynsparse.machine.Sequence.add": Recipe(
-        lambda more: m.Sequence().add(more), lambda: {"more": program()}
-    ),
-    "dynsparse.machine.CrossReplicaCopy": Recipe(m.CrossReplicaCopy, cross_arguments),
-    "dynsparse.machine.PrintTensor": call(
-        m.PrintTensor, tensor=variable, title=lambda: "x", name=lambda: "p"
-    ),
-    "dynsparse.machine.ErrorProgram": call(
-        m.ErrorProgram, message=lambda: "wrong", tensor=variable, name=lambda: "e"
-    ),
-    "dynsparse.machine.Abort": call(m.Abort, message=lambda: "wrong", name=lambda: "e"),
-    "dynsparse.machine.AbortOnCondition": call(
-        with_program(m.AbortOnCondition),
-        predicate=word,
-        message=lambda: "wrong",
-        name=lambda: "e",
-    ),
-    "dynsparse.machine.Call": Recipe(
-        with_program(m.Call), lambda: {"function": program(), "name": "a"}
-    ),
-    "dynsparse.machine.If": Recipe(with_program(m.If), if_arguments),
-    "dynsparse.machine.Repeat": call(
-        with_program(m.Repeat), count=lambda: 3, body=program, name=lambda: "r"
-    ),
-    "dynsparse.machine.RepeatWhileFalse": Recipe(with_program(m.RepeatWhileFalse), while_arguments),
-    "dynsparse.machine.RepeatWhileTrue": Recipe(with_program(m.RepeatWhileTrue), while_arguments),
-    "dynsparse.machine.Switch": call(
-        with_program(m.Switch),
-        value=lambda: word(m.UNSIGNED_INT),
-        cases=lambda: {0: program()},
-        default=program,
-        name=lambda: "s",
-    ),
-    "dynsparse.machine.Sync": call(m.Sync, name=lambda: "s"),
-    "dynsparse.machine.WriteUndef": call(m.WriteUndef, tensor=variable),
-    "dynsparse.machine.Engine": Recipe(whole_engine, engine_arguments),
-    "dynsparse.machine.Profile.summary": of(profile, "summary", max_steps=lambda: 3),
-    "dynsparse.machine.estimate": Recipe(
-        m.estimate,
-        lambda: {
-            "model": torch.nn.Sequential(model()),
-            "example_input": torch.ones(3, 12),
-            "target": target(),
-            "dtype": "float16",
-            "passes": ("forward",),
-            "update": {"pooling": "max"},
-        },
-    ),
     "dynsparse.machine.Tensor.slice": of_tensor(
         "slice", (IndexError,), start=lambda: 1, stop=lambda: 3, axis=lambda: 1
     ),
@@ -399,20 +252,4 @@ RECIPES = {
         lambda: {"compute_set": OWN, "codelet": codelet(), "tiles": TILES, "values": OWN},
     ),
     "dynsparse.machine.Graph.add_vertex": call(add_one_vertex, tile=lambda: 0),
-    "dynsparse.machine.Engine.run": Recipe(
-        lambda program: engine().run(program), lambda: {"program": None}
-    ),
-    "dynsparse.machine.Engine.read": Recipe(
-        lambda what: engine().read(what), lambda: {"what": "a"}, (KeyError,)
-    ),
-    "dynsparse.machine.Engine.write": Recipe(
-        run_written, lambda: {"what": OWN, "values": np.ones((4, 2))}, (KeyError,)
-    ),
-    "dynsparse.machine.Engine.connect": Recipe(
-        run_connected, lambda: {"stream": "in", "end": np.ones(4)}, (KeyError,)
-    ),
-    "dynsparse.machine.Profile.step": Recipe(
-        lambda name: profile().step(name), lambda: {"name": "steps"}, (KeyError,)
-    ),
-    "dynsparse.machine.Profile.to_dict": of(profile, "to_dict", per_tile=lambda: True),
 }

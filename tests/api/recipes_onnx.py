@@ -8,7 +8,7 @@ from importlib.util import find_spec
 
 import torch
 from recipes import Recipe
-from recipes_core import folder, layer
+from recipes_parts import folder, layer
 
 import dynsparse as ds
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import torch
-from recipes import Recipe
-from recipes_core import X, call, folder, generator, model, of, pattern, rewiring
+from recipes import Recipe, call, of
+from recipes_parts import X, folder, generator, model, pattern, rewiring
 
 import dynsparse as ds
 from dynsparse import training

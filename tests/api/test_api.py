@@ -22,13 +22,17 @@ from recipes_distributed import RECIPES as DISTRIBUTED
 from recipes_files import RECIPES as FILES
 from recipes_keras import RECIPES as KERAS
 from recipes_machine import RECIPES as MACHINE
+from recipes_nn import RECIPES as NN
+from recipes_on_graphs import RECIPES as ON_GRAPHS
 from recipes_onnx import NOT_INSTALLED
 from recipes_onnx import RECIPES as ONNX
 from recipes_popsparse import RECIPES as POPSPARSE
+from recipes_programs import RECIPES as PROGRAMS
 from recipes_training import RECIPES as TRAINING
 from wrong import FIXED, anything, fault, refusal
 
-RECIPES = CORE | TRAINING | MACHINE | POPSPARSE | DISTRIBUTED | FILES | ONNX | KERAS | BLOCKS
+RECIPES = CORE | NN | TRAINING | MACHINE | PROGRAMS | POPSPARSE | ON_GRAPHS | BLOCKS
+RECIPES |= DISTRIBUTED | FILES | ONNX | KERAS
 
 
 @pytest.fixture(autouse=True)
