@@ -202,6 +202,15 @@ def test_layers_too_wide_for_full_tiles(isa: str, shape: tuple[int, int]) -> Non
     check(pattern, x, dy, generator)
 
 
+@pytest.mark.parametrize("shape", [(256, 257), (257, 512), (800, 255)])
+def test_layers_of_several_strips(isa: str, threads: int, shape: tuple[int, int]) -> None:
+    generator = torch.Generator().manual_seed(14)
+    pattern = SparsePattern.random(shape, density=0.02, generator=generator)
+    x = torch.randn(75, shape[1], generator=generator)
+    dy = torch.randn(75, shape[0], generator=generator)
+    check(pattern, x, dy, generator)
+
+
 @pytest.mark.parametrize("block", [1, 4, 16])
 def test_empty_rows_and_columns(isa: str, block: int) -> None:
     generator = torch.Generator().manual_seed(3)

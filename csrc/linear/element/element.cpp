@@ -54,39 +54,49 @@ struct Indexed : Major<NV, ACCUMULATE, DOT, i32> {
   }
 };
 
+// What a thread works with.
+struct Own {
+  const float* weights;
+  float* packed;  // [minor][lane]
+  float* held;    // [major of a strip][lane]
+  float* out;     // likewise
+};
+
+// Majors whose activations come from the natural layout, and go back to it, at once: long runs of
+// every sample's row, where a few cache lines of each would wait for memory one by one.
+constexpr i64 STRIP = 256;
+
 template <int NV, bool ACCUMULATE, bool DOT>
-void chunk(const ElementPass& pass, const float* weights, const Tile& tile, const float* packed,
-           const Sums& sums, i64 begin, i64 end) {
+void run_strip(const ElementPass& pass, const Own& own, const Tile& tile, const Sums& sums,
+               i64 begin, i64 end) {
   constexpr int width = NV * VL;
-  alignas(64) float held[DOT ? CHUNK * width : 1];
-  alignas(64) float out[ACCUMULATE ? CHUNK * width : 1];
   if constexpr (DOT) {
-    pack(pass.held, tile, begin, end, held);
+    pack(pass.held, tile, begin, end, own.held);
     if (pass.held_sums)
-      sum_lanes(held, width, end - begin, !sums.first, pass.held_sums + begin);
+      sum_lanes(own.held, width, end - begin, !sums.first, pass.held_sums + begin);
   }
   for (i64 m = begin; m < end; m++) {
     Indexed<NV, ACCUMULATE, DOT> major;
-    major.tile = packed;
+    major.tile = own.packed;
     major.idx = pass.idx;
-    major.weights = weights;
-    if constexpr (DOT) major.hold(held + (m - begin) * width);
+    major.weights = own.weights;
+    if constexpr (DOT) major.hold(own.held + (m - begin) * width);
     if constexpr (ACCUMULATE) major.start(broadcast(pass.bias ? pass.bias[m] : 0.0f));
     major.all(pass.ptr[m], pass.ptr[m + 1], sums);
-    if constexpr (ACCUMULATE) major.finish(out + (m - begin) * width);
+    if constexpr (ACCUMULATE) major.finish(own.out + (m - begin) * width);
   }
-  if constexpr (ACCUMULATE) unpack(out, tile, begin, end, pass.out, pass.majors);
+  if constexpr (ACCUMULATE) unpack(own.out, tile, begin, end, pass.out, pass.majors);
 }
 
 template <bool ACCUMULATE, bool DOT>
-void chunk(const ElementPass& pass, const float* weights, const Tile& tile, const float* packed,
-           const Sums& sums, i64 begin, i64 end) {
+void run_strip(const ElementPass& pass, const Own& own, const Tile& tile, const Sums& sums,
+               i64 begin, i64 end) {
   static_assert(TILE_VECTORS == 4, "one case for every width of the last tile");
   switch (tile.vectors) {
-    case 1: return chunk<1, ACCUMULATE, DOT>(pass, weights, tile, packed, sums, begin, end);
-    case 2: return chunk<2, ACCUMULATE, DOT>(pass, weights, tile, packed, sums, begin, end);
-    case 3: return chunk<3, ACCUMULATE, DOT>(pass, weights, tile, packed, sums, begin, end);
-    default: return chunk<4, ACCUMULATE, DOT>(pass, weights, tile, packed, sums, begin, end);
+    case 1: return run_strip<1, ACCUMULATE, DOT>(pass, own, tile, sums, begin, end);
+    case 2: return run_strip<2, ACCUMULATE, DOT>(pass, own, tile, sums, begin, end);
+    case 3: return run_strip<3, ACCUMULATE, DOT>(pass, own, tile, sums, begin, end);
+    default: return run_strip<4, ACCUMULATE, DOT>(pass, own, tile, sums, begin, end);
   }
 }
 
@@ -107,16 +117,22 @@ bool run_pass(const ElementPass& pass) {
   const i64 tiles = tiles_of(pass.batch, samples);
   const i64 nnz = pass.ptr[pass.majors];
   const i64 tile_size = samples * pass.minors;
+  const i64 strip_size = samples * least(STRIP, pass.majors) + APART;
   const bool permuted = ACCUMULATE && pass.order, partial_sums = DOT && pass.order && tiles > 1;
   // Every thread packs the tiles it uses for itself: fetching what another has packed from its
   // cache takes longer. Accumulation splits the tiles where they come out even, else the majors,
   // as dot products always do: their sums run over all tiles.
   const bool by_tiles = !DOT && (tiles % pass.threads == 0 || tiles >= 4 * pass.threads);
+  const i64 held_size = DOT ? strip_size : 0, out_size = ACCUMULATE ? strip_size : 0;
   Scratch scratch(Scratch::size_of<float>(tile_size * pass.threads) +
+                  Scratch::size_of<float>(held_size * pass.threads) +
+                  Scratch::size_of<float>(out_size * pass.threads) +
                   Scratch::size_of<float>(permuted ? nnz : 0) +
                   Scratch::size_of<float>(partial_sums ? nnz : 0));
   if (scratch.failed()) return false;
   float* packed = scratch.take<float>(tile_size * pass.threads);
+  float* held = scratch.take<float>(held_size * pass.threads);
+  float* out = scratch.take<float>(out_size * pass.threads);
   float* gathered = scratch.take<float>(permuted ? nnz : 0);
   float* partial = pass.order ? scratch.take<float>(partial_sums ? nnz : 0) : pass.sums;
   const float* weights = permuted ? gathered : pass.values;
@@ -134,19 +150,19 @@ bool run_pass(const ElementPass& pass) {
       if (first == last && !pass.packed_sums) continue;
       if (permuted && !by_tiles)
         gather(pass.values, pass.order, pass.ptr[first], pass.ptr[last], gathered);
-      float* own = packed + k * tile_size;
+      const Own own = {weights, packed + k * tile_size, held + k * held_size, out + k * out_size};
       for (i64 t = by_tiles ? k : 0; t < tiles; t += by_tiles ? pass.threads : 1) {
         const Tile tile = tile_at(t, pass.batch, samples);
         for (i64 begin = 0; begin < pass.minors; begin += SHARE) {
           const i64 end = least(pass.minors, begin + SHARE);
-          float* strip = own + begin * tile.width();
+          float* strip = own.packed + begin * tile.width();
           pack(pass.packed, tile, begin, end, strip);
           if (DOT && pass.packed_sums && begin / SHARE % pass.threads == k)
             sum_lanes(strip, tile.width(), end - begin, t > 0, pass.packed_sums + begin);
         }
         const Sums sums = {partial, pass.order, pass.sums, t == 0, t + 1 == tiles};
-        for (i64 begin = first; begin < last; begin += CHUNK)
-          chunk<ACCUMULATE, DOT>(pass, weights, tile, own, sums, begin, least(last, begin + CHUNK));
+        for (i64 begin = first; begin < last; begin += STRIP)
+          run_strip<ACCUMULATE, DOT>(pass, own, tile, sums, begin, least(last, begin + STRIP));
       }
     }
   }

@@ -5,7 +5,7 @@
 
 namespace dynsparse {
 
-// Majors per chunk: two cache lines per sample, 8 KiB of activations at most.
+// Majors that no two threads share: two cache lines of every sample.
 constexpr i64 CHUNK = 2 * LINE;
 
 // Activations and accumulators of one major for NV vectors of samples, and the entries being worked

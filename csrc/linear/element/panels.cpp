@@ -11,9 +11,6 @@ namespace {
 constexpr i64 AHEAD = 256;
 // When values are copied, those of the major so many further on are announced.
 constexpr i64 NEXT = 16;
-// Floats between what threads keep: memory a power of two apart shares sets of the caches, which
-// costs a tenth.
-constexpr i64 APART = 5 * LINE;
 
 // A major whose entries and sums are streams.
 template <int NV, bool ACCUMULATE, bool DOT>
@@ -50,8 +47,10 @@ struct Streamed : Major<NV, ACCUMULATE, DOT, u16> {
 struct Own {
   i64 first, last;  // majors
   float* packed;    // [minor of a panel][lane]
-  float* held;      // [major][lane], where there is more than one panel
-  float* out;       // likewise
+  // [major][lane]. All of them at once come from the natural layout and go back to it: long runs of
+  // every sample's row, where a few cache lines of each would wait for memory one by one.
+  float* held;
+  float* out;
   // By entry. Where it begins differs from panel to panel, if the memory holds but one of them.
   const float* weights;
   float* sums;
@@ -70,46 +69,33 @@ struct Part {
 };
 
 template <int NV, bool ACCUMULATE, bool DOT>
-void chunk(const ElementPass& pass, const Tile& tile, const Own& own, const Part& part, i64 begin,
-           i64 end) {
+void run_panel(const ElementPass& pass, const Tile& tile, const Own& own, const Part& part) {
   constexpr int width = NV * VL;
-  alignas(64) float held_here[DOT ? CHUNK * width : 1];
-  alignas(64) float out_here[ACCUMULATE ? CHUNK * width : 1];
-  const bool kept = part.index.panels > 1;
   const bool starts = part.panel == 0, ends = part.panel + 1 == part.index.panels;
-  float* held = kept ? own.held + (begin - own.first) * width : held_here;
-  float* out = kept ? own.out + (begin - own.first) * width : out_here;
-  if constexpr (DOT)
-    if (starts) {
-      pack(pass.held, tile, begin, end, held);
-      if (pass.held_sums)
-        sum_lanes(held, width, end - begin, tile.first > 0, pass.held_sums + begin);
-    }
+  const i64 majors = own.last - own.first;
+  if (DOT && starts) {
+    pack(pass.held, tile, own.first, own.last, own.held);
+    if (pass.held_sums)
+      sum_lanes(own.held, width, majors, tile.first > 0, pass.held_sums + own.first);
+  }
   Streamed<NV, ACCUMULATE, DOT> major;
   major.tile = own.packed;
   major.idx = part.index.idx;
   major.weights = own.weights;
   major.sums = own.sums;
-  const i32* from = part.starts + begin;
-  for (i64 m = 0; m < end - begin; m++) {
-    if constexpr (DOT) major.hold(held + m * width);
+  const i32* from = part.starts + own.first;
+  for (i64 m = 0; m < majors; m++) {
+    if constexpr (DOT) major.hold(own.held + m * width);
     if constexpr (ACCUMULATE) {
       if (starts)
-        major.start(broadcast(pass.bias ? pass.bias[begin + m] : 0.0f));
+        major.start(broadcast(pass.bias ? pass.bias[own.first + m] : 0.0f));
       else
-        major.start(out + m * width);
+        major.start(own.out + m * width);
     }
     major.all(from[m], from[m + 1], tile.first == 0);
-    if constexpr (ACCUMULATE) major.finish(out + m * width);
+    if constexpr (ACCUMULATE) major.finish(own.out + m * width);
   }
-  if constexpr (ACCUMULATE)
-    if (ends) unpack(out, tile, begin, end, pass.out, pass.majors);
-}
-
-template <int NV, bool ACCUMULATE, bool DOT>
-void run_panel(const ElementPass& pass, const Tile& tile, const Own& own, const Part& part) {
-  for (i64 begin = own.first; begin < own.last; begin += CHUNK)
-    chunk<NV, ACCUMULATE, DOT>(pass, tile, own, part, begin, least(own.last, begin + CHUNK));
+  if (ACCUMULATE && ends) unpack(own.out, tile, own.first, own.last, pass.out, pass.majors);
 }
 
 template <bool ACCUMULATE, bool DOT>
@@ -182,12 +168,11 @@ bool run_in_panels(const ElementPass& pass) {
   // In one panel by rows everything has the order of the values. With several tiles there is memory
   // for the weights and sums of all panels, else for one panel of every thread.
   const bool natural = index.values && index.panels == 1, by_columns = index.order != nullptr;
-  const i64 kept = index.panels > 1 ? majors * width : 0;
   const i64 room = natural ? 0 : tiles > 1 ? entries : pass.threads * largest;
   const i64 weights_size = pass.out ? room : 0;
   const i64 sums_size = !pass.sums ? 0 : by_columns ? entries : room;
-  const i64 held_size = pass.sums && kept ? kept + APART : 0;
-  const i64 out_size = pass.out && kept ? kept + APART : 0;
+  const i64 held_size = pass.sums ? majors * width + APART : 0;
+  const i64 out_size = pass.out ? majors * width + APART : 0;
   const i64 packed_size = index.size * width + APART;
   Scratch scratch(Scratch::size_of<float>(weights_size) + Scratch::size_of<float>(sums_size) +
                   Scratch::size_of<float>(packed_size * pass.threads) +
