@@ -6,8 +6,9 @@
 namespace dynsparse {
 namespace {
 
-// Fewer entries per panel and major than this do not pay for visiting the major.
-constexpr double WORTH_A_VISIT = 12;
+// Fewer entries per panel and major than this do not pay for visiting the major. By columns a visit
+// loads and stores more, and the multiply-adds of both gradients are more than the loads anyway.
+constexpr double WORTH_A_VISIT = 12, WORTH_A_VISIT_BY_COLUMNS = 24;
 // As many minors of a panel as u16 can tell apart.
 constexpr i64 MOST_MINORS = i64{1} << 16;
 
@@ -28,7 +29,8 @@ i64 bytes_of(const Header& h) {
 Header header_of(i64 majors, i64 minors, i64 entries, bool by_columns) {
   minors = most(minors, 1);
   const double cached = second_level_cache() / 16.0 / (TILE * sizeof(float));
-  const double useful = WORTH_A_VISIT * majors * minors / most(entries, 1);
+  const double worth = by_columns ? WORTH_A_VISIT_BY_COLUMNS : WORTH_A_VISIT;
+  const double useful = worth * majors * minors / most(entries, 1);
   const double size = useful > cached ? useful : cached;
   const i64 fitting = size < MOST_MINORS ? most(static_cast<i64>(size), LINE) : MOST_MINORS;
   const i64 even = ceil_div(minors, ceil_div(minors, fitting));
