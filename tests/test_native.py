@@ -23,7 +23,7 @@ built = pytest.mark.skipif(
 @pytest.fixture
 def fresh(monkeypatch: pytest.MonkeyPatch) -> Iterator[pytest.MonkeyPatch]:
     """As in a new process: nothing chosen or loaded yet."""
-    caches = (native._choose, native.load_isa)
+    caches = (native.load, native._choose, native.load_isa)
     for cached in caches:
         cached.cache_clear()
     monkeypatch.delenv("DYNSPARSE_ISA", raising=False)

@@ -305,6 +305,7 @@ def warn_if_absent() -> None:
         _choose()
 
 
+@cache  # without a call of a Python function: every product asks
 def load() -> ctypes.CDLL | None:
     """The library for this machine, loaded once; None where everything runs through plain torch.
 

@@ -13,6 +13,7 @@ from dynsparse.allocation import allocate
 from dynsparse.ops.embedding import embedding
 from dynsparse.ops.grow import random_outside, select, topk_outside
 from dynsparse.ops.linear import grad_input, grad_weight, layer_linear, linear
+from dynsparse.ops.linear.layer_index import LayerIndex, Read
 from dynsparse.pattern import PatternIndex, sample_without_replacement
 
 
@@ -155,8 +156,7 @@ RECIPES = {
             "x": X,
             "values": values(),
             "bias": None,
-            "p": ds.ops.linear.LayerIndex(pattern().index, values()),
-            "memory": values(),
+            "read": Read(LayerIndex(pattern().index, values()), values(), False),
         },
     ),
     "dynsparse.ops.embedding.embedding": call(

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from dynsparse.nn.sharded import device_of, is_sharded
-from dynsparse.ops.linear import LayerIndex
 from dynsparse.ops.linear.contents import trust
+from dynsparse.ops.linear.layer_index import LayerIndex, Read
 from dynsparse.pattern import PatternIndex, SparsePattern
 
 __all__ = ["LayerState", "changing"]
@@ -30,13 +30,14 @@ class LayerState:
         index: of the pattern. Its `row_ptr` is this layer's alone, by which `ops.capture` knows it;
             the rest may be the pattern's own memory.
         memory: the values without their Parameter, which may be given other memory meanwhile.
+        read: index and memory as forward takes them.
         address: of the memory, by which the layer knows that it still is that of its values; -1
             where these are sharded, until they are gathered.
         watched, version: a tensor of the index, and how often it had been written to: patterns do
             not change, and an index that somebody writes to is refused.
     """
 
-    __slots__ = ("address", "index", "memory", "version", "watched")
+    __slots__ = ("address", "index", "memory", "read", "version", "watched")
 
     def __init__(self, pattern: SparsePattern, values: Tensor, index: LayerIndex | None) -> None:
         # Outside of inference mode, where tensors do not count how often they are written to.
@@ -53,7 +54,9 @@ class LayerState:
                 tensors = pattern._thin_index()._replace(row_ptr=index.index.row_ptr)
                 index = self._of(tensors, values, sharded, device)
             self.index = index
-            self.memory = values.detach()
+            self.memory = memory = values.detach()
+            plain = index.on_cpu and not sharded and memory.dtype is torch.float32
+            self.read = Read(index, memory, plain and memory.is_contiguous())
             self.address = -1 if sharded else values.data_ptr()
             self.watched = index.cols if not index.cols.is_inference() else torch.empty(0)
             self.version = self.watched._version

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.compiler import is_compiling
+from torch.compiler import is_compiling, is_dynamo_compiling
 from torch.nn import Parameter
 
 from dynsparse.checks import check_integer
@@ -205,7 +205,7 @@ class SparseLinear(SparseModule):
         # like take parameters out of here.
         own = self._parameters
         values = own.get("values")
-        if type(values) is not Parameter or is_compiling():
+        if type(values) is not Parameter or is_dynamo_compiling():
             return linear(x, whole(self.values), self.index, self.bias)
         state = self._state
         if (
@@ -218,7 +218,7 @@ class SparseLinear(SparseModule):
             bias = own["bias"]
         except KeyError:
             bias = self.bias
-        return layer_linear(x, values, bias, state.index, state.memory)
+        return layer_linear(x, values, bias, state.read)
 
     def samples_of(self, shape: Sequence[int]) -> int:
         """Rows of the matrix that an input of this shape is to the layer's own."""

@@ -22,7 +22,7 @@ from weakref import WeakValueDictionary
 import torch
 from torch import Tensor
 
-__all__ = ["Pairs", "is_asked_for", "is_open", "start", "stop", "take"]
+__all__ = ["Pairs", "concerns", "is_asked_for", "is_open", "start", "stop", "take"]
 
 
 class Pairs(list[tuple[Tensor, Tensor]]):
@@ -96,9 +96,12 @@ def is_open(row_ptr: Tensor) -> bool:
     return bool(_open) and row_ptr.data_ptr() in _open
 
 
-def may_be_split() -> bool:
-    """Whether backward passes may come in halves: only the pipelines of torch ask for those."""
-    return "torch.distributed.pipelining" in sys.modules
+def concerns(row_ptr: Tensor) -> bool:
+    """Whether a backward pass must find out what it is asked for: somebody waits for pairs of this
+    layer, or the pass may be one of two halves, which only the pipelines of torch ask for."""
+    return (
+        bool(_open) and row_ptr.data_ptr() in _open
+    ) or "torch.distributed.pipelining" in sys.modules
 
 
 def is_asked_for(node: Any) -> bool:

@@ -14,11 +14,11 @@ from torch.compiler import is_compiling
 
 from dynsparse.checks import check_kind
 from dynsparse.ops import capture
-from dynsparse.ops.eager import is_plain_eager
+from dynsparse.ops.eager import is_autocast, is_plain_eager
 from dynsparse.ops.linear import operator, products, transforms
 from dynsparse.ops.linear.choice import use_kernel
 from dynsparse.ops.linear.flops import tell_counters
-from dynsparse.ops.linear.layer_index import LayerIndex
+from dynsparse.ops.linear.layer_index import LayerIndex, Read
 from dynsparse.pattern import PatternIndex, SparsePattern
 
 __all__ = ["LayerIndex", "grad_input", "grad_weight", "layer_linear", "linear", "use_kernel"]
@@ -29,17 +29,17 @@ class SparseLinearFunction(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, x, values, bias, read):
-        p, memory = read  # as one: the autograd engine looks at every tensor among the arguments
+        p, memory, plain = read  # as one: autograd looks at every tensor among the arguments
         ctx.layer_index = p
-        operator.save(ctx, x, values, bias)
-        return products.forward(x, memory, p, bias)
+        ctx.bias_dtype = None if bias is None else bias.dtype
+        ctx.save_for_backward(x if values.requires_grad else None, values)  # as `operator.save`
+        return products.forward(x, memory, p, bias, None, plain)
 
     @staticmethod
     def backward(ctx, dy):
         """The gradients of x, values and bias, and None."""
         p = ctx.layer_index
-        device = "cpu" if dy.is_cpu else dy.device.type
-        if torch.is_grad_enabled() or torch.is_autocast_enabled(device):
+        if _is_grad_enabled() or is_autocast(dy):
             # The operator has a second derivative (create_graph), and keeps autocast out.
             if p.is_overwritten:
                 raise RuntimeError(operator.CHANGED)
@@ -59,7 +59,7 @@ class SparseLinearFunction(torch.autograd.Function):
                     f"the values had the shape {list(p.values_shape)} in forward and have "
                     f"{list(values.shape)} in backward: call backward before the layer is resized"
                 )
-            if capture.is_open(p.row_ptr) or capture.may_be_split():
+            if capture.concerns(p.row_ptr):
                 need_input = need_input and capture.is_asked_for(ctx.next_functions[0][0])
                 if x is not None and not capture.is_asked_for(ctx.next_functions[1][0]):
                     x = None
@@ -68,7 +68,8 @@ class SparseLinearFunction(torch.autograd.Function):
             if need_input or x is not None:
                 dx, dw = products.backward(dy, x, values, p, need_input, *laid_out, sums=sums)
         if sums:
-            return dx, dw, sums[0].to(ctx.bias_dtype), None
+            db = sums[0]
+            return dx, dw, db if db.dtype is ctx.bias_dtype else db.to(ctx.bias_dtype), None
         return dx, dw, operator.grad_bias(ctx, dy) if need_bias else None, None
 
 
@@ -77,7 +78,7 @@ class SparseLinearKeepingFunction(SparseLinearFunction):
 
     @staticmethod
     def forward(ctx, x, values, bias, read):
-        p, memory = read
+        p, memory, _ = read
         ctx.layer_index = p
         laid_out: list[Tensor] = []
         keep = laid_out if ctx.needs_input_grad[0] else None
@@ -90,6 +91,12 @@ class SparseLinearKeepingFunction(SparseLinearFunction):
 # own way there costs as much as the products of a small layer.
 _apply = super(torch.autograd.Function, SparseLinearFunction).apply
 _apply_keeping = super(torch.autograd.Function, SparseLinearKeepingFunction).apply
+
+# What autograd calls in backward, without looking for other kinds of derivatives first.
+for _function in (SparseLinearFunction, SparseLinearKeepingFunction):
+    vars(_function)["_backward_cls"].apply = _function.backward
+
+_is_grad_enabled = torch.is_grad_enabled
 
 
 def _index_of(pattern: SparsePattern | PatternIndex | LayerIndex) -> PatternIndex:
@@ -138,45 +145,40 @@ def linear(
             p = LayerIndex(index, values)
     else:
         p = pattern
-    return _compute(x, values, bias, p, values)
+    return _compute(x, values, bias, Read(p, values, False))
 
 
-def _compute(x: Tensor, values: Tensor, bias: Tensor | None, p: LayerIndex, memory: Tensor):
-    if torch.is_grad_enabled() and (
+def _compute(x: Tensor, values: Tensor, bias: Tensor | None, read: Read):
+    p = read.layer_index
+    if _is_grad_enabled() and (
         values.requires_grad or x.requires_grad or (bias is not None and bias.requires_grad)
     ):
-        return (_apply if p.on_cpu else _apply_keeping)(x, values, bias, (p, memory))
-    return products.forward(x, memory, p, bias)
+        return (_apply if p.on_cpu else _apply_keeping)(x, values, bias, read)
+    return products.forward(x, read.memory, p, bias, None, read.plain)
 
 
-def layer_linear(
-    x: Tensor, values: Tensor, bias: Tensor | None, p: LayerIndex, memory: Tensor
-) -> Tensor:
-    """`linear` for layers, whose values may be replaced by another thread at any time.
-
-    `memory` is the memory of the values that belongs to `p`: it is what forward reads.
-    """
+def layer_linear(x: Tensor, values: Tensor, bias: Tensor | None, read: Read) -> Tensor:
+    """`linear` for layers, whose values may be replaced by another thread at any time."""
     if is_plain_eager(x):
         try:
-            return _compute(x, values, bias, p, memory)
+            return _compute(x, values, bias, read)
         except AttributeError:  # what is wrong is looked for only where something is
-            _check_operands(values=values, bias=bias, memory=memory)
-            check_kind("p", p, LayerIndex, "a LayerIndex")
+            _check_operands(values=values, bias=bias)
+            check_kind("read", read, Read, "what forward reads")
             raise
+    p, memory, _ = read
     if not p.on_cpu and is_plain_eager(x, autocast=True):
-        return _autocast(x, values, bias, p, memory)
+        return _autocast(x, values, bias, read)
     return _dispatched(x, values if torch.is_grad_enabled() else memory, p.index, bias)
 
 
-def _autocast(
-    x: Tensor, values: Tensor, bias: Tensor | None, p: LayerIndex, memory: Tensor
-) -> Tensor:
+def _autocast(x: Tensor, values: Tensor, bias: Tensor | None, read: Read) -> Tensor:
     """What the operator does where autocast is on, without the dispatcher."""
     device = x.device.type
     if x.is_floating_point() and x.dtype is not torch.float64:
         x = x.to(torch.get_autocast_dtype(device))
     with torch.autocast(device, enabled=False):
-        return _compute(x, values, bias, p, memory)
+        return _compute(x, values, bias, read)
 
 
 def _dispatched(x: Tensor, values: Tensor, index: PatternIndex, bias: Tensor | None) -> Tensor:

@@ -110,6 +110,7 @@ def choose(layer: Layer, batch: int, backward: bool, dtype: torch.dtype = torch.
     return "bfloat16" if low and kind == "sparse" else kind
 
 
+_FLOAT32 = torch.float32
 _forced: str | None = None
 
 
@@ -165,13 +166,17 @@ def route(p: LayerIndex, batch: int, backward: bool, dtype: torch.dtype) -> str:
     gradients. As `choose`, remembered, and subject to `use_kernel`."""
     if not p.on_cpu:
         return _route_elsewhere(p, batch, backward, dtype)
+    key = batch if backward else ~batch
+    if dtype is _FLOAT32 and _forced is None and native.load() is not None:  # as most calls are
+        kind = p.choices[0].get(key)
+        if kind is not None:
+            return kind
     low = dtype is torch.bfloat16
     if not (dtype is torch.float32 or low or dtype is torch.float16) or native.load() is None:
         return "torch"
     if _forced in KINDS and (_forced != "small" or p.block_size in SMALL_BLOCKS):
         return "bfloat16" if low and _forced == "sparse" else _forced
     choices = p.choices[low]
-    key = batch if backward else ~batch
     kind = choices.get(key)
     if kind is None:
         if len(choices) >= _MOST_CHOICES:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Hashable
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -17,7 +18,7 @@ from dynsparse.encoding import by_columns
 from dynsparse.pattern import PatternIndex
 from dynsparse.pattern.on_device import by_columns as by_columns_there
 
-__all__ = ["LayerIndex"]
+__all__ = ["LayerIndex", "Read"]
 
 
 class LayerIndex:
@@ -40,6 +41,7 @@ class LayerIndex:
         index: all of them, as they were given.
         out_features, in_features, block_size, nnz: of the layer; nnz counts blocks.
         values_shape, bias_shape: what these tensors must look like.
+        values_layout: sizes and strides of contiguous values, as plain tuples.
         on_cpu: where the index is.
         masks: what `kernels.masks` makes of the index when it is first needed, or None.
         panels: likewise what `kernels.panels` makes of it, by rows and by columns, each after the
@@ -69,6 +71,7 @@ class LayerIndex:
         "out_features",
         "panels",
         "row_ptr",
+        "values_layout",
         "values_shape",
     )
 
@@ -110,6 +113,10 @@ class LayerIndex:
         self.out_features = (self.row_ptr.shape[0] - 1) * b
         self.in_features = (self.col_ptr.shape[0] - 1) * b
         self.values_shape = values.shape
+        one = values.dim() == 1
+        self.values_layout: tuple[tuple[int, ...], tuple[int, ...]] = (
+            ((nnz,), (1,)) if one else ((nnz, b, b), (b * b, b, 1))
+        )
         self.bias_shape = torch.Size((self.out_features,))
         self.on_cpu = values.is_cpu
         self.masks: Tensor | None = None
@@ -181,3 +188,17 @@ class LayerIndex:
 
 def _make_order(p: LayerIndex) -> Tensor:
     return by_columns_there(p.row_ptr, p.cols, len(p.col_ptr) - 1)
+
+
+class Read(NamedTuple):
+    """What forward reads of a layer. Both belong together, whatever other threads do.
+
+    Attributes:
+        layer_index: of the pattern.
+        memory: the values, which are to be thought of as those that autograd knows.
+        plain: whether it is known that these are float32, contiguous, on the CPU and of this index.
+    """
+
+    layer_index: LayerIndex
+    memory: Tensor
+    plain: bool

@@ -11,12 +11,15 @@ import torch
 from torch import Tensor
 
 from dynsparse.ops import capture
+from dynsparse.ops.eager import empty_on_cpu
 from dynsparse.ops.linear import cuda
 from dynsparse.ops.linear.choice import route
 from dynsparse.ops.linear.kernels import KERNELS
 from dynsparse.ops.linear.layer_index import LayerIndex
 
 __all__ = ["backward", "check_backward", "check_input", "check_kind", "forward", "record"]
+
+_FLOAT32 = torch.float32
 
 
 def check_input(x: Tensor, values: Tensor, features: int, what: str) -> None:
@@ -93,36 +96,49 @@ def forward(
     p: LayerIndex,
     bias: Tensor | None,
     keep: list[Tensor] | None = None,
+    plain: bool = False,
 ) -> Tensor:
     """[..., in] -> [..., out], the dtype of x. Everything is checked.
 
     Args:
         keep: takes what `backward` may use again, if anything: see `forward` of `cuda.dense` and
             `cuda.blocks`.
+        plain: whether the values are known to be float32, contiguous, on the CPU, and those of `p`.
     """
-    dtype = x.dtype
+    dtype, shape = x.dtype, x.shape
     # What most calls bring needs no conversion, and one condition instead of the checks in turn.
     if (
-        dtype is torch.float32
-        and values.dtype is torch.float32
+        dtype is _FLOAT32
         and x.is_cpu
-        and values.is_cpu
-        and p.on_cpu
-        and values.shape == p.values_shape
-        and x.dim() == 2
-        and x.shape[1] == p.in_features
+        and len(shape) == 2
+        and shape[1] == p.in_features
+        and (
+            plain
+            or (
+                values.dtype is _FLOAT32
+                and values.is_cpu
+                and p.on_cpu
+                and values.shape == p.values_shape
+                and values.is_contiguous()
+            )
+        )
         and (
             bias is None
-            or (bias.dtype is torch.float32 and bias.is_cpu and bias.shape == p.bias_shape)
+            or (
+                bias.dtype is _FLOAT32
+                and bias.is_cpu
+                and bias.shape == p.bias_shape
+                and bias.is_contiguous()
+            )
         )
     ):
-        return KERNELS[route(p, x.shape[0], False, dtype)].forward(x, values, p, bias)
+        return KERNELS[route(p, shape[0], False, dtype)].forward(x, values, p, bias)
     _check_forward(x, values, p, bias)
     kind = route(p, x.numel() // max(1, x.shape[-1]), False, dtype)
     own = kind == "bfloat16" or not p.on_cpu  # takes values and bias as they are
     other = dtype if own else _compute_dtype(dtype)
-    w = values if own else values.to(other)
-    b = bias if own or bias is None else bias.to(other)
+    w = values if own else values.to(other).contiguous()
+    b = bias if own or bias is None else bias.to(other).contiguous()
     kernels = KERNELS if p.on_cpu else cuda.KERNELS
     kept = () if keep is None or p.on_cpu else (keep,)
     y = kernels[kind].forward(_matrix(x, other), w, p, b, *kept)
@@ -152,24 +168,25 @@ def backward(
     """
     dtype = dy.dtype
     if (
-        dtype is torch.float32
-        and values.dtype is torch.float32
+        dtype is _FLOAT32
+        and values.dtype is _FLOAT32
         and dy.dim() == 2
-        and (x is None or (x.dtype is torch.float32 and x.dim() == 2))
+        and (x is None or (x.dtype is _FLOAT32 and x.dim() == 2))
         and p.on_cpu
+        and values.is_contiguous()
     ):
         passes = KERNELS[route(p, dy.shape[0], True, dtype)].backward
-        dbias = _sums(dy, p, sums)
+        dbias = _sums(p, sums)
         return passes(dy, dy if x is None else x, values, p, need_input, x is not None, dbias)
     kind = route(p, dy.numel() // max(1, dy.shape[-1]), True, dtype)
     own = kind == "bfloat16" or not p.on_cpu
     other = dtype if own else _compute_dtype(dtype)
     dy2d = _matrix(dy, other)
     x2d = dy2d if x is None else _matrix(x, other)  # not read without x
-    w = values if own else values.to(other)
+    w = values if own else values.to(other).contiguous()
     if p.on_cpu:
         passes = KERNELS[kind].backward
-        dbias = None if dtype is torch.float64 else _sums(dy, p, sums)
+        dbias = None if dtype is torch.float64 else _sums(p, sums)
         dx, dw = passes(dy2d, x2d, w, p, need_input, x is not None, dbias)
     else:
         # A weight [out, in] or blocks [nnz, b, b], where forward went the same way.
@@ -187,12 +204,13 @@ def backward(
     return dx, dw
 
 
-def _sums(dy: Tensor, p: LayerIndex, sums: list[Tensor] | None) -> Tensor | None:
+def _sums(p: LayerIndex, sums: list[Tensor] | None) -> Tensor | None:
     """Where kernels put the gradient of the bias, if `sums` is there to take it."""
     if sums is None:
         return None
-    sums.append(dy.new_empty(p.bias_shape, dtype=torch.float32))
-    return sums[0]
+    dbias = empty_on_cpu((p.out_features,), (1,), _FLOAT32)
+    sums.append(dbias)
+    return dbias
 
 
 def record(row_ptr: Tensor, x: Tensor, dy: Tensor) -> None:

@@ -103,7 +103,6 @@ def _collect(slab: Tensor, p: LayerIndex, first: int, end: int, values: Tensor) 
 
 def forward(x: Tensor, values: Tensor, p: LayerIndex, bias: Tensor | None) -> Tensor:
     """y [B, out] = x W^T + bias: see `sparse.forward`."""
-    values = values.contiguous()
     if p.is_full:
         return linear(x, values.view(p.out_features, p.in_features), bias)
     slabs = _slabs(p)
@@ -132,7 +131,6 @@ def backward(
     """(dx [B, in], dvalues like values): see `sparse.backward`."""
     if dbias is not None:
         torch.sum(dy, 0, out=dbias)
-    values = values.contiguous()
     if p.is_full:
         weight = values.view(p.out_features, p.in_features)
         dx = dy @ weight if need_input else None

@@ -28,7 +28,10 @@ _made = Remembered()
 
 def by_rows(p: LayerIndex, batch: int) -> Tensor | None:
     """The panels of the rows, or None where so few samples do not need them."""
-    return _of(p, None, batch)
+    least, panels = p.panels[False]
+    if batch < least:
+        return None
+    return _kept(p, None, batch) if panels is None else panels
 
 
 def by_columns(p: LayerIndex, batch: int, order: Order) -> Tensor | None:
@@ -37,20 +40,17 @@ def by_columns(p: LayerIndex, batch: int, order: Order) -> Tensor | None:
     Args:
         order: `csc_rows` and `csc_perm` of the index.
     """
-    return _of(p, order, batch)
-
-
-def _of(p: LayerIndex, order: Order | None, batch: int) -> Tensor | None:
-    columns = order is not None
-    least, panels = p.panels[columns]
+    least, panels = p.panels[True]
     if batch < least:
         return None
-    if panels is None:
-        found = _find(p, order, batch)
-        # A thin index is one of which nothing else shall stay.
-        p.panels[columns] = found if p.order is not None else (found[0], None)
-        return found[1]
-    return panels
+    return _kept(p, order, batch) if panels is None else panels
+
+
+def _kept(p: LayerIndex, order: Order | None, batch: int) -> Tensor | None:
+    found = _find(p, order, batch)
+    # A thin index is one of which nothing else shall stay.
+    p.panels[order is not None] = found if p.order is not None else (found[0], None)
+    return found[1]
 
 
 def _find(p: LayerIndex, order: Order | None, batch: int) -> tuple[int, Tensor | None]:

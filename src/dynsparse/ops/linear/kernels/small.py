@@ -12,21 +12,22 @@ import torch
 from torch import Tensor
 
 from dynsparse import native
+from dynsparse.ops.eager import empty_on_cpu
 from dynsparse.ops.linear.kernels.masks import masks_of
 from dynsparse.ops.linear.layer_index import LayerIndex
 
 __all__ = ["backward", "forward"]
+
+_FLOAT32 = torch.float32
+_threads = torch.get_num_threads
 
 
 def forward(x: Tensor, values: Tensor, p: LayerIndex, bias: Tensor | None) -> Tensor:
     """y [B, out] = x W^T + bias: see `sparse.forward`."""
     library = native.load()
     assert library is not None
-    values = values.contiguous()
-    if bias is not None:
-        bias = bias.contiguous()
     masks, batch, out = masks_of(p), x.shape[0], p.out_features
-    y = x.new_empty(batch, out)
+    y = empty_on_cpu((batch, out), (out, 1), _FLOAT32)
     status = library.dynsparse_small_forward(
         x.data_ptr(),
         *x.stride(),
@@ -40,7 +41,7 @@ def forward(x: Tensor, values: Tensor, p: LayerIndex, bias: Tensor | None) -> Te
         out,
         p.in_features,
         p.block_size,
-        torch.get_num_threads(),
+        _threads(),
     )
     if status:
         raise MemoryError("no memory for the packed activations of a sparse product")
@@ -59,10 +60,10 @@ def backward(
     """(dx [B, in], dvalues like values): see `sparse.backward`."""
     library = native.load()
     assert library is not None
-    values = values.contiguous()
     masks, batch = masks_of(p), dy.shape[0]
-    dx = dy.new_empty(batch, p.in_features) if need_input else None
-    dvalues = torch.empty_like(values) if need_values else None
+    width = p.in_features
+    dx = empty_on_cpu((batch, width), (width, 1), _FLOAT32) if need_input else None
+    dvalues = empty_on_cpu(*p.values_layout, _FLOAT32) if need_values else None
     status = library.dynsparse_small_backward(
         dy.data_ptr(),
         *dy.stride(),
@@ -79,7 +80,7 @@ def backward(
         p.out_features,
         p.in_features,
         p.block_size,
-        torch.get_num_threads(),
+        _threads(),
     )
     if status:
         raise MemoryError("no memory for the packed activations of a sparse product")

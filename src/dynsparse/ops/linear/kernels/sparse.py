@@ -10,10 +10,14 @@ import torch
 from torch import Tensor
 
 from dynsparse import native
+from dynsparse.ops.eager import empty_on_cpu
 from dynsparse.ops.linear.kernels.panels import by_columns, by_rows, for_once
 from dynsparse.ops.linear.layer_index import LayerIndex
 
 __all__ = ["backward", "dot_products", "forward"]
+
+_FLOAT32 = torch.float32
+_threads = torch.get_num_threads
 
 
 def _check(status: int) -> None:
@@ -26,20 +30,17 @@ def forward(x: Tensor, values: Tensor, p: LayerIndex, bias: Tensor | None) -> Te
 
     Args:
         x: [B, in] float32, any strides.
-        values: [nnz] or [nnz, b, b] float32.
+        values: [nnz] or [nnz, b, b] float32, contiguous.
         p: the layer's index.
-        bias: [out] float32, or None.
+        bias: [out] float32, contiguous, or None.
 
     Raises:
         MemoryError: no scratch memory.
     """
     library = native.load()
     assert library is not None
-    values = values.contiguous()
-    if bias is not None:
-        bias = bias.contiguous()
     batch, out = x.shape[0], p.out_features
-    y = x.new_empty(batch, out)
+    y = empty_on_cpu((batch, out), (out, 1), _FLOAT32)
     panels = by_rows(p, batch)
     status = library.dynsparse_linear_forward(
         x.data_ptr(),
@@ -54,7 +55,7 @@ def forward(x: Tensor, values: Tensor, p: LayerIndex, bias: Tensor | None) -> Te
         out,
         p.in_features,
         p.block_size,
-        torch.get_num_threads(),
+        _threads(),
     )
     if status:
         _check(status)
@@ -87,10 +88,10 @@ def backward(
         return None, None
     library = native.load()
     assert library is not None
-    values = values.contiguous()
     batch = dy.shape[0]
-    dx = dy.new_empty(batch, p.in_features) if need_input else None
-    dvalues = torch.empty_like(values) if need_values else None
+    width = p.in_features
+    dx = empty_on_cpu((batch, width), (width, 1), _FLOAT32) if need_input else None
+    dvalues = empty_on_cpu(*p.values_layout, _FLOAT32) if need_values else None
     row_panels = by_rows(p, batch) if need_values else None
     order = p.order or (p.by_columns() if need_input else (p.cols, p.cols))  # else not read
     col_panels = by_columns(p, batch, order) if need_input else None
@@ -115,7 +116,7 @@ def backward(
         p.out_features,
         p.in_features,
         p.block_size,
-        torch.get_num_threads(),
+        _threads(),
     )
     if status:
         _check(status)
@@ -157,7 +158,7 @@ def dot_products(dy: Tensor, x: Tensor, row_ptr: Tensor, cols: Tensor) -> Tensor
         dy.shape[1],
         x.shape[1],
         1,
-        torch.get_num_threads(),
+        _threads(),
     )
     _check(status)
     return products
