@@ -34,3 +34,16 @@ def test_the_figures_of_recipes_are_those_of_the_experiments():
             assert figure in text, f"{figure} is not on {pages}"
             figures += 1
     assert figures > 20
+
+
+def test_what_the_architecture_page_names_is_there():
+    """Paths and names in backticks: a room, a file or a word of the source."""
+    text = re.sub(r"^```.*?^```", "", (DOCS / "architecture.md").read_text(), flags=re.M | re.S)
+    source = {ROOT / "Makefile", *(ROOT / "csrc").rglob("*.h")}
+    source |= {file for folder in ("src", "tests") for file in (ROOT / folder).rglob("*.py")}
+    words = set().union(*(re.findall(r"\w+", file.read_text()) for file in source))
+    words |= {part.stem for part in [*ROOT.glob("*"), *ROOT.glob("*/*"), *source]}
+    words |= {part.name for file in source for part in file.parents}
+    for said in re.findall(r"`([^`]+)`", text):
+        missing = [word for word in re.findall(r"[^\W\d]\w+", said) if word not in words]
+        assert not missing, f"`{said}`: nothing is called {', '.join(missing)}"

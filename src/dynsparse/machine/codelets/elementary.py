@@ -163,7 +163,7 @@ def _dot(v: VertexView) -> None:
 
 
 # One worker's dot product of two [n] rows: the estimate of Poplar's tutorial on matrix-vector
-# products (platform.md 1.7), 5 + (n + 1) / 2 for float, twice as wide for half.
+# products, 5 + (n + 1) / 2 for float, twice as wide for half.
 DOT = Codelet(
     "dot product",
     {"a": In(*_REAL), "b": In(*_REAL), "out": Out(*_REAL)},

@@ -1,0 +1,44 @@
+"""What the pages say of the `dynsparse` command, beside the command itself."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+import typer
+
+from dynsparse.cli.app import app
+from dynsparse.report.bench.tables import VIEWS
+
+ROOT = Path(__file__).parents[2]
+DOCS = ROOT / "docs"
+CLI = (DOCS / "cli.md").read_text()
+COMMANDS = typer.main.get_command(app).commands
+
+
+def flags_of(command):
+    """Of a command and its subcommands."""
+    found = {flag for one in command.params for flag in (*one.opts, *one.secondary_opts)}
+    return found.union({"--help"}, *map(flags_of, getattr(command, "commands", {}).values()))
+
+
+def test_every_command_has_a_row():
+    rows = re.findall(r"^\| `dynsparse ([a-z-]+)", CLI, re.M)
+    assert sorted(rows) == sorted(COMMANDS)
+
+
+def test_every_view_is_named():
+    said = re.search(r"^Views are (.*?)\. ", CLI, re.M | re.S)
+    assert re.findall(r"`([a-z-]+)`", said[1]) == list(VIEWS)
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_flags_on_the_pages_are_there(name):
+    """Wherever a page writes such a call, in a block or in a line."""
+    known = flags_of(COMMANDS[name])
+    for page in (*DOCS.rglob("*.md"), ROOT / "README.md"):
+        text = page.read_text().replace("\\\n", " ")
+        for call in re.findall(rf"dynsparse {name}(?![\w-])([^\n`]*)", text):
+            said = set(re.findall(r"(?<!\S)--[a-z0-9-]+", call))
+            assert said <= known, f"{page.relative_to(ROOT)}: dynsparse {name}{call}"
