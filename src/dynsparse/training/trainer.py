@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -12,10 +11,9 @@ from torch import Tensor, nn
 
 from dynsparse.checks import check_flag
 from dynsparse.files.html import html_table
-from dynsparse.interrupts import uninterrupted
 from dynsparse.nn import SparseLinear
 from dynsparse.ops import capture
-from dynsparse.pattern import Rewiring, SparsePattern
+from dynsparse.pattern import Rewiring
 from dynsparse.ranks import ALONE, agreeing
 from dynsparse.tracing.models import watch
 from dynsparse.training import kernel_costs
@@ -30,11 +28,9 @@ from dynsparse.training.hooks import UpdateHook, call_all
 from dynsparse.training.initial import GradientStep, check_unscaled
 from dynsparse.training.layers import sparse_layers
 from dynsparse.training.optimizer_state import check_optimizer
-from dynsparse.training.own import OwnParts
 from dynsparse.training.parts import ranks_for
 from dynsparse.training.pieces import check_drop_score, check_initial_value, check_kinds_of_pieces
 from dynsparse.training.plan import GrownValue, begin_budget, plan_changes
-from dynsparse.training.records.unwritten import write_unwritten
 from dynsparse.training.reducers import follow_sizes
 from dynsparse.training.schedule import Schedule, is_due_within, said_of_next
 from dynsparse.training.single import check_one_optimizer
@@ -46,12 +42,12 @@ from dynsparse.training.together import (
     name_of,
     reached_by,
 )
-from dynsparse.training.trainer_state import check_agreement, check_pieces, said_by
+from dynsparse.training.trainer_state import HasState
 
 __all__ = ["GrownValue", "SparseTrainer", "UpdateHook"]
 
 
-class SparseTrainer(FollowsOptimizer, OwnParts):
+class SparseTrainer(FollowsOptimizer, HasState):
     """Follows the optimizer's steps, and changes the patterns when the schedule says so.
 
     `RigL`, `SET` and `Static` are this class with their pieces chosen. After the optimizer's step
@@ -280,24 +276,6 @@ class SparseTrainer(FollowsOptimizer, OwnParts):
     def _check_one_optimizer(self) -> None:
         check_one_optimizer(self.optimizer, self._trained(), self._others, trainers)
 
-    def _undo(self, *, planning: bool) -> Callable[[], None]:
-        """What puts back everything that planning, or loading a state, may change."""
-        counts = self.steps, self.updates
-        growth = None if self.growth is None else copy.deepcopy(self.growth.state_dict())
-        budget = copy.deepcopy(self.budget.state_dict())
-        history = self.history.snapshot()
-        undo_own = self._undo_own(planning)
-
-        def undo() -> None:
-            self.steps, self.updates = counts
-            if self.growth is not None and growth is not None:
-                self.growth.load_state_dict(growth)
-            self.budget.load_state_dict(budget)
-            self.history.restore(history)
-            undo_own()
-
-        return undo
-
     @torch.no_grad()
     def _plan(self, reached: Sequence[int]) -> tuple[dict[str, Change], Any]:
         """What the update does to each layer, and to the algorithm's own state; all is checked."""
@@ -333,68 +311,3 @@ class SparseTrainer(FollowsOptimizer, OwnParts):
     def _scores(self, name: str, layer: SparseLinear) -> Tensor:
         """The drop scores of a layer's blocks: [nnz]."""
         return self.drop_score(layer.values)
-
-    def state_dict(self) -> dict[str, Any]:
-        """Counters, the generator, and what must agree on loading; plain types and tensors. Take it
-        between `step()` and the next backward pass, whose gradients are not part of any state."""
-        write_unwritten()  # a record leads to every state that was saved
-        return {
-            **self._agreement(),
-            "steps": self.steps,
-            "updates": self.updates,
-            "growth_state": None if self.growth is None else self.growth.state_dict(),
-            "budget_state": self.budget.state_dict(),
-            "history_state": self.history.state_dict(),
-            "own_state": self._own_state(),
-            "kernel_costs": kernel_costs.told(),
-        }
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue where `state` was taken. Model and optimizer load their own state.
-
-        Raises:
-            ValueError: the state of another algorithm, schedule, model or rule, or a damaged one;
-                nothing is changed.
-        """
-        self.check_state(state, {name: layer.pattern for name, layer in self.layers.items()})
-        with uninterrupted():
-            undo = self._undo(planning=False)
-            try:
-                self._load_own_state(state["own_state"])
-                if self.growth is not None:
-                    self.growth.load_state_dict(state["growth_state"])
-                self.budget.load_state_dict(state["budget_state"])
-                self.history.load_state_dict(state["history_state"])
-            except BaseException:
-                undo()
-                raise
-            self.steps, self.updates = state["steps"], state["updates"]
-            kernel_costs.go_on_with(self.ranks, state.get("kernel_costs"))
-            self._arm()
-
-    def check_state(
-        self, state: dict[str, Any], patterns: Mapping[str, SparsePattern] | None = None
-    ) -> None:
-        """Raise the errors of `load_state_dict` without loading.
-
-        Args:
-            state: of a trainer.
-            patterns: those that the layers will have by then, by name; what belongs to single
-                blocks is checked only with them.
-        """
-        check_agreement(state, self._agreement())
-        own = {name: layer.pattern for name, layer in self.layers.items()}
-        check_pieces(state, self.growth, self.budget, self.history, own)
-        if patterns is not None:
-            self._check_own_state(state["own_state"], patterns)
-
-    def _agreement(self) -> dict[str, Any]:
-        return {
-            "algorithm": type(self).__name__,
-            **self._said(),
-            "options": self._own_options(),
-        }
-
-    def _said(self) -> dict[str, Any]:
-        said = said_by(self.schedule, self.growth, self.budget, self.history, self.layers)
-        return {**said, "regrow_dropped": self.regrow_dropped}

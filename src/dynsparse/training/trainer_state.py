@@ -1,26 +1,133 @@
-"""What the state of a trainer must agree with; damage is found before anything is loaded."""
+"""The state of a trainer: taken, checked whole before anything is loaded, loaded, put back."""
 
 from __future__ import annotations
 
+import copy
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
+from dynsparse.interrupts import uninterrupted
 from dynsparse.nn import SparseLinear
 from dynsparse.pattern import SparsePattern
+from dynsparse.ranks import Ranks
 from dynsparse.training import kernel_costs
 from dynsparse.training.budgets import Budget
 from dynsparse.training.grow import Growth
 from dynsparse.training.history import History
+from dynsparse.training.own import OwnParts
 from dynsparse.training.parts import described
+from dynsparse.training.records.unwritten import write_unwritten
 from dynsparse.training.schedule import Schedule
 
-__all__ = ["check_agreement", "check_pieces", "said_by"]
+__all__ = ["HasState"]
 
 _STATES = ("growth_state", "budget_state", "history_state", "own_state")
 
 
-def said_by(
+class HasState(OwnParts):
+    """A trainer's counters, what its pieces remember and what its algorithm adds, as one state."""
+
+    layers: dict[str, SparseLinear]
+    schedule: Schedule | None
+    growth: Growth | None
+    budget: Budget
+    history: History
+    regrow_dropped: bool
+    ranks: Ranks
+    steps: int
+    updates: int
+
+    def _arm(self) -> None:
+        """Prepare for the coming step."""
+        raise NotImplementedError
+
+    def state_dict(self) -> dict[str, Any]:
+        """Counters, the generator, and what must agree on loading; plain types and tensors. Take it
+        between `step()` and the next backward pass, whose gradients are not part of any state."""
+        write_unwritten()  # a record leads to every state that was saved
+        return {
+            **self._agreement(),
+            "steps": self.steps,
+            "updates": self.updates,
+            "growth_state": None if self.growth is None else self.growth.state_dict(),
+            "budget_state": self.budget.state_dict(),
+            "history_state": self.history.state_dict(),
+            "own_state": self._own_state(),
+            "kernel_costs": kernel_costs.told(),
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue where `state` was taken. Model and optimizer load their own state.
+
+        Raises:
+            ValueError: the state of another algorithm, schedule, model or rule, or a damaged one;
+                nothing is changed.
+        """
+        self.check_state(state, {name: layer.pattern for name, layer in self.layers.items()})
+        with uninterrupted():
+            undo = self._undo(planning=False)
+            try:
+                self._load_own_state(state["own_state"])
+                if self.growth is not None:
+                    self.growth.load_state_dict(state["growth_state"])
+                self.budget.load_state_dict(state["budget_state"])
+                self.history.load_state_dict(state["history_state"])
+            except BaseException:
+                undo()
+                raise
+            self.steps, self.updates = state["steps"], state["updates"]
+            kernel_costs.go_on_with(self.ranks, state.get("kernel_costs"))
+            self._arm()
+
+    def check_state(
+        self, state: dict[str, Any], patterns: Mapping[str, SparsePattern] | None = None
+    ) -> None:
+        """Raise the errors of `load_state_dict` without loading.
+
+        Args:
+            state: of a trainer.
+            patterns: those that the layers will have by then, by name; what belongs to single
+                blocks is checked only with them.
+        """
+        _check_agreement(state, self._agreement())
+        own = {name: layer.pattern for name, layer in self.layers.items()}
+        _check_pieces(state, self.growth, self.budget, self.history, own)
+        if patterns is not None:
+            self._check_own_state(state["own_state"], patterns)
+
+    def _agreement(self) -> dict[str, Any]:
+        return {
+            "algorithm": type(self).__name__,
+            **self._said(),
+            "options": self._own_options(),
+        }
+
+    def _said(self) -> dict[str, Any]:
+        """What pieces and layers say of themselves, for comparison; plain types."""
+        said = _said_by(self.schedule, self.growth, self.budget, self.history, self.layers)
+        return {**said, "regrow_dropped": self.regrow_dropped}
+
+    def _undo(self, *, planning: bool) -> Callable[[], None]:
+        """What puts back everything that planning, or loading a state, may change."""
+        counts = self.steps, self.updates
+        growth = None if self.growth is None else copy.deepcopy(self.growth.state_dict())
+        budget = copy.deepcopy(self.budget.state_dict())
+        history = self.history.snapshot()
+        undo_own = self._undo_own(planning)
+
+        def undo() -> None:
+            self.steps, self.updates = counts
+            if self.growth is not None and growth is not None:
+                self.growth.load_state_dict(growth)
+            self.budget.load_state_dict(budget)
+            self.history.restore(history)
+            undo_own()
+
+        return undo
+
+
+def _said_by(
     schedule: Schedule | None,
     growth: Growth | None,
     budget: Budget,
@@ -42,7 +149,7 @@ def said_by(
     }
 
 
-def check_agreement(state: Any, own: Mapping[str, Any]) -> None:
+def _check_agreement(state: Any, own: Mapping[str, Any]) -> None:
     """Raise ValueError unless `state` is whole, and says what the trainer says of itself."""
     needed = {*own, "steps", "updates", *_STATES}
     if not isinstance(state, dict) or not needed <= state.keys():
@@ -63,7 +170,7 @@ def check_agreement(state: Any, own: Mapping[str, Any]) -> None:
             raise ValueError(f"the {key} of the state must be a number from 0 on, got {count!r}")
 
 
-def check_pieces(
+def _check_pieces(
     state: dict[str, Any],
     growth: Growth | None,
     budget: Budget,
