@@ -64,11 +64,19 @@ def _planner() -> str:
 
 def cached_plan(request: Request, make: Callable[[], Plan]) -> Plan:
     """The plan of target, type, parameters and options: from the cache, or made and kept there."""
-    return KeptPlans(_planner, _OBJECTS, _OBJECTS.to_plain, _plan, _words).find(request, make)
+    return _KEPT.find(request, make)
+
+
+def _is_plan(found: Any) -> bool:
+    whole = isinstance(found, Plan) and isinstance(found.target, Target)
+    return whole and isinstance(found.search, Search)
 
 
 def _words(_: Request, plan: Plan) -> tuple[str, str]:
     return str(plan.params), f"{plan.partition}, {plan.method}"
+
+
+_KEPT: KeptPlans[Plan] = KeptPlans(lambda: _planner(), _OBJECTS, _is_plan, _words)
 
 
 def stored_plan(plan: Plan) -> dict[str, Any]:
@@ -104,13 +112,9 @@ def read_plan(stored: Any) -> Plan:
 
 def _plan(content: Any) -> Plan:
     try:
-        plan = _OBJECTS.from_plain(content)
+        return _KEPT.read(content)
     except (TypeError, OverflowError) as error:
         raise ValueError(str(error)) from None
-    whole = isinstance(plan, Plan) and isinstance(plan.target, Target)
-    if not whole or not isinstance(plan.search, Search):
-        raise ValueError("expected a plan as dynsparse saves it, got something else")
-    return plan
 
 
 @typed

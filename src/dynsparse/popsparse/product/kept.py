@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, TypeVar, cast
 
 import numpy as np
 
@@ -51,17 +51,27 @@ class KeptPlans(Generic[Made]):
 
     Attributes:
         planner: what tells this planner from another of the same name, as by `hash_of_sources`.
-        objects: what requests are made of.
-        write: plain types of a plan, for `read`.
-        read: the plan again; ValueError, TypeError or OverflowError for anything else.
+        objects: what requests and plans are made of.
+        is_plan: whether something made of these is a plan, and what its annotations leave open
+            is what a planner puts there.
         words: what is planned, and what came of it, for the log.
     """
 
     planner: Callable[[], str]
     objects: PlainObjects
-    write: Callable[[Made], Any]
-    read: Callable[[Any], Made]
+    is_plan: Callable[[Any], bool]
     words: Callable[[Any, Made], tuple[str, str]]
+
+    def read(self, content: Any) -> Made:
+        """The plan of which `objects.to_plain` made `content`.
+
+        Raises:
+            ValueError, TypeError, OverflowError: anything else.
+        """
+        found = self.objects.from_plain(content)
+        if not self.is_plan(found):
+            raise ValueError("expected a plan as dynsparse saves it, got something else")
+        return cast(Made, found)
 
     def find(self, request: Any, make: Callable[[], Made]) -> Made:
         """The plan that is asked for by a tuple of what it depends on: from the cache, or made and
@@ -82,7 +92,7 @@ class KeptPlans(Generic[Made]):
                 _log.info("plan of %s from the cache: %s", *self.words(request, found))
                 return found
         made = self._made(request, make)
-        kept.put_json(_KIND, key, self.write(made))
+        kept.put_json(_KIND, key, self.objects.to_plain(made))
         return made
 
     def _made(self, request: Any, make: Callable[[], Made]) -> Made:
