@@ -44,7 +44,7 @@ struct BlockPass {
 bool run_in_tiles(const BlockPass& pass);
 bool run_in_lines(const BlockPass& pass);
 
-// Features of outputs that lines gather before they are written: long runs are faster.
+// Features of outputs that are gathered before they are written: long runs are faster.
 constexpr i64 GATHERED = 256;
 
 // Outputs in bfloat16 are rounded where they are gathered, which takes no larger blocks.

@@ -211,6 +211,12 @@ struct LineKernel {
 
   void outputs(const BlockPass& pass, i64 begin, i64 end, const float* tile, i64 first,
                i64 count) const {
+    for (i64 m = begin; m < end; m += step)
+      gathered(pass, m, least(end, m + step), tile, first, count);
+  }
+
+  void gathered(const BlockPass& pass, i64 begin, i64 end, const float* tile, i64 first,
+                i64 count) const {
     const i64 block = pass.block, features = pass.majors * block;
     const Lines packed = {tile, count * LINE, count};
     const i64 place = first * features + begin * block;

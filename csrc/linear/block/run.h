@@ -5,8 +5,9 @@
 //   void pack(from, first, count, begin, end, out)
 //     Features [begin, end) of `count` samples: padded(count) * (end - begin) floats, of which
 //     those of a feature range that starts at a multiple of a block lie together.
-//   i64 step                                     majors computed at once
+//   i64 step                                     majors that no two threads share
 //   void outputs(pass, begin, end, tile, first, count)
+//     Of majors [begin, end), for as many of them at once as is best.
 //   void gradient(pass, row, dy, x, count, begin, end, add)
 //     The blocks of one row in block columns [begin, end); dy and x hold just their features.
 //   static constexpr bool SUMS                   whether it has
@@ -45,9 +46,8 @@ bool run_outputs(const BlockPass& pass, const Kernel& kernel) {
   if (scratch.failed()) return false;
   float* packed = scratch.take<float>(size * (own ? threads : tiles));
   const auto count = [&](i64 t) { return least(height, pass.batch - t * height); };
-  const auto outputs = [&](i64 unit, const float* tile, i64 t) {
-    const i64 begin = unit * kernel.step, end = least(pass.majors, begin + kernel.step);
-    kernel.outputs(pass, begin, end, tile, t * height, count(t));
+  const auto outputs = [&](i64 begin, i64 end, const float* tile, i64 t) {
+    kernel.outputs(pass, begin, least(pass.majors, end), tile, t * height, count(t));
   };
 
   const i64 units = ceil_div(pass.majors, kernel.step);
@@ -62,7 +62,7 @@ bool run_outputs(const BlockPass& pass, const Kernel& kernel) {
 #pragma omp for schedule(dynamic)
     for (i64 t = 0; t < tiles; t++) {
       kernel.pack(pass.packed, t * height, count(t), 0, inputs, tile);
-      for (i64 u = 0; u < units; u++) outputs(u, tile, t);
+      outputs(0, pass.majors, tile, t);
     }
   } else {
 #pragma omp for collapse(2) schedule(static)
@@ -73,8 +73,7 @@ bool run_outputs(const BlockPass& pass, const Kernel& kernel) {
 #pragma omp for collapse(2) schedule(dynamic)
     for (i64 t = 0; t < tiles; t++)
       for (i64 k = 0; k < tasks; k++)
-        for (i64 u = k * per_task; u < least(units, (k + 1) * per_task); u++)
-          outputs(u, packed + t * size, t);
+        outputs(k * per_task * kernel.step, (k + 1) * per_task * kernel.step, packed + t * size, t);
   }
   return true;
 }

@@ -7,7 +7,7 @@
 namespace dynsparse {
 namespace {
 
-// Output features per chunk: whole cache lines are written.
+// Output features that no two threads share: two cache lines of every sample.
 constexpr i64 CHUNK = 2 * LINE;
 // Blocks so many entries further on are fetched.
 constexpr i64 AHEAD = 8;
@@ -200,10 +200,10 @@ struct TileKernel {
 
   void outputs(const BlockPass& pass, i64 begin, i64 end, const float* tile, i64 first,
                i64 count) const {
-    alignas(64) float out[CHUNK * TILE];
+    alignas(64) float out[GATHERED * TILE];
     const i64 width = padded(count), features = pass.majors * pass.block;
-    for (i64 f = begin * pass.block; f < end * pass.block; f += CHUNK) {
-      const i64 last = least(f + CHUNK, end * pass.block);
+    for (i64 f = begin * pass.block; f < end * pass.block; f += GATHERED) {
+      const i64 last = least(f + GATHERED, end * pass.block);
       if (pass.transposed)
         all_samples<true>(pass, tile, width, f, last, out);
       else
