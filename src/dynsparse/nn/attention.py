@@ -48,10 +48,11 @@ class SparseMultiheadAttention(nn.Module):
         embed_dim, num_heads, dropout, bias: as in `nn.MultiheadAttention`.
         add_bias_kv, add_zero_attn, kdim, vdim, batch_first, device, dtype: likewise.
         head_dim: features of one head; embed_dim / num_heads when left out.
-        interleaved: head h has the features h, h + heads, h + 2 heads, ... of the projections, not
-            head_dim of them side by side, so that a large block has features of every head. As the
-            rows of new projections have no order that is the same network; see "Blocks and order"
-            in the documentation for what it does to large blocks. It is in the state dict.
+        interleaved: features of the projections are dealt out to the heads in turn, one, two or
+            four at a time by the block size, not head_dim of them side by side, so that a large
+            block has features of every head. As the rows of new projections have no order that is
+            the same network; see "Blocks and order" in the documentation for what it does to large
+            blocks. It is in the state dict.
         matched: the projections start with patterns that spread their blocks evenly, in which keys
             have the rows of blocks that queries have, and `out_proj` reads what values write.
         attention_pattern: which queries [L] see which keys [S], in all heads; made by
@@ -75,6 +76,7 @@ class SparseMultiheadAttention(nn.Module):
     shares_heads: bool = False
 
     interleaved: bool = False
+    _run: int = 1  # how many features at a time, where heads are interleaved
 
     slabs: dict[str, Any]  # as `SparseLinear` has them, where heads lie on several ranks
     q_proj: nn.Module
@@ -157,6 +159,7 @@ class SparseMultiheadAttention(nn.Module):
             extra = [nn.Parameter(row.to(device)) for row in rows]
         self._set(num_heads, dropout, add_zero_attn, batch_first, projections, extra)
         self.interleaved = check_flag("interleaved", interleaved)
+        self._run = heads.run_length(block_size, num_heads, self.head_dim)
         self._attention_pattern = attention_pattern
 
     def _set(
@@ -219,6 +222,11 @@ class SparseMultiheadAttention(nn.Module):
     @property
     def head_dim(self) -> int:
         return int(self.q_proj.out_features) // self.num_heads  # type: ignore[arg-type]
+
+    @property
+    def features_in_turn(self) -> int | None:
+        """How many features at a time are dealt out to the heads; None where they are not."""
+        return self._run if self.interleaved else None
 
     @property
     def kdim(self) -> int:
@@ -299,12 +307,13 @@ class SparseMultiheadAttention(nn.Module):
             other_mask = attn_mask is not None and not is_causal
             check_goes_with(pattern, query.shape[1], key.shape[1], other_mask)
         q, k, v = self.q_proj(query), self.k_proj(key), self.v_proj(value)
+        run = self.features_in_turn
         if self.bias_k is not None and self.bias_v is not None:
             k = torch.cat([k, self.bias_k.expand(len(k), 1, -1)], 1)
             v = torch.cat([v, self.bias_v.expand(len(v), 1, -1)], 1)
         if self.add_zero_attn:
             k, v = pad(k, (0, 0, 0, 1)), pad(v, (0, 0, 0, 1))
-        q, k, v = (heads.split(x, self.num_heads, self.interleaved) for x in (q, k, v))
+        q, k, v = heads.split((q, k, v), self.num_heads, run)
 
         if pattern is not None:
             padding = key_padding_mask
@@ -320,7 +329,7 @@ class SparseMultiheadAttention(nn.Module):
         elif weights is not None and average_attn_weights:
             weights = weights.mean(1)
 
-        output = self.out_proj(heads.joined(mixed, self.interleaved))
+        output = self.out_proj(heads.joined(mixed, run))
         if not batched:
             return output[0], None if weights is None else weights[0]
         return output if self.batch_first else output.transpose(0, 1), weights
@@ -358,13 +367,15 @@ class SparseMultiheadAttention(nn.Module):
 
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)
-        heads.save_order(self.interleaved, destination, prefix)
+        heads.save_order(self.features_in_turn, destination, prefix)
         if self._attention_pattern is not None:
             save_pattern(self._attention_pattern, destination, prefix)
 
     def _load_from_state_dict(self, state_dict: Any, prefix: str, *rest: Any) -> None:
         super()._load_from_state_dict(state_dict, prefix, *rest)
-        heads.check_order(self.interleaved, state_dict, prefix, *rest[-2:])
+        own = self.features_in_turn
+        saved = heads.check_order(own, self.head_dim, state_dict, prefix, *rest[-2:])
+        self._run = self._run if saved is None else saved
         if self._attention_pattern is not None:
             loaded = load_pattern(self._attention_pattern, state_dict, prefix, *rest)
             self._attention_pattern = loaded

@@ -266,8 +266,9 @@ def _dense(layer: nn.Module) -> nn.Module:
 def _dense_attention(attention: SparseMultiheadAttention) -> nn.MultiheadAttention:
     parts: dict[str, Any] = {part: _dense(getattr(attention, part)) for part in PROJECTIONS}
     bias_k, bias_v = attention.bias_k, attention.bias_v
-    if attention.interleaved:
-        order = heads.natural_order(attention.embed_dim, attention.num_heads)
+    run = attention.features_in_turn
+    if run is not None:
+        order = heads.natural_order(attention.embed_dim, attention.num_heads, run)
         for part, layer in parts.items():
             dim = 1 if part == "out_proj" else 0
             bias = layer.bias if dim else _turned(layer.bias, order, 0)
