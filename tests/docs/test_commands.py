@@ -42,3 +42,12 @@ def test_flags_on_the_pages_are_there(name):
         for call in re.findall(rf"dynsparse {name}(?![\w-])([^\n`]*)", text):
             said = set(re.findall(r"(?<!\S)--[a-z0-9-]+", call))
             assert said <= known, f"{page.relative_to(ROOT)}: dynsparse {name}{call}"
+
+
+def test_every_variable_of_the_environment_has_a_row():
+    read = {"DYNSPARSE_NATIVE"}  # where the package is built
+    for file in (ROOT / "src").rglob("*.py"):
+        read.update(re.findall(r"[\"'](DYNSPARSE_\w+)[\"']", file.read_text()))
+    for file in (ROOT / "csrc").rglob("*.cpp"):
+        read.update(re.findall(r"getenv\(\"(\w+)\"", file.read_text()))
+    assert set(re.findall(r"^\| `(DYNSPARSE_\w+)", CLI, re.M)) == read
