@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 import operator
 import sys
+from collections.abc import Collection
 from contextlib import suppress
 from typing import Any
 
@@ -18,6 +19,7 @@ from dynsparse.files.shorten import shortened
 
 __all__ = [
     "check_array",
+    "check_choice",
     "check_flag",
     "check_fraction",
     "check_generator",
@@ -164,6 +166,17 @@ def check_generator(value: Any) -> Generator | None:
         TypeError: anything else.
     """
     return check_kind("generator", value, (Generator, type(None)), "a torch.Generator or None")
+
+
+def check_choice(name: str, value: Any, choices: Collection[str]) -> str:
+    """`value`, one of the names that there are.
+
+    Raises:
+        ValueError: anything else.
+    """
+    if not isinstance(value, str) or value not in choices:
+        raise ValueError(f"{name} must be one of {', '.join(choices)}, got {shortened(value)}")
+    return value
 
 
 def check_flag(name: str, value: Any) -> bool:

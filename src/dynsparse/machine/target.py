@@ -46,7 +46,7 @@ from typing import Any
 
 import numpy as np
 
-from dynsparse.checks import check_integer
+from dynsparse.checks import check_choice, check_integer
 from dynsparse.files.shorten import shortened
 from dynsparse.machine.dtypes import FLOAT, HALF, as_dtype
 from dynsparse.machine.facts import COPY_LAUNCH, SUPERSTEP
@@ -227,9 +227,7 @@ class Target:
     def named(cls, name: str, **changes: Any) -> Target:
         """The preset of this name: "mk2" or "bow"."""
         presets = {"mk2": cls.mk2, "bow": cls.bow}
-        if name not in presets:
-            raise ValueError(f"target must be one of {', '.join(presets)}, got {name!r}")
-        return presets[name](**changes)
+        return presets[check_choice("target", name, presets)](**changes)
 
     def with_(self, **changes: Any) -> Target:
         """A copy with some fields changed."""

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from dynsparse.checks import check_integer, check_kind
+from dynsparse.checks import check_choice, check_integer, check_kind
 from dynsparse.nn.linear import SparseLinear
 from dynsparse.nn.start import block_count, largest_blocks
 from dynsparse.ops import conv as ops
@@ -64,9 +64,7 @@ class _SparseConv(SparseLinear):
         kernel = self._sizes("kernel_size", kernel_size, 1)
         steps, spread = self._sizes("stride", stride, 1), self._sizes("dilation", dilation, 1)
         around = self._padding(padding, kernel, steps, spread)
-        if padding_mode not in _MODES:
-            raise ValueError(f"padding_mode must be one of {', '.join(_MODES)}, "
-                             f"got {padding_mode!r}")  # fmt: skip
+        check_choice("padding_mode", padding_mode, _MODES)
         if block_size is not None:
             check_integer("block_size", block_size, 1)
         b = block_size if pattern is None else pattern.block_size

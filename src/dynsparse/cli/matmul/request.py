@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from dynsparse.checks import check_within
+from dynsparse.checks import check_choice, check_within
 from dynsparse.cli.values import integer, number
 from dynsparse.files.json_text import parse_json
 from dynsparse.files.shorten import shortened
@@ -180,8 +180,7 @@ class Request:
     ] = None
 
     def __post_init__(self) -> None:
-        if self.method not in _METHODS:
-            raise ValueError(f"--method must be one of {', '.join(_METHODS)}, got {self.method!r}")
+        check_choice("--method", self.method, _METHODS)
         _ = self.names
         for flag, (least, most) in _RANGES.items():
             value = getattr(self, flag)
@@ -209,10 +208,7 @@ class Request:
             return
         from dynsparse.popsparse.product.update import POOLINGS
 
-        if self.update not in POOLINGS:
-            raise ValueError(
-                f"--update must be one of {', '.join(POOLINGS)}, got {shortened(self.update)}"
-            )
+        check_choice("--update", self.update, POOLINGS)
 
     @property
     def shape(self) -> tuple[int, int]:

@@ -5,8 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from dynsparse.checks import check_kind
-from dynsparse.files.shorten import shortened
+from dynsparse.checks import check_choice, check_kind
 from dynsparse.ops.block_sparse.products import check_values
 from dynsparse.pattern import SparsePattern
 
@@ -52,11 +51,7 @@ def softmax(values: Tensor, pattern: SparsePattern, subblock_mask: str = "none")
     """
     batch = check_values(values, pattern)
     check_kind("subblock_mask", subblock_mask, str, f"one of {', '.join(SUBBLOCK_MASKS)}")
-    if subblock_mask not in SUBBLOCK_MASKS:
-        raise ValueError(
-            f"subblock_mask must be one of {', '.join(SUBBLOCK_MASKS)}, "
-            f"got {shortened(subblock_mask)}"
-        )
+    check_choice("subblock_mask", subblock_mask, SUBBLOCK_MASKS)
     block, height = pattern.block_size, pattern.grid[0]
     index = pattern._index_on(values.device)
     rows = rows_of(index.row_ptr, pattern.nnz)

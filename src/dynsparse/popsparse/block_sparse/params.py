@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from dynsparse.checks import check_array, check_flag, check_integer
+from dynsparse.checks import check_array, check_choice, check_flag, check_integer
 from dynsparse.files.shorten import shortened
 from dynsparse.pattern import SparsePattern
 from dynsparse.popsparse.product.data_types import FLOAT16, FLOAT32, DataType, data_type, number
@@ -22,12 +22,6 @@ __all__ = ["METHODS", "SUBBLOCK_MASKS", "MatmulParams", "Options", "mask_of"]
 SUBBLOCK_MASKS = ("none", "zero_upper_triangle", "zero_lower_triangle")
 METHODS = ("strip", "stripv0", "block", "block-naive", "block-group2")
 """How the products are dealt to the tiles, see `partition`."""
-
-
-def check_choice(name: str, value: Any, choices: Sequence[str]) -> str:
-    if not isinstance(value, str) or value not in choices:
-        raise ValueError(f"{name} must be one of {', '.join(choices)}, got {shortened(value)}")
-    return value
 
 
 def mask_of(sparsity: Any, groups: int, rows: int, cols: int) -> np.ndarray:

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from dynsparse.checks import check_integer, check_kind
+from dynsparse.checks import check_choice, check_integer, check_kind
 from dynsparse.files.shorten import shortened
 from dynsparse.machine import (
     FLOAT,
@@ -29,7 +29,7 @@ from dynsparse.machine import (
     VertexView,
 )
 from dynsparse.popsparse.block_sparse import codelets
-from dynsparse.popsparse.block_sparse.params import SUBBLOCK_MASKS, check_choice, mask_of
+from dynsparse.popsparse.block_sparse.params import SUBBLOCK_MASKS, mask_of
 from dynsparse.popsparse.block_sparse.partition import lightest_first
 
 __all__ = ["softmax", "softmax_grad", "softmax_in_place"]

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from dynsparse.checks import check_kind, is_number
+from dynsparse.checks import check_choice, check_kind, is_number
 from dynsparse.files.shorten import shortened
 from dynsparse.machine import FLOAT, HALF, Codelet, Execute, Graph, In, Out, Tensor, VertexView
 from dynsparse.machine import Sequence as Program
@@ -83,9 +83,7 @@ def elementwise(
             that do not broadcast.
         TypeError: operands that are neither tensors nor numbers, or of another type.
     """
-    if operation not in OPERATIONS:
-        raise ValueError(f"operation must be one of {', '.join(OPERATIONS)}, got {operation!r}")
-    made = OPERATIONS[operation]
+    made = OPERATIONS[check_choice("operation", operation, OPERATIONS)]
     given = list(check_kind("operands", operands, (list, tuple), "a list of tensors and numbers"))
     if len(given) != made.operands:
         raise ValueError(f"{operation!r} takes {made.operands} operands, got {len(given)}")

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from dynsparse.checks import check_integer, check_kind
+from dynsparse.checks import check_choice, check_integer, check_kind
 from dynsparse.machine import (
     FLOAT,
     HALF,
@@ -58,8 +58,7 @@ def reduce(
         ValueError: an unknown operation, a dimension that does not exist or comes twice.
         TypeError: a tensor that is neither half nor float.
     """
-    if operation not in _KINDS:
-        raise ValueError(f"operation must be one of {', '.join(_KINDS)}, got {operation!r}")
+    check_choice("operation", operation, _KINDS)
     if tensor.dtype not in (HALF, FLOAT):
         raise TypeError(f"a reduction takes half or float, got {tensor.dtype.name}")
     check_kind("axis", axis, (int, list, tuple), "a dimension or a list of them")

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from dynsparse.checks import check_integer
+from dynsparse.checks import check_choice, check_integer
 from dynsparse.machine.contents import HeldVariable, PlacedVertices
 from dynsparse.report.machine.plain import listed, need, table_of
 
@@ -142,9 +142,7 @@ def read_contents(data: Any, tiles: int, steps: int, what: str) -> ContentsData:
 
 
 def _variable(one: Any, tiles: int, what: str) -> HeldVariable:
-    kind = need(one, "kind", what)
-    if kind not in _KINDS:
-        raise ValueError(f"{what}: kind must be one of {', '.join(_KINDS)}, got {str(kind)[:40]!r}")
+    kind = check_choice(f"{what}: kind", need(one, "kind", what), _KINDS)
     on = _stretches_of(one, tiles, what)
     made_by = [str(call) for call in listed(need(one, "made_by", what), f"{what}, made_by")]
     return HeldVariable(

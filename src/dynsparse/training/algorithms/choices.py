@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dynsparse.checks import check_choice
 from dynsparse.training.budgets import Budget, GlobalBudget, LayerBudget
 from dynsparse.training.schedule import CosineSchedule, Schedule, default_interval
 
@@ -41,6 +42,5 @@ def layer_or_global(budget: str | Budget) -> Budget:
     """The budget of that name, or the one given."""
     if isinstance(budget, Budget):
         return budget
-    if budget not in ("layer", "global"):
-        raise ValueError(f"budget must be one of layer, global, got {budget!r}")
-    return LayerBudget() if budget == "layer" else GlobalBudget()
+    name = check_choice("budget", budget, ("layer", "global"))
+    return LayerBudget() if name == "layer" else GlobalBudget()

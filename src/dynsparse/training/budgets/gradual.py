@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from dynsparse.allocation import allocate
-from dynsparse.checks import check_within
+from dynsparse.checks import check_choice, check_within
 from dynsparse.pattern import SparsePattern
 from dynsparse.training.budgets.basic import (
     Budget,
@@ -55,8 +55,7 @@ class GradualBudget(Budget):
         allocation: str = "uniform",
         densities: Mapping[str, float] | None = None,
     ) -> None:
-        if scope not in SCOPES:
-            raise ValueError(f"scope must be one of {', '.join(SCOPES)}, got {scope!r}")
+        check_choice("scope", scope, SCOPES)
         if scope == "global" and (densities or allocation != "uniform"):
             raise ValueError(
                 'with scope "global" the scores decide the densities of the layers: leave out '
