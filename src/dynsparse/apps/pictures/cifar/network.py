@@ -76,7 +76,7 @@ def build_network(
     """
     network = Network(options.depth, options.width, mean, deviation)
     _draw(network, generator)
-    if options.is_sparse:
+    if options.has_sparse_layers:
         sparsify(
             network,
             1 - options.sparsity,

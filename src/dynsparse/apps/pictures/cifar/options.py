@@ -117,10 +117,6 @@ class Options(PictureOptions):
 
     @property
     def has_sparse_layers(self) -> bool:
-        return self.is_sparse
-
-    @property
-    def is_sparse(self) -> bool:
         return self.method != "dense" and self.sparsity > 0
 
     @property

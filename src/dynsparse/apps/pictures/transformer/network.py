@@ -26,8 +26,8 @@ class Network(nn.Module):
 
     def __init__(self, options: Options, generator: torch.Generator) -> None:
         super().__init__()
-        density = 1 - options.sparsity if options.is_sparse else 1.0
-        block = options.block_size if options.is_sparse else 1
+        density = 1 - options.sparsity if options.has_sparse_layers else 1.0
+        block = options.block_size if options.has_sparse_layers else 1
         sparse: dict[str, Any] = {
             "density": density,
             "block_size": block,
@@ -69,7 +69,7 @@ class Network(nn.Module):
 def build_network(options: Options, generator: torch.Generator) -> Network:
     """The network of `options`, its patterns and weights drawn from `generator`."""
     network = Network(options, generator)
-    if not options.is_sparse:
+    if not options.has_sparse_layers:
         replace_sparse(network, _dense)
     return network
 

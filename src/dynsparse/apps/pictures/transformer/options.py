@@ -49,7 +49,7 @@ class Options(PictureOptions):
     exclude_attention_biases: bool = _network(False, "Attention without biases.", SWITCH)
 
     def check_network(self) -> None:
-        if not self.is_sparse:
+        if not self.has_sparse_layers:
             return
         inner = self.attention_heads * self.qkv_length
         for what, size in (
@@ -69,10 +69,6 @@ class Options(PictureOptions):
 
     @property
     def has_sparse_layers(self) -> bool:
-        return self.is_sparse
-
-    @property
-    def is_sparse(self) -> bool:
         return self.method != "dense" and self.sparsity > 0
 
     @property
@@ -86,5 +82,5 @@ class Options(PictureOptions):
         return self._padded(CLASSES)
 
     def _padded(self, size: int) -> int:
-        block = self.block_size if self.is_sparse else 1
+        block = self.block_size if self.has_sparse_layers else 1
         return -(-size // block) * block
