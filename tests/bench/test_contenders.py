@@ -9,6 +9,7 @@ import dynsparse as ds
 from dynsparse.bench.cells import Cell, available_memory, refusal
 from dynsparse.bench.contenders import MklLinear, build_layer, forwards, network_steps, steps
 from dynsparse.bench.masked import MaskedLinear, MaskedRigL, masked_twin
+from dynsparse.bench.precision import medium_precision, multiplied_in, products_at_medium
 from dynsparse.bench.updates import update_parts
 from dynsparse.training import CosineSchedule
 
@@ -57,6 +58,60 @@ def test_contenders_stand_aside_where_they_have_nothing_for_a_cell():
     assert "bsr" not in forwards(CELL, names)[1]
     two = Cell((16, 16), 2, 0.5, threads=2)
     assert "one_thread" in forwards(two, names)[1]
+
+
+NEEDS_ONEDNN = pytest.mark.skipif(
+    not torch.backends.mkldnn.is_available(), reason="torch without oneDNN"
+)
+
+
+def precision():
+    """torch's setting for products on CPUs, where it has one."""
+    return getattr(getattr(torch.backends.mkldnn, "matmul", None), "fp32_precision", None)
+
+
+@NEEDS_ONEDNN
+def test_at_medium_a_step_differs_by_what_bfloat16_rounds_and_the_precision_is_given_back():
+    before = precision()
+    layer, work = steps(Cell((64, 48), 32, 0.3), ["masked_medium", "dense_medium"])
+    assert list(work) == ["dynsparse", "masked_medium", "dense_medium"]
+    dx, dw, db = work["dynsparse"]()
+    for name in ("masked_medium", "dense_medium"):
+        other_dx, other_dw, other_db = work[name]()
+        assert_close(other_dx, dx, rtol=0.05, atol=0.05)
+        assert_close(layer.pattern.values_of(other_dw), dw, rtol=0.05, atol=0.2)
+        assert_close(other_db, db)
+    assert precision() == before
+    low = Cell((64, 48), 32, 0.3, dtype="bfloat16")
+    assert list(steps(low, ["dense_medium"])[1]) == ["dynsparse"]
+
+
+@NEEDS_ONEDNN
+def test_medium_is_what_torchs_own_function_sets(monkeypatch):
+    before = precision()
+    try:
+        torch.set_float32_matmul_precision("medium")
+        setting = precision()
+    finally:
+        torch.set_float32_matmul_precision("highest")
+        if before is not None:
+            torch.backends.mkldnn.matmul.fp32_precision = before
+    with medium_precision():
+        assert precision() == setting
+    with pytest.raises(ZeroDivisionError), medium_precision():
+        _ = 1 / 0
+    assert precision() == before
+    monkeypatch.setattr(torch.backends.mkldnn, "matmul", None)  # as before torch 2.9
+    with medium_precision():
+        assert torch.get_float32_matmul_precision() == "medium"
+    assert torch.get_float32_matmul_precision() == "highest"
+
+
+def test_what_is_multiplied_is_told_by_the_error():
+    x, w = torch.randn(2, 96, 96)
+    assert multiplied_in(x @ w, x, w) == "float32"
+    assert multiplied_in(x.bfloat16().float() @ w.bfloat16().float(), x, w) == "bfloat16"
+    assert products_at_medium() in ("float32", "bfloat16")
 
 
 def test_one_thread_gives_the_threads_back():

@@ -128,7 +128,10 @@ WRONG = [
     (STEP + f"grid: {{{CELL}, dtype: int8}}}}}}", "dtype: expected one of float32, bfloat16"),
     (STEP + f"grid: {{{CELL}, block: 1.5}}}}}}", "block: expected an integer of at least 1"),
     (STEP + f"threads: 2, grid: {{{CELL}}}}}}}", "'a', threads: expected one of the keys"),
-    (STEP + f"contenders: [jax], grid: {{{CELL}}}}}}}", "among masked, dense, mkl, one_thread"),
+    (
+        STEP + f"contenders: [jax], grid: {{{CELL}}}}}}}",
+        "among masked, dense, mkl, masked_medium, dense_medium, one_thread",
+    ),
     (STEP + f"contenders: [], grid: {{{CELL}}}}}}}", "contenders: expected a list of texts"),
     (
         STEP + f"seconds: -1, grid: {{{CELL}}}}}}}",

@@ -125,6 +125,22 @@ def test_losses_are_the_cells_slower_than_dense_worst_first(results):
     )
 
 
+def test_cells_that_dense_layers_win_at_medium(results):
+    results["machine"]["medium"] = "bfloat16"
+    for cell in results["benchmarks"]["steps"]["cells"]:
+        cell["ratios"]["dense"] = spread(0.2 / cell["density"])
+        cell["ratios"]["dense_medium"] = spread(0.1 / cell["density"])
+    text = VIEWS["medium"](results, ["steps"])
+    assert text.startswith(
+        'At "medium" this machine multiplies in bfloat16, and a dense layer takes 0.50 '
+        "(0.50 to 0.50) of the time that it takes otherwise. Of 18 cells it wins 12."
+    )
+    head, _, first, *rest = rows(text)
+    assert head == ["features", "batch", "density", "block", 'dense at "medium"', "kernels"]
+    assert first == ["1024", "128", "0.5", "1", "0.20 (0.18 to 0.22)", "sparse"]
+    assert len(rest) == 11
+
+
 def test_break_even_has_a_column_per_block(results):
     head, _, first, _ = rows(VIEWS["break-even"](results, ["steps"]))
     assert head == ["features", "batch", "block 1", "block 4", "block 16"]

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from dynsparse.bench.cells import Cell
 from dynsparse.bench.masked import MaskedLinear, masked_twin
+from dynsparse.bench.precision import medium_precision
 from dynsparse.nn import SparseLinear
 from dynsparse.pattern import SparsePattern
 
@@ -76,6 +77,14 @@ def _on_one_thread(work: Work) -> Work:
     return alone
 
 
+def _at_medium(work: Work) -> Work:
+    def lowered() -> object:
+        with medium_precision():
+            return work()
+
+    return lowered
+
+
 def steps(cell: Cell, names: Iterable[str]) -> tuple[SparseLinear, dict[str, Work]]:
     """Forward with bias, and the gradients of input, weights and bias by autograd.
 
@@ -85,6 +94,8 @@ def steps(cell: Cell, names: Iterable[str]) -> tuple[SparseLinear, dict[str, Wor
     makers: dict[str, Callable[[], Work]] = {
         "masked": lambda: _step_of(MaskedLinear(layer), x, dy),
         "dense": lambda: _step_of(dense_layer(layer), x, dy),
+        "masked_medium": lambda: _at_medium(_step_of(MaskedLinear(layer), x, dy)),
+        "dense_medium": lambda: _at_medium(_step_of(dense_layer(layer), x, dy)),
         "mkl": lambda: _step_of(MklLinear(layer), x, dy),
         "one_thread": lambda: _on_one_thread(_step_of(layer, x, dy)),
     }
@@ -126,6 +137,8 @@ def _serves(name: str, cell: Cell) -> bool:
         return cell.block == 1 and torch.backends.mkl.is_available()
     if name == "bsr":
         return cell.block > 1 and cell.dtype != "bfloat16" and torch.backends.mkl.is_available()
+    if name in ("masked_medium", "dense_medium"):
+        return cell.dtype == "float32" and torch.backends.mkldnn.is_available()
     return name != "one_thread" or cell.threads > 1
 
 

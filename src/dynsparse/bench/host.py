@@ -11,6 +11,7 @@ import torch
 
 from dynsparse import native
 from dynsparse.bench.load import read_cpu_times
+from dynsparse.bench.precision import products_at_medium
 
 __all__ = ["describe_host", "processor"]
 
@@ -27,6 +28,7 @@ def describe_host() -> dict[str, object]:
         "python": platform.python_version(),
         "load_known": read_cpu_times() is not None,
         "mkl": torch.backends.mkl.is_available(),
+        "medium": products_at_medium(),
         "versions": {name: _version(name) for name in ("dynsparse", "torch", "numpy", "scipy")},
     }
 

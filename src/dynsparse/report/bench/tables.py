@@ -25,6 +25,8 @@ Figures = dict[str, Any]
 NAMES = {
     "masked": "masked dense",
     "dense": "dense",
+    "masked_medium": 'masked dense at "medium"',
+    "dense_medium": 'dense at "medium"',
     "mkl": "MKL's sparse products",
     "bsr": "torch BSR",
     "scipy": "SciPy (1 thread)",
@@ -148,16 +150,36 @@ def _losses(results: Figures, names: list[str]) -> str:
     """The cells that take more than a tenth longer than dense, worst first."""
     cells = [cell for cell in cells_of(results, names) if "dense" in cell["ratios"]]
     slow = [cell for cell in cells if 1.1 * cell["ratios"]["dense"]["median"] < 1]
-    slow.sort(key=lambda cell: cell["ratios"]["dense"]["median"])
     line = f"Of {len(cells)} cells {len(slow)} take more than a tenth longer than dense."
-    if not slow:
-        return line
-    head, sizes = _sizes(slow)
+    return line + _worst(slow, "dense")
+
+
+def _worst(cells: list[Figures], who: str) -> str:
+    """A table of `cells` beside a contender, worst first; nothing without any."""
+    if not cells:
+        return ""
+    cells = sorted(cells, key=lambda cell: cell["ratios"][who]["median"])
+    head, sizes = _sizes(cells)
     rows = [
-        [*sizes(c), _spread(c["ratios"]["dense"], "\\*" * c["disturbed"]), c["kernel"]]
-        for c in slow
+        [*sizes(c), _spread(c["ratios"][who], "\\*" * c["disturbed"]), c["kernel"]] for c in cells
     ]
-    return f"{line}\n\n{table([*head, NAMES['dense'], 'kernels'], rows)}"
+    return f"\n\n{table([*head, NAMES[who], 'kernels'], rows)}"
+
+
+def _medium(results: Figures, names: list[str]) -> str:
+    """What dense products at "medium" are made of and gain, and the cells that they win."""
+    cells = [cell for cell in cells_of(results, names) if "dense_medium" in cell["ratios"]]
+    lost = [cell for cell in cells if cell["ratios"]["dense_medium"]["median"] < 1]
+    shares = [
+        cell["ratios"]["dense_medium"]["median"] / cell["ratios"]["dense"]["median"]
+        for cell in cells
+    ]
+    part = between(statistics.median(shares), min(shares), max(shares))
+    return (
+        f'At "medium" this machine multiplies in {results["machine"]["medium"]}, and a dense layer '
+        f"takes {part} of the time that it takes otherwise. Of {len(cells)} cells it wins "
+        f"{len(lost)}.{_worst(lost, 'dense_medium')}"
+    )
 
 
 def _break_even(results: Figures, names: list[str]) -> str:
@@ -293,6 +315,7 @@ VIEWS: dict[str, Callable[[Figures, list[str]], str]] = {
     "speed-up": _speedups,
     "summary": _summary,
     "losses": _losses,
+    "medium": _medium,
     "break-even": _break_even,
     "law": _law,
     "updates": _updates,
