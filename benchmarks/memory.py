@@ -1,4 +1,4 @@
-"""Peak memory of one large sparse layer in training, pattern update included.
+"""Peak memory of one large sparse layer in training, pattern update included, and its parts.
 
     python benchmarks/memory.py [--size 16384] [--density 0.01] [--batch 256] [--method rigl]
 
@@ -6,22 +6,35 @@ Each measurement runs in a fresh process: how far the peak of the resident memor
 above what is resident once everything is imported and a tiny layer has trained. Linux only. A dense
 float32 weight of the same size, of which dense training holds four (weight, gradient, two moments
 of Adam), is given beside.
+
+The parts are those of the moment after the last backward pass: tensors by what they are for, and
+what goes back to the system when it is asked for: the kernels' scratch memory, what tensors have
+freed and the C library keeps, and what MKL keeps for its products. What was free before, and is
+used or given back, makes "other" less, even less than nothing.
 """
 
 from __future__ import annotations
 
 import argparse
+import ctypes
+import gc
 import json
 import multiprocessing
+import os
+import platform
 import re
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 import dynsparse as ds
+from dynsparse import native
 
 MB = 1e6
+CACHE = Path("/sys/devices/system/cpu/cpu0/cache/index2/size")
+LARGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 
 
 def resident(field: str) -> int:
@@ -40,11 +53,74 @@ def warm_up() -> None:
         trainer.step()
 
 
+def alive() -> dict[int, Tensor]:
+    """One tensor of every memory that tensors of this process hold, by address."""
+    # By type: `isinstance` asks objects that warn when they are asked.
+    tensors = [found for found in gc.get_objects() if issubclass(type(found), Tensor)]
+    return {tensor.untyped_storage().data_ptr(): tensor for tensor in tensors}
+
+
+def parts(
+    layer: torch.nn.Module,
+    optimizer: torch.optim.Optimizer,
+    activations: list[Tensor],
+    before: set[int],
+    base: dict[str, int],
+) -> dict[str, int]:
+    """Bytes of what is resident now beyond `base`; gives back what can be had.
+
+    Args:
+        activations: x, dY and the gradient of x.
+        before: the addresses of tensors that were there before.
+    """
+    whole = resident("VmRSS") - base["VmRSS"]
+    named = {
+        "values and bias": list(layer.parameters()),
+        "gradient": [p.grad for p in layer.parameters() if p.grad is not None],
+        "optimizer": [t for state in optimizer.state.values() for t in state.values()],
+        "x, dY, gradient of x": activations,
+    }
+    rest = {address: t for address, t in alive().items() if address not in before}
+    found: dict[str, int] = {}
+    for name, tensors in named.items():
+        own = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}
+        found[name] = sum(own.values())
+        rest = {address: t for address, t in rest.items() if address not in own}
+    panels = [t for t in rest.values() if t.dtype is torch.uint8]
+    found["panels"] = sum(t.untyped_storage().nbytes() for t in panels)
+    others = sum(t.untyped_storage().nbytes() for t in rest.values())
+    found["pattern and index"] = others - found["panels"]
+    rest.clear()
+
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", lambda size: None)  # glibc's
+    library = Path(torch.__file__).parent / "lib" / "libtorch_cpu.so"  # which MKL is a part of
+    products = ctypes.CDLL(str(library)) if library.exists() else None
+    mkl = getattr(products, "mkl_serv_free_buffers", lambda: None)
+
+    def kernels() -> None:
+        loaded = native.load()
+        if loaded is not None:
+            loaded.dynsparse_release_scratch()
+
+    for name, release in (
+        ("scratch of the kernels", kernels),
+        ("freed, kept by the C library", lambda: trim(0)),
+        ("kept by MKL", lambda: (mkl(), trim(0))),
+    ):
+        now = resident("VmRSS")
+        release()
+        found[name] = max(0, now - resident("VmRSS"))
+    found["pages of files"] = resident("RssFile") - base["RssFile"]
+    found["other"] = whole - sum(found.values())
+    return found
+
+
 def train(args: argparse.Namespace) -> dict[str, Any]:
     """A few steps, some of which end in a pattern update; the peak after each."""
     if args.warm_up:
         warm_up()
-    base = resident("VmRSS")
+    before = set(alive())
+    base = {field: resident(field) for field in ("VmRSS", "RssFile")}
     layer = ds.nn.SparseLinear(
         args.size, args.size, density=args.density, block_size=args.block_size
     )
@@ -55,7 +131,7 @@ def train(args: argparse.Namespace) -> dict[str, Any]:
         trainer: Any = ds.Static(layer, optimizer)
     else:
         trainer = kinds[args.method](layer, optimizer, **options)
-    peaks = {"layer": resident("VmHWM") - base}
+    peaks = {"layer": resident("VmHWM") - base["VmRSS"]}
     x = torch.randn(args.batch, args.size, requires_grad=True)
     dy = torch.randn(args.batch, args.size)
     for step in range(1, 1 + args.steps):
@@ -63,8 +139,31 @@ def train(args: argparse.Namespace) -> dict[str, Any]:
         x.grad = None
         layer(x).backward(dy)
         updated = trainer.step() is not None
-        peaks[f"step {step}{' with update' * updated}"] = resident("VmHWM") - base
-    return {"peaks": peaks, "updates": trainer.updates, "nnz": layer.pattern.nnz}
+        peaks[f"step {step}{' with update' * updated}"] = resident("VmHWM") - base["VmRSS"]
+    layer(x).backward(dy)
+    assert x.grad is not None
+    peaks["the last backward pass"] = resident("VmHWM") - base["VmRSS"]
+    made_of = parts(layer, optimizer, [x, dy, x.grad], before, base)
+    return {
+        "peaks": peaks,
+        "parts": made_of,
+        "updates": trainer.updates,
+        "nnz": layer.pattern.nnz,
+        "machine": machine(),
+    }
+
+
+def machine() -> dict[str, Any]:
+    """What of the machine and the environment memory may depend on."""
+    chosen = re.search(r"\[(\w+)\]", LARGE_PAGES.read_text() if LARGE_PAGES.exists() else "")
+    return {
+        "threads": torch.get_num_threads(),
+        "kernels": native.describe()["isa"],
+        "second-level cache": CACHE.read_text().strip() if CACHE.exists() else "unknown",
+        "large pages": chosen[1] if chosen else "unknown",
+        "C library": " ".join(platform.libc_ver()),
+        "environment": {k: v for k, v in os.environ.items() if k.startswith(("MALLOC_", "GLIBC_"))},
+    }
 
 
 def main() -> None:
@@ -85,10 +184,16 @@ def main() -> None:
     args = parser.parse_args()
     with multiprocessing.get_context("spawn").Pool(1) as pool:
         result = pool.apply(train, (args,))
+    print(", ".join(f"{name} {value}" for name, value in result["machine"].items()))
     for name, peak in result["peaks"].items():
-        print(f"{name:24s} {peak / MB:8.1f} MB")
+        print(f"{name:30s} {peak / MB:8.1f} MB at most so far")
+    print("after the last backward pass, where the pattern is that of the last update:")
+    for name, part in result["parts"].items():
+        print(f"  {name:28s} {part / MB:8.1f} MB")
     dense = 4 * args.size**2
     peak = max(result["peaks"].values())
+    brief = peak - sum(result["parts"].values())
+    print(f"  {'held for less, at the peak':28s} {brief / MB:8.1f} MB")
     print(f"peak growth {peak / MB:.1f} MB; one dense weight alone {dense / MB:.1f} MB")
     if args.json:
         args.json.write_text(json.dumps({**result, "dense_weight": dense, "peak": peak}, indent=1))

@@ -29,6 +29,24 @@ def test_a_large_layer_trains_and_changes_its_pattern_in_300_megabytes(tmp_path)
     assert figures["peak"] > 4 * 4 * figures["nnz"]  # values, gradient and Adam's two moments
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_the_benchmark_says_what_the_memory_is_made_of(tmp_path):
+    result = tmp_path / "memory.json"
+    command = [sys.executable, str(BENCHMARK), "--size", "1024", "--density", "0.1", "--steps", "2"]
+    subprocess.run([*command, "--json", str(result)], check=True, timeout=600)
+    figures = json.loads(result.read_text())
+    parts, weights = figures["parts"], round(0.1 * 1024**2)
+    assert parts["values and bias"] == parts["gradient"] == 4 * (weights + 1024)
+    assert 8 * (weights + 1024) <= parts["optimizer"] <= 8 * (weights + 1024) + 64  # two steps
+    assert parts["x, dY, gradient of x"] == 3 * 4 * 256 * 1024
+    assert 3 * 4 * weights <= parts["pattern and index"] <= 4 * 4 * weights
+    if native.load() is not None:
+        assert 11 * weights <= parts["panels"] <= 14 * weights
+        assert parts["scratch of the kernels"] > 0
+    assert figures["machine"]["threads"] >= 1
+    assert max(figures["peaks"].values()) == figures["peak"] >= sum(parts.values())
+
+
 FREED = """
 import re, sys
 from pathlib import Path

@@ -23,10 +23,9 @@ Summary = dict[str, tuple[float, float, float]]
 
 
 def worst_first(machines: list[Figures], names: list[str]) -> list[Figures]:
-    """Those of `machines` that ran all benchmarks `names`, by the median over masked dense."""
-    ran = [one for one in machines if all(name in one["benchmarks"] for name in names)]
+    """By the median over masked dense of all cells of the benchmarks `names`."""
     return sorted(
-        ran,
+        machines,
         key=lambda one: statistics.median(
             cell["ratios"]["masked"]["median"] for cell in cells_of(one, names)
         ),
@@ -98,9 +97,21 @@ def _each(machines: list[Figures], names: list[str]) -> str:
     return "\n".join(lines)
 
 
+def _memory(machines: list[Figures], names: list[str]) -> str:
+    """How far the peak of the memory rises by `memory`, the most first."""
+    found = [(one, one["benchmarks"][name]) for one in machines for name in names]
+    found.sort(key=lambda pair: -pair[1]["figures"]["peak"])
+    rows = [
+        [machine_name(one), f"{memory['figures']['peak'] / 1e6:.0f} MB", memory["measured"]]
+        for one, memory in found
+    ]
+    return table(["machine", "peak growth", "measured"], rows)
+
+
 VIEWS: dict[str, Callable[[list[Figures], list[str]], str]] = {
     "machines": _side_by_side,
     "machines-headline": _headline,
     "machines-list": _each,
+    "machines-memory": _memory,
 }
-"""What can be shown of benchmarks over machines: view(results of each, names) -> Markdown."""
+"""What can be shown of benchmarks that several machines ran: view(results, names) -> Markdown."""

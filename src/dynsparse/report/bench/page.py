@@ -61,9 +61,8 @@ def _made(
     """What stands between two comments; None where the figures for it are not there."""
     if view in machines.VIEWS:
         together = [results, *others.values()]
-        if len(machines.worst_first(together, names)) < 2:
-            return None
-        return machines.VIEWS[view](together, names)
+        ran = [one for one in together if all(name in one["benchmarks"] for name in names)]
+        return machines.VIEWS[view](ran, names) if len(ran) > 1 else None
     if view not in VIEWS:
         raise ValueError(
             f"{page}: expected <!-- bench: VIEW NAME --> with one of "
