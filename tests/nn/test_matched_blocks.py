@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 
 import dynsparse as ds
 from dynsparse.nn import SparseMultiheadAttention, SparseTransformerLayer
+from dynsparse.nn.attention import PROJECTIONS
 from dynsparse.nn.matched import even_pattern, meeting, reading
 
 
@@ -39,16 +40,21 @@ def test_groups_are_renamed_by_hand():
     assert meeting(other, writer).rows.tolist() == [0, 3, 3]
 
 
-def test_a_layer_reads_all_that_is_written():
+@pytest.mark.parametrize("interleaved", [False, True])
+def test_a_layer_reads_all_that_is_written(interleaved):
     layer = SparseTransformerLayer(
-        32, 2, 128, density=0.1, block_size=8, matched=True, interleaved=True
+        32, 2, 128, density=0.1, block_size=8, matched=True, interleaved=interleaved
     )
     attention = layer.attention
     for writer, reader in ((attention.v_proj, attention.out_proj), (layer.linear1, layer.linear2)):
         written, read = {*writer.pattern.rows.tolist()}, {*reader.pattern.cols.tolist()}
         assert written <= read or read <= written
         assert reader.density == pytest.approx(writer.density)
-    assert {*attention.q_proj.pattern.rows.tolist()} == {*attention.k_proj.pattern.rows.tolist()}
+    of_queries, of_keys, of_values = (
+        {*attention.get_submodule(name).pattern.rows.tolist()} for name in PROJECTIONS[:3]
+    )
+    assert of_queries == of_keys
+    assert interleaved or of_values == of_queries
 
 
 def test_the_generator_draws_it_and_the_rest_stays():

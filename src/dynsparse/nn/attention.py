@@ -54,7 +54,8 @@ class SparseMultiheadAttention(nn.Module):
             the same network; see "Blocks and order" in the documentation for what it does to large
             blocks. It is in the state dict.
         matched: the projections start with patterns that spread their blocks evenly, in which keys
-            have the rows of blocks that queries have, and `out_proj` reads what values write.
+            have the rows of blocks that queries have (and values, unless interleaved), and
+            `out_proj` reads what values write.
         attention_pattern: which queries [L] see which keys [S], in all heads; made by
             `nn.attention_patterns` or by hand. L and S are then those of every call. It goes with
             `is_causal`, `key_padding_mask` and dropout, not with `attn_mask`, `score_mod`,
@@ -135,6 +136,8 @@ class SparseMultiheadAttention(nn.Module):
         }
         if check_flag("matched", matched):
             q, k, v, out = (even_pattern(s[::-1], density, block_size, generator) for s in shapes)
+            # A head has its queries, keys and values where its features are those of few blocks.
+            v = v if interleaved else meeting(v, q)
             chosen = (q, meeting(k, q), v, reading(out, v))
             starts = {n: {"pattern": p} for n, p in zip(PROJECTIONS, chosen, strict=True)}
         projections = {
