@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from dynsparse.checks import (
+    check_choice,
     check_fraction,
     check_integer,
     check_not_negative,
@@ -23,6 +24,7 @@ def test_what_is_right_comes_back():
     assert check_within("p", 1, "(0, 1]") == 1
     assert check_within("p", 0.5, "(0, 1)") == 0.5
     assert check_not_negative("w", 2) == 2.0
+    assert check_choice("kind", "a", {"a": 1, "b": 2}) == "a"
     assert is_number(2.5)
     assert not is_number(True)
     assert not is_number("2")
@@ -52,6 +54,9 @@ def test_what_is_right_comes_back():
         ),
         (lambda: check_not_negative("w", math.inf), ValueError, "w must be a finite number"),
         (lambda: check_not_negative("w", True), ValueError, "w must be a finite number"),
+        (lambda: check_choice("k", "c", ["a", "b"]), ValueError, "k must be one of a, b, got 'c'"),
+        (lambda: check_choice("k", None, ("a",)), ValueError, "k must be one of a, got None"),
+        (lambda: check_choice("k", ["a"], {"a": 1}), ValueError, "k must be one of a, got ['a']"),
     ],
 )
 def test_what_is_wrong_is_told(check, error, message):
