@@ -193,19 +193,24 @@ DYNSPARSE_API int dynsparse_attention_backward(
 DYNSPARSE_API int64_t dynsparse_panels_from(int64_t majors, int64_t minors, int64_t entries,
                                             int32_t by_columns);
 
-/* Bytes that dynsparse_panels_make writes. Depends on the machine's caches. */
+/* How many minors a panel should have: a multiple of 16, 2^16 at most. By the bytes of a core's
+ * first-level cache; 0: those of this machine. */
+DYNSPARSE_API int64_t dynsparse_panels_size(int64_t majors, int64_t minors, int64_t entries,
+                                            int32_t by_columns, int64_t first_level);
+
+/* Bytes that dynsparse_panels_make writes. */
 DYNSPARSE_API int64_t dynsparse_panels_bytes(int64_t majors, int64_t minors, int64_t entries,
-                                             int32_t by_columns);
+                                             int64_t size, int32_t by_columns);
 
 /* Writes an index of single elements by panels to memory [dynsparse_panels_bytes], aligned to 8
  * bytes. Products read it and do not change it; it must not be moved to another process.
  *
  * ptr [majors + 1], idx [entries]: CSR, with order null, or CSC, with order [entries] its csc_perm.
- * Returns 1, with nothing of use written, where the minors of a major do not ascend; this is
- * checked. */
+ * size: minors per panel, a multiple of 16 of 2^16 at most. Returns 1, with nothing of use written,
+ * where the minors of a major do not ascend; this is checked. */
 DYNSPARSE_API int dynsparse_panels_make(const int32_t* ptr, const int32_t* idx,
                                         const int32_t* order, int64_t majors, int64_t minors,
-                                        void* memory, int32_t threads);
+                                        int64_t size, void* memory, int32_t threads);
 
 /* ---- few samples ---- */
 

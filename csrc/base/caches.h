@@ -5,7 +5,8 @@
 
 namespace dynsparse {
 
-// Bytes of one core's second-level cache; what is usual where the system does not tell.
+// Bytes of one core's caches; what is usual where the system does not tell.
+i64 first_level_cache();
 i64 second_level_cache();
 
 // What kernels count on, whatever the machine: where work is cut decides in which order sums are

@@ -39,7 +39,14 @@ def threads() -> Iterator[None]:
     torch.set_num_threads(before)
 
 
-def check(pattern: SparsePattern, x: Tensor, dy: Tensor, generator: torch.Generator) -> Tensor:
+def check(
+    pattern: SparsePattern,
+    x: Tensor,
+    dy: Tensor,
+    generator: torch.Generator,
+    p: LayerIndex | None = None,
+) -> Tensor:
+    """Products with `p`, or else with fresh indexes, beside those in float64."""
     values = torch.randn(pattern.nnz, generator=generator)
     bias = torch.randn(pattern.shape[0], generator=generator)
     weight = torch.zeros(pattern.shape, dtype=torch.float64)
@@ -51,10 +58,10 @@ def check(pattern: SparsePattern, x: Tensor, dy: Tensor, generator: torch.Genera
         torch.testing.assert_close(got.double(), expected, rtol=1e-5, atol=tolerance)
 
     product = x.double() @ weight.t()
-    y = sparse.forward(x, values, LayerIndex(pattern.index, values), bias)
+    y = sparse.forward(x, values, p or LayerIndex(pattern.index, values), bias)
     close(y, product + bias, pattern.shape[1])
     close(
-        sparse.forward(x, values, LayerIndex(pattern.index, values), None),
+        sparse.forward(x, values, p or LayerIndex(pattern.index, values), None),
         product,
         pattern.shape[1],
     )
@@ -62,7 +69,13 @@ def check(pattern: SparsePattern, x: Tensor, dy: Tensor, generator: torch.Genera
     for need_input, need_values in ((True, False), (False, True), (True, True)):
         dbias = torch.empty(pattern.shape[0])
         dx, dw = sparse.backward(
-            dy, x, values, LayerIndex(pattern.index, values), need_input, need_values, dbias
+            dy,
+            x,
+            values,
+            p or LayerIndex(pattern.index, values),
+            need_input,
+            need_values,
+            dbias,
         )
         close(dbias, dy.double().sum(0), x.shape[0])
         if need_input:
@@ -121,6 +134,41 @@ def test_several_panels(shape: tuple[int, int], batch: int) -> None:
     for thread_count in (1, 3):
         torch.set_num_threads(thread_count)
         check(pattern, x, dy, generator)
+
+
+@pytest.mark.parametrize("size", [16, 48, 256, 1024, 2**16])
+def test_panels_of_any_size(size: int) -> None:
+    generator = torch.Generator().manual_seed(7)
+    pattern = SparsePattern.random((500, 700), 0.1, generator=generator)
+    values = torch.randn(pattern.nnz, generator=generator)
+    x, dy = torch.randn(200, 700, generator=generator), torch.randn(200, 500, generator=generator)
+    p = LayerIndex(pattern.index, values)
+    rows, perm = p.by_columns()
+    p.panels = [
+        (0, panels._make(500, 700, p.cols, p.row_ptr, size=size)),
+        (0, panels._make(700, 500, rows, p.col_ptr, perm, size=size)),
+    ]
+    for thread_count in (1, 3):
+        torch.set_num_threads(thread_count)
+        check(pattern, x, dy, generator, p)
+
+
+@pytest.mark.parametrize("kib", [16, 32, 48, 64, 128])
+def test_panels_follow_the_first_level_cache(kib: int) -> None:
+    library = native.load()
+    assert library is not None
+    feature = 64 * {"v4": 4, "v3": 2}.get(str(native.describe()["isa"]), 1)  # bytes in a tile
+    for by_columns in (False, True):
+        size = library.dynsparse_panels_size(4096, 4096, 4096 * 2048, by_columns, kib << 10)
+        assert size % 16 == 0
+        assert kib << 10 <= size * feature <= 2 * (kib << 10)
+
+
+def test_few_entries_want_larger_panels() -> None:
+    library = native.load()
+    assert library is not None
+    sizes = [library.dynsparse_panels_size(4096, 4096, 4096 * 40, c, 1 << 15) for c in (0, 1)]
+    assert sizes == [1024, 2048]
 
 
 def test_rows_and_tiles_without_entries() -> None:

@@ -31,6 +31,7 @@ using i64 = int64_t;
   FUNCTION(attention_forward) \
   FUNCTION(attention_backward) \
   FUNCTION(panels_from) \
+  FUNCTION(panels_size) \
   FUNCTION(panels_bytes) \
   FUNCTION(panels_make) \
   FUNCTION(small_masks) \

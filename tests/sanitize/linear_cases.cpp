@@ -27,10 +27,16 @@ i64 random_batch(Random& random, i64 most) {
 Array<uint8_t> panels_of(const Library& library, Random& random, i64 majors, i64 minors,
                          const Array<i32>& ptr, const Array<i32>& idx, const i32* order,
                          i32 threads) {
-  const i64 bytes = library.panels_bytes(majors, minors, idx.size(), order != nullptr);
+  const i64 first_level = random.among({0, 1 << 14, 48 << 10, 1 << 17});
+  const i64 size = random.chance(30)
+                       ? 16 * (1 + random.below(40))
+                       : library.panels_size(majors, minors, idx.size(), order != nullptr,
+                                             first_level);
+  expect(size > 0 && size % 16 == 0 && size <= 1 << 16, "panels of any cache's size");
+  const i64 bytes = library.panels_bytes(majors, minors, idx.size(), size, order != nullptr);
   Array<uint8_t> memory(random, bytes / 8 * 8 == bytes ? bytes : bytes + 8);
-  expect(library.panels_make(ptr.data(), idx.data(), order, majors, minors, memory.data(),
-                             threads) == 0, "panels of an ordered index");
+  expect(library.panels_make(ptr.data(), idx.data(), order, majors, minors, size,
+                             memory.data(), threads) == 0, "panels of an ordered index");
   memory.freeze();
   return memory;
 }

@@ -36,9 +36,10 @@ void index_case(const Library& library, Random& random) {
     std::vector<i32> wrong = vector_of(index.cols);
     std::swap(wrong[0], wrong[1]);
     const Array<i32> cols(random, wrong);
-    Array<uint8_t> memory(random, (library.panels_bytes(height, width, index.nnz, 0) + 7) / 8 * 8);
+    const i64 bytes = library.panels_bytes(height, width, index.nnz, 64, 0);
+    Array<uint8_t> memory(random, (bytes + 7) / 8 * 8);
     expect(library.panels_make(index.row_ptr.data(), cols.data(), nullptr, height, width,
-                               memory.data(), threads) == 1, "panels of an index out of order");
+                               64, memory.data(), threads) == 1, "panels of an index out of order");
   }
   if (random.chance(20)) library.release_scratch();
 }

@@ -26,16 +26,8 @@ i64 bytes_of(const Header& h) {
          (h.by_columns ? 2 * rounded(h.entries * sizeof(i32)) : rounded(visits * sizeof(i32)));
 }
 
-Header header_of(i64 majors, i64 minors, i64 entries, bool by_columns) {
-  minors = most(minors, 1);
-  const double cached = second_level_cache() / 16.0 / (TILE * sizeof(float));
-  const double worth = by_columns ? WORTH_A_VISIT_BY_COLUMNS : WORTH_A_VISIT;
-  const double useful = worth * majors * minors / most(entries, 1);
-  const double size = useful > cached ? useful : cached;
-  const i64 fitting = size < MOST_MINORS ? most(static_cast<i64>(size), LINE) : MOST_MINORS;
-  const i64 even = ceil_div(minors, ceil_div(minors, fitting));
-  const i64 full = ceil_div(even, LINE) * LINE;
-  return {full, ceil_div(minors, full), majors, entries, by_columns};
+Header header_of(i64 majors, i64 minors, i64 entries, i64 size, bool by_columns) {
+  return {size, ceil_div(most(minors, 1), size), majors, entries, by_columns};
 }
 
 // Calls visit(panel, first entry, end) for every panel of a major. False where its entries are not
@@ -93,15 +85,29 @@ i64 dynsparse_panels_from(i64 majors, i64 minors, i64 entries, i32 by_columns) {
   return !crowded || VL < 16 ? 256 : by_columns ? 16 : 64;
 }
 
-i64 dynsparse_panels_bytes(i64 majors, i64 minors, i64 entries, i32 by_columns) {
-  return dynsparse::bytes_of(dynsparse::header_of(majors, minors, entries, by_columns));
+i64 dynsparse_panels_size(i64 majors, i64 minors, i64 entries, i32 by_columns, i64 first_level) {
+  using namespace dynsparse;
+  // Half of the loads still find the first level, and visits are half as many as where all would.
+  const i64 cache = first_level > 0 ? first_level : first_level_cache();
+  const double cached = 2.0 * cache / (TILE * sizeof(float));
+  const double worth = by_columns ? WORTH_A_VISIT_BY_COLUMNS : WORTH_A_VISIT;
+  minors = most(minors, 1);
+  const double useful = worth * majors * minors / most(entries, 1);
+  const double size = useful > cached ? useful : cached;
+  const i64 fitting = size < MOST_MINORS ? most(static_cast<i64>(size), LINE) : MOST_MINORS;
+  const i64 even = ceil_div(minors, ceil_div(minors, fitting));
+  return ceil_div(even, LINE) * LINE;
+}
+
+i64 dynsparse_panels_bytes(i64 majors, i64 minors, i64 entries, i64 size, i32 by_columns) {
+  return dynsparse::bytes_of(dynsparse::header_of(majors, minors, entries, size, by_columns));
 }
 
 int dynsparse_panels_make(const i32* ptr, const i32* idx, const i32* order, i64 majors, i64 minors,
-                          void* memory, i32 threads) {
+                          i64 size, void* memory, i32 threads) {
   using namespace dynsparse;
   Header& header = *static_cast<Header*>(memory);
-  header = header_of(majors, minors, ptr[majors], order != nullptr);
+  header = header_of(majors, minors, ptr[majors], size, order != nullptr);
   const PanelIndex index = panel_index(memory);
   i32* const starts = const_cast<i32*>(index.starts);
   u16* const to_idx = const_cast<u16*>(index.idx);

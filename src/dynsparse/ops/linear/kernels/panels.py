@@ -95,20 +95,33 @@ def for_once(row_ptr: Tensor, cols: Tensor, in_features: int, batch: int) -> Ten
 
 
 def _make(
-    majors: int, minors: int, idx: Tensor, ptr: Tensor, order: Tensor | None = None
+    majors: int,
+    minors: int,
+    idx: Tensor,
+    ptr: Tensor,
+    order: Tensor | None = None,
+    size: int = 0,
 ) -> Tensor | None:
-    """None where the minors of a major are not in ascending order."""
+    """None where the minors of a major are not in ascending order.
+
+    Args:
+        size: minors per panel, a multiple of 16, 2**16 at most; 0: what suits this machine.
+    """
     library = native.load()
     assert library is not None
     by_columns = order is not None
-    size = library.dynsparse_panels_bytes(majors, minors, len(idx), by_columns)
-    memory = empty(size, dtype=torch.uint8)
+    size = size or library.dynsparse_panels_size(majors, minors, len(idx), by_columns, 0)
+    memory = empty(
+        library.dynsparse_panels_bytes(majors, minors, len(idx), size, by_columns),
+        dtype=torch.uint8,
+    )
     unordered = library.dynsparse_panels_make(
         ptr.data_ptr(),
         idx.data_ptr(),
         None if order is None else order.data_ptr(),
         majors,
         minors,
+        size,
         memory.data_ptr(),
         torch.get_num_threads(),
     )
