@@ -78,21 +78,23 @@ def _tuning(density: float, epochs: int = 3) -> dict[str, Trial]:
 EXPERIMENTS: dict[str, Experiment] = {
     "interval": Experiment(
         "Steps between updates",
-        "steps",
+        "steps between updates",
         {f"{n}": replace(MLP, interval=n) for n in (10, 30, 100, 300, 1000)}
         | {"no update (static)": STATIC},
     ),
     "share": Experiment(
-        "Share of the first update", "share", _with(MLP, "share", (0.1, 0.3, 0.5, 0.8))
+        "Share of the first update",
+        "share of the first update",
+        _with(MLP, "share", (0.1, 0.3, 0.5, 0.8)),
     ),
     "first": Experiment(
         "No update before this share of the training",
-        "first update",
+        "no update before this share of the steps",
         _with(MLP, "first", (0.0, 0.1, 0.25)),
     ),
     "end": Experiment(
         "No update after this share of the training",
-        "last update",
+        "no update after this share of the steps",
         _with(MLP, "end", (0.4, 0.75, 0.95)),
     ),
     "rate": Experiment(
