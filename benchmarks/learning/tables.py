@@ -3,9 +3,9 @@
     python benchmarks/learning/tables.py
 
 The results are docs/pictures/why-rigl.jsonl (run.py), small.jsonl (small.py), cifar-short.jsonl
-(cifar_lines.py), lenet.jsonl (benchmarks/lenet.py) and blocks-and-order.jsonl (blocks/run.py); a
-test compares them with the pages. A table stands between `<!-- learning: NAME -->` and
-`<!-- /learning -->`.
+(cifar_lines.py), lenet.jsonl (benchmarks/lenet.py) and blocks-and-order.jsonl (blocks/run.py and
+blocks/pictures.py); a test compares them with the pages. A table stands between
+`<!-- learning: NAME -->` and `<!-- /learning -->`.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import statistics
 from pathlib import Path
 from typing import Any
 
-from blocks.summary import cases_table, ways_table
+from blocks.summary import WAYS, cases_table, pictures_table, ways_table
 from small_trials import EXPERIMENTS
 from summary import changed_weights, quarters, settings, usual_network, verdicts
 from summary import table as table_of_variants
@@ -145,7 +145,9 @@ def all_tables() -> dict[str, str]:
         "cifar": cifar_table(read("cifar-short.jsonl")),
         "lenet": lenet_table(lenet, held_out=10000),
         "blocks": cases_table(of_blocks),
-        "ways to cut blocks": ways_table(of_blocks),
+        "blocks on pictures": pictures_table(of_blocks),
+        "ways to cut blocks": ways_table(of_blocks, WAYS[0]),
+        "ways to cut blocks of 64": ways_table(of_blocks, WAYS[1]),
     }
     there = {(row["experiment"], row["trial"]) for row in small}
     for name, experiment in EXPERIMENTS.items():  # those that have been run

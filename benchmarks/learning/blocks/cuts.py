@@ -12,7 +12,16 @@ from dynsparse import SparsePattern
 from dynsparse.nn import SparseLinear
 from dynsparse.ops.linear import linear
 
-__all__ = ["Ordered", "best_cut", "block_sums", "by_size", "recut", "spread"]
+__all__ = [
+    "Ordered",
+    "best_cut",
+    "block_sums",
+    "by_correlation",
+    "by_size",
+    "dealt_out",
+    "recut",
+    "spread",
+]
 
 
 class _Gather(torch.autograd.Function):
@@ -184,3 +193,42 @@ def recut(
         optimizer.state[layer.values][name].copy_(pattern.values_of(matrix))
     layer.executor = after
     return float(magnitudes[flat].sum() / magnitudes.sum())
+
+
+def by_correlation(x: Tensor, block: int) -> Tensor:
+    """An order of the features of x [samples, in] in which those of a block vary together.
+
+    Halved again and again where the second eigenvector of their normalised correlations says;
+    features that never vary come last.
+    """
+    x = x.double() - x.double().mean(0)
+    norms = x.norm(dim=0)
+    likeness = (
+        (x.t() @ x / torch.outer(norms, norms).clamp_min(1e-30)).clamp_min(0).fill_diagonal_(0)
+    )
+    still = norms < 1e-6
+    first = still.to(torch.int8).argsort(stable=True)
+    live = -(-int((~still).sum()) // block) * block
+    return torch.cat([_halved(likeness + 1e-6, first[:live], block), first[live:]])
+
+
+def dealt_out(x: Tensor, block: int) -> Tensor:
+    """An order of the features of x [samples, in]: those with 0.99 of the variance are dealt out to
+    as many blocks as hold them, in turn as they come; the others come last."""
+    variances = x.var(0)
+    order = variances.argsort(descending=True, stable=True)
+    needed = int((variances[order].cumsum(0) < 0.99 * variances.sum()).sum()) + 1
+    live = -(-needed // block) * block
+    dealt = order[:live].sort().values.view(block, -1).t().flatten()
+    return torch.cat([dealt, order[live:].sort().values])
+
+
+def _halved(likeness: Tensor, features: Tensor, block: int) -> Tensor:
+    if len(features) <= block:
+        return features
+    among = likeness[features][:, features]
+    scale = among.sum(1).rsqrt()
+    vectors = torch.linalg.eigh(scale[:, None] * among * scale).eigenvectors
+    order = features[(vectors[:, -2] * scale).argsort()]
+    middle = (len(order) // block + 1) // 2 * block
+    return torch.cat([_halved(likeness, part, block) for part in order.tensor_split([middle])])

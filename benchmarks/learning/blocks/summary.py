@@ -8,11 +8,17 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
 Row = dict[str, Any]
-BOTH = "interleaved, matching"
+ALL = "interleaved, matching, rounded down"
+FLAGS = {
+    "interleaved, matching": "interleave, match",
+    "matching, rounded down": "match, round down",
+    ALL: "all three",
+}
 
 
 class Case(NamedTuple):
@@ -27,12 +33,50 @@ class Case(NamedTuple):
 SHORT = Case(32)
 CASES = (Case(16), SHORT, Case(64, hidden=256))
 
+WAYS = CASES[1:]
+"""Where every way is compared."""
+
+
+class Network(NamedTuple):
+    """One of the networks on MNIST, and what is done to its blocks."""
+
+    name: str
+    pictures: int
+    epochs: int
+    ways: dict[str, str]
+
+
+TILES = {"tiles, rounded down": "tiles, round down", "dealt, rounded down": "deal out, round down"}
+NETWORKS = (
+    Network("mlp", 60_000, 2, TILES),
+    Network("row transformer", 10_000, 1, FLAGS),
+)
+
+
+def of_text(rows: list[Row]) -> list[Row]:
+    """The trainings of the language model."""
+    return [row for row in rows if "network" not in row]
+
+
+def errors(rows: list[Row], network: Network, block: int, variant: str) -> dict[int, float]:
+    """Seed -> the test pictures that are wrong at the end, in %."""
+    names = ("network", "pictures", "epochs", "block", "variant")
+    wanted = (*network[:3], block, variant)
+    pictures = (r for r in rows if "network" in r)
+    return {
+        r["seed"]: 100 * (1 - r["accuracy"])
+        for r in pictures
+        if tuple(r[name] for name in names) == wanted
+    }
+
 
 def finals(rows: list[Row], variant: str, case: Case) -> dict[int, float]:
     """Seed -> the validation loss at the end."""
     wanted = (variant, *case)
     names = ("variant", *Case._fields)
-    return {r["seed"]: r["final"] for r in rows if tuple(r[name] for name in names) == wanted}
+    return {
+        r["seed"]: r["final"] for r in of_text(rows) if tuple(r[name] for name in names) == wanted
+    }
 
 
 def three(rows: list[Row], variant: str, case: Case) -> tuple[dict[int, float], ...]:
@@ -56,7 +100,8 @@ def in_the_mean(of: dict[int, float], plain: dict[int, float], single: dict[int,
 def ways_table(rows: list[Row], case: Case = SHORT) -> str:
     """Every way that was tried, a line each."""
     lines = ["| blocks | seeds | mean loss | of the gap closed |", "|---|---|---|---|"]
-    names = dict.fromkeys(r["variant"] for r in rows if Case(*(r[n] for n in Case._fields)) == case)
+    same = (r for r in of_text(rows) if Case(*(r[n] for n in Case._fields)) == case)
+    names = dict.fromkeys(r["variant"] for r in same)
     for name in ("elements", *names):
         if name in ("elements", "plain"):
             found = finals(rows, "plain", case if name == "plain" else case._replace(block=1))
@@ -69,29 +114,55 @@ def ways_table(rows: list[Row], case: Case = SHORT) -> str:
     return "\n".join(lines)
 
 
+def _shared(
+    of: dict[int, float], plain: dict[int, float], single: dict[int, float], digits: int
+) -> list[str]:
+    """The cells of a line: over the seeds that all three have."""
+    means = (f"{statistics.mean(found.values()):.{digits}f}" for found in (plain, of, single))
+    shares = sorted(round(100 * share) for share in closed(of, plain, single))
+    ahead = sum(of[seed] < plain[seed] for seed in of)
+    return [
+        str(len(of)),
+        *means,
+        f"{100 * in_the_mean(of, plain, single):.0f} %",
+        ", ".join(map(str, shares)),
+        f"{ahead} of {len(of)}",
+    ]
+
+
+_HEAD = "seeds | plain | with them | elements | of the gap closed | by seed | ahead of plain |"
+
+
 def cases_table(rows: list[Row]) -> str:
-    """Both flags beside plain blocks and elements, a line per case that was run."""
+    """The flags beside plain blocks and elements, a line per case that was run."""
     lines = [
-        "| blocks | hidden features | steps x characters | seeds | plain | with both flags "
-        "| elements | of the gap closed | by seed, least to largest | seeds ahead of plain |",
-        "|---|---|---|---|---|---|---|---|---|---|",
+        f"| blocks | hidden features | steps x characters | flags | {_HEAD}",
+        "|---" * 11 + "|",
     ]
     for case in CASES:
-        groups = both, plain, single = three(rows, BOTH, case)
-        means = (f"{statistics.mean(found.values()):.4f}" for found in (plain, both, single))
-        shares = sorted(round(100 * share) for share in closed(*groups))
-        ahead = sum(both[seed] < plain[seed] for seed in both)
-        cells = [
-            str(case.block),
-            str(case.hidden),
-            f"{case.steps:,} x {case.tokens:,}",
-            str(len(both)),
-            *means,
-            f"{100 * in_the_mean(*groups):.0f} %",
-            ", ".join(map(str, shares)),
-            f"{ahead} of {len(both)}",
-        ]
-        lines.append(f"| {' | '.join(cells)} |")
+        for way, flags in FLAGS.items():
+            groups = three(rows, way, case)
+            if groups[0]:
+                length = f"{case.steps:,} x {case.tokens:,}"
+                cells = [str(case.block), str(case.hidden), length, flags, *_shared(*groups, 4)]
+                lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def pictures_table(rows: list[Row]) -> str:
+    """The networks on MNIST likewise: errors in %."""
+    lines = [f"| network | blocks | flags | {_HEAD}", "|---" * 10 + "|"]
+    for network in NETWORKS:
+        single = errors(rows, network, 1, "plain")
+        for block in (16, 32, 64):
+            plain = errors(rows, network, block, "plain")
+            for way, flags in network.ways.items():
+                of = errors(rows, network, block, way)
+                seeds = sorted(of.keys() & plain.keys() & single.keys())
+                groups = [{seed: found[seed] for seed in seeds} for found in (of, plain, single)]
+                if seeds:
+                    cells = [network.name, str(block), flags, *_shared(*groups, 2)]
+                    lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)
 
 
@@ -101,22 +172,28 @@ def draw(rows: list[Row], path: Path) -> None:
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    cases = [case for case in CASES if three(rows, BOTH, case)[0]]
+    cases = [case for case in CASES if three(rows, ALL, case)[0]]
     figure, axes = plt.subplots(
-        1, len(cases), figsize=(3.2 * len(cases), 3.4), layout="constrained"
+        1, len(cases), figsize=(3.2 * len(cases), 3.4), layout="constrained", squeeze=False
     )
-    for axis, case in zip(axes, cases, strict=True):
-        both, plain, single = three(rows, BOTH, case)
-        for seed in both:
-            losses = [plain[seed], both[seed], single[seed]]
-            axis.plot(range(3), losses, "o-", color="C0", alpha=0.5, linewidth=1)
-        means = [statistics.mean(found.values()) for found in (plain, both, single)]
-        axis.plot(range(3), means, "k_", markersize=22, markeredgewidth=2)
-        axis.set_xticks(range(3), ["plain", "both flags", "elements"])
-        axis.set_xlim(-0.4, 2.4)
+    for axis, case in zip(axes[0], cases, strict=True):
+        ways = ("plain", *FLAGS)
+        found = [finals(rows, way, case) for way in ways]
+        found.append(finals(rows, "plain", case._replace(block=1)))
+        for seed in sorted({seed for losses in found for seed in losses}):
+            of = [(place, losses[seed]) for place, losses in enumerate(found) if seed in losses]
+            axis.plot(*zip(*of, strict=True), "o-", color="C0", alpha=0.4, linewidth=1)
+        for place, losses in enumerate(found):
+            if losses:
+                mean = statistics.mean(losses.values())
+                axis.plot(place, mean, "k_", markersize=18, markeredgewidth=2)
+        names = ("plain", *FLAGS.values(), "elements")
+        axis.set_xticks(
+            range(len(names)), [name.replace(", ", ",\n") for name in names], fontsize=7
+        )
         network = f"blocks of {case.block}, {case.hidden} features"
         axis.set_title(f"{network}\n{case.steps:,} steps of {case.tokens:,}", fontsize=10)
-    axes[0].set_ylabel("validation loss at the end, nats")
+    axes[0][0].set_ylabel("validation loss at the end, nats")
     figure.savefig(path, dpi=100)
 
 
@@ -126,7 +203,8 @@ def main() -> None:
     parser.add_argument("--picture", type=Path)
     arguments = parser.parse_args()
     rows = [json.loads(line) for line in arguments.results.read_text().splitlines()]
-    print(cases_table(rows), ways_table(rows), sep="\n\n")
+    tables = cases_table(rows), pictures_table(rows), *map(partial(ways_table, rows), WAYS)
+    print(*tables, sep="\n\n")
     if arguments.picture is not None:
         draw(rows, arguments.picture)
 
