@@ -129,6 +129,25 @@ def test_strided_inputs_and_gradients(layout):
     torch.testing.assert_close(dw, pattern.values_of(dy.t() @ x))
 
 
+@pytest.mark.parametrize("kind", ["sparse", "small", "dense"])
+@pytest.mark.parametrize("block_size", [1, 4])
+def test_strided_values_and_biases(kind, block_size):
+    pattern, x, values, bias = make(block_size, (6, 10), dtype=torch.float32)
+    apart = values.detach().repeat_interleave(2, dim=-1)[..., ::2].requires_grad_()
+    wide = torch.ones(1).expand(len(bias)).requires_grad_()
+    assert not apart.is_contiguous()
+    assert not wide.is_contiguous()
+    layer = SparseLinear(*reversed(pattern.shape), pattern=pattern)
+    layer.values.data, layer.bias.data = apart.detach(), wide.detach()
+    dy = torch.randn(6, pattern.shape[0])
+    dense = dense_linear(x, pattern.to_dense(values), torch.ones_like(bias))
+    expected = torch.autograd.grad(dense, (x, values), dy)
+    with ops.use_kernel(kind):
+        for y, given in ((linear(x, apart, pattern, wide), apart), (layer(x), layer.values)):
+            torch.testing.assert_close(y, dense)
+            torch.testing.assert_close(torch.autograd.grad(y, (x, given), dy), expected)
+
+
 def test_single_passes():
     pattern, x, values, _ = make(2)
     dy = torch.randn(6, pattern.shape[0], dtype=torch.float64)

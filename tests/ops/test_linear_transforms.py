@@ -204,3 +204,15 @@ def test_what_has_no_rule_says_so():
     (g,) = torch.autograd.grad(rows(table.values).square().sum(), table.values, create_graph=True)
     with pytest.raises(RuntimeError, match=r"no second derivative.*densify first"):
         g.sum().backward()
+
+
+def test_a_tensor_that_has_left_its_transform():
+    layer, kept = SparseLinear(4, 3, 0.5), []
+
+    def keep(x):
+        kept.append(x)
+        return x.sum()
+
+    x = torch.randn(2, 4)
+    grad(keep)(x)
+    torch.testing.assert_close(layer(kept[0]), layer(x))
