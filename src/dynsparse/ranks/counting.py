@@ -25,12 +25,6 @@ class CountingRanks(Ranks):
         if how == "sum":
             tensor.mul_(self.size)
 
-    def _broadcast(self, tensor: Tensor, source: int) -> None:
-        pass
-
-    def _gather(self, out: Tensor, tensor: Tensor) -> None:
-        out.copy_(tensor.expand_as(out))
-
     def _exchange(
         self, out: Tensor, tensor: Tensor, coming: Sequence[int], sizes: Sequence[int]
     ) -> None:
