@@ -37,7 +37,7 @@ from dynsparse.training.checkpoint.parts import Training, misfit, together
 from dynsparse.training.checkpoint.places import Sources, places, take_own
 from dynsparse.training.checkpoint.random_state import Generator
 from dynsparse.training.checkpoint.rectangles import Piece
-from dynsparse.training.parts import ranks_for
+from dynsparse.training.spread import ranks_for
 from dynsparse.training.trainer import SparseTrainer
 from dynsparse.typed import typed
 

@@ -13,7 +13,7 @@ from dynsparse.nn.sharded import gathered, is_sharded, local_part, own_rows
 from dynsparse.ops.grow import select
 from dynsparse.pattern.on_device import sent
 from dynsparse.ranks import ALONE, JointRanks, Ranks, chunk_of, joined, places, select_over_ranks
-from dynsparse.training.parts import Spread
+from dynsparse.training.spread import Spread
 from dynsparse.typed import typed
 
 __all__ = [

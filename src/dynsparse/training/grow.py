@@ -23,7 +23,7 @@ from dynsparse.ranks import (
     topk_over_ranks,
 )
 from dynsparse.training.change import naming
-from dynsparse.training.parts import whole_patterns
+from dynsparse.training.spread import whole_patterns
 
 __all__ = ["GradientGrowth", "Growth", "NoGrowth", "RandomGrowth"]
 

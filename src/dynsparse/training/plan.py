@@ -36,9 +36,9 @@ from dynsparse.training.grow import Growth
 from dynsparse.training.history import History, LastStep, gradient_of
 from dynsparse.training.initial import GradientStep, GrownValue, learning_rate_of
 from dynsparse.training.memory import release_memory
-from dynsparse.training.parts import Spread, extents, spreads_of
 from dynsparse.training.plan_there import Decided, carried_out, decided
 from dynsparse.training.schedule import Schedule
+from dynsparse.training.spread import Spread, extents, spreads_of
 
 __all__ = ["GrownValue", "begin_budget", "plan_changes"]
 

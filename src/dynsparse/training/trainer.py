@@ -28,12 +28,12 @@ from dynsparse.training.hooks import UpdateHook, call_all
 from dynsparse.training.initial import GradientStep, check_unscaled
 from dynsparse.training.layers import sparse_layers
 from dynsparse.training.optimizer_state import check_optimizer
-from dynsparse.training.parts import ranks_for
 from dynsparse.training.pieces import check_drop_score, check_initial_value, check_kinds_of_pieces
 from dynsparse.training.plan import GrownValue, begin_budget, plan_changes
 from dynsparse.training.reducers import follow_sizes
 from dynsparse.training.schedule import Schedule, is_due_within, said_of_next
 from dynsparse.training.single import check_one_optimizer
+from dynsparse.training.spread import ranks_for
 from dynsparse.training.steps import bare
 from dynsparse.training.together import (
     PatternsAfter,

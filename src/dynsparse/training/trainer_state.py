@@ -16,9 +16,9 @@ from dynsparse.training.budgets import Budget
 from dynsparse.training.grow import Growth
 from dynsparse.training.history import History
 from dynsparse.training.own import OwnParts
-from dynsparse.training.parts import described
 from dynsparse.training.records.unwritten import write_unwritten
 from dynsparse.training.schedule import Schedule
+from dynsparse.training.spread import described
 
 __all__ = ["HasState"]
 

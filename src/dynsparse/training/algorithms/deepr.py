@@ -18,8 +18,8 @@ from dynsparse.training.budgets import Budget, Counts, Survey
 from dynsparse.training.change import Change
 from dynsparse.training.grow import RandomGrowth
 from dynsparse.training.initial import learning_rate_of
-from dynsparse.training.parts import WholeSlots, spreads_of
 from dynsparse.training.schedule import ConstantSchedule
+from dynsparse.training.spread import WholeSlots, spreads_of
 from dynsparse.training.trainer import SparseTrainer
 
 __all__ = ["DeepR", "SignBudget"]

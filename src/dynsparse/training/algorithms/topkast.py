@@ -22,8 +22,8 @@ from dynsparse.training.change import Change, check_scores, naming, prepared
 from dynsparse.training.doubts import ask
 from dynsparse.training.drop import lowest_over_ranks, magnitude
 from dynsparse.training.grow import RandomGrowth
-from dynsparse.training.parts import Spread, extents, spreads_of
 from dynsparse.training.schedule import Schedule
+from dynsparse.training.spread import Spread, extents, spreads_of
 from dynsparse.training.trainer import GrownValue, SparseTrainer
 
 __all__ = ["SpareBudget", "TopKAST"]

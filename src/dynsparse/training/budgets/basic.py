@@ -20,8 +20,8 @@ from dynsparse.pattern.on_device import told
 from dynsparse.ranks import ALONE, JointRanks, Ranks, agreeing, ranks_of, sum_of_all
 from dynsparse.training.drop import UNRANKED, lowest_of_all, lowest_there
 from dynsparse.training.history import History, gradient_of
-from dynsparse.training.parts import Spread
 from dynsparse.training.schedule import Schedule
+from dynsparse.training.spread import Spread
 from dynsparse.typed import typed
 
 __all__ = ["Budget", "Counts", "GlobalBudget", "LayerBudget", "SoftBudget", "Survey"]

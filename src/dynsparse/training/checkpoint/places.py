@@ -15,7 +15,7 @@ from torch import Tensor
 
 from dynsparse.files.shorten import shortened
 from dynsparse.ranks import Part, Ranks
-from dynsparse.training.parts import spreads_of
+from dynsparse.training.spread import spreads_of
 from dynsparse.training.trainer import SparseTrainer
 
 __all__ = ["Sources", "places", "take_own", "whole_history"]

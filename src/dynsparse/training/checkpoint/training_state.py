@@ -33,7 +33,7 @@ from dynsparse.training.checkpoint.reading import (
     check_parts,
     read_payload,
 )
-from dynsparse.training.parts import ranks_for
+from dynsparse.training.spread import ranks_for
 from dynsparse.training.trainer import SparseTrainer
 from dynsparse.typed import typed
 
