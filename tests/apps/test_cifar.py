@@ -5,6 +5,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from rich.console import Console
+from saved_states import assert_equal, state
 from torch import nn
 
 from dynsparse.apps.common.option import METHODS
@@ -166,27 +167,11 @@ def test_two_epochs_equal_one_and_one(folder, tmp_path):
     tiny(folder, checkpoint_path=halves, stop_after=1, **more)
     torch.manual_seed(99)
     tiny(folder, checkpoint_path=halves, restore=halves, records_path=tmp_path / "record")
-    first, second = (_state(path / "epoch-0002.ckpt") for path in (whole, halves))
+    first, second = (state(path / "epoch-0002.ckpt") for path in (whole, halves))
     for part in ("model", "optimizer"):
-        assert _same(first[part], second[part]), part
+        assert_equal(first[part], second[part], part)
     patterns = Records.load(tmp_path / "record")
     assert patterns.pattern("blocks.0.conv1", -1).nnz
-
-
-def _state(path):
-    with path.open("rb") as file:
-        file.seek(60)
-        return torch.load(file, weights_only=True)
-
-
-def _same(first, second):
-    if isinstance(first, torch.Tensor):
-        return torch.equal(first, second)
-    if isinstance(first, dict):
-        return first.keys() == second.keys() and all(_same(first[k], second[k]) for k in first)
-    if isinstance(first, (list, tuple)):
-        return len(first) == len(second) and all(map(_same, first, second))
-    return first == second
 
 
 @pytest.mark.parametrize(

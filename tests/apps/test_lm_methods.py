@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 from rich.console import Console
+from saved_states import state
 
 from dynsparse.apps.common.option import METHODS
 from dynsparse.apps.lm import Options, run
@@ -30,12 +31,6 @@ WEIGHTS = 4 * 16 * 16 + 2 * 16 * 32
 def text(tmp_path) -> Path:
     (tmp_path / "text.txt").write_text(TEXT)
     return tmp_path / "text.txt"
-
-
-def state(path: Path) -> dict:
-    with path.open("rb") as file:
-        file.seek(60)
-        return torch.load(file, weights_only=True)
 
 
 @pytest.mark.parametrize("method", METHODS)

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 from rich.console import Console
+from saved_states import assert_equal, state
 
 from dynsparse.apps.common.resume import find_checkpoint
 from dynsparse.apps.common.training import Scores
@@ -28,9 +29,6 @@ TINY = {
     "sparsity": 0.5, "seed": 7,
 }  # fmt: skip
 
-# Times and identities differ; the training draws from neither Python's nor NumPy's generator.
-NOT_COMPARED = {"seconds", "update_seconds", "tokens_per_second", "python", "numpy", "training_id"}
-
 
 @pytest.fixture
 def text(tmp_path) -> Path:
@@ -46,29 +44,6 @@ def training(text, **changes) -> Training:
     options = Options(**{**TINY, "data": text, **changes})
     options.check()
     return Training(options, load_corpus(options), 7)
-
-
-def state(path: Path) -> dict:
-    """What a checkpoint holds, read as its documentation says: 60 bytes of header, then torch."""
-    with path.open("rb") as file:
-        file.seek(60)
-        return torch.load(file, weights_only=True)
-
-
-def assert_equal(first, second, where="") -> None:
-    assert type(first) is type(second), where
-    if isinstance(first, torch.Tensor):
-        assert torch.equal(first, second), where
-    elif isinstance(first, dict):
-        assert first.keys() == second.keys(), where
-        for key in first.keys() - NOT_COMPARED:
-            assert_equal(first[key], second[key], f"{where}/{key}")
-    elif isinstance(first, (list, tuple)):
-        assert len(first) == len(second), where
-        for index, pair in enumerate(zip(first, second, strict=True)):
-            assert_equal(*pair, f"{where}/{index}")
-    else:
-        assert first == second, where
 
 
 @pytest.mark.parametrize("method", ["rigl", "dense"])

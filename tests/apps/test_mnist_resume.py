@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 from rich.console import Console
+from saved_states import assert_equal, state
 
 from dynsparse.apps.common.resume import find_checkpoint
 from dynsparse.apps.pictures import Training
@@ -21,35 +22,9 @@ from dynsparse.training.records import Records
 QUIET = Console(quiet=True)
 TINY = {"batch_size": 64, "hidden_sizes": (32,), "steps_per_epoch": 4, "epochs": 2, "seed": 7}
 
-# Times and identities differ; the training draws from neither Python's nor NumPy's generator.
-NOT_COMPARED = {"seconds", "update_seconds", "python", "numpy", "training_id"}
-
 
 def tiny(**changes):
     return run(Options(**{**TINY, **changes}), QUIET)
-
-
-def state(path: Path) -> dict:
-    """What a checkpoint holds, read as its documentation says: 60 bytes of header, then torch."""
-    with path.open("rb") as file:
-        file.seek(60)
-        return torch.load(file, weights_only=True)
-
-
-def assert_equal(first, second, where="") -> None:
-    assert type(first) is type(second), where
-    if isinstance(first, torch.Tensor):
-        assert torch.equal(first, second), where
-    elif isinstance(first, dict):
-        assert first.keys() == second.keys(), where
-        for key in first.keys() - NOT_COMPARED:
-            assert_equal(first[key], second[key], f"{where}/{key}")
-    elif isinstance(first, (list, tuple)):
-        assert len(first) == len(second), where
-        for index, pair in enumerate(zip(first, second, strict=True)):
-            assert_equal(*pair, f"{where}/{index}")
-    else:
-        assert first == second, where
 
 
 def command(*arguments: str) -> list[str]:

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 from rich.console import Console
-from tests.apps.test_lm_training import assert_equal, state
+from saved_states import assert_equal, state
 
 from dynsparse.apps import lm
 from dynsparse.apps.common.training import Sums, Training

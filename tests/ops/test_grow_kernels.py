@@ -4,26 +4,13 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from kernels_of import ISAS, with_library
 
 from dynsparse import SparsePattern, native
 from dynsparse.ops.grow import POOLINGS, in_rows, select, topk_outside
 from dynsparse.ops.grow.best import Best
 
-ISAS = native.describe()["available"]
 pytestmark = pytest.mark.skipif(not ISAS, reason="no compiled kernels")
-
-
-def with_library(isa, function, threads=1):
-    """What `function` returns on the kernels of one instruction set, or without any."""
-    library = None if isa is None else native.load_isa(isa)
-    before = torch.get_num_threads()
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(native, "load", lambda: library)
-        torch.set_num_threads(threads)
-        try:
-            return function()
-        finally:
-            torch.set_num_threads(before)
 
 
 def assert_same(function):
