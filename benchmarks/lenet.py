@@ -55,8 +55,6 @@ class Settings:
     """Times the usual size of the sparse layers' first values, 1/sqrt(3 x inputs of the output)."""
     smoothing: float = 0.0
     """Of the labels."""
-    hidden: float = 0.0
-    """The share of a picture's pixels that are dropped."""
     distort: float = 0.0
     """How far pictures are bent, in pixels: lenet_pictures.py."""
     distorted: float = 1.0
@@ -151,7 +149,7 @@ class Contender:
 
 def build(seed: int, settings: Settings) -> nn.Sequential:
     torch.manual_seed(seed)
-    layers: list[nn.Module] = [nn.Dropout(settings.hidden)] if settings.hidden else []
+    layers: list[nn.Module] = []
     for i, density in enumerate(DENSITIES):
         kind = nn.Linear if density == 1 else ds.nn.SparseLinear
         extra = () if density == 1 else (density,)

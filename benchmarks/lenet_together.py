@@ -102,7 +102,6 @@ class Together(nn.Module):
         self.weight = nn.Parameter(torch.stack([layer.weight.detach() for layer in dense]))
         self.bias = nn.Parameter(torch.stack([layer.bias.detach() for layer in dense]))
         self.dropout = [own.dropout for own in settings]
-        self.hidden = [own.hidden for own in settings]
 
     @staticmethod
     def _stacked(layers: Sequence[ds.nn.SparseLinear]) -> ds.nn.SparseLinear:
@@ -118,17 +117,16 @@ class Together(nn.Module):
             made.bias.copy_(torch.cat([layer.bias for layer in layers]))
         return made
 
-    def _dropped(self, x: Tensor, shares: Sequence[float]) -> Tensor:
+    def _dropped(self, x: Tensor) -> Tensor:
         """Each network's features without its own share of them."""
-        if not (self.training and any(shares)):
+        if not (self.training and any(self.dropout)):
             return x
-        kept = 1 - x.new_tensor(shares).repeat_interleave(x.shape[1] // len(shares))
+        kept = 1 - x.new_tensor(self.dropout).repeat_interleave(x.shape[1] // len(self.dropout))
         return x * (torch.rand_like(x) < kept) / kept
 
     def forward(self, x: Tensor) -> Tensor:
-        x = self._dropped(x, self.hidden)
         for layer in self.sparse:
-            x = self._dropped(F.relu(layer(x)), self.dropout)
+            x = self._dropped(F.relu(layer(x)))
         each = x.view(len(x), len(self.bias), -1).transpose(0, 1)
         return torch.baddbmm(self.bias[:, None], each, self.weight.transpose(1, 2))
 

@@ -30,7 +30,7 @@ METHODS = {"static": "static", "set": "SET", "rigl": "RigL"}
 # What differed among the trials of lenet.py, in the order of the table's columns; and what stands
 # in one column if it is not as usual. Results that lack it are older than it.
 SETTINGS = ("rate", "course", "decay", "dropout", "interval", "end", "initial", "epochs")
-BESIDES = {"smoothing": 0.0, "hidden": 0.0, "distort": 0.0, "distorted": 1.0, "clean": 0.0}
+BESIDES = {"smoothing": 0.0, "distort": 0.0, "distorted": 1.0, "clean": 0.0}
 
 
 def read(name: str) -> list[Row]:
@@ -144,6 +144,7 @@ def all_tables() -> dict[str, str]:
         "convolutions": convolutions_table(small),
         "cifar": cifar_table(read("cifar-short.jsonl")),
         "lenet": lenet_table(lenet, held_out=10000),
+        "lenet test": lenet_table(lenet, held_out=0),
         "blocks": cases_table(of_blocks),
         "blocks on pictures": pictures_table(of_blocks),
         "ways to cut blocks": ways_table(of_blocks, WAYS[0]),

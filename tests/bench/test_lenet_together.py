@@ -78,18 +78,18 @@ def test_the_average_is_of_the_epochs_after_the_last_update():
 
 def test_each_network_drops_its_own_share():
     shares = (0.0, 0.25, 0.5)
-    settings = [lenet.Settings(dropout=0.0, hidden=share) for share in shares]
+    settings = [lenet.Settings(dropout=share) for share in shares]
     runs = zip(range(3), settings, strict=True)
     net = lenet_together.Together([lenet.build(*run) for run in runs], settings)
     torch.manual_seed(0)
     ones = torch.ones(500, 3 * 784)
-    found = net._dropped(ones, net.hidden).view(500, 3, 784)
+    found = net._dropped(ones).view(500, 3, 784)
     for at, share in enumerate(shares):
         own = found[:, at]
         assert set(own.unique().tolist()) <= {0.0, float(torch.tensor(1 / (1 - share)))}
         assert abs(float((own == 0).float().mean()) - share) < 0.01
     net.eval()
-    assert net._dropped(ones, net.hidden) is ones
+    assert net._dropped(ones) is ones
 
 
 def test_networks_that_differ_in_what_they_share_are_refused():
