@@ -100,6 +100,7 @@ def _make(
     idx: Tensor,
     ptr: Tensor,
     order: Tensor | None = None,
+    *,
     size: int = 0,
 ) -> Tensor | None:
     """None where the minors of a major are not in ascending order.
