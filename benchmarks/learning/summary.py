@@ -314,7 +314,7 @@ def draw(rows: list[Row], against: str, path: Path) -> None:
             axes[1, 0].plot(steps, values, style, label=f"{label(name)}: {key}")
     axes[1, 0].set(
         title="Features that the grown weights of an update spread over",
-        xlabel="step", ylabel="effective share of all",
+        xlabel="step", ylabel="effective share of all", ylim=(0, 1),
     )  # fmt: skip
 
     for name in ("static", "rigl", "rigl, 16 batches", "rigl, late start"):
