@@ -37,7 +37,7 @@ CALLED_BY_OTHERS = {
     "nn/attention_blocks.py": {"load_pattern"},  # torch's hooks before a state is loaded
     "nn/weight_view.py": {"__torch_dispatch__"},
     "ops/linear/flops.py": {"_conv"},  # torch's FlopCounterMode
-    "report/bench/tables.py": {"_law", "_steps", "_machine"},  # one of several tables, by name
+    "report/bench/tables.py": {"_law", "_steps"},  # one of several tables, by name
     "tracing/models.py": {"_begins", "_ends", "_goes_back"},  # hooks of torch
     "training/reducers.py": {"_note"},  # torch's hooks on the registration of modules
     "training/telemetry.py": {"_update"},  # SparseTrainer.on_update
