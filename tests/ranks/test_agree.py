@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from threaded import over
+from threaded import over, raised
 
 from dynsparse import native
 from dynsparse.ranks import (
@@ -16,13 +16,6 @@ from dynsparse.ranks import (
     named_ranks,
     texts_of,
 )
-
-
-def said(size, work):
-    """Type and text of what the ranks raise, which must be one."""
-    errors = in_threads(size, work, 10)
-    assert len({(type(e), str(e)) for e in errors}) == 1, errors
-    return type(errors[0]), str(errors[0])
 
 
 def failing(bad, error):
@@ -59,26 +52,26 @@ def test_numbers_of_64_bits_stay_what_they_are():
 
     assert over(2, work) == [ends, ends]
     assert work(ALONE) == ends
-    assert said(2, lambda ranks: work(ranks, True)) == (ValueError, "rank 1: x holds NaN")
+    assert raised(2, lambda ranks: work(ranks, True)) == (ValueError, "rank 1: x holds NaN")
 
 
 def test_an_error_of_one_is_that_of_all():
-    assert said(3, failing([1], ValueError("x holds NaN"))) == (ValueError, "rank 1: x holds NaN")
+    assert raised(3, failing([1], ValueError("x holds NaN"))) == (ValueError, "rank 1: x holds NaN")
 
 
 def test_an_error_of_all_is_said_once():
-    assert said(3, failing([0, 1, 2], TypeError("no"))) == (TypeError, "no")
+    assert raised(3, failing([0, 1, 2], TypeError("no"))) == (TypeError, "no")
 
 
 def test_several_errors_are_joined():
-    found = said(4, failing([0, 2, 3], lambda r: ValueError(f"bad {r % 2}")))
+    found = raised(4, failing([0, 2, 3], lambda r: ValueError(f"bad {r % 2}")))
     assert found == (ValueError, "ranks 0 and 2: bad 0; rank 3: bad 1")
 
 
 def test_other_kinds_are_named_and_lines_joined():
-    found = said(2, failing([1], KeyError("a\n b")))
+    found = raised(2, failing([1], KeyError("a\n b")))
     assert found == (RuntimeError, "rank 1: KeyError: 'a\\n b'")
-    assert said(2, failing([1], ValueError("a\n b"))) == (ValueError, "rank 1: a b")
+    assert raised(2, failing([1], ValueError("a\n b"))) == (ValueError, "rank 1: a b")
 
 
 def test_an_interrupt_stays_one_where_it_came():
@@ -139,7 +132,7 @@ def test_disagreement_names_what_and_who():
         seed = 1 if ranks.rank == 2 else 0
         agree_on(ranks, {"the schedule": "every 5", "the seed": f"{seed}"}, "give one seed")
 
-    assert said(4, work) == (
+    assert raised(4, work) == (
         ValueError,
         "ranks disagree on the seed: ranks 0, 1 and 3: 0, rank 2: 1; give one seed",
     )
@@ -151,7 +144,7 @@ def test_disagreement_on_digests_names_only_the_ranks():
         found = {"layer 'a'": 7, "layer 'b'": digest(pattern), "layer 'c'": ranks.rank}
         agree_on(ranks, found, "begin alike", shown=False)
 
-    assert said(3, work) == (
+    assert raised(3, work) == (
         ValueError,
         "ranks disagree on layer 'b' (and 1 more): rank 0 differs from ranks 1 and 2; begin alike",
     )

@@ -14,18 +14,16 @@ from rank_trainings import (
     steps_of,
     weights,
 )
-from threaded import over
+from threaded import over, raised
 
 import dynsparse as ds
-from dynsparse.ranks import in_threads
 from dynsparse.training import ConstantSchedule
 
 
 def said(size, work):
     """The one error that all ranks raise."""
-    errors = in_threads(size, work, 20)
-    assert len({(type(e), str(e)) for e in errors}) == 1, errors
-    return f"{type(errors[0]).__name__}: {errors[0]}"
+    kind, text = raised(size, work, 20)
+    return f"{kind.__name__}: {text}"
 
 
 def made(ranks, make, **model):

@@ -12,3 +12,10 @@ def over(size, work, seconds=30.0):
     for error in sorted(errors, key=lambda e: isinstance(e, BrokenMoveError)):
         raise error
     return results
+
+
+def raised(size, work, seconds=10.0):
+    """Type and text of what the ranks raise, which must be one."""
+    errors = in_threads(size, work, seconds)
+    assert len({(type(e), str(e)) for e in errors}) == 1, errors
+    return type(errors[0]), str(errors[0])

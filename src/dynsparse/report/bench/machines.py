@@ -10,16 +10,17 @@ from dynsparse.report.bench.tables import (
     NAMES,
     between,
     cells_of,
+    in_columns,
     machine_name,
     measured_line,
+    present,
+    summaries_of,
     table,
 )
 
 __all__ = ["VIEWS", "worst_first"]
 
 Figures = dict[str, Any]
-Summary = dict[str, tuple[float, float, float]]
-"""contender -> median, smallest and largest cell."""
 
 
 def worst_first(machines: list[Figures], names: list[str]) -> list[Figures]:
@@ -32,29 +33,12 @@ def worst_first(machines: list[Figures], names: list[str]) -> list[Figures]:
     )
 
 
-def _groups(machine: Figures, names: list[str]) -> dict[tuple[int, float], tuple[int, Summary]]:
-    """(block, density) -> how many cells, and what they gain."""
-    found: dict[tuple[int, float], list[Figures]] = {}
-    for cell in cells_of(machine, names):
-        found.setdefault((cell["block"], cell["density"]), []).append(cell["ratios"])
-    groups = {}
-    for key, ratios in found.items():
-        summary = {}
-        for who in NAMES:
-            medians = [one[who]["median"] for one in ratios if who in one]
-            if medians:
-                summary[who] = statistics.median(medians), min(medians), max(medians)
-        groups[key] = len(ratios), summary
-    return groups
-
-
 def _side_by_side(machines: list[Figures], names: list[str]) -> str:
     """By density and block: a row per machine, the median over cells with their range."""
-    ran = {machine_name(one): _groups(one, names) for one in worst_first(machines, names)}
+    ran = {machine_name(one): summaries_of(one, names) for one in worst_first(machines, names)}
     keys = dict.fromkeys(key for groups in ran.values() for key in groups)
     blocks = len({block for block, _ in keys}) > 1
-    summaries = [summary for groups in ran.values() for _, summary in groups.values()]
-    who = [name for name in NAMES if any(name in summary for summary in summaries)]
+    who = present(summary for groups in ran.values() for _, summary in groups.values())
     rows = []
     for block, density in keys:
         for name, groups in ran.items():
@@ -62,7 +46,7 @@ def _side_by_side(machines: list[Figures], names: list[str]) -> str:
                 continue
             count, summary = groups[block, density]
             row = [*[f"{block}"] * blocks, f"{density:g}", name, f"{count}"]
-            rows.append([*row, *[between(*summary[w]) if w in summary else "" for w in who]])
+            rows.append([*row, *in_columns(summary, who)])
     head = [*["block"] * blocks, "density", "machine", "cells", *[NAMES[name] for name in who]]
     return table(head, rows)
 
@@ -72,7 +56,7 @@ def _headline(machines: list[Figures], names: list[str]) -> str:
 
     Every part begins with the machine that gains least.
     """
-    ran = {machine_name(one): _groups(one, names) for one in worst_first(machines, names)}
+    ran = {machine_name(one): summaries_of(one, names) for one in worst_first(machines, names)}
     densities = dict.fromkeys(density for groups in ran.values() for _, density in groups)
     parts = []
     for place, density in enumerate(densities):

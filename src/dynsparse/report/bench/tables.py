@@ -13,14 +13,19 @@ __all__ = [
     "VIEWS",
     "between",
     "cells_of",
+    "in_columns",
     "machine_line",
     "machine_name",
     "measured_line",
+    "present",
+    "summaries_of",
     "table",
     "whole_report",
 ]
 
 Figures = dict[str, Any]
+Summary = dict[str, tuple[float, float, float]]
+"""contender -> median, smallest and largest cell."""
 
 NAMES = {
     "masked": "masked dense",
@@ -129,20 +134,43 @@ def _notes(results: Figures, names: list[str], cells: list[Figures]) -> str:
     return "".join(f"\n\n{line}" for line in lines)
 
 
+def summaries_of(
+    results: Figures, names: list[str]
+) -> dict[tuple[int, float], tuple[int, Summary]]:
+    """(block, density) -> how many cells, and what they gain."""
+    found: dict[tuple[int, float], list[Figures]] = {}
+    for cell in cells_of(results, names):
+        found.setdefault((cell["block"], cell["density"]), []).append(cell["ratios"])
+    groups = {}
+    for key, ratios in found.items():
+        summary = {}
+        for who in NAMES:
+            medians = [one[who]["median"] for one in ratios if who in one]
+            if medians:
+                summary[who] = statistics.median(medians), min(medians), max(medians)
+        groups[key] = len(ratios), summary
+    return groups
+
+
+def present(summaries: Iterable[Summary]) -> list[str]:
+    """The contenders that any of them has, in the order of the columns."""
+    there = {name for summary in summaries for name in summary}
+    return [name for name in NAMES if name in there]
+
+
+def in_columns(summary: Summary, who: list[str]) -> list[str]:
+    """A cell of the table per contender."""
+    return [between(*summary[name]) if name in summary else "" for name in who]
+
+
 def _summary(results: Figures, names: list[str]) -> str:
     """By density and block: the median over cells, with the smallest and the largest."""
-    cells = cells_of(results, names)
-    who = [name for name in NAMES if any(name in cell["ratios"] for cell in cells)]
-    groups: dict[tuple[int, float], list[Figures]] = {}
-    for cell in cells:
-        groups.setdefault((cell["block"], cell["density"]), []).append(cell)
-    rows = []
-    for (block, density), members in groups.items():
-        row = [f"{block}", f"{density:g}", f"{len(members)}"]
-        for name in who:
-            found = [c["ratios"][name]["median"] for c in members if name in c["ratios"]]
-            row.append(between(statistics.median(found), min(found), max(found)) if found else "")
-        rows.append(row)
+    groups = summaries_of(results, names)
+    who = present(summary for _, summary in groups.values())
+    rows = [
+        [f"{block}", f"{density:g}", f"{count}", *in_columns(summary, who)]
+        for (block, density), (count, summary) in groups.items()
+    ]
     return table(["block", "density", "cells", *[NAMES[name] for name in who]], rows)
 
 
