@@ -4,7 +4,7 @@
         --seeds 0 1 2 --output results.jsonl
 
 A line of JSON per training. The last 10,000 training pictures are held out and tested on; the test
-set is not looked at. What is varied is in small_trials.py, small_tables.py makes the page's tables.
+set is not looked at. What is varied is in small_trials.py, tables.py makes the page's tables.
 """
 
 from __future__ import annotations
