@@ -51,7 +51,8 @@ test: $(VENV)/.installed-dev native lint
 test-frameworks: $(VENV)/.installed-frameworks native
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/integrations tests/distributed/test_loops.py \
 		tests/nn/test_convert_transformers.py tests/nn/test_architectures.py tests/nn/test_adapters.py \
-		tests/data/test_compiled_bpe.py
+		tests/data/test_text_bpe.py
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/fuzz -k tokens
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/api -k "onnx or keras"
 
 test-gpu-kernels: $(VENV)/.installed-gpu-test native

@@ -1,20 +1,17 @@
-"""Everything worth measuring on a GPU, most important first, inside a budget of time.
+"""Everything worth measuring on a GPU: first whether it is right, then how fast.
 
-    python3 benchmarks/gpu.py --out results.json           # on a GPU; at most ten minutes
-    python3 benchmarks/gpu.py --dry                        # tiny, on a CPU: does it run?
+    python3 benchmarks/gpu.py --smoke                   # is every kernel right? 60 to 90 seconds
+    python3 benchmarks/gpu.py                           # all sections
+    python3 benchmarks/gpu.py steps grid                # some of them
+    python3 benchmarks/gpu.py training --tokens train.bin
+    compute-sanitizer --target-processes all python3 benchmarks/gpu.py --smoke --small --limit 500
+    python3 benchmarks/gpu.py --dry                     # all of it small, on a CPU: does it run?
 
-Works from a checkout: nothing is installed, no compiled CPU kernels are needed; torch, Triton,
-NumPy and SciPy are. Sections run in order of importance until the budget is spent: ceilings of the
-chip, whether every kernel is right, all candidates of the kernels over blocks, whole steps eager
-and captured, float32, the dense way, growth and updates, graphs and memory, a transformer, whole
-trainings, other sizes, and what time is left goes to neighbours of the best. Data are random, times
-medians of calls in turn with a cold cache. Kernels are compiled by several processes before
-anything is timed.
-
-What was expected before is printed beside each figure (`gpu_parts/predictions.py`). The file is
-whole at any moment, and an error ends its section only. Where one has broken the device for this
-process, or nothing has ended for a while, another process goes on without what did that. Exit
-status 1 where a result was wrong.
+Works from a checkout with torch, Triton, NumPy and SciPy: nothing is installed, and no compiled CPU
+kernels are needed. Each section is a process of its own, so that a kernel which breaks the device
+or never ends costs its own section alone. The results file, `--out` or in $OUT, is whole after
+every section. Data are random; times are medians of calls in turn, the cache cold, with what nine
+and one of ten calls exceed. Exit status 1 where a result was wrong.
 """
 
 from __future__ import annotations
@@ -22,14 +19,13 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import statistics
+import signal
 import subprocess
 import sys
 import tempfile
-import threading
 import time
-from collections.abc import Callable
 from contextlib import ExitStack
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -38,145 +34,28 @@ sys.path[:0] = [str(HERE.parent / "src"), str(HERE)]
 os.environ.setdefault("DYNSPARSE_ISA", "none")  # nothing here computes on the CPU
 os.environ.setdefault("TRITON_CACHE_DIR", str(Path(tempfile.gettempdir()) / "dynsparse-triton"))
 
-# Seconds without anything that ends, compiling a kernel included.
-_PATIENCE = 90
-
 
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--out", type=Path, help="JSON file of the results; without, in /tmp")
-    parser.add_argument("--budget", type=float, default=540, help="seconds, compiling included")
+    parser.add_argument("sections", nargs="*", help="names of sections; without, all")
+    folder = Path(os.environ.get("OUT", tempfile.gettempdir()))
+    parser.add_argument("--out", type=Path, default=folder / "gpu.json", help="JSON of the results")
+    parser.add_argument("--smoke", action="store_true", help="the sections that check, no times")
+    parser.add_argument("--small", action="store_true", help="small cases")
     parser.add_argument("--dry", action="store_true", help="small, on a CPU, kernels interpreted")
-    parser.add_argument("--only", nargs="*", default=[], help="names of sections")
-    parser.add_argument("--workers", type=int, default=min(12, os.cpu_count() or 1))
-    parser.add_argument("--began", type=float, default=time.time(), help=argparse.SUPPRESS)
-    parser.add_argument("--worker", type=int, default=-1, help=argparse.SUPPRESS)
-    parser.add_argument("--done", nargs="*", help=argparse.SUPPRESS)
-    args = parser.parse_args()
-    if args.out is None and not args.dry:
-        args.out = Path(tempfile.gettempdir()) / "dynsparse-gpu.json"
-    return args
+    parser.add_argument("--tokens", type=Path, help="uint16 tokens that `training` learns")
+    parser.add_argument("--limit", type=float, default=150, help="seconds that a section may take")
+    parser.add_argument("--child", action="store_true", help=argparse.SUPPRESS)
+    return parser.parse_args()
 
 
-def sections(run: Any) -> dict[str, Callable[[], None]]:
-    """By importance."""
-    from gpu_parts import (
-        ceilings,
-        checks,
-        dense_way,
-        graphs,
-        grid,
-        growth,
-        kernels,
-        layers,
-        memory,
-        training,
-    )
+def all_sections() -> dict[str, Any]:
+    from gpu_parts import kernels, model, smoke, steps
 
-    return {
-        "ceilings": lambda: ceilings.measure(run),
-        "correctness": lambda: checks.check(run),
-        **{f"blocks {b}": lambda b=b: kernels.measure(run, b) for b in kernels.ORDER},
-        "steps": lambda: layers.steps(run),
-        "float32": lambda: kernels.float32(run),
-        "dense way": lambda: dense_way.measure(run),
-        "growth": lambda: growth.scores(run),
-        "updates": lambda: growth.updates(run),
-        "graphs": lambda: graphs.measure(run),
-        "memory": lambda: memory.measure(run),
-        "transformer": lambda: layers.transformer(run),
-        "training": lambda: training.measure(run),
-        "grid": lambda: grid.measure(run, 0.75),
-        "refine": lambda: kernels.refine(run),
-    }
+    return {**smoke.SECTIONS, **kernels.SECTIONS, **steps.SECTIONS, **model.SECTIONS}
 
 
-def compile_all(args: argparse.Namespace) -> None:
-    """Workers launch every kernel once; what they compile is found in Triton's cache."""
-    begin = time.time()
-    command = [sys.executable, __file__, "--workers", str(args.workers), "--worker"]
-    running = [subprocess.Popen([*command, str(i)]) for i in range(args.workers)]
-    for process in running:
-        try:
-            process.wait(timeout=max(1.0, begin + args.budget / 4 - time.time()))
-        except subprocess.TimeoutExpired:
-            process.kill()  # what it leaves is compiled when it is first needed
-    print(f"compiled by {args.workers} processes in {time.time() - begin:.0f} s", flush=True)
-
-
-def worker(args: argparse.Namespace, run: Any) -> None:
-    from gpu_parts import checks, kernels
-
-    jobs = [lambda case=case: checks.one(run, *case) for case in checks.cases(run).values()]
-    for i, job in enumerate([*kernels.jobs(run), *jobs]):
-        if i % args.workers == args.worker:
-            try:
-                job()
-            except Exception as problem:  # told where it is measured
-                print(f"job {i}: {type(problem).__name__}", flush=True)
-    run.wait()
-
-
-def goes_on(run: Any) -> bool:
-    """Whether this process can still use the device."""
-    try:
-        run.wait()
-    except Exception:
-        return False
-    return True
-
-
-def again(args: argparse.Namespace, run: Any, done: list[str]) -> None:
-    """A new process does the rest: the device is lost to this one. The section at hand is done
-    again without what did that, if that is known."""
-    trying = run.state["trying"]
-    if trying is not None:
-        run.state["skip"].append(trying)
-        run.state["trying"] = None
-        done = done[:-1]
-    run.write()
-    command = [sys.executable, __file__, "--budget", str(args.budget), "--began", str(args.began)]
-    command += ["--out", str(args.out)]
-    command += ["--only", *args.only] if args.only else []
-    print(f"the device is lost to this process, by {trying}; another goes on", flush=True)
-    os.execv(sys.executable, [*command, "--done", *done])
-
-
-def watch(args: argparse.Namespace, run: Any, done: list[str]) -> None:
-    """Goes on in a new process where a kernel does not end."""
-    while True:
-        time.sleep(1)
-        if time.time() - run.alive > _PATIENCE:
-            run.problem("watch", TimeoutError(f"nothing ended for {_PATIENCE} s"))
-            again(args, run, done)
-
-
-def measure(args: argparse.Namespace, run: Any) -> None:
-    done = list(args.done or [])
-    if not run.dry:
-        threading.Thread(target=watch, args=(args, run, done), daemon=True).start()
-    for title, section in sections(run).items():
-        if title in done or (args.only and title not in args.only):
-            continue
-        done.append(title)
-        run.state["trying"] = None
-        begin = time.time()
-        told = run.state["sections"][title] = {"ended": "no time"}
-        if run.left() > 20 or run.dry:
-            try:
-                section()
-                told["ended"] = "well"
-            except Exception as problem:
-                told["ended"] = f"{type(problem).__name__}: {str(problem)[:300]}"
-                run.problem(title, problem)
-        told["seconds"] = round(time.time() - begin, 1)
-        run.write()
-        print(f"-- {title}: {told['ended']}, {told['seconds']} s", flush=True)
-        if not goes_on(run):
-            again(args, run, done)
-
-
-def describe(run: Any) -> dict[str, object]:
+def describe(dry: bool) -> dict[str, object]:
     import torch
     import triton
 
@@ -184,72 +63,116 @@ def describe(run: Any) -> dict[str, object]:
         "torch": torch.__version__, "triton": triton.__version__, "python": sys.version.split()[0],
         "device": "interpreter",
     }  # fmt: skip
-    if not run.dry:
+    if not dry:
         about = torch.cuda.get_device_properties(0)
         found |= {
             "device": about.name, "capability": [about.major, about.minor],
             "multiprocessors": about.multi_processor_count, "cache": about.L2_cache_size,
         }  # fmt: skip
+        query = ["nvidia-smi", "--query-gpu=driver_version,clocks.max.sm,power.limit"]
+        told = subprocess.run([*query, "--format=csv,noheader"], capture_output=True, text=True)
+        found["driver, clock, power limit"] = told.stdout.strip()
     return found
 
 
-def summary(args: argparse.Namespace, run: Any) -> None:
-    """The row of `cuda/rates.py` as measured, the best candidates, and what was wrong; the results
-    as a page of tables beside the file."""
-    from gpu_parts import ceilings, tables
-
-    best = run.state["best"]
-    reached = [kept["share"] for key, kept in best.items() if not key.startswith("16 ")]
-    row = ceilings.rates(run)
-    if reached and not run.dry:
-        share = {**row.share, "16-bit": round(statistics.median(reached), 2)}
-        row = row._replace(measured=True, source=f"gpu.py on {run.state['about']}", share=share)
-    run.state["rates"] = row._asdict()
-    print(f"for cuda/rates.py: {row}")
-    for key, kept in best.items():
-        print(f"best {key}: {kept['us']:.1f} us, {kept['ratio']:.2f}x dense, "
-              f"{100 * kept['share']:.0f} % of bound, {kept['config']}")  # fmt: skip
-    print(f"wrong results: {run.state.get('wrong', 'not looked at')}; "
-          f"problems: {len(run.state.get('problems', []))}")  # fmt: skip
-    run.write()
-    if args.out is not None:
-        page = args.out.with_suffix(".md")
-        page.write_text(tables.measured(run.state) + "\n")
-        print(f"written to {args.out} and, as tables, to {page}")
-
-
-def main() -> int:
-    args = arguments()
-    if not args.dry:
-        import torch
-
-        if not torch.cuda.is_available():
-            print("gpu.py: expected a CUDA device, found none: --dry runs on a CPU")
-            return 2
+def child(args: argparse.Namespace) -> None:
+    """One section, in this process."""
     with ExitStack() as stack:
         if args.dry:
             sys.path.insert(0, str(HERE.parent / "tests" / "ops" / "cuda"))
             import interpreted
 
             stack.enter_context(interpreted.kernels())
-        from gpu_parts import ceilings
+        import torch
         from gpu_parts.run import Run
 
-        run = Run(args.dry, args.budget, args.out, args.began)
-        if args.dry:
-            ceilings.interpret()
-        if args.worker >= 0:
-            worker(args, run)
-            return 0
-        if args.done is not None:
-            run.state.update(json.loads(args.out.read_text()))
-        elif not args.dry:
-            compile_all(args)
-        run.state["about"] = describe(run)
-        print(run.state["about"], flush=True)
-        measure(args, run)
-        summary(args, run)
-    return 1 if run.state.get("wrong") else 0
+        device = torch.device("cpu" if args.dry else "cuda")
+        torch.manual_seed(0)
+        run = Run(device, args.small or args.dry, args.out, args.limit, args.tokens)
+        all_sections()[args.sections[0]](run)
+        run.write()
+
+
+def measure(args: argparse.Namespace, names: list[str]) -> dict[str, Any]:
+    """Sections one after the other; those that check nothing but results beside each other."""
+    results: dict[str, Any] = {"about": describe(args.dry), "sections": {}}
+    print(results["about"], flush=True)
+    running = {}
+    with tempfile.TemporaryDirectory() as folder:
+        parts = {name: Path(folder) / f"{name.replace(' ', '-')}.json" for name in names}
+        for name in names:
+            if name.startswith("smoke"):
+                running[name] = start(args, name, parts[name])
+        try:
+            for name in names:
+                if name not in running:
+                    running[name] = start(args, name, parts[name])
+                process, begin = running[name]
+                ended = "interrupted"
+                try:
+                    process.wait(timeout=max(1.0, begin + args.limit - time.time()))
+                    code = process.returncode
+                    ended = f"exit status {code}" if code else "well"
+                except subprocess.TimeoutExpired:
+                    ended = f"not within {args.limit:g} s"
+                finally:
+                    stop(process)
+                    seconds = round(time.time() - begin, 1)
+                    found: dict[str, Any] = {"wrong": []}
+                    if parts[name].exists():
+                        found = json.loads(parts[name].read_text())
+                    if ended != "well":
+                        found["wrong"].append(f"{name}: {ended}")
+                    results["sections"][name] = {"ended": ended, "seconds": seconds, **found}
+                    args.out.write_text(json.dumps(results, indent=1))
+                    print(f"-- {name}: {ended}, {seconds} s", flush=True)
+        finally:
+            for process, _ in running.values():
+                stop(process)
+    return results
+
+
+def stop(process: subprocess.Popen) -> None:
+    """A section that still runs, and what it has started."""
+    if process.poll() is None:
+        os.killpg(process.pid, signal.SIGKILL)
+
+
+def start(args: argparse.Namespace, name: str, out: Path) -> tuple[subprocess.Popen, float]:
+    command = [sys.executable, __file__, name, "--child", "--out", str(out)]
+    command += ["--limit", str(args.limit)]
+    command += ["--tokens", str(args.tokens)] if args.tokens else []
+    command += ["--small"] * args.small + ["--dry"] * args.dry
+    return subprocess.Popen(command, start_new_session=True), time.time()
+
+
+def main() -> int:
+    args = arguments()
+    if args.child:
+        child(args)
+        return 0
+    if find_spec("triton") is None:
+        print("gpu.py: expected Triton, found none: pip install triton")
+        return 2
+    if not args.dry:
+        import torch
+
+        if not torch.cuda.is_available():
+            print("gpu.py: expected a CUDA device, found none: --dry runs on a CPU")
+            return 2
+    known = list(all_sections())
+    unknown = [name for name in args.sections if name not in known]
+    if unknown:
+        print(f"gpu.py: expected sections of {', '.join(known)}, got {', '.join(unknown)}")
+        return 2
+    names = [name for name in known if not args.sections or name in args.sections]
+    if args.smoke:
+        names = [name for name in names if name.startswith("smoke")]
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # as `timeout` ends it
+    results = measure(args, names)
+    wrong = [what for section in results["sections"].values() for what in section["wrong"]]
+    print(f"wrong: {len(wrong)} {'; '.join(wrong)}\nwritten to {args.out}")
+    return 1 if wrong else 0
 
 
 if __name__ == "__main__":

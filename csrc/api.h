@@ -23,9 +23,10 @@
  * neither each other nor what is read, except where this is said.
  *
  * The index of a layer. CSR: row_ptr [out / block + 1], cols [nnz]; CSC: col_ptr [in / block + 1],
- * csc_rows [nnz], csc_perm [nnz], the slot of each entry. Pointers ascend from 0 to nnz, numbers of
- * rows and columns lie in their range and ascend without repetition inside a row or column, and
- * csc_perm is a permutation. values [nnz, block, block] holds W[row * block + i, col * block + j]
+ * csc_rows [nnz], csc_perm [nnz], the slot of each entry; slots [nnz], that of each entry of the
+ * CSR, or null where it is the entry's number. Pointers ascend from 0 to nnz, numbers of rows and
+ * columns lie in their range and ascend without repetition inside a row or column, and csc_perm and
+ * slots are permutations. values [nnz, block, block] holds W[row * block + i, col * block + j]
  * at (slot, i, j).
  *
  * Not checked: none of this is. Sizes that are negative, an index that is not as above, or pointers
@@ -93,8 +94,9 @@ DYNSPARSE_API void dynsparse_pattern_large_pages(void* data, int64_t bytes);
  * order of sums, and so their last bits, may depend on `batch`, never on `threads`. */
 DYNSPARSE_API int dynsparse_linear_forward(
     const float* x, int64_t x_batch_stride, int64_t x_feature_stride, const float* values,
-    const int32_t* row_ptr, const int32_t* cols, const void* row_panels, const float* bias,
-    float* y, int64_t batch, int64_t out, int64_t in, int64_t block, int32_t threads);
+    const int32_t* row_ptr, const int32_t* cols, const int32_t* slots, const void* row_panels,
+    const float* bias, float* y, int64_t batch, int64_t out, int64_t in, int64_t block,
+    int32_t threads);
 
 /* dx [batch, in] = dy W, dvalues [nnz, block, block] = dy^T x at W's blocks, and dbias [out], dy
  * summed over the samples. Each may be null and is not computed then. The order of the sums of
@@ -106,28 +108,29 @@ DYNSPARSE_API int dynsparse_linear_forward(
 DYNSPARSE_API int dynsparse_linear_backward(
     const float* dy, int64_t dy_batch_stride, int64_t dy_feature_stride, const float* x,
     int64_t x_batch_stride, int64_t x_feature_stride, const float* values, const int32_t* row_ptr,
-    const int32_t* cols, const int32_t* col_ptr, const int32_t* csc_rows, const int32_t* csc_perm,
-    const void* row_panels, const void* col_panels, float* dx, float* dvalues, float* dbias,
-    int64_t batch, int64_t out, int64_t in, int64_t block, int32_t threads);
+    const int32_t* cols, const int32_t* slots, const int32_t* col_ptr, const int32_t* csc_rows,
+    const int32_t* csc_perm, const void* row_panels, const void* col_panels, float* dx,
+    float* dvalues, float* dbias, int64_t batch, int64_t out, int64_t in, int64_t block,
+    int32_t threads);
 
 /* As dynsparse_linear_forward for bfloat16 x and y. values are of `values_type` (dynsparse_type);
  * the bias is float32. Sums are float32 and rounded once. Where dynsparse_bf16_unit is not 0,
  * float32 values of blocks of 16, 32, 64 and 128 are rounded to bfloat16 first. */
 DYNSPARSE_API int dynsparse_linear_forward_bf16(
     const dynsparse_bf16* x, int64_t x_batch_stride, int64_t x_feature_stride, const void* values,
-    int32_t values_type, const int32_t* row_ptr, const int32_t* cols, const void* row_panels,
-    const float* bias, dynsparse_bf16* y, int64_t batch, int64_t out, int64_t in, int64_t block,
-    int32_t threads);
+    int32_t values_type, const int32_t* row_ptr, const int32_t* cols, const int32_t* slots,
+    const void* row_panels, const float* bias, dynsparse_bf16* y, int64_t batch, int64_t out,
+    int64_t in, int64_t block, int32_t threads);
 
 /* As dynsparse_linear_backward for bfloat16 dy, x and dx. values and dvalues are both of
  * `values_type`, dbias is float32. */
 DYNSPARSE_API int dynsparse_linear_backward_bf16(
     const dynsparse_bf16* dy, int64_t dy_batch_stride, int64_t dy_feature_stride,
     const dynsparse_bf16* x, int64_t x_batch_stride, int64_t x_feature_stride, const void* values,
-    int32_t values_type, const int32_t* row_ptr, const int32_t* cols, const int32_t* col_ptr,
-    const int32_t* csc_rows, const int32_t* csc_perm, const void* row_panels,
-    const void* col_panels, dynsparse_bf16* dx, void* dvalues, float* dbias, int64_t batch,
-    int64_t out, int64_t in, int64_t block, int32_t threads);
+    int32_t values_type, const int32_t* row_ptr, const int32_t* cols, const int32_t* slots,
+    const int32_t* col_ptr, const int32_t* csc_rows, const int32_t* csc_perm,
+    const void* row_panels, const void* col_panels, dynsparse_bf16* dx, void* dvalues,
+    float* dbias, int64_t batch, int64_t out, int64_t in, int64_t block, int32_t threads);
 
 /* ---- convolutions ---- */
 

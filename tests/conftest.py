@@ -2,6 +2,7 @@
 
 import os
 import sys
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -12,10 +13,12 @@ from dynsparse.ops.linear import LayerIndex
 from dynsparse.pattern import SparsePattern
 
 sys.path.insert(0, str(Path(__file__).parent))
+sys.path.insert(0, str(Path(__file__).parents[1] / "docs" / "tools"))
 import torchvision_names  # noqa: F401
 
-# Each test makes what it tests; those of the cache have one of their own.
-os.environ["DYNSPARSE_CACHE_SIZE"] = "0"
+# What was measured or downloaded on this machine before is not for tests.
+_cache = tempfile.TemporaryDirectory(prefix="dynsparse-cache-", ignore_cleanup_errors=True)
+os.environ["DYNSPARSE_CACHE_DIR"] = _cache.name
 
 settings.register_profile("dynsparse", deadline=None, max_examples=30, derandomize=True)
 settings.load_profile("dynsparse")
@@ -44,7 +47,8 @@ def off_cpu(monkeypatch):
     def of_its_own(self, device):
         if self._is_on(device):
             return index_on(self, device)
-        return self._thin(*(t.to(device, copy=True) for t in (self.row_ptr, self.cols)))
+        held = self.row_ptr, self.sorted_cols, self.slots
+        return self._thin(*(tensor.to(device, copy=True) for tensor in held))
 
     monkeypatch.setattr(LayerIndex, "__init__", elsewhere)
     monkeypatch.setattr(SparsePattern, "_index_on", of_its_own)

@@ -22,7 +22,6 @@ CALLED_BY_OTHERS = {
     "bench/parts.py": {"after"},  # hooks of torch
     "cli/app.py": {"_show_warning"},  # warnings
     "data/packed.py": {"_gzip", "_bzip2"},  # one of several openers, by suffix
-    "distributed/placement.py": {"blocks"},  # one of several placements
     "integrations/huggingface.py": {"on_train_begin", "on_log", "on_train_end"},  # Trainer
     "integrations/keras/callbacks.py": {
         "on_train_begin",

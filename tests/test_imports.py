@@ -47,7 +47,7 @@ BESIDE = {
     "machine": [*GROUND],
     "popsparse": [*GROUND, "machine", "nn", "ops"],
     "data": [*GROUND],
-    "selfcheck": [*GROUND, "ops", "nn", "machine"],
+    "selfcheck": [*GROUND, "ops"],
     "bench": [*GROUND, "ops", "nn", "training"],
     "report": [*GROUND, "machine", "popsparse", "nn", "training", "bench"],
 }
@@ -62,9 +62,6 @@ FROM_THE_SIDE = {
 
 THE_LAZY_DOOR = (f"{PACKAGE}.nn.targets", f"{PACKAGE}.popsparse.torch_layer")
 """A layer on a tile machine is made where it is asked for, and nowhere else."""
-
-AN_OLD_NAME = (f"{PACKAGE}.machine.__init__", f"{PACKAGE}.popsparse.estimate")
-"""`machine.estimate` moved to the floor that it needs, and is still found where it was."""
 
 Edges = dict[str, set[str]]
 
@@ -169,7 +166,7 @@ def circle(edges: Edges) -> list[str] | None:
 @pytest.fixture(scope="module")
 def edges() -> Edges:
     """Of the whole package, without the exceptions, which must be real."""
-    exceptions = {AN_OLD_NAME, THE_LAZY_DOOR}
+    exceptions = {THE_LAZY_DOOR}
     found = edges_of(SOURCE)
     for importer, one in exceptions:
         assert one in found[importer], f"{importer} does not import {one}: no exception is needed"

@@ -216,14 +216,44 @@ def test_rewiring_by_hand():
     # slots 0..3 at flat positions 1, 3, 4, 9 of a 3 x 4 matrix; drop slots 1 and 3, grow 0 and 8
     before = SparsePattern([0, 0, 1, 2], [1, 3, 0, 1], shape=(3, 4))
     rewiring = Rewiring.make(before, drop=torch.tensor([3, 1]), grow=torch.tensor([8, 0]))
+    # 1 and 4 keep slots 0 and 2; 0 and 8 take the others, in order.
+    assert rewiring.keeps_slots
+    assert rewiring.after.flat.tolist() == [1, 0, 4, 8]
+    assert rewiring.after.rows.tolist() == [0, 0, 1, 2]
+    assert rewiring.after.cols.tolist() == [1, 0, 0, 0]
+    assert rewiring.after.sorted_flat.tolist() == [0, 1, 4, 8]
+    assert rewiring.after.slots.tolist() == [1, 0, 2, 3]
+    assert rewiring.source.tolist() == [0, -1, 2, -1]
+    assert rewiring.grown.tolist() == rewiring.dropped.tolist() == [1, 3]
+    assert rewiring.apply(torch.tensor([10.0, 11, 12, 13])).tolist() == [10, 0, 12, 0]
+    assert rewiring.apply(torch.tensor([1, 2, 3, 4]), fill=7).tolist() == [1, 7, 3, 7]
+    filled = rewiring.apply(torch.tensor([10.0, 11, 12, 13]), torch.tensor([5.0, 6.0]))
+    assert filled.tolist() == [10, 5, 12, 6]
+    # The next one: slot 2 leaves, 9 joins; and one that leaves fewer blocks, in row-major order.
+    again = Rewiring.make(rewiring.after, torch.tensor([2]), torch.tensor([9]))
+    assert again.after.flat.tolist() == [1, 0, 9, 8]
+    assert again.source.tolist() == [0, 1, -1, 3]
+    fewer = Rewiring.make(again.after, torch.tensor([1]), torch.tensor([], dtype=torch.int64))
+    assert not fewer.keeps_slots
+    assert fewer.after.flat.tolist() == [1, 8, 9]
+    assert fewer.source.tolist() == [0, 3, 2]
+
+
+def test_rewiring_in_row_major_order_by_hand():
+    before = SparsePattern([0, 0, 1, 2], [1, 3, 0, 1], shape=(3, 4))
+    drop, grow = torch.tensor([3, 1]), torch.tensor([8, 0])
+    rewiring = Rewiring.make(before, drop, grow, row_major=True)
+    assert not rewiring.keeps_slots
     assert rewiring.after.flat.tolist() == [0, 1, 4, 8]
     assert rewiring.source.tolist() == [-1, 0, 2, -1]
     assert rewiring.grown.tolist() == [0, 3]
     assert rewiring.dropped.tolist() == [1, 3]
     assert rewiring.apply(torch.tensor([10.0, 11, 12, 13])).tolist() == [0, 10, 12, 0]
-    assert rewiring.apply(torch.tensor([1, 2, 3, 4]), fill=7).tolist() == [7, 1, 3, 7]
-    filled = rewiring.apply(torch.tensor([10.0, 11, 12, 13]), torch.tensor([5.0, 6.0]))
-    assert filled.tolist() == [5, 10, 12, 6]
+    # From other slots: where they come from is found.
+    stays = Rewiring.make(before, drop, grow)
+    back = Rewiring.make(stays.after, torch.tensor([0]), torch.tensor([3]), row_major=True)
+    assert back.after.flat.tolist() == [0, 3, 4, 8]
+    assert back.source.tolist() == [1, -1, 2, 3]
 
 
 @given(patterns(), st.data())

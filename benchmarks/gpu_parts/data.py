@@ -28,7 +28,6 @@ class Data:
         b: int,
         dtype: torch.dtype = torch.bfloat16,
         *,
-        feature_major: bool = False,
         weight: bool = False,
         out: int | None = None,
     ) -> None:
@@ -41,8 +40,6 @@ class Data:
         self.p = LayerIndex(index, self.values)
         self.x = self._random(batch, n, dtype=dtype)
         self.dy = self._random(batch, out, dtype=dtype)
-        if feature_major:
-            self.x, self.dy = (t.t().contiguous().t() for t in (self.x, self.dy))
         self.bias = self._random(out, dtype=dtype)
         self.weight = self.dense(self.values) if weight else None
 

@@ -1,249 +1,323 @@
-"""The kernels over blocks at the main size: all candidates, and neighbours of the best."""
+"""What the chip can do, and every candidate of the kernels over blocks beside its bound."""
 
 from __future__ import annotations
 
+import multiprocessing
+import os
+import statistics
+import time
 from collections.abc import Callable, Iterator
-from typing import Any
+from concurrent.futures import ProcessPoolExecutor
+from contextlib import contextmanager
+from typing import NamedTuple
 
 import torch
+import triton
+import triton.language as tl
+from torch import Tensor
 from torch.nn.functional import linear
 
-from dynsparse.ops.linear.cuda import launch
-from dynsparse.ops.linear.cuda.candidates import GRADIENT_CANDIDATES, ROWS_CANDIDATES
+from dynsparse.ops.linear.cuda import blocks, dense, launch
 from dynsparse.ops.linear.cuda.chip import chip_of
-from dynsparse.ops.linear.cuda.configurations import BLOCKS, Gradient, Rows, gradient_for, rows_for
-from dynsparse.ops.linear.cuda.costs import PASSES, Pass, bounds, seconds
+from dynsparse.ops.linear.cuda.configurations import Gradient, Rows, table_of
+from dynsparse.ops.linear.cuda.costs import PASSES, Pass, bounds, config_of
+from dynsparse.ops.linear.cuda.precision import Numbers
 from dynsparse.ops.linear.cuda.rates import rates_of
-from gpu_parts.ceilings import rates
+from gpu_parts.candidates import GRADIENT, ROWS
 from gpu_parts.data import Data, error
-from gpu_parts.growth import scores_of
-from gpu_parts.predictions import EXPECTED, WANTED, WANTED_SHARE
-from gpu_parts.run import Call, Run
+from gpu_parts.run import Run, spread
 
-# Largest blocks first: they matter most.
-ORDER = (128, 64, 32, 16)
-# What a candidate is: its configuration, and how many tiles of samples meet all blocks before the
-# next (forward, grad_input), or among how many programs the samples are divided (grad_weight).
-# None: as is chosen.
-Candidate = tuple[Any, ...]
+# Of the norm, against the dense product of the same numbers: wrong, and not rounded otherwise.
+LIMIT = 1e-2
 
 
-def candidates(run: Run, b: int, what: str) -> list[Candidate]:
-    """What to time, that of the tables first."""
+# ---- the chip ----
+
+
+@triton.jit
+def read_kernel(x, out, elements, loops, BLOCK: tl.constexpr):
+    """Reads blocks of x all over, again and again: from the L2 cache if x fits in there."""
+    offsets = tl.arange(0, BLOCK)
+    total = tl.zeros((BLOCK,), dtype=tl.float32)
+    place = tl.program_id(0) * BLOCK % elements
+    for _ in range(loops):
+        place = (place + 997 * BLOCK) % elements
+        total += tl.load(x + place + offsets)
+    tl.store(out + tl.program_id(0) * BLOCK + offsets, total)
+
+
+def ceilings(run: Run) -> None:
+    """Copies, the L2 cache, cuBLAS, masks, and what the host takes to launch; at the end the row of
+    `rates.py` as measured."""
     n, batch, _ = run.sizes
-    chip = chip_of(run.device)
-    if what == "grad_weight":
-        found: list[Candidate] = [(gradient_for(b, torch.bfloat16, chip), None)]
-        found += GRADIENT_CANDIDATES[b]
-    else:
-        found = [(rows_for(b, torch.bfloat16, batch, n // b, chip), None)]
-        engine = chip.capability >= (9, 0)
-        found += [(c, None) for c in ROWS_CANDIDATES[b] if engine or c.way == "pointers"]
-    found = list(dict.fromkeys(found))
-    ways = {getattr(c[0], "way", ""): c for c in reversed(found)}
-    return list(ways.values()) if run.dry else found
+    row = rates_of(chip_of(run.device))
+    big = torch.randn(64 if run.small else 1 << 28, device=run.device)
+    other = torch.empty_like(big)
+    us = run.times({"copy": lambda: other.copy_(big)})["copy"]
+    memory = 2 * big.nbytes / us * 1e6
+    run.note("copy, read and written", us=us, TB_s=memory / 1e12)
+    cache = row.cache
+    if not run.interpreted:  # the kernel would take the interpreter minutes
+        for megabytes in (32, 16):
+            x = torch.randn((megabytes << 20) // 4, device=run.device)
+            programs, loops, block = chip_of(run.device).multiprocessors * 8, 400, 4096
+            out = torch.empty(programs * block, device=run.device)
+            launcher = read_kernel[(programs,)]
+
+            def read(launcher=launcher, x=x, out=out, loops=loops, block=block) -> None:
+                launcher(x, out, len(x), loops, BLOCK=block, num_warps=8)
+
+            us = run.times({"read": read})["read"]
+            cache = programs * loops * block * 4 / us * 1e6
+            run.note(f"L2 read of {megabytes} MB", us=us, TB_s=cache / 1e12)
+    products: dict[Numbers, float] = {}
+    for numbers in ROWS:
+        with multiplied(numbers):
+            d = Data(run.device, n, batch, 1.0, min(n, 128), _dtype(numbers), weight=True)
+            for what, times in run.all_times(dense_calls(d), 0.5).items():
+                rate = 2 * batch * n * n / statistics.median(times) * 1e6
+                products[numbers] = max(rate, products.get(numbers, 0))
+                run.note(f"dense {what}, {numbers}", **spread(times), TFLOP_s=rate / 1e12)
+    w = torch.randn(n, n, device=run.device).bfloat16()
+    run.note("a mask on a weight", us=run.times({"mask": lambda: w * w})["mask"])
+    tensor = {
+        "16-bit": products["16-bit"],
+        "tf32": products["tf32"],
+        "tf32x3": products["tf32"] / 3,
+    }
+    row = row._replace(products=products, tensor=tensor, cache=cache, memory=memory)
+    run.note("for rates.py", row=row)
+    _launches(run)
 
 
-def call_of(d: Data, what: str, candidate: Candidate) -> Call:
-    """A launch with one candidate; operands of the main layer."""
-    config, second = candidate
-    if what == "grad_weight":
-        return lambda: launch.grad_weight(
-            d.dy, d.x, d.p, d.values.dtype, config=config, split=second
-        )
-    if what == "forward":
-        call = lambda: launch.forward(d.x, d.values, d.p, d.bias, config)  # noqa: E731
-    else:
-        call = lambda: launch.grad_input(d.dy, d.values, d.p, config)  # noqa: E731
-    return call if second is None else lambda: _grouped(call, second)
+def _launches(run: Run) -> None:
+    """What the host takes, the device left to itself."""
+    small = torch.zeros(64, device=run.device)
+    run.note("host: an operator of torch", us=run.host(lambda: small.add_(1)))
+    d = Data(run.device, 256, 64, 0.3, 64, weight=True)
+    for name, call in {
+        "linear": dense_calls(d)["forward"],
+        "forward over blocks": lambda: blocks.forward(d.x, d.values, d.p, d.bias),
+        "forward by pointers": lambda: launch.forward(
+            d.x, d.values, d.p, d.bias, Rows(128, 64, 4, 3)
+        ),
+        "forward by descriptors": lambda: launch.forward(
+            d.x, d.values, d.p, d.bias, Rows(128, 64, 4, 3, tma=True)
+        ),
+        "both gradients over blocks": lambda: blocks.backward(
+            d.dy, d.x, d.values, d.p, True, True, sums=[]
+        ),
+        "forward, the dense way": lambda: dense.forward(d.x, d.values, d.p, d.bias),
+        "both gradients, the dense way": lambda: dense.backward(
+            d.dy, d.x, d.values, d.p, True, True
+        ),
+    }.items():
+        run.note(f"host: {name}", us=run.host(call))
 
 
-def _grouped(call: Call, group: int) -> object:
-    before = launch.group_of
-    launch.group_of = lambda *sizes: group  # type: ignore[assignment]
-    try:
-        return call()
-    finally:
-        launch.group_of = before
-
-
-def dense_call(d: Data, what: str) -> Callable[[], torch.Tensor]:
-    """The dense product that a pass replaces."""
+def dense_calls(d: Data) -> dict[str, Callable[[], Tensor]]:
+    """The dense product that each pass replaces."""
     weight = d.weight
     assert weight is not None
     return {
         "forward": lambda: linear(d.x, weight, d.bias),
         "grad_input": lambda: d.dy @ weight,
         "grad_weight": lambda: d.dy.t() @ d.x,
-    }[what]
+    }
 
 
-def jobs(run: Run) -> Iterator[Call]:
-    """Every kernel once, to be compiled by several processes before anything is timed."""
-    n, batch, density = run.sizes
-    for b in ORDER:
-        for what in PASSES:
-            for candidate in candidates(run, b, what):
-                yield lambda b=b, w=what, c=candidate: call_of(
-                    Data(run.device, n, batch, density, b), w, c
-                )()
-        yield lambda b=b: scores_of(Data(run.device, n, batch, density, b))
+def _dtype(numbers: Numbers) -> torch.dtype:
+    return torch.bfloat16 if numbers == "16-bit" else torch.float32
+
+
+@contextmanager
+def multiplied(numbers: Numbers) -> Iterator[None]:
+    """float32 is multiplied in this way meanwhile."""
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("high" if numbers == "tf32" else "highest")
+    try:
+        yield
+    finally:
+        torch.set_float32_matmul_precision(before)
+
+
+# ---- the kernels ----
+
+
+class Job(NamedTuple):
+    """A kernel: its pass, or "with bias" for the gradients of values and bias in one."""
+
+    what: str
+    b: int
+    numbers: Numbers
+    config: Rows | Gradient
+
+    def __str__(self) -> str:
+        c = self.config
+        more = [f"{k}={getattr(c, k)}" for k, v in c._field_defaults.items() if getattr(c, k) != v]
+        return f"{type(c).__name__}({', '.join([*map(str, c[:4]), *more])})"
+
+    def call(self, d: Data) -> Callable[[], Tensor]:
+        """The launch."""
+        c = self.config
+        if isinstance(c, Gradient):
+            sums: list[Tensor] | None = [] if self.what == "with bias" else None
+            return lambda: launch.grad_weight(d.dy, d.x, d.p, d.values.dtype, c, sums)
+        if self.what == "forward":
+            return lambda: launch.forward(d.x, d.values, d.p, d.bias, c)
+        return lambda: launch.grad_input(d.dy, d.values, d.p, c)
+
+
+def jobs_of(run: Run, d: Data, numbers: Numbers) -> list[Job]:
+    """What runs today first, then the candidates; few where sizes are small."""
+    chip, found = chip_of(run.device), []
+    for what in PASSES:
+        today = config_of(d.layer, d.batch, what, d.x.dtype, chip)
+        if isinstance(today, Gradient):
+            capped = [c for c in GRADIENT[numbers][d.b] if c.registers]
+            free = [today, *(c for c in GRADIENT[numbers][d.b] if not c.registers)]
+            found += [Job(what, d.b, numbers, c) for c in dict.fromkeys(free)]
+            if numbers == "16-bit":
+                found += [Job("with bias", d.b, numbers, c) for c in dict.fromkeys(free + capped)]
+        else:
+            rows = [c for c in ROWS[numbers][d.b] if not c.tma or chip.capability >= (9, 0)]
+            found += [Job(what, d.b, numbers, c) for c in dict.fromkeys([today, *rows])]
+    if run.small:
+        found = list({(j.what, getattr(j.config, "tma", False)): j for j in found}.values())
+    return found
+
+
+class _Compiles:
+    """In place of a kernel: compiles it for the device, and launches nothing."""
+
+    def __init__(self, kernel: triton.JITFunction) -> None:
+        self.kernel = kernel
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., object]:
+        return lambda *args, **options: self.kernel.warmup(*args, grid=grid, **options)
+
+
+def _compile(jobs: list[Job], until: float) -> list[str]:
+    for name in [name for name in vars(launch) if name.endswith("_kernel")]:
+        if not isinstance(getattr(launch, name), _Compiles):
+            setattr(launch, name, _Compiles(getattr(launch, name)))
+    problems = []
+    for job in jobs:
+        if time.time() > until:
+            break
+        d = Data(torch.device("cuda"), 4 * job.b, 512, 0.5, job.b, _dtype(job.numbers))
+        try:
+            with multiplied(job.numbers):
+                job.call(d)()
+        except Exception as problem:  # told by who launches it
+            problems.append(f"{job}: {problem}")
+    return problems
+
+
+def compile_all(run: Run, jobs: list[Job]) -> None:
+    """By worker processes, into Triton's cache on disk."""
+    if run.interpreted:
+        return
+    begin, workers = time.time(), max(1, min(15, (os.cpu_count() or 2) - 1, len(jobs)))
+    context = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(workers, mp_context=context) as pool:
+        shares = [jobs[i::workers] for i in range(workers)]
+        until = begin + run.left() / 2
+        problems = [p for some in pool.map(_compile, shares, [until] * workers) for p in some]
+    run.note(f"compiled {len(jobs)} kernels", s=time.time() - begin, failed=problems)
 
 
 def measure(run: Run, b: int) -> None:
-    """All candidates for blocks of `b`."""
+    """Every candidate for blocks of `b`, beside its bound and the dense product."""
     n, batch, density = run.sizes
-    d = Data(run.device, n, batch, density, b, weight=True)
-    for what in PASSES:
-        calls: dict[str, Call] = {"dense": dense_call(d, what)}
-        names = {}
-        for candidate in candidates(run, b, what):
-            name = _name(candidate)
-            if _right(run, d, what, candidate):
-                calls[name], names[name] = call_of(d, what, candidate), candidate
-        times = run.times(calls, 0.15 * len(calls))
-        for name in sorted(names.keys() & times.keys(), key=times.__getitem__):
-            _note(run, d, what, names[name], times[name], times["dense"])
-
-    _with_bias(run, d)
-
-
-def _with_bias(run: Run, d: Data) -> None:
-    """The gradient of the bias, which the kernel makes beside that of the values."""
-
-    def beside() -> object:
-        return launch.grad_weight(d.dy, d.x, d.p, d.values.dtype, sums=[])
-
-    def apart() -> object:
-        return launch.grad_weight(d.dy, d.x, d.p, d.values.dtype), d.dy.sum(0)
-
-    times = run.times({"beside": beside, "apart": apart})
-    if len(times) == 2:
-        run.note("blocks", f"{d.b} grad_weight and the gradient of the bias, against a sum apart",
-                 times["beside"], dense=times["apart"])  # fmt: skip
+    layers = {}
+    for numbers in ROWS:
+        d = Data(run.device, n, batch, density, b, _dtype(numbers), weight=True)
+        with multiplied(numbers):
+            layers[numbers] = jobs_of(run, d, numbers)
+        del d
+    compile_all(run, [job for jobs in layers.values() for job in jobs])
+    for numbers, jobs in layers.items():
+        d = Data(run.device, n, batch, density, b, _dtype(numbers), weight=True)
+        with multiplied(numbers):
+            best: dict[str, dict[Job, float]] = {}
+            for what in dict.fromkeys(job.what for job in jobs):
+                best[what] = _times(run, d, [job for job in jobs if job.what == what])
+                if what in PASSES[:2]:
+                    wide = sorted(best[what], key=best[what].__getitem__)[: 1 if run.small else 2]
+                    groups = [
+                        job._replace(config=job.config._replace(group=group))  # type: ignore[call-arg]
+                        for job in wide
+                        for group in ((2,) if run.small else (2, 4, 16))
+                    ]
+                    best[what] |= _times(run, d, groups)
+            _tell_best(run, b, numbers, best)
+        del d
+    _small_batches(run, b)
 
 
-def _right(run: Run, d: Data, what: Pass, candidate: Candidate) -> bool:
-    """Whether a candidate runs, and comes to what the dense product does."""
-    name = f"{d.b} {what} {_name(candidate)}"
-    if not run.tries(name):
-        return False
-    try:
-        wanted = dense_call(d, what)()
-        off = error(
-            call_of(d, what, candidate)(), d.collected(wanted) if what == "grad_weight" else wanted
-        )
-    except Exception as problem:
-        run.problem(f"blocks {name}", problem)
-        run.wait()  # raises where the device is lost
-        return False
-    if off > 1e-2:
-        run.note("blocks", name, right="NO", error=off)
-        run.state["wrong"] = run.state.get("wrong", 0) + 1
-    return off <= 1e-2
+def _times(run: Run, d: Data, jobs: list[Job]) -> dict[Job, float]:
+    """Medians of those that are right."""
+    if not jobs:
+        return {}
+    what, chip = jobs[0].what, chip_of(run.device)
+    product: Pass = next((p for p in PASSES if p == what), "grad_weight")
+    today = config_of(d.layer, d.batch, product, d.x.dtype, chip)
+    plain = dense_calls(d)[product]
+    wanted = d.collected(plain()) if product == "grad_weight" else plain()
+    calls: dict[str, Callable[[], object]] = {"dense": plain}
+    errors = {}
+    for job in jobs:
+        try:
+            errors[str(job)] = off = error(job.call(d)(), wanted)
+        except Exception as problem:
+            run.wrong(f"{d.b} {what} {job.numbers} {job}", problem)
+            run.wait()  # raises where the device is lost to this process
+            continue
+        if off < LIMIT:
+            calls[str(job)] = job.call(d)
+        else:
+            run.wrong(f"{d.b} {what} {job.numbers} {job}", AssertionError(f"error {off:.1e}"))
+    found = run.all_times(calls, 0.12 * len(calls))
+    base = statistics.median(found.pop("dense"))
+    by_name = {str(job): job for job in jobs}
+    for name in sorted(found, key=lambda name: statistics.median(found[name])):
+        job, us = by_name[name], statistics.median(found[name])
+        bound = bounds(d.layer, d.batch, job.config, job.numbers, rates_of(chip))
+        run.note(
+            f"{d.b} {what} {job.numbers} {name}", **spread(found[name]), dense=base,
+            ratio=base / us, bound=bound.least * 1e6, by=bound.name,
+            share=bound.least * 1e6 / us, error=errors[name], today=job.config == today,
+        )  # fmt: skip
+    return {by_name[name]: statistics.median(times) for name, times in found.items()}
 
 
-def float32(run: Run) -> None:
-    """Blocks of 64, 128 and 32 in float32: three products of tf32 against cuBLAS without it."""
-    n, batch, density = run.sizes
-    for b in (64, 128, 32):
-        d = Data(run.device, n, batch, density, b, torch.float32, weight=True)
-        for what in PASSES:
-            calls = {"dense": dense_call(d, what)}
-            config = (None, None)
-            calls["blocks"] = call_of(d, what, config)
-            times = run.times(calls, 0.2)
-            if len(times) == 2:
-                at = (d.layer, batch, what, "tf32x3")
-                run.note("float32", f"{b} {what}", times["blocks"], dense=times["dense"],
-                         bound=bounds(*at, rates(run)).least * 1e6,
-                         expected=round(seconds("blocks", *at, rates(run)) * 1e6),
-                         wanted=WANTED[f"float32 blocks {b}"])  # fmt: skip
+def _tell_best(run: Run, b: int, numbers: Numbers, best: dict[str, dict[Job, float]]) -> None:
+    """The rows of the table as measured: one configuration serves forward and grad_input."""
+    both = {
+        job.config: us + best["grad_input"][other]
+        for job, us in best["forward"].items()
+        if (other := job._replace(what="grad_input")) in best["grad_input"]
+    }
+    gradient = best.get("with bias") or best["grad_weight"]
+    if both and gradient:
+        rows = Job("forward", b, numbers, min(both, key=both.__getitem__))
+        least = min(gradient, key=gradient.__getitem__)
+        run.note(f"for the table {numbers}", row=f"{b}: {rows}; {b}: {least}")
 
 
-def _name(candidate: Candidate) -> str:
-    return " ".join(str(part) for part in candidate if part is not None)
+def _small_batches(run: Run, b: int) -> None:
+    """The tiles of the table where few samples or features leave multiprocessors idle."""
+    for n, batch in ((256, 64),) if run.small else ((4096, 512), (4096, 1024), (1024, 8192)):
+        d = Data(run.device, n, batch, 0.3 if run.small else 0.1, b, weight=True)
+        chip = chip_of(run.device)
+        today = config_of(d.layer, batch, "forward", torch.bfloat16, chip)
+        configs = [today, *table_of(torch.bfloat16, chip).rows[b], Rows(64, 64, 4, 3)]
+        run.note(f"{n} features, {batch} samples:")
+        _times(run, d, [Job("forward", b, "16-bit", c) for c in dict.fromkeys(configs)])
 
 
-def _note(run: Run, d: Data, what: Pass, candidate: Candidate, us: float, dense: float) -> None:
-    """Tells a time, and keeps the candidate if it is the best."""
-    at = (d.layer, d.batch, what, "16-bit")
-    expected = seconds("blocks", *at, rates_of(chip_of(run.device))) * 1e6
-    if what != "grad_weight":  # 128: tiles of 256 samples were expected, of 128 are counted here
-        expected = EXPECTED.get(f"blocks {d.b}", expected)
-    bound = bounds(*at, rates(run))
-    run.note("blocks", f"{d.b} {what} {_name(candidate)}", us, dense=dense,
-             bound=bound.least * 1e6, expected=round(expected), bound_by=bound.name,
-             **_wanted_share(run, d.b, what))  # fmt: skip
-    key, best = f"{d.b} {what}", run.state["best"]
-    if key not in best or us < best[key]["us"]:
-        config = [c if c is None or isinstance(c, int) else list(c) for c in candidate]
-        best[key] = {
-            "us": us, "ratio": dense / us, "share": bound.least * 1e6 / us, "config": config,
-        }  # fmt: skip
-
-
-def _wanted_share(run: Run, b: int, what: Pass) -> dict[str, object]:
-    told = what == "forward" and b in WANTED_SHARE and not run.dry
-    return {"wanted_share": WANTED_SHARE[b]} if told else {}
-
-
-def _restored(what: str, kept: dict[str, Any]) -> Candidate:
-    """The candidate of an entry of `best`, which a file has held."""
-    first, *rest = kept["config"]
-    return ((Gradient if what == "grad_weight" else Rows)(*first), *rest)
-
-
-def _near(candidate: Candidate, b: int) -> Iterator[Candidate]:
-    c, rest = candidate[0], candidate[1:]
-    for stages in (c.stages - 1, c.stages + 1, c.stages + 2):
-        if stages > 1:
-            yield (c._replace(stages=stages), *rest)
-    for warps in (4, 8):
-        yield (c._replace(warps=warps), *rest)
-    for samples in (c.samples // 2, c.samples * 2):
-        if 32 <= samples <= 256:
-            yield (c._replace(samples=samples), *rest)
-    if isinstance(c, Gradient):
-        for blocks in (c.blocks // 2, c.blocks * 2):
-            if blocks:
-                yield (c._replace(blocks=blocks), *rest)
-        for split in (1, 2, 3, 4):
-            yield (c, split)
-    else:
-        for group in (2, 4, 16, 32):
-            yield (c, group)
-        for inputs in (c.inputs // 2, c.inputs * 2):
-            # The copy engine fetches parts of one block; pointers join several.
-            if 32 <= inputs <= (128 if c.way == "pointers" else b):
-                yield (c._replace(inputs=inputs), *rest)
-
-
-def refine(run: Run) -> None:
-    """Neighbours of the best, one change at a time, until the time is spent."""
-    n, batch, density = run.sizes
-    tried: set[str] = set()
-    while run.left() > 15:
-        before = len(tried)
-        for key, kept in list(run.state["best"].items()):
-            b, what = int(key.split()[0]), key.split()[1]
-            d = Data(run.device, n, batch, density, b, weight=True)
-            for candidate in _near(_restored(what, kept), b):
-                name = _name(candidate)
-                if f"{key} {name}" in tried or run.left() < 15:
-                    continue
-                tried.add(f"{key} {name}")
-                if not _right(run, d, what, candidate):
-                    continue
-                calls = {"dense": dense_call(d, what), "this": call_of(d, what, candidate)}
-                times = run.times(calls, 0.1)
-                if "this" in times and times["this"] < run.state["best"][key]["us"]:
-                    _note(run, d, what, candidate, times["this"], times["dense"])
-                if run.dry:
-                    return
-            del d
-        if len(tried) == before:
-            return
-
-
-assert set(ORDER) == set(BLOCKS)
+SECTIONS: dict[str, Callable[[Run], None]] = {
+    "ceilings": ceilings,
+    **{f"kernels {b}": lambda run, b=b: measure(run, b) for b in (64, 128, 32, 16)},
+}

@@ -52,12 +52,14 @@ int linear_forward(const Matrix& x, const float* values, const Index& index, con
     pass.out = y;
     pass.ptr = index.row_ptr;
     pass.idx = index.cols;
+    pass.order = index.slots;
     pass.values = values;
     pass.bias = bias;
     return run_any(pass);
   }
   ElementPass pass = {index.row_ptr, index.cols, out, in, batch, x, threads};
   pass.out = y;
+  pass.order = index.slots;
   pass.values = values;
   pass.bias = bias;
   return run_any(pass, index.row_panels);
@@ -86,6 +88,7 @@ int linear_backward(const Matrix& dy, const Matrix& x, const float* values, cons
     pass.dvalues = dvalues;
     pass.row_ptr = index.row_ptr;
     pass.cols = index.cols;
+    pass.slots = index.slots;
     pass.x = x;
     pass.packed_sums = dbias;
     return run_any(pass);
@@ -93,6 +96,7 @@ int linear_backward(const Matrix& dy, const Matrix& x, const float* values, cons
   if (dvalues && (!dx || !fused_pays(batch, index.row_ptr[out], out))) {
     ElementPass pass = {index.row_ptr, index.cols, out, in, batch, x, threads};
     pass.held = dy;
+    pass.order = index.slots;
     pass.sums = dvalues;
     pass.held_sums = dbias;
     if (run_any(pass, index.row_panels)) return 1;
@@ -116,10 +120,10 @@ using dynsparse::i64;
 
 int dynsparse_linear_forward(const float* x, i64 x_batch_stride, i64 x_feature_stride,
                              const float* values, const i32* row_ptr, const i32* cols,
-                             const void* row_panels, const float* bias, float* y, i64 batch,
-                             i64 out, i64 in, i64 block, i32 threads) {
-  const dynsparse::Index index = {row_ptr, cols, nullptr, nullptr, nullptr,
-                                  out,     in,   block,   row_panels, nullptr};
+                             const i32* slots, const void* row_panels, const float* bias,
+                             float* y, i64 batch, i64 out, i64 in, i64 block, i32 threads) {
+  const dynsparse::Index index = {row_ptr, cols, slots, nullptr,    nullptr, nullptr,
+                                  out,     in,   block, row_panels, nullptr};
   return dynsparse::linear_forward({x, x_batch_stride, x_feature_stride}, values, index, bias, y,
                                    batch, threads);
 }
@@ -127,12 +131,12 @@ int dynsparse_linear_forward(const float* x, i64 x_batch_stride, i64 x_feature_s
 int dynsparse_linear_backward(const float* dy, i64 dy_batch_stride, i64 dy_feature_stride,
                               const float* x, i64 x_batch_stride, i64 x_feature_stride,
                               const float* values, const i32* row_ptr, const i32* cols,
-                              const i32* col_ptr, const i32* csc_rows, const i32* csc_perm,
-                              const void* row_panels, const void* col_panels, float* dx,
-                              float* dvalues, float* dbias, i64 batch, i64 out, i64 in, i64 block,
-                              i32 threads) {
-  const dynsparse::Index index = {row_ptr, cols, col_ptr, csc_rows,   csc_perm,
-                                  out,     in,   block,   row_panels, col_panels};
+                              const i32* slots, const i32* col_ptr, const i32* csc_rows,
+                              const i32* csc_perm, const void* row_panels,
+                              const void* col_panels, float* dx, float* dvalues, float* dbias,
+                              i64 batch, i64 out, i64 in, i64 block, i32 threads) {
+  const dynsparse::Index index = {row_ptr, cols, slots, col_ptr,    csc_rows, csc_perm,
+                                  out,     in,   block, row_panels, col_panels};
   return dynsparse::linear_backward({dy, dy_batch_stride, dy_feature_stride},
                                     {x, x_batch_stride, x_feature_stride}, values, index, dx,
                                     dvalues, dbias, batch, threads);

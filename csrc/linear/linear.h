@@ -9,6 +9,7 @@ namespace dynsparse {
 struct Index {
   const i32* row_ptr;
   const i32* cols;
+  const i32* slots;
   const i32* col_ptr;
   const i32* csc_rows;
   const i32* csc_perm;

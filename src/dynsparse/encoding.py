@@ -22,12 +22,14 @@ from dynsparse.tracing import spanned
 __all__ = [
     "Merged",
     "by_columns",
+    "by_slots",
     "empty",
     "follow_",
     "follows_in_place",
     "merge",
     "moved",
     "row_pointers",
+    "slots_of",
     "split_flat",
 ]
 
@@ -168,6 +170,18 @@ def _merge(row_ptr: Tensor, cols: Tensor, width: int, drop: Tensor, grow: Tensor
         raise ValueError("a position to grow is named twice or is already in the pattern")
     new_rows, new_cols = split_flat(flat, width)
     return Merged(row_pointers(new_rows, height), new_cols, source[order])
+
+
+def by_slots(entries: Tensor, slots: Tensor) -> Tensor:
+    """What is in row-major order ([nnz, ...]) in the order of slots; `slots` [0] is the same."""
+    if not len(slots):
+        return entries
+    return torch.empty_like(entries).index_copy_(0, slots.long(), entries)
+
+
+def slots_of(entries: Tensor, slots: Tensor) -> Tensor:
+    """The slots of entries, int32 [any]."""
+    return slots.index_select(0, entries) if len(slots) else entries
 
 
 def split_flat(flat: Tensor, width: int) -> tuple[Tensor, Tensor]:

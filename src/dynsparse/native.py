@@ -61,19 +61,19 @@ _MATRIX = [_POINTER, _SIZE, _SIZE]  # data, stride of the batch, stride of the f
 _SIGNATURES: dict[str, tuple[type | None, list[type]]] = {
     "dynsparse_linear_forward": (
         ctypes.c_int,
-        [*_MATRIX, *[_POINTER] * 6, *[_SIZE] * 4, _INT],
+        [*_MATRIX, *[_POINTER] * 7, *[_SIZE] * 4, _INT],
     ),
     "dynsparse_linear_backward": (
         ctypes.c_int,
-        [*_MATRIX, *_MATRIX, *[_POINTER] * 11, *[_SIZE] * 4, _INT],
+        [*_MATRIX, *_MATRIX, *[_POINTER] * 12, *[_SIZE] * 4, _INT],
     ),
     "dynsparse_linear_forward_bf16": (
         ctypes.c_int,
-        [*_MATRIX, _POINTER, _INT, *[_POINTER] * 5, *[_SIZE] * 4, _INT],
+        [*_MATRIX, _POINTER, _INT, *[_POINTER] * 6, *[_SIZE] * 4, _INT],
     ),
     "dynsparse_linear_backward_bf16": (
         ctypes.c_int,
-        [*_MATRIX, *_MATRIX, _POINTER, _INT, *[_POINTER] * 10, *[_SIZE] * 4, _INT],
+        [*_MATRIX, *_MATRIX, _POINTER, _INT, *[_POINTER] * 11, *[_SIZE] * 4, _INT],
     ),
     "dynsparse_conv_forward": (ctypes.c_int, [*[_POINTER] * 9, _INT]),
     "dynsparse_conv_backward": (ctypes.c_int, [*[_POINTER] * 12, _INT]),

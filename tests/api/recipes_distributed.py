@@ -1,4 +1,4 @@
-"""Right calls of plans over ranks, of layers in rectangles and of stages."""
+"""Right calls of layers in rectangles and of stages."""
 
 from __future__ import annotations
 
@@ -15,16 +15,6 @@ from dynsparse.ranks import RankGrid
 
 def row():
     return nn.Sequential(ds.nn.SparseLinear(8, 8), nn.ReLU(), ds.nn.SparseLinear(8, 8))
-
-
-def cluster():
-    return distributed.Cluster(distributed.Link(1e-5, 1e9))
-
-
-def stored():
-    path = folder() / "cluster.json"
-    cluster().save(path)
-    return path
 
 
 def saved():
@@ -44,39 +34,12 @@ def replicated(**arguments):
 
 
 RECIPES = {
-    "dynsparse.distributed.Cluster": Recipe(
-        distributed.Cluster,
-        lambda: {
-            "inner": distributed.Link(1e-5, 1e9), "outer": distributed.Link(1e-4, 1e8),
-            "ranks_per_node": 8, "threads": 2, "slowness": 1.0, "flops": 1e12, "optimizer": 1e-9,
-        },
-    ),
-    "dynsparse.distributed.Cluster.save": Recipe(
-        cluster().save, lambda: {"path": folder() / "cluster.json"}, (OSError,)
-    ),
-    "dynsparse.distributed.Cluster.load": Recipe(
-        distributed.Cluster.load, lambda: {"path": stored()}, (OSError,)
-    ),
-    "dynsparse.distributed.Cluster.from_dict": Recipe(
-        distributed.Cluster.from_dict, lambda: {"state": cluster().to_dict()}
-    ),
-    "dynsparse.distributed.make_plan": Recipe(
-        distributed.make_plan,
-        lambda: {
-            "model": row(), "mesh": 4, "batch": 8, "chains": [["0", "2"]], "cluster": cluster(),
-            "memory": 1e9, "states": 2,
-        },
-    ),
-    "dynsparse.distributed.measure": Recipe(distributed.measure, lambda: {"group": None}),
     "dynsparse.distributed.SplitPair": Recipe(
         distributed.SplitPair, lambda: {"first": "0", "second": "2"}
     ),
     "dynsparse.distributed.gather": Recipe(distributed.gather, lambda: {"model": row()}),
     "dynsparse.distributed.split": Recipe(
-        distributed.split,
-        lambda: {
-            "model": row(), "mesh": RankGrid(), "plan": distributed.make_plan(row(), 1, batch=8)
-        },
+        distributed.split, lambda: {"model": row(), "mesh": RankGrid()}
     ),
     "dynsparse.distributed.save_checkpoint": Recipe(
         distributed.save_checkpoint,
@@ -95,6 +58,6 @@ RECIPES = {
         replicated, lambda: {"model": row(), "ranks": "auto"}
     ),
     "dynsparse.distributed.stages": Recipe(
-        distributed.stages, lambda: {"model": row(), "n": 2, "batch": 8, "cluster": cluster()}
+        distributed.stages, lambda: {"model": row(), "n": 2}
     ),
 }  # fmt: skip

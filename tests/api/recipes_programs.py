@@ -9,6 +9,7 @@ from recipes_machine import OWN, graph, target, variable, wired
 from recipes_parts import model
 
 from dynsparse import machine as m
+from dynsparse import popsparse
 
 
 def word(dtype=m.BOOL):
@@ -140,8 +141,8 @@ RECIPES = {
     "dynsparse.machine.WriteUndef": call(m.WriteUndef, tensor=variable),
     "dynsparse.machine.Engine": Recipe(whole_engine, engine_arguments),
     "dynsparse.machine.Profile.summary": of(profile, "summary", max_steps=lambda: 3),
-    "dynsparse.machine.estimate": Recipe(
-        m.estimate,
+    "dynsparse.popsparse.estimate": Recipe(
+        popsparse.estimate,
         lambda: {
             "model": torch.nn.Sequential(model()),
             "example_input": torch.ones(3, 12),

@@ -59,9 +59,10 @@ NOT_CALLED = {
     *(f"dynsparse.machine.{name}Error" for name in ("Locality", "Machine", "Mapping", "Program")),
     *(f"dynsparse.machine.{name}" for name in ("OutOfMemoryError", "RaceError", "Program")),
     *(f"dynsparse.machine.{name}" for name in ("Tensor", "VertexView", "RaggedView", "Stream")),
-    *(f"dynsparse.machine.{name}" for name in ("Profile", "StepProfile", "LayerEstimate")),
-    *(f"dynsparse.machine.{name}" for name in ("ModelEstimate", "PassEstimate")),
-    *(f"dynsparse.machine.{name}" for name in ("AbortError", "RemoteBuffer", "UpdateEstimate")),
+    *(f"dynsparse.machine.{name}" for name in ("Profile", "StepProfile")),
+    *(f"dynsparse.machine.{name}" for name in ("AbortError", "RemoteBuffer")),
+    *(f"dynsparse.popsparse.{name}" for name in ("LayerEstimate", "ModelEstimate")),
+    *(f"dynsparse.popsparse.{name}" for name in ("PassEstimate", "UpdateEstimate")),
     *(f"dynsparse.machine.{name}" for name in ("Contents", "HeldVariable", "PlacedVertices")),
     "dynsparse.machine.ProgramNode",
     *(f"dynsparse.report.machine.{name}" for name in ("ComparedPass", "Comparison", "Pair")),
@@ -73,13 +74,13 @@ NOT_CALLED = {
     *(f"dynsparse.popsparse.{name}" for name in ("PassTime", "PlannedTensor", "SparseTensor")),
     *(f"dynsparse.popsparse.block_sparse.{name}" for name in ("BlockSparsePlan", "MatmulParams")),
     *(f"dynsparse.training.{name}" for name in ("CheckpointError", "DropScore", "Schedule")),
-    *(f"dynsparse.distributed.{name}" for name in ("Link", "Plan", "Saving", "SplitCols")),
+    *(f"dynsparse.distributed.{name}" for name in ("Saving", "SplitCols")),
     *(f"dynsparse.distributed.{name}" for name in ("SplitHeads", "SplitRows")),
     *(f"dynsparse.training.records.{name}" for name in ("DeadUnits", "RecordError", "Records")),
     *(f"dynsparse.data.{name}" for name in ("DataSet", "Pictures")),
     "dynsparse.integrations.follower.Algorithm",
     "dynsparse.keep_memory",  # takes nothing, and would last to the end of this process
-    *(f"dynsparse.selfcheck.{name}" for name in ("Check", "Result", "Speed")),
+    *(f"dynsparse.selfcheck.{name}" for name in ("Check", "Result")),
 }
 
 

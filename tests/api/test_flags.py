@@ -45,7 +45,6 @@ BASE = {
     "matmul": ["--rows", "64", "--cols", "64", "--batch", "8", "--density", "0.1", "--plan-only"],
     "visualise": ["--records-path", "there is none"],
     "encode": ["--output", "there/is/none"],
-    "plan-ranks": ["--features=8", "--features=8"],
     "report": ["there is none"],
     "cifar": ["--dataset", "digits"],  # nothing is downloaded
 }
@@ -183,7 +182,6 @@ PLACES = [
     ("bench", "--json"),
     ("bench", "--picture"),
     ("bench", "--markdown"),
-    ("bench", "--page"),
     ("lm", "--data"),
     *(
         (name, f"--{flag_of(option)}")

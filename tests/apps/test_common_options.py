@@ -8,6 +8,7 @@ import torch
 from rich.console import Console
 
 from dynsparse.apps import lm
+from dynsparse.apps.common.identity import new_identity
 from dynsparse.apps.common.option import METHODS, PANELS, again, flag, option, options_of, pairs
 from dynsparse.apps.common.resume import Checkpoint, adopt
 from dynsparse.apps.pictures import mnist, transformer
@@ -101,6 +102,7 @@ def forge(path: Path, of: str, **entries) -> Path:
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     defaults = APPS[of].Options()
     extra = {"app": of, "options": defaults.defining(), "seed": 1, "data": "stdlib"}
+    extra["training_id"] = new_identity()
     extra["options"] |= entries.pop("options", {})
     save_checkpoint(path, model=model, optimizer=optimizer, extra=extra | entries)
     return path

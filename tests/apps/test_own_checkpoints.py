@@ -16,7 +16,6 @@ from dynsparse.training.records import Records
 
 QUIET = Console(quiet=True)
 TINY = {"batch_size": 512, "hidden_sizes": (16,), "steps_per_epoch": 1, "epochs": 3, "seed": 1}
-OLD = Path(__file__).parent / "old_checkpoints"
 
 
 def tiny(**changes):
@@ -147,28 +146,6 @@ def test_the_log_forgets_what_comes_after_the_checkpoint(tmp_path):
     (tmp_path / "log").write_text(expected + "99 0.")
     tiny(log=tmp_path / "log", restore=tmp_path / "c" / "epoch-0001.ckpt")
     assert (tmp_path / "log").read_text() == expected
-
-
-def test_old_checkpoints_are_trainings_of_their_own(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    old = tmp_path / "c" / "epoch-0001.ckpt"
-    old.parent.mkdir()
-    shutil.copy(OLD / "mnist-rigl.ckpt", old)
-    assert KEY not in read_extra(old)
-    with pytest.raises(ValueError, match="let them be deleted with --overwrite"):
-        tiny(checkpoint_path=old.parent)
-    mnist.run(mnist.Options(restore=old.parent, checkpoint_path=old.parent), QUIET)
-    # The new file has the identity, which is that of the old one.
-    found = identities(sorted(old.parent.iterdir()))
-    assert len(found) == 2
-    assert set(found.values()) == {identity_of(read_extra(old))}
-    assert mnist.run(mnist.Options(restore=old.parent), QUIET)["epochs"] == 2
-
-
-def test_old_checkpoints_of_two_trainings_are_told_apart():
-    found = identities(sorted(OLD.glob("*.ckpt")))
-    assert None not in found.values()
-    assert len(set(found.values())) == len(found) == 8
 
 
 def test_a_forged_identity_is_refused_in_one_line(tmp_path):

@@ -3,158 +3,168 @@ where they are."""
 
 from __future__ import annotations
 
+import importlib
 import json
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
-
-from dynsparse.ops.linear.costs import Layer
-from dynsparse.ops.linear.cuda.costs import seconds
-from dynsparse.ops.linear.cuda.rates import RATES
+import torch
 
 FOLDER = Path(__file__).resolve().parents[2] / "benchmarks"
 WITHOUT_TRITON = "needs Triton (x86-64 Linux): make test-gpu-kernels"
 SECTIONS = [
-    "ceilings", "correctness", "blocks 128", "blocks 64", "blocks 32", "blocks 16", "steps",
-    "float32", "dense way", "growth", "updates", "graphs", "memory", "transformer", "training",
-    "grid", "refine",
+    "smoke 128", "smoke 64", "smoke 32", "smoke 16", "smoke rest",
+    "ceilings", "kernels 64", "kernels 128", "kernels 32", "kernels 16",
+    "steps", "dense way", "growth", "updates", "memory", "grid", "model", "training",
 ]  # fmt: skip
 
 
 def run(*arguments: str) -> subprocess.CompletedProcess:
     return subprocess.run(
-        [sys.executable, *arguments], capture_output=True, text=True, check=False, timeout=400
+        [sys.executable, *arguments], capture_output=True, text=True, check=False, timeout=900
     )
+
+
+@pytest.fixture
+def part(monkeypatch):
+    """A module of the benchmark."""
+    monkeypatch.syspath_prepend(str(FOLDER))
+    return lambda name: importlib.import_module(f"gpu_parts.{name}")
 
 
 @pytest.mark.slow
 def test_a_dry_run_goes_through_every_section(tmp_path):
     pytest.importorskip("triton", reason=WITHOUT_TRITON)
     out = tmp_path / "results.json"
-    done = run(str(FOLDER / "gpu.py"), "--dry", "--out", str(out))
+    done = run(str(FOLDER / "gpu.py"), "--dry", "--limit", "600", "--out", str(out))
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
-    found = json.loads(out.read_text())
-    assert {n: s["ended"] for n, s in found["sections"].items()} == dict.fromkeys(SECTIONS, "well")
-    assert "problems" not in found, found["problems"]
-    assert found["wrong"] == 0
-    rows = found["rows"]
-    assert {row["section"] for row in rows} == {
-        s.split(" ")[0] if "blocks" in s else s for s in SECTIONS
-    } - {"refine"}
-    assert all(row.get("right", "yes") == "yes" for row in rows)
-    checked = [row for row in rows if row["section"] == "correctness"]
-    assert {row["what"].split(",")[0].split(" batch")[0] for row in checked} == {
-        *(f"blocks {b} {d}" for b in (16, 32, 64, 128) for d in ("float32", "bfloat16", "float16")),
-        "growth",
-    }
-    assert {*found["best"]} == {
-        f"{b} {what}"
-        for b in (16, 32, 64, 128)
-        for what in ("forward", "grad_input", "grad_weight")
-    }
-    assert {"ratio", "share", "us", "config"} <= found["best"]["64 forward"].keys()
+    found = json.loads(out.read_text())["sections"]
+    assert {n: s["ended"] for n, s in found.items()} == dict.fromkeys(SECTIONS, "well")
+    assert all(s["wrong"] == [] for s in found.values())
+    rows = {name: {row["what"]: row for row in section["rows"]} for name, section in found.items()}
+    # The checks tell errors and no times.
+    checks = [r for n in SECTIONS[:5] for r in rows[n].values()]
+    assert all(row["right"] and "us" not in row for row in checks)
+    for b in (16, 32, 64, 128):
+        for dtype in ("float32", "bfloat16", "float16"):
+            assert len(rows[f"smoke {b}"][f"{b} {dtype} batch 70 by blocks"]["errors"]) >= 3
+        for lie in ("transposed", "expanded", "odd address", "odd stride", "float32 values"):
+            # y, both gradients, and that of the bias
+            assert len(rows[f"smoke {b}"][f"{b} {lie} by blocks"]["errors"]) == 4
+        assert f"{b} copy engine batch 1 warps 8" in rows[f"smoke {b}"] or b < 64
+    for what in ("an update of RigL", "a captured training over updates",
+                 "compiled with reduce-overhead"):  # fmt: skip
+        assert f"{what}, blocks of 64" in rows["smoke rest"]
     # Each figure that is asked for has its row.
-    what = {(row["section"], row["what"].split(" (")[0].split(",")[0]) for row in rows}
-    assert {("steps", f"blocks {b}") for b in (4, 8, 16, 32, 64, 128)} | {
-        *(("float32", f"{b} {p}") for b in (32, 64, 128) for p in ("forward", "grad_weight")),
-        *(("growth", f"scores of blocks of {b}") for b in (16, 32, 64)),
-        *(("updates", "a whole update") for _ in (1,)),
-        *(("memory", f"training state of blocks of {b}") for b in (1, 8, 64)),
-        ("steps", "elements"),
-        ("graphs", "a captured training over updates of RigL"),
-        ("transformer", "blocks of 64"),
-        ("grid", "128 x 128"),
-    } <= what
-    state = {r["what"].split(",")[0]: r for r in rows if r["section"] == "memory"}
-    # On the CPU the order by columns is there, too: 12 bytes of index.
-    share = state["training state of blocks of 1"]["share_of_dense"]
-    assert share == pytest.approx(0.3 * 28 / 16, rel=0.02)
-    page = out.with_suffix(".md").read_text()
-    assert "### blocks 64" in page
-    assert "| 64 forward " in page
-    assert "training state of blocks of 8" in page
-    # A run without a GPU measures nothing that may replace what is expected of one.
-    assert found["rates"]["measured"] is False
-    assert not any("expected" in row for row in rows)
+    for b in (16, 32, 64, 128):
+        passes = {tuple(what.split()[1:3]) for what in rows[f"kernels {b}"] if what[0].isdigit()}
+        for what in ("forward", "grad_input", "grad_weight"):
+            assert {(what, numbers) for numbers in ("16-bit", "tf32", "tf32x3")} <= passes
+        assert ("with", "bias") in passes
+        timed = [row for row in rows[f"kernels {b}"].values() if "share" in row]
+        assert all({"us", "p10", "p90", "dense", "bound", "error"} <= row.keys() for row in timed)
+        assert {f"for the table {n}" for n in ("16-bit", "tf32", "tf32x3")} <= rows[
+            f"kernels {b}"
+        ].keys()
+        assert any(f"blocks of {b}, bfloat16, captured" in what for what in rows["steps"])
+    assert any("tma=True" in what for what in rows["kernels 64"])
+    assert {"host: forward by pointers", "host: forward by descriptors", "for rates.py"} <= rows[
+        "ceilings"
+    ].keys()
+    assert {"4 steps, RigL", "4 steps, dense", "4 steps, masked"} <= rows["training"].keys()
+    assert rows["training"]["4 steps, RigL"]["updates"] > 0
+    assert rows["grid"]["the grid"]["cells"] == 4
 
 
 BROKEN = """
-import runpy, sys
-sys.argv = ["gpu.py", "--dry", "--out", sys.argv[1]]
+import runpy, sys, os
+sys.argv = ["gpu.py", "--dry", *sys.argv[1:]]
 names = runpy.run_path({path!r}, run_name="gpu")
-def fails():
+def raises(run):
     raise RuntimeError("planted")
-def works(run):
-    run.note("last", "was reached", 1.0, dense=2.0)
-names["measure"].__globals__["sections"] = lambda run: {{
-    "first": fails, "wrong": lambda: run.state.update(wrong=1), "last": lambda: works(run)}}
+def wrong(run):
+    run.wrong("some kernel", AssertionError("an error of 1"))
+def hangs(run):
+    run.note("begun")
+    import time; time.sleep(600)
+changed = names["main"].__globals__
+changed["__file__"] = {script!r}
+changed["all_sections"] = lambda: {{
+    "raises": raises, "wrong": wrong, "ends": lambda run: os._exit(3), "hangs": hangs,
+    "last": lambda run: run.note("was reached", us=1.0)}}
 sys.exit(names["main"]())
 """
 
 
-def test_a_section_that_fails_loses_nothing_else(tmp_path):
-    pytest.importorskip("triton", reason=WITHOUT_TRITON)
-    out = tmp_path / "results.json"
-    done = run("-c", BROKEN.format(path=str(FOLDER / "gpu.py")), str(out))
-    assert done.returncode == 1, done.stderr  # a result was wrong
-    found = json.loads(out.read_text())
-    ended = {name: section["ended"] for name, section in found["sections"].items()}
-    assert ended == {"first": "RuntimeError: planted", "wrong": "well", "last": "well"}
-    assert found["rows"] == [
-        {"section": "last", "what": "was reached", "us": 1.0, "dense_us": 2.0, "ratio": 2.0}
-    ]
-    assert found["problems"][0]["what"] == "first"
-    assert "planted" in found["problems"][0]["trace"]
-    assert not list(tmp_path.glob("*.part"))
-
-
-LOST = """
-import argparse, runpy, sys
+WITHOUT = """
+import runpy, sys
+from importlib import util
+found = util.find_spec
+util.find_spec = lambda name, package=None: None if name == "triton" else found(name, package)
 sys.argv = ["gpu.py", "--dry"]
-names = runpy.run_path({path!r}, run_name="gpu")
-commands = []
-names["os"].execv = lambda program, command: commands.append(command)
-from gpu_parts.run import Run
-from pathlib import Path
-args = argparse.Namespace(budget=100.0, began=1.0, out=Path({out!r}), only=[])
-run = Run(True, 100.0, args.out, 1.0)
-assert run.tries("64 forward")
-names["again"](args, run, ["ceilings", "blocks 64"])
-assert not run.tries("64 forward")
-names["again"](args, run, ["ceilings", "growth"])
-for command in commands:
-    print("|".join(command[command.index("--done") :]))
+runpy.run_path({path!r}, run_name="__main__")
 """
 
 
-def test_a_lost_device_costs_what_lost_it(tmp_path):
+@pytest.mark.slow
+def test_a_section_that_fails_or_hangs_loses_nothing_else(tmp_path):
     pytest.importorskip("triton", reason=WITHOUT_TRITON)
-    out = tmp_path / "results.json"
-    done = run("-c", LOST.format(path=str(FOLDER / "gpu.py"), out=str(out)))
-    assert done.returncode == 0, done.stderr
-    # The section of the candidate is done again; one that said of nothing that it tries it, is not.
-    lines = [line for line in done.stdout.splitlines() if line.startswith("--done")]
-    assert lines == ["--done|ceilings", "--done|ceilings|growth"]
-    assert json.loads(out.read_text())["skip"] == ["64 forward"]
+    script, out = tmp_path / "broken.py", tmp_path / "results.json"
+    script.write_text(BROKEN.format(path=str(FOLDER / "gpu.py"), script=str(script)))
+    done = run(str(script), "--limit", "60", "--out", str(out))
+    assert done.returncode == 1, done.stderr
+    found = json.loads(out.read_text())["sections"]
+    assert {name: section["ended"] for name, section in found.items()} == {
+        "raises": "exit status 1", "wrong": "well", "ends": "exit status 3",
+        "hangs": "not within 60 s", "last": "well",
+    }  # fmt: skip
+    assert [row["what"] for row in found["hangs"]["rows"]] == ["begun"]
+    assert found["last"]["rows"] == [{"what": "was reached", "us": 1.0}]
+    assert found["wrong"]["wrong"] == ["some kernel"]
+    assert "an error of 1" in found["wrong"]["problems"][0]["trace"]
+    assert "planted" in done.stderr
+    assert "wrong: 4 " in done.stdout
+    assert not list(tmp_path.glob("*.part"))
+
+
+def test_sections_that_are_not_known_are_named():
+    pytest.importorskip("triton", reason=WITHOUT_TRITON)
+    done = run(str(FOLDER / "gpu.py"), "--dry", "stpes")
+    assert done.returncode == 2
+    assert "got stpes" in done.stdout
 
 
 def test_without_a_gpu_it_says_so():
-    import torch
-
     if torch.cuda.is_available():
         pytest.skip("there is a GPU")
+    pytest.importorskip("triton", reason=WITHOUT_TRITON)
     done = run(str(FOLDER / "gpu.py"))
     assert (done.returncode, done.stderr) == (2, "")
     assert "expected a CUDA device, found none: --dry runs on a CPU" in done.stdout
 
 
-def test_what_is_expected_is_what_the_formula_said():
-    """The figures were written down before anything was measured: 60 % of the bounds, and 5 us."""
-    names: dict[str, dict] = {}
-    exec((FOLDER / "gpu_parts" / "predictions.py").read_text(), names)
-    for b in (16, 32, 64):
-        layer = Layer(4096, 4096, round(0.1 * (4096 // b) ** 2), b)
-        found = seconds("blocks", layer, 8192, "forward", "16-bit", RATES["90"])
-        assert names["EXPECTED"][f"blocks {b}"] == round(found * 1e6)
+def test_without_triton_it_says_so():
+    done = run("-c", WITHOUT.format(path=str(FOLDER / "gpu.py")))
+    assert (done.returncode, done.stderr) == (2, "")
+    assert "expected Triton, found none: pip install triton" in done.stdout
+
+
+def test_the_limits_of_the_checks_go_by_the_number_of_terms(part):
+    pytest.importorskip("triton", reason=WITHOUT_TRITON)
+    limit_of = part("smoke").limit_of
+    # Emulated errors of 128, 1000 and, sums ended every 1024, 8192 terms.
+    for terms, emulated in ((128, 1.5e-6), (1000, 9.4e-6), (8192, 1e-5)):
+        assert emulated < limit_of(torch.float32, terms) < 4 * emulated
+    assert limit_of(torch.float32, 1024) == limit_of(torch.float32, 8192)
+
+
+def test_a_name_of_a_candidate_is_the_row_of_a_table(part):
+    pytest.importorskip("triton", reason=WITHOUT_TRITON)
+    from dynsparse.ops.linear.cuda.configurations import Gradient, Rows
+
+    for config in (Rows(128, 64, 4, 3, tma=True, group=2), Gradient(1, 32, 8, 4, registers=128)):
+        name = str(part("kernels").Job("forward", 64, "16-bit", config))
+        assert eval(name, {"Rows": Rows, "Gradient": Gradient}) == config
+        assert "split" not in name

@@ -5,6 +5,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from bench_tables import parts_table
 from torch import nn
 
 from dynsparse.bench import zoo
@@ -15,7 +16,7 @@ from dynsparse.bench.model_steps import build_model, measure_model, training_ste
 from dynsparse.bench.parts import BLOCK_PARTS, PARTS, Clock, blocks_of, watch
 from dynsparse.bench.timing import Effort
 from dynsparse.nn import SparseLinear
-from dynsparse.report.bench.models import memory_table, parts_table, steps_table
+from dynsparse.report.bench.models import memory_table, steps_table
 
 pytest.importorskip("transformers")
 

@@ -131,7 +131,7 @@ def test_info_says_what_a_gpu_chooses(capsys, monkeypatch):
         assert status == 0
         out = out[out.index("4096 x 4096 on the GPU") :]
         assert "predicted for chips like H200" in out
-        assert ("blocks, dense 0.40" in out) == kernels
+        assert ("blocks, dense 0.33" in out) == kernels
 
 
 WRONG = [

@@ -13,11 +13,6 @@ WRONG = {
     "bench --list --benchmark quick --json a.json": "leave out --benchmark, --json",
     "bench --from a.json --json b.json": "--json writes what is measured, and --from",
     "encode --output a.tokens --data text --vocabulary chars.tokens --bpe-dir .": "got char tokens",
-    "plan-ranks --outer-latency 1e-5": "--outer-latency: applies to several nodes",
-    "plan-ranks --ranks 4 --ranks-per-node 4 --outer-bandwidth 1e9": "got one node: leave it out",
-    "plan-ranks --json - --top 3": "--top: applies to the table, without --json -",
-    "plan-ranks --measure a.json --ranks 8": "--ranks: applies to plans without --measure",
-    "plan-ranks --measure a.json --flops 1e9": "--flops: applies to plans without --measure",
 }
 
 
@@ -33,8 +28,3 @@ def test_what_would_be_ignored_is_refused(line, capsys, tmp_path, monkeypatch):
     assert WRONG[line] in told
     assert "leave" in told or "expected" in told
     assert told.count("\n") == 1
-
-
-def test_two_nodes_have_links_between_them(capsys):
-    line = "plan-ranks --ranks 4 --ranks-per-node 2 --outer-bandwidth 1e9 --features 64 64"
-    assert run(line.split()) == 0

@@ -47,10 +47,7 @@ def call(capsys, line):
 
 def test_it_measures_prints_and_writes(capsys, tmp_path):
     pytest.importorskip("matplotlib")
-    (tmp_path / "page.md").write_text("<!-- bench: speed-up one -->\n<!-- /bench -->\n")
-    status, out, err = call(
-        capsys, "--spec b.yml --json a.json --picture a.png --markdown a.md --page page.md"
-    )
+    status, out, err = call(capsys, "--spec b.yml --json a.json --picture a.png --markdown a.md")
     assert (status, err) == (0, "")
     assert "Python" in out.splitlines()[0]
     assert "16, batch 2, density 0.5, 1 thread: dynsparse" in out
@@ -58,7 +55,6 @@ def test_it_measures_prints_and_writes(capsys, tmp_path):
     assert list(data["benchmarks"]) == ["one", "two"]
     assert (tmp_path / "a.png").stat().st_size > 1000
     assert "## two" in (tmp_path / "a.md").read_text()
-    assert "| 16 | 2 | 0.5 |" in (tmp_path / "page.md").read_text()
 
 
 def test_the_documentation_names_every_option(capsys):
@@ -158,7 +154,6 @@ def test_the_list_needs_no_measurement(capsys):
         ("--spec b.yml --json no/a.json", "--json: expected a file in a folder that exists"),
         ("--spec b.yml --picture .", "--picture: expected a file in a folder"),
         ("--spec b.yml --markdown .", "--markdown: expected a file in a folder"),
-        ("--spec b.yml --page no.md", "--page: expected a Markdown page that exists, got no.md"),
         ("--spec b.yml --merge", "--merge adds what is measured to a --json file"),
         ("--from nowhere.json", "nowhere.json: No such file"),
         ("--from letter.txt", "letter.txt: expected JSON written by dynsparse bench"),

@@ -95,14 +95,6 @@ def test_figures_of_benchmarks(tmp_path, refused):
         refused("b.json", "bench", "--from", tmp_path / "b.json", "--markdown", tmp_path / "o.md")
 
 
-def test_ids_of_bpe(tmp_path, refused):
-    (tmp_path / "vocab.bpe").write_text("h e\n")
-    (tmp_path / "encoder.json").write_bytes(DEEP)
-    (tmp_path / "t.txt").write_text("hello")
-    refused("nested at most 100 deep", "encode", "--data", tmp_path / "t.txt", "--tokens", "bpe",
-            "--bpe-dir", tmp_path, "--output", tmp_path / "o")  # fmt: skip
-
-
 def test_pictures(tmp_path, refused):
     for name in ("train-images-idx3-ubyte", "train-labels-idx1-ubyte", "t10k-images-idx3-ubyte",
                  "t10k-labels-idx1-ubyte"):  # fmt: skip

@@ -8,7 +8,7 @@ import torch
 from dynsparse.machine.target import Target
 from dynsparse.pattern import SparsePattern
 from dynsparse.popsparse.buckets.partitioner import Partitioner
-from dynsparse.popsparse.dense.weights import DensePartitioner
+from dynsparse.popsparse.device.dense import DensePartitioner
 from dynsparse.popsparse.planner.search import make_plan
 from dynsparse.popsparse.product.params import FullyConnectedParams, SparsityParams
 

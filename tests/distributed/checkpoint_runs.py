@@ -13,7 +13,7 @@ from torch.nn.functional import dropout, mse_loss
 from torch.nn.parallel import DistributedDataParallel
 
 import dynsparse as ds
-from dynsparse.distributed import Cluster, gather, make_plan, replicate, split
+from dynsparse.distributed import gather, replicate, split
 from dynsparse.distributed.rectangle import part_of
 from dynsparse.training import ConstantSchedule
 
@@ -34,11 +34,11 @@ def make(kind, size, seed=0, algorithm="static"):
     model = models.linear_model(seed=seed)
     if kind == "grid":  # x lies over two ranks, the samples over the others
         mesh = init_device_mesh("cpu", (size // 2, 2), mesh_dim_names=("z", "x"))
-        split(model, mesh, make_plan(model, mesh, batch=8, cluster=Cluster(flops=1e6)))
+        split(model, mesh)
         wrapped = replicate(model, ranks=mesh["z"])
     elif kind == "shards of a grid":
         mesh = init_device_mesh("cpu", (size // 2, 2), mesh_dim_names=("z", "x"))
-        split(model, mesh, make_plan(model, mesh, batch=8, cluster=Cluster(flops=1e6)))
+        split(model, mesh)
         wrapped = models.shard(model, mesh["z"])
     elif kind == "fsdp":
         wrapped = models.shard(model, init_device_mesh("cpu", (size,)))

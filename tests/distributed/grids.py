@@ -5,8 +5,9 @@ from __future__ import annotations
 import threading
 from itertools import product
 
-from dynsparse.ranks import ALONE, BrokenMoveError, RankGrid, ThreadRanks
-from dynsparse.ranks.threads import _Meeting
+from fake_ranks import BrokenMoveError, ThreadRanks, _Meeting
+
+from dynsparse.ranks import ALONE, RankGrid
 
 GRIDS = [(2, 1, 1), (1, 2, 1), (1, 1, 2), (2, 2, 1), (2, 1, 2), (1, 2, 2)]
 """Those of x, y and z that every case is tried on."""

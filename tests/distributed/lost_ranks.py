@@ -17,7 +17,7 @@ from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
 from torch.nn.parallel import DistributedDataParallel
 
 import dynsparse as ds
-from dynsparse.distributed import Cluster, make_plan, split
+from dynsparse.distributed import split
 from dynsparse.training import GlobalBudget
 
 
@@ -31,7 +31,7 @@ def shards(net, size):
 
 def rectangles(net, size):
     mesh = init_device_mesh("cpu", (size,), mesh_dim_names=("x",))
-    return split(net, mesh, make_plan(net, mesh, batch=8, cluster=Cluster(flops=1e3)))
+    return split(net, mesh)
 
 
 WAYS = {"replicas": replicas, "shards": shards, "rectangles": rectangles}
@@ -43,8 +43,7 @@ def lost(rank, size, way, kind):
     forward = WAYS[way](net, size)
     optimizer = optimizer_of(net)
     trainer = ds.RigL(net, optimizer, schedule=SCHEDULE)
-    if kind == "sleeps":
-        trainer.ranks.patience = 6.0
+    trainer.ranks.patience = 6.0
     shares = (0, 1) if way == "rectangles" else (rank, size)
     for step in range(1, 8):
         here = step == 3 and rank == size - 1
@@ -80,6 +79,8 @@ def left_out_in_stages(rank, size, replicas):
     runner = ScheduleGPipe(stage, n_microbatches=4, loss_fn=torch.nn.functional.mse_loss)
     optimizer = optimizer_of(piece)
     trainer = ds.RigL(piece, optimizer, schedule=EVERY, **more)
+    for ranks in (trainer.ranks, getattr(trainer.budget, "stages", trainer.ranks)):
+        ranks.patience = 6.0
     for step in range(1, 5):
         x, y = batch(step, mesh["replica"].get_local_rank(), replicas)
         optimizer.zero_grad()
@@ -99,5 +100,4 @@ GOES = {
     "exits": lambda: sys.exit(3),
     "exits at once": lambda: os._exit(4),
     "is killed": lambda: os.kill(os.getpid(), signal.SIGKILL),
-    "has no more batches": lambda: None,
 }

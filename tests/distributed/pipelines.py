@@ -19,7 +19,8 @@ from torch.nn.functional import mse_loss
 from torch.nn.parallel import DistributedDataParallel
 
 import dynsparse as ds
-from dynsparse.distributed import Cluster, gather, make_plan, split
+from dynsparse.distributed import gather, split
+from dynsparse.distributed.rectangle import part_of
 from dynsparse.ops.linear import products
 from dynsparse.training import ConstantSchedule, GlobalBudget
 
@@ -189,9 +190,8 @@ def in_rectangles(rank, size, schedule, algorithm, steps, replicas=1):
     own = mesh["z", "x"] if replicas > 1 else mesh["x"]
     parts = list(whole_model().named_children())
     holder = Part(parts[2 * at : 2 * at + 2])
-    plan = make_plan(holder, own, batch=4, cluster=Cluster(flops=1e5))
-    split(holder, own, plan)
-    assert any(one.rows or one.cols for one in plan.placements.values())
+    split(holder, own)
+    assert any(part_of(one).axes for one in layers_of(holder).values())
     stage = PipelineStage(holder, at, 2, torch.device("cpu"), group=stages)
     runner = SCHEDULES[schedule](stage, n_microbatches=MICRO, loss_fn=mse_loss)
     optimizer = optimizer_of(holder)

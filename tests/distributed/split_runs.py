@@ -10,7 +10,8 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import dynsparse as ds
-from dynsparse.distributed import Cluster, gather, make_plan, measure, replicate, split
+from dynsparse.distributed import gather, replicate, split
+from dynsparse.distributed.rectangle import part_of
 from dynsparse.training import ConstantSchedule
 
 
@@ -66,8 +67,7 @@ def parallelized(rank, size):
         if not key.endswith(("rows", "cols")):
             expected = model.get_parameter(key).grad
             torch.testing.assert_close(tensor, expected, rtol=0, atol=1e-12)
-    figures = measure(mesh)
-    return held, figures.to_dict()
+    return held
 
 
 def meshed(rank, size):
@@ -82,10 +82,8 @@ def meshed(rank, size):
     whole = copy.deepcopy(model)
     whole(x).backward(dy / 8)
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("z", "x"))
-    plan = make_plan(model, mesh, batch=8, cluster=Cluster(flops=1e6))
-    assert plan.grid == (2, 1, 2)
-    assert plan.placements["0"].rows == plan.placements["2"].cols == "x"
-    split(model, mesh, plan)
+    split(model, mesh)
+    assert part_of(model[0]).placement.rows == part_of(model[2]).placement.cols == "x"
     data = nn.parallel.DistributedDataParallel(model, process_group=mesh["z"].get_group())
     z = mesh["z"].get_local_rank()
     y = data(x.chunk(2)[z])
@@ -126,7 +124,7 @@ def trained_by(size, algorithm, shards):
     model = copy.deepcopy(whole)
     mesh = init_device_mesh("cpu", (size // 2, 2), mesh_dim_names=("z", "x"))
     z = mesh["z"].get_local_rank()
-    split(model, mesh, make_plan(model, mesh, batch=8, cluster=Cluster(flops=1e6)))
+    split(model, mesh)
     data = shard(model, mesh["z"]) if shards else replicate(model, ranks=mesh["z"])
     trainers = []
     kind, more = KINDS[algorithm]
@@ -162,7 +160,7 @@ def rounded(rank, size):
     model = copy.deepcopy(whole)
     mesh = init_device_mesh("cpu", (size // 2, 2), mesh_dim_names=("z", "x"))
     z = mesh["z"].get_local_rank()
-    split(model, mesh, make_plan(model, mesh, batch=512, cluster=Cluster(flops=1e6)))
+    split(model, mesh)
     data = replicate(model, ranks=mesh["z"])
     trainers = []
     for one, ranks in ((whole, None), (model, mesh)):

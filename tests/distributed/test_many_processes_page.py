@@ -1,4 +1,4 @@
-"""The page "Many processes": its program runs on two ranks, its tables are the formulas'."""
+"""The page "Many processes": its program runs on two ranks."""
 
 from __future__ import annotations
 
@@ -9,8 +9,6 @@ import sys
 from pathlib import Path
 
 import pytest
-
-from dynsparse.apps.rank_tables import fill, main
 
 PAGE = Path(__file__).parents[2] / "docs" / "many-processes.md"
 
@@ -32,23 +30,3 @@ def test_the_program_runs_on_two_ranks(tmp_path):
         env=os.environ | {"OMP_NUM_THREADS": "1"},
     )
     assert done.returncode == 0, done.stderr
-    assert done.stdout.count("2 ranks, 4,096 samples a step: ") == 1
-
-
-def test_the_tables_are_up_to_date():
-    """If not: python -m dynsparse.apps.rank_tables docs/many-processes.md"""
-    text = PAGE.read_text()
-    assert text.count("<!-- ranks: ") == text.count("<!-- /ranks -->") == 2
-    assert fill(text) == text
-
-
-def test_a_page_is_filled_in(tmp_path):
-    page = tmp_path / "page.md"
-    page.write_text("a\n<!-- ranks: memory -->\nold\n<!-- /ranks -->\nb\n")
-    main([str(page)])
-    text = page.read_text()
-    assert "old" not in text
-    assert text.startswith("a\n<!-- ranks: memory -->\n\n| ranks | dense")
-    assert text.endswith("|\n\n<!-- /ranks -->\nb\n")
-    with pytest.raises(ValueError, match="expected one of traffic, memory, got 'other'"):
-        fill("<!-- ranks: other -->\n<!-- /ranks -->")

@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
+from importlib import import_module
 
 import pytest
 import torch
+from fake_ranks import in_threads
 from grids import GRIDS, on_grid
 from torch import nn
 
 import dynsparse as ds
-from dynsparse.distributed import gather, make_plan, split
+from dynsparse.distributed import gather, split
 from dynsparse.distributed.placement import Placement
-from dynsparse.distributed.plan import Plan
 from dynsparse.distributed.rectangle import part_of
-from dynsparse.distributed.search import Grid
-from dynsparse.ranks import Slab, in_threads
+from dynsparse.ranks import Slab
 
 BLOCKS = [1, 4, 16]
 EXACT = 1e-12
@@ -32,20 +33,18 @@ def chain(block_size, density=0.3):
     )
 
 
-def planned(model, sizes, placements=None, **more):
-    """A plan for a grid, with placements put in by hand where they are given."""
-    plan = make_plan(model, 1, batch=8, **more)
-    chosen = plan.chosen
-    by_hand = {} if placements is None else placements
-    found = chosen.placements | by_hand
-    candidate = type(chosen)(Grid(*sizes), chosen.cost, found, chosen.balance, True)
-    return Plan(candidate, [candidate], plan.chains, plan.batch, plan.cluster)
-
-
-def alternating(sizes):
-    """The rows of the first layer over x and of the second over y: features never come whole."""
-    x, y = ("x" if sizes[0] > 1 else None), ("y" if sizes[1] > 1 else None)
-    return {"0": Placement(x, y, None, False), "2": Placement(y, x, x, True)}
+@contextlib.contextmanager
+def by_hand(placements):
+    """Layers lie as told, and not where `split` would put them."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(
+            import_module("dynsparse.distributed.split"),
+            "placed",
+            lambda chain, borders, grid: {
+                name: placements[name] for bundle in chain for name in bundle.names
+            },
+        )
+        yield
 
 
 def samples(x, grid):
@@ -60,12 +59,12 @@ def passes(model, x, dy):
     return y.detach(), x.grad, {name: p.grad for name, p in model.named_parameters()}
 
 
-def compared(model, sizes, plan, x, dy):
+def compared(model, sizes, x, dy):
     y, dx, grads = passes(model, x, dy)
     model.zero_grad()
 
     def work(grid):
-        own = split(copy.deepcopy(model), grid, plan)
+        own = split(copy.deepcopy(model), grid)
         got, got_dx, got_grads = passes(own, samples(x, grid), samples(dy, grid))
         torch.testing.assert_close(got, samples(y, grid), rtol=0, atol=EXACT)
         torch.testing.assert_close(got_dx, samples(dx, grid), rtol=0, atol=EXACT)
@@ -91,8 +90,7 @@ def compared(model, sizes, plan, x, dy):
 def test_a_chain_of_two_layers_equals_one_process(sizes, block_size):
     model = chain(block_size)
     x, dy = torch.randn(8, 48).double(), torch.randn(8, 64).double()
-    plan = planned(model, sizes, alternating(sizes))
-    held = compared(model, sizes, plan, x, dy)
+    held = compared(model, sizes, x, dy)
     parts = sizes[0] * sizes[1]
     if block_size == 1:
         for layer in (0, 1):
@@ -116,16 +114,15 @@ def test_every_placement_equals_one_process(way):
     model = chain(4)
     x, dy = torch.randn(3, 2, 48).double(), torch.randn(3, 2, 64).double()
     sizes = (2, 2, 1)
-    plan = planned(model, sizes, {k: Placement(*v) for k, v in WAYS[way].items()})
-    compared(model, sizes, plan, x, dy)
+    with by_hand({k: Placement(*v) for k, v in WAYS[way].items()}):
+        compared(model, sizes, x, dy)
 
 
 def test_a_pair_has_one_sum_forward_and_one_backward():
     model = chain(1)
-    plan = planned(model, (2, 1, 1), {k: Placement(*v) for k, v in WAYS["a pair"].items()})
 
     def work(grid):
-        own = split(copy.deepcopy(model), grid, plan)
+        own = split(copy.deepcopy(model), grid)
         calls, sent = grid.x.calls, grid.x.sent
         y = own(torch.randn(8, 48).double().requires_grad_())
         assert (grid.x.calls - calls, grid.x.sent - sent) == (1, 8 * 64 * 8)
@@ -141,17 +138,13 @@ def test_attention_by_heads(average):
     model = ds.nn.SparseMultiheadAttention(
         24, 3, density=0.4, batch_first=True, add_bias_kv=True, dtype=torch.float64
     )
-    names = [f"{name}_proj" for name in ("q", "k", "v")]
-    found = dict.fromkeys(names, Placement("x", None, None, False))
-    found["out_proj"] = Placement(None, "x", "x", True)
-    plan = planned(model, (2, 1, 1), found)
     x = torch.randn(2, 5, 24).double()
     asked = {"need_weights": average is not None, "average_attn_weights": average is not False}
     y, weights = model(x, x, x, **asked)
     (y.sum() + (0 if weights is None else (weights**2).sum())).backward()
 
     def work(grid):
-        own = split(copy.deepcopy(model), grid, plan)
+        own = split(copy.deepcopy(model), grid)
         got, seen = own(x, x, x, **asked)
         torch.testing.assert_close(got, y, rtol=0, atol=EXACT)
         if weights is not None:
@@ -173,24 +166,19 @@ def test_attention_by_heads(average):
     assert sorted(on_grid((2, 1, 1), work).values()) == [1, 2]
 
 
-def test_a_transformer_layer_as_it_is_planned():
+def test_a_transformer_layer_in_rectangles():
     torch.manual_seed(2)
     model = ds.nn.SparseTransformerLayer(16, 4, 32, density=0.5, dtype=torch.float64).eval()
     x, dy = torch.randn(4, 3, 16).double(), torch.randn(4, 3, 16).double()
-    found = {f"attention.{n}_proj": Placement("x", None, None, False) for n in "qkv"}
-    found["attention.out_proj"] = Placement("y", "x", "x", True)
-    found["linear1"] = Placement("x", "y", None, False)
-    found["linear2"] = Placement("y", "x", "x", True)
-    compared(model, (2, 2, 1), planned(model, (2, 2, 1), found), x, dy)
+    compared(model, (2, 2, 1), x, dy)
 
 
 def test_copies_of_a_split_model_compute_the_same():
     model = chain(1)
-    plan = planned(model, (2, 1, 1), alternating((2, 1, 1)))
     x = torch.randn(4, 48).double()
 
     def work(grid):
-        own = split(copy.deepcopy(model), grid, plan)
+        own = split(copy.deepcopy(model), grid)
         assert torch.equal(copy.deepcopy(own)(x), own(x))
         assert own[0].kernel(8) == "rectangle"
         assert part_of(own[0]).shape == (96, 48)
@@ -213,57 +201,41 @@ def error_on_all(sizes, work):
 
 def test_what_cannot_be_split_is_refused_on_all_ranks():
     model = chain(1)
-    plan = planned(model, (2, 1, 1), alternating((2, 1, 1)))
     sizes = (2, 1, 1)
 
     def twice(grid):
-        split(split(copy.deepcopy(model), grid, plan), grid, plan)
+        split(split(copy.deepcopy(model), grid), grid)
 
     assert error_on_all(sizes, twice) == "the layer '0' is split already"
 
-    def another(grid):
-        split(chain(1)[:1], grid, plan)
-
-    assert "made for another model" in error_on_all(sizes, another)
-    line = error_on_all((1, 2, 1), lambda grid: split(copy.deepcopy(model), grid, plan))
-    assert "for a grid of 2x1x1 ranks (x, y, z), the mesh has 1x2x1" in line
-    assert "mesh must be a DeviceMesh" in error_on_all(sizes, lambda _: split(model, 2, plan))
-    assert "plan must be a Plan" in error_on_all(sizes, lambda grid: split(model, grid, {}))
+    assert "mesh must be a DeviceMesh" in error_on_all(sizes, lambda _: split(model, 2))
+    line = error_on_all(sizes, lambda grid: split(nn.Linear(3, 3), grid))
+    assert "no sparse layers" in line
 
     def different(grid):
         own = copy.deepcopy(model)
         with torch.no_grad():
             own[2].values[0] += grid.x.rank
-        split(own, grid, plan)
+        split(own, grid)
 
     line = error_on_all(sizes, different)
     assert line.startswith(
         "ranks disagree on layer '2': rank 0 differs from rank 1; make the model"
     )
 
-    def planned_otherwise(grid):
-        other = planned(
-            model, sizes, {k: Placement(*v) for k, v in WAYS["rows, gathered in between"].items()}
-        )
-        split(copy.deepcopy(model), grid, (plan, other)[grid.x.rank])
-
-    line = error_on_all(sizes, planned_otherwise)
-    assert line.startswith("ranks disagree on the plan: rank 0 differs from rank 1; plan with")
-
     def busy(grid):
         own = copy.deepcopy(model)
         own[0].active = ds.nn.active.ActiveSet(own[0].pattern, torch.arange(3), torch.device("cpu"))
-        split(own, grid, plan)
+        split(own, grid)
 
     assert "'0' is computed by active subset, which knows no" in error_on_all(sizes, busy)
 
 
 def test_features_of_another_width_are_refused():
     model = chain(1)
-    plan = planned(model, (2, 1, 1), alternating((2, 1, 1)))
 
     def work(grid):
-        own = split(copy.deepcopy(model), grid, plan)
+        own = split(copy.deepcopy(model), grid)
         with pytest.raises(ValueError, match=r"expected \d+ features on rank \d of the axis 'x'"):
             own[2](torch.randn(4, 96).double())
 
@@ -273,7 +245,6 @@ def test_features_of_another_width_are_refused():
 def test_the_forward_pass_of_a_rectangle_may_use_some_of_its_slots():
     model = chain(4)
     sizes = (2, 2, 1)
-    plan = planned(model, sizes, alternating(sizes))
     x, dy = torch.randn(8, 48).double(), torch.randn(8, 64).double()
     whole = copy.deepcopy(model)
     for layer in (whole[0], whole[2]):
@@ -282,7 +253,7 @@ def test_the_forward_pass_of_a_rectangle_may_use_some_of_its_slots():
     y, dx, grads = passes(whole, x, dy)
 
     def work(grid):
-        own = split(copy.deepcopy(model), grid, plan)
+        own = split(copy.deepcopy(model), grid)
         for name in (0, 2):
             layer = own[name]
             slots, _ = part_of(layer).slots(layer.pattern)

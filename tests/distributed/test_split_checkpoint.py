@@ -8,7 +8,6 @@ import pytest
 import torch
 from grids import GRIDS, on_grid
 from rank_trainings import ALGORITHMS, model_of, optimizer_of
-from test_split import alternating, planned
 from test_split_training import step_of
 from threaded import over
 
@@ -54,7 +53,7 @@ def leg(sizes, name, door, block_size, source, target, first, last):
     def work(grid=None):
         own, ranks = copy.deepcopy(model), None
         if grid is not None:
-            own, ranks = split(own, grid, planned(model, sizes, alternating(sizes))), grid
+            own, ranks = split(own, grid), grid
         optimizer = optimizer_of(own, "adam")
         trainer = ALGORITHMS[name](own, optimizer, ranks=ranks)
         parts = {"model": own, "optimizer": optimizer, "trainer": trainer, "ranks": ranks}
@@ -102,10 +101,9 @@ def test_trainers_go_on_with_what_they_remember(name, tmp_path):
 @pytest.mark.parametrize("sizes", GRIDS)
 def test_slots_of_rectangles_are_those_of_the_whole_layer(sizes):
     model = model_of(density=0.3)
-    plan = planned(model, sizes, alternating(sizes))
 
     def work(grid):
-        own = split(copy.deepcopy(model), grid, plan)
+        own = split(copy.deepcopy(model), grid)
         for layer, whole in ((own[0], model[0]), (own[2], model[2])):
             part = part_of(layer)
             slots, total = part.slots(layer.pattern)
@@ -126,10 +124,10 @@ def test_slots_of_rectangles_are_those_of_the_whole_layer(sizes):
 
 
 def error_of(sizes, model, work):
-    plan, lines = planned(model, sizes, alternating(sizes)), set()
+    lines = set()
 
     def caught(grid):
-        own = split(copy.deepcopy(model), grid, plan)
+        own = split(copy.deepcopy(model), grid)
         before = gather(own)
         with pytest.raises(ValueError, match="does not fit") as error:
             work(own, grid)
@@ -187,7 +185,6 @@ def test_generators_of_a_grid_are_those_of_its_samples(tmp_path):
         )  # fmt: skip
 
     sizes = (2, 1, 2)
-    plan = planned(model, sizes, alternating(sizes))
     rank_of = {}
 
     def save(ranks):
@@ -197,7 +194,7 @@ def test_generators_of_a_grid_are_those_of_its_samples(tmp_path):
     over(2, save)
 
     def load(grid):
-        own, g = split(copy.deepcopy(model), grid, plan), torch.Generator()
+        own, g = split(copy.deepcopy(model), grid), torch.Generator()
         ds.distributed.load_checkpoint(
             tmp_path / "c", model=own, generators={"g": g}, random_state=False, ranks=grid
         )

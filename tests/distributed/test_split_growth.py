@@ -9,7 +9,7 @@ import torch
 from grids import GRIDS, on_grid
 from hypothesis import given
 from hypothesis import strategies as st
-from test_split import alternating, chain, planned, samples
+from test_split import chain, samples
 
 import dynsparse as ds
 from dynsparse.distributed import split
@@ -19,12 +19,12 @@ from dynsparse.ops.grow import topk_outside
 from dynsparse.ranks import GrowthWanted, topk_over_ranks
 
 
-def grown_on(sizes, model, plan, x, dy, counts, exchange=None, pooling="sum", wire=None):
+def grown_on(sizes, model, x, dy, counts, exchange=None, pooling="sum", wire=None):
     """By layer, the positions in the whole layer that the ranks of a grid grow together."""
     names = [name for name, m in model.named_modules() if isinstance(m, ds.nn.SparseLinear)]
 
     def work(grid):
-        own = split(copy.deepcopy(model), grid, plan)
+        own = split(copy.deepcopy(model), grid)
         layers = [own.get_submodule(name) for name in names]
         waiting = [capture.start(layer.index.row_ptr, layer.values) for layer in layers]
         own(samples(x, grid)).backward(samples(dy, grid))
@@ -67,8 +67,7 @@ def test_the_grown_positions_are_those_of_one_process(sizes, block_size, exchang
     x, dy = torch.randn(8, 48).double(), torch.randn(8, 64).double()
     counts = [int(0.3 * layer.pattern.nnz) for layer in (model[0], model[2])]
     expected = grown_by_one(model, x, dy, counts)
-    plan = planned(model, sizes, alternating(sizes))
-    found = grown_on(sizes, model, plan, x, dy, counts, exchange)
+    found = grown_on(sizes, model, x, dy, counts, exchange)
     assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
 
 
@@ -83,9 +82,7 @@ def test_ties_go_to_the_first_position_of_the_whole_layer(sizes, seed, data):
     x = torch.randint(-1, 2, (4, 6), generator=generator).double()
     dy = torch.randint(-1, 2, (4, 9), generator=generator).double()
     expected = grown_by_one(model, x, dy, [count])
-    placement = alternating(sizes)["0"]._replace(whole=True)
-    plan = planned(model, sizes, {"0": placement})
-    (found,) = grown_on(sizes, model, plan, x, dy, [count])
+    (found,) = grown_on(sizes, model, x, dy, [count])
     assert torch.equal(found, expected[0])
 
 
@@ -93,10 +90,9 @@ def test_a_rectangle_without_non_zeros_may_grow():
     pattern = ds.SparsePattern([0, 0, 1, 1, 2, 3], [0, 1, 0, 1, 2, 3], shape=(4, 4))
     model = torch.nn.Sequential(ds.nn.SparseLinear(4, 4, pattern=pattern, dtype=torch.float64))
     sizes = (2, 2, 1)
-    plan = planned(model, sizes, {"0": alternating(sizes)["0"]._replace(whole=True)})
     x, dy = torch.ones(2, 4).double(), torch.tensor([[1.0, 5.0, 1.0, 1.0]] * 2).double()
     expected = grown_by_one(model, x, dy, [2])
-    (found,) = grown_on(sizes, model, plan, x, dy, [2])
+    (found,) = grown_on(sizes, model, x, dy, [2])
     assert torch.equal(found, expected[0])
     assert found.tolist() == [6, 7]  # both in the rectangle of rows 0 and 1, columns 2 and 3
 
@@ -121,20 +117,18 @@ def test_a_wire_of_bfloat16_leaves_the_choice_exact(sizes, seed, data):
     dy = torch.randint(-9, 10, (6, 16), generator=g).float()
     counts = [data.draw(st.integers(0, m.pattern.total - m.pattern.nnz)) for m in model[::2]]
     expected = grown_by_one(model, x, dy, counts, pooling)
-    plan = planned(model, sizes, alternating(sizes))
-    found = grown_on(sizes, model, plan, x, dy, counts, "pieces", pooling, torch.bfloat16)
+    found = grown_on(sizes, model, x, dy, counts, "pieces", pooling, torch.bfloat16)
     assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
 
 
 def test_a_wire_of_bfloat16_sends_half():
     model = torch.nn.Sequential(ds.nn.SparseLinear(256, 256, 0.1, bias=False))
     sizes = (1, 2, 2)
-    plan = planned(model, sizes, {"0": alternating(sizes)["0"]._replace(whole=True)})
     pair = torch.randn(4096, 256), torch.randn(4096, 256)
 
     def sent(wire):
         def work(grid):
-            own = split(copy.deepcopy(model), grid, plan)
+            own = split(copy.deepcopy(model), grid)
             part = part_of(own[0])
             x, dy = (
                 slab.cut(samples(t, grid), 1)

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from grids import on_grid
-from test_split import alternating, planned, samples
+from test_split import samples
 from torch import nn
 
 import dynsparse as ds
@@ -52,10 +52,9 @@ def one_process(make, block_size, kind):
 
 def on_ranks(make, sizes, block_size, kind, expected):
     model = model_of(block_size=block_size, density=0.3)
-    plan = planned(model, sizes, alternating(sizes))
 
     def work(grid):
-        own = split(copy.deepcopy(model), grid, plan)
+        own = split(copy.deepcopy(model), grid)
         optimizer = optimizer_of(own, kind)
         trainer = make(own, optimizer, ranks=grid)
         for step in range(STEPS):
@@ -108,10 +107,9 @@ def error_of(sizes, work):
 
 def test_ranks_that_are_not_the_mesh_are_refused():
     model = model_of(density=0.3)
-    plan = planned(model, (2, 1, 1), alternating((2, 1, 1)))
 
     def work(grid):
-        own = split(copy.deepcopy(model), grid, plan)
+        own = split(copy.deepcopy(model), grid)
         ds.Static(own, optimizer_of(own), ranks=None)
 
     (line,) = error_of((2, 1, 1), work)
@@ -120,10 +118,9 @@ def test_ranks_that_are_not_the_mesh_are_refused():
 
 def test_auto_finds_the_mesh_of_the_rectangles():
     model = model_of(density=0.3)
-    plan = planned(model, (2, 1, 1), alternating((2, 1, 1)))
 
     def work(grid):
-        own = split(copy.deepcopy(model), grid, plan)
+        own = split(copy.deepcopy(model), grid)
         return ds.Static(own, optimizer_of(own)).ranks is grid.z
 
     assert all(on_grid((2, 1, 1), work).values())
@@ -132,11 +129,10 @@ def test_auto_finds_the_mesh_of_the_rectangles():
 def test_an_error_on_one_rank_is_that_of_all():
     model = model_of(density=0.3)
     sizes = (2, 1, 2)
-    plan = planned(model, sizes, alternating(sizes))
     every = ConstantSchedule(total_steps=10, update_interval=1, drop_fraction=0.3)
 
     def work(grid):
-        own = split(copy.deepcopy(model), grid, plan)
+        own = split(copy.deepcopy(model), grid)
         optimizer = optimizer_of(own)
         trainer = ds.RigL(own, optimizer, schedule=every, ranks=grid)
         before = gather(own)
@@ -158,10 +154,9 @@ def test_an_error_on_one_rank_is_that_of_all():
 
 def test_what_would_take_a_rectangle_for_the_layer_is_refused():
     model = model_of(density=0.3)
-    plan = planned(model, (2, 1, 1), alternating((2, 1, 1)))
 
     def work(grid):
-        own = split(copy.deepcopy(model), grid, plan)
+        own = split(copy.deepcopy(model), grid)
         with pytest.raises(ValueError, match=r"rectangle of '0': take dynsparse.distr"):
             ds.densify(own)
 

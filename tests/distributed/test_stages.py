@@ -1,4 +1,4 @@
-"""Stages of a pipeline: the model's own modules, cut where the slowest stage is fastest."""
+"""Stages of a pipeline: the model's own modules, cut where the largest stage is smallest."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import dynsparse as ds
-from dynsparse.distributed import Cluster, stages
+from dynsparse.distributed import stages
 
 
 def model():
@@ -20,17 +20,15 @@ def model():
     return nn.Sequential(*layers, nn.Linear(256, 10))
 
 
-def seconds(stage):
-    cluster = Cluster(flops=1e9)
+def weights(stage):
     found = [m for m in stage.modules() if isinstance(m, (ds.nn.SparseLinear, nn.Linear))]
-    size = sum(m.values.numel() if hasattr(m, "values") else m.weight.numel() for m in found)
-    return 6 * 64 * size / cluster.flops
+    return sum(m.values.numel() if hasattr(m, "values") else m.weight.numel() for m in found)
 
 
 @pytest.mark.parametrize("n", [1, 2, 3, 5])
 def test_stages_in_a_row_are_the_model(n):
     net = model()
-    cut = stages(net, n, batch=64)
+    cut = stages(net, n)
     assert len(cut) == n
     x = torch.randn(3, 512)
     y = x
@@ -42,13 +40,13 @@ def test_stages_in_a_row_are_the_model(n):
     assert all(a is b for a, b in zip((m for s in cut for m in s), net, strict=True))
 
 
-def test_the_slowest_stage_is_as_fast_as_it_can_be():
+def test_the_largest_stage_is_as_small_as_it_can_be():
     net = model()
-    cut = stages(net, 2, batch=64, cluster=Cluster(flops=1e9))
+    cut = stages(net, 2)
     ways = [(net[:i], net[i:]) for i in range(1, len(net))]
-    best = min(max(map(seconds, way)) for way in ways)
-    assert max(map(seconds, cut)) == pytest.approx(best)
-    assert best < 0.7 * seconds(net)
+    best = min(max(map(weights, way)) for way in ways)
+    assert max(map(weights, cut)) == best
+    assert best < 0.7 * weights(net)
 
 
 def test_what_has_no_stages_is_refused():

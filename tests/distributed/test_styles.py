@@ -15,10 +15,7 @@ import dynsparse as ds
 def test_two_processes_compute_what_one_does():
     model, _ = made()
     whole = sum(p.numel() for p in model.parameters())
-    (first, figures), (second, others) = on_ranks(2, parallelized)
-    assert figures == others  # all ranks have the same
-    assert figures["slowness"] > 0
-    assert figures["inner"]["bandwidth"] > 1e6
+    first, second = on_ranks(2, parallelized)
     shared = sum(model.get_submodule(n).bias.numel() for n in ("down", "last"))
     shared += model.attention.out_proj.bias.numel()
     assert first + second == whole + shared

@@ -9,8 +9,6 @@ import pytest
 import typer
 
 from dynsparse.cli.app import app
-from dynsparse.report.bench import machines
-from dynsparse.report.bench.tables import VIEWS
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
@@ -27,11 +25,6 @@ def flags_of(command):
 def test_every_command_has_a_row():
     rows = re.findall(r"^\| `dynsparse ([a-z-]+)", CLI, re.M)
     assert sorted(rows) == sorted(COMMANDS)
-
-
-def test_every_view_is_named():
-    said = re.search(r"^Views are (.*?)\. ", CLI, re.M | re.S)
-    assert re.findall(r"`([a-z-]+)`", said[1]) == [*VIEWS, *machines.VIEWS]
 
 
 @pytest.mark.parametrize("name", COMMANDS)

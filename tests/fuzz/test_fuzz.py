@@ -39,6 +39,8 @@ def target(name: str):
     pytest.importorskip("yaml")
     pytest.importorskip("safetensors")
     pytest.importorskip("typer")
+    if name == "tokens":
+        pytest.importorskip("tokenizers")
     return importlib.import_module(f"targets.{name}")
 
 

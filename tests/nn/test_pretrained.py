@@ -170,7 +170,6 @@ def also_as(tensors, name):
     [
         (lambda t: t["mix.rows"].fill_(99), "the pattern of 'mix' does not fit"),
         (lambda t: t["mix.cols"].fill_(-1), "the pattern of 'mix' does not fit"),
-        (lambda t: t.update({"mix.rows": t["mix.rows"].flip(0)}), "the pattern of 'mix' is dam"),
         (lambda t: t.update({"mix.rows": t["mix.rows"].float()}), "the pattern of 'mix' does"),
         (lambda t: t.update({"mix.values": t["mix.values"][1:]}), "of 'mix' is damaged: expected"),
         (

@@ -163,7 +163,6 @@ def rewritten(path, change_tensors=lambda t: None, change_header=lambda h: None)
     [
         lambda t: t["cols"].fill_(99),
         lambda t: t["cols"].fill_(0),
-        lambda t: t.update(rows=t["rows"].flip(0), cols=t["cols"].flip(0)),
         lambda t: t.update(values=t["values"][1:]),
         lambda t: t.update(rows=t["rows"][:5], cols=t["cols"][:5], values=t["values"][:5]),
     ],

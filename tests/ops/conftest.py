@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from dynsparse.ops.linear import choice
+from dynsparse.ops.linear import in_force
 
 sys.path.insert(0, str(Path(__file__).parent))
 
@@ -14,6 +14,6 @@ sys.path.insert(0, str(Path(__file__).parent))
 def tables_as_before(monkeypatch):
     """No table is in force before, and none that a test put there stays."""
     monkeypatch.delenv("WORLD_SIZE", raising=False)
-    choice.put_in_force(None)
+    in_force._in_force = None
     yield
-    choice.put_in_force(None)
+    in_force._in_force = None

@@ -145,8 +145,8 @@ def test_panels_of_any_size(size: int) -> None:
     p = LayerIndex(pattern.index, values)
     rows, perm = p.by_columns()
     p.panels = [
-        (0, panels._make(500, 700, p.cols, p.row_ptr, size=size)),
-        (0, panels._make(700, 500, rows, p.col_ptr, perm, size=size)),
+        (0, panels._make(False, 500, 700, p.cols, p.row_ptr, p.slots, size=size)),
+        (0, panels._make(True, 700, 500, rows, p.col_ptr, perm, size=size)),
     ]
     for thread_count in (1, 3):
         torch.set_num_threads(thread_count)
@@ -227,6 +227,7 @@ def test_an_index_in_any_order() -> None:
         index.col_ptr,
         index.csc_rows,
         place[index.csc_perm.long()].int(),
+        index.slots,
     )
     by_columns = PatternIndex(
         index.row_ptr,
@@ -234,6 +235,7 @@ def test_an_index_in_any_order() -> None:
         index.col_ptr,
         index.csc_rows[columns],
         index.csc_perm[columns],
+        index.slots,
     )
     y = sparse.forward(x, values, LayerIndex(index, values), None)
     dx, dw = sparse.backward(dy, x, values, LayerIndex(index, values), True, True)

@@ -222,3 +222,18 @@ def test_what_was_kept_is_of_the_values_of_forward(off_cpu):
         layer.values.add_(1)
     with pytest.raises(RuntimeError, match="have changed between forward and backward"):
         y.sum().backward()
+
+
+@pytest.mark.parametrize("b", [1, 4, 64])
+@pytest.mark.parametrize("lines", [0, 1 << 20])
+def test_passes_find_what_was_derived_when_the_index_came(monkeypatch, b, lines):
+    monkeypatch.setattr(dense, "KEPT_LINES", lines)
+    pattern = SparsePattern.random((128, 192), 0.3, block_size=b)
+    values = torch.randn(pattern.values_shape)
+    p = LayerIndex(pattern.index, values)
+    dense.derive(p)
+    before = dict(p._derived)
+    assert bool(before) == bool(lines)
+    y = dense.forward(torch.randn(5, 192), values, p, None)
+    dense.backward(y, torch.randn(5, 192), values, p, True, True)
+    assert p._derived == before

@@ -11,7 +11,7 @@ from torch.nn.functional import linear as dense_linear
 
 from dynsparse import SparsePattern, native, ops
 from dynsparse.nn import SparseLinear
-from dynsparse.ops.linear import LayerIndex, choice, naive, tables
+from dynsparse.ops.linear import LayerIndex, choice, in_force, naive, tables
 from dynsparse.ops.linear.costs import Layer
 from dynsparse.ops.linear.kernels import dense, small, sparse
 from dynsparse.processor import Processor
@@ -24,7 +24,7 @@ PASSES = {"sparse": sparse, "small": small, "dense": dense}
 @pytest.fixture(autouse=True)
 def _same_costs():
     yield
-    choice.put_in_force(None)
+    in_force._in_force = None
 
 
 def operands(out, in_features, density, block_size, batch, layout="contiguous"):
@@ -208,7 +208,7 @@ def test_use_kernel_refuses_what_does_not_exist_and_ends():
 def test_the_choice_goes_from_sparse_to_dense_with_density(monkeypatch, maker):
     monkeypatch.setattr(tables, "processor", lambda: Processor(maker, "", 25, frozenset()))
     monkeypatch.setattr(native, "supported_isas", lambda: (maker if maker == "neon" else "v3",))
-    choice.put_in_force(tables.shipped())
+    in_force._in_force = tables.shipped()
     for block_size in (1, 4, 16, 64):
         total = (1024 // block_size) ** 2
         for backward in (False, True):
@@ -229,8 +229,11 @@ def test_dense_products_gain_on_arm(monkeypatch):
     costs = {}
     for isa in ("v4", "neon"):
         monkeypatch.setattr(native, "supported_isas", lambda isa=isa: (isa,))
-        choice.put_in_force(tables.shipped())
-        costs[isa] = [choice.cost(kind, layer, 512, False) for kind in ("sparse", "dense")]
+        in_force._in_force = tables.shipped()
+        costs[isa] = [
+            choice._cost(in_force.constants(), kind, layer, 512, False)
+            for kind in ("sparse", "dense")
+        ]
     assert costs["neon"][1] == costs["v4"][1]
     assert 1.2 < costs["neon"][0] / costs["v4"][0] < 1.34
 

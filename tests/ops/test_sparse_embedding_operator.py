@@ -46,7 +46,8 @@ def test_gradcheck_and_opcheck(b):
     ids = torch.tensor([[0, 3], [3, 5 * b]])
     width = pattern.shape[1]
     torch.autograd.gradcheck(lambda v: embedding(ids, v, pattern, width), values)
-    args = (ids, values, pattern.index.row_ptr, pattern.index.cols, width)
+    index = pattern.index
+    args = (ids, values, index.row_ptr, index.cols, index.slots, width)
     torch.library.opcheck(torch.ops.dynsparse.embedding.default, args)
 
 
@@ -102,12 +103,12 @@ def test_on_a_device(b, height, width, density):
     index, values = pattern.index, values.detach()
     ids = torch.randint(height * b, (7,))
     dense = pattern.to_dense(values).requires_grad_()
-    rows = on_device.forward(ids, values, index.row_ptr, index.cols, width * b)
+    rows = on_device.forward(ids, values, index.row_ptr, index.cols, index.slots, width * b)
     expected = dense_embedding(ids, dense)
     assert torch.equal(rows, expected)
     dy = torch.randn_like(rows)
     expected.backward(dy)
-    gradient = on_device.grad_weight(dy, ids, values, index.row_ptr, index.cols)
+    gradient = on_device.grad_weight(dy, ids, values, index.row_ptr, index.cols, index.slots)
     torch.testing.assert_close(gradient, pattern.values_of(dense.grad))
     x, one_hot = on_device.pair(dy, ids, height * b)
     torch.testing.assert_close(one_hot.t() @ x, dense.grad)
@@ -115,13 +116,13 @@ def test_on_a_device(b, height, width, density):
 
 def test_on_a_device_nothing_waits_for_it():
     pattern, _ = table(2)
-    sizes = [len(pattern.row_ptr), pattern.nnz]
+    sizes = [len(pattern.row_ptr), pattern.nnz, 0]
     with FakeTensorMode():
-        row_ptr, cols = (torch.empty(n, dtype=torch.int32, device="cuda") for n in sizes)
+        index = [torch.empty(n, dtype=torch.int32, device="cuda") for n in sizes]
         values = torch.empty(pattern.values_shape, device="cuda")
         ids = torch.empty(3, 5, dtype=torch.int64, device="cuda")
-        rows = on_device.forward(ids, values, row_ptr, cols, 8)
+        rows = on_device.forward(ids, values, *index, 8)
         assert rows.shape == (3, 5, 8)
         dy, ids = rows.view(-1, 8), ids.view(-1)
-        assert on_device.grad_weight(dy, ids, values, row_ptr, cols).shape == values.shape
+        assert on_device.grad_weight(dy, ids, values, *index).shape == values.shape
         assert [t.shape for t in on_device.pair(dy, ids, 12)] == [(15, 8), (15, 12)]

@@ -7,9 +7,8 @@ import pytest
 from kernel_times import AMX, ARM, AVX2, AVX512, ZEN_3, ZEN_4, ZEN_5, timings
 
 from dynsparse import native
-from dynsparse.files.cache import Cache, open_cache
 from dynsparse.nn import SparseLinear
-from dynsparse.ops.linear import choice, in_force, measured, tables, tuning
+from dynsparse.ops.linear import in_force, measured, tables, tuning
 from dynsparse.ops.linear.costs import FAMILIES, Cost, Table, family
 from dynsparse.ops.linear.tuning.cells import MANY
 from dynsparse.processor import Processor, parse
@@ -24,7 +23,6 @@ pytestmark = [
 def warm(tmp_path, monkeypatch):
     """A cache of the test's own."""
     monkeypatch.setenv("DYNSPARSE_CACHE_DIR", str(tmp_path / "cache"))
-    monkeypatch.setenv("DYNSPARSE_CACHE_SIZE", str(1 << 20))
     return tmp_path / "cache"
 
 
@@ -50,9 +48,9 @@ def test_what_was_measured_is_in_force_in_the_next_process(warm, monkeypatch, ca
     found = tuning.tune(tell=lambda done, cells: seen.append((done, cells)))
     assert found.in_force
     assert seen[-1][1] == len(MANY)
-    assert open_cache().kinds()["kernel-costs"].entries == 1
+    assert len(list((warm / "kernel-costs").iterdir())) == 1
     assert in_force.table() == before  # settled for this one
-    choice.put_in_force(None)
+    in_force._in_force = None
     with caplog.at_level(logging.INFO, "dynsparse"):
         now = in_force.table()
     assert now.measured_here
@@ -61,7 +59,7 @@ def test_what_was_measured_is_in_force_in_the_next_process(warm, monkeypatch, ca
     assert sum("chosen by the table" in one for one in caplog.messages) == 1
     assert measured.forget_measured()
     assert not measured.forget_measured()
-    choice.put_in_force(None)
+    in_force._in_force = None
     assert in_force.table() == ZEN_4
 
 
@@ -69,7 +67,7 @@ def kept(monkeypatch, **changes):
     fast(monkeypatch)
     found = tuning.tune(quick=True)
     measured.keep_measured(found.__class__(**{**vars(found), **changes}))
-    choice.put_in_force(None)
+    in_force._in_force = None
     return found
 
 
@@ -87,7 +85,7 @@ def test_another_processor_version_or_build_is_measured_anew(warm, monkeypatch, 
     assert in_force.table().measured_here
     here = measured.here()
     monkeypatch.setattr(measured, "here", lambda: here | other)
-    choice.put_in_force(None)
+    in_force._in_force = None
     assert in_force.table() == ZEN_4
     assert measured.kept_measured() is None
 
@@ -111,19 +109,20 @@ def test_the_kernels_are_told_apart_by_their_bytes(tmp_path, monkeypatch):
     "content",
     [b"[]", b"{}", b"3", b"null", b'{"costs": {}}', b'{"date": 1}', b"no json", b'{"costs": 1e9}'],
 )
-def test_an_entry_that_is_no_measurement_is_left_out(warm, monkeypatch, caplog, content):
+def test_a_file_that_is_no_measurement_is_left_out(warm, monkeypatch, caplog, content):
     kept(monkeypatch, in_force=True)
-    monkeypatch.setattr(Cache, "get", lambda *_: content)
+    (file,) = (warm / "kernel-costs").iterdir()
+    file.write_bytes(content)
     with caplog.at_level(logging.INFO, "dynsparse"):
         assert in_force.table() == ZEN_4
         in_force.table()
     words = [one for one in caplog.messages if "cannot be read" in one]
-    assert len(words) == (content != b"null")
+    assert len(words) == 1
 
 
-def test_a_damaged_entry_is_left_out(warm, monkeypatch):
+def test_a_damaged_file_is_left_out(warm, monkeypatch):
     kept(monkeypatch, in_force=True)
-    (file,) = (open_cache().folder / "kernel-costs").iterdir()
+    (file,) = (warm / "kernel-costs").iterdir()
     file.write_bytes(file.read_bytes()[:-1] + b"x")
     assert in_force.table() == ZEN_4
 
@@ -153,31 +152,13 @@ def test_a_measurement_that_is_not_to_be_used_leaves_an_earlier_one(warm, monkey
     assert measured.kept_measured() == before
 
 
-@pytest.mark.parametrize(("variable", "used"), [("off", False), ("load", True), (" AUTO ", True)])
-def test_the_environment_says_whether_it_is_used(warm, monkeypatch, variable, used):
-    kept(monkeypatch, in_force=True)
-    monkeypatch.setenv("DYNSPARSE_TUNE", variable)
-    assert in_force.table().measured_here is used
-
-
-def test_an_unknown_word_of_the_environment_is_refused(monkeypatch):
-    monkeypatch.setenv("DYNSPARSE_TUNE", "yes")
-    with pytest.raises(ValueError, match="DYNSPARSE_TUNE: expected auto, load, off, got 'yes'"):
-        in_force.table()
-
-
 def test_ranks_compute_with_what_came_with_the_library(warm, monkeypatch):
     kept(monkeypatch, in_force=True)
     monkeypatch.setenv("WORLD_SIZE", "2")
     assert in_force.table() == ZEN_4
     monkeypatch.setenv("WORLD_SIZE", "1")
-    choice.put_in_force(None)
+    in_force._in_force = None
     assert in_force.table().measured_here
-
-
-def test_without_a_cache_nothing_is_measured(monkeypatch):
-    with pytest.raises(ValueError, match="nothing is measured: the cache is off"):
-        tuning.tune()
 
 
 def test_a_folder_that_cannot_be_written_is_told(warm, monkeypatch):
@@ -187,8 +168,7 @@ def test_a_folder_that_cannot_be_written_is_told(warm, monkeypatch):
         tuning.tune(quick=True)
 
 
-def test_another_table_changes_what_layers_remember():
-    layer = SparseLinear(256, 256, 0.4)
+def test_layers_choose_by_the_table_in_force():
     dear = {n: tuple(c._replace(call=1e8) for c in both) for n, both in ZEN_4.costs.items()}
 
     def without(kind):
@@ -196,7 +176,8 @@ def test_another_table_changes_what_layers_remember():
         return Table("t", "by hand", {**dear, name: (Cost(0, 0, 0, 0, 0, 0),) * 2})
 
     for kind in ("dense", "sparse", "dense"):
-        choice.put_in_force(without(kind))
+        in_force._in_force = without(kind)
+        layer = SparseLinear(256, 256, 0.4)
         assert layer.kernel(200) == layer.kernel(200, backward=True) == kind
 
 

@@ -94,27 +94,19 @@ def test_how_far_a_choice_is_from_the_best_by_hand():
 
 
 @pytest.mark.parametrize(
-    ("true", "asked", "in_force_", "words"),
-    [
-        (ZEN_4, True, False, "chooses as well"),
-        (AMX, True, True, "over the best kinds"),
-        (AMX, False, None, ""),
-    ],
+    ("true", "in_force_", "words"),
+    [(ZEN_4, False, "chooses as well"), (AMX, True, "over the best kinds")],
 )
-def test_what_is_concluded(true, asked, in_force_, words):
-    found = tuning.conclude(timings(true.costs), ZEN_4, asked)
-    assert found.asked is asked
+def test_what_is_concluded(true, in_force_, words):
+    found = tuning.conclude(timings(true.costs), ZEN_4)
     assert words in found.because
-    if in_force_ is None:  # unasked only where more than 5 % are lost, and half of it is gained
-        shipped, measured = found.above["shipped"], found.above["measured"]
-        in_force_ = shipped > 0.05 and measured <= shipped / 2
     assert found.in_force is in_force_
 
 
 def test_times_that_nothing_explains_are_not_used():
     chance = random.Random(1)
     spoiled = timings(AMX.costs, spoil=lambda: 10 ** chance.uniform(-1, 1))
-    found = tuning.conclude(spoiled, ZEN_4, asked=True)
+    found = tuning.conclude(spoiled, ZEN_4)
     assert not found.in_force
     assert "measure again" in found.because
 

@@ -24,7 +24,7 @@ FLOORS = (
     {"fully_connected", "matmul", "embedding", "layer"},
     {"embedding_layer"},
     {"torch_layer", "measure"},
-    {"estimate"},
+    {"estimates"},
 )
 
 

@@ -1,22 +1,17 @@
-"""Plans in files and in the cache: equal to those that are made, and never another's."""
+"""Plans in files: equal to those that are made, and never another's."""
 
 import json
 import logging
 import os
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import test_imports
 
-from dynsparse.files.cache import open_cache
 from dynsparse.machine import Target
 from dynsparse.popsparse import load_plan, plan, plan_text, save_plan
-from dynsparse.popsparse.dense import planner as dense_planner
 from dynsparse.popsparse.planner import stored
-from dynsparse.popsparse.static import planner as static_planner
 
 SMALL = Target(tiles=12)
 KINDS = {
@@ -33,14 +28,6 @@ KINDS = {
 }
 
 
-@pytest.fixture
-def warm(tmp_path, monkeypatch):
-    """A cache of the test's own."""
-    monkeypatch.setenv("DYNSPARSE_CACHE_DIR", str(tmp_path / "cache"))
-    monkeypatch.setenv("DYNSPARSE_CACHE_SIZE", str(1 << 20))
-    return tmp_path / "cache"
-
-
 def make(**changes):
     return plan(**{"out": 64, "in_": 96, "batch": 32, "density": 0.2, "target": SMALL, **changes})
 
@@ -51,91 +38,22 @@ def equal(one, other):
     return parts[0] == parts[1] and plan_text(one, 10) == plan_text(other, 10)
 
 
-def said(caplog, words):
-    return sum(one.startswith(words) for one in caplog.messages)
-
-
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_plan_from_the_cache_or_a_file_is_the_one_that_was_made(warm, tmp_path, caplog, kind):
+def test_a_plan_from_a_file_is_the_one_that_was_made(tmp_path, caplog, kind):
     with caplog.at_level(logging.INFO, "dynsparse"):
         made = make(**KINDS[kind])
-        found = make(**KINDS[kind])
-    assert (said(caplog, "planned Fully"), said(caplog, "plan of Fully")) == (1, 1)
-    assert {one.levelname for one in caplog.records} == {"INFO"}
-    assert equal(made, found)
+    assert sum(one.startswith("planned Fully") for one in caplog.messages) == 1
+    save_plan(made, tmp_path / "plan.json")
+    found = load_plan(tmp_path / "plan.json")
+    assert equal(found, made)
     assert found.dtype is made.dtype  # compared by identity
     assert found.options.partials_type is made.options.partials_type
-    save_plan(made, tmp_path / "plan.json")
-    assert equal(load_plan(tmp_path / "plan.json"), made)
 
 
-SECOND = """
-import logging, sys
-from dynsparse.machine import Target
-from dynsparse.popsparse import plan, save_plan
-logging.basicConfig(level=logging.INFO, stream=sys.stdout, format="%(message)s")
-save_plan(plan(64, 96, 32, 0.2, target=Target(tiles=12)), sys.argv[1])
-"""
-
-
-def test_a_second_process_plans_nothing(warm, tmp_path):
-    made = make()
-    done = subprocess.run(
-        [sys.executable, "-c", SECOND, str(tmp_path / "second.json")],
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=True,
-    )
-    assert done.stdout.startswith("plan of FullyConnectedParams(")
-    assert " from the cache: " in done.stdout
-    assert "planned" not in done.stdout
-    assert equal(load_plan(tmp_path / "second.json"), made)
-
-
-@pytest.mark.parametrize(
-    "changes",
-    [
-        {"out": 128},
-        {"batch": 16},
-        {"density": 0.21},
-        {"dtype": "float32"},
-        {"block_size": 4},
-        {"passes": "forward,grad_input"},
-        {"target": SMALL.with_(sync_cycles=0)},
-        {"target": SMALL.with_(name="other")},
-        {"options": {"meta_info_bucket_oversize_proportion": 0.4}},
-        {"options": {"plan_constraints": {"partition": {"y": 1}}}},
-    ],
-)
-def test_whatever_a_plan_depends_on_makes_it_another(warm, caplog, changes):
-    make()
-    with caplog.at_level(logging.INFO, "dynsparse"):
-        made = make(**changes)
-    assert said(caplog, "planned ") == 1
-    assert equal(make(**changes), made)
-
-
-def test_another_planner_plans_anew(warm, caplog, monkeypatch):
-    make()
-    monkeypatch.setattr(stored, "_planner", lambda: "another")
-    with caplog.at_level(logging.INFO, "dynsparse"):
-        make()
-    assert said(caplog, "planned ") == 1
-
-
-@pytest.mark.parametrize(
-    ("planner", "sources"),
-    [
-        ("planner.planning", stored.SOURCES),
-        ("dense.planner", dense_planner.SOURCES),
-        ("static.planner", static_planner.SOURCES),
-    ],
-)
-def test_the_hash_covers_every_file_that_planning_runs(planner, sources):
+def test_the_hash_covers_every_file_that_planning_runs():
     """What is below the machine checks arguments and keeps files: it settles no figure."""
     edges = test_imports.edges_of(test_imports.SOURCE)
-    reached, todo = set(), [f"dynsparse.popsparse.{planner}"]
+    reached, todo = set(), ["dynsparse.popsparse.planner.planning"]
     while todo:
         name = todo.pop()
         if name not in reached and name.split(".")[1] in ("popsparse", "machine"):
@@ -143,45 +61,18 @@ def test_the_hash_covers_every_file_that_planning_runs(planner, sources):
             todo += edges[name]
     paths = {f"{name.replace('.', '/').removeprefix('dynsparse/')}.py" for name in reached}
     assert len(paths) > 9
-    assert {path for path in paths if not path.startswith(sources)} == set()
+    assert {path for path in paths if not path.startswith(stored.SOURCES)} == set()
     package = test_imports.SOURCE / "dynsparse"
-    assert all((package / source).exists() for source in sources)
+    assert all((package / source).exists() for source in stored.SOURCES)
 
 
-@pytest.mark.parametrize("content", [b"", b"{}", b"[]", b'{"$": ["Plan", {}]}', b"no json"])
-def test_an_entry_that_is_whole_but_no_plan_is_made_again(warm, caplog, content):
-    made = make()
-    kept = open_cache()
-    (file,) = (kept.folder / "plans").iterdir()
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(type(kept), "get", lambda *_: content)
-        with caplog.at_level(logging.INFO, "dynsparse"):
-            assert equal(make(), made)
-    assert said(caplog, "planned ") == 1
-    file.write_bytes(file.read_bytes()[:-1])
-    caplog.clear()
-    with caplog.at_level(logging.INFO, "dynsparse"):
-        assert equal(make(), made)
-        assert equal(make(), made)
-    assert (said(caplog, "planned "), said(caplog, "plan of ")) == (1, 1)
-
-
-def test_without_a_folder_to_write_to_plans_are_made(warm, caplog):
-    warm.write_text("in the way")
-    with caplog.at_level(logging.INFO, "dynsparse"):
-        assert equal(make(), make())
-    assert said(caplog, "planned ") == 2
-    assert said(caplog, "the cache keeps nothing") == 2
-
-
-def test_a_target_of_a_class_of_the_users_own_is_planned_for_and_not_kept(warm):
+def test_a_target_of_a_class_of_the_users_own_is_planned_for_and_not_saved(tmp_path):
     class Own(Target):
         pass
 
     assert make(target=Own(tiles=12)).partition == make().partition
-    assert open_cache().kinds()["plans"].entries == 1
     with pytest.raises(TypeError, match="known classes"):
-        save_plan(make(target=Own(tiles=12)), warm / "plan.json")
+        save_plan(make(target=Own(tiles=12)), tmp_path / "plan.json")
 
 
 def change(text, **changes):

@@ -9,8 +9,9 @@ from torch import nn
 
 import dynsparse as ds
 from dynsparse import popsparse
-from dynsparse.machine import OutOfMemoryError, Target, estimate
+from dynsparse.machine import OutOfMemoryError, Target
 from dynsparse.ops.grow.scores import pool
+from dynsparse.popsparse import estimate
 
 ALL = "forward,grad_input,grad_weight"
 TARGET = Target.bow(tiles=12)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from fake_ranks import in_threads
 from threaded import over, raised
 
 from dynsparse import native
@@ -12,7 +13,6 @@ from dynsparse.ranks import (
     agree_on,
     agreeing,
     digest,
-    in_threads,
     named_ranks,
     texts_of,
 )

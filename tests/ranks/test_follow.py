@@ -64,7 +64,8 @@ def test_follows_as_one_process_does(size, grid, share, moved, block_size, seed)
 def test_survivors_of_one_rank_go_to_another():
     """By hand: all that is grown comes first, so that every survivor moves two slots up."""
     before = SparsePattern.from_flat(torch.tensor([2, 3, 4, 5, 6]), shape=(1, 7))
-    rewiring = Rewiring.make(before, torch.tensor([3, 4]), torch.tensor([0, 1]))
+    drop, grow = torch.tensor([3, 4]), torch.tensor([0, 1])
+    rewiring = Rewiring.make(before, drop, grow, row_major=True)
     assert rewiring.source.tolist() == [-1, -1, 0, 1, 2]
     parts = over(2, lambda ranks: follow(ranks, rewiring, [torch.arange(5.0)], [9.0])[0])
     assert [part.tolist() for part in parts] == [[9, 9, 0], [1, 2]]

@@ -10,6 +10,7 @@ from itertools import chain
 
 import pytest
 import torch
+from fake_ranks import CountingRanks, in_threads
 from hypothesis import given
 from hypothesis import strategies as st
 from threaded import over
@@ -20,12 +21,10 @@ from dynsparse.ops.conv.patches import patches_of
 from dynsparse.ops.grow import in_rows, screen, topk_outside
 from dynsparse.pattern import SparsePattern
 from dynsparse.ranks import (
-    CountingRanks,
     GrowthWanted,
     exchanged_bytes,
     grow,
     grow_job,
-    in_threads,
     topk_over_ranks,
 )
 

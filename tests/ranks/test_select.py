@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import pytest
 import torch
+from fake_ranks import in_threads
 from hypothesis import given
 from hypothesis import strategies as st
 from threaded import over
 
 from dynsparse.ops.grow import select
-from dynsparse.ranks import ALONE, chunk_of, in_threads, joined, select_over_ranks
+from dynsparse.ranks import ALONE, chunk_of, joined, select_over_ranks
 
 DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16]
 

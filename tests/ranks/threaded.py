@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dynsparse.ranks import BrokenMoveError, in_threads
+from fake_ranks import BrokenMoveError, in_threads
 
 
 def over(size, work, seconds=30.0):

@@ -5,14 +5,13 @@ import re
 from pathlib import Path
 
 import pytest
+from bench_tables import MACHINE_VIEWS, VIEWS, fill_page, main
 
 from dynsparse.bench.law import POPSPARSE
 from dynsparse.bench.results import load_results, summarise
 from dynsparse.bench.spec import find_spec, read_spec
-from dynsparse.report.bench import machines
-from dynsparse.report.bench.page import fill_page
 from dynsparse.report.bench.pictures import draw_speedups
-from dynsparse.report.bench.tables import VIEWS, machine_line, table, whole_report
+from dynsparse.report.bench.tables import machine_line, table, whole_report
 
 
 def spread(median):
@@ -203,6 +202,13 @@ def test_a_page_is_filled_in_between_its_comments(results, tmp_path):
     assert page.read_text() == text
 
 
+def test_the_program_fills_in_pages(tmp_path):
+    page = tmp_path / "page.md"
+    page.write_text("<!-- bench: machine elements -->\nold\n<!-- /bench -->\n")
+    main([str(FIGURES[0]), "--page", str(page)])
+    assert VIEWS["machine"](load_results(FIGURES[0]), ["elements"]) in page.read_text()
+
+
 @pytest.fixture
 def two_machines(results):
     """The results, and those of a machine that gains half as much, noted down by hand."""
@@ -225,22 +231,22 @@ def test_a_figure_that_was_noted_by_hand_has_no_spread(two_machines):
 
 
 def test_the_machine_that_gains_least_comes_first(two_machines):
-    head, _, first, second, third, *_ = rows(machines.VIEWS["machines"]([*two_machines], ["steps"]))
+    head, _, first, second, third, *_ = rows(MACHINE_VIEWS["machines"]([*two_machines], ["steps"]))
     assert head == ["block", "density", "machine", "cells", "masked dense", "dense",
                     "MKL's sparse products"]  # fmt: skip
     assert first == ["1", "0.1", "Another CPU, 2 cores", "2", "2.0 (2.0 to 2.0)", "", ""]
     assert second[:5] == ["1", "0.1", "A CPU, 2 cores", "2", "4.0 (4.0 to 4.0)"]
     assert third[1:3] == ["0.2", "Another CPU, 2 cores"]
-    assert machines.VIEWS["machines-headline"]([*two_machines], ["steps"]) == (
+    assert MACHINE_VIEWS["machines-headline"]([*two_machines], ["steps"]) == (
         "At density 0.1 this many times as fast as masked dense: 2.0 (2.0 to 2.0) on Another CPU, "
         "2 cores; 4.0 (4.0 to 4.0) on A CPU, 2 cores. At density 0.2 it is 1.00 (1.00 to 1.00) and "
         "2.0 (2.0 to 2.0). At density 0.5 it is 0.40 (0.40 to 0.40) and 0.80 (0.80 to 0.80)."
     )
-    lines = machines.VIEWS["machines-list"]([*two_machines], ["steps"]).splitlines()
+    lines = MACHINE_VIEWS["machines-list"]([*two_machines], ["steps"]).splitlines()
     assert [line.split(" on: ")[1][:5] for line in lines] == ["Anoth", "A CPU"]
     for one, peak in zip(two_machines, (251e6, 371e6), strict=True):
         one["benchmarks"]["memory"] = {"measured": "once", "figures": {"peak": peak}}
-    assert rows(machines.VIEWS["machines-memory"]([*two_machines], ["memory"]))[2:] == [
+    assert rows(MACHINE_VIEWS["machines-memory"]([*two_machines], ["memory"]))[2:] == [
         ["Another CPU, 2 cores", "371 MB", "once"], ["A CPU, 2 cores", "251 MB", "once"],
     ]  # fmt: skip
 
@@ -259,7 +265,7 @@ def test_a_page_may_show_other_machines(two_machines, tmp_path):
     fill_page(page, results, {"far": other})
     text = page.read_text()
     assert VIEWS["speed-up"](other, ["steps"]) in text
-    assert machines.VIEWS["machines"]([results, other], ["steps"]) in text
+    assert MACHINE_VIEWS["machines"]([results, other], ["steps"]) in text
     assert "old" not in text
 
 
@@ -291,7 +297,7 @@ def test_the_picture_is_drawn(results, tmp_path):
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 FIGURES = [ROOT / "benchmarks" / "figures" / f"{name}.json"
-           for name in ("epyc", "xeon", "xeon-2026-11-20")]  # fmt: skip
+           for name in ("epyc", "xeon", "xeon-2026-11-20", "epyc-zen3")]  # fmt: skip
 
 
 @pytest.mark.parametrize("name", ["README.md", "docs/when-is-it-faster.md", "docs/results.md"])
@@ -331,7 +337,7 @@ def test_the_benchmark_page_fills_in_every_table_of_the_repository():
         found.split() for page in PAGES
         for found in re.findall(r"^<!-- bench: (.*) -->$", page.read_text(), flags=re.MULTILINE)
     ]  # fmt: skip
-    assert {view for view, *_ in asked} <= VIEWS.keys() | machines.VIEWS.keys()
+    assert {view for view, *_ in asked} <= VIEWS.keys() | MACHINE_VIEWS.keys()
     names = {name for _, *names in asked for name in names}
     assert {name for name in names if not name.startswith("@")} == covered
     assert {name[1:] for name in names - covered} == {file.stem for file in FIGURES[1:]}

@@ -1,5 +1,7 @@
 // Products: every kernel against sums in double, from several threads at a time.
 
+#include <numeric>
+
 #include "pattern.h"
 
 namespace {
@@ -56,11 +58,23 @@ void products(const Library& library, Random& random, i64 block, bool few) {
   bias.fill(random);
   bias.freeze();
   const bool biased = random.chance(50), by_panels = block == 1 && !few && random.chance(60);
+  // Values in the order of the rows, or in slots of any order.
+  const bool shuffled = !few && random.chance(50);
+  std::vector<i32> order(nnz), by_column(index.csc_perm.data(), index.csc_perm.data() + nnz);
+  std::iota(order.begin(), order.end(), 0);
+  if (shuffled) {
+    for (i64 p = nnz - 1; p > 0; p--) std::swap(order[p], order[random.below(p + 1)]);
+    for (i32& entry : by_column) entry = order[entry];
+  }
+  Array<i32> all_slots(random, order), csc_perm(random, by_column);
+  all_slots.freeze();
+  csc_perm.freeze();
+  const i32* slots = shuffled ? all_slots.data() : nullptr;
   Array<uint8_t> row_panels(random, 0), col_panels(random, 0);
   if (by_panels) {
-    row_panels = panels_of(library, random, out, in, index.row_ptr, index.cols, nullptr, 2);
+    row_panels = panels_of(library, random, out, in, index.row_ptr, index.cols, slots, 2);
     col_panels = panels_of(library, random, in, out, index.col_ptr, index.csc_rows,
-                           index.csc_perm.data(), 2);
+                           csc_perm.data(), 2);
   }
   const void* by_rows = by_panels ? row_panels.data() : nullptr;
   const void* by_cols = by_panels && random.chance(80) ? col_panels.data() : nullptr;
@@ -81,7 +95,7 @@ void products(const Library& library, Random& random, i64 block, bool few) {
   for (i64 p = 0; p < nnz; p++)
     for (i64 i = 0; i < block; i++)
       for (i64 j = 0; j < block; j++) {
-        const i64 slot = (p * block + i) * block + j;
+        const i64 slot = (order[p] * block + i) * block + j;
         const i64 o = index.row[p] * block + i, c = index.col[p] * block + j;
         const double w = number_of(values[slot]);
         for (i64 s = 0; s < batch; s++) {
@@ -103,8 +117,8 @@ void products(const Library& library, Random& random, i64 block, bool few) {
         if constexpr (BF16)
           status = library.linear_forward_bf16(
               x.data, x.batch_stride, x.feature_stride, values.data(), ROUNDS,
-              index.row_ptr.data(), index.cols.data(), by_rows, b, to.data(), batch, out, in, block,
-              threads);
+              index.row_ptr.data(), index.cols.data(), slots, by_rows, b, to.data(), batch, out, in,
+              block, threads);
         else if (few)
           status = library.small_forward(
               x.data, x.batch_stride, x.feature_stride, values.data(), index.row_ptr.data(),
@@ -113,7 +127,7 @@ void products(const Library& library, Random& random, i64 block, bool few) {
         else
           status = library.linear_forward(
               x.data, x.batch_stride, x.feature_stride, values.data(), index.row_ptr.data(),
-              index.cols.data(), by_rows, b, to.data(), batch, out, in, block, threads);
+              index.cols.data(), slots, by_rows, b, to.data(), batch, out, in, block, threads);
         expect(status == 0, "status");
         expect_near(to, y, y_bound, BF16 ? 1.0 / 128 : 1e-5, "y");
       },
@@ -151,9 +165,9 @@ void products(const Library& library, Random& random, i64 block, bool few) {
         if constexpr (BF16)
           status = library.linear_backward_bf16(
               dy.data, dy.batch_stride, dy.feature_stride, x.data, x.batch_stride, x.feature_stride,
-              lone ? nullptr : values.data(), ROUNDS, index.row_ptr.data(), index.cols.data(),
+              lone ? nullptr : values.data(), ROUNDS, index.row_ptr.data(), index.cols.data(), slots,
               lone ? nullptr : index.col_ptr.data(), lone ? nullptr : index.csc_rows.data(),
-              lone ? nullptr : index.csc_perm.data(), by_rows, lone ? nullptr : by_cols, dx_data,
+              lone ? nullptr : csc_perm.data(), by_rows, lone ? nullptr : by_cols, dx_data,
               dv_data, db_data, batch, out, in, block, threads);
         else if (few)
           status = library.small_backward(
@@ -164,9 +178,9 @@ void products(const Library& library, Random& random, i64 block, bool few) {
         else
           status = library.linear_backward(
               dy.data, dy.batch_stride, dy.feature_stride, x.data, x.batch_stride, x.feature_stride,
-              lone ? nullptr : values.data(), index.row_ptr.data(), index.cols.data(),
+              lone ? nullptr : values.data(), index.row_ptr.data(), index.cols.data(), slots,
               lone ? nullptr : index.col_ptr.data(), lone ? nullptr : index.csc_rows.data(),
-              lone ? nullptr : index.csc_perm.data(), by_rows, lone ? nullptr : by_cols, dx_data,
+              lone ? nullptr : csc_perm.data(), by_rows, lone ? nullptr : by_cols, dx_data,
               dv_data, db_data, batch, out, in, block, threads);
         expect(status == 0, "status");
         if (dx_data) expect_near(to.dx, dx, dx_bound, BF16 ? 1.0 / 128 : 1e-5, "dx");
@@ -240,11 +254,11 @@ void far_case(const Library& library, Random& random) {
     for (i64 s = 0; s < batch; s++)
       wanted[s * out + index.row[p]] += values[p] * far[s * stride + index.col[p]];
   expect(library.linear_forward(far.data(), stride, 1, values.data(), index.row_ptr.data(),
-                                index.cols.data(), nullptr, nullptr, y.data(), batch, out, in, 1,
-                                2) == 0, "status");
+                                index.cols.data(), nullptr, nullptr, nullptr, y.data(), batch, out,
+                                in, 1, 2) == 0, "status");
   expect_near(y, wanted, bound, 1e-5, "far y");
   expect(library.linear_backward(dy.data, dy.batch_stride, dy.feature_stride, far.data(), stride, 1,
-                                 values.data(), index.row_ptr.data(), index.cols.data(),
+                                 values.data(), index.row_ptr.data(), index.cols.data(), nullptr,
                                  index.col_ptr.data(), index.csc_rows.data(),
                                  index.csc_perm.data(), nullptr, nullptr, dx.data(), dv.data(),
                                  nullptr, batch, out, in, 1, 2) == 0, "status");

@@ -1,5 +1,6 @@
 """The two growths as the trainer calls them."""
 
+import pytest
 import torch
 
 from dynsparse import SparsePattern
@@ -25,6 +26,13 @@ def test_random_growth_stays_outside_and_resumes():
     again = RandomGrowth(seed=99)
     again.load_state_dict(state)
     assert [again.choose(PATTERN, 2, []).tolist() for _ in range(20)] == first
+
+
+def test_a_state_without_a_seed_is_refused():
+    state = RandomGrowth(seed=4).state_dict()
+    del state["seed"]
+    with pytest.raises(ValueError, match="the state of the growth has no seed"):
+        RandomGrowth(seed=4).check_state(state)
 
 
 def test_random_growth_without_a_seed_follows_the_global_one():

@@ -84,7 +84,8 @@ def test_survivors_keep_and_grown_start_anew(kind, block_size):
 def test_state_that_follows_no_pattern_is_refused():
     layer, optimizer = trained("adam", 1)
     optimizer.state[layer.values]["sketch"] = torch.zeros(2)
-    rewiring = Rewiring.make(layer.pattern, torch.tensor([1]), torch.tensor([4]))
+    drop, grow = torch.tensor([0]), torch.tensor([4])
+    rewiring = Rewiring.make(layer.pattern, drop, grow, row_major=True)
     with pytest.raises(ValueError, match=r"'sketch' of shape \[2\], which does not follow the 3"):
         rewire_state(optimizer, layer.values, rewiring)
 

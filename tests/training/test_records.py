@@ -69,8 +69,8 @@ def test_what_is_written_is_read(tmp_path):
 def test_measures_of_a_case_written_out_by_hand(tmp_path):
     # 2 x 3 positions:  0 1 2 / 3 4 5
     first = SparsePattern.from_flat(torch.tensor([0, 1, 3]), shape=(2, 3))
-    second = Rewiring.make(first, torch.tensor([0]), torch.tensor([5]))  # 1 3 5
-    third = Rewiring.make(second.after, torch.tensor([1, 2]), torch.tensor([0, 2]))  # 0 1 2
+    second = Rewiring.make(first, torch.tensor([0]), torch.tensor([5]))  # 5 1 3
+    third = Rewiring.make(second.after, torch.tensor([0, 2]), torch.tensor([0, 2]))  # 0 1 2
     # Position 1 leaves and comes back in one update: nothing was replaced.
     fourth = Rewiring.make(third.after, torch.tensor([1]), torch.tensor([1]))
     recorder = Recorder(tmp_path)
@@ -377,7 +377,7 @@ class TestRefusals:
         Recorder(record).start(patterns)  # of nothing but first patterns: no loss
 
     def test_a_leftover_of_a_kill_is_not_foreign(self, tmp_path):
-        (tmp_path / ".record.json.part").write_text("{")
+        (tmp_path / ".record.json.0123abcd.tmp").write_text("{")
         Recorder(tmp_path).start({"w": SparsePattern.full((2, 2))})
         assert Records.load(tmp_path).steps == [0]
         shutil.rmtree(tmp_path)

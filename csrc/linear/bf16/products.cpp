@@ -73,8 +73,9 @@ i32 dynsparse_bf16_unit() { return dynsparse::unit(); }
 
 int dynsparse_linear_forward_bf16(const bf16* x, i64 x_batch_stride, i64 x_feature_stride,
                                   const void* values, i32 values_type, const i32* row_ptr,
-                                  const i32* cols, const void* row_panels, const float* bias,
-                                  bf16* y, i64 batch, i64 out, i64 in, i64 block, i32 threads) {
+                                  const i32* cols, const i32* slots, const void* row_panels,
+                                  const float* bias, bf16* y, i64 batch, i64 out, i64 in,
+                                  i64 block, i32 threads) {
   using namespace dynsparse;
   if (batch == 0) return 0;
   const Matrix input = {x, x_batch_stride, x_feature_stride};
@@ -84,6 +85,7 @@ int dynsparse_linear_forward_bf16(const bf16* x, i64 x_batch_stride, i64 x_featu
     pass.out = y;
     pass.ptr = row_ptr;
     pass.idx = cols;
+    pass.order = slots;
     pass.values = weights;
     pass.bias = bias;
     return run_on_unit(pass) ? 0 : 1;
@@ -93,7 +95,7 @@ int dynsparse_linear_forward_bf16(const bf16* x, i64 x_batch_stride, i64 x_featu
   Scratch scratch(Scratch::size_of<float>(wide_size));
   if (scratch.failed()) return 1;
   const float* floats = floats_of(weights, all, threads, scratch.take<float>(wide_size));
-  const Index index = {row_ptr, cols, nullptr, nullptr, nullptr, out, in, block,
+  const Index index = {row_ptr, cols, slots, nullptr, nullptr, nullptr, out, in, block,
                        row_panels, nullptr};
   return linear_forward(input, floats, index, bias, y, batch, threads);
 }
@@ -101,10 +103,11 @@ int dynsparse_linear_forward_bf16(const bf16* x, i64 x_batch_stride, i64 x_featu
 int dynsparse_linear_backward_bf16(const bf16* dy, i64 dy_batch_stride, i64 dy_feature_stride,
                                    const bf16* x, i64 x_batch_stride, i64 x_feature_stride,
                                    const void* values, i32 values_type, const i32* row_ptr,
-                                   const i32* cols, const i32* col_ptr, const i32* csc_rows,
-                                   const i32* csc_perm, const void* row_panels,
-                                   const void* col_panels, bf16* dx, void* dvalues, float* dbias,
-                                   i64 batch, i64 out, i64 in, i64 block, i32 threads) {
+                                   const i32* cols, const i32* slots, const i32* col_ptr,
+                                   const i32* csc_rows, const i32* csc_perm,
+                                   const void* row_panels, const void* col_panels, bf16* dx,
+                                   void* dvalues, float* dbias, i64 batch, i64 out, i64 in,
+                                   i64 block, i32 threads) {
   using namespace dynsparse;
   const Matrix grad = {dy, dy_batch_stride, dy_feature_stride};
   const Matrix input = {x, x_batch_stride, x_feature_stride};
@@ -129,11 +132,12 @@ int dynsparse_linear_backward_bf16(const bf16* dy, i64 dy_batch_stride, i64 dy_f
     pass.dvalues = sums;
     pass.row_ptr = row_ptr;
     pass.cols = cols;
+    pass.slots = slots;
     pass.x = input;
     if (dbias) sum_samples(grad, batch, out, dbias, threads);
     status = run_on_unit(pass) ? 0 : 1;
   } else {
-    const Index index = {row_ptr, cols, col_ptr, csc_rows, csc_perm, out, in, block,
+    const Index index = {row_ptr, cols, slots, col_ptr, csc_rows, csc_perm, out, in, block,
                          row_panels, col_panels};
     const float* floats = dx ? floats_of(weights, all, threads, wide) : nullptr;
     status = linear_backward(grad, input, floats, index, dx, sums, dbias, batch, threads);

@@ -220,7 +220,7 @@ struct Gradient {
     for (; p < last && pass.cols[p] < end; p++) {
       const i64 block = pass.block;
       const float* right = x + (pass.cols[p] - begin) * (block / SIDE) * side;
-      float* to = pass.dvalues + p * block * block;
+      float* to = gradient_at(pass, p);
       Unit::gradient(block, dy, right, side, groups, add, to);
     }
   }

@@ -35,6 +35,7 @@ struct BlockPass {
   float* dvalues = nullptr;
   const i32* row_ptr = nullptr;  // [minors + 1]
   const i32* cols = nullptr;     // [nnz]
+  const i32* slots = nullptr;    // [nnz] or null: entry p's block is dvalues[slots ? slots[p] : p]
   Matrix x = {};                 // [batch, majors * block]
   // [minors * block]: packed, summed over the samples; skipped where null, or without dvalues.
   float* packed_sums = nullptr;
@@ -43,6 +44,11 @@ struct BlockPass {
 // False where scratch memory is not to be had.
 bool run_in_tiles(const BlockPass& pass);
 bool run_in_lines(const BlockPass& pass);
+
+// Where the gradient of entry p of the rows belongs.
+inline float* gradient_at(const BlockPass& pass, i64 p) {
+  return pass.dvalues + (pass.slots ? pass.slots[p] : p) * pass.block * pass.block;
+}
 
 // Features of outputs that are gathered before they are written: long runs are faster.
 constexpr i64 GATHERED = 256;

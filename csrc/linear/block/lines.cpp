@@ -249,7 +249,7 @@ struct LineKernel {
       for (i64 k = 0; k < block; k += VL) {
         const i64 feature = (column - begin) * block + k;
         columns[some++] = {x + feature / LINE * LINE * count + feature % LINE,
-                           pass.dvalues + p * block * block + k};
+                           gradient_at(pass, p) + k};
         if (some < ACROSS) continue;
         corners<DOWN, ACROSS>(dy, columns, count, block, add);
         some = 0;

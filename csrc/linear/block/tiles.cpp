@@ -222,7 +222,7 @@ struct TileKernel {
       for (i64 u = 0; u < block; u += DOWN)
         for (i64 k = 0; k < block; k += 4)
           corner(dy, x + (column - begin) * block * width, width, block, u, k, add,
-                 pass.dvalues + p * block * block);
+                 gradient_at(pass, p));
     }
   }
 };

@@ -12,7 +12,6 @@ import typer
 
 from dynsparse import __version__, logs
 from dynsparse.cli.bench import bench
-from dynsparse.cli.cache import cache
 from dynsparse.cli.check import check
 from dynsparse.cli.cifar import cifar
 from dynsparse.cli.encode import encode
@@ -23,7 +22,6 @@ from dynsparse.cli.matmul import matmul
 from dynsparse.cli.mnist import mnist
 from dynsparse.cli.mnist_transformer import mnist_transformer
 from dynsparse.cli.onnx import onnx
-from dynsparse.cli.plan_ranks import plan_ranks
 from dynsparse.cli.report import report
 from dynsparse.cli.tune import tune
 from dynsparse.cli.visualise import visualise
@@ -41,7 +39,6 @@ _COMMANDS: dict[str, Callable[..., None]] = {
     "matmul": matmul,
     "report": report,
     "bench": bench,
-    "plan-ranks": plan_ranks,
     "info": info,
     "check": check,
     "tune": tune,
@@ -55,7 +52,6 @@ app = typer.Typer(add_completion=False, rich_markup_mode="rich", context_setting
 for _name, _function in _COMMANDS.items():
     app.command(_name, cls=ListCommand, context_settings=_HELP)(_function)
 app.add_typer(onnx, name="onnx", context_settings=_HELP)
-app.add_typer(cache, name="cache", context_settings=_HELP)
 
 
 @app.callback(invoke_without_command=True)

@@ -60,12 +60,7 @@ def bench(
         ),
     ] = None,
     from_json: Annotated[
-        list[Path] | None,
-        _file(
-            _WHAT,
-            "Measure nothing: take the figures of this file; those of other machines may follow.",
-            "--from",
-        ),
+        Path | None, _file(_WHAT, "Measure nothing: take the figures of this file.", "--from")
     ] = None,
     list_: Annotated[
         bool,
@@ -82,10 +77,6 @@ def bench(
     ] = False,
     picture: Annotated[Path | None, _file(_OUTPUT, "Draw speed-up over density here.")] = None,
     markdown: Annotated[Path | None, _file(_OUTPUT, "Write the figures as tables here.")] = None,
-    page: Annotated[
-        list[Path] | None,
-        _file(_OUTPUT, "Fill in the tables of these Markdown pages, between their bench comments."),
-    ] = None,
 ) -> None:
     """Time dynsparse beside the alternatives, in one process with the same threads.
 
@@ -98,7 +89,7 @@ def bench(
         raise ValueError("--merge adds what is measured to a --json file: give --json, not --from")
     if list_:
         others = {"benchmark": benchmark, "cell": cell, "threads": threads, "from": from_json,
-                  "json": json, "picture": picture, "markdown": markdown, "page": page}  # fmt: skip
+                  "json": json, "picture": picture, "markdown": markdown}  # fmt: skip
         given = [f"--{name}" for name, value in others.items() if value is not None]
         if given:
             raise ValueError(f"--list measures nothing: leave out {', '.join(given)}")
@@ -109,14 +100,10 @@ def bench(
     for flag, file in (("json", json), ("picture", picture), ("markdown", markdown)):
         if file is not None and (file.is_dir() or not file.parent.is_dir()):
             raise ValueError(f"--{flag}: expected a file in a folder that exists, got {file}")
-    for file in page or ():
-        if not file.is_file():
-            raise ValueError(f"--page: expected a Markdown page that exists, got {file}")
     if picture is not None:
         from dynsparse.report.figure import need_matplotlib
 
         need_matplotlib()
-    beside: dict[str, Results] = {}
     if from_json:
         if spec is not None or benchmark or cell or threads is not None:
             raise ValueError(
@@ -124,8 +111,7 @@ def bench(
             )
         from dynsparse.bench.results import load_results
 
-        results, *rest = [load_results(file) for file in from_json]
-        beside = {file.stem: found for file, found in zip(from_json[1:], rest, strict=True)}
+        results = load_results(from_json)
     else:
         from dynsparse.bench.options import with_cells
         from dynsparse.bench.spec import find_spec, read_spec
@@ -139,8 +125,8 @@ def bench(
         if cell:
             chosen = with_cells(chosen, cell)
         results = _measure(found, chosen, file.resolve().parent, threads, json, merge)
-    with _figures_of(*(from_json or ())):
-        _write(results, beside, picture, markdown, page or [])
+    with _figures_of(*([from_json] if from_json else [])):
+        _write(results, picture, markdown)
 
 
 @contextmanager
@@ -215,21 +201,11 @@ def _tell(line: str) -> None:
     print(line, flush=True)
 
 
-def _write(
-    results: Results,
-    others: dict[str, Results],
-    picture: Path | None,
-    markdown: Path | None,
-    pages: list[Path],
-) -> None:
+def _write(results: Results, picture: Path | None, markdown: Path | None) -> None:
     if markdown is not None:
         from dynsparse.report.bench.tables import whole_report
 
         write_text_whole(markdown, whole_report(results))
-    for page in pages:
-        from dynsparse.report.bench.page import fill_page
-
-        fill_page(page, results, others)
     if picture is not None:
         from dynsparse.report.bench.pictures import draw_speedups
 

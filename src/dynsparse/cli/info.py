@@ -114,7 +114,7 @@ def _said_of_costs() -> str:
     """By which constants kernels are chosen."""
     now = in_force.table()
     words = now.origin if now.measured_here else f"{now.name}: {now.origin}"
-    kept = None if in_force.mode() == "off" else measured.kept_measured()
+    kept = measured.kept_measured()
     if kept is not None and not kept.in_force:
         words += f"; measured on {kept.date}, and not used: {kept.because}"
     return words

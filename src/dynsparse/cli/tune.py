@@ -9,7 +9,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from dynsparse.ops.linear import in_force, measured
+from dynsparse.ops.linear import measured
 from dynsparse.ops.linear.tables import shipped
 
 __all__ = ["tune"]
@@ -28,7 +28,7 @@ def tune(
     """Measure what the kernels cost on this processor, so that later runs choose among them by it.
 
     Do it when nothing else runs. It changes which kernels compute in the processes to come, and so
-    the last bits of their results; a training that is resumed keeps the kernels it had.
+    the last bits of their results.
     """
     if reset:
         if quick:
@@ -43,10 +43,6 @@ def tune(
 
     from dynsparse.ops.linear import tuning
 
-    if in_force.mode() == "off":
-        raise ValueError(
-            f"nothing that is measured would serve: {in_force.VARIABLE} is off; leave it out"
-        )
     with Progress(console=Console(stderr=True), transient=True) as progress:
         task = progress.add_task("measuring kernels", total=None)
         found = tuning.tune(

@@ -1,20 +1,14 @@
-"""One model on many ranks: rectangles and plans for them, stages of a pipeline, checkpoints."""
+"""One model on many ranks: layers in rectangles, stages of a pipeline, checkpoints."""
 
 from importlib import import_module
 from typing import Any
 
 from dynsparse.distributed.checkpoint import Saving, load_checkpoint, save_checkpoint
-from dynsparse.distributed.cluster import Cluster, Link
-from dynsparse.distributed.plan import Plan, make_plan
-from dynsparse.distributed.probe import measure
 from dynsparse.distributed.replicate import replicate
 from dynsparse.distributed.split import gather, split
 from dynsparse.distributed.stages import stages
 
 __all__ = [
-    "Cluster",
-    "Link",
-    "Plan",
     "Saving",
     "SplitCols",
     "SplitHeads",
@@ -22,8 +16,6 @@ __all__ = [
     "SplitRows",
     "gather",
     "load_checkpoint",
-    "make_plan",
-    "measure",
     "replicate",
     "save_checkpoint",
     "split",

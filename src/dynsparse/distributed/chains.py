@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 from torch import nn
 
-from dynsparse.files.shorten import shortened
 from dynsparse.nn import (
     Dropout,
     SparseConv1d,
@@ -45,22 +43,15 @@ _ELEMENTWISE = (
 )  # fmt: skip
 
 
-def find_chains(
-    model: nn.Module, given: Sequence[Sequence[str]] = ()
-) -> tuple[dict[str, SparseLinear], list[Chain]]:
+def find_chains(model: nn.Module) -> tuple[dict[str, SparseLinear], list[Chain]]:
     """All sparse layers of a model by name, and the chains they stand in, each in one.
 
     Found are rows of layers in an `nn.Sequential`, attentions, and the feed-forward part of a
     `SparseTransformerLayer`; a layer that stands in no such row is a chain of its own.
 
-    Args:
-        given: further rows, by the layers' names, for models whose `forward` calls them in order
-            with nothing but elementwise functions in between.
-
     Raises:
-        TypeError: no module, or rows that are not names.
-        ValueError: a model without sparse layers or with a convolution, a name that leads to none
-            or twice to one, neighbours whose features do not fit.
+        TypeError: no module.
+        ValueError: a model without sparse layers, with a convolution, or with interleaved heads.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"expected a torch.nn.Module, got {type(model).__name__}")
@@ -73,8 +64,8 @@ def find_chains(
                 f"the layer {name!r} is a convolution, which has no rectangles: train the model "
                 "data parallel, with replicate"
             )
-    found = _given(given, layers)
-    taken = {name for chain in found for bundle in chain for name in bundle.names}
+    found: list[Chain] = []
+    taken: set[str] = set()
     for chain in _seen(model):
         names = [name for bundle in chain for name in bundle.names]
         if all(name in layers for name in names) and not taken & {*names}:
@@ -84,36 +75,6 @@ def find_chains(
     order = {name: i for i, name in enumerate(layers)}
     found.sort(key=lambda chain: order[chain[0].names[0]])
     return layers, found
-
-
-def _given(rows: Sequence[Sequence[str]], layers: Mapping[str, SparseLinear]) -> list[Chain]:
-    if isinstance(rows, str) or not isinstance(rows, Sequence):
-        raise TypeError(
-            f"chains must be rows of names such as [['up', 'down']], got {shortened(rows)}"
-        )
-    chains: list[Chain] = []
-    seen: set[str] = set()
-    for row in rows:
-        if isinstance(row, str) or not isinstance(row, Sequence) or not row:
-            raise TypeError(
-                f"chains must be rows of names such as [['up', 'down']], got {shortened(row)}"
-            )
-        for name in row:
-            if not isinstance(name, str) or name not in layers:
-                known = ", ".join(map(repr, list(layers)[:3]))
-                raise ValueError(f"chains: expected the names of sparse layers, such as {known}, "
-                                 f"got {shortened(name)}")  # fmt: skip
-            if name in seen:
-                raise ValueError(f"chains: the layer {name!r} is named twice")
-            seen.add(name)
-        for left, right in itertools.pairwise(row):
-            out, into = layers[left].out_features, layers[right].in_features
-            if out != into:
-                raise ValueError(
-                    f"chains: {left!r} writes {out} features and {right!r} reads {into}"
-                )
-        chains.append(tuple(Bundle((name,)) for name in row))
-    return chains
 
 
 def _seen(model: nn.Module) -> Iterator[Chain]:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from dynsparse.checks import check_integer
+from dynsparse.encoding import slots_of
 from dynsparse.pattern import SparsePattern
 from dynsparse.typed import typed
 
@@ -116,13 +117,13 @@ def rectangle(
         rows, cols: (first, behind the last) feature; multiples of the block size.
 
     Returns:
-        The part as a pattern of its own, and its slots in the whole, int64 [part.nnz], ascending.
+        The part as a pattern of its own, and its slots in the whole, int64 [part.nnz].
     """
     b = pattern.block_size
     (top, bottom), (left, right) = ((first // b, last // b) for first, last in (rows, cols))
     begin, end = int(pattern.row_ptr[top]), int(pattern.row_ptr[bottom])
-    inside = (pattern.cols[begin:end] >= left) & (pattern.cols[begin:end] < right)
-    slots = inside.nonzero().flatten() + begin
+    inside = (pattern.sorted_cols[begin:end] >= left) & (pattern.sorted_cols[begin:end] < right)
+    slots = slots_of(inside.nonzero().flatten() + begin, pattern.slots).long()
     flat = (pattern.rows[slots].long() - top) * (right - left) + pattern.cols[slots] - left
     shape = rows[1] - rows[0], cols[1] - cols[0]
     return SparsePattern.from_flat(flat, shape=shape, block_size=b), slots

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
-
-import torch
 
 from dynsparse.distributed.chains import Bundle, Chain
 from dynsparse.distributed.cuts import cut_features
 from dynsparse.nn import SparseLinear
+from dynsparse.ranks import RankGrid, Ranks
 
-__all__ = ["Borders", "Placement"]
+__all__ = ["Borders", "Placement", "placed"]
 
 
 class Placement(NamedTuple):
@@ -29,11 +28,6 @@ class Placement(NamedTuple):
     cols: str | None = None
     given: str | None = None
     whole: bool = True
-
-    def parts(self, grid: Any) -> tuple[int, int]:
-        """Into how many slabs rows and columns are cut, on something with sizes x and y."""
-        rows, cols = (1 if axis is None else getattr(grid, axis) for axis in self[:2])
-        return rows, cols
 
 
 class Borders:
@@ -79,14 +73,40 @@ class Borders:
     def _patterns(self, bundle: Bundle | None) -> list:
         return [] if bundle is None else [self._layers[name].pattern for name in bundle.names]
 
-    def blocks(
-        self, position: int, name: str, rows: Sequence[int], cols: Sequence[int]
-    ) -> torch.Tensor:
-        """How many blocks of a layer are in each rectangle, int64 [row slabs, column slabs]."""
-        pattern = self._layers[name].pattern
-        b = pattern.block_size
-        inner = [torch.tensor(c[1:-1], dtype=torch.int32) // b for c in (rows, cols)]
-        at = torch.bucketize(pattern.rows, inner[0], right=True) * (len(cols) - 1)
-        at += torch.bucketize(pattern.cols, inner[1], right=True)
-        size = len(rows) - 1, len(cols) - 1
-        return torch.bincount(at, minlength=size[0] * size[1]).view(size)
+
+def placed(chain: Chain, borders: Borders, grid: RankGrid) -> dict[str, Placement]:
+    """Where the layers of a chain lie, by name.
+
+    The first has its rows over x and its columns over y, the next the other way round, and so on:
+    the slab of features that one writes is the slab that the next reads. Rows or columns that
+    cannot be cut into as many slabs stay whole.
+    """
+    found: dict[str, Placement] = {}
+    given = None
+    for position, bundle in enumerate(chain):
+        rows, cols = ("x", "y") if position % 2 == 0 else ("y", "x")
+        over_rows = rows if _is_cut(borders.of_rows, position, bundle, grid.line(rows)) else None
+        over_cols = cols if _is_cut(borders.of_cols, position, bundle, grid.line(cols)) else None
+        is_last = position == len(chain) - 1
+        found.update(
+            dict.fromkeys(bundle.names, Placement(over_rows, over_cols, given, whole=is_last))
+        )
+        given = over_rows
+    return found
+
+
+def _is_cut(
+    borders_of: Callable[[int, str, int], Any],
+    position: int,
+    bundle: Bundle,
+    line: Ranks,
+) -> bool:
+    """Whether there are several ranks, and a slab for each."""
+    if line.alone:
+        return False
+    try:
+        for name in bundle.names:
+            borders_of(position, name, line.size)
+    except ValueError:
+        return False
+    return True

@@ -8,11 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from dynsparse.checks import check_kind
-from dynsparse.distributed.chains import Chain
+from dynsparse.distributed.chains import Chain, find_chains
 from dynsparse.distributed.heads import split_heads
-from dynsparse.distributed.placement import Borders, Placement
-from dynsparse.distributed.plan import Plan
+from dynsparse.distributed.placement import Borders, Placement, placed
 from dynsparse.distributed.rectangle import Rectangle, part_of, take_part, whole_layer
 from dynsparse.nn import SparseLinear, SparseMultiheadAttention
 from dynsparse.nn.sharded import gathered
@@ -21,48 +19,45 @@ from dynsparse.ranks import RankGrid, agree_on, agreeing, digest
 __all__ = ["gather", "rectangles", "split"]
 
 
-def split(model: nn.Module, mesh: Any, plan: Plan) -> nn.Module:
+def split(model: nn.Module, mesh: Any) -> nn.Module:
     """Keep this rank's rectangle of every sparse layer of `model`, in place; returns the model.
 
-    The model computes as before: features that modules other than a chain's see are whole. Each
+    Of layers in a row, such as those of an `nn.Sequential` with elementwise functions in between,
+    the projections of an attention, or the feed-forward part of a `SparseTransformerLayer`, the
+    first has its rows over x and its columns over y, the next the other way round, and so on. With
+    x alone two layers need one sum between them. What cannot be cut into as many slabs stays whole.
+
+    The model computes as before: features that modules other than a row's see are whole. Each
     rank sees the samples of its z. The gradients of the weights are those of these samples: make
     the model data parallel over z with `replicate(model, ranks=mesh["z"])`.
     Make the optimizer afterwards: the layers' Parameters are new ones. Modules that are not split
     compute the same on all ranks along x and y, whose random numbers (dropout) must then be the
-    same; inside a chain each slab draws its own.
+    same; inside a row each slab draws its own.
 
     Slabs hold about equal numbers of non-zeros and end where blocks do. They stay where they are
     while patterns change inside.
 
     Args:
         model: whole, and the same on all ranks.
-        mesh: a `DeviceMesh` with axes among "x", "y" and "z", such as `plan.make_mesh()`.
-        plan: of `make_plan` for this model, on a grid of the mesh's sizes.
+        mesh: a `DeviceMesh` with axes among "x", "y" and "z".
 
     Raises:
-        TypeError: no mesh, no plan.
-        ValueError: a mesh of other sizes than the plan's, another model, layers that are split
+        TypeError: no module, no mesh.
+        ValueError: a model without sparse layers or with sparse convolutions, layers that are split
             already or computed by something else, ranks that hold different models.
     """
-    check_kind("plan", plan, Plan, "a Plan as make_plan gives it")
     if not isinstance(model, nn.Module):
         raise TypeError(f"expected a torch.nn.Module, got {type(model).__name__}")
     grid = RankGrid.of(mesh)
-    sizes = grid.x.size, grid.y.size, grid.z.size
-    if sizes != tuple(plan.grid):
-        raise ValueError(
-            f"the plan is for a grid of {plan.grid} ranks (x, y, z), the mesh has "
-            f"{'x'.join(map(str, sizes))}: make the plan for this mesh, or use plan.make_mesh()"
-        )
     parts: dict[str, Rectangle] = {}
     with agreeing(grid.everyone):
-        layers = {name: m for name, m in model.named_modules() if isinstance(m, SparseLinear)}
-        _check_layers(layers, plan)
-        for chain in plan.chains:
-            parts.update(rectangles(layers, chain, plan.placements, grid))
+        layers, chains = find_chains(model)
+        for name, layer in layers.items():
+            check_whole(name, layer)
+        for chain in chains:
+            placements = placed(chain, Borders(layers, chain), grid)
+            parts.update(rectangles(layers, chain, placements, grid))
     check_equal(grid, layers)
-    said = {"the plan": repr(plan.placements)}
-    agree_on(grid.everyone, said, "plan with the figures of one cluster on every rank", shown=False)
     for name, part in parts.items():
         take_part(layers[name], part)
     for module in model.modules():
@@ -99,17 +94,6 @@ def rectangles(
                 layers[name].pattern.nnz,
             )
     return found
-
-
-def _check_layers(layers: Mapping[str, SparseLinear], plan: Plan) -> None:
-    if set(layers) != set(plan.placements):
-        raise ValueError(
-            "the plan was made for another model: it has the layers "
-            f"{', '.join(map(repr, list(plan.placements)[:4]))}, this one "
-            f"{', '.join(map(repr, list(layers)[:4]))}"
-        )
-    for name, layer in layers.items():
-        check_whole(name, layer)
 
 
 def check_whole(name: str, layer: SparseLinear) -> None:
@@ -150,4 +134,4 @@ def gather(model: nn.Module) -> dict[str, Tensor]:
         for key, (slab, dim) in getattr(module, "slabs", {}).items():
             found[key] = slab.joined(gathered(getattr(module, key).detach()), dim)
         state.update({f"{name}.{key}" if name else key: t for key, t in found.items()})
-    return state
+    return {key: gathered(tensor) for key, tensor in state.items()}

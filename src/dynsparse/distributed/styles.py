@@ -59,7 +59,7 @@ class SplitRows(_Style):
 
     As torch's `ColwiseParallel`, which goes by the columns of the transposed weight. Slabs hold
     equal non-zeros, and are gathered at once: layers that work on slabs belong together, in a
-    `SplitPair` or a plan.
+    `SplitPair`, or a model that `split` cuts.
     """
 
     def _chain(self, module: nn.Module) -> tuple[Chain, dict[str, Placement]]:

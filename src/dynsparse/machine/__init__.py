@@ -4,9 +4,6 @@ Build a `Graph` of variables and vertices for a `Target`, put `Program`s togethe
 an `Engine`: it gives the numbers and, as a `Profile`, the cycles, bytes and memory of each step.
 """
 
-from importlib import import_module
-from typing import Any
-
 from dynsparse.machine import codelets
 from dynsparse.machine.contents import Contents, HeldVariable, PlacedVertices
 from dynsparse.machine.dtypes import (
@@ -87,14 +84,11 @@ __all__ = [
     "If",
     "In",
     "InOut",
-    "LayerEstimate",
     "LocalityError",
     "MachineError",
     "MappingError",
-    "ModelEstimate",
     "Out",
     "OutOfMemoryError",
-    "PassEstimate",
     "PlacedVertices",
     "PrintTensor",
     "Profile",
@@ -115,22 +109,10 @@ __all__ = [
     "Sync",
     "Target",
     "Tensor",
-    "UpdateEstimate",
     "VertexView",
     "WriteUndef",
     "as_dtype",
     "codelets",
     "concat",
-    "estimate",
     "rotation",
 ]
-
-
-_ESTIMATES = ("LayerEstimate", "ModelEstimate", "PassEstimate", "UpdateEstimate", "estimate")
-
-
-def __getattr__(name: str) -> Any:
-    # It runs the layers of a model and so stands above this floor; asked for here, it is found.
-    if name in _ESTIMATES:
-        return getattr(import_module("dynsparse.popsparse.estimate"), name)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

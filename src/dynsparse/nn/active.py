@@ -49,9 +49,7 @@ class ActiveSet:
             or ends[1] >= max(pattern.nnz, 1)
         ):
             raise ValueError(f"active slots must be sorted, distinct and within [0, {pattern.nnz})")
-        self.pattern = SparsePattern.from_flat(
-            pattern.flat[slots], shape=pattern.shape, block_size=pattern.block_size
-        )
+        self.pattern = SparsePattern._by_slots(pattern.flat[slots], pattern)
         self._hold(slots.to(device))
 
     @classmethod
@@ -60,6 +58,9 @@ class ActiveSet:
         waits for it."""
         made = cls.__new__(cls)
         flat = pattern._flat_on(slots.device).index_select(0, slots)
+        if len(pattern._slots_on(slots.device)):
+            flat, order = flat.sort()
+            slots = slots.index_select(0, order)
         made.pattern = SparsePattern._on_device(flat, pattern)
         made._hold(slots)
         return made

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from dynsparse.nn.sharded import device_of, is_sharded
+from dynsparse.ops.linear import cuda
 from dynsparse.ops.linear.contents import trust
 from dynsparse.ops.linear.layer_index import LayerIndex, Read
 from dynsparse.pattern import PatternIndex, SparsePattern
@@ -53,6 +54,8 @@ class LayerState:
                 pattern.forget_index()
                 tensors = pattern._thin_index()._replace(row_ptr=index.index.row_ptr)
                 index = self._of(tensors, values, sharded, device)
+            if not index.on_cpu:
+                cuda.derive(index)
             self.index = index
             self.memory = memory = values.detach()
             plain = index.on_cpu and not sharded and memory.dtype is torch.float32

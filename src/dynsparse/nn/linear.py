@@ -52,7 +52,8 @@ class SparseLinear(SparseModule):
             float16 compute in float32; float64 goes through plain torch.
 
     Attributes:
-        values: Parameter [nnz] or [nnz, b, b]: the blocks in row-major order of the pattern.
+        values: Parameter [nnz] or [nnz, b, b]: values[i] is the block at (pattern.rows[i],
+            pattern.cols[i]).
         bias: Parameter [out] or None.
         resizable: False. True: `rewire`, `set_pattern` and `load_state_dict` take patterns with
             another number of blocks, and the values change their length in place. Trainers that

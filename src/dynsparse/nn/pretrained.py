@@ -216,14 +216,13 @@ def _pattern(
         )
     b = 1 if values.dim() == 1 else values.shape[1]
     try:
-        pattern = SparsePattern(rows, cols, shape=shape, block_size=b)
+        pattern = SparsePattern._in_order(rows, cols, shape=shape, block_size=b)
     except (TypeError, ValueError, RuntimeError) as error:
         raise ValueError(f"the pattern of {name!r} does not fit: {error}") from None
-    sorted_already = torch.equal(pattern.rows, rows) and torch.equal(pattern.cols, cols)
-    if not sorted_already or values.shape != pattern.values_shape:
+    if values.shape != pattern.values_shape:
         raise ValueError(
-            f"the pattern of {name!r} is damaged: expected as many values as blocks, in row-major "
-            f"order, got {len(rows)} blocks and values of the shape {list(values.shape)}"
+            f"the pattern of {name!r} is damaged: expected as many values as blocks, "
+            f"got {len(rows)} blocks and values of the shape {list(values.shape)}"
         )
     if block_size not in (None, b):
         raise ValueError(f"{name!r} has blocks of {b} in the file and of {block_size} in the model")

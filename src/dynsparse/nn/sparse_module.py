@@ -143,9 +143,9 @@ class SparseModule(nn.Module):
                 )
             if self._given is not None:
                 found = {"rows": pattern.rows, "cols": pattern.cols, **self._given}
-                pattern = SparsePattern(**found, shape=pattern.shape, block_size=self.block_size)
-                if not torch.equal(pattern.rows, found["rows"].cpu()):
-                    raise RuntimeError("rows and cols must be in row-major order")
+                pattern = SparsePattern._in_order(
+                    **found, shape=pattern.shape, block_size=self.block_size
+                )
                 return LayerState(pattern, values, None)
             index = self._aside if before is None else before.index
             state = LayerState(pattern, values, index)
@@ -335,6 +335,13 @@ class SparseModule(nn.Module):
                 f"the layer holds {own}; the new pattern must have the same shape, block size and "
                 f"number of blocks, got {pattern}"
             )
+        if not pattern._is_row_major:
+            active = None if self.executor is None else getattr(self, "active", None)
+            if is_sharded(self.values) or self.executor is not active:
+                raise ValueError(
+                    "rows and cols are not in row-major order, which shards, rectangles and "
+                    "targets need: make rewirings with row_major=True"
+                )
 
     def to_dense(self) -> Tensor:
         """The weight as an [out, in] tensor, differentiable in the values.
@@ -350,12 +357,10 @@ class SparseModule(nn.Module):
         rows, cols = state_dict.get(prefix + "rows"), state_dict.get(prefix + "cols")
         if rows is not None and cols is not None:
             try:
-                pattern = SparsePattern(
+                pattern = SparsePattern._in_order(
                     rows, cols, shape=self._pattern.shape, block_size=self.block_size
                 )
                 self._check_capacity(pattern)
-                if not torch.equal(pattern.flat, rows.cpu().long() * pattern.grid[1] + cols.cpu()):
-                    raise ValueError("rows and cols are not in row-major order")
             except (TypeError, ValueError) as error:
                 error_msgs.append(f"the pattern of {prefix or 'the layer'!r} does not fit: {error}")
                 return

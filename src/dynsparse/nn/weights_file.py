@@ -2,7 +2,7 @@
 
 Keys are those of `model.state_dict()`. A sparse layer `name` has
 
-    name.values  [nnz] or [nnz, b, b], the blocks in row-major order of the pattern
+    name.values  [nnz] or [nnz, b, b], the blocks in any order
     name.rows    int32 [nnz], block row of each
     name.cols    int32 [nnz], block column of each
     name.bias    [out], if it has one
@@ -25,7 +25,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from dynsparse.checks import check_kind
@@ -272,11 +271,10 @@ def _check_pattern(name: str, saved: Mapping[str, Any], tensors: Mapping[str, Te
         pattern = SparsePattern(rows, cols, shape=saved["shape"], block_size=saved["block_size"])
     except (TypeError, ValueError) as error:
         raise ValueError(f"the pattern of {name!r} is damaged: {error}") from None
-    sorted_already = torch.equal(pattern.rows, rows) and torch.equal(pattern.cols, cols)
-    if not sorted_already or values.shape != pattern.values_shape or len(rows) != saved["blocks"]:
+    if values.shape != pattern.values_shape or len(rows) != saved["blocks"]:
         raise ValueError(
-            f"the pattern of {name!r} is damaged: expected {saved['blocks']} blocks in row-major "
-            f"order with as many values, got {len(rows)} and values of the shape "
+            f"the pattern of {name!r} is damaged: expected {saved['blocks']} blocks "
+            f"with as many values, got {len(rows)} and values of the shape "
             f"{list(values.shape)}"
         )
 

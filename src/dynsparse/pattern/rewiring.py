@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from dynsparse.checks import check_kind, check_tensor
-from dynsparse.encoding import follow_, merge, moved
+from dynsparse.encoding import follow_, merge, moved, slots_of
 from dynsparse.files.shorten import shortened
 from dynsparse.pattern.arriving import Arriving
 from dynsparse.pattern.coordinates import INT32_MAX, coordinates
@@ -25,7 +26,9 @@ __all__ = ["Rewiring"]
 class Rewiring:
     """One pattern update: the pattern before, the pattern after, and where each new slot is from.
 
-    `source` is int32 [after.nnz]: the old slot a new slot comes from, or -1 for a grown one.
+    `source` is int32 [after.nnz]: the old slot a new slot comes from, or -1 for a grown one. An
+    update that keeps the number of blocks gives the slots of dropped blocks to grown ones, so that
+    survivors keep theirs (`keeps_slots`).
     Kernels read where it points, so one that comes from outside is looked through. That of an
     update on a device comes to the CPU when somebody asks for it.
 
@@ -77,6 +80,7 @@ class Rewiring:
         """As `make`, on the device of `drop` and `grow`, without waiting for it.
 
         Nothing is looked through. A position that is dropped and grown in one counts as neither.
+        Slots get row-major order: survivors move.
 
         Args:
             unless: bool, on the device: where it holds the pattern stays as it is. Only for updates
@@ -85,12 +89,14 @@ class Rewiring:
                 (none where `unless` holds), which the host then knows.
         """
         with torch.inference_mode(False):
-            before = pattern._flat_on(drop.device)
-            flat, source = merge_on_device(before, drop, grow)
+            before, slots = pattern._sorted_flat_on(drop.device), pattern._slots_on(drop.device)
+            leaving = slots.argsort().index_select(0, drop) if len(slots) else drop
+            flat, source = merge_on_device(before, leaving, grow)
+            source = _slots_of_sources(source, slots)
             if unless is not None:
-                stays = torch.arange(len(before), dtype=torch.int32, device=before.device)
                 flat = torch.where(unless, before, flat)
-                source = torch.where(unless, stays, source)
+                stays = torch.arange(len(before), dtype=torch.int32, device=before.device)
+                source = torch.where(unless, slots if len(slots) else stays, source)
         made = cls._held_there(pattern, SparsePattern._on_device(flat, pattern), source)
         if all_new:
             vars(made)["_joined"] = len(grow)
@@ -144,27 +150,49 @@ class Rewiring:
 
     @classmethod
     @typed
-    def make(cls, pattern: SparsePattern, drop: Tensor, grow: Tensor) -> Rewiring:
+    def make(
+        cls, pattern: SparsePattern, drop: Tensor, grow: Tensor, *, row_major: bool = False
+    ) -> Rewiring:
         """Drop slots and grow positions.
+
+        Where as many join as leave, they take the slots that become free, in order, and survivors
+        keep theirs. Otherwise slots get row-major order.
 
         Args:
             pattern: the pattern before.
             drop: the slots that leave, int64 [any], distinct, in any order.
             grow: the flat block positions that join, int64 [any], distinct, in any order. A
                 position may join only if it is free once `drop` has left.
+            row_major: whether slots get row-major order in any case.
 
         Raises:
             ValueError: a slot or position out of range or named twice, or a position that is taken.
         """
         check_kind("pattern", pattern, SparsePattern, "a SparsePattern")
         drop, grow = _integers("drop", drop), _integers("grow", grow)
-        merged = merge(pattern.row_ptr, pattern.cols, pattern.grid[1], drop, grow)
+        entries = pattern.entries
+        leaving = drop
+        if entries is not None:
+            if len(drop) and not (int(drop.min()) >= 0 and int(drop.max()) < pattern.nnz):
+                raise ValueError(f"slots to drop must lie in [0, {pattern.nnz})")
+            leaving = entries[drop].sort().values
+        merged = merge(pattern.row_ptr, pattern.sorted_cols, pattern.grid[1], leaving, grow)
         if len(merged.cols) > INT32_MAX:
             raise ValueError(f"at most {INT32_MAX} blocks fit a pattern, got {len(merged.cols)}")
+        source = merged.source  # by entries so far
+        kept = source >= 0
         after = SparsePattern.__new__(SparsePattern)
         after.shape, after.block_size = pattern.shape, pattern.block_size
-        after.row_ptr, after.cols = merged.row_ptr, merged.cols
-        return cls._trusted(pattern, after, merged.source)
+        slots = source.new_empty(0)
+        if entries is not None:
+            source = torch.where(kept, pattern.slots[source.clamp(min=0)], -1)
+        if len(drop) == len(grow) and not row_major:
+            # Freed slots go to grown blocks in order, so that slots stay near row-major order.
+            slots = source.masked_scatter(~kept, drop.int().sort().values)
+            source = torch.arange(pattern.nnz, dtype=torch.int32)
+            source[drop] = -1
+        after._hold(merged.row_ptr, merged.cols, slots)
+        return cls._trusted(pattern, after, source)
 
     @classmethod
     @typed
@@ -174,13 +202,25 @@ class Rewiring:
         if "cols" not in vars(after):
             device = after._device
             with torch.inference_mode(False):
-                source = sources(before._flat_on(device), after._flat_on(device))
+                own = before._sorted_flat_on(device)
+                source = sources(own, after._flat_on(device))
+                source = _slots_of_sources(source, before._slots_on(device))
             return cls._held_there(before, after, source)
         positions = after.flat
         stays = before.contains(positions)
         source = torch.full((after.nnz,), -1, dtype=torch.int32)
-        source[stays] = torch.searchsorted(before.flat, positions[stays], out_int32=True)
+        entries = torch.searchsorted(before.sorted_flat, positions[stays], out_int32=True)
+        source[stays] = slots_of(entries, before.slots)
         return cls._trusted(before, after, source)
+
+    @cached_property
+    def keeps_slots(self) -> bool:
+        """Whether every survivor keeps its slot, so that only those of grown blocks get others.
+        Not said of updates on a device, where survivors move."""
+        if "_held" in vars(self) or not self.keeps_size:
+            return False
+        slots = torch.arange(self.after.nnz, dtype=torch.int32)
+        return torch.equal(torch.where(self.source < 0, slots, self.source), slots)
 
     @property
     def keeps_size(self) -> bool:
@@ -215,10 +255,15 @@ class Rewiring:
             out[self.source < 0] = 0
         else:
             out = moved(tensor, self.source)
+        return self._filled(out, fill)
+
+    def _filled(self, tensor: Tensor, fill: float | Tensor) -> Tensor:
+        """A tensor whose grown entries are zero, with `fill` there."""
         if isinstance(fill, Tensor) or fill != 0:
-            grown = self.grown
-            out[grown] = _at(fill, grown, out).to(out) if isinstance(fill, Tensor) else fill
-        return out
+            grown = self.grown.to(tensor.device)
+            own = _at(fill, grown, tensor).to(tensor) if isinstance(fill, Tensor) else fill
+            tensor[grown] = own
+        return tensor
 
     def apply_(self, *tensors: Tensor, fill: float | Tensor = 0.0) -> None:
         """What `apply` does, in place: `tensors` keep their memory and need no more of it.
@@ -237,13 +282,22 @@ class Rewiring:
         for tensor in there:  # as copy_ does, but for tensors without memory, too
             torch._foreach_copy_([tensor], [move(tensor, self._source_on(tensor.device), fill)])
         tensors = tuple(t for t in tensors if not self._is_followed_there(t))
-        if tensors:
+        if tensors and self._ascends:
             follow_(tensors, self.source)
-        if isinstance(fill, Tensor) or fill != 0:
+        else:
             for tensor in tensors:
-                grown = self.grown.to(tensor.device)
-                own = _at(fill, grown, tensor).to(tensor) if isinstance(fill, Tensor) else fill
-                tensor[grown] = own
+                tensor.copy_(moved(tensor, self.source))
+        for tensor in tensors:
+            self._filled(tensor, fill)
+
+    @cached_property
+    def _ascends(self) -> bool:
+        """Whether survivors stay in the same order, in which they move in place on the CPU. To find
+        out takes memory: once, before anything changes."""
+        if "_held" in vars(self):
+            return True
+        kept = self.source[self.source >= 0]
+        return bool((kept[1:] > kept[:-1]).all())
 
     def _is_followed_there(self, tensor: Tensor) -> bool:
         """Whether a tensor follows on its own device."""
@@ -271,6 +325,13 @@ class Rewiring:
                 f"expected a tensor with {self.before.nnz} leading entries, "
                 f"got the shape {list(tensor.shape)}"
             )
+
+
+def _slots_of_sources(source: Tensor, slots: Tensor) -> Tensor:
+    """The slots of entries, int32; -1 stays."""
+    if not len(slots):
+        return source
+    return torch.where(source < 0, -1, slots.index_select(0, source.clamp(min=0)).int())
 
 
 def _at(fill: Tensor, grown: Tensor, tensor: Tensor) -> Tensor:

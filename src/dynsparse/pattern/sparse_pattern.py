@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from dynsparse.checks import check_integer, check_kind, check_tensor, check_within, is_scipy
-from dynsparse.encoding import row_pointers
+from dynsparse.encoding import slots_of
 from dynsparse.files.html import html_table
 from dynsparse.files.shorten import shortened
 from dynsparse.pattern.coordinates import (
@@ -64,6 +64,32 @@ class SparsePattern(Positions):
         self.block_size = block_size
         self._split(flat)
 
+    def _set_by_slots(self, flat: Tensor) -> None:
+        """From distinct flat positions in the order of slots."""
+        ordered, slots = flat.sort()
+        self._split(ordered)
+        if not torch.equal(ordered, flat):
+            self.slots = slots.int()
+
+    @classmethod
+    def _by_slots(cls, flat: Tensor, like: SparsePattern) -> SparsePattern:
+        """Distinct flat positions in the order of slots, int64 [nnz]; the shape and block size of
+        `like`."""
+        pattern = cls.__new__(cls)
+        pattern.shape, pattern.block_size = like.shape, like.block_size
+        pattern._set_by_slots(flat)
+        return pattern
+
+    @classmethod
+    def _in_order(
+        cls, rows: Any, cols: Any, *, shape: Sequence[int], block_size: int = 1
+    ) -> SparsePattern:
+        """As the constructor, with the slots in the order of `rows` and `cols`."""
+        pattern = cls(rows, cols, shape=shape, block_size=block_size)
+        width = pattern.grid[1]
+        flat = coordinates(rows, "rows", pattern.grid[0]) * width + coordinates(cols, "cols", width)
+        return cls._by_slots(torch.from_numpy(flat), pattern)
+
     @classmethod
     def _on_device(cls, flat: Tensor, like: SparsePattern) -> SparsePattern:
         """Positions on a device, sorted and distinct by the way they were made, int64 [nnz]; the
@@ -71,7 +97,8 @@ class SparsePattern(Positions):
         pattern = cls.__new__(cls)
         pattern.shape, pattern.block_size = like.shape, like.block_size
         height, width = pattern.grid
-        pattern._there = places(flat, height, width), flat.remainder(width).int()
+        nothing = flat.new_empty(0, dtype=torch.int32)
+        pattern._there = places(flat, height, width), flat.remainder(width).int(), nothing
         return pattern
 
     @classmethod
@@ -177,13 +204,14 @@ class SparsePattern(Positions):
         return (self.nnz,) if b == 1 else (self.nnz, b, b)
 
     def __eq__(self, other: object) -> bool:
+        """Whether the same blocks are present, in whatever slots."""
         if not isinstance(other, SparsePattern):
             return NotImplemented
         return (
             self.shape == other.shape
             and self.block_size == other.block_size
             and torch.equal(self.row_ptr, other.row_ptr)
-            and torch.equal(self.cols, other.cols)
+            and torch.equal(self.sorted_cols, other.sorted_cols)
         )
 
     __hash__ = None  # type: ignore[assignment]
@@ -202,9 +230,8 @@ class SparsePattern(Positions):
         return {k: getattr(self, k) for k in ("rows", "cols", "shape", "block_size")}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        vars(self).update(state)
-        rows = vars(self).pop("rows")
-        vars(self)["row_ptr"] = row_pointers(rows, self.grid[0])
+        self.shape, self.block_size = state["shape"], state["block_size"]
+        self._set_by_slots(state["rows"].long() * self.grid[1] + state["cols"])
 
     def __deepcopy__(self, memo: dict[int, Any]) -> SparsePattern:
         return self  # immutable
@@ -216,7 +243,7 @@ class SparsePattern(Positions):
             raise TypeError(f"flat must be int64 [n], got {flat.dtype} on {flat.device}")
         if self.nnz == 0:
             return torch.zeros(len(flat), dtype=torch.bool)
-        own = self.flat
+        own = self.sorted_flat
         slot = torch.searchsorted(own, flat).clamp_(max=self.nnz - 1)
         return own[slot] == flat
 
@@ -274,7 +301,8 @@ class SparsePattern(Positions):
         coo.sum_duplicates()
         flat = torch.from_numpy((coo.row.astype(np.int64) // b) * width + coo.col // b)
         inside = self.contains(flat).numpy()
-        slot = np.searchsorted(self.flat.numpy(), flat.numpy()[inside])
+        entry = np.searchsorted(self.sorted_flat.numpy(), flat.numpy()[inside])
+        slot = slots_of(torch.from_numpy(entry), self.slots).numpy()
         values = np.zeros((self.nnz, b, b), coo.data.dtype)
         values[slot, coo.row[inside] % b, coo.col[inside] % b] = coo.data[inside]
         return torch.from_numpy(values.reshape(self.values_shape))
@@ -290,7 +318,8 @@ class SparsePattern(Positions):
             check_kind("format", format, str, "a format of SciPy's, such as 'csr'")
         import scipy.sparse
 
-        row_ptr, cols = self.index.row_ptr.numpy(), self.cols.numpy()
+        row_ptr, cols = self.row_ptr.numpy(), self.sorted_cols.numpy()
+        tensor = self.by_rows(tensor)
         if self.block_size == 1:
             matrix = scipy.sparse.csr_array((tensor.numpy(), cols, row_ptr), shape=self.shape)
             return matrix if format is None else matrix.asformat(format)

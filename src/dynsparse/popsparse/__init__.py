@@ -4,7 +4,7 @@ from dynsparse.popsparse import block_sparse, dense, tensor_ops
 from dynsparse.popsparse.buckets.encoded import Encoded, EncodedPattern, EncodingInfo
 from dynsparse.popsparse.buckets.partitioner import Partitioner
 from dynsparse.popsparse.buckets.spilling import BucketOverflowError
-from dynsparse.popsparse.dense.weights import DensePartitioner
+from dynsparse.popsparse.device.dense import DensePartitioner
 from dynsparse.popsparse.device.layout import PlannedTensor
 from dynsparse.popsparse.device.weights import SparseTensor
 from dynsparse.popsparse.embedding import (
@@ -14,6 +14,13 @@ from dynsparse.popsparse.embedding import (
     embedding_update_add,
 )
 from dynsparse.popsparse.embedding_layer import EmbeddingLayer
+from dynsparse.popsparse.estimates import (
+    LayerEstimate,
+    ModelEstimate,
+    PassEstimate,
+    UpdateEstimate,
+    estimate,
+)
 from dynsparse.popsparse.fully_connected import (
     create_fully_connected_input,
     create_fully_connected_weights,
@@ -55,10 +62,13 @@ __all__ = [
     "EncodingInfo",
     "FullyConnectedParams",
     "Layer",
+    "LayerEstimate",
     "MatmulParams",
     "Method",
+    "ModelEstimate",
     "Options",
     "Partitioner",
+    "PassEstimate",
     "PassTime",
     "Plan",
     "PlanConstraints",
@@ -67,6 +77,7 @@ __all__ = [
     "SparseTensor",
     "SparsityParams",
     "Update",
+    "UpdateEstimate",
     "block_sparse",
     "create_fully_connected_input",
     "create_fully_connected_weights",
@@ -77,6 +88,7 @@ __all__ = [
     "dense",
     "embedding_slice",
     "embedding_update_add",
+    "estimate",
     "fully_connected_dense_grad_w_serial_splits",
     "fully_connected_forward",
     "fully_connected_grad_a",

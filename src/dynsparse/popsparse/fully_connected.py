@@ -10,9 +10,9 @@ from __future__ import annotations
 from typing import Any
 
 from dynsparse.machine import Graph, Sequence, Tensor
+from dynsparse.popsparse.dense.planner import dense_pass
 from dynsparse.popsparse.device.choice import operations
 from dynsparse.popsparse.device.weights import SparseTensor, checked_weights
-from dynsparse.popsparse.planner.dense_passes import dense_pass
 from dynsparse.popsparse.planner.search import make_plan
 from dynsparse.popsparse.product.cache import PlanningCache
 from dynsparse.popsparse.product.options import Options

@@ -14,8 +14,8 @@ from dynsparse.checks import check_kind
 from dynsparse.files.shorten import shortened
 from dynsparse.machine import Engine, Graph, OutOfMemoryError, Profile, Program, Sequence, Tensor
 from dynsparse.popsparse.buckets.encoded import EncodedPattern
-from dynsparse.popsparse.dense.weights import DensePatterns
 from dynsparse.popsparse.device.choice import operations
+from dynsparse.popsparse.device.dense import DensePatterns
 from dynsparse.popsparse.device.update import UpdatePrograms
 from dynsparse.popsparse.layer_file import StoredLayer, read_layer, write_layer
 from dynsparse.popsparse.product.block_lists import to_numpy

@@ -15,7 +15,6 @@ from dynsparse.ranks.agree import (
     said_the_same,
     texts_of,
 )
-from dynsparse.ranks.counting import CountingRanks
 from dynsparse.ranks.even import even_pieces
 from dynsparse.ranks.exchanged import exchanged_bytes
 from dynsparse.ranks.follow import follow_over_ranks
@@ -34,14 +33,11 @@ from dynsparse.ranks.select import (
     select_over_ranks,
     sum_of_all,
 )
-from dynsparse.ranks.threads import BrokenMoveError, ThreadRanks, in_threads
 from dynsparse.ranks.wanted import GrowthWanted
 
 __all__ = [
     "ALONE",
     "AXES",
-    "BrokenMoveError",
-    "CountingRanks",
     "GroupRanks",
     "GrowthWanted",
     "JointRanks",
@@ -49,7 +45,6 @@ __all__ = [
     "RankGrid",
     "Ranks",
     "Slab",
-    "ThreadRanks",
     "agree_on",
     "agreeing",
     "check_axes",
@@ -62,7 +57,6 @@ __all__ = [
     "exchanged_bytes",
     "follow_over_ranks",
     "held_back",
-    "in_threads",
     "joined",
     "key_bits",
     "kth_over_ranks",

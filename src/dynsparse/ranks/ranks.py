@@ -1,7 +1,7 @@
 """The ranks that decide together: a process group with the few moves that decisions need.
 
 Whoever decides something over ranks asks a `Ranks` and nothing else, so that the same code runs in
-one process, over a process group, among threads, and where bytes are only counted.
+one process and over a process group.
 """
 
 from __future__ import annotations
@@ -16,8 +16,6 @@ import torch
 from torch import Tensor
 
 from dynsparse.files.shorten import shortened
-from dynsparse.ranks.meeting import first_line, meet
-from dynsparse.ranks.pulse import Pulse, pulse_of
 
 __all__ = ["ALONE", "GroupRanks", "Ranks", "ranks_of"]
 
@@ -79,20 +77,16 @@ class Ranks:
         """Whether this rank does, alone of its line."""
         return self.rank == 0 and self.leads(axes)
 
-    def beat(self, steps: int) -> None:
-        """Say that this rank's trainer has taken so many steps, so that others may hear of it."""
-        if self._everyone is not None:
-            self._everyone.beat(steps)
-
     def meet(self, what: str, patience: float | None = None) -> None:
         """Wait until all ranks are here, but not for long: before moves to which all should come.
+        Where the first rank is the one that is missing, the time limit of the group holds.
 
         Args:
             what: for the error: what they are here for, and how it is mended.
             patience: seconds, in place of the attribute.
 
         Raises:
-            RuntimeError: some did not come; or do not, since they wait for those who are here.
+            RuntimeError: some did not come.
         """
 
     def sum(self, tensor: Tensor) -> Tensor:
@@ -213,7 +207,6 @@ class GroupRanks(Ranks):
             kind = sorted(kinds)[0]
             device = torch.device(kind, torch.get_device_module(kind).current_device())
         self._kinds = kinds or {"cpu"}
-        self._pulse: Pulse | None = None
         super().__init__(dist.get_rank(group), dist.get_world_size(group), device)
 
     def _at(self, tensor: Tensor) -> Tensor:
@@ -221,17 +214,18 @@ class GroupRanks(Ranks):
         at = tensor if tensor.device.type in self._kinds else tensor.to(self.device)
         return at.contiguous()
 
-    def beat(self, steps: int) -> None:
-        if self._pulse is None:
-            self._pulse = pulse_of()
-        if self._pulse is not None:
-            self._pulse.beat(steps)
-
     def meet(self, what: str, patience: float | None = None) -> None:
         if torch.distributed.get_backend(self.group) != "gloo":
             return
         seconds = self.patience if patience is None else patience
-        meet(self.group, self._pulse, what, seconds)
+        try:
+            torch.distributed.monitored_barrier(
+                self.group, timeout=timedelta(seconds=seconds), wait_all_ranks=True
+            )
+        except RuntimeError as error:
+            raise RuntimeError(
+                f"not all ranks came in time: {what}; torch says: {_first_line(error)}"
+            ) from error
 
     def _reduce(self, tensor: Tensor, how: str) -> None:
         op = torch.distributed.ReduceOp
@@ -277,8 +271,13 @@ def _told() -> Iterator[None]:
     except RuntimeError as error:
         raise RuntimeError(
             "the other ranks cannot be reached: one of them has ended, or did not come in time: "
-            f"{first_line(error)}"
+            f"{_first_line(error)}"
         ) from error
+
+
+def _first_line(error: BaseException) -> str:
+    """Of what torch says."""
+    return str(error).partition("\n")[0][:300]
 
 
 def _all_gather() -> Any:

@@ -78,7 +78,7 @@ class Change:
                 "gathered after backward, call reshard() before trainer.step()"
             )
         start = check_fill(fill, rewiring, values)
-        moving_state(optimizer, values, rewiring.before.nnz)
+        moving_state(optimizer, values, rewiring)
         return cls(layer, rewiring, start)
 
     @property
@@ -113,7 +113,7 @@ class Change:
         state = optimizer.state.get(values, {})
         keys = [
             (key, fill)
-            for fill, names in moving_state(optimizer, values, rewiring.before.nnz).items()
+            for fill, names in moving_state(optimizer, values, rewiring).items()
             for key in names
         ]
         following += [(state[key], fill) for key, fill in keys]

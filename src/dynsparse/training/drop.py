@@ -11,6 +11,7 @@ from dynsparse.checks import check_not_negative, check_tensor
 from dynsparse.encoding import empty
 from dynsparse.nn.sharded import gathered, is_sharded, local_part, own_rows
 from dynsparse.ops.grow import select
+from dynsparse.pattern import SparsePattern
 from dynsparse.pattern.on_device import sent
 from dynsparse.ranks import ALONE, JointRanks, Ranks, chunk_of, joined, places, select_over_ranks
 from dynsparse.training.spread import Spread
@@ -116,6 +117,8 @@ def lowest_over_ranks(
     counts: Sequence[int],
     spreads: Sequence[Spread | None] | None = None,
     bits: int | None = None,
+    *,
+    patterns: Sequence[SparsePattern] = (),
 ) -> list[Tensor]:
     """What `lowest` gives for each layer, decided once: each rank ranks its part of the slots.
 
@@ -126,10 +129,32 @@ def lowest_over_ranks(
         spreads: of layers in rectangles: scores are those of this rank's, counts those of the whole
             layer; given are the slots that leave here.
         bits: see `select_over_ranks`.
+        patterns: of the layers. Among equal scores the first in row-major order leave, whatever
+            their slots.
 
     Raises:
         ValueError: as `lowest`.
     """
+    orders = [p.slots if p._device.type == "cpu" else None for p in patterns]
+    orders += [None] * (len(scores) - len(orders))
+    scores = [
+        s if order is None or not len(order) else s[order.to(s.device)]
+        for s, order in zip(scores, orders, strict=True)
+    ]
+    found = _lowest_over_ranks(ranks, scores, counts, spreads, bits)
+    return [
+        entries if order is None or not len(order) else order[entries].long().sort().values
+        for entries, order in zip(found, orders, strict=True)
+    ]
+
+
+def _lowest_over_ranks(
+    ranks: Ranks,
+    scores: Sequence[Tensor],
+    counts: Sequence[int],
+    spreads: Sequence[Spread | None] | None,
+    bits: int | None,
+) -> list[Tensor]:
     spreads = [None] * len(scores) if spreads is None else spreads
     if ranks.alone:
         scores = [gathered(s) for s in scores]

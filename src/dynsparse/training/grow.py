@@ -193,8 +193,7 @@ class RandomGrowth(Growth):
             ranks it must be in the same state on each.
 
     Attributes:
-        seed: None where a generator draws: one that was given, or that of a checkpoint from before
-            choices followed from a seed, which is gone on with to the same bits.
+        seed: None where a generator draws that was given.
     """
 
     def __init__(self, seed: int | None = None, generator: torch.Generator | None = None) -> None:
@@ -250,7 +249,7 @@ class RandomGrowth(Growth):
         return {"seed": self.seed, "generator": self.generator.get_state()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.seed = state.get("seed")
+        self.seed = state["seed"]
         self.generator.set_state(state["generator"])
 
     def check_state(self, state: dict[str, Any]) -> None:
@@ -261,7 +260,9 @@ class RandomGrowth(Growth):
             raise ValueError(
                 f"the state of the growth's generator is damaged: {str(error).splitlines()[0]}"
             ) from None
-        seed = state.get("seed")
+        if "seed" not in state:
+            raise ValueError("the state of the growth has no seed")
+        seed = state["seed"]
         if seed is not None and (not isinstance(seed, int) or isinstance(seed, bool)):
             raise ValueError(f"the seed of the growth must be an integer, got {seed!r}")
 

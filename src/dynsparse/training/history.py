@@ -264,9 +264,11 @@ class DenseMomentum(History):
         return [(matrix, torch.eye(len(matrix), dtype=matrix.dtype, device=matrix.device))]
 
     def at(self, layer: str, pattern: SparsePattern) -> Tensor:
-        matrix, index = self._momentum[layer], pattern._thin_index
-        row_ptr, cols, *_ = index() if matrix.is_cpu else pattern._index_on(matrix.device)
-        lines = lines_of(row_ptr, cols, pattern.block_size, pattern.grid[1])
+        matrix = self._momentum[layer]
+        index = pattern._thin_index() if matrix.is_cpu else pattern._index_on(matrix.device)
+        lines = lines_of(
+            index.row_ptr, index.cols, index.slots, pattern.block_size, pattern.grid[1]
+        )
         rows = matrix.view(-1, pattern.block_size).index_select(0, lines)
         return rows.view(pattern.values_shape)
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
+from weakref import WeakSet
 
 import torch
 from torch import Tensor
@@ -24,9 +26,13 @@ def rewire_state(optimizer: torch.optim.Optimizer, values: Tensor, rewiring: Rew
     what the optimizer would start them with, which is zero nearly everywhere. Scalars such as
     Adam's step count belong to the whole Parameter and stay.
 
+    Where survivors keep their slots, only what grown blocks start with is written. State that holds
+    no tensor with an entry per block (lists, factors) is right for survivors as it is; grown blocks
+    start with what the dropped ones left there, which a RuntimeWarning says once.
+
     Raises:
-        ValueError: a state tensor with neither one entry nor one per block, of which nobody can
-            tell how it follows; nothing is changed.
+        ValueError: survivors move, and a state is neither a tensor with one entry nor one with an
+            entry per block, so that nobody can tell how it follows; nothing is changed.
     """
     prepare_state(optimizer, values, rewiring)()
 
@@ -41,7 +47,7 @@ def prepare_state(
         ValueError: as `rewire_state`.
     """
     state = optimizer.state.get(values, {})
-    return follow_later(state, moving_state(optimizer, values, rewiring.before.nnz), rewiring)
+    return follow_later(state, moving_state(optimizer, values, rewiring), rewiring)
 
 
 @torch.no_grad()
@@ -58,7 +64,8 @@ def follow_later(
     beside: dict[Any, Tensor] = {}
     for fill, keys in moving.items():
         for key in keys:
-            if fill == 0 and rewiring.keeps_size and follows_in_place(state[key]):
+            small = fill == 0 and rewiring.keeps_size and follows_in_place(state[key])
+            if small and rewiring._ascends:
                 in_place.append(state[key])
             else:
                 beside[key] = rewiring.apply(state[key], fill)
@@ -77,27 +84,49 @@ def follow_later(
 
 
 def moving_state(
-    optimizer: torch.optim.Optimizer, values: Tensor, nnz: int
+    optimizer: torch.optim.Optimizer, values: Tensor, rewiring: Rewiring
 ) -> dict[float, list[str]]:
-    """The names of the state tensors of `values` that follow its `nnz` blocks, by what a fresh
-    entry of theirs holds.
+    """The names of the state tensors of `values` that follow its blocks, by what a fresh entry of
+    theirs holds.
 
     Raises:
         ValueError: as `rewire_state`.
     """
     moving: dict[float, list[str]] = {}
-    for key, tensor in optimizer.state.get(values, {}).items():
-        if not isinstance(tensor, Tensor) or tensor.dim() == 0:
-            continue
-        if len(tensor) == nnz:
+    nnz, kind = rewiring.before.nnz, type(optimizer).__name__
+    for key, state in optimizer.state.get(values, {}).items():
+        if isinstance(state, Tensor) and state.dim() and len(state) == nnz:
             moving.setdefault(_start(optimizer, values, key), []).append(key)
-        elif tensor.numel() > 1:
-            raise ValueError(
-                f"{type(optimizer).__name__} keeps the state {key!r} of shape "
-                f"{list(tensor.shape)}, which does not follow the {nnz} blocks "
-                "of the layer: use an optimizer that keeps one entry per weight"
-            )
+        elif not _is_shared(state):
+            shape = f" of shape {list(state.shape)}" if isinstance(state, Tensor) else ""
+            what = f"{kind} keeps the state {key!r}{shape}, "
+            if not rewiring.keeps_slots:
+                raise ValueError(
+                    f"{what}which does not follow the {nnz} blocks of the layer: use an optimizer "
+                    "that keeps one entry per weight"
+                )
+            if optimizer not in _told:
+                _told.add(optimizer)
+                warnings.warn(
+                    f"{what}of which nobody can tell what belongs to a grown weight: grown weights "
+                    "start with what the dropped ones left there",
+                    RuntimeWarning,
+                    stacklevel=2,
+                )
     return moving
+
+
+# Optimizers of which that has been said.
+_told: WeakSet[torch.optim.Optimizer] = WeakSet()
+
+
+def _is_shared(state: Any) -> bool:
+    """Whether nothing in it belongs to single weights, as a step count does not."""
+    if isinstance(state, Tensor):
+        return state.numel() <= 1
+    if isinstance(state, Mapping):
+        return all(map(_is_shared, state.values()))
+    return not isinstance(state, (list, tuple)) or all(map(_is_shared, state))
 
 
 def _start(optimizer: torch.optim.Optimizer, values: Tensor, key: str) -> float:

@@ -216,7 +216,12 @@ def _choose_drops(
                     bits[0] = max(bits[0], key_bits(found.dtype))
                 ranked.append(found)
     drops = lowest_over_ranks(
-        ranks, ranked, [one.counts.drop for one in group], [one.spread for one in group], *bits
+        ranks,
+        ranked,
+        [one.counts.drop for one in group],
+        [one.spread for one in group],
+        *bits,
+        patterns=[one.pattern for one in group],
     )
     del ranked
     for one, drop in zip(group, drops, strict=True):
@@ -225,7 +230,9 @@ def _choose_drops(
             stays = torch.ones(one.pattern.nnz, dtype=torch.bool)
             stays[drop] = False
             one.taken = SparsePattern.from_flat(
-                one.pattern.flat[stays], shape=one.pattern.shape, block_size=one.pattern.block_size
+                one.pattern.flat[stays].sort().values,
+                shape=one.pattern.shape,
+                block_size=one.pattern.block_size,
             )
 
 
@@ -292,7 +299,8 @@ def _rewirings(group: Sequence[_Layer]) -> list[Rewiring]:
     made = []
     for one in group:
         with naming(one.name):
-            made.append(Rewiring.make(one.pattern, one.drop, one.grow))
+            # Ranks share out slots by position, and devices sort: survivors move with them.
+            made.append(Rewiring.make(one.pattern, one.drop, one.grow, row_major=True))
     return made
 
 

@@ -68,9 +68,10 @@ def decided(
         ranked = scores(name, layer)
         check_one_per_block(ranked, pattern.nnz)
         drop = select(ranked, counts.drop, largest=False)
-    flat = pattern._flat_on(drop.device)
     if regrow_dropped and counts.drop:
-        flat = without(flat, drop)
+        flat = without(pattern._flat_on(drop.device), drop)
+    else:
+        flat = pattern._sorted_flat_on(drop.device)
     taken = SparsePattern._on_device(flat, pattern)
     pairs = history.pairs(name)
     on_target = scores_of(layer) if isinstance(history, LastStep) else None

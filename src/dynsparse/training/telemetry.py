@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from dynsparse.encoding import by_slots
 from dynsparse.nn import SparseLinear
 from dynsparse.pattern import Rewiring
 from dynsparse.pattern.on_device import told
@@ -96,7 +97,7 @@ class _Layer:
         pattern = layer.pattern
         self.visited = np.zeros((pattern.total + 7) // 8, np.uint8)
         self.explored = 0
-        self._visit(pattern.flat.numpy())
+        self._visit(pattern.sorted_flat.numpy())
         self.first = pattern.nnz
         self.from_start = torch.ones(pattern.nnz, dtype=torch.bool)
         self.last = (pattern.nnz, 0, 0)  # blocks before the last update, dropped, grown
@@ -117,7 +118,7 @@ class _Layer:
             self.last = (rewiring, 0, 0)
             return
         grown = rewiring.grown
-        self._visit(rewiring.after.flat[grown].numpy())
+        self._visit(rewiring.after.flat[grown].sort().values.numpy())
         self.from_start = rewiring.apply(self.from_start, False)
         kept = rewiring.after.nnz - len(grown)
         self.last = (rewiring.before.nnz, rewiring.before.nnz - kept, len(grown))
@@ -183,9 +184,10 @@ def _zero_outputs(layer: SparseLinear) -> Tensor:
     present = layer.values.detach() != 0
     rows = present[:, None] if b == 1 else present.any(2)  # [nnz, b]
     alive: Tensor = torch.zeros(height, b, dtype=torch.int32, device=rows.device)
+    index = layer.index
     each = torch.arange(height, device=rows.device)
-    lines = each.repeat_interleave(layer.index.row_ptr.diff(), output_size=len(rows))
-    alive.index_add_(0, lines, rows.int())
+    lines = each.repeat_interleave(index.row_ptr.diff(), output_size=len(rows))
+    alive.index_add_(0, by_slots(lines, index.slots), rows.int())
     return (alive == 0).sum()
 
 

@@ -121,8 +121,8 @@ def _take_over(ranks: Ranks, layers: Mapping[str, SparseLinear], used: Set[str])
 def take_from_first(ranks: Ranks, layer: SparseLinear) -> None:
     """The layer's pattern and values become those of the first rank; as many blocks on all."""
     own = layer.pattern
-    (flat,) = of_first(ranks, [own.flat])
-    values = ranks.broadcast(layer.values.detach().clone())
+    (flat,) = of_first(ranks, [own.sorted_flat])
+    values = ranks.broadcast(own.by_rows(layer.values.detach()).clone())
     pattern = SparsePattern.from_flat(flat, shape=own.shape, block_size=own.block_size)
     layer.set_pattern(pattern, values)
 
@@ -298,7 +298,7 @@ class PatternsAfter:
             if ranks.alone
             else {
                 f"the pattern of layer {name!r} after step {step}": digest(
-                    rewiring.after.row_ptr, rewiring.after.cols
+                    rewiring.after.row_ptr, rewiring.after.sorted_cols, rewiring.after.slots
                 )
                 for name, rewiring in rewirings.items()
             }

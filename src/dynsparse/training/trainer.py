@@ -16,7 +16,6 @@ from dynsparse.ops import capture
 from dynsparse.pattern import Rewiring
 from dynsparse.ranks import ALONE, agreeing
 from dynsparse.tracing.models import watch
-from dynsparse.training import kernel_costs
 from dynsparse.training.advice import advise
 from dynsparse.training.budgets import Budget, LayerBudget
 from dynsparse.training.change import Change, check_gradients, prepared
@@ -136,7 +135,6 @@ class SparseTrainer(FollowsOptimizer, HasState):
             self.history: History = LastStep() if history is None else history
             self.steps = self.updates = 0
             self.on_update: list[UpdateHook] = []
-        kernel_costs.begin_with(self.ranks)
         begin_budget(self.budget, self._trained(), self.ranks)
         # Without what the algorithms add: that comes after this.
         said = {"algorithm": type(self).__name__, **self._said(), "drop score": name_of(drop_score)}
@@ -223,7 +221,6 @@ class SparseTrainer(FollowsOptimizer, HasState):
         if due:
             self._change_own(own)
         self._arm()
-        kernel_costs.measure_in_pauses(self.ranks, self.layers)
         if not changes:
             return None
         if not self.ranks.alone:
@@ -237,7 +234,6 @@ class SparseTrainer(FollowsOptimizer, HasState):
 
     def _arm(self) -> None:
         """Begin to keep x and dY if the gradient of the coming step counts for an update."""
-        self.ranks.beat(self.steps)
         schedule = self.schedule
         counts = (
             schedule is not None

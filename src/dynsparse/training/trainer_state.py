@@ -11,7 +11,6 @@ from dynsparse.interrupts import uninterrupted
 from dynsparse.nn import SparseLinear
 from dynsparse.pattern import SparsePattern
 from dynsparse.ranks import Ranks
-from dynsparse.training import kernel_costs
 from dynsparse.training.budgets import Budget
 from dynsparse.training.grow import Growth
 from dynsparse.training.history import History
@@ -54,7 +53,6 @@ class HasState(OwnParts):
             "budget_state": self.budget.state_dict(),
             "history_state": self.history.state_dict(),
             "own_state": self._own_state(),
-            "kernel_costs": kernel_costs.told(),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -77,7 +75,6 @@ class HasState(OwnParts):
                 undo()
                 raise
             self.steps, self.updates = state["steps"], state["updates"]
-            kernel_costs.go_on_with(self.ranks, state.get("kernel_costs"))
             self._arm()
 
     def check_state(
@@ -182,4 +179,3 @@ def _check_pieces(
         growth.check_state(state["growth_state"])
     budget.check_state(state["budget_state"])
     history.check_state(state["history_state"], {n: p.shape for n, p in patterns.items()})
-    kernel_costs.check(state.get("kernel_costs"))

@@ -27,18 +27,13 @@ from dynsparse import SparsePattern
 from dynsparse.ops.grow.cuda import block_scores
 from dynsparse.ops.grow.cuda import launch as growth
 from dynsparse.ops.linear import LayerIndex
-from dynsparse.ops.linear.cuda import launch
-from dynsparse.ops.linear.cuda.candidates import GRADIENT_CANDIDATES, ROWS_CANDIDATES
+from dynsparse.ops.linear.cuda import blocks, launch
 from dynsparse.ops.linear.cuda.chip import Chip
-from dynsparse.ops.linear.cuda.configurations import (
-    BLOCKS,
-    GRADIENT,
-    ROWS,
-    Gradient,
-    Numbers,
-    Rows,
-    family_of,
-)
+from dynsparse.ops.linear.cuda.configurations import BLOCKS, HOPPER, OTHERS, Gradient, Rows
+from dynsparse.ops.linear.cuda.precision import Numbers
+
+sys.path.append(str(Path(__file__).resolve().parents[3] / "benchmarks"))
+from gpu_parts.candidates import GRADIENT, ROWS
 
 SHARED_MEMORY = {80: 163, 86: 99, 89: 99, 90: 227, 100: 227, 120: 99}
 """KiB that one program may have: CUDA C++ Programming Guide, technical specifications."""
@@ -152,18 +147,21 @@ def _dump(cubin: bytes, what: str) -> str:
 
 
 def _loads_beside(product: str, ptx: str) -> tuple[str, ...]:
-    """Loads from global memory inside loops in which there are products, too."""
+    """Loads from global memory inside the innermost loops in which there are products, too."""
     lines = ptx.splitlines()
     label = {m[1]: i for i, line in enumerate(lines) if (m := re.match(r"\s*(\$L\w+):", line))}
-    found: dict[int, str] = {}
+    loops = []
     for end, line in enumerate(lines):
         jump = re.search(r"\bbra(?:\.uni)?\s+(\$L\w+)", line)
-        if jump is None or label[jump[1]] > end:
-            continue
-        body = range(label[jump[1]], end)
-        if any(product in lines[i] for i in body):
-            found |= {i: m[0] for i in body if (m := re.search(r"ld\.global[\w.:]*", lines[i]))}
-    return tuple(found.values())
+        if jump is not None and label[jump[1]] <= end:
+            body = range(label[jump[1]], end)
+            if any(product in lines[i] for i in body):
+                loops.append(body)
+    inner = [
+        a for a in loops if not any(b is not a and b[0] >= a[0] and b[-1] <= a[-1] for b in loops)
+    ]
+    places = {i for body in inner for i in body}
+    return tuple(m[0] for i in sorted(places) if (m := re.search(r"ld\.global[\w.:]*", lines[i])))
 
 
 class Job(NamedTuple):
@@ -186,16 +184,21 @@ def _dtype(numbers: Numbers) -> torch.dtype:
 
 
 def _activations(b: int, dtype: torch.dtype, lie: str) -> torch.Tensor:
-    if lie == "transposed":
-        return torch.empty(4 * b, 512, dtype=dtype).t()
-    return torch.empty(500 if lie == "ragged" else 512, 4 * b, dtype=dtype)
+    x = {
+        "transposed": lambda: torch.empty(4 * b, 512, dtype=dtype).t(),
+        "expanded": lambda: torch.empty(1, 1, dtype=dtype).expand(512, 4 * b),
+        "strided": lambda: torch.empty(512, 4 * b + 1, dtype=dtype)[:, 1:],
+        "ragged": lambda: torch.empty(500, 4 * b, dtype=dtype),
+        "even": lambda: torch.empty(512, 4 * b, dtype=dtype),
+    }[lie]()
+    return blocks.readable(x)
 
 
 def rows_jobs(
     c: Rows, b: int, numbers: Numbers, capability: int, lie: str = "even"
 ) -> Iterator[Job]:
     """Forward with a bias, and the gradient of the input; of a batch that is a multiple of 16 or
-    not (`ragged`), or of transposed activations."""
+    not (`ragged`), or of activations that lie otherwise."""
     dtype = _dtype(numbers)
 
     def forward() -> None:
@@ -206,7 +209,7 @@ def rows_jobs(
         p, dy = _layer(b, dtype), _activations(b, dtype, lie)
         launch.grad_input(dy, torch.empty(p.values_shape, dtype=dtype), p, c)
 
-    how = f"b{b} {numbers} {c.way} {c.samples}x{c.inputs} w{c.warps} s{c.stages} {lie}"
+    how = f"b{b} {numbers} {'tma ' * c.tma}{c.samples}x{c.inputs} w{c.warps} s{c.stages} {lie}"
     for run in (forward, grad_input):
         yield Job(f"sm_{capability} {run.__name__} {how}", capability, numbers, run)
 
@@ -219,10 +222,10 @@ def gradient_job(
     def run() -> None:
         x, dy = (_activations(b, _dtype(numbers), lie) for _ in range(2))
         sums: list[torch.Tensor] | None = [] if bias else None
-        launch.grad_weight(dy, x, _layer(b, x.dtype), torch.float32, c, 2, sums)
+        launch.grad_weight(dy, x, _layer(b, x.dtype), torch.float32, c, sums)
 
     how = f"b{b} {numbers} {c.blocks}x{c.samples} w{c.warps} s{c.stages} {lie}"
-    how += " bias" if bias else ""
+    how += f" bias {c.registers or ''}" if bias else ""
     return Job(f"sm_{capability} grad_weight {how}", capability, numbers, run)
 
 
@@ -254,26 +257,24 @@ def layout_jobs(b: int, capability: int) -> Iterator[Job]:
 
 def chosen(capability: int) -> Iterator[Job]:
     """What the tables choose on a chip."""
-    family = family_of(divmod(capability, 10))
-    for numbers, by_block in ROWS[family].items():
+    for numbers, table in (HOPPER if capability == 90 else OTHERS).items():
         for b in BLOCKS:
-            for c in by_block[b]:
+            for c in table.rows[b]:
                 yield from rows_jobs(c, b, numbers, capability)
-            gradient = GRADIENT[family][numbers][b]
-            yield gradient_job(gradient, b, numbers, capability)
+            yield gradient_job(table.gradient[b], b, numbers, capability)
             if numbers == "16-bit":
-                yield gradient_job(gradient, b, numbers, capability, bias=True)
+                yield gradient_job(table.gradient[b], b, numbers, capability, bias=True)
         yield scores_job(64, "sum", 2, numbers, capability)
     for b in (1, 4, 8, 64):
         yield from layout_jobs(b, capability)
 
 
 def lying_otherwise() -> Iterator[Job]:
-    """Odd batches and transposed activations of 16 bits, on Hopper."""
+    """Odd batches and activations of 16 bits that lie otherwise, on Hopper."""
     for b in BLOCKS:
-        for lie in ("ragged", "transposed"):
-            yield from rows_jobs(ROWS["90"]["16-bit"][b][0], b, "16-bit", 90, lie)
-            yield gradient_job(GRADIENT["90"]["16-bit"][b], b, "16-bit", 90, lie, True)
+        for lie in ("ragged", "transposed", "expanded", "strided"):
+            yield from rows_jobs(HOPPER["16-bit"].rows[b][0], b, "16-bit", 90, lie)
+            yield gradient_job(HOPPER["16-bit"].gradient[b], b, "16-bit", 90, lie, True)
 
 
 def others() -> Iterator[Job]:
@@ -281,10 +282,11 @@ def others() -> Iterator[Job]:
     for capability in (86, 89, 120):
         yield from chosen(capability)
     for b in BLOCKS:
-        for c in ROWS_CANDIDATES[b]:
-            yield from rows_jobs(c, b, "16-bit", 90)
-        for gradient in dict.fromkeys(gradient for gradient, _ in GRADIENT_CANDIDATES[b]):
-            yield gradient_job(gradient, b, "16-bit", 90)
+        for numbers in ROWS:
+            for c in ROWS[numbers][b]:
+                yield from rows_jobs(c, b, numbers, 90)
+            for gradient in dict.fromkeys(c._replace(split=1) for c in GRADIENT[numbers][b]):
+                yield gradient_job(gradient, b, numbers, 90, bias=gradient.registers is not None)
     for b in block_scores.BLOCKS:
         for pooling in ("avg", "max"):
             yield scores_job(b, pooling, 1, "16-bit", 90)

@@ -6,8 +6,10 @@ from cases import DTYPES, LAYOUTS, Case, error
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from dynsparse import SparsePattern
+from dynsparse.ops.linear import LayerIndex
 from dynsparse.ops.linear.cuda import blocks
-from dynsparse.ops.linear.cuda.configurations import BLOCKS
+from dynsparse.ops.linear.cuda.configurations import BLOCKS, Gradient
 
 pytestmark = pytest.mark.usefixtures("interpreter")
 
@@ -173,8 +175,9 @@ def test_the_gradient_of_a_bias_of_other_patterns_and_batches(density, batch):
     case = Case(16, (9, 7), batch, torch.bfloat16, density)
     for split in (1, 2):
         sums = []
+        config = Gradient(8, 64, 4, 4, split)
         launch = blocks._launch()
-        launch.grad_weight(case.dy, case.x, case.p, torch.float32, split=split, sums=sums)
+        launch.grad_weight(case.dy, case.x, case.p, torch.float32, config, sums)
         assert error(sums[0], case.dy.double().sum(0)) < 1e-5
 
 
@@ -186,3 +189,53 @@ def test_the_gradient_of_a_bias_in_float32_is_torchs():
     none = Case(16, (2, 3), 0, torch.bfloat16)
     blocks.backward(none.dy, none.x, none.values, none.p, False, True, sums=sums)
     assert sums == []
+
+
+def test_what_can_be_read_by_16_bytes_is_not_copied():
+    x = torch.randn(64, 48).bfloat16()
+    for lies in (x, x.t(), x[::2], x[:, 16:], x[:, :7], x[:1], x[:0], x[5:6, 8:9]):
+        assert blocks.readable(lies) is lies
+
+
+def test_what_cannot_be_read_by_16_bytes_is_copied():
+    x, wide = torch.randn(64, 48).bfloat16(), torch.randn(64, 49).bfloat16()
+    expanded = x[:1].expand(64, 48), x[:1, :1].expand(64, 48)
+    for odd in (wide[:, :48], wide.t()[:48], x[:, 1:17], x[:, ::2], x.view(-1)[1:97].view(2, 48)):
+        made = blocks.readable(odd)
+        assert torch.equal(made, odd)
+        assert made.is_contiguous()
+        assert made.data_ptr() % 16 == 0
+        assert made.data_ptr() != odd.data_ptr()
+    for odd in expanded:
+        made = blocks.readable(odd)
+        assert torch.equal(made, odd)
+        assert made.stride() == (48, 1)
+
+
+@pytest.mark.parametrize("b", BLOCKS)
+def test_passes_find_what_was_derived_when_the_index_came(monkeypatch, b):
+    """A first pass may run in a memory pool of CUDA graphs, where nothing may be kept."""
+    monkeypatch.setattr(blocks, "runs_triton", lambda device: True)
+    for dtype in (torch.float32, torch.bfloat16):
+        case = Case(b, (2, 3), 20, dtype)
+        blocks.derive(case.p)
+        before = dict(case.p._derived)
+        assert before
+        blocks.forward(case.x, case.values, case.p, case.bias)
+        blocks.backward(case.dy, case.x, case.values, case.p, True, True)
+        assert case.p._derived == before
+
+
+@pytest.mark.parametrize("dtype", DTYPES[:2], ids=str)
+@pytest.mark.parametrize("b", BLOCKS)
+def test_values_in_slots_of_any_order(b, dtype):
+    case = Case(b, (3, 5), 70, dtype, without=1)
+    order = torch.randperm(case.pattern.nnz)
+    other = SparsePattern._by_slots(case.pattern.flat[order], case.pattern)
+    values = case.values[order]
+    p = LayerIndex(other.index, values)
+    y = blocks.forward(case.x, values, p, case.bias)
+    dx, dw = blocks.backward(case.dy, case.x, values, p, True, True)
+    assert error(y, case.y) < case.limit
+    assert error(dx, case.dx) < case.limit
+    assert error(dw, case.dw[order]) < case.limit

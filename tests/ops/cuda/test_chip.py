@@ -24,7 +24,7 @@ def pretend(monkeypatch):
         chip.chip_of.cache_clear()
         chip.runs_triton.cache_clear()
 
-    def device(major, minor, hip=None, triton="3.10.1+git"):
+    def device(major, minor, hip=None, triton="3.10.1+git", compiler="gcc"):
         found = types.SimpleNamespace(
             major=major, minor=minor, multi_processor_count=108, L2_cache_size=40 << 20
         )
@@ -32,6 +32,8 @@ def pretend(monkeypatch):
         monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: found)
         monkeypatch.setattr(torch.version, "hip", hip)
         monkeypatch.setattr(chip, "triton_version", lambda: triton)
+        monkeypatch.setattr(chip.shutil, "which", lambda name: compiler)
+        monkeypatch.delenv("CC", raising=False)
         forget()
 
     yield device
@@ -51,6 +53,7 @@ def test_every_capability_from_8_0_on_runs_the_kernels(pretend, capability):
         ({"major": 7, "minor": 5}, "need compute capability 8.0, cuda:0 has 7.5"),
         ({"major": 9, "minor": 0, "triton": None}, "Triton is not installed"),
         ({"major": 9, "minor": 0, "triton": "3.5.1"}, "need Triton 3.6 or later, got 3.5.1"),
+        ({"major": 9, "minor": 0, "compiler": None}, r"needs a C compiler and Python\.h"),
         ({"major": 9, "minor": 0, "hip": "6.2"}, "written for NVIDIA GPUs"),
     ],
 )

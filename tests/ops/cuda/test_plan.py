@@ -55,17 +55,33 @@ def test_the_longest_come_first_and_equal_ones_in_order(height, width, density):
     for turn, ptr in ((plan.rows_in_turn(p), p.row_ptr), (plan.columns_in_turn(p), p.col_ptr)):
         lengths = ptr.diff().tolist()
         assert turn.dtype == torch.int32
-        assert turn.tolist() == sorted(range(len(lengths)), key=lambda i: -lengths[i])
+        assert turn[:, 0].tolist() == sorted(range(len(lengths)), key=lambda i: -lengths[i])
+
+
+def test_records_written_out():
+    # Rows of 1, 0 and 3 blocks; columns of 2, 0, 1 and 1.
+    p = layer_of(SparsePattern([0, 2, 2, 2], [0, 0, 2, 3], shape=(3, 4)))
+    # Row, start, end, block column and slot of the first entry; of one without entries any.
+    assert plan.rows_in_turn(p)[:, :5].tolist() == [
+        [2, 1, 4, 0, 1],
+        [0, 0, 1, 0, 0],
+        [1, 1, 1, 0, 1],
+    ]
+    assert plan.columns_in_turn(p)[[0, 1, 2], :5].tolist() == [
+        [0, 0, 2, 0, 0],
+        [2, 2, 3, 2, 2],
+        [3, 3, 4, 2, 3],
+    ]
 
 
 def test_nothing_waits_for_the_device():
     """Fake tensors refuse whatever needs a number from the device."""
     with FakeTensorMode():
-        index = [torch.empty(n, dtype=torch.int32) for n in (7, 18, 11, 18, 18)]
+        index = [torch.empty(n, dtype=torch.int32) for n in (7, 18, 11, 18, 18, 0)]
         p = LayerIndex(PatternIndex(*index), torch.empty(18, 16, 16))
         assert plan.chunks(p, 4).shape == (2, 18 // 4 + 6)
-        assert plan.rows_in_turn(p).shape == (6,)
-        assert plan.columns_in_turn(p).shape == (10,)
+        assert plan.rows_in_turn(p).shape == (6, 8)
+        assert plan.columns_in_turn(p).shape == (10, 8)
 
 
 @pytest.mark.parametrize("size", [1, 4])

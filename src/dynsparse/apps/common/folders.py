@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 from dynsparse.apps.common.identity import KEY, identities
 from dynsparse.apps.common.resume import checkpoints_in
@@ -58,12 +57,7 @@ def check_continued(recorder: Recorder, training: Training) -> None:
             f"--records-path: expected the record of the restored training, got {path} without "
             "one: name its folder, or leave --records-path out"
         )
-    found = recorder.earlier
-    expected: dict[str, Any] = {KEY: training.identity}
-    if KEY not in found:  # of 0.1.0
-        options = training.options
-        expected = {"app": training.app, "method": options.method, "seed": training.seed}
-    if any(found.get(name) != value for name, value in expected.items()):
+    if recorder.earlier.get(KEY) != training.identity:
         raise ValueError(
             f"--records-path: expected the record of the restored training, got {path} with that "
             "of another: name its folder, or leave --records-path out"

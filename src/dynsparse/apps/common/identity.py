@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
 import re
 import secrets
 from collections.abc import Iterable, Mapping
@@ -25,23 +23,15 @@ def new_identity() -> str:
 
 
 def identity_of(extra: Mapping[str, Any]) -> str:
-    """What a checkpoint's `extra` says; of one without, from 0.1.0, what defines the training.
+    """What a checkpoint's `extra` says.
 
     Raises:
-        ValueError: something that is no identity.
+        ValueError: none, or something that is no identity.
     """
-    if KEY in extra:
-        found = extra[KEY]
-        if not isinstance(found, str) or not re.fullmatch(r"[0-9a-f]{32}", found):
-            raise ValueError("expected the identity of a training, 32 hexadecimal digits")
-        return found
-    options = extra.get("options")
-    defining = sorted(
-        (str(name), str(value))
-        for name, value in (options if isinstance(options, dict) else {}).items()
-    )
-    text = json.dumps([str(extra.get("app")), str(extra.get("seed")), defining])
-    return hashlib.sha256(text.encode()).hexdigest()[:32]
+    found = extra.get(KEY)
+    if not isinstance(found, str) or not re.fullmatch(r"[0-9a-f]{32}", found):
+        raise ValueError("expected the identity of a training, 32 hexadecimal digits")
+    return found
 
 
 def identities(files: Iterable[Path]) -> dict[Path, str | None]:

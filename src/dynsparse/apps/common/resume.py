@@ -117,7 +117,7 @@ class Checkpoint:
         try:
             identity_of(extra)
         except ValueError as error:
-            raise ValueError(f"{path}: {error}, got {shortened(extra[KEY])}") from None
+            raise ValueError(f"{path}: {error}, got {shortened(extra.get(KEY))}") from None
         return cls(path, extra)
 
     def __getitem__(self, name: str) -> Any:

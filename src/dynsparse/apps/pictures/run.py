@@ -71,10 +71,12 @@ def _run(
             with stoppable(training, console):
                 last = _train(training, console, outputs)
         test = None if options.test_mode == "training" else training.test()
-        figures = training_figures(training, last, test)
-        if outputs is not None:
-            outputs.close(figures)
-    console.print(summary_table(figures), highlight=False)
+        with span("report"):
+            figures = training_figures(training, last, test)
+            if outputs is not None:
+                outputs.close(figures)
+    with span("report"):
+        console.print(summary_table(figures), highlight=False)
     return figures
 
 

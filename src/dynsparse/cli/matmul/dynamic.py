@@ -8,7 +8,7 @@ from dynsparse.cli.matmul.figures import median, show, summarise
 from dynsparse.cli.matmul.pages import write
 from dynsparse.cli.matmul.request import Request
 from dynsparse.machine.errors import OutOfMemoryError
-from dynsparse.popsparse.estimate import UpdateEstimate
+from dynsparse.popsparse.estimates import UpdateEstimate
 from dynsparse.popsparse.layer import Layer
 from dynsparse.popsparse.measure import plan_figures, sparse_figures
 from dynsparse.popsparse.planner.planning import plan as make_plan

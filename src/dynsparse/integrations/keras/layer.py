@@ -209,9 +209,9 @@ class SparseLayer(keras.layers.Layer):
                 f"{', '.join(sorted(names)) or 'nothing'}"
             )
         rows, cols = (torch.from_numpy(np.array(store[name])) for name in ("rows", "cols"))
-        pattern = SparsePattern(rows, cols, shape=self.pattern.shape, block_size=self.block_size)
-        if not (torch.equal(pattern.rows, rows) and torch.equal(pattern.cols, cols)):
-            raise ValueError(f"layer {self.name!r}: expected rows and columns in row-major order")
+        pattern = SparsePattern._in_order(
+            rows, cols, shape=self.pattern.shape, block_size=self.block_size
+        )
         values = _tensor(store["values"], self.values)
         pattern._check_values(values)
         own: Any = self.bias

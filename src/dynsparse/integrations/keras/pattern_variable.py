@@ -41,9 +41,7 @@ class PatternVariable(keras.Variable):
 
     def _direct_assign(self, value: Tensor) -> None:
         own = self._sparse.pattern
-        pattern = SparsePattern(*value.cpu(), shape=own.shape, block_size=own.block_size)
-        if not torch.equal(torch.stack([pattern.rows, pattern.cols]), value.cpu()):
-            raise ValueError("expected rows and columns of a pattern in row-major order")
+        pattern = SparsePattern._in_order(*value.cpu(), shape=own.shape, block_size=own.block_size)
         self.put(pattern, self._sparse.values.detach().clone())
 
     def put(self, pattern: SparsePattern, values: Tensor) -> None:

@@ -78,7 +78,7 @@ def _batch_of(first: Sequence[int], second: Sequence[int], shared: bool) -> list
 
 def _diagonal(index: PatternIndex, count: int) -> PatternIndex:
     """The index of `count` matrices along the diagonal."""
-    row_ptr, cols, col_ptr, csc_rows, csc_perm = index
+    row_ptr, cols, col_ptr, csc_rows, csc_perm, slots = index
     nnz, height, width = len(cols), len(row_ptr) - 1, len(col_ptr) - 1
     most = max(nnz, height, width) * count
     if most > 2**31 - 1:
@@ -93,6 +93,7 @@ def _diagonal(index: PatternIndex, count: int) -> PatternIndex:
         torch.cat([(col_ptr[:-1] + each * nnz).flatten(), col_ptr[-1:] * count]),
         (csc_rows + each * height).flatten(),
         (csc_perm + each * nnz).flatten(),
+        (slots + each * nnz).flatten(),
     )
 
 

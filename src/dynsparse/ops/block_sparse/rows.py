@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from dynsparse.checks import check_choice, check_kind
+from dynsparse.encoding import by_slots
 from dynsparse.ops.block_sparse.products import check_values
 from dynsparse.pattern import SparsePattern
 
@@ -54,12 +55,12 @@ def softmax(values: Tensor, pattern: SparsePattern, subblock_mask: str = "none")
     check_choice("subblock_mask", subblock_mask, SUBBLOCK_MASKS)
     block, height = pattern.block_size, pattern.grid[0]
     index = pattern._index_on(values.device)
-    rows = rows_of(index.row_ptr, pattern.nnz)
+    rows = by_slots(rows_of(index.row_ptr, pattern.nnz), index.slots)
     wide = torch.float32 if values.dtype.itemsize < 4 else values.dtype
     scores = values.to(wide).reshape(*batch, pattern.nnz, block, block)
     if subblock_mask != "none":
         upper = subblock_mask == "zero_upper_triangle"
-        away = diagonal_mask(rows, index.cols.long(), block, upper)
+        away = diagonal_mask(rows, by_slots(index.cols.long(), index.slots), block, upper)
         scores = scores.masked_fill(away, -torch.inf)
     return weights_of(scores, rows, height)[0].to(values.dtype).reshape(values.shape)
 

@@ -14,14 +14,14 @@ from torch.nn.functional import pad
 
 from dynsparse.ops.conv.geometry import Geometry, to_matrix, to_weight
 from dynsparse.ops.linear.layer_index import LayerIndex
-from dynsparse.ops.linear.naive import rows_of
+from dynsparse.ops.linear.naive import cols_of, rows_of
 
 __all__ = ["backward", "forward"]
 
 
 def _flat(p: LayerIndex) -> Tensor:
     """Flat block positions of the slots, int64 [nnz]."""
-    return rows_of(p.index) * (p.in_features // p.block_size) + p.cols
+    return rows_of(p.index) * (p.in_features // p.block_size) + cols_of(p.index)
 
 
 def _laid_out(values: Tensor, p: LayerIndex, g: Geometry) -> Tensor:

@@ -41,7 +41,7 @@ def forward(
     assert library is not None
     size = g.output_size(x.shape[2], x.shape[3])
     y = torch.empty(x.shape[0], p.out_features, *size, memory_format=layout)
-    values, bias = values.contiguous(), None if bias is None else bias.contiguous()
+    values, bias = p.by_rows(values).contiguous(), None if bias is None else bias.contiguous()
     of_x, of_y, sizes = _strides(x), _strides(y), _sizes(x.shape, y.shape, p, g)
     status = library.dynsparse_conv_forward(
         x.data_ptr(),

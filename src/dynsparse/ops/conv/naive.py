@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from dynsparse.ops.conv.geometry import Geometry
-from dynsparse.ops.linear.naive import block_size_of, rows_of
+from dynsparse.ops.linear.naive import block_size_of, cols_of, rows_of
 from dynsparse.pattern import PatternIndex
 
 __all__ = ["forward", "grad_input", "grad_weight"]
@@ -22,7 +22,7 @@ def _entries(
     b = block_size_of(values)
     height, width = (len(index.row_ptr) - 1) * b, (len(index.col_ptr) - 1) * b
     per_group = width // g.taps
-    pairs = zip(rows_of(index).tolist(), index.cols.tolist(), strict=True)
+    pairs = zip(rows_of(index).tolist(), cols_of(index).tolist(), strict=True)
     for slot, (row, col) in enumerate(pairs):
         tap, channel = divmod(col * b, per_group)
         group = row * b * g.groups // height

@@ -90,9 +90,9 @@ def _autograd(ctx: Any, dy: Tensor) -> Any:
         dx, dw = torch.ops.dynsparse.conv_backward(
             dy, x, values, *index, ctx.geometry, ctx.size, need_input
         )
-    if others[5]:
+    if others[6]:
         db = dy.sum((0, 2, 3), dtype=ctx.bias_dtype)
-    return dx if need_input else None, dw if need_values else None, *[None] * 5, db, None
+    return dx if need_input else None, dw if need_values else None, *[None] * 6, db, None
 
 
 def _setup_double(ctx: Any, inputs: Any, output: Any) -> None:
@@ -117,7 +117,7 @@ def _double(ctx: Any, grad_dx: Tensor | None, grad_dw: Tensor | None) -> Any:
             to_dy = more if to_dy is None else to_dy + more
         if needs[1]:
             to_x = ops.conv_backward(dy, None, grad_dw, *index, g, size, True)[0]
-    return to_dy, to_x, to_values, *[None] * 8
+    return to_dy, to_x, to_values, *[None] * 9
 
 
 torch.library.register_autograd(

@@ -21,28 +21,33 @@ __all__ = ["embedding"]
 
 _library = torch.library.Library("dynsparse", "FRAGMENT")
 _library.define(
-    "embedding(Tensor ids, Tensor values, Tensor row_ptr, Tensor cols, int width) -> Tensor"
-)
-_library.define(
-    "embedding_backward(Tensor dy, Tensor ids, Tensor values, Tensor row_ptr, Tensor cols)"
+    "embedding(Tensor ids, Tensor values, Tensor row_ptr, Tensor cols, Tensor slots, int width)"
     " -> Tensor"
 )
+_library.define(
+    "embedding_backward(Tensor dy, Tensor ids, Tensor values, Tensor row_ptr, Tensor cols, "
+    "Tensor slots) -> Tensor"
+)
 
 
-def _forward(ids: Tensor, values: Tensor, row_ptr: Tensor, cols: Tensor, width: int) -> Tensor:
+def _forward(
+    ids: Tensor, values: Tensor, row_ptr: Tensor, cols: Tensor, slots: Tensor, width: int
+) -> Tensor:
     if not values.is_cpu:
-        return on_device.forward(ids, values, row_ptr, cols, width)
-    rows = naive.forward(ids.reshape(-1), values, row_ptr, cols, width)
+        return on_device.forward(ids, values, row_ptr, cols, slots, width)
+    rows = naive.forward(ids.reshape(-1), values, row_ptr, cols, slots, width)
     return rows.resize_(*ids.shape, width)  # no view, which nobody could write to
 
 
-def _backward(dy: Tensor, ids: Tensor, values: Tensor, row_ptr: Tensor, cols: Tensor) -> Tensor:
+def _backward(
+    dy: Tensor, ids: Tensor, values: Tensor, row_ptr: Tensor, cols: Tensor, slots: Tensor
+) -> Tensor:
     ids, dy = ids.reshape(-1), dy.reshape(-1, dy.shape[-1])
     if capture.is_open(row_ptr):
         record_rows(dy, ids, values, row_ptr)
     if not values.is_cpu:
-        return on_device.grad_weight(dy, ids, values, row_ptr, cols)
-    return naive.grad_weight(dy, ids, values, row_ptr, cols)
+        return on_device.grad_weight(dy, ids, values, row_ptr, cols, slots)
+    return naive.grad_weight(dy, ids, values, row_ptr, cols, slots)
 
 
 def record_rows(dy: Tensor, ids: Tensor, values: Tensor, row_ptr: Tensor) -> None:
@@ -66,13 +71,13 @@ _library.impl("embedding_backward", _backward, "CompositeExplicitAutograd")
 
 
 def _forward_shapes(
-    ids: Tensor, values: Tensor, row_ptr: Tensor, cols: Tensor, width: int
+    ids: Tensor, values: Tensor, row_ptr: Tensor, cols: Tensor, slots: Tensor, width: int
 ) -> Tensor:
     return values.new_empty(*ids.shape, width)
 
 
 def _backward_shapes(
-    dy: Tensor, ids: Tensor, values: Tensor, row_ptr: Tensor, cols: Tensor
+    dy: Tensor, ids: Tensor, values: Tensor, row_ptr: Tensor, cols: Tensor, slots: Tensor
 ) -> Tensor:
     return torch.empty_like(values)
 
@@ -82,15 +87,15 @@ _library.impl("embedding_backward", _backward_shapes, "Meta")
 
 
 def _setup_context(ctx, inputs, output) -> None:
-    ids, values, row_ptr, cols, _ = inputs
-    ctx.save_for_backward(ids, values, row_ptr, cols)
+    ids, values, row_ptr, cols, slots, _ = inputs
+    ctx.save_for_backward(ids, values, row_ptr, cols, slots)
 
 
 def _autograd(ctx, dy: Tensor):
     grad = None
     if ctx.needs_input_grad[1]:
         grad = torch.ops.dynsparse.embedding_backward(dy, *ctx.saved_tensors)
-    return None, grad, None, None, None
+    return None, grad, None, None, None, None
 
 
 def _no_double_backward(ctx, *grads):
@@ -148,4 +153,6 @@ def embedding(
         low, high = int(ids.min()), int(ids.max())
         if low < 0 or high >= vocabulary:
             raise IndexError(f"ids must lie in [0, {vocabulary}), got {low if low < 0 else high}")
-    return torch.ops.dynsparse.embedding(ids.long(), values, index.row_ptr, index.cols, width)
+    return torch.ops.dynsparse.embedding(
+        ids.long(), values, index.row_ptr, index.cols, index.slots, width
+    )

@@ -17,23 +17,27 @@ from dynsparse.ops.linear.naive import block_size_of
 __all__ = ["forward", "grad_weight", "pair"]
 
 
-def forward(ids: Tensor, values: Tensor, row_ptr: Tensor, cols: Tensor, width: int) -> Tensor:
+def forward(
+    ids: Tensor, values: Tensor, row_ptr: Tensor, cols: Tensor, slots: Tensor, width: int
+) -> Tensor:
     """ids int64 [...] -> [..., width]."""
     b = block_size_of(values)
     vocabulary = (len(row_ptr) - 1) * b
     table = values.new_zeros(vocabulary * width // b, b)
-    table.index_copy_(0, lines_of(row_ptr, cols, b, width // b), values.reshape(-1, b))
+    table.index_copy_(0, lines_of(row_ptr, cols, slots, b, width // b), values.reshape(-1, b))
     return embedding(ids, table.view(vocabulary, width))
 
 
-def grad_weight(dy: Tensor, ids: Tensor, values: Tensor, row_ptr: Tensor, cols: Tensor) -> Tensor:
+def grad_weight(
+    dy: Tensor, ids: Tensor, values: Tensor, row_ptr: Tensor, cols: Tensor, slots: Tensor
+) -> Tensor:
     """dY [n, width], ids [n] -> the shape of `values`, which is not read; ids met twice add up."""
     b, width = block_size_of(values), dy.shape[-1]
     vocabulary = (len(row_ptr) - 1) * b
     table = torch.ops.aten.embedding_dense_backward(
         dy.to(values.dtype).contiguous(), ids, vocabulary, -1, False
     )
-    lines = lines_of(row_ptr, cols, b, width // b)
+    lines = lines_of(row_ptr, cols, slots, b, width // b)
     return table.view(-1, b).index_select(0, lines).view(values.shape)
 
 

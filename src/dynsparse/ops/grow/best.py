@@ -85,7 +85,7 @@ class Best:
                 rows,
                 width,
                 pattern.row_ptr.data_ptr() + first * pattern.row_ptr.itemsize,
-                pattern.cols.data_ptr(),
+                pattern.sorted_cols.data_ptr(),
                 self.threshold,
                 self.k,
                 offset,

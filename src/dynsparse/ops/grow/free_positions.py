@@ -53,7 +53,7 @@ def positions_in_rows(pattern: SparsePattern, first: int, last: int) -> Tensor:
     """What the pattern holds in the block rows [first, last): flat positions from there, int64."""
     low, high = int(pattern.row_ptr[first]), int(pattern.row_ptr[last])
     row_ptr = pattern.row_ptr[first : last + 1]
-    return positions(row_ptr, pattern.cols[low:high], pattern.grid[1])
+    return positions(row_ptr, pattern.sorted_cols[low:high], pattern.grid[1])
 
 
 def positions_between(flat: Tensor, begin: int, end: int) -> Tensor:

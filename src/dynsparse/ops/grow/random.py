@@ -37,7 +37,7 @@ def random_outside(
     """
     k, exclude = check_free_positions(pattern, k, exclude)
     device = pattern._device
-    taken = pattern._flat_on(device)
+    taken = pattern._sorted_flat_on(device)
     if len(exclude):
         taken = torch.cat([taken, exclude.to(device)]).sort().values
     ranks = sent(sample_without_replacement(pattern.total - len(taken), k, generator), device)

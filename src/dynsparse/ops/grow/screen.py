@@ -94,7 +94,7 @@ def screened(
         height,
         width,
         pattern.row_ptr.data_ptr() + offset * pattern.row_ptr.itemsize,
-        pattern.cols.data_ptr(),
+        pattern.sorted_cols.data_ptr(),
         excluded.data_ptr(),
         len(excluded),
         0.999 * low,

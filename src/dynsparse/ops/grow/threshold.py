@@ -92,7 +92,7 @@ def _taken(
     slots += torch.arange(len(held), dtype=torch.int32)
     place_of_col = torch.full((width,), -1, dtype=torch.int32)
     place_of_col[cols] = torch.arange(len(cols), dtype=torch.int32)
-    places = place_of_col.index_select(0, pattern.cols.index_select(0, slots))
+    places = place_of_col.index_select(0, pattern.sorted_cols.index_select(0, slots))
     sampled = (places >= 0).nonzero().flatten()
     held, places = held[sampled].long(), places[sampled].long()
     if len(exclude):

@@ -27,13 +27,12 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
-from weakref import WeakSet
 
 import torch
 
 from dynsparse import native
 from dynsparse.ops.linear import in_force
-from dynsparse.ops.linear.costs import Costs, Layer, Table, evaluate, family
+from dynsparse.ops.linear.costs import Costs, Layer, evaluate, family
 from dynsparse.ops.linear.cuda import blocks
 from dynsparse.ops.linear.cuda import costs as cuda_costs
 from dynsparse.ops.linear.cuda.chip import chip_of
@@ -41,8 +40,8 @@ from dynsparse.ops.linear.layer_index import LayerIndex
 from dynsparse.typed import typed
 
 __all__ = [
-    "KINDS", "ROUTES", "candidates", "cheapest", "choose", "cost", "forced", "is_full",
-    "put_in_force", "route", "use_kernel",
+    "KINDS", "ROUTES", "candidates", "cheapest", "choose", "forced", "is_full",
+    "route", "use_kernel",
 ]  # fmt: skip
 
 KINDS = ("sparse", "small", "dense")
@@ -60,11 +59,6 @@ MOST_SAMPLES = 128
 
 # Blocks that the processor's units for bfloat16 multiply.
 _UNIT_BLOCKS = (16, 32, 64, 128)
-
-
-def cost(kind: str, layer: Layer, batch: int, backward: bool) -> float:
-    """Nanoseconds that a pass is expected to take on one thread."""
-    return _cost(in_force.constants(), kind, layer, batch, backward)
 
 
 def _cost(costs: Costs, kind: str, layer: Layer, batch: int, backward: bool) -> float:
@@ -147,19 +141,6 @@ _log = logging.getLogger(__name__)
 # Choices remembered per layer; batches of ever new sizes start over.
 _MOST_CHOICES = 64
 
-# Layers that have any.
-_decided: WeakSet[LayerIndex] = WeakSet()
-
-
-def put_in_force(table: Table | None) -> None:
-    """Choose by this table from now on, in the whole process; None: as if nothing had been chosen.
-    What layers remember is forgotten."""
-    in_force.put(table)
-    for p in list(_decided):
-        p.choices[0].clear()
-        p.choices[1].clear()
-    _decided.clear()
-
 
 def route(p: LayerIndex, batch: int, backward: bool, dtype: torch.dtype) -> str:
     """Which of `ROUTES` computes a pass over `batch` activations of `dtype`: forward, or both
@@ -183,7 +164,6 @@ def route(p: LayerIndex, batch: int, backward: bool, dtype: torch.dtype) -> str:
             choices.clear()
         layer = Layer(p.out_features, p.in_features, p.nnz, p.block_size)
         kind = choices[key] = choose(layer, batch, backward, dtype)
-        _decided.add(p)
         _tell(kind, layer, batch, backward)
     return kind
 

@@ -7,6 +7,7 @@ import weakref
 import torch
 from torch import Tensor
 
+from dynsparse.encoding import by_slots
 from dynsparse.ops.linear.layer_index import LayerIndex
 from dynsparse.ops.linear.remembered import Remembered
 from dynsparse.pattern import PatternIndex
@@ -55,14 +56,20 @@ def _look_through(index: PatternIndex) -> None:
     rows = _majors("row_ptr", index.row_ptr, len(index.cols))
     cols = _majors("col_ptr", index.col_ptr, len(index.cols))
     _within("cols", index.cols, width)
+    if len(index.slots):
+        _within("slots", index.slots, len(index.cols))
+        if len(index.slots.unique()) < len(index.slots):
+            raise RuntimeError("slots must be distinct: take them from SparsePattern.index")
+        rows = by_slots(rows, index.slots)
     if not len(index.csc_rows) and len(index.cols):  # left out
         return
     _within("csc_rows", index.csc_rows, height)
     _within("csc_perm", index.csc_perm, len(index.cols))
+    by_slot = by_slots(index.cols, index.slots)
     order = index.csc_perm.long()
     seen = torch.zeros(len(order), dtype=torch.bool)
     seen[order] = True
-    alike = torch.equal(index.cols[order], cols) and torch.equal(rows[order], index.csc_rows)
+    alike = torch.equal(by_slot[order], cols) and torch.equal(rows[order], index.csc_rows)
     if not (alike and bool(seen.all())):
         raise RuntimeError(
             "the index tensors contradict each other: col_ptr, csc_rows and csc_perm must be the "

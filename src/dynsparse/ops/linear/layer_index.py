@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from dynsparse.checks import check_kind, check_tensor
-from dynsparse.encoding import by_columns
+from dynsparse.encoding import by_columns, slots_of
 from dynsparse.pattern import PatternIndex
 from dynsparse.pattern.on_device import by_columns as by_columns_there
 
@@ -36,7 +36,7 @@ class LayerIndex:
         values: [nnz] or [nnz, b, b]; gives the block size. Not kept.
 
     Attributes:
-        row_ptr, cols, col_ptr: the tensors of the index.
+        row_ptr, cols, col_ptr, slots: the tensors of the index.
         order: `csc_rows` and `csc_perm`, or None where they were left out: `by_columns` makes them.
         index: all of them, as they were given.
         out_features, in_features, block_size, nnz: of the layer; nnz counts blocks.
@@ -71,6 +71,7 @@ class LayerIndex:
         "out_features",
         "panels",
         "row_ptr",
+        "slots",
         "values_layout",
         "values_shape",
     )
@@ -86,7 +87,7 @@ class LayerIndex:
                 f"values must be [nnz] or [nnz, b, b], got the shape {list(values.shape)}"
             )
         self.index = index
-        self.row_ptr, self.cols, self.col_ptr, *order = index
+        self.row_ptr, self.cols, self.col_ptr, *order, self.slots = index
         if any(tensor.dim() != 1 for tensor in index):
             raise RuntimeError(
                 "the index tensors must be one-dimensional: take SparsePattern.index"
@@ -99,6 +100,10 @@ class LayerIndex:
             )
         left_out = order[0].shape[0] == order[1].shape[0] == 0
         if not left_out and (order[0].shape[0] != nnz or order[1].shape[0] != nnz):
+            raise RuntimeError(
+                "the index tensors differ in length: take them from SparsePattern.index"
+            )
+        if len(self.slots) not in (0, nnz):
             raise RuntimeError(
                 "the index tensors differ in length: take them from SparsePattern.index"
             )
@@ -127,7 +132,12 @@ class LayerIndex:
     @property
     def is_full(self) -> bool:
         """Whether the values are a dense weight as they lie there."""
-        return self.block_size == 1 and self.nnz == self.out_features * self.in_features
+        natural = self.block_size == 1 and not len(self.slots)
+        return natural and self.nnz == self.out_features * self.in_features
+
+    def by_rows(self, values: Tensor) -> Tensor:
+        """Values in the order of the rows, for kernels that read them as a stream."""
+        return values.index_select(0, self.slots) if len(self.slots) else values
 
     def by_columns(self) -> tuple[Tensor, Tensor]:
         """`csc_rows` and `csc_perm`. Where the index came without them the CPU makes them at each
@@ -135,7 +145,8 @@ class LayerIndex:
         if self.order is not None:
             return self.order
         if self.on_cpu:
-            return by_columns(self.row_ptr, self.cols, len(self.col_ptr) - 1)[1:]
+            _, rows, entries = by_columns(self.row_ptr, self.cols, len(self.col_ptr) - 1)
+            return rows, slots_of(entries, self.slots)
         rows, slots = self.derived("by columns", _make_order)
         return rows, slots
 
@@ -187,7 +198,8 @@ class LayerIndex:
 
 
 def _make_order(p: LayerIndex) -> Tensor:
-    return by_columns_there(p.row_ptr, p.cols, len(p.col_ptr) - 1)
+    rows, entries = by_columns_there(p.row_ptr, p.cols, len(p.col_ptr) - 1)
+    return torch.stack([rows, slots_of(entries, p.slots)])
 
 
 class Read(NamedTuple):

@@ -1,7 +1,7 @@
-"""What was measured of this processor, in the cache on the disk.
+"""What `dynsparse tune` has measured of this processor, in a file of the cache folder.
 
-An entry lies under the processor's name, the bytes of the kernels, and the versions of this library
-and of torch, whose dense products are among the kinds.
+Its name is a hash of the processor's name, the bytes of the kernels, and the versions of this
+library and of torch, whose dense products are among the kinds.
 """
 
 from __future__ import annotations
@@ -18,8 +18,10 @@ import torch
 
 from dynsparse import native
 from dynsparse.checks import is_number
-from dynsparse.files.cache import open_cache
+from dynsparse.files.cache import cache_folder
+from dynsparse.files.json_text import parse_json
 from dynsparse.files.shorten import shortened
+from dynsparse.files.whole import write_text_whole
 from dynsparse.ops.linear.costs import FAMILIES, Cost, Costs, Table
 from dynsparse.processor import processor
 from dynsparse.version import __version__
@@ -31,8 +33,6 @@ __all__ = [
 
 _log = logging.getLogger(__name__)
 
-_KIND = "kernel-costs"
-
 
 @dataclass(frozen=True)
 class Measured:
@@ -40,7 +40,6 @@ class Measured:
 
     Attributes:
         date: as 2026-01-31.
-        asked: whether somebody called for it.
         costs: as fitted.
         error: mean error of a time, as a share of it.
         above: how much longer the kinds that each table chooses take than the best, on average
@@ -50,7 +49,6 @@ class Measured:
     """
 
     date: str
-    asked: bool
     costs: Costs
     error: float
     above: dict[str, float]
@@ -82,36 +80,50 @@ def here() -> dict[str, str]:
     }
 
 
-def _key() -> str:
-    return json.dumps(here(), sort_keys=True)
+def _file() -> Path:
+    name = hashlib.sha256(json.dumps(here(), sort_keys=True).encode()).hexdigest()
+    return cache_folder() / "kernel-costs" / f"{name[:32]}.json"
 
 
 def kept_measured() -> Measured | None:
     """What was measured of this processor and kept; None where nothing was."""
-    content = open_cache().get_json(_KIND, _key()) if _kernels() else None
-    if content is None:
+    if not _kernels():
         return None
     try:
-        fields = dict(content)
+        content = _file().read_bytes()
+    except OSError:
+        return None
+    try:
+        fields = dict(parse_json(content))
         costs = from_plain(fields.pop("costs"))
         measured = Measured(**fields, costs=costs)
         if not isinstance(measured.in_force, bool) or not isinstance(measured.above, dict):
-            raise ValueError(f"expected the figures of a measurement, got {shortened(content)}")
+            raise ValueError(f"expected the figures of a measurement, got {shortened(fields)}")
     except (KeyError, TypeError, ValueError) as error:
         _log.warning("the measured costs of kernels cannot be read, and are left out: %s", error)
         return None
     return measured
 
 
-def keep_measured(measured: Measured) -> bool:
-    """Keep it for the processes to come; whether there is a cache that does."""
+def keep_measured(measured: Measured) -> None:
+    """Keep it for the processes to come.
+
+    Raises:
+        OSError: the file cannot be written.
+    """
+    file = _file()
+    file.parent.mkdir(parents=True, exist_ok=True)
     plain = {**vars(measured), "costs": to_plain(measured.costs)}
-    return open_cache().put_json(_KIND, _key(), plain)
+    write_text_whole(file, json.dumps(plain, allow_nan=False))
 
 
 def forget_measured() -> bool:
     """Go back to what comes with the library; whether there was anything."""
-    return open_cache().remove(_KIND, _key())
+    try:
+        _file().unlink()
+    except (FileNotFoundError, NotADirectoryError):
+        return False
+    return True
 
 
 def to_plain(costs: Costs) -> dict[str, list[list[float]]]:

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
+from dynsparse.encoding import by_slots
 from dynsparse.pattern import PatternIndex
 
 _CHUNK_ELEMENTS = 1 << 22
@@ -23,7 +24,13 @@ def block_size_of(values: Tensor) -> int:
 def rows_of(index: PatternIndex) -> Tensor:
     """The block row of every slot, int64 [nnz]."""
     counts = index.row_ptr.diff().long()
-    return torch.repeat_interleave(torch.arange(len(counts), device=counts.device), counts)
+    rows = torch.repeat_interleave(torch.arange(len(counts), device=counts.device), counts)
+    return by_slots(rows, index.slots)
+
+
+def cols_of(index: PatternIndex) -> Tensor:
+    """The block column of every slot, int64 [nnz]."""
+    return by_slots(index.cols.long(), index.slots)
 
 
 def _chunks(count: int, elements_each: int) -> Iterator[slice]:
@@ -51,7 +58,7 @@ def forward(x: Tensor, values: Tensor, index: PatternIndex, bias: Tensor | None)
     y = _scatter(
         values.reshape(-1, b, b),
         _blocked(x, b),
-        index.cols.long(),
+        cols_of(index),
         rows_of(index),
         len(index.row_ptr) - 1,
     )
@@ -65,7 +72,7 @@ def grad_input(dy: Tensor, values: Tensor, index: PatternIndex) -> Tensor:
         values.reshape(-1, b, b).transpose(1, 2),
         _blocked(dy, b),
         rows_of(index),
-        index.cols.long(),
+        cols_of(index),
         len(index.col_ptr) - 1,
     )
 
@@ -74,7 +81,7 @@ def grad_weight(dy: Tensor, x: Tensor, values: Tensor, index: PatternIndex) -> T
     """dW = (dY^T X) at the pattern's positions only: the shape of `values`."""
     b = block_size_of(values)
     dyt, xt = _blocked(dy, b), _blocked(x, b)
-    rows, cols = rows_of(index), index.cols.long()
+    rows, cols = rows_of(index), cols_of(index)
     out = x.new_empty(len(values), b, b)
     for part in _chunks(len(values), b * max(b, x.shape[0])):
         out[part] = dyt[rows[part]] @ xt[cols[part]].transpose(1, 2)

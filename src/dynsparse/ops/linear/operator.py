@@ -30,7 +30,9 @@ __all__ = [
 ]
 
 # How the tensors of an index stand in a schema.
-INDEX = "Tensor row_ptr, Tensor cols, Tensor col_ptr, Tensor csc_rows, Tensor csc_perm"
+INDEX = (
+    "Tensor row_ptr, Tensor cols, Tensor col_ptr, Tensor csc_rows, Tensor csc_perm, Tensor slots"
+)
 
 _library = torch.library.Library("dynsparse", "DEF")
 _library.define(f"linear(Tensor x, Tensor values, {INDEX}, Tensor? bias) -> Tensor")
@@ -42,7 +44,7 @@ _library.define(
 
 def prepare(values: Tensor, rest: tuple[Any, ...]) -> LayerIndex:
     """The index of which `rest` begins with the tensors, checked where it is not known."""
-    index = PatternIndex(*rest[:5])
+    index = PatternIndex(*rest[:6])
     p = known(index)
     if p is not None and p.values_shape == values.shape and p.cols.device == values.device:
         return p
@@ -58,7 +60,7 @@ def features(values: Tensor, rest: tuple[Any, ...]) -> tuple[int, int]:
 
 
 def _forward(x: Tensor, values: Tensor, *rest: Tensor | None) -> Tensor:
-    return products.forward(x, values, prepare(values, rest), rest[5])
+    return products.forward(x, values, prepare(values, rest), rest[6])
 
 
 def _backward(
@@ -69,7 +71,7 @@ def _backward(
     if x is not None and capture.is_open(p.row_ptr):
         # Copies, since compiled code may reuse both buffers.
         products.record(p.row_ptr, x.clone(), dy.clone())
-    dx, dw = products.backward(dy, x, values, p, bool(rest[5]))
+    dx, dw = products.backward(dy, x, values, p, bool(rest[6]))
     # Operators return tensors: an empty one stands for a gradient that is not needed.
     return dy.new_empty(0) if dx is None else dx, values.new_empty(0) if dw is None else dw
 
@@ -89,7 +91,7 @@ def _backward_shapes(
 ) -> tuple[Tensor, Tensor]:
     _, in_features = features(values, rest)
     return (
-        dy.new_empty(*dy.shape[:-1], in_features) if rest[5] else dy.new_empty(0),
+        dy.new_empty(*dy.shape[:-1], in_features) if rest[6] else dy.new_empty(0),
         values.new_empty(0) if x is None else torch.empty_like(values),
     )
 
@@ -150,8 +152,8 @@ def _setup_context(ctx, inputs, output) -> None:
 
 
 def _autograd(ctx, dy: Tensor):
-    dx, dw, db = gradients(ctx, dy, ctx.needs_input_grad[7])
-    return dx, dw, *[None] * 5, db
+    dx, dw, db = gradients(ctx, dy, ctx.needs_input_grad[8])
+    return dx, dw, *[None] * 6, db
 
 
 def _setup_double(ctx, inputs, output) -> None:
@@ -176,7 +178,7 @@ def _double(ctx, grad_dx: Tensor | None, grad_dw: Tensor | None):
             to_dy = more if to_dy is None else to_dy + more
         if needs[1]:
             to_x = ops.linear_backward(dy, None, grad_dw, *index, True)[0]
-    return to_dy, to_x, to_values, *[None] * 6
+    return to_dy, to_x, to_values, *[None] * 7
 
 
 torch.library.register_autograd(

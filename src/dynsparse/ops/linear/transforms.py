@@ -98,7 +98,7 @@ class _Product(_Function):
         return (
             _GradInput.apply(dy, values, *index) if need_input else None,
             _grad_weight(dy, x, values, index) if need_values else None,
-            *[None] * 5,
+            *[None] * 6,
         )
 
     @staticmethod
@@ -122,7 +122,7 @@ class _GradInput(_Function):
         return (
             _Product.apply(grad, values, *index) if need_dy else None,
             _grad_weight(dy, grad, values, index) if need_values else None,
-            *[None] * 5,
+            *[None] * 6,
         )
 
     @staticmethod
@@ -155,7 +155,7 @@ class _GradWeight(_Function):
         return (
             _Product.apply(x, grad, *index) if need_dy else None,
             _GradInput.apply(dy, grad, *index) if need_input else None,
-            *[None] * 7,
+            *[None] * 8,
         )
 
     @staticmethod

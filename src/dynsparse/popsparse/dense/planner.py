@@ -8,37 +8,30 @@ split over the tiles in the streamed field, the out-channels and the in-channels
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from dataclasses import field as dataclass_field
-from functools import cache, lru_cache
+from functools import lru_cache
 from itertools import chain
 from typing import Any
 
 import numpy as np
 
 from dynsparse.checks import check_integer
-from dynsparse.files.plain_objects import PlainObjects
 from dynsparse.machine.target import Target
 from dynsparse.popsparse.dense.cost import Cut, Terms, least_cycles, price, tile_bytes
 from dynsparse.popsparse.dense.cycles import AMP, HMAC
 from dynsparse.popsparse.product.data_types import DataType, data_type, number
-from dynsparse.popsparse.product.kept import KeptPlans, hash_of_sources
+from dynsparse.popsparse.product.options import Options
+from dynsparse.popsparse.product.params import FullyConnectedParams
 from dynsparse.popsparse.product.parts import all_partitions, ceil_div, even_parts
 from dynsparse.typed import typed
 
-__all__ = ["SOURCES", "DensePlan", "plan"]
+__all__ = ["DensePlan", "dense_pass", "dense_passes", "plan"]
 
-SOURCES = (
-    "popsparse/dense",
-    "popsparse/product",
-    "popsparse/cycles",
-    "machine/target.py",
-    "machine/dtypes.py",
-    "machine/facts.py",
-)
-"""Files and folders of the package that settle what a plan of a dense product is."""
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -175,8 +168,9 @@ def _plan(
             f"a dense {m}x{k} by {k}x{n} product of {dtype} needs {resident:,} bytes a tile for "
             f"its operands alone, {target.name} has {target.bytes_per_tile:,}: take smaller sizes"
         )
-    request = (m, k, n, dtype, partials, target, share)
-    found = _kept().find(request, lambda: _search(*request, resident))
+    found = _search(m, k, n, dtype, partials, target, share, resident)
+    cut = f"{found.field} x {found.out} x {found.in_} tiles, {found.method}"
+    _log.info("planned dense %dx%d by %dx%d of %s: %s", m, k, k, n, dtype, cut)
     if resident + found.temporary_bytes > target.bytes_per_tile:
         raise ValueError(
             f"a dense {m}x{k} by {k}x{n} product of {dtype} needs "
@@ -184,21 +178,6 @@ def _plan(
             f"{target.bytes_per_tile}: use smaller operands or more tiles"
         )
     return found
-
-
-@cache
-def _kept() -> KeptPlans[DensePlan]:
-    objects = PlainObjects((Target, AMP, HMAC, DensePlan), {DataType: (str, data_type)})
-
-    def is_plan(found: Any) -> bool:
-        return isinstance(found, DensePlan) and isinstance(found.target, Target)
-
-    def words(request: Any, made: DensePlan) -> tuple[str, str]:
-        m, k, n, dtype, *_ = request
-        cut = f"{made.field} x {made.out} x {made.in_} tiles, {made.method}"
-        return f"dense {m}x{k} by {k}x{n} of {dtype}", cut
-
-    return KeptPlans(lambda: hash_of_sources(SOURCES), objects, is_plan, words)
 
 
 def _amp_kinds(dtype: DataType, partials: DataType, target: Any) -> list[AMP]:
@@ -332,3 +311,40 @@ def _as_plan(
         memory_bound=bound,
         target=target,
     )
+
+
+def dense_pass(
+    name: str, target: Any, dtype: Any, params: FullyConnectedParams, **options: Any
+) -> DensePlan:
+    """The dense product of a pass for one group, on its share of the tiles.
+
+    Options and errors as of `dense.plan`.
+    """
+    x, y = params.output_channels_per_group, params.input_channels_per_group
+    z = params.batch_size
+    shapes = {"forward": (x, y, z), "grad_input": (y, x, z), "grad_weight": (y, z, x)}
+    share = target.with_(tiles=max(1, target.tiles // params.num_groups))
+    return plan(*shapes[name], dtype, share, **options)
+
+
+def dense_passes(
+    target: Any, dtype: Any, params: FullyConnectedParams, options: Options
+) -> dict[str, DensePlan]:
+    """The dense products by pass name; errors as of `dense.plan`."""
+    names = ["forward"]
+    if options.do_grad_a_pass or options.do_grad_w_pass:
+        # The gradient that grad_weight reads lies as grad_input wants it.
+        names.append("grad_input")
+    if options.do_grad_w_pass:
+        names.append("grad_weight")
+    return {
+        name: dense_pass(
+            name,
+            target,
+            dtype,
+            params,
+            partials=options.partials_type,
+            available_memory_proportion=options.available_memory_proportion,
+        )
+        for name in names
+    }

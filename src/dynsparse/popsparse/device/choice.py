@@ -10,7 +10,6 @@ from typing import NamedTuple
 
 from dynsparse.machine import Graph, Sequence, Tensor
 from dynsparse.popsparse.buckets.partitioner import Partitioner
-from dynsparse.popsparse.dense.weights import DensePartitioner
 from dynsparse.popsparse.device import dense
 from dynsparse.popsparse.device.grad_weight import add_grad_weight
 from dynsparse.popsparse.device.layout import create_operand
@@ -34,7 +33,7 @@ class Operations(NamedTuple):
         add_grad_weight: (graph, weights, gradient, input, program) to [values].
     """
 
-    partitioner: Callable[[Plan], Partitioner | DensePartitioner]
+    partitioner: Callable[[Plan], Partitioner | dense.DensePartitioner]
     create_weights: Callable[[Graph, Plan, str], SparseTensor]
     create_operand: Callable[[Graph, Plan, str, str], Tensor]
     add_product: Callable[[Graph, SparseTensor, Tensor, Sequence, str], Tensor]
@@ -45,7 +44,7 @@ _BUCKETS = Operations(
     Partitioner, SparseTensor.create, create_operand, add_product, add_grad_weight
 )
 _DENSE = Operations(
-    DensePartitioner,
+    dense.DensePartitioner,
     dense.create_weights,
     dense.create_operand,
     dense.add_product,

@@ -7,18 +7,18 @@ the smaller partition.
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 
 from dynsparse.machine.target import Target
+from dynsparse.popsparse.dense.planner import dense_passes
 from dynsparse.popsparse.planner import bucket_sizes
 from dynsparse.popsparse.planner.cost import Buckets, TermArray, bucket_arrays, product_terms
 from dynsparse.popsparse.planner.cost_grad_weight import grad_weight_terms
-from dynsparse.popsparse.planner.dense_passes import dense_passes
 from dynsparse.popsparse.planner.space import SearchSpace
-from dynsparse.popsparse.planner.stored import Request, cached_plan
 from dynsparse.popsparse.product.cache import PlanningCache
 from dynsparse.popsparse.product.data_types import DataType, data_type
 from dynsparse.popsparse.product.options import Options
@@ -37,6 +37,8 @@ from dynsparse.popsparse.product.words import overflow_words
 from dynsparse.typed import typed
 
 __all__ = ["make_plan", "matmul_plan"]
+
+_log = logging.getLogger(__name__)
 
 _KEPT = 10  # Runners-up kept for the report, distinct in partition or method.
 
@@ -74,8 +76,7 @@ def make_plan(
         params: what is multiplied.
         options: an `Options` or a mapping. Its `do_grad_a_pass` and `do_grad_w_pass` say which
             passes the plan is for besides forward; one partition serves them all.
-        cache: plans made earlier are taken from it; without it, and where it has none, from the
-            cache on the disk.
+        cache: plans made earlier are taken from it, and the plan is kept there.
 
     Raises:
         ValueError: options or constraints no partition can meet, more groups than tiles, dense
@@ -86,7 +87,7 @@ def make_plan(
         raise TypeError(f"params must be FullyConnectedParams, got {params!r}")
     wanted = Options.parse(options).repaired(kind, params.sparsity_params.is_element)
     key = (target, kind, params, wanted)
-    return _found(key) if cache is None else cache.find(key, lambda: _found(key))
+    return _planned(*key) if cache is None else cache.find(key, lambda: _planned(*key))
 
 
 @typed
@@ -104,9 +105,12 @@ def matmul_plan(
     return make_plan(target, dtype, params.fully_connected, joint, cache)
 
 
-def _found(request: Request) -> Plan:
-    """The plan from the cache on the disk; else searched for, and kept there."""
-    return cached_plan(request, lambda: _search(*request))
+def _planned(
+    target: Target, dtype: DataType, params: FullyConnectedParams, options: Options
+) -> Plan:
+    plan = _search(target, dtype, params, options)
+    _log.info("planned %s: %s, %s", params, plan.partition, plan.method)
+    return plan
 
 
 def _methods(params: FullyConnectedParams, space: SearchSpace) -> list[Method]:

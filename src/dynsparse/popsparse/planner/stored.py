@@ -1,11 +1,11 @@
-"""Plans in files, and in the cache of results, where other processes find them."""
+"""Plans in files, for processes and machines that shall not plan."""
 
 from __future__ import annotations
 
 import hashlib
 import json
 import os
-from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,6 @@ from dynsparse.machine.target import Target
 from dynsparse.popsparse.dense.cycles import AMP, HMAC
 from dynsparse.popsparse.dense.planner import DensePlan
 from dynsparse.popsparse.product.data_types import DataType, data_type
-from dynsparse.popsparse.product.kept import KeptPlans, hash_of_sources
 from dynsparse.popsparse.product.options import Options, PlanConstraints
 from dynsparse.popsparse.product.params import FullyConnectedParams, SparsityParams
 from dynsparse.popsparse.product.plan import (
@@ -31,7 +30,7 @@ from dynsparse.popsparse.product.plan import (
 from dynsparse.typed import typed
 from dynsparse.version import __version__
 
-__all__ = ["SOURCES", "cached_plan", "load_plan", "read_plan", "save_plan", "stored_plan"]
+__all__ = ["SOURCES", "load_plan", "read_plan", "save_plan", "stored_plan"]
 
 _FORMAT = "dynsparse plan 1"
 
@@ -55,28 +54,22 @@ _OBJECTS = PlainObjects(
     {DataType: (str, data_type), Method: (lambda method: method.value, Method)},
 )
 
-Request = tuple[Target, DataType, FullyConnectedParams, Options]
 
-
+@cache
 def _planner() -> str:
-    return hash_of_sources(SOURCES)
+    """A hash of the source text of the planner; a plan of another is not this one's.
 
-
-def cached_plan(request: Request, make: Callable[[], Plan]) -> Plan:
-    """The plan of target, type, parameters and options: from the cache, or made and kept there."""
-    return _KEPT.find(request, make)
-
-
-def _is_plan(found: Any) -> bool:
-    whole = isinstance(found, Plan) and isinstance(found.target, Target)
-    return whole and isinstance(found.search, Search)
-
-
-def _words(_: Request, plan: Plan) -> tuple[str, str]:
-    return str(plan.params), f"{plan.partition}, {plan.method}"
-
-
-_KEPT: KeptPlans[Plan] = KeptPlans(lambda: _planner(), _OBJECTS, _is_plan, _words)
+    Raises:
+        OSError: there is no source text here.
+    """
+    package = Path(__file__).parents[2]
+    digest = hashlib.sha256()
+    for source in SOURCES:
+        place = package / source
+        for file in sorted(place.glob("*.py")) if place.is_dir() else [place]:
+            digest.update(f"{file.name}\n".encode())
+            digest.update(file.read_bytes())
+    return digest.hexdigest()
 
 
 def stored_plan(plan: Plan) -> dict[str, Any]:
@@ -112,9 +105,13 @@ def read_plan(stored: Any) -> Plan:
 
 def _plan(content: Any) -> Plan:
     try:
-        return _KEPT.read(content)
+        found = _OBJECTS.from_plain(content)
     except (TypeError, OverflowError) as error:
         raise ValueError(str(error)) from None
+    whole = isinstance(found, Plan) and isinstance(found.target, Target)
+    if not (whole and isinstance(found.search, Search)):
+        raise ValueError("expected a plan as dynsparse saves it, got something else")
+    return found
 
 
 @typed

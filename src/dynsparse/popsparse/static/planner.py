@@ -9,6 +9,7 @@ docs/popsparse-formulas.md); `static.model` then times what really comes out.
 from __future__ import annotations
 
 import hashlib
+import logging
 import math
 from collections import Counter
 from dataclasses import replace
@@ -16,12 +17,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from dynsparse.files.plain_objects import PlainObjects
-from dynsparse.machine.target import Target
 from dynsparse.pattern import SparsePattern
 from dynsparse.popsparse.product.cache import PlanningCache
 from dynsparse.popsparse.product.data_types import DataType, data_type
-from dynsparse.popsparse.product.kept import KeptPlans, hash_of_sources
 from dynsparse.popsparse.product.parts import ceil_div
 from dynsparse.popsparse.product.words import WORD_LIMIT
 from dynsparse.popsparse.static import cycles as cycles_of
@@ -30,16 +28,9 @@ from dynsparse.popsparse.static.cuts import Cut, Cuts
 from dynsparse.popsparse.static.layout import StaticPlan, StaticSearch, work_list_words
 from dynsparse.popsparse.static.params import MatmulParams, Options, pattern_of
 
-__all__ = ["SOURCES", "make_plan"]
+__all__ = ["make_plan"]
 
-SOURCES = (
-    "popsparse/static",
-    "popsparse/product",
-    "machine/target.py",
-    "machine/dtypes.py",
-    "machine/facts.py",
-)
-"""Files and folders of the package that settle what a plan of a static product is."""
+_log = logging.getLogger(__name__)
 
 _RUNNERS_UP = 10  # Runners-up kept for the report.
 
@@ -60,8 +51,7 @@ def make_plan(
         params: sizes.
         matrix: the sparse operand, a `SparseMatrix` or only its `SparsePattern`.
         options: a `static.Options` or a mapping.
-        cache: plans made earlier are taken from it; without it, and where it has none, from the
-            cache on the disk.
+        cache: plans made earlier are taken from it, and the plan is kept there.
 
     Raises:
         ValueError: a pattern of another shape, options out of range, or no partition within the
@@ -85,20 +75,6 @@ class _Chosen(NamedTuple):
     terms: dict[str, int]
     temporary_bytes: int
     search: StaticSearch
-
-
-_OBJECTS = PlainObjects(
-    (Target, MatmulParams, Options, StaticSearch, _Chosen), {DataType: (str, data_type)}
-)
-
-
-def _words(request: Any, made: _Chosen) -> tuple[str, str]:
-    return f"static {request[2]}", f"{made.bands} bands, {made.n_split} parts of n"
-
-
-_KEPT: KeptPlans[_Chosen] = KeptPlans(
-    lambda: hash_of_sources(SOURCES), _OBJECTS, lambda found: isinstance(found, _Chosen), _words
-)
 
 
 def _digest(pattern: SparsePattern) -> str:
@@ -284,7 +260,8 @@ def _plan(request: tuple[Any, ...], pattern: SparsePattern) -> StaticPlan:
         return Cuts(target, dtype, wanted, pattern, estimate.n, columns, planned_columns)
 
     bound = int(options.available_memory_proportion * target.bytes_per_tile)
-    best = _KEPT.find(request, lambda: _best(estimate, cuts(options), bound))
+    best = _best(estimate, cuts(options), bound)
+    _log.info("planned static %s: %d bands, %d parts of n", params, best.bands, best.n_split)
     cut = cuts(replace(options, n_split=best.n_split, num_bands=best.bands))
     n_parts, tile_parts = cut.parts(best.n_split)
     return StaticPlan(

@@ -1,10 +1,10 @@
-"""Tables of whole models: their steps, what each part takes, their memory."""
+"""Tables of whole models: their steps and their memory."""
 
 from __future__ import annotations
 
 from typing import Any
 
-__all__ = ["memory_table", "parts_table", "steps_table"]
+__all__ = ["memory_table", "steps_table"]
 
 Figures = dict[str, Any]
 Table = tuple[list[str], list[list[str]]]
@@ -37,34 +37,13 @@ def steps_table(cells: list[Figures]) -> Table:
     for cell in _by_model(cells):
         row = _sizes(cell)
         for part in (cell, cell["whole"]):
-            row.append(_ms(part["times"]["dynsparse"]["median"]))
+            row.append(milliseconds(part["times"]["dynsparse"]["median"]))
             row += [_ratio(part["ratios"][name], cell["disturbed"]) for name in who]
         rows.append(row)
     return head, rows
 
 
-def parts_table(cells: list[Figures]) -> Table:
-    """Milliseconds of every part of a whole step: of each model at the first density and type."""
-    models: dict[str, list[Figures]] = {}
-    for cell in cells:
-        first = models.setdefault(cell["layer"], [cell])[0]
-        if cell is not first and all(cell[key] == first[key] for key in ("density", "dtype")):
-            models[cell["layer"]].append(cell)
-    blocks = sorted({cell["block"] for found in models.values() for cell in found})
-    head = ["model", "part", *[f"dynsparse, block {block}" for block in blocks], "masked", "dense"]
-    rows = []
-    for name, found in models.items():
-        own = {cell["block"]: cell["parts"]["dynsparse"] for cell in found}
-        columns = [own.get(block) for block in blocks]
-        columns += [found[0]["parts"][who] for who in ("masked", "dense")]
-        for part in found[0]["parts"]["dynsparse"]:
-            rows.append([name, part, *["" if c is None else _ms(c[part]) for c in columns]])
-        sums = ["" if c is None else _ms(sum(c.values())) for c in columns]
-        rows.append([name, "all of it", *sums])
-    return head, rows
-
-
-def _ms(seconds: float) -> str:
+def milliseconds(seconds: float) -> str:
     return f"{1000 * seconds:.0f}"
 
 

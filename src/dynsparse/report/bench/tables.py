@@ -2,31 +2,14 @@
 
 from __future__ import annotations
 
-import statistics
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from dynsparse.report.bench.models import Table, memory_table, parts_table, steps_table
+from dynsparse.report.bench.models import Table, memory_table, steps_table
 
-__all__ = [
-    "NAMES",
-    "VIEWS",
-    "between",
-    "cells_of",
-    "in_columns",
-    "machine_line",
-    "machine_name",
-    "measured_line",
-    "present",
-    "summaries_of",
-    "table",
-    "whole_report",
-]
+__all__ = ["VIEWS", "machine_line", "table", "whole_report"]
 
 Figures = dict[str, Any]
-Summary = dict[str, tuple[float, float, float]]
-"""contender -> median, smallest and largest cell."""
-
 NAMES = {
     "masked": "masked dense",
     "dense": "dense",
@@ -83,7 +66,7 @@ def between(middle: float, low: float, high: float) -> str:
     return f"{_ratio(middle)} ({_ratio(low)} to {_ratio(high)})"
 
 
-def _spread(figure: dict[str, float] | None, mark: str = "") -> str:
+def spread_text(figure: dict[str, float] | None, mark: str = "") -> str:
     if figure is None:
         return ""
     if "low" not in figure:  # noted down by hand
@@ -91,7 +74,7 @@ def _spread(figure: dict[str, float] | None, mark: str = "") -> str:
     return between(figure["median"], figure["low"], figure["high"]) + mark
 
 
-def _sizes(cells: list[Figures]) -> tuple[list[str], Callable[[Figures], list[str]]]:
+def sizes_of(cells: list[Figures]) -> tuple[list[str], Callable[[Figures], list[str]]]:
     """The columns of the sizes; block, threads and dtype only where cells differ in them."""
     keys = ["layer", "batch", "density"]
     keys += [k for k in ("block", "threads", "dtype") if len({cell[k] for cell in cells}) > 1]
@@ -105,22 +88,22 @@ def _sizes(cells: list[Figures]) -> tuple[list[str], Callable[[Figures], list[st
 def _speedups(results: Figures, names: list[str]) -> str:
     """Every cell, with the ratio of every contender, and the kernels where not all are sparse."""
     cells = cells_of(results, names)
-    head, sizes = _sizes(cells)
+    head, sizes = sizes_of(cells)
     chosen = any(cell["kernel"] != "sparse" for cell in cells)
     who = [name for name in NAMES if any(name in cell["ratios"] for cell in cells)]
     rows = [
         [
             *sizes(cell),
-            *[_spread(cell["ratios"].get(name), "\\*" * cell["disturbed"]) for name in who],
+            *[spread_text(cell["ratios"].get(name), "\\*" * cell["disturbed"]) for name in who],
             *[cell["kernel"]] * chosen,
         ]
         for cell in cells
     ]
     head += [*[NAMES[name] for name in who], *["kernels"] * chosen]
-    return table(head, rows) + _notes(results, names, cells)
+    return table(head, rows) + notes_of(results, names, cells)
 
 
-def _notes(results: Figures, names: list[str], cells: list[Figures]) -> str:
+def notes_of(results: Figures, names: list[str], cells: list[Figures]) -> str:
     lines = []
     if any(cell.get("disturbed") for cell in cells):
         lines.append("\\* others took part of the machine in every attempt.")
@@ -132,114 +115,6 @@ def _notes(results: Figures, names: list[str], cells: list[Figures]) -> str:
     if refused:
         lines.append(f"Not measured: {' '.join(refused)}")
     return "".join(f"\n\n{line}" for line in lines)
-
-
-def summaries_of(
-    results: Figures, names: list[str]
-) -> dict[tuple[int, float], tuple[int, Summary]]:
-    """(block, density) -> how many cells, and what they gain."""
-    found: dict[tuple[int, float], list[Figures]] = {}
-    for cell in cells_of(results, names):
-        found.setdefault((cell["block"], cell["density"]), []).append(cell["ratios"])
-    groups = {}
-    for key, ratios in found.items():
-        summary = {}
-        for who in NAMES:
-            medians = [one[who]["median"] for one in ratios if who in one]
-            if medians:
-                summary[who] = statistics.median(medians), min(medians), max(medians)
-        groups[key] = len(ratios), summary
-    return groups
-
-
-def present(summaries: Iterable[Summary]) -> list[str]:
-    """The contenders that any of them has, in the order of the columns."""
-    there = {name for summary in summaries for name in summary}
-    return [name for name in NAMES if name in there]
-
-
-def in_columns(summary: Summary, who: list[str]) -> list[str]:
-    """A cell of the table per contender."""
-    return [between(*summary[name]) if name in summary else "" for name in who]
-
-
-def _summary(results: Figures, names: list[str]) -> str:
-    """By density and block: the median over cells, with the smallest and the largest."""
-    groups = summaries_of(results, names)
-    who = present(summary for _, summary in groups.values())
-    rows = [
-        [f"{block}", f"{density:g}", f"{count}", *in_columns(summary, who)]
-        for (block, density), (count, summary) in groups.items()
-    ]
-    return table(["block", "density", "cells", *[NAMES[name] for name in who]], rows)
-
-
-def _losses(results: Figures, names: list[str]) -> str:
-    """The cells that take more than a tenth longer than dense, worst first."""
-    cells = [cell for cell in cells_of(results, names) if "dense" in cell["ratios"]]
-    slow = [cell for cell in cells if 1.1 * cell["ratios"]["dense"]["median"] < 1]
-    line = f"Of {len(cells)} cells {len(slow)} take more than a tenth longer than dense."
-    return line + _worst(slow, "dense")
-
-
-def _worst(cells: list[Figures], who: str) -> str:
-    """A table of `cells` beside a contender, worst first; nothing without any."""
-    if not cells:
-        return ""
-    cells = sorted(cells, key=lambda cell: cell["ratios"][who]["median"])
-    head, sizes = _sizes(cells)
-    rows = [
-        [*sizes(c), _spread(c["ratios"][who], "\\*" * c["disturbed"]), c["kernel"]] for c in cells
-    ]
-    return f"\n\n{table([*head, NAMES[who], 'kernels'], rows)}"
-
-
-def _medium(results: Figures, names: list[str]) -> str:
-    """What dense products at "medium" are made of and gain, and the cells that they win."""
-    cells = [cell for cell in cells_of(results, names) if "dense_medium" in cell["ratios"]]
-    lost = [cell for cell in cells if cell["ratios"]["dense_medium"]["median"] < 1]
-    shares = [
-        cell["ratios"]["dense_medium"]["median"] / cell["ratios"]["dense"]["median"]
-        for cell in cells
-    ]
-    part = between(statistics.median(shares), min(shares), max(shares))
-    return (
-        f'At "medium" this machine multiplies in {results["machine"]["medium"]}, and a dense layer '
-        f"takes {part} of the time that it takes otherwise. Of {len(cells)} cells it wins "
-        f"{len(lost)}.{_worst(lost, 'dense_medium')}"
-    )
-
-
-def _break_even(results: Figures, names: list[str]) -> str:
-    """Where dense catches up: a row per layer and batch, a column per block size."""
-    layers = {
-        ((c["features"][0] * c["features"][1]) ** 0.5, c["batch"]): c["layer"]
-        for c in cells_of(results, names)
-    }
-    threads = max(results["break_even"], key=int, default="")
-    found = [
-        one for one in results["break_even"].get(threads, []) if (one["n"], one["batch"]) in layers
-    ]
-    blocks = sorted({one["block"] for one in found})
-    by_key = {(one["n"], one["batch"], one["block"]): one for one in found}
-    rows = []
-    for (n, batch), layer in layers.items():
-        row = [layer, f"{batch}"]
-        for block in blocks:
-            row.append(_break_even_text(by_key.get((n, batch, block))))
-        rows.append(row)
-    return table(["features", "batch", *[f"block {block}" for block in blocks]], rows)
-
-
-def _break_even_text(one: Figures | None) -> str:
-    if one is None or (not one["crosses"] and one["speedup_there"] > 2):
-        return ""  # measured only where dense is far behind
-    there = f"{one['speedup_there']:.2f} at {one['densest']:g}"
-    if one["density"] is None:
-        return f"slower everywhere; {there}"
-    if not one["crosses"]:
-        return f"above {one['densest']:g}; {there}"
-    return f"{one['density']:.2f}; {there}"
 
 
 def _law(results: Figures, names: list[str]) -> str:
@@ -260,7 +135,7 @@ def _law(results: Figures, names: list[str]) -> str:
 def _updates(results: Figures, names: list[str]) -> str:
     """Costs in training steps, and the share of an update every 100 steps."""
     cells = cells_of(results, names)
-    head, sizes = _sizes(cells)
+    head, sizes = sizes_of(cells)
     rows = []
     for cell in cells:
         extra = {
@@ -270,21 +145,9 @@ def _updates(results: Figures, names: list[str]) -> str:
         parts = [f"{cell['ratios'][name]['median']:.2f}" for name in _PARTS]
         share = f"{shares[0]} % ({shares[1]} to {shares[2]})"
         mark = "\\*" * cell["disturbed"]
-        rows.append([*sizes(cell), *parts, f"{_spread(extra)}{mark}", share])
+        rows.append([*sizes(cell), *parts, f"{spread_text(extra)}{mark}", share])
     columns = [*_PARTS.values(), "whole update", "share of training, every 100 steps"]
-    return table([*head, *columns], rows) + _notes(results, names, cells)
-
-
-def _overhead(results: Figures, names: list[str]) -> str:
-    """Microseconds a call."""
-    cells = cells_of(results, names)
-    head, sizes = _sizes(cells)
-    rows = []
-    for cell in cells:
-        own, other = (cell["times"][name]["median"] * 1e6 for name in ("dynsparse", "dense"))
-        rows.append([*sizes(cell), f"{own:.1f}", f"{other:.1f}", f"{own - other:.1f}"])
-    columns = ["dynsparse, µs", "F.linear in nn.Linear, µs", "difference, µs"]
-    return table([*head, *columns], rows) + _notes(results, names, cells)
+    return table([*head, *columns], rows) + notes_of(results, names, cells)
 
 
 def _trainings(results: Figures, names: list[str]) -> str:
@@ -304,7 +167,7 @@ def _trainings(results: Figures, names: list[str]) -> str:
             rows.append(row)
     head = ["network", "sparsity", "block", "seed", "steps, dynsparse", "steps, masked dense",
             "masked dense's time / dynsparse's", "updates"]  # fmt: skip
-    return table(head, rows) + _notes(results, names, cells)
+    return table(head, rows) + notes_of(results, names, cells)
 
 
 def _steps(run: Figures, found: Figures) -> str:
@@ -331,31 +194,24 @@ def measured_line(results: Figures, names: list[str]) -> str:
     return f"Measured {when} on: {machine_line(results)}{note}"
 
 
-def _of_models(make: Callable[[list[Figures]], Table]) -> Callable[[Figures, list[str]], str]:
+def view_of_models(make: Callable[[list[Figures]], Table]) -> Callable[[Figures, list[str]], str]:
     def view(results: Figures, names: list[str]) -> str:
         cells = cells_of(results, names)
-        return table(*make(cells)) + _notes(results, names, cells)
+        return table(*make(cells)) + notes_of(results, names, cells)
 
     return view
 
 
 VIEWS: dict[str, Callable[[Figures, list[str]], str]] = {
     "speed-up": _speedups,
-    "summary": _summary,
-    "losses": _losses,
-    "medium": _medium,
-    "break-even": _break_even,
     "law": _law,
     "updates": _updates,
-    "overhead": _overhead,
     "training": _trainings,
-    "models": _of_models(steps_table),
-    "parts": _of_models(parts_table),
-    "model-memory": _of_models(memory_table),
+    "models": view_of_models(steps_table),
+    "model-memory": view_of_models(memory_table),
     "command": _command,
-    "machine": measured_line,
 }
-"""What can be shown of benchmarks: view(results, names) -> Markdown."""
+"""How benchmarks are shown: view(results, names) -> Markdown."""
 
 _VIEW_OF = {
     "step": "speed-up",

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from dynsparse.checks import check_not_negative
+from dynsparse.encoding import by_slots
 from dynsparse.nn import SparseLinear
 from dynsparse.nn.sharded import gathered, is_sharded, local_part, local_range, sharded_like
 from dynsparse.pattern import Rewiring, SparsePattern
@@ -123,6 +124,8 @@ class DeepR(SparseTrainer):
                 slots, total = self._slots.of(name, layer)
                 shape = total, *values.shape[1:]
                 noise = torch.randn(shape, generator=generator, dtype=values.dtype)[slots][own]
+                if not layer.is_elsewhere:  # drawn in row-major order, whatever the slots
+                    noise = by_slots(noise, layer.pattern.slots)
                 values.add_(
                     sent(noise, values.device), alpha=math.sqrt(2 * rate * self.temperature)
                 )

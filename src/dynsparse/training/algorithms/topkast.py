@@ -162,7 +162,9 @@ class TopKAST(SparseTrainer):
             Spread(spreads[name].part, pattern) if name in spreads else None
             for name, pattern in patterns.items()
         ]
-        largest = lowest_over_ranks(self.ranks, scores, counts, after)
+        largest = lowest_over_ranks(
+            self.ranks, scores, counts, after, patterns=list(patterns.values())
+        )
         for (name, pattern), slots in zip(patterns.items(), largest, strict=True):
             found[name] = [ActiveSet(pattern, slots, device_of(self.layers[name].values))]
         return found
@@ -271,7 +273,7 @@ class TopKAST(SparseTrainer):
 
     def _own_state(self) -> dict[str, Tensor]:
         active = {name: layer.active for name, layer in self.layers.items()}
-        return {name: a.pattern.flat for name, a in active.items() if a is not None}
+        return {name: a.pattern.sorted_flat for name, a in active.items() if a is not None}
 
     def _check_own_state(self, state: Any, patterns: Mapping[str, SparsePattern]) -> None:
         if not isinstance(state, dict) or not state.keys() <= self.layers.keys():
@@ -302,4 +304,4 @@ def _slots(name: str, flat: Any, pattern: SparsePattern) -> Tensor:
             f"the state uses weights that layer {name!r} does not hold: load the model "
             "that was saved with it first"
         )
-    return rewiring.source.long()
+    return rewiring.source.long().sort().values

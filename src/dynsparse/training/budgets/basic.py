@@ -191,12 +191,10 @@ class GlobalBudget(Budget):
 
     def begin(self, patterns: Mapping[str, SparsePattern]) -> None:
         check_one_block_size(patterns, "a global budget")
-        self.stages.beat(0)
 
     @typed
     def counts(self, survey: Survey) -> dict[str, Counts]:
         patterns = survey.patterns
-        self.stages.beat(survey.step - 1)
         self.stages.meet(
             f"step {survey.step} of this stage ends in an update of all stages; call "
             "trainer.step() as often in every stage"

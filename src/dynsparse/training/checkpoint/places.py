@@ -35,7 +35,7 @@ class Sources:
     """From which of the ranks that saved each part of what was theirs is taken.
 
     Args:
-        saved: places of the ranks that saved; None in checkpoints from before there were grids.
+        saved: places of the ranks that saved; None: all are replicas.
         count: how many saved.
         now: places of those that load.
         rank: this one of them.

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from dynsparse.encoding import slots_of
 from dynsparse.files.shorten import shortened
 from dynsparse.nn import SparseLinear
 from dynsparse.nn.sharded import gathered, is_sharded, local_part, own_rows
@@ -67,11 +68,10 @@ class _Layer:
             ValueError: they are no pattern of the layer.
         """
         b = self.layer.block_size
-        whole = SparsePattern(rows, cols, shape=self.part.shape, block_size=b)
-        if not torch.equal(whole.rows, rows.cpu()):
-            raise ValueError("rows and cols are not in row-major order")
-        inside = self.part.inside(whole.flat, b)
-        return inside.nonzero().flatten(), self.part.to_part(whole.flat, b)
+        whole = SparsePattern._in_order(rows, cols, shape=self.part.shape, block_size=b)
+        flat = whole.sorted_flat
+        inside = self.part.inside(flat, b).nonzero().flatten()
+        return slots_of(inside, whole.slots), self.part.to_part(flat, b)
 
 
 class Rectangles:

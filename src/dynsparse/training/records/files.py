@@ -29,8 +29,8 @@ FORMAT = "dynsparse-record"
 VERSION = 1
 HEAD = "record.json"
 TELEMETRY = "telemetry.jsonl"
-LEFT_OVERS = (LEFT_OVER, ".part", Path(LOCK).suffix)
-"""How the names of files end that a kill has left; .part is that of earlier versions."""
+LEFT_OVERS = (LEFT_OVER, Path(LOCK).suffix)
+"""How the names of files end that a kill has left."""
 
 
 class RecordError(ValueError):

@@ -135,7 +135,7 @@ class Recorder:
         }
         text = json.dumps(head, indent=2) + "\n"
         write_text_whole(self.path / HEAD, text)
-        arrays = {f"positions/{name}": _compact(p.flat, p) for name, p in patterns.items()}
+        arrays = {f"positions/{name}": _compact(p.sorted_flat, p) for name, p in patterns.items()}
         self._updates, self._step = 0, -1
         self._write(step, arrays)
         self._patterns = dict(patterns)
@@ -189,8 +189,9 @@ class Recorder:
         arrays: dict[str, np.ndarray] = {}
         for name, rewiring in rewirings.items():
             before, after = rewiring.before, rewiring.after
-            arrays[f"dropped/{name}"] = _compact(before.flat[rewiring.dropped], before)
-            arrays[f"grown/{name}"] = _compact(after.flat[rewiring.grown], before)
+            dropped, grown = before.flat[rewiring.dropped], after.flat[rewiring.grown]
+            arrays[f"dropped/{name}"] = _compact(dropped.sort().values, before)
+            arrays[f"grown/{name}"] = _compact(grown.sort().values, before)
         self._write(step, arrays)
 
     @typed

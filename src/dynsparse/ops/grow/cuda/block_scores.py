@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from dynsparse.ops.grow.scores import Pair
+from dynsparse.ops.linear.cuda.blocks import readable
 from dynsparse.ops.linear.cuda.chip import runs_triton
 
 __all__ = ["BLOCKS", "block_scores", "serves"]
@@ -50,6 +51,6 @@ def block_scores(pairs: Sequence[Pair], b: int, pooling: str = "sum") -> Tensor:
     from dynsparse.ops.grow.cuda import launch
 
     dtype = functools.reduce(torch.promote_types, (t.dtype for pair in pairs for t in pair))
-    xs = [x.to(dtype) for x, _ in pairs]
-    dys = [dy.to(dtype) for _, dy in pairs]
+    xs = [readable(x.to(dtype)) for x, _ in pairs]
+    dys = [readable(dy.to(dtype)) for _, dy in pairs]
     return launch.scores(dys, xs, b, pooling)

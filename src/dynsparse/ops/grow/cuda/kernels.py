@@ -7,6 +7,32 @@ __all__ = ["scores_kernel"]
 
 
 @triton.jit
+def meet(
+    acc,
+    dy_columns,
+    x_columns,
+    first,
+    last,
+    dy_sample,
+    x_sample,
+    out_there,
+    in_there,
+    BT: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """`acc` and the product of columns of dy and of x over samples."""
+    for t in range(first, last, BT):
+        sample = (t + tl.arange(0, BT)).to(tl.int64)
+        here = sample < last
+        mask = here[None, :] & out_there
+        a = tl.load(dy_columns + sample[None, :] * dy_sample, mask=mask, other=0.0)
+        mask = here[:, None] & in_there
+        b = tl.load(x_columns + sample[:, None] * x_sample, mask=mask, other=0.0)
+        acc = tl.dot(a, b, acc, input_precision=PRECISION)
+    return acc
+
+
+@triton.jit(do_not_specialize=["group"])
 def scores_kernel(
     dy,
     x,
@@ -28,11 +54,13 @@ def scores_kernel(
     MANY: tl.constexpr,
     POOLING: tl.constexpr,
     PRECISION: tl.constexpr,
+    TERMS: tl.constexpr,
 ):
     """scores [height / B, width / B] of |dy^T x| [height, width], BO outputs by BI inputs.
 
     MANY: the products of several pairs are added up. pairs, int64 [3, many], holds the number of
     samples of each, and how many entries behind `dy` and `x` its own lie, multiples of 16.
+    TERMS: how many samples the tensor cores add up at a time, or 0.
     """
     # `group` tiles of outputs meet all of the inputs, for the L2 cache as in `rows.py`.
     tiles_o = tl.cdiv(height, BO)
@@ -57,14 +85,18 @@ def scores_kernel(
             samples = tl.load(pairs + pair).to(tl.int32)
             dy_pair += tl.multiple_of(tl.load(pairs + many + pair), 16)
             x_pair += tl.multiple_of(tl.load(pairs + 2 * many + pair), 16)
-        for t in range(0, samples, BT):
-            sample = (t + tl.arange(0, BT)).to(tl.int64)
-            here = sample < samples
-            mask = here[None, :] & out_there
-            a = tl.load(dy_pair + sample[None, :] * dy_sample, mask=mask, other=0.0)
-            mask = here[:, None] & in_there
-            b = tl.load(x_pair + sample[:, None] * x_sample, mask=mask, other=0.0)
-            acc = tl.dot(a, b, acc, input_precision=PRECISION)
+        if TERMS == 0:
+            acc = meet(
+                acc, dy_pair, x_pair, 0, samples, dy_sample, x_sample, out_there, in_there, BT,
+                PRECISION,
+            )  # fmt: skip
+        else:
+            for t in range(0, samples, TERMS):
+                acc += meet(
+                    tl.zeros((BO, BI), dtype=tl.float32), dy_pair, x_pair, t,
+                    tl.minimum(t + TERMS, samples), dy_sample, x_sample, out_there, in_there, BT,
+                    PRECISION,
+                )  # fmt: skip
     magnitude = tl.reshape(tl.abs(acc), (BO // B, B, BI // B, B))
     if POOLING == "max":
         pooled = tl.max(tl.max(magnitude, 1), 2)

@@ -10,7 +10,7 @@ from torch import Tensor
 from dynsparse.ops.grow.cuda.kernels import scores_kernel
 from dynsparse.ops.linear.cuda.chip import chip_of, current_device
 from dynsparse.ops.linear.cuda.configurations import group_of
-from dynsparse.ops.linear.cuda.precision import precision_of
+from dynsparse.ops.linear.cuda.precision import TERMS, precision_of
 
 __all__ = ["TILE", "scores"]
 
@@ -71,6 +71,7 @@ def scores(dys: Sequence[Tensor], xs: Sequence[Tensor], b: int, pooling: str) ->
             MANY=many > 1,
             POOLING=pooling,
             PRECISION=precision,
+            TERMS=TERMS if precision == "tf32x3" else 0,
             num_warps=8,
             num_stages=3,
         )

@@ -7,7 +7,19 @@ depends on the order in which threads come: the same operands give the same bits
 from types import ModuleType
 
 from dynsparse.ops.linear.cuda import blocks, dense
+from dynsparse.ops.linear.layer_index import LayerIndex
 
-__all__ = ["KERNELS"]
+__all__ = ["KERNELS", "derive"]
 
 KERNELS: dict[str, ModuleType] = {"dense": dense, "blocks": blocks}
+
+
+def derive(p: LayerIndex) -> None:
+    """Make what the kernels read beside the index of a layer on a CUDA device.
+
+    When the index arrives, and not in the first pass: that may run inside a memory pool of CUDA
+    graphs (`torch.compile(mode="reduce-overhead")`), where nothing may be kept.
+    """
+    if p.cols.is_cuda:
+        blocks.derive(p)
+        dense.derive(p)

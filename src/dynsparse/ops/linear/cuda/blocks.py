@@ -17,11 +17,12 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
-from dynsparse.ops.linear.cuda.chip import runs_triton
-from dynsparse.ops.linear.cuda.configurations import BLOCKS
+from dynsparse.ops.linear.cuda.chip import chip_of, runs_triton
+from dynsparse.ops.linear.cuda.configurations import BLOCKS, table_of
+from dynsparse.ops.linear.cuda.plan import chunks, columns_in_turn, rows_in_turn
 from dynsparse.ops.linear.layer_index import LayerIndex
 
-__all__ = ["DTYPES", "backward", "forward", "serves"]
+__all__ = ["DTYPES", "backward", "derive", "forward", "readable", "serves"]
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -32,11 +33,35 @@ def serves(p: LayerIndex, dtype: torch.dtype, device: torch.device) -> bool:
     return p.block_size in BLOCKS and dtype in DTYPES and runs_triton(device)
 
 
+def derive(p: LayerIndex) -> None:
+    """Make all that the kernels read beside the index, if they compute this layer."""
+    device = p.cols.device
+    if p.block_size in BLOCKS and runs_triton(device):
+        rows_in_turn(p)
+        columns_in_turn(p)
+        table = table_of(torch.bfloat16, chip_of(device))
+        chunks(p, table.gradient[p.block_size].blocks)  # those of float32 are as long
+
+
 def _launch() -> ModuleType:
     """The kernels; Triton is imported when they are first needed."""
     from dynsparse.ops.linear.cuda import launch
 
     return launch
+
+
+def readable(x: Tensor) -> Tensor:
+    """`x` [any, any], or a contiguous copy of it where the kernels could not read 16 bytes at a
+    time: of expanded gradients, as `sum` makes them, and of slices that begin or repeat at odd
+    addresses. A copy takes a tenth of what reading number by number does."""
+    unit = 16 // x.element_size()
+    steps = [step for step, size in zip(x.stride(), x.shape, strict=True) if size > 1]
+    lies = steps.count(1) == 1 and all(s == 1 or (s > 0 and s % unit == 0) for s in steps)
+    return _aligned(x if lies or not steps else x.contiguous())
+
+
+def _aligned(x: Tensor) -> Tensor:
+    return x.clone(memory_format=torch.contiguous_format) if x.data_ptr() % 16 else x
 
 
 def forward(
@@ -55,10 +80,10 @@ def forward(
         bias: [out], any floating point type, or None.
         keep: takes the values as they were rounded for `backward`, if that is to have them.
     """
-    rounded = values.to(x.dtype).contiguous()
+    rounded = _aligned(values.to(x.dtype).contiguous())
     if keep is not None and rounded.dtype is not values.dtype:
         keep.append(rounded)
-    return _launch().forward(x, rounded, p, bias)
+    return _launch().forward(readable(x), rounded, p, bias)
 
 
 def backward(
@@ -82,10 +107,11 @@ def backward(
             that of 16-bit values: dY is read for it anyway.
     """
     dx = dw = None
+    dy = readable(dy)
     if need_input:
         if rounded is None or rounded.dtype is not dy.dtype:
-            rounded = values.to(dy.dtype).contiguous()
+            rounded = _aligned(values.to(dy.dtype).contiguous())
         dx = _launch().grad_input(dy, rounded, p)
     if need_values:
-        dw = _launch().grad_weight(dy, x, p, values.dtype, sums=sums)
+        dw = _launch().grad_weight(dy, readable(x), p, values.dtype, sums=sums)
     return dx, dw

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import functools
+import os
+import shutil
 import warnings
 from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
 from typing import NamedTuple
 
 import torch
@@ -58,7 +61,8 @@ def triton_version() -> str | None:
 @functools.cache
 def runs_triton(device: torch.device) -> bool:
     """Whether the kernels run on this device: an NVIDIA GPU of capability 8.0 or later, and Triton
-    3.6 or later installed. What is missing is said once, by a RuntimeWarning."""
+    3.6 or later installed, with the C compiler that it needs. What is missing is said once, by a
+    RuntimeWarning."""
     if device.type != "cuda" or not torch.cuda.is_available():
         return False
     missing = None
@@ -71,6 +75,8 @@ def runs_triton(device: torch.device) -> bool:
         missing = "Triton is not installed (pip install triton)"
     elif tuple(map(int, version.split(".")[:2])) < LEAST_TRITON:
         missing = f"they need Triton 3.6 or later, got {version} (a later torch brings it)"
+    elif not _builds_launchers():
+        missing = "Triton needs a C compiler and Python.h (install gcc and python3-dev)"
     if missing is not None:
         warnings.warn(
             "dynsparse computes layers of blocks by dense products, without its kernels for GPUs: "
@@ -79,6 +85,15 @@ def runs_triton(device: torch.device) -> bool:
             stacklevel=2,
         )
     return missing is None
+
+
+def _builds_launchers() -> bool:
+    """Whether there is what Triton builds the code with that starts kernels."""
+    import sysconfig
+
+    compiler = os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang")
+    headers = sysconfig.get_config_var("INCLUDEPY")
+    return compiler is not None and Path(headers, "Python.h").exists()
 
 
 def current_device(tensor: Tensor) -> AbstractContextManager:

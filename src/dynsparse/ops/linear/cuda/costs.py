@@ -14,24 +14,40 @@ import torch
 
 from dynsparse.ops.linear.costs import Layer
 from dynsparse.ops.linear.cuda.chip import Chip
-from dynsparse.ops.linear.cuda.configurations import BLOCKS, Numbers, numbers_of
-from dynsparse.ops.linear.cuda.dense import KEPT_LINES, PANEL_BYTES
+from dynsparse.ops.linear.cuda.configurations import (
+    BLOCKS,
+    Gradient,
+    Rows,
+    gradient_for,
+    rows_for,
+)
+from dynsparse.ops.linear.cuda.precision import Numbers, numbers_of
 from dynsparse.ops.linear.cuda.rates import Rates, rates_of
 
-__all__ = ["KINDS", "PASSES", "Bounds", "Kind", "Pass", "bounds", "choose", "product", "seconds"]
+__all__ = [
+    "KINDS",
+    "PASSES",
+    "Bounds",
+    "Kind",
+    "Pass",
+    "bounds",
+    "choose",
+    "config_of",
+    "product",
+    "seconds",
+]
 
 Pass = Literal["forward", "grad_input", "grad_weight"]
 PASSES: tuple[Pass, ...] = ("forward", "grad_input", "grad_weight")
 
-Kind = Literal["dense", "blocks", "masked"]
+Kind = Literal["dense", "blocks"]
 KINDS: tuple[Kind, ...] = ("dense", "blocks")
-"""What may compute a layer. "masked", a dense layer whose weight and its gradient are multiplied by
-a mask, is what they are compared with."""
+"""What may compute a layer."""
 
 # Until the first result of a kernel, and behind its last; torch's own kernels run while others end.
-_START = {"blocks": 5e-6, "torch": 2e-6}
+_START = {"blocks": 5e-6, "dense": 2e-6}
 # What the host takes to launch one, while the device computes.
-_LAUNCH = {"triton": 15e-6, "torch": 5e-6}
+_LAUNCH = {"blocks": 15e-6, "dense": 5e-6}
 
 
 class Bounds(NamedTuple):
@@ -53,81 +69,73 @@ class Bounds(NamedTuple):
         return self._fields[self.index(self.least)]
 
 
-def _size(numbers: Numbers) -> int:
-    return 2 if numbers == "16-bit" else 4
-
-
 def product(layer: Layer, batch: int, numbers: Numbers, rates: Rates) -> float:
     """Seconds of one dense product of the layer's size by cuBLAS."""
     return 2 * batch * layer.out_features * layer.in_features / rates.products[numbers]
 
 
-def bounds(layer: Layer, batch: int, what: Pass, numbers: Numbers, rates: Rates) -> Bounds:
-    """What bounds a pass over the layer's blocks, of any size.
+def config_of(
+    layer: Layer, batch: int, what: Pass, dtype: torch.dtype, chip: Chip
+) -> Rows | Gradient:
+    """The configuration that runs."""
+    b, height, width = layer.block_size, layer.out_features, layer.in_features
+    if what == "grad_weight":
+        return gradient_for(b, dtype, layer.nnz, height // b, batch, chip)
+    return rows_for(b, dtype, batch, (height if what == "forward" else width) // b, chip)
 
-    Tiles are as large as is sensible: 256 samples, or 128 for blocks of 128 and more; the gradient
-    of the weight computes blocks of a row together while these are up to 256 wide.
-    """
-    b, size = layer.block_size, _size(numbers)
+
+def bounds(
+    layer: Layer, batch: int, config: Rows | Gradient, numbers: Numbers, rates: Rates
+) -> Bounds:
+    """What bounds a pass over the layer's blocks in one configuration: `Rows` for forward and the
+    gradient of the input, `Gradient` for that of the weight."""
+    b, size = layer.block_size, 2 if numbers == "16-bit" else 4
     values = layer.nnz * b * b
     arithmetic = 2 * batch * values / rates.tensor[numbers]
     activations = batch * (layer.out_features + layer.in_features) * size
-    read: float = batch * b * layer.nnz * size  # each block its part of X
-    if what == "grad_weight":
-        read *= 1 + 1 / max(1, 256 // b)  # and those together their part of dY
-    else:
-        read += -(-batch // (256 if b <= 64 else 128)) * values * size
+    read = float(batch * b * layer.nnz * size)  # each block its part of X
+    if isinstance(config, Rows):
+        read += -(-batch // config.samples) * values * size  # each tile of samples all values
+    else:  # and the blocks of a program together their part of dY; a row's last lacks half of them
+        missing = layer.out_features / b * (config.blocks - 1) / 2
+        read += batch * b * size * (layer.nnz + missing) / config.blocks
     return Bounds(
         arithmetic,
-        arithmetic * rates.operands.slowdown(b),
+        # A step of the tensor cores takes half a clock per output, and reading its operands from
+        # shared memory 16 and a quarter per output.
+        arithmetic * max(1.0, 32 / b + 0.5),
         (activations + values * size) / rates.memory,
         read / rates.cache,
     )
 
 
 def seconds(
-    kind: Kind,
-    layer: Layer,
-    batch: int,
-    what: Pass,
-    numbers: Numbers,
-    rates: Rates,
-    *,
-    captured: bool = False,
+    kind: Kind, layer: Layer, batch: int, what: Pass, dtype: torch.dtype, chip: Chip
 ) -> float:
     """What a pass is expected to take: the device's time, or the host's where launching the kernels
-    takes longer and they are not `captured` in a CUDA graph."""
-    elements = layer.out_features * layer.in_features
+    takes longer."""
+    numbers, rates = numbers_of(dtype), rates_of(chip)
     if kind == "blocks":
-        device = bounds(layer, batch, what, numbers, rates).least / rates.share[numbers]
-        device, launches = device + _START["blocks"], _LAUNCH["triton"]
+        config = config_of(layer, batch, what, dtype, chip)
+        device = bounds(layer, batch, config, numbers, rates).least / rates.share[numbers]
+        kernels = 1
     else:
-        kernels, own, moved = 1, 0, 0.0
-        if kind == "masked":
-            if what != "grad_input":  # the weight is masked once, and so is its gradient
-                kernels, moved = 2, elements * (2 * _size(numbers) + 1)
-        elif layer.nnz * layer.block_size < elements:  # else the values are the weight
-            kernels, own, moved = _moved(layer, batch, what, numbers)
+        kernels, moved = _moved(layer, batch, what, dtype.itemsize)
         device = product(layer, batch, numbers, rates) + moved / rates.memory
-        device += (kernels + own) * _START["torch"]
-        launches = kernels * _LAUNCH["torch"] + own * _LAUNCH["triton"]
-    return device if captured else max(device, launches)
+    return max(device + kernels * _START[kind], kernels * _LAUNCH[kind])
 
 
-def _moved(layer: Layer, batch: int, what: Pass, numbers: Numbers) -> tuple[int, int, float]:
-    """Kernels of the dense way, torch's and our own, and bytes that they move beside products."""
-    size, held = _size(numbers), layer.nnz * layer.block_size**2
-    elements, lines = layer.out_features * layer.in_features, layer.nnz * layer.block_size
-    panels = -(-elements * 4 // PANEL_BYTES)
-    small = panels == 1 and lines <= KEPT_LINES  # then torch's kernels move the entries
-    index = 8 * lines if small else 4 * layer.nnz
-    if what == "grad_weight":  # products in float32, and what is collected from each
-        own = 0 if small else panels
-        return 2 * panels - own, own, elements * 4 + held * (4 + size) + index
+def _moved(layer: Layer, batch: int, what: Pass, size: int) -> tuple[int, int]:
+    """Kernels of the dense way, and bytes that they move beside the product."""
+    elements = layer.out_features * layer.in_features
+    held = layer.nnz * layer.block_size**2
+    if held == elements and layer.block_size == 1:  # the values are the weight
+        return 1, 0
+    if what == "grad_weight":  # the product in float32, and what is collected from it
+        return 2, elements * 4 + held * (4 + size)
     if what == "grad_input" and elements <= max(batch * layer.in_features, held):
-        return 1, 0, 0  # forward has kept the weight
-    own = 0 if small else 1  # after zeros: the values, and then the product
-    return 3 - own, own, elements * size + held * 2 * size + index
+        return 1, 0  # forward has kept the weight
+    return 3, (elements + 2 * held) * size  # zeros, the values in their places, the product
 
 
 def choose(layer: Layer, batch: int, backward: bool, dtype: torch.dtype, chip: Chip) -> Kind:
@@ -138,10 +146,7 @@ def choose(layer: Layer, batch: int, backward: bool, dtype: torch.dtype, chip: C
     """
     if layer.block_size not in BLOCKS or dtype is torch.float64:
         return "dense"
-    numbers, rates = numbers_of(dtype), rates_of(chip)
     passes = PASSES[1:] if backward else PASSES[:1]
-
-    def all_passes(kind: Kind) -> float:
-        return sum(seconds(kind, layer, batch, what, numbers, rates) for what in passes)
-
-    return min(KINDS, key=all_passes)
+    return min(
+        KINDS, key=lambda kind: sum(seconds(kind, layer, batch, p, dtype, chip) for p in passes)
+    )

@@ -14,16 +14,26 @@ same on every run.
 
 from __future__ import annotations
 
+import functools
 from types import ModuleType
 
 import torch
 from torch import Tensor
 from torch.nn.functional import linear
 
+from dynsparse.encoding import by_slots
 from dynsparse.ops.linear.cuda.chip import runs_triton
 from dynsparse.ops.linear.layer_index import LayerIndex
 
-__all__ = ["KEPT_LINES", "PANEL_BYTES", "backward", "forward", "has_accumulators", "lines_of"]
+__all__ = [
+    "KEPT_LINES",
+    "PANEL_BYTES",
+    "backward",
+    "derive",
+    "forward",
+    "has_accumulators",
+    "lines_of",
+]
 
 # Of the gradient, in float32. Products of few rows leave multiprocessors idle, and each panel is
 # looked through for all entries: 8192 x 8192 is one panel.
@@ -85,14 +95,15 @@ def backward(
     return dx, _collected(dy, x, values, p) if need_values else None
 
 
-def lines_of(row_ptr: Tensor, cols: Tensor, b: int, width: int) -> Tensor:
-    """Where the lines of every block lie in a matrix [out * in / b, b]: int64 [nnz * b].
+def lines_of(row_ptr: Tensor, cols: Tensor, slots: Tensor, b: int, width: int) -> Tensor:
+    """Where the lines of every block lie in a matrix [out * in / b, b]: int64 [nnz * b], by slots.
 
     Args:
         width: in / b.
     """
     places = torch.arange(len(row_ptr) - 1, device=cols.device) * (b * width)
     places = places.repeat_interleave(row_ptr.diff(), output_size=len(cols)).add_(cols)
+    places = by_slots(places, slots)
     if b == 1:
         return places
     lines = torch.arange(0, b * width, width, device=cols.device)
@@ -100,12 +111,18 @@ def lines_of(row_ptr: Tensor, cols: Tensor, b: int, width: int) -> Tensor:
 
 
 def _make_lines(p: LayerIndex) -> Tensor:
-    return lines_of(p.row_ptr, p.cols, p.block_size, p.in_features // p.block_size)
+    return lines_of(p.row_ptr, p.cols, p.slots, p.block_size, p.in_features // p.block_size)
 
 
 def _keeps_lines(p: LayerIndex) -> bool:
     one_panel = 4 * p.out_features * p.in_features <= PANEL_BYTES
     return one_panel and p.nnz * p.block_size <= KEPT_LINES
+
+
+def derive(p: LayerIndex) -> None:
+    """Make all that is read beside the index."""
+    if p.nnz and not p.is_full and _keeps_lines(p):
+        _lines(p)
 
 
 def _lines(p: LayerIndex) -> Tensor:
@@ -115,7 +132,7 @@ def _lines(p: LayerIndex) -> Tensor:
 
 def _kernels(p: LayerIndex) -> ModuleType | None:
     """The kernels that move entries, where they run and pay; Triton is imported when they do."""
-    if not p.nnz or _keeps_lines(p) or not runs_triton(p.cols.device):
+    if not p.nnz or len(p.slots) or _keeps_lines(p) or not runs_triton(p.cols.device):
         return None
     from dynsparse.ops.linear.cuda import launch
 
@@ -175,4 +192,9 @@ def has_accumulators(x: Tensor) -> bool:
     """Whether these are 16 bits whose products may be had as float32, as they were accumulated."""
     if x.dtype not in _LOW or not x.is_cuda or torch.version.hip is not None or not x.numel():
         return False
+    return _knows_accumulators()
+
+
+@functools.cache
+def _knows_accumulators() -> bool:
     return "dtype" in torch.ops.aten.mm.overloads()

@@ -47,7 +47,7 @@ def meet(
     return acc, sums
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["steps", "nnz", "height"])
 def gradient_kernel(
     dy,
     x,
@@ -57,7 +57,7 @@ def gradient_kernel(
     ptr,
     blocks,
     batch,
-    span,
+    steps,
     nnz,
     height,
     dy_sample,
@@ -69,11 +69,13 @@ def gradient_kernel(
     BT: tl.constexpr,
     SUMS: tl.constexpr,
     PRECISION: tl.constexpr,
+    TERMS: tl.constexpr,
 ):
-    """dw [parts, nnz, B, B], each part the sum over `span` samples.
+    """dw [parts, nnz, B, B], each part the sum over `steps` times BT samples.
 
     SUMS: the rows of a tile of the tensor cores, or 1: db [parts, height] stays as it is. Otherwise
-    the first program of each block row adds up its columns of dy, too.
+    the first program of each block row adds up its columns of dy, too. TERMS: how many samples the
+    tensor cores add up at a time, or 0.
     """
     chunk = tl.program_id(0)
     row = tl.load(chunks + chunk)
@@ -89,8 +91,9 @@ def gradient_kernel(
     block = tl.load(blocks + slot, mask=live, other=0)
     x_columns = x + (block * B + m % B).to(tl.int64)[:, None] * x_feature
     dy_columns = dy + (row * B + n).to(tl.int64)[None, :] * dy_feature
-    first = part * span
-    last = tl.minimum(batch, first + span)
+    # Multiples of BT, as the compiler sees: what lies along the samples is copied by 16 bytes.
+    first = part * steps * BT
+    last = tl.minimum(batch, first + steps * BT)
     M: tl.constexpr = J * B
     if SUMS > 1:
         if start == tl.load(ptr + row):
@@ -102,9 +105,17 @@ def gradient_kernel(
             acc, _ = meet(
                 x_columns, dy_columns, first, last, x_sample, dy_sample, M, B, BT, 1, PRECISION
             )
-    else:
+    elif TERMS == 0:
         acc, _ = meet(
             x_columns, dy_columns, first, last, x_sample, dy_sample, M, B, BT, 1, PRECISION
         )
+    else:
+        acc = tl.zeros((M, B), dtype=tl.float32)
+        for t in range(first, last, TERMS):
+            until = tl.minimum(t + TERMS, last)
+            some, _ = meet(
+                x_columns, dy_columns, t, until, x_sample, dy_sample, M, B, BT, 1, PRECISION
+            )
+            acc += some
     at = (part.to(tl.int64) * nnz + slot)[:, None] * (B * B) + n[None, :] * B + (m % B)[:, None]
     tl.store(dw + at, acc.to(dw.dtype.element_ty), mask=live[:, None])

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from dynsparse.encoding import by_slots
 from dynsparse.ops.linear.cuda.chip import chip_of, current_device
 from dynsparse.ops.linear.cuda.configurations import (
     Gradient,
@@ -16,13 +17,12 @@ from dynsparse.ops.linear.cuda.configurations import (
     gradient_for,
     group_of,
     rows_for,
-    split_of,
     sums_of,
 )
 from dynsparse.ops.linear.cuda.gradient import gradient_kernel
 from dynsparse.ops.linear.cuda.layout import collect_kernel, lay_out_kernel
 from dynsparse.ops.linear.cuda.plan import chunks, columns_in_turn, rows_in_turn
-from dynsparse.ops.linear.cuda.precision import precision_of
+from dynsparse.ops.linear.cuda.precision import TERMS, precision_of
 from dynsparse.ops.linear.cuda.rows import rows_kernel
 from dynsparse.ops.linear.cuda.rows_tma import rows_tma_kernel
 from dynsparse.ops.linear.layer_index import LayerIndex
@@ -34,31 +34,34 @@ _AT_ONCE, _EACH = 1024, 4096
 
 
 def _copy_engine_takes(x: Tensor, values: Tensor) -> bool:
-    """Whether rows lie one behind the other, at multiples of 16 bytes, and something is there."""
+    """Whether these are 16 bits, rows lie one behind the other, begin at multiples of 16 bytes, and
+    something is there."""
     sample, feature = x.stride()
-    lies = feature == 1 and sample >= x.shape[1] and sample * x.element_size() % 16 == 0
-    return lies and len(values) > 0 and (x.data_ptr() | values.data_ptr()) % 16 == 0
+    lies = feature == 1 and sample >= x.shape[1] and sample % 8 == 0 and x.data_ptr() % 16 == 0
+    return x.element_size() == 2 and lies and len(values) > 0
 
 
 def _rows(
     x: Tensor,
     values: Tensor,
     bias: Tensor | None,
-    lists: tuple[Tensor, Tensor, Tensor | None, Tensor],
+    lists: tuple[Tensor, Tensor, Tensor | None],
     transposed: bool,
     config: Rows | None,
 ) -> Tensor:
-    ptr, blocks, slots, order = lists
-    batch, features = x.shape
-    b, rows = values.shape[-1], len(order)
+    turns, blocks, slots = lists
+    batch = len(x)
+    b, rows = values.shape[-1], len(turns)
     y = x.new_empty(batch, rows * b)
     if batch == 0:
         return y
     chip = chip_of(x.device)
-    c = rows_for(b, x.dtype, batch, rows, chip) if config is None else config
+    c = config
+    if c is None:
+        c = rows_for(b, x.dtype, batch, rows, chip)
+        c = c._replace(group=min(c.group, group_of(c.samples, x.shape[1], x.dtype, chip)))
     grid = (-(-batch // c.samples) * rows,)
-    group = group_of(c.samples, features, x.dtype, chip)
-    pattern = (bias, ptr, blocks, slots, order, batch, rows, group)
+    pattern = (bias, turns, blocks, slots, batch, rows, c.group)
     options = {
         "B": b,
         "BM": c.samples,
@@ -66,14 +69,17 @@ def _rows(
         "TRANSPOSED": transposed,
         "BY_SLOT": slots is not None,
         "HAS_BIAS": bias is not None,
-        "PRECISION": precision_of(x.dtype),
         "num_warps": c.warps,
         "num_stages": c.stages,
     }
     with current_device(x):
         # A box of the copy engine lies in one block: it cannot join several.
-        if c.way == "pointers" or c.inputs > b or not _copy_engine_takes(x, values):
-            rows_kernel[grid](x, values, y, *pattern, *x.stride(), **options)
+        if not c.tma or c.inputs > b or not _copy_engine_takes(x, values):
+            precision = precision_of(x.dtype)
+            terms = TERMS if precision == "tf32x3" else 0
+            rows_kernel[grid](
+                x, values, y, *pattern, *x.stride(), PRECISION=precision, TERMS=terms, **options
+            )
         else:
             box = [b, c.inputs] if transposed else [c.inputs, b]
             rows_tma_kernel[grid](
@@ -81,7 +87,6 @@ def _rows(
                 TensorDescriptor.from_tensor(values.view(-1, b), box),
                 TensorDescriptor.from_tensor(y, [c.samples, b]),
                 *pattern,
-                SWAPPED=c.way == "swapped",
                 **options,
             )
     return y
@@ -90,15 +95,14 @@ def _rows(
 def forward(
     x: Tensor, values: Tensor, p: LayerIndex, bias: Tensor | None, config: Rows | None = None
 ) -> Tensor:
-    """y [batch, out] of x [batch, in], any strides, and contiguous values of its dtype."""
-    lists = (p.row_ptr, p.cols, None, rows_in_turn(p))
-    return _rows(x, values, bias, lists, True, config)
+    """y [batch, out] of `readable` x [batch, in] and values of its dtype."""
+    slots = p.slots if len(p.slots) else None
+    return _rows(x, values, bias, (rows_in_turn(p), p.cols, slots), True, config)
 
 
 def grad_input(dy: Tensor, values: Tensor, p: LayerIndex, config: Rows | None = None) -> Tensor:
-    """dx [batch, in] of dy [batch, out], any strides, and contiguous values of its dtype."""
-    lists = (p.col_ptr, *p.by_columns(), columns_in_turn(p))
-    return _rows(dy, values, None, lists, False, config)
+    """dx [batch, in] of `readable` dy [batch, out] and values of its dtype."""
+    return _rows(dy, values, None, (columns_in_turn(p), *p.by_columns()), False, config)
 
 
 def grad_weight(
@@ -107,30 +111,30 @@ def grad_weight(
     p: LayerIndex,
     dtype: torch.dtype,
     config: Gradient | None = None,
-    split: int | None = None,
     sums: list[Tensor] | None = None,
 ) -> Tensor:
-    """dvalues [nnz, b, b] of `dtype`.
+    """dvalues [nnz, b, b] of `dtype`, of `readable` dy and x.
 
     `sums` takes the sum of dy over the samples, float32 [out], where both are of 16 bits.
 
-    `split` divides the samples among programs; their partial sums are added up in float32, in
-    order, so that every run gives the same bits.
+    Where samples are split among programs, partial sums are added up in float32, in order, so that
+    every run gives the same bits.
     """
     batch, (nnz, b, _) = len(x), p.values_shape
     if batch == 0:
         return x.new_zeros(p.values_shape, dtype=dtype)
     chip = chip_of(x.device)
-    c = gradient_for(b, x.dtype, chip) if config is None else config
-    if split is None:
-        split = split_of(c, b, nnz, p.out_features // b, batch, x.element_size(), chip)
-    span = -(-batch // (split * c.samples)) * c.samples
-    split = -(-batch // span)
+    c = config
+    if c is None:
+        c = gradient_for(b, x.dtype, nnz, p.out_features // b, batch, chip)
+    steps = -(-batch // (c.split * c.samples))
+    split = -(-batch // (steps * c.samples))
     dw = x.new_empty(split, *p.values_shape, dtype=dtype if split == 1 else torch.float32)
     # Sums of float32 are to be as exact as float32 is, which products are not.
     ones = sums_of(chip) if sums is not None and x.element_size() == 2 else 1
     db = None if ones == 1 else x.new_empty(split, p.out_features, dtype=torch.float32)
     work = chunks(p, c.blocks)
+    precision = precision_of(x.dtype)
     with current_device(x):
         gradient_kernel[(work.shape[1], split)](
             dy,
@@ -141,7 +145,7 @@ def grad_weight(
             p.row_ptr,
             p.cols,
             batch,
-            span,
+            steps,
             nnz,
             p.out_features,
             *dy.stride(),
@@ -150,13 +154,16 @@ def grad_weight(
             J=c.blocks,
             BT=c.samples,
             SUMS=ones,
-            PRECISION=precision_of(x.dtype),
+            PRECISION=precision,
+            TERMS=TERMS if precision == "tf32x3" else 0,
             num_warps=c.warps,
             num_stages=c.stages,
+            maxnreg=c.registers if ones > 1 else None,
         )
     if sums is not None and db is not None:
         sums.append(db[0] if split == 1 else db.sum(0))
-    return dw[0] if split == 1 else dw.sum(0).to(dtype)
+    made = dw[0] if split == 1 else dw.sum(0).to(dtype)
+    return by_slots(made, p.slots)
 
 
 def _programs(p: LayerIndex, rows: int) -> tuple[int, int]:

@@ -9,19 +9,24 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from dynsparse.encoding import slots_of
 from dynsparse.ops.linear.layer_index import LayerIndex
 
 __all__ = ["chunks", "columns_in_turn", "rows_in_turn"]
 
 
 def rows_in_turn(p: LayerIndex) -> Tensor:
-    """The block rows, the longest first, equal ones in order: int32 [out / b]."""
-    return p.derived("rows in turn", lambda p: _longest_first(p.row_ptr))
+    """The block rows, the longest first, equal ones in order: int32 [out / b, 8].
+
+    Of each: the row, where its list starts and ends, and the block column and the slot of its first
+    entry; the rest is not used.
+    """
+    return p.derived("rows in turn", lambda p: _longest_first(p.row_ptr, p.cols, p.slots))
 
 
 def columns_in_turn(p: LayerIndex) -> Tensor:
-    """The block columns, likewise: int32 [in / b]."""
-    return p.derived("columns in turn", lambda p: _longest_first(p.col_ptr))
+    """The block columns, likewise: int32 [in / b, 8]."""
+    return p.derived("columns in turn", lambda p: _longest_first(p.col_ptr, *p.by_columns()))
 
 
 def chunks(p: LayerIndex, size: int) -> Tensor:
@@ -33,8 +38,16 @@ def chunks(p: LayerIndex, size: int) -> Tensor:
     return p.derived(("chunks", size), lambda p: _chunks(p.row_ptr, p.nnz, size))
 
 
-def _longest_first(ptr: Tensor) -> Tensor:
-    return ptr.diff().argsort(descending=True, stable=True).int()
+def _longest_first(ptr: Tensor, blocks: Tensor, slots: Tensor) -> Tensor:
+    order = ptr.diff().argsort(descending=True, stable=True)
+    records = ptr.new_zeros(len(order), 8)
+    records[:, 0] = order
+    records[:, 1], records[:, 2] = ptr[:-1][order], ptr[1:][order]
+    if len(blocks):
+        first = records[:, 1].clamp(max=len(blocks) - 1)
+        records[:, 3] = blocks[first]
+        records[:, 4] = slots_of(first, slots)
+    return records
 
 
 def _chunks(ptr: Tensor, nnz: int, size: int) -> Tensor:

@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.nn.functional import linear
 
 from dynsparse import native
+from dynsparse.encoding import by_slots
 from dynsparse.ops.linear.kernels.masks import masks_of
 from dynsparse.ops.linear.layer_index import LayerIndex
 
@@ -103,6 +104,7 @@ def _collect(slab: Tensor, p: LayerIndex, first: int, end: int, values: Tensor) 
 
 def forward(x: Tensor, values: Tensor, p: LayerIndex, bias: Tensor | None) -> Tensor:
     """y [B, out] = x W^T + bias: see `sparse.forward`."""
+    values = p.by_rows(values)
     if p.is_full:
         return linear(x, values.view(p.out_features, p.in_features), bias)
     slabs = _slabs(p)
@@ -135,6 +137,7 @@ def backward(
         weight = values.view(p.out_features, p.in_features)
         dx = dy @ weight if need_input else None
         return dx, (dy.t() @ x).view_as(values) if need_values else None
+    values = p.by_rows(values)
     slabs = _slabs(p)
     dx = dy.new_empty(dy.shape[0], p.in_features) if need_input else None
     dvalues = torch.empty_like(values) if need_values else None
@@ -151,4 +154,4 @@ def backward(
                 gradient = _rows(slab, first, end, p)
                 torch.mm(part.t(), x, out=gradient)
                 _collect(gradient, p, first, end, dvalues)
-    return dx, dvalues
+    return dx, None if dvalues is None else by_slots(dvalues, p.slots)

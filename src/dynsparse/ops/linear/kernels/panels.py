@@ -31,7 +31,7 @@ def by_rows(p: LayerIndex, batch: int) -> Tensor | None:
     least, panels = p.panels[False]
     if batch < least:
         return None
-    return _kept(p, None, batch) if panels is None else panels
+    return _kept(p, False, (p.cols, p.slots), batch) if panels is None else panels
 
 
 def by_columns(p: LayerIndex, batch: int, order: Order) -> Tensor | None:
@@ -43,35 +43,35 @@ def by_columns(p: LayerIndex, batch: int, order: Order) -> Tensor | None:
     least, panels = p.panels[True]
     if batch < least:
         return None
-    return _kept(p, order, batch) if panels is None else panels
+    return _kept(p, True, order, batch) if panels is None else panels
 
 
-def _kept(p: LayerIndex, order: Order | None, batch: int) -> Tensor | None:
-    found = _find(p, order, batch)
+def _kept(p: LayerIndex, columns: bool, order: Order, batch: int) -> Tensor | None:
+    found = _find(p, columns, order, batch)
     # A thin index is one of which nothing else shall stay.
-    p.panels[order is not None] = found if p.order is not None else (found[0], None)
+    p.panels[columns] = found if p.order is not None else (found[0], None)
     return found[1]
 
 
-def _find(p: LayerIndex, order: Order | None, batch: int) -> tuple[int, Tensor | None]:
+def _find(p: LayerIndex, columns: bool, order: Order, batch: int) -> tuple[int, Tensor | None]:
     """From how many samples on panels pay, and the panels where `batch` is as many."""
     if p.block_size > 1:
         return _NEVER, None
     library = native.load()
     assert library is not None
     majors, minors = p.out_features, p.in_features
-    sources = [p.cols, p.row_ptr]
-    if order is not None:
+    sources = [order[0], p.row_ptr, order[1]]
+    if columns:
         majors, minors = minors, majors
-        sources = [order[0], p.col_ptr, order[1]]
-    least = library.dynsparse_panels_from(majors, minors, p.nnz, order is not None)
+        sources[1] = p.col_ptr
+    least = library.dynsparse_panels_from(majors, minors, p.nnz, columns)
     if batch < least:
         return least, None
     if p.order is None:
-        return least, _make(majors, minors, *sources)
+        return least, _make(columns, majors, minors, *sources)
     made = _made.get(sources)
     if made is None:
-        made = (_make(majors, minors, *sources),)
+        made = (_make(columns, majors, minors, *sources),)
         _made.put(sources, made)
     (panels,) = made
     return (_NEVER if panels is None else least), panels
@@ -91,35 +91,37 @@ def for_once(row_ptr: Tensor, cols: Tensor, in_features: int, batch: int) -> Ten
     out_features = len(row_ptr) - 1
     if batch < library.dynsparse_panels_from(out_features, in_features, len(cols), False):
         return None
-    return _make(out_features, in_features, cols, row_ptr)
+    return _make(False, out_features, in_features, cols, row_ptr, cols.new_empty(0))
 
 
 def _make(
+    columns: bool,
     majors: int,
     minors: int,
     idx: Tensor,
     ptr: Tensor,
-    order: Tensor | None = None,
+    order: Tensor,
     *,
     size: int = 0,
 ) -> Tensor | None:
     """None where the minors of a major are not in ascending order.
 
     Args:
+        columns: whether the majors are columns, with which both gradients are computed.
+        order: the slot of each entry, or [0] where it is the entry's number.
         size: minors per panel, a multiple of 16, 2**16 at most; 0: what suits this machine.
     """
     library = native.load()
     assert library is not None
-    by_columns = order is not None
-    size = size or library.dynsparse_panels_size(majors, minors, len(idx), by_columns, 0)
+    size = size or library.dynsparse_panels_size(majors, minors, len(idx), columns, 0)
     memory = empty(
-        library.dynsparse_panels_bytes(majors, minors, len(idx), size, by_columns),
+        library.dynsparse_panels_bytes(majors, minors, len(idx), size, bool(len(order))),
         dtype=torch.uint8,
     )
     unordered = library.dynsparse_panels_make(
         ptr.data_ptr(),
         idx.data_ptr(),
-        None if order is None else order.data_ptr(),
+        order.data_ptr() or None,
         majors,
         minors,
         size,

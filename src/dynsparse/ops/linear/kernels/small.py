@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from dynsparse import native
+from dynsparse.encoding import by_slots
 from dynsparse.ops.eager import empty_on_cpu
 from dynsparse.ops.linear.kernels.masks import masks_of
 from dynsparse.ops.linear.layer_index import LayerIndex
@@ -27,6 +28,7 @@ def forward(x: Tensor, values: Tensor, p: LayerIndex, bias: Tensor | None) -> Te
     library = native.load()
     assert library is not None
     masks, batch, out = masks_of(p), x.shape[0], p.out_features
+    values = p.by_rows(values)
     y = empty_on_cpu((batch, out), (out, 1), _FLOAT32)
     status = library.dynsparse_small_forward(
         x.data_ptr(),
@@ -61,6 +63,7 @@ def backward(
     library = native.load()
     assert library is not None
     masks, batch = masks_of(p), dy.shape[0]
+    values = p.by_rows(values)
     width = p.in_features
     dx = empty_on_cpu((batch, width), (width, 1), _FLOAT32) if need_input else None
     dvalues = empty_on_cpu(*p.values_layout, _FLOAT32) if need_values else None
@@ -84,4 +87,4 @@ def backward(
     )
     if status:
         raise MemoryError("no memory for the packed activations of a sparse product")
-    return dx, dvalues
+    return dx, None if dvalues is None else by_slots(dvalues, p.slots)

@@ -4,6 +4,6 @@
 `run.py` does both and keeps what it finds for the processes to come.
 """
 
-from dynsparse.ops.linear.tuning.run import Tuning, conclude, tune, why_not
+from dynsparse.ops.linear.tuning.run import conclude, tune
 
-__all__ = ["Tuning", "conclude", "tune", "why_not"]
+__all__ = ["conclude", "tune"]

@@ -1,0 +1,188 @@
+"""A whole model, like GPT-2 medium: the time and memory of a training step, and 500 steps.
+
+Linear layers inside the blocks of the transformer are sparse; embeddings, norms and the head are
+dense, as in the dense model that stands beside. bfloat16 by autocast, float32 weights, AdamW. With
+`--tokens FILE` (uint16, as nanoGPT's `train.bin`) the losses are of that text; without, of random
+tokens in which each follows from the one before.
+"""
+
+from __future__ import annotations
+
+import copy
+import statistics
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy, scaled_dot_product_attention
+
+import dynsparse as ds
+from gpu_parts.run import Call, Run
+from gpu_parts.steps import replaced
+
+
+class Block(nn.Module):
+    """Attention and feed-forward part, norms first."""
+
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__()
+        self.heads = heads
+        self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        parts = self.qkv(self.norm1(x)).unflatten(-1, (3, self.heads, -1)).movedim(2, 0)
+        q, k, v = (part.transpose(1, 2) for part in parts)
+        mixed = scaled_dot_product_attention(q, k, v, is_causal=True)
+        x = x + self.out(mixed.transpose(1, 2).flatten(2))
+        return x + self.down(nn.functional.gelu(self.up(self.norm2(x))))
+
+
+class GPT(nn.Module):
+    """Returns the loss of a batch of tokens [n, length + 1]."""
+
+    def __init__(self, vocabulary: int, length: int, width: int, heads: int, layers: int) -> None:
+        super().__init__()
+        self.tokens, self.places = nn.Embedding(vocabulary, width), nn.Embedding(length, width)
+        self.blocks = nn.ModuleList(Block(width, heads) for _ in range(layers))
+        self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, vocabulary, bias=False)
+        for part in self.modules():
+            if isinstance(part, (nn.Linear, nn.Embedding)):
+                nn.init.normal_(part.weight, std=0.02)
+        self.head.weight = self.tokens.weight
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.tokens(tokens[:, :-1]) + self.places.weight
+        for block in self.blocks:
+            x = block(x)
+        return cross_entropy(self.head(self.norm(x)).flatten(0, 1), tokens[:, 1:].flatten())
+
+
+class Text:
+    """Batches of tokens, the same for every model."""
+
+    def __init__(self, run: Run, vocabulary: int, length: int, batch: int) -> None:
+        self.shape, self.device = (batch, length + 1), run.device
+        self.vocabulary = vocabulary
+        self.tokens = None
+        if run.tokens is not None:
+            self.tokens = np.memmap(Path(run.tokens), dtype=np.uint16, mode="r")
+            if int(self.tokens[: 1 << 20].max()) >= vocabulary or len(self.tokens) <= length + 1:
+                raise ValueError(
+                    f"--tokens must hold more than {length + 1} numbers under {vocabulary}"
+                )
+
+    def batch(self, seed: int) -> Tensor:
+        batch, length = self.shape
+        generator = torch.Generator().manual_seed(seed)
+        if self.tokens is not None:
+            starts = torch.randint(len(self.tokens) - length, (batch,), generator=generator)
+            found = np.stack(
+                [self.tokens[s : s + length].astype(np.int64) for s in starts.tolist()]
+            )
+            return torch.from_numpy(found).to(self.device)
+        # Each token is a function of the one before, but for one in four.
+        tokens = torch.randint(self.vocabulary, self.shape, generator=generator)
+        known = torch.rand(self.shape, generator=generator) < 0.75
+        for i in range(1, length):
+            after = (tokens[:, i - 1] * 31 + 7) % self.vocabulary
+            tokens[:, i] = torch.where(known[:, i], after, tokens[:, i])
+        return tokens.to(self.device)
+
+
+def _sizes(run: Run) -> tuple[dict[str, int], int]:
+    if run.small:
+        return {"vocabulary": 97, "length": 16, "width": 64, "heads": 2, "layers": 1}, 2
+    return {"vocabulary": 50304, "length": 1024, "width": 1024, "heads": 16, "layers": 24}, 8
+
+
+def _sparse(dense: nn.Module, density: float, b: int) -> nn.Module:
+    return ds.sparsify(copy.deepcopy(dense), density, b, "uniform", exclude=["head"], verbose=False)
+
+
+def _step(run: Run, model: nn.Module, optimizer: torch.optim.Optimizer, advance: Call) -> Callable:
+    compiled = model if run.interpreted else torch.compile(model)
+
+    def step(tokens: Tensor) -> Tensor:
+        with torch.autocast(run.device.type, torch.bfloat16):
+            loss = compiled(tokens)
+        loss.backward()
+        advance()
+        optimizer.zero_grad()
+        return loss.detach()
+
+    return step
+
+
+def _adam(run: Run, model: nn.Module) -> torch.optim.Optimizer:
+    fused = not run.interpreted
+    return torch.optim.AdamW(model.parameters(), lr=3e-4, weight_decay=0.1, fused=fused)
+
+
+def step_of_a_model(run: Run) -> None:
+    """Compiled dense beside compiled sparse: a whole step, and its peak of memory."""
+    sizes, batch = _sizes(run)
+    torch.manual_seed(0)
+    dense = GPT(**sizes)
+    tokens = Text(run, sizes["vocabulary"], sizes["length"], batch).batch(0)
+    base = None
+    cases = [(1.0, 0), *((d, b) for b in (64, 128) for d in (0.1, 0.2))]
+    for density, b in [(1.0, 0), (0.5, 16)] if run.small else cases:
+        model = (copy.deepcopy(dense) if not b else _sparse(dense, density, b)).to(run.device)
+        optimizer = _adam(run, model)
+        step = _step(run, model, optimizer, optimizer.step)
+        for _ in range(1 if run.small else 5):
+            step(tokens)
+        if not run.interpreted:
+            torch.cuda.reset_peak_memory_stats()
+        us = run.wall(lambda step=step: step(tokens), 20)
+        peak = 0 if run.interpreted else torch.cuda.max_memory_allocated()
+        base = base or (us, max(1, peak))
+        name = f"blocks of {b}, density {density:g}" if b else "dense"
+        run.note(f"a compiled step of a model, {name}", us=us, over_dense=base[0] / us,
+                 peak_MB=peak / 1e6, of_dense=peak / base[1],
+                 parameters=sum(p.numel() for p in model.parameters()))  # fmt: skip
+        del model, optimizer, step
+        torch.compiler.reset()
+
+
+def training(run: Run) -> None:
+    """RigL beside the same model dense, and dense with the masks that RigL begins with."""
+    sizes, batch = _sizes(run)
+    steps, b, density = (4, 16, 0.5) if run.small else (500, 64, 0.2)
+    text = Text(run, sizes["vocabulary"], sizes["length"], batch)
+    torch.manual_seed(0)
+    dense = GPT(**sizes)
+    sparse = _sparse(dense, density, b)
+    for name, made in (("RigL", sparse), ("dense", dense), ("masked", replaced(sparse, True))):
+        model = copy.deepcopy(made).to(run.device)
+        optimizer = _adam(run, model)
+        advance: Call = optimizer.step
+        trainer = None
+        if name == "RigL":
+            interval = max(1, min(50, steps // 4))
+            trainer = ds.RigL(model, optimizer, total_steps=steps, update_interval=interval)
+            advance = trainer.step
+        step = _step(run, model, optimizer, advance)
+        losses, begin = [], 0.0
+        for i in range(steps):
+            if i == min(5, steps - 1):  # compiled by now
+                run.wait()
+                begin = time.perf_counter()
+            losses.append(step(text.batch(i)))
+        run.wait()
+        us = (time.perf_counter() - begin) / (steps - min(5, steps - 1)) * 1e6
+        values = [float(loss) for loss in losses]
+        last = statistics.fmean(values[-max(1, steps // 20) :])
+        run.note(f"{steps} steps, {name}", us=us, first_loss=values[0], last_loss=last,
+                 updates=trainer.updates if trainer else 0,
+                 losses=values[:: max(1, steps // 20)])  # fmt: skip
+        del model, optimizer, step, trainer
+        torch.compiler.reset()
+
+
+SECTIONS: dict[str, Callable[[Run], None]] = {"model": step_of_a_model, "training": training}

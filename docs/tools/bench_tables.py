@@ -1,0 +1,346 @@
+"""Fills in the tables of Markdown pages from the figures of `dynsparse bench`.
+
+    python docs/tools/bench_tables.py figures.json [OTHER.json ...] --page PAGE.md ...
+
+A table stands between two comments, `<!-- bench: VIEW NAME ... -->` and `<!-- /bench -->`: one of
+`VIEWS` and the benchmarks it shows, or one of `MACHINE_VIEWS`, of the same benchmarks on every
+machine. `@FILE` after the names takes another machine's figures, those of FILE.json.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import statistics
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from dynsparse.bench.results import load_results
+from dynsparse.files.whole import write_text_whole
+from dynsparse.report.bench import tables
+from dynsparse.report.bench.models import Table, milliseconds
+from dynsparse.report.bench.tables import (
+    NAMES,
+    between,
+    cells_of,
+    machine_name,
+    measured_line,
+    notes_of,
+    sizes_of,
+    spread_text,
+    table,
+    view_of_models,
+)
+
+Figures = dict[str, Any]
+Summary = dict[str, tuple[float, float, float]]
+"""contender -> median, smallest and largest cell."""
+
+
+def summaries_of(
+    results: Figures, names: list[str]
+) -> dict[tuple[int, float], tuple[int, Summary]]:
+    """(block, density) -> how many cells, and what they gain."""
+    found: dict[tuple[int, float], list[Figures]] = {}
+    for cell in cells_of(results, names):
+        found.setdefault((cell["block"], cell["density"]), []).append(cell["ratios"])
+    groups = {}
+    for key, ratios in found.items():
+        summary = {}
+        for who in NAMES:
+            medians = [one[who]["median"] for one in ratios if who in one]
+            if medians:
+                summary[who] = statistics.median(medians), min(medians), max(medians)
+        groups[key] = len(ratios), summary
+    return groups
+
+
+def present(summaries: Iterable[Summary]) -> list[str]:
+    """The contenders that any of them has, in the order of the columns."""
+    there = {name for summary in summaries for name in summary}
+    return [name for name in NAMES if name in there]
+
+
+def in_columns(summary: Summary, who: list[str]) -> list[str]:
+    """A cell of the table per contender."""
+    return [between(*summary[name]) if name in summary else "" for name in who]
+
+
+def _summary(results: Figures, names: list[str]) -> str:
+    """By density and block: the median over cells, with the smallest and the largest."""
+    groups = summaries_of(results, names)
+    who = present(summary for _, summary in groups.values())
+    rows = [
+        [f"{block}", f"{density:g}", f"{count}", *in_columns(summary, who)]
+        for (block, density), (count, summary) in groups.items()
+    ]
+    return table(["block", "density", "cells", *[NAMES[name] for name in who]], rows)
+
+
+def _losses(results: Figures, names: list[str]) -> str:
+    """The cells that take more than a tenth longer than dense, worst first."""
+    cells = [cell for cell in cells_of(results, names) if "dense" in cell["ratios"]]
+    slow = [cell for cell in cells if 1.1 * cell["ratios"]["dense"]["median"] < 1]
+    line = f"Of {len(cells)} cells {len(slow)} take more than a tenth longer than dense."
+    return line + _worst(slow, "dense")
+
+
+def _worst(cells: list[Figures], who: str) -> str:
+    """A table of `cells` beside a contender, worst first; nothing without any."""
+    if not cells:
+        return ""
+    cells = sorted(cells, key=lambda cell: cell["ratios"][who]["median"])
+    head, sizes = sizes_of(cells)
+    rows = [
+        [*sizes(c), spread_text(c["ratios"][who], "\\*" * c["disturbed"]), c["kernel"]]
+        for c in cells
+    ]
+    return f"\n\n{table([*head, NAMES[who], 'kernels'], rows)}"
+
+
+def _medium(results: Figures, names: list[str]) -> str:
+    """What dense products at "medium" are made of and gain, and the cells that they win."""
+    cells = [cell for cell in cells_of(results, names) if "dense_medium" in cell["ratios"]]
+    lost = [cell for cell in cells if cell["ratios"]["dense_medium"]["median"] < 1]
+    shares = [
+        cell["ratios"]["dense_medium"]["median"] / cell["ratios"]["dense"]["median"]
+        for cell in cells
+    ]
+    part = between(statistics.median(shares), min(shares), max(shares))
+    return (
+        f'At "medium" this machine multiplies in {results["machine"]["medium"]}, and a dense layer '
+        f"takes {part} of the time that it takes otherwise. Of {len(cells)} cells it wins "
+        f"{len(lost)}.{_worst(lost, 'dense_medium')}"
+    )
+
+
+def _break_even(results: Figures, names: list[str]) -> str:
+    """Where dense catches up: a row per layer and batch, a column per block size."""
+    layers = {
+        ((c["features"][0] * c["features"][1]) ** 0.5, c["batch"]): c["layer"]
+        for c in cells_of(results, names)
+    }
+    threads = max(results["break_even"], key=int, default="")
+    found = [
+        one for one in results["break_even"].get(threads, []) if (one["n"], one["batch"]) in layers
+    ]
+    blocks = sorted({one["block"] for one in found})
+    by_key = {(one["n"], one["batch"], one["block"]): one for one in found}
+    rows = []
+    for (n, batch), layer in layers.items():
+        row = [layer, f"{batch}"]
+        for block in blocks:
+            row.append(_break_even_text(by_key.get((n, batch, block))))
+        rows.append(row)
+    return table(["features", "batch", *[f"block {block}" for block in blocks]], rows)
+
+
+def _break_even_text(one: Figures | None) -> str:
+    if one is None or (not one["crosses"] and one["speedup_there"] > 2):
+        return ""  # measured only where dense is far behind
+    there = f"{one['speedup_there']:.2f} at {one['densest']:g}"
+    if one["density"] is None:
+        return f"slower everywhere; {there}"
+    if not one["crosses"]:
+        return f"above {one['densest']:g}; {there}"
+    return f"{one['density']:.2f}; {there}"
+
+
+def _overhead(results: Figures, names: list[str]) -> str:
+    """Microseconds a call."""
+    cells = cells_of(results, names)
+    head, sizes = sizes_of(cells)
+    rows = []
+    for cell in cells:
+        own, other = (cell["times"][name]["median"] * 1e6 for name in ("dynsparse", "dense"))
+        rows.append([*sizes(cell), f"{own:.1f}", f"{other:.1f}", f"{own - other:.1f}"])
+    columns = ["dynsparse, µs", "F.linear in nn.Linear, µs", "difference, µs"]
+    return table([*head, *columns], rows) + notes_of(results, names, cells)
+
+
+def parts_table(cells: list[Figures]) -> Table:
+    """Milliseconds of every part of a whole step: of each model at the first density and type."""
+    models: dict[str, list[Figures]] = {}
+    for cell in cells:
+        first = models.setdefault(cell["layer"], [cell])[0]
+        if cell is not first and all(cell[key] == first[key] for key in ("density", "dtype")):
+            models[cell["layer"]].append(cell)
+    blocks = sorted({cell["block"] for found in models.values() for cell in found})
+    head = ["model", "part", *[f"dynsparse, block {block}" for block in blocks], "masked", "dense"]
+    rows = []
+    for name, found in models.items():
+        own = {cell["block"]: cell["parts"]["dynsparse"] for cell in found}
+        columns = [own.get(block) for block in blocks]
+        columns += [found[0]["parts"][who] for who in ("masked", "dense")]
+        for part in found[0]["parts"]["dynsparse"]:
+            rows.append(
+                [name, part, *["" if c is None else milliseconds(c[part]) for c in columns]]
+            )
+        sums = ["" if c is None else milliseconds(sum(c.values())) for c in columns]
+        rows.append([name, "all of it", *sums])
+    return head, rows
+
+
+VIEWS: dict[str, Callable[[Figures, list[str]], str]] = {
+    **tables.VIEWS,
+    "summary": _summary,
+    "losses": _losses,
+    "medium": _medium,
+    "break-even": _break_even,
+    "overhead": _overhead,
+    "parts": view_of_models(parts_table),
+    "machine": measured_line,
+}
+"""What can be shown of benchmarks: view(results, names) -> Markdown."""
+
+
+def worst_first(machines: list[Figures], names: list[str]) -> list[Figures]:
+    """By the median over masked dense of all cells of the benchmarks `names`."""
+    return sorted(
+        machines,
+        key=lambda one: statistics.median(
+            cell["ratios"]["masked"]["median"] for cell in cells_of(one, names)
+        ),
+    )
+
+
+def _side_by_side(machines: list[Figures], names: list[str]) -> str:
+    """By density and block: a row per machine, the median over cells with their range."""
+    ran = {machine_name(one): summaries_of(one, names) for one in worst_first(machines, names)}
+    keys = dict.fromkeys(key for groups in ran.values() for key in groups)
+    blocks = len({block for block, _ in keys}) > 1
+    who = present(summary for groups in ran.values() for _, summary in groups.values())
+    rows = []
+    for block, density in keys:
+        for name, groups in ran.items():
+            if (block, density) not in groups:
+                continue
+            count, summary = groups[block, density]
+            row = [*[f"{block}"] * blocks, f"{density:g}", name, f"{count}"]
+            rows.append([*row, *in_columns(summary, who)])
+    head = [*["block"] * blocks, "density", "machine", "cells", *[NAMES[name] for name in who]]
+    return table(head, rows)
+
+
+def _headline(machines: list[Figures], names: list[str]) -> str:
+    """By density how many times as fast as masked dense elements are, one machine after the other.
+
+    Every part begins with the machine that gains least.
+    """
+    ran = {machine_name(one): summaries_of(one, names) for one in worst_first(machines, names)}
+    densities = dict.fromkeys(density for groups in ran.values() for _, density in groups)
+    parts = []
+    for place, density in enumerate(densities):
+        times = {
+            name: between(*groups[1, density][1]["masked"])
+            for name, groups in ran.items()
+            if (1, density) in groups
+        }
+        if place == 0:
+            each = "; ".join(f"{of} on {name}" for name, of in times.items())
+            parts.append(f"At density {density:g} this many times as fast as masked dense: {each}")
+        elif times:
+            parts.append(f"At density {density:g} it is {' and '.join(times.values())}")
+    return " ".join(f"{part}." for part in parts)
+
+
+def _each(machines: list[Figures], names: list[str]) -> str:
+    """Which machines these are: a line each, as in `_side_by_side`."""
+    lines = []
+    for one in worst_first(machines, names):
+        lines.append(f"- {measured_line(one, names)}")
+    return "\n".join(lines)
+
+
+def _memory(machines: list[Figures], names: list[str]) -> str:
+    """How far the peak of the memory rises by `memory`, the most first."""
+    found = [(one, one["benchmarks"][name]) for one in machines for name in names]
+    found.sort(key=lambda pair: -pair[1]["figures"]["peak"])
+    rows = [
+        [machine_name(one), f"{memory['figures']['peak'] / 1e6:.0f} MB", memory["measured"]]
+        for one, memory in found
+    ]
+    return table(["machine", "peak growth", "measured"], rows)
+
+
+MACHINE_VIEWS: dict[str, Callable[[list[Figures], list[str]], str]] = {
+    "machines": _side_by_side,
+    "machines-headline": _headline,
+    "machines-list": _each,
+    "machines-memory": _memory,
+}
+"""What can be shown of benchmarks that several machines ran: view(results, names) -> Markdown."""
+
+_PART = re.compile(r"(<!-- bench: ([^>]*?) -->\n).*?(<!-- /bench -->)", re.DOTALL)
+
+
+def fill_page(page: Path, results: Figures, others: Mapping[str, Figures] | None = None) -> None:
+    """Replace every table of the page whose benchmarks are all in `results`; others stay.
+
+    Args:
+        others: the figures of other machines, by the names of their files. Tables over machines
+            stay as they are without any.
+
+    Raises:
+        ValueError: a page without such comments, an unknown view, or nothing to fill in.
+    """
+    others = others or {}
+    text = page.read_text(encoding="utf-8")
+    filled = 0
+
+    def fill(found: re.Match[str]) -> str:
+        nonlocal filled
+        view, *names = found.group(2).split()
+        made = _made(page, view, names, results, others)
+        if made is None:
+            return found.group(0)
+        filled += 1
+        return f"{found.group(1)}\n{made}\n\n{found.group(3)}"
+
+    text = _PART.sub(fill, text)
+    if not filled:
+        raise ValueError(
+            f"{page}: expected tables between <!-- bench: VIEW NAME --> and <!-- /bench --> of "
+            f"benchmarks that were measured ({', '.join(results['benchmarks'])}), got none"
+        )
+    write_text_whole(page, text)
+
+
+def _made(
+    page: Path, view: str, names: list[str], results: Figures, others: Mapping[str, Figures]
+) -> str | None:
+    """What stands between two comments; None where the figures for it are not there."""
+    if view in MACHINE_VIEWS:
+        together = [results, *others.values()]
+        ran = [one for one in together if all(name in one["benchmarks"] for name in names)]
+        return MACHINE_VIEWS[view](ran, names) if len(ran) > 1 else None
+    if view not in VIEWS:
+        raise ValueError(
+            f"{page}: expected <!-- bench: VIEW NAME --> with one of "
+            f"{', '.join([*VIEWS, *MACHINE_VIEWS])}, got {view!r}"
+        )
+    if names and names[-1].startswith("@"):
+        *names, other = names
+        if other[1:] not in others:
+            return None
+        results = others[other[1:]]
+    if not all(name in results["benchmarks"] for name in names):
+        return None
+    return VIEWS[view](results, names)
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Fill in the pages."""
+    parser = argparse.ArgumentParser(description="Fill in the tables of pages from figures.")
+    parser.add_argument("figures", type=Path, nargs="+", help="of the machine of the pages first")
+    parser.add_argument("--page", type=Path, nargs="+", required=True)
+    asked = parser.parse_args(arguments)
+    results, *others = map(load_results, asked.figures)
+    beside = {file.stem: found for file, found in zip(asked.figures[1:], others, strict=True)}
+    for page in asked.page:
+        fill_page(page, results, beside)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,207 @@
+"""Updates that leave survivors in their slots: whatever has an entry for a weight stays right."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+import dynsparse as ds
+from dynsparse.nn import SparseLinear
+from dynsparse.ops.grow import random_outside
+from dynsparse.pattern import Rewiring
+from dynsparse.training import rewire_state
+
+IN, OUT, STEPS = 24, 20, 12
+
+
+def network(block=1):
+    g = torch.Generator().manual_seed(0)
+    return nn.Sequential(SparseLinear(IN, OUT, 0.3, block, generator=g), nn.Tanh())
+
+
+def update(layer, optimizer, generator):
+    """SET by hand, with whichever weights leave."""
+    pattern = layer.pattern
+    count = pattern.nnz * 2 // 5
+    drop = torch.randperm(pattern.nnz, generator=generator)[:count]
+    grow = random_outside(pattern, count, generator=generator)
+    rewiring = Rewiring.make(pattern, drop, grow)
+    layer.rewire(rewiring)
+    rewire_state(optimizer, layer.values, rewiring)
+    return rewiring
+
+
+def train(model, optimizer, after=lambda: None):
+    g = torch.Generator().manual_seed(1)
+    made = []
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        model(torch.randn(16, IN, generator=g)).square().mean().backward()
+        optimizer.step()
+        if step % 3 == 2:
+            made.append(update(model[0], optimizer, g))
+        after()
+    return made
+
+
+@pytest.mark.parametrize("block", [1, 4])
+def test_survivors_keep_their_slots(block):
+    model = network(block)
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
+    for rewiring in train(model, optimizer):
+        before, after, grown = rewiring.before.flat, rewiring.after.flat, rewiring.grown
+        assert rewiring.keeps_slots
+        assert torch.equal(grown, rewiring.dropped)
+        stays = torch.ones(len(before), dtype=torch.bool)
+        stays[grown] = False
+        assert torch.equal(before[stays], after[stays])
+        assert not torch.isin(after[grown], before).any()
+        assert torch.equal(after[grown], after[grown].sort().values)
+    layer = model[0]
+    assert len(layer.pattern.slots)
+    assert torch.equal(layer.rows, layer.pattern.rows)
+    x = torch.randn(7, IN)
+    torch.testing.assert_close(layer(x), x @ layer.to_dense().t() + layer.bias)
+
+
+def test_it_is_the_training_of_values_in_row_major_order(monkeypatch):
+    """To the last bit: every sum is added in the same order."""
+    found = []
+    make = Rewiring.make
+    for row_major in (False, True):
+        model = network()
+        optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
+        positions = []
+
+        def by_position(pattern, drop, grow, way=row_major, positions=positions):
+            # The same connections leave, whatever their slots.
+            drop = drop if way else pattern.slots[drop].long() if len(pattern.slots) else drop
+            positions.append(pattern.flat[drop].sort().values)
+            return make(pattern, drop, grow, row_major=way)
+
+        monkeypatch.setattr(Rewiring, "make", staticmethod(by_position))
+        train(model, optimizer)
+        state, pattern = optimizer.state[model[0].values], model[0].pattern
+        moments = [pattern.to_dense(state[key]) for key in ("exp_avg", "exp_avg_sq")]
+        found.append([*positions, pattern.to_mask(), model[0].to_dense(), *moments])
+    for got, wanted in zip(*found, strict=True):
+        assert torch.equal(got, wanted)
+
+
+class InLists(torch.optim.Optimizer):
+    """Keeps a moment in a list, where nobody looks for it."""
+
+    def __init__(self, parameters):
+        super().__init__(parameters, {"lr": 1e-2})
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for p in self.param_groups[0]["params"]:
+            (moment,) = self.state[p].setdefault("moments", [torch.zeros_like(p)])
+            moment.lerp_(p.grad, 0.1)
+            p.add_(moment, alpha=-1e-2)
+
+
+def test_state_in_lists_is_right_for_survivors_and_said_of_grown():
+    model = network()
+    optimizer = InLists(model.parameters())
+    moments = []
+
+    def look():
+        layer = model[0]
+        moments.append(layer.pattern.to_dense(optimizer.state[layer.values]["moments"][0]))
+
+    with pytest.warns(RuntimeWarning, match="InLists keeps the state 'moments'") as said:
+        made = train(model, optimizer, look)
+    assert len(said) == 1
+    twin = network()
+    other = InLists(twin.parameters())
+    for _ in range(3):
+        other.zero_grad()
+    first = made[0]
+    kept = first.before.to_mask() & first.after.to_mask()
+    g = torch.Generator().manual_seed(1)
+    for _ in range(3):
+        other.zero_grad()
+        twin(torch.randn(16, IN, generator=g)).square().mean().backward()
+        other.step()
+    wanted = twin[0].pattern.to_dense(other.state[twin[0].values]["moments"][0])
+    assert kept.sum() > 50
+    assert torch.equal(moments[2][kept], wanted[kept])
+
+
+def test_state_in_lists_is_refused_where_survivors_move():
+    model = network()
+    optimizer = InLists(model.parameters())
+    model(torch.randn(16, IN)).sum().backward()
+    optimizer.step()
+    pattern = model[0].pattern
+    grow = random_outside(pattern, 3)
+    rewiring = Rewiring.make(pattern, torch.arange(3), grow, row_major=True)
+    with pytest.raises(
+        ValueError, match="InLists keeps the state 'moments', which does not follow"
+    ):
+        rewire_state(optimizer, model[0].values, rewiring)
+
+
+def test_an_average_kept_as_a_list_of_tensors():
+    """Of a weight that is there all the time it is the average of that weight."""
+    model = network()
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
+    average = [p.detach().clone() for p in model.parameters()]
+    dense = model[0].to_dense().detach()
+    always = model[0].pattern.to_mask()
+
+    @torch.no_grad()
+    def follow():
+        for own, p in zip(average, model.parameters(), strict=True):
+            own.lerp_(p, 0.1)
+        dense.lerp_(model[0].to_dense(), 0.1)
+        always.logical_and_(model[0].pattern.to_mask())
+
+    train(model, optimizer, follow)
+    assert always.sum() > 10
+    own = model[0].pattern.to_dense(average[0])
+    torch.testing.assert_close(own[always], dense[always], rtol=1e-6, atol=1e-8)
+
+
+def test_files_and_copies_keep_slots_and_trainers_go_on_from_them(tmp_path):
+    model = network()
+    train(model, torch.optim.Adam(model.parameters(), lr=1e-2))
+    wanted = model[0].to_dense()
+    assert len(model[0].pattern.slots)
+    ds.save_safetensors(model, tmp_path / "model.safetensors")
+    loaded, stated = network(), network()
+    ds.load_safetensors(loaded, tmp_path / "model.safetensors")
+    stated.load_state_dict(model.state_dict())
+    found = []
+    for other in (loaded, stated, copy.deepcopy(model)):
+        assert torch.equal(other[0].to_dense(), wanted)
+        assert torch.equal(other[0].pattern.flat, model[0].pattern.flat)
+        optimizer = torch.optim.Adam(other.parameters(), lr=1e-2)
+        trainer = ds.RigL(other, optimizer, total_steps=60, update_interval=2)
+        g = torch.Generator().manual_seed(3)
+        for _ in range(6):
+            optimizer.zero_grad()
+            other(torch.randn(8, IN, generator=g)).square().mean().backward()
+            trainer.step()
+        assert trainer.updates
+        found.append(other[0].to_dense())
+    assert torch.equal(found[0], found[1])
+    assert torch.equal(found[0], found[2])
+    assert torch.equal(ds.densify(copy.deepcopy(model))[0].weight, wanted)
+
+
+def test_a_target_refuses_slots_in_another_order():
+    layer = SparseLinear(16, 8, 0.5, target=ds.machine.Target.bow())
+    before = copy.deepcopy(layer.state_dict())
+    flipped = {name: before[name].flip(0) for name in ("rows", "cols", "values")}
+    with pytest.raises(RuntimeError, match="not in row-major order, which shards"):
+        layer.load_state_dict({**before, **flipped})
+    pattern = layer.pattern
+    drop, grow = torch.arange(3), random_outside(pattern, 3)
+    with pytest.raises(ValueError, match="make rewirings with row_major=True"):
+        layer.rewire(Rewiring.make(pattern, drop, grow.flip(0)))
+    assert all(torch.equal(tensor, before[key]) for key, tensor in layer.state_dict().items())
+    layer.rewire(Rewiring.make(pattern, drop, grow, row_major=True))
