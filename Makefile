@@ -18,11 +18,14 @@ BIN := $(VENV)/bin
 PLAIN_PATH = @echo "$(CURDIR)/src" >"$$($(BIN)/python -c \
 	'import sysconfig; print(sysconfig.get_path("purelib"))')/_editable_skbc_dynsparse.pth"
 
-.PHONY: help demo test test-frameworks test-gpu-kernels docs test-docs test-wheels lint native sanitize bench fuzz soak faults rank-faults clean
+.PHONY: help demo test test-all test-slow test-machines test-frameworks test-gpu-kernels docs test-docs test-wheels lint native sanitize bench fuzz soak faults rank-faults clean
 
 help:
 	@echo "make demo    train a sparse network on digits, write pictures to demo-output/"
-	@echo "make test    style, types and all tests"
+	@echo "make test    style, types and the quick tests (six minutes on two cores)"
+	@echo "make test-all  everything else: all that follows called test-..."
+	@echo "make test-slow  all algorithms, ranks, kills, compilers, sanitizers"
+	@echo "make test-machines  what depends on the processor, with each instruction set and busy cores"
 	@echo "make test-frameworks  the tests of the callbacks and of others' models, with their libraries"
 	@echo "make test-gpu-kernels  the Triton kernels without a GPU: interpreted, and compiled for every chip"
 	@echo "make docs    build the site into build/site; a broken link or a public name without a place fails"
@@ -46,24 +49,37 @@ demo: $(VENV)/.installed-apps native
 
 # One thread per test process: threads that wait for cores others hold are slower than one alone.
 test: $(VENV)/.installed-dev native lint
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(PYTEST)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(PYTEST) -m "not slow" --hypothesis-profile quick
+
+# Everything else.
+test-all: test-slow test-machines test-frameworks docs test-docs test-wheels
+ifeq ($(shell uname -sm),Linux x86_64)
+test-all: test-gpu-kernels
+endif
+
+test-slow: $(VENV)/.installed-dev native
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(PYTEST) -m "slow or hypothesis"
+
+# What depends on the processor, as other machines would run it.
+test-machines: $(VENV)/.installed-dev native
+	$(BIN)/python tests/every_machine.py $(PYTEST) -q -m "not slow" --hypothesis-profile quick
 
 test-frameworks: $(VENV)/.installed-frameworks native
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/integrations tests/distributed/test_loops.py \
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --no-skips tests/integrations tests/distributed/test_loops.py \
 		tests/nn/test_convert_transformers.py tests/nn/test_architectures.py tests/nn/test_adapters.py \
 		tests/data/test_text_bpe.py
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/fuzz -k tokens
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/api -k "onnx or keras"
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --no-skips tests/fuzz -k tokens
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --no-skips tests/api -k "onnx or keras"
 
 test-gpu-kernels: $(VENV)/.installed-gpu-test native
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(PYTEST) tests/ops/cuda tests/bench/test_gpu_benchmark.py
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --no-skips $(PYTEST) tests/ops/cuda tests/bench/test_gpu_benchmark.py
 
 # Strictly: a warning fails. Nothing is fetched, neither here nor by a reader's browser.
 docs: $(VENV)/.installed-docs native
 	OMP_NUM_THREADS=1 KERAS_BACKEND=torch NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
 
 test-docs: $(VENV)/.installed-docs native
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/docs
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --no-skips tests/docs
 
 test-wheels: $(VENV)/.installed-wheels
 	$(BIN)/python tests/packaging/installs.py

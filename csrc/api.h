@@ -201,19 +201,21 @@ DYNSPARSE_API int64_t dynsparse_panels_from(int64_t majors, int64_t minors, int6
 DYNSPARSE_API int64_t dynsparse_panels_size(int64_t majors, int64_t minors, int64_t entries,
                                             int32_t by_columns, int64_t first_level);
 
-/* Bytes that dynsparse_panels_make writes. */
+/* Bytes that dynsparse_panels_make writes; lists as there. */
 DYNSPARSE_API int64_t dynsparse_panels_bytes(int64_t majors, int64_t minors, int64_t entries,
-                                             int64_t size, int32_t by_columns);
+                                             int64_t size, int32_t lists);
 
 /* Writes an index of single elements by panels to memory [dynsparse_panels_bytes], aligned to 8
  * bytes. Products read it and do not change it; it must not be moved to another process.
  *
- * ptr [majors + 1], idx [entries]: CSR, with order null, or CSC, with order [entries] its csc_perm.
+ * ptr [majors + 1], idx [entries]: CSR, with lists 0 and order null, or with lists 1 and order
+ * [entries] the slot of each entry; CSC, with lists 2 and order [entries] its csc_perm.
  * size: minors per panel, a multiple of 16 of 2^16 at most. Returns 1, with nothing of use written,
  * where the minors of a major do not ascend; this is checked. */
 DYNSPARSE_API int dynsparse_panels_make(const int32_t* ptr, const int32_t* idx,
-                                        const int32_t* order, int64_t majors, int64_t minors,
-                                        int64_t size, void* memory, int32_t threads);
+                                        const int32_t* order, int32_t lists, int64_t majors,
+                                        int64_t minors, int64_t size, void* memory,
+                                        int32_t threads);
 
 /* ---- few samples ---- */
 
@@ -280,8 +282,9 @@ DYNSPARSE_API void dynsparse_pattern_follow(void* const* data, const int64_t* by
                                             int64_t tensors, const int32_t* source, int64_t count,
                                             int32_t threads);
 
-/* As dynsparse_pattern_follow, of one array to another: moved [count]. There is at least one entry
- * in data where `count` is not 0, and any number of slots before the update. */
+/* As dynsparse_pattern_follow, of one array to another: moved [count]. source may be in any order.
+ * There is at least one entry in data where `count` is not 0, and any number of slots before the
+ * update. */
 DYNSPARSE_API void dynsparse_pattern_move(const void* data, int64_t bytes, const int32_t* source,
                                           int64_t count, void* moved, int32_t threads);
 

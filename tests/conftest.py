@@ -1,4 +1,8 @@
-"""Shared by every test: few examples, no deadlines, since machines that run tests are busy."""
+"""Shared by every test: few examples, no deadlines, since machines that run tests are busy.
+
+`make test` leaves out what is marked `slow`, and draws a third of the examples; `make test-all`
+runs the rest.
+"""
 
 import os
 import sys
@@ -21,7 +25,31 @@ _cache = tempfile.TemporaryDirectory(prefix="dynsparse-cache-", ignore_cleanup_e
 os.environ["DYNSPARSE_CACHE_DIR"] = _cache.name
 
 settings.register_profile("dynsparse", deadline=None, max_examples=30, derandomize=True)
+settings.register_profile("quick", settings.get_profile("dynsparse"), max_examples=10)
 settings.load_profile("dynsparse")
+
+# Many processes, kills, sanitizers, installations: slow, but for what is marked `quick`.
+_SLOW_FOLDERS = {"distributed", "faults", "fuzz", "packaging", "sanitize", "soak"}
+
+
+def pytest_addoption(parser):
+    parser.addoption("--no-skips", action="store_true", help="a test that is skipped is a failure")
+
+
+@pytest.hookimpl(tryfirst=True)  # before -m chooses
+def pytest_collection_modifyitems(items):
+    here = Path(__file__).parent
+    for item in items:
+        folder = item.path.relative_to(here).parts[0]
+        if folder in _SLOW_FOLDERS and item.get_closest_marker("quick") is None:
+            item.add_marker("slow")
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_sessionfinish(session):
+    reporter = session.config.pluginmanager.get_plugin("terminalreporter")
+    if session.config.getoption("--no-skips") and reporter and reporter.stats.get("skipped"):
+        session.exitstatus = pytest.ExitCode.TESTS_FAILED
 
 
 @pytest.fixture(autouse=True)

@@ -7,6 +7,8 @@ from dynsparse import native
 
 ISAS = native.describe()["available"]
 
+needs_kernels = pytest.mark.skipif(native.load() is None, reason="compiled kernels are not used")
+
 
 def with_library(isa, function, threads=1):
     """What `function` returns on the kernels of one instruction set, or without any."""

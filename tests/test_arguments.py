@@ -107,6 +107,7 @@ def unread(root: Path) -> set[tuple[str, str, str]]:
     }
 
 
+@pytest.mark.slow
 def test_every_parameter_is_read():
     known = {(file, name) for file, names in CALLED_BY_OTHERS.items() for name in names}
     found = unread(SOURCE)

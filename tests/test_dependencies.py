@@ -97,6 +97,7 @@ def module_of(name: str) -> str:
     return MODULES.get(name, name.replace("-", "_"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("extra", "name"), list(requirements()))
 def test_every_dependency_is_imported(extra: str, name: str):
     if name in NOT_IMPORTED:
@@ -167,6 +168,7 @@ def test_an_import_loads_layers_and_operators_and_no_other_room(imported_beyond_
     assert others <= {"hmac", "secrets"}
 
 
+@pytest.mark.slow
 def test_what_is_loaded_on_demand_is_found():
     code = (
         "import sys, dynsparse as ds\n"

@@ -78,7 +78,7 @@ def test_tensors_follow_in_place(dtype, tail, where, generator):
     elif where == "far":  # farther than the compiled kernels keep values for
         _, grow = draw_update(pattern, 0, 30_000, generator)
         grow, drop = grow[:18_000], torch.arange(pattern.nnz - 18_000, pattern.nnz)
-    rewiring = Rewiring.make(pattern, drop, grow)
+    rewiring = Rewiring.make(pattern, drop, grow, row_major=True)
     tensors = [torch.randint(-9, 9, (pattern.nnz, *tail), generator=generator).to(dtype)] * 3
     expected = [rewiring.apply(tensor) for tensor in tensors]
 
@@ -92,12 +92,27 @@ def test_tensors_follow_in_place(dtype, tail, where, generator):
     assert all(torch.equal(a, b) for a, b in zip(follow(), expected, strict=True))
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.int8])
+@pytest.mark.parametrize("reach", [2, 12, 5000])
+def test_tensors_follow_in_any_order(dtype, reach, generator):
+    """Sources near to ascending, and far from it."""
+    count = 5000
+    near = torch.arange(count) + torch.randint(-reach, reach + 1, (count,), generator=generator)
+    source = near.clamp_(0, count - 1).int()
+    source[torch.rand(count, generator=generator) < 0.2] = -1
+    tensor = torch.randint(1, 99, (count,), generator=generator).to(dtype)
+    expected = tensor[source.clamp(min=0)].masked_fill(source < 0, 0)
+    assert_same(lambda: [moved(tensor, source)])
+    assert torch.equal(moved(tensor, source), expected)
+
+
 @given(st.integers(0, 60), st.data())
 def test_small_tensors_follow_in_place(nnz, data):
     g = torch.Generator().manual_seed(data.draw(st.integers(0, 1000)))
     pattern = SparsePattern.random((8, 12), nnz=nnz, generator=g)
     count = data.draw(st.integers(0, min(nnz, 96 - nnz)))
-    rewiring = Rewiring.make(pattern, *draw_update(pattern, count, count, g))
+    keeps = data.draw(st.booleans())
+    rewiring = Rewiring.make(pattern, *draw_update(pattern, count, count, g), row_major=not keeps)
     tensor = torch.randn(nnz, generator=g)
     fill = torch.randn(count, generator=g)
     for value in (0.0, 2.5, fill):

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from kernels_of import needs_kernels
 
 from dynsparse import native, processor
 from dynsparse.nn import SparseLinear
@@ -172,7 +173,7 @@ def test_a_broken_library_is_named_in_the_warning(
         assert native.load() is None
 
 
-@built
+@needs_kernels
 def test_compiled_kernels_serve_float32_on_the_cpu_only() -> None:
     assert _route() != "torch"
     assert _route(dtype=torch.float16) != "torch"
@@ -203,6 +204,7 @@ print(sorted(file for file in files
 """
 
 
+@pytest.mark.slow
 @built
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc/self/maps")
 @pytest.mark.parametrize("isa", native.supported_isas())

@@ -129,7 +129,7 @@ template <class T>
 void move(const T* data, i64 first, const i32* source, i64 count, T* to) {
   i64 j = 0;
 #if defined(__AVX512F__)
-  // Survivors keep their order, so 16 of them come out of few more.
+  // Survivors mostly keep their order, so 16 of them come out of few more.
   if constexpr (sizeof(T) == 4) {
     for (; j + 16 <= count; j += 16) {
       const __m512i from = _mm512_loadu_si512(source + j);
@@ -139,17 +139,18 @@ void move(const T* data, i64 first, const i32* source, i64 count, T* to) {
         continue;
       }
       const i32 begin = source[j + __builtin_ctz(there)];
-      const i64 span = source[j + 31 - __builtin_clz(there)] - begin + 1;
+      const i64 span = i64{source[j + 31 - __builtin_clz(there)]} - begin + 1;
       const T* const own = data + (begin - first);
-      if (span > 32) {
+      const __m512i off = _mm512_sub_epi32(from, _mm512_set1_epi32(begin));
+      const __m512i end = _mm512_set1_epi32(static_cast<i32>(span));
+      if (span < 1 || span > 32 || _mm512_mask_cmplt_epu32_mask(there, off, end) != there) {
         for (i64 l = j; l < j + 16; l++) to[l] = slot(data, source[l] < 0 ? -1 : source[l] - first);
         continue;
       }
       const __mmask16 low = static_cast<__mmask16>(span < 16 ? (1u << span) - 1 : 0xffff);
       const __mmask16 high = static_cast<__mmask16>(span > 16 ? (1u << (span - 16)) - 1 : 0);
       const __m512i found = _mm512_maskz_permutex2var_epi32(
-          there, _mm512_maskz_loadu_epi32(low, own),
-          _mm512_sub_epi32(from, _mm512_set1_epi32(begin)),
+          there, _mm512_maskz_loadu_epi32(low, own), off,
           _mm512_maskz_loadu_epi32(high, own + 16));
       _mm512_storeu_si512(to + j, found);
     }

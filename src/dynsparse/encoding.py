@@ -184,6 +184,11 @@ def slots_of(entries: Tensor, slots: Tensor) -> Tensor:
     return slots.index_select(0, entries) if len(slots) else entries
 
 
+def copied(tensor: Tensor) -> Tensor:
+    """A copy beside the C library's heap: see `empty`."""
+    return empty(*tensor.shape, dtype=tensor.dtype, device=tensor.device).copy_(tensor)
+
+
 def split_flat(flat: Tensor, width: int) -> tuple[Tensor, Tensor]:
     """Rows and columns, int32, of flat positions (row * width + col)."""
     rows = empty(len(flat), dtype=torch.int32)

@@ -90,7 +90,10 @@ _SIGNATURES: dict[str, tuple[type | None, list[type]]] = {
     "dynsparse_panels_from": (_SIZE, [*[_SIZE] * 3, _INT]),
     "dynsparse_panels_size": (_SIZE, [*[_SIZE] * 3, _INT, _SIZE]),
     "dynsparse_panels_bytes": (_SIZE, [*[_SIZE] * 4, _INT]),
-    "dynsparse_panels_make": (ctypes.c_int, [*[_POINTER] * 3, *[_SIZE] * 3, _POINTER, _INT]),
+    "dynsparse_panels_make": (
+        ctypes.c_int,
+        [*[_POINTER] * 3, _INT, *[_SIZE] * 3, _POINTER, _INT],
+    ),
     "dynsparse_pattern_merge": (
         ctypes.c_int,
         [*[_POINTER] * 2, _SIZE, _SIZE, _POINTER, _SIZE, _POINTER, _SIZE, *[_POINTER] * 3, _INT],

@@ -76,7 +76,7 @@ RECIPES = {
     ),
     "dynsparse.Rewiring": Recipe(
         lambda **named: ds.Rewiring(**named).apply_(values()),
-        lambda: dict(vars(rewiring())),
+        lambda: {name: getattr(rewiring(), name) for name in ("before", "after", "source")},
     ),
     "dynsparse.Rewiring.make": call(
         ds.Rewiring.make,

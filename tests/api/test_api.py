@@ -107,6 +107,7 @@ def _faults(name, wrong):
     assert not faults, "\n".join(faults)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", RECIPES)
 def test_every_wrong_argument_gets_a_line(name):
     _faults(name, FIXED.items())

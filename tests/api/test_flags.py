@@ -106,6 +106,7 @@ def check_refused(capsys, arguments):
     assert len(told) < 1000, (arguments, told)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "flag"), sorted({case[:2] for case in CASES}))
 def test_a_wrong_value_gets_one_line(name, flag, nothing_starts, capsys):
     for command, option, value in CASES:

@@ -114,6 +114,7 @@ def ended(capsys, arguments):
     return status, told
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("app", APPS)
 def test_every_option_with_every_method(app, nothing_starts, tmp_path, monkeypatch):
     """As the command line gives it, then with each method in the place of the first."""

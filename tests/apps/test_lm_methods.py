@@ -33,6 +33,7 @@ def text(tmp_path) -> Path:
     return tmp_path / "text.txt"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", METHODS)
 def test_a_method_trains_and_resumes_to_the_same_bits(method, text, tmp_path):
     options = Options(**TINY, method=method, data=text, checkpoint_path=tmp_path / "whole")

@@ -16,6 +16,7 @@ import lenet_together
 VARIANTS = ("decay=1e-2", "decay=0 rate=0.1 initial=0.5", "smoothing=0.2")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("variants", [("", "", ""), VARIANTS])
 def test_together_is_as_alone(variants):
     usual = lenet.Settings(rate=0.2, dropout=0.0, interval=5, share=0.3)

@@ -67,6 +67,7 @@ def test_every_option_is_asked_about():
     assert set(OPTIONS) == known
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", ["dynamic", "static", "dense"])
 @pytest.mark.parametrize("how", ["plans", "runs"])
 def test_every_option_with_every_method(method, how, capsys, tmp_path, monkeypatch):

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import sharded_models as models
 import torch
+from slot_order import row_major
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.functional import dropout, mse_loss
 from torch.nn.parallel import DistributedDataParallel
@@ -93,10 +94,9 @@ def states_of(made):
                 kept = models.whole(optimizer.state[layer.values][key])
                 part = part_of(layer)
                 state[f"{name}.values"] = kept if part is None else brought(part, layer, kept)
+        state = row_major({key: models.whole(tensor) for key, tensor in state.items()})
         for name, layer in models.layers_of(model).items():
-            rows, cols, values = (
-                models.whole(state[f"{name}.{part}"]) for part in ("rows", "cols", "values")
-            )
+            rows, cols, values = (state[f"{name}.{part}"] for part in ("rows", "cols", "values"))
             whole = part_of(layer)
             shape = layer.pattern.shape if whole is None else whole.shape
             pattern = ds.SparsePattern(rows, cols, shape=shape)

@@ -210,7 +210,7 @@ def in_rectangles(rank, size, schedule, algorithm, steps, replicas=1):
         for name, state in gathered_layers(holder).items():
             shape = expected[step - 1][name][1].shape
             pattern = ds.SparsePattern(state["rows"], state["cols"], shape=shape)
-            mine[name] = pattern.flat, pattern.to_dense(state["values"])
+            mine[name] = pattern.sorted_flat, pattern.to_dense(state["values"])
         found.append(apart({name: expected[step - 1][name] for name in mine}, mine))
     changed = not apart(expected[0], expected[-1])[0]
     return found, sorted(set(pairs)), changed

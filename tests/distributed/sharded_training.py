@@ -44,12 +44,15 @@ def train(name, model, optimizer, steps, rank, size, ranks="auto", passes=1):
         backward(model, optimizer, step, rank, size, passes)
         trainer.step()
         state = {
-            (n, key): whole(t).clone()
+            (n, key): layer.pattern.by_rows(whole(t)).clone()
             for n, layer in layers_of(model).items()
             for key, t in optimizer.state.get(layer.values, {}).items()
             if t.dim()
         }
-        grads = {n: whole(layer.values.grad).clone() for n, layer in layers_of(model).items()}
+        grads = {
+            n: layer.pattern.by_rows(whole(layer.values.grad)).clone()
+            for n, layer in layers_of(model).items()
+        }
         seen.append((weights(model), state | grads))
     return seen
 

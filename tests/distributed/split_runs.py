@@ -6,6 +6,7 @@ import copy
 
 import torch
 from sharded_models import shard
+from slot_order import row_major
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
@@ -134,8 +135,8 @@ def trained_by(size, algorithm, shards):
     for _ in range(8):
         x, y = torch.randn(8, 24).double(), torch.randn(8, 16).double()
         step((whole, data), trainers, (x, y), size // 2, z)
-        found = gather(model)
-        for key, tensor in whole.state_dict().items():
+        found = row_major(gather(model))
+        for key, tensor in row_major(whole.state_dict()).items():
             if key.endswith(("rows", "cols")):
                 assert torch.equal(found[key], tensor), key
             else:
@@ -170,8 +171,8 @@ def rounded(rank, size):
     for _ in range(3):
         x, y = torch.randn(512, 64), torch.randn(512, 32)
         step((whole, data), trainers, (x, y), size // 2, z)
-        found = gather(model)
-        for key, tensor in whole.state_dict().items():
+        found = row_major(gather(model))
+        for key, tensor in row_major(whole.state_dict()).items():
             if key.endswith(("rows", "cols")):
                 assert torch.equal(found[key], tensor), key
     return trainers[1].updates

@@ -26,6 +26,7 @@ def check(size, names, steps):
             assert all(torch.equal(bits[layer], found[0][2][layer]) for layer in bits), name
 
 
+@pytest.mark.quick
 def test_two_ranks_train_as_one_process_does():
     check(2, ALGORITHMS, 6)
 

@@ -19,6 +19,7 @@ def test_every_algorithm_of_fixed_capacity():
         check(found, 6)
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize(
     ("optimizer", "block_size", "options"),
     [

@@ -8,6 +8,7 @@ import pytest
 import torch
 from grids import GRIDS, on_grid
 from rank_trainings import ALGORITHMS, model_of, optimizer_of
+from slot_order import row_major
 from test_split_training import step_of
 from threaded import over
 
@@ -25,7 +26,7 @@ DOORS = {
 
 
 def state_of(model, optimizer):
-    """Of the whole model, and of all that the optimizer keeps, in the order of one process."""
+    """Of the whole model, and of all that the optimizer keeps, in row-major order."""
     found = dict(gather(model))
     own = copy.deepcopy(model)
     for key in ("exp_avg", "exp_avg_sq"):
@@ -33,7 +34,7 @@ def state_of(model, optimizer):
             for mine, theirs in zip(own.parameters(), model.parameters(), strict=True):
                 mine.copy_(optimizer.state[theirs][key])
         found |= {f"{key} of {name}": t.clone() for name, t in gather(own).items()}
-    return found
+    return row_major(found)
 
 
 def reference(name, block_size, steps):

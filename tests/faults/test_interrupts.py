@@ -208,6 +208,7 @@ def raise_three(heard):
         assert heard == []
 
 
+@pytest.mark.quick
 def test_signals_wait_and_then_arrive():
     heard = []
     before = signal.signal(signal.SIGTERM, lambda number, frame: heard.append(number))

@@ -49,6 +49,7 @@ with torch.no_grad():
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="this system does not fork")
 @pytest.mark.parametrize("program", [CHILD, WORKERS], ids=["fork", "data loader"])
 def test_a_forked_process_computes(program):

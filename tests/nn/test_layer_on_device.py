@@ -42,7 +42,9 @@ def on_device(layer, k=5):
     """A rewiring that was made on the device."""
     pattern = layer.pattern
     free = [i for i in range(pattern.total) if i not in set(pattern.flat.tolist())]
-    return Rewiring._on_device(pattern, torch.arange(k), torch.tensor(free[1 : 1 + k]))
+    return Rewiring._on_device(
+        pattern, torch.arange(k), torch.tensor(free[1 : 1 + k]), row_major=True
+    )
 
 
 @pytest.fixture(params=[1, 4])
@@ -98,7 +100,7 @@ def test_patterns_share_no_memory_with_the_index(layer):
     assert third._there[1] is layer.index.cols
     assert "cols" not in vars(third)
     held, none = layer.index.cols.clone(), torch.zeros(0, dtype=torch.int64)
-    layer.rewire(Rewiring._on_device(third, none, none))
+    layer.rewire(Rewiring._on_device(third, none, none, row_major=True))
     assert third._there[1] is not layer.index.cols
     layer.rewire(on_device(layer))
     assert torch.equal(held, third.cols)

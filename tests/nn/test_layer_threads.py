@@ -62,6 +62,7 @@ def test_the_first_call_of_a_fresh_layer(kind, batch):
             together(work)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("block_size", [1, 4])
 @pytest.mark.parametrize("resizable", [False, True])
 def test_readers_see_the_layer_before_or_after_an_update(block_size, resizable):

@@ -11,6 +11,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from kernels_of import needs_kernels
 from torch import Tensor
 
 from dynsparse import native
@@ -100,6 +101,7 @@ def check(
             close(dvalues, gradient.reshape(values.shape), dtype, len(x))
 
 
+@needs_kernels
 @given(
     block=st.sampled_from(BLOCK_SIZES),
     height=st.integers(1, 40),
@@ -183,6 +185,7 @@ def test_rounding_of_odd_values(isa: str) -> None:
     torch.testing.assert_close(y, expected, rtol=0, atol=0, equal_nan=True)
 
 
+@needs_kernels
 @pytest.mark.parametrize("block", [1, 4, 16, 32, 64])
 def test_operator_and_autocast_take_these_kernels(block: int, monkeypatch) -> None:
     """The layer's operator in bfloat16 equals the kernels, with float32 gradients of the values."""
@@ -249,6 +252,7 @@ print(native.bfloat16_unit())
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("unit", ["0", "1"])
 def test_less_than_the_processor_has(unit: str) -> None:
     """DYNSPARSE_BF16_UNIT keeps from the matrix units, and from the dot products."""

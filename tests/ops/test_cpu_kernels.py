@@ -10,6 +10,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from kernels_of import needs_kernels
 from torch import Tensor
 
 from dynsparse import native
@@ -125,6 +126,7 @@ def check(pattern: SparsePattern, x: Tensor, dy: Tensor, generator: torch.Genera
                 close(dvalues, expected_dvalues, len(x))
 
 
+@needs_kernels
 @given(
     block=st.sampled_from(BLOCK_SIZES),
     height=st.integers(1, 40),

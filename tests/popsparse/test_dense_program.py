@@ -119,6 +119,7 @@ def test_a_reduction_in_three_stages():
 BOW = Target.bow()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["float16", "float32"])
 @pytest.mark.parametrize("size", [256, 1024, pytest.param(4096, marks=pytest.mark.slow)])
 def test_estimate_and_run_agree(size, dtype):

@@ -68,6 +68,7 @@ def test_larger_static_products(benchmark):
             assert static_again(benchmark, line) == line
 
 
+@pytest.mark.slow
 def test_dense_products(benchmark):
     for line in rows("m = k | n | before", 1024):
         size, n = map(int, cells(line)[:2])

@@ -74,6 +74,7 @@ def _compare(shape, tiles, densities, batches):
     return np.array(found).T
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("shape", "tiles", "densities", "batches"),
     [

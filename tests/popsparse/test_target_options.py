@@ -89,7 +89,7 @@ def test_a_table_on_a_target(block):
         for _ in range(4):
             optimizer.zero_grad()
             table.logits(table(ids) + 1).square().sum().backward()
-            grad = table.values.grad.clone()
+            grad = table.pattern.by_rows(table.values.grad.clone())
             trainer.step()
         found[target] = table.pattern, grad, table(ids)
     here, there = found.values()

@@ -59,7 +59,7 @@ def test_a_training_of_mnists_size_is_that_of_the_cpu(on_cpu):
             if isinstance(mine, ds.nn.SparseLinear):
                 assert mine.pattern == theirs.pattern
                 torch.testing.assert_close(
-                    mine.values.double(), theirs.values.double(), rtol=1e-3, atol=1e-4
+                    mine.to_dense().double(), theirs.to_dense().double(), rtol=1e-3, atol=1e-4
                 )
     profiles = popsparse.machine_profiles(model[0])
     assert set(profiles) == {"forward", "grad_input", "grad_weight", "scores", "rewire"} - {

@@ -106,7 +106,7 @@ def weights(model):
     """The patterns, and the dense weights, which show an index that is not its values'."""
     layers = layers_of(model)
     return {
-        name: (layer.pattern.flat.clone(), layer.to_dense().detach().clone())
+        name: (layer.pattern.sorted_flat.clone(), layer.to_dense().detach().clone())
         for name, layer in layers.items()
     }
 

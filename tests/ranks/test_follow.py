@@ -17,7 +17,7 @@ def rewirings(grid, nnz, moved, generator, block_size=1):
     free = (~before.contains(torch.arange(before.total))).nonzero().flatten()
     drop = torch.randperm(nnz, generator=generator)[:moved]
     grow = free[torch.randperm(len(free), generator=generator)[:moved]]
-    return Rewiring.make(before, drop, grow)
+    return Rewiring.make(before, drop, grow, row_major=True)
 
 
 def follow(ranks, rewiring, wholes, fills):
@@ -108,7 +108,9 @@ def test_slots_may_become_more_or_fewer(size, dropped, grown, seed):
     before = SparsePattern.random((4, 6), nnz=9, generator=g)
     free = (~before.contains(torch.arange(before.total))).nonzero().flatten()
     drop = torch.randperm(9, generator=g)[:dropped]
-    rewiring = Rewiring.make(before, drop, free[torch.randperm(15, generator=g)[:grown]])
+    rewiring = Rewiring.make(
+        before, drop, free[torch.randperm(15, generator=g)[:grown]], row_major=True
+    )
     whole = torch.randn((9, 2), generator=g)
     expected = rewiring.apply(whole, 7.0)
 

@@ -71,6 +71,7 @@ def wanted(found, rank):
     ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("wire", [None, torch.bfloat16])
 @pytest.mark.parametrize("exchange", ["pieces", "samples", None])
 @given(data=st.data())

@@ -197,6 +197,7 @@ def test_a_page_from_stored_figures_is_that_from_the_run():
     assert again.words == fresh.words
 
 
+@pytest.mark.slow
 def test_pages_of_large_programs_stay_small():
     graph = Graph(Target(tiles=16))
     first = graph.add_variable(FLOAT, [1], "first", tiles=0)

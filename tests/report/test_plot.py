@@ -83,6 +83,7 @@ def test_churn(tmp_path):
         assert line.get_ydata().tolist() == records.churn(name).tolist()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layers", [1, 7, 40, 41, 100])
 def test_names_never_lie_over_one_another(layers, tmp_path):
     model, trainer = record(tmp_path, layers)

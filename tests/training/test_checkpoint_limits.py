@@ -120,6 +120,7 @@ def test_names_that_make_memory_from_a_number(refused, name):
     refused(data_of(CALL % name), "expected tensors, got")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [b"builtins\nbytearray", b"__builtin__\nbytearray"])
 def test_that_the_memory_would_be_taken_otherwise(name):
     """What the test before refuses is let through by torch.load itself."""

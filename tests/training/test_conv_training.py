@@ -65,6 +65,7 @@ def sgd(model):
     return torch.optim.SGD(model.parameters(), lr=0.02, momentum=0.9)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("b", [1, 2])
 @pytest.mark.parametrize("name", BY_NAME)
 def test_every_algorithm_as_on_the_unfolded_input(name, b):

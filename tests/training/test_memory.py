@@ -29,6 +29,7 @@ def test_a_large_layer_trains_and_changes_its_pattern_in_300_megabytes(tmp_path)
     assert figures["peak"] > 4 * 4 * figures["nnz"]  # values, gradient and Adam's two moments
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 def test_the_benchmark_says_what_the_memory_is_made_of(tmp_path):
     result = tmp_path / "memory.json"
@@ -39,9 +40,10 @@ def test_the_benchmark_says_what_the_memory_is_made_of(tmp_path):
     assert parts["values and bias"] == parts["gradient"] == 4 * (weights + 1024)
     assert 8 * (weights + 1024) <= parts["optimizer"] <= 8 * (weights + 1024) + 64  # two steps
     assert parts["x, dY, gradient of x"] == 3 * 4 * 256 * 1024
-    assert 3 * 4 * weights <= parts["pattern and index"] <= 4 * 4 * weights
+    # Columns, slots, and both by columns; pointers to rows and columns.
+    assert 4 * 4 * weights <= parts["pattern and index"] <= 4 * (4 * weights + 3 * 1025)
     if native.load() is not None:
-        assert 11 * weights <= parts["panels"] <= 14 * weights
+        assert 11 * weights <= parts["panels"] <= 18 * weights
         assert parts["scratch of the kernels"] > 0
     assert figures["machine"]["threads"] >= 1
     assert max(figures["peaks"].values()) == figures["peak"] >= sum(parts.values())
@@ -70,6 +72,7 @@ def is_glibc() -> bool:
     return sys.platform == "linux" and hasattr(ctypes.CDLL(None), "gnu_get_libc_version")
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not is_glibc(), reason="of glibc")
 @pytest.mark.parametrize("how", ["keep", "as it comes"])
 def test_freed_memory_stays_where_it_is_asked_to(how):

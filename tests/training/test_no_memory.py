@@ -59,6 +59,7 @@ def update(trainer, refused, monkeypatch):
     return scarce.count, None
 
 
+@pytest.mark.slow
 # What grows in Adagrad's state starts with something else than zero.
 @pytest.mark.parametrize(
     ("name", "optimizer"),

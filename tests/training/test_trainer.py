@@ -80,8 +80,9 @@ def test_blocks():
     gradient[0, 2:4] = gradient[1, 2:4] = 0.4  # block 1: sum 1.6, maximum 0.4
     gradient[3, 3] = -0.9  # block 4
     step_with_gradient(layer, trainer, gradient)
-    assert layer.pattern.flat.tolist() == [0, 3, 4, 5]
-    assert layer.values[:, 1, 0].tolist() == pytest.approx([4, 2, 0, -3])
+    # The slot of block 1 goes to block 4.
+    assert layer.pattern.flat.tolist() == [0, 4, 3, 5]
+    assert layer.values[:, 1, 0].tolist() == pytest.approx([4, 0, 2, -3])
 
 
 def test_gradients_and_optimizer_state_follow():

@@ -78,7 +78,7 @@ def test_a_start_with_an_entry_for_every_slot(request):
 
 def test_the_active_weights_keep_their_memory(off_cpu):
     net = model(4, torch.float32)
-    own = ds.TopKAST(net, torch.optim.SGD(net.parameters(), lr=0.1), **TIMES)
+    own = ds.TopKAST(net, torch.optim.SGD(net.parameters(), lr=5.0), **TIMES)
     layers = list(own.layers.values())
 
     def memory():

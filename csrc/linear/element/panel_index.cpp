@@ -14,7 +14,8 @@ constexpr i64 MOST_MINORS = i64{1} << 16;
 
 // What is needed to find the arrays, at the beginning of the memory.
 struct Header {
-  i64 size, panels, majors, entries, by_columns;
+  i64 size, panels, majors, entries;
+  i64 lists;  // how many i32 for every entry; 0: those of a major and panel lie side by side
 };
 
 i64 rounded(i64 bytes) { return ceil_div(bytes, 64) * 64; }
@@ -23,11 +24,11 @@ i64 bytes_of(const Header& h) {
   const i64 visits = h.panels * h.majors;
   return rounded(sizeof(Header)) + rounded((visits + 1) * sizeof(i32)) +
          rounded(h.entries * sizeof(u16)) +
-         (h.by_columns ? 2 * rounded(h.entries * sizeof(i32)) : rounded(visits * sizeof(i32)));
+         (h.lists ? h.lists * rounded(h.entries * sizeof(i32)) : rounded(visits * sizeof(i32)));
 }
 
-Header header_of(i64 majors, i64 minors, i64 entries, i64 size, bool by_columns) {
-  return {size, ceil_div(most(minors, 1), size), majors, entries, by_columns};
+Header header_of(i64 majors, i64 minors, i64 entries, i64 size, i64 lists) {
+  return {size, ceil_div(most(minors, 1), size), majors, entries, lists};
 }
 
 // Calls visit(panel, first entry, end) for every panel of a major. False where its entries are not
@@ -62,9 +63,9 @@ PanelIndex panel_index(const void* memory) {
   const i64 visits = h.panels * h.majors;
   PanelIndex index = {h.size, h.panels, take_i32(visits + 1), nullptr, nullptr, nullptr, nullptr};
   index.idx = reinterpret_cast<const u16*>(take(h.entries * sizeof(u16)));
-  if (h.by_columns) {
+  if (h.lists) {
     index.order = take_i32(h.entries);
-    index.inverse = take_i32(h.entries);
+    if (h.lists > 1) index.inverse = take_i32(h.entries);
   } else {
     index.values = take_i32(visits);
   }
@@ -99,15 +100,15 @@ i64 dynsparse_panels_size(i64 majors, i64 minors, i64 entries, i32 by_columns, i
   return ceil_div(even, LINE) * LINE;
 }
 
-i64 dynsparse_panels_bytes(i64 majors, i64 minors, i64 entries, i64 size, i32 by_columns) {
-  return dynsparse::bytes_of(dynsparse::header_of(majors, minors, entries, size, by_columns));
+i64 dynsparse_panels_bytes(i64 majors, i64 minors, i64 entries, i64 size, i32 lists) {
+  return dynsparse::bytes_of(dynsparse::header_of(majors, minors, entries, size, lists));
 }
 
-int dynsparse_panels_make(const i32* ptr, const i32* idx, const i32* order, i64 majors, i64 minors,
-                          i64 size, void* memory, i32 threads) {
+int dynsparse_panels_make(const i32* ptr, const i32* idx, const i32* order, i32 lists, i64 majors,
+                          i64 minors, i64 size, void* memory, i32 threads) {
   using namespace dynsparse;
   Header& header = *static_cast<Header*>(memory);
-  header = header_of(majors, minors, ptr[majors], size, order != nullptr);
+  header = header_of(majors, minors, ptr[majors], size, lists);
   const PanelIndex index = panel_index(memory);
   i32* const starts = const_cast<i32*>(index.starts);
   u16* const to_idx = const_cast<u16*>(index.idx);
@@ -133,13 +134,13 @@ int dynsparse_panels_make(const i32* ptr, const i32* idx, const i32* order, i64 
       const i64 to = starts[panel * majors + m];
       const i32 base = static_cast<i32>(panel * header.size);
       for (i64 p = from; p < end; p++) to_idx[to + p - from] = static_cast<u16>(idx[p] - base);
-      if (order)
+      if (lists)
         std::memcpy(to_order + to, order + from, (end - from) * sizeof(i32));
       else
         to_values[panel * majors + m] = static_cast<i32>(from);
     });
   }
-  if (!order) return 0;
+  if (!inverse) return 0;
 #pragma omp parallel for schedule(static) num_threads(threads)
   for (i64 entry = 0; entry < header.entries; entry++)
     inverse[to_order[entry]] = static_cast<i32>(entry);

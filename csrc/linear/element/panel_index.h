@@ -15,11 +15,11 @@ struct PanelIndex {
   i64 panels;
   const i32* starts;   // [panel][major], and one more: where the entries of each begin
   const u16* idx;      // [entry]: its minor, counted from the panel's first
-  // By rows: the entries of a row and panel lie side by side among the values, too.
-  const i32* values;   // [panel][major]: the first one's value; null by columns
-  // By columns.
-  const i32* order;    // [entry]: where its value is; null by rows
-  const i32* inverse;  // [value]: which entry has it
+  // Where the entries of a row and panel lie side by side among the values, too.
+  const i32* values;   // [panel][major]: the first one's value; null otherwise
+  // Otherwise.
+  const i32* order;    // [entry]: where its value is
+  const i32* inverse;  // [value]: which entry has it; null by rows
 };
 
 // What dynsparse_panels_make has written to `memory`.

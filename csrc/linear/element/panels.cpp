@@ -142,6 +142,10 @@ void add_share(const ElementPass& pass, const Tile& tile, i64 k, i64 begin, i64 
 
 // The sums of a part that is worked on by rows.
 void deliver(const ElementPass& pass, const Own& own, const Part& part) {
+  if (const i32* slots = part.index.order) {
+    for (i64 p = part.begin; p < part.end; p++) pass.sums[slots[p]] = own.sums[p];
+    return;
+  }
   const i32* to = part.index.values + part.panel * pass.majors;
   for (i64 m = own.first; m < own.last; m++) {
     const i64 from = part.starts[m];
@@ -165,9 +169,10 @@ bool run_in_panels(const ElementPass& pass) {
       largest = most(largest, starts[last] - starts[first]);
     }
   }
-  // In one panel by rows everything has the order of the values. With several tiles there is memory
-  // for the weights and sums of all panels, else for one panel of every thread.
-  const bool natural = index.values && index.panels == 1, by_columns = index.order != nullptr;
+  // In one panel whose values lie side by side everything has their order. With several tiles there
+  // is memory for the weights and sums of all panels, else for one panel of every thread.
+  const bool natural = index.values && index.panels == 1;
+  const bool by_columns = index.inverse != nullptr;
   const i64 room = natural ? 0 : tiles > 1 ? entries : pass.threads * largest;
   const i64 weights_size = pass.out ? room : 0;
   const i64 sums_size = !pass.sums ? 0 : by_columns ? entries : room;

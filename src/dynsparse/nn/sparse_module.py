@@ -169,6 +169,9 @@ class SparseModule(nn.Module):
 
     def _prepared(self, pattern: SparsePattern, values: Tensor | None) -> Callable[[], None]:
         """What changes over to a pattern and its values, and takes no memory to do so."""
+        own: SparsePattern | None = vars(self).get("_pattern")  # none while the layer is made
+        if own is not None and own.nnz == pattern.nnz and not own._is_row_major:
+            pattern = pattern._with_slots()  # sizes stay: nothing is compiled or captured anew
         # Made now, and not in the next call, which a compiler may watch.
         state = LayerState(pattern, self.values if values is None else values, None)
         before = self._state
@@ -269,7 +272,7 @@ class SparseModule(nn.Module):
         Raises:
             ValueError: as `rewire`.
         """
-        if rewiring.before is not self._pattern and rewiring.before != self._pattern:
+        if not self._pattern._has_slots_of(rewiring.before):
             raise ValueError(
                 f"the rewiring starts from {rewiring.before}, the layer holds {self._pattern}"
             )
@@ -324,6 +327,12 @@ class SparseModule(nn.Module):
         whole layer stays."""
         return self.resizable or isinstance(self.executor, Part)
 
+    @property
+    def keeps_slots(self) -> bool:
+        """Whether slots may have any order, so that survivors of an update stay where they are.
+        Rectangles and targets need row-major order."""
+        return self.executor is (None if self.executor is None else getattr(self, "active", None))
+
     def _check_capacity(self, pattern: SparsePattern) -> None:
         own = self._pattern
         alike = (pattern.shape, pattern.block_size) == (own.shape, own.block_size)
@@ -335,13 +344,11 @@ class SparseModule(nn.Module):
                 f"the layer holds {own}; the new pattern must have the same shape, block size and "
                 f"number of blocks, got {pattern}"
             )
-        if not pattern._is_row_major:
-            active = None if self.executor is None else getattr(self, "active", None)
-            if is_sharded(self.values) or self.executor is not active:
-                raise ValueError(
-                    "rows and cols are not in row-major order, which shards, rectangles and "
-                    "targets need: make rewirings with row_major=True"
-                )
+        if not (self.keeps_slots or pattern._is_row_major):
+            raise ValueError(
+                "rows and cols are not in row-major order, which rectangles and targets need: "
+                "make rewirings with row_major=True"
+            )
 
     def to_dense(self) -> Tensor:
         """The weight as an [out, in] tensor, differentiable in the values.

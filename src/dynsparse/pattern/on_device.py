@@ -18,6 +18,7 @@ __all__ = [
     "move",
     "places",
     "positions",
+    "refill",
     "sent",
     "sources",
     "told",
@@ -93,6 +94,24 @@ def merge(flat: Tensor, drop: Tensor, grow: Tensor) -> tuple[Tensor, Tensor]:
     count = len(flat) - len(drop) + len(grow)
     after = torch.cat([kept, grow]).sort().values.narrow(0, 0, count)
     return after, sources(flat, after)
+
+
+def refill(source: Tensor) -> tuple[Tensor, Tensor]:
+    """The slots of sorted entries where survivors keep theirs, and grown ones get the free slots in
+    order: int32 [nnz]; and which slots are those, bool [nnz].
+
+    Args:
+        source: int32 [nnz], the old slot of each entry, -1 where it was grown; as many are free.
+    """
+    count, grown = len(source), source < 0
+    kept = torch.where(grown, count, source).long()
+    free = grown.new_ones(count + 1).index_fill_(0, kept, False).narrow(0, 0, count)
+    # Free slot j goes to place j, all others to one behind them that nobody reads.
+    place = torch.where(free, free.cumsum(0) - 1, count)
+    own = torch.arange(count, dtype=torch.int32, device=source.device)
+    ordered = own.new_empty(count + 1).index_copy_(0, place, own)
+    given = ordered.index_select(0, (grown.cumsum(0) - 1).clamp_(min=0))
+    return torch.where(grown, given, source), free
 
 
 def sources(flat: Tensor, after: Tensor) -> Tensor:

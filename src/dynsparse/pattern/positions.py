@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.compiler import is_compiling
 
-from dynsparse.encoding import by_columns, by_slots, empty, slots_of
+from dynsparse.encoding import by_columns, by_slots, empty, moved
 from dynsparse.pattern.arriving import Arriving
 from dynsparse.pattern.on_device import column_pointers, places, positions
 
@@ -258,10 +258,9 @@ class Positions:
         """The kernels' index tensors, made once per pattern."""
         with _plain_tensors():
             pointers, rows, entries = by_columns(self.row_ptr, self.sorted_cols, self.grid[1])
-            return PatternIndex(
-                self.row_ptr, self.sorted_cols, pointers, rows, slots_of(entries, self.slots),
-                self.slots,
-            )  # fmt: skip
+            slots = self.slots
+            order = moved(slots, entries) if len(slots) else entries
+            return PatternIndex(self.row_ptr, self.sorted_cols, pointers, rows, order, slots)
 
     def by_rows(self, by_slot: Tensor) -> Tensor:
         """What has an entry for each slot ([nnz, ...]), in row-major order."""

@@ -4,18 +4,18 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
 from dynsparse.checks import check_kind, check_tensor
-from dynsparse.encoding import follow_, merge, moved, slots_of
+from dynsparse.encoding import by_slots, copied, follow_, merge, moved, slots_of
 from dynsparse.files.shorten import shortened
 from dynsparse.pattern.arriving import Arriving
 from dynsparse.pattern.coordinates import INT32_MAX, coordinates
 from dynsparse.pattern.on_device import merge as merge_on_device
-from dynsparse.pattern.on_device import move, sources
+from dynsparse.pattern.on_device import move, refill, sources
 from dynsparse.pattern.sparse_pattern import SparsePattern
 from dynsparse.typed import typed
 
@@ -41,6 +41,8 @@ class Rewiring:
     before: SparsePattern
     after: SparsePattern
     source: Tensor
+    # The slots that `make` gave to grown blocks, int64, ascending; `source` follows from them.
+    _reused: ClassVar[Tensor | None] = None
 
     def __post_init__(self) -> None:
         _check_alike(self.before, self.after)
@@ -76,28 +78,43 @@ class Rewiring:
         grow: Tensor,
         unless: Tensor | None = None,
         all_new: bool = False,
+        *,
+        row_major: bool = False,
     ) -> Rewiring:
         """As `make`, on the device of `drop` and `grow`, without waiting for it.
 
         Nothing is looked through. A position that is dropped and grown in one counts as neither.
-        Slots get row-major order: survivors move.
 
         Args:
             unless: bool, on the device: where it holds the pattern stays as it is. Only for updates
                 that keep the number of blocks.
             all_new: no position of `grow` is one that `drop` leaves, so that as many are grown
                 (none where `unless` holds), which the host then knows.
+            row_major: see `make`.
         """
         with torch.inference_mode(False):
             before, slots = pattern._sorted_flat_on(drop.device), pattern._slots_on(drop.device)
-            leaving = slots.argsort().index_select(0, drop) if len(slots) else drop
+            own = torch.arange(len(before), dtype=torch.int32, device=before.device)
+            leaving = by_slots(own.long(), slots).index_select(0, drop) if len(slots) else drop
             flat, source = merge_on_device(before, leaving, grow)
             source = _slots_of_sources(source, slots)
-            if unless is not None:
+            slots_after = None
+            if len(drop) == len(grow) and not row_major:
+                # Freed slots go to grown blocks in order, as `make` does it.
+                slots_after, free = refill(source)
+                source = torch.where(free, -1, own)
+                if unless is not None:
+                    flat = torch.where(unless, before, flat)
+                    source = torch.where(unless, own, source)
+                    slots_before = slots if len(slots) else own
+                    slots_after = torch.where(unless, slots_before, slots_after)
+            elif unless is not None:
                 flat = torch.where(unless, before, flat)
-                stays = torch.arange(len(before), dtype=torch.int32, device=before.device)
-                source = torch.where(unless, slots if len(slots) else stays, source)
-        made = cls._held_there(pattern, SparsePattern._on_device(flat, pattern), source)
+                source = torch.where(unless, own, source)
+        after = SparsePattern._on_device(flat, pattern, slots_after)
+        made = cls._held_there(pattern, after, source)
+        if slots_after is not None:
+            vars(made)["keeps_slots"] = True
         if all_new:
             vars(made)["_joined"] = len(grow)
         return made
@@ -111,6 +128,11 @@ class Rewiring:
 
     def __getattr__(self, name: str) -> Any:
         # Asked for what is not there only.
+        if name == "source" and self._reused is not None:
+            source = torch.arange(self.after.nnz, dtype=torch.int32)
+            source[self._reused] = -1
+            vars(self).update(source=source)
+            return source
         if name != "source" or "_held" not in vars(self):
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
         coming = vars(self).get("_coming")
@@ -127,14 +149,15 @@ class Rewiring:
         self.before._send()
         self.after._send()
         own = vars(self)
-        if "source" not in own and own.get("_coming") is None:
+        if "source" not in own and "_held" in own and own.get("_coming") is None:
             own["_coming"] = Arriving(own["_held"])
 
     @property
     def _is_here(self) -> bool:
         """Whether nobody would wait who asked for any of it."""
         coming = vars(self).get("_coming")
-        own = "source" in vars(self) or (coming is not None and coming.is_there)
+        own = "_held" not in vars(self) or "source" in vars(self)
+        own = own or (coming is not None and coming.is_there)
         return own and self.before._is_here and self.after._is_here
 
     @property
@@ -170,29 +193,25 @@ class Rewiring:
         """
         check_kind("pattern", pattern, SparsePattern, "a SparsePattern")
         drop, grow = _integers("drop", drop), _integers("grow", grow)
-        entries = pattern.entries
-        leaving = drop
-        if entries is not None:
-            if len(drop) and not (int(drop.min()) >= 0 and int(drop.max()) < pattern.nnz):
-                raise ValueError(f"slots to drop must lie in [0, {pattern.nnz})")
-            leaving = entries[drop].sort().values
+        slots = pattern.slots
+        leaving = _entries_of(drop, slots) if len(slots) else drop
         merged = merge(pattern.row_ptr, pattern.sorted_cols, pattern.grid[1], leaving, grow)
         if len(merged.cols) > INT32_MAX:
             raise ValueError(f"at most {INT32_MAX} blocks fit a pattern, got {len(merged.cols)}")
         source = merged.source  # by entries so far
-        kept = source >= 0
         after = SparsePattern.__new__(SparsePattern)
         after.shape, after.block_size = pattern.shape, pattern.block_size
-        slots = source.new_empty(0)
-        if entries is not None:
-            source = torch.where(kept, pattern.slots[source.clamp(min=0)], -1)
-        if len(drop) == len(grow) and not row_major:
-            # Freed slots go to grown blocks in order, so that slots stay near row-major order.
-            slots = source.masked_scatter(~kept, drop.int().sort().values)
-            source = torch.arange(pattern.nnz, dtype=torch.int32)
-            source[drop] = -1
+        if len(drop) != len(grow) or row_major:
+            after._hold(merged.row_ptr, merged.cols, source.new_empty(0))
+            return cls._trusted(pattern, after, _slots_of_sources(source, slots))
+        # Freed slots go to grown blocks in order, so that slots stay near row-major order.
+        reused = drop.sort().values
+        slots = moved(slots, source) if len(slots) else copied(source)
+        slots.masked_scatter_(source < 0, reused.int())
         after._hold(merged.row_ptr, merged.cols, slots)
-        return cls._trusted(pattern, after, source)
+        made = cls.__new__(cls)
+        vars(made).update(before=pattern, after=after, _reused=reused)
+        return made
 
     @classmethod
     @typed
@@ -216,7 +235,9 @@ class Rewiring:
     @cached_property
     def keeps_slots(self) -> bool:
         """Whether every survivor keeps its slot, so that only those of grown blocks get others.
-        Not said of updates on a device, where survivors move."""
+        Of updates on a device only those are said to that were made so."""
+        if self._reused is not None:
+            return True
         if "_held" in vars(self) or not self.keeps_size:
             return False
         slots = torch.arange(self.after.nnz, dtype=torch.int32)
@@ -230,11 +251,14 @@ class Rewiring:
     @property
     def grown(self) -> Tensor:
         """The new slots that were grown, int64."""
-        return (self.source < 0).nonzero().flatten()
+        reused = self._reused
+        return (self.source < 0).nonzero().flatten() if reused is None else reused
 
     @property
     def dropped(self) -> Tensor:
         """The old slots that left, int64."""
+        if self._reused is not None:
+            return self._reused
         leaves = torch.ones(self.before.nnz, dtype=torch.bool)
         leaves[self.source[self.source >= 0].long()] = False
         return leaves.nonzero().flatten()
@@ -250,7 +274,10 @@ class Rewiring:
         self._check_fill(fill, tensor)
         if self._is_followed_there(tensor):
             return move(tensor, self._source_on(tensor.device), fill)
-        if tensor.requires_grad and len(tensor):  # who asks for it gets something differentiable
+        if self._reused is not None:
+            out = tensor.clone() if tensor.requires_grad else copied(tensor)
+            out[self._reused] = 0
+        elif tensor.requires_grad and len(tensor):  # who asks for it gets something differentiable
             out = tensor.index_select(0, self.source.clamp(min=0))
             out[self.source < 0] = 0
         else:
@@ -282,7 +309,10 @@ class Rewiring:
         for tensor in there:  # as copy_ does, but for tensors without memory, too
             torch._foreach_copy_([tensor], [move(tensor, self._source_on(tensor.device), fill)])
         tensors = tuple(t for t in tensors if not self._is_followed_there(t))
-        if tensors and self._ascends:
+        if self._reused is not None:
+            for tensor in tensors:
+                tensor[self._reused] = 0
+        elif tensors and self._ascends:
             follow_(tensors, self.source)
         else:
             for tensor in tensors:
@@ -294,7 +324,7 @@ class Rewiring:
     def _ascends(self) -> bool:
         """Whether survivors stay in the same order, in which they move in place on the CPU. To find
         out takes memory: once, before anything changes."""
-        if "_held" in vars(self):
+        if "_held" in vars(self) or self._reused is not None:
             return True
         kept = self.source[self.source >= 0]
         return bool((kept[1:] > kept[:-1]).all())
@@ -325,6 +355,19 @@ class Rewiring:
                 f"expected a tensor with {self.before.nnz} leading entries, "
                 f"got the shape {list(tensor.shape)}"
             )
+
+
+def _entries_of(drop: Tensor, slots: Tensor) -> Tensor:
+    """The entries in row-major order of slots to drop, int64, ascending."""
+    nnz = len(slots)
+    if len(drop) and not (int(drop.min()) >= 0 and int(drop.max()) < nnz):
+        raise ValueError(f"slots to drop must lie in [0, {nnz})")
+    leaves = torch.zeros(nnz, dtype=torch.bool)
+    leaves[drop] = True
+    entries = leaves[slots].nonzero().flatten()
+    if len(entries) != len(drop):
+        raise ValueError("slots to drop must be distinct")
+    return entries
 
 
 def _slots_of_sources(source: Tensor, slots: Tensor) -> Tensor:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from dynsparse.checks import check_integer, check_kind, check_tensor, check_within, is_scipy
-from dynsparse.encoding import slots_of
+from dynsparse.encoding import empty, slots_of
 from dynsparse.files.html import html_table
 from dynsparse.files.shorten import shortened
 from dynsparse.pattern.coordinates import (
@@ -44,18 +44,27 @@ class SparsePattern(Positions):
     """
 
     def __init__(self, rows: Any, cols: Any, *, shape: Sequence[int], block_size: int = 1) -> None:
+        self._take(rows, cols, shape, block_size)
+
+    def _take(
+        self, rows: Any, cols: Any, shape: Sequence[int], block_size: int, in_order: bool = False
+    ) -> None:
+        """See the constructor; `in_order`: whether the slots have the order of the coordinates."""
         shape, block_size, grid = block_grid(shape, block_size)
         row = coordinates(rows, "rows", grid[0])
         col = coordinates(cols, "cols", grid[1])
         if len(row) != len(col):
             raise ValueError(f"rows and cols differ in length: {len(row)} and {len(col)}")
-        flat = np.sort(row * grid[1] + col)
+        given = row * grid[1] + col
+        flat = np.sort(given)
         if len(flat) > 1 and (repeats := flat[1:] == flat[:-1]).any():
             r, c = divmod(int(flat[1:][repeats][0]), grid[1])
             raise ValueError(
                 f"{int(repeats.sum())} duplicate coordinates, the first is (row {r}, col {c})"
             )
         self._set(torch.from_numpy(flat), shape, block_size)
+        if in_order and not np.array_equal(flat, given):
+            self.slots = torch.from_numpy(given.argsort()).int()
 
     def _set(self, flat: Tensor, shape: tuple[int, int], block_size: int) -> None:
         if len(flat) > INT32_MAX:
@@ -85,20 +94,50 @@ class SparsePattern(Positions):
         cls, rows: Any, cols: Any, *, shape: Sequence[int], block_size: int = 1
     ) -> SparsePattern:
         """As the constructor, with the slots in the order of `rows` and `cols`."""
-        pattern = cls(rows, cols, shape=shape, block_size=block_size)
-        width = pattern.grid[1]
-        flat = coordinates(rows, "rows", pattern.grid[0]) * width + coordinates(cols, "cols", width)
-        return cls._by_slots(torch.from_numpy(flat), pattern)
+        pattern = cls.__new__(cls)
+        pattern._take(rows, cols, shape, block_size, in_order=True)
+        return pattern
+
+    def _with_slots(self) -> SparsePattern:
+        """The same slots, held even where they have row-major order: what reads them keeps its
+        tensors' sizes when an update changes the order."""
+        if not self._is_row_major:
+            return self
+        pattern = SparsePattern.__new__(SparsePattern)
+        pattern.shape, pattern.block_size = self.shape, self.block_size
+        if "sorted_cols" in vars(self):
+            slots = empty(self.nnz, dtype=torch.int32)
+            pattern._hold(self.row_ptr, self.sorted_cols, torch.arange(self.nnz, out=slots))
+        if self._there is not None:
+            pattern._there = self._read(
+                lambda row_ptr, cols, _: (
+                    row_ptr.clone(), cols.clone(),
+                    torch.arange(len(cols), dtype=torch.int32, device=cols.device),
+                )
+            )  # fmt: skip
+        return pattern
+
+    def _has_slots_of(self, other: SparsePattern) -> bool:
+        """Whether the same blocks are in the same slots."""
+        if self is other:
+            return True
+        if self._is_row_major and other._is_row_major:
+            return self == other
+        return self == other and torch.equal(self.flat, other.flat)
 
     @classmethod
-    def _on_device(cls, flat: Tensor, like: SparsePattern) -> SparsePattern:
-        """Positions on a device, sorted and distinct by the way they were made, int64 [nnz]; the
-        shape and block size of `like`. Nobody else may write to them."""
+    def _on_device(
+        cls, flat: Tensor, like: SparsePattern, slots: Tensor | None = None
+    ) -> SparsePattern:
+        """Positions on a device, sorted and distinct by the way they were made, int64 [nnz], and
+        the slot of each (int32 [nnz]; None: in this order); the shape and block size of `like`.
+        Nobody else may write to them."""
         pattern = cls.__new__(cls)
         pattern.shape, pattern.block_size = like.shape, like.block_size
         height, width = pattern.grid
-        nothing = flat.new_empty(0, dtype=torch.int32)
-        pattern._there = places(flat, height, width), flat.remainder(width).int(), nothing
+        if slots is None:
+            slots = flat.new_empty(0, dtype=torch.int32)
+        pattern._there = places(flat, height, width), flat.remainder(width).int(), slots
         return pattern
 
     @classmethod

@@ -15,6 +15,7 @@ from dynsparse.nn.sharded import (
     gathered,
     is_sharded,
     local_part,
+    local_range,
     shard_dimension,
     sharded_like,
 )
@@ -117,6 +118,8 @@ class Change:
             for key in names
         ]
         following += [(state[key], fill) for key, fill in keys]
+        if rewiring.keeps_slots:
+            return self._prepare_refill(following)
         shards = [(local_part(tensor), fill) for tensor, fill in following]
         group = values.device_mesh.get_group(shard_dimension(values))  # type: ignore[attr-defined]
         tensors, fills = zip(*shards, strict=True)
@@ -135,6 +138,27 @@ class Change:
             return change_over
 
         return Prepared(values, [self.layer.prepare_moved(rewiring.after)], moved)
+
+    def _prepare_refill(self, following: Sequence[tuple[Tensor, float | Tensor]]) -> Prepared:
+        """As `_prepare_shards`, where survivors stay: each rank writes what grew in its slots."""
+        values, rewiring = self.layer.values, self.rewiring
+        first, last = local_range(values)
+        grown = rewiring.grown
+        mine = (grown >= first) & (grown < last)
+        own = grown[mine] - first
+        writes = []
+        for tensor, fill in following:
+            local = local_part(tensor)
+            if isinstance(fill, Tensor) and fill.dim() == values.dim():
+                fill = fill[(grown[mine] if len(fill) == len(values) else mine).to(fill.device)]
+            writes.append((local, own.to(local.device), fill))
+
+        @torch.no_grad()
+        def change_over() -> None:
+            for local, slots, fill in writes:
+                local[slots] = fill
+
+        return Prepared(values, [self.layer.prepare_moved(rewiring.after), change_over])
 
     def _resize_shards(
         self, made: Sequence[Tensor], keys: Sequence[tuple[str, float]], state: dict[Any, Any]

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from dynsparse.checks import check_not_negative, check_tensor
-from dynsparse.encoding import empty
+from dynsparse.encoding import by_slots, empty
 from dynsparse.nn.sharded import gathered, is_sharded, local_part, own_rows
 from dynsparse.ops.grow import select
 from dynsparse.pattern import SparsePattern
@@ -135,15 +135,18 @@ def lowest_over_ranks(
     Raises:
         ValueError: as `lowest`.
     """
-    orders = [p.slots if p._device.type == "cpu" else None for p in patterns]
-    orders += [None] * (len(scores) - len(orders))
+    none = torch.zeros(0, dtype=torch.int32)
+    orders = [p.slots if p._device.type == "cpu" else none for p in patterns]
+    orders += [none] * (len(scores) - len(orders))
+    if ranks.alone:
+        scores = [gathered(s) for s in scores]
     scores = [
-        s if order is None or not len(order) else s[order.to(s.device)]
+        s[order.to(s.device)] if len(order) and not is_sharded(s) else s
         for s, order in zip(scores, orders, strict=True)
     ]
-    found = _lowest_over_ranks(ranks, scores, counts, spreads, bits)
+    found = _lowest_over_ranks(ranks, scores, counts, spreads, bits, orders)
     return [
-        entries if order is None or not len(order) else order[entries].long().sort().values
+        order[entries].long().sort().values if len(order) else entries
         for entries, order in zip(found, orders, strict=True)
     ]
 
@@ -154,12 +157,12 @@ def _lowest_over_ranks(
     counts: Sequence[int],
     spreads: Sequence[Spread | None] | None,
     bits: int | None,
+    orders: Sequence[Tensor],
 ) -> list[Tensor]:
     spreads = [None] * len(scores) if spreads is None else spreads
     if ranks.alone:
-        scores = [gathered(s) for s in scores]
         return [lowest(s, count) for s, count in zip(scores, counts, strict=True)]
-    parts, slots = _own(ranks, scores, spreads)
+    parts, slots = _own(ranks, scores, spreads, orders)
     limits = _limits(scores, spreads)
     chosen = select_over_ranks(
         ranks.everyone,
@@ -170,7 +173,7 @@ def _lowest_over_ranks(
         below=max(limits, default=0),
         bits=bits,
     )
-    own = [places(slot, mask) for slot, mask in zip(slots, chosen, strict=True)]
+    own = [places(slot, mask).sort().values for slot, mask in zip(slots, chosen, strict=True)]
     leave = joined(ranks.everyone, own, limits)
     return [
         found if spread is None else spread.slots(found)
@@ -245,12 +248,17 @@ def _limits(scores: Sequence[Tensor], spreads: Sequence[Spread | None]) -> list[
 
 
 def _own(
-    ranks: Ranks, scores: Sequence[Tensor], spreads: Sequence[Spread | None]
+    ranks: Ranks,
+    scores: Sequence[Tensor],
+    spreads: Sequence[Spread | None],
+    orders: Sequence[Tensor] | None = None,
 ) -> tuple[list[Tensor], list[Tensor | int]]:
-    """Of each layer the scores that this rank ranks, and their slots, or positions."""
+    """Of each layer the scores that this rank ranks, and their slots, or positions; of shards whose
+    slots have another order (`orders`: the slots in row-major order) the places in that order."""
     parts: list[Tensor] = []
     slots: list[Tensor | int] = []
-    for whole, spread in zip(scores, spreads, strict=True):
+    orders = [torch.zeros(0)] * len(scores) if orders is None else orders
+    for whole, spread, order in zip(scores, spreads, orders, strict=True):
         if is_sharded(whole):
             first, last = own_rows(whole)
             part = local_part(whole.detach())[: last - first]
@@ -260,7 +268,9 @@ def _own(
                 last = first
             part = whole.detach()[first:last]
         parts.append(part)
-        if spread is None:
+        if is_sharded(whole) and len(order):
+            slots.append(by_slots(torch.arange(len(order)), order)[first:last].to(part.device))
+        elif spread is None:
             slots.append(first)
         else:
             slots.append(spread.positions(first, last).to(part.device))

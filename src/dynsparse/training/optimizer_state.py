@@ -60,20 +60,25 @@ def follow_later(
         state: holds the tensors.
         moving: their keys, by what a grown entry starts with.
     """
-    in_place: list[Tensor] = []
+    in_place: dict[float, list[Tensor]] = {}
     beside: dict[Any, Tensor] = {}
     for fill, keys in moving.items():
         for key in keys:
-            small = fill == 0 and rewiring.keeps_size and follows_in_place(state[key])
-            if small and rewiring._ascends:
-                in_place.append(state[key])
+            tensor = state[key]
+            if rewiring._reused is None:
+                small = fill == 0 and rewiring.keeps_size and follows_in_place(tensor)
+                small = small and rewiring._ascends
+            else:
+                small = tensor.is_cpu and type(tensor) in (Tensor, torch.nn.Parameter)
+            if small:
+                in_place.setdefault(fill, []).append(tensor)
             else:
                 beside[key] = rewiring.apply(state[key], fill)
 
     @torch.no_grad()
     def follow() -> None:
-        if in_place:
-            rewiring.apply_(*in_place)
+        for fill, tensors in in_place.items():
+            rewiring.apply_(*tensors, fill=fill)
         for key, made in beside.items():
             if rewiring.keeps_size:
                 state[key].copy_(made)

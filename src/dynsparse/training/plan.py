@@ -40,7 +40,7 @@ from dynsparse.training.plan_there import Decided, carried_out, decided
 from dynsparse.training.schedule import Schedule
 from dynsparse.training.spread import Spread, extents, spreads_of
 
-__all__ = ["GrownValue", "begin_budget", "plan_changes"]
+__all__ = ["GrownValue", "begin_budget", "hold_slots", "plan_changes"]
 
 
 @dataclass
@@ -70,6 +70,14 @@ def begin_budget(budget: Budget, layers: Mapping[str, SparseLinear], ranks: Rank
     if budget.changes_capacity:
         for layer in layers.values():
             layer.resizable = True
+
+
+def hold_slots(layers: Mapping[str, SparseLinear]) -> None:
+    """From now on these layers hold a slot for each entry, so that updates change the order of
+    slots but no tensor's size: nothing is compiled or captured anew."""
+    for layer in layers.values():
+        if layer.keeps_slots and not layer.resizable and layer.pattern._is_row_major:
+            layer._install(layer.pattern._with_slots())
 
 
 def plan_changes(
@@ -299,8 +307,8 @@ def _rewirings(group: Sequence[_Layer]) -> list[Rewiring]:
     made = []
     for one in group:
         with naming(one.name):
-            # Ranks share out slots by position, and devices sort: survivors move with them.
-            made.append(Rewiring.make(one.pattern, one.drop, one.grow, row_major=True))
+            sorts = not one.layer.keeps_slots
+            made.append(Rewiring.make(one.pattern, one.drop, one.grow, row_major=sorts))
     return made
 
 

@@ -136,7 +136,10 @@ _STARTED = f"what grown weights start with held NaN or infinity {_NOT_HAPPENED}d
 
 def _rewired(one: Decided, wrong: Tensor) -> Rewiring:
     unless = wrong if one.keeps_size else None
-    return Rewiring._on_device(one.layer.pattern, one.drop, one.grow, unless, one.all_new)
+    sorts = not one.layer.keeps_slots
+    return Rewiring._on_device(
+        one.layer.pattern, one.drop, one.grow, unless, one.all_new, row_major=sorts
+    )
 
 
 def _start(

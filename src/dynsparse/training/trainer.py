@@ -28,7 +28,7 @@ from dynsparse.training.initial import GradientStep, check_unscaled
 from dynsparse.training.layers import sparse_layers
 from dynsparse.training.optimizer_state import check_optimizer
 from dynsparse.training.pieces import check_drop_score, check_initial_value, check_kinds_of_pieces
-from dynsparse.training.plan import GrownValue, begin_budget, plan_changes
+from dynsparse.training.plan import GrownValue, begin_budget, hold_slots, plan_changes
 from dynsparse.training.reducers import follow_sizes
 from dynsparse.training.schedule import Schedule, is_due_within, said_of_next
 from dynsparse.training.single import check_one_optimizer
@@ -136,6 +136,8 @@ class SparseTrainer(FollowsOptimizer, HasState):
             self.steps = self.updates = 0
             self.on_update: list[UpdateHook] = []
         begin_budget(self.budget, self._trained(), self.ranks)
+        if schedule is not None:
+            hold_slots(self._trained())
         # Without what the algorithms add: that comes after this.
         said = {"algorithm": type(self).__name__, **self._said(), "drop score": name_of(drop_score)}
         if self.ranks.rank == 0:

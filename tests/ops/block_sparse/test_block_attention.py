@@ -11,6 +11,7 @@ import torch
 from against_dense import KINDS, patterns, same
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from kernels_of import needs_kernels
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from dynsparse import SparsePattern, native
@@ -136,7 +137,7 @@ def test_gradients_under_dropout(dtype, block):
     same(found, wanted, ours, oracle, dtype)
 
 
-@pytest.mark.skipif(not native._built_isas(), reason="the compiled kernels are not built")
+@needs_kernels
 def test_threads_change_no_output_and_gradients_only_in_the_last_bits():
     pattern = SparsePattern.random((256, 256), 0.3, block_size=16)
     given = operands(1, 1, 256, 256, 32, 32, torch.float32)
@@ -159,6 +160,7 @@ def test_threads_change_no_output_and_gradients_only_in_the_last_bits():
         torch.testing.assert_close(other[2:], found[0][2:], rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not native._built_isas(), reason="the compiled kernels are not built")
 @pytest.mark.parametrize("isa", native._built_isas())
 def test_every_instruction_set_computes_the_same(isa):

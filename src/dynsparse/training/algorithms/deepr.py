@@ -123,12 +123,12 @@ class DeepR(SparseTrainer):
                 generator = self.growth.generator_for(name, self.steps, "noise")
                 slots, total = self._slots.of(name, layer)
                 shape = total, *values.shape[1:]
-                noise = torch.randn(shape, generator=generator, dtype=values.dtype)[slots][own]
-                if not layer.is_elsewhere:  # drawn in row-major order, whatever the slots
-                    noise = by_slots(noise, layer.pattern.slots)
-                values.add_(
-                    sent(noise, values.device), alpha=math.sqrt(2 * rate * self.temperature)
-                )
+                noise = torch.randn(shape, generator=generator, dtype=values.dtype)[slots]
+                # Drawn in row-major order, whatever the slots.
+                order = layer.pattern._slots_on(values.device)
+                noise = by_slots(sent(noise, values.device), order)
+                noise = noise[own] if sharded else noise
+                values.add_(noise, alpha=math.sqrt(2 * rate * self.temperature))
 
     @torch.no_grad()
     def _undo_own(self, planning: bool) -> Callable[[], None]:

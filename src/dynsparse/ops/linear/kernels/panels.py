@@ -2,7 +2,7 @@
 
 Panels are stretches of columns (forward) or rows (backward) whose activations stay in the caches.
 Kernels for many samples work on the entries panel by panel. The index by rows takes 2 bytes per
-entry, the one by columns 10.
+entry, or 6 where slots have an order of their own; the one by columns takes 10.
 """
 
 from __future__ import annotations
@@ -114,14 +114,14 @@ def _make(
     library = native.load()
     assert library is not None
     size = size or library.dynsparse_panels_size(majors, minors, len(idx), columns, 0)
-    memory = empty(
-        library.dynsparse_panels_bytes(majors, minors, len(idx), size, bool(len(order))),
-        dtype=torch.uint8,
-    )
+    lists = 2 if columns else min(len(order), 1)
+    size_in_bytes = library.dynsparse_panels_bytes(majors, minors, len(idx), size, lists)
+    memory = empty(size_in_bytes, dtype=torch.uint8)
     unordered = library.dynsparse_panels_make(
         ptr.data_ptr(),
         idx.data_ptr(),
         order.data_ptr() or None,
+        lists,
         majors,
         minors,
         size,

@@ -1,0 +1,58 @@
+"""Run the tests that depend on the processor as other machines would.
+
+    python tests/every_machine.py [arguments for pytest]
+
+Once with each instruction set that this processor has and once without compiled kernels; tests of
+kernels once more with four threads while a process spins on each core. Exit status 1 where a run
+failed. Instruction sets that the processor lacks are named.
+"""
+
+import multiprocessing
+import os
+import platform
+import subprocess
+import sys
+
+from dynsparse import native
+
+TESTS = [
+    "tests/ops", "tests/nn", "tests/bench", "tests/csrc", "tests/selfcheck", "tests/test_native.py",
+    "tests/test_encoding.py", "tests/integrations/test_poptorch.py",
+]  # fmt: skip
+THREADED = ["tests/ops", "tests/test_native.py", "tests/test_encoding.py"]
+
+
+def spin() -> None:
+    while True:
+        pass
+
+
+def run(name: str, tests: list[str], **environment: str) -> bool:
+    print(f"\n== {name}", flush=True)
+    command = [sys.executable, "-m", "pytest", *tests, *sys.argv[1:]]
+    return subprocess.run(command, env=os.environ | environment, check=False).returncode == 0
+
+
+def main() -> int:
+    own = native.describe()["available"]
+    passed = {
+        isa: run(isa, TESTS, DYNSPARSE_ISA=isa, OMP_NUM_THREADS="1") for isa in ["none", *own]
+    }
+    spinning = [multiprocessing.Process(target=spin, daemon=True) for _ in range(os.cpu_count())]
+    for process in spinning:
+        process.start()
+    busy = "four threads on busy cores"
+    passed[busy] = run(busy, THREADED, OMP_NUM_THREADS="4")
+    for process in spinning:
+        process.kill()
+    print()
+    for name, well in passed.items():
+        print(f"{name}: {'passed' if well else 'FAILED'}")
+    known = ["v2", "v3", "v4"] if platform.machine() in ("x86_64", "AMD64") else ["neon"]
+    if missing := [isa for isa in known if isa not in own]:
+        print(f"not covered by this machine: {', '.join(missing)}")
+    return 0 if all(passed.values()) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
