@@ -169,7 +169,7 @@ def test_state_that_does_not_fit_changes_nothing():
             layer.load_state_dict(state)
         assert layer.pattern == before.pattern
         assert torch.equal(layer.values, before.values)
-    with pytest.raises(RuntimeError, match="Missing key"):
+    with pytest.raises(RuntimeError, match="values without rows and cols"):
         layer.load_state_dict({"values": layer.values, "bias": layer.bias})
 
 

@@ -167,3 +167,28 @@ def test_resizing_states_follow():
         ]
 
     assert len({tuple(sizes) for sizes in over(2, work)}) == 1
+
+
+@pytest.mark.parametrize("own", [None, "auto"])
+def test_a_wrapper_in_a_world_of_one_follows_changes_of_size(own, tmp_path):
+    store = torch.distributed.FileStore(str(tmp_path / "store"), 1)
+    torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
+    try:
+        found = []
+        for wrap in (torch.nn.parallel.DistributedDataParallel, lambda model: model):
+            model = model_of()
+            wrapped, optimizer = wrap(model), optimizer_of(model, "sgd")
+            trainer = GMP(
+                model, optimizer, total_steps=8, final_density=0.1, update_interval=2, ranks=own
+            )
+            g = torch.Generator().manual_seed(0)
+            for _ in range(8):
+                optimizer.zero_grad()
+                x = torch.randn(4, model[0].in_features, generator=g, dtype=torch.float64)
+                wrapped(x).square().mean().backward()
+                trainer.step()
+            assert trainer.updates > 2
+            found.append(weights(model))
+        assert apart(*found) == (True, 0.0)
+    finally:
+        torch.distributed.destroy_process_group()

@@ -131,6 +131,38 @@ def test_state_in_lists_is_right_for_survivors_and_said_of_grown():
     assert torch.equal(moments[2][kept], wanted[kept])
 
 
+class Around(torch.optim.Optimizer):
+    """Steps an optimizer that it holds, and has no state of its own, as ZeroRedundancyOptimizer,
+    Lookahead and SAM."""
+
+    def __init__(self, parameters):
+        self.inner = torch.optim.Adam(parameters, lr=1e-2)
+        super().__init__(self.inner.param_groups, {})
+        self.param_groups = self.inner.param_groups
+
+    def step(self, closure=None):
+        self.inner.step()
+
+
+@pytest.mark.parametrize("block", [1, 4])
+def test_an_optimizer_inside_another_is_as_by_itself(block):
+    found = []
+    for make in (Around, lambda parameters: torch.optim.Adam(parameters, lr=1e-2)):
+        model = network(block)
+        optimizer = make(model.parameters())
+        trainer = ds.RigL(model, optimizer, total_steps=100, update_interval=2)
+        g = torch.Generator().manual_seed(1)
+        for _ in range(STEPS):
+            optimizer.zero_grad()
+            model(torch.randn(16, IN, generator=g)).square().mean().backward()
+            trainer.step()
+        assert trainer.updates > 3
+        state = getattr(optimizer, "inner", optimizer).state[model[0].values]
+        found.append((model[0].values, state["exp_avg"], state["exp_avg_sq"]))
+        assert model[0].pattern != network(block)[0].pattern
+    assert all(map(torch.equal, *found))
+
+
 def test_state_in_lists_is_refused_where_survivors_move():
     model = network()
     optimizer = InLists(model.parameters())
@@ -164,6 +196,62 @@ def test_an_average_kept_as_a_list_of_tensors():
     assert always.sum() > 10
     own = model[0].pattern.to_dense(average[0])
     torch.testing.assert_close(own[always], dense[always], rtol=1e-6, atol=1e-8)
+
+
+@pytest.mark.parametrize("name", ["RigL", "GMP", "DeepR"])
+@pytest.mark.parametrize("with_optimizer", [False, True])
+def test_back_to_an_earlier_model_in_a_training(name, with_optimizer):
+    """Moments of connections that are in both patterns stay theirs, all others start anew; those
+    that are loaded, too, are taken as they are."""
+    model = network()
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
+    more = {"final_density": 0.1} if name == "GMP" else {}
+    trainer = getattr(ds, name)(model, optimizer, total_steps=100, update_interval=2, **more)
+    g = torch.Generator().manual_seed(1)
+
+    def step():
+        optimizer.zero_grad()
+        model(torch.randn(16, IN, generator=g)).square().mean().backward()
+        return trainer.step()
+
+    for _ in range(4):
+        step()
+    best, state = copy.deepcopy((model.state_dict(), optimizer.state_dict()))
+    old, layer = model[0].pattern, model[0]
+    for _ in range(5):
+        step()
+    if name == "DeepR":
+        signs = layer.pattern.to_dense(trainer.signs["0"])
+    moments = layer.pattern.to_dense(optimizer.state[layer.values]["exp_avg"])
+    survives = layer.pattern.to_mask() & old.to_mask()
+    assert 0 < survives.sum() < old.nnz
+    model.load_state_dict(best)
+    if with_optimizer:
+        optimizer.load_state_dict(state)
+        wanted = old.to_dense(state["state"][0]["exp_avg"])
+    else:
+        wanted = torch.where(survives, moments, 0)
+    optimizer.zero_grad()
+    model(torch.zeros(16, IN)).sum().backward()  # moments decay, and nothing is added
+    trainer.before_optimizer_step()
+    optimizer.step()
+    now = old.to_dense(optimizer.state[layer.values]["exp_avg"])
+    torch.testing.assert_close(now, 0.9 * wanted)
+    if name == "DeepR":
+        kept = old.to_dense(trainer.signs["0"])
+        assert torch.equal(kept[survives], signs[survives])
+    trainer.after_optimizer_step()
+    for _ in range(4):
+        step()
+    assert trainer.steps == 14
+
+
+def test_values_without_their_positions_are_refused():
+    model, other = network(), network()
+    state = {key: t for key, t in other.state_dict().items() if not key.endswith(("rows", "cols"))}
+    with pytest.raises(RuntimeError, match=r"0\.values without 0\.rows and 0\.cols"):
+        model.load_state_dict(state, strict=False)
+    model.load_state_dict({}, strict=False)
 
 
 def test_files_and_copies_keep_slots_and_trainers_go_on_from_them(tmp_path):

@@ -16,6 +16,7 @@ from dynsparse.nn.copies import is_averaging
 from dynsparse.nn.layer_state import LayerState, changing
 from dynsparse.nn.sharded import gathered, is_sharded, whole
 from dynsparse.nn.targets import Executor
+from dynsparse.ops import capture
 from dynsparse.ops.linear import LayerIndex
 from dynsparse.ops.linear.kernels import panels
 from dynsparse.pattern import PatternIndex, Rewiring, SparsePattern
@@ -48,6 +49,8 @@ class SparseModule(nn.Module):
     # Of tensors beside the values, what this rank has of them where the layer is cut into
     # rectangles: a slab, and along which dimension.
     slabs: dict[str, tuple[Slab, int]]
+    # Whether another pattern was loaded: a trainer looks before its next step.
+    _was_replaced: bool = False
     # Averages of this layer, which take its patterns.
     _followers: tuple[weakref.ref[SparseModule], ...] = ()
 
@@ -158,8 +161,12 @@ class SparseModule(nn.Module):
 
     def _install(self, pattern: SparsePattern, values: Tensor | None = None) -> None:
         """Change over to a pattern, and to values of its own where there are any."""
+        self._was_replaced = True
+        before = None if self._state is None else self._state.index.row_ptr
         self._give_up_index()
         self._prepared(pattern, values)()
+        if before is not None:
+            capture.move(before, self.index.row_ptr)
 
     def _give_up_index(self) -> None:
         """The largest array of an update: whoever wants it still makes it anew. Off the CPU its
@@ -377,6 +384,12 @@ class SparseModule(nn.Module):
                     self._install(pattern)
                 elif values.shape == pattern.values_shape and self.may_resize:
                     self._install(pattern, values.to(self.values, copy=True))
+        elif prefix + "values" in state_dict:
+            error_msgs.append(
+                f"the state has {prefix}values without {prefix}rows and {prefix}cols, so they may "
+                "belong to another pattern: save and load the three together"
+            )
+            return
         super()._load_from_state_dict(
             state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
         )

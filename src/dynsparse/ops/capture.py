@@ -22,7 +22,7 @@ from weakref import WeakValueDictionary
 import torch
 from torch import Tensor
 
-__all__ = ["Pairs", "concerns", "is_asked_for", "is_open", "start", "stop", "take"]
+__all__ = ["Pairs", "concerns", "is_asked_for", "is_open", "move", "start", "stop", "take"]
 
 
 class Pairs(list[tuple[Tensor, Tensor]]):
@@ -84,6 +84,15 @@ def take(row_ptr: Tensor) -> list[tuple[Tensor, Tensor]]:
     kept = list(pairs)
     pairs.clear()  # so that the memory is free as soon as the caller is done with them
     return kept
+
+
+def move(row_ptr: Tensor, now: Tensor) -> None:
+    """The layer of `row_ptr` has another index, that of `now`. Where somebody waits for its pairs,
+    those that were kept are forgotten, and those of the passes to come are kept."""
+    pairs = _open.pop(row_ptr.data_ptr(), None)
+    if pairs is not None:
+        pairs.clear()
+        _open[now.data_ptr()] = pairs
 
 
 def stop(row_ptr: Tensor) -> None:

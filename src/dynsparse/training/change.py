@@ -25,7 +25,12 @@ from dynsparse.ranks import ALONE, Part, Ranks, agreeing, follow_over_ranks, hel
 from dynsparse.tracing import span
 from dynsparse.training.doubts import settle
 from dynsparse.training.memory import release_memory
-from dynsparse.training.optimizer_state import follow_later, moving_state, prepare_state
+from dynsparse.training.optimizer_state import (
+    follow_later,
+    moving_state,
+    prepare_state,
+    state_holder,
+)
 from dynsparse.training.shards import resize_shards
 from dynsparse.training.together import PatternsAfter
 
@@ -111,7 +116,7 @@ class Change:
         following: list[tuple[Tensor, float | Tensor]] = [(values, self.fill)]
         if values.grad is not None:
             following.append((values.grad, 0.0))
-        state = optimizer.state.get(values, {})
+        state = state_holder(optimizer, values).state.get(values, {})
         keys = [
             (key, fill)
             for fill, names in moving_state(optimizer, values, rewiring).items()

@@ -14,7 +14,14 @@ from dynsparse.encoding import follows_in_place
 from dynsparse.pattern import Rewiring
 from dynsparse.typed import typed
 
-__all__ = ["check_optimizer", "follow_later", "moving_state", "prepare_state", "rewire_state"]
+__all__ = [
+    "check_optimizer",
+    "follow_later",
+    "moving_state",
+    "prepare_state",
+    "rewire_state",
+    "state_holder",
+]
 
 
 @typed
@@ -46,7 +53,7 @@ def prepare_state(
     Raises:
         ValueError: as `rewire_state`.
     """
-    state = optimizer.state.get(values, {})
+    state = state_holder(optimizer, values).state.get(values, {})
     return follow_later(state, moving_state(optimizer, values, rewiring), rewiring)
 
 
@@ -88,6 +95,20 @@ def follow_later(
     return follow
 
 
+def state_holder(optimizer: torch.optim.Optimizer, values: Tensor) -> torch.optim.Optimizer:
+    """Which optimizer keeps the state of `values`: this one, or one that it steps and holds in an
+    attribute, as ZeroRedundancyOptimizer, Lookahead and SAM do."""
+    seen, waiting = set(), [optimizer]
+    while waiting:
+        found = waiting.pop(0)
+        if found.state.get(values):
+            return found
+        seen.add(id(found))
+        held = [o for o in vars(found).values() if isinstance(o, torch.optim.Optimizer)]
+        waiting += [o for o in held if id(o) not in seen]
+    return optimizer
+
+
 def moving_state(
     optimizer: torch.optim.Optimizer, values: Tensor, rewiring: Rewiring
 ) -> dict[float, list[str]]:
@@ -97,6 +118,7 @@ def moving_state(
     Raises:
         ValueError: as `rewire_state`.
     """
+    optimizer = state_holder(optimizer, values)
     moving: dict[float, list[str]] = {}
     nnz, kind = rewiring.before.nnz, type(optimizer).__name__
     for key, state in optimizer.state.get(values, {}).items():

@@ -12,13 +12,14 @@ from torch import Tensor, nn
 from dynsparse.checks import check_flag
 from dynsparse.files.html import html_table
 from dynsparse.nn import SparseLinear
+from dynsparse.nn.sharded import is_sharded
 from dynsparse.ops import capture
 from dynsparse.pattern import Rewiring
 from dynsparse.ranks import ALONE, agreeing
 from dynsparse.tracing.models import watch
 from dynsparse.training.advice import advise
 from dynsparse.training.budgets import Budget, LayerBudget
-from dynsparse.training.change import Change, check_gradients, prepared
+from dynsparse.training.change import Change, check_gradients, naming, prepared
 from dynsparse.training.drop import DropScore, magnitude
 from dynsparse.training.following import FollowsOptimizer, trainers
 from dynsparse.training.grow import Growth
@@ -26,7 +27,7 @@ from dynsparse.training.history import History, LastStep
 from dynsparse.training.hooks import UpdateHook, call_all
 from dynsparse.training.initial import GradientStep, check_unscaled
 from dynsparse.training.layers import sparse_layers
-from dynsparse.training.optimizer_state import check_optimizer
+from dynsparse.training.optimizer_state import check_optimizer, rewire_state, state_holder
 from dynsparse.training.pieces import check_drop_score, check_initial_value, check_kinds_of_pieces
 from dynsparse.training.plan import GrownValue, begin_budget, hold_slots, plan_changes
 from dynsparse.training.reducers import follow_sizes
@@ -154,6 +155,7 @@ class SparseTrainer(FollowsOptimizer, HasState):
         )
         self._captures: dict[str, capture.Pairs] = {}
         self._follow_optimizer(self._given)
+        self._remember_patterns()
         self._arm()
 
     def __repr__(self) -> str:
@@ -176,14 +178,51 @@ class SparseTrainer(FollowsOptimizer, HasState):
         }
 
     def __getstate__(self) -> dict[str, Any]:
-        left_out = ("_captures", "_others", "_steps")
+        left_out = ("_captures", "_others", "_steps", "_known", "_known_state")
         return {k: v for k, v in self.__dict__.items() if k not in left_out}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
         self._begin()  # copies keep x and dY of their own layers
 
+    def _remember_patterns(self) -> None:
+        """The patterns, and the optimizer's state, that belong together."""
+        self._known = {name: layer.pattern for name, layer in self.layers.items()}
+        self._known_state = self.optimizer.state
+        for layer in self.layers.values():
+            layer._was_replaced = False
+
+    def _follow_loaded(self) -> None:
+        """Where another pattern was loaded into a layer, and no optimizer state with it: state of
+        connections that are in both stays theirs, all other state starts anew.
+
+        Raises:
+            RuntimeError: the state is sharded, so that it cannot follow.
+        """
+        loaded = {n: layer for n, layer in self.layers.items() if layer._was_replaced}
+        if not loaded:
+            return
+        if self.optimizer.state is self._known_state:
+            for name, layer in loaded.items():
+                before, after, values = self._known[name], layer.pattern, layer.values
+                if before._has_slots_of(after):
+                    continue
+                if is_sharded(values) and state_holder(self.optimizer, values).state.get(values):
+                    raise RuntimeError(
+                        f"layer {name!r} was loaded with another pattern, which its sharded "
+                        "optimizer state cannot follow: load the optimizer's state, too"
+                    )
+                with naming(name):
+                    rewiring = Rewiring.between(before, after)
+                    rewire_state(self.optimizer, values, rewiring)
+                    self._follow_loaded_pattern(name, rewiring)
+        self._remember_patterns()
+
+    def _follow_loaded_pattern(self, name: str, rewiring: Rewiring) -> None:
+        """The algorithm's own state of a layer that another pattern was loaded into."""
+
     def _before(self) -> None:
+        self._follow_loaded()
         check_unscaled(self.initial_value)
         if self._is_due(self.steps + 1):
             agree_before(
@@ -220,12 +259,14 @@ class SparseTrainer(FollowsOptimizer, HasState):
         # From here on nothing takes memory, so nothing fails.
         self._forget_captures()
         change_over()
+        self._known |= {name: rewiring.after for name, rewiring in rewirings.items()}
         if due:
             self._change_own(own)
         self._arm()
         if not changes:
             return None
-        if not self.ranks.alone:
+        if torch.distributed.is_available() and torch.distributed.is_initialized():
+            # A wrapper in a world of one, too.
             follow_sizes([c.layer.values for c in changes.values() if c.changes_size])
         self.updates += 1
         call_all(self.on_update, self.steps, rewirings)

@@ -37,6 +37,9 @@ class HasState(OwnParts):
     steps: int
     updates: int
 
+    def _remember_patterns(self) -> None:
+        raise NotImplementedError
+
     def _arm(self) -> None:
         """Prepare for the coming step."""
         raise NotImplementedError
@@ -75,6 +78,7 @@ class HasState(OwnParts):
                 undo()
                 raise
             self.steps, self.updates = state["steps"], state["updates"]
+            self._remember_patterns()
             self._arm()
 
     def check_state(

@@ -168,6 +168,9 @@ class DeepR(SparseTrainer):
         drawn = self._draw_signs(name, *own, signs.shape[1:])
         return rewiring.apply(signs, sent(drawn, signs.device))
 
+    def _follow_loaded_pattern(self, name: str, rewiring: Rewiring) -> None:
+        self.signs = {**self.signs, name: self._follow(name, rewiring)}
+
     def _change_own(self, planned: dict[str, Tensor]) -> None:
         self.signs = {**self.signs, **planned}
 
