@@ -9,8 +9,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from dynsparse.encoding import by_slots
 from dynsparse.nn import SparseLinear
+from dynsparse.ops.linear.naive import rows_of
 from dynsparse.pattern import Rewiring
 from dynsparse.pattern.on_device import told
 from dynsparse.training.trainer import SparseTrainer
@@ -184,10 +184,7 @@ def _zero_outputs(layer: SparseLinear) -> Tensor:
     present = layer.values.detach() != 0
     rows = present[:, None] if b == 1 else present.any(2)  # [nnz, b]
     alive: Tensor = torch.zeros(height, b, dtype=torch.int32, device=rows.device)
-    index = layer.index
-    each = torch.arange(height, device=rows.device)
-    lines = each.repeat_interleave(index.row_ptr.diff(), output_size=len(rows))
-    alive.index_add_(0, by_slots(lines, index.slots), rows.int())
+    alive.index_add_(0, rows_of(layer.index), rows.int())
     return (alive == 0).sum()
 
 

@@ -24,7 +24,8 @@ def block_size_of(values: Tensor) -> int:
 def rows_of(index: PatternIndex) -> Tensor:
     """The block row of every slot, int64 [nnz]."""
     counts = index.row_ptr.diff().long()
-    rows = torch.repeat_interleave(torch.arange(len(counts), device=counts.device), counts)
+    each = torch.arange(len(counts), device=counts.device)
+    rows = each.repeat_interleave(counts, output_size=len(index.cols))
     return by_slots(rows, index.slots)
 
 
