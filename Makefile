@@ -13,12 +13,13 @@ PYTHON ?= python3
 PYTEST ?= -n 2
 FUZZ_SECONDS ?= 360
 VENV := .venv
+CONSTRAINTS := constraints.txt
 BIN := $(VENV)/bin
 # An editable install remembers every file of the day it was made; a path sees those of today.
 PLAIN_PATH = @echo "$(CURDIR)/src" >"$$($(BIN)/python -c \
 	'import sysconfig; print(sysconfig.get_path("purelib"))')/_editable_skbc_dynsparse.pth"
 
-.PHONY: help demo test test-all test-slow test-machines test-frameworks test-gpu-kernels docs test-docs test-wheels lint native sanitize bench fuzz soak faults rank-faults clean
+.PHONY: help demo test test-all test-slow test-machines test-newest test-frameworks test-gpu-kernels docs test-docs test-wheels lint native sanitize bench fuzz soak faults rank-faults clean
 
 help:
 	@echo "make demo    train a sparse network on digits, write pictures to demo-output/"
@@ -26,6 +27,7 @@ help:
 	@echo "make test-all  everything else: all that follows called test-..."
 	@echo "make test-slow  all algorithms, ranks, kills, compilers, sanitizers"
 	@echo "make test-machines  what depends on the processor, with each instruction set and busy cores"
+	@echo "make test-newest  the quick tests with the newest torch (may download gigabytes)"
 	@echo "make test-frameworks  the tests of the callbacks and of others' models, with their libraries"
 	@echo "make test-gpu-kernels  the Triton kernels without a GPU: interpreted, and compiled for every chip"
 	@echo "make docs    build the site into build/site; a broken link or a public name without a place fails"
@@ -63,6 +65,12 @@ test-slow: $(VENV)/.installed-dev native
 # What depends on the processor, as other machines would run it.
 test-machines: $(VENV)/.installed-dev native
 	$(BIN)/python tests/every_machine.py $(PYTEST) -q -m "not slow" --hypothesis-profile quick
+
+# The quick tests with the newest torch that installs. No part of test-all: it may bring gigabytes.
+test-newest:
+	mkdir -p build
+	sed '/^torch==/d;/^triton==/d' constraints.txt >build/newest.txt
+	$(MAKE) test VENV=.venv-newest CONSTRAINTS=build/newest.txt
 
 test-frameworks: $(VENV)/.installed-frameworks native
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --no-skips tests/integrations tests/distributed/test_loops.py \
@@ -103,7 +111,7 @@ bench: $(VENV)/.installed-apps native
 	$(BIN)/dynsparse bench --benchmark quick
 
 fuzz: $(VENV)/.installed-dev native
-	$(BIN)/python -m pip install -q -c constraints.txt atheris || \
+	$(BIN)/python -m pip install -q -c $(CONSTRAINTS) atheris || \
 		echo "atheris is not to be had for this Python: seeded mutation takes its place"
 	$(BIN)/python tests/fuzz/run.py $(FUZZ) --seconds $(FUZZ_SECONDS)
 
@@ -130,37 +138,37 @@ $(BIN)/python:
 	$(PYTHON) -m venv $(VENV)
 
 # Without kernels here, since `native` builds them in place: a second copy would only grow old.
-$(VENV)/.installed-apps: pyproject.toml constraints.txt | $(BIN)/python
-	DYNSPARSE_NATIVE=0 $(BIN)/python -m pip install -q -c constraints.txt -e '.[apps]' cmake
+$(VENV)/.installed-apps: pyproject.toml $(CONSTRAINTS) | $(BIN)/python
+	DYNSPARSE_NATIVE=0 $(BIN)/python -m pip install -q -c $(CONSTRAINTS) -e '.[apps]' cmake
 	$(PLAIN_PATH)
 	@touch $@
 
 $(VENV)/.installed-dev: $(VENV)/.installed-apps
-	DYNSPARSE_NATIVE=0 $(BIN)/python -m pip install -q -c constraints.txt -e '.[dev]'
+	DYNSPARSE_NATIVE=0 $(BIN)/python -m pip install -q -c $(CONSTRAINTS) -e '.[dev]'
 	$(PLAIN_PATH)
 	@touch $@
 
 # What builds the site and executes the notebooks.
 $(VENV)/.installed-docs: $(VENV)/.installed-dev
-	DYNSPARSE_NATIVE=0 $(BIN)/python -m pip install -q -c constraints.txt -e '.[docs]'
+	DYNSPARSE_NATIVE=0 $(BIN)/python -m pip install -q -c $(CONSTRAINTS) -e '.[docs]'
 	$(PLAIN_PATH)
 	@touch $@
 
 # The frameworks that the callbacks are for, and libraries of models: tests are skipped without them.
 $(VENV)/.installed-frameworks: $(VENV)/.installed-dev
-	DYNSPARSE_NATIVE=0 $(BIN)/python -m pip install -q -c constraints.txt \
+	DYNSPARSE_NATIVE=0 $(BIN)/python -m pip install -q -c $(CONSTRAINTS) \
 		-e '.[bpe,huggingface,keras,lightning,models,onnx,tuning]'
 	$(PLAIN_PATH)
 	@touch $@
 
 # Triton, in step with torch: an interpreter and compilers, no driver and no GPU.
 $(VENV)/.installed-gpu-test: $(VENV)/.installed-dev
-	DYNSPARSE_NATIVE=0 $(BIN)/python -m pip install -q -c constraints.txt -e '.[gpu-test]'
+	DYNSPARSE_NATIVE=0 $(BIN)/python -m pip install -q -c $(CONSTRAINTS) -e '.[gpu-test]'
 	$(PLAIN_PATH)
 	@touch $@
 
 # What repairs a wheel, so that it runs on other Linuxes.
 $(VENV)/.installed-wheels: $(VENV)/.installed-dev
-	DYNSPARSE_NATIVE=0 $(BIN)/python -m pip install -q -c constraints.txt -e '.[wheels]'
+	DYNSPARSE_NATIVE=0 $(BIN)/python -m pip install -q -c $(CONSTRAINTS) -e '.[wheels]'
 	$(PLAIN_PATH)
 	@touch $@
