@@ -297,8 +297,9 @@ def test_a_dropped_position_may_grow_again():
 )
 def test_wrong_rewirings(drop, grow, message):
     before = SparsePattern([0, 0], [0, 1], shape=(1, 4))
-    with pytest.raises(ValueError, match=message):
-        Rewiring.make(before, torch.tensor(drop), torch.tensor(grow))
+    for pattern in (before, before._with_slots()):
+        with pytest.raises(ValueError, match=message):
+            Rewiring.make(pattern, torch.tensor(drop), torch.tensor(grow))
 
 
 def test_rewiring_refuses_other_tensors_and_patterns():

@@ -9,7 +9,7 @@ from torch import nn
 import dynsparse as ds
 from dynsparse.nn import SparseLinear
 from dynsparse.ops.grow import random_outside
-from dynsparse.pattern import Rewiring
+from dynsparse.pattern import Rewiring, SparsePattern
 from dynsparse.training import rewire_state
 
 IN, OUT, STEPS = 24, 20, 12
@@ -244,6 +244,17 @@ def test_back_to_an_earlier_model_in_a_training(name, with_optimizer):
     for _ in range(4):
         step()
     assert trainer.steps == 14
+
+
+def test_a_rewiring_of_the_same_blocks_in_other_slots_is_refused():
+    layer = network()[0]
+    pattern = layer.pattern
+    order = torch.randperm(pattern.nnz, generator=torch.Generator().manual_seed(0))
+    other = SparsePattern._by_slots(pattern.flat[order], pattern)
+    assert other == pattern
+    rewiring = Rewiring.make(other, torch.tensor([0]), random_outside(pattern, 1))
+    with pytest.raises(ValueError, match="the rewiring starts from"):
+        layer.rewire(rewiring)
 
 
 def test_values_without_their_positions_are_refused():

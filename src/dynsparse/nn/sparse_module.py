@@ -177,8 +177,9 @@ class SparseModule(nn.Module):
     def _prepared(self, pattern: SparsePattern, values: Tensor | None) -> Callable[[], None]:
         """What changes over to a pattern and its values, and takes no memory to do so."""
         own: SparsePattern | None = vars(self).get("_pattern")  # none while the layer is made
-        if own is not None and own.nnz == pattern.nnz and not own._is_row_major:
-            pattern = pattern._with_slots()  # sizes stay: nothing is compiled or captured anew
+        if own is not None and self.keeps_slots and own.nnz == pattern.nnz:
+            # No tensor changes its size, so that nothing is compiled or captured anew.
+            pattern = pattern if own._is_row_major else pattern._with_slots()
         # Made now, and not in the next call, which a compiler may watch.
         state = LayerState(pattern, self.values if values is None else values, None)
         before = self._state

@@ -366,7 +366,7 @@ def _entries_of(drop: Tensor, slots: Tensor) -> Tensor:
     leaves[drop] = True
     entries = leaves[slots].nonzero().flatten()
     if len(entries) != len(drop):
-        raise ValueError("slots to drop must be distinct")
+        raise ValueError("a slot to drop is named twice")
     return entries
 
 
