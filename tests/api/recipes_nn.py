@@ -108,7 +108,13 @@ RECIPES = {
     ),
     "dynsparse.nn.SparseEmbedding": Recipe(
         used(ds.nn.SparseEmbedding, torch.tensor([0, 3])),
-        lambda: {"num_embeddings": 8, "embedding_dim": 12, "density": 0.5, "block_size": 4},
+        lambda: {
+            "num_embeddings": 8,
+            "embedding_dim": 12,
+            "density": 0.5,
+            "block_size": 4,
+            "padding_idx": 1,
+        },
     ),
     "dynsparse.nn.SparseEmbedding.from_dense": call(
         ds.nn.SparseEmbedding.from_dense,

@@ -32,6 +32,32 @@ def test_from_dense_and_back():
     assert model[0].weight.requires_grad
 
 
+@pytest.mark.parametrize("padding_idx", [0, 3, -1])
+def test_padding_gets_no_gradient(padding_idx):
+    torch.manual_seed(0)
+    table = nn.Embedding(6, 4, padding_idx=padding_idx, dtype=torch.float64)
+    with torch.no_grad():
+        table.weight[padding_idx] = 2.0  # a vector, as of a pretrained table
+    layer = SparseEmbedding.from_dense(table, 0.5)
+    mask = layer.pattern.to_mask()
+    assert mask[padding_idx].any()
+    with torch.no_grad():
+        table.weight.mul_(mask)
+    ids, dy = torch.tensor([[0, 3, 5], [5, 1, 3]]), torch.randn(2, 3, 4, dtype=torch.float64)
+    for embed in (table, layer):
+        embed(ids).backward(dy)
+    torch.testing.assert_close(layer(ids), table(ids))
+    expected = layer.pattern.values_of(table.weight.grad)
+    torch.testing.assert_close(layer.values.grad, expected)
+    assert ds.densify(nn.Sequential(layer))[0].padding_idx == table.padding_idx
+
+
+@pytest.mark.parametrize("option", [{"max_norm": 1.0}, {"scale_grad_by_freq": True}])
+def test_tables_that_do_more_are_refused(option):
+    with pytest.raises(ValueError, match=f"the table has {next(iter(option))}"):
+        SparseEmbedding.from_dense(nn.Embedding(6, 4, **option), 0.5)
+
+
 class Bigram(nn.Module):
     """Next-token logits through one table, sparse or the same one dense."""
 
@@ -106,3 +132,9 @@ def test_tied_embedding(table_density, features):
 def test_bad_input(arguments, message):
     with pytest.raises(ValueError, match=message):
         TiedEmbedding(20, 8, 24, **arguments)
+
+
+@pytest.mark.parametrize("padding_idx", [20, -21])
+def test_padding_outside_the_table_is_refused(padding_idx):
+    with pytest.raises(ValueError, match="padding_idx must be"):
+        SparseEmbedding(20, 8, padding_idx=padding_idx)

@@ -256,7 +256,8 @@ def _dense(layer: nn.Module) -> nn.Module:
     if isinstance(layer, (SparseConv1d, SparseConv2d)):
         return dense_conv(layer)
     if isinstance(layer, SparseEmbedding):
-        return nn.Embedding.from_pretrained(layer.to_dense(), freeze=not layer.values.requires_grad)
+        freeze = not layer.values.requires_grad
+        return nn.Embedding.from_pretrained(layer.to_dense(), freeze, layer.padding_idx)
     if isinstance(layer, SparseLinear):
         weight = nn.Parameter(layer.to_dense(), requires_grad=layer.values.requires_grad)
         return linear_of(weight, layer.bias, layer.training)

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch.nn.functional import gelu
 from torch.nn.functional import linear as dense_linear
 
+from dynsparse.checks import check_integer
 from dynsparse.nn.linear import SparseLinear
 from dynsparse.ops.embedding import embedding
 from dynsparse.typed import typed
@@ -25,6 +26,8 @@ class SparseEmbedding(SparseLinear):
 
     Args:
         num_embeddings, embedding_dim: as in `nn.Embedding`.
+        padding_idx: a token whose vector gets no gradient from look-ups, as in `nn.Embedding`. Its
+            vector starts as any other's.
         density, block_size, pattern, generator, target, target_options, device, dtype: as in
             `SparseLinear`. A token whose row is empty has the zero vector until something grows
             there.
@@ -41,9 +44,20 @@ class SparseEmbedding(SparseLinear):
         embedding_dim: int,
         density: float | None = None,
         block_size: int | None = None,
+        *,
+        padding_idx: int | None = None,
         **options: Any,
     ) -> None:
         super().__init__(embedding_dim, num_embeddings, density, block_size, False, **options)
+        if padding_idx is not None:
+            padding_idx = check_integer("padding_idx", padding_idx, -self.num_embeddings)
+            if padding_idx >= self.num_embeddings:
+                raise ValueError(
+                    f"padding_idx must be less than num_embeddings, {self.num_embeddings}, "
+                    f"got {padding_idx}"
+                )
+            padding_idx %= self.num_embeddings
+        self.padding_idx = padding_idx
 
     @classmethod
     @torch.no_grad()
@@ -51,7 +65,17 @@ class SparseEmbedding(SparseLinear):
     def from_dense(  # type: ignore[override]
         cls, table: nn.Embedding, density: float, block_size: int = 1
     ) -> SparseEmbedding:
-        """A sparse table with the entries of `table` that have the largest magnitudes."""
+        """A sparse table with the entries of `table` that have the largest magnitudes.
+
+        Raises:
+            ValueError: `table` has `max_norm` or `scale_grad_by_freq`, which sparse tables do not.
+        """
+        for name in ("max_norm", "scale_grad_by_freq"):
+            if getattr(table, name):
+                raise ValueError(
+                    f"the table has {name}={getattr(table, name)}, which sparse tables do not "
+                    "serve: leave it dense"
+                )
         linear = nn.Linear(1, 1, bias=False, device="meta")
         linear.out_features, linear.in_features = table.weight.shape
         linear.weight = nn.Parameter(table.weight.detach())
@@ -60,6 +84,7 @@ class SparseEmbedding(SparseLinear):
             table.num_embeddings,
             table.embedding_dim,
             pattern=chosen.pattern,
+            padding_idx=table.padding_idx,
             device=table.weight.device,
             dtype=table.weight.dtype,
         )
@@ -79,9 +104,12 @@ class SparseEmbedding(SparseLinear):
         if self.executor is not None and self.target is not None:
             on_target: Any = self.executor
             rows: Tensor = on_target.embed(self, ids)
+        else:
+            values, index = self.held()
+            rows = embedding(ids, values, index, self.embedding_dim)
+        if self.padding_idx is None:
             return rows
-        values, index = self.held()
-        return embedding(ids, values, index, self.embedding_dim)
+        return torch.where((ids == self.padding_idx)[..., None], rows.detach(), rows)
 
     def logits(self, x: Tensor) -> Tensor:
         """x [..., embedding_dim] -> x W^T [..., num_embeddings]: the table as output layer."""
