@@ -114,7 +114,7 @@ def test_every_file_stays_readable(folder):
     assert files
     for file in files:
         lines = file.read_text().count("\n")
-        assert lines <= 400, f"{file.relative_to(ROOT)} has {lines} lines: too long to read"
+        assert lines <= 700, f"{file.relative_to(ROOT)} has {lines} lines: too long to read"
 
 
 def places_of(table: str) -> set[str]:

@@ -337,3 +337,62 @@ class TestRefused:
         ):
             assert run(["onnx", "sparsify", source, file, *more]) == 2
             assert words in capsys.readouterr().err
+
+
+def one_matrix(path, nodes, square, sparse):
+    """A file whose nodes take one matrix W, each as it says: (orientation, bias)."""
+    helper, numpy_helper = onnx.helper, onnx.numpy_helper
+    torch.manual_seed(0)
+    width = 6 if square else 4
+    matrix = torch.randn(6, width) * (torch.rand(6, width) < 0.5)
+    made, biases, last = [], [], "x"
+    for i, (transposed, bias) in enumerate(nodes):
+        inputs = [last, "W"] + ([f"b{i}"] if bias else [])
+        made.append(helper.make_node("Gemm", inputs, [f"y{i}"], transB=transposed))
+        last = f"y{i}"
+        if bias:
+            b = torch.randn(6 if transposed else width)
+            biases.append(numpy_helper.from_array(b.numpy(), f"b{i}"))
+    whole = numpy_helper.from_array(matrix.numpy(), "W")
+    graph = helper.make_graph(
+        made,
+        "g",
+        [helper.make_tensor_value_info("x", onnx.TensorProto.FLOAT, ["n", 6])],
+        [helper.make_tensor_value_info(last, onnx.TensorProto.FLOAT, ["n", 6])],
+        [whole, *biases],
+    )
+    proto = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 18)], ir_version=9)
+    if sparse:
+        values = matrix[matrix != 0]
+        places = matrix.flatten().nonzero().flatten()
+        entry = helper.make_sparse_tensor(
+            numpy_helper.from_array(values.numpy(), "W"),
+            numpy_helper.from_array(places.numpy(), "W_places"),
+            [6, width],
+        )
+        del proto.graph.initializer[0]
+        proto.graph.sparse_initializer.append(entry)
+    onnx.save(proto, str(path))
+
+
+@pytest.mark.parametrize("sparse", [False, True])
+@pytest.mark.parametrize(
+    ("nodes", "square"),
+    [
+        ([(0, True), (1, True)], False),
+        ([(0, True), (1, True)], True),
+        ([(0, True), (0, True)], True),
+        ([(0, False), (0, True), (1, False)], True),
+    ],
+)
+def test_nodes_that_take_one_matrix_in_their_own_ways(nodes, square, sparse, tmp_path):
+    one_matrix(tmp_path / "a.onnx", nodes, square, False)
+    x = torch.randn(5, 6)
+    expected = computed(tmp_path / "a.onnx", x)
+    one_matrix(tmp_path / "b.onnx", nodes, square, sparse)
+    with pytest.warns(UserWarning, match="nodes take W in other orientations or with other biases"):
+        model = import_onnx(tmp_path / "b.onnx")
+    torch.testing.assert_close(model(x), torch.as_tensor(expected), rtol=1e-5, atol=1e-5)
+    assert len(sparse_layers(model)) == (len(nodes) if sparse else 0)
+    for layer in sparse_layers(model).values():
+        assert layer.pattern.nnz == len(layer.values) == int((layer.values != 0).sum())

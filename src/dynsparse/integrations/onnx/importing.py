@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import warnings
 from typing import Any
 
 import torch
@@ -10,7 +11,7 @@ from torch import fx, nn
 
 from dynsparse.integrations.onnx.layers import layer_with
 from dynsparse.integrations.onnx.library import library, quiet, read_model
-from dynsparse.integrations.onnx.linear_nodes import join_linears, linear_weights
+from dynsparse.integrations.onnx.linear_nodes import join_linears
 from dynsparse.integrations.onnx.trilu import know_trilu
 from dynsparse.integrations.onnx.weights import take_sparse, turned
 from dynsparse.nn.replace import linear_of
@@ -30,6 +31,10 @@ def import_onnx(file: str | os.PathLike[str]) -> fx.GraphModule:
     with exactly that pattern and those values. `sparsify` takes what is dense. Other constants of
     the graph, such as embedding tables, become buffers, which are not trained.
 
+    Nodes that take the same matrix in the same way become one layer. Where they differ in its
+    orientation or in their bias, as in a tied autoencoder, each has a copy of the matrix, which
+    training changes by itself; a UserWarning names it.
+
     Raises:
         ImportError: onnx or onnx2torch is missing.
         ValueError: not an ONNX file, a damaged one, or one with an operator or a type (such as
@@ -39,7 +44,6 @@ def import_onnx(file: str | os.PathLike[str]) -> fx.GraphModule:
     know_trilu()
     model = read_model(file)
     patterns = take_sparse(model)
-    flat = {name: one.transposed for name, one in linear_weights(model.graph).items()}
     names = join_linears(model)
     _let_zeros_copy(model.graph)
     with quiet():
@@ -48,17 +52,34 @@ def import_onnx(file: str | os.PathLike[str]) -> fx.GraphModule:
         except Exception as error:  # what it does not know fails in many ways
             reason = " ".join(str(error).split())[:300]
             raise ValueError(f"{file}: onnx2torch cannot convert it: {reason}") from error
-    layers: dict[str, nn.Module] = {}
-    for node, weight in names.items():
+    layers: dict[str, list[tuple[bool, nn.Linear, nn.Module]]] = {}
+    for node, one in names.items():
         linear = made.get_submodule(_as_converted(node))
         if not isinstance(linear, nn.Linear):  # a bias that is no vector
             continue
-        if weight not in layers:
-            pattern = patterns.get(weight)
-            if pattern is not None and flat[weight]:
+        alike = layers.setdefault(one.weight, [])
+        layer = next(
+            (
+                own
+                for way, first, own in alike
+                if way == one.transposed and _same_bias(first, linear)
+            ),
+            None,
+        )
+        if layer is None:
+            pattern = patterns.get(one.weight)
+            if pattern is not None and one.transposed:
                 pattern = turned(pattern)
-            layers[weight] = _layer(linear, pattern)
-        _put(made, _as_converted(node), node, layers[weight])
+            layer = _layer(linear, pattern)
+            alike.append((one.transposed, linear, layer))
+        _put(made, _as_converted(node), node, layer)
+    copied = [weight for weight, alike in layers.items() if len(alike) > 1]
+    if copied:
+        warnings.warn(
+            f"{file}: nodes take {', '.join(copied)} in other orientations or with other biases: "
+            "each has a copy, which training changes by itself",
+            stacklevel=3,
+        )
     made.delete_all_unused_submodules()
     made.recompile()
     return made
@@ -88,6 +109,12 @@ def _layer(linear: nn.Linear, pattern: SparsePattern | None) -> nn.Module:
     if pattern is None:
         return linear_of(nn.Parameter(weight), bias, training=True)
     return layer_with(weight, pattern, bias)
+
+
+def _same_bias(one: nn.Linear, other: nn.Linear) -> bool:
+    if one.bias is None or other.bias is None:
+        return one.bias is other.bias
+    return torch.equal(one.bias, other.bias)
 
 
 def _put(made: fx.GraphModule, old: str, new: str, layer: nn.Module) -> None:

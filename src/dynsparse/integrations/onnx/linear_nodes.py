@@ -36,21 +36,21 @@ def linear_weights(graph: Any) -> dict[str, LinearNode]:
     return found
 
 
-def join_linears(model: Any) -> dict[str, str]:
+def join_linears(model: Any) -> dict[str, LinearNode]:
     """Make every linear node, with the Transpose before it and the Add after it, one Gemm.
 
     In place; for a converter that knows linear layers by Gemm, whose first argument here may have
     more than two dimensions, which ONNX itself does not allow.
 
     Returns:
-        Name of the node -> the initializer.
+        Name of the node -> the node as it was found.
     """
     helper = library("onnx").helper
     graph = model.graph
     constants = {entry.name: entry for entry in graph.initializer}
     uses = Counter(name for node in graph.node for name in node.input)
     uses.update(value.name for value in graph.output)
-    names: dict[str, str] = {}
+    names: dict[str, LinearNode] = {}
     gone: list[Any] = []
     taken: Counter[str] = Counter()
     for one in _linear_nodes(graph):
@@ -69,7 +69,7 @@ def join_linears(model: Any) -> dict[str, str]:
         base = one.weight.removesuffix(".weight")
         taken[base] += 1
         node.name = base if taken[base] == 1 else f"{base}.{taken[base]}"
-        names[node.name] = one.weight
+        names[node.name] = one
     for node in gone:
         graph.node.remove(node)
     used = {name for node in graph.node for name in node.input}
