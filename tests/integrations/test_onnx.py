@@ -258,6 +258,26 @@ def test_a_trained_model_goes_into_its_graph(tmp_path):
     )
 
 
+@pytest.mark.parametrize("weights", ["dense", "sparse"])
+def test_convolutions(weights, tmp_path):
+    torch.manual_seed(0)
+    model = nn.Sequential(
+        ds.nn.SparseConv2d(3, 8, 3, density=0.5, padding=1, stride=2),
+        nn.ReLU(),
+        ds.nn.SparseConv2d(8, 4, (1, 3), density=0.3, groups=2, bias=False),
+        nn.Flatten(2),
+        ds.nn.SparseConv1d(4, 6, 2, density=0.5),
+    ).eval()
+    x = torch.randn(2, 3, 9, 9)
+    export_onnx(model, (x,), tmp_path / "a.onnx", weights)
+    y = torch.as_tensor(computed(tmp_path / "a.onnx", x))
+    torch.testing.assert_close(y, model(x), rtol=1e-5, atol=1e-5)
+    names = {entry.name for entry in onnx.load(str(tmp_path / "a.onnx")).graph.initializer}
+    assert {"0.weight", "2.weight", "4.weight"} <= names
+    again = import_onnx(tmp_path / "a.onnx")
+    torch.testing.assert_close(again(x), model(x), rtol=1e-5, atol=1e-5)
+
+
 def test_a_shared_layer_is_one_weight(tmp_path):
     torch.manual_seed(0)
     layer = nn.Linear(8, 8)

@@ -14,6 +14,7 @@ from dynsparse.files.shorten import shortened
 from dynsparse.integrations.onnx.library import library, quiet, write_model
 from dynsparse.integrations.onnx.weights import PARAMETERS, keep_metadata, make_sparse
 from dynsparse.nn import SparseEmbedding, SparseLinear, SparseMultiheadAttention
+from dynsparse.nn.conv import SparseConv1d, SparseConv2d, dense_conv
 from dynsparse.nn.replace import linear_of
 from dynsparse.pattern import SparsePattern
 from dynsparse.typed import typed
@@ -37,9 +38,9 @@ def export_onnx(
 ) -> None:
     """Write `model`, as it computes now, to an ONNX file that any runtime reads.
 
-    A sparse layer becomes a MatMul or Gemm, a sparse embedding a Gather, with standard operators
-    only. The graph is the same for both forms of the weights; they keep the names of the layers,
-    "name.weight". In training mode dropout stays in the graph: call `model.eval()` before.
+    A sparse layer becomes a MatMul or Gemm, a convolution a Conv, a sparse embedding a Gather, with
+    standard operators only. The graph is the same for both forms of the weights, which keep their
+    names, "layer.weight". In training mode dropout stays in the graph: call `model.eval()` before.
 
     Args:
         model: its state is not changed.
@@ -47,7 +48,8 @@ def export_onnx(
         file: written whole or not at all.
         weights: "dense" stores matrices with their zeros, which every runtime takes. "sparse"
             stores the non-zeros and their positions (ONNX's `sparse_initializer`): a smaller file,
-            which onnxruntime lays out as it loads, other runtimes may not read it.
+            which onnxruntime lays out as it loads, other runtimes may not read it. Weights of
+            convolutions are stored with their zeros all the same.
         opset_version, input_names, output_names, dynamic_shapes: as in `torch.onnx.export`;
             dynamic_shapes=({0: "batch"},) leaves the first dimension of the first argument open.
 
@@ -61,7 +63,7 @@ def export_onnx(
     library("onnx")
     library("onnxscript")
     twin, patterns = _dense_twin(model)
-    if not patterns:
+    if not any(isinstance(layer, SparseLinear) for layer in model.modules()):
         raise ValueError("the model has no sparse layers: torch.onnx.export takes it as it is")
     made = _exported(twin, args, opset_version, input_names, output_names, dynamic_shapes)
     own = set(twin.state_dict())
@@ -98,7 +100,8 @@ def _dense_twin(model: nn.Module) -> tuple[nn.Module, dict[str, SparsePattern]]:
             layer.laid_out_pattern = layer.attention_pattern.to_mask()
         if not isinstance(layer, SparseLinear):
             continue
-        patterns[f"{name}.weight".removeprefix("model.")] = layer.pattern
+        if not isinstance(layer, (SparseConv1d, SparseConv2d)):
+            patterns[f"{name}.weight".removeprefix("model.")] = layer.pattern
         if id(layer) not in made:
             made[id(layer)] = _dense(layer)
         twin.set_submodule(name, made[id(layer)])
@@ -106,6 +109,8 @@ def _dense_twin(model: nn.Module) -> tuple[nn.Module, dict[str, SparsePattern]]:
 
 
 def _dense(layer: SparseLinear) -> nn.Module:
+    if isinstance(layer, (SparseConv1d, SparseConv2d)):
+        return dense_conv(layer)
     weight = layer.to_dense().detach()
     if isinstance(layer, SparseEmbedding):
         return nn.Embedding.from_pretrained(weight)
