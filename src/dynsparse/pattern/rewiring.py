@@ -194,7 +194,10 @@ class Rewiring:
         check_kind("pattern", pattern, SparsePattern, "a SparsePattern")
         drop, grow = _integers("drop", drop), _integers("grow", grow)
         slots = pattern.slots
-        leaving = _entries_of(drop, slots) if len(slots) else drop
+        leaving = drop
+        if len(slots):
+            drop = _ascending(drop, pattern.nnz)
+            leaving = _members(drop, pattern.nnz)[slots].nonzero().flatten()
         merged = merge(pattern.row_ptr, pattern.sorted_cols, pattern.grid[1], leaving, grow)
         if len(merged.cols) > INT32_MAX:
             raise ValueError(f"at most {INT32_MAX} blocks fit a pattern, got {len(merged.cols)}")
@@ -205,7 +208,7 @@ class Rewiring:
             after._hold(merged.row_ptr, merged.cols, source.new_empty(0))
             return cls._trusted(pattern, after, _slots_of_sources(source, slots))
         # Freed slots go to grown blocks in order, so that slots stay near row-major order.
-        reused = drop.sort().values
+        reused = drop if len(slots) else _ascending(drop, pattern.nnz)
         slots = moved(slots, source) if len(slots) else copied(source)
         slots.masked_scatter_(source < 0, reused.int())
         after._hold(merged.row_ptr, merged.cols, slots)
@@ -357,17 +360,19 @@ class Rewiring:
             )
 
 
-def _entries_of(drop: Tensor, slots: Tensor) -> Tensor:
-    """The entries in row-major order of slots to drop, int64, ascending."""
-    nnz = len(slots)
+def _members(numbers: Tensor, count: int) -> Tensor:
+    """bool [count]: which of 0, 1, ... are among `numbers`."""
+    return torch.zeros(count, dtype=torch.bool).index_fill_(0, numbers, True)
+
+
+def _ascending(drop: Tensor, nnz: int) -> Tensor:
+    """Slots to drop in ascending order; faster than to sort them."""
     if len(drop) and not (int(drop.min()) >= 0 and int(drop.max()) < nnz):
         raise ValueError(f"slots to drop must lie in [0, {nnz})")
-    leaves = torch.zeros(nnz, dtype=torch.bool)
-    leaves[drop] = True
-    entries = leaves[slots].nonzero().flatten()
-    if len(entries) != len(drop):
+    found = _members(drop, nnz).nonzero().flatten()
+    if len(found) != len(drop):
         raise ValueError("a slot to drop is named twice")
-    return entries
+    return found
 
 
 def _slots_of_sources(source: Tensor, slots: Tensor) -> Tensor:

@@ -146,9 +146,16 @@ def lowest_over_ranks(
     ]
     found = _lowest_over_ranks(ranks, scores, counts, spreads, bits, orders)
     return [
-        order[entries].long().sort().values if len(order) else entries
+        _ascending(order[entries], len(order)) if len(order) else entries
         for entries, order in zip(found, orders, strict=True)
     ]
+
+
+def _ascending(slots: Tensor, count: int) -> Tensor:
+    """Distinct slots of `count` in ascending order, int64: faster than to sort them."""
+    found = torch.zeros(count, dtype=torch.bool)
+    found[slots] = True
+    return found.nonzero().flatten()
 
 
 def _lowest_over_ranks(

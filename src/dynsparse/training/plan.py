@@ -238,7 +238,7 @@ def _choose_drops(
             stays = torch.ones(one.pattern.nnz, dtype=torch.bool)
             stays[drop] = False
             one.taken = SparsePattern.from_flat(
-                one.pattern.flat[stays].sort().values,
+                one.pattern.sorted_flat[one.pattern.by_rows(stays)],
                 shape=one.pattern.shape,
                 block_size=one.pattern.block_size,
             )
