@@ -23,12 +23,14 @@ __all__ = [
     "Merged",
     "by_columns",
     "by_slots",
+    "copied",
     "empty",
     "follow_",
     "follows_in_place",
     "merge",
     "moved",
     "row_pointers",
+    "set_places",
     "slots_of",
     "split_flat",
 ]
@@ -182,6 +184,24 @@ def by_slots(entries: Tensor, slots: Tensor) -> Tensor:
 def slots_of(entries: Tensor, slots: Tensor) -> Tensor:
     """The slots of entries, int32 [any]."""
     return slots.index_select(0, entries) if len(slots) else entries
+
+
+def set_places(chosen: Tensor, offset: int = 0, out: Tensor | None = None) -> Tensor:
+    """Where a mask, bool [n], is set: int64 [any], counted from `offset`.
+
+    Args:
+        out: that gets them, on the CPU, of just the right size.
+    """
+    library = native.load() if chosen.is_cpu else None
+    if library is None:
+        found = chosen.nonzero().flatten().add_(offset)
+        return found if out is None else out.copy_(found)
+    chosen = chosen.contiguous()
+    if out is None:
+        # torch would make numbers of 8 bytes of them.
+        out = empty(int(np.count_nonzero(chosen.numpy())), dtype=torch.int64, brief=True)
+    library.dynsparse_rank_places(chosen.data_ptr(), len(chosen), offset, out.data_ptr())
+    return out
 
 
 def copied(tensor: Tensor) -> Tensor:

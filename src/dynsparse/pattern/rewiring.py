@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from dynsparse.checks import check_kind, check_tensor
-from dynsparse.encoding import by_slots, copied, follow_, merge, moved, slots_of
+from dynsparse.encoding import by_slots, copied, follow_, merge, moved, set_places, slots_of
 from dynsparse.files.shorten import shortened
 from dynsparse.pattern.arriving import Arriving
 from dynsparse.pattern.coordinates import INT32_MAX, coordinates
@@ -197,7 +197,7 @@ class Rewiring:
         leaving = drop
         if len(slots):
             drop = _ascending(drop, pattern.nnz)
-            leaving = _members(drop, pattern.nnz)[slots].nonzero().flatten()
+            leaving = set_places(_members(drop, pattern.nnz)[slots])
         merged = merge(pattern.row_ptr, pattern.sorted_cols, pattern.grid[1], leaving, grow)
         if len(merged.cols) > INT32_MAX:
             raise ValueError(f"at most {INT32_MAX} blocks fit a pattern, got {len(merged.cols)}")
@@ -369,7 +369,7 @@ def _ascending(drop: Tensor, nnz: int) -> Tensor:
     """Slots to drop in ascending order; faster than to sort them."""
     if len(drop) and not (int(drop.min()) >= 0 and int(drop.max()) < nnz):
         raise ValueError(f"slots to drop must lie in [0, {nnz})")
-    found = _members(drop, nnz).nonzero().flatten()
+    found = set_places(_members(drop, nnz))
     if len(found) != len(drop):
         raise ValueError("a slot to drop is named twice")
     return found

@@ -12,10 +12,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from dynsparse.encoding import follow_, follows_in_place, moved
+from dynsparse.encoding import follow_, follows_in_place, moved, set_places
 from dynsparse.pattern.on_device import move as moved_there
 from dynsparse.ranks.even import as_bytes
-from dynsparse.ranks.keys import set_places
 from dynsparse.ranks.ranks import Ranks
 from dynsparse.ranks.select import chunk
 

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from dynsparse import native
-from dynsparse.encoding import empty
+from dynsparse.encoding import empty, set_places
 
-__all__ = ["digits_of", "key_bits", "packed_bits", "set_places", "sorting_keys", "unpack_bits"]
+__all__ = ["digits_of", "key_bits", "packed_bits", "sorting_keys", "unpack_bits"]
 
 
 def key_bits(dtype: torch.dtype) -> int:
@@ -82,24 +82,6 @@ def digits_of(keys: Tensor, shift: int, bits: int, *, first: bool) -> _Digits:
     digits = keys >> shift
     digits = digits.add_(bins // 2) if first else digits.bitwise_and_(bins - 1)
     return _Digits(keys, shift, bits, torch.bincount(digits, minlength=bins), digits)
-
-
-def set_places(chosen: Tensor, offset: int = 0, out: Tensor | None = None) -> Tensor:
-    """Where a mask, bool [n], is set: int64 [any], counted from `offset`.
-
-    Args:
-        out: that gets them, on the CPU, of just the right size.
-    """
-    library = native.load() if chosen.is_cpu else None
-    if library is None:
-        found = chosen.nonzero().flatten().add_(offset)
-        return found if out is None else out.copy_(found)
-    chosen = chosen.contiguous()
-    if out is None:
-        # torch would make numbers of 8 bytes of them.
-        out = empty(int(np.count_nonzero(chosen.numpy())), dtype=torch.int64, brief=True)
-    library.dynsparse_rank_places(chosen.data_ptr(), len(chosen), offset, out.data_ptr())
-    return out
 
 
 def packed_bits(numbers: Tensor, first: int, end: int) -> Tensor:

@@ -14,11 +14,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from dynsparse.encoding import empty
+from dynsparse.encoding import empty, set_places
 from dynsparse.ranks.keys import (
     digits_of,
     packed_bits,
-    set_places,
     sorting_keys,
     unpack_bits,
 )

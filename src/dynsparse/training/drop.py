@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from dynsparse.checks import check_not_negative, check_tensor
-from dynsparse.encoding import by_slots, empty
+from dynsparse.encoding import by_slots, empty, set_places
 from dynsparse.nn.sharded import gathered, is_sharded, local_part, own_rows
 from dynsparse.ops.grow import select
 from dynsparse.pattern import SparsePattern
@@ -155,7 +155,7 @@ def _ascending(slots: Tensor, count: int) -> Tensor:
     """Distinct slots of `count` in ascending order, int64: faster than to sort them."""
     found = torch.zeros(count, dtype=torch.bool)
     found[slots] = True
-    return found.nonzero().flatten()
+    return set_places(found)
 
 
 def _lowest_over_ranks(
