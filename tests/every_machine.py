@@ -13,6 +13,7 @@ import os
 import platform
 import subprocess
 import sys
+from pathlib import Path
 
 from dynsparse import native
 
@@ -20,7 +21,7 @@ TESTS = [
     "tests/ops", "tests/nn", "tests/bench", "tests/csrc", "tests/selfcheck", "tests/test_native.py",
     "tests/test_encoding.py", "tests/integrations/test_poptorch.py",
 ]  # fmt: skip
-THREADED = ["tests/ops", "tests/test_native.py", "tests/test_encoding.py"]
+THREADED = [*map(str, sorted(Path("tests/ops").glob("test_*.py"))), "tests/test_encoding.py"]
 
 
 def spin() -> None:
