@@ -267,14 +267,6 @@ class Positions:
         slots = self.slots
         return by_slot[slots.to(by_slot.device)] if len(slots) else by_slot
 
-    @property
-    def entries(self) -> Tensor | None:
-        """The entry in row-major order of each slot, int64 [nnz]; None where slots have that
-        order."""
-        if not len(self.slots):
-            return None
-        return by_slots(torch.arange(self.nnz), self.slots)
-
     def forget_index(self) -> None:
         """Free the memory of `index`; it is made again when asked for."""
         self.__dict__.pop("index", None)

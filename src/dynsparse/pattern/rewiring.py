@@ -10,7 +10,16 @@ import torch
 from torch import Tensor
 
 from dynsparse.checks import check_kind, check_tensor
-from dynsparse.encoding import by_slots, copied, follow_, merge, moved, set_places, slots_of
+from dynsparse.encoding import (
+    by_slots,
+    copied,
+    follow_,
+    members,
+    merge,
+    moved,
+    set_places,
+    slots_of,
+)
 from dynsparse.files.shorten import shortened
 from dynsparse.pattern.arriving import Arriving
 from dynsparse.pattern.coordinates import INT32_MAX, coordinates
@@ -193,11 +202,14 @@ class Rewiring:
         """
         check_kind("pattern", pattern, SparsePattern, "a SparsePattern")
         drop, grow = _integers("drop", drop), _integers("grow", grow)
-        slots = pattern.slots
-        leaving = drop
-        if len(slots):
-            drop = _ascending(drop, pattern.nnz)
-            leaving = set_places(_members(drop, pattern.nnz)[slots])
+        slots, nnz = pattern.slots, pattern.nnz
+        if len(drop) and not (int(drop.min()) >= 0 and int(drop.max()) < nnz):
+            raise ValueError(f"slots to drop must lie in [0, {nnz})")
+        leaves = members(drop, nnz)
+        reused = set_places(leaves)
+        if len(reused) != len(drop):
+            raise ValueError("a slot to drop is named twice")
+        leaving = set_places(leaves[slots]) if len(slots) else reused
         merged = merge(pattern.row_ptr, pattern.sorted_cols, pattern.grid[1], leaving, grow)
         if len(merged.cols) > INT32_MAX:
             raise ValueError(f"at most {INT32_MAX} blocks fit a pattern, got {len(merged.cols)}")
@@ -208,7 +220,6 @@ class Rewiring:
             after._hold(merged.row_ptr, merged.cols, source.new_empty(0))
             return cls._trusted(pattern, after, _slots_of_sources(source, slots))
         # Freed slots go to grown blocks in order, so that slots stay near row-major order.
-        reused = drop if len(slots) else _ascending(drop, pattern.nnz)
         slots = moved(slots, source) if len(slots) else copied(source)
         slots.masked_scatter_(source < 0, reused.int())
         after._hold(merged.row_ptr, merged.cols, slots)
@@ -358,21 +369,6 @@ class Rewiring:
                 f"expected a tensor with {self.before.nnz} leading entries, "
                 f"got the shape {list(tensor.shape)}"
             )
-
-
-def _members(numbers: Tensor, count: int) -> Tensor:
-    """bool [count]: which of 0, 1, ... are among `numbers`."""
-    return torch.zeros(count, dtype=torch.bool).index_fill_(0, numbers, True)
-
-
-def _ascending(drop: Tensor, nnz: int) -> Tensor:
-    """Slots to drop in ascending order; faster than to sort them."""
-    if len(drop) and not (int(drop.min()) >= 0 and int(drop.max()) < nnz):
-        raise ValueError(f"slots to drop must lie in [0, {nnz})")
-    found = set_places(_members(drop, nnz))
-    if len(found) != len(drop):
-        raise ValueError("a slot to drop is named twice")
-    return found
 
 
 def _slots_of_sources(source: Tensor, slots: Tensor) -> Tensor:

@@ -29,7 +29,7 @@ from dynsparse.training.optimizer_state import (
     follow_later,
     moving_state,
     prepare_state,
-    state_holder,
+    state_of,
 )
 from dynsparse.training.shards import resize_shards
 from dynsparse.training.together import PatternsAfter
@@ -116,7 +116,7 @@ class Change:
         following: list[tuple[Tensor, float | Tensor]] = [(values, self.fill)]
         if values.grad is not None:
             following.append((values.grad, 0.0))
-        state = state_holder(optimizer, values).state.get(values, {})
+        state = state_of(optimizer, values)
         keys = [
             (key, fill)
             for fill, names in moving_state(optimizer, values, rewiring).items()

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from dynsparse.checks import check_not_negative, check_tensor
-from dynsparse.encoding import by_slots, empty, set_places
+from dynsparse.encoding import by_slots, empty, members, set_places
 from dynsparse.nn.sharded import gathered, is_sharded, local_part, own_rows
 from dynsparse.ops.grow import select
 from dynsparse.pattern import SparsePattern
@@ -146,16 +146,9 @@ def lowest_over_ranks(
     ]
     found = _lowest_over_ranks(ranks, scores, counts, spreads, bits, orders)
     return [
-        _ascending(order[entries], len(order)) if len(order) else entries
+        set_places(members(order[entries].long(), len(order))) if len(order) else entries
         for entries, order in zip(found, orders, strict=True)
     ]
-
-
-def _ascending(slots: Tensor, count: int) -> Tensor:
-    """Distinct slots of `count` in ascending order, int64: faster than to sort them."""
-    found = torch.zeros(count, dtype=torch.bool)
-    found[slots] = True
-    return set_places(found)
 
 
 def _lowest_over_ranks(

@@ -20,7 +20,7 @@ __all__ = [
     "moving_state",
     "prepare_state",
     "rewire_state",
-    "state_holder",
+    "state_of",
 ]
 
 
@@ -53,7 +53,7 @@ def prepare_state(
     Raises:
         ValueError: as `rewire_state`.
     """
-    state = state_holder(optimizer, values).state.get(values, {})
+    state = state_of(optimizer, values)
     return follow_later(state, moving_state(optimizer, values, rewiring), rewiring)
 
 
@@ -95,7 +95,13 @@ def follow_later(
     return follow
 
 
-def state_holder(optimizer: torch.optim.Optimizer, values: Tensor) -> torch.optim.Optimizer:
+def state_of(optimizer: torch.optim.Optimizer, values: Tensor) -> dict[Any, Any]:
+    """What `optimizer`, or one that it steps, keeps of `values`."""
+    found: dict[Any, Any] = _holder(optimizer, values).state.get(values, {})
+    return found
+
+
+def _holder(optimizer: torch.optim.Optimizer, values: Tensor) -> torch.optim.Optimizer:
     """Which optimizer keeps the state of `values`: this one, or one that it steps and holds in an
     attribute, as ZeroRedundancyOptimizer, Lookahead and SAM do."""
     seen, waiting = set(), [optimizer]
@@ -118,7 +124,7 @@ def moving_state(
     Raises:
         ValueError: as `rewire_state`.
     """
-    optimizer = state_holder(optimizer, values)
+    optimizer = _holder(optimizer, values)
     moving: dict[float, list[str]] = {}
     nnz, kind = rewiring.before.nnz, type(optimizer).__name__
     for key, state in optimizer.state.get(values, {}).items():

@@ -22,7 +22,7 @@ from dynsparse.ranks import (
     of_first,
     said_the_same,
 )
-from dynsparse.training.optimizer_state import state_holder
+from dynsparse.training.optimizer_state import state_of
 
 __all__ = [
     "PatternsAfter",
@@ -67,10 +67,7 @@ def begin_alike(
         return
     agree_on(ranks, {"the layers": ", ".join(map(repr, layers))}, _OTHERS)
     agree_on(ranks, {f"the {what}": repr(one) for what, one in said.items()}, _SAME)
-    state = {
-        name: state_holder(optimizer, layer.values).state.get(layer.values, {})
-        for name, layer in layers.items()
-    }
+    state = {name: state_of(optimizer, layer.values) for name, layer in layers.items()}
     used = {n for n, own in state.items() if any(isinstance(t, Tensor) for t in own.values())}
     _take_over(ranks, layers, used)
 

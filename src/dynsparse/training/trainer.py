@@ -27,7 +27,7 @@ from dynsparse.training.history import History, LastStep
 from dynsparse.training.hooks import UpdateHook, call_all
 from dynsparse.training.initial import GradientStep, check_unscaled
 from dynsparse.training.layers import sparse_layers
-from dynsparse.training.optimizer_state import check_optimizer, rewire_state, state_holder
+from dynsparse.training.optimizer_state import check_optimizer, rewire_state, state_of
 from dynsparse.training.pieces import check_drop_score, check_initial_value, check_kinds_of_pieces
 from dynsparse.training.plan import GrownValue, begin_budget, hold_slots, plan_changes
 from dynsparse.training.reducers import follow_sizes
@@ -207,7 +207,7 @@ class SparseTrainer(FollowsOptimizer, HasState):
                 before, after, values = self._known[name], layer.pattern, layer.values
                 if before._has_slots_of(after):
                     continue
-                if is_sharded(values) and state_holder(self.optimizer, values).state.get(values):
+                if is_sharded(values) and state_of(self.optimizer, values):
                     raise RuntimeError(
                         f"layer {name!r} was loaded with another pattern, which its sharded "
                         "optimizer state cannot follow: load the optimizer's state, too"
