@@ -17,22 +17,6 @@ from torch import Generator, Tensor, bfloat16, strided
 
 from dynsparse.files.shorten import shortened
 
-__all__ = [
-    "check_array",
-    "check_choice",
-    "check_flag",
-    "check_fraction",
-    "check_generator",
-    "check_integer",
-    "check_kind",
-    "check_not_negative",
-    "check_tensor",
-    "check_within",
-    "is_number",
-    "is_scipy",
-]
-
-
 _LARGEST = 2**63
 
 

@@ -19,23 +19,6 @@ from torch import Tensor
 from dynsparse import native
 from dynsparse.tracing import spanned
 
-__all__ = [
-    "Merged",
-    "by_columns",
-    "by_slots",
-    "copied",
-    "empty",
-    "follow_",
-    "follows_in_place",
-    "members",
-    "merge",
-    "moved",
-    "row_pointers",
-    "set_places",
-    "slots_of",
-    "split_flat",
-]
-
 
 class Merged(NamedTuple):
     """The arrays of a pattern after an update, all int32, and the old slot of each new one."""

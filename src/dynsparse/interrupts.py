@@ -7,8 +7,6 @@ import threading
 from types import FrameType
 from typing import Any
 
-__all__ = ["uninterrupted"]
-
 # Those that programs turn into exceptions: Ctrl-C, and being asked to end.
 _SIGNALS = (int(signal.SIGINT), int(signal.SIGTERM))
 

@@ -12,8 +12,6 @@ import os
 import sys
 from pathlib import Path
 
-__all__ = ["configure", "configure_quietly"]
-
 _LEVELS = {
     "OFF": logging.CRITICAL + 1,
     "ERROR": logging.ERROR,

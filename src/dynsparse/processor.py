@@ -7,8 +7,6 @@ from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
-__all__ = ["Processor", "parse", "processor"]
-
 
 class Processor(NamedTuple):
     """A processor, as far as the system tells.

@@ -23,8 +23,6 @@ from torch import Tensor
 from dynsparse.checks import check_integer, check_tensor
 from dynsparse.files.shorten import shortened
 
-__all__ = ["typed"]
-
 _Door = TypeVar("_Door", bound=Callable[..., Any])
 
 _PLAIN = (type(None), bool, str, bytes, int, float, np.number)

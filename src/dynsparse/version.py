@@ -2,8 +2,6 @@
 
 from importlib.metadata import PackageNotFoundError, version
 
-__all__ = ["__version__"]
-
 try:
     __version__ = version("dynsparse")
 except PackageNotFoundError:  # run from a source tree that was never installed

@@ -11,8 +11,6 @@ import torch
 
 from dynsparse.bench.zoo import MODELS
 
-__all__ = ["DTYPES", "Cell", "available_memory", "refusal"]
-
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
 
 

@@ -17,8 +17,6 @@ from dynsparse.bench.precision import medium_precision
 from dynsparse.nn import SparseLinear
 from dynsparse.pattern import SparsePattern
 
-__all__ = ["build_layer", "dense_layer", "forwards", "mlp", "network_steps", "steps"]
-
 Work = Callable[[], object]
 
 

@@ -13,8 +13,6 @@ from dynsparse import native
 from dynsparse.bench.load import read_cpu_times
 from dynsparse.bench.precision import products_at_medium
 
-__all__ = ["describe_host", "processor"]
-
 
 def describe_host() -> dict[str, object]:
     """Plain types, ready for JSON."""

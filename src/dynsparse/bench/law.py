@@ -9,8 +9,6 @@ from typing import NamedTuple
 
 import numpy as np
 
-__all__ = ["POPSPARSE", "BreakEven", "Law", "Point", "break_even", "fit"]
-
 
 class Point(NamedTuple):
     """One measured cell: speed-up over dense of a layer of n x n features."""

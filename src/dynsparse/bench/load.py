@@ -7,8 +7,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-__all__ = ["CpuTimes", "foreign_share", "read_cpu_times"]
-
 # user nice system irq softirq steal: the columns of /proc/stat in which a CPU is taken. Time that
 # a hypervisor gave to others is as foreign as any.
 _BUSY = (0, 1, 2, 5, 6, 7)

@@ -13,8 +13,6 @@ from dynsparse.nn import SparseConv1d, SparseConv2d, SparseLinear
 from dynsparse.ops.grow import select
 from dynsparse.training.schedule import Schedule
 
-__all__ = ["MaskedLinear", "MaskedRigL", "masked_twin"]
-
 
 class MaskedLinear(nn.Linear):
     """The same layer as a `SparseLinear`, as a dense weight [out, in] times a mask.

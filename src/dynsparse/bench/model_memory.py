@@ -24,8 +24,6 @@ from dynsparse.bench.parts import blocks_of
 from dynsparse.bench.zoo import MODELS
 from dynsparse.nn import SparseLinear
 
-__all__ = ["measure_memory"]
-
 
 def measure_memory(cell: Cell, names: Iterable[str]) -> dict[str, Any]:
     """Bytes of every contender, the model with all its blocks: plain types.

@@ -23,8 +23,6 @@ from dynsparse.bench.timing import Effort, in_rounds, least_disturbed, timing_of
 from dynsparse.bench.zoo import DEPTH, MODELS
 from dynsparse.nn import SparseLinear, sparsify
 
-__all__ = ["build_model", "measure_model", "training_step"]
-
 
 def build_model(cell: Cell, who: str, depth: int) -> nn.Module:
     """The cell's model, as "dynsparse", "masked" or "dense"; the same weights and patterns each.

@@ -7,8 +7,6 @@ from dataclasses import dataclass, field, replace
 from dynsparse.bench.cells import Cell
 from dynsparse.bench.timing import Effort
 
-__all__ = ["MEASURES", "Benchmark", "Measure", "Spec", "TrainingOptions", "with_cells"]
-
 
 @dataclass(frozen=True)
 class Measure:

@@ -16,8 +16,6 @@ from torch import Tensor, nn
 
 from dynsparse.nn import SparseLinear
 
-__all__ = ["BLOCK_PARTS", "PARTS", "Clock", "blocks_of", "watch"]
-
 BLOCK_PARTS = (
     "matrices of attention",
     "attention between them",

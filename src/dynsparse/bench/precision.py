@@ -8,8 +8,6 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
-__all__ = ["medium_precision", "multiplied_in", "products_at_medium"]
-
 # Between the relative errors of products of float32, below 1e-6, and of bfloat16, above 1e-3.
 _BETWEEN = 3e-5
 

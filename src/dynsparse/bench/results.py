@@ -45,16 +45,6 @@ from dynsparse.files.limits import LimitError
 from dynsparse.files.shorten import shortened
 from dynsparse.files.whole import write_text_whole
 
-__all__ = [
-    "Results",
-    "empty_results",
-    "load_results",
-    "merged",
-    "points",
-    "save_results",
-    "summarise",
-]
-
 Results = dict[str, Any]
 
 _FORMAT, _VERSION = "dynsparse-bench", 1

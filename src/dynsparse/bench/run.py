@@ -26,8 +26,6 @@ from dynsparse.bench.updates import update_parts
 from dynsparse.files.json_text import parse_json
 from dynsparse.nn import SparseLinear
 
-__all__ = ["run_benchmark", "with_threads"]
-
 Tell = Callable[[str], None]
 
 

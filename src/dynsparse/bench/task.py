@@ -14,8 +14,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-__all__ = ["CLASSES", "PIXELS", "Task", "make_task"]
-
 _CHANNELS, _SIDE, _COARSE = 3, 32, 8
 PIXELS = _CHANNELS * _SIDE * _SIDE
 CLASSES = 10

@@ -12,18 +12,6 @@ from typing import TypeVar
 
 from dynsparse.bench.load import CpuTimes, foreign_share, read_cpu_times
 
-__all__ = [
-    "Effort",
-    "Spread",
-    "Timing",
-    "Work",
-    "in_rounds",
-    "least_disturbed",
-    "measure",
-    "spread",
-    "timing_of",
-]
-
 Work = Callable[[], object]
 Sample = TypeVar("Sample")
 

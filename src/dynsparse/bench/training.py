@@ -20,8 +20,6 @@ from dynsparse.bench.task import Task, make_task
 from dynsparse.nn import sparsify
 from dynsparse.training import CosineSchedule, RigL
 
-__all__ = ["Runner", "train_side_by_side"]
-
 
 @dataclass
 class Runner:

@@ -14,8 +14,6 @@ from dynsparse.pattern import Rewiring, SparsePattern
 from dynsparse.training import ConstantSchedule, RigL, SparseTrainer, Static
 from dynsparse.training.drop import lowest, magnitude
 
-__all__ = ["DROP_FRACTION", "update_parts"]
-
 DROP_FRACTION = 0.3
 
 Work = Callable[[], object]

@@ -11,8 +11,6 @@ from typing import Any
 
 from dynsparse.files.shorten import shortened
 
-__all__ = ["read_yaml"]
-
 _MOST_BYTES = 1 << 20
 _MOST_VALUES = 50_000
 _MOST_DEPTH = 30

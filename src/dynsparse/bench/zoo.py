@@ -11,8 +11,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-__all__ = ["DEPTH", "MODELS", "Model"]
-
 DEPTH = 2
 """How many blocks of a model are timed; the others are like them."""
 

@@ -26,8 +26,6 @@ from dynsparse.cli.report import report
 from dynsparse.cli.tune import tune
 from dynsparse.cli.visualise import visualise
 
-__all__ = ["app", "run"]
-
 # A new command is a new file with one function, and one line here.
 _COMMANDS: dict[str, Callable[..., None]] = {
     "mnist": mnist,

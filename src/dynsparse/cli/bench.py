@@ -18,8 +18,6 @@ if TYPE_CHECKING:
     from dynsparse.bench.options import Benchmark, Spec
     from dynsparse.bench.results import Results
 
-__all__ = ["bench"]
-
 _WHAT, _OUTPUT = "What is measured", "Output"
 
 

@@ -17,8 +17,6 @@ from dynsparse.cli.values import integer
 if TYPE_CHECKING:
     from dynsparse.selfcheck import Check, Result
 
-__all__ = ["check"]
-
 
 def check(
     seed: Annotated[

@@ -7,8 +7,6 @@ from typing import Any
 from dynsparse.apps.pictures import cifar as app
 from dynsparse.cli.option_flags import with_flags
 
-__all__ = ["cifar"]
-
 
 @with_flags(app.Options)
 def cifar(values: dict[str, Any], given: set[str]) -> None:

@@ -14,8 +14,6 @@ from dynsparse.data.text import STDLIB, read_text
 from dynsparse.data.token_file import open_tokens, write_tokens
 from dynsparse.data.tokenizer import KINDS, Tokenizer, make_tokenizer, tokenizer_from_state
 
-__all__ = ["encode"]
-
 
 def _option(help: str, **more: Any) -> Any:
     return typer.Option(help=help, show_default=False, **more)

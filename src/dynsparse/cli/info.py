@@ -21,8 +21,6 @@ from dynsparse.ops.linear.cuda import costs
 from dynsparse.ops.linear.cuda.chip import chip_of, runs_triton
 from dynsparse.ops.linear.cuda.rates import rates_of
 
-__all__ = ["facts", "info"]
-
 # The layer and the batches whose kernels are shown.
 _FEATURES = 1024
 _BATCHES = (1, 16, 128, 1024)

@@ -7,8 +7,6 @@ from typing import Any
 
 from typer.core import TyperCommand
 
-__all__ = ["ListCommand", "spread"]
-
 _NUMBER = re.compile(r"-[\d.]")
 
 

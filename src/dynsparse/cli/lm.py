@@ -9,8 +9,6 @@ import typer
 from dynsparse.apps import lm as app
 from dynsparse.cli.option_flags import with_flags
 
-__all__ = ["lm"]
-
 _PRESET = Annotated[
     str | None,
     typer.Option(

@@ -7,8 +7,6 @@ from typing import Any
 from dynsparse.apps.pictures import mnist as app
 from dynsparse.cli.option_flags import with_flags
 
-__all__ = ["mnist"]
-
 
 @with_flags(app.Options)
 def mnist(values: dict[str, Any], given: set[str]) -> None:

@@ -7,8 +7,6 @@ from typing import Any
 from dynsparse.apps.pictures import transformer as app
 from dynsparse.cli.option_flags import with_flags
 
-__all__ = ["mnist_transformer"]
-
 
 @with_flags(app.Options)
 def mnist_transformer(values: dict[str, Any], given: set[str]) -> None:

@@ -10,8 +10,6 @@ from rich.console import Console
 
 from dynsparse.cli.values import integer, number
 
-__all__ = ["onnx"]
-
 onnx = typer.Typer(help="Make ONNX models sparse; take their weights out and put them back.")
 
 

@@ -20,8 +20,6 @@ from dynsparse.apps.common.option import (
 )
 from dynsparse.cli.values import arguments, integer, json_object, number
 
-__all__ = ["with_flags"]
-
 Command = Callable[..., None]
 
 

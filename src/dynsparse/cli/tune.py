@@ -12,8 +12,6 @@ from rich.table import Table
 from dynsparse.ops.linear import measured
 from dynsparse.ops.linear.tables import shipped
 
-__all__ = ["tune"]
-
 
 def tune(
     quick: Annotated[

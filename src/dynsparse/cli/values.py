@@ -9,8 +9,6 @@ import typer
 from dynsparse.files.json_text import parse_json
 from dynsparse.files.shorten import shortened
 
-__all__ = ["arguments", "integer", "json_object", "number"]
-
 
 def integer(text: str) -> int:
     try:

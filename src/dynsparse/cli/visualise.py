@@ -7,8 +7,6 @@ from typing import Annotated
 
 import typer
 
-__all__ = ["visualise"]
-
 
 def visualise(
     records_path: Annotated[

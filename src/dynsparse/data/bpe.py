@@ -22,8 +22,6 @@ from dynsparse.data.vocabulary import id_type
 from dynsparse.files.cache import cache_folder
 from dynsparse.files.shorten import shortened
 
-__all__ = ["END_OF_TEXT", "GPT2Tokenizer", "load_gpt2", "read_merges"]
-
 END_OF_TEXT = "<|endoftext|>"
 MERGES_FILE = "vocab.bpe"
 URLS = (

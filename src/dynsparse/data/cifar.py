@@ -17,8 +17,6 @@ from dynsparse.data.packed import DAMAGE
 from dynsparse.data.pictures import CLASSES, DataSet, Pictures
 from dynsparse.files.cache import cache_folder
 
-__all__ = ["CIFAR_PIXELS", "load_cifar10"]
-
 CIFAR_PIXELS = 3 * 32 * 32
 """Red, green and blue of 32x32 pixels."""
 

@@ -11,8 +11,6 @@ import torch.nn.functional as F
 
 from dynsparse.data.pictures import PIXELS, SIDE, DataSet, Pictures
 
-__all__ = ["load_digits"]
-
 _INNER = 20
 _TEST = 360
 _SPLIT_SEED = 0

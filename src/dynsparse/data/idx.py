@@ -20,8 +20,6 @@ from dynsparse.data.packed import GZIP_MAGIC
 from dynsparse.files.limits import HOW_TO_RAISE, read_limit
 from dynsparse.typed import typed
 
-__all__ = ["read_idx"]
-
 _UNSIGNED_BYTE = 8
 
 

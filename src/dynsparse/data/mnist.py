@@ -16,8 +16,6 @@ from dynsparse.data.idx import read_idx
 from dynsparse.data.pictures import CLASSES, PIXELS, SIDE, DataSet, Pictures
 from dynsparse.files.cache import cache_folder
 
-__all__ = ["SOURCES", "Source", "load_mnist"]
-
 _TRAIN_IMAGES = "train-images-idx3-ubyte"
 _TRAIN_LABELS = "train-labels-idx1-ubyte"
 _TEST_IMAGES = "t10k-images-idx3-ubyte"

@@ -12,8 +12,6 @@ from typing import Any, BinaryIO
 
 from dynsparse.files.limits import HOW_TO_RAISE, LimitError, read_limit
 
-__all__ = ["DAMAGE", "GZIP_MAGIC", "unpacked"]
-
 GZIP_MAGIC = b"\x1f\x8b"
 DAMAGE = (OSError, EOFError, ValueError, lzma.LZMAError, zlib.error)
 """What unpacking a damaged stream raises."""

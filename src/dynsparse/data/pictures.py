@@ -9,8 +9,6 @@ from torch import Tensor
 
 from dynsparse.checks import check_integer
 
-__all__ = ["CLASSES", "PIXELS", "SIDE", "DataSet", "Pictures"]
-
 SIDE = 28
 PIXELS = SIDE * SIDE
 """How many pixels a picture of each of the sets has."""

@@ -9,8 +9,6 @@ from pathlib import Path
 from dynsparse.data.packed import DAMAGE, unpacked
 from dynsparse.files.limits import LimitError
 
-__all__ = ["STDLIB", "read_stdlib", "read_text"]
-
 STDLIB = "stdlib"
 """The name of the text that every Python carries."""
 

@@ -22,8 +22,6 @@ from dynsparse.files.json_text import parse_json
 from dynsparse.files.limits import LimitError
 from dynsparse.files.whole import write_whole
 
-__all__ = ["TokenFile", "is_token_file", "open_tokens", "write_tokens"]
-
 MAGIC = b"dynsparse\x00token\n"
 VERSION = 1
 _START = struct.Struct("<16sII")

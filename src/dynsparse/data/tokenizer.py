@@ -11,17 +11,6 @@ import numpy as np
 from dynsparse.data.bpe import load_gpt2
 from dynsparse.data.vocabulary import KINDS, Tokenizer, UnknownToken, check_vocabulary, id_type
 
-__all__ = [
-    "KINDS",
-    "ByteTokenizer",
-    "CharTokenizer",
-    "Tokenizer",
-    "UnknownToken",
-    "id_type",
-    "make_tokenizer",
-    "tokenizer_from_state",
-]
-
 
 class ByteTokenizer:
     """The bytes of the text in UTF-8: 256 ids, and any text has them."""

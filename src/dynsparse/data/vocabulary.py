@@ -8,8 +8,6 @@ import numpy as np
 
 from dynsparse.files.shorten import shortened
 
-__all__ = ["KINDS", "Tokenizer", "UnknownToken", "check_vocabulary", "id_type"]
-
 KINDS = ("char", "byte", "bpe")
 
 

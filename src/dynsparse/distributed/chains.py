@@ -16,8 +16,6 @@ from dynsparse.nn import (
     SparseTransformerLayer,
 )
 
-__all__ = ["Bundle", "Chain", "find_chains"]
-
 
 class Bundle(NamedTuple):
     """Layers side by side, which write features that belong together.

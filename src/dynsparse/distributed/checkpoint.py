@@ -41,8 +41,6 @@ from dynsparse.training.spread import ranks_for
 from dynsparse.training.trainer import SparseTrainer
 from dynsparse.typed import typed
 
-__all__ = ["Saving", "load_checkpoint", "save_checkpoint"]
-
 # Smaller tensors are written by one rank: to cut them costs more than it spares.
 _SMALL = 1 << 14
 

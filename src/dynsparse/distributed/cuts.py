@@ -13,8 +13,6 @@ from dynsparse.encoding import slots_of
 from dynsparse.pattern import SparsePattern
 from dynsparse.typed import typed
 
-__all__ = ["cut", "cut_features", "rectangle"]
-
 
 @typed
 def cut(loads: Sequence[int], parts: int) -> tuple[int, ...]:

@@ -11,8 +11,6 @@ from dynsparse.distributed.moves import gathered, summed
 from dynsparse.distributed.rectangle import Rectangle, part_of
 from dynsparse.nn import SparseLinear, SparseMultiheadAttention
 
-__all__ = ["split_heads"]
-
 
 def _part(attention: SparseMultiheadAttention) -> Rectangle | None:
     """Of the queries' projection, if heads are spread over ranks."""

@@ -13,8 +13,6 @@ from torch import Tensor
 
 from dynsparse.ranks import Ranks, Slab
 
-__all__ = ["gathered", "same", "slab", "summed"]
-
 
 def same(x: Tensor, ranks: Ranks) -> Tensor:
     """`x`, which all ranks have whole; its gradient is the sum of theirs."""

@@ -10,8 +10,6 @@ from dynsparse.distributed.cuts import cut_features
 from dynsparse.nn import SparseLinear
 from dynsparse.ranks import RankGrid, Ranks
 
-__all__ = ["Borders", "Placement", "placed"]
-
 
 class Placement(NamedTuple):
     """Where a layer's rows and columns lie, and what it is given and gives.

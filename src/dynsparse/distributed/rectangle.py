@@ -18,8 +18,6 @@ from dynsparse.ops.linear import linear
 from dynsparse.pattern import SparsePattern
 from dynsparse.ranks import RankGrid, Slab
 
-__all__ = ["Rectangle", "part_of", "take_part", "whole_layer"]
-
 
 @dataclass(frozen=True, eq=False)
 class Rectangle:

@@ -12,8 +12,6 @@ from dynsparse.ranks import ranks_of
 from dynsparse.training.together import begin_layers_alike
 from dynsparse.typed import typed
 
-__all__ = ["replicate"]
-
 
 @typed
 def replicate(model: nn.Module, *, ranks: Any = "auto", **options: Any) -> DistributedDataParallel:

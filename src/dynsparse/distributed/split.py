@@ -16,8 +16,6 @@ from dynsparse.nn import SparseLinear, SparseMultiheadAttention
 from dynsparse.nn.sharded import gathered
 from dynsparse.ranks import RankGrid, agree_on, agreeing, digest
 
-__all__ = ["gather", "rectangles", "split"]
-
 
 def split(model: nn.Module, mesh: Any) -> nn.Module:
     """Keep this rank's rectangle of every sparse layer of `model`, in place; returns the model.

@@ -11,8 +11,6 @@ from dynsparse.checks import check_integer
 from dynsparse.distributed.cuts import cut
 from dynsparse.nn import SparseConv1d, SparseConv2d, SparseLinear
 
-__all__ = ["stages"]
-
 
 def stages(model: nn.Sequential, n: int) -> list[nn.Sequential]:
     """`model` as `n` stages in a row, for `torch.distributed.pipelining.PipelineStage`.

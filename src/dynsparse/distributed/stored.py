@@ -22,8 +22,6 @@ from dynsparse.training.checkpoint.reading import (
     check_parts,
 )
 
-__all__ = ["MANIFEST", "StoredCheckpoint", "file_name"]
-
 MANIFEST = "manifest.json"
 """A folder with this file holds a whole checkpoint."""
 

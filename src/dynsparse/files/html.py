@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-__all__ = ["html_table"]
-
 
 def html_table(
     rows: Sequence[Sequence[str]], head: Sequence[str] = (), below: Sequence[str] = ()

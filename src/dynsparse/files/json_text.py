@@ -12,8 +12,6 @@ from typing import Any
 
 from dynsparse.files.limits import HOW_TO_RAISE, LimitError, read_limit
 
-__all__ = ["MOST_DEPTH", "parse_json"]
-
 MOST_DEPTH = 100
 _MEMORY = 16  # bytes that a byte of JSON may become, roughly
 _SIGNS = re.compile(r'[\[\]{}"]|\\.', re.DOTALL)

@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import os
 
-__all__ = ["HOW_TO_RAISE", "VARIABLE", "LimitError", "read_limit"]
-
 VARIABLE = "DYNSPARSE_READ_LIMIT"
 """The environment variable that sets another limit, in bytes."""
 

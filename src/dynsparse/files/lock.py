@@ -15,8 +15,6 @@ try:
 except ImportError:  # not on Windows
     fcntl = None  # type: ignore[assignment]
 
-__all__ = ["LOCK", "BusyError", "only_writer"]
-
 LOCK = ".training.lock"
 """The name of the lock in its folder. One that a kill has left does no harm."""
 

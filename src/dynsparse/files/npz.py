@@ -20,8 +20,6 @@ import numpy as np
 
 from dynsparse.files.limits import HOW_TO_RAISE, LimitError, read_limit
 
-__all__ = ["DAMAGE", "Arrays", "open_arrays"]
-
 DAMAGE = (
     OSError, ValueError, EOFError, NotImplementedError, RuntimeError, struct.error,
     zipfile.BadZipFile, zlib.error,

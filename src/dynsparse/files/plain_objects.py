@@ -15,8 +15,6 @@ from typing import Any
 
 from dynsparse.files.shorten import shortened
 
-__all__ = ["PlainObjects"]
-
 _MARK = "$"
 
 

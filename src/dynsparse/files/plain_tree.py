@@ -15,8 +15,6 @@ from torch import Tensor
 
 from dynsparse.files.shorten import shortened
 
-__all__ = ["from_tree", "to_tree"]
-
 _MARK = "$"
 
 

@@ -8,8 +8,6 @@ from __future__ import annotations
 
 from typing import Any
 
-__all__ = ["shortened"]
-
 _TEXT = 100
 _ITEMS = 12
 _DEPTH = 4

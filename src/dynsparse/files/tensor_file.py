@@ -24,8 +24,6 @@ from dynsparse.files.json_text import parse_json
 from dynsparse.files.shorten import shortened
 from dynsparse.files.whole import write_whole
 
-__all__ = ["DTYPES", "TensorFile", "digest_of", "name_of_type", "write_tensors"]
-
 DTYPES = {
     "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
     "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2,

@@ -19,8 +19,6 @@ from torch import Tensor
 
 from dynsparse.files.limits import HOW_TO_RAISE, LimitError, read_limit
 
-__all__ = ["check_archive", "check_content"]
-
 _START, _END = b"PK\x03\x04", b"PK\x05\x06"
 _END_SIZE = 22
 _MOST_DEPTH = 100

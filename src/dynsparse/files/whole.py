@@ -10,8 +10,6 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import BinaryIO
 
-__all__ = ["LEFT_OVER", "remove_left_overs", "replaced", "write_text_whole", "write_whole"]
-
 LEFT_OVER = ".tmp"
 """How the names of files end that a kill has left unfinished; they begin with a dot."""
 

@@ -6,8 +6,6 @@ import sys
 from pathlib import Path
 from types import CodeType
 
-__all__ = ["Callers", "callers", "in_words"]
-
 Callers = tuple[tuple[CodeType, int], ...]
 """Code and line of calls, the nearest first."""
 

@@ -13,8 +13,6 @@ from dynsparse.machine.intervals import Runs, expand
 from dynsparse.machine.target import Target
 from dynsparse.machine.vertex import VertexSet
 
-__all__ = ["check_compute_set", "check_mapping"]
-
 
 def check_mapping(graph: Graph, target: Target) -> None:
     """Every element of every variable has a tile, and the target has that tile.

@@ -16,8 +16,6 @@ from dynsparse.machine.liveness import Liveness
 from dynsparse.machine.program import Execute, Program
 from dynsparse.machine.target import Target
 
-__all__ = ["Contents", "HeldVariable", "PlacedVertices"]
-
 Stretches = list[tuple[int, int, int]]
 """Tiles with equal shares: (first tile, tile after the last, amount on each of them)."""
 

@@ -7,19 +7,6 @@ from typing import Any
 
 import numpy as np
 
-__all__ = [
-    "BOOL",
-    "FLOAT",
-    "HALF",
-    "INT",
-    "SHORT",
-    "UNSIGNED_CHAR",
-    "UNSIGNED_INT",
-    "UNSIGNED_SHORT",
-    "DType",
-    "as_dtype",
-]
-
 
 @dataclass(frozen=True)
 class DType:

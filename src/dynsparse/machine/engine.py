@@ -28,8 +28,6 @@ from dynsparse.machine.target import Target
 from dynsparse.machine.tensor import Tensor
 from dynsparse.tracing import spanned
 
-__all__ = ["Engine"]
-
 
 class Engine:
     """A program checked, planned and ready to run.

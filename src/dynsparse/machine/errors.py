@@ -2,16 +2,6 @@
 
 from __future__ import annotations
 
-__all__ = [
-    "AbortError",
-    "LocalityError",
-    "MachineError",
-    "MappingError",
-    "OutOfMemoryError",
-    "ProgramError",
-    "RaceError",
-]
-
 
 class MachineError(ValueError):
     """A graph or program that the machine cannot run."""

@@ -30,8 +30,6 @@ from dynsparse.machine.intervals import Runs, refine, union_lengths
 from dynsparse.machine.target import Target
 from dynsparse.machine.tensor import Tensor
 
-__all__ = ["CopyPlan", "bind_copy", "broadcast_cycles", "link_cycles", "plan_copy"]
-
 
 @dataclass(frozen=True, eq=False)
 class CopyPlan:

@@ -11,27 +11,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-__all__ = [
-    "CONTROL_CODE",
-    "COPY_LAUNCH",
-    "EXCHANGE_ENTRY",
-    "EXCHANGE_FILL",
-    "EXCHANGE_SETUP",
-    "FACTS",
-    "HOST_EXCHANGE",
-    "KERNEL_CODE",
-    "LONG_SEND",
-    "RECEIVE",
-    "RECEIVE_POINTER",
-    "SEND",
-    "SHORT_WORDS",
-    "STACKS",
-    "SUM_CODE",
-    "SUPERSTEP",
-    "SYNC",
-    "Fact",
-]
-
 
 @dataclass(frozen=True)
 class Fact:

@@ -20,8 +20,6 @@ from dynsparse.machine.tensor import Tensor
 from dynsparse.machine.vertex import Codelet, Ragged, VertexSet
 from dynsparse.typed import typed
 
-__all__ = ["Graph"]
-
 # Variables start at multiples of this many elements, so that rows can be loaded as vectors, and at
 # least one element apart, so that no run of addresses crosses from one into the next.
 _ALIGNMENT = 64

@@ -9,8 +9,6 @@ import numpy as np
 from dynsparse.machine.graph import Graph
 from dynsparse.machine.intervals import Runs
 
-__all__ = ["Holdings"]
-
 
 @dataclass(frozen=True, eq=False)
 class Holdings:

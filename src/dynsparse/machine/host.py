@@ -12,8 +12,6 @@ from dynsparse.checks import check_array
 from dynsparse.machine.errors import ProgramError
 from dynsparse.machine.objects import Stream
 
-__all__ = ["Host"]
-
 
 class Host:
     """Feeds streams to the machine and takes what comes back."""

@@ -10,8 +10,6 @@ from typing import NamedTuple
 
 import numpy as np
 
-__all__ = ["Pieces", "Runs", "TileMap", "expand", "refine", "union_lengths"]
-
 IntArray = np.ndarray
 
 # Elements of a run in the mean.

@@ -20,8 +20,6 @@ from dynsparse.machine.intervals import union_lengths
 from dynsparse.machine.objects import Variable
 from dynsparse.machine.tensor import Tensor
 
-__all__ = ["Liveness", "analyse"]
-
 
 @dataclass(frozen=True)
 class Liveness:

@@ -17,8 +17,6 @@ from dynsparse.machine.state import Node, State
 from dynsparse.machine.tensor import Tensor
 from dynsparse.machine.vertex import BoundVertices, VertexSet
 
-__all__ = ["Lowering"]
-
 
 class Lowering:
     """Turns programs into nodes, each program once however often it is used."""

@@ -15,8 +15,6 @@ from dynsparse.machine.intervals import Runs, TileMap, refine
 from dynsparse.machine.target import Target
 from dynsparse.machine.tensor import Tensor
 
-__all__ = ["Mapped"]
-
 _Self = TypeVar("_Self", bound="Mapped")
 
 

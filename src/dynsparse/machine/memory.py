@@ -15,8 +15,6 @@ from dynsparse.machine.liveness import Liveness
 from dynsparse.machine.target import Target
 from dynsparse.machine.vertex import Codelet, VertexSet
 
-__all__ = ["REAL_TILE", "MemoryUse", "check_memory", "measure_memory"]
-
 # A vertex holds the address of its codelet, for each edge a 32-bit pointer and count (Poplar's
 # default vector layout SPAN; smaller ones exist, so this is an upper bound), a word per scalar.
 _VERTEX_BYTES = 4

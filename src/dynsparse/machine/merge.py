@@ -10,8 +10,6 @@ import numpy as np
 from dynsparse.machine.tensor import Tensor
 from dynsparse.machine.vertex import VertexSet
 
-__all__ = ["merge_vertices"]
-
 
 def _key(vertices: VertexSet) -> Any:
     """Single vertices with equal keys can run as one set; None keeps a set apart."""

@@ -10,8 +10,6 @@ from dynsparse.machine.merge import merge_vertices
 from dynsparse.machine.tensor import Tensor
 from dynsparse.machine.vertex import VertexSet
 
-__all__ = ["ComputeSet", "RemoteBuffer", "Stream", "Variable"]
-
 
 class Variable:
     """One contiguous stretch of the memory of its type. `tensor` views it whole; `made_by` says

@@ -14,8 +14,6 @@ from typing import Any
 from dynsparse.checks import check_kind
 from dynsparse.files.shorten import shortened
 
-__all__ = ["EngineOptions"]
-
 
 def _flag(value: Any, name: str) -> bool:
     if isinstance(value, bool):

@@ -14,8 +14,6 @@ from dynsparse.machine.profile import Profile
 from dynsparse.machine.state import Node, State
 from dynsparse.machine.tensor import Tensor
 
-__all__ = ["cross_replica_copy", "end", "print_tensor", "remote_copy", "stream_copy"]
-
 
 def _cycles(state: State, numel: int, dtype: Any, rate: float) -> tuple[int, float]:
     """Bytes of all replicas, and what moving them at once takes."""

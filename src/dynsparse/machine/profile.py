@@ -16,8 +16,6 @@ from dynsparse.machine.target import Target
 from dynsparse.machine.tree import ProgramNode, program_tree
 from dynsparse.typed import typed
 
-__all__ = ["CodeletProfile", "Profile", "StepProfile", "TimelineRow"]
-
 # A timeline longer than this is cut off; the totals go on.
 _TIMELINE_ROWS = 100_000
 

@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-__all__ = ["FORMAT", "VERSION", "document"]
-
 FORMAT, VERSION = "dynsparse-profile", 1
 
 

@@ -10,27 +10,6 @@ from dynsparse.machine.errors import ProgramError
 from dynsparse.machine.objects import ComputeSet, RemoteBuffer, Stream
 from dynsparse.machine.tensor import Tensor
 
-__all__ = [
-    "Abort",
-    "AbortOnCondition",
-    "Call",
-    "Copy",
-    "CrossReplicaCopy",
-    "ErrorProgram",
-    "Execute",
-    "If",
-    "PrintTensor",
-    "Program",
-    "Repeat",
-    "RepeatWhileFalse",
-    "RepeatWhileTrue",
-    "Sequence",
-    "Switch",
-    "Sync",
-    "WriteUndef",
-    "check_nesting",
-]
-
 
 class Program:
     """A step of a program. `name`, if given, appears in the profile's paths."""

@@ -22,8 +22,6 @@ from dynsparse.machine.program import Program
 from dynsparse.machine.target import Target
 from dynsparse.machine.tensor import Tensor
 
-__all__ = ["Node", "State"]
-
 # A node runs one step (and those inside it) and adds what it cost to the profile.
 Node = Callable[[Profile], None]
 

@@ -52,8 +52,6 @@ from dynsparse.machine.dtypes import FLOAT, HALF, as_dtype
 from dynsparse.machine.facts import COPY_LAUNCH, SUPERSTEP
 from dynsparse.typed import typed
 
-__all__ = ["Target"]
-
 # Conv units by (input, partials) type: [T] PopLibs. 64, 32 and 16 multiply-accumulates a cycle,
 # which the published peaks of 250 (half) and 62.5 TFLOP/s (float) on Mk2 confirm.
 _CONV_UNITS = {(HALF, HALF): 16, (HALF, FLOAT): 8, (FLOAT, FLOAT): 16}

@@ -14,8 +14,6 @@ from dynsparse.machine.dtypes import DType
 from dynsparse.machine.intervals import Runs
 from dynsparse.typed import typed
 
-__all__ = ["Tensor", "concat", "rotation"]
-
 # Addresses that `extents` takes together.
 _PART = 4096
 

@@ -7,8 +7,6 @@ from dataclasses import dataclass
 
 from dynsparse.machine import program as programs
 
-__all__ = ["ProgramNode", "program_tree"]
-
 
 @dataclass(frozen=True)
 class ProgramNode:

@@ -21,18 +21,6 @@ from dynsparse.machine.intervals import Runs, expand
 from dynsparse.machine.tensor import Tensor
 from dynsparse.typed import typed
 
-__all__ = [
-    "Codelet",
-    "Field",
-    "In",
-    "InOut",
-    "Out",
-    "Ragged",
-    "RaggedView",
-    "VertexSet",
-    "VertexView",
-]
-
 _RUNS_ON = ("worker", "workers", "supervisor")
 _RESERVED = ("count", "rank", "shape", "tiles", "target", "torch")
 

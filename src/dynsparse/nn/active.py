@@ -13,8 +13,6 @@ from dynsparse.ops.linear.contents import trust
 from dynsparse.pattern import PatternIndex, SparsePattern
 from dynsparse.typed import typed
 
-__all__ = ["ActiveSet"]
-
 
 class ActiveSet:
     """The slots of a layer that its forward pass uses.

@@ -28,8 +28,6 @@ from dynsparse.ops.dropout import dropout
 from dynsparse.pattern import SparsePattern
 from dynsparse.typed import typed
 
-__all__ = ["PROJECTIONS", "SparseMultiheadAttention"]
-
 PROJECTIONS = ("q_proj", "k_proj", "v_proj", "out_proj")
 """The names of the projections, in the order in which they are applied."""
 

@@ -15,8 +15,6 @@ from dynsparse.ops.block_sparse.attention import bias_of
 from dynsparse.ops.dropout import dropout
 from dynsparse.pattern import SparsePattern
 
-__all__ = ["attend_at", "check_goes_with", "check_pattern", "load_pattern", "save_pattern"]
-
 _NAMES = ("attention_rows", "attention_cols")
 
 

@@ -8,8 +8,6 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-__all__ = ["merged"]
-
 
 def merged(
     attn_mask: Tensor | None,

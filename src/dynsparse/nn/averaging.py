@@ -13,8 +13,6 @@ from torch import nn
 from dynsparse.nn.linear import SparseLinear
 from dynsparse.typed import typed
 
-__all__ = ["follow_patterns"]
-
 
 @typed
 def follow_patterns(copy: nn.Module, model: nn.Module) -> None:

@@ -18,8 +18,6 @@ from dynsparse.ops.conv.geometry import Geometry, to_matrix, to_weight
 from dynsparse.pattern import PatternIndex, SparsePattern
 from dynsparse.typed import typed
 
-__all__ = ["SparseConv1d", "SparseConv2d", "dense_conv", "from_dense_conv"]
-
 _MODES = ("zeros", "reflect", "replicate", "circular")
 
 

@@ -9,8 +9,6 @@ from torch.compiler import is_compiling
 from dynsparse.nn.linear import SparseLinear
 from dynsparse.nn.weight_view import WeightView
 
-__all__ = ["SparseConv1D", "is_conv1d"]
-
 
 def is_conv1d(module: nn.Module) -> bool:
     """Whether this is a `Conv1D` as `transformers` has it, told without importing that library.

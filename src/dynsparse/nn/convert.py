@@ -28,8 +28,6 @@ from dynsparse.nn.targets import executor_for
 from dynsparse.nn.whole import check_whole
 from dynsparse.pattern import SparsePattern
 
-__all__ = ["densify", "sparsify"]
-
 
 @torch.no_grad()
 def sparsify(

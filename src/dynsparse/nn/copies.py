@@ -5,8 +5,6 @@ from __future__ import annotations
 import sys
 from types import FrameType
 
-__all__ = ["is_averaging"]
-
 # Where others copy a model to average its weights from then on.
 _AVERAGERS = ("torch/optim/swa_utils.py", "timm/utils/model_ema.py")
 

@@ -12,8 +12,6 @@ from dynsparse.nn.linear import SparseLinear
 from dynsparse.nn.sites import Site, find_sites
 from dynsparse.typed import typed
 
-__all__ = ["Description", "describe"]
-
 _HEAD = ("layer", "shape", "block", "density", "non-zeros", "parameters")
 
 

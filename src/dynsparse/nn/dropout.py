@@ -8,8 +8,6 @@ from dynsparse.checks import check_fraction
 from dynsparse.ops.dropout import dropout
 from dynsparse.typed import typed
 
-__all__ = ["Dropout"]
-
 
 class Dropout(nn.Dropout):
     """A drop-in for `nn.Dropout` that draws its masks many numbers at a time.

@@ -14,8 +14,6 @@ from dynsparse.nn.linear import SparseLinear
 from dynsparse.ops.embedding import embedding
 from dynsparse.typed import typed
 
-__all__ = ["SparseEmbedding", "TiedEmbedding"]
-
 
 class SparseEmbedding(SparseLinear):
     """A drop-in for `nn.Embedding` that holds only the table's non-zero entries.

@@ -11,8 +11,6 @@ from torch import nn
 
 from dynsparse.nn.linear import SparseLinear
 
-__all__ = ["allow_fast_paths", "forbid_fast_paths"]
-
 _FLAGS: tuple[tuple[type[nn.Module], str], ...] = (
     (nn.TransformerEncoderLayer, "activation_relu_or_gelu"),  # read for the fused path alone
     (nn.TransformerEncoder, "use_nested_tensor"),

@@ -16,8 +16,6 @@ from torch.compiler import is_compiling
 
 from dynsparse.checks import check_kind
 
-__all__ = ["ScoreMod", "attend", "check_flexible"]
-
 ScoreMod = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
 """From a score, the sequence, the head, the query and the key to the score that counts; scalars."""
 

@@ -10,8 +10,6 @@ from torch import nn
 from dynsparse.nn.conv import SparseConv1d, SparseConv2d
 from dynsparse.typed import typed
 
-__all__ = ["fuse_conv_bn_eval"]
-
 
 @typed
 @torch.no_grad()

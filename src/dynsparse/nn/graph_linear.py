@@ -7,8 +7,6 @@ from torch import nn
 
 from dynsparse.nn.linear import SparseLinear
 
-__all__ = ["SparseGraphLinear", "is_graph_linear"]
-
 
 def is_graph_linear(module: nn.Module) -> bool:
     """Whether this is `torch_geometric.nn.Linear`, told without importing that library.

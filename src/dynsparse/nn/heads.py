@@ -11,8 +11,6 @@ from torch import Tensor
 from dynsparse.files.shorten import shortened
 from dynsparse.ops.eager import is_plain_eager
 
-__all__ = ["check_order", "joined", "natural_order", "run_length", "save_order", "split"]
-
 _NAME = "interleaved_heads"
 _RUNS = (4, 2, 1)
 # What moves so many bytes at once.

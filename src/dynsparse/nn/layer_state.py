@@ -13,8 +13,6 @@ from dynsparse.ops.linear.contents import trust
 from dynsparse.ops.linear.layer_index import LayerIndex, Read
 from dynsparse.pattern import PatternIndex, SparsePattern
 
-__all__ = ["LayerState", "changing"]
-
 # Held where values and pattern of a layer change, or are looked at afresh. One for all layers: it
 # is held for moments.
 changing = threading.RLock()

@@ -10,8 +10,6 @@ from torch.nn.parameter import is_lazy
 from dynsparse.nn.linear import SparseLinear
 from dynsparse.nn.sites import Site
 
-__all__ = ["BY_CHOICE", "left_dense", "unconverted"]
-
 ADAPTER = "is the adapter of another layer"
 DEPTHWISE = "is a depthwise convolution, whose outputs see one channel each"
 

@@ -23,8 +23,6 @@ from dynsparse.pattern import PatternIndex, SparsePattern
 from dynsparse.ranks import Part
 from dynsparse.typed import typed
 
-__all__ = ["SparseLinear"]
-
 
 class SparseLinear(SparseModule):
     """Y = X W^T + b with a sparse W [out, in] of which only the present blocks are stored.

@@ -16,8 +16,6 @@ from dynsparse.nn.start import block_count
 from dynsparse.pattern import SparsePattern
 from dynsparse.pattern.coordinates import block_grid
 
-__all__ = ["even_pattern", "meeting", "reading"]
-
 
 def even_pattern(
     shape: tuple[int, int], density: float, block_size: int, generator: torch.Generator | None

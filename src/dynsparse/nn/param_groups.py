@@ -10,8 +10,6 @@ from dynsparse.checks import check_not_negative
 from dynsparse.nn.sparse_module import SparseModule
 from dynsparse.typed import typed
 
-__all__ = ["param_groups"]
-
 
 @typed
 def param_groups(model: nn.Module, *, weight_decay: float) -> list[dict[str, Any]]:

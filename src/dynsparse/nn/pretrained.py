@@ -30,8 +30,6 @@ from dynsparse.nn.weights_file import is_own, read_aliases, read_tensors, state_
 from dynsparse.pattern import SparsePattern
 from dynsparse.typed import typed
 
-__all__ = ["load_pretrained"]
-
 _FILE, _INDEX = "model.safetensors", "model.safetensors.index.json"
 _PARTS = ("rows", "cols", "values")
 

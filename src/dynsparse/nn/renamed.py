@@ -14,8 +14,6 @@ from typing import Any
 
 from torch import Tensor, nn
 
-__all__ = ["as_the_model_has_them"]
-
 
 def as_the_model_has_them(model: nn.Module, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """The tensors of a file of `save_pretrained` by the names of `model.state_dict()`.

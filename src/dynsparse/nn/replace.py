@@ -15,8 +15,6 @@ from dynsparse.nn.linear import SparseLinear
 from dynsparse.nn.sites import Site
 from dynsparse.pattern import SparsePattern
 
-__all__ = ["check_replaceable", "linear_of", "replace", "sparse_layer"]
-
 _CLASSES: dict[str, type[SparseLinear]] = {"Conv1D": SparseConv1D, "graph": SparseGraphLinear}
 
 

@@ -12,19 +12,6 @@ from torch.nn import Parameter
 
 from dynsparse.ranks import chunk
 
-__all__ = [
-    "device_of",
-    "gathered",
-    "is_sharded",
-    "local_part",
-    "local_range",
-    "own_rows",
-    "rows_dimension",
-    "shard_dimension",
-    "sharded_like",
-    "whole",
-]
-
 
 def is_sharded(tensor: Any) -> bool:
     """Whether this is a DTensor, of which a rank holds a part."""

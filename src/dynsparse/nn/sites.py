@@ -14,8 +14,6 @@ from dynsparse.nn.conv1d import is_conv1d
 from dynsparse.nn.graph_linear import is_graph_linear
 from dynsparse.ops.conv.geometry import to_matrix
 
-__all__ = ["Site", "find_sites", "first_matches", "matches", "select", "tied"]
-
 _KINDS = (
     "nn.Linear, nn.Conv2d, nn.Conv1d, transformers' Conv1D, PyTorch Geometric's Linear and the "
     "projections of nn.MultiheadAttention can"

@@ -22,8 +22,6 @@ from dynsparse.ops.linear.kernels import panels
 from dynsparse.pattern import PatternIndex, Rewiring, SparsePattern
 from dynsparse.ranks import Part, Slab
 
-__all__ = ["SparseModule", "whole"]
-
 
 class SparseModule(nn.Module):
     """Holds the values of a sparse weight and their pattern, and keeps them together.

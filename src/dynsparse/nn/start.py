@@ -10,8 +10,6 @@ from dynsparse.ops.grow import select
 from dynsparse.pattern import SparsePattern
 from dynsparse.pattern.coordinates import block_grid
 
-__all__ = ["block_count", "largest_blocks", "random_pattern", "uniform"]
-
 
 def largest_blocks(weight: Tensor, nnz: int, block_size: int) -> SparsePattern:
     """The `nnz` blocks of `weight` [out, in] whose magnitudes have the largest sum.

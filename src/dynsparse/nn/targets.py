@@ -15,8 +15,6 @@ from torch import Tensor
 
 from dynsparse.pattern import SparsePattern
 
-__all__ = ["Executor", "Scores", "executor_for", "scores_of"]
-
 Scores = Callable[[Sequence[tuple[Tensor, Tensor]], str], Tensor]
 """From pairs (x [batch, in], dY [batch, out]) whose dY^T X add up to the gradient, and "sum",
 "avg", "max" or "none", to the magnitudes of blocks [out / b, in / b]; "none" is pooled as "sum"."""

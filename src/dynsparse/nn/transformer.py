@@ -16,8 +16,6 @@ from dynsparse.nn.matched import even_pattern, reading
 from dynsparse.pattern import SparsePattern
 from dynsparse.typed import typed
 
-__all__ = ["SparseTransformerLayer"]
-
 
 class SparseTransformerLayer(nn.Module):
     """x + attention(norm(x)), then x + feed-forward(norm(x)), with dropout before each sum.

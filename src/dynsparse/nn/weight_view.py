@@ -15,8 +15,6 @@ from typing import Any
 from torch import Tensor
 from torch.nn.functional import linear
 
-__all__ = ["WeightView"]
-
 # Properties are answered as they stand but for these, which hold entries.
 _MADE_OF_ENTRIES = frozenset({"T", "mT", "H", "mH", "real", "imag"})
 _ABOUT = frozenset({

@@ -34,15 +34,6 @@ from dynsparse.files.whole import replaced
 from dynsparse.nn.linear import SparseLinear
 from dynsparse.pattern import SparsePattern
 
-__all__ = [
-    "is_own",
-    "load_safetensors",
-    "read_aliases",
-    "read_tensors",
-    "save_safetensors",
-    "state_of",
-]
-
 _FORMAT, _VERSION = "dynsparse", "1"
 
 

@@ -9,8 +9,6 @@ from torch import nn
 from dynsparse.nn.linear import SparseLinear
 from dynsparse.ranks import Part
 
-__all__ = ["check_whole"]
-
 
 def check_whole(model: Any, what: str) -> None:
     """Raise ValueError where a layer is in rectangles, for what would take one for the layer.

@@ -22,8 +22,6 @@ from weakref import WeakValueDictionary
 import torch
 from torch import Tensor
 
-__all__ = ["Pairs", "concerns", "is_asked_for", "is_open", "move", "start", "stop", "take"]
-
 
 class Pairs(list[tuple[Tensor, Tensor]]):
     """(x [batch, in], dY [batch, out]) of the backward passes that made the present gradient."""

@@ -14,8 +14,6 @@ from dynsparse.checks import check_kind, is_number
 from dynsparse.files.shorten import shortened
 from dynsparse.ops.eager import is_plain_eager
 
-__all__ = ["dropout"]
-
 
 def _run(x: Tensor, seed: int, rate: float) -> Tensor:
     """x with about a share `rate` of zeros, the rest scaled by 1 / (1 - rate)."""

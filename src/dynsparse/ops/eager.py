@@ -12,8 +12,6 @@ from torch import Tensor
 from torch.autograd import forward_ad
 from torch.compiler import is_compiling, is_dynamo_compiling
 
-__all__ = ["empty_on_cpu", "is_autocast", "is_plain_eager", "refuse_transforms"]
-
 _any_autocast = torch._C._is_any_autocast_enabled
 _dispatch_modes = torch._C._len_torch_dispatch_stack
 _transforms = torch._C._functorch.peek_interpreter_stack

@@ -5,8 +5,6 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-__all__ = ["Arriving"]
-
 
 class Arriving:
     """Copies of tensors as they are when the device comes to this, whatever becomes of them later.

@@ -12,8 +12,6 @@ from torch import Tensor
 from dynsparse.checks import check_generator, check_integer, check_tensor
 from dynsparse.files.shorten import shortened
 
-__all__ = ["INT32_MAX", "block_grid", "coordinates", "sample_without_replacement"]
-
 INT32_MAX = 2**31 - 1
 
 

@@ -11,20 +11,6 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-__all__ = [
-    "by_columns",
-    "column_pointers",
-    "merge",
-    "move",
-    "places",
-    "positions",
-    "refill",
-    "sent",
-    "sources",
-    "told",
-    "without",
-]
-
 _GONE = 2**62  # sorts behind every position
 
 

@@ -22,8 +22,6 @@ from dynsparse.encoding import by_columns, by_slots, empty, moved
 from dynsparse.pattern.arriving import Arriving
 from dynsparse.pattern.on_device import column_pointers, places, positions
 
-__all__ = ["PatternIndex", "Positions"]
-
 T = TypeVar("T")
 
 

@@ -28,8 +28,6 @@ from dynsparse.pattern.on_device import move, refill, sources
 from dynsparse.pattern.sparse_pattern import SparsePattern
 from dynsparse.typed import typed
 
-__all__ = ["Rewiring"]
-
 
 @dataclass(frozen=True)
 class Rewiring:

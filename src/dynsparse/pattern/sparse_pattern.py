@@ -23,8 +23,6 @@ from dynsparse.pattern.on_device import places
 from dynsparse.pattern.positions import Positions
 from dynsparse.typed import typed
 
-__all__ = ["SparsePattern"]
-
 
 class SparsePattern(Positions):
     """Which blocks of an [out, in] matrix are present. Immutable.

@@ -33,13 +33,6 @@ from dynsparse.popsparse.product.params import FullyConnectedParams
 from dynsparse.popsparse.product.plan import Plan
 from dynsparse.typed import typed
 
-__all__ = [
-    "create_indices_tensor",
-    "create_slice_tensor",
-    "embedding_slice",
-    "embedding_update_add",
-]
-
 # A tile holds at least so many indices (section 5.4 of docs/popsparse-formulas.md).
 _LEAST_INDICES = 32
 

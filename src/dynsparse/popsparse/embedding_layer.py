@@ -24,8 +24,6 @@ from dynsparse.popsparse.product.block_lists import to_numpy
 from dynsparse.popsparse.product.plan import Plan
 from dynsparse.typed import typed
 
-__all__ = ["EmbeddingLayer"]
-
 
 class EmbeddingLayer:
     """A table [entries, size] of one plan, looked up for so many indices at a time.

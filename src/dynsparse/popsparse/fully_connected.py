@@ -19,15 +19,6 @@ from dynsparse.popsparse.product.options import Options
 from dynsparse.popsparse.product.params import FullyConnectedParams
 from dynsparse.typed import typed
 
-__all__ = [
-    "create_fully_connected_input",
-    "create_fully_connected_weights",
-    "fully_connected_dense_grad_w_serial_splits",
-    "fully_connected_forward",
-    "fully_connected_grad_a",
-    "fully_connected_grad_w",
-]
-
 
 @typed
 def create_fully_connected_weights(

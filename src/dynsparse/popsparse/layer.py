@@ -24,8 +24,6 @@ from dynsparse.popsparse.product.plan import PASSES, Plan
 from dynsparse.popsparse.product.update import Update
 from dynsparse.typed import typed
 
-__all__ = ["Layer"]
-
 _NAMES = {"x": "gradient", "y": "input"}
 
 

@@ -20,8 +20,6 @@ from dynsparse.popsparse.planner.stored import read_plan, stored_plan
 from dynsparse.popsparse.product.formats import COOMatrix
 from dynsparse.popsparse.product.plan import Plan
 
-__all__ = ["StoredLayer", "read_layer", "write_layer"]
-
 _FORMAT = "dynsparse layer 1"
 _PARTS = ("rows", "columns", "values")
 

@@ -18,12 +18,6 @@ from dynsparse.popsparse.product.options import Options
 from dynsparse.popsparse.product.params import MatmulParams
 from dynsparse.typed import typed
 
-__all__ = [
-    "create_sparse_dense_matmul_lhs",
-    "create_sparse_dense_matmul_rhs",
-    "sparse_dense_matmul",
-]
-
 
 @typed
 def create_sparse_dense_matmul_lhs(

@@ -19,16 +19,6 @@ from dynsparse.popsparse.product.data_types import data_type
 from dynsparse.popsparse.product.plan import PASSES, Plan
 from dynsparse.popsparse.timing.run import Run, relative_error, run_figures
 
-__all__ = [
-    "dense_figures",
-    "dense_plan_figures",
-    "dense_plans",
-    "draw_pattern",
-    "plan_figures",
-    "run_dense",
-    "sparse_figures",
-]
-
 
 def plan_figures(plan: Plan) -> dict[str, Any]:
     """The partition and the method of a plan."""

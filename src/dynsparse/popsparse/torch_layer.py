@@ -25,8 +25,6 @@ from dynsparse.popsparse.product.plan import PASSES, Plan
 from dynsparse.popsparse.product.update import Update
 from dynsparse.typed import typed
 
-__all__ = ["TileMachine", "machine_profiles"]
-
 _DTYPES = {torch.float16: "float16", torch.float32: "float32"}
 
 # Programs are kept for so many batch sizes of a layer: an epoch's last batch is often smaller.

@@ -17,18 +17,6 @@ from torch import Tensor
 from dynsparse import native
 from dynsparse.ranks.ranks import Ranks
 
-__all__ = [
-    "agree_on",
-    "agreeing",
-    "differing",
-    "digest",
-    "ends_of",
-    "held_back",
-    "named_ranks",
-    "said_the_same",
-    "texts_of",
-]
-
 _KINDS = (ValueError, TypeError, RuntimeError, MemoryError)
 _LONGEST = 2000  # characters of an error that travel
 

@@ -22,8 +22,6 @@ from dynsparse.ranks.keys import sorting_keys
 from dynsparse.ranks.ranks import Ranks
 from dynsparse.ranks.select import kth_over_ranks
 
-__all__ = ["Band"]
-
 
 class Band:
     """The free positions of this rank's slab that may be among the best, with bounds of the scores.

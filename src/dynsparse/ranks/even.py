@@ -11,8 +11,6 @@ from torch import Tensor
 from dynsparse.ranks.ranks import Ranks
 from dynsparse.ranks.select import chunk, chunk_of
 
-__all__ = ["as_bytes", "even_pieces"]
-
 
 @torch.no_grad()
 def even_pieces(ranks: Ranks, slots: Tensor, total: int, tensors: Sequence[Tensor]) -> list[Tensor]:

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import torch
 
-__all__ = ["exchanged_bytes"]
-
 
 def exchanged_bytes(
     ranks: int,

@@ -18,8 +18,6 @@ from dynsparse.ranks.even import as_bytes
 from dynsparse.ranks.ranks import Ranks
 from dynsparse.ranks.select import chunk
 
-__all__ = ["follow_over_ranks"]
-
 _NONE = torch.zeros(0, dtype=torch.int64)
 _AT_ONCE = 1 << 10  # slots that are looked at for a survivor
 

@@ -14,8 +14,6 @@ from dynsparse.files.shorten import shortened
 from dynsparse.pattern import SparsePattern
 from dynsparse.ranks.ranks import ALONE, Ranks, ranks_of
 
-__all__ = ["AXES", "Part", "RankGrid", "Slab", "check_axes"]
-
 AXES = ("x", "y", "z")
 """Of a mesh: what features are split over, and, along z, samples."""
 

@@ -32,8 +32,6 @@ from dynsparse.ranks.ranks import Ranks
 from dynsparse.ranks.select import joined, places, select_over_ranks
 from dynsparse.ranks.wanted import GrowthWanted
 
-__all__ = ["topk_over_ranks"]
-
 
 def topk_over_ranks(
     ranks: Ranks,

@@ -19,8 +19,6 @@ from dynsparse.ranks.ranks import Ranks
 from dynsparse.ranks.select import chunk, chunk_of
 from dynsparse.ranks.wanted import GrowthWanted
 
-__all__ = ["CHUNK_BYTES", "GrowthJob"]
-
 # Of one round of the exchange, all pieces that a rank sends together.
 CHUNK_BYTES = 8 << 20
 

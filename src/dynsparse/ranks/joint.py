@@ -9,8 +9,6 @@ from torch import Tensor
 
 from dynsparse.ranks.ranks import Ranks
 
-__all__ = ["JointRanks"]
-
 
 class JointRanks(Ranks):
     """What all inner ranks have, of all that lie along the outer ones: each move is one along the

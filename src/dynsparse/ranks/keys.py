@@ -11,8 +11,6 @@ from torch import Tensor
 from dynsparse import native
 from dynsparse.encoding import empty, set_places
 
-__all__ = ["digits_of", "key_bits", "packed_bits", "sorting_keys", "unpack_bits"]
-
 
 def key_bits(dtype: torch.dtype) -> int:
     """How many bits the keys of scores have."""

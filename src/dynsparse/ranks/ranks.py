@@ -17,8 +17,6 @@ from torch import Tensor
 
 from dynsparse.files.shorten import shortened
 
-__all__ = ["ALONE", "GroupRanks", "Ranks", "ranks_of"]
-
 
 class Ranks:
     """This rank among those that decide together. This base is a rank alone: its moves do nothing.

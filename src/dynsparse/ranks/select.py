@@ -23,17 +23,6 @@ from dynsparse.ranks.keys import (
 )
 from dynsparse.ranks.ranks import Ranks
 
-__all__ = [
-    "chunk",
-    "chunk_of",
-    "joined",
-    "kth_over_ranks",
-    "of_first",
-    "places",
-    "select_over_ranks",
-    "sum_of_all",
-]
-
 _DIGIT = 11  # bits a round: 2,048 bins, which are 8 KiB a layer
 
 

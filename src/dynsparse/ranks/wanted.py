@@ -11,8 +11,6 @@ from dynsparse.ops.grow.scores import Pair
 from dynsparse.pattern import SparsePattern
 from dynsparse.ranks.grid import Part
 
-__all__ = ["GrowthWanted"]
-
 
 @dataclass(frozen=True)
 class GrowthWanted:

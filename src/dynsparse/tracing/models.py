@@ -18,8 +18,6 @@ from torch.utils.hooks import RemovableHandle
 
 from dynsparse.tracing.spans import current
 
-__all__ = ["hooked", "unwatch", "watch"]
-
 _models: WeakSet[nn.Module] = WeakSet()
 _handles: list[RemovableHandle] = []
 

@@ -8,8 +8,6 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any
 
-__all__ = ["Lane", "Mark", "Recorder"]
-
 Mark = tuple[str, int, int | None, Any]
 """A span: its name, begin and end in nanoseconds, and what is said of it, a dict or None.
 

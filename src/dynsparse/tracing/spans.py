@@ -14,8 +14,6 @@ from torch.profiler import record_function
 from dynsparse.files.shorten import shortened
 from dynsparse.tracing.recorder import Recorder
 
-__all__ = ["OFF", "Span", "counter", "current", "is_traced", "record", "span", "spanned"]
-
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
 _recorder: Recorder | None = None

@@ -27,8 +27,6 @@ from dynsparse.tracing.spans import current, record
 from dynsparse.typed import typed
 from dynsparse.version import __version__
 
-__all__ = ["file_of", "rank_here", "trace"]
-
 _log = logging.getLogger(__name__)
 
 _LIMIT = 1_000_000

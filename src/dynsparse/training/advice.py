@@ -10,8 +10,6 @@ import torch
 from dynsparse.nn import SparseLinear
 from dynsparse.training.schedule import Schedule, is_due_within
 
-__all__ = ["advise"]
-
 
 def advise(
     schedule: Schedule | None,

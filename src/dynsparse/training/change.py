@@ -34,16 +34,6 @@ from dynsparse.training.optimizer_state import (
 from dynsparse.training.shards import resize_shards
 from dynsparse.training.together import PatternsAfter
 
-__all__ = [
-    "Change",
-    "check_fill",
-    "check_gradients",
-    "check_one_per_block",
-    "check_scores",
-    "naming",
-    "prepared",
-]
-
 
 @dataclass(frozen=True)
 class Change:

@@ -8,8 +8,6 @@ from dynsparse.nn import SparseLinear
 from dynsparse.pattern import Rewiring
 from dynsparse.tracing.spans import counter, is_traced
 
-__all__ = ["count_churn", "count_density"]
-
 
 def count_density(layers: Mapping[str, SparseLinear]) -> None:
     """The counter "density": present weights over all weights of the layers together.

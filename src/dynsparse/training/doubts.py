@@ -18,8 +18,6 @@ from torch import Tensor
 from dynsparse.nn import SparseLinear
 from dynsparse.pattern.arriving import Arriving
 
-__all__ = ["ask", "not_finite", "settle"]
-
 
 class _Doubt(NamedTuple):
     answer: Arriving

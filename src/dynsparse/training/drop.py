@@ -17,17 +17,6 @@ from dynsparse.ranks import ALONE, JointRanks, Ranks, chunk_of, joined, places, 
 from dynsparse.training.spread import Spread
 from dynsparse.typed import typed
 
-__all__ = [
-    "UNRANKED",
-    "DropScore",
-    "MagnitudeGradient",
-    "lowest",
-    "lowest_of_all",
-    "lowest_over_ranks",
-    "lowest_there",
-    "magnitude",
-]
-
 DropScore = Callable[[Tensor], Tensor]
 """From a layer's values [nnz] or [nnz, b, b] to one score per block [nnz]; low scores leave.
 

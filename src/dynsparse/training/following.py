@@ -15,8 +15,6 @@ from dynsparse.pattern import Rewiring
 from dynsparse.training.counted import count_churn, count_density
 from dynsparse.training.steps import OptimizerSteps
 
-__all__ = ["FollowsOptimizer", "trainers"]
-
 
 class FollowsOptimizer:
     """A trainer that takes its part in the steps of `optimizer`, whoever takes them."""

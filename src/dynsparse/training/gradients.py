@@ -11,8 +11,6 @@ from dynsparse.ops.conv.patches import matrices
 from dynsparse.ops.linear import grad_weight
 from dynsparse.pattern import PatternIndex, SparsePattern
 
-__all__ = ["Pair", "gradient_at"]
-
 Pair = tuple[Tensor, Tensor]
 
 

@@ -25,8 +25,6 @@ from dynsparse.ranks import (
 from dynsparse.training.change import naming
 from dynsparse.training.spread import whole_patterns
 
-__all__ = ["GradientGrowth", "Growth", "NoGrowth", "RandomGrowth"]
-
 
 class Growth:
     """Chooses the positions to grow: the one piece in which RigL and SET differ.

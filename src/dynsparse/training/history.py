@@ -24,16 +24,6 @@ from dynsparse.pattern import SparsePattern
 from dynsparse.ranks import Ranks
 from dynsparse.training.gradients import Pair, gradient_at
 
-__all__ = [
-    "ChangeFeatures",
-    "DenseMomentum",
-    "History",
-    "LastStep",
-    "WindowMomentum",
-    "gradient_of",
-]
-
-
 ChangeFeatures = Callable[[str, Tensor, int | None, int | None], Tensor]
 """From a layer's name, a tensor, and which of its dimensions are the layer's out and in features
 (None: none is) to the tensor with others."""

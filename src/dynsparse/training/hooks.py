@@ -7,8 +7,6 @@ from collections.abc import Callable, Iterable
 
 from dynsparse.pattern import Rewiring
 
-__all__ = ["UpdateHook", "call_all"]
-
 _log = logging.getLogger(__name__)
 
 UpdateHook = Callable[[int, dict[str, Rewiring]], None]

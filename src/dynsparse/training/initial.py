@@ -14,8 +14,6 @@ from dynsparse.pattern import Rewiring, SparsePattern
 from dynsparse.training.history import History
 from dynsparse.training.steps import is_scaled
 
-__all__ = ["GradientStep", "GrownValue", "check_unscaled", "learning_rate_of"]
-
 
 class GradientStep:
     """A grown weight starts with -scale * learning rate * its gradient.

@@ -7,8 +7,6 @@ from torch.nn.parallel import DistributedDataParallel
 
 from dynsparse.nn import SparseLinear
 
-__all__ = ["sparse_layers"]
-
 
 def sparse_layers(model: nn.Module) -> dict[str, SparseLinear]:
     """name -> layer, in the order of `model.named_modules()`.

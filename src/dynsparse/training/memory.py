@@ -12,8 +12,6 @@ from torch import Tensor
 from dynsparse import native
 from dynsparse.ops.linear.kernels import dense
 
-__all__ = ["keep_memory", "release_memory"]
-
 # Of glibc's malloc.h.
 _M_TRIM_THRESHOLD, _M_MMAP_MAX = -1, -4
 

@@ -14,15 +14,6 @@ from dynsparse.encoding import follows_in_place
 from dynsparse.pattern import Rewiring
 from dynsparse.typed import typed
 
-__all__ = [
-    "check_optimizer",
-    "follow_later",
-    "moving_state",
-    "prepare_state",
-    "rewire_state",
-    "state_of",
-]
-
 
 @typed
 @torch.no_grad()

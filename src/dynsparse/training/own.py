@@ -8,8 +8,6 @@ from typing import Any
 from dynsparse.pattern import SparsePattern
 from dynsparse.training.change import Change
 
-__all__ = ["OwnParts"]
-
 
 class OwnParts:
     """All of it is empty here. On several ranks each does the same, and comes to the same."""

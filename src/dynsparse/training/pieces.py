@@ -9,8 +9,6 @@ from dynsparse.checks import is_number
 from dynsparse.files.shorten import shortened
 from dynsparse.training.initial import GradientStep
 
-__all__ = ["check_drop_score", "check_initial_value", "check_kinds_of_pieces"]
-
 # By duck typing, so that anybody's own pieces serve: what a piece is known by, and what it is.
 _PIECES = {
     "schedule": (("is_due",), "a schedule, such as CosineSchedule"),

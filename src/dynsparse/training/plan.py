@@ -40,8 +40,6 @@ from dynsparse.training.plan_there import Decided, carried_out, decided
 from dynsparse.training.schedule import Schedule
 from dynsparse.training.spread import Spread, extents, spreads_of
 
-__all__ = ["GrownValue", "begin_budget", "hold_slots", "plan_changes"]
-
 
 @dataclass
 class _Layer:

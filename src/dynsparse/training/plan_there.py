@@ -26,8 +26,6 @@ from dynsparse.training.grow import Growth
 from dynsparse.training.history import History, LastStep
 from dynsparse.training.initial import GradientStep, GrownValue, learning_rate_of
 
-__all__ = ["Decided", "carried_out", "decided"]
-
 
 @dataclass
 class Decided:

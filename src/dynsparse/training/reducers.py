@@ -12,8 +12,6 @@ from torch import Tensor, nn
 from torch.nn.modules.module import register_module_module_registration_hook
 from torch.nn.parallel import DistributedDataParallel
 
-__all__ = ["follow_sizes", "wrappers_of"]
-
 _known: WeakSet[DistributedDataParallel] = WeakSet()
 """All wrappers that are alive, once somebody has asked."""
 

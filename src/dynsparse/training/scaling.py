@@ -8,8 +8,6 @@ from dynsparse.checks import check_kind
 from dynsparse.pattern import Rewiring
 from dynsparse.training.trainer import SparseTrainer
 
-__all__ = ["scaled_step"]
-
 
 def scaled_step(trainer: SparseTrainer, scaler: torch.amp.GradScaler) -> dict[str, Rewiring] | None:
     """`trainer.step()` after `scaler.scale(loss).backward()`, and `scaler.update()`.

@@ -11,19 +11,6 @@ from typing import Any, Protocol
 
 from dynsparse.checks import check_fraction, check_integer
 
-__all__ = [
-    "ApplicationCosine",
-    "ConstantSchedule",
-    "CosineSchedule",
-    "ElasticSchedule",
-    "GradualSchedule",
-    "RoundedDownCosine",
-    "Schedule",
-    "default_interval",
-    "is_due_within",
-    "said_of_next",
-]
-
 
 class Schedule(Protocol):
     """When, and how much. Those below are frozen dataclasses, compared field by field.

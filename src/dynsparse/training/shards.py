@@ -11,8 +11,6 @@ from torch.utils import swap_tensors
 from dynsparse.nn import SparseLinear
 from dynsparse.nn.sharded import is_sharded, local_part
 
-__all__ = ["resize_shards"]
-
 
 @torch.no_grad()
 def resize_shards(layer: SparseLinear, count: int) -> None:

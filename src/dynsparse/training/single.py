@@ -10,8 +10,6 @@ from torch import Tensor
 
 from dynsparse.nn import SparseLinear
 
-__all__ = ["check_one_optimizer"]
-
 
 class _Trainer(Protocol):
     optimizer: torch.optim.Optimizer

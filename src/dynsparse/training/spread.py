@@ -14,17 +14,6 @@ from dynsparse.nn import SparseLinear
 from dynsparse.pattern import SparsePattern
 from dynsparse.ranks import AXES, GrowthWanted, Part, RankGrid, Ranks, joined, ranks_of
 
-__all__ = [
-    "Extent",
-    "Spread",
-    "WholeSlots",
-    "described",
-    "extents",
-    "ranks_for",
-    "spreads_of",
-    "whole_patterns",
-]
-
 
 @dataclass(frozen=True)
 class Extent:

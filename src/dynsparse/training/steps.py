@@ -16,8 +16,6 @@ from torch import Tensor
 from dynsparse.interrupts import uninterrupted
 from dynsparse.tracing.spans import OFF, span
 
-__all__ = ["OptimizerSteps", "bare", "is_scaled"]
-
 T_co = TypeVar("T_co", covariant=True)
 
 _WHOLE = "trainer.step()"

@@ -16,8 +16,6 @@ from dynsparse.pattern.on_device import told
 from dynsparse.training.trainer import SparseTrainer
 from dynsparse.typed import typed
 
-__all__ = ["Telemetry"]
-
 
 class Telemetry:
     """Watches a trainer's updates and says in numbers what they did.

@@ -24,15 +24,6 @@ from dynsparse.ranks import (
 )
 from dynsparse.training.optimizer_state import state_of
 
-__all__ = [
-    "PatternsAfter",
-    "agree_before",
-    "begin_alike",
-    "begin_layers_alike",
-    "name_of",
-    "reached_by",
-]
-
 _SAME = "make the trainer with the same arguments on every rank"
 _OTHERS = "pass ranks=None to train alone, or ranks=group, of the ranks that hold the same layers"
 

@@ -44,8 +44,6 @@ from dynsparse.training.together import (
 )
 from dynsparse.training.trainer_state import HasState
 
-__all__ = ["GrownValue", "SparseTrainer", "UpdateHook"]
-
 
 class SparseTrainer(FollowsOptimizer, HasState):
     """Follows the optimizer's steps, and changes the patterns when the schedule says so.

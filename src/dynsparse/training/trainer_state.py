@@ -19,8 +19,6 @@ from dynsparse.training.records.unwritten import write_unwritten
 from dynsparse.training.schedule import Schedule
 from dynsparse.training.spread import described
 
-__all__ = ["HasState"]
-
 _STATES = ("growth_state", "budget_state", "history_state", "own_state")
 
 

@@ -7,8 +7,6 @@ from typing import Any
 
 from dynsparse.apps.common.option import Need, Option, flag, listed, options_of
 
-__all__ = ["CHECKPOINTS", "FOLDERS", "SPARSE", "TRAINS", "check_applies"]
-
 
 def check_applies(options: Any, given: Collection[str]) -> None:
     """Raise ValueError for the first of the options `given` that does not apply to the others.

@@ -8,8 +8,6 @@ from typing import Any
 from dynsparse.apps.common.option import SWITCH
 from dynsparse.training.algorithms import BY_NAME
 
-__all__ = ["interleave_heads", "match_blocks"]
-
 
 def interleave_heads(panel: Callable[..., Any]) -> Any:
     return panel(

@@ -5,8 +5,6 @@ from __future__ import annotations
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
-__all__ = ["Display"]
-
 
 class Display(Progress):
     """A context that prints the heads of the columns, and then what is shown.

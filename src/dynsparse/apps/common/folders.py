@@ -9,8 +9,6 @@ from dynsparse.apps.common.resume import checkpoints_in
 from dynsparse.apps.common.training import Training
 from dynsparse.training.records import Recorder
 
-__all__ = ["check_continued", "check_new", "check_own"]
-
 
 def check_own(training: Training, folder: Path, *, overwrite: bool) -> list[Path]:
     """The checkpoints in `folder` that are not of `training`, the newest last.

@@ -11,8 +11,6 @@ from typing import Any
 from dynsparse.training.checkpoint import CheckpointError, read_extra
 from dynsparse.training.checkpoint.glance import glance
 
-__all__ = ["KEY", "identities", "identity_of", "new_identity"]
-
 KEY = "training_id"
 """Under this name checkpoints keep it in `extra`, and records in their metadata."""
 

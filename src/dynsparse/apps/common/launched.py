@@ -10,8 +10,6 @@ import torch
 
 from dynsparse.ranks import Ranks, ranks_of
 
-__all__ = ["launched"]
-
 
 @contextmanager
 def launched(device: str) -> Iterator[Ranks]:

@@ -9,8 +9,6 @@ from typing import Any, Protocol
 
 from dynsparse.apps.common.options import TrainingOptions
 
-__all__ = ["Logger", "Names", "open_loggers"]
-
 
 class Logger(Protocol):
     def log(self, step: int, figures: dict[str, Any]) -> None:

@@ -14,8 +14,6 @@ from dynsparse.pattern import SparsePattern
 from dynsparse.training import ApplicationCosine, RoundedDownCosine, SparseTrainer, Static
 from dynsparse.training.algorithms import BY_NAME
 
-__all__ = ["begin_denser", "build_trainer", "replace_sparse"]
-
 
 def replace_sparse(network: nn.Module, dense: Callable[[SparseLinear], nn.Linear]) -> None:
     """What `--method dense` is: the same network with dense(layer) for every sparse layer."""

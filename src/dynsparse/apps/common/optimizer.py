@@ -10,8 +10,6 @@ import torch
 from dynsparse.apps.common.options import TrainingOptions
 from dynsparse.checks import is_number
 
-__all__ = ["Groups", "make_optimizer"]
-
 Groups = list[dict[str, Any]]
 
 

@@ -15,12 +15,6 @@ from typing import Any, Literal
 from dynsparse.checks import is_number
 from dynsparse.training.algorithms import BY_NAME
 
-__all__ = [
-    "FILE", "METHODS", "PANELS", "SWITCH", "TEXT", "Defines", "Kind", "Need", "Option", "again",
-    "between", "choice", "default_of", "flag", "integer", "listed", "many", "number", "one_minus",
-    "option", "options_of", "pairs", "taking",
-]  # fmt: skip
-
 METHODS = (*BY_NAME, "dense")
 """What `--method` takes: every algorithm, and the same network dense."""
 

@@ -32,8 +32,6 @@ from dynsparse.apps.common.option import (
 from dynsparse.checks import is_number
 from dynsparse.training.algorithms import BY_NAME
 
-__all__ = ["TrainingOptions", "panel"]
-
 
 def panel(name: str, defines: Defines) -> Callable[..., Any]:
     """`option` for the options of one panel, most of which define the same."""

@@ -18,8 +18,6 @@ from dynsparse.files.whole import remove_left_overs
 from dynsparse.ranks import agreeing
 from dynsparse.training.records import Recorder
 
-__all__ = ["Outputs", "bytes_text", "check_writable"]
-
 
 class Outputs:
     """All of them, opened before the training: a wrong path costs no step.

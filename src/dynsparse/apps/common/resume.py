@@ -20,8 +20,6 @@ from dynsparse.apps.common.training import Training
 from dynsparse.files.shorten import shortened
 from dynsparse.training.checkpoint import load_checkpoint, read_extra, save_checkpoint
 
-__all__ = ["Checkpoint", "adopt", "checkpoints_in", "find_checkpoint", "restore", "save"]
-
 _Options = TypeVar("_Options", bound=TrainingOptions)
 
 

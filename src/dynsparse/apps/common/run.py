@@ -21,8 +21,6 @@ from dynsparse.files.whole import write_text_whole
 from dynsparse.ranks import agreeing
 from dynsparse.tracing import trace
 
-__all__ = ["run_with"]
-
 _Options = TypeVar("_Options", bound=TrainingOptions)
 
 

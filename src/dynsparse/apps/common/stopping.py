@@ -17,8 +17,6 @@ from dynsparse.apps.common.option import default_of, flag, options_of
 from dynsparse.apps.common.resume import save
 from dynsparse.apps.common.training import Stopped, Training
 
-__all__ = ["resuming_line", "stoppable"]
-
 
 @contextmanager
 def stoppable(training: Training, console: Console) -> Iterator[None]:

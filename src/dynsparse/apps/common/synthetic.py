@@ -5,8 +5,6 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-__all__ = ["NOTICE", "random_ids", "random_shares"]
-
 NOTICE = "synthetic data, made once on {device}: time is that of compute, and scores mean nothing"
 
 

@@ -23,8 +23,6 @@ from dynsparse.tracing.models import unwatch
 from dynsparse.tracing.spans import counter, is_traced, span, spanned
 from dynsparse.training.counted import count_density
 
-__all__ = ["Scores", "Stopped", "Sums", "Training", "precision"]
-
 
 class Stopped(KeyboardInterrupt):
     """A training stopped between two steps, as it was asked to; it can be saved as it is."""

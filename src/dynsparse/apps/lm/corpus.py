@@ -17,8 +17,6 @@ from dynsparse.data.text import STDLIB, read_text
 from dynsparse.data.token_file import is_token_file, open_tokens, vocabulary_of
 from dynsparse.data.tokenizer import KINDS, Tokenizer, make_tokenizer, tokenizer_from_state
 
-__all__ = ["Corpus", "load_corpus", "no_corpus"]
-
 _PARTS = ("train", "valid", "test")
 
 

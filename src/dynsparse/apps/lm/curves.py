@@ -14,8 +14,6 @@ from typing import Any
 from dynsparse.files.json_text import parse_json
 from dynsparse.report.figure import figure, need_matplotlib, save
 
-__all__ = ["draw_losses", "main", "read_figures"]
-
 _CURVES = ("step", "loss", "valid_loss")
 _COLOURS = ("#0b6e99", "#d1495b", "#e0a030", "#3a7d44", "#7a5195", "#666666")
 

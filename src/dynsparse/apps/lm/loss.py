@@ -6,8 +6,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-__all__ = ["repetition_weights", "token_losses"]
-
 
 def token_losses(logits: Tensor, targets: Tensor) -> Tensor:
     """The cross-entropy of every token in nats: logits [n, T, V], targets [n, T] -> [n, T]."""

@@ -12,8 +12,6 @@ from dynsparse.apps.common.methods import replace_sparse
 from dynsparse.apps.lm.options import Options
 from dynsparse.nn import SparseLinear, SparseTransformerLayer, TiedEmbedding
 
-__all__ = ["LanguageModel", "build_model", "scale_matrices"]
-
 
 class LanguageModel(nn.Module):
     """Token vectors plus learned positions, pre-norm layers, a norm, logits through the same table.

@@ -11,8 +11,6 @@ from torch import nn
 from dynsparse.apps.common.optimizer import Groups, make_optimizer
 from dynsparse.apps.lm.options import Options
 
-__all__ = ["build_optimizer", "learning_rate"]
-
 # The arguments of each optimizer with their defaults.
 _ARGUMENTS: dict[str, dict[str, Any]] = {
     "GradientDescent": {"weight_decay": 0.0},

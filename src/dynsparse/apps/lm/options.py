@@ -31,8 +31,6 @@ from dynsparse.apps.common.options import TrainingOptions, panel
 from dynsparse.data.tokenizer import KINDS
 from dynsparse.training.algorithms import BY_NAME
 
-__all__ = ["Options"]
-
 _READS = Need("runs that read text", lambda o: o.mode != "sample", lambda o: "--mode sample", False)
 _SAMPLES = Need("runs with --sample N", lambda o: o.sample > 0)
 _DRAWS = Need("a temperature above 0", lambda o: o.temperature > 0, lambda o: "--temperature 0")

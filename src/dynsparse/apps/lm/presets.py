@@ -6,8 +6,6 @@ from typing import Any
 
 from dynsparse.apps.lm.options import Options
 
-__all__ = ["PRESETS", "preset"]
-
 PRESETS: dict[str, dict[str, Any]] = {
     # Characters, minutes on one core: the defaults of Options.
     "tiny": {},

@@ -27,8 +27,6 @@ from dynsparse.apps.lm.training import Training
 from dynsparse.data.tokenizer import Tokenizer, tokenizer_from_state
 from dynsparse.tracing import span, spanned
 
-__all__ = ["run"]
-
 _COLUMNS = {
     "step": 9, "loss": 9, "valid": 9, "perplexity": 12, "accuracy": 10, "replaced": 11,
     "tokens/s": 10,

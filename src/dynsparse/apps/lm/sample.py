@@ -10,8 +10,6 @@ from torch import Tensor
 from dynsparse.apps.common.training import precision
 from dynsparse.apps.lm.model import LanguageModel
 
-__all__ = ["choose", "sample"]
-
 
 @torch.no_grad()
 def sample(

@@ -11,8 +11,6 @@ from typing import Any
 from dynsparse.apps.lm.options import Options
 from dynsparse.training.algorithms import BY_NAME
 
-__all__ = ["Memory", "check_memory", "estimate_memory", "matched", "parameters"]
-
 _PROJECTIONS = 4
 _INDEX_BYTES = 5 * 4  # the five int32 index tensors of a sparse layer have at most one entry each
 _PATTERN_BYTES = 4  # rows in row-major order, while somebody looks at them

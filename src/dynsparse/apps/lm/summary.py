@@ -12,8 +12,6 @@ from dynsparse.apps.lm.sizes import Memory
 from dynsparse.apps.lm.training import Training
 from dynsparse.nn import SparseLinear
 
-__all__ = ["closing_line", "memory_line", "summary_table", "training_figures"]
-
 
 def training_figures(
     training: Training, valid: Scores | None, test: Scores | None

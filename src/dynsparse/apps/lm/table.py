@@ -14,8 +14,6 @@ from typing import Any
 
 from dynsparse.apps.lm.curves import read_figures
 
-__all__ = ["loss_table", "main"]
-
 
 def loss_table(runs: Sequence[dict[str, Any]]) -> str:
     """Markdown, one line per method in the order of its mean validation loss.

@@ -24,8 +24,6 @@ from dynsparse.apps.lm.options import Options
 from dynsparse.apps.lm.sizes import matched
 from dynsparse.tracing import span, spanned
 
-__all__ = ["Training"]
-
 
 class Training(common.Training):
     """One training run of the language model.

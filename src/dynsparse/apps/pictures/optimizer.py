@@ -11,8 +11,6 @@ from torch import nn
 from dynsparse.apps.common.optimizer import Groups, make_optimizer
 from dynsparse.apps.pictures.options import PictureOptions
 
-__all__ = ["build_optimizer", "first_learning_rate", "learning_rate"]
-
 # name: (how the learning rate grows with the batch, arguments with their defaults)
 _OPTIMIZERS: dict[str, tuple[float, dict[str, Any]]] = {
     "GradientDescent": (1.0, {}),

@@ -11,8 +11,6 @@ from dynsparse.apps.common.option import FILE, again, choice, integer, number, o
 from dynsparse.apps.common.options import TrainingOptions, panel
 from dynsparse.data import GREY as DATASETS
 
-__all__ = ["PictureOptions"]
-
 _data = panel("Data", "training")
 _training = panel("Training", "training")
 

@@ -25,8 +25,6 @@ from dynsparse.apps.pictures.text_log import TextLog
 from dynsparse.apps.pictures.training import Training
 from dynsparse.tracing import span
 
-__all__ = ["run"]
-
 _COLUMNS = {"epoch": 7, "loss": 9, "accuracy": 10, "density": 10, "replaced": 11, "ms/step": 9}
 
 

@@ -14,8 +14,6 @@ from dynsparse.apps.common.training import Scores
 from dynsparse.apps.pictures.training import Training
 from dynsparse.nn import SparseLinear
 
-__all__ = ["density", "memory", "summary_table", "training_figures"]
-
 
 def density(network: nn.Module) -> float:
     """Present weights / weights of the dense network; biases are not counted."""

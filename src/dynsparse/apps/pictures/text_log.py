@@ -8,8 +8,6 @@ from typing import Any
 
 from dynsparse.files.whole import write_text_whole
 
-__all__ = ["TextLog"]
-
 
 class TextLog:
     """A heading, then "<steps> <training accuracy>" per report.

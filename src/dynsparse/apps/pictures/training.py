@@ -20,8 +20,6 @@ from dynsparse.apps.pictures.options import PictureOptions
 from dynsparse.data import DataSet, Pictures
 from dynsparse.tracing import span, spanned
 
-__all__ = ["Training"]
-
 
 class Training(common.Training):
     """One training run on pictures.

@@ -6,8 +6,6 @@ from collections.abc import Collection
 
 from dynsparse.cli.matmul.request import Request
 
-__all__ = ["METHODS", "RUNS", "check_applies"]
-
 _SPARSE = ("dynamic", "static")
 
 METHODS: dict[str, tuple[str, ...]] = {

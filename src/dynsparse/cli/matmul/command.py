@@ -11,8 +11,6 @@ import typer
 from dynsparse.cli.matmul.applies import check_applies
 from dynsparse.cli.matmul.request import Request
 
-__all__ = ["matmul"]
-
 
 def matmul(context: typer.Context, **flags: Any) -> None:
     """A sparse x dense product on the tile machine: plan, cycles, memory, propagation.

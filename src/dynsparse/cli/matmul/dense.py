@@ -12,8 +12,6 @@ from dynsparse.popsparse.dense.planner import DensePlan
 from dynsparse.popsparse.measure import dense_figures, dense_plan_figures, dense_plans, run_dense
 from dynsparse.popsparse.timing.run import Run
 
-__all__ = ["run"]
-
 
 def run(request: Request) -> None:
     """Plan each pass, run it, and say what it took."""

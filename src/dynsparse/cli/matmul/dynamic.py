@@ -16,8 +16,6 @@ from dynsparse.popsparse.planner.report import plan_report, plan_text
 from dynsparse.popsparse.product.data_types import data_type
 from dynsparse.popsparse.product.plan import Plan
 
-__all__ = ["run"]
-
 
 def run(request: Request) -> None:
     """Plan, build the program, and run it on one pattern a seed."""

@@ -7,8 +7,6 @@ from typing import Any
 
 from dynsparse.cli.matmul.request import Request
 
-__all__ = ["median", "show", "summarise"]
-
 
 def median(runs: list[dict[str, Any]]) -> int:
     """Which of the runs has the median of cycles over all its passes."""

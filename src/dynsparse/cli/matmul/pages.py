@@ -7,8 +7,6 @@ from typing import Any
 
 from dynsparse.cli.matmul.request import Request
 
-__all__ = ["write"]
-
 
 def write(request: Request, contents: Callable[[], dict[str, Any]]) -> None:
     """Write what was asked for of a page's `contents`, which are made if anything was."""

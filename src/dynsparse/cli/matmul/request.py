@@ -17,8 +17,6 @@ from dynsparse.files.shorten import shortened
 if TYPE_CHECKING:
     from dynsparse.machine.target import Target
 
-__all__ = ["Request"]
-
 _METHODS = ("dynamic", "static", "dense")
 _PRODUCT, _MACHINE, _PATTERN, _OUTPUT = "Product", "Machine and plan", "Pattern", "Output"
 

@@ -18,8 +18,6 @@ from dynsparse.popsparse.static.measure import (
 from dynsparse.popsparse.static.report import plan_report, plan_text
 from dynsparse.popsparse.timing.run import Run
 
-__all__ = ["run"]
-
 
 def run(request: Request) -> None:
     """Plan each pass for one pattern a seed, run it, and say what it took."""

@@ -10,8 +10,6 @@ from __future__ import annotations
 from dynsparse.machine.dtypes import BOOL, INT, SHORT, UNSIGNED_INT, UNSIGNED_SHORT
 from dynsparse.machine.vertex import Codelet, In, InOut, Out, VertexView
 
-__all__ = ["DECREMENT", "EQUAL_ZERO", "INCREMENT", "LOGICAL_NOT", "NOT_ZERO", "TOGGLE"]
-
 _WHOLE = (INT, UNSIGNED_INT, SHORT, UNSIGNED_SHORT)
 
 

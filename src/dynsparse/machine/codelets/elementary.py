@@ -11,8 +11,6 @@ import numpy as np
 from dynsparse.machine.dtypes import FLOAT, HALF
 from dynsparse.machine.vertex import Codelet, In, InOut, Out, VertexView
 
-__all__ = ["ADD", "ADD_SCALED", "CAST", "COPY", "DOT", "FILL", "MULTIPLY", "REDUCE"]
-
 _REAL = (HALF, FLOAT)
 
 

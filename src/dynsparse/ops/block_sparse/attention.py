@@ -14,8 +14,6 @@ from dynsparse.ops.block_sparse.products import check_operand
 from dynsparse.ops.eager import refuse_transforms
 from dynsparse.pattern import SparsePattern
 
-__all__ = ["bias_of", "scaled_dot_product_attention"]
-
 _registered = operator
 
 

@@ -11,8 +11,6 @@ from torch import Tensor
 
 from dynsparse import native
 
-__all__ = ["Settings", "backward", "forward"]
-
 
 class Settings(NamedTuple):
     """What an attention is told beside its operands."""

@@ -7,8 +7,6 @@ from torch import Tensor
 
 from dynsparse.pattern import SparsePattern
 
-__all__ = ["attention", "dense_of", "softmax"]
-
 
 def dense_of(values: Tensor, pattern: SparsePattern) -> Tensor:
     """[..., nnz] or [..., nnz, b, b] -> [..., m, n], zeros elsewhere; matrix by matrix."""

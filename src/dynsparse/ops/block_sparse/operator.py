@@ -13,8 +13,6 @@ from dynsparse.ops.block_sparse import kernels, plain
 from dynsparse.ops.block_sparse.kernels import Settings
 from dynsparse.ops.linear.remembered import Remembered
 
-__all__: list[str] = []
-
 _REST = (
     "Tensor row_ptr, Tensor cols, Tensor? bias, Tensor? seed, int block, bool causal, "
     "float scale, float dropout"

@@ -10,8 +10,6 @@ from torch import Tensor
 from dynsparse.ops.block_sparse.kernels import Settings
 from dynsparse.ops.block_sparse.rows import added_up, diagonal_mask, rows_of, weights_of
 
-__all__ = ["backward", "forward"]
-
 
 def _blocks(tensor: Tensor, block: int, which: Tensor) -> Tensor:
     """Of tokens [N, heads, tokens, features] the blocks [N, heads, nnz, block, features]."""

@@ -17,14 +17,6 @@ from dynsparse.checks import check_kind, check_tensor
 from dynsparse.ops.linear import grad_input, grad_weight, linear
 from dynsparse.pattern import PatternIndex, SparsePattern
 
-__all__ = [
-    "check_operand",
-    "check_values",
-    "dense_sparse_matmul",
-    "sampled_matmul",
-    "sparse_dense_matmul",
-]
-
 
 def check_values(values: Tensor, pattern: SparsePattern) -> torch.Size:
     """The batch of matrices [..., nnz] or [..., nnz, b, b] at a pattern: its sizes.

@@ -10,8 +10,6 @@ from dynsparse.encoding import by_slots
 from dynsparse.ops.block_sparse.products import check_values
 from dynsparse.pattern import SparsePattern
 
-__all__ = ["SUBBLOCK_MASKS", "diagonal_mask", "rows_of", "softmax", "weights_of"]
-
 SUBBLOCK_MASKS = ("none", "zero_upper_triangle", "zero_lower_triangle")
 
 

@@ -13,8 +13,6 @@ from dynsparse.ops.linear.choice import forced
 from dynsparse.ops.linear.costs import Layer
 from dynsparse.ops.linear.layer_index import LayerIndex
 
-__all__ = ["KINDS", "cheaper", "route"]
-
 KINDS = ("sparse", "dense")
 
 # Densities from which on a dense convolution is faster for large batches whatever the costs say,

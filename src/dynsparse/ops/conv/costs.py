@@ -15,8 +15,6 @@ from dynsparse import native
 from dynsparse.ops.conv.geometry import Geometry
 from dynsparse.ops.linear.costs import Layer
 
-__all__ = ["CONSTANTS", "cost", "family", "lanes", "terms"]
-
 # Of the terms below, forward and backward (both gradients), on one thread of a two-core EPYC
 # (family 25, model 17) with AVX-512: batches of 1 to 32, densities of 0.02 to 0.9, mean error of a
 # time 15 to 23 %. The machine was busy, so they are larger than on an idle one; what counts is

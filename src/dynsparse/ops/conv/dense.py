@@ -16,8 +16,6 @@ from dynsparse.ops.conv.geometry import Geometry, to_matrix, to_weight
 from dynsparse.ops.linear.layer_index import LayerIndex
 from dynsparse.ops.linear.naive import cols_of, rows_of
 
-__all__ = ["backward", "forward"]
-
 
 def _flat(p: LayerIndex) -> Tensor:
     """Flat block positions of the slots, int64 [nnz]."""

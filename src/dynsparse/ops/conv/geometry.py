@@ -7,8 +7,6 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-__all__ = ["Geometry", "to_matrix", "to_weight"]
-
 
 class Geometry(NamedTuple):
     """The options of a two-dimensional convolution.

@@ -12,8 +12,6 @@ from dynsparse import native
 from dynsparse.ops.conv.geometry import Geometry
 from dynsparse.ops.linear.layer_index import LayerIndex
 
-__all__ = ["backward", "forward"]
-
 
 def _sizes(x: Sequence[int], y: Sequence[int], p: LayerIndex, g: Geometry) -> np.ndarray:
     """What the kernels want to know of the shapes of x and y, in the order of csrc/api.h."""

@@ -12,8 +12,6 @@ from dynsparse.ops.conv.geometry import Geometry
 from dynsparse.ops.linear.naive import block_size_of, cols_of, rows_of
 from dynsparse.pattern import PatternIndex
 
-__all__ = ["forward", "grad_input", "grad_weight"]
-
 
 def _entries(
     values: Tensor, index: PatternIndex, g: Geometry

@@ -19,8 +19,6 @@ from torch.nn.functional import pad
 
 from dynsparse.ops.conv.geometry import Geometry
 
-__all__ = ["are_patches", "copied", "features_of", "matrices", "patches_of", "samples_of"]
-
 # Dimensions of x and of dY.
 _DIMENSIONS = (7, 5)
 

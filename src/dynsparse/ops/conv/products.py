@@ -15,8 +15,6 @@ from dynsparse.ops.conv.patches import patches_of
 from dynsparse.ops.linear.layer_index import LayerIndex
 from dynsparse.ops.linear.products import check_kind
 
-__all__ = ["backward", "check_backward", "check_forward", "forward", "layout_of", "record"]
-
 
 def check_forward(
     x: Tensor, values: Tensor, p: tuple[int, int], bias: Tensor | None, g: Geometry

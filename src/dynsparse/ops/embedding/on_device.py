@@ -14,8 +14,6 @@ from torch.nn.functional import embedding
 from dynsparse.ops.linear.cuda.dense import lines_of
 from dynsparse.ops.linear.naive import block_size_of
 
-__all__ = ["forward", "grad_weight", "pair"]
-
 
 def forward(
     ids: Tensor, values: Tensor, row_ptr: Tensor, cols: Tensor, slots: Tensor, width: int

@@ -12,8 +12,6 @@ from dynsparse.ops.grow.free_positions import positions_between, positions_in_ro
 from dynsparse.ops.grow.selection import select
 from dynsparse.pattern import SparsePattern
 
-__all__ = ["Best"]
-
 
 class Best:
     """The best `k` free positions so far, in order of position, in room for one chunk more.

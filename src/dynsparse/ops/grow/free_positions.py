@@ -9,8 +9,6 @@ from dynsparse.checks import check_integer
 from dynsparse.pattern import SparsePattern
 from dynsparse.pattern.on_device import positions
 
-__all__ = ["check_free_positions", "positions_between", "positions_in_rows"]
-
 
 def check_free_positions(
     pattern: SparsePattern, k: int, exclude: Tensor | None

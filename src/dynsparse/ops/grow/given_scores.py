@@ -11,8 +11,6 @@ from dynsparse.ops.grow.selection import select
 from dynsparse.pattern import SparsePattern
 from dynsparse.typed import typed
 
-__all__ = ["best_free"]
-
 
 @typed
 def best_free(scores: Tensor, pattern: SparsePattern, k: int) -> Tensor:

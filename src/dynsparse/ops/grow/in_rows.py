@@ -16,8 +16,6 @@ from dynsparse.ops.grow.selection import select
 from dynsparse.ops.grow.threshold import NO_GUESS, guess_thresholds
 from dynsparse.pattern import SparsePattern
 
-__all__ = ["Found", "RowSearch"]
-
 
 @dataclass(frozen=True)
 class Found:

@@ -7,8 +7,6 @@ from torch import Tensor
 
 from dynsparse.pattern import SparsePattern
 
-__all__ = ["topk_outside_naive"]
-
 
 def topk_outside_naive(
     pairs: list[tuple[Tensor, Tensor]], pattern: SparsePattern, k: int, *, pooling: str = "sum"

@@ -21,8 +21,6 @@ from dynsparse.ops.grow.scores import Pair
 from dynsparse.ops.linear.cuda.dense import has_accumulators
 from dynsparse.pattern import SparsePattern
 
-__all__ = ["PANEL_BYTES", "best", "best_outside"]
-
 # Of the gradient. Smaller ones leave multiprocessors idle; this and the keys of its scores stay in
 # the L2 cache of a large GPU.
 PANEL_BYTES = 16 << 20

@@ -10,8 +10,6 @@ from dynsparse.pattern import SparsePattern, sample_without_replacement
 from dynsparse.pattern.on_device import sent
 from dynsparse.typed import typed
 
-__all__ = ["random_outside"]
-
 
 @typed
 def random_outside(

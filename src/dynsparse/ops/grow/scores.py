@@ -11,8 +11,6 @@ from dynsparse import native
 from dynsparse.encoding import empty
 from dynsparse.ops.conv.patches import features_of, matrices
 
-__all__ = ["Pair", "Scorer", "add_rows", "add_slabs", "pool"]
-
 # The largest block that the kernels pool.
 _LARGEST_POOLED = 1024
 

@@ -20,8 +20,6 @@ from dynsparse.ops.grow.scores import Pair
 from dynsparse.ops.linear.kernels import sparse
 from dynsparse.pattern import SparsePattern
 
-__all__ = ["screened", "serves"]
-
 # Multiply-adds of the gradient below which what goes before and after costs more than is saved.
 _WORTHWHILE = 1 << 28
 

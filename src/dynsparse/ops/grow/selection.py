@@ -14,8 +14,6 @@ from dynsparse.encoding import empty
 from dynsparse.ops.grow.on_device import best
 from dynsparse.typed import typed
 
-__all__ = ["ascending", "select"]
-
 
 @typed
 def select(scores: Tensor, k: int, *, largest: bool = True) -> Tensor:

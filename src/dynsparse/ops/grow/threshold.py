@@ -10,8 +10,6 @@ from torch import Tensor
 from dynsparse.ops.grow.selection import select
 from dynsparse.pattern import SparsePattern
 
-__all__ = ["NO_GUESS", "guess_thresholds"]
-
 # About so many rows and columns (elements) are sampled. Twice as many take five milliseconds more,
 # and spare one of what the wider thresholds cost.
 _SIDE = 256

@@ -24,8 +24,6 @@ from dynsparse.ops.grow.threshold import NO_GUESS
 from dynsparse.pattern import SparsePattern
 from dynsparse.typed import typed
 
-__all__ = ["POOLINGS", "GrowCandidates", "best_positions", "topk_outside"]
-
 POOLINGS = ("sum", "avg", "max", "none")
 """How the gradient magnitudes of a block become one score; "none" ranks as "sum"."""
 

@@ -39,11 +39,6 @@ from dynsparse.ops.linear.cuda.chip import chip_of
 from dynsparse.ops.linear.layer_index import LayerIndex
 from dynsparse.typed import typed
 
-__all__ = [
-    "KINDS", "ROUTES", "candidates", "cheapest", "choose", "forced", "is_full",
-    "route", "use_kernel",
-]  # fmt: skip
-
 KINDS = ("sparse", "small", "dense")
 KINDS_ELSEWHERE = cuda_costs.KINDS
 ROUTES = (*KINDS, "bfloat16", "torch", "blocks")

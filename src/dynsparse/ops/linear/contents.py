@@ -12,8 +12,6 @@ from dynsparse.ops.linear.layer_index import LayerIndex
 from dynsparse.ops.linear.remembered import Remembered
 from dynsparse.pattern import PatternIndex
 
-__all__ = ["check_contents", "known", "trust"]
-
 _checked = Remembered()
 
 

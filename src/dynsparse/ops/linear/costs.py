@@ -11,8 +11,6 @@ from __future__ import annotations
 from math import log2
 from typing import NamedTuple
 
-__all__ = ["FAMILIES", "Cost", "Costs", "Layer", "Table", "evaluate", "family"]
-
 
 class Layer(NamedTuple):
     """What the costs depend on: features, blocks present and their size."""

@@ -10,8 +10,6 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
-__all__ = ["tell_counters"]
-
 
 def _forward(x: Any, values: Any, *_: Any, **__: Any) -> int:
     return 2 * prod(x[:-1]) * prod(values)

@@ -19,8 +19,6 @@ import torch
 from dynsparse.ops.linear.costs import Costs, Table
 from dynsparse.ops.linear.tables import shipped
 
-__all__ = ["constants", "table"]
-
 _log = logging.getLogger(__name__)
 
 _in_force: Table | None = None

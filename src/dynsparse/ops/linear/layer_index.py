@@ -18,8 +18,6 @@ from dynsparse.encoding import by_columns, slots_of
 from dynsparse.pattern import PatternIndex
 from dynsparse.pattern.on_device import by_columns as by_columns_there
 
-__all__ = ["LayerIndex", "Read"]
-
 
 class LayerIndex:
     """The index of one pattern with blocks of one size. Immutable but for what is derived from it.

@@ -26,11 +26,6 @@ from dynsparse.ops.linear.costs import FAMILIES, Cost, Costs, Table
 from dynsparse.processor import processor
 from dynsparse.version import __version__
 
-__all__ = [
-    "Measured", "forget_measured", "from_plain", "here", "keep_measured", "kept_measured",
-    "to_plain",
-]  # fmt: skip
-
 _log = logging.getLogger(__name__)
 
 

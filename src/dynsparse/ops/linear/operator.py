@@ -17,18 +17,6 @@ from dynsparse.ops.linear.contents import check_contents, known
 from dynsparse.ops.linear.layer_index import LayerIndex
 from dynsparse.pattern import PatternIndex
 
-__all__ = [
-    "CHANGED",
-    "INDEX",
-    "explained",
-    "features",
-    "grad_bias",
-    "gradients",
-    "prepare",
-    "save",
-    "under_autocast",
-]
-
 # How the tensors of an index stand in a schema.
 INDEX = (
     "Tensor row_ptr, Tensor cols, Tensor col_ptr, Tensor csc_rows, Tensor csc_perm, Tensor slots"

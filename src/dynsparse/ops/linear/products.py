@@ -17,8 +17,6 @@ from dynsparse.ops.linear.choice import route
 from dynsparse.ops.linear.kernels import KERNELS
 from dynsparse.ops.linear.layer_index import LayerIndex
 
-__all__ = ["backward", "check_backward", "check_input", "check_kind", "forward", "record"]
-
 _FLOAT32 = torch.float32
 
 

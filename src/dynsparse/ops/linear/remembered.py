@@ -12,8 +12,6 @@ from typing import Any, NamedTuple
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
-__all__ = ["Remembered"]
-
 
 class _Entry(NamedTuple):
     sources: list[weakref.ref[Tensor]]

@@ -10,8 +10,6 @@ from dynsparse import native
 from dynsparse.ops.linear.costs import Cost, Costs, Table
 from dynsparse.processor import processor
 
-__all__ = ["TABLES", "shipped"]
-
 _GRID = "layers of 256 to 4096 features, batches of 1 to 2048, densities of 0.01 to 1"
 
 _XEON: Costs = {

@@ -23,8 +23,6 @@ from torch.autograd import forward_ad
 from dynsparse.ops import capture
 from dynsparse.pattern import PatternIndex
 
-__all__ = ["is_transformed", "linear"]
-
 _OPS = torch.ops.dynsparse
 
 

@@ -19,8 +19,6 @@ from dynsparse.popsparse.dense.cycles import AMP, amp
 from dynsparse.popsparse.product.data_types import FLOAT32, DataType, data_type
 from dynsparse.popsparse.product.parts import ceil_div
 
-__all__ = ["elementwise", "multiply", "reduce", "rows_to_one", "transpose"]
-
 Spent = Callable[[VertexView], Any]
 
 

@@ -17,8 +17,6 @@ from dynsparse.pattern import SparsePattern
 from dynsparse.popsparse.product.data_types import FLOAT16, FLOAT32, DataType, data_type, number
 from dynsparse.popsparse.product.options import parse_options
 
-__all__ = ["METHODS", "SUBBLOCK_MASKS", "MatmulParams", "Options", "mask_of"]
-
 SUBBLOCK_MASKS = ("none", "zero_upper_triangle", "zero_lower_triangle")
 METHODS = ("strip", "stripv0", "block", "block-naive", "block-group2")
 """How the products are dealt to the tiles, see `partition`."""

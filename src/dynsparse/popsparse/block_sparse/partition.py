@@ -19,8 +19,6 @@ import numpy as np
 
 from dynsparse.popsparse.block_sparse.params import MatmulParams, Options
 
-__all__ = ["Pieces", "lightest_first", "partition"]
-
 _RATIO = 0.2
 
 

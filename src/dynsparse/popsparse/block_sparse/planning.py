@@ -12,8 +12,6 @@ from dynsparse.checks import check_kind
 from dynsparse.popsparse.block_sparse.params import MatmulParams, Options
 from dynsparse.popsparse.block_sparse.partition import Pieces, partition
 
-__all__ = ["BlockSparsePlan", "plan"]
-
 
 @dataclass(frozen=True, eq=False)
 class BlockSparsePlan:

@@ -12,8 +12,6 @@ from dynsparse.popsparse.block_sparse.params import MatmulParams
 from dynsparse.popsparse.block_sparse.planning import BlockSparsePlan, plan
 from dynsparse.popsparse.block_sparse.program import add_blocks, add_product, at_home, natural
 
-__all__ = ["create_matmul_lhs", "create_matmul_rhs", "matmul"]
-
 
 def _planned(graph: Graph, params: MatmulParams, options: Any) -> BlockSparsePlan:
     check_kind("graph", graph, Graph, "a Graph")

@@ -20,8 +20,6 @@ from dynsparse.machine.intervals import Runs
 from dynsparse.popsparse.block_sparse import codelets
 from dynsparse.popsparse.block_sparse.planning import BlockSparsePlan
 
-__all__ = ["add_blocks", "add_product", "at_home", "natural"]
-
 
 def add_blocks(
     graph: Graph, dtype: DType, home: np.ndarray, shape: tuple[int, ...], name: str

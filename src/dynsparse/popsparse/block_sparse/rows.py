@@ -32,8 +32,6 @@ from dynsparse.popsparse.block_sparse import codelets
 from dynsparse.popsparse.block_sparse.params import SUBBLOCK_MASKS, mask_of
 from dynsparse.popsparse.block_sparse.partition import lightest_first
 
-__all__ = ["softmax", "softmax_grad", "softmax_in_place"]
-
 
 def softmax(
     graph: Graph,

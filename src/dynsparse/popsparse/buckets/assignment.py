@@ -15,8 +15,6 @@ import numpy as np
 from dynsparse.popsparse.buckets.layout import BucketLayout
 from dynsparse.popsparse.product.block_lists import stable_order
 
-__all__ = ["Assignment", "Runs", "assign", "expand"]
-
 
 def expand(starts: np.ndarray, lengths: np.ndarray, step: int = 1) -> np.ndarray:
     """start, start + step, ... (length of them) for each pair, one after the other: int64."""

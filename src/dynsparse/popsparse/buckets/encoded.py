@@ -10,8 +10,6 @@ import numpy as np
 
 from dynsparse.popsparse.buckets.overflow import OverflowInfo
 
-__all__ = ["Encoded", "EncodedPattern", "EncodingInfo"]
-
 
 @dataclass(frozen=True)
 class EncodingInfo:

@@ -18,8 +18,6 @@ from dynsparse.popsparse.product.parts import ceil_div
 from dynsparse.popsparse.product.plan import Plan
 from dynsparse.popsparse.product.words import ROW_ENTRY, header_words, overflow_words
 
-__all__ = ["BucketLayout", "bucket_layout"]
-
 
 @dataclass(frozen=True)
 class BucketLayout:

@@ -47,8 +47,6 @@ from dynsparse.popsparse.product.words import (
     WORD_LIMIT,
 )
 
-__all__ = ["MetaInfoWriter"]
-
 
 class MetaInfoWriter:
     """Lays out the meta-info of `groups` and writes it.

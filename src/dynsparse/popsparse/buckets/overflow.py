@@ -16,8 +16,6 @@ from dynsparse.popsparse.buckets.layout import BucketLayout
 from dynsparse.popsparse.buckets.sub_groups import SubGroups
 from dynsparse.popsparse.product.parts import ceil_div
 
-__all__ = ["OverflowInfo"]
-
 FLAGS_PER_WORD = 2
 
 

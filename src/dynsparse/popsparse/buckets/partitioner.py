@@ -35,8 +35,6 @@ from dynsparse.popsparse.product.plan import Plan
 from dynsparse.tracing import spanned
 from dynsparse.typed import typed
 
-__all__ = ["Partitioner"]
-
 
 class Partitioner:
     """Encodes patterns into the buckets of one plan, and decodes them.

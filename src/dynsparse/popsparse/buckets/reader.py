@@ -15,8 +15,6 @@ from dynsparse.popsparse.product.words import (
     ROW_ENTRY,
 )
 
-__all__ = ["BucketContents", "read_buckets"]
-
 
 class BucketContents(NamedTuple):
     """Every block the buckets hold, in order of buckets and inside them as stored. int64 [nnz].

@@ -16,8 +16,6 @@ import numpy as np
 from dynsparse.popsparse.buckets.assignment import Assignment, Runs
 from dynsparse.popsparse.buckets.layout import BucketLayout
 
-__all__ = ["BucketOverflowError", "Spilled", "spill"]
-
 
 class BucketOverflowError(ValueError):
     """The non-zeros do not fit the buckets, even after spilling.

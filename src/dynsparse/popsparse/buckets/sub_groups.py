@@ -12,8 +12,6 @@ from dynsparse.popsparse.buckets.assignment import Assignment, Runs, expand
 from dynsparse.popsparse.buckets.layout import BucketLayout
 from dynsparse.popsparse.product.block_lists import stable_order
 
-__all__ = ["SubGroups"]
-
 
 @dataclass(frozen=True)
 class SubGroups:

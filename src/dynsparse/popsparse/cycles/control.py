@@ -1,7 +1,5 @@
 """What the control of the propagation loop takes."""
 
-__all__ = ["CONTROL_INSTRUCTIONS", "LOOP_CONTROL", "LOOP_STEPS"]
-
 CONTROL_INSTRUCTIONS = 20
 """Worker instructions of a vertex that reads, computes and writes one number. 10 to 40."""
 

@@ -6,8 +6,6 @@ from typing import Any
 
 import numpy as np
 
-__all__ = ["ExchangeCost"]
-
 Ints = Any
 _SCALE = 16  # The original works in sixteenths of a byte a cycle.
 

@@ -12,8 +12,6 @@ import numpy as np
 from dynsparse.popsparse.product.data_types import DataType
 from dynsparse.popsparse.product.parts import ceil_div
 
-__all__ = ["cast", "gather", "rearrange_batch", "reduce", "transpose_blocks"]
-
 Ints = Any
 
 

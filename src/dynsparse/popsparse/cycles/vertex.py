@@ -21,19 +21,6 @@ import numpy as np
 
 from dynsparse.popsparse.product.data_types import DataType
 
-__all__ = [
-    "Search",
-    "block_forward",
-    "block_grad_weight",
-    "block_grad_weight_amp",
-    "element_forward",
-    "element_grad_input",
-    "element_grad_weight",
-    "element_transposed",
-    "kernel_edge",
-    "zero_partials",
-]
-
 Ints = Any  # an int or an integer array
 
 

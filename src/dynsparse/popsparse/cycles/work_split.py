@@ -9,8 +9,6 @@ import numpy as np
 
 from dynsparse.popsparse.product.parts import ceil_div
 
-__all__ = ["WorkPieces", "even_split", "grid_split", "grid_splits", "split_rows"]
-
 
 class WorkPieces(NamedTuple):
     """Pieces of work in order of sub-groups: row and batch-grain ranges. int64 [pieces].

@@ -13,8 +13,6 @@ from dynsparse.popsparse.dense import cycles
 from dynsparse.popsparse.dense.layout import Layout
 from dynsparse.popsparse.product.data_types import DataType
 
-__all__ = ["add", "in_place", "multiply", "reduce", "take_slice", "write_slice"]
-
 
 def _supervisor(
     name: str,

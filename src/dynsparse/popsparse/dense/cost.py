@@ -27,8 +27,6 @@ from dynsparse.popsparse.dense.cycles import (
 from dynsparse.popsparse.product.data_types import DataType
 from dynsparse.popsparse.product.parts import ceil_div
 
-__all__ = ["Cut", "Terms", "least_cycles", "price", "tile_bytes"]
-
 Array = Any
 
 

@@ -17,19 +17,6 @@ from dynsparse.popsparse.cycles import tile as tile_cycles
 from dynsparse.popsparse.product.data_types import DataType
 from dynsparse.popsparse.product.parts import ceil_div
 
-__all__ = [
-    "AMP",
-    "HMAC",
-    "add_in_place",
-    "amp",
-    "dynamic_slice",
-    "hmac",
-    "rearrange",
-    "reduce_stage",
-    "reduction_depths",
-    "regroup",
-]
-
 Ints = Any
 
 

@@ -16,16 +16,6 @@ from dynsparse.machine import DType, Graph, Tensor, as_dtype
 from dynsparse.popsparse.dense.planner import DensePlan
 from dynsparse.popsparse.product.parts import ceil_div
 
-__all__ = [
-    "Extent",
-    "Layout",
-    "Matrix",
-    "Operand",
-    "OperandView",
-    "create_operand",
-    "spread_in_order",
-]
-
 
 class Extent(NamedTuple):
     """One dimension: its size, and the steps, parts and elements of a part that cover it."""

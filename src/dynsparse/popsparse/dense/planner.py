@@ -29,8 +29,6 @@ from dynsparse.popsparse.product.params import FullyConnectedParams
 from dynsparse.popsparse.product.parts import all_partitions, ceil_div, even_parts
 from dynsparse.typed import typed
 
-__all__ = ["DensePlan", "dense_pass", "dense_passes", "plan"]
-
 _log = logging.getLogger(__name__)
 
 

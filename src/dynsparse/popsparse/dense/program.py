@@ -28,8 +28,6 @@ from dynsparse.popsparse.dense import codelets, cycles
 from dynsparse.popsparse.dense.layout import Layout, Matrix, Operand, OperandView, spread_in_order
 from dynsparse.popsparse.dense.reduction import Partials, reduce_stages
 
-__all__ = ["Result", "add_product"]
-
 
 class Result(NamedTuple):
     """The product on the machine: `home` is [steps, groups, m parts, n parts, tiles, share], or

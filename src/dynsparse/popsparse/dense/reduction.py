@@ -11,8 +11,6 @@ from dynsparse.machine import Codelet, Copy, DType, Execute, Graph, Sequence, Te
 from dynsparse.popsparse.dense.cycles import reduction_depths
 from dynsparse.popsparse.product.parts import ceil_div
 
-__all__ = ["Partials", "reduce_stages"]
-
 
 class Partials(NamedTuple):
     """One partial sum of all outputs, spread over some tiles.

@@ -22,8 +22,6 @@ from dynsparse.popsparse.product.plan import Plan
 from dynsparse.popsparse.timing.load import MISS_CYCLES, BucketLoad
 from dynsparse.popsparse.timing.model import sub_group_cycles
 
-__all__ = ["BucketCodelets", "BucketReader", "Found", "SubGroup"]
-
 # Contents are forgotten when this many times more are known than a pattern has.
 _KEPT_PATTERNS = 8
 

@@ -17,8 +17,6 @@ from dynsparse.popsparse.device.product import add_product
 from dynsparse.popsparse.device.weights import SparseTensor
 from dynsparse.popsparse.product.plan import Plan
 
-__all__ = ["Operations", "operations"]
-
 
 class Operations(NamedTuple):
     """The parts of a layer's program, all for one kind of weights.

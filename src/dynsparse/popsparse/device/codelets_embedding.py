@@ -16,8 +16,6 @@ from dynsparse.popsparse.device.buckets import BucketCodelets, SubGroup
 from dynsparse.popsparse.product.plan import Plan
 from dynsparse.popsparse.timing.load import MISS_CYCLES
 
-__all__ = ["EmbeddingCodelets"]
-
 _LAUNCH = 46  # Supervisor: find a sub-group, start the workers; as in the products' formulas.
 _ROW, _COMPARE = 10, 1  # Worker: a row's entry and pointers; one index.
 _HIT, _MOVE = 5, 3  # Worker: a row that is asked for; load, add or store of a vector.

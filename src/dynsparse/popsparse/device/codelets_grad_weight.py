@@ -10,8 +10,6 @@ from dynsparse.popsparse.device.buckets import BucketCodelets, Found
 from dynsparse.popsparse.device.codelets_product import chunks
 from dynsparse.popsparse.product.plan import Method, Plan
 
-__all__ = ["GradWeightCodelets", "rearrange_codelet"]
-
 
 class GradWeightCodelets(BucketCodelets):
     """Codelets that add dY x X^T of a tile's part of the batch to a bucket's partial gradients.

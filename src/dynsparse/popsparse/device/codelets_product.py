@@ -12,8 +12,6 @@ from dynsparse.popsparse.cycles import tile as tile_cycles
 from dynsparse.popsparse.device.buckets import BucketCodelets, Found
 from dynsparse.popsparse.product.plan import Plan
 
-__all__ = ["ProductCodelets", "chunks", "transpose_codelet"]
-
 # Vertices are computed together as long as their operands in float32 stay below this.
 _CHUNK_BYTES = 1 << 26
 

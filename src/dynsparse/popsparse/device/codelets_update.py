@@ -11,8 +11,6 @@ import numpy as np
 
 from dynsparse.machine import Codelet, In, Out, VertexView
 
-__all__ = ["pool_codelet", "pooled"]
-
 _START = 12  # Worker: entry, pointers, its share of the blocks, exit.
 _BLOCK = 8  # Its pointers, the sum over the vector's lanes, scaling, the store.
 _VECTOR = 2  # A load; an absolute value added to the sums, or compared with them.

@@ -26,8 +26,6 @@ from dynsparse.popsparse.cycles.control import CONTROL_INSTRUCTIONS
 from dynsparse.popsparse.device.weights import SparseTensor, control_tile
 from dynsparse.popsparse.product.plan import Plan
 
-__all__ = ["IDLE", "Propagation"]
-
 IDLE = 4
 """Value of the compute switch when a turn only passes buckets on."""
 

@@ -25,16 +25,6 @@ from dynsparse.popsparse.product.plan import Plan
 from dynsparse.tracing import spanned
 from dynsparse.typed import typed
 
-__all__ = [
-    "DensePartitioner",
-    "DensePatterns",
-    "DenseWeights",
-    "add_grad_weight",
-    "add_product",
-    "create_operand",
-    "create_weights",
-]
-
 
 def _layout(plan: Plan, name: str) -> Layout:
     """The cut of a pass, each group on its share of the tiles."""

@@ -19,8 +19,6 @@ from dynsparse.popsparse.device.weights import SparseTensor, control_tile
 from dynsparse.popsparse.product.parts import ceil_div
 from dynsparse.popsparse.product.plan import Plan
 
-__all__ = ["Round", "SliceLayout", "SliceTensor"]
-
 _PADDING = np.iinfo(np.uint32).max
 
 

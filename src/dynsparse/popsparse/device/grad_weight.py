@@ -25,8 +25,6 @@ from dynsparse.popsparse.device.layout import OperandLayout, machine_type, reord
 from dynsparse.popsparse.device.product import Rotating, rectangles
 from dynsparse.popsparse.device.weights import SparseTensor
 
-__all__ = ["add_grad_weight"]
-
 _ORDER = "gyzx"
 _HOST_ORDER = "gxyz"
 

@@ -16,15 +16,6 @@ from dynsparse.machine import Copy, DType, Graph, Tensor, as_dtype
 from dynsparse.popsparse.product.parts import ceil_div
 from dynsparse.popsparse.product.plan import Plan
 
-__all__ = [
-    "OperandLayout",
-    "PlannedTensor",
-    "create_operand",
-    "machine_type",
-    "reorder",
-    "tile_grid",
-]
-
 # Exchanges of less than this a tile are not worth spreading: section 5.1 of
 # docs/popsparse-formulas.md.
 _LEAST_BYTES = 128

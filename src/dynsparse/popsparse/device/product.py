@@ -29,8 +29,6 @@ from dynsparse.popsparse.device.weights import SparseTensor
 from dynsparse.popsparse.product.parts import ceil_div
 from dynsparse.popsparse.product.plan import Plan
 
-__all__ = ["Rotating", "add_product", "rectangles"]
-
 
 def rectangles(plan: Plan, order: str) -> np.ndarray:
     """x * Ny + y of every tile, the grid's dimensions in the order given."""

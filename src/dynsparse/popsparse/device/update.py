@@ -24,8 +24,6 @@ from dynsparse.popsparse.planner.gradient_pieces import GradientPiece, plan_grad
 from dynsparse.popsparse.product.parts import ceil_div
 from dynsparse.popsparse.product.update import Update
 
-__all__ = ["UpdatePrograms"]
-
 
 class _Part(NamedTuple):
     """What one piece sends: its stream, and its scores (or the gradient) [groups, *shape]."""

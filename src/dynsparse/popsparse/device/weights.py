@@ -12,8 +12,6 @@ from dynsparse.popsparse.device.layout import machine_type, reorder, tile_grid
 from dynsparse.popsparse.product.options import Options
 from dynsparse.popsparse.product.plan import Plan
 
-__all__ = ["SparseTensor", "checked_weights", "control_tile"]
-
 _HOST_ORDER = "gxyz"
 
 

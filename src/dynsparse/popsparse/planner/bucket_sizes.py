@@ -14,16 +14,6 @@ import numpy as np
 from dynsparse.popsparse.product.data_types import DataType
 from dynsparse.popsparse.product.words import GRAD_W_WORKER, ROW_ENTRY, header_words
 
-__all__ = [
-    "aligned",
-    "ceil_fraction",
-    "expected_groups",
-    "groups_per_bucket",
-    "meta_info_words",
-    "own_grad_input_words",
-    "value_elements",
-]
-
 Ints = Any
 _SUB_GROUPS = 2  # What the original provides room for; a bucket may hold more, smaller ones.
 

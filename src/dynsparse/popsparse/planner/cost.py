@@ -22,8 +22,6 @@ from dynsparse.popsparse.planner.propagation import expected_cycles
 from dynsparse.popsparse.planner.space import SearchSpace
 from dynsparse.popsparse.product.plan import Method
 
-__all__ = ["Buckets", "TermArray", "bucket_arrays", "product_terms"]
-
 Array = Any
 
 

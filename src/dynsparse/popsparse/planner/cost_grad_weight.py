@@ -18,8 +18,6 @@ from dynsparse.popsparse.planner.propagation import expected_cycles
 from dynsparse.popsparse.planner.space import SearchSpace
 from dynsparse.popsparse.product.plan import Method
 
-__all__ = ["grad_weight_terms"]
-
 Array = Any
 
 

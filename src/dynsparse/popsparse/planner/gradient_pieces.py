@@ -16,8 +16,6 @@ from dynsparse.popsparse.product.parts import ceil_div
 from dynsparse.popsparse.product.plan import Plan
 from dynsparse.popsparse.product.update import Update
 
-__all__ = ["GradientPiece", "plan_gradient"]
-
 
 class GradientPiece(NamedTuple):
     """Output channels [x0, x1) and input channels [y0, y1) of each group; `plan` of the product

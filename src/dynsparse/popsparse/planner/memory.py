@@ -13,8 +13,6 @@ from typing import Any
 from dynsparse.popsparse.product.plan import Plan
 from dynsparse.typed import typed
 
-__all__ = ["CODE_BYTES", "TileMemory", "require_fit", "tile_memory"]
-
 CODE_BYTES = 80_000
 """Vertex code, control code and exchange programs of a tile that works on one product. Of this
 order in published profiles; 60 to 100 thousand changes no result here by more than one batch

@@ -14,8 +14,6 @@ from dynsparse.popsparse.product.params import FullyConnectedParams, SparsityPar
 from dynsparse.popsparse.product.plan import PASSES, Plan
 from dynsparse.typed import typed
 
-__all__ = ["parse_passes", "plan"]
-
 
 def parse_passes(passes: str | Iterable[str]) -> tuple[str, ...]:
     """Pass names in the order they run; forward is always among them.

@@ -23,8 +23,6 @@ from dynsparse.popsparse.planner.space import SearchSpace
 from dynsparse.popsparse.product.plan import Method
 from dynsparse.popsparse.product.words import ROW_ENTRY, header_words
 
-__all__ = ["expected_cycles", "expected_steps"]
-
 Array = Any
 
 

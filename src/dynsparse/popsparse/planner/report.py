@@ -9,8 +9,6 @@ from dynsparse.popsparse.planner.memory import tile_memory
 from dynsparse.popsparse.product.plan import Plan
 from dynsparse.typed import typed
 
-__all__ = ["plan_report", "plan_text"]
-
 
 def _reason(winner: dict[str, dict[str, int]], other: dict[str, Any], ahead: int) -> str:
     """The terms in which the other plan loses and gains most, in words."""

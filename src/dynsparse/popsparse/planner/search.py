@@ -36,8 +36,6 @@ from dynsparse.popsparse.product.plan import (
 from dynsparse.popsparse.product.words import overflow_words
 from dynsparse.typed import typed
 
-__all__ = ["make_plan", "matmul_plan"]
-
 _log = logging.getLogger(__name__)
 
 _KEPT = 10  # Runners-up kept for the report, distinct in partition or method.

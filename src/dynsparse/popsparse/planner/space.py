@@ -15,8 +15,6 @@ from dynsparse.popsparse.product.parts import all_partitions, ceil_div, even_par
 from dynsparse.popsparse.product.plan import Method, Sizes
 from dynsparse.popsparse.product.words import WORD_LIMIT
 
-__all__ = ["SearchSpace"]
-
 
 @dataclass(frozen=True)
 class SearchSpace:

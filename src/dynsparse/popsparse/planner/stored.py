@@ -30,8 +30,6 @@ from dynsparse.popsparse.product.plan import (
 from dynsparse.typed import typed
 from dynsparse.version import __version__
 
-__all__ = ["SOURCES", "load_plan", "read_plan", "save_plan", "stored_plan"]
-
 _FORMAT = "dynsparse plan 1"
 
 SOURCES = (

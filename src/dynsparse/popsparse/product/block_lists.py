@@ -10,19 +10,6 @@ from torch import Tensor
 
 from dynsparse.checks import check_array
 
-__all__ = [
-    "Blocks",
-    "check_offsets",
-    "check_positions",
-    "index_array",
-    "merge_blocks",
-    "offsets_of",
-    "row_major",
-    "split_blocks",
-    "stable_order",
-    "to_numpy",
-]
-
 
 class Blocks(NamedTuple):
     """The form all formats meet in: block coordinates int64 [n], values [n, height, width]."""

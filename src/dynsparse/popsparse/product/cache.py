@@ -6,8 +6,6 @@ import logging
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-__all__ = ["PlanningCache"]
-
 Found = TypeVar("Found")
 
 _log = logging.getLogger(__name__)

@@ -6,8 +6,6 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
-__all__ = ["FLOAT16", "FLOAT32", "DataType", "data_type", "number"]
-
 
 @dataclass(frozen=True)
 class DataType:

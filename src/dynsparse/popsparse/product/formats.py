@@ -32,8 +32,6 @@ from dynsparse.popsparse.product.block_lists import (
     to_numpy,
 )
 
-__all__ = ["BSRMatrix", "COOMatrix", "CSCMatrix", "CSRMatrix", "SparseMatrix"]
-
 M = TypeVar("M", bound="SparseMatrix")
 
 

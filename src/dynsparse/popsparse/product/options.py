@@ -10,8 +10,6 @@ from typing import Any, TypeVar
 from dynsparse.checks import check_integer
 from dynsparse.popsparse.product.data_types import DataType, data_type, number
 
-__all__ = ["Options", "PlanConstraints", "flag", "parse_options"]
-
 Parsed = TypeVar("Parsed")
 
 

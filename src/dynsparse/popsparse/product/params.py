@@ -13,13 +13,6 @@ from typing import Any
 from dynsparse.checks import check_integer
 from dynsparse.popsparse.product.data_types import DataType, number
 
-__all__ = [
-    "FullyConnectedParams",
-    "MatmulParams",
-    "SparsityParams",
-    "planned_block",
-]
-
 
 @dataclass(frozen=True, order=True)
 class SparsityParams:

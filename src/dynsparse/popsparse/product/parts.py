@@ -7,8 +7,6 @@ from typing import Any
 
 import numpy as np
 
-__all__ = ["all_partitions", "ceil_div", "even_parts"]
-
 
 def ceil_div(a: Any, b: Any) -> Any:
     """a / b rounded up, of integers or integer arrays."""

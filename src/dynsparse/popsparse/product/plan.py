@@ -17,8 +17,6 @@ from dynsparse.popsparse.product.options import Options
 from dynsparse.popsparse.product.params import FullyConnectedParams
 from dynsparse.popsparse.product.parts import ceil_div
 
-__all__ = ["BucketSizes", "Method", "PassCost", "Plan", "Search", "Sizes", "Term"]
-
 PASSES = ("forward", "grad_input", "grad_weight")
 
 

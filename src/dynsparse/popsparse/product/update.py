@@ -10,8 +10,6 @@ from dynsparse.checks import check_integer
 from dynsparse.popsparse.product.data_types import data_type, number
 from dynsparse.popsparse.product.options import parse_options
 
-__all__ = ["POOLINGS", "Update"]
-
 POOLINGS = ("sum", "avg", "max", "none")
 
 

@@ -6,17 +6,6 @@ from typing import Any
 
 from dynsparse.popsparse.product.parts import ceil_div
 
-__all__ = [
-    "BLOCK_HEADER",
-    "ELEMENT_HEADER",
-    "ELEMENT_WORKER",
-    "GRAD_W_WORKER",
-    "ROW_ENTRY",
-    "WORD_LIMIT",
-    "header_words",
-    "overflow_words",
-]
-
 WORD_LIMIT = 65535
 
 # Words of the fixed parts; `buckets.meta_info` spells the layouts out.

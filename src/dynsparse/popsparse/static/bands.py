@@ -6,8 +6,6 @@ from typing import NamedTuple
 
 import numpy as np
 
-__all__ = ["Bands", "Interval", "column_bands", "kept_first", "split_n", "split_tiles", "tiles_of"]
-
 _LEAST_SHARE = 0.1  # Of the mean count; rows and columns with no more are set apart.
 
 

@@ -20,8 +20,6 @@ from dynsparse.popsparse.static.bands import (
 )
 from dynsparse.popsparse.static.params import Options
 
-__all__ = ["Cut", "Cuts"]
-
 _MOST_N_SPLITS, _MOST_BANDS = 32, 128  # The original's bounds of the search.
 
 

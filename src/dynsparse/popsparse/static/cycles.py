@@ -12,8 +12,6 @@ import numpy as np
 
 from dynsparse.popsparse.product.data_types import DataType
 
-__all__ = ["block_product", "element_product", "reduce", "zero"]
-
 Numbers = Any
 _PATH_BYTES = 8  # The data path, and a load of weights: 64 bits.
 

@@ -8,8 +8,6 @@ import scipy.sparse
 from dynsparse.machine.intervals import Runs
 from dynsparse.popsparse.static.layout import Pieces, StaticPlan
 
-__all__ = ["add_partials", "multiply", "multiply_pieces", "reduction_sources"]
-
 
 def multiply_pieces(pieces: Pieces, values: np.ndarray, operand: np.ndarray) -> np.ndarray:
     """All pieces of one part of n as one block-diagonal product.

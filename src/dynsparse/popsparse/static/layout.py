@@ -15,8 +15,6 @@ from dynsparse.popsparse.static.bands import Bands, Interval
 from dynsparse.popsparse.static.params import MatmulParams, Options
 from dynsparse.popsparse.static.sums import Sums
 
-__all__ = ["Pieces", "StaticPlan", "StaticSearch", "work_list_words"]
-
 
 class StaticSearch(NamedTuple):
     """What the search saw: partitions priced, those possible, the memory bound, runners-up."""

@@ -18,18 +18,6 @@ from dynsparse.popsparse.static.planner import make_plan
 from dynsparse.popsparse.static.program import DenseTensor, add_product, add_values, dense_operand
 from dynsparse.tracing import spanned
 
-__all__ = [
-    "Partitioner",
-    "SparseTensor",
-    "create_dense_sparse_matmul_lhs",
-    "create_dense_sparse_matmul_rhs",
-    "create_sparse_dense_matmul_lhs",
-    "create_sparse_dense_matmul_rhs",
-    "dense_sparse_matmul",
-    "plan",
-    "sparse_dense_matmul",
-]
-
 _Options = Options | dict[str, Any] | None
 
 

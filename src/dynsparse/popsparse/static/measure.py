@@ -17,8 +17,6 @@ from dynsparse.popsparse.static.planner import make_plan
 from dynsparse.popsparse.static.program import add_product, add_values, dense_operand
 from dynsparse.popsparse.timing.run import Run, relative_error, run_figures
 
-__all__ = ["plan_figures", "plan_passes", "run_passes", "static_figures"]
-
 
 def plan_passes(
     pattern: SparsePattern,

@@ -17,8 +17,6 @@ from dynsparse.popsparse.product.parts import ceil_div
 from dynsparse.popsparse.static.layout import StaticPlan, work_list_words
 from dynsparse.popsparse.static.model import column_fragments, predict, reduce_cycles
 
-__all__ = ["code_bytes", "exchange_code", "tile_memory"]
-
 
 def tile_memory(plan: StaticPlan) -> TileMemory:
     """The memory of the fullest tile: work list and values (`buckets`), its share of the dense

@@ -15,8 +15,6 @@ from dynsparse.popsparse.static import cycles as static_cycles
 from dynsparse.popsparse.static.layout import Pieces, StaticPlan
 from dynsparse.popsparse.timing.model import PassTime, Step
 
-__all__ = ["column_fragments", "compute_cycles", "predict", "reduce_cycles"]
-
 
 def predict(plan: StaticPlan) -> PassTime:
     """The time of the product on the plan's target.

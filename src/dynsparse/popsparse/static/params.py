@@ -17,8 +17,6 @@ from dynsparse.popsparse.product.data_types import number
 from dynsparse.popsparse.product.formats import SparseMatrix
 from dynsparse.popsparse.product.options import flag, parse_options
 
-__all__ = ["BLOCK_SIZES", "MatmulParams", "Options", "pattern_of"]
-
 BLOCK_SIZES = (1, 4, 8, 16)
 """Blocks that have a kernel."""
 

@@ -28,8 +28,6 @@ from dynsparse.popsparse.static.cuts import Cut, Cuts
 from dynsparse.popsparse.static.layout import StaticPlan, StaticSearch, work_list_words
 from dynsparse.popsparse.static.params import MatmulParams, Options, pattern_of
 
-__all__ = ["make_plan"]
-
 _log = logging.getLogger(__name__)
 
 _RUNNERS_UP = 10  # Runners-up kept for the report.

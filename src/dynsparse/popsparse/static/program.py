@@ -33,8 +33,6 @@ from dynsparse.popsparse.static.kernel import add_partials, multiply_pieces, red
 from dynsparse.popsparse.static.layout import StaticPlan, work_list_words
 from dynsparse.popsparse.static.model import compute_cycles
 
-__all__ = ["DenseTensor", "add_product", "add_values", "dense_operand"]
-
 
 class DenseTensor(Tensor):
     """A dense operand where a static product wants it: [1, k, n], or [1, n, k] when `turned`.

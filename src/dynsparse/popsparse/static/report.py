@@ -8,8 +8,6 @@ from dynsparse.popsparse.static.layout import StaticPlan
 from dynsparse.popsparse.static.memory import tile_memory
 from dynsparse.popsparse.static.model import predict
 
-__all__ = ["plan_report", "plan_text"]
-
 
 def plan_report(plan: StaticPlan) -> dict[str, Any]:
     """A plan as plain numbers and strings, ready for JSON.

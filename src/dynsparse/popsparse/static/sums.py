@@ -17,8 +17,6 @@ import numpy as np
 from dynsparse.machine.facts import SYNC
 from dynsparse.popsparse.product.data_types import DataType
 
-__all__ = ["Sums", "vertex_cycles"]
-
 _GRAIN = 8  # Outputs that the planner of reductions spreads at least.
 _LEAST_VECTORS = 4  # Of a piece that is spread.
 _STATE_BYTES = 24  # Of a vertex: its code, two edges, four numbers.

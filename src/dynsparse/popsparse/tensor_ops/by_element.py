@@ -15,8 +15,6 @@ from dynsparse.popsparse.product.parts import ceil_div
 from dynsparse.popsparse.tensor_ops.spread import Spread
 from dynsparse.typed import typed
 
-__all__ = ["OPERATIONS", "elementwise"]
-
 # Section 7.3 of docs/popsparse-formulas.md: of adding vectors, 3 cycles each.
 _START = 58 + 2
 _VECTOR = 3

@@ -8,8 +8,6 @@ from dynsparse.popsparse.tensor_ops.by_element import elementwise
 from dynsparse.popsparse.tensor_ops.reduction import reduce
 from dynsparse.typed import typed
 
-__all__ = ["softmax"]
-
 
 @typed
 def softmax(graph: Graph, tensor: Tensor, program: Program, *, name: str = "softmax") -> Tensor:

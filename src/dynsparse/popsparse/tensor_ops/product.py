@@ -11,8 +11,6 @@ from dynsparse.popsparse.dense.layout import Layout
 from dynsparse.popsparse.dense.program import add_product
 from dynsparse.typed import typed
 
-__all__ = ["matmul"]
-
 
 @typed
 def matmul(

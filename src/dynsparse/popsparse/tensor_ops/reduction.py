@@ -26,8 +26,6 @@ from dynsparse.popsparse.product.parts import ceil_div
 from dynsparse.popsparse.tensor_ops.spread import Spread
 from dynsparse.typed import typed
 
-__all__ = ["reduce"]
-
 # Of the reduction in section 3.4 of docs/popsparse-formulas.md: a vertex, an output, a vector.
 _START, _OUTPUT, _VECTOR = 32, 7, 3
 

@@ -8,8 +8,6 @@ import numpy as np
 
 from dynsparse.machine import Copy, Graph, MappingError, Ragged, Sequence, Tensor, as_dtype
 
-__all__ = ["Spread"]
-
 
 class Spread(NamedTuple):
     """A tensor's elements, tile by tile: one vertex a tile.

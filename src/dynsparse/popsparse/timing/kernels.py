@@ -21,17 +21,6 @@ from dynsparse.popsparse.cycles import vertex as estimate
 from dynsparse.popsparse.product.data_types import DataType
 from dynsparse.popsparse.product.plan import Method, Plan
 
-__all__ = [
-    "Kernel",
-    "block_product",
-    "element_product",
-    "element_transposed",
-    "grad_weight",
-    "grad_weight_kernel",
-    "product_kernel",
-    "zero",
-]
-
 Ints = Any
 
 

@@ -14,8 +14,6 @@ from dynsparse.popsparse.buckets.sub_groups import SubGroups
 from dynsparse.popsparse.cycles.work_split import grid_split, split_rows
 from dynsparse.popsparse.product.plan import Plan
 
-__all__ = ["BucketLoad", "Pieces"]
-
 MISS_CYCLES = 32
 """Supervisor cycles to pass over a sub-group of another rectangle."""
 

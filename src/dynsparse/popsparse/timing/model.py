@@ -27,8 +27,6 @@ from dynsparse.popsparse.timing.kernels import Kernel
 from dynsparse.popsparse.timing.load import BucketLoad
 from dynsparse.typed import typed
 
-__all__ = ["PassTime", "Step", "predict", "sub_group_cycles"]
-
 _WORD = 2  # Bytes of a meta-info word.
 
 

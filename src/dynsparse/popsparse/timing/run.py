@@ -9,8 +9,6 @@ import numpy as np
 
 from dynsparse.machine import Profile
 
-__all__ = ["Run", "relative_error", "run_figures"]
-
 
 class Run(NamedTuple):
     """One pass on the machine; `error` as of `relative_error`, None without numbers."""

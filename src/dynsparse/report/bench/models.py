@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-__all__ = ["memory_table", "steps_table"]
-
 Figures = dict[str, Any]
 Table = tuple[list[str], list[list[str]]]
 

@@ -13,8 +13,6 @@ from dynsparse.report.figure import MUTED, colour_map, figure, save
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-__all__ = ["draw_speedups"]
-
 _ROWS = {"masked": "masked dense", "dense": "dense"}
 _MOST_PANELS = 4
 

@@ -7,8 +7,6 @@ from typing import Any
 
 from dynsparse.report.bench.models import Table, memory_table, steps_table
 
-__all__ = ["VIEWS", "machine_line", "table", "whole_report"]
-
 Figures = dict[str, Any]
 NAMES = {
     "masked": "masked dense",

@@ -11,8 +11,6 @@ from dynsparse.report.machine.figures import histogram
 from dynsparse.report.machine.format import cell, legend, number, percent, say, table
 from dynsparse.report.machine.maps import grid_map, offsets_map
 
-__all__ = ["buckets_sections"]
-
 
 def _grid(data: BucketData, values: np.ndarray) -> np.ndarray:
     """Figures of rectangles as [groups * x, y]."""

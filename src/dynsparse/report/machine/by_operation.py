@@ -10,8 +10,6 @@ from dynsparse.report.machine.format import bar, cell, number, percent, say, tab
 from dynsparse.report.machine.timeline import short_names
 from dynsparse.typed import typed
 
-__all__ = ["Operation", "operations", "operations_section"]
-
 _MOST = 120
 
 

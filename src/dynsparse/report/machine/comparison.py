@@ -12,8 +12,6 @@ from dynsparse.report.machine.format import cell, number, say, table, words
 from dynsparse.report.machine.rules import Finding, findings
 from dynsparse.report.machine.stored import StoredProfile
 
-__all__ = ["ComparedPass", "Comparison", "Pair", "compare", "comparison_section", "percents"]
-
 
 @dataclass(frozen=True)
 class Pair:

@@ -13,8 +13,6 @@ from dynsparse.checks import check_choice, check_integer
 from dynsparse.machine.contents import HeldVariable, PlacedVertices
 from dynsparse.report.machine.plain import listed, need, table_of
 
-__all__ = ["ContentsData", "read_contents"]
-
 _KINDS = ("constant", "always live", "not always live")
 _MOST_CALLS = 8
 

@@ -13,8 +13,6 @@ from dynsparse.report.machine.contents import ContentsData, read_contents
 from dynsparse.report.machine.plain import amount, amounts, figures, listed, need
 from dynsparse.report.machine.tree import read_program
 
-__all__ = ["PARTS", "BucketData", "ProfileData", "StepData", "Tiles", "read_profiles"]
-
 PARTS = ("compute", "exchange", "sync", "host")
 """What the cycles of a step consist of."""
 

@@ -8,8 +8,6 @@ import numpy as np
 
 from dynsparse.checks import check_kind
 
-__all__ = ["encoding_data"]
-
 
 def encoding_data(partitioner: Any, encoded: Any) -> dict[str, Any]:
     """Everything the report shows about the buckets, ready for JSON.

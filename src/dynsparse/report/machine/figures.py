@@ -9,8 +9,6 @@ import numpy as np
 
 from dynsparse.report.machine.format import number, say
 
-__all__ = ["histogram", "nice_ticks", "stacked_tiles"]
-
 _WIDTH, _HEIGHT = 860, 250
 _LEFT, _RIGHT, _TOP, _BOTTOM = 66, 12, 14, 40
 

@@ -6,8 +6,6 @@ from collections.abc import Iterable, Sequence
 from html import escape
 from typing import Any
 
-__all__ = ["bar", "cell", "legend", "number", "percent", "say", "table", "words"]
-
 
 def say(text: Any) -> str:
     """Text made safe inside HTML and inside quoted attributes."""

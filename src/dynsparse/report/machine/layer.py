@@ -12,8 +12,6 @@ from dynsparse.report.machine.format import number
 from dynsparse.report.machine.report import write_report
 from dynsparse.typed import typed
 
-__all__ = ["layer_page", "plan_summary", "write_layer_report"]
-
 
 def plan_summary(plan: Any) -> dict[str, Any]:
     """What a `popsparse.Plan` is for, as figures for the summary."""

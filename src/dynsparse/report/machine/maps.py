@@ -6,8 +6,6 @@ import numpy as np
 
 from dynsparse.report.machine.format import number, say
 
-__all__ = ["grid_map", "offsets_map"]
-
 # Light to dark in one hue, so that it reads in print and with any colour vision; beyond the
 # capacity it turns to the one warm colour.
 _LIGHT, _DARK = (238, 243, 248), (8, 48, 107)

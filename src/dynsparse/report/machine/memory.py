@@ -13,8 +13,6 @@ from dynsparse.report.machine.timeline import short_names
 from dynsparse.report.machine.tree import steps_of
 from dynsparse.typed import typed
 
-__all__ = ["contents_data", "live_data", "live_section", "memory_steps", "peak_step"]
-
 _MOST_VARIABLES = 1500
 """Variables in a page; the smallest of more are taken together."""
 _MOST_VERTICES = 3000

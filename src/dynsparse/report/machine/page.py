@@ -8,8 +8,6 @@ from typing import Any, NamedTuple
 
 from dynsparse.report.machine.format import say
 
-__all__ = ["Section", "page"]
-
 # Nothing may be loaded, whatever a name in the data says.
 _POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; img-src data:"
 

@@ -13,15 +13,6 @@ from dynsparse.report.machine.format import bar, cell, legend, number, percent, 
 from dynsparse.report.machine.plain import amount, need
 from dynsparse.report.machine.timeline import Run, short_names
 
-__all__ = [
-    "balance_section",
-    "predicted_section",
-    "program_section",
-    "steps_section",
-    "tiles_section",
-    "timeline_section",
-]
-
 _MOST_STEPS = 40
 
 

@@ -10,8 +10,6 @@ import numpy as np
 
 from dynsparse.files.shorten import shortened
 
-__all__ = ["amount", "amounts", "figures", "listed", "need", "table_of"]
-
 
 def need(data: Any, key: str, what: str) -> Any:
     """The value of a key of a mapping; ValueError that names what lacks it."""

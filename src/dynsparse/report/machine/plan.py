@@ -8,8 +8,6 @@ from typing import Any
 from dynsparse.report.machine.format import bar, cell, legend, number, percent, say, table, words
 from dynsparse.report.machine.plain import amount, need
 
-__all__ = ["plan_section"]
-
 # What is not the cut of a runner-up.
 _OF_RUNNERS_UP = (
     "method", "grad_w_exchange_buckets", "cycles", "temporary_bytes", "behind", "why", "passes",

@@ -14,7 +14,6 @@ from dynsparse.report.machine.buckets import buckets_sections
 from dynsparse.report.machine.by_operation import operations_section
 from dynsparse.report.machine.comparison import Comparison, comparison_section
 from dynsparse.report.machine.data import ProfileData, read_profiles
-from dynsparse.report.machine.encoding import encoding_data
 from dynsparse.report.machine.format import words
 from dynsparse.report.machine.memory import contents_data, live_data, live_section
 from dynsparse.report.machine.page import Section, page
@@ -33,8 +32,6 @@ from dynsparse.report.machine.tile_map import tile_contents
 from dynsparse.report.machine.timeline import alike, fold, short_names, timeline_data
 from dynsparse.report.machine.tree import tree_section
 from dynsparse.version import __version__
-
-__all__ = ["encoding_data", "report_html", "write_report"]
 
 
 def write_report(path: str | Path, **contents: Any) -> Path:

@@ -13,8 +13,6 @@ from dynsparse.report.machine.format import number, percent, say, words
 from dynsparse.report.machine.timeline import short_names
 from dynsparse.typed import typed
 
-__all__ = ["RULES", "Finding", "findings", "findings_section"]
-
 
 @dataclass(frozen=True)
 class Finding:

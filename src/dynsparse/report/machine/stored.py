@@ -22,8 +22,6 @@ from dynsparse.report.machine.plan import plan_section
 from dynsparse.report.machine.summary import summary_section
 from dynsparse.typed import typed
 
-__all__ = ["StoredProfile", "load_profile", "save_profile"]
-
 _HALF = re.compile(rb"\\u[dD][89a-fA-F]")
 
 

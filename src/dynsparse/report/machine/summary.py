@@ -9,8 +9,6 @@ import numpy as np
 
 from dynsparse.report.machine.format import number, say, words
 
-__all__ = ["summary_section"]
-
 # Key of the summary: label, unit, and whether it is a headline.
 _KNOWN: dict[str, tuple[str, str, bool]] = {
     "cycles": ("Cycles", "", True),

@@ -15,8 +15,6 @@ from dynsparse.report.machine.rules import findings
 from dynsparse.report.machine.timeline import short_names
 from dynsparse.typed import typed
 
-__all__ = ["comparison_text", "profile_text"]
-
 _WIDTH = 96
 
 

@@ -10,8 +10,6 @@ from dynsparse.report.machine.data import Tiles
 from dynsparse.report.machine.format import say
 from dynsparse.report.machine.maps import grid_map
 
-__all__ = ["tile_contents", "tile_map"]
-
 
 def _columns(tiles: int) -> int:
     """Near twice as many as rows; if it can be, such that every row is full."""

@@ -10,8 +10,6 @@ import numpy as np
 
 from dynsparse.report.machine.data import ProfileData
 
-__all__ = ["Run", "alike", "fold", "phases", "short_names", "timeline_data"]
-
 _LONGEST_BODY = 64
 """Parts of a loop body that is recognised; a loop inside is one part."""
 _MOST_DEPTH, _MOST_SPANS = 3, 5000

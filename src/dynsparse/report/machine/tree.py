@@ -9,8 +9,6 @@ from dynsparse.machine.tree import ProgramNode
 from dynsparse.report.machine.format import bar, number, percent, say
 from dynsparse.report.machine.plain import amount, listed, need
 
-__all__ = ["read_program", "steps_of", "tree_section"]
-
 _MOST_NODES = 600
 _MOST_DEPTH = 60
 _CLASSES = {"Execute": "compute", "Copy": "exchange", "Sync": "sync"}

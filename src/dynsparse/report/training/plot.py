@@ -21,8 +21,6 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-__all__ = ["plot"]
-
 _BLUE, _ORANGE = "#3b6fb6", "#d9822b"
 _NAMED = 40  # layers of which every one gets its name
 _LINES = 6  # layers whose curves can be told apart

@@ -14,8 +14,6 @@ from dynsparse.training.grow import GradientGrowth, RandomGrowth
 from dynsparse.training.schedule import Schedule
 from dynsparse.training.trainer import GrownValue, SparseTrainer
 
-__all__ = ["SET", "RigL", "Static"]
-
 
 class Static(SparseTrainer):
     """The pattern stays as it is: sparse training without pattern updates."""

@@ -6,8 +6,6 @@ from dynsparse.checks import check_choice
 from dynsparse.training.budgets import Budget, GlobalBudget, LayerBudget
 from dynsparse.training.schedule import CosineSchedule, Schedule, default_interval
 
-__all__ = ["cosine_schedule", "layer_or_global"]
-
 
 def cosine_schedule(
     total_steps: int | None,

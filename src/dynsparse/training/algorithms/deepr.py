@@ -23,8 +23,6 @@ from dynsparse.training.schedule import ConstantSchedule
 from dynsparse.training.spread import WholeSlots, spreads_of
 from dynsparse.training.trainer import SparseTrainer
 
-__all__ = ["DeepR", "SignBudget"]
-
 
 class SignBudget(Budget):
     """All blocks of negative score leave, and as many join: no more than there is room for."""

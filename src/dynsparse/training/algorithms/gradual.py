@@ -14,8 +14,6 @@ from dynsparse.training.grow import GradientGrowth, NoGrowth
 from dynsparse.training.schedule import GradualSchedule, default_interval
 from dynsparse.training.trainer import GrownValue, SparseTrainer
 
-__all__ = ["GMP", "GraNet"]
-
 
 class GMP(SparseTrainer):
     """Gradual magnitude pruning: the smallest magnitudes leave, nothing joins.

@@ -15,8 +15,6 @@ from dynsparse.training.grow import RandomGrowth
 from dynsparse.training.schedule import CosineSchedule, ElasticSchedule, Schedule
 from dynsparse.training.trainer import GrownValue, SparseTrainer
 
-__all__ = ["MEST"]
-
 
 class MEST(SparseTrainer):
     """Drop the smallest |w| + gradient_weight |dL/dw|, grow at random, less and less.

@@ -16,8 +16,6 @@ from dynsparse.training.history import DenseMomentum, History, WindowMomentum
 from dynsparse.training.schedule import Schedule
 from dynsparse.training.trainer import GrownValue, SparseTrainer
 
-__all__ = ["SNFS"]
-
 
 class SNFS(SparseTrainer):
     """Drop the smallest magnitudes, grow where the momentum of the gradient is largest.

@@ -14,8 +14,6 @@ from dynsparse.training.algorithms.momentum import SNFS
 from dynsparse.training.algorithms.topkast import TopKAST
 from dynsparse.training.trainer import SparseTrainer
 
-__all__ = ["BY_NAME", "Algorithm"]
-
 
 @dataclass(frozen=True)
 class Algorithm:

@@ -26,8 +26,6 @@ from dynsparse.training.schedule import Schedule
 from dynsparse.training.spread import Spread, extents, spreads_of
 from dynsparse.training.trainer import GrownValue, SparseTrainer
 
-__all__ = ["SpareBudget", "TopKAST"]
-
 _ODD = (
     "its weights held NaN at step {step}, so that those of the forward pass could not be ranked: "
     "the training has diverged"

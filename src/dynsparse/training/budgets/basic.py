@@ -24,8 +24,6 @@ from dynsparse.training.schedule import Schedule
 from dynsparse.training.spread import Spread
 from dynsparse.typed import typed
 
-__all__ = ["Budget", "Counts", "GlobalBudget", "LayerBudget", "SoftBudget", "Survey"]
-
 
 class Counts(NamedTuple):
     """Blocks that leave a layer, and blocks that join it."""

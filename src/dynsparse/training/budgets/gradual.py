@@ -18,8 +18,6 @@ from dynsparse.training.budgets.basic import (
 from dynsparse.training.schedule import GradualSchedule
 from dynsparse.typed import typed
 
-__all__ = ["SCOPES", "GradualBudget"]
-
 SCOPES = ("layer", "global")
 
 

@@ -8,8 +8,6 @@ from collections.abc import Mapping, Sequence
 from dynsparse.pattern import SparsePattern
 from dynsparse.training.budgets.basic import Budget, Counts, Survey, check_one_block_size
 
-__all__ = ["MomentumBudget", "apportion"]
-
 
 class MomentumBudget(Budget):
     """Each layer drops the schedule's share; the total is grown in proportion to mean momentum.

@@ -1,7 +1,7 @@
 """Checkpoints: everything a training needs to go on bit for bit, in one file."""
 
+from dynsparse.training.checkpoint.reading import CheckpointError
 from dynsparse.training.checkpoint.training_state import (
-    CheckpointError,
     load_checkpoint,
     read_extra,
     save_checkpoint,

@@ -6,8 +6,6 @@ import pickletools
 import zipfile
 from pathlib import Path
 
-__all__ = ["glance"]
-
 _LARGEST = 1 << 28  # bytes of what describes the tensors; far more than any training's
 
 

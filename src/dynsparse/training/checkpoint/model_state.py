@@ -9,8 +9,6 @@ from torch import Tensor, nn
 from dynsparse.files.shorten import shortened
 from dynsparse.pattern import SparsePattern
 
-__all__ = ["check_model", "patterns_of"]
-
 
 def patterns_of(model: nn.Module) -> dict[str, list[int]]:
     """Shape, block size and number of blocks of every module with a pattern."""

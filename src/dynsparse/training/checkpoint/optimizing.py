@@ -14,8 +14,6 @@ from torch import Tensor
 from dynsparse.files.shorten import shortened
 from dynsparse.nn.sharded import local_part
 
-__all__ = ["check_finite", "check_scheduler", "loaded_optimizer"]
-
 # What they keep for a parameter is not of its shape.
 _OTHER_SHAPES = ("Adafactor", "LBFGS")
 

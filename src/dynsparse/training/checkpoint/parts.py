@@ -30,9 +30,6 @@ from dynsparse.training.reducers import follow_sizes
 from dynsparse.training.shards import resize_shards
 from dynsparse.training.trainer import SparseTrainer
 
-__all__ = ["Stored", "Training", "all_gathered", "misfit", "together"]
-
-
 _OTHERS = (
     "ranks that save together must hold the same model, as replicas, in shards or in rectangles: "
     "save each stage of a pipeline with ranks=group"

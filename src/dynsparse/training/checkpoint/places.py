@@ -18,8 +18,6 @@ from dynsparse.ranks import Part, Ranks
 from dynsparse.training.spread import spreads_of
 from dynsparse.training.trainer import SparseTrainer
 
-__all__ = ["Sources", "places", "take_own", "whole_history"]
-
 Place = tuple[int, int, int]
 
 

@@ -9,8 +9,6 @@ from typing import Any
 import numpy as np
 import torch
 
-__all__ = ["Generator", "global_states", "restore", "restore_global_states", "state_of"]
-
 Generator = torch.Generator | np.random.Generator | random.Random
 
 

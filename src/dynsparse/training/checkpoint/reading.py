@@ -18,16 +18,6 @@ from torch import Tensor
 from dynsparse.files.shorten import shortened
 from dynsparse.files.torch_archive import check_archive, check_content
 
-__all__ = [
-    "HEADER",
-    "MAGIC",
-    "VERSION",
-    "CheckpointError",
-    "check_own_parts",
-    "check_parts",
-    "read_payload",
-]
-
 MAGIC = b"dynsparse\x00state\n"
 VERSION = 1
 HEADER = struct.Struct("<16sIQ32s")

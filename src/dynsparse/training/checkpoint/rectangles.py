@@ -22,8 +22,6 @@ from dynsparse.pattern import SparsePattern
 from dynsparse.ranks import Part, Ranks, Slab, agree_on, even_pieces
 from dynsparse.training.trainer import SparseTrainer
 
-__all__ = ["Piece", "Rectangles", "at_ways"]
-
 Way = tuple[Any, ...]
 """From the parts of a checkpoint to something in them."""
 

@@ -29,7 +29,6 @@ from dynsparse.training.checkpoint.reading import (
     HEADER,
     MAGIC,
     VERSION,
-    CheckpointError,
     check_parts,
     read_payload,
 )
@@ -38,8 +37,6 @@ from dynsparse.training.trainer import SparseTrainer
 from dynsparse.typed import typed
 
 _log = logging.getLogger(__name__)
-
-__all__ = ["CheckpointError", "load_checkpoint", "read_extra", "save_checkpoint"]
 
 
 @typed

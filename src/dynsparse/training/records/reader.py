@@ -26,8 +26,6 @@ from dynsparse.training.records.files import (
 from dynsparse.training.records.unwritten import write_unwritten
 from dynsparse.typed import typed
 
-__all__ = ["DeadUnits", "Records"]
-
 
 class DeadUnits(NamedTuple):
     """How many inputs and outputs of a layer have no connection: int64 [steps] each."""

@@ -32,8 +32,6 @@ from dynsparse.training.records.reader import Records
 from dynsparse.training.records.unwritten import unwritten
 from dynsparse.typed import typed
 
-__all__ = ["Recorder"]
-
 
 class Recorder:
     """Writes a record while a model trains.

@@ -5,8 +5,6 @@ from __future__ import annotations
 import atexit
 from typing import Protocol
 
-__all__ = ["unwritten", "write_unwritten"]
-
 
 class _Waits(Protocol):
     def flush(self) -> None: ...

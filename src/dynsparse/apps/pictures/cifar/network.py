@@ -11,8 +11,6 @@ from dynsparse.apps.pictures.cifar.options import Options
 from dynsparse.data import CLASSES
 from dynsparse.nn import sparsify
 
-__all__ = ["Network", "build_network"]
-
 
 class Network(nn.Module):
     """A convolution, three groups of residual blocks, the mean over each channel, a linear layer.

@@ -18,8 +18,6 @@ from dynsparse.apps.common.options import panel
 from dynsparse.apps.pictures.options import PictureOptions
 from dynsparse.training.algorithms import BY_NAME
 
-__all__ = ["Options"]
-
 _network = panel("Network", "network")
 _training = panel("Training", "training")
 

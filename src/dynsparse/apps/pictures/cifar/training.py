@@ -15,8 +15,6 @@ from dynsparse.data import DataSet
 from dynsparse.data.pictures import SIDE
 from dynsparse.training.schedule import default_interval
 
-__all__ = ["CifarTraining", "moved", "run"]
-
 _SIDE = 32
 _REACH = 4  # pixels that a picture is moved by at most
 

@@ -15,8 +15,6 @@ from dynsparse.nn import SparseLinear
 if TYPE_CHECKING:
     from dynsparse.machine import Target
 
-__all__ = ["Network", "arrange_pixels", "build_network", "pixel_permutation"]
-
 
 class Network(nn.Module):
     """Linear layers fc1, fc2, ..., each hidden one followed by relu and dropout.

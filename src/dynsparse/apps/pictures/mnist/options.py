@@ -16,8 +16,6 @@ from dynsparse.apps.pictures.options import PictureOptions
 from dynsparse.data.pictures import CLASSES, SIDE
 from dynsparse.training.algorithms import BY_NAME
 
-__all__ = ["LayerShape", "Options", "layer_shapes", "picture_side"]
-
 _network = panel("Network", "network")
 _FIRST = Need(
     "a sparse first layer", lambda o: o.is_sparse(0), lambda o: f"density {o.densities[0]:g}"

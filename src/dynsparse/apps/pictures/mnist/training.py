@@ -17,8 +17,6 @@ from dynsparse.apps.pictures.mnist.network import (
 from dynsparse.apps.pictures.mnist.options import Options
 from dynsparse.data import CLASSES
 
-__all__ = ["MnistTraining", "run"]
-
 
 class MnistTraining(pictures.Training):
     """Fully connected layers on pictures whose pixels may be permuted."""

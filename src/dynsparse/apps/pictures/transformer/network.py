@@ -14,8 +14,6 @@ from dynsparse.apps.pictures.transformer.options import Options
 from dynsparse.data.pictures import CLASSES, SIDE
 from dynsparse.nn import Dropout, SparseLinear, SparseTransformerLayer
 
-__all__ = ["Network", "build_network", "position_encoding"]
-
 
 class Network(nn.Module):
     """Rows with their positions -> `input` -> pre-norm transformer layers -> sum -> `output`.

@@ -16,8 +16,6 @@ from dynsparse.apps.pictures.options import PictureOptions
 from dynsparse.data.pictures import CLASSES, SIDE
 from dynsparse.training.algorithms import BY_NAME
 
-__all__ = ["Options"]
-
 _network = panel("Network", "network")
 _SIZE = between(1, 100_000)
 

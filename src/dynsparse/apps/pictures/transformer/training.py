@@ -8,8 +8,6 @@ from dynsparse.apps import pictures
 from dynsparse.apps.pictures.transformer.network import Network, build_network
 from dynsparse.apps.pictures.transformer.options import Options
 
-__all__ = ["TransformerTraining", "run"]
-
 
 class TransformerTraining(pictures.Training):
     """A transformer on the rows of pictures."""

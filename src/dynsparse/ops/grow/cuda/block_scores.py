@@ -16,8 +16,6 @@ from dynsparse.ops.grow.scores import Pair
 from dynsparse.ops.linear.cuda.blocks import readable
 from dynsparse.ops.linear.cuda.chip import runs_triton
 
-__all__ = ["BLOCKS", "block_scores", "serves"]
-
 BLOCKS = (4, 8, 16, 32, 64, 128)
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)

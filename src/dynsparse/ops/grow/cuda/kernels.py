@@ -3,8 +3,6 @@
 import triton
 import triton.language as tl
 
-__all__ = ["scores_kernel"]
-
 
 @triton.jit
 def meet(

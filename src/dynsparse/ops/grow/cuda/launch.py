@@ -12,8 +12,6 @@ from dynsparse.ops.linear.cuda.chip import chip_of, current_device
 from dynsparse.ops.linear.cuda.configurations import group_of
 from dynsparse.ops.linear.cuda.precision import TERMS, precision_of
 
-__all__ = ["TILE", "scores"]
-
 TILE = 128
 """Outputs and inputs of a program."""
 

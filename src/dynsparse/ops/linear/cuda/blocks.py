@@ -22,8 +22,6 @@ from dynsparse.ops.linear.cuda.configurations import BLOCKS, table_of
 from dynsparse.ops.linear.cuda.plan import chunks, columns_in_turn, rows_in_turn
 from dynsparse.ops.linear.layer_index import LayerIndex
 
-__all__ = ["DTYPES", "backward", "derive", "forward", "readable", "serves"]
-
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 

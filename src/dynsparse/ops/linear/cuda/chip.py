@@ -13,8 +13,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-__all__ = ["INTERPRETED", "Chip", "chip_of", "current_device", "runs_triton", "triton_version"]
-
 
 class Chip(NamedTuple):
     """A device, as far as the kernels care.

@@ -16,20 +16,6 @@ import torch
 from dynsparse.ops.linear.cuda.chip import Chip
 from dynsparse.ops.linear.cuda.precision import Numbers, numbers_of
 
-__all__ = [
-    "BLOCKS",
-    "HOPPER",
-    "OTHERS",
-    "Gradient",
-    "Rows",
-    "Table",
-    "gradient_for",
-    "group_of",
-    "rows_for",
-    "sums_of",
-    "table_of",
-]
-
 BLOCKS = (16, 32, 64, 128)
 
 

@@ -24,19 +24,6 @@ from dynsparse.ops.linear.cuda.configurations import (
 from dynsparse.ops.linear.cuda.precision import Numbers, numbers_of
 from dynsparse.ops.linear.cuda.rates import Rates, rates_of
 
-__all__ = [
-    "KINDS",
-    "PASSES",
-    "Bounds",
-    "Kind",
-    "Pass",
-    "bounds",
-    "choose",
-    "config_of",
-    "product",
-    "seconds",
-]
-
 Pass = Literal["forward", "grad_input", "grad_weight"]
 PASSES: tuple[Pass, ...] = ("forward", "grad_input", "grad_weight")
 

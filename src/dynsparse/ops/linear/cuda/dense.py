@@ -25,16 +25,6 @@ from dynsparse.encoding import by_slots
 from dynsparse.ops.linear.cuda.chip import runs_triton
 from dynsparse.ops.linear.layer_index import LayerIndex
 
-__all__ = [
-    "KEPT_LINES",
-    "PANEL_BYTES",
-    "backward",
-    "derive",
-    "forward",
-    "has_accumulators",
-    "lines_of",
-]
-
 # Of the gradient, in float32. Products of few rows leave multiprocessors idle, and each panel is
 # looked through for all entries: 8192 x 8192 is one panel.
 PANEL_BYTES = 256 << 20

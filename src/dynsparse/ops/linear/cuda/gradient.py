@@ -9,8 +9,6 @@ alone (`plan.chunks`).
 import triton
 import triton.language as tl
 
-__all__ = ["gradient_kernel"]
-
 
 @triton.jit
 def meet(

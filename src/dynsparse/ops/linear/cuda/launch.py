@@ -27,8 +27,6 @@ from dynsparse.ops.linear.cuda.rows import rows_kernel
 from dynsparse.ops.linear.cuda.rows_tma import rows_tma_kernel
 from dynsparse.ops.linear.layer_index import LayerIndex
 
-__all__ = ["collect", "forward", "grad_input", "grad_weight", "lay_out"]
-
 # Entries that a program moves at a step, and how many of them one of them should have.
 _AT_ONCE, _EACH = 1024, 4096
 

@@ -8,8 +8,6 @@ optimizer. No two entries share a place.
 import triton
 import triton.language as tl
 
-__all__ = ["collect_kernel", "lay_out_kernel"]
-
 
 @triton.jit
 def entries(row_ptr, cols, row, part, parts, step, width, B: tl.constexpr, N: tl.constexpr):

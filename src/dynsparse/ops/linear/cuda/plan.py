@@ -12,8 +12,6 @@ from torch import Tensor
 from dynsparse.encoding import slots_of
 from dynsparse.ops.linear.layer_index import LayerIndex
 
-__all__ = ["chunks", "columns_in_turn", "rows_in_turn"]
-
 
 def rows_in_turn(p: LayerIndex) -> Tensor:
     """The block rows, the longest first, equal ones in order: int32 [out / b, 8].

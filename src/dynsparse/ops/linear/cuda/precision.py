@@ -6,8 +6,6 @@ from typing import Literal
 
 import torch
 
-__all__ = ["TERMS", "Numbers", "Precision", "numbers_of", "precision_of"]
-
 Precision = Literal["tf32", "tf32x3"]
 Numbers = Literal["16-bit", "tf32", "tf32x3"]
 

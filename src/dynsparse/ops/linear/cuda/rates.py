@@ -12,8 +12,6 @@ from typing import NamedTuple
 from dynsparse.ops.linear.cuda.chip import Chip
 from dynsparse.ops.linear.cuda.precision import Numbers
 
-__all__ = ["B200", "H200", "Rates", "rates_of"]
-
 
 class Rates(NamedTuple):
     """A chip.

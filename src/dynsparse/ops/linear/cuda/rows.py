@@ -15,8 +15,6 @@ stays valid when the index is overwritten in place.
 import triton
 import triton.language as tl
 
-__all__ = ["RECORD", "locate", "place", "rows_kernel"]
-
 RECORD = tl.constexpr(8)
 """Numbers that `plan.rows_in_turn` holds for each program's row: 32 bytes, one access of memory."""
 

@@ -10,8 +10,6 @@ import triton.language as tl
 
 from dynsparse.ops.linear.cuda.rows import locate, place
 
-__all__ = ["rows_tma_kernel"]
-
 
 @triton.jit(do_not_specialize=["batch", "rows", "group"])
 def rows_tma_kernel(

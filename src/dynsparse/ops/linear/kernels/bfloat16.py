@@ -14,8 +14,6 @@ from dynsparse import native
 from dynsparse.ops.linear.kernels.panels import by_columns, by_rows
 from dynsparse.ops.linear.layer_index import LayerIndex
 
-__all__ = ["backward", "forward"]
-
 
 def _check(status: int) -> None:
     if status:

@@ -19,8 +19,6 @@ from dynsparse.encoding import by_slots
 from dynsparse.ops.linear.kernels.masks import masks_of
 from dynsparse.ops.linear.layer_index import LayerIndex
 
-__all__ = ["SLAB_BYTES", "backward", "forward", "release"]
-
 # Dense products of fewer rows are slower; more memory would be noticed beside the values.
 SLAB_BYTES = 16 << 20
 

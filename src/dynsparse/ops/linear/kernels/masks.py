@@ -12,8 +12,6 @@ from torch import Tensor
 from dynsparse import native
 from dynsparse.ops.linear.layer_index import LayerIndex
 
-__all__ = ["masks_of"]
-
 
 def masks_of(p: LayerIndex) -> Tensor | None:
     """int16 [out, ceil(in / 16)]: bit c % 16 of word c / 16 is column c; None for blocks."""

@@ -15,8 +15,6 @@ from dynsparse.encoding import empty
 from dynsparse.ops.linear.layer_index import LayerIndex
 from dynsparse.ops.linear.remembered import Remembered
 
-__all__ = ["by_columns", "by_rows", "for_once", "forget"]
-
 _NEVER = 1 << 62
 
 Order = tuple[Tensor, Tensor]

@@ -8,8 +8,6 @@ from torch import Tensor
 from dynsparse.ops.linear import naive
 from dynsparse.ops.linear.layer_index import LayerIndex
 
-__all__ = ["backward", "forward"]
-
 
 def forward(x: Tensor, values: Tensor, p: LayerIndex, bias: Tensor | None) -> Tensor:
     """y [B, out] = x W^T + bias: see `sparse.forward`."""

@@ -17,8 +17,6 @@ from dynsparse.ops.eager import empty_on_cpu
 from dynsparse.ops.linear.kernels.masks import masks_of
 from dynsparse.ops.linear.layer_index import LayerIndex
 
-__all__ = ["backward", "forward"]
-
 _FLOAT32 = torch.float32
 _threads = torch.get_num_threads
 

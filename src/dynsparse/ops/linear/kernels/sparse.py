@@ -14,8 +14,6 @@ from dynsparse.ops.eager import empty_on_cpu
 from dynsparse.ops.linear.kernels.panels import by_columns, by_rows, for_once
 from dynsparse.ops.linear.layer_index import LayerIndex
 
-__all__ = ["backward", "dot_products", "forward"]
-
 _FLOAT32 = torch.float32
 _threads = torch.get_num_threads
 

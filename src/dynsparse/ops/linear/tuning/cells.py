@@ -17,8 +17,6 @@ from dynsparse.ops.linear.kernels import dense, small, sparse
 from dynsparse.ops.linear.layer_index import LayerIndex
 from dynsparse.pattern import SparsePattern
 
-__all__ = ["MANY", "QUICK", "Cell", "Timing", "rounds"]
-
 KINDS = {"sparse": sparse, "small": small, "dense": dense}
 
 

@@ -13,8 +13,6 @@ from dynsparse.ops.linear.choice import cheapest, is_full
 from dynsparse.ops.linear.costs import Cost, Costs, Layer, evaluate, family
 from dynsparse.ops.linear.tuning.cells import Timing
 
-__all__ = ["MOST_ERROR", "Fit", "above_best", "fit", "terms"]
-
 MOST_ERROR = 0.35
 """Mean error of a time above which nothing is made of the times."""
 

@@ -16,8 +16,6 @@ from dynsparse.ops.linear.tables import shipped
 from dynsparse.ops.linear.tuning.cells import MANY, QUICK, Cell, Timing, rounds
 from dynsparse.ops.linear.tuning.fit import MOST_ERROR, above_best, fit
 
-__all__ = ["conclude", "tune"]
-
 _log = logging.getLogger(__name__)
 
 _LEAST_ROUNDS, _MOST_ROUNDS = 3, 9
