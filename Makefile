@@ -74,7 +74,6 @@ test-newest:
 
 test-frameworks: $(VENV)/.installed-frameworks native
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --no-skips tests/integrations tests/distributed/test_loops.py \
-		--ignore tests/integrations/test_poptorch.py \
 		tests/nn/test_convert_transformers.py tests/nn/test_architectures.py tests/nn/test_adapters.py \
 		tests/data/test_text_bpe.py
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --no-skips tests/fuzz -k tokens

@@ -17,15 +17,15 @@ from dataclasses import replace
 import numpy as np
 import torch
 
-from dynsparse.machine import Target, facts
 from dynsparse.pattern import SparsePattern
-from dynsparse.popsparse import static
-from dynsparse.popsparse.measure import dense_plans, run_dense
-from dynsparse.popsparse.planner.search import matmul_plan
-from dynsparse.popsparse.product.params import MatmulParams, SparsityParams
-from dynsparse.popsparse.static import cycles as static_cycles
-from dynsparse.popsparse.static.memory import code_bytes, tile_memory
-from dynsparse.popsparse.timing.model import predict
+from popsparse import static
+from popsparse.machine import Target, facts
+from popsparse.measure import dense_plans, run_dense
+from popsparse.planning.params import MatmulParams, SparsityParams
+from popsparse.planning.search import matmul_plan
+from popsparse.static import cycles as static_cycles
+from popsparse.static.memory import code_bytes, tile_memory
+from popsparse.timing.model import predict
 
 BOW = Target.bow()
 BEFORE = BOW.with_(sync_cycles=facts.SYNC.typical)

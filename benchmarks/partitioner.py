@@ -18,10 +18,10 @@ from typing import Any
 
 import torch
 
-from dynsparse.machine.target import Target
 from dynsparse.pattern import SparsePattern
-from dynsparse.popsparse.buckets.partitioner import Partitioner
-from dynsparse.popsparse.product.params import FullyConnectedParams, SparsityParams
+from popsparse.encoding.partitioner import Partitioner
+from popsparse.machine.target import Target
+from popsparse.planning.params import FullyConnectedParams, SparsityParams
 
 ALL = {"do_grad_a_pass": True, "do_grad_w_pass": True}
 # name: edge, batch, density, block, options, passes with buckets of their own

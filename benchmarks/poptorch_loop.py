@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 import dynsparse as ds
-from dynsparse.integrations import poptorch
+from popsparse import poptorch
 
 STEPS, BATCH = 50, 64
 

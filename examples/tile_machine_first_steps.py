@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from dynsparse.machine import (
+from popsparse.machine import (
     FLOAT,
     INT,
     Codelet,

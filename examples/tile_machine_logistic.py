@@ -10,8 +10,8 @@ import sys
 import numpy as np
 
 from dynsparse import data
-from dynsparse.machine import FLOAT, Copy, Engine, Graph, Profile, Repeat, Sequence, Target
-from dynsparse.popsparse.tensor_ops import elementwise, matmul, reduce, softmax
+from popsparse.machine import FLOAT, Copy, Engine, Graph, Profile, Repeat, Sequence, Target
+from popsparse.tensor_ops import elementwise, matmul, reduce, softmax
 
 BATCH, CLASSES = 64, 10
 

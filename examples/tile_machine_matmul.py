@@ -5,8 +5,8 @@ The sizes are those of Poplar's tutorial on profiling: 900 x 600 times 600 x 300
 on which tile, and for the sake of which variables.
 """
 
-from dynsparse.machine import FLOAT, Engine, Graph, OutOfMemoryError, Sequence, Target
-from dynsparse.popsparse.tensor_ops import matmul
+from popsparse.machine import FLOAT, Engine, Graph, OutOfMemoryError, Sequence, Target
+from popsparse.tensor_ops import matmul
 
 
 def build(m: int, k: int, n: int, target: Target) -> tuple[Graph, Sequence]:

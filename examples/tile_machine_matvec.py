@@ -9,7 +9,7 @@ copied by its workers, which that count leaves out.
 
 import numpy as np
 
-from dynsparse.machine import (
+from popsparse.machine import (
     FLOAT,
     Codelet,
     Copy,

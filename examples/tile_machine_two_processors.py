@@ -6,8 +6,9 @@ has not got it; what they make is joined on the first.
 
 import numpy as np
 
-from dynsparse import SparsePattern, popsparse
-from dynsparse.machine import HALF, Copy, Engine, Graph, Sequence, Target, concat
+import popsparse
+from dynsparse import SparsePattern
+from popsparse.machine import HALF, Copy, Engine, Graph, Sequence, Target, concat
 
 ROWS, COLUMNS, BATCH, DENSITY = 512, 256, 64, 0.1
 

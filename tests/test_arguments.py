@@ -13,33 +13,37 @@ from pathlib import Path
 
 import pytest
 
-SOURCE = Path(__file__).resolve().parent.parent / "src" / "dynsparse"
+SOURCE = Path(__file__).resolve().parent.parent / "src"
 
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 
 CALLED_BY_OTHERS = {
-    "apps/common/stopping.py": {"ask"},  # signal
-    "bench/parts.py": {"after"},  # hooks of torch
-    "cli/app.py": {"_show_warning"},  # warnings
-    "data/packed.py": {"_gzip", "_bzip2"},  # one of several openers, by suffix
-    "integrations/huggingface.py": {"on_train_begin", "on_log", "on_train_end"},  # Trainer
-    "integrations/keras/callbacks.py": {
+    "dynsparse/apps/common/stopping.py": {"ask"},  # signal
+    "dynsparse/bench/parts.py": {"after"},  # hooks of torch
+    "dynsparse/cli/app.py": {"_show_warning"},  # warnings
+    "dynsparse/data/packed.py": {"_gzip", "_bzip2"},  # one of several openers, by suffix
+    "dynsparse/integrations/huggingface.py": {
+        "on_train_begin",
+        "on_log",
+        "on_train_end",
+    },  # Trainer
+    "dynsparse/integrations/keras/callbacks.py": {
         "on_train_begin",
         "on_epoch_begin",
         "on_epoch_end",
         "on_train_end",
     },  # Keras
-    "integrations/lightning.py": {"on_fit_end", "on_exception"},  # Lightning
-    "integrations/onnx/trilu.py": {"_"},  # onnx2torch
-    "logs.py": {"stream"},  # logging.StreamHandler
-    "machine/lowering.py": {"_WriteUndef"},  # one of several programs, by its class
-    "nn/attention_blocks.py": {"load_pattern"},  # torch's hooks before a state is loaded
-    "nn/weight_view.py": {"__torch_dispatch__"},
-    "ops/linear/flops.py": {"_conv"},  # torch's FlopCounterMode
-    "report/bench/tables.py": {"_law", "_steps"},  # one of several tables, by name
-    "tracing/models.py": {"_begins", "_ends", "_goes_back"},  # hooks of torch
-    "training/reducers.py": {"_note"},  # torch's hooks on the registration of modules
-    "training/telemetry.py": {"_update"},  # SparseTrainer.on_update
+    "dynsparse/integrations/lightning.py": {"on_fit_end", "on_exception"},  # Lightning
+    "dynsparse/integrations/onnx/trilu.py": {"_"},  # onnx2torch
+    "dynsparse/logs.py": {"stream"},  # logging.StreamHandler
+    "popsparse/machine/lowering.py": {"_WriteUndef"},  # one of several programs, by its class
+    "dynsparse/nn/attention_blocks.py": {"load_pattern"},  # torch's hooks before a state is loaded
+    "dynsparse/nn/weight_view.py": {"__torch_dispatch__"},
+    "dynsparse/ops/linear/flops.py": {"_conv"},  # torch's FlopCounterMode
+    "dynsparse/report/bench/tables.py": {"_law", "_steps"},  # one of several tables, by name
+    "dynsparse/tracing/models.py": {"_begins", "_ends", "_goes_back"},  # hooks of torch
+    "dynsparse/training/reducers.py": {"_note"},  # torch's hooks on the registration of modules
+    "dynsparse/training/telemetry.py": {"_update"},  # SparseTrainer.on_update
 }
 """File -> functions that are called by others, or through a table, with more than they need."""
 

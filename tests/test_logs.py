@@ -13,9 +13,9 @@ import torch
 import dynsparse as ds
 from dynsparse import logs
 from dynsparse.cli.app import run as command
-from dynsparse.machine import Target
-from dynsparse.popsparse import PlanningCache, plan
 from dynsparse.training.checkpoint import load_checkpoint, save_checkpoint
+from popsparse import PlanningCache, plan
+from popsparse.machine import Target
 
 PYTHON = [sys.executable, "-W", "error", "-c"]
 

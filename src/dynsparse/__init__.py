@@ -21,7 +21,7 @@ from dynsparse.tracing import trace
 from dynsparse.version import __version__ as __version__
 
 if TYPE_CHECKING:
-    from dynsparse import distributed, machine, popsparse, training
+    from dynsparse import distributed, training
     from dynsparse.integrations.onnx import export_onnx, import_onnx
     from dynsparse.report.training.plot import plot
     from dynsparse.training import (
@@ -56,12 +56,10 @@ __all__ = [
     "keep_memory",
     "load_pretrained",
     "load_safetensors",
-    "machine",
     "nn",
     "ops",
     "param_groups",
     "plot",
-    "popsparse",
     "save_safetensors",
     "sparsify",
     "trace",
@@ -69,7 +67,7 @@ __all__ = [
 ]
 
 # Loaded when they are first asked for, so that an import costs little beside torch's own.
-_ROOMS = ("distributed", "machine", "popsparse", "training")
+_ROOMS = ("distributed", "training")
 _NAMES = {
     **dict.fromkeys(("GMP", "MEST", "SET", "SNFS", "DeepR", "GraNet", "RigL"), "training"),
     **dict.fromkeys(("Static", "TopKAST", "keep_memory"), "training"),

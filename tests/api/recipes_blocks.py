@@ -6,10 +6,10 @@ import torch
 from recipes import Recipe
 
 import dynsparse as ds
-from dynsparse.machine import Graph, Sequence, Target
 from dynsparse.nn import attention_patterns
 from dynsparse.ops import block_sparse
-from dynsparse.popsparse import block_sparse as on_tiles
+from popsparse import block_sparse as on_tiles
+from popsparse.machine import Graph, Sequence, Target
 
 
 def pattern():
@@ -72,23 +72,23 @@ def operand(create):
 
 
 RECIPES = {
-    "dynsparse.popsparse.block_sparse.MatmulParams.create_dense_sparse": Recipe(
+    "popsparse.block_sparse.MatmulParams.create_dense_sparse": Recipe(
         on_tiles.MatmulParams.create_dense_sparse,
         lambda: sizes("rhs_sparsity") | {"rhs_need_transpose": True},
     ),
-    "dynsparse.popsparse.block_sparse.MatmulParams.create_sparse_dense": Recipe(
+    "popsparse.block_sparse.MatmulParams.create_sparse_dense": Recipe(
         on_tiles.MatmulParams.create_sparse_dense,
         lambda: sizes("lhs_sparsity") | {"lhs_need_transpose": True},
     ),
-    "dynsparse.popsparse.block_sparse.MatmulParams.create_dense_dense": Recipe(
+    "popsparse.block_sparse.MatmulParams.create_dense_dense": Recipe(
         on_tiles.MatmulParams.create_dense_dense,
         lambda: sizes("result_sparsity") | {"subblock_mask": "zero_upper_triangle"},
     ),
-    "dynsparse.popsparse.block_sparse.Options": Recipe(
+    "popsparse.block_sparse.Options": Recipe(
         on_tiles.Options,
         lambda: {"partition_method": "strip", "number_of_pass": 2, "memory_cycle_ratio": None},
     ),
-    "dynsparse.popsparse.block_sparse.plan": Recipe(
+    "popsparse.block_sparse.plan": Recipe(
         on_tiles.plan,
         lambda: {
             "params": product(),
@@ -96,26 +96,26 @@ RECIPES = {
             "options": {"partition_method": "strip"},
         },
     ),
-    "dynsparse.popsparse.block_sparse.create_matmul_lhs": operand(on_tiles.create_matmul_lhs),
-    "dynsparse.popsparse.block_sparse.create_matmul_rhs": operand(on_tiles.create_matmul_rhs),
-    "dynsparse.popsparse.block_sparse.matmul": on_machine(
+    "popsparse.block_sparse.create_matmul_lhs": operand(on_tiles.create_matmul_lhs),
+    "popsparse.block_sparse.create_matmul_rhs": operand(on_tiles.create_matmul_rhs),
+    "popsparse.block_sparse.matmul": on_machine(
         on_tiles.matmul,
         params=lambda graph: product(),
         lhs=tensor(8, 8),
         rhs=tensor(3, 16),
         options=lambda graph: {"partition_method": "strip"},
     ),
-    "dynsparse.popsparse.block_sparse.softmax": on_machine(
+    "popsparse.block_sparse.softmax": on_machine(
         on_tiles.softmax,
         values=tensor(3, 16),
         **rows(subblock_mask="zero_upper_triangle", num_groups=1),
     ),
-    "dynsparse.popsparse.block_sparse.softmax_in_place": on_machine(
+    "popsparse.block_sparse.softmax_in_place": on_machine(
         on_tiles.softmax_in_place,
         values=tensor(3, 16),
         **rows(subblock_mask="zero_upper_triangle", num_groups=1),
     ),
-    "dynsparse.popsparse.block_sparse.softmax_grad": on_machine(
+    "popsparse.block_sparse.softmax_grad": on_machine(
         on_tiles.softmax_grad, out=tensor(3, 16), out_grad=tensor(3, 16), **rows()
     ),
     "dynsparse.ops.block_sparse.sparse_dense_matmul": Recipe(

@@ -9,6 +9,7 @@ from recipes_parts import X, folder, generator, model, pattern, rewiring, values
 from torch import nn
 
 import dynsparse as ds
+import popsparse
 from dynsparse.allocation import allocate
 from dynsparse.ops.embedding import embedding
 from dynsparse.ops.grow import random_outside, select, topk_outside
@@ -121,7 +122,7 @@ RECIPES = {
             "densities": {"0": 0.3},
             "block_sizes": {"0": 4},
             "start": "magnitude",
-            "target": ds.machine.Target.bow(tiles=4),
+            "target": popsparse.machine.Target.bow(tiles=4),
             "target_options": {"partials_type": "float32"},
         },
     ),

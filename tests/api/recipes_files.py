@@ -16,14 +16,15 @@ from recipes_popsparse import plan as machine_plan
 from recipes_training import checkpoint, optimizer_of
 
 import dynsparse as ds
-from dynsparse import data, popsparse, selfcheck, tracing
+import popsparse
+from dynsparse import data, selfcheck, tracing
 from dynsparse.bench.spec import find_spec, read_spec
 from dynsparse.integrations.follower import Follower
-from dynsparse.report import machine as reports
-from dynsparse.report.machine import encoding_data, report_html, write_layer_report, write_report
 from dynsparse.report.training.connectivity import visualise
 from dynsparse.training.checkpoint import read_extra
 from dynsparse.training.records import RecordedLayer, Recorder, Records
+from popsparse import report as reports
+from popsparse.report import encoding_data, report_html, write_layer_report, write_report
 
 
 def recorder():
@@ -173,13 +174,13 @@ RECIPES = {
     "dynsparse.data.DataSet.hold_out": of(pictures, "hold_out", count=lambda: 2),
     "dynsparse.bench.spec.find_spec": call(find_spec),
     "dynsparse.bench.spec.read_spec": call(read_spec, FILES, file=find_spec),
-    "dynsparse.report.machine.report_html": Recipe(report_html, page),
-    "dynsparse.report.machine.write_report": Recipe(
+    "popsparse.report.report_html": Recipe(report_html, page),
+    "popsparse.report.write_report": Recipe(
         lambda path: write_report(path, title="A page", summary={}),
         lambda: {"path": folder() / "page.html"},
         FILES,
     ),
-    "dynsparse.report.machine.write_layer_report": Recipe(
+    "popsparse.report.write_layer_report": Recipe(
         write_layer_report,
         lambda: {
             "path": folder() / "page.html",
@@ -190,45 +191,39 @@ RECIPES = {
         },
         FILES,
     ),
-    "dynsparse.report.machine.layer_page": call(
+    "popsparse.report.layer_page": call(
         reports.layer_page,
         layer=ran,
         title=lambda: "A layer",
         pattern=machine_pattern,
         summary=lambda: {"seed": 0},
     ),
-    "dynsparse.report.machine.save_profile": Recipe(
+    "popsparse.report.save_profile": Recipe(
         reports.save_profile, lambda: {"path": folder() / "a.json", **one_page()}, FILES
     ),
-    "dynsparse.report.machine.load_profile": Recipe(
+    "popsparse.report.load_profile": Recipe(
         reports.load_profile, lambda: {"path": profile_file()}, FILES
     ),
-    "dynsparse.report.machine.read_profiles": call(
+    "popsparse.report.read_profiles": call(
         reports.read_profiles, profile=lambda: one_page()["profile"]
     ),
-    "dynsparse.report.machine.operations": call(
-        reports.operations, profile=read_profile, depth=lambda: 2
-    ),
-    "dynsparse.report.machine.findings": call(reports.findings, profile=read_profile),
-    "dynsparse.report.machine.memory_steps": call(reports.memory_steps, profile=read_profile),
-    "dynsparse.report.machine.peak_step": call(
-        reports.peak_step, profile=read_profile, tile=lambda: 1
-    ),
-    "dynsparse.report.machine.profile_text": call(
+    "popsparse.report.operations": call(reports.operations, profile=read_profile, depth=lambda: 2),
+    "popsparse.report.findings": call(reports.findings, profile=read_profile),
+    "popsparse.report.memory_steps": call(reports.memory_steps, profile=read_profile),
+    "popsparse.report.peak_step": call(reports.peak_step, profile=read_profile, tile=lambda: 1),
+    "popsparse.report.profile_text": call(
         reports.profile_text, title=lambda: "A run", profiles=lambda: [read_profile()]
     ),
-    "dynsparse.report.machine.compare": call(
+    "popsparse.report.compare": call(
         reports.compare,
         first=lambda: reports.load_profile(profile_file()),
         second=lambda: one_page()["profile"],
     ),
-    "dynsparse.report.machine.comparison_text": call(
+    "popsparse.report.comparison_text": call(
         reports.comparison_text,
         found=lambda: reports.compare(one_page()["profile"], one_page()["profile"]),
     ),
-    "dynsparse.report.machine.encoding_data": call(
-        encoding_data, partitioner=partitioner, encoded=encoded
-    ),
+    "popsparse.report.encoding_data": call(encoding_data, partitioner=partitioner, encoded=encoded),
     "dynsparse.report.training.connectivity.visualise": Recipe(
         visualise,
         lambda: {
@@ -242,18 +237,14 @@ RECIPES = {
     "dynsparse.plot": Recipe(
         ds.plot, lambda: {"source": model(), "what": "connectivity", "layer": "0"}, FILES
     ),
-    "dynsparse.popsparse.save_plan": Recipe(
+    "popsparse.save_plan": Recipe(
         popsparse.save_plan, lambda: {"plan": machine_plan(), "file": folder() / "plan.json"}, FILES
     ),
-    "dynsparse.popsparse.load_plan": Recipe(
-        popsparse.load_plan, lambda: {"file": plan_file()}, FILES
-    ),
-    "dynsparse.popsparse.Layer.save": Recipe(
+    "popsparse.load_plan": Recipe(popsparse.load_plan, lambda: {"file": plan_file()}, FILES),
+    "popsparse.Layer.save": Recipe(
         machine_layer().save, lambda: {"file": folder() / "layer"}, FILES
     ),
-    "dynsparse.popsparse.Layer.load": Recipe(
-        popsparse.Layer.load, lambda: {"file": layer_file()}, FILES
-    ),
+    "popsparse.Layer.load": Recipe(popsparse.Layer.load, lambda: {"file": layer_file()}, FILES),
     "dynsparse.selfcheck.run_checks": Recipe(selfcheck.run_checks, lambda: {"seed": 1}),
     "dynsparse.trace": Recipe(traced, lambda: {"file": folder() / "run.json", "limit": 3}, FILES),
     "dynsparse.tracing.span": Recipe(

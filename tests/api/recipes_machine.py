@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 from recipes import Recipe, call, of
 
-from dynsparse import machine as m
+from popsparse import machine as m
 
 TILES = np.arange(4)
 
@@ -100,7 +100,7 @@ def add_one_vertex(tile):
 
 
 RECIPES = {
-    "dynsparse.machine.Target": call(
+    "popsparse.machine.Target": call(
         m.Target,
         name=lambda: "mine",
         tiles=lambda: 8,
@@ -111,31 +111,31 @@ RECIPES = {
         exchange_bytes_per_cycle=lambda: 4,
         exchange_bus_tiles=lambda: 2,
     ),
-    "dynsparse.machine.Target.mk2": call(
+    "popsparse.machine.Target.mk2": call(
         m.Target.mk2, tiles=lambda: 8, sync_cycles=lambda: 10, clock_hz=lambda: 1e9
     ),
-    "dynsparse.machine.Target.named": call(m.Target.named, name=lambda: "bow"),
-    "dynsparse.machine.Target.vector_width": of(target, "vector_width", dtype=lambda: "half"),
-    "dynsparse.machine.Target.seconds": of(target, "seconds", cycles=lambda: 10.0),
-    "dynsparse.machine.Target.pod": call(
+    "popsparse.machine.Target.named": call(m.Target.named, name=lambda: "bow"),
+    "popsparse.machine.Target.vector_width": of(target, "vector_width", dtype=lambda: "half"),
+    "popsparse.machine.Target.seconds": of(target, "seconds", cycles=lambda: 10.0),
+    "popsparse.machine.Target.pod": call(
         m.Target.pod,
         processors=lambda: 2,
         processor=lambda: "mk2",
         tiles=lambda: 8,
         link_sync_cycles=lambda: 500,
     ),
-    "dynsparse.machine.Target.share": call(
+    "popsparse.machine.Target.share": call(
         lambda replicas: m.Target.pod(4, tiles=2).share(replicas), replicas=lambda: 2
     ),
-    "dynsparse.machine.Graph": call(m.Graph, target=target, replicas=lambda: 1),
-    "dynsparse.machine.Graph.virtual": call(
+    "popsparse.machine.Graph": call(m.Graph, target=target, replicas=lambda: 1),
+    "popsparse.machine.Graph.virtual": call(
         lambda tiles: graph().virtual(tiles=tiles), tiles=lambda: [0, 1]
     ),
-    "dynsparse.machine.Graph.virtual, processor": call(
+    "popsparse.machine.Graph.virtual, processor": call(
         lambda processor: m.Graph(m.Target.pod(2, tiles=2)).virtual(processor=processor),
         processor=lambda: 1,
     ),
-    "dynsparse.machine.Graph.add_remote_buffer": of(
+    "popsparse.machine.Graph.add_remote_buffer": of(
         graph,
         "add_remote_buffer",
         name=lambda: "a",
@@ -143,18 +143,18 @@ RECIPES = {
         numel=lambda: 4,
         rows=lambda: 2,
     ),
-    "dynsparse.machine.Graph.set_tile_mapping": Recipe(
+    "popsparse.machine.Graph.set_tile_mapping": Recipe(
         lambda tensor, tiles: (made := graph()).set_tile_mapping(
             variable(on=made) if isinstance(tensor, str) and tensor == "own" else tensor, tiles
         ),
         lambda: {"tensor": "own", "tiles": TILES},
     ),
-    "dynsparse.machine.Graph.add_compute_set": of(graph, "add_compute_set", name=lambda: "a"),
-    "dynsparse.machine.Graph.add_vertices": Recipe(
+    "popsparse.machine.Graph.add_compute_set": of(graph, "add_compute_set", name=lambda: "a"),
+    "popsparse.machine.Graph.add_vertices": Recipe(
         lambda tiles: add_vertices(OWN, codelet(), tiles, OWN),
         lambda: {"tiles": TILES},
     ),
-    "dynsparse.machine.Graph.add_stream": of(
+    "popsparse.machine.Graph.add_stream": of(
         graph,
         "add_stream",
         name=lambda: "a",
@@ -162,8 +162,8 @@ RECIPES = {
         numel=lambda: 4,
         to_device=lambda: True,
     ),
-    "dynsparse.machine.ComputeSet": call(m.ComputeSet, graph=graph, name=lambda: "a"),
-    "dynsparse.machine.Codelet": call(
+    "popsparse.machine.ComputeSet": call(m.ComputeSet, graph=graph, name=lambda: "a"),
+    "popsparse.machine.Codelet": call(
         m.Codelet,
         name=lambda: "a",
         fields=lambda: {"a": m.In(m.FLOAT)},
@@ -174,23 +174,23 @@ RECIPES = {
         data_dependent=lambda: False,
         code_bytes=lambda: 8,
     ),
-    "dynsparse.machine.In": call(lambda dtype: m.In(dtype), dtype=lambda: "half"),
-    "dynsparse.machine.Out": call(lambda dtype: m.Out(dtype), dtype=lambda: "half"),
-    "dynsparse.machine.InOut": call(lambda dtype: m.InOut(dtype), dtype=lambda: "half"),
-    "dynsparse.machine.DType": call(
+    "popsparse.machine.In": call(lambda dtype: m.In(dtype), dtype=lambda: "half"),
+    "popsparse.machine.Out": call(lambda dtype: m.Out(dtype), dtype=lambda: "half"),
+    "popsparse.machine.InOut": call(lambda dtype: m.InOut(dtype), dtype=lambda: "half"),
+    "popsparse.machine.DType": call(
         m.DType, name=lambda: "half", numpy=lambda: np.dtype(np.float16)
     ),
-    "dynsparse.machine.as_dtype": call(m.as_dtype, value=lambda: "half"),
-    "dynsparse.machine.Ragged": call(
+    "popsparse.machine.as_dtype": call(m.as_dtype, value=lambda: "half"),
+    "popsparse.machine.Ragged": call(
         m.Ragged,
         tensor=lambda: graph().add_variable("float", [8], "x", 0),
         offsets=lambda: np.array([0, 3, 8]),
     ),
-    "dynsparse.machine.concat": Recipe(
+    "popsparse.machine.concat": Recipe(
         m.concat,
         lambda: {"tensors": [variable(on=(made := graph())), variable(on=made)], "axis": 0},
     ),
-    "dynsparse.machine.rotation": Recipe(
+    "popsparse.machine.rotation": Recipe(
         m.rotation,
         lambda: {
             "source": variable(on=(made := graph())),
@@ -199,30 +199,30 @@ RECIPES = {
             "axis": 0,
         },
     ),
-    "dynsparse.machine.Tensor.slice": of_tensor(
+    "popsparse.machine.Tensor.slice": of_tensor(
         "slice", (IndexError,), start=lambda: 1, stop=lambda: 3, axis=lambda: 1
     ),
-    "dynsparse.machine.Tensor.[]": Recipe(
+    "popsparse.machine.Tensor.[]": Recipe(
         lambda key: tensor()[key], lambda: {"key": 1}, (IndexError,)
     ),
-    "dynsparse.machine.Tensor.reshape": call(with_first("reshape", 3), first=lambda: 8),
-    "dynsparse.machine.Tensor.reshape, list": call(with_first("reshape"), first=lambda: [8, 3]),
-    "dynsparse.machine.Tensor.transpose": call(with_first("transpose", 0), first=lambda: 1),
-    "dynsparse.machine.Tensor.broadcast_to": call(
+    "popsparse.machine.Tensor.reshape": call(with_first("reshape", 3), first=lambda: 8),
+    "popsparse.machine.Tensor.reshape, list": call(with_first("reshape"), first=lambda: [8, 3]),
+    "popsparse.machine.Tensor.transpose": call(with_first("transpose", 0), first=lambda: 1),
+    "popsparse.machine.Tensor.broadcast_to": call(
         with_first("broadcast_to", 4, 6), first=lambda: 3
     ),
-    "dynsparse.machine.Tensor.expand_dims": of_tensor("expand_dims", axis=lambda: 1),
-    "dynsparse.machine.Tensor.squeeze": Recipe(
+    "popsparse.machine.Tensor.expand_dims": of_tensor("expand_dims", axis=lambda: 1),
+    "popsparse.machine.Tensor.squeeze": Recipe(
         lambda axis: tensor().expand_dims(1).squeeze(axis), lambda: {"axis": 1}
     ),
-    "dynsparse.machine.Graph.add_variable": on_graph(
+    "popsparse.machine.Graph.add_variable": on_graph(
         "add_variable",
         dtype=lambda: "float",
         shape=lambda: [4, 2],
         name=lambda: "x",
         tiles=lambda: TILES,
     ),
-    "dynsparse.machine.Graph.add_constant": on_graph(
+    "popsparse.machine.Graph.add_constant": on_graph(
         "add_constant",
         dtype=lambda: "float",
         shape=lambda: [4, 2],
@@ -230,26 +230,26 @@ RECIPES = {
         name=lambda: "x",
         tiles=lambda: TILES,
     ),
-    "dynsparse.machine.Graph.set_initial_value": on_graph(
+    "popsparse.machine.Graph.set_initial_value": on_graph(
         "set_initial_value", tensor=lambda: OWN, values=lambda: 2.0
     ),
-    "dynsparse.machine.Graph.map_stretches": on_graph(
+    "popsparse.machine.Graph.map_stretches": on_graph(
         "map_stretches", tensor=lambda: OWN, tiles=lambda: [0, 1], lengths=lambda: [3, 5]
     ),
-    "dynsparse.machine.Graph.map_linearly": on_graph(
+    "popsparse.machine.Graph.map_linearly": on_graph(
         "map_linearly",
         tensor=lambda: OWN,
         grain=lambda: 1,
         min_per_tile=lambda: 1,
         first_tile=lambda: 0,
     ),
-    "dynsparse.machine.Graph.tiles_of": on_graph("tiles_of", tensor=lambda: OWN),
-    "dynsparse.machine.Graph.add_handle": on_graph(
+    "popsparse.machine.Graph.tiles_of": on_graph("tiles_of", tensor=lambda: OWN),
+    "popsparse.machine.Graph.add_handle": on_graph(
         "add_handle", name=lambda: "h", tensor=lambda: OWN
     ),
-    "dynsparse.machine.Graph.add_vertices, all": Recipe(
+    "popsparse.machine.Graph.add_vertices, all": Recipe(
         add_vertices,
         lambda: {"compute_set": OWN, "codelet": codelet(), "tiles": TILES, "values": OWN},
     ),
-    "dynsparse.machine.Graph.add_vertex": call(add_one_vertex, tile=lambda: 0),
+    "popsparse.machine.Graph.add_vertex": call(add_one_vertex, tile=lambda: 0),
 }

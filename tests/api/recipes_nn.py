@@ -8,6 +8,7 @@ from recipes_parts import X, generator, layer, model, pattern
 from torch import nn
 
 import dynsparse as ds
+import popsparse
 from dynsparse.nn.active import ActiveSet
 from dynsparse.nn.averaging import follow_patterns
 
@@ -30,7 +31,7 @@ RECIPES = {
             "block_size": 4,
             "bias": True,
             "generator": generator(),
-            "target": ds.machine.Target.bow(tiles=4),
+            "target": popsparse.machine.Target.bow(tiles=4),
             "target_options": {"partials_type": "float32"},
             "device": "cpu",
             "dtype": torch.float32,

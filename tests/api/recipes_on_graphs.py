@@ -5,8 +5,8 @@ from __future__ import annotations
 from recipes import Recipe, call
 from recipes_popsparse import OPTIONS, matmul_params, params, target
 
-from dynsparse import popsparse
-from dynsparse.machine import Graph, Sequence
+import popsparse
+from popsparse.machine import Graph, Sequence
 
 
 def on_tiles(function, **arguments):
@@ -96,48 +96,40 @@ def created(kind):
 
 
 RECIPES = {
-    "dynsparse.popsparse.tensor_ops.elementwise": on_tiles(
+    "popsparse.tensor_ops.elementwise": on_tiles(
         popsparse.tensor_ops.elementwise,
         operation=lambda _: "add",
         operands=lambda tensor: [tensor, 2.0],
         out=lambda tensor: tensor,
     ),
-    "dynsparse.popsparse.tensor_ops.reduce": on_tiles(
+    "popsparse.tensor_ops.reduce": on_tiles(
         popsparse.tensor_ops.reduce,
         tensor=lambda tensor: tensor,
         axis=lambda _: [0],
         operation=lambda _: "max",
     ),
-    "dynsparse.popsparse.tensor_ops.matmul": on_tiles(
+    "popsparse.tensor_ops.matmul": on_tiles(
         popsparse.tensor_ops.matmul,
         a=lambda tensor: tensor,
         b=lambda tensor: tensor,
         partials=lambda _: "float32",
         available_memory_proportion=lambda _: 0.5,
     ),
-    "dynsparse.popsparse.tensor_ops.softmax": on_tiles(
+    "popsparse.tensor_ops.softmax": on_tiles(
         popsparse.tensor_ops.softmax, tensor=lambda tensor: tensor
     ),
-    "dynsparse.popsparse.create_fully_connected_input": created(
-        popsparse.create_fully_connected_input
-    ),
-    "dynsparse.popsparse.create_fully_connected_weights": created(
-        popsparse.create_fully_connected_weights
-    ),
-    "dynsparse.popsparse.create_sparse_dense_matmul_lhs": created(
-        popsparse.create_sparse_dense_matmul_lhs
-    ),
-    "dynsparse.popsparse.create_sparse_dense_matmul_rhs": created(
-        popsparse.create_sparse_dense_matmul_rhs
-    ),
-    "dynsparse.popsparse.create_indices_tensor": call(
+    "popsparse.create_fully_connected_input": created(popsparse.create_fully_connected_input),
+    "popsparse.create_fully_connected_weights": created(popsparse.create_fully_connected_weights),
+    "popsparse.create_sparse_dense_matmul_lhs": created(popsparse.create_sparse_dense_matmul_lhs),
+    "popsparse.create_sparse_dense_matmul_rhs": created(popsparse.create_sparse_dense_matmul_rhs),
+    "popsparse.create_indices_tensor": call(
         popsparse.create_indices_tensor,
         graph=graph,
         params=params,
         num_indices=lambda: 3,
         name=lambda: "i",
     ),
-    "dynsparse.popsparse.create_slice_tensor": call(
+    "popsparse.create_slice_tensor": call(
         popsparse.create_slice_tensor,
         graph=graph,
         dtype=lambda: "float32",
@@ -147,21 +139,17 @@ RECIPES = {
         cache=popsparse.PlanningCache,
         name=lambda: "s",
     ),
-    "dynsparse.popsparse.embedding_slice": Recipe(popsparse.embedding_slice, embedded),
-    "dynsparse.popsparse.embedding_update_add": Recipe(popsparse.embedding_update_add, updated),
-    "dynsparse.popsparse.fully_connected_dense_grad_w_serial_splits": call(
+    "popsparse.embedding_slice": Recipe(popsparse.embedding_slice, embedded),
+    "popsparse.embedding_update_add": Recipe(popsparse.embedding_update_add, updated),
+    "popsparse.fully_connected_dense_grad_w_serial_splits": call(
         popsparse.fully_connected_dense_grad_w_serial_splits,
         graph=graph,
         dtype=lambda: "float32",
         params=params,
         options=lambda: OPTIONS,
     ),
-    "dynsparse.popsparse.fully_connected_forward": one_pass(
-        popsparse.fully_connected_forward, "activations"
-    ),
-    "dynsparse.popsparse.fully_connected_grad_a": one_pass(
-        popsparse.fully_connected_grad_a, "gradients"
-    ),
-    "dynsparse.popsparse.fully_connected_grad_w": Recipe(popsparse.fully_connected_grad_w, grad_w),
-    "dynsparse.popsparse.sparse_dense_matmul": Recipe(popsparse.sparse_dense_matmul, multiplied),
+    "popsparse.fully_connected_forward": one_pass(popsparse.fully_connected_forward, "activations"),
+    "popsparse.fully_connected_grad_a": one_pass(popsparse.fully_connected_grad_a, "gradients"),
+    "popsparse.fully_connected_grad_w": Recipe(popsparse.fully_connected_grad_w, grad_w),
+    "popsparse.sparse_dense_matmul": Recipe(popsparse.sparse_dense_matmul, multiplied),
 }

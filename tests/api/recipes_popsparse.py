@@ -7,8 +7,8 @@ import torch
 from recipes import Recipe, call, of
 
 import dynsparse as ds
-from dynsparse import popsparse
-from dynsparse.machine import Target
+import popsparse
+from popsparse.machine import Target
 
 OPTIONS = {"do_grad_a_pass": True, "do_grad_w_pass": True}
 
@@ -93,19 +93,15 @@ def matrix(kind, columns, rows, values=None):
 
 
 MATRICES = {
-    "dynsparse.popsparse.COOMatrix": matrix(popsparse.COOMatrix, [0, 1], [0, 1]),
-    "dynsparse.popsparse.CSRMatrix": matrix(popsparse.CSRMatrix, [0, 1], [0, 1, 2]),
-    "dynsparse.popsparse.CSCMatrix": matrix(popsparse.CSCMatrix, [0, 1, 2], [0, 1]),
-    "dynsparse.popsparse.BSRMatrix": matrix(
-        popsparse.BSRMatrix, [0, 1], [0, 1, 2], np.ones((2, 1, 1))
-    ),
+    "popsparse.COOMatrix": matrix(popsparse.COOMatrix, [0, 1], [0, 1]),
+    "popsparse.CSRMatrix": matrix(popsparse.CSRMatrix, [0, 1], [0, 1, 2]),
+    "popsparse.CSCMatrix": matrix(popsparse.CSCMatrix, [0, 1, 2], [0, 1]),
+    "popsparse.BSRMatrix": matrix(popsparse.BSRMatrix, [0, 1], [0, 1, 2], np.ones((2, 1, 1))),
 }
 
 RECIPES = MATRICES | {
-    "dynsparse.popsparse.SparsityParams": call(
-        popsparse.SparsityParams, block_dimensions=lambda: (4, 4)
-    ),
-    "dynsparse.popsparse.FullyConnectedParams": call(
+    "popsparse.SparsityParams": call(popsparse.SparsityParams, block_dimensions=lambda: (4, 4)),
+    "popsparse.FullyConnectedParams": call(
         popsparse.FullyConnectedParams,
         sparsity_params=sparsity,
         nz_ratio=lambda: 0.2,
@@ -114,7 +110,7 @@ RECIPES = MATRICES | {
         input_channels_per_group=lambda: 16,
         output_channels_per_group=lambda: 16,
     ),
-    "dynsparse.popsparse.FullyConnectedParams.create_with_num_non_zero_values": call(
+    "popsparse.FullyConnectedParams.create_with_num_non_zero_values": call(
         popsparse.FullyConnectedParams.create_with_num_non_zero_values,
         sparsity_params=sparsity,
         num_non_zero_elements=lambda: 10,
@@ -123,7 +119,7 @@ RECIPES = MATRICES | {
         input_channels_per_group=lambda: 16,
         output_channels_per_group=lambda: 16,
     ),
-    "dynsparse.popsparse.MatmulParams": call(
+    "popsparse.MatmulParams": call(
         popsparse.MatmulParams,
         sparsity_params=sparsity,
         nz_ratio=lambda: 0.2,
@@ -132,7 +128,7 @@ RECIPES = MATRICES | {
         k=lambda: 16,
         n=lambda: 4,
     ),
-    "dynsparse.popsparse.Options": call(
+    "popsparse.Options": call(
         popsparse.Options,
         available_memory_proportion=lambda: 0.6,
         meta_info_bucket_oversize_proportion=lambda: 0.3,
@@ -143,8 +139,8 @@ RECIPES = MATRICES | {
         optimise_for_speed=lambda: True,
         force_bucket_spills=lambda: False,
     ),
-    "dynsparse.popsparse.Options.parse": call(popsparse.Options.parse, value=lambda: OPTIONS),
-    "dynsparse.popsparse.PlanConstraints": call(
+    "popsparse.Options.parse": call(popsparse.Options.parse, value=lambda: OPTIONS),
+    "popsparse.PlanConstraints": call(
         popsparse.PlanConstraints,
         x=lambda: 2,
         y=lambda: 1,
@@ -152,13 +148,13 @@ RECIPES = MATRICES | {
         grad_w_exchange_buckets=lambda: True,
         use_dense=lambda: False,
     ),
-    "dynsparse.popsparse.PlanConstraints.parse": call(
+    "popsparse.PlanConstraints.parse": call(
         popsparse.PlanConstraints.parse, value=lambda: {"partition": {"x": 2}}
     ),
-    "dynsparse.popsparse.PlanningCache": call(popsparse.PlanningCache),
-    "dynsparse.popsparse.make_plan": planned(popsparse.make_plan, params),
-    "dynsparse.popsparse.matmul_plan": planned(popsparse.matmul_plan, matmul_params),
-    "dynsparse.popsparse.plan": call(
+    "popsparse.PlanningCache": call(popsparse.PlanningCache),
+    "popsparse.make_plan": planned(popsparse.make_plan, params),
+    "popsparse.matmul_plan": planned(popsparse.matmul_plan, matmul_params),
+    "popsparse.plan": call(
         popsparse.plan,
         out=lambda: 16,
         in_=lambda: 16,
@@ -171,7 +167,7 @@ RECIPES = MATRICES | {
         options=lambda: {"available_memory_proportion": 0.5},
         cache=popsparse.PlanningCache,
     ),
-    "dynsparse.popsparse.dense.plan": call(
+    "popsparse.dense.plan": call(
         popsparse.dense.plan,
         m=lambda: 16,
         k=lambda: 16,
@@ -179,11 +175,11 @@ RECIPES = MATRICES | {
         dtype=lambda: "float16",
         target=target,
     ),
-    "dynsparse.popsparse.plan_report": call(popsparse.plan_report, plan=plan),
-    "dynsparse.popsparse.plan_text": call(popsparse.plan_text, plan=plan, runners_up=lambda: 3),
-    "dynsparse.popsparse.tile_memory": call(popsparse.tile_memory, plan=plan),
-    "dynsparse.popsparse.predict": call(popsparse.predict, plan=plan, pattern=pattern),
-    "dynsparse.popsparse.Partitioner": call(
+    "popsparse.plan_report": call(popsparse.plan_report, plan=plan),
+    "popsparse.plan_text": call(popsparse.plan_text, plan=plan, runners_up=lambda: 3),
+    "popsparse.tile_memory": call(popsparse.tile_memory, plan=plan),
+    "popsparse.predict": call(popsparse.predict, plan=plan, pattern=pattern),
+    "popsparse.Partitioner": call(
         popsparse.Partitioner,
         plan=plan,
         groups=lambda: 1,
@@ -192,17 +188,15 @@ RECIPES = MATRICES | {
         force_bucket_spills=lambda: False,
         use_actual_worker_split_costs=lambda: False,
     ),
-    "dynsparse.popsparse.Partitioner.for_params": planned(popsparse.Partitioner.for_params, params),
-    "dynsparse.popsparse.Partitioner.encode": of(
-        partitioner, "encode", pattern=pattern, values=values
-    ),
-    "dynsparse.popsparse.Partitioner.decode": of(
+    "popsparse.Partitioner.for_params": planned(popsparse.Partitioner.for_params, params),
+    "popsparse.Partitioner.encode": of(partitioner, "encode", pattern=pattern, values=values),
+    "popsparse.Partitioner.decode": of(
         partitioner,
         "decode",
         meta_info=lambda: encoded().meta_info,
         nz_values=lambda: encoded().nz_values,
     ),
-    "dynsparse.popsparse.Layer": call(
+    "popsparse.Layer": call(
         popsparse.Layer,
         plan=plan,
         passes=lambda: ["forward"],
@@ -210,46 +204,42 @@ RECIPES = MATRICES | {
         numerics=lambda: True,
         check_memory=lambda: True,
     ),
-    "dynsparse.popsparse.Layer.set_pattern": of(layer, "set_pattern", pattern=pattern),
-    "dynsparse.popsparse.Layer.set_values": of(layer, "set_values", values=values),
-    "dynsparse.popsparse.Layer.run": of(layer, "run", name=lambda: "forward"),
-    "dynsparse.popsparse.Layer.forward": of(
-        layer, "forward", inputs=lambda: np.ones((4, 16), np.float32)
-    ),
-    "dynsparse.popsparse.EmbeddingLayer": call(
-        popsparse.EmbeddingLayer, plan=plan, num_indices=lambda: 3
-    ),
-    "dynsparse.popsparse.EmbeddingLayer.slice": of(table, "slice", indices=lambda: [0, 3, 15]),
-    "dynsparse.popsparse.EmbeddingLayer.gradient": of(
+    "popsparse.Layer.set_pattern": of(layer, "set_pattern", pattern=pattern),
+    "popsparse.Layer.set_values": of(layer, "set_values", values=values),
+    "popsparse.Layer.run": of(layer, "run", name=lambda: "forward"),
+    "popsparse.Layer.forward": of(layer, "forward", inputs=lambda: np.ones((4, 16), np.float32)),
+    "popsparse.EmbeddingLayer": call(popsparse.EmbeddingLayer, plan=plan, num_indices=lambda: 3),
+    "popsparse.EmbeddingLayer.slice": of(table, "slice", indices=lambda: [0, 3, 15]),
+    "popsparse.EmbeddingLayer.gradient": of(
         table,
         "gradient",
         indices=lambda: [0, 3, 15],
         rows=lambda: np.ones((3, 16), np.float32),
     ),
-    "dynsparse.popsparse.Layer.scores": of(
+    "popsparse.Layer.scores": of(
         updating,
         "scores",
         gradient=lambda: np.ones((4, 16), np.float32),
         inputs=lambda: np.ones((4, 16), np.float32),
     ),
-    "dynsparse.popsparse.Layer.rewire": of(
+    "popsparse.Layer.rewire": of(
         updating,
         "rewire",
         pattern=pattern,
         values=values,
         optimizer_slots=lambda: [values()],
     ),
-    "dynsparse.popsparse.Update": call(
+    "popsparse.Update": call(
         popsparse.Update,
         pooling=lambda: "AVG",
         optimizer_slots=lambda: 2,
         available_memory_proportion=lambda: 0.2,
         partials_type=lambda: "float32",
     ),
-    "dynsparse.popsparse.machine_profiles": call(
+    "popsparse.machine_profiles": call(
         popsparse.machine_profiles, layer=lambda: ds.nn.SparseLinear(16, 16)
     ),
-    "dynsparse.popsparse.DensePartitioner": call(
+    "popsparse.DensePartitioner": call(
         popsparse.DensePartitioner,
         plan=lambda: popsparse.make_plan(
             target(), "float32", params(), {"plan_constraints": {"use_dense": True}}

@@ -8,8 +8,8 @@ from recipes import Recipe, call, of
 from recipes_machine import OWN, graph, target, variable, wired
 from recipes_parts import model
 
-from dynsparse import machine as m
-from dynsparse import popsparse
+import popsparse
+from popsparse import machine as m
 
 
 def word(dtype=m.BOOL):
@@ -87,61 +87,61 @@ def run_connected(stream, end):
 
 
 RECIPES = {
-    "dynsparse.machine.EngineOptions": call(
+    "popsparse.machine.EngineOptions": call(
         m.EngineOptions.parse, given=lambda: {"debug.allowOutOfMemory": "true"}
     ),
-    "dynsparse.machine.Engine.remote": call(
+    "popsparse.machine.Engine.remote": call(
         lambda name, replica: with_remote().remote(name, replica),
         (KeyError,),
         name=lambda: "beside",
         replica=lambda: 0,
     ),
-    "dynsparse.machine.Copy": Recipe(m.Copy, copy_arguments),
-    "dynsparse.machine.Execute": call(
+    "popsparse.machine.Copy": Recipe(m.Copy, copy_arguments),
+    "popsparse.machine.Execute": call(
         m.Execute, compute_set=lambda: graph().add_compute_set("a"), name=lambda: "b"
     ),
-    "dynsparse.machine.Sequence": Recipe(
+    "popsparse.machine.Sequence": Recipe(
         lambda first, name: m.Sequence(first, name=name),
         lambda: {"first": program(), "name": "all"},
     ),
-    "dynsparse.machine.Sequence.add": Recipe(
+    "popsparse.machine.Sequence.add": Recipe(
         lambda more: m.Sequence().add(more), lambda: {"more": program()}
     ),
-    "dynsparse.machine.CrossReplicaCopy": Recipe(m.CrossReplicaCopy, cross_arguments),
-    "dynsparse.machine.PrintTensor": call(
+    "popsparse.machine.CrossReplicaCopy": Recipe(m.CrossReplicaCopy, cross_arguments),
+    "popsparse.machine.PrintTensor": call(
         m.PrintTensor, tensor=variable, title=lambda: "x", name=lambda: "p"
     ),
-    "dynsparse.machine.ErrorProgram": call(
+    "popsparse.machine.ErrorProgram": call(
         m.ErrorProgram, message=lambda: "wrong", tensor=variable, name=lambda: "e"
     ),
-    "dynsparse.machine.Abort": call(m.Abort, message=lambda: "wrong", name=lambda: "e"),
-    "dynsparse.machine.AbortOnCondition": call(
+    "popsparse.machine.Abort": call(m.Abort, message=lambda: "wrong", name=lambda: "e"),
+    "popsparse.machine.AbortOnCondition": call(
         with_program(m.AbortOnCondition),
         predicate=word,
         message=lambda: "wrong",
         name=lambda: "e",
     ),
-    "dynsparse.machine.Call": Recipe(
+    "popsparse.machine.Call": Recipe(
         with_program(m.Call), lambda: {"function": program(), "name": "a"}
     ),
-    "dynsparse.machine.If": Recipe(with_program(m.If), if_arguments),
-    "dynsparse.machine.Repeat": call(
+    "popsparse.machine.If": Recipe(with_program(m.If), if_arguments),
+    "popsparse.machine.Repeat": call(
         with_program(m.Repeat), count=lambda: 3, body=program, name=lambda: "r"
     ),
-    "dynsparse.machine.RepeatWhileFalse": Recipe(with_program(m.RepeatWhileFalse), while_arguments),
-    "dynsparse.machine.RepeatWhileTrue": Recipe(with_program(m.RepeatWhileTrue), while_arguments),
-    "dynsparse.machine.Switch": call(
+    "popsparse.machine.RepeatWhileFalse": Recipe(with_program(m.RepeatWhileFalse), while_arguments),
+    "popsparse.machine.RepeatWhileTrue": Recipe(with_program(m.RepeatWhileTrue), while_arguments),
+    "popsparse.machine.Switch": call(
         with_program(m.Switch),
         value=lambda: word(m.UNSIGNED_INT),
         cases=lambda: {0: program()},
         default=program,
         name=lambda: "s",
     ),
-    "dynsparse.machine.Sync": call(m.Sync, name=lambda: "s"),
-    "dynsparse.machine.WriteUndef": call(m.WriteUndef, tensor=variable),
-    "dynsparse.machine.Engine": Recipe(whole_engine, engine_arguments),
-    "dynsparse.machine.Profile.summary": of(profile, "summary", max_steps=lambda: 3),
-    "dynsparse.popsparse.estimate": Recipe(
+    "popsparse.machine.Sync": call(m.Sync, name=lambda: "s"),
+    "popsparse.machine.WriteUndef": call(m.WriteUndef, tensor=variable),
+    "popsparse.machine.Engine": Recipe(whole_engine, engine_arguments),
+    "popsparse.machine.Profile.summary": of(profile, "summary", max_steps=lambda: 3),
+    "popsparse.estimate": Recipe(
         popsparse.estimate,
         lambda: {
             "model": torch.nn.Sequential(model()),
@@ -152,20 +152,20 @@ RECIPES = {
             "update": {"pooling": "max"},
         },
     ),
-    "dynsparse.machine.Engine.run": Recipe(
+    "popsparse.machine.Engine.run": Recipe(
         lambda program: engine().run(program), lambda: {"program": None}
     ),
-    "dynsparse.machine.Engine.read": Recipe(
+    "popsparse.machine.Engine.read": Recipe(
         lambda what: engine().read(what), lambda: {"what": "a"}, (KeyError,)
     ),
-    "dynsparse.machine.Engine.write": Recipe(
+    "popsparse.machine.Engine.write": Recipe(
         run_written, lambda: {"what": OWN, "values": np.ones((4, 2))}, (KeyError,)
     ),
-    "dynsparse.machine.Engine.connect": Recipe(
+    "popsparse.machine.Engine.connect": Recipe(
         run_connected, lambda: {"stream": "in", "end": np.ones(4)}, (KeyError,)
     ),
-    "dynsparse.machine.Profile.step": Recipe(
+    "popsparse.machine.Profile.step": Recipe(
         lambda name: profile().step(name), lambda: {"name": "steps"}, (KeyError,)
     ),
-    "dynsparse.machine.Profile.to_dict": of(profile, "to_dict", per_tile=lambda: True),
+    "popsparse.machine.Profile.to_dict": of(profile, "to_dict", per_tile=lambda: True),
 }

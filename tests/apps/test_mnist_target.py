@@ -5,7 +5,7 @@ import json
 import pytest
 
 from dynsparse.cli.app import run
-from dynsparse.popsparse.torch_layer import TileMachine
+from popsparse.torch_layer import TileMachine
 
 SHORT = [
     "mnist", "--hidden-sizes", "32", "--batch-size", "16", "--epochs", "1",

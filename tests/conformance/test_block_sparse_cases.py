@@ -7,8 +7,8 @@ import itertools
 import numpy as np
 import pytest
 
-from dynsparse.machine import Engine, Graph, Sequence, Target
-from dynsparse.popsparse import block_sparse
+from popsparse import block_sparse
+from popsparse.machine import Engine, Graph, Sequence, Target
 
 METHODS = ("block", "block-naive", "strip", "stripv0", "block-group2")
 TOLERANCE = {"float16": 0.1, "float32": 0.001}

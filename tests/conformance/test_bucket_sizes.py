@@ -2,9 +2,9 @@
 
 import pytest
 
-from dynsparse.popsparse.planner import bucket_sizes as sizes
-from dynsparse.popsparse.product.data_types import FLOAT16, FLOAT32
-from dynsparse.popsparse.product.words import overflow_words
+from popsparse.planning import bucket_sizes as sizes
+from popsparse.planning.data_types import FLOAT16, FLOAT32
+from popsparse.planning.words import overflow_words
 
 H, F = FLOAT16, FLOAT32
 CASES = [

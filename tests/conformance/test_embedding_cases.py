@@ -5,21 +5,21 @@ import itertools
 import numpy as np
 import pytest
 
-from dynsparse.machine import Engine, Graph, Sequence, Target
-from dynsparse.popsparse.buckets.partitioner import Partitioner
-from dynsparse.popsparse.embedding import (
+from popsparse.embedding import (
     create_indices_tensor,
     create_slice_tensor,
     embedding_slice,
     embedding_update_add,
 )
-from dynsparse.popsparse.fully_connected import (
+from popsparse.encoding.formats import COOMatrix
+from popsparse.encoding.partitioner import Partitioner
+from popsparse.fully_connected import (
     create_fully_connected_input,
     create_fully_connected_weights,
     fully_connected_forward,
 )
-from dynsparse.popsparse.product.formats import COOMatrix
-from dynsparse.popsparse.product.params import FullyConnectedParams, SparsityParams
+from popsparse.machine import Engine, Graph, Sequence, Target
+from popsparse.planning.params import FullyConnectedParams, SparsityParams
 
 TYPES = ("float16", "float32")
 CASES = {

@@ -9,13 +9,13 @@ import numpy as np
 import pytest
 import torch
 
-from dynsparse import popsparse as ps
-from dynsparse.machine import Graph, Sequence, Target
+import popsparse as ps
 from dynsparse.pattern import SparsePattern
-from dynsparse.popsparse import static
-from dynsparse.popsparse.buckets.layout import BucketLayout
-from dynsparse.popsparse.buckets.spilling import BucketOverflowError
-from dynsparse.popsparse.product.formats import COOMatrix, CSCMatrix, CSRMatrix
+from popsparse import static
+from popsparse.encoding.formats import COOMatrix, CSCMatrix, CSRMatrix
+from popsparse.encoding.layout import BucketLayout
+from popsparse.encoding.spilling import BucketOverflowError
+from popsparse.machine import Graph, Sequence, Target
 
 SIZES = {
     "rows": 12, "cols": 12, "batch": 4, "partition": (2, 2, 1), "nz_elements": 12,

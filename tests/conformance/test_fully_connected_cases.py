@@ -11,12 +11,12 @@ import numpy as np
 import pytest
 import torch
 
-from dynsparse.machine import Graph, Target
 from dynsparse.pattern import SparsePattern
-from dynsparse.popsparse.fully_connected import fully_connected_dense_grad_w_serial_splits
-from dynsparse.popsparse.layer import Layer
-from dynsparse.popsparse.planner.planning import plan
-from dynsparse.popsparse.product.params import FullyConnectedParams, SparsityParams
+from popsparse.fully_connected import fully_connected_dense_grad_w_serial_splits
+from popsparse.layer import Layer
+from popsparse.machine import Graph, Target
+from popsparse.planning.params import FullyConnectedParams, SparsityParams
+from popsparse.planning.planning import plan
 
 TOLERANCE = {"float16": 0.1, "float32": 0.01}
 ALL = ("forward", "grad_input", "grad_weight")

@@ -2,10 +2,11 @@
 
 import pytest
 
-from dynsparse.popsparse.cycles import tile, vertex
-from dynsparse.popsparse.cycles.vertex import Search
-from dynsparse.popsparse.dense import cycles as dense
-from dynsparse.popsparse.product.data_types import FLOAT16, FLOAT32
+from popsparse.planning import dense_cycles as dense
+from popsparse.planning import tile_cycles as tile
+from popsparse.planning import vertex_cycles as vertex
+from popsparse.planning.data_types import FLOAT16, FLOAT32
+from popsparse.planning.vertex_cycles import Search
 
 TWO = Search(buckets=2, matched=2, sub_groups=1)
 

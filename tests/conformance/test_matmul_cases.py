@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 import torch
 
-from dynsparse import popsparse as ps
-from dynsparse.machine import Engine, Graph, Sequence, Target
+import popsparse as ps
 from dynsparse.pattern import SparsePattern
+from popsparse.machine import Engine, Graph, Sequence, Target
 
 TOLERANCE = {"float16": 0.1, "float32": 0.01}
 SIZES = {

@@ -5,12 +5,12 @@ import itertools
 import pytest
 import torch
 
-from dynsparse.machine.target import Target
 from dynsparse.pattern import SparsePattern
-from dynsparse.popsparse.buckets.partitioner import Partitioner
-from dynsparse.popsparse.device.dense import DensePartitioner
-from dynsparse.popsparse.planner.search import make_plan
-from dynsparse.popsparse.product.params import FullyConnectedParams, SparsityParams
+from popsparse.encoding.partitioner import Partitioner
+from popsparse.machine.target import Target
+from popsparse.planning.params import FullyConnectedParams, SparsityParams
+from popsparse.planning.search import make_plan
+from popsparse.programs.dense import DensePartitioner
 
 CASES = list(itertools.product((1, 4, 8), (24, 64), (40, 80)))
 

@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 import torch
 
-from dynsparse.machine.target import Target
 from dynsparse.pattern import SparsePattern
-from dynsparse.popsparse.buckets.partitioner import Partitioner
-from dynsparse.popsparse.buckets.reader import read_buckets
-from dynsparse.popsparse.product.params import FullyConnectedParams, SparsityParams
+from popsparse.encoding.partitioner import Partitioner
+from popsparse.encoding.reader import read_buckets
+from popsparse.machine.target import Target
+from popsparse.planning.params import FullyConnectedParams, SparsityParams
 
 ALL = {"do_grad_a_pass": True, "do_grad_w_pass": True}
 SPILLS = {"force_bucket_spills": True}

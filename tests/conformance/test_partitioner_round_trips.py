@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from dynsparse.pattern import SparsePattern
-from dynsparse.popsparse.buckets.layout import BucketLayout
-from dynsparse.popsparse.buckets.partitioner import Partitioner
+from popsparse.encoding.layout import BucketLayout
+from popsparse.encoding.partitioner import Partitioner
 
 SIZES = {"100x100x8": (100, 100, 8), "1000x1000x16": (1000, 1000, 16)}
 CASES = list(itertools.product(SIZES, (1, 4), (2, 7), (2, 7), (2, 4), (0.1, 0.05), (0.1, 0.001)))

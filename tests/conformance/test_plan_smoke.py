@@ -2,9 +2,9 @@
 
 import pytest
 
-from dynsparse.machine.target import Target
-from dynsparse.popsparse.planner.search import make_plan
-from dynsparse.popsparse.product.params import FullyConnectedParams, SparsityParams
+from popsparse.machine.target import Target
+from popsparse.planning.params import FullyConnectedParams, SparsityParams
+from popsparse.planning.search import make_plan
 
 ALL = {"do_grad_a_pass": True, "do_grad_w_pass": True}
 MK1 = Target(tiles=1216, bytes_per_tile=256 * 1024)

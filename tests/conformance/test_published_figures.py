@@ -11,13 +11,13 @@ import functools
 import pytest
 import torch
 
-from dynsparse.machine.target import Target
 from dynsparse.pattern import SparsePattern
-from dynsparse.popsparse.measure import dense_figures, dense_plans, run_dense
-from dynsparse.popsparse.planner.memory import tile_memory
-from dynsparse.popsparse.planner.search import matmul_plan
-from dynsparse.popsparse.product.params import MatmulParams, SparsityParams
-from dynsparse.popsparse.timing.model import predict
+from popsparse.machine.target import Target
+from popsparse.measure import dense_figures, dense_plans, run_dense
+from popsparse.planning.memory import tile_memory
+from popsparse.planning.params import MatmulParams, SparsityParams
+from popsparse.planning.search import matmul_plan
+from popsparse.timing.model import predict
 
 BOW = Target.bow()
 SIZE, DENSITY = 4096, 1 / 16

@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 import dynsparse as ds
+import popsparse
 from dynsparse.nn import SparseEmbedding, SparseLinear
 from dynsparse.nn.active import ActiveSet
 
@@ -77,7 +78,7 @@ def test_of_other_ways_to_compute():
     x, ids = torch.randn(2, 3, 8, requires_grad=True), torch.randint(5, (2, 3))
     active = SparseLinear(8, 6, 0.5)
     active.active = ActiveSet(active.pattern, torch.tensor([0, 3, 7]), torch.device("cpu"))
-    machine = SparseLinear(8, 6, 0.5, target=ds.machine.Target(tiles=4))
+    machine = SparseLinear(8, 6, 0.5, target=popsparse.Target(tiles=4))
     table = SparseEmbedding(5, 8, 0.5)
     for layer, given in ((active, x), (machine, x), (table, ids)):
         after(layer(given), x).backward()

@@ -8,6 +8,7 @@ from torch import nn
 from torch.nn.functional import linear
 
 import dynsparse as ds
+import popsparse
 from dynsparse.nn import SparseLinear
 
 DENSE = "computes with the dense weight of "
@@ -153,7 +154,7 @@ def test_the_weight_of_a_conv1d_is_the_other_way_round():
 
 
 def test_the_tile_machine_lends_a_dense_weight():
-    own = SparseLinear(8, 8, 0.5, target=ds.machine.Target(tiles=4))
+    own = SparseLinear(8, 8, 0.5, target=popsparse.Target(tiles=4))
     x = torch.randn(2, 8)
     with pytest.warns(UserWarning, match=DENSE):
         torch.testing.assert_close(linear(x, own.weight, own.bias), own(x))

@@ -7,6 +7,7 @@ from torch.func import functional_call, grad, hessian, jacfwd, jacrev, jvp, vjp,
 from torch.nn.functional import linear as dense_linear
 
 import dynsparse as ds
+import popsparse
 from dynsparse import SparsePattern
 from dynsparse.nn import SparseEmbedding, SparseLinear
 from dynsparse.nn.active import ActiveSet
@@ -182,7 +183,7 @@ def test_under_autocast():
 def test_what_has_no_rule_says_so():
     active = SparseLinear(8, 6, 0.5)
     active.active = ActiveSet(active.pattern, torch.tensor([0, 3]), torch.device("cpu"))
-    machine = SparseLinear(8, 6, 0.5, target=ds.machine.Target(tiles=4))
+    machine = SparseLinear(8, 6, 0.5, target=popsparse.Target(tiles=4))
     x = torch.randn(3, 8)
     for layer, name in ((active, "an active subset"), (machine, "the tile machine")):
         with pytest.raises(RuntimeError, match=f"{name} has no rule for torch.func"):

@@ -51,6 +51,11 @@ with warnings.catch_warnings(record=True) as caught:
     assert len(after) == len(before)
     assert not torch.equal(after, before)
 
+    import popsparse
+
+    target = popsparse.Target.bow(tiles=4)
+    assert ds.nn.SparseLinear(64, 32, 0.25, target=target)(torch.randn(8, 64)).shape == (8, 32)
+
 if sys.argv[1:] == ["native"]:
     assert native.describe()["backend"] == "native", native.describe()
 print(

@@ -11,10 +11,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dynsparse import SparsePattern
-from dynsparse.machine import FLOAT, Engine, Graph, Sequence, Target
 from dynsparse.ops import block_sparse as on_the_cpu
-from dynsparse.popsparse import block_sparse
-from dynsparse.popsparse.block_sparse.params import METHODS
+from popsparse import block_sparse
+from popsparse.block_sparse.params import METHODS
+from popsparse.machine import FLOAT, Engine, Graph, Sequence, Target
 
 Params = block_sparse.MatmulParams
 

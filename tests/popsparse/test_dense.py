@@ -5,12 +5,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dynsparse.machine.target import Target
-from dynsparse.popsparse import dense
-from dynsparse.popsparse.dense.cost import Cut, least_cycles, price, tile_bytes
-from dynsparse.popsparse.dense.cycles import AMP
-from dynsparse.popsparse.product.data_types import FLOAT16, FLOAT32
-from dynsparse.popsparse.product.parts import all_partitions, even_parts
+from popsparse import dense
+from popsparse.machine.target import Target
+from popsparse.planning.data_types import FLOAT16, FLOAT32
+from popsparse.planning.dense_cost import Cut, least_cycles, price, tile_bytes
+from popsparse.planning.dense_cycles import AMP
+from popsparse.planning.parts import all_partitions, even_parts
 
 
 def test_golden_plan():

@@ -7,11 +7,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dynsparse.machine import Engine, Graph, Sequence, Target
-from dynsparse.popsparse import dense
-from dynsparse.popsparse.dense.cycles import AMP, HMAC, reduce_stage, reduction_depths
-from dynsparse.popsparse.dense.layout import Layout, Operand, create_operand
-from dynsparse.popsparse.dense.program import add_product
+from popsparse import dense
+from popsparse.dense.layout import Layout, Operand, create_operand
+from popsparse.dense.program import add_product
+from popsparse.machine import Engine, Graph, Sequence, Target
+from popsparse.planning.dense_cycles import AMP, HMAC, reduce_stage, reduction_depths
 
 FREE = settings(deadline=None, max_examples=30)
 

@@ -4,17 +4,17 @@ import numpy as np
 import pytest
 import torch
 
-from dynsparse.machine import Engine, Graph, Sequence, Target
 from dynsparse.pattern import SparsePattern
-from dynsparse.popsparse.buckets.partitioner import Partitioner
-from dynsparse.popsparse.embedding import (
+from popsparse.embedding import (
     create_indices_tensor,
     create_slice_tensor,
     embedding_slice,
     embedding_update_add,
 )
-from dynsparse.popsparse.fully_connected import create_fully_connected_weights
-from dynsparse.popsparse.product.params import FullyConnectedParams, SparsityParams
+from popsparse.encoding.partitioner import Partitioner
+from popsparse.fully_connected import create_fully_connected_weights
+from popsparse.machine import Engine, Graph, Sequence, Target
+from popsparse.planning.params import FullyConnectedParams, SparsityParams
 
 
 @pytest.mark.parametrize("scale_type", [None, "half", "float"])

@@ -7,8 +7,8 @@ import torch
 from torch import nn
 
 import dynsparse as ds
-from dynsparse.machine import Target
-from dynsparse.popsparse import Layer, estimate, plan
+from popsparse import Layer, estimate, plan
+from popsparse.machine import Target
 
 TARGET = Target.bow(tiles=16)
 

@@ -4,15 +4,15 @@ import numpy as np
 import pytest
 import torch
 
-from dynsparse.machine.target import Target
 from dynsparse.pattern import SparsePattern
-from dynsparse.popsparse.cycles import vertex as vertex_cycles
-from dynsparse.popsparse.planner.memory import require_fit, tile_memory
-from dynsparse.popsparse.planner.search import make_plan, matmul_plan
-from dynsparse.popsparse.product.data_types import FLOAT16, FLOAT32
-from dynsparse.popsparse.product.params import FullyConnectedParams, MatmulParams, SparsityParams
-from dynsparse.popsparse.timing import kernels as execution_cycles
-from dynsparse.popsparse.timing.model import predict
+from popsparse.machine.target import Target
+from popsparse.planning import vertex_cycles
+from popsparse.planning.data_types import FLOAT16, FLOAT32
+from popsparse.planning.memory import require_fit, tile_memory
+from popsparse.planning.params import FullyConnectedParams, MatmulParams, SparsityParams
+from popsparse.planning.search import make_plan, matmul_plan
+from popsparse.timing import kernels as execution_cycles
+from popsparse.timing.model import predict
 
 
 def pattern(size, density, edge=1, seed=0):

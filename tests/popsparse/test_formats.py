@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dynsparse.pattern import SparsePattern
-from dynsparse.popsparse.product.formats import (
+from popsparse.encoding.formats import (
     BSRMatrix,
     COOMatrix,
     CSCMatrix,

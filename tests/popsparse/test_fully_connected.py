@@ -8,21 +8,21 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dynsparse.machine import Engine, Graph, Sequence, Target
 from dynsparse.pattern import SparsePattern
-from dynsparse.popsparse import dense
-from dynsparse.popsparse.buckets.partitioner import Partitioner
-from dynsparse.popsparse.fully_connected import (
+from popsparse import dense
+from popsparse.encoding.partitioner import Partitioner
+from popsparse.fully_connected import (
     create_fully_connected_input,
     create_fully_connected_weights,
     fully_connected_forward,
     fully_connected_grad_a,
 )
-from dynsparse.popsparse.layer import Layer
-from dynsparse.popsparse.planner.planning import plan
-from dynsparse.popsparse.planner.search import make_plan
-from dynsparse.popsparse.product.params import FullyConnectedParams, SparsityParams
-from dynsparse.popsparse.product.plan import PASSES
+from popsparse.layer import Layer
+from popsparse.machine import Engine, Graph, Sequence, Target
+from popsparse.planning.params import FullyConnectedParams, SparsityParams
+from popsparse.planning.plan import PASSES
+from popsparse.planning.planning import plan
+from popsparse.planning.search import make_plan
 
 TOLERANCE = {"float16": 5e-3, "float32": 1e-5}
 

@@ -9,12 +9,12 @@ import pytest
 import torch
 
 from dynsparse.files.tensor_file import TensorFile, write_tensors
-from dynsparse.machine import OutOfMemoryError, Target
 from dynsparse.pattern import SparsePattern
-from dynsparse.popsparse import Layer, Update, make_plan, plan
-from dynsparse.popsparse.planner import search
-from dynsparse.popsparse.product.formats import COOMatrix
-from dynsparse.popsparse.product.params import FullyConnectedParams, SparsityParams
+from popsparse import Layer, Update, make_plan, plan
+from popsparse.encoding.formats import COOMatrix
+from popsparse.machine import OutOfMemoryError, Target
+from popsparse.planning import search
+from popsparse.planning.params import FullyConnectedParams, SparsityParams
 
 ALL = "forward,grad_input,grad_weight"
 BASIC = {"out": 32, "in_": 48, "batch": 8, "density": 0.25, "target": Target(tiles=8)}

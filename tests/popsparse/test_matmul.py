@@ -4,16 +4,16 @@ import numpy as np
 import pytest
 import torch
 
-from dynsparse.machine import Engine, Graph, Sequence, Target
 from dynsparse.pattern import SparsePattern
-from dynsparse.popsparse.buckets.partitioner import Partitioner
-from dynsparse.popsparse.fully_connected import create_fully_connected_weights
-from dynsparse.popsparse.matmul import (
+from popsparse.encoding.partitioner import Partitioner
+from popsparse.fully_connected import create_fully_connected_weights
+from popsparse.machine import Engine, Graph, Sequence, Target
+from popsparse.matmul import (
     create_sparse_dense_matmul_lhs,
     create_sparse_dense_matmul_rhs,
     sparse_dense_matmul,
 )
-from dynsparse.popsparse.product.params import FullyConnectedParams, MatmulParams, SparsityParams
+from popsparse.planning.params import FullyConnectedParams, MatmulParams, SparsityParams
 
 TOLERANCE = {"float16": 5e-3, "float32": 1e-5}
 

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from dynsparse.popsparse.buckets.overflow import OverflowInfo
+from popsparse.encoding.overflow import OverflowInfo
 
 
 def info(x, y, z, used, partition):

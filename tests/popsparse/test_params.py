@@ -4,9 +4,9 @@ import numpy as np
 import pytest
 import torch
 
-from dynsparse.popsparse.product.data_types import FLOAT16, FLOAT32, data_type
-from dynsparse.popsparse.product.options import Options, PlanConstraints
-from dynsparse.popsparse.product.params import (
+from popsparse.planning.data_types import FLOAT16, FLOAT32, data_type
+from popsparse.planning.options import Options, PlanConstraints
+from popsparse.planning.params import (
     FullyConnectedParams,
     MatmulParams,
     SparsityParams,

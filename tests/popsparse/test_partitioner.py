@@ -9,15 +9,15 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dynsparse.machine.target import Target
 from dynsparse.pattern import SparsePattern
-from dynsparse.popsparse.buckets.layout import BucketLayout
-from dynsparse.popsparse.buckets.overflow import OverflowInfo
-from dynsparse.popsparse.buckets.partitioner import Partitioner
-from dynsparse.popsparse.buckets.reader import read_buckets
-from dynsparse.popsparse.buckets.spilling import BucketOverflowError
-from dynsparse.popsparse.product.formats import COOMatrix
-from dynsparse.popsparse.product.params import FullyConnectedParams, MatmulParams, SparsityParams
+from popsparse.encoding.formats import COOMatrix
+from popsparse.encoding.layout import BucketLayout
+from popsparse.encoding.overflow import OverflowInfo
+from popsparse.encoding.partitioner import Partitioner
+from popsparse.encoding.reader import read_buckets
+from popsparse.encoding.spilling import BucketOverflowError
+from popsparse.machine.target import Target
+from popsparse.planning.params import FullyConnectedParams, MatmulParams, SparsityParams
 
 
 def random_pattern(shape, nnz, block=1, seed=0):

@@ -8,12 +8,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dynsparse.machine.target import Target
 from dynsparse.pattern import SparsePattern
-from dynsparse.popsparse.buckets.layout import BucketLayout
-from dynsparse.popsparse.buckets.partitioner import Partitioner
-from dynsparse.popsparse.buckets.spilling import BucketOverflowError
-from dynsparse.popsparse.product.params import FullyConnectedParams, SparsityParams
+from popsparse.encoding.layout import BucketLayout
+from popsparse.encoding.partitioner import Partitioner
+from popsparse.encoding.spilling import BucketOverflowError
+from popsparse.machine.target import Target
+from popsparse.planning.params import FullyConnectedParams, SparsityParams
 
 SIZES = {
     "rows": 12, "cols": 12, "batch": 4, "partition": (2, 2, 1), "nz_elements": 12,

@@ -5,8 +5,8 @@ import pytest
 import torch
 
 from dynsparse.pattern import SparsePattern
-from dynsparse.popsparse.buckets.layout import BucketLayout
-from dynsparse.popsparse.buckets.partitioner import Partitioner
+from popsparse.encoding.layout import BucketLayout
+from popsparse.encoding.partitioner import Partitioner
 
 # 4 x 4:  . a . .    X cut in two, so two rectangles and two buckets. The rows of a rectangle
 #         b . . c    go by decreasing length.

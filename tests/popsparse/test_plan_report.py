@@ -7,11 +7,11 @@ import re
 
 import pytest
 
-from dynsparse.machine.target import Target
-from dynsparse.popsparse.planner import planning
-from dynsparse.popsparse.planner.planning import parse_passes, plan
-from dynsparse.popsparse.planner.report import plan_report, plan_text
-from dynsparse.popsparse.product.cache import PlanningCache
+from popsparse.machine.target import Target
+from popsparse.planning import planning
+from popsparse.planning.cache import PlanningCache
+from popsparse.planning.planning import parse_passes, plan
+from popsparse.planning.report import plan_report, plan_text
 
 SMALL = Target(name="small", tiles=24)
 ALL = "forward,grad_input,grad_weight"

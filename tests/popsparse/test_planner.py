@@ -8,18 +8,17 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dynsparse.machine.target import Target
-from dynsparse.popsparse.cycles import tile as tile_cycles
-from dynsparse.popsparse.cycles import vertex as vertex_cycles
-from dynsparse.popsparse.cycles.vertex import Search
-from dynsparse.popsparse.cycles.work_split import grid_split
-from dynsparse.popsparse.planner.search import make_plan, matmul_plan
-from dynsparse.popsparse.product.cache import PlanningCache
-from dynsparse.popsparse.product.data_types import data_type
-from dynsparse.popsparse.product.options import Options
-from dynsparse.popsparse.product.params import FullyConnectedParams, MatmulParams, SparsityParams
-from dynsparse.popsparse.product.parts import all_partitions
-from dynsparse.popsparse.product.plan import Method
+from popsparse.machine.target import Target
+from popsparse.planning import tile_cycles, vertex_cycles
+from popsparse.planning.cache import PlanningCache
+from popsparse.planning.data_types import data_type
+from popsparse.planning.options import Options
+from popsparse.planning.params import FullyConnectedParams, MatmulParams, SparsityParams
+from popsparse.planning.parts import all_partitions
+from popsparse.planning.plan import Method
+from popsparse.planning.search import make_plan, matmul_plan
+from popsparse.planning.vertex_cycles import Search
+from popsparse.planning.work_split import grid_split
 
 W = 6
 

@@ -6,10 +6,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dynsparse.machine import Engine, Graph, Sequence, Target
 from dynsparse.pattern import SparsePattern
-from dynsparse.popsparse import static
-from dynsparse.popsparse.product.formats import CSRMatrix
+from popsparse import static
+from popsparse.encoding.formats import CSRMatrix
+from popsparse.machine import Engine, Graph, Sequence, Target
 
 TOLERANCE = {"float16": 0.1, "float32": 0.01}  # Section 8.1 of docs/popsparse-formulas.md.
 

@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 import torch
 
-from dynsparse.machine import Target
 from dynsparse.pattern import SparsePattern
-from dynsparse.popsparse import static
-from dynsparse.popsparse.static.measure import (
+from popsparse import static
+from popsparse.machine import Target
+from popsparse.static.measure import (
     plan_figures,
     plan_passes,
     run_passes,

@@ -8,12 +8,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dynsparse.machine import Engine, Graph, Sequence, Target
 from dynsparse.pattern import SparsePattern
-from dynsparse.popsparse import static
-from dynsparse.popsparse.product.data_types import FLOAT16, FLOAT32
-from dynsparse.popsparse.static import cycles as static_cycles
-from dynsparse.popsparse.static.bands import (
+from popsparse import static
+from popsparse.machine import Engine, Graph, Sequence, Target
+from popsparse.planning.data_types import FLOAT16, FLOAT32
+from popsparse.static import cycles as static_cycles
+from popsparse.static.bands import (
     Interval,
     column_bands,
     kept_first,

@@ -6,13 +6,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dynsparse.machine import Target
 from dynsparse.pattern import SparsePattern
-from dynsparse.popsparse import static
-from dynsparse.popsparse.product.data_types import FLOAT16, FLOAT32
-from dynsparse.popsparse.static.measure import run_passes
-from dynsparse.popsparse.static.memory import code_bytes, exchange_code
-from dynsparse.popsparse.static.sums import vertex_cycles
+from popsparse import static
+from popsparse.machine import Target
+from popsparse.planning.data_types import FLOAT16, FLOAT32
+from popsparse.static.measure import run_passes
+from popsparse.static.memory import code_bytes, exchange_code
+from popsparse.static.sums import vertex_cycles
 
 
 def plan_of(size, block, density, n, dtype="float16", tiles=1472, **options):

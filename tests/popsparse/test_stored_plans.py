@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 import test_imports
 
-from dynsparse.machine import Target
-from dynsparse.popsparse import load_plan, plan, plan_text, save_plan
-from dynsparse.popsparse.planner import stored
+from popsparse import load_plan, plan, plan_text, save_plan
+from popsparse.machine import Target
+from popsparse.planning import stored
 
 SMALL = Target(tiles=12)
 KINDS = {
@@ -53,16 +53,16 @@ def test_a_plan_from_a_file_is_the_one_that_was_made(tmp_path, caplog, kind):
 def test_the_hash_covers_every_file_that_planning_runs():
     """What is below the machine checks arguments and keeps files: it settles no figure."""
     edges = test_imports.edges_of(test_imports.SOURCE)
-    reached, todo = set(), ["dynsparse.popsparse.planner.planning"]
+    reached, todo = set(), ["popsparse.planning.planning"]
     while todo:
         name = todo.pop()
-        if name not in reached and name.split(".")[1] in ("popsparse", "machine"):
+        if name not in reached and name.startswith("popsparse."):
             reached.add(name)
             todo += edges[name]
-    paths = {f"{name.replace('.', '/').removeprefix('dynsparse/')}.py" for name in reached}
+    paths = {f"{name.replace('.', '/').removeprefix('popsparse/')}.py" for name in reached}
     assert len(paths) > 9
     assert {path for path in paths if not path.startswith(stored.SOURCES)} == set()
-    package = test_imports.SOURCE / "dynsparse"
+    package = test_imports.SOURCE / "popsparse"
     assert all((package / source).exists() for source in stored.SOURCES)
 
 

@@ -5,8 +5,8 @@ import torch
 from torch import nn
 
 import dynsparse as ds
-from dynsparse import popsparse
-from dynsparse.machine import Target
+import popsparse
+from popsparse.machine import Target
 
 TARGET = Target.bow(tiles=12)
 

@@ -5,8 +5,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dynsparse.machine import FLOAT, HALF, INT, Engine, Graph, MappingError, Sequence, Target
-from dynsparse.popsparse.tensor_ops import OPERATIONS, elementwise, matmul, reduce, softmax
+from popsparse.machine import FLOAT, HALF, INT, Engine, Graph, MappingError, Sequence, Target
+from popsparse.tensor_ops import OPERATIONS, elementwise, matmul, reduce, softmax
 
 TARGET = Target.mk2(tiles=6)
 NUMPY = {

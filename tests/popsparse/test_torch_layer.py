@@ -2,15 +2,18 @@
 
 import copy
 import pickle
+import subprocess
+import sys
 
 import pytest
 import torch
 from torch import nn
 
 import dynsparse as ds
-from dynsparse.popsparse import machine_profiles
+import popsparse
+from popsparse import machine_profiles
 
-TARGET = ds.machine.Target.bow(tiles=12)
+TARGET = popsparse.Target.bow(tiles=12)
 
 
 def pair(block_size=4, in_=32, out=48, **more):
@@ -83,9 +86,24 @@ def test_copies_and_pickles():
 
 
 def test_bad_input():
-    with pytest.raises(TypeError, match=r"target must be a machine\.Target"):
+    with pytest.raises(TypeError, match=r"such as popsparse\.Target\.bow\(\), got"):
         ds.nn.SparseLinear(8, 8, target="bow")
     with pytest.raises(TypeError, match=r"float16 and float32, got torch\.float64"):
         ds.nn.SparseLinear(8, 8, target=TARGET, dtype=torch.float64)
     with pytest.raises(ValueError, match=r"expected an input \[\.\.\., 32\], got \[4, 31\]"):
         pair()[1](torch.randn(4, 31))
+
+
+def test_a_target_without_its_backend_says_what_to_import():
+    code = (
+        "import sys, dynsparse as ds\n"
+        "try:\n    ds.nn.SparseLinear(8, 8, target='bow')\n"
+        "except TypeError as error:\n    print(error)\n"
+        "assert 'popsparse' not in sys.modules\n"
+        "import popsparse\n"
+        "print(ds.nn.SparseLinear(8, 8, 0.5, target=popsparse.Target.bow(tiles=2)).kernel(8))\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    first, second = done.stdout.splitlines()
+    assert first.startswith("target must be a target such as popsparse.Target.bow(), after `import")
+    assert second == "tile machine"

@@ -8,10 +8,10 @@ import torch
 from torch import nn
 
 import dynsparse as ds
-from dynsparse import popsparse
-from dynsparse.machine import OutOfMemoryError, Target
+import popsparse
 from dynsparse.ops.grow.scores import pool
-from dynsparse.popsparse import estimate
+from popsparse import estimate
+from popsparse.machine import OutOfMemoryError, Target
 
 ALL = "forward,grad_input,grad_weight"
 TARGET = Target.bow(tiles=12)

@@ -5,9 +5,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dynsparse.popsparse.cycles import tile as tile_cycles
-from dynsparse.popsparse.cycles import vertex as vertex_cycles
-from dynsparse.popsparse.product.data_types import FLOAT16, FLOAT32
+from popsparse.planning import tile_cycles, vertex_cycles
+from popsparse.planning.data_types import FLOAT16, FLOAT32
 
 TYPES = st.sampled_from([FLOAT16, FLOAT32])
 ELEMENT = [

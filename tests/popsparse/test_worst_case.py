@@ -4,10 +4,10 @@ import numpy as np
 import pytest
 import torch
 
-from dynsparse.machine import Target
 from dynsparse.pattern import SparsePattern
-from dynsparse.popsparse.layer import Layer
-from dynsparse.popsparse.planner.planning import plan
+from popsparse.layer import Layer
+from popsparse.machine import Target
+from popsparse.planning.planning import plan
 
 ALL = ("forward", "grad_input", "grad_weight")
 

@@ -12,6 +12,7 @@ from chrome import counts, inside, names, read, share, spans
 from torch import nn
 
 import dynsparse as ds
+import popsparse
 from dynsparse.tracing import counter, span, spanned
 from dynsparse.tracing.spans import OFF, current
 from dynsparse.tracing.writing import file_of
@@ -216,13 +217,13 @@ def test_the_share_of_time_is_that_of_spans(tmp_path, monkeypatch):
 def test_checkpoints_and_runs_of_the_machine_are_spans(tmp_path):
     model = network()
     trainer = trainer_of(model)
-    graph = ds.machine.Graph(ds.machine.Target(tiles=2))
-    graph.add_variable(ds.machine.FLOAT, [4], "a", tiles=0)
+    graph = popsparse.machine.Graph(popsparse.machine.Target(tiles=2))
+    graph.add_variable(popsparse.machine.FLOAT, [4], "a", tiles=0)
     with ds.trace(tmp_path / "run.json"):
         path = tmp_path / "a.ckpt"
         save_checkpoint(path, model=model, optimizer=trainer.optimizer, trainer=trainer)
         load_checkpoint(path, model=model)
-        ds.machine.Engine(graph, ds.machine.Sequence()).run()
+        popsparse.machine.Engine(graph, popsparse.machine.Sequence()).run()
     document = read(tmp_path / "run.json")
     assert len(spans(document, "checkpoint")) == 2
     assert len(spans(document, "machine run")) == 1

@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 import dynsparse as ds
+import popsparse
 from dynsparse.nn import SparseLinear
 from dynsparse.ops.grow import random_outside
 from dynsparse.pattern import Rewiring, SparsePattern
@@ -293,7 +294,7 @@ def test_files_and_copies_keep_slots_and_trainers_go_on_from_them(tmp_path):
 
 
 def test_a_target_refuses_slots_in_another_order():
-    layer = SparseLinear(16, 8, 0.5, target=ds.machine.Target.bow())
+    layer = SparseLinear(16, 8, 0.5, target=popsparse.Target.bow())
     before = copy.deepcopy(layer.state_dict())
     flipped = {name: before[name].flip(0) for name in ("rows", "cols", "values")}
     with pytest.raises(RuntimeError, match="not in row-major order, which rectangles"):

@@ -29,10 +29,10 @@ def report(
     ] = None,
 ) -> None:
     """Say what a run on the tile machine cost and why, from a stored profile."""
-    from dynsparse.report.machine import (
+    from popsparse.report import (
         compare as compare_profiles,
     )
-    from dynsparse.report.machine import comparison_text, load_profile, profile_text, write_report
+    from popsparse.report import comparison_text, load_profile, profile_text, write_report
 
     if output is not None and (output.is_dir() or not output.parent.is_dir()):
         raise ValueError(f"--output: expected a file in a folder that exists, got {output}")

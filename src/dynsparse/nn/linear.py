@@ -40,7 +40,7 @@ class SparseLinear(SparseModule):
         pattern: the pattern to start from, in place of a random one of `density`. Its block size
             holds.
         generator: draws the random pattern and the initial values.
-        target: a `machine.Target`: the products run on that simulated tile machine, in float32 or
+        target: a `popsparse.Target`: the products run on that simulated tile machine, in float32 or
             float16, and `popsparse.machine_profiles(layer)` says what they took. Without it they
             run where the values are.
         target_options: of the target, by name: those of `popsparse.Options`, and "dense_grad", a

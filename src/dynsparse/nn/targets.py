@@ -1,18 +1,19 @@
 """What may compute a layer's products in place of the operator of `ops.linear`.
 
 A layer has one slot for it, `SparseLinear.executor`. The active subset of Top-KAST fills it, and so
-does a target such as the tile machine. A new target is a new case of `executor_for`.
+does a backend: `import popsparse` registers the tile machine. A new one calls `register_backend`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
+from dynsparse.files.shorten import shortened
 from dynsparse.pattern import SparsePattern
 
 Scores = Callable[[Sequence[tuple[Tensor, Tensor]], str], Tensor]
@@ -44,16 +45,40 @@ class Executor(Protocol):
         """What computes once the layer has another pattern; None for the operator."""
 
 
+MakeExecutor = Callable[[Any, torch.dtype, Mapping[str, Any] | None], Executor]
+"""From a target, the dtype of the values and options by name to what computes a layer."""
+
+
+class _Backend(NamedTuple):
+    targets: type
+    make: MakeExecutor
+
+
+_backends: dict[str, _Backend] = {}
+
+
+def register_backend(name: str, targets: type, make: MakeExecutor) -> None:
+    """Let layers compute on `target=` of the class `targets`.
+
+    Args:
+        name: of the backend; registering it again replaces it.
+        targets: the class of its targets.
+        make: makes what computes a layer.
+    """
+    _backends[name] = _Backend(targets, make)
+
+
 def executor_for(
     target: Any, dtype: torch.dtype, options: Mapping[str, Any] | None = None
 ) -> Executor | None:
-    """What computes a layer of this dtype on `target`, a `machine.Target`; None without one.
+    """What computes a layer of this dtype on `target`; None without one.
 
     Args:
+        target: a target of a registered backend, such as `popsparse.Target.bow()`.
         options: of the target, by name: see `SparseLinear`.
 
     Raises:
-        TypeError: no such target, or a dtype that it does not have.
+        TypeError: no target of a registered backend, or a dtype that it does not have.
         ValueError: an option that it does not have; options without a target.
     """
     if target is None:
@@ -62,10 +87,13 @@ def executor_for(
                 "target_options are for a target: give target=, too, or leave them out"
             )
         return None
-    # The one door to a floor above this one, opened only by those who ask for a target.
-    from dynsparse.popsparse.torch_layer import TileMachine
-
-    return TileMachine(target, dtype, options)
+    for backend in _backends.values():
+        if isinstance(target, backend.targets):
+            return backend.make(target, dtype, options)
+    missing = "" if _backends else ", after `import popsparse` registered its backend"
+    raise TypeError(
+        f"target must be a target such as popsparse.Target.bow(){missing}, got {shortened(target)}"
+    )
 
 
 def scores_of(layer: Any) -> Scores | None:

@@ -6,7 +6,7 @@ import json
 
 import numpy as np
 
-from dynsparse.machine import (
+from popsparse.machine import (
     BOOL,
     FLOAT,
     Copy,
@@ -18,8 +18,8 @@ from dynsparse.machine import (
     Target,
     codelets,
 )
-from dynsparse.machine.profile_file import document
-from dynsparse.report.machine import compare, load_profile, profile_text, report_html
+from popsparse.machine.profile_file import document
+from popsparse.report import compare, load_profile, profile_text, report_html
 from targets.common import folder, refused_as
 
 

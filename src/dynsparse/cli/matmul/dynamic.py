@@ -7,14 +7,14 @@ from typing import Any
 from dynsparse.cli.matmul.figures import median, show, summarise
 from dynsparse.cli.matmul.pages import write
 from dynsparse.cli.matmul.request import Request
-from dynsparse.machine.errors import OutOfMemoryError
-from dynsparse.popsparse.estimates import UpdateEstimate
-from dynsparse.popsparse.layer import Layer
-from dynsparse.popsparse.measure import plan_figures, sparse_figures
-from dynsparse.popsparse.planner.planning import plan as make_plan
-from dynsparse.popsparse.planner.report import plan_report, plan_text
-from dynsparse.popsparse.product.data_types import data_type
-from dynsparse.popsparse.product.plan import Plan
+from popsparse.estimates import UpdateEstimate
+from popsparse.layer import Layer
+from popsparse.machine.errors import OutOfMemoryError
+from popsparse.measure import plan_figures, sparse_figures
+from popsparse.planning.data_types import data_type
+from popsparse.planning.plan import Plan
+from popsparse.planning.planning import plan as make_plan
+from popsparse.planning.report import plan_report, plan_text
 
 
 def run(request: Request) -> None:
@@ -107,7 +107,7 @@ def _layer(
 
 
 def _page(request: Request, layer: Layer, figures: dict[str, Any], seed: int) -> dict[str, Any]:
-    from dynsparse.report.machine import layer_page
+    from popsparse.report import layer_page
 
     pattern = request.draw(seed)
     more = {"max_relative_error": figures["max_relative_error"], "seed": seed}
@@ -120,7 +120,7 @@ def _page(request: Request, layer: Layer, figures: dict[str, Any], seed: int) ->
 
 
 def _plan_page(request: Request, plan: Plan) -> dict[str, Any]:
-    from dynsparse.report.machine.layer import plan_summary
+    from popsparse.report.layer import plan_summary
 
     summary = plan_summary(plan) | {
         "density": request.density,

@@ -12,7 +12,7 @@ def write(request: Request, contents: Callable[[], dict[str, Any]]) -> None:
     """Write what was asked for of a page's `contents`, which are made if anything was."""
     if request.report is None and request.profile is None:
         return
-    from dynsparse.report.machine import save_profile, write_report
+    from popsparse.report import save_profile, write_report
 
     found = contents()
     if request.report is not None:

@@ -15,7 +15,7 @@ from dynsparse.files.json_text import parse_json
 from dynsparse.files.shorten import shortened
 
 if TYPE_CHECKING:
-    from dynsparse.machine.target import Target
+    from popsparse.machine.target import Target
 
 _METHODS = ("dynamic", "static", "dense")
 _PRODUCT, _MACHINE, _PATTERN, _OUTPUT = "Product", "Machine and plan", "Pattern", "Output"
@@ -204,7 +204,7 @@ class Request:
     def _check_update(self) -> None:
         if self.update is None:
             return
-        from dynsparse.popsparse.product.update import POOLINGS
+        from popsparse.planning.update import POOLINGS
 
         check_choice("--update", self.update, POOLINGS)
 
@@ -215,14 +215,14 @@ class Request:
     @cached_property
     def names(self) -> tuple[str, ...]:
         """The passes, in the order they run."""
-        from dynsparse.popsparse.planner.planning import parse_passes
+        from popsparse.planning.planning import parse_passes
 
         asked = [name.strip() for name in self.passes.split(",")]
         return tuple(name for name in parse_passes(asked) if name in asked)
 
     @cached_property
     def machine(self) -> Target:
-        from dynsparse.machine.target import Target
+        from popsparse.machine.target import Target
 
         return Target.named(self.target, **({} if self.tiles is None else {"tiles": self.tiles}))
 
@@ -264,7 +264,7 @@ class Request:
 
     def draw(self, seed: int) -> Any:
         """The pattern of a seed."""
-        from dynsparse.popsparse.measure import draw_pattern
+        from popsparse.measure import draw_pattern
 
         return draw_pattern(self.shape, self.density, self.block_size, seed, self.area)
 

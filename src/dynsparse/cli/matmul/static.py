@@ -7,16 +7,16 @@ from typing import Any
 from dynsparse.cli.matmul.figures import median, show, summarise
 from dynsparse.cli.matmul.pages import write
 from dynsparse.cli.matmul.request import Request
-from dynsparse.popsparse.product.data_types import data_type
-from dynsparse.popsparse.static.layout import StaticPlan
-from dynsparse.popsparse.static.measure import (
+from popsparse.planning.data_types import data_type
+from popsparse.static.layout import StaticPlan
+from popsparse.static.measure import (
     plan_figures,
     plan_passes,
     run_passes,
     static_figures,
 )
-from dynsparse.popsparse.static.report import plan_report, plan_text
-from dynsparse.popsparse.timing.run import Run
+from popsparse.static.report import plan_report, plan_text
+from popsparse.timing.run import Run
 
 
 def run(request: Request) -> None:

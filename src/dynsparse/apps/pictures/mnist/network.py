@@ -13,7 +13,7 @@ from dynsparse.data.pictures import SIDE
 from dynsparse.nn import SparseLinear
 
 if TYPE_CHECKING:
-    from dynsparse.machine import Target
+    from popsparse import Target
 
 
 class Network(nn.Module):
@@ -45,7 +45,7 @@ def build_network(options: Options, generator: torch.Generator) -> Network:
 def _target(options: Options) -> Target | None:
     if options.target is None:
         return None
-    from dynsparse.machine import Target  # loaded by those who ask for a target
+    from popsparse import Target  # loaded by those who ask for a target
 
     return Target.named(
         options.target, **({} if options.tiles is None else {"tiles": options.tiles})

@@ -1,1 +1,0 @@
-"""Cycles of vertices and exchanges as the planner counts them, and how rows meet workers."""

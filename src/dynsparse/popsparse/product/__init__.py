@@ -1,1 +1,0 @@
-"""What is multiplied: sizes, options, data types, matrix formats, and the plan itself."""

@@ -1,0 +1,255 @@
+"""Which tile multiplies which blocks.
+
+A piece is what one tile adds up of one block of the result: some of its products. The methods bear
+the names of PopSparse's. `strip` is what its source describes; `block`, `block-naive`,
+`block-group2` and `stripv0` keep the idea that the name and the options stand for. The hypergraph
+partitioner that the original called for `block` is not rebuilt: a greedy rule with the same weights
+(memory_cycle_ratio of memory to products) stands in its place.
+"""
+
+from __future__ import annotations
+
+import heapq
+from array import array
+from collections import defaultdict
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import numpy as np
+
+from popsparse.block_sparse.params import MatmulParams, Options
+
+_RATIO = 0.2
+
+
+class Products(NamedTuple):
+    """Products of blocks by the block of the result they belong to: those of result r are
+    first[r] to first[r + 1]. `a` and `b` are numbers of blocks of the operands, `k` where they
+    stand in the sum, `row` and `col` where the result does, rows of all groups counted on."""
+
+    row: np.ndarray
+    col: np.ndarray
+    first: np.ndarray
+    a: np.ndarray
+    b: np.ndarray
+    k: np.ndarray
+
+
+class Pieces(NamedTuple):
+    """The pieces in the order of their tiles: `products` [..] are numbers of products, those of
+    piece p from first[p] to first[p + 1]; `result`, `tile` and `turn`, the pass, are [pieces]."""
+
+    products: Products
+    result: np.ndarray
+    tile: np.ndarray
+    turn: np.ndarray
+    first: np.ndarray
+    chosen: np.ndarray
+
+    def loads(self, tiles: int) -> np.ndarray:
+        """Products of each tile."""
+        return np.bincount(self.tile, np.diff(self.first), minlength=tiles)
+
+    def imbalance(self, tiles: int) -> float:
+        """PopSparse's measure: max(weight / average, average / weight) over the tiles that work,
+        and how many do not."""
+        loads = self.loads(tiles)
+        busy = loads[loads > 0]
+        if not len(busy):
+            return float(tiles)
+        mean = loads.mean()
+        worst = np.maximum(busy / mean, mean / busy).max()
+        return float(worst + (loads == 0).sum())
+
+
+def products_of(params: MatmulParams) -> Products:
+    """Every product of blocks; `params` as `forward` gives it."""
+    groups, (m, k, n) = params.groups, params.grid
+    mask = params.mask
+    if params.kind == "dense_dense":
+        group, row, col = np.nonzero(mask)
+        count = len(group)
+        ks = np.tile(np.arange(k), count)
+        first = np.arange(count + 1) * k
+        of = np.repeat(np.arange(count), k)
+        a = (group[of] * m + row[of]) * k + ks
+        b = (group[of] * k + ks) * n + col[of]
+        return Products(group * m + row, col, first, a, b, ks)
+    slots = np.full(mask.shape, -1)
+    slots[mask] = np.arange(params.nnz)
+    stored = slots.transpose(0, 2, 1) if params.transposed else slots  # [groups, k, n]
+    group, col, ks = np.nonzero(stored.transpose(0, 2, 1) >= 0)
+    b = stored[group, ks, col]
+    # The same column of the sparse operand for every block row of the dense one.
+    counts = np.bincount(group * n + col, minlength=groups * n).reshape(groups, n)
+    per_result = np.repeat(counts[:, None], m, axis=1)  # [groups, m, n]
+    first = np.append(0, np.cumsum(per_result))
+    rows, cols = np.divmod(np.arange(groups * m * n), n)
+    of = np.repeat(np.arange(groups * m * n), per_result.reshape(-1))
+    start = np.append(0, np.cumsum(counts))[:-1].reshape(groups, n)
+    inside = np.arange(len(of)) - first[of]
+    at = start[rows[of] // m, cols[of]] + inside
+    return Products(rows, cols, first, rows[of] * k + ks[at], b[at], ks[at])
+
+
+def lightest_first(sizes: np.ndarray, tiles: np.ndarray) -> np.ndarray:
+    """Heaviest first to the lightest of some tiles: the tile of each; equal ones in order."""
+    bins = [(0.0, int(tile)) for tile in tiles]
+    heapq.heapify(bins)
+    found = np.empty(len(sizes), np.int64)
+    for which in np.argsort(-sizes, kind="stable"):
+        load, tile = bins[0]
+        heapq.heapreplace(bins, (load + float(sizes[which]), tile))
+        found[which] = tile
+    return found
+
+
+def _cut(products: np.ndarray, parts: int) -> Iterator[np.ndarray]:
+    """Contiguous parts, none empty."""
+    return (part for part in np.array_split(products, min(parts, len(products))) if len(part))
+
+
+def _shares(tiles: int, count: int) -> list[np.ndarray]:
+    """`count` disjoint ranges of tiles, the first one longer where they do not divide; where there
+    are fewer tiles, they take turns."""
+    if count > tiles:
+        return [np.array([i % tiles]) for i in range(count)]
+    return np.array_split(np.arange(tiles), count)
+
+
+def _strip(params: MatmulParams, options: Options, products: Products, tiles: int) -> list:
+    """Block rows get disjoint ranges of tiles, in as many passes as asked for. In a range, columns
+    are cut along the sum until there are about two pieces a tile, and dealt heaviest first.
+    `stripv0` deals whole columns in order instead, each tile about its share."""
+    passes, (m, k, n) = options.number_of_pass, params.grid
+    by_sum = params.kind == "dense_dense"
+    along = k if by_sum else m
+    if along % passes:
+        what = "block columns" if by_sum else "block rows"
+        raise ValueError(
+            f"the {along} {what} of the left operand must be a multiple of number_of_pass, "
+            f"got {passes}"
+        )
+    rows = params.groups * m
+    at_once = rows if by_sum else rows // passes
+    pieces: list[tuple[int, int, int, np.ndarray]] = []  # result, tile, pass, products
+    ranges = _shares(tiles, at_once)
+    results = [np.flatnonzero(products.row == row) for row in range(rows)]
+    for turn in range(passes):
+        for row in range(rows) if by_sum else range(turn * at_once, (turn + 1) * at_once):
+            own = ranges[row % at_once]
+            split = min(max(2 * len(own) // n, 1), len(own))
+            if options.partition_method == "stripv0":
+                split = 1
+            found = []
+            for result in results[row]:
+                some = np.arange(products.first[result], products.first[result + 1])
+                if by_sum and passes > 1:
+                    step = k // passes
+                    some = some[products.k[some] // step == turn]
+                if len(some):
+                    found += [(int(result), part) for part in _cut(some, split)]
+            if not found:
+                continue
+            sizes = np.array([len(part) for _, part in found])
+            if options.partition_method == "stripv0":
+                before = np.cumsum(sizes) - sizes
+                tile = own[before * len(own) // sizes.sum()]
+            else:
+                tile = lightest_first(sizes, own)
+            pieces += [(r, int(t), turn, p) for (r, p), t in zip(found, tile, strict=True)]
+    return pieces
+
+
+def _blocks(products: Products, tiles: np.ndarray, results: np.ndarray, ratio: float) -> list:
+    """Each block of the result to the tile that it costs least: `ratio` of the memory of blocks
+    that the tile does not hold yet, the rest of its products; both as shares of the whole."""
+    all_products = max(int(products.first[-1]), 1)
+    all_blocks = max(len(np.unique(products.a)) + len(np.unique(products.b)), 1)
+    count = int(tiles.max()) + 1
+    held: list[set[int]] = [set() for _ in range(count)]
+    # The tiles that hold a block: they are few, so going through them is quicker than through all.
+    holders: defaultdict[int, array[int]] = defaultdict(lambda: array("q"))
+    loads, memory = np.zeros(count), np.zeros(count)
+    sizes = np.diff(products.first)[results]
+    pieces = []
+    for result in results[np.argsort(-sizes, kind="stable")]:
+        some = np.arange(products.first[result], products.first[result + 1])
+        if not len(some):
+            continue
+        need = {*products.a[some].tolist(), *(-1 - products.b[some]).tolist()}
+        holding = np.frombuffer(b"".join([holders[one] for one in need]), np.int64)
+        more = len(need) - np.bincount(holding, minlength=count)[tiles]
+        cost = (1 - ratio) * (loads[tiles] + len(some)) / all_products
+        cost = cost + ratio * (memory[tiles] + more) / all_blocks
+        best = int(tiles[np.argmin(cost)])
+        for one in need - held[best]:
+            holders[one].append(best)
+        held[best] |= need
+        memory[best] = len(held[best])
+        loads[best] += len(some)
+        pieces.append((int(result), best, 0, some))
+    return pieces
+
+
+def partition(params: MatmulParams, options: Options, tiles: int) -> Pieces:
+    """The pieces of a product over so many tiles; `params` as `forward` gives it.
+
+    Groups get disjoint ranges of tiles.
+
+    Raises:
+        ValueError: passes with several groups (87), or that do not divide the block rows (90).
+    """
+    if options.number_of_pass > 1 and params.groups > 1:
+        raise ValueError(
+            f"number_of_pass must be 1 with several groups, got {options.number_of_pass}"
+        )
+    products = products_of(params)
+    method = options.partition_method
+    if method.startswith("strip"):
+        found = _strip(params, options, products, tiles)
+    else:
+        found = []
+        rows = params.grid[0]
+        for group, own in enumerate(_shares(tiles, params.groups)):
+            results = np.flatnonzero(products.row // rows == group)
+            found += _of_group(method, options, products, results, own)
+    found.sort(key=lambda piece: piece[1])
+    chosen = [part for *_, part in found]
+    lengths = [len(part) for part in chosen]
+    return Pieces(
+        products,
+        np.array([piece[0] for piece in found], np.int64),
+        np.array([piece[1] for piece in found], np.int64),
+        np.array([piece[2] for piece in found], np.int64),
+        np.append(0, np.cumsum(lengths)).astype(np.int64),
+        np.concatenate(chosen) if chosen else np.zeros(0, np.int64),
+    )
+
+
+def _of_group(
+    method: str, options: Options, products: Products, results: np.ndarray, tiles: np.ndarray
+) -> list:
+    sizes = np.diff(products.first)[results]
+    if method == "block-naive":
+        # Heaviest first to the lightest tile, whatever that holds.
+        dealt = lightest_first(sizes, tiles)
+        return [
+            (int(r), int(t), 0, np.arange(products.first[r], products.first[r + 1]))
+            for r, t, size in zip(results, dealt, sizes, strict=True)
+            if size
+        ]
+    ratio = _RATIO if options.memory_cycle_ratio is None else options.memory_cycle_ratio
+    if method == "block":
+        return _blocks(products, tiles, results, ratio)
+    # block-group2: block rows to groups of tiles first, then blocks to the tiles of a group.
+    groups = max(1, int(len(tiles) ** 0.5))
+    rows = np.unique(products.row[results])
+    weights = np.array([sizes[products.row[results] == row].sum() for row in rows])
+    of_row = lightest_first(weights, np.arange(groups))
+    found = []
+    for group, own in enumerate(_shares(len(tiles), groups)):
+        inside = np.isin(products.row[results], rows[of_row == group])
+        if inside.any():
+            found += _blocks(products, tiles[own], results[inside], ratio)
+    return found

@@ -1,0 +1,299 @@
+"""The softmax of the rows of a matrix sparse in blocks, and its gradient, on the machine.
+
+Rows of elements are dealt to the tiles, longest first to the lightest, and brought there; then come
+the steps of the original, one compute set each: mask, largest, difference and exponential, sum,
+inverse, product.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from dynsparse.checks import check_choice, check_integer, check_kind
+from dynsparse.files.shorten import shortened
+from popsparse.block_sparse import codelets
+from popsparse.block_sparse.params import SUBBLOCK_MASKS, mask_of
+from popsparse.block_sparse.partition import lightest_first
+from popsparse.machine import (
+    FLOAT,
+    HALF,
+    Codelet,
+    Copy,
+    DType,
+    Execute,
+    Graph,
+    In,
+    InOut,
+    Ragged,
+    Sequence,
+    Tensor,
+    VertexView,
+)
+
+
+def softmax(
+    graph: Graph,
+    values: Tensor,
+    dim: Any,
+    block_size: Any,
+    sparsity: Any,
+    program: Sequence,
+    subblock_mask: str = "none",
+    num_groups: int = 1,
+    *,
+    name: str = "block-sparse softmax",
+) -> Tensor:
+    """Add exp(s) / sum of exp(s) over each row to a program; what is absent counts as -infinity.
+
+    Args:
+        values: [nnz, area], float16 or float32, mapped to tiles.
+        dim: (rows, cols) of the matrix, rows of all groups.
+        block_size: (rows, cols) of a block.
+        sparsity: a `SparsePattern` or a mask of blocks.
+        subblock_mask: "zero_upper_triangle" or "zero_lower_triangle" of each group. ("none")
+        num_groups: how many matrices lie one below the other.
+
+    Returns:
+        [nnz, area], on the tiles of values. A row of which all is masked gives zeros.
+
+    Raises:
+        ValueError: other types (92), shapes (93, 95), sizes (94); a mask of another size.
+    """
+    rows = _Rows(graph, dim, block_size, sparsity, num_groups, name)
+    _check(values, rows)
+    out = graph.add_variable(values.dtype, [*values.shape], f"{name} out")
+    if out.numel:
+        graph.set_tile_mapping(out, graph.tiles_of(values))
+    rows.add_softmax(values, out, program, subblock_mask)
+    return out
+
+
+def softmax_in_place(
+    graph: Graph,
+    values: Tensor,
+    dim: Any,
+    block_size: Any,
+    sparsity: Any,
+    program: Sequence,
+    subblock_mask: str = "none",
+    num_groups: int = 1,
+    *,
+    name: str = "block-sparse softmax",
+) -> None:
+    """As `softmax`, over the values themselves."""
+    rows = _Rows(graph, dim, block_size, sparsity, num_groups, name)
+    _check(values, rows)
+    rows.add_softmax(values, values, program, subblock_mask)
+
+
+def softmax_grad(
+    graph: Graph,
+    out: Tensor,
+    out_grad: Tensor,
+    dim: Any,
+    block_size: Any,
+    sparsity: Any,
+    program: Sequence,
+    *,
+    name: str = "block-sparse softmax gradient",
+) -> Tensor:
+    """Add out * grad - out * sum over the row of out * grad to a program.
+
+    Args:
+        out: as `softmax` has made it; out_grad: its gradient, of the same type and shape.
+        dim, block_size, sparsity: as there.
+
+    Raises:
+        ValueError: as `softmax`; a gradient of another type or shape (96).
+    """
+    rows = _Rows(graph, dim, block_size, sparsity, 1, name)
+    _check(out, rows)
+    check_kind("out_grad", out_grad, Tensor, "a Tensor of a graph")
+    if out_grad.dtype != out.dtype or out_grad.shape != out.shape:
+        raise ValueError(
+            f"out_grad must be {out.dtype.name} {list(out.shape)} as out is, got "
+            f"{out_grad.dtype.name} {list(out_grad.shape)}"
+        )
+    found = graph.add_variable(out.dtype, [*out.shape], f"{name} in")
+    if found.numel:
+        graph.set_tile_mapping(found, graph.tiles_of(out))
+    rows.add_gradient(out, out_grad, found, program)
+    return found
+
+
+def _check(values: Any, rows: _Rows) -> None:
+    check_kind("values", values, Tensor, "a Tensor of a graph")
+    if values.dtype not in (HALF, FLOAT):
+        raise ValueError(f"values must be float16 or float32, got {values.dtype.name}")
+    if list(values.shape) != rows.shape:
+        raise ValueError(
+            f"values must have the shape {rows.shape}, got the shape {list(values.shape)}"
+        )
+
+
+def _pair(name: str, values: Any) -> tuple[int, int]:
+    try:
+        first, second = values
+    except (TypeError, ValueError):
+        raise ValueError(f"{name} must be two sizes, got {shortened(values)}") from None
+    return check_integer(f"{name} of rows", first, 1), check_integer(f"{name} of cols", second, 1)
+
+
+class _Rows:
+    """Rows of elements on tiles, and the steps over them."""
+
+    def __init__(
+        self, graph: Graph, dim: Any, block_size: Any, sparsity: Any, groups: Any, name: str
+    ) -> None:
+        self.graph = check_kind("graph", graph, Graph, "a Graph")
+        self.name = name
+        (rows, cols), (height, width) = _pair("dim", dim), _pair("block_size", block_size)
+        groups = check_integer("num_groups", groups, 1)
+        if rows % (height * groups) or cols % width:
+            raise ValueError(
+                f"dim must be a multiple of the blocks [{height}, {width}] in each of {groups} "
+                f"groups, got [{rows}, {cols}]"
+            )
+        per_group = rows // groups
+        mask = mask_of(sparsity, groups, per_group // height, cols // width)
+        row, col = np.nonzero(mask.reshape(-1, mask.shape[-1]))
+        self.shape = [len(row), height * width]
+        # Every stretch of a row in a block: which row, and where it lies among the values.
+        places = np.arange(len(row) * height * width).reshape(len(row), height, width)
+        of = (row[:, None] * height + np.arange(height)).reshape(-1)
+        order = np.argsort(of, kind="stable")
+        own, lengths = np.unique(of, return_counts=True)
+        tile = lightest_first(lengths * width, np.arange(graph.target.tiles))
+        by_tile = np.argsort(tile, kind="stable")
+        rank = np.empty(len(own), np.int64)
+        rank[by_tile] = np.arange(len(own))
+        order = order[np.argsort(rank[np.searchsorted(own, of[order])], kind="stable")]
+        # Rows in the order of their tiles.
+        self.lengths, self.tile = lengths[by_tile] * width, tile[by_tile]
+        self.elements = places.reshape(-1, width)[order].reshape(-1)
+        within = col[:, None, None] * width + np.zeros((height, 1), np.int64) + np.arange(width)
+        ahead = within - (of % per_group).reshape(len(row), height, 1)
+        self.ahead = ahead.reshape(-1, width)[order].reshape(-1)
+        self.begins = np.cumsum(self.lengths) - self.lengths
+        self.tiles, self.place = np.unique(self.tile, return_inverse=True)
+        self.rows_of = np.bincount(self.place, minlength=len(self.tiles))
+        held = np.bincount(self.place, self.lengths, minlength=len(self.tiles)).astype(np.int64)
+        self.held = np.append(0, np.cumsum(held))
+        self.row_of = np.repeat(np.arange(len(self.lengths)), self.lengths)
+
+    def packed(self, what: str, dtype: DType) -> Tensor:
+        """A variable of all elements, row by row on its tile."""
+        made = self.graph.add_variable(dtype, [len(self.elements)], f"{self.name} {what}")
+        self.graph.map_stretches(made, self.tile, self.lengths)
+        return made
+
+    def numbers(self, what: str) -> Tensor:
+        """A float for each row, on its tile."""
+        return self.graph.add_variable(
+            FLOAT, [len(self.tile)], f"{self.name} {what}", tiles=self.tile
+        )
+
+    def listed(self, values: Tensor) -> Tensor:
+        """The values in the order of the packed rows."""
+        at = values.addresses().reshape(-1)[self.elements]
+        return Tensor(self.graph, values.dtype, at.shape, addresses=at)
+
+    def step(self, codelet: Codelet, **fields: Tensor) -> Execute:
+        """One vertex a tile; a field of all elements, or of a number for each row."""
+        compute = self.graph.add_compute_set(f"{self.name} {codelet.name}")
+        rows = np.append(0, np.cumsum(self.rows_of))
+        edges: dict[str, Any] = {
+            name: Ragged(t, self.held if t.numel == len(self.elements) else rows)
+            for name, t in fields.items()
+        }
+        if len(self.tile) == len(self.elements):  # rows of a single element
+            edges = {name: Ragged(t, rows) for name, t in fields.items()}
+        self.graph.add_vertices(compute, codelet, self.tiles, edges)
+        return Execute(compute, name=codelet.name)
+
+    def to_one(self, name: str, reduction: Any) -> Codelet:
+        """Every row to one number."""
+
+        def compute(v: VertexView) -> None:
+            v.out.values[...] = reduction(v.src.values.astype(np.float32), self.begins)
+
+        return codelets.rows_to_one(name, self.rows_of, np.diff(self.held), compute)
+
+    def add_softmax(
+        self, values: Tensor, out: Tensor, program: Sequence, subblock_mask: str
+    ) -> None:
+        check_choice("subblock_mask", subblock_mask, SUBBLOCK_MASKS)
+        check_kind("program", program, Sequence, "a Sequence")
+        steps = Sequence(name=self.name)
+        program.add(steps)
+        if not len(self.elements):
+            return
+        lowest = float(np.finfo(values.dtype.numpy).min)
+        data = self.packed("rows", values.dtype)
+        steps.add(Copy(self.listed(values), data, name="pack rows"))
+        if subblock_mask != "none":
+            away = self.ahead > 0 if subblock_mask == "zero_upper_triangle" else self.ahead < 0
+
+            def mask(v: VertexView) -> None:
+                v.out.values[away] = lowest
+
+            steps.add(
+                self.step(codelets.elementwise("mask", {"out": InOut()}, mask, vector=2), out=data)
+            )
+        most, sums = self.numbers("largest"), self.numbers("sums")
+
+        def exponentials(v: VertexView) -> None:
+            shifted = v.out.values.astype(np.float32) - v.most.values[self.row_of]
+            v.out.values[...] = np.exp(shifted)
+
+        def inverses(v: VertexView) -> None:
+            whole = v.most.values > lowest  # otherwise all of the row is masked
+            v.out.values[...] = np.where(whole, 1 / v.out.values, 0)
+
+        def scale(v: VertexView) -> None:
+            v.out.values[...] = v.out.values.astype(np.float32) * v.factor.values[self.row_of]
+
+        every = codelets.elementwise
+        steps.add(
+            self.step(self.to_one("largest of rows", np.maximum.reduceat), src=data, out=most)
+        )
+        fields: dict[str, Any] = {"out": InOut(), "most": In()}
+        steps.add(
+            self.step(every("exponential", fields, exponentials, single=1), out=data, most=most)
+        )
+        steps.add(self.step(self.to_one("sum of rows", np.add.reduceat), src=data, out=sums))
+        steps.add(
+            self.step(every("inverse", fields, inverses, vector=0, single=1), out=sums, most=most)
+        )
+        fields = {"out": InOut(), "factor": In()}
+        steps.add(self.step(every("scale rows", fields, scale), out=data, factor=sums))
+        steps.add(Copy(data, self.listed(out), name="unpack rows"))
+
+    def add_gradient(self, out: Tensor, grad: Tensor, found: Tensor, program: Sequence) -> None:
+        check_kind("program", program, Sequence, "a Sequence")
+        steps = Sequence(name=self.name)
+        program.add(steps)
+        if not len(self.elements):
+            return
+        y, dy = self.packed("out", out.dtype), self.packed("gradient", out.dtype)
+        steps.add(Copy([(self.listed(out), y), (self.listed(grad), dy)], name="pack rows"))
+        sums = self.numbers("sums")
+
+        def multiply(v: VertexView) -> None:
+            v.out.values[...] = v.out.values.astype(np.float32) * v.y.values
+
+        def subtract(v: VertexView) -> None:
+            shares = v.y.values.astype(np.float32) * v.sums.values[self.row_of]
+            v.out.values[...] = v.out.values.astype(np.float32) - shares
+
+        fields: dict[str, Any] = {"out": InOut(), "y": In()}
+        every = codelets.elementwise
+        steps.add(self.step(every("multiply", fields, multiply), out=dy, y=y))
+        steps.add(self.step(self.to_one("sum of rows", np.add.reduceat), src=dy, out=sums))
+        more = fields | {"sums": In()}
+        steps.add(
+            self.step(every("subtract shares", more, subtract, vector=2), out=dy, y=y, sums=sums)
+        )
+        steps.add(Copy(dy, self.listed(found), name="unpack rows"))

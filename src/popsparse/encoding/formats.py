@@ -1,0 +1,315 @@
+"""Storage formats of sparse matrices: COO, CSR, CSC and BSR, of elements or blocks.
+
+In COO, CSR and CSC indices count elements of the dense matrix also for blocks (so they are
+multiples of the block's sides) and offsets count values, as in PopSparse; BSR counts blocks, as in
+SciPy. Values of a block are row-major, in CSC column-major.
+
+    matrix = CSRMatrix.from_pattern(pattern, values)
+    pattern, values = matrix.to_csc().to_pattern()
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, TypeVar
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from dynsparse.checks import check_integer
+from dynsparse.files.shorten import shortened
+from dynsparse.pattern import SparsePattern
+from popsparse.encoding.block_lists import (
+    Blocks,
+    check_offsets,
+    check_positions,
+    index_array,
+    merge_blocks,
+    offsets_of,
+    row_major,
+    split_blocks,
+    to_numpy,
+)
+
+M = TypeVar("M", bound="SparseMatrix")
+
+
+def _pair(value: Sequence[int], what: str) -> tuple[int, int]:
+    if isinstance(value, str) or not isinstance(value, Sequence) or len(value) != 2:
+        raise ValueError(f"{what} must be two integers of at least 1, got {shortened(value)}")
+    first, second = (check_integer(what, size) for size in value)
+    if min(first, second) < 1:
+        raise ValueError(f"{what} must be two integers of at least 1, got {shortened(value)}")
+    return first, second
+
+
+class SparseMatrix:
+    """What the formats share.
+
+    Args:
+        nz_values: the values, [nnz * block area].
+        column_indices, row_indices: integers; their meaning is the format's.
+        shape: rows and columns of the matrix in elements.
+        block_dimensions: rows and columns of a block.
+
+    Raises:
+        ValueError: shapes, offsets or indices that no such matrix has; TypeError: wrong types.
+    """
+
+    def __init__(
+        self,
+        nz_values: Any,
+        column_indices: Any,
+        row_indices: Any,
+        shape: Sequence[int],
+        block_dimensions: Sequence[int] = (1, 1),
+    ) -> None:
+        self.shape = _pair(shape, "shape")
+        self.block_dimensions = _pair(block_dimensions, "block_dimensions")
+        for what, size, edge in zip(
+            ("rows", "columns"), self.shape, self.block_dimensions, strict=True
+        ):
+            if size % edge:
+                raise ValueError(f"{what} must be a multiple of the block's {edge}, got {size}")
+        self.nz_values = to_numpy(nz_values, "nz_values")
+        self.column_indices = index_array(column_indices, "column_indices")
+        self.row_indices = index_array(row_indices, "row_indices")
+        self._check()
+
+    def _check(self) -> None:
+        raise TypeError("use one of COOMatrix, CSRMatrix, CSCMatrix and BSRMatrix")
+
+    def blocks(self) -> Blocks:
+        """Block coordinates and values [n, height, width], in the order stored."""
+        raise TypeError("use one of COOMatrix, CSRMatrix, CSCMatrix and BSRMatrix")
+
+    @classmethod
+    def _of(cls: type[M], blocks: Blocks, shape: tuple[int, int], block: tuple[int, int]) -> M:
+        raise TypeError("use one of COOMatrix, CSRMatrix, CSCMatrix and BSRMatrix")
+
+    # Checks the formats share.
+
+    @property
+    def area(self) -> int:
+        return self.block_dimensions[0] * self.block_dimensions[1]
+
+    def _check_values(self, blocks: int) -> None:
+        if self.nz_values.shape != (blocks * self.area,):
+            raise ValueError(
+                f"nz_values must have {blocks} blocks x {self.area} = {blocks * self.area} values, "
+                f"got the shape {list(self.nz_values.shape)}"
+            )
+
+    # Conversions.
+
+    def _checked_blocks(self) -> Blocks:
+        self._check()  # The arrays may have been replaced since they were given.
+        return self.blocks()
+
+    def _as(self, kind: type[M]) -> M:
+        return kind._of(self._checked_blocks(), self.shape, self.block_dimensions)
+
+    def to_coo(self) -> COOMatrix:
+        return self._as(COOMatrix)
+
+    def to_csr(self) -> CSRMatrix:
+        return self._as(CSRMatrix)
+
+    def to_csc(self) -> CSCMatrix:
+        return self._as(CSCMatrix)
+
+    def to_bsr(self) -> BSRMatrix:
+        return self._as(BSRMatrix)
+
+    def canonical(self: M) -> M:
+        """The same matrix sorted: row-major (CSC column-major)."""
+        return self._as(type(self))
+
+    def transposed(self: M) -> M:
+        """The transposed matrix, in the same format."""
+        row, col, data = self._checked_blocks()
+        swapped = Blocks(col, row, data.transpose(0, 2, 1))
+        return type(self)._of(swapped, self.shape[::-1], self.block_dimensions[::-1])
+
+    def with_blocks(self: M, block_dimensions: Sequence[int]) -> M:
+        """The same matrix in smaller blocks that divide its own; COO and BSR in larger ones too.
+
+        Raises:
+            ValueError: sides that do not divide each other, or larger blocks some of whose parts
+                are missing.
+        """
+        new = _pair(block_dimensions, "block_dimensions")
+        old = self.block_dimensions
+        blocks = self._checked_blocks()
+        if all(o % n == 0 for o, n in zip(old, new, strict=True)):
+            blocks = split_blocks(blocks, (old[0] // new[0], old[1] // new[1]))
+        elif isinstance(self, (CSRMatrix, CSCMatrix)):
+            raise ValueError(
+                f"blocks of {old} can only become smaller ones that divide them, got {new}: "
+                "convert to COO first to merge blocks"
+            )
+        elif all(n % o == 0 for o, n in zip(old, new, strict=True)):
+            if self.shape[0] % new[0] or self.shape[1] % new[1]:
+                raise ValueError(f"blocks of {new} do not divide the matrix {self.shape}")
+            blocks = merge_blocks(
+                blocks, (new[0] // old[0], new[1] // old[1]), self.shape[1] // new[1]
+            )
+        else:
+            raise ValueError(f"blocks of {old} and {new} do not divide each other")
+        return type(self)._of(blocks, self.shape, new)
+
+    @classmethod
+    def from_pattern(cls: type[M], pattern: SparsePattern, values: Any) -> M:
+        """From a pattern and its values, [nnz] or [nnz, b, b]."""
+        array = to_numpy(values)
+        if array.shape != pattern.values_shape:
+            raise ValueError(
+                f"values must have the shape {list(pattern.values_shape)}, got {list(array.shape)}"
+            )
+        b = pattern.block_size
+        rows, cols = (a.numpy().astype(np.int64) for a in (pattern.rows, pattern.cols))
+        return cls._of(Blocks(rows, cols, array.reshape(-1, b, b)), pattern.shape, (b, b))
+
+    def to_pattern(self) -> tuple[SparsePattern, Tensor]:
+        """The pattern and its values; blocks must be square.
+
+        Raises:
+            ValueError: blocks that are not square, or a position stored twice.
+        """
+        edge, other = self.block_dimensions
+        if edge != other:
+            raise ValueError(
+                f"a pattern has square blocks, got {self.block_dimensions}: "
+                f"use with_blocks(({min(edge, other)}, {min(edge, other)})) or smaller"
+            )
+        row, col, data = row_major(self._checked_blocks())
+        pattern = SparsePattern(row, col, shape=self.shape, block_size=edge)
+        return pattern, torch.from_numpy(np.ascontiguousarray(data.reshape(pattern.values_shape)))
+
+    def to_dense(self) -> np.ndarray:
+        """The matrix with its zeros; positions stored twice are added."""
+        row, col, data = self._checked_blocks()
+        height, width = self.block_dimensions
+        grid = (self.shape[0] // height, self.shape[1] // width)
+        out = np.zeros((*grid, height, width), data.dtype)
+        np.add.at(out, (row, col), data)
+        return out.transpose(0, 2, 1, 3).reshape(self.shape)
+
+    def __eq__(self, other: object) -> bool:
+        if type(self) is not type(other) or not isinstance(other, SparseMatrix):
+            return NotImplemented
+        return (
+            (self.shape, self.block_dimensions) == (other.shape, other.block_dimensions)
+            and np.array_equal(self.nz_values, other.nz_values)
+            and np.array_equal(self.column_indices, other.column_indices)
+            and np.array_equal(self.row_indices, other.row_indices)
+        )
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def __repr__(self) -> str:
+        blocks = self.nz_values.size // self.area
+        return (
+            f"{type(self).__name__}(shape={self.shape}, block_dimensions={self.block_dimensions}, "
+            f"blocks={blocks}, dtype={self.nz_values.dtype})"
+        )
+
+
+class COOMatrix(SparseMatrix):
+    """Row and column of each block's first element, in any order."""
+
+    def _check(self) -> None:
+        if len(self.row_indices) != len(self.column_indices):
+            raise ValueError(
+                "row_indices and column_indices must have the same length, got "
+                f"{len(self.row_indices)} and {len(self.column_indices)}"
+            )
+        self._check_values(len(self.row_indices))
+        (rows, cols), (height, width) = self.shape, self.block_dimensions
+        check_positions(self.row_indices, "row_indices", rows, height)
+        check_positions(self.column_indices, "column_indices", cols, width)
+
+    def blocks(self) -> Blocks:
+        height, width = self.block_dimensions
+        data = self.nz_values.reshape(-1, height, width)
+        return Blocks(self.row_indices // height, self.column_indices // width, data)
+
+    @classmethod
+    def _of(cls, blocks: Blocks, shape: tuple[int, int], block: tuple[int, int]) -> COOMatrix:
+        row, col, data = row_major(blocks)
+        return cls(data.ravel(), col * block[1], row * block[0], shape, block)
+
+
+class CSRMatrix(SparseMatrix):
+    """`row_indices` [rows / height + 1]: values before each block row; a column for each block."""
+
+    def _check(self) -> None:
+        (rows, cols), (height, width) = self.shape, self.block_dimensions
+        total = self.nz_values.size
+        check_offsets(self.row_indices, "row_indices", rows // height, total, self.area)
+        self._check_values(len(self.column_indices))
+        check_positions(self.column_indices, "column_indices", cols, width)
+
+    def blocks(self) -> Blocks:
+        height, width = self.block_dimensions
+        lines = np.diff(self.row_indices) // self.area
+        row = np.repeat(np.arange(len(lines)), lines)
+        return Blocks(row, self.column_indices // width, self.nz_values.reshape(-1, height, width))
+
+    @classmethod
+    def _of(cls, blocks: Blocks, shape: tuple[int, int], block: tuple[int, int]) -> CSRMatrix:
+        row, col, data = row_major(blocks)
+        offsets = offsets_of(row, shape[0] // block[0]) * (block[0] * block[1])
+        return cls(data.ravel(), col * block[1], offsets, shape, block)
+
+
+class CSCMatrix(SparseMatrix):
+    """`column_indices` [columns / width + 1]: values before each block column; a row for each
+    block, whose values are column-major."""
+
+    def _check(self) -> None:
+        (rows, cols), (height, width) = self.shape, self.block_dimensions
+        total = self.nz_values.size
+        check_offsets(self.column_indices, "column_indices", cols // width, total, self.area)
+        self._check_values(len(self.row_indices))
+        check_positions(self.row_indices, "row_indices", rows, height)
+
+    def blocks(self) -> Blocks:
+        height, width = self.block_dimensions
+        lines = np.diff(self.column_indices) // self.area
+        col = np.repeat(np.arange(len(lines)), lines)
+        data = self.nz_values.reshape(-1, width, height).transpose(0, 2, 1)
+        return Blocks(self.row_indices // height, col, data)
+
+    @classmethod
+    def _of(cls, blocks: Blocks, shape: tuple[int, int], block: tuple[int, int]) -> CSCMatrix:
+        order = np.lexsort((blocks.row, blocks.col))
+        row, col, data = (a[order] for a in blocks)
+        offsets = offsets_of(col, shape[1] // block[1]) * (block[0] * block[1])
+        return cls(data.transpose(0, 2, 1).ravel(), offsets, row * block[0], shape, block)
+
+
+class BSRMatrix(SparseMatrix):
+    """SciPy's blocks: `nz_values` [blocks, height, width], `column_indices` a block column for
+    each, `row_indices` [rows / height + 1] the blocks before each block row."""
+
+    def _check(self) -> None:
+        (rows, cols), (height, width) = self.shape, self.block_dimensions
+        blocks = len(self.column_indices)
+        if self.nz_values.shape != (blocks, height, width):
+            raise ValueError(
+                f"nz_values must have the shape {[blocks, height, width]}, "
+                f"got {list(self.nz_values.shape)}"
+            )
+        check_offsets(self.row_indices, "row_indices", rows // height, blocks, 1)
+        check_positions(self.column_indices, "column_indices", cols // width, 1)
+
+    def blocks(self) -> Blocks:
+        row = np.repeat(np.arange(len(self.row_indices) - 1), np.diff(self.row_indices))
+        return Blocks(row, self.column_indices, self.nz_values)
+
+    @classmethod
+    def _of(cls, blocks: Blocks, shape: tuple[int, int], block: tuple[int, int]) -> BSRMatrix:
+        row, col, data = row_major(blocks)
+        return cls(data, col, offsets_of(row, shape[0] // block[0]), shape, block)

@@ -1,0 +1,353 @@
+"""From a pattern and values to the arrays the machine's program reads, and back.
+
+    partitioner = Partitioner(plan)
+    encoded = partitioner.encode(pattern, values)
+    encoded.meta_info, encoded.nz_values          # what the host writes to the machine
+    pattern, values = partitioner.decode(encoded)
+
+The method is that of PopSparse's partitioner; `meta_info` documents the words, `spilling` what
+happens when a bucket is full, `overflow` what the propagation phase is told.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from dynsparse.pattern import SparsePattern
+from dynsparse.tracing import spanned
+from dynsparse.typed import typed
+from popsparse.encoding.assignment import Assignment, assign
+from popsparse.encoding.block_lists import stable_order, to_numpy
+from popsparse.encoding.encoded import Encoded, EncodedPattern, EncodingInfo
+from popsparse.encoding.formats import COOMatrix, SparseMatrix
+from popsparse.encoding.layout import BucketLayout, bucket_layout
+from popsparse.encoding.meta_info import MetaInfoWriter
+from popsparse.encoding.overflow import OverflowInfo
+from popsparse.encoding.reader import read_buckets
+from popsparse.encoding.spilling import BucketOverflowError, spill
+from popsparse.encoding.sub_groups import SubGroups
+from popsparse.planning.cache import PlanningCache
+from popsparse.planning.params import FullyConnectedParams, MatmulParams
+from popsparse.planning.plan import Plan
+from popsparse.planning.search import make_plan, matmul_plan
+
+
+class Partitioner:
+    """Encodes patterns into the buckets of one plan, and decodes them.
+
+    Deterministic, and without state between calls.
+
+    Args:
+        plan: a `Plan`, or a `BucketLayout` for buckets of one's own choice.
+        pattern_block: rows and columns of the pattern's blocks, where the plan works in smaller
+            ones. Default: the plan's parameters say, or the layout's block.
+        groups: how many matrices share the plan, each with buckets of its own.
+        oversize: what `meta_info_bucket_oversize_proportion` made the buckets; for error messages.
+        optimise_for_speed, force_bucket_spills, use_actual_worker_split_costs: as in `Options`.
+            With a plan, all these come from the plan.
+
+    Raises:
+        ValueError: a plan that keeps its weights dense, or blocks that do not divide each other.
+    """
+
+    @typed
+    def __init__(
+        self,
+        plan: Plan | BucketLayout,
+        *,
+        pattern_block: tuple[int, int] | None = None,
+        groups: int = 1,
+        oversize: float | None = None,
+        optimise_for_speed: bool = True,
+        force_bucket_spills: bool = False,
+        use_actual_worker_split_costs: bool = False,
+    ) -> None:
+        if isinstance(plan, BucketLayout):
+            self.layout = plan
+        else:
+            if plan.use_dense:
+                raise ValueError("a plan with use_dense has no buckets: use DensePartitioner")
+            self.layout = bucket_layout(plan)
+            options = plan.options
+            pattern_block = plan.params.sparsity_params.block_dimensions
+            groups = plan.partition.groups
+            oversize = options.meta_info_bucket_oversize_proportion
+            optimise_for_speed = options.optimise_for_speed
+            force_bucket_spills = options.force_bucket_spills
+            use_actual_worker_split_costs = options.use_actual_worker_split_costs
+        self.block = self.layout.block if pattern_block is None else pattern_block
+        if any(b % small for b, small in zip(self.block, self.layout.block, strict=True)):
+            raise ValueError(
+                f"the plan's blocks {self.layout.block} do not divide the pattern's {self.block}"
+            )
+        self.groups = groups
+        self.oversize = oversize
+        self.optimise_for_speed = optimise_for_speed
+        self.force_bucket_spills = force_bucket_spills
+        self.use_actual_worker_split_costs = use_actual_worker_split_costs
+
+    @classmethod
+    @typed
+    def for_params(
+        cls,
+        target: Any,
+        dtype: Any,
+        params: FullyConnectedParams | MatmulParams,
+        options: Any = None,
+        cache: PlanningCache | None = None,
+    ) -> Partitioner:
+        """The partitioner that goes with the plan of a layer or a product; errors as there."""
+        make = matmul_plan if isinstance(params, MatmulParams) else make_plan
+        return cls(make(target, dtype, params, options, cache))  # type: ignore[arg-type]
+
+    @property
+    def meta_info_size(self) -> int:
+        """Words of the meta-info array."""
+        layout = self.layout
+        return layout.overflow_words + self.groups * layout.buckets * layout.bucket_stride
+
+    @property
+    def nz_size(self) -> int:
+        """Values of all buckets."""
+        return self.groups * self.layout.buckets * self.layout.nz_elements
+
+    @spanned("encode")
+    def encode(self, pattern: Any, values: Any = None) -> Encoded:
+        """Pattern and values in buckets.
+
+        Args:
+            pattern: a `SparsePattern` of [rows, cols] with its `values` ([nnz] or [nnz, b, b],
+                tensor or array), or a `SparseMatrix`, which brings its own. With several groups a
+                sequence of patterns (and one of values).
+
+        Returns:
+            Arrays for the machine; `nz_values` keeps the dtype of the values.
+
+        Raises:
+            ValueError: a shape or block size other than the plan's, values of another shape, a
+                meta-info word out of range.
+            BucketOverflowError: too many non-zeros (a ValueError).
+        """
+        patterns = self._per_group(pattern, "pattern")
+        arrays: list[np.ndarray] = []
+        if isinstance(patterns[0], SparseMatrix):
+            if values is not None:
+                raise ValueError(f"a {type(patterns[0]).__name__} brings its own values: give none")
+            # The canonical order is the one positions refer to.
+            canonical = [matrix.to_coo() for matrix in patterns]
+            arrays = [m.nz_values.reshape(-1, *m.block_dimensions) for m in canonical]
+            patterns = canonical
+        else:
+            for one, given in zip(patterns, self._per_group(values, "values"), strict=True):
+                array = to_numpy(given)
+                wanted = one.values_shape if isinstance(one, SparsePattern) else array.shape
+                if array.shape != wanted:
+                    raise ValueError(
+                        f"values must have the shape {list(wanted)}, got {list(array.shape)}"
+                    )
+                arrays.append(array)
+        encoded = self._encode_patterns(patterns)
+        flat = np.concatenate([a.reshape(-1, *self.block) for a in arrays])
+        nz_values = encoded.place(flat.ravel() if self.block == (1, 1) else flat)
+        return Encoded(encoded.meta_info, nz_values, encoded)
+
+    def encode_pattern(self, pattern: Any) -> EncodedPattern:
+        """The meta-info only, and where values go: for when the values follow or change alone."""
+        return self._encode_patterns(self._per_group(pattern, "pattern"))
+
+    def sub_groups(self, pattern: Any) -> SubGroups:
+        """The content of every bucket, after spilling, for the pattern of one group.
+
+        Raises: as `encode`.
+        """
+        _check_pattern(pattern)
+        rows, cols, _ = self._coordinates(pattern)
+        return self._fill(assign(rows, cols, self.layout))[0]
+
+    def decode(self, meta_info: Any, nz_values: Any = None) -> Any:
+        """Pattern and values back: (SparsePattern, tensor), exactly what was encoded.
+
+        Args:
+            meta_info: an `Encoded`, or its array with `nz_values`, as read from the machine.
+
+        Returns:
+            With several groups, a list of such pairs. Blocks that are not square cannot be a
+            `SparsePattern`: they come back as a `COOMatrix`.
+
+        Raises:
+            ValueError: arrays of the wrong size, or words that no partitioner wrote.
+        """
+        if isinstance(meta_info, Encoded):
+            meta_info, nz_values = meta_info.meta_info, meta_info.nz_values
+        words = np.asarray(meta_info)
+        values = to_numpy(nz_values, "nz_values")
+        if words.shape != (self.meta_info_size,):
+            raise ValueError(
+                f"meta_info must have the shape [{self.meta_info_size}], got {list(words.shape)}"
+            )
+        if values.shape != (self.nz_size,):
+            raise ValueError(
+                f"nz_values must have the shape [{self.nz_size}], got {list(values.shape)}"
+            )
+        words = words[self.layout.overflow_words :].reshape(self.groups, -1)
+        decoded = [
+            self._decode_group(w, v)
+            for w, v in zip(words, values.reshape(self.groups, -1), strict=True)
+        ]
+        return decoded[0] if self.groups == 1 else decoded
+
+    def _per_group(self, value: Any, what: str) -> list[Any]:
+        if self.groups == 1:
+            found = [value]
+        elif isinstance(value, Sequence) and len(value) == self.groups:
+            found = list(value)
+        else:
+            raise ValueError(f"{what} must be a sequence of {self.groups}, one for each group")
+        for one in found if what == "pattern" else ():
+            _check_pattern(one)
+        return found
+
+    def _encode_patterns(self, patterns: list[Any]) -> EncodedPattern:
+        layout = self.layout
+        meta_info = np.zeros(self.meta_info_size, np.uint16)
+        body = meta_info[layout.overflow_words :].reshape(self.groups, layout.buckets, -1)
+        positions: list[np.ndarray] = []
+        infos: list[EncodingInfo] = []
+        for group, (pattern, words) in enumerate(zip(patterns, body, strict=True)):
+            at, info = self._encode_group(pattern, words)
+            positions.append(at + group * layout.buckets * layout.nz_elements)
+            infos.append(info)
+        info = infos[0] if self.groups == 1 else EncodingInfo.joined(infos)
+        meta_info[: layout.overflow_words] = info.overflow.words()
+        at = np.concatenate(positions)
+        return EncodedPattern(meta_info, at, self.nz_size, layout.block, self.block, info)
+
+    def _coordinates(self, pattern: Any) -> tuple[np.ndarray, np.ndarray, np.ndarray | None]:
+        """Rows and columns in the plan's blocks, sorted row-major, and the order that sorts them
+        (None: the pattern's own)."""
+        if isinstance(pattern, SparsePattern):
+            block = (pattern.block_size, pattern.block_size)
+            rows, cols = pattern.rows.numpy(), pattern.cols.numpy()
+        else:
+            block = pattern.block_dimensions
+            rows, cols, _ = pattern.to_coo().blocks()
+            if len(rows) > 1 and ((rows[1:] == rows[:-1]) & (cols[1:] == cols[:-1])).any():
+                raise ValueError("a position of the matrix is stored twice")
+        wanted = (self.layout.rows, self.layout.cols)
+        if tuple(pattern.shape) != wanted or block != self.block:
+            raise ValueError(
+                f"expected a pattern of the shape {wanted} with blocks of {self.block}, "
+                f"got {tuple(pattern.shape)} with blocks of {block}"
+            )
+        cut_x, cut_y = (b // small for b, small in zip(block, self.layout.block, strict=True))
+        if cut_x == cut_y == 1:
+            return rows, cols, None
+        fine_rows = rows[:, None, None] * cut_x + np.arange(cut_x)[:, None]
+        fine_cols = cols[:, None, None] * cut_y + np.arange(cut_y)
+        fine_rows, fine_cols = (a.ravel() for a in np.broadcast_arrays(fine_rows, fine_cols))
+        order = stable_order(fine_cols)
+        order = order[stable_order(fine_rows[order])]
+        return fine_rows[order], fine_cols[order], order
+
+    def _encode_group(self, pattern: Any, out: np.ndarray) -> tuple[np.ndarray, EncodingInfo]:
+        """Write one group's words; where each block's values go, and the figures."""
+        layout = self.layout
+        rows, cols, order = self._coordinates(pattern)
+        assignment = assign(rows, cols, layout)
+        groups, spilled, forward, grad_a = self._fill(assignment)
+        forward.write(out)
+        if grad_a is not None:
+            grad_a.write(out)
+        positions = np.empty(len(rows), np.int64)
+        source = groups.source if order is None else order[groups.source]
+        positions[source] = groups.place(layout)
+        nz = np.bincount(groups.bucket, groups.nz, layout.buckets)
+        far = groups.bucket // layout.partition[2] != groups.rectangle
+        info = EncodingInfo(
+            words_used=forward.words,
+            words_capacity=layout.meta_info_words,
+            grad_a_words_used=None if grad_a is None else grad_a.words,
+            grad_a_words_capacity=layout.grad_a_words,
+            nz_used=nz.astype(np.int64) * layout.area,
+            nz_capacity=layout.nz_elements,
+            sub_groups=np.bincount(groups.bucket, minlength=layout.buckets),
+            spilled=spilled,
+            propagated=int(groups.nz[far].sum()),
+            overflow=OverflowInfo.of(groups, layout),
+        )
+        return positions, info
+
+    def _fill(
+        self, assignment: Assignment
+    ) -> tuple[SubGroups, int, MetaInfoWriter, MetaInfoWriter | None]:
+        """Spill until every bucket fits, those of grad_input included.
+
+        Returns the sub-groups, how many blocks moved, and their writers.
+        """
+        layout = self.layout
+        limit = np.full(layout.buckets, layout.capacity, np.int64)
+        while True:
+            try:
+                spilled = spill(
+                    assignment,
+                    layout,
+                    limit=limit,
+                    optimise_for_speed=self.optimise_for_speed,
+                    force=self.force_bucket_spills,
+                    actual_workers=self.use_actual_worker_split_costs,
+                )
+            except BucketOverflowError as error:
+                raise self._explained(error, limit) from None
+            groups = SubGroups.collect(
+                assignment, spilled.runs, spilled.bucket, spilled.arrival, layout
+            )
+            moved = int(spilled.runs.length[spilled.bucket != spilled.runs.piece].sum())
+            forward = MetaInfoWriter(groups, layout)
+            if not layout.grad_a_words:
+                return groups, moved, forward, None
+            grad_a = MetaInfoWriter(groups.transposed(), layout, grad_a=True)
+            excess = grad_a.words - layout.grad_a_words
+            if (excess <= 0).all():
+                return groups, moved, forward, grad_a
+            # A non-zero that leaves saves two words of grad_input's, four with its column: those
+            # that are too full have to give up at least a quarter of their excess.
+            used = np.bincount(groups.bucket, groups.nz, layout.buckets).astype(np.int64)
+            limit = np.where(excess > 0, used - (excess + 3) // 4, limit)
+            limit = np.maximum(limit, 0)
+
+    def _explained(self, error: BucketOverflowError, limit: np.ndarray) -> BucketOverflowError:
+        narrowed = int((limit < self.layout.capacity).sum())
+        note = f" ({narrowed} buckets are full in grad_input's meta-info)" if narrowed else ""
+        raise_to = "raise meta_info_bucket_oversize_proportion"
+        if self.oversize is not None:
+            needed = math.ceil(100 * ((1 + self.oversize) * error.growth - 1)) / 100
+            raise_to += f" (now {self.oversize:g}; about {needed:g} should do)"
+        advice = f"{raise_to}, or plan for more non-zeros"
+        return BucketOverflowError(f"{error}{note}; {advice}", error.left, error.growth)
+
+    def _decode_group(self, words: np.ndarray, values: np.ndarray) -> Any:
+        layout = self.layout
+        found = read_buckets(words, layout)
+        part_x, part_y, _ = layout.part
+        x, y = np.divmod(found.rectangle, layout.partition[1])
+        rows, cols = x * part_x + found.row, y * part_y + found.col
+        at = found.bucket * layout.nz_elements + found.place * layout.area
+        data = values[at[:, None] + np.arange(layout.area)]
+        height, width = layout.block
+        matrix = COOMatrix(
+            data.ravel(), cols * width, rows * height, (layout.rows, layout.cols), layout.block
+        )
+        if layout.block != self.block:
+            matrix = matrix.with_blocks(self.block)
+        if self.block[0] != self.block[1]:
+            return matrix.canonical()
+        return matrix.to_pattern()
+
+
+def _check_pattern(pattern: Any) -> None:
+    if not isinstance(pattern, (SparsePattern, SparseMatrix)):
+        raise TypeError(f"expected a SparsePattern or a SparseMatrix, got {type(pattern).__name__}")

@@ -1,0 +1,350 @@
+"""What the sparse layers of a PyTorch model would cost on a tile machine."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+
+from dynsparse.checks import check_integer
+from dynsparse.nn import SparseLinear
+from dynsparse.typed import typed
+from popsparse.layer import Layer
+from popsparse.machine.target import Target
+from popsparse.measure import plan_figures, sparse_figures
+from popsparse.planning.plan import PASSES
+from popsparse.planning.planning import parse_passes
+from popsparse.planning.planning import plan as make_plan
+from popsparse.planning.update import Update
+
+__all__ = ["LayerEstimate", "ModelEstimate", "PassEstimate", "UpdateEstimate", "estimate"]
+
+
+@dataclass(frozen=True)
+class PassEstimate:
+    """One pass of one layer.
+
+    Attributes:
+        cycles, seconds: of the simulated program, at the target's clock.
+        tflops: 2 x non-zeros x batch over the seconds.
+        max_tile_bytes: memory of the fullest tile.
+        fits: whether that is within a tile.
+    """
+
+    cycles: float
+    seconds: float
+    tflops: float
+    max_tile_bytes: int
+    fits: bool
+
+
+@dataclass(frozen=True)
+class UpdateEstimate:
+    """One pattern update of one layer (RigL).
+
+    Attributes:
+        cycles, seconds: on the machine and its host link; what the host computes is not counted.
+        parts: cycles by what is done: the dense gradient, the pooling, the bytes both ways.
+        to_host_bytes, from_host_bytes: over the host link.
+        pieces: how many the dense gradient is computed in.
+        max_tile_bytes: memory of the fullest tile.
+        fits: whether that is within a tile.
+    """
+
+    cycles: float
+    seconds: float
+    parts: dict[str, float]
+    to_host_bytes: int
+    from_host_bytes: int
+    pieces: int
+    max_tile_bytes: int
+    fits: bool
+
+    @classmethod
+    def of(cls, layer: Layer, pattern: Any) -> UpdateEstimate:
+        """Runs the update's programs of a layer without numbers."""
+        layer.set_pattern(pattern)
+        found = [layer.run("scores"), layer.rewire(pattern, np.zeros(pattern.values_shape))]
+        parts: dict[str, float] = {}
+        pieces = 1
+        for step in (step for profile in found for step in profile.steps if step.runs):
+            name = step.name.split("/")[1]
+            what, _, number = name.rpartition(" ")
+            if number.isdecimal():  # one of several pieces
+                name, pieces = what, max(pieces, int(number) + 1)
+            parts[name] = parts.get(name, 0) + step.cycles
+        memory = found[0].memory.max_tile_bytes
+        target = layer.plan.target
+        return cls(
+            sum(profile.cycles for profile in found),
+            sum(profile.seconds for profile in found),
+            parts,
+            sum(profile.to_host_bytes for profile in found),
+            sum(profile.from_host_bytes for profile in found),
+            pieces,
+            memory,
+            memory <= target.bytes_per_tile,
+        )
+
+
+@dataclass(frozen=True)
+class LayerEstimate:
+    """One use of one sparse layer in a forward pass of the model.
+
+    Attributes:
+        name: of the module in the model.
+        out, in_, batch, density, block_size: what was multiplied; batch counts all leading
+            dimensions of the layer's input.
+        plan: the partition, {"x", "y", "z", "method"}; one plan serves all passes.
+        passes: by name.
+        bucket_fill: mean and largest part of the buckets' values in use.
+        propagation_steps: turns of the propagation loop, in each pass.
+        spilled: blocks that are not in the bucket they began in.
+        update: of its pattern; None where none was asked for.
+    """
+
+    name: str
+    out: int
+    in_: int
+    batch: int
+    density: float
+    block_size: int
+    plan: dict[str, Any]
+    passes: dict[str, PassEstimate]
+    bucket_fill: tuple[float, float]
+    propagation_steps: int
+    spilled: int
+    update: UpdateEstimate | None = None
+
+    @property
+    def cycles(self) -> float:
+        """Of a step."""
+        return sum(one.cycles for one in self.passes.values())
+
+
+@dataclass(frozen=True)
+class ModelEstimate:
+    """All sparse layers of a model, in the order they ran. Dense layers, biases and everything
+    between the layers are not counted."""
+
+    target: Target
+    dtype: str
+    layers: tuple[LayerEstimate, ...] = field(default=())
+
+    @property
+    def cycles(self) -> float:
+        return sum(layer.cycles for layer in self.layers)
+
+    @property
+    def seconds(self) -> float:
+        return self.target.seconds(self.cycles)
+
+    @property
+    def update_cycles(self) -> float:
+        """Of one pattern update of all layers."""
+        return sum(layer.update.cycles for layer in self.layers if layer.update is not None)
+
+    @typed
+    def update_share(self, interval: int) -> float:
+        """The part of the machine's time that goes to updates, one after every `interval` steps."""
+        steps = check_integer("interval", interval, 1) * self.cycles
+        return self.update_cycles / (self.update_cycles + steps)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data for JSON."""
+        layers = []
+        for layer in self.layers:
+            row = dict(vars(layer))
+            row["passes"] = {name: dict(vars(one)) for name, one in layer.passes.items()}
+            row["bucket_fill"] = list(layer.bucket_fill)
+            row["update"] = None if layer.update is None else dict(vars(layer.update))
+            layers.append(row)
+        return {
+            "target": self.target.to_dict(),
+            "dtype": self.dtype,
+            "cycles": self.cycles,
+            "seconds": self.seconds,
+            "update_cycles": self.update_cycles,
+            "layers": layers,
+        }
+
+    def summary(self) -> str:
+        """A table a person reads."""
+        lines = [
+            f"Sparse layers on {self.target.name}, {self.dtype}: {self.cycles:,.0f} cycles, "
+            f"{self.seconds * 1e6:,.1f} us a step",
+            f"{'layer':<24}{'out x in':>13}{'batch':>7}{'density':>9}{'x,y,z':>11}{'pass':>13}"
+            f"{'cycles':>11}{'us':>9}{'TFLOP/s':>9}{'tile':>6}{'fill':>6}{'steps':>7}",
+        ]
+        for layer in self.layers:
+            shape = f"{layer.out} x {layer.in_}"
+            parts = ",".join(str(layer.plan[dim]) for dim in "xyz")
+            head = (
+                f"{layer.name[-23:]:<24}{shape:>13}{layer.batch:>7}{layer.density:>9.3g}{parts:>11}"
+            )
+            for name, one in layer.passes.items():
+                memory = one.max_tile_bytes / self.target.bytes_per_tile
+                lines.append(
+                    f"{head:<64}{name:>13}{one.cycles:>11,.0f}{one.seconds * 1e6:>9,.1f}"
+                    f"{one.tflops:>9.3g}{memory:>6.0%}{layer.bucket_fill[1]:>6.0%}"
+                    f"{layer.propagation_steps:>7}" + ("" if one.fits else "  does not fit")
+                )
+                head = ""
+        if self.update_cycles:
+            lines += self._said_of_updates()
+        return "\n".join(lines)
+
+    def _said_of_updates(self) -> list[str]:
+        shares = ", ".join(
+            f"{self.update_share(n):.2%} of the time every {n:,} steps" for n in (10, 100, 1000)
+        )
+        lines = [f"A pattern update: {self.update_cycles:,.0f} cycles; {shares}"]
+        lines.append(
+            f"{'layer':<24}{'cycles':>12}{'us':>9}{'bytes down':>13}{'bytes up':>13}{'pieces':>8}"
+            f"{'tile':>6}  most of it"
+        )
+        for layer in self.layers:
+            one = layer.update
+            if one is None:
+                continue
+            most = sorted(one.parts, key=lambda name: -one.parts[name])[:3]
+            lines.append(
+                f"{layer.name[-23:]:<24}{one.cycles:>12,.0f}{one.seconds * 1e6:>9,.1f}"
+                f"{one.to_host_bytes:>13,}{one.from_host_bytes:>13,}{one.pieces:>8}"
+                f"{one.max_tile_bytes / self.target.bytes_per_tile:>6.0%}  "
+                + ", ".join(f"{name} {one.parts[name] / one.cycles:.0%}" for name in most)
+                + ("" if one.fits else "  does not fit")
+            )
+        return lines
+
+    def __str__(self) -> str:
+        return self.summary()
+
+
+@typed
+def estimate(
+    model: Any,
+    example_input: Any,
+    target: Target | None = None,
+    *,
+    dtype: str = "float16",
+    passes: str | Iterable[str] = PASSES,
+    options: Any = None,
+    update: Any = None,
+) -> ModelEstimate:
+    """What the sparse layers of a model would cost on a tile machine.
+
+    The model runs once, in evaluation mode and without gradients, to see the sizes of its layers'
+    inputs; it is left as it was. Then the program of each layer runs on the simulated machine with
+    the layer's own pattern, without computing numbers.
+
+    Args:
+        model: a module with `SparseLinear` layers.
+        example_input: what it is called with; a tuple holds several arguments.
+        target: a `Target`; by default the Mk2.
+        dtype: of the layers on the machine, float16 or float32.
+        passes: those to plan for and run: names or a comma-separated string. Forward is always
+            among them.
+        options: further options of the plan, see `popsparse.Options`.
+        update: count a pattern update of each layer, too: a `popsparse.Update` or a mapping of its
+            fields, {} for its defaults.
+
+    Raises:
+        TypeError: not a module, or not a Target.
+        ValueError: no sparse layer ran; a layer's pattern that overflows its buckets, with the
+            layer's name.
+    """
+    target = Target.mk2() if target is None else target
+    if not isinstance(target, Target):
+        raise TypeError(f"target must be a Target such as Target.bow(), got {target!r}")
+    names = parse_passes(passes)
+    updating = None if update is None else Update.parse(update)
+    made: dict[Any, Any] = {}
+    found = []
+    for name, layer, batch in _uses(model, example_input):
+        pattern = layer.pattern
+        out, in_ = pattern.shape
+        key = (out, in_, batch, pattern.density, pattern.block_size)
+        try:
+            if key not in made:
+                sizes = (*key[:4], pattern.block_size, dtype, target)
+                made[key] = Layer(
+                    make_plan(*sizes, passes=names, options=options),
+                    update=updating,
+                    numerics=False,
+                    check_memory=False,
+                )
+            program = made[key]
+            figures = sparse_figures(program, pattern, names, ignore_data=True)
+            changed = None if updating is None else UpdateEstimate.of(program, pattern)
+        except ValueError as error:
+            raise ValueError(f"layer {name!r}: {error}") from error
+        rows = {}
+        for one in names:
+            profile = program.profiles[one]
+            memory = profile.memory.max_tile_bytes
+            rows[one] = PassEstimate(
+                profile.cycles,
+                profile.seconds,
+                figures["tflops"][one],
+                memory,
+                memory <= target.bytes_per_tile,
+            )
+        fill = program.encoding.info.nz_fill
+        found.append(
+            LayerEstimate(
+                name,
+                out,
+                in_,
+                batch,
+                pattern.density,
+                pattern.block_size,
+                plan_figures(program.plan),
+                rows,
+                (float(fill.mean()), float(fill.max())),
+                figures["propagation_steps"],
+                figures["spilled"],
+                changed,
+            )
+        )
+    return ModelEstimate(target, program.plan.dtype.name, tuple(found))
+
+
+def _uses(model: Any, example_input: Any) -> list[tuple[str, Any, int]]:
+    """Every use of a sparse layer in one forward pass: name, layer, rows of its input."""
+    if not isinstance(model, torch.nn.Module):
+        raise TypeError(f"model must be a torch module, got {type(model).__name__}")
+    uses: list[tuple[str, Any, int]] = []
+    training = {module: module.training for module in model.modules()}
+    hooks = []
+    for name, module in model.named_modules():
+        if isinstance(module, SparseLinear):
+
+            def note(layer: Any, inputs: Any, name: str = name) -> None:
+                batch = layer.samples_of(inputs[0].shape)
+                if batch:
+                    uses.append((name or "model", layer, batch))
+
+            hooks.append(module.register_forward_pre_hook(note))
+    arguments = example_input if isinstance(example_input, tuple) else (example_input,)
+    try:
+        model.eval()
+        with torch.no_grad(), torch.random.fork_rng(devices=[]):
+            model(*arguments)
+    except Exception as error:  # of any kind: it is what a module makes of what it cannot take
+        raise ValueError(
+            f"the model must take example_input, got {type(error).__name__}: {error}"
+        ) from error
+    finally:
+        for hook in hooks:
+            hook.remove()
+        for module, mode in training.items():
+            module.training = mode
+    if not uses:
+        raise ValueError(
+            "no sparse layer ran: make the model sparse first, as dynsparse.sparsify(model) does"
+        )
+    return uses

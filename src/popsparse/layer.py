@@ -1,0 +1,313 @@
+"""A sparse layer on the tile machine, ready to run: the short way through the API."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable
+from collections.abc import Sequence as Sequence_
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from dynsparse.checks import check_kind
+from dynsparse.files.shorten import shortened
+from dynsparse.typed import typed
+from popsparse.encoding.block_lists import to_numpy
+from popsparse.encoding.encoded import EncodedPattern
+from popsparse.encoding.formats import COOMatrix
+from popsparse.layer_file import StoredLayer, read_layer, write_layer
+from popsparse.machine import Engine, Graph, OutOfMemoryError, Profile, Program, Sequence, Tensor
+from popsparse.planning.plan import PASSES, Plan
+from popsparse.planning.update import Update
+from popsparse.programs.choice import operations
+from popsparse.programs.dense import DensePatterns
+from popsparse.programs.update import UpdatePrograms
+
+_NAMES = {"x": "gradient", "y": "input"}
+
+
+class Layer:
+    """A sparse layer of one plan on a simulated machine: patterns in, products and profiles out.
+
+    The program is built once; patterns and values change without touching it.
+
+    >>> from popsparse.machine import Target
+    >>> from dynsparse.pattern import SparsePattern
+    >>> from popsparse.planning.planning import plan
+    >>> import torch
+    >>> layer = Layer(plan(64, 32, 8, 0.1, target=Target(tiles=4)))
+    >>> pattern = SparsePattern.random((64, 32), 0.1)
+    >>> layer.set_weights(pattern, torch.ones(pattern.nnz))
+    >>> layer.forward(torch.ones(8, 32)).shape
+    (8, 64)
+    >>> layer.profiles["forward"].cycles > 0
+    True
+
+    Args:
+        plan: as `popsparse.plan`, `make_plan` or `matmul_plan` gives it; its passes are built.
+        passes: only these of them.
+        update: how the pattern is updated on the machine: an `Update` or a mapping of its fields.
+            None: without the programs "scores" and "rewire".
+        numerics: whether numbers are computed. Without, only the profile is made, in less time.
+        check_memory: whether a tile that overflows is an error.
+
+    Attributes:
+        profiles: of the last run of each pass, and of "scores" and "rewire", by name.
+        encoding: what `set_weights` or `set_pattern` made; its `.info` has the figures of buckets.
+            None before, and for dense weights.
+
+    Raises:
+        OutOfMemoryError: a tile that does not fit.
+        ValueError: a pass the plan is not for; a dense gradient that fits in no pieces.
+    """
+
+    @typed
+    def __init__(
+        self,
+        plan: Plan,
+        *,
+        passes: Any = None,
+        update: Update | dict[str, Any] | None = None,
+        numerics: bool = True,
+        check_memory: bool = True,
+    ) -> None:
+        self.plan = plan
+        self.numerics = numerics
+        names = [name for name in PASSES if name in plan.costs]
+        if passes is not None and not isinstance(passes, Iterable):
+            raise TypeError(f"passes must be names such as {PASSES}, got {shortened(passes)}")
+        wanted = names if passes is None else list(passes)
+        for name in wanted:
+            if not isinstance(name, str) or name not in names:
+                raise ValueError(f"the plan is for {', '.join(names)}, not for {shortened(name)}")
+        self._built = {
+            "passes": wanted,
+            "update": None if update is None else _plain(Update.parse(update)),
+            "numerics": numerics,
+            "check_memory": check_memory,
+        }
+        self.profiles: dict[str, Profile] = {}
+        self._encoded: EncodedPattern | DensePatterns | None = None
+        build = operations(plan)
+        self._partitioner = build.partitioner(plan)
+        graph = Graph(plan.target)
+        self._weights = build.create_weights(graph, plan, "weights")
+        needed = {"forward": "y", "grad_input": "x", "grad_weight": "xy"}
+        dims = {dim for name in wanted for dim in needed[name]}
+        operands = {
+            dim: build.create_operand(graph, plan, dim, _NAMES[dim])
+            for dim in sorted(dims if update is None else {*"xy"})
+        }
+        programs: dict[str, Program] = {}
+        self._results: dict[str, Tensor] = {}
+        for name in wanted:
+            program = Sequence()
+            if name == "grad_weight":
+                both = operands["x"], operands["y"]
+                made = build.add_grad_weight(graph, self._weights, *both, program)
+            else:
+                operand = operands[needed[name]]
+                made = build.add_product(graph, self._weights, operand, program, name)
+            self._results[name] = made
+            graph.add_handle(f"{name} result", made)
+            programs[name] = program
+        self._update: UpdatePrograms | None = None
+        if update is not None:
+            both = operands["x"], operands["y"]
+            self._update = UpdatePrograms(graph, self._weights, *both, Update.parse(update))
+            programs |= self._update.programs
+        graph.add_handle("words", self._weights.meta_info)
+        graph.add_handle("values", self._weights.nz_values)
+        for dim, tensor in operands.items():
+            graph.add_handle(_NAMES[dim], tensor)
+        self.engine = Engine(graph, programs, numerics=numerics, check_memory=check_memory)
+        if self._update is not None:
+            self._update.connect(self.engine)
+
+    @property
+    def encoding(self) -> EncodedPattern | None:
+        return self._encoded if isinstance(self._encoded, EncodedPattern) else None
+
+    @typed
+    def save(self, file: str | os.PathLike[str]) -> None:
+        """Write the plan, how the layer was built, and the weights that the machine holds.
+
+        A program is not in the file: it follows from the plan, and `load` builds it.
+
+        Args:
+            file: where to; it appears whole or not at all.
+
+        Raises:
+            OSError: the file cannot be written.
+            TypeError: a plan for a target, or of options, of a class of your own.
+        """
+        write_layer(Path(file), StoredLayer(self.plan, self._built, self._matrices()))
+
+    @classmethod
+    @typed
+    def load(cls, file: str | os.PathLike[str]) -> Layer:
+        """The layer that `save` wrote, on whichever machine: nothing is planned, and no target is
+        asked for, since both stand in the file.
+
+        Raises:
+            OSError: the file cannot be read.
+            ValueError: another file, a damaged one, or a plan of another version of the planner.
+            OutOfMemoryError: as of the constructor (a ValueError).
+        """
+        try:
+            stored = read_layer(Path(file))
+            layer = cls(stored.plan, **stored.built)
+            if stored.weights:
+                one = len(stored.weights) == 1
+                layer.set_weights(stored.weights[0] if one else stored.weights, None)
+        except OutOfMemoryError:
+            raise
+        except (TypeError, ValueError) as error:
+            raise ValueError(f"{os.fspath(file)}: {error}") from None
+        return layer
+
+    def _matrices(self) -> list[COOMatrix]:
+        """The weights of each group; none where no pattern was set."""
+        encoded = self._encoded
+        if encoded is None:
+            return []
+        if self.numerics:
+            values = self.engine.read("values")
+        else:
+            values = np.zeros(self._partitioner.nz_size, self.plan.dtype.name)
+        if isinstance(encoded, DensePatterns):
+            gather = encoded.partitioner.gather
+            return [
+                COOMatrix.from_pattern(one, gather(one, values, group))
+                for group, one in enumerate(encoded.patterns)
+            ]
+        found = self._partitioner.decode(self.engine.read("words"), values)
+        groups = found if isinstance(found, list) else [found]
+        return [o if isinstance(o, COOMatrix) else COOMatrix.from_pattern(*o) for o in groups]
+
+    def set_pattern(self, pattern: Any) -> None:
+        """Encode a pattern (for several groups, a sequence of them) and write its meta-info.
+
+        Raises:
+            ValueError: another shape or block size than the plan's.
+            BucketOverflowError: too many non-zeros for the buckets (a ValueError).
+        """
+        self._encoded = encoded = self._partitioner.encode_pattern(pattern)
+        self.engine.write("words", encoded.meta_info)
+
+    def set_values(self, values: Any) -> None:
+        """Write values [nnz] or [nnz, b, b] of the pattern that was set."""
+        if self.encoding is None:
+            raise ValueError("set a pattern first")
+        self.engine.write("values", self.encoding.place(to_numpy(values)))
+
+    def set_weights(self, pattern: Any, values: Any) -> None:
+        """`set_pattern` and `set_values`; for several groups, sequences of both."""
+        encoded = self._partitioner.encode(pattern, values)
+        self._encoded = encoded.pattern
+        self.engine.write("words", encoded.meta_info)
+        if self.numerics:
+            self.engine.write("values", encoded.nz_values)
+
+    @typed
+    def run(self, name: str) -> Profile:
+        """Run a pass, "scores" or "rewire" on what the machine holds."""
+        self.profiles[name] = self.engine.run(name)
+        return self.profiles[name]
+
+    def forward(self, inputs: Any) -> np.ndarray:
+        """Y = X W^T: [batch, in] to [batch, out], in the plan's type."""
+        self.engine.write("input", inputs)
+        self.run("forward")
+        return self.engine.read("forward result")
+
+    def grad_input(self, gradient: Any) -> np.ndarray:
+        """dX = dY W: [batch, out] to [batch, in]."""
+        self.engine.write("gradient", gradient)
+        self.run("grad_input")
+        return self.engine.read("grad_input result")
+
+    def grad_weight(self, gradient: Any, inputs: Any) -> np.ndarray:
+        """dW = dY^T X at the pattern: [nnz] or [nnz, b, b], in the pattern's order."""
+        if self._encoded is None:
+            raise ValueError("set a pattern first")
+        self.engine.write("gradient", gradient)
+        self.engine.write("input", inputs)
+        self.run("grad_weight")
+        return self._gathered(self.engine.read("grad_weight result"))
+
+    def scores(self, gradient: Any, inputs: Any) -> np.ndarray:
+        """Growth scores: magnitudes of the dense dW = dY^T X, pooled per block as the update says.
+
+        The program "scores" runs: its profile lists the dense gradient in its pieces, the pooling,
+        and what goes to the host. `returned_values` is what came with it.
+
+        Args:
+            gradient, inputs: dY [batch, groups * out], X [batch, groups * in].
+
+        Returns:
+            float32 [out / rows, in / columns], with a leading axis for several groups. Single
+            elements and "none" give magnitudes, and their sums over blocks, made by the host.
+
+        Raises:
+            ValueError: a layer without `update`.
+        """
+        update = self._updating()
+        self.engine.write("gradient", gradient)
+        self.engine.write("input", inputs)
+        self.run("scores")
+        found = update.scores()
+        return found[0] if len(found) == 1 else found
+
+    @property
+    def returned_values(self) -> np.ndarray:
+        """The values that came to the host with the last scores: [nnz] or [nnz, b, b]."""
+        return self._gathered(self._updating().values())
+
+    @property
+    def returned_slots(self) -> list[np.ndarray]:
+        """The optimizer state that came to the host with the last scores, each like the values."""
+        return [self._gathered(slot) for slot in self._updating().slots()]
+
+    def _gathered(self, nz_values: np.ndarray) -> np.ndarray:
+        if self._encoded is None:
+            raise ValueError("set a pattern first")
+        return self._encoded.gather(nz_values)
+
+    def rewire(self, pattern: Any, values: Any, optimizer_slots: Sequence_[Any] = ()) -> Profile:
+        """Send a new pattern and its values, and optimizer state like them, over the host link.
+
+        Unlike `set_weights`, which is free, this runs the program "rewire".
+
+        Args:
+            pattern, values: as of `set_weights`.
+            optimizer_slots: as many as the update has, each like the values; none are all zeros.
+
+        Raises:
+            ValueError: a layer without `update`, another number of slots; as `set_weights`.
+        """
+        update = self._updating()
+        check_kind("optimizer_slots", optimizer_slots, (list, tuple), "a list like the values")
+        wanted = update.update.optimizer_slots
+        if len(optimizer_slots) not in (0, wanted):
+            raise ValueError(f"expected {wanted} optimizer slots, got {len(optimizer_slots)}")
+        encoded = self._partitioner.encode(pattern, values)
+        slots = [self._partitioner.encode(pattern, slot).nz_values for slot in optimizer_slots]
+        empty = [np.zeros_like(encoded.nz_values)] * (wanted - len(slots))
+        update.send(encoded.meta_info, [encoded.nz_values, *slots, *empty])
+        profile = self.run("rewire")
+        self._encoded = encoded.pattern
+        return profile
+
+    def _updating(self) -> UpdatePrograms:
+        if self._update is None:
+            raise ValueError(
+                "the layer has no programs for updates: build it with update=popsparse.Update()"
+            )
+        return self._update
+
+
+def _plain(update: Update) -> dict[str, Any]:
+    """Its fields, as `Update.parse` takes them from JSON."""
+    return {**vars(update), "partials_type": update.partials_type.name}

@@ -1,0 +1,211 @@
+"""Compiling a graph and its programs for a target, and running them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any, TextIO
+
+import numpy as np
+
+from dynsparse.checks import check_flag, check_integer, check_kind
+from dynsparse.files.shorten import shortened
+from dynsparse.files.whole import write_text_whole
+from dynsparse.tracing import spanned
+from popsparse.machine.checks import check_mapping
+from popsparse.machine.contents import Contents
+from popsparse.machine.errors import ProgramError
+from popsparse.machine.graph import Graph
+from popsparse.machine.liveness import analyse
+from popsparse.machine.lowering import Lowering
+from popsparse.machine.memory import check_memory as _check_memory
+from popsparse.machine.memory import measure_memory
+from popsparse.machine.options import EngineOptions
+from popsparse.machine.profile import Profile, StepProfile
+from popsparse.machine.profile_file import document
+from popsparse.machine.program import Program, check_nesting
+from popsparse.machine.state import Node, State
+from popsparse.machine.target import Target
+from popsparse.machine.tensor import Tensor
+
+
+class Engine:
+    """A program checked, planned and ready to run.
+
+    Args:
+        graph: the variables and vertices.
+        program: a program, or several by name.
+        target: the machine; the graph's own by default.
+        check_memory: whether a tile that overflows is an error. Otherwise it only shows in the
+            profile.
+        max_iterations: after this many turns a while loop is taken for endless.
+        options: by name, as Poplar spells them: see `EngineOptions`.
+        print_to: where `PrintTensor` writes; standard error.
+        numerics: whether half and float data is computed. Without it only whole numbers and bools,
+            which steer a program, move and change; the profile is the same at a fraction of the
+            time and memory, and floating-point tensors can be neither read nor written.
+
+    Raises:
+        MappingError: an element without a tile, or on a tile the target does not have.
+        LocalityError: a vertex connected to another tile's memory.
+        RaceError: vertices of a compute set, or sides of a copy, that meet in one element.
+        OutOfMemoryError: a tile that does not fit, with its largest variables.
+        ValueError: an option that is unknown or has a value of another kind.
+        ProgramError: a program that contains itself or writes a constant; or, without numerics, a
+            codelet that makes whole numbers of floating-point ones.
+    """
+
+    def __init__(
+        self,
+        graph: Graph,
+        program: Program | Mapping[str, Program],
+        target: Target | None = None,
+        *,
+        check_memory: bool = True,
+        max_iterations: int = 1_000_000,
+        numerics: bool = True,
+        options: Mapping[str, Any] | None = None,
+        print_to: TextIO | None = None,
+    ) -> None:
+        self.options = EngineOptions.parse(options)
+        graph = check_kind("graph", graph, Graph, "a Graph").root
+        self.graph = graph
+        self.target = graph.target if target is None else target
+        if not isinstance(self.target, Target):
+            raise TypeError(f"Engine takes a Target, got {type(target).__name__}")
+        max_iterations = check_integer("max_iterations", max_iterations, 1)
+        check_flag("check_memory", check_memory)
+        check_flag("numerics", numerics)
+        named = dict(program) if isinstance(program, Mapping) else {"": program}
+        for one in named.values():
+            if not isinstance(one, Program):
+                raise TypeError(f"expected a Program, got {type(one).__name__}")
+            check_nesting(one)
+        check_mapping(graph, self.target)
+        check_memory = check_memory and not self.options.allow_out_of_memory
+        liveness = analyse(graph, named.values())
+        if check_memory:
+            # The variables alone, before the simulation takes memory for them.
+            _check_memory(measure_memory(graph, self.target, [], [], liveness))
+        self._state = State(graph, self.target, numerics=numerics, max_iterations=max_iterations)
+        self._state.float_exceptions = self.options.float_exceptions
+        if print_to is not None:
+            self._state.print_to = print_to
+        lowering = Lowering(self._state)
+        self._programs = named
+        self._contents = Contents(graph, self.target, liveness, self._state.rows)
+        self._nodes: dict[str, Node] = {
+            name: lowering.lower(one, name) for name, one in named.items()
+        }
+        self.memory_use = measure_memory(
+            graph,
+            self.target,
+            lowering.vertex_sets,
+            lowering.copies,
+            liveness,
+            self.options.worker_stack_bytes,
+            len(self._state.steps),
+        )
+        sets = lowering.vertex_sets
+        self.counts = {
+            "tiles used": int((self.memory_use.all_variables > 0).sum()),
+            "variables": sum(len(group) for group in graph.variables.values()),
+            "compute steps": lowering.compute_sets,
+            "vertices": sum(v.count for v in sets),
+            "edges": sum(v.count * len(v.edges) for v in sets),
+            "exchanges": len(lowering.copies),
+        }
+        if check_memory:
+            _check_memory(self.memory_use)
+        self._reported: list[tuple[str, dict[str, Any]]] = []
+        if self.options.graph_report:
+            self._write_report("memory.json", "Memory", [("", self.report().to_dict())])
+
+    def report(self) -> Profile:
+        """The profile of no run: the program's counts and the memory it takes."""
+        steps = [StepProfile(name, kind) for name, kind, _ in self._state.steps]
+        counts = dict(self.counts)
+        return Profile(self.target, self.memory_use, steps, counts=counts, contents=self._contents)
+
+    def _write_report(self, name: str, title: str, runs: list[tuple[str, dict[str, Any]]]) -> None:
+        self.options.folder.mkdir(parents=True, exist_ok=True)
+        write_text_whole(self.options.folder / name, json.dumps(document(title, runs)))
+
+    @spanned("machine run")
+    def run(self, program: str | None = None) -> Profile:
+        """Run a program (named, if there are several) and return what it cost.
+
+        Variables keep their values from run to run.
+        """
+        check_kind("program", program, (str, type(None)), "the name of a program")
+        if program is None and len(self._nodes) != 1:
+            raise ProgramError(f"say which program to run: {', '.join(self._nodes)}")
+        name = next(iter(self._nodes)) if program is None else program
+        if name not in self._nodes:
+            raise ProgramError(f"no program {name!r}; there are: {', '.join(self._nodes)}")
+        if self.options.allow_out_of_memory:
+            _check_memory(self.memory_use)
+        profile = self.report()
+        profile.program = self._programs[name]
+        # The machine overflows to infinity without a word.
+        with np.errstate(all="ignore"):
+            self._nodes[name](profile)
+        for row, (_, _, plan) in zip(profile.steps, self._state.steps, strict=True):
+            if plan is not None and row.runs:
+                row.tile_exchange = plan.exchange_per_tile * row.runs
+                row.received_bytes = plan.received_bytes * row.runs
+                row.sent_bytes = plan.sent_bytes * row.runs
+                row.local_bytes = plan.local_bytes * row.runs
+        earlier = sum(program == name for program, _ in self._reported)
+        if self.options.execution_report and earlier < self.options.reported_runs:
+            self._reported.append((name, profile.to_dict()))
+            self._write_report("profile.json", "Runs", self._reported)
+        return profile
+
+    # The host's side.
+
+    def read(self, what: str | Tensor, replica: int = 0) -> np.ndarray:
+        """A copy of a tensor's values, by handle name, variable name or tensor.
+
+        Raises:
+            KeyError: no handle or variable of that name, or several variables.
+            ProgramError: a type that is not computed.
+            ValueError: a replica that does not exist.
+        """
+        return self._state.read(what, replica)
+
+    def write(self, what: str | Tensor, values: Any, replica: int | None = None) -> None:
+        """Set a tensor's values, of all replicas or of one. They round to its element type; a
+        scalar fills it.
+
+        Raises:
+            KeyError: no handle or variable of that name, or several variables.
+            ValueError: another shape, or integers that do not fit the type.
+            TypeError: fractional values for an integer type.
+            ProgramError: a constant.
+        """
+        self._state.write(what, values, replica)
+
+    def remote(self, name: str, replica: int = 0) -> np.ndarray:
+        """What a remote buffer holds, [rows, elements]: the host may read and write it in place.
+
+        Raises:
+            KeyError: no such buffer. ValueError: a replica that does not exist.
+        """
+        if not isinstance(name, str) or name not in self.graph.remote_buffers:
+            known = ", ".join(map(repr, self.graph.remote_buffers)) or "none"
+            raise KeyError(f"no remote buffer named {shortened(name)}; there are: {known}")
+        held = self._state.remote[self.graph.remote_buffers[name]]
+        return held[self._state.number(replica)]
+
+    def connect(self, stream: str, end: Any) -> None:
+        """Connect a stream of the graph to the host: see `Host.connect`. Replicas take their turns.
+
+        Raises:
+            KeyError: no such stream.
+            TypeError, ValueError: an end that does not fit it.
+        """
+        if not isinstance(stream, str) or stream not in self.graph.streams:
+            known = ", ".join(map(repr, self.graph.streams)) or "none"
+            raise KeyError(f"no stream named {shortened(stream)}; there are: {known}")
+        self._state.host.connect(self.graph.streams[stream], end)

@@ -1,0 +1,265 @@
+"""Planning a copy: which bytes cross the exchange, and how long that takes.
+
+Every route is fixed when the program is compiled. A tile receives `exchange_bytes_per_cycle` and
+sends as much at the same time; a send may be heard by any number of tiles at no extra cost; data
+that both tiles of a shared bus receive comes at twice the rate; each contiguous fragment costs its
+receiver a few control cycles beside the payload. (`Target` gives the sources.) Bytes that stay on
+their tile are copied by its workers instead.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+
+from popsparse.machine.dtypes import DType
+from popsparse.machine.errors import RaceError
+from popsparse.machine.facts import (
+    EXCHANGE_ENTRY,
+    LONG_SEND,
+    RECEIVE,
+    RECEIVE_POINTER,
+    SEND,
+    SHORT_WORDS,
+)
+from popsparse.machine.graph import Graph
+from popsparse.machine.intervals import Runs, refine, union_lengths
+from popsparse.machine.target import Target
+from popsparse.machine.tensor import Tensor
+
+
+@dataclass(frozen=True, eq=False)
+class CopyPlan:
+    """Bytes and cycles of one copy; arrays are per tile."""
+
+    received_bytes: np.ndarray
+    sent_bytes: np.ndarray
+    local_bytes: np.ndarray
+    fragments: np.ndarray
+    code_bytes: np.ndarray
+    exchange_per_tile: np.ndarray
+    local_per_tile: np.ndarray
+    link_bytes: int = 0
+    link_cycles: int = 0
+
+    @property
+    def is_exchange(self) -> bool:
+        """Whether any byte leaves its tile."""
+        return bool(self.received_bytes.any())
+
+    @property
+    def exchange_cycles(self) -> int:
+        """On the chips and, at the same time, on the links between them."""
+        return max(int(self.exchange_per_tile.max()), self.link_cycles)
+
+    @property
+    def local_cycles(self) -> int:
+        return int(self.local_per_tile.max())
+
+
+@dataclass(frozen=True, eq=False)
+class _Moves:
+    """Stretches of one element type, each from one tile to one tile, sorted by destination."""
+
+    src: np.ndarray
+    dst: np.ndarray
+    lengths: np.ndarray
+    src_tiles: np.ndarray
+    dst_tiles: np.ndarray
+
+
+def _moves(graph: Graph, dtype: DType, pairs: list[tuple[Tensor, Tensor]]) -> _Moves:
+    parts = [refine(src.runs(), dst.runs()) for src, dst in pairs]
+    src, dst, lengths = (np.concatenate(columns) for columns in zip(*parts, strict=True))
+    tile_map = graph.tile_map(dtype)
+    by_src = tile_map.split(Runs(src, lengths))
+    dst = dst[by_src.run] + (by_src.starts - src[by_src.run])
+    by_dst = tile_map.split(Runs(dst, by_src.lengths))
+    src = by_src.starts[by_dst.run] + (by_dst.starts - dst[by_dst.run])
+    order = np.argsort(by_dst.starts, kind="stable")
+    return _Moves(
+        src[order],
+        by_dst.starts[order],
+        by_dst.lengths[order],
+        by_src.tiles[by_dst.run][order],
+        by_dst.tiles[order],
+    )
+
+
+def _check_overlap(graph: Graph, dtype: DType, moves: _Moves, name: str) -> None:
+    ends = moves.dst + moves.lengths
+    twice = np.flatnonzero(moves.dst[1:] < ends[:-1])
+    if len(twice):
+        variable = graph.variable_at(dtype, int(moves.dst[twice[0] + 1]))
+        raise RaceError(
+            f"copy {name!r} writes element {int(moves.dst[twice[0] + 1]) - variable.start} of "
+            f"{variable.name!r} twice"
+        )
+    # The last destination that starts before a source ends must itself end before the source.
+    at = np.searchsorted(moves.dst, moves.src + moves.lengths, "left") - 1
+    meets = np.flatnonzero((at >= 0) & (ends[np.maximum(at, 0)] > moves.src))
+    if len(meets):
+        variable = graph.variable_at(dtype, int(moves.src[meets[0]]))
+        raise RaceError(
+            f"copy {name!r} reads and writes the same elements of {variable.name!r}: copy through "
+            f"a second variable"
+        )
+
+
+def plan_copy(
+    graph: Graph, target: Target, pairs: list[tuple[Tensor, Tensor]], name: str
+) -> CopyPlan:
+    """Bytes and cycles of copying all pairs at once.
+
+    Raises:
+        RaceError: a destination overlaps a source or another destination.
+    """
+    tiles = target.tiles
+    received = np.zeros(tiles)
+    shared = np.zeros(tiles)
+    sent = np.zeros(tiles)
+    local = np.zeros(tiles)
+    fragments = np.zeros(tiles)
+    code = np.zeros(tiles)
+    links = np.zeros((target.processors, target.processors))
+    by_type: dict[DType, list[tuple[Tensor, Tensor]]] = {}
+    for src, dst in pairs:
+        if src.numel:
+            by_type.setdefault(src.dtype, []).append((src, dst))
+    for dtype, group in by_type.items():
+        moves = _moves(graph, dtype, group)
+        _check_overlap(graph, dtype, moves, name)
+        far = moves.src_tiles != moves.dst_tiles
+        near = ~far
+        local += np.bincount(
+            moves.dst_tiles[near], weights=moves.lengths[near] * dtype.size, minlength=tiles
+        )
+        if not far.any():
+            continue
+        src, dst, lengths = moves.src[far], moves.dst[far], moves.lengths[far]
+        src_tiles, dst_tiles = moves.src_tiles[far], moves.dst_tiles[far]
+        received += np.bincount(dst_tiles, weights=lengths * dtype.size, minlength=tiles)
+        sent += union_lengths(src, lengths, src_tiles, tiles) * dtype.size
+        continues = (
+            (dst[1:] == dst[:-1] + lengths[:-1])
+            & (src[1:] == src[:-1] + lengths[:-1])
+            & (dst_tiles[1:] == dst_tiles[:-1])
+            & (src_tiles[1:] == src_tiles[:-1])
+        )
+        begins = np.concatenate([[True], ~continues])
+        fragments += np.bincount(dst_tiles[begins], minlength=tiles)
+        first = np.flatnonzero(begins)
+        size = np.add.reduceat(lengths, first)
+        code += _receive_code(dst[first], size, dst_tiles[first], tiles)
+        code += _send_code(src[first], size, src_tiles[first], tiles, dtype.size)
+        if target.processors > 1:
+            links += _link_bytes(target, src, lengths, src_tiles, dst_tiles) * dtype.size
+        if target.exchange_bus_tiles == 2:
+            shared += _common_bytes(src, lengths, dst_tiles, tiles) * dtype.size
+    rate = target.exchange_bytes_per_cycle
+    payload = np.maximum((received - shared / 2) / rate, sent / rate)
+    busy = np.ceil(np.maximum(payload, fragments * target.exchange_fragment_cycles))
+    copying = np.ceil(local / target.memcpy_bytes_per_cycle)
+    copying[local > 0] += target.local_copy_cycles
+    code[code > 0] += EXCHANGE_ENTRY.typical
+    return CopyPlan(
+        received,
+        sent,
+        local,
+        fragments,
+        code,
+        busy,
+        copying,
+        int(links.sum()),
+        link_cycles(target, links),
+    )
+
+
+def _receive_code(begin: np.ndarray, size: np.ndarray, to: np.ndarray, tiles: int) -> np.ndarray:
+    """Bytes of the instructions that receive fragments, which come in order of their places."""
+    goes_on = np.append(False, (begin[1:] == begin[:-1] + size[:-1]) & (to[1:] == to[:-1]))
+    code = RECEIVE.typical * np.bincount(to, minlength=tiles)
+    return np.asarray(code + RECEIVE_POINTER.typical * np.bincount(to[~goes_on], minlength=tiles))
+
+
+def _send_code(
+    begin: np.ndarray, size: np.ndarray, tile: np.ndarray, tiles: int, element: int
+) -> np.ndarray:
+    """Bytes of the instructions that send fragments; what several tiles hear is sent once."""
+    _, first = np.unique(begin * (int(size.max()) + 1) + size, return_index=True)
+    long = size[first] * element > 4 * SHORT_WORDS
+    each = SEND.typical + LONG_SEND.typical * long
+    return np.bincount(tile[first], each, minlength=tiles)
+
+
+def link_cycles(target: Target, links: np.ndarray) -> int:
+    """Cycles of moving bytes between processors: links[i, j] from i to j, all at once.
+
+    A processor sends, and at the same time receives, at the rate of its links, whoever the others
+    are. How links are laid from chip to chip is left out.
+    """
+    worst = max(links.sum(0).max(), links.sum(1).max())
+    return math.ceil(worst / target.link_bytes_per_second * target.clock_hz)
+
+
+def _link_bytes(
+    target: Target,
+    src: np.ndarray,
+    lengths: np.ndarray,
+    src_tiles: np.ndarray,
+    dst_tiles: np.ndarray,
+) -> np.ndarray:
+    """Elements from processor to processor, [processors, processors]. What several tiles of one
+    hear crosses once."""
+    count, each = target.processors, target.processor_tiles
+    start, to = src_tiles // each, dst_tiles // each
+    far = start != to
+    ways = (start * count + to)[far]
+    return union_lengths(src[far], lengths[far], ways, count * count).reshape(count, count)
+
+
+def _common_bytes(
+    src: np.ndarray, lengths: np.ndarray, dst_tiles: np.ndarray, tiles: int
+) -> np.ndarray:
+    """Elements that each tile receives and its neighbour on the bus receives too: [tiles]."""
+    own = union_lengths(src, lengths, dst_tiles, tiles)
+    buses = -(-tiles // 2)
+    both = union_lengths(src, lengths, dst_tiles // 2, buses)
+    padded = np.zeros(2 * buses, np.int64)
+    padded[:tiles] = own
+    common = padded[0::2] + padded[1::2] - both
+    return np.repeat(common, 2)[:tiles].astype(float)
+
+
+def broadcast_cycles(target: Target, tensor: Tensor) -> int:
+    """Exchange cycles of sending one control value to every tile: whole 32-bit words."""
+    size = -(-tensor.dtype.size * tensor.numel // 4) * 4
+    return math.ceil(size / target.exchange_bytes_per_cycle) if target.tiles > 1 else 0
+
+
+def bind_copy(
+    pairs: list[tuple[Tensor, Tensor]], memory: dict[DType, np.ndarray]
+) -> list[Callable[[], None]]:
+    """What moves the data of a copy, one call per pair."""
+    return [_bind_pair(src, dst, memory) for src, dst in pairs if src.numel]
+
+
+def _bind_pair(src: Tensor, dst: Tensor, memory: dict[DType, np.ndarray]) -> Callable[[], None]:
+    if src.shape != dst.shape:
+        # A shape that both sides have as plain views saves a temporary.
+        as_dst, as_src = src.reshape(dst.shape), dst.reshape(src.shape)
+        if as_src.is_regular and not as_dst.is_regular:
+            dst = as_src
+        else:
+            src = as_dst
+    from_, to = src.data(memory), dst.data(memory)
+    if from_ is None:
+        if to is not None:
+            return lambda: np.copyto(to, src.values(memory))
+        return lambda: dst.fill(memory, src.values(memory))
+    if to is None:
+        return lambda: dst.fill(memory, from_)
+    return lambda: np.copyto(to, from_)

@@ -1,0 +1,315 @@
+"""Programs made ready to run: each step planned once, then run as often as the program says."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from popsparse.machine import outside
+from popsparse.machine import program as programs
+from popsparse.machine.checks import check_compute_set
+from popsparse.machine.errors import ProgramError
+from popsparse.machine.exchange import CopyPlan, bind_copy, broadcast_cycles, plan_copy
+from popsparse.machine.profile import CodeletProfile, Profile
+from popsparse.machine.state import Node, State
+from popsparse.machine.tensor import Tensor
+from popsparse.machine.vertex import BoundVertices, VertexSet
+
+
+class Lowering:
+    """Turns programs into nodes, each program once however often it is used."""
+
+    def __init__(self, state: State) -> None:
+        self.state = state
+        self.nodes: dict[int, Node] = {}
+        self.kept: list[programs.Program] = []
+        self.copies: list[CopyPlan] = []
+        self.vertex_sets: list[VertexSet] = []
+        self.compute_sets = 0
+
+    def lower(self, program: programs.Program, path: str = "") -> Node:
+        """The node of a program."""
+        if id(program) in self.nodes:
+            return self.nodes[id(program)]
+        name = program.name
+        if name is not None:
+            path = f"{path}/{name}" if path else name
+        make = getattr(self, f"_{type(program).__name__}")
+        outer, self.state.making = self.state.making, program
+        node: Node = make(program, path)
+        self.state.making = outer
+        self.nodes[id(program)] = node
+        # Kept alive, so that an id is never used again for another program.
+        self.kept.append(program)
+        return node
+
+    def _leaf_path(self, program: programs.Program, path: str, kind: str) -> str:
+        if program.name is not None:
+            return path
+        leaf = f"{kind}{len(self.state.steps)}"
+        return f"{path}/{leaf}" if path else leaf
+
+    # Structure.
+
+    def _Sequence(self, program: programs.Sequence, path: str) -> Node:
+        nodes = [self.lower(p, path) for p in program.programs]
+
+        def run(profile: Profile) -> None:
+            for node in nodes:
+                node(profile)
+
+        return run
+
+    def _Call(self, program: programs.Call, path: str) -> Node:
+        return self.lower(program.function, path)
+
+    def _Repeat(self, program: programs.Repeat, path: str) -> Node:
+        body, count = self.lower(program.body, path), program.count
+
+        def run(profile: Profile) -> None:
+            for _ in range(count):
+                body(profile)
+
+        return run
+
+    def _test(self, scalar: Tensor, path: str) -> Callable[[Profile], int]:
+        """Reading a control value: it goes to every tile, so that all take the same branch."""
+        state = self.state
+        step = state.add_step(f"{path}/predicate" if path else "predicate", "control")
+        flats = [memory[scalar.dtype] for memory in state.memories]
+        address = int(scalar.addresses().reshape(-1)[0])
+        exchange, sync = broadcast_cycles(state.target, scalar), state.target.whole_sync_cycles
+
+        def test(profile: Profile) -> int:
+            profile.record(step, sync=sync, exchange=exchange)
+            found = [int(flat[address]) for flat in flats]
+            profile.chosen(step, found[0])
+            if len({*found}) > 1:
+                raise ProgramError(
+                    f"replicas go different ways at {path!r}: {scalar.name} is "
+                    f"{', '.join(map(str, found))}; make it the same on all, as by "
+                    "CrossReplicaCopy"
+                )
+            return found[0]
+
+        return test
+
+    def _while(self, program: Any, path: str) -> Node:
+        condition = self.lower(program.condition, path)
+        test = self._test(program.predicate, path)
+        body = self.lower(program.body, path)
+        state, wanted = self.state, program.runs_while
+
+        def run(profile: Profile) -> None:
+            for _ in range(state.max_iterations):
+                condition(profile)
+                if bool(test(profile)) is not wanted:
+                    return
+                body(profile)
+            raise ProgramError(
+                f"loop {path or type(program).__name__!r} ran {state.max_iterations:,} times "
+                f"without its predicate ({program.predicate.name}) ending it; raise max_iterations "
+                f"of the engine if it should"
+            )
+
+        return run
+
+    _RepeatWhileTrue = _while
+    _RepeatWhileFalse = _while
+
+    def _If(self, program: programs.If, path: str) -> Node:
+        test = self._test(program.predicate, path)
+        then, otherwise = self.lower(program.then, path), self.lower(program.otherwise, path)
+
+        def run(profile: Profile) -> None:
+            (then if test(profile) else otherwise)(profile)
+
+        return run
+
+    _AbortOnCondition = _If
+
+    def _Switch(self, program: programs.Switch, path: str) -> Node:
+        test = self._test(program.value, path)
+        cases = {key: self.lower(p, path) for key, p in program.cases.items()}
+        default = self.lower(program.default, path)
+
+        def run(profile: Profile) -> None:
+            cases.get(test(profile), default)(profile)
+
+        return run
+
+    # Steps.
+
+    def _Sync(self, program: programs.Sync, path: str) -> Node:
+        step = self.state.add_step(self._leaf_path(program, path, "sync"), "sync")
+        cycles = self.state.target.whole_sync_cycles
+        return lambda profile: profile.record(step, sync=cycles)
+
+    def _WriteUndef(self, program: programs.WriteUndef, path: str) -> Node:
+        state, tensor = self.state, program.tensor
+        self._check_written([tensor], "WriteUndef")
+        poison = np.broadcast_to(np.asarray(tensor.dtype.poison), tensor.shape)
+
+        def run(profile: Profile) -> None:
+            # Rubbish from here on, so that a program which does want it is found out.
+            if state.computes(tensor.dtype):
+                state.store(tensor, poison, "WriteUndef")
+
+        return run
+
+    def _Copy(self, program: programs.Copy, path: str) -> Node:
+        path = self._leaf_path(program, path, "copy")
+        state = self.state
+        written = [dst for _, dst in program.pairs if isinstance(dst, Tensor)]
+        self._check_written(written, f"copy {path!r}")
+        if program.stream is not None:
+            return outside.stream_copy(state, program, path)
+        if program.remote is not None:
+            return outside.remote_copy(state, program, path)
+        plan = plan_copy(state.graph, state.target, program.pairs, path)
+        self.copies.append(plan)
+        computed = [pair for pair in program.pairs if state.computes(pair[0].dtype)]
+        move = [one for memory in state.memories for one in bind_copy(computed, memory)]
+        step = state.add_step(path, "exchange" if plan.is_exchange else "compute", plan)
+        sync = state.target.sync_cycles if plan.is_exchange else 0
+        if plan.link_bytes:
+            sync = state.target.link_sync_cycles
+        link_bytes = plan.link_bytes * len(state.memories)
+        exchange, local = plan.exchange_cycles, plan.local_cycles
+        tile_cycles = plan.local_per_tile if local else None
+
+        def run(profile: Profile) -> None:
+            for pair in move:
+                pair()
+            profile.record(
+                step,
+                sync=sync,
+                exchange=exchange,
+                compute=local,
+                tile_cycles=tile_cycles,
+                link_bytes=link_bytes,
+            )
+
+        return run
+
+    def _check_written(self, tensors: list[Tensor], what: str) -> None:
+        for tensor in tensors:
+            constant = self.state.graph.constant_in(tensor)
+            if constant is not None:
+                raise ProgramError(f"{what} writes the constant {constant.name!r}")
+
+    def _CrossReplicaCopy(self, program: programs.CrossReplicaCopy, path: str) -> Node:
+        self._check_written([dst for _, dst in program.pairs], f"copy {path!r}")
+        path = self._leaf_path(program, path, "cross replica copy")
+        return outside.cross_replica_copy(self.state, program, path)
+
+    def _PrintTensor(self, program: programs.PrintTensor, path: str) -> Node:
+        return outside.print_tensor(self.state, program, self._leaf_path(program, path, "print"))
+
+    def _ErrorProgram(self, program: programs.ErrorProgram, path: str) -> Node:
+        return outside.end(self.state, program, path)
+
+    _Abort = _ErrorProgram
+
+    def _is_computed(self, vertices: VertexSet, path: str) -> bool:
+        edges = [(vertices.codelet.fields[name], t.dtype) for name, t in vertices.edges.items()]
+        if all(self.state.computes(dtype) for _, dtype in edges):
+            return True
+        if any(edge.writes and not dtype.is_floating for edge, dtype in edges):
+            raise ProgramError(
+                f"compute set {path!r}: {vertices.codelet.name!r} makes whole numbers from "
+                f"floating-point data, so it needs an engine with numerics=True"
+            )
+        return False
+
+    def _Execute(self, program: programs.Execute, path: str) -> Node:
+        state = self.state
+        sets = program.compute_set.merged()
+        check_compute_set(state.graph, state.target, path, sets)
+        self.vertex_sets.extend(sets)
+        self.compute_sets += 1
+        step = state.add_step(path, "compute")
+        replicas = [
+            [BoundVertices(v, memory, state.target) for v in sets if v.count]
+            for memory in state.memories
+        ]
+        bound = replicas[0]
+        schedule = _Schedule(bound, state.target.tiles, state.target.workers)
+        fixed: list[np.ndarray | None] = [
+            None if b.codelet.data_dependent else b.cycles() for b in bound
+        ]
+        flops = [None if b.codelet.data_dependent else b.flops() for b in bound]
+        peak = max((state.target.peak_flops(dtype) for v in sets for dtype in v.read), default=0.0)
+        computed = [self._is_computed(v, path) for v in sets if v.count]
+        settled = [f for f in fixed if f is not None]
+        known = schedule.tile_cycles(settled) if len(settled) == len(bound) else None
+        known_max = float(known.max()) if known is not None else 0.0
+
+        def one(bound: list[BoundVertices], profile: Profile) -> list[np.ndarray]:
+            for b, is_computed in zip(bound, computed, strict=True):
+                if is_computed or b.codelet.data_dependent:
+                    b.load()
+            cycles = [b.cycles() if f is None else f for b, f in zip(bound, fixed, strict=True)]
+            work = [b.flops() if f is None else f for b, f in zip(bound, flops, strict=True)]
+            profile.steps[step].flops += sum(work)
+            profile.steps[step].peak_flops = peak
+            for b, spent, is_computed in zip(bound, cycles, computed, strict=True):
+                if is_computed:
+                    with state.float_errors(path, b.codelet.name):
+                        b.run()
+                row = profile.codelets.setdefault(b.codelet.name, CodeletProfile())
+                row.vertices += len(spent)
+                row.cycles += float(spent.sum())
+            return cycles
+
+        def run(profile: Profile) -> None:
+            found = [one(bound, profile) for bound in replicas]
+            if known is not None:
+                profile.record(step, compute=known_max, tile_cycles=known)
+                return
+            tile_cycles = schedule.tile_cycles(found[0])
+            for cycles in found[1:]:  # The slowest replica counts.
+                tile_cycles = np.maximum(tile_cycles, schedule.tile_cycles(cycles))
+            profile.record(step, compute=float(tile_cycles.max()), tile_cycles=tile_cycles)
+
+        return run
+
+
+class _Schedule:
+    """How a compute set's vertices share the workers of their tiles.
+
+    Worker vertices of a tile are dealt in order to its workers, which issue in turn: the tile takes
+    `workers` times the longest worker's sum. Codelets that use all workers, or the supervisor, run
+    one after the other.
+    """
+
+    def __init__(self, bound: list[BoundVertices], tiles: int, workers: int) -> None:
+        self.tiles, self.workers = tiles, workers
+        self.modes = [b.codelet.runs_on for b in bound]
+        self.where = [b.vertices.tiles for b in bound]
+        dealt = [t for t, mode in zip(self.where, self.modes, strict=True) if mode == "worker"]
+        at = np.concatenate([*dealt, np.zeros(0, np.int64)])
+        order = np.argsort(at, kind="stable")
+        counts = np.bincount(at, minlength=tiles)
+        first = np.cumsum(counts) - counts
+        rank = np.empty(len(at), np.int64)
+        rank[order] = np.arange(len(at)) - first[at[order]]
+        self.slots = at * workers + rank % workers
+
+    def tile_cycles(self, cycles: list[np.ndarray]) -> np.ndarray:
+        """Cycles of each tile, [tiles], from those of the vertices of each set."""
+        total = np.zeros(self.tiles)
+        dealt = []
+        for mode, where, spent in zip(self.modes, self.where, cycles, strict=True):
+            if mode == "worker":
+                dealt.append(spent)
+            else:
+                factor = self.workers if mode == "workers" else 1
+                total += factor * np.bincount(where, weights=spent, minlength=self.tiles)
+        if dealt:
+            size = self.tiles * self.workers
+            sums = np.bincount(self.slots, weights=np.concatenate(dealt), minlength=size)
+            total += self.workers * sums.reshape(self.tiles, self.workers).max(1)
+        return total

@@ -1,0 +1,385 @@
+"""What a run cost: plain numbers per step, per tile and over time."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from dynsparse.checks import check_kind
+from dynsparse.files.shorten import shortened
+from dynsparse.typed import typed
+from popsparse.machine.contents import Contents
+from popsparse.machine.memory import MemoryUse
+from popsparse.machine.program import Program
+from popsparse.machine.target import Target
+from popsparse.machine.tree import ProgramNode, program_tree
+
+# A timeline longer than this is cut off; the totals go on.
+_TIMELINE_ROWS = 100_000
+
+
+@dataclass(eq=False)
+class StepProfile:
+    """One step of the program and what all its runs cost together.
+
+    `kind` is "compute", "exchange", "control", "sync", "host", "remote" or "links". Cycles: `sync`
+    waiting for all tiles, `exchange` (links included), `compute` (vertices, and copies inside
+    tiles), `host` (and remote buffers). `tile_cycles` is what
+    each tile itself computed, `tile_exchange` what it exchanged: the rest of the step it waits.
+    These and the bytes on the exchange are [tiles], or None for steps without. `to_host_bytes` and
+    `from_host_bytes` are what all tiles together sent over the host link; "remote" likewise with
+    the memory beside the processors; `link_bytes` went from one processor to another. `flops` are
+    the floating-point operations that its codelets say they do, `peak_flops` what a tile could do
+    in a cycle on operands of their type.
+    """
+
+    name: str
+    kind: str
+    runs: int = 0
+    sync: float = 0
+    exchange: float = 0
+    compute: float = 0
+    host: float = 0
+    tile_cycles: np.ndarray | None = None
+    tile_exchange: np.ndarray | None = None
+    received_bytes: np.ndarray | None = None
+    sent_bytes: np.ndarray | None = None
+    local_bytes: np.ndarray | None = None
+    to_host_bytes: int = 0
+    from_host_bytes: int = 0
+    to_remote_bytes: int = 0
+    from_remote_bytes: int = 0
+    link_bytes: int = 0
+    flops: float = 0
+    peak_flops: float = 0
+
+    @property
+    def cycles(self) -> float:
+        return self.sync + self.exchange + self.compute + self.host
+
+    @property
+    def balance(self) -> float:
+        """Mean over the tiles of their compute, over that of the busiest: 1 is even."""
+        if self.tile_cycles is None or not self.compute:
+            return 0.0
+        return float(self.tile_cycles.mean()) / self.compute
+
+
+@dataclass(frozen=True)
+class TimelineRow:
+    """One run of one step; `step` indexes `Profile.steps`, times are in cycles."""
+
+    step: int
+    start: float
+    sync: float
+    exchange: float
+    compute: float
+    host: float
+
+
+@dataclass
+class CodeletProfile:
+    """All vertices of a codelet: how many ran and the sum of their estimates."""
+
+    vertices: int = 0
+    cycles: float = 0
+
+
+@dataclass(eq=False)
+class Profile:
+    """The cost of one run. Fields are plain numbers and NumPy arrays, but for `contents`: what lies
+    where and when, and `program`, which ran (None: none).
+    """
+
+    target: Target
+    memory: MemoryUse
+    steps: list[StepProfile]
+    timeline: list[TimelineRow] = field(default_factory=list)
+    codelets: dict[str, CodeletProfile] = field(default_factory=dict)
+    counts: dict[str, int] = field(default_factory=dict)
+    cycles: float = 0
+    timeline_is_whole: bool = True
+    contents: Contents | None = None
+    program: Program | None = None
+    choices: dict[int, dict[int, int]] = field(default_factory=dict)
+    _kept_tree: list[ProgramNode] = field(default_factory=list)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """For copies and pickles: the nodes of the tree in place of the program, whose codelets may
+        be functions of any kind."""
+        return self.__dict__ | {"program": None, "_kept_tree": self.tree()}
+
+    def chosen(self, step: int, value: int) -> None:
+        """Count a control value that was tested. For engines."""
+        found = self.choices.setdefault(step, {})
+        found[value] = found.get(value, 0) + 1
+
+    def tree(self) -> list[ProgramNode]:
+        """The static program that ran, the root first, each program before those inside it. Empty
+        where none ran."""
+        if self.program is None or self.contents is None:
+            return self._kept_tree
+        spent = [step.cycles for step in self.steps]
+        return program_tree(self.program, self.contents.rows, spent, self.choices)
+
+    def record(
+        self,
+        step: int,
+        *,
+        sync: float = 0,
+        exchange: float = 0,
+        compute: float = 0,
+        host: float = 0,
+        tile_cycles: np.ndarray | None = None,
+        to_host_bytes: int = 0,
+        from_host_bytes: int = 0,
+        to_remote_bytes: int = 0,
+        from_remote_bytes: int = 0,
+        link_bytes: int = 0,
+    ) -> None:
+        """Add one run of a step. For engines."""
+        row = self.steps[step]
+        row.runs += 1
+        row.sync += sync
+        row.exchange += exchange
+        row.compute += compute
+        row.host += host
+        row.to_host_bytes += to_host_bytes
+        row.from_host_bytes += from_host_bytes
+        row.to_remote_bytes += to_remote_bytes
+        row.from_remote_bytes += from_remote_bytes
+        row.link_bytes += link_bytes
+        if tile_cycles is not None:
+            row.tile_cycles = (
+                tile_cycles.copy() if row.tile_cycles is None else row.tile_cycles + tile_cycles
+            )
+        if len(self.timeline) < _TIMELINE_ROWS:
+            self.timeline.append(TimelineRow(step, self.cycles, sync, exchange, compute, host))
+        else:
+            self.timeline_is_whole = False
+        self.cycles += sync + exchange + compute + host
+
+    def _total(self, part: str) -> float:
+        return sum(getattr(step, part) for step in self.steps)
+
+    @property
+    def sync_cycles(self) -> float:
+        return self._total("sync")
+
+    @property
+    def exchange_cycles(self) -> float:
+        return self._total("exchange")
+
+    @property
+    def compute_cycles(self) -> float:
+        return self._total("compute")
+
+    @property
+    def host_cycles(self) -> float:
+        return self._total("host")
+
+    @property
+    def to_host_bytes(self) -> int:
+        """Bytes that went to the host over its link."""
+        return int(self._total("to_host_bytes"))
+
+    @property
+    def from_host_bytes(self) -> int:
+        """Bytes that came from the host over its link."""
+        return int(self._total("from_host_bytes"))
+
+    @property
+    def link_bytes(self) -> int:
+        """Bytes that went from one processor to another."""
+        return int(self._total("link_bytes"))
+
+    @property
+    def seconds(self) -> float:
+        return self.target.seconds(self.cycles)
+
+    @property
+    def received_bytes(self) -> np.ndarray:
+        """Bytes each tile received over the exchange, [tiles]."""
+        return self._sum_of("received_bytes")
+
+    @property
+    def sent_bytes(self) -> np.ndarray:
+        return self._sum_of("sent_bytes")
+
+    @property
+    def tile_cycles(self) -> np.ndarray:
+        """Cycles each tile computed, [tiles]."""
+        return self._sum_of("tile_cycles")
+
+    @property
+    def tile_exchange(self) -> np.ndarray:
+        """Cycles each tile exchanged, [tiles]."""
+        return self._sum_of("tile_exchange")
+
+    def _sum_of(self, part: str) -> np.ndarray:
+        out = np.zeros(self.target.tiles)
+        for step in self.steps:
+            found = getattr(step, part)
+            if found is not None:
+                out += found
+        return out
+
+    def step(self, name: str) -> StepProfile:
+        """The step of this name: its whole path, or the end of it if only one step has it.
+
+        Raises:
+            KeyError: no step of that name, or several.
+        """
+        check_kind("name", name, str, "the name of a step")
+        exact = [s for s in self.steps if s.name == name]
+        found = exact or [s for s in self.steps if s.name.endswith("/" + name)]
+        if len(found) != 1:
+            names = ", ".join(s.name for s in (found or self.steps)[:8])
+            raise KeyError(f"{len(found)} steps are named {shortened(name)}; among: {names}")
+        return found[0]
+
+    @typed
+    def to_dict(self, per_tile: bool = True) -> dict[str, Any]:
+        """Plain data for JSON or a report page.
+
+        Keys: `target`; `counts` (tiles used, variables, vertices, ...); `cycles` (total, sync,
+        exchange, compute, host); `seconds`; `memory` (limit, max_tile_bytes, worst_tile, and that
+        tile's by_category); `steps` (name, kind, runs, cycles by part, balance, bytes); `timeline`
+        (rows of step, start, sync, exchange, compute, host); `codelets`; with `per_tile` also
+        `tiles` (bytes, cycles, exchange, received, sent: lists; memory: lists by category),
+        `contents` (as of `Contents.to_dict`) and, of a run, `tree` (nodes as of the method).
+        """
+        worst = self.memory.worst_tile
+        out: dict[str, Any] = {
+            "target": self.target.to_dict(),
+            "counts": dict(self.counts),
+            "cycles": {
+                "total": self.cycles,
+                "sync": self.sync_cycles,
+                "exchange": self.exchange_cycles,
+                "compute": self.compute_cycles,
+                "host": self.host_cycles,
+            },
+            "seconds": self.seconds,
+            "memory": {
+                "limit": self.memory.limit,
+                "max_tile_bytes": self.memory.max_tile_bytes,
+                "worst_tile": worst,
+                "by_category": {k: int(v[worst]) for k, v in self.memory.by_category.items()},
+            },
+            "steps": [
+                {
+                    "name": step.name,
+                    "kind": step.kind,
+                    "runs": step.runs,
+                    "cycles": step.cycles,
+                    "sync": step.sync,
+                    "exchange": step.exchange,
+                    "compute": step.compute,
+                    "host": step.host,
+                    "balance": step.balance,
+                    "tiles": _count(step.tile_cycles),
+                    "flops": step.flops,
+                    "peak_flops": step.peak_flops,
+                    "received_bytes": _sum(step.received_bytes),
+                    "max_received_bytes": _max(step.received_bytes),
+                    "sent_bytes": _sum(step.sent_bytes),
+                    "local_bytes": _sum(step.local_bytes),
+                    "to_host_bytes": step.to_host_bytes,
+                    "from_host_bytes": step.from_host_bytes,
+                    "to_remote_bytes": step.to_remote_bytes,
+                    "from_remote_bytes": step.from_remote_bytes,
+                    "link_bytes": step.link_bytes,
+                }
+                for step in self.steps
+            ],
+            "timeline": [
+                [row.step, row.start, row.sync, row.exchange, row.compute, row.host]
+                for row in self.timeline
+            ],
+            "timeline_is_whole": self.timeline_is_whole,
+            "codelets": {
+                name: {"vertices": c.vertices, "cycles": c.cycles}
+                for name, c in self.codelets.items()
+            },
+        }
+        if per_tile:
+            out["tiles"] = {
+                "bytes": self.memory.per_tile.astype(int).tolist(),
+                "cycles": self.tile_cycles.tolist(),
+                "exchange": self.tile_exchange.tolist(),
+                "received": self.received_bytes.tolist(),
+                "sent": self.sent_bytes.tolist(),
+                "memory": {k: v.astype(int).tolist() for k, v in self.memory.by_category.items()},
+            }
+            if self.contents is not None:
+                out["contents"] = self.contents.to_dict()
+            if tree := self.tree():
+                out["tree"] = [vars(node) for node in tree]
+        return out
+
+    @typed
+    def summary(self, max_steps: int = 30) -> str:
+        """A text a person reads: target, memory, cycles by kind, the costliest steps."""
+        target, use = self.target, self.memory
+        lines = [
+            f"Target: {target.name}, {target.tiles:,} tiles of {target.bytes_per_tile:,} bytes, "
+            f"{target.clock_hz / 1e9:g} GHz",
+            "Graph: " + ", ".join(f"{n:,} {what}" for what, n in self.counts.items()),
+            f"Memory: fullest tile {use.worst_tile} holds {use.max_tile_bytes:,} bytes "
+            f"({use.max_tile_bytes / use.limit:.1%})",
+        ]
+        lines += [
+            f"  {name:<14}{int(sizes[use.worst_tile]):>12,}"
+            for name, sizes in use.by_category.items()
+            if sizes[use.worst_tile]
+        ]
+        lines.append(f"Cycles: {self.cycles:,.0f} ({self.seconds * 1e6:,.2f} us)")
+        for part in ("compute", "exchange", "sync", "host"):
+            spent = self._total(part)
+            if spent:
+                lines.append(f"  {part:<14}{spent:>12,.0f}  {spent / self.cycles:6.1%}")
+        for what, out, back in (
+            ("Host link", "to_host_bytes", "from_host_bytes"),
+            ("Remote buffers", "to_remote_bytes", "from_remote_bytes"),
+        ):
+            down, up = self._total(out), self._total(back)
+            if down or up:
+                whom = "to the host" if what == "Host link" else "to them"
+                lines.append(f"{what}: {down:,} bytes {whom}, {up:,} back")
+        if self.link_bytes:
+            lines.append(f"Links between processors: {self.link_bytes:,} bytes")
+        ran = sorted((s for s in self.steps if s.runs), key=lambda s: -s.cycles)
+        lines.append(
+            f"{'Step':<36}{'kind':<9}{'runs':>7}{'cycles':>12}{'compute':>11}{'exchange':>11}"
+            f"{'sync':>9}{'balance':>9}"
+        )
+        for step in ran[:max_steps]:
+            balance = f"{step.balance:9.0%}" if step.tile_cycles is not None else f"{'':>9}"
+            outside = step.to_host_bytes + step.from_host_bytes
+            outside += step.to_remote_bytes + step.from_remote_bytes + step.link_bytes
+            if outside:
+                balance += f"  {outside:,} B outside"
+            lines.append(
+                f"{step.name[-35:]:<36}{step.kind:<9}{step.runs:>7,}{step.cycles:>12,.0f}"
+                f"{step.compute:>11,.0f}{step.exchange:>11,.0f}{step.sync:>9,.0f}{balance}"
+            )
+        if len(ran) > max_steps:
+            rest = sum(s.cycles for s in ran[max_steps:])
+            lines.append(f"... {len(ran) - max_steps} more steps, {rest:,.0f} cycles")
+        return "\n".join(lines)
+
+
+def _sum(values: np.ndarray | None) -> int:
+    return 0 if values is None else int(values.sum())
+
+
+def _count(values: np.ndarray | None) -> int:
+    """How many are not zero."""
+    return 0 if values is None else int(np.count_nonzero(values))
+
+
+def _max(values: np.ndarray | None) -> int:
+    return 0 if values is None else int(values.max())

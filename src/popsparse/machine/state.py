@@ -1,0 +1,169 @@
+"""What lies under a running program: memory, the host's streams, the rows of the profile."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, TextIO
+
+import numpy as np
+
+from dynsparse.checks import check_array, check_integer, check_kind
+from dynsparse.files.shorten import shortened
+from popsparse.machine.dtypes import DType
+from popsparse.machine.errors import MachineError, ProgramError
+from popsparse.machine.exchange import CopyPlan
+from popsparse.machine.graph import Graph
+from popsparse.machine.host import Host
+from popsparse.machine.objects import RemoteBuffer
+from popsparse.machine.profile import Profile
+from popsparse.machine.program import Program
+from popsparse.machine.target import Target
+from popsparse.machine.tensor import Tensor
+
+# A node runs one step (and those inside it) and adds what it cost to the profile.
+Node = Callable[[Profile], None]
+
+
+class State:
+    """The memory of a graph's variables on a target, and what steps need besides.
+
+    `memories` has one for each replica. `steps` has a row (name, kind, plan of the copy) for each
+    step of the profile, `rows` the row of each program that has one: who adds a row says in
+    `making` which program it is of. Arguments as of `Engine`.
+    """
+
+    def __init__(
+        self, graph: Graph, target: Target, *, numerics: bool, max_iterations: int
+    ) -> None:
+        self.graph = graph
+        self.target = target
+        self.numerics = numerics
+        self.max_iterations = max_iterations
+        self.host = Host()
+        self.print_to: TextIO = sys.stderr
+        self.float_exceptions = False
+        # Beside which processor a remote buffer is: that of the tiles it is copied to first.
+        self.remote_home: dict[RemoteBuffer, list[int]] = {}
+        self.steps: list[tuple[str, str, CopyPlan | None]] = []
+        self.making: Program | None = None
+        self.rows: dict[Program, int] = {}
+        # Memory of types that are not computed is address space only: never touched, so never real.
+        self.memories: list[dict[DType, np.ndarray]] = [
+            {
+                dtype: np.full(size, dtype.poison, dtype.numpy)
+                if self.computes(dtype)
+                else np.empty(size, dtype.numpy)
+                for dtype, size in graph.sizes.items()
+            }
+            for _ in range(graph.replicas)
+        ]
+        self.remote = {
+            buffer: np.zeros((graph.replicas, buffer.rows, buffer.numel), buffer.dtype.numpy)
+            for buffer in graph.remote_buffers.values()
+        }
+        for tensor, values in graph.initial:
+            if self.computes(tensor.dtype):
+                self.store(tensor, values, "the initial value")
+
+    @contextmanager
+    def float_errors(self, path: str, codelet: str) -> Iterator[None]:
+        """Raises ProgramError where floating-point exceptions are wanted."""
+        if not self.float_exceptions:
+            yield
+            return
+        try:
+            with np.errstate(divide="raise", over="raise", invalid="raise"):
+                yield
+        except FloatingPointError as error:
+            raise ProgramError(f"{path}: {codelet!r}: {error}") from None
+
+    @property
+    def sync_of_all(self) -> float:
+        """Cost of a synchronisation of all replicas and their processors."""
+        several = len(self.memories) > 1 or self.target.processors > 1
+        return self.target.link_sync_cycles if several else self.target.sync_cycles
+
+    def computes(self, dtype: DType) -> bool:
+        """Whether data of this type is computed: see `numerics`."""
+        return self.numerics or not dtype.is_floating
+
+    def add_step(self, name: str, kind: str, plan: CopyPlan | None = None) -> int:
+        """A row of the profile."""
+        self.steps.append((name, kind, plan))
+        row = len(self.steps) - 1
+        if self.making is not None:
+            self.rows[self.making] = row
+        return row
+
+    def _tensor(self, what: str | Tensor) -> Tensor:
+        tensor = self._find(what)
+        if not self.computes(tensor.dtype):
+            raise ProgramError(
+                f"{tensor.name} is {tensor.dtype.name}, which an engine with numerics=False does "
+                f"not compute"
+            )
+        return tensor
+
+    def _find(self, what: str | Tensor) -> Tensor:
+        if isinstance(what, Tensor):
+            if what.graph is not self.graph.root:
+                raise MachineError("the tensor belongs to another graph")
+            return what
+        check_kind("what is read or written", what, str, "a Tensor or a name")
+        if what in self.graph.handles:
+            return self.graph.handles[what]
+        found = [v for group in self.graph.variables.values() for v in group if v.name == what]
+        if len(found) != 1:
+            several = "several variables" if found else "no handle or variable"
+            raise KeyError(f"{several} named {shortened(what)}")
+        return found[0].tensor
+
+    def read(self, what: str | Tensor, replica: int = 0) -> np.ndarray:
+        """A copy of a tensor's values, by handle name, variable name or tensor."""
+        tensor = self._tensor(what)
+        return tensor.values(self.memories[self.number(replica)])
+
+    def number(self, replica: Any) -> int:
+        """A replica that there is."""
+        found = check_integer("replica", replica, 0)
+        if found >= len(self.memories):
+            raise ValueError(f"replica must be below {len(self.memories)}, got {found}")
+        return found
+
+    def write(self, what: str | Tensor, values: Any, replica: int | None = None) -> None:
+        """Set a tensor's values, of all replicas or of one. They round to its element type; a
+        scalar fills it.
+
+        Raises:
+            ValueError: another shape, or integers that do not fit the type.
+            TypeError: fractional values for an integer type.
+            ProgramError: a constant.
+        """
+        tensor = self._tensor(what)
+        constant = self.graph.constant_in(tensor)
+        if constant is not None:
+            raise ProgramError(f"{constant.name!r} is a constant and cannot be written")
+        name = what if isinstance(what, str) else tensor.name
+        self.store(tensor, values, f"write to {name}", replica)
+
+    def store(self, tensor: Tensor, values: Any, what: str, replica: int | None = None) -> None:
+        """Set a tensor's values; errors as of `write`, with `what` was done in the message."""
+        chosen = self.memories if replica is None else [self.memories[self.number(replica)]]
+        array = check_array(what, values, "fiub", "numbers")
+        if array.shape not in ((), tensor.shape):
+            raise ValueError(f"{what}: expected {list(tensor.shape)}, got {list(array.shape)}")
+        kind = tensor.dtype.numpy.kind
+        if kind in "iu":
+            if array.dtype.kind not in "iub":
+                raise TypeError(f"{what}: expected integers, got {array.dtype}")
+            limits = np.iinfo(tensor.dtype.numpy)
+            if array.size and not (limits.min <= array.min() and array.max() <= limits.max):
+                raise ValueError(
+                    f"{what}: {tensor.dtype.name} holds {limits.min} to {limits.max}, got "
+                    f"{array.min()} to {array.max()}"
+                )
+        with np.errstate(over="ignore"):
+            for memory in chosen:
+                tensor.fill(memory, array)

@@ -1,0 +1,262 @@
+"""The machine a program is compiled for: how many tiles, how large, how fast.
+
+Sources of the constants. [V] vendor documents, [T] constants carried in third-party sources or in
+PopLibs, [I] inferred by arithmetic from published figures.
+
+=============================== =========== ==================================================
+field                           Mk2, Bow    source
+=============================== =========== ==================================================
+tiles                           1472        [V] profiles and data sheets
+bytes_per_tile                  638,976     [V] text of Poplar's out-of-memory error (624 KiB)
+workers                         6           [V] Poplar assembly programming guide
+clock_hz                        1.33e9,     [V] `gc-info` of an M2000;
+                                1.85e9      [V] Bow-2000 data sheet
+data_path_bits                  64          [T] PopLibs' vector widths: 4 half, 2 float
+exchange_bytes_per_cycle        4           [T] `Target::getExchangeBytesPerCycle`; [I] makes
+                                            the published 7.8 TB/s of a whole Mk2
+exchange_bus_tiles              2           [V] `Target::getTilesPerSharedExchangeBus`
+exchange_fragment_cycles        3           [T] an independent compiler for the C600: three
+                                            control instructions for each fragment received,
+                                            beside the payload
+sync_cycles                     311         the sum of sync (126), set-up (111) and fill (74) of an
+                                            exchange, each with its source and range in
+                                            `machine/facts.py`. 142 to 596
+memcpy_bytes_per_cycle          8           [T] `Target::getMemcpyBytesPerCycle`
+local_copy_cycles               0           launch of a copy inside a tile: `machine/facts.py`. 0 to
+                                            288
+coefficient_load_bytes_per_cycle 8          [T] PopLibs: 64-bit weight loads unless the option
+                                            use128BitConvUnitLoad is set
+host_write_bytes_per_second     3.75e9      [V] `gc-hosttraffictest` sample: 30 Gbit/s, tile to
+                                            host buffer
+host_read_bytes_per_second      3.25e9      [V] the same: 26 Gbit/s, host buffer to tile
+remote_write_bytes_per_second   3.75e9      [V] the same: tile to buffer in streaming memory, which
+                                            is said to be 3 to 20 times slower than the links
+remote_read_bytes_per_second    3.25e9      [V] the same: buffer to tile
+link_bytes_per_second           2.64e10     [V] `gc-iputraffictest` sample: 423 Gbit/s, both ways
+                                            together; a Bow-2000's data sheet says 512
+link_sync_cycles                600         [T] `Target::getGlobalSyncCycles` of the C600. Uncertain
+=============================== =========== ==================================================
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, fields, replace
+from typing import Any
+
+import numpy as np
+
+from dynsparse.checks import check_choice, check_integer
+from dynsparse.files.shorten import shortened
+from dynsparse.typed import typed
+from popsparse.machine.dtypes import FLOAT, HALF, as_dtype
+from popsparse.machine.facts import COPY_LAUNCH, SUPERSTEP
+
+# Conv units by (input, partials) type: [T] PopLibs. 64, 32 and 16 multiply-accumulates a cycle,
+# which the published peaks of 250 (half) and 62.5 TFLOP/s (float) on Mk2 confirm.
+_CONV_UNITS = {(HALF, HALF): 16, (HALF, FLOAT): 8, (FLOAT, FLOAT): 16}
+
+# The largest of each: far more than any machine has, and little enough to simulate, or to plan for.
+_INTEGERS = {
+    "tiles": 2**16,
+    "processors": 2**10,
+    "bytes_per_tile": 2**40,
+    "workers": 2**10,
+    "data_path_bits": 2**16,
+    "exchange_bus_tiles": 2,
+    "coefficient_load_bytes_per_cycle": 2**16,
+}
+_POSITIVE = (
+    "exchange_bytes_per_cycle",
+    "memcpy_bytes_per_cycle",
+    "clock_hz",
+    "host_read_bytes_per_second",
+    "host_write_bytes_per_second",
+    "remote_read_bytes_per_second",
+    "remote_write_bytes_per_second",
+    "link_bytes_per_second",
+)
+_NOT_NEGATIVE = (
+    "exchange_fragment_cycles",
+    "sync_cycles",
+    "local_copy_cycles",
+    "link_sync_cycles",
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Target:
+    """A bulk-synchronous machine of tiles with private memory, joined by an exchange.
+
+    `Target.mk2()` and `Target.bow()` are Graphcore's GC200 and Bow; any field can be changed:
+    `Target(tiles=4, bytes_per_tile=4096)`, `Target.bow(sync_cycles=0)`. The module's table gives
+    the source of each default (Mk2).
+
+    Args:
+        name: shown in reports.
+        tiles: how many cores with their own memory, on all processors, at most 65,536.
+        processors: how many chips share the tiles, in order and evenly.
+        bytes_per_tile: memory of one tile, bytes.
+        workers: hardware threads of a tile. Each issues every `workers`-th cycle.
+        data_path_bits: width of a load or store.
+        clock_hz: cycles a second.
+        exchange_bytes_per_cycle: what a tile receives and, at the same time, sends, each cycle.
+        exchange_bus_tiles: how many neighbouring tiles share a bus (1: none). Data that all of
+            them receive arrives at the sum of their rates.
+        exchange_fragment_cycles: control instructions per contiguous fragment received. They run
+            beside the payload, so the longer of the two counts.
+        sync_cycles: what a superstep costs before its first byte arrives: the synchronisation of
+            all tiles, the code around an exchange, the way across the chip.
+        memcpy_bytes_per_cycle: copies inside a tile.
+        local_copy_cycles: overhead of each copy inside a tile.
+        coefficient_load_bytes_per_cycle: loading weights into the matrix units.
+        host_read_bytes_per_second: host to tiles, all tiles together.
+        host_write_bytes_per_second: tiles to host.
+        remote_read_bytes_per_second: memory beside a processor to its tiles.
+        remote_write_bytes_per_second: tiles to that memory.
+        link_bytes_per_second: what a processor sends to others and, at the same time, receives
+            from them.
+        link_sync_cycles: cost of each synchronisation of all processors, where there are several.
+
+    Raises:
+        TypeError, ValueError: a field that is not a number, or out of range.
+    """
+
+    name: str = "custom"
+    tiles: int = 1472
+    bytes_per_tile: int = 624 * 1024
+    workers: int = 6
+    data_path_bits: int = 64
+    clock_hz: float = 1.33e9
+    exchange_bytes_per_cycle: float = 4
+    exchange_bus_tiles: int = 2
+    exchange_fragment_cycles: float = 3
+    sync_cycles: float = SUPERSTEP.typical
+    memcpy_bytes_per_cycle: float = 8
+    local_copy_cycles: float = COPY_LAUNCH.typical
+    coefficient_load_bytes_per_cycle: int = 8
+    host_read_bytes_per_second: float = 26e9 / 8
+    host_write_bytes_per_second: float = 30e9 / 8
+    remote_read_bytes_per_second: float = 26e9 / 8
+    remote_write_bytes_per_second: float = 30e9 / 8
+    processors: int = 1
+    link_bytes_per_second: float = 423e9 / 8 / 2
+    link_sync_cycles: float = 600
+
+    def __post_init__(self) -> None:
+        for name, most in _INTEGERS.items():
+            found = check_integer(name, getattr(self, name), 1)
+            if found > most:
+                raise ValueError(f"{name} must be at most {most:,}, got {found}")
+            object.__setattr__(self, name, found)
+        for name in (*_POSITIVE, *_NOT_NEGATIVE):
+            value = getattr(self, name)
+            if isinstance(value, (bool, str)) or not isinstance(value, (int, float)):
+                raise TypeError(f"{name} must be a number, got {value!r}")
+            if not math.isfinite(value) or value < 0 or (value == 0 and name in _POSITIVE):
+                least = "above 0" if name in _POSITIVE else "0 or more"
+                raise ValueError(f"{name} must be {least}, got {value!r}")
+        if self.data_path_bits % 32:
+            raise ValueError(f"data_path_bits must be a multiple of 32, got {self.data_path_bits}")
+        grain = self.processors * (self.exchange_bus_tiles if self.processors > 1 else 1)
+        if self.tiles % grain:
+            raise ValueError(
+                f"tiles must be a multiple of {grain}, so that {self.processors} processors have "
+                f"as many whole buses each, got {self.tiles}"
+            )
+
+    @classmethod
+    def mk2(cls, **changes: Any) -> Target:
+        """Graphcore's GC200 (Mk2): 1,472 tiles of 624 KiB at 1.33 GHz."""
+        return cls(**{"name": "mk2", **changes})
+
+    @classmethod
+    def bow(cls, **changes: Any) -> Target:
+        """Graphcore's Bow: the Mk2 at 1.85 GHz."""
+        return cls(**{"name": "bow", "clock_hz": 1.85e9, **changes})
+
+    @classmethod
+    @typed
+    def pod(
+        cls, processors: int, processor: str = "bow", tiles: int = 1472, **changes: Any
+    ) -> Target:
+        """Several processors joined by links.
+
+        Args:
+            processors: how many.
+            processor: "bow" or "mk2".
+            tiles: of each of them.
+            changes: any other field.
+        """
+        count = check_integer("processors", processors, 1)
+        each = check_integer("tiles", tiles, 1)
+        sizes = {"name": f"pod{count}-{processor}", "tiles": count * each, "processors": count}
+        return cls.named(processor).with_(**{**sizes, **changes})
+
+    @property
+    def processor_tiles(self) -> int:
+        """Tiles of one processor."""
+        return self.tiles // self.processors
+
+    @property
+    def whole_sync_cycles(self) -> float:
+        """Cost of a synchronisation of all there is."""
+        return self.sync_cycles if self.processors == 1 else self.link_sync_cycles
+
+    @typed
+    def share(self, replicas: int) -> Target:
+        """What each of some replicas has: its share of the processors.
+
+        Raises:
+            ValueError: processors that they cannot share evenly.
+        """
+        count = check_integer("replicas", replicas, 1)
+        if self.processors % count:
+            raise ValueError(
+                f"replicas must share {self.processors} processors evenly, got {count}: take "
+                "Target.pod(n) of a multiple of them"
+            )
+        if count == 1:
+            return self
+        return self.with_(tiles=self.tiles // count, processors=self.processors // count)
+
+    @classmethod
+    @typed
+    def named(cls, name: str, **changes: Any) -> Target:
+        """The preset of this name: "mk2" or "bow"."""
+        presets = {"mk2": cls.mk2, "bow": cls.bow}
+        return presets[check_choice("target", name, presets)](**changes)
+
+    def with_(self, **changes: Any) -> Target:
+        """A copy with some fields changed."""
+        return replace(self, **changes)
+
+    def vector_width(self, dtype: Any) -> int:
+        """Elements of one load: 4 half or 2 float on a 64-bit path."""
+        return self.data_path_bits // (8 * as_dtype(dtype).size)
+
+    def conv_units(self, inputs: Any, partials: Any) -> int:
+        """Matrix units usable for these types (half or float): 16, 8 for half to float."""
+        pair = (as_dtype(inputs), as_dtype(partials))
+        if pair not in _CONV_UNITS:
+            raise ValueError(
+                f"matrix units take half to half, half to float and float to float, "
+                f"got {pair[0].name} to {pair[1].name}"
+            )
+        return _CONV_UNITS[pair]
+
+    def peak_flops(self, dtype: Any) -> float:
+        """Floating-point operations that a tile's matrix units do in a cycle on operands of this
+        type: 128 half, 32 float, and 0 of whole numbers."""
+        return {HALF: 128.0, FLOAT: 32.0}.get(as_dtype(dtype), 0.0)
+
+    @typed
+    def seconds(self, cycles: float) -> float:
+        """The time of so many cycles."""
+        if not isinstance(cycles, (int, float, np.number)) or isinstance(cycles, bool):
+            raise TypeError(f"cycles must be a number, got {shortened(cycles)}")
+        return float(cycles) / self.clock_hz
+
+    def to_dict(self) -> dict[str, Any]:
+        """Every field, for reports."""
+        return {field.name: getattr(self, field.name) for field in fields(self)}

@@ -1,0 +1,297 @@
+"""Codelets and the vertices that run them.
+
+A codelet is a numeric kernel and a cycle estimate, both written for many vertices at once: the
+arrays they get have one leading entry per vertex. So a compute set of 1,472 tiles is one call.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy as np
+
+from dynsparse.checks import check_array, check_integer, check_kind, is_number
+from dynsparse.files.shorten import shortened
+from dynsparse.typed import typed
+from popsparse.machine.dtypes import DType, as_dtype
+from popsparse.machine.errors import ProgramError
+from popsparse.machine.intervals import Runs, expand
+from popsparse.machine.tensor import Tensor
+
+_RUNS_ON = ("worker", "workers", "supervisor")
+_RESERVED = ("count", "rank", "shape", "tiles", "target", "torch")
+
+
+@dataclass(frozen=True)
+class Field:
+    """What a codelet does with an edge, and the element types it takes (None: any)."""
+
+    direction: Literal["in", "out", "inout"]
+    dtypes: tuple[DType, ...] | None = None
+
+    @property
+    def writes(self) -> bool:
+        return self.direction != "in"
+
+    @property
+    def reads(self) -> bool:
+        return self.direction != "out"
+
+
+def In(*dtypes: Any) -> Field:
+    """An edge the codelet only reads, of one of these element types (none given: any)."""
+    return Field("in", tuple(as_dtype(d) for d in dtypes) or None)
+
+
+def Out(*dtypes: Any) -> Field:
+    """An edge the codelet only writes."""
+    return Field("out", tuple(as_dtype(d) for d in dtypes) or None)
+
+
+def InOut(*dtypes: Any) -> Field:
+    """An edge the codelet reads and writes."""
+    return Field("inout", tuple(as_dtype(d) for d in dtypes) or None)
+
+
+@typed
+@dataclass(frozen=True, eq=False)
+class Codelet:
+    """What a vertex computes and how long it takes.
+
+    Args:
+        name: shown in profiles and errors.
+        fields: the edges, e.g. `{"a": In(FLOAT), "out": Out(FLOAT)}`.
+        compute: the kernel, `compute(v)`: `v.<field>` is an array [*v.shape, ...] (a `RaggedView`
+            for a `Ragged` connection), read-only for `In`, written in place otherwise; `v.shape`
+            is [vertices] unless they were added as a grid. Storing into a half array rounds as
+            the machine does; the kernel chooses the type it accumulates in.
+        cycles: a number, or `cycles(v)` giving a number or [*v.shape]. For "worker" the cycles of
+            the one worker that runs the vertex; for "workers" those of the slowest worker; for
+            "supervisor" those of the whole tile.
+        runs_on: "worker": one of the tile's workers, the vertices of a tile being dealt round to
+            them (Poplar's Vertex). "workers": all of them together, the codelet sharing out its
+            own work (MultiVertex). "supervisor": the tile's supervisor, which starts workers
+            itself. The last two run one after the other.
+        scalars: names of further values, numbers or one per vertex.
+        data_dependent: whether `cycles` reads the data, so must be asked at every run, before the
+            kernel. Otherwise it is asked once.
+        code_bytes: the codelet's size in the memory of each tile that runs it.
+        flops: floating-point operations of a vertex, a multiply-accumulate as two: a number, or
+            `flops(v)` giving a number or [*v.shape]. Asked after `cycles` wherever that is. Only
+            profiles show them.
+    """
+
+    name: str
+    fields: Mapping[str, Field]
+    compute: Callable[[VertexView], None]
+    cycles: float | Callable[[VertexView], Any]
+    runs_on: Literal["worker", "workers", "supervisor"] = "worker"
+    scalars: Sequence[str] = ()
+    data_dependent: bool = False
+    code_bytes: int = 0
+    flops: float | Callable[[VertexView], Any] = 0
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.runs_on, str) or self.runs_on not in _RUNS_ON:
+            raise ValueError(
+                f"runs_on must be worker, workers or supervisor, got {shortened(self.runs_on)}"
+            )
+        if isinstance(self.scalars, (str, bytes)):
+            raise TypeError(f"scalars must be names, got {shortened(self.scalars)}")
+        for name in (*self.fields, *self.scalars):
+            if not isinstance(name, str) or name in _RESERVED or not name.isidentifier():
+                raise ValueError(f"codelet {self.name!r}: {shortened(name)} cannot name a field")
+        for name, field in self.fields.items():
+            check_kind(f"field {name!r} of codelet {self.name!r}", field, Field, "In, Out or InOut")
+        if not callable(self.cycles) and not is_number(self.cycles):
+            raise TypeError(f"cycles must be a number or a function, got {shortened(self.cycles)}")
+        if not callable(self.flops) and not is_number(self.flops):
+            raise TypeError(f"flops must be a number or a function, got {shortened(self.flops)}")
+        check_integer("code_bytes", self.code_bytes, 0)
+        both = set(self.fields) & set(self.scalars)
+        if both:
+            raise ValueError(f"codelet {self.name!r}: {sorted(both)} are both field and scalar")
+
+    def __repr__(self) -> str:
+        return f"Codelet({self.name!r})"
+
+
+@dataclass(frozen=True, eq=False)
+class Ragged:
+    """Edges of unequal length: vertex i gets `tensor[offsets[i]:offsets[i + 1]]`.
+
+    `tensor` is one-dimensional; `offsets` ascend, [vertices + 1].
+    """
+
+    tensor: Tensor
+    offsets: np.ndarray
+
+    def __post_init__(self) -> None:
+        check_kind("tensor", self.tensor, Tensor, "a Tensor of a graph")
+        given = check_array("offsets", self.offsets, expected="integers")
+        with np.errstate(invalid="ignore"):
+            offsets = given.astype(np.int64)
+        if not (offsets == given).all():
+            raise TypeError(f"offsets must be integers, got {shortened(self.offsets)}")
+        object.__setattr__(self, "offsets", offsets)
+        if self.tensor.ndim != 1:
+            raise ValueError(f"Ragged takes a tensor [n], got {list(self.tensor.shape)}")
+        bad = offsets.ndim != 1 or len(offsets) < 2 or bool((np.diff(offsets) < 0).any())
+        if bad or offsets[0] < 0 or offsets[-1] > self.tensor.numel:
+            raise ValueError(
+                f"offsets must ascend within [0, {self.tensor.numel}], one more than vertices"
+            )
+
+
+class RaggedView:
+    """The kernel's side of a `Ragged` edge: `values` [n] and `offsets` [vertices + 1]."""
+
+    def __init__(self, values: np.ndarray, offsets: np.ndarray) -> None:
+        self.values = values
+        self.offsets = offsets
+
+    @property
+    def lengths(self) -> np.ndarray:
+        return np.diff(self.offsets)
+
+    def __getitem__(self, vertex: int) -> np.ndarray:
+        return self.values[self.offsets[vertex] : self.offsets[vertex + 1]]
+
+
+class VertexView:
+    """What a kernel sees: its fields and scalars by name, and `tiles` [*shape], `shape`, `rank`
+    (vertex dimensions, 1 for a plain list), `count` (vertices in all) and `target`.
+
+    A field is NumPy; `torch(name)` is the same memory as a torch tensor.
+    """
+
+    def __init__(self, tiles: np.ndarray, target: Any) -> None:
+        self.tiles = tiles
+        self.shape = tiles.shape
+        self.rank = tiles.ndim
+        self.count = tiles.size
+        self.target = target
+        self._writable: dict[str, np.ndarray] = {}
+
+    def __getattr__(self, name: str) -> Any:
+        raise AttributeError(f"the codelet has no field or scalar {name!r}")
+
+    def torch(self, name: str) -> Any:
+        """A field's memory as a torch tensor (of the flat values, for a `Ragged` edge)."""
+        import torch
+
+        return torch.from_numpy(self._writable[name])
+
+    def _set(self, name: str, array: np.ndarray, edge: Field, offsets: Any) -> None:
+        self._writable[name] = array
+        shown = array
+        if not edge.writes:
+            shown = array.view()
+            shown.flags.writeable = False
+        setattr(self, name, shown if offsets is None else RaggedView(shown, offsets))
+
+
+def _per_vertex_runs(
+    tensor: Tensor, offsets: np.ndarray | None, rank: int
+) -> tuple[Runs, np.ndarray]:
+    """The runs of an edge and the vertex of each."""
+    if offsets is None:
+        runs = tensor.runs(rank)
+        count = max(math.prod(tensor.shape[:rank]), 1)
+        if tensor.is_regular:
+            return runs, np.repeat(np.arange(count), len(runs.starts) // count)
+        ends = np.cumsum(runs.lengths)
+        return runs, (ends - 1) // max(tensor.numel // count, 1)
+    bounds = Runs(offsets[:-1], np.diff(offsets))
+    if tensor.is_regular:
+        whole = tensor.runs()
+        if len(whole.starts) == 1:
+            keep = np.flatnonzero(bounds.lengths)
+            return Runs(bounds.starts[keep] + whole.starts[0], bounds.lengths[keep]), keep
+    used, vertex = expand(Runs(*(a[bounds.lengths > 0] for a in bounds)))
+    owner = np.flatnonzero(bounds.lengths)[vertex]
+    addresses = tensor.addresses()[used]
+    return Runs(addresses, np.ones(len(addresses), np.int64)), owner
+
+
+@dataclass(eq=False)
+class VertexSet:
+    """Vertices of one codelet in one compute set. Made by `Graph.add_vertices`.
+
+    `grid` holds the tile of each, [*shape].
+    """
+
+    codelet: Codelet
+    grid: np.ndarray
+    edges: dict[str, Tensor]
+    offsets: dict[str, np.ndarray]
+    scalars: dict[str, Any]
+
+    @property
+    def count(self) -> int:
+        return self.grid.size
+
+    @property
+    def tiles(self) -> np.ndarray:
+        """The tile of each vertex in order, [count]."""
+        return self.grid.reshape(-1)
+
+    @property
+    def read(self) -> list[DType]:
+        """The element types of what the vertices read."""
+        return [t.dtype for name, t in self.edges.items() if self.codelet.fields[name].reads]
+
+    def runs(self, name: str) -> tuple[Runs, np.ndarray]:
+        """The runs of memory an edge covers, and the vertex of each."""
+        return _per_vertex_runs(self.edges[name], self.offsets.get(name), self.grid.ndim)
+
+
+class BoundVertices:
+    """A vertex set joined to the memory of an engine."""
+
+    def __init__(self, vertices: VertexSet, memory: dict[DType, np.ndarray], target: Any) -> None:
+        self.vertices = vertices
+        self.codelet = vertices.codelet
+        self.view = VertexView(vertices.grid, target)
+        # Edges that are no regular view are gathered before the kernel and scattered after it.
+        self._gathered: list[tuple[np.ndarray, np.ndarray, np.ndarray, bool]] = []
+        for name, tensor in vertices.edges.items():
+            edge = self.codelet.fields[name]
+            data = tensor.data(memory)
+            if data is None:
+                data = np.empty(tensor.shape, tensor.dtype.numpy)
+                entry = (memory[tensor.dtype], tensor.addresses(), data, edge.writes)
+                self._gathered.append(entry)
+            self.view._set(name, data, edge, vertices.offsets.get(name))
+        for name, value in vertices.scalars.items():
+            setattr(self.view, name, value)
+
+    def load(self) -> None:
+        for flat, addresses, data, _ in self._gathered:
+            np.take(flat, addresses, out=data)
+
+    def run(self) -> None:
+        self.codelet.compute(self.view)
+        for flat, addresses, data, writes in self._gathered:
+            if writes:
+                flat[addresses] = data
+
+    def cycles(self) -> np.ndarray:
+        """Whole cycles of each vertex, float64 [count]."""
+        found = self.codelet.cycles
+        value = found(self.view) if callable(found) else found
+        cycles = np.ceil(np.broadcast_to(np.asarray(value, float), self.view.shape)).reshape(-1)
+        if not (cycles >= 0).all():
+            raise ProgramError(
+                f"codelet {self.codelet.name!r} estimates negative or undefined cycles: {cycles}"
+            )
+        return cycles
+
+    def flops(self) -> float:
+        """Floating-point operations of all vertices together."""
+        found = self.codelet.flops
+        value = found(self.view) if callable(found) else found
+        return float(np.broadcast_to(np.asarray(value, float), self.view.shape).sum())

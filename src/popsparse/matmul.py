@@ -1,0 +1,126 @@
+"""Sparse x dense products on the tile machine, with the names of PopSparse's API.
+
+A wrapper of the fully connected layer: m = output channels, k = input channels, n = batch. The plan
+always serves forward and grad_input jointly, so that the sparse operand can be used transposed.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from dynsparse.typed import typed
+from popsparse.machine import Graph, Sequence, Tensor
+from popsparse.planning.cache import PlanningCache
+from popsparse.planning.options import Options
+from popsparse.planning.params import MatmulParams
+from popsparse.planning.search import matmul_plan
+from popsparse.programs.layout import OperandLayout, PlannedTensor, create_operand
+from popsparse.programs.product import add_product
+from popsparse.programs.weights import SparseTensor
+
+
+@typed
+def create_sparse_dense_matmul_lhs(
+    graph: Graph,
+    dtype: Any,
+    params: MatmulParams,
+    options: Options | dict[str, Any] | None = None,
+    cache: PlanningCache | None = None,
+    *,
+    name: str = "lhs",
+) -> SparseTensor:
+    """The sparse operand [groups, m, k].
+
+    Args:
+        graph: of the target to plan for.
+        dtype: float16 or float32.
+        params, options: see `MatmulParams`, `Options`.
+        cache: plans made earlier are taken from it.
+
+    Raises:
+        ValueError, TypeError: parameters or options no plan can meet.
+    """
+    plan = matmul_plan(graph.target, dtype, params, options, cache)
+    return SparseTensor.create(graph, plan, name)
+
+
+@typed
+def create_sparse_dense_matmul_rhs(
+    graph: Graph,
+    dtype: Any,
+    params: MatmulParams,
+    options: Options | dict[str, Any] | None = None,
+    cache: PlanningCache | None = None,
+    *,
+    name: str = "rhs",
+) -> PlannedTensor:
+    """The dense operand [groups, k, n], laid out by its use. Errors as above."""
+    plan = matmul_plan(graph.target, dtype, params, options, cache)
+    return _by_group(create_operand(graph, plan, "y", name))
+
+
+def _by_group(natural: PlannedTensor) -> PlannedTensor:
+    """[batch, groups * channels] as [groups, channels, batch]."""
+    layout = natural.layout
+    batch, groups = natural.shape[0], layout.plan.sizes.groups
+    at = natural.addresses().reshape(batch, groups, layout.channels).transpose(1, 2, 0)
+    return PlannedTensor(natural.home, at, layout)
+
+
+def _as_operand(tensor: Tensor, layout: OperandLayout) -> Tensor:
+    """[groups, channels, batch] as [batch, groups * channels]."""
+    if isinstance(tensor, PlannedTensor) and layout.matches(tensor.layout):
+        return layout.natural(tensor.home)
+    at = tensor.addresses().transpose(2, 0, 1).reshape(layout.shape)
+    return Tensor(tensor.graph, tensor.dtype, at.shape, addresses=at)
+
+
+@typed
+def sparse_dense_matmul(
+    graph: Graph,
+    lhs: SparseTensor,
+    rhs: Tensor,
+    program: Sequence,
+    transpose_lhs: bool = False,
+    transpose_rhs: bool = False,
+    options: Options | dict[str, Any] | None = None,
+) -> PlannedTensor:
+    """Add the product of a sparse and a dense matrix to a program.
+
+    Args:
+        lhs: as `create_sparse_dense_matmul_lhs` made it, [groups, m, k].
+        rhs: [groups, k, n]; with `transpose_lhs` [groups, m, n]; with `transpose_rhs` the last two
+            dimensions change places.
+        program: the steps are appended to it.
+        transpose_lhs: multiply by the transposed sparse matrix.
+        options: those of the sparse operand's creation.
+
+    Returns:
+        [groups, m, n]; with `transpose_lhs` [groups, k, n].
+
+    Raises:
+        TypeError: `lhs` is not a sparse operand, or `rhs` of another element type.
+        ValueError: a shape that does not fit, or options other than at creation.
+    """
+    if not isinstance(lhs, SparseTensor):
+        raise TypeError(
+            "lhs must be a SparseTensor as create_sparse_dense_matmul_lhs makes it, got "
+            f"{type(lhs).__name__}"
+        )
+    plan = lhs.plan
+    if "grad_input" not in plan.costs or plan.use_dense:
+        raise ValueError("lhs must be made by create_sparse_dense_matmul_lhs")
+    wanted = Options.parse(options).with_passes(grad_a=True, grad_w=False)
+    wanted = wanted.repaired(plan.dtype, plan.params.sparsity_params.is_element)
+    if wanted != plan.options:
+        raise ValueError(f"lhs was made with {plan.options}, not with {wanted}")
+    layout = OperandLayout(plan, "x" if transpose_lhs else "y")
+    shape = [plan.sizes.groups, layout.channels, plan.sizes.z]
+    expected = [shape[0], shape[2], shape[1]] if transpose_rhs else shape
+    if list(rhs.shape) != expected:
+        how = f"transpose_lhs={transpose_lhs}, transpose_rhs={transpose_rhs}"
+        raise ValueError(f"with {how}, rhs must be {expected}, got {list(rhs.shape)}")
+    if transpose_rhs:
+        rhs = rhs.transpose(0, 2, 1)
+    name = "grad_input" if transpose_lhs else "forward"
+    return _by_group(add_product(graph, lhs, _as_operand(rhs, layout), program, name))

@@ -1,0 +1,225 @@
+"""The plan: how a sparse product is cut over the tiles, and how large its buckets are.
+
+Dimensions: x = rows of the sparse matrix (output channels), y = its columns (input channels),
+z = the batch. A *group* of a dimension is the grain it is cut in (`grouping`): an element or a
+block edge in x and y, the vector width or 1 or the accumulators' width in z.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Any, NamedTuple
+
+from popsparse.planning.data_types import DataType
+from popsparse.planning.options import Options
+from popsparse.planning.params import FullyConnectedParams
+from popsparse.planning.parts import ceil_div
+
+PASSES = ("forward", "grad_input", "grad_weight")
+
+
+class Sizes(NamedTuple):
+    """One number for each dimension of the forward product."""
+
+    groups: int
+    x: int
+    y: int
+    z: int
+
+
+class Method(Enum):
+    """The vertices of the three passes that go together."""
+
+    ELEMENT = "element"
+    """Unstructured; z in vectors. grad_input reads the forward buckets transposed when shared."""
+    BLOCK = "block"
+    """Blocks in the accumulators; any batch; grad_weight without them."""
+    BLOCK_AMP = "block-amp"
+    """Blocks; grad_weight in the accumulators too, z in 16 (float16) or 8 (float32)."""
+
+    def grouping(self, block: tuple[int, int], dtype: DataType) -> Sizes:
+        z = {
+            Method.ELEMENT: dtype.vector_width,
+            Method.BLOCK: 1,
+            Method.BLOCK_AMP: 32 // dtype.size,
+        }[self]
+        return Sizes(1, block[0], block[1], z)
+
+
+class BucketSizes(NamedTuple):
+    """Fixed sizes of one bucket. Words are 16 bits; elements are values of the data type."""
+
+    nz_elements: int
+    forward_words: int
+    grad_input_words: int
+    """0 when grad_input reads the forward buckets."""
+    overflow_words: int
+    """Words of the one overflow record of the whole tensor, not of each bucket."""
+
+    @property
+    def words(self) -> int:
+        """Meta-info words of a bucket: the forward part and grad_input's own."""
+        return self.forward_words + self.grad_input_words
+
+
+class Term(NamedTuple):
+    """One term of the estimate: cycles, and the temporary bytes of a tile during it."""
+
+    name: str
+    cycles: int
+    temporary_bytes: int
+
+
+@dataclass(frozen=True)
+class PassCost:
+    """The planner's estimate of one pass."""
+
+    terms: tuple[Term, ...]
+    temporary_bytes: int
+
+    @property
+    def cycles(self) -> int:
+        return sum(term.cycles for term in self.terms)
+
+
+@dataclass(frozen=True)
+class Search:
+    """What the search saw, for the report.
+
+    Attributes:
+        partitions: partitions priced for each candidate (method and exchange).
+        candidates: how many of those there were.
+        allowed: partitions that break no rule, over all candidates.
+        fitting: those of them within the memory bound.
+        bounds: the memory bounds tried, bytes; None: without bound.
+        runners_up: the next best plans as plain dictionaries.
+    """
+
+    partitions: int
+    candidates: int
+    allowed: int
+    fitting: int
+    bounds: tuple[int | None, ...]
+    runners_up: tuple[dict[str, Any], ...] = field(repr=False)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What the planner chose. Made by `popsparse.planning`.
+
+    Attributes:
+        params, options: what was planned for; options as carried out (partials repaired).
+        dtype: of the values and the dense operands.
+        target: the machine.
+        method, grouping, partition: see above; partition's product is the tiles in use.
+        grad_w_exchange_buckets: grad_weight moves the buckets (else the dense operands).
+        block_dimensions: the block the plan works in; smaller than the parameters' for e.g.
+            16x16 blocks of float32.
+        buckets: their sizes.
+        costs: the estimate by pass name, in `PASSES` order, only of the passes planned for.
+        dense: the dense product of each pass (`dense.DensePlan`), where the plan is constrained to
+            keep its weights dense; else empty.
+        memory_bound: the bytes of temporary memory a tile was allowed; None: no bound.
+        search: the `Search`, for the report.
+    """
+
+    params: FullyConnectedParams
+    options: Options
+    dtype: DataType
+    target: Any = field(compare=False, repr=False)
+    method: Method
+    grouping: Sizes
+    partition: Sizes
+    grad_w_exchange_buckets: bool
+    block_dimensions: tuple[int, int]
+    buckets: BucketSizes
+    costs: dict[str, PassCost] = field(hash=False)
+    dense: dict[str, Any] = field(compare=False, repr=False)
+    memory_bound: int | None
+    search: Any = field(default=None, compare=False, repr=False)
+
+    @property
+    def use_dense(self) -> bool:
+        """Whether the weights are kept dense."""
+        return bool(self.dense)
+
+    @property
+    def shared_buckets(self) -> bool:
+        """Whether grad_input reads the forward buckets."""
+        return self.options.shared_buckets or self.method is not Method.ELEMENT
+
+    @property
+    def tiles_used(self) -> int:
+        return self.partition.groups * self.partition.x * self.partition.y * self.partition.z
+
+    @property
+    def num_buckets(self) -> int:
+        """One bucket lives on each tile in use."""
+        return self.tiles_used
+
+    @property
+    def cycles(self) -> int:
+        """The estimate of all passes planned for."""
+        return sum(cost.cycles for cost in self.costs.values())
+
+    @property
+    def temporary_bytes(self) -> int:
+        return max(cost.temporary_bytes for cost in self.costs.values())
+
+    @property
+    def sizes(self) -> Sizes:
+        """Elements of each dimension: groups, out, in, batch."""
+        p = self.params
+        return Sizes(
+            p.num_groups, p.output_channels_per_group, p.input_channels_per_group, p.batch_size
+        )
+
+    @property
+    def groups_per_tile(self) -> Sizes:
+        """Groups of each dimension on the fullest tile."""
+        return Sizes(
+            *(
+                ceil_div(ceil_div(size, grain), parts)
+                for size, grain, parts in zip(
+                    self.sizes, self.grouping, self.partition, strict=True
+                )
+            )
+        )
+
+    @property
+    def elements_per_tile(self) -> Sizes:
+        """Elements of each dimension on the fullest tile, padded to whole groups."""
+        return Sizes(*(t * g for t, g in zip(self.groups_per_tile, self.grouping, strict=True)))
+
+    def splits(self, dim: str) -> list[int]:
+        """First element of each part of "x", "y" or "z"; the last part may be shorter."""
+        step = getattr(self.elements_per_tile, dim)
+        return list(range(0, getattr(self.sizes, dim), step))
+
+    def bucket_index(self, x: int, y: int, z: int, group: int = 0) -> int:
+        """Place of the bucket of part (x, y, z) in the host's order."""
+        p = self.partition
+        return ((group * p.x + x) * p.y + y) * p.z + z
+
+    def tile(self, x: int, y: int, z: int, group: int = 0, *, grad_weight: bool = False) -> int:
+        """The tile that works on part (x, y, z).
+
+        Neighbouring tiles share an exchange bus, so the innermost dimension is the one whose
+        parts receive the same data: x in forward and grad_input. grad_weight keeps that order
+        when the buckets move, else z is innermost.
+        """
+        p = self.partition
+        if grad_weight and not self.grad_w_exchange_buckets:
+            return ((group * p.x + x) * p.y + y) * p.z + z
+        return ((group * p.y + y) * p.z + z) * p.x + x
+
+    def parts(self) -> Iterator[tuple[int, int, int, int]]:
+        """All (group, x, y, z) in the order of `bucket_index`."""
+        p = self.partition
+        for group in range(p.groups):
+            for x in range(p.x):
+                for y in range(p.y):
+                    for z in range(p.z):
+                        yield group, x, y, z

@@ -1,0 +1,276 @@
+"""The planner: the best of all partitions and methods for the passes that will run.
+
+The search is exhaustive: every (x, y, z) whose product fits the tiles, for every method, evaluated
+as arrays. Least estimated cycles win, then least temporary memory, then the earlier method and
+the smaller partition.
+"""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from dynsparse.typed import typed
+from popsparse.machine.target import Target
+from popsparse.planning import bucket_sizes
+from popsparse.planning.cache import PlanningCache
+from popsparse.planning.cost import Buckets, TermArray, bucket_arrays, product_terms
+from popsparse.planning.cost_grad_weight import grad_weight_terms
+from popsparse.planning.data_types import DataType, data_type
+from popsparse.planning.dense_planner import dense_passes
+from popsparse.planning.options import Options
+from popsparse.planning.params import FullyConnectedParams, MatmulParams
+from popsparse.planning.parts import even_parts
+from popsparse.planning.plan import (
+    BucketSizes,
+    Method,
+    PassCost,
+    Plan,
+    Search,
+    Sizes,
+    Term,
+)
+from popsparse.planning.space import SearchSpace
+from popsparse.planning.words import overflow_words
+
+_log = logging.getLogger("dynsparse.popsparse")
+
+_KEPT = 10  # Runners-up kept for the report, distinct in partition or method.
+
+
+@dataclass(frozen=True)
+class _Candidate:
+    """One method and exchange, priced for all partitions."""
+
+    space: SearchSpace
+    exchange_buckets: bool
+    buckets: Buckets
+    passes: dict[str, tuple[list[TermArray], Any]]
+    cycles: np.ndarray
+    temporary_bytes: np.ndarray
+    allowed: np.ndarray
+
+    def at(self, value: Any, place: int) -> int:
+        """One partition's entry of a term, which may be a single number for all."""
+        return int(np.broadcast_to(value, self.cycles.shape)[place])
+
+
+@typed
+def make_plan(
+    target: Target,
+    dtype: Any,
+    params: FullyConnectedParams,
+    options: Any = None,
+    cache: PlanningCache | None = None,
+) -> Plan:
+    """The best plan of a sparse fully connected layer on `target`.
+
+    Args:
+        target: a `popsparse.machine.Target`.
+        dtype: float16 or float32, of the values and the dense operands.
+        params: what is multiplied.
+        options: an `Options` or a mapping. Its `do_grad_a_pass` and `do_grad_w_pass` say which
+            passes the plan is for besides forward; one partition serves them all.
+        cache: plans made earlier are taken from it, and the plan is kept there.
+
+    Raises:
+        ValueError: options or constraints no partition can meet, more groups than tiles, dense
+            weights (`use_dense`) the memory cannot hold.
+    """
+    kind = data_type(dtype)
+    if not isinstance(params, FullyConnectedParams):
+        raise TypeError(f"params must be FullyConnectedParams, got {params!r}")
+    wanted = Options.parse(options).repaired(kind, params.sparsity_params.is_element)
+    key = (target, kind, params, wanted)
+    return _planned(*key) if cache is None else cache.find(key, lambda: _planned(*key))
+
+
+@typed
+def matmul_plan(
+    target: Target,
+    dtype: Any,
+    params: MatmulParams,
+    options: Any = None,
+    cache: PlanningCache | None = None,
+) -> Plan:
+    """The plan of a sparse x dense product: as of the layer, for forward and grad_input jointly."""
+    if not isinstance(params, MatmulParams):
+        raise TypeError(f"params must be MatmulParams, got {params!r}")
+    joint = Options.parse(options).with_passes(grad_a=True, grad_w=False)
+    return make_plan(target, dtype, params.fully_connected, joint, cache)
+
+
+def _planned(
+    target: Target, dtype: DataType, params: FullyConnectedParams, options: Options
+) -> Plan:
+    plan = _search(target, dtype, params, options)
+    _log.info("planned %s: %s, %s", params, plan.partition, plan.method)
+    return plan
+
+
+def _methods(params: FullyConnectedParams, space: SearchSpace) -> list[Method]:
+    if params.sparsity_params.is_element:
+        return [Method.ELEMENT]
+    x, y = space.block
+    whole = params.batch_size % Method.BLOCK_AMP.grouping((x, y), space.dtype).z == 0
+    return [Method.BLOCK, *([Method.BLOCK_AMP] if whole and x % 4 == y % 4 == 0 else [])]
+
+
+def _candidates(
+    target: Any, dtype: DataType, params: FullyConnectedParams, options: Options
+) -> list[_Candidate]:
+    exchanges = [False, True] if options.do_grad_w_pass else [False]
+    if (constrained := options.plan_constraints.grad_w_exchange_buckets) is not None:
+        exchanges = [constrained]
+    found = []
+    first = SearchSpace(params, options, dtype, target, Method.ELEMENT)
+    for method in _methods(params, first):
+        space = replace(first, method=method)
+        allowed = space.allowed()
+        buckets = bucket_arrays(space)
+        shared = {"forward": product_terms(space, buckets, grad_input=False)}
+        if options.do_grad_a_pass:
+            shared["grad_input"] = product_terms(space, buckets, grad_input=True)
+        for exchange in exchanges:
+            passes = dict(shared)
+            if options.do_grad_w_pass:
+                passes["grad_weight"] = grad_weight_terms(space, buckets, exchange_buckets=exchange)
+            cycles = sum(t.cycles for terms, _ in passes.values() for t in terms)
+            bytes_ = np.maximum.reduce([b for _, b in passes.values()])
+            found.append(_Candidate(space, exchange, buckets, passes, cycles, bytes_, allowed))
+    return found
+
+
+def _bounds(target: Any, options: Options) -> list[int | None]:
+    """The memory bounds to try: the proportion asked for, doubled below two tiles, then none."""
+    bound = int(target.bytes_per_tile * options.available_memory_proportion)
+    bounds: list[int | None] = [bound]
+    while 0 < bounds[-1] * 2 < 2 * target.bytes_per_tile:  # type: ignore[operator]
+        bounds.append(bounds[-1] * 2)  # type: ignore[operator]
+    return [*bounds, None]
+
+
+def _search(target: Any, dtype: DataType, params: FullyConnectedParams, options: Options) -> Plan:
+    candidates = _candidates(target, dtype, params, options)
+    if not any(c.allowed.any() for c in candidates):
+        raise ValueError(_why_none(candidates[0].space))
+    cycles = np.concatenate([c.cycles for c in candidates])
+    bytes_ = np.concatenate([c.temporary_bytes for c in candidates])
+    allowed = np.concatenate([c.allowed for c in candidates])
+    tried: list[int | None] = []
+    for bound in _bounds(target, options):
+        tried.append(bound)
+        fits = allowed if bound is None else allowed & (bytes_ <= bound)
+        if fits.any():
+            break
+    places = np.flatnonzero(fits)
+    # Proportion 0 asks for the least memory; otherwise time comes first.
+    keys = (bytes_[places], cycles[places])
+    if options.available_memory_proportion == 0:
+        keys = keys[::-1]
+    order = places[np.lexsort(keys)]
+    width = len(candidates[0].cycles)
+    search = Search(
+        partitions=width,
+        candidates=len(candidates),
+        allowed=int(allowed.sum()),
+        fitting=len(places),
+        bounds=tuple(tried),
+        runners_up=tuple(
+            _summary(candidates[i // width], i % width) for i in order[1 : 1 + _KEPT].tolist()
+        ),
+    )
+    winner = int(order[0])
+    return _plan(candidates[winner // width], winner % width, bound, search)
+
+
+def _summary(candidate: _Candidate, place: int) -> dict[str, Any]:
+    x, y, z = candidate.space.partitions[:, place].tolist()
+    return {
+        "x": x,
+        "y": y,
+        "z": z,
+        "method": candidate.space.method.value,
+        "grad_w_exchange_buckets": candidate.exchange_buckets,
+        "cycles": int(candidate.cycles[place]),
+        "temporary_bytes": int(candidate.temporary_bytes[place]),
+        "passes": {
+            name: {t.name: candidate.at(t.cycles, place) for t in terms}
+            for name, (terms, _) in candidate.passes.items()
+        },
+    }
+
+
+def _plan(candidate: _Candidate, place: int, bound: int | None, search: Search) -> Plan:
+    space, buckets = candidate.space, candidate.buckets
+    options = space.options
+
+    def at(value: Any) -> int:
+        return candidate.at(value, place)
+
+    costs = {
+        name: PassCost(
+            tuple(Term(t.name, at(t.cycles), at(t.temporary_bytes)) for t in terms), at(bytes_)
+        )
+        for name, (terms, bytes_) in candidate.passes.items()
+    }
+    values = bucket_sizes.value_elements(
+        at(buckets.groups), buckets.area, options.partials_type, grad_weight=options.do_grad_w_pass
+    )
+    x, y, z = space.partitions[:, place].tolist()
+    own = space.method is Method.ELEMENT and not options.shared_buckets
+    request = (space.target, space.dtype, space.params, options)
+    return Plan(
+        params=space.params,
+        options=options,
+        dtype=space.dtype,
+        target=space.target,
+        method=space.method,
+        grouping=space.grouping,
+        partition=Sizes(space.params.num_groups, x, y, z),
+        grad_w_exchange_buckets=candidate.exchange_buckets,
+        block_dimensions=space.block,
+        buckets=BucketSizes(
+            int(values),
+            at(buckets.forward_words),
+            at(buckets.grad_input_words) if own and options.do_grad_a_pass else 0,
+            overflow_words(x),
+        ),
+        costs=costs,
+        dense=dense_passes(*request) if options.plan_constraints.use_dense else {},
+        memory_bound=bound,
+        search=search,
+    )
+
+
+def _why_none(space: SearchSpace) -> str:
+    """One line on why no partition is allowed, with the nearest that would be."""
+    wanted = space.options.plan_constraints
+    _, nx, ny, nz = space.groups
+    tiles = space.target.tiles // space.params.num_groups
+    product = (wanted.x or 1) * (wanted.y or 1) * (wanted.z or 1)
+    if product > tiles:
+        return (
+            f"plan_constraints ask for {product} tiles a group, the target has {tiles}: "
+            "use fewer partitions or a larger target"
+        )
+    for name, groups in (("x", nx), ("y", ny)):
+        value = getattr(wanted, name)
+        if value is not None and (even := int(even_parts(groups, value))) != value:
+            return (
+                f"plan_constraints.partition.{name}={value} leaves parts empty: {groups} groups "
+                f"fill {even} parts as full as {value} would have them; use {even}"
+            )
+    if wanted.z is not None and nz % wanted.z:
+        return (
+            f"plan_constraints.partition.z={wanted.z} must divide the {nz} groups of the batch "
+            f"(of {space.grouping.z} each)"
+        )
+    rules = {name: int(rule.sum()) for name, rule in space.broken_rules().items() if rule.any()}
+    worst = max(rules, key=lambda name: rules[name])
+    broken = ", ".join(f"{name} ({count})" for name, count in rules.items())
+    mend = "use a smaller batch or more tiles" if "16 bits" in worst else "loosen the constraints"
+    return f"none of {space.tiles.size} partitions over {tiles} tiles is allowed: {broken}; {mend}"

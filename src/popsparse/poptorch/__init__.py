@@ -1,0 +1,37 @@
+"""PopTorch-style loops: many steps a call, with the batch arithmetic of PopTorch's options.
+
+Scripts for Graphcore's PopTorch run here with their import changed,
+
+    from popsparse import poptorch
+
+on whatever processor the model is on, or on the tile machine. Source: PopTorch user guide,
+"Running models", "Efficient data batching".
+"""
+
+from popsparse.poptorch.data_loader import DataLoader
+from popsparse.poptorch.modes import (
+    AnchorMode,
+    DataLoaderMode,
+    OutputMode,
+    ReductionType,
+)
+from popsparse.poptorch.options import Options
+from popsparse.poptorch.wrapped import (
+    WrappedModel,
+    identity_loss,
+    inferenceModel,
+    trainingModel,
+)
+
+__all__ = [
+    "AnchorMode",
+    "DataLoader",
+    "DataLoaderMode",
+    "Options",
+    "OutputMode",
+    "ReductionType",
+    "WrappedModel",
+    "identity_loss",
+    "inferenceModel",
+    "trainingModel",
+]

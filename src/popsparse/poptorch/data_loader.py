@@ -1,0 +1,128 @@
+"""Data for calls of many steps, read in the background."""
+
+from __future__ import annotations
+
+import itertools
+import queue
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch.utils import data
+
+from dynsparse.checks import check_integer, check_kind
+from popsparse.poptorch.modes import DataLoaderMode
+from popsparse.poptorch.options import Options
+
+__all__ = ["DataLoader"]
+
+_AHEAD = 2
+"""Combined batches that wait to be taken."""
+
+
+class DataLoader(data.DataLoader):
+    """A `torch.utils.data.DataLoader` of combined batches.
+
+    A combined batch is what one call of a wrapped model takes: batch_size x deviceIterations x
+    replicationFactor x gradientAccumulation samples. Samples that do not fill one are left out.
+
+    Args:
+        options: of the model.
+        dataset: with or without a length.
+        batch_size: of the model, in samples.
+        shuffle, num_workers: as in torch. Shuffling draws from a generator of its own, seeded by
+            options.randomSeed or from torch's global one when the loader is made, so that reading
+            ahead does not change what the training draws.
+        mode: Async reads the next combined batches in a thread (with num_workers, in processes)
+            while the model computes; Sync reads when asked. A dataset that draws from torch's
+            global generator gives the same data in every run only with Sync or num_workers.
+        more: of torch's.
+
+    Raises:
+        TypeError: options or a mode of another kind. ValueError: sizes below 1, and what torch
+            raises.
+    """
+
+    def __init__(
+        self,
+        options: Options,
+        dataset: data.Dataset[Any],
+        batch_size: int = 1,
+        shuffle: bool = False,
+        num_workers: int = 0,
+        drop_last: bool = True,
+        mode: DataLoaderMode = DataLoaderMode.Async,
+        **more: Any,
+    ) -> None:
+        check_kind("options", options, Options, "poptorch.Options")
+        check_kind("mode", mode, DataLoaderMode, "one of poptorch.DataLoaderMode")
+        size = check_integer("batch_size", batch_size, 1)
+        if drop_last is not True:
+            raise ValueError("drop_last must be True: a call needs a whole combined batch")
+        if shuffle and "generator" not in more:
+            seed = options.random_seed
+            if seed is None:
+                seed = int(torch.randint(1 << 62, ()))
+            more["generator"] = torch.Generator().manual_seed(seed)
+        self.combinedBatchSize = size * options.device_iterations * options.batches_per_step
+        self._in_thread = mode is DataLoaderMode.Async and num_workers == 0
+        self._synthetic = options.synthetic_data
+        super().__init__(
+            dataset,
+            batch_size=self.combinedBatchSize,
+            shuffle=shuffle,
+            num_workers=num_workers,
+            drop_last=True,
+            **more,
+        )
+
+    def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
+        batches = super().__iter__()
+        if self._synthetic:
+            first = next(batches, None)
+            if first is None:
+                return iter(())
+            try:
+                return iter(itertools.repeat(first, len(self)))
+            except TypeError:  # a dataset without a length, whose end nobody reads
+                return itertools.repeat(first)
+        return _ahead(batches) if self._in_thread else batches
+
+
+def _ahead(batches: Iterator[Any]) -> Iterator[Any]:
+    """The same, read in a thread that ends with the iteration."""
+    waiting: queue.Queue[tuple[Any, BaseException | None]] = queue.Queue(_AHEAD)
+    left = threading.Event()
+
+    def put(item: tuple[Any, BaseException | None]) -> bool:
+        while not left.is_set():
+            try:
+                waiting.put(item, timeout=0.1)
+            except queue.Full:
+                continue
+            return True
+        return False
+
+    def read() -> None:
+        try:
+            for batch in batches:
+                if not put((batch, None)):
+                    return
+            put((None, StopIteration()))
+        except BaseException as error:
+            put((None, error))
+
+    thread = threading.Thread(target=read, name="poptorch.DataLoader", daemon=True)
+    thread.start()
+    try:
+        while True:
+            batch, error = waiting.get()
+            if isinstance(error, StopIteration):
+                return
+            if error is not None:
+                raise error
+            yield batch
+    finally:
+        left.set()
+        thread.join()

@@ -1,0 +1,160 @@
+"""What a call does, in PopTorch's options."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from dynsparse.checks import check_flag, check_integer, check_kind
+from dynsparse.files.shorten import shortened
+from popsparse.poptorch.modes import OutputMode, ReductionType
+
+__all__ = ["Options"]
+
+
+class Options:
+    """PopTorch's `Options`, as far as they mean something away from an IPU.
+
+        options = poptorch.Options().deviceIterations(50)
+        options.Training.gradientAccumulation(4)
+
+    Every setter checks what it is given and returns the options. An option of PopTorch's that is
+    not here is an AttributeError which says so.
+
+    Attributes:
+        Training: gradientAccumulation, accumulationAndReplicationReductionType.
+        Precision: enableFloatingPointExceptions, setPartialsType, enableStochasticRounding.
+    """
+
+    def __init__(self) -> None:
+        self.device_iterations = 1
+        self.replication_factor = 1
+        self.output_mode: OutputMode | None = None
+        self.output_every = 1
+        self.random_seed: int | None = None
+        self.synthetic_data = False
+        self.cache_folder: Path | None = None
+        self.Training = TrainingOptions()
+        self.Precision = PrecisionOptions()
+
+    def deviceIterations(self, count: int) -> Options:
+        """How many steps a call takes (training), or batches it computes; 1 if not set."""
+        self.device_iterations = check_integer("deviceIterations", count, 1)
+        return self
+
+    def replicationFactor(self, count: int) -> Options:
+        """How many replicas share a step; here they take turns in one process. 1 if not set.
+
+        Gradients, and so weights, are those of as many replicas. To use several processes, wrap
+        the model in `DistributedDataParallel` instead.
+        """
+        self.replication_factor = check_integer("replicationFactor", count, 1)
+        return self
+
+    def outputMode(self, mode: OutputMode, output_return_period: int | None = None) -> Options:
+        """Which outputs a call returns: All, the Final, their Sum, or EveryN.
+
+        All for inference and Final for training if not set.
+
+        Args:
+            output_return_period: the n of EveryN; it must divide deviceIterations.
+        """
+        check_kind("outputMode", mode, OutputMode, "one of poptorch.OutputMode")
+        if (mode is OutputMode.EveryN) != (output_return_period is not None):
+            raise ValueError("output_return_period is for OutputMode.EveryN, which needs it")
+        if output_return_period is not None:
+            self.output_every = check_integer("output_return_period", output_return_period, 1)
+        self.output_mode = mode
+        return self
+
+    def anchorMode(self, mode: OutputMode, anchor_return_period: int | None = None) -> Options:
+        """The older name of `outputMode`."""
+        return self.outputMode(mode, anchor_return_period)
+
+    def randomSeed(self, seed: int) -> Options:
+        """Seed torch's generators when a model is made with these options, and the data loader."""
+        self.random_seed = check_integer("randomSeed", seed, 0)
+        return self
+
+    def enableSyntheticData(self, enabled: bool = True) -> Options:
+        """Compute on one batch of normally distributed numbers (zeros for integers, such as labels)
+        instead of the data, which are then not read after the first batch."""
+        self.synthetic_data = check_flag("enableSyntheticData", enabled)
+        return self
+
+    def enableExecutableCaching(self, path: str | os.PathLike[str] | None) -> Options:
+        """Keep compiled code in this folder, so that the next process need not compile; None for
+        the compiler's own choice."""
+        self.cache_folder = None if path is None else Path(path)
+        return self
+
+    def __getattr__(self, name: str) -> Any:
+        raise AttributeError(
+            f"poptorch.Options has no {shortened(name)} here: there is nothing like it away from "
+            "an IPU. Those that there are: " + ", ".join(_setters(type(self)))
+        )
+
+    @property
+    def batches_per_step(self) -> int:
+        return self.replication_factor * self.Training.gradient_accumulation
+
+
+class TrainingOptions:
+    """Options of training alone."""
+
+    def __init__(self) -> None:
+        self.gradient_accumulation = 1
+        self.reduction = ReductionType.Mean
+
+    def gradientAccumulation(self, count: int) -> TrainingOptions:
+        """How many batches make one step of the optimizer; 1 if not set."""
+        self.gradient_accumulation = check_integer("Training.gradientAccumulation", count, 1)
+        return self
+
+    def accumulationAndReplicationReductionType(self, kind: ReductionType) -> TrainingOptions:
+        """Whether a step takes the Mean of its batches' gradients, as if not set, or their Sum."""
+        check_kind(
+            "Training.accumulationAndReplicationReductionType",
+            kind,
+            ReductionType,
+            "one of poptorch.ReductionType",
+        )
+        self.reduction = kind
+        return self
+
+
+class PrecisionOptions:
+    """Options of arithmetic."""
+
+    def __init__(self) -> None:
+        self.floating_point_exceptions = False
+
+    def enableFloatingPointExceptions(self, enabled: bool) -> PrecisionOptions:
+        """Raise FloatingPointError where an output or a loss is infinite or no number."""
+        name = "Precision.enableFloatingPointExceptions"
+        self.floating_point_exceptions = check_flag(name, enabled)
+        return self
+
+    def setPartialsType(self, dtype: torch.dtype) -> PrecisionOptions:
+        """The type in which products are added up: float32, as they are in any case."""
+        if dtype not in (torch.float, torch.float32):
+            raise ValueError(
+                "Precision.setPartialsType: sums of products are float32 here, got "
+                f"{shortened(dtype)}"
+            )
+        return self
+
+    def enableStochasticRounding(self, enabled: bool) -> PrecisionOptions:
+        """False, as it is: no processor but the IPU rounds so."""
+        if check_flag("Precision.enableStochasticRounding", enabled):
+            raise ValueError(
+                "Precision.enableStochasticRounding: these processors round to nearest; leave it"
+            )
+        return self
+
+
+def _setters(kind: type) -> list[str]:
+    return [name for name, what in vars(kind).items() if callable(what) and name[0] != "_"]

@@ -1,0 +1,279 @@
+"""Models that take many steps a call."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.utils import _pytree as pytree
+
+from dynsparse.checks import check_kind
+from dynsparse.files.shorten import shortened
+from dynsparse.nn import SparseLinear
+from dynsparse.nn.targets import executor_for
+from dynsparse.training import SparseTrainer
+from popsparse.poptorch.batches import Outputs, parts_of, synthetic
+from popsparse.poptorch.modes import OutputMode, ReductionType
+from popsparse.poptorch.options import Options
+
+__all__ = ["WrappedModel", "identity_loss", "inferenceModel", "trainingModel"]
+
+_CACHE = "TORCHINDUCTOR_CACHE_DIR"
+
+
+class WrappedModel:
+    """What `trainingModel` and `inferenceModel` return: called with a combined batch.
+
+    The weights are the model's own Parameters at every moment: there is one copy of them.
+
+    Attributes:
+        options: what it was made with. model: the module that was wrapped.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        options: Options | None,
+        optimizer: Optimizer | SparseTrainer | None,
+        training: bool,
+        target: Any,
+        compile: bool | str,
+    ) -> None:
+        check_kind("model", model, nn.Module, "a torch.nn.Module")
+        check_kind("options", options, (Options, type(None)), "poptorch.Options")
+        if not isinstance(compile, (bool, str)):
+            raise TypeError(
+                "compile must be True, False or the name of a backend of torch.compile, got "
+                f"{shortened(compile)}"
+            )
+        self.options = Options() if options is None else options
+        self.model = model
+        self._training = training
+        self._optimizer: Any = None
+        self._backend = "inductor" if compile is True else compile
+        self._executors: list[tuple[SparseLinear, Any]] = []
+        if target is not None:
+            self._executors, self._backend = _executors(model, target), False
+        if self._backend is False and self.options.cache_folder is not None:
+            raise ValueError(
+                "enableExecutableCaching keeps compiled code, and without compile, or with a "
+                "target, nothing is compiled: leave one of them out"
+            )
+        self._code: Callable[..., Any] | None = None
+        self._attached = True
+        self._data: Any = None
+        if training:
+            self.setOptimizer(optimizer)
+        if self.options.random_seed is not None:
+            torch.manual_seed(self.options.random_seed)
+
+    def setOptimizer(self, optimizer: Optimizer | SparseTrainer | None) -> None:
+        """Take steps of another optimizer, or of another sparse trainer, from the next call on.
+
+        Raises:
+            TypeError: neither of them. ValueError: a model for inference.
+        """
+        if not self._training:
+            raise ValueError("a model for inference has no optimizer")
+        check_kind(
+            "optimizer",
+            optimizer,
+            (Optimizer, SparseTrainer),
+            "a torch.optim.Optimizer or a sparse trainer such as dynsparse.RigL",
+        )
+        self._optimizer = optimizer
+
+    def isAttachedToDevice(self) -> bool:
+        return self._attached
+
+    def attachToDevice(self) -> None:
+        """Let calls compute again."""
+        self._attached = True
+
+    def detachFromDevice(self) -> None:
+        """Let go of the compiled code; calls are refused until `attachToDevice`."""
+        self._attached = False
+        self._code = None
+
+    def copyWeightsToHost(self) -> None:
+        """There is one copy of the weights, so that nothing is left to be done."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Compute a combined batch, whose order is iterations, replicas, accumulated batches.
+
+        Returns:
+            The outputs, as options.outputMode says, without gradients.
+
+        Raises:
+            ValueError: a batch that the options' product does not divide, and for training outputs
+                that do not end in a loss. RuntimeError: not attached. FloatingPointError: see
+                options.Precision.
+        """
+        if not self._attached:
+            raise RuntimeError("the model is detached from its device: call attachToDevice() first")
+        given = (args, kwargs)
+        if self.options.synthetic_data:
+            self._data = synthetic(given) if self._data is None else self._data
+            given = self._data
+        options = self.options
+        per_step = options.batches_per_step if self._training else options.replication_factor
+        factors = {
+            "deviceIterations": options.device_iterations,
+            "replicationFactor": options.replication_factor,
+        }
+        if self._training:
+            factors["Training.gradientAccumulation"] = options.Training.gradient_accumulation
+        meaning = f"{' x '.join(factors)} = {' x '.join(map(str, factors.values()))}"
+        parts = parts_of(given, options.device_iterations * per_step, meaning)
+        mode = options.output_mode
+        if mode is None:
+            mode = OutputMode.Final if self._training else OutputMode.All
+        if mode is OutputMode.EveryN and options.device_iterations % options.output_every:
+            raise ValueError(
+                f"outputMode: the period {options.output_every} must divide deviceIterations, "
+                f"{options.device_iterations}"
+            )
+        outputs = Outputs(options, mode, per_step)
+        with self._mode():
+            for i in range(options.device_iterations):
+                step = parts[i * per_step : (i + 1) * per_step]
+                self._train(step, outputs) if self._training else self._infer(step, outputs)
+        return outputs.joined()
+
+    def _train(self, step: list[Any], outputs: Outputs) -> None:
+        options = self.options.Training
+        mean = options.reduction is ReductionType.Mean and len(step) > 1
+        optimizer = self._optimizer
+        bare = optimizer.optimizer if isinstance(optimizer, SparseTrainer) else optimizer
+        bare.zero_grad()
+        for args, kwargs in step:
+            output = self._compiled()(*args, **kwargs)
+            loss = _loss_of(output)
+            self._check(output)
+            (loss / len(step) if mean else loss).backward()
+            outputs.add(output)
+        optimizer.step()
+
+    def _infer(self, step: list[Any], outputs: Outputs) -> None:
+        with torch.no_grad():
+            for args, kwargs in step:
+                output = self._compiled()(*args, **kwargs)
+                self._check(output)
+                outputs.add(output)
+
+    def _check(self, output: Any) -> None:
+        if self.options.Precision.floating_point_exceptions:
+            for leaf in pytree.tree_leaves(output):
+                if isinstance(leaf, Tensor) and not bool(torch.isfinite(leaf).all()):
+                    raise FloatingPointError("an output is infinite or no number")
+
+    def _compiled(self) -> Callable[..., Any]:
+        if self._code is None:
+            self._code = self.model
+            if self._backend is not False:
+                folder = self.options.cache_folder
+                if folder is not None:
+                    os.environ[_CACHE] = str(folder)
+                self._code = torch.compile(self.model, backend=self._backend)
+        return self._code
+
+    @contextmanager
+    def _mode(self) -> Iterator[None]:
+        """The model in training or evaluation mode and on its target, as it was afterwards."""
+        flags = [(module, module.training) for module in self.model.modules()]
+        executors = [(layer, layer.executor) for layer, _ in self._executors]
+        self.model.train(self._training)
+        try:
+            for layer, executor in self._executors:
+                layer.executor = executor
+            yield
+        finally:
+            for layer, executor in executors:
+                layer.executor = executor
+            for module, flag in flags:
+                module.training = flag
+
+
+def trainingModel(
+    model: nn.Module,
+    options: Options | None = None,
+    optimizer: Optimizer | SparseTrainer | None = None,
+    *,
+    target: Any = None,
+    compile: bool | str = True,
+) -> WrappedModel:
+    """A model whose calls train: forward, backward and the optimizer's step, many times.
+
+        training = poptorch.trainingModel(model, options, optimizer=ds.RigL(model, adam, ...))
+        for images, labels in loader:  # poptorch.DataLoader
+            output, loss = training(images, labels)
+
+    Args:
+        model: its forward takes the data and the labels and returns the loss, or outputs of which
+            the last is the loss.
+        options: how many steps a call takes, and what it returns.
+        optimizer: of the model's parameters; a sparse trainer takes its place where patterns
+            change. SGD with a rate of 0.01 if left out, as PopTorch does.
+        target: a `machine.Target`, to compute the sparse layers' products on that tile machine.
+        compile: False computes without `torch.compile`; a name is another backend than inductor,
+            which needs a C++ compiler on the CPU. With a target nothing is compiled.
+
+    Raises:
+        TypeError: arguments of another kind, or a dtype that the target does not have.
+    """
+    if optimizer is None:
+        check_kind("model", model, nn.Module, "a torch.nn.Module")
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    return WrappedModel(model, options, optimizer, True, target, compile)
+
+
+def inferenceModel(
+    model: nn.Module,
+    options: Options | None = None,
+    *,
+    target: Any = None,
+    compile: bool | str = True,
+) -> WrappedModel:
+    """A model whose calls compute many batches in evaluation mode; see `trainingModel`."""
+    return WrappedModel(model, options, None, False, target, compile)
+
+
+def identity_loss(x: Tensor, reduction: str = "mean") -> Tensor:
+    """Mark `x` as the loss, reduced by "mean", "sum" or "none".
+
+    Source: PopTorch user guide, "identity_loss". Here it does no more than reduce: the loss is the
+    last output of the model.
+    """
+    if reduction == "mean":
+        return x.mean()
+    if reduction == "sum":
+        return x.sum()
+    if reduction == "none":
+        return x
+    raise ValueError(f'reduction must be "mean", "sum" or "none", got {shortened(reduction)}')
+
+
+def _loss_of(output: Any) -> Tensor:
+    last = output[-1] if isinstance(output, (tuple, list)) and output else output
+    if not isinstance(last, Tensor) or last.numel() != 1 or not last.requires_grad:
+        raise ValueError(
+            "for training the model must return the loss, or outputs of which the last is the "
+            "loss, a single number that depends on the weights"
+        )
+    return last.reshape(())
+
+
+def _executors(model: nn.Module, target: Any) -> list[tuple[SparseLinear, Any]]:
+    layers = [layer for layer in model.modules() if isinstance(layer, SparseLinear)]
+    if not layers:
+        raise ValueError("target is for sparse layers, of which the model has none")
+    if any(layer.executor is not None for layer in layers):
+        raise ValueError(
+            "a layer has a target or an active subset of its own: leave out target here"
+        )
+    return [(layer, executor_for(target, layer.values.dtype)) for layer in layers]

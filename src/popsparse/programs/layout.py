@@ -1,0 +1,187 @@
+"""Where the dense operands of a sparse product lie on the tiles.
+
+The tiles of a plan are a grid: groups, x, y, z. A dense operand has two of the dimensions, its own
+(y for the input, x for the gradient of the output) and z; the tiles along the third all need the
+same part of it. At home that part is spread over those tiles, so none holds more than its share.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+
+from popsparse.machine import Copy, DType, Graph, Tensor, as_dtype
+from popsparse.planning.parts import ceil_div
+from popsparse.planning.plan import Plan
+
+# Exchanges of less than this a tile are not worth spreading: section 5.1 of
+# docs/popsparse-formulas.md.
+_LEAST_BYTES = 128
+
+
+def machine_type(plan: Plan, *, partials: bool = False) -> DType:
+    """The machine's element type of a plan's data or partial sums."""
+    return as_dtype((plan.options.partials_type if partials else plan.dtype).name)
+
+
+def tile_grid(plan: Plan, order: str) -> np.ndarray:
+    """The tile of every part, the dimensions in the order given, e.g. "gyzx"."""
+    parts = plan.partition
+    sizes = {"g": parts.groups, "x": parts.x, "y": parts.y, "z": parts.z}
+    at = dict(zip(order, np.indices([sizes[dim] for dim in order]), strict=True))
+    # Plan.tile is plain arithmetic, so it takes arrays as well.
+    return np.asarray(plan.tile(at["x"], at["y"], at["z"], at["g"]), np.int64)
+
+
+def reorder(tensor: Tensor, source: str, order: str) -> Tensor:
+    """A view whose leading dimensions, named by `source`, are in another order."""
+    rest = range(len(source), tensor.ndim)
+    return tensor.transpose(*(source.index(dim) for dim in order), *rest)
+
+
+@dataclass(frozen=True)
+class OperandLayout:
+    """How a dense operand or result [batch, groups * channels] is cut.
+
+    `dim` is its channel dimension, "x" (output channels) or "y" (input channels); `other` the one
+    along which tiles share it.
+    """
+
+    plan: Plan
+    dim: str
+
+    @property
+    def other(self) -> str:
+        return "y" if self.dim == "x" else "x"
+
+    @property
+    def order(self) -> str:
+        """Order of the grid's dimensions in all variables of this operand."""
+        return f"g{self.dim}z{self.other}"
+
+    @property
+    def channels(self) -> int:
+        """Of one group."""
+        return int(getattr(self.plan.sizes, self.dim))
+
+    @property
+    def part(self) -> tuple[int, int]:
+        """Channels and batch elements of the fullest tile."""
+        sizes = self.plan.elements_per_tile
+        return getattr(sizes, self.dim), sizes.z
+
+    @property
+    def numel(self) -> int:
+        """Elements of a part."""
+        channels, batch = self.part
+        return channels * batch
+
+    @cached_property
+    def tiles(self) -> np.ndarray:
+        return tile_grid(self.plan, self.order)
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """[batch, groups * channels]."""
+        return self.plan.sizes.z, self.plan.sizes.groups * self.channels
+
+    @property
+    def is_padded(self) -> bool:
+        """Whether the parts hold more than the operand does."""
+        parts = self.plan.partition
+        channels, batch = self.part
+        whole = (getattr(parts, self.dim) * channels, parts.z * batch)
+        return whole != (self.channels, self.plan.sizes.z)
+
+    def matches(self, other: OperandLayout) -> bool:
+        """Whether a tensor of the other layout lies as this one wants it."""
+        return (
+            self.dim == other.dim
+            and self.plan.partition == other.plan.partition
+            and self.plan.grouping == other.plan.grouping
+            and self.plan.sizes == other.plan.sizes
+        )
+
+    def add_home(self, graph: Graph, name: str, dtype: DType) -> Tensor:
+        """A variable [*grid without the last dimension, sharing tiles, share] for the operand.
+
+        Its padding, if it has any, is 0: grad_weight sums over it.
+        """
+        grid = self.tiles
+        share = max(ceil_div(self.numel, grid.shape[-1]), _LEAST_BYTES // dtype.size)
+        used = ceil_div(self.numel, share)
+        tiles = grid[..., :used]
+        home = graph.add_variable(dtype, [*tiles.shape, share], name, tiles=tiles)
+        if self.is_padded:
+            graph.set_initial_value(home, 0)
+        return home
+
+    def natural(self, home: Tensor) -> PlannedTensor:
+        """The operand as [batch, groups * channels], wherever its elements lie."""
+        channels, batch = self.part
+        at = home.addresses().reshape(*home.shape[:-2], -1)[..., : self.numel]
+        groups, parts, parts_z = at.shape[:3]
+        at = at.reshape(groups, parts, parts_z, channels, batch).transpose(2, 4, 0, 1, 3)
+        at = at.reshape(parts_z * batch, groups, parts * channels)
+        at = at[: self.shape[0], :, : self.channels].reshape(self.shape)
+        return PlannedTensor(home, at, self)
+
+    def check(self, tensor: Tensor) -> None:
+        """Refuse a tensor that is no such operand.
+
+        Raises:
+            ValueError: another shape than [batch, groups * channels]. TypeError: another type.
+        """
+        if tensor.shape != self.shape:
+            what = "output" if self.dim == "x" else "input"
+            raise ValueError(
+                f"expected a tensor [batch, {what} channels] of the shape {list(self.shape)}, "
+                f"got {list(tensor.shape)}"
+            )
+        wanted = machine_type(self.plan)
+        if tensor.dtype != wanted:
+            raise TypeError(f"expected a tensor of {wanted.name}, got {tensor.dtype.name}")
+
+    def at_home(self, graph: Graph, tensor: Tensor, name: str) -> tuple[Tensor, list[Copy]]:
+        """The operand in this layout; copied into it unless it lies so already. Errors as of
+        `check`."""
+        self.check(tensor)
+        if isinstance(tensor, PlannedTensor) and self.matches(tensor.layout):
+            return tensor.home, []
+        home = self.add_home(graph, name, tensor.dtype)
+        return home, [Copy(tensor, self.natural(home), name="regroup")]
+
+    def add_local(
+        self, graph: Graph, home: Tensor, name: str, order: str | None = None
+    ) -> tuple[Tensor, tuple[Tensor, Tensor]]:
+        """The part that each tile works on, [*grid, numel], and the pair of a `Copy` that brings
+        it. `order` is that of the grid, by default the layout's."""
+        order = order or self.order
+        shared, share = home.shape[-2:]
+        tiles = tile_grid(self.plan, order)
+        local = graph.add_variable(home.dtype, [*tiles.shape, shared, share], name, tiles=tiles)
+        source = home.expand_dims(3).broadcast_to(*self.tiles.shape, shared, share)
+        used = local.reshape(*tiles.shape, shared * share)[..., : self.numel]
+        return used, (reorder(source, self.order, order), local)
+
+
+class PlannedTensor(Tensor):
+    """A dense operand or result that lies on the tiles as a plan wants it.
+
+    Used like any tensor [batch, channels]; the products recognise it and rearrange nothing.
+    """
+
+    __slots__ = ("home", "layout")
+
+    def __init__(self, home: Tensor, addresses: np.ndarray, layout: OperandLayout) -> None:
+        super().__init__(home.graph, home.dtype, addresses.shape, addresses=addresses)
+        self.home = home
+        self.layout = layout
+
+
+def create_operand(graph: Graph, plan: Plan, dim: str, name: str) -> PlannedTensor:
+    """A new operand, at home: the input (`dim` "y") or the gradient of the output ("x")."""
+    layout = OperandLayout(plan, dim)
+    return layout.natural(layout.add_home(graph, name, machine_type(plan)))

@@ -1,0 +1,195 @@
+"""The programs of a pattern update: growth scores down to the host, a new pattern up from it.
+
+As in Graphcore's application: the dense gradient of the weights and the pooling of its magnitudes
+run on the tiles, in the step whose gradient decides; scores, values and optimizer state go to the
+host, which drops the smallest weights and grows where scores are largest; meta-info, values and
+optimizer state come back.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import partial
+from typing import NamedTuple
+
+import numpy as np
+
+from popsparse.dense.layout import Layout
+from popsparse.dense.program import add_product
+from popsparse.machine import Copy, Engine, Execute, Graph, Sequence, Stream, Tensor
+from popsparse.planning.gradient_pieces import GradientPiece, plan_gradient
+from popsparse.planning.parts import ceil_div
+from popsparse.planning.update import Update
+from popsparse.programs.codelets_update import pool_codelet, pooled
+from popsparse.programs.layout import machine_type
+from popsparse.programs.weights import SparseTensor
+
+
+class _Part(NamedTuple):
+    """What one piece sends: its stream, and its scores (or the gradient) [groups, *shape]."""
+
+    piece: GradientPiece
+    stream: Stream
+    is_pooled: bool
+
+
+class UpdatePrograms:
+    """The programs "scores" and "rewire" of a layer.
+
+    Args:
+        graph: of the layer.
+        weights: what they update.
+        gradient, inputs: dY [batch, groups * out] and X [batch, groups * in].
+        update: how.
+
+    Attributes:
+        programs: by name.
+
+    Raises:
+        ValueError: a dense gradient that fits the tiles in no pieces.
+    """
+
+    def __init__(
+        self, graph: Graph, weights: SparseTensor, gradient: Tensor, inputs: Tensor, update: Update
+    ) -> None:
+        self.graph, self.weights, self.plan, self.update = graph, weights, weights.plan, update
+        self.block = self.plan.params.sparsity_params.block_dimensions
+        self.dtype = machine_type(self.plan)
+        values = weights.nz_values
+        home = weights.values
+        tiles = graph.tiles_of(home)
+        self._state = [("values", values)]
+        for number in range(update.optimizer_slots):
+            slot = graph.add_variable(self.dtype, home.shape, f"optimizer slot {number}")
+            graph.map_stretches(slot, *_stretches(tiles))
+            graph.set_initial_value(slot, 0)
+            graph.add_handle(f"optimizer slot {number}", slot)
+            self._state.append((f"optimizer slot {number}", slot.flatten()))
+        self._parts: list[_Part] = []
+        self.host: dict[str, np.ndarray] = {}
+        self.programs = {
+            "scores": self._scores(gradient, inputs),
+            "rewire": self._rewire(),
+        }
+
+    def _scores(self, gradient: Tensor, inputs: Tensor) -> Sequence:
+        sizes = self.plan.sizes
+        by_group = [
+            tensor.reshape(sizes.z, sizes.groups, channels).transpose(1, 0, 2)
+            for tensor, channels in ((inputs, sizes.y), (gradient, sizes.x))
+        ]
+        pieces = plan_gradient(self.plan, self.update)
+        steps = Sequence()
+        for number, piece in enumerate(pieces):
+            mark = f" {number}" if len(pieces) > 1 else ""
+            a, b = (
+                operand[:, :, first:last]
+                for operand, first, last in zip(
+                    by_group, (piece.y0, piece.x0), (piece.y1, piece.x1), strict=True
+                )
+            )
+            layout = Layout(piece.plan, sizes.groups)
+            turned = (True, False)
+            made = add_product(
+                self.graph, layout, a, b, steps, f"dense gradient{mark}", turned=turned
+            )
+            found = made.tensor()
+            is_pooled = self.update.pooling != "none" and self.block != (1, 1)
+            if is_pooled:
+                found = self._pool(found, mark, steps)
+            stream = self._stream(f"scores{mark}", found, to_device=False)
+            steps.add(Copy(found, stream, name=f"scores to host{mark}"))
+            self._parts.append(_Part(piece, stream, is_pooled))
+        for name, tensor in self._state:
+            stream = self._stream(name, tensor, to_device=False)
+            steps.add(Copy(tensor, stream, name=f"{name} to host"))
+        return steps
+
+    def _pool(self, gradient: Tensor, mark: str, steps: Sequence) -> Tensor:
+        """Scores [groups * block rows * block columns] of a gradient [groups, in, out]."""
+        rows, cols = self.block
+        groups, y, x = gradient.shape
+        blocks = gradient.reshape(groups, y // cols, cols, x // rows, rows)
+        blocks = blocks.transpose(0, 3, 1, 2, 4)
+        count = groups * (x // rows) * (y // cols)
+        each = ceil_div(count, self.plan.target.tiles)
+        tiles = np.arange(ceil_div(count, each))
+        shape = [len(tiles), each]
+        spread = self.graph.add_variable(
+            self.dtype, [*shape, cols, rows], f"gradient by blocks{mark}", tiles=tiles
+        )
+        scores = self.graph.add_variable(self.dtype, shape, f"scores{mark}", tiles=tiles)
+        to = spread.reshape(len(tiles) * each, cols, rows)[:count]
+        compute = self.graph.add_compute_set(f"pool magnitudes{mark}")
+        codelet = pool_codelet(self.update.pooling)
+        self.graph.add_vertices(compute, codelet, tiles, {"blocks": spread, "scores": scores})
+        steps.add(
+            Copy(blocks.reshape(count, cols, rows), to, name=f"gather blocks{mark}"),
+            Execute(compute, name=f"pool magnitudes{mark}"),
+        )
+        return scores.flatten()[:count]
+
+    def _rewire(self) -> Sequence:
+        steps = Sequence()
+        words = self.weights.meta_info
+        for name, tensor in [*([("meta-info", words)] if words.numel else []), *self._state]:
+            stream = self._stream(f"new {name}", tensor, to_device=True)
+            steps.add(Copy(stream, tensor, name=f"{name} from host"))
+        return steps
+
+    def _stream(self, name: str, tensor: Tensor, *, to_device: bool) -> Stream:
+        return self.graph.add_stream(name, tensor.dtype, tensor.numel, to_device=to_device)
+
+    # The host's side.
+
+    def connect(self, engine: Engine) -> None:
+        """What comes down is kept in `host` by the stream's name; what goes up is taken there."""
+        for name, stream in self.graph.streams.items():
+            if stream.to_device:
+                engine.connect(name, partial(self._up, name))
+            else:
+                engine.connect(name, partial(self.host.__setitem__, name))
+
+    def _up(self, name: str) -> np.ndarray:
+        if name not in self.host:
+            raise ValueError("the host has nothing to send: run this program by Layer.rewire")
+        return self.host[name]
+
+    def scores(self) -> np.ndarray:
+        """What came down last, [groups, block rows, block columns], float32."""
+        rows, cols = self.block
+        sizes = self.plan.sizes
+        found = np.empty((sizes.groups, sizes.x // rows, sizes.y // cols), np.float32)
+        for piece, stream, is_pooled in self._parts:
+            x, y = piece.x1 - piece.x0, piece.y1 - piece.y0
+            got = self.host[stream.name].astype(np.float32)
+            if is_pooled:
+                part = got.reshape(sizes.groups, x // rows, y // cols)
+            else:
+                blocks = got.reshape(sizes.groups, y // cols, cols, x // rows, rows)
+                part = pooled(blocks.transpose(0, 3, 1, 2, 4), "sum")
+            at = found[:, piece.x0 // rows : piece.x1 // rows]
+            at[:, :, piece.y0 // cols : piece.y1 // cols] = part
+        return found
+
+    def values(self) -> np.ndarray:
+        """The values that came down last, in the order of the weights' own."""
+        return self.host["values"]
+
+    def slots(self) -> list[np.ndarray]:
+        """The optimizer state that came down last, as `values`."""
+        return [self.host[name] for name, _ in self._state[1:]]
+
+    def send(self, meta_info: np.ndarray, values: list[np.ndarray]) -> None:
+        """What the next "rewire" sends up; values and then optimizer state, encoded."""
+        self.host["new meta-info"] = meta_info
+        for (name, _), array in zip(self._state, values, strict=True):
+            self.host[f"new {name}"] = array
+
+
+def _stretches(tiles: np.ndarray) -> Iterator[np.ndarray]:
+    """The tiles of elements in order, and how many follow each other on one."""
+    flat = tiles.reshape(-1)
+    first = np.flatnonzero(np.append(True, flat[1:] != flat[:-1]))
+    yield flat[first]
+    yield np.diff(np.append(first, len(flat)))

@@ -1,0 +1,175 @@
+"""Two profiles side by side: cycles by operation, memory, and findings that came or went."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from popsparse.report.by_operation import operations
+from popsparse.report.data import PARTS, ProfileData, read_profiles
+from popsparse.report.format import cell, number, say, table, words
+from popsparse.report.rules import Finding, findings
+from popsparse.report.stored import StoredProfile
+
+
+@dataclass(frozen=True)
+class Pair:
+    """A figure of the first profile and of the second; None where one has no such thing."""
+
+    name: str
+    first: float | None
+    second: float | None
+
+    @property
+    def change(self) -> float | None:
+        """The second over the first, minus 1; None where that says nothing."""
+        if self.first is None or self.second is None or not self.first:
+            return None
+        return self.second / self.first - 1
+
+
+@dataclass(frozen=True)
+class ComparedPass:
+    """One pass in both.
+
+    Attributes:
+        name: of the pass.
+        cycles: all of them, then those of compute, exchange, sync and host.
+        operations: cycles of each, as of `operations`.
+        memory: bytes of the fullest tile, then by category.
+        findings: the share of each that either has, 0 to 1, by title.
+        gone, came: findings of the first that the second does not have, and the reverse.
+    """
+
+    name: str
+    cycles: list[Pair]
+    operations: list[Pair]
+    memory: list[Pair]
+    findings: list[Pair]
+    gone: list[Finding]
+    came: list[Finding]
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """What `compare` finds.
+
+    Attributes:
+        first, second: titles, of files with their names.
+        passes: those that both have.
+        only_first, only_second: names of the others.
+    """
+
+    first: str
+    second: str
+    passes: list[ComparedPass]
+    only_first: list[str]
+    only_second: list[str]
+
+
+def compare(first: Any, second: Any) -> Comparison:
+    """Put two profiles side by side.
+
+    Args:
+        first, second: each a `StoredProfile`, or what `read_profiles` takes. Passes are matched by
+            name; where either has one pass only, these are compared whatever their names.
+
+    Raises:
+        TypeError, ValueError: something else.
+    """
+    (name_a, a), (name_b, b) = _read(first, "first"), _read(second, "second")
+    if len(a) == len(b) == 1:
+        pairs = [(*a.values(), *b.values())]
+    else:
+        pairs = [(a[name], b[name]) for name in a if name in b]
+    met = {one.name for pair in pairs for one in pair}
+    return Comparison(
+        name_a,
+        name_b,
+        [_pass(x, y) for x, y in pairs],
+        [name for name in a if name not in met],
+        [name for name in b if name not in met],
+    )
+
+
+def _read(given: Any, name: str) -> tuple[str, dict[str, ProfileData]]:
+    if isinstance(given, StoredProfile):
+        return f"{given.title}, {given.file.name}", {one.name: one for one in given.profiles}
+    found = read_profiles(given)
+    if not found:
+        raise ValueError(f"{name} must be a profile, got nothing")
+    return f"the {name}", {one.name: one for one in found}
+
+
+def _pass(a: ProfileData, b: ProfileData) -> ComparedPass:
+    total = Pair("all cycles", a.cycles, b.cycles)
+    parts = _pairs(a.parts, b.parts, PARTS)
+    spent_a, spent_b = ({one.name: one.cycles for one in operations(profile)} for profile in (a, b))
+    fullest = Pair("fullest tile", a.max_bytes, b.max_bytes)
+    of_a, of_b = findings(a), findings(b)
+    shares_a, shares_b = ({one.title: one.share for one in many} for many in (of_a, of_b))
+    rules_a, rules_b = ({one.rule for one in several} for several in (of_a, of_b))
+    return ComparedPass(
+        a.name or b.name,
+        [total, *(pair for pair in parts if pair.first or pair.second)],
+        _pairs(spent_a, spent_b),
+        [fullest, *_pairs(a.worst, b.worst)],
+        _pairs(shares_a, shares_b),
+        [one for one in of_a if one.rule not in rules_b],
+        [one for one in of_b if one.rule not in rules_a],
+    )
+
+
+def _pairs(a: Mapping[str, float], b: Mapping[str, float], names: Sequence[str] = ()) -> list[Pair]:
+    """Those of the first in its order, then what only the second has."""
+    return [Pair(n, a.get(n), b.get(n)) for n in names or [*a, *(k for k in b if k not in a)]]
+
+
+def comparison_section(found: Comparison) -> str:
+    """Tables of every pass."""
+    out = [f"<p>A: {say(found.first)}. B: {say(found.second)}. Changes are those from A to B.</p>"]
+    for name, where in ((found.only_first, "A"), (found.only_second, "B")):
+        if name:
+            out.append(f"<p>Only in {where}: {say(', '.join(map(words, name)))}.</p>")
+    for one in found.passes:
+        if one.name:
+            out.append(f'<h3 class="pass">{say(words(one.name)).capitalize()}</h3>')
+        out.append('<div class="pair">')
+        for heading, pairs in (
+            ("Cycles", one.cycles),
+            ("Cycles by operation", one.operations),
+            ("Memory of the fullest tile, bytes", one.memory),
+            ("Findings, % of the cycles or of a tile's memory", percents(one.findings)),
+        ):
+            rows = [_row(pair) for pair in pairs if pair.first or pair.second]
+            head = [("", ""), ("A", "n"), ("B", "n"), ("difference", "n"), ("change", "n")]
+            out.append(f"<div><h3>{heading}</h3>{table(head, rows, 'narrow')}</div>")
+        out.append("</div>")
+        for several, what in ((one.gone, "No longer found in B"), (one.came, "New in B")):
+            titles = ", ".join(say(f.title.lower()) for f in several)
+            out.append(f"<p><b>{what}:</b> {titles or 'nothing'}.</p>")
+    return "".join(out)
+
+
+def percents(pairs: Sequence[Pair]) -> list[Pair]:
+    """Shares as percentages, to one digit."""
+    return [
+        Pair(p.name, *(None if v is None else round(100 * v, 1) for v in (p.first, p.second)))
+        for p in pairs
+    ]
+
+
+def _row(pair: Pair) -> str:
+    a, b = pair.first, pair.second
+    difference = round((b or 0) - (a or 0), 6)
+    kind = "n up" if difference > 0 else "n down" if difference < 0 else "n"
+    sign = "+" if difference > 0 else ""
+    change = "" if pair.change is None else f"{100 * pair.change:+.1f}\u00a0%"
+    return (
+        cell(say(words(pair.name)))
+        + cell("" if a is None else number(a), "n")
+        + cell("" if b is None else number(b), "n")
+        + cell(f"{sign}{number(difference)}" if difference else "", kind)
+        + cell(change if difference else "", kind)
+    )

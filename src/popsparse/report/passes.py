@@ -1,0 +1,270 @@
+"""What a run of the machine took: over time, by step and by tile."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from popsparse.report.data import PARTS, ProfileData, StepData, Tiles
+from popsparse.report.figures import histogram, stacked_tiles
+from popsparse.report.format import bar, cell, legend, number, percent, say, table, words
+from popsparse.report.plain import amount, need
+from popsparse.report.timeline import Run, short_names
+
+_MOST_STEPS = 40
+
+
+def _bar(parts: Mapping[str, float], whole: float) -> str:
+    return bar([(part, parts[part]) for part in PARTS], whole)
+
+
+def _legend(profile: ProfileData) -> str:
+    return legend((part, part) for part in PARTS if profile.parts[part])
+
+
+def balance_section(profile: ProfileData) -> str:
+    """Where the cycles of the whole run went."""
+    shares = [
+        (part, f"{part} {number(cycles)} ({percent(cycles, profile.cycles)})")
+        for part, cycles in profile.parts.items()
+        if cycles
+    ]
+    counts = ", ".join(f"{number(n)} {say(what)}" for what, n in profile.counts.items())
+    clock = profile.target.get("clock_hz")
+    rate = f" at {clock / 1e9:g} GHz" if clock else ""
+    return (
+        f"<p><b>{number(profile.cycles)} cycles</b>, {number(profile.seconds * 1e6)} µs on "
+        f"{say(profile.target.get('name', 'the target'))}{rate}"
+        + (f": {counts}" if counts else "")
+        + f'.</p><p class="wide">{_bar(profile.parts, profile.cycles)}</p>{legend(shares)}'
+    )
+
+
+def timeline_section(profile: ProfileData, identity: str) -> str:
+    """The frame the script draws into."""
+    cut = ""
+    if not profile.whole:
+        cut = f" Only the first {number(len(profile.order))} runs of steps were recorded."
+    return (
+        "<p>All tiles take each step together: synchronisation, exchange, compute. Where several "
+        "steps share a pixel, height is the share of that moment. Drag to zoom in, double-click "
+        f"for everything.{cut}</p>"
+        f'<div class="timeline" data-source="{say(identity)}">'
+        '<div class="controls"><button data-do="in" title="zoom in">+</button>'
+        '<button data-do="out" title="zoom out">−</button>'
+        '<button data-do="left" title="earlier">◀</button>'
+        '<button data-do="right" title="later">▶</button>'
+        '<button data-do="all">all</button><output></output></div>'
+        f"<canvas></canvas></div>{_legend(profile)}"
+        "<noscript><p>The timeline needs JavaScript; the tables do not.</p></noscript>"
+    )
+
+
+def program_section(profile: ProfileData, loops: list[Run], names: list[str]) -> str:
+    """The run in order, loops once with their count; `names` are those of the runs of steps."""
+    rows: list[str] = []
+
+    def line(label: str, count: int, parts: np.ndarray, depth: int, loop: bool) -> None:
+        cycles = float(parts.sum())
+        indent = f'<span style="padding-left:{1.4 * depth:g}em">{label}</span>'
+        content = cell(indent) + cell(f"{count:,}", "n") + cell(number(cycles), "n")
+        content += cell(percent(cycles, profile.cycles), "n")
+        pairs = dict(zip(PARTS, parts.tolist(), strict=True))
+        content += cell(_bar(pairs, profile.cycles), "b")
+        rows.append(f'<tr class="loop">{content}</tr>' if loop else content)
+
+    def visit(runs: list[Run], starts: np.ndarray, origin: int, depth: int) -> None:
+        for run in runs:
+            at = starts + (run.first - origin)
+            if not run.body:
+                line(say(names[run.first]), len(at), profile.rows[at].sum(0), depth, False)
+                continue
+            size = run.length // run.count
+            each = (at[:, None] + size * np.arange(run.count)).ravel()
+            if len(run.body) > 1:
+                covered = (each[:, None] + np.arange(size)).ravel()
+                total = profile.rows[covered].sum(0)
+                line(f"repeat × {run.count:,}", len(at), total, depth, True)
+                visit(run.body, each, run.first, depth + 1)
+            else:
+                visit(run.body, each, run.first, depth)
+
+    visit(loops, np.zeros(1, np.int64), 0, 0)
+    head = [("step", ""), ("times", "n"), ("cycles", "n"), ("share", "n"), ("", "b")]
+    return table(head, rows, "tall" if len(rows) > 40 else "") + _legend(profile)
+
+
+def steps_section(profile: ProfileData) -> str:
+    """Steps by cost; a balance of 100 % means that all tiles had as much to do."""
+    ran = sorted((step for step in profile.steps if step.runs), key=lambda step: -step.cycles)
+    names = dict(zip(map(id, profile.steps), short_names(profile), strict=True))
+    most = ran[0].cycles if ran else 0.0
+
+    def row(label: str, kind: str, runs: int, group: list[StepData], balance: str) -> str:
+        parts = {part: sum(step.parts[part] for step in group) for part in PARTS}
+        cycles = sum(parts.values())
+        content = (
+            cell(say(label)) + cell(kind, "w") + cell(f"{runs:,}", "n") + cell(number(cycles), "n")
+        )
+        content += cell(percent(cycles, profile.cycles), "n")
+        content += cell(_bar(parts, max(most, cycles)), "b")
+        content += "".join(cell(number(parts[p]) if parts[p] else "", "n") for p in PARTS[:3])
+        received = sum(step.received for step in group)
+        return content + cell(balance, "n") + cell(number(received) if received else "", "n")
+
+    rows = [
+        row(
+            names[id(step)],
+            say(step.kind),
+            step.runs,
+            [step],
+            percent(step.balance) if step.balance else "",
+        )
+        for step in ran[:_MOST_STEPS]
+    ]
+    if rest := ran[_MOST_STEPS:]:
+        rows.append(row(f"{len(rest):,} more steps", "", sum(s.runs for s in rest), rest, ""))
+    head = [
+        ("step", ""),
+        ("kind", ""),
+        ("runs", "n"),
+        ("cycles", "n"),
+        ("share", "n"),
+        ("", "b"),
+        *((part, "n") for part in PARTS[:3]),
+        ("balance", "n"),
+        ("received, B", "n"),
+    ]
+    return table(head, rows) + _legend(profile) + _codelets(profile)
+
+
+def _codelets(profile: ProfileData) -> str:
+    if not profile.codelets:
+        return ""
+    ranked = sorted(profile.codelets.items(), key=lambda item: -item[1]["cycles"])
+    rows = [
+        cell(say(name)) + cell(number(c["vertices"]), "n") + cell(number(c["cycles"]), "n")
+        for name, c in ranked[:20]
+    ]
+    head = [("codelet", ""), ("vertices run", "n"), ("cycles, sum over vertices", "n")]
+    return "<details><summary>Vertices by codelet</summary>" + table(head, rows) + "</details>"
+
+
+def tiles_section(profile: ProfileData, tiles: Tiles, identity: str, memory_of: str = "") -> str:
+    """Memory and occupancy of every tile, and how both are spread.
+
+    `memory_of` names a pass of the same program: its memory is this one's, and not shown again.
+    """
+    memory = np.sum(list(tiles.memory.values()), axis=0) if tiles.memory else None
+    out = []
+    if memory_of:
+        out.append(f"<p>Memory: on every tile as in {say(words(memory_of))}.</p>")
+    elif memory is not None:
+        least, middle = float(memory.min()), float(np.median(memory))
+        over = int((memory > profile.limit).sum())
+        warning = f' <strong class="warn">Too much for {over:,} tiles.</strong>' if over else ""
+        out.append(
+            "<h3>Memory</h3>"
+            f"<p>Fullest: tile {profile.worst_tile:,} with {number(profile.max_bytes)} of "
+            f"{number(profile.limit)} B ({percent(profile.max_bytes, profile.limit)}). "
+            f"Median {number(middle)} B, least {number(least)} B.{warning}</p>"
+            + '<div class="pair">'
+            + stacked_tiles(
+                tiles.memory,
+                identity=f"{identity}-memory",
+                unit="bytes",
+                limit=profile.limit,
+                limit_label=f"memory of a tile, {number(profile.limit)} B",
+            )
+            + histogram(memory, unit="bytes in use")
+            + "</div>"
+            + legend(
+                (f"c{i}", f"{name} (tile {profile.worst_tile:,}: {number(profile.worst[name])} B)")
+                if name in profile.worst
+                else (f"c{i}", name)
+                for i, name in enumerate(tiles.memory)
+            )
+        )
+    busy = tiles.cycles + tiles.exchange
+    if profile.cycles and busy.any():
+        share = 100 * busy / profile.cycles
+        out.append(
+            "<h3>Occupancy</h3>"
+            f"<p>Cycles in which each tile itself computed or exchanged, of the run's "
+            f"{number(profile.cycles)}; the rest it waited for slower tiles or synchronised. "
+            f"On average {percent(float(share.mean()) / 100)}, at most "
+            f"{percent(float(share.max()) / 100)}.</p>"
+            + '<div class="pair">'
+            + stacked_tiles(
+                {"compute": tiles.cycles, "exchange": tiles.exchange},
+                identity=f"{identity}-cycles",
+                unit="cycles",
+                limit=profile.cycles,
+                limit_label=f"the run, {number(profile.cycles)} cycles",
+            )
+            + histogram(share, unit="% of the run in use")
+            + "</div>"
+            + legend([("c0", "compute"), ("c1", "exchange")])
+        )
+    if tiles.received.any():
+        out.append(
+            "<h3>Bytes received</h3><p>"
+            f"{number(float(tiles.received.sum()))} B in all, {number(float(tiles.sent.sum()))} B "
+            f"sent; a sent byte may be heard by many. Most on one tile: "
+            f"{number(float(tiles.received.max()))} B.</p>"
+            + '<div class="pair">'
+            + stacked_tiles(
+                {"received": tiles.received}, identity=f"{identity}-received", unit="bytes"
+            )
+            + histogram(tiles.received, unit="bytes received")
+            + "</div>"
+        )
+    return "".join(out)
+
+
+def predicted_section(predicted: Mapping[str, Any], profiles: list[ProfileData]) -> str:
+    """Steps of each pass as the execution model counts them (`PassTime.to_dict`).
+
+    Where the machine ran the pass, the difference is stated.
+    """
+    ran = {profile.name: profile.cycles for profile in profiles}
+    out = []
+    for name, time in predicted.items():
+        what = f"predicted, {name}"
+        cycles = amount(need(time, "cycles", what), f"{what}, cycles")
+        rows = []
+        for step in need(time, "steps", what):
+            here = {key: amount(need(step, key, what), what) for key in ("compute", "exchange")}
+            total = sum(here.values())
+            rows.append(
+                cell(say(step["name"]))
+                + cell(number(here["compute"]), "n")
+                + cell(number(here["exchange"]), "n")
+                + cell(number(amount(need(step, "syncs", what), what)), "n")
+                + cell(percent(total, cycles), "n")
+                + cell(bar(list(here.items()), cycles), "b")
+            )
+        sync = amount(need(time, "sync_cycles", what), what)
+        if sync:
+            last = (
+                cell("synchronisation, all steps") + cell("") * 3 + cell(percent(sync, cycles), "n")
+            )
+            rows.append(last + cell(bar([("sync", sync)], cycles), "b"))
+        head = [
+            ("step", ""),
+            ("compute", "n"),
+            ("exchange", "n"),
+            ("synchronisations", "n"),
+            ("share", "n"),
+            ("", "b"),
+        ]
+        title = say(words(str(name)))
+        out.append(f"<h3>{title}: {number(cycles)} cycles</h3>")
+        if ran.get(str(name)) and cycles:
+            found = ran[str(name)]
+            more = 100 * (found - cycles) / cycles
+            out.append(f"<p>The machine took {number(found)} ({more:+.1f} %).</p>")
+        out.append(table(head, rows))
+    return "".join(out) + legend((part, part) for part in PARTS[:3])

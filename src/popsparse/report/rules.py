@@ -1,0 +1,335 @@
+"""What costs most and what may be done about it, in words: rules over the profile of a run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from dynsparse.typed import typed
+from popsparse.machine.tree import ProgramNode
+from popsparse.report.data import ProfileData, StepData
+from popsparse.report.format import number, percent, say, words
+from popsparse.report.timeline import short_names
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One thing that costs, and its remedy.
+
+    Attributes:
+        rule: its name among `RULES`.
+        title: in a few words.
+        text: what was found, with the figures.
+        remedy: what to change, with the names of the options.
+        share: of the run's cycles that lie in it, 0 to 1; of rules about memory how much of a
+            tile's memory is in use, 1 and more where it is too much.
+    """
+
+    rule: str
+    title: str
+    text: str
+    remedy: str
+    share: float
+
+
+_LEAST = 0.05
+"""Of the run's cycles: what costs less is not worth a word."""
+
+Rule = Callable[[ProfileData], "Finding | None"]
+
+
+def _over_memory(profile: ProfileData) -> Finding | None:
+    if profile.max_bytes <= profile.limit:
+        return None
+    over = profile.max_bytes - profile.limit
+    return Finding(
+        "memory over",
+        "Memory does not suffice",
+        f"Tile {profile.worst_tile:,} needs {number(profile.max_bytes)} B and has "
+        f"{number(profile.limit)}, {number(over)} too little; {_largest(profile)}.",
+        "Lower --batch or --available-memory-proportion (the option available_memory_proportion of "
+        "plans), or use more --tiles; in programs of your own spread the largest variable over "
+        "more tiles with Graph.map_linearly.",
+        profile.max_bytes / profile.limit,
+    )
+
+
+def _near_memory(profile: ProfileData) -> Finding | None:
+    used = profile.max_bytes / profile.limit if profile.limit else 0.0
+    if not 0.9 <= used <= 1:
+        return None
+    return Finding(
+        "memory near",
+        "Memory is nearly full",
+        f"Tile {profile.worst_tile:,} holds {number(profile.max_bytes)} of "
+        f"{number(profile.limit)} B ({percent(used)}); {_largest(profile)}.",
+        "A lower --available-memory-proportion makes the planner choose plans with less temporary "
+        "data, mostly at some cost in cycles; a smaller --batch or more --tiles help as well.",
+        used,
+    )
+
+
+def _always_live(profile: ProfileData) -> Finding | None:
+    if profile.contents is None or not profile.limit:
+        return None
+    held = profile.contents.bytes_on(profile.worst_tile)
+    always = int(held[profile.contents.always].sum())
+    if always < 0.5 * profile.limit:
+        return None
+    return Finding(
+        "always live",
+        "Half of the memory is never free",
+        f"On tile {profile.worst_tile:,} {number(always)} of {number(profile.limit)} B "
+        f"({percent(always, profile.limit)}) belong to variables that are live in every step; "
+        f"{_largest(profile)}.",
+        "Weights, operands and results that the host reads must stay. A lower --density, a smaller "
+        "--oversize or more --tiles make them smaller. In programs of your own take away handles "
+        "(add_handle) and initial values that nobody needs, and say with WriteUndef where contents "
+        "are not wanted any more.",
+        always / profile.limit,
+    )
+
+
+def _largest(profile: ProfileData) -> str:
+    if profile.contents is None:
+        worst = max(profile.worst.items(), key=lambda item: float(item[1]), default=("", 0))
+        return f"most of it is {worst[0]}, {number(float(worst[1]))} B"
+    held = profile.contents.variables_on(profile.worst_tile)
+    return "the largest there: " + ", ".join(f"{v.name} {number(b)} B" for v, b in held[:3])
+
+
+def _compute_steps(profile: ProfileData) -> list[StepData]:
+    return [s for s in profile.steps if s.kind == "compute" and s.tiles and s.parts["compute"]]
+
+
+def _waiting(step: StepData, tiles: int) -> float:
+    """Cycles that the tiles which compute in a step wait for the slowest of them, on average."""
+    return step.parts["compute"] * (1 - step.balance * tiles / step.tiles)
+
+
+def _imbalance(profile: ProfileData) -> Finding | None:
+    tiles, names = _tile_count(profile), short_names(profile)
+    # What a few tiles do for all is no matter of balance, nor is where blocks had to spill to.
+    passing = set(map(id, _propagation(profile)))
+    steps = [s for s in _compute_steps(profile) if s.tiles > 0.1 * tiles and id(s) not in passing]
+    lost = sum(_waiting(step, tiles) for step in steps)
+    if not profile.cycles or lost < _LEAST * profile.cycles:
+        return None
+    worst = max(steps, key=lambda step: _waiting(step, tiles))
+    busy = worst.balance * tiles / worst.tiles
+    return Finding(
+        "imbalance",
+        "Tiles wait for the slowest one",
+        f"In {percent(lost, profile.cycles)} of the run's cycles the average tile has done its "
+        f"part of a step and waits for the busiest; most in {names[profile.steps.index(worst)]}, "
+        f"where the mean tile works {percent(busy)} of the time.",
+        "Blocks spread unevenly fill some parts of the plan more than others: try another cut with "
+        '--plan-constraints \'{"partition": {"x": ..}}\', a larger --block-size, or a pattern that '
+        "is more even. In programs of your own deal the vertices of add_vertices more evenly.",
+        lost / profile.cycles,
+    )
+
+
+def _unused(profile: ProfileData) -> Finding | None:
+    if profile.tiles is None or not profile.cycles:
+        return None
+    tiles = len(profile.tiles.cycles)
+    used = int(np.count_nonzero(profile.tiles.cycles))
+    if not used:
+        return None
+    compute = profile.parts["compute"]
+    share = compute * (1 - used / tiles) / profile.cycles
+    if share < _LEAST:
+        return None
+    return Finding(
+        "tiles unused",
+        "Tiles without work",
+        f"{tiles - used:,} of {tiles:,} tiles compute nothing in the run.",
+        "A larger --batch, or several products side by side, give them work; a plan with more "
+        'parts is asked for with --plan-constraints \'{"partition": {"z": ..}}\'. If there is no '
+        "more work, as many fewer --tiles cost nothing.",
+        share,
+    )
+
+
+def _exchange(profile: ProfileData) -> Finding | None:
+    spent = profile.parts["exchange"]
+    if not profile.cycles or spent < 0.1 * profile.cycles:
+        return None
+    names = short_names(profile)
+    worst = max(range(len(names)), key=lambda i: profile.steps[i].parts["exchange"])
+    step = profile.steps[worst]
+    return Finding(
+        "exchange",
+        "Data on its way",
+        f"Moving data takes {percent(spent, profile.cycles)} of the cycles, most of it in "
+        f"{names[worst]} ({number(step.parts['exchange'])} cycles for {number(step.received)} B).",
+        "Move less for what is computed: a larger --batch for the same weights; of sparse products "
+        "a larger --block-size, or fewer parts along the dimension that is summed over "
+        "(--plan-constraints). A higher --available-memory-proportion lets plans keep what they "
+        "would fetch again.",
+        spent / profile.cycles,
+    )
+
+
+def _sync(profile: ProfileData) -> Finding | None:
+    spent = profile.parts["sync"]
+    runs = sum(step.runs for step in profile.steps)
+    if not profile.cycles or spent < _LEAST * profile.cycles:
+        return None
+    return Finding(
+        "sync",
+        "Steps that wait for each other",
+        f"Synchronisation takes {percent(spent, profile.cycles)} of the cycles: {runs:,} steps of "
+        f"{number(profile.cycles / max(runs, 1))} cycles on average.",
+        "Do more in a step: a larger --batch; fewer and larger products; in programs of your own "
+        "several pairs in one Copy([...]) and several codelets in one compute set.",
+        spent / profile.cycles,
+    )
+
+
+def _host(profile: ProfileData) -> Finding | None:
+    spent = profile.parts["host"]
+    if not profile.cycles or spent < _LEAST * profile.cycles:
+        return None
+    return Finding(
+        "host",
+        "Data from and to the outside",
+        f"Streams to and from the host, and remote buffers, take {percent(spent, profile.cycles)} "
+        "of the cycles.",
+        "Send less and more rarely: pool gradients on the tiles (--update sum, avg or max in place "
+        "of none), update the pattern at a larger interval, keep on the tiles what is wanted "
+        "again.",
+        spent / profile.cycles,
+    )
+
+
+def _propagation(profile: ProfileData) -> list[StepData]:
+    return [
+        step
+        for name, step in zip(short_names(profile), profile.steps, strict=True)
+        if "propagation" in name.split("/") and step.runs
+    ]
+
+
+def _spilled(profile: ProfileData) -> Finding | None:
+    spent = sum(step.cycles for step in _propagation(profile))
+    if not profile.cycles or spent < _LEAST * profile.cycles:
+        return None
+    return Finding(
+        "propagation",
+        "Blocks that left their bucket",
+        f"Buckets were too small for the pattern, and passing on what spilled takes "
+        f"{percent(spent, profile.cycles)} of the cycles.",
+        "Raise --oversize (the option meta_info_bucket_oversize_proportion), which costs memory, "
+        "or spread the pattern more evenly over the rectangles of the plan.",
+        spent / profile.cycles,
+    )
+
+
+def _below_peak(profile: ProfileData) -> Finding | None:
+    steps = [s for s in _compute_steps(profile) if s.flops and s.peak_flops]
+    tiles = _tile_count(profile)
+
+    def lost(step: StepData) -> float:
+        """Cycles in which the mean tile that computes does not do what its units could."""
+        busy = step.parts["compute"] * step.balance * tiles / step.tiles
+        return max(busy - step.flops / (step.tiles * step.peak_flops), 0.0)
+
+    total = sum(map(lost, steps))
+    if not profile.cycles or total < 0.3 * profile.cycles:
+        return None
+    worst = max(steps, key=lost)
+    done = worst.flops / (worst.parts["compute"] * worst.tiles * worst.peak_flops)
+    return Finding(
+        "below peak",
+        "Matrix units without work",
+        f"While tiles compute, their matrix units could do {percent(total, profile.cycles)} of the "
+        f"run's cycles more; most in {short_names(profile)[profile.steps.index(worst)]}, which "
+        f"does {percent(done)} of what they could.",
+        "Blocks of 16 (--block-size 16), --dtype float16 and --partials-type float16 are what they "
+        "are made for; single elements do without them. A larger --batch spreads what each block "
+        "costs to begin with.",
+        total / profile.cycles,
+    )
+
+
+def _rearranging(profile: ProfileData) -> Finding | None:
+    """Copies inside tiles, which compute nothing: exchanges that have compute, and such alone."""
+    moved = [s for s in profile.steps if s.kind == "exchange" and s.parts["compute"]]
+    copies = {node.step for node in profile.program if _is_copy(node)}
+    moved += [s for i, s in enumerate(profile.steps) if s.kind == "compute" and i in copies]
+    spent = sum(step.parts["compute"] for step in moved)
+    if not profile.cycles or spent < _LEAST * profile.cycles:
+        return None
+    worst = max(moved, key=lambda step: step.parts["compute"])
+    return Finding(
+        "rearranging",
+        "Data is put in order on its tile",
+        f"Copies inside tiles take {percent(spent, profile.cycles)} of the cycles, most of it in "
+        f"{short_names(profile)[profile.steps.index(worst)]}.",
+        "Make operands with the product's own functions (create_fully_connected_input, "
+        "create_sparse_dense_matmul_rhs, ...), so that they lie where it wants them; let one "
+        "vertex read what another wrote without a copy between them.",
+        spent / profile.cycles,
+    )
+
+
+def _is_copy(node: ProgramNode) -> bool:
+    return node.kind == "Copy"
+
+
+def _tile_count(profile: ProfileData) -> int:
+    return int(profile.target.get("tiles", 1))
+
+
+RULES: dict[str, Rule] = {
+    "memory over": _over_memory,
+    "memory near": _near_memory,
+    "always live": _always_live,
+    "imbalance": _imbalance,
+    "tiles unused": _unused,
+    "exchange": _exchange,
+    "sync": _sync,
+    "host": _host,
+    "propagation": _spilled,
+    "rearranging": _rearranging,
+    "below peak": _below_peak,
+}
+"""Every rule by name."""
+
+
+@typed
+def findings(profile: ProfileData) -> list[Finding]:
+    """What the rules find in a run, the most costly first: what does not fit, then by share."""
+    found = [one for rule in RULES.values() if (one := rule(profile)) is not None]
+    return sorted(found, key=_weight, reverse=True)
+
+
+def _weight(one: Finding) -> float:
+    """Memory costs nothing as long as it suffices; what is nearly full is near to costing all."""
+    if one.rule == "memory over":
+        return 1 + one.share
+    return one.share - 0.75 if one.rule in ("memory near", "always live") else one.share
+
+
+def findings_section(found: Sequence[tuple[str, Sequence[Finding]]], most: int = 3) -> str:
+    """The first of each pass, by name."""
+    out = []
+    for name, several in found:
+        if name:
+            out.append(f'<h3 class="pass">{say(words(name)).capitalize()}</h3>')
+        if not several:
+            out.append("<p>No rule finds anything that stands out.</p>")
+            continue
+        rows = "".join(
+            f"<li><b>{say(one.title)}.</b> {say(one.text)}"
+            f"<p><i>What to do:</i> {say(one.remedy)}</p></li>"
+            for one in several[:most]
+        )
+        out.append(f'<ol class="findings">{rows}</ol>')
+        if more := several[most:]:
+            out.append("<p>Also: " + ", ".join(say(one.title.lower()) for one in more) + ".</p>")
+    return "".join(out)

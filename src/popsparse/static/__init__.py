@@ -1,0 +1,54 @@
+"""Products with a sparse matrix whose pattern is known when the program is made.
+
+The names follow PopSparse's `static_` API. Each function adds variables and steps to a machine's
+`Graph` and `Sequence`; an `Engine` runs them. The short way, without a machine:
+
+    plan = static.plan(pattern, n, dtype="float16", target=Target.bow())
+    static.predict(plan).tflops
+
+Source: Li, Z. et al., arXiv:2303.16999; section 6 of docs/popsparse-formulas.md.
+"""
+
+from popsparse.planning.cache import PlanningCache
+from popsparse.static.kernel import multiply
+from popsparse.static.layout import StaticPlan
+from popsparse.static.matmul import (
+    Partitioner,
+    SparseTensor,
+    create_dense_sparse_matmul_lhs,
+    create_dense_sparse_matmul_rhs,
+    create_sparse_dense_matmul_lhs,
+    create_sparse_dense_matmul_rhs,
+    dense_sparse_matmul,
+    plan,
+    sparse_dense_matmul,
+)
+from popsparse.static.memory import tile_memory
+from popsparse.static.model import predict
+from popsparse.static.params import MatmulParams, Options
+from popsparse.static.planner import make_plan
+from popsparse.static.program import DenseTensor
+from popsparse.static.report import plan_report, plan_text
+
+__all__ = [
+    "DenseTensor",
+    "MatmulParams",
+    "Options",
+    "Partitioner",
+    "PlanningCache",
+    "SparseTensor",
+    "StaticPlan",
+    "create_dense_sparse_matmul_lhs",
+    "create_dense_sparse_matmul_rhs",
+    "create_sparse_dense_matmul_lhs",
+    "create_sparse_dense_matmul_rhs",
+    "dense_sparse_matmul",
+    "make_plan",
+    "multiply",
+    "plan",
+    "plan_report",
+    "plan_text",
+    "predict",
+    "sparse_dense_matmul",
+    "tile_memory",
+]

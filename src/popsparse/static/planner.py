@@ -1,0 +1,281 @@
+"""The planner of static products: the best of all column bands and splits of the dense columns.
+
+It knows the pattern. Columns are cut into bands of about equally many non-zeros; each band gets
+tiles in proportion to them; a tile gets an equal number of the band's blocks, in row order. The
+estimate assumes that blocks are spread at random over the rows and columns kept (section 6.2 of
+docs/popsparse-formulas.md); `static.model` then times what really comes out.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import math
+from collections import Counter
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from dynsparse.pattern import SparsePattern
+from popsparse.planning.cache import PlanningCache
+from popsparse.planning.data_types import DataType, data_type
+from popsparse.planning.parts import ceil_div
+from popsparse.planning.words import WORD_LIMIT
+from popsparse.static import cycles as cycles_of
+from popsparse.static.bands import Bands, Interval, kept_first
+from popsparse.static.cuts import Cut, Cuts
+from popsparse.static.layout import StaticPlan, StaticSearch, work_list_words
+from popsparse.static.params import MatmulParams, Options, pattern_of
+
+_log = logging.getLogger("dynsparse.popsparse")
+
+_RUNNERS_UP = 10  # Runners-up kept for the report.
+
+
+def make_plan(
+    target: Any,
+    dtype: Any,
+    params: MatmulParams,
+    matrix: Any,
+    options: Any = None,
+    cache: PlanningCache | None = None,
+) -> StaticPlan:
+    """The best plan of a product whose pattern is known.
+
+    Args:
+        target: a `popsparse.machine.Target`.
+        dtype: float16 or float32, of everything.
+        params: sizes.
+        matrix: the sparse operand, a `SparseMatrix` or only its `SparsePattern`.
+        options: a `static.Options` or a mapping.
+        cache: plans made earlier are taken from it, and the plan is kept there.
+
+    Raises:
+        ValueError: a pattern of another shape, options out of range, or no partition within the
+            memory and the reach of 16-bit offsets. TypeError: arguments of another type.
+    """
+    if not isinstance(params, MatmulParams):
+        raise TypeError(f"params must be static.MatmulParams, got {params!r}")
+    kind, wanted = data_type(dtype), Options.parse(options)
+    pattern, _ = pattern_of(matrix, params)
+    request = (target, kind, params, wanted, pattern.block_size, _digest(pattern))
+    if cache is None:
+        return _plan(request, pattern)
+    return cache.find(request, lambda: _plan(request, pattern))
+
+
+class _Chosen(NamedTuple):
+    """What the search settles; the rest of a plan follows from it and the pattern."""
+
+    n_split: int
+    bands: int
+    terms: dict[str, int]
+    temporary_bytes: int
+    search: StaticSearch
+
+
+def _digest(pattern: SparsePattern) -> str:
+    """Of the positions."""
+    digest = hashlib.sha256(pattern.rows.numpy().tobytes())
+    digest.update(pattern.cols.numpy().tobytes())
+    return digest.hexdigest()
+
+
+class _Estimate:
+    """The cost of one cut, from the pattern's counts."""
+
+    def __init__(
+        self,
+        target: Any,
+        dtype: DataType,
+        params: MatmulParams,
+        pattern: SparsePattern,
+        planned: tuple[int, int],
+    ) -> None:
+        self.target, self.dtype, self.params = target, dtype, params
+        self.block, self.nnz = pattern.block_size, pattern.nnz
+        self.rows, self.columns = planned
+        self.density = min(1.0, self.nnz / (self.rows * self.columns))
+        self.n = ceil_div(params.n, dtype.vector_width) * dtype.vector_width
+
+    def _present(self, probability: float, of: int) -> int:
+        """How many of `of` are expected to be there, and a standard deviation more."""
+        spread = math.ceil(math.sqrt(probability * (1 - probability) * of))
+        return min(of, math.ceil(probability * of + spread))
+
+    def terms(
+        self, bands: Bands, tiles: tuple[int, ...], n: int, splits: int
+    ) -> tuple[dict[str, int], int] | str:
+        """Cycles by term and temporary bytes; or the rule that is broken."""
+        size, block, workers = self.dtype.size, self.block, self.target.workers
+        rate, bus = self.target.exchange_bytes_per_cycle, self.target.exchange_bus_tiles
+        worst = max(range(len(tiles)), key=lambda i: bands.blocks[i] / tiles[i])
+        blocks, band_tiles = bands.blocks[worst], tiles[worst]
+        width = int(bands.bounds[worst + 1] - bands.bounds[worst])
+        share = ceil_div(blocks, band_tiles)
+        rows = ceil_div(self.rows, band_tiles)
+        # One row or less a tile: columns that would hold the band's blocks.
+        reach = width
+        if rows == 1:
+            reach = min(math.ceil(blocks / self.density), self.columns)
+        row_there = 1 - (1 - self.density) ** reach
+        column_there = 1 - (1 - self.density) ** rows
+        m, k = self._present(row_there, rows), self._present(column_there, reach)
+        if bands.widest * block * n * size > WORD_LIMIT * (1 if block == 1 else 8 * block):
+            return "offsets into the dense operand exceed 16 bits"
+        if work_list_words(m, share, block, workers) > WORD_LIMIT:
+            return "work lists exceed 16 bits"
+        each = ceil_div(share, m)
+        if block == 1:
+            part = ceil_div(m, workers)
+            worker = int(cycles_of.element_product(part, part * each, n, self.dtype))
+            compute = workers * worker
+        else:
+            compute = int(cycles_of.block_product(m, m * each, n, block, self.dtype, workers))
+        operand, values = n * k * block * size, share * block * block * size
+        outputs = m * n * block
+        spread = math.ceil(math.sqrt(row_there * (1 - row_there) * len(tiles)))
+        depth = max(1, math.ceil((row_there * len(tiles) + spread) * width / reach))
+        moved = ceil_div(outputs * size * (depth - 1), depth)
+        summed = ceil_div(outputs, depth)
+        vectors = ceil_div(ceil_div(summed, workers), 16 // size) * workers
+        clear = int(cycles_of.zero(m, n, block, self.dtype, workers))
+        terms = {
+            # Neighbouring tiles share the bus, so common columns arrive at twice the rate.
+            "gather dense operand": int(math.ceil(operand / (bus * rate)) * (reach / k)),
+            "fetch values": math.ceil(values / rate) if splits > 1 else 0,
+            "zero partials": clear,
+            "compute": compute,
+            "exchange partials": math.ceil(moved / rate),
+            "reduce": 0
+            if depth == 1
+            else int(cycles_of.reduce(vectors, vectors * depth, self.dtype, workers)),
+            "move output": ceil_div(self.params.m * self.n * size, self.target.tiles),
+        }
+        held = outputs * size
+        return terms, max(operand + values + held, moved + held)
+
+
+def _empty(
+    target: Any, dtype: DataType, params: MatmulParams, options: Options, pattern: SparsePattern
+) -> StaticPlan:
+    """Nothing to multiply: the output is zeros."""
+    n = ceil_div(params.n, dtype.vector_width) * dtype.vector_width
+    whole = ceil_div(params.m * n * dtype.size, target.tiles)
+    return StaticPlan(
+        params=params,
+        options=options,
+        dtype=dtype,
+        target=target,
+        pattern=pattern,
+        row_order=np.arange(pattern.grid[0]),
+        column_order=np.arange(pattern.grid[1]),
+        planned=(1, 1),
+        bands=Bands(np.array([0, pattern.grid[1]]), (0,), 0),
+        n_parts=(Interval(0, n),),
+        tile_parts=(Interval(0, target.tiles),),
+        band_tiles=((target.tiles,),),
+        terms={"move output": whole},
+        temporary_bytes=0,
+        search=StaticSearch(1, 1, 1, ()),
+    )
+
+
+def _price(
+    estimate: _Estimate, cuts: Cuts, cut: Cut, bound: int
+) -> tuple[dict[str, int], int] | str:
+    """Cycles by term and temporary bytes of a cut; or the rule that is broken."""
+    slowest: dict[str, int] = {}
+    bytes_ = 0
+    # Parts of n run side by side: the slowest counts.
+    for n, tiles in cut.kinds:
+        band_tiles = cuts.band_tiles(cut.bands, tiles)
+        if band_tiles is None:
+            return "too few tiles for the bands"
+        found = estimate.terms(cuts.bands[cut.bands], band_tiles, n, cut.n_split)
+        if isinstance(found, str):
+            return found
+        terms, held = found
+        bytes_ = max(bytes_, held)
+        slowest = max(slowest, terms, key=lambda t: sum(t.values()))
+    if bytes_ > bound:
+        return f"temporary data exceed {bound} bytes a tile"
+    return slowest, bytes_
+
+
+def _best(estimate: _Estimate, cuts: Cuts, bound: int) -> _Chosen:
+    """The cheapest cut, and what the search saw.
+
+    Raises:
+        ValueError: no cut is possible, with the rules that are in the way.
+    """
+    found: list[dict[str, Any]] = []
+    broken: Counter[str] = Counter()
+    for cut in cuts:
+        priced = _price(estimate, cuts, cut, bound)
+        if isinstance(priced, str):
+            broken[priced] += 1
+            continue
+        terms, bytes_ = priced
+        found.append(
+            {
+                "n_split": cut.n_split,
+                "bands": cut.bands,
+                "cycles": sum(terms.values()),
+                "temporary_bytes": bytes_,
+                "terms": terms,
+            }
+        )
+    count = len(found) + broken.total()
+    if not found:
+        rules = ", ".join(f"{rule} ({times})" for rule, times in broken.items())
+        raise ValueError(
+            f"none of {count} static partitions is possible: {rules}; raise "
+            "available_memory_proportion, loosen num_bands and n_split, or use a smaller n"
+        )
+    # Equal cycles: fewer parts of n, then fewer bands.
+    found.sort(key=lambda one: (one["cycles"], one["n_split"], one["bands"]))
+    search = StaticSearch(count, len(found), bound, tuple(found[1 : 1 + _RUNNERS_UP]))
+    best = {name: one for name, one in found[0].items() if name != "cycles"}
+    return _Chosen(**best, search=search)
+
+
+def _plan(request: tuple[Any, ...], pattern: SparsePattern) -> StaticPlan:
+    target, dtype, params, options, *_ = request
+    if pattern.nnz == 0:
+        return _empty(target, dtype, params, options, pattern)
+    counts = [
+        np.bincount(at.numpy(), minlength=size)
+        for at, size in zip((pattern.rows, pattern.cols), pattern.grid, strict=True)
+    ]
+    kept = [kept_first(count, options.enable_preprocessing) for count in counts]
+    (row_order, planned_rows), (column_order, planned_columns) = kept
+    estimate = _Estimate(target, dtype, params, pattern, (planned_rows, planned_columns))
+
+    def cuts(wanted: Options) -> Cuts:
+        columns = counts[1][column_order]
+        return Cuts(target, dtype, wanted, pattern, estimate.n, columns, planned_columns)
+
+    bound = int(options.available_memory_proportion * target.bytes_per_tile)
+    best = _best(estimate, cuts(options), bound)
+    _log.info("planned static %s: %d bands, %d parts of n", params, best.bands, best.n_split)
+    cut = cuts(replace(options, n_split=best.n_split, num_bands=best.bands))
+    n_parts, tile_parts = cut.parts(best.n_split)
+    return StaticPlan(
+        params=params,
+        options=options,
+        dtype=dtype,
+        target=target,
+        pattern=pattern,
+        row_order=row_order,
+        column_order=column_order,
+        planned=(planned_rows, planned_columns),
+        bands=cut.bands[best.bands],
+        n_parts=tuple(n_parts),
+        tile_parts=tuple(tile_parts),
+        band_tiles=tuple(cut.band_tiles(best.bands, part.size) or () for part in tile_parts),
+        terms=best.terms,
+        temporary_bytes=best.temporary_bytes,
+        search=best.search,
+    )

@@ -1,0 +1,348 @@
+"""The device program of a static product: gather, multiply, bring partial sums together, add.
+
+Everything is known when the program is made: which columns a tile needs, where each partial sum
+goes. So there is no meta-info to read and no loop.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from popsparse.machine import (
+    UNSIGNED_SHORT,
+    Codelet,
+    ComputeSet,
+    Copy,
+    DType,
+    Execute,
+    Graph,
+    In,
+    InOut,
+    Out,
+    Ragged,
+    Sequence,
+    Tensor,
+    VertexView,
+    as_dtype,
+)
+from popsparse.machine.facts import KERNEL_CODE, SUM_CODE
+from popsparse.machine.intervals import Runs
+from popsparse.static.kernel import add_partials, multiply_pieces, reduction_sources
+from popsparse.static.layout import StaticPlan, work_list_words
+from popsparse.static.model import compute_cycles
+
+
+class DenseTensor(Tensor):
+    """A dense operand where a static product wants it: [1, k, n], or [1, n, k] when `turned`.
+
+    Its elements lie in `home`, [k / b, padded n, b], spread evenly over the tiles.
+    """
+
+    __slots__ = ("home", "turned")
+
+    def __init__(self, home: Tensor, addresses: np.ndarray, *, turned: bool) -> None:
+        super().__init__(home.graph, home.dtype, addresses.shape, addresses=addresses)
+        self.home = home
+        self.turned = turned
+
+
+def _type(plan: StaticPlan) -> DType:
+    return as_dtype(plan.dtype.name)
+
+
+def _grain(plan: StaticPlan) -> int:
+    vector = plan.dtype.vector_width
+    return vector if plan.pattern.block_size == 1 else vector * vector
+
+
+def add_values(graph: Graph, plan: StaticPlan, name: str) -> Tensor:
+    """The variable of the values in device order, [nnz x area]: on the tiles that use them, or
+    spread evenly where several parts of n do."""
+    area = plan.pattern.block_size**2
+    values = graph.add_variable(_type(plan), [plan.pattern.nnz * area], name)
+    if not values.numel:
+        return values
+    if plan.n_split == 1:
+        pieces = plan.pieces(0)
+        graph.map_stretches(values, pieces.tile, pieces.blocks * area)
+    else:
+        graph.map_linearly(values, grain=np.lcm(plan.dtype.vector_width, plan.pattern.block_size))
+    return values
+
+
+def dense_operand(
+    graph: Graph, plan: StaticPlan, name: str, *, turned: bool = False
+) -> DenseTensor:
+    """A dense operand [1, k, n] ([1, n, k] when `turned`); the padding of n is 0."""
+    n = plan.params.n
+    home = graph.add_variable(_type(plan), _home_shape(plan), name)
+    graph.map_linearly(home, grain=_grain(plan))
+    if plan.n_padded != n:
+        graph.set_initial_value(home, 0)
+    view = _natural(home[:, :n], turned=turned)
+    return DenseTensor(home, view.addresses(), turned=turned)
+
+
+def _home_shape(plan: StaticPlan) -> tuple[int, int, int]:
+    return plan.pattern.grid[1], plan.n_padded, plan.pattern.block_size
+
+
+def _natural(home: Tensor, *, turned: bool) -> Tensor:
+    rows, n, block = home.shape
+    view = home.transpose(0, 2, 1).reshape(rows * block, n)
+    return (view.transpose(1, 0) if turned else view).expand_dims(0)
+
+
+def add_product(
+    graph: Graph,
+    plan: StaticPlan,
+    values: Tensor,
+    dense: Tensor,
+    program: Sequence,
+    name: str,
+    *,
+    turned: bool = False,
+) -> Tensor:
+    """Add the product to a program. `dense` is [1, k, n] and the result [1, m, n]; when `turned`
+    the last two dimensions of both are swapped."""
+    return _Product(graph, plan, name).add(values, dense, program, turned)
+
+
+class _Product:
+    def __init__(self, graph: Graph, plan: StaticPlan, name: str) -> None:
+        self.graph, self.plan, self.name = graph, plan, name
+        self.block = plan.pattern.block_size
+        self.area = self.block**2
+
+    def variable(self, what: str, shape: list[int], tiles: Any) -> Tensor:
+        name = f"{self.name} {what}"
+        return self.graph.add_variable(_type(self.plan), shape, name, tiles=tiles)
+
+    def stretches(self, what: str, tiles: np.ndarray, lengths: np.ndarray) -> Tensor:
+        """A variable of stretches, one after the other, each on its tile."""
+        made = self.graph.add_variable(
+            _type(self.plan), [int(lengths.sum())], f"{self.name} {what}"
+        )
+        self.graph.map_stretches(made, tiles, lengths)
+        return made
+
+    def add(self, values: Tensor, dense: Tensor, program: Sequence, turned: bool) -> Tensor:
+        plan, steps = self.plan, Sequence(name=self.name)
+        program.add(steps)
+        home = dense.home if isinstance(dense, DenseTensor) and dense.turned == turned else None
+        if home is None or home.shape != _home_shape(plan):
+            own = dense_operand(self.graph, plan, f"{self.name} operand", turned=turned)
+            steps.add(Copy(dense, own, name="regroup"))
+            home = own.home
+        partials = self._multiply(values, home, steps)
+        height, order = plan.pattern.grid[0], plan.row_order
+        out = self.graph.add_variable(
+            _type(plan), [height, plan.n_padded, self.block], f"{self.name} result"
+        )
+        self.graph.map_linearly(out, grain=_grain(plan))
+        self._reduce(partials, out, steps)
+        places = np.argsort(order)
+        rows = out if np.array_equal(order, np.arange(height)) else out[places]
+        return _natural(rows[:, : plan.params.n], turned=turned)
+
+    def _multiply(self, values: Tensor, home: Tensor, steps: Sequence) -> list[Tensor]:
+        """Gather and multiply, all parts of n side by side; returns their partial sums."""
+        plan = self.plan
+        if not plan.pattern.nnz:
+            return []
+        compute = self.graph.add_compute_set("multiply")
+        pairs, partials = [], []
+        for part, (columns, tiles) in enumerate(zip(plan.n_parts, plan.tile_parts, strict=True)):
+            pieces = plan.pieces(part)
+            tile = tiles.begin + pieces.tile
+            size = [columns.size, self.block]
+            there = tile[pieces.column_piece]
+            local = self.variable(f"columns {part}", [len(there), *size], there)
+            pairs.append((self._columns(home, part), local))
+            own = values
+            if plan.n_split > 1:
+                held = pieces.blocks * self.area
+                own = self.stretches(f"values {part}", tile, held)
+                pairs.append((values, own))
+            there = tile[pieces.row_piece]
+            result = self.variable(f"partials {part}", [len(there), *size], there)
+            partials.append(result)
+            words = work_list_words(pieces.rows, pieces.blocks, self.block, plan.target.workers)
+            # Read by the vertices through what `pieces` says; here it only takes its room.
+            lists = self.graph.add_constant(
+                UNSIGNED_SHORT, [int(words.sum())], 0, f"{self.name} work lists {part}"
+            )
+            self.graph.map_stretches(lists, tile, words)
+            cut = columns.size * self.block
+            self.graph.add_vertices(
+                compute,
+                self._codelet(part),
+                tile,
+                {
+                    "values": Ragged(own, np.append(pieces.begin, pieces.end[-1]) * self.area),
+                    "columns": Ragged(local.flatten(), _offsets(pieces.columns) * cut),
+                    "out": Ragged(result.flatten(), _offsets(pieces.rows) * cut),
+                },
+            )
+        steps.add(Copy(pairs, name="gather operands"), Execute(compute))
+        return partials
+
+    def _columns(self, home: Tensor, part: int) -> Tensor:
+        """The columns that the tiles of a part of n need, [columns of all pieces, n, b]."""
+        plan, n = self.plan, self.plan.n_parts[part]
+        place = plan.column_order[plan.pieces(part).column]
+        first = int(home[:1, :1, :1].addresses().item()) + n.begin * self.block
+        starts = first + place * plan.n_padded * self.block
+        lengths = np.full(len(starts), n.size * self.block)
+        shape = [len(starts), n.size, self.block]
+        return Tensor(self.graph, home.dtype, shape, runs=Runs(starts, lengths))
+
+    def _codelet(self, part: int) -> Codelet:
+        plan, pieces = self.plan, self.plan.pieces(part)
+        n = plan.n_parts[part].size
+
+        def compute(v: VertexView) -> None:
+            blocks = v.values.values.reshape(-1, self.block, self.block)
+            operand = v.columns.values.reshape(-1, n, self.block)
+            v.out.values[...] = multiply_pieces(pieces, blocks, operand).reshape(-1)
+
+        fields = {"values": In(), "columns": In(), "out": Out()}
+        cycles = compute_cycles(plan, part)
+        flops = 2.0 * self.area * n * pieces.blocks
+        return Codelet(
+            "static product",
+            fields,
+            compute,
+            lambda v: cycles,
+            "supervisor",
+            flops=lambda v: flops,
+            code_bytes=int(KERNEL_CODE.typical),
+        )
+
+    def _reduce(self, partials: list[Tensor], out: Tensor, steps: Sequence) -> None:
+        """Bring the partial sums to the tiles that add them up, and the sums to the outputs."""
+        plan, found, sums = self.plan, self.plan.outputs, self.plan.sums
+        ones, spread = sums.ones, sums.spread
+        pairs = []
+        if len(ones):
+            rows, parts = found.row[ones], found.part[ones]
+            start = self._sources(partials, rows, parts, found.begin[ones], np.zeros_like(ones))
+            pairs.append((self._runs(out, start, found.length[ones]), self._outputs(out, ones)))
+        compute = self.graph.add_compute_set("reduce")
+        made: Tensor | None = None
+        for at_home in (True, False):
+            chosen = np.flatnonzero(sums.at_home == at_home)
+            if not len(chosen):
+                continue
+            place = sums.begin[chosen]
+            result = out.flatten()
+            if not at_home:
+                what = "sums made elsewhere"
+                result = made = self.stretches(what, sums.tile[chosen], sums.length[chosen])
+                place = np.cumsum(sums.length[chosen]) - sums.length[chosen]
+            pairs += self._add_up(partials, chosen, place, result, compute, at_home=at_home)
+        if pairs:
+            steps.add(Copy(pairs, name="exchange partials"))
+        if len(sums.tile):
+            state = sums.state_bytes(plan)
+            words = (state[state > 0] // 2).astype(np.int64)
+            # The vertices of the sums: here it takes only its room.
+            vertices = self.graph.add_constant(
+                UNSIGNED_SHORT, [int(words.sum())], 0, f"{self.name} vertices of sums"
+            )
+            self.graph.map_stretches(vertices, np.flatnonzero(state), words)
+            steps.add(Execute(compute))
+        if made is not None:
+            # Device order of the outputs, whatever piece each is from.
+            away = ~sums.at_home
+            begin, length = sums.begin[away], sums.length[away]
+            order = np.argsort(begin)
+            first = int(made[:1].addresses().item())
+            place = first + (np.cumsum(length) - length)[order]
+            moved = self._runs(out, place, length[order])
+            steps.add(Copy(moved, self._outputs(out, spread), name="move sums"))
+
+    def _runs(self, like: Tensor, start: np.ndarray, length: np.ndarray) -> Tensor:
+        return Tensor(self.graph, like.dtype, [int(length.sum())], runs=Runs(start, length))
+
+    def _outputs(self, out: Tensor, chosen: np.ndarray) -> Tensor:
+        """Some stretches of the result."""
+        found = self.plan.outputs
+        first = int(out[:1, :1, :1].addresses().item())
+        return self._runs(out, first + found.begin[chosen], found.length[chosen])
+
+    def _sources(
+        self,
+        partials: list[Tensor],
+        rows: np.ndarray,
+        parts: np.ndarray,
+        begin: np.ndarray,
+        turn: np.ndarray,
+    ) -> np.ndarray:
+        """Addresses of partial sum number `turn` of outputs that begin at `begin`."""
+        plan = self.plan
+        start = np.zeros(len(rows), np.int64)
+        for part, one in enumerate(partials):
+            here = parts == part
+            if not here.any():
+                continue
+            order, begins = reduction_sources(plan, part)
+            columns, row = plan.n_parts[part], rows[here]
+            in_row = begin[here] - row * plan.n_padded * self.block
+            place = order[begins[row] + turn[here]]
+            first = int(one[:1, :1, :1].addresses().item())
+            start[here] = first + (place * columns.size - columns.begin) * self.block + in_row
+        return start
+
+    def _add_up(
+        self,
+        partials: list[Tensor],
+        chosen: np.ndarray,
+        place: np.ndarray,
+        result: Tensor,
+        compute: ComputeSet,
+        *,
+        at_home: bool,
+    ) -> list[tuple[Tensor, Tensor]]:
+        """Vertices for some of the sums, written to `result` at `place`; returns what brings them
+        their partial sums."""
+        plan, sums = self.plan, self.plan.sums
+        depth = sums.depth[chosen]
+        piece = np.repeat(np.arange(len(chosen)), depth)
+        turn = np.arange(len(piece)) - np.repeat(np.cumsum(depth) - depth, depth)
+        of, size = chosen[piece], sums.length[chosen]
+        start = self._sources(partials, sums.row[of], sums.part[of], sums.begin[of], turn)
+        length, where = sums.length[of], "outputs" if at_home else "sums"
+        local = self.stretches(f"partials of {where}", sums.tile[of], length)
+        pairs = [(self._runs(local, start, length), local)] if local.numel else []
+        cycles = sums.cycles(plan, sums.at_home == at_home)
+        # At home every tile of the result has a vertex: edges of unequal length leave no gaps.
+        tiles = np.unique(plan.outputs.tile if at_home else sums.tile[chosen])
+        written = Runs(place, size).addresses()
+
+        def add(v: VertexView) -> None:
+            total = add_partials(v.partials.values, place[piece], length, turn, result.numel)
+            v.out.values[written] = total[written]
+
+        codelet = Codelet(
+            "static reduce",
+            {"partials": In(), "out": InOut() if at_home else Out()},
+            add,
+            lambda v: cycles[tiles],
+            "supervisor",
+            flops=lambda v: v.partials.lengths,
+            code_bytes=int(SUM_CODE.typical),
+        )
+        held = np.bincount(sums.tile[of], length, plan.target.tiles)[tiles]
+        ends = np.minimum(np.append(tiles, tiles[-1] + 1) * plan.outputs.share, result.numel)
+        if not at_home:
+            ends = _offsets(np.bincount(sums.tile[chosen], size, plan.target.tiles)[tiles])
+        edges = {"partials": Ragged(local, _offsets(held)), "out": Ragged(result, ends)}
+        self.graph.add_vertices(compute, codelet, tiles, edges)
+        return pairs
+
+
+def _offsets(counts: np.ndarray) -> np.ndarray:
+    return np.append(0, np.cumsum(counts))

@@ -1,0 +1,327 @@
+"""`nn.SparseLinear(..., target=...)`: a layer whose products run on the simulated tile machine."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from dynsparse.checks import check_kind
+from dynsparse.files.shorten import shortened
+from dynsparse.nn.targets import register_backend
+from dynsparse.ops import capture
+from dynsparse.ops.eager import refuse_transforms
+from dynsparse.ops.embedding import record_rows
+from dynsparse.pattern import SparsePattern
+from dynsparse.typed import typed
+from popsparse.embedding_layer import EmbeddingLayer
+from popsparse.layer import Layer
+from popsparse.machine import Profile, Target
+from popsparse.planning.options import Options
+from popsparse.planning.plan import PASSES, Plan
+from popsparse.planning.planning import plan
+from popsparse.planning.update import Update
+
+_DTYPES = {torch.float16: "float16", torch.float32: "float32"}
+
+# Programs are kept for so many batch sizes of a layer: an epoch's last batch is often smaller.
+_KEPT = 4
+
+_DENSE_GRAD = ("available_memory_proportion", "partials_type")
+
+
+class _Runner:
+    """The programs of one layer, one for each batch size."""
+
+    def __init__(self, target: Target, options: TargetOptions) -> None:
+        self.target, self.options = target, options
+        self.layers: dict[tuple[Any, ...], Layer] = {}
+        self.profiles: dict[str, Profile] = {}
+        self.patterns: dict[tuple[Any, ...], SparsePattern] = {}
+        self.update: Update | None = None
+        self.tables: dict[tuple[Any, ...], EmbeddingLayer] = {}
+
+    def table(self, pattern: SparsePattern, values: Tensor, count: int) -> EmbeddingLayer:
+        """The programs of a table for so many indices, with these weights."""
+        dtype = _DTYPES[values.dtype]
+        key = (dtype, count, pattern.density, "table")
+        made = self.tables.get(key)
+        if made is None:
+            self._make_room(self.tables)
+            made = self.tables[key] = EmbeddingLayer(self._plan(pattern, dtype, count), count)
+        if self.patterns.get(key) is pattern:
+            made.set_values(values)
+        else:
+            made.set_weights(pattern, values)
+            self.patterns[key] = pattern
+        return made
+
+    def _make_room(self, kept: dict[tuple[Any, ...], Any]) -> None:
+        """Forget the oldest programs where no more are to be kept."""
+        if len(kept) == _KEPT:
+            oldest = next(iter(kept))
+            del kept[oldest]
+            self.patterns.pop(oldest, None)
+
+    def _plan(self, pattern: SparsePattern, dtype: str, batch: int) -> Plan:
+        sizes = (*pattern.shape, batch, pattern.density, pattern.block_size, dtype, self.target)
+        return plan(*sizes, passes=self.options.passes, options=self.options.planned)
+
+    def run(self, name: str, pattern: SparsePattern, values: Tensor, *operands: Tensor) -> Tensor:
+        """One pass on the machine, or "scores"; operands [batch, ...]."""
+        self.check_pass(name)
+        layer = self._layer(pattern, values, len(operands[0]))
+        arrays = [operand.detach().to(values.dtype).cpu().numpy() for operand in operands]
+        found: np.ndarray = getattr(layer, name)(*arrays)
+        self.profiles[name] = layer.profiles[name]
+        return torch.from_numpy(found).to(values.device)
+
+    def check_pass(self, name: str) -> None:
+        """Raise ValueError for a pass that the options leave out."""
+        if name in PASSES and name not in self.options.passes:
+            option = {"grad_input": "do_grad_a_pass", "grad_weight": "do_grad_w_pass"}[name]
+            raise ValueError(
+                f"backward wants {name}, which target_options leave out by {option}=False: leave "
+                "the option out, or take the gradient away with requires_grad_(False)"
+            )
+
+    def _layer(self, pattern: SparsePattern, values: Tensor, batch: int) -> Layer:
+        """The programs for a batch, with these weights."""
+        dtype = _DTYPES[values.dtype]
+        key = (dtype, batch, pattern.density)
+        layer = self.layers.get(key)
+        if layer is None:
+            self._make_room(self.layers)
+            planned = self._plan(pattern, dtype, batch)
+            layer = self.layers[key] = Layer(planned, update=self.update)
+        before = self.patterns.get(key)
+        if before is pattern and not layer.plan.use_dense:
+            layer.set_values(values)
+        elif before is None or before is pattern or self.update is None:
+            layer.set_weights(pattern, values)
+        else:
+            self.profiles["rewire"] = layer.rewire(pattern, values)
+        self.patterns[key] = pattern
+        return layer
+
+    def updating(self, update: Update) -> None:
+        """From now on the programs hold those of such updates, too."""
+        if self.update != update:
+            self.update = update
+            for key in self.layers:
+                self.patterns.pop(key, None)
+            self.layers.clear()
+
+
+class _MachineEmbedding(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        ids: Tensor,
+        values: Tensor,
+        pattern: SparsePattern,
+        runner: _Runner,
+        row_ptr: Tensor,
+    ) -> Tensor:
+        ctx.save_for_backward(ids, values)
+        ctx.pattern, ctx.runner, ctx.row_ptr = pattern, runner, row_ptr
+        table = runner.table(pattern, values, len(ids))
+        found = table.slice(ids.cpu().numpy())
+        runner.profiles["slice"] = table.profiles["slice"]
+        return torch.from_numpy(found).to(values.device)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        ids, values = ctx.saved_tensors
+        dy = gradients[0].detach().to(values.dtype)
+        if capture.is_open(ctx.row_ptr):
+            record_rows(dy, ids, values, ctx.row_ptr)
+        ctx.runner.check_pass("grad_weight")
+        table = ctx.runner.table(ctx.pattern, values, len(ids))
+        found = table.gradient(ids.cpu().numpy(), dy.cpu().numpy())
+        ctx.runner.profiles["gradient"] = table.profiles["gradient"]
+        return None, torch.from_numpy(found).to(values.device), None, None, None
+
+
+class _MachineLinear(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        values: Tensor,
+        pattern: SparsePattern,
+        runner: _Runner,
+        row_ptr: Tensor,
+    ) -> Tensor:
+        ctx.save_for_backward(x, values)
+        ctx.pattern, ctx.runner, ctx.row_ptr = pattern, runner, row_ptr
+        return runner.run("forward", pattern, values, x)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        (dy,) = gradients
+        x, values = ctx.saved_tensors
+        found = (tensor.detach().to(values.dtype) for tensor in (x, dy))
+        capture.record(ctx.row_ptr, *found)
+        common = (ctx.pattern, values)
+        dx = dw = None
+        if ctx.needs_input_grad[0]:
+            dx = ctx.runner.run("grad_input", *common, dy).to(x.dtype)
+        if ctx.needs_input_grad[1]:
+            dw = ctx.runner.run("grad_weight", *common, dy, x)
+        return dx, dw, None, None, None
+
+
+class TileMachine:
+    """Computes the products of a layer on a simulated tile machine: see `nn.targets.Executor`.
+
+    Programs are built at the first batch of each size. Copies begin without any.
+
+    Args:
+        target: the machine.
+        dtype: of the layer's values.
+        options: by name: those of `popsparse.Options`, and "dense_grad", a mapping of
+            "available_memory_proportion" and "partials_type" of the dense gradient that updates
+            look at (see `popsparse.Update`).
+
+    Raises:
+        TypeError: values that are neither float16 nor float32.
+        ValueError: an unknown option.
+    """
+
+    def __init__(
+        self, target: Target, dtype: torch.dtype, options: Mapping[str, Any] | None = None
+    ) -> None:
+        _check_dtype(dtype)
+        self.target, self.dtype = target, dtype
+        self.options = TargetOptions.parse(options)
+        self.runner = _Runner(target, self.options)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return TileMachine, (self.target, self.dtype, self.options.given)
+
+    def __call__(self, layer: Any, x: Tensor) -> Tensor:
+        """x [..., in] -> [..., out]; the bias is added by torch."""
+        refuse_transforms("a layer on the tile machine", x, layer.values)
+        _check_dtype(layer.values.dtype)
+        if x.shape[-1:] != (layer.in_features,):
+            raise ValueError(f"expected an input [..., {layer.in_features}], got {list(x.shape)}")
+        if not x.numel():
+            y = x.new_zeros((*x.shape[:-1], layer.out_features))
+        else:
+            rows = x.reshape(-1, layer.in_features)
+            y = _MachineLinear.apply(
+                rows, layer.values, layer.pattern, self.runner, layer.index.row_ptr
+            )
+            y = y.reshape(*x.shape[:-1], layer.out_features)
+        return y if layer.bias is None else y + layer.bias
+
+    def embed(self, layer: Any, ids: Tensor) -> Tensor:
+        """ids [...] -> rows [..., in] of a layer that is a table.
+
+        Raises:
+            TypeError: ids that are not integers. IndexError: one outside the table.
+        """
+        refuse_transforms("a table on the tile machine", layer.values)
+        _check_dtype(layer.values.dtype)
+        check_kind("ids", ids, Tensor, "a tensor")
+        if ids.is_floating_point() or ids.is_complex() or ids.dtype == torch.bool:
+            raise TypeError(f"ids must be integers, got {ids.dtype}")
+        if not ids.numel():
+            return layer.values.new_zeros((*ids.shape, layer.in_features))
+        low, high = (int(end) for end in ids.aminmax())
+        if low < 0 or high >= layer.out_features:
+            raise IndexError(
+                f"ids must be in [0, {layer.out_features}), got {low if low < 0 else high}"
+            )
+        common = (layer.values, layer.pattern, self.runner, layer.index.row_ptr)
+        rows = _MachineEmbedding.apply(ids.reshape(-1), *common)
+        return rows.reshape(*ids.shape, layer.in_features)
+
+    def scores(self, layer: Any, pairs: Sequence[tuple[Tensor, Tensor]], pooling: str) -> Tensor:
+        """Growth scores, made on the tiles: see `nn.targets.Scores`.
+
+        Micro-batches are one product over the samples of all. The weights that go to the host with
+        the scores are those that the layer has now.
+        """
+        x, dy = (torch.cat([pair[side] for pair in pairs]) for side in (0, 1))
+        for name, operand in (("x", x), ("dY", dy)):
+            if not bool(operand.isfinite().all()):
+                raise ValueError(
+                    f"{name} holds NaN or infinity, so positions cannot be ranked: the training "
+                    "has diverged"
+                )
+        self.runner.updating(Update.parse({"pooling": pooling, **self.options.dense_grad}))
+        found = self.runner.run("scores", layer.pattern, layer.values.detach(), dy, x)
+        if not bool(found.isfinite().all()):
+            raise ValueError(
+                f"growth scores overflow {self.dtype}: lower the scale of the loss, or pool by avg "
+                "or max"
+            )
+        return found
+
+    def kernel(self, batch: int, backward: bool) -> str:
+        return "tile machine"
+
+    def after(self, pattern: SparsePattern) -> TileMachine:
+        """The same: it takes the pattern of the layer at every run."""
+        return self
+
+
+def _check_dtype(dtype: torch.dtype) -> None:
+    if dtype not in _DTYPES:
+        raise TypeError(f"the tile machine has float16 and float32, got {dtype}")
+
+
+@dataclass(frozen=True)
+class TargetOptions:
+    """The options of a layer on the tile machine, sorted by whom they are for.
+
+    `planned` are those of the sparse products, `dense_grad` those of the dense gradient, `given`
+    all as they came.
+    """
+
+    given: dict[str, Any]
+    planned: Options
+    dense_grad: dict[str, Any]
+
+    @classmethod
+    def parse(cls, value: Mapping[str, Any] | None) -> TargetOptions:
+        """Raises ValueError with the nearest known name for one that is not known."""
+        if value is not None and not isinstance(value, Mapping):
+            raise TypeError(
+                "target_options must be a mapping such as {'partials_type': 'float16'}, got "
+                f"{shortened(value)}"
+            )
+        given = dict(value or {})
+        rest = {name: one for name, one in given.items() if name != "dense_grad"}
+        dense = given.get("dense_grad", {})
+        if not isinstance(dense, Mapping) or not {*dense} <= {*_DENSE_GRAD}:
+            raise ValueError(
+                f"dense_grad must be a mapping of {' and '.join(_DENSE_GRAD)}, got "
+                f"{shortened(dense)}"
+            )
+        Update.parse(dict(dense))
+        # A layer that trains wants all passes, unless it says otherwise.
+        passes = {"do_grad_a_pass": True, "do_grad_w_pass": True}
+        return cls(given, Options.parse({**passes, **rest}), dict(dense))
+
+    @property
+    def passes(self) -> tuple[str, ...]:
+        wanted = (True, self.planned.do_grad_a_pass, self.planned.do_grad_w_pass)
+        return tuple(name for name, one in zip(PASSES, wanted, strict=True) if one)
+
+
+@typed
+def machine_profiles(layer: nn.Module) -> dict[str, Profile]:
+    """The profile of the last run of each pass of a layer with a target, by name; and of "scores"
+    and "rewire", where an update took place."""
+    executor = getattr(layer, "executor", None)
+    return dict(executor.runner.profiles) if isinstance(executor, TileMachine) else {}
+
+
+register_backend("popsparse", Target, TileMachine)

@@ -1,0 +1,121 @@
+import numpy as np
+import pytest
+
+from popsparse.machine import FLOAT, HALF, UNSIGNED_INT, Engine, Execute, Graph, Target, codelets
+
+TARGET = Target(tiles=2, bytes_per_tile=64 * 1024, sync_cycles=0)
+
+
+def run(codelet, scalars=(), **arrays):
+    """Run one vertex on tile 1; arrays by field, (dtype, values) each. Returns engine, cycles."""
+    graph = Graph(TARGET)
+    fields = {}
+    for name, (dtype, values) in arrays.items():
+        fields[name] = graph.add_variable(dtype, np.shape(values), name, tiles=1)
+    one = graph.add_compute_set("one")
+    graph.add_vertex(one, codelet, 1, {**fields, **dict(scalars)})
+    engine = Engine(graph, Execute(one))
+    for name, (_, values) in arrays.items():
+        engine.write(name, values)
+    return engine, engine.run().cycles
+
+
+def blank(*shape):
+    return np.zeros(shape)
+
+
+def test_fill():
+    # 100 halves are 25 words of 64 bits, 5 for the busiest of 6 workers.
+    engine, cycles = run(codelets.FILL, {"value": 3}, out=(HALF, blank(10, 10)))
+    assert (engine.read("out") == 3).all()
+    assert cycles == 6 * (12 + 5)
+
+
+def test_copy():
+    engine, cycles = run(codelets.COPY, src=(FLOAT, np.arange(7)), out=(FLOAT, blank(7)))
+    assert engine.read("out").tolist() == list(range(7))
+    assert cycles == 6 * (12 + 1)
+
+
+@pytest.mark.parametrize(
+    ("src", "out", "cycles"),
+    # Values for 1,000 elements; formulas in section 3.4 of docs/popsparse-formulas.md.
+    [(FLOAT, HALF, 660), (HALF, HALF, 408)],
+)
+def test_cast(src, out, cycles):
+    values = np.linspace(-3, 3, 1000)
+    engine, found = run(codelets.CAST, src=(src, values), out=(out, blank(1000)))
+    assert found == cycles
+    expected = values.astype(src.numpy).astype(out.numpy)
+    np.testing.assert_array_equal(engine.read("out"), expected)
+
+
+@pytest.mark.parametrize(
+    ("partials", "out", "cycles"),
+    # Section 3.4 of docs/popsparse-formulas.md: 1,000 outputs, depth 4.
+    [(FLOAT, HALF, 4728), (HALF, HALF, 2712)],
+)
+def test_reduce_cycles(partials, out, cycles):
+    assert (
+        run(codelets.REDUCE, partials=(partials, blank(4, 1000)), out=(out, blank(1000)))[1]
+        == cycles
+    )
+
+
+@pytest.mark.parametrize(("n", "rest"), [(1001, 1), (24, 0), (25, 1)])
+def test_reduce_remainders(n, rest):
+    values = np.random.default_rng(0).normal(size=(3, n))
+    engine, cycles = run(codelets.REDUCE, partials=(FLOAT, values), out=(FLOAT, blank(n)))
+    np.testing.assert_allclose(engine.read("out"), values.sum(0), rtol=1e-4, atol=1e-5)
+    loops = n // 4 + bin(n % 4).count("1")
+    extra = (2 * 3 + 13) if rest and loops % 6 else 0
+    assert cycles == 6 * (32 + extra + loops // 6 * (9 + 7))
+
+
+def test_reduce_adds_in_float32():
+    # Halves alone would stay at 2048.
+    values = np.array([2048, 1, 1, 1, 1])[:, None]
+    engine, _ = run(codelets.REDUCE, partials=(HALF, values), out=(HALF, blank(1)))
+    assert engine.read("out").tolist() == [2052]
+
+
+def test_arithmetic():
+    a, b = np.arange(6), np.arange(6)[::-1]
+    engine, cycles = run(codelets.ADD, a=(FLOAT, a), b=(HALF, b), out=(FLOAT, blank(6)))
+    assert engine.read("out").tolist() == [5] * 6
+    assert cycles == 6 * (60 + 3)
+    engine, _ = run(codelets.MULTIPLY, a=(FLOAT, a), b=(FLOAT, b), out=(HALF, blank(6)))
+    assert engine.read("out").tolist() == (a * b).tolist()
+    engine, _ = run(codelets.ADD_SCALED, {"scale": 0.5}, a=(HALF, a), b=(FLOAT, b))
+    assert engine.read("a").tolist() == (a + 0.5 * b).tolist()
+
+
+def test_scales_may_differ_by_vertex():
+    graph = Graph(TARGET)
+    a = graph.add_variable(FLOAT, [2, 3], "a", tiles=[0, 1])
+    b = graph.add_constant(FLOAT, [2, 3], 1, "b", tiles=[0, 1])
+    one = graph.add_compute_set("one")
+    scale = np.array([2.0, 3.0])
+    graph.add_vertices(one, codelets.ADD_SCALED, np.arange(2), {"a": a, "b": b, "scale": scale})
+    graph.set_initial_value(a, 10)
+    engine = Engine(graph, Execute(one))
+    engine.run()
+    assert engine.read("a").tolist() == [[12] * 3, [13] * 3]
+
+
+@pytest.mark.parametrize(
+    ("dtype", "n", "cycles"), [(FLOAT, 143, 77), (FLOAT, 8, 9), (HALF, 143, 41)]
+)
+def test_dot(dtype, n, cycles):
+    rng = np.random.default_rng(1)
+    a, b = rng.normal(size=n), rng.normal(size=n)
+    engine, found = run(codelets.DOT, a=(dtype, a), b=(dtype, b), out=(FLOAT, 0.0))
+    assert found == 6 * cycles
+    a, b = a.astype(dtype.numpy).astype(float), b.astype(dtype.numpy).astype(float)
+    assert engine.read("out") == pytest.approx(a @ b, rel=1e-5, abs=1e-5)
+
+
+def test_control():
+    engine, cycles = run(codelets.DECREMENT, value=(UNSIGNED_INT, np.array([5, 1])))
+    assert engine.read("value").tolist() == [4, 0]
+    assert cycles == 6 * 9

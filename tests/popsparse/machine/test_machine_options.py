@@ -1,0 +1,99 @@
+"""Options of an engine: what each does, and that no other is taken."""
+
+import json
+
+import numpy as np
+import pytest
+
+from popsparse.machine import (
+    FLOAT,
+    HALF,
+    Engine,
+    Execute,
+    Graph,
+    OutOfMemoryError,
+    ProgramError,
+    Target,
+    codelets,
+)
+
+SMALL = Target(tiles=2, bytes_per_tile=4096)
+
+
+def squares(elements=8, dtype=FLOAT, target=SMALL):
+    graph = Graph(target)
+    x = graph.add_variable(dtype, [2, elements], "x", tiles=[0, 1])
+    y = graph.add_variable(dtype, [2, elements], "y", tiles=[0, 1])
+    made = graph.add_compute_set("square")
+    graph.add_vertices(made, codelets.MULTIPLY, [0, 1], {"a": x, "b": x, "out": y})
+    return graph, Execute(made)
+
+
+def test_out_of_memory_may_be_looked_at():
+    with pytest.raises(OutOfMemoryError):
+        Engine(*squares(600))
+    engine = Engine(*squares(600), options={"debug.allowOutOfMemory": "true"})
+    report = engine.report()
+    assert report.memory.max_tile_bytes > 2 * 600 * 4
+    assert "117" in report.summary()
+    with pytest.raises(OutOfMemoryError, match="needs 4,"):
+        engine.run()
+    assert Engine(*squares(), options={"debug.allowOutOfMemory": True}).run().cycles > 0
+
+
+def test_floating_point_exceptions():
+    plain = Engine(*squares(dtype=HALF))
+    plain.write("x", 1000)
+    plain.run()
+    assert np.isinf(plain.read("y")).all()
+    strict = Engine(*squares(dtype=HALF), options={"debug.floatPointOpException": "true"})
+    strict.write("x", 100)
+    strict.run()
+    strict.write("x", 1000)
+    with pytest.raises(ProgramError, match="square: 'multiply': overflow"):
+        strict.run()
+
+
+def test_stacks_are_counted():
+    plain = Engine(*squares()).memory_use
+    stacked = Engine(*squares(), options={"target.workerStackSizeInBytes": "0x40"}).memory_use
+    assert stacked.by_category["stacks"].tolist() == [6 * 64] * 2
+    assert stacked.max_tile_bytes == plain.max_tile_bytes + 6 * 64
+
+
+def test_reports_are_written(tmp_path):
+    folder = tmp_path / "reports"
+    options = {"autoReport.all": "true", "autoReport.directory": str(folder)}
+    engine = Engine(*squares(), options=options)
+    (memory,) = json.loads((folder / "memory.json").read_text())["runs"]
+    assert memory["memory"]["limit"] == 4096
+    assert not (folder / "profile.json").exists()
+    engine.write("x", 1)
+    cycles = [engine.run().cycles for _ in range(3)]
+    runs = json.loads((folder / "profile.json").read_text())["runs"]
+    assert [run["cycles"]["total"] for run in runs] == cycles[:2]
+    one = {**options, "autoReport.outputGraphProfile": False}
+    one["autoReport.executionProfileProgramRunCount"] = 1
+    one["autoReport.directory"] = tmp_path / "other"
+    engine = Engine(*squares(), options=one)
+    engine.run(), engine.run()
+    assert [file.name for file in (tmp_path / "other").iterdir()] == ["profile.json"]
+    assert len(json.loads((tmp_path / "other" / "profile.json").read_text())["runs"]) == 1
+
+
+@pytest.mark.parametrize(
+    ("options", "line"),
+    [
+        ({"debug.allowOutOfMemry": "true"}, "unrecognised option 'debug.allowOutOfMemry': did you"),
+        ({"opt.enableInlining": "true"}, "unrecognised option 'opt.enableInlining'"),
+        ({"debug.allowOutOfMemory": "yes"}, "must be 'true' or 'false', got 'yes'"),
+        ({"target.workerStackSizeInBytes": "-1"}, "a whole number of 0 or more, got '-1'"),
+        ({"target.workerStackSizeInBytes": 1.5}, "a whole number of 0 or more, got 1.5"),
+        ({"autoReport.directory": 3}, "the path of a folder, got 3"),
+    ],
+)
+def test_bad_options(options, line):
+    with pytest.raises(ValueError, match=line):
+        Engine(*squares(), options=options)
+    with pytest.raises(TypeError, match="options must be a mapping"):
+        Engine(*squares(), options="debug.allowOutOfMemory")
