@@ -18,11 +18,17 @@ import numpy as np
 from dynsparse.checks import check_integer, is_number
 from dynsparse.files.shorten import shortened
 from dynsparse.typed import typed
-from popsparse.machine import codelets
-from popsparse.machine.dtypes import FLOAT, HALF, UNSIGNED_INT
-from popsparse.machine.graph import Graph
-from popsparse.machine.program import Copy, Execute, Sequence
-from popsparse.machine.tensor import Tensor
+from popsparse.machine import (
+    FLOAT,
+    HALF,
+    UNSIGNED_INT,
+    Copy,
+    Execute,
+    Graph,
+    Sequence,
+    Tensor,
+    codelets,
+)
 from popsparse.planning.cache import PlanningCache
 from popsparse.planning.options import Options
 from popsparse.planning.params import FullyConnectedParams

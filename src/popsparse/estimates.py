@@ -13,7 +13,7 @@ from dynsparse.checks import check_integer
 from dynsparse.nn import SparseLinear
 from dynsparse.typed import typed
 from popsparse.layer import Layer
-from popsparse.machine.target import Target
+from popsparse.machine import Target
 from popsparse.measure import plan_figures, sparse_figures
 from popsparse.planning.plan import PASSES
 from popsparse.planning.planning import parse_passes

@@ -7,7 +7,7 @@ values; the rest is JSON beside them. Nothing in it is code.
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Sequence as Sequence_
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -35,7 +35,7 @@ class StoredLayer(NamedTuple):
 
     plan: Plan
     built: dict[str, Any]
-    weights: Sequence[COOMatrix]
+    weights: Sequence_[COOMatrix]
 
 
 def write_layer(file: Path, layer: StoredLayer) -> None:

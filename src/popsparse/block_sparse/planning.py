@@ -63,7 +63,7 @@ def plan(params: MatmulParams, target: Any = None, options: Any = None) -> Block
     Raises:
         TypeError: other things. ValueError: options that do not go with the product.
     """
-    from popsparse.machine.target import Target
+    from popsparse.machine import Target
 
     check_kind("params", params, MatmulParams, "block_sparse.MatmulParams")
     target = Target.mk2() if target is None else check_kind("target", target, Target, "a Target")

@@ -21,7 +21,7 @@ import numpy as np
 
 from dynsparse.checks import check_integer
 from dynsparse.typed import typed
-from popsparse.machine.target import Target
+from popsparse.machine import Target
 from popsparse.planning.data_types import DataType, data_type, number
 from popsparse.planning.dense_cost import Cut, Terms, least_cycles, price, tile_bytes
 from popsparse.planning.dense_cycles import AMP, HMAC

@@ -67,7 +67,7 @@ def plan(
     Sizes(groups=1, x=24, y=1, z=1)
     """
     if target is None:
-        from popsparse.machine.target import Target
+        from popsparse.machine import Target
 
         target = Target.mk2()
     names = parse_passes(passes)

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from dynsparse.typed import typed
-from popsparse.machine.target import Target
+from popsparse.machine import Target
 from popsparse.planning import bucket_sizes
 from popsparse.planning.cache import PlanningCache
 from popsparse.planning.cost import Buckets, TermArray, bucket_arrays, product_terms

@@ -14,7 +14,7 @@ from dynsparse.files.plain_objects import PlainObjects
 from dynsparse.files.whole import write_text_whole
 from dynsparse.typed import typed
 from dynsparse.version import __version__
-from popsparse.machine.target import Target
+from popsparse.machine import Target
 from popsparse.planning.data_types import DataType, data_type
 from popsparse.planning.dense_cycles import AMP, HMAC
 from popsparse.planning.dense_planner import DensePlan

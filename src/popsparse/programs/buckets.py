@@ -17,7 +17,7 @@ from popsparse.encoding.layout import bucket_layout
 from popsparse.encoding.overflow import OverflowInfo
 from popsparse.encoding.reader import BucketContents, read_buckets
 from popsparse.encoding.sub_groups import SubGroups
-from popsparse.machine.vertex import Codelet, VertexView
+from popsparse.machine import Codelet, VertexView
 from popsparse.planning.plan import Plan
 from popsparse.timing.load import MISS_CYCLES, BucketLoad
 from popsparse.timing.model import sub_group_cycles

@@ -43,10 +43,10 @@ _BUCKETS = Operations(
 )
 _DENSE = Operations(
     dense.DensePartitioner,
-    dense.create_weights,
-    dense.create_operand,
-    dense.add_product,
-    dense.add_grad_weight,
+    dense.create_dense_weights,
+    dense.create_dense_operand,
+    dense.add_dense_product,
+    dense.add_dense_grad_weight,
 )
 
 

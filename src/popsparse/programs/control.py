@@ -17,11 +17,24 @@ from typing import Any
 import numpy as np
 
 from popsparse.encoding.overflow import OverflowInfo
-from popsparse.machine.dtypes import BOOL, UNSIGNED_INT, UNSIGNED_SHORT
-from popsparse.machine.graph import Graph
-from popsparse.machine.program import Execute, If, Program, RepeatWhileTrue, Sequence, Switch
-from popsparse.machine.tensor import Tensor
-from popsparse.machine.vertex import Codelet, In, InOut, Out, VertexView
+from popsparse.machine import (
+    BOOL,
+    UNSIGNED_INT,
+    UNSIGNED_SHORT,
+    Codelet,
+    Execute,
+    Graph,
+    If,
+    In,
+    InOut,
+    Out,
+    Program,
+    RepeatWhileTrue,
+    Sequence,
+    Switch,
+    Tensor,
+    VertexView,
+)
 from popsparse.planning.control_cycles import CONTROL_INSTRUCTIONS
 from popsparse.planning.plan import Plan
 from popsparse.programs.weights import SparseTensor, control_tile

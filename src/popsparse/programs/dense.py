@@ -35,7 +35,7 @@ def _as_user(made: Operand | Tensor, view: Tensor) -> Tensor:
     return OperandView(made, view) if isinstance(made, Operand) else view
 
 
-def create_weights(graph: Graph, plan: Plan, name: str) -> SparseTensor:
+def create_dense_weights(graph: Graph, plan: Plan, name: str) -> SparseTensor:
     """Variables for the weights of a plan with `use_dense`, as forward wants them."""
     layout = _layout(plan, "forward")
     made = create(graph, layout, "a", f"{name} values", turned=True)
@@ -44,7 +44,7 @@ def create_weights(graph: Graph, plan: Plan, name: str) -> SparseTensor:
     return SparseTensor.of_dense(graph, plan, _as_user(made, values), name)
 
 
-def create_operand(graph: Graph, plan: Plan, dim: str, name: str) -> Tensor:
+def create_dense_operand(graph: Graph, plan: Plan, dim: str, name: str) -> Tensor:
     """The input (`dim` "y") or the gradient of the output ("x"), [batch, groups * channels], as
     forward or grad_input want them."""
     layout = _layout(plan, "forward" if dim == "y" else "grad_input")
@@ -62,7 +62,7 @@ def _by_group(plan: Plan, dim: str, tensor: Tensor) -> Tensor:
     return OperandView(tensor.operand, view) if isinstance(tensor, OperandView) else view
 
 
-def add_product(
+def add_dense_product(
     graph: Graph, weights: SparseTensor, operand: Tensor, program: Sequence, name: str
 ) -> Tensor:
     """Add "forward" or "grad_input" of a plan with `use_dense`; returns [batch, groups * channels].
@@ -84,7 +84,7 @@ def add_product(
     return result.tensor().transpose(2, 0, 1).reshape(*shape)
 
 
-def add_grad_weight(
+def add_dense_grad_weight(
     graph: Graph, weights: SparseTensor, gradient: Tensor, inputs: Tensor, program: Sequence
 ) -> Tensor:
     """Add grad_weight of a plan with `use_dense`; [groups * in * out], like the weights."""

@@ -8,12 +8,26 @@ from typing import Any
 
 import numpy as np
 
-from popsparse.machine import codelets
-from popsparse.machine.dtypes import BOOL, UNSIGNED_INT, UNSIGNED_SHORT, DType
-from popsparse.machine.graph import Graph
-from popsparse.machine.program import Copy, Execute, Program, Repeat, RepeatWhileTrue, Sequence
-from popsparse.machine.tensor import Tensor, rotation
-from popsparse.machine.vertex import Codelet, In, Out, VertexView
+from popsparse.machine import (
+    BOOL,
+    UNSIGNED_INT,
+    UNSIGNED_SHORT,
+    Codelet,
+    Copy,
+    DType,
+    Execute,
+    Graph,
+    In,
+    Out,
+    Program,
+    Repeat,
+    RepeatWhileTrue,
+    Sequence,
+    Tensor,
+    VertexView,
+    codelets,
+    rotation,
+)
 from popsparse.planning.parts import ceil_div
 from popsparse.planning.plan import Plan
 from popsparse.programs.layout import tile_grid

@@ -14,11 +14,17 @@ from typing import Any
 
 import numpy as np
 
-from popsparse.machine import codelets
-from popsparse.machine.dtypes import UNSIGNED_INT
-from popsparse.machine.graph import Graph
-from popsparse.machine.program import Copy, Execute, Program, Sequence, Switch
-from popsparse.machine.tensor import Tensor
+from popsparse.machine import (
+    UNSIGNED_INT,
+    Copy,
+    Execute,
+    Graph,
+    Program,
+    Sequence,
+    Switch,
+    Tensor,
+    codelets,
+)
 from popsparse.programs.codelets_grad_weight import GradWeightCodelets, rearrange_codelet
 from popsparse.programs.control import Propagation
 from popsparse.programs.layout import OperandLayout, machine_type, reorder, tile_grid

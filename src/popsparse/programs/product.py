@@ -9,12 +9,20 @@ from typing import NamedTuple
 
 import numpy as np
 
-from popsparse.machine import codelets
+from popsparse.machine import (
+    Codelet,
+    Copy,
+    Execute,
+    Graph,
+    In,
+    Out,
+    Sequence,
+    Tensor,
+    VertexView,
+    codelets,
+    rotation,
+)
 from popsparse.machine.facts import SUM_CODE
-from popsparse.machine.graph import Graph
-from popsparse.machine.program import Copy, Execute, Sequence
-from popsparse.machine.tensor import Tensor, rotation
-from popsparse.machine.vertex import Codelet, In, Out, VertexView
 from popsparse.planning import tile_cycles
 from popsparse.planning.parts import ceil_div
 from popsparse.planning.plan import Plan

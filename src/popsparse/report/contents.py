@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from dynsparse.checks import check_choice, check_integer
-from popsparse.machine.contents import HeldVariable, PlacedVertices
+from popsparse.machine import HeldVariable, PlacedVertices
 from popsparse.report.plain import listed, need, table_of
 
 _KINDS = ("constant", "always live", "not always live")

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from popsparse.machine.tree import ProgramNode
+from popsparse.machine import ProgramNode
 from popsparse.report.contents import ContentsData, read_contents
 from popsparse.report.plain import amount, amounts, figures, listed, need
 from popsparse.report.tree import read_program

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from dynsparse.typed import typed
-from popsparse.machine.tree import ProgramNode
+from popsparse.machine import ProgramNode
 from popsparse.report.data import ProfileData, StepData
 from popsparse.report.format import number, percent, say, words
 from popsparse.report.timeline import short_names

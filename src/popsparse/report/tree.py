@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from popsparse.machine.tree import ProgramNode
+from popsparse.machine import ProgramNode
 from popsparse.report.format import bar, number, percent, say
 from popsparse.report.plain import amount, listed, need
 

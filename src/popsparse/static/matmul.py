@@ -45,7 +45,7 @@ def plan(
         ValueError, TypeError: as `make_plan`.
     """
     if target is None:
-        from popsparse.machine.target import Target
+        from popsparse.machine import Target
 
         target = Target.mk2()
     shape = getattr(pattern, "shape", None)

@@ -9,12 +9,14 @@ from typing import Any
 import numpy as np
 
 from dynsparse.pattern import SparsePattern
-from popsparse.machine import Engine, Graph, Sequence
+from popsparse.machine import Engine, Graph
+from popsparse.machine import Sequence as Program
 from popsparse.static.layout import StaticPlan
 from popsparse.static.memory import tile_memory
 from popsparse.static.params import MatmulParams
 from popsparse.static.planner import make_plan
-from popsparse.static.program import add_product, add_values, dense_operand
+from popsparse.static.program import add_product as add_static_product
+from popsparse.static.program import add_values, dense_operand
 from popsparse.timing.run import Run, relative_error, run_figures
 
 
@@ -93,10 +95,10 @@ def static_figures(plans: dict[str, StaticPlan], runs: dict[str, Run]) -> dict[s
 
 
 def _run(plan: StaticPlan, seed: int, *, numerics: bool) -> Run:
-    graph, program = Graph(plan.target), Sequence()
+    graph, program = Graph(plan.target), Program()
     values = add_values(graph, plan, "values")
     dense = dense_operand(graph, plan, "operand")
-    graph.add_handle("result", add_product(graph, plan, values, dense, program, "product"))
+    graph.add_handle("result", add_static_product(graph, plan, values, dense, program, "product"))
     engine = Engine(graph, program, numerics=numerics)
     if not numerics:
         return Run(engine.run(), None)

@@ -6,7 +6,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from popsparse.machine import Copy, Graph, MappingError, Ragged, Sequence, Tensor, as_dtype
+from popsparse.machine import Copy, Graph, MappingError, Ragged, Tensor, as_dtype
+from popsparse.machine import Sequence as Program
 
 
 class Spread(NamedTuple):
@@ -53,7 +54,7 @@ class Spread(NamedTuple):
         graph.map_stretches(made, self.owner[new], lengths)
         return made
 
-    def bring(self, graph: Graph, tensor: Tensor, program: Sequence, name: str) -> Tensor:
+    def bring(self, graph: Graph, tensor: Tensor, program: Program, name: str) -> Tensor:
         """A tensor [of this shape, or broadcast to it] that lies so: itself, or a copy."""
         whole = tensor.broadcast_to(*self.shape)
         if np.array_equal(graph.tiles_of(whole).reshape(-1), self.owner):
