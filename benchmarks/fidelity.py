@@ -19,13 +19,14 @@ import torch
 
 from dynsparse.pattern import SparsePattern
 from popsparse import static
-from popsparse.machine import Target, facts
+from popsparse.machine import Target
+from popsparse.machine import target as facts
 from popsparse.measure import dense_plans, run_dense
 from popsparse.planning.params import MatmulParams, SparsityParams
 from popsparse.planning.search import matmul_plan
-from popsparse.static import cycles as static_cycles
-from popsparse.static.memory import code_bytes, tile_memory
-from popsparse.timing.model import predict
+from popsparse.static import planner as static_cycles
+from popsparse.static.model import code_bytes, tile_memory
+from popsparse.timing import predict
 
 BOW = Target.bow()
 BEFORE = BOW.with_(sync_cycles=facts.SYNC.typical)

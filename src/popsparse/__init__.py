@@ -2,15 +2,14 @@
 
 from popsparse import block_sparse, dense, machine, tensor_ops
 from popsparse.embedding import (
+    EmbeddingLayer,
     create_indices_tensor,
     create_slice_tensor,
     embedding_slice,
     embedding_update_add,
 )
-from popsparse.embedding_layer import EmbeddingLayer
-from popsparse.encoding.encoded import Encoded, EncodedPattern, EncodingInfo
 from popsparse.encoding.formats import BSRMatrix, COOMatrix, CSCMatrix, CSRMatrix
-from popsparse.encoding.partitioner import Partitioner
+from popsparse.encoding.partitioner import Encoded, EncodedPattern, EncodingInfo, Partitioner
 from popsparse.encoding.spilling import BucketOverflowError
 from popsparse.estimates import (
     LayerEstimate,
@@ -19,35 +18,28 @@ from popsparse.estimates import (
     UpdateEstimate,
     estimate,
 )
-from popsparse.fully_connected import (
+from popsparse.layer import Layer
+from popsparse.machine import Target
+from popsparse.planning.options import Options, PlanConstraints, Update
+from popsparse.planning.params import FullyConnectedParams, MatmulParams, SparsityParams
+from popsparse.planning.plan import Method, Plan, PlanningCache
+from popsparse.planning.report import plan_report, plan_text, tile_memory
+from popsparse.planning.search import make_plan, matmul_plan, plan
+from popsparse.planning.stored import load_plan, save_plan
+from popsparse.products import (
     create_fully_connected_input,
     create_fully_connected_weights,
+    create_sparse_dense_matmul_lhs,
+    create_sparse_dense_matmul_rhs,
     fully_connected_dense_grad_w_serial_splits,
     fully_connected_forward,
     fully_connected_grad_a,
     fully_connected_grad_w,
-)
-from popsparse.layer import Layer
-from popsparse.machine import Target
-from popsparse.matmul import (
-    create_sparse_dense_matmul_lhs,
-    create_sparse_dense_matmul_rhs,
     sparse_dense_matmul,
 )
-from popsparse.planning.cache import PlanningCache
-from popsparse.planning.memory import tile_memory
-from popsparse.planning.options import Options, PlanConstraints
-from popsparse.planning.params import FullyConnectedParams, MatmulParams, SparsityParams
-from popsparse.planning.plan import Method, Plan
-from popsparse.planning.planning import plan
-from popsparse.planning.report import plan_report, plan_text
-from popsparse.planning.search import make_plan, matmul_plan
-from popsparse.planning.stored import load_plan, save_plan
-from popsparse.planning.update import Update
-from popsparse.programs.dense import DensePartitioner
-from popsparse.programs.layout import PlannedTensor
-from popsparse.programs.weights import SparseTensor
-from popsparse.timing.model import PassTime, predict
+from popsparse.programs.dense_weights import DensePartitioner
+from popsparse.programs.layout import PlannedTensor, SparseTensor
+from popsparse.timing import PassTime, predict
 from popsparse.torch_layer import machine_profiles
 
 __all__ = [

@@ -15,10 +15,10 @@ from dynsparse.typed import typed
 from popsparse.layer import Layer
 from popsparse.machine import Target
 from popsparse.measure import plan_figures, sparse_figures
+from popsparse.planning.options import Update
 from popsparse.planning.plan import PASSES
-from popsparse.planning.planning import parse_passes
-from popsparse.planning.planning import plan as make_plan
-from popsparse.planning.update import Update
+from popsparse.planning.search import parse_passes
+from popsparse.planning.search import plan as make_plan
 
 __all__ = ["LayerEstimate", "ModelEstimate", "PassEstimate", "UpdateEstimate", "estimate"]
 

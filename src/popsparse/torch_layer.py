@@ -18,13 +18,12 @@ from dynsparse.ops.eager import refuse_transforms
 from dynsparse.ops.embedding import record_rows
 from dynsparse.pattern import SparsePattern
 from dynsparse.typed import typed
-from popsparse.embedding_layer import EmbeddingLayer
+from popsparse.embedding import EmbeddingLayer
 from popsparse.layer import Layer
 from popsparse.machine import Profile, Target
-from popsparse.planning.options import Options
+from popsparse.planning.options import Options, Update
 from popsparse.planning.plan import PASSES, Plan
-from popsparse.planning.planning import plan
-from popsparse.planning.update import Update
+from popsparse.planning.search import plan
 
 _DTYPES = {torch.float16: "float16", torch.float32: "float32"}
 

@@ -2,9 +2,8 @@
 
 import pytest
 
-from popsparse.planning import bucket_sizes as sizes
-from popsparse.planning.data_types import FLOAT16, FLOAT32
-from popsparse.planning.words import overflow_words
+from popsparse.planning import partitions as sizes
+from popsparse.planning.params import FLOAT16, FLOAT32, overflow_words
 
 H, F = FLOAT16, FLOAT32
 CASES = [

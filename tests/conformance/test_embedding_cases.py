@@ -13,13 +13,13 @@ from popsparse.embedding import (
 )
 from popsparse.encoding.formats import COOMatrix
 from popsparse.encoding.partitioner import Partitioner
-from popsparse.fully_connected import (
+from popsparse.machine import Engine, Graph, Sequence, Target
+from popsparse.planning.params import FullyConnectedParams, SparsityParams
+from popsparse.products import (
     create_fully_connected_input,
     create_fully_connected_weights,
     fully_connected_forward,
 )
-from popsparse.machine import Engine, Graph, Sequence, Target
-from popsparse.planning.params import FullyConnectedParams, SparsityParams
 
 TYPES = ("float16", "float32")
 CASES = {

@@ -12,8 +12,8 @@ import torch
 import popsparse as ps
 from dynsparse.pattern import SparsePattern
 from popsparse import static
+from popsparse.encoding.buckets import BucketLayout
 from popsparse.encoding.formats import COOMatrix, CSCMatrix, CSRMatrix
-from popsparse.encoding.layout import BucketLayout
 from popsparse.encoding.spilling import BucketOverflowError
 from popsparse.machine import Graph, Sequence, Target
 

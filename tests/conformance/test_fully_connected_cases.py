@@ -12,11 +12,11 @@ import pytest
 import torch
 
 from dynsparse.pattern import SparsePattern
-from popsparse.fully_connected import fully_connected_dense_grad_w_serial_splits
 from popsparse.layer import Layer
 from popsparse.machine import Graph, Target
 from popsparse.planning.params import FullyConnectedParams, SparsityParams
-from popsparse.planning.planning import plan
+from popsparse.planning.search import plan
+from popsparse.products import fully_connected_dense_grad_w_serial_splits
 
 TOLERANCE = {"float16": 0.1, "float32": 0.01}
 ALL = ("forward", "grad_input", "grad_weight")

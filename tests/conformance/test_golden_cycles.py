@@ -2,11 +2,11 @@
 
 import pytest
 
+from popsparse.planning import cycles as tile
+from popsparse.planning import cycles as vertex
 from popsparse.planning import dense_cycles as dense
-from popsparse.planning import tile_cycles as tile
-from popsparse.planning import vertex_cycles as vertex
-from popsparse.planning.data_types import FLOAT16, FLOAT32
-from popsparse.planning.vertex_cycles import Search
+from popsparse.planning.cycles import Search
+from popsparse.planning.params import FLOAT16, FLOAT32
 
 TWO = Search(buckets=2, matched=2, sub_groups=1)
 

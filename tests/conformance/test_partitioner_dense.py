@@ -10,7 +10,7 @@ from popsparse.encoding.partitioner import Partitioner
 from popsparse.machine.target import Target
 from popsparse.planning.params import FullyConnectedParams, SparsityParams
 from popsparse.planning.search import make_plan
-from popsparse.programs.dense import DensePartitioner
+from popsparse.programs.dense_weights import DensePartitioner
 
 CASES = list(itertools.product((1, 4, 8), (24, 64), (40, 80)))
 

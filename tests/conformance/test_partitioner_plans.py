@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from dynsparse.pattern import SparsePattern
+from popsparse.encoding.meta_info import read_buckets
 from popsparse.encoding.partitioner import Partitioner
-from popsparse.encoding.reader import read_buckets
 from popsparse.machine.target import Target
 from popsparse.planning.params import FullyConnectedParams, SparsityParams
 

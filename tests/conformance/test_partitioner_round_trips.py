@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from dynsparse.pattern import SparsePattern
-from popsparse.encoding.layout import BucketLayout
+from popsparse.encoding.buckets import BucketLayout
 from popsparse.encoding.partitioner import Partitioner
 
 SIZES = {"100x100x8": (100, 100, 8), "1000x1000x16": (1000, 1000, 16)}

@@ -14,10 +14,10 @@ import torch
 from dynsparse.pattern import SparsePattern
 from popsparse.machine.target import Target
 from popsparse.measure import dense_figures, dense_plans, run_dense
-from popsparse.planning.memory import tile_memory
 from popsparse.planning.params import MatmulParams, SparsityParams
+from popsparse.planning.report import tile_memory
 from popsparse.planning.search import matmul_plan
-from popsparse.timing.model import predict
+from popsparse.timing import predict
 
 BOW = Target.bow()
 SIZE, DENSITY = 4096, 1 / 16

@@ -17,7 +17,6 @@ ROUNDS = {
     "bpe": 300,
     "checkpoints": 150,
     "folders": 200,
-    "profiles": 200,
     "records": 200,
     "specs": 300,
     "weights": 300,

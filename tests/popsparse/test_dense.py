@@ -7,10 +7,9 @@ from hypothesis import strategies as st
 
 from popsparse import dense
 from popsparse.machine.target import Target
-from popsparse.planning.data_types import FLOAT16, FLOAT32
-from popsparse.planning.dense_cost import Cut, least_cycles, price, tile_bytes
+from popsparse.planning.dense import Cut, least_cycles, price, tile_bytes
 from popsparse.planning.dense_cycles import AMP
-from popsparse.planning.parts import all_partitions, even_parts
+from popsparse.planning.params import FLOAT16, FLOAT32, all_partitions, even_parts
 
 
 def test_golden_plan():

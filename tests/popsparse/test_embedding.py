@@ -12,9 +12,9 @@ from popsparse.embedding import (
     embedding_update_add,
 )
 from popsparse.encoding.partitioner import Partitioner
-from popsparse.fully_connected import create_fully_connected_weights
 from popsparse.machine import Engine, Graph, Sequence, Target
 from popsparse.planning.params import FullyConnectedParams, SparsityParams
+from popsparse.products import create_fully_connected_weights
 
 
 @pytest.mark.parametrize("scale_type", [None, "half", "float"])

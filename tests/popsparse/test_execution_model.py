@@ -5,14 +5,19 @@ import pytest
 import torch
 
 from dynsparse.pattern import SparsePattern
+from popsparse import timing as execution_cycles
 from popsparse.machine.target import Target
-from popsparse.planning import vertex_cycles
-from popsparse.planning.data_types import FLOAT16, FLOAT32
-from popsparse.planning.memory import require_fit, tile_memory
-from popsparse.planning.params import FullyConnectedParams, MatmulParams, SparsityParams
+from popsparse.planning import cycles as vertex_cycles
+from popsparse.planning.params import (
+    FLOAT16,
+    FLOAT32,
+    FullyConnectedParams,
+    MatmulParams,
+    SparsityParams,
+)
+from popsparse.planning.report import require_fit, tile_memory
 from popsparse.planning.search import make_plan, matmul_plan
-from popsparse.timing import kernels as execution_cycles
-from popsparse.timing.model import predict
+from popsparse.timing import predict
 
 
 def pattern(size, density, edge=1, seed=0):

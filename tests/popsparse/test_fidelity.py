@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from popsparse.machine import facts
+from popsparse.machine import target as facts
 
 ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "popsparse-fidelity.md"

@@ -11,18 +11,17 @@ from hypothesis import strategies as st
 from dynsparse.pattern import SparsePattern
 from popsparse import dense
 from popsparse.encoding.partitioner import Partitioner
-from popsparse.fully_connected import (
+from popsparse.layer import Layer
+from popsparse.machine import Engine, Graph, Sequence, Target
+from popsparse.planning.params import FullyConnectedParams, SparsityParams
+from popsparse.planning.plan import PASSES
+from popsparse.planning.search import make_plan, plan
+from popsparse.products import (
     create_fully_connected_input,
     create_fully_connected_weights,
     fully_connected_forward,
     fully_connected_grad_a,
 )
-from popsparse.layer import Layer
-from popsparse.machine import Engine, Graph, Sequence, Target
-from popsparse.planning.params import FullyConnectedParams, SparsityParams
-from popsparse.planning.plan import PASSES
-from popsparse.planning.planning import plan
-from popsparse.planning.search import make_plan
 
 TOLERANCE = {"float16": 5e-3, "float32": 1e-5}
 

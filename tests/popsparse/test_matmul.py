@@ -6,14 +6,14 @@ import torch
 
 from dynsparse.pattern import SparsePattern
 from popsparse.encoding.partitioner import Partitioner
-from popsparse.fully_connected import create_fully_connected_weights
 from popsparse.machine import Engine, Graph, Sequence, Target
-from popsparse.matmul import (
+from popsparse.planning.params import FullyConnectedParams, MatmulParams, SparsityParams
+from popsparse.products import (
+    create_fully_connected_weights,
     create_sparse_dense_matmul_lhs,
     create_sparse_dense_matmul_rhs,
     sparse_dense_matmul,
 )
-from popsparse.planning.params import FullyConnectedParams, MatmulParams, SparsityParams
 
 TOLERANCE = {"float16": 5e-3, "float32": 1e-5}
 

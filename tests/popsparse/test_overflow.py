@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from popsparse.encoding.overflow import OverflowInfo
+from popsparse.encoding.buckets import OverflowInfo
 
 
 def info(x, y, z, used, partition):

@@ -4,12 +4,14 @@ import numpy as np
 import pytest
 import torch
 
-from popsparse.planning.data_types import FLOAT16, FLOAT32, data_type
 from popsparse.planning.options import Options, PlanConstraints
 from popsparse.planning.params import (
+    FLOAT16,
+    FLOAT32,
     FullyConnectedParams,
     MatmulParams,
     SparsityParams,
+    data_type,
     planned_block,
 )
 

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dynsparse.pattern import SparsePattern
-from popsparse.encoding.layout import BucketLayout
+from popsparse.encoding.buckets import BucketLayout
 from popsparse.encoding.partitioner import Partitioner
 from popsparse.encoding.spilling import BucketOverflowError
 from popsparse.machine.target import Target

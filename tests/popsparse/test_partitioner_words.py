@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from dynsparse.pattern import SparsePattern
-from popsparse.encoding.layout import BucketLayout
+from popsparse.encoding.buckets import BucketLayout
 from popsparse.encoding.partitioner import Partitioner
 
 # 4 x 4:  . a . .    X cut in two, so two rectangles and two buckets. The rows of a rectangle

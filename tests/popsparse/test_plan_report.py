@@ -8,10 +8,10 @@ import re
 import pytest
 
 from popsparse.machine.target import Target
-from popsparse.planning import planning
-from popsparse.planning.cache import PlanningCache
-from popsparse.planning.planning import parse_passes, plan
+from popsparse.planning import search as planning
+from popsparse.planning.plan import PlanningCache
 from popsparse.planning.report import plan_report, plan_text
+from popsparse.planning.search import parse_passes, plan
 
 SMALL = Target(name="small", tiles=24)
 ALL = "forward,grad_input,grad_weight"

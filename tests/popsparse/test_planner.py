@@ -9,16 +9,19 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from popsparse.machine.target import Target
-from popsparse.planning import tile_cycles, vertex_cycles
-from popsparse.planning.cache import PlanningCache
-from popsparse.planning.data_types import data_type
+from popsparse.planning import cycles as tile_cycles
+from popsparse.planning import cycles as vertex_cycles
+from popsparse.planning.cycles import Search, grid_split
 from popsparse.planning.options import Options
-from popsparse.planning.params import FullyConnectedParams, MatmulParams, SparsityParams
-from popsparse.planning.parts import all_partitions
-from popsparse.planning.plan import Method
+from popsparse.planning.params import (
+    FullyConnectedParams,
+    MatmulParams,
+    SparsityParams,
+    all_partitions,
+    data_type,
+)
+from popsparse.planning.plan import Method, PlanningCache
 from popsparse.planning.search import make_plan, matmul_plan
-from popsparse.planning.vertex_cycles import Search
-from popsparse.planning.work_split import grid_split
 
 W = 6
 

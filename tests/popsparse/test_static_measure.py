@@ -11,11 +11,11 @@ import torch
 from dynsparse.pattern import SparsePattern
 from popsparse import static
 from popsparse.machine import Target
-from popsparse.static.measure import (
-    plan_figures,
+from popsparse.measure import (
     plan_passes,
     run_passes,
     static_figures,
+    static_plan_figures,
 )
 
 
@@ -42,7 +42,7 @@ def test_figures_of_both_passes(dtype, error):
     assert 0 < figures["max_relative_error"] < error
     quick = static_figures(plans, run_passes(plans, ignore_data=True))
     assert quick == figures | {"max_relative_error": None}
-    assert plan_figures(plans["forward"])["method"] == "static"
+    assert static_plan_figures(plans["forward"])["method"] == "static"
 
 
 def test_no_grad_weight():

@@ -9,10 +9,10 @@ from hypothesis import strategies as st
 from dynsparse.pattern import SparsePattern
 from popsparse import static
 from popsparse.machine import Target
-from popsparse.planning.data_types import FLOAT16, FLOAT32
-from popsparse.static.measure import run_passes
-from popsparse.static.memory import code_bytes, exchange_code
-from popsparse.static.sums import vertex_cycles
+from popsparse.measure import run_passes
+from popsparse.planning.params import FLOAT16, FLOAT32
+from popsparse.static.layout import vertex_cycles
+from popsparse.static.model import code_bytes, exchange_code
 
 
 def plan_of(size, block, density, n, dtype="float16", tiles=1472, **options):

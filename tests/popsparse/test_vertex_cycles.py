@@ -5,8 +5,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from popsparse.planning import tile_cycles, vertex_cycles
-from popsparse.planning.data_types import FLOAT16, FLOAT32
+from popsparse.planning import cycles as tile_cycles
+from popsparse.planning import cycles as vertex_cycles
+from popsparse.planning.params import FLOAT16, FLOAT32
 
 TYPES = st.sampled_from([FLOAT16, FLOAT32])
 ELEMENT = [

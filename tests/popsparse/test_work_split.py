@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from popsparse.planning.work_split import even_split, grid_split, grid_splits, split_rows
+from popsparse.planning.cycles import even_split, grid_split, grid_splits, split_rows
 
 
 @settings(deadline=None, max_examples=200)

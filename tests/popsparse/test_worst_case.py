@@ -7,7 +7,7 @@ import torch
 from dynsparse.pattern import SparsePattern
 from popsparse.layer import Layer
 from popsparse.machine import Target
-from popsparse.planning.planning import plan
+from popsparse.planning.search import plan
 
 ALL = ("forward", "grad_input", "grad_weight")
 

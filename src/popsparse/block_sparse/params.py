@@ -14,8 +14,8 @@ import numpy as np
 from dynsparse.checks import check_array, check_choice, check_flag, check_integer
 from dynsparse.files.shorten import shortened
 from dynsparse.pattern import SparsePattern
-from popsparse.planning.data_types import FLOAT16, FLOAT32, DataType, data_type, number
 from popsparse.planning.options import parse_options
+from popsparse.planning.params import FLOAT16, FLOAT32, DataType, data_type, number
 
 SUBBLOCK_MASKS = ("none", "zero_upper_triangle", "zero_lower_triangle")
 METHODS = ("strip", "stripv0", "block", "block-naive", "block-group2")

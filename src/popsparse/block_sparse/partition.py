@@ -1,11 +1,4 @@
-"""Which tile multiplies which blocks.
-
-A piece is what one tile adds up of one block of the result: some of its products. The methods bear
-the names of PopSparse's. `strip` is what its source describes; `block`, `block-naive`,
-`block-group2` and `stripv0` keep the idea that the name and the options stand for. The hypergraph
-partitioner that the original called for `block` is not rebuilt: a greedy rule with the same weights
-(memory_cycle_ratio of memory to products) stands in its place.
-"""
+"""Plans of block-sparse products: which tile multiplies which blocks."""
 
 from __future__ import annotations
 
@@ -13,10 +6,13 @@ import heapq
 from array import array
 from collections import defaultdict
 from collections.abc import Iterator
-from typing import NamedTuple
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, NamedTuple
 
 import numpy as np
 
+from dynsparse.checks import check_kind
 from popsparse.block_sparse.params import MatmulParams, Options
 
 _RATIO = 0.2
@@ -253,3 +249,62 @@ def _of_group(
         if inside.any():
             found += _blocks(products, tiles[own], results[inside], ratio)
     return found
+
+
+@dataclass(frozen=True, eq=False)
+class BlockSparsePlan:
+    """Which tile multiplies which blocks of a product. Made by `plan`.
+
+    Attributes:
+        params: as given; options: likewise. target: the machine.
+    """
+
+    params: MatmulParams
+    options: Options
+    target: Any
+
+    @cached_property
+    def pieces(self) -> Pieces:
+        return partition(self.params.forward(), self.options, self.target.tiles)
+
+    @property
+    def tiles_used(self) -> int:
+        """Tiles that multiply."""
+        return len(np.unique(self.pieces.tile))
+
+    @property
+    def imbalance(self) -> float:
+        """PopSparse's measure of a partition: max(load / mean, mean / load) over the tiles that
+        multiply, plus how many do not."""
+        return self.pieces.imbalance(self.target.tiles)
+
+    @property
+    def multiplications(self) -> int:
+        return self.params.multiplications
+
+    def __repr__(self) -> str:
+        params = self.params
+        return (
+            f"BlockSparsePlan({params.kind}, dim={params.dim}, block_size={params.block_size}, "
+            f"nnz={params.nnz}, {self.options.partition_method}, {self.tiles_used} tiles)"
+        )
+
+
+def plan(params: MatmulParams, target: Any = None, options: Any = None) -> BlockSparsePlan:
+    """Deal the products of blocks to the tiles of a machine.
+
+    Args:
+        params: by a class method of `MatmulParams`.
+        target: a `popsparse.machine.Target`; by default the Mk2.
+        options: `Options` or a mapping.
+
+    Raises:
+        TypeError: other things. ValueError: options that do not go with the product.
+    """
+    from popsparse.machine import Target
+
+    check_kind("params", params, MatmulParams, "block_sparse.MatmulParams")
+    target = Target.mk2() if target is None else check_kind("target", target, Target, "a Target")
+    made = BlockSparsePlan(params, Options.parse(options), target)
+    made.pieces  # noqa: B018  what is wrong shows now
+    return made

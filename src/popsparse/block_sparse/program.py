@@ -1,24 +1,174 @@
-"""The device program of a block-sparse product: gather blocks, transpose, multiply, reduce."""
+"""Block-sparse products on the machine."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 
-from popsparse.block_sparse import codelets
-from popsparse.block_sparse.planning import BlockSparsePlan
+from dynsparse.checks import check_kind
+from popsparse.block_sparse.params import MatmulParams
+from popsparse.block_sparse.partition import BlockSparsePlan, plan
 from popsparse.machine import (
+    Codelet,
     Copy,
     DType,
     Execute,
     Graph,
+    In,
+    Out,
     Ragged,
     Sequence,
     Tensor,
+    VertexView,
     as_dtype,
 )
 from popsparse.machine.intervals import Runs
+from popsparse.planning.cycles import reduce as reduce_cycles
+from popsparse.planning.cycles import transpose_blocks
+from popsparse.planning.dense_cycles import AMP, amp
+from popsparse.planning.params import FLOAT32, DataType, ceil_div, data_type
+
+Spent = Callable[[VertexView], Any]
+
+
+def transpose(counts: np.ndarray, rows: int, cols: int, dtype: DataType) -> Codelet:
+    """Blocks [rows, cols] of a tile, `counts` of them, to [cols, rows]."""
+
+    def compute(v: VertexView) -> None:
+        blocks = v.src.values.reshape(-1, rows, cols)
+        v.out.values[...] = blocks.transpose(0, 2, 1).reshape(-1)
+
+    def spent(v: VertexView) -> Any:
+        workers = v.target.workers
+        return transpose_blocks(counts, rows, cols, dtype, workers)
+
+    return Codelet("block transpose", {"src": In(), "out": Out()}, compute, spent, "supervisor")
+
+
+def _units(dtype: DataType, partials: DataType) -> AMP:
+    """The matrix units as a dense product of these types finds them."""
+    if dtype is FLOAT32:
+        return AMP(8, 8, 8)
+    return AMP(8, 16, 8) if partials is FLOAT32 else AMP(16, 16, 16)
+
+
+def multiply(
+    tile_of: np.ndarray,
+    products: np.ndarray,
+    block_size: tuple[int, int, int],
+    dtype: DataType,
+    partials: DataType,
+) -> Codelet:
+    """The pieces of each tile: sums of products of blocks a [bm, bk] and b [bn, bk].
+
+    Args:
+        tile_of: the place among the tiles of each piece, ascending; products: how many it adds up.
+    """
+    bm, bk, bn = block_size
+    of = np.repeat(np.arange(len(products)), products)
+
+    def compute(v: VertexView) -> None:
+        a = v.a.values.reshape(-1, bm, bk).astype(np.float32)
+        b = v.b.values.reshape(-1, bn, bk).astype(np.float32)
+        found = np.zeros((len(products), bm, bn), np.float32)
+        np.add.at(found, of, a @ b.transpose(0, 2, 1))
+        v.out.values[...] = found.reshape(-1)
+
+    def spent(v: VertexView) -> Any:
+        kind = _units(dtype, partials)
+        load = v.target.coefficient_load_bytes_per_cycle
+        groups = ceil_div(bk, kind.in_channels) * products
+        cycles = amp(bm, groups, ceil_div(bn, kind.out_channels), kind, dtype, partials,
+                     v.target.workers, load)  # fmt: skip
+        return np.bincount(tile_of, cycles, minlength=v.count)
+
+    fields = {"a": In(), "b": In(), "out": Out()}
+
+    def flops(v: VertexView) -> Any:
+        return 2 * bm * bk * bn * np.bincount(tile_of, products, minlength=v.count)
+
+    return Codelet("block products", fields, compute, spent, "supervisor", flops=flops)
+
+
+def reduce(
+    tile_of: np.ndarray,
+    depth: np.ndarray,
+    area: int,
+    partials: DataType,
+    result: DataType,
+    kept: np.ndarray | None,
+) -> Codelet:
+    """The blocks of the result of each tile, from their partial sums, one after the other.
+
+    Args:
+        tile_of: the place among the tiles of each block, ascending; depth: its partial sums.
+        kept: bool [blocks, area] of what is not zeroed, or None.
+    """
+    of = np.repeat(np.arange(len(depth)), depth)
+
+    def compute(v: VertexView) -> None:
+        total = np.zeros((len(depth), area), np.float32)
+        np.add.at(total, of, v.partials.values.reshape(-1, area).astype(np.float32))
+        v.out.values[...] = (total if kept is None else total * kept).reshape(-1)
+
+    def spent(v: VertexView) -> Any:
+        cycles = reduce_cycles(area, np.maximum(depth, 1), partials, result, v.target.workers)
+        found = np.bincount(tile_of, np.broadcast_to(cycles, depth.shape), minlength=v.count)
+        if kept is not None:
+            masked = np.bincount(tile_of, area * ~kept.all(1), minlength=v.count)
+            found = found + np.where(masked > 0, _each(masked, result, v.target.workers), 0)
+        return found
+
+    fields = {"partials": In(), "out": Out()}
+
+    def flops(v: VertexView) -> Any:
+        return area * np.bincount(tile_of, depth, minlength=v.count)
+
+    return Codelet("block reduce", fields, compute, spent, "supervisor", flops=flops)
+
+
+def _each(elements: Any, dtype: DataType, workers: int, *, vector: int = 1, single: int = 0) -> Any:
+    """A tile's cycles for element-wise operations: so many that work on vectors, by section 7.3 of
+    docs/popsparse-formulas.md, and so many that do not."""
+    width = dtype.vector_width
+    vectors = ceil_div(ceil_div(elements, workers), width)
+    # No source gives cycles for the latter: a load, an instruction for each element, a store.
+    return vector * (11 + workers * (58 + 3 * vectors)) + single * (
+        11 + workers * (58 + (2 + width) * vectors)
+    )
+
+
+def elementwise(
+    name: str,
+    fields: dict[str, Any],
+    compute: Callable[[VertexView], None],
+    *,
+    vector: int = 1,
+    single: int = 0,
+) -> Codelet:
+    """Operations on every element of the field "out" of each tile: so many that work on vectors,
+    and so many functions that do not."""
+
+    def spent(v: VertexView) -> Any:
+        kind = data_type(v.out.values.dtype)
+        return _each(v.out.lengths, kind, v.target.workers, vector=vector, single=single)
+
+    return Codelet(name, fields, compute, spent, "supervisor")
+
+
+def rows_to_one(
+    name: str, rows: np.ndarray, lengths: np.ndarray, compute: Callable[[VertexView], None]
+) -> Codelet:
+    """Rows of a tile to one number each; [tiles] of how many, and how long those of a tile are in
+    all. As a reduction of so many values into each."""
+
+    def spent(v: VertexView) -> Any:
+        depth = ceil_div(lengths, np.maximum(rows, 1))
+        return reduce_cycles(rows, depth, FLOAT32, FLOAT32, v.target.workers)
+
+    return Codelet(name, {"src": In(), "out": Out()}, compute, spent, "supervisor")
 
 
 def add_blocks(
@@ -146,7 +296,7 @@ class _Product:
             "out": Ragged(own.flatten(), outs * size[0] * size[2]),
         }
         kinds = (self.params.dtype, self.params.partials_type)
-        codelet = codelets.multiply(place, counts, size, *kinds)
+        codelet = multiply(place, counts, size, *kinds)
         steps.add(self.execute("multiply", codelet, tiles, edges))
 
     def _local(
@@ -188,7 +338,7 @@ class _Product:
             "src": Ragged(self.view(self.dtype, right[at].reshape(-1)), offsets),
             "out": Ragged(made.flatten(), offsets),
         }
-        codelet = codelets.transpose(counts, bk, bn, self.params.dtype)
+        codelet = transpose(counts, bk, bn, self.params.dtype)
         steps.add(self.execute("transpose blocks", codelet, tiles, edges))
         return made.addresses()[back[of]]
 
@@ -224,7 +374,7 @@ class _Product:
         kept = self._kept()
         kinds = (self.params.partials_type, self.params.out_dtype)
         kept = None if kept is None else kept[order]
-        codelet = codelets.reduce(place, depth, area, *kinds, kept)
+        codelet = reduce(place, depth, area, *kinds, kept)
         steps.add(self.execute("reduce", codelet, tiles, edges))
 
     def _kept(self) -> np.ndarray | None:
@@ -238,3 +388,128 @@ class _Product:
         col = self.pieces.products.col[:, None, None] * bn + np.arange(bn)
         kept = col <= row if mask == "zero_upper_triangle" else col >= row
         return kept.reshape(len(rows), -1)
+
+
+def _planned(graph: Graph, params: MatmulParams, options: Any) -> BlockSparsePlan:
+    check_kind("graph", graph, Graph, "a Graph")
+    return plan(params, graph.target, options)
+
+
+def _blocks(params: MatmulParams, which: str) -> tuple[int, tuple[int, int], bool]:
+    """Of the operand "a" or "b" of `params.forward()`: how many blocks, their shape, whether they
+    are sparse."""
+    m, k, n = params.grid
+    bm, bk, bn = params.block_size
+    if which == "a":
+        return params.groups * m * k, (bm, bk), False
+    if params.kind == "dense_dense":
+        return params.groups * k * n, (bk, bn), False
+    return params.nnz, ((bn, bk) if params.transposed else (bk, bn)), True
+
+
+def _create(graph: Graph, params: MatmulParams, options: Any, side: str, name: str) -> Tensor:
+    made = _planned(graph, params, options)
+    turned = params.kind == "sparse_dense"
+    which = {"lhs": "b", "rhs": "a"}[side] if turned else {"lhs": "a", "rhs": "b"}[side]
+    forward = params.forward()
+    count, shape, sparse = _blocks(forward, which)
+    home = at_home(made, which, count)
+    blocks = add_blocks(graph, as_dtype(params.dtype.name), home, shape, name)
+    if sparse:
+        return blocks.reshape(count, shape[0] * shape[1])
+    rows = forward.groups * forward.grid[0 if which == "a" else 1]
+    if not turned:
+        return natural(blocks, rows)
+    # [groups * n, k] of the turned product is one [k, n] a group, one below the other.
+    matrix = natural(blocks, rows).reshape(forward.groups, forward.dim[0], forward.dim[1])
+    return matrix.transpose(0, 2, 1).reshape(forward.groups * forward.dim[1], forward.dim[0])
+
+
+def create_matmul_lhs(
+    graph: Graph, params: MatmulParams, options: Any = None, *, name: str = "lhs"
+) -> Tensor:
+    """The left operand, its blocks on tiles that use them: dense [groups * m, k], or of
+    "sparse_dense" the blocks [nnz, area] in the order of the mask.
+
+    Args:
+        graph: of the target to plan for.
+        params: by a class method of `MatmulParams`.
+        options: `Options` or a mapping.
+
+    Raises:
+        ValueError, TypeError: as `plan`.
+    """
+    return _create(graph, params, options, "lhs", name)
+
+
+def create_matmul_rhs(
+    graph: Graph, params: MatmulParams, options: Any = None, *, name: str = "rhs"
+) -> Tensor:
+    """The right operand: dense [groups * k, n], or of "dense_sparse" the blocks [nnz, area].
+    Args and errors as above."""
+    return _create(graph, params, options, "rhs", name)
+
+
+def matmul(
+    graph: Graph,
+    params: MatmulParams,
+    program: Sequence,
+    lhs: Tensor,
+    rhs: Tensor,
+    options: Any = None,
+    *,
+    name: str = "block-sparse matmul",
+) -> Tensor:
+    """Add a product to a program.
+
+    Args:
+        lhs, rhs: of `create_matmul_lhs` and `create_matmul_rhs`, or any tensors of their shapes
+            that are mapped to tiles.
+
+    Returns:
+        dense [groups * m, n]; of "dense_dense" the blocks [nnz, area] in the order of the mask.
+
+    Raises:
+        ValueError: operands of other shapes (88, 89); as `plan`. TypeError: of other types.
+    """
+    made = _planned(graph, params, options)
+    forward, turned = params.forward(), params.kind == "sparse_dense"
+    check_kind("program", program, Sequence, "a Sequence")
+    dense, sparse = (rhs, lhs) if turned else (lhs, rhs)
+    groups, (m, k, n) = params.groups, params.dim
+    _expect(dense, [groups * k, n] if turned else [groups * m, k], params, "rhs" if turned else
+            "lhs")  # fmt: skip
+    count, shape, is_sparse = _blocks(forward, "b")
+    wanted = [count, shape[0] * shape[1]] if is_sparse else [groups * k, n]
+    _expect(sparse, wanted, params, "lhs" if turned else "rhs")
+    at = dense.addresses()
+    if turned:
+        at = at.reshape(groups, k, n).transpose(0, 2, 1).reshape(groups * n, k)
+    a = _cut(at, forward.block_size[0], forward.block_size[1])
+    b = sparse.addresses()
+    b = b.reshape(count, *shape) if is_sparse else _cut(b, shape[0], shape[1])
+    out = add_product(graph, made, a, b, program, name, b_is_turned=forward.transposed)
+    if params.kind == "dense_dense":
+        return out.reshape(len(out), out.shape[1] * out.shape[2])
+    found = natural(out, groups * forward.grid[0])
+    if not turned:
+        return found
+    grouped = found.reshape(groups, n, m).transpose(0, 2, 1)
+    return grouped.reshape(groups * m, n)
+
+
+def _cut(addresses: np.ndarray, height: int, width: int) -> np.ndarray:
+    """A matrix as blocks [rows * cols, height, width]."""
+    rows, cols = addresses.shape[0] // height, addresses.shape[1] // width
+    grid = addresses.reshape(rows, height, cols, width).transpose(0, 2, 1, 3)
+    return grid.reshape(rows * cols, height, width)
+
+
+def _expect(tensor: Any, shape: list[int], params: MatmulParams, what: str) -> None:
+    check_kind(what, tensor, Tensor, "a Tensor of a graph")
+    if list(tensor.shape) != shape:
+        raise ValueError(f"{what} must have the shape {shape}, got {list(tensor.shape)}")
+    if tensor.dtype != as_dtype(params.dtype.name):
+        raise TypeError(
+            f"{what} must be {params.dtype.name} as the parameters say, got {tensor.dtype.name}"
+        )

@@ -13,7 +13,7 @@ import numpy as np
 
 from dynsparse.checks import check_choice, check_integer, check_kind
 from dynsparse.files.shorten import shortened
-from popsparse.block_sparse import codelets
+from popsparse.block_sparse import program as codelets
 from popsparse.block_sparse.params import SUBBLOCK_MASKS, mask_of
 from popsparse.block_sparse.partition import lightest_first
 from popsparse.machine import (

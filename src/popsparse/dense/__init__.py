@@ -6,6 +6,6 @@ split over the tiles in the streamed field, the out-channels and the in-channels
 (serial splits). See section 7 of docs/popsparse-formulas.md; no constant is fitted.
 """
 
-from popsparse.planning.dense_planner import DensePlan, plan
+from popsparse.planning.dense import DensePlan, plan
 
 __all__ = ["DensePlan", "plan"]

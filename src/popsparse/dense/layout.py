@@ -13,8 +13,8 @@ from typing import NamedTuple
 import numpy as np
 
 from popsparse.machine import DType, Graph, Tensor, as_dtype
-from popsparse.planning.dense_planner import DensePlan
-from popsparse.planning.parts import ceil_div
+from popsparse.planning.dense import DensePlan
+from popsparse.planning.params import ceil_div
 
 
 class Extent(NamedTuple):

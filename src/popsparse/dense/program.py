@@ -12,8 +12,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from popsparse.dense import codelets
+from popsparse.dense.codelets import Partials, reduce_stages
 from popsparse.dense.layout import Layout, Matrix, Operand, OperandView, spread_in_order
-from popsparse.dense.reduction import Partials, reduce_stages
 from popsparse.machine import (
     INT,
     Codelet,

@@ -1,43 +1,14 @@
-"""Meta-info words of the buckets, written for all buckets at once.
-
-Every word is an unsigned 16-bit number. Offsets called "from here" count words from the first word
-of the entry they stand in. A bucket is a list of sub-groups and then one 0.
-
-Element format, sub-group of 9 words:
-    0 id                  x * Ny + y + 1 of the rectangle (grad_input's buckets: y * Nx + x + 1)
-    1 x                   partition of X (of Y in grad_input's buckets)
-    2 y                   partition of Y (of X in grad_input's buckets)
-    3 nz                  non-zeros of the sub-group
-    4 next                words from here to the next sub-group (or the end marker)
-    5 num_z               elements of Z on a tile
-    6 rows - 1
-    7 first row           words from here to the first row entry
-    8 workers
-  per worker, 5 words: offset of its first value in the sub-group (0 in grad_input's buckets, whose
-    rows carry positions), elements of Z, first element of Z, rows - 1, words from here to its
-    first row entry
-  with grad_weight: one word, how many workers it uses, and for each, 4 words: offset of its first
-    value in the sub-group, words from here to the entry of the row it starts in, columns of that
-    row before its first, how many non-zeros it computes
-  per row, 2 words: row inside the rectangle, columns; then for each non-zero one word: column
-    inside the rectangle * num_z * bytes of a value. In grad_input's buckets two words: place of
-    the value in the sub-group * bytes of a value, then column * num_z * bytes of a value.
-
-Block format, sub-group of 7 words: id, x, y, elements from this sub-group's values to the next's,
-  words from here to the next sub-group, block rows - 1, grad_weight workers (0 without it)
-  per grad_weight worker, 4 words as above; the offset of the value counts elements
-  per block row, 2 words: first row inside the rectangle in elements, blocks - 1; then for each
-    block one word: first column inside the rectangle in elements
-"""
+"""The words of meta-info: written and read."""
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import numpy as np
 
-from popsparse.encoding.assignment import expand
-from popsparse.encoding.layout import BucketLayout
-from popsparse.encoding.sub_groups import SubGroups
-from popsparse.planning.words import (
+from popsparse.encoding.buckets import BucketLayout, SubGroups, expand
+from popsparse.planning.cycles import even_split, split_rows
+from popsparse.planning.params import (
     BLOCK_HEADER,
     ELEMENT_HEADER,
     ELEMENT_WORKER,
@@ -45,7 +16,6 @@ from popsparse.planning.words import (
     ROW_ENTRY,
     WORD_LIMIT,
 )
-from popsparse.planning.work_split import even_split, split_rows
 
 
 class MetaInfoWriter:
@@ -176,3 +146,155 @@ class MetaInfoWriter:
         )
         for k, (what, words) in enumerate(entries):
             self._put(at + k, words, what)
+
+
+class BucketContents(NamedTuple):
+    """Every block the buckets hold, in order of buckets and inside them as stored. int64 [nnz].
+
+    `bucket` is where it lies, `rectangle` = x * Ny + y where it belongs, `row` and `col` its block
+    coordinates inside the rectangle, `place` its position in the bucket's values in blocks.
+    `group` counts the sub-groups, in order of buckets.
+    """
+
+    bucket: np.ndarray
+    rectangle: np.ndarray
+    row: np.ndarray
+    col: np.ndarray
+    place: np.ndarray
+    group: np.ndarray
+
+
+class _Groups(NamedTuple):
+    bucket: np.ndarray
+    at: np.ndarray
+    end: np.ndarray
+    first_nz: np.ndarray
+    nz: np.ndarray
+
+
+def _require(ok: np.ndarray, bucket: np.ndarray, what: str) -> None:
+    if not ok.all():
+        raise ValueError(f"meta-info of bucket {int(bucket[~ok][0])}: {what}")
+
+
+def _walk_groups(words: np.ndarray, bounds: tuple[int, int], layout: BucketLayout) -> _Groups:
+    """All sub-groups, found by following the offsets from one to the next in all buckets at once.
+
+    `words` is int64 [buckets, stride]; the part read of each bucket is bounds[0]..bounds[1].
+    """
+    begin, end = bounds
+    header = ELEMENT_HEADER if layout.element_format else BLOCK_HEADER
+    bucket = np.arange(len(words))
+    at = np.full(len(words), begin)
+    nz = np.zeros(len(words), np.int64)
+    found: list[np.ndarray] = []
+    while len(bucket):
+        _require(at < end, bucket, f"no end marker within its {end - begin} words")
+        more = words[bucket, at] != 0
+        bucket, at, nz = bucket[more], at[more], nz[more]
+        _require(at + header < end, bucket, "a sub-group header reaches past the bucket")
+        size = words[bucket, at + 4]
+        count = words[bucket, at + 3]
+        if not layout.element_format:
+            _require(count % layout.area == 0, bucket, f"values not in blocks of {layout.area}")
+            count = count // layout.area
+        _require(size >= header, bucket, "offset to the next sub-group shorter than its header")
+        _require(at + size < end, bucket, "offset to the next sub-group past the bucket")
+        _require(nz + count <= layout.capacity, bucket, f"more non-zeros than {layout.capacity}")
+        found.append(np.stack([bucket, at, at + size, nz, count]))
+        at, nz = at + size, nz + count
+    table = np.concatenate(found, axis=1) if found else np.zeros((5, 0), np.int64)
+    return _Groups(*table[:, np.argsort(table[0], kind="stable")])
+
+
+def read_buckets(
+    meta_info: np.ndarray, layout: BucketLayout, *, grad_a: bool = False
+) -> BucketContents:
+    """Read the buckets of one group.
+
+    Args:
+        meta_info: words without the overflow record, [buckets * stride] or [buckets, stride].
+        layout: of the buckets.
+        grad_a: read grad_input's own buckets; the result has rows and columns as in the forward
+            ones, in the order of columns as stored.
+
+    Raises:
+        ValueError: a size that does not fit the layout, or words no bucket can hold.
+    """
+    if meta_info.size != layout.buckets * layout.bucket_stride:
+        raise ValueError(
+            f"meta-info must have {layout.buckets} buckets of {layout.bucket_stride} words, "
+            f"{layout.buckets * layout.bucket_stride} in all, got {meta_info.size}"
+        )
+    words = np.asarray(meta_info).reshape(layout.buckets, -1).astype(np.int64)
+    split = layout.meta_info_words
+    bounds = (split, layout.bucket_stride) if grad_a else (0, split)
+    groups = _walk_groups(words, bounds, layout)
+    bucket, at = groups.bucket, groups.at
+    parts_x, parts_y, _ = layout.partition
+    part_x, part_y, _ = layout.part
+    grid_x, grid_y = layout.grid
+    per_nz, step_x, step_y = 1, *layout.block
+    if layout.element_format:
+        step_x, step_y = 1, layout.num_z * layout.data_bytes
+    if grad_a:
+        parts_x, parts_y, part_x, part_y = parts_y, parts_x, part_y, part_x
+        grid_x, grid_y, per_nz = grid_y, grid_x, 2
+    ident = words[bucket, at] - 1
+    _require(ident < parts_x * parts_y, bucket, f"sub-group id outside {parts_x} x {parts_y}")
+    x, y = ident // parts_y, ident % parts_y
+    same = (words[bucket, at + 1] == x) & (words[bucket, at + 2] == y)
+    _require(same, bucket, "sub-group id and its x, y differ")
+    rows_here = np.minimum(part_x, grid_x - x * part_x)
+    cols_here = np.minimum(part_y, grid_y - y * part_y)
+    if layout.element_format:
+        rows = words[bucket, at + 6] + 1
+        row_at = at + words[bucket, at + 7]
+    else:
+        rows = words[bucket, at + 5] + 1
+        workers = words[bucket, at + 6]
+        row_at = at + BLOCK_HEADER + GRAD_W_WORKER * workers
+    _require(rows <= rows_here, bucket, "more rows than the rectangle has")
+
+    found: list[np.ndarray] = []
+    group = np.arange(len(bucket))
+    index = np.zeros(len(bucket), np.int64)
+    nz = np.zeros(len(bucket), np.int64)
+    while len(group):
+        b = bucket[group]
+        _require(row_at[group] + ROW_ENTRY <= groups.end[group], b, "a row reaches past its end")
+        row = words[b, row_at[group]]
+        count = words[b, row_at[group] + 1] + (0 if layout.element_format else 1)
+        _require(row % step_x == 0, b, "a row that is not on a block boundary")
+        _require(row // step_x < rows_here[group], b, "row outside its rectangle")
+        _require((count >= 1) & (count <= cols_here[group]), b, "number of columns out of range")
+        end = row_at[group] + ROW_ENTRY + per_nz * count
+        _require(end <= groups.end[group], b, "the columns of a row reach past the sub-group")
+        found.append(np.stack([group, row // step_x, row_at[group] + ROW_ENTRY, count, nz[group]]))
+        row_at[group] = end
+        nz[group] += count
+        index[group] += 1
+        group = group[index[group] < rows[group]]
+    _require(nz == groups.nz, bucket, "number of non-zeros and rows differ")
+    _require(row_at == groups.end, bucket, "words left over in a sub-group")
+    table = np.concatenate(found, axis=1) if found else np.zeros((5, 0), np.int64)
+    group, row, first, count, before = table[:, np.argsort(table[0], kind="stable")]
+
+    entry_group = np.repeat(group, count)
+    b = bucket[entry_group]
+    entry_at = expand(first, count, per_nz)
+    place = expand(before, count)
+    if grad_a:
+        place = words[b, entry_at] // layout.data_bytes
+        entry_at = entry_at + 1
+        _require(place < groups.nz[entry_group], b, "position of a value outside its sub-group")
+    col = words[b, entry_at]
+    _require(col % step_y == 0, b, f"a column that is not a multiple of {step_y}")
+    col = col // step_y
+    _require(col < cols_here[entry_group], b, "column outside its rectangle")
+    row = np.repeat(row, count)
+    place = place + groups.first_nz[entry_group]
+    rectangle = (y * parts_x + x if grad_a else ident)[entry_group]
+    if grad_a:
+        row, col = col, row
+    return BucketContents(b, rectangle, row, col, place, entry_group)

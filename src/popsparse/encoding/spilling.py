@@ -13,8 +13,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from popsparse.encoding.assignment import Assignment, Runs
-from popsparse.encoding.layout import BucketLayout
+from popsparse.encoding.buckets import Assignment, BucketLayout, Runs
 
 
 class BucketOverflowError(ValueError):

@@ -5,7 +5,6 @@ an `Engine`: it gives the numbers and, as a `Profile`, the cycles, bytes and mem
 """
 
 from popsparse.machine import codelets
-from popsparse.machine.contents import Contents, HeldVariable, PlacedVertices
 from popsparse.machine.dtypes import (
     BOOL,
     FLOAT,
@@ -15,23 +14,21 @@ from popsparse.machine.dtypes import (
     UNSIGNED_CHAR,
     UNSIGNED_INT,
     UNSIGNED_SHORT,
-    DType,
-    as_dtype,
-)
-from popsparse.machine.engine import Engine
-from popsparse.machine.errors import (
     AbortError,
+    DType,
     LocalityError,
     MachineError,
     MappingError,
     OutOfMemoryError,
     ProgramError,
     RaceError,
+    as_dtype,
 )
+from popsparse.machine.engine import Engine, EngineOptions
 from popsparse.machine.graph import Graph
+from popsparse.machine.memory import Contents, HeldVariable, PlacedVertices
 from popsparse.machine.objects import ComputeSet, RemoteBuffer, Stream
-from popsparse.machine.options import EngineOptions
-from popsparse.machine.profile import Profile, StepProfile
+from popsparse.machine.profile import Profile, ProgramNode, StepProfile
 from popsparse.machine.program import (
     Abort,
     AbortOnCondition,
@@ -53,7 +50,6 @@ from popsparse.machine.program import (
 )
 from popsparse.machine.target import Target
 from popsparse.machine.tensor import Tensor, concat, rotation
-from popsparse.machine.tree import ProgramNode
 from popsparse.machine.vertex import Codelet, In, InOut, Out, Ragged, RaggedView, VertexView
 
 __all__ = [

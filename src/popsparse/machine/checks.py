@@ -6,8 +6,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from popsparse.machine.dtypes import DType
-from popsparse.machine.errors import LocalityError, MappingError, ProgramError, RaceError
+from popsparse.machine.dtypes import DType, LocalityError, MappingError, ProgramError, RaceError
 from popsparse.machine.graph import Graph
 from popsparse.machine.intervals import Runs, expand
 from popsparse.machine.target import Target

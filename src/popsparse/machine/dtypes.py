@@ -1,4 +1,4 @@
-"""The element types of the machine's variables, under Poplar's names."""
+"""Data types of variables, and the machine's errors."""
 
 from __future__ import annotations
 
@@ -73,3 +73,31 @@ def as_dtype(value: Any) -> DType:
         names = ", ".join(t.name for t in _ALL)
         raise TypeError(f"expected an element type ({names}), got {value!r}")
     return found
+
+
+class MachineError(ValueError):
+    """A graph or program that the machine cannot run."""
+
+
+class MappingError(MachineError):
+    """An element without a tile, or a tile that does not exist."""
+
+
+class LocalityError(MachineError):
+    """A vertex connected to memory of another tile."""
+
+
+class RaceError(MachineError):
+    """Two vertices of one compute set, or two parts of one copy, that meet in one element."""
+
+
+class ProgramError(MachineError):
+    """A program that is put together wrongly, or that does not end."""
+
+
+class AbortError(MachineError):
+    """A program that ends itself, by `Abort`, `AbortOnCondition` or `ErrorProgram`."""
+
+
+class OutOfMemoryError(MachineError):
+    """A tile whose variables, code and vertex state do not fit."""

@@ -15,19 +15,18 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from popsparse.machine.dtypes import DType
-from popsparse.machine.errors import RaceError
-from popsparse.machine.facts import (
+from popsparse.machine.dtypes import DType, RaceError
+from popsparse.machine.graph import Graph
+from popsparse.machine.intervals import Runs, refine, union_lengths
+from popsparse.machine.target import (
     EXCHANGE_ENTRY,
     LONG_SEND,
     RECEIVE,
     RECEIVE_POINTER,
     SEND,
     SHORT_WORDS,
+    Target,
 )
-from popsparse.machine.graph import Graph
-from popsparse.machine.intervals import Runs, refine, union_lengths
-from popsparse.machine.target import Target
 from popsparse.machine.tensor import Tensor
 
 

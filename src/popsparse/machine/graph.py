@@ -11,11 +11,9 @@ import numpy as np
 from dynsparse.checks import check_array, check_integer, check_kind
 from dynsparse.files.shorten import shortened
 from dynsparse.typed import typed
-from popsparse.machine.callers import callers
-from popsparse.machine.dtypes import DType, as_dtype
-from popsparse.machine.errors import MappingError
+from popsparse.machine.dtypes import DType, MappingError, as_dtype
 from popsparse.machine.mapping import Mapped
-from popsparse.machine.objects import ComputeSet, RemoteBuffer, Stream, Variable
+from popsparse.machine.objects import ComputeSet, RemoteBuffer, Stream, Variable, callers
 from popsparse.machine.target import Target
 from popsparse.machine.tensor import Tensor
 from popsparse.machine.vertex import Codelet, Ragged, VertexSet

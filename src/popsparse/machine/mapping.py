@@ -9,8 +9,7 @@ import numpy as np
 
 from dynsparse.checks import check_array, check_integer
 from dynsparse.files.shorten import shortened
-from popsparse.machine.dtypes import DType
-from popsparse.machine.errors import MappingError
+from popsparse.machine.dtypes import DType, MappingError
 from popsparse.machine.intervals import Runs, TileMap, refine
 from popsparse.machine.target import Target
 from popsparse.machine.tensor import Tensor

@@ -1,19 +1,265 @@
-"""How many bytes of each tile a graph and its programs take."""
+"""The memory of the tiles: when variables are live, what fits, and what a tile holds."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
 
 import numpy as np
 
-from popsparse.machine.errors import OutOfMemoryError
+from popsparse.machine import program as programs
+from popsparse.machine.dtypes import DType, OutOfMemoryError
 from popsparse.machine.exchange import CopyPlan
-from popsparse.machine.facts import CONTROL_CODE, HOST_EXCHANGE, STACKS
 from popsparse.machine.graph import Graph
-from popsparse.machine.holdings import Holdings
-from popsparse.machine.liveness import Liveness
-from popsparse.machine.target import Target
+from popsparse.machine.intervals import Runs, union_lengths
+from popsparse.machine.objects import Variable, in_words
+from popsparse.machine.program import Execute, Program
+from popsparse.machine.target import CONTROL_CODE, HOST_EXCHANGE, STACKS, Target
+from popsparse.machine.tensor import Tensor
 from popsparse.machine.vertex import Codelet, VertexSet
+
+
+@dataclass(frozen=True, eq=False)
+class Holdings:
+    """One element for each piece of a variable that lies on one tile; variables by number."""
+
+    variable: np.ndarray
+    tile: np.ndarray
+    bytes: np.ndarray
+    tiles: int
+
+    @classmethod
+    def of(cls, graph: Graph, tiles: int) -> Holdings:
+        """Of all variables, numbered type by type as `graph.variables` has them."""
+        columns: list[list[np.ndarray]] = [[np.zeros(0, np.int64)] for _ in range(3)]
+        first = 0
+        for dtype, group in graph.variables.items():
+            starts = np.array([v.start for v in group], np.int64)
+            lengths = np.array([v.tensor.numel for v in group], np.int64)
+            filled = np.flatnonzero(lengths)
+            pieces = graph.tile_map(dtype).split(Runs(starts[filled], lengths[filled]))
+            for column, values in zip(
+                columns,
+                (filled[pieces.run] + first, pieces.tiles, pieces.lengths * dtype.size),
+                strict=True,
+            ):
+                column.append(values)
+            first += len(group)
+        variable, tile, size = (np.concatenate(c) for c in columns)
+        return cls(variable, tile, size, tiles)
+
+    def per_tile(self, members: np.ndarray) -> np.ndarray:
+        """Bytes on each tile of the variables in a set (bool [variables])."""
+        chosen = members[self.variable]
+        weights = self.bytes[chosen]
+        return np.bincount(self.tile[chosen], weights=weights, minlength=self.tiles)
+
+    def on_tile(self, members: np.ndarray, tile: int) -> np.ndarray:
+        """Bytes of each variable of a set on one tile, [variables]."""
+        chosen = members[self.variable] & (self.tile == tile)
+        weights = self.bytes[chosen]
+        return np.bincount(self.variable[chosen], weights=weights, minlength=len(members))
+
+
+@dataclass(frozen=True)
+class Liveness:
+    """Sets of variables, as bits: bit i is `variables[i]`. `moments` maps a set that is wanted
+    at once to the name of a step where it is; `held` has the sets wanted while a step runs, one for
+    each place it is called from if they differ."""
+
+    variables: list[Variable]
+    always: int
+    moments: dict[int, str]
+    held: dict[programs.Program, list[int]]
+
+    def members(self, bits: int) -> np.ndarray:
+        """Which variables are in a set: bool [variables]."""
+        count = len(self.variables)
+        raw = np.frombuffer(bits.to_bytes(count // 8 + 1, "little"), np.uint8)
+        return np.unpackbits(raw, bitorder="little")[:count].astype(bool)
+
+
+@dataclass(frozen=True)
+class _Effect:
+    reads: int = 0
+    writes: int = 0
+    # Written whole, so that what was there before is not wanted.
+    replaces: int = 0
+
+
+class _Analysis:
+    def __init__(self, graph: Graph) -> None:
+        self.graph = graph
+        self.variables = [v for group in graph.variables.values() for v in group]
+        self.first_bit: dict[DType, int] = {}
+        self.starts: dict[DType, np.ndarray] = {}
+        bit = 0
+        for dtype, group in graph.variables.items():
+            self.first_bit[dtype] = bit
+            self.starts[dtype] = np.array([v.start for v in group])
+            bit += len(group)
+        self.effects: dict[int, _Effect] = {}
+        self.moments: dict[int, str] = {}
+        self.held: dict[programs.Program, list[int]] = {}
+
+    def touched(self, tensors: Iterable[Tensor], whole: bool = False) -> int:
+        """The variables that tensors view; with `whole`, only those they cover together."""
+        by_type: dict[DType, list[Tensor]] = {}
+        for tensor in tensors:
+            if tensor.numel:
+                by_type.setdefault(tensor.dtype, []).append(tensor)
+        bits = 0
+        for dtype, parts in by_type.items():
+            found = self._covered(dtype, parts) if whole else self._viewed(dtype, parts)
+            for i in found:
+                bits |= 1 << (self.first_bit[dtype] + i)
+        return bits
+
+    def _owner(self, dtype: DType, addresses: np.ndarray) -> np.ndarray:
+        return np.searchsorted(self.starts[dtype], addresses, "right") - 1
+
+    def _viewed(self, dtype: DType, tensors: list[Tensor]) -> list[int]:
+        """Which variables of a type tensors view."""
+        extents = [tensor.extents() for tensor in tensors]
+        low, high = (np.concatenate(column) for column in zip(*extents, strict=True))
+        owner = self._owner(dtype, low)
+        # Stretches in one variable need no closer look; handles may list millions of elements.
+        apart = owner != self._owner(dtype, high)
+        owners = [owner[~apart]]
+        if apart.any():
+            of = np.repeat(np.arange(len(tensors)), [len(first) for first, _ in extents])
+            across = np.unique(of[apart]).tolist()
+            owners += [self._owner(dtype, tensors[i].runs().starts) for i in across]
+        return np.flatnonzero(np.bincount(np.concatenate(owners))).tolist()
+
+    def _covered(self, dtype: DType, tensors: list[Tensor]) -> list[int]:
+        """Which variables of a type tensors cover together."""
+        runs = [tensor.runs() for tensor in tensors]
+        starts = np.concatenate([r.starts for r in runs])
+        lengths = np.concatenate([r.lengths for r in runs])
+        # Variables lie apart, so no run crosses from one into the next.
+        group = self.graph.variables[dtype]
+        covered = union_lengths(starts, lengths, self._owner(dtype, starts), len(group))
+        sizes = np.array([v.tensor.numel for v in group])
+        return np.flatnonzero((covered == sizes) & (sizes > 0)).tolist()
+
+    def effect(self, leaf: programs.Program) -> _Effect:
+        """What a step reads and writes."""
+        if id(leaf) not in self.effects:
+            self.effects[id(leaf)] = self._effect(leaf)
+        return self.effects[id(leaf)]
+
+    def _effect(self, leaf: programs.Program) -> _Effect:
+        if isinstance(leaf, programs.Copy):
+            read = [s for s, _ in leaf.pairs if isinstance(s, Tensor)]
+            written = [d for _, d in leaf.pairs if isinstance(d, Tensor)]
+            read += [] if leaf.index is None else [leaf.index]
+        elif isinstance(leaf, programs.CrossReplicaCopy):
+            # Replicas that receive nothing keep what they have.
+            read, written = [t for pair in leaf.pairs for t in pair], []
+        elif isinstance(leaf, (programs.PrintTensor, programs.ErrorProgram)):
+            read, written = [] if leaf.tensor is None else [leaf.tensor], []
+        elif isinstance(leaf, programs.Execute):
+            edges = [
+                (vertices.codelet.fields[name], tensor)
+                for vertices in leaf.compute_set.merged()
+                for name, tensor in vertices.edges.items()
+            ]
+            read = [t for edge, t in edges if edge.reads]
+            written = [t for edge, t in edges if edge.writes]
+        elif isinstance(leaf, programs.WriteUndef):
+            return _Effect(replaces=self.touched([leaf.tensor], whole=True))
+        else:
+            return _Effect()
+        return _Effect(self.touched(read), self.touched(written), self.touched(written, True))
+
+    def before(self, program: programs.Program, after: int) -> int:
+        """What is wanted before a program, given what is wanted after it."""
+        if isinstance(program, programs.Sequence):
+            for one in reversed(program.programs):
+                after = self.before(one, after)
+            return after
+        if isinstance(program, programs.Call):
+            return self.before(program.function, after)
+        if isinstance(program, programs.Repeat):
+            if not program.count:
+                return after
+            found = self.before(program.body, after)
+            while (again := self.before(program.body, after | found)) != found:
+                found = again
+            return found
+        if isinstance(program, (programs.RepeatWhileTrue, programs.RepeatWhileFalse)):
+            test = self.touched([program.predicate])
+            found = self.before(program.condition, after | test)
+            while True:
+                body = self.before(program.body, found)
+                self._hold(program, after | body | test)
+                again = self.before(program.condition, after | body | test)
+                if again == found:
+                    return found
+                found = again
+        if isinstance(program, programs.If):
+            branches = [program.then, program.otherwise]
+            test = self.touched([program.predicate])
+        elif isinstance(program, programs.Switch):
+            branches = [*program.cases.values(), program.default]
+            test = self.touched([program.value])
+        else:
+            effect = self.effect(program)
+            found = (after & ~effect.replaces) | effect.reads
+            if not isinstance(program, (programs.WriteUndef, programs.Sync)):
+                # Results and operands are held together while a step runs.
+                self.moments.setdefault(found | after | effect.writes, program.name or "copy")
+            self._hold(program, found | after | effect.writes)
+            return found
+        for branch in branches:
+            test |= self.before(branch, after)
+        self._hold(program, test)
+        return test
+
+    def _hold(self, program: programs.Program, wanted: int) -> None:
+        """Note what is wanted while a step runs; sets inside others come from unfinished rounds."""
+        others = self.held.get(program, [])
+        if not any(wanted | one == one for one in others):
+            kept = [one for one in others if one | wanted != wanted]
+            self.held[program] = [*kept, wanted]
+
+
+def _leaves(program: programs.Program, seen: set[int]) -> Iterable[programs.Program]:
+    if id(program) in seen:
+        return
+    seen.add(id(program))
+    yield program
+    for part in program.parts():
+        yield from _leaves(part, seen)
+
+
+def analyse(graph: Graph, several: Iterable[programs.Program]) -> Liveness:
+    """The liveness of a graph's variables under programs that run in any order."""
+    found = _Analysis(graph)
+    several = list(several)
+    fixed = [v.is_constant for v in found.variables]
+    always = sum(1 << i for i, is_fixed in enumerate(fixed) if is_fixed)
+    always |= found.touched([*graph.handles.values(), *(t for t, _ in graph.initial)])
+    read, seen = 0, set[int]()
+    for program in several:
+        for part in _leaves(program, seen):
+            read |= found.effect(part).reads
+            for control in ("predicate", "value"):
+                if hasattr(part, control):
+                    read |= found.touched([getattr(part, control)])
+    always |= ~read & ((1 << len(found.variables)) - 1)
+    while True:
+        found.moments.clear()
+        more = always
+        for program in several:
+            more |= found.before(program, always)
+        if more == always:
+            return Liveness(found.variables, always, found.moments, found.held)
+        always = more
+
 
 # A vertex holds the address of its codelet, for each edge a 32-bit pointer and count (Poplar's
 # default vector layout SPAN; smaller ones exist, so this is an upper bound), a word per scalar.
@@ -140,3 +386,132 @@ def check_memory(use: MemoryUse) -> None:
         f"tile {tile} needs {int(need[tile]):,} bytes{when} and has {use.limit:,} ({over} of "
         f"{len(need)} tiles are over); its largest variables in bytes: {largest}"
     )
+
+
+Stretches = list[tuple[int, int, int]]
+"""Tiles with equal shares: (first tile, tile after the last, amount on each of them)."""
+
+
+@dataclass(frozen=True)
+class HeldVariable:
+    """A variable, and what it takes of each tile.
+
+    Attributes:
+        name, dtype: its own.
+        kind: "constant", "always live" or "not always live".
+        bytes: on all tiles together.
+        made_by: the calls that made it, the nearest first, each as "file:line function".
+        on: stretches of tiles, (first, after the last, bytes on each).
+    """
+
+    name: str
+    dtype: str
+    kind: str
+    bytes: int
+    made_by: list[str]
+    on: Stretches
+
+
+@dataclass(frozen=True)
+class PlacedVertices:
+    """The vertices of a codelet in one step: `on` are (first tile, after the last, how many)."""
+
+    step: int
+    codelet: str
+    on: Stretches
+
+
+class Contents:
+    """Of a graph under some programs; `rows` gives the step of the profile of each program that has
+    one. Everything is found when it is asked for.
+    """
+
+    def __init__(
+        self, graph: Graph, target: Target, liveness: Liveness, rows: Mapping[Program, int]
+    ) -> None:
+        self._graph, self._target = graph, target
+        self._liveness = liveness
+        self.rows = rows
+
+    def __getstate__(self) -> dict[str, Any]:
+        """For copies and pickles: what is found, without the graph that it is found in."""
+        found = {name: getattr(self, name) for name in ("variables", "live", "vertices")}
+        return {**found, "rows": {}}
+
+    @cached_property
+    def variables(self) -> list[HeldVariable]:
+        """Every variable of the graph."""
+        liveness = self._liveness
+        holdings = Holdings.of(self._graph, self._target.tiles)
+        always = liveness.members(liveness.always)
+        on = _stretches(
+            holdings.variable, holdings.tile, holdings.bytes, holdings.tiles, len(always)
+        )
+        kinds = np.where(always, "always live", "not always live").tolist()
+        return [
+            HeldVariable(
+                variable.name,
+                variable.dtype.name,
+                "constant" if variable.is_constant else kind,
+                variable.bytes,
+                in_words(variable.made_by),
+                where,
+            )
+            for variable, kind, where in zip(liveness.variables, kinds, on, strict=True)
+        ]
+
+    @cached_property
+    def live(self) -> dict[int, list[int]]:
+        """By step of the profile: which variables, by number, are wanted while it runs and are not
+        always live. Of a step that several places call, where they take most."""
+        liveness = self._liveness
+        sizes = np.array([v.bytes for v in liveness.variables], float)
+        always = liveness.members(liveness.always)
+        found = {}
+        for program, row in self.rows.items():
+            sets = [liveness.members(bits) & ~always for bits in liveness.held.get(program, [])]
+            most = max(sets, key=lambda members: float(sizes[members].sum()), default=always[:0])
+            found[row] = np.flatnonzero(most).tolist()
+        return found
+
+    @cached_property
+    def vertices(self) -> list[PlacedVertices]:
+        """All vertices, by step and codelet."""
+        found = []
+        for program, row in self.rows.items():
+            if not isinstance(program, Execute):
+                continue
+            for vertices in program.compute_set.merged():
+                tiles = vertices.tiles
+                one = np.ones(len(tiles), np.int64)
+                (on,) = _stretches(0 * one, tiles, one, self._target.tiles, 1)
+                found.append(PlacedVertices(row, vertices.codelet.name, on))
+        return found
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data for JSON. Keys: `variables` and `vertices` (mappings of their fields), `live`
+        (pairs of a step and the numbers of its variables)."""
+        return {
+            "variables": [vars(one) for one in self.variables],
+            "live": [[step, numbers] for step, numbers in sorted(self.live.items())],
+            "vertices": [vars(one) for one in self.vertices],
+        }
+
+
+def _stretches(
+    owner: np.ndarray, tile: np.ndarray, amount: np.ndarray, tiles: int, owners: int
+) -> list[Stretches]:
+    """What each owner has on the tiles, from single amounts."""
+    keys, place = np.unique(owner * tiles + tile, return_inverse=True)
+    total = np.bincount(place, weights=amount, minlength=len(keys)).astype(np.int64)
+    first = np.ones(len(keys), bool)
+    first[1:] = (keys[1:] != keys[:-1] + 1) | (keys[1:] % tiles == 0) | (total[1:] != total[:-1])
+    begin = np.flatnonzero(first)
+    length = np.diff(np.append(begin, len(keys)))
+    out: list[Stretches] = [[] for _ in range(owners)]
+    for key, count, each in zip(
+        keys[begin].tolist(), length.tolist(), total[begin].tolist(), strict=True
+    ):
+        whose, start = divmod(key, tiles)
+        out[whose].append((start, start + count, each))
+    return out

@@ -1,14 +1,102 @@
-"""What a graph is made of: variables, compute sets, and what lies beyond the tiles."""
+"""What a graph holds beside tensors: compute sets, streams, remote buffers, and who made them."""
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from types import CodeType
 from typing import Any
 
-from popsparse.machine.callers import Callers
+import numpy as np
+
 from popsparse.machine.dtypes import DType
-from popsparse.machine.merge import merge_vertices
 from popsparse.machine.tensor import Tensor
 from popsparse.machine.vertex import VertexSet
+
+Callers = tuple[tuple[CodeType, int], ...]
+"""Code and line of calls, the nearest first."""
+
+_ROOM = str(Path(__file__).parent)
+_SOURCE = Path(__file__).parents[2]
+_PACKAGES = tuple(str(_SOURCE / name) for name in ("popsparse", "dynsparse"))
+_TYPED = str(_SOURCE / "dynsparse" / "typed.py")
+_NEAREST = 2
+
+
+def callers() -> Callers:
+    """The two nearest calls from outside the tile machine, and the nearest from outside the
+    library, unless some installed package made it.
+
+    Nothing but code objects is kept, so no variable lives longer; texts are made when asked for.
+    """
+    found: list[tuple[CodeType, int]] = []
+    frame = sys._getframe(1)
+    while frame.f_back is not None:
+        frame = frame.f_back
+        code = frame.f_code
+        file = code.co_filename
+        if file.startswith(_PACKAGES):
+            if len(found) < _NEAREST and not file.startswith(_ROOM) and file != _TYPED:
+                found.append((code, frame.f_lineno))
+        else:
+            if not (file.startswith("<frozen") or "site-packages" in file):
+                found.append((code, frame.f_lineno))
+            break
+    return tuple(found)
+
+
+def in_words(made_by: Callers) -> list[str]:
+    """Each call as "file:line function"; files of the library by their path in it, others by their
+    name, so that a profile does not tell where its maker's files lie."""
+    return [f"{_file(code.co_filename)}:{line} {code.co_name}" for code, line in made_by]
+
+
+def _file(name: str) -> str:
+    path = Path(name)
+    return path.relative_to(_SOURCE).as_posix() if name.startswith(_PACKAGES) else path.name
+
+
+def _key(vertices: VertexSet) -> Any:
+    """Single vertices with equal keys can run as one set; None keeps a set apart."""
+    if vertices.grid.shape != (1,) or vertices.offsets:
+        return None
+    scalars = tuple(sorted(vertices.scalars.items()))
+    if any(np.ndim(value) for _, value in scalars):
+        return None
+    edges = tuple((name, t.dtype, t.shape) for name, t in sorted(vertices.edges.items()))
+    return vertices.codelet, edges, scalars
+
+
+def _stack(tensors: Sequence[Tensor]) -> Tensor:
+    """Tensors [1, ...] of one shape as one [n, ...]; a regular view if they are evenly apart."""
+    first = tensors[0]
+    shape = (len(tensors), *first.shape[1:])
+    inner = {t._strides[1:] if t._strides is not None else None for t in tensors}
+    if len(inner) == 1 and None not in inner:
+        gaps = np.unique(np.diff([t._offset for t in tensors]))
+        if len(gaps) == 1:
+            strides = (int(gaps[0]), *inner.pop())  # type: ignore[misc]
+            return Tensor(first.graph, first.dtype, shape, first._offset, strides)
+    addresses = np.concatenate([t.addresses() for t in tensors])
+    return Tensor(first.graph, first.dtype, shape, addresses=addresses)
+
+
+def merge_vertices(sets: Sequence[VertexSet]) -> list[VertexSet]:
+    """The same vertices in fewer sets."""
+    groups: dict[Any, list[VertexSet]] = {}
+    for i, vertices in enumerate(sets):
+        key = _key(vertices)
+        groups.setdefault(i if key is None else key, []).append(vertices)
+    out = []
+    for group in groups.values():
+        first = group[0]
+        if len(group) > 1:
+            edges = {name: _stack([v.edges[name] for v in group]) for name in first.edges}
+            tiles = np.concatenate([v.tiles for v in group])
+            first = VertexSet(first.codelet, tiles, edges, {}, first.scalars)
+        out.append(first)
+    return out
 
 
 class Variable:

@@ -6,7 +6,7 @@ from collections import abc
 from typing import Any
 
 from dynsparse.checks import check_integer, check_kind
-from popsparse.machine.errors import ProgramError
+from popsparse.machine.dtypes import ProgramError
 from popsparse.machine.objects import ComputeSet, RemoteBuffer, Stream
 from popsparse.machine.tensor import Tensor
 

@@ -1,42 +1,4 @@
-"""The machine a program is compiled for: how many tiles, how large, how fast.
-
-Sources of the constants. [V] vendor documents, [T] constants carried in third-party sources or in
-PopLibs, [I] inferred by arithmetic from published figures.
-
-=============================== =========== ==================================================
-field                           Mk2, Bow    source
-=============================== =========== ==================================================
-tiles                           1472        [V] profiles and data sheets
-bytes_per_tile                  638,976     [V] text of Poplar's out-of-memory error (624 KiB)
-workers                         6           [V] Poplar assembly programming guide
-clock_hz                        1.33e9,     [V] `gc-info` of an M2000;
-                                1.85e9      [V] Bow-2000 data sheet
-data_path_bits                  64          [T] PopLibs' vector widths: 4 half, 2 float
-exchange_bytes_per_cycle        4           [T] `Target::getExchangeBytesPerCycle`; [I] makes
-                                            the published 7.8 TB/s of a whole Mk2
-exchange_bus_tiles              2           [V] `Target::getTilesPerSharedExchangeBus`
-exchange_fragment_cycles        3           [T] an independent compiler for the C600: three
-                                            control instructions for each fragment received,
-                                            beside the payload
-sync_cycles                     311         the sum of sync (126), set-up (111) and fill (74) of an
-                                            exchange, each with its source and range in
-                                            `machine/facts.py`. 142 to 596
-memcpy_bytes_per_cycle          8           [T] `Target::getMemcpyBytesPerCycle`
-local_copy_cycles               0           launch of a copy inside a tile: `machine/facts.py`. 0 to
-                                            288
-coefficient_load_bytes_per_cycle 8          [T] PopLibs: 64-bit weight loads unless the option
-                                            use128BitConvUnitLoad is set
-host_write_bytes_per_second     3.75e9      [V] `gc-hosttraffictest` sample: 30 Gbit/s, tile to
-                                            host buffer
-host_read_bytes_per_second      3.25e9      [V] the same: 26 Gbit/s, host buffer to tile
-remote_write_bytes_per_second   3.75e9      [V] the same: tile to buffer in streaming memory, which
-                                            is said to be 3 to 20 times slower than the links
-remote_read_bytes_per_second    3.25e9      [V] the same: buffer to tile
-link_bytes_per_second           2.64e10     [V] `gc-iputraffictest` sample: 423 Gbit/s, both ways
-                                            together; a Bow-2000's data sheet says 512
-link_sync_cycles                600         [T] `Target::getGlobalSyncCycles` of the C600. Uncertain
-=============================== =========== ==================================================
-"""
+"""The machine: its constants, with their sources, and what each target has."""
 
 from __future__ import annotations
 
@@ -50,7 +12,147 @@ from dynsparse.checks import check_choice, check_integer
 from dynsparse.files.shorten import shortened
 from dynsparse.typed import typed
 from popsparse.machine.dtypes import FLOAT, HALF, as_dtype
-from popsparse.machine.facts import COPY_LAUNCH, SUPERSTEP
+
+
+@dataclass(frozen=True)
+class Fact:
+    """A number with its range; `typical` is what the model takes."""
+
+    name: str
+    low: float
+    typical: float
+    high: float
+    unit: str
+    source: str
+
+
+SYNC = Fact(
+    "sync",
+    90,
+    126,
+    126,
+    "cycles",
+    "[T] Target::getMaxIPUSyncDelay of the C600, which PopLibs' planner of reductions charges for "
+    "each of its steps; the planner of its CTC loss takes 90",
+)
+EXCHANGE_SETUP = Fact(
+    "exchange set-up",
+    0,
+    111,
+    374,
+    "cycles",
+    "[M] from the arrival of the last tile at an exchange to the last one's exit, three exchanges "
+    "of 1,472 tiles on a C600 take 237, 237 and 238 cycles more than they were scheduled for; less "
+    "the sync. High: an old model of PopLibs charges 500 for both",
+)
+EXCHANGE_FILL = Fact(
+    "exchange fill",
+    52,
+    74,
+    96,
+    "cycles",
+    "[M] a word arrives 52 cycles, and 2 more for each of 23 rows of tiles, after its receiver "
+    "turned to the sender; typical is the middle row",
+)
+SUPERSTEP = Fact(
+    "superstep",
+    SYNC.low + EXCHANGE_SETUP.low + EXCHANGE_FILL.low,
+    SYNC.typical + EXCHANGE_SETUP.typical + EXCHANGE_FILL.typical,
+    SYNC.high + EXCHANGE_SETUP.high + EXCHANGE_FILL.high,
+    "cycles",
+    "[I] the sum of sync, set-up and fill: `Target.sync_cycles`",
+)
+COPY_LAUNCH = Fact(
+    "launch of a local copy",
+    0,
+    0,
+    288,
+    "cycles",
+    "[V] the model run of Poplar's sixth tutorial charges none. 83 would be 11 of the supervisor "
+    "and 12 instructions of each of six workers, as PopLibs counts vertices that only load and "
+    "store; high: [M] a copy by six workers on a C600",
+)
+
+STACKS = Fact(
+    "stacks",
+    1760,
+    3168,
+    6240,
+    "bytes a tile",
+    "[V] printed profile of a program, of every tile: six workers of 512 and 96 of the supervisor. "
+    "Low: [T] all state of the C600 compiler's runtime; high: workers of 1,024, as tests of "
+    "PopLibs ask for",
+)
+KERNEL_CODE = Fact(
+    "code of a product's vertex",
+    648,
+    1240,
+    1720,
+    "bytes",
+    "[T] four for each instruction of the kernels in PopLibs: 162 for static elements, 310 for "
+    "static blocks of 16, 430 for dynamic ones",
+)
+SUM_CODE = Fact(
+    "code of a sum's vertex",
+    772,
+    772,
+    2288,
+    "bytes",
+    "[T] the same: 193 instructions for strided partial sums; 379 more for any others",
+)
+CONTROL_CODE = Fact(
+    "control code",
+    20,
+    175,
+    295,
+    "bytes a step and tile",
+    "[V] the same profile: 851,272 bytes on 1,216 tiles for 4 compute sets. Low: the five "
+    "instructions that start one; high: [M] 18,884 bytes for the 64 exchanges of a model on a C600",
+)
+HOST_EXCHANGE = Fact(
+    "host exchange",
+    0,
+    298,
+    298,
+    "bytes a tile",
+    "[V] the same profile: 351,328 bytes of code and 10,512 of packet headers on 1,216 tiles",
+)
+EXCHANGE_ENTRY = Fact(
+    "entry and return of an exchange", 8, 8, 16, "bytes", "[M] rows of the C600's exchange"
+)
+SEND = Fact("send", 8, 8, 8, "bytes", "[M] the same: an address and a send")
+LONG_SEND = Fact("longer send", 0, 4, 4, "bytes", "[M] the same: of more than 64 words")
+SHORT_WORDS = 64
+"""Words of the longest send that is one instruction."""
+RECEIVE = Fact("receive", 4, 8, 8, "bytes", "[M] the same: turn to the sender and away")
+RECEIVE_POINTER = Fact(
+    "pointer of a receive",
+    4,
+    4,
+    4,
+    "bytes",
+    "[M] the same: where it does not go on at the end of the one before. The sums of these five "
+    "were 14 % below to 18 % above the code of eight scheduled exchanges",
+)
+
+FACTS = (
+    SYNC,
+    EXCHANGE_SETUP,
+    EXCHANGE_FILL,
+    SUPERSTEP,
+    COPY_LAUNCH,
+    STACKS,
+    KERNEL_CODE,
+    SUM_CODE,
+    CONTROL_CODE,
+    HOST_EXCHANGE,
+    EXCHANGE_ENTRY,
+    SEND,
+    LONG_SEND,
+    RECEIVE,
+    RECEIVE_POINTER,
+)
+
 
 # Conv units by (input, partials) type: [T] PopLibs. 64, 32 and 16 multiply-accumulates a cycle,
 # which the published peaks of 250 (half) and 62.5 TFLOP/s (float) on Mk2 confirm.

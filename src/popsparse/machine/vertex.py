@@ -16,8 +16,7 @@ import numpy as np
 from dynsparse.checks import check_array, check_integer, check_kind, is_number
 from dynsparse.files.shorten import shortened
 from dynsparse.typed import typed
-from popsparse.machine.dtypes import DType, as_dtype
-from popsparse.machine.errors import ProgramError
+from popsparse.machine.dtypes import DType, ProgramError, as_dtype
 from popsparse.machine.intervals import Runs, expand
 from popsparse.machine.tensor import Tensor
 

@@ -1,9 +1,4 @@
-"""The planner's estimate of forward and grad_input, for all partitions at once.
-
-The terms are those of section 4.1 of docs/popsparse-formulas.md, quirks included: they
-choose the plans the original chose. How long a plan really takes is the business of
-`timing.model`.
-"""
+"""The planner's cost model: cycles and temporary memory of each pass."""
 
 from __future__ import annotations
 
@@ -11,16 +6,90 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
+from scipy.special import bdtrc
 
-from popsparse.planning import bucket_sizes, tile_cycles, vertex_cycles
-from popsparse.planning.exchange_cycles import ExchangeCost
+from popsparse.planning import cycles as tile_cycles
+from popsparse.planning import cycles as vertex_cycles
+from popsparse.planning import partitions as bucket_sizes
+from popsparse.planning.cycles import LOOP_CONTROL, LOOP_STEPS, ExchangeCost, Search, grid_splits
+from popsparse.planning.params import ROW_ENTRY, header_words
+from popsparse.planning.partitions import SearchSpace
 from popsparse.planning.plan import Method
-from popsparse.planning.propagation import expected_cycles
-from popsparse.planning.space import SearchSpace
-from popsparse.planning.vertex_cycles import Search
-from popsparse.planning.work_split import grid_splits
 
 Array = Any
+
+
+def _capacity(space: SearchSpace, groups: Array, words: Array) -> Array:
+    """Elements or blocks that fit a bucket, by values and by meta-info."""
+    tx, ty, _ = space.per_tile
+    workers, grad_weight = space.target.workers, space.options.do_grad_w_pass
+    element = space.method is Method.ELEMENT
+    fixed = header_words(workers, workers if grad_weight else None, element=element)
+    _, columns = bucket_sizes.expected_groups(tx, ty, space.params.nz_ratio)
+    columns = np.maximum(columns, 1)
+    # A row costs its entry besides a word for each non-zero; a piece may cut two rows short.
+    by_words = (words - 1 - fixed - 2 * ROW_ENTRY) * columns // (columns + ROW_ENTRY)
+    return np.maximum(0, np.minimum(groups, by_words))
+
+
+def expected_steps(space: SearchSpace, groups: Array, words: Array) -> tuple[Array, Array]:
+    """Expected propagation steps for each partition, and the excess of the fullest rectangle.
+
+    Args:
+        groups: elements or blocks a bucket has room for.
+        words: meta-info words of a bucket.
+    """
+    px, py, pz = space.partitions
+    tx, ty, _ = space.per_tile
+    ratio = space.params.nz_ratio
+    rectangles = px * py * space.params.num_groups
+    # Blocks that the plan cuts up come and go together.
+    pattern = space.params.sparsity_params.area
+    together = pattern // (space.block[0] * space.block[1])
+    room = pz * _capacity(space, groups, words)
+    trials = np.maximum(tx * ty // together, 1)
+    tail = bdtrc(np.minimum(room // together, trials), trials, ratio)
+    any_spills = -np.expm1(rectangles * np.log1p(-np.minimum(tail, 1 - 1e-12)))
+    mean = tx * ty * ratio
+    spread = np.sqrt(mean * (1 - ratio) * together)
+    fullest = mean + spread * np.sqrt(2 * np.log(rectangles))
+    excess = np.maximum(together, fullest - room)
+    hops = np.maximum(1, excess / np.maximum(room - mean, 0.5))
+    return pz * any_spills * np.minimum(hops, np.maximum(1, rectangles - 1)), excess
+
+
+def expected_cycles(
+    space: SearchSpace, groups: Array, words: Array, bucket_bytes: Array, *, kind: str
+) -> Array:
+    """Expected cycles of the propagation phase of "forward", "grad_input" or "grad_weight"."""
+    steps, excess = expected_steps(space, groups, words)
+    tx, ty, tz = space.per_tile
+    gx, gy, gz = space.grouping[1:]
+    dtype, partials = space.dtype, space.options.partials_type
+    workers = space.target.workers
+    _, columns = bucket_sizes.expected_groups(tx, ty, space.params.nz_ratio)
+    # Whole rows move, as far as a bucket has room.
+    count = np.clip(np.ceil(excess), np.maximum(columns, 1), np.maximum(groups, 1)).astype(np.int64)
+    if kind == "grad_weight":
+        z = tz * gz
+        if space.method is Method.ELEMENT:
+            compute = vertex_cycles.element_grad_weight(1, count, z, dtype, workers)
+        else:
+            compute = vertex_cycles.block_grad_weight(
+                1, count, z, (gx, gy), dtype, partials, workers
+            )
+        compute = compute // workers
+    elif space.method is Method.ELEMENT:
+        compute = vertex_cycles.element_forward(1, count, -(-tz // workers) * gz, dtype, workers)
+    else:
+        units = space.target.conv_units(dtype, partials)
+        z = -(-tz // workers) * gz
+        compute = vertex_cycles.block_forward(
+            1, count, z, (gx, gy), dtype, partials, units, workers
+        )
+    turn = compute + ExchangeCost(space.target)(bucket_bytes)
+    turn = turn + LOOP_STEPS * space.target.sync_cycles + LOOP_CONTROL * workers
+    return np.ceil(steps * turn).astype(np.int64)
 
 
 class TermArray(NamedTuple):
@@ -175,3 +244,100 @@ def _multiply(space: SearchSpace, *, grad_input: bool) -> Array:
         search,
         retain=not grad_input,
     ).max(axis=0)
+
+
+def grad_weight_terms(
+    space: SearchSpace, buckets: Buckets, *, exchange_buckets: bool
+) -> tuple[list[TermArray], Array]:
+    """The terms of grad_weight, and the pass's temporary bytes."""
+    px, py, pz = space.partitions
+    tx, ty, tz = space.per_tile
+    groups, nx, ny, nz = space.groups
+    _, gx, gy, gz = space.grouping
+    dtype, partials = space.dtype, space.options.partials_type
+    workers, exchange = space.target.workers, ExchangeCost(space.target)
+    none = np.zeros_like(pz)
+    terms = []
+
+    # Output gradients and activations, as they lie at home and as a tile needs them.
+    needed = [tx * tz * gx * gz * dtype.size, ty * tz * gy * gz * dtype.size]
+    home = [
+        -(-groups * n * nz // space.tiles) * g * gz * dtype.size for n, g in ((nx, gx), (ny, gy))
+    ]
+    moved = [np.where(n > h, n, 0) for n, h in zip(needed, home, strict=True)]
+    if exchange_buckets:
+        sharing = [np.where((px == 1) & (pz == 1), py, 1), px]
+        z_sharing = np.where(px == 1, pz, 1)
+    else:
+        sharing = [np.where(pz == 1, py, 1), np.where((py == 1) & (pz == 1), px, 1)]
+        z_sharing = pz
+    cycles = sum(exchange.broadcast(m, s, space.tiles) for m, s in zip(moved, sharing, strict=True))
+    terms.append(TermArray("pre-distribution exchange", cycles, moved[0] + moved[1]))
+
+    if space.method is Method.BLOCK_AMP:
+        z = tz * gz
+        cycles = tile_cycles.rearrange_batch(tx, gx, z, dtype, workers)
+        cycles = cycles + tile_cycles.rearrange_batch(ty, gy, z, dtype, workers)
+        terms.append(TermArray("rearrange inputs", cycles, sum(needed) + sum(moved)))
+        moved = needed
+
+    values = buckets.groups * buckets.area
+    meta_info = 2 * buckets.forward_words
+    bucket = meta_info + values * partials.size
+    if exchange_buckets:
+        step = exchange(bucket)
+    else:
+        step = sum(exchange.broadcast(n, z_sharing, space.tiles) for n in needed)
+    terms.append(TermArray("distribution exchange", np.where(pz > 1, step * pz, 0), none))
+
+    cycles = vertex_cycles.zero_partials(values, workers) + pz * _multiply_grad_weight(space)
+    terms.append(TermArray("distribution compute", cycles, none))
+
+    if space.options.price_propagation:
+        cycles = expected_cycles(
+            space, buckets.groups, buckets.forward_words, bucket, kind="grad_weight"
+        )
+        terms.append(TermArray("propagation", cycles, none))
+
+    cast = dtype is not partials
+    # The original mixes up the bytes of the partials with those of the meta-info here.
+    kept = meta_info * cast
+    held = moved[0] + moved[1] + 2 * bucket if exchange_buckets else 2 * sum(moved) + kept
+    terms.append(TermArray("all exchange and compute", none, held))
+    if cast:
+        cycles = tile_cycles.cast(values, partials, dtype, workers)
+        terms.append(TermArray("cast", cycles, kept + values * dtype.size))
+    return terms, np.maximum.reduce([t.temporary_bytes + none for t in terms])
+
+
+def _multiply_grad_weight(space: SearchSpace) -> Array:
+    """The slowest worker's vertex for the part of the pattern met at one step over z."""
+    _, _, pz = space.partitions
+    tx, ty, tz = space.per_tile
+    _, gx, gy, gz = space.grouping
+    dtype, partials = space.dtype, space.options.partials_type
+    workers, z = space.target.workers, tz * gz
+    rows, columns = bucket_sizes.expected_groups(-(-tx // pz), ty, space.params.nz_ratio)
+    if space.method is Method.BLOCK_AMP:
+        return vertex_cycles.block_grad_weight_amp(
+            rows, columns, z, (gx, gy), dtype, partials, workers
+        )
+    columns = np.maximum(columns, 1)
+    total = rows * columns
+    share = -(-total // workers)
+    worst = np.zeros_like(total)
+    for worker in range(workers):
+        begin = worker * share
+        end = np.minimum(total, begin + share)
+        count = np.maximum(end - begin, 0)
+        touched = -(-end // columns) - begin // columns
+        if space.method is Method.ELEMENT:
+            cycles = vertex_cycles.element_grad_weight(touched, count, z, dtype, workers)
+        else:
+            cycles = vertex_cycles.block_grad_weight(
+                touched, count, z, (gx, gy), dtype, partials, workers
+            )
+        # An average over the rows, which the original takes for the rectangle's rows.
+        averaged = -(-cycles // np.maximum(1, -(-count // columns)))
+        worst = np.maximum(worst, np.where(count > 0, averaged, 0))
+    return worst

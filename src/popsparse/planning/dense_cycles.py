@@ -13,9 +13,8 @@ from typing import Any
 
 import numpy as np
 
-from popsparse.planning import tile_cycles
-from popsparse.planning.data_types import DataType
-from popsparse.planning.parts import ceil_div
+from popsparse.planning import cycles as tile_cycles
+from popsparse.planning.params import DataType, ceil_div
 
 Ints = Any
 

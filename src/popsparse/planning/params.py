@@ -1,17 +1,122 @@
-"""What is multiplied: the shapes, the number of groups and how sparse the sparse operand is.
-
-Names and meaning follow PopSparse's `FullyConnectedParams` and `MatMulParams`.
-"""
+"""What a product is: data types, sizes and their division into parts."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Any
 
+import numpy as np
+
 from dynsparse.checks import check_integer
-from popsparse.planning.data_types import DataType, number
+
+
+@dataclass(frozen=True)
+class DataType:
+    """A floating-point format. `size` in bytes, `vector_width` in elements of the 64-bit path."""
+
+    name: str
+    size: int
+
+    @property
+    def vector_width(self) -> int:
+        return 8 // self.size
+
+    def __str__(self) -> str:
+        return self.name
+
+
+FLOAT16 = DataType("float16", 2)
+FLOAT32 = DataType("float32", 4)
+_NAMES = {"float16": FLOAT16, "half": FLOAT16, "float32": FLOAT32, "float": FLOAT32}
+
+
+@lru_cache
+def _by_name(name: str) -> DataType:
+    try:
+        return _NAMES[name.removeprefix("torch.")]
+    except KeyError:
+        raise ValueError(f"data type must be float16 or float32, got {name!r}") from None
+
+
+def data_type(value: Any, what: str = "dtype") -> DataType:
+    """The `DataType` meant by a name ("float16", "half", ...), a torch or a NumPy dtype.
+
+    Raises:
+        ValueError: any other type.
+    """
+    if isinstance(value, DataType):
+        return value
+    name = getattr(value, "__name__", None) or str(value)
+    try:
+        return _by_name(name)
+    except ValueError:
+        raise ValueError(f"{what} must be float16 or float32, got {value!r}") from None
+
+
+def number(value: Any, what: str, least: float, most: float = float("inf")) -> float:
+    """`value` as a float of [least, most]; a clear error otherwise (also for NaN)."""
+    try:
+        if isinstance(value, (bool, str)):
+            raise TypeError
+        found = float(value)
+    except (TypeError, ValueError):
+        raise TypeError(f"{what} must be a number, got {value!r}") from None
+    if not least <= found <= most:
+        wanted = f"at least {least:g}" if most == float("inf") else f"in [{least:g}, {most:g}]"
+        raise ValueError(f"{what} must be {wanted}, got {value!r}")
+    return found
+
+
+def ceil_div(a: Any, b: Any) -> Any:
+    """a / b rounded up, of integers or integer arrays."""
+    return -(-a // b)
+
+
+@lru_cache(maxsize=8)
+def all_partitions(tiles: int) -> np.ndarray:
+    """Every (x, y, z) with x * y * z <= tiles, in ascending order: integers [3, count]."""
+    pairs = [(x, y) for x in range(1, tiles + 1) for y in range(1, tiles // x + 1)]
+    x, y = np.array(pairs, np.int64).reshape(-1, 2).T
+    depth = tiles // (x * y)
+    ends = np.cumsum(depth)
+    z = np.arange(ends[-1]) - np.repeat(ends - depth, depth) + 1
+    found = np.stack([np.repeat(x, depth), np.repeat(y, depth), z])
+    found.setflags(write=False)
+    return found
+
+
+def even_parts(groups: int, parts: Any) -> Any:
+    """The fewest parts that leave as many groups in the fullest part as `parts` do."""
+    return -(-groups // -(-groups // parts))
+
+
+WORD_LIMIT = 65535
+
+# Words of the fixed parts; `buckets.meta_info` spells the layouts out.
+ELEMENT_HEADER, ELEMENT_WORKER, BLOCK_HEADER, GRAD_W_WORKER, ROW_ENTRY = 9, 5, 7, 4, 2
+
+
+def header_words(workers: Any, grad_w_workers: Any = None, *, element: bool) -> Any:
+    """Words of a sub-group before its rows.
+
+    Args:
+        workers: those with work of forward; blocks have no words for them.
+        grad_w_workers: those with work of grad_weight; None: the plan is not for grad_weight.
+        element: the element format rather than that of blocks.
+    """
+    words = ELEMENT_HEADER + ELEMENT_WORKER * workers if element else BLOCK_HEADER
+    if grad_w_workers is None:
+        return words
+    # The element format says how many there are; blocks have a place for that in their header.
+    return words + GRAD_W_WORKER * grad_w_workers + (1 if element else 0)
+
+
+def overflow_words(x_partitions: int) -> int:
+    """Words of the overflow record: three counts and the distances in x, two to a word."""
+    return 3 + ceil_div(x_partitions, 2)
 
 
 @dataclass(frozen=True, order=True)

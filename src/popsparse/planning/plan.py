@@ -1,21 +1,15 @@
-"""The plan: how a sparse product is cut over the tiles, and how large its buckets are.
-
-Dimensions: x = rows of the sparse matrix (output channels), y = its columns (input channels),
-z = the batch. A *group* of a dimension is the grain it is cut in (`grouping`): an element or a
-block edge in x and y, the vector width or 1 or the accumulators' width in z.
-"""
+"""What the planner chose, and the cache of plans."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import logging
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
-from popsparse.planning.data_types import DataType
 from popsparse.planning.options import Options
-from popsparse.planning.params import FullyConnectedParams
-from popsparse.planning.parts import ceil_div
+from popsparse.planning.params import DataType, FullyConnectedParams, ceil_div
 
 PASSES = ("forward", "grad_input", "grad_weight")
 
@@ -223,3 +217,31 @@ class Plan:
                 for y in range(p.y):
                     for z in range(p.z):
                         yield group, x, y, z
+
+
+Found = TypeVar("Found")
+
+_log = logging.getLogger("dynsparse.popsparse")
+
+
+class PlanningCache:
+    """Plans already made, dynamic and static, by everything they depend on.
+
+    `hits` counts the plans that were found rather than made.
+    """
+
+    def __init__(self) -> None:
+        self._plans: dict[Any, Any] = {}
+        self.hits = 0
+
+    def __len__(self) -> int:
+        return len(self._plans)
+
+    def find(self, key: Any, make: Callable[[], Found]) -> Found:
+        """The plan of `key`, made now if it is not there yet."""
+        if key in self._plans:
+            self.hits += 1
+            _log.debug("a plan made earlier serves: %s", key)
+        else:
+            self._plans[key] = make()
+        return self._plans[key]

@@ -14,12 +14,11 @@ from dynsparse.files.plain_objects import PlainObjects
 from dynsparse.files.whole import write_text_whole
 from dynsparse.typed import typed
 from dynsparse.version import __version__
-from popsparse.machine import Target
-from popsparse.planning.data_types import DataType, data_type
+from popsparse.machine.target import Target
+from popsparse.planning.dense import DensePlan
 from popsparse.planning.dense_cycles import AMP, HMAC
-from popsparse.planning.dense_planner import DensePlan
 from popsparse.planning.options import Options, PlanConstraints
-from popsparse.planning.params import FullyConnectedParams, SparsityParams
+from popsparse.planning.params import DataType, FullyConnectedParams, SparsityParams, data_type
 from popsparse.planning.plan import (
     BucketSizes,
     Method,
@@ -35,7 +34,6 @@ _FORMAT = "dynsparse plan 1"
 SOURCES = (
     "planning",
     "machine/target.py",
-    "machine/facts.py",
     "machine/dtypes.py",
 )
 """Files and folders of the package that settle what a plan is."""

@@ -9,13 +9,13 @@ on whatever processor the model is on, or on the tile machine. Source: PopTorch 
 """
 
 from popsparse.poptorch.data_loader import DataLoader
-from popsparse.poptorch.modes import (
+from popsparse.poptorch.options import (
     AnchorMode,
     DataLoaderMode,
+    Options,
     OutputMode,
     ReductionType,
 )
-from popsparse.poptorch.options import Options
 from popsparse.poptorch.wrapped import (
     WrappedModel,
     identity_loss,

@@ -12,8 +12,7 @@ import torch
 from torch.utils import data
 
 from dynsparse.checks import check_integer, check_kind
-from popsparse.poptorch.modes import DataLoaderMode
-from popsparse.poptorch.options import Options
+from popsparse.poptorch.options import DataLoaderMode, Options
 
 __all__ = ["DataLoader"]
 

@@ -1,8 +1,9 @@
-"""What a call does, in PopTorch's options."""
+"""Options of PopTorch-style models."""
 
 from __future__ import annotations
 
 import os
+from enum import Enum
 from pathlib import Path
 from typing import Any
 
@@ -10,9 +11,33 @@ import torch
 
 from dynsparse.checks import check_flag, check_integer, check_kind
 from dynsparse.files.shorten import shortened
-from popsparse.poptorch.modes import OutputMode, ReductionType
 
-__all__ = ["Options"]
+
+class OutputMode(Enum):
+    """Which of a call's batches have their outputs returned."""
+
+    All = "all"
+    Final = "final"
+    Sum = "sum"
+    EveryN = "every n"
+
+
+AnchorMode = OutputMode
+"""The older name."""
+
+
+class ReductionType(Enum):
+    """How the gradients of the batches of one step become one."""
+
+    Mean = "mean"
+    Sum = "sum"
+
+
+class DataLoaderMode(Enum):
+    """Whether a call's batch is read when it is asked for, or before, in the background."""
+
+    Sync = "sync"
+    Async = "async"
 
 
 class Options:

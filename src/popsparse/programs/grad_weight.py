@@ -25,11 +25,9 @@ from popsparse.machine import (
     Tensor,
     codelets,
 )
-from popsparse.programs.codelets_grad_weight import GradWeightCodelets, rearrange_codelet
-from popsparse.programs.control import Propagation
-from popsparse.programs.layout import OperandLayout, machine_type, reorder, tile_grid
-from popsparse.programs.product import Rotating, rectangles
-from popsparse.programs.weights import SparseTensor
+from popsparse.programs.codelets import GradWeightCodelets, rearrange_codelet
+from popsparse.programs.layout import OperandLayout, SparseTensor, machine_type, reorder, tile_grid
+from popsparse.programs.product import Propagation, Rotating, rectangles
 
 _ORDER = "gyzx"
 _HOST_ORDER = "gxyz"

@@ -1,10 +1,4 @@
-"""The programs of a pattern update: growth scores down to the host, a new pattern up from it.
-
-As in Graphcore's application: the dense gradient of the weights and the pooling of its magnitudes
-run on the tiles, in the step whose gradient decides; scores, values and optimizer state go to the
-host, which drops the smallest weights and grows where scores are largest; meta-info, values and
-optimizer state come back.
-"""
+"""The program of a pattern update."""
 
 from __future__ import annotations
 
@@ -16,13 +10,65 @@ import numpy as np
 
 from popsparse.dense.layout import Layout
 from popsparse.dense.program import add_product
-from popsparse.machine import Copy, Engine, Execute, Graph, Sequence, Stream, Tensor
-from popsparse.planning.gradient_pieces import GradientPiece, plan_gradient
-from popsparse.planning.parts import ceil_div
-from popsparse.planning.update import Update
-from popsparse.programs.codelets_update import pool_codelet, pooled
-from popsparse.programs.layout import machine_type
-from popsparse.programs.weights import SparseTensor
+from popsparse.machine import (
+    Codelet,
+    Copy,
+    Engine,
+    Execute,
+    Graph,
+    In,
+    Out,
+    Sequence,
+    Stream,
+    Tensor,
+    VertexView,
+)
+from popsparse.planning.dense import GradientPiece, plan_gradient
+from popsparse.planning.options import Update
+from popsparse.planning.params import ceil_div
+from popsparse.programs.layout import SparseTensor, machine_type
+
+_START = 12  # Worker: entry, pointers, its share of the blocks, exit.
+_BLOCK = 8  # Its pointers, the sum over the vector's lanes, scaling, the store.
+_VECTOR = 2  # A load; an absolute value added to the sums, or compared with them.
+
+
+def pooled(blocks: np.ndarray, pooling: str) -> np.ndarray:
+    """Gradients of blocks [..., columns, rows] to scores [...], float32.
+
+    Sums go over the rows of a block and then over its columns, as `ops.grow` makes them.
+    """
+    magnitude = np.abs(blocks).astype(np.float32)
+    if pooling == "max":
+        return np.asarray(magnitude.max((-1, -2)))
+    scores = _in_order(_in_order(magnitude))
+    if pooling == "avg":
+        scores /= np.float32(blocks.shape[-1] * blocks.shape[-2])
+    return scores
+
+
+def pool_codelet(pooling: str) -> Codelet:
+    """`pooled`, from [..., blocks, columns, rows] to [..., blocks], which round once."""
+
+    def compute(v: VertexView) -> None:
+        v.scores[...] = pooled(v.blocks, pooling)
+
+    def cycles(v: VertexView) -> int:
+        width = v.target.data_path_bits // (8 * v.blocks.itemsize)
+        vectors = -(-v.blocks.shape[-1] * v.blocks.shape[-2] // width)
+        share = -(-v.blocks.shape[-3] // v.target.workers)
+        return _START + share * (_BLOCK + _VECTOR * vectors)
+
+    fields = {"blocks": In(), "scores": Out()}
+    return Codelet(f"pool magnitudes, {pooling}", fields, compute, cycles, "workers")
+
+
+def _in_order(values: np.ndarray) -> np.ndarray:
+    """The sum over the last axis, from its first element to its last."""
+    total = values[..., 0].copy()
+    for i in range(1, values.shape[-1]):
+        total += values[..., i]
+    return total
 
 
 class _Part(NamedTuple):

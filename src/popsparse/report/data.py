@@ -1,20 +1,132 @@
-"""What the machine report is made of, read from plain data and checked once."""
+"""Profiles as the report reads them, of runs and of files."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import json
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from popsparse.machine import ProgramNode
-from popsparse.report.contents import ContentsData, read_contents
-from popsparse.report.plain import amount, amounts, figures, listed, need
-from popsparse.report.tree import read_program
+from dynsparse.checks import check_integer
+from dynsparse.files.json_text import parse_json
+from dynsparse.files.shorten import shortened
+from dynsparse.files.whole import write_text_whole
+from dynsparse.typed import typed
+from popsparse.machine import HeldVariable, PlacedVertices, ProgramNode
+from popsparse.machine.profile import FORMAT, VERSION, document
 
 PARTS = ("compute", "exchange", "sync", "host")
 """What the cycles of a step consist of."""
+
+
+@contextmanager
+def reading(what: str) -> Iterator[None]:
+    """Let errors of the block be a ValueError that names what is read."""
+    try:
+        yield
+    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
+        reason = f"the key {error} is missing" if type(error) is KeyError else str(error)
+        raise ValueError(f"{what}: {reason[:200]}") from None
+
+
+@dataclass(frozen=True)
+class ContentsData:
+    """The memory of a program by variables.
+
+    Attributes:
+        tiles: of the machine.
+        variables: all of them.
+        live: by step (a number of `ProfileData.steps`) the numbers of the variables that are
+            wanted while it runs and are not always live.
+        vertices: of each step and codelet.
+    """
+
+    tiles: int
+    variables: list[HeldVariable]
+    live: dict[int, list[int]]
+    vertices: list[PlacedVertices]
+
+    @property
+    def always(self) -> list[int]:
+        """The numbers of the variables that are always live, constants included."""
+        return [i for i, v in enumerate(self.variables) if v.kind != "not always live"]
+
+    def bytes_on(self, tile: int) -> np.ndarray:
+        """What each variable takes of a tile: int64 [variables].
+
+        Raises:
+            ValueError: no such tile.
+        """
+        owner, first, end, size = self._stretches
+        here = (first <= self._tile(tile)) & (tile < end)
+        return np.bincount(owner[here], size[here], len(self.variables)).astype(np.int64)
+
+    def variables_on(self, tile: int) -> list[tuple[HeldVariable, int]]:
+        """The variables of a tile and their bytes there, the largest first."""
+        held = self.bytes_on(tile)
+        order = np.argsort(-held, kind="stable")
+        return [(self.variables[i], int(held[i])) for i in order.tolist() if held[i]]
+
+    def vertices_on(self, tile: int) -> list[tuple[PlacedVertices, int]]:
+        """The vertices of a tile: step and codelet, and how many there are."""
+        at = self._tile(tile)
+        found = [
+            (one, sum(count for first, end, count in one.on if first <= at < end))
+            for one in self.vertices
+        ]
+        return [(one, count) for one, count in found if count]
+
+    def variables_at(self, step: int, tile: int | None = None) -> list[tuple[HeldVariable, int]]:
+        """What is live while a step runs and not always live, with its bytes on a tile, or on all
+        together: the largest first.
+
+        Raises:
+            ValueError: a step that holds nothing of its own, as those without memory; no such tile.
+        """
+        if step not in self.live:
+            raise ValueError(f"step must be one of {len(self.live)} with memory, got {step}")
+        held = self._all if tile is None else self.bytes_on(tile)
+        rows = [(self.variables[i], int(held[i])) for i in self.live[step] if held[i]]
+        return sorted(rows, key=lambda row: -row[1])
+
+    def over_steps(
+        self, steps: Sequence[int], tile: int | None = None
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """Bytes that are always live, and those that are not, at each of some steps.
+
+        Args:
+            steps: numbers of steps; such without memory count as if they held nothing.
+            tile: on this one; on all together without.
+
+        Returns:
+            Two int64 [steps]. The first is the same everywhere.
+        """
+        held = self._all if tile is None else self.bytes_on(tile)
+        always = np.full(len(steps), int(held[self.always].sum()), np.int64)
+        other = [int(held[self.live.get(step, [])].sum()) for step in steps]
+        return always, np.array(other, np.int64)
+
+    def _tile(self, tile: int) -> int:
+        found = check_integer("tile", tile, 0)
+        if found >= self.tiles:
+            raise ValueError(f"tile must be 0 to {self.tiles - 1}, got {found}")
+        return found
+
+    @cached_property
+    def _all(self) -> np.ndarray:
+        return np.array([v.bytes for v in self.variables], np.int64)
+
+    @cached_property
+    def _stretches(self) -> np.ndarray:
+        """int64 [4, stretches]: variable, first tile, tile after the last, bytes."""
+        rows = [(i, *one) for i, v in enumerate(self.variables) for one in v.on]
+        return np.array(rows, np.int64).reshape(-1, 4).T
 
 
 @dataclass(frozen=True)
@@ -92,7 +204,7 @@ def read_profiles(profile: Any) -> list[ProfileData]:
     """One profile, or several by name of the pass.
 
     Raises:
-        TypeError, ValueError: not profiles; the message names the key that is missing or wrong.
+        TypeError, ValueError: not profiles.
     """
     if profile is None:
         return []
@@ -107,114 +219,94 @@ def read_profiles(profile: Any) -> list[ProfileData]:
 
 
 def _profile(name: str, profile: Any) -> ProfileData:
-    what = f"profile of {name}" if name else "profile"
     if hasattr(profile, "to_dict"):
         profile = profile.to_dict(per_tile=True)
-    cycles, memory = need(profile, "cycles", what), need(profile, "memory", what)
-    rows_of = listed(need(profile, "steps", what), f"{what}, steps")
-    steps = [_step(row, f"{what}, step {i}") for i, row in enumerate(rows_of)]
-    order, rows = _timeline(profile.get("timeline", ()), len(steps), what)
-    target = _target(need(profile, "target", what), f"{what}, target")
-    worst = amount(need(memory, "worst_tile", f"{what}, memory"), f"{what}, worst_tile")
-    tiles, contents = None, None
-    if profile.get("tiles"):
-        if worst >= target.get("tiles", 0):
-            raise ValueError(f"{what}: worst_tile must be one of its tiles, got {worst:g}")
-        size = int(amount(need(target, "tiles", f"{what}, target"), f"{what}, tiles"))
-        tiles = _tiles(profile["tiles"], size, what)
-        if profile.get("contents"):
-            contents = read_contents(profile["contents"], size, len(steps), f"{what}, contents")
-    codelets = profile.get("codelets", {})
-    if not isinstance(codelets, Mapping):
-        raise TypeError(f"{what}, codelets must be a mapping, got {type(codelets).__name__}")
-    return ProfileData(
-        name=name,
-        target=target,
-        counts=figures(profile.get("counts", {}), f"{what}, counts"),
-        parts={p: amount(need(cycles, p, f"{what}, cycles"), f"{what}, {p}") for p in PARTS},
-        cycles=amount(need(cycles, "total", f"{what}, cycles"), f"{what}, cycles"),
-        seconds=amount(need(profile, "seconds", what), f"{what}, seconds"),
-        limit=int(amount(need(memory, "limit", f"{what}, memory"), f"{what}, limit")),
-        max_bytes=int(amount(need(memory, "max_tile_bytes", f"{what}, memory"), f"{what}, bytes")),
-        worst_tile=int(worst),
-        worst=figures(memory.get("by_category", {}), f"{what}, memory, by_category"),
-        steps=steps,
-        order=order,
-        rows=rows,
-        whole=bool(profile.get("timeline_is_whole", True)),
-        codelets={str(k): _codelet(v, f"{what}, codelets") for k, v in codelets.items()},
-        tiles=tiles,
-        contents=contents,
-        program=read_program(profile.get("tree", ()), len(steps), f"{what}, tree"),
-    )
+    with reading(f"profile of {name}" if name else "profile"):
+        cycles, memory, target = profile["cycles"], profile["memory"], dict(profile["target"])
+        tiles = _tiles(profile["tiles"]) if profile.get("tiles") else None
+        contents = profile.get("contents") if tiles else None
+        timeline = np.asarray(profile.get("timeline", ()), np.float64).reshape(-1, 6)
+        return ProfileData(
+            name=name,
+            target=target,
+            counts=dict(profile.get("counts", {})),
+            parts={part: float(cycles[part]) for part in PARTS},
+            cycles=float(cycles["total"]),
+            seconds=float(profile["seconds"]),
+            limit=int(memory["limit"]),
+            max_bytes=int(memory["max_tile_bytes"]),
+            worst_tile=int(memory["worst_tile"]),
+            worst=dict(memory.get("by_category", {})),
+            steps=[_step(row) for row in profile["steps"]],
+            order=timeline[:, 0].astype(np.int64),
+            rows=timeline[:, [4, 3, 2, 5]],
+            whole=bool(profile.get("timeline_is_whole", True)),
+            codelets=dict(profile.get("codelets", {})),
+            tiles=tiles,
+            contents=_contents(contents, int(target["tiles"])) if contents else None,
+            program=[
+                ProgramNode(**{**node, "parts": [tuple(part) for part in node["parts"]]})
+                for node in profile.get("tree", ())
+            ],
+        )
 
 
-def _codelet(one: Any, what: str) -> dict[str, float]:
-    return {key: amount(need(one, key, what), f"{what}, {key}") for key in ("vertices", "cycles")}
-
-
-def _target(target: Any, what: str) -> dict[str, Any]:
-    """A target's fields, of which the page reads name, tiles and clock."""
-    if not isinstance(target, Mapping):
-        raise TypeError(f"{what} must be a mapping, got {type(target).__name__}")
-    for key in ("tiles", "clock_hz"):
-        if key in target:
-            amount(target[key], f"{what}, {key}")
-    return dict(target)
-
-
-def _step(row: Any, what: str) -> StepData:
+def _step(row: Mapping[str, Any]) -> StepData:
     return StepData(
-        name=str(need(row, "name", what)),
-        kind=str(need(row, "kind", what)),
-        runs=int(amount(need(row, "runs", what), f"{what}, runs")),
-        parts={part: amount(need(row, part, what), f"{what}, {part}") for part in PARTS},
-        balance=amount(row.get("balance", 0), f"{what}, balance"),
-        received=int(amount(row.get("received_bytes", 0), f"{what}, received_bytes")),
-        tiles=int(amount(row.get("tiles", 0), f"{what}, tiles")),
-        flops=amount(row.get("flops", 0), f"{what}, flops"),
-        peak_flops=amount(row.get("peak_flops", 0), f"{what}, peak_flops"),
+        name=row["name"],
+        kind=row["kind"],
+        runs=int(row["runs"]),
+        parts={part: float(row[part]) for part in PARTS},
+        balance=float(row.get("balance", 0)),
+        received=int(row.get("received_bytes", 0)),
+        tiles=int(row.get("tiles", 0)),
+        flops=float(row.get("flops", 0)),
+        peak_flops=float(row.get("peak_flops", 0)),
     )
 
 
-def _timeline(rows: Any, steps: int, what: str) -> tuple[np.ndarray, np.ndarray]:
-    """The step and the cycles [compute, exchange, sync, host] of each run."""
-    if not len(rows):
-        return np.zeros(0, np.int64), np.zeros((0, len(PARTS)))
-    expected = f"{what}: timeline rows must be [step, start, sync, exchange, compute, host]"
-    try:
-        found = np.asarray(rows, np.float64)
-    except (TypeError, ValueError):
-        raise ValueError(expected) from None
-    if found.ndim != 2 or found.shape[1] != 6:
-        raise ValueError(f"{expected}, got the shape {list(found.shape)}")
-    if not np.isfinite(found).all() or (found < 0).any():
-        raise ValueError(f"{expected}, finite and at least 0")
-    order = found[:, 0].astype(np.int64)
-    if order.max() >= steps:
-        raise ValueError(f"{what}: the timeline names step {order.max()} of {steps}")
-    return order, found[:, [4, 3, 2, 5]]
+def _tiles(tiles: Mapping[str, Any]) -> Tiles:
+    by_category = tiles.get("memory") or {"in use": tiles["bytes"]}
+    memory = {key: np.asarray(values, np.float64) for key, values in by_category.items()}
+    columns = (np.asarray(tiles[key], np.float64) for key in ("cycles", "exchange"))
+    moved = (np.asarray(tiles[key], np.float64) for key in ("received", "sent"))
+    return Tiles({key: one for key, one in memory.items() if one.any()}, *columns, *moved)
 
 
-def _tiles(tiles: Any, size: int, what: str) -> Tiles:
-    columns = {
-        key: amounts(need(tiles, key, f"{what}, tiles"), f"{what}, tiles, {key}", size)
-        for key in ("bytes", "cycles", "exchange", "received", "sent")
-    }
-    by_category = tiles.get("memory") or {"in use": columns["bytes"]}
-    if not isinstance(by_category, Mapping):
-        raise TypeError(f"{what}, memory must be a mapping, got {type(by_category).__name__}")
-    memory = {
-        str(key): amounts(value, f"{what}, memory, {key}", size)
-        for key, value in by_category.items()
-    }
-    return Tiles(
-        {key: value for key, value in memory.items() if value.any()},
-        columns["cycles"],
-        columns["exchange"],
-        columns["received"],
-        columns["sent"],
+def _contents(data: Mapping[str, Any], tiles: int) -> ContentsData:
+    """From `machine.Contents.to_dict`, or JSON of it."""
+
+    def stretches(one: Mapping[str, Any]) -> list[tuple[int, int, int]]:
+        return [(first, end, size) for first, end, size in one["on"]]
+
+    def variable(one: Mapping[str, Any]) -> HeldVariable:
+        on = stretches(one)
+        size = sum((end - first) * each for first, end, each in on)
+        return HeldVariable(one["name"], one["dtype"], one["kind"], size, one["made_by"], on)
+
+    return ContentsData(
+        tiles,
+        [variable(one) for one in data["variables"]],
+        {step: list(held) for step, held in data["live"]},
+        [PlacedVertices(v["step"], v["codelet"], stretches(v)) for v in data["vertices"]],
     )
+
+
+def steps_of(program: Sequence[ProgramNode]) -> list[int]:
+    """The steps of a program in its order, those of branches that were not taken included."""
+    found: dict[int, None] = {}
+    seen: set[int] = set()
+    waiting = [0] if program else []
+    while waiting:
+        node = waiting.pop()
+        if node in seen:
+            continue
+        seen.add(node)
+        one = program[node]
+        if one.step is not None:
+            found[one.step] = None
+        waiting += [child for _, child, _ in reversed(one.parts)]
+    return list(found)
 
 
 @dataclass(frozen=True)
@@ -241,59 +333,116 @@ class BucketData:
 
     @classmethod
     def read(cls, encoding: Any) -> BucketData:
-        """Check a mapping.
+        """From `encoding_data`.
 
         Raises:
-            TypeError, ValueError: a key missing, or lists whose length is not the partition's.
+            ValueError: something else, or lists whose length is not the partition's.
         """
-        what = "encoding"
-        partition = _integers(need(encoding, "partition", what), 3, "encoding, partition")
-        groups = int(encoding.get("groups", 1))
-        if groups < 1 or min(partition) < 1:
-            raise ValueError(f"encoding: groups and partition must be 1 or more, got {partition}")
-        rectangles = groups * partition[0] * partition[1]
-        buckets = rectangles * partition[2]
+        with reading("encoding"):
+            found = {key: encoding[key] for key in cls.__dataclass_fields__ if key in encoding}
+            x, y, z = found["partition"]
+            rectangles = found.setdefault("groups", 1) * x * y
+            sizes = dict.fromkeys(_OF_BUCKETS, rectangles * z) | {"wanted": rectangles}
+            for key, size in sizes.items():
+                if found.get(key) is not None:
+                    found[key] = np.asarray(found[key], np.float64)
+                    if found[key].shape != (size,):
+                        raise ValueError(f"{key} must be {size} numbers")
+            found["partition"] = (x, y, z)
+            found["offsets"] = [(x, y) for x, y in found.get("offsets", ())]
+            found["travels"] = {(x, y): values for x, y, values in found.get("travels", ())}
+            return cls(**found)
 
-        def many(key: str, size: int) -> np.ndarray | None:
-            values = encoding.get(key)
-            return None if values is None else amounts(values, f"encoding, {key}", size)
 
-        def one(key: str) -> int:
-            return int(amount(need(encoding, key, what), f"encoding, {key}"))
+_OF_BUCKETS = ("nz_used", "words_used", "sub_groups", "grad_a_words_used", "foreign")
 
-        ends = encoding.get("ends")
-        return cls(
-            partition=(partition[0], partition[1], partition[2]),
-            groups=groups,
-            nz_used=amounts(need(encoding, "nz_used", what), "encoding, nz_used", buckets),
-            nz_capacity=one("nz_capacity"),
-            words_used=amounts(need(encoding, "words_used", what), "encoding, words_used", buckets),
-            words_capacity=one("words_capacity"),
-            spilled=one("spilled"),
-            propagated=one("propagated"),
-            propagation_steps=one("propagation_steps"),
-            sub_groups=many("sub_groups", buckets),
-            grad_a_words_used=many("grad_a_words_used", buckets),
-            grad_a_words_capacity=int(encoding.get("grad_a_words_capacity", 0)),
-            wanted=many("wanted", rectangles),
-            foreign=many("foreign", buckets),
-            ends=None if ends is None else _triple(ends),
-            offsets=[_pair(pair) for pair in encoding.get("offsets", ())],
-            travels={(int(x), int(y)): int(values) for x, y, values in encoding.get("travels", ())},
+
+@dataclass(frozen=True)
+class StoredProfile:
+    """The content of a file.
+
+    Attributes:
+        title: as of the page.
+        file: where it was read from.
+        profiles: of its runs, by the names of their programs.
+        page: what `report_html` and `write_report` make a page of, by argument.
+    """
+
+    title: str
+    file: Path
+    profiles: list[ProfileData]
+    page: dict[str, Any]
+
+
+@typed
+def save_profile(
+    path: str | os.PathLike[str],
+    *,
+    title: str,
+    profile: Any,
+    summary: Mapping[str, Any] | None = None,
+    plan: Mapping[str, Any] | None = None,
+    predicted: Mapping[str, Any] | None = None,
+    encoding: Mapping[str, Any] | None = None,
+) -> Path:
+    """Write a profile for `dynsparse report` and `load_profile`: JSON.
+
+    Args:
+        path: the file, replaced if it exists; its folder must exist.
+        title, profile, summary, plan, predicted, encoding: as of `report_html`.
+
+    Returns:
+        The path.
+
+    Raises:
+        TypeError, ValueError: data of another kind; the message names the key.
+        OSError: the file cannot be written.
+    """
+    names = [one.name for one in read_profiles(profile)]
+    several = {} if profile is None else {"": profile}
+    if isinstance(profile, Mapping) and "steps" not in profile:
+        several = dict(profile)
+    runs = [
+        (name, one.to_dict() if hasattr(one, "to_dict") else one)
+        for name, one in zip(names, several.values(), strict=True)
+    ]
+    more = {"plan": plan, "predicted": predicted, "encoding": encoding}
+    content = document(title, runs, summary=dict(summary or {}), **more)
+    try:
+        text = json.dumps(content, separators=(",", ":"), allow_nan=False)
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"expected plain data for the file, got something else: {error}") from None
+    write_text_whole(Path(path), text + "\n")
+    return Path(path)
+
+
+@typed
+def load_profile(path: str | os.PathLike[str]) -> StoredProfile:
+    """Read a file that `save_profile`, `dynsparse matmul --profile` or an engine's `autoReport`
+    wrote.
+
+    Raises:
+        ValueError: no such profile, or one of a later version.
+        OSError: the file cannot be read.
+    """
+    file = Path(path)
+    text = file.read_bytes()
+    try:
+        content = parse_json(text)
+    except ValueError:
+        raise ValueError(f"{file}: expected a profile, got no JSON of Unicode text") from None
+    if not isinstance(content, Mapping) or content.get("format") != FORMAT:
+        raise ValueError(f"{file}: expected a profile, the key 'format' must be {FORMAT!r}")
+    if content.get("version") != VERSION:
+        raise ValueError(
+            f"{file}: version {VERSION} is known here, got {shortened(content.get('version'))}"
         )
-
-
-def _integers(values: Any, size: int, what: str) -> tuple[int, ...]:
-    if not isinstance(values, (Sequence, np.ndarray)) or len(values) != size:
-        raise ValueError(f"{what} must be {size} integers, got {values!r}")
-    return tuple(int(v) for v in values)
-
-
-def _triple(values: Any) -> tuple[int, int, int]:
-    x, y, z = _integers(values, 3, "encoding, ends")
-    return x, y, z
-
-
-def _pair(values: Any) -> tuple[int, int]:
-    x, y = _integers(values, 2, "encoding, offsets")
-    return x, y
+    with reading(str(file)):
+        runs: dict[str, Any] = {}
+        for run in content["runs"]:
+            program = run["program"]
+            count = sum(name.partition(" (run ")[0] == program for name in runs)
+            runs[f"{program} (run {count + 1})" if count else program] = run
+        page = {key: content[key] for key in ("title", "summary")}
+        page |= {key: content[key] for key in ("plan", "predicted", "encoding") if key in content}
+        return StoredProfile(page["title"], file, read_profiles(runs), {**page, "profile": runs})

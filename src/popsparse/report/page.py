@@ -1,12 +1,43 @@
-"""The file around the sections of the machine report: one page without anything from outside."""
+"""The page around the sections."""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from importlib.resources import files
+from pathlib import Path
 from typing import Any, NamedTuple
 
-from popsparse.report.format import say
+import numpy as np
+
+from dynsparse.checks import check_kind
+from dynsparse.files.whole import write_text_whole
+from dynsparse.version import __version__
+from popsparse.report.charts import say, words
+from popsparse.report.comparison import Comparison, comparison_section
+from popsparse.report.data import ProfileData, read_profiles, reading
+from popsparse.report.passes import (
+    balance_section,
+    predicted_section,
+    program_section,
+    steps_section,
+    tile_contents,
+    tiles_section,
+    timeline_section,
+    tree_section,
+)
+from popsparse.report.plan import buckets_sections, plan_section, summary_section
+from popsparse.report.rules import findings, findings_section
+from popsparse.report.steps import (
+    alike,
+    contents_data,
+    fold,
+    live_data,
+    live_section,
+    operations_section,
+    short_names,
+    timeline_data,
+)
 
 # Nothing may be loaded, whatever a name in the data says.
 _POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; img-src data:"
@@ -58,3 +89,163 @@ def page(title: str, subtitle: str, sections: list[Section], data: dict[str, Any
         + "".join(f"<script>\n{script}</script>\n" for script in scripts)
         + "</body></html>\n"
     )
+
+
+def write_report(path: str | Path, **contents: Any) -> Path:
+    """Write the page of `report_html`, whose arguments and errors these are.
+
+    Args:
+        path: the file, replaced if it exists; its folder must exist.
+
+    Returns:
+        The path.
+
+    Raises:
+        OSError: the file cannot be written.
+    """
+    path = Path(path)
+    write_text_whole(path, report_html(**contents))
+    return path
+
+
+def report_html(
+    *,
+    title: str,
+    summary: Mapping[str, Any],
+    plan: Mapping[str, Any] | None = None,
+    profile: Any = None,
+    predicted: Mapping[str, Any] | None = None,
+    encoding: Mapping[str, Any] | None = None,
+    compared: Comparison | None = None,
+) -> str:
+    """The page as text. What there is no data for is left out.
+
+    Everything is plain data (as from `json.load`), so that a page can be made from stored figures.
+
+    Args:
+        title: heading of the page.
+        summary: figures by name. Headlines are "cycles", "seconds", "tflops" (each a number, or a
+            mapping of pass to number), "max_tile_bytes", "propagation_steps" and
+            "max_relative_error"; known too are "rows", "cols", "batch", "density", "block_size",
+            "dtype", "target", ... ; any other is shown under its own name.
+        plan: what `popsparse.plan_report` or `DensePlan.to_dict` gives.
+        profile: a `machine.Profile` or its `to_dict()`, or a mapping of pass to either.
+        predicted: by pass, what `PassTime.to_dict` of the execution model gives.
+        encoding: what `encoding_data(partitioner, encoded)` gives.
+        compared: what `compare` gives, with another profile.
+
+    Raises:
+        TypeError, ValueError: data of another kind; the message names the key.
+    """
+    check_kind("compared", compared, (Comparison, type(None)), "what compare gives")
+    if not isinstance(title, str) or not title.strip():
+        raise ValueError(f"title must be a text that is not empty, got {title!r}")
+    for name, value in (
+        ("summary", summary),
+        ("plan", plan),
+        ("predicted", predicted),
+        ("encoding", encoding),
+    ):
+        if not isinstance(value, Mapping) and not (value is None and name != "summary"):
+            raise TypeError(f"{name} must be a mapping, got {type(value).__name__}")
+    found: list[Section] = []
+    data: dict[str, Any] = {"timelines": {}, "tiles": {}, "maps": {}, "contents": {}, "live": {}}
+
+    def add(identity: str, heading: str, html: str) -> None:
+        if html:
+            found.append(Section(identity, heading, html))
+
+    profiles = read_profiles(profile)
+    add("summary", "Summary", summary_section(summary))
+    if compared is not None:
+        add("compared", "Compared", comparison_section(compared))
+    if profiles:
+        add(
+            "findings",
+            "What costs most",
+            findings_section([(p.name, findings(p)) for p in profiles]),
+        )
+    if plan:
+        with reading("plan"):
+            html = plan_section(plan)
+        add("plan", "The plan" + (", and why it won" if "Runners-up" in html else ""), html)
+    for place, one in enumerate(profiles):
+        same = next((i for i, p in enumerate(profiles[:place]) if p.same_memory(one)), place)
+        with reading(f"profile of {one.name}" if one.name else "profile"):
+            _profile_sections(one, f"p{place}", f"p{same}", profiles[same].name, add, data)
+    if predicted:
+        heading = "Predicted by the execution model" if profiles else "Predicted cycles"
+        with reading("predicted"):
+            html = predicted_section(predicted, profiles)
+        add("predicted", heading, html)
+    if encoding:
+        buckets, propagation, maps = buckets_sections(encoding)
+        add("buckets", "Buckets", buckets)
+        add("propagation", "Propagation", propagation)
+        for name, values in maps.items():
+            shown = values.T if values.shape[0] > values.shape[1] else values
+            data["maps"][name] = _numbers(shown.ravel())
+    return page(title, f"dynsparse {__version__}", found, data)
+
+
+def _profile_sections(
+    profile: ProfileData, key: str, memory: str, memory_of: str, add: Any, data: dict[str, Any]
+) -> None:
+    """The sections of one pass, their ids beginning with `key`.
+
+    `memory` is the key of the first pass whose tiles hold the same, `memory_of` its name.
+    """
+    before = f"{words(profile.name).capitalize()}: " if profile.name else ""
+
+    def heading(text: str) -> str:
+        return before + (text if before else text[0].upper() + text[1:])
+
+    head = balance_section(profile)
+    if len(profile.order):
+        order, names = alike(profile)
+        loops = fold(order)
+        data["timelines"][key] = timeline_data(profile, loops)
+        add(f"{key}-timeline", heading("timeline"), head + timeline_section(profile, key))
+        add(
+            f"{key}-program",
+            heading("program as it ran"),
+            program_section(profile, loops, [names[i] for i in order]),
+        )
+    else:
+        add(f"{key}-run", heading("run"), head)
+    if profile.cycles:
+        add(f"{key}-operations", heading("operations"), operations_section(profile))
+    add(f"{key}-steps", heading("cycles by program step"), steps_section(profile))
+    if profile.program:
+        html = tree_section(profile.program, short_names(profile), profile.cycles)
+        add(f"{key}-tree", heading("static program"), html)
+    if live := live_section(profile, key):
+        assert profile.contents is not None
+        if memory == key:
+            data["contents"][key] = contents_data(profile.contents)
+        data["live"][key] = live_data(profile, memory)
+        add(f"{key}-memory-steps", heading("memory over the steps"), live)
+    tiles = profile.tiles
+    if tiles is not None:
+        own = memory == key
+        html = tiles_section(profile, tiles, key, "" if own else memory_of)
+        if own and live:
+            html = tile_contents(tiles, profile.limit, profile.worst_tile, key) + html
+        add(f"{key}-tiles", heading("tiles"), html)
+        series = {"received": {"bytes received": tiles.received}}
+        if own:
+            series["memory"] = tiles.memory
+        if profile.cycles and (tiles.cycles + tiles.exchange).any():
+            series["cycles"] = {
+                "cycles computing": tiles.cycles,
+                "cycles exchanging": tiles.exchange,
+            }
+        for what, columns in series.items():
+            shown = {name: _numbers(values) for name, values in columns.items() if values.any()}
+            if shown:
+                data["tiles"][f"{key}-{what}"] = shown
+
+
+def _numbers(values: np.ndarray) -> list[float | int]:
+    """Numbers as short as they can be in JSON."""
+    return [int(v) if float(v).is_integer() else round(float(v), 2) for v in values.tolist()]

@@ -1,17 +1,88 @@
-"""What a run of the machine took: over time, by step and by tile."""
+"""The sections on a pass."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
+from popsparse.machine import ProgramNode
+from popsparse.report.charts import (
+    bar,
+    cell,
+    grid_map,
+    histogram,
+    legend,
+    number,
+    percent,
+    say,
+    stacked_tiles,
+    table,
+    words,
+)
 from popsparse.report.data import PARTS, ProfileData, StepData, Tiles
-from popsparse.report.figures import histogram, stacked_tiles
-from popsparse.report.format import bar, cell, legend, number, percent, say, table, words
-from popsparse.report.plain import amount, need
-from popsparse.report.timeline import Run, short_names
+from popsparse.report.steps import Run, short_names
+
+_MOST_NODES = 600
+_MOST_DEPTH = 60
+_CLASSES = {"Execute": "compute", "Copy": "exchange", "Sync": "sync"}
+"""Kinds that have the colour of what they cost."""
+
+
+def tree_section(program: Sequence[ProgramNode], step_names: Sequence[str], total: float) -> str:
+    """Nested lists that fold: what ran is open, what several places call is shown once."""
+    shown: set[int] = set()
+    lines = 0
+    whole = True
+
+    def line(node: int, label: str, runs: int, depth: int) -> str:
+        nonlocal lines, whole
+        one = program[node]
+        if one.kind == "Sequence" and not one.parts:
+            return ""
+        if lines == _MOST_NODES or depth > _MOST_DEPTH:
+            whole = False
+            return ""
+        lines += 1
+        cycles = one.cycles * runs / one.runs if one.runs else 0.0
+        colour = _CLASSES.get(one.kind, "")
+        name = one.name or ("" if one.step is None else step_names[one.step])
+        text = f"<em>{say(label)}:</em> " if label else ""
+        text += f'<b class="kind {colour}">{say(one.kind)}</b> {say(name)}'
+        if not runs:
+            inside = "" if node in shown else _inside(one, depth)
+            return _row(text, '<span class="none">not taken</span>', inside, "no")
+        figures = f"<span>{runs:,} ×</span><span>{number(cycles)}</span>"
+        figures += f"<span>{percent(cycles, total)}</span>" + bar([("compute", cycles)], total)
+        if node in shown:
+            return _row(text + " <small>as above</small>", figures, "", "")
+        shown.add(node)
+        return _row(text, figures, _inside(one, depth), "open")
+
+    def _inside(one: ProgramNode, depth: int) -> str:
+        return "".join(line(child, label, runs, depth + 1) for label, child, runs in one.parts)
+
+    html = line(0, "", program[0].runs, 0) if program else ""
+    if not whole:
+        html += f"<p>{lines:,} of {len(program):,} programs are shown.</p>"
+    return (
+        "<p>How often each program ran and what all its runs cost, with those inside it. "
+        "Fold by clicking.</p>"
+        '<div class="tree"><p class="head"><span>runs</span><span>cycles</span>'
+        f"<span>share</span><span></span></p>{html}</div>"
+    )
+
+
+def _row(text: str, figures: str, inside: str, state: str) -> str:
+    line = f'<span class="what">{text}</span><span class="figures">{figures}</span>'
+    if not inside:
+        return f'<p class="{state}">{line}</p>' if state == "no" else f"<p>{line}</p>"
+    opened = " open" if state == "open" else ""
+    kind = ' class="no"' if state == "no" else ""
+    return f"<details{opened}{kind}><summary>{line}</summary>{inside}</details>"
+
 
 _MOST_STEPS = 40
 
@@ -232,21 +303,20 @@ def predicted_section(predicted: Mapping[str, Any], profiles: list[ProfileData])
     ran = {profile.name: profile.cycles for profile in profiles}
     out = []
     for name, time in predicted.items():
-        what = f"predicted, {name}"
-        cycles = amount(need(time, "cycles", what), f"{what}, cycles")
+        cycles = float(time["cycles"])
         rows = []
-        for step in need(time, "steps", what):
-            here = {key: amount(need(step, key, what), what) for key in ("compute", "exchange")}
+        for step in time["steps"]:
+            here = {key: float(step[key]) for key in ("compute", "exchange")}
             total = sum(here.values())
             rows.append(
                 cell(say(step["name"]))
                 + cell(number(here["compute"]), "n")
                 + cell(number(here["exchange"]), "n")
-                + cell(number(amount(need(step, "syncs", what), what)), "n")
+                + cell(number(step["syncs"]), "n")
                 + cell(percent(total, cycles), "n")
                 + cell(bar(list(here.items()), cycles), "b")
             )
-        sync = amount(need(time, "sync_cycles", what), what)
+        sync = time["sync_cycles"]
         if sync:
             last = (
                 cell("synchronisation, all steps") + cell("") * 3 + cell(percent(sync, cycles), "n")
@@ -268,3 +338,43 @@ def predicted_section(predicted: Mapping[str, Any], profiles: list[ProfileData])
             out.append(f"<p>The machine took {number(found)} ({more:+.1f} %).</p>")
         out.append(table(head, rows))
     return "".join(out) + legend((part, part) for part in PARTS[:3])
+
+
+def _columns(tiles: int) -> int:
+    """Near twice as many as rows; if it can be, such that every row is full."""
+    wanted = max(round(math.sqrt(2 * tiles)), 1)
+    near = range(max(wanted // 2, 1), 2 * wanted + 1)
+    full = [n for n in near if tiles % n == 0]
+    return min(full, key=lambda n: abs(n - wanted)) if full else wanted
+
+
+def tile_map(used: np.ndarray, limit: float, identity: str) -> str:
+    """The map of bytes [tiles]; tiles run to the right, then down. Where some need more than
+    `limit`, these are warm."""
+    columns = _columns(len(used))
+    rows = -(-len(used) // columns)
+    cells = np.full(rows * columns, np.nan)
+    cells[: len(used)] = used
+    return grid_map(
+        cells.reshape(rows, columns),
+        identity=identity,
+        axes=("row by row", "tiles"),
+        unit="B",
+        capacity=limit if used.max() > limit else None,
+        turn=False,
+    )
+
+
+def tile_contents(tiles: Tiles, limit: float, tile: int, identity: str) -> str:
+    """The map, and the frame of what lies on the tile that is chosen, by a click or its number."""
+    used = np.sum(list(tiles.memory.values()), axis=0)
+    name = say(identity)
+    return (
+        f'<div class="tile-contents" data-source="{name}" data-memory="{name}-memory" '
+        f'data-tiles="{len(used)}"><h3>What lies where</h3>'
+        "<p>Every tile in the colour of the memory in use. Click on one to see what it holds, "
+        f'<label>or give its number: <input type="number" min="0" max="{len(used) - 1}" '
+        f'value="{tile}"></label></p>'
+        + tile_map(used, limit, f"{identity}-map")
+        + '<div class="what"></div></div>'
+    )

@@ -1,12 +1,26 @@
-"""The plan and why it won, from `plan_report` of a sparse plan or `to_dict` of a dense one."""
+"""The sections on the plan and its buckets."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from popsparse.report.format import bar, cell, legend, number, percent, say, table, words
-from popsparse.report.plain import amount, need
+import numpy as np
+
+from popsparse.report.charts import (
+    bar,
+    cell,
+    grid_map,
+    histogram,
+    legend,
+    number,
+    offsets_map,
+    percent,
+    say,
+    table,
+    words,
+)
+from popsparse.report.data import BucketData
 
 # What is not the cut of a runner-up.
 _OF_RUNNERS_UP = (
@@ -77,9 +91,9 @@ def _terms(terms: Sequence[tuple[str, float, float | None]]) -> str:
 
 
 def _sparse(report: Mapping[str, Any]) -> str:
-    chosen = need(report, "plan", "plan report")
+    chosen = report["plan"]
     buckets, search = report.get("buckets"), report.get("search")
-    parts = [int(need(chosen, key, "plan report, plan")) for key in ("x", "y", "z")]
+    parts = [int(chosen[key]) for key in ("x", "y", "z")]
     groups = int(chosen.get("groups", 1))
     split = " × ".join(f"{size:,}" for size in parts)
     facts = [
@@ -87,8 +101,8 @@ def _sparse(report: Mapping[str, Any]) -> str:
             "Partition X × Y × Z",
             f"<b>{split}</b>" + (f" in {groups:,} groups" if groups > 1 else ""),
         ),
-        ("Tiles used", number(need(chosen, "tiles", "plan report, plan"))),
-        ("Method", say(need(chosen, "method", "plan report, plan"))),
+        ("Tiles used", number(chosen["tiles"])),
+        ("Method", say(chosen["method"])),
     ]
     for key, label in (
         ("elements_per_tile", "Work of a tile (out × in × batch)"),
@@ -107,8 +121,7 @@ def _sparse(report: Mapping[str, Any]) -> str:
     out = [_facts(facts)]
     for name, cost in report["passes"].items():
         terms = [
-            (str(term["name"]), amount(term["cycles"], f"plan, {name}"), term["temporary_bytes"])
-            for term in need(cost, "terms", f"plan report, {name}")
+            (term["name"], float(term["cycles"]), term["temporary_bytes"]) for term in cost["terms"]
         ]
         out.append(f"<h3>Estimated cost, {say(words(name))}</h3>{_terms(terms)}")
     if report.get("memory"):
@@ -125,7 +138,7 @@ def _sparse(report: Mapping[str, Any]) -> str:
 
 
 def _memory(memory: Mapping[str, Any]) -> str:
-    needed, available = need(memory, "needed", "plan, memory"), memory["available"]
+    needed, available = memory["needed"], memory["available"]
     whole = max(needed, available)
     parts = [(kind, float(memory[key])) for key, kind in _MEMORY]
     keys = [(kind, f"{key} {number(memory[key])} B") for key, kind in _MEMORY]
@@ -190,10 +203,244 @@ def _flat(report: Mapping[str, Any]) -> str:
             facts.append((label, say(value)))
         elif isinstance(value, (list, tuple)):
             facts.append((label, " to ".join(number(one) for one in value)))
-    terms = [(str(k), amount(v, f"plan, {k}"), None) for k, v in report["terms"].items()]
+    terms = [(str(k), float(v), None) for k, v in report["terms"].items()]
     out = [_facts(facts), "<h3>Estimated cost</h3>", _terms(terms)]
     if report.get("memory"):
         out.append(_memory(report["memory"]))
     if report.get("runners_up"):
         out.append(_runners_up(report))
+    return "".join(out)
+
+
+# Key of the summary: label, unit, and whether it is a headline.
+_KNOWN: dict[str, tuple[str, str, bool]] = {
+    "cycles": ("Cycles", "", True),
+    "estimated_cycles": ("Cycles, estimated", "", True),
+    "seconds": ("Time", "µs", True),
+    "tflops": ("Throughput", "TFLOP/s", True),
+    "max_tile_bytes": ("Fullest tile", "B", True),
+    "propagation_steps": ("Propagation steps", "", True),
+    "max_relative_error": ("Largest relative error", "", True),
+    "rows": ("Rows (m)", "", False),
+    "cols": ("Columns (k)", "", False),
+    "batch": ("Batch (n)", "", False),
+    "density": ("Density", "", False),
+    "block_size": ("Block size", "", False),
+    "dtype": ("Data type", "", False),
+    "partials": ("Partials", "", False),
+    "target": ("Target", "", False),
+    "tiles": ("Tiles of the target", "", False),
+    "method": ("Method", "", False),
+    "nnz": ("Non-zero values", "", False),
+    "spilled": ("Blocks spilled", "", False),
+    "propagated": ("Blocks propagated", "", False),
+    "groups": ("Groups", "", False),
+    "seed": ("Seed", "", False),
+}
+
+
+def _value(key: str, value: Any, unit: str) -> str:
+    """One figure as HTML."""
+    if value is None:
+        return "none"
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if isinstance(value, (int, float, np.number)):
+        if key == "density":
+            value = float(value)
+            one_in = 1 / value if value else 0.0
+            exact = abs(one_in - round(one_in)) < 1e-9 and one_in > 1
+            return f"{100 * value:.4g} %" + (f" (1/{round(one_in)})" if exact else "")
+        if key == "seconds":
+            value = value * 1e6
+        if key == "max_relative_error":
+            return f"{value:.3g}"
+        after = f" <small>{say(unit)}</small>" if unit else ""
+        # A year-like number is still a count; only a seed is a name.
+        return (str(value) if key == "seed" else number(float(value))) + after
+    if isinstance(value, Sequence) and not isinstance(value, str):
+        return ", ".join(_value("", one, "") for one in value)
+    return say(value)
+
+
+def _by_pass(key: str, value: Any, unit: str) -> str:
+    """A figure, or one of each pass."""
+    if not isinstance(value, Mapping):
+        return f"<b>{_value(key, value, unit)}</b>"
+    return "".join(
+        f"<b>{_value(key, one, unit)}</b><em>{say(words(str(name)))}</em>"
+        for name, one in value.items()
+    )
+
+
+def summary_section(summary: Mapping[str, Any]) -> str:
+    """Headlines as cards, the rest as a list. Keys it does not know are shown as they are."""
+    cards, rest = [], []
+    for key, value in summary.items():
+        label, unit, headline = _KNOWN.get(key, (words(str(key)).capitalize(), "", False))
+        if (isinstance(value, Mapping) and not value) or (headline and value is None):
+            continue
+        if headline:
+            content = _by_pass(key, value, unit)
+            cards.append(f'<div class="card"><h3>{say(label)}</h3>{content}</div>')
+            continue
+        if isinstance(value, Mapping):
+            shown = ", ".join(
+                f"{say(words(str(name)))} {_value(key, one, unit)}" for name, one in value.items()
+            )
+        else:
+            shown = _value(key, value, unit)
+        rest.append(f"<div><dt>{say(label)}</dt><dd>{shown}</dd></div>")
+    if not cards and not rest:
+        return ""
+    return (
+        (f"<dl>{''.join(rest)}</dl>" if rest else "")
+        + (f'<div class="cards">{"".join(cards)}</div>' if cards else "")
+    )  # fmt: skip
+
+
+def _grid(data: BucketData, values: np.ndarray) -> np.ndarray:
+    """Figures of rectangles as [groups * x, y]."""
+    return values.reshape(data.groups * data.partition[0], data.partition[1])
+
+
+def bucket_maps(data: BucketData) -> list[tuple[str, str, str, np.ndarray, float | None]]:
+    """The maps there are data for: (id, title, unit, values [groups * x, y], capacity)."""
+    parts_z = data.partition[2]
+
+    def by_rectangle(values: np.ndarray) -> np.ndarray:
+        return values.reshape(-1, parts_z)
+
+    found: list[tuple[str, str, str, np.ndarray, float | None]] = []
+    if data.wanted is not None and data.nz_capacity:
+        share = 100 * data.wanted / (data.nz_capacity * parts_z)
+        title = "Asked for: values that belong to a rectangle, of what its buckets hold"
+        found.append(("map-wanted", title, "%", _grid(data, share), 100.0))
+    if data.nz_capacity:
+        share = 100 * by_rectangle(data.nz_used).mean(1) / data.nz_capacity
+        title = "Held: fill of a rectangle's buckets with values"
+        found.append(("map-held", title, "%", _grid(data, share), 100.0))
+    if data.words_capacity:
+        share = 100 * by_rectangle(data.words_used).max(1) / data.words_capacity
+        title = "Meta-info of the fullest bucket of a rectangle"
+        found.append(("map-words", title, "%", _grid(data, share), 100.0))
+    if data.foreign is not None and data.foreign.any():
+        title = "Guests: values in a rectangle's buckets that belong elsewhere"
+        values = by_rectangle(data.foreign).sum(1)
+        found.append(("map-guests", title, "values", _grid(data, values), None))
+    return found
+
+
+def buckets_section(data: BucketData) -> str:
+    """Fill by kind of content, maps over the X/Y grid, and the spread over the buckets."""
+    buckets = len(data.nz_used)
+    kinds = [("values", data.nz_used, data.nz_capacity)]
+    kinds.append(("meta-info, words", data.words_used, data.words_capacity))
+    if data.grad_a_words_used is not None:
+        used = data.grad_a_words_used
+        kinds.append(("meta-info of grad input, words", used, data.grad_a_words_capacity))
+    rows = [
+        cell(say(name))
+        + cell(number(capacity), "n")
+        + cell(number(float(used.mean())), "n")
+        + cell(percent(float(used.mean()), capacity), "n")
+        + cell(number(float(used.max())), "n")
+        + cell(percent(float(used.max()), capacity), "n")
+        for name, used, capacity in kinds
+    ]
+    head = [
+        ("content of a bucket", ""),
+        ("room", "n"),
+        ("mean", "n"),
+        ("fill", "n"),
+        ("fullest", "n"),
+        ("fill", "n"),
+    ]
+    x, y, z = data.partition
+    groups = f" in each of {data.groups:,} groups" if data.groups > 1 else ""
+    out = [
+        f"<p>{buckets:,} buckets: {x:,} × {y:,} rectangles with {z:,} each{groups}. "
+        f"<b>{data.spilled:,}</b> blocks left the bucket they began in, "
+        f"<b>{data.propagated:,}</b> of the pattern's blocks lie in another rectangle's.</p>",
+        table(head, rows),
+    ]
+    axes = ("group, X" if data.groups > 1 else "X", "Y")
+    maps = [
+        f"<figure><figcaption>{say(title)}</figcaption>"
+        f"{grid_map(values, identity=name, axes=axes, unit=unit, capacity=capacity)}</figure>"
+        for name, title, unit, values, capacity in bucket_maps(data)
+    ]
+    out.append('<h3>Over the X/Y grid</h3><div class="maps">' + "".join(maps) + "</div>")
+    spread = [
+        f"<figure><figcaption>Fill with {say(name)}</figcaption>"
+        + histogram(100 * used / capacity, unit="% of the bucket", of="buckets")
+        + "</figure>"
+        for name, used, capacity in kinds
+        if capacity
+    ]
+    if data.sub_groups is not None:
+        spread.append(
+            "<figure><figcaption>Sub-groups of a bucket</figcaption>"
+            + histogram(data.sub_groups, unit="sub-groups", of="buckets")
+            + "</figure>"
+        )
+    out.append('<h3>Over the buckets</h3><div class="maps">' + "".join(spread) + "</div>")
+    return "".join(out)
+
+
+def buckets_sections(encoding: Any) -> tuple[str, str, dict[str, np.ndarray]]:
+    """The sections about buckets and their propagation, and the values of the maps by id.
+
+    Raises:
+        TypeError, ValueError: as of `BucketData.read`.
+    """
+    data = BucketData.read(encoding)
+    maps = {name: values for name, _, _, values, _ in bucket_maps(data)}
+    return buckets_section(data), propagation_section(data), maps
+
+
+def propagation_section(data: BucketData) -> str:
+    """Steps of the propagation phase, and the distances it visits."""
+    z = data.partition[2]
+    if not data.propagation_steps:
+        return (
+            "<p><b>None.</b> Every bucket holds only what belongs to its own rectangle, so the "
+            "distribution phase computes everything.</p>"
+        )
+    out = [
+        f"<p><b>{data.propagation_steps:,} steps</b>"
+        + (f": {len(data.offsets):,} distances × {z:,} partners in Z" if data.offsets else "")
+        + ". In each, buckets move on and every tile computes what belongs to it.</p>"
+    ]
+    if data.ends and data.offsets:
+        out.append(offsets_map(data.partition, data.offsets, data.ends))
+        out.append(
+            legend(
+                [
+                    ("home", "at home: the distribution phase"),
+                    ("visited", "visited"),
+                    ("passed", "passed by, no computing"),
+                    ("never", "not reached: the loop ends before"),
+                ]
+            )
+        )
+    if data.travels:
+        total = sum(data.travels.values())
+        ranked = sorted(data.travels.items(), key=lambda item: -item[1])[:12]
+        rows = [
+            cell(f"{x:,}", "n") + cell(f"{y:,}", "n") + cell(number(v), "n")
+            + cell(percent(v, total), "n")
+            for (x, y), v in ranked
+        ]  # fmt: skip
+        head = [
+            ("distance in X", "n"),
+            ("in Y", "n"),
+            ("values", "n"),
+            ("of all that travel", "n"),
+        ]
+        out.append(
+            "<h3>What lies at which distance from its rectangle</h3>" + table(head, rows, "narrow")
+        )
+        if len(data.travels) > len(ranked):
+            out.append(f"<p>and {len(data.travels) - len(ranked):,} more distances.</p>")
     return "".join(out)

@@ -9,9 +9,9 @@ import numpy as np
 
 from dynsparse.typed import typed
 from popsparse.machine import ProgramNode
+from popsparse.report.charts import number, percent, say, words
 from popsparse.report.data import ProfileData, StepData
-from popsparse.report.format import number, percent, say, words
-from popsparse.report.timeline import short_names
+from popsparse.report.steps import short_names
 
 
 @dataclass(frozen=True)

@@ -9,8 +9,7 @@ The names follow PopSparse's `static_` API. Each function adds variables and ste
 Source: Li, Z. et al., arXiv:2303.16999; section 6 of docs/popsparse-formulas.md.
 """
 
-from popsparse.planning.cache import PlanningCache
-from popsparse.static.kernel import multiply
+from popsparse.planning.plan import PlanningCache
 from popsparse.static.layout import StaticPlan
 from popsparse.static.matmul import (
     Partitioner,
@@ -23,12 +22,10 @@ from popsparse.static.matmul import (
     plan,
     sparse_dense_matmul,
 )
-from popsparse.static.memory import tile_memory
-from popsparse.static.model import predict
+from popsparse.static.model import plan_report, plan_text, predict, tile_memory
 from popsparse.static.params import MatmulParams, Options
 from popsparse.static.planner import make_plan
-from popsparse.static.program import DenseTensor
-from popsparse.static.report import plan_report, plan_text
+from popsparse.static.program import DenseTensor, multiply
 
 __all__ = [
     "DenseTensor",

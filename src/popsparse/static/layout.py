@@ -1,4 +1,4 @@
-"""The plan of a static product: which tile multiplies which blocks, and what that makes of them."""
+"""Bands of columns, where a static product's operands lie, and how its sums are made."""
 
 from __future__ import annotations
 
@@ -9,11 +9,260 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from dynsparse.pattern import SparsePattern
-from popsparse.planning.data_types import DataType
-from popsparse.planning.parts import ceil_div
-from popsparse.static.bands import Bands, Interval
+from popsparse.machine.target import SYNC
+from popsparse.planning.params import DataType, ceil_div
 from popsparse.static.params import MatmulParams, Options
-from popsparse.static.sums import Sums
+
+_LEAST_SHARE = 0.1  # Of the mean count; rows and columns with no more are set apart.
+
+
+class Interval(NamedTuple):
+    begin: int
+    end: int
+
+    @property
+    def size(self) -> int:
+        return self.end - self.begin
+
+
+class Bands(NamedTuple):
+    """Column bands: bounds [bands + 1] in (permuted) block columns, blocks of each, and the most
+    non-empty columns of one."""
+
+    bounds: np.ndarray
+    blocks: tuple[int, ...]
+    widest: int
+
+
+def kept_first(counts: np.ndarray, preprocess: bool) -> tuple[np.ndarray, int]:
+    """An order of rows (or columns) with those worth planning for first, and how many they are.
+
+    Kept are those with more than a tenth of the mean count, in their own order; the others follow,
+    fullest first.
+    """
+    order = np.arange(len(counts))
+    if not preprocess:
+        return order, len(counts)
+    kept = counts > _LEAST_SHARE * counts.sum() / len(counts)
+    others = order[~kept]
+    others = others[np.argsort(-counts[others], kind="stable")]
+    return np.concatenate([order[kept], others]), max(1, int(kept.sum()))
+
+
+def column_bands(counts: np.ndarray, wanted: int) -> Bands:
+    """At most `wanted` bands, each closed by the column with which it has its even share."""
+    total = int(counts.sum())
+    share = -(-total // wanted)
+    before = np.concatenate([[0], np.cumsum(counts)])
+    bounds = [0]
+    while len(bounds) <= wanted and before[bounds[-1]] < total:
+        goal = int(before[bounds[-1]]) + share
+        bounds.append(min(int(np.searchsorted(before, goal)), len(counts)))
+    if len(bounds) == 1:
+        bounds.append(len(counts))
+    edges = np.asarray(bounds)
+    filled = np.concatenate([[0], np.cumsum(counts > 0)])
+    widest = int(np.diff(filled[edges]).max())
+    return Bands(edges, tuple(np.diff(before[edges]).tolist()), widest)
+
+
+def split_n(n: int, parts: int, grain: int) -> list[Interval]:
+    """n columns (whole grains) in at most `parts` equal parts; the last may be shorter."""
+    step = -(-(n // grain) // parts) * grain
+    return [Interval(begin, min(begin + step, n)) for begin in range(0, n, step)]
+
+
+def split_tiles(parts: list[Interval], tiles: int, grain: int) -> list[Interval]:
+    """Tiles for each part of n, in proportion to its width and in whole grains."""
+    width = 1 + sum(part.size for part in parts)
+    grains = -(-tiles // grain)
+    least = -(-grains // len(parts))
+    found: list[Interval] = []
+    begin = 0
+    for part in parts:
+        more = max(-(-grains * part.size // width) - 1, least)
+        end = min(begin + more * grain, tiles)
+        found.append(Interval(begin, end))
+        begin = end
+    found[-1] = Interval(found[-1].begin, tiles)
+    return found
+
+
+def tiles_of(blocks: tuple[int, ...], tiles: int, grain: int) -> tuple[int, ...] | None:
+    """Tiles for each band, in proportion to its blocks and in whole grains; None if too few."""
+    total, used = sum(blocks), 0
+    found = []
+    for place, count in enumerate(blocks):
+        if place == len(blocks) - 1:
+            share = tiles - used
+        else:
+            share = count * tiles // max(total, 1) or min(tiles, grain)
+            needed = -(-count // -(-count // share))
+            share = min(-(-needed // grain) * grain, share)
+        share = max(share // grain * grain, grain)
+        later = (len(blocks) - 1 - place) * grain
+        share = min(share, tiles - used, tiles - later)
+        if share <= 0:
+            return None
+        found.append(share)
+        used += share
+    return tuple(found)
+
+
+_GRAIN = 8  # Outputs that the planner of reductions spreads at least.
+_LEAST_VECTORS = 4  # Of a piece that is spread.
+_STATE_BYTES = 24  # Of a vertex: its code, two edges, four numbers.
+
+
+def vertex_cycles(outputs: Any, depth: Any, dtype: DataType) -> Any:
+    """Instructions of a worker that adds `depth` partial sums for each of `outputs`.
+
+    Strided, a vector of the data path at a time; widths that are not twice a vector take the
+    general vertex, which fetches the address of every partial sum.
+    """
+    outputs, depth = np.asarray(outputs), np.asarray(depth)
+    vector = dtype.vector_width
+    half = dtype.size == 2
+    strided = 15 + -(-outputs // vector) * ((13 if half else 10) + depth)
+    wide = 2 * vector
+    checks = 3 if half else 2
+    whole, rest = outputs // wide, outputs % wide
+    general = 33 + 24 + 2 * checks + whole * (7 + 2 * vector + 19 * depth)
+    for bit in range(checks):
+        width = 1 << bit
+        each = 5 + 2 * min(width, vector) + (15 + max(1, width // vector)) * depth
+        general = general + np.where(rest & width, each, 0)
+    return np.where(rest == 0, strided, general)
+
+
+@dataclass(frozen=True, eq=False)
+class Sums:
+    """Pieces of the result that one tile adds up, in order of their tiles.
+
+    Attributes:
+        begin, length: of each in the result's device order, int64 [pieces].
+        tile, row, part: where it is made; whose outputs they are.
+        depth: partial sums of each output: none, for rows without any, or at least two.
+        at_home: whether the outputs lie on that tile.
+        ones: stretches of `StaticPlan.outputs` with one partial sum, which is moved there.
+        spread: stretches whose sums are made elsewhere.
+    """
+
+    begin: np.ndarray
+    length: np.ndarray
+    tile: np.ndarray
+    row: np.ndarray
+    part: np.ndarray
+    depth: np.ndarray
+    at_home: np.ndarray
+    ones: np.ndarray
+    spread: np.ndarray
+
+    @classmethod
+    def of(cls, plan: Any) -> Sums:
+        """The sums of a `StaticPlan`."""
+        found, tiles = plan.outputs, plan.target.tiles
+        block, width = plan.pattern.block_size, plan.n_padded
+        parts = np.array([(part.begin, part.size) for part in plan.n_parts]) * block
+        elsewhere = _elsewhere(plan, parts[:, 1])
+        depth = plan.depths[found.row, found.part]
+        spread = elsewhere[found.row, found.part]
+        home = np.flatnonzero(~spread & (depth != 1))
+        row, part = np.nonzero(elsewhere)
+        size = parts[part, 1]
+        vector = plan.dtype.vector_width
+        vectors = -(-size // vector)
+        most = np.maximum(1, np.minimum(vectors // _LEAST_VECTORS, tiles))
+        pieces = -(-vectors // -(-vectors // most))
+        first = np.random.default_rng(0).integers(0, tiles, len(size))
+        of = np.repeat(np.arange(len(size)), pieces)
+        number = np.arange(len(of)) - np.repeat(np.cumsum(pieces) - pieces, pieces)
+        at = number * vectors[of] // pieces[of] * vector
+        end = np.minimum((number + 1) * vectors[of] // pieces[of] * vector, size[of])
+        columns = [
+            [found.begin[home], (row * width * block + parts[part, 0])[of] + at],
+            [found.length[home], end - at],
+            [found.tile[home], (first[of] + number) % tiles],
+            [found.row[home], row[of]],
+            [found.part[home], part[of]],
+            [depth[home], plan.depths[row, part][of]],
+            [np.ones(len(home), bool), np.zeros(len(of), bool)],
+        ]
+        joined = [np.concatenate(pair) for pair in columns]
+        order = np.argsort(joined[2], kind="stable")
+        begin, length, tile, rows, of_part, depths, at_home = (one[order] for one in joined)
+        ones = np.flatnonzero(~spread & (depth == 1))
+        elsewhere_ = np.flatnonzero(spread)
+        return cls(begin, length, tile, rows, of_part, depths, at_home, ones, elsewhere_)
+
+    def cycles(self, plan: Any, chosen: np.ndarray) -> np.ndarray:
+        """Cycles of every tile for some of the pieces (bool [pieces]): [tiles].
+
+        A piece goes to as many workers as it has pairs of vectors; all vertices of a tile share
+        them, so it takes their sum, or the longest of them six times over.
+        """
+        tiles, workers = plan.target.tiles, plan.target.workers
+        summed = chosen & (self.depth > 0)
+        length, depth, at = self.length[summed], self.depth[summed], self.tile[summed]
+        wide = 2 * plan.dtype.vector_width
+        grains = -(-length // wide)
+        share = -(-grains // workers)
+        count = -(-grains // share)
+        last = length - (count - 1) * share * wide
+        longest = vertex_cycles(np.minimum(share * wide, length), depth, plan.dtype)
+        spent = (count - 1) * longest + vertex_cycles(last, depth, plan.dtype)
+        total = np.bincount(at, spent, tiles)
+        most = np.zeros(tiles)
+        np.maximum.at(most, at, longest)
+        found = np.maximum(total, workers * most)
+        cleared = chosen & (self.depth == 0)
+        if cleared.any():
+            words = np.bincount(
+                self.tile[cleared], self.length[cleared] * plan.dtype.size / 8, tiles
+            )
+            found += np.where(words > 0, workers * 12 + np.ceil(words), 0)
+        return found
+
+    def state_bytes(self, plan: Any) -> np.ndarray:
+        """Bytes of the vertices on every tile: [tiles]."""
+        grains = -(-self.length // (2 * plan.dtype.vector_width))
+        share = -(-grains // plan.target.workers)
+        return _STATE_BYTES * np.bincount(self.tile, -(-grains // share), plan.target.tiles)
+
+    def received_bytes(self, plan: Any) -> np.ndarray:
+        """Partial sums that come to every tile: [tiles]."""
+        tiles, found = plan.target.tiles, plan.outputs
+        summed = np.bincount(self.tile, self.length * self.depth, tiles)
+        moved = np.bincount(found.tile[self.ones], found.length[self.ones], tiles)
+        return (summed + moved) * plan.dtype.size
+
+    def moved_bytes(self, plan: Any) -> np.ndarray:
+        """Of the sums made elsewhere, the most that a tile receives and sends: [2]."""
+        tiles, found = plan.target.tiles, plan.outputs
+        to = np.bincount(found.tile[self.spread], found.length[self.spread], tiles).max()
+        away = ~self.at_home
+        made = np.bincount(self.tile[away], self.length[away], tiles).max()
+        return np.array([to, made]) * plan.dtype.size
+
+
+def _elsewhere(plan: Any, sizes: np.ndarray) -> np.ndarray:
+    """Which rows of which parts of n are added up elsewhere: bool [rows, parts].
+
+    PopLibs' estimate. The partial sums that come to the outputs are not multiplied by their number,
+    those that come to pieces elsewhere are.
+    """
+    found, tiles = plan.outputs, plan.target.tiles
+    size, vector = plan.dtype.size, plan.dtype.vector_width
+    rate = plan.target.exchange_bytes_per_cycle
+    depth = plan.depths
+    held = np.zeros(depth.shape, np.int64)
+    np.maximum.at(held, (found.row, found.part), found.length)
+    grains = -(-sizes // _GRAIN)
+    spread = -(-grains // tiles) * _GRAIN
+    home = np.ceil(held * size / rate) + depth * -(-held // vector) + SYNC.typical
+    away = np.ceil(spread * depth * size / rate) + depth * -(-spread // vector)
+    away = away + np.ceil(held * size / rate) + 2 * SYNC.typical
+    return np.asarray((home >= away) & (depth > 1))
 
 
 class StaticSearch(NamedTuple):

@@ -9,10 +9,9 @@ import numpy as np
 
 from dynsparse.pattern import SparsePattern
 from dynsparse.tracing import spanned
-from popsparse.encoding.block_lists import Blocks, row_major
-from popsparse.encoding.formats import COOMatrix, CSRMatrix, SparseMatrix
+from popsparse.encoding.formats import Blocks, COOMatrix, CSRMatrix, SparseMatrix, row_major
 from popsparse.machine import Graph, Sequence, Tensor, as_dtype
-from popsparse.planning.cache import PlanningCache
+from popsparse.planning.plan import PlanningCache
 from popsparse.static.layout import StaticPlan
 from popsparse.static.params import MatmulParams, Options, pattern_of
 from popsparse.static.planner import make_plan

@@ -1,19 +1,19 @@
-"""How long a static plan takes on its pattern.
-
-The planner reckons with a random pattern of the same density; here the blocks, rows and columns of
-every tile are counted. Steps are those of the device program. No constant is fitted.
-"""
+"""Time, memory and report of a static plan."""
 
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import numpy as np
 
-from popsparse.planning.parts import ceil_div
-from popsparse.static import cycles as static_cycles
-from popsparse.static.layout import Pieces, StaticPlan
-from popsparse.timing.model import PassTime, Step
+from popsparse.machine import target as facts
+from popsparse.machine.memory import REAL_TILE
+from popsparse.planning.params import ceil_div
+from popsparse.planning.report import TileMemory
+from popsparse.static import planner as static_cycles
+from popsparse.static.layout import Pieces, StaticPlan, work_list_words
+from popsparse.timing import PassTime, Step
 
 
 def predict(plan: StaticPlan) -> PassTime:
@@ -149,3 +149,195 @@ def reduce_cycles(plan: StaticPlan) -> np.ndarray:
     """Cycles of adding up on every tile: [tiles]. An output with one partial sum needs none."""
     sums = plan.sums
     return sums.cycles(plan, sums.at_home) + sums.cycles(plan, ~sums.at_home)
+
+
+def tile_memory(plan: StaticPlan) -> TileMemory:
+    """The memory of the fullest tile: work list and values (`buckets`), its share of the dense
+    operand and the result (`operands`), gathered columns and partial sums (`temporary`), code."""
+    size, block = plan.dtype.size, plan.pattern.block_size
+    tiles, area = plan.target.tiles, block * block
+    lists = temporary = partials = 0
+    for part, n in enumerate(plan.n_parts):
+        pieces = plan.pieces(part)
+        if not len(pieces):
+            continue
+        words = work_list_words(pieces.rows, pieces.blocks, block, plan.target.workers)
+        lists = max(lists, int((2 * words + pieces.blocks * area * size).max()))
+        held = (pieces.rows + pieces.columns) * n.size * block * size
+        temporary = max(temporary, int(held.max()))
+        partials = max(partials, int(pieces.rows.max()) * n.size * block * size)
+    if plan.n_split > 1:
+        lists += ceil_div(plan.pattern.nnz * area * size, tiles)  # At home, besides.
+    sums = plan.sums
+    summed = np.bincount(sums.tile, sums.length * (sums.depth + ~sums.at_home), tiles)
+    received = int(summed.max()) * size
+    operands = ceil_div((plan.params.k + plan.params.m) * plan.n_padded * size, tiles)
+    return TileMemory(
+        buckets=lists,
+        operands=operands,
+        temporary=max(temporary, partials + received),
+        code=sum(code_bytes(plan).values()),
+        available=int(plan.target.bytes_per_tile),
+    )
+
+
+def code_bytes(plan: StaticPlan, which: str = "typical") -> dict[str, int]:
+    """Bytes of code and the like on the fullest tile, by what they are.
+
+    Args:
+        which: "low", "typical" or "high": the end of the facts' ranges that is taken.
+    """
+
+    def fact(name: str) -> float:
+        return float(getattr(getattr(facts, name), which))
+
+    found: dict[str, Any] = {
+        "vertex code": fact("KERNEL_CODE") + fact("SUM_CODE") * bool(reduce_cycles(plan).any()),
+        "vertices of sums": plan.sums.state_bytes(plan).max(),
+        "exchange code": exchange_code(plan, which).max(),
+    }
+    if plan.target.bytes_per_tile >= REAL_TILE:
+        steps = len(predict(plan).steps)
+        found["control code"] = fact("CONTROL_CODE") * steps + fact("HOST_EXCHANGE")
+        found["stacks"] = fact("STACKS")
+    return {name: int(size) for name, size in found.items()}
+
+
+def exchange_code(plan: StaticPlan, which: str = "typical") -> np.ndarray:
+    """Bytes of the instructions that send and receive, all exchanges together: [tiles].
+
+    At the high end every receive sets its pointer, since exchanges are not scheduled in the order
+    of addresses.
+    """
+    tiles, size, block = plan.target.tiles, plan.dtype.size, plan.pattern.block_size
+    sums, outputs = plan.sums, plan.outputs
+    ops = plan.depths.shape
+    # Stretches of each row and part of n that its partial sums are sent in.
+    cut = np.zeros(ops, np.int64)
+    np.add.at(cut, (sums.row, sums.part), sums.depth > 0)
+    np.add.at(cut, (outputs.row[sums.ones], outputs.part[sums.ones]), 1)
+    receives = np.bincount(sums.tile, sums.depth, tiles)
+    receives += np.bincount(outputs.tile[sums.ones], minlength=tiles)
+    sends, long = np.zeros(tiles), np.zeros(tiles)
+    for part, n in enumerate(plan.n_parts):
+        pieces = plan.pieces(part)
+        if not len(pieces):
+            continue
+        at = plan.tile_parts[part].begin + pieces.tile
+        columns = column_fragments(plan, pieces) + (plan.n_split > 1)
+        receives += np.bincount(at, columns, tiles)
+        sends += np.bincount(at[pieces.row_piece], cut[pieces.row, part], tiles)
+        # Its share of the operand, column by column, and of the values.
+        row = n.size * block
+        share = ceil_div(plan.params.k * n.size, tiles)
+        sends += ceil_div(share, row) + 2 * (plan.n_split > 1)
+        long += ceil_div(share, row) * (row * size > 4 * facts.SHORT_WORDS)
+    away = ~sums.at_home
+    sends += np.bincount(sums.tile[away], minlength=tiles)
+    receives += _moved(plan)
+    pointers = receives if which == "high" else 3.0
+    code = getattr(facts.RECEIVE, which) * receives + getattr(facts.SEND, which) * sends
+    code = code + getattr(facts.LONG_SEND, which) * long
+    code = code + getattr(facts.RECEIVE_POINTER, which) * pointers
+    return np.asarray(code + 3 * getattr(facts.EXCHANGE_ENTRY, which))
+
+
+def _moved(plan: StaticPlan) -> np.ndarray:
+    """Fragments in which sums made elsewhere come to the tiles of the result: [tiles]."""
+    outputs, sums = plan.outputs, plan.sums
+    begins = np.concatenate([sums.begin[~sums.at_home], outputs.begin[sums.spread]])
+    tile = np.searchsorted(outputs.begin, np.unique(begins), "right") - 1
+    return np.bincount(outputs.tile[tile], minlength=plan.target.tiles)
+
+
+def plan_report(plan: StaticPlan) -> dict[str, Any]:
+    """A plan as plain numbers and strings, ready for JSON.
+
+    Keys: "plan" (splits, what a tile has), "terms" and "cycles" (the planner's estimate), "memory",
+    "search", "runners_up" (with what they cost more), "predicted" (the execution model's time).
+    """
+    pieces = [plan.pieces(part) for part in range(plan.n_split)]
+    ranges = {
+        name: [
+            int(min((getattr(p, name).min(initial=1 << 60) for p in pieces if len(p)), default=0)),
+            int(max((getattr(p, name).max() for p in pieces if len(p)), default=0)),
+        ]
+        for name in ("blocks", "rows", "columns")
+    }
+    return {
+        "plan": {
+            "method": "static",
+            "n_split": plan.n_split,
+            "bands": plan.num_bands,
+            "tiles": plan.tiles_used,
+            "block": plan.pattern.block_size,
+            "n_padded": plan.n_padded,
+            "planned_rows": plan.planned[0],
+            "planned_columns": plan.planned[1],
+            **{f"{name}_per_tile": found for name, found in ranges.items()},
+        },
+        "terms": dict(plan.terms),
+        "cycles": plan.cycles,
+        "temporary_bytes": plan.temporary_bytes,
+        "memory": {**tile_memory(plan).to_dict(), "bound": plan.search.bound},
+        "search": {"partitions": plan.search.priced, "possible": plan.search.possible},
+        "runners_up": [
+            {**row, "behind": row["cycles"] / max(plan.cycles, 1) - 1}
+            for row in plan.search.runners_up
+        ],
+        "predicted": predict(plan).to_dict(),
+    }
+
+
+def plan_text(plan: StaticPlan, runners_up: int = 5) -> str:
+    """The report for a terminal."""
+    report = plan_report(plan)
+    chosen, memory, time = report["plan"], report["memory"], report["predicted"]
+    p = plan.params
+    shape = f"dense {p.n} x {p.k} times sparse {p.k} x {p.m}"
+    if not p.transposed:
+        shape = f"sparse {p.m} x {p.k} times dense {p.k} x {p.n}"
+    lines = [
+        f"Static plan on {plan.target.name}: {shape}, {plan.dtype}, blocks of {chosen['block']}",
+        f"  {chosen['n_split']} parts of n, {chosen['bands']} column bands, "
+        f"{chosen['tiles']} of {plan.target.tiles} tiles",
+        "  a tile has "
+        + ", ".join(
+            f"{low:,} to {high:,} {what}"
+            for what in ("blocks", "rows", "columns")
+            for low, high in [chosen[f"{what}_per_tile"]]
+        ),
+        "",
+        f"Planned: {plan.cycles:,} cycles",
+        *(
+            f"  {name:<22}{cycles:>12,}{cycles / max(plan.cycles, 1):>8.1%}"
+            for name, cycles in plan.terms.items()
+            if cycles
+        ),
+        "",
+        f"Predicted: {time['cycles']:,.0f} cycles, {time['tflops']:.2f} TFLOP/s",
+        *(
+            f"  {step['name']:<22}{step['compute'] + step['exchange']:>12,.0f}"
+            for step in time["steps"]
+        ),
+        f"  {'synchronisation':<22}{time['sync_cycles']:>12,.0f}",
+        "",
+        f"Memory of a tile: temporary {plan.temporary_bytes:,} B planned "
+        f"(bound {memory['bound']:,} B)",
+        *(
+            f"  {key:<22}{memory[key]:>12,} B"
+            for key in ("buckets", "operands", "temporary", "code", "needed", "available")
+        ),
+    ]
+    if not memory["fits"]:
+        lines.append("  does NOT fit: use a smaller n or more tiles")
+    search = report["search"]
+    lines += ["", f"Search: {search['partitions']:,} priced, {search['possible']:,} possible"]
+    if rows := report["runners_up"][:runners_up]:
+        lines.append("Runners-up:")
+        lines += [
+            f"  n_split={row['n_split']} bands={row['bands']:<5}{row['cycles']:>12,}"
+            f"{row['behind']:>+9.2%}{row['temporary_bytes']:>12,} B"
+            for row in rows
+        ]
+    return "\n".join(lines)

@@ -14,8 +14,8 @@ import numpy as np
 from dynsparse.checks import check_integer
 from dynsparse.pattern import SparsePattern
 from popsparse.encoding.formats import SparseMatrix
-from popsparse.planning.data_types import number
 from popsparse.planning.options import flag, parse_options
+from popsparse.planning.params import number
 
 BLOCK_SIZES = (1, 4, 8, 16)
 """Blocks that have a kernel."""

@@ -1,10 +1,4 @@
-"""The planner of static products: the best of all column bands and splits of the dense columns.
-
-It knows the pattern. Columns are cut into bands of about equally many non-zeros; each band gets
-tiles in proportion to them; a tile gets an equal number of the band's blocks, in row order. The
-estimate assumes that blocks are spread at random over the rows and columns kept (section 6.2 of
-docs/popsparse-formulas.md); `static.model` then times what really comes out.
-"""
+"""The planner of static products."""
 
 from __future__ import annotations
 
@@ -12,21 +6,186 @@ import hashlib
 import logging
 import math
 from collections import Counter
+from collections.abc import Iterator
 from dataclasses import replace
+from functools import cache
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from dynsparse.pattern import SparsePattern
-from popsparse.planning.cache import PlanningCache
-from popsparse.planning.data_types import DataType, data_type
-from popsparse.planning.parts import ceil_div
-from popsparse.planning.words import WORD_LIMIT
-from popsparse.static import cycles as cycles_of
-from popsparse.static.bands import Bands, Interval, kept_first
-from popsparse.static.cuts import Cut, Cuts
-from popsparse.static.layout import StaticPlan, StaticSearch, work_list_words
+from popsparse.planning.params import WORD_LIMIT, DataType, ceil_div, data_type
+from popsparse.planning.plan import PlanningCache
+from popsparse.static.layout import (
+    Bands,
+    Interval,
+    StaticPlan,
+    StaticSearch,
+    column_bands,
+    kept_first,
+    split_n,
+    split_tiles,
+    tiles_of,
+    work_list_words,
+)
 from popsparse.static.params import MatmulParams, Options, pattern_of
+
+_MOST_N_SPLITS, _MOST_BANDS = 32, 128  # The original's bounds of the search.
+
+
+def _range(fixed: int, most: int, what: str, limit: int) -> range:
+    if fixed > limit:
+        raise ValueError(f"{what} must be at most {limit}, got {fixed}")
+    return range(fixed, fixed + 1) if fixed else range(1, min(most, limit) + 1)
+
+
+class Cut(NamedTuple):
+    """So many parts of n and bands; `kinds` are the different sizes (columns of n, tiles) of the
+    parts."""
+
+    n_split: int
+    bands: int
+    kinds: set[tuple[int, int]]
+
+
+class Cuts:
+    """All cuts of one product.
+
+    Args:
+        n: columns of the dense operand, padded to whole vectors.
+        column_counts: blocks of each column of the pattern, those that are planned for first.
+        planned: how many columns these are.
+
+    Attributes:
+        bands: by their number.
+
+    Raises:
+        ValueError: options that ask for more parts or bands than there can be.
+    """
+
+    def __init__(
+        self,
+        target: Any,
+        dtype: DataType,
+        options: Options,
+        pattern: SparsePattern,
+        n: int,
+        column_counts: np.ndarray,
+        planned: int,
+    ) -> None:
+        self.n, self.vector, self.tiles = n, dtype.vector_width, target.tiles
+        bus = target.exchange_bus_tiles
+        self.grain = bus if target.tiles % bus == 0 else 1
+        self.tile_grains = target.tiles // self.grain
+        self.fixed_split = bool(options.n_split)
+        most = min(n // self.vector, self.tile_grains)
+        self.splits = _range(options.n_split, _MOST_N_SPLITS, "n_split", most)
+        # A grain of columns: one, or as many blocks as the data path has numbers.
+        band_grain = 1 if pattern.block_size == 1 else self.vector
+        numbers = _range(
+            options.num_bands,
+            min(_MOST_BANDS, ceil_div(planned, band_grain)),
+            "num_bands",
+            min(self.tile_grains, pattern.grid[1]),
+        )
+        self.bands = {number: column_bands(column_counts, number) for number in numbers}
+        self.band_tiles = cache(self._band_tiles)
+
+    def parts(self, split: int) -> tuple[list[Interval], list[Interval]]:
+        """The parts of n and the tiles of each."""
+        n_parts = split_n(self.n, split, self.vector)
+        return n_parts, split_tiles(n_parts, self.tiles, self.grain)
+
+    def _band_tiles(self, number: int, tiles: int) -> tuple[int, ...] | None:
+        """How many of a part's tiles each of `number` bands gets; None: they are too few."""
+        return tiles_of(self.bands[number].blocks, tiles, self.grain)
+
+    def __iter__(self) -> Iterator[Cut]:
+        for split in self.splits:
+            n_parts, tile_parts = self.parts(split)
+            kinds = {(n.size, t.size) for n, t in zip(n_parts, tile_parts, strict=True)}
+            same_as_fewer = len(n_parts) < split and not self.fixed_split
+            if same_as_fewer or any(tiles <= 0 for _, tiles in kinds):
+                continue
+            for number in self.bands:
+                if split * number > self.tile_grains:
+                    break
+                yield Cut(split, number, kinds)
+
+
+Numbers = Any
+_PATH_BYTES = 8  # The data path, and a load of weights: 64 bits.
+
+
+def element_product(rows: Numbers, nz: Numbers, n: int, dtype: DataType) -> Numbers:
+    """Instructions of a worker with `rows` rows of `nz` elements in all, times n columns.
+
+    The printed form counts k elements for every one of m rows; here m k is the number of elements,
+    so it serves for rows of any length.
+    """
+    rows, more = np.asarray(rows), np.asarray(nz) - rows  # Each row's first element is apart.
+    if dtype.size == 2:
+        if n == 4:
+            return 31 + rows * 7 + more * 2
+        if n == 8:
+            return 31 + rows * 8 + more * 3
+        whole, rest = n // 8, n % 8 != 0
+        return 33 + rows * (11 + whole * 14 + rest * 9) + more * (whole * 3 + rest * 2)
+    if n == 2:
+        return 29 + rows * 5 + more * 2
+    if n == 4:
+        return 30 + rows * 6 + more * 3
+    whole, rest = n // 4, n % 4 != 0
+    return 31 + rows * (12 + (whole + rest) * 10) + more * (whole * 3 + rest * 2)
+
+
+def _block_constants(block: int, n: int, dtype: DataType) -> tuple[int, int, int]:
+    """Of a worker with n columns: start, each row, each block."""
+    if dtype.size == 2:
+        if block == 4:
+            return 17, 1, (7 if n <= 2 else 13) + n
+        return 13, 1, 14 + 2 * (n - 1) if block == 8 else 19 + 4 * (n - 1)
+    if block == 4:
+        return 13, 1, 12 + 4 * (n - 1)
+    if block == 8:
+        return 13, 4, 19 + 8 * (n - 1)
+    # A block is stored as two halves of 16 x 8.
+    return 16, 4, 58 if n == 1 else 2 * (37 + 8 * (n - 1))
+
+
+def block_product(
+    rows: Numbers, blocks: Numbers, n: int, block: int, dtype: DataType, workers: int
+) -> Numbers:
+    """Cycles of a tile with `rows` block rows of `blocks` blocks in all; workers share n."""
+    start, by_row, by_block = _block_constants(block, -(-n // workers), dtype)
+    load = block * block * dtype.size // _PATH_BYTES
+    return (
+        30
+        + start * workers
+        + np.asarray(rows) * (by_row * workers + 17)
+        + np.asarray(blocks) * (16 + load + by_block * workers)
+    )
+
+
+def zero(rows: Numbers, n: int, block: int, dtype: DataType, workers: int) -> Numbers:
+    """Zeroing the partials; only 8 x 8 and 16 x 16 float32 blocks need it."""
+    if dtype.size == 2 or block < 8:
+        return 0 * np.asarray(rows)
+    words = np.asarray(rows) * block * n * dtype.size // _PATH_BYTES
+    return workers * (12 + -(-words // workers))
+
+
+def reduce(vectors: Numbers, partials: Numbers, dtype: DataType, workers: int) -> Numbers:
+    """Cycles of a tile that adds `partials` vectors into `vectors` results.
+
+    The printed form has `depth` partials for every result; partials = vectors x depth gives it.
+    A vector is 8 float16 or 4 float32 numbers.
+    """
+    store = 8 if dtype.size == 2 else 5
+    share = -(-np.asarray(vectors) // workers)
+    added = -(-np.asarray(partials) // workers)
+    return workers * (16 + share * (5 + store) + added)
+
 
 _log = logging.getLogger("dynsparse.popsparse")
 
@@ -129,10 +288,10 @@ class _Estimate:
         each = ceil_div(share, m)
         if block == 1:
             part = ceil_div(m, workers)
-            worker = int(cycles_of.element_product(part, part * each, n, self.dtype))
+            worker = int(element_product(part, part * each, n, self.dtype))
             compute = workers * worker
         else:
-            compute = int(cycles_of.block_product(m, m * each, n, block, self.dtype, workers))
+            compute = int(block_product(m, m * each, n, block, self.dtype, workers))
         operand, values = n * k * block * size, share * block * block * size
         outputs = m * n * block
         spread = math.ceil(math.sqrt(row_there * (1 - row_there) * len(tiles)))
@@ -140,7 +299,7 @@ class _Estimate:
         moved = ceil_div(outputs * size * (depth - 1), depth)
         summed = ceil_div(outputs, depth)
         vectors = ceil_div(ceil_div(summed, workers), 16 // size) * workers
-        clear = int(cycles_of.zero(m, n, block, self.dtype, workers))
+        clear = int(zero(m, n, block, self.dtype, workers))
         terms = {
             # Neighbouring tiles share the bus, so common columns arrive at twice the rate.
             "gather dense operand": int(math.ceil(operand / (bus * rate)) * (reach / k)),
@@ -150,7 +309,7 @@ class _Estimate:
             "exchange partials": math.ceil(moved / rate),
             "reduce": 0
             if depth == 1
-            else int(cycles_of.reduce(vectors, vectors * depth, self.dtype, workers)),
+            else int(reduce(vectors, vectors * depth, self.dtype, workers)),
             "move output": ceil_div(self.params.m * self.n * size, self.target.tiles),
         }
         held = outputs * size

@@ -26,7 +26,7 @@ from popsparse.machine import (
     WriteUndef,
     concat,
 )
-from popsparse.machine.liveness import analyse
+from popsparse.machine.memory import analyse
 from popsparse.machine.tensor import Tensor
 
 # Sizes in floats; each variable has its own power of two, so a sum says which are held.

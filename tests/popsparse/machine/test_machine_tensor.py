@@ -4,7 +4,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from popsparse.machine import FLOAT, HALF, Graph, Target, concat
-from popsparse.machine.errors import MappingError
+from popsparse.machine.dtypes import MappingError
 from popsparse.machine.intervals import Runs, TileMap, expand, refine, union_lengths
 from popsparse.machine.tensor import Tensor
 

@@ -26,7 +26,7 @@ from popsparse.planning.params import FullyConnectedParams, SparsityParams
 from popsparse.planning.report import plan_report
 from popsparse.planning.search import make_plan
 from popsparse.report import encoding_data
-from popsparse.timing.model import predict
+from popsparse.timing import predict
 
 VOID = {"meta", "link", "br", "hr", "img", "input"}
 

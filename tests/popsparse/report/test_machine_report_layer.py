@@ -13,8 +13,8 @@ from dynsparse.cli.app import run
 from popsparse.layer import Layer
 from popsparse.machine import Target
 from popsparse.planning.params import FullyConnectedParams, SparsityParams
-from popsparse.planning.planning import plan as make
 from popsparse.planning.search import make_plan
+from popsparse.planning.search import plan as make
 from popsparse.report import write_layer_report
 
 COMMAND = "matmul --rows 128 --cols 96 --batch 32 --density 0.2 --block-size 8 --tiles 16"

@@ -19,7 +19,7 @@ from popsparse.machine import (
     codelets,
 )
 from popsparse.report.data import read_profiles
-from popsparse.report.timeline import Run, alike, fold, timeline_data
+from popsparse.report.steps import Run, alike, fold, timeline_data
 
 
 def unrolled(runs: list[Run], order: list[int]) -> list[int]:

@@ -168,38 +168,13 @@ def wrong(*path, value):
     return change
 
 
-RUN = ("runs", 0)
-CONTENTS = (*RUN, "contents")
 DAMAGED = {
-    "not JSON": (lambda content: "{", "it is not JSON of Unicode text"),
-    "half a sign": (wrong("summary", value={"\ud800": 1}), "it is not JSON of Unicode text"),
+    "not JSON": (lambda content: "{", "got no JSON of Unicode text"),
     "a list": (lambda content: [1], "the key 'format' must be 'dynsparse-profile'"),
     "foreign": (wrong("format", value="other"), "the key 'format' must be"),
     "later": (wrong("version", value=2), "version 1 is known here, got 2"),
-    "no title": (wrong("title", value=" "), "title must be a text"),
-    "summary": (wrong("summary", value=[1]), "summary must be a mapping"),
-    "plan": (wrong("plan", value={"x": 1}), 'plan is damaged: "ValueError: plan must be what'),
-    "encoding": (wrong("encoding", value={"partition": {}}), "encoding is damaged"),
-    "predicted": (wrong("predicted", value={"a": {"cycles": 1, "steps": [{}]}}), "predicted is da"),
-    "runs": (wrong("runs", value={}), "runs must be a list, got dict"),
-    "a run": (wrong("runs", value=[3]), "a run must be a mapping, got int"),
-    "target": (wrong(*RUN, "target", value=3), "target must be a mapping, got int"),
-    "tiles": (wrong(*RUN, "target", "tiles", value=4), "must be 4 numbers, got the shape [5]"),
-    "worst": (wrong(*RUN, "memory", "worst_tile", value=[1]), "worst_tile must be a number"),
-    "counts": (wrong(*RUN, "counts", value=[1]), "counts must be a mapping, got list"),
-    "codelets": (wrong(*RUN, "codelets", value={"a": 3}), "codelets must be a mapping"),
-    "categories": (wrong(*RUN, "tiles", "memory", value=[3]), "memory must be a mapping"),
-    "variables": (wrong(*CONTENTS, "variables", value=7), "variables must be a list, got int"),
-    "kind": (wrong(*CONTENTS, "variables", 0, "kind", value="huge"), "kind must be one of"),
-    "stretch": (
-        wrong(*CONTENTS, "variables", 0, "on", value=[[0, 9, 4]]),
-        "expected stretches of tiles 0 to 4",
-    ),
-    "columns": (wrong(*CONTENTS, "variables", 0, "on", value=[[0, 9]]), "rows of 3 whole numbers"),
-    "live": (wrong(*CONTENTS, "live", 0, value=[0, [99]]), "a variable must be a number below 4"),
-    "vertices": (wrong(*CONTENTS, "vertices", 0, "step", value=99), "step must be a number below"),
-    "circle": (wrong(*RUN, "tree", 1, "parts", value=[["", 0, 1]]), "part 0 of"),
-    "tree": (wrong(*RUN, "tree", 0, value={}), "node 0 must have the key 'step'"),
+    "a run": (wrong("runs", value=[{"program": "a"}]), "the key 'cycles' is missing"),
+    "target": (wrong("runs", 0, "target", value=3), "profile: "),
 }
 
 

@@ -7,10 +7,10 @@ from typing import Any
 from dynsparse.cli.matmul.figures import show
 from dynsparse.cli.matmul.pages import write
 from dynsparse.cli.matmul.request import Request
-from popsparse.machine.errors import OutOfMemoryError
+from popsparse.machine.dtypes import OutOfMemoryError
 from popsparse.measure import dense_figures, dense_plan_figures, dense_plans, run_dense
-from popsparse.planning.dense_planner import DensePlan
-from popsparse.timing.run import Run
+from popsparse.planning.dense import DensePlan
+from popsparse.timing import Run
 
 
 def run(request: Request) -> None:

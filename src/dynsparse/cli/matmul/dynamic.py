@@ -9,12 +9,12 @@ from dynsparse.cli.matmul.pages import write
 from dynsparse.cli.matmul.request import Request
 from popsparse.estimates import UpdateEstimate
 from popsparse.layer import Layer
-from popsparse.machine.errors import OutOfMemoryError
+from popsparse.machine.dtypes import OutOfMemoryError
 from popsparse.measure import plan_figures, sparse_figures
-from popsparse.planning.data_types import data_type
+from popsparse.planning.params import data_type
 from popsparse.planning.plan import Plan
-from popsparse.planning.planning import plan as make_plan
 from popsparse.planning.report import plan_report, plan_text
+from popsparse.planning.search import plan as make_plan
 
 
 def run(request: Request) -> None:

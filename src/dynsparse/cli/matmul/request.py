@@ -204,7 +204,7 @@ class Request:
     def _check_update(self) -> None:
         if self.update is None:
             return
-        from popsparse.planning.update import POOLINGS
+        from popsparse.planning.options import POOLINGS
 
         check_choice("--update", self.update, POOLINGS)
 
@@ -215,7 +215,7 @@ class Request:
     @cached_property
     def names(self) -> tuple[str, ...]:
         """The passes, in the order they run."""
-        from popsparse.planning.planning import parse_passes
+        from popsparse.planning.search import parse_passes
 
         asked = [name.strip() for name in self.passes.split(",")]
         return tuple(name for name in parse_passes(asked) if name in asked)

@@ -7,16 +7,16 @@ from typing import Any
 from dynsparse.cli.matmul.figures import median, show, summarise
 from dynsparse.cli.matmul.pages import write
 from dynsparse.cli.matmul.request import Request
-from popsparse.planning.data_types import data_type
-from popsparse.static.layout import StaticPlan
-from popsparse.static.measure import (
-    plan_figures,
+from popsparse.measure import (
     plan_passes,
     run_passes,
     static_figures,
+    static_plan_figures,
 )
-from popsparse.static.report import plan_report, plan_text
-from popsparse.timing.run import Run
+from popsparse.planning.params import data_type
+from popsparse.static.layout import StaticPlan
+from popsparse.static.model import plan_report, plan_text
+from popsparse.timing import Run
 
 
 def run(request: Request) -> None:
@@ -33,7 +33,7 @@ def run(request: Request) -> None:
         write(request, lambda: _page(request, plans, {"estimated_cycles": estimated}))
         if request.as_json:
             report = {name: plan_report(plan) for name, plan in plans.items()}
-            chosen = plan_figures(next(iter(plans.values())))
+            chosen = static_plan_figures(next(iter(plans.values())))
             show({"plan": chosen, "estimated_cycles": estimated, "report": report}, request)
     runs: list[dict[str, Any]] = []
     plans_of, ran = [], []
@@ -46,7 +46,7 @@ def run(request: Request) -> None:
     if request.plan_only:
         return
     middle = median(runs)
-    chosen = plan_figures(next(iter(plans_of[middle].values())))
+    chosen = static_plan_figures(next(iter(plans_of[middle].values())))
     figures = {k: v for k, v in runs[middle].items() if k not in ("propagation_steps", "spilled")}
     write(request, lambda: _page(request, plans_of[middle], figures, ran[middle]))
     show(summarise(request, chosen, runs), request)

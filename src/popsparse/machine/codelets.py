@@ -1,0 +1,209 @@
+"""Codelets that programs share: elementary arithmetic, and control."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from popsparse.machine.dtypes import BOOL, FLOAT, HALF, INT, SHORT, UNSIGNED_INT, UNSIGNED_SHORT
+from popsparse.machine.vertex import Codelet, In, InOut, Out, VertexView
+
+_REAL = (HALF, FLOAT)
+
+
+def _elements(v: VertexView, array: np.ndarray) -> int:
+    """Elements of one vertex."""
+    return array.size // max(v.count, 1)
+
+
+def _share(v: VertexView, count: int) -> int:
+    """Elements of the busiest worker."""
+    return -(-count // v.target.workers)
+
+
+def _width(v: VertexView, dtype: np.dtype) -> int:
+    return v.target.data_path_bits // (8 * dtype.itemsize)
+
+
+def _vectors(v: VertexView, array: np.ndarray) -> int:
+    """Vectors of the data path the busiest worker handles."""
+    return -(-_share(v, _elements(v, array)) // _width(v, array.dtype))
+
+
+def _fill(v: VertexView) -> None:
+    v.out[...] = v.value
+
+
+def _copy(v: VertexView) -> None:
+    v.out[...] = v.src
+
+
+def _store_cycles(v: VertexView) -> int:
+    words = -(-_elements(v, v.out) * v.out.itemsize * 8 // v.target.data_path_bits)
+    return 12 + _share(v, words)
+
+
+FILL = Codelet(
+    "fill",
+    {"out": Out()},
+    _fill,
+    # Section 3.6 of docs/popsparse-formulas.md: one store of the data path each cycle.
+    _store_cycles,
+    "workers",
+    scalars=("value",),
+)
+
+COPY = Codelet(
+    "copy",
+    {"src": In(), "out": Out()},
+    _copy,
+    # As zeroing: a load and a store issue together (Target::getMemcpyBytesPerCycle is 8).
+    _store_cycles,
+    "workers",
+)
+
+
+def _cast_cycles(v: VertexView) -> int:
+    share = _share(v, _elements(v, v.out))
+    widths = _width(v, v.src.dtype), _width(v, v.out.dtype)
+    return 26 + max(-(-share // width) for width in widths)
+
+
+# Cast: section 3.4 of docs/popsparse-formulas.md.
+CAST = Codelet("cast", {"src": In(), "out": Out()}, _copy, _cast_cycles, "workers")
+
+
+def _add(v: VertexView) -> None:
+    np.add(v.a, v.b, out=v.out, dtype=np.float32, casting="same_kind")
+
+
+def _multiply(v: VertexView) -> None:
+    np.multiply(v.a, v.b, out=v.out, dtype=np.float32, casting="same_kind")
+
+
+def _add_scaled(v: VertexView) -> None:
+    scale = np.asarray(v.scale, np.float32)
+    scale = scale.reshape(scale.shape + (1,) * (v.a.ndim - v.rank)) if scale.ndim else scale
+    v.a[...] = v.a.astype(np.float32) + scale * v.b
+
+
+def _add_cycles(v: VertexView) -> int:
+    # Section 7.3 of docs/popsparse-formulas.md: 11 + workers x (58 + 3 each vector); the 11 of
+    # the supervisor is spread over the workers' 6 slots, rounded up.
+    return 58 + 2 + 3 * _vectors(v, v.a)
+
+
+ADD = Codelet(
+    "add",
+    {"a": In(*_REAL), "b": In(*_REAL), "out": Out(*_REAL)},
+    _add,
+    _add_cycles,
+    "workers",
+    flops=lambda v: _elements(v, v.out),
+)
+MULTIPLY = Codelet(
+    "multiply",
+    {"a": In(*_REAL), "b": In(*_REAL), "out": Out(*_REAL)},
+    _multiply,
+    _add_cycles,
+    "workers",
+    flops=lambda v: _elements(v, v.out),
+)
+# a += scale * b
+ADD_SCALED = Codelet(
+    "add scaled",
+    {"a": InOut(*_REAL), "b": In(*_REAL)},
+    _add_scaled,
+    _add_cycles,
+    "workers",
+    scalars=("scale",),
+    flops=lambda v: 2 * _elements(v, v.b),
+)
+
+
+def _reduce(v: VertexView) -> None:
+    v.out[...] = v.partials.sum(v.rank, dtype=np.float32)
+
+
+def _reduce_cycles(v: VertexView) -> int:
+    # Reduce: section 3.4 of docs/popsparse-formulas.md.
+    n, depth = _elements(v, v.out), v.partials.shape[v.rank]
+    half_in, half_out = v.partials.itemsize == 2, v.out.itemsize == 2
+    width = 8 if half_in else 4
+    loops = n // width + (n % width).bit_count()
+    whole, rest = divmod(loops, v.target.workers)
+    extra = 0
+    if rest:
+        if n % width:
+            extra = 2 * depth + (11 if half_in else 13)
+        else:
+            whole += 1
+    each = (8 if half_out else 9) if half_in else (6 if half_out else 7)
+    return 32 + extra + whole * (3 * depth + each)
+
+
+# partials [depth, ...] to out [...].
+REDUCE = Codelet(
+    "reduce",
+    {"partials": In(*_REAL), "out": Out(*_REAL)},
+    _reduce,
+    _reduce_cycles,
+    "workers",
+    flops=lambda v: _elements(v, v.partials),
+)
+
+
+def _dot(v: VertexView) -> None:
+    v.out[...] = np.einsum("...n,...n->...", v.a, v.b, dtype=np.float32).reshape(v.out.shape)
+
+
+# One worker's dot product of two [n] rows: the estimate of Poplar's tutorial on matrix-vector
+# products, 5 + (n + 1) / 2 for float, twice as wide for half.
+DOT = Codelet(
+    "dot product",
+    {"a": In(*_REAL), "b": In(*_REAL), "out": Out(*_REAL)},
+    _dot,
+    lambda v: 5 + (v.a.shape[-1] + _width(v, v.a.dtype) - 1) // _width(v, v.a.dtype),
+    flops=lambda v: 2 * v.a.shape[-1],
+)
+
+
+_WHOLE = (INT, UNSIGNED_INT, SHORT, UNSIGNED_SHORT)
+
+
+def _cycles(v: VertexView) -> int:
+    # Entry and exit of a worker vertex (3), then load, operate and store for each element.
+    first = next(iter(v._writable.values()))
+    return 3 + 3 * (first.size // max(v.count, 1))
+
+
+def _increment(v: VertexView) -> None:
+    v.value[...] += 1
+
+
+def _decrement(v: VertexView) -> None:
+    v.value[...] -= 1
+
+
+def _toggle(v: VertexView) -> None:
+    v.value[...] = 1 - v.value
+
+
+def _not_zero(v: VertexView) -> None:
+    v.out[...] = v.value != 0
+
+
+def _equal_zero(v: VertexView) -> None:
+    v.out[...] = v.value == 0
+
+
+def _logical_not(v: VertexView) -> None:
+    v.out[...] = ~v.value
+
+
+INCREMENT = Codelet("increment", {"value": InOut(*_WHOLE)}, _increment, _cycles)
+DECREMENT = Codelet("decrement", {"value": InOut(*_WHOLE)}, _decrement, _cycles)
+# 0 becomes 1 and 1 becomes 0: which of two buffers is current.
+TOGGLE = Codelet("toggle", {"value": InOut(*_WHOLE)}, _toggle, _cycles)
+NOT_ZERO = Codelet("not zero", {"value": In(*_WHOLE), "out": Out(BOOL)}, _not_zero, _cycles)
+EQUAL_ZERO = Codelet("equal zero", {"value": In(*_WHOLE), "out": Out(BOOL)}, _equal_zero, _cycles)
+LOGICAL_NOT = Codelet("not", {"value": In(BOOL), "out": Out(BOOL)}, _logical_not, _cycles)

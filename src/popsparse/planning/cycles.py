@@ -1,0 +1,475 @@
+"""Cycles that the planner expects of vertices, tiles and exchanges."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from popsparse.planning.params import DataType, ceil_div
+
+CONTROL_INSTRUCTIONS = 20
+"""Worker instructions of a vertex that reads, computes and writes one number. 10 to 40."""
+
+LOOP_STEPS = 4
+"""Supersteps of one turn that exchange anything: the loop's condition and two choices, each told to
+all tiles, and the buckets passed on. What else there is in a turn needs no tile but its own, so no
+synchronisation. The original's loop has a choice more."""
+
+LOOP_CONTROL = 5 * CONTROL_INSTRUCTIONS
+"""Worker instructions of a turn's control: five such vertices."""
+
+
+Ints = Any
+_SCALE = 16  # The original works in sixteenths of a byte a cycle.
+
+
+class ExchangeCost:
+    """Cycles of an exchange in which each tile receives so many bytes."""
+
+    def __init__(self, target: Any) -> None:
+        rate = float(target.exchange_bytes_per_cycle)
+        self.rate = max(1, int(np.floor(rate * _SCALE + 0.5)))
+        self.bus_tiles = int(target.exchange_bus_tiles)
+
+    def __call__(self, received: Ints) -> Ints:
+        return -(-np.asarray(received) * _SCALE // self.rate)
+
+    def broadcast(self, received: Ints, same: Ints, receiving: Ints) -> Ints:
+        """The same when `same` neighbouring tiles, of `receiving` in all, get equal data.
+
+        Tiles that share a bus receive common data at the sum of their rates.
+        """
+        share = np.where(
+            np.asarray(same) == receiving, self.bus_tiles, np.gcd(same, self.bus_tiles)
+        )
+        return -(-np.asarray(received) * _SCALE // (self.rate * share))
+
+
+def cast(elements: Ints, source: DataType, result: DataType, workers: int) -> Ints:
+    """Converting `elements` numbers."""
+    share = ceil_div(elements, workers)
+    slowest = min(source.vector_width, result.vector_width)
+    return workers * (26 + ceil_div(share, slowest))
+
+
+def reduce(outputs: Ints, depth: Ints, partials: DataType, result: DataType, workers: int) -> Ints:
+    """Adding `depth` partials into each of `outputs` results."""
+    width = 2 * partials.vector_width
+    outputs, depth = np.asarray(outputs), np.asarray(depth)
+    rest = outputs % width
+    # What is left after the whole vectors is done in powers of two.
+    odd_loops = sum((rest >> bit) & 1 for bit in range(3))
+    loops = outputs // width + odd_loops
+    share, more = loops // workers, loops % workers > 0
+    remainder = np.where(more & (rest != 0), 2 * depth + (13 if partials.size == 4 else 11), 0)
+    share = share + (more & (rest == 0))
+    store = {(4, 4): 7, (4, 2): 6, (2, 4): 9, (2, 2): 8}[partials.size, result.size]
+    return workers * (32 + remainder + share * (3 * depth + store))
+
+
+def transpose_blocks(count: Ints, rows: int, columns: int, dtype: DataType, workers: int) -> Ints:
+    """Transposing `count` blocks of rows x columns."""
+    grain = dtype.vector_width
+    per_grain = 3 if dtype.size == 4 else 4
+    row_grains, column_grains = -(-rows // grain), -(-columns // grain)
+    share = ceil_div(count, workers)
+    if row_grains == column_grains == 1:
+        work = np.where(share == 1, 29, 37 + (share - 2) * per_grain)
+    elif column_grains == 1:
+        work = 27 + share * (35 + per_grain * (row_grains - 2))
+    else:
+        work = 29 + share * (18 + row_grains * (12 + per_grain * (column_grains - 2)))
+    return 7 + workers * work
+
+
+def gather(elements: Ints, dtype: DataType, workers: int) -> Ints:
+    """Permuting the non-zeros of a bucket for grad_input's own buckets."""
+    elements = np.asarray(elements)
+    width = dtype.vector_width
+    rest = elements % width
+    vectors = ceil_div(elements // width, workers)
+    # The last, partial vector replaces one turn of the loop where there is a loop.
+    if dtype.size == 4:
+        first, step, partial = 5, 3, np.where(rest > 0, 5, 0)
+    else:
+        first, step, partial = 8, 5, np.select([rest == 0, rest == 3], [0, 14], 10)
+    loop = np.where(vectors > 0, first + step * (vectors - 1), 0)
+    extra = np.maximum(0, partial - np.where(vectors > 0, step, 0))
+    return 18 + workers * (23 + loop + extra)
+
+
+def rearrange_batch(blocks: Ints, edge: int, z: Ints, dtype: DataType, workers: int) -> Ints:
+    """Bringing a dense operand into the order in which grad_weight's matrix units read it."""
+    steps = np.asarray(z) // (32 // dtype.size)
+    inner = 12 * edge // 2 if dtype.size == 4 else 23 * edge // 4
+    return 18 + workers * (34 + ceil_div(blocks, workers) * (3 + steps * (3 + inner)))
+
+
+@dataclass(frozen=True)
+class Search:
+    """What a vertex looks through before it finds its work. The planner assumes (z, z, 1)."""
+
+    buckets: Ints = 1
+    matched: Ints = 1
+    sub_groups: int = 1
+
+    @property
+    def position(self) -> float:
+        """Average place of the first match among the sub-groups of a bucket."""
+        return (self.sub_groups - 1) / 2 + 1
+
+    def cycles(self, miss: int, per_position: int, per_match: int) -> Ints:
+        unmatched = (self.buckets - self.matched) * self.sub_groups
+        return miss * unmatched + int(per_position * self.position + per_match) * self.matched
+
+
+ONE = Search()
+
+
+def _by_z(z: Ints, exact: dict[int, tuple[Ints, ...]], general: tuple[Ints, ...]) -> list[Ints]:
+    """Choose, place by place, the constants of the specialised kernels for some values of z."""
+    z = np.asarray(z)
+    conditions = [z == key for key in exact]
+    return [
+        np.select(conditions, [exact[key][i] for key in exact], general[i])
+        for i in range(len(general))
+    ]
+
+
+def _rows(x: Ints, y: Ints, z: Ints, dtype: DataType, constants: dict[str, Any]) -> Ints:
+    """Worker cycles of the element kernels of forward and grad_input over all rows."""
+    single, first, last = constants["z"], constants["first"], constants["last"]
+    if dtype.size == 4:
+        inner = (
+            np.where(z >= 4, first + 3 * (z // 4) * y, 0)
+            + np.where(z & 2, 8 + 2 * (z // 2) * y, 0)
+            + np.where(z & 1, 8 + 2 * y, 0)
+            + np.where(z & 3, 3, 1)
+        )
+        widths = (4, 2)
+    else:
+        inner = (
+            np.where(z >= 8, first + 3 * (z // 8) * y, 0)
+            + np.where(z & 4, 13 + 2 * y, 0)
+            + np.where(z & 3, last + 2 * y * (z & 3), 0)
+        )
+        widths = (8, 4)
+    wide, narrow = widths
+    start, per_row, per_z = _by_z(
+        z,
+        {wide: (*single[0], 3 * y), narrow: (*single[1], 2 * y)},
+        (*single[2], inner),
+    )
+    return start + x * (per_row + per_z)
+
+
+_FORWARD = {
+    4: {"z": ((25, 13), (27, 11), (30, 13)), "first": 12, "last": 0},
+    2: {"z": ((28, 15), (30, 11), (33, 12)), "first": 16, "last": 11},
+}
+_GRAD_INPUT = {
+    4: {"z": ((23, 13), (25, 11), (33, 13)), "first": 10, "last": 0},
+    2: {"z": ((26, 15), (28, 11), (32, 11)), "first": 14, "last": 10},
+}
+
+
+def element_forward(
+    x: Ints, y: Ints, z: Ints, dtype: DataType, workers: int, search: Search = ONE
+) -> Ints:
+    """Forward of unstructured sparsity: vectors of the batch, one non-zero after another."""
+    work = _rows(x, y, z, dtype, _FORWARD[dtype.size])
+    return workers * work + 30 + search.cycles(32, 47, 46)
+
+
+def element_grad_input(
+    x: Ints, y: Ints, z: Ints, dtype: DataType, workers: int, search: Search = ONE
+) -> Ints:
+    """grad_input from buckets of its own."""
+    work = _rows(x, y, z, dtype, _GRAD_INPUT[dtype.size])
+    return workers * work + 30 + search.cycles(32, 46, 46)
+
+
+def element_transposed(
+    x: Ints, y: Ints, z: Ints, dtype: DataType, workers: int, search: Search = ONE
+) -> Ints:
+    """grad_input from the forward buckets. The non-zeros of a row are shared among the workers."""
+    share = -(-np.asarray(y) // workers)
+    if dtype.size == 4:
+        start, per_row = 23, 24
+        per_z = 8 + np.where(z >= 2, (2 + 3 * (z // 2)) * share, 0) + (z & 1) * 4 * share
+    else:
+        general = (
+            8
+            + np.where(z >= 4, (2 + 5 * (z // 4)) * share, 0)
+            + np.where(z & 3, (5 + 3 * (z & 3)) * share, 0)
+        )
+        start, per_row, per_z = _by_z(
+            z, {8: (20, 18, 10 * share), 4: (20, 21, 7 * share)}, (26, 22, general)
+        )
+    return workers * (start + x * (per_row + per_z)) + 30 + search.cycles(32, 44, 68)
+
+
+def element_grad_weight(
+    x: Ints, y: Ints, z: Ints, dtype: DataType, workers: int, search: Search = ONE
+) -> Ints:
+    """grad_weight: a dot product over the batch for each non-zero."""
+    if dtype.size == 4:
+        start, per_row, per_y = _by_z(
+            z, {4: (30, 9, 5), 2: (32, 7, 4)}, (34, 9, 9 + z // 2 + (z & 1))
+        )
+    else:
+        general = 11 + z // 4 + np.where(z & 2, 3, 0) + np.where(z & 1, 4, 0)
+        start, per_row, per_y = _by_z(z, {8: (30, 11, 5), 4: (32, 10, 4)}, (35, 8, general))
+    return workers * (start + x * (per_row + per_y * y)) + 75 + search.cycles(0, 26, 0)
+
+
+_KINDS = {(4, 4): "single", (2, 4): "mixed", (2, 2): "half"}
+
+# (edge, kind) -> cycles per element of z, start of a worker, start of a block for z = 1, 2, more.
+_BLOCK = {
+    (4, "single"): (4, 26, (14, 14, 14)),
+    (4, "mixed"): (2, 26, (17, 18, 19)),
+    (4, "half"): (2, 26, (15, 16, 17)),
+    (8, "single"): (8, 23, (22, 22, 23)),
+    (8, "mixed"): (4, 20, (22, 23, 23)),
+    (8, "half"): (4, 23, (19, 20, 20)),
+    (16, "mixed"): (4, 23, (24, 25, 24)),
+    (16, "half"): (4, 22, (22, 23, 22)),
+}
+
+
+def kernel_edge(block: tuple[int, int], dtype: DataType) -> int:
+    """Edge of the smallest square kernel that holds the block (the largest one if none does).
+
+    The kernels take square blocks of 4 and 8, for float16 also of 16. Other blocks have none, yet
+    embeddings use them and are planned by these formulas all the same.
+    """
+    edges = (4, 8) if dtype.size == 4 else (4, 8, 16)
+    return next((edge for edge in edges if edge >= max(block)), edges[-1])
+
+
+def block_forward(
+    x: Ints,
+    y: Ints,
+    z: Ints,
+    block: tuple[int, int],
+    dtype: DataType,
+    partials: DataType,
+    conv_units: int,
+    workers: int,
+    search: Search = ONE,
+    *,
+    retain: bool = True,
+) -> Ints:
+    """Forward of blocks in the matrix units; with `retain` False, grad_input of the same buckets.
+
+    Each block loads its coefficients, 64 bits a cycle, by the supervisor alone; then the workers
+    stream the batch. 16x16 blocks take two loads on a machine with 8 units.
+    """
+    edge = kernel_edge(block, dtype)
+    per_z, start, by_z = _BLOCK[edge, _KINDS[dtype.size, partials.size]]
+    loads = 1
+    if edge == 16 and conv_units < 16:
+        loads = 2
+        start, by_z = 23, (24, 25, 24)
+    load = edge * edge * dtype.size // 8
+    z = np.asarray(z)
+    enter = np.select([z == 1, z == 2], by_z[:2], by_z[2])
+    held = int(retain)
+    worker = start + x * (y * loads * (enter + z * per_z - 3 * held))
+    supervisor = 40 + search.cycles(33, 46, 56) + (y * (load + 3 + 12 * loads) + held) * x + 2
+    return workers * worker + supervisor
+
+
+_BLOCK_GRAD_WEIGHT = {
+    (4, "single"): (27, 9, 45, 12),
+    (4, "mixed"): (26, 9, 33, 6),
+    (4, "half"): (26, 9, 29, 6),
+    (8, "single"): (24, 7, 208, 48),
+    (8, "mixed"): (26, 9, 113, 24),
+    (8, "half"): (26, 9, 113, 24),
+    (16, "mixed"): (27, 9, 505, 96),
+    (16, "half"): (27, 9, 441, 96),
+}
+
+
+def block_grad_weight(
+    x: Ints,
+    y: Ints,
+    z: Ints,
+    block: tuple[int, int],
+    dtype: DataType,
+    partials: DataType,
+    workers: int,
+    search: Search = ONE,
+) -> Ints:
+    """grad_weight of blocks without the matrix units; any batch."""
+    kind = _KINDS[dtype.size, partials.size]
+    start, per_row, per_block, per_z = _BLOCK_GRAD_WEIGHT[kernel_edge(block, dtype), kind]
+    work = start + x * (per_row + y * (per_block + z * per_z))
+    return workers * work + 75 + search.cycles(0, 26, 0)
+
+
+# (edge, kind) -> coefficient load, run, retained start, per z block, saved on later z blocks.
+_AMP = {
+    (4, "single"): (8, 8, 5, 20, 1),
+    (4, "mixed"): (8, 8, 5, 17, 2),
+    (4, "half"): (8, 8, 5, 15, 1),
+    (8, "single"): (16, 8, 5, 33, 2),
+    (8, "mixed"): (16, 8, 5, 27, 4),
+    (8, "half"): (16, 8, 5, 27, 4),
+    (16, "mixed"): (32, 8, 5, 32, 4),
+    (16, "half"): (32, 8, 5, 32, 4),
+}
+
+
+def block_grad_weight_amp(
+    x: Ints,
+    y: Ints,
+    z: Ints,
+    block: tuple[int, int],
+    dtype: DataType,
+    partials: DataType,
+    workers: int,
+    search: Search = ONE,
+) -> Ints:
+    """grad_weight of blocks in the matrix units: all workers on each block, 16 or 8 of the batch
+    at a time."""
+    kind = _KINDS[dtype.size, partials.size]
+    load, run, start, per_block, saved = _AMP[kernel_edge(block, dtype), kind]
+    steps = -(-np.asarray(z) // (32 // dtype.size))
+    supervisor = (
+        75
+        + search.cycles(0, 26, 0)
+        + 8 * (x - 1)
+        + 23
+        + x * (32 + 10 * (y - 1) + y * (15 + 4 * (steps - 1) + steps * (run + load)))
+    )
+    return workers * (start + x * y * (per_block * steps - saved * (steps - 1))) + supervisor
+
+
+def zero_partials(elements: Ints, workers: int) -> Ints:
+    """Zeroing as the planner prices it: one element a cycle (the machine does 64 bits a cycle)."""
+    return -(-np.asarray(elements) // workers) * workers
+
+
+class WorkPieces(NamedTuple):
+    """Pieces of work in order of sub-groups: row and batch-grain ranges. int64 [pieces].
+
+    `group` names the sub-group, `number` counts the pieces inside it, rows count inside it too.
+    """
+
+    group: np.ndarray
+    number: np.ndarray
+    row: np.ndarray
+    rows: np.ndarray
+    grain: np.ndarray
+    grains: np.ndarray
+
+
+@lru_cache(maxsize=1 << 16)
+def grid_split(rows: int, grains: int, workers: int) -> tuple[tuple[int, int, int, int], ...]:
+    """A rectangle of rows x grains cut for workers: (row, rows, grain, grains) of each piece.
+
+    A near-square grid of pieces, then the largest is halved, along rows where it has more rows than
+    grains, until every worker has one; ties among the largest go to the earliest. See
+    section 2.3 of docs/popsparse-formulas.md.
+    """
+    area = ceil_div(rows * grains, workers)
+    tall = min(ceil_div(area, grains), rows)
+    wide = min(ceil_div(area, tall), grains)
+    xs = [*range(0, rows - tall + 1, tall)]
+    zs = [*range(0, grains - wide + 1, wide)]
+    heights = [b - a for a, b in zip(xs, [*xs[1:], rows], strict=True)]
+    widths = [b - a for a, b in zip(zs, [*zs[1:], grains], strict=True)]
+    pieces = [
+        (x, height, z, width)
+        for x, height in zip(xs, heights, strict=True)
+        for z, width in zip(zs, widths, strict=True)
+    ]
+    while len(pieces) < workers:
+        at = max(range(len(pieces)), key=lambda k: pieces[k][1] * pieces[k][3])
+        x, height, z, width = pieces[at]
+        if height > width:
+            half = height // 2
+            pieces[at] = (x, half, z, width)
+            pieces.append((x + half, height - half, z, width))
+        elif width > 1:
+            half = width // 2
+            pieces[at] = (x, height, z, half)
+            pieces.append((x, height, z + half, width - half))
+        else:
+            break
+    return tuple(sorted(pieces))
+
+
+def grid_splits(
+    rows: np.ndarray, grains: np.ndarray, workers: int
+) -> tuple[np.ndarray, np.ndarray]:
+    """The rows and grains of the pieces of many rectangles: two arrays [workers, len(rows)].
+
+    Idle workers repeat the first piece.
+    """
+    grains = np.broadcast_to(grains, rows.shape)
+    span = int(grains.max()) + 1
+    keys, place = np.unique(rows * span + grains, return_inverse=True)
+    table = np.empty((2, workers, len(keys)), np.int64)
+    for i, key in enumerate(keys.tolist()):
+        pieces = grid_split(key // span, key % span, workers)
+        for j in range(workers):
+            _, table[0, j, i], _, table[1, j, i] = pieces[j] if j < len(pieces) else pieces[0]
+    return table[0][:, place], table[1][:, place]
+
+
+def even_split(count: np.ndarray, workers: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """`count` [groups] things cut evenly: (group, begin, size) of each non-empty piece."""
+    used = np.minimum(count, workers)
+    group = np.repeat(np.arange(len(count)), used)
+    index = np.arange(len(group)) - np.repeat(np.cumsum(used) - used, used)
+    begin = index * count[group] // used[group]
+    end = (index + 1) * count[group] // used[group]
+    return group, begin, end - begin
+
+
+def split_rows(group_rows: np.ndarray, row_nz: np.ndarray, grains: int, workers: int) -> WorkPieces:
+    """Share every sub-group's rows among workers.
+
+    More than twice as many rows as workers are cut by their non-zeros, the whole batch staying
+    together; fewer are cut as a grid of rows x batch grains.
+
+    Args:
+        group_rows: rows of each sub-group, int64 [groups], none of them 0.
+        row_nz: non-zeros of each row, int64 [sum of group_rows], in order of sub-groups.
+        grains: batch grains of a tile.
+    """
+    parts: list[np.ndarray] = []
+    many = np.flatnonzero(group_rows > 2 * workers)
+    first = np.cumsum(group_rows) - group_rows
+    if len(many):
+        before = np.append(0, np.cumsum(row_nz))
+        base = before[first[many]]
+        total = before[first[many] + group_rows[many]] - base
+        # Row boundaries nearest above the ideal share of each worker.
+        ideal = base[:, None] + np.arange(workers + 1) * total[:, None] // workers
+        cut = np.searchsorted(before, ideal) - first[many][:, None]
+        sizes = np.diff(cut, axis=1)
+        which, _ = np.nonzero(sizes)
+        rows = sizes[sizes > 0]
+        parts.append(np.stack([many[which], cut[:, :-1][sizes > 0], rows,
+                               np.zeros_like(rows), np.full_like(rows, grains)]))  # fmt: skip
+    for rows in np.unique(group_rows[group_rows <= 2 * workers]):
+        groups = np.flatnonzero(group_rows == rows)
+        pieces = np.array(grid_split(int(rows), grains, workers), np.int64).T
+        tiled = np.tile(pieces, len(groups))
+        parts.append(np.vstack([np.repeat(groups, pieces.shape[1])[None], tiled]))
+    if not parts:
+        empty = np.zeros(0, np.int64)
+        return WorkPieces(empty, empty, empty, empty, empty, empty)
+    table = np.concatenate(parts, axis=1)
+    table = table[:, np.argsort(table[0], kind="stable")]
+    counts = np.bincount(table[0], minlength=len(group_rows))
+    index = np.arange(table.shape[1]) - np.repeat(np.cumsum(counts) - counts, counts)
+    return WorkPieces(table[0], index, *table[1:])

@@ -1,0 +1,636 @@
+"""The planner of dense products."""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from dataclasses import field as dataclass_field
+from functools import lru_cache
+from itertools import chain, product
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from dynsparse.checks import check_integer
+from dynsparse.typed import typed
+from popsparse.machine.target import Target
+from popsparse.planning import cycles as tile_cycles
+from popsparse.planning.cycles import ExchangeCost
+from popsparse.planning.dense_cycles import (
+    AMP,
+    HMAC,
+    add_in_place,
+    amp,
+    dynamic_slice,
+    hmac,
+    rearrange,
+    reduce_stage,
+    reduction_depths,
+    regroup,
+)
+from popsparse.planning.options import Options, Update
+from popsparse.planning.params import (
+    DataType,
+    FullyConnectedParams,
+    all_partitions,
+    ceil_div,
+    data_type,
+    even_parts,
+    number,
+)
+from popsparse.planning.plan import Plan
+
+Array = Any
+
+
+@dataclass(frozen=True)
+class Cut:
+    """One vertex, orientation and serial split with all its partitions over the tiles.
+
+    `fields` elements are streamed past coefficients of `channels` in- and `outs` out-channels;
+    `partitions` [3, count] are the parts of field, out-channels and in-channels.
+    """
+
+    kind: AMP | HMAC
+    swapped: bool
+    fields: int
+    outs: int
+    channels: int
+    partitions: np.ndarray
+    serial_out: int
+    serial_in: int
+    once: bool
+
+    @property
+    def serial(self) -> int:
+        return self.serial_out * self.serial_in
+
+
+@dataclass(frozen=True)
+class Terms:
+    """Cycles of each term over the whole product, and what else the search compares."""
+
+    terms: dict[str, Array]
+    cycles: Array
+    bytes: Array
+    phases: Array
+    allowed: Array
+
+
+def tile_bytes(cut: Cut, dtype: DataType, partials: DataType) -> Array:
+    """Operands and partials of one vertex: no partition needs less temporary memory."""
+    streamed, held, results = _sizes(cut)[3:]
+    return (held + streamed) * dtype.size + results * partials.size
+
+
+def _sizes(cut: Cut) -> tuple[Array, ...]:
+    """Of the fullest tile: field elements, in- and out-groups; elements streamed, held, made."""
+    f, o, i = cut.partitions
+    kind = cut.kind
+    ft = -(-cut.fields // f)
+    ig = -(-ceil_div(cut.channels, kind.in_channels) // (i * cut.serial_in))
+    og = -(-ceil_div(cut.outs, kind.out_channels) // (o * cut.serial_out))
+    streamed = ft * ig * kind.in_channels
+    held = ig * kind.in_channels * og * kind.out_channels
+    return ft, ig, og, streamed, held, ft * og * kind.out_channels
+
+
+def least_cycles(cut: Cut, dtype: DataType, target: Any) -> Array:
+    """What each partition cannot beat: the peak rate, and the rearrangement of operands."""
+    kind = cut.kind
+    peak = kind.units * 8 // dtype.size if isinstance(kind, AMP) else dtype.vector_width
+    tiles = cut.partitions.prod(axis=0)
+    bound = cut.fields * cut.outs * cut.channels / (peak * tiles)
+    if not cut.swapped:
+        moved = cut.serial * (cut.outs * cut.channels + cut.fields * cut.outs)
+        moved += cut.fields * cut.channels * (1 if cut.once else cut.serial)
+        rate = 5 / (4 * dtype.size) + 1 / target.exchange_bytes_per_cycle
+        bound = bound + moved * dtype.size / tiles * rate
+    return bound
+
+
+def _transform(elements: int, tiles: Array, dtype: DataType, copy_bytes: int, *, odd: bool) -> Any:
+    """Bytes a tile holds of an operand to be rearranged, and the cycles of copying them."""
+    held = -(-elements * dtype.size // tiles)
+    return held, rearrange(held, dtype, copy_bytes, odd=odd)
+
+
+def _reduction(
+    parts: Array, depth: Array, partials: DataType, result: DataType, target: Any
+) -> tuple[Array, Array, Array]:
+    """Compute cycles, exchange cycles of the later stages and the number of stages."""
+    compute, moved, stages = (np.zeros_like(parts) for _ in range(3))
+    exchange = ExchangeCost(target)
+    common = (target.workers, target.bytes_per_tile)
+    for d in np.unique(depth).tolist():
+        at = depth == d
+        if d == 1:
+            if partials is not result:
+                compute[at] = tile_cycles.cast(parts[at], partials, result, target.workers)
+            continue
+        left, outputs = d, -(-parts[at] // d) * d
+        middle = reduction_depths(d)
+        for wanted in middle:
+            step = ceil_div(left, wanted)
+            outputs, left = -(-outputs // step), ceil_div(left, step)
+            compute[at] += reduce_stage(outputs, step, partials, partials, *common)
+            moved[at] += exchange(outputs * partials.size)
+        outputs = -(-outputs // left)
+        compute[at] += reduce_stage(outputs, left, partials, result, *common)
+        stages[at] = len(middle) + 1
+    return compute, moved, stages
+
+
+def price(cut: Cut, dtype: DataType, partials: DataType, target: Any) -> Terms:
+    """Price every partition of a cut. Nothing overlaps; synchronisation is not a term."""
+    f, o, i = cut.partitions
+    kind, serial = cut.kind, cut.serial
+    size, width, workers = dtype.size, dtype.vector_width, target.workers
+    exchange, copy = ExchangeCost(target), int(target.memcpy_bytes_per_cycle)
+    used = f * o * i
+    ft, ig, og, streamed, held, results = _sizes(cut)
+
+    terms: dict[str, Array] = {}
+    shared = np.where(o % target.exchange_bus_tiles == 0, target.exchange_bus_tiles, 1)
+    arriving = (streamed - streamed // o) * size
+    field_exchange = -(-arriving * 16 // (exchange.rate * shared))
+    terms["coefficient exchange"] = exchange((held - held // f) * size)
+    terms["partial exchange"] = exchange(results * partials.size)
+    if isinstance(kind, AMP):
+        compute = amp(
+            ft, ig, og, kind, dtype, partials, workers, target.coefficient_load_bytes_per_cycle
+        )
+        allowed = np.ones(ft.shape, bool)
+    else:
+        compute = hmac(ft, ig, og, kind, dtype, partials, workers)
+        # The planner does not believe in more than a vector of products a cycle.
+        allowed = cut.fields * cut.outs * cut.channels <= width * used * compute * serial
+    terms["compute"] = compute
+    result = partials if cut.serial_in > 1 else dtype
+    reduce_cycles, later, stages = _reduction(results, i, partials, result, target)
+    terms["reduction exchange"], terms["reduction"] = later, reduce_cycles
+
+    odd_in = bool(cut.channels % width or cut.outs % width)
+    padded_in = cut.channels % kind.in_channels != 0
+    padded_out = cut.outs % kind.out_channels != 0
+    none = np.zeros_like(used)
+    moved: list[Array] = [none, none, none]  # Of field operand, coefficients and output.
+    field_transform = none
+    if not cut.swapped or padded_in:
+        moved[0], cycles = _transform(
+            cut.fields * cut.channels, used, dtype, copy, odd=bool(cut.channels % width)
+        )
+        field_transform = cycles + exchange(moved[0])
+    if not cut.swapped or padded_in or padded_out:
+        moved[1], cycles = _transform(cut.outs * cut.channels, used, dtype, copy, odd=odd_in)
+        terms["coefficient rearrangement"] = cycles + exchange(moved[1])
+    if not cut.swapped or padded_out:
+        moved[2], cycles = _transform(
+            cut.fields * cut.outs, used, dtype, copy, odd=bool(cut.outs % width)
+        )
+        terms["output rearrangement"] = cycles + exchange(moved[2])
+    elif kind.out_channels != 4 * width:
+        moved[2] = -(-cut.fields * cut.outs * size // used)
+        terms["output regrouping"] = regroup(moved[2], kind, dtype, copy)
+
+    if serial > 1:
+        slices = dynamic_slice(-(-cut.outs * cut.channels // used) // serial, dtype, workers)
+        if cut.serial_in > 1:
+            slices = slices + dynamic_slice(
+                -(-cut.fields * cut.channels // used) // serial, dtype, workers
+            )
+            slices = slices + add_in_place(-(-results // i), dtype, workers)
+        else:
+            slices = slices + dynamic_slice(
+                -(-cut.fields * cut.outs // used) // serial, dtype, workers
+            )
+        terms["serial slices"] = slices
+    terms = {name: serial * value for name, value in terms.items()}
+    repeats = 1 if cut.once else serial
+    terms["field exchange"] = repeats * field_exchange
+    terms["field rearrangement"] = repeats * field_transform
+    if cut.serial_in > 1 and partials is not dtype:
+        terms["final cast"] = tile_cycles.cast(-(-results // i), partials, dtype, workers)
+
+    working = held * size + results * partials.size + (0 if cut.once else streamed * size)
+    reduce_bytes = np.where(stages > 1, -(-results // i) * i * partials.size, 0)
+    bytes_ = np.maximum.reduce([2 * np.maximum.reduce(moved), working, reduce_bytes])
+    if cut.once:
+        bytes_ = bytes_ + streamed * size + moved[0]
+    if cut.serial_in > 1:
+        bytes_ = bytes_ + -(-results // i) * partials.size
+    phases = serial * (1 + stages + (2 if serial > 1 else 0)) + int(cut.once)
+    return Terms(terms, sum(terms.values()), bytes_, phases, allowed)
+
+
+_log = logging.getLogger("dynsparse.popsparse")
+
+
+@dataclass(frozen=True)
+class DensePlan:
+    """The best cut of a dense product.
+
+    Attributes:
+        swapped: A is the stationary operand (its rows are the out-channels), the natural case.
+        vertex: what multiplies on a tile; `method` is its name, e.g. "amp 16 units 16x16".
+        field, out, in_: splits over tiles of the streamed columns, the out- and the in-channels.
+        serial_out, serial_in: splits in time; at most one is above 1.
+        broadcast_once: the streamed operand is brought to the tiles once, before the serial loop.
+        terms: cycles by name as the planner counts them; they add up to `planned_cycles`.
+        phases: bulk-synchronous steps, each of which costs the target's `sync_cycles`.
+        temporary_bytes, resident_bytes: of a tile; resident are A, B and C.
+        cycles: planned cycles and the synchronisation.
+        seconds, tflops: at the target's clock; tflops counts 2 m k n.
+    """
+
+    m: int
+    k: int
+    n: int
+    dtype: DataType
+    partials: DataType
+    swapped: bool
+    vertex: AMP | HMAC
+    field: int
+    out: int
+    in_: int
+    serial_out: int
+    serial_in: int
+    broadcast_once: bool
+    terms: dict[str, int] = dataclass_field(hash=False)
+    phases: int
+    temporary_bytes: int
+    resident_bytes: int
+    memory_bound: int | None
+    target: Any = dataclass_field(compare=False, repr=False)
+
+    @property
+    def method(self) -> str:
+        return self.vertex.label()
+
+    @property
+    def tiles_used(self) -> int:
+        return self.field * self.out * self.in_
+
+    @property
+    def planned_cycles(self) -> int:
+        return sum(self.terms.values())
+
+    @property
+    def sync_cycles(self) -> float:
+        return self.phases * self.target.sync_cycles
+
+    @property
+    def cycles(self) -> float:
+        return self.planned_cycles + self.sync_cycles
+
+    @property
+    def seconds(self) -> float:
+        return self.cycles / self.target.clock_hz
+
+    @property
+    def tflops(self) -> float:
+        return 2 * self.m * self.k * self.n / self.seconds / 1e12
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain figures for reports and `--json`."""
+        return {
+            "method": self.method,
+            "swapped": self.swapped,
+            "field": self.field,
+            "out": self.out,
+            "in": self.in_,
+            "serial_out": self.serial_out,
+            "serial_in": self.serial_in,
+            "broadcast_once": self.broadcast_once,
+            "tiles": self.tiles_used,
+            "terms": dict(self.terms),
+            "phases": self.phases,
+            "sync_cycles": self.sync_cycles,
+            "cycles": self.cycles,
+            "seconds": self.seconds,
+            "tflops": self.tflops,
+            "temporary_bytes": self.temporary_bytes,
+            "resident_bytes": self.resident_bytes,
+        }
+
+
+@typed
+def plan(
+    m: int,
+    k: int,
+    n: int,
+    dtype: Any,
+    target: Target,
+    *,
+    partials: Any = None,
+    available_memory_proportion: float = 0.6,
+) -> DensePlan:
+    """The best cut of a dense [m, k] x [k, n] product.
+
+    Args:
+        m, k, n: sizes.
+        dtype: float16 or float32.
+        target: a `popsparse.machine.Target`.
+        partials: type of the partial sums, by default that of the data.
+        available_memory_proportion: the part of a tile temporary data may take; when no cut fits,
+            it is doubled twice, then dropped.
+
+    Raises:
+        ValueError: sizes below 1, partials narrower than the data, operands the machine's memory
+            cannot hold.
+        TypeError: sizes that are not integers.
+    """
+    m, k, n = (check_integer(name, v, 1) for v, name in ((m, "m"), (k, "k"), (n, "n")))
+    kind = data_type(dtype)
+    sums = kind if partials is None else data_type(partials, "partials")
+    if sums.size < kind.size:
+        raise ValueError(f"partials must be at least as wide as the data, got {sums} for {kind}")
+    share = number(available_memory_proportion, "available_memory_proportion", 0.0, 1e6)
+    return _plan(m, k, n, kind, sums, target, share)
+
+
+@lru_cache(maxsize=512)
+def _plan(
+    m: int, k: int, n: int, dtype: DataType, partials: DataType, target: Any, share: float
+) -> DensePlan:
+    resident = ceil_div((m * k + k * n + m * n) * dtype.size, target.tiles)
+    # Before the search, which takes the longer the more is wanted.
+    if resident > target.bytes_per_tile:
+        raise ValueError(
+            f"a dense {m}x{k} by {k}x{n} product of {dtype} needs {resident:,} bytes a tile for "
+            f"its operands alone, {target.name} has {target.bytes_per_tile:,}: take smaller sizes"
+        )
+    found = _search(m, k, n, dtype, partials, target, share, resident)
+    cut = f"{found.field} x {found.out} x {found.in_} tiles, {found.method}"
+    _log.info("planned dense %dx%d by %dx%d of %s: %s", m, k, k, n, dtype, cut)
+    if resident + found.temporary_bytes > target.bytes_per_tile:
+        raise ValueError(
+            f"a dense {m}x{k} by {k}x{n} product of {dtype} needs "
+            f"{resident + found.temporary_bytes} bytes a tile, the target has "
+            f"{target.bytes_per_tile}: use smaller operands or more tiles"
+        )
+    return found
+
+
+def _amp_kinds(dtype: DataType, partials: DataType, target: Any) -> list[AMP]:
+    available = target.conv_units(dtype, partials)
+    if dtype.size == 4:
+        return [AMP(units, 8, units) for units in (16, 8) if units <= available]
+    if partials.size == 4:
+        return [AMP(8, 16, 8), AMP(8, 16, 16)]
+    return [AMP(units, 16, units) for units in (16, 8) if units <= available]
+
+
+def _hmac_kinds(channels: int, dtype: DataType, partials: DataType) -> list[HMAC]:
+    step = 4 // dtype.size  # Half channels come in pairs.
+    sizes = {ceil_div(channels, size): size for size in range(channels + step, step - 1, -step)}
+    return [HMAC(size, 2 if partials.size == 2 else 1) for size in sizes.values()]
+
+
+def _serial_splits(groups: int) -> list[int]:
+    return [s for s in range(2, groups + 1) if even_parts(groups, s) == s]
+
+
+@lru_cache(maxsize=64)
+def _even(size: int, tiles: int) -> np.ndarray:
+    """Which numbers of parts leave no part empty, bool [tiles + 1]."""
+    parts = np.arange(1, tiles + 1)
+    return np.append(False, even_parts(size, parts) == parts)
+
+
+def _cuts(m: int, k: int, n: int, kind: AMP | HMAC, target: Any, *, swapped: bool) -> Iterator[Cut]:
+    fields, outs = (n, m) if swapped else (m, n)
+    out_groups, in_groups = ceil_div(outs, kind.out_channels), ceil_div(k, kind.in_channels)
+    splits = [(1, 1)]
+    if isinstance(kind, AMP):
+        splits += [(s, 1) for s in _serial_splits(out_groups)]
+        splits += [(1, s) for s in _serial_splits(in_groups)]
+    tiles = target.tiles
+    partitions = all_partitions(tiles)
+    partitions = partitions[:, _even(fields, tiles)[partitions[0]]]
+    for serial_out, serial_in in splits:
+        kept = _even(ceil_div(out_groups, serial_out), tiles)[partitions[1]]
+        kept &= _even(ceil_div(in_groups, serial_in), tiles)[partitions[2]]
+        for once in (False, True) if serial_out > 1 else (False,):
+            splits_of = (partitions[:, kept], serial_out, serial_in, once)
+            yield Cut(kind, swapped, fields, outs, k, *splits_of)
+
+
+def _hmac_cuts(
+    m: int, k: int, n: int, dtype: DataType, partials: DataType, target: Any
+) -> Iterator[Cut]:
+    for swapped in (True, False):
+        for kind in _hmac_kinds(k, dtype, partials):
+            yield from _cuts(m, k, n, kind, target, swapped=swapped)
+
+
+def _search(
+    m: int,
+    k: int,
+    n: int,
+    dtype: DataType,
+    partials: DataType,
+    target: Target,
+    share: float,
+    resident: int,
+) -> DensePlan:
+    first = int(target.bytes_per_tile * share)
+    # HMAC is held to its peak by the planner: it cannot beat a product faster than that.
+    least = m * k * n / (dtype.vector_width * target.tiles)
+    # The likeliest first: what they take spares most of the others.
+    cuts = [
+        cut
+        for swapped in (True, False)
+        for kind in _amp_kinds(dtype, partials, target)
+        for cut in _cuts(m, k, n, kind, target, swapped=swapped)
+    ]
+    cuts.sort(key=lambda cut: (not cut.swapped, cut.serial))
+    for bound in (first, 2 * first, 4 * first, None):
+        best: tuple[tuple[int, int], Cut, Terms, int] | None = None
+        for cut in chain(cuts, _hmac_cuts(m, k, n, dtype, partials, target)):
+            fastest = math.inf if best is None else best[0][0]
+            if isinstance(cut.kind, HMAC) and least > fastest:
+                break
+            kept = least_cycles(cut, dtype, target) <= fastest
+            if bound is not None:
+                kept &= tile_bytes(cut, dtype, partials) <= bound
+            if not kept.any():
+                continue
+            cut = replace(cut, partitions=cut.partitions[:, kept])
+            terms = price(cut, dtype, partials, target)
+            fits = terms.allowed if bound is None else terms.allowed & (terms.bytes <= bound)
+            places = np.flatnonzero(fits)
+            if not places.size:
+                continue
+            place = places[np.lexsort((terms.bytes[places], terms.cycles[places]))[0]]
+            key = (int(terms.cycles[place]), int(terms.bytes[place]))
+            if best is None or key < best[0]:
+                best = (key, cut, terms, int(place))
+        if best is not None:
+            break
+    assert best is not None  # One tile alone is always allowed.
+    return _as_plan((m, k, n), dtype, partials, target, resident, bound, *best[1:])
+
+
+def _as_plan(
+    sizes: tuple[int, int, int],
+    dtype: DataType,
+    partials: DataType,
+    target: Target,
+    resident: int,
+    bound: int | None,
+    cut: Cut,
+    terms: Terms,
+    place: int,
+) -> DensePlan:
+    field_, out, in_ = cut.partitions[:, place].tolist()
+    return DensePlan(
+        *sizes,
+        dtype=dtype,
+        partials=partials,
+        swapped=cut.swapped,
+        vertex=cut.kind,
+        field=field_,
+        out=out,
+        in_=in_,
+        serial_out=cut.serial_out,
+        serial_in=cut.serial_in,
+        broadcast_once=cut.once,
+        terms={name: int(value[place]) for name, value in terms.terms.items() if value[place]},
+        phases=int(terms.phases[place]),
+        temporary_bytes=int(terms.bytes[place]),
+        resident_bytes=resident,
+        memory_bound=bound,
+        target=target,
+    )
+
+
+def dense_pass(
+    name: str, target: Any, dtype: Any, params: FullyConnectedParams, **options: Any
+) -> DensePlan:
+    """The dense product of a pass for one group, on its share of the tiles.
+
+    Options and errors as of `dense.plan`.
+    """
+    x, y = params.output_channels_per_group, params.input_channels_per_group
+    z = params.batch_size
+    shapes = {"forward": (x, y, z), "grad_input": (y, x, z), "grad_weight": (y, z, x)}
+    share = target.with_(tiles=max(1, target.tiles // params.num_groups))
+    return plan(*shapes[name], dtype, share, **options)
+
+
+def dense_passes(
+    target: Any, dtype: Any, params: FullyConnectedParams, options: Options
+) -> dict[str, DensePlan]:
+    """The dense products by pass name; errors as of `dense.plan`."""
+    names = ["forward"]
+    if options.do_grad_a_pass or options.do_grad_w_pass:
+        # The gradient that grad_weight reads lies as grad_input wants it.
+        names.append("grad_input")
+    if options.do_grad_w_pass:
+        names.append("grad_weight")
+    return {
+        name: dense_pass(
+            name,
+            target,
+            dtype,
+            params,
+            partials=options.partials_type,
+            available_memory_proportion=options.available_memory_proportion,
+        )
+        for name in names
+    }
+
+
+class GradientPiece(NamedTuple):
+    """Output channels [x0, x1) and input channels [y0, y1) of each group; `plan` of the product
+    [y1 - y0, batch] x [batch, x1 - x0]."""
+
+    x0: int
+    x1: int
+    y0: int
+    y1: int
+    plan: DensePlan
+
+
+def plan_gradient(plan: Plan, update: Update) -> list[GradientPiece]:
+    """The pieces, in the order they are computed; they meet at edges of blocks.
+
+    As many as the planner's serial splits of the whole product; twice as many, and again, where a
+    piece does not fit.
+
+    Raises:
+        ValueError: not even a piece of one block fits.
+    """
+    sizes = plan.sizes
+    edges = plan.params.sparsity_params.block_dimensions
+    blocks = sizes.x // edges[0], sizes.y // edges[1]
+    try:
+        whole = _planned(plan, update, sizes.x, sizes.y)
+        splits = [1, whole.serial_out] if whole.swapped else [whole.serial_out, 1]
+    except ValueError:
+        splits = [1, 1]
+    while True:
+        splits = [min(split, count) for split, count in zip(splits, blocks, strict=True)]
+        each = [
+            ceil_div(count, split) * edge
+            for count, split, edge in zip(blocks, splits, edges, strict=True)
+        ]
+        try:
+            return _pieces(plan, update, each)
+        except ValueError:
+            room = [dim for dim in (0, 1) if splits[dim] < blocks[dim]]
+            if not room:
+                raise
+            splits[max(room, key=lambda dim: each[dim])] *= 2
+
+
+def _planned(layer: Plan, update: Update, x: int, y: int) -> DensePlan:
+    """One group's product, on its share of the tiles."""
+    target = layer.target
+    share = target.with_(tiles=max(1, target.tiles // layer.sizes.groups))
+    partials = (
+        update.partials_type if update.partials_type.size >= layer.dtype.size else layer.dtype
+    )
+    return plan(
+        y,
+        layer.sizes.z,
+        x,
+        layer.dtype,
+        share,
+        partials=partials,
+        available_memory_proportion=update.available_memory_proportion,
+    )
+
+
+def _pieces(plan: Plan, update: Update, each: list[int]) -> list[GradientPiece]:
+    sizes = plan.sizes
+    found = []
+    for x0, y0 in product(range(0, sizes.x, each[0]), range(0, sizes.y, each[1])):
+        x1, y1 = min(x0 + each[0], sizes.x), min(y0 + each[1], sizes.y)
+        piece = GradientPiece(x0, x1, y0, y1, _planned(plan, update, x1 - x0, y1 - y0))
+        _check_room(plan, update, piece)
+        found.append(piece)
+    return found
+
+
+def _check_room(plan: Plan, update: Update, piece: GradientPiece) -> None:
+    """Raise ValueError where a piece does not fit beside the weights, by the planners' figures."""
+    target, size = plan.target, plan.dtype.size
+    held = plan.buckets.words * 2 + plan.buckets.nz_elements * size * (1 + update.optimizer_slots)
+    if plan.use_dense:
+        weights = plan.sizes.groups * plan.sizes.x * plan.sizes.y
+        held = ceil_div(weights, target.tiles) * size * (1 + update.optimizer_slots)
+    operands = ceil_div(plan.sizes.groups * plan.sizes.z * (plan.sizes.x + plan.sizes.y), 1)
+    held += ceil_div(operands, target.tiles) * size
+    blocks = (piece.x1 - piece.x0) * (piece.y1 - piece.y0) * plan.sizes.groups
+    pooled = ceil_div(blocks, target.tiles) * size
+    wanted = held + pooled + piece.plan.resident_bytes + piece.plan.temporary_bytes
+    if wanted > target.bytes_per_tile:
+        raise ValueError(
+            f"the dense gradient of {piece.x1 - piece.x0} x {piece.y1 - piece.y0} weights needs "
+            f"{wanted:,} bytes a tile with the layer's own, {target.name} has "
+            f"{target.bytes_per_tile:,}: take smaller sizes or more tiles"
+        )

@@ -1,0 +1,273 @@
+"""PopSparse's functions for fully connected layers and matrix products."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from dynsparse.typed import typed
+from popsparse.machine import Graph, Sequence, Tensor
+from popsparse.planning.dense import dense_pass
+from popsparse.planning.options import Options
+from popsparse.planning.params import FullyConnectedParams, MatmulParams
+from popsparse.planning.plan import PlanningCache
+from popsparse.planning.search import make_plan, matmul_plan
+from popsparse.programs.dense_weights import operations
+from popsparse.programs.layout import (
+    OperandLayout,
+    PlannedTensor,
+    SparseTensor,
+    checked_weights,
+    create_operand,
+)
+from popsparse.programs.product import add_product
+
+
+@typed
+def create_fully_connected_weights(
+    graph: Graph,
+    dtype: Any,
+    params: FullyConnectedParams,
+    options: Options | dict[str, Any] | None = None,
+    cache: PlanningCache | None = None,
+    *,
+    name: str = "weights",
+) -> SparseTensor:
+    """The sparse weights of a layer: `.meta_info` and `.nz_values` take what a `Partitioner` made.
+
+    Args:
+        graph: of the target to plan for.
+        dtype: float16 or float32.
+        params, options: see `FullyConnectedParams`, `Options`.
+        cache: plans made earlier are taken from it.
+
+    Raises:
+        ValueError, TypeError: parameters or options no plan can meet.
+    """
+    plan = make_plan(graph.target, dtype, params, options, cache)
+    return operations(plan).create_weights(graph, plan, name)
+
+
+@typed
+def create_fully_connected_input(
+    graph: Graph,
+    dtype: Any,
+    params: FullyConnectedParams,
+    options: Options | dict[str, Any] | None = None,
+    cache: PlanningCache | None = None,
+    *,
+    name: str = "input",
+) -> Tensor:
+    """The input of a layer, [batch, groups * input channels], laid out by its use.
+
+    Any other tensor of this shape serves as input too, at the price of a rearrangement.
+    """
+    plan = make_plan(graph.target, dtype, params, options, cache)
+    return operations(plan).create_operand(graph, plan, "y", name)
+
+
+@typed
+def fully_connected_forward(
+    graph: Graph,
+    weights: SparseTensor,
+    activations: Tensor,
+    params: FullyConnectedParams,
+    program: Sequence,
+    options: Options | dict[str, Any] | None = None,
+) -> Tensor:
+    """Add Y = X W^T to a program.
+
+    Args:
+        activations: [batch, groups * input channels].
+        program: the steps are appended to it.
+
+    Returns:
+        [batch, groups * output channels].
+
+    Raises:
+        ValueError: activations of another shape; weights made for other parameters or options.
+        TypeError: activations of another type.
+    """
+    weights = checked_weights(weights, params, options)
+    return operations(weights.plan).add_product(graph, weights, activations, program, "forward")
+
+
+@typed
+def fully_connected_grad_a(
+    graph: Graph,
+    weights: SparseTensor,
+    gradients: Tensor,
+    params: FullyConnectedParams,
+    program: Sequence,
+    options: Options | dict[str, Any] | None = None,
+) -> Tensor:
+    """Add dX = dY W to a program: [batch, groups * output channels] to [.., input channels].
+
+    Raises:
+        ValueError: as `fully_connected_forward`; options without `do_grad_a_pass`.
+    """
+    weights = checked_weights(weights, params, options)
+    if not weights.plan.options.do_grad_a_pass:
+        raise ValueError("fully_connected_grad_a needs the option do_grad_a_pass=True")
+    return operations(weights.plan).add_product(graph, weights, gradients, program, "grad_input")
+
+
+@typed
+def fully_connected_grad_w(
+    graph: Graph,
+    weights: SparseTensor,
+    gradients: Tensor,
+    activations: Tensor,
+    params: FullyConnectedParams,
+    program: Sequence,
+    options: Options | dict[str, Any] | None = None,
+) -> Tensor:
+    """Add dW = dY^T X, at the positions of the pattern only, to a program.
+
+    Args:
+        gradients: [batch, groups * output channels].
+        activations: [batch, groups * input channels].
+
+    Returns:
+        [values], laid out like `weights.nz_values`: `EncodedPattern.gather` brings it into the
+        pattern's order. With `use_dense` that is the whole gradient, [groups * in * out].
+
+    Raises:
+        ValueError: as `fully_connected_forward`; options without `do_grad_w_pass`.
+    """
+    weights = checked_weights(weights, params, options)
+    if not weights.plan.options.do_grad_w_pass:
+        raise ValueError("fully_connected_grad_w needs the option do_grad_w_pass=True")
+    add = operations(weights.plan).add_grad_weight
+    return add(graph, weights, gradients, activations, program)
+
+
+@typed
+def fully_connected_dense_grad_w_serial_splits(
+    graph: Graph,
+    dtype: Any,
+    params: FullyConnectedParams,
+    options: Options | dict[str, Any] | None = None,
+) -> tuple[int, int, int]:
+    """Into how many steps in time the dense product of grad_weight would be cut.
+
+    Returns:
+        The serial splits of groups, input channels and output channels of [G, in, out]; the dense
+        weight gradient need never exist whole where one of them is above 1.
+    """
+    wanted = Options.parse(options)
+    found = dense_pass(
+        "grad_weight",
+        graph.target,
+        dtype,
+        params,
+        available_memory_proportion=wanted.available_memory_proportion,
+    )
+    splits = (found.serial_out, 1) if found.swapped else (1, found.serial_out)
+    return 1, *splits
+
+
+@typed
+def create_sparse_dense_matmul_lhs(
+    graph: Graph,
+    dtype: Any,
+    params: MatmulParams,
+    options: Options | dict[str, Any] | None = None,
+    cache: PlanningCache | None = None,
+    *,
+    name: str = "lhs",
+) -> SparseTensor:
+    """The sparse operand [groups, m, k].
+
+    Args:
+        graph: of the target to plan for.
+        dtype: float16 or float32.
+        params, options: see `MatmulParams`, `Options`.
+        cache: plans made earlier are taken from it.
+
+    Raises:
+        ValueError, TypeError: parameters or options no plan can meet.
+    """
+    plan = matmul_plan(graph.target, dtype, params, options, cache)
+    return SparseTensor.create(graph, plan, name)
+
+
+@typed
+def create_sparse_dense_matmul_rhs(
+    graph: Graph,
+    dtype: Any,
+    params: MatmulParams,
+    options: Options | dict[str, Any] | None = None,
+    cache: PlanningCache | None = None,
+    *,
+    name: str = "rhs",
+) -> PlannedTensor:
+    """The dense operand [groups, k, n], laid out by its use. Errors as above."""
+    plan = matmul_plan(graph.target, dtype, params, options, cache)
+    return _by_group(create_operand(graph, plan, "y", name))
+
+
+def _by_group(natural: PlannedTensor) -> PlannedTensor:
+    """[batch, groups * channels] as [groups, channels, batch]."""
+    layout = natural.layout
+    batch, groups = natural.shape[0], layout.plan.sizes.groups
+    at = natural.addresses().reshape(batch, groups, layout.channels).transpose(1, 2, 0)
+    return PlannedTensor(natural.home, at, layout)
+
+
+def _as_operand(tensor: Tensor, layout: OperandLayout) -> Tensor:
+    """[groups, channels, batch] as [batch, groups * channels]."""
+    if isinstance(tensor, PlannedTensor) and layout.matches(tensor.layout):
+        return layout.natural(tensor.home)
+    at = tensor.addresses().transpose(2, 0, 1).reshape(layout.shape)
+    return Tensor(tensor.graph, tensor.dtype, at.shape, addresses=at)
+
+
+@typed
+def sparse_dense_matmul(
+    graph: Graph,
+    lhs: SparseTensor,
+    rhs: Tensor,
+    program: Sequence,
+    transpose_lhs: bool = False,
+    transpose_rhs: bool = False,
+    options: Options | dict[str, Any] | None = None,
+) -> PlannedTensor:
+    """Add the product of a sparse and a dense matrix to a program.
+
+    Args:
+        lhs: as `create_sparse_dense_matmul_lhs` made it, [groups, m, k].
+        rhs: [groups, k, n]; with `transpose_lhs` [groups, m, n]; with `transpose_rhs` the last two
+            dimensions change places.
+        program: the steps are appended to it.
+        transpose_lhs: multiply by the transposed sparse matrix.
+        options: those of the sparse operand's creation.
+
+    Returns:
+        [groups, m, n]; with `transpose_lhs` [groups, k, n].
+
+    Raises:
+        TypeError: `lhs` is not a sparse operand, or `rhs` of another element type.
+        ValueError: a shape that does not fit, or options other than at creation.
+    """
+    if not isinstance(lhs, SparseTensor):
+        raise TypeError(
+            "lhs must be a SparseTensor as create_sparse_dense_matmul_lhs makes it, got "
+            f"{type(lhs).__name__}"
+        )
+    plan = lhs.plan
+    if "grad_input" not in plan.costs or plan.use_dense:
+        raise ValueError("lhs must be made by create_sparse_dense_matmul_lhs")
+    wanted = Options.parse(options).with_passes(grad_a=True, grad_w=False)
+    wanted = wanted.repaired(plan.dtype, plan.params.sparsity_params.is_element)
+    if wanted != plan.options:
+        raise ValueError(f"lhs was made with {plan.options}, not with {wanted}")
+    layout = OperandLayout(plan, "x" if transpose_lhs else "y")
+    shape = [plan.sizes.groups, layout.channels, plan.sizes.z]
+    expected = [shape[0], shape[2], shape[1]] if transpose_rhs else shape
+    if list(rhs.shape) != expected:
+        how = f"transpose_lhs={transpose_lhs}, transpose_rhs={transpose_rhs}"
+        raise ValueError(f"with {how}, rhs must be {expected}, got {list(rhs.shape)}")
+    if transpose_rhs:
+        rhs = rhs.transpose(0, 2, 1)
+    name = "grad_input" if transpose_lhs else "forward"
+    return _by_group(add_product(graph, lhs, _as_operand(rhs, layout), program, name))

@@ -1,0 +1,529 @@
+"""Codelets that read buckets: products, gradients, embedding."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import scipy.sparse
+
+from popsparse.encoding.buckets import OverflowInfo, SubGroups, bucket_layout
+from popsparse.encoding.meta_info import BucketContents, read_buckets
+from popsparse.machine import (
+    FLOAT,
+    UNSIGNED_INT,
+    UNSIGNED_SHORT,
+    Codelet,
+    In,
+    InOut,
+    Out,
+    VertexView,
+)
+from popsparse.planning import cycles as tile_cycles
+from popsparse.planning.plan import Method, Plan
+from popsparse.timing import MISS_CYCLES, BucketLoad, sub_group_cycles
+
+# Contents are forgotten when this many times more are known than a pattern has.
+_KEPT_PATTERNS = 8
+
+
+class SubGroup(NamedTuple):
+    """What a bucket holds for one rectangle: block rows, columns and places in its values, and
+    what a tile of the rectangle spends on it."""
+
+    rectangle: int
+    cycles: float
+    row: np.ndarray
+    col: np.ndarray
+    place: np.ndarray
+
+
+class Found(NamedTuple):
+    """Blocks that concern the vertices which see them, in order of vertices. int64 [blocks].
+
+    `slot` says in which of a vertex's buckets a block lies.
+    """
+
+    vertex: np.ndarray
+    slot: np.ndarray
+    row: np.ndarray
+    col: np.ndarray
+    place: np.ndarray
+
+
+class BucketCodelets(ABC):
+    """Codelets whose work is what the words of buckets say.
+
+    What a vertex finds there is looked up once, for its cycles, and kept for its work, which
+    follows.
+    """
+
+    def __init__(self, plan: Plan, name: str) -> None:
+        self.plan = plan
+        self.reader = BucketReader(plan, name)
+        self._found: Any = None
+
+    @abstractmethod
+    def _match(self, v: VertexView) -> tuple[np.ndarray, Any]:
+        """Cycles of each vertex and what it has to do."""
+
+    def _codelet(
+        self,
+        name: str,
+        fields: dict[str, Any],
+        compute: Callable[[VertexView], None],
+        scalars: tuple[str, ...] = (),
+        flops: Callable[[VertexView], Any] | float = 0,
+    ) -> Codelet:
+        return Codelet(
+            name,
+            fields,
+            compute,
+            self._cycles,
+            "supervisor",
+            scalars=scalars,
+            data_dependent=True,
+            flops=flops,
+        )
+
+    def _cycles(self, v: VertexView) -> np.ndarray:
+        cycles, self._found = self._match(v)
+        return cycles.reshape(v.shape)
+
+    def _flops(self, v: VertexView) -> np.ndarray:
+        """Of blocks, each times a tile's part of the batch; `_match` gives `Found`."""
+        found = self._match(v)[1] if self._found is None else self._found
+        bx, by = self.plan.block_dimensions
+        each = 2 * bx * by * self.plan.elements_per_tile.z
+        return each * np.bincount(found.vertex, minlength=v.count).reshape(v.shape)
+
+    def _matched(self, v: VertexView) -> Any:
+        found = self._match(v)[1] if self._found is None else self._found
+        self._found = None
+        return found
+
+
+class BucketReader:
+    """Reads the buckets of one pass of a plan."""
+
+    def __init__(self, plan: Plan, name: str) -> None:
+        self.plan = plan
+        self.name = name
+        self.layout = bucket_layout(plan)
+        self.grad_a = name == "grad_input" and self.layout.grad_a_words > 0
+        self._known: dict[bytes, list[SubGroup]] = {}
+
+    def groups(self, words: np.ndarray) -> list[list[SubGroup]]:
+        """The sub-groups of each bucket, from its words: uint16 [buckets, words]."""
+        data = np.ascontiguousarray(words, np.uint16).tobytes()
+        step = 2 * words.shape[1]
+        keys = [data[at : at + step] for at in range(0, len(data), step)]
+        unknown = list({key: None for key in keys if key not in self._known})
+        if unknown:
+            if len(self._known) > _KEPT_PATTERNS * self.layout.buckets * self.plan.sizes.groups:
+                self._known.clear()
+                unknown = list(dict.fromkeys(keys))
+            for first in range(0, len(unknown), self.layout.buckets):
+                self._read(unknown[first : first + self.layout.buckets])
+        return [self._known[key] for key in keys]
+
+    def match(self, words: np.ndarray, rectangles: np.ndarray) -> tuple[np.ndarray, Found]:
+        """What vertices find of their own rectangle: cycles [vertices], and the blocks.
+
+        Args:
+            words: uint16 [vertices, buckets each sees, words].
+            rectangles: x * Ny + y of each vertex, [vertices].
+        """
+        count, slots = words.shape[:2]
+        found = self.groups(words.reshape(count * slots, -1))
+        cycles = np.zeros(count)
+        vertices, places = [], []
+        mine: list[SubGroup] = []
+        for index, groups in enumerate(found):
+            vertex = index // slots
+            for group in groups:
+                if group.rectangle != rectangles[vertex]:
+                    cycles[vertex] += MISS_CYCLES
+                    continue
+                cycles[vertex] += group.cycles
+                vertices.append(vertex)
+                places.append(index % slots)
+                mine.append(group)
+        sizes = [len(group.row) for group in mine]
+        return cycles, Found(
+            np.repeat(np.array(vertices, np.int64), sizes),
+            np.repeat(np.array(places, np.int64), sizes),
+            _joined([group.row for group in mine]),
+            _joined([group.col for group in mine]),
+            _joined([group.place for group in mine]),
+        )
+
+    def _read(self, keys: Sequence[bytes]) -> None:
+        layout = self.layout
+        words = np.zeros((layout.buckets, layout.bucket_stride), np.uint16)
+        part = slice(layout.meta_info_words, None) if self.grad_a else slice(layout.meta_info_words)
+        rows = np.frombuffer(b"".join(keys), np.uint16).reshape(len(keys), -1)
+        words[: len(keys), part] = rows
+        contents = read_buckets(words, layout, grad_a=self.grad_a)
+        groups = _sub_groups(contents, turned=self.grad_a)
+        load = BucketLoad(groups, layout.partition, layout.workers, OverflowInfo.of(groups, layout))
+        cycles = sub_group_cycles(self.plan, self.name, load) if len(groups.nz) else groups.nz
+        for key in keys:
+            self._known[key] = []
+        begin = np.searchsorted(contents.group, np.arange(len(groups.nz)))
+        for number, bucket in enumerate(groups.bucket.tolist()):
+            at = slice(int(begin[number]), int(begin[number] + groups.nz[number]))
+            group = SubGroup(
+                int(groups.rectangle[number]),
+                float(cycles[number]),
+                contents.row[at],
+                contents.col[at],
+                contents.place[at],
+            )
+            self._known[keys[bucket]].append(group)
+
+
+def _joined(parts: list[np.ndarray]) -> np.ndarray:
+    return np.concatenate(parts) if parts else np.zeros(0, np.int64)
+
+
+def _sub_groups(contents: BucketContents, *, turned: bool) -> SubGroups:
+    """Sub-groups, rows and blocks of what was read; rows are those of the forward product."""
+    order = np.arange(len(contents.group))
+    if turned:
+        order = np.lexsort((contents.col, contents.row, contents.group))
+    group, row, col = contents.group[order], contents.row[order], contents.col[order]
+    new_group = np.ones(len(group), bool)
+    new_group[1:] = group[1:] != group[:-1]
+    new_row = new_group.copy()
+    new_row[1:] |= row[1:] != row[:-1]
+    first, first_row = np.flatnonzero(new_group), np.flatnonzero(new_row)
+    return SubGroups(
+        bucket=contents.bucket[order][first],
+        rectangle=contents.rectangle[order][first],
+        rows=np.bincount(group[first_row], minlength=len(first)),
+        nz=np.diff(np.append(first, len(group))),
+        row=row[first_row],
+        length=np.diff(np.append(first_row, len(group))),
+        col=col,
+        source=np.arange(len(group)),
+    )
+
+
+# Vertices are computed together as long as their operands in float32 stay below this.
+_CHUNK_BYTES = 1 << 26
+
+
+def chunks(count: int, elements: int) -> Iterator[slice]:
+    """Ranges of vertices, each with `elements` of float32, that fit a working set."""
+    step = max(1, _CHUNK_BYTES // (4 * max(elements, 1)))
+    for first in range(0, count, step):
+        yield slice(first, min(first + step, count))
+
+
+class ProductCodelets(BucketCodelets):
+    """Codelets that add what a tile's buckets hold of its rectangle, times the tile's operand.
+
+    `distribution` sees the tile's own bucket and those of its Z partners; `propagation` sees the
+    one that is passing. Their edges: words and values of buckets, `operand` [channels, batch],
+    `partials` [channels, batch].
+    """
+
+    def __init__(self, plan: Plan, name: str, *, turned_blocks: bool) -> None:
+        super().__init__(plan, name)
+        self.turned = name == "grad_input"
+        self.turned_blocks = turned_blocks
+        operand = {"operand": In(), "partials": InOut()}
+        own = {"words": In(UNSIGNED_SHORT), "values": In()}
+        others = {"other_words": In(UNSIGNED_SHORT), "other_values": In()}
+        self.distribution = self._codelet(
+            f"{name} distribution",
+            {**own, **others, **operand},
+            self._compute,
+            ("rectangle",),
+            self._flops,
+        )
+        self.propagation = self._codelet(
+            f"{name} propagation",
+            {**own, **operand},
+            self._compute,
+            ("rectangle",),
+            self._flops,
+        )
+
+    @staticmethod
+    def _buckets(v: VertexView, what: str) -> np.ndarray:
+        """[vertices, buckets, words or values]."""
+        own = getattr(v, what).reshape(v.count, 1, -1)
+        other = v.__dict__.get(f"other_{what}")
+        if other is None or other.shape[v.rank] == 0:
+            return own
+        return np.concatenate([own, other.reshape(v.count, other.shape[v.rank], -1)], axis=1)
+
+    def _match(self, v: VertexView) -> tuple[np.ndarray, Found]:
+        return self.reader.match(self._buckets(v, "words"), v.rectangle.reshape(-1))
+
+    def _compute(self, v: VertexView) -> None:
+        found = self._matched(v)
+        if not len(found.vertex):
+            return
+        grid = v.count
+        partials = v.partials.reshape(grid, *v.partials.shape[v.rank :])
+        assert np.shares_memory(partials, v.partials)
+        operand = v.operand.reshape(grid, *v.operand.shape[v.rank :])
+        values = self._buckets(v, "values")
+        if self.turned:
+            found = found._replace(row=found.col, col=found.row)
+        bx, by = self.plan.block_dimensions
+        values = values[..., : values.shape[-1] // (bx * by) * bx * by]
+        if not self.turned:
+            values = values.reshape(*values.shape[:2], -1, bx, by)
+        elif self.turned_blocks:
+            values = values.reshape(*values.shape[:2], -1, by, bx)
+        else:
+            values = values.reshape(*values.shape[:2], -1, bx, by).swapaxes(-1, -2)
+        rounds = partials.dtype == np.float16
+        for part in chunks(grid, operand[0].size + partials[0].size):
+            at = slice(*np.searchsorted(found.vertex, (part.start, part.stop)))
+            if at.start == at.stop:
+                continue
+            here = Found(*(a[at] for a in found))
+            blocks = values[here.vertex, here.slot, here.place].astype(np.float32)
+            here = here._replace(vertex=here.vertex - part.start)
+            add = _add_rounding if rounds else _add
+            add(partials[part], operand[part], blocks, here)
+
+
+def _add(partials: np.ndarray, operand: np.ndarray, blocks: np.ndarray, found: Found) -> None:
+    """partials += blocks x operand in float32, all vertices as one block-diagonal matrix."""
+    _, height, width = blocks.shape
+    count, outputs, batch = partials.shape
+    inputs = operand.shape[1]
+    rows = found.vertex * (outputs // height) + found.row
+    cols = found.vertex * (inputs // width) + found.col
+    order = np.argsort(rows, kind="stable")
+    offsets = np.append(0, np.cumsum(np.bincount(rows, minlength=count * outputs // height)))
+    shape = (count * outputs, count * inputs)
+    if height == width == 1:
+        data = blocks.reshape(-1)[order]
+        matrix = scipy.sparse.csr_array((data, cols[order], offsets), shape=shape)
+    else:
+        matrix = scipy.sparse.bsr_array((blocks[order], cols[order], offsets), shape=shape)
+    dense = operand.astype(np.float32).reshape(count * inputs, batch)
+    partials += (matrix @ dense).reshape(partials.shape)
+
+
+def _add_rounding(
+    partials: np.ndarray, operand: np.ndarray, blocks: np.ndarray, found: Found
+) -> None:
+    """The same with float16 partials, which round after each block of a row."""
+    _, height, width = blocks.shape
+    count, outputs, batch = partials.shape
+    order = np.argsort(found.vertex * outputs + found.row, kind="stable")
+    vertex, row, col = found.vertex[order], found.row[order], found.col[order]
+    blocks = blocks[order]
+    key = vertex * outputs + row
+    turn = np.arange(len(key)) - np.searchsorted(key, key)
+    # Splitting a dimension leaves a view, whatever the padding between vertices.
+    results = partials.reshape(count, outputs // height, height, batch)
+    inputs = operand.reshape(count, operand.shape[1] // width, width, batch)
+    for number in range(int(turn.max()) + 1):
+        now = turn == number
+        product = np.matmul(blocks[now], inputs[vertex[now], col[now]].astype(np.float32))
+        at = vertex[now], row[now]
+        results[at] = results[at].astype(np.float32) + product
+
+
+def transpose_codelet(plan: Plan) -> Codelet:
+    """Turns every block of a bucket: `values` to `out`, [values]."""
+    bx, by = plan.block_dimensions
+    count = plan.buckets.nz_elements // (bx * by)
+    cycles = int(tile_cycles.transpose_blocks(count, bx, by, plan.dtype, int(plan.target.workers)))
+
+    def turn(v: VertexView) -> None:
+        used = count * bx * by
+        blocks = v.values[..., :used].reshape(*v.shape, count, bx, by).swapaxes(-1, -2)
+        v.out[..., :used] = blocks.reshape(*v.shape, used)
+        v.out[..., used:] = 0
+
+    return Codelet("transpose blocks", {"values": In(), "out": Out()}, turn, cycles, "supervisor")
+
+
+class GradWeightCodelets(BucketCodelets):
+    """Codelets that add dY x X^T of a tile's part of the batch to a bucket's partial gradients.
+
+    Edges: `words` and `partials` of the bucket; `gradient` and `input`, [channels, batch], or
+    [batch, channels] where the matrix units want them so. Whose rectangle the operands are says a
+    scalar (`resident`: buckets travel) or the operands themselves (`visiting`: they travel).
+    """
+
+    def __init__(self, plan: Plan) -> None:
+        super().__init__(plan, "grad_weight")
+        self.batch_first = plan.method is Method.BLOCK_AMP
+        edges = {"words": In(UNSIGNED_SHORT), "partials": InOut(), "gradient": In(), "input": In()}
+        ids = {"x_id": In(UNSIGNED_INT), "y_id": In(UNSIGNED_INT)}
+        more = (self._compute, ("rectangle",), self._flops)
+        self.resident = self._codelet("grad_weight", edges, *more)
+        visitors = {**edges, **ids}
+        self.visiting = self._codelet(
+            "grad_weight of visitors", visitors, self._compute, flops=self._flops
+        )
+
+    def _match(self, v: VertexView) -> tuple[np.ndarray, Found]:
+        words = v.words.reshape(v.count, 1, -1)
+        if "x_id" in v.__dict__:
+            parts_y = self.plan.partition.y
+            rectangle = v.x_id.astype(np.int64) * parts_y + v.y_id.astype(np.int64)
+        else:
+            rectangle = v.rectangle
+        return self.reader.match(words, rectangle.reshape(-1))
+
+    def _compute(self, v: VertexView) -> None:
+        found = self._matched(v)
+        bx, by = self.plan.block_dimensions
+        partials = v.partials.reshape(v.count, -1)
+        assert np.shares_memory(partials, v.partials)
+        partials = partials[:, : partials.shape[1] // (bx * by) * bx * by]
+        partials = partials.reshape(v.count, -1, bx, by)
+        gradient = self._by_block(v, v.gradient, bx)
+        inputs = self._by_block(v, v.input, by)
+        for part in chunks(len(found.vertex), (bx + by) * gradient.shape[-1]):
+            here = Found(*(a[part] for a in found))
+            left = gradient[here.vertex, here.row].astype(np.float32)
+            right = inputs[here.vertex, here.col].astype(np.float32)
+            product = np.matmul(left, right.swapaxes(-1, -2))
+            at = here.vertex, here.place
+            partials[at] = partials[at].astype(np.float32) + product
+
+    def _by_block(self, v: VertexView, operand: np.ndarray, edge: int) -> np.ndarray:
+        """[vertices, blocks, edge, batch]."""
+        operand = operand.reshape(v.count, *operand.shape[v.rank :])
+        if self.batch_first:
+            operand = operand.swapaxes(-1, -2)
+        return operand.reshape(v.count, -1, edge, operand.shape[-1])
+
+
+def rearrange_codelet(plan: Plan, dim: str) -> Codelet:
+    """Brings the operand of dimension "x" or "y" from [channels, batch] to [batch, channels]."""
+    blocks = getattr(plan.groups_per_tile, dim)
+    edge = getattr(plan.grouping, dim)
+    batch = plan.elements_per_tile.z
+    workers = int(plan.target.workers)
+    cycles = int(tile_cycles.rearrange_batch(blocks, edge, batch, plan.dtype, workers))
+
+    def turn(v: VertexView) -> None:
+        v.out[...] = v.operand.swapaxes(-1, -2)
+
+    return Codelet("rearrange", {"operand": In(), "out": Out()}, turn, cycles, "supervisor")
+
+
+_LAUNCH = 46  # Supervisor: find a sub-group, start the workers; as in the products' formulas.
+_ROW, _COMPARE = 10, 1  # Worker: a row's entry and pointers; one index.
+_HIT, _MOVE = 5, 3  # Worker: a row that is asked for; load, add or store of a vector.
+
+
+class _Hits(NamedTuple):
+    """Which index of which vertex meets which block: one element per pair."""
+
+    vertex: np.ndarray
+    entry: np.ndarray
+    inner: np.ndarray
+    col: np.ndarray
+    place: np.ndarray
+
+
+class EmbeddingCodelets(BucketCodelets):
+    """`gather`: from a passing bucket into a tile's slices. `scatter`: from passing slices into the
+    partial updates of a tile's bucket."""
+
+    def __init__(self, plan: Plan) -> None:
+        super().__init__(plan, "forward")
+        common = {"words": In(UNSIGNED_SHORT), "indices": In(UNSIGNED_INT)}
+        bucket = {"values": In(), "slices": InOut()}
+        self.gather = self._codelet(
+            "embedding slice", {**common, **bucket}, self._gather, ("column",)
+        )
+        visitors = {"slices": In(), "column": In(UNSIGNED_INT), "scale": In(FLOAT)}
+        self.scatter = self._codelet(
+            "embedding update", {**common, **visitors, "partials": InOut(FLOAT)}, self._scatter
+        )
+
+    def _match(self, v: VertexView) -> tuple[np.ndarray, _Hits]:
+        """Cycles of each vertex and what it has to move."""
+        plan = self.plan
+        parts_y, rows = plan.partition.y, plan.groups_per_tile.x
+        bx, by = plan.block_dimensions
+        columns = v.column.reshape(-1)
+        indices = v.indices.reshape(v.count, -1).astype(np.int64)
+        found = self.reader.groups(v.words.reshape(v.count, -1))
+        cycles = np.zeros(v.count)
+        vertex: list[int] = []
+        mine: list[SubGroup] = []
+        for number, groups in enumerate(found):
+            for group in groups:
+                if group.rectangle % parts_y == columns[number]:
+                    vertex.append(number)
+                    mine.append(group)
+                else:
+                    cycles[number] += MISS_CYCLES
+        sizes = [len(group.row) for group in mine]
+        owner = np.repeat(np.array(vertex, np.int64), sizes)
+        first = np.repeat([group.rectangle // parts_y * rows for group in mine], sizes)
+
+        def joined(part: str) -> np.ndarray:
+            return np.concatenate([np.zeros(0, np.int64), *(getattr(g, part) for g in mine)])
+
+        row = joined("row") + first.astype(np.int64)
+        # Indices of all vertices, sorted by (vertex, block row); padding sorts past every row.
+        total = plan.partition.x * rows + 1
+        wanted = np.minimum(indices // bx, total - 1) + np.arange(v.count)[:, None] * total
+        order = np.argsort(wanted, axis=None, kind="stable")
+        keys = wanted.reshape(-1)[order]
+        low, high = (np.searchsorted(keys, owner * total + row, side) for side in ("left", "right"))
+        times = high - low
+        block = np.repeat(np.arange(len(row)), times)
+        at = np.arange(len(block)) - np.repeat(np.cumsum(times) - times, times)
+        index = order[np.repeat(low, times) + at] % indices.shape[1]
+        hits = _Hits(
+            owner[block],
+            index,
+            indices[owner[block], index] % bx,
+            joined("col")[block],
+            joined("place")[block],
+        )
+        workers = int(plan.target.workers)
+        vectors = -(-by // plan.dtype.vector_width)
+        moves = np.bincount(hits.vertex, minlength=v.count) * (_MOVE * vectors + _HIT)
+        cycles += -(-moves // workers) * workers
+        counts = np.array([len(np.unique(group.row)) for group in mine])
+        look = _LAUNCH + workers * -(-counts // workers) * (_ROW + _COMPARE * indices.shape[1])
+        np.add.at(cycles, np.array(vertex, np.int64), look)
+        return cycles, hits
+
+    def _gather(self, v: VertexView) -> None:
+        hits = self._matched(v)
+        by = self.plan.block_dimensions[1]
+        values = self._blocks(v.values.reshape(v.count, -1))
+        slices = v.slices.reshape(v.count, *v.slices.shape[v.rank :])
+        assert np.shares_memory(slices, v.slices)
+        slices = slices.reshape(*slices.shape[:2], -1, by)
+        slices[hits.vertex, hits.entry, hits.col] = values[hits.vertex, hits.place, hits.inner]
+
+    def _scatter(self, v: VertexView) -> None:
+        hits = self._matched(v)
+        by = self.plan.block_dimensions[1]
+        slices = v.slices.reshape(v.count, *v.slices.shape[v.rank :])
+        slices = slices.reshape(*slices.shape[:2], -1, by)
+        partials = v.partials.reshape(v.count, -1)
+        assert np.shares_memory(partials, v.partials)
+        update = slices[hits.vertex, hits.entry, hits.col].astype(np.float32)
+        update *= v.scale.reshape(v.count, 1)[hits.vertex]
+        np.add.at(self._blocks(partials), (hits.vertex, hits.place, hits.inner), update)
+
+    def _blocks(self, values: np.ndarray) -> np.ndarray:
+        """A view [vertices, blocks, rows of a block, columns]."""
+        bx, by = self.plan.block_dimensions
+        used = values.shape[1] // (bx * by) * bx * by
+        return values[:, :used].reshape(len(values), -1, bx, by)

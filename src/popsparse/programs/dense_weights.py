@@ -1,0 +1,237 @@
+"""Programs of plans with `use_dense`, and the choice between these and buckets."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple, NoReturn
+
+import numpy as np
+import torch
+
+from dynsparse.pattern import SparsePattern
+from dynsparse.tracing import spanned
+from dynsparse.typed import typed
+from popsparse.dense import program as product
+from popsparse.dense.layout import Layout, Operand, OperandView
+from popsparse.dense.layout import create_operand as create
+from popsparse.encoding.formats import SparseMatrix, to_numpy
+from popsparse.encoding.partitioner import Partitioner
+from popsparse.machine import Graph, Sequence, Tensor
+from popsparse.planning.plan import Plan
+from popsparse.programs.grad_weight import add_grad_weight
+from popsparse.programs.layout import OperandLayout, SparseTensor, create_operand
+from popsparse.programs.product import add_product
+
+
+def _layout(plan: Plan, name: str) -> Layout:
+    """The cut of a pass, each group on its share of the tiles."""
+    return Layout(plan.dense[name], plan.sizes.groups)
+
+
+def _as_user(made: Operand | Tensor, view: Tensor) -> Tensor:
+    return OperandView(made, view) if isinstance(made, Operand) else view
+
+
+def create_dense_weights(graph: Graph, plan: Plan, name: str) -> SparseTensor:
+    """Variables for the weights of a plan with `use_dense`, as forward wants them."""
+    layout = _layout(plan, "forward")
+    made = create(graph, layout, "a", f"{name} values", turned=True)
+    graph.set_initial_value(made.home if isinstance(made, Operand) else made, 0)
+    values = made.tensor() if isinstance(made, Operand) else made
+    return SparseTensor.of_dense(graph, plan, _as_user(made, values), name)
+
+
+def create_dense_operand(graph: Graph, plan: Plan, dim: str, name: str) -> Tensor:
+    """The input (`dim` "y") or the gradient of the output ("x"), [batch, groups * channels], as
+    forward or grad_input want them."""
+    layout = _layout(plan, "forward" if dim == "y" else "grad_input")
+    made = create(graph, layout, "b", name, turned=True)
+    view = made.tensor() if isinstance(made, Operand) else made
+    view = view.transpose(1, 0, 2).reshape(*OperandLayout(plan, dim).shape)
+    return _as_user(made, view)
+
+
+def _by_group(plan: Plan, dim: str, tensor: Tensor) -> Tensor:
+    """[batch, groups * channels] as [groups, batch, channels]."""
+    layout = OperandLayout(plan, dim)
+    layout.check(tensor)
+    view = tensor.reshape(plan.sizes.z, plan.sizes.groups, layout.channels).transpose(1, 0, 2)
+    return OperandView(tensor.operand, view) if isinstance(tensor, OperandView) else view
+
+
+def add_dense_product(
+    graph: Graph, weights: SparseTensor, operand: Tensor, program: Sequence, name: str
+) -> Tensor:
+    """Add "forward" or "grad_input" of a plan with `use_dense`; returns [batch, groups * channels].
+
+    Errors as of the sparse products.
+    """
+    plan = weights.plan
+    forward = name == "forward"
+    result = product.add_product(
+        graph,
+        _layout(plan, name),
+        weights.values,
+        _by_group(plan, "y" if forward else "x", operand),
+        program,
+        name,
+        turned=(forward, True),
+    )
+    shape = OperandLayout(plan, "x" if forward else "y").shape
+    return result.tensor().transpose(2, 0, 1).reshape(*shape)
+
+
+def add_dense_grad_weight(
+    graph: Graph, weights: SparseTensor, gradient: Tensor, inputs: Tensor, program: Sequence
+) -> Tensor:
+    """Add grad_weight of a plan with `use_dense`; [groups * in * out], like the weights."""
+    plan = weights.plan
+    operands = _by_group(plan, "y", inputs), _by_group(plan, "x", gradient)
+    layout = _layout(plan, "grad_weight")
+    turned = (True, False)
+    result = product.add_product(graph, layout, *operands, program, "grad_weight", turned=turned)
+    return result.tensor().flatten()
+
+
+class DensePatterns(NamedTuple):
+    """The pattern of each group, which the dense weights do not tell."""
+
+    partitioner: DensePartitioner
+    patterns: list[SparsePattern]
+
+    def gather(self, nz_values: Any) -> np.ndarray:
+        """Values at the patterns, one group after the other: [nnz] or [nnz, b, b]."""
+        take = self.partitioner.gather
+        return np.concatenate([take(p, nz_values, g).numpy() for g, p in enumerate(self.patterns)])
+
+
+class DenseWeights(NamedTuple):
+    """No meta-info (uint16 [0]), the dense weights, [groups * in * out] flattened, and what they
+    were made of."""
+
+    meta_info: np.ndarray
+    nz_values: np.ndarray
+    pattern: DensePatterns
+
+
+class DensePartitioner:
+    """Encodes patterns and values as dense weights, zeros included, and back.
+
+    Unlike buckets, dense weights do not tell a stored zero from a missing one: decoding gives the
+    blocks that have a value other than zero.
+
+    Args:
+        plan: a plan with `use_dense`.
+    """
+
+    @typed
+    def __init__(self, plan: Plan) -> None:
+        if not plan.use_dense:
+            raise ValueError("this plan has buckets: use Partitioner")
+        self.groups = plan.partition.groups
+        self.shape = (plan.sizes.x, plan.sizes.y)
+        block = plan.params.sparsity_params.block_dimensions
+        if block[0] != block[1]:
+            raise ValueError(f"dense weights are for square blocks, got {block}")
+        self.block_size = block[0]
+
+    @property
+    def nz_size(self) -> int:
+        """Values of the weights of all groups."""
+        return self.groups * self.shape[0] * self.shape[1]
+
+    def _check(self, pattern: SparsePattern) -> None:
+        if (tuple(pattern.shape), pattern.block_size) != (self.shape, self.block_size):
+            raise ValueError(
+                f"expected a pattern of the shape {self.shape} with blocks of {self.block_size}, "
+                f"got {pattern}"
+            )
+
+    def encode_pattern(self, pattern: Any) -> NoReturn:
+        """Refused: a pattern alone changes nothing on the machine.
+
+        Raises:
+            ValueError: always.
+        """
+        raise ValueError("dense weights have no pattern of their own: use set_weights")
+
+    @spanned("encode")
+    def encode(self, pattern: Any, values: Any = None) -> DenseWeights:
+        """As `Partitioner.encode`; errors as there."""
+        patterns = [pattern] if self.groups == 1 else list(pattern)
+        if len(patterns) != self.groups:
+            raise ValueError(f"pattern must be a sequence of {self.groups}, one for each group")
+        given = [values] if self.groups == 1 or values is None else list(values)
+        parts, kept = [], []
+        for group, one in enumerate(patterns):
+            if isinstance(one, SparseMatrix):
+                one, found = one.to_pattern()
+            else:
+                found = torch.from_numpy(to_numpy(given[group]))
+            self._check(one)
+            kept.append(one)
+            parts.append(one.to_dense(found).T.reshape(-1).numpy())
+        none = np.zeros(0, np.uint16)
+        return DenseWeights(none, np.concatenate(parts), DensePatterns(self, kept))
+
+    def decode(self, weights: Any, nz_values: Any = None) -> Any:
+        """As `Partitioner.decode`: pattern and values of the blocks that are not all zero."""
+        if isinstance(weights, DenseWeights):
+            nz_values = weights.nz_values
+        dense = self._dense(nz_values)
+        found = [SparsePattern.from_mask(one != 0, self.block_size) for one in dense]
+        pairs = [(p, p.values_of(one)) for p, one in zip(found, dense, strict=True)]
+        return pairs[0] if self.groups == 1 else pairs
+
+    def gather(self, pattern: SparsePattern, nz_values: Any, group: int = 0) -> torch.Tensor:
+        """Values at a pattern, e.g. of a weight gradient: [nnz] or [nnz, b, b]."""
+        self._check(pattern)
+        return pattern.values_of(self._dense(nz_values)[group])
+
+    def _dense(self, nz_values: Any) -> list[torch.Tensor]:
+        """The weights of each group, [out, in]."""
+        array = to_numpy(nz_values, "nz_values")
+        if array.shape != (self.nz_size,):
+            raise ValueError(
+                f"nz_values must have the shape [{self.nz_size}], got {list(array.shape)}"
+            )
+        rows, cols = self.shape
+        weights = torch.from_numpy(np.ascontiguousarray(array)).reshape(self.groups, cols, rows)
+        return [one.T.contiguous() for one in weights]
+
+
+class Operations(NamedTuple):
+    """The parts of a layer's program, all for one kind of weights.
+
+    Attributes:
+        partitioner: of a plan: what encodes patterns and values for the weights.
+        create_weights: (graph, plan, name).
+        create_operand: (graph, plan, dim, name): the input (`dim` "y") or the gradient of the
+            output ("x"), [batch, groups * channels], laid out by its use.
+        add_product: (graph, weights, operand, program, pass name) to the result
+            [batch, groups * channels].
+        add_grad_weight: (graph, weights, gradient, input, program) to [values].
+    """
+
+    partitioner: Callable[[Plan], Partitioner | DensePartitioner]
+    create_weights: Callable[[Graph, Plan, str], SparseTensor]
+    create_operand: Callable[[Graph, Plan, str, str], Tensor]
+    add_product: Callable[[Graph, SparseTensor, Tensor, Sequence, str], Tensor]
+    add_grad_weight: Callable[[Graph, SparseTensor, Tensor, Tensor, Sequence], Tensor]
+
+
+_BUCKETS = Operations(
+    Partitioner, SparseTensor.create, create_operand, add_product, add_grad_weight
+)
+_DENSE = Operations(
+    DensePartitioner,
+    create_dense_weights,
+    create_dense_operand,
+    add_dense_product,
+    add_dense_grad_weight,
+)
+
+
+def operations(plan: Plan) -> Operations:
+    """Those of the weights that a plan keeps."""
+    return _DENSE if plan.use_dense else _BUCKETS

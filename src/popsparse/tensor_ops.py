@@ -1,0 +1,414 @@
+"""Operations on whole tensors of the tile machine, wherever their elements lie.
+
+Each adds its steps to a program and gives a new tensor. What a tile needs and has not is copied to
+it; sums are float32 and round once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from dynsparse.checks import check_choice, check_integer, check_kind, is_number
+from dynsparse.files.shorten import shortened
+from dynsparse.typed import typed
+from popsparse.dense.layout import Layout
+from popsparse.dense.program import add_product
+from popsparse.machine import (
+    FLOAT,
+    HALF,
+    Codelet,
+    Copy,
+    DType,
+    Execute,
+    Graph,
+    In,
+    MappingError,
+    Out,
+    Ragged,
+    Tensor,
+    VertexView,
+    as_dtype,
+)
+from popsparse.machine import Sequence as Program
+from popsparse.planning import dense as planner
+from popsparse.planning.params import ceil_div
+
+__all__ = ["OPERATIONS", "elementwise", "matmul", "reduce", "softmax"]
+
+
+class Spread(NamedTuple):
+    """A tensor's elements, tile by tile: one vertex a tile.
+
+    Attributes:
+        shape: of the tensor.
+        owner: the tile of each element, [numel].
+        order: the elements in the order of their tiles, [numel]; None where that is their own.
+        tiles: of the vertices, [vertices].
+        offsets: where each one's elements begin, [vertices + 1].
+    """
+
+    shape: tuple[int, ...]
+    owner: np.ndarray
+    order: np.ndarray | None
+    tiles: np.ndarray
+    offsets: np.ndarray
+
+    @classmethod
+    def of(cls, graph: Graph, tensor: Tensor) -> Spread:
+        """Raises MappingError for elements without a tile."""
+        owner = graph.tiles_of(tensor).reshape(-1)
+        if not owner.size or owner.min() < 0:
+            what = "has no elements" if not owner.size else "has elements without a tile"
+            raise MappingError(f"{tensor.name} {what}: map it with set_tile_mapping")
+        order = np.argsort(owner, kind="stable")
+        placed = owner[order]
+        first = np.flatnonzero(np.append(True, np.diff(placed) > 0))
+        own = bool((np.diff(owner) >= 0).all())
+        offsets = np.append(first, len(owner))
+        return cls(tensor.shape, owner, None if own else order, placed[first], offsets)
+
+    def edge(self, tensor: Tensor) -> Ragged:
+        """A tensor that lies so, as the vertices' edge."""
+        flat = tensor.flatten()
+        return Ragged(flat if self.order is None else flat[self.order], self.offsets)
+
+    def like(self, graph: Graph, dtype: Any, name: str) -> Tensor:
+        """A new variable that lies so."""
+        made = graph.add_variable(as_dtype(dtype), list(self.shape), name)
+        new = np.flatnonzero(np.append(True, np.diff(self.owner) != 0))
+        lengths = np.diff(np.append(new, len(self.owner)))
+        graph.map_stretches(made, self.owner[new], lengths)
+        return made
+
+    def bring(self, graph: Graph, tensor: Tensor, program: Program, name: str) -> Tensor:
+        """A tensor [of this shape, or broadcast to it] that lies so: itself, or a copy."""
+        whole = tensor.broadcast_to(*self.shape)
+        if np.array_equal(graph.tiles_of(whole).reshape(-1), self.owner):
+            return whole
+        local = self.like(graph, tensor.dtype, f"{name} brought")
+        program.add(Copy(whole, local, name=f"{name}: bring"))
+        return local
+
+
+# Section 7.3 of docs/popsparse-formulas.md: of adding vectors, 3 cycles each.
+_START = 58 + 2
+_VECTOR = 3
+# No source gives cycles for the functions: a load, an instruction for each element, a store.
+_LOAD_AND_STORE = 2
+
+
+class _Operation(NamedTuple):
+    operands: int
+    compute: Callable[..., np.ndarray]
+    in_vectors: bool
+
+
+OPERATIONS = {
+    "add": _Operation(2, np.add, True),
+    "subtract": _Operation(2, np.subtract, True),
+    "multiply": _Operation(2, np.multiply, True),
+    "maximum": _Operation(2, np.maximum, True),
+    "minimum": _Operation(2, np.minimum, True),
+    "divide": _Operation(2, np.divide, False),
+    "scaled add": _Operation(3, lambda a, b, scale: a + scale * b, True),
+    "negative": _Operation(1, np.negative, True),
+    "absolute": _Operation(1, np.abs, True),
+    "square": _Operation(1, np.square, True),
+    "relu": _Operation(1, lambda a: np.maximum(a, np.float32(0)), True),
+    "exp": _Operation(1, np.exp, False),
+    "log": _Operation(1, np.log, False),
+    "sqrt": _Operation(1, np.sqrt, False),
+    "tanh": _Operation(1, np.tanh, False),
+    "sigmoid": _Operation(1, lambda a: 1 / (1 + np.exp(-a)), False),
+    "copy": _Operation(1, lambda a: a, True),
+}
+"""By name: how many operands each has, and what it does. "scaled add" is a + c b of (a, b, c);
+"copy" casts to the type of `out`."""
+
+
+@typed
+def elementwise(
+    graph: Graph,
+    operation: str,
+    operands: Sequence[Any],
+    program: Program,
+    *,
+    out: Tensor | None = None,
+    name: str | None = None,
+) -> Tensor:
+    """Add an operation to a program, element by element.
+
+    Args:
+        graph: of the tensors.
+        operation: one of `OPERATIONS`.
+        operands: tensors (half or float) and numbers. Tensors broadcast to the shape of the first,
+            or of `out`.
+        program: the steps are appended to it.
+        out: what takes the result; it may be an operand. Without it a new tensor, which lies as the
+            first operand does and has its type.
+        name: of the steps.
+
+    Returns:
+        The result.
+
+    Raises:
+        ValueError: an unknown operation, another number of operands, none that is a tensor, shapes
+            that do not broadcast.
+        TypeError: operands that are neither tensors nor numbers, or of another type.
+    """
+    made = OPERATIONS[check_choice("operation", operation, OPERATIONS)]
+    given = list(check_kind("operands", operands, (list, tuple), "a list of tensors and numbers"))
+    if len(given) != made.operands:
+        raise ValueError(f"{operation!r} takes {made.operands} operands, got {len(given)}")
+    for one in given:
+        if not isinstance(one, Tensor) and not is_number(one):
+            raise TypeError(f"operands must be tensors or numbers, got {shortened(one)}")
+    tensors = [one for one in given if isinstance(one, Tensor)]
+    if not tensors:
+        raise ValueError("expected a tensor among the operands, got only numbers")
+    for one in [*tensors, *([] if out is None else [out])]:
+        if one.dtype not in (HALF, FLOAT):
+            raise TypeError(f"operands must be half or float, got {one.dtype.name} ({one.name})")
+    what = operation if name is None else name
+    spread = Spread.of(graph, tensors[0] if out is None else out)
+    if out is None:
+        out = spread.like(graph, tensors[0].dtype, f"{what} result")
+    edges: dict[str, Any] = {"out": spread.edge(out)}
+    arguments: list[str | np.float32] = []
+    for one in given:
+        if not isinstance(one, Tensor):
+            arguments.append(np.float32(one))
+            continue
+        arguments.append(f"operand{len(arguments)}")
+        local = spread.bring(graph, one, program, f"{what} operand")
+        edges[str(arguments[-1])] = spread.edge(local)
+    compute = graph.add_compute_set(what)
+    graph.add_vertices(compute, _codelet(operation, made, arguments), spread.tiles, edges)
+    program.add(Execute(compute))
+    return out
+
+
+def _codelet(name: str, made: _Operation, arguments: list[str | np.float32]) -> Codelet:
+    def compute(v: VertexView) -> None:
+        found = [
+            getattr(v, one).values.astype(np.float32) if isinstance(one, str) else one
+            for one in arguments
+        ]
+        v.out.values[...] = made.compute(*found)
+
+    def cycles(v: VertexView) -> np.ndarray:
+        width = v.target.data_path_bits // (8 * v.out.values.itemsize)
+        vectors = ceil_div(ceil_div(v.out.lengths, v.target.workers), width)
+        return _START + vectors * (_VECTOR if made.in_vectors else _LOAD_AND_STORE + width)
+
+    fields = {one: In(HALF, FLOAT) for one in arguments if isinstance(one, str)}
+    fields["out"] = Out(HALF, FLOAT)
+    return Codelet(name, fields, compute, cycles, "workers", flops=lambda v: v.out.lengths)
+
+
+# Of the reduction in section 3.4 of docs/popsparse-formulas.md: a vertex, an output, a vector.
+_REDUCE_START, _OUTPUT, _REDUCE_VECTOR = 32, 7, 3
+
+_KINDS = {"add": np.add, "max": np.maximum}
+
+
+@typed
+def reduce(
+    graph: Graph,
+    tensor: Tensor,
+    axis: int | Sequence[int],
+    program: Program,
+    *,
+    operation: str = "add",
+    name: str | None = None,
+) -> Tensor:
+    """Add a reduction to a program: each tile reduces what it holds, then the parts are reduced.
+
+    Args:
+        tensor: half or float.
+        axis: dimensions that go away.
+        operation: "add" or "max".
+
+    Returns:
+        The tensor without these dimensions, of the same type, spread over the tiles that held it.
+
+    Raises:
+        ValueError: an unknown operation, a dimension that does not exist or comes twice.
+        TypeError: a tensor that is neither half nor float.
+    """
+    check_choice("operation", operation, _KINDS)
+    if tensor.dtype not in (HALF, FLOAT):
+        raise TypeError(f"a reduction takes half or float, got {tensor.dtype.name}")
+    check_kind("axis", axis, (int, list, tuple), "a dimension or a list of them")
+    given = [axis] if isinstance(axis, int) else list(axis)
+    axes = [check_integer("axis", one) for one in given]
+    if not axes or any(not -tensor.ndim <= one < tensor.ndim for one in axes):
+        raise ValueError(f"axis must be dimensions of {list(tensor.shape)}, got {axes}")
+    gone = {one % tensor.ndim for one in axes}
+    if len(gone) < len(axes):
+        raise ValueError(f"axis names a dimension twice: {axes}")
+    what = f"reduce {operation}" if name is None else name
+    kept = [dim for dim in range(tensor.ndim) if dim not in gone]
+    shape = [tensor.shape[dim] for dim in kept]
+    ordered = tensor.transpose(*kept, *sorted(gone)).reshape(int(np.prod(shape)), -1)
+    spread = Spread.of(graph, ordered)
+    partials, owner = _reduce_tiles(graph, ordered, spread, operation, program, what)
+    sizes = ordered.shape[0], tensor.dtype
+    made = _reduce_parts(graph, partials, owner, *sizes, spread, operation, program, what)
+    return made.reshape(*shape)
+
+
+def _reduce_tiles(
+    graph: Graph,
+    ordered: Tensor,
+    spread: Spread,
+    operation: str,
+    program: Program,
+    what: str,
+) -> tuple[Tensor, np.ndarray]:
+    """What each tile holds of each output: float [partials], and their outputs [partials]."""
+    outputs, depth = ordered.shape
+    output = np.repeat(np.arange(outputs), depth)
+    by_tile = np.lexsort((output, spread.owner))
+    tile, output = spread.owner[by_tile], output[by_tile]
+    begins = np.flatnonzero(np.append(True, (np.diff(tile) != 0) | (np.diff(output) != 0)))
+    placed = tile[begins]
+    first = np.searchsorted(placed, spread.tiles)
+    partials = graph.add_variable(FLOAT, [len(begins)], f"{what} partials")
+    new = np.flatnonzero(np.append(True, np.diff(placed) != 0))
+    graph.map_stretches(partials, placed[new], np.diff(np.append(new, len(placed))))
+    edges = {
+        "src": Ragged(ordered.flatten()[by_tile], spread.offsets),
+        "out": Ragged(partials, np.append(first, len(begins))),
+    }
+    compute = graph.add_compute_set(f"{what} on tiles")
+    graph.add_vertices(compute, _reduce_codelet(operation, begins, len(tile)), spread.tiles, edges)
+    program.add(Execute(compute))
+    return partials, output[begins]
+
+
+def _reduce_parts(
+    graph: Graph,
+    partials: Tensor,
+    owner: np.ndarray,
+    outputs: int,
+    dtype: DType,
+    spread: Spread,
+    operation: str,
+    program: Program,
+    what: str,
+) -> Tensor:
+    """The partial results of each output reduced, the outputs evenly over the tiles."""
+    order = np.argsort(owner, kind="stable")
+    begins = np.searchsorted(owner[order], np.arange(outputs))
+    each = ceil_div(outputs, len(spread.tiles))
+    tiles = spread.tiles[np.arange(outputs) // each]
+    used = spread.tiles[: ceil_div(outputs, each)]
+    result = graph.add_variable(dtype, [outputs], f"{what} result")
+    graph.set_tile_mapping(result, tiles)
+    counts = np.diff(np.append(begins, len(owner)))
+    arriving = graph.add_variable(FLOAT, [len(owner)], f"{what} arriving")
+    graph.map_stretches(arriving, tiles, counts)
+    program.add(Copy(partials[order], arriving, name=f"{what}: exchange"))
+    bounds = np.minimum(np.arange(len(used) + 1) * each, outputs)
+    ends = np.append(begins, len(owner))
+    edges = {"src": Ragged(arriving, ends[bounds]), "out": Ragged(result, bounds)}
+    compute = graph.add_compute_set(f"{what} of parts")
+    graph.add_vertices(compute, _reduce_codelet(operation, begins, len(owner)), used, edges)
+    program.add(Execute(compute))
+    return result
+
+
+def _reduce_codelet(operation: str, begins: np.ndarray, count: int) -> Codelet:
+    """Reduces stretches of the source, of all vertices together, that begin so."""
+    kind = _KINDS[operation]
+    lengths = np.diff(np.append(begins, count))
+
+    def compute(v: VertexView) -> None:
+        v.out.values[...] = kind.reduceat(v.src.values.astype(np.float32), begins)
+
+    def cycles(v: VertexView) -> np.ndarray:
+        width = v.target.data_path_bits // (8 * v.src.values.itemsize)
+        each = _OUTPUT + _REDUCE_VECTOR * ceil_div(lengths, width)
+        total = np.add.reduceat(each, v.out.offsets[:-1])
+        return _REDUCE_START + ceil_div(total, v.target.workers)
+
+    fields = {"src": In(HALF, FLOAT), "out": Out(HALF, FLOAT)}
+    name = f"reduce, {operation}"
+    return Codelet(name, fields, compute, cycles, "workers", flops=lambda v: v.src.lengths)
+
+
+@typed
+def softmax(graph: Graph, tensor: Tensor, program: Program, *, name: str = "softmax") -> Tensor:
+    """Add exp(x - max) / sum(exp(x - max)) along the last dimension to a program.
+
+    Args:
+        tensor: half or float, [..., n].
+        name: of the steps.
+
+    Returns:
+        A new tensor that lies as `tensor` does.
+
+    Raises:
+        ValueError: a tensor without dimensions. TypeError: of another type.
+    """
+    if not tensor.ndim:
+        raise ValueError("softmax takes a tensor [..., n], got a scalar")
+    steps = Program(name=name)
+    program.add(steps)
+    highest = reduce(graph, tensor, -1, steps, operation="max", name="highest")
+    moved = [tensor, highest.expand_dims(-1)]
+    powers = elementwise(graph, "subtract", moved, steps, name="subtract highest")
+    elementwise(graph, "exp", [powers], steps, out=powers, name="exp")
+    total = reduce(graph, powers, -1, steps, name="total")
+    shares = [powers, total.expand_dims(-1)]
+    return elementwise(graph, "divide", shares, steps, out=powers, name="divide by total")
+
+
+@typed
+def matmul(
+    graph: Graph,
+    a: Tensor,
+    b: Tensor,
+    program: Program,
+    *,
+    partials: Any = None,
+    available_memory_proportion: float = 0.6,
+    name: str = "matmul",
+) -> Tensor:
+    """Add a [m, k] times b [k, n] to a program, cut over the tiles as `dense.plan` finds best.
+
+    Args:
+        a, b: of one type, half or float, wherever they lie; brought to where the plan wants them.
+        partials: type of the partial sums, by default that of the operands.
+        available_memory_proportion: the part of a tile's memory for temporary data.
+        name: of the steps.
+
+    Returns:
+        [m, n] of the same type.
+
+    Raises:
+        ValueError: shapes that do not fit; operands the machine's memory cannot hold.
+        TypeError: operands of different types, or neither half nor float.
+    """
+    if a.ndim != 2 or b.ndim != 2 or a.shape[1] != b.shape[0]:
+        raise ValueError(f"expected a [m, k] and b [k, n], got {list(a.shape)} and {list(b.shape)}")
+    if a.dtype != b.dtype or a.dtype not in (HALF, FLOAT):
+        raise TypeError(
+            f"a and b must both be half or both float, got {a.dtype.name} and {b.dtype.name}"
+        )
+    plan = planner.plan(
+        a.shape[0],
+        a.shape[1],
+        b.shape[1],
+        a.dtype.name,
+        graph.target,
+        partials=partials,
+        available_memory_proportion=available_memory_proportion,
+    )
+    operands = a.expand_dims(0), b.expand_dims(0)
+    found = add_product(graph, Layout(plan), *operands, program, name).tensor()
+    return found.reshape(a.shape[0], b.shape[1])

@@ -1,0 +1,610 @@
+"""The execution model: what a planned product takes on a pattern."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from dynsparse.typed import typed
+from popsparse.encoding.buckets import OverflowInfo, SubGroups
+from popsparse.encoding.partitioner import Partitioner
+from popsparse.machine import Profile
+from popsparse.planning import cycles as estimate
+from popsparse.planning import cycles as tile_cycles
+from popsparse.planning.cycles import (
+    CONTROL_INSTRUCTIONS,
+    LOOP_CONTROL,
+    LOOP_STEPS,
+    grid_split,
+    split_rows,
+)
+from popsparse.planning.params import DataType
+from popsparse.planning.plan import Method, Plan
+
+Ints = Any
+
+
+class Kernel(NamedTuple):
+    """Worker instructions: `start` + rows * `row` + non-zeros (or blocks) * `each`.
+
+    `supervisor` cycles are paid for each matched sub-group, `by_row` and `by_each` of them for
+    each of its rows and blocks.
+    """
+
+    start: Ints
+    row: Ints
+    each: Ints
+    supervisor: int
+    by_row: int = 0
+    by_each: int = 0
+
+    def worker(self, rows: Ints, count: Ints) -> Ints:
+        return self.start + rows * self.row + count * self.each
+
+
+class _Rows(NamedTuple):
+    """Instructions of a kernel's general case, by what they are paid for. A non-zero takes 3 of
+    them in a whole vector and 2 in a part of one; these are the ones around those loops."""
+
+    row: int
+    vector: int
+    rest: int  # Once a row when the batch is no multiple of the vector.
+    half: int  # Half a vector: 4 of 8, or 2 of 4.
+    single: int  # Each element left after that.
+    singles: int  # Once a row when there are any.
+
+
+# A row: its entry, pointers, the way round. A vector: pointers, first loads, accumulators in and
+# out of memory. grad_input's kernels peel the last non-zero off the loop and so save three.
+_FORWARD = {2: _Rows(13, 17, 4, 11, 10, 1), 4: _Rows(13, 12, 4, 8, 8, 0)}
+_GRAD_INPUT = {2: _Rows(12, 13, 4, 9, 9, 1), 4: _Rows(12, 11, 4, 7, 7, 0)}
+
+# Batches of a worker with a kernel of their own: start, row, each non-zero.
+_EXACT = {
+    (2, False): {8: (28, 15, 3), 4: (30, 11, 2)},
+    (4, False): {4: (25, 13, 3), 2: (27, 11, 2)},
+    (2, True): {8: (26, 15, 3), 4: (28, 11, 2)},
+    (4, True): {4: (23, 13, 3), 2: (25, 11, 2)},
+}
+
+
+def element_product(z: Ints, dtype: DataType, *, grad_input: bool = False) -> Kernel:
+    """forward, or grad_input from buckets of its own, with `z` elements of the batch a worker."""
+    z = np.asarray(z)
+    counts = (_GRAD_INPUT if grad_input else _FORWARD)[dtype.size]
+    vector = 16 // dtype.size
+    half, singles = z & (vector // 2), z & (vector // 2 - 1)
+    row = (
+        counts.row
+        + counts.vector * (z // vector)
+        + np.where(z % vector > 0, counts.rest, 0)
+        + np.where(half > 0, counts.half, 0)
+        + counts.single * singles
+        + np.where(singles > 0, counts.singles, 0)
+    )
+    each = 3 * (z // vector) + np.where(half > 0, 2, 0) + 2 * singles
+    start: Ints = {(2, False): 33, (4, False): 30, (2, True): 32, (4, True): 33}[
+        dtype.size, grad_input
+    ]
+    exact = _EXACT[dtype.size, grad_input]
+    conditions = [z == key for key in exact]
+    start, row, each = (
+        np.select(conditions, [constants[i] for constants in exact.values()], default)
+        for i, default in enumerate((start, row, each))
+    )
+    return Kernel(start, row, each, 46 + 46 if grad_input else 47 + 46)
+
+
+def element_transposed(z: int, dtype: DataType) -> Kernel:
+    """grad_input from the forward buckets. `each` counts turns of a row's loop: its non-zeros
+    are shared among the workers. A turn sets up its pointers anew."""
+    half = dtype.size == 2
+    if half and z in (4, 8):
+        return Kernel(20, *((18, 10) if z == 8 else (21, 7)), 44 + 68)
+    width = dtype.vector_width
+    vectors, rest = z // width, z % width
+    if half:
+        each = 9 + (2 + 5 * vectors) * (vectors > 0) + (2 + 3 * rest) * (rest > 0)
+        return Kernel(26, 22, each, 44 + 68)
+    each = 8 + (2 + 3 * vectors) * (vectors > 0) + 4 * rest
+    return Kernel(23, 24, each, 44 + 68)
+
+
+def block_product(
+    z: int,
+    block: tuple[int, int],
+    dtype: DataType,
+    partials: DataType,
+    conv_units: int,
+    *,
+    retain: bool,
+) -> Kernel:
+    """forward of blocks, or with `retain` False grad_input; `z` elements of the batch a worker.
+
+    Read off the estimator's formula, which is right here, but for 16x16 blocks with float32
+    partials: their kernel makes two halves of a block whatever units there are.
+    """
+    units = min(conv_units, 8) if partials.size == 4 and dtype.size == 2 else conv_units
+
+    def tile(x: int, y: int, workers: int) -> int:
+        sizes = (block, dtype, partials, units, workers)
+        return int(estimate.block_forward(x, y, z, *sizes, retain=retain))
+
+    nothing = tile(0, 0, 0)
+    by_row = tile(1, 0, 0) - nothing
+    by_each = tile(1, 1, 0) - nothing - by_row
+    start = tile(0, 0, 1) - nothing
+    each = tile(1, 1, 1) - tile(1, 1, 0) - start
+    return Kernel(start, 0, each, nothing, by_row, by_each)
+
+
+def grad_weight(
+    z: int, block: tuple[int, int], dtype: DataType, partials: DataType, *, amp: bool
+) -> Kernel:
+    """grad_weight of elements and blocks; with `amp` all workers share each block."""
+
+    def tile(x: int, y: int, workers: int) -> int:
+        if block == (1, 1):
+            return int(estimate.element_grad_weight(x, y, z, dtype, workers))
+        formula = estimate.block_grad_weight_amp if amp else estimate.block_grad_weight
+        return int(formula(x, y, z, block, dtype, partials, workers))
+
+    nothing = tile(0, 0, 0)
+    by_row = tile(1, 0, 0) - nothing
+    by_each = tile(1, 1, 0) - nothing - by_row
+    start = tile(0, 0, 1) - nothing
+    row = tile(1, 0, 1) - tile(1, 0, 0) - start
+    each = tile(1, 1, 1) - tile(1, 1, 0) - start - row
+    return Kernel(start, row, each, nothing, by_row, by_each)
+
+
+def product_kernel(plan: Plan, z: Ints, *, grad_input: bool) -> Kernel:
+    """The kernel of the plan's forward or grad_input when a worker has `z` elements of the batch
+    (with shared element buckets, grad_input's workers each have the whole batch of the tile).
+
+    Codelets and the execution model both take their cycles from here.
+    """
+    if plan.method is Method.ELEMENT:
+        if grad_input and plan.shared_buckets:
+            return element_transposed(int(z), plan.dtype)
+        return element_product(z, plan.dtype, grad_input=grad_input)
+    partials = plan.options.partials_type
+    units = plan.target.conv_units(plan.dtype, partials)
+    sizes = (plan.block_dimensions, plan.dtype, partials, units)
+    return block_product(int(z), *sizes, retain=not grad_input)
+
+
+def grad_weight_kernel(plan: Plan, z: int) -> Kernel:
+    """The kernel of the plan's grad_weight for `z` elements of the batch."""
+    amp = plan.method is Method.BLOCK_AMP
+    return grad_weight(z, plan.block_dimensions, plan.dtype, plan.options.partials_type, amp=amp)
+
+
+def zero(bytes_: Ints, workers: int, path_bytes: int = 8) -> Ints:
+    """Zeroing memory: a word of the data path an instruction, 12 around the loop."""
+    words = -(-np.asarray(bytes_) // path_bytes)
+    return workers * (12 + -(-words // workers))
+
+
+MISS_CYCLES = 32
+"""Supervisor cycles to pass over a sub-group of another rectangle."""
+
+
+class Pieces(NamedTuple):
+    """Work of the workers: sub-group, rows, grains of the batch and non-zeros of each piece."""
+
+    group: np.ndarray
+    rows: np.ndarray
+    grains: np.ndarray
+    nz: np.ndarray
+
+
+@dataclass(frozen=True)
+class BucketLoad:
+    """Sub-groups of all buckets after spilling, of one group of the product."""
+
+    groups: SubGroups
+    partition: tuple[int, int, int]
+    workers: int
+    overflow: OverflowInfo
+
+    @classmethod
+    def of(cls, plan: Plan, pattern: Any) -> BucketLoad:
+        """Cut a `SparsePattern` as the partitioner does; its errors too."""
+        partitioner = Partitioner(plan)
+        groups, layout = partitioner.sub_groups(pattern), partitioner.layout
+        overflow = OverflowInfo.of(groups, layout)
+        return cls(groups, layout.partition, plan.target.workers, overflow)
+
+    @property
+    def blocks(self) -> int:
+        return int(self.groups.nz.sum())
+
+    @property
+    def rows(self) -> np.ndarray:
+        return self.groups.rows
+
+    @property
+    def nz(self) -> np.ndarray:
+        return self.groups.nz
+
+    @cached_property
+    def home(self) -> np.ndarray:
+        """The rectangle whose tiles hold each sub-group's bucket."""
+        return self.groups.bucket // self.partition[2]
+
+    def at_offset(self, x: int, y: int) -> np.ndarray:
+        """Which sub-groups lie (x, y) partitions away from where they belong, bool."""
+        px, py, _ = self.partition
+        there, here = self.groups.rectangle, self.home
+        return ((there // py - here // py) % px == x) & ((there % py - here % py) % py == y)
+
+    @cached_property
+    def scan(self) -> int:
+        """Supervisor cycles to find nothing in the bucket of most sub-groups."""
+        return MISS_CYCLES * int(np.bincount(self.groups.bucket, minlength=1).max())
+
+    def batch_shares(self, grains: int) -> list[int]:
+        """The different shares of the batch that workers get."""
+        return sorted({share for *_, share in grid_split(1, grains, self.workers)})
+
+    def shared_turns(self, workers: int) -> np.ndarray:
+        """For each sub-group, the sum over its rows of ceil(non-zeros / workers)."""
+        turns = -(-self.groups.length // workers)
+        return np.add.reduceat(turns, self.groups.first_row) if len(turns) else turns
+
+    def pieces(self, grains: int, workers: int, *, transposed: bool = False) -> Pieces:
+        groups = self.groups.transposed() if transposed else self.groups
+        found = split_rows(groups.rows, groups.length, grains, workers)
+        before = np.append(0, np.cumsum(groups.length))
+        first = groups.first_row[found.group] + found.row
+        nz = before[first + found.rows] - before[first]
+        return Pieces(found.group, found.rows, found.grains, nz)
+
+    def slowest(self, group: np.ndarray, work: np.ndarray) -> np.ndarray:
+        """The largest `work` of each sub-group's pieces."""
+        worst = np.zeros(len(self.groups.rows), np.int64)
+        np.maximum.at(worst, group, work)
+        return worst
+
+    def _own(self, cycles: np.ndarray) -> np.ndarray:
+        """Cycles of sub-groups in place; a look where they belong elsewhere."""
+        return np.where(self.groups.rectangle == self.home, cycles, MISS_CYCLES)
+
+    def distribution(self, cycles: np.ndarray) -> float:
+        """The tile with most to do, when each tile sees all buckets of its rectangle."""
+        return float(np.bincount(self.home, self._own(cycles), minlength=1).max())
+
+    def slowest_bucket(self, cycles: np.ndarray) -> float:
+        """The bucket with most to do for its own rectangle."""
+        return float(np.bincount(self.groups.bucket, self._own(cycles), minlength=1).max())
+
+
+_WORD = 2  # Bytes of a meta-info word.
+
+
+class Step(NamedTuple):
+    """A part of a pass: cycles of vertices and of exchanges on the slowest tile, and how many
+    supersteps exchange anything. Vertices that follow on the same tiles need no synchronisation."""
+
+    name: str
+    compute: float
+    exchange: float
+    syncs: int
+
+
+@dataclass(frozen=True)
+class PassTime:
+    """The predicted time of one pass.
+
+    Attributes:
+        steps: its parts in order.
+        sync_cycles: what their synchronisations take together.
+        propagation_steps: compute steps of the propagation phase.
+        clock_hz, products: to state seconds and TFLOP/s; products = 2 x non-zeros x batch.
+    """
+
+    steps: tuple[Step, ...]
+    sync_cycles: float
+    propagation_steps: int
+    clock_hz: float
+    products: float
+
+    @property
+    def compute_cycles(self) -> float:
+        return sum(step.compute for step in self.steps)
+
+    @property
+    def exchange_cycles(self) -> float:
+        return sum(step.exchange for step in self.steps)
+
+    @property
+    def cycles(self) -> float:
+        return self.compute_cycles + self.exchange_cycles + self.sync_cycles
+
+    @property
+    def seconds(self) -> float:
+        return self.cycles / self.clock_hz
+
+    @property
+    def tflops(self) -> float:
+        return self.products / self.seconds / 1e12
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain figures for reports and `--json`."""
+        return {
+            "steps": [step._asdict() for step in self.steps],
+            "compute_cycles": self.compute_cycles,
+            "exchange_cycles": self.exchange_cycles,
+            "sync_cycles": self.sync_cycles,
+            "cycles": self.cycles,
+            "seconds": self.seconds,
+            "tflops": self.tflops,
+            "propagation_steps": self.propagation_steps,
+        }
+
+
+@typed
+def predict(plan: Plan, pattern: Any) -> dict[str, PassTime]:
+    """The time of each pass the plan is for.
+
+    Args:
+        plan: as `make_plan` or `matmul_plan` give it.
+        pattern: a `SparsePattern` of the plan's shape and block size; for several groups a
+            sequence of them.
+
+    Raises:
+        ValueError: a pattern of another shape or block size, or one whose buckets overflow.
+    """
+    patterns = list(pattern) if plan.partition.groups > 1 else [pattern]
+    loads = [BucketLoad.of(plan, one) for one in patterns]
+    blocks = sum(load.blocks for load in loads)
+    area = plan.block_dimensions[0] * plan.block_dimensions[1]
+    products = 2.0 * blocks * area * plan.params.batch_size
+    found = {}
+    for name in plan.costs:
+        model: _Pass = (
+            _GradWeight(plan, loads) if name == "grad_weight" else _Product(plan, loads, name)
+        )
+        steps = tuple(model.steps())
+        syncs = sum(step.syncs for step in steps) * plan.target.sync_cycles
+        turns = max(load.overflow.propagation_steps for load in loads)
+        found[name] = PassTime(steps, syncs, turns, plan.target.clock_hz, products)
+    return found
+
+
+def sub_group_cycles(plan: Plan, name: str, load: BucketLoad) -> np.ndarray:
+    """Cycles of a tile, in the pass of this name, for each sub-group it finds: [sub-groups]."""
+    model = _GradWeight(plan, [load]) if name == "grad_weight" else _Product(plan, [load], name)
+    return model.group_cycles(load)
+
+
+class _Pass(ABC):
+    """What the passes have in common."""
+
+    def __init__(self, plan: Plan, loads: list[BucketLoad]) -> None:
+        self.plan, self.loads, self.target = plan, loads, plan.target
+        self.workers, self.size = plan.target.workers, plan.dtype.size
+        self.partials = plan.options.partials_type
+        self.z = plan.elements_per_tile.z
+
+    def exchange(self, received: float, same: int = 1) -> float:
+        """Cycles to receive so many bytes; `same` neighbouring tiles receive equal data."""
+        bus = self.target.exchange_bus_tiles
+        share = bus if bus > 1 and same % bus == 0 else 1
+        return float(-(-received // (self.target.exchange_bytes_per_cycle * share)))
+
+    def home(self, *dims: str) -> float:
+        """Bytes of a dense operand that a tile keeps when all tiles share it."""
+        size = 1.0
+        for dim in dims:
+            size *= getattr(self.plan.sizes, dim)
+        return size * self.plan.params.num_groups * self.size / self.plan.tiles_used
+
+    def needed(self, *dims: str) -> float:
+        """Bytes of a dense operand that a tile works on."""
+        size = 1.0
+        for dim in dims:
+            size *= getattr(self.plan.elements_per_tile, dim)
+        return size * self.size
+
+    def fetch(self, dims: tuple[str, str], same: int) -> float:
+        return self.exchange(max(0.0, self.needed(*dims) - self.home(*dims)), same)
+
+    @abstractmethod
+    def group_cycles(self, load: BucketLoad) -> np.ndarray:
+        """Cycles of a tile for each sub-group: workers and supervisor."""
+
+    @abstractmethod
+    def steps(self) -> Iterable[Step]:
+        """The parts of the pass in order."""
+
+    def propagate(self, bucket_bytes: float) -> Iterable[Step]:
+        """The propagation phase: the slowest tile at each step, and the loop around it."""
+        z = self.plan.partition.z
+        overflow = max((load.overflow for load in self.loads), key=lambda o: o.propagation_steps)
+        offsets = overflow.kept_offsets
+        if not offsets:
+            return
+        compute = 0.0
+        for offset in offsets:
+            slowest = 0.0
+            for load in self.loads:
+                there = load.at_offset(*offset)
+                if there.any():
+                    # A bucket may hold several sub-groups for the rectangle it passes.
+                    spent = np.bincount(load.groups.bucket[there], self.group_cycles(load)[there])
+                    slowest = max(slowest, float(spent.max()))
+            compute += z * (slowest or float(max(load.scan for load in self.loads)))
+        turns = z * len(offsets)
+        skipped = sum(not used for used in overflow.used_x[: overflow.x])
+        control = turns * LOOP_CONTROL * self.workers
+        moved = (turns + skipped + 1) * self.exchange(bucket_bytes)
+        # One move before the first turn, and a condition after the last.
+        yield Step("propagation", compute + control, moved, LOOP_STEPS * turns + 1)
+
+    def control(self) -> Step:
+        """The end counts cast, multiplied, and the decision whether to propagate."""
+        cast = float(tile_cycles.cast(3, self.plan.dtype, self.partials, self.workers))
+        decide = 2 * CONTROL_INSTRUCTIONS * self.workers
+        return Step("control", cast + decide, 0.0, 1)
+
+
+class _Product(_Pass):
+    """forward, or grad_input: the same with x and y exchanged."""
+
+    def __init__(self, plan: Plan, loads: list[BucketLoad], name: str) -> None:
+        super().__init__(plan, loads)
+        self.grad_input = name == "grad_input"
+        self.out, self.in_ = ("y", "x") if self.grad_input else ("x", "y")
+        parts = plan.partition
+        inner = parts.x * parts.z if self.grad_input else 1
+        self.same = getattr(parts, self.out) if inner == 1 else 1
+        self.depth = getattr(parts, self.in_)
+
+    def kernel(self, z: Any) -> Kernel:
+        return product_kernel(self.plan, z, grad_input=self.grad_input)
+
+    def group_cycles(self, load: BucketLoad) -> np.ndarray:
+        plan, grain = self.plan, self.plan.grouping.z
+        if plan.method is not Method.ELEMENT:
+            shares = load.batch_shares(plan.groups_per_tile.z)
+            by_share = []
+            for share in shares:
+                kernel = self.kernel(share * grain)
+                by_share.append(self.workers * kernel.worker(0, load.nz))
+            own = kernel.supervisor + load.rows * kernel.by_row + load.nz * kernel.by_each
+            return np.maximum.reduce(by_share) + own
+        if self.grad_input and plan.shared_buckets:
+            kernel = self.kernel(self.z)
+            work = kernel.worker(load.rows, load.shared_turns(self.workers))
+            return self.workers * work + kernel.supervisor
+        pieces = load.pieces(plan.groups_per_tile.z, self.workers, transposed=self.grad_input)
+        kernel = self.kernel(pieces.grains * grain)
+        work = load.slowest(pieces.group, kernel.worker(pieces.rows, pieces.nz))
+        return self.workers * work + kernel.supervisor
+
+    def steps(self) -> Iterable[Step]:
+        plan, parts = self.plan, self.plan.partition
+        words = plan.buckets.forward_words
+        if self.grad_input and not plan.shared_buckets:
+            words = plan.buckets.grad_input_words
+        bucket = plan.buckets.nz_elements * self.size + _WORD * words
+        edges = plan.block_dimensions
+        if self.grad_input and min(edges) > 1:
+            blocks = plan.buckets.nz_elements // (edges[0] * edges[1])
+            turn = tile_cycles.transpose_blocks(blocks, *edges, plan.dtype, self.workers)
+            yield Step("transpose buckets", float(turn), 0.0, 0)
+        yield Step("fetch input", 0.0, self.fetch((self.in_, "z"), self.same), 1)
+        moved = (parts.z - 1) * bucket
+        same = parts.z if parts.x == 1 else 1
+        results = getattr(plan.elements_per_tile, self.out) * self.z
+        clear = zero(results * self.partials.size, self.workers)
+        compute = max(load.distribution(self.group_cycles(load)) for load in self.loads)
+        yield Step(
+            "distribution", float(clear) + compute, self.exchange(moved, same), 1 if moved else 0
+        )
+        yield self.control()
+        yield from self.propagate(bucket)
+        outputs = -(-results // self.depth)
+        if self.depth > 1:
+            sent = (self.depth - 1) * outputs * self.partials.size
+            added = tile_cycles.reduce(outputs, self.depth, self.partials, plan.dtype, self.workers)
+            yield Step("reduction", float(added), self.exchange(sent), 1)
+        elif self.partials is not plan.dtype:
+            cast = tile_cycles.cast(results, self.partials, plan.dtype, self.workers)
+            yield Step("cast", float(cast), 0.0, 0)
+
+
+class _GradWeight(_Pass):
+    """grad_weight: each bucket meets all parts of the batch."""
+
+    def group_cycles(self, load: BucketLoad) -> np.ndarray:
+        plan = self.plan
+        amp = plan.method is Method.BLOCK_AMP
+        kernel = grad_weight_kernel(plan, self.z)
+        share = load.nz if amp else -(-load.nz // self.workers)
+        rows = load.rows if amp else np.minimum(-(-load.rows // self.workers) + 1, share)
+        own = kernel.supervisor + load.rows * kernel.by_row + load.nz * kernel.by_each
+        return self.workers * kernel.worker(rows, share) + own
+
+    def steps(self) -> Iterable[Step]:
+        plan, parts = self.plan, self.plan.partition
+        moves = plan.grad_w_exchange_buckets
+        if moves:
+            same = (parts.y if parts.x == parts.z == 1 else 1, parts.x)
+        else:
+            same = (
+                parts.y if parts.z == 1 else 1,
+                parts.x if parts.y == parts.z == 1 else 1,
+            )
+        fetched = self.fetch(("x", "z"), same[0]) + self.fetch(("y", "z"), same[1])
+        yield Step("fetch inputs", 0.0, fetched, 1)
+        if plan.method is Method.BLOCK_AMP:
+            groups = plan.groups_per_tile
+            edges = plan.block_dimensions
+            turn = sum(
+                int(tile_cycles.rearrange_batch(n, edge, self.z, plan.dtype, self.workers))
+                for n, edge in ((groups.x, edges[0]), (groups.y, edges[1]))
+            )
+            yield Step("rearrange inputs", float(turn), 0.0, 0)
+        values = plan.buckets.nz_elements
+        bucket = float(values * self.partials.size + _WORD * plan.buckets.forward_words)
+        inputs = self.needed("x", "z") + self.needed("y", "z")
+        travels = bucket if moves else inputs
+        clear = zero(values * self.partials.size, self.workers)
+        slowest = max(load.slowest_bucket(self.group_cycles(load)) for load in self.loads)
+        rounds = parts.z if parts.z > 1 else 0
+        yield Step(
+            "distribution",
+            float(clear) + parts.z * slowest,
+            rounds * self.exchange(travels),
+            rounds,
+        )
+        yield self.control()
+        yield from self.propagate(travels)
+        if self.partials is not plan.dtype:
+            cast = tile_cycles.cast(values, self.partials, plan.dtype, self.workers)
+            yield Step("cast", float(cast), 0.0, 0)
+
+
+class Run(NamedTuple):
+    """One pass on the machine; `error` as of `relative_error`, None without numbers."""
+
+    profile: Profile
+    error: float | None
+
+
+def relative_error(found: np.ndarray, wanted: np.ndarray) -> float:
+    """The largest difference over the largest element of what is wanted, infinite for NaN."""
+    if not wanted.size:
+        return 0.0
+    off = float(np.abs(found - wanted).max()) / (float(np.abs(wanted).max()) or 1.0)
+    return off if np.isfinite(off) else float("inf")
+
+
+def run_figures(runs: Mapping[str, Run], products: Mapping[str, float]) -> dict[str, Any]:
+    """The figures of passes without buckets, in the words of dynamic products.
+
+    Args:
+        runs: by pass.
+        products: 2 x multiplications of each.
+
+    Returns:
+        "cycles", "tflops" by pass (`products` over the pass's seconds at the target's clock),
+        "max_tile_bytes", "propagation_steps" and "spilled" (always 0), "max_relative_error".
+    """
+    errors = [run.error for run in runs.values() if run.error is not None]
+    return {
+        "cycles": {name: run.profile.cycles for name, run in runs.items()},
+        "tflops": {n: products[n] / run.profile.seconds / 1e12 for n, run in runs.items()},
+        "max_tile_bytes": max(run.profile.memory.max_tile_bytes for run in runs.values()),
+        "propagation_steps": 0,
+        "spilled": 0,
+        "max_relative_error": max(errors, default=None),
+    }
