@@ -1,4 +1,15 @@
-"""Embedding: rows of a sparse table, and updates of them."""
+"""Embedding: rows of a sparse table, and updates of them.
+
+The same weights serve as the output projection of a language model (tied embeddings), so the
+operations work on the buckets of a fully connected layer: the sparse matrix is [entries, size].
+Each tile gathers for a share of the indices and for the columns of its y partition. Every bucket
+of those columns has to pass by: the buckets of equal y go round once, and again for each distance
+in y that the overflow record names. An update works the other way round: indices and slices
+travel, and buckets stay. See section 5.4 of
+docs/popsparse-formulas.md.
+
+The short way through `embedding_slice` and `embedding_update_add`.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""A sparse product with its programs built once."""
+"""A sparse product with its programs built once.
+
+A file has the format of safetensors: of each group the positions of its blocks, int64, and its
+values; the rest is JSON beside them. Nothing in it is code.
+"""
 
 from __future__ import annotations
 

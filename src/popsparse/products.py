@@ -1,4 +1,12 @@
-"""PopSparse's functions for fully connected layers and matrix products."""
+"""PopSparse's functions for fully connected layers and matrix products.
+
+Each function adds variables and steps to a machine's `Graph` and `Sequence`; an `Engine` runs them.
+All functions that belong together must get the same parameters and options: the plan follows from
+them. `popsparse.Layer` is the short way.
+
+A wrapper of the fully connected layer: m = output channels, k = input channels, n = batch. The plan
+always serves forward and grad_input jointly, so that the sparse operand can be used transposed.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,11 @@
-"""Plans of block-sparse products: which tile multiplies which blocks."""
+"""Plans of block-sparse products: which tile multiplies which blocks.
+
+A piece is what one tile adds up of one block of the result: some of its products. The methods bear
+the names of PopSparse's. `strip` is what its source describes; `block`, `block-naive`,
+`block-group2` and `stripv0` keep the idea that the name and the options stand for. The hypergraph
+partitioner that the original called for `block` is not rebuilt: a greedy rule with the same weights
+(memory_cycle_ratio of memory to products) stands in its place.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,9 @@
-"""Block-sparse products on the machine."""
+"""Block-sparse products on the machine.
+
+Where a figure of the machine's is known it is used: the matrix units and reductions as of dense
+products, element-wise work as of `machine.codelets`. The exponential and the inverse have none, and
+are charged as functions are in `tensor_ops`.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,20 @@
-"""Buckets: their layout, which non-zeros belong to which, and what overflows."""
+"""Buckets: their layout, which non-zeros belong to which, and what overflows.
+
+The names follow the note on PopSparse (Li, Z. et al., arXiv:2303.16999) and the storage of the
+library it describes: X counts rows of the sparse matrix (output features), Y its columns (input
+features), Z the batch. A *bucket* is the fixed piece of memory a tile owns: meta-info, 16-bit words
+that say where non-zeros belong, and values. A *sub-group* is the part of a bucket that belongs to
+one (x, y) rectangle of the matrix.
+
+X and Y are cut into equal chunks of blocks. The blocks of a rectangle, in row-major order, are cut
+into one contiguous piece for each of its Z partners; a piece's rows are kept in order of decreasing
+length, so that what is trimmed from the end is short (sections 3 and 4 of the PopSparse note).
+All of it is sorting and running sums over arrays: no loop over buckets or rows.
+
+Bucket and operand meet when the bucket of (x - i, y - j) is at the tiles of (x, y), offset (i, j)
+cyclic in the partition. The distribution phase covers offset (0, 0) for every Z partner; each
+further offset that the overflow record keeps costs one step for each Z partner.
+"""
 
 from __future__ import annotations
 

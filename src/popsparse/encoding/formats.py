@@ -1,4 +1,12 @@
-"""Formats of sparse matrices and lists of blocks."""
+"""Formats of sparse matrices and lists of blocks.
+
+In COO, CSR and CSC indices count elements of the dense matrix also for blocks (so they are
+multiples of the block's sides) and offsets count values, as in PopSparse; BSR counts blocks, as in
+SciPy. Values of a block are row-major, in CSC column-major.
+
+    matrix = CSRMatrix.from_pattern(pattern, values)
+    pattern, values = matrix.to_csc().to_pattern()
+"""
 
 from __future__ import annotations
 

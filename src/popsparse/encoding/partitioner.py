@@ -1,4 +1,13 @@
-"""The partitioner: a pattern and its values as buckets, and back."""
+"""The partitioner: a pattern and its values as buckets, and back.
+
+    partitioner = Partitioner(plan)
+    encoded = partitioner.encode(pattern, values)
+    encoded.meta_info, encoded.nz_values          # what the host writes to the machine
+    pattern, values = partitioner.decode(encoded)
+
+The method is that of PopSparse's partitioner; `meta_info` documents the words, `spilling` what
+happens when a bucket is full, `overflow` what the propagation phase is told.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""The engine: compiles a program and runs it."""
+"""The engine: compiles a program and runs it.
+
+Those that this machine can follow; any other is refused, also where Poplar has it.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,10 @@
-"""The memory of the tiles: when variables are live, what fits, and what a tile holds."""
+"""The memory of the tiles: when variables are live, what fits, and what a tile holds.
+
+Variables that are never wanted at the same time can share memory. A variable is wanted from a step
+that writes all of it (or a `WriteUndef`) to the last step that reads it. Wanted throughout:
+constants, variables with a handle or an initial value, those that a program reads before it writes
+them (they carry state from run to run), and those no program reads (results for the host).
+"""
 
 from __future__ import annotations
 

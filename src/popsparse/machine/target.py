@@ -1,4 +1,48 @@
-"""The machine: its constants, with their sources, and what each target has."""
+"""The machine: its constants, with their sources, and what each target has.
+
+Sources of the constants. [V] vendor documents, [T] constants carried in third-party sources or in
+PopLibs, [I] inferred by arithmetic from published figures.
+
+=============================== =========== ==================================================
+field                           Mk2, Bow    source
+=============================== =========== ==================================================
+tiles                           1472        [V] profiles and data sheets
+bytes_per_tile                  638,976     [V] text of Poplar's out-of-memory error (624 KiB)
+workers                         6           [V] Poplar assembly programming guide
+clock_hz                        1.33e9,     [V] `gc-info` of an M2000;
+                                1.85e9      [V] Bow-2000 data sheet
+data_path_bits                  64          [T] PopLibs' vector widths: 4 half, 2 float
+exchange_bytes_per_cycle        4           [T] `Target::getExchangeBytesPerCycle`; [I] makes
+                                            the published 7.8 TB/s of a whole Mk2
+exchange_bus_tiles              2           [V] `Target::getTilesPerSharedExchangeBus`
+exchange_fragment_cycles        3           [T] an independent compiler for the C600: three
+                                            control instructions for each fragment received,
+                                            beside the payload
+sync_cycles                     311         the sum of sync (126), set-up (111) and fill (74) of an
+                                            exchange, each with its source and range in
+                                            the facts below. 142 to 596
+memcpy_bytes_per_cycle          8           [T] `Target::getMemcpyBytesPerCycle`
+local_copy_cycles               0           launch of a copy inside a tile: the facts below. 0 to
+                                            288
+coefficient_load_bytes_per_cycle 8          [T] PopLibs: 64-bit weight loads unless the option
+                                            use128BitConvUnitLoad is set
+host_write_bytes_per_second     3.75e9      [V] `gc-hosttraffictest` sample: 30 Gbit/s, tile to
+                                            host buffer
+host_read_bytes_per_second      3.25e9      [V] the same: 26 Gbit/s, host buffer to tile
+remote_write_bytes_per_second   3.75e9      [V] the same: tile to buffer in streaming memory, which
+                                            is said to be 3 to 20 times slower than the links
+remote_read_bytes_per_second    3.25e9      [V] the same: buffer to tile
+link_bytes_per_second           2.64e10     [V] `gc-iputraffictest` sample: 423 Gbit/s, both ways
+                                            together; a Bow-2000's data sheet says 512
+link_sync_cycles                600         [T] `Target::getGlobalSyncCycles` of the C600. Uncertain
+=============================== =========== ==================================================
+
+None is fitted to a published benchmark. Sources: [V] vendor documents, [T] constants and code in
+PopLibs or in other public sources, [M] measured and published by somebody, [I] arithmetic on these.
+The C600 is a board with the same processor and tiles; an independent compiler for it
+(osmarks/ipu-stack on GitHub) publishes its measurements and what it found of the exchange.
+docs/popsparse-fidelity.md shows what they change.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,18 @@
-"""The planner's cost model: cycles and temporary memory of each pass."""
+"""The planner's cost model: cycles and temporary memory of each pass.
+
+The terms are those of section 4.1 of docs/popsparse-formulas.md, quirks included: they
+choose the plans the original chose. How long a plan really takes is the business of
+`timing`.
+
+The original prices it at nothing, and with few blocks a bucket its plans are a lottery: capacity
+is a rounded number of blocks, and whether the fullest of all rectangles exceeds it decides between
+no propagation and dozens of steps. Here the non-zeros of a rectangle are a binomial variable; the
+tail beyond the capacity of its buckets, over all rectangles, gives the chance that anything
+spills, and the excess of the fullest rectangle over its neighbours' room how far it has to travel
+(section 4.3 of docs/popsparse-formulas.md).
+
+Terms of section 4.2 of docs/popsparse-formulas.md, quirks included (see `cost`).
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,17 @@
-"""Cycles that the planner expects of vertices, tiles and exchanges."""
+"""Cycles that the planner expects of vertices, tiles and exchanges.
+
+All functions are vectorised: sizes may be integers or NumPy integer arrays, and the result has
+their common shape. A result is cycles of a tile: the slowest worker's instructions times the
+number of workers, which take turns, plus the supervisor's own.
+
+Shared parameters: `x` rows (blocks: block rows) of one worker, `z` its elements of the batch, `y`
+non-zeros (blocks: blocks) of each row, `workers` of a tile, `buckets` looked through, `matched`
+those that hold a sub-group of this tile, `sub_groups` on average in a bucket.
+
+The formulas of sparse vertices are sections 3.1 to 3.3 of docs/popsparse-formulas.md, those of the
+vertices around them section 3.4 of docs/popsparse-formulas.md, the exchange section 3.5 of
+docs/popsparse-formulas.md. The execution model (`timing`) says what the kernels really take.
+"""
 
 from __future__ import annotations
 

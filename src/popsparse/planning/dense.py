@@ -1,4 +1,16 @@
-"""The planner of dense products."""
+"""The planner of dense products.
+
+See section 7.3 of docs/popsparse-formulas.md.
+
+`plan(m, k, n, dtype, target)` finds, for C[m, n] = A[m, k] B[k, n], the cut that poplibs' planner
+would choose: a 1x1 convolution in the matrix units (AMP) or by vector multiply-accumulate (HMAC),
+split over the tiles in the streamed field, the out-channels and the in-channels, and in time
+(serial splits). See section 7 of docs/popsparse-formulas.md; no constant is fitted.
+
+PopSparse only reports the serial splits that the planner of dense products would choose for it
+(`fully_connected_dense_grad_w_serial_splits`); Graphcore's application had a product cut that way.
+Here each piece is planned, computed, pooled and sent before the next.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""What a product is: data types, sizes and their division into parts."""
+"""What a product is: data types, sizes and their division into parts.
+
+Names and meaning follow PopSparse's `FullyConnectedParams` and `MatMulParams`.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""All partitions of a product, and the bucket sizes they need."""
+"""All partitions of a product, and the bucket sizes they need.
+
+See sections 2.1 and 2.2 of docs/popsparse-formulas.md. Vectorised over partitions: `x` and `y`
+are groups (elements or blocks) of a tile, integers or integer arrays.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,9 @@
-"""What the planner chose, and the cache of plans."""
+"""What the planner chose, and the cache of plans.
+
+Dimensions: x = rows of the sparse matrix (output channels), y = its columns (input channels),
+z = the batch. A *group* of a dimension is the grain it is cut in (`grouping`): an element or a
+block edge in x and y, the vector width or 1 or the accumulators' width in z.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,9 @@
-"""A plan for people: terms, memory of a tile, runners-up."""
+"""A plan for people: terms, memory of a tile, runners-up.
+
+The planner bounds temporary data only, and doubles its bound beyond the tile when it finds
+nothing. What also has to fit: the buckets, each tile's share of the dense operands, and code: see
+section 5.5 of docs/popsparse-formulas.md.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,9 @@
-"""The planner: prices every partition and takes the cheapest."""
+"""The planner: prices every partition and takes the cheapest.
+
+The search is exhaustive: every (x, y, z) whose product fits the tiles, for every method, evaluated
+as arrays. Least estimated cycles win, then least temporary memory, then the earlier method and
+the smaller partition.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,13 @@
-"""Codelets that read buckets: products, gradients, embedding."""
+"""Codelets that read buckets: products, gradients, embedding.
+
+A vertex reads the words in its tile's memory. Many tiles see the same bucket, at different steps,
+so each distinct content is read once; what a vertex does still depends on nothing but the words it
+was given.
+
+No source gives cycles for these kernels, so theirs are counted from what they have to do: every
+worker takes a share of a sub-group's rows, compares each with all indices, and for a hit moves the
+row's non-zeros.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,10 @@
-"""Programs of plans with `use_dense`, and the choice between these and buckets."""
+"""Programs of plans with `use_dense`, and the choice between these and buckets.
+
+Each pass is planned for itself. The weights lie as forward wants them; the others copy them, and
+their operands, to where they want them.
+
+Chosen here and nowhere else.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,9 @@
-"""Where operands and weights lie on the tiles."""
+"""Where operands and weights lie on the tiles.
+
+The tiles of a plan are a grid: groups, x, y, z. A dense operand has two of the dimensions, its own
+(y for the input, x for the gradient of the output) and z; the tiles along the third all need the
+same part of it. At home that part is spread over those tiles, so none holds more than its share.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,15 @@
-"""The program of a sparse product: propagation of buckets and the passes by rows."""
+"""The program of a sparse product: propagation of buckets and the passes by rows.
+
+See sections 5.1 and 5.2 of docs/popsparse-formulas.md; Li, Z. et al., arXiv:2303.16999.
+
+The loop walks the offsets (i, j) of the overflow record, and for each all Z partners. At offset
+(i, j) the tiles of (x, y) see the buckets whose home is (x - i, y - j); one exchange leads from a
+turn to the next, along z, then y, then x, and what went round stays round: the next pass over a
+dimension begins where the last one ended. Offsets in X that nothing travels are passed without
+computing. All counters are on one tile, and every decision is a control value that it broadcasts.
+
+See section 5.2 of docs/popsparse-formulas.md; the order within a dimension is free.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,14 @@
-"""The program of a pattern update."""
+"""The program of a pattern update.
+
+As in Graphcore's application: the dense gradient of the weights and the pooling of its magnitudes
+run on the tiles, in the step whose gradient decides; scores, values and optimizer state go to the
+host, which drops the smallest weights and grows where scores are largest; meta-info, values and
+optimizer state come back.
+
+No source gives cycles for the original's pooling of a block's magnitudes; they are counted from
+what a worker has to do: the instruction set adds (or takes the larger of) absolute values of a
+vector at a time.
+"""
 
 from __future__ import annotations
 

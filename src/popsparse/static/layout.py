@@ -1,4 +1,11 @@
-"""Bands of columns, where a static product's operands lie, and how its sums are made."""
+"""Bands of columns, where a static product's operands lie, and how its sums are made.
+
+The original hands each row of the result, in each part of n, to PopLibs' `reduceMany` as a
+reduction of its own. Each is made where its outputs lie, or, where the estimate of PopLibs'
+planner of reductions says that this is faster, in pieces of four vectors on consecutive tiles from
+an arbitrary one on; the sums then move to where they belong. So the work of such pieces is as
+uneven as chance makes it. See section 6.4 of docs/popsparse-formulas.md.
+"""
 
 from __future__ import annotations
 

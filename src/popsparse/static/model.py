@@ -1,4 +1,11 @@
-"""Time, memory and report of a static plan."""
+"""Time, memory and report of a static plan.
+
+The planner reckons with a random pattern of the same density; here the blocks, rows and columns of
+every tile are counted. Steps are those of the device program. No constant is fitted.
+
+Code is counted, not allowed for: vertices, stacks, control code and the instructions that send and
+receive, of which sums in many small pieces need most. See docs/popsparse-fidelity.md.
+"""
 
 from __future__ import annotations
 

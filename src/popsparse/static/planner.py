@@ -1,4 +1,15 @@
-"""The planner of static products."""
+"""The planner of static products.
+
+It knows the pattern. Columns are cut into bands of about equally many non-zeros; each band gets
+tiles in proportion to them; a tile gets an equal number of the band's blocks, in row order. The
+estimate assumes that blocks are spread at random over the rows and columns kept (section 6.2 of
+docs/popsparse-formulas.md); `static.model` then times what really comes out.
+
+Instruction counts of the static kernels (section 6.3 of docs/popsparse-formulas.md).
+
+All results are cycles of a tile; a worker's instruction takes `workers` of them. Arguments may be
+arrays. Partial sums have the type of the data.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""The program of a static product."""
+"""The program of a static product.
+
+Everything is known when the program is made: which columns a tile needs, where each partial sum
+goes. So there is no meta-info to read and no loop.
+"""
 
 from __future__ import annotations
 
