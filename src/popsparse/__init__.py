@@ -25,7 +25,6 @@ from popsparse.planning.params import FullyConnectedParams, MatmulParams, Sparsi
 from popsparse.planning.plan import Method, Plan, PlanningCache
 from popsparse.planning.report import plan_report, plan_text, tile_memory
 from popsparse.planning.search import make_plan, matmul_plan, plan
-from popsparse.planning.stored import load_plan, save_plan
 from popsparse.products import (
     create_fully_connected_input,
     create_fully_connected_weights,
@@ -87,7 +86,6 @@ __all__ = [
     "fully_connected_forward",
     "fully_connected_grad_a",
     "fully_connected_grad_w",
-    "load_plan",
     "machine",
     "machine_profiles",
     "make_plan",
@@ -96,7 +94,6 @@ __all__ = [
     "plan_report",
     "plan_text",
     "predict",
-    "save_plan",
     "sparse_dense_matmul",
     "tensor_ops",
     "tile_memory",

@@ -10,6 +10,7 @@ import json
 import os
 from collections.abc import Iterable
 from collections.abc import Sequence as Sequence_
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -23,10 +24,20 @@ from dynsparse.files.tensor_file import TensorFile, write_tensors
 from dynsparse.typed import typed
 from popsparse.encoding.formats import COOMatrix, to_numpy
 from popsparse.encoding.partitioner import EncodedPattern
-from popsparse.machine import Engine, Graph, OutOfMemoryError, Profile, Program, Sequence, Tensor
-from popsparse.planning.options import Update
+from popsparse.machine import (
+    Engine,
+    Graph,
+    OutOfMemoryError,
+    Profile,
+    Program,
+    Sequence,
+    Target,
+    Tensor,
+)
+from popsparse.planning.options import PlanConstraints, Update
+from popsparse.planning.params import FullyConnectedParams, SparsityParams
 from popsparse.planning.plan import PASSES, Plan
-from popsparse.planning.stored import read_plan, stored_plan
+from popsparse.planning.search import make_plan
 from popsparse.programs.dense_weights import DensePatterns, operations
 from popsparse.programs.update import UpdatePrograms
 
@@ -53,9 +64,8 @@ def write_layer(file: Path, layer: StoredLayer) -> None:
 
     Raises:
         OSError: the file cannot be written.
-        TypeError: a plan for a target, or of options, of a class of the user's own.
     """
-    about = {"groups": len(layer.weights), "built": layer.built, "plan": stored_plan(layer.plan)}
+    about = {"groups": len(layer.weights), "built": layer.built, "plan": _plan_request(layer.plan)}
     arrays = {
         f"{name} {group}": torch.from_numpy(np.ascontiguousarray(part))
         for group, one in enumerate(layer.weights)
@@ -72,22 +82,45 @@ def read_layer(file: Path) -> StoredLayer:
 
     Raises:
         OSError: the file cannot be read.
-        ValueError: another file, a damaged one, or a plan of another version of the planner.
+        ValueError: another file, or a damaged one.
     """
     found = TensorFile(file)
     if found.about.get("format") != _FORMAT:
         raise ValueError("expected a layer as popsparse.Layer.save writes it, got something else")
     about = parse_json(str(found.about.get("layer")))
     match about:
-        case {"groups": int(groups), "built": dict(built), "plan": stored}:
+        case {"groups": int(groups), "built": dict(built), "plan": dict(request)}:
             pass
         case _:
             raise ValueError("expected the plan of a layer and how it was built, got others")
-    plan = read_plan(stored)
+    plan = _make_requested(request)
     if groups not in (0, plan.partition.groups):
         raise ValueError(f"expected weights of {plan.partition.groups} groups, got {groups}")
     weights = [_read_weights(found, group, plan) for group in range(groups)]
     return StoredLayer(plan, built, weights)
+
+
+def _plan_request(plan: Plan) -> dict[str, Any]:
+    """What `make_plan` was asked for; it makes the same plan again."""
+    options = {**asdict(plan.options), "partials_type": plan.options.partials_type.name}
+    return {
+        "target": plan.target.to_dict(),
+        "dtype": plan.dtype.name,
+        "params": asdict(plan.params),
+        "options": options,
+    }
+
+
+def _make_requested(request: dict[str, Any]) -> Plan:
+    try:
+        options = dict(request["options"])
+        options["plan_constraints"] = PlanConstraints(**options["plan_constraints"])
+        params = dict(request["params"])
+        params["sparsity_params"] = SparsityParams(**params["sparsity_params"])
+        target, dtype = Target(**request["target"]), request["dtype"]
+        return make_plan(target, dtype, FullyConnectedParams(**params), options)
+    except (KeyError, TypeError) as error:
+        raise ValueError(f"expected the plan of a layer, got one without or with {error}") from None
 
 
 def _read_weights(file: TensorFile, group: int, plan: Plan) -> COOMatrix:

@@ -40,12 +40,6 @@ def recorded():
     return made
 
 
-def plan_file():
-    file = folder() / "plan.json"
-    popsparse.save_plan(machine_plan(), file)
-    return file
-
-
 def layer_file():
     file = folder() / "layer"
     machine_layer().save(file)
@@ -237,10 +231,6 @@ RECIPES = {
     "dynsparse.plot": Recipe(
         ds.plot, lambda: {"source": model(), "what": "connectivity", "layer": "0"}, FILES
     ),
-    "popsparse.save_plan": Recipe(
-        popsparse.save_plan, lambda: {"plan": machine_plan(), "file": folder() / "plan.json"}, FILES
-    ),
-    "popsparse.load_plan": Recipe(popsparse.load_plan, lambda: {"file": plan_file()}, FILES),
     "popsparse.Layer.save": Recipe(
         machine_layer().save, lambda: {"file": folder() / "layer"}, FILES
     ),
