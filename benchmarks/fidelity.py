@@ -21,7 +21,7 @@ from dynsparse.pattern import SparsePattern
 from popsparse import static
 from popsparse.machine import Target
 from popsparse.machine import target as facts
-from popsparse.measure import dense_plans, run_dense
+from popsparse.measure import dense_plans, run_plans
 from popsparse.planning.params import MatmulParams, SparsityParams
 from popsparse.planning.search import matmul_plan
 from popsparse.static import planner as static_cycles
@@ -96,7 +96,7 @@ def of_dense(most: int = 4096) -> Iterator[str]:
 
 def dense_row(size: int, n: int) -> str:
     def cycles(target: Target) -> float:
-        runs = run_dense(dense_plans(size, size, n, "float16", target), ignore_data=True)
+        runs = run_plans(dense_plans(size, size, n, "float16", target), ignore_data=True)
         return runs["forward"].profile.cycles
 
     return row([size, n], cycles(BEFORE), [cycles(target) for target in ENDS.values()])

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from typing import Any
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -12,7 +12,7 @@ from dynsparse.pattern import SparsePattern
 from popsparse.dense.layout import Layout, Operand, create_operand
 from popsparse.dense.program import add_product
 from popsparse.layer import Layer
-from popsparse.machine import Engine, Graph
+from popsparse.machine import Engine, Graph, Profile
 from popsparse.machine import Sequence as Program
 from popsparse.planning import dense
 from popsparse.planning.params import data_type
@@ -23,16 +23,45 @@ from popsparse.static.params import MatmulParams
 from popsparse.static.planner import make_plan
 from popsparse.static.program import add_product as add_static_product
 from popsparse.static.program import add_values, dense_operand
-from popsparse.timing import Run, relative_error, run_figures
+
+AnyPlan = Plan | StaticPlan | dense.DensePlan
 
 
-def plan_figures(plan: Plan) -> dict[str, Any]:
-    """The partition and the method of a plan."""
+class Run(NamedTuple):
+    """One pass on the machine; `error` as of `relative_error`, None without numbers."""
+
+    profile: Profile
+    error: float | None
+
+
+def relative_error(found: np.ndarray, expected: np.ndarray) -> float:
+    """The largest difference over the largest element expected, infinite for NaN."""
+    if not expected.size:
+        return 0.0
+    off = float(np.abs(found - expected).max()) / (float(np.abs(expected).max()) or 1.0)
+    return off if np.isfinite(off) else float("inf")
+
+
+def plan_figures(plan: AnyPlan) -> dict[str, Any]:
+    """The parts of out (x), in (y) and batch (z) of a plan, and its method.
+
+    Of a static plan x is the tiles that share a band's rows (of the band with most tiles in use),
+    y the column bands.
+    """
+    if isinstance(plan, StaticPlan):
+        bands = [plan.pieces(part).band for part in range(plan.n_split)]
+        x = max(int(np.bincount(band, minlength=1).max()) for band in bands)
+        cut = {"x": x, "y": plan.num_bands, "z": plan.n_split, "method": "static"}
+        return cut | {"tiles": plan.tiles_used}
+    if isinstance(plan, dense.DensePlan):
+        x, z = (plan.out, plan.field) if plan.swapped else (plan.field, plan.out)
+        cut = {"x": x, "y": plan.in_, "z": z, "method": f"dense {plan.method}"}
+        return cut | {"serial_out": plan.serial_out, "serial_in": plan.serial_in}
     parts = plan.partition
-    figures = {"x": parts.x, "y": parts.y, "z": parts.z, "method": plan.method.value}
+    cut = {"x": parts.x, "y": parts.y, "z": parts.z, "method": plan.method.value}
     if "grad_weight" in plan.costs:
-        figures["grad_w_exchange_buckets"] = plan.grad_w_exchange_buckets
-    return figures
+        cut["grad_w_exchange_buckets"] = plan.grad_w_exchange_buckets
+    return cut
 
 
 def draw_pattern(
@@ -158,10 +187,7 @@ def _run_and_check(layer: Layer, pattern: SparsePattern, passes: Sequence[str], 
         else:
             found = layer.grad_weight(dy, x)
             wanted = pattern.values_of(dy.double().T @ x.double())
-        if wanted.numel():
-            scale = float(wanted.abs().max()) or 1.0
-            off = float((torch.from_numpy(found).double() - wanted).abs().max()) / scale
-            error = max(error, off if np.isfinite(off) else float("inf"))
+        error = max(error, relative_error(found.astype(np.float64), wanted.numpy()))
     return error
 
 
@@ -200,42 +226,6 @@ def dense_plans(
     }
 
 
-def dense_plan_figures(plan: dense.DensePlan) -> dict[str, Any]:
-    """The cut in the words of the dynamic plan: parts of out, in and batch."""
-    x, z = (plan.out, plan.field) if plan.swapped else (plan.field, plan.out)
-    return {
-        "x": x,
-        "y": plan.in_,
-        "z": z,
-        "method": f"dense {plan.method}",
-        "serial_out": plan.serial_out,
-        "serial_in": plan.serial_in,
-    }
-
-
-def run_dense(
-    plans: dict[str, dense.DensePlan], *, seed: int = 0, ignore_data: bool = False
-) -> dict[str, Run]:
-    """Run the dense product of each pass on the simulated machine, with random operands.
-
-    Args:
-        plans: as `dense_plans` makes them.
-        seed: of the operands, uniform in [-1, 1).
-        ignore_data: compute no numbers.
-
-    Raises:
-        OutOfMemoryError: a plan that does not fit the tiles (a ValueError).
-    """
-    return {name: _run_dense(plan, seed, numerics=not ignore_data) for name, plan in plans.items()}
-
-
-def dense_figures(plans: dict[str, dense.DensePlan], runs: dict[str, Run]) -> dict[str, Any]:
-    """The figures of what `run_dense` ran, as of `run_figures`, and "plan", that of the first."""
-    products = {name: 2.0 * plan.m * plan.k * plan.n for name, plan in plans.items()}
-    first = next(iter(plans.values()))
-    return {"plan": dense_plan_figures(first), **run_figures(runs, products)}
-
-
 def _run_dense(plan: dense.DensePlan, seed: int, *, numerics: bool) -> Run:
     graph, program, layout = Graph(plan.target), Program(), Layout(plan)
     operands = [create_operand(graph, layout, which, which) for which in "ab"]
@@ -255,7 +245,7 @@ def _run_dense(plan: dense.DensePlan, seed: int, *, numerics: bool) -> Run:
     return Run(profile, relative_error(found, a.astype(np.float64) @ b.astype(np.float64)))
 
 
-def plan_passes(
+def static_plans(
     pattern: SparsePattern,
     batch: int,
     dtype: Any,
@@ -286,50 +276,7 @@ def plan_passes(
     return found
 
 
-def static_plan_figures(plan: StaticPlan) -> dict[str, Any]:
-    """The cut in the words of the dynamic plan: x tiles share a band's rows (of the band with most
-    tiles in use), y column bands, z parts of the batch."""
-    bands = [plan.pieces(part).band for part in range(plan.n_split)]
-    return {
-        "x": max(int(np.bincount(band, minlength=1).max()) for band in bands),
-        "y": plan.num_bands,
-        "z": plan.n_split,
-        "method": "static",
-        "tiles": plan.tiles_used,
-    }
-
-
-def run_passes(
-    plans: dict[str, StaticPlan], *, seed: int = 0, ignore_data: bool = False
-) -> dict[str, Run]:
-    """Run each pass on the simulated machine, with random values and operands.
-
-    Args:
-        plans: as `plan_passes` makes them.
-        seed: of the values, uniform in [-1, 1).
-        ignore_data: compute no numbers.
-
-    Raises:
-        ValueError: a plan that does not fit the tiles, code included.
-    """
-    for name, plan in plans.items():
-        memory = tile_memory(plan)
-        if not memory.fits:
-            raise ValueError(
-                f"the static plan of {name} needs {memory.needed} bytes a tile, the target has "
-                f"{memory.available}: use a smaller batch, a lower available_memory_proportion or "
-                "more tiles"
-            )
-    return {name: _run(plan, seed, numerics=not ignore_data) for name, plan in plans.items()}
-
-
-def static_figures(plans: dict[str, StaticPlan], runs: dict[str, Run]) -> dict[str, Any]:
-    """The figures of what `run_passes` ran, as of `run_figures`; products are 2 x non-zeros x
-    batch."""
-    return run_figures(runs, {name: plan.products for name, plan in plans.items()})
-
-
-def _run(plan: StaticPlan, seed: int, *, numerics: bool) -> Run:
+def _run_static(plan: StaticPlan, seed: int, *, numerics: bool) -> Run:
     graph, program = Graph(plan.target), Program()
     values = add_values(graph, plan, "values")
     dense = dense_operand(graph, plan, "operand")
@@ -349,3 +296,57 @@ def _run(plan: StaticPlan, seed: int, *, numerics: bool) -> Run:
     weights[pattern.rows.numpy(), pattern.cols.numpy()] = blocks
     wanted = weights.transpose(0, 2, 1, 3).reshape(pattern.shape) @ operand.astype(np.float64)
     return Run(profile, relative_error(engine.read("result")[0], wanted))
+
+
+def run_plans(
+    plans: Mapping[str, StaticPlan] | Mapping[str, dense.DensePlan],
+    *,
+    seed: int = 0,
+    ignore_data: bool = False,
+) -> dict[str, Run]:
+    """Run static or dense products on the simulated machine, with random values and operands.
+
+    Args:
+        plans: by pass, as `static_plans` or `dense_plans` makes them.
+        seed: of the values, uniform in [-1, 1).
+        ignore_data: compute no numbers.
+
+    Raises:
+        ValueError: a plan that does not fit the tiles, code included.
+    """
+    for name, plan in plans.items():
+        if isinstance(plan, StaticPlan) and not (memory := tile_memory(plan)).fits:
+            raise ValueError(
+                f"the static plan of {name} needs {memory.needed} bytes a tile, the target has "
+                f"{memory.available}: use a smaller batch, a lower available_memory_proportion or "
+                "more tiles"
+            )
+    return {name: _run(plan, seed, numerics=not ignore_data) for name, plan in plans.items()}
+
+
+def _run(plan: StaticPlan | dense.DensePlan, seed: int, *, numerics: bool) -> Run:
+    if isinstance(plan, StaticPlan):
+        return _run_static(plan, seed, numerics=numerics)
+    return _run_dense(plan, seed, numerics=numerics)
+
+
+def run_figures(
+    plans: Mapping[str, StaticPlan] | Mapping[str, dense.DensePlan], runs: Mapping[str, Run]
+) -> dict[str, Any]:
+    """The figures of what `run_plans` ran, in the words of dynamic products.
+
+    Returns:
+        "cycles", "tflops" by pass (`plan.products` over the pass's seconds at the target's clock),
+        "max_tile_bytes", "propagation_steps" and "spilled" (always 0), "max_relative_error".
+    """
+    errors = [run.error for run in runs.values() if run.error is not None]
+    return {
+        "cycles": {name: run.profile.cycles for name, run in runs.items()},
+        "tflops": {
+            name: plans[name].products / run.profile.seconds / 1e12 for name, run in runs.items()
+        },
+        "max_tile_bytes": max(run.profile.memory.max_tile_bytes for run in runs.values()),
+        "propagation_steps": 0,
+        "spilled": 0,
+        "max_relative_error": max(errors, default=None),
+    }

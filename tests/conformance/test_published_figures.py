@@ -13,7 +13,7 @@ import torch
 
 from dynsparse.pattern import SparsePattern
 from popsparse.machine.target import Target
-from popsparse.measure import dense_figures, dense_plans, run_dense
+from popsparse.measure import dense_plans, run_figures, run_plans
 from popsparse.planning.params import MatmulParams, SparsityParams
 from popsparse.planning.report import tile_memory
 from popsparse.planning.search import matmul_plan
@@ -34,7 +34,7 @@ def test_dense_half_throughput(n, tflops):
 
 def dense_throughput(n, dtype):
     plans = dense_plans(SIZE, SIZE, n, dtype, BOW)
-    found = dense_figures(plans, run_dense(plans, ignore_data=True))
+    found = run_figures(plans, run_plans(plans, ignore_data=True))
     return found["tflops"]["forward"]
 
 

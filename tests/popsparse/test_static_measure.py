@@ -12,10 +12,10 @@ from dynsparse.pattern import SparsePattern
 from popsparse import static
 from popsparse.machine import Target
 from popsparse.measure import (
-    plan_passes,
-    run_passes,
-    static_figures,
-    static_plan_figures,
+    plan_figures,
+    run_figures,
+    run_plans,
+    static_plans,
 )
 
 
@@ -27,11 +27,11 @@ def pattern(block=8):
 
 @pytest.mark.parametrize(("dtype", "error"), [("float16", 5e-3), ("float32", 1e-5)])
 def test_figures_of_both_passes(dtype, error):
-    plans = plan_passes(pattern(), 20, dtype, Target.bow(tiles=16), ("forward", "grad_input"))
+    plans = static_plans(pattern(), 20, dtype, Target.bow(tiles=16), ("forward", "grad_input"))
     assert plans["forward"].pattern.shape == (96, 128)
     assert plans["grad_input"].pattern.shape == (128, 96)
-    runs = run_passes(plans)
-    figures = static_figures(plans, runs)
+    runs = run_plans(plans)
+    figures = run_figures(plans, runs)
     assert figures["cycles"] == {name: run.profile.cycles for name, run in runs.items()}
     for name, plan in plans.items():
         assert runs[name].profile.step("multiply").compute > 0
@@ -40,22 +40,22 @@ def test_figures_of_both_passes(dtype, error):
     seconds = figures["cycles"]["grad_input"] / 1.85e9
     assert figures["tflops"]["grad_input"] == pytest.approx(products / seconds / 1e12)
     assert 0 < figures["max_relative_error"] < error
-    quick = static_figures(plans, run_passes(plans, ignore_data=True))
+    quick = run_figures(plans, run_plans(plans, ignore_data=True))
     assert quick == figures | {"max_relative_error": None}
-    assert static_plan_figures(plans["forward"])["method"] == "static"
+    assert plan_figures(plans["forward"])["method"] == "static"
 
 
 def test_no_grad_weight():
     with pytest.raises(ValueError, match="forward and grad_input, got 'grad_weight'"):
-        plan_passes(pattern(), 20, "float16", Target(tiles=4), ["grad_weight"])
+        static_plans(pattern(), 20, "float16", Target(tiles=4), ["grad_weight"])
 
 
 def test_plans_that_do_not_fit():
     target = Target(tiles=2, bytes_per_tile=20_000)
     options = {"available_memory_proportion": 10}
-    plans = plan_passes(pattern(), 64, "float16", target, options=options)
+    plans = static_plans(pattern(), 64, "float16", target, options=options)
     with pytest.raises(ValueError, match=r"needs .* bytes a tile, the target has 20000"):
-        run_passes(plans)
+        run_plans(plans)
 
 
 def _compare(shape, tiles, densities, batches):
@@ -67,7 +67,7 @@ def _compare(shape, tiles, densities, batches):
         generator = torch.Generator().manual_seed(0)
         drawn = SparsePattern.random(shape, density, block_size=block, generator=generator)
         plan = static.plan(drawn, n, dtype, Target.bow(tiles=tiles))
-        profile = run_passes({"forward": plan}, ignore_data=True)["forward"].profile
+        profile = run_plans({"forward": plan}, ignore_data=True)["forward"].profile
         needed = profile.memory.max_tile_bytes / static.tile_memory(plan).needed
         predicted = profile.cycles / static.predict(plan).cycles
         found.append((predicted, profile.cycles / plan.cycles, needed))

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from dynsparse.pattern import SparsePattern
 from popsparse import static
 from popsparse.machine import Target
-from popsparse.measure import run_passes
+from popsparse.measure import run_plans
 from popsparse.planning.params import FLOAT16, FLOAT32
 from popsparse.static.layout import vertex_cycles
 from popsparse.static.model import code_bytes, exchange_code
@@ -76,7 +76,7 @@ def test_every_output_is_made_once(block, size, n, density, dtype, tiles):
 )
 def test_exchange_code_is_near_what_the_machine_counts(size, block, density, n):
     plan = plan_of(size, block, density, n)
-    profile = run_passes({"forward": plan}, ignore_data=True)["forward"].profile
+    profile = run_plans({"forward": plan}, ignore_data=True)["forward"].profile
     found = profile.memory.by_category
     assert exchange_code(plan).max() == pytest.approx(found["exchange code"].max(), rel=0.1)
     code = code_bytes(plan)

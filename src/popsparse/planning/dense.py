@@ -282,6 +282,11 @@ class DensePlan:
         return self.vertex.label()
 
     @property
+    def products(self) -> float:
+        """2 x multiplications."""
+        return 2.0 * self.m * self.k * self.n
+
+    @property
     def tiles_used(self) -> int:
         return self.field * self.out * self.in_
 

@@ -12,16 +12,13 @@ from popsparse.estimates import UpdateEstimate
 from popsparse.layer import Layer
 from popsparse.machine.dtypes import OutOfMemoryError
 from popsparse.measure import (
-    dense_figures,
-    dense_plan_figures,
+    Run,
     dense_plans,
     plan_figures,
-    plan_passes,
-    run_dense,
-    run_passes,
+    run_figures,
+    run_plans,
     sparse_figures,
-    static_figures,
-    static_plan_figures,
+    static_plans,
 )
 from popsparse.planning.dense import DensePlan
 from popsparse.planning.params import data_type
@@ -29,7 +26,6 @@ from popsparse.planning.plan import Plan
 from popsparse.planning.report import plan_report, plan_text
 from popsparse.planning.search import plan as make_plan
 from popsparse.static.layout import StaticPlan
-from popsparse.timing import Run
 
 
 def median(runs: list[dict[str, Any]]) -> int:
@@ -229,20 +225,20 @@ def run_static(request: Request) -> None:
         write(request, lambda: _static_page(request, plans, {"estimated_cycles": estimated}))
         if request.as_json:
             report = {name: static.plan_report(plan) for name, plan in plans.items()}
-            chosen = static_plan_figures(next(iter(plans.values())))
+            chosen = plan_figures(next(iter(plans.values())))
             show({"plan": chosen, "estimated_cycles": estimated, "report": report}, request)
     runs: list[dict[str, Any]] = []
     plans_of, ran = [], []
     for seed in range(request.seed, request.seed + request.seeds * (not request.plan_only)):
         plans_of.append(plans if seed == request.seed else _static_plans(request, seed))
-        ran.append(run_passes(plans_of[-1], seed=seed, ignore_data=request.ignore_data))
-        runs.append({"seed": seed, **static_figures(plans_of[-1], ran[-1])})
+        ran.append(run_plans(plans_of[-1], seed=seed, ignore_data=request.ignore_data))
+        runs.append({"seed": seed, **run_figures(plans_of[-1], ran[-1])})
     if request.report_plan or (request.plan_only and not request.as_json):
         print("\n\n".join(static.plan_text(plan) for plan in plans.values()))
     if request.plan_only:
         return
     middle = median(runs)
-    chosen = static_plan_figures(next(iter(plans_of[middle].values())))
+    chosen = plan_figures(next(iter(plans_of[middle].values())))
     figures = {k: v for k, v in runs[middle].items() if k not in ("propagation_steps", "spilled")}
     write(request, lambda: _static_page(request, plans_of[middle], figures, ran[middle]))
     show(summarise(request, chosen, runs), request)
@@ -253,7 +249,7 @@ def _static_plans(request: Request, seed: int) -> dict[str, StaticPlan]:
     options |= request.json_object("options")
     where = (request.batch, request.dtype, request.machine, request.names)
     try:
-        return plan_passes(request.draw(seed), *where, options)
+        return static_plans(request.draw(seed), *where, options)
     except TypeError as error:  # A value of --options of the wrong kind.
         raise ValueError(str(error)) from error
 
@@ -290,16 +286,17 @@ def run_dense_product(request: Request) -> None:
         available_memory_proportion=request.available_memory_proportion,
     )
     if request.plan_only:
-        chosen = dense_plan_figures(next(iter(plans.values())))
+        chosen = plan_figures(next(iter(plans.values())))
         estimated = {name: plan.cycles for name, plan in plans.items()}
         figures: dict[str, Any] = {"plan": chosen, "estimated_cycles": estimated}
         runs: dict[str, Run] = {}
     else:
         try:
-            runs = run_dense(plans, seed=request.seed, ignore_data=request.ignore_data)
+            runs = run_plans(plans, seed=request.seed, ignore_data=request.ignore_data)
         except OutOfMemoryError as error:
             raise ValueError(f"{error}; use a smaller --batch or more --tiles") from error
-        figures = dense_figures(plans, runs)
+        chosen = plan_figures(next(iter(plans.values())))
+        figures = {"plan": chosen, **run_figures(plans, runs)}
     show(figures, request)
     write(request, lambda: _dense_page(request, figures, plans, runs))
 
