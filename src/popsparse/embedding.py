@@ -55,7 +55,7 @@ from popsparse.planning.search import make_plan
 from popsparse.programs.codelets import EmbeddingCodelets
 from popsparse.programs.layout import (
     SparseTensor,
-    checked_weights,
+    check_weights,
     control_tile,
     machine_type,
     reorder,
@@ -276,7 +276,7 @@ def _require_one_group(params: FullyConnectedParams) -> None:
 
 def _require(weights: Any, indices: Tensor, params: FullyConnectedParams, options: Any) -> Plan:
     _require_one_group(params)
-    plan = checked_weights(weights, params, options).plan
+    plan = check_weights(weights, params, options).plan
     if plan.use_dense:
         raise ValueError("an embedding needs sparse weights: leave out use_dense")
     if indices.ndim != 1 or indices.dtype != UNSIGNED_INT:

@@ -24,7 +24,7 @@ from popsparse.programs.layout import (
     OperandLayout,
     PlannedTensor,
     SparseTensor,
-    checked_weights,
+    check_weights,
     create_operand,
 )
 from popsparse.programs.product import add_product
@@ -95,7 +95,7 @@ def fully_connected_forward(
         ValueError: activations of another shape; weights made for other parameters or options.
         TypeError: activations of another type.
     """
-    weights = checked_weights(weights, params, options)
+    weights = check_weights(weights, params, options)
     return operations(weights.plan).add_product(graph, weights, activations, program, "forward")
 
 
@@ -113,7 +113,7 @@ def fully_connected_grad_a(
     Raises:
         ValueError: as `fully_connected_forward`; options without `do_grad_a_pass`.
     """
-    weights = checked_weights(weights, params, options)
+    weights = check_weights(weights, params, options)
     if not weights.plan.options.do_grad_a_pass:
         raise ValueError("fully_connected_grad_a needs the option do_grad_a_pass=True")
     return operations(weights.plan).add_product(graph, weights, gradients, program, "grad_input")
@@ -142,7 +142,7 @@ def fully_connected_grad_w(
     Raises:
         ValueError: as `fully_connected_forward`; options without `do_grad_w_pass`.
     """
-    weights = checked_weights(weights, params, options)
+    weights = check_weights(weights, params, options)
     if not weights.plan.options.do_grad_w_pass:
         raise ValueError("fully_connected_grad_w needs the option do_grad_w_pass=True")
     add = operations(weights.plan).add_grad_weight

@@ -11,8 +11,8 @@ from popsparse.planning.params import (
     FullyConnectedParams,
     MatmulParams,
     SparsityParams,
+    block_for_plan,
     data_type,
-    planned_block,
 )
 
 ELEMENT = SparsityParams()
@@ -50,12 +50,12 @@ def test_block_sparsity_by_one_number():
     [(16, 16, 8), (12, 4, 4), (32, 16, 8), (8, 8, 8), (4, 4, 4), (2, 2, 2), (1, 1, 1)],
 )
 def test_planned_block(block, half, single):
-    assert planned_block((block, block), FLOAT16) == (half, half)
-    assert planned_block((block, block), FLOAT32) == (single, single)
+    assert block_for_plan((block, block), FLOAT16) == (half, half)
+    assert block_for_plan((block, block), FLOAT32) == (single, single)
 
 
 def test_planned_block_keeps_oblong_blocks():
-    assert planned_block((8, 16), FLOAT16) == (8, 16)
+    assert block_for_plan((8, 16), FLOAT16) == (8, 16)
 
 
 @pytest.mark.parametrize("ratio", [-0.1, 1.5, float("nan"), "half", None, True])

@@ -16,7 +16,7 @@ from popsparse.static import planner as static_cycles
 from popsparse.static.layout import (
     Interval,
     column_bands,
-    kept_first,
+    sort_kept_first,
     split_n,
     split_tiles,
     tiles_of,
@@ -71,10 +71,10 @@ def test_bands_and_tiles():
 
 
 def test_rows_with_hardly_anything_are_set_apart():
-    order, kept = kept_first(np.array([10, 0, 1, 10]), True)
+    order, kept = sort_kept_first(np.array([10, 0, 1, 10]), True)
     assert order.tolist() == [0, 2, 3, 1]
     assert kept == 3
-    assert kept_first(np.array([10, 0, 1, 10]), False)[1] == 4
+    assert sort_kept_first(np.array([10, 0, 1, 10]), False)[1] == 4
 
 
 def test_predicted_time_by_hand():

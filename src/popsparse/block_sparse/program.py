@@ -187,7 +187,7 @@ def add_blocks(
     return made
 
 
-def at_home(plan: BlockSparsePlan, which: str, count: int) -> np.ndarray:
+def home_tiles(plan: BlockSparsePlan, which: str, count: int) -> np.ndarray:
     """The tile of the first piece that reads each of `count` blocks of operand "a" or "b"; -1
     where none does."""
     pieces = plan.pieces
@@ -198,7 +198,7 @@ def at_home(plan: BlockSparsePlan, which: str, count: int) -> np.ndarray:
     return found
 
 
-def natural(blocks: Tensor, rows: int, *, turned: bool = False) -> Tensor:
+def join_blocks(blocks: Tensor, rows: int, *, turned: bool = False) -> Tensor:
     """Blocks [rows * cols, height, width] as the matrix that they make; its transpose if
     `turned`."""
     count, height, width = blocks.shape
@@ -418,15 +418,15 @@ def _create(graph: Graph, params: MatmulParams, options: Any, side: str, name: s
     which = {"lhs": "b", "rhs": "a"}[side] if turned else {"lhs": "a", "rhs": "b"}[side]
     forward = params.forward()
     count, shape, sparse = _blocks(forward, which)
-    home = at_home(made, which, count)
+    home = home_tiles(made, which, count)
     blocks = add_blocks(graph, as_dtype(params.dtype.name), home, shape, name)
     if sparse:
         return blocks.reshape(count, shape[0] * shape[1])
     rows = forward.groups * forward.grid[0 if which == "a" else 1]
     if not turned:
-        return natural(blocks, rows)
+        return join_blocks(blocks, rows)
     # [groups * n, k] of the turned product is one [k, n] a group, one below the other.
-    matrix = natural(blocks, rows).reshape(forward.groups, forward.dim[0], forward.dim[1])
+    matrix = join_blocks(blocks, rows).reshape(forward.groups, forward.dim[0], forward.dim[1])
     return matrix.transpose(0, 2, 1).reshape(forward.groups * forward.dim[1], forward.dim[0])
 
 
@@ -496,7 +496,7 @@ def matmul(
     out = add_product(graph, made, a, b, program, name, b_is_turned=forward.transposed)
     if params.kind == "dense_dense":
         return out.reshape(len(out), out.shape[1] * out.shape[2])
-    found = natural(out, groups * forward.grid[0])
+    found = join_blocks(out, groups * forward.grid[0])
     if not turned:
         return found
     grouped = found.reshape(groups, n, m).transpose(0, 2, 1)

@@ -56,7 +56,7 @@ class _Move(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Spilled:
+class SpillResult:
     """All rows and the bucket each ended up in; see `SubGroups.collect`."""
 
     runs: Runs
@@ -149,7 +149,7 @@ def spill(
     optimise_for_speed: bool = True,
     force: bool = False,
     actual_workers: bool = False,
-) -> Spilled:
+) -> SpillResult:
     """Make every bucket fit.
 
     Args:
@@ -175,7 +175,7 @@ def spill(
     # Costs rise along a piece, so what fits is its beginning.
     stays = (words <= layout.meta_info_words - 1) & (nz <= limit[runs.piece]) & (not force)
     if stays.all():
-        return Spilled(runs, runs.piece, np.zeros(len(runs), np.int64))
+        return SpillResult(runs, runs.piece, np.zeros(len(runs), np.int64))
     kept = runs[stays]
     gone = runs[~stays]
     last = np.flatnonzero(stays)
@@ -201,7 +201,7 @@ def spill(
     return _joined(kept, balancer.moves)
 
 
-def _joined(kept: Runs, moves: list[_Move]) -> Spilled:
+def _joined(kept: Runs, moves: list[_Move]) -> SpillResult:
     """The rows that stayed and those that moved, as one."""
     sizes = [len(move.row) for move in moves]
     runs = Runs(
@@ -212,7 +212,7 @@ def _joined(kept: Runs, moves: list[_Move]) -> Spilled:
     )
     bucket = np.concatenate([kept.piece, np.repeat([move.target for move in moves], sizes)])
     arrival = np.repeat(np.arange(len(moves) + 1), [len(kept), *sizes])
-    return Spilled(runs, bucket, arrival)
+    return SpillResult(runs, bucket, arrival)
 
 
 def _overflow(balancer: _Balancer, total: int, force: bool) -> BucketOverflowError:

@@ -12,7 +12,7 @@ from dynsparse.checks import check_array, check_integer, check_kind
 from dynsparse.files.shorten import shortened
 from dynsparse.typed import typed
 from popsparse.machine.dtypes import DType, MappingError, as_dtype
-from popsparse.machine.mapping import Mapped
+from popsparse.machine.mapping import TileMapping
 from popsparse.machine.objects import ComputeSet, RemoteBuffer, Stream, Variable, callers
 from popsparse.machine.target import Target
 from popsparse.machine.tensor import Tensor
@@ -27,7 +27,7 @@ _MOST = 2**48
 _MOST_REMOTE = 128 * 2**20
 
 
-class Graph(Mapped):
+class Graph(TileMapping):
     """Variables with tile mappings, constants, compute sets and vertices, for one target.
 
     Args:

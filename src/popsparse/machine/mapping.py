@@ -14,10 +14,10 @@ from popsparse.machine.intervals import Runs, TileMap, refine
 from popsparse.machine.target import Target
 from popsparse.machine.tensor import Tensor
 
-_Self = TypeVar("_Self", bound="Mapped")
+_Self = TypeVar("_Self", bound="TileMapping")
 
 
-class Mapped:
+class TileMapping:
     """The part of a graph that knows where its elements lie.
 
     Attributes:

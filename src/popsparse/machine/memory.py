@@ -20,7 +20,7 @@ from popsparse.machine.dtypes import DType, OutOfMemoryError
 from popsparse.machine.exchange import CopyPlan
 from popsparse.machine.graph import Graph
 from popsparse.machine.intervals import Runs, union_lengths
-from popsparse.machine.objects import Variable, in_words
+from popsparse.machine.objects import Variable, describe_callers
 from popsparse.machine.program import Execute, Program
 from popsparse.machine.target import CONTROL_CODE, HOST_EXCHANGE, STACKS, Target
 from popsparse.machine.tensor import Tensor
@@ -460,7 +460,7 @@ class Contents:
                 variable.dtype.name,
                 "constant" if variable.is_constant else kind,
                 variable.bytes,
-                in_words(variable.made_by),
+                describe_callers(variable.made_by),
                 where,
             )
             for variable, kind, where in zip(liveness.variables, kinds, on, strict=True)

@@ -46,7 +46,7 @@ def callers() -> Callers:
     return tuple(found)
 
 
-def in_words(made_by: Callers) -> list[str]:
+def describe_callers(made_by: Callers) -> list[str]:
     """Each call as "file:line function"; files of the library by their path in it, others by their
     name, so that a profile does not tell where its maker's files lie."""
     return [f"{_file(code.co_filename)}:{line} {code.co_name}" for code, line in made_by]

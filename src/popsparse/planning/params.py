@@ -146,7 +146,7 @@ class SparsityParams:
         return self.block_dimensions[0] * self.block_dimensions[1]
 
 
-def planned_block(block: tuple[int, int], dtype: DataType) -> tuple[int, int]:
+def block_for_plan(block: tuple[int, int], dtype: DataType) -> tuple[int, int]:
     """The block the plan works in: the largest of 4, 8, 16 (float16) or 4, 8 (float32) that
     divides the edge of a square block. Other blocks stay as they are.
     """

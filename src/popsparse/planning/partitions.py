@@ -21,10 +21,10 @@ from popsparse.planning.params import (
     DataType,
     FullyConnectedParams,
     all_partitions,
+    block_for_plan,
     ceil_div,
     even_parts,
     header_words,
-    planned_block,
 )
 from popsparse.planning.plan import Method, Sizes
 
@@ -41,7 +41,7 @@ class SearchSpace:
 
     @cached_property
     def block(self) -> tuple[int, int]:
-        return planned_block(self.params.sparsity_params.block_dimensions, self.dtype)
+        return block_for_plan(self.params.sparsity_params.block_dimensions, self.dtype)
 
     @cached_property
     def grouping(self) -> Sizes:
@@ -119,7 +119,7 @@ def ceil_fraction(total: Ints, ratio: float) -> Ints:
     return np.ceil(np.asarray(total) * ratio * (1 - 1e-12)).astype(np.int64)
 
 
-def aligned(value: Ints, grain: int) -> Ints:
+def align_up(value: Ints, grain: int) -> Ints:
     return -(-np.asarray(value) // grain) * grain
 
 
@@ -134,12 +134,12 @@ def groups_per_bucket(
     perfect = -(-groups // np.asarray(tiles))
     size = area * dtype.size
     grain = math.lcm(size, max(1, int(exchange_bytes))) // size
-    return aligned(_round_half_up(perfect * (1 + oversize)), grain)
+    return align_up(_round_half_up(perfect * (1 + oversize)), grain)
 
 
 def value_elements(groups: Ints, area: int, partials: DataType, *, grad_weight: bool) -> Ints:
     """Values of a bucket; whole 64-bit words of partials where grad_weight uses them as such."""
-    return aligned(groups * area, 8 // partials.size if grad_weight else 1)
+    return align_up(groups * area, 8 // partials.size if grad_weight else 1)
 
 
 def expected_groups(x: Ints, y: Ints, ratio: float) -> tuple[Ints, Ints]:
@@ -152,7 +152,7 @@ def expected_groups(x: Ints, y: Ints, ratio: float) -> tuple[Ints, Ints]:
 
 def _words(fixed: int, entries: Ints, oversize: float, exchange_bytes: float) -> Ints:
     content = np.ceil(entries * (1 + oversize)).astype(np.int64)
-    return aligned(_SUB_GROUPS * fixed + content, math.lcm(2, max(1, int(exchange_bytes))))
+    return align_up(_SUB_GROUPS * fixed + content, math.lcm(2, max(1, int(exchange_bytes))))
 
 
 def meta_info_words(

@@ -20,7 +20,7 @@ from dynsparse.training import SparseTrainer
 from popsparse.poptorch.options import Options, OutputMode, ReductionType
 
 
-def parts_of(arguments: Any, count: int, meaning: str) -> list[Any]:
+def split_arguments(arguments: Any, count: int, meaning: str) -> list[Any]:
     """`arguments`, any tree of tensors with one first dimension, in `count` equal parts.
 
     Raises:
@@ -48,7 +48,7 @@ def parts_of(arguments: Any, count: int, meaning: str) -> list[Any]:
     return [pytree.tree_unflatten(list(row), tree) for row in zip(*columns, strict=True)]
 
 
-def synthetic(arguments: Any) -> Any:
+def synthetic_like(arguments: Any) -> Any:
     """Normally distributed numbers in place of floating-point data, zeros in place of others."""
 
     def other(leaf: Any) -> Any:
@@ -204,7 +204,7 @@ class WrappedModel:
             raise RuntimeError("the model is detached from its device: call attachToDevice() first")
         given = (args, kwargs)
         if self.options.synthetic_data:
-            self._data = synthetic(given) if self._data is None else self._data
+            self._data = synthetic_like(given) if self._data is None else self._data
             given = self._data
         options = self.options
         per_step = options.batches_per_step if self._training else options.replication_factor
@@ -215,7 +215,7 @@ class WrappedModel:
         if self._training:
             factors["Training.gradientAccumulation"] = options.Training.gradient_accumulation
         meaning = f"{' x '.join(factors)} = {' x '.join(map(str, factors.values()))}"
-        parts = parts_of(given, options.device_iterations * per_step, meaning)
+        parts = split_arguments(given, options.device_iterations * per_step, meaning)
         mode = options.output_mode
         if mode is None:
             mode = OutputMode.Final if self._training else OutputMode.All

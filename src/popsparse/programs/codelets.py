@@ -49,7 +49,7 @@ class SubGroup(NamedTuple):
     place: np.ndarray
 
 
-class Found(NamedTuple):
+class BucketMatches(NamedTuple):
     """Blocks that concern the vertices which see them, in order of vertices. int64 [blocks].
 
     `slot` says in which of a vertex's buckets a block lies.
@@ -102,7 +102,7 @@ class BucketCodelets(ABC):
         return cycles.reshape(v.shape)
 
     def _flops(self, v: VertexView) -> np.ndarray:
-        """Of blocks, each times a tile's part of the batch; `_match` gives `Found`."""
+        """Of blocks, each times a tile's part of the batch; `_match` gives `BucketMatches`."""
         found = self._match(v)[1] if self._found is None else self._found
         bx, by = self.plan.block_dimensions
         each = 2 * bx * by * self.plan.elements_per_tile.z
@@ -138,7 +138,7 @@ class BucketReader:
                 self._read(unknown[first : first + self.layout.buckets])
         return [self._known[key] for key in keys]
 
-    def match(self, words: np.ndarray, rectangles: np.ndarray) -> tuple[np.ndarray, Found]:
+    def match(self, words: np.ndarray, rectangles: np.ndarray) -> tuple[np.ndarray, BucketMatches]:
         """What vertices find of their own rectangle: cycles [vertices], and the blocks.
 
         Args:
@@ -161,7 +161,7 @@ class BucketReader:
                 places.append(index % slots)
                 mine.append(group)
         sizes = [len(group.row) for group in mine]
-        return cycles, Found(
+        return cycles, BucketMatches(
             np.repeat(np.array(vertices, np.int64), sizes),
             np.repeat(np.array(places, np.int64), sizes),
             _joined([group.row for group in mine]),
@@ -271,7 +271,7 @@ class ProductCodelets(BucketCodelets):
             return own
         return np.concatenate([own, other.reshape(v.count, other.shape[v.rank], -1)], axis=1)
 
-    def _match(self, v: VertexView) -> tuple[np.ndarray, Found]:
+    def _match(self, v: VertexView) -> tuple[np.ndarray, BucketMatches]:
         return self.reader.match(self._buckets(v, "words"), v.rectangle.reshape(-1))
 
     def _compute(self, v: VertexView) -> None:
@@ -298,14 +298,16 @@ class ProductCodelets(BucketCodelets):
             at = slice(*np.searchsorted(found.vertex, (part.start, part.stop)))
             if at.start == at.stop:
                 continue
-            here = Found(*(a[at] for a in found))
+            here = BucketMatches(*(a[at] for a in found))
             blocks = values[here.vertex, here.slot, here.place].astype(np.float32)
             here = here._replace(vertex=here.vertex - part.start)
             add = _add_rounding if rounds else _add
             add(partials[part], operand[part], blocks, here)
 
 
-def _add(partials: np.ndarray, operand: np.ndarray, blocks: np.ndarray, found: Found) -> None:
+def _add(
+    partials: np.ndarray, operand: np.ndarray, blocks: np.ndarray, found: BucketMatches
+) -> None:
     """partials += blocks x operand in float32, all vertices as one block-diagonal matrix."""
     _, height, width = blocks.shape
     count, outputs, batch = partials.shape
@@ -325,7 +327,7 @@ def _add(partials: np.ndarray, operand: np.ndarray, blocks: np.ndarray, found: F
 
 
 def _add_rounding(
-    partials: np.ndarray, operand: np.ndarray, blocks: np.ndarray, found: Found
+    partials: np.ndarray, operand: np.ndarray, blocks: np.ndarray, found: BucketMatches
 ) -> None:
     """The same with float16 partials, which round after each block of a row."""
     _, height, width = blocks.shape
@@ -380,7 +382,7 @@ class GradWeightCodelets(BucketCodelets):
             "grad_weight of visitors", visitors, self._compute, flops=self._flops
         )
 
-    def _match(self, v: VertexView) -> tuple[np.ndarray, Found]:
+    def _match(self, v: VertexView) -> tuple[np.ndarray, BucketMatches]:
         words = v.words.reshape(v.count, 1, -1)
         if "x_id" in v.__dict__:
             parts_y = self.plan.partition.y
@@ -399,7 +401,7 @@ class GradWeightCodelets(BucketCodelets):
         gradient = self._by_block(v, v.gradient, bx)
         inputs = self._by_block(v, v.input, by)
         for part in chunks(len(found.vertex), (bx + by) * gradient.shape[-1]):
-            here = Found(*(a[part] for a in found))
+            here = BucketMatches(*(a[part] for a in found))
             left = gradient[here.vertex, here.row].astype(np.float32)
             right = inputs[here.vertex, here.col].astype(np.float32)
             product = np.matmul(left, right.swapaxes(-1, -2))

@@ -27,7 +27,7 @@ from popsparse.machine import (
 )
 from popsparse.programs.codelets import GradWeightCodelets, rearrange_codelet
 from popsparse.programs.layout import OperandLayout, SparseTensor, machine_type, reorder, tile_grid
-from popsparse.programs.product import Propagation, Rotating, rectangles
+from popsparse.programs.product import Propagation, RotatingBuckets, rectangles
 
 _ORDER = "gyzx"
 _HOST_ORDER = "gxyz"
@@ -121,11 +121,11 @@ class _GradWeight:
         if parts.z == 1 and not self._spreads:
             self.steps.add(self._compute_resident("distribution", self.words, partials, operands))
             return partials
-        words = Rotating.like(
+        words = RotatingBuckets.like(
             self.graph, self.words, _ORDER, self.tiles, "grad_weight passing meta-info"
         )
         second = self.variable("passing partials", [partials.shape[-1]], partials.dtype)
-        passing = Rotating(_ORDER, (partials, second))
+        passing = RotatingBuckets(_ORDER, (partials, second))
         compute = {
             n: self._compute_resident(
                 f"compute {n}", words.buffers[n], passing.buffers[n], operands
@@ -176,7 +176,7 @@ class _GradWeight:
     def _move_operands(self, partials: Tensor, operands: dict[str, Tensor]) -> None:
         parts = self.plan.partition
         moving = {
-            dim: Rotating(
+            dim: RotatingBuckets(
                 _ORDER,
                 (tensor, self.variable(f"passing {dim}", list(tensor.shape[4:]), tensor.dtype)),
             )
@@ -209,7 +209,7 @@ class _GradWeight:
         if self._spreads:
             self._visit(partials, moving, (parts.z - 1) % 2)
 
-    def _visit(self, partials: Tensor, moving: dict[str, Rotating], at: int) -> None:
+    def _visit(self, partials: Tensor, moving: dict[str, RotatingBuckets], at: int) -> None:
         """The propagation, from operands that lie in buffers `at`."""
         parts = self.plan.partition
         ids, homes = {}, {}
@@ -218,7 +218,7 @@ class _GradWeight:
             homes[dim] = self.graph.add_constant(
                 UNSIGNED_INT, self.tiles.shape, index[dim], f"own {dim}", tiles=self.tiles
             )
-            ids[dim] = Rotating.like(
+            ids[dim] = RotatingBuckets.like(
                 self.graph, homes[dim], _ORDER, self.tiles, f"grad_weight {dim} of visitor"
             )
         # Bit 0 says which buffers of the gradient and its x are in use, bit 1 of the input and y.

@@ -259,7 +259,7 @@ class SparseTensor:
         return reorder(self.values, _HOST_ORDER, order)
 
 
-def checked_weights(weights: Any, params: Any, options: Any) -> SparseTensor:
+def check_weights(weights: Any, params: Any, options: Any) -> SparseTensor:
     """The weights, if they were made for these parameters and options."""
     if not isinstance(weights, SparseTensor):
         raise TypeError(

@@ -280,7 +280,7 @@ def rectangles(plan: Plan, order: str) -> np.ndarray:
     return np.asarray(at["x"] * parts.y + at["y"])
 
 
-class Rotating(NamedTuple):
+class RotatingBuckets(NamedTuple):
     """Two buffers on every tile, for data that tiles pass to their neighbours."""
 
     order: str
@@ -289,7 +289,7 @@ class Rotating(NamedTuple):
     @classmethod
     def like(
         cls, graph: Graph, tensor: Tensor, order: str, tiles: np.ndarray, name: str
-    ) -> Rotating:
+    ) -> RotatingBuckets:
         first, second = (
             graph.add_variable(tensor.dtype, tensor.shape, f"{name} {number}", tiles=tiles)
             for number in (0, 1)
@@ -385,7 +385,7 @@ class _Product:
             return  # There is no other rectangle to propagate to.
         loop = Propagation(self.graph, self.weights, self.name)
         moving = [
-            Rotating.like(self.graph, tensor, self.order, self.tiles, f"{self.name} {what}")
+            RotatingBuckets.like(self.graph, tensor, self.order, self.tiles, f"{self.name} {what}")
             for tensor, what in ((words, "passing meta-info"), (values, "passing values"))
         ]
         # What a tile had, the next one has: entry i of the new buffer is entry i - 1 of the old.

@@ -43,7 +43,7 @@ _BLOCK = 8  # Its pointers, the sum over the vector's lanes, scaling, the store.
 _VECTOR = 2  # A load; an absolute value added to the sums, or compared with them.
 
 
-def pooled(blocks: np.ndarray, pooling: str) -> np.ndarray:
+def pool_magnitudes(blocks: np.ndarray, pooling: str) -> np.ndarray:
     """Gradients of blocks [..., columns, rows] to scores [...], float32.
 
     Sums go over the rows of a block and then over its columns, as `ops.grow` makes them.
@@ -61,7 +61,7 @@ def pool_codelet(pooling: str) -> Codelet:
     """`pooled`, from [..., blocks, columns, rows] to [..., blocks], which round once."""
 
     def compute(v: VertexView) -> None:
-        v.scores[...] = pooled(v.blocks, pooling)
+        v.scores[...] = pool_magnitudes(v.blocks, pooling)
 
     def cycles(v: VertexView) -> int:
         width = v.target.data_path_bits // (8 * v.blocks.itemsize)
@@ -223,7 +223,7 @@ class UpdatePrograms:
                 part = got.reshape(sizes.groups, x // rows, y // cols)
             else:
                 blocks = got.reshape(sizes.groups, y // cols, cols, x // rows, rows)
-                part = pooled(blocks.transpose(0, 3, 1, 2, 4), "sum")
+                part = pool_magnitudes(blocks.transpose(0, 3, 1, 2, 4), "sum")
             at = found[:, piece.x0 // rows : piece.x1 // rows]
             at[:, :, piece.y0 // cols : piece.y1 // cols] = part
         return found

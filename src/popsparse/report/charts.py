@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
+import html
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from html import escape
 from typing import Any
 
 import numpy as np
 
 
-def say(text: Any) -> str:
+def esc(text: Any) -> str:
     """Text made safe inside HTML and inside quoted attributes."""
-    return escape(str(text), quote=True)
+    return html.escape(str(text))
 
 
 def number(value: float, digits: int = 4) -> str:
@@ -45,14 +45,14 @@ def words(name: str) -> str:
 
 def cell(content: str, kind: str = "", title: str = "") -> str:
     """A table cell of ready HTML; kind "n" is a number, "b" a bar."""
-    attributes = (f' class="{kind}"' if kind else "") + (f' title="{say(title)}"' if title else "")
+    attributes = (f' class="{kind}"' if kind else "") + (f' title="{esc(title)}"' if title else "")
     return f"<td{attributes}>{content}</td>"
 
 
 def table(head: Sequence[tuple[str, str]], rows: Iterable[str], kind: str = "") -> str:
     """A table. Head: (label, kind) of each column; rows: their cells, ready."""
     top = "".join(
-        f'<th scope="col"{f" class={chr(34)}{k}{chr(34)}" if k else ""}>{say(label)}</th>'
+        f'<th scope="col"{f" class={chr(34)}{k}{chr(34)}" if k else ""}>{esc(label)}</th>'
         for label, k in head
     )
     body = "".join(row if row.startswith("<tr") else f"<tr>{row}</tr>" for row in rows)
@@ -75,7 +75,7 @@ def bar(parts: Iterable[tuple[str, float]], whole: float) -> str:
 
 def legend(entries: Iterable[tuple[str, str]]) -> str:
     """Colour classes and what they mean."""
-    keys = "".join(f'<span><i class="{kind}"></i>{say(text)}</span>' for kind, text in entries)
+    keys = "".join(f'<span><i class="{kind}"></i>{esc(text)}</span>' for kind, text in entries)
     return f'<p class="legend">{keys}</p>'
 
 
@@ -104,8 +104,8 @@ def _axes(width: int, top: float, unit: str, x_label: str) -> list[str]:
         )
         lines.append(f'<text class="end" x="{_LEFT - 6}" y="{y + 4:.1f}">{number(tick)}</text>')
     middle = (_LEFT + width - _RIGHT) / 2
-    lines.append(f'<text class="mid" x="{middle:.0f}" y="{_HEIGHT - 4}">{say(x_label)}</text>')
-    lines.append(f'<text x="4" y="{_TOP - 3}">{say(unit)}</text>')
+    lines.append(f'<text class="mid" x="{middle:.0f}" y="{_HEIGHT - 4}">{esc(x_label)}</text>')
+    lines.append(f'<text x="4" y="{_TOP - 3}">{esc(unit)}</text>')
     return lines
 
 
@@ -154,10 +154,10 @@ def stacked_tiles(
         body.append(
             f'<line class="limit" x1="{_LEFT}" x2="{_WIDTH - _RIGHT}" y1="{y:.1f}" y2="{y:.1f}"/>'
             f'<text class="end limit" x="{_WIDTH - _RIGHT - 4}" y="{y + 14:.1f}">'
-            f"{say(limit_label)}</text>"
+            f"{esc(limit_label)}</text>"
         )
     return (
-        f'<svg id="{say(identity)}" class="tiles" viewBox="0 0 {_WIDTH} {_HEIGHT}" role="img" '
+        f'<svg id="{esc(identity)}" class="tiles" viewBox="0 0 {_WIDTH} {_HEIGHT}" role="img" '
         f'data-left="{_LEFT}" data-right="{_WIDTH - _RIGHT}">{"".join(body)}</svg>'
     )
 
@@ -186,7 +186,7 @@ def histogram(values: np.ndarray, *, unit: str, of: str = "tiles", bins: int = 2
                 f'<rect class="c0" x="{x[i] + 0.5:.1f}" y="{_TOP + inner - height:.1f}" '
                 f'width="{x[i + 1] - x[i] - 1:.1f}" height="{height:.1f}">'
                 f"<title>{number(float(edges[i]))} to {number(float(edges[i + 1]))}: "
-                f"{int(count):,} {say(of)}</title></rect>"
+                f"{int(count):,} {esc(of)}</title></rect>"
             )
     ends: list[tuple[float, str, float]] = [(_LEFT, "", low), (width - _RIGHT, "end", high)]
     if low == high:
@@ -265,10 +265,10 @@ def grid_map(
     left, above = 34, 20
     body = [f'<g transform="translate({left} {above})">{_cells(colours, size)}</g>']
     inner_w, inner_h = columns * size[0], rows * size[1]
-    body.append(f'<text class="mid" x="{left + inner_w / 2:g}" y="12">{say(right)}</text>')
+    body.append(f'<text class="mid" x="{left + inner_w / 2:g}" y="12">{esc(right)}</text>')
     body.append(
         f'<text class="mid" transform="translate(24 {above + inner_h / 2:g}) rotate(-90)">'
-        f"{say(down)}</text>"
+        f"{esc(down)}</text>"
     )
     body.append(
         f'<rect class="frame" x="{left}" y="{above}" width="{inner_w:g}" height="{inner_h:g}"/>'
@@ -285,18 +285,18 @@ def grid_map(
     body.append(scale)
     body.append(f'<text x="{left}" y="{y + 24:g}">0</text>')
     body.append(
-        f'<text class="end" x="{left + 200}" y="{y + 24:g}">{number(top)} {say(unit)}</text>'
+        f'<text class="end" x="{left + 200}" y="{y + 24:g}">{number(top)} {esc(unit)}</text>'
     )
     if capacity is not None and 0.25 * top < capacity < 0.75 * top:
         at = left + 200 * capacity / top
         body.append(f'<text class="mid" x="{at:.1f}" y="{y + 24:g}">{number(capacity)}</text>')
     total_w, total_h = max(left + inner_w, left + 200) + 8, y + 30
     return (
-        f'<svg id="{say(identity)}" class="map" viewBox="0 0 {total_w:g} {total_h:g}" '
+        f'<svg id="{esc(identity)}" class="map" viewBox="0 0 {total_w:g} {total_h:g}" '
         f'style="width:{total_w:g}px" role="img" data-left="{left}" data-top="{above}" '
         f'data-width="{size[0]:g}" data-height="{size[1]:g}" '
         f'data-columns="{columns}" data-rows="{rows}" '
-        f'data-down="{say(down)}" data-right="{say(right)}" data-unit="{say(unit)}">'
+        f'data-down="{esc(down)}" data-right="{esc(right)}" data-unit="{esc(unit)}">'
         f"{''.join(body)}</svg>"
     )
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from dynsparse.checks import check_kind
 from dynsparse.typed import typed
-from popsparse.report.charts import cell, number, percent, say, table, words
+from popsparse.report.charts import cell, esc, number, percent, table, words
 from popsparse.report.data import PARTS, ProfileData, StoredProfile, read_profiles
 from popsparse.report.rules import Finding, findings
 from popsparse.report.steps import operations, peak_step, short_names
@@ -130,13 +130,13 @@ def _pairs(a: Mapping[str, float], b: Mapping[str, float], names: Sequence[str] 
 
 def comparison_section(found: Comparison) -> str:
     """Tables of every pass."""
-    out = [f"<p>A: {say(found.first)}. B: {say(found.second)}. Changes are those from A to B.</p>"]
+    out = [f"<p>A: {esc(found.first)}. B: {esc(found.second)}. Changes are those from A to B.</p>"]
     for name, where in ((found.only_first, "A"), (found.only_second, "B")):
         if name:
-            out.append(f"<p>Only in {where}: {say(', '.join(map(words, name)))}.</p>")
+            out.append(f"<p>Only in {where}: {esc(', '.join(map(words, name)))}.</p>")
     for one in found.passes:
         if one.name:
-            out.append(f'<h3 class="pass">{say(words(one.name)).capitalize()}</h3>')
+            out.append(f'<h3 class="pass">{esc(words(one.name)).capitalize()}</h3>')
         out.append('<div class="pair">')
         for heading, pairs in (
             ("Cycles", one.cycles),
@@ -149,7 +149,7 @@ def comparison_section(found: Comparison) -> str:
             out.append(f"<div><h3>{heading}</h3>{table(head, rows, 'narrow')}</div>")
         out.append("</div>")
         for several, what in ((one.gone, "No longer found in B"), (one.came, "New in B")):
-            titles = ", ".join(say(f.title.lower()) for f in several)
+            titles = ", ".join(esc(f.title.lower()) for f in several)
             out.append(f"<p><b>{what}:</b> {titles or 'nothing'}.</p>")
     return "".join(out)
 
@@ -169,7 +169,7 @@ def _row(pair: Pair) -> str:
     sign = "+" if difference > 0 else ""
     change = "" if pair.change is None else f"{100 * pair.change:+.1f}\u00a0%"
     return (
-        cell(say(words(pair.name)))
+        cell(esc(words(pair.name)))
         + cell("" if a is None else number(a), "n")
         + cell("" if b is None else number(b), "n")
         + cell(f"{sign}{number(difference)}" if difference else "", kind)

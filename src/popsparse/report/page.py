@@ -13,7 +13,7 @@ import numpy as np
 from dynsparse.checks import check_kind
 from dynsparse.files.whole import write_text_whole
 from dynsparse.version import __version__
-from popsparse.report.charts import say, words
+from popsparse.report.charts import esc, words
 from popsparse.report.comparison import Comparison, comparison_section
 from popsparse.report.data import ProfileData, read_profiles, reading
 from popsparse.report.passes import (
@@ -29,11 +29,11 @@ from popsparse.report.passes import (
 from popsparse.report.plan import buckets_sections, plan_section, summary_section
 from popsparse.report.rules import findings, findings_section
 from popsparse.report.steps import (
-    alike,
     contents_data,
     fold,
     live_data,
     live_section,
+    merge_numbered_steps,
     operations_section,
     short_names,
     timeline_data,
@@ -57,11 +57,11 @@ def _links(sections: list[Section]) -> str:
     last = ""
     for section in sections:
         before, colon, what = section.heading.rpartition(": ")
-        link = f'<a href="#{section.identity}">{say(what)}</a>'
+        link = f'<a href="#{section.identity}">{esc(what)}</a>'
         if colon and before == last:
             out[-1] += f" {link}"
         else:
-            out.append(f"{say(before + colon)}{link}")
+            out.append(f"{esc(before + colon)}{link}")
         last = before
     return "".join(f"<span>{group}</span>" for group in out)
 
@@ -74,17 +74,17 @@ def page(title: str, subtitle: str, sections: list[Section], data: dict[str, Any
     # A "<" in a name must not end the script element.
     plain = json.dumps(data, separators=(",", ":"), allow_nan=False).replace("<", "\\u003c")
     body = "".join(
-        f'<section id="{s.identity}"><h2>{say(s.heading)}</h2>{s.html}</section>\n'
+        f'<section id="{s.identity}"><h2>{esc(s.heading)}</h2>{s.html}</section>\n'
         for s in sections
     )
     return (
         '<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8">'
         f'<meta http-equiv="Content-Security-Policy" content="{_POLICY}">'
         '<meta name="viewport" content="width=device-width, initial-scale=1">'
-        f'<title>{say(title)}</title><link rel="icon" href="data:,">'
+        f'<title>{esc(title)}</title><link rel="icon" href="data:,">'
         f"<style>\n{style}</style></head>\n<body>"
-        f"<header><h1>{say(title)}</h1><nav>{_links(sections)}</nav></header>\n<main>\n{body}</main>\n"
-        f"<footer>{say(subtitle)}</footer>\n"
+        f"<header><h1>{esc(title)}</h1><nav>{_links(sections)}</nav></header>\n<main>\n{body}</main>\n"
+        f"<footer>{esc(subtitle)}</footer>\n"
         f'<script type="application/json" id="data">{plain}</script>\n'
         + "".join(f"<script>\n{script}</script>\n" for script in scripts)
         + "</body></html>\n"
@@ -202,7 +202,7 @@ def _profile_sections(
 
     head = balance_section(profile)
     if len(profile.order):
-        order, names = alike(profile)
+        order, names = merge_numbered_steps(profile)
         loops = fold(order)
         data["timelines"][key] = timeline_data(profile, loops)
         add(f"{key}-timeline", heading("timeline"), head + timeline_section(profile, key))

@@ -12,12 +12,12 @@ from popsparse.machine import ProgramNode
 from popsparse.report.charts import (
     bar,
     cell,
+    esc,
     grid_map,
     histogram,
     legend,
     number,
     percent,
-    say,
     stacked_tiles,
     table,
     words,
@@ -49,8 +49,8 @@ def tree_section(program: Sequence[ProgramNode], step_names: Sequence[str], tota
         cycles = one.cycles * runs / one.runs if one.runs else 0.0
         colour = _CLASSES.get(one.kind, "")
         name = one.name or ("" if one.step is None else step_names[one.step])
-        text = f"<em>{say(label)}:</em> " if label else ""
-        text += f'<b class="kind {colour}">{say(one.kind)}</b> {say(name)}'
+        text = f"<em>{esc(label)}:</em> " if label else ""
+        text += f'<b class="kind {colour}">{esc(one.kind)}</b> {esc(name)}'
         if not runs:
             inside = "" if node in shown else _inside(one, depth)
             return _row(text, '<span class="none">not taken</span>', inside, "no")
@@ -102,12 +102,12 @@ def balance_section(profile: ProfileData) -> str:
         for part, cycles in profile.parts.items()
         if cycles
     ]
-    counts = ", ".join(f"{number(n)} {say(what)}" for what, n in profile.counts.items())
+    counts = ", ".join(f"{number(n)} {esc(what)}" for what, n in profile.counts.items())
     clock = profile.target.get("clock_hz")
     rate = f" at {clock / 1e9:g} GHz" if clock else ""
     return (
         f"<p><b>{number(profile.cycles)} cycles</b>, {number(profile.seconds * 1e6)} µs on "
-        f"{say(profile.target.get('name', 'the target'))}{rate}"
+        f"{esc(profile.target.get('name', 'the target'))}{rate}"
         + (f": {counts}" if counts else "")
         + f'.</p><p class="wide">{_bar(profile.parts, profile.cycles)}</p>{legend(shares)}'
     )
@@ -122,7 +122,7 @@ def timeline_section(profile: ProfileData, identity: str) -> str:
         "<p>All tiles take each step together: synchronisation, exchange, compute. Where several "
         "steps share a pixel, height is the share of that moment. Drag to zoom in, double-click "
         f"for everything.{cut}</p>"
-        f'<div class="timeline" data-source="{say(identity)}">'
+        f'<div class="timeline" data-source="{esc(identity)}">'
         '<div class="controls"><button data-do="in" title="zoom in">+</button>'
         '<button data-do="out" title="zoom out">−</button>'
         '<button data-do="left" title="earlier">◀</button>'
@@ -150,7 +150,7 @@ def program_section(profile: ProfileData, loops: list[Run], names: list[str]) ->
         for run in runs:
             at = starts + (run.first - origin)
             if not run.body:
-                line(say(names[run.first]), len(at), profile.rows[at].sum(0), depth, False)
+                line(esc(names[run.first]), len(at), profile.rows[at].sum(0), depth, False)
                 continue
             size = run.length // run.count
             each = (at[:, None] + size * np.arange(run.count)).ravel()
@@ -177,7 +177,7 @@ def steps_section(profile: ProfileData) -> str:
         parts = {part: sum(step.parts[part] for step in group) for part in PARTS}
         cycles = sum(parts.values())
         content = (
-            cell(say(label)) + cell(kind, "w") + cell(f"{runs:,}", "n") + cell(number(cycles), "n")
+            cell(esc(label)) + cell(kind, "w") + cell(f"{runs:,}", "n") + cell(number(cycles), "n")
         )
         content += cell(percent(cycles, profile.cycles), "n")
         content += cell(_bar(parts, max(most, cycles)), "b")
@@ -188,7 +188,7 @@ def steps_section(profile: ProfileData) -> str:
     rows = [
         row(
             names[id(step)],
-            say(step.kind),
+            esc(step.kind),
             step.runs,
             [step],
             percent(step.balance) if step.balance else "",
@@ -216,7 +216,7 @@ def _codelets(profile: ProfileData) -> str:
         return ""
     ranked = sorted(profile.codelets.items(), key=lambda item: -item[1]["cycles"])
     rows = [
-        cell(say(name)) + cell(number(c["vertices"]), "n") + cell(number(c["cycles"]), "n")
+        cell(esc(name)) + cell(number(c["vertices"]), "n") + cell(number(c["cycles"]), "n")
         for name, c in ranked[:20]
     ]
     head = [("codelet", ""), ("vertices run", "n"), ("cycles, sum over vertices", "n")]
@@ -231,7 +231,7 @@ def tiles_section(profile: ProfileData, tiles: Tiles, identity: str, memory_of: 
     memory = np.sum(list(tiles.memory.values()), axis=0) if tiles.memory else None
     out = []
     if memory_of:
-        out.append(f"<p>Memory: on every tile as in {say(words(memory_of))}.</p>")
+        out.append(f"<p>Memory: on every tile as in {esc(words(memory_of))}.</p>")
     elif memory is not None:
         least, middle = float(memory.min()), float(np.median(memory))
         over = int((memory > profile.limit).sum())
@@ -309,7 +309,7 @@ def predicted_section(predicted: Mapping[str, Any], profiles: list[ProfileData])
             here = {key: float(step[key]) for key in ("compute", "exchange")}
             total = sum(here.values())
             rows.append(
-                cell(say(step["name"]))
+                cell(esc(step["name"]))
                 + cell(number(here["compute"]), "n")
                 + cell(number(here["exchange"]), "n")
                 + cell(number(step["syncs"]), "n")
@@ -330,7 +330,7 @@ def predicted_section(predicted: Mapping[str, Any], profiles: list[ProfileData])
             ("share", "n"),
             ("", "b"),
         ]
-        title = say(words(str(name)))
+        title = esc(words(str(name)))
         out.append(f"<h3>{title}: {number(cycles)} cycles</h3>")
         if ran.get(str(name)) and cycles:
             found = ran[str(name)]
@@ -368,7 +368,7 @@ def tile_map(used: np.ndarray, limit: float, identity: str) -> str:
 def tile_contents(tiles: Tiles, limit: float, tile: int, identity: str) -> str:
     """The map, and the frame of what lies on the tile that is chosen, by a click or its number."""
     used = np.sum(list(tiles.memory.values()), axis=0)
-    name = say(identity)
+    name = esc(identity)
     return (
         f'<div class="tile-contents" data-source="{name}" data-memory="{name}-memory" '
         f'data-tiles="{len(used)}"><h3>What lies where</h3>'

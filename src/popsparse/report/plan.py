@@ -10,13 +10,13 @@ import numpy as np
 from popsparse.report.charts import (
     bar,
     cell,
+    esc,
     grid_map,
     histogram,
     legend,
     number,
     offsets_map,
     percent,
-    say,
     table,
     words,
 )
@@ -61,7 +61,7 @@ def plan_section(plan: Mapping[str, Any]) -> str:
         return _flat(plan)
     if plan and all(isinstance(one, Mapping) and "terms" in one for one in plan.values()):
         return "".join(
-            f'<h3 class="pass">{say(words(n)).capitalize()}</h3>{_flat(p)}' for n, p in plan.items()
+            f'<h3 class="pass">{esc(words(n)).capitalize()}</h3>{_flat(p)}' for n, p in plan.items()
         )
     keys = ", ".join(map(str, list(plan)[:8])) or "nothing"
     raise ValueError(
@@ -71,7 +71,7 @@ def plan_section(plan: Mapping[str, Any]) -> str:
 
 
 def _facts(facts: list[tuple[str, str]]) -> str:
-    return "<dl>" + "".join(f"<div><dt>{say(k)}</dt><dd>{v}</dd></div>" for k, v in facts) + "</dl>"
+    return "<dl>" + "".join(f"<div><dt>{esc(k)}</dt><dd>{v}</dd></div>" for k, v in facts) + "</dl>"
 
 
 def _terms(terms: Sequence[tuple[str, float, float | None]]) -> str:
@@ -83,7 +83,7 @@ def _terms(terms: Sequence[tuple[str, float, float | None]]) -> str:
     head += [("temporary memory, B", "n")] if with_bytes else []
     rows = []
     for name, cycles, size in terms:
-        row = cell(say(words(name))) + cell(number(cycles), "n") + cell(percent(cycles, total), "n")
+        row = cell(esc(words(name))) + cell(number(cycles), "n") + cell(percent(cycles, total), "n")
         row += cell(bar([("compute", cycles)], most), "b")
         rows.append(row + (cell(number(size or 0), "n") if with_bytes else ""))
     last = cell("all") + cell(number(total), "n") + "<td></td>" * (len(head) - 2)
@@ -102,7 +102,7 @@ def _sparse(report: Mapping[str, Any]) -> str:
             f"<b>{split}</b>" + (f" in {groups:,} groups" if groups > 1 else ""),
         ),
         ("Tiles used", number(chosen["tiles"])),
-        ("Method", say(chosen["method"])),
+        ("Method", esc(chosen["method"])),
     ]
     for key, label in (
         ("elements_per_tile", "Work of a tile (out × in × batch)"),
@@ -123,7 +123,7 @@ def _sparse(report: Mapping[str, Any]) -> str:
         terms = [
             (term["name"], float(term["cycles"]), term["temporary_bytes"]) for term in cost["terms"]
         ]
-        out.append(f"<h3>Estimated cost, {say(words(name))}</h3>{_terms(terms)}")
+        out.append(f"<h3>Estimated cost, {esc(words(name))}</h3>{_terms(terms)}")
     if report.get("memory"):
         out.append(_memory(report["memory"]))
     if search:
@@ -160,12 +160,12 @@ def _runners_up(report: Mapping[str, Any]) -> str:
     for row, reason in zip(others, why, strict=True):
         rows.append(
             cell(" × ".join(number(row[key]) for key in cut), "w")
-            + cell(say(row.get("method", "")), "w")
+            + cell(esc(row.get("method", "")), "w")
             + cell(number(row["cycles"]), "n")
             + cell(f"{100 * row['behind']:+.2f}\u00a0%", "n")
             + cell(bar([("exchange", abs(row["behind"]))], most), "b")
             + cell(number(row["temporary_bytes"]), "n")
-            + (cell(say(words(reason)), "t") if with_why else "")
+            + (cell(esc(words(reason)), "t") if with_why else "")
         )
     head = [
         (" × ".join(_LABELS.get(key, words(key)) for key in cut), ""),
@@ -200,7 +200,7 @@ def _flat(report: Mapping[str, Any]) -> str:
         elif isinstance(value, (int, float)) and key not in _OWN_PLACE:
             facts.append((label, number(value)))
         elif isinstance(value, str):
-            facts.append((label, say(value)))
+            facts.append((label, esc(value)))
         elif isinstance(value, (list, tuple)):
             facts.append((label, " to ".join(number(one) for one in value)))
     terms = [(str(k), float(v), None) for k, v in report["terms"].items()]
@@ -255,12 +255,12 @@ def _value(key: str, value: Any, unit: str) -> str:
             value = value * 1e6
         if key == "max_relative_error":
             return f"{value:.3g}"
-        after = f" <small>{say(unit)}</small>" if unit else ""
+        after = f" <small>{esc(unit)}</small>" if unit else ""
         # A year-like number is still a count; only a seed is a name.
         return (str(value) if key == "seed" else number(float(value))) + after
     if isinstance(value, Sequence) and not isinstance(value, str):
         return ", ".join(_value("", one, "") for one in value)
-    return say(value)
+    return esc(value)
 
 
 def _by_pass(key: str, value: Any, unit: str) -> str:
@@ -268,7 +268,7 @@ def _by_pass(key: str, value: Any, unit: str) -> str:
     if not isinstance(value, Mapping):
         return f"<b>{_value(key, value, unit)}</b>"
     return "".join(
-        f"<b>{_value(key, one, unit)}</b><em>{say(words(str(name)))}</em>"
+        f"<b>{_value(key, one, unit)}</b><em>{esc(words(str(name)))}</em>"
         for name, one in value.items()
     )
 
@@ -282,15 +282,15 @@ def summary_section(summary: Mapping[str, Any]) -> str:
             continue
         if headline:
             content = _by_pass(key, value, unit)
-            cards.append(f'<div class="card"><h3>{say(label)}</h3>{content}</div>')
+            cards.append(f'<div class="card"><h3>{esc(label)}</h3>{content}</div>')
             continue
         if isinstance(value, Mapping):
             shown = ", ".join(
-                f"{say(words(str(name)))} {_value(key, one, unit)}" for name, one in value.items()
+                f"{esc(words(str(name)))} {_value(key, one, unit)}" for name, one in value.items()
             )
         else:
             shown = _value(key, value, unit)
-        rest.append(f"<div><dt>{say(label)}</dt><dd>{shown}</dd></div>")
+        rest.append(f"<div><dt>{esc(label)}</dt><dd>{shown}</dd></div>")
     if not cards and not rest:
         return ""
     return (
@@ -340,7 +340,7 @@ def buckets_section(data: BucketData) -> str:
         used = data.grad_a_words_used
         kinds.append(("meta-info of grad input, words", used, data.grad_a_words_capacity))
     rows = [
-        cell(say(name))
+        cell(esc(name))
         + cell(number(capacity), "n")
         + cell(number(float(used.mean())), "n")
         + cell(percent(float(used.mean()), capacity), "n")
@@ -366,13 +366,13 @@ def buckets_section(data: BucketData) -> str:
     ]
     axes = ("group, X" if data.groups > 1 else "X", "Y")
     maps = [
-        f"<figure><figcaption>{say(title)}</figcaption>"
+        f"<figure><figcaption>{esc(title)}</figcaption>"
         f"{grid_map(values, identity=name, axes=axes, unit=unit, capacity=capacity)}</figure>"
         for name, title, unit, values, capacity in bucket_maps(data)
     ]
     out.append('<h3>Over the X/Y grid</h3><div class="maps">' + "".join(maps) + "</div>")
     spread = [
-        f"<figure><figcaption>Fill with {say(name)}</figcaption>"
+        f"<figure><figcaption>Fill with {esc(name)}</figcaption>"
         + histogram(100 * used / capacity, unit="% of the bucket", of="buckets")
         + "</figure>"
         for name, used, capacity in kinds

@@ -9,7 +9,7 @@ import numpy as np
 
 from dynsparse.typed import typed
 from popsparse.machine import ProgramNode
-from popsparse.report.charts import number, percent, say, words
+from popsparse.report.charts import esc, number, percent, words
 from popsparse.report.data import ProfileData, StepData
 from popsparse.report.steps import short_names
 
@@ -320,16 +320,16 @@ def findings_section(found: Sequence[tuple[str, Sequence[Finding]]], most: int =
     out = []
     for name, several in found:
         if name:
-            out.append(f'<h3 class="pass">{say(words(name)).capitalize()}</h3>')
+            out.append(f'<h3 class="pass">{esc(words(name)).capitalize()}</h3>')
         if not several:
             out.append("<p>No rule finds anything that stands out.</p>")
             continue
         rows = "".join(
-            f"<li><b>{say(one.title)}.</b> {say(one.text)}"
-            f"<p><i>What to do:</i> {say(one.remedy)}</p></li>"
+            f"<li><b>{esc(one.title)}.</b> {esc(one.text)}"
+            f"<p><i>What to do:</i> {esc(one.remedy)}</p></li>"
             for one in several[:most]
         )
         out.append(f'<ol class="findings">{rows}</ol>')
         if more := several[most:]:
-            out.append("<p>Also: " + ", ".join(say(one.title.lower()) for one in more) + ".</p>")
+            out.append("<p>Also: " + ", ".join(esc(one.title.lower()) for one in more) + ".</p>")
     return "".join(out)

@@ -10,7 +10,7 @@ import numpy as np
 
 from dynsparse.checks import check_integer
 from dynsparse.typed import typed
-from popsparse.report.charts import bar, cell, legend, number, percent, say, table
+from popsparse.report.charts import bar, cell, esc, legend, number, percent, table
 from popsparse.report.data import ContentsData, ProfileData, StepData, steps_of
 
 _LONGEST_BODY = 64
@@ -99,7 +99,7 @@ def phases(profile: ProfileData) -> list[tuple[str, int, int]]:
     return found
 
 
-def alike(profile: ProfileData) -> tuple[list[int], list[str]]:
+def merge_numbered_steps(profile: ProfileData) -> tuple[list[int], list[str]]:
     """The timeline with steps that differ in a number at the end of their name taken as one.
 
     A program with two buffers has each step of a loop twice ("pass on 0", "pass on 1"): told
@@ -234,7 +234,7 @@ def operations_section(profile: ProfileData) -> str:
     several = {one.name.rpartition("/")[0] for one in found}
     for one in found[:_MOST]:
         label = one.name.rpartition("/")[2]
-        indent = f'<span style="padding-left:{1.4 * (one.depth - 1):g}em">{say(label)}</span>'
+        indent = f'<span style="padding-left:{1.4 * (one.depth - 1):g}em">{esc(label)}</span>'
         rate = one.flops / one.seconds / 1e12 if one.flops and one.seconds else None
         content = (
             cell(indent)
@@ -358,10 +358,10 @@ def live_section(profile: ProfileData, identity: str) -> str:
     few = f" The {left:,} smallest variables are left out here." if left > 0 else ""
     return (
         f"<p>On all tiles together {number(float(always[0]))} B are always live; what is not "
-        f"reaches {number(float(other[0]))} B, in {say(short_names(profile)[peak])}. Variables "
+        f"reaches {number(float(other[0]))} B, in {esc(short_names(profile)[peak])}. Variables "
         "that are never live together may share memory. Click on a step to see what it holds, and "
         f"on a tile below to see its curve.{few}</p>"
-        f'<div class="live" data-source="{say(identity)}"><div class="charts"></div>'
+        f'<div class="live" data-source="{esc(identity)}"><div class="charts"></div>'
         + legend([("c0", "always live"), ("c2", "not always live"), ("pick", "the step chosen")])
         + '<div class="held"></div></div>'
         "<noscript><p>These charts need JavaScript; Python has the same figures.</p></noscript>"

@@ -41,7 +41,7 @@ class Bands(NamedTuple):
     widest: int
 
 
-def kept_first(counts: np.ndarray, preprocess: bool) -> tuple[np.ndarray, int]:
+def sort_kept_first(counts: np.ndarray, preprocess: bool) -> tuple[np.ndarray, int]:
     """An order of rows (or columns) with those worth planning for first, and how many they are.
 
     Kept are those with more than a tenth of the mean count, in their own order; the others follow,

@@ -33,7 +33,7 @@ from popsparse.static.layout import (
     StaticPlan,
     StaticSearch,
     column_bands,
-    kept_first,
+    sort_kept_first,
     split_n,
     split_tiles,
     tiles_of,
@@ -419,7 +419,7 @@ def _plan(request: tuple[Any, ...], pattern: SparsePattern) -> StaticPlan:
         np.bincount(at.numpy(), minlength=size)
         for at, size in zip((pattern.rows, pattern.cols), pattern.grid, strict=True)
     ]
-    kept = [kept_first(count, options.enable_preprocessing) for count in counts]
+    kept = [sort_kept_first(count, options.enable_preprocessing) for count in counts]
     (row_order, planned_rows), (column_order, planned_columns) = kept
     estimate = _Estimate(target, dtype, params, pattern, (planned_rows, planned_columns))
 

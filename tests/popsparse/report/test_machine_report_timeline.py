@@ -19,7 +19,7 @@ from popsparse.machine import (
     codelets,
 )
 from popsparse.report.data import read_profiles
-from popsparse.report.steps import Run, alike, fold, timeline_data
+from popsparse.report.steps import Run, fold, merge_numbered_steps, timeline_data
 
 
 def unrolled(runs: list[Run], order: list[int]) -> list[int]:
@@ -71,7 +71,7 @@ def test_the_loops_of_a_program():
     rows = Sequence(Repeat(40, turn), Copy(a, b, name="next row"))
     profile = Engine(graph, Sequence(Repeat(25, rows), name="run")).run()
     (data,) = read_profiles(profile)
-    order, names = alike(data)
+    order, names = merge_numbered_steps(data)
     assert names == ["fill", "pass on", "next row"]
     (outer,) = fold(order)
     assert (outer.count, outer.length) == (25, 25 * 121)
