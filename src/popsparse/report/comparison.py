@@ -98,7 +98,10 @@ def compare(first: Any, second: Any) -> Comparison:
 def _read(given: Any, name: str) -> tuple[str, dict[str, ProfileData]]:
     if isinstance(given, StoredProfile):
         return f"{given.title}, {given.file.name}", {one.name: one for one in given.profiles}
-    found = read_profiles(given)
+    try:
+        found = read_profiles(given)
+    except (TypeError, ValueError) as error:
+        raise type(error)(f"{name}: {error}") from None
     if not found:
         raise ValueError(f"{name} must be a profile, got nothing")
     return f"the {name}", {one.name: one for one in found}

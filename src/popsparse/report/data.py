@@ -215,7 +215,13 @@ def read_profiles(profile: Any) -> list[ProfileData]:
             "profile must be a Profile, its to_dict(), or a mapping of pass names to those, "
             f"got {type(profile).__name__}"
         )
-    return [_profile(str(name), one) for name, one in profile.items()]
+    for name, run in profile.items():
+        if not (hasattr(run, "to_dict") or isinstance(run, Mapping)):
+            raise TypeError(
+                f"profile[{shortened(name)}] must be a Profile or its to_dict(), got "
+                f"{shortened(run)}"
+            )
+    return [_profile(str(name), run) for name, run in profile.items()]
 
 
 def _profile(name: str, profile: Any) -> ProfileData:

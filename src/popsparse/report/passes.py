@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from dynsparse.checks import check_kind
 from popsparse.machine import ProgramNode
 from popsparse.report.charts import (
     bar,
@@ -303,6 +304,7 @@ def predicted_section(predicted: Mapping[str, Any], profiles: list[ProfileData])
     ran = {profile.name: profile.cycles for profile in profiles}
     out = []
     for name, time in predicted.items():
+        check_kind(f"the pass {name}", time, Mapping, "what PassTime.to_dict gives")
         cycles = float(time["cycles"])
         rows = []
         for step in time["steps"]:
