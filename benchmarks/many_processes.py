@@ -27,7 +27,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import dynsparse as ds
 from dynsparse.ops.grow import topk_outside
-from dynsparse.ranks import agreeing, digest
+from dynsparse.ranks import collective_errors, digest
 from dynsparse.training import GMP, GraNet
 
 TESTS = Path(__file__).resolve().parent.parent / "tests"
@@ -170,7 +170,7 @@ def cost(
         torch.distributed.barrier()
         begin = time.perf_counter()
         patterns = PatternsAfter(trainer.ranks, 1, {"": rewiring})
-        with agreeing(trainer.ranks, patterns.ends):
+        with collective_errors(trainer.ranks, patterns.ends):
             pass
         patterns.compare()
         agreed.append(time.perf_counter() - begin)

@@ -78,9 +78,9 @@ def brought(part, layer, kept):
     """What rectangles hold by slots, in the order of one process."""
     slots, total = part.slots(layer.pattern)
     whole = kept.new_zeros(total)
-    if part.grid.z.speaks(part.axes):
+    if part.grid.z.is_lead_rank(part.axes):
         whole[slots] = kept
-    return part.grid.everyone.sum(whole)
+    return part.grid.all_ranks.sum(whole)
 
 
 def states_of(made):

@@ -284,7 +284,7 @@ def missing(rank, size):
     optimizer = optimizer_of(net)
     ddp = DistributedDataParallel(net)
     trainer = ds.RigL(net, optimizer, schedule=SCHEDULE)
-    trainer.ranks.patience = 2.0
+    trainer.ranks.timeout = 2.0
     for step in range(1, 6):
         backward(ddp, optimizer, step, rank, size)
         if step != 3 or rank != size - 1:

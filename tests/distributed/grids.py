@@ -21,7 +21,7 @@ def on_grid(sizes, work, seconds=20.0):
     def line(place, axis):
         """The rank of `place` along an axis, or along all of them."""
         if axis is None:
-            size, rank, key = len(places), places.index(place), "everyone"
+            size, rank, key = len(places), places.index(place), "all_ranks"
         else:
             size, rank = sizes[axis], place[axis]
             key = axis, *place[:axis], *place[axis + 1 :]

@@ -43,7 +43,7 @@ def lost(rank, size, way, kind):
     forward = WAYS[way](net, size)
     optimizer = optimizer_of(net)
     trainer = ds.RigL(net, optimizer, schedule=SCHEDULE)
-    trainer.ranks.patience = 6.0
+    trainer.ranks.timeout = 6.0
     shares = (0, 1) if way == "rectangles" else (rank, size)
     for step in range(1, 8):
         here = step == 3 and rank == size - 1
@@ -80,7 +80,7 @@ def left_out_in_stages(rank, size, replicas):
     optimizer = optimizer_of(piece)
     trainer = ds.RigL(piece, optimizer, schedule=EVERY, **more)
     for ranks in (trainer.ranks, getattr(trainer.budget, "stages", trainer.ranks)):
-        ranks.patience = 6.0
+        ranks.timeout = 6.0
     for step in range(1, 5):
         x, y = batch(step, mesh["replica"].get_local_rank(), replicas)
         optimizer.zero_grad()

@@ -15,7 +15,7 @@ from threaded import over
 import dynsparse as ds
 from dynsparse.distributed import gather, split
 from dynsparse.distributed.rectangle import part_of
-from dynsparse.ranks import even_pieces
+from dynsparse.ranks import rebalance
 from dynsparse.training.checkpoint.places import Sources
 
 ALONE = (1, 1, 1)
@@ -111,15 +111,15 @@ def test_slots_of_rectangles_are_those_of_the_whole_layer(sizes):
             assert total == whole.pattern.nnz
             assert torch.equal(part.to_whole(layer.pattern.flat, 1), whole.pattern.flat[slots])
             assert torch.equal(layer.values, whole.values[slots])
-            mine = slots if grid.z.speaks(part.axes) else slots[:0]
+            mine = slots if grid.z.is_lead_rank(part.axes) else slots[:0]
             brought = [whole.values.detach()[mine], whole.pattern.rows[mine]]
-            pieces = even_pieces(grid.everyone, mine, total, brought)
-            size = grid.everyone.size
+            pieces = rebalance(grid.all_ranks, mine, total, brought)
+            size = grid.all_ranks.size
             for piece, tensor in zip(pieces, (whole.values, whole.pattern.rows), strict=True):
-                expected = [*tensor.chunk(size), *[tensor[:0]] * size][grid.everyone.rank]
+                expected = [*tensor.chunk(size), *[tensor[:0]] * size][grid.all_ranks.rank]
                 assert torch.equal(piece, expected)
             with pytest.raises(ValueError, match="slots from all ranks"):
-                even_pieces(grid.everyone, slots[:0], total, [])
+                rebalance(grid.all_ranks, slots[:0], total, [])
 
     on_grid(sizes, work)
 

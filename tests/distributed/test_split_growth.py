@@ -16,7 +16,7 @@ from dynsparse.distributed import split
 from dynsparse.distributed.rectangle import part_of
 from dynsparse.ops import capture
 from dynsparse.ops.grow import topk_outside
-from dynsparse.ranks import GrowthWanted, topk_over_ranks
+from dynsparse.ranks import GrowRequest, topk_over_ranks
 
 
 def grown_on(sizes, model, x, dy, counts, exchange=None, pooling="sum", wire=None):
@@ -29,7 +29,7 @@ def grown_on(sizes, model, x, dy, counts, exchange=None, pooling="sum", wire=Non
         waiting = [capture.start(layer.index.row_ptr, layer.values) for layer in layers]
         own(samples(x, grid)).backward(samples(dy, grid))
         wanted = [
-            GrowthWanted(name, list(pairs), layer.pattern, count, part=part_of(layer))
+            GrowRequest(name, list(pairs), layer.pattern, count, part=part_of(layer))
             for name, pairs, layer, count in zip(names, waiting, layers, counts, strict=True)
         ]
         found = topk_over_ranks(grid.z, wanted, exchange=exchange, pooling=pooling, wire=wire)
@@ -134,7 +134,7 @@ def test_a_wire_of_bfloat16_sends_half():
                 slab.cut(samples(t, grid), 1)
                 for slab, t in zip(part.slabs[::-1], pair, strict=True)
             )
-            wanted = [GrowthWanted("0", [(x, dy)], own[0].pattern, 500, part=part)]
+            wanted = [GrowRequest("0", [(x, dy)], own[0].pattern, 500, part=part)]
             before = grid.z.sent
             topk_over_ranks(grid.z, wanted, wire=wire, exchange="pieces")
             return grid.z.sent - before

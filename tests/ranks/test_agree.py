@@ -10,28 +10,28 @@ from threaded import over, raised
 from dynsparse import native
 from dynsparse.ranks import (
     ALONE,
-    agree_on,
-    agreeing,
+    check_consistent,
+    collective_errors,
     digest,
-    named_ranks,
-    texts_of,
+    format_ranks,
+    gather_texts,
 )
 
 
 def failing(bad, error):
     def work(ranks):
-        with agreeing(ranks):
+        with collective_errors(ranks):
             if ranks.rank in bad:
                 raise error(ranks.rank) if callable(error) else error
 
     return work
 
 
-@pytest.mark.parametrize(("how", "expected"), [("highest", [2, -1]), ("sum", [3, -6])])
+@pytest.mark.parametrize(("how", "expected"), [("max", [2, -1]), ("sum", [3, -6])])
 def test_numbers_go_along_in_the_same_move(how, expected):
     def work(ranks):
         numbers = [0, 0]
-        with agreeing(ranks, numbers, how):
+        with collective_errors(ranks, numbers, how):
             numbers[:] = [ranks.rank, -ranks.rank - 1]
         return numbers, ranks.calls
 
@@ -44,7 +44,7 @@ def test_numbers_of_64_bits_stay_what_they_are():
 
     def work(ranks, failing=False):
         numbers = [0, 0]
-        with agreeing(ranks, numbers):
+        with collective_errors(ranks, numbers):
             if failing and ranks.rank == 1:
                 raise ValueError("x holds NaN")
             numbers[:] = ends
@@ -91,7 +91,7 @@ def test_without_an_error_nothing_happens():
 
 def test_alone_an_error_is_itself():
     error = KeyError("a")
-    with pytest.raises(KeyError) as found, agreeing(ALONE):
+    with pytest.raises(KeyError) as found, collective_errors(ALONE):
         raise error
     assert found.value is error
 
@@ -130,7 +130,7 @@ def test_digests_are_those_of_ranks_without_kernels(count, monkeypatch):
 def test_disagreement_names_what_and_who():
     def work(ranks):
         seed = 1 if ranks.rank == 2 else 0
-        agree_on(ranks, {"the schedule": "every 5", "the seed": f"{seed}"}, "give one seed")
+        check_consistent(ranks, {"the schedule": "every 5", "the seed": f"{seed}"}, "give one seed")
 
     assert raised(4, work) == (
         ValueError,
@@ -142,7 +142,7 @@ def test_disagreement_on_digests_names_only_the_ranks():
     def work(ranks):
         pattern = torch.arange(5) + (ranks.rank == 0)
         found = {"layer 'a'": 7, "layer 'b'": digest(pattern), "layer 'c'": ranks.rank}
-        agree_on(ranks, found, "begin alike", shown=False)
+        check_consistent(ranks, found, "begin alike", shown=False)
 
     assert raised(3, work) == (
         ValueError,
@@ -151,14 +151,14 @@ def test_disagreement_on_digests_names_only_the_ranks():
 
 
 def test_what_agrees_passes():
-    over(3, lambda ranks: agree_on(ranks, {"a": "x", "b": -(2**63)}, "no"))
-    over(3, lambda ranks: agree_on(ranks, {}, "no"))
-    agree_on(ALONE, {"a": "x"}, "no")
+    over(3, lambda ranks: check_consistent(ranks, {"a": "x", "b": -(2**63)}, "no"))
+    over(3, lambda ranks: check_consistent(ranks, {}, "no"))
+    check_consistent(ALONE, {"a": "x"}, "no")
 
 
 def test_texts_of_any_length():
     texts = ["", "a", "ü" * 500, "x\ny"]
-    assert over(4, lambda ranks: texts_of(ranks, texts[ranks.rank])) == [texts] * 4
+    assert over(4, lambda ranks: gather_texts(ranks, texts[ranks.rank])) == [texts] * 4
 
 
 @pytest.mark.parametrize(
@@ -170,7 +170,7 @@ def test_texts_of_any_length():
     ],
 )
 def test_ranks_are_named_shortly(ranks, text):
-    assert named_ranks([*ranks]) == text
+    assert format_ranks([*ranks]) == text
 
 
 def test_digests_differ_where_bytes_do():

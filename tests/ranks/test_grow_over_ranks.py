@@ -21,8 +21,8 @@ from dynsparse.ops.conv.patches import patches_of
 from dynsparse.ops.grow import in_rows, screen, topk_outside
 from dynsparse.pattern import SparsePattern
 from dynsparse.ranks import (
-    GrowthWanted,
-    exchanged_bytes,
+    GrowRequest,
+    comm_volume,
     grow,
     grow_job,
     topk_over_ranks,
@@ -66,7 +66,7 @@ def layers(draw, size):
 
 def wanted(found, rank):
     return [
-        GrowthWanted(f"layer{i}", pairs[rank], pattern, count, exclude)
+        GrowRequest(f"layer{i}", pairs[rank], pattern, count, exclude)
         for i, (pattern, exclude, count, pairs) in enumerate(found)
     ]
 
@@ -120,7 +120,7 @@ def test_a_guess_that_is_too_high_is_mended(size, guess, monkeypatch):
     )
 
     def work(ranks):
-        asked = [GrowthWanted("a", pairs[ranks.rank], pattern, 500)]
+        asked = [GrowRequest("a", pairs[ranks.rank], pattern, 500)]
         return topk_over_ranks(ranks, asked, exchange="samples")[0]
 
     expected = topk_outside([*chain(*pairs)], pattern, 500).flat.sort().values
@@ -144,7 +144,7 @@ def test_large_layers_are_found_by_products_of_integers(high, monkeypatch):
         )
 
     def work(ranks):
-        asked = [GrowthWanted("a", pairs[ranks.rank], pattern, 2000)]
+        asked = [GrowRequest("a", pairs[ranks.rank], pattern, 2000)]
         return topk_over_ranks(ranks, asked, exchange="samples")[0]
 
     exact = [(x.double(), dy.double()) for x, dy in chain(*pairs)]
@@ -174,8 +174,8 @@ def test_convolutions_grow_as_in_one_process(b, groups, exchange, generator):
 
     def work(ranks):
         asked = [
-            GrowthWanted("conv", [pairs[ranks.rank]], conv.pattern, 9),
-            GrowthWanted("fc", fc_pairs[ranks.rank], fc, 7),
+            GrowRequest("conv", [pairs[ranks.rank]], conv.pattern, 9),
+            GrowRequest("fc", fc_pairs[ranks.rank], fc, 7),
         ]
         return topk_over_ranks(ranks, asked, exchange=exchange)
 
@@ -202,7 +202,7 @@ def test_rounded_pieces_choose_as_exact_ones_do():
 
     def work(wire):
         def grow_(ranks):
-            asked = [GrowthWanted("a", pairs[ranks.rank], pattern, k)]
+            asked = [GrowRequest("a", pairs[ranks.rank], pattern, k)]
             (flat,) = topk_over_ranks(ranks, asked, wire=wire, exchange="pieces")
             return flat, ranks.sent
 
@@ -219,7 +219,7 @@ def test_the_cheaper_exchange_is_taken():
 
     def sent(exchange, pairs):
         def grow_(ranks):
-            asked = [GrowthWanted("a", pairs[ranks.rank], pattern, k)]
+            asked = [GrowRequest("a", pairs[ranks.rank], pattern, k)]
             topk_over_ranks(ranks, asked, exchange=exchange)
             return ranks.sent
 
@@ -228,7 +228,7 @@ def test_the_cheaper_exchange_is_taken():
     assert sent(None, pairs) == sent("samples", pairs) < sent("pieces", pairs)
     _, many = large(2, samples=200)
     assert sent(None, many) == sent("pieces", many) < sent("samples", many)
-    pieces, samples = exchanged_bytes(2, pattern.shape, 8, torch.float32)
+    pieces, samples = comm_volume(2, pattern.shape, 8, torch.float32)
     assert (pieces, samples) == (96 * 96 * 4 / 2, 8 * (96 + 48) * 4 / 2)
 
 
@@ -238,7 +238,7 @@ def test_small_layers_share_their_moves():
             g = torch.Generator().manual_seed(ranks.rank)
             pattern = SparsePattern.random((32, 32), 0.1, generator=torch.Generator())
             pairs = [(torch.randn(64, 32, generator=g), torch.randn(64, 32, generator=g))]
-            asked = [GrowthWanted(str(i), pairs, pattern, 20) for i in range(count)]
+            asked = [GrowRequest(str(i), pairs, pattern, 20) for i in range(count)]
             topk_over_ranks(ranks, asked, exchange="pieces")
             return ranks.calls
 
@@ -252,7 +252,7 @@ def test_nan_on_one_rank_is_one_line_on_all():
     pairs[1][0][0][3, 5] = torch.nan
 
     def work(ranks):
-        topk_over_ranks(ranks, [GrowthWanted("fc1", pairs[ranks.rank], pattern, 7)])
+        topk_over_ranks(ranks, [GrowRequest("fc1", pairs[ranks.rank], pattern, 7)])
 
     errors = in_threads(3, work)
     assert {str(e) for e in errors} == {
@@ -286,7 +286,7 @@ def test_a_rank_that_fails_between_moves_takes_all_along(exchange, wire):
         if ranks.rank == 1:
             own = [Failing(pair) for pair in own]
             own[0].ranks = ranks
-        topk_over_ranks(ranks, [GrowthWanted("fc1", own, pattern, 7)], wire=wire, exchange=exchange)
+        topk_over_ranks(ranks, [GrowRequest("fc1", own, pattern, 7)], wire=wire, exchange=exchange)
 
     errors = in_threads(2, work)
     assert {str(e) for e in errors} == {"rank 1: no memory left"}
@@ -297,7 +297,7 @@ def test_no_pairs_anywhere_is_refused():
     pattern, _ = large(2)
 
     def work(ranks):
-        topk_over_ranks(ranks, [GrowthWanted("fc1", [], pattern, 7)])
+        topk_over_ranks(ranks, [GrowRequest("fc1", [], pattern, 7)])
 
     errors = in_threads(2, work)
     assert {str(e) for e in errors} == {
@@ -313,7 +313,7 @@ def test_what_overflows_is_refused_on_all():
         dy.fill_(sign * 1e38)
 
     def work(ranks):
-        asked = [GrowthWanted("fc1", pairs[ranks.rank], pattern, pattern.total - pattern.nnz)]
+        asked = [GrowRequest("fc1", pairs[ranks.rank], pattern, pattern.total - pattern.nnz)]
         topk_over_ranks(ranks, asked, exchange="pieces")
 
     errors = in_threads(2, work)
@@ -333,8 +333,8 @@ def test_a_thousand_ranks_send_what_the_formula_says(exchange):
     row = int(pattern.row_ptr[1])
     k = size * (n - row)
     room = SparsePattern(pattern.rows[:row], pattern.cols[:row], shape=(n, n))
-    topk_over_ranks(ranks, [GrowthWanted("a", pairs, room, k)], exchange=exchange)
-    by_pieces, by_samples = exchanged_bytes(size, (n, n), samples * size, torch.float32)
+    topk_over_ranks(ranks, [GrowRequest("a", pairs, room, k)], exchange=exchange)
+    by_pieces, by_samples = comm_volume(size, (n, n), samples * size, torch.float32)
     exchanged = by_pieces if exchange == "pieces" else by_samples
     small = 2 * (size - 1) / size * (3 * 2048 * 4 + 8 + 3 * 4 + 4 * 8)
     positions = (size - 1) * n / 8  # as bits, since most of a row join

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from threaded import over
 
 from dynsparse.ops.grow import select
-from dynsparse.ranks import ALONE, chunk_of, joined, select_over_ranks
+from dynsparse.ranks import ALONE, chunk_of, gather_sorted, select_over_ranks
 
 DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16]
 
@@ -44,7 +44,7 @@ def test_it_chooses_what_one_process_chooses(found, size, largest, seed):
         scores = [s[m] for (s, _), m in zip(found, mine, strict=True)]
         chosen = select_over_ranks(ranks, scores, mine, [k for _, k in found], largest=largest)
         own = [m[c] for m, c in zip(mine, chosen, strict=True)]
-        return joined(ranks, own, [len(s) for s, _ in found])
+        return gather_sorted(ranks, own, [len(s) for s, _ in found])
 
     expected = [select(s.double(), k, largest=largest) for s, k in found]
     for got in over(size, work):
@@ -113,7 +113,7 @@ def test_many_scores(kind, share, largest, generator):
         first, last = chunk_of(ranks, n)
         (mask,) = select_over_ranks(ranks, [scores[first:last]], [first], [k], largest=largest)
         before = ranks.sent
-        (all_,) = joined(ranks, [mask.nonzero().flatten() + first], [n])
+        (all_,) = gather_sorted(ranks, [mask.nonzero().flatten() + first], [n])
         return all_, ranks.sent - before
 
     expected = select(scores, k, largest=largest)

@@ -13,7 +13,7 @@ import dynsparse as ds
 from dynsparse.nn import SparseLinear
 from dynsparse.nn.active import ActiveSet
 from dynsparse.ops.grow import topk_outside
-from dynsparse.ranks import GrowthWanted
+from dynsparse.ranks import GrowRequest
 from dynsparse.training import plan_there
 from dynsparse.training.algorithms import BY_NAME
 from dynsparse.training.grow import GradientGrowth
@@ -120,7 +120,7 @@ def test_another_choice_between_forward_and_backward_is_refused(off_cpu):
 def test_growth_leaves_the_scores_that_it_went_by():
     pattern = ds.SparsePattern.random((16, 24), 0.2)
     pairs = [(torch.randn(5, 24), torch.randn(5, 16))]
-    asked = [GrowthWanted("fc", pairs, pattern, 7, ranked=ranked) for ranked in (None, [])]
+    asked = [GrowRequest("fc", pairs, pattern, 7, ranked=ranked) for ranked in (None, [])]
     plain, seen = GradientGrowth().choose_all(asked, 1)
     assert torch.equal(plain, seen)
     wanted = topk_outside(pairs, pattern, 7, sort=False)

@@ -32,7 +32,7 @@ from dynsparse.files.plain_tree import to_tree
 from dynsparse.files.tensor_file import name_of_type, write_tensors
 from dynsparse.files.whole import remove_left_overs, write_text_whole
 from dynsparse.nn.sharded import gathered, is_sharded, local_part, rows_dimension
-from dynsparse.ranks import GroupRanks, Ranks, agreeing, chunk_of
+from dynsparse.ranks import GroupRanks, Ranks, chunk_of, collective_errors
 from dynsparse.training.checkpoint.parts import Training, misfit, together
 from dynsparse.training.checkpoint.places import Sources, places, take_own
 from dynsparse.training.checkpoint.random_state import Generator
@@ -129,13 +129,13 @@ def save_checkpoint(
     if _in_flight is not None:
         _in_flight.wait()
     line = ranks_for(ranks, model)
-    everyone = line.everyone
+    everyone = line.all_ranks
     training = Training(model, optimizer, trainer, lr_scheduler, generators or {})
     training.check(line)
     parts = _rows_only(training.parts(extra, line))
     own = training.own_part(line)
     token = _token(everyone)
-    with agreeing(everyone):
+    with collective_errors(everyone):
         layout = _Layout(line)
         manifest = {
             "format": "dynsparse checkpoint of ranks",
@@ -181,7 +181,7 @@ def load_checkpoint(
     if _in_flight is not None:
         _in_flight.wait()
     line = ranks_for(ranks, model)
-    everyone = line.everyone
+    everyone = line.all_ranks
     training = Training(model, optimizer, trainer, lr_scheduler, generators or {})
     where = os.fspath(path)
     now = places(line)
@@ -213,8 +213,8 @@ class _Layout:
     """
 
     def __init__(self, line: Ranks) -> None:
-        self._ranks = ranks = line.everyone
-        self._leads = line.leads()
+        self._ranks = ranks = line.all_ranks
+        self._leads = line.is_lead_group()
         self.groups: list[list[int]] = [[0], list(range(ranks.size))]
         self.entries: dict[str, dict[str, Any]] = {}
         self.pieces: dict[str, Tensor] = {}
@@ -297,21 +297,21 @@ def _write(
 ) -> None:
     token = manifest["token"]
     told = torch.zeros(40, dtype=torch.uint8)
-    with agreeing(ranks):
+    with collective_errors(ranks):
         folder.mkdir(parents=True, exist_ok=True)
         file = folder / file_name(token, ranks.rank)
         digest = write_tensors(file, pieces, about)
         size = file.stat().st_size.to_bytes(8, "little")
         told = torch.frombuffer(bytearray(bytes.fromhex(digest) + size), dtype=torch.uint8)
     files = []
-    for one in ranks.gather(told.to(ranks.device), [40] * ranks.size):
+    for one in ranks.all_gather(told.to(ranks.device), [40] * ranks.size):
         raw = bytes(one.tolist())
         files.append({"bytes": int.from_bytes(raw[32:], "little"), "sha256": raw[:32].hex()})
-    with agreeing(ranks):
+    with collective_errors(ranks):
         if ranks.rank == 0:
             text = json.dumps(manifest | {"files": files}, allow_nan=False)
             write_text_whole(folder / MANIFEST, text + "\n")
-    with agreeing(ranks):
+    with collective_errors(ranks):
         if ranks.rank == 0:
             _remove_others(folder, token)
 

@@ -117,10 +117,10 @@ class Rectangle:
         """See `ranks.Part`: by how many non-zeros each row has in each rectangle."""
         rows, cols = self.slabs
         counts = pattern.row_ptr.long().diff()
-        beside = torch.stack(cols.line.gather(counts, [len(counts)] * cols.line.size))
+        beside = torch.stack(cols.line.all_gather(counts, [len(counts)] * cols.line.size))
         in_row = beside.sum(0)
         slab = in_row.sum().view(1)
-        above = torch.cat(rows.line.gather(slab, [1] * rows.line.size))
+        above = torch.cat(rows.line.all_gather(slab, [1] * rows.line.size))
         first = above[: rows.line.rank].sum() + in_row.cumsum(0) - in_row
         first += beside[: cols.line.rank].sum(0)
         at = pattern.rows.long()
@@ -187,7 +187,7 @@ def whole_layer(layer: SparseLinear) -> dict[str, Tensor]:
     flat = part.to_whole(layer.pattern.flat, b).to(values.device)
     for axis in (part.placement.cols, part.placement.rows):
         line = part.grid.line(axis)
-        flat, values = torch.cat(line.gather(flat)), torch.cat(line.gather(values))
+        flat, values = torch.cat(line.all_gather(flat)), torch.cat(line.all_gather(values))
     order = flat.argsort()
     flat = flat[order]
     width = part.shape[1] // b

@@ -14,7 +14,7 @@ from dynsparse.distributed.placement import Borders, Placement, placed
 from dynsparse.distributed.rectangle import Rectangle, part_of, take_part, whole_layer
 from dynsparse.nn import SparseLinear, SparseMultiheadAttention
 from dynsparse.nn.sharded import gathered
-from dynsparse.ranks import RankGrid, agree_on, agreeing, digest
+from dynsparse.ranks import RankGrid, check_consistent, collective_errors, digest
 
 
 def split(model: nn.Module, mesh: Any) -> nn.Module:
@@ -48,7 +48,7 @@ def split(model: nn.Module, mesh: Any) -> nn.Module:
         raise TypeError(f"expected a torch.nn.Module, got {type(model).__name__}")
     grid = RankGrid.of(mesh)
     parts: dict[str, Rectangle] = {}
-    with agreeing(grid.everyone):
+    with collective_errors(grid.all_ranks):
         layers, chains = find_chains(model)
         for name, layer in layers.items():
             check_whole(name, layer)
@@ -107,8 +107,8 @@ def check_whole(name: str, layer: SparseLinear) -> None:
 
 def check_equal(grid: RankGrid, layers: Mapping[str, SparseLinear]) -> None:
     """Raise ValueError where the ranks' layers differ."""
-    agree_on(
-        grid.everyone,
+    check_consistent(
+        grid.all_ranks,
         {
             f"layer {name!r}": digest(layer.pattern.rows, layer.pattern.cols, layer.values)
             for name, layer in layers.items()

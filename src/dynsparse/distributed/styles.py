@@ -13,7 +13,7 @@ from dynsparse.distributed.placement import Placement
 from dynsparse.distributed.rectangle import take_part
 from dynsparse.distributed.split import check_equal, check_whole, rectangles
 from dynsparse.nn import SparseLinear, SparseMultiheadAttention
-from dynsparse.ranks import RankGrid, agreeing, ranks_of
+from dynsparse.ranks import RankGrid, collective_errors, ranks_of
 from dynsparse.typed import typed
 
 __all__ = ["SplitCols", "SplitHeads", "SplitPair", "SplitRows"]
@@ -28,8 +28,8 @@ class _Style(ParallelStyle):
 
     def _apply(self, module: nn.Module, device_mesh: Any) -> nn.Module:
         line = ranks_of(device_mesh)
-        grid = RankGrid(x=line, everyone=line)
-        with agreeing(line):
+        grid = RankGrid(x=line, all_ranks=line)
+        with collective_errors(line):
             chain, placements = self._chain(module)
             layers = {name: _layer(module, name) for name in placements}
             parts = rectangles(layers, chain, placements, grid)

@@ -4,69 +4,69 @@ Each is made by the rank that looks after what it is about, and the others hear 
 computed on every rank in the hope that it comes out equal.
 """
 
-from dynsparse.ranks.agree import (
-    agree_on,
-    agreeing,
-    differing,
+from dynsparse.ranks.consistency import (
+    DeferredError,
+    all_equal,
+    broadcast_from_first,
+    check_consistent,
+    collective_errors,
     digest,
-    ends_of,
-    held_back,
-    named_ranks,
-    said_the_same,
-    texts_of,
+    find_differing,
+    format_ranks,
+    gather_texts,
+    min_max_digest,
+    sum_over_ranks,
 )
-from dynsparse.ranks.even import even_pieces
-from dynsparse.ranks.exchanged import exchanged_bytes
+from dynsparse.ranks.even import rebalance
+from dynsparse.ranks.exchanged import comm_volume
 from dynsparse.ranks.follow import follow_over_ranks
 from dynsparse.ranks.grid import AXES, Part, RankGrid, Slab, check_axes
 from dynsparse.ranks.grow import topk_over_ranks
-from dynsparse.ranks.joint import JointRanks
+from dynsparse.ranks.joint import StackedRanks
 from dynsparse.ranks.keys import key_bits
 from dynsparse.ranks.ranks import ALONE, GroupRanks, Ranks, ranks_of
 from dynsparse.ranks.select import (
     chunk,
     chunk_of,
-    joined,
+    gather_sorted,
     kth_over_ranks,
-    of_first,
-    places,
+    masked_positions,
     select_over_ranks,
-    sum_of_all,
 )
-from dynsparse.ranks.wanted import GrowthWanted
+from dynsparse.ranks.wanted import GrowRequest
 
 __all__ = [
     "ALONE",
     "AXES",
+    "DeferredError",
     "GroupRanks",
-    "GrowthWanted",
-    "JointRanks",
+    "GrowRequest",
     "Part",
     "RankGrid",
     "Ranks",
     "Slab",
-    "agree_on",
-    "agreeing",
+    "StackedRanks",
+    "all_equal",
+    "broadcast_from_first",
     "check_axes",
+    "check_consistent",
     "chunk",
     "chunk_of",
-    "differing",
+    "collective_errors",
+    "comm_volume",
     "digest",
-    "ends_of",
-    "even_pieces",
-    "exchanged_bytes",
+    "find_differing",
     "follow_over_ranks",
-    "held_back",
-    "joined",
+    "format_ranks",
+    "gather_sorted",
+    "gather_texts",
     "key_bits",
     "kth_over_ranks",
-    "named_ranks",
-    "of_first",
-    "places",
+    "masked_positions",
+    "min_max_digest",
     "ranks_of",
-    "said_the_same",
+    "rebalance",
     "select_over_ranks",
-    "sum_of_all",
-    "texts_of",
+    "sum_over_ranks",
     "topk_over_ranks",
 ]

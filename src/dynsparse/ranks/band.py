@@ -17,7 +17,7 @@ from dynsparse.ops.grow.free_positions import positions_between, positions_in_ro
 from dynsparse.ops.grow.scores import Pair, pool
 from dynsparse.ops.linear import grad_weight
 from dynsparse.pattern import SparsePattern
-from dynsparse.ranks.agree import agreeing, held_back
+from dynsparse.ranks.consistency import DeferredError, collective_errors
 from dynsparse.ranks.keys import sorting_keys
 from dynsparse.ranks.ranks import Ranks
 from dynsparse.ranks.select import kth_over_ranks
@@ -146,16 +146,16 @@ def settle(
     ]
     most = max(band.total for band in bands)
     wanted = [band.wanted for band in bands for _ in range(2)]
-    ends, _, _ = kth_over_ranks(ranks.everyone, keys, wanted, 32, most)
+    ends, _, _ = kth_over_ranks(ranks.all_ranks, keys, wanted, 32, most)
     asked = [b.narrow(*ends[2 * i : 2 * i + 2]) for i, b in enumerate(bands)]
     own = torch.tensor([len(flat) for flat in asked], device=ranks.device)
-    table = torch.stack(ranks.gather(own, [len(bands)] * ranks.size)).tolist()
-    lines = ranks.gather(torch.cat(asked), [sum(of_rank) for of_rank in table])
+    table = torch.stack(ranks.all_gather(own, [len(bands)] * ranks.size)).tolist()
+    lines = ranks.all_gather(torch.cat(asked), [sum(of_rank) for of_rank in table])
     by_rank = [line.split(of_rank) for line, of_rank in zip(lines, table, strict=True)]
     areas = [band.area for band in bands]
     sizes = [sum(n * a for n, a in zip(of, areas, strict=True)) for of in table]
     sent = torch.zeros(sum(sizes), device=asked[0].device)
-    failed = held_back()
+    failed = DeferredError()
     with failed:
         # Slabs ascend with the ranks: joined, the positions of a layer are in order.
         made = [
@@ -166,7 +166,7 @@ def settle(
         ]
         torch.cat([of[owner] for owner in range(ranks.size) for of in made], out=sent)
     mine = sizes[ranks.rank]
-    got = ranks.exchange(sent, sizes, [mine] * ranks.size).view(ranks.size, mine)
+    got = ranks.all_to_all(sent, sizes, [mine] * ranks.size).view(ranks.size, mine)
     with failed:
         total = got[0].clone()
         for piece in got[1:]:
@@ -174,5 +174,5 @@ def settle(
         own_sizes = [n * a for n, a in zip(table[ranks.rank], areas, strict=True)]
         for band, part in zip(bands, total.split(own_sizes), strict=True):
             band.take(band.pooled(part, pooling))
-    with agreeing(ranks):
-        failed.raise_here()
+    with collective_errors(ranks):
+        failed.raise_pending()

@@ -13,7 +13,7 @@ from dynsparse.ranks.select import chunk, chunk_of
 
 
 @torch.no_grad()
-def even_pieces(ranks: Ranks, slots: Tensor, total: int, tensors: Sequence[Tensor]) -> list[Tensor]:
+def rebalance(ranks: Ranks, slots: Tensor, total: int, tensors: Sequence[Tensor]) -> list[Tensor]:
     """This rank's piece of each tensor, cut into pieces by slots as `torch.chunk` cuts.
 
     One exchange for all tensors, in which each entry goes where it belongs; no rank sees more than
@@ -32,7 +32,7 @@ def even_pieces(ranks: Ranks, slots: Tensor, total: int, tensors: Sequence[Tenso
     first, last = chunk_of(ranks, total)
     bounds = torch.tensor([*(chunk(total, ranks.size, r)[0] for r in range(ranks.size)), total])
     leaving = torch.searchsorted(slots, bounds).diff()
-    coming = ranks.exchange(leaving.to(ranks.device)).tolist()
+    coming = ranks.all_to_all(leaving.to(ranks.device)).tolist()
     if sum(coming) != last - first:
         raise ValueError(f"expected {last - first} slots from all ranks, got {sum(coming)}")
     if not tensors:
@@ -40,7 +40,7 @@ def even_pieces(ranks: Ranks, slots: Tensor, total: int, tensors: Sequence[Tenso
     device = tensors[0].device
     lines = [as_bytes(tensor.contiguous().to(device)) for tensor in (slots, *tensors)]
     widths = [line.shape[1] for line in lines]
-    got = ranks.exchange(torch.cat(lines, 1), leaving.tolist(), coming).split(widths, 1)
+    got = ranks.all_to_all(torch.cat(lines, 1), leaving.tolist(), coming).split(widths, 1)
     at = got[0].contiguous().view(torch.int64).flatten() - first
     made = [tensor.new_empty((last - first, *tensor.shape[1:])) for tensor in tensors]
     for tensor, line in zip(made, got[1:], strict=True):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 
-def exchanged_bytes(
+def comm_volume(
     ranks: int,
     shape: tuple[int, int],
     samples: int,

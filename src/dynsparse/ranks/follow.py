@@ -91,7 +91,7 @@ def follow_over_ranks(
     ]
 
     def move() -> Callable[[], list[Tensor]]:
-        pieces = ranks.exchange(line, leaving, coming).split(widths, 1)
+        pieces = ranks.all_to_all(line, leaving, coming).split(widths, 1)
 
         @torch.no_grad()
         def write() -> list[Tensor]:

@@ -39,17 +39,17 @@ class RankGrid:
         x, y: the ranks of each line; `ALONE` where the mesh has no such axis.
         z: those with other samples for the same slabs. What one of them fails in, `everyone` hears
             of.
-        everyone: all ranks of the mesh.
+        all_ranks: all ranks of the mesh.
     """
 
     x: Ranks = ALONE
     y: Ranks = ALONE
     z: Ranks = ALONE
-    everyone: Ranks = ALONE
+    all_ranks: Ranks = ALONE
 
     def __post_init__(self) -> None:
         place = {"x": self.x.rank, "y": self.y.rank}
-        object.__setattr__(self, "z", self.z.among(self.everyone, place))
+        object.__setattr__(self, "z", self.z.within(self.all_ranks, place))
 
     @classmethod
     def of(cls, mesh: Any) -> RankGrid:
@@ -70,7 +70,7 @@ class RankGrid:
         names = check_axes(mesh.mesh_dim_names)
         lines = {axis: ranks_of(mesh[axis]) for axis in AXES if axis in names}
         everyone = mesh[names[0]] if len(names) == 1 else mesh._flatten()
-        return cls(**lines, everyone=ranks_of(everyone))
+        return cls(**lines, all_ranks=ranks_of(everyone))
 
     def line(self, axis: str | None) -> Ranks:
         """The ranks along an axis; this one alone for None."""
@@ -106,7 +106,7 @@ class Slab:
         for shape, (first, last) in zip(shapes, itertools.pairwise(self.borders), strict=True):
             shape[dim] = last - first
         # As they lie in memory: to turn them around and back takes longer than to send them.
-        parts = self.line.gather(own.reshape(-1), [math.prod(shape) for shape in shapes])
+        parts = self.line.all_gather(own.reshape(-1), [math.prod(shape) for shape in shapes])
         return torch.cat([part.view(shape) for part, shape in zip(parts, shapes, strict=True)], dim)
 
 

@@ -23,19 +23,19 @@ from dynsparse.ops.grow.scores import add_slabs
 from dynsparse.ops.grow.selection import ascending
 from dynsparse.ops.grow.threshold import NO_GUESS
 from dynsparse.ops.grow.topk import check_pooling
-from dynsparse.ranks.agree import agreeing, held_back
 from dynsparse.ranks.band import settle
-from dynsparse.ranks.exchanged import exchanged_bytes
+from dynsparse.ranks.consistency import DeferredError, collective_errors
+from dynsparse.ranks.exchanged import comm_volume
 from dynsparse.ranks.grow_job import CHUNK_BYTES, GrowthJob
 from dynsparse.ranks.keys import key_bits
 from dynsparse.ranks.ranks import Ranks
-from dynsparse.ranks.select import joined, places, select_over_ranks
-from dynsparse.ranks.wanted import GrowthWanted
+from dynsparse.ranks.select import gather_sorted, masked_positions, select_over_ranks
+from dynsparse.ranks.wanted import GrowRequest
 
 
 def topk_over_ranks(
     ranks: Ranks,
-    wanted: Sequence[GrowthWanted],
+    wanted: Sequence[GrowRequest],
     *,
     pooling: str = "sum",
     wire: torch.dtype | None = None,
@@ -63,7 +63,7 @@ def topk_over_ranks(
     pooling = check_pooling(pooling)
     jobs: list[GrowthJob] = []
     facts = [0] * _FACTS * len(wanted)
-    with agreeing(ranks, facts, "sum"):
+    with collective_errors(ranks, facts, "sum"):
         if wire not in (None, torch.bfloat16):
             raise ValueError(f"wire must be None or torch.bfloat16, got {wire}")
         if exchange not in (None, "pieces", "samples"):
@@ -73,7 +73,7 @@ def topk_over_ranks(
     for i, job in enumerate(jobs):
         _learn(job, *facts[i * _FACTS : (i + 1) * _FACTS])
     for job in jobs:
-        pieces, samples = exchanged_bytes(ranks.size, job.usual, job.samples, job.wide, wire)
+        pieces, samples = comm_volume(ranks.size, job.usual, job.samples, job.wide, wire)
         job.by_samples = samples < pieces if exchange is None else exchange == "samples"
         job.by_samples = job.by_samples and not job.convolved
         whole = wire is None or ranks.size == 1 or job.by_samples or job.convolved
@@ -81,7 +81,7 @@ def topk_over_ranks(
     # In a rectangle there may be no room where there is in others of the layer.
     busy = [job for job in jobs if job.count]
     rounded = [job for job in jobs if job.wanted and job.rounded]
-    failed = held_back()
+    failed = DeferredError()
     with failed:
         for job in jobs:
             job.check_pairs_there()
@@ -90,15 +90,15 @@ def topk_over_ranks(
     _by_samples(ranks, [job for job in busy if job.by_samples], pooling, failed)
     _by_pieces(ranks, [job for job in busy if not job.by_samples], pooling, failed)
     joining = [0] * len(jobs)
-    with agreeing(ranks.everyone, joining, "sum"):
-        failed.raise_here()
-        joining[:] = [len(job.found.sure) if ranks.leads(job.axes) else 0 for job in jobs]
+    with collective_errors(ranks.all_ranks, joining, "sum"):
+        failed.raise_pending()
+        joining[:] = [len(job.found.sure) if ranks.is_lead_group(job.axes) else 0 for job in jobs]
     settle(
         ranks,
         [job.band for job in rounded],
         [job.pairs for job in rounded],
         pooling,
-        [ranks.leads(job.axes) for job in rounded],
+        [ranks.is_lead_group(job.axes) for job in rounded],
     )
     for job in busy:
         job.end()
@@ -130,7 +130,9 @@ def _learn(
     job.reached, job.convolved = pairs > 0, convolved > 0
 
 
-def _by_pieces(ranks: Ranks, jobs: Sequence[GrowthJob], pooling: str, failed: held_back) -> None:
+def _by_pieces(
+    ranks: Ranks, jobs: Sequence[GrowthJob], pooling: str, failed: DeferredError
+) -> None:
     """Pieces of the gradient go to the owners of their rows, as many layers in one round as fit."""
     parts: list[tuple[GrowthJob, int, int]] = []
     size = 0
@@ -152,7 +154,7 @@ def _wire(job: GrowthJob) -> tuple[torch.dtype, torch.device]:
 
 
 def _round(
-    ranks: Ranks, parts: Sequence[tuple[GrowthJob, int, int]], pooling: str, failed: held_back
+    ranks: Ranks, parts: Sequence[tuple[GrowthJob, int, int]], pooling: str, failed: DeferredError
 ) -> None:
     """One exchange: of each part, the gradient of these rows of all slabs."""
     wire, device = _wire(parts[0][0])
@@ -172,7 +174,7 @@ def _round(
             to_owners = [one.split(of) for one, of in zip(made, numbers, strict=True)]
             torch.cat([of[owner] for owner in range(ranks.size) for of in to_owners], out=sent)
     own = sizes[ranks.rank]
-    got = ranks.exchange(sent, sizes, [own] * ranks.size).view(ranks.size, own)
+    got = ranks.all_to_all(sent, sizes, [own] * ranks.size).view(ranks.size, own)
     with failed:
         at = 0
         for (job, _, _), to_each, of_part in zip(parts, slabs, numbers, strict=True):
@@ -226,12 +228,14 @@ def _take_in(job: GrowthJob, pieces: Tensor, first: int, last: int, pooling: str
         job.add(grad, first, pooling)
 
 
-def _by_samples(ranks: Ranks, jobs: Sequence[GrowthJob], pooling: str, failed: held_back) -> None:
+def _by_samples(
+    ranks: Ranks, jobs: Sequence[GrowthJob], pooling: str, failed: DeferredError
+) -> None:
     """x goes to all ranks, the columns of dY to the owners of their rows."""
     if not jobs:
         return
     own = torch.tensor([job.held for job in jobs], device=ranks.device)
-    counts = torch.stack(ranks.gather(own, [len(jobs)] * ranks.size)).tolist()
+    counts = torch.stack(ranks.all_gather(own, [len(jobs)] * ranks.size)).tolist()
     held = [[of_rank[i] for of_rank in counts] for i in range(len(jobs))]
     long = [i for i, job in enumerate(jobs) if RowSearch.is_long(job.pattern, job.dtype)]
     for i, job in enumerate(jobs):
@@ -251,7 +255,7 @@ def _search(
     job: GrowthJob,
     held: Sequence[int],
     pooling: str,
-    failed: held_back,
+    failed: DeferredError,
     *,
     guess: bool,
 ) -> None:
@@ -271,10 +275,10 @@ def _search(
             for slab, (f, s) in zip(to_slabs, slabs, strict=True):
                 slab[at:end] = pair[1][:, f:s]
             at = end
-    xs = torch.cat(ranks.gather(x, held))
+    xs = torch.cat(ranks.all_gather(x, held))
     first, last = slabs[ranks.rank]
     sizes = [(s - f) * own for f, s in slabs]
-    columns = ranks.exchange(dy, sizes, [(last - first) * h for h in held])
+    columns = ranks.all_to_all(dy, sizes, [(last - first) * h for h in held])
     search, (low, high) = None, (torch.inf, -torch.inf)
     with failed:
         if job.most:
@@ -287,7 +291,7 @@ def _search(
             low, high = search.guess(min(wanted, job.most)) if guess else NO_GUESS
     if guess:  # what the lowest guess lets through is enough for all, and so for the highest
         ends = torch.tensor([-low, high], dtype=torch.float64, device=ranks.device)
-        low, high = ranks.highest(ends).tolist()
+        low, high = ranks.max(ends).tolist()
         low = -low
     with failed:
         if search is not None:
@@ -306,11 +310,11 @@ def _chosen(ranks: Ranks, jobs: Sequence[GrowthJob], joining: Sequence[int]) -> 
         scores, flat, sure = own.scores, own.flat, own.sure
         if job.part is not None:
             flat, sure = (job.part.to_whole(f, job.pattern.block_size) for f in (flat, sure))
-        if not ranks.leads(job.axes):
+        if not ranks.is_lead_group(job.axes):
             scores, flat, sure = scores[:0], flat[:0], sure[:0]
         found.append((scores, flat, sure))
     flats = [flat for _, flat, _ in found]
-    among = ranks.everyone
+    among = ranks.all_ranks
     totals = [job.total for job in jobs]
     wanted = [job.wanted - sure for job, sure in zip(jobs, joining, strict=True)]
     below = max(totals, default=0)
@@ -325,10 +329,10 @@ def _chosen(ranks: Ranks, jobs: Sequence[GrowthJob], joining: Sequence[int]) -> 
             "the gradients overflow, so positions cannot be ranked: lower the scale"
         ) from None
     winners = [
-        ascending(sure.cpu(), places(flat, mask).cpu())
+        ascending(sure.cpu(), masked_positions(flat, mask).cpu())
         for (_, flat, sure), mask in zip(found, masks, strict=True)
     ]
-    known = joined(among, winners, totals)
+    known = gather_sorted(among, winners, totals)
     return [
         flat if job.part is None else job.part.to_part(flat, job.pattern.block_size)
         for job, flat in zip(jobs, known, strict=True)

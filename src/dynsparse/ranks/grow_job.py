@@ -17,7 +17,7 @@ from dynsparse.ops.grow.topk import check_pairs
 from dynsparse.ranks.band import Band
 from dynsparse.ranks.ranks import Ranks
 from dynsparse.ranks.select import chunk, chunk_of
-from dynsparse.ranks.wanted import GrowthWanted
+from dynsparse.ranks.wanted import GrowRequest
 
 # Of one round of the exchange, all pieces that a rank sends together.
 CHUNK_BYTES = 8 << 20
@@ -37,7 +37,7 @@ class GrowthJob:
     reached: bool  # by a backward pass, on any rank
     convolved: bool  # pairs are patches
 
-    def __init__(self, wanted: GrowthWanted, ranks: Ranks) -> None:
+    def __init__(self, wanted: GrowRequest, ranks: Ranks) -> None:
         self.name, self.pattern, self.part = wanted.name, wanted.pattern, wanted.part
         self.wanted = wanted.count  # of the whole layer
         self.pairs = list(wanted.pairs)

@@ -10,7 +10,7 @@ from torch import Tensor
 from dynsparse.ranks.ranks import Ranks
 
 
-class JointRanks(Ranks):
+class StackedRanks(Ranks):
     """What all inner ranks have, of all that lie along the outer ones: each move is one along the
     inner ranks and one along the outer.
 
@@ -31,7 +31,7 @@ class JointRanks(Ranks):
             if how == "sum":
                 ranks.sum(tensor)
             else:
-                ranks.highest(tensor)
+                ranks.max(tensor)
 
     def _broadcast(self, tensor: Tensor, source: int) -> None:
         stage, rank = divmod(source, self._inner.size)
@@ -49,4 +49,4 @@ class JointRanks(Ranks):
 
 def _stacked(ranks: Ranks, tensor: Tensor) -> Tensor:
     """What every rank has, [ranks, ...]."""
-    return torch.cat(ranks.gather(tensor[None], [1] * ranks.size))
+    return torch.cat(ranks.all_gather(tensor[None], [1] * ranks.size))

@@ -30,10 +30,10 @@ class Ranks:
         device: where small tensors for the moves are best made.
         sent: bytes that this rank has sent, as a ring sends them.
         calls: moves made.
-        patience: seconds that `meet` waits with gloo.
+        timeout: seconds that `barrier` waits with gloo.
     """
 
-    patience = 120.0
+    timeout = 120.0
 
     def __init__(self, rank: int = 0, size: int = 1, device: torch.device | None = None) -> None:
         self.rank, self.size = rank, size
@@ -49,7 +49,7 @@ class Ranks:
         return self.size == 1 and self._everyone is None
 
     @property
-    def everyone(self) -> Ranks:
+    def all_ranks(self) -> Ranks:
         """Those who must hear of an error: these ranks, or the mesh they are a line of."""
         return self._everyone or self
 
@@ -58,7 +58,7 @@ class Ranks:
         """Where in a mesh this rank is, along x, y and z; (0, 0, rank) where there is none."""
         return self._place.get("x", 0), self._place.get("y", 0), self.rank
 
-    def among(self, everyone: Ranks, place: dict[str, int]) -> Ranks:
+    def within(self, everyone: Ranks, place: dict[str, int]) -> Ranks:
         """These ranks as a line of a mesh, at a place along its other axes."""
         if everyone.alone:
             return self
@@ -66,22 +66,22 @@ class Ranks:
         made.__dict__.update(self.__dict__, _everyone=everyone, _place=place)
         return made
 
-    def leads(self, axes: Collection[str] = ()) -> bool:
+    def is_lead_group(self, axes: Collection[str] = ()) -> bool:
         """Whether this line speaks for what is spread over some axes of the mesh: along the others
         all lines hold the same, and the first speaks."""
         return not any(rank for axis, rank in self._place.items() if axis not in axes)
 
-    def speaks(self, axes: Collection[str] = ()) -> bool:
+    def is_lead_rank(self, axes: Collection[str] = ()) -> bool:
         """Whether this rank does, alone of its line."""
-        return self.rank == 0 and self.leads(axes)
+        return self.rank == 0 and self.is_lead_group(axes)
 
-    def meet(self, what: str, patience: float | None = None) -> None:
+    def barrier(self, what: str, timeout: float | None = None) -> None:
         """Wait until all ranks are here, but not for long: before moves to which all should come.
         Where the first rank is the one that is missing, the time limit of the group holds.
 
         Args:
             what: for the error: what they are here for, and how it is mended.
-            patience: seconds, in place of the attribute.
+            timeout: seconds, in place of the attribute.
 
         Raises:
             RuntimeError: some did not come.
@@ -94,11 +94,11 @@ class Ranks:
             self._reduce(tensor, "sum")
         return tensor
 
-    def highest(self, tensor: Tensor) -> Tensor:
+    def max(self, tensor: Tensor) -> Tensor:
         """The largest of all ranks, entry by entry, in place."""
         if not self.alone:
             self._note(2 * tensor.nbytes * (self.size - 1) // self.size)
-            self._reduce(tensor, "highest")
+            self._reduce(tensor, "max")
         return tensor
 
     def broadcast(self, tensor: Tensor, source: int = 0) -> Tensor:
@@ -108,7 +108,7 @@ class Ranks:
             self._broadcast(tensor, source)
         return tensor
 
-    def gather(self, tensor: Tensor, sizes: Sequence[int] | None = None) -> list[Tensor]:
+    def all_gather(self, tensor: Tensor, sizes: Sequence[int] | None = None) -> list[Tensor]:
         """What every rank holds, in the order of ranks.
 
         Args:
@@ -119,7 +119,7 @@ class Ranks:
             return [tensor]
         if sizes is None:
             own = torch.tensor([len(tensor)], device=self.device)
-            sizes = torch.cat(self.gather(own, [1] * self.size)).tolist()
+            sizes = torch.cat(self.all_gather(own, [1] * self.size)).tolist()
         most = max(sizes)
         padded = tensor
         if len(tensor) < most:
@@ -131,7 +131,7 @@ class Ranks:
             self._gather(out, padded)
         return [part[:size] for part, size in zip(out, sizes, strict=True)]
 
-    def exchange(
+    def all_to_all(
         self,
         tensor: Tensor,
         sizes: Sequence[int] | None = None,
@@ -212,10 +212,10 @@ class GroupRanks(Ranks):
         at = tensor if tensor.device.type in self._kinds else tensor.to(self.device)
         return at.contiguous()
 
-    def meet(self, what: str, patience: float | None = None) -> None:
+    def barrier(self, what: str, timeout: float | None = None) -> None:
         if torch.distributed.get_backend(self.group) != "gloo":
             return
-        seconds = self.patience if patience is None else patience
+        seconds = self.timeout if timeout is None else timeout
         try:
             torch.distributed.monitored_barrier(
                 self.group, timeout=timedelta(seconds=seconds), wait_all_ranks=True

@@ -70,7 +70,7 @@ def select_over_ranks(
         return []
     if bits is None:
         widest = torch.tensor([max(own for _, own in keys)], device=ranks.device)
-        bits = int(ranks.highest(widest))  # a rank without samples may not know
+        bits = int(ranks.max(widest))  # a rank without samples may not know
     aligned = [key if own == bits else key.long() << (bits - own) for key, own in keys]
     last, left, equal = kth_over_ranks(ranks, aligned, counts, bits, most=below)
     open_ = [i for i in range(len(keys)) if left[i] < equal[i]]
@@ -82,7 +82,8 @@ def select_over_ranks(
         # Smaller positions win: the same search once more.
         tied = [aligned[i] == last[i] for i in open_]
         own = [
-            -places(positions[i], mask).to(mask.device) for i, mask in zip(open_, tied, strict=True)
+            -masked_positions(positions[i], mask).to(mask.device)
+            for i, mask in zip(open_, tied, strict=True)
         ]
         wanted = [left[i] for i in open_]
         ends, _, _ = kth_over_ranks(ranks, own, wanted, below.bit_length() + 1, most=below)
@@ -91,7 +92,7 @@ def select_over_ranks(
     return chosen
 
 
-def places(positions: Tensor | int, chosen: Tensor) -> Tensor:
+def masked_positions(positions: Tensor | int, chosen: Tensor) -> Tensor:
     """Where the chosen ones of some scores are: int64 [any].
 
     Args:
@@ -154,7 +155,7 @@ def _check_enough(counts: Sequence[int], there: Sequence[int]) -> None:
             raise ValueError(f"cannot select {count} of {total} scores")
 
 
-def joined(ranks: Ranks, parts: Sequence[Tensor], limits: Sequence[int]) -> list[Tensor]:
+def gather_sorted(ranks: Ranks, parts: Sequence[Tensor], limits: Sequence[int]) -> list[Tensor]:
     """For each problem the numbers of all ranks, ascending, int64 on the CPU.
 
     Numbers that lie close together travel as bits.
@@ -170,11 +171,11 @@ def joined(ranks: Ranks, parts: Sequence[Tensor], limits: Sequence[int]) -> list
     ends = torch.tensor(own, device=ranks.device).view(-1)
     of_ranks = [
         [_Stretch(many, first, end, small) for many, first, end in one.view(-1, 3).tolist()]
-        for one in ranks.gather(ends, [len(ends)] * ranks.size)
+        for one in ranks.all_gather(ends, [len(ends)] * ranks.size)
     ]
     packed = [one.packed(p) for one, p in zip(of_ranks[ranks.rank], parts, strict=True)]
     sizes = [[one.bytes for one in stretches] for stretches in of_ranks]
-    lines = ranks.gather(torch.cat([p.to(ranks.device) for p in packed]), [*map(sum, sizes)])
+    lines = ranks.all_gather(torch.cat([p.to(ranks.device) for p in packed]), [*map(sum, sizes)])
     pieces = [line.cpu().split(size) for line, size in zip(lines, sizes, strict=True)]
     return [
         _in_order([of[i] for of in of_ranks], [piece[i] for piece in pieces])
@@ -223,27 +224,3 @@ def _in_order(stretches: Sequence[_Stretch], packed: Sequence[Tensor]) -> Tensor
     apart = all(one.end <= other.first for one, other in itertools.pairwise(some))
     # Sorted already where each rank has a stretch of its own.
     return numbers if apart else numbers.sort().values
-
-
-def of_first(ranks: Ranks, parts: Sequence[Tensor]) -> list[Tensor]:
-    """What the first rank holds: for each problem its integers, int64 [any]; as they are, alone."""
-    if ranks.alone:
-        return list(parts)
-    sizes = torch.tensor([len(part) for part in parts], device=ranks.device)
-    lengths = ranks.broadcast(sizes).tolist()
-    line = torch.zeros(sum(lengths), dtype=torch.int64, device=ranks.device)
-    if ranks.rank == 0 and parts:
-        torch.cat([part.to(line) for part in parts], out=line)
-    return list(ranks.broadcast(line).cpu().split(lengths))
-
-
-def sum_of_all(ranks: Ranks, parts: Sequence[Tensor]) -> list[Tensor]:
-    """The sums over ranks of these tensors, in one move; themselves, alone."""
-    if ranks.alone or not parts:
-        return list(parts)
-    # A rank without samples has zeros of any type.
-    double = torch.tensor([any(p.dtype == torch.float64 for p in parts)], dtype=torch.uint8)
-    wide = torch.float64 if int(ranks.highest(double.to(ranks.device))) else torch.float32
-    line = ranks.sum(torch.cat([part.detach().reshape(-1).to(wide) for part in parts]))
-    split = line.split([part.numel() for part in parts])
-    return [one.view_as(part) for one, part in zip(split, parts, strict=True)]

@@ -13,7 +13,7 @@ from dynsparse.ranks.grid import Part
 
 
 @dataclass(frozen=True)
-class GrowthWanted:
+class GrowRequest:
     """What one layer wants to grow.
 
     Attributes:

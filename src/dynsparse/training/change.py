@@ -21,7 +21,15 @@ from dynsparse.nn.sharded import (
 )
 from dynsparse.pattern import Rewiring
 from dynsparse.pattern.on_device import sent
-from dynsparse.ranks import ALONE, Part, Ranks, agreeing, follow_over_ranks, held_back, ranks_of
+from dynsparse.ranks import (
+    ALONE,
+    DeferredError,
+    Part,
+    Ranks,
+    collective_errors,
+    follow_over_ranks,
+    ranks_of,
+)
 from dynsparse.tracing import span
 from dynsparse.training.doubts import settle
 from dynsparse.training.memory import release_memory
@@ -213,21 +221,21 @@ def prepared(
         patterns: that the ranks compare on the way.
     """
     ready: list[Prepared] = []
-    with agreeing(ranks, None if patterns is None else patterns.ends):
+    with collective_errors(ranks, None if patterns is None else patterns.ends):
         for name, change in changes.items():
             with naming(name), span("rewire", layer=name):
                 ready.append(change.prepare(optimizer))
     if patterns is not None:
         patterns.compare()
     moving = [one for one in ready if one.move is not None]
-    failed = held_back()
+    failed = DeferredError()
     for one in moving:
         with failed:
             assert one.move is not None
             one.parts.append(one.move())
     if moving:
-        with agreeing(ranks):
-            failed.raise_here()
+        with collective_errors(ranks):
+            failed.raise_pending()
 
     def change_over() -> None:
         for one in ready:

@@ -13,7 +13,15 @@ from dynsparse.nn.sharded import gathered, is_sharded, local_part, own_rows
 from dynsparse.ops.grow import select
 from dynsparse.pattern import SparsePattern
 from dynsparse.pattern.on_device import sent
-from dynsparse.ranks import ALONE, JointRanks, Ranks, chunk_of, joined, places, select_over_ranks
+from dynsparse.ranks import (
+    ALONE,
+    Ranks,
+    StackedRanks,
+    chunk_of,
+    gather_sorted,
+    masked_positions,
+    select_over_ranks,
+)
 from dynsparse.training.spread import Spread
 from dynsparse.typed import typed
 
@@ -154,7 +162,7 @@ def _lowest_over_ranks(
     parts, slots = _own(ranks, scores, spreads, orders)
     limits = _limits(scores, spreads)
     chosen = select_over_ranks(
-        ranks.everyone,
+        ranks.all_ranks,
         parts,
         slots,
         counts,
@@ -162,8 +170,10 @@ def _lowest_over_ranks(
         below=max(limits, default=0),
         bits=bits,
     )
-    own = [places(slot, mask).sort().values for slot, mask in zip(slots, chosen, strict=True)]
-    leave = joined(ranks.everyone, own, limits)
+    own = [
+        masked_positions(slot, mask).sort().values for slot, mask in zip(slots, chosen, strict=True)
+    ]
+    leave = gather_sorted(ranks.all_ranks, own, limits)
     return [
         found if spread is None else spread.slots(found)
         for found, spread in zip(leave, spreads, strict=True)
@@ -253,7 +263,7 @@ def _own(
             part = local_part(whole.detach())[: last - first]
         else:
             first, last = chunk_of(ranks, len(whole))
-            if not ranks.leads(() if spread is None else spread.part.axes):
+            if not ranks.is_lead_group(() if spread is None else spread.part.axes):
                 last = first
             part = whole.detach()[first:last]
         parts.append(part)
@@ -275,14 +285,16 @@ def _lowest_of_all_over_ranks(
     stages: Ranks,
 ) -> list[int]:
     parts, slots = _own(ranks, scores, spreads)
-    within = select_over_ranks(ranks.everyone, parts, slots, limits, largest=False)
+    within = select_over_ranks(ranks.all_ranks, parts, slots, limits, largest=False)
     # One after the other, so that among equals the first layer loses first.
     ends = torch.tensor([0, *_limits(scores, spreads)]).cumsum(0).tolist()
     candidates = [part[mask].double() for part, mask in zip(parts, within, strict=True)]
-    found = [places(s, mask) + e for s, mask, e in zip(slots, within, ends[:-1], strict=True)]
+    found = [
+        masked_positions(s, mask) + e for s, mask, e in zip(slots, within, ends[:-1], strict=True)
+    ]
     line = torch.cat([c.to(ranks.device) for c in candidates])
     at = torch.cat([p.to(ranks.device) for p in found]) + (stages.rank << 40)
-    among = ranks.everyone if stages.alone else JointRanks(ranks.everyone, stages)
+    among = ranks.all_ranks if stages.alone else StackedRanks(ranks.all_ranks, stages)
     (leaves,) = select_over_ranks(among, [line], [at], [count], largest=False)
     by_layer = leaves.split([len(c) for c in candidates])
-    return ranks.everyone.sum(torch.stack([mask.sum() for mask in by_layer])).tolist()
+    return ranks.all_ranks.sum(torch.stack([mask.sum() for mask in by_layer])).tolist()

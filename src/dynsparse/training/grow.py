@@ -14,12 +14,12 @@ from dynsparse.ops.grow.topk import best_positions, topk_outside
 from dynsparse.pattern import SparsePattern
 from dynsparse.ranks import (
     ALONE,
-    GrowthWanted,
+    GrowRequest,
     Ranks,
-    agree_on,
-    agreeing,
+    broadcast_from_first,
+    check_consistent,
+    collective_errors,
     digest,
-    of_first,
     topk_over_ranks,
 )
 from dynsparse.training.change import naming
@@ -50,7 +50,7 @@ class Growth:
         raise NotImplementedError
 
     def choose_all(
-        self, wanted: Sequence[GrowthWanted], step: int, ranks: Ranks = ALONE
+        self, wanted: Sequence[GrowRequest], step: int, ranks: Ranks = ALONE
     ) -> list[Tensor]:
         """What `choose` chooses for each layer, in one go and the same on all ranks.
 
@@ -69,14 +69,14 @@ class Growth:
                 "choose_all to grow over several ranks"
             )
         chosen = []
-        with agreeing(ranks):
+        with collective_errors(ranks):
             for one in wanted:
                 with naming(one.name):
                     chosen.append(self.choose(one.pattern, one.count, one.pairs))
-        return of_first(ranks, chosen)
+        return broadcast_from_first(ranks, chosen)
 
     def choose_parts(
-        self, wanted: Sequence[GrowthWanted], step: int, ranks: Ranks = ALONE
+        self, wanted: Sequence[GrowRequest], step: int, ranks: Ranks = ALONE
     ) -> list[Tensor]:
         """As `choose_all`, also for layers in rectangles: what falls into those of this rank.
 
@@ -142,7 +142,7 @@ class GradientGrowth(Growth):
         return best_positions(pairs, taken, count, pooling=self.pooling)
 
     def choose_all(
-        self, wanted: Sequence[GrowthWanted], step: int, ranks: Ranks = ALONE
+        self, wanted: Sequence[GrowRequest], step: int, ranks: Ranks = ALONE
     ) -> list[Tensor]:
         if not ranks.alone:
             return topk_over_ranks(ranks, wanted, pooling=self.pooling, wire=self.wire)
@@ -162,11 +162,11 @@ class GradientGrowth(Growth):
         return chosen
 
     def choose_parts(
-        self, wanted: Sequence[GrowthWanted], step: int, ranks: Ranks = ALONE
+        self, wanted: Sequence[GrowRequest], step: int, ranks: Ranks = ALONE
     ) -> list[Tensor]:
         return self.choose_all(wanted, step, ranks)
 
-    def _choose_there(self, wanted: GrowthWanted) -> Tensor:
+    def _choose_there(self, wanted: GrowRequest) -> Tensor:
         """As `choose`, by scores that the layer's target computes."""
         assert wanted.scores is not None
         with naming(wanted.name):
@@ -211,7 +211,7 @@ class RandomGrowth(Growth):
         return random_outside(taken, count, generator=self.generator)
 
     def choose_all(
-        self, wanted: Sequence[GrowthWanted], step: int, ranks: Ranks = ALONE
+        self, wanted: Sequence[GrowRequest], step: int, ranks: Ranks = ALONE
     ) -> list[Tensor]:
         chosen = []
         for one in wanted:
@@ -233,11 +233,11 @@ class RandomGrowth(Growth):
             return
         given = str(self.seed) if self._asked_for else "none"
         given = "a generator" if self.seed is None else given
-        agree_on(ranks, {"the seed": given}, "give the same seed on every rank, or none")
+        check_consistent(ranks, {"the seed": given}, "give the same seed on every rank, or none")
         if self.seed is None:
             state = digest(self.generator.get_state())
             advice = "give generators of one state on every rank"
-            agree_on(ranks, {"the state of the generator": state}, advice, shown=False)
+            check_consistent(ranks, {"the state of the generator": state}, advice, shown=False)
         elif not self._asked_for:
             seed = torch.tensor([self.seed], device=ranks.device)
             self.seed = int(ranks.broadcast(seed))

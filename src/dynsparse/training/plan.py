@@ -15,12 +15,12 @@ from dynsparse.nn.targets import scores_of
 from dynsparse.pattern import Rewiring, SparsePattern
 from dynsparse.ranks import (
     ALONE,
-    GrowthWanted,
+    DeferredError,
+    GrowRequest,
     Ranks,
-    agreeing,
-    held_back,
+    collective_errors,
     key_bits,
-    sum_of_all,
+    sum_over_ranks,
 )
 from dynsparse.tracing import span
 from dynsparse.training.budgets import Budget, Counts, Survey
@@ -63,7 +63,7 @@ class _Layer:
 def begin_budget(budget: Budget, layers: Mapping[str, SparseLinear], ranks: Ranks) -> None:
     """Show a budget the layers that it will decide about; every rank calls this."""
     found = extents(layers, ranks)
-    with agreeing(ranks):
+    with collective_errors(ranks):
         budget.begin(found)
     if budget.changes_capacity:
         for layer in layers.values():
@@ -165,7 +165,7 @@ def plan_changes(
             release_memory(largest, within=True)
             if steps is None and not callable(initial_value):
                 steps = [initial_value] * len(group)
-            with agreeing(ranks):
+            with collective_errors(ranks):
                 with span("rewire", layer=names):
                     rewirings = _rewirings(group)
                 release_memory(largest)
@@ -173,7 +173,7 @@ def plan_changes(
                     changes |= _planned(group, rewirings, steps, optimizer)
             if steps is None:
                 starts = _starts(group, initial_value, rewirings, ranks)
-                with agreeing(ranks):
+                with collective_errors(ranks):
                     changes |= _planned(group, rewirings, starts, optimizer)
     changes |= carried_out(
         there, initial_value=initial_value, history=history, optimizer=optimizer, step=step
@@ -191,14 +191,14 @@ def _counts(budget: Budget, survey: Survey) -> dict[str, Counts]:
     ranks = survey.ranks
     if ranks.alone:
         return budget.counts(survey)
-    failed = held_back()
+    failed = DeferredError()
     said: dict[str, Counts] = {}
     with failed:
         said = budget.counts(survey)
     names = list(survey.patterns)
     found = [-1] * 2 * len(names)
-    with agreeing(ranks, found):
-        failed.raise_here()
+    with collective_errors(ranks, found):
+        failed.raise_pending()
         if ranks.rank == 0:
             found[:] = [int(n) for name in names for n in said.get(name, (-1, -1))]
     rows = zip(names, found[::2], found[1::2], strict=True)
@@ -213,7 +213,7 @@ def _choose_drops(
 ) -> None:
     """The slots that leave, and the positions that are taken once they have left."""
     ranked, bits = [], [0]
-    with agreeing(ranks.everyone, bits):
+    with collective_errors(ranks.all_ranks, bits):
         for one in group:
             with naming(one.name):
                 found = scores(one.name, one.layer)
@@ -252,7 +252,7 @@ def _choose_growth(
 ) -> None:
     """The positions that join; those that leave and join at once do neither."""
     wanted = [
-        GrowthWanted(
+        GrowRequest(
             one.name,
             history.pairs(one.name),
             one.taken,
@@ -283,7 +283,7 @@ def _gradient_steps(
     if not isinstance(start, GradientStep):
         return None
     parts = []
-    with agreeing(ranks):
+    with collective_errors(ranks):
         for one in group:
             with naming(one.name):
                 grown = SparsePattern.from_flat(
@@ -293,7 +293,7 @@ def _gradient_steps(
                 )
                 parts.append(gradient_of(history, one.name, grown, ranks))
     made: list[object] = []
-    for one, gradient in zip(group, sum_of_all(ranks, parts), strict=True):
+    for one, gradient in zip(group, sum_over_ranks(ranks, parts), strict=True):
         with naming(one.name):
             # The gradient of a data parallel training is the mean over its ranks.
             rate = learning_rate_of(optimizer, one.layer.values) / ranks.size
@@ -330,7 +330,7 @@ def _starts(
     if not callable(given):
         return [given] * len(group)
     found: list[object] = []
-    with agreeing(ranks):
+    with collective_errors(ranks):
         for one, rewiring in zip(group, rewirings, strict=True):
             with naming(one.name):
                 start = given(one.layer, rewiring)

@@ -17,7 +17,7 @@ from dynsparse.nn.targets import scores_of
 from dynsparse.ops.grow import select
 from dynsparse.pattern import Rewiring, SparsePattern
 from dynsparse.pattern.on_device import sent, told, without
-from dynsparse.ranks import GrowthWanted
+from dynsparse.ranks import GrowRequest
 from dynsparse.tracing import span
 from dynsparse.training.budgets import Counts
 from dynsparse.training.change import Change, check_fill, check_one_per_block, naming
@@ -74,7 +74,7 @@ def decided(
     pairs = history.pairs(name)
     on_target = scores_of(layer) if isinstance(history, LastStep) else None
     seen = [ranked, *(t for pair in pairs for t in pair)]
-    asked = GrowthWanted(name, pairs, taken, counts.grow, scores=on_target, ranked=seen)
+    asked = GrowRequest(name, pairs, taken, counts.grow, scores=on_target, ranked=seen)
     with span("grow", layer=name):
         (grow,) = growth.choose_all([asked], step)
     grow = sent(grow, drop.device) if grow.is_cpu else grow.to(drop.device)

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from dynsparse.nn import SparseLinear
 from dynsparse.pattern import SparsePattern
-from dynsparse.ranks import AXES, GrowthWanted, Part, RankGrid, Ranks, joined, ranks_of
+from dynsparse.ranks import AXES, GrowRequest, Part, RankGrid, Ranks, gather_sorted, ranks_of
 
 
 @dataclass(frozen=True)
@@ -92,12 +92,12 @@ def ranks_for(choice: Any, model: Any) -> Ranks:
     grid = spreads[0].part.grid
     if isinstance(choice, str) and choice == "auto":
         world = ranks_of("auto")
-        if world.size in (grid.everyone.size, 1):
+        if world.size in (grid.all_ranks.size, 1):
             return grid.z
     elif names is not None:
         return RankGrid.of(choice).z
     raise ValueError(
-        f"the model's layers are in rectangles on a mesh of {grid.everyone.size} ranks: pass the "
+        f"the model's layers are in rectangles on a mesh of {grid.all_ranks.size} ranks: pass the "
         "whole mesh as ranks, with the axis of the samples named z and the others x and y"
     )
 
@@ -136,24 +136,24 @@ def extents(layers: Mapping[str, SparseLinear], ranks: Ranks) -> dict[str, Any]:
     spreads = spreads_of(layers)
     found: dict[str, Any] = {name: layer.pattern for name, layer in layers.items()}
     if spreads:
-        own = [s.pattern.nnz if ranks.speaks(s.part.axes) else 0 for s in spreads.values()]
-        counts = ranks.everyone.sum(torch.tensor(own, device=ranks.device)).tolist()
+        own = [s.pattern.nnz if ranks.is_lead_rank(s.part.axes) else 0 for s in spreads.values()]
+        counts = ranks.all_ranks.sum(torch.tensor(own, device=ranks.device)).tolist()
         for (name, spread), nnz in zip(spreads.items(), counts, strict=True):
             found[name] = Extent(spread.part.shape, spread.pattern.block_size, nnz)
     return found
 
 
-def whole_patterns(wanted: Sequence[GrowthWanted], ranks: Ranks) -> list[GrowthWanted]:
+def whole_patterns(wanted: Sequence[GrowRequest], ranks: Ranks) -> list[GrowRequest]:
     """What layers want to grow, as whole layers: for choices that follow from the pattern alone."""
     inside = [one for one in wanted if one.part is not None]
     own = [
         Spread(one.part, one.pattern).positions(0, one.pattern.nnz if speaks else 0)
         for one in inside
         if one.part is not None
-        for speaks in [ranks.speaks(one.part.axes)]
+        for speaks in [ranks.is_lead_rank(one.part.axes)]
     ]
     limits = [Spread(one.part, one.pattern).limit for one in inside if one.part is not None]
-    flats = iter(joined(ranks.everyone, own, limits) if inside else [])
+    flats = iter(gather_sorted(ranks.all_ranks, own, limits) if inside else [])
     return [
         one
         if one.part is None

@@ -13,14 +13,14 @@ from dynsparse.nn.sharded import is_sharded
 from dynsparse.pattern import Rewiring, SparsePattern
 from dynsparse.ranks import (
     Ranks,
-    agree_on,
-    agreeing,
-    differing,
+    all_equal,
+    broadcast_from_first,
+    check_consistent,
+    collective_errors,
     digest,
-    ends_of,
-    named_ranks,
-    of_first,
-    said_the_same,
+    find_differing,
+    format_ranks,
+    min_max_digest,
 )
 from dynsparse.training.optimizer_state import state_of
 
@@ -56,8 +56,8 @@ def begin_alike(
     check_shards(ranks, layers)
     if ranks.alone:
         return
-    agree_on(ranks, {"the layers": ", ".join(map(repr, layers))}, _OTHERS)
-    agree_on(ranks, {f"the {what}": repr(one) for what, one in said.items()}, _SAME)
+    check_consistent(ranks, {"the layers": ", ".join(map(repr, layers))}, _OTHERS)
+    check_consistent(ranks, {f"the {what}": repr(one) for what, one in said.items()}, _SAME)
     state = {name: state_of(optimizer, layer.values) for name, layer in layers.items()}
     used = {n for n, own in state.items() if any(isinstance(t, Tensor) for t in own.values())}
     _take_over(ranks, layers, used)
@@ -71,19 +71,19 @@ def begin_layers_alike(ranks: Ranks, model: nn.Module) -> None:
     """
     layers = {n: m for n, m in model.named_modules() if isinstance(m, SparseLinear)}
     if not ranks.alone:
-        agree_on(ranks, {"the layers": ", ".join(map(repr, layers))}, _OTHERS)
+        check_consistent(ranks, {"the layers": ", ".join(map(repr, layers))}, _OTHERS)
         _take_over(ranks, layers, set())
 
 
 def _take_over(ranks: Ranks, layers: Mapping[str, SparseLinear], used: Set[str]) -> None:
     """Patterns and values of the first rank, where they differ; not of layers in `used`."""
-    agree_on(
+    check_consistent(
         ranks,
         {f"layer {name!r}": str(layer.pattern) for name, layer in layers.items()},
         "give layers the same shape, block size and number of blocks on every rank",
     )
     kept = {name: layer for name, layer in layers.items() if not is_sharded(layer.values)}
-    agree_on(
+    check_consistent(
         ranks,
         {
             f"the pattern of layer {name!r}": digest(layer.pattern.rows, layer.pattern.cols)
@@ -97,8 +97,8 @@ def _take_over(ranks: Ranks, layers: Mapping[str, SparseLinear], used: Set[str])
         digest(layer.pattern.rows, layer.pattern.cols, layer.values.view(-1))
         for layer in kept.values()
     ]
-    others = [list(kept)[i] for i in differing(ranks, state)]
-    with agreeing(ranks):
+    others = [list(kept)[i] for i in find_differing(ranks, state)]
+    with collective_errors(ranks):
         for name in others:
             if name in used:
                 raise RuntimeError(
@@ -113,7 +113,7 @@ def _take_over(ranks: Ranks, layers: Mapping[str, SparseLinear], used: Set[str])
 def take_from_first(ranks: Ranks, layer: SparseLinear) -> None:
     """The layer's pattern and values become those of the first rank; as many blocks on all."""
     own = layer.pattern
-    (flat,) = of_first(ranks, [own.sorted_flat])
+    (flat,) = broadcast_from_first(ranks, [own.sorted_flat])
     values = ranks.broadcast(own.by_rows(layer.values.detach()).clone())
     pattern = SparsePattern.from_flat(flat, shape=own.shape, block_size=own.block_size)
     layer.set_pattern(pattern, values)
@@ -155,24 +155,24 @@ def agree_before(
     if ranks.alone:
         check()
         return
-    ranks.everyone.meet(
+    ranks.all_ranks.barrier(
         f"step {step} of this rank ends in an update; call trainer.step() as often on every rank",
-        ranks.patience,
+        ranks.timeout,
     )
     states = {f"the {what}": _digest(one) for what, one in said.items()}
     ends, norms = [0] * 2, _Norms(layers)
     told = [*ends, *norms.ends]
-    with agreeing(ranks, told):  # all of it in one move
+    with collective_errors(ranks, told):  # all of it in one move
         check()
         norms.look()
-        told[:] = [*ends_of(step, states), *norms.ends]
-    if not said_the_same(ranks, told):
-        agree_on(
+        told[:] = [*min_max_digest(step, states), *norms.ends]
+    if not all_equal(ranks, told):
+        check_consistent(
             ranks,
             {"the step that ends in an update": str(step)},
             "call trainer.step() as often on every rank, and load the same state",
         )
-        agree_on(ranks, states, f"{_SAME}, and load the same state", shown=False)
+        check_consistent(ranks, states, f"{_SAME}, and load the same state", shown=False)
     norms.compare(ranks, told[2:])
 
 
@@ -194,7 +194,7 @@ class _Norms:
         layers: those whose values are sharded are left out.
 
     Attributes:
-        ends: numbers that go along with `agreeing`, as many on all ranks.
+        ends: numbers that go along with `collective_errors`, as many on all ranks.
     """
 
     def __init__(self, layers: Mapping[str, SparseLinear]) -> None:
@@ -219,11 +219,11 @@ class _Norms:
         """
         most, least = torch.tensor(ends, dtype=torch.int64).view(2, -1)
         line = self._apart(ranks, most.view(torch.float64), (~least).view(torch.float64))
-        if ranks.everyone is ranks:
+        if ranks.all_ranks is ranks:
             if line:
                 raise RuntimeError(line)
             return
-        with agreeing(ranks):  # lines of a mesh compare for themselves, and all hear of it
+        with collective_errors(ranks):  # lines of a mesh compare for themselves, and all hear of it
             if line:
                 raise RuntimeError(line)
 
@@ -235,11 +235,11 @@ class _Norms:
 
 def _line_of(ranks: Ranks, name: str, norm: Tensor) -> str:
     """That ranks have other gradients of a layer."""
-    own = torch.cat(ranks.gather(norm.view(1).to(ranks.device), [1] * ranks.size)).tolist()
+    own = torch.cat(ranks.all_gather(norm.view(1).to(ranks.device), [1] * ranks.size)).tolist()
     alike = [rank for rank, norm in enumerate(own) if abs(norm - own[0]) <= _ALIKE * own[0]]
     others = [rank for rank in range(ranks.size) if rank not in alike]
     return (
-        f"layer {name!r}: {named_ranks(alike)} and {named_ranks(others)} have other "
+        f"layer {name!r}: {format_ranks(alike)} and {format_ranks(others)} have other "
         "gradients, so they do not train one model: wrap it in DistributedDataParallel, or in "
         "dynsparse.distributed.replicate, or pass ranks=None to train alone"
     )
@@ -279,7 +279,7 @@ class PatternsAfter:
         rewirings: by layer name.
 
     Attributes:
-        ends: numbers that go along with `agreeing`: see `ranks.ends_of`.
+        ends: numbers that go along with `collective_errors`: see `ranks.min_max_digest`.
     """
 
     def __init__(self, ranks: Ranks, step: int, rewirings: Mapping[str, Rewiring]) -> None:
@@ -295,14 +295,14 @@ class PatternsAfter:
                 for name, rewiring in rewirings.items()
             }
         )
-        self.ends = ends_of(self._names, self._patterns)
+        self.ends = min_max_digest(self._names, self._patterns)
 
     def compare(self) -> None:
         """Raise ValueError, the same on all ranks, where they differ; `ends` has gone along."""
-        if self._ranks.alone or said_the_same(self._ranks, self.ends):
+        if self._ranks.alone or all_equal(self._ranks, self.ends):
             return
-        agree_on(self._ranks, {"the layers that change": self._names}, _SAME)
-        agree_on(
+        check_consistent(self._ranks, {"the layers that change": self._names}, _SAME)
+        check_consistent(
             self._ranks,
             self._patterns,
             "change patterns through the trainer alone, and load the same state on every rank",

@@ -15,7 +15,7 @@ from dynsparse.nn import SparseLinear
 from dynsparse.nn.sharded import is_sharded
 from dynsparse.ops import capture
 from dynsparse.pattern import Rewiring
-from dynsparse.ranks import ALONE, agreeing
+from dynsparse.ranks import ALONE, collective_errors
 from dynsparse.tracing.models import watch
 from dynsparse.training.advice import advise
 from dynsparse.training.budgets import Budget, LayerBudget
@@ -113,7 +113,7 @@ class SparseTrainer(FollowsOptimizer, HasState):
         ranks: Any = "auto",
     ) -> None:
         self.ranks = ranks_for(ranks, model)
-        with agreeing(self.ranks):  # that the arguments are right on all of them
+        with collective_errors(self.ranks):  # that the arguments are right on all of them
             check_kinds_of_pieces(schedule=schedule, growth=growth, budget=budget, history=history)
             check_initial_value(initial_value)
             check_drop_score(drop_score)
@@ -235,7 +235,7 @@ class SparseTrainer(FollowsOptimizer, HasState):
         self.steps += 1
         reached = [0] * len(self._trained() if due else ())
         try:
-            with agreeing(together, reached):
+            with collective_errors(together, reached):
                 if due:
                     self._check_one_optimizer()
                 self._after_step()

@@ -15,7 +15,7 @@ from dynsparse.apps.common.loggers import Logger
 from dynsparse.apps.common.training import Training
 from dynsparse.files.lock import only_writer
 from dynsparse.files.whole import remove_left_overs
-from dynsparse.ranks import agreeing
+from dynsparse.ranks import collective_errors
 from dynsparse.training.records import Recorder
 
 
@@ -39,7 +39,7 @@ class Outputs:
         self._loggers: Sequence[Logger] = ()
         self._locks = ExitStack()
         try:
-            with agreeing(training.ranks):
+            with collective_errors(training.ranks):
                 if training.ranks.rank == 0:  # which writes for all
                     self._open(training, loggers)
         except BaseException:

@@ -18,7 +18,7 @@ from dynsparse.apps.common.outputs import check_writable
 from dynsparse.apps.common.resume import Checkpoint, adopt, find_checkpoint
 from dynsparse.apps.common.training import Training
 from dynsparse.files.whole import write_text_whole
-from dynsparse.ranks import agreeing
+from dynsparse.ranks import collective_errors
 from dynsparse.tracing import trace
 
 _Options = TypeVar("_Options", bound=TrainingOptions)
@@ -52,7 +52,7 @@ def run_with(
     """
     with launched(options.device) as ranks:
         checkpoint = None
-        with agreeing(ranks):
+        with collective_errors(ranks):
             options.check()
             if options.restore is not None:
                 checkpoint = Checkpoint.read(kind.app, find_checkpoint(kind, options.restore))

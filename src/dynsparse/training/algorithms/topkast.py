@@ -15,7 +15,7 @@ from dynsparse.nn.active import ActiveSet
 from dynsparse.nn.sharded import device_of, gathered, is_sharded, local_part, local_range
 from dynsparse.ops.grow import select
 from dynsparse.pattern import Rewiring, SparsePattern
-from dynsparse.ranks import agreeing
+from dynsparse.ranks import collective_errors
 from dynsparse.training.algorithms.choices import cosine_schedule
 from dynsparse.training.budgets import Budget, Counts, Survey
 from dynsparse.training.change import Change, check_scores, naming, prepared
@@ -139,7 +139,7 @@ class TopKAST(SparseTrainer):
                 if layer.is_elsewhere and not is_sharded(layer.values):
                     found[name] = self._chosen_there(name, layer, changes.get(name))
         patterns, scores = {}, []
-        with agreeing(self.ranks):
+        with collective_errors(self.ranks):
             for name, layer in trained.items():
                 if name in found:
                     continue
@@ -228,11 +228,11 @@ class TopKAST(SparseTrainer):
         ]
         if fresh:
             own = [
-                len(active.slots) if self.ranks.speaks(spreads[name].part.axes) else 0
+                len(active.slots) if self.ranks.is_lead_rank(spreads[name].part.axes) else 0
                 for name in fresh
                 if (active := self.layers[name].active)
             ]
-            counts = self.ranks.everyone.sum(torch.tensor(own, device=self.ranks.device)).tolist()
+            counts = self.ranks.all_ranks.sum(torch.tensor(own, device=self.ranks.device)).tolist()
             for name, count in zip(fresh, counts, strict=True):
                 active = self.layers[name].active
                 assert active is not None

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from dynsparse.pattern import SparsePattern
 from dynsparse.pattern.on_device import told
-from dynsparse.ranks import ALONE, JointRanks, Ranks, agreeing, ranks_of, sum_of_all
+from dynsparse.ranks import ALONE, Ranks, StackedRanks, collective_errors, ranks_of, sum_over_ranks
 from dynsparse.training.drop import UNRANKED, lowest_of_all, lowest_there
 from dynsparse.training.history import History, gradient_of
 from dynsparse.training.schedule import Schedule
@@ -56,8 +56,8 @@ class Survey:
         are in each layer, at most its `most`."""
         among = self.ranks
         if not stages.alone:
-            among = JointRanks(self.ranks.everyone, stages)
-        with agreeing(among):
+            among = StackedRanks(self.ranks.all_ranks, stages)
+        with collective_errors(among):
             scores = [self.scores(name) for name in self.patterns]
         if self.there and stages.alone and scores:
             return self._told(scores, lowest_there(scores, count, most))
@@ -79,24 +79,24 @@ class Survey:
             scores = [self.scores(name) for name in self.patterns]
             below = [(score < 0).sum().to(scores[0].device) for score in scores]
             return self._told(scores, torch.stack(below)) if below else []
-        with agreeing(self.ranks):
+        with collective_errors(self.ranks):
             found = [int((self.scores(name) < 0).sum()) for name in self.patterns]
         if not self.spreads:
             return found
         axes = [self.spreads[n].part.axes if n in self.spreads else () for n in self.patterns]
-        own = [n if self.ranks.speaks(one) else 0 for n, one in zip(found, axes, strict=True)]
+        own = [n if self.ranks.is_lead_rank(one) else 0 for n, one in zip(found, axes, strict=True)]
         counts = torch.tensor(own, device=self.ranks.device)
-        return self.ranks.everyone.sum(counts).tolist()
+        return self.ranks.all_ranks.sum(counts).tolist()
 
     def mean_momentum(self) -> list[float]:
         """For each layer the mean magnitude of the history's gradient at its weights; 0.0 where it
         has none."""
-        with agreeing(self.ranks):
+        with collective_errors(self.ranks):
             found = [
                 gradient_of(self.history, n, self._held(n), self.ranks) if p.nnz else None
                 for n, p in self.patterns.items()
             ]
-        summed = sum_of_all(self.ranks, [part for part in found if part is not None])
+        summed = sum_over_ranks(self.ranks, [part for part in found if part is not None])
         if self.spreads:
             return self._means_over_mesh(found, summed)
         means = iter(told([part.abs().mean() for part in summed]))
@@ -113,9 +113,9 @@ class Survey:
             spread = self.spreads.get(name)
             axes = () if spread is None else spread.part.axes
             held = None if part is None else next(own)
-            if held is not None and self.ranks.speaks(axes):
+            if held is not None and self.ranks.is_lead_rank(axes):
                 totals[i] = held.abs().sum(dtype=torch.float64)
-        sums = self.ranks.everyone.sum(totals.to(self.ranks.device)).tolist()
+        sums = self.ranks.all_ranks.sum(totals.to(self.ranks.device)).tolist()
         return [
             total / max(1, p.nnz * p.block_size**2)
             for total, p in zip(sums, self.patterns.values(), strict=True)
@@ -193,7 +193,7 @@ class GlobalBudget(Budget):
     @typed
     def counts(self, survey: Survey) -> dict[str, Counts]:
         patterns = survey.patterns
-        self.stages.meet(
+        self.stages.barrier(
             f"step {survey.step} of this stage ends in an update of all stages; call "
             "trainer.step() as often in every stage"
         )

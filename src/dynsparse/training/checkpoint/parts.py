@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from dynsparse.nn import SparseLinear
 from dynsparse.nn.sharded import gathered, is_sharded, sharded_like
 from dynsparse.pattern import SparsePattern
-from dynsparse.ranks import Part, Ranks, agree_on, agreeing, chunk, digest
+from dynsparse.ranks import Part, Ranks, check_consistent, chunk, collective_errors, digest
 from dynsparse.training.checkpoint import random_state as rng
 from dynsparse.training.checkpoint.model_state import check_model, patterns_of
 from dynsparse.training.checkpoint.optimizing import check_finite, check_scheduler, loaded_optimizer
@@ -82,7 +82,7 @@ class Training:
         if self.lr_scheduler is not None:
             state = self.lr_scheduler.state_dict()
             parts["lr_scheduler"] = {"kind": type(self.lr_scheduler).__name__, "state": state}
-        if parts["trainer"] is not None and not ranks.everyone.alone:
+        if parts["trainer"] is not None and not ranks.all_ranks.alone:
             parts["trainer"]["history_state"] = {}  # each has its own
         parts["places"] = places(ranks)
         return self._rectangles(parts).brought_together(parts, ranks)
@@ -94,7 +94,7 @@ class Training:
     def check(self, ranks: Ranks) -> None:
         """Raise ValueError, the same on all ranks, where what there is cannot be gone on from: the
         optimizer keeps NaN or infinity, or the ranks hold other layers or patterns."""
-        with agreeing(ranks):
+        with collective_errors(ranks):
             if self.optimizer is not None:
                 check_finite(self.optimizer.state, _names(self.model))
         layers = {
@@ -102,16 +102,16 @@ class Training:
             for name, module in self.model.named_modules()
             if isinstance(getattr(module, "pattern", None), SparsePattern)
         }
-        agree_on(ranks.everyone, {"the layers": ", ".join(map(repr, layers))}, _OTHERS)
+        check_consistent(ranks.all_ranks, {"the layers": ", ".join(map(repr, layers))}, _OTHERS)
         # A rectangle is the same along the samples, a whole layer everywhere.
         cut = {n for n, m in layers.items() if isinstance(getattr(m, "executor", None), Part)}
-        for among, names in ((ranks, cut), (ranks.everyone, layers.keys() - cut)):
+        for among, names in ((ranks, cut), (ranks.all_ranks, layers.keys() - cut)):
             patterns = {n: m.pattern for n, m in layers.items() if n in names}
             found = {
                 f"the pattern of layer {name!r}": digest(str(own), own.rows, own.cols)
                 for name, own in patterns.items()
             }
-            agree_on(among, found, _OTHERS, shown=False)
+            check_consistent(among, found, _OTHERS, shown=False)
 
     def own_part(self, ranks: Ranks) -> dict[str, Any]:
         """What is this rank's own. All ranks call this: of layers in rectangles, the first of those
@@ -271,7 +271,7 @@ def all_gathered(value: Any, ranks: Ranks, keep: bool) -> Any:
         return {key: all_gathered(one, ranks, keep) for key, one in value.items()}
     if isinstance(value, Piece):
         cuts = [chunk(value.shape[0], ranks.size, rank) for rank in range(ranks.size)]
-        whole = torch.cat(ranks.gather(value.tensor, [last - first for first, last in cuts]))
+        whole = torch.cat(ranks.all_gather(value.tensor, [last - first for first, last in cuts]))
     elif is_sharded(value):
         whole = gathered(value.detach())
     else:
@@ -288,12 +288,12 @@ def misfit(where: str, error: Exception) -> CheckpointError:
 
 @contextmanager
 def together(ranks: Ranks) -> Iterator[None]:
-    """What is wrong with a file on one rank is a CheckpointError on all; see `ranks.agreeing`."""
+    """A bad file on one rank raises CheckpointError on all: see `ranks.collective_errors`."""
     if ranks.alone:
         yield
         return
     try:
-        with agreeing(ranks):
+        with collective_errors(ranks):
             yield
     except (RuntimeError, ValueError, TypeError) as error:
         said = str(error).replace(f"{CheckpointError.__name__}: ", "")

@@ -23,9 +23,9 @@ Place = tuple[int, int, int]
 
 def places(ranks: Ranks) -> list[Place]:
     """Where every rank of everyone is, along x, y and z. All of them call this."""
-    everyone = ranks.everyone
+    everyone = ranks.all_ranks
     own = torch.tensor([ranks.place], device=everyone.device)
-    rows = torch.cat(everyone.gather(own, [1] * everyone.size)).tolist()
+    rows = torch.cat(everyone.all_gather(own, [1] * everyone.size)).tolist()
     return [(x, y, z) for x, y, z in rows]
 
 
@@ -83,7 +83,7 @@ def whole_history(trainer: SparseTrainer, ranks: Ranks) -> Any:
     those with the same samples; None on the others. All ranks call this."""
     joined = _features(trainer, lambda slab, tensor, dim: slab.joined(tensor, dim))
     state = trainer.history.with_features(trainer.history.state_dict(), joined)
-    return state if ranks.leads() else None
+    return state if ranks.is_lead_group() else None
 
 
 def _features(trainer: SparseTrainer, change: Callable[[Any, Tensor, int], Tensor]) -> Any:

@@ -19,7 +19,7 @@ from dynsparse.files.shorten import shortened
 from dynsparse.nn import SparseLinear
 from dynsparse.nn.sharded import gathered, is_sharded, local_part, own_rows
 from dynsparse.pattern import SparsePattern
-from dynsparse.ranks import Part, Ranks, Slab, agree_on, even_pieces
+from dynsparse.ranks import Part, Ranks, Slab, check_consistent, rebalance
 from dynsparse.training.trainer import SparseTrainer
 
 Way = tuple[Any, ...]
@@ -130,7 +130,7 @@ class Rectangles:
             )
             for one in self._layers
         }
-        agree_on(ranks.everyone, said, "take as many steps on every rank")
+        check_consistent(ranks.all_ranks, said, "take as many steps on every rank")
         for one in self._layers:
             found |= self._pieces(one, parts, ranks)
         for way, (slab, dim) in self._slabs.items():
@@ -241,15 +241,15 @@ def _even(
     ranks: Ranks, part: Part, slots: Tensor, total: int, tensors: Sequence[Tensor]
 ) -> list[Piece]:
     """Even pieces of what the rectangles of a layer hold by slots: each entry comes from one."""
-    begin, end = 0, len(slots) if ranks.speaks(part.axes) else 0
+    begin, end = 0, len(slots) if ranks.is_lead_rank(part.axes) else 0
     sharded = next((tensor for tensor in tensors if is_sharded(tensor)), None)
-    if sharded is not None and ranks.leads(part.axes):
+    if sharded is not None and ranks.is_lead_group(part.axes):
         begin, end = own_rows(sharded)
     own = [
         local_part(t)[: end - begin] if is_sharded(t) else t[begin:end]
         for t in tensors
     ]  # fmt: skip
-    pieces = even_pieces(ranks.everyone, slots[begin:end], total, own)
+    pieces = rebalance(ranks.all_ranks, slots[begin:end], total, own)
     return [Piece(piece, torch.Size([total, *piece.shape[1:]])) for piece in pieces]
 
 

@@ -20,7 +20,7 @@ from torch import nn
 
 from dynsparse.files.torch_archive import check_archive, check_content
 from dynsparse.files.whole import write_whole
-from dynsparse.ranks import Ranks, agreeing
+from dynsparse.ranks import Ranks, collective_errors
 from dynsparse.tracing import spanned
 from dynsparse.training.checkpoint import random_state as rng
 from dynsparse.training.checkpoint.parts import Training, all_gathered, misfit, together
@@ -77,7 +77,7 @@ def save_checkpoint(
             several ranks a RuntimeError, the same on all.
     """
     line = ranks_for(ranks, model)
-    together_with = line.everyone
+    together_with = line.all_ranks
     training = Training(model, optimizer, trainer, lr_scheduler, generators or {})
     training.check(line)
     parts, own = training.parts(extra, line), training.own_part(line)
@@ -89,7 +89,7 @@ def save_checkpoint(
         del payload["places"]
     else:
         payload["ranks"] = everyone
-    with agreeing(together_with):
+    with collective_errors(together_with):
         if first:
             _write(Path(path), payload)
 
@@ -101,7 +101,7 @@ def _own_of_all(own: dict[str, Any], ranks: Ranks) -> list[dict[str, Any]]:
     buffer = io.BytesIO()
     torch.save(own, buffer)
     line = torch.frombuffer(bytearray(buffer.getbuffer()), dtype=torch.uint8)
-    lines = [one.cpu().numpy().tobytes() for one in ranks.gather(line.to(ranks.device))]
+    lines = [one.cpu().numpy().tobytes() for one in ranks.all_gather(line.to(ranks.device))]
     return [torch.load(io.BytesIO(one), weights_only=True) for one in lines]
 
 
@@ -153,7 +153,7 @@ def load_checkpoint(
         OSError: the file cannot be read; on several ranks a CheckpointError, the same on all.
     """
     line = ranks_for(ranks, model)
-    together_with = line.everyone
+    together_with = line.all_ranks
     training = Training(model, optimizer, trainer, lr_scheduler, generators or {})
     now = places(line)
     with together(together_with):

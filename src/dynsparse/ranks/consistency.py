@@ -1,0 +1,287 @@
+"""What ranks do together besides reductions: raise the same error, compare, and share values.
+
+A rank that raises while the others go on leaves them waiting in its next collective. So whatever
+may fail on one rank runs inside `collective_errors`, which tells all ranks.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from types import TracebackType
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from dynsparse import native
+from dynsparse.ranks.ranks import Ranks
+
+_KINDS = (ValueError, TypeError, RuntimeError, MemoryError)
+_LONGEST = 2000  # characters of an error that travel
+
+
+class collective_errors:
+    """Raises on every rank what one of them raises in the block, in one line that names the ranks.
+
+    Every rank enters and leaves the block at the same point of its program and starts no collective
+    inside: a rank that has failed would not join it. It costs one all-reduce of 4 bytes; with one
+    rank it does nothing. Where the ranks are one group of a mesh, all ranks of the mesh raise.
+
+    Args:
+        ranks: the ranks that raise each other's errors.
+        numbers: 64-bit integers that are reduced by the same all-reduce, as many on all ranks.
+            After the block the list holds the results over `ranks`.
+        how: "max" or "sum" reduces them.
+
+    Raises:
+        ValueError, TypeError, RuntimeError, MemoryError: the type that was raised, if all ranks
+            raised one of these; where all ranks raise the same text, that text. What is no
+            `Exception`, such as a KeyboardInterrupt, is raised as it is on its own rank, and as a
+            RuntimeError on the others.
+    """
+
+    def __init__(self, ranks: Ranks, numbers: list[int] | None = None, how: str = "max") -> None:
+        self._ranks, self._numbers = ranks, [] if numbers is None else numbers
+        self._how = how
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None
+    ) -> None:
+        ranks, numbers = self._ranks.all_ranks, self._numbers
+        if ranks.alone:
+            return
+        sent = numbers if ranks is self._ranks else []
+        failed, *reduced = self._reduce(ranks, [int(error is not None), *sent])
+        if not failed:
+            # In a group of a mesh the numbers are reduced over that group only.
+            numbers[:] = reduced if ranks is self._ranks else self._reduce(self._ranks, numbers)
+            return
+        text = "" if error is None else f"{_kind(error)}\n{_line(error)}"
+        texts = gather_texts(ranks, text[:_LONGEST])
+        if error is not None and not isinstance(error, Exception):
+            return  # raised unchanged on this rank
+        raise _merge_errors(texts) from error
+
+    def _reduce(self, ranks: Ranks, numbers: Sequence[int]) -> list[int]:
+        if ranks.alone or not numbers:
+            return list(numbers)
+        dtype = torch.int32 if len(numbers) == 1 and not self._numbers else torch.int64
+        tensor = torch.tensor(numbers, dtype=dtype, device=ranks.device)
+        reduced: list[int] = (ranks.sum if self._how == "sum" else ranks.max)(tensor).tolist()
+        return reduced
+
+
+class DeferredError:
+    """Keeps the first error of its blocks, so that a rank goes on to the collectives that follow.
+
+    For work between collectives: call `raise_pending` in a `collective_errors` block afterwards.
+    """
+
+    def __init__(self) -> None:
+        self.error: BaseException | None = None
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None
+    ) -> bool:
+        self.error = self.error or error
+        return True
+
+    def raise_pending(self) -> None:
+        """Raise the first error, if there was one."""
+        if self.error is not None:
+            raise self.error
+
+
+def _kind(error: BaseException) -> str:
+    return next((k.__name__ for k in _KINDS if type(error) is k), RuntimeError.__name__)
+
+
+def _line(error: BaseException) -> str:
+    text = " ".join(str(error).split())
+    if text and type(error) in _KINDS:
+        return text
+    return f"{type(error).__name__}: {text}" if text else type(error).__name__
+
+
+def _merge_errors(texts: Sequence[str]) -> Exception:
+    """One error for those of all ranks: "kind\\nline", or "" where there is none."""
+    ranks_by_text = _ranks_by_text(texts)
+    ranks_by_text.pop("", None)
+    names = {text.partition("\n")[0] for text in ranks_by_text}
+    kind = next((k for k in _KINDS if names == {k.__name__}), RuntimeError)
+    lines = []
+    for text, ranks in ranks_by_text.items():
+        line = text.partition("\n")[2]
+        lines.append(line if len(ranks) == len(texts) else f"{format_ranks(ranks)}: {line}")
+    return kind("; ".join(lines))
+
+
+def _ranks_by_text(texts: Sequence[str]) -> dict[str, list[int]]:
+    ranks: dict[str, list[int]] = {}
+    for rank, text in enumerate(texts):
+        ranks.setdefault(text, []).append(rank)
+    return ranks
+
+
+def format_ranks(ranks: Sequence[int]) -> str:
+    """ "rank 1", "ranks 1 and 3", "ranks 1, 2, 4 and 995 more"."""
+    if len(ranks) == 1:
+        return f"rank {ranks[0]}"
+    if len(ranks) > 8:
+        shown, last = ranks[:7], f"{len(ranks) - 7} more"
+    else:
+        shown, last = ranks[:-1], str(ranks[-1])
+    return f"ranks {', '.join(map(str, shown))} and {last}"
+
+
+def gather_texts(ranks: Ranks, text: str) -> list[str]:
+    """The text of every rank, in the order of ranks."""
+    raw = torch.frombuffer(bytearray(text.encode() or b"\0"), dtype=torch.uint8)
+    parts = ranks.all_gather(raw.to(ranks.device))
+    return [bytes(part.tolist()).decode(errors="replace").strip("\0") for part in parts]
+
+
+def broadcast_from_first(ranks: Ranks, parts: Sequence[Tensor]) -> list[Tensor]:
+    """The tensors of the first rank, int64 [any] each; the arguments themselves with one rank."""
+    if ranks.alone:
+        return list(parts)
+    sizes = torch.tensor([len(part) for part in parts], device=ranks.device)
+    lengths = ranks.broadcast(sizes).tolist()
+    packed = torch.zeros(sum(lengths), dtype=torch.int64, device=ranks.device)
+    if ranks.rank == 0 and parts:
+        torch.cat([part.to(packed) for part in parts], out=packed)
+    return list(ranks.broadcast(packed).cpu().split(lengths))
+
+
+def sum_over_ranks(ranks: Ranks, parts: Sequence[Tensor]) -> list[Tensor]:
+    """The sums of these tensors over ranks, in one all-reduce; themselves with one rank."""
+    if ranks.alone or not parts:
+        return list(parts)
+    # A rank without samples has zeros of any type.
+    double = torch.tensor([any(p.dtype == torch.float64 for p in parts)], dtype=torch.uint8)
+    dtype = torch.float64 if int(ranks.max(double.to(ranks.device))) else torch.float32
+    total = ranks.sum(torch.cat([part.detach().reshape(-1).to(dtype) for part in parts]))
+    split = total.split([part.numel() for part in parts])
+    return [summed.view_as(part) for summed, part in zip(split, parts, strict=True)]
+
+
+# ---- comparing what ranks hold ----
+
+
+def digest(*parts: Tensor | str) -> int:
+    """A signed 64-bit hash of the bytes of these parts."""
+    hashed = hashlib.sha1(usedforsecurity=False)  # most processors have instructions for it
+    for part in parts:
+        if isinstance(part, str):
+            hashed.update(part.encode())
+        else:
+            raw = part.detach().cpu().contiguous().view(-1).view(torch.uint8)
+            hashed.update(_fold(raw.numpy()).data)
+        hashed.update(b"|")
+    return int.from_bytes(hashed.digest()[:8], "little", signed=True)
+
+
+_WORDS = 512  # that are folded into one
+_AT_ONCE = 64  # folded words, of 256 KiB, which stay in the second-level cache
+
+
+def _make_weights() -> np.ndarray:
+    """Odd 64-bit numbers without a pattern (splitmix64), the same on every machine."""
+    mixed = np.arange(1, _WORDS + 1, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15)
+    mixed = (mixed ^ (mixed >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    return (mixed ^ (mixed >> np.uint64(27))) | np.uint64(1)
+
+
+_WEIGHTS = _make_weights()
+
+
+def _fold(raw: np.ndarray) -> np.ndarray:
+    """Bytes [n] as n / 512 bytes, in less than half of the time that hashing all of them takes.
+
+    A multilinear hash: words times odd weights, modulo 2^64. The high bits of a word are folded
+    onto its low bits first, since in a product they reach high bits only.
+    """
+    lines = len(raw) // (8 * _WORDS)
+    if not lines:
+        return raw
+    words, rest = np.split(raw, [8 * _WORDS * lines])
+    folded = np.empty(lines, np.uint64)
+    library = native.load()
+    if library is not None:
+        library.dynsparse_rank_fold(
+            words.ctypes.data, lines, _WORDS, _WEIGHTS.ctypes.data, folded.ctypes.data
+        )
+        return np.concatenate([folded.view(np.uint8), rest])
+    table = words.view(np.uint64).reshape(-1, _WORDS)
+    for first in range(0, lines, _AT_ONCE):
+        part = table[first : first + _AT_ONCE]
+        np.matmul(part ^ (part >> np.uint64(29)), _WEIGHTS, out=folded[first : first + _AT_ONCE])
+    return np.concatenate([folded.view(np.uint8), rest])
+
+
+def min_max_digest(*values: object) -> list[int]:
+    """Two `numbers` for `collective_errors`, from which `all_equal` tells whether all ranks passed
+    equal values: of plain types, or with a `repr` of their own."""
+    number = digest(repr(values))
+    return [number, ~number]
+
+
+def all_equal(ranks: Ranks, reduced: Sequence[int]) -> bool:
+    """Whether the values of all ranks are equal, by the maxima of their `min_max_digest`.
+
+    Where it is true, `check_consistent` need not be called. It is false for a group of a mesh,
+    which does not know the results of the other groups.
+    """
+    return ranks.all_ranks is ranks and reduced[0] == ~reduced[1]
+
+
+def find_differing(ranks: Ranks, numbers: Sequence[int]) -> list[int]:
+    """The indices of those 64-bit integers that differ between ranks; sends 16 bytes for each."""
+    if ranks.alone or not numbers:
+        return []
+    mine = torch.tensor(numbers, dtype=torch.int64, device=ranks.device)
+    largest = ranks.max(torch.stack([mine, ~mine]))
+    return (largest[0] != ~largest[1]).nonzero().flatten().tolist()
+
+
+def check_consistent(
+    ranks: Ranks, values: Mapping[str, str | int], advice: str, *, shown: bool = True
+) -> None:
+    """Raise ValueError on all ranks, with the same text, if values differ between them.
+
+    Sends 16 bytes for each value. The names must be the same on all ranks: check their number and
+    spelling by an earlier call.
+
+    Args:
+        values: name -> this rank's value: a text, or a `digest`.
+        advice: what the user should do.
+        shown: whether the error shows the values; False where they mean nothing to people.
+    """
+    if ranks.alone or not values:
+        return
+    if ranks.all_ranks is not ranks:
+        with collective_errors(ranks):  # all of this group raise; the other groups follow
+            _check_group(ranks, values, advice, shown)
+    else:
+        _check_group(ranks, values, advice, shown)
+
+
+def _check_group(ranks: Ranks, values: Mapping[str, str | int], advice: str, shown: bool) -> None:
+    wrong = find_differing(ranks, [digest(v) if isinstance(v, str) else v for v in values.values()])
+    if not wrong:
+        return
+    name = list(values)[wrong[0]]
+    ranks_by_text = _ranks_by_text(gather_texts(ranks, str(values[name])[:_LONGEST]))
+    if shown:
+        who = ", ".join(f"{format_ranks(r)}: {text}" for text, r in ranks_by_text.items())
+    else:
+        who = " differs from ".join(format_ranks(r) for r in ranks_by_text.values())
+    more = f" (and {len(wrong) - 1} more)" if len(wrong) > 1 else ""
+    raise ValueError(f"ranks disagree on {name}{more}: {who}; {advice}")
