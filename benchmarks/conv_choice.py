@@ -28,7 +28,7 @@ from dynsparse import SparsePattern
 from dynsparse.ops.conv import choice, costs, dense, kernels
 from dynsparse.ops.conv.geometry import Geometry
 from dynsparse.ops.linear import LayerIndex
-from dynsparse.ops.linear.costs import Layer
+from dynsparse.ops.linear.cost_table import Layer
 
 LAST = torch.channels_last
 # Channels in and out, kernel, stride, height and width of the input.

@@ -1,4 +1,4 @@
-"""The cost model that chooses kernels (src/dynsparse/ops/linear/tables.py): measure, fit, check.
+"""The cost model that chooses kernels (dynsparse.ops.linear.cost_table): measure, fit, check.
 
     python benchmarks/kernel_choice.py measure times.jsonl      # about five minutes; adds lines
     python benchmarks/kernel_choice.py fit times.jsonl          # prints the constants
@@ -26,9 +26,9 @@ from torch.nn.functional import linear
 
 from dynsparse import SparsePattern
 from dynsparse.ops.linear import LayerIndex, choice
-from dynsparse.ops.linear.costs import Cost, Layer, family
+from dynsparse.ops.linear.cost_table import Cost, Layer, family
 from dynsparse.ops.linear.kernels import dense, small, sparse
-from dynsparse.ops.linear.tuning.fit import terms
+from dynsparse.ops.linear.tuning import terms
 
 PASSES = {"sparse": sparse, "small": small, "dense": dense}
 LAYERS = [(64, 64), (10, 320), (256, 256), (300, 784), (1024, 1024), (4096, 4096)]

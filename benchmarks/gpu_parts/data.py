@@ -7,7 +7,7 @@ from torch import Tensor
 
 from dynsparse import SparsePattern
 from dynsparse.ops.linear import LayerIndex
-from dynsparse.ops.linear.costs import Layer
+from dynsparse.ops.linear.cost_table import Layer
 from dynsparse.ops.linear.cuda import dense
 
 

@@ -5,15 +5,15 @@ from pathlib import Path
 
 import pytest
 
-from dynsparse.ops.linear import in_force
+from dynsparse.ops.linear import cost_table
 
 sys.path.insert(0, str(Path(__file__).parent))
 
 
 @pytest.fixture
-def tables_as_before(monkeypatch):
-    """No table is in force before, and none that a test put there stays."""
+def restore_cost_table(monkeypatch):
+    """No table is active before, and none that a test set stays."""
     monkeypatch.delenv("WORLD_SIZE", raising=False)
-    in_force._in_force = None
+    cost_table._active = None
     yield
-    in_force._in_force = None
+    cost_table._active = None

@@ -1,10 +1,10 @@
 """Times that a machine with given constants of costs would take."""
 
-from dynsparse.ops.linear import choice, tables
-from dynsparse.ops.linear.costs import Layer, evaluate, family
-from dynsparse.ops.linear.tuning.cells import MANY, Timing
+from dynsparse.ops.linear import choice, cost_table
+from dynsparse.ops.linear.cost_table import Layer, evaluate, family
+from dynsparse.ops.linear.tuning import MANY, Timing
 
-AMX, AVX512, AVX2, ZEN_3, ZEN_4, ZEN_5, ARM = tables.TABLES
+AMX, AVX512, AVX2, ZEN_3, ZEN_4, ZEN_5, ARM = cost_table.TABLES
 
 
 def timings(costs, cells=MANY, speed=1.0, spoil=None):

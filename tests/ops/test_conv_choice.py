@@ -8,7 +8,7 @@ from dynsparse import native
 from dynsparse.ops.conv import costs
 from dynsparse.ops.conv.choice import KINDS, cheaper
 from dynsparse.ops.conv.geometry import Geometry
-from dynsparse.ops.linear.costs import Layer
+from dynsparse.ops.linear.cost_table import Layer
 
 
 @pytest.mark.parametrize(

@@ -11,8 +11,8 @@ from torch.nn.functional import linear as dense_linear
 
 from dynsparse import SparsePattern, native, ops
 from dynsparse.nn import SparseLinear
-from dynsparse.ops.linear import LayerIndex, choice, in_force, naive, tables
-from dynsparse.ops.linear.costs import Layer
+from dynsparse.ops.linear import LayerIndex, choice, cost_table, naive
+from dynsparse.ops.linear.cost_table import Layer
 from dynsparse.ops.linear.kernels import dense, small, sparse
 from dynsparse.processor import Processor
 
@@ -24,7 +24,7 @@ PASSES = {"sparse": sparse, "small": small, "dense": dense}
 @pytest.fixture(autouse=True)
 def _same_costs():
     yield
-    in_force._in_force = None
+    cost_table._active = None
 
 
 def operands(out, in_features, density, block_size, batch, layout="contiguous"):
@@ -206,9 +206,9 @@ def test_use_kernel_refuses_what_does_not_exist_and_ends():
 
 @pytest.mark.parametrize("maker", ["GenuineIntel", "AuthenticAMD", "", "neon"])
 def test_the_choice_goes_from_sparse_to_dense_with_density(monkeypatch, maker):
-    monkeypatch.setattr(tables, "processor", lambda: Processor(maker, "", 25, frozenset()))
+    monkeypatch.setattr(cost_table, "processor", lambda: Processor(maker, "", 25, frozenset()))
     monkeypatch.setattr(native, "supported_isas", lambda: (maker if maker == "neon" else "v3",))
-    in_force._in_force = tables.shipped()
+    cost_table._active = cost_table.default_table()
     for block_size in (1, 4, 16, 64):
         total = (1024 // block_size) ** 2
         for backward in (False, True):
@@ -225,13 +225,13 @@ def test_dense_products_gain_on_arm(monkeypatch):
     """By assumption: it loads fewer numbers a cycle for as many multiply-adds."""
     layer = Layer(1024, 1024, 300_000, 1)
     here = Processor("AuthenticAMD", "", 25, frozenset({"avx512f"}))
-    monkeypatch.setattr(tables, "processor", lambda: here)
+    monkeypatch.setattr(cost_table, "processor", lambda: here)
     costs = {}
     for isa in ("v4", "neon"):
         monkeypatch.setattr(native, "supported_isas", lambda isa=isa: (isa,))
-        in_force._in_force = tables.shipped()
+        cost_table._active = cost_table.default_table()
         costs[isa] = [
-            choice._cost(in_force.constants(), kind, layer, 512, False)
+            choice._cost(cost_table.active().costs, kind, layer, 512, False)
             for kind in ("sparse", "dense")
         ]
     assert costs["neon"][1] == costs["v4"][1]

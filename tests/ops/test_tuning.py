@@ -8,14 +8,13 @@ from kernel_times import AMX, ZEN_4, timings
 
 from dynsparse import native
 from dynsparse.ops.linear import choice, tuning
-from dynsparse.ops.linear.costs import FAMILIES, Layer, evaluate, family
+from dynsparse.ops.linear.cost_table import FAMILIES, Layer, evaluate, family
 from dynsparse.ops.linear.kernels import sparse
-from dynsparse.ops.linear.tuning.cells import MANY, QUICK, Cell, Timing, rounds
-from dynsparse.ops.linear.tuning.fit import above_best, fit
+from dynsparse.ops.linear.tuning import MANY, QUICK, Cell, Timing, fit, mean_excess, time_cell
 
 pytestmark = [
     pytest.mark.skipif(native.load() is None, reason="the compiled kernels are not built"),
-    pytest.mark.usefixtures("tables_as_before"),
+    pytest.mark.usefixtures("restore_cost_table"),
 ]
 
 
@@ -60,7 +59,7 @@ def test_noise_and_outliers_spoil_little():
     found = fit(timings(AMX.costs, spoil=disturbed), ZEN_4.costs)
     clean = fit(timings(AMX.costs), ZEN_4.costs)
     assert furthest(found.costs, clean.costs) < 1.5
-    assert above_best(timings(AMX.costs), found.costs) < 0.02
+    assert mean_excess(timings(AMX.costs), found.costs) < 0.02
 
 
 def test_no_cost_goes_further_than_four_times_from_the_table():
@@ -89,8 +88,8 @@ def test_how_far_a_choice_is_from_the_best_by_hand():
     layer = Layer(1024, 1024, 100_000, 1)
     (slow,) = {"sparse", "small", "dense"} & {choice.cheapest(ZEN_4.costs, layer, 512, False)}
     others = {k: 1.0 for k in ("sparse", "dense") if k != slow}
-    assert above_best([Timing(layer, 512, False, {slow: 1.5, **others})], ZEN_4.costs) == 0.5
-    assert above_best([], ZEN_4.costs) == 0.0
+    assert mean_excess([Timing(layer, 512, False, {slow: 1.5, **others})], ZEN_4.costs) == 0.5
+    assert mean_excess([], ZEN_4.costs) == 0.0
 
 
 @pytest.mark.parametrize(
@@ -98,23 +97,23 @@ def test_how_far_a_choice_is_from_the_best_by_hand():
     [(ZEN_4, False, "chooses as well"), (AMX, True, "over the best kinds")],
 )
 def test_what_is_concluded(true, in_force_, words):
-    found = tuning.conclude(timings(true.costs), ZEN_4)
-    assert words in found.because
-    assert found.in_force is in_force_
+    found = tuning.evaluate_timings(timings(true.costs), ZEN_4)
+    assert words in found.reason
+    assert found.enabled is in_force_
 
 
 def test_times_that_nothing_explains_are_not_used():
     chance = random.Random(1)
     spoiled = timings(AMX.costs, spoil=lambda: 10 ** chance.uniform(-1, 1))
-    found = tuning.conclude(spoiled, ZEN_4)
-    assert not found.in_force
-    assert "measure again" in found.because
+    found = tuning.evaluate_timings(spoiled, ZEN_4)
+    assert not found.enabled
+    assert "measure again" in found.reason
 
 
 def test_cells_are_timed_kind_by_kind():
     cell = Cell(64, 48, 4, 0.3, 5)
     with torch.autocast("cpu", torch.bfloat16):
-        made, warmed, *times = rounds(cell, 3)
+        made, warmed, *times = time_cell(cell, 3)
         assert torch.is_grad_enabled()
     assert (made, warmed, len(times)) == ([], [], 3)
     for forward, backward in times:
@@ -132,11 +131,11 @@ def test_measuring_takes_one_thread_and_gives_the_others_back(monkeypatch):
     monkeypatch.setattr(sparse, "forward", lambda *_: seen.append(torch.get_num_threads()))
     try:
         torch.set_num_threads(3)
-        for _ in rounds(Cell(32, 32, 1, 0.5, 2), 2):
+        for _ in time_cell(Cell(32, 32, 1, 0.5, 2), 2):
             assert torch.get_num_threads() == 3
         monkeypatch.setattr(sparse, "forward", None)
         with pytest.raises(TypeError):
-            list(rounds(Cell(32, 32, 1, 0.5, 2), 2))
+            list(time_cell(Cell(32, 32, 1, 0.5, 2), 2))
         assert torch.get_num_threads() == 3
     finally:
         torch.set_num_threads(before)
@@ -145,7 +144,7 @@ def test_measuring_takes_one_thread_and_gives_the_others_back(monkeypatch):
 
 def test_measuring_draws_no_random_numbers_of_the_training():
     before = torch.get_rng_state()
-    list(rounds(Cell(32, 32, 1, 0.5, 2), 1))
+    list(time_cell(Cell(32, 32, 1, 0.5, 2), 1))
     assert torch.equal(torch.get_rng_state(), before)
 
 

@@ -15,8 +15,8 @@ from rich.table import Table
 
 from dynsparse import __version__, native
 from dynsparse.bench.host import processor
-from dynsparse.ops.linear import choice, in_force, measured
-from dynsparse.ops.linear.costs import Layer
+from dynsparse.ops.linear import choice, cost_table
+from dynsparse.ops.linear.cost_table import Layer
 from dynsparse.ops.linear.cuda import costs
 from dynsparse.ops.linear.cuda.chip import chip_of, runs_triton
 from dynsparse.ops.linear.cuda.rates import rates_of
@@ -81,7 +81,7 @@ def facts() -> dict[str, Any]:
     `choices` say what computes a layer: for each block, pass and batch the kinds, each with the
     density from which on it computes.
     """
-    found, costs = native.describe(), in_force.table()
+    found, costs = native.describe(), cost_table.active()
     choices = [_listed("cpu", *_on_cpu())] if found["backend"] == "native" else []
     gpus = []
     if torch.cuda.is_available():
@@ -110,11 +110,11 @@ def facts() -> dict[str, Any]:
 
 def _said_of_costs() -> str:
     """By which constants kernels are chosen."""
-    now = in_force.table()
+    now = cost_table.active()
     words = now.origin if now.measured_here else f"{now.name}: {now.origin}"
-    kept = measured.kept_measured()
-    if kept is not None and not kept.in_force:
-        words += f"; measured on {kept.date}, and not used: {kept.because}"
+    kept = cost_table.load_measurement()
+    if kept is not None and not kept.enabled:
+        words += f"; measured on {kept.date}, and not used: {kept.reason}"
     return words
 
 

@@ -9,8 +9,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from dynsparse.ops.linear import measured
-from dynsparse.ops.linear.tables import shipped
+from dynsparse.ops.linear import cost_table
 
 
 def tune(
@@ -31,10 +30,11 @@ def tune(
     if reset:
         if quick:
             raise ValueError("--reset measures nothing: leave out --quick")
-        removed = measured.forget_measured()
+        removed = cost_table.delete_measurement()
         words = "removed what was measured" if removed else "nothing was measured"
-        facts = {"removed": removed, "table": shipped().name}
-        print(dumps(facts, indent=2) if json else f"{words}; the table {shipped().name} serves")
+        table = cost_table.default_table().name
+        facts = {"removed": removed, "table": table}
+        print(dumps(facts, indent=2) if json else f"{words}; the table {table} is in use")
         return
     # Not for commands that measure nothing.
     from rich.progress import Progress
@@ -43,28 +43,29 @@ def tune(
 
     with Progress(console=Console(stderr=True), transient=True) as progress:
         task = progress.add_task("measuring kernels", total=None)
-        found = tuning.tune(
+        result = tuning.tune(
             quick, lambda done, cells: progress.update(task, completed=done, total=cells)
         )
-    name = measured.here()["processor"]
+    name = cost_table.environment()["processor"]
     if json:
-        costs = measured.to_plain(found.costs)
-        print(dumps({"processor": name, **vars(found), "costs": costs}, indent=2))
+        costs = cost_table.costs_to_json(result.costs)
+        print(dumps({"processor": name, **vars(result), "costs": costs}, indent=2))
     else:
-        Console().print(_screen(name, found), highlight=False, soft_wrap=True)
+        Console().print(_screen(name, result), highlight=False, soft_wrap=True)
 
 
-def _screen(processor: str, found: measured.Measured) -> Table:
+def _screen(processor: str, result: cost_table.Measurement) -> Table:
     table = Table.grid(padding=(0, 2))
     table.add_column(style="bold", justify="right")
     table.add_column()
-    above = found.above
+    default = cost_table.default_table().name
+    excess = result.excess
     for name, value in {
         "processor": processor,
-        "error of a time": f"{found.error:.0%}",
-        "over the best kind": f"{above['shipped']:.1%} by the table {shipped().name}, "
-        f"{above['measured']:.1%} by what was measured",
-        "in force": "from the next process on" if found.in_force else f"no: {found.because}",
+        "error of a time": f"{result.error:.0%}",
+        "over the best kind": f"{excess['default']:.1%} by the table {default}, "
+        f"{excess['measured']:.1%} by what was measured",
+        "in use": "from the next process on" if result.enabled else f"no: {result.reason}",
     }.items():
         table.add_row(name, value)
     return table

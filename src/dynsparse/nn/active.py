@@ -9,7 +9,7 @@ from torch import Tensor
 
 from dynsparse.ops.eager import refuse_transforms
 from dynsparse.ops.linear import LayerIndex, operator
-from dynsparse.ops.linear.contents import trust
+from dynsparse.ops.linear.layer_index import register_index
 from dynsparse.pattern import PatternIndex, SparsePattern
 from dynsparse.typed import typed
 
@@ -71,7 +71,7 @@ class ActiveSet:
         own = LayerIndex(self._index, like)
         self._own = None if own.on_cpu else own
         if self._own is not None:
-            trust(self._own)
+            register_index(self._own)
 
     def __getstate__(self) -> dict[str, Any]:
         return {"pattern": self.pattern, "slots": self.slots}
@@ -110,7 +110,7 @@ class ActiveSet:
         assert other._own is not None
         torch._foreach_copy_([self.slots], [other.slots])
         self._own = self._own.take(other._own)
-        trust(self._own)
+        register_index(self._own)
         self.pattern = other.pattern
 
     def kernel(self, batch: int, backward: bool) -> str:

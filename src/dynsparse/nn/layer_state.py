@@ -9,8 +9,7 @@ from torch import Tensor
 
 from dynsparse.nn.sharded import device_of, is_sharded
 from dynsparse.ops.linear import cuda
-from dynsparse.ops.linear.contents import trust
-from dynsparse.ops.linear.layer_index import LayerIndex, Read
+from dynsparse.ops.linear.layer_index import LayerIndex, Read, register_index
 from dynsparse.pattern import PatternIndex, SparsePattern
 
 # Held where values and pattern of a layer change, or are looked at afresh. One for all layers: it
@@ -71,7 +70,7 @@ class LayerState:
         index = LayerIndex(
             tensors, torch.empty(1, device=device).expand(shape) if sharded else values
         )
-        trust(index)
+        register_index(index)
         return index
 
     def take(
@@ -88,5 +87,5 @@ class LayerState:
         if moved is not None:
             torch._foreach_copy_([values], [moved])
         index = self.index.take(other.index)
-        trust(index)
+        register_index(index)
         return LayerState(pattern, values, index)

@@ -7,7 +7,7 @@ import itertools
 import pytest
 import torch
 
-from dynsparse.ops.linear.costs import Layer
+from dynsparse.ops.linear.cost_table import Layer
 from dynsparse.ops.linear.cuda.chip import INTERPRETED, Chip
 from dynsparse.ops.linear.cuda.configurations import Gradient, Rows
 from dynsparse.ops.linear.cuda.costs import (

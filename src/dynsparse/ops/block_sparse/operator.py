@@ -11,7 +11,7 @@ from torch import Tensor
 from dynsparse import native
 from dynsparse.ops.block_sparse import kernels, plain
 from dynsparse.ops.block_sparse.kernels import Settings
-from dynsparse.ops.linear.remembered import Remembered
+from dynsparse.ops.linear.layer_index import TensorCache
 
 _REST = (
     "Tensor row_ptr, Tensor cols, Tensor? bias, Tensor? seed, int block, bool causal, "
@@ -24,7 +24,7 @@ _library.define(
     f"{_REST}, bool[] needed) -> (Tensor, Tensor, Tensor)"
 )
 
-_looked_through = Remembered()
+_looked_through = TensorCache()
 
 
 def _check_index(row_ptr: Tensor, cols: Tensor, queries: int, keys: int, block: int) -> None:

@@ -10,7 +10,7 @@ from dynsparse import native
 from dynsparse.ops.conv.costs import cost, lanes
 from dynsparse.ops.conv.geometry import Geometry
 from dynsparse.ops.linear.choice import forced
-from dynsparse.ops.linear.costs import Layer
+from dynsparse.ops.linear.cost_table import Layer
 from dynsparse.ops.linear.layer_index import LayerIndex
 
 KINDS = ("sparse", "dense")

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from dynsparse import native
 from dynsparse.ops.conv.geometry import Geometry
-from dynsparse.ops.linear.costs import Layer
+from dynsparse.ops.linear.cost_table import Layer
 
 # Of the terms below, forward and backward (both gradients), on one thread of a two-core EPYC
 # (family 25, model 17) with AVX-512: batches of 1 to 32, densities of 0.02 to 0.9, mean error of a

@@ -13,8 +13,7 @@ from dynsparse.checks import check_integer, check_kind
 from dynsparse.ops import capture
 from dynsparse.ops.eager import is_plain_eager, refuse_transforms
 from dynsparse.ops.embedding import naive, on_device
-from dynsparse.ops.linear.contents import check_contents
-from dynsparse.ops.linear.layer_index import LayerIndex
+from dynsparse.ops.linear.layer_index import LayerIndex, check_contents
 from dynsparse.pattern import PatternIndex, SparsePattern
 
 __all__ = ["embedding"]

@@ -1,25 +1,23 @@
-"""Which kernels compute a layer: one decision, asked by everybody.
+"""Which kernels compute a layer: the decision and its override.
 
-`route` is what the operator follows, what `SparseLinear.kernel` and the benchmark name, and what
-`dynsparse info` tabulates. The kinds are the files of `kernels/`:
+`route` decides for execution, `SparseLinear.kernel`, `dynsparse info` and the benchmark. On a CPU
+the kinds are (`cpu.py`, `cpu_dense.py`):
 
 - `sparse`: over the non-zeros, for low densities and large batches.
 - `small`: for batches too small to fill vectors; for single elements by bit masks.
-- `dense`: a dense product, the weight laid out a slab at a time, past the break-even density.
-- `bfloat16`: over the non-zeros of bfloat16 activations, without a copy of these in float32.
-- `torch`: plain torch, for other types and where no compiled kernels are.
+- `dense`: a dense product, the weight laid out some rows at a time, above the break-even density.
+- `bfloat16`: over the non-zeros of bfloat16 activations, without a float32 copy of these.
+- `torch`: plain torch, for other dtypes and without compiled kernels.
 
-On other devices than the CPU the kinds are the files of `cuda/`:
+On an accelerator they are (`cuda/`):
 
-- `dense`: one dense product in the type of the activations, of a weight that is laid out for it.
-- `blocks`: Triton kernels over blocks of 16 to 128 on NVIDIA GPUs.
+- `dense`: one dense product, in the dtype of the activations.
+- `blocks`: Triton kernels for blocks of 16 to 128 on NVIDIA GPUs.
 
-On the CPU the fastest of the first three is chosen by a small model of what each costs, `costs.py`.
-It counts nanoseconds on one thread; all kinds divide about evenly among threads, so the choice does
-not depend on their number. `in_force.py` says which constants serve: this processor's own, which
-`tuning` measures, or those of a table. `benchmarks/kernel_choice.py` measures all kinds over a grid
-of layers, and says how far the choice is from the best and from a dense layer. On GPUs
-`cuda/costs.py` chooses by what bounds the kernels on the chip.
+On a CPU a cost model (`cost_table.py`) picks the fastest of the first three. It predicts
+nanoseconds on one thread; all kinds scale about equally with threads, so the choice does not depend
+on their number. `benchmarks/kernel_choice.py` measures how far the choice is from the best one. On
+GPUs `cuda/costs.py` decides by what bounds the kernels on the chip.
 """
 
 from __future__ import annotations
@@ -31,8 +29,7 @@ from contextlib import contextmanager
 import torch
 
 from dynsparse import native
-from dynsparse.ops.linear import in_force
-from dynsparse.ops.linear.costs import Costs, Layer, evaluate, family
+from dynsparse.ops.linear.cost_table import Costs, Layer, active, evaluate, family
 from dynsparse.ops.linear.cuda import blocks
 from dynsparse.ops.linear.cuda import costs as cuda_costs
 from dynsparse.ops.linear.cuda.chip import chip_of
@@ -40,19 +37,19 @@ from dynsparse.ops.linear.layer_index import LayerIndex
 from dynsparse.typed import typed
 
 KINDS = ("sparse", "small", "dense")
-KINDS_ELSEWHERE = cuda_costs.KINDS
+DEVICE_KINDS = cuda_costs.KINDS
 ROUTES = (*KINDS, "bfloat16", "torch", "blocks")
 
-# Below this density there are no bit masks: they would take more than half the memory of the
-# values. Laying out a weight that is all but empty does not pay either.
+# Below this density bit masks would take more than half the memory of the values, and laying out
+# the dense weight does not pay either.
 LEAST_DENSITY = 1 / 16
 
-# Kernels for small batches are written for these blocks, and not considered past so many samples:
-# larger batches were not measured.
+# The blocks that the kernels for small batches support, and the largest batch they were measured
+# with.
 SMALL_BLOCKS = (1, 4, 8, 16, 32, 64, 128)
 MOST_SAMPLES = 128
 
-# Blocks that the processor's units for bfloat16 multiply.
+# Blocks that the processor's bfloat16 units multiply.
 _UNIT_BLOCKS = (16, 32, 64, 128)
 
 
@@ -62,18 +59,18 @@ def _cost(costs: Costs, kind: str, layer: Layer, batch: int, backward: bool) -> 
 
 
 def cheapest(costs: Costs, layer: Layer, batch: int, backward: bool) -> str:
-    """The kind of least cost by these constants, of those that may compute the layer."""
+    """The candidate of least predicted cost."""
     kinds = candidates(layer, batch)
     return min(kinds, key=lambda kind: _cost(costs, kind, layer, batch, backward))
 
 
 def candidates(layer: Layer, batch: int) -> list[str]:
-    """The kinds that may compute this layer on a CPU."""
+    """The kinds that the cost model considers for this layer on a CPU."""
     kinds = ["sparse"]
     density = layer.nnz * layer.block_size**2 / max(1, layer.out_features * layer.in_features)
     small_fits = layer.block_size in SMALL_BLOCKS
     if layer.block_size == 1:
-        # Where vectors are not filled by masks, these are read bit by bit.
+        # Instruction sets that do not expand masks read them bit by bit.
         small_fits = density >= LEAST_DENSITY and native.expands_masks()
     if small_fits and batch <= MOST_SAMPLES:
         kinds.append("small")
@@ -83,19 +80,19 @@ def candidates(layer: Layer, batch: int) -> list[str]:
 
 
 def is_full(layer: Layer) -> bool:
-    """Whether the values are a dense weight as they lie there."""
+    """Whether every element is present, so that the values are the dense weight."""
     return layer.block_size == 1 and layer.nnz == layer.out_features * layer.in_features
 
 
 def choose(layer: Layer, batch: int, backward: bool, dtype: torch.dtype = torch.float32) -> str:
     """The fastest kind for activations of `dtype` on a CPU with compiled kernels."""
     low = dtype is torch.bfloat16
-    # These units beat float32 at every density.
+    # The bfloat16 units beat float32 at every density.
     if low and layer.block_size in _UNIT_BLOCKS and native.bfloat16_unit() != "float32":
         return "bfloat16"
     if is_full(layer):
         return "dense"
-    kind = "sparse" if batch == 0 else cheapest(in_force.constants(), layer, batch, backward)
+    kind = "sparse" if batch == 0 else cheapest(active().costs, layer, batch, backward)
     return "bfloat16" if low and kind == "sparse" else kind
 
 
@@ -106,17 +103,17 @@ _forced: str | None = None
 @contextmanager
 @typed
 def use_kernel(kind: str) -> Iterator[None]:
-    """Compute with one kind inside this block, in the whole process: to compare and to measure.
+    """Compute with one kind inside this context, in the whole process: to compare and to measure.
 
-    `small` takes single elements and blocks of 4, 8, 16, 32, 64 and 128. Layers that have no such
-    kind, for their blocks or their device, stay with what is chosen for them. `sparse` computes
-    bfloat16 activations by the route `bfloat16`.
+    `small` supports single elements and blocks of 4, 8, 16, 32, 64 and 128. Layers whose block size
+    or device does not support the kind compute with the chosen one. `sparse` computes bfloat16
+    activations with the kind `bfloat16`.
 
     Raises:
         ValueError: a kind that does not exist.
     """
     global _forced
-    kinds = dict.fromkeys((*KINDS, *KINDS_ELSEWHERE))
+    kinds = dict.fromkeys((*KINDS, *DEVICE_KINDS))
     if kind not in kinds:
         raise ValueError(f"kind must be one of {', '.join(kinds)}, got {kind!r}")
     before, _forced = _forced, kind
@@ -127,23 +124,23 @@ def use_kernel(kind: str) -> Iterator[None]:
 
 
 def forced() -> str | None:
-    """The kind that `use_kernel` asks for."""
+    """The kind set by `use_kernel`, or None."""
     return _forced
 
 
 _log = logging.getLogger(__name__)
 
-# Choices remembered per layer; batches of ever new sizes start over.
+# Choices kept per layer; they are cleared beyond this number of batch sizes.
 _MOST_CHOICES = 64
 
 
 def route(p: LayerIndex, batch: int, backward: bool, dtype: torch.dtype) -> str:
     """Which of `ROUTES` computes a pass over `batch` activations of `dtype`: forward, or both
-    gradients. As `choose`, remembered, and subject to `use_kernel`."""
+    gradients. The result of `choose`, cached, unless `use_kernel` overrides it."""
     if not p.on_cpu:
-        return _route_elsewhere(p, batch, backward, dtype)
+        return _route_on_device(p, batch, backward, dtype)
     key = batch if backward else ~batch
-    if dtype is _FLOAT32 and _forced is None and native.load() is not None:  # as most calls are
+    if dtype is _FLOAT32 and _forced is None and native.load() is not None:  # most calls
         kind = p.choices[0].get(key)
         if kind is not None:
             return kind
@@ -159,17 +156,17 @@ def route(p: LayerIndex, batch: int, backward: bool, dtype: torch.dtype) -> str:
             choices.clear()
         layer = Layer(p.out_features, p.in_features, p.nnz, p.block_size)
         kind = choices[key] = choose(layer, batch, backward, dtype)
-        _tell(kind, layer, batch, backward)
+        _log_choice(kind, layer, batch, backward)
     return kind
 
 
-def _tell(kind: str, layer: Layer, batch: int, backward: bool) -> None:
-    way = "backward" if backward else "forward"
-    _log.debug("%s computes %s of %s over %d samples", kind, way, layer, batch)
+def _log_choice(kind: str, layer: Layer, batch: int, backward: bool) -> None:
+    pass_ = "backward" if backward else "forward"
+    _log.debug("%s computes %s of %s over %d samples", kind, pass_, layer, batch)
 
 
-def _route_elsewhere(p: LayerIndex, batch: int, backward: bool, dtype: torch.dtype) -> str:
-    """On another device than the CPU."""
+def _route_on_device(p: LayerIndex, batch: int, backward: bool, dtype: torch.dtype) -> str:
+    """On an accelerator."""
     device = p.cols.device
     if _forced == "dense" or not blocks.serves(p, dtype, device):
         return "dense"
@@ -183,5 +180,5 @@ def _route_elsewhere(p: LayerIndex, batch: int, backward: bool, dtype: torch.dty
             choices.clear()
         layer = Layer(p.out_features, p.in_features, p.nnz, p.block_size)
         kind = choices[key] = cuda_costs.choose(layer, batch, backward, dtype, chip_of(device))
-        _tell(kind, layer, batch, backward)
+        _log_choice(kind, layer, batch, backward)
     return kind

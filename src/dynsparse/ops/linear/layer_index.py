@@ -1,55 +1,98 @@
-"""A pattern's index tensors as the passes take them: checked once, sizes at hand.
+"""A pattern's index tensors as the passes take them: checked once, with sizes at hand.
 
 Reading sizes off tensors and checking them costs more than the products of a small layer, so a
-layer prepares its index once per pattern and hands the same object to every call.
+layer prepares its index once per pattern and passes the same object to every call.
 """
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Hashable
-from typing import NamedTuple
+import weakref
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from dynsparse.checks import check_kind, check_tensor
-from dynsparse.encoding import by_columns, slots_of
+from dynsparse.encoding import by_columns, by_slots, slots_of
 from dynsparse.pattern import PatternIndex
-from dynsparse.pattern.on_device import by_columns as by_columns_there
+from dynsparse.pattern.on_device import by_columns as by_columns_on_device
+
+
+class _Entry(NamedTuple):
+    sources: list[weakref.ref[Tensor]]
+    versions: list[int]
+    value: Any
+
+
+class TensorCache:
+    """Values by the tensors they were made from, while these are alive and unmodified.
+
+    Calls through torch's dispatcher pass index tensors only, without the layer they belong to; this
+    finds again what was derived from them. Safe to use from several threads.
+    """
+
+    def __init__(self) -> None:
+        # Keyed weakly by the first tensor; no value may reference it.
+        self._entries: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def get(self, sources: Sequence[Tensor]) -> Any:
+        """The value for exactly these tensors, or None."""
+        entry = self._entries.get(sources[0])
+        if entry is None or len(entry.sources) != len(sources):
+            return None
+        for reference, version, source in zip(entry.sources, entry.versions, sources, strict=True):
+            if reference() is not source or source._version != version:
+                return None
+        return entry.value
+
+    def put(self, sources: Sequence[Tensor], value: Any) -> None:
+        """Store a value; not for inference tensors, which have no version counter."""
+        if any(source.is_inference() for source in sources):
+            return
+        versions = [source._version for source in sources]
+        self._entries[sources[0]] = _Entry([weakref.ref(s) for s in sources], versions, value)
+
+    def discard(self, first: Tensor) -> None:
+        """Remove what was made from tensors that begin with this one."""
+        self._entries.pop(first, None)
 
 
 class LayerIndex:
-    """The index of one pattern with blocks of one size. Immutable but for what is derived from it.
+    """The index of one pattern with one block size. Immutable except for tensors derived from it.
 
-    Off the CPU its memory may be written over with the index of the layer's next pattern, so that
-    CUDA graphs that read it stay valid. It is another object from then on; who still has this one,
-    as a backward pass may, is refused.
+    On an accelerator its memory may be overwritten with the index of the layer's next pattern, so
+    that CUDA graphs that read it stay valid. The memory then belongs to another object, and passes
+    that still hold this one raise an error.
 
-    It holds the index tensors, not their addresses: memory that moves, as `share_memory_` moves
-    it, is found at every call.
+    It holds the index tensors, not their addresses, since memory can move (`share_memory_`).
 
     Args:
         index: the pattern's index tensors, int32, on the device of `values`.
-        values: [nnz] or [nnz, b, b]; gives the block size. Not kept.
+        values: [nnz] or [nnz, b, b]; sets the block size. Not kept.
 
     Attributes:
         row_ptr, cols, col_ptr, slots: the tensors of the index.
-        order: `csc_rows` and `csc_perm`, or None where they were left out: `by_columns` makes them.
-        index: all of them, as they were given.
+        order: `csc_rows` and `csc_perm`, or None if the index omits them: `by_columns` makes them.
+        index: all index tensors, as passed in.
         out_features, in_features, block_size, nnz: of the layer; nnz counts blocks.
-        values_shape, bias_shape: what these tensors must look like.
+        values_shape, bias_shape: the shapes that these tensors must have.
         values_layout: sizes and strides of contiguous values, as plain tuples.
-        on_cpu: where the index is.
-        masks: what `kernels.masks` makes of the index when it is first needed, or None.
-        panels: likewise what `kernels.panels` makes of it, by rows and by columns, each after the
-            number of samples from which on it is of use.
-        choices: what `choice.route` has decided so far, for float32 and for bfloat16 on a CPU.
-            Elsewhere the first holds all.
+        on_cpu: whether the index is on the CPU.
+        masks: the bit masks of `panels.masks_of`, made at the first use, or None.
+        panels: the panels of `panels.py` by rows and by columns, made at the first use; each with
+            the number of samples from which it is used.
+        choices: the decisions of `choice.route` so far, on a CPU for float32 and for bfloat16; on
+            an accelerator the first holds all.
 
     Raises:
-        RuntimeError: lengths, types or devices that do not fit, which would make the kernels read
-            where nothing is.
+        RuntimeError: lengths, dtypes or devices that do not fit, with which the kernels would read
+            out of bounds.
     """
 
     __slots__ = (
@@ -96,8 +139,8 @@ class LayerIndex:
                 f"values hold {values.shape[0]} blocks but the pattern has {nnz}: "
                 "pass the values of this pattern"
             )
-        left_out = order[0].shape[0] == order[1].shape[0] == 0
-        if not left_out and (order[0].shape[0] != nnz or order[1].shape[0] != nnz):
+        omitted = order[0].shape[0] == order[1].shape[0] == 0
+        if not omitted and (order[0].shape[0] != nnz or order[1].shape[0] != nnz):
             raise RuntimeError(
                 "the index tensors differ in length: take them from SparsePattern.index"
             )
@@ -111,14 +154,13 @@ class LayerIndex:
                     f"the index tensors must be int32 on {values.device}, where the values are, "
                     f"got {tensor.dtype} on {tensor.device}"
                 )
-        self.order = None if left_out and nnz else (order[0], order[1])
+        self.order = None if omitted and nnz else (order[0], order[1])
         self.block_size = b = 1 if values.dim() == 1 else values.shape[1]
         self.out_features = (self.row_ptr.shape[0] - 1) * b
         self.in_features = (self.col_ptr.shape[0] - 1) * b
         self.values_shape = values.shape
-        one = values.dim() == 1
         self.values_layout: tuple[tuple[int, ...], tuple[int, ...]] = (
-            ((nnz,), (1,)) if one else ((nnz, b, b), (b * b, b, 1))
+            ((nnz,), (1,)) if values.dim() == 1 else ((nnz, b, b), (b * b, b, 1))
         )
         self.bias_shape = torch.Size((self.out_features,))
         self.on_cpu = values.is_cpu
@@ -129,17 +171,17 @@ class LayerIndex:
 
     @property
     def is_full(self) -> bool:
-        """Whether the values are a dense weight as they lie there."""
-        natural = self.block_size == 1 and not len(self.slots)
-        return natural and self.nnz == self.out_features * self.in_features
+        """Whether the memory of the values is that of the dense weight."""
+        in_order = self.block_size == 1 and not len(self.slots)
+        return in_order and self.nnz == self.out_features * self.in_features
 
     def by_rows(self, values: Tensor) -> Tensor:
-        """Values in the order of the rows, for kernels that read them as a stream."""
+        """Values in row-major order, for kernels that read them sequentially."""
         return values.index_select(0, self.slots) if len(self.slots) else values
 
     def by_columns(self) -> tuple[Tensor, Tensor]:
-        """`csc_rows` and `csc_perm`. Where the index came without them the CPU makes them at each
-        call, to be let go of; elsewhere they stay, since CUDA graphs may read them."""
+        """`csc_rows` and `csc_perm`. If the index omits them they are made at each call on the CPU
+        and kept on an accelerator, where CUDA graphs may read them."""
         if self.order is not None:
             return self.order
         if self.on_cpu:
@@ -149,37 +191,36 @@ class LayerIndex:
         return rows, slots
 
     def derived(self, name: Hashable, make: Callable[[LayerIndex], Tensor]) -> Tensor:
-        """A tensor that kernels make of the index alone, made when it is first asked for."""
-        found = self._derived.get(name)
-        if found is not None:
-            return found[0]
-        # Kept, so outside of whatever mode the caller is in.
-        with torch.inference_mode(False):
-            made = make(self)
-        # While a graph is captured nothing is computed: what is made then belongs to the graph.
-        if not (made.is_cuda and torch.cuda.is_current_stream_capturing()):
-            self._derived[name] = made, make
-        return made
+        """A tensor that depends on the index alone, made at the first call and kept."""
+        entry = self._derived.get(name)
+        if entry is not None:
+            return entry[0]
+        with torch.inference_mode(False):  # it outlives the caller's mode
+            tensor = make(self)
+        # A tensor made during the capture of a CUDA graph belongs to the graph.
+        if not (tensor.is_cuda and torch.cuda.is_current_stream_capturing()):
+            self._derived[name] = tensor, make
+        return tensor
 
     def may_take(self, other: LayerIndex) -> bool:
-        """Whether another index may be written over this one."""
+        """Whether `take` can overwrite this index with another."""
         return (
             not self.on_cpu
             and self.values_shape == other.values_shape
             and all(
-                own.shape == new.shape and own.device == new.device
-                for own, new in zip(self.index, other.index, strict=True)
+                old.shape == new.shape and old.device == new.device
+                for old, new in zip(self.index, other.index, strict=True)
             )
         )
 
     def derive_like(self, other: LayerIndex) -> None:
-        """Make what has been derived from `other`."""
+        """Make the tensors that have been derived from `other`."""
         for name, (_, make) in other._derived.items():
             self.derived(name, make)
 
     def take(self, other: LayerIndex) -> LayerIndex:
-        """Write another index, after its `derive_like`, over this one; the index of this memory
-        from now on."""
+        """Overwrite the memory with another index, after its `derive_like`. Returns the index of
+        this memory from now on; this object is invalid."""
         names = list(self._derived)
         torch._foreach_copy_(
             [*self.index, *(self._derived[name][0] for name in names)],
@@ -191,24 +232,108 @@ class LayerIndex:
 
     @property
     def is_overwritten(self) -> bool:
-        """Whether this object stands for a pattern that is gone: no values fit it."""
+        """Whether the memory now holds another pattern; no values fit this object."""
         return not self.values_shape
 
 
 def _make_order(p: LayerIndex) -> Tensor:
-    rows, entries = by_columns_there(p.row_ptr, p.cols, len(p.col_ptr) - 1)
+    rows, entries = by_columns_on_device(p.row_ptr, p.cols, len(p.col_ptr) - 1)
     return torch.stack([rows, slots_of(entries, p.slots)])
 
 
 class Read(NamedTuple):
-    """What forward reads of a layer. Both belong together, whatever other threads do.
+    """What forward reads of a layer: a consistent pair, whatever other threads do.
 
     Attributes:
         layer_index: of the pattern.
-        memory: the values, which are to be thought of as those that autograd knows.
-        plain: whether it is known that these are float32, contiguous, on the CPU and of this index.
+        memory: the values, without autograd.
+        plain: whether these are known to be float32, contiguous, on the CPU and of this index.
     """
 
     layer_index: LayerIndex
     memory: Tensor
     plain: bool
+
+
+# Index tensors from outside: their entries are checked, because kernels read where they point.
+
+_checked = TensorCache()
+
+
+def check_contents(index: PatternIndex) -> None:
+    """Check the entries of index tensors from outside, once while they are unmodified.
+
+    `LayerIndex` checks lengths and dtypes. Entries on an accelerator are not checked, which would
+    synchronise with it; torch's own operators check them there.
+
+    Raises:
+        RuntimeError: pointers that do not ascend from 0 to the number of blocks, a row or column
+            out of range, orders by rows and by columns that differ, a tensor that is not
+            one-dimensional and contiguous.
+    """
+    for name, tensor in zip(index._fields, index, strict=True):
+        if tensor.dim() != 1 or not tensor.is_contiguous():
+            raise RuntimeError(
+                f"the index tensor {name} must be one-dimensional and contiguous, got the shape "
+                f"{list(tensor.shape)} with strides {list(tensor.stride())}: "
+                "take index tensors from SparsePattern.index"
+            )
+    if index.cols.is_cpu and _checked.get(index) is None:
+        _check_entries(index)
+        _checked.put(index, lambda: None)
+
+
+def register_index(p: LayerIndex) -> None:
+    """Let `find_index` return this index by its tensors, which come from a `SparsePattern`."""
+    _checked.put(p.index, weakref.ref(p))
+
+
+def find_index(index: PatternIndex) -> LayerIndex | None:
+    """The layer index that was registered for these tensors, if it is alive."""
+    reference = _checked.get(index)
+    return None if reference is None else reference()
+
+
+def _check_entries(index: PatternIndex) -> None:
+    height, width = len(index.row_ptr) - 1, len(index.col_ptr) - 1
+    rows = _expand_pointers("row_ptr", index.row_ptr, len(index.cols))
+    cols = _expand_pointers("col_ptr", index.col_ptr, len(index.cols))
+    _check_range("cols", index.cols, width)
+    if len(index.slots):
+        _check_range("slots", index.slots, len(index.cols))
+        if len(index.slots.unique()) < len(index.slots):
+            raise RuntimeError("slots must be distinct: take them from SparsePattern.index")
+        rows = by_slots(rows, index.slots)
+    if not len(index.csc_rows) and len(index.cols):  # omitted
+        return
+    _check_range("csc_rows", index.csc_rows, height)
+    _check_range("csc_perm", index.csc_perm, len(index.cols))
+    by_slot = by_slots(index.cols, index.slots)
+    order = index.csc_perm.long()
+    seen = torch.zeros(len(order), dtype=torch.bool)
+    seen[order] = True
+    matches = torch.equal(by_slot[order], cols) and torch.equal(rows[order], index.csc_rows)
+    if not (matches and bool(seen.all())):
+        raise RuntimeError(
+            "the index tensors contradict each other: col_ptr, csc_rows and csc_perm must be the "
+            "blocks of row_ptr and cols by columns; take them from SparsePattern.index"
+        )
+
+
+def _expand_pointers(name: str, ptr: Tensor, nnz: int) -> Tensor:
+    """The row or column of every entry: int32 [nnz]."""
+    counts = ptr.diff()
+    if not len(ptr) or int(ptr[0]) or int(ptr[-1]) != nnz or bool((counts < 0).any()):
+        raise RuntimeError(
+            f"{name} must ascend from 0 to the number of blocks, {nnz}: "
+            "take index tensors from SparsePattern.index"
+        )
+    return torch.repeat_interleave(torch.arange(len(counts), dtype=torch.int32), counts)
+
+
+def _check_range(name: str, entries: Tensor, end: int) -> None:
+    if len(entries) and not (int(entries.min()) >= 0 and int(entries.max()) < end):
+        raise RuntimeError(
+            f"{name} must lie in [0, {end}), got {int(entries.min())} to {int(entries.max())}: "
+            "take index tensors from SparsePattern.index"
+        )

@@ -13,8 +13,7 @@ from torch import Tensor
 
 from dynsparse.ops import capture
 from dynsparse.ops.linear import naive, products
-from dynsparse.ops.linear.contents import check_contents, known
-from dynsparse.ops.linear.layer_index import LayerIndex
+from dynsparse.ops.linear.layer_index import LayerIndex, check_contents, find_index
 from dynsparse.pattern import PatternIndex
 
 # How the tensors of an index stand in a schema.
@@ -33,7 +32,7 @@ _library.define(
 def prepare(values: Tensor, rest: tuple[Any, ...]) -> LayerIndex:
     """The index of which `rest` begins with the tensors, checked where it is not known."""
     index = PatternIndex(*rest[:6])
-    p = known(index)
+    p = find_index(index)
     if p is not None and p.values_shape == values.shape and p.cols.device == values.device:
         return p
     p = LayerIndex(index, values)

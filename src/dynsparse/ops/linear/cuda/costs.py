@@ -12,7 +12,7 @@ from typing import Literal, NamedTuple
 
 import torch
 
-from dynsparse.ops.linear.costs import Layer
+from dynsparse.ops.linear.cost_table import Layer
 from dynsparse.ops.linear.cuda.chip import Chip
 from dynsparse.ops.linear.cuda.configurations import (
     BLOCKS,

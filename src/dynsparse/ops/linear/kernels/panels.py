@@ -12,8 +12,7 @@ from torch import Tensor
 
 from dynsparse import native
 from dynsparse.encoding import empty
-from dynsparse.ops.linear.layer_index import LayerIndex
-from dynsparse.ops.linear.remembered import Remembered
+from dynsparse.ops.linear.layer_index import LayerIndex, TensorCache
 
 _NEVER = 1 << 62
 
@@ -21,7 +20,7 @@ Order = tuple[Tensor, Tensor]
 
 
 # A layer keeps its panels in its `LayerIndex`; here find them the calls through the dispatcher.
-_made = Remembered()
+_made = TensorCache()
 
 
 def by_rows(p: LayerIndex, batch: int) -> Tensor | None:
@@ -79,7 +78,7 @@ def forget(p: LayerIndex) -> None:
     """Give their memory up; the next product that wants them makes them anew."""
     p.panels = [(0, None), (0, None)]
     for source in (p.cols, *(p.order or ())):
-        _made.forget(source)
+        _made.discard(source)
 
 
 def for_once(row_ptr: Tensor, cols: Tensor, in_features: int, batch: int) -> Tensor | None:

@@ -1,4 +1,4 @@
-"""Which constants of costs are in force: those that came along, or those measured and kept."""
+"""Which cost table is active: a supplied one, or a stored measurement."""
 
 import json
 import logging
@@ -8,14 +8,14 @@ from kernel_times import AMX, ARM, AVX2, AVX512, ZEN_3, ZEN_4, ZEN_5, timings
 
 from dynsparse import native
 from dynsparse.nn import SparseLinear
-from dynsparse.ops.linear import in_force, measured, tables, tuning
-from dynsparse.ops.linear.costs import FAMILIES, Cost, Table, family
-from dynsparse.ops.linear.tuning.cells import MANY
+from dynsparse.ops.linear import cost_table, tuning
+from dynsparse.ops.linear.cost_table import FAMILIES, Cost, Table, family
+from dynsparse.ops.linear.tuning import MANY
 from dynsparse.processor import Processor, parse
 
 pytestmark = [
     pytest.mark.skipif(native.load() is None, reason="the compiled kernels are not built"),
-    pytest.mark.usefixtures("tables_as_before"),
+    pytest.mark.usefixtures("restore_cost_table"),
 ]
 
 
@@ -26,7 +26,7 @@ def warm(tmp_path, monkeypatch):
     return tmp_path / "cache"
 
 
-# What is kept, and what is in force.
+# Measurements that are stored, and the active table.
 
 
 def fast(monkeypatch):
@@ -35,39 +35,39 @@ def fast(monkeypatch):
     def told(cell, most):
         yield from ([], [], timings(AMX.costs, [cell]))
 
-    monkeypatch.setattr("dynsparse.ops.linear.tuning.run.rounds", told)
-    monkeypatch.setattr("dynsparse.ops.linear.tuning.run.shipped", lambda: ZEN_4)
-    monkeypatch.setattr(in_force, "shipped", lambda: ZEN_4)
+    monkeypatch.setattr("dynsparse.ops.linear.tuning.time_cell", told)
+    monkeypatch.setattr("dynsparse.ops.linear.tuning.default_table", lambda: ZEN_4)
+    monkeypatch.setattr(cost_table, "default_table", lambda: ZEN_4)
 
 
 def test_what_was_measured_is_in_force_in_the_next_process(warm, monkeypatch, caplog):
     fast(monkeypatch)
-    before = in_force.table()
+    before = cost_table.active()
     assert before == ZEN_4
     seen = []
-    found = tuning.tune(tell=lambda done, cells: seen.append((done, cells)))
-    assert found.in_force
+    found = tuning.tune(on_progress=lambda done, cells: seen.append((done, cells)))
+    assert found.enabled
     assert seen[-1][1] == len(MANY)
     assert len(list((warm / "kernel-costs").iterdir())) == 1
-    assert in_force.table() == before  # settled for this one
-    in_force._in_force = None
+    assert cost_table.active() == before  # settled for this one
+    cost_table._active = None
     with caplog.at_level(logging.INFO, "dynsparse"):
-        now = in_force.table()
+        now = cost_table.active()
     assert now.measured_here
     assert now.costs == found.costs
     assert "measured here on" in now.origin
     assert sum("chosen by the table" in one for one in caplog.messages) == 1
-    assert measured.forget_measured()
-    assert not measured.forget_measured()
-    in_force._in_force = None
-    assert in_force.table() == ZEN_4
+    assert cost_table.delete_measurement()
+    assert not cost_table.delete_measurement()
+    cost_table._active = None
+    assert cost_table.active() == ZEN_4
 
 
 def kept(monkeypatch, **changes):
     fast(monkeypatch)
     found = tuning.tune(quick=True)
-    measured.keep_measured(found.__class__(**{**vars(found), **changes}))
-    in_force._in_force = None
+    cost_table.save_measurement(found.__class__(**{**vars(found), **changes}))
+    cost_table._active = None
     return found
 
 
@@ -81,20 +81,20 @@ def kept(monkeypatch, **changes):
     ],
 )
 def test_another_processor_version_or_build_is_measured_anew(warm, monkeypatch, other):
-    kept(monkeypatch, in_force=True)
-    assert in_force.table().measured_here
-    here = measured.here()
-    monkeypatch.setattr(measured, "here", lambda: here | other)
-    in_force._in_force = None
-    assert in_force.table() == ZEN_4
-    assert measured.kept_measured() is None
+    kept(monkeypatch, enabled=True)
+    assert cost_table.active().measured_here
+    here = cost_table.environment()
+    monkeypatch.setattr(cost_table, "environment", lambda: here | other)
+    cost_table._active = None
+    assert cost_table.active() == ZEN_4
+    assert cost_table.load_measurement() is None
 
 
 def test_the_kernels_are_told_apart_by_their_bytes(tmp_path, monkeypatch):
     def hash_of(content):
         (tmp_path / "kernels.so").write_bytes(content)
-        measured._kernels.cache_clear()
-        return measured._kernels()
+        cost_table._kernels_digest.cache_clear()
+        return cost_table._kernels_digest()
 
     class Library:
         _name = str(tmp_path / "kernels.so")
@@ -102,7 +102,7 @@ def test_the_kernels_are_told_apart_by_their_bytes(tmp_path, monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr(native, "load", lambda: Library)
         assert hash_of(b"a") != hash_of(b"b")
-    measured._kernels.cache_clear()
+    cost_table._kernels_digest.cache_clear()
 
 
 @pytest.mark.parametrize(
@@ -110,61 +110,61 @@ def test_the_kernels_are_told_apart_by_their_bytes(tmp_path, monkeypatch):
     [b"[]", b"{}", b"3", b"null", b'{"costs": {}}', b'{"date": 1}', b"no json", b'{"costs": 1e9}'],
 )
 def test_a_file_that_is_no_measurement_is_left_out(warm, monkeypatch, caplog, content):
-    kept(monkeypatch, in_force=True)
+    kept(monkeypatch, enabled=True)
     (file,) = (warm / "kernel-costs").iterdir()
     file.write_bytes(content)
     with caplog.at_level(logging.INFO, "dynsparse"):
-        assert in_force.table() == ZEN_4
-        in_force.table()
+        assert cost_table.active() == ZEN_4
+        cost_table.active()
     words = [one for one in caplog.messages if "cannot be read" in one]
     assert len(words) == 1
 
 
 def test_a_damaged_file_is_left_out(warm, monkeypatch):
-    kept(monkeypatch, in_force=True)
+    kept(monkeypatch, enabled=True)
     (file,) = (warm / "kernel-costs").iterdir()
     file.write_bytes(file.read_bytes()[:-1] + b"x")
-    assert in_force.table() == ZEN_4
+    assert cost_table.active() == ZEN_4
 
 
 @pytest.mark.parametrize("wrong", [-1.0, float("nan"), float("inf"), 1e10, "1", None, True])
 def test_constants_that_cannot_be_are_refused(wrong):
-    plain = measured.to_plain(ZEN_4.costs)
-    assert measured.from_plain(json.loads(json.dumps(plain))) == ZEN_4.costs
+    plain = cost_table.costs_to_json(ZEN_4.costs)
+    assert cost_table.costs_from_json(json.loads(json.dumps(plain))) == ZEN_4.costs
     plain["dense"][1][3] = wrong
     with pytest.raises(ValueError, match="expected costs of 6 families"):
-        measured.from_plain(plain)
+        cost_table.costs_from_json(plain)
 
 
 def test_what_is_not_to_be_used_is_not(warm, monkeypatch):
-    kept(monkeypatch, in_force=False)
-    assert in_force.table() == ZEN_4
-    assert measured.kept_measured() is not None
+    kept(monkeypatch, enabled=False)
+    assert cost_table.active() == ZEN_4
+    assert cost_table.load_measurement() is not None
 
 
 def test_a_measurement_that_is_not_to_be_used_leaves_an_earlier_one(warm, monkeypatch):
-    first = kept(monkeypatch, in_force=True)
-    before = measured.kept_measured()
-    monkeypatch.setattr("dynsparse.ops.linear.tuning.run.MOST_ERROR", -1.0)
+    first = kept(monkeypatch, enabled=True)
+    before = cost_table.load_measurement()
+    monkeypatch.setattr("dynsparse.ops.linear.tuning.MOST_ERROR", -1.0)
     second = tuning.tune(quick=True)
-    assert not second.in_force
-    assert second.because.endswith(f"that of {first.date} stays in force")
-    assert measured.kept_measured() == before
+    assert not second.enabled
+    assert second.reason.endswith(f"that of {first.date} stays in use")
+    assert cost_table.load_measurement() == before
 
 
 def test_ranks_compute_with_what_came_with_the_library(warm, monkeypatch):
-    kept(monkeypatch, in_force=True)
+    kept(monkeypatch, enabled=True)
     monkeypatch.setenv("WORLD_SIZE", "2")
-    assert in_force.table() == ZEN_4
+    assert cost_table.active() == ZEN_4
     monkeypatch.setenv("WORLD_SIZE", "1")
-    in_force._in_force = None
-    assert in_force.table().measured_here
+    cost_table._active = None
+    assert cost_table.active().measured_here
 
 
 def test_a_folder_that_cannot_be_written_is_told(warm, monkeypatch):
     fast(monkeypatch)
     warm.write_text("in the way")
-    with pytest.raises(ValueError, match="cannot be kept"):
+    with pytest.raises(ValueError, match="cannot be stored"):
         tuning.tune(quick=True)
 
 
@@ -176,12 +176,12 @@ def test_layers_choose_by_the_table_in_force():
         return Table("t", "by hand", {**dear, name: (Cost(0, 0, 0, 0, 0, 0),) * 2})
 
     for kind in ("dense", "sparse", "dense"):
-        in_force._in_force = without(kind)
+        cost_table._active = without(kind)
         layer = SparseLinear(256, 256, 0.4)
         assert layer.kernel(200) == layer.kernel(200, backward=True) == kind
 
 
-# The tables that come along.
+# The supplied tables.
 
 
 @pytest.mark.parametrize(
@@ -199,20 +199,20 @@ def test_layers_choose_by_the_table_in_force():
 )
 def test_every_machine_has_a_table(monkeypatch, maker, family_, flags, wanted):
     here = Processor(maker, "", family_, frozenset(flags.split()))
-    monkeypatch.setattr(tables, "processor", lambda: here)
+    monkeypatch.setattr(cost_table, "processor", lambda: here)
     monkeypatch.setattr(native, "supported_isas", lambda: ("v3",))
-    assert tables.shipped() is wanted
+    assert cost_table.default_table() is wanted
     monkeypatch.setattr(native, "supported_isas", lambda: ("neon",))
-    assert tables.shipped() is ARM
+    assert cost_table.default_table() is ARM
 
 
 def test_tables_are_whole_and_say_where_they_come_from():
-    for table in tables.TABLES:
+    for table in cost_table.TABLES:
         assert tuple(table.costs) == FAMILIES
         assert table.origin.startswith(("measured on ", "estimated: "))
         assert not table.measured_here
-        assert measured.from_plain(measured.to_plain(table.costs)) == table.costs
-    assert len({table.name for table in tables.TABLES}) == len(tables.TABLES)
+        assert cost_table.costs_from_json(cost_table.costs_to_json(table.costs)) == table.costs
+    assert len({table.name for table in cost_table.TABLES}) == len(cost_table.TABLES)
 
 
 def test_processors_as_systems_tell_of_them():

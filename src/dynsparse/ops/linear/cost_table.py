@@ -1,0 +1,388 @@
+"""The cost model that chooses kernels on a CPU: its formula, its constants, and those in use.
+
+The mean error of a predicted time is 10 to 25 %. Only the order of the kinds matters; it depends on
+the processor through its caches and the width of its arithmetic. The library comes with tables for
+the processors measured so far (`benchmarks/kernel_choice.py`) and estimates for the others.
+`dynsparse tune` measures this processor and stores the constants in the cache folder.
+
+The table is fixed at the first choice of a kernel and stays for the life of the process: another
+kernel may sum in another order, and a training must not switch kernels. With several ranks the
+supplied tables are used, since measured ones would differ from rank to rank.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import os
+from dataclasses import dataclass
+from functools import cache
+from math import log2
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from dynsparse import native
+from dynsparse.checks import is_number
+from dynsparse.files.cache import cache_folder
+from dynsparse.files.json_text import parse_json
+from dynsparse.files.shorten import shortened
+from dynsparse.files.whole import write_text_whole
+from dynsparse.processor import processor
+from dynsparse.version import __version__
+
+_log = logging.getLogger(__name__)
+
+
+class Layer(NamedTuple):
+    """What costs depend on: features, number of blocks, block size."""
+
+    out_features: int
+    in_features: int
+    nnz: int
+    block_size: int
+
+
+class Cost(NamedTuple):
+    """Nanoseconds of one pass: call + feature * (in + out) * batch + entries * (entry
+    + sample * max(batch, least_batch)) + far * non-zeros * log2(1 + megabytes of values).
+
+    `entries` are the non-zeros for kernels that read only these, and all elements of the matrix for
+    `dense` and for bit masks. `far` is the extra cost of values that are not in the second-level
+    cache.
+    """
+
+    call: float
+    feature: float
+    entry: float
+    sample: float
+    least_batch: int
+    far: float
+
+
+# By family, forward and backward (both gradients).
+Costs = dict[str, tuple[Cost, Cost]]
+
+FAMILIES = (
+    "sparse elements",
+    "sparse blocks",  # block sizes that are not multiples of 16
+    "sparse blocks of 16",  # 16, 32, 64 and so on
+    "small elements",
+    "small blocks",
+    "dense",
+)
+
+
+class Table(NamedTuple):
+    """Constants and their origin.
+
+    Attributes:
+        name: of the processors that the table is for.
+        origin: where it was measured, or what it was estimated from.
+        costs: a `Cost` for each of `FAMILIES`, forward and backward.
+        measured_here: whether this processor was measured.
+    """
+
+    name: str
+    origin: str
+    costs: Costs
+    measured_here: bool = False
+
+
+def family(kind: str, block_size: int) -> str:
+    """The family of kernels, with constants of its own, that serves this kind and block size."""
+    if kind == "dense":
+        return kind
+    if block_size == 1:
+        return f"{kind} elements"
+    return "sparse blocks of 16" if kind == "sparse" and block_size % 16 == 0 else f"{kind} blocks"
+
+
+def evaluate(c: Cost, name: str, layer: Layer, batch: int) -> float:
+    """The formula of `Cost` for kernels of the family `name`."""
+    elements = layer.out_features * layer.in_features
+    values = layer.nnz * layer.block_size**2
+    entries = elements if name in ("small elements", "dense") else values
+    return (
+        c.call
+        + c.feature * (layer.out_features + layer.in_features) * batch
+        + entries * (c.entry + c.sample * max(batch, c.least_batch))
+        + c.far * values * log2(1 + values / (1 << 18))
+    )
+
+
+# The supplied tables.
+
+_GRID = "layers of 256 to 4096 features, batches of 1 to 2048, densities of 0.01 to 1"
+
+_XEON: Costs = {
+    "sparse elements": (
+        Cost(6666, 0.1739, 0.1514, 0.0338, 16, 0.0877),
+        Cost(10082, 0.445, 1.4113, 0.0508, 16, 1.3183),
+    ),
+    "sparse blocks": (
+        Cost(5816, 0.196, 0.0737, 0.0157, 16, 0.0087),
+        Cost(7169, 0.4568, 1.7683, 0.0421, 16, 0.0427),
+    ),
+    "sparse blocks of 16": (
+        Cost(7448, 0.1524, 0.1146, 0.0189, 4, 0.1834),
+        Cost(9860, 0.2993, 0.006, 0.0357, 4, 0.1375),
+    ),
+    "small elements": (
+        Cost(6725, 0.2173, 0.0049, 0.0224, 2, 0.0491),
+        Cost(8950, 0.6643, 0.1406, 0.0368, 0, 0.1597),
+    ),
+    "small blocks": (
+        Cost(5624, 1.4935, 0.0, 0.0235, 2, 0.0389),
+        Cost(6833, 3.1534, 0.0, 0.0656, 2, 0.105),
+    ),
+    "dense": (
+        Cost(11157, 0.1748, 0.2672, 0.0158, 0, 0.1866),
+        Cost(21483, 0.2304, 0.4351, 0.03, 0, 0.3647),
+    ),
+}
+
+_EPYC: Costs = {
+    "sparse elements": (
+        Cost(7922, 0.122, 0.0058, 0.0395, 16, 0.1528),
+        Cost(12254, 0.3972, 1.0344, 0.0541, 16, 0.8155),
+    ),
+    "sparse blocks": (
+        Cost(6905, 0.1867, 0.0, 0.0204, 16, 0.0501),
+        Cost(9710, 0.4114, 0.9547, 0.0467, 16, 0.3134),
+    ),
+    "sparse blocks of 16": (
+        Cost(7382, 0.1462, 0.0847, 0.0217, 4, 0.0824),
+        Cost(9980, 0.1611, 0.0, 0.0465, 2, 0.1128),
+    ),
+    "small elements": (
+        Cost(6871, 0.1016, 0.0046, 0.0279, 2, 0.0281),
+        Cost(9182, 0.4426, 0.1289, 0.045, 0, 0.2007),
+    ),
+    "small blocks": (
+        Cost(5793, 1.2219, 0.0, 0.0271, 0, 0.0296),
+        Cost(7625, 1.776, 0.0, 0.0675, 0, 0.0939),
+    ),
+    "dense": (
+        Cost(15749, 0.135, 0.2228, 0.0245, 0, 0.1608),
+        Cost(27877, 0.2079, 0.4005, 0.0501, 0, 0.6022),
+    ),
+}
+
+
+def _multiplied(costs: Costs, sparse: float, dense: float) -> Costs:
+    """Scale the time of a multiply-add of sparse and of dense kernels."""
+    return {
+        name: (
+            forward._replace(sample=forward.sample * (dense if name == "dense" else sparse)),
+            backward._replace(sample=backward.sample * (dense if name == "dense" else sparse)),
+        )
+        for name, (forward, backward) in costs.items()
+    }
+
+
+_AMX = Table(
+    "Intel with AMX",
+    f"measured on one thread of a two-core Xeon with AVX-512 (family 6, model 207): {_GRID}",
+    _XEON,
+)
+_ZEN_4 = Table(
+    "AMD Zen 4",
+    f"measured on one thread of a two-core EPYC with AVX-512 (family 25, model 17): {_GRID}",
+    _EPYC,
+)
+_AVX512 = Table(
+    "Intel with AVX-512",
+    f"estimated: as {_AMX.name}, which products of float32 do not use",
+    _XEON,
+)
+_AVX2 = Table(
+    "Intel with AVX2",
+    f"estimated: as {_AMX.name}, with vectors of half the width, and half the multiply-adds and "
+    "loads a cycle",
+    _multiplied(_XEON, 2, 2),
+)
+_ZEN_3 = Table(
+    "AMD up to Zen 3",
+    f"estimated: as {_ZEN_4.name}, whose vectors of 512 bits take two cycles where those of 256 "
+    "take one",
+    _EPYC,
+)
+_ZEN_5 = Table(
+    "AMD from Zen 5",
+    f"estimated: as {_ZEN_4.name}, with twice the multiply-adds and loads a cycle",
+    _multiplied(_EPYC, 0.5, 0.5),
+)
+_ARM = Table(
+    "ARM",
+    f"estimated: as {_ZEN_4.name}, with as many multiply-adds a cycle (four of 128 bits), but "
+    "three loads of 128 bits where that has one of 512: sparse kernels wait for a load with each "
+    "multiply-add, dense products use theirs again",
+    _multiplied(_EPYC, 4 / 3, 1),
+)
+TABLES = (_AMX, _AVX512, _AVX2, _ZEN_3, _ZEN_4, _ZEN_5, _ARM)
+
+
+def default_table() -> Table:
+    """The supplied table for this machine; unknown makers use Intel's."""
+    if "neon" in native.supported_isas():
+        return _ARM
+    machine = processor()
+    wide = "avx512f" in machine.flags
+    if machine.maker == "AuthenticAMD":
+        return (_ZEN_5 if machine.family > 25 else _ZEN_4) if wide else _ZEN_3
+    if "amx_tile" in machine.flags:
+        return _AMX
+    return _AVX512 if wide else _AVX2
+
+
+# The table in use.
+
+_active: Table | None = None
+
+
+def active() -> Table:
+    """The table in use, chosen at the first call: the stored measurement if it is enabled, else the
+    supplied table."""
+    global _active
+    if _active is None:
+        measurement = None if _has_other_ranks() else load_measurement()
+        if measurement is None or not measurement.enabled:
+            _active = default_table()
+        else:
+            _active = measurement.table()
+        _log.info("kernels are chosen by the table %s: %s", _active.name, _active.origin)
+    return _active
+
+
+def _has_other_ranks() -> bool:
+    if os.environ.get("WORLD_SIZE", "1").strip() not in ("", "0", "1"):
+        return True
+    distributed = torch.distributed
+    return (
+        distributed.is_available()
+        and distributed.is_initialized()
+        and distributed.get_world_size() > 1
+    )
+
+
+# Measurements, in files of the cache folder.
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """The result of measuring this processor.
+
+    Attributes:
+        date: as 2026-01-31.
+        costs: the fitted constants.
+        error: mean relative error of a predicted time.
+        excess: how much longer the kinds that a table chooses take than the best kinds, on average
+            over the measured cells: {"default": .., "measured": ..}.
+        enabled: whether kernels are chosen by these constants.
+        reason: why, or why not.
+    """
+
+    date: str
+    costs: Costs
+    error: float
+    excess: dict[str, float]
+    enabled: bool
+    reason: str
+
+    def table(self) -> Table:
+        return Table(
+            processor().name, f"measured here on {self.date}", self.costs, measured_here=True
+        )
+
+
+@cache
+def _kernels_digest() -> str:
+    """A hash of the compiled kernels; empty if there are none."""
+    library = native.load()
+    if library is None:
+        return ""
+    return hashlib.sha256(Path(library._name).read_bytes()).hexdigest()
+
+
+def environment() -> dict[str, str]:
+    """What measured constants depend on: the processor, the kernels, this library, and torch, whose
+    dense products are one of the kinds."""
+    return {
+        "processor": processor().name,
+        "kernels": _kernels_digest(),
+        "version": __version__,
+        "torch": str(torch.__version__),
+    }
+
+
+def _measurement_file() -> Path:
+    name = hashlib.sha256(json.dumps(environment(), sort_keys=True).encode()).hexdigest()
+    return cache_folder() / "kernel-costs" / f"{name[:32]}.json"
+
+
+def load_measurement() -> Measurement | None:
+    """The stored measurement of this processor; None if there is none that can be read."""
+    if not _kernels_digest():
+        return None
+    try:
+        content = _measurement_file().read_bytes()
+    except OSError:
+        return None
+    try:
+        fields = dict(parse_json(content))
+        costs = costs_from_json(fields.pop("costs"))
+        measurement = Measurement(**fields, costs=costs)
+        if not isinstance(measurement.enabled, bool) or not isinstance(measurement.excess, dict):
+            raise ValueError(f"expected the fields of a measurement, got {shortened(fields)}")
+    except (KeyError, TypeError, ValueError) as error:
+        _log.warning("the stored kernel costs cannot be read and are ignored: %s", error)
+        return None
+    return measurement
+
+
+def save_measurement(measurement: Measurement) -> None:
+    """Store it for later processes.
+
+    Raises:
+        OSError: the file cannot be written.
+    """
+    file = _measurement_file()
+    file.parent.mkdir(parents=True, exist_ok=True)
+    fields = {**vars(measurement), "costs": costs_to_json(measurement.costs)}
+    write_text_whole(file, json.dumps(fields, allow_nan=False))
+
+
+def delete_measurement() -> bool:
+    """Return to the supplied table; whether there was a measurement to delete."""
+    try:
+        _measurement_file().unlink()
+    except (FileNotFoundError, NotADirectoryError):
+        return False
+    return True
+
+
+def costs_to_json(costs: Costs) -> dict[str, list[list[float]]]:
+    """Plain types, for `costs_from_json`."""
+    return {name: [list(cost) for cost in passes] for name, passes in costs.items()}
+
+
+def costs_from_json(plain: Any) -> Costs:
+    """The reverse of `costs_to_json`.
+
+    Raises:
+        ValueError: anything else.
+    """
+    costs: Costs = {}
+    try:
+        for name in FAMILIES:
+            forward, backward = (Cost(*numbers) for numbers in plain[name])
+            costs[name] = forward, backward
+    except (KeyError, TypeError, ValueError):
+        costs = {}
+    numbers = [number for passes in costs.values() for cost in passes for number in cost]
+    if not numbers or not all(is_number(number) and 0 <= number < 1e9 for number in numbers):
+        raise ValueError(f"expected costs of {len(FAMILIES)} families, got {shortened(plain)}")
+    return costs
