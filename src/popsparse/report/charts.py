@@ -43,24 +43,52 @@ def words(name: str) -> str:
     return name.replace("_", " ").strip()
 
 
-def cell(content: str, kind: str = "", title: str = "") -> str:
-    """A table cell of ready HTML; kind "n" is a number, "b" a bar."""
-    attributes = (f' class="{kind}"' if kind else "") + (f' title="{esc(title)}"' if title else "")
-    return f"<td{attributes}>{content}</td>"
+def table(
+    head: Sequence[str | tuple[str, str]],
+    rows: Iterable[Sequence[Any] | tuple[str, Sequence[Any]]],
+    kind: str = "",
+) -> str:
+    """A table.
+
+    Args:
+        head: the label of each column: "#label" for numbers, "=" for bars, or (label, class).
+        rows: the cells, ready HTML, or numbers; None is an empty cell. (class, cells) for a row of
+            that class.
+        kind: class of the table.
+    """
+    columns = [_column(label) for label in head]
+    top = "".join(_element("th", esc(label), c, ' scope="col"') for label, c in columns)
+    body = []
+    for row in rows:
+        style, cells = row if isinstance(row, tuple) else ("", row)
+        line = "".join(
+            _element("td", _text(content), c)
+            for content, (_, c) in zip(cells, columns, strict=True)
+        )
+        body.append(_element("tr", line, style))
+    content = f"<thead><tr>{top}</tr></thead><tbody>{''.join(body)}</tbody>"
+    return f'<div class="scroll">{_element("table", content, kind)}</div>'
 
 
-def table(head: Sequence[tuple[str, str]], rows: Iterable[str], kind: str = "") -> str:
-    """A table. Head: (label, kind) of each column; rows: their cells, ready."""
-    top = "".join(
-        f'<th scope="col"{f" class={chr(34)}{k}{chr(34)}" if k else ""}>{esc(label)}</th>'
-        for label, k in head
-    )
-    body = "".join(row if row.startswith("<tr") else f"<tr>{row}</tr>" for row in rows)
+def _column(label: str | tuple[str, str]) -> tuple[str, str]:
+    if isinstance(label, tuple):
+        return label
+    marks = {"#": "n", "=": "b"}
+    return (label[1:], marks[label[0]]) if label[:1] in marks else (label, "")
+
+
+def indent(label: str, depth: int) -> str:
+    """The first cell of a row inside `depth` others."""
+    return f'<span style="padding-left:{1.4 * depth:g}em">{label}</span>'
+
+
+def _element(tag: str, content: str, kind: str = "", more: str = "") -> str:
     name = f' class="{kind}"' if kind else ""
-    return (
-        f'<div class="scroll"><table{name}><thead><tr>{top}</tr></thead>'
-        f"<tbody>{body}</tbody></table></div>"
-    )
+    return f"<{tag}{more}{name}>{content}</{tag}>"
+
+
+def _text(content: Any) -> str:
+    return content if isinstance(content, str) else "" if content is None else number(content)
 
 
 def bar(parts: Iterable[tuple[str, float]], whole: float) -> str:

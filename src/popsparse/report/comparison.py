@@ -9,7 +9,7 @@ from typing import Any
 
 from dynsparse.checks import check_kind
 from dynsparse.typed import typed
-from popsparse.report.charts import cell, esc, number, percent, table, words
+from popsparse.report.charts import esc, number, percent, table, words
 from popsparse.report.data import PARTS, ProfileData, StoredProfile, read_profiles
 from popsparse.report.rules import Finding, findings
 from popsparse.report.steps import operations, peak_step, short_names
@@ -148,7 +148,7 @@ def comparison_section(found: Comparison) -> str:
             ("Findings, % of the cycles or of a tile's memory", percents(one.findings)),
         ):
             rows = [_row(pair) for pair in pairs if pair.first or pair.second]
-            head = [("", ""), ("A", "n"), ("B", "n"), ("difference", "n"), ("change", "n")]
+            head = ["", "#A", "#B", "#difference", "#change"]
             out.append(f"<div><h3>{heading}</h3>{table(head, rows, 'narrow')}</div>")
         out.append("</div>")
         for several, what in ((one.gone, "No longer found in B"), (one.came, "New in B")):
@@ -165,19 +165,14 @@ def percents(pairs: Sequence[Pair]) -> list[Pair]:
     ]
 
 
-def _row(pair: Pair) -> str:
-    a, b = pair.first, pair.second
-    difference = round((b or 0) - (a or 0), 6)
-    kind = "n up" if difference > 0 else "n down" if difference < 0 else "n"
-    sign = "+" if difference > 0 else ""
-    change = "" if pair.change is None else f"{100 * pair.change:+.1f}\u00a0%"
-    return (
-        cell(esc(words(pair.name)))
-        + cell("" if a is None else number(a), "n")
-        + cell("" if b is None else number(b), "n")
-        + cell(f"{sign}{number(difference)}" if difference else "", kind)
-        + cell(change if difference else "", kind)
-    )
+def _row(pair: Pair) -> tuple[str, list[Any]]:
+    difference = round((pair.second or 0) - (pair.first or 0), 6)
+    cells = [esc(words(pair.name)), pair.first, pair.second, "", ""]
+    if not difference:
+        return "", cells
+    cells[3] = f"{'+' if difference > 0 else ''}{number(difference)}"
+    cells[4] = "" if pair.change is None else f"{100 * pair.change:+.1f}\u00a0%"
+    return "up" if difference > 0 else "down", cells
 
 
 _WIDTH = 96

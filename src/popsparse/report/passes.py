@@ -12,10 +12,10 @@ from dynsparse.checks import check_kind
 from popsparse.machine import ProgramNode
 from popsparse.report.charts import (
     bar,
-    cell,
     esc,
     grid_map,
     histogram,
+    indent,
     legend,
     number,
     percent,
@@ -88,10 +88,6 @@ def _row(text: str, figures: str, inside: str, state: str) -> str:
 _MOST_STEPS = 40
 
 
-def _bar(parts: Mapping[str, float], whole: float) -> str:
-    return bar([(part, parts[part]) for part in PARTS], whole)
-
-
 def _legend(profile: ProfileData) -> str:
     return legend((part, part) for part in PARTS if profile.parts[part])
 
@@ -110,7 +106,7 @@ def balance_section(profile: ProfileData) -> str:
         f"<p><b>{number(profile.cycles)} cycles</b>, {number(profile.seconds * 1e6)} µs on "
         f"{esc(profile.target.get('name', 'the target'))}{rate}"
         + (f": {counts}" if counts else "")
-        + f'.</p><p class="wide">{_bar(profile.parts, profile.cycles)}</p>{legend(shares)}'
+        + f'.</p><p class="wide">{bar(profile.parts.items(), profile.cycles)}</p>{legend(shares)}'
     )
 
 
@@ -136,16 +132,13 @@ def timeline_section(profile: ProfileData, identity: str) -> str:
 
 def program_section(profile: ProfileData, loops: list[Run], names: list[str]) -> str:
     """The run in order, loops once with their count; `names` are those of the runs of steps."""
-    rows: list[str] = []
+    rows: list[tuple[str, list[Any]]] = []
 
-    def line(label: str, count: int, parts: np.ndarray, depth: int, loop: bool) -> None:
+    def line(label: str, count: int, parts: np.ndarray, depth: int, is_loop: bool) -> None:
         cycles = float(parts.sum())
-        indent = f'<span style="padding-left:{1.4 * depth:g}em">{label}</span>'
-        content = cell(indent) + cell(f"{count:,}", "n") + cell(number(cycles), "n")
-        content += cell(percent(cycles, profile.cycles), "n")
-        pairs = dict(zip(PARTS, parts.tolist(), strict=True))
-        content += cell(_bar(pairs, profile.cycles), "b")
-        rows.append(f'<tr class="loop">{content}</tr>' if loop else content)
+        shares = bar(zip(PARTS, parts.tolist(), strict=True), profile.cycles)
+        cells = [indent(label, depth), count, cycles, percent(cycles, profile.cycles), shares]
+        rows.append(("loop" if is_loop else "", cells))
 
     def visit(runs: list[Run], starts: np.ndarray, origin: int, depth: int) -> None:
         for run in runs:
@@ -164,7 +157,7 @@ def program_section(profile: ProfileData, loops: list[Run], names: list[str]) ->
                 visit(run.body, each, run.first, depth)
 
     visit(loops, np.zeros(1, np.int64), 0, 0)
-    head = [("step", ""), ("times", "n"), ("cycles", "n"), ("share", "n"), ("", "b")]
+    head = ["step", "#times", "#cycles", "#share", "="]
     return table(head, rows, "tall" if len(rows) > 40 else "") + _legend(profile)
 
 
@@ -174,41 +167,29 @@ def steps_section(profile: ProfileData) -> str:
     names = dict(zip(map(id, profile.steps), short_names(profile), strict=True))
     most = ran[0].cycles if ran else 0.0
 
-    def row(label: str, kind: str, runs: int, group: list[StepData], balance: str) -> str:
+    def row(label: str, kind: str, group: list[StepData], balance: str) -> list[Any]:
         parts = {part: sum(step.parts[part] for step in group) for part in PARTS}
         cycles = sum(parts.values())
-        content = (
-            cell(esc(label)) + cell(kind, "w") + cell(f"{runs:,}", "n") + cell(number(cycles), "n")
-        )
-        content += cell(percent(cycles, profile.cycles), "n")
-        content += cell(_bar(parts, max(most, cycles)), "b")
-        content += "".join(cell(number(parts[p]) if parts[p] else "", "n") for p in PARTS[:3])
-        received = sum(step.received for step in group)
-        return content + cell(balance, "n") + cell(number(received) if received else "", "n")
+        return [
+            esc(label),
+            kind,
+            sum(step.runs for step in group),
+            cycles,
+            percent(cycles, profile.cycles),
+            bar(parts.items(), max(most, cycles)),
+            *(parts[part] or None for part in PARTS[:3]),
+            balance,
+            sum(step.received for step in group) or None,
+        ]
 
     rows = [
-        row(
-            names[id(step)],
-            esc(step.kind),
-            step.runs,
-            [step],
-            percent(step.balance) if step.balance else "",
-        )
+        row(names[id(step)], esc(step.kind), [step], percent(step.balance) if step.balance else "")
         for step in ran[:_MOST_STEPS]
     ]
     if rest := ran[_MOST_STEPS:]:
-        rows.append(row(f"{len(rest):,} more steps", "", sum(s.runs for s in rest), rest, ""))
-    head = [
-        ("step", ""),
-        ("kind", ""),
-        ("runs", "n"),
-        ("cycles", "n"),
-        ("share", "n"),
-        ("", "b"),
-        *((part, "n") for part in PARTS[:3]),
-        ("balance", "n"),
-        ("received, B", "n"),
-    ]
+        rows.append(row(f"{len(rest):,} more steps", "", rest, ""))
+    head = ["step", "kind", "#runs", "#cycles", "#share", "="]
+    head += [*(f"#{part}" for part in PARTS[:3]), "#balance", "#received, B"]
     return table(head, rows) + _legend(profile) + _codelets(profile)
 
 
@@ -216,12 +197,9 @@ def _codelets(profile: ProfileData) -> str:
     if not profile.codelets:
         return ""
     ranked = sorted(profile.codelets.items(), key=lambda item: -item[1]["cycles"])
-    rows = [
-        cell(esc(name)) + cell(number(c["vertices"]), "n") + cell(number(c["cycles"]), "n")
-        for name, c in ranked[:20]
-    ]
-    head = [("codelet", ""), ("vertices run", "n"), ("cycles, sum over vertices", "n")]
-    return "<details><summary>Vertices by codelet</summary>" + table(head, rows) + "</details>"
+    rows = [[esc(name), c["vertices"], c["cycles"]] for name, c in ranked[:20]]
+    shown = table(["codelet", "#vertices run", "#cycles, sum over vertices"], rows)
+    return f"<details><summary>Vertices by codelet</summary>{shown}</details>"
 
 
 def tiles_section(profile: ProfileData, tiles: Tiles, identity: str, memory_of: str = "") -> str:
@@ -306,32 +284,17 @@ def predicted_section(predicted: Mapping[str, Any], profiles: list[ProfileData])
     for name, time in predicted.items():
         check_kind(f"the pass {name}", time, Mapping, "what PassTime.to_dict gives")
         cycles = float(time["cycles"])
-        rows = []
+        rows: list[list[Any]] = []
         for step in time["steps"]:
-            here = {key: float(step[key]) for key in ("compute", "exchange")}
-            total = sum(here.values())
-            rows.append(
-                cell(esc(step["name"]))
-                + cell(number(here["compute"]), "n")
-                + cell(number(here["exchange"]), "n")
-                + cell(number(step["syncs"]), "n")
-                + cell(percent(total, cycles), "n")
-                + cell(bar(list(here.items()), cycles), "b")
-            )
-        sync = time["sync_cycles"]
-        if sync:
-            last = (
-                cell("synchronisation, all steps") + cell("") * 3 + cell(percent(sync, cycles), "n")
-            )
-            rows.append(last + cell(bar([("sync", sync)], cycles), "b"))
-        head = [
-            ("step", ""),
-            ("compute", "n"),
-            ("exchange", "n"),
-            ("synchronisations", "n"),
-            ("share", "n"),
-            ("", "b"),
-        ]
+            parts = {key: float(step[key]) for key in ("compute", "exchange")}
+            share = percent(sum(parts.values()), cycles)
+            shown = bar(parts.items(), cycles)
+            rows.append([esc(step["name"]), *parts.values(), step["syncs"], share, shown])
+        if sync := time["sync_cycles"]:
+            shown = bar([("sync", sync)], cycles)
+            label = "synchronisation, all steps"
+            rows.append([label, None, None, None, percent(sync, cycles), shown])
+        head = ["step", "#compute", "#exchange", "#synchronisations", "#share", "="]
         title = esc(words(str(name)))
         out.append(f"<h3>{title}: {number(cycles)} cycles</h3>")
         if ran.get(str(name)) and cycles:

@@ -9,7 +9,6 @@ import numpy as np
 
 from popsparse.report.charts import (
     bar,
-    cell,
     esc,
     grid_map,
     histogram,
@@ -79,15 +78,15 @@ def _terms(terms: Sequence[tuple[str, float, float | None]]) -> str:
     total = sum(cycles for _, cycles, _ in terms)
     most = max((cycles for _, cycles, _ in terms), default=0)
     with_bytes = any(size is not None for _, _, size in terms)
-    head = [("term", ""), ("cycles", "n"), ("share", "n"), ("", "b")]
-    head += [("temporary memory, B", "n")] if with_bytes else []
-    rows = []
+    head = ["term", "#cycles", "#share", "=", "#temporary memory, B"]
+    rows: list[tuple[str, list[Any]]] = []
     for name, cycles, size in terms:
-        row = cell(esc(words(name))) + cell(number(cycles), "n") + cell(percent(cycles, total), "n")
-        row += cell(bar([("compute", cycles)], most), "b")
-        rows.append(row + (cell(number(size or 0), "n") if with_bytes else ""))
-    last = cell("all") + cell(number(total), "n") + "<td></td>" * (len(head) - 2)
-    return table(head, [*rows, f'<tr class="total">{last}</tr>'])
+        share, shown = percent(cycles, total), bar([("compute", cycles)], most)
+        rows.append(("", [esc(words(name)), cycles, share, shown, size or 0]))
+    rows.append(("total", ["all", total, None, None, None]))
+    if not with_bytes:
+        head, rows = head[:-1], [(kind, cells[:-1]) for kind, cells in rows]
+    return table(head, rows)
 
 
 def _sparse(report: Mapping[str, Any]) -> str:
@@ -154,28 +153,29 @@ def _runners_up(report: Mapping[str, Any]) -> str:
     others = report["runners_up"]
     cut = [key for key in others[0] if key not in _OF_RUNNERS_UP]
     why = [str(row.get("why", "")) or _why(report, row) for row in others]
-    with_why = any(why)
     most = max(abs(row["behind"]) for row in others)
+    head: list[str | tuple[str, str]] = [
+        (" × ".join(_LABELS.get(key, words(key)) for key in cut), "w"),
+        ("method" if others[0].get("method") else "", "w"),
+        "#cycles",
+        "#behind",
+        "=",
+        "#temporary memory, B",
+        *([("against the winner", "t")] if any(why) else []),
+    ]
     rows = []
     for row, reason in zip(others, why, strict=True):
         rows.append(
-            cell(" × ".join(number(row[key]) for key in cut), "w")
-            + cell(esc(row.get("method", "")), "w")
-            + cell(number(row["cycles"]), "n")
-            + cell(f"{100 * row['behind']:+.2f}\u00a0%", "n")
-            + cell(bar([("exchange", abs(row["behind"]))], most), "b")
-            + cell(number(row["temporary_bytes"]), "n")
-            + (cell(esc(words(reason)), "t") if with_why else "")
+            [
+                " × ".join(number(row[key]) for key in cut),
+                esc(row.get("method", "")),
+                row["cycles"],
+                f"{100 * row['behind']:+.2f}\u00a0%",
+                bar([("exchange", abs(row["behind"]))], most),
+                row["temporary_bytes"],
+                *([esc(words(reason))] if any(why) else []),
+            ]
         )
-    head = [
-        (" × ".join(_LABELS.get(key, words(key)) for key in cut), ""),
-        ("method" if others[0].get("method") else "", ""),
-        ("cycles", "n"),
-        ("behind", "n"),
-        ("", "b"),
-        ("temporary memory, B", "n"),
-        *([("against the winner", "")] if with_why else []),
-    ]
     return "<h3>Runners-up</h3>" + table(head, rows)
 
 
@@ -339,23 +339,12 @@ def buckets_section(data: BucketData) -> str:
     if data.grad_a_words_used is not None:
         used = data.grad_a_words_used
         kinds.append(("meta-info of grad input, words", used, data.grad_a_words_capacity))
-    rows = [
-        cell(esc(name))
-        + cell(number(capacity), "n")
-        + cell(number(float(used.mean())), "n")
-        + cell(percent(float(used.mean()), capacity), "n")
-        + cell(number(float(used.max())), "n")
-        + cell(percent(float(used.max()), capacity), "n")
-        for name, used, capacity in kinds
-    ]
-    head = [
-        ("content of a bucket", ""),
-        ("room", "n"),
-        ("mean", "n"),
-        ("fill", "n"),
-        ("fullest", "n"),
-        ("fill", "n"),
-    ]
+    rows = []
+    for name, used, capacity in kinds:
+        mean, most = float(used.mean()), float(used.max())
+        fill = percent(mean, capacity), percent(most, capacity)
+        rows.append([esc(name), capacity, mean, fill[0], most, fill[1]])
+    head = ["content of a bucket", "#room", "#mean", "#fill", "#fullest", "#fill"]
     x, y, z = data.partition
     groups = f" in each of {data.groups:,} groups" if data.groups > 1 else ""
     out = [
@@ -427,17 +416,8 @@ def propagation_section(data: BucketData) -> str:
     if data.travels:
         total = sum(data.travels.values())
         ranked = sorted(data.travels.items(), key=lambda item: -item[1])[:12]
-        rows = [
-            cell(f"{x:,}", "n") + cell(f"{y:,}", "n") + cell(number(v), "n")
-            + cell(percent(v, total), "n")
-            for (x, y), v in ranked
-        ]  # fmt: skip
-        head = [
-            ("distance in X", "n"),
-            ("in Y", "n"),
-            ("values", "n"),
-            ("of all that travel", "n"),
-        ]
+        rows = [[x, y, v, percent(v, total)] for (x, y), v in ranked]
+        head = ["#distance in X", "#in Y", "#values", "#of all that travel"]
         out.append(
             "<h3>What lies at which distance from its rectangle</h3>" + table(head, rows, "narrow")
         )

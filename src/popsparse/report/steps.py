@@ -10,7 +10,7 @@ import numpy as np
 
 from dynsparse.checks import check_integer
 from dynsparse.typed import typed
-from popsparse.report.charts import bar, cell, esc, legend, number, percent, table
+from popsparse.report.charts import bar, esc, indent, legend, number, percent, table
 from popsparse.report.data import ContentsData, ProfileData, StepData, steps_of
 
 _LONGEST_BODY = 64
@@ -233,30 +233,19 @@ def operations_section(profile: ProfileData) -> str:
     rows = []
     several = {one.name.rpartition("/")[0] for one in found}
     for one in found[:_MOST]:
-        label = one.name.rpartition("/")[2]
-        indent = f'<span style="padding-left:{1.4 * (one.depth - 1):g}em">{esc(label)}</span>'
         rate = one.flops / one.seconds / 1e12 if one.flops and one.seconds else None
-        content = (
-            cell(indent)
-            + cell(number(one.cycles), "n")
-            + cell(percent(one.cycles, profile.cycles), "n")
-            + cell(bar([("compute", one.cycles)], profile.cycles), "b")
-            + cell(number(one.flops) if one.flops else "", "n")
-            + cell(number(rate) if rate else "", "n")
-            + cell(number(one.tiles) if one.tiles else "", "n")
-            + cell("" if one.peak_share is None else percent(one.peak_share), "n")
-        )
-        rows.append(f'<tr class="loop">{content}</tr>' if one.name in several else content)
-    head = [
-        ("operation", ""),
-        ("cycles", "n"),
-        ("share", "n"),
-        ("", "b"),
-        ("FLOPs", "n"),
-        ("TFLOP/s", "n"),
-        ("tiles", "n"),
-        ("of their peak", "n"),
-    ]
+        cells = [
+            indent(esc(one.name.rpartition("/")[2]), one.depth - 1),
+            one.cycles,
+            percent(one.cycles, profile.cycles),
+            bar([("compute", one.cycles)], profile.cycles),
+            one.flops or None,
+            rate,
+            one.tiles or None,
+            None if one.peak_share is None else percent(one.peak_share),
+        ]
+        rows.append(("loop" if one.name in several else "", cells))
+    head = ["operation", "#cycles", "#share", "=", "#FLOPs", "#TFLOP/s", "#tiles", "#of their peak"]
     more = f"<p>and {len(found) - _MOST:,} more.</p>" if len(found) > _MOST else ""
     return (
         "<p>Steps by the names they were built with. Cycles are those of synchronisation, exchange "
