@@ -37,8 +37,8 @@ CALLED_BY_OTHERS = {
     "dynsparse/integrations/onnx/trilu.py": {"_"},  # onnx2torch
     "dynsparse/logs.py": {"stream"},  # logging.StreamHandler
     "popsparse/machine/lowering.py": {"_WriteUndef"},  # one of several programs, by its class
-    "dynsparse/nn/attention_blocks.py": {"load_pattern"},  # torch's hooks before a state is loaded
-    "dynsparse/nn/weight_view.py": {"__torch_dispatch__"},
+    "dynsparse/nn/attend.py": {"load_pattern"},  # torch's hooks before a state is loaded
+    "dynsparse/nn/linear.py": {"__torch_dispatch__"},
     "dynsparse/ops/linear/flops.py": {"_conv"},  # torch's FlopCounterMode
     "dynsparse/report/bench/tables.py": {"_law", "_steps"},  # one of several tables, by name
     "dynsparse/tracing/models.py": {"_begins", "_ends", "_goes_back"},  # hooks of torch

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from dynsparse.checks import check_kind
 from dynsparse.files.shorten import shortened
-from dynsparse.nn.targets import register_backend
+from dynsparse.nn.backends import register_backend
 from dynsparse.ops import capture
 from dynsparse.ops.eager import refuse_transforms
 from dynsparse.ops.embedding import record_rows

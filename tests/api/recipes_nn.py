@@ -9,8 +9,8 @@ from torch import nn
 
 import dynsparse as ds
 import popsparse
-from dynsparse.nn.active import ActiveSet
-from dynsparse.nn.averaging import follow_patterns
+from dynsparse.nn.active_set import ActiveSet
+from dynsparse.nn.models import follow_patterns
 
 
 def conv(kind=ds.nn.SparseConv2d, block=1):

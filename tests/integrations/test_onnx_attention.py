@@ -40,4 +40,4 @@ def test_onnxruntime_computes_what_the_layer_does(causal, weights, tmp_path):
     (name,) = (given.name for given in session.get_inputs())
     (y,) = session.run(None, {name: x.numpy()})
     torch.testing.assert_close(torch.from_numpy(y), model(x), rtol=1e-5, atol=1e-5)
-    assert model.attention.laid_out_pattern is None
+    assert model.attention.exported_mask is None

@@ -8,7 +8,7 @@ from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 from torch.nn.functional import scaled_dot_product_attention
 
 from dynsparse.nn import SparseMultiheadAttention
-from dynsparse.nn.flex import attend
+from dynsparse.nn.attend import attend_flex
 
 N, HEADS, LENGTH = 2, 4, 9
 
@@ -64,7 +64,7 @@ def test_a_learned_bias_gets_its_gradient():
     def steeper(score, b, h, i, j):
         return score * bias[h]
 
-    y = attend(q, k, v, steeper, None)
+    y = attend_flex(q, k, v, steeper, None)
     wanted = scaled_dot_product_attention(q * bias.view(-1, 1, 1), k, v)
     torch.testing.assert_close(y, wanted)
     (got,), (other,) = (torch.autograd.grad(t.square().sum(), bias) for t in (y, wanted))
@@ -73,7 +73,7 @@ def test_a_learned_bias_gets_its_gradient():
 
 def test_a_query_that_may_look_nowhere_gets_zeros():
     q = torch.randn(N, HEADS, LENGTH, 8, requires_grad=True)
-    y = attend(q, q, q, None, mask_of(function=lambda b, h, i, j: (i > 2) & (j > i - 3)))
+    y = attend_flex(q, q, q, None, mask_of(function=lambda b, h, i, j: (i > 2) & (j > i - 3)))
     assert not y[:, :, :3].any()
     y.sum().backward()
     assert bool(q.grad.isfinite().all())
@@ -85,7 +85,7 @@ def test_it_is_what_torch_computes():
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # that it is not compiled here
         wanted = flex_attention(q, k, v, sloped, mask)
-    torch.testing.assert_close(attend(q, k, v, sloped, mask), wanted)
+    torch.testing.assert_close(attend_flex(q, k, v, sloped, mask), wanted)
 
 
 def test_what_does_not_fit():

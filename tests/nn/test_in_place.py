@@ -9,7 +9,7 @@ from torch import nn
 import dynsparse as ds
 import popsparse
 from dynsparse.nn import SparseEmbedding, SparseLinear
-from dynsparse.nn.active import ActiveSet
+from dynsparse.nn.active_set import ActiveSet
 
 SHAPES = [(8,), (3, 8), (2, 3, 8), (2, 1, 3, 8), (0, 3, 8)]
 

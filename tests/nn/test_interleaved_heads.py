@@ -8,8 +8,7 @@ from torch import nn
 
 import dynsparse as ds
 from dynsparse.distributed.chains import find_chains
-from dynsparse.nn import SparseLinear, SparseMultiheadAttention, SparseTransformerLayer
-from dynsparse.nn import heads as order_of_heads
+from dynsparse.nn import SparseLinear, SparseMultiheadAttention, SparseTransformerLayer, attend
 
 HEADS, DIM = 2, 3
 
@@ -51,12 +50,12 @@ def test_a_head_has_every_second_feature(need_weights):
      (16, 16, 32, 1), (16, 4, 6, 2), (16, 4, 5, 1), (16, 3, 16, 1)],
 )  # fmt: skip
 def test_a_block_has_as_many_features_of_each_head(block_size, heads, head_dim, run):
-    assert order_of_heads.run_length(block_size, heads, head_dim) == run
+    assert attend.run_length(block_size, heads, head_dim) == run
     of_head = torch.arange(heads * head_dim) // run % heads
     if heads * head_dim % block_size == 0 and block_size % heads == 0:
         for block in of_head.split(block_size):
             assert block.bincount(minlength=heads).unique().numel() == 1
-    order = order_of_heads.natural_order(heads * head_dim, heads, run)
+    order = attend.deinterleaved_order(heads * head_dim, heads, run)
     assert torch.equal(of_head[order], torch.arange(heads).repeat_interleave(head_dim))
 
 
@@ -65,11 +64,11 @@ def test_a_block_has_as_many_features_of_each_head(block_size, heads, head_dim, 
 def test_heads_are_split_and_joined_by_hand(run, dtype):
     xs = [torch.randn(2, length, 24, dtype=dtype, requires_grad=True) for length in (5, 3)]
     strided = torch.randn(5, 2, 24, dtype=dtype).transpose(0, 1).requires_grad_()
-    order = torch.arange(24) if run is None else order_of_heads.natural_order(24, 3, run)
-    for x, y in zip([*xs, strided], order_of_heads.split([*xs, strided], 3, run), strict=True):
+    order = torch.arange(24) if run is None else attend.deinterleaved_order(24, 3, run)
+    for x, y in zip([*xs, strided], attend.split_heads([*xs, strided], 3, run), strict=True):
         expected = x[..., order].unflatten(-1, (3, 8)).transpose(1, 2)
         assert torch.equal(y, expected)
-        back = order_of_heads.joined(y, run)
+        back = attend.join_heads(y, run)
         assert torch.equal(back, x)
         weights = torch.randn_like(x)
         seed = weights[..., order].unflatten(-1, (3, 8)).transpose(1, 2)
@@ -83,7 +82,7 @@ def test_turning_has_second_derivatives_and_transforms(run):
     x = torch.randn(1, 2, 8, dtype=torch.float64, requires_grad=True)
 
     def turned(x):
-        return order_of_heads.split([x], 2, run)[0].square()
+        return attend.split_heads([x], 2, run)[0].square()
 
     assert torch.autograd.gradgradcheck(turned, x)
     both = torch.stack([x, 2 * x]).detach()
@@ -135,11 +134,11 @@ def test_weights_of_another_run_are_taken_as_they_are():
     """As those that were saved when features were always dealt out one at a time."""
     options = {"block_size": 8, "density": 0.6, "interleaved": True, "batch_first": True}
     own, other = (SparseMultiheadAttention(16, 2, **options) for _ in range(2))
-    assert own.features_in_turn == 4
+    assert own.interleave_length == 4
     saved = own.state_dict()
     saved["interleaved_heads"] = torch.ones((), dtype=torch.int32)
     other.load_state_dict(saved)
-    assert (own.features_in_turn, other.features_in_turn) == (4, 1)
+    assert (own.interleave_length, other.interleave_length) == (4, 1)
     x = torch.randn(1, 5, 16)
     assert not torch.allclose(own(x, x, x)[0], other(x, x, x)[0])
     own.load_state_dict(other.state_dict())
@@ -155,7 +154,7 @@ def test_a_damaged_run_is_refused(run):
     saved["interleaved_heads"] = torch.tensor(run)
     with pytest.raises(RuntimeError, match="'interleaved_heads' of the weights to be 1, 2"):
         attention.load_state_dict(saved)
-    assert attention.features_in_turn == 4
+    assert attention.interleave_length == 4
 
 
 def test_ranks_do_not_share_out_such_heads():

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 import dynsparse as ds
 from dynsparse.nn import SparseMultiheadAttention, SparseTransformerLayer
 from dynsparse.nn.attention import PROJECTIONS
-from dynsparse.nn.matched import even_pattern, meeting, reading
+from dynsparse.nn.init import align_columns, align_rows, even_pattern
 
 
 def groups(blocks, count):
@@ -33,11 +33,11 @@ def test_blocks_are_spread_evenly(height, width, b, density, seed):
 def test_groups_are_renamed_by_hand():
     writer = ds.SparsePattern([3, 3, 0], [0, 1, 0], shape=(8, 4), block_size=2)
     reader = ds.SparsePattern([0, 1, 1], [1, 1, 2], shape=(4, 8), block_size=2)
-    read = reading(reader, writer)  # the fullest column, 1, becomes 3; column 2 becomes 0
+    read = align_columns(reader, writer)  # the fullest column, 1, becomes 3; column 2 becomes 0
     assert read.rows.tolist() == [0, 1, 1]
     assert read.cols.tolist() == [3, 0, 3]
     other = ds.SparsePattern([1, 2, 2], [0, 0, 1], shape=(8, 4), block_size=2)
-    assert meeting(other, writer).rows.tolist() == [0, 3, 3]
+    assert align_rows(other, writer).rows.tolist() == [0, 3, 3]
 
 
 @pytest.mark.parametrize("interleaved", [False, True])

@@ -249,7 +249,7 @@ def test_autocast():
 def test_the_dense_weight_for_code_that_reads_it():
     layer = SparseConv2d(4, 8, (1, 3))
     assert (layer.weight.shape, layer.weight.dtype) == ((8, 4, 1, 3), torch.float32)
-    with pytest.warns(UserWarning, match="computes with the dense weight"):
+    with pytest.warns(UserWarning, match="uses the dense weight"):
         assert torch.equal(layer.weight + 0, layer.to_dense())
 
 

@@ -11,7 +11,7 @@ import dynsparse as ds
 import popsparse
 from dynsparse.nn import SparseLinear
 
-DENSE = "computes with the dense weight of "
+DENSE = "uses the dense weight of "
 
 
 def layer(**options):
@@ -119,7 +119,7 @@ def test_it_cannot_be_written_to(write):
 
 def test_no_other_weight_takes_its_place():
     own = layer()
-    with pytest.raises(AttributeError, match="a SparseLinear has values in place of a weight"):
+    with pytest.raises(AttributeError, match="a SparseLinear stores values instead of a weight"):
         own.weight = nn.Parameter(torch.zeros(6, 8))
     with pytest.raises(AttributeError):
         own.weight = torch.zeros(6, 8)

@@ -10,7 +10,7 @@ import dynsparse as ds
 import popsparse
 from dynsparse import SparsePattern
 from dynsparse.nn import SparseEmbedding, SparseLinear
-from dynsparse.nn.active import ActiveSet
+from dynsparse.nn.active_set import ActiveSet
 from dynsparse.ops import capture
 from dynsparse.ops.linear import grad_input, grad_weight, linear
 

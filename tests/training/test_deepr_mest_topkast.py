@@ -9,7 +9,7 @@ from torch import nn
 import dynsparse as ds
 from dynsparse import SparsePattern
 from dynsparse.nn import SparseEmbedding, SparseLinear
-from dynsparse.nn.active import ActiveSet
+from dynsparse.nn.active_set import ActiveSet
 from dynsparse.training import ConstantSchedule, GradientStep, MagnitudeGradient
 
 

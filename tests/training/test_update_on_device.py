@@ -11,7 +11,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 import dynsparse as ds
 from dynsparse.nn import SparseLinear
-from dynsparse.nn.active import ActiveSet
+from dynsparse.nn.active_set import ActiveSet
 from dynsparse.ops.grow import topk_outside
 from dynsparse.ranks import GrowRequest
 from dynsparse.training import plan_there

@@ -12,7 +12,7 @@ from dynsparse.distributed.cuts import rectangle
 from dynsparse.distributed.moves import gathered, same, slab, summed
 from dynsparse.distributed.placement import Placement
 from dynsparse.nn import SparseLinear
-from dynsparse.nn.active import ActiveSet
+from dynsparse.nn.active_set import ActiveSet
 from dynsparse.nn.sharded import gathered as gathered_shards
 from dynsparse.ops.linear import linear
 from dynsparse.pattern import SparsePattern

@@ -1,18 +1,13 @@
 """Sparse layers, and models made of them."""
 
 from dynsparse.nn import attention_patterns
-from dynsparse.nn.attention import SparseMultiheadAttention
-from dynsparse.nn.averaging import follow_patterns
-from dynsparse.nn.conv import SparseConv1d, SparseConv2d
+from dynsparse.nn.attention import Dropout, SparseMultiheadAttention, SparseTransformerLayer
+from dynsparse.nn.conv import SparseConv1d, SparseConv2d, fuse_conv_bn_eval
 from dynsparse.nn.convert import densify, sparsify
-from dynsparse.nn.describe import describe
-from dynsparse.nn.dropout import Dropout
 from dynsparse.nn.embedding import SparseEmbedding, TiedEmbedding
-from dynsparse.nn.fusion import fuse_conv_bn_eval
 from dynsparse.nn.linear import SparseLinear
-from dynsparse.nn.param_groups import param_groups
+from dynsparse.nn.models import describe, follow_patterns, param_groups
 from dynsparse.nn.pretrained import load_pretrained
-from dynsparse.nn.transformer import SparseTransformerLayer
 from dynsparse.nn.weights_file import load_safetensors, save_safetensors
 
 __all__ = [

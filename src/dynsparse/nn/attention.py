@@ -1,4 +1,4 @@
-"""Multi-head attention whose four projections are sparse."""
+"""Multi-head attention and a transformer layer whose projections are sparse."""
 
 from __future__ import annotations
 
@@ -8,25 +8,49 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import pad, scaled_dot_product_attention
+from torch.nn.functional import gelu, pad, scaled_dot_product_attention
 
 from dynsparse.checks import check_flag, check_fraction, check_integer, check_kind
 from dynsparse.files.shorten import shortened
-from dynsparse.nn import heads
-from dynsparse.nn.attention_blocks import (
-    attend_at,
-    check_goes_with,
-    check_pattern,
+from dynsparse.nn.attend import (
+    ScoreMod,
+    attend_flex,
+    attend_with_pattern,
+    check_attention_pattern,
+    check_flex_arguments,
+    check_head_order,
+    check_pattern_call,
+    join_heads,
     load_pattern,
+    merge_masks,
+    run_length,
+    save_head_order,
     save_pattern,
+    split_heads,
 )
-from dynsparse.nn.attention_masks import merged
-from dynsparse.nn.flex import ScoreMod, attend, check_flexible
+from dynsparse.nn.init import align_columns, align_rows, even_pattern
 from dynsparse.nn.linear import SparseLinear
-from dynsparse.nn.matched import even_pattern, meeting, reading
 from dynsparse.ops.dropout import dropout
 from dynsparse.pattern import SparsePattern
 from dynsparse.typed import typed
+
+
+class Dropout(nn.Dropout):
+    """A drop-in for `nn.Dropout` that draws its masks many numbers at a time.
+
+    See `dynsparse.ops.dropout.dropout` for where it is used and what differs. Beside sparse layers
+    torch's own dropout would be a large part of a training step on a CPU.
+    """
+
+    @typed
+    def __init__(self, p: float = 0.5, inplace: bool = False) -> None:
+        super().__init__(check_fraction("p", p, zero=True), inplace)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.inplace:
+            return super().forward(x)
+        return dropout(x, self.p, self.training)
+
 
 PROJECTIONS = ("q_proj", "k_proj", "v_proj", "out_proj")
 """The names of the projections, in the order in which they are applied."""
@@ -85,7 +109,7 @@ class SparseMultiheadAttention(nn.Module):
     bias_k: nn.Parameter | None
     bias_v: nn.Parameter | None
     _attention_pattern: SparsePattern | None = None
-    laid_out_pattern: Tensor | None = None  # as a mask, where a graph is to leave this library
+    exported_mask: Tensor | None = None  # as a mask, where a graph is to leave this library
 
     @typed
     def __init__(
@@ -122,7 +146,7 @@ class SparseMultiheadAttention(nn.Module):
                 f"got {embed_dim} and {num_heads}"
             )
         check_fraction("dropout", dropout, zero=True)
-        check_pattern(attention_pattern, add_bias_kv or add_zero_attn)
+        check_attention_pattern(attention_pattern, add_bias_kv or add_zero_attn)
         if head_dim is not None and head_dim < 1:
             raise ValueError(f"head_dim must be at least 1, got {head_dim}")
         kdim = embed_dim if kdim is None else kdim
@@ -135,8 +159,8 @@ class SparseMultiheadAttention(nn.Module):
         if check_flag("matched", matched):
             q, k, v, out = (even_pattern(s[::-1], density, block_size, generator) for s in shapes)
             # A head has its queries, keys and values where its features are those of few blocks.
-            v = v if interleaved else meeting(v, q)
-            chosen = (q, meeting(k, q), v, reading(out, v))
+            v = v if interleaved else align_rows(v, q)
+            chosen = (q, align_rows(k, q), v, align_columns(out, v))
             starts = {n: {"pattern": p} for n, p in zip(PROJECTIONS, chosen, strict=True)}
         projections = {
             name: SparseLinear(
@@ -160,7 +184,7 @@ class SparseMultiheadAttention(nn.Module):
             extra = [nn.Parameter(row.to(device)) for row in rows]
         self._set(num_heads, dropout, add_zero_attn, batch_first, projections, extra)
         self.interleaved = check_flag("interleaved", interleaved)
-        self._run = heads.run_length(block_size, num_heads, self.head_dim)
+        self._run = run_length(block_size, num_heads, self.head_dim)
         self._attention_pattern = attention_pattern
 
     def _set(
@@ -214,7 +238,7 @@ class SparseMultiheadAttention(nn.Module):
     @attention_pattern.setter
     def attention_pattern(self, pattern: SparsePattern | None) -> None:
         adds_keys = self.bias_k is not None or self.add_zero_attn
-        self._attention_pattern = check_pattern(pattern, adds_keys)
+        self._attention_pattern = check_attention_pattern(pattern, adds_keys)
 
     @property
     def embed_dim(self) -> int:
@@ -225,7 +249,7 @@ class SparseMultiheadAttention(nn.Module):
         return int(self.q_proj.out_features) // self.num_heads  # type: ignore[arg-type]
 
     @property
-    def features_in_turn(self) -> int | None:
+    def interleave_length(self) -> int | None:
         """How many features at a time are dealt out to the heads; None where they are not."""
         return self._run if self.interleaved else None
 
@@ -282,7 +306,7 @@ class SparseMultiheadAttention(nn.Module):
         flexible = score_mod is not None or block_mask is not None
         plain = self.bias_k is None and not self.add_zero_attn
         if flexible:
-            check_flexible(
+            check_flex_arguments(
                 score_mod,
                 block_mask,
                 {
@@ -306,36 +330,38 @@ class SparseMultiheadAttention(nn.Module):
         pattern = self._attention_pattern
         if pattern is not None:
             other_mask = attn_mask is not None and not is_causal
-            check_goes_with(pattern, query.shape[1], key.shape[1], other_mask)
+            check_pattern_call(pattern, query.shape[1], key.shape[1], other_mask)
         q, k, v = self.q_proj(query), self.k_proj(key), self.v_proj(value)
-        run = self.features_in_turn
+        run = self.interleave_length
         if self.bias_k is not None and self.bias_v is not None:
             k = torch.cat([k, self.bias_k.expand(len(k), 1, -1)], 1)
             v = torch.cat([v, self.bias_v.expand(len(v), 1, -1)], 1)
         if self.add_zero_attn:
             k, v = pad(k, (0, 0, 0, 1)), pad(v, (0, 0, 0, 1))
-        q, k, v = heads.split((q, k, v), self.num_heads, run)
+        q, k, v = split_heads((q, k, v), self.num_heads, run)
 
         if pattern is not None:
             padding = key_padding_mask
-            way = pattern if self.laid_out_pattern is None else self.laid_out_pattern
-            mixed, weights = attend_at(way, q, k, v, is_causal, padding, rate, need_weights)
+            way = pattern if self.exported_mask is None else self.exported_mask
+            mixed, weights = attend_with_pattern(
+                way, q, k, v, is_causal, padding, rate, need_weights
+            )
         elif flexible:
-            mixed, weights = attend(q, k, v, score_mod, block_mask), None
+            mixed, weights = attend_flex(q, k, v, score_mod, block_mask), None
         else:
             masks = (attn_mask, key_padding_mask)
-            mixed, weights = self._to_all(q, k, v, masks, rate, need_weights, is_causal)
+            mixed, weights = self._attend_dense(q, k, v, masks, rate, need_weights, is_causal)
         if not need_weights:
             weights = None
         elif weights is not None and average_attn_weights:
             weights = weights.mean(1)
 
-        output = self.out_proj(heads.joined(mixed, run))
+        output = self.out_proj(join_heads(mixed, run))
         if not batched:
             return output[0], None if weights is None else weights[0]
         return output if self.batch_first else output.transpose(0, 1), weights
 
-    def _to_all(
+    def _attend_dense(
         self,
         q: Tensor,
         k: Tensor,
@@ -359,7 +385,7 @@ class SparseMultiheadAttention(nn.Module):
         if not fused_causal:
             if is_causal and attn_mask is None:
                 attn_mask = torch.ones(q.shape[2], keys, device=q.device).triu(1).bool()
-            mask = merged(attn_mask, key_padding_mask, q, keys, k.shape[2])
+            mask = merge_masks(attn_mask, key_padding_mask, q, keys, k.shape[2])
         if not by_steps:
             return scaled_dot_product_attention(q, k, v, mask, rate, fused_causal), None
         scores = (q / math.sqrt(self.head_dim)) @ k.transpose(-2, -1)
@@ -368,14 +394,14 @@ class SparseMultiheadAttention(nn.Module):
 
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)
-        heads.save_order(self.features_in_turn, destination, prefix)
+        save_head_order(self.interleave_length, destination, prefix)
         if self._attention_pattern is not None:
             save_pattern(self._attention_pattern, destination, prefix)
 
     def _load_from_state_dict(self, state_dict: Any, prefix: str, *rest: Any) -> None:
         super()._load_from_state_dict(state_dict, prefix, *rest)
-        own = self.features_in_turn
-        saved = heads.check_order(own, self.head_dim, state_dict, prefix, *rest[-2:])
+        own = self.interleave_length
+        saved = check_head_order(own, self.head_dim, state_dict, prefix, *rest[-2:])
         self._run = self._run if saved is None else saved
         if self._attention_pattern is not None:
             loaded = load_pattern(self._attention_pattern, state_dict, prefix, *rest)
@@ -389,3 +415,104 @@ class SparseMultiheadAttention(nn.Module):
             f"{', interleaved=True' if self.interleaved else ''}"
             f"{'' if pattern is None else f', attention_pattern={pattern}'}"
         )
+
+
+class SparseTransformerLayer(nn.Module):
+    """x + attention(norm(x)), then x + feed-forward(norm(x)), with dropout before each sum.
+
+    All six matrices are sparse, at one density. Source: Vaswani et al. 2017, "Attention Is All You
+    Need"; the norms come first as in Xiong et al. 2020, "On Layer Normalization in the Transformer
+    Architecture", and the feed-forward part uses gelu. To share a density among the matrices of
+    torch's own layer by ERK instead, `sparsify` an `nn.TransformerEncoder`.
+
+    Args:
+        features: of every token.
+        num_heads: of the attention; head_dim: features of one head, features / num_heads when left
+            out.
+        interleaved, matched: see `SparseMultiheadAttention`; matched, the feed-forward part, too,
+            starts with even patterns, and its second matrix reads what the first one writes.
+        hidden_features: of the feed-forward part.
+        dropout: of attention weights, hidden activations and both branches; in training only.
+        attention_bias: whether the attention's projections have biases.
+        attention_pattern: which tokens see which, see `SparseMultiheadAttention`.
+        density, block_size, generator, device, dtype: see `SparseLinear`.
+
+    Raises:
+        ValueError: what `SparseMultiheadAttention` and `SparseLinear` raise.
+    """
+
+    @typed
+    def __init__(
+        self,
+        features: int,
+        num_heads: int,
+        hidden_features: int,
+        *,
+        head_dim: int | None = None,
+        interleaved: bool = False,
+        matched: bool = False,
+        dropout: float = 0.1,
+        attention_bias: bool = True,
+        attention_pattern: SparsePattern | None = None,
+        density: float = 0.1,
+        block_size: int = 1,
+        generator: torch.Generator | None = None,
+        device: Any = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        factory: dict[str, Any] = {"device": device, "dtype": dtype}
+        sparse = factory | {"density": density, "block_size": block_size, "generator": generator}
+        check_integer("features", features, 1)
+        self.norm1 = nn.LayerNorm(features, **factory)
+        self.attention = SparseMultiheadAttention(
+            features,
+            num_heads,
+            dropout,
+            attention_bias,
+            batch_first=True,
+            head_dim=head_dim,
+            interleaved=interleaved,
+            matched=matched,
+            attention_pattern=attention_pattern,
+            **sparse,
+        )
+        self.norm2 = nn.LayerNorm(features, **factory)
+        up = down = sparse
+        if matched:
+            first, second = (
+                even_pattern(shape, density, block_size, generator)
+                for shape in ((hidden_features, features), (features, hidden_features))
+            )
+            up, down = (
+                factory | {"pattern": pattern, "generator": generator}
+                for pattern in (first, align_columns(second, first))
+            )
+        self.linear1 = SparseLinear(features, hidden_features, **up)
+        self.linear2 = SparseLinear(hidden_features, features, **down)
+        self.dropout = Dropout(dropout)
+
+    def forward(
+        self,
+        x: Tensor,
+        attn_mask: Tensor | None = None,
+        key_padding_mask: Tensor | None = None,
+        is_causal: bool = False,
+    ) -> Tensor:
+        """x [batch, tokens, features] -> the same shape.
+
+        The masks are those of `SparseMultiheadAttention.forward`; `is_causal` needs none.
+        """
+        y = self.norm1(x)
+        y, _ = self.attention(
+            y,
+            y,
+            y,
+            key_padding_mask=key_padding_mask,
+            need_weights=False,
+            attn_mask=attn_mask,
+            is_causal=is_causal,
+        )
+        x = x + self.dropout(y)
+        y = self.linear2(self.dropout(gelu(self.linear1(self.norm2(x)))))
+        return x + self.dropout(y)

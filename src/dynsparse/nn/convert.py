@@ -1,4 +1,4 @@
-"""A model made sparse, and dense again, in place."""
+"""Make a model sparse, and dense again, in place."""
 
 from __future__ import annotations
 
@@ -6,27 +6,23 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from dynsparse.allocation import allocate
 from dynsparse.checks import check_flag, check_generator
 from dynsparse.files.shorten import shortened
-from dynsparse.nn import heads
+from dynsparse.nn.attend import deinterleaved_order
 from dynsparse.nn.attention import PROJECTIONS, SparseMultiheadAttention
-from dynsparse.nn.conv import SparseConv1d, SparseConv2d, dense_conv
-from dynsparse.nn.conv1d import SparseConv1D
-from dynsparse.nn.describe import describe
+from dynsparse.nn.backends import executor_for
+from dynsparse.nn.candidates import Site, find_sites, first_matches, select, tied
+from dynsparse.nn.conv import SparseConv1d, SparseConv2d, dense_conv, from_dense_conv
 from dynsparse.nn.embedding import SparseEmbedding
-from dynsparse.nn.fast_path import allow_fast_paths, forbid_fast_paths
-from dynsparse.nn.graph_linear import SparseGraphLinear
-from dynsparse.nn.left_dense import BY_CHOICE, left_dense
-from dynsparse.nn.linear import SparseLinear
-from dynsparse.nn.replace import check_replaceable, linear_of, replace, sparse_layer
-from dynsparse.nn.sites import Site, find_sites, first_matches, select, tied
-from dynsparse.nn.start import largest_blocks
-from dynsparse.nn.targets import executor_for
-from dynsparse.nn.whole import check_whole
+from dynsparse.nn.exclusions import BY_CHOICE, default_exclusions
+from dynsparse.nn.init import largest_blocks
+from dynsparse.nn.linear import SparseConv1D, SparseGraphLinear, SparseLinear
+from dynsparse.nn.models import describe
 from dynsparse.pattern import SparsePattern
+from dynsparse.ranks import Part
 
 
 @torch.no_grad()
@@ -102,7 +98,7 @@ def sparsify(
     if not isinstance(start, str) or start not in ("random", "magnitude"):
         raise ValueError(f"start must be 'random' or 'magnitude', got {shortened(start)}")
     every = find_sites(model)
-    left = left_dense(model, every)
+    left = default_exclusions(model, every)
     chosen = select(model, every, left, include, exclude)
     own_density = first_matches("densities", {} if densities is None else densities, chosen)
     own_block = first_matches("block_sizes", {} if block_sizes is None else block_sizes, chosen)
@@ -206,10 +202,14 @@ def densify(model: nn.Module) -> nn.Module:
             then.
     """
     _check_model(model)
-    check_whole(model, "densify makes dense layers of")
     made: dict[int, nn.Module] = {}
     names: dict[str, nn.Module] = {}
     for name, module in model.named_modules(remove_duplicate=False):
+        if isinstance(module, SparseLinear) and isinstance(module.executor, Part):
+            raise ValueError(
+                f"densify needs full layers, but this rank holds only a shard of {name!r}: take "
+                "dynsparse.distributed.gather(model), the state of the full model"
+            )
         inside = any(name.startswith(f"{other}.") for other in names)
         if not inside and isinstance(module, (SparseLinear, SparseMultiheadAttention)):
             names[name] = module
@@ -265,9 +265,9 @@ def _dense(layer: nn.Module) -> nn.Module:
 def _dense_attention(attention: SparseMultiheadAttention) -> nn.MultiheadAttention:
     parts: dict[str, Any] = {part: _dense(getattr(attention, part)) for part in PROJECTIONS}
     bias_k, bias_v = attention.bias_k, attention.bias_v
-    run = attention.features_in_turn
+    run = attention.interleave_length
     if run is not None:
-        order = heads.natural_order(attention.embed_dim, attention.num_heads, run)
+        order = deinterleaved_order(attention.embed_dim, attention.num_heads, run)
         for part, layer in parts.items():
             dim = 1 if part == "out_proj" else 0
             bias = layer.bias if dim else _turned(layer.bias, order, 0)
@@ -309,3 +309,133 @@ def _turned(parameter: Any, order: torch.Tensor, dim: int) -> Any:
 def _joined(parameters: list[nn.Parameter]) -> nn.Parameter:
     trained = any(parameter.requires_grad for parameter in parameters)
     return nn.Parameter(torch.cat([p.detach() for p in parameters]), requires_grad=trained)
+
+
+_CLASSES: dict[str, type[SparseLinear]] = {"Conv1D": SparseConv1D, "graph": SparseGraphLinear}
+
+
+def check_replaceable(site: Site) -> None:
+    """Raise ValueError where another layer cannot take this one's place."""
+    if not site.module_name:
+        raise ValueError(
+            f"the model is a single {type(site.module).__name__}, which cannot be replaced in "
+            "place: put it into a torch.nn.Sequential"
+        )
+    if site.weight.is_meta:
+        raise ValueError(
+            f"the layer {site.name!r} is on the meta device: give the model its weights first"
+        )
+
+
+@torch.no_grad()
+def sparse_layer(
+    site: Site, pattern: SparsePattern, values: Tensor, generator: torch.Generator | None
+) -> SparseLinear:
+    """The layer that takes the place of `site`: its bias, type, device and flags, other weights.
+
+    `generator` draws what `values` then take the place of.
+    """
+    weight = site.weight
+    layer: SparseLinear
+    if site.kind == "conv":
+        layer = from_dense_conv(site.module, pattern, generator)
+    else:
+        layer = _CLASSES.get(site.kind, SparseLinear)(
+            site.shape[1],
+            site.shape[0],
+            bias=False,
+            pattern=pattern,
+            generator=generator,
+            device=weight.device,
+            dtype=weight.dtype,
+        )
+    layer.values.copy_(values)
+    layer.known_as = site.name
+    layer.register_parameter("bias", _own(site.bias, site.bias_parameter))
+    layer.values.requires_grad_(site.parameter.requires_grad)
+    if isinstance(layer, (SparseConv1D, SparseGraphLinear)):
+        layer.dense_class = type(site.module)
+    return layer.train(site.owner.training)
+
+
+def _own(tensor: Tensor | None, parameter: Tensor | None) -> nn.Parameter | None:
+    """The Parameter itself, or a new one for a part of it."""
+    if tensor is None or parameter is None or isinstance(tensor, nn.Parameter):
+        return tensor  # type: ignore[return-value]
+    return nn.Parameter(tensor.detach().clone(), requires_grad=parameter.requires_grad)
+
+
+def linear_of(weight: nn.Parameter, bias: nn.Parameter | None, training: bool) -> nn.Linear:
+    """An `nn.Linear` of the given Parameters; nothing is drawn."""
+    out_features, in_features = weight.shape
+    linear = nn.Linear(in_features, out_features, bias=False, device="meta")
+    linear.weight = weight
+    linear.register_parameter("bias", bias)
+    return linear.train(training)
+
+
+def _dense_part(site: Site) -> nn.Module:
+    """A projection of an attention as a layer of its own, which the last one is already."""
+    if site.owner is not site.module:
+        return site.owner
+    weight = _own(site.weight, site.parameter)
+    assert weight is not None
+    return linear_of(weight, _own(site.bias, site.bias_parameter), site.module.training)
+
+
+def replace(
+    model: nn.Module, every: Mapping[str, Site], layers: Mapping[str, SparseLinear]
+) -> dict[str, nn.Module]:
+    """Put `layers` in the places of the sites of their names.
+
+    An attention of which a projection becomes sparse becomes a `SparseMultiheadAttention`, whose
+    other projections are dense layers.
+
+    Returns:
+        name -> the module that was there.
+    """
+    made: dict[int, SparseMultiheadAttention] = {}
+    before: dict[str, nn.Module] = {}
+    for name, layer in layers.items():
+        site = every[name]
+        before[site.module_name] = site.module
+        attention = site.module
+        if not isinstance(attention, nn.MultiheadAttention):
+            model.set_submodule(name, layer)
+            continue
+        if id(attention) not in made:
+            projections: dict[str, nn.Module] = {}
+            for part in PROJECTIONS:
+                name_of_part = f"{site.module_name}.{part}"
+                sparse = layers.get(name_of_part)
+                projections[part] = _dense_part(every[name_of_part]) if sparse is None else sparse
+            made[id(attention)] = SparseMultiheadAttention.from_projections(attention, projections)
+        model.set_submodule(site.module_name, made[id(attention)])
+    return before
+
+
+_FLAGS: tuple[tuple[type[nn.Module], str], ...] = (
+    (nn.TransformerEncoderLayer, "activation_relu_or_gelu"),  # read for the fused path alone
+    (nn.TransformerEncoder, "use_nested_tensor"),
+)
+_BEFORE = "_fast_path_before_sparsify"
+
+
+def forbid_fast_paths(model: nn.Module) -> None:
+    """Keep every encoder with a sparse part from the fused path."""
+    for module in model.modules():
+        for cls, flag in _FLAGS:
+            if not isinstance(module, cls) or hasattr(module, _BEFORE):
+                continue
+            if any(isinstance(part, SparseLinear) for part in module.modules()):
+                setattr(module, _BEFORE, getattr(module, flag))
+                setattr(module, flag, type(getattr(module, flag))(0))
+
+
+def allow_fast_paths(model: nn.Module) -> None:
+    """Undo `forbid_fast_paths`."""
+    for module in model.modules():
+        for cls, flag in _FLAGS:
+            if isinstance(module, cls) and hasattr(module, _BEFORE):
+                setattr(module, flag, getattr(module, _BEFORE))
+                delattr(module, _BEFORE)

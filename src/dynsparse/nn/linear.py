@@ -1,53 +1,180 @@
-"""A linear layer, called as `nn.Linear` is, that holds only its non-zero weights."""
+"""A linear layer that stores only its non-zero weights, and its variants for other libraries."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import warnings
+from collections.abc import Callable, Mapping, Sequence
 from math import prod
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.compiler import is_compiling, is_dynamo_compiling
-from torch.nn import Parameter
+from torch.nn import Parameter, functional
 
 from dynsparse.checks import check_integer
-from dynsparse.nn.active import ActiveSet
+from dynsparse.nn.active_set import ActiveSet
+from dynsparse.nn.backends import executor_for
+from dynsparse.nn.init import block_count, largest_blocks, random_pattern, uniform
 from dynsparse.nn.sparse_module import SparseModule, whole
-from dynsparse.nn.start import block_count, largest_blocks, random_pattern, uniform
-from dynsparse.nn.targets import executor_for
-from dynsparse.nn.weight_view import WeightView
 from dynsparse.ops.linear import grad_input, grad_weight, layer_linear, linear
 from dynsparse.ops.linear.choice import route
 from dynsparse.pattern import PatternIndex, SparsePattern
 from dynsparse.ranks import Part
 from dynsparse.typed import typed
 
+# Properties of a `WeightView` need no entries of the weight, except for these.
+_ENTRY_PROPERTIES = frozenset({"T", "mT", "H", "mH", "real", "imag"})
+_METADATA_METHODS = frozenset({
+    "size", "dim", "ndimension", "numel", "nelement", "is_floating_point", "is_complex",
+    "is_contiguous", "stride", "element_size", "get_device", "__len__", "__hash__",
+})  # fmt: skip
+_WRITING_METHODS = frozenset({
+    "__setitem__", "__iadd__", "__isub__", "__imul__", "__itruediv__", "__imatmul__", "__set__",
+    "data_ptr", "untyped_storage", "storage",
+})  # fmt: skip
+
+
+class WeightView(Tensor):
+    """The read-only weight of a sparse layer, such as [out, in], which stores no entries.
+
+    Most code that reads `weight` asks for its dtype or device, or calls
+    `torch.nn.functional.linear` with it. Neither needs the dense matrix: the view answers the first
+    and computes the second as the layer's sparse product. Any other operation uses a dense matrix,
+    differentiable in the values, and warns once per layer.
+
+    Attributes:
+        layer: the `SparseLinear` whose weight it is.
+        transposed: whether it is [in, out].
+    """
+
+    layer: Any
+    transposed: bool
+
+    @staticmethod
+    def __new__(cls, layer: Any, transposed: bool = False) -> WeightView:
+        values, shape = layer.values, layer.weight_shape
+        view = Tensor._make_wrapper_subclass(
+            cls,
+            shape[::-1] if transposed else shape,
+            dtype=values.dtype,
+            device=values.device,
+            requires_grad=values.requires_grad,
+        )
+        view.layer, view.transposed = layer, transposed
+        return view
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = {} if kwargs is None else kwargs
+        name = func.__name__
+        attribute = None
+        if name == "__get__":
+            attribute = getattr(getattr(func, "__self__", None), "__name__", "")
+        if attribute == "data":
+            return args[0]
+        if name in _METADATA_METHODS or (
+            attribute is not None and attribute not in _ENTRY_PROPERTIES
+        ):
+            return super().__torch_function__(func, types, args, kwargs)
+        if name in _WRITING_METHODS or (name.endswith("_") and not name.endswith("__")):
+            if isinstance(args[0], cls):
+                raise RuntimeError(args[0]._write_error())
+        elif isinstance(kwargs.get("out"), cls):
+            raise RuntimeError(kwargs["out"]._write_error())
+        if func is functional.linear and (product := cls._product(*args, **kwargs)) is not None:
+            return product
+        layers: set[Any] = set()
+        args, kwargs = _substitute_dense(args, layers), _substitute_dense(kwargs, layers)
+        for layer in layers:
+            if not layer.told_of_dense_weight:
+                layer.told_of_dense_weight = True
+                warnings.warn(_dense_weight_warning(layer), stacklevel=2)
+        return func(*args, **kwargs)
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        # Only calls that bypass torch's Python functions come here, after autograd.
+        views = (arg for arg in (*args, *(kwargs or {}).values()) if isinstance(arg, cls))
+        raise RuntimeError(next(views)._write_error())
+
+    @classmethod
+    def _product(cls, input: Any, weight: Any, bias: Any = None) -> Tensor | None:
+        """The layer's own product, or None where a dense matrix is needed."""
+        if not isinstance(weight, cls) or isinstance(input, cls) or isinstance(bias, cls):
+            return None
+        if weight.transposed:
+            return None
+        return weight.layer.product(input, bias)
+
+    def _write_error(self) -> str:
+        layer = self.layer
+        return (
+            f"the dense weight of {_display_name(layer)} cannot be written to: write to the "
+            f"layer's values, or {_advice(layer)}"
+        )
+
+
+def _substitute_dense(argument: Any, layers: set[Any]) -> Any:
+    """`argument` with a dense weight in place of every view; adds their layers to `layers`."""
+    if isinstance(argument, WeightView):
+        layers.add(argument.layer)
+        dense = argument.layer.to_dense()
+        return dense.t() if argument.transposed else dense
+    if type(argument) in (list, tuple):
+        return type(argument)(_substitute_dense(item, layers) for item in argument)
+    if type(argument) is dict:
+        return {key: _substitute_dense(item, layers) for key, item in argument.items()}
+    return argument
+
+
+def _dense_weight_warning(layer: Any) -> str:
+    return (
+        f"a computation uses the dense weight of {_display_name(layer)}, which costs as "
+        f"much as a dense layer at every call and is invisible to growth by gradient: "
+        f"{_advice(layer)}"
+    )
+
+
+def _display_name(layer: Any) -> str:
+    name = type(layer).__name__
+    return f"a {name}" if layer.known_as is None else f"{layer.known_as!r} ({name})"
+
+
+def _advice(layer: Any) -> str:
+    if layer.known_as is None:
+        return "use an nn.Linear in its place"
+    return f"keep it dense with sparsify(..., exclude=[{layer.known_as!r}])"
+
 
 class SparseLinear(SparseModule):
     """Y = X W^T + b with a sparse W [out, in] of which only the present blocks are stored.
 
-    The forward product and both gradients cost in proportion to the non-zeros. The pattern may
-    change at any time (`rewire`, `set_pattern`), inside a fixed number of blocks unless the layer
-    is made `resizable`. The Parameter objects stay.
+    The cost of forward, grad_input and grad_weight is proportional to the number of non-zeros. The
+    pattern may change at any time (`rewire`, `set_pattern`); the number of blocks is fixed unless
+    the layer is `resizable`. The Parameter objects stay the same.
 
     Args:
         in_features, out_features: as in `nn.Linear`.
-        density: share of the blocks that are present, in (0, 1]; rounded to the nearest block and
-            to at least one. 0.1 if left out.
-        block_size: edge of the square blocks; must divide both feature counts.
+        density: fraction of the blocks that are present, in (0, 1]; rounded to the nearest block
+            and to at least one. Defaults to 0.1.
+        block_size: edge of the square blocks; must divide both feature counts. Defaults to 1.
         bias: whether to add a learned bias [out].
-        pattern: the pattern to start from, in place of a random one of `density`. Its block size
-            holds.
-        generator: draws the random pattern and the initial values.
+        pattern: the initial pattern, instead of a random one of `density`. It determines the block
+            size.
+        generator: random generator for the pattern and the initial values.
         target: a `popsparse.Target`: the products run on that simulated tile machine, in float32 or
-            float16, and `popsparse.machine_profiles(layer)` says what they took. Without it they
-            run where the values are.
-        target_options: of the target, by name: those of `popsparse.Options`, and "dense_grad", a
-            mapping with "available_memory_proportion" and "partials_type" of the dense gradient
-            that RigL looks at.
-        device, dtype: of the values and the bias. float32 uses the compiled kernels; bfloat16 and
-            float16 compute in float32; float64 goes through plain torch.
+            float16; `popsparse.machine_profiles(layer)` returns their profiles. By default they
+            run on the device of the values.
+        target_options: options of the target by name: those of `popsparse.Options`, and
+            "dense_grad", a mapping with "available_memory_proportion" and "partials_type" for the
+            dense gradient that RigL uses.
+        device, dtype: device and dtype of the values and the bias. float32 uses the compiled
+            kernels; bfloat16 and float16 compute in float32; float64 uses plain torch operators.
 
     Attributes:
         values: Parameter [nnz] or [nnz, b, b]: values[i] is the block at (pattern.rows[i],
@@ -127,7 +254,7 @@ class SparseLinear(SparseModule):
     @torch.no_grad()
     @typed
     def reset_parameters(self, generator: torch.Generator | None = None) -> None:
-        """Draw values and bias anew, uniform in +-1/sqrt(fan-in of the output's row)."""
+        """Redraw values and bias, uniform in +-1/sqrt(fan-in of the output)."""
         b = self.block_size
         fan_in = self.index.row_ptr.diff() * b
         # An output without connections has no fan-in; its bias is scaled as in a dense layer.
@@ -140,14 +267,14 @@ class SparseLinear(SparseModule):
 
     @property
     def target(self) -> Any:
-        """The target that was given, or None."""
+        """The target passed to the constructor, or None."""
         return None if self.executor is None else self.executor.target
 
     @property
     def active(self) -> ActiveSet | None:
-        """The slots that the forward pass uses, where it does not use all while all values learn.
+        """The slots that the forward pass uses, or None if it uses all of them.
 
-        The trainer `TopKAST` sets them; a change of the pattern takes them away.
+        The trainer `TopKAST` sets them; a change of the pattern resets them to None.
         """
         if isinstance(self.executor, ActiveSet):
             return self.executor
@@ -161,18 +288,17 @@ class SparseLinear(SparseModule):
             return
         if executor is not None and self.active is None:
             raise ValueError(
-                f"the layer is computed by {self.kernel(1)}, which knows no active subset"
+                f"the layer is computed by {self.kernel(1)}, which has no active subset"
             )
         self.executor = slots
 
     @property
     def weight(self) -> Tensor:
-        """The weight [out, in] for code that reads it as that of an `nn.Linear`.
+        """The weight [out, in], read-only, for code that expects that of an `nn.Linear`.
 
-        Its shape, type and device cost nothing, and `torch.nn.functional.linear` with it is the
-        sparse product. Anything else computes with a dense matrix made for it, differentiable in
-        the values, and warns once per layer. It cannot be written to. Compiled code gets the dense
-        matrix.
+        Shape, dtype and device are free, and `torch.nn.functional.linear` with it is the sparse
+        product. Any other operation uses a dense matrix, differentiable in the values, and warns
+        once per layer. Compiled code gets the dense matrix.
         """
         return self.to_dense() if is_compiling() else WeightView(self)
 
@@ -184,26 +310,29 @@ class SparseLinear(SparseModule):
     def register_parameter(self, name: str, param: Parameter | None) -> None:
         if name == "weight":
             raise AttributeError(
-                f"a {type(self).__name__} has values in place of a weight, so none can be put "
-                "there: build it anew, or tie the layers before sparsify"
+                f"a {type(self).__name__} stores values instead of a weight, so a weight cannot be "
+                "assigned: build a new layer, or tie the layers before sparsify"
             )
         super().register_parameter(name, param)
 
     def product(self, x: Tensor, bias: Tensor | None) -> Tensor | None:
-        """`forward` with another bias [out] or none; None where an executor computes the layer."""
+        """`forward` with another bias [out] or None; None if an executor computes the layer."""
         if self.executor is not None:
             return None
         return linear(x, whole(self.values), self._current().index, bias)
 
     def forward(self, x: Tensor) -> Tensor:
-        """x [..., in] -> [..., out]. Any number of threads may call it, while another changes the
-        pattern, too: each call computes with the weights before or after the change."""
+        """x [..., in] -> [..., out].
+
+        Threads may call it while another thread changes the pattern: each call computes with the
+        weights before or after the change.
+        """
         if self.executor is not None:
             return self.executor(self, x)
-        # Attributes of a module cost more than the rest of this function. Parametrizations and the
-        # like take parameters out of here.
-        own = self._parameters
-        values = own.get("values")
+        # Looking up attributes of a module costs more than the rest of this function.
+        # Parametrizations remove parameters from this dictionary.
+        parameters = self._parameters
+        values = parameters.get("values")
         if type(values) is not Parameter or is_dynamo_compiling():
             return linear(x, whole(self.values), self.index, self.bias)
         state = self._state
@@ -214,54 +343,57 @@ class SparseLinear(SparseModule):
         ):
             state = self._refresh()
         try:
-            bias = own["bias"]
+            bias = parameters["bias"]
         except KeyError:
             bias = self.bias
         return layer_linear(x, values, bias, state.read)
 
     def samples_of(self, shape: Sequence[int]) -> int:
-        """Rows of the matrix that an input of this shape is to the layer's own."""
+        """Number of rows that an input of this shape has as a matrix [samples, in_features]."""
         return prod(shape) // self.in_features
 
-    # The passes with values and an index of another pattern, for executors. They do not record.
+    # The passes with other values and the index of another pattern, for executors. They do not
+    # record x and dY for growth.
 
     def forward_with(
         self, x: Tensor, values: Tensor, index: PatternIndex, bias: Tensor | None
     ) -> Tensor:
-        """The layer's product with other values."""
+        """The forward pass with other values."""
         return linear(x, values, index, bias)
 
     def grad_input_with(
         self, dy: Tensor, shape: Sequence[int], values: Tensor, index: PatternIndex
     ) -> Tensor:
-        """dX of an x of this shape."""
+        """The gradient of an x of this shape."""
         return grad_input(dy, values, index)
 
     def grad_weight_with(
         self, dy: Tensor, x: Tensor, values: Tensor, index: PatternIndex
     ) -> Tensor:
-        """The gradient of these values, which are not read."""
+        """The gradient of `values`, whose entries are not read."""
         return grad_weight(dy, x, values, index)
 
     def grad_bias_with(self, dy: Tensor, dtype: torch.dtype) -> Tensor:
-        """The gradient of the bias, in its type."""
+        """The gradient of the bias, in its dtype."""
         return dy.reshape(-1, dy.shape[-1]).sum(0, dtype=dtype)
 
     @typed
     def kernel(
         self, batch: int, *, backward: bool = False, dtype: torch.dtype | None = None
     ) -> str:
-        """What computes a pass over `batch` samples: forward, or both gradients.
-
-        One of `ops.linear.choice.ROUTES`, which execution follows: "sparse" (over the non-zeros),
-        "small" (the same for small batches), "dense" (past the break-even density), "bfloat16"
-        (over the non-zeros of such activations), "torch" where no compiled kernels serve the layer.
-        Off the CPU "dense" (a dense product of a weight laid out for it) or "blocks" (kernels over
-        the blocks).
-        "tile machine" or "active subset" where these compute it.
+        """The kernel that computes a pass over `batch` samples.
 
         Args:
-            dtype: of the activations; that of the values if left out.
+            batch: number of samples.
+            backward: False for the forward pass, True for both gradients.
+            dtype: dtype of the activations; defaults to that of the values.
+
+        Returns:
+            One of `ops.linear.choice.ROUTES`. On the CPU "sparse" (over the non-zeros), "small"
+            (likewise, for small batches), "dense" (above the break-even density), "bfloat16" (over
+            the non-zeros, for such activations), or "torch" (no compiled kernel supports the
+            layer). On other devices "dense" (a product with the dense weight) or "blocks" (kernels
+            over the blocks). With an executor "tile machine" or "active subset".
         """
         check_integer("batch", batch, 0)
         backward = bool(backward)
@@ -273,13 +405,13 @@ class SparseLinear(SparseModule):
     @torch.no_grad()
     @typed
     def from_dense(cls, linear: nn.Linear, density: float, block_size: int = 1) -> SparseLinear:
-        """A sparse layer with the weights of `linear` that have the largest magnitudes.
+        """A sparse layer that keeps the weights of `linear` with the largest magnitudes.
 
         Blocks are ranked by the sum of their magnitudes; ties go to the first in row-major order.
 
         Raises:
             ValueError: a density outside (0, 1], a block size that does not divide the weight, NaN
-                among the weights.
+                in the weights.
         """
         weight = linear.weight
         nnz = block_count(tuple(weight.shape), density, block_size)
@@ -303,3 +435,84 @@ class SparseLinear(SparseModule):
             f"density={self.density:.4g}, nnz={self._pattern.nnz}, block_size={self.block_size}, "
             f"bias={self.bias is not None}"
         )
+
+
+def is_conv1d(module: nn.Module) -> bool:
+    """Whether this is the `Conv1D` of `transformers`, without importing that library.
+
+    It goes by the class name and the attributes: `nf`, a weight [in, nf] and a bias [nf].
+    """
+    weight, bias = module._parameters.get("weight"), module._parameters.get("bias")
+    return (
+        any(base.__name__ == "Conv1D" for base in type(module).__mro__)
+        and isinstance(weight, Tensor)
+        and weight.dim() == 2
+        and weight.shape[1] == getattr(module, "nf", None)
+        and (bias is None or bias.shape == weight.shape[1:])
+    )
+
+
+class SparseConv1D(SparseLinear):
+    """A `SparseLinear` that replaces a `Conv1D` of GPT-2, whose weight is [in, out].
+
+    Attributes:
+        dense_class: the class of the layer it replaced, called as dense_class(nf, nx).
+    """
+
+    dense_class: type[nn.Module]
+
+    @property
+    def weight(self) -> Tensor:
+        """The weight [in, out], read-only; see `SparseLinear.weight`."""
+        return self.to_dense().t() if is_compiling() else WeightView(self, transposed=True)
+
+    def dense(self) -> nn.Module:
+        """A layer of the replaced class with this layer's weights and its bias Parameter."""
+        with torch.device("meta"):  # skips the initialisation
+            layer = self.dense_class(self.out_features, self.in_features)
+        weight = self.to_dense().detach().t().contiguous()
+        layer.weight = nn.Parameter(weight, requires_grad=self.values.requires_grad)
+        layer.bias = self.bias
+        return layer
+
+
+def is_graph_linear(module: nn.Module) -> bool:
+    """Whether this is `torch_geometric.nn.Linear`, without importing that library.
+
+    Its weight is [out, in], as that of `nn.Linear`. Subclasses that override `forward` are not
+    accepted.
+    """
+    for base in type(module).__mro__:
+        if base.__name__ == "Linear" and base.__module__.startswith("torch_geometric."):
+            overridden = "forward" in module.__dict__ or type(module).forward is not base.forward  # type: ignore[attr-defined]
+            return not overridden and module._parameters.get("weight") is not None
+    return False
+
+
+class SparseGraphLinear(SparseLinear):
+    """A `SparseLinear` that replaces a `torch_geometric.nn.Linear`.
+
+    Attributes:
+        dense_class: the class of the layer it replaced, called as dense_class(in, out, bias=...).
+    """
+
+    dense_class: type[nn.Module]
+
+    @property
+    def in_channels(self) -> int:
+        return self.in_features
+
+    @property
+    def out_channels(self) -> int:
+        return self.out_features
+
+    def dense(self) -> nn.Module:
+        """A layer of the replaced class with this layer's weights and its bias Parameter."""
+        with torch.device("meta"):  # skips the initialisation
+            layer = self.dense_class(
+                self.in_features, self.out_features, bias=self.bias is not None
+            )
+        weight = self.to_dense().detach()
+        layer.weight = nn.Parameter(weight, requires_grad=self.values.requires_grad)
+        layer.bias = self.bias
+        return layer

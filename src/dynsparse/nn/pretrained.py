@@ -1,14 +1,16 @@
-"""Weights and patterns from files, into a model that is dense as its code builds it.
+"""Load weights and patterns from files into a model that is dense as its code builds it.
 
-Read are the files of `save_safetensors` and those of others that keep a `state_dict()` as it is, as
-`save_pretrained` of Hugging Face does: one file, or shards with an index. A sparse layer is there
-as `values`, `rows` and `cols`; its shape is that of the dense layer in its place, its block size
-that of the values.
+It reads files of `save_safetensors`, and files of other libraries that store a `state_dict()`
+unchanged, as `save_pretrained` of Hugging Face does: one file, or shards with an index. A sparse
+layer is stored as `values`, `rows` and `cols`; its shape is that of the dense layer it replaces,
+its block size that of the values.
 """
 
 from __future__ import annotations
 
+import copy
 import os
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -20,12 +22,10 @@ from dynsparse.files.json_text import parse_json
 from dynsparse.files.limits import read_limit
 from dynsparse.files.shorten import shortened
 from dynsparse.interrupts import uninterrupted
-from dynsparse.nn.fast_path import forbid_fast_paths
-from dynsparse.nn.left_dense import BY_CHOICE, left_dense
+from dynsparse.nn.candidates import Site, find_sites
+from dynsparse.nn.convert import check_replaceable, forbid_fast_paths, replace, sparse_layer
+from dynsparse.nn.exclusions import BY_CHOICE, default_exclusions
 from dynsparse.nn.linear import SparseLinear
-from dynsparse.nn.renamed import as_the_model_has_them
-from dynsparse.nn.replace import check_replaceable, replace, sparse_layer
-from dynsparse.nn.sites import Site, find_sites
 from dynsparse.nn.weights_file import is_own, read_aliases, read_tensors, state_of
 from dynsparse.pattern import SparsePattern
 from dynsparse.typed import typed
@@ -165,7 +165,11 @@ def _layers(
     tensors: Mapping[str, Tensor],
 ) -> dict[str, SparseLinear]:
     """name -> the sparse layer to put in that place; one for all places of a tied weight."""
-    left = {n: reason for n, reason in left_dense(model, every).items() if reason not in BY_CHOICE}
+    left = {
+        n: reason
+        for n, reason in default_exclusions(model, every).items()
+        if reason not in BY_CHOICE
+    }
     modules = dict(model.named_modules(remove_duplicate=False))
     shared: dict[tuple[int, str | None], SparseLinear] = {}
     layers: dict[str, SparseLinear] = {}
@@ -249,3 +253,40 @@ def _check(model: nn.Module, tensors: Mapping[str, Tensor]) -> None:
 
 def _memory(tensor: Tensor) -> tuple[Any, ...]:
     return tensor.data_ptr(), tuple(tensor.shape), tensor.stride(), tensor.dtype
+
+
+def as_the_model_has_them(model: nn.Module, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The tensors of a file of `save_pretrained` by the names of `model.state_dict()`.
+
+    Raises:
+        ValueError: transformers cannot make one of the model's tensors of those of the file.
+    """
+    library = sys.modules.get("transformers")
+    if library is None or not isinstance(model, library.PreTrainedModel):
+        return dict(tensors)
+    try:
+        from transformers import conversion_mapping, core_model_loading
+    except ImportError:  # before version 5 there was nothing to undo
+        return dict(tensors)
+    changes: list[Any] = conversion_mapping.get_model_conversion_mapping(model, add_legacy=False)
+    changes = [one for one in changes if not isinstance(one, core_model_loading.PrefixChange)]
+    converters = [c for c in changes if isinstance(c, core_model_loading.WeightConverter)]
+    renamings = [c for c in changes if not isinstance(c, core_model_loading.WeightConverter)]
+    by_pattern = {pattern: c for c in converters for pattern in c.source_patterns}
+    found: dict[str, Tensor] = {}
+    made: dict[str, Any] = {}
+    for name in sorted(tensors, key=core_model_loading.dot_natural_key):
+        new, pattern = core_model_loading.rename_source_key(name, renamings, converters)
+        if pattern is None:
+            found[new] = tensors[name]
+            continue
+        converter = made.setdefault(new, copy.deepcopy(by_pattern[pattern]))
+        converter.add_tensor(new, name, pattern, tensors[name])
+    for new, converter in made.items():
+        try:
+            parts = converter.convert(new, model=model, config=model.config)
+        except (RuntimeError, ValueError, IndexError, KeyError, TypeError) as error:
+            reason = " ".join(str(error).split())[:200]
+            raise ValueError(f"transformers cannot make {new!r} of the file: {reason}") from None
+        found |= {key: t[0] if isinstance(t, list) else t for key, t in parts.items()}
+    return found

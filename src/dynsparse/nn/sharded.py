@@ -1,4 +1,4 @@
-"""Values that ranks share out among each other, as `fully_shard` does: DTensors."""
+"""Values that are sharded over ranks, as `fully_shard` does: DTensors."""
 
 from __future__ import annotations
 

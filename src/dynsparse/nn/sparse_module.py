@@ -12,10 +12,10 @@ from torch import Tensor, nn
 from torch.compiler import is_compiling
 
 from dynsparse.interrupts import uninterrupted
+from dynsparse.nn.backends import Executor
 from dynsparse.nn.copies import is_averaging
 from dynsparse.nn.layer_state import LayerState, changing
 from dynsparse.nn.sharded import gathered, is_sharded, whole
-from dynsparse.nn.targets import Executor
 from dynsparse.ops import capture
 from dynsparse.ops.linear import LayerIndex
 from dynsparse.ops.linear.kernels import panels

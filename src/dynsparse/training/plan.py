@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from dynsparse.nn import SparseLinear
+from dynsparse.nn.backends import scores_of
 from dynsparse.nn.sharded import gathered, is_sharded
-from dynsparse.nn.targets import scores_of
 from dynsparse.pattern import Rewiring, SparsePattern
 from dynsparse.ranks import (
     ALONE,

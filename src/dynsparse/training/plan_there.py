@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from dynsparse.nn import SparseLinear
-from dynsparse.nn.targets import scores_of
+from dynsparse.nn.backends import scores_of
 from dynsparse.ops.grow import select
 from dynsparse.pattern import Rewiring, SparsePattern
 from dynsparse.pattern.on_device import sent, told, without

@@ -15,7 +15,7 @@ from torch.utils import _pytree as pytree
 from dynsparse.checks import check_kind
 from dynsparse.files.shorten import shortened
 from dynsparse.nn import SparseLinear
-from dynsparse.nn.targets import executor_for
+from dynsparse.nn.backends import executor_for
 from dynsparse.training import SparseTrainer
 from popsparse.poptorch.options import Options, OutputMode, ReductionType
 

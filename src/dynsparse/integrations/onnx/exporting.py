@@ -15,7 +15,7 @@ from dynsparse.integrations.onnx.library import library, quiet, write_model
 from dynsparse.integrations.onnx.weights import PARAMETERS, keep_metadata, make_sparse
 from dynsparse.nn import SparseEmbedding, SparseLinear, SparseMultiheadAttention
 from dynsparse.nn.conv import SparseConv1d, SparseConv2d, dense_conv
-from dynsparse.nn.replace import linear_of
+from dynsparse.nn.convert import linear_of
 from dynsparse.pattern import SparsePattern
 from dynsparse.typed import typed
 
@@ -97,7 +97,7 @@ def _dense_twin(model: nn.Module) -> tuple[nn.Module, dict[str, SparsePattern]]:
     made: dict[int, nn.Module] = {}
     for name, layer in list(twin.named_modules(remove_duplicate=False)):
         if isinstance(layer, SparseMultiheadAttention) and layer.attention_pattern is not None:
-            layer.laid_out_pattern = layer.attention_pattern.to_mask()
+            layer.exported_mask = layer.attention_pattern.to_mask()
         if not isinstance(layer, SparseLinear):
             continue
         if not isinstance(layer, (SparseConv1d, SparseConv2d)):

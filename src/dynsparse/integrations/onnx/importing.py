@@ -14,7 +14,7 @@ from dynsparse.integrations.onnx.library import library, quiet, read_model
 from dynsparse.integrations.onnx.linear_nodes import join_linears
 from dynsparse.integrations.onnx.trilu import know_trilu
 from dynsparse.integrations.onnx.weights import take_sparse, turned
-from dynsparse.nn.replace import linear_of
+from dynsparse.nn.convert import linear_of
 from dynsparse.pattern import SparsePattern
 from dynsparse.typed import typed
 

@@ -27,7 +27,7 @@ from dynsparse.integrations.onnx.weights import (
     turned,
 )
 from dynsparse.nn import SparseLinear, save_safetensors
-from dynsparse.nn.start import largest_blocks
+from dynsparse.nn.init import largest_blocks
 from dynsparse.nn.weights_file import read_aliases, read_tensors
 from dynsparse.pattern import SparsePattern
 

@@ -7,8 +7,8 @@ from collections.abc import Iterator, Mapping
 from torch import nn
 from torch.nn.parameter import is_lazy
 
+from dynsparse.nn.candidates import Site
 from dynsparse.nn.linear import SparseLinear
-from dynsparse.nn.sites import Site
 
 ADAPTER = "is the adapter of another layer"
 DEPTHWISE = "is a depthwise convolution, whose outputs see one channel each"
@@ -22,7 +22,7 @@ _HOOKS = "has hooks, which its conversion would lose"
 _ADAPTERS = frozenset({"lora_A", "lora_B", "lora_a", "lora_b"})
 
 
-def left_dense(model: nn.Module, sites: Mapping[str, Site]) -> dict[str, str]:
+def default_exclusions(model: nn.Module, sites: Mapping[str, Site]) -> dict[str, str]:
     """name -> why this site stays dense, to be read after "it"; those that share a weight alike."""
     groups: dict[tuple[int, str | None], list[Site]] = {}
     for site in sites.values():

@@ -1,15 +1,18 @@
-"""What of a model is sparse, as a table in plain text."""
+"""A table of a model's layers, its parameter groups, and averages that follow its patterns."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 from torch import nn
 
+from dynsparse.checks import check_not_negative
 from dynsparse.files.html import html_table
-from dynsparse.nn.left_dense import left_dense, unconverted
+from dynsparse.nn.candidates import Site, find_sites
+from dynsparse.nn.exclusions import default_exclusions, unconverted
 from dynsparse.nn.linear import SparseLinear
-from dynsparse.nn.sites import Site, find_sites
+from dynsparse.nn.sparse_module import SparseModule
 from dynsparse.typed import typed
 
 _HEAD = ("layer", "shape", "block", "density", "non-zeros", "parameters")
@@ -68,7 +71,7 @@ def describe(model: nn.Module) -> Description:
 
 def _left(model: nn.Module, sites: Mapping[str, Site], all_parameters: int) -> list[str]:
     """What stays dense whatever density is asked for."""
-    left = left_dense(model, sites)
+    left = default_exclusions(model, sites)
     by_reason: dict[str, list[str]] = {}
     for name, reason in left.items():
         by_reason.setdefault(reason, []).append(name)
@@ -111,3 +114,57 @@ def _aligned(rows: list[tuple[str, ...]]) -> list[str]:
         first, *others = (cell.rjust(width) for cell, width in zip(row, widths, strict=True))
         lines.append("  ".join([first.strip().ljust(widths[0]), *others]))
     return lines
+
+
+@typed
+def param_groups(model: nn.Module, *, weight_decay: float) -> list[dict[str, Any]]:
+    """Two groups for an optimizer: what decays, and what does not.
+
+        optimizer = torch.optim.AdamW(ds.param_groups(model, weight_decay=0.1), lr=1e-3)
+
+    The values of sparse layers and every Parameter of two or more dimensions decay; biases, norms
+    and scalars do not. A choice by dimensions alone, as in many recipes, takes the values of
+    layers without blocks, which are [nnz], for biases. Parameters that do not require a gradient
+    are in neither group.
+
+    Raises:
+        ValueError: a weight decay that is negative or not finite.
+    """
+    decay = check_not_negative("weight_decay", weight_decay)
+    values = {id(m.values) for m in model.modules() if isinstance(m, SparseModule)}
+    decaying: list[nn.Parameter] = []
+    others: list[nn.Parameter] = []
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            is_weight = parameter.dim() >= 2 or id(parameter) in values
+            (decaying if is_weight else others).append(parameter)
+    return [
+        {"params": decaying, "weight_decay": decay},
+        {"params": others, "weight_decay": 0.0},
+    ]
+
+
+@typed
+def follow_patterns(copy: nn.Module, model: nn.Module) -> None:
+    """From now on, the sparse layers of `copy` take every pattern that those of `model` take.
+
+    Copies that torch's `AveragedModel` and timm's `ModelEma` make do so by themselves; this is for
+    averages of one's own. It lasts as long as both models live, and is not kept in files.
+
+    Args:
+        copy: an average of `model`, or another copy of it. Its weights stay its own.
+        model: the one that is trained.
+
+    Raises:
+        ValueError: layers that differ in name, shape, block size or pattern.
+    """
+    own = {n: m for n, m in copy.named_modules() if isinstance(m, SparseLinear)}
+    theirs = {n: m for n, m in model.named_modules() if isinstance(m, SparseLinear)}
+    if own.keys() != theirs.keys():
+        odd = sorted(own.keys() ^ theirs.keys())[0]
+        raise ValueError(f"the models must have the same sparse layers, {odd!r} is only in one")
+    for name, layer in own.items():
+        if layer.pattern != theirs[name].pattern:
+            raise ValueError(f"the layers {name!r} must begin with the same pattern")
+    for name, layer in own.items():
+        theirs[name].lead(layer)

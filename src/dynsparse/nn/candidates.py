@@ -10,8 +10,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from dynsparse.nn.conv1d import is_conv1d
-from dynsparse.nn.graph_linear import is_graph_linear
+from dynsparse.nn.linear import is_conv1d, is_graph_linear
 from dynsparse.ops.conv.geometry import to_matrix
 
 _KINDS = (

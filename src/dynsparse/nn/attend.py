@@ -1,0 +1,420 @@
+"""How queries, keys and values of an attention are combined: heads, masks, patterns, FlexAttention.
+
+Source of `score_mod` and `block_mask`: Dong et al. 2024, "Flex Attention: A Programming Model for
+Generating Optimized Attention Kernels"; `torch.nn.attention.flex_attention` is its implementation.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.compiler import is_compiling
+from torch.nn.functional import pad
+
+from dynsparse.checks import check_kind
+from dynsparse.files.shorten import shortened
+from dynsparse.ops import block_sparse
+from dynsparse.ops.block_sparse.attention import bias_of
+from dynsparse.ops.dropout import dropout
+from dynsparse.ops.eager import is_plain_eager
+from dynsparse.pattern import SparsePattern
+
+_INTERLEAVED_KEY = "interleaved_heads"
+_RUN_LENGTHS = (4, 2, 1)
+# What moves so many bytes at once.
+_WORD_DTYPES = {2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.complex128}
+
+
+def run_length(block_size: int, heads: int, head_dim: int) -> int:
+    """How many features of a head stand side by side where heads are interleaved.
+
+    As many as can be moved at once, 4 at most, where each block of the projections still has as
+    many features of each head; else 1.
+    """
+    return next(
+        run
+        for run in _RUN_LENGTHS
+        if run == 1 or not (block_size % (run * heads) or head_dim % run)
+    )
+
+
+def split_heads(xs: Sequence[Tensor], heads: int, run: int | None) -> list[Tensor]:
+    """Each [N, L, inner] -> [N, heads, L, head_dim].
+
+    Args:
+        run: features are dealt out to the heads in turn, `run` at a time; None: each head has
+            head_dim side by side.
+    """
+    if run is None:
+        return [x.unflatten(-1, (heads, -1)).transpose(1, 2) for x in xs]
+    # torch's fused product wants the features of a head side by side.
+    if run == 1:
+        return [x.unflatten(-1, (-1, heads)).permute(0, 3, 1, 2).contiguous() for x in xs]
+    turned = _swap_axes(xs, xs[0].shape[-1] // (heads * run), heads, run)
+    return [x.transpose(1, 2) for x in turned]
+
+
+def join_heads(mixed: Tensor, run: int | None) -> Tensor:
+    """[N, heads, L, head_dim] -> [N, L, inner]: `split_heads` undone."""
+    if run == 1:
+        return mixed.permute(0, 2, 3, 1).flatten(2)
+    natural = mixed.transpose(1, 2)
+    if run is not None:
+        heads, width = natural.shape[2:]
+        natural = _swap_axes([natural.flatten(2)], heads, width // run, run)[0]
+    return natural.flatten(2)
+
+
+def deinterleaved_order(inner: int, heads: int, run: int) -> Tensor:
+    """Which interleaved feature comes where once heads are side by side: int64 [inner]."""
+    return torch.arange(inner).view(-1, heads, run).transpose(0, 1).flatten()
+
+
+def _swap_axes(xs: Sequence[Tensor], first: int, second: int, run: int) -> Sequence[Tensor]:
+    """Each [N, L, first * second * run] -> [N, L, second, first * run]."""
+    if all(run * x.element_size() in _WORD_DTYPES and is_plain_eager(x) for x in xs):
+        return _SwapAxes.apply(first, second, run, *xs)
+    return [x.unflatten(-1, (first, second, run)).transpose(-3, -2).flatten(-2) for x in xs]
+
+
+class _SwapAxes(torch.autograd.Function):
+    """A run of features is moved as one word: torch's own copy takes several times as long."""
+
+    @staticmethod
+    def forward(ctx: Any, first: int, second: int, run: int, *xs: Tensor) -> tuple[Tensor, ...]:
+        ctx.back = (second, first, run)
+        moved = []
+        for x in xs:
+            words = x.contiguous().view(_WORD_DTYPES[run * x.element_size()])
+            turned = words.view(-1, first, second).transpose(1, 2).contiguous()
+            moved.append(turned.view(x.dtype).view(*x.shape[:-1], second, first * run))
+        return tuple(moved)
+
+    @staticmethod
+    def backward(ctx: Any, *dys: Tensor) -> tuple[Tensor | None, ...]:
+        turned = _swap_axes([dy.flatten(-2) for dy in dys], *ctx.back)
+        return None, None, None, *(dx.flatten(-2) for dx in turned)
+
+
+def save_head_order(run: int | None, destination: Any, prefix: str) -> None:
+    """Mark a state dict whose heads are interleaved: the weights alone do not show it."""
+    if run is not None:
+        destination[prefix + _INTERLEAVED_KEY] = torch.tensor(run, dtype=torch.int32)
+
+
+def check_head_order(
+    run: int | None,
+    head_dim: int,
+    state_dict: Mapping[str, Tensor],
+    prefix: str,
+    unexpected_keys: list[str],
+    error_msgs: list[str],
+) -> int | None:
+    """The run of the weights, which may be another than one's own.
+
+    Says, as `load_state_dict` does, where heads are interleaved on one side alone.
+    """
+    name = prefix + _INTERLEAVED_KEY
+    if name in unexpected_keys:
+        unexpected_keys.remove(name)
+    has_own = any(key.startswith(f"{prefix}q_proj.") for key in state_dict)
+    if not has_own:
+        return run
+    what = prefix.removesuffix(".") or "the attention"
+    if (name in state_dict) != (run is not None):
+        error_msgs.append(
+            f"expected {what!r} with interleaved={run is not None}, got weights of "
+            f"interleaved={run is None}: make the attention as it was when they were saved"
+        )
+        return run
+    if run is None:
+        return None
+    saved = state_dict[name].tolist() if isinstance(state_dict[name], Tensor) else None
+    if saved in _RUN_LENGTHS and type(saved) is int and head_dim % saved == 0:
+        return saved
+    error_msgs.append(
+        f"expected {name!r} of the weights to be 1, 2 or 4 and to divide the {head_dim} features "
+        f"of a head, got {shortened(state_dict[name])}: the weights are damaged"
+    )
+    return run
+
+
+def merge_masks(
+    attn_mask: Tensor | None,
+    key_padding_mask: Tensor | None,
+    q: Tensor,
+    keys: int,
+    all_keys: int,
+) -> Tensor | None:
+    """Both masks as one that is added to the scores, [N or 1, heads or 1, L or 1, all keys]."""
+    n, heads, length, _ = q.shape
+    both = None
+    if attn_mask is not None:
+        attn_mask = _additive_mask(attn_mask, "attn_mask", q)
+        if attn_mask.shape == (length, keys):
+            both = attn_mask[None, None]
+        elif attn_mask.shape == (n * heads, length, keys):
+            both = attn_mask.unflatten(0, (n, heads))
+        else:
+            raise ValueError(
+                f"attn_mask must have the shape {[length, keys]} or "
+                f"{[n * heads, length, keys]}, got {list(attn_mask.shape)}"
+            )
+    if key_padding_mask is not None:
+        if key_padding_mask.shape != (n, keys):
+            raise ValueError(
+                f"key_padding_mask must have the shape {[n, keys]}, "
+                f"got {list(key_padding_mask.shape)}"
+            )
+        padding = _additive_mask(key_padding_mask, "key_padding_mask", q)[:, None, None]
+        both = padding if both is None else both + padding
+    # The keys that bias_k and add_zero_attn append may always be looked at.
+    return None if both is None else pad(both, (0, all_keys - keys))
+
+
+def _additive_mask(mask: Tensor, what: str, like: Tensor) -> Tensor:
+    if mask.dtype == torch.bool:
+        return torch.zeros_like(mask, dtype=like.dtype).masked_fill_(mask, -math.inf)
+    if mask.is_floating_point():
+        return mask.to(like.dtype)
+    raise TypeError(f"{what} must be bool or floating point, got {mask.dtype}")
+
+
+_PATTERN_KEYS = ("attention_rows", "attention_cols")
+
+
+def check_attention_pattern(pattern: object, adds_keys: bool) -> SparsePattern | None:
+    """`pattern`, a SparsePattern or None.
+
+    Raises:
+        TypeError: anything else.
+        ValueError: an attention that adds keys of its own, for which no pattern has a column.
+    """
+    kinds = (SparsePattern, type(None))
+    found: SparsePattern | None = check_kind(
+        "attention_pattern", pattern, kinds, "a SparsePattern or None"
+    )
+    if found is not None and adds_keys:
+        raise ValueError(
+            "attention_pattern does not go with add_bias_kv and add_zero_attn, whose keys it does "
+            "not know: leave one of them out"
+        )
+    if found is not None:
+        found.index  # noqa: B018  made now, and not in the next call, which a compiler may watch
+    return found
+
+
+def check_pattern_call(pattern: SparsePattern, queries: int, keys: int, attn_mask: bool) -> None:
+    """Raise ValueError where a call has other lengths than the pattern, or a mask beside it.
+
+    Args:
+        attn_mask: whether there is one that is more than the promise of `is_causal`.
+    """
+    if attn_mask:
+        raise ValueError(
+            "attn_mask does not go with attention_pattern: put it into the pattern, or pass "
+            "is_causal or key_padding_mask"
+        )
+    if (queries, keys) != pattern.shape:
+        raise ValueError(
+            f"the attention_pattern is for {pattern.shape[0]} queries and {pattern.shape[1]} keys, "
+            f"got {queries} and {keys}: pad, with a key_padding_mask, or set another pattern"
+        )
+
+
+def save_pattern(pattern: SparsePattern, destination: Any, prefix: str) -> None:
+    """Put the pattern into a state dict: int32 [nnz] for rows and columns of blocks."""
+    for name, own in zip(_PATTERN_KEYS, (pattern.rows, pattern.cols), strict=True):
+        destination[prefix + name] = own.clone()
+
+
+def load_pattern(
+    pattern: SparsePattern,
+    state_dict: Mapping[str, Tensor],
+    prefix: str,
+    local_metadata: Any,
+    strict: bool,
+    missing_keys: list[str],
+    unexpected_keys: list[str],
+    error_msgs: list[str],
+) -> SparsePattern:
+    """The pattern of a state dict, of the shape and block size of `pattern`; that one where there
+    is none, or none that fits, which is said as `load_state_dict` says such things."""
+    found = [state_dict.get(prefix + name) for name in _PATTERN_KEYS]
+    for name, tensor in zip(_PATTERN_KEYS, found, strict=True):
+        if prefix + name in unexpected_keys:
+            unexpected_keys.remove(prefix + name)
+        if tensor is None and strict:
+            missing_keys.append(prefix + name)
+    if any(tensor is None for tensor in found):
+        return pattern
+    try:
+        return SparsePattern(*found, shape=pattern.shape, block_size=pattern.block_size)
+    except (TypeError, ValueError) as error:
+        what = prefix.removesuffix(".") or "the attention"
+        error_msgs.append(f"the attention_pattern of {what!r} does not fit: {error}")
+        return pattern
+
+
+def attend_with_pattern(
+    pattern: SparsePattern | Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    is_causal: bool,
+    key_padding_mask: Tensor | None,
+    rate: float,
+    need_weights: bool,
+) -> tuple[Tensor, Tensor | None]:
+    """The mixed values [N, heads, L, E], and the weights [N, heads, L, S] where they are needed.
+
+    Args:
+        pattern: or where the graph is to leave this library, its mask, bool [L, S].
+        q, k, v: [N, heads, L or S, E].
+        is_causal, key_padding_mask: as of `block_sparse.scaled_dot_product_attention`.
+        rate: of dropout.
+    """
+    if isinstance(pattern, Tensor):
+        return _attend_with_mask(pattern, q, k, v, is_causal, key_padding_mask, rate)
+    if not need_weights and rate < 1:
+        mixed = block_sparse.scaled_dot_product_attention(
+            q,
+            k,
+            v,
+            pattern,
+            is_causal=is_causal,
+            key_padding_mask=key_padding_mask,
+            dropout_p=rate,
+        )
+        return mixed, None
+    bias = bias_of(key_padding_mask, q, (len(q), k.shape[2]))
+    scores = block_sparse.sampled_matmul(q / math.sqrt(q.shape[-1]), k.transpose(-2, -1), pattern)
+    if bias is not None:
+        b = pattern.block_size
+        places = pattern.cols.to(q.device).long()
+        each = bias.unflatten(1, (-1, b))[:, None, places]
+        scores = scores + (each[..., 0] if b == 1 else each[..., None, :])
+    mask = "zero_upper_triangle" if is_causal else "none"
+    shares = dropout(block_sparse.softmax(scores, pattern, mask), rate)
+    mixed = block_sparse.sparse_dense_matmul(shares, pattern, v)
+    return mixed, _expand_blocks(shares, pattern) if need_weights else None
+
+
+def _expand_blocks(values: Tensor, pattern: SparsePattern) -> Tensor:
+    """[N, heads, nnz] or [N, heads, nnz, b, b] as dense matrices [N, heads, L, S]."""
+    (n, heads), (height, width), b = values.shape[:2], pattern.grid, pattern.block_size
+    flat = pattern.flat.to(values.device)
+    dense = values.new_zeros(n, heads, height * width, b, b)
+    dense = dense.index_copy(2, flat, values.view(n, heads, -1, b, b))
+    return (
+        dense.view(n, heads, height, width, b, b).transpose(3, 4).reshape(n, heads, *pattern.shape)
+    )
+
+
+def _attend_with_mask(
+    seen: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    is_causal: bool,
+    key_padding_mask: Tensor | None,
+    rate: float,
+) -> tuple[Tensor, Tensor]:
+    """By operators that every runtime has: for graphs that leave this library."""
+    if is_causal:
+        seen = seen.tril()
+    scores = (q / math.sqrt(q.shape[-1])) @ k.transpose(-2, -1)
+    lowest = torch.finfo(q.dtype).min
+    scores = torch.where(seen, scores, lowest)
+    if key_padding_mask is not None:
+        bias = key_padding_mask
+        if bias.dtype == torch.bool:
+            bias = torch.where(bias, lowest, 0.0).to(q.dtype)
+        scores = (scores + bias[:, None, None]).clamp_min(lowest)
+    # Queries that see nothing get zeros.
+    shares = dropout(scores.softmax(-1) * (scores > lowest), rate)
+    return shares @ v, shares
+
+
+ScoreMod = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
+"""From a score, the sequence, the head, the query and the key to the score that counts; scalars."""
+
+
+def check_flex_arguments(score_mod: Any, block_mask: Any, refused: dict[str, bool]) -> None:
+    """Raise where the arguments are not what FlexAttention takes.
+
+    Args:
+        refused: what does not go with it, by the words for it, and whether it is there.
+
+    Raises:
+        TypeError: a `score_mod` that cannot be called, a `block_mask` that is none.
+        ValueError: something that is refused.
+    """
+    if score_mod is not None and not callable(score_mod):
+        raise TypeError(f"score_mod must be a function or None, got {type(score_mod).__name__}")
+    if block_mask is not None:
+        from torch.nn.attention.flex_attention import BlockMask
+
+        check_kind("block_mask", block_mask, BlockMask, "what create_block_mask makes, or None")
+    found = [words for words, there in refused.items() if there]
+    if found:
+        raise ValueError(
+            f"score_mod and block_mask do not go with {', '.join(found)}: leave one of them out"
+        )
+
+
+def attend_flex(
+    q: Tensor, k: Tensor, v: Tensor, score_mod: ScoreMod | None, block_mask: Any
+) -> Tensor:
+    """[N, heads, L, head_dim] of q [N, heads, L, head_dim], k and v [N, heads, S, head_dim].
+
+    A query that may look nowhere gets zeros.
+
+    Raises:
+        ValueError: a `block_mask` of other lengths.
+    """
+    # Imported where it is used, as it brings torch's compiler along.
+    from torch.nn.attention.flex_attention import flex_attention
+
+    # On the CPU torch has no gradient of its own, and calls for a compiler.
+    if q.is_cpu and not (is_compiling() and not torch.is_grad_enabled()):
+        return _attend_flex_eager(q, k, v, score_mod, block_mask)
+    found: Tensor = flex_attention(q, k, v, score_mod, block_mask)
+    return found
+
+
+def _attend_flex_eager(
+    q: Tensor, k: Tensor, v: Tensor, score_mod: ScoreMod | None, block_mask: Any
+) -> Tensor:
+    from torch._dynamo._trace_wrapped_higher_order_op import TransformGetItemToIndex
+
+    scores = (q / math.sqrt(q.shape[-1])) @ k.transpose(-2, -1)
+    places = [torch.arange(n, dtype=torch.int32, device=q.device) for n in scores.shape]
+    if score_mod is not None:
+        with TransformGetItemToIndex():  # a tensor's entry at a number that is mapped over
+            scores = _vmap_scores(score_mod, (0,))(scores, *places)
+    if block_mask is None:
+        return scores.softmax(-1) @ v
+    if tuple(block_mask.seq_lengths) != tuple(scores.shape[2:]):
+        raise ValueError(
+            f"block_mask is for {block_mask.seq_lengths[0]} queries and "
+            f"{block_mask.seq_lengths[1]} keys, got {scores.shape[2]} and {scores.shape[3]}"
+        )
+    with TransformGetItemToIndex():
+        seen = _vmap_scores(block_mask.mask_mod, ())(*places)
+    some = seen.any(-1, keepdim=True)
+    # Without keys the softmax would be NaN, and its gradient, too.
+    shares = scores.masked_fill(~seen & some, -math.inf).softmax(-1)
+    return (shares * some) @ v
+
+
+def _vmap_scores(function: Callable[..., Tensor], first: tuple[int, ...]) -> Callable[..., Tensor]:
+    """A function of scalars over [N, heads, L, S], and what comes before over the same."""
+    for axis in (3, 2, 1, 0):
+        places = [0 if i == axis else None for i in range(4)]
+        function = torch.vmap(function, in_dims=(*first, *places))
+    return function

@@ -1,0 +1,102 @@
+"""Backends: what may compute a layer's products instead of the operator of `ops.linear`.
+
+`SparseLinear.executor` holds the executor of a layer: the active subset of Top-KAST, or one that a
+backend made. Backends call `register_backend`; `import popsparse` registers the tile machine.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from dynsparse.files.shorten import shortened
+from dynsparse.pattern import SparsePattern
+
+Scores = Callable[[Sequence[tuple[Tensor, Tensor]], str], Tensor]
+"""Called with pairs (x [batch, in], dY [batch, out]), whose products dY^T X sum to the gradient,
+and the pooling "sum", "avg", "max" or "none" (the same as "sum"). Returns the magnitudes of the
+blocks [out / b, in / b]."""
+
+
+class Executor(Protocol):
+    """Computes the products of one layer.
+
+    An executor with a target also has `embed(layer, ids)`, which looks up rows of a table, and may
+    have `scores(layer, pairs, pooling)`, see `Scores`.
+    """
+
+    @property
+    def target(self) -> Any:
+        """The target it computes on; None for the device of the values."""
+
+    def __call__(self, layer: Any, x: Tensor) -> Tensor:
+        """x [..., in] -> [..., out] of a `SparseLinear`, differentiable in x, values and bias.
+
+        Backward records x and dY in `ops.capture` when growth needs them.
+        """
+
+    def kernel(self, batch: int, backward: bool) -> str:
+        """A readable name of what computes a pass over `batch` samples."""
+
+    def after(self, pattern: SparsePattern) -> Executor | None:
+        """The executor for another pattern of the layer; None for the operator of `ops.linear`."""
+
+
+MakeExecutor = Callable[[Any, torch.dtype, Mapping[str, Any] | None], Executor]
+"""Called with a target, the dtype of the values and options by name; returns the executor."""
+
+
+class _Backend(NamedTuple):
+    target_class: type
+    make: MakeExecutor
+
+
+_backends: dict[str, _Backend] = {}
+
+
+def register_backend(name: str, target_class: type, make: MakeExecutor) -> None:
+    """Let layers compute on a `target=` of the class `target_class`.
+
+    Args:
+        name: name of the backend; registering a name again replaces the backend.
+        target_class: the class of its targets.
+        make: makes the executor of a layer.
+    """
+    _backends[name] = _Backend(target_class, make)
+
+
+def executor_for(
+    target: Any, dtype: torch.dtype, options: Mapping[str, Any] | None = None
+) -> Executor | None:
+    """The executor of a layer of this dtype on `target`; None without a target.
+
+    Args:
+        target: a target of a registered backend, such as `popsparse.Target.bow()`.
+        dtype: dtype of the layer's values.
+        options: options of the target by name, see `SparseLinear`.
+
+    Raises:
+        TypeError: not a target of a registered backend, or a dtype that it does not support.
+        ValueError: an unknown option; options without a target.
+    """
+    if target is None:
+        if options is not None:
+            raise ValueError("target_options need a target: pass target= too, or leave them out")
+        return None
+    for backend in _backends.values():
+        if isinstance(target, backend.target_class):
+            return backend.make(target, dtype, options)
+    missing = "" if _backends else ", after `import popsparse` registered its backend"
+    raise TypeError(
+        f"target must be a target such as popsparse.Target.bow(){missing}, got {shortened(target)}"
+    )
+
+
+def scores_of(layer: Any) -> Scores | None:
+    """Computes the growth scores of a layer on its target; None if the host computes them."""
+    scores = getattr(layer.executor, "scores", None)
+    return None if scores is None else partial(scores, layer)
