@@ -24,7 +24,6 @@ from dynsparse.ranks import (
     GrowRequest,
     comm_volume,
     grow,
-    grow_job,
     topk_over_ranks,
 )
 
@@ -99,8 +98,7 @@ def test_it_grows_what_one_process_grows(exchange, wire, data):
 def chunks(size):
     """Rounds of few rows, so that small layers need several, and count as large ones."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(grow, "CHUNK_BYTES", size)
-        patch.setattr(grow_job, "CHUNK_BYTES", size)
+        patch.setattr(grow, "_CHUNK_BYTES", size)
         patch.setattr(in_rows, "CHUNK_BYTES", size)
         patch.setattr(in_rows, "_SAMPLE_FROM", 0)
         patch.setattr(screen, "_WORTHWHILE", 0)

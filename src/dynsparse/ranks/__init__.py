@@ -1,7 +1,8 @@
-"""Decisions over the ranks of torch.distributed: made once, and known to all.
+"""Decisions over the ranks of torch.distributed: each is made once and then known to all ranks.
 
-Each is made by the rank that looks after what it is about, and the others hear of it; nothing is
-computed on every rank in the hope that it comes out equal.
+`ranks` has the collectives, `consistency` errors and comparisons over ranks, `select` the selection
+of the best scores of all ranks, `grow` growth, `follow` tensors that are sharded by slots, and
+`grid` meshes.
 """
 
 from dynsparse.ranks.consistency import (
@@ -17,23 +18,19 @@ from dynsparse.ranks.consistency import (
     min_max_digest,
     sum_over_ranks,
 )
-from dynsparse.ranks.even import rebalance
-from dynsparse.ranks.exchanged import comm_volume
-from dynsparse.ranks.follow import follow_over_ranks
+from dynsparse.ranks.follow import follow_over_ranks, rebalance
 from dynsparse.ranks.grid import AXES, Part, RankGrid, Slab, check_axes
-from dynsparse.ranks.grow import topk_over_ranks
-from dynsparse.ranks.joint import StackedRanks
-from dynsparse.ranks.keys import key_bits
-from dynsparse.ranks.ranks import ALONE, GroupRanks, Ranks, ranks_of
+from dynsparse.ranks.grow import GrowRequest, comm_volume, topk_over_ranks
+from dynsparse.ranks.ranks import ALONE, GroupRanks, Ranks, StackedRanks, ranks_of
 from dynsparse.ranks.select import (
     chunk,
     chunk_of,
     gather_sorted,
+    key_bits,
     kth_over_ranks,
     masked_positions,
     select_over_ranks,
 )
-from dynsparse.ranks.wanted import GrowRequest
 
 __all__ = [
     "ALONE",

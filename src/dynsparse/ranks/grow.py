@@ -1,41 +1,107 @@
 """Growth over ranks: the best positions for the gradient of all samples, which no rank ever holds.
 
-The gradient is the sum over ranks of dY^T X, and a rank holds its own samples. Each rank looks
-after a slab of block rows. Either pieces of the ranks' gradients travel to the owner of their rows,
-or x travels to all and the columns of dY to the owner, whichever sends less. The owner adds up in
-the order of ranks, keeps its best, and a selection over ranks says which of them join. No [out, in]
-matrix exists anywhere, and what is chosen is what one process with all samples chooses.
+The gradient is the sum over ranks of dY^T X, where each rank holds its own samples. Each rank owns
+a range of block rows. Either every rank sends its part of the gradient to the owners of the rows
+(by gradients), or x goes to all ranks and the columns of dY to the owners (by samples), whichever
+sends less. The owner adds up in the order of ranks and keeps its best positions, and a selection
+over ranks decides which of them join. No [out, in] matrix exists anywhere, and the result is that
+of one process with all samples.
 
-Source: Evci et al. 2020, "Rigging the Lottery", section 3 (the rule); the exchange is this
+Source: Evci et al. 2020, "Rigging the Lottery", section 3 (the rule); the communication is this
 library's own.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from dynsparse.ops.conv.patches import are_patches
-from dynsparse.ops.grow.in_rows import RowSearch
-from dynsparse.ops.grow.scores import add_slabs
+from dynsparse import native
+from dynsparse.ops.conv.patches import are_patches, samples_of
+from dynsparse.ops.grow.best import Best
+from dynsparse.ops.grow.free_positions import check_free_positions
+from dynsparse.ops.grow.in_rows import Found, RowSearch
+from dynsparse.ops.grow.scores import Pair, add_slabs, pool
 from dynsparse.ops.grow.selection import ascending
 from dynsparse.ops.grow.threshold import NO_GUESS
-from dynsparse.ops.grow.topk import check_pooling
-from dynsparse.ranks.band import settle
+from dynsparse.ops.grow.topk import check_pairs, check_pooling
+from dynsparse.pattern import SparsePattern
 from dynsparse.ranks.consistency import DeferredError, collective_errors
-from dynsparse.ranks.exchanged import comm_volume
-from dynsparse.ranks.grow_job import CHUNK_BYTES, GrowthJob
-from dynsparse.ranks.keys import key_bits
+from dynsparse.ranks.grid import Part
 from dynsparse.ranks.ranks import Ranks
-from dynsparse.ranks.select import gather_sorted, masked_positions, select_over_ranks
-from dynsparse.ranks.wanted import GrowRequest
+from dynsparse.ranks.rounding import RoundedScores, rescore_ambiguous
+from dynsparse.ranks.select import (
+    chunk,
+    chunk_of,
+    gather_sorted,
+    key_bits,
+    masked_positions,
+    select_over_ranks,
+)
+
+# Of what a rank sends in one all-to-all.
+_CHUNK_BYTES = 8 << 20
+
+
+@dataclass(frozen=True)
+class GrowRequest:
+    """The positions that one layer grows.
+
+    Attributes:
+        name: of the layer, for errors.
+        pairs: (x [batch, in], dY [batch, out]) of this rank; none where no backward pass came
+            through the layer here.
+        pattern: positions that are not free; the same on all ranks, as is what follows.
+        count: number of positions to grow.
+        exclude: further positions that are not free: int64 [any], sorted and distinct.
+        scores: computes the scores of all blocks from pairs and a pooling, on the backend of the
+            layer; None: they are computed here.
+        part: where this rank holds a shard of the layer: pattern, pairs and exclude are of the
+            shard, count is of the full layer.
+        ranked: takes the scores that ranked the positions, if the caller checks them later without
+            waiting for the device; None: they are checked here.
+    """
+
+    name: str
+    pairs: Sequence[Pair]
+    pattern: SparsePattern
+    count: int
+    exclude: Tensor | None = None
+    part: Part | None = None
+    scores: Callable[[Sequence[Pair], str], Tensor] | None = None
+    ranked: list[Tensor] | None = None
+
+
+def comm_volume(
+    ranks: int,
+    shape: tuple[int, int],
+    samples: int,
+    sample_dtype: torch.dtype,
+    wire: torch.dtype | None = None,
+) -> tuple[float, float]:
+    """Bytes that one rank sends for one layer, on average: by gradients, and by samples.
+
+    Args:
+        ranks: number of ranks.
+        shape: (out, in).
+        samples: of all ranks together.
+        sample_dtype: in which samples are sent.
+        wire: in which gradients are sent; None: float64 for float64 samples, otherwise float32.
+    """
+    out, in_ = shape
+    others = (ranks - 1) / ranks
+    if wire is None or sample_dtype == torch.float64:
+        wire = torch.float64 if sample_dtype == torch.float64 else torch.float32
+    by_gradients = others * out * in_ * wire.itemsize
+    return by_gradients, others * samples * (in_ + out / ranks) * sample_dtype.itemsize
 
 
 def topk_over_ranks(
     ranks: Ranks,
-    wanted: Sequence[GrowRequest],
+    requests: Sequence[GrowRequest],
     *,
     pooling: str = "sum",
     wire: torch.dtype | None = None,
@@ -46,294 +112,417 @@ def topk_over_ranks(
 
     Equal scores: the smaller position first, as in `ops.grow.topk_outside`.
 
-    Of a layer in rectangles the positions are those in the rectangle of this rank, as many as fall
-    into it: `ranks` are those with other samples for the same rectangle, and all ranks of the mesh
-    rank together.
+    For a sharded layer the result has the positions in this rank's shard, as many as fall into it:
+    `ranks` are those with other samples for the same shard, and the ranks of the whole mesh select
+    together.
 
     Args:
         pooling: see `topk_outside`.
-        wire: torch.bfloat16 sends pieces of the gradient at half the bytes; what their rounding
-            leaves open is scored anew from the samples, so that the choice stays exact.
-        exchange: "pieces" or "samples" for all layers; whichever sends less when left out. Of
-            convolutions pieces travel, unrounded: their samples are many times larger.
+        wire: torch.bfloat16 sends gradients at half the bytes; positions whose rank is ambiguous
+            after rounding are scored again from the samples, so that the result stays exact.
+        exchange: "pieces" (by gradients) or "samples" for all layers; defaults to what sends less.
+            Convolutions always send gradients, unrounded: their samples are many times larger.
 
     Raises:
         ValueError, TypeError: as `topk_outside`, the same line on every rank.
     """
     pooling = check_pooling(pooling)
-    jobs: list[GrowthJob] = []
-    facts = [0] * _FACTS * len(wanted)
+    jobs: list[_Job] = []
+    facts = [0] * _FACTS * len(requests)
     with collective_errors(ranks, facts, "sum"):
         if wire not in (None, torch.bfloat16):
             raise ValueError(f"wire must be None or torch.bfloat16, got {wire}")
         if exchange not in (None, "pieces", "samples"):
             raise ValueError(f'exchange must be "pieces" or "samples", got {exchange!r}')
-        jobs = [GrowthJob(one, ranks) for one in wanted]
-        facts[:] = [fact for job in jobs for fact in _facts_of(job)]
+        jobs = [_Job(request, ranks) for request in requests]
+        facts[:] = [fact for job in jobs for fact in job.facts()]
     for i, job in enumerate(jobs):
-        _learn(job, *facts[i * _FACTS : (i + 1) * _FACTS])
-    for job in jobs:
-        pieces, samples = comm_volume(ranks.size, job.usual, job.samples, job.wide, wire)
-        job.by_samples = samples < pieces if exchange is None else exchange == "samples"
-        job.by_samples = job.by_samples and not job.convolved
-        whole = wire is None or ranks.size == 1 or job.by_samples or job.convolved
-        job.rounded = not whole and job.dtype == torch.float32
-    # In a rectangle there may be no room where there is in others of the layer.
+        job.decide(ranks, facts[i * _FACTS : (i + 1) * _FACTS], wire, exchange)
+    # A shard may have no free position where others of the layer have some.
     busy = [job for job in jobs if job.count]
-    rounded = [job for job in jobs if job.wanted and job.rounded]
+    rounded = [job for job in jobs if job.total_count and job.rounded]
     failed = DeferredError()
     with failed:
         for job in jobs:
-            job.check_pairs_there()
+            job.check_reached()
             if not job.by_samples:
-                job.begin()
-    _by_samples(ranks, [job for job in busy if job.by_samples], pooling, failed)
-    _by_pieces(ranks, [job for job in busy if not job.by_samples], pooling, failed)
-    joining = [0] * len(jobs)
-    with collective_errors(ranks.all_ranks, joining, "sum"):
+                job.prepare()
+    _exchange_samples(ranks, [job for job in busy if job.by_samples], pooling, failed)
+    _exchange_gradients(ranks, [job for job in busy if not job.by_samples], pooling, failed)
+    sure = [0] * len(jobs)
+    with collective_errors(ranks.all_ranks, sure, "sum"):
         failed.raise_pending()
-        joining[:] = [len(job.found.sure) if ranks.is_lead_group(job.axes) else 0 for job in jobs]
-    settle(
+        sure[:] = [len(job.found.sure) if ranks.is_lead_group(job.axes) else 0 for job in jobs]
+    rescore_ambiguous(
         ranks,
-        [job.band for job in rounded],
+        [job.rounded_scores for job in rounded],
         [job.pairs for job in rounded],
         pooling,
         [ranks.is_lead_group(job.axes) for job in rounded],
     )
     for job in busy:
-        job.end()
-    return _chosen(ranks, jobs, joining)
+        job.finish()
+    return _select(ranks, jobs, sure)
 
+
+# ---- one layer ----
 
 _FACTS = 5
 
 
-def _facts_of(job: GrowthJob) -> list[int]:
-    """What of a layer all ranks must know the sums of: samples, and of which type they are."""
-    types = [tensor.dtype for pair in job.pairs for tensor in pair]
-    return [
-        job.held,
-        sum(t != torch.bfloat16 for t in types),
-        sum(t == torch.float64 for t in types),
-        len(job.pairs),
-        sum(are_patches(*pair) for pair in job.pairs),
-    ]
+class _Job:
+    """The growth of one layer on this rank, which owns the block rows [first, last)."""
+
+    best: Best
+    rounded_scores: RoundedScores
+    found: Found  # in this rank's rows
+    samples: int  # of all ranks
+    dtype: torch.dtype  # in which gradients are added up
+    sample_dtype: torch.dtype  # in which samples are sent
+    by_samples: bool
+    rounded: bool
+    reached: bool  # by a backward pass, on any rank
+    is_conv: bool  # pairs are patches
+
+    def __init__(self, request: GrowRequest, ranks: Ranks) -> None:
+        self.name, self.pattern, self.part = request.name, request.pattern, request.part
+        self.total_count = request.count  # of the full layer
+        self.pairs = list(request.pairs)
+        try:
+            count = request.count
+            if request.part is not None:
+                taken = 0 if request.exclude is None else len(request.exclude)
+                count = min(count, request.pattern.total - request.pattern.nnz - taken)
+            self.count, self.exclude = check_free_positions(request.pattern, count, request.exclude)
+            if self.pairs:
+                check_pairs(self.pairs, request.pattern)
+        except (TypeError, ValueError) as error:
+            raise type(error)(f"layer {self.name!r}: {error}") from error
+        self.held = sum(samples_of(x) for x, _ in self.pairs)  # samples of this rank
+        self.first, self.last = chunk_of(ranks, request.pattern.grid[0])
+        self.device = self.pairs[0][0].device if self.pairs else ranks.device
+        none = torch.zeros(0, dtype=torch.int64, device=self.device)
+        self.found = Found.of(none.float(), none)
+
+    def facts(self) -> list[int]:
+        """Numbers whose sums over ranks `decide` takes: samples, and their types."""
+        types = [tensor.dtype for pair in self.pairs for tensor in pair]
+        return [
+            self.held,
+            sum(t != torch.bfloat16 for t in types),
+            sum(t == torch.float64 for t in types),
+            len(self.pairs),
+            sum(are_patches(*pair) for pair in self.pairs),
+        ]
+
+    def decide(
+        self, ranks: Ranks, facts: Sequence[int], wire: torch.dtype | None, exchange: str | None
+    ) -> None:
+        """Set what is sent, and in which types, the same on all ranks."""
+        self.samples, other_types, double, pairs, patches = facts
+        self.dtype = torch.float64 if double else torch.float32
+        self.sample_dtype = self.dtype if other_types else torch.bfloat16
+        self.reached, self.is_conv = pairs > 0, patches > 0
+        by_gradients, by_samples = comm_volume(
+            ranks.size, self.mean_shape, self.samples, self.sample_dtype, wire
+        )
+        self.by_samples = by_samples < by_gradients if exchange is None else exchange == "samples"
+        self.by_samples = self.by_samples and not self.is_conv
+        exact = wire is None or ranks.size == 1 or self.by_samples or self.is_conv
+        self.rounded = not exact and self.dtype == torch.float32
+
+    @property
+    def axes(self) -> tuple[str, ...]:
+        """The mesh axes over which the layer is sharded."""
+        return () if self.part is None else self.part.axes
+
+    @property
+    def total(self) -> int:
+        """Number of block positions of the full layer."""
+        out, in_ = self.pattern.shape if self.part is None else self.part.shape
+        return out * in_ // self.pattern.block_size**2
+
+    @property
+    def mean_shape(self) -> tuple[int, int]:
+        """The shape of the layer, or the mean shape of its shards: the same on all ranks of a mesh,
+        which decide alike."""
+        if self.part is None:
+            return self.pattern.shape
+        out, in_ = (slab.borders[-1] // (len(slab.borders) - 1) for slab in self.part.slabs)
+        return out, in_
+
+    def check_reached(self) -> None:
+        """Raise ValueError if there is no gradient to grow by."""
+        if self.reached or not self.count:
+            return
+        raise ValueError(
+            f"layer {self.name!r}: expected at least one pair (x, dY), got none on any rank: "
+            "growth needs a backward"
+        )
+
+    def prepare(self) -> None:
+        """Allocate what collects gradients round by round."""
+        ranked = self.device.type == "cpu" and self.dtype == torch.float32
+        library = native.load() if ranked else None
+        if self.rounded:
+            self.rounded_scores = RoundedScores(
+                self.pattern, self.exclude, self.total_count, self.device, self.total
+            )
+        elif self.count:
+            room = min(self._round_rows(1), max(self.last - self.first, 1)) * self.pattern.grid[1]
+            self.best = Best(max(1, self.most), room, -1.0, self.dtype, self.device, library)
+
+    @property
+    def most(self) -> int:
+        """Upper bound of the positions that join in this rank's rows."""
+        return min(self.count, (self.last - self.first) * self.pattern.grid[1])
+
+    def _round_rows(self, shares: int) -> int:
+        """Block rows whose gradient, `shares` times, fits one round."""
+        row = self.pattern.shape[1] * self.pattern.block_size * self.dtype.itemsize
+        return max(1, _CHUNK_BYTES // (shares * row))
+
+    def rounds(self, ranks: Ranks) -> Iterator[tuple[int, int]]:
+        """The block rows of each round, counted from the first row of every owner."""
+        share = self._most_rows(ranks)
+        rows = self._round_rows(ranks.size)
+        for begin in range(0, share, rows):
+            yield begin, min(begin + rows, share)
+
+    def _most_rows(self, ranks: Ranks) -> int:
+        """Block rows of the first rank, which has the most."""
+        return chunk(self.pattern.grid[0], ranks.size, 0)[1]
+
+    def ranges_by_owner(self, ranks: Ranks, begin: int, end: int) -> list[tuple[int, int]]:
+        """For each owner its block rows [begin, end), counted from its first, as rows of the
+        matrix."""
+        chunks = [chunk(self.pattern.grid[0], ranks.size, owner) for owner in range(ranks.size)]
+        return [(min(first + begin, last), min(first + end, last)) for first, last in chunks]
+
+    def rows_by_owner(self, ranks: Ranks) -> list[tuple[int, int]]:
+        """For each owner all of its rows, in elements."""
+        b = self.pattern.block_size
+        ranges = self.ranges_by_owner(ranks, 0, self._most_rows(ranks))
+        return [(first * b, last * b) for first, last in ranges]
+
+    @property
+    def wire(self) -> tuple[torch.dtype, torch.device]:
+        """The dtype in which gradients are sent, and their device."""
+        return torch.bfloat16 if self.rounded else self.dtype, self.device
+
+    def numel(self, block_rows: int) -> int:
+        """Numbers on the wire that hold the gradient of so many block rows."""
+        rows = block_rows * self.pattern.block_size
+        # Rounded gradients are followed by the largest error of each row, a float32 in two numbers.
+        return rows * (self.pattern.shape[1] + (2 if self.rounded else 0))
+
+    def local_gradient(self, ranges: Sequence[tuple[int, int]]) -> Tensor:
+        """This rank's gradient of these ranges of block rows, as it is sent: [any]."""
+        b, width = self.pattern.block_size, self.pattern.shape[1]
+        rows = [(first * b, last * b) for first, last in ranges]
+        sizes = [end - begin for begin, end in rows]
+        grad = torch.zeros(sum(sizes), width, dtype=self.dtype, device=self.device)
+        add_slabs(grad, self.pairs, rows)
+        if not self.rounded:
+            return grad.view(-1)
+        low = grad.to(torch.bfloat16)
+        worst = (grad - low.float()).abs_().amax(1) if width else grad.new_zeros(len(grad))
+        return torch.cat(
+            [
+                part
+                for piece, error in zip(low.split(sizes), worst.split(sizes), strict=True)
+                for part in (piece.reshape(-1), error.contiguous().view(torch.bfloat16))
+            ]
+        )
+
+    def add(self, parts: Tensor, first: int, last: int, pooling: str) -> None:
+        """Rank the sum of what all ranks sent, [ranks, any], for block rows of this rank."""
+        b, width = self.pattern.block_size, self.pattern.shape[1]
+        rows = (last - first) * b
+        grad = parts[0, : rows * width].to(self.dtype, copy=True)
+        for part in parts[1:]:
+            grad += part[: rows * width].to(self.dtype)
+        grad = grad.view(rows, width)
+        if self.rounded:
+            errors = torch.zeros(rows, device=grad.device)
+            for part in parts:
+                errors += part[rows * width :].clone().view(torch.float32)
+            self.rounded_scores.add(grad, errors, len(parts), first, pooling)
+        else:
+            scores = grad if b == 1 else pool(grad.abs_(), pooling, b)
+            self.best.add(scores, self.pattern, self.exclude, first)
+
+    def finish(self) -> None:
+        """Set `found` when all gradients are added."""
+        if self.rounded:
+            self.found = Found.of(self.rounded_scores.scores, self.rounded_scores.flat)
+        elif not self.by_samples:
+            self.best.compact()
+            count = self.best.count
+            self.found = Found.of(self.best.scores[:count], self.best.flat[:count])
 
 
-def _learn(
-    job: GrowthJob, samples: int, unlike: int, double: int, pairs: int, convolved: int
+# ---- what is sent ----
+
+
+def _exchange_gradients(
+    ranks: Ranks, jobs: Sequence[_Job], pooling: str, failed: DeferredError
 ) -> None:
-    """Take in what `_facts_of` says of all ranks together."""
-    job.samples = samples
-    job.dtype = torch.float64 if double else torch.float32
-    job.wide = job.dtype if unlike else torch.bfloat16
-    job.reached, job.convolved = pairs > 0, convolved > 0
-
-
-def _by_pieces(
-    ranks: Ranks, jobs: Sequence[GrowthJob], pooling: str, failed: DeferredError
-) -> None:
-    """Pieces of the gradient go to the owners of their rows, as many layers in one round as fit."""
-    parts: list[tuple[GrowthJob, int, int]] = []
+    """Gradients go to the owners of their rows, as many layers in one round as fit."""
+    parts: list[tuple[_Job, int, int]] = []
     size = 0
     for job in jobs:
         for begin, end in job.rounds(ranks):
             more = (end - begin) * job.pattern.block_size * job.pattern.shape[1]
             more *= ranks.size * job.dtype.itemsize
-            if parts and (size + more > CHUNK_BYTES or _wire(parts[0][0]) != _wire(job)):
-                _round(ranks, parts, pooling, failed)
+            if parts and (size + more > _CHUNK_BYTES or parts[0][0].wire != job.wire):
+                _exchange_round(ranks, parts, pooling, failed)
                 parts, size = [], 0
             parts.append((job, begin, end))
             size += more
     if parts:
-        _round(ranks, parts, pooling, failed)
+        _exchange_round(ranks, parts, pooling, failed)
 
 
-def _wire(job: GrowthJob) -> tuple[torch.dtype, torch.device]:
-    return torch.bfloat16 if job.rounded else job.dtype, job.device
-
-
-def _round(
-    ranks: Ranks, parts: Sequence[tuple[GrowthJob, int, int]], pooling: str, failed: DeferredError
+def _exchange_round(
+    ranks: Ranks, parts: Sequence[tuple[_Job, int, int]], pooling: str, failed: DeferredError
 ) -> None:
-    """One exchange: of each part, the gradient of these rows of all slabs."""
-    wire, device = _wire(parts[0][0])
-    slabs = [job.slabs(ranks, begin, end) for job, begin, end in parts]
+    """One all-to-all: of each part, the gradient of these rows of all owners."""
+    wire, device = parts[0][0].wire
+    ranges = [job.ranges_by_owner(ranks, begin, end) for job, begin, end in parts]
     # How many numbers of each part go to each owner.
-    numbers = [
-        [_numbers(job, last - first) for first, last in to_each]
-        for (job, _, _), to_each in zip(parts, slabs, strict=True)
+    numels = [
+        [job.numel(last - first) for first, last in by_owner]
+        for (job, _, _), by_owner in zip(parts, ranges, strict=True)
     ]
-    sizes = [sum(of_part[owner] for of_part in numbers) for owner in range(ranks.size)]
+    sizes = [sum(of_part[owner] for of_part in numels) for owner in range(ranks.size)]
     sent = torch.zeros(sum(sizes), dtype=wire, device=device)
     with failed:
-        made = [_local(job, s, wire) for (job, _, _), s in zip(parts, slabs, strict=True)]
-        if len(made) == 1:
-            sent = made[0]
+        grads = [job.local_gradient(r) for (job, _, _), r in zip(parts, ranges, strict=True)]
+        if len(grads) == 1:
+            sent = grads[0]
         else:
-            to_owners = [one.split(of) for one, of in zip(made, numbers, strict=True)]
-            torch.cat([of[owner] for owner in range(ranks.size) for of in to_owners], out=sent)
-    own = sizes[ranks.rank]
-    got = ranks.all_to_all(sent, sizes, [own] * ranks.size).view(ranks.size, own)
+            pieces = [grad.split(of_part) for grad, of_part in zip(grads, numels, strict=True)]
+            by_owner = [of_part[owner] for owner in range(ranks.size) for of_part in pieces]
+            torch.cat(by_owner, out=sent)
+    received = sizes[ranks.rank]
+    got = ranks.all_to_all(sent, sizes, [received] * ranks.size).view(ranks.size, received)
     with failed:
         at = 0
-        for (job, _, _), to_each, of_part in zip(parts, slabs, numbers, strict=True):
-            piece = got[:, at : at + of_part[ranks.rank]]
+        for (job, _, _), of_owner, of_part in zip(parts, ranges, numels, strict=True):
+            part = got[:, at : at + of_part[ranks.rank]]
             at += of_part[ranks.rank]
-            if piece.numel():
-                _take_in(job, piece, *to_each[ranks.rank], pooling)
+            if part.numel():
+                job.add(part, *of_owner[ranks.rank], pooling)
 
 
-def _numbers(job: GrowthJob, block_rows: int) -> int:
-    """How many numbers on the wire hold the gradient of so many block rows."""
-    rows = block_rows * job.pattern.block_size
-    # Rounded pieces are followed by the largest error of each row, a float32 in the place of two.
-    return rows * (job.pattern.shape[1] + (2 if job.rounded else 0))
-
-
-def _local(job: GrowthJob, slabs: Sequence[tuple[int, int]], wire: torch.dtype) -> Tensor:
-    """This rank's gradient of these block rows, slab after slab, as it is sent: [any]."""
-    b, width = job.pattern.block_size, job.pattern.shape[1]
-    rows = [(first * b, last * b) for first, last in slabs]
-    ends = [end - begin for begin, end in rows]
-    grad = torch.zeros(sum(ends), width, dtype=job.dtype, device=job.device)
-    add_slabs(grad, job.pairs, rows)
-    if not job.rounded:
-        return grad.view(-1)
-    low = grad.to(wire)
-    worst = (grad - low.float()).abs_().amax(1) if width else grad.new_zeros(len(grad))
-    return torch.cat(
-        [
-            part
-            for piece, error in zip(low.split(ends), worst.split(ends), strict=True)
-            for part in (piece.reshape(-1), error.contiguous().view(wire))
-        ]
-    )
-
-
-def _take_in(job: GrowthJob, pieces: Tensor, first: int, last: int, pooling: str) -> None:
-    """The pieces [ranks, any] of block rows that are this rank's own."""
-    b, width = job.pattern.block_size, job.pattern.shape[1]
-    rows = (last - first) * b
-    grad = pieces[0, : rows * width].to(job.dtype, copy=True)
-    for piece in pieces[1:]:
-        grad += piece[: rows * width].to(job.dtype)
-    grad = grad.view(rows, width)
-    if job.rounded:
-        errors = torch.zeros(rows, device=grad.device)
-        for piece in pieces:
-            errors += piece[rows * width :].clone().view(torch.float32)
-        job.band.add(grad, errors, len(pieces), first, pooling)
-    else:
-        job.add(grad, first, pooling)
-
-
-def _by_samples(
-    ranks: Ranks, jobs: Sequence[GrowthJob], pooling: str, failed: DeferredError
+def _exchange_samples(
+    ranks: Ranks, jobs: Sequence[_Job], pooling: str, failed: DeferredError
 ) -> None:
     """x goes to all ranks, the columns of dY to the owners of their rows."""
     if not jobs:
         return
-    own = torch.tensor([job.held for job in jobs], device=ranks.device)
-    counts = torch.stack(ranks.all_gather(own, [len(jobs)] * ranks.size)).tolist()
+    local = torch.tensor([job.held for job in jobs], device=ranks.device)
+    counts = torch.stack(ranks.all_gather(local, [len(jobs)] * ranks.size)).tolist()
     held = [[of_rank[i] for of_rank in counts] for i in range(len(jobs))]
     long = [i for i, job in enumerate(jobs) if RowSearch.is_long(job.pattern, job.dtype)]
     for i, job in enumerate(jobs):
         _search(ranks, job, held[i], pooling, failed, guess=i in long)
     if not long:
         return
-    there = torch.tensor(
+    found = torch.tensor(
         [[jobs[i].found.count, jobs[i].found.above] for i in long], device=ranks.device
     )
-    for i, (count, above) in zip(long, ranks.sum(there).tolist(), strict=True):
-        if not above <= jobs[i].count <= count:  # a wrong guess is mended by a second pass without
+    for i, (count, above) in zip(long, ranks.sum(found).tolist(), strict=True):
+        if not above <= jobs[i].count <= count:  # the guess was wrong: search again without one
             _search(ranks, jobs[i], held[i], pooling, failed, guess=False)
 
 
 def _search(
     ranks: Ranks,
-    job: GrowthJob,
+    job: _Job,
     held: Sequence[int],
     pooling: str,
     failed: DeferredError,
     *,
     guess: bool,
 ) -> None:
-    """The best of this rank's slab; `held` says how many samples the ranks have."""
+    """Find the best positions in this rank's rows; `held` are the samples of each rank."""
     out, in_ = job.pattern.shape
-    own = held[ranks.rank]
-    x = torch.zeros(own, in_, dtype=job.wide, device=job.device)
-    dy = torch.zeros(out * own, dtype=job.wide, device=job.device)
-    slabs = job.whole_slabs(ranks)
-    # One slab after the other, all samples of each.
-    to_slabs = [dy[f * own : s * own].view(own, s - f) for f, s in slabs]
+    samples = held[ranks.rank]
+    x = torch.zeros(samples, in_, dtype=job.sample_dtype, device=job.device)
+    dy = torch.zeros(out * samples, dtype=job.sample_dtype, device=job.device)
+    rows = job.rows_by_owner(ranks)
+    # The rows of one owner after the other, all samples of each.
+    to_owners = [dy[f * samples : s * samples].view(samples, s - f) for f, s in rows]
     with failed:
         at = 0
         for pair in job.pairs:
             end = at + len(pair[0])
             x[at:end] = pair[0]
-            for slab, (f, s) in zip(to_slabs, slabs, strict=True):
-                slab[at:end] = pair[1][:, f:s]
+            for columns, (f, s) in zip(to_owners, rows, strict=True):
+                columns[at:end] = pair[1][:, f:s]
             at = end
-    xs = torch.cat(ranks.all_gather(x, held))
-    first, last = slabs[ranks.rank]
-    sizes = [(s - f) * own for f, s in slabs]
-    columns = ranks.all_to_all(dy, sizes, [(last - first) * h for h in held])
+    all_x = torch.cat(ranks.all_gather(x, held))
+    first, last = rows[ranks.rank]
+    sizes = [(s - f) * samples for f, s in rows]
+    all_dy = ranks.all_to_all(dy, sizes, [(last - first) * h for h in held])
     search, (low, high) = None, (torch.inf, -torch.inf)
     with failed:
         if job.most:
-            pairs = [(xs, columns.view(len(xs), last - first))]
+            pairs = [(all_x, all_dy.view(len(all_x), last - first))]
             search = RowSearch(
                 pairs, job.pattern, job.exclude, pooling, job.dtype, job.first, job.last
             )
-            # A share of those who join that is the slab's share of the rows.
-            wanted = -(-job.count * (job.last - job.first) // job.pattern.grid[0])
-            low, high = search.guess(min(wanted, job.most)) if guess else NO_GUESS
-    if guess:  # what the lowest guess lets through is enough for all, and so for the highest
-        ends = torch.tensor([-low, high], dtype=torch.float64, device=ranks.device)
-        low, high = ranks.max(ends).tolist()
+            # This rank's share of the rows, of the positions that join.
+            share = -(-job.count * (job.last - job.first) // job.pattern.grid[0])
+            low, high = search.guess(min(share, job.most)) if guess else NO_GUESS
+    if guess:  # the lowest of all lower thresholds and the highest of all upper ones are safe
+        bounds = torch.tensor([-low, high], dtype=torch.float64, device=ranks.device)
+        low, high = ranks.max(bounds).tolist()
         low = -low
     with failed:
         if search is not None:
             job.found = search.best(job.most, low, high)
 
 
-def _chosen(ranks: Ranks, jobs: Sequence[GrowthJob], joining: Sequence[int]) -> list[Tensor]:
-    """The winners of all slabs, known to every rank; of a rectangle, those in it.
+def _select(ranks: Ranks, jobs: Sequence[_Job], sure: Sequence[int]) -> list[Tensor]:
+    """The best of all ranks' positions, on every rank; for a shard, those in it.
 
     Args:
-        joining: for each layer how many of everyone's positions are sure.
+        sure: for each layer the number of positions of all ranks that join without a score.
     """
-    found = []
+    candidates = []
     for job in jobs:
-        own = job.found
-        scores, flat, sure = own.scores, own.flat, own.sure
+        scores, flat, certain = job.found.scores, job.found.flat, job.found.sure
         if job.part is not None:
-            flat, sure = (job.part.to_whole(f, job.pattern.block_size) for f in (flat, sure))
+            flat, certain = (job.part.to_whole(f, job.pattern.block_size) for f in (flat, certain))
         if not ranks.is_lead_group(job.axes):
-            scores, flat, sure = scores[:0], flat[:0], sure[:0]
-        found.append((scores, flat, sure))
-    flats = [flat for _, flat, _ in found]
-    among = ranks.all_ranks
+            scores, flat, certain = scores[:0], flat[:0], certain[:0]
+        candidates.append((scores, flat, certain))
     totals = [job.total for job in jobs]
-    wanted = [job.wanted - sure for job, sure in zip(jobs, joining, strict=True)]
-    below = max(totals, default=0)
-    # Other lines of a mesh may have samples of other types.
-    bits = max((key_bits(job.dtype) for job in jobs), default=0) if among is ranks else None
+    # Other groups of a mesh may have samples of other types.
+    bits = None
+    if ranks.all_ranks is ranks:
+        bits = max((key_bits(job.dtype) for job in jobs), default=0)
     try:
         masks = select_over_ranks(
-            among, [s for s, _, _ in found], flats, wanted, below=below, bits=bits
+            ranks.all_ranks,
+            [scores for scores, _, _ in candidates],
+            [flat for _, flat, _ in candidates],
+            [job.total_count - n for job, n in zip(jobs, sure, strict=True)],
+            below=max(totals, default=0),
+            bits=bits,
         )
     except ValueError:  # on every rank: fewer candidates than there are free positions
         raise ValueError(
             "the gradients overflow, so positions cannot be ranked: lower the scale"
         ) from None
-    winners = [
-        ascending(sure.cpu(), masked_positions(flat, mask).cpu())
-        for (_, flat, sure), mask in zip(found, masks, strict=True)
+    joining = [
+        ascending(certain.cpu(), masked_positions(flat, mask).cpu())
+        for (_, flat, certain), mask in zip(candidates, masks, strict=True)
     ]
-    known = gather_sorted(among, winners, totals)
     return [
         flat if job.part is None else job.part.to_part(flat, job.pattern.block_size)
-        for job, flat in zip(jobs, known, strict=True)
+        for job, flat in zip(jobs, gather_sorted(ranks.all_ranks, joining, totals), strict=True)
     ]

@@ -1,7 +1,7 @@
-"""The ranks that decide together: a process group with the few moves that decisions need.
+"""Collectives: a process group with the few operations that pattern updates need.
 
-Whoever decides something over ranks asks a `Ranks` and nothing else, so that the same code runs in
-one process and over a process group.
+All code that decides something over ranks takes a `Ranks`, so that it runs unchanged in one process
+and over a process group.
 """
 
 from __future__ import annotations
@@ -19,17 +19,17 @@ from dynsparse.files.shorten import shortened
 
 
 class Ranks:
-    """This rank among those that decide together. This base is a rank alone: its moves do nothing.
+    """This rank in a group. The base class is a group of one, whose collectives do nothing.
 
-    Every rank makes the same moves in the same order. Results are the same bits on all ranks.
-    Tensors may be on any device; what a backend cannot send goes by way of `device`.
+    Every rank calls the same collectives in the same order. Results are the same bits on all ranks.
+    Tensors may be on any device; one that the backend cannot send is copied to `device` first.
 
     Attributes:
-        rank: the number of this one, from 0.
-        size: how many there are.
-        device: where small tensors for the moves are best made.
-        sent: bytes that this rank has sent, as a ring sends them.
-        calls: moves made.
+        rank: of this process in the group, from 0.
+        size: number of ranks.
+        device: where small tensors for collectives are best made.
+        sent: bytes that this rank has sent, counted as in a ring.
+        calls: number of collectives.
         timeout: seconds that `barrier` waits with gloo.
     """
 
@@ -40,51 +40,51 @@ class Ranks:
         self.device = torch.device("cpu") if device is None else device
         self.sent = 0
         self.calls = 0
-        self._everyone: Ranks | None = None
-        self._place: dict[str, int] = {}
+        self._mesh: Ranks | None = None
+        self._coordinates: dict[str, int] = {}
 
     @property
     def alone(self) -> bool:
-        """Whether there is nobody to agree with."""
-        return self.size == 1 and self._everyone is None
+        """Whether there is no other rank."""
+        return self.size == 1 and self._mesh is None
 
     @property
     def all_ranks(self) -> Ranks:
-        """Those who must hear of an error: these ranks, or the mesh they are a line of."""
-        return self._everyone or self
+        """All ranks of the mesh that these are a group of, or these: they share errors."""
+        return self._mesh or self
 
     @property
-    def place(self) -> tuple[int, int, int]:
-        """Where in a mesh this rank is, along x, y and z; (0, 0, rank) where there is none."""
-        return self._place.get("x", 0), self._place.get("y", 0), self.rank
+    def coordinates(self) -> tuple[int, int, int]:
+        """The coordinates of this rank in a mesh, along x, y and z; (0, 0, rank) without a mesh."""
+        return self._coordinates.get("x", 0), self._coordinates.get("y", 0), self.rank
 
-    def within(self, everyone: Ranks, place: dict[str, int]) -> Ranks:
-        """These ranks as a line of a mesh, at a place along its other axes."""
-        if everyone.alone:
+    def within(self, mesh: Ranks, coordinates: dict[str, int]) -> Ranks:
+        """These ranks as one group of a mesh, at these coordinates along its other axes."""
+        if mesh.alone:
             return self
-        made = object.__new__(type(self))
-        made.__dict__.update(self.__dict__, _everyone=everyone, _place=place)
-        return made
+        group = object.__new__(type(self))
+        group.__dict__.update(self.__dict__, _mesh=mesh, _coordinates=coordinates)
+        return group
 
     def is_lead_group(self, axes: Collection[str] = ()) -> bool:
-        """Whether this line speaks for what is spread over some axes of the mesh: along the others
-        all lines hold the same, and the first speaks."""
-        return not any(rank for axis, rank in self._place.items() if axis not in axes)
+        """Whether this group counts for what is sharded over these axes of the mesh: along other
+        axes all groups hold the same, and only the first counts."""
+        return not any(rank for axis, rank in self._coordinates.items() if axis not in axes)
 
     def is_lead_rank(self, axes: Collection[str] = ()) -> bool:
-        """Whether this rank does, alone of its line."""
+        """Whether this is the first rank of such a group."""
         return self.rank == 0 and self.is_lead_group(axes)
 
     def barrier(self, what: str, timeout: float | None = None) -> None:
-        """Wait until all ranks are here, but not for long: before moves to which all should come.
-        Where the first rank is the one that is missing, the time limit of the group holds.
+        """Wait for all ranks, with a shorter timeout than the collectives that follow. If the first
+        rank is missing, the timeout of the group applies.
 
         Args:
-            what: for the error: what they are here for, and how it is mended.
-            timeout: seconds, in place of the attribute.
+            what: for the error: what this rank does, and what the user should do.
+            timeout: seconds; defaults to the attribute.
 
         Raises:
-            RuntimeError: some did not come.
+            RuntimeError: a rank did not arrive in time.
         """
 
     def sum(self, tensor: Tensor) -> Tensor:
@@ -95,31 +95,32 @@ class Ranks:
         return tensor
 
     def max(self, tensor: Tensor) -> Tensor:
-        """The largest of all ranks, entry by entry, in place."""
+        """The elementwise maximum over ranks, in place."""
         if not self.alone:
             self._note(2 * tensor.nbytes * (self.size - 1) // self.size)
             self._reduce(tensor, "max")
         return tensor
 
     def broadcast(self, tensor: Tensor, source: int = 0) -> Tensor:
-        """What the rank `source` holds, in place."""
+        """The tensor of rank `source`, in place."""
         if not self.alone:
             self._note(tensor.nbytes if self.rank == source else 0)
             self._broadcast(tensor, source)
         return tensor
 
     def all_gather(self, tensor: Tensor, sizes: Sequence[int] | None = None) -> list[Tensor]:
-        """What every rank holds, in the order of ranks.
+        """The tensors of all ranks, in the order of ranks.
 
         Args:
-            tensor: [any, ...]; the first dimension may differ from rank to rank.
-            sizes: of the first dimension, by rank, where all ranks know them; it spares a move.
+            tensor: [any, ...]; the first dimension may differ between ranks.
+            sizes: the first dimension of each rank's tensor, if all ranks know them; it saves a
+                collective.
         """
         if self.alone:
             return [tensor]
         if sizes is None:
-            own = torch.tensor([len(tensor)], device=self.device)
-            sizes = torch.cat(self.all_gather(own, [1] * self.size)).tolist()
+            size = torch.tensor([len(tensor)], device=self.device)
+            sizes = torch.cat(self.all_gather(size, [1] * self.size)).tolist()
         most = max(sizes)
         padded = tensor
         if len(tensor) < most:
@@ -137,13 +138,13 @@ class Ranks:
         sizes: Sequence[int] | None = None,
         coming: Sequence[int] | None = None,
     ) -> Tensor:
-        """A piece of `tensor` to every rank, and the pieces of all ranks for this one, joined in
-        their order.
+        """Send a slice of `tensor` to every rank; returns the slices that all ranks send to this
+        one, concatenated in the order of ranks.
 
         Args:
             tensor: [sum of sizes, ...].
-            sizes: how many leading entries go to each rank; equal shares when left out.
-            coming: how many come from each rank; equal shares when left out.
+            sizes: leading entries that go to each rank; defaults to equal shares.
+            coming: entries that come from each rank; defaults to equal shares.
         """
         if self.alone:
             return tensor
@@ -160,7 +161,7 @@ class Ranks:
         self.sent += sent
         self.calls += 1
 
-    # Of one rank; those of several are for the kinds of ranks.
+    # Of a group of one; subclasses override these.
 
     def _reduce(self, tensor: Tensor, how: str) -> None:
         pass
@@ -177,22 +178,22 @@ class Ranks:
         out.copy_(tensor)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Ranks:
-        return self  # a copy of what decides over ranks decides over the same ones
+        return self  # process groups are shared
 
 
 ALONE = Ranks()
-"""One rank, which has nobody to ask."""
+"""A group of one rank."""
 
 
 class GroupRanks(Ranks):
     """The ranks of a process group of torch.distributed.
 
-    With gloo the moves have a group of their own, so that a rank that makes other moves meanwhile,
-    as data parallel training does, cannot mix them up with these. With other backends they go over
-    the group itself.
+    With gloo `ranks_of` gives these collectives a group of their own, so that they cannot be mixed
+    up with others that run meanwhile, such as those of data parallel training. With other backends
+    they use the group itself.
 
-    Raises, in every move:
-        RuntimeError: another rank has ended, or did not come within the time limit of the group.
+    Raises, in every collective:
+        RuntimeError: another rank has ended, or did not arrive within the timeout of the group.
     """
 
     def __init__(self, group: Any) -> None:
@@ -208,7 +209,7 @@ class GroupRanks(Ranks):
         super().__init__(dist.get_rank(group), dist.get_world_size(group), device)
 
     def _at(self, tensor: Tensor) -> Tensor:
-        """The tensor where the backend can send it from; itself, if it can."""
+        """The tensor on a device that the backend supports; itself if it is on one."""
         at = tensor if tensor.device.type in self._kinds else tensor.to(self.device)
         return at.contiguous()
 
@@ -228,21 +229,21 @@ class GroupRanks(Ranks):
     def _reduce(self, tensor: Tensor, how: str) -> None:
         op = torch.distributed.ReduceOp
         at = self._at(tensor)
-        with _told():
+        with _shorten_errors():
             torch.distributed.all_reduce(at, op.SUM if how == "sum" else op.MAX, group=self.group)
         if at is not tensor:
             tensor.copy_(at)
 
     def _broadcast(self, tensor: Tensor, source: int) -> None:
         at = self._at(tensor)
-        with _told():
+        with _shorten_errors():
             torch.distributed.broadcast(at, group=self.group, group_src=source)
         if at is not tensor:
             tensor.copy_(at)
 
     def _gather(self, out: Tensor, tensor: Tensor) -> None:
         at, sent = self._at(out), self._at(tensor)
-        with _told():
+        with _shorten_errors():
             _all_gather()(at.view(-1), sent.view(-1), group=self.group)
         if at is not out:
             out.copy_(at)
@@ -252,18 +253,18 @@ class GroupRanks(Ranks):
     ) -> None:
         at, sent = self._at(out), self._at(tensor)
         dist, parts = torch.distributed, (list(coming), list(sizes))
-        with _told():
+        with _shorten_errors():
             dist.all_to_all_single(at, sent, *parts, group=self.group)
         if at is not out:
             out.copy_(at)
 
     def __reduce__(self) -> Any:
-        raise TypeError("process groups stay where they are: save trainer.state_dict() instead")
+        raise TypeError("process groups cannot be pickled: save trainer.state_dict() instead")
 
 
 @contextmanager
-def _told() -> Iterator[None]:
-    """What torch says of a rank that is gone becomes one line."""
+def _shorten_errors() -> Iterator[None]:
+    """Turn torch's errors about lost ranks into one line."""
     try:
         yield
     except RuntimeError as error:
@@ -274,27 +275,67 @@ def _told() -> Iterator[None]:
 
 
 def _first_line(error: BaseException) -> str:
-    """Of what torch says."""
+    """The first line of an error of torch."""
     return str(error).partition("\n")[0][:300]
 
 
 def _all_gather() -> Any:
-    """By its newer name where torch has it, and warns of the old one."""
+    """By its newer name where torch has one and deprecates the old."""
     dist = torch.distributed
     return getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 
-_made: WeakKeyDictionary[Any, GroupRanks] = WeakKeyDictionary()
-"""By a group of gloo those with a group of their own beside it, which is made once. Weak, so that
+class StackedRanks(Ranks):
+    """The ranks of a mesh in every stage of a pipeline, as one group: each collective is one over
+    the inner ranks and one over the outer ranks.
+
+    Args:
+        inner: all ranks of this stage's mesh, or one rank alone.
+        outer: this rank's counterparts in all stages.
+    """
+
+    def __init__(self, inner: Ranks, outer: Ranks) -> None:
+        device = outer.device if inner.alone else inner.device
+        super().__init__(outer.rank * inner.size + inner.rank, outer.size * inner.size, device)
+        self._inner, self._outer = inner, outer
+
+    def _reduce(self, tensor: Tensor, how: str) -> None:
+        for ranks in (self._inner, self._outer):
+            if how == "sum":
+                ranks.sum(tensor)
+            else:
+                ranks.max(tensor)
+
+    def _broadcast(self, tensor: Tensor, source: int) -> None:
+        stage, rank = divmod(source, self._inner.size)
+        self._inner.broadcast(tensor, rank)
+        self._outer.broadcast(tensor, stage)
+
+    def _gather(self, out: Tensor, tensor: Tensor) -> None:
+        out.copy_(_stack(self._outer, _stack(self._inner, tensor)).view(out.shape))
+
+    def _exchange(
+        self, out: Tensor, tensor: Tensor, coming: Sequence[int], sizes: Sequence[int]
+    ) -> None:
+        raise TypeError("pipeline stages have no all_to_all")
+
+
+def _stack(ranks: Ranks, tensor: Tensor) -> Tensor:
+    """The tensors of all ranks, [ranks, ...]."""
+    return torch.cat(ranks.all_gather(tensor[None], [1] * ranks.size))
+
+
+_group_ranks: WeakKeyDictionary[Any, GroupRanks] = WeakKeyDictionary()
+"""For each gloo group the ranks with a second group, which is made once. Weak, so that
 `destroy_process_group` ends both, and their threads."""
 
 
 def ranks_of(choice: Any) -> Ranks:
-    """The ranks that `choice` means.
+    """The `Ranks` for the argument `ranks` of a trainer.
 
     Args:
-        choice: "auto": all of torch.distributed's where it is initialised, otherwise this one
-            alone; None: this one alone; a process group, or a device mesh of one dimension.
+        choice: "auto": all ranks of torch.distributed if it is initialised, otherwise this process
+            alone; None: this process alone; a process group, or a device mesh of one dimension.
 
     Raises:
         TypeError: anything else.
@@ -309,7 +350,7 @@ def ranks_of(choice: Any) -> Ranks:
     if isinstance(choice, str) and choice == "auto":
         return _of_group(dist.group.WORLD) if ready else ALONE
     if ready:
-        from torch.distributed.device_mesh import DeviceMesh  # slow to load, and rarely asked for
+        from torch.distributed.device_mesh import DeviceMesh  # slow to import
 
         if isinstance(choice, DeviceMesh):
             if choice.ndim != 1:
@@ -334,22 +375,22 @@ def _of_group(group: Any) -> Ranks:
         return ALONE
     if dist.get_backend(group) != "gloo":
         return GroupRanks(group)
-    known = _made.get(group)
+    known = _group_ranks.get(group)
     if known is None:
-        own = dist.new_group(
+        second = dist.new_group(
             dist.get_process_group_ranks(group),
             backend="gloo",
-            timeout=_limit_of(group),
+            timeout=_timeout_of(group),
             use_local_synchronization=group is not dist.group.WORLD,
         )
-        known = _made[group] = GroupRanks(own)
+        known = _group_ranks[group] = GroupRanks(second)
     return known
 
 
-def _limit_of(group: Any) -> timedelta | None:
-    """How long the moves of a group may take; None where it does not tell: torch's default."""
+def _timeout_of(group: Any) -> timedelta | None:
+    """The timeout of a group's collectives; None, torch's default, where it cannot be read."""
     try:
-        limit: timedelta = group._get_backend(torch.device("cpu")).options._timeout
+        timeout: timedelta = group._get_backend(torch.device("cpu")).options._timeout
     except (AttributeError, RuntimeError):
         return None
-    return limit
+    return timeout

@@ -1,8 +1,8 @@
-"""The k largest or smallest scores of all ranks, exactly, while no rank sees another's scores.
+"""The k largest or smallest scores of all ranks, exactly, without sending the scores.
 
-A radix select: in each round the ranks add up a histogram of the next bits of the scores that are
-still in question, and go on with the bin that holds the k-th. Three rounds settle float32, six
-float64, whatever the numbers. The problems of all layers of an update share each round.
+A radix select: in each round an all-reduce adds up histograms of the next bits of the scores that
+are still candidates, and the search continues in the bin that holds the k-th. float32 takes three
+rounds, float64 six, whatever the numbers. The problems of all layers of an update share each round.
 """
 
 from __future__ import annotations
@@ -11,31 +11,95 @@ import itertools
 from collections.abc import Sequence
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from dynsparse import native
 from dynsparse.encoding import empty, set_places
-from dynsparse.ranks.keys import (
-    digits_of,
-    packed_bits,
-    sorting_keys,
-    unpack_bits,
-)
 from dynsparse.ranks.ranks import Ranks
 
 _DIGIT = 11  # bits a round: 2,048 bins, which are 8 KiB a layer
 
 
 def chunk_of(ranks: Ranks, count: int) -> tuple[int, int]:
-    """The part [first, last) of `count` things that is this rank's own: as `torch.chunk` cuts."""
+    """This rank's chunk [first, last) of `count` items, as `torch.chunk` divides them."""
     return chunk(count, ranks.size, ranks.rank)
 
 
 def chunk(count: int, parts: int, part: int) -> tuple[int, int]:
-    """One of `parts` parts [first, last) of `count` things, as `torch.chunk` cuts: even, the last
-    ones shorter or empty."""
+    """Chunk number `part` of `parts`, [first, last), of `count` items, as `torch.chunk` divides
+    them: equal lengths, the last chunks shorter or empty."""
     share = -(-count // parts)
     return min(part * share, count), min((part + 1) * share, count)
+
+
+def key_bits(dtype: torch.dtype) -> int:
+    """The number of bits of the keys of scores."""
+    return 64 if dtype == torch.float64 or not dtype.is_floating_point else 32
+
+
+def sorting_keys(scores: Tensor, largest: bool) -> tuple[Tensor, int]:
+    """Integers in the order of the scores, or in the reverse order: int32 or int64, signed; and
+    their number of bits."""
+    bits = key_bits(scores.dtype)
+    if bits == 64:
+        raw = (scores.double() + 0.0).view(torch.int64)  # -0.0 becomes 0.0
+    else:
+        library = native.load() if scores.is_cpu else None
+        if library is not None:
+            scores = scores.detach().float().contiguous()
+            keys = empty(len(scores), dtype=torch.int32, brief=True)
+            library.dynsparse_rank_keys(scores.data_ptr(), len(scores), largest, keys.data_ptr())
+            return keys, bits
+        raw = (scores.float() + 0.0).view(torch.int32)
+    # Larger bits mean a smaller negative number: invert all of its bits but the sign.
+    keys = (raw >> (bits - 1)).bitwise_and_((1 << (bits - 1)) - 1).bitwise_xor_(raw)
+    return (keys if largest else keys.bitwise_not_()), bits
+
+
+class _Digits(NamedTuple):
+    """The digit of each key from bit `shift` on, and a histogram of the digits."""
+
+    keys: Tensor
+    shift: int
+    bits: int
+    counts: Tensor
+    digits: Tensor | None  # None: the compiled kernels compute them from the keys
+
+    def select(self, digit: int) -> Tensor:
+        """The keys with this digit."""
+        if self.digits is not None:
+            return self.keys[(self.digits == digit).nonzero().flatten()]
+        library = native.load()
+        assert library is not None
+        selected = empty(int(self.counts[digit]), dtype=torch.int32)
+        library.dynsparse_rank_narrow(
+            self.keys.data_ptr(),
+            len(self.keys),
+            self.shift,
+            self.bits,
+            digit,
+            selected.data_ptr(),
+            len(selected),
+        )
+        return selected
+
+
+def _compute_digits(keys: Tensor, shift: int, bits: int, *, first: bool) -> _Digits:
+    """Digits of `bits` bits, at most 11, from bit `shift` on. The first digits, with the sign, are
+    offset so that they ascend with the keys."""
+    bins = 1 << bits
+    top = first and shift + bits == 32
+    library = native.load() if keys.is_cpu and keys.dtype == torch.int32 else None
+    if library is not None and (top or not first):
+        keys = keys.contiguous()
+        counts = torch.empty(bins, dtype=torch.int32)
+        library.dynsparse_rank_digits(keys.data_ptr(), len(keys), shift, bits, counts.data_ptr())
+        return _Digits(keys, shift, bits, counts, None)
+    digits = keys >> shift
+    digits = digits.add_(bins // 2) if first else digits.bitwise_and_(bins - 1)
+    return _Digits(keys, shift, bits, torch.bincount(digits, minlength=bins), digits)
 
 
 def select_over_ranks(
@@ -53,14 +117,14 @@ def select_over_ranks(
     Among equal scores the smaller positions win, as in `ops.grow.select`.
 
     Args:
-        scores: for each problem the real numbers [n] of this rank, without NaN.
-        positions: for each problem where these are, int64 [n], or the first where they are in a
-            row; no position is on two ranks.
-        counts: for each problem how many are chosen, the same on all ranks; at most as many as all
-            ranks have.
-        largest: False chooses the smallest.
-        below: what no position reaches, the same on all ranks; small ones spare bytes and moves.
-        bits: of the widest keys of all ranks (`key_bits`), where it is known; it spares a move.
+        scores: for each problem this rank's scores [n], real and without NaN.
+        positions: for each problem the positions of the scores, int64 [n], or the first position if
+            they are consecutive; no position is on two ranks.
+        counts: for each problem the number to select, the same on all ranks; at most the number of
+            scores on all ranks.
+        largest: False selects the smallest.
+        below: upper bound of all positions, the same on all ranks; a small one sends less.
+        bits: the widest keys of all ranks (`key_bits`), if known; it saves a collective.
 
     Returns:
         bool [n] for each problem.
@@ -69,9 +133,9 @@ def select_over_ranks(
     if not keys:
         return []
     if bits is None:
-        widest = torch.tensor([max(own for _, own in keys)], device=ranks.device)
-        bits = int(ranks.max(widest))  # a rank without samples may not know
-    aligned = [key if own == bits else key.long() << (bits - own) for key, own in keys]
+        widest = torch.tensor([max(width for _, width in keys)], device=ranks.device)
+        bits = int(ranks.max(widest))  # a rank without samples may have other types
+    aligned = [key if width == bits else key.long() << (bits - width) for key, width in keys]
     last, left, equal = kth_over_ranks(ranks, aligned, counts, bits, most=below)
     open_ = [i for i in range(len(keys)) if left[i] < equal[i]]
     chosen = [
@@ -79,25 +143,25 @@ def select_over_ranks(
         for i, (key, end) in enumerate(zip(aligned, last, strict=True))
     ]
     if open_:
-        # Smaller positions win: the same search once more.
+        # Among equal scores smaller positions win: search once more, among these.
         tied = [aligned[i] == last[i] for i in open_]
-        own = [
+        negated = [
             -masked_positions(positions[i], mask).to(mask.device)
             for i, mask in zip(open_, tied, strict=True)
         ]
-        wanted = [left[i] for i in open_]
-        ends, _, _ = kth_over_ranks(ranks, own, wanted, below.bit_length() + 1, most=below)
-        for i, mask, key, end in zip(open_, tied, own, ends, strict=True):
+        missing = [left[i] for i in open_]
+        ends, _, _ = kth_over_ranks(ranks, negated, missing, below.bit_length() + 1, most=below)
+        for i, mask, key, end in zip(open_, tied, negated, ends, strict=True):
             chosen[i][mask.nonzero().flatten()[key >= end]] = True
     return chosen
 
 
 def masked_positions(positions: Tensor | int, chosen: Tensor) -> Tensor:
-    """Where the chosen ones of some scores are: int64 [any].
+    """The positions of the scores in a mask, int64 [any].
 
     Args:
-        positions: of all of them, as `select_over_ranks` takes them.
-        chosen: bool [n].
+        positions: of all scores, as for `select_over_ranks`.
+        chosen: the mask, bool [n].
     """
     if isinstance(positions, int):
         return set_places(chosen, positions)
@@ -107,39 +171,39 @@ def masked_positions(positions: Tensor | int, chosen: Tensor) -> Tensor:
 def kth_over_ranks(
     ranks: Ranks, keys: Sequence[Tensor], counts: Sequence[int], bits: int, most: int = 2**62
 ) -> tuple[list[int], list[int], list[int]]:
-    """For each problem the count-th largest key of all ranks, how many equal to it belong to the
-    `count` largest, and how many equal to it there are.
+    """For each problem the count-th largest key of all ranks; how many of the keys equal to it are
+    among the `count` largest; and how many keys are equal to it.
 
     Args:
-        keys: for each problem int32 or int64 [n], signed numbers of so many bits, on this rank.
-        counts: for each problem; 0 gives a key larger than any of a number.
-        bits: of the keys, at most 64.
-        most: no problem has more keys on all ranks together.
+        keys: for each problem this rank's keys, signed, int32 or int64 [n].
+        counts: for each problem; 0 gives a key larger than that of any number.
+        bits: number of bits of the keys, at most 64.
+        most: upper bound of the number of keys of a problem on all ranks.
 
     Raises:
-        ValueError: more are asked for than there are.
+        ValueError: `count` is larger than the number of keys.
     """
     prefix, left, equal = [0] * len(keys), list(counts), [0] * len(keys)
     live, done = list(keys), 0
     while done < bits:
         step = min(_DIGIT, bits - done)
         shift, bins = bits - done - step, 1 << step
-        parts = [digits_of(key, shift, step, first=not done) for key in live]
+        parts = [_compute_digits(key, shift, step, first=not done) for key in live]
         counted = [part.counts.to(ranks.device) for part in parts]
         table = ranks.sum(torch.stack(counted).to(torch.int32 if most < 2**31 else torch.int64))
         above = table.flip(1).cumsum(1, dtype=torch.int64)  # above[b]: in the b + 1 highest bins
         if not done:
             _check_enough(counts, above[:, -1].tolist())
-        wanted = torch.tensor(left, device=above.device).clamp_(min=1)
-        places = torch.searchsorted(above, wanted[:, None]).flatten().clamp_(max=bins - 1)
-        found = above.gather(1, places[:, None]).flatten().tolist()
-        held = table.flip(1).gather(1, places[:, None]).flatten().tolist()
-        for i, place in enumerate(places.tolist()):
-            digit = bins - 1 - place
+        missing = torch.tensor(left, device=above.device).clamp_(min=1)
+        chosen = torch.searchsorted(above, missing[:, None]).flatten().clamp_(max=bins - 1)
+        reached = above.gather(1, chosen[:, None]).flatten().tolist()
+        in_bin = table.flip(1).gather(1, chosen[:, None]).flatten().tolist()
+        for i, flipped in enumerate(chosen.tolist()):
+            digit = bins - 1 - flipped
             prefix[i] = (prefix[i] << step) | digit
-            left[i] -= found[i] - held[i] if left[i] else 0
-            equal[i] = held[i]
-            live[i] = parts[i].alike(digit)
+            left[i] -= reached[i] - in_bin[i] if left[i] else 0
+            equal[i] = in_bin[i]
+            live[i] = parts[i].select(digit)
         done += step
     half = 1 << (bits - 1)
     last = [key - half for key in prefix]
@@ -149,8 +213,8 @@ def kth_over_ranks(
     return last, left, equal
 
 
-def _check_enough(counts: Sequence[int], there: Sequence[int]) -> None:
-    for count, total in zip(counts, there, strict=True):
+def _check_enough(counts: Sequence[int], totals: Sequence[int]) -> None:
+    for count, total in zip(counts, totals, strict=True):
         if count > total:
             raise ValueError(f"cannot select {count} of {total} scores")
 
@@ -158,69 +222,94 @@ def _check_enough(counts: Sequence[int], there: Sequence[int]) -> None:
 def gather_sorted(ranks: Ranks, parts: Sequence[Tensor], limits: Sequence[int]) -> list[Tensor]:
     """For each problem the numbers of all ranks, ascending, int64 on the CPU.
 
-    Numbers that lie close together travel as bits.
+    Dense numbers are sent as bit masks.
 
     Args:
-        parts: for each problem the numbers of this rank, ascending, int64 [any] from 0 on.
-        limits: for each problem what no number reaches.
+        parts: for each problem this rank's numbers, ascending, non-negative, int64 [any].
+        limits: for each problem an upper bound of the numbers.
     """
     if ranks.alone:
         return [part.cpu() for part in parts]
     small = max(limits, default=0) < 2**31
-    own = [[len(p), int(p[0]), int(p[-1]) + 1] if len(p) else [0, 0, 0] for p in parts]
-    ends = torch.tensor(own, device=ranks.device).view(-1)
-    of_ranks = [
-        [_Stretch(many, first, end, small) for many, first, end in one.view(-1, 3).tolist()]
-        for one in ranks.all_gather(ends, [len(ends)] * ranks.size)
+    shapes = [[len(p), int(p[0]), int(p[-1]) + 1] if len(p) else [0, 0, 0] for p in parts]
+    sent = torch.tensor(shapes, device=ranks.device).view(-1)
+    by_rank = [
+        [_Run(size, first, end, small) for size, first, end in table.view(-1, 3).tolist()]
+        for table in ranks.all_gather(sent, [len(sent)] * ranks.size)
     ]
-    packed = [one.packed(p) for one, p in zip(of_ranks[ranks.rank], parts, strict=True)]
-    sizes = [[one.bytes for one in stretches] for stretches in of_ranks]
+    packed = [run.pack(p) for run, p in zip(by_rank[ranks.rank], parts, strict=True)]
+    sizes = [[run.bytes for run in runs] for runs in by_rank]
     lines = ranks.all_gather(torch.cat([p.to(ranks.device) for p in packed]), [*map(sum, sizes)])
     pieces = [line.cpu().split(size) for line, size in zip(lines, sizes, strict=True)]
     return [
-        _in_order([of[i] for of in of_ranks], [piece[i] for piece in pieces])
+        _concatenate([runs[i] for runs in by_rank], [piece[i] for piece in pieces])
         for i in range(len(parts))
     ]
 
 
-class _Stretch(NamedTuple):
-    """Ascending numbers of one rank, and how they travel."""
+class _Run(NamedTuple):
+    """Ascending numbers of one rank in [first, end), and how they are sent."""
 
-    many: int
+    size: int
     first: int
     end: int
     small: bool
 
     @property
-    def in_bits(self) -> bool:
-        return self.end - self.first < 32 * self.many
+    def is_mask(self) -> bool:
+        return self.end - self.first < 32 * self.size
 
     @property
     def bytes(self) -> int:
-        if self.in_bits:
+        if self.is_mask:
             return -(-(self.end - self.first) // 8)
-        return self.many * (4 if self.small else 8)
+        return self.size * (4 if self.small else 8)
 
-    def packed(self, numbers: Tensor) -> Tensor:
+    def pack(self, numbers: Tensor) -> Tensor:
         """uint8 [bytes]"""
-        if not self.in_bits:
+        if not self.is_mask:
             return numbers.to(torch.int32 if self.small else torch.int64).view(torch.uint8)
-        return packed_bits(numbers, self.first, self.end)
+        return _pack_bits(numbers, self.first, self.end)
 
-    def unpack(self, packed: Tensor, to: Tensor) -> None:
-        if not self.in_bits:
-            wide = torch.int32 if self.small else torch.int64
-            to.copy_(packed.clone().view(wide))
+    def unpack(self, packed: Tensor, out: Tensor) -> None:
+        if not self.is_mask:
+            dtype = torch.int32 if self.small else torch.int64
+            out.copy_(packed.clone().view(dtype))
             return
-        unpack_bits(packed, self.first, to)
+        _unpack_bits(packed, self.first, out)
 
 
-def _in_order(stretches: Sequence[_Stretch], packed: Sequence[Tensor]) -> Tensor:
-    sizes = [one.many for one in stretches]
+def _concatenate(runs: Sequence[_Run], packed: Sequence[Tensor]) -> Tensor:
+    sizes = [run.size for run in runs]
     numbers = empty(sum(sizes), dtype=torch.int64, brief=True)
-    for one, piece, to in zip(stretches, packed, numbers.split(sizes), strict=True):
-        one.unpack(piece, to)
-    some = [one for one in stretches if one.many]
-    apart = all(one.end <= other.first for one, other in itertools.pairwise(some))
-    # Sorted already where each rank has a stretch of its own.
-    return numbers if apart else numbers.sort().values
+    for run, piece, out in zip(runs, packed, numbers.split(sizes), strict=True):
+        run.unpack(piece, out)
+    filled = [run for run in runs if run.size]
+    # Sorted already where the ranges of the ranks do not overlap.
+    if all(run.end <= other.first for run, other in itertools.pairwise(filled)):
+        return numbers
+    return numbers.sort().values
+
+
+def _pack_bits(numbers: Tensor, first: int, end: int) -> Tensor:
+    """Ascending numbers in [first, end), int64, as a bit mask: uint8 [ceil((end - first) / 8)]."""
+    library = native.load() if numbers.is_cpu else None
+    if library is None:
+        mask = np.zeros(end - first, np.uint8)
+        mask[(numbers - first).cpu().numpy()] = 1
+        return torch.from_numpy(np.packbits(mask, bitorder="little"))
+    numbers = numbers.contiguous()
+    bits = torch.empty(-(-(end - first) // 8), dtype=torch.uint8)
+    library.dynsparse_rank_pack(numbers.data_ptr(), len(numbers), first, bits.data_ptr(), len(bits))
+    return bits
+
+
+def _unpack_bits(bits: Tensor, first: int, out: Tensor) -> None:
+    """The inverse, on the CPU, into `out`, whose length is the number of set bits."""
+    library = native.load()
+    if library is None:
+        mask = np.unpackbits(bits.numpy(), bitorder="little")
+        set_places(torch.from_numpy(mask).view(torch.bool), first, out)
+        return
+    bits = bits.contiguous()
+    library.dynsparse_rank_unpack(bits.data_ptr(), len(bits), first, out.data_ptr())

@@ -24,7 +24,7 @@ Place = tuple[int, int, int]
 def places(ranks: Ranks) -> list[Place]:
     """Where every rank of everyone is, along x, y and z. All of them call this."""
     everyone = ranks.all_ranks
-    own = torch.tensor([ranks.place], device=everyone.device)
+    own = torch.tensor([ranks.coordinates], device=everyone.device)
     rows = torch.cat(everyone.all_gather(own, [1] * everyone.size)).tolist()
     return [(x, y, z) for x, y, z in rows]
 
