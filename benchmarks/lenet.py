@@ -30,7 +30,7 @@ from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel
 
 import dynsparse as ds
-from dynsparse.bench.masked import MaskedRigL, masked_twin
+from dynsparse.bench.contenders import MaskedRigL, masked_twin
 from dynsparse.data import DataSet, load
 
 SIZES = (784, 300, 100, 10)

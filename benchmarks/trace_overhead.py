@@ -25,7 +25,7 @@ import torch
 
 import dynsparse as ds
 from dynsparse.apps.pictures import mnist
-from dynsparse.apps.pictures.mnist.training import MnistTraining
+from dynsparse.apps.pictures.mnist import MnistTraining
 from dynsparse.data import DataSet, Pictures
 from dynsparse.tracing import span
 from dynsparse.tracing.models import hooked

@@ -19,9 +19,9 @@ Function = ast.FunctionDef | ast.AsyncFunctionDef
 
 CALLED_BY_OTHERS = {
     "dynsparse/apps/common/stopping.py": {"ask"},  # signal
-    "dynsparse/bench/parts.py": {"after"},  # hooks of torch
+    "dynsparse/bench/models.py": {"after"},  # hooks of torch
     "dynsparse/cli/app.py": {"_show_warning"},  # warnings
-    "dynsparse/data/packed.py": {"_gzip", "_bzip2"},  # one of several openers, by suffix
+    "dynsparse/data/download.py": {"_gzip", "_bzip2"},  # one of several openers, by suffix
     "dynsparse/integrations/huggingface.py": {
         "on_train_begin",
         "on_log",

@@ -30,13 +30,12 @@ from variants import Variant, variant
 import dynsparse as ds
 from dynsparse import training
 from dynsparse.allocation import allocate
-from dynsparse.apps.common.methods import replace_sparse
-from dynsparse.apps.common.training import Sums
+from dynsparse.apps.common.training import Sums, replace_sparse
 from dynsparse.apps.lm.corpus import Corpus, load_corpus
 from dynsparse.apps.lm.model import scale_matrices
 from dynsparse.apps.lm.options import Options
 from dynsparse.apps.lm.training import Training
-from dynsparse.bench.masked import MaskedLinear, MaskedRigL
+from dynsparse.bench.contenders import MaskedLinear, MaskedRigL
 
 NOISE_AT = (0.05, 0.2, 0.4, 0.6)  # of the training
 

@@ -19,13 +19,14 @@ from typing import Any
 from dynsparse.bench.results import load_results
 from dynsparse.files.whole import write_text_whole
 from dynsparse.report.bench import tables
-from dynsparse.report.bench.models import Table, milliseconds
 from dynsparse.report.bench.tables import (
     NAMES,
+    Table,
     between,
     cells_of,
     machine_name,
     measured_line,
+    milliseconds,
     notes_of,
     sizes_of,
     spread_text,

@@ -31,7 +31,7 @@ MODULES = (
     "dynsparse.training.records",
     "dynsparse.training.checkpoint",
     "dynsparse.data",
-    "dynsparse.bench.spec",
+    "dynsparse.bench",
     "popsparse.report",
     "dynsparse.integrations.follower",
     "dynsparse.distributed",

@@ -18,7 +18,7 @@ from recipes_training import checkpoint, optimizer_of
 import dynsparse as ds
 import popsparse
 from dynsparse import data, selfcheck, tracing
-from dynsparse.bench.spec import find_spec, read_spec
+from dynsparse.bench import find_spec, read_spec
 from dynsparse.integrations.follower import Follower
 from dynsparse.report.training.connectivity import visualise
 from dynsparse.training.checkpoint import read_extra
@@ -166,8 +166,8 @@ RECIPES = {
     "dynsparse.data.load": call(data.load, FILES, name=lambda: "digits", data_dir=lambda: None),
     "dynsparse.data.read_idx": call(data.read_idx, FILES, path=idx_file, dimensions=lambda: 1),
     "dynsparse.data.DataSet.hold_out": of(pictures, "hold_out", count=lambda: 2),
-    "dynsparse.bench.spec.find_spec": call(find_spec),
-    "dynsparse.bench.spec.read_spec": call(read_spec, FILES, file=find_spec),
+    "dynsparse.bench.find_spec": call(find_spec),
+    "dynsparse.bench.read_spec": call(read_spec, FILES, file=find_spec),
     "popsparse.report.report_html": Recipe(report_html, page),
     "popsparse.report.write_report": Recipe(
         lambda path: write_report(path, title="A page", summary={}),

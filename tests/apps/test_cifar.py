@@ -9,10 +9,8 @@ from saved_states import assert_equal, state
 from torch import nn
 
 from dynsparse.apps.common.option import METHODS
-from dynsparse.apps.pictures.cifar import Options, run
-from dynsparse.apps.pictures.cifar.network import Network, build_network
-from dynsparse.apps.pictures.cifar.training import CifarTraining, moved
-from dynsparse.apps.pictures.optimizer import learning_rate
+from dynsparse.apps.pictures.cifar import CifarTraining, Network, Options, build_network, moved, run
+from dynsparse.apps.pictures.training import learning_rate
 from dynsparse.cli.app import run as command
 from dynsparse.data import load
 from dynsparse.data.pictures import DataSet, Pictures

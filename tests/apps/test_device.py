@@ -12,8 +12,8 @@ from dynsparse.apps.common.training import Sums, precision
 from dynsparse.apps.lm.corpus import load_corpus
 from dynsparse.apps.lm.training import Training as LmTraining
 from dynsparse.apps.pictures import mnist, transformer
-from dynsparse.apps.pictures.mnist.training import MnistTraining
-from dynsparse.apps.pictures.transformer.training import TransformerTraining
+from dynsparse.apps.pictures.mnist import MnistTraining
+from dynsparse.apps.pictures.transformer import TransformerTraining
 from dynsparse.cli.app import run
 
 TINY = {

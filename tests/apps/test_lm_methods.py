@@ -11,7 +11,7 @@ from saved_states import state
 from dynsparse.apps.common.option import METHODS
 from dynsparse.apps.lm import Options, run
 from dynsparse.apps.lm.corpus import load_corpus
-from dynsparse.apps.lm.sizes import estimate_memory, parameters
+from dynsparse.apps.lm.model import estimate_memory, parameters
 from dynsparse.apps.lm.training import Training
 from dynsparse.nn import SparseLinear
 from dynsparse.training.algorithms import BY_NAME

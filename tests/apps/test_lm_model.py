@@ -7,9 +7,16 @@ import torch
 from torch import nn
 
 from dynsparse.apps.lm import Options, preset
-from dynsparse.apps.lm.loss import repetition_weights
-from dynsparse.apps.lm.model import LanguageModel, build_model
-from dynsparse.apps.lm.sizes import Memory, check_memory, estimate_memory, matched, parameters
+from dynsparse.apps.lm.model import (
+    LanguageModel,
+    Memory,
+    build_model,
+    check_memory,
+    estimate_memory,
+    matched,
+    parameters,
+    repetition_weights,
+)
 from dynsparse.nn import SparseEmbedding, SparseLinear
 
 SIZES = {"layers": 2, "hidden_size": 16, "ff_size": 32, "heads": 4, "sequence_length": 12}

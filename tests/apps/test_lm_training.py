@@ -14,11 +14,9 @@ from dynsparse.apps.common.resume import find_checkpoint
 from dynsparse.apps.common.training import Scores
 from dynsparse.apps.lm import Options, run
 from dynsparse.apps.lm.corpus import Corpus, load_corpus
-from dynsparse.apps.lm.optimizer import build_optimizer, learning_rate
-from dynsparse.apps.lm.sample import choose, sample
-from dynsparse.apps.lm.training import Training
-from dynsparse.data.token_file import write_tokens
-from dynsparse.data.tokenizer import CharTokenizer
+from dynsparse.apps.lm.model import choose, sample
+from dynsparse.apps.lm.training import Training, build_optimizer, learning_rate
+from dynsparse.data.text import CharTokenizer, write_tokens
 from dynsparse.training.records import Records
 
 QUIET = Console(quiet=True)

@@ -4,9 +4,8 @@ import pytest
 import torch
 from torch import nn
 
-from dynsparse.apps.pictures.mnist import Options
-from dynsparse.apps.pictures.mnist.network import arrange_pixels, build_network, pixel_permutation
-from dynsparse.apps.pictures.summary import density, memory
+from dynsparse.apps.pictures.mnist import Options, arrange_pixels, build_network, pixel_permutation
+from dynsparse.apps.pictures.run import density, memory
 from dynsparse.nn import SparseLinear
 
 

@@ -3,9 +3,8 @@
 import pytest
 import torch
 
-from dynsparse.apps.pictures.mnist import Options
-from dynsparse.apps.pictures.mnist.options import layer_shapes
-from dynsparse.apps.pictures.optimizer import build_optimizer, learning_rate
+from dynsparse.apps.pictures.mnist import Options, layer_shapes
+from dynsparse.apps.pictures.training import build_optimizer, learning_rate
 
 NAN, INFINITE = float("nan"), float("inf")
 

@@ -11,9 +11,13 @@ import torch
 from rich.console import Console
 from torch import nn
 
-from dynsparse.apps.pictures.transformer import Options, run
-from dynsparse.apps.pictures.transformer.network import build_network, position_encoding
-from dynsparse.apps.pictures.transformer.training import TransformerTraining
+from dynsparse.apps.pictures.transformer import (
+    Options,
+    TransformerTraining,
+    build_network,
+    position_encoding,
+    run,
+)
 from dynsparse.cli.app import run as command
 from dynsparse.data import load
 from dynsparse.nn import SparseLinear

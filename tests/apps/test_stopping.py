@@ -163,7 +163,7 @@ def test_damaged_states_are_refused(name, interrupt_at):
     if name == "mnist":
         from dynsparse import data
 
-        training = mnist.training.MnistTraining(opened, data.load("digits"), 7)
+        training = mnist.MnistTraining(opened, data.load("digits"), 7)
     else:
         from dynsparse.apps.lm.corpus import load_corpus
         from dynsparse.apps.lm.training import Training as LmTraining

@@ -11,10 +11,10 @@ from rich.console import Console
 
 from dynsparse import data
 from dynsparse.apps import lm
-from dynsparse.apps.common.synthetic import random_ids, random_shares
+from dynsparse.apps.common.training import random_ids, random_shares
 from dynsparse.apps.lm.corpus import Corpus
 from dynsparse.apps.pictures import Training, cifar, mnist, transformer
-from dynsparse.apps.pictures.cifar.training import CifarTraining
+from dynsparse.apps.pictures.cifar import CifarTraining
 
 TEXT = "the cat sat on the mat, and the dog ran after it.\n" * 400
 

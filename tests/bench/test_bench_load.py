@@ -4,7 +4,7 @@ import os
 
 import pytest
 
-from dynsparse.bench.load import CpuTimes, foreign_share, read_cpu_times
+from dynsparse.bench.host import CpuTimes, foreign_share, read_cpu_times
 
 TICK = 1 / os.sysconf("SC_CLK_TCK")
 

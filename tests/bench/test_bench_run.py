@@ -6,7 +6,6 @@ import sys
 import pytest
 import torch
 
-from dynsparse.bench.options import Benchmark
 from dynsparse.bench.results import (
     empty_results,
     load_results,
@@ -15,7 +14,7 @@ from dynsparse.bench.results import (
     summarise,
 )
 from dynsparse.bench.run import run_benchmark
-from dynsparse.bench.spec import read_spec
+from dynsparse.bench.spec import Benchmark, read_spec
 from dynsparse.ops.linear.choice import ROUTES
 
 pytest.importorskip("yaml")

@@ -4,7 +4,7 @@ import itertools
 
 import pytest
 
-from dynsparse.bench.load import CpuTimes
+from dynsparse.bench.host import CpuTimes
 from dynsparse.bench.timing import Effort, measure, spread
 
 

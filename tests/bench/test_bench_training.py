@@ -5,10 +5,9 @@ import json
 import pytest
 import torch
 
-from dynsparse.bench.cells import Cell
-from dynsparse.bench.options import TrainingOptions
-from dynsparse.bench.task import CLASSES, PIXELS, Task, make_task
-from dynsparse.bench.training import train_side_by_side
+from dynsparse.bench.cells import CLASSES, PIXELS, Cell
+from dynsparse.bench.spec import TrainingOptions
+from dynsparse.bench.training import Task, make_task, train_side_by_side
 
 CELL = Cell((PIXELS, 16, CLASSES), 8, 0.2)
 

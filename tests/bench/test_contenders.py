@@ -7,10 +7,18 @@ from torch.testing import assert_close
 
 import dynsparse as ds
 from dynsparse.bench.cells import Cell, available_memory, refusal
-from dynsparse.bench.contenders import MklLinear, build_layer, forwards, network_steps, steps
-from dynsparse.bench.masked import MaskedLinear, MaskedRigL, masked_twin
-from dynsparse.bench.precision import medium_precision, multiplied_in, products_at_medium
-from dynsparse.bench.updates import update_parts
+from dynsparse.bench.contenders import (
+    MaskedLinear,
+    MaskedRigL,
+    MklLinear,
+    build_layer,
+    forwards,
+    masked_twin,
+    network_steps,
+    steps,
+    update_parts,
+)
+from dynsparse.bench.host import medium_precision, multiplied_in, products_at_medium
 from dynsparse.training import CosineSchedule
 
 NEEDS_MKL = pytest.mark.skipif(not torch.backends.mkl.is_available(), reason="torch without MKL")

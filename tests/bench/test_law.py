@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dynsparse.bench.law import POPSPARSE, Law, Point, break_even, fit
+from dynsparse.bench.results import POPSPARSE, Law, Point, break_even, fit
 
 SIZES = list(itertools.product((256, 1024, 4096), (0.01, 0.1, 0.3), (1, 4, 16)))
 

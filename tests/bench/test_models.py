@@ -8,15 +8,22 @@ import torch
 from bench_tables import parts_table
 from torch import nn
 
-from dynsparse.bench import zoo
-from dynsparse.bench.cells import Cell, refusal
-from dynsparse.bench.masked import MaskedLinear
-from dynsparse.bench.model_memory import measure_memory
-from dynsparse.bench.model_steps import build_model, measure_model, training_step
-from dynsparse.bench.parts import BLOCK_PARTS, PARTS, Clock, blocks_of, watch
+from dynsparse.bench.cells import MODELS, Cell, refusal
+from dynsparse.bench.contenders import MaskedLinear
+from dynsparse.bench.models import (
+    BLOCK_PARTS,
+    PARTS,
+    Clock,
+    blocks_of,
+    build_model,
+    measure_memory,
+    measure_model,
+    training_step,
+    watch,
+)
 from dynsparse.bench.timing import Effort
 from dynsparse.nn import SparseLinear
-from dynsparse.report.bench.models import memory_table, steps_table
+from dynsparse.report.bench.tables import memory_table, steps_table
 
 pytest.importorskip("transformers")
 
@@ -31,7 +38,7 @@ NAMES = ("gpt2-small", "bert-base", "vit-b")
 @pytest.fixture(autouse=True)
 def tiny(monkeypatch):
     """The models, two thousandths of their sizes."""
-    models = dict(zoo.MODELS)
+    models = dict(MODELS)
     change = {
         "gpt2-small": {"outputs": 40, "table": 40, "tokens": 8, "settings": GPT2 | NO_DROPOUT},
         "bert-base": {"table": 40, "tokens": 8, "settings": SIZES | {"vocab_size": 40}},
@@ -39,7 +46,7 @@ def tiny(monkeypatch):
                                                                    "patch_size": 8}},
     }  # fmt: skip
     for name, what in change.items():
-        monkeypatch.setitem(zoo.MODELS, name, replace(models[name], **TINY, **what))
+        monkeypatch.setitem(MODELS, name, replace(models[name], **TINY, **what))
 
 
 def cell(name, block=1, dtype="float32"):

@@ -11,7 +11,8 @@ import pytest
 import torch
 
 from dynsparse import data
-from dynsparse.data import cifar
+from dynsparse.data import pictures
+from dynsparse.data.pictures import CIFAR_ARCHIVE
 
 TRAIN = [f"data_batch_{number}.bin" for number in range(1, 6)]
 INSIDE = "cifar-10-batches-bin"
@@ -64,9 +65,9 @@ def test_a_folder_of_files(tmp_path, inside):
 
 
 def test_an_archive(tmp_path):
-    (tmp_path / cifar.ARCHIVE).write_bytes(archive(contents()))
+    (tmp_path / CIFAR_ARCHIVE).write_bytes(archive(contents()))
     check(data.load("cifar-10", tmp_path))
-    assert [file.name for file in tmp_path.iterdir()] == [cifar.ARCHIVE]
+    assert [file.name for file in tmp_path.iterdir()] == [CIFAR_ARCHIVE]
 
 
 WRONG_LABEL = records(3, 0)
@@ -86,7 +87,7 @@ WRONG_LABEL[1, 0] = 10
 @pytest.mark.parametrize("packed", [False, True])
 def test_wrong_files_are_refused(tmp_path, changes, message, packed):
     if packed:
-        (tmp_path / cifar.ARCHIVE).write_bytes(archive(contents(**changes)))
+        (tmp_path / CIFAR_ARCHIVE).write_bytes(archive(contents(**changes)))
     else:
         for name, content in contents(**changes).items():
             (tmp_path / name).write_bytes(content)
@@ -99,7 +100,7 @@ def test_wrong_files_are_refused(tmp_path, changes, message, packed):
 def test_damaged_archives_are_refused(tmp_path):
     whole = archive(contents())
     for content in (b"", b"nothing of the kind", whole[:100], whole[: len(whole) // 2]):
-        (tmp_path / cifar.ARCHIVE).write_bytes(content)
+        (tmp_path / CIFAR_ARCHIVE).write_bytes(content)
         with pytest.raises(ValueError, match="get the file again") as error:
             data.load("cifar-10", tmp_path)
         assert "\n" not in str(error.value)
@@ -112,7 +113,7 @@ def test_a_link_in_an_archive_is_not_followed(tmp_path):
             member = tarfile.TarInfo(name)
             member.type, member.linkname = tarfile.SYMTYPE, "/etc/passwd"
             tar.addfile(member)
-    (tmp_path / cifar.ARCHIVE).write_bytes(made.getvalue())
+    (tmp_path / CIFAR_ARCHIVE).write_bytes(made.getvalue())
     with pytest.raises(ValueError, match=r"expected data_batch_1\.bin in it, got none"):
         data.load("cifar-10", tmp_path)
 
@@ -140,7 +141,7 @@ def served(tmp_path, monkeypatch):
     with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler) as running:
         thread = threading.Thread(target=running.serve_forever)
         thread.start()
-        monkeypatch.setattr(cifar, "URLS", (f"http://127.0.0.1:{running.server_port}/",))
+        monkeypatch.setattr(pictures, "CIFAR_URLS", (f"http://127.0.0.1:{running.server_port}/",))
         monkeypatch.setenv("DYNSPARSE_CACHE_DIR", str(tmp_path / "cache"))
         yield folder
         running.shutdown()
@@ -149,18 +150,18 @@ def served(tmp_path, monkeypatch):
 
 def test_it_is_downloaded_once_and_checked(tmp_path, served, monkeypatch):
     content = archive(contents())
-    (served / cifar.ARCHIVE).write_bytes(content)
+    (served / CIFAR_ARCHIVE).write_bytes(content)
     with pytest.raises(ValueError, match="expected the checksum md5:c32a1d4ab5d03f"):
         data.load("cifar-10")
     assert not any((tmp_path / "cache" / "cifar-10").iterdir())
-    monkeypatch.setattr(cifar, "CHECKSUM", "md5:" + hashlib.md5(content).hexdigest())
+    monkeypatch.setattr(pictures, "CIFAR_CHECKSUM", "md5:" + hashlib.md5(content).hexdigest())
     check(data.load("cifar-10"))
-    (served / cifar.ARCHIVE).unlink()
+    (served / CIFAR_ARCHIVE).unlink()
     check(data.load("cifar-10"))
 
 
 def test_without_a_connection_there_is_one_line(tmp_path, monkeypatch):
-    monkeypatch.setattr(cifar, "URLS", ("http://127.0.0.1:1/",))
+    monkeypatch.setattr(pictures, "CIFAR_URLS", ("http://127.0.0.1:1/",))
     monkeypatch.setenv("DYNSPARSE_CACHE_DIR", str(tmp_path))
     with pytest.raises(OSError, match=r"cannot download cifar-10-binary\.tar\.gz") as error:
         data.load("cifar-10")

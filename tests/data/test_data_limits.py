@@ -13,10 +13,14 @@ import numpy as np
 import pytest
 
 from dynsparse.data import read_idx
-from dynsparse.data.bpe import GPT2Tokenizer
-from dynsparse.data.text import read_text
-from dynsparse.data.token_file import open_tokens, write_tokens
-from dynsparse.data.tokenizer import CharTokenizer, tokenizer_from_state
+from dynsparse.data.text import (
+    CharTokenizer,
+    GPT2Tokenizer,
+    open_tokens,
+    read_text,
+    tokenizer_from_state,
+    write_tokens,
+)
 from dynsparse.files.limits import VARIABLE
 
 MIB = 1 << 20

@@ -13,8 +13,8 @@ import pytest
 import torch
 
 from dynsparse import data
-from dynsparse.data import mnist
 from dynsparse.data.download import fetch
+from dynsparse.data.pictures import SOURCES, Source
 
 TRAIN_IMAGES, TRAIN_LABELS = "train-images-idx3-ubyte", "train-labels-idx1-ubyte"
 TEST_IMAGES, TEST_LABELS = "t10k-images-idx3-ubyte", "t10k-labels-idx1-ubyte"
@@ -199,7 +199,7 @@ def test_mnist_downloads_its_four_files(tmp_path, server, monkeypatch):
     zipped = {name + ".gz": gzip.compress(content) for name, content in small_mnist().items()}
     write(folder, zipped)
     checksums = {name[:-3]: sha256(content) for name, content in zipped.items()}
-    monkeypatch.setitem(mnist.SOURCES, "mnist", mnist.Source((url,), checksums))
+    monkeypatch.setitem(SOURCES, "mnist", Source((url,), checksums))
     monkeypatch.setenv("DYNSPARSE_CACHE_DIR", str(tmp_path / "cache"))
     assert len(data.load("mnist").train) == 20
     assert {f.name for f in (tmp_path / "cache" / "mnist").iterdir()} == set(zipped)

@@ -7,8 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from dynsparse.data import bpe
-from dynsparse.data.bpe import END_OF_TEXT, load_gpt2
+from dynsparse.data.text import END_OF_TEXT, GPT2_CHECKSUM, load_gpt2
 
 pytest.importorskip("tokenizers")
 
@@ -20,7 +19,7 @@ pytestmark = pytest.mark.skipif(
 
 def test_the_checksum_is_that_of_the_real_file():
     content = (REAL / "gpt2-bpe" / "vocab.bpe").read_bytes()
-    assert f"sha256:{hashlib.sha256(content).hexdigest()}" == bpe.CHECKSUM
+    assert f"sha256:{hashlib.sha256(content).hexdigest()}" == GPT2_CHECKSUM
 
 
 def test_the_real_vocabulary():

@@ -12,9 +12,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dynsparse.data import bpe
-from dynsparse.data.bpe import END_OF_TEXT, GPT2Tokenizer, load_gpt2, read_merges
-from dynsparse.data.tokenizer import make_tokenizer, tokenizer_from_state
+from dynsparse.data import text as text_module
+from dynsparse.data.text import (
+    END_OF_TEXT,
+    GPT2Tokenizer,
+    load_gpt2,
+    make_tokenizer,
+    read_merges,
+    tokenizer_from_state,
+)
 
 pytest.importorskip("tokenizers")
 
@@ -119,8 +125,10 @@ def test_a_folder_without_the_file_says_so(tmp_path):
 
 def test_the_file_is_downloaded_once_and_checked(tmp_path, monkeypatch, small):
     monkeypatch.setenv("DYNSPARSE_CACHE_DIR", str(tmp_path / "cache"))
-    monkeypatch.setattr(bpe, "CHECKSUM", f"sha256:{hashlib.sha256(TEXT.encode()).hexdigest()}")
-    monkeypatch.setattr(bpe, "URLS", ("http://127.0.0.1:9/",))
+    monkeypatch.setattr(
+        text_module, "GPT2_CHECKSUM", f"sha256:{hashlib.sha256(TEXT.encode()).hexdigest()}"
+    )
+    monkeypatch.setattr(text_module, "GPT2_URLS", ("http://127.0.0.1:9/",))
     with pytest.raises(OSError, match=r"cannot download vocab\.bpe") as error:
         make_tokenizer("bpe", "")
     assert "\n" not in str(error.value)
@@ -146,12 +154,12 @@ def test_a_server_gives_the_file_once(tmp_path, monkeypatch, small):
     server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler)
     threading.Thread(target=server.serve_forever, daemon=True).start()
     monkeypatch.setenv("DYNSPARSE_CACHE_DIR", str(tmp_path / "cache"))
-    monkeypatch.setattr(bpe, "URLS", (f"http://127.0.0.1:{server.server_port}/",))
+    monkeypatch.setattr(text_module, "GPT2_URLS", (f"http://127.0.0.1:{server.server_port}/",))
     try:
         with pytest.raises(ValueError, match="expected the checksum sha256:1ce1664773c5"):
             load_gpt2()
         digest = hashlib.sha256(TEXT.encode()).hexdigest()
-        monkeypatch.setattr(bpe, "CHECKSUM", f"sha256:{digest}")
+        monkeypatch.setattr(text_module, "GPT2_CHECKSUM", f"sha256:{digest}")
         assert load_gpt2().identity == small.identity
     finally:
         server.shutdown()
@@ -163,7 +171,7 @@ def test_a_server_gives_the_file_once(tmp_path, monkeypatch, small):
 def test_a_text_in_pieces_has_the_same_tokens(small, text):
     whole = small.encode(text).tolist()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(bpe, "_PIECE", 1)
+        patch.setattr(text_module, "_PIECE", 1)
         assert small.encode(text).tolist() == whole
 
 

@@ -11,14 +11,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dynsparse.data.text import read_stdlib, read_text
-from dynsparse.data.token_file import is_token_file, open_tokens, write_tokens
-from dynsparse.data.tokenizer import (
+from dynsparse.data.text import (
     ByteTokenizer,
     CharTokenizer,
     UnknownToken,
+    is_token_file,
     make_tokenizer,
+    open_tokens,
+    read_stdlib,
+    read_text,
     tokenizer_from_state,
+    write_tokens,
 )
 
 TEXT = "Ein Hase, zwei Häsinnen.\r\nDrei?\n"

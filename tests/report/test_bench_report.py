@@ -7,8 +7,7 @@ from pathlib import Path
 import pytest
 from bench_tables import MACHINE_VIEWS, VIEWS, fill_page, main
 
-from dynsparse.bench.law import POPSPARSE
-from dynsparse.bench.results import load_results, summarise
+from dynsparse.bench.results import POPSPARSE, load_results, summarise
 from dynsparse.bench.spec import find_spec, read_spec
 from dynsparse.report.bench.pictures import draw_speedups
 from dynsparse.report.bench.tables import machine_line, table, whole_report

@@ -21,10 +21,9 @@ from cuts import by_correlation, dealt_out
 from torch import Tensor
 
 from dynsparse.apps.pictures import Training, mnist, transformer
-from dynsparse.apps.pictures.mnist.network import arrange_pixels, pixel_permutation
-from dynsparse.apps.pictures.mnist.training import MnistTraining
-from dynsparse.apps.pictures.summary import density
-from dynsparse.apps.pictures.transformer.training import TransformerTraining
+from dynsparse.apps.pictures.mnist import MnistTraining, arrange_pixels, pixel_permutation
+from dynsparse.apps.pictures.run import density
+from dynsparse.apps.pictures.transformer import TransformerTraining
 from dynsparse.data import DataSet, Pictures, load
 
 FLAGS: dict[str, dict[str, Any]] = {
@@ -62,7 +61,7 @@ def make(arguments: argparse.Namespace, data: DataSet, seed: int, name: str) -> 
     options = mnist.Options(densities=(0.1, 1.0), **common)
     if options.permute_input != "random":
         return MnistTraining(options, data, seed)
-    with patch("dynsparse.apps.pictures.mnist.training.pixel_permutation", permutation):
+    with patch("dynsparse.apps.pictures.mnist.pixel_permutation", permutation):
         return MnistTraining(options, data, seed)
 
 

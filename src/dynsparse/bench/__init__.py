@@ -1,5 +1,9 @@
-"""The benchmark behind `dynsparse bench`: what is measured, beside what, and what follows from it.
+"""The benchmarks behind `dynsparse bench`: dynsparse beside other products.
 
-`spec` reads the YAML file; `contenders`, `updates` and `training` do the work that is timed;
-`timing` and `load` see to it that the times mean something; `law` and `results` say what they mean.
+`spec` reads the YAML file; `contenders`, `models` and `training` do the work that is timed;
+`timing` and `host` measure it and how busy the machine is; `results` stores figures and fits laws.
 """
+
+from dynsparse.bench.spec import find_spec, read_spec
+
+__all__ = ["find_spec", "read_spec"]

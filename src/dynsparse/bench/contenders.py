@@ -1,4 +1,4 @@
-"""Who is timed on a layer: dynsparse as a user calls it, and what else does the same work."""
+"""The contenders on a layer: dynsparse as a user calls it, masked, dense and other libraries."""
 
 from __future__ import annotations
 
@@ -12,10 +12,115 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from dynsparse.bench.cells import Cell
-from dynsparse.bench.masked import MaskedLinear, masked_twin
-from dynsparse.bench.precision import medium_precision
-from dynsparse.nn import SparseLinear
-from dynsparse.pattern import SparsePattern
+from dynsparse.bench.host import medium_precision
+from dynsparse.nn import SparseConv1d, SparseConv2d, SparseLinear
+from dynsparse.ops.grow import select, topk_outside
+from dynsparse.pattern import Rewiring, SparsePattern
+from dynsparse.training import ConstantSchedule, RigL, SparseTrainer, Static
+from dynsparse.training.drop import lowest, magnitude
+from dynsparse.training.schedule import Schedule
+
+
+class MaskedLinear(nn.Linear):
+    """The same layer as a `SparseLinear`, as a dense weight [out, in] times a mask.
+
+    Attributes:
+        mask: [out, in] of the weight's type, 1 where a weight is present.
+        keep_gradient: whether the next backward keeps the dense gradient, in `product.grad`.
+    """
+
+    mask: Tensor
+    product: Tensor
+
+    @torch.no_grad()
+    def __init__(self, layer: SparseLinear) -> None:
+        dtype = layer.values.dtype
+        super().__init__(
+            layer.in_features, layer.out_features, bias=layer.bias is not None, dtype=dtype
+        )
+        self.register_buffer("mask", layer.pattern.to_mask().to(dtype))
+        self.weight.copy_(layer.to_dense())
+        if layer.bias is not None:
+            self.bias.copy_(layer.bias)
+        self.keep_gradient = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x [..., in] -> [..., out]; autograd masks the gradient of the weight, too."""
+        product = self.weight * self.mask
+        if self.keep_gradient:
+            product.retain_grad()
+            self.product = product
+        return F.linear(x, product, self.bias)
+
+
+def masked_twin(model: nn.Sequential) -> nn.Sequential:
+    """The same network with `MaskedLinear` for `SparseLinear`; other layers are copied."""
+    twins: list[nn.Module] = []
+    for layer in model:
+        if isinstance(layer, (SparseConv1d, SparseConv2d)):
+            raise TypeError(f"masked_twin takes linear layers, got {type(layer).__name__}")
+        if isinstance(layer, SparseLinear):
+            twins.append(MaskedLinear(layer))
+        elif isinstance(layer, nn.Linear):
+            twin = nn.Linear(layer.in_features, layer.out_features, bias=layer.bias is not None)
+            twin.load_state_dict(layer.state_dict())
+            twins.append(twin)
+        else:
+            twins.append(layer)
+    return nn.Sequential(*twins)
+
+
+class MaskedRigL:
+    """RigL on masks: `trainer.step()` as in `dynsparse.RigL`, from dense gradients.
+
+    What is dropped is not grown at once, as in `SparseTrainer`. Every state tensor of the optimizer
+    that has the weight's shape starts at zero where a weight was dropped or grown.
+
+    Source: Evci et al. 2020, "Rigging the Lottery: Making All Tickets Winners".
+    """
+
+    def __init__(
+        self, model: nn.Module, optimizer: torch.optim.Optimizer, schedule: Schedule
+    ) -> None:
+        self.layers = [m for m in model.modules() if isinstance(m, MaskedLinear)]
+        self.optimizer = optimizer
+        self.schedule = schedule
+        self.steps = 0
+        self._arm()
+
+    def _arm(self) -> None:
+        for layer in self.layers:
+            layer.keep_gradient = self.schedule.is_due(self.steps + 1)
+
+    @torch.no_grad()
+    def step(self) -> None:
+        """After backward: the optimizer's step, then the pattern update if one is due."""
+        self.optimizer.step()
+        self.steps += 1
+        if self.schedule.is_due(self.steps):
+            for layer in self.layers:
+                self._update(layer)
+        self._arm()
+
+    def _update(self, layer: MaskedLinear) -> None:
+        held = layer.mask.flatten().bool()
+        nnz = int(held.sum())
+        count = min(self.schedule.drop_count(self.steps, nnz), held.numel() - nnz)
+        if layer.product.grad is None:
+            raise RuntimeError("no gradient reached a masked layer: call step() after backward()")
+        score = layer.weight.abs().flatten()
+        drop = select(score.masked_fill_(~held, torch.inf), count, largest=False)
+        gradient = layer.product.grad.abs().flatten()
+        grow = select(gradient.masked_fill_(held, -1.0), count)
+        del layer.product
+        layer.mask.view(-1)[drop] = 0
+        layer.mask.view(-1)[grow] = 1
+        state = self.optimizer.state[layer.weight].values()
+        for tensor in (layer.weight, *state):
+            if isinstance(tensor, Tensor) and tensor.shape == layer.weight.shape:
+                tensor.view(-1)[drop] = 0
+                tensor.view(-1)[grow] = 0
+
 
 Work = Callable[[], object]
 
@@ -247,3 +352,77 @@ def network_steps(cell: Cell, names: Iterable[str]) -> tuple[nn.Module, dict[str
     made = {"dynsparse": step_of(model)}
     made.update((name, step_of(makers[name]())) for name in names)
     return model, made
+
+
+DROP_FRACTION = 0.3
+
+
+def update_parts(cell: Cell) -> tuple[SparseLinear, dict[str, Work]]:
+    """A step with Adam (the reference), one that ends in an update, and the pieces of the update.
+
+    - drop: ranking the magnitudes; growth: the best positions from x and dY;
+    - dense_topk: growth as it is done elsewhere, by the dense gradient and torch.topk;
+    - rewiring: the new pattern, with values and both of Adam's states following it;
+    - encoding: the index tensors of a pattern that is new.
+
+    The share of training time that updates take follows from `step_with_update` over `step`.
+    """
+    layer, x, dy = build_layer(cell)
+    pairs = [(x.detach(), dy)]
+    pattern = layer.pattern
+    count = min(int(DROP_FRACTION * pattern.nnz), pattern.total - pattern.nnz)
+    mask = pattern.to_mask()
+    states = [torch.zeros_like(layer.values.detach()) for _ in range(3)]
+
+    def drop() -> torch.Tensor:
+        return lowest(magnitude(layer.values), count)
+
+    def growth() -> torch.Tensor:
+        return topk_outside(pairs, pattern, count, sort=False).flat
+
+    def dense_topk() -> object:
+        score = (dy.t() @ pairs[0][0]).abs_().masked_fill_(mask, -1.0)
+        b = cell.block
+        if b > 1:
+            score = score.view(pattern.grid[0], b, pattern.grid[1], b).sum((1, 3))
+        return score.flatten().topk(count, sorted=False)
+
+    gone, joins = drop(), growth()
+
+    def rewiring() -> object:
+        made = Rewiring.make(pattern, gone, joins)
+        return [made.apply(state) for state in states]
+
+    flat = pattern.flat
+
+    def encoding() -> object:
+        fresh = SparsePattern.from_flat(flat, shape=pattern.shape, block_size=pattern.block_size)
+        return fresh.index
+
+    parts: dict[str, Work] = {
+        "step": _training_step(cell, updates=False),
+        "step_with_update": _training_step(cell, updates=True),
+        "drop": drop,
+        "growth": growth,
+        "dense_topk": dense_topk,
+        "rewiring": rewiring,
+        "encoding": encoding,
+    }
+    return layer, parts
+
+
+def _training_step(cell: Cell, updates: bool) -> Work:
+    layer, x, dy = build_layer(cell)
+    optimizer = torch.optim.Adam(layer.parameters())
+    trainer: SparseTrainer = Static(layer, optimizer)
+    if updates:
+        every_step = ConstantSchedule(2**62, 1, DROP_FRACTION)
+        trainer = RigL(layer, optimizer, schedule=every_step)
+
+    def step() -> None:
+        optimizer.zero_grad()
+        x.grad = None
+        layer(x).backward(dy)
+        trainer.step()
+
+    return step

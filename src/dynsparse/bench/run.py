@@ -16,13 +16,11 @@ import torch
 from torch import nn
 
 from dynsparse.bench.cells import Cell, available_memory, refusal
-from dynsparse.bench.contenders import forwards, network_steps, steps
-from dynsparse.bench.model_memory import measure_memory
-from dynsparse.bench.model_steps import measure_model
-from dynsparse.bench.options import MEASURES, Benchmark
+from dynsparse.bench.contenders import forwards, network_steps, steps, update_parts
+from dynsparse.bench.models import measure_memory, measure_model
+from dynsparse.bench.spec import MEASURES, Benchmark
 from dynsparse.bench.timing import Work, measure
 from dynsparse.bench.training import train_side_by_side
-from dynsparse.bench.updates import update_parts
 from dynsparse.files.json_text import parse_json
 from dynsparse.nn import SparseLinear
 

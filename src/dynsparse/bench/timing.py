@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import TypeVar
 
-from dynsparse.bench.load import CpuTimes, foreign_share, read_cpu_times
+from dynsparse.bench.host import CpuTimes, foreign_share, read_cpu_times
 
 Work = Callable[[], object]
 Sample = TypeVar("Sample")

@@ -11,14 +11,54 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from dynsparse.bench.cells import Cell
-from dynsparse.bench.contenders import mlp
-from dynsparse.bench.load import CpuTimes, foreign_share, read_cpu_times
-from dynsparse.bench.masked import MaskedRigL, masked_twin
-from dynsparse.bench.options import TrainingOptions
-from dynsparse.bench.task import Task, make_task
+from dynsparse.bench.cells import CHANNELS, CLASSES, SIDE, Cell
+from dynsparse.bench.contenders import MaskedRigL, masked_twin, mlp
+from dynsparse.bench.host import CpuTimes, foreign_share, read_cpu_times
+from dynsparse.bench.spec import TrainingOptions
 from dynsparse.nn import sparsify
 from dynsparse.training import CosineSchedule, RigL
+
+_COARSE = 8
+
+
+@dataclass(frozen=True)
+class Task:
+    """Examples [n, 3072] float32 of mean 0 and variance about 1, and labels [n] int64."""
+
+    train: Tensor
+    train_labels: Tensor
+    test: Tensor
+    test_labels: Tensor
+
+
+def make_task(
+    *,
+    train: int = 20000,
+    test: int = 2000,
+    prototypes: int = 4,
+    signal: float = 0.25,
+    seed: int = 0,
+) -> Task:
+    """The task of a seed.
+
+    Args:
+        train, test: how many examples.
+        prototypes: how many per class.
+        signal: amplitude of a prototype, where the noise has amplitude 1.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    coarse = torch.randn(CLASSES * prototypes, CHANNELS, _COARSE, _COARSE, generator=generator)
+    fields = F.interpolate(coarse, size=(SIDE, SIDE), mode="bilinear").flatten(1)
+    fields = fields / fields.std(1, keepdim=True)
+
+    def draw(count: int) -> tuple[Tensor, Tensor]:
+        which = torch.randint(len(fields), (count,), generator=generator)
+        sign = 2.0 * torch.randint(2, (count, 1), generator=generator) - 1
+        noise = torch.randn(count, fields.shape[1], generator=generator)
+        examples = noise.addcmul_(fields[which], sign, value=signal)
+        return examples.div_((1 + signal**2) ** 0.5), which // prototypes
+
+    return Task(*draw(train), *draw(test))
 
 
 @dataclass

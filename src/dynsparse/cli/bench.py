@@ -15,8 +15,8 @@ from dynsparse.files.whole import write_text_whole
 
 if TYPE_CHECKING:
     from dynsparse.bench.cells import Cell
-    from dynsparse.bench.options import Benchmark, Spec
     from dynsparse.bench.results import Results
+    from dynsparse.bench.spec import Benchmark, Spec
 
 _WHAT, _OUTPUT = "What is measured", "Output"
 
@@ -111,8 +111,7 @@ def bench(
 
         results = load_results(from_json)
     else:
-        from dynsparse.bench.options import with_cells
-        from dynsparse.bench.spec import find_spec, read_spec
+        from dynsparse.bench.spec import find_spec, read_spec, with_cells
 
         file = find_spec() if spec is None else spec
         found = read_spec(file)

@@ -10,9 +10,16 @@ import typer
 from rich.console import Console
 
 from dynsparse.cli.values import integer
-from dynsparse.data.text import STDLIB, read_text
-from dynsparse.data.token_file import open_tokens, write_tokens
-from dynsparse.data.tokenizer import KINDS, Tokenizer, make_tokenizer, tokenizer_from_state
+from dynsparse.data.text import (
+    KINDS,
+    STDLIB,
+    Tokenizer,
+    make_tokenizer,
+    open_tokens,
+    read_text,
+    tokenizer_from_state,
+    write_tokens,
+)
 
 
 def _option(help: str, **more: Any) -> Any:

@@ -9,11 +9,18 @@ from __future__ import annotations
 import logging
 from pathlib import Path
 
-from dynsparse.data.cifar import CIFAR_PIXELS, load_cifar10
-from dynsparse.data.digits import load_digits
-from dynsparse.data.idx import read_idx
-from dynsparse.data.mnist import SOURCES, load_mnist
-from dynsparse.data.pictures import CLASSES, PIXELS, DataSet, Pictures
+from dynsparse.data.pictures import (
+    CIFAR_PIXELS,
+    CLASSES,
+    PIXELS,
+    SOURCES,
+    DataSet,
+    Pictures,
+    load_cifar10,
+    load_digits,
+    load_mnist,
+    read_idx,
+)
 from dynsparse.typed import typed
 
 __all__ = [

@@ -1,13 +1,28 @@
-"""What a data set of small pictures is: two pairs of tensors."""
+"""Data sets of small pictures: the digits, MNIST, Fashion-MNIST and CIFAR-10."""
 
 from __future__ import annotations
 
+import gzip
+import io
+import math
+import os
+import struct
+import tarfile
+import zlib
 from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
 from typing import NamedTuple
 
+import numpy as np
+import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from dynsparse.checks import check_integer
+from dynsparse.data.download import DAMAGE, GZIP_MAGIC, fetch
+from dynsparse.files.cache import cache_folder
+from dynsparse.files.limits import HOW_TO_RAISE, read_limit
+from dynsparse.typed import typed
 
 SIDE = 28
 PIXELS = SIDE * SIDE
@@ -60,3 +75,306 @@ class DataSet(NamedTuple):
             Pictures(images[:keep], labels[:keep]),
             Pictures(images[keep:], labels[keep:]),
         )
+
+
+_UNSIGNED_BYTE = 8
+
+
+@typed
+def read_idx(path: str | Path, dimensions: int) -> np.ndarray:
+    """The array in an IDX file of unsigned bytes, plain or gzip (told by content): uint8.
+
+    Args:
+        path: the file.
+        dimensions: how many dimensions the array must have; 3 for pictures, 1 for labels.
+
+    Raises:
+        ValueError: not such a file: wrong magic number, another number of dimensions, fewer or
+            more bytes than its header promises, a damaged gzip stream, or one that promises more
+            than `dynsparse.files.limits.read_limit` allows.
+        OSError: the file is missing or cannot be read.
+    """
+    path = Path(path)
+    with open(path, "rb") as raw:
+        zipped = raw.read(2) == GZIP_MAGIC
+        raw.seek(0)
+        if not zipped:
+            return _read(raw, path, dimensions, None)
+        limit = read_limit(os.fstat(raw.fileno()).st_size)
+        try:
+            with gzip.GzipFile(fileobj=raw) as stream:
+                return _read(stream, path, dimensions, limit)
+        except (EOFError, zlib.error, gzip.BadGzipFile) as error:
+            raise ValueError(f"{path}: damaged gzip stream ({error}); get the file again") from None
+
+
+def _read(stream: io.BufferedIOBase, path: Path, dimensions: int, limit: int | None) -> np.ndarray:
+    magic = stream.read(4)
+    if len(magic) < 4:
+        raise ValueError(f"{path}: expected an IDX file, got only {len(magic)} bytes")
+    zero, code, rank = struct.unpack(">HBB", magic)
+    if zero != 0 or code != _UNSIGNED_BYTE or rank != dimensions:
+        raise ValueError(
+            f"{path}: expected an IDX file of unsigned bytes with {dimensions} dimension(s) "
+            f"(magic 0000080{dimensions}), got the magic {magic.hex()}"
+        )
+    header = stream.read(4 * rank)
+    if len(header) < 4 * rank:
+        raise ValueError(f"{path}: truncated inside the header; get the file again")
+    shape = struct.unpack(f">{rank}I", header)
+    size = math.prod(shape)
+    if limit is not None and size > limit:
+        raise ValueError(
+            f"{path}: expected at most {limit:,} bytes for a packed file of this size, got the "
+            f"shape {shape}: {HOW_TO_RAISE}, or unpack it yourself"
+        )
+    # One byte more than promised tells a file that is too long. The array is not allocated from
+    # the header's numbers: a damaged header may promise terabytes.
+    chunks = []
+    missing = size + 1
+    while missing > 0 and (chunk := stream.read(min(missing, 1 << 24))):
+        chunks.append(chunk)
+        missing -= len(chunk)
+    body = b"".join(chunks)
+    if len(body) < size:
+        raise ValueError(
+            f"{path}: truncated: expected {size} bytes for the shape {shape}, got {len(body)}; "
+            "get the file again"
+        )
+    if len(body) > size:
+        raise ValueError(f"{path}: more bytes than the {size} of the shape {shape}")
+    return np.frombuffer(body, np.uint8).reshape(shape)
+
+
+_INNER = 20
+_TEST_COUNT = 360
+_SPLIT_SEED = 0
+
+
+def load_digits() -> DataSet:
+    """The digits as 1,437 training and 360 test pictures of 28x28.
+
+    Like MNIST's, a digit fills the 20x20 pixels in the middle: the 8x8 pixels are interpolated
+    (bilinear) and a border of four empty pixels is put around. The split is one fixed random
+    choice, the same in every run: the file's order goes by writer, and a split by position would
+    test on other writers than it trained on.
+
+    Raises:
+        ModuleNotFoundError: scikit-learn is missing.
+    """
+    try:
+        from sklearn.datasets import load_digits as load
+    except ModuleNotFoundError:
+        raise ModuleNotFoundError(
+            "the digits come with scikit-learn, which is missing: pip install 'dynsparse[apps]'"
+        ) from None
+    bunch = load()
+    small = torch.from_numpy(bunch.images).to(torch.float32)[:, None] / 16
+    inner = F.interpolate(small, size=(_INNER, _INNER), mode="bilinear", align_corners=False)
+    images = F.pad(inner, [(SIDE - _INNER) // 2] * 4).reshape(-1, PIXELS).clamp(0, 1)
+    labels = torch.from_numpy(bunch.target).to(torch.int64)
+    order = torch.randperm(len(labels), generator=torch.Generator().manual_seed(_SPLIT_SEED))
+    test, train = order[:_TEST_COUNT], order[_TEST_COUNT:]
+    return DataSet(
+        "digits", Pictures(images[train], labels[train]), Pictures(images[test], labels[test])
+    )
+
+
+_TRAIN_IMAGES = "train-images-idx3-ubyte"
+_TRAIN_LABELS = "train-labels-idx1-ubyte"
+_TEST_IMAGES = "t10k-images-idx3-ubyte"
+_TEST_LABELS = "t10k-labels-idx1-ubyte"
+
+
+class Source(NamedTuple):
+    """Where a data set is downloaded from: folders to try in order, and the files' checksums.
+
+    `checksums` maps an IDX name to "algorithm:hex" of the file NAME.gz in those folders.
+    """
+
+    urls: tuple[str, ...]
+    checksums: dict[str, str]
+
+
+SOURCES = {
+    "mnist": Source(
+        (
+            "https://ossci-datasets.s3.amazonaws.com/mnist/",
+            "https://storage.googleapis.com/cvdf-datasets/mnist/",
+        ),
+        {
+            _TRAIN_IMAGES: "sha256:"
+            "440fcabf73cc546fa21475e81ea370265605f56be210a4024d2ca8f203523609",
+            _TRAIN_LABELS: "sha256:"
+            "3552534a0a558bbed6aed32b30c495cca23d567ec52cac8be1a0730e8010255c",
+            _TEST_IMAGES: "sha256:8d422c7b0a1c1c79245a5bcf07fe86e33eeafee792b84584aec276f5a2dbc4e6",
+            _TEST_LABELS: "sha256:f7ae60f92e00ec6debd23a6088c31dbd2371eca3ffa0defaefb259924204aec6",
+        },
+    ),
+    "fashion-mnist": Source(
+        ("http://fashion-mnist.s3-website.eu-central-1.amazonaws.com/",),
+        {
+            _TRAIN_IMAGES: "md5:8d4fb7e6c68d591d4c3dfef9ec88bf0d",
+            _TRAIN_LABELS: "md5:25c81989df183df01b3e8a0aad5dffbe",
+            _TEST_IMAGES: "md5:bef4ecab320f06d8554ea6380940ec79",
+            _TEST_LABELS: "md5:bb300cfdad3c16e7a12a480ee83cd310",
+        },
+    ),
+}
+
+
+def load_mnist(name: str, data_dir: str | Path | None = None) -> DataSet:
+    """The data set `name` of `SOURCES`; see `dynsparse.data.load`."""
+    if data_dir is None:
+        folder = cache_folder() / name
+        source = SOURCES[name]
+        paths = {
+            file: fetch(source.urls, file + ".gz", checksum, folder)
+            for file, checksum in source.checksums.items()
+        }
+    else:
+        paths = {file: _find(file, Path(data_dir), name) for file in SOURCES[name].checksums}
+    train = _pictures(paths[_TRAIN_IMAGES], paths[_TRAIN_LABELS])
+    test = _pictures(paths[_TEST_IMAGES], paths[_TEST_LABELS])
+    return DataSet(name, train, test)
+
+
+def _find(file: str, data_dir: Path, name: str) -> Path:
+    if not data_dir.is_dir():
+        raise FileNotFoundError(f"expected a folder with the {name} files, got {data_dir}")
+    # A folder of its own comes first: it tells two data sets with equal file names apart.
+    for folder in (data_dir / name, data_dir):
+        for ending in ("", ".gz"):
+            if (path := folder / (file + ending)).is_file():
+                return path
+    raise FileNotFoundError(
+        f"expected {file} or {file}.gz in {data_dir} or {data_dir / name}, got neither: "
+        "put the file there, or name no data folder to download it"
+    )
+
+
+def _pictures(images_path: Path, labels_path: Path) -> Pictures:
+    images = read_idx(images_path, 3)
+    labels = read_idx(labels_path, 1)
+    if images.shape[1:] != (SIDE, SIDE):
+        raise ValueError(
+            f"{images_path}: expected pictures of {SIDE}x{SIDE} pixels, "
+            f"got {images.shape[1]}x{images.shape[2]}"
+        )
+    if len(images) != len(labels) or len(images) == 0:
+        raise ValueError(
+            f"expected as many labels as pictures and at least one, got {len(images)} pictures in "
+            f"{images_path} and {len(labels)} labels in {labels_path}"
+        )
+    if labels.max() >= CLASSES:
+        at = int((labels >= CLASSES).argmax())
+        raise ValueError(
+            f"{labels_path}: expected labels below {CLASSES}, got {labels[at]} at position {at}"
+        )
+    # torch.tensor copies: the arrays are read-only views of the file's bytes.
+    return Pictures(
+        torch.tensor(images).reshape(-1, PIXELS).to(torch.float32) / 255,
+        torch.tensor(labels).to(torch.int64),
+    )
+
+
+CIFAR_PIXELS = 3 * 32 * 32
+"""Red, green and blue of 32x32 pixels."""
+
+CIFAR_URLS = ("https://www.cs.toronto.edu/~kriz/",)
+CIFAR_ARCHIVE = "cifar-10-binary.tar.gz"
+CIFAR_CHECKSUM = "md5:c32a1d4ab5d03f1284b67883e8d87530"
+"""As its authors' page has it."""
+
+_FOLDER = "cifar-10-batches-bin"
+_TRAIN = tuple(f"data_batch_{number}.bin" for number in range(1, 6))
+_TEST = ("test_batch.bin",)
+_RECORD = 1 + CIFAR_PIXELS
+_MOST = 10_000  # pictures of a file
+# One byte more than there may be tells a file that is too long, without reading all of it.
+_LIMIT = _MOST * _RECORD + 1
+
+
+def load_cifar10(data_dir: str | Path | None = None) -> DataSet:
+    """CIFAR-10: pictures uint8 [n, 3072], red, green and blue by rows; labels int64 [n].
+
+    Args:
+        data_dir: the folder with cifar-10-binary.tar.gz, or with the six .bin files that are in it
+            (or with their folder). Without it the archive is downloaded once, with its checksum,
+            into the user's cache folder.
+
+    Raises:
+        ValueError: a damaged file, a download with the wrong checksum.
+        OSError: a file that is missing or cannot be read, no connection.
+    """
+    if data_dir is None:
+        return _from_archive(
+            fetch(CIFAR_URLS, CIFAR_ARCHIVE, CIFAR_CHECKSUM, cache_folder() / "cifar-10")
+        )
+    folder = Path(data_dir)
+    if not folder.is_dir():
+        raise FileNotFoundError(
+            f"expected a folder with {CIFAR_ARCHIVE} or its files, got {folder}"
+        )
+    for place in (folder, folder / _FOLDER):
+        if (place / _TEST[0]).is_file():
+            return _from_folder(place)
+    if (folder / CIFAR_ARCHIVE).is_file():
+        return _from_archive(folder / CIFAR_ARCHIVE)
+    raise FileNotFoundError(
+        f"expected {CIFAR_ARCHIVE}, or {_TEST[0]} and {_TRAIN[0]} to {_TRAIN[-1]}, in {folder}, "
+        "got neither: put them there, or name no data folder to download them"
+    )
+
+
+def _from_folder(folder: Path) -> DataSet:
+    files: dict[str, bytes] = {}
+    for name in (*_TRAIN, *_TEST):
+        with open(folder / name, "rb") as file:
+            files[name] = file.read(_LIMIT)
+    return _data_set(files, folder)
+
+
+def _from_archive(path: Path) -> DataSet:
+    """The files are read where they are: nothing is unpacked onto the disk."""
+    files: dict[str, bytes] = {}
+    with open(path, "rb") as raw:
+        try:
+            with tarfile.open(fileobj=raw, mode="r:gz") as archive:
+                for member in archive:
+                    name = PurePosixPath(member.name).name
+                    content = archive.extractfile(member) if member.isfile() else None
+                    if content is not None and name in (*_TRAIN, *_TEST):
+                        files[name] = content.read(_LIMIT)
+        except (tarfile.TarError, *DAMAGE) as error:
+            raise ValueError(f"{path}: damaged archive ({error}); get the file again") from None
+    missing = [name for name in (*_TRAIN, *_TEST) if name not in files]
+    if missing:
+        raise ValueError(f"{path}: expected {missing[0]} in it, got none: get the file again")
+    return _data_set(files, path)
+
+
+def _records(content: bytes, path: Path) -> np.ndarray:
+    """uint8 [n, 3073]: labels and pixels."""
+    if not content or len(content) % _RECORD:
+        size = f"{len(content):,} bytes" if len(content) < _LIMIT else "more"
+        raise ValueError(
+            f"{path}: expected 1 to {_MOST:,} records of {_RECORD} bytes, got {size}: get the file "
+            "again"
+        )
+    records = np.frombuffer(content, np.uint8).reshape(-1, _RECORD)
+    if records[:, 0].max() >= CLASSES:
+        at = int((records[:, 0] >= CLASSES).argmax())
+        raise ValueError(
+            f"{path}: expected labels below {CLASSES}, got {records[at, 0]} at position {at}"
+        )
+    return records
+
+
+def _data_set(files: dict[str, bytes], place: Path) -> DataSet:
+    def pictures(names: tuple[str, ...]) -> Pictures:
+        records = np.concatenate([_records(files[name], place / name) for name in names])
+        labels = torch.from_numpy(records[:, 0].astype(np.int64))
+        return Pictures(torch.from_numpy(records[:, 1:].copy()), labels)
+
+    return DataSet("cifar-10", pictures(_TRAIN), pictures(_TEST))

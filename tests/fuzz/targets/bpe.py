@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dynsparse.data.bpe import read_merges
+from dynsparse.data.text import read_merges
 from targets.common import folder, refused_as
 
 SEEDS = ["#version: 0.2\nl o\nlo w\ne r\nĠ t\nĠt h\n".encode(), b"a b\nab ab\nabab c\n"]

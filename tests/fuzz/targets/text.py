@@ -6,8 +6,7 @@ import bz2
 import gzip
 import lzma
 
-from dynsparse.data.text import read_text
-from dynsparse.data.tokenizer import make_tokenizer
+from dynsparse.data.text import make_tokenizer, read_text
 from targets.common import folder, refused_as
 
 _TEXT = "Ein Hase, zwei Häsinnen.\r\nDrei? 日本\n".encode()

@@ -7,8 +7,15 @@ import struct
 
 import numpy as np
 
-from dynsparse.data.token_file import MAGIC, is_token_file, open_tokens, write_tokens
-from dynsparse.data.tokenizer import ByteTokenizer, CharTokenizer, tokenizer_from_state
+from dynsparse.data.text import (
+    MAGIC,
+    ByteTokenizer,
+    CharTokenizer,
+    is_token_file,
+    open_tokens,
+    tokenizer_from_state,
+    write_tokens,
+)
 from targets.common import folder, refused_as
 
 _WAYS = 2

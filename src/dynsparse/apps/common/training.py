@@ -1,10 +1,11 @@
-"""What every training has: a network, an optimizer, pattern updates, counters and sums."""
+"""What every training has: network, optimizer, pattern updates, counters and sums."""
 
 from __future__ import annotations
 
 import math
 import time
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,13 +16,170 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from dynsparse.apps.common.identity import new_identity
-from dynsparse.apps.common.methods import build_trainer
 from dynsparse.apps.common.options import TrainingOptions
-from dynsparse.pattern import Rewiring
+from dynsparse.checks import is_number
+from dynsparse.nn import SparseLinear
+from dynsparse.pattern import Rewiring, SparsePattern
 from dynsparse.ranks import ranks_of
 from dynsparse.tracing.models import unwatch
 from dynsparse.tracing.spans import counter, is_traced, span, spanned
+from dynsparse.training import ApplicationCosine, RoundedDownCosine, SparseTrainer, Static
+from dynsparse.training.algorithms import BY_NAME
 from dynsparse.training.counted import count_density
+
+Groups = list[dict[str, Any]]
+
+
+def make_optimizer(
+    options: TrainingOptions,
+    defaults: dict[str, Any],
+    groups: Callable[[float], Groups],
+    rate: float,
+    adam: Callable[..., torch.optim.Optimizer],
+) -> torch.optim.Optimizer:
+    """The optimizer of the options.
+
+    Args:
+        defaults: the arguments the optimizer has here, with their defaults.
+        groups: the parameters for a weight decay, as torch's optimizers take them.
+        rate: the first learning rate.
+        adam: what "Adam" stands for.
+
+    Raises:
+        ValueError: an argument the optimizer does not have, or a value it does not take.
+    """
+    arguments = dict(defaults)
+    for name, value in options.optimizer_arg.items():
+        if name not in arguments:
+            raise ValueError(
+                f"--optimizer-arg: expected an argument of {options.optimizer} "
+                f"({', '.join(arguments)}), got {name!r}"
+            )
+        switch = isinstance(arguments[name], bool)
+        if not (isinstance(value, bool) if switch else is_number(value)):
+            kind = "true or false" if switch else "a number"
+            raise ValueError(f"--optimizer-arg: {name}: expected {kind}, got {value!r}")
+        arguments[name] = value
+    made = adam
+    if options.optimizer == "Adam":
+        arguments["betas"] = arguments.pop("beta1"), arguments.pop("beta2")
+        arguments["eps"] = arguments.pop("epsilon")
+    else:
+        made = torch.optim.SGD
+        if not arguments.get("momentum"):
+            # Without momentum there is nothing nesterov could look ahead with.
+            arguments.pop("nesterov", None)
+    # fused: one call per step for all parameters; at small batches that is what a step costs.
+    try:
+        return made(groups(arguments["weight_decay"]), rate, fused=True, **arguments)
+    except ValueError as error:
+        raise ValueError(f"--optimizer-arg: {error}") from None
+
+
+def replace_sparse(network: nn.Module, dense: Callable[[SparseLinear], nn.Linear]) -> None:
+    """What `--method dense` is: the same network with dense(layer) for every sparse layer."""
+    for module in list(network.modules()):
+        for name, layer in list(module.named_children()):
+            if isinstance(layer, SparseLinear):
+                setattr(module, name, dense(layer))
+
+
+def begin_denser(method: str, network: nn.Module, generator: torch.Generator) -> dict[str, float]:
+    """For methods that prune: give sparse layers their first pattern; returns the last densities.
+
+    The layers come with the densities asked for, which are those of the end. The result is
+    {layer: density}, empty for all other methods.
+    """
+    if method not in BY_NAME or BY_NAME[method].least_first is None:
+        return {}
+    layers = {n: m for n, m in network.named_modules() if isinstance(m, SparseLinear)}
+    final = {name: layer.density for name, layer in layers.items()}
+    for name, layer in layers.items():
+        layer.resizable = True
+        layer.set_pattern(
+            SparsePattern.random(
+                layer.pattern.shape,
+                BY_NAME[method].first_density(final[name]),
+                block_size=layer.block_size,
+                generator=generator,
+            )
+        )
+        layer.reset_parameters(generator)
+    return final
+
+
+def build_trainer(
+    options: TrainingOptions,
+    network: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    *,
+    total_steps: int,
+    update_interval: int,
+    final: dict[str, float],
+    generator: torch.Generator,
+) -> SparseTrainer | None:
+    """The trainer of `options.method`; None for a network without sparse layers.
+
+    Args:
+        total_steps: steps until the patterns stay; update_interval: steps between updates.
+        final: what `begin_denser` returned.
+        generator: draws the seed of random growth.
+
+    Raises:
+        ValueError: a schedule that does not fit the steps.
+    """
+    if not any(isinstance(module, SparseLinear) for module in network.modules()):
+        return None
+    if options.method not in BY_NAME:
+        return Static(network, optimizer)
+    algorithm = BY_NAME[options.method]
+    known: dict[str, Any] = {
+        "pooling": options.pooling_type.lower(),
+        "densities": final,
+        "scope": "layer",
+    }
+    if "schedule" in algorithm.arguments:
+        known["schedule"] = _schedule(options, total_steps, update_interval)
+    else:
+        known |= {
+            "total_steps": total_steps,
+            "update_interval": update_interval,
+            "drop_fraction": options.prune_ratio,
+        }
+    if "seed" in algorithm.arguments:
+        known["seed"] = int(torch.randint(2**62, (), generator=generator))
+    taken = {name: value for name, value in known.items() if name in algorithm.arguments}
+    return algorithm.trainer(network, optimizer, **taken)
+
+
+def _schedule(
+    options: TrainingOptions, total_steps: int, update_interval: int
+) -> ApplicationCosine:
+    settings = dict(options.cosine_prune_schedule)
+    # The flag counts pattern updates, the schedule counts optimizer steps.
+    settings["zero_steps"] = settings.get("zero_steps", 0) * update_interval
+    kind = RoundedDownCosine if options.prune_rounding == "down" else ApplicationCosine
+    try:
+        return kind(total_steps, update_interval, options.prune_ratio, **settings)
+    except ValueError as error:
+        raise ValueError(f"--cosine-prune-schedule: {error}") from None
+
+
+NOTICE = "synthetic data, made once on {device}: time is that of compute, and scores mean nothing"
+
+
+def random_ids(count: int, shape: tuple[int, ...], device: torch.device) -> Tensor:
+    """Ids in [0, count), int64; the same in every run."""
+    return torch.randint(count, shape, generator=_generator(device), device=device)
+
+
+def random_shares(shape: tuple[int, ...], device: torch.device) -> Tensor:
+    """Numbers in [0, 1), float32; the same in every run."""
+    return torch.rand(shape, generator=_generator(device), device=device)
+
+
+def _generator(device: torch.device) -> torch.Generator:
+    return torch.Generator(device).manual_seed(0)
 
 
 class Stopped(KeyboardInterrupt):

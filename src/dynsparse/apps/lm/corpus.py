@@ -13,9 +13,17 @@ from torch import Tensor
 
 from dynsparse.apps.common.option import flag
 from dynsparse.apps.lm.options import Options
-from dynsparse.data.text import STDLIB, read_text
-from dynsparse.data.token_file import is_token_file, open_tokens, vocabulary_of
-from dynsparse.data.tokenizer import KINDS, Tokenizer, make_tokenizer, tokenizer_from_state
+from dynsparse.data.text import (
+    KINDS,
+    STDLIB,
+    Tokenizer,
+    is_token_file,
+    make_tokenizer,
+    open_tokens,
+    read_text,
+    tokenizer_from_state,
+    vocabulary_of,
+)
 
 _PARTS = ("train", "valid", "test")
 

@@ -9,23 +9,103 @@ from typing import Any
 
 import torch
 from rich.console import Console
+from rich.table import Table
 
 from dynsparse.apps.common.display import Display
 from dynsparse.apps.common.loggers import Names, open_loggers
-from dynsparse.apps.common.outputs import Outputs
+from dynsparse.apps.common.outputs import Outputs, bytes_text
 from dynsparse.apps.common.resume import Checkpoint, restore, save
 from dynsparse.apps.common.run import run_with
 from dynsparse.apps.common.stopping import stoppable
-from dynsparse.apps.common.synthetic import NOTICE
-from dynsparse.apps.common.training import Scores
+from dynsparse.apps.common.training import NOTICE, Scores
 from dynsparse.apps.lm.corpus import Corpus, load_corpus, no_corpus
+from dynsparse.apps.lm.model import (
+    Memory,
+    check_memory,
+    estimate_memory,
+    matched,
+    parameters,
+    sample,
+)
 from dynsparse.apps.lm.options import Options
-from dynsparse.apps.lm.sample import sample
-from dynsparse.apps.lm.sizes import check_memory, estimate_memory, matched, parameters
-from dynsparse.apps.lm.summary import closing_line, memory_line, summary_table, training_figures
 from dynsparse.apps.lm.training import Training
-from dynsparse.data.tokenizer import Tokenizer, tokenizer_from_state
+from dynsparse.data.text import Tokenizer, tokenizer_from_state
+from dynsparse.nn import SparseLinear
 from dynsparse.tracing import span, spanned
+
+
+def training_figures(
+    training: Training, valid: Scores | None, test: Scores | None
+) -> dict[str, Any]:
+    """What `--json` writes. Losses are nats per token; `accuracy` and `loss` are of the test part,
+    None where it was not looked at.
+    """
+    model = training.model
+    sparse = [m for m in model.modules() if isinstance(m, SparseLinear)]
+    dense = sum(layer.in_features * layer.out_features for layer in sparse)
+    held = sum(layer.values.numel() for layer in sparse)
+    count = sum(parameter.numel() for parameter in model.parameters())
+    scores = {
+        f"{prefix}{name}": None if of is None else getattr(of, name)
+        for prefix, of in (("", test), ("valid_", valid))
+        for name in ("accuracy", "loss", "perplexity")
+    }
+    return {
+        **scores,
+        "density": held / dense if dense else 1.0,
+        "data": training.corpus.name,
+        "vocabulary": training.corpus.size,
+        **training.figures(),
+        "tokens": training.step * training.tokens_per_step,
+        "parameters": {"held": count, "with_zeros": count - held + dense},
+        "network": {
+            name: getattr(training.built, name)
+            for name in ("layers", "hidden_size", "ff_size", "heads", "sequence_length")
+        },
+        "history": training.history,
+    }
+
+
+def summary_table(figures: dict[str, Any]) -> Table:
+    """The closing table."""
+    table = Table(title=f"{figures['method']} on {figures['data']}", title_style="bold")
+    table.add_column("")
+    for heading in ("loss", "perplexity", "accuracy"):
+        table.add_column(heading, justify="right")
+    for part, prefix in (("validation", "valid_"), ("test", "")):
+        if figures[f"{prefix}loss"] is not None:
+            table.add_row(
+                part,
+                f"{figures[f'{prefix}loss']:.4f}",
+                f"{figures[f'{prefix}perplexity']:.3f}",
+                f"{100 * figures[f'{prefix}accuracy']:.2f} %",
+            )
+    return table
+
+
+def closing_line(figures: dict[str, Any]) -> str:
+    """Parameters, steps, time and updates, in one line."""
+    held, zeros = figures["parameters"]["held"], figures["parameters"]["with_zeros"]
+    text = f"{held:,} parameters"
+    if zeros != held:
+        text += f" of {zeros:,} ({100 * held / zeros:.1f} %)"
+    if figures["steps"]:
+        text += (
+            f", {figures['steps']:,} steps of {1000 * figures['seconds_per_step']:.1f} ms, "
+            f"{figures['updates']} pattern updates ({figures['replaced']:,} connections, "
+            f"{100 * figures['update_share']:.1f} % of the time)"
+        )
+    return text
+
+
+def memory_line(memory: Memory) -> str:
+    """The estimate in one line, to be shown before anything is made."""
+    return (
+        f"memory: about {bytes_text(memory.total)} (weights, gradients and optimizer "
+        f"{bytes_text(memory.state)}, patterns {bytes_text(memory.pattern)}, the work of a step "
+        f"{bytes_text(memory.work)})"
+    )
+
 
 _COLUMNS = {
     "step": 9, "loss": 9, "valid": 9, "perplexity": 12, "accuracy": 10, "replaced": 11,

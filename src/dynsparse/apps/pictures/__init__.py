@@ -3,8 +3,7 @@
 `dynsparse.apps.pictures.mnist` and `.transformer` add a network and its settings.
 """
 
-from dynsparse.apps.pictures.options import PictureOptions
 from dynsparse.apps.pictures.run import run
-from dynsparse.apps.pictures.training import Training
+from dynsparse.apps.pictures.training import PictureOptions, Training
 
 __all__ = ["PictureOptions", "Training", "run"]

@@ -1,24 +1,185 @@
-"""The training on pictures: its epochs and the test."""
+"""The training on pictures: options, optimizer, epochs and the test."""
 
 from __future__ import annotations
 
+import math
 import time
 from abc import abstractmethod
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from dynsparse.apps import common
-from dynsparse.apps.common.methods import begin_denser
-from dynsparse.apps.common.training import Scores, Stopped, Sums, precision
-from dynsparse.apps.pictures.optimizer import build_optimizer, learning_rate
-from dynsparse.apps.pictures.options import PictureOptions
+from dynsparse.apps.common.applies import TRAINS
+from dynsparse.apps.common.option import FILE, again, choice, integer, number, options_of
+from dynsparse.apps.common.options import TrainingOptions, panel
+from dynsparse.apps.common.training import (
+    Groups,
+    Scores,
+    Stopped,
+    Sums,
+    begin_denser,
+    make_optimizer,
+    precision,
+)
+from dynsparse.data import GREY as DATASETS
 from dynsparse.data import DataSet, Pictures
 from dynsparse.tracing import span, spanned
+
+_data = panel("Data", "training")
+_training = panel("Training", "training")
+
+
+@dataclass(kw_only=True)
+class PictureOptions(TrainingOptions):
+    """One training on pictures."""
+
+    # First learning rates at a batch of 16; `learning_rate` is what holds if it is given.
+    rates: ClassVar[dict[str, float]] = {"GradientDescent": 0.02, "Momentum": 0.02, "Adam": 0.002}
+    # Adam's weight decay serves sparsity: a weight on a pixel that is never lit has no gradient,
+    # and would otherwise keep its magnitude, and so its place in the pattern, for good.
+    decays: ClassVar[dict[str, float]] = {"GradientDescent": 0.0, "Momentum": 0.0, "Adam": 1e-4}
+
+    dataset: str = _data("digits", "What to train on; digits needs no download.", choice(*DATASETS))
+    data_dir: Path | None = _data(
+        None,
+        "Folder with the IDX files of mnist or fashion-mnist, plain or .gz; without it they are "
+        "downloaded once.",
+        FILE,
+        defines="run",
+    )
+    hold_out: int = _data(
+        0, "Test on this many held-out training pictures, to choose settings honestly.", integer(0)
+    )
+    steps_per_epoch: int = panel("Sparsity", "training")(
+        5, "Pattern updates and reports per epoch.", integer(1), needs=(TRAINS,)
+    )
+    update_interval: int | None = again(
+        TrainingOptions,
+        "update_interval",
+        help="Batches between pattern updates, which then are no longer --steps-per-epoch.",
+    )
+    epochs: int | None = _training(10, "Length of the training.", integer(1), needs=(TRAINS,))
+    learning_rate: float | None = _training(
+        None,
+        "First learning rate; the default is for a batch of 16 and scales with the batch.",
+        number(0),
+        by_default="by the optimizer",
+        needs=(TRAINS,),
+    )
+    decay: str = _training(
+        "cosine", "Of the learning rate; steps are the original program's.",
+        choice("cosine", "steps", "constant"), needs=(TRAINS,),
+    )  # fmt: skip
+    test_mode: str = _training(
+        "all", "Train and test, or only one.", choice("all", "training", "tests"), defines="run"
+    )
+    log: Path | None = panel("Output", "run")(
+        None, "Text file for the training accuracy.", FILE, needs=(TRAINS,)
+    )
+
+    def check_together(self) -> None:
+        self.check_network()
+        if self.stop_after is not None and self.stop_after > self.length:
+            raise ValueError(
+                f"--stop-after: expected one of the {self.length} epochs, got {self.stop_after}"
+            )
+        if self.test_mode == "tests" and self.restore is None:
+            raise ValueError(
+                "--test-mode tests: expected a trained network to test: name a checkpoint with "
+                "--restore"
+            )
+        if self.synthetic_data and self.data_dir is not None:
+            raise ValueError(
+                "--data-dir: synthetic data comes from no folder: leave it out, or --synthetic-data"
+            )
+        if self.dataset == "digits" and self.data_dir is not None:
+            others = options_of(type(self))["dataset"].kind.names[1:]
+            raise ValueError(
+                "--data-dir: the digits come with scikit-learn and have no folder: leave it out, "
+                f"or choose --dataset {' or '.join(others)}"
+            )
+
+    def check_network(self) -> None:
+        """The part of `check` that the network's own options need."""
+
+    @property
+    def trains(self) -> bool:
+        return self.test_mode != "tests"
+
+    @property
+    def how_it_runs(self) -> str:
+        return f"--test-mode {self.test_mode}"
+
+    @property
+    def length(self) -> int:
+        """Epochs of the training: as given, or 12 of the small digits, 1 of other pictures."""
+        if self.epochs is not None:
+            return self.epochs
+        return 12 if self.dataset == "digits" else 1
+
+    @property
+    def label(self) -> str:
+        """What tells this training from others in a log; one word."""
+        return self.method
+
+
+# name: (how the learning rate grows with the batch, arguments with their defaults)
+_OPTIMIZERS: dict[str, tuple[float, dict[str, Any]]] = {
+    "GradientDescent": (1.0, {}),
+    "Momentum": (1.0, {"momentum": 0.9, "nesterov": True}),
+    "Adam": (0.5, {"beta1": 0.9, "beta2": 0.999, "epsilon": 1e-8}),
+}
+_BATCH = 16
+# The original's rates after each fifth of the training, as shares of the first.
+_FIFTHS = (1.0, 0.5, 0.25, 0.05, 0.005)
+# Evci et al. 2020, "Rigging the Lottery", section 4.2: a fifth after every 30,000 of 97,656 steps.
+_DROP, _DROP_EVERY = 0.2, 30_000 / 97_656
+
+
+def build_optimizer(options: PictureOptions, network: nn.Module) -> torch.optim.Optimizer:
+    """The optimizer of `options` over all parameters.
+
+    Raises:
+        ValueError: an argument the optimizer does not have, or a value it does not take.
+    """
+
+    def groups(weight_decay: float) -> Groups:
+        return [{"params": list(network.parameters()), "weight_decay": weight_decay}]
+
+    _, arguments = _OPTIMIZERS[options.optimizer]
+    defaults = {**arguments, "weight_decay": options.decays[options.optimizer]}
+    return make_optimizer(options, defaults, groups, first_learning_rate(options), torch.optim.Adam)
+
+
+def first_learning_rate(options: PictureOptions) -> float:
+    """The rate the training starts with: as given, or the default scaled to the batch size.
+
+    In proportion to the batch for the SGD family (Goyal et al. 2017, arXiv:1706.02677), to its
+    square root for Adam (Malladi et al. 2022, arXiv:2205.10287).
+    """
+    if options.learning_rate is not None:
+        return options.learning_rate
+    power, _ = _OPTIMIZERS[options.optimizer]
+    return options.rates[options.optimizer] * (options.batch_size / _BATCH) ** power
+
+
+def learning_rate(options: PictureOptions, step: int, total_steps: int) -> float:
+    """The rate of step `step` in [0, total_steps): stateless, so a resumed training agrees."""
+    first = first_learning_rate(options)
+    passed = step / total_steps
+    if options.decay == "cosine":
+        return first * 0.5 * (1 + math.cos(math.pi * passed))
+    if options.decay == "drops":
+        return first * _DROP ** int(passed / _DROP_EVERY)
+    if options.decay == "steps":
+        return first * _FIFTHS[int(passed * len(_FIFTHS))]
+    return first
 
 
 class Training(common.Training):
@@ -142,12 +303,12 @@ class Training(common.Training):
         with span("data"):
             data = self._pictures("train")
             self.model.train()
-            order, done, window, whole = self._begun()
+            order, completed, window, whole = self._begun()
             batches = order.to(self.device).split(self.options.batch_size)
-        for number, indices in enumerate(batches[done:], start=done + 1):
-            if self.stop_asked and number > done + 1:
+        for batch, indices in enumerate(batches[completed:], start=completed + 1):
+            if self.stop_asked and batch > completed + 1:
                 sums = {"window": window.state(), "whole": whole.state()}
-                self.partial = {"order": order, "batches": number - 1, **sums}
+                self.partial = {"order": order, "batches": batch - 1, **sums}
                 raise Stopped
             begin = time.perf_counter()
             with span("data"):
@@ -167,8 +328,8 @@ class Training(common.Training):
                 (loss if weight == 1 else loss * weight).backward()
             self.optimise(window)
             window.seconds += time.perf_counter() - begin
-            ends = number == self.batches
-            if ends or number % self.report_interval == 0:
+            ends = batch == self.batches
+            if ends or batch % self.report_interval == 0:
                 self.settle(window)
                 whole.include(window)
                 self.epoch += ends

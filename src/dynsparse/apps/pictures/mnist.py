@@ -1,0 +1,283 @@
+"""Train MNIST, Fashion-MNIST or the digits with sparse layers: `run(Options(...))`.
+
+Names and most defaults of the options are those of `sparse_mnist.py` of Graphcore's dynamic
+sparsity application; docs/mnist.md lists the differences.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from dynsparse.apps import pictures
+from dynsparse.apps.common.applies import SPARSE
+from dynsparse.apps.common.option import Need, again, between, choice, integer, many, number
+from dynsparse.apps.common.options import panel
+from dynsparse.apps.pictures.training import PictureOptions
+from dynsparse.data import CLASSES
+from dynsparse.data.pictures import SIDE
+from dynsparse.nn import SparseLinear
+from dynsparse.training.algorithms import BY_NAME
+
+if TYPE_CHECKING:
+    from popsparse import Target
+
+
+_network = panel("Network", "network")
+_FIRST = Need(
+    "a sparse first layer", lambda o: o.is_sparse(0), lambda o: f"density {o.densities[0]:g}"
+)
+_SINGLE = Need(
+    "--data-type float32",
+    lambda o: o.data_type == "float32",
+    lambda o: f"--data-type {o.data_type}",
+)
+_TARGET = Need("runs with --target", lambda o: o.target is not None)
+# Its forward pass uses a part of the weights, which no target computes.
+_ON_TARGETS = tuple(name for name in BY_NAME if name != "topkast")
+
+
+@dataclass(kw_only=True)
+class Options(PictureOptions):
+    """One training; the flags of `dynsparse mnist`."""
+
+    permute_input: str = panel("Data", "network")(
+        "none",
+        "Order of the pixels; with block, a block of weights covers a tile of the picture.",
+        choice("none", "block", "random"),
+    )
+    densities: Sequence[float] = _network(
+        (0.1, 0.3),
+        "Density of each layer, first to last; 1 is dense.",
+        many(number(0, 1, above="more than 0"), "numbers above 0 and up to 1 (1 is a dense layer)"),
+        methods=tuple(BY_NAME),
+        also=("density",),
+    )
+    hidden_sizes: Sequence[int] = _network(
+        (320,),
+        "Widths of the hidden layers, such as 300 100.",
+        many(between(1, 1_000_000), "integers between 1 and 1000000"),
+        single="hidden_size",
+    )
+    block_size: int = again(
+        PictureOptions,
+        "block_size",
+        help="Edge of the blocks of the first layer.",
+        needs=(_FIRST,),
+    )
+    droprate: float = _network(0.1, "Dropout after every hidden layer.", number(0, 1, below=True))
+    tiles: int | None = _network(
+        None,
+        "Use this many tiles of --target.",
+        integer(1),
+        methods=_ON_TARGETS,
+        needs=(_TARGET,),
+        by_default="all",
+    )
+    target: str | None = _network(
+        None,
+        "Compute the sparse layers, and their growth, on a simulated tile machine.",
+        choice("bow", "mk2"),
+        methods=_ON_TARGETS,
+        needs=(SPARSE, _SINGLE),
+    )
+
+    def check_network(self) -> None:
+        expected = len(self.hidden_sizes) + 1
+        if not self.hidden_sizes or len(self.densities) != expected:
+            raise ValueError(
+                f"--densities: expected one density per layer, {expected} for "
+                f"{len(self.hidden_sizes)} hidden layer(s), got {len(self.densities)}: "
+                "match --densities and --hidden-sizes"
+            )
+        first = self.hidden_sizes[0]
+        if self.is_sparse(0) and first % self.block_size:
+            raise ValueError(
+                f"--block-size {self.block_size} does not divide the first hidden size {first}: "
+                f"choose a hidden size such as {-(-first // self.block_size) * self.block_size}"
+            )
+
+    @property
+    def label(self) -> str:
+        return "Density_" + "_".join(f"{density:g}" for density in self.densities)
+
+    @property
+    def has_sparse_layers(self) -> bool:
+        return any(self.is_sparse(layer) for layer in range(len(self.densities)))
+
+    def is_sparse(self, layer: int) -> bool:
+        return self.method != "dense" and self.densities[layer] < 1
+
+
+@dataclass(frozen=True)
+class LayerShape:
+    """One layer of the network as the options give it; sizes in elements, counts in blocks."""
+
+    name: str
+    in_features: int
+    out_features: int
+    density: float
+    block_size: int
+    sparse: bool
+
+    @property
+    def total(self) -> int:
+        return self.in_features * self.out_features // self.block_size**2
+
+    @property
+    def nnz(self) -> int:
+        return max(1, round(self.density * self.total)) if self.sparse else self.total
+
+
+def layer_shapes(options: Options) -> list[LayerShape]:
+    """The layers, first to last: fc1, fc2, ...
+
+    Only the first has blocks.
+    """
+    block = options.block_size if options.is_sparse(0) else 1
+    widths = [picture_side(block) ** 2, *options.hidden_sizes, CLASSES]
+    return [
+        LayerShape(
+            name=f"fc{i + 1}",
+            in_features=widths[i],
+            out_features=widths[i + 1],
+            density=options.densities[i] if options.is_sparse(i) else 1.0,
+            block_size=block if i == 0 else 1,
+            sparse=options.is_sparse(i),
+        )
+        for i in range(len(options.densities))
+    ]
+
+
+def picture_side(block_size: int) -> int:
+    """Edge of the pictures the network reads: 28, or 32 where blocks do not divide 28 x 28.
+
+    The border of two empty pixels all around keeps the picture square and in the middle.
+    """
+    return SIDE if SIDE * SIDE % block_size == 0 else 32
+
+
+class Network(nn.Module):
+    """Linear layers fc1, fc2, ..., each hidden one followed by relu and dropout.
+
+    forward: pictures [batch, in] -> logits [batch, 10].
+    """
+
+    def __init__(self, layers: list[tuple[str, nn.Module]], droprate: float) -> None:
+        super().__init__()
+        for name, layer in layers:
+            self.add_module(name, layer)
+        self._names = [name for name, _ in layers]
+        self.dropout = nn.Dropout(droprate)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for name in self._names[:-1]:
+            x = self.dropout(torch.relu(self.get_submodule(name)(x)))
+        return self.get_submodule(self._names[-1])(x)
+
+
+def build_network(options: Options, generator: torch.Generator) -> Network:
+    """The network of `options`, its patterns and weights drawn from `generator`."""
+    target = _target(options)
+    layers = [(shape.name, _layer(shape, generator, target)) for shape in layer_shapes(options)]
+    return Network(layers, options.droprate)
+
+
+def _target(options: Options) -> Target | None:
+    if options.target is None:
+        return None
+    from popsparse import Target  # loaded by those who ask for a target
+
+    return Target.named(
+        options.target, **({} if options.tiles is None else {"tiles": options.tiles})
+    )
+
+
+def _layer(shape: LayerShape, generator: torch.Generator, target: Target | None) -> nn.Module:
+    if shape.sparse:
+        return SparseLinear(
+            shape.in_features,
+            shape.out_features,
+            density=shape.density,
+            block_size=shape.block_size,
+            generator=generator,
+            target=target,
+        )
+    layer = nn.Linear(shape.in_features, shape.out_features)
+    # nn.Linear draws from torch's global generator; the same distribution from ours.
+    bound = 1 / math.sqrt(shape.in_features)
+    for parameter in layer.parameters():
+        nn.init.uniform_(parameter, -bound, bound, generator=generator)
+    return layer
+
+
+def pixel_permutation(kind: str, block_size: int, generator: torch.Generator) -> Tensor:
+    """Which pixel each input of the network reads: int64 [side^2], the side of `picture_side`.
+
+    "none" keeps the picture's order, "random" shuffles it. With "block" the inputs of one block
+    are a compact tile of the picture (2x2 pixels for blocks of 4, 2x4 for 8, 4x4 for 16, 4x8 for
+    32, 8x8 for 64, 8x16 for 128) in place of a strip of a row.
+    """
+    side = picture_side(block_size)
+    if kind == "random":
+        return torch.randperm(side * side, generator=generator)
+    pixels = torch.arange(side * side)
+    if kind == "none" or block_size == 1:
+        return pixels
+    height = 1 << (block_size.bit_length() - 1) // 2
+    width = block_size // height
+    tiles = pixels.view(side // height, height, side // width, width).transpose(1, 2)
+    return tiles.flatten()
+
+
+def arrange_pixels(images: Tensor, permutation: Tensor) -> Tensor:
+    """Pictures [n, 784] as the network reads them: with a border if it needs one, permuted."""
+    side = math.isqrt(len(permutation))
+    border = (side - SIDE) // 2
+    if border:
+        images = nn.functional.pad(images.view(-1, SIDE, SIDE), [border] * 4).flatten(1)
+    if torch.equal(permutation, torch.arange(len(permutation))):
+        return images
+    return images[:, permutation]
+
+
+class MnistTraining(pictures.Training):
+    """Fully connected layers on pictures whose pixels may be permuted."""
+
+    app = "mnist"
+    options: Options
+
+    def build_network(self) -> Network:
+        options = self.options
+        block = options.block_size if options.is_sparse(0) else 1
+        self.permutation = pixel_permutation(options.permute_input, block, self.generator)
+        return build_network(options, self.generator)
+
+    @property
+    def test_batch(self) -> int:
+        # A tile machine holds all of a batch, and one plan serves both.
+        return super().test_batch if self.options.target is None else self.options.batch_size
+
+    def arrange(self, images: Tensor) -> Tensor:
+        return arrange_pixels(images, self.permutation)
+
+    def headline(self) -> str:
+        sizes = [self.permutation.numel(), *self.options.hidden_sizes, CLASSES]
+        return f"network {' - '.join(map(str, sizes))}"
+
+    def drawn(self) -> dict[str, Tensor]:
+        return {"permutation": self.permutation}
+
+    def metadata(self) -> dict[str, Any]:
+        own = {"pixel_permutation": self.permutation.tolist()} if self.options.is_sparse(0) else {}
+        return super().metadata() | own
+
+
+run = partial(pictures.run, MnistTraining)
+"""Train and test as options say: `run(options, console, given=...)`, see `pictures.run`."""

@@ -1,0 +1,334 @@
+"""Time and memory of a training step of a whole model: sparse, masked and dense."""
+
+from __future__ import annotations
+
+import json
+import re
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, replace
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from dynsparse.bench.cells import DEPTH, MODELS, Cell
+from dynsparse.bench.contenders import MaskedLinear, dense_layer
+from dynsparse.bench.timing import Effort, in_rounds, least_disturbed, timing_of
+from dynsparse.nn import SparseLinear, sparsify
+
+BLOCK_PARTS = (
+    "matrices of attention",
+    "attention between them",
+    "matrices of the MLPs",
+    "activation",
+    "norms",
+    "dropout",
+    "residuals and other",
+    "optimizer of the blocks",
+)
+PARTS = (*BLOCK_PARTS, "embedding", "head", "loss", "optimizer of the rest", "other")
+
+
+class Clock:
+    """Seconds of every part since `start`. Parts inside others do not count for these."""
+
+    def __init__(self) -> None:
+        self.seconds: dict[str, float] = {}
+        self._open: list[str] = ["other"]
+        self._last = 0.0
+
+    def start(self) -> None:
+        self.seconds = dict.fromkeys(PARTS, 0.0)
+        self._open = ["other"]
+        self._last = time.perf_counter()
+
+    def stop(self) -> dict[str, float]:
+        """The seconds, by part."""
+        self._charge()
+        return self.seconds
+
+    def enter(self, part: str) -> None:
+        self._charge()
+        self._open.append(part)
+
+    def leave(self, part: str) -> None:
+        """Of the part, and of what was entered inside and not left."""
+        self._charge()
+        if part in self._open:
+            while self._open.pop() != part:
+                pass
+
+    def entered_by_gradient(self, part: str, x: Tensor) -> Tensor:
+        """x, whose gradient's arrival in backward means that the part is entered."""
+        return _told(x, lambda: self.enter(part))
+
+    def left_by_gradient(self, part: str, x: Tensor) -> Tensor:
+        """x, whose gradient's arrival in backward means that the part is left."""
+        return _told(x, lambda: self.leave(part))
+
+    @contextmanager
+    def part(self, name: str) -> Iterator[None]:
+        self.enter(name)
+        try:
+            yield
+        finally:
+            self.leave(name)
+
+    def _charge(self) -> None:
+        now = time.perf_counter()
+        self.seconds[self._open[-1]] += now - self._last
+        self._last = now
+
+
+def _told(x: Tensor, tell: Callable[[], None]) -> Tensor:
+    if not x.requires_grad:
+        return x
+    x = x.view_as(x)  # a node of its own: others may use the tensor that was given
+    x.register_hook(lambda _: tell())
+    return x
+
+
+def blocks_of(model: nn.Module) -> tuple[str, nn.ModuleList]:
+    """The transformer's blocks, and their name in the model."""
+    found = [(name, m) for name, m in model.named_modules() if isinstance(m, nn.ModuleList)]
+    return found[0]
+
+
+def watch(model: nn.Module, clock: Clock) -> None:
+    """Hooks on the modules that are parts, for as long as the model lives."""
+    blocks, _ = blocks_of(model)
+    for name, module in model.named_modules():
+        part = _part(name, module, blocks)
+        if part is not None:
+            _watch(module, clock, part)
+
+
+def _part(name: str, module: nn.Module, blocks: str) -> str | None:
+    """The part that a module is, None where it belongs to what is around it."""
+    if not name.startswith(blocks + "."):
+        if next(module.children(), None) is not None or not name:
+            return None
+        is_input = re.search(r"embed|\.w[tp]e$|\.drop$", name) is not None
+        return "embedding" if is_input else "head"
+    inside = name[len(blocks) + 1 :]
+    if "." not in inside:
+        return "residuals and other"
+    in_attention = "att" in inside
+    kind = type(module).__name__
+    if isinstance(module, (nn.Linear, SparseLinear)):
+        return "matrices of attention" if in_attention else "matrices of the MLPs"
+    if isinstance(module, nn.LayerNorm):
+        return "norms"
+    if isinstance(module, nn.Dropout):
+        return "dropout"
+    if "activation" in kind.lower() or isinstance(module, nn.GELU):
+        return "activation"
+    # What multiplies queries by keys holds the matrices that make them.
+    holds = any(isinstance(m, (nn.Linear, SparseLinear)) for m in module.children())
+    return "attention between them" if kind.endswith("Attention") and holds else None
+
+
+def _watch(module: nn.Module, clock: Clock, part: str) -> None:
+    def before(_: nn.Module, args: tuple[Any, ...], given: dict[str, Any]) -> Any:
+        clock.enter(part)
+        if args and isinstance(args[0], Tensor):
+            args = (clock.left_by_gradient(part, args[0]), *args[1:])
+        elif isinstance(given.get("hidden_states"), Tensor):
+            x = clock.left_by_gradient(part, given["hidden_states"])
+            given = {**given, "hidden_states": x}
+        return args, given
+
+    def after(_: nn.Module, args: Any, output: Any) -> Any:
+        clock.leave(part)
+        if isinstance(output, Tensor):
+            return clock.entered_by_gradient(part, output)
+        if isinstance(output, tuple) and isinstance(output[0], Tensor):
+            return (clock.entered_by_gradient(part, output[0]), *output[1:])
+        return output
+
+    module.register_forward_pre_hook(before, with_kwargs=True)
+    module.register_forward_hook(after)
+
+
+def build_model(cell: Cell, who: str, depth: int) -> nn.Module:
+    """The cell's model, as "dynsparse", "masked" or "dense"; the same weights and patterns each.
+
+    Sparse is what is in the blocks; densities are shared by ERK.
+    """
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        model = MODELS[cell.model].make(depth)
+        blocks, _ = blocks_of(model)
+        sparsify(model, cell.density, cell.block, include=[blocks], verbose=False)
+    if who != "dynsparse":
+        make = MaskedLinear if who == "masked" else dense_layer
+        for name, layer in list(model.named_modules()):
+            if isinstance(layer, SparseLinear):
+                model.set_submodule(name, make(layer))
+    return model
+
+
+def training_step(cell: Cell, model: nn.Module) -> Callable[[], dict[str, float]]:
+    """zero_grad, forward, cross entropy, backward, AdamW; gives the seconds of every part.
+
+    The parameters are float32; bfloat16 is autocast's.
+    """
+    inputs, labels = MODELS[cell.model].batch(cell.batch, torch.Generator().manual_seed(0))
+    _, blocks = blocks_of(model)
+    inside = {id(p) for p in blocks.parameters()}
+    groups = {
+        "optimizer of the blocks": list(blocks.parameters()),
+        "optimizer of the rest": [p for p in model.parameters() if id(p) not in inside],
+    }
+    optimizers = {
+        part: torch.optim.AdamW(parameters, lr=1e-5, fused=True)
+        for part, parameters in groups.items()
+    }
+    clock = Clock()
+    watch(model, clock)
+    low = cell.torch_dtype is torch.bfloat16
+
+    def step() -> dict[str, float]:
+        clock.start()
+        for part, optimizer in optimizers.items():
+            with clock.part(part):
+                optimizer.zero_grad()
+        with torch.autocast("cpu", enabled=low):
+            logits = model(**inputs).logits
+        clock.enter("loss")
+        logits = clock.left_by_gradient("loss", logits)
+        F.cross_entropy(logits.float().flatten(0, -2), labels.flatten()).backward()
+        clock.enter("other")
+        for part, optimizer in optimizers.items():
+            with clock.part(part):
+                optimizer.step()
+        return clock.stop()
+
+    return step
+
+
+def measure_model(cell: Cell, names: Iterable[str], effort: Effort) -> dict[str, Any]:
+    """Plain types, as `results` describes them."""
+    contenders = ["dynsparse", *names]
+    models = {who: build_model(cell, who, DEPTH) for who in contenders}
+    steps = {who: training_step(cell, model) for who, model in models.items()}
+    for step in steps.values():
+        step()  # allocations, kernels chosen at the first call, threads
+
+    def attempt() -> dict[str, list[dict[str, float]]]:
+        found: dict[str, list[dict[str, float]]] = {who: [] for who in contenders}
+        in_rounds(contenders, lambda who: found[who].append(steps[who]()), effort)
+        return found
+
+    rounds, foreign = least_disturbed(attempt, effort)
+    count = MODELS[cell.model].blocks
+    for samples in rounds.values():
+        for sample in samples:
+            for part in BLOCK_PARTS:
+                sample[part] *= count / DEPTH
+    of_blocks, whole = (
+        timing_of(
+            {who: [sum(s[p] for p in parts) for s in found] for who, found in rounds.items()},
+            "dynsparse",
+            foreign,
+            effort,
+        )
+        for parts in (BLOCK_PARTS, PARTS)
+    )
+    return {
+        **asdict(of_blocks),
+        "whole": {"times": asdict(whole)["times"], "ratios": asdict(whole)["ratios"]},
+        "parts": {
+            who: {part: statistics.median(sample[part] for sample in found) for part in PARTS}
+            for who, found in rounds.items()
+        },
+        "depth": DEPTH,
+        "blocks": count,
+        "kernel": _kernels(models["dynsparse"], cell),
+    }
+
+
+def _kernels(model: nn.Module, cell: Cell) -> str:
+    """What computed the sparse layers' passes."""
+    batch = cell.batch * MODELS[cell.model].tokens
+    layers = [m for m in model.modules() if isinstance(m, SparseLinear)]
+    found = [
+        layer.kernel(batch, backward=backward, dtype=cell.torch_dtype)
+        for layer in layers
+        for backward in (False, True)
+    ]
+    return ", ".join(dict.fromkeys(found))
+
+
+def measure_memory(cell: Cell, names: Iterable[str]) -> dict[str, Any]:
+    """Bytes of every contender, the model with all its blocks: plain types.
+
+    - peak: how far the resident memory rises above that of a process which has imported everything,
+      in two training steps. What making the model takes beyond what stays is not counted;
+    - state: parameters, gradients, both of AdamW's moments, and indices or masks;
+    - blocks: what of the state belongs to the blocks.
+
+    Raises:
+        RuntimeError: a training failed; with the last line of what it said.
+    """
+    found = {"dynsparse": _apart(cell, "dynsparse")}
+    for who in names:
+        # Dense tensors take what they take at every density.
+        found[who] = _apart(replace(cell, density=0.1, block=1), who)
+    return {"memory": found}
+
+
+@lru_cache(maxsize=64)
+def _apart(cell: Cell, who: str) -> dict[str, int]:
+    words = [sys.executable, "-m", __name__, json.dumps(asdict(cell)), who]
+    done = subprocess.run(words, capture_output=True, text=True, check=False)
+    if done.returncode:
+        last = (done.stderr.strip() or "no message").splitlines()[-1]
+        raise RuntimeError(f"{cell}, {who}: the training failed: {last}")
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def _train(cell: Cell, who: str) -> dict[str, int]:
+    torch.set_num_threads(cell.threads)
+    MODELS[cell.model].make(1)  # imports
+    before = _resident("VmRSS")
+    model = build_model(cell, who, MODELS[cell.model].blocks)
+    # The peak so far, of making the model dense first, is forgotten.
+    Path("/proc/self/clear_refs").write_text("5")
+    step = training_step(cell, model)
+    for _ in range(2):
+        step()
+    return {
+        "peak": _resident("VmHWM") - before,
+        "state": _state(model),
+        "blocks": _state(blocks_of(model)[1]),
+    }
+
+
+def _resident(field: str) -> int:
+    """Of this process, in bytes: VmRSS now, VmHWM at its peak."""
+    found = re.search(rf"{field}:\s+(\d+) kB", Path("/proc/self/status").read_text())
+    assert found is not None
+    return int(found[1]) * 1024
+
+
+def _state(model: nn.Module) -> int:
+    """Value, gradient and two moments of every parameter, and what says where they are."""
+    total = sum(4 * p.nbytes for p in model.parameters()) + sum(b.nbytes for b in model.buffers())
+    for layer in model.modules():
+        if isinstance(layer, SparseLinear):
+            total += sum(tensor.nbytes for tensor in layer.index)
+    return total
+
+
+if __name__ == "__main__":
+    sizes = json.loads(sys.argv[1])
+    print(json.dumps(_train(Cell(**sizes | {"features": tuple(sizes["features"])}), sys.argv[2])))
