@@ -25,9 +25,8 @@ from popsparse.machine.dtypes import (
     as_dtype,
 )
 from popsparse.machine.engine import Engine, EngineOptions
-from popsparse.machine.graph import Graph
+from popsparse.machine.graph import ComputeSet, Graph, RemoteBuffer, Stream
 from popsparse.machine.memory import Contents, HeldVariable, PlacedVertices
-from popsparse.machine.objects import ComputeSet, RemoteBuffer, Stream
 from popsparse.machine.profile import Profile, ProgramNode, StepProfile
 from popsparse.machine.program import (
     Abort,

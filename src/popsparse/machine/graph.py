@@ -1,9 +1,14 @@
-"""Variables on tiles, and the compute sets of vertices that work on them."""
+"""Graphs: variables on tiles, compute sets of vertices, streams and remote buffers."""
 
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Mapping, Sequence
+from copy import copy
+from dataclasses import dataclass
+from pathlib import Path
+from types import CodeType
 from typing import Any
 
 import numpy as np
@@ -12,8 +17,7 @@ from dynsparse.checks import check_array, check_integer, check_kind
 from dynsparse.files.shorten import shortened
 from dynsparse.typed import typed
 from popsparse.machine.dtypes import DType, MappingError, as_dtype
-from popsparse.machine.mapping import TileMapping
-from popsparse.machine.objects import ComputeSet, RemoteBuffer, Stream, Variable, callers
+from popsparse.machine.intervals import Runs, TileMap, refine
 from popsparse.machine.target import Target
 from popsparse.machine.tensor import Tensor
 from popsparse.machine.vertex import Codelet, Ragged, VertexSet
@@ -26,8 +30,162 @@ _MOST = 2**48
 # Of one transfer of a remote buffer: Graphcore's cookbook.
 _MOST_REMOTE = 128 * 2**20
 
+Callers = tuple[tuple[CodeType, int], ...]
+"""Code and line of calls, the nearest first."""
 
-class Graph(TileMapping):
+_MACHINE = str(Path(__file__).parent)
+_SOURCE = Path(__file__).parents[2]
+_PACKAGES = tuple(str(_SOURCE / name) for name in ("popsparse", "dynsparse"))
+_TYPED = str(_SOURCE / "dynsparse" / "typed.py")
+_NEAREST = 2
+
+
+def callers() -> Callers:
+    """The two nearest calls from outside the tile machine, and the nearest from outside the
+    library, unless some installed package made it.
+
+    Nothing but code objects is kept, so no variable lives longer; texts are made when asked for.
+    """
+    found: list[tuple[CodeType, int]] = []
+    frame = sys._getframe(1)
+    while frame.f_back is not None:
+        frame = frame.f_back
+        code = frame.f_code
+        file = code.co_filename
+        if file.startswith(_PACKAGES):
+            if len(found) < _NEAREST and not file.startswith(_MACHINE) and file != _TYPED:
+                found.append((code, frame.f_lineno))
+        else:
+            if not (file.startswith("<frozen") or "site-packages" in file):
+                found.append((code, frame.f_lineno))
+            break
+    return tuple(found)
+
+
+def describe_callers(made_by: Callers) -> list[str]:
+    """Each call as "file:line function"; files of the library by their path in it, others by their
+    name, so that a profile does not tell where its maker's files lie."""
+    return [f"{_file(code.co_filename)}:{line} {code.co_name}" for code, line in made_by]
+
+
+def _file(name: str) -> str:
+    path = Path(name)
+    return path.relative_to(_SOURCE).as_posix() if name.startswith(_PACKAGES) else path.name
+
+
+def _merge_key(vertices: VertexSet) -> Any:
+    """Single vertices with equal keys can run as one set; None keeps a set apart."""
+    if vertices.grid.shape != (1,) or vertices.offsets:
+        return None
+    scalars = tuple(sorted(vertices.scalars.items()))
+    if any(np.ndim(value) for _, value in scalars):
+        return None
+    edges = tuple((name, t.dtype, t.shape) for name, t in sorted(vertices.edges.items()))
+    return vertices.codelet, edges, scalars
+
+
+def _stack(tensors: Sequence[Tensor]) -> Tensor:
+    """Tensors [1, ...] of one shape as one [n, ...]; a regular view if they are evenly apart."""
+    first = tensors[0]
+    shape = (len(tensors), *first.shape[1:])
+    inner = {t._strides[1:] if t._strides is not None else None for t in tensors}
+    if len(inner) == 1 and None not in inner:
+        gaps = np.unique(np.diff([t._offset for t in tensors]))
+        if len(gaps) == 1:
+            strides = (int(gaps[0]), *inner.pop())  # type: ignore[misc]
+            return Tensor(first.graph, first.dtype, shape, first._offset, strides)
+    addresses = np.concatenate([t.addresses() for t in tensors])
+    return Tensor(first.graph, first.dtype, shape, addresses=addresses)
+
+
+def merge_vertices(sets: Sequence[VertexSet]) -> list[VertexSet]:
+    """The same vertices in fewer sets."""
+    groups: dict[Any, list[VertexSet]] = {}
+    for i, vertices in enumerate(sets):
+        key = _merge_key(vertices)
+        groups.setdefault(i if key is None else key, []).append(vertices)
+    out = []
+    for group in groups.values():
+        first = group[0]
+        if len(group) > 1:
+            edges = {name: _stack([v.edges[name] for v in group]) for name in first.edges}
+            tiles = np.concatenate([v.tiles for v in group])
+            first = VertexSet(first.codelet, tiles, edges, {}, first.scalars)
+        out.append(first)
+    return out
+
+
+@dataclass(eq=False)
+class Variable:
+    """One contiguous stretch of the memory of its type. `tensor` views all of it; `made_by` are the
+    calls that led to it."""
+
+    name: str
+    tensor: Tensor
+    start: int
+    is_constant: bool
+    made_by: Callers = ()
+
+    @property
+    def stop(self) -> int:
+        return self.start + self.tensor.numel
+
+    @property
+    def dtype(self) -> DType:
+        return self.tensor.dtype
+
+    @property
+    def bytes(self) -> int:
+        return self.tensor.numel * self.dtype.size
+
+
+class ComputeSet:
+    """Vertices that run at the same time. Made by `Graph.add_compute_set`."""
+
+    def __init__(self, graph: Any, name: str) -> None:
+        self.graph = getattr(graph, "root", graph)
+        self.name = name
+        self.vertex_sets: list[VertexSet] = []
+        self._merged: tuple[int, list[VertexSet]] = (0, [])
+
+    def merged(self) -> list[VertexSet]:
+        """The vertices with those added one by one joined, as they run."""
+        if self._merged[0] != len(self.vertex_sets):
+            self._merged = (len(self.vertex_sets), merge_vertices(self.vertex_sets))
+        return self._merged[1]
+
+
+@dataclass(eq=False)
+class Stream:
+    """Data between host and machine, `numel` elements a time."""
+
+    name: str
+    dtype: DType
+    numel: int
+    to_device: bool
+
+
+@dataclass(eq=False)
+class RemoteBuffer:
+    """Rows of elements in the memory beside a processor, far larger than that of its tiles and far
+    slower. Made by `Graph.add_remote_buffer`; `Copy` moves rows.
+
+    Attributes:
+        numel: elements of a row, what one copy moves.
+        rows: how many there are.
+    """
+
+    name: str
+    dtype: DType
+    numel: int
+    rows: int
+
+    @property
+    def bytes(self) -> int:
+        return self.numel * self.rows * self.dtype.size
+
+
+class Graph:
     """Variables with tile mappings, constants, compute sets and vertices, for one target.
 
     Args:
@@ -47,13 +205,16 @@ class Graph(TileMapping):
             raise TypeError(f"Graph takes a Target, got {type(target).__name__}")
         self.replicas = check_integer("replicas", replicas, 1)
         self.target = target.share(self.replicas)
-        super().__init__()
+        self.root: Graph = self
         self.remote_buffers: dict[str, RemoteBuffer] = {}
         self.variables: dict[DType, list[Variable]] = {}
         self.sizes: dict[DType, int] = {}
         self.initial: list[tuple[Tensor, np.ndarray]] = []
         self.handles: dict[str, Tensor] = {}
         self.streams: dict[str, Stream] = {}
+        self._tile_numbers: np.ndarray | None = None
+        self._assignments: dict[DType, list[tuple[Runs, np.ndarray]]] = {}
+        self._maps: dict[DType, TileMap] = {}
 
     # Variables.
 
@@ -102,7 +263,7 @@ class Graph(TileMapping):
 
     def set_initial_value(self, tensor: Tensor, values: Any) -> None:
         """What the tensor holds when an engine is made."""
-        self._own(tensor)
+        self._check_own(tensor)
         array = check_array("values", values, "fiub", "numbers").astype(tensor.dtype.numpy)
         self.initial.append((tensor, np.broadcast_to(array, tensor.shape)))
 
@@ -129,6 +290,168 @@ class Graph(TileMapping):
                 if bool(meets.any()):
                     return variable
         return None
+
+    # Which tile holds what.
+
+    def _check_own(self, tensor: Any) -> Tensor:
+        if not isinstance(tensor, Tensor):
+            raise TypeError(f"expected a Tensor of the graph, got {type(tensor).__name__}")
+        if tensor.graph is not self.root:
+            raise ValueError("the tensor belongs to another graph")
+        return tensor
+
+    def set_tile_mapping(self, tensor: Tensor, tiles: Any) -> None:
+        """Say which tile holds what.
+
+        `tiles` is one tile for the whole tensor, or an integer array over the tensor's leading
+        dimensions: `tiles[i]` holds `tensor[i]`, `tiles[i, j]` holds `tensor[i, j]`. A later
+        mapping of the same elements replaces an earlier one.
+
+        Raises:
+            MappingError: a tile that does not exist, or tiles of another shape.
+        """
+        tensor = self._check_own(tensor)
+        where = check_array("tiles", tiles, "iu", "integers")
+        if where.shape != tensor.shape[: where.ndim]:
+            raise MappingError(
+                f"tiles of the shape {list(where.shape)} must match the leading dimensions of "
+                f"{tensor.name} {list(tensor.shape)}"
+            )
+        flat = self._machine_tiles(where.reshape(-1), f"{tensor.name} is mapped to")
+        if tensor.numel == 0:
+            return
+        runs = tensor.runs(where.ndim)
+        if tensor.is_regular:
+            owner = np.repeat(flat, len(runs.starts) // len(flat))
+        else:
+            owner = flat[(np.cumsum(runs.lengths) - 1) // (tensor.numel // len(flat))]
+        # What lies side by side on one tile is one run: programs map row by row.
+        ends = runs.ends[:-1]
+        new = np.append(True, (owner[1:] != owner[:-1]) | (runs.starts[1:] != ends))
+        if not new.all():
+            first = np.flatnonzero(new)
+            lengths = np.add.reduceat(runs.lengths, first)
+            runs, owner = Runs(runs.starts[first], lengths), owner[first]
+        self._assign(tensor.dtype, runs, owner)
+
+    def _assign(self, dtype: DType, runs: Runs, owner: np.ndarray) -> None:
+        self._assignments.setdefault(dtype, []).append((runs, owner))
+        self._maps.pop(dtype, None)
+
+    def map_stretches(self, tensor: Tensor, tiles: Any, lengths: Any) -> None:
+        """Map the elements in order: `lengths[i]` of them, one after the other, to `tiles[i]`.
+
+        Both are integers [stretches]; the lengths add up to the tensor's elements.
+        """
+        tensor = self._check_own(tensor)
+        size = check_array("lengths", lengths, "iu", "integers").astype(np.int64)
+        where = check_array("tiles", tiles, "iu", "integers").astype(np.int64)
+        if (
+            size.ndim != 1
+            or (size < 0).any()
+            or size.shape != where.shape
+            or int(size.sum()) != tensor.numel
+        ):
+            raise MappingError(
+                f"expected a tile for each of {size.size} stretches of {tensor.numel} elements in "
+                f"all, got {where.size} tiles and {int(size.sum())} elements"
+            )
+        where = self._machine_tiles(where, f"{tensor.name} is mapped to")
+        filled = size > 0
+        size, where = size[filled], where[filled]
+        if not size.size:
+            return
+        stretches = Runs(np.cumsum(size) - size, size)
+        starts, offsets, run_lengths = refine(tensor.runs(), stretches)
+        owner = where[np.searchsorted(stretches.starts, offsets, "right") - 1]
+        self._assign(tensor.dtype, Runs(starts, run_lengths), owner)
+
+    def map_linearly(
+        self, tensor: Tensor, grain: int = 1, min_per_tile: int = 1, first_tile: int = 0
+    ) -> None:
+        """Spread the elements in order over the tiles, as evenly as whole grains allow.
+
+        Each tile gets a multiple of `grain` elements and at least `min_per_tile`.
+        """
+        tensor = self._check_own(tensor)
+        grain = check_integer("grain", grain, 1)
+        min_per_tile = check_integer("min_per_tile", min_per_tile, 1)
+        first_tile = check_integer("first_tile", first_tile, 0)
+        grains = -(-tensor.numel // grain)
+        tiles = min(self.target.tiles - first_tile, max(1, tensor.numel // min_per_tile))
+        if tiles < 1:
+            raise MappingError(f"first_tile {first_tile} is outside {self.target.tiles} tiles")
+        per_tile = -(-grains // tiles) * grain
+        starts = np.arange(0, tensor.numel, max(per_tile, 1))
+        lengths = np.minimum(starts + per_tile, tensor.numel) - starts
+        self.map_stretches(tensor, first_tile + np.arange(len(starts)), lengths)
+
+    def tile_map(self, dtype: DType) -> TileMap:
+        """The tile of every address of a type."""
+        if dtype not in self._maps:
+            parts = self._assignments.get(dtype, [])
+            self._maps[dtype] = TileMap.from_assignments(self.sizes[dtype], parts)
+            if parts:
+                self._assignments[dtype] = [_as_assignment(self._maps[dtype])]
+        return self._maps[dtype]
+
+    def tiles_of(self, tensor: Tensor) -> np.ndarray:
+        """The tile of every element, int64 of the tensor's shape; -1 where none is mapped, and in a
+        virtual graph where it is another's."""
+        pieces = self.tile_map(self._check_own(tensor).dtype).split(tensor.runs())
+        tiles = pieces.tiles
+        if self._tile_numbers is not None:
+            number = np.full(self.root.target.tiles + 1, -1)
+            number[self._tile_numbers] = np.arange(len(self._tile_numbers))
+            tiles = number[tiles]
+        return np.repeat(tiles, pieces.lengths).reshape(tensor.shape)
+
+    def _machine_tiles(self, tiles: np.ndarray, subject: str) -> np.ndarray:
+        """Tiles of this graph as those of the machine, int64.
+
+        Raises:
+            MappingError: a tile that does not exist, which `subject` names.
+        """
+        outside = tiles[(tiles < 0) | (tiles >= self.target.tiles)]
+        if outside.size:
+            raise MappingError(
+                f"{subject} tile {outside.flat[0]}; the target has tiles 0 to "
+                f"{self.target.tiles - 1}"
+            )
+        numbers = tiles.astype(np.int64)
+        return numbers if self._tile_numbers is None else self._tile_numbers[numbers]
+
+    def virtual(self, *, tiles: Any = None, processor: int | None = None) -> Graph:
+        """The same graph seen as one of some tiles only, counted from 0.
+
+        Variables and vertices made through it are placed there. Variables, names and programs are
+        shared: what one made another may copy and run.
+
+        Args:
+            tiles: distinct tiles of this graph, int [any], neighbours on a bus side by side.
+            processor: all tiles of this one, in place of `tiles`.
+
+        Raises:
+            ValueError: both or none of them; a tile or processor that does not exist.
+        """
+        if (tiles is None) == (processor is None):
+            raise ValueError("a virtual graph is of tiles or of a processor: give one of them")
+        if processor is not None:
+            number, each = check_integer("processor", processor, 0), self.target.processor_tiles
+            if number >= self.target.processors:
+                raise ValueError(f"processor must be below {self.target.processors}, got {number}")
+            tiles = np.arange(number * each, (number + 1) * each)
+        where = check_array("tiles", tiles, "iu", "integers [tiles]")
+        if where.ndim != 1 or not where.size or len(np.unique(where)) != len(where):
+            raise ValueError(f"tiles must be distinct integers [tiles], got {shortened(tiles)}")
+        view = copy(self)
+        view._tile_numbers = self._machine_tiles(where, "a virtual graph has")
+        across = view._tile_numbers // self.root.target.processor_tiles
+        processors = len(np.unique(across))
+        if processors > 1 and len(where) % processors:
+            raise ValueError("a virtual graph over several processors takes as many tiles of each")
+        view.target = self.root.target.with_(tiles=len(where), processors=processors)
+        return view
 
     # Vertices.
 
@@ -161,22 +484,17 @@ class Graph(TileMapping):
         grid = check_array("tiles", tiles, "iu", "integers [vertices]")
         if not grid.ndim:
             raise TypeError(f"tiles must be integers [vertices], got {grid.dtype} {grid.shape}")
-        if grid.size and not (grid.min() >= 0 and grid.max() < self.target.tiles):
-            worst = grid.min() if grid.min() < 0 else grid.max()
-            raise MappingError(
-                f"{codelet.name!r} is placed on tile {worst}; the target has tiles 0 to "
-                f"{self.target.tiles - 1}"
-            )
-        wanted = {*codelet.fields, *codelet.scalars}
-        if wanted != set(values):
+        machine_grid = self._machine_tiles(grid, f"{codelet.name!r} is placed on")
+        names = {*codelet.fields, *codelet.scalars}
+        if names != set(values):
             raise ValueError(
-                f"codelet {codelet.name!r} takes {sorted(wanted)}, got {shortened([*values])}"
+                f"codelet {codelet.name!r} takes {sorted(names)}, got {shortened([*values])}"
             )
         edges: dict[str, Tensor] = {}
         offsets: dict[str, np.ndarray] = {}
         for name, edge in codelet.fields.items():
             value = values[name]
-            tensor = self._own(value.tensor if isinstance(value, Ragged) else value)
+            tensor = self._check_own(value.tensor if isinstance(value, Ragged) else value)
             shape = tensor.shape[: grid.ndim]
             if isinstance(value, Ragged):
                 offsets[name] = value.offsets
@@ -203,9 +521,9 @@ class Graph(TileMapping):
                     f"scalar {name!r} of {codelet.name!r} needs the shape {list(grid.shape)}, "
                     f"got {list(array.shape)}"
                 )
-        made = VertexSet(codelet, self._placed(grid), edges, offsets, scalars)
-        compute_set.vertex_sets.append(made)
-        return made
+        vertices = VertexSet(codelet, machine_grid, edges, offsets, scalars)
+        compute_set.vertex_sets.append(vertices)
+        return vertices
 
     def add_vertex(
         self, compute_set: ComputeSet, codelet: Codelet, tile: int, values: Mapping[str, Any]
@@ -227,17 +545,16 @@ class Graph(TileMapping):
         """Let the host read and write a tensor by this name, outside programs and for free."""
         if name in self.handles:
             raise ValueError(f"the handle {name!r} exists already")
-        self.handles[name] = self._own(tensor)
+        self.handles[name] = self._check_own(tensor)
 
     @typed
     def add_stream(self, name: str, dtype: Any, numel: int, *, to_device: bool) -> Stream:
         """A stream for `Copy`: `numel` elements each time, to or from the machine."""
         if name in self.streams:
             raise ValueError(f"the stream {name!r} exists already")
-        self.streams[name] = Stream(
-            name, as_dtype(dtype), check_integer("numel", numel, 0), to_device
-        )
-        return self.streams[name]
+        stream = Stream(name, as_dtype(dtype), check_integer("numel", numel, 0), to_device)
+        self.streams[name] = stream
+        return stream
 
     @typed
     def add_remote_buffer(self, name: str, dtype: Any, numel: int, rows: int = 1) -> RemoteBuffer:
@@ -250,13 +567,19 @@ class Graph(TileMapping):
         """
         if name in self.remote_buffers:
             raise ValueError(f"the remote buffer {name!r} exists already")
-        made = RemoteBuffer(
-            name, as_dtype(dtype), check_integer("numel", numel, 1), check_integer("rows", rows, 1)
-        )
-        if made.numel * made.dtype.size > _MOST_REMOTE:
+        numel, rows = check_integer("numel", numel, 1), check_integer("rows", rows, 1)
+        buffer = RemoteBuffer(name, as_dtype(dtype), numel, rows)
+        row_bytes = numel * buffer.dtype.size
+        if row_bytes > _MOST_REMOTE:
             raise ValueError(
                 f"a row of a remote buffer has at most {_MOST_REMOTE:,} bytes, got "
-                f"{made.numel * made.dtype.size:,}: use more rows"
+                f"{row_bytes:,}: use more rows"
             )
-        self.remote_buffers[name] = made
-        return made
+        self.remote_buffers[name] = buffer
+        return buffer
+
+
+def _as_assignment(tile_map: TileMap) -> tuple[Runs, np.ndarray]:
+    mapped = tile_map.tiles >= 0
+    starts = tile_map.bounds[:-1][mapped]
+    return Runs(starts, np.diff(tile_map.bounds)[mapped]), tile_map.tiles[mapped]

@@ -18,9 +18,8 @@ import numpy as np
 from popsparse.machine import program as programs
 from popsparse.machine.dtypes import DType, OutOfMemoryError
 from popsparse.machine.exchange import CopyPlan
-from popsparse.machine.graph import Graph
+from popsparse.machine.graph import Graph, Variable, describe_callers
 from popsparse.machine.intervals import Runs, union_lengths
-from popsparse.machine.objects import Variable, describe_callers
 from popsparse.machine.program import Execute, Program
 from popsparse.machine.target import CONTROL_CODE, HOST_EXCHANGE, STACKS, Target
 from popsparse.machine.tensor import Tensor

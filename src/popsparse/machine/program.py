@@ -7,7 +7,7 @@ from typing import Any
 
 from dynsparse.checks import check_integer, check_kind
 from popsparse.machine.dtypes import ProgramError
-from popsparse.machine.objects import ComputeSet, RemoteBuffer, Stream
+from popsparse.machine.graph import ComputeSet, RemoteBuffer, Stream
 from popsparse.machine.tensor import Tensor
 
 

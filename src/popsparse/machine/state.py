@@ -14,8 +14,7 @@ from dynsparse.checks import check_array, check_integer, check_kind
 from dynsparse.files.shorten import shortened
 from popsparse.machine.dtypes import DType, MachineError, ProgramError
 from popsparse.machine.exchange import CopyPlan
-from popsparse.machine.graph import Graph
-from popsparse.machine.objects import RemoteBuffer, Stream
+from popsparse.machine.graph import Graph, RemoteBuffer, Stream
 from popsparse.machine.profile import Profile
 from popsparse.machine.program import Program
 from popsparse.machine.target import Target

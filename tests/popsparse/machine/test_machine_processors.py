@@ -180,7 +180,7 @@ def test_virtual_graphs_count_their_own_tiles():
         ({}, "give one of them"),
         ({"processor": 2}, "processor must be below 2, got 2"),
         ({"tiles": [1, 1]}, "tiles must be distinct"),
-        ({"tiles": [7, 8]}, "tiles must be 0 to 7"),
+        ({"tiles": [7, 8]}, "a virtual graph has tile 8; the target has tiles 0 to 7"),
         ({"tiles": [0, 1, 4]}, "as many tiles of each"),
     ):
         with pytest.raises((ValueError, MappingError), match=line):

@@ -90,7 +90,7 @@ def test_stretches_lie_where_they_are_mapped(stretches, turned):
     np.testing.assert_array_equal(graph.tiles_of(tensor), np.repeat(tiles, lengths))
     with pytest.raises(MappingError, match="a tile for each of"):
         graph.map_stretches(tensor, tiles, lengths + 1)
-    with pytest.raises(MappingError, match="outside 0 to 7"):
+    with pytest.raises(MappingError, match="the target has tiles 0 to 7"):
         graph.map_stretches(tensor, tiles + 8, lengths)
 
 
