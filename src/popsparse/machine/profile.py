@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import numpy as np
@@ -158,6 +158,25 @@ class StepProfile:
             return 0.0
         return float(self.tile_cycles.mean()) / self.compute
 
+    def _to_dict(self) -> dict[str, Any]:
+        """Plain data for JSON; arrays over the tiles are summed or counted."""
+        plain = {name: getattr(self, name) for name in _PLAIN}
+        for name in ("received_bytes", "sent_bytes", "local_bytes"):
+            values = getattr(self, name)
+            plain[name] = 0 if values is None else int(values.sum())
+        received = self.received_bytes
+        plain["max_received_bytes"] = 0 if received is None else int(received.max())
+        computing = self.tile_cycles
+        plain["tiles"] = 0 if computing is None else int(np.count_nonzero(computing))
+        return plain
+
+
+_PARTS = ("sync", "exchange", "compute", "host")
+_PLAIN = (
+    "name", "kind", "runs", "cycles", *_PARTS, "balance", "flops", "peak_flops", "to_host_bytes",
+    "from_host_bytes", "to_remote_bytes", "from_remote_bytes", "link_bytes",
+)  # fmt: skip
+
 
 @dataclass(frozen=True)
 class TimelineRow:
@@ -216,42 +235,22 @@ class Profile:
         spent = [step.cycles for step in self.steps]
         return program_tree(self.program, self.contents.rows, spent, self.choices)
 
-    def record(
-        self,
-        step: int,
-        *,
-        sync: float = 0,
-        exchange: float = 0,
-        compute: float = 0,
-        host: float = 0,
-        tile_cycles: np.ndarray | None = None,
-        to_host_bytes: int = 0,
-        from_host_bytes: int = 0,
-        to_remote_bytes: int = 0,
-        from_remote_bytes: int = 0,
-        link_bytes: int = 0,
-    ) -> None:
-        """Add one run of a step. For engines."""
+    def record(self, step: int, *, tile_cycles: np.ndarray | None = None, **amounts: float) -> None:
+        """Add one run of a step: cycles and bytes by field of `StepProfile`. For engines."""
         row = self.steps[step]
         row.runs += 1
-        row.sync += sync
-        row.exchange += exchange
-        row.compute += compute
-        row.host += host
-        row.to_host_bytes += to_host_bytes
-        row.from_host_bytes += from_host_bytes
-        row.to_remote_bytes += to_remote_bytes
-        row.from_remote_bytes += from_remote_bytes
-        row.link_bytes += link_bytes
+        for name, amount in amounts.items():
+            setattr(row, name, getattr(row, name) + amount)
         if tile_cycles is not None:
             row.tile_cycles = (
                 tile_cycles.copy() if row.tile_cycles is None else row.tile_cycles + tile_cycles
             )
+        parts = [amounts.get(part, 0) for part in _PARTS]
         if len(self.timeline) < _TIMELINE_ROWS:
-            self.timeline.append(TimelineRow(step, self.cycles, sync, exchange, compute, host))
+            self.timeline.append(TimelineRow(step, self.cycles, *parts))
         else:
             self.timeline_is_whole = False
-        self.cycles += sync + exchange + compute + host
+        self.cycles += sum(parts)
 
     def _total(self, part: str) -> float:
         return sum(getattr(step, part) for step in self.steps)
@@ -347,13 +346,7 @@ class Profile:
         out: dict[str, Any] = {
             "target": self.target.to_dict(),
             "counts": dict(self.counts),
-            "cycles": {
-                "total": self.cycles,
-                "sync": self.sync_cycles,
-                "exchange": self.exchange_cycles,
-                "compute": self.compute_cycles,
-                "host": self.host_cycles,
-            },
+            "cycles": {"total": self.cycles, **{part: self._total(part) for part in _PARTS}},
             "seconds": self.seconds,
             "memory": {
                 "limit": self.memory.limit,
@@ -361,41 +354,13 @@ class Profile:
                 "worst_tile": worst,
                 "by_category": {k: int(v[worst]) for k, v in self.memory.by_category.items()},
             },
-            "steps": [
-                {
-                    "name": step.name,
-                    "kind": step.kind,
-                    "runs": step.runs,
-                    "cycles": step.cycles,
-                    "sync": step.sync,
-                    "exchange": step.exchange,
-                    "compute": step.compute,
-                    "host": step.host,
-                    "balance": step.balance,
-                    "tiles": _count(step.tile_cycles),
-                    "flops": step.flops,
-                    "peak_flops": step.peak_flops,
-                    "received_bytes": _sum(step.received_bytes),
-                    "max_received_bytes": _max(step.received_bytes),
-                    "sent_bytes": _sum(step.sent_bytes),
-                    "local_bytes": _sum(step.local_bytes),
-                    "to_host_bytes": step.to_host_bytes,
-                    "from_host_bytes": step.from_host_bytes,
-                    "to_remote_bytes": step.to_remote_bytes,
-                    "from_remote_bytes": step.from_remote_bytes,
-                    "link_bytes": step.link_bytes,
-                }
-                for step in self.steps
-            ],
+            "steps": [step._to_dict() for step in self.steps],
             "timeline": [
                 [row.step, row.start, row.sync, row.exchange, row.compute, row.host]
                 for row in self.timeline
             ],
             "timeline_is_whole": self.timeline_is_whole,
-            "codelets": {
-                name: {"vertices": c.vertices, "cycles": c.cycles}
-                for name, c in self.codelets.items()
-            },
+            "codelets": {name: asdict(codelet) for name, codelet in self.codelets.items()},
         }
         if per_tile:
             out["tiles"] = {
@@ -462,19 +427,6 @@ class Profile:
             rest = sum(s.cycles for s in ran[max_steps:])
             lines.append(f"... {len(ran) - max_steps} more steps, {rest:,.0f} cycles")
         return "\n".join(lines)
-
-
-def _sum(values: np.ndarray | None) -> int:
-    return 0 if values is None else int(values.sum())
-
-
-def _count(values: np.ndarray | None) -> int:
-    """How many are not zero."""
-    return 0 if values is None else int(np.count_nonzero(values))
-
-
-def _max(values: np.ndarray | None) -> int:
-    return 0 if values is None else int(values.max())
 
 
 FORMAT, VERSION = "dynsparse-profile", 1
