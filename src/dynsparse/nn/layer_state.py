@@ -37,7 +37,13 @@ class LayerState:
 
     __slots__ = ("address", "index", "memory", "read", "version", "watched")
 
-    def __init__(self, pattern: SparsePattern, values: Tensor, index: LayerIndex | None) -> None:
+    def __init__(
+        self,
+        pattern: SparsePattern,
+        values: Tensor,
+        index: LayerIndex | None,
+        row_ptr: Tensor | None = None,
+    ) -> None:
         # Outside of inference mode, where tensors do not count how often they are written to.
         with torch.inference_mode(False):
             device, sharded = device_of(values), is_sharded(values)
@@ -45,7 +51,9 @@ class LayerState:
                 # What each rank holds whole shall be little: backward makes the order by columns.
                 thin = sharded and device.type == "cpu"
                 tensors = pattern._thin_index() if thin else pattern._index_on(device)
-                tensors = tensors._replace(row_ptr=tensors.row_ptr.clone())
+                if row_ptr is None or row_ptr.device != device:
+                    row_ptr = tensors.row_ptr.clone()
+                tensors = tensors._replace(row_ptr=row_ptr)
                 index = self._of(tensors, values, sharded, device)
             if sharded and index.on_cpu and index.order is not None:
                 pattern.forget_index()

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.compiler import is_compiling
+from torch.utils.weak import WeakIdKeyDictionary
 
 from dynsparse.interrupts import uninterrupted
 from dynsparse.nn.backends import Executor
@@ -21,6 +22,9 @@ from dynsparse.ops.linear import LayerIndex
 from dynsparse.ops.linear.kernels import panels
 from dynsparse.pattern import PatternIndex, Rewiring, SparsePattern
 from dynsparse.ranks import Part, Slab
+
+# The layer that each Parameter of values belongs to.
+_owners: WeakIdKeyDictionary = WeakIdKeyDictionary()
 
 
 class SparseModule(nn.Module):
@@ -41,6 +45,9 @@ class SparseModule(nn.Module):
     _given: dict[str, Tensor] | None = None
     # The index of the layer's own pattern meanwhile.
     _aside: LayerIndex | None = None
+    # The row pointers of the index, by which `ops.capture` knows the layer. They stay while the
+    # pattern stays, also where the rest of the index is given up or made anew.
+    _row_ptr: Tensor | None = None
     # The name that `sparsify` found it under, for messages; and whether one has been given already.
     known_as: str | None = None
     told_of_dense_weight: bool = False
@@ -149,7 +156,9 @@ class SparseModule(nn.Module):
                 )
                 return LayerState(pattern, values, None)
             index = self._aside if before is None else before.index
-            state = LayerState(pattern, values, index)
+            self._check_owner()
+            state = LayerState(pattern, values, index, self._row_ptr)
+            self._row_ptr = state.index.row_ptr
             if state.index.on_cpu:
                 pattern._live_here()
             else:
@@ -157,14 +166,21 @@ class SparseModule(nn.Module):
             self._state, self._aside = state, None
             return state
 
+    def _check_owner(self) -> None:
+        owner = _owners.get(self.values, weakref.ref(self))()
+        if owner is None or owner is self:
+            _owners[self.values] = weakref.ref(self)
+        elif not owner._pattern._has_slots_of(self._pattern):
+            raise RuntimeError(
+                "this layer was given the values of another sparse layer, whose pattern is a "
+                "different one: pass rows and cols with them, as in the other layer's state_dict()"
+            )
+
     def _install(self, pattern: SparsePattern, values: Tensor | None = None) -> None:
         """Change over to a pattern, and to values of its own where there are any."""
         self._was_replaced = True
-        before = None if self._state is None else self._state.index.row_ptr
         self._give_up_index()
         self._prepared(pattern, values)()
-        if before is not None:
-            capture.move(before, self.index.row_ptr)
 
     def _give_up_index(self) -> None:
         """The largest array of an update: whoever wants it still makes it anew. Off the CPU its
@@ -178,9 +194,12 @@ class SparseModule(nn.Module):
         if own is not None and self.keeps_slots and own.nnz == pattern.nnz:
             # No tensor changes its size, so that nothing is compiled or captured anew.
             pattern = pattern if own._is_row_major else pattern._with_slots()
-        # Made now, and not in the next call, which a compiler may watch.
-        state = LayerState(pattern, self.values if values is None else values, None)
         before = self._state
+        kept = None
+        if before is None and own is not None and own._has_slots_of(pattern):
+            kept = self._row_ptr
+        # Made now, and not in the next call, which a compiler may watch.
+        state = LayerState(pattern, self.values if values is None else values, None, kept)
         if before is not None and not before.index.may_take(state.index):
             before = None
         if before is not None:
@@ -205,7 +224,11 @@ class SparseModule(nn.Module):
                         self._store(values)
                     if not made.index.on_cpu:
                         pattern._live_in(made.index.index)
-                    self._pattern, self._state = pattern, made
+                    row_ptr = made.index.row_ptr
+                    if self._row_ptr is not None and self._row_ptr.data_ptr() != row_ptr.data_ptr():
+                        capture.replace(self._row_ptr, row_ptr, self.values)
+                    self._pattern, self._state, self._row_ptr = pattern, made, row_ptr
+                    _owners[self.values] = weakref.ref(self)
                     self._given = self._aside = None
                     self.executor = executor
                 for follow in following:
@@ -219,18 +242,28 @@ class SparseModule(nn.Module):
         return self
 
     def __getstate__(self) -> dict[str, Any]:
+        with changing:
+            # Pickle reads the Parameter later, when another thread may have changed the pattern.
+            return {**self._state_to_copy(), "_saved": (self._pattern, self.values.detach())}
+
+    def _state_to_copy(self) -> dict[str, Any]:
         # What was made of the pattern stays with this layer: copies have memory of their own.
-        own = ("_state", "_aside", "_followers")
+        own = ("_state", "_aside", "_row_ptr", "_followers")
         return {k: v for k, v in self.__dict__.items() if k not in own}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
+        pattern, values = state.pop("_saved", (None, None))
         super().__setstate__(state)
+        if values is not None and values.data_ptr() != self.values.data_ptr():
+            self._pattern, self.values.data = pattern, values
         self._refresh()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> SparseModule:
         made = self.__new__(type(self))
         memo[id(self)] = made
-        made.__setstate__(copy.deepcopy(self.__getstate__(), memo))
+        with changing:
+            state = copy.deepcopy(self._state_to_copy(), memo)
+        made.__setstate__(state)
         if is_averaging():
             self.lead(made)
         return made
@@ -359,11 +392,27 @@ class SparseModule(nn.Module):
     def to_dense(self) -> Tensor:
         """The weight as an [out, in] tensor, differentiable in the values.
 
-        Where the values are sharded, all ranks must call it.
+        Where the values are sharded, all ranks must call it. A backward pass through it raises
+        RuntimeError once the pattern has changed.
         """
-        return self._pattern.to_dense(gathered(self.values))
+        if is_compiling() or is_sharded(self.values):  # no compiler traces locks and hooks
+            return self._pattern.to_dense(gathered(self.values))
+        with changing:
+            pattern = self._pattern
+            dense = pattern.to_dense(self.values)
+        if dense.requires_grad:
+            dense.register_hook(lambda _: self._check_unchanged(pattern))
+        return dense
 
-    def _load_from_state_dict(
+    def _check_unchanged(self, pattern: SparsePattern) -> None:
+        if self._pattern is not pattern and not self._pattern._has_slots_of(pattern):
+            raise RuntimeError(capture.CHANGED)
+
+    def _load_from_state_dict(self, *arguments: Any) -> None:
+        with changing:
+            self._load(*arguments)
+
+    def _load(
         self, state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
     ) -> None:
         # The pattern is in the state too: it is taken over when all of it fits, or nothing is.
@@ -379,9 +428,10 @@ class SparseModule(nn.Module):
                 return
             values = state_dict.get(prefix + "values")
             with torch.no_grad():
-                if values is None or values.shape == self.values.shape:
+                if values is None or is_sharded(self.values) or is_sharded(values):
                     self._install(pattern)
-                elif values.shape == pattern.values_shape and self.may_resize:
+                elif values.shape == pattern.values_shape:
+                    # Memory of their own, so that other threads see pattern and values together.
                     self._install(pattern, values.to(self.values, copy=True))
         elif prefix + "values" in state_dict:
             error_msgs.append(
@@ -399,9 +449,9 @@ class SparseModule(nn.Module):
                 missing_keys.append(prefix + name)
 
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
-        super()._save_to_state_dict(destination, prefix, keep_vars)
+        with changing:
+            super()._save_to_state_dict(destination, prefix, keep_vars)
+            pattern = self._pattern
         # Copies: who loads into a state dict in place does not write into the pattern.
         for name in ("rows", "cols"):
-            destination[prefix + name] = getattr(self._pattern, name).to(
-                self.values.device, copy=True
-            )
+            destination[prefix + name] = getattr(pattern, name).to(self.values.device, copy=True)

@@ -21,6 +21,12 @@ from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
+
+CHANGED = (
+    "the values or the pattern of a sparse layer have changed between forward and backward (were "
+    "modified by an inplace operation): call backward before the optimizer's step and the update"
+)
 
 
 class Pairs(list[tuple[Tensor, Tensor]]):
@@ -84,13 +90,77 @@ def take(row_ptr: Tensor) -> list[tuple[Tensor, Tensor]]:
     return kept
 
 
-def move(row_ptr: Tensor, now: Tensor) -> None:
-    """The layer of `row_ptr` has another index, that of `now`. Where somebody waits for its pairs,
-    those that were kept are forgotten, and those of the passes to come are kept."""
+# Address of a `row_ptr` that its layer no longer computes with: its storage, which must still be
+# alive for the entry to hold, and the layer's Parameter.
+_replaced: dict[int, tuple[StorageWeakRef, weakref.ref[Tensor]]] = {}
+
+
+def replace(row_ptr: Tensor, new: Tensor, values: Tensor) -> None:
+    """The layer with the Parameter `values` has another pattern, whose index has the row pointers
+    `new`. An open capture goes on with the passes to come; pairs kept so far are forgotten.
+
+    Programs and autograd graphs that still hold `row_ptr` are refused from now on where they use
+    the layer's values: see `check_program` and `check_backward`.
+    """
     pairs = _open.pop(row_ptr.data_ptr(), None)
     if pairs is not None:
         pairs.clear()
-        _open[now.data_ptr()] = pairs
+        _open[new.data_ptr()] = pairs
+    for address in [address for address, (storage, _) in _replaced.items() if storage.expired()]:
+        del _replaced[address]
+    _replaced[row_ptr.data_ptr()] = StorageWeakRef(row_ptr.untyped_storage()), weakref.ref(values)
+    _replaced.pop(new.data_ptr(), None)
+
+
+def _values_after_replacement(row_ptr: Tensor) -> Tensor | None:
+    """The Parameter of the layer that has replaced `row_ptr`; None where no layer has."""
+    if type(row_ptr) is not Tensor:  # of a tracer: it has no memory
+        return None
+    storage, values = _replaced.get(row_ptr.data_ptr(), (None, None))
+    return None if storage is None or values is None or storage.expired() else values()
+
+
+def _share_memory(a: Tensor, b: Tensor) -> bool:
+    return type(a) in (Tensor, torch.nn.Parameter) and a.data_ptr() == b.data_ptr()
+
+
+def check_program(row_ptr: Tensor, values: Tensor) -> None:
+    """Refuse a product of a layer's present values with an index of an earlier pattern, which an
+    exported or traced program holds as a constant.
+
+    Raises:
+        RuntimeError: the pattern has changed since the program was made.
+    """
+    if not _replaced:
+        return
+    current = _values_after_replacement(row_ptr)
+    if current is not None and _share_memory(values, current):
+        raise RuntimeError(
+            "the pattern of a sparse layer has changed since this program was exported or traced, "
+            "so its values no longer belong to the pattern in the program: export or trace the "
+            "model again"
+        )
+
+
+def check_backward(row_ptr: Tensor, values: Tensor, node: Any = None) -> None:
+    """Refuse a backward pass with an index of an earlier pattern. Autograd's own check of versions
+    does not see it where checkpointing recomputes tensors or hooks replace them.
+
+    Args:
+        row_ptr: of the index of the forward pass.
+        values: as backward gets them.
+        node: of autograd, which receives the gradient of the values.
+
+    Raises:
+        RuntimeError: the pattern has changed since the forward pass.
+    """
+    if not _replaced:
+        return
+    current = _values_after_replacement(row_ptr)
+    if current is None:
+        return
+    if _share_memory(values, current) or getattr(node, "variable", None) is current:
+        raise RuntimeError(CHANGED)
 
 
 def stop(row_ptr: Tensor) -> None:

@@ -24,6 +24,7 @@ def _forward(x: Tensor, values: Tensor, *rest: Any) -> Tensor:
     *_, bias, geometry = rest
     p, g = prepare(values, rest), Geometry.of(geometry)
     products.check_forward(x, values, (p.out_features, p.in_features), bias, g)
+    capture.check_program(p.row_ptr, values)
     return products.forward(x, values, p, bias, g)
 
 
@@ -31,6 +32,7 @@ def _backward(dy: Tensor, x: Tensor | None, values: Tensor, *rest: Any) -> tuple
     *_, geometry, size, need_input = rest
     p, g = prepare(values, rest), Geometry.of(geometry)
     products.check_backward(dy, x, values, (p.out_features, p.in_features), g, size)
+    capture.check_backward(p.row_ptr, values)
     if x is not None and capture.is_open(p.row_ptr):
         # Copies, since compiled code may reuse both buffers.
         products.record(p.row_ptr, x.clone(), dy.clone(), g)
@@ -82,6 +84,7 @@ def _autograd(ctx: Any, dy: Tensor) -> Any:
         x, values, *index = ctx.saved_tensors
     except RuntimeError as error:
         raise explained(error) from None
+    capture.check_backward(index[0], values, ctx.next_functions[1][0])
     need_input, need_values, *others = ctx.needs_input_grad
     if x is not None and not capture.is_asked_for(ctx.next_functions[1][0]):
         x, need_values = None, False

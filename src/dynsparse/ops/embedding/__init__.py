@@ -32,6 +32,7 @@ _library.define(
 def _forward(
     ids: Tensor, values: Tensor, row_ptr: Tensor, cols: Tensor, slots: Tensor, width: int
 ) -> Tensor:
+    capture.check_program(row_ptr, values)
     if not values.is_cpu:
         return on_device.forward(ids, values, row_ptr, cols, slots, width)
     rows = naive.forward(ids.reshape(-1), values, row_ptr, cols, slots, width)
@@ -41,6 +42,7 @@ def _forward(
 def _backward(
     dy: Tensor, ids: Tensor, values: Tensor, row_ptr: Tensor, cols: Tensor, slots: Tensor
 ) -> Tensor:
+    capture.check_backward(row_ptr, values)
     ids, dy = ids.reshape(-1), dy.reshape(-1, dy.shape[-1])
     if capture.is_open(row_ptr):
         record_rows(dy, ids, values, row_ptr)
@@ -93,7 +95,9 @@ def _setup_context(ctx, inputs, output) -> None:
 def _autograd(ctx, dy: Tensor):
     grad = None
     if ctx.needs_input_grad[1]:
-        grad = torch.ops.dynsparse.embedding_backward(dy, *ctx.saved_tensors)
+        ids, values, *index = ctx.saved_tensors
+        capture.check_backward(index[0], values, ctx.next_functions[1][0])
+        grad = torch.ops.dynsparse.embedding_backward(dy, ids, values, *index)
     return None, grad, None, None, None, None
 
 

@@ -42,7 +42,7 @@ class SparseLinearFunction(torch.autograd.Function):
         if _is_grad_enabled() or is_autocast(dy):
             # The operator has a second derivative (create_graph), and keeps autocast out.
             if p.is_overwritten:
-                raise RuntimeError(operator.CHANGED)
+                raise RuntimeError(capture.CHANGED)
             return *operator.gradients(ctx, dy, ctx.needs_input_grad[2], p.index), None
         try:
             x, values, *laid_out = ctx.saved_tensors
@@ -54,11 +54,12 @@ class SparseLinearFunction(torch.autograd.Function):
         if need_input or need_values:
             if values.shape != p.values_shape:
                 if p.is_overwritten:
-                    raise RuntimeError(operator.CHANGED)
+                    raise RuntimeError(capture.CHANGED)
                 raise RuntimeError(
                     f"the values had the shape {list(p.values_shape)} in forward and have "
                     f"{list(values.shape)} in backward: call backward before the layer is resized"
                 )
+            capture.check_backward(p.row_ptr, values, ctx.next_functions[1][0])
             if capture.concerns(p.row_ptr):
                 need_input = need_input and capture.is_asked_for(ctx.next_functions[0][0])
                 if x is not None and not capture.is_asked_for(ctx.next_functions[1][0]):

@@ -47,7 +47,9 @@ def features(values: Tensor, rest: tuple[Any, ...]) -> tuple[int, int]:
 
 
 def _forward(x: Tensor, values: Tensor, *rest: Tensor | None) -> Tensor:
-    return products.forward(x, values, prepare(values, rest), rest[6])
+    p = prepare(values, rest)
+    capture.check_program(p.row_ptr, values)
+    return products.forward(x, values, p, rest[6])
 
 
 def _backward(
@@ -55,6 +57,7 @@ def _backward(
 ) -> tuple[Tensor, Tensor]:
     p = prepare(values, rest)
     products.check_backward(dy, x, values, p)
+    capture.check_backward(p.row_ptr, values)
     if x is not None and capture.is_open(p.row_ptr):
         # Copies, since compiled code may reuse both buffers.
         products.record(p.row_ptr, x.clone(), dy.clone())
@@ -96,13 +99,8 @@ def save(ctx, x: Tensor, values: Tensor, bias: Tensor | None, *index: Tensor) ->
 
 def explained(error: RuntimeError) -> RuntimeError:
     """What torch says where it no longer has what `save` has kept, in words for this layer."""
-    return RuntimeError(CHANGED) if "modified by an inplace operation" in str(error) else error
-
-
-CHANGED = (
-    "the values or the pattern of a sparse layer have changed between forward and backward (were "
-    "modified by an inplace operation): call backward before the optimizer's step and the update"
-)
+    changed = "modified by an inplace operation" in str(error)
+    return RuntimeError(capture.CHANGED) if changed else error
 
 
 def grad_bias(ctx, dy: Tensor) -> Tensor:
@@ -120,6 +118,7 @@ def gradients(ctx, dy: Tensor, need_bias: bool, index: PatternIndex | None = Non
     except RuntimeError as error:
         raise explained(error) from None
     index = PatternIndex(*saved) if index is None else index
+    capture.check_backward(index.row_ptr, values, ctx.next_functions[1][0])
     need_input, need_values = ctx.needs_input_grad[:2]
     dx = dw = None
     if x is not None and not capture.is_asked_for(ctx.next_functions[1][0]):
