@@ -27,10 +27,10 @@ from torch.nn.functional import linear
 from dynsparse import SparsePattern
 from dynsparse.ops.linear import LayerIndex, choice
 from dynsparse.ops.linear.cost_table import Cost, Layer, family
-from dynsparse.ops.linear.kernels import dense, small, sparse
+from dynsparse.ops.linear.cpu import KERNELS
 from dynsparse.ops.linear.tuning import terms
 
-PASSES = {"sparse": sparse, "small": small, "dense": dense}
+PASSES = {kind: KERNELS[kind] for kind in ("sparse", "small", "dense")}
 LAYERS = [(64, 64), (10, 320), (256, 256), (300, 784), (1024, 1024), (4096, 4096)]
 BATCHES = [1, 2, 4, 8, 16, 32, 64, 128, 512, 2048]
 DENSITIES = [0.01, 0.1, 0.2, 0.3, 0.5, 0.7, 1.0]

@@ -185,8 +185,10 @@ ONE_RUNTIME = """
 import torch
 from dynsparse import native
 from dynsparse.ops.linear import LayerIndex
-from dynsparse.ops.linear.kernels import sparse
+from dynsparse.ops.linear.cpu import KERNELS
 from dynsparse.pattern import SparsePattern
+
+sparse = KERNELS["sparse"]
 
 torch.set_num_threads(2)
 pattern = SparsePattern.random((256, 256), 0.2)

@@ -23,14 +23,16 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 
 from dynsparse import logs, processor
 
 __all__ = [
     "bfloat16_unit",
+    "call",
     "describe",
     "expands_masks",
     "load",
@@ -340,6 +342,22 @@ def use_isa(isa: str) -> Iterator[None]:
         yield
     finally:
         globals()["load"] = before
+
+
+def call(function: str, *arguments: Any) -> Any:
+    """Call a function of the compiled kernels, which must be loaded; see `csrc/api.h`.
+
+    Tensors and arrays are passed by their addresses, None as a null pointer.
+    """
+    library = load()
+    assert library is not None
+    return getattr(library, function)(*[_address(argument) for argument in arguments])
+
+
+def _address(argument: Any) -> Any:
+    if isinstance(argument, torch.Tensor):
+        return argument.data_ptr()
+    return argument.ctypes.data if isinstance(argument, np.ndarray) else argument
 
 
 _BFLOAT16_UNITS = ("float32", "AVX-512", "AMX")

@@ -16,8 +16,10 @@ from torch import Tensor
 
 from dynsparse import native
 from dynsparse.ops.linear import LayerIndex, grad_input, grad_weight, linear
-from dynsparse.ops.linear.kernels import bfloat16
+from dynsparse.ops.linear.cpu import KERNELS
 from dynsparse.pattern import SparsePattern
+
+bfloat16 = KERNELS["bfloat16"]
 
 ISAS = [isa for isa in native.supported_isas() if isa in native.describe()["available"]]
 pytestmark = pytest.mark.skipif(not ISAS, reason="the compiled kernels are not built")
@@ -190,14 +192,16 @@ def test_rounding_of_odd_values(isa: str) -> None:
 def test_operator_and_autocast_take_these_kernels(block: int, monkeypatch) -> None:
     """The layer's operator in bfloat16 equals the kernels, with float32 gradients of the values."""
     calls = []
-    for name in ("forward", "backward"):
-        kernel = getattr(bfloat16, name)
 
-        def counted(*args, kernel=kernel, name=name):
+    def counted(name):
+        def kernel(*args):
             calls.append(name)
-            return kernel(*args)
+            return getattr(bfloat16, name)(*args)
 
-        monkeypatch.setattr(bfloat16, name, counted)
+        return kernel
+
+    kernels = bfloat16._replace(forward=counted("forward"), backward=counted("backward"))
+    monkeypatch.setitem(KERNELS, "bfloat16", kernels)
     generator = torch.Generator().manual_seed(0)
     pattern = SparsePattern.random((256, 512), 0.05, block_size=block, generator=generator)
     values = torch.randn(pattern.values_shape, generator=generator).to(LOW).float()
@@ -227,9 +231,10 @@ LESSER_UNIT = """
 import torch
 from dynsparse import native
 from dynsparse.ops.linear import LayerIndex
-from dynsparse.ops.linear.kernels import bfloat16
+from dynsparse.ops.linear.cpu import KERNELS
 from dynsparse.pattern import SparsePattern
 
+bfloat16 = KERNELS["bfloat16"]
 g = torch.Generator().manual_seed(0)
 for block, out in ((16, 160), (32, 160), (64, 192), (128, 256)):
     pattern = SparsePattern.random((out, 1024), 0.3, block_size=block, generator=g)

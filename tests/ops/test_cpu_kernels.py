@@ -15,8 +15,10 @@ from torch import Tensor
 
 from dynsparse import native
 from dynsparse.ops.linear import LayerIndex
-from dynsparse.ops.linear.kernels import sparse
+from dynsparse.ops.linear.cpu import KERNELS
 from dynsparse.pattern import SparsePattern
+
+sparse = KERNELS["sparse"]
 
 ISAS = [isa for isa in native.supported_isas() if isa in native.describe()["available"]]
 pytestmark = pytest.mark.skipif(not ISAS, reason="the compiled kernels are not built")

@@ -17,9 +17,11 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from dynsparse import native
-from dynsparse.ops.linear import LayerIndex
-from dynsparse.ops.linear.kernels import panels, sparse
+from dynsparse.ops.linear import LayerIndex, panels
+from dynsparse.ops.linear.cpu import KERNELS
 from dynsparse.pattern import PatternIndex, SparsePattern
+
+sparse = KERNELS["sparse"]
 
 pytestmark = pytest.mark.skipif(native.load() is None, reason="the compiled kernels are not built")
 
@@ -145,8 +147,8 @@ def test_panels_of_any_size(size: int) -> None:
     p = LayerIndex(pattern.index, values)
     rows, perm = p.by_columns()
     p.panels = [
-        (0, panels._make(False, 500, 700, p.cols, p.row_ptr, p.slots, size=size)),
-        (0, panels._make(True, 700, 500, rows, p.col_ptr, perm, size=size)),
+        (0, panels.make_panels(False, 500, 700, p.cols, p.row_ptr, p.slots, size=size)),
+        (0, panels.make_panels(True, 700, 500, rows, p.col_ptr, perm, size=size)),
     ]
     for thread_count in (1, 3):
         torch.set_num_threads(thread_count)
@@ -261,7 +263,7 @@ def prepared(density: float = 0.3, block_size: int = 1) -> tuple[SparsePattern, 
 
 
 def by_columns(p: LayerIndex, batch: int) -> torch.Tensor | None:
-    return panels.by_columns(p, batch, p.by_columns())
+    return panels.column_panels(p, batch, p.by_columns())
 
 
 @pytest.mark.skipif(native.describe()["isa"] != "v4", reason="narrow vectors need larger layers")
@@ -271,7 +273,7 @@ def test_a_thin_index_keeps_none() -> None:
     p = LayerIndex(
         pattern.index._replace(csc_rows=nothing, csc_perm=nothing), torch.zeros(pattern.nnz)
     )
-    for of in (panels.by_rows, by_columns):
+    for of in (panels.row_panels, by_columns):
         made = of(p, 1000)
         assert made is not None
         assert torch.equal(made, of(fat, 1000))
@@ -283,7 +285,7 @@ def test_a_thin_index_keeps_none() -> None:
 @pytest.mark.skipif(native.describe()["isa"] != "v4", reason="narrow vectors need larger layers")
 def test_made_once_and_only_where_they_pay() -> None:
     pattern, p = prepared()
-    for of in (panels.by_rows, by_columns):
+    for of in (panels.row_panels, by_columns):
         assert of(p, 1) is None
         made = of(p, 1000)
         assert made is not None
@@ -291,7 +293,7 @@ def test_made_once_and_only_where_they_pay() -> None:
         assert of(p, 1) is None
         # Calls through the dispatcher have the same index tensors and nothing else.
         assert of(LayerIndex(pattern.index, torch.zeros(pattern.nnz)), 1000) is made
-    assert panels.by_rows(prepared()[1], 1000) is not panels.by_rows(p, 1000)
+    assert panels.row_panels(prepared()[1], 1000) is not panels.row_panels(p, 1000)
     assert by_columns(prepared(block_size=8)[1], 1000) is None
     assert by_columns(prepared(density=0.001)[1], 1000) is None
 
@@ -307,9 +309,9 @@ def test_made_again_when_the_index_has_changed() -> None:
 
 
 def test_nothing_is_kept_of_a_pattern_that_is_gone() -> None:
-    before = len(panels._made)
+    before = len(panels._cache)
     pattern, p = prepared()
     by_columns(p, 1000)
     del pattern, p
     gc.collect()
-    assert len(panels._made) == before
+    assert len(panels._cache) == before

@@ -11,14 +11,16 @@ from torch.nn.functional import linear as dense_linear
 
 from dynsparse import SparsePattern, native, ops
 from dynsparse.nn import SparseLinear
-from dynsparse.ops.linear import LayerIndex, choice, cost_table, naive
+from dynsparse.ops.linear import LayerIndex, choice, cost_table, cpu_dense, naive
 from dynsparse.ops.linear.cost_table import Layer
-from dynsparse.ops.linear.kernels import dense, small, sparse
+from dynsparse.ops.linear.cpu import KERNELS
 from dynsparse.processor import Processor
+
+dense, small = KERNELS["dense"], KERNELS["small"]
 
 pytestmark = pytest.mark.skipif(native.load() is None, reason="the compiled kernels are not built")
 
-PASSES = {"sparse": sparse, "small": small, "dense": dense}
+PASSES = {kind: KERNELS[kind] for kind in ("sparse", "small", "dense")}
 
 
 @pytest.fixture(autouse=True)
@@ -114,9 +116,9 @@ def test_small_passes_at_every_small_batch(batch):
 @pytest.mark.parametrize("density", [0.3, 1.0])
 @pytest.mark.parametrize("block_size", [1, 4])
 def test_dense_passes_in_slabs(monkeypatch, block_size, density):
-    monkeypatch.setattr(dense, "SLAB_BYTES", 12 * 4 * 9 * block_size)
+    monkeypatch.setattr(cpu_dense, "CHUNK_BYTES", 12 * 4 * 9 * block_size)
     agrees("dense", 11, 9, density, block_size, 5)
-    monkeypatch.setattr(dense, "SLAB_BYTES", 1)  # a block row at least
+    monkeypatch.setattr(cpu_dense, "CHUNK_BYTES", 1)  # a block row at least
     agrees("dense", 11, 9, density, block_size, 5)
 
 
@@ -289,13 +291,13 @@ def test_dense_products_of_several_threads_have_memory_of_their_own():
         found = list(pool.map(run, sets))
     for one, other in zip(found, expected, strict=True):
         assert all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
-    dense.release()
-    assert not dense._kept
+    cpu_dense.release_memory()
+    assert not cpu_dense._pool
     assert torch.equal(run(sets[0])[0], expected[0][0])
 
 
 def test_dense_products_after_inference_mode():
-    dense.release()
+    cpu_dense.release_memory()
     layer = SparseLinear(64, 48, 0.9)
     x = torch.randn(70, 64)
     with ops.use_kernel("dense"):
@@ -314,7 +316,7 @@ def test_dense_products_where_the_default_type_is_another():
     layer = SparseLinear(64, 48, 0.9, dtype=torch.float32)
     x = torch.randn(70, 64)
     expected = x @ layer.to_dense().t() + layer.bias
-    dense.release()
+    cpu_dense.release_memory()
     torch.set_default_dtype(torch.float64)
     try:
         with ops.use_kernel("dense"):

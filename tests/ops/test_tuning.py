@@ -9,7 +9,7 @@ from kernel_times import AMX, ZEN_4, timings
 from dynsparse import native
 from dynsparse.ops.linear import choice, tuning
 from dynsparse.ops.linear.cost_table import FAMILIES, Layer, evaluate, family
-from dynsparse.ops.linear.kernels import sparse
+from dynsparse.ops.linear.cpu import KERNELS
 from dynsparse.ops.linear.tuning import MANY, QUICK, Cell, Timing, fit, mean_excess, time_cell
 
 pytestmark = [
@@ -128,12 +128,14 @@ def test_cells_are_timed_kind_by_kind():
 
 def test_measuring_takes_one_thread_and_gives_the_others_back(monkeypatch):
     before, seen = torch.get_num_threads(), []
-    monkeypatch.setattr(sparse, "forward", lambda *_: seen.append(torch.get_num_threads()))
+    sparse = KERNELS["sparse"]
+    counting = sparse._replace(forward=lambda *_: seen.append(torch.get_num_threads()))
+    monkeypatch.setitem(KERNELS, "sparse", counting)
     try:
         torch.set_num_threads(3)
         for _ in time_cell(Cell(32, 32, 1, 0.5, 2), 2):
             assert torch.get_num_threads() == 3
-        monkeypatch.setattr(sparse, "forward", None)
+        monkeypatch.setitem(KERNELS, "sparse", sparse._replace(forward=None))
         with pytest.raises(TypeError):
             list(time_cell(Cell(32, 32, 1, 0.5, 2), 2))
         assert torch.get_num_threads() == 3

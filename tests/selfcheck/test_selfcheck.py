@@ -10,7 +10,7 @@ import torch
 
 from dynsparse import native
 from dynsparse.cli.app import run as command
-from dynsparse.ops.linear.kernels import sparse
+from dynsparse.ops.linear.cpu import KERNELS
 from dynsparse.selfcheck import (
     PASSES,
     Check,
@@ -60,15 +60,15 @@ def test_the_command_prints_json(capsys):
 @pytest.mark.skipif(not AVAILABLE, reason="the compiled kernels are not built")
 @pytest.mark.parametrize("block_size", [1, 16])
 def test_a_wrong_kernel_is_found(capsys, monkeypatch, block_size):
-    forward = sparse.forward
+    sparse = KERNELS["sparse"]
 
     def wrong(x, values, p, bias):
-        y = forward(x, values, p, bias)
+        y = sparse.forward(x, values, p, bias)
         if p.block_size == block_size:
             y.view(-1)[-1] += 0.1 * y.abs().max() + 0.1
         return y
 
-    monkeypatch.setattr(sparse, "forward", wrong)
+    monkeypatch.setitem(KERNELS, "sparse", sparse._replace(forward=wrong))
     assert command(["check", "--seed", "5"]) == 1
     out = capsys.readouterr().out
     assert "Results match." not in out
@@ -82,7 +82,7 @@ def test_a_kernel_that_raises_is_found(capsys, monkeypatch):
     def broken(*_):
         raise RuntimeError("no such instruction")
 
-    monkeypatch.setattr(sparse, "backward", broken)
+    monkeypatch.setitem(KERNELS, "sparse", KERNELS["sparse"]._replace(backward=broken))
     assert command(["check", "--seed", "5", "--json"]) == 1
     found = json.loads(capsys.readouterr().out)
     assert not found["match"]

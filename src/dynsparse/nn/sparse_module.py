@@ -19,7 +19,7 @@ from dynsparse.nn.layer_state import LayerState, changing
 from dynsparse.nn.sharded import gathered, is_sharded, whole
 from dynsparse.ops import capture
 from dynsparse.ops.linear import LayerIndex
-from dynsparse.ops.linear.kernels import panels
+from dynsparse.ops.linear.panels import discard_panels
 from dynsparse.pattern import PatternIndex, Rewiring, SparsePattern
 from dynsparse.ranks import Part, Slab
 
@@ -289,7 +289,7 @@ class SparseModule(nn.Module):
         pattern, after which it would be of no use.
         """
         if self._state is not None:
-            panels.forget(self._state.index)
+            discard_panels(self._state.index)
 
     @torch.no_grad()
     def rewire(self, rewiring: Rewiring, fill: float | Tensor = 0.0) -> None:

@@ -21,16 +21,9 @@ def _run(x: Tensor, seed: int, rate: float) -> Tensor:
     y = torch.empty_like(x)
     # Random int32 below the threshold are dropped: the rate is exact to 2^-32.
     dropped = min(round(rate * 2**32), 2**32 - 1)
-    library = native.load()
-    assert library is not None
-    library.dynsparse_dropout(
-        x.data_ptr(),
-        y.data_ptr(),
-        x.numel(),
-        seed,
-        dropped - 2**31,
-        1 / (1 - rate),
-        torch.get_num_threads(),
+    threads = torch.get_num_threads()
+    native.call(
+        "dynsparse_dropout", x, y, x.numel(), seed, dropped - 2**31, 1 / (1 - rate), threads
     )
     return y
 

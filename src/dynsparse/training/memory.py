@@ -10,7 +10,7 @@ from functools import cache
 from torch import Tensor
 
 from dynsparse import native
-from dynsparse.ops.linear.kernels import dense
+from dynsparse.ops.linear import cpu_dense
 
 # Of glibc's malloc.h.
 _M_TRIM_THRESHOLD, _M_MMAP_MAX = -1, -4
@@ -65,7 +65,7 @@ def _release() -> None:
     library = native.load()
     if library is not None:
         library.dynsparse_release_scratch()
-    dense.release()
+    cpu_dense.release_memory()
     trim = _of_glibc("malloc_trim")
     if trim is not None:
         trim(0)

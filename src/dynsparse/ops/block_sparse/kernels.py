@@ -13,7 +13,7 @@ from dynsparse import native
 
 
 class Settings(NamedTuple):
-    """What an attention is told beside its operands."""
+    """The options of an attention."""
 
     block: int
     causal: bool
@@ -23,7 +23,7 @@ class Settings(NamedTuple):
 
     @property
     def kept(self) -> float:
-        """What weights that dropout leaves are multiplied by; 0: there is none."""
+        """The factor of weights that dropout keeps; 0 without dropout."""
         return 1 / (1 - self.dropout) if 0 < self.dropout < 1 else 0.0
 
     @property
@@ -38,17 +38,21 @@ def _sizes(q: Tensor, k: Tensor, v: Tensor, s: Settings) -> np.ndarray:
     return np.array(numbers, np.int64)
 
 
-def _given(tensors: Sequence[Tensor | None]) -> tuple[list[int | None], np.ndarray]:
-    """Address and strides of each, one after the other, and what must live for as long."""
-    strides = np.array([(0,) * 4 if t is None else t.stride() for t in tensors], np.int64)
-    found: list[int | None] = []
-    for tensor, row in zip(tensors, strides, strict=True):
-        found += [None if tensor is None else tensor.data_ptr(), row.ctypes.data]
-    return found, strides
+def _with_strides(tensors: Sequence[Tensor | None]) -> list[Tensor | np.ndarray | None]:
+    """Each tensor followed by its strides."""
+    arguments: list[Tensor | np.ndarray | None] = []
+    for tensor in tensors:
+        strides = (0,) * 4 if tensor is None else tensor.stride()
+        arguments += [tensor, np.array(strides, np.int64)]
+    return arguments
+
+
+def _options(s: Settings) -> tuple[float, int, int, float, int]:
+    return s.scale, s.seed, s.threshold, s.kept, torch.get_num_threads()
 
 
 def _by_token(shape: Sequence[int]) -> Tensor:
-    """[batch, heads, tokens, features] whose heads lie beside each other, as layers want them."""
+    """Uninitialised [batch, heads, tokens, features], the heads of a token adjacent in memory."""
     n, heads, tokens, features = shape
     return torch.empty(n, tokens, heads, features).transpose(1, 2)
 
@@ -63,30 +67,18 @@ def forward(
     s: Settings,
 ) -> tuple[Tensor, Tensor]:
     """[batch, heads, queries, value features], and [batch, heads, queries] for `backward`."""
-    library = native.load()
-    assert library is not None
     out = _by_token((*q.shape[:3], v.shape[3]))
     sums = torch.empty(q.shape[:3])
-    inputs, held = _given((q, k, v))
-    output, held_too = _given((out,))
-    sizes = _sizes(q, k, v, s)
-    status = library.dynsparse_attention_forward(
-        *inputs,
-        row_ptr.data_ptr(),
-        cols.data_ptr(),
-        None if bias is None else bias.data_ptr(),
-        *output,
-        sums.data_ptr(),
-        sizes.ctypes.data,
-        s.scale,
-        s.seed,
-        s.threshold,
-        s.kept,
-        torch.get_num_threads(),
+    status = native.call(
+        "dynsparse_attention_forward",
+        *_with_strides((q, k, v)),
+        *(row_ptr, cols, bias),
+        *_with_strides((out,)),
+        *(sums, _sizes(q, k, v, s)),
+        *_options(s),
     )
-    del held, held_too
     if status:
-        raise MemoryError("no memory for an attention at blocks")
+        raise MemoryError("no scratch memory for an attention")
     return out, sums
 
 
@@ -104,27 +96,15 @@ def backward(
     needed: Sequence[bool],
 ) -> list[Tensor | None]:
     """The gradients of q, k and v, where they are needed."""
-    library = native.load()
-    assert library is not None
-    made = [_by_token(t.shape) if n else None for t, n in zip((q, k, v), needed, strict=True)]
-    inputs, held = _given((grad, q, k, v, out))
-    outputs, held_too = _given(made)
-    sizes = _sizes(q, k, v, s)
-    status = library.dynsparse_attention_backward(
-        *inputs,
-        sums.data_ptr(),
-        row_ptr.data_ptr(),
-        cols.data_ptr(),
-        None if bias is None else bias.data_ptr(),
-        *outputs,
-        sizes.ctypes.data,
-        s.scale,
-        s.seed,
-        s.threshold,
-        s.kept,
-        torch.get_num_threads(),
+    gradients = [_by_token(t.shape) if n else None for t, n in zip((q, k, v), needed, strict=True)]
+    status = native.call(
+        "dynsparse_attention_backward",
+        *_with_strides((grad, q, k, v, out)),
+        *(sums, row_ptr, cols, bias),
+        *_with_strides(gradients),
+        _sizes(q, k, v, s),
+        *_options(s),
     )
-    del held, held_too
     if status:
-        raise MemoryError("no memory for the gradients of an attention at blocks")
-    return made
+        raise MemoryError("no scratch memory for the gradients of an attention")
+    return gradients

@@ -14,17 +14,13 @@ from dynsparse.ops.linear.layer_index import LayerIndex
 
 
 def _sizes(x: Sequence[int], y: Sequence[int], p: LayerIndex, g: Geometry) -> np.ndarray:
-    """What the kernels want to know of the shapes of x and y, in the order of csrc/api.h."""
+    """The shapes of x and y and the geometry, in the order of csrc/api.h."""
     numbers = (*x, *y[1:], *g.kernel, *g.stride, *g.padding[:2], *g.dilation, g.groups)
     return np.array([*numbers, p.block_size], np.int64)
 
 
 def _strides(tensor: Tensor | None) -> np.ndarray:
     return np.array((0, 0, 0, 0) if tensor is None else tensor.stride(), np.int64)
-
-
-def _pointer(tensor: Tensor | None) -> int | None:
-    return None if tensor is None else tensor.data_ptr()
 
 
 def forward(
@@ -35,23 +31,13 @@ def forward(
     g: Geometry,
     layout: torch.memory_format,
 ) -> Tensor:
-    library = native.load()
-    assert library is not None
     size = g.output_size(x.shape[2], x.shape[3])
     y = torch.empty(x.shape[0], p.out_features, *size, memory_format=layout)
     values, bias = p.by_rows(values).contiguous(), None if bias is None else bias.contiguous()
-    of_x, of_y, sizes = _strides(x), _strides(y), _sizes(x.shape, y.shape, p, g)
-    status = library.dynsparse_conv_forward(
-        x.data_ptr(),
-        of_x.ctypes.data,
-        values.data_ptr(),
-        p.row_ptr.data_ptr(),
-        p.cols.data_ptr(),
-        _pointer(bias),
-        y.data_ptr(),
-        of_y.ctypes.data,
-        sizes.ctypes.data,
-        torch.get_num_threads(),
+    status = native.call(
+        "dynsparse_conv_forward",
+        *(x, _strides(x), values, p.row_ptr, p.cols, bias, y, _strides(y)),
+        *(_sizes(x.shape, y.shape, p, g), torch.get_num_threads()),
     )
     if status:
         raise MemoryError("no memory for a sparse convolution")
@@ -68,29 +54,14 @@ def backward(
     need_input: bool,
     layout: torch.memory_format,
 ) -> tuple[Tensor | None, Tensor | None]:
-    library = native.load()
-    assert library is not None
     shape = (dy.shape[0], p.in_features // g.taps * g.groups, *size)
     dx = torch.empty(shape, memory_format=layout) if need_input else None
     dw = None if x is None else torch.empty(p.values_shape)
     values = values.contiguous()
-    of_dy, of_x, of_dx = _strides(dy), _strides(x), _strides(dx)
-    sizes = _sizes(shape, dy.shape, p, g)
-    rows, slots = p.by_columns()
-    status = library.dynsparse_conv_backward(
-        dy.data_ptr(),
-        of_dy.ctypes.data,
-        _pointer(x),
-        of_x.ctypes.data,
-        values.data_ptr(),
-        p.col_ptr.data_ptr(),
-        rows.data_ptr(),
-        slots.data_ptr(),
-        _pointer(dx),
-        of_dx.ctypes.data,
-        _pointer(dw),
-        sizes.ctypes.data,
-        torch.get_num_threads(),
+    status = native.call(
+        "dynsparse_conv_backward",
+        *(dy, _strides(dy), x, _strides(x), values, p.col_ptr, *p.by_columns(), dx, _strides(dx)),
+        *(dw, _sizes(shape, dy.shape, p, g), torch.get_num_threads()),
     )
     if status:
         raise MemoryError("no memory for the gradients of a sparse convolution")

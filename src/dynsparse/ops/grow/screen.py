@@ -17,7 +17,7 @@ from dynsparse import native
 from dynsparse.encoding import empty
 from dynsparse.ops.grow.free_positions import positions_between
 from dynsparse.ops.grow.scores import Pair
-from dynsparse.ops.linear.kernels import sparse
+from dynsparse.ops.linear.cpu import dot_products
 from dynsparse.pattern import SparsePattern
 
 # Multiply-adds of the gradient below which what goes before and after costs more than is saved.
@@ -112,7 +112,7 @@ def screened(
     opened, certain = found.tolist()
     cols, sure = cols[:opened], sure[:certain].add_(offset * width)
     row_ptr = counts.cumsum(0, dtype=torch.int32)
-    scores = sparse.dot_products(dy, x, row_ptr, cols).abs_()
+    scores = dot_products(dy, x, row_ptr, cols).abs_()
     starts = torch.arange(offset, offset + height) * width
     flat = starts.repeat_interleave(counts[1:], output_size=opened).add_(cols)
     return scores, flat, sure

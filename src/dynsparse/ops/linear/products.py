@@ -14,7 +14,7 @@ from dynsparse.ops import capture
 from dynsparse.ops.eager import empty_on_cpu
 from dynsparse.ops.linear import cuda
 from dynsparse.ops.linear.choice import route
-from dynsparse.ops.linear.kernels import KERNELS
+from dynsparse.ops.linear.cpu import KERNELS
 from dynsparse.ops.linear.layer_index import LayerIndex
 
 _FLOAT32 = torch.float32

@@ -35,7 +35,7 @@ from dynsparse.ops.linear.cost_table import (
     load_measurement,
     save_measurement,
 )
-from dynsparse.ops.linear.kernels import KERNELS
+from dynsparse.ops.linear.cpu import KERNELS
 from dynsparse.ops.linear.layer_index import LayerIndex
 from dynsparse.pattern import SparsePattern
 
