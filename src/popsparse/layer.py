@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from collections.abc import Sequence as Sequence_
 from dataclasses import asdict
 from pathlib import Path
@@ -16,11 +16,13 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from safetensors.torch import save
 
 from dynsparse.checks import check_kind
 from dynsparse.files.json_text import parse_json
 from dynsparse.files.shorten import shortened
-from dynsparse.files.tensor_file import TensorFile, write_tensors
+from dynsparse.files.whole import write_whole
+from dynsparse.nn.weights_file import read_tensors
 from dynsparse.typed import typed
 from popsparse.encoding.formats import COOMatrix, to_numpy
 from popsparse.encoding.partitioner import EncodedPattern
@@ -74,7 +76,8 @@ def write_layer(file: Path, layer: StoredLayer) -> None:
         )
     }
     text = json.dumps(about, allow_nan=False)
-    write_tensors(file, arrays, {"format": _FORMAT, "layer": text})
+    content = save(arrays, {"format": _FORMAT, "layer": text})
+    write_whole(file, lambda stream: stream.write(content))
 
 
 def read_layer(file: Path) -> StoredLayer:
@@ -84,10 +87,10 @@ def read_layer(file: Path) -> StoredLayer:
         OSError: the file cannot be read.
         ValueError: another file, or a damaged one.
     """
-    found = TensorFile(file)
-    if found.about.get("format") != _FORMAT:
+    metadata, tensors = read_tensors(file)
+    if metadata.get("format") != _FORMAT:
         raise ValueError("expected a layer as popsparse.Layer.save writes it, got something else")
-    about = parse_json(str(found.about.get("layer")))
+    about = parse_json(str(metadata.get("layer")))
     match about:
         case {"groups": int(groups), "built": dict(built), "plan": dict(request)}:
             pass
@@ -96,7 +99,7 @@ def read_layer(file: Path) -> StoredLayer:
     plan = _make_requested(request)
     if groups not in (0, plan.partition.groups):
         raise ValueError(f"expected weights of {plan.partition.groups} groups, got {groups}")
-    weights = [_read_weights(found, group, plan) for group in range(groups)]
+    weights = [_weights_of(tensors, group, plan) for group in range(groups)]
     return StoredLayer(plan, built, weights)
 
 
@@ -123,8 +126,11 @@ def _make_requested(request: dict[str, Any]) -> Plan:
         raise ValueError(f"expected the plan of a layer, got one without or with {error}") from None
 
 
-def _read_weights(file: TensorFile, group: int, plan: Plan) -> COOMatrix:
-    rows, columns, values = (file.read(f"{name} {group}").numpy() for name in _PARTS)
+def _weights_of(tensors: Mapping[str, torch.Tensor], group: int, plan: Plan) -> COOMatrix:
+    names = [f"{name} {group}" for name in _PARTS]
+    if missing := [name for name in names if name not in tensors]:
+        raise ValueError(f"expected weights of each group, got none named {missing[0]!r}")
+    rows, columns, values = (tensors[name].numpy() for name in names)
     shape = (plan.sizes.x, plan.sizes.y)
     return COOMatrix(values, columns, rows, shape, plan.params.sparsity_params.block_dimensions)
 

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import torch
 from recipes import Recipe
-from recipes_parts import folder
-from recipes_training import optimizer_of
 from torch import nn
 
 import dynsparse as ds
@@ -15,12 +13,6 @@ from dynsparse.ranks import RankGrid
 
 def row():
     return nn.Sequential(ds.nn.SparseLinear(8, 8), nn.ReLU(), ds.nn.SparseLinear(8, 8))
-
-
-def saved():
-    path, net = folder() / "ranks", row()
-    distributed.save_checkpoint(path, model=net, optimizer=optimizer_of(net))
-    return path
 
 
 def replicated(**arguments):
@@ -40,19 +32,6 @@ RECIPES = {
     "dynsparse.distributed.gather": Recipe(distributed.gather, lambda: {"model": row()}),
     "dynsparse.distributed.split": Recipe(
         distributed.split, lambda: {"model": row(), "mesh": RankGrid()}
-    ),
-    "dynsparse.distributed.save_checkpoint": Recipe(
-        distributed.save_checkpoint,
-        lambda: {
-            "path": folder() / "ranks", "model": (net := row()), "optimizer": optimizer_of(net),
-            "ranks": None, "wait": True,
-        },
-        (OSError,),
-    ),
-    "dynsparse.distributed.load_checkpoint": Recipe(
-        distributed.load_checkpoint,
-        lambda: {"path": saved(), "model": (net := row()), "optimizer": optimizer_of(net)},
-        (OSError,),
     ),
     "dynsparse.distributed.replicate": Recipe(
         replicated, lambda: {"model": row(), "ranks": "auto"}

@@ -3,16 +3,14 @@
 from pathlib import Path
 
 import torch
+from checkpoint_files import read_parts
 
 # Times and identities differ; the training draws from neither Python's nor NumPy's generator.
 NOT_COMPARED = {"seconds", "update_seconds", "tokens_per_second", "python", "numpy", "training_id"}
 
 
 def state(path: Path) -> dict:
-    """What a checkpoint holds, read as its documentation says: 60 bytes of header, then torch."""
-    with path.open("rb") as file:
-        file.seek(60)
-        return torch.load(file, weights_only=True)
+    return read_parts(path)
 
 
 def assert_equal(first, second, where="") -> None:

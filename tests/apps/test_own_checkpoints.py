@@ -11,7 +11,6 @@ from dynsparse.apps import lm
 from dynsparse.apps.common.identity import KEY, identities, identity_of
 from dynsparse.apps.pictures import mnist
 from dynsparse.training.checkpoint import read_extra
-from dynsparse.training.checkpoint.glance import glance
 from dynsparse.training.records import Records
 
 QUIET = Console(quiet=True)
@@ -41,8 +40,8 @@ def test_the_identity_is_random_and_stays(tmp_path):
     own = {extra[KEY] for extra in extras.values()}
     assert own == {Records.load(tmp_path / "r").metadata[KEY]}
     assert own != {read_extra(tmp_path / "b" / "epoch-0001.ckpt")[KEY]}
-    for file in (tmp_path / "a").iterdir():
-        assert glance(file, KEY) == extras[file.name][KEY]
+    for file, identity in identities((tmp_path / "a").iterdir()).items():
+        assert identity == extras[file.name][KEY]
 
 
 def test_a_new_training_does_not_begin_among_anothers_checkpoints(tmp_path):

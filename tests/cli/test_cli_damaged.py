@@ -122,7 +122,7 @@ def test_json_in_flags(refused):
 def test_checkpoints(tmp_path, refused, extra):
     file = tmp_path / "a.ckpt"
     torch.save(torch.zeros(3), file)
-    refused("is not a dynsparse checkpoint", "mnist", "--restore", file)
+    refused("is truncated or not a checkpoint", "mnist", "--restore", file)
     layer = torch.nn.Linear(2, 2)
     optimizer = torch.optim.SGD(layer.parameters(), lr=0.1)
     save_checkpoint(file, model=layer, optimizer=optimizer, extra=extra)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
+import os
 from pathlib import Path
 
 import pytest
@@ -68,12 +68,6 @@ def reference(last, algorithm="static"):
     return made
 
 
-def doors(how):
-    save = {"plain": ds.training.save_checkpoint, "ranks": ds.distributed.save_checkpoint}
-    load = {"plain": ds.training.load_checkpoint, "ranks": ds.distributed.load_checkpoint}
-    return save[how], load[how]
-
-
 def brought(part, layer, kept):
     """What rectangles hold by slots, in the order of one process."""
     slots, total = part.slots(layer.pattern)
@@ -105,19 +99,18 @@ def states_of(made):
     return found
 
 
-def leg(rank, size, kind, how, source, target, first, last, algorithm="static"):
+def leg(rank, size, kind, source, target, first, last, algorithm="static"):
     """Go on from a checkpoint, into a model of another pattern, and leave one; (off by, steps)."""
-    save, load = doors(how)
     made = make(kind, size, seed=0 if source is None else 9, algorithm=algorithm)
     parts = {"model": made[1], "optimizer": made[2], "trainer": made[3]}
     own = models.layers_of(made[1])["0"].pattern
     before = own.flat.clone()
     if source is not None:
-        extra = load(source, **parts)
+        extra = ds.training.load_checkpoint(source, **parts)
         assert extra == {"at": first, "some": [1.5, (2, None)]}
         assert torch.equal(own.flat, before)  # the old pattern is another object
     train(made, first, last)
-    save(target, **parts, extra={"at": last, "some": [1.5, (2, None)]})
+    ds.training.save_checkpoint(target, **parts, extra={"at": last, "some": [1.5, (2, None)]})
     ours, expected = states_of(made), states_of(reference(last, algorithm))
     off = max(float((ours[key] - one).abs().max()) for key, one in expected.items())
     return off, made[3].steps
@@ -125,22 +118,18 @@ def leg(rank, size, kind, how, source, target, first, last, algorithm="static"):
 
 def momenta(rank, size, path):
     """SNFS's momentum: what a bare `state_dict` has of it on this rank, and whether the sum of that
-    over the ranks is what one process has; the same after both kinds of checkpoint."""
+    over the ranks is what one process has; the same after a checkpoint."""
     made = make("ddp", size, algorithm="snfs-dense")
     train(made, 0, 3)
     expected = reference(3, "snfs-dense")[3].state_dict()["history_state"]["momentum"]
     own = made[3].state_dict()["history_state"]["momentum"]
     parts = {"model": made[1], "optimizer": made[2], "trainer": made[3]}
-    found = [_off(own, expected)]
-    for how in ("plain", "ranks"):
-        save, load = doors(how)
-        save(f"{path}-{how}", **parts)
-        fresh = make("ddp", size, seed=9, algorithm="snfs-dense")
-        load(f"{path}-{how}", model=fresh[1], optimizer=fresh[2], trainer=fresh[3])
-        again = fresh[3].state_dict()["history_state"]["momentum"]
-        assert all(torch.equal(again[name], own[name]) for name in own)
-        found.append(_off(again, expected))
-    return found, own
+    ds.training.save_checkpoint(path, **parts)
+    fresh = make("ddp", size, seed=9, algorithm="snfs-dense")
+    ds.training.load_checkpoint(path, model=fresh[1], optimizer=fresh[2], trainer=fresh[3])
+    again = fresh[3].state_dict()["history_state"]["momentum"]
+    assert all(torch.equal(again[name], own[name]) for name in own)
+    return [_off(own, expected), _off(again, expected)], own
 
 
 def _off(own, expected):
@@ -154,19 +143,18 @@ def _off(own, expected):
     return worst
 
 
-def randomness(rank, size, how, path):
+def randomness(rank, size, path):
     """Each rank gets back its own numbers, and dropout draws as it would have."""
-    save, load = doors(how)
     _, model, optimizer, trainer = make("ddp", size)
     given = torch.Generator().manual_seed(rank)
     parts = {"model": model, "optimizer": optimizer, "trainer": trainer}
-    save(path, **parts, generators={"data": given})
+    ds.training.save_checkpoint(path, **parts, generators={"data": given})
 
     def draw():
         return [*torch.rand(2).tolist(), *torch.rand(2, generator=given).tolist()]
 
     expected, mask = draw(), dropout(torch.ones(99), 0.5)
-    load(path, **parts, generators={"data": given})
+    ds.training.load_checkpoint(path, **parts, generators={"data": given})
     assert draw() == expected
     assert torch.equal(dropout(torch.ones(99), 0.5), mask)
     return expected
@@ -186,42 +174,44 @@ def failures(rank, size, folder):
         torch.distributed.barrier()
 
     good = folder / "good"
-    ds.distributed.save_checkpoint(good, **parts)
-    manifest = (good / "manifest.json").read_text()
+    ds.training.save_checkpoint(good, **parts)
+    before = [(folder / name).read_bytes() for name in sorted(os.listdir(folder))]
+    torch.distributed.barrier()
     extra = {"odd": {1, 2} if rank == 1 else None}
-    expect(TypeError, "rank 1: .*found set", lambda: ds.distributed.save_checkpoint(
+    expect(TypeError, "rank 1: .*found set", lambda: ds.training.save_checkpoint(
         good, **parts, extra=extra))  # fmt: skip
-    expect(ds.training.CheckpointError, "holds no whole checkpoint", lambda: (
-        folder.joinpath("empty").mkdir(exist_ok=True),
-        ds.distributed.load_checkpoint(folder / "empty", **parts)))  # fmt: skip
     expect(ds.training.CheckpointError, "FileNotFoundError", lambda: (
-        ds.distributed.load_checkpoint(folder / "none", **parts)))  # fmt: skip
-    (folder / "file").touch()
-    expect(RuntimeError, "Exists|Not a directory", lambda: ds.distributed.save_checkpoint(
-        folder / "file", **parts))  # fmt: skip
-    assert (good / "manifest.json").read_text() == manifest
-    ds.distributed.load_checkpoint(good, **parts)
+        ds.training.load_checkpoint(folder / "none", **parts)))  # fmt: skip
+    expect(RuntimeError, "FileNotFoundError", lambda: ds.training.save_checkpoint(
+        folder / "none" / "c", **parts))  # fmt: skip
+    assert [(folder / name).read_bytes() for name in sorted(os.listdir(folder))] == before
+    ds.training.load_checkpoint(good, **parts)
     other = models.shard(models.linear_model(density=0.3), init_device_mesh("cpu", (size,)))
     before = {name: tensor.clone() for name, tensor in other.state_dict().items()}
     expect(ds.training.CheckpointError, "does not fit: layer '0' was saved with", lambda: (
-        ds.distributed.load_checkpoint(good, model=other)))  # fmt: skip
+        ds.training.load_checkpoint(good, model=other)))  # fmt: skip
     for name, tensor in other.state_dict().items():
         assert torch.equal(models.whole(tensor), models.whole(before[name]))
     apart = models.linear_model(seed=rank)
     second = torch.optim.SGD(apart.parameters(), lr=0.1)
-    for save in (ds.training.save_checkpoint, ds.distributed.save_checkpoint):
-        expect(ValueError, "ranks disagree on the pattern of layer '0'", lambda save=save: save(
-            folder / "apart", model=apart, optimizer=second))  # fmt: skip
+    expect(ValueError, "ranks disagree on the pattern of layer '0'", lambda: (
+        ds.training.save_checkpoint(folder / "apart", model=apart, optimizer=second)))  # fmt: skip
     assert not (folder / "apart").exists()
     torch.distributed.barrier()
     if rank == 0:
-        data = sorted(good.glob("*-1.safetensors"))[0]
+        (data,) = folder.glob("good.*-1")
         raw = bytearray(data.read_bytes())
         raw[-1] ^= 1
         data.write_bytes(raw)
     torch.distributed.barrier()
-    expect(ds.training.CheckpointError, "is damaged", lambda: ds.distributed.load_checkpoint(
+    expect(ds.training.CheckpointError, "is damaged", lambda: ds.training.load_checkpoint(
         good, **parts))  # fmt: skip
+    torch.distributed.barrier()
+    if rank == 0:
+        data.unlink()
+    torch.distributed.barrier()
+    expect(ds.training.CheckpointError, "is missing: expected the files of 2 ranks", lambda: (
+        ds.training.load_checkpoint(good, **parts)))  # fmt: skip
     return said
 
 
@@ -231,20 +221,16 @@ def aside(rank, size, kind, path):
     parts = {"model": made[1], "optimizer": made[2], "trainer": made[3]}
     saving = None
     for at in range(3):
-        saving = ds.distributed.save_checkpoint(path, **parts, extra={"at": at}, wait=False)
+        saving = ds.training.save_checkpoint(path, **parts, extra={"at": at}, wait=False)
         train(made, at, at + 1)
     saving.wait()
     assert saving.done
     fresh = make(kind, size, seed=5)
-    found = ds.distributed.load_checkpoint(path, model=fresh[1], optimizer=fresh[2])
+    found = ds.training.load_checkpoint(path, model=fresh[1], optimizer=fresh[2])
     assert found == {"at": 2}
-    files = {file.name.partition("-")[0] for file in Path(path).glob("*.safetensors")}
-    assert len(files) == 1  # earlier ones have made room
-    with contextlib.suppress(FileExistsError):
-        Path(path + "-file").touch()
-    torch.distributed.barrier()
-    bad = ds.distributed.save_checkpoint(path + "-file", **parts, wait=False)
-    with pytest.raises(RuntimeError, match=r"Exists|Not a directory"):
+    assert len(os.listdir(Path(path).parent)) == size  # earlier ones have made room
+    bad = ds.training.save_checkpoint(f"{path}/below", **parts, wait=False)
+    with pytest.raises(RuntimeError, match="NotADirectoryError"):
         bad.wait()
     return models.off_by(fresh[1], reference(2)[1])
 
@@ -265,8 +251,8 @@ def meshes(rank, size, path):
         return model, torch.optim.SGD(model.parameters(), lr=0.1)
 
     (model, optimizer), (other, second) = built(0), built(1)
-    ds.distributed.save_checkpoint(path, model=model, optimizer=optimizer)
-    ds.distributed.load_checkpoint(path, model=other, optimizer=second)
+    ds.training.save_checkpoint(path, model=model, optimizer=optimizer)
+    ds.training.load_checkpoint(path, model=other, optimizer=second)
     for name, tensor in model.state_dict().items():
         assert torch.equal(models.whole(tensor), models.whole(other.state_dict()[name])), name
     return True

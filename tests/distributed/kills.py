@@ -65,8 +65,8 @@ def train(folder, kind, kills, longest, wait):
     trainer = ds.RigL(model, optimizer, schedule=schedule)
     parts = {"model": model, "optimizer": optimizer, "trainer": trainer}
     path = folder / "checkpoint"
-    if (path / "manifest.json").exists():
-        ds.distributed.load_checkpoint(path, **parts)
+    if path.exists():
+        ds.training.load_checkpoint(path, **parts)
     saving = None
     while trainer.steps < STEPS:
         x, y = share(trainer.steps, rank, size)
@@ -74,7 +74,7 @@ def train(folder, kind, kills, longest, wait):
         mse_loss(forward(dropout(x, 0.1)), y).backward()  # with random numbers of each rank
         trainer.step()
         if trainer.steps % 2 == 0:
-            saving = ds.distributed.save_checkpoint(path, **parts, wait=wait)
+            saving = ds.training.save_checkpoint(path, **parts, wait=wait)
     if saving is not None:
         saving.wait()
     state = {n: getattr(t, "full_tensor", lambda t=t: t)() for n, t in model.state_dict().items()}

@@ -1,27 +1,26 @@
 """Checkpoints over ranks: any number to any other, shards to replicas, whole or not at all."""
 
-import json
+import os
 
 import checkpoint_runs as runs
 import pytest
 import torch
+from checkpoint_files import edit_header
 from processes import on_ranks
 
 import dynsparse as ds
 
-HOW = ("ranks", "plain")
 
-
-def alone(kind, how, *rest):
+def alone(kind, *rest):
     """`runs.leg` in this process, which has no group."""
-    return runs.leg(0, 1, kind, how, *rest)
+    return runs.leg(0, 1, kind, *rest)
 
 
-def follow(legs, how, tmp_path, *algorithm):
+def follow(legs, tmp_path, *algorithm):
     source, first = None, 0
     for number, (kind, size) in enumerate(legs):
         target = str(tmp_path / str(number))
-        rest = (kind, how, source, target, first, first + 3, *algorithm)
+        rest = (kind, source, target, first, first + 3, *algorithm)
         found = [alone(*rest)] if size == 1 else on_ranks(size, runs.leg, *rest)
         for off, steps in found:
             assert off < 1e-12, (number, kind, off)
@@ -29,27 +28,24 @@ def follow(legs, how, tmp_path, *algorithm):
         source, first = target, first + 3
 
 
-@pytest.mark.parametrize("how", HOW)
-def test_from_any_kind_and_number_to_any_other(how, tmp_path):
-    follow([("fsdp", 2), ("alone", 1), ("ddp", 2), ("fsdp", 2)], how, tmp_path)
+def test_from_any_kind_and_number_to_any_other(tmp_path):
+    follow([("fsdp", 2), ("alone", 1), ("ddp", 2), ("fsdp", 2)], tmp_path)
 
 
 @pytest.mark.parametrize("algorithm", ["rigl", "set"])
 def test_patterns_go_on_changing_on_any_kind_and_number(algorithm, tmp_path):
-    follow([("fsdp", 2), ("grid", 2), ("alone", 1), ("ddp", 2)], "ranks", tmp_path, algorithm)
+    follow([("fsdp", 2), ("grid", 2), ("alone", 1), ("ddp", 2)], tmp_path, algorithm)
 
 
-@pytest.mark.parametrize(
-    ("algorithm", "how"), [("snfs", "ranks"), ("snfs-dense", "plain"), ("snfs-dense", "ranks")]
-)
-def test_a_momentum_of_all_ranks_goes_on_in_one_process_and_back(algorithm, how, tmp_path):
-    follow([("ddp", 2), ("alone", 1), ("ddp", 2)], how, tmp_path, algorithm)
+@pytest.mark.parametrize("algorithm", ["snfs", "snfs-dense"])
+def test_a_momentum_of_all_ranks_goes_on_in_one_process_and_back(algorithm, tmp_path):
+    follow([("ddp", 2), ("alone", 1), ("ddp", 2)], tmp_path, algorithm)
 
 
 @pytest.mark.slow
 def test_a_momentum_of_shards_goes_on_on_other_numbers_of_ranks(tmp_path):
     legs = [("fsdp", 2), ("ddp", 4), ("alone", 1), ("grid", 2), ("fsdp", 2)]
-    follow(legs, "ranks", tmp_path, "snfs-dense-fixed")
+    follow(legs, tmp_path, "snfs-dense-fixed")
 
 
 def test_a_bare_state_has_the_momentum_of_one_rank_and_checkpoints_those_of_all(tmp_path):
@@ -62,20 +58,18 @@ def test_a_bare_state_has_the_momentum_of_one_rank_and_checkpoints_those_of_all(
 @pytest.mark.parametrize("algorithm", ["static", "rigl"])
 def test_shards_of_rectangles(algorithm, tmp_path):
     legs = [("shards of a grid", 4), ("grid", 2), ("shards of a grid", 4), ("alone", 1)]
-    follow(legs, "ranks", tmp_path, algorithm)
+    follow(legs, tmp_path, algorithm)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("how", HOW)
-def test_two_four_one_two(how, tmp_path):
+def test_two_four_one_two(tmp_path):
     legs = [("ddp", 2), ("fsdp", 4), ("alone", 1), ("grid", 2), ("grid", 4), ("fsdp", 2)]
     legs += [("grid", 4), ("ddp", 4)]
-    follow(legs, how, tmp_path, "rigl")
+    follow(legs, tmp_path, "rigl")
 
 
-@pytest.mark.parametrize("how", HOW)
-def test_every_rank_keeps_its_own_random_numbers(how, tmp_path):
-    first, second = on_ranks(2, runs.randomness, how, str(tmp_path / "c"))
+def test_every_rank_keeps_its_own_random_numbers(tmp_path):
+    first, second = on_ranks(2, runs.randomness, str(tmp_path / "c"))
     assert first != second
 
 
@@ -106,24 +100,27 @@ def training(seed=0):
 def saved(tmp_path, **options):
     model, optimizer, trainer = training()
     parts = {"model": model, "optimizer": optimizer, "trainer": trainer}
-    ds.distributed.save_checkpoint(tmp_path / "c", **parts, **options)
+    ds.training.save_checkpoint(tmp_path / "c", **parts, **options)
     return parts
 
 
 def test_a_save_that_was_interrupted_leaves_the_one_before(tmp_path, monkeypatch):
-    from dynsparse.distributed import checkpoint
+    from dynsparse.training.checkpoint import format as module
 
     parts = saved(tmp_path, extra={"number": 1})
     path = tmp_path / "c"
-    for fails in ("write_tensors", "write_text_whole"):
+    for place, fails in ((module, "to_bytes"), (os, "replace")):
         with monkeypatch.context() as patch:
-            patch.setattr(checkpoint, fails, lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+            patch.setattr(place, fails, lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
             with pytest.raises(KeyboardInterrupt):
-                ds.distributed.save_checkpoint(path, **parts, extra={"number": 2})
-        assert ds.distributed.load_checkpoint(path, model=parts["model"]) == {"number": 1}
-    ds.distributed.save_checkpoint(path, **parts, extra={"number": 3})
-    assert ds.distributed.load_checkpoint(path, **parts) == {"number": 3}
-    assert len(list(path.iterdir())) == 2
+                ds.training.save_checkpoint(path, **parts, extra={"number": 2})
+        assert ds.training.load_checkpoint(path, model=parts["model"]) == {"number": 1}
+    (tmp_path / "c.0123abcd-1").touch()  # of more ranks that saved before
+    (tmp_path / ".c.0123abcd-2.0123abcd.tmp").touch()  # of a rank that was killed
+    (tmp_path / "c.other").touch()
+    ds.training.save_checkpoint(path, **parts, extra={"number": 3})
+    assert ds.training.load_checkpoint(path, **parts) == {"number": 3}
+    assert sorted(file.name for file in tmp_path.iterdir()) == ["c", "c.other"]
 
 
 def test_what_plain_types_there_are_comes_back(tmp_path):
@@ -135,7 +132,7 @@ def test_what_plain_types_there_are_comes_back(tmp_path):
         "scalar": torch.tensor(True),
     }
     parts = saved(tmp_path, extra=extra)
-    found = ds.distributed.load_checkpoint(tmp_path / "c", **parts)
+    found = ds.training.load_checkpoint(tmp_path / "c", **parts)
     assert torch.equal(found[3][1].pop(), extra[3][1].pop())
     assert torch.equal(found.pop("empty"), extra.pop("empty"))
     assert torch.equal(found.pop("scalar"), extra.pop("scalar"))
@@ -167,37 +164,28 @@ def test_a_history_is_shared_out_among_other_numbers_of_ranks():
         torch.testing.assert_close(found, sum(s["momentum"]["0"] for s in dense) / 2)
 
 
-def damage(tmp_path, change):
-    manifest = tmp_path / "c" / "manifest.json"
-    told = json.loads(manifest.read_text())
-    change(told)
-    manifest.write_text(json.dumps(told))
-
-
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda m: m.update(format="pickle"), "expected the format"),
-        (lambda m: m.update(version=9), "version 1, got 9"),
-        (lambda m: m.update(token="../../xx"), "expected a token"),
-        (lambda m: m.pop("parts"), "damaged or foreign"),
-        (lambda m: m.update(files=[]), "damaged or foreign|ranks that it has no files of"),
-        (lambda m: m.update(groups=[[3]]), "ranks that it has no files of"),
-        (lambda m: m["files"][0].update(bytes=1), "truncated or missing: expected 1 bytes"),
-        (lambda m: m["entries"]["model/0.values"].update(shape=[2**40]), "expected a piece of"),
-        (lambda m: m["entries"]["model/0.values"].update(dtype="F16"), "expected a piece of"),
-        (lambda m: m["parts"]["extra"].update(
-            {k: {"$": ["tensor", "model/0.values"]} for k in "ab"}), "named twice"),
-        (lambda m: m["parts"].update(extra={"$": ["os.system", "x"]}), "plain types"),
-        (lambda m: m["parts"].update(optimizer=3), "expected a dict as its optimizer"),
-        (lambda m: m["parts"]["model"].popitem(), "only one of file and model"),
+        (lambda h: h.update(format="pickle"), "expected the format"),
+        (lambda h: h.update(version=9), "version 9, this dynsparse reads version 1"),
+        (lambda h: h.update(token="../../xx"), "expected a token"),
+        (lambda h: h.pop("state"), "is damaged: KeyError"),
+        (lambda h: h.update(ranks=0), "expected a number of ranks"),
+        (lambda h: h.update(ranks=2), "is missing: expected the files of 2 ranks"),
+        (lambda h: h.update(groups=[[3]]), "ranks that it has no files of"),
+        (lambda h: h["entries"]["model/0.values"].update(shape=[2**40]), "expected a chunk of"),
+        (lambda h: h["entries"]["model/0.values"].update(dtype="F16"), "expected a chunk of"),
+        (lambda h: h["state"].update(extra={"$": ["os.system", "x"]}), "plain types"),
+        (lambda h: h["state"].update(optimizer=3), "expected a dict as its optimizer"),
+        (lambda h: h["state"]["model"].popitem(), "only one of file and model"),
     ],
-)  # fmt: skip
-def test_damaged_manifests_change_nothing(change, message, tmp_path):
+)
+def test_damaged_headers_change_nothing(change, message, tmp_path):
     parts = saved(tmp_path)
-    damage(tmp_path, change)
+    edit_header(tmp_path / "c", change)
     before = {name: t.clone() for name, t in parts["model"].state_dict().items()}
     with pytest.raises(ds.training.CheckpointError, match=message) as found:
-        ds.distributed.load_checkpoint(tmp_path / "c", **parts)
+        ds.training.load_checkpoint(tmp_path / "c", **parts)
     assert "\n" not in str(found.value)
     assert all(torch.equal(t, before[n]) for n, t in parts["model"].state_dict().items())

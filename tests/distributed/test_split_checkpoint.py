@@ -19,10 +19,6 @@ from dynsparse.ranks import rebalance
 from dynsparse.training.checkpoint.places import Sources
 
 ALONE = (1, 1, 1)
-DOORS = {
-    "plain": (ds.training.save_checkpoint, ds.training.load_checkpoint),
-    "ranks": (ds.distributed.save_checkpoint, ds.distributed.load_checkpoint),
-}
 
 
 def state_of(model, optimizer):
@@ -46,10 +42,9 @@ def reference(name, block_size, steps):
     return {key: tensor.clone() for key, tensor in state_of(model, optimizer).items()}
 
 
-def leg(sizes, name, door, block_size, source, target, first, last):
+def leg(sizes, name, block_size, source, target, first, last):
     """Go on from a checkpoint on a grid, and leave one; the whole state."""
     model = model_of(seed=0 if source is None else 9, block_size=block_size, density=0.3)
-    save, load = DOORS[door]
 
     def work(grid=None):
         own, ranks = copy.deepcopy(model), None
@@ -59,23 +54,23 @@ def leg(sizes, name, door, block_size, source, target, first, last):
         trainer = ALGORITHMS[name](own, optimizer, ranks=ranks)
         parts = {"model": own, "optimizer": optimizer, "trainer": trainer, "ranks": ranks}
         if source is not None:
-            assert load(source, **parts, random_state=False) == {"at": first}
+            assert ds.training.load_checkpoint(source, **parts, random_state=False) == {"at": first}
             assert trainer.steps == first
         for step in range(first, last):
             step_of(own, optimizer, trainer, step, grid)
-        save(target, **parts, extra={"at": last})
+        ds.training.save_checkpoint(target, **parts, extra={"at": last})
         return state_of(own, optimizer)
 
     return [work()] if sizes == ALONE else list(on_grid(sizes, work).values())
 
 
-def follow(legs, name, door, tmp_path, block_size=1, steps=3):
+def follow(legs, name, tmp_path, block_size=1, steps=3):
     source = None
     for number, sizes in enumerate(legs):
         target = str(tmp_path / str(number))
         first, last = number * steps, (number + 1) * steps
         expected = reference(name, block_size, last)
-        for found in leg(sizes, name, door, block_size, source, target, first, last):
+        for found in leg(sizes, name, block_size, source, target, first, last):
             assert found.keys() == expected.keys()
             for key, tensor in expected.items():
                 if key.endswith(("rows", "cols")):
@@ -85,18 +80,17 @@ def follow(legs, name, door, tmp_path, block_size=1, steps=3):
         source = target
 
 
-@pytest.mark.parametrize("door", DOORS)
 @pytest.mark.parametrize("block_size", [1, 4])
-def test_from_any_grid_to_any_other(door, block_size, tmp_path):
+def test_from_any_grid_to_any_other(block_size, tmp_path):
     legs = [(2, 2, 1), ALONE, (1, 2, 2), (2, 1, 1), (1, 3 if block_size == 1 else 2, 1), ALONE]
-    follow(legs, "rigl", door, tmp_path, block_size)
+    follow(legs, "rigl", tmp_path, block_size)
 
 
 @pytest.mark.parametrize(
     "name", ["static", "set", "snfs", "snfs-dense", "gmp-global", "mest-soft", "deepr", "topkast"]
 )
 def test_trainers_go_on_with_what_they_remember(name, tmp_path):
-    follow([(2, 1, 2), (1, 2, 1), ALONE, (2, 2, 1)], name, "ranks", tmp_path)
+    follow([(2, 1, 2), (1, 2, 1), ALONE, (2, 2, 1)], name, tmp_path)
 
 
 @pytest.mark.parametrize("sizes", GRIDS)
@@ -140,15 +134,13 @@ def error_of(sizes, model, work):
     return line
 
 
-@pytest.mark.parametrize("door", DOORS)
-def test_what_does_not_fit_changes_no_rectangle(door, tmp_path):
-    save, load = DOORS[door]
+def test_what_does_not_fit_changes_no_rectangle(tmp_path):
     path, sizes = tmp_path / "c", (2, 1, 1)
     model = model_of(density=0.3)
-    save(path, model=model, optimizer=optimizer_of(model), ranks=None)
+    ds.training.save_checkpoint(path, model=model, optimizer=optimizer_of(model), ranks=None)
 
     def load_model(own, grid):
-        load(path, model=own, ranks=grid)
+        ds.training.load_checkpoint(path, model=own, ranks=grid)
 
     line = error_of(sizes, model_of(density=0.4), load_model)
     assert "layer '0' was saved with [out, in, block size, blocks] = [24, 16, 1, 115]" in line
@@ -180,7 +172,7 @@ def test_generators_of_a_grid_are_those_of_its_samples(tmp_path):
 
     def saved(rank):
         g = torch.Generator().manual_seed(rank)
-        ds.distributed.save_checkpoint(
+        ds.training.save_checkpoint(
             tmp_path / "c", model=model, optimizer=optimizer_of(model), generators={"g": g},
             ranks=rank_of[rank],
         )  # fmt: skip
@@ -196,7 +188,7 @@ def test_generators_of_a_grid_are_those_of_its_samples(tmp_path):
 
     def load(grid):
         own, g = split(copy.deepcopy(model), grid), torch.Generator()
-        ds.distributed.load_checkpoint(
+        ds.training.load_checkpoint(
             tmp_path / "c", model=own, generators={"g": g}, random_state=False, ranks=grid
         )
         return g.initial_seed()

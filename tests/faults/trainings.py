@@ -14,10 +14,11 @@ import torch
 from dynsparse.apps.common.resume import checkpoints_in
 from dynsparse.apps.lm.training import Training as LmTraining
 from dynsparse.apps.pictures import Training
-from dynsparse.training.checkpoint import read_extra
 from dynsparse.training.records import Records
 
 sys.path.insert(0, str(Path(__file__).parent))  # as in server.py, which is no part of a package
+sys.path.insert(0, str(Path(__file__).parent.parent))
+from checkpoint_files import read_parts
 from sizes import OPTIONS
 
 KINDS = {"mnist": Training, "lm": LmTraining}
@@ -99,10 +100,7 @@ def checkpoints(app: str, folder: Path) -> list[Path]:
 def outcome(app: str, folder: Path) -> dict[str, Any]:
     """All that a training that is done has left, but for times."""
     newest = checkpoints(app, folder)[-1]
-    read_extra(newest)  # compares the digest
-    with newest.open("rb") as file:
-        file.seek(60)
-        payload = torch.load(file, weights_only=True)
+    payload = read_parts(newest)
     records = Records.load(folder / "record")
     found = {
         "names": [file.name for file in checkpoints(app, folder)],

@@ -16,7 +16,6 @@ CASES = sorted(file for file in CORPUS.glob("*/*") if file.is_file())
 ROUNDS = {
     "bpe": 300,
     "checkpoints": 150,
-    "folders": 200,
     "records": 200,
     "specs": 300,
     "weights": 300,

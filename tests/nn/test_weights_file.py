@@ -4,15 +4,14 @@ import json
 
 import numpy as np
 import pytest
+import safetensors
 import torch
+from safetensors.numpy import load_file
+from safetensors.torch import save_file
 from torch import nn
 
 import dynsparse as ds
 from dynsparse.nn import SparseEmbedding, SparseLinear, SparseTransformerLayer
-
-safetensors = pytest.importorskip("safetensors")
-from safetensors.numpy import load_file  # noqa: E402
-from safetensors.torch import save_file  # noqa: E402
 
 
 class Model(nn.Module):

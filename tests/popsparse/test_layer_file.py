@@ -6,8 +6,9 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import save_file
 
-from dynsparse.files.tensor_file import TensorFile, write_tensors
+from dynsparse.nn.weights_file import read_tensors
 from dynsparse.pattern import SparsePattern
 from popsparse import Layer, Update, make_plan, plan
 from popsparse.encoding.formats import COOMatrix
@@ -100,21 +101,19 @@ def test_groups_and_blocks_that_are_not_square(tmp_path):
 
 def spoiled(path, about=None, **arrays):
     """The file with other things in it."""
-    found = TensorFile(path)
-    names = ("rows 0", "columns 0", "values 0")
-    kept = {name: found.read(name) for name in names} | arrays
-    text = {**found.about, **(about or {})}
-    write_tensors(path, kept, text)
+    metadata, tensors = read_tensors(path)
+    tensors = {name: tensor.clone() for name, tensor in tensors.items()} | arrays
+    save_file(tensors, path, metadata | (about or {}))
 
 
 def edited(path, **changes):
-    return {"layer": json.dumps({**json.loads(TensorFile(path).about["layer"]), **changes})}
+    return {"layer": json.dumps({**json.loads(read_tensors(path)[0]["layer"]), **changes})}
 
 
 @pytest.mark.parametrize(
     ("spoil", "words"),
     [
-        (lambda p: p.write_bytes(p.read_bytes()[:-1]), "damaged"),
+        (lambda p: p.write_bytes(p.read_bytes()[:-1]), "truncated"),
         (lambda p: p.write_bytes(b""), "truncated"),
         (lambda p: spoiled(p, {"format": "dynsparse layer 2"}), "expected a layer as"),
         (lambda p: spoiled(p, {"layer": "[]"}), "expected the plan of a layer"),
@@ -143,9 +142,9 @@ def test_a_layer_that_does_not_fit_says_so_as_when_it_is_built(tmp_path):
     planned = plan(**{**BASIC, "density": 0.9})
     small = replace(planned, target=planned.target.with_(bytes_per_tile=4096))
     Layer(small, check_memory=False).save(tmp_path / "layer")
-    file = TensorFile(tmp_path / "layer")
+    metadata, _ = read_tensors(tmp_path / "layer")
     about = edited(tmp_path / "layer", built={})
-    write_tensors(tmp_path / "layer", {}, {**file.about, **about})
+    save_file({}, tmp_path / "layer", metadata | about)
     with pytest.raises(OutOfMemoryError):
         Layer.load(tmp_path / "layer")
 

@@ -1,23 +1,19 @@
-"""One model on many ranks: layers in rectangles, stages of a pipeline, checkpoints."""
+"""One model on many ranks: replicas, tensor-parallel shards, stages of a pipeline."""
 
 from importlib import import_module
 from typing import Any
 
-from dynsparse.distributed.checkpoint import Saving, load_checkpoint, save_checkpoint
 from dynsparse.distributed.replicate import replicate
 from dynsparse.distributed.split import gather, split
 from dynsparse.distributed.stages import stages
 
 __all__ = [
-    "Saving",
     "SplitCols",
     "SplitHeads",
     "SplitPair",
     "SplitRows",
     "gather",
-    "load_checkpoint",
     "replicate",
-    "save_checkpoint",
     "split",
     "stages",
 ]

@@ -48,11 +48,11 @@ def save_safetensors(
         metadata: strings to keep along, such as the step.
 
     Raises:
-        ImportError: the package safetensors is missing.
         TypeError: state that is not tensors, metadata that is not strings.
         OSError: the file cannot be written; what was at `path` is still there.
     """
-    library = _library()
+    from safetensors.torch import save_file  # here: `import dynsparse` loads torch alone
+
     tensors, aliases = _distinct(state_of(model))
     check_kind("metadata", metadata, (Mapping, type(None)), "a dictionary of texts or None")
     user = dict(metadata or {})
@@ -69,7 +69,7 @@ def save_safetensors(
     with replaced(Path(path)) as temporary:
         # Opened here first: a missing folder is then an OSError that names it.
         temporary.touch()
-        library.torch.save_file(tensors, temporary, header)
+        save_file(tensors, temporary, header)
 
 
 def load_safetensors(model: nn.Module, path: str | os.PathLike[str]) -> dict[str, str]:
@@ -82,7 +82,6 @@ def load_safetensors(model: nn.Module, path: str | os.PathLike[str]) -> dict[str
         The `metadata` that was saved along.
 
     Raises:
-        ImportError: the package safetensors is missing.
         ValueError: a file that is truncated, damaged, not of `save_safetensors`, or of another
             model; one line that says where they differ.
         OSError: the file cannot be read.
@@ -113,17 +112,6 @@ def _check_metadata(layers: Any, user: Any) -> None:
             raise ValueError(f"expected shape, block size and blocks, got {shortened(layer)}")
     if not isinstance(user, dict) or not all(isinstance(text, str) for text in user.values()):
         raise ValueError(f"expected texts by name, got {shortened(user)}")
-
-
-def _library() -> Any:
-    try:
-        import safetensors
-        import safetensors.torch
-    except ImportError:
-        raise ImportError(
-            "safetensors files need the package safetensors: pip install 'dynsparse[apps]'"
-        ) from None
-    return safetensors
 
 
 def state_of(model: nn.Module) -> dict[str, Tensor]:
@@ -174,13 +162,14 @@ def _distinct(state: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str,
 
 def read_tensors(path: Path) -> tuple[dict[str, str], dict[str, Tensor]]:
     """The metadata and the tensors of any safetensors file."""
-    library = _library()
+    import safetensors
+
     path.open("rb").close()  # a missing or unreadable file is an OSError that names it
     try:
-        with library.safe_open(path, framework="pt") as file:
+        with safetensors.safe_open(path, framework="pt") as file:
             header = file.metadata() or {}
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-    except library.SafetensorError as error:
+    except safetensors.SafetensorError as error:
         reason = " ".join(str(error).split())
         raise ValueError(f"{path} is truncated or no safetensors file: {reason}") from None
     return header, tensors

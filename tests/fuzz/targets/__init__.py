@@ -7,6 +7,6 @@ archive, a length that must be right).
 """
 
 NAMES = (
-    "bpe", "checkpoints", "folders", "idx", "json", "options", "records", "specs",
-    "text", "tokens", "weights",
+    "bpe", "checkpoints", "idx", "json", "options", "records", "specs", "text", "tokens",
+    "weights",
 )  # fmt: skip

@@ -1,13 +1,12 @@
-"""Checkpoints: the file, a payload with its digest, the data within a right archive."""
+"""Checkpoints: the file, its JSON with the right digest, its tensors with the right digest."""
 
 from __future__ import annotations
 
-import hashlib
-import io
-import struct
-import zipfile
+import json
+from typing import Any
 
 import torch
+from safetensors.torch import load, save
 
 from dynsparse.nn import SparseLinear
 from dynsparse.training import RigL
@@ -17,10 +16,10 @@ from dynsparse.training.checkpoint import (
     read_extra,
     save_checkpoint,
 )
+from dynsparse.training.checkpoint.format import CheckpointReader, to_bytes
 from targets.common import folder, refused_as
 
-_WAYS = 4
-_END = b"|next|"
+_WAYS = 3
 
 
 def _parts() -> tuple[torch.nn.Module, torch.optim.Optimizer]:
@@ -28,69 +27,56 @@ def _parts() -> tuple[torch.nn.Module, torch.optim.Optimizer]:
     return layer, torch.optim.Adam(layer.parameters(), lr=0.1)
 
 
-def _saved() -> bytes:
+def _saved() -> tuple[bytes, dict[str, Any]]:
     layer, optimizer = _parts()
     trainer = RigL(layer, optimizer, total_steps=10, update_interval=5)
     layer(torch.ones(2, 6)).sum().backward()
     trainer.step()
     file = folder() / "seed"
-    extra = {"app": "mnist", "options": {"epochs": 1}, "seed": 0}
+    extra = {"app": "mnist", "a": (1, float("inf")), 3: torch.arange(3)}
     save_checkpoint(file, model=layer, optimizer=optimizer, trainer=trainer, extra=extra)
-    return file.read_bytes()
+    header = CheckpointReader(file)._files[0].header
+    header.pop("sha256")
+    return file.read_bytes(), header
 
 
-def _member(content: bytes, ending: str) -> str:
-    with zipfile.ZipFile(io.BytesIO(content)) as archive:
-        return next(name for name in archive.namelist() if name.endswith(ending))
-
-
-_WHOLE = _saved()
-_PAYLOAD = _WHOLE[60:]
-_DATA = _member(_PAYLOAD, "/data.pkl")
-_TENSORS = [_member(_PAYLOAD, f"/data/{i}") for i in range(4)]
-with zipfile.ZipFile(io.BytesIO(_PAYLOAD)) as _archive:
-    _MEMBERS = {name: _archive.read(name) for name in _archive.namelist()}
-
-
-def _content(value: object) -> bytes:
-    stream = io.BytesIO()
-    torch.save(value, stream)
-    with zipfile.ZipFile(stream) as archive:
-        return archive.read(_member(stream.getvalue(), "/data.pkl"))
-
+_WHOLE, _HEADER = _saved()
+_TENSORS = load(_WHOLE)
+_SIZE = sum(tensor.nbytes for tensor in _TENSORS.values())
 
 SEEDS = [
     b"\0" + _WHOLE,
-    b"\1" + _PAYLOAD,
-    b"\2" + _MEMBERS[_DATA],
-    b"\2" + _content({"model": {}, "extra": {"a": [1, (2.5, None)]}}),
-    b"\2" + _content({part: {} for part in ("model", "patterns", "random", "generators", "extra")}),
-    b"\3" + _END.join(_MEMBERS[name] for name in _TENSORS),
+    b"\1" + json.dumps(_HEADER).encode(),
+    b"\2" + b"".join(bytes(t.reshape(-1).view(torch.uint8).tolist()) for t in _TENSORS.values()),
 ]
 
 
-def with_digest(payload: bytes) -> bytes:
-    digest = hashlib.sha256(payload).digest()
-    return struct.pack("<16sIQ32s", b"dynsparse\0state\n", 1, len(payload), digest) + payload
+def with_header(text: bytes) -> bytes:
+    """A file with other JSON, and its digest where there can be one."""
+    try:
+        header = json.loads(text)
+        return to_bytes({**header, "sha256": None} if "sha256" in header else header, _TENSORS)
+    except (TypeError, ValueError, RecursionError):
+        return save(_TENSORS, {"dynsparse": text.decode(errors="replace")})
 
 
-def with_members(changed: dict[str, bytes]) -> bytes:
-    """The checkpoint with other members in a right archive, and its digest."""
-    stream = io.BytesIO()
-    with zipfile.ZipFile(stream, "w") as archive:
-        for name, content in {**_MEMBERS, **changed}.items():
-            archive.writestr(zipfile.ZipInfo(name), content)
-    return with_digest(stream.getvalue())
+def with_tensors(content: bytes) -> bytes:
+    """A file with other bytes in its tensors, and its digest."""
+    content = content[:_SIZE].ljust(_SIZE, b"\0")
+    tensors, begin = {}, 0
+    for name, tensor in _TENSORS.items():
+        raw = torch.tensor(list(content[begin : begin + tensor.nbytes]), dtype=torch.uint8)
+        tensors[name] = raw.view(tensor.dtype).reshape(tensor.shape)
+        begin += tensor.nbytes
+    return to_bytes(_HEADER, tensors)
 
 
 def run(data: bytes) -> None:
     way, content = data[0] % _WAYS if data else 0, data[1:]
     if way == 1:
-        content = with_digest(content)
+        content = with_header(content)
     elif way == 2:
-        content = with_members({_DATA: content})
-    elif way == 3:
-        content = with_members(dict(zip(_TENSORS, content.split(_END), strict=False)))
+        content = with_tensors(content)
     file = folder() / "checkpoint"
     file.write_bytes(content)
     with refused_as(CheckpointError):

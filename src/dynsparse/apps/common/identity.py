@@ -8,8 +8,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from dynsparse.training.checkpoint import CheckpointError, read_extra
-from dynsparse.training.checkpoint.glance import glance
+from dynsparse.training.checkpoint.format import CheckpointReader
 
 KEY = "training_id"
 """Under this name checkpoints keep it in `extra`, and records in their metadata."""
@@ -20,13 +19,13 @@ def new_identity() -> str:
     return secrets.token_hex(16)
 
 
-def identity_of(extra: Mapping[str, Any]) -> str:
+def identity_of(extra: Any) -> str:
     """What a checkpoint's `extra` says.
 
     Raises:
         ValueError: none, or something that is no identity.
     """
-    found = extra.get(KEY)
+    found = extra.get(KEY) if isinstance(extra, Mapping) else None
     if not isinstance(found, str) or not re.fullmatch(r"[0-9a-f]{32}", found):
         raise ValueError("expected the identity of a training, 32 hexadecimal digits")
     return found
@@ -43,7 +42,6 @@ def identities(files: Iterable[Path]) -> dict[Path, str | None]:
 
 def _identity(file: Path) -> str | None:
     try:
-        quick = glance(file, KEY)
-        return identity_of(read_extra(file) if quick is None else {KEY: quick})
-    except (CheckpointError, ValueError):
+        return identity_of(CheckpointReader(file).peek_extra())
+    except (TypeError, ValueError):
         return None

@@ -16,6 +16,7 @@ from dynsparse.apps.common.training import Training
 from dynsparse.files.lock import only_writer
 from dynsparse.files.whole import remove_left_overs
 from dynsparse.ranks import collective_errors
+from dynsparse.training.checkpoint.format import remove_checkpoint
 from dynsparse.training.records import Recorder
 
 
@@ -67,7 +68,7 @@ class Outputs:
         self._loggers = loggers()
         # The newest first: what a kill leaves is what there was up to some moment.
         for file in reversed(others):
-            file.unlink()
+            remove_checkpoint(file)
         if self._recorder is not None:
             _go_on(self._recorder, training)
 

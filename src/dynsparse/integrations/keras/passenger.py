@@ -9,8 +9,6 @@ from typing import Any
 import numpy as np
 import torch
 
-from dynsparse.files.torch_archive import check_archive, check_content
-
 __all__ = ["Passenger"]
 
 _NAME = "training"
@@ -53,12 +51,10 @@ class Passenger:
 def _decoded(stored: np.ndarray) -> dict[str, Any]:
     try:
         content = stored.astype(np.uint8, casting="equiv").tobytes()
-        check_archive(content)
         state = torch.load(io.BytesIO(content), weights_only=True)
-        check_content(state, len(content))
         if not isinstance(state, dict) or set(state) != {"trainer", "random"}:
             raise ValueError("expected the entries trainer and random")
-    except (TypeError, ValueError, RuntimeError) as error:
+    except Exception as error:  # of any kind: torch.load has several
         raise ValueError(f"the state of the sparse training in the file is damaged: {error}") from (
             None
         )

@@ -11,21 +11,21 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from dynsparse.nn import SparseLinear
-from dynsparse.nn.sharded import gathered, is_sharded, sharded_like
+from dynsparse.nn.sharded import is_sharded, sharded_like
 from dynsparse.pattern import SparsePattern
-from dynsparse.ranks import Part, Ranks, check_consistent, chunk, collective_errors, digest
+from dynsparse.ranks import Part, Ranks, check_consistent, collective_errors, digest
 from dynsparse.training.checkpoint import random_state as rng
+from dynsparse.training.checkpoint.format import CheckpointError, StoredTensor
 from dynsparse.training.checkpoint.model_state import check_model, patterns_of
 from dynsparse.training.checkpoint.optimizing import check_finite, check_scheduler, loaded_optimizer
 from dynsparse.training.checkpoint.places import places, whole_history
-from dynsparse.training.checkpoint.reading import CheckpointError
-from dynsparse.training.checkpoint.rectangles import Piece, Rectangles
+from dynsparse.training.checkpoint.rectangles import Rectangles
 from dynsparse.training.reducers import follow_sizes
 from dynsparse.training.shards import resize_shards
 from dynsparse.training.trainer import SparseTrainer
@@ -34,20 +34,6 @@ _OTHERS = (
     "ranks that save together must hold the same model, as replicas, in shards or in rectangles: "
     "save each stage of a pipeline with ranks=group"
 )
-
-
-@runtime_checkable
-class Stored(Protocol):
-    """A tensor that has not been read yet."""
-
-    shape: torch.Size
-    dtype: torch.dtype
-
-    def rows(self, first: int, last: int) -> Tensor:
-        """Its rows [first, last)."""
-
-    def whole(self) -> Tensor:
-        """All of it."""
 
 
 @dataclass
@@ -82,7 +68,7 @@ class Training:
         if self.lr_scheduler is not None:
             state = self.lr_scheduler.state_dict()
             parts["lr_scheduler"] = {"kind": type(self.lr_scheduler).__name__, "state": state}
-        if parts["trainer"] is not None and not ranks.all_ranks.alone:
+        if parts["trainer"] is not None:
             parts["trainer"]["history_state"] = {}  # each has its own
         parts["places"] = places(ranks)
         return self._rectangles(parts).brought_together(parts, ranks)
@@ -154,7 +140,7 @@ class Training:
         What is not asked for is not read.
 
         Args:
-            parts: with tensors, or what is `Stored` in their place.
+            parts: with tensors, or `StoredTensor`s in their place.
         """
         target = self.targets(parts["optimizer"]["state"]["param_groups"])
         rectangles = self._rectangles(parts)
@@ -167,14 +153,14 @@ class Training:
                 return {key: take(one, (*way, key)) for key, one in value.items()}
             if isinstance(value, (list, tuple)):
                 return type(value)(take(one, (*way, i)) for i, one in enumerate(value))
-            if not isinstance(value, (Tensor, Stored)):
+            if not isinstance(value, (Tensor, StoredTensor)):
                 return value
             own = target(way)
             if own is not None and (own.shape == value.shape or way in rectangles.by_slots):
-                rows = value.rows if isinstance(value, Stored) else partial(_rows, value)
+                rows = value.rows if isinstance(value, StoredTensor) else partial(_rows, value)
                 return sharded_like(own, value.dtype, rows, value.shape[0] if own.dim() else None)
             # One of another shape is compared with the model's, and refused.
-            return value.whole() if isinstance(value, Stored) else value
+            return value.full_tensor() if isinstance(value, StoredTensor) else value
 
         return {k: part if k in unread else take(part, (k,)) for k, part in parts.items()}
 
@@ -262,21 +248,6 @@ class Training:
                     raise ValueError(f"it holds no generator {name!r}")
                 rng.check(generator, parts["generators"][name], name)
         return attributes
-
-
-def all_gathered(value: Any, ranks: Ranks, keep: bool) -> Any:
-    """`value` with what lies on several ranks whole, which all ranks gather; None for it unless
-    `keep`."""
-    if isinstance(value, dict):
-        return {key: all_gathered(one, ranks, keep) for key, one in value.items()}
-    if isinstance(value, Piece):
-        cuts = [chunk(value.shape[0], ranks.size, rank) for rank in range(ranks.size)]
-        whole = torch.cat(ranks.all_gather(value.tensor, [last - first for first, last in cuts]))
-    elif is_sharded(value):
-        whole = gathered(value.detach())
-    else:
-        return value
-    return whole if keep else None
 
 
 def misfit(where: str, error: Exception) -> CheckpointError:

@@ -118,7 +118,7 @@ def take_own(
     parts["generators"] = None if own is None else own["generators"]
     saved = parts["trainer"]
     if trainer is not None and isinstance(saved, dict) and "history_state" in saved:
-        histories = [everyone[i].get("history", saved["history_state"]) for i in sources.histories]
+        histories = [everyone[i]["history"] for i in sources.histories]
         state = trainer.history.share_of(histories, sources.z, sources.size)
         cut = _features(trainer, lambda slab, tensor, dim: slab.cut(tensor, dim).clone())
         parts["trainer"] = {**saved, "history_state": trainer.history.with_features(state, cut)}

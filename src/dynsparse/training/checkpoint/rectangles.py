@@ -178,7 +178,7 @@ class Rectangles:
         """`parts` with what lies in this rank's rectangles in the place of whole tensors.
 
         Args:
-            parts: with tensors, or what is `Stored` in their place.
+            parts: with tensors, or `StoredTensor`s in their place.
 
         Raises:
             ValueError: they do not fit.
@@ -254,7 +254,7 @@ def _even(
 
 
 def _whole(value: Any) -> Tensor:
-    found: Tensor = value if isinstance(value, Tensor) else value.whole()
+    found: Tensor = value if isinstance(value, Tensor) else value.full_tensor()
     return found
 
 
