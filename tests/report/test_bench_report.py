@@ -296,7 +296,7 @@ def test_the_picture_is_drawn(results, tmp_path):
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 FIGURES = [ROOT / "benchmarks" / "figures" / f"{name}.json"
-           for name in ("epyc", "xeon", "xeon-2026-11-20", "epyc-zen3")]  # fmt: skip
+           for name in ("epyc", "xeon", "xeon-2026-11-20", "epyc-zen3", "epyc-zen5")]  # fmt: skip
 
 
 @pytest.mark.parametrize("name", ["README.md", "docs/when-is-it-faster.md", "docs/results.md"])

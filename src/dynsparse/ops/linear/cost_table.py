@@ -170,6 +170,32 @@ _EPYC: Costs = {
         Cost(27877, 0.2079, 0.4005, 0.0501, 0, 0.6022),
     ),
 }
+_EPYC_ZEN_5: Costs = {
+    "sparse elements": (
+        Cost(4444, 0.0973, 0.0834, 0.0196, 16, 0.1576),
+        Cost(7711, 0.158, 0.6661, 0.024, 16, 0.3938),
+    ),
+    "sparse blocks": (
+        Cost(4833, 0.0906, 0.054, 0.0092, 16, 0.0853),
+        Cost(6511, 0.2138, 0.6691, 0.0194, 16, 0.0953),
+    ),
+    "sparse blocks of 16": (
+        Cost(4710, 0.1003, 0.0655, 0.0101, 4, 0.0896),
+        Cost(6510, 0.2046, 0.028, 0.0174, 2, 0.0895),
+    ),
+    "small elements": (
+        Cost(3931, 0.0, 0.0, 0.0168, 2, 0.0431),
+        Cost(6632, 0.0, 0.078, 0.0208, 0, 0.1118),
+    ),
+    "small blocks": (
+        Cost(4596, 0.3948, 0.0, 0.0191, 0, 0.0247),
+        Cost(6028, 1.1267, 0.0374, 0.0443, 0, 0.036),
+    ),
+    "dense": (
+        Cost(9292, 0.0, 0.0992, 0.0198, 0, 0.1418),
+        Cost(17832, 0.0, 0.1456, 0.0399, 0, 0.2583),
+    ),
+}
 
 
 def _multiplied(costs: Costs, sparse: float, dense: float) -> Costs:
@@ -212,8 +238,8 @@ _ZEN_3 = Table(
 )
 _ZEN_5 = Table(
     "AMD from Zen 5",
-    f"estimated: as {_ZEN_4.name}, with twice the multiply-adds and loads a cycle",
-    _multiplied(_EPYC, 0.5, 0.5),
+    "measured on a two-core EPYC with AVX-512 (family 26, model 2), by `dynsparse tune`",
+    _EPYC_ZEN_5,
 )
 _ARM = Table(
     "ARM",
