@@ -28,6 +28,7 @@ from torch import Tensor, nn
 
 import dynsparse as ds
 from dynsparse import SparsePattern, training
+from dynsparse.ranks import ALONE, GrowRequest, Ranks
 
 SHARED = ("course", "interval", "share", "end")
 """The settings in which networks that train together must not differ."""
@@ -50,7 +51,12 @@ class GrowthByBlock(training.GradientGrowth):
         super().__init__()
         self.count = count
 
-    def choose(self, taken: SparsePattern, count: int, pairs: Pairs) -> Tensor:
+    def choose(
+        self, requests: Sequence[GrowRequest], step: int, ranks: Ranks = ALONE
+    ) -> list[Tensor]:
+        return [self._choose(r.pattern, r.count, r.pairs) for r in requests]
+
+    def _choose(self, taken: SparsePattern, count: int, pairs: Pairs) -> Tensor:
         height, width = (size // self.count for size in taken.shape)
         found = []
         for at in range(self.count):
@@ -61,12 +67,11 @@ class GrowthByBlock(training.GradientGrowth):
                 )
                 for x, dy in pairs
             ]
-            flat = super().choose(of_block(taken, at, self.count), count // self.count, own)
+            request = GrowRequest("", own, of_block(taken, at, self.count), count // self.count)
+            (flat,) = super().choose([request], 0)
             rows, cols = flat // width + at * height, flat % width + at * width
             found.append(rows * taken.shape[1] + cols)
         return torch.cat(found)
-
-    choose_all = training.Growth.choose_all
 
 
 class RanksByBlock:

@@ -162,14 +162,14 @@ def cost(
         updated = trainer.step() is not None
         if step > 3:
             times[updated].append(time.perf_counter() - begin)
-    from dynsparse.training.together import PatternsAfter
+    from dynsparse.training.rank_consistency import PatternComparison
 
     rewiring = ds.Rewiring.between(net.pattern, net.pattern)
     agreed = []
     for _ in range(updates):
         torch.distributed.barrier()
         begin = time.perf_counter()
-        patterns = PatternsAfter(trainer.ranks, 1, {"": rewiring})
+        patterns = PatternComparison(trainer.ranks, 1, {"": rewiring})
         with collective_errors(trainer.ranks, patterns.ends):
             pass
         patterns.compare()

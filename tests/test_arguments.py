@@ -42,7 +42,9 @@ CALLED_BY_OTHERS = {
     "dynsparse/ops/linear/flops.py": {"_conv"},  # torch's FlopCounterMode
     "dynsparse/report/bench/tables.py": {"_law", "_steps"},  # one of several tables, by name
     "dynsparse/tracing/models.py": {"_begins", "_ends", "_goes_back"},  # hooks of torch
-    "dynsparse/training/reducers.py": {"_note"},  # torch's hooks on the registration of modules
+    "dynsparse/training/layer_shards.py": {
+        "_note_wrapper"
+    },  # torch's hooks on the registration of modules
     "dynsparse/training/telemetry.py": {"_update"},  # SparseTrainer.on_update
 }
 """File -> functions that are called by others, or through a table, with more than they need."""

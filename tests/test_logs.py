@@ -68,7 +68,7 @@ def test_the_environment_shows_them(tmp_path, monkeypatch, capsys, level, shown)
     logs.configure()
     train(tmp_path)
     out, err = capsys.readouterr()
-    assert ("INFO dynsparse.training.hooks: update after step 2" in err) == shown
+    assert ("INFO dynsparse.training.trainer: update after step 2" in err) == shown
     assert ("DEBUG" in err) == (level == "DEBUG")
     assert not out
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -11,6 +11,7 @@ from torch import Tensor
 
 from dynsparse import SparsePattern, training
 from dynsparse.pattern import Rewiring
+from dynsparse.ranks import ALONE, GrowRequest, Ranks
 
 __all__ = ["CorrelationGrowth", "LateCosine", "NoisyGrowth", "Protected", "SomeLayers", "Watch"]
 
@@ -41,12 +42,19 @@ class SomeLayers(training.LayerBudget):
 class CorrelationGrowth(training.GradientGrowth):
     """The largest gradients over the root mean squares of their input and output's gradient."""
 
-    def choose(self, taken: SparsePattern, count: int, pairs: Pairs) -> Tensor:
-        scales = [
-            sum(pair[side].square().sum(0) for pair in pairs).sqrt().clamp_min(1e-12)
-            for side in (0, 1)
-        ]
-        return super().choose(taken, count, [(x / scales[0], dy / scales[1]) for x, dy in pairs])
+    def choose(
+        self, requests: Sequence[GrowRequest], step: int, ranks: Ranks = ALONE
+    ) -> list[Tensor]:
+        scaled = [replace(r, pairs=_scaled(r.pairs)) for r in requests]
+        return super().choose(scaled, step, ranks)
+
+
+def _scaled(pairs: Pairs) -> Pairs:
+    """x and dY over the root mean squares of their features."""
+    x_scale, dy_scale = (
+        sum(pair[side].square().sum(0) for pair in pairs).sqrt().clamp_min(1e-12) for side in (0, 1)
+    )
+    return [(x / x_scale, dy / dy_scale) for x, dy in pairs]
 
 
 class NoisyGrowth(training.GradientGrowth):
@@ -61,7 +69,14 @@ class NoisyGrowth(training.GradientGrowth):
         super().__init__()
         self.found: list[dict[int, list[float]]] = []
 
-    def choose(self, taken: SparsePattern, count: int, pairs: Pairs) -> Tensor:
+    def choose(
+        self, requests: Sequence[GrowRequest], step: int, ranks: Ranks = ALONE
+    ) -> list[Tensor]:
+        for request in requests:
+            self._measure(request.pattern, request.count, request.pairs)
+        return super().choose([replace(r, pairs=r.pairs[:1]) for r in requests], step, ranks)
+
+    def _measure(self, taken: SparsePattern, count: int, pairs: Pairs) -> None:
         if len(pairs) > 64:
             free = ~taken.to_mask().flatten()
             many = sum(dy.t() @ x for x, dy in pairs[-64:]).abs().flatten()[free]
@@ -73,7 +88,6 @@ class NoisyGrowth(training.GradientGrowth):
                 same = float((_best(few, count) & best).sum()) / count
                 layer[n] = [same, float(torch.corrcoef(both)[0, 1])]
             self.found.append(layer)
-        return super().choose(taken, count, pairs[:1])
 
 
 def _best(scores: Tensor, count: int) -> Tensor:

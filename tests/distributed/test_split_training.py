@@ -16,7 +16,7 @@ from torch import nn
 import dynsparse as ds
 from dynsparse.distributed import gather, split
 from dynsparse.training import ConstantSchedule
-from dynsparse.training.together import agree_before
+from dynsparse.training.rank_consistency import check_before_update
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "ranks"))
 from rank_trainings import ALGORITHMS, batch, model_of, optimizer_of
@@ -114,7 +114,7 @@ def test_ranks_that_are_not_the_mesh_are_refused():
         ds.Static(own, optimizer_of(own), ranks=None)
 
     (line,) = error_of((2, 1, 1), work)
-    assert line.startswith("the model's layers are in rectangles on a mesh of 2 ranks: pass the")
+    assert line.startswith("the model has tensor-parallel layers on a mesh of 2 ranks: pass the")
 
 
 def test_auto_finds_the_mesh_of_the_rectangles():
@@ -175,7 +175,7 @@ def test_gradients_that_differ_along_one_line_of_replicas(line):
         if (grid.x.rank, grid.z.rank) == (line, 1):
             layer.values.grad *= 3
         try:
-            agree_before(grid.z, 1, {}, {"fc": layer}, lambda: None)
+            check_before_update(grid.z, 1, {}, {"fc": layer}, lambda: None)
         except RuntimeError as error:
             return str(error)
         return ""

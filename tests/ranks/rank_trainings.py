@@ -10,7 +10,7 @@ from torch import nn
 import dynsparse as ds
 from dynsparse.nn import SparseLinear
 from dynsparse.training import GMP, MEST, SNFS, ConstantSchedule, DeepR, GraNet, TopKAST
-from dynsparse.training.initial import GradientStep
+from dynsparse.training.grow import GradientStep
 
 EVERY = ConstantSchedule(total_steps=10**6, update_interval=1, drop_fraction=0.1)
 SOME = ConstantSchedule(total_steps=10**6, update_interval=2, drop_fraction=0.1)

@@ -21,8 +21,7 @@ from dynsparse.training import (
     MomentumBudget,
     SoftBudget,
 )
-from dynsparse.training.budgets import Survey
-from dynsparse.training.budgets.momentum import apportion
+from dynsparse.training.budgets import Survey, apportion
 from dynsparse.training.drop import lowest_of_all
 
 

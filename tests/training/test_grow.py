@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from dynsparse import SparsePattern
+from dynsparse.ranks import GrowRequest
 from dynsparse.training import GradientGrowth, RandomGrowth
 
 PATTERN = SparsePattern([0, 1], [0, 2], shape=(2, 3))
@@ -13,19 +14,20 @@ def test_gradient_growth_takes_the_largest():
     x, dy = torch.eye(3), torch.tensor([[1.0, 3.0], [-4.0, 0.0], [2.0, -5.0]])
     growth = GradientGrowth()
     assert growth.needs_gradients
-    assert growth.choose(PATTERN, 2, [(x, dy)]).tolist() == [1, 3]
+    (chosen,) = growth.choose([GrowRequest("fc", [(x, dy)], PATTERN, 2)], 1)
+    assert chosen.tolist() == [1, 3]
 
 
 def test_random_growth_stays_outside_and_resumes():
     growth = RandomGrowth(seed=4)
     assert not growth.needs_gradients
-    growth.choose(PATTERN, 2, [])
+    request = GrowRequest("fc", [], PATTERN, 2)
     state = growth.state_dict()
-    first = [growth.choose(PATTERN, 2, []).tolist() for _ in range(20)]
+    first = [growth.choose([request], step)[0].tolist() for step in range(20)]
     assert all(set(c) <= {1, 2, 3, 4} and len(set(c)) == 2 for c in first)
     again = RandomGrowth(seed=99)
     again.load_state_dict(state)
-    assert [again.choose(PATTERN, 2, []).tolist() for _ in range(20)] == first
+    assert [again.choose([request], step)[0].tolist() for step in range(20)] == first
 
 
 def test_a_state_without_a_seed_is_refused():

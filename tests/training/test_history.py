@@ -9,7 +9,7 @@ from dynsparse import SparsePattern
 from dynsparse.nn import SparseLinear
 from dynsparse.ops import capture
 from dynsparse.training import DenseMomentum, LastStep, WindowMomentum
-from dynsparse.training.gradients import gradient_at
+from dynsparse.training.history import gradient_at
 
 
 def steps(count, generator, micro_batches=1):

@@ -10,7 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from dynsparse import encoding
-from dynsparse.training.change import prepared
+from dynsparse.training.change import prepare_changes
 
 _SMALL = 32  # bytes; below lie numbers, and single entries
 
@@ -106,7 +106,7 @@ def test_what_changes_over_takes_no_memory(monkeypatch):
     seen = []
 
     def watched(changes, optimizer, ranks, patterns):
-        change_over = prepared(changes, optimizer, ranks, patterns)
+        change_over = prepare_changes(changes, optimizer, ranks, patterns)
 
         def counted():
             with Scarce(None) as scarce:
@@ -115,7 +115,7 @@ def test_what_changes_over_takes_no_memory(monkeypatch):
 
         return counted
 
-    monkeypatch.setattr("dynsparse.training.trainer.prepared", watched)
+    monkeypatch.setattr("dynsparse.training.trainer.prepare_changes", watched)
     for _ in range(3):
         backward(model, trainer)
         trainer.step()

@@ -7,15 +7,15 @@ from device_trainings import TIMES, backward, model
 import dynsparse as ds
 from dynsparse.nn import SparseLinear
 from dynsparse.pattern.arriving import Arriving
-from dynsparse.training import Telemetry, change, doubts
+from dynsparse.training import Telemetry, change, deferred_checks
 from dynsparse.training.records import Recorder, Records
-from dynsparse.training.records.unwritten import unwritten
+from dynsparse.training.records.files import pending_recorders
 
 
 @pytest.mark.parametrize("make", [ds.RigL, ds.SNFS])
 def test_grown_weights_that_start_with_nan_are_told_of_later_or_at_once(off_cpu, monkeypatch, make):
     """As a device finds out, who does not tell before it is asked."""
-    monkeypatch.setattr(change, "_finite", lambda tensor: True)
+    monkeypatch.setattr(change, "is_finite", lambda tensor: True)
     net = model(1, torch.float32)
 
     def start(layer, rewiring):
@@ -93,9 +93,9 @@ def test_records_and_telemetry_of_updates_that_come_late(off_cpu, monkeypatch, t
         backward(net)
         own.step()
     patterns.append([layer.pattern for layer in own.layers.values()])
-    assert (recorder in unwritten) == late
+    assert (recorder in pending_recorders) == late
     records = Records.load(tmp_path / "record")  # which waits
-    assert recorder not in unwritten
+    assert recorder not in pending_recorders
     assert records.steps == [0, 5, 10, 15, 20]
     for i, ones in enumerate(patterns):
         assert [records.pattern(name, i) for name in own.layers] == ones
@@ -187,19 +187,21 @@ class Event:
 def test_answers_that_have_not_arrived_are_waited_for_by_nobody():
     layers, event = {"fc": SparseLinear(4, 4, 0.5)}, Event()
     for answer in (torch.tensor(False), torch.tensor(True)):
-        doubts.ask(layers["fc"], answer, "odd")
-        doubts._open[layers["fc"]][-1].answer._event = event
-    doubts.settle(layers)
+        deferred_checks.defer_check(layers["fc"], answer, "odd")
+        deferred_checks._pending[layers["fc"]][-1].result._event = event
+    deferred_checks.raise_pending_errors(layers)
     event.passed = True
     with pytest.raises(ValueError, match="layer 'fc': odd"):
-        doubts.settle(layers)
-    doubts.settle(layers)
-    assert layers["fc"] not in doubts._open
+        deferred_checks.raise_pending_errors(layers)
+    deferred_checks.raise_pending_errors(layers)
+    assert layers["fc"] not in deferred_checks._pending
 
 
 def test_what_is_not_finite():
     good = [torch.ones(3), torch.zeros(0), torch.arange(4), torch.full((2,), 6e4).half()]
-    assert not bool(doubts.not_finite(good))
+    assert not bool(deferred_checks.any_not_finite(good))
     for bad in (torch.inf, -torch.inf, torch.nan):
         for dtype in (torch.float64, torch.float32, torch.bfloat16, torch.float16):
-            assert bool(doubts.not_finite([*good, torch.tensor([1.0, bad, 2.0], dtype=dtype)]))
+            assert bool(
+                deferred_checks.any_not_finite([*good, torch.tensor([1.0, bad, 2.0], dtype=dtype)])
+            )

@@ -14,10 +14,9 @@ from dynsparse.nn import SparseLinear
 from dynsparse.nn.active_set import ActiveSet
 from dynsparse.ops.grow import topk_outside
 from dynsparse.ranks import GrowRequest
-from dynsparse.training import plan_there
+from dynsparse.training import update_on_device
 from dynsparse.training.algorithms import BY_NAME
-from dynsparse.training.grow import GradientGrowth
-from dynsparse.training.initial import GradientStep
+from dynsparse.training.grow import GradientGrowth, GradientStep
 
 ALGORITHMS = {
     "deepr": ds.DeepR, "gmp": ds.GMP, "granet": ds.GraNet, "mest": ds.MEST, "rigl": ds.RigL,
@@ -121,7 +120,7 @@ def test_growth_leaves_the_scores_that_it_went_by():
     pattern = ds.SparsePattern.random((16, 24), 0.2)
     pairs = [(torch.randn(5, 24), torch.randn(5, 16))]
     asked = [GrowRequest("fc", pairs, pattern, 7, ranked=ranked) for ranked in (None, [])]
-    plain, seen = GradientGrowth().choose_all(asked, 1)
+    plain, seen = GradientGrowth().choose(asked, 1)
     assert torch.equal(plain, seen)
     wanted = topk_outside(pairs, pattern, 7, sort=False)
     assert torch.equal(asked[1].ranked[0], wanted.scores)
@@ -172,7 +171,7 @@ def test_a_whole_update_waits_for_nothing(monkeypatch, without_cuda, b, regrow):
     monkeypatch.setattr(torch.Tensor, "copy_", lambda own, new: torch._foreach_copy_([own], [new]))
     monkeypatch.setattr(SparseLinear, "reset_parameters", lambda *_: None)
     asked = []
-    monkeypatch.setattr(plan_there, "ask", lambda *args: asked.append(args))
+    monkeypatch.setattr(update_on_device, "defer_check", lambda *args: asked.append(args))
     like = ds.SparsePattern.random((64, 128), 0.2, block_size=b)
     with FakeTensorMode():
         held = torch.empty(like.nnz, dtype=torch.int64, device="cuda")

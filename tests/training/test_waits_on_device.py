@@ -12,11 +12,17 @@ import dynsparse as ds
 from dynsparse.nn import SparseLinear
 from dynsparse.ops.grow import random
 from dynsparse.pattern import positions, rewiring
-from dynsparse.training import Telemetry, doubts, drop, history, plan_there, trainer
+from dynsparse.training import (
+    Telemetry,
+    budgets,
+    deferred_checks,
+    drop,
+    history,
+    trainer,
+    update_on_device,
+)
 from dynsparse.training.algorithms import deepr
-from dynsparse.training.budgets import basic
-from dynsparse.training.grow import RandomGrowth
-from dynsparse.training.initial import GradientStep
+from dynsparse.training.grow import GradientStep, RandomGrowth
 from dynsparse.training.records import Recorder
 from dynsparse.training.telemetry import _Layer as telemetry_of
 
@@ -47,9 +53,9 @@ def fake(monkeypatch, without_cuda):
     def sent(tensor, device):
         return torch.empty(tensor.shape, dtype=tensor.dtype, device=device)
 
-    for module in (drop, deepr, plan_there, random):
+    for module in (drop, deepr, update_on_device, random):
         monkeypatch.setattr(module, "sent", sent)
-    for module in (positions, rewiring, doubts):
+    for module in (positions, rewiring, deferred_checks):
         monkeypatch.setattr(module, "Arriving", Coming)
     monkeypatch.setattr(
         random, "sample_without_replacement", lambda n, k, g: torch.empty(k, dtype=torch.int64)
@@ -58,7 +64,7 @@ def fake(monkeypatch, without_cuda):
     monkeypatch.setattr(history, "add_rows", lambda *_: None)
     monkeypatch.setattr(RandomGrowth, "load_state_dict", lambda own, state: None)
     monkeypatch.setattr(RandomGrowth, "state_dict", lambda own: {"seed": own.seed})
-    monkeypatch.setattr(trainer, "reached_by", lambda step, layers, reached: dict(layers))
+    monkeypatch.setattr(trainer, "layers_with_gradients", lambda step, layers, _: dict(layers))
     waits = []
 
     def told(numbers):
@@ -67,7 +73,7 @@ def fake(monkeypatch, without_cuda):
             waits.append(len(numbers))
         return [0.0 if n.dtype is torch.bool else i + 1.0 for i, n in enumerate(numbers)]
 
-    for module in (basic, plan_there):
+    for module in (budgets, update_on_device):
         monkeypatch.setattr(module, "told", told)
     with FakeTensorMode():
         yield waits

@@ -9,7 +9,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from dynsparse.ranks import ranks_of
-from dynsparse.training.together import begin_layers_alike
+from dynsparse.training.rank_consistency import broadcast_layers
 from dynsparse.typed import typed
 
 
@@ -44,7 +44,7 @@ def replicate(model: nn.Module, *, ranks: Any = "auto", **options: Any) -> Distr
     for name in ("process_group", "device_mesh"):
         if name in options:
             raise TypeError(f"{name} must be given as ranks")
-    begin_layers_alike(ranks_of(ranks), model)
+    broadcast_layers(ranks_of(ranks), model)
     group = None
     if ranks != "auto":
         group = ranks.get_group() if hasattr(ranks, "get_group") else ranks

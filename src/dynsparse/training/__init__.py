@@ -22,12 +22,16 @@ from dynsparse.training.budgets import (
 )
 from dynsparse.training.checkpoint import CheckpointError, load_checkpoint, save_checkpoint
 from dynsparse.training.drop import DropScore, MagnitudeGradient, lowest, magnitude
-from dynsparse.training.grow import GradientGrowth, Growth, NoGrowth, RandomGrowth
+from dynsparse.training.grow import (
+    GradientGrowth,
+    GradientStep,
+    Growth,
+    NoGrowth,
+    RandomGrowth,
+)
 from dynsparse.training.history import DenseMomentum, History, LastStep, WindowMomentum
-from dynsparse.training.initial import GradientStep
 from dynsparse.training.memory import keep_memory
 from dynsparse.training.optimizer_state import rewire_state
-from dynsparse.training.scaling import scaled_step
 from dynsparse.training.schedule import (
     ApplicationCosine,
     ConstantSchedule,
@@ -38,7 +42,7 @@ from dynsparse.training.schedule import (
     Schedule,
 )
 from dynsparse.training.telemetry import Telemetry
-from dynsparse.training.trainer import SparseTrainer
+from dynsparse.training.trainer import SparseTrainer, scaled_step
 
 __all__ = [
     "GMP",

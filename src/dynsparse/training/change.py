@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -31,16 +30,16 @@ from dynsparse.ranks import (
     ranks_of,
 )
 from dynsparse.tracing import span
-from dynsparse.training.doubts import settle
+from dynsparse.training.deferred_checks import is_finite, layer_errors
+from dynsparse.training.layer_shards import resize_shards
 from dynsparse.training.memory import release_memory
 from dynsparse.training.optimizer_state import (
-    follow_later,
-    moving_state,
     prepare_state,
+    prepare_tensors,
     state_of,
+    state_per_block,
 )
-from dynsparse.training.shards import resize_shards
-from dynsparse.training.together import PatternsAfter
+from dynsparse.training.rank_consistency import PatternComparison
 
 
 @dataclass(frozen=True)
@@ -58,7 +57,7 @@ class Change:
     fill: float | Tensor
 
     @classmethod
-    def planned(
+    def plan(
         cls,
         layer: SparseLinear,
         rewiring: Rewiring,
@@ -82,14 +81,14 @@ class Change:
                 "gathered after backward, call reshard() before trainer.step()"
             )
         start = check_fill(fill, rewiring, values)
-        moving_state(optimizer, values, rewiring)
+        state_per_block(optimizer, values, rewiring)
         return cls(layer, rewiring, start)
 
     @property
     def changes_size(self) -> bool:
         return not self.rewiring.keeps_size
 
-    def prepare(self, optimizer: torch.optim.Optimizer) -> Prepared:
+    def prepare(self, optimizer: torch.optim.Optimizer) -> PreparedChange:
         """All that takes memory is made beside what is there; nothing is changed."""
         values, rewiring = self.layer.values, self.rewiring
         if is_sharded(values):
@@ -98,7 +97,7 @@ class Change:
         parts = [
             self.layer.prepare(rewiring, self.fill),
             prepare_state(optimizer, values, rewiring),
-            follow_later(grads, {0.0: list(grads)}, rewiring),
+            prepare_tensors(grads, {0.0: list(grads)}, rewiring),
         ]
 
         def change_over() -> None:
@@ -106,9 +105,9 @@ class Change:
                 part()
             values.grad = grads.get("grad")
 
-        return Prepared(values, [change_over])
+        return PreparedChange(values, [change_over])
 
-    def _prepare_shards(self, optimizer: torch.optim.Optimizer) -> Prepared:
+    def _prepare_shards(self, optimizer: torch.optim.Optimizer) -> PreparedChange:
         """As `prepare`, where each rank holds some slots."""
         values, rewiring = self.layer.values, self.rewiring
         following: list[tuple[Tensor, float | Tensor]] = [(values, self.fill)]
@@ -117,7 +116,7 @@ class Change:
         state = state_of(optimizer, values)
         keys = [
             (key, fill)
-            for fill, names in moving_state(optimizer, values, rewiring).items()
+            for fill, names in state_per_block(optimizer, values, rewiring).items()
             for key in names
         ]
         following += [(state[key], fill) for key, fill in keys]
@@ -140,9 +139,9 @@ class Change:
 
             return change_over
 
-        return Prepared(values, [self.layer.prepare_moved(rewiring.after)], moved)
+        return PreparedChange(values, [self.layer.prepare_moved(rewiring.after)], moved)
 
-    def _prepare_refill(self, following: Sequence[tuple[Tensor, float | Tensor]]) -> Prepared:
+    def _prepare_refill(self, following: Sequence[tuple[Tensor, float | Tensor]]) -> PreparedChange:
         """As `_prepare_shards`, where survivors stay: each rank writes what grew in its slots."""
         values, rewiring = self.layer.values, self.rewiring
         first, last = local_range(values)
@@ -161,7 +160,7 @@ class Change:
             for local, slots, fill in writes:
                 local[slots] = fill
 
-        return Prepared(values, [self.layer.prepare_moved(rewiring.after), change_over])
+        return PreparedChange(values, [self.layer.prepare_moved(rewiring.after), change_over])
 
     def _resize_shards(
         self, made: Sequence[Tensor], keys: Sequence[tuple[str, float]], state: dict[Any, Any]
@@ -193,7 +192,7 @@ def _check_shards(layer: SparseLinear, rewiring: Rewiring) -> None:
 
 
 @dataclass
-class Prepared:
+class PreparedChange:
     """A change that takes no more memory, so that it cannot fail in between.
 
     Attributes:
@@ -209,21 +208,21 @@ class Prepared:
     move: Callable[[], Callable[[], None]] | None = None
 
 
-def prepared(
+def prepare_changes(
     changes: Mapping[str, Change],
     optimizer: torch.optim.Optimizer,
     ranks: Ranks = ALONE,
-    patterns: PatternsAfter | None = None,
+    patterns: PatternComparison | None = None,
 ) -> Callable[[], None]:
     """What makes all layers change over; errors name the layer, and are the same on all ranks.
 
     Args:
         patterns: that the ranks compare on the way.
     """
-    ready: list[Prepared] = []
+    ready: list[PreparedChange] = []
     with collective_errors(ranks, None if patterns is None else patterns.ends):
         for name, change in changes.items():
-            with naming(name), span("rewire", layer=name):
+            with layer_errors(name), span("rewire", layer=name):
                 ready.append(change.prepare(optimizer))
     if patterns is not None:
         patterns.compare()
@@ -268,7 +267,7 @@ def check_fill(fill: object, rewiring: Rewiring, values: Tensor) -> float | Tens
         own = local_part(values)
         fill, here = fill.to(own.dtype), fill.is_cpu
         # What a device has made for its own update is looked at there (`plan_there.py`).
-        if (here or "_held" not in vars(rewiring)) and not _finite(fill):
+        if (here or "_held" not in vars(rewiring)) and not is_finite(fill):
             raise ValueError("grown weights must start with finite numbers, got NaN or infinity")
         if here and not fill.dim():
             return float(fill)
@@ -278,74 +277,3 @@ def check_fill(fill: object, rewiring: Rewiring, values: Tensor) -> float | Tens
     if not torch.isfinite(torch.tensor(fill, dtype=values.dtype)):
         raise ValueError(f"grown weights must start with finite numbers, got {fill!r}")
     return fill
-
-
-def check_one_per_block(scores: Tensor, nnz: int) -> None:
-    """Raise ValueError unless there is one score per block."""
-    if not isinstance(scores, Tensor) or list(scores.shape) != [nnz]:
-        got = list(scores.shape) if isinstance(scores, Tensor) else repr(scores)
-        raise ValueError(f"expected one drop score per block, [{nnz}], got {got}")
-
-
-def check_scores(scores: Tensor, nnz: int) -> Tensor:
-    """Raise ValueError unless there is one score per block, and none is NaN."""
-    check_one_per_block(scores, nnz)
-    own = local_part(scores)
-    if len(own) and bool(torch.isnan(own.min())):
-        raise ValueError("drop scores hold NaN, so blocks cannot be ranked: the training diverged")
-    return scores
-
-
-def check_gradients(
-    layers: Mapping[str, SparseLinear],
-    pairs: Mapping[str, Iterable[tuple[Tensor, Tensor]]],
-    alone: bool = False,
-) -> None:
-    """Raise ValueError, with the layer's name, where a gradient holds NaN or infinity.
-
-    Args:
-        layers: whose weights are ranked.
-        pairs: x and dY by layer name, of which other gradients are made.
-        alone: whether no other rank decides with this one. Then what is not on the CPU is looked at
-            when it is ranked, without waiting, and told of here the next time (`doubts.py`).
-    """
-    settle(layers)
-    for name, layer in layers.items():
-        if alone and layer.is_elsewhere:
-            continue
-        grad = layer.values.grad
-        if grad is not None and not _finite(local_part(grad)):
-            raise ValueError(_NOT_FINITE.format(name=name, what="the gradient of its weights"))
-        for pair in pairs.get(name, ()):
-            for what, tensor in zip(("x", "dY"), pair, strict=True):
-                if not _finite(tensor):
-                    raise ValueError(_NOT_FINITE.format(name=name, what=what))
-
-
-_NOT_FINITE = (
-    "layer {name!r}: {what} holds NaN or infinity, and this step ends in a pattern update, which "
-    "would rank by it: the training has diverged, or the loss is scaled too far"
-)
-
-
-def _finite(tensor: Tensor) -> bool:
-    # The sum of finite numbers may overflow; then each is looked at. It mostly spares a pass.
-    total = tensor.sum(dtype=torch.float32 if tensor.itemsize < 4 else None)
-    return bool(total.isfinite()) or bool(tensor.isfinite().all())
-
-
-@contextmanager
-def naming(layer: str) -> Iterator[None]:
-    """Errors get the name of the layer that was looked at.
-
-    They become the cause of a ValueError, a TypeError or a RuntimeError that has it.
-    """
-    try:
-        yield
-    except Exception as error:
-        if f"layer {layer!r}" in str(error):
-            raise
-        for kind in (ValueError, TypeError, RuntimeError):
-            if isinstance(error, kind):
-                raise kind(f"layer {layer!r}: {error}") from error
-        raise RuntimeError(f"layer {layer!r}: {type(error).__name__}: {error}") from error

@@ -22,7 +22,8 @@ from dynsparse.ranks import (
     masked_positions,
     select_over_ranks,
 )
-from dynsparse.training.spread import Spread
+from dynsparse.training.deferred_checks import NAN_SCORES
+from dynsparse.training.layer_shards import LayerShard
 from dynsparse.typed import typed
 
 DropScore = Callable[[Tensor], Tensor]
@@ -30,8 +31,6 @@ DropScore = Callable[[Tensor], Tensor]
 
 It is given the Parameter itself, so that `values.grad`, the gradient of the last step, is there.
 """
-
-UNRANKED = "drop scores hold NaN, so blocks cannot be ranked: the training diverged"
 
 
 def magnitude(values: Tensor) -> Tensor:
@@ -104,7 +103,7 @@ def _lowest(scores: Tensor, count: int) -> Tensor:
     if not 0 <= count <= len(scores):
         raise ValueError(f"cannot drop {count} of {len(scores)} blocks")
     if len(scores) and bool(torch.isnan(scores.min())):
-        raise ValueError(UNRANKED)
+        raise ValueError(NAN_SCORES)
     return select(scores, count, largest=False)
 
 
@@ -112,7 +111,7 @@ def lowest_over_ranks(
     ranks: Ranks,
     scores: Sequence[Tensor],
     counts: Sequence[int],
-    spreads: Sequence[Spread | None] | None = None,
+    shards: Sequence[LayerShard | None] | None = None,
     bits: int | None = None,
     *,
     patterns: Sequence[SparsePattern] = (),
@@ -123,7 +122,7 @@ def lowest_over_ranks(
         ranks: that drop together; every one of them calls this.
         scores: one tensor [nnz] per layer, on every rank or sharded.
         counts: how many leave each layer.
-        spreads: of layers in rectangles: scores are those of this rank's, counts those of the whole
+        shards: of layers in rectangles: scores are those of this rank's, counts those of the whole
             layer; given are the slots that leave here.
         bits: see `select_over_ranks`.
         patterns: of the layers. Among equal scores the first in row-major order leave, whatever
@@ -141,7 +140,7 @@ def lowest_over_ranks(
         s[order.to(s.device)] if len(order) and not is_sharded(s) else s
         for s, order in zip(scores, orders, strict=True)
     ]
-    found = _lowest_over_ranks(ranks, scores, counts, spreads, bits, orders)
+    found = _lowest_over_ranks(ranks, scores, counts, shards, bits, orders)
     return [
         set_places(members(order[entries].long(), len(order))) if len(order) else entries
         for entries, order in zip(found, orders, strict=True)
@@ -152,15 +151,15 @@ def _lowest_over_ranks(
     ranks: Ranks,
     scores: Sequence[Tensor],
     counts: Sequence[int],
-    spreads: Sequence[Spread | None] | None,
+    shards: Sequence[LayerShard | None] | None,
     bits: int | None,
     orders: Sequence[Tensor],
 ) -> list[Tensor]:
-    spreads = [None] * len(scores) if spreads is None else spreads
+    shards = [None] * len(scores) if shards is None else shards
     if ranks.alone:
         return [lowest(s, count) for s, count in zip(scores, counts, strict=True)]
-    parts, slots = _own(ranks, scores, spreads, orders)
-    limits = _limits(scores, spreads)
+    parts, slots = _local_scores(ranks, scores, shards, orders)
+    limits = _limits(scores, shards)
     chosen = select_over_ranks(
         ranks.all_ranks,
         parts,
@@ -175,8 +174,8 @@ def _lowest_over_ranks(
     ]
     leave = gather_sorted(ranks.all_ranks, own, limits)
     return [
-        found if spread is None else spread.slots(found)
-        for found, spread in zip(leave, spreads, strict=True)
+        found if shard is None else shard.slots(found)
+        for found, shard in zip(leave, shards, strict=True)
     ]
 
 
@@ -185,7 +184,7 @@ def lowest_of_all(
     count: int,
     most: Sequence[int],
     ranks: Ranks = ALONE,
-    spreads: Sequence[Spread | None] | None = None,
+    shards: Sequence[LayerShard | None] | None = None,
     stages: Ranks = ALONE,
 ) -> list[int]:
     """How many of the `count` lowest scores of all layers together are in each layer.
@@ -197,21 +196,21 @@ def lowest_of_all(
         count: how many in all; at most the sum of `most`.
         most: the largest number per layer.
         ranks: that drop together; every one of them calls this.
-        spreads: see `lowest_over_ranks`; `most` is that of the whole layer.
+        shards: see `lowest_over_ranks`; `most` is that of the whole layer.
         stages: the stages of a pipeline, which have other layers: `count` is of all of them. Among
             equal scores the first stage loses first.
 
     Raises:
         ValueError: scores that hold NaN, or too large a count.
     """
-    spreads = [None] * len(scores) if spreads is None else spreads
+    shards = [None] * len(scores) if shards is None else shards
     # Beyond its `most` lowest a layer's scores do not matter, nor does which slots they are in.
     if not ranks.alone or not stages.alone:
         limits = [
-            min(m, len(s)) if spread is None else m
-            for s, m, spread in zip(scores, most, spreads, strict=True)
+            min(m, len(s)) if shard is None else m
+            for s, m, shard in zip(scores, most, shards, strict=True)
         ]
-        return _lowest_of_all_over_ranks(ranks, scores, count, limits, spreads, stages)
+        return _lowest_of_all_over_ranks(ranks, scores, count, limits, shards, stages)
     limits = [min(m, len(s)) for s, m in zip(scores, most, strict=True)]
     slots = [_lowest(s.detach(), limit) for s, limit in zip(scores, limits, strict=True)]
     candidates = [s.detach()[slot].double() for s, slot in zip(scores, slots, strict=True)]
@@ -221,7 +220,7 @@ def lowest_of_all(
     return taken.diff(prepend=taken.new_zeros(1)).tolist()
 
 
-def lowest_there(scores: Sequence[Tensor], count: int, most: Sequence[int]) -> Tensor:
+def lowest_of_all_on_device(scores: Sequence[Tensor], count: int, most: Sequence[int]) -> Tensor:
     """What `lowest_of_all` counts, on the device of the first scores, int64 [layers].
 
     Nothing waits, and nothing is looked through for NaN.
@@ -238,18 +237,18 @@ def lowest_there(scores: Sequence[Tensor], count: int, most: Sequence[int]) -> T
     return taken.diff(prepend=taken.new_zeros(1))
 
 
-def _limits(scores: Sequence[Tensor], spreads: Sequence[Spread | None]) -> list[int]:
+def _limits(scores: Sequence[Tensor], shards: Sequence[LayerShard | None]) -> list[int]:
     """What no slot, or position in the whole layer, reaches."""
     return [
-        len(own) if spread is None else spread.limit
-        for own, spread in zip(scores, spreads, strict=True)
+        len(own) if shard is None else shard.limit
+        for own, shard in zip(scores, shards, strict=True)
     ]
 
 
-def _own(
+def _local_scores(
     ranks: Ranks,
     scores: Sequence[Tensor],
-    spreads: Sequence[Spread | None],
+    shards: Sequence[LayerShard | None],
     orders: Sequence[Tensor] | None = None,
 ) -> tuple[list[Tensor], list[Tensor | int]]:
     """Of each layer the scores that this rank ranks, and their slots, or positions; of shards whose
@@ -257,22 +256,22 @@ def _own(
     parts: list[Tensor] = []
     slots: list[Tensor | int] = []
     orders = [torch.zeros(0)] * len(scores) if orders is None else orders
-    for whole, spread, order in zip(scores, spreads, orders, strict=True):
+    for whole, shard, order in zip(scores, shards, orders, strict=True):
         if is_sharded(whole):
             first, last = own_rows(whole)
             part = local_part(whole.detach())[: last - first]
         else:
             first, last = chunk_of(ranks, len(whole))
-            if not ranks.is_lead_group(() if spread is None else spread.part.axes):
+            if not ranks.is_lead_group(() if shard is None else shard.part.axes):
                 last = first
             part = whole.detach()[first:last]
         parts.append(part)
         if is_sharded(whole) and len(order):
             slots.append(by_slots(torch.arange(len(order)), order)[first:last].to(part.device))
-        elif spread is None:
+        elif shard is None:
             slots.append(first)
         else:
-            slots.append(spread.positions(first, last).to(part.device))
+            slots.append(shard.positions(first, last).to(part.device))
     return parts, slots
 
 
@@ -281,13 +280,13 @@ def _lowest_of_all_over_ranks(
     scores: Sequence[Tensor],
     count: int,
     limits: Sequence[int],
-    spreads: Sequence[Spread | None],
+    shards: Sequence[LayerShard | None],
     stages: Ranks,
 ) -> list[int]:
-    parts, slots = _own(ranks, scores, spreads)
+    parts, slots = _local_scores(ranks, scores, shards)
     within = select_over_ranks(ranks.all_ranks, parts, slots, limits, largest=False)
     # One after the other, so that among equals the first layer loses first.
-    ends = torch.tensor([0, *_limits(scores, spreads)]).cumsum(0).tolist()
+    ends = torch.tensor([0, *_limits(scores, shards)]).cumsum(0).tolist()
     candidates = [part[mask].double() for part, mask in zip(parts, within, strict=True)]
     found = [
         masked_positions(s, mask) + e for s, mask, e in zip(slots, within, ends[:-1], strict=True)

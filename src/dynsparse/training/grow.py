@@ -1,37 +1,38 @@
-"""Which positions join: by gradient (RigL), at random (SET), or none."""
+"""Which positions join: by gradient (RigL), at random (SET), or none; and their initial values."""
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from dynsparse.checks import check_not_negative
+from dynsparse.nn import SparseLinear
 from dynsparse.ops.grow import best_free, check_pooling, random_outside
 from dynsparse.ops.grow.topk import best_positions, topk_outside
-from dynsparse.pattern import SparsePattern
+from dynsparse.pattern import Rewiring
 from dynsparse.ranks import (
     ALONE,
     GrowRequest,
     Ranks,
-    broadcast_from_first,
     check_consistent,
-    collective_errors,
     digest,
     topk_over_ranks,
 )
-from dynsparse.training.change import naming
-from dynsparse.training.spread import whole_patterns
+from dynsparse.training.deferred_checks import layer_errors
+from dynsparse.training.layer_shards import full_patterns
+from dynsparse.training.steps import is_scaled
 
 
 class Growth:
-    """Chooses the positions to grow: the one piece in which RigL and SET differ.
+    """Chooses the positions to grow: the one component in which RigL and SET differ.
 
     Attributes:
-        needs_gradients: whether `choose` looks at `pairs`; they are recorded only if so.
-        options: what must agree when a training is resumed; plain types.
+        needs_gradients: whether `choose` looks at x and dY; they are recorded only if so.
+        options: settings that must agree when a training is resumed; plain types.
     """
 
     needs_gradients = False
@@ -40,66 +41,27 @@ class Growth:
         self.options: dict[str, Any] = {}
 
     def choose(
-        self, taken: SparsePattern, count: int, pairs: Sequence[tuple[Tensor, Tensor]]
-    ) -> Tensor:
-        """`count` flat block positions outside `taken`, int64 [count], in any order.
+        self, requests: Sequence[GrowRequest], step: int, ranks: Ranks = ALONE
+    ) -> list[Tensor]:
+        """For each layer `count` flat block positions outside its pattern, int64, in any order.
 
-        `pairs` holds (x [batch, in], dY [batch, out]) whose dY^T X add up to the gradient: that of
-        the step, or its momentum, as the trainer's history has it.
+        A request's `pairs` hold (x [batch, in], dY [batch, out]) whose dY^T X add up to the
+        gradient: that of the step, or its momentum, as the trainer's history has it. Of a
+        tensor-parallel layer the positions in this rank's shard are returned.
+
+        Args:
+            requests: for each layer its name, the pattern where nothing can grow, how many blocks
+                shall grow, and the pairs of this rank.
+            step: the step that ends in the update.
+            ranks: that choose together; every one of them calls this, and gets the same positions.
         """
         raise NotImplementedError
 
-    def choose_all(
-        self, wanted: Sequence[GrowRequest], step: int, ranks: Ranks = ALONE
-    ) -> list[Tensor]:
-        """What `choose` chooses for each layer, in one go and the same on all ranks.
-
-        A growth of one's own need not define it: `choose` is asked for one layer after the other,
-        on several ranks by the first of them.
-
-        Args:
-            wanted: for each layer its name, its positions that are taken, how many shall grow, and
-                the pairs of this rank.
-            step: that ends in the update.
-            ranks: that choose together; every one of them calls this.
-        """
-        if not ranks.alone and self.needs_gradients:
-            raise TypeError(
-                f"{type(self).__name__} looks at gradients, of which each rank has a part: define "
-                "choose_all to grow over several ranks"
-            )
-        chosen = []
-        with collective_errors(ranks):
-            for one in wanted:
-                with naming(one.name):
-                    chosen.append(self.choose(one.pattern, one.count, one.pairs))
-        return broadcast_from_first(ranks, chosen)
-
-    def choose_parts(
-        self, wanted: Sequence[GrowRequest], step: int, ranks: Ranks = ALONE
-    ) -> list[Tensor]:
-        """As `choose_all`, also for layers in rectangles: what falls into those of this rank.
-
-        Growth that looks at no gradient chooses for whole layers, whose patterns come together.
-        """
-        if all(one.part is None for one in wanted):
-            return self.choose_all(wanted, step, ranks)
-        if self.needs_gradients:
-            raise TypeError(
-                f"{type(self).__name__} looks at gradients, of which each rank has a rectangle: "
-                "define choose_parts to grow layers in rectangles"
-            )
-        chosen = self.choose_all(whole_patterns(wanted, ranks), step, ranks)
-        return [
-            flat if one.part is None else one.part.to_part(flat, one.pattern.block_size)
-            for one, flat in zip(wanted, chosen, strict=True)
-        ]
-
-    def meet(self, ranks: Ranks) -> None:
-        """Be as on the first of the ranks where nothing was asked for; called once, by all.
+    def broadcast_settings(self, ranks: Ranks) -> None:
+        """Take defaults from the first rank; called once, by all ranks.
 
         Raises:
-            ValueError: the ranks were asked for different things.
+            ValueError: the ranks have different settings.
         """
 
     def state_dict(self) -> dict[str, Any]:
@@ -118,13 +80,13 @@ class GradientGrowth(Growth):
 
     Source: Evci et al. 2020, "Rigging the Lottery: Making All Tickets Winners", section 3.
 
-    On several ranks the gradient is that of all their samples, which none of them ever holds: see
+    On several ranks the gradient is that of all their samples, which no rank ever holds: see
     `ranks.topk_over_ranks`.
 
     Args:
         pooling: "sum", "avg", "max" or "none" (ranked as "sum") of a block's magnitudes.
-        wire: torch.bfloat16 sends pieces of the gradient at half the bytes; what is chosen stays
-            exact. Only several ranks send anything.
+        wire: torch.bfloat16 halves the bytes of the gradient that several ranks send; the choice
+            stays exact.
     """
 
     needs_gradients = True
@@ -137,65 +99,46 @@ class GradientGrowth(Growth):
         self.options = {"pooling": self.pooling}
 
     def choose(
-        self, taken: SparsePattern, count: int, pairs: Sequence[tuple[Tensor, Tensor]]
-    ) -> Tensor:
-        return best_positions(pairs, taken, count, pooling=self.pooling)
-
-    def choose_all(
-        self, wanted: Sequence[GrowRequest], step: int, ranks: Ranks = ALONE
+        self, requests: Sequence[GrowRequest], step: int, ranks: Ranks = ALONE
     ) -> list[Tensor]:
         if not ranks.alone:
-            return topk_over_ranks(ranks, wanted, pooling=self.pooling, wire=self.wire)
-        chosen = []
-        for one in wanted:
-            if one.scores is not None:
-                chosen.append(self._choose_there(one))
-            elif one.ranked is None or type(self).choose is not GradientGrowth.choose:
-                chosen += super().choose_all([one], step)
-            else:
-                with naming(one.name):
-                    best = topk_outside(
-                        one.pairs, one.pattern, one.count, pooling=self.pooling, sort=False
-                    )
-                chosen.append(best.flat)
-                one.ranked.append(best.scores)
-        return chosen
+            return topk_over_ranks(ranks, requests, pooling=self.pooling, wire=self.wire)
+        return [self._choose_alone(request) for request in requests]
 
-    def choose_parts(
-        self, wanted: Sequence[GrowRequest], step: int, ranks: Ranks = ALONE
-    ) -> list[Tensor]:
-        return self.choose_all(wanted, step, ranks)
-
-    def _choose_there(self, wanted: GrowRequest) -> Tensor:
-        """As `choose`, by scores that the layer's target computes."""
-        assert wanted.scores is not None
-        with naming(wanted.name):
-            scores = wanted.scores(wanted.pairs, self.pooling)
-            return best_free(scores, wanted.pattern, wanted.count)
+    def _choose_alone(self, request: GrowRequest) -> Tensor:
+        with layer_errors(request.name):
+            pattern, count = request.pattern, request.count
+            if request.scores is not None:  # computed on the layer's target
+                return best_free(request.scores(request.pairs, self.pooling), pattern, count)
+            if request.ranked is None:
+                return best_positions(request.pairs, pattern, count, pooling=self.pooling)
+            best = topk_outside(request.pairs, pattern, count, pooling=self.pooling, sort=False)
+            request.ranked.append(best.scores)
+            return best.flat
 
 
 class RandomGrowth(Growth):
     """Positions drawn uniformly among the free ones.
 
-    In trainings each choice has random numbers of its own, which follow from the seed, the layer's
-    name and the step. So they do not depend on the order of layers, nor on how these are spread
-    over processes, and all ranks draw the same.
+    Each choice draws random numbers that follow from the seed, the layer's name and the step. So
+    they depend neither on the order of layers nor on how these are sharded, and all ranks draw the
+    same.
 
     Source: Mocanu et al. 2018, "Scalable training of artificial neural networks with adaptive
     sparse connectivity inspired by network science" (SET).
 
     Args:
-        seed: of all choices, so that other random draws do not disturb them. Left out, it is drawn
-            from torch's global generator; on several ranks the first rank's counts.
-        generator: draws everything in place of a seed, one layer after the other (CPU). On several
-            ranks it must be in the same state on each.
+        seed: of all choices, so that other random draws do not affect them. By default drawn from
+            torch's global generator; several ranks take that of the first.
+        generator: draws everything in place of a seed, one layer after the other (CPU). It must
+            have the same state on all ranks.
 
     Attributes:
-        seed: None where a generator draws that was given.
+        seed: None where a given generator draws.
     """
 
     def __init__(self, seed: int | None = None, generator: torch.Generator | None = None) -> None:
-        self._asked_for = seed is not None
+        self._has_seed = seed is not None
         if generator is None:
             seed = int(torch.randint(2**62, ())) if seed is None else seed
             generator = torch.Generator().manual_seed(seed)
@@ -206,39 +149,36 @@ class RandomGrowth(Growth):
         self.generator = generator
 
     def choose(
-        self, taken: SparsePattern, count: int, pairs: Sequence[tuple[Tensor, Tensor]]
-    ) -> Tensor:
-        return random_outside(taken, count, generator=self.generator)
-
-    def choose_all(
-        self, wanted: Sequence[GrowRequest], step: int, ranks: Ranks = ALONE
+        self, requests: Sequence[GrowRequest], step: int, ranks: Ranks = ALONE
     ) -> list[Tensor]:
         chosen = []
-        for one in wanted:
-            with naming(one.name):
-                generator = self.generator_for(one.name, step, "positions")
-                chosen.append(random_outside(one.pattern, one.count, generator=generator))
+        for local, request in zip(requests, full_patterns(requests, ranks), strict=True):
+            with layer_errors(request.name):
+                generator = self.generator_for(request.name, step, "positions")
+                flat = random_outside(request.pattern, request.count, generator=generator)
+            part = local.part
+            chosen.append(flat if part is None else part.to_part(flat, local.pattern.block_size))
         return chosen
 
     def generator_for(self, layer: str, step: int, what: str) -> torch.Generator:
-        """What draws `what` of a layer at a step: made anew from the seed, where there is one."""
+        """The generator for `what` of a layer at a step: seeded anew, where there is a seed."""
         if self.seed is None:
             return self.generator
         key = repr((self.seed, layer, step, what)).encode()
         number = int.from_bytes(hashlib.blake2b(key, digest_size=8).digest(), "little")
         return torch.Generator().manual_seed(number >> 1)
 
-    def meet(self, ranks: Ranks) -> None:
+    def broadcast_settings(self, ranks: Ranks) -> None:
         if ranks.alone:
             return
-        given = str(self.seed) if self._asked_for else "none"
+        given = str(self.seed) if self._has_seed else "none"
         given = "a generator" if self.seed is None else given
         check_consistent(ranks, {"the seed": given}, "give the same seed on every rank, or none")
         if self.seed is None:
             state = digest(self.generator.get_state())
             advice = "give generators of one state on every rank"
             check_consistent(ranks, {"the state of the generator": state}, advice, shown=False)
-        elif not self._asked_for:
+        elif not self._has_seed:
             seed = torch.tensor([self.seed], device=ranks.device)
             self.seed = int(ranks.broadcast(seed))
             self.generator.manual_seed(self.seed)
@@ -266,11 +206,49 @@ class RandomGrowth(Growth):
 
 
 class NoGrowth(Growth):
-    """Nothing joins: for budgets that only prune."""
+    """Nothing grows: for budgets that only prune."""
 
     def choose(
-        self, taken: SparsePattern, count: int, pairs: Sequence[tuple[Tensor, Tensor]]
-    ) -> Tensor:
-        if count:
-            raise ValueError(f"the budget asks for {count} new blocks, but there is no growth")
-        return torch.zeros(0, dtype=torch.int64)
+        self, requests: Sequence[GrowRequest], step: int, ranks: Ranks = ALONE
+    ) -> list[Tensor]:
+        for request in requests:
+            if request.count:
+                raise ValueError(
+                    f"layer {request.name!r}: the budget asks for {request.count} new blocks, but "
+                    "there is no growth"
+                )
+        return [torch.zeros(0, dtype=torch.int64) for _ in requests]
+
+
+class GradientStep:
+    """A grown weight starts with -scale * learning rate * its gradient.
+
+    With scale 1 this is one step of plain gradient descent from zero. The gradient is that of the
+    trainer's history: of the step that ends in the update, or its momentum. The learning rate is
+    the optimizer's for the layer at the update.
+
+    Raises:
+        ValueError: a scale that is negative or not finite.
+    """
+
+    def __init__(self, scale: float = 1.0) -> None:
+        self.scale = check_not_negative("scale", scale)
+
+    def of(self, gradient: Tensor, learning_rate: float) -> Tensor:
+        """The initial values of weights with this gradient."""
+        return gradient * (-self.scale * learning_rate)
+
+
+GrownValue = float | GradientStep | Callable[[SparseLinear, Rewiring], Tensor]
+"""Initial values of grown weights: a number, a `GradientStep`, or a function that returns [grown]
+or [grown, b, b]; or, on a device, where the host would wait to know which slots are grown, an
+entry for each slot, [after.nnz] or [after.nnz, b, b]."""
+
+
+def check_unscaled(value: Any) -> None:
+    """Raise ValueError where grown weights would start with a step against a scaled gradient."""
+    if isinstance(value, GradientStep) and is_scaled():
+        raise ValueError(
+            "expected grown weights that start with a number, got a GradientStep, which would go "
+            "against the scaled gradient: use bfloat16, which needs no scaler"
+        )

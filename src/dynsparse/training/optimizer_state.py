@@ -39,17 +39,17 @@ def rewire_state(optimizer: torch.optim.Optimizer, values: Tensor, rewiring: Rew
 def prepare_state(
     optimizer: torch.optim.Optimizer, values: Tensor, rewiring: Rewiring
 ) -> Callable[[], None]:
-    """The two parts of `rewire_state`: see `follow_later`.
+    """The two parts of `rewire_state`: see `prepare_tensors`.
 
     Raises:
         ValueError: as `rewire_state`.
     """
     state = state_of(optimizer, values)
-    return follow_later(state, moving_state(optimizer, values, rewiring), rewiring)
+    return prepare_tensors(state, state_per_block(optimizer, values, rewiring), rewiring)
 
 
 @torch.no_grad()
-def follow_later(
+def prepare_tensors(
     state: dict[Any, Any], moving: Mapping[float, Sequence[Any]], rewiring: Rewiring
 ) -> Callable[[], None]:
     """What applies `rewiring` to tensors, each in its place if its size stays, without more memory.
@@ -106,7 +106,7 @@ def _holder(optimizer: torch.optim.Optimizer, values: Tensor) -> torch.optim.Opt
     return optimizer
 
 
-def moving_state(
+def state_per_block(
     optimizer: torch.optim.Optimizer, values: Tensor, rewiring: Rewiring
 ) -> dict[float, list[str]]:
     """The names of the state tensors of `values` that follow its blocks, by what a fresh entry of
@@ -184,3 +184,17 @@ def check_optimizer(optimizer: torch.optim.Optimizer, layers: dict[str, Tensor])
                 f"the optimizer does not hold the values of layer {name!r}: make it from "
                 "model.parameters() after the model has become sparse"
             )
+
+
+def learning_rate_of(optimizer: torch.optim.Optimizer, values: Tensor) -> float:
+    """The learning rate of the parameter group that holds `values`.
+
+    Raises:
+        ValueError: no group does, or the group has no learning rate.
+    """
+    for group in optimizer.param_groups:
+        if any(parameter is values for parameter in group["params"]):
+            if "lr" not in group:
+                raise ValueError(f"{type(optimizer).__name__} has no learning rate")
+            return float(group["lr"])
+    raise ValueError("the optimizer does not hold the values of this layer")

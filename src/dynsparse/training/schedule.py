@@ -48,7 +48,7 @@ def is_due_within(schedule: Schedule, first: int, steps: int | None) -> bool:
     return any(schedule.is_due(step) for step in range(first, first + steps))
 
 
-def said_of_next(schedule: Schedule | None, step: int) -> str:
+def describe_next_update(schedule: Schedule | None, step: int) -> str:
     """When the next update from `step` on comes, in words."""
     if schedule is None:
         return "none"

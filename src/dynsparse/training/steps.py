@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import warnings
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from types import FrameType
 from typing import Any, Generic, Protocol, TypeVar
@@ -14,11 +14,13 @@ import torch
 from torch import Tensor
 
 from dynsparse.interrupts import uninterrupted
-from dynsparse.tracing.spans import OFF, span
+from dynsparse.nn import SparseLinear
+from dynsparse.pattern import Rewiring
+from dynsparse.tracing.spans import OFF, counter, is_traced, span
 
 T_co = TypeVar("T_co", covariant=True)
 
-_WHOLE = "trainer.step()"
+_STEP = "trainer.step()"
 
 
 class Steps(Protocol[T_co]):
@@ -41,7 +43,7 @@ class Steps(Protocol[T_co]):
         ...
 
 
-def bare(optimizer: Any) -> Any:
+def unwrap_optimizer(optimizer: Any) -> Any:
     """The optimizer that really steps, inside what Accelerate, Fabric and others put around it."""
     inside = getattr(optimizer, "optimizer", None)
     while isinstance(inside, torch.optim.Optimizer):
@@ -63,9 +65,9 @@ class OptimizerSteps(Generic[T_co]):
     """
 
     def __init__(self, given: torch.optim.Optimizer, trainer: Steps[T_co]) -> None:
-        self._given, self._optimizer = given, bare(given)
+        self._given, self._optimizer = given, unwrap_optimizer(given)
         self._trainer = weakref.ref(trainer)
-        self._ears: _Ears | None = None
+        self._hooks: _Hooks | None = None
         self._way = ""  # of the step that `step` takes just now
         self._depth = 0  # steps within one another: of a class of optimizers, and of its base
         self._by_hand = self._passed = False  # after `prepare`, and after a step behind it
@@ -76,23 +78,23 @@ class OptimizerSteps(Generic[T_co]):
         self._marks: list[tuple[weakref.ref[Tensor], int] | None] = []
 
     @property
-    def heard(self) -> bool:
-        """Whether the optimizer's own steps are heard."""
-        return self._ears is not None
+    def is_hooked(self) -> bool:
+        """Whether the optimizer's own steps are is_hooked."""
+        return self._hooks is not None
 
     def start(self) -> None:
         """Hear the optimizer's own steps from now on.
 
-        One derived from torch's without its constructor has no hooks, and is not heard.
+        One derived from torch's without its constructor has no hooks, and is not is_hooked.
         """
-        if self._ears is None and hasattr(self._optimizer, "_optimizer_step_post_hooks"):
-            self._ears = _Ears(self, self._optimizer)
+        if self._hooks is None and hasattr(self._optimizer, "_optimizer_step_post_hooks"):
+            self._hooks = _Hooks(self, self._optimizer)
 
     def stop(self) -> None:
         """Hear them no more."""
-        if self._ears is not None:
-            self._ears.close()
-        self._ears, self._depth = None, 0
+        if self._hooks is not None:
+            self._hooks.close()
+        self._hooks, self._depth = None, 0
 
     def step(self, take: Callable[[], Any] | None = None) -> T_co | None:
         """A step; what `after` returned, None where the optimizer took none.
@@ -106,11 +108,11 @@ class OptimizerSteps(Generic[T_co]):
                 "accumulate() of Accelerate: call step() of the optimizer that prepare() returned, "
                 "which the trainer follows"
             )
-        self._way, self._made, self._depth = _WHOLE, None, 0
+        self._way, self._made, self._depth = _STEP, None, 0
         self._begin_span("optimizer")
         take = self._given.step if take is None else take
         try:
-            if self.heard:
+            if self.is_hooked:
                 take()
             else:
                 self._begin()
@@ -159,7 +161,7 @@ class OptimizerSteps(Generic[T_co]):
 
     def _begin(self) -> None:
         self._failed = False
-        if self._way != _WHOLE:
+        if self._way != _STEP:
             self._begin_span("optimizer")
         self._check_new(self._way or "optimizer.step()")
         self._owner._before()
@@ -175,8 +177,8 @@ class OptimizerSteps(Generic[T_co]):
         if update:
             owner._count(made)
         self._failed = False
-        if self._ears is not None:
-            self._ears.used = True
+        if self._hooks is not None:
+            self._hooks.used = True
         self._taken_by = self._way or "optimizer.step()"
         self._marks = [
             None if grad is None else (weakref.ref(grad), grad._version)
@@ -212,7 +214,7 @@ class OptimizerSteps(Generic[T_co]):
             "with: the trainer follows the optimizer, so call one of them after each backward pass"
         )
 
-    def enter(self, optimizer: Any, args: Any, kwargs: Any) -> Any:
+    def before_step(self, optimizer: Any, args: Any, kwargs: Any) -> Any:
         # Behind an error in the optimizer's step nobody counted down: then the stack is asked.
         self._depth = _steps_under_way(optimizer) if self._depth else 1
         if self._depth > 1 or self._by_hand or _is_captured():
@@ -220,7 +222,7 @@ class OptimizerSteps(Generic[T_co]):
         if getattr(optimizer, "grad_scale", None) is not None:
             raise ValueError(
                 "expected an optimizer whose steps the scaler skips, got "
-                f"{type(optimizer).__name__} with fused=True, which skips them unheard: leave "
+                f"{type(optimizer).__name__} with fused=True, which skips them unheard: after_step "
                 "fused out"
             )
         closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
@@ -239,7 +241,7 @@ class OptimizerSteps(Generic[T_co]):
             return args, {**kwargs, "closure": whole}
         return (args[0], whole, *args[2:]), kwargs
 
-    def leave(self) -> None:
+    def after_step(self) -> None:
         self._depth -= 1
         if self._depth > 0 or _is_captured():
             return
@@ -248,30 +250,30 @@ class OptimizerSteps(Generic[T_co]):
         else:
             with uninterrupted():
                 self._end()
-                if self._way != _WHOLE:
+                if self._way != _STEP:
                     self._end_span()
 
 
-class _Ears:
+class _Hooks:
     """The hooks of an optimizer; what they tell is for a trainer that lives."""
 
     def __init__(self, steps: OptimizerSteps[Any], optimizer: torch.optim.Optimizer) -> None:
         self._steps: weakref.ref[OptimizerSteps[Any]] = weakref.ref(steps)
         self.used = False
         self._handles = [
-            optimizer.register_step_pre_hook(self._enter),
-            optimizer.register_step_post_hook(self._leave),
+            optimizer.register_step_pre_hook(self._before_step),
+            optimizer.register_step_post_hook(self._after_step),
         ]
 
     def close(self) -> None:
         for handle in self._handles:
             handle.remove()
 
-    def _enter(self, optimizer: Any, args: Any, kwargs: Any) -> Any:
+    def _before_step(self, optimizer: Any, args: Any, kwargs: Any) -> Any:
         steps = self._steps()
         if steps is not None:
             self.used = True
-            return steps.enter(optimizer, args, kwargs)
+            return steps.before_step(optimizer, args, kwargs)
         if not self.used:
             self.used = True
             warnings.warn(
@@ -282,10 +284,10 @@ class _Ears:
             )
         return None
 
-    def _leave(self, *_: Any) -> None:
+    def _after_step(self, *_: Any) -> None:
         steps = self._steps()
         if steps is not None:
-            steps.leave()
+            steps.after_step()
 
 
 def is_scaled() -> bool:
@@ -315,3 +317,28 @@ def _accumulates() -> bool:
     module = sys.modules.get("accelerate.state")
     state = getattr(module, "GradientState", None)
     return state is not None and bool(state._shared_state) and not state().sync_gradients
+
+
+def count_density(layers: Mapping[str, SparseLinear]) -> None:
+    """Set the trace's counter "density": present weights over all weights of the layers together.
+
+    It is 1 for a network without sparse layers.
+    """
+    if not is_traced():
+        return
+    present = sum(layer.values.numel() for layer in layers.values())
+    total = sum(layer.in_features * layer.out_features for layer in layers.values())
+    counter("density", present / total if layers else 1.0)
+
+
+def count_churn(rewirings: Iterable[Rewiring]) -> None:
+    """Set the trace's counter "churn": the share of the blocks that an update dropped.
+
+    Waits for updates on a device.
+    """
+    if not is_traced():
+        return
+    rewirings = list(rewirings)
+    before = sum(rewiring.before.nnz for rewiring in rewirings)
+    dropped = sum(len(rewiring.dropped) for rewiring in rewirings)
+    counter("churn", dropped / before if before else 0.0)

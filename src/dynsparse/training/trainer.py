@@ -1,102 +1,131 @@
-"""One training step of a model with sparse layers, and the pattern updates in between."""
+"""The trainer: the optimizer's steps, and the pattern updates between them."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import copy
+import dataclasses
+import logging
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 from torch import Tensor, nn
 
-from dynsparse.checks import check_flag
+from dynsparse.checks import check_flag, check_kind
 from dynsparse.files.html import html_table
+from dynsparse.interrupts import uninterrupted
 from dynsparse.nn import SparseLinear
 from dynsparse.nn.sharded import is_sharded
 from dynsparse.ops import capture
-from dynsparse.pattern import Rewiring
+from dynsparse.pattern import Rewiring, SparsePattern
 from dynsparse.ranks import ALONE, collective_errors
 from dynsparse.tracing.models import watch
-from dynsparse.training.advice import advise
 from dynsparse.training.budgets import Budget, LayerBudget
-from dynsparse.training.change import Change, check_gradients, naming, prepared
+from dynsparse.training.change import Change, prepare_changes
+from dynsparse.training.deferred_checks import check_gradients, layer_errors
 from dynsparse.training.drop import DropScore, magnitude
-from dynsparse.training.following import FollowsOptimizer, trainers
-from dynsparse.training.grow import Growth
+from dynsparse.training.grow import GradientStep, GrownValue, Growth, check_unscaled
 from dynsparse.training.history import History, LastStep
-from dynsparse.training.hooks import UpdateHook, call_all
-from dynsparse.training.initial import GradientStep, check_unscaled
-from dynsparse.training.layers import sparse_layers
+from dynsparse.training.layer_shards import describe_layer, follow_sizes, resolve_ranks
 from dynsparse.training.optimizer_state import check_optimizer, rewire_state, state_of
-from dynsparse.training.pieces import check_drop_score, check_initial_value, check_kinds_of_pieces
-from dynsparse.training.plan import GrownValue, begin_budget, hold_slots, plan_changes
-from dynsparse.training.reducers import follow_sizes
-from dynsparse.training.schedule import Schedule, is_due_within, said_of_next
-from dynsparse.training.single import check_one_optimizer
-from dynsparse.training.spread import ranks_for
-from dynsparse.training.steps import bare
-from dynsparse.training.together import (
-    PatternsAfter,
-    agree_before,
-    begin_alike,
-    name_of,
-    reached_by,
+from dynsparse.training.rank_consistency import (
+    PatternComparison,
+    broadcast_initial_state,
+    check_before_update,
+    describe_function,
+    layers_with_gradients,
 )
-from dynsparse.training.trainer_state import HasState
+from dynsparse.training.records.files import write_pending_updates
+from dynsparse.training.schedule import Schedule, describe_next_update, is_due_within
+from dynsparse.training.steps import (
+    OptimizerSteps,
+    count_churn,
+    count_density,
+    unwrap_optimizer,
+)
+from dynsparse.training.update import (
+    UpdateRequest,
+    begin_budget,
+    count_blocks,
+    keep_slots,
+    plan_on_host,
+)
+from dynsparse.training.update_on_device import can_update_on_device, plan_on_device
+from dynsparse.training.validation import (
+    check_components,
+    find_sparse_layers,
+    warn_of_settings,
+)
+
+_log = logging.getLogger(__name__)
+
+UpdateHook = Callable[[int, dict[str, Rewiring]], None]
+"""Called as hook(step, rewirings by layer name) after each pattern update."""
+
+_trainers: WeakSet[SparseTrainer] = WeakSet()
+"""All trainers that are alive."""
 
 
-class SparseTrainer(FollowsOptimizer, HasState):
-    """Follows the optimizer's steps, and changes the patterns when the schedule says so.
+class SparseTrainer:
+    """Steps the optimizer, and updates the patterns when the schedule says so.
 
-    `RigL`, `SET` and `Static` are this class with their pieces chosen. After the optimizer's step
-    an update drops each layer's blocks of lowest score, grows blocks elsewhere, and lets values,
+    `RigL`, `SET` and `Static` are this class with its components chosen. After the optimizer's step
+    an update drops the blocks of lowest score in each layer and grows blocks elsewhere; values,
     gradients and optimizer state follow. Growth by gradient looks at all micro-batches since the
-    step before; x and dY are kept only during steps whose gradient counts for an update.
+    previous step; x and dY are kept only during steps whose gradient counts for an update.
 
-    `step` steps the optimizer; its own `step` does as well, called by whatever loop, since torch
-    tells of it. Trainers made later take the place of those of the same optimizer and layers.
+    Call `step`, or let any loop call the optimizer's own `step`, which torch reports to the
+    trainer. A trainer made later replaces earlier ones of the same optimizer and layers.
 
-    An update happens as a whole or not at all. What can fail is done beforehand, as is all that
-    takes memory, and an error there names the layer and leaves everything as it was before the
-    update. Ctrl-C and SIGTERM wait until the step has ended, where Python functions handle them.
+    An update happens completely or not at all. Everything that can fail or allocates memory comes
+    first, and an error there names the layer and leaves the state before the update. Ctrl-C and
+    SIGTERM wait for the end of the step, where Python functions handle them.
 
     A budget that changes capacity makes the layers `resizable`: the Parameter objects stay, their
     size and that of the optimizer state follow the number of blocks.
 
+    Subclasses may override the methods under "For algorithms". On several ranks each rank calls
+    them, and must get the same results.
+
     Args:
         model: holds the `SparseLinear` layers. Layers whose values do not require a gradient keep
-            their pattern. Make the trainer after moving the model to its device and type.
-        optimizer: any of torch's whose state is per weight, holding the layers' values.
-        schedule: when, and which share is replaced; None never changes a pattern.
+            their pattern. Make the trainer after moving the model to its device and dtype.
+        optimizer: any optimizer of torch with state per weight, which holds the layers' values.
+        schedule: when the patterns change, and how much; None never changes a pattern.
         growth: where blocks grow; None only together with no schedule.
-        drop_score: from values to one score per block; the lowest leave.
-        regrow_dropped: False: what an update drops, it does not grow again (the rule of Graphcore's
+        drop_score: from values to one score per block; the lowest are dropped.
+        regrow_dropped: False: an update does not grow what it drops (the rule of Graphcore's
             application). True: it may (the rule of the RigL paper); such a block then counts as
-            never dropped and keeps its weight and state, as in the authors' code. Under the first
-            rule a layer with fewer free positions than it should drop drops only as many.
-        initial_value: what grown weights start with: a number, a `GradientStep`, or a function of
+            never dropped and keeps its weight and state, as in the authors' code. With False a
+            layer with fewer free positions than it should drop drops only as many.
+        initial_value: of grown weights: a number, a `GradientStep`, or a function of
             (layer, rewiring).
-        budget: how many blocks each layer loses and gains; each the share of its own when left out.
-        history: which gradient growth looks at; that of the last step when left out.
-        ranks: that train the model together, each with its own samples: "auto", all of
-            torch.distributed where it is initialised; None, this process alone; a process group or
-            a device mesh of one dimension; of layers in rectangles, their whole mesh. All ranks
-            make the trainer, and take every step. What they begin with is put right from the first
-            rank; what they decide, they decide once.
+        budget: how many blocks each layer loses and gains; defaults to `LayerBudget`, each layer's
+            share of its own blocks.
+        history: which gradient growth looks at; defaults to that of the last step.
+        ranks: the ranks that train the model together, each with its own samples: "auto", all of
+            torch.distributed if it is initialised; None, this process alone; a process group or a
+            device mesh of one dimension; for tensor-parallel layers, their whole mesh. All ranks
+            make the trainer and take every step. They begin with the state of the first rank, and
+            make every decision once.
 
     Attributes:
         layers: name -> `SparseLinear`, in the order of `model.named_modules()`; a module used
-            several times is there once.
+            several times appears once.
         steps: optimizer steps taken; updates: pattern updates made.
         on_update: functions called as f(step, {name: Rewiring}) after each update. When one raises,
-            the update has happened and the others are called all the same; then the first error is
-            raised.
+            the update has happened, the others are still called, and the first error is raised.
+        own_state_holds: what the tensors of `_own_state`, one per layer name, hold: an entry for
+            each of the layer's "slots", or "positions" of some of its blocks.
 
     Raises:
         TypeError: an `initial_value` that is neither number nor function, an optimizer that cannot
             follow (LBFGS).
         ValueError: a model without sparse layers, an optimizer that does not hold their values.
     """
+
+    own_state_holds = "slots"
 
     def __init__(
         self,
@@ -112,16 +141,14 @@ class SparseTrainer(FollowsOptimizer, HasState):
         history: History | None = None,
         ranks: Any = "auto",
     ) -> None:
-        self.ranks = ranks_for(ranks, model)
-        with collective_errors(self.ranks):  # that the arguments are right on all of them
-            check_kinds_of_pieces(schedule=schedule, growth=growth, budget=budget, history=history)
-            check_initial_value(initial_value)
-            check_drop_score(drop_score)
-            self.layers = sparse_layers(model)
+        self.ranks = resolve_ranks(ranks, model)
+        with collective_errors(self.ranks):
+            check_components(schedule, growth, budget, history, drop_score, initial_value)
+            self.layers = find_sparse_layers(model)
             watch(model)
             for layer in self.layers.values():
                 layer.thin_index()
-            self.optimizer, self._given = bare(optimizer), optimizer
+            self.optimizer, self._given = unwrap_optimizer(optimizer), optimizer
             check_optimizer(
                 self.optimizer, {name: layer.values for name, layer in self.layers.items()}
             )
@@ -136,25 +163,32 @@ class SparseTrainer(FollowsOptimizer, HasState):
             self.on_update: list[UpdateHook] = []
         begin_budget(self.budget, self._trained(), self.ranks)
         if schedule is not None:
-            hold_slots(self._trained())
-        # Without what the algorithms add: that comes after this.
-        said = {"algorithm": type(self).__name__, **self._said(), "drop score": name_of(drop_score)}
+            keep_slots(self._trained())
+        # Without `_own_options`: subclasses are not initialised yet.
+        settings = {
+            "algorithm": type(self).__name__,
+            **self._settings(),
+            "drop score": describe_function(drop_score),
+        }
         if self.ranks.rank == 0:
-            advise(schedule, self.optimizer, self._trained())
-        begin_alike(self.ranks, self._trained(), said, self.optimizer)
+            warn_of_settings(schedule, self.optimizer, self._trained())
+        broadcast_initial_state(self.ranks, self._trained(), settings, self.optimizer)
         if growth is not None:
-            growth.meet(self.ranks)
+            growth.broadcast_settings(self.ranks)
         self._begin()
 
     def _begin(self) -> None:
-        # Those that are there already may have stepped before; that is no matter any more.
+        # Steps that other trainers took before this one was made do not matter.
         self._others: Mapping[Any, int] = WeakKeyDictionary(
-            {other: other.steps for other in trainers}
+            {other: other.steps for other in _trainers}
         )
         self._captures: dict[str, capture.Pairs] = {}
-        self._follow_optimizer(self._given)
+        self._steps: OptimizerSteps[dict[str, Rewiring] | None]
+        self._steps = OptimizerSteps(self._given, self)
+        _trainers.add(self)
+        self._take_over()
         self._remember_patterns()
-        self._arm()
+        self._start_capture()
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({', '.join(f'{k}={v}' for k, v in self.summary().items())})"
@@ -163,7 +197,7 @@ class SparseTrainer(FollowsOptimizer, HasState):
         return html_table(list(self.summary().items()), head=(type(self).__name__, ""))
 
     def summary(self) -> dict[str, str]:
-        """Where the training is, in words: layers, density, steps, updates, and the next one."""
+        """The progress of the training in words: layers, density, steps, updates, next update."""
         patterns = [layer.pattern for layer in self.layers.values()]
         density = sum(p.nnz for p in patterns) / sum(p.total for p in patterns)
         total = getattr(self.schedule, "total_steps", None)
@@ -172,27 +206,182 @@ class SparseTrainer(FollowsOptimizer, HasState):
             "density": f"{density:.4f}",
             "steps": f"{self.steps:,}" + ("" if total is None else f" of {total:,}"),
             "updates": f"{self.updates:,}",
-            "next_update": said_of_next(self.schedule, self.steps + 1),
+            "next_update": describe_next_update(self.schedule, self.steps + 1),
         }
 
     def __getstate__(self) -> dict[str, Any]:
-        left_out = ("_captures", "_others", "_steps", "_known", "_known_state")
-        return {k: v for k, v in self.__dict__.items() if k not in left_out}
+        excluded = ("_captures", "_others", "_steps", "_known", "_known_state")
+        return {k: v for k, v in self.__dict__.items() if k not in excluded}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
         self._begin()  # copies keep x and dY of their own layers
 
+    # The optimizer's steps.
+
+    def step(self) -> dict[str, Rewiring] | None:
+        """After backward: the optimizer's step, then the pattern update if one is due.
+
+        Returns the rewirings by layer name when patterns changed, otherwise None; None, too, while
+        a library's optimizer accumulates gradients.
+
+        Raises:
+            RuntimeError, TypeError, ValueError: see `before_optimizer_step`, which raises before
+                the optimizer's step, and `after_optimizer_step`, which raises after it.
+        """
+        return self._step_by(None)
+
+    def _step_by(self, take: Callable[[], Any] | None) -> dict[str, Rewiring] | None:
+        """`step`, with a function that steps the optimizer in place of its own `step`."""
+        with uninterrupted():
+            self._take_over()
+            return self._steps.step(take)
+
+    def before_optimizer_step(self) -> None:
+        """The part of `step` before the optimizer's, for loops whose steps torch does not report.
+
+        Call it after backward, when the gradients are complete, and `after_optimizer_step` after
+        the optimizer's step.
+
+        Raises:
+            ValueError: the step ends in an update, and a gradient that it would rank by holds NaN
+                or infinity; weights that start with a step against a gradient that is scaled.
+            RuntimeError: the gradient has been stepped with already; the step ends in an update,
+                and another trainer with another optimizer trains a layer, or each rank has a
+                different gradient.
+        """
+        with uninterrupted():
+            self._take_over()
+            self._steps.prepare()
+
+    def after_optimizer_step(self) -> dict[str, Rewiring] | None:
+        """The part of `step` after the optimizer's, for the same loops; returns what `step` does.
+
+        When an update fails, model, optimizer and trainer are as they were before this call, except
+        for random draws that the caller's own functions made. Call it again when the cause is
+        fixed, or go on with the next step, which then is due.
+
+        Raises:
+            RuntimeError: no gradient reached any layer since the last step; another trainer with
+                another optimizer; sharded values; a gradient that has been stepped with already.
+            TypeError, ValueError: initial values of grown weights, scores or optimizer state do not
+                fit the layer, or hold NaN.
+        """
+        with uninterrupted():
+            return self._steps.finish()
+
+    def stop(self) -> None:
+        """Ignore the optimizer's own steps from now on, until `step` is called."""
+        self._steps.stop()
+
+    def _take_over(self) -> None:
+        """Make this the only trainer of its layers that follows its optimizer."""
+        if self._steps.is_hooked:
+            return
+        values = {id(layer.values) for layer in self.layers.values()}
+        others = [t for t in _trainers if t is not self and t.optimizer is self.optimizer]
+        for other in others:
+            if any(id(layer.values) in values for layer in other.layers.values()):
+                other.stop()
+        self._steps.start()
+
+    def _before(self) -> None:
+        """Called before each step of the optimizer."""
+        self._follow_loaded()
+        check_unscaled(self.initial_value)
+        if self._is_update():
+            check_before_update(
+                self.ranks, self.steps + 1, self._update_inputs(), self._trained(), self._check
+            )
+        self._before_step()
+
+    def _after(self) -> dict[str, Rewiring] | None:
+        """Called after each step of the optimizer; returns what `step` does."""
+        due = self._is_update()
+        ranks = self.ranks if due else ALONE
+        undo = self._undo(planning=True) if due else None
+        self.steps += 1
+        has_gradient = [0] * len(self._trained() if due else ())
+        try:
+            with collective_errors(ranks, has_gradient):
+                if due:
+                    self._check_one_optimizer()
+                self._after_step()
+                for name in self._captures:
+                    self.history.observe(name, list(self._captures[name]))
+                has_gradient[:] = map(self._has_gradient, self._trained() if due else ())
+            changes, planned = self._plan(has_gradient) if due else ({}, None)
+            rewirings = {name: change.rewiring for name, change in changes.items()}
+            comparison = PatternComparison(ranks, self.steps, rewirings) if due else None
+            apply_changes = prepare_changes(changes, self.optimizer, ranks, comparison)
+            if due:
+                self.history.end_update()
+        except BaseException:
+            if undo is None:
+                self.steps -= 1
+            else:
+                undo()
+            raise
+        # From here on nothing allocates memory, so nothing fails.
+        self._forget_captures()
+        apply_changes()
+        self._known |= {name: rewiring.after for name, rewiring in rewirings.items()}
+        if due:
+            self._change_own(planned)
+        self._start_capture()
+        if not changes:
+            return None
+        if torch.distributed.is_available() and torch.distributed.is_initialized():
+            # In a world of one, too, where there may be a wrapper.
+            follow_sizes([c.layer.values for c in changes.values() if c.changes_size])
+        self.updates += 1
+        _call_hooks(self.on_update, self.steps, rewirings)
+        return rewirings
+
+    def _is_update(self) -> bool:
+        return self._is_due(self.steps + 1)
+
+    def _is_due(self, step: int) -> bool:
+        return self.schedule is not None and self.schedule.is_due(step)
+
+    def _count(self, rewirings: dict[str, Rewiring] | None) -> None:
+        count_density(self.layers)
+        count_churn((rewirings or {}).values())
+
+    def _start_capture(self) -> None:
+        """Begin to keep x and dY if the gradient of the coming step counts for an update."""
+        schedule = self.schedule
+        counts = (
+            schedule is not None
+            and self._needs_gradients
+            and is_due_within(schedule, self.steps + 1, self.history.window)
+        )
+        layers = self._trained() if counts else {}
+        self._captures = {
+            name: capture.start(layer.index.row_ptr, layer.values) for name, layer in layers.items()
+        }
+
+    def _forget_captures(self) -> None:
+        for pairs in self._captures.values():
+            pairs.clear()
+        self._captures = {}  # they hold the old values; `_start_capture` begins anew
+
+    def _trained(self) -> dict[str, SparseLinear]:
+        return {name: layer for name, layer in self.layers.items() if layer.values.requires_grad}
+
+    def _gradients(self) -> list[Tensor | None]:
+        return [layer.values.grad for layer in self._trained().values()]
+
     def _remember_patterns(self) -> None:
-        """The patterns, and the optimizer's state, that belong together."""
+        """Note which patterns and optimizer state belong together."""
         self._known = {name: layer.pattern for name, layer in self.layers.items()}
         self._known_state = self.optimizer.state
         for layer in self.layers.values():
             layer._was_replaced = False
 
     def _follow_loaded(self) -> None:
-        """Where another pattern was loaded into a layer, and no optimizer state with it: state of
-        connections that are in both stays theirs, all other state starts anew.
+        """Where a pattern was loaded into a layer without optimizer state: connections that are in
+        both patterns keep their state, all other state starts anew.
 
         Raises:
             RuntimeError: the state is sharded, so that it cannot follow.
@@ -210,120 +399,26 @@ class SparseTrainer(FollowsOptimizer, HasState):
                         f"layer {name!r} was loaded with another pattern, which its sharded "
                         "optimizer state cannot follow: load the optimizer's state, too"
                     )
-                with naming(name):
+                with layer_errors(name):
                     rewiring = Rewiring.between(before, after)
                     rewire_state(self.optimizer, values, rewiring)
                     self._follow_loaded_pattern(name, rewiring)
         self._remember_patterns()
 
-    def _follow_loaded_pattern(self, name: str, rewiring: Rewiring) -> None:
-        """The algorithm's own state of a layer that another pattern was loaded into."""
-
-    def _before(self) -> None:
-        self._follow_loaded()
-        check_unscaled(self.initial_value)
-        if self._is_due(self.steps + 1):
-            agree_before(
-                self.ranks, self.steps + 1, self._decided_by(), self._trained(), self._check
-            )
-        self._before_step()
-
-    def _after(self) -> dict[str, Rewiring] | None:
-        due = self._is_due(self.steps + 1)
-        together = self.ranks if due else ALONE
-        undo = self._undo(planning=True) if due else None
-        self.steps += 1
-        reached = [0] * len(self._trained() if due else ())
-        try:
-            with collective_errors(together, reached):
-                if due:
-                    self._check_one_optimizer()
-                self._after_step()
-                for name in self._captures:
-                    self.history.observe(name, list(self._captures[name]))
-                reached[:] = map(self._is_reached, self._trained() if due else ())
-            changes, own = self._plan(reached) if due else ({}, None)
-            rewirings = {name: change.rewiring for name, change in changes.items()}
-            patterns = PatternsAfter(together, self.steps, rewirings) if due else None
-            change_over = prepared(changes, self.optimizer, together, patterns)
-            if due:
-                self.history.end_update()
-        except BaseException:
-            if undo is None:
-                self.steps -= 1
-            else:
-                undo()
-            raise
-        # From here on nothing takes memory, so nothing fails.
-        self._forget_captures()
-        change_over()
-        self._known |= {name: rewiring.after for name, rewiring in rewirings.items()}
-        if due:
-            self._change_own(own)
-        self._arm()
-        if not changes:
-            return None
-        if torch.distributed.is_available() and torch.distributed.is_initialized():
-            # A wrapper in a world of one, too.
-            follow_sizes([c.layer.values for c in changes.values() if c.changes_size])
-        self.updates += 1
-        call_all(self.on_update, self.steps, rewirings)
-        return rewirings
-
-    def _is_due(self, step: int) -> bool:
-        return self.schedule is not None and self.schedule.is_due(step)
-
-    def _arm(self) -> None:
-        """Begin to keep x and dY if the gradient of the coming step counts for an update."""
-        schedule = self.schedule
-        counts = (
-            schedule is not None
-            and self._needs_gradients
-            and is_due_within(schedule, self.steps + 1, self.history.window)
-        )
-        layers = self._trained() if counts else {}
-        self._captures = {
-            name: capture.start(layer.index.row_ptr, layer.values) for name, layer in layers.items()
-        }
-
-    def _forget_captures(self) -> None:
-        for pairs in self._captures.values():
-            pairs.clear()
-        self._captures = {}  # they hold on to the values as these were; `_arm` begins anew
-
-    def _trained(self) -> dict[str, SparseLinear]:
-        return {name: layer for name, layer in self.layers.items() if layer.values.requires_grad}
-
-    def _gradients(self) -> list[Tensor | None]:
-        return [layer.values.grad for layer in self._trained().values()]
-
-    def _decided_by(self) -> dict[str, Any]:
-        """What the next update follows from beside weights and gradients."""
-        growth = None if self.growth is None else self.growth.state_dict()
-        return {
-            "options": self._agreement(),
-            "state of the growth": growth,
-            "state of the budget": self.budget.state_dict(),
-        }
-
-    def _check(self) -> None:
-        self._check_one_optimizer()
-        check_gradients(self._trained(), self._captures, self.ranks.alone)
-
-    def _check_one_optimizer(self) -> None:
-        check_one_optimizer(self.optimizer, self._trained(), self._others, trainers)
+    # The pattern update.
 
     @torch.no_grad()
-    def _plan(self, reached: Sequence[int]) -> tuple[dict[str, Change], Any]:
-        """What the update does to each layer, and to the algorithm's own state; all is checked."""
+    def _plan(self, has_gradient: Sequence[int]) -> tuple[dict[str, Change], Any]:
+        """The checked changes of all layers, and those of the algorithm's own state."""
         assert self.schedule is not None
         assert self.growth is not None
         trained = self._trained()
         for layer in trained.values():
             layer.forget_panels()
-        changes = plan_changes(
-            self.steps,
-            reached_by(self.steps, trained, reached),
+        layers = layers_with_gradients(self.steps, trained, has_gradient)
+        request = UpdateRequest(
+            step=self.steps,
+            layers=layers,
             schedule=self.schedule,
             growth=self.growth,
             budget=self.budget,
@@ -334,17 +429,266 @@ class SparseTrainer(FollowsOptimizer, HasState):
             scores=self._scores,
             ranks=self.ranks,
         )
+        on_device = {n for n, layer in layers.items() if can_update_on_device(layer, self.ranks)}
+        counts = count_blocks(request, on_device=len(on_device) == len(layers))
+        changes = {
+            **plan_on_host(request, {n: c for n, c in counts.items() if n not in on_device}),
+            **plan_on_device(request, {n: c for n, c in counts.items() if n in on_device}),
+        }
+        changes = {name: changes[name] for name in counts}
         return changes, self._plan_own(changes)
-
-    @property
-    def _needs_gradients(self) -> bool:
-        wanted = self.growth is not None and self.growth.needs_gradients
-        return wanted or isinstance(self.initial_value, GradientStep)
-
-    def _is_reached(self, name: str) -> bool:
-        empty = not self.layers[name].pattern.nnz
-        return not self._needs_gradients or empty or self.history.has(name)
 
     def _scores(self, name: str, layer: SparseLinear) -> Tensor:
         """The drop scores of a layer's blocks: [nnz]."""
         return self.drop_score(layer.values)
+
+    @property
+    def _needs_gradients(self) -> bool:
+        ranks_by_gradient = self.growth is not None and self.growth.needs_gradients
+        return ranks_by_gradient or isinstance(self.initial_value, GradientStep)
+
+    def _has_gradient(self, name: str) -> bool:
+        empty = not self.layers[name].pattern.nnz
+        return not self._needs_gradients or empty or self.history.has(name)
+
+    def _update_inputs(self) -> dict[str, Any]:
+        """What decides the next update besides weights and gradients."""
+        growth = None if self.growth is None else self.growth.state_dict()
+        return {
+            "options": self._description(),
+            "state of the growth": growth,
+            "state of the budget": self.budget.state_dict(),
+        }
+
+    def _check(self) -> None:
+        self._check_one_optimizer()
+        check_gradients(self._trained(), self._captures, self.ranks.alone)
+
+    def _check_one_optimizer(self) -> None:
+        """Raise RuntimeError where another trainer steps another optimizer over one of the layers,
+        whose state would not follow the pattern."""
+        names = {id(layer.values): name for name, layer in self._trained().items()}
+        for other in list(_trainers):
+            if other.optimizer is self.optimizer or other.steps <= self._others.get(other, 0):
+                continue
+            for layer in other.layers.values():
+                name = names.get(id(layer.values))
+                state = other.optimizer.state.get(layer.values, {}).values()
+                if name is not None and any(isinstance(t, Tensor) and t.dim() for t in state):
+                    raise RuntimeError(
+                        f"layer {name!r} is also trained by another trainer with another optimizer "
+                        f"({type(other.optimizer).__name__}), whose state would not follow the new "
+                        "pattern: let one optimizer train a layer"
+                    )
+
+    # The trainer's state.
+
+    def state_dict(self) -> dict[str, Any]:
+        """Counters, the state of each component, and the settings that must agree on loading; plain
+        types and tensors. Take it between `step()` and the next backward pass, whose gradients are
+        not part of any state."""
+        write_pending_updates()  # a record leads to every state that was saved
+        return {
+            **self._description(),
+            "steps": self.steps,
+            "updates": self.updates,
+            "growth_state": None if self.growth is None else self.growth.state_dict(),
+            "budget_state": self.budget.state_dict(),
+            "history_state": self.history.state_dict(),
+            "own_state": self._own_state(),
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue where `state` was taken. Model and optimizer load their own state.
+
+        Raises:
+            ValueError: the state of another algorithm, schedule, model or rule, or a damaged one;
+                nothing is changed.
+        """
+        self.check_state(state, {name: layer.pattern for name, layer in self.layers.items()})
+        with uninterrupted():
+            undo = self._undo(planning=False)
+            try:
+                self._load_own_state(state["own_state"])
+                if self.growth is not None:
+                    self.growth.load_state_dict(state["growth_state"])
+                self.budget.load_state_dict(state["budget_state"])
+                self.history.load_state_dict(state["history_state"])
+            except BaseException:
+                undo()
+                raise
+            self.steps, self.updates = state["steps"], state["updates"]
+            self._remember_patterns()
+            self._start_capture()
+
+    def check_state(
+        self, state: dict[str, Any], patterns: Mapping[str, SparsePattern] | None = None
+    ) -> None:
+        """Raise the errors of `load_state_dict` without loading.
+
+        Args:
+            state: of a trainer.
+            patterns: those that the layers will have then, by name; state of single blocks is
+                checked only with them.
+        """
+        _check_description(state, self._description())
+        if self.growth is not None:
+            self.growth.check_state(state["growth_state"])
+        self.budget.check_state(state["budget_state"])
+        shapes = {name: layer.pattern.shape for name, layer in self.layers.items()}
+        self.history.check_state(state["history_state"], shapes)
+        if patterns is not None:
+            self._check_own_state(state["own_state"], patterns)
+
+    def _description(self) -> dict[str, Any]:
+        """What must be equal on loading, and on all ranks; plain types."""
+        return {
+            "algorithm": type(self).__name__,
+            **self._settings(),
+            "options": self._own_options(),
+        }
+
+    def _settings(self) -> dict[str, Any]:
+        """The settings of components and layers, for comparison; plain types."""
+        schedule: dict[str, Any] | None = None
+        if self.schedule is not None:
+            schedule = {"kind": type(self.schedule).__name__}
+            if dataclasses.is_dataclass(self.schedule):
+                schedule |= dataclasses.asdict(self.schedule)
+        components = {"growth": self.growth, "budget": self.budget, "history": self.history}
+        return {
+            "schedule": schedule,
+            **{
+                key: None if one is None else {"kind": type(one).__name__} | one.options
+                for key, one in components.items()
+            },
+            "layers": {name: describe_layer(layer) for name, layer in self.layers.items()},
+            "regrow_dropped": self.regrow_dropped,
+        }
+
+    def _undo(self, *, planning: bool) -> Callable[[], None]:
+        """A function that restores everything that planning, or loading a state, may change."""
+        counts = self.steps, self.updates
+        growth = None if self.growth is None else copy.deepcopy(self.growth.state_dict())
+        budget = copy.deepcopy(self.budget.state_dict())
+        history = self.history.snapshot()
+        undo_own = self._undo_own(planning)
+
+        def undo() -> None:
+            self.steps, self.updates = counts
+            if self.growth is not None and growth is not None:
+                self.growth.load_state_dict(growth)
+            self.budget.load_state_dict(budget)
+            self.history.restore(history)
+            undo_own()
+
+        return undo
+
+    # For algorithms: steps of their own, and state that follows the pattern. All do nothing here.
+
+    def _before_step(self) -> None:
+        """For algorithms that change gradients before the optimizer's step."""
+
+    def _after_step(self) -> None:
+        """For algorithms that change weights after the optimizer's step."""
+
+    def _undo_own(self, planning: bool) -> Callable[[], None]:
+        """For algorithms with state: a function that restores the present state.
+
+        With `planning`, what `_after_step` and `_plan_own` may change, otherwise what loading does.
+        """
+        return lambda: None
+
+    def _plan_own(self, changes: dict[str, Change]) -> Any:
+        """For algorithms with state per block, which follows the pattern as the weights do: what
+        `_change_own` needs. Nothing has changed yet but the growth's generator."""
+        return None
+
+    def _change_own(self, planned: Any) -> None:
+        """Apply what was planned; must not fail."""
+
+    def _follow_loaded_pattern(self, name: str, rewiring: Rewiring) -> None:
+        """Adapt the algorithm's state of a layer that another pattern was loaded into."""
+
+    def _own_options(self) -> dict[str, Any]:
+        """The algorithm's settings that must agree on loading; plain types."""
+        return {}
+
+    def _own_state(self) -> dict[str, Any]:
+        """The algorithm's state besides that of its components; tensors and plain types."""
+        return {}
+
+    def _check_own_state(self, state: Any, patterns: Mapping[str, SparsePattern]) -> None:
+        """Raise ValueError unless `state` can be loaded into layers with these patterns."""
+
+    def _load_own_state(self, state: dict[str, Any]) -> None:
+        """Continue where `state` was taken."""
+
+
+def _check_description(state: Any, description: Mapping[str, Any]) -> None:
+    """Raise ValueError unless `state` is complete, and describes the same trainer."""
+    states = ("growth_state", "budget_state", "history_state", "own_state")
+    needed = {*description, "steps", "updates", *states}
+    if not isinstance(state, dict) or not needed <= state.keys():
+        raise ValueError(f"not the state of a trainer: expected the entries {sorted(needed)}")
+    for key, value in description.items():
+        try:
+            agrees = bool(state[key] == value)
+        except (RuntimeError, TypeError, ValueError):  # tensors in the place of plain types
+            agrees = False
+        if not agrees:
+            raise ValueError(
+                f"the state does not fit this trainer: its {key} is {state[key]!r}, "
+                f"here it is {value!r}"
+            )
+    for key in ("steps", "updates"):
+        count = state[key]
+        if not isinstance(count, int) or isinstance(count, bool) or count < 0:
+            raise ValueError(f"the {key} of the state must be a number from 0 on, got {count!r}")
+
+
+def _call_hooks(hooks: Iterable[UpdateHook], step: int, rewirings: dict[str, Rewiring]) -> None:
+    """Call all of them, whatever one of them raises; then raise the first error."""
+    if _log.isEnabledFor(logging.INFO):
+        _log.info("update after step %d of %d layers", step, len(rewirings))
+    if _log.isEnabledFor(logging.DEBUG):
+        for name, rewiring in rewirings.items():
+            _log.debug(
+                "layer %r: %d of %d blocks dropped, %d grown",
+                name, len(rewiring.dropped), rewiring.before.nnz, len(rewiring.grown),
+            )  # fmt: skip
+    first: BaseException | None = None
+    for hook in hooks:
+        try:
+            hook(step, rewirings)
+        except BaseException as error:
+            first = first or error
+    if first is not None:
+        raise first
+
+
+def scaled_step(trainer: SparseTrainer, scaler: torch.amp.GradScaler) -> dict[str, Rewiring] | None:
+    """`trainer.step()` after `scaler.scale(loss).backward()`, and `scaler.update()`.
+
+    The trainer does not count a step that the scaler skips because the scaled gradients overflow;
+    an update that was due comes with the next step. Growth ranks scaled gradients, which changes no
+    rank.
+
+    Args:
+        trainer: any of this library.
+        scaler: `torch.amp.GradScaler`; one that is not enabled makes this `trainer.step()`.
+
+    Returns:
+        The rewirings by layer name when patterns changed, otherwise None.
+
+    Raises:
+        ValueError: grown weights that start with a step against their gradient (`GradientStep`),
+            which would be the scaled one; an optimizer that decides itself which steps it skips
+            (`fused=True`).
+        RuntimeError, TypeError, ValueError: see `SparseTrainer.step`.
+    """
+    check_kind("trainer", trainer, SparseTrainer, "a trainer such as RigL")
+    check_kind("scaler", scaler, torch.amp.GradScaler, "a torch.amp.GradScaler")
+    rewirings = trainer._step_by(lambda: scaler.step(trainer.optimizer))
+    scaler.update()
+    return rewirings

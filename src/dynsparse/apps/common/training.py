@@ -25,7 +25,7 @@ from dynsparse.tracing.models import unwatch
 from dynsparse.tracing.spans import counter, is_traced, span, spanned
 from dynsparse.training import ApplicationCosine, RoundedDownCosine, SparseTrainer, Static
 from dynsparse.training.algorithms import BY_NAME
-from dynsparse.training.counted import count_density
+from dynsparse.training.steps import count_density
 
 Groups = list[dict[str, Any]]
 

@@ -18,9 +18,9 @@ from dynsparse.pattern.on_device import sent
 from dynsparse.training.budgets import Budget, Counts, Survey
 from dynsparse.training.change import Change
 from dynsparse.training.grow import RandomGrowth
-from dynsparse.training.initial import learning_rate_of
+from dynsparse.training.layer_shards import LocalSlots, find_shards
+from dynsparse.training.optimizer_state import learning_rate_of
 from dynsparse.training.schedule import ConstantSchedule
-from dynsparse.training.spread import WholeSlots, spreads_of
 from dynsparse.training.trainer import SparseTrainer
 
 
@@ -84,8 +84,8 @@ class DeepR(SparseTrainer):
             ranks=ranks,
         )
         # Each rank draws for whole layers, and takes what is for the slots that it has.
-        self._slots = WholeSlots()
-        self._slots.look(self.layers)
+        self._slots = LocalSlots()
+        self._slots.update(self.layers)
         self.signs = {name: self._first_signs(name) for name in self.layers}
 
     def _first_signs(self, name: str) -> Tensor:
@@ -103,7 +103,7 @@ class DeepR(SparseTrainer):
         return coins[own].mul_(2).sub_(1)
 
     def _before_step(self) -> None:
-        self._slots.look(self.layers)
+        self._slots.update(self.layers)
 
     @torch.no_grad()
     def _after_step(self) -> None:
@@ -157,12 +157,12 @@ class DeepR(SparseTrainer):
     def _follow(self, name: str, rewiring: Rewiring) -> Tensor:
         signs, after = self.signs[name], rewiring.after
         own: tuple[Tensor | slice, int] = slice(None), rewiring._grown_count
-        spread = spreads_of(self.layers).get(name)
-        if spread is not None:
+        shard = find_shards(self.layers).get(name)
+        if shard is not None:
             grown = SparsePattern.from_flat(
                 after.flat[rewiring.grown], shape=after.shape, block_size=after.block_size
             )
-            own = spread.part.slots(grown)
+            own = shard.part.slots(grown)
         drawn = self._draw_signs(name, *own, signs.shape[1:])
         return rewiring.apply(signs, sent(drawn, signs.device))
 

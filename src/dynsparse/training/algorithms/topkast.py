@@ -16,15 +16,15 @@ from dynsparse.nn.sharded import device_of, gathered, is_sharded, local_part, lo
 from dynsparse.ops.grow import select
 from dynsparse.pattern import Rewiring, SparsePattern
 from dynsparse.ranks import collective_errors
-from dynsparse.training.algorithms.choices import cosine_schedule
+from dynsparse.training.algorithms.composed import cosine_schedule
 from dynsparse.training.budgets import Budget, Counts, Survey
-from dynsparse.training.change import Change, check_scores, naming, prepared
-from dynsparse.training.doubts import ask
+from dynsparse.training.change import Change, prepare_changes
+from dynsparse.training.deferred_checks import check_scores, defer_check, layer_errors
 from dynsparse.training.drop import lowest_over_ranks, magnitude
-from dynsparse.training.grow import RandomGrowth
+from dynsparse.training.grow import GrownValue, RandomGrowth
+from dynsparse.training.layer_shards import LayerShard, find_shards, layer_sizes
 from dynsparse.training.schedule import Schedule
-from dynsparse.training.spread import Spread, extents, spreads_of
-from dynsparse.training.trainer import GrownValue, SparseTrainer
+from dynsparse.training.trainer import SparseTrainer
 
 _ODD = (
     "its weights held NaN at step {step}, so that those of the forward pass could not be ranked: "
@@ -148,16 +148,16 @@ class TopKAST(SparseTrainer):
                 if name in changes:
                     rewiring = changes[name].rewiring
                     pattern, values = rewiring.after, rewiring.apply(values, changes[name].fill)
-                with naming(name):
+                with layer_errors(name):
                     patterns[name] = pattern
                     scores.append(check_scores(magnitude(values), pattern.nnz).neg_())
         layers = {name: self.layers[name] for name in patterns}
-        spreads = spreads_of(layers)
+        shards = find_shards(layers)
         # An update leaves the number of blocks as it is.
-        whole = extents(layers, self.ranks)
+        whole = layer_sizes(layers, self.ranks)
         counts = [self.budget.forward_count(whole[name].nnz) for name in patterns]
         after = [
-            Spread(spreads[name].part, pattern) if name in spreads else None
+            LayerShard(shards[name].part, pattern) if name in shards else None
             for name, pattern in patterns.items()
         ]
         largest = lowest_over_ranks(
@@ -175,10 +175,10 @@ class TopKAST(SparseTrainer):
         if change is not None:
             pattern = change.rewiring.after
             values = change.rewiring.apply(values, change.fill)
-        with naming(name):
+        with layer_errors(name):
             sizes = magnitude(values)
             slots = select(sizes, self.budget.forward_count(pattern.nnz))
-        ask(layer, sizes.isnan().any(), _ODD.format(step=self.steps))
+        defer_check(layer, sizes.isnan().any(), _ODD.format(step=self.steps))
         chosen, before = ActiveSet._on_device(pattern, slots), layer.active
         return [chosen, before] if before is not None and before.may_take(chosen) else [chosen]
 
@@ -220,15 +220,15 @@ class TopKAST(SparseTrainer):
         """Of the layers with active slots, the share of all positions that these are. All ranks of
         layers in rectangles call this."""
         found = {n: a.pattern.density for n, m in self._trained().items() if (a := m.active)}
-        spreads = {n: s for n, s in spreads_of(self._trained()).items() if n in found}
+        shards = {n: s for n, s in find_shards(self._trained()).items() if n in found}
         fresh = [
             name
-            for name in spreads
+            for name in shards
             if self._counted.get(name, (None,))[0] is not self.layers[name].active
         ]
         if fresh:
             own = [
-                len(active.slots) if self.ranks.is_lead_rank(spreads[name].part.axes) else 0
+                len(active.slots) if self.ranks.is_lead_rank(shards[name].part.axes) else 0
                 for name in fresh
                 if (active := self.layers[name].active)
             ]
@@ -237,7 +237,7 @@ class TopKAST(SparseTrainer):
                 active = self.layers[name].active
                 assert active is not None
                 self._counted[name] = active, count
-        return found | {name: self._counted[name][1] / s.limit for name, s in spreads.items()}
+        return found | {name: self._counted[name][1] / s.limit for name, s in shards.items()}
 
     @torch.no_grad()
     def shrink(self) -> dict[str, Rewiring]:
@@ -250,15 +250,15 @@ class TopKAST(SparseTrainer):
         for name, layer in self._trained().items():
             if layer.active is not None:
                 rewiring = Rewiring.between(layer.pattern, layer.active.pattern)
-                with naming(name):
-                    changes[name] = Change.planned(layer, rewiring, 0.0, self.optimizer)
+                with layer_errors(name):
+                    changes[name] = Change.plan(layer, rewiring, 0.0, self.optimizer)
         layers = [change.layer for change in changes.values()]
         with uninterrupted():
             before = [layer.resizable for layer in layers]
             try:
                 for layer in layers:
                     layer.resizable = True
-                change_over = prepared(changes, self.optimizer)
+                change_over = prepare_changes(changes, self.optimizer)
             except BaseException:
                 for layer, resizable in zip(layers, before, strict=True):
                     layer.resizable = resizable
@@ -292,7 +292,7 @@ def _slots(name: str, flat: Any, pattern: SparsePattern) -> Tensor:
     """Where the positions `flat` are in the layer's pattern."""
     if not isinstance(flat, Tensor) or flat.dim() != 1 or flat.dtype != torch.int64:
         raise ValueError(f"the active positions of layer {name!r} must be a tensor of int64")
-    with naming(name):
+    with layer_errors(name):
         active = SparsePattern.from_flat(
             flat.cpu(), shape=pattern.shape, block_size=pattern.block_size
         )

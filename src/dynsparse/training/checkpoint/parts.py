@@ -26,8 +26,7 @@ from dynsparse.training.checkpoint.model_state import check_model, patterns_of
 from dynsparse.training.checkpoint.optimizing import check_finite, check_scheduler, loaded_optimizer
 from dynsparse.training.checkpoint.places import places, whole_history
 from dynsparse.training.checkpoint.rectangles import Rectangles
-from dynsparse.training.reducers import follow_sizes
-from dynsparse.training.shards import resize_shards
+from dynsparse.training.layer_shards import follow_sizes, resize_shards
 from dynsparse.training.trainer import SparseTrainer
 
 _OTHERS = (

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from dynsparse.files.shorten import shortened
 from dynsparse.ranks import Part, Ranks
-from dynsparse.training.spread import spreads_of
+from dynsparse.training.layer_shards import find_shards
 from dynsparse.training.trainer import SparseTrainer
 
 Place = tuple[int, int, int]
@@ -88,7 +88,7 @@ def whole_history(trainer: SparseTrainer, ranks: Ranks) -> Any:
 
 def _features(trainer: SparseTrainer, change: Callable[[Any, Tensor, int], Tensor]) -> Any:
     """A `ChangeFeatures` that asks `change` for each dimension that is cut into slabs."""
-    parts: dict[str, Part] = {name: s.part for name, s in spreads_of(trainer.layers).items()}
+    parts: dict[str, Part] = {name: s.part for name, s in find_shards(trainer.layers).items()}
 
     def changed(name: str, tensor: Tensor, out: int | None, into: int | None) -> Tensor:
         if name in parts:

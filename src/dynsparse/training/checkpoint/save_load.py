@@ -27,7 +27,7 @@ from dynsparse.training.checkpoint.format import (
 )
 from dynsparse.training.checkpoint.parts import Training, misfit, together
 from dynsparse.training.checkpoint.places import Sources, places, take_own
-from dynsparse.training.spread import ranks_for
+from dynsparse.training.layer_shards import resolve_ranks
 from dynsparse.training.trainer import SparseTrainer
 from dynsparse.typed import typed
 
@@ -126,7 +126,7 @@ def save_checkpoint(
     check_flag("wait", wait)
     if _in_flight is not None:
         _in_flight.wait()
-    line = ranks_for(ranks, model)
+    line = resolve_ranks(ranks, model)
     everyone = line.all_ranks
     training = Training(model, optimizer, trainer, lr_scheduler, generators or {})
     training.check(line)
@@ -184,7 +184,7 @@ def load_checkpoint(
     """
     if _in_flight is not None:
         _in_flight.wait()
-    line = ranks_for(ranks, model)
+    line = resolve_ranks(ranks, model)
     everyone = line.all_ranks
     training = Training(model, optimizer, trainer, lr_scheduler, generators or {})
     now = places(line)

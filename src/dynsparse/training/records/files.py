@@ -5,6 +5,7 @@ docs/records.md describes the format; `recorder.py` and `reader.py` give it a me
 
 from __future__ import annotations
 
+import atexit
 import json
 import operator
 import os
@@ -12,7 +13,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -184,3 +185,21 @@ def to_json(value: Any, what: str) -> str:
         return json.dumps(value, default=_plain)
     except (TypeError, ValueError) as error:
         raise TypeError(f"{what} must hold what JSON can: {error}") from None
+
+
+class _HasFlush(Protocol):
+    def flush(self) -> None: ...
+
+
+pending_recorders: set[_HasFlush] = set()
+"""Recorders that wait for updates from devices, held until they have written these."""
+
+
+def write_pending_updates() -> None:
+    """Wait for updates from devices and write them: before a state is saved, which the record must
+    lead to, and before a record is read."""
+    for recorder in list(pending_recorders):
+        recorder.flush()
+
+
+atexit.register(write_pending_updates)

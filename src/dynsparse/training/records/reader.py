@@ -22,8 +22,8 @@ from dynsparse.training.records.files import (
     read_step,
     read_telemetry,
     update_files,
+    write_pending_updates,
 )
-from dynsparse.training.records.unwritten import write_unwritten
 from dynsparse.typed import typed
 
 
@@ -63,7 +63,7 @@ class Records:
         Raises:
             RecordError: no such folder, not a record, another version, or a damaged file.
         """
-        write_unwritten()
+        write_pending_updates()
         records = cls()
         records.path = Path(path)
         records.layers, records.metadata = read_head(records.path)

@@ -22,6 +22,7 @@ from dynsparse.training.records.files import (
     TELEMETRY,
     VERSION,
     RecordError,
+    pending_recorders,
     read_head,
     read_step,
     to_json,
@@ -29,7 +30,6 @@ from dynsparse.training.records.files import (
     update_name,
 )
 from dynsparse.training.records.reader import Records
-from dynsparse.training.records.unwritten import unwritten
 from dynsparse.typed import typed
 
 
@@ -163,7 +163,7 @@ class Recorder:
         self._write_waiting(wait=False)
         if self._waiting or not _are_here(rewirings):
             self._waiting.append((step, dict(rewirings)))
-            unwritten.add(self)
+            pending_recorders.add(self)
         else:
             self._write_update(step, rewirings)
         self._step = step
@@ -181,7 +181,7 @@ class Recorder:
                 return
             self._write_update(step, rewirings)
             self._waiting.popleft()
-        unwritten.discard(self)
+        pending_recorders.discard(self)
 
     def _write_update(self, step: int, rewirings: Mapping[str, Rewiring]) -> None:
         arrays: dict[str, np.ndarray] = {}

@@ -32,7 +32,7 @@ _OTHERS = "pass ranks=None to train alone, or ranks=group, of the ranks that hol
 _ALIKE = 1e-3
 
 
-def begin_alike(
+def broadcast_initial_state(
     ranks: Ranks,
     layers: Mapping[str, SparseLinear],
     said: Mapping[str, Any],
@@ -60,11 +60,11 @@ def begin_alike(
     check_consistent(ranks, {f"the {what}": repr(one) for what, one in said.items()}, _SAME)
     state = {name: state_of(optimizer, layer.values) for name, layer in layers.items()}
     used = {n for n, own in state.items() if any(isinstance(t, Tensor) for t in own.values())}
-    _take_over(ranks, layers, used)
+    _broadcast_layers(ranks, layers, used)
 
 
-def begin_layers_alike(ranks: Ranks, model: nn.Module) -> None:
-    """`begin_alike` for the sparse layers of a model without a trainer.
+def broadcast_layers(ranks: Ranks, model: nn.Module) -> None:
+    """`broadcast_initial_state` for the sparse layers of a model without a trainer.
 
     Raises:
         ValueError: other layers; the same line on all ranks.
@@ -72,10 +72,10 @@ def begin_layers_alike(ranks: Ranks, model: nn.Module) -> None:
     layers = {n: m for n, m in model.named_modules() if isinstance(m, SparseLinear)}
     if not ranks.alone:
         check_consistent(ranks, {"the layers": ", ".join(map(repr, layers))}, _OTHERS)
-        _take_over(ranks, layers, set())
+        _broadcast_layers(ranks, layers, set())
 
 
-def _take_over(ranks: Ranks, layers: Mapping[str, SparseLinear], used: Set[str]) -> None:
+def _broadcast_layers(ranks: Ranks, layers: Mapping[str, SparseLinear], used: Set[str]) -> None:
     """Patterns and values of the first rank, where they differ; not of layers in `used`."""
     check_consistent(
         ranks,
@@ -106,11 +106,11 @@ def _take_over(ranks: Ranks, layers: Mapping[str, SparseLinear], used: Set[str])
                     "load the same checkpoint on every rank"
                 )
     for name in others:
-        take_from_first(ranks, kept[name])
+        broadcast_layer(ranks, kept[name])
 
 
 @torch.no_grad()
-def take_from_first(ranks: Ranks, layer: SparseLinear) -> None:
+def broadcast_layer(ranks: Ranks, layer: SparseLinear) -> None:
     """The layer's pattern and values become those of the first rank; as many blocks on all."""
     own = layer.pattern
     (flat,) = broadcast_from_first(ranks, [own.sorted_flat])
@@ -133,7 +133,7 @@ def check_shards(ranks: Ranks, layers: Mapping[str, SparseLinear]) -> None:
             )
 
 
-def agree_before(
+def check_before_update(
     ranks: Ranks,
     step: int,
     said: Mapping[str, Any],
@@ -250,7 +250,7 @@ def _norm(tensor: Tensor) -> Tensor:
     return tensor.norm(dtype=torch.float64 if tensor.dtype == torch.float64 else torch.float32)
 
 
-def reached_by(
+def layers_with_gradients(
     step: int, layers: Mapping[str, SparseLinear], reached: Sequence[int]
 ) -> dict[str, SparseLinear]:
     """The layers through which a backward pass came, on any rank, as `reached` says of each.
@@ -270,7 +270,7 @@ def reached_by(
     return found
 
 
-class PatternsAfter:
+class PatternComparison:
     """What the ranks compare of the patterns after an update.
 
     Args:
@@ -310,7 +310,7 @@ class PatternsAfter:
         )
 
 
-def name_of(function: Any) -> str:
+def describe_function(function: Any) -> str:
     """What tells a function, or a thing that is called like one, from others."""
     kind = getattr(function, "__qualname__", type(function).__qualname__)
     return f"{kind}{vars(function) if hasattr(function, '__dict__') else ''}"

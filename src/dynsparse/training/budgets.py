@@ -8,6 +8,7 @@ become larger or smaller.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -15,13 +16,16 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from dynsparse.allocation import allocate
+from dynsparse.checks import check_choice, check_within
 from dynsparse.pattern import SparsePattern
 from dynsparse.pattern.on_device import told
 from dynsparse.ranks import ALONE, Ranks, StackedRanks, collective_errors, ranks_of, sum_over_ranks
-from dynsparse.training.drop import UNRANKED, lowest_of_all, lowest_there
+from dynsparse.training.deferred_checks import NAN_SCORES
+from dynsparse.training.drop import lowest_of_all, lowest_of_all_on_device
 from dynsparse.training.history import History, gradient_of
-from dynsparse.training.schedule import Schedule
-from dynsparse.training.spread import Spread
+from dynsparse.training.layer_shards import LayerShard
+from dynsparse.training.schedule import GradualSchedule, Schedule
 from dynsparse.typed import typed
 
 
@@ -45,9 +49,9 @@ class Survey:
     regrow_dropped: bool
     ranks: Ranks = ALONE
     """That take the update together. Each asks its budget; what that of the first says counts."""
-    spreads: Mapping[str, Spread] = field(default_factory=dict)
+    shards: Mapping[str, LayerShard] = field(default_factory=dict)
     """The layers in rectangles: `scores` are those of this rank's; `patterns` has their extents."""
-    there: bool = False
+    on_device: bool = False
     """Whether scores and gradients are on devices, and not looked through: what is asked here makes
     the host wait, once for all layers."""
 
@@ -59,10 +63,10 @@ class Survey:
             among = StackedRanks(self.ranks.all_ranks, stages)
         with collective_errors(among):
             scores = [self.scores(name) for name in self.patterns]
-        if self.there and stages.alone and scores:
-            return self._told(scores, lowest_there(scores, count, most))
-        spreads = [self.spreads.get(name) for name in self.patterns]
-        return lowest_of_all(scores, count, most, self.ranks, spreads, stages)
+        if self.on_device and stages.alone and scores:
+            return self._told(scores, lowest_of_all_on_device(scores, count, most))
+        shards = [self.shards.get(name) for name in self.patterns]
+        return lowest_of_all(scores, count, most, self.ranks, shards, stages)
 
     def _told(self, scores: Sequence[Tensor], counts: Tensor) -> list[int]:
         """What devices have counted [layers], unless scores hold NaN."""
@@ -70,20 +74,20 @@ class Survey:
         found = [int(number) for number in told([*counts, *odd])]
         for name, is_odd in zip(self.patterns, found[len(odd) :], strict=True):
             if is_odd:
-                raise ValueError(f"layer {name!r}: {UNRANKED}")
+                raise ValueError(f"layer {name!r}: {NAN_SCORES}")
         return found[: len(odd)]
 
     def below_zero(self) -> list[int]:
         """For each layer how many scores are below zero."""
-        if self.there:
+        if self.on_device:
             scores = [self.scores(name) for name in self.patterns]
             below = [(score < 0).sum().to(scores[0].device) for score in scores]
             return self._told(scores, torch.stack(below)) if below else []
         with collective_errors(self.ranks):
             found = [int((self.scores(name) < 0).sum()) for name in self.patterns]
-        if not self.spreads:
+        if not self.shards:
             return found
-        axes = [self.spreads[n].part.axes if n in self.spreads else () for n in self.patterns]
+        axes = [self.shards[n].part.axes if n in self.shards else () for n in self.patterns]
         own = [n if self.ranks.is_lead_rank(one) else 0 for n, one in zip(found, axes, strict=True)]
         counts = torch.tensor(own, device=self.ranks.device)
         return self.ranks.all_ranks.sum(counts).tolist()
@@ -97,21 +101,21 @@ class Survey:
                 for n, p in self.patterns.items()
             ]
         summed = sum_over_ranks(self.ranks, [part for part in found if part is not None])
-        if self.spreads:
+        if self.shards:
             return self._means_over_mesh(found, summed)
         means = iter(told([part.abs().mean() for part in summed]))
         return [0.0 if part is None else next(means) for part in found]
 
     def _held(self, name: str) -> SparsePattern:
         """The pattern that this rank has of a layer."""
-        return self.spreads[name].pattern if name in self.spreads else self.patterns[name]
+        return self.shards[name].pattern if name in self.shards else self.patterns[name]
 
     def _means_over_mesh(self, found: Sequence[Tensor | None], summed: list[Tensor]) -> list[float]:
         own = iter(summed)
         totals = torch.zeros(len(found), dtype=torch.float64)
         for i, (name, part) in enumerate(zip(self.patterns, found, strict=True)):
-            spread = self.spreads.get(name)
-            axes = () if spread is None else spread.part.axes
+            shard = self.shards.get(name)
+            axes = () if shard is None else shard.part.axes
             held = None if part is None else next(own)
             if held is not None and self.ranks.is_lead_rank(axes):
                 totals[i] = held.abs().sum(dtype=torch.float64)
@@ -127,7 +131,7 @@ class Survey:
         return pattern.total - pattern.nnz + (drop if self.regrow_dropped else 0)
 
     def replaced(self, name: str, nnz: int) -> int:
-        """How many of `nnz` blocks the schedule replaces, no more than there is room for."""
+        """How many of `nnz` blocks the schedule replaces, no more than on_device is room for."""
         count = min(self.schedule.drop_count(self.step, nnz), nnz)
         return count if self.regrow_dropped else min(count, self.room(name, 0))
 
@@ -240,6 +244,197 @@ class SoftBudget(Budget):
 
     def check_state(self, state: dict[str, Any]) -> None:
         check_blocks(state, "blocks", self.blocks)
+
+
+_SCOPES = ("layer", "global")
+
+
+class GradualBudget(Budget):
+    """Layers shrink from the blocks they have at the start to those of a final density.
+
+    With a `GradualSchedule` that also replaces blocks, each update first prunes, and then replaces
+    the schedule's share of what is left.
+
+    Args:
+        final_density: of all layers together at the end, in (0, 1]; None only when `densities`
+            names every layer.
+        scope: "layer": every layer follows the cubic to its own final number of blocks. "global":
+            the total follows it, and the lowest scores of all layers leave; at least one block
+            stays in every layer.
+        allocation: how the final density is shared among layers, with scope "layer": "uniform",
+            "er" or "erk".
+        densities: layer name -> its own final density, with scope "layer".
+
+    Raises:
+        ValueError: a final density out of range or above that of the start, an unknown scope or
+            allocation, layers of several block sizes in one scope.
+    """
+
+    changes_capacity = True
+
+    @typed
+    def __init__(
+        self,
+        final_density: float | None,
+        *,
+        scope: str = "layer",
+        allocation: str = "uniform",
+        densities: Mapping[str, float] | None = None,
+    ) -> None:
+        check_choice("scope", scope, _SCOPES)
+        if scope == "global" and (densities or allocation != "uniform"):
+            raise ValueError(
+                'with scope "global" the scores decide the densities of the layers: leave out '
+                "allocation and densities"
+            )
+        if final_density is not None:
+            check_within("final_density", final_density, "(0, 1]")
+        self.final_density = final_density
+        self.scope = scope
+        self.allocation = allocation
+        self.densities = dict(densities or {})
+        self.options: dict[str, Any] = {
+            "final_density": final_density,
+            "scope": scope,
+            "allocation": allocation,
+            "densities": self.densities,
+        }
+
+    def begin(self, patterns: Mapping[str, SparsePattern]) -> None:
+        if self.scope == "global":
+            check_one_block_size(patterns, 'scope "global"')
+        self.first = {name: pattern.nnz for name, pattern in patterns.items()}
+        self.final = allocate(
+            {name: pattern.shape for name, pattern in patterns.items()},
+            self.final_density,
+            method=self.allocation,
+            block_size={name: pattern.block_size for name, pattern in patterns.items()},
+            densities=self.densities,
+        )
+        if self.scope == "global":
+            first, final = sum(self.first.values()), sum(self.final.values())
+            if final > first:
+                raise ValueError(
+                    f"pruning cannot end with {final} blocks in all layers, which have {first} now"
+                )
+            return
+        for name, final in self.final.items():
+            if final > self.first[name]:
+                raise ValueError(
+                    f"pruning cannot end with {final} blocks in layer {name!r}, which has "
+                    f"{self.first[name]} now: begin denser, or ask for a smaller final density"
+                )
+
+    def counts(self, survey: Survey) -> dict[str, Counts]:
+        schedule = survey.schedule
+        if not isinstance(schedule, GradualSchedule):
+            raise TypeError(f"expected a GradualSchedule, got {type(schedule).__name__}")
+        left = schedule.remaining(survey.step)
+        pruned = self._global(survey, left) if self.scope == "global" else self._local(survey, left)
+        found = {}
+        for name, drop in pruned.items():
+            replaced = survey.replaced(name, survey.patterns[name].nnz - drop)
+            found[name] = Counts(drop + replaced, replaced)
+        return found
+
+    def _local(self, survey: Survey, left: float) -> dict[str, int]:
+        drops = {}
+        for name, pattern in survey.patterns.items():
+            final = self.final[name]
+            target = final + round((self.first[name] - final) * left)
+            drops[name] = max(0, pattern.nnz - target)
+        return drops
+
+    def _global(self, survey: Survey, left: float) -> dict[str, int]:
+        patterns = survey.patterns
+        final = sum(self.final[name] for name in patterns)
+        target = final + round((sum(self.first[name] for name in patterns) - final) * left)
+        most = [max(0, pattern.nnz - 1) for pattern in patterns.values()]
+        drop = min(max(0, sum(p.nnz for p in patterns.values()) - target), sum(most))
+        counts = survey.lowest_of_all(drop, most)
+        return dict(zip(patterns, counts, strict=True))
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"first": dict(self.first), "final": dict(self.final)}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.first, self.final = dict(state["first"]), dict(state["final"])
+
+    def check_state(self, state: dict[str, Any]) -> None:
+        check_blocks(state, "first", self.first)
+        check_blocks(state, "final", self.final)
+
+
+class MomentumBudget(Budget):
+    """Each layer drops the schedule's share; the total is grown in proportion to mean momentum.
+
+    A layer's part is the mean |momentum| of its present weights, before the update, over the sum of
+    these means. What a layer has no room for goes to the others. The total of all layers stays, and
+    every layer keeps at least one block.
+
+    Source: Dettmers and Zettlemoyer 2019, "Sparse Networks from Scratch", section 3.
+    """
+
+    changes_capacity = True
+
+    def begin(self, patterns: Mapping[str, SparsePattern]) -> None:
+        check_one_block_size(patterns, "redistribution")
+
+    def counts(self, survey: Survey) -> dict[str, Counts]:
+        drops, means, room = [], [], []
+        momentum = survey.mean_momentum()
+        for (name, pattern), mean in zip(survey.patterns.items(), momentum, strict=True):
+            count = survey.schedule.drop_count(survey.step, pattern.nnz)
+            drop = min(count, max(0, pattern.nnz - 1))
+            drops.append(drop)
+            means.append(mean)
+            room.append(survey.room(name, drop))
+            if not math.isfinite(means[-1]):
+                raise ValueError(
+                    f"the momentum of layer {name!r} is {means[-1]}, so layers cannot be ranked: "
+                    "the training has diverged"
+                )
+        # Where on_device is no room for all, as many less leave, so that the total stays.
+        while (short := sum(drops) - sum(room)) > 0:
+            largest = max(range(len(drops)), key=drops.__getitem__)
+            taken = min(short, drops[largest])
+            drops[largest] -= taken
+            room = [survey.room(n, d) for n, d in zip(survey.patterns, drops, strict=True)]
+        grows = apportion(sum(drops), means if any(means) else [float(d) for d in drops], room)
+        pairs = zip(survey.patterns, drops, grows, strict=True)
+        return {name: Counts(drop, grow) for name, drop, grow in pairs}
+
+
+def apportion(total: int, weights: Sequence[float], most: Sequence[int]) -> list[int]:
+    """`total` as whole numbers in proportion to `weights`, none above its `most`.
+
+    What exceeds a `most` is shared among the others in proportion to their weights, or, where all
+    of these are zero, evenly. Rounding is by largest remainder, the first of equals first.
+
+    Raises:
+        ValueError: a total that all `most` together cannot hold.
+    """
+    if total > sum(most):
+        raise ValueError(f"cannot share {total} among layers with room for {sum(most)}")
+    found = [0] * len(weights)
+    open_ = [i for i in range(len(weights)) if most[i] > 0]
+    left = total
+    while left:
+        scale = math.fsum(weights[i] for i in open_)
+        quota = {i: left * (weights[i] / scale if scale else 1 / len(open_)) for i in open_}
+        full = [i for i in open_ if quota[i] >= most[i]]
+        if not full:
+            for i in open_:
+                found[i] = math.floor(quota[i])
+            order = sorted(open_, key=lambda i: (math.floor(quota[i]) - quota[i], i))
+            for i in order[: total - sum(found)]:
+                found[i] += 1
+            break
+        for i in full:
+            found[i] = most[i]
+            left -= most[i]
+        open_ = [i for i in open_ if i not in full]
+    return found
 
 
 def check_one_block_size(patterns: Mapping[str, SparsePattern], what: str) -> None:

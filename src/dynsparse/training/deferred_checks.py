@@ -1,0 +1,126 @@
+"""Checks of the numbers that an update ranks: at once on the CPU, deferred on devices.
+
+To look at a device's numbers, the host waits for all work that the device was given. So a device
+decides itself: an update that would rank NaN or infinity leaves the pattern as it is
+(`Rewiring._on_device`), and the trainer raises the error at a later step that ends in an update.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import NamedTuple
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor
+
+from dynsparse.nn import SparseLinear
+from dynsparse.nn.sharded import local_part
+from dynsparse.pattern.arriving import Arriving
+
+NAN_SCORES = "drop scores hold NaN, so blocks cannot be ranked: the training diverged"
+
+
+@contextmanager
+def layer_errors(name: str) -> Iterator[None]:
+    """Add the layer's name to errors.
+
+    They become the cause of a ValueError, a TypeError or a RuntimeError that has it.
+    """
+    try:
+        yield
+    except Exception as error:
+        if f"layer {name!r}" in str(error):
+            raise
+        for kind in (ValueError, TypeError, RuntimeError):
+            if isinstance(error, kind):
+                raise kind(f"layer {name!r}: {error}") from error
+        raise RuntimeError(f"layer {name!r}: {type(error).__name__}: {error}") from error
+
+
+def check_one_per_block(scores: Tensor, nnz: int) -> None:
+    """Raise ValueError unless there is one score per block."""
+    if not isinstance(scores, Tensor) or list(scores.shape) != [nnz]:
+        got = list(scores.shape) if isinstance(scores, Tensor) else repr(scores)
+        raise ValueError(f"expected one drop score per block, [{nnz}], got {got}")
+
+
+def check_scores(scores: Tensor, nnz: int) -> Tensor:
+    """Raise ValueError unless there is one score per block, and none is NaN."""
+    check_one_per_block(scores, nnz)
+    local = local_part(scores)
+    if len(local) and bool(torch.isnan(local.min())):
+        raise ValueError(NAN_SCORES)
+    return scores
+
+
+def check_gradients(
+    layers: Mapping[str, SparseLinear],
+    pairs: Mapping[str, Iterable[tuple[Tensor, Tensor]]],
+    alone: bool = False,
+) -> None:
+    """Raise ValueError, with the layer's name, where a gradient holds NaN or infinity.
+
+    Args:
+        layers: whose weights are ranked.
+        pairs: x and dY by layer name, of which other gradients are computed.
+        alone: whether this rank decides alone. Then numbers on devices are checked when they are
+            ranked, and the errors of the previous update raised here.
+    """
+    raise_pending_errors(layers)
+    for name, layer in layers.items():
+        if alone and layer.is_elsewhere:
+            continue
+        grad = layer.values.grad
+        if grad is not None and not is_finite(local_part(grad)):
+            raise ValueError(_NOT_FINITE.format(name=name, what="the gradient of its weights"))
+        for pair in pairs.get(name, ()):
+            for what, tensor in zip(("x", "dY"), pair, strict=True):
+                if not is_finite(tensor):
+                    raise ValueError(_NOT_FINITE.format(name=name, what=what))
+
+
+_NOT_FINITE = (
+    "layer {name!r}: {what} holds NaN or infinity, and this step ends in a pattern update, which "
+    "would rank by it: the training has diverged, or the loss is scaled too far"
+)
+
+
+def is_finite(tensor: Tensor) -> bool:
+    """Whether it holds neither NaN nor infinity."""
+    # Mostly the sum tells in one pass; that of finite numbers may overflow.
+    total = tensor.sum(dtype=torch.float32 if tensor.itemsize < 4 else None)
+    return bool(total.isfinite()) or bool(tensor.isfinite().all())
+
+
+def any_not_finite(tensors: Iterable[Tensor]) -> Tensor:
+    """Whether any of them holds NaN or infinity: bool, on their device."""
+    seen = [t.detach() for t in tensors if t.numel() and t.is_floating_point()]
+    largest = [torch.linalg.vector_norm(tensor, torch.inf) for tensor in seen]
+    return torch.stack([norm.isfinite() for norm in largest]).all().logical_not()
+
+
+class _Check(NamedTuple):
+    result: Arriving
+    line: str
+
+
+_pending: WeakKeyDictionary[SparseLinear, list[_Check]] = WeakKeyDictionary()
+
+
+def defer_check(layer: SparseLinear, failed: Tensor, line: str) -> None:
+    """Let `raise_pending_errors` raise `line` as a ValueError if `failed` holds."""
+    _pending.setdefault(layer, []).append(_Check(Arriving(failed), line))
+
+
+def raise_pending_errors(layers: Mapping[str, SparseLinear]) -> None:
+    """Raise ValueError for the first deferred check of these layers that failed, and forget it."""
+    for name, layer in layers.items():
+        checks = _pending.pop(layer, [])
+        unknown = [check for check in checks if not check.result.is_there]
+        if unknown:
+            _pending[layer] = unknown
+        for check in checks:
+            if not any(check is other for other in unknown) and bool(check.result.get()[0]):
+                raise ValueError(f"layer {name!r}: {check.line}")

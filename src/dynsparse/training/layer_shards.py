@@ -1,0 +1,274 @@
+"""Layers and values that are sharded over ranks: shards of layers, of values, and gradient buckets.
+
+Tensor-parallel layers hold a 2-D shard of the layer on each rank: updates decide about full layers
+and change shards. `fully_shard` shards values by slots. DistributedDataParallel keeps buckets of
+the sizes that gradients had.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import gc
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+from weakref import WeakSet
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.module import register_module_module_registration_hook
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils import swap_tensors
+
+from dynsparse.nn import SparseLinear
+from dynsparse.nn.sharded import is_sharded, local_part
+from dynsparse.pattern import SparsePattern
+from dynsparse.ranks import AXES, GrowRequest, Part, RankGrid, Ranks, gather_sorted, ranks_of
+
+
+@dataclass(frozen=True)
+class LayerSize:
+    """The size of a layer and its number of blocks: what budgets look at."""
+
+    shape: tuple[int, int]
+    block_size: int
+    nnz: int
+
+    @property
+    def total(self) -> int:
+        """How many blocks the layer has, present or not."""
+        return self.shape[0] * self.shape[1] // self.block_size**2
+
+    @property
+    def density(self) -> float:
+        """Present blocks / all blocks."""
+        return self.nnz / self.total
+
+
+@dataclass(frozen=True)
+class LayerShard:
+    """The 2-D shard of a layer on this rank, and the shard's pattern.
+
+    Decisions name the blocks of a sharded layer by their positions in the full layer, which are in
+    the same order as the slots of other layers.
+    """
+
+    part: Part
+    pattern: SparsePattern
+
+    @property
+    def limit(self) -> int:
+        """An upper bound of all positions."""
+        return self.part.shape[0] * self.part.shape[1] // self.pattern.block_size**2
+
+    def positions(self, first: int, last: int) -> Tensor:
+        """Positions of this rank's slots first to last - 1."""
+        return self.part.to_whole(self.pattern.flat[first:last], self.pattern.block_size)
+
+    def slots(self, positions: Tensor) -> Tensor:
+        """This rank's slots among present positions."""
+        local = self.part.to_part(positions, self.pattern.block_size)
+        return torch.searchsorted(self.pattern.flat, local)
+
+
+def find_shards(layers: Mapping[str, SparseLinear]) -> dict[str, LayerShard]:
+    """The shards of those layers that are tensor-parallel."""
+    executors: dict[str, Any] = {name: layer.executor for name, layer in layers.items()}
+    return {
+        name: LayerShard(executor, layers[name].pattern)
+        for name, executor in executors.items()
+        if isinstance(executor, Part)
+    }
+
+
+def resolve_ranks(choice: Any, model: Any) -> Ranks:
+    """The ranks that train a model together: those with other samples for the same weights.
+
+    Args:
+        choice: as `ranks_of` takes it; or a mesh with axes among x, y and z, of which the z axis is
+            taken.
+        model: with tensor-parallel layers, which know their mesh for "auto", or without.
+
+    Raises:
+        TypeError, ValueError: ranks that are not those of the layers' mesh; see `ranks_of`.
+    """
+    modules = model.modules() if isinstance(model, nn.Module) else ()
+    layers = {str(i): m for i, m in enumerate(modules) if isinstance(m, SparseLinear)}
+    shards = list(find_shards(layers).values())
+    if isinstance(choice, RankGrid):
+        return choice.z
+    names = getattr(choice, "mesh_dim_names", None)
+    if not shards:
+        several = names is not None and len(names) > 1 and {*names} <= {*AXES}
+        return RankGrid.of(choice).z if several else ranks_of(choice)
+    grid = shards[0].part.grid
+    if isinstance(choice, str) and choice == "auto":
+        world = ranks_of("auto")
+        if world.size in (grid.all_ranks.size, 1):
+            return grid.z
+    elif names is not None:
+        return RankGrid.of(choice).z
+    raise ValueError(
+        f"the model has tensor-parallel layers on a mesh of {grid.all_ranks.size} ranks: pass the "
+        "whole mesh as ranks, with the axis of the samples named z and the others x and y"
+    )
+
+
+class LocalSlots:
+    """The slots of full layers that this rank holds, for draws made for full layers."""
+
+    def __init__(self) -> None:
+        self._known: dict[str, tuple[SparsePattern, Tensor, int]] = {}
+
+    def update(self, layers: Mapping[str, SparseLinear]) -> None:
+        """Look at patterns that have changed; all ranks call this at the same time."""
+        for name, shard in find_shards(layers).items():
+            if name not in self._known or self._known[name][0] is not shard.pattern:
+                self._known[name] = (shard.pattern, *shard.part.slots(shard.pattern))
+
+    def of(self, name: str, layer: SparseLinear) -> tuple[Tensor | slice, int]:
+        """The slots, and how many the full layer has."""
+        if name in self._known:
+            return self._known[name][1:]
+        return slice(None), layer.pattern.nnz
+
+
+def describe_layer(layer: SparseLinear) -> list[int]:
+    """Shape and block size of a full layer, and its number of blocks where that is constant."""
+    part: Any = layer.executor
+    if isinstance(part, Part):
+        shape, blocks = part.shape, part.blocks
+    else:
+        shape, blocks = layer.pattern.shape, layer.pattern.nnz
+    return [*shape, layer.block_size] + ([] if layer.resizable else [blocks])
+
+
+def layer_sizes(layers: Mapping[str, SparseLinear], ranks: Ranks) -> dict[str, Any]:
+    """The patterns of layers, and a `LayerSize` of tensor-parallel ones."""
+    shards = find_shards(layers)
+    sizes: dict[str, Any] = {name: layer.pattern for name, layer in layers.items()}
+    if shards:
+        local = [s.pattern.nnz if ranks.is_lead_rank(s.part.axes) else 0 for s in shards.values()]
+        counts = ranks.all_ranks.sum(torch.tensor(local, device=ranks.device)).tolist()
+        for (name, shard), nnz in zip(shards.items(), counts, strict=True):
+            sizes[name] = LayerSize(shard.part.shape, shard.pattern.block_size, nnz)
+    return sizes
+
+
+def full_patterns(requests: Sequence[GrowRequest], ranks: Ranks) -> list[GrowRequest]:
+    """Requests of shards as those of full layers: for choices that need only the pattern."""
+    sharded = [r for r in requests if r.part is not None]
+    shards = [LayerShard(r.part, r.pattern) for r in sharded if r.part is not None]
+    local = [
+        s.positions(0, s.pattern.nnz if ranks.is_lead_rank(s.part.axes) else 0) for s in shards
+    ]
+    flats = iter(gather_sorted(ranks.all_ranks, local, [s.limit for s in shards]) if shards else [])
+    return [
+        r
+        if r.part is None
+        else dataclasses.replace(
+            r,
+            pattern=SparsePattern.from_flat(
+                next(flats), shape=r.part.shape, block_size=r.pattern.block_size
+            ),
+            part=None,
+        )
+        for r in requests
+    ]
+
+
+@torch.no_grad()
+def resize_shards(layer: SparseLinear, count: int) -> None:
+    """Let sharded values have `count` slots with undefined contents, and drop the gradient. Every
+    rank that has a shard calls this, between a backward and the next forward pass.
+
+    torch makes what gathers and reduces once, for the size that a Parameter had; it is made anew.
+    The Parameter stays the same object.
+
+    Raises:
+        RuntimeError: who shards these values is not known, or has gathered them.
+    """
+    values = layer.values
+    if not is_sharded(values) or len(values) == count:
+        return
+    holder = _fsdp_parameter(layer)
+    number = holder._orig_param_uid
+    full = local_part(values).new_empty((count, *values.shape[1:]), device=holder.device)
+    fresh = nn.Parameter(full, values.requires_grad)
+    values.grad = None
+    holder._init_sharded_param(fresh, holder.device, None, holder.mesh_info)
+    if holder.post_forward_mesh_info:
+        holder._init_sharded_post_forward_param_metadata(fresh)
+    holder._orig_param_uid = number
+    holder.all_gather_outputs = []
+    holder.__dict__.pop("_unsharded_param", None)
+    swap_tensors(values, holder.sharded_param)
+    holder.sharded_param = values
+    holder._setattr_on_modules(values)
+
+
+def _fsdp_parameter(layer: SparseLinear) -> Any:
+    """torch's object for the sharded Parameter, found through the layer's hook after loading."""
+    for hook in layer._load_state_dict_post_hooks.values():
+        for cell in getattr(hook, "__closure__", None) or ():
+            if getattr(cell.cell_contents, "sharded_param", None) is layer.values:
+                return cell.cell_contents
+    raise RuntimeError(
+        f"torch {torch.__version__} does not reveal how the values of a tensor-parallel layer are "
+        "sharded, so their number cannot change: use replicas in place of shards"
+    )
+
+
+def follow_sizes(values: Iterable[Tensor]) -> None:
+    """Make the DistributedDataParallel wrappers of these Parameters reduce gradients of their
+    present sizes.
+
+    The gradients of the present step must be complete. A wrapper's reducer has buckets of the old
+    sizes, so it is made anew; its communication hooks stay.
+    """
+    values = list(values)
+    for ddp in _wrappers_of(values) if values else []:
+        parameters, sparse = ddp._build_params_for_reducer()
+        names = ddp._build_debug_param_to_name_mapping(parameters)
+        ddp._ddp_init_helper(parameters, sparse, names, ddp.static_graph)
+        if ddp.static_graph and ddp.logger is not None:
+            ddp._static_graph_delay_allreduce_enqueued = False
+            ddp.reducer._set_static_graph()
+            ddp.logger._set_static_graph()
+        for hook, state in ddp._comm_hooks:
+            torch.distributed._register_comm_hook(ddp.reducer, state, hook)
+
+
+_wrappers: WeakSet[DistributedDataParallel] = WeakSet()
+"""All wrappers that are alive, after `_find_wrappers`."""
+
+
+def _wrappers_of(values: Iterable[Tensor]) -> list[DistributedDataParallel]:
+    _find_wrappers()
+    ids = {id(value) for value in values}
+    return [ddp for ddp in list(_wrappers) if _holds(ddp, ids)]
+
+
+@cache
+def _find_wrappers() -> None:
+    """Find all wrappers, once, and note those made later. A module does not know its wrapper, so
+    this looks through all objects, which takes a tenth of a second."""
+    register_module_module_registration_hook(_note_wrapper)
+    # By type: isinstance may run code of the object, as of one that loads lazily.
+    found = [o for o in gc.get_objects() if issubclass(type(o), DistributedDataParallel)]
+    _wrappers.update(found)
+
+
+def _note_wrapper(module: nn.Module, name: str, submodule: nn.Module | None) -> None:
+    if isinstance(module, DistributedDataParallel):
+        _wrappers.add(module)
+
+
+def _holds(ddp: DistributedDataParallel, ids: set[int]) -> bool:
+    if "module" not in ddp._modules or not hasattr(ddp, "parameters_to_ignore"):
+        return False  # its constructor is running, or has failed
+    return any(
+        id(parameter) in ids and name not in ddp.parameters_to_ignore
+        for name, parameter in ddp.module.named_parameters()
+    )
