@@ -1,5 +1,6 @@
 """Runs of the tile machine for people: pages, text, findings, comparisons, profiles in files."""
 
+from popsparse.report.buckets import encoding_data
 from popsparse.report.comparison import (
     ComparedPass,
     Comparison,
@@ -18,8 +19,7 @@ from popsparse.report.data import (
     read_profiles,
     save_profile,
 )
-from popsparse.report.layer import encoding_data, layer_page, write_layer_report
-from popsparse.report.page import report_html, write_report
+from popsparse.report.page import layer_page, report_html, write_layer_report, write_report
 from popsparse.report.rules import Finding, findings
 from popsparse.report.steps import Operation, memory_steps, operations, peak_step
 

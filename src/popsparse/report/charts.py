@@ -62,7 +62,7 @@ def table(
     for row in rows:
         style, cells = row if isinstance(row, tuple) else ("", row)
         line = "".join(
-            _element("td", _text(content), c)
+            _element("td", _content(content), c)
             for content, (_, c) in zip(cells, columns, strict=True)
         )
         body.append(_element("tr", line, style))
@@ -87,7 +87,7 @@ def _element(tag: str, content: str, kind: str = "", more: str = "") -> str:
     return f"<{tag}{more}{name}>{content}</{tag}>"
 
 
-def _text(content: Any) -> str:
+def _content(content: Any) -> str:
     return content if isinstance(content, str) else "" if content is None else number(content)
 
 
@@ -107,8 +107,28 @@ def legend(entries: Iterable[tuple[str, str]]) -> str:
     return f'<p class="legend">{keys}</p>'
 
 
+def _label(x: float, y: float, text: Any, kind: str = "") -> str:
+    """Text at a place of a drawing; kind "end" ends there, "mid" is centred."""
+    return f'<text class="{kind}" x="{x:g}" y="{y:g}">{esc(text)}</text>'
+
+
+def _line(x1: float, x2: float, y: float, kind: str) -> str:
+    return f'<line class="{kind}" x1="{x1:g}" x2="{x2:g}" y1="{y:.1f}" y2="{y:.1f}"/>'
+
+
+def _svg(size: tuple[float, float], kind: str, body: Iterable[str], **attributes: Any) -> str:
+    """A drawing; attributes "data_left" become "data-left"."""
+    more = "".join(f' {k.replace("_", "-")}="{esc(v)}"' for k, v in attributes.items())
+    width, height = size
+    return (
+        f'<svg class="{kind}" viewBox="0 0 {width:g} {height:g}" role="img"{more}>'
+        f"{''.join(body)}</svg>"
+    )
+
+
 _WIDTH, _HEIGHT = 860, 250
 _LEFT, _RIGHT, _TOP, _BOTTOM = 66, 12, 14, 40
+_INNER = _HEIGHT - _TOP - _BOTTOM
 
 
 def nice_ticks(top: float, most: int = 5) -> list[float]:
@@ -123,25 +143,20 @@ def nice_ticks(top: float, most: int = 5) -> list[float]:
 
 def _axes(width: int, top: float, unit: str, x_label: str) -> list[str]:
     """Grid lines and labels of the vertical axis, and the name of the horizontal one."""
-    inner = _HEIGHT - _TOP - _BOTTOM
-    lines = []
+    body = [_label(4, _TOP - 3, unit)]
     for tick in nice_ticks(top):
-        y = _TOP + inner * (1 - tick / top) if top else _TOP + inner
-        lines.append(
-            f'<line class="grid" x1="{_LEFT}" x2="{width - _RIGHT}" y1="{y:.1f}" y2="{y:.1f}"/>'
-        )
-        lines.append(f'<text class="end" x="{_LEFT - 6}" y="{y + 4:.1f}">{number(tick)}</text>')
-    middle = (_LEFT + width - _RIGHT) / 2
-    lines.append(f'<text class="mid" x="{middle:.0f}" y="{_HEIGHT - 4}">{esc(x_label)}</text>')
-    lines.append(f'<text x="4" y="{_TOP - 3}">{esc(unit)}</text>')
-    return lines
+        y = _TOP + _INNER * (1 - tick / top if top else 1)
+        body += [
+            _line(_LEFT, width - _RIGHT, y, "grid"),
+            _label(_LEFT - 6, y + 4, number(tick), "end"),
+        ]
+    return [*body, _label((_LEFT + width - _RIGHT) / 2, _HEIGHT - 4, x_label, "mid")]
 
 
 def _area(values: np.ndarray, x: np.ndarray, top: float) -> str:
     """The path of a step curve down to the axis; equal neighbours are drawn as one."""
-    inner = _HEIGHT - _TOP - _BOTTOM
-    base = _TOP + inner
-    y = np.round(base - inner * values / top, 1) if top else np.full(len(values), base)
+    base = _TOP + _INNER
+    y = np.round(base - _INNER * values / top, 1) if top else np.full(len(values), base)
     ends = np.append(np.flatnonzero(np.diff(y)) + 1, len(y))
     starts = np.append(0, ends[:-1])
     steps = "".join(f"V{y[a]:g}H{x[b]:.2f}" for a, b in zip(starts, ends, strict=True))
@@ -163,65 +178,57 @@ def stacked_tiles(
         identity: id of the SVG, by which the page's script finds its figures.
         limit: a line across, with its label; the axis reaches it.
     """
-    tiles = len(next(iter(series.values())))
-    top = float(np.sum(list(series.values()), axis=0).max())
-    top = max(top, limit or 0) * 1.04 or 1.0
-    x = np.linspace(_LEFT, _WIDTH - _RIGHT, tiles + 1)
-    body = _axes(_WIDTH, top, unit, "tile")
     total = np.sum(list(series.values()), axis=0)
+    tiles, right = len(total), _WIDTH - _RIGHT
+    top = max(float(total.max()), limit or 0) * 1.04 or 1.0
+    x = np.linspace(_LEFT, right, tiles + 1)
+    body = _axes(_WIDTH, top, unit, "tile")
     # From the back: each area reaches the axis, and the next covers all but its own share.
     for place, values in reversed(list(enumerate(series.values()))):
         body.append(f'<path class="c{place}" d="{_area(total, x, top)}"/>')
         total = total - values
-    for tick in nice_ticks(tiles, 8):
-        if tick == int(tick) and tick < tiles:
-            at = x[int(tick)]
-            body.append(f'<text class="mid" x="{at:.0f}" y="{_HEIGHT - 22}">{number(tick)}</text>')
+    ticks = (tick for tick in nice_ticks(tiles, 8) if tick.is_integer() and tick < tiles)
+    body += [_label(round(x[int(tick)]), _HEIGHT - 22, number(tick), "mid") for tick in ticks]
     if limit:
-        y = _TOP + (_HEIGHT - _TOP - _BOTTOM) * (1 - limit / top)
-        body.append(
-            f'<line class="limit" x1="{_LEFT}" x2="{_WIDTH - _RIGHT}" y1="{y:.1f}" y2="{y:.1f}"/>'
-            f'<text class="end limit" x="{_WIDTH - _RIGHT - 4}" y="{y + 14:.1f}">'
-            f"{esc(limit_label)}</text>"
-        )
-    return (
-        f'<svg id="{esc(identity)}" class="tiles" viewBox="0 0 {_WIDTH} {_HEIGHT}" role="img" '
-        f'data-left="{_LEFT}" data-right="{_WIDTH - _RIGHT}">{"".join(body)}</svg>'
-    )
+        y = _TOP + _INNER * (1 - limit / top)
+        body += [
+            _line(_LEFT, right, y, "limit"),
+            _label(right - 4, y + 14, limit_label, "end limit"),
+        ]
+    size = (_WIDTH, _HEIGHT)
+    return _svg(size, "tiles", body, id=identity, data_left=_LEFT, data_right=right)
 
 
 def histogram(values: np.ndarray, *, unit: str, of: str = "tiles", bins: int = 24) -> str:
     """How many of the values lie where. Equal values make one bar."""
     low, high = float(values.min()), float(values.max())
     width = 330
+    right = width - _RIGHT
     if high - low < 1e-9 * max(abs(high), 1):
         counts, edges = np.array([len(values)]), np.array([low, high])
     else:
         edges = np.linspace(low, high, bins + 1)
         if high - low < bins and np.array_equal(values, np.round(values)):
-            edges = np.arange(low, high + 2) - 0.5  # A bar for each whole number.
+            edges = np.arange(low, high + 2) - 0.5  # A bar for each integer.
         counts, edges = np.histogram(values, bins=edges)
     top = counts.max() * 1.08
     body = _axes(width, top, of, unit)
-    inner = _HEIGHT - _TOP - _BOTTOM
-    x = np.linspace(_LEFT, width - _RIGHT, len(counts) + 1)
+    x = np.linspace(_LEFT, right, len(counts) + 1)
     if len(counts) == 1:
         x = x.mean() + np.array([-20.0, 20.0])
-    for i, count in enumerate(counts):
-        height = inner * count / top
-        if count:
-            body.append(
-                f'<rect class="c0" x="{x[i] + 0.5:.1f}" y="{_TOP + inner - height:.1f}" '
-                f'width="{x[i + 1] - x[i] - 1:.1f}" height="{height:.1f}">'
-                f"<title>{number(float(edges[i]))} to {number(float(edges[i + 1]))}: "
-                f"{int(count):,} {esc(of)}</title></rect>"
-            )
-    ends: list[tuple[float, str, float]] = [(_LEFT, "", low), (width - _RIGHT, "end", high)]
+    for i in np.flatnonzero(counts).tolist():
+        height = _INNER * counts[i] / top
+        body.append(
+            f'<rect class="c0" x="{x[i] + 0.5:.1f}" y="{_TOP + _INNER - height:.1f}" '
+            f'width="{x[i + 1] - x[i] - 1:.1f}" height="{height:.1f}">'
+            f"<title>{number(float(edges[i]))} to {number(float(edges[i + 1]))}: "
+            f"{counts[i]:,} {esc(of)}</title></rect>"
+        )
+    ends: list[tuple[float, str, float]] = [(_LEFT, "", low), (right, "end", high)]
     if low == high:
-        ends = [((_LEFT + width - _RIGHT) / 2, "mid", low)]
-    for at, kind, value in ends:
-        body.append(f'<text class="{kind}" x="{at:g}" y="{_HEIGHT - 22}">{number(value)}</text>')
-    return f'<svg class="small" viewBox="0 0 {width} {_HEIGHT}" role="img">{"".join(body)}</svg>'
+        ends = [((_LEFT + right) / 2, "mid", low)]
+    body += [_label(at, _HEIGHT - 22, number(value), kind) for at, kind, value in ends]
+    return _svg((width, _HEIGHT), "small", body)
 
 
 # Light to dark in one hue, so that it reads in print and with any colour vision; beyond the
@@ -231,19 +238,22 @@ _OVER_LIGHT, _OVER_DARK = (253, 208, 162), (166, 54, 3)
 _LEVELS = 24
 _NARROW, _WIDE = 560, 1150
 """Widths of a map, of one with very many columns, in pixels."""
-
-
-def _blend(light: tuple[int, ...], dark: tuple[int, ...], share: float) -> str:
-    mixed = (round(a + (b - a) * share) for a, b in zip(light, dark, strict=True))
-    return "#" + "".join(f"{c:02x}" for c in mixed)
+_MAP_LEFT, _MAP_TOP = 34, 20
+_SCALE, _STOPS = 200, 41
+"""Width of a map's scale, and how many colours it shows."""
 
 
 def _colour(value: float, top: float, capacity: float | None) -> str:
     if capacity is not None and value > capacity:
+        light, dark = _OVER_LIGHT, _OVER_DARK
         share = (value - capacity) / (top - capacity) if top > capacity else 1.0
-        return _blend(_OVER_LIGHT, _OVER_DARK, round(share * _LEVELS) / _LEVELS)
-    whole = capacity if capacity is not None else top
-    return _blend(_LIGHT, _DARK, round(value / whole * _LEVELS) / _LEVELS if whole else 0.0)
+    else:
+        light, dark = _LIGHT, _DARK
+        highest = top if capacity is None else capacity
+        share = value / highest if highest else 0.0
+    share = round(share * _LEVELS) / _LEVELS
+    mixed = (round(a + (b - a) * share) for a, b in zip(light, dark, strict=True))
+    return "#" + "".join(f"{c:02x}" for c in mixed)
 
 
 def _cell_size(rows: int, columns: int, largest: int) -> tuple[float, float]:
@@ -253,15 +263,16 @@ def _cell_size(rows: int, columns: int, largest: int) -> tuple[float, float]:
     return round(width, 2), round(height, 2)
 
 
-def _cells(colours: dict[str, list[tuple[int, int]]], size: tuple[float, float]) -> str:
-    """One path for each colour."""
+def _cells(
+    colours: Iterable[tuple[str, int, int]], size: tuple[float, float], more: str = ""
+) -> str:
+    """Cells given as (colour, row, column), one path for each colour."""
     w, h = size
-    return "".join(
-        f'<path fill="{colour}" d="'
-        + "".join(f"M{c * w:g} {r * h:g}h{w:g}v{h:g}h-{w:g}z" for r, c in places)
-        + '"/>'
-        for colour, places in colours.items()
-    )
+    paths: dict[str, str] = {}
+    for colour, r, c in colours:
+        paths[colour] = paths.get(colour, "") + f"M{c * w:g} {r * h:g}h{w:g}v{h:g}h-{w:g}z"
+    drawn = "".join(f'<path fill="{colour}" d="{path}"/>' for colour, path in paths.items())
+    return f'<g transform="translate({_MAP_LEFT} {_MAP_TOP})"{more}>{drawn}</g>'
 
 
 def grid_map(
@@ -284,48 +295,43 @@ def grid_map(
     rows, columns = values.shape
     size = _cell_size(rows, columns, 24)
     top = float(np.nanmax(values))
-    colours: dict[str, list[tuple[int, int]]] = {}
-    for r in range(rows):
-        for c in range(columns):
-            if not np.isnan(values[r, c]):
-                found = _colour(float(values[r, c]), top, capacity)
-                colours.setdefault(found, []).append((r, c))
-    left, above = 34, 20
-    body = [f'<g transform="translate({left} {above})">{_cells(colours, size)}</g>']
-    inner_w, inner_h = columns * size[0], rows * size[1]
-    body.append(f'<text class="mid" x="{left + inner_w / 2:g}" y="12">{esc(right)}</text>')
-    body.append(
-        f'<text class="mid" transform="translate(24 {above + inner_h / 2:g}) rotate(-90)">'
-        f"{esc(down)}</text>"
-    )
-    body.append(
-        f'<rect class="frame" x="{left}" y="{above}" width="{inner_w:g}" height="{inner_h:g}"/>'
-    )
-    # The scale: light to dark and, beyond the capacity, warm.
-    y = above + inner_h + 12
-    stops = [(i / 40) * top for i in range(41)]
-    step = 200 / 41
-    scale = "".join(
-        f'<rect fill="{_colour(s, top, capacity)}" x="{left + i * step:.1f}" y="{y:g}" '
-        f'width="{step + 0.3:.1f}" height="10"/>'
-        for i, s in enumerate(stops)
-    )
-    body.append(scale)
-    body.append(f'<text x="{left}" y="{y + 24:g}">0</text>')
-    body.append(
-        f'<text class="end" x="{left + 200}" y="{y + 24:g}">{number(top)} {esc(unit)}</text>'
-    )
+    filled = np.argwhere(~np.isnan(values)).tolist()
+    cells = ((_colour(float(values[r, c]), top, capacity), r, c) for r, c in filled)
+    width, height = columns * size[0], rows * size[1]
+    left, above, below = _MAP_LEFT, _MAP_TOP, _MAP_TOP + height + 12
+    step = _SCALE / _STOPS
+    body = [
+        _cells(cells, size),
+        _label(left + width / 2, 12, right, "mid"),
+        f'<text class="mid" transform="translate(24 {above + height / 2:g}) rotate(-90)">'
+        f"{esc(down)}</text>",
+        f'<rect class="frame" x="{left}" y="{above}" width="{width:g}" height="{height:g}"/>',
+        *(
+            f'<rect fill="{_colour(i / (_STOPS - 1) * top, top, capacity)}" '
+            f'x="{left + i * step:.1f}" y="{below:g}" width="{step + 0.3:.1f}" height="10"/>'
+            for i in range(_STOPS)
+        ),
+        _label(left, below + 24, 0),
+        _label(left + _SCALE, below + 24, f"{number(top)} {unit}", "end"),
+    ]
     if capacity is not None and 0.25 * top < capacity < 0.75 * top:
-        at = left + 200 * capacity / top
-        body.append(f'<text class="mid" x="{at:.1f}" y="{y + 24:g}">{number(capacity)}</text>')
-    total_w, total_h = max(left + inner_w, left + 200) + 8, y + 30
-    return (
-        f'<svg id="{esc(identity)}" class="map" viewBox="0 0 {total_w:g} {total_h:g}" '
-        f'style="width:{total_w:g}px" role="img" data-left="{left}" data-top="{above}" '
-        f'data-width="{size[0]:g}" data-height="{size[1]:g}" '
-        f'data-columns="{columns}" data-rows="{rows}" '
-        f'data-down="{esc(down)}" data-right="{esc(right)}" data-unit="{esc(unit)}">'
-        f"{''.join(body)}</svg>"
+        body.append(_label(left + _SCALE * capacity / top, below + 24, number(capacity), "mid"))
+    total = max(left + width, left + _SCALE) + 8
+    return _svg(
+        (total, below + 30),
+        "map",
+        body,
+        id=identity,
+        style=f"width:{total:g}px",
+        data_left=left,
+        data_top=above,
+        data_width=f"{size[0]:g}",
+        data_height=f"{size[1]:g}",
+        data_columns=columns,
+        data_rows=rows,
+        data_down=down,
+        data_right=right,
+        data_unit=unit,
     )
 
 
@@ -333,32 +339,23 @@ def offsets_map(
     partition: tuple[int, int, int], offsets: list[tuple[int, int]], ends: tuple[int, int, int]
 ) -> str:
     """Which distances (x, y) the propagation visits, passes by or never reaches."""
-    parts_x, parts_y, _ = partition
-    visited = set(offsets)
-    along, across = (0, 1) if parts_x >= parts_y else (1, 0)
-    sizes = (parts_x, parts_y)
+    sizes, visited = partition[:2], set(offsets)
+    along, across = (0, 1) if sizes[0] >= sizes[1] else (1, 0)
     size = _cell_size(sizes[across], sizes[along], 18)
-    colours: dict[str, list[tuple[int, int]]] = {}
-    for x in range(parts_x):
-        for y in range(parts_y):
-            if (x, y) == (0, 0):
-                colour = "#009e73"
-            elif (x, y) in visited:
-                colour = "#d55e00"
-            elif x < ends[0] and y < ends[1]:
-                colour = "#c9c9c9"
-            else:
-                colour = "#f3f3f3"
-            place = (x, y)
-            colours.setdefault(colour, []).append((place[across], place[along]))
+
+    def colour(x: int, y: int) -> str:
+        if (x, y) == (0, 0):
+            return "#009e73"
+        if (x, y) in visited:
+            return "#d55e00"
+        return "#c9c9c9" if x < ends[0] and y < ends[1] else "#f3f3f3"
+
+    places = np.ndindex(sizes)
+    cells = ((colour(*place), place[across], place[along]) for place in places)
+    width = max(_MAP_LEFT + sizes[along] * size[0], 270) + 8
     names = ("distance in X", "distance in Y")
-    left, above = 34, 20
-    inner_w, inner_h = sizes[along] * size[0], sizes[across] * size[1]
-    width, height = max(left + inner_w, 270) + 8, above + inner_h + 6
-    return (
-        f'<svg class="map" viewBox="0 0 {width:g} {height:g}" style="width:{width:g}px" role="img">'
-        f'<text x="{left}" y="12">{names[along]} (right), {names[across]} (down)</text>'
-        f'<g transform="translate({left} {above})" stroke="#fff" '
-        f'stroke-width="{min(size[0] / 12, 1):.2f}">'
-        f"{_cells(colours, size)}</g></svg>"
-    )
+    title = _label(_MAP_LEFT, 12, f"{names[along]} (right), {names[across]} (down)")
+    stroke = f' stroke="#fff" stroke-width="{min(size[0] / 12, 1):.2f}"'
+    body = [title, _cells(cells, size, stroke)]
+    height = _MAP_TOP + sizes[across] * size[1] + 6
+    return _svg((width, height), "map", body, style=f"width:{width:g}px")

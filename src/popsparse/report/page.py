@@ -1,4 +1,4 @@
-"""The page around the sections."""
+"""The page: its sections in order, of any run, and of a layer."""
 
 from __future__ import annotations
 
@@ -12,8 +12,10 @@ import numpy as np
 
 from dynsparse.checks import check_kind
 from dynsparse.files.whole import write_text_whole
+from dynsparse.typed import typed
 from dynsparse.version import __version__
-from popsparse.report.charts import esc, words
+from popsparse.report.buckets import buckets_sections, encoding_data
+from popsparse.report.charts import esc, number, words
 from popsparse.report.comparison import Comparison, comparison_section
 from popsparse.report.data import ProfileData, read_profiles, reading
 from popsparse.report.passes import (
@@ -26,7 +28,7 @@ from popsparse.report.passes import (
     timeline_section,
     tree_section,
 )
-from popsparse.report.plan import buckets_sections, plan_section, summary_section
+from popsparse.report.plan import plan_section, plan_summary, summary_section
 from popsparse.report.rules import findings, findings_section
 from popsparse.report.steps import (
     contents_data,
@@ -249,3 +251,78 @@ def _profile_sections(
 def _numbers(values: np.ndarray) -> list[float | int]:
     """Numbers as short as they can be in JSON."""
     return [int(v) if float(v).is_integer() else round(float(v), 2) for v in values.tolist()]
+
+
+@typed
+def layer_page(
+    layer: Any,
+    *,
+    title: str | None = None,
+    pattern: Any = None,
+    summary: Mapping[str, Any] | None = None,
+) -> dict[str, Any]:
+    """What `write_report` makes a page of, and `save_profile` a file, about the last run of each
+    pass of a layer.
+
+    Args:
+        layer: a `popsparse.Layer` with a pattern, of which passes have run.
+        title: by default the sizes of the product and the machine.
+        pattern: the pattern it ran with; given, the page also has what the execution model
+            predicts for it.
+        summary: more figures, or better ones, for the head of the page.
+
+    Raises:
+        ValueError: a layer of which no pass has run, or one that keeps its weights dense.
+    """
+    from popsparse.encoding.partitioner import Partitioner
+    from popsparse.layer import Layer
+    from popsparse.planning.report import plan_report
+    from popsparse.timing import predict
+
+    check_kind("layer", layer, Layer, "a popsparse.Layer")
+    plan, profiles, encoding = layer.plan, layer.profiles, layer.encoding
+    if not profiles or encoding is None:
+        raise ValueError("the layer has nothing to report: set a sparse pattern and run a pass")
+    head = plan_summary(plan)
+    values = len(encoding.positions) * plan.block_dimensions[0] * plan.block_dimensions[1]
+    elements = head["rows"] * head["cols"] * plan.sizes.groups
+    products = 2.0 * values * plan.sizes.z
+    head |= {
+        "density": values / elements,
+        "nnz": values,
+        "cycles": {name: profile.cycles for name, profile in profiles.items()},
+        "seconds": {name: profile.seconds for name, profile in profiles.items()},
+        "tflops": {name: products / p.seconds / 1e12 for name, p in profiles.items()},
+        "max_tile_bytes": max(p.memory.max_tile_bytes for p in profiles.values()),
+        "propagation_steps": encoding.info.propagation_steps,
+        "spilled": encoding.info.spilled,
+        "propagated": encoding.info.propagated,
+    }
+    sizes = f"{number(head['rows'])} × {number(head['cols'])} by {number(head['batch'])}"
+    predicted = None
+    if pattern is not None:
+        predicted = {n: t.to_dict() for n, t in predict(plan, pattern).items() if n in profiles}
+    return {
+        "title": title or f"Sparse product {sizes} on {plan.target.name}",
+        "summary": head | dict(summary or {}),
+        "plan": plan_report(plan),
+        "profile": dict(profiles),
+        "predicted": predicted,
+        "encoding": encoding_data(Partitioner(plan), encoding),
+    }
+
+
+def write_layer_report(path: str | Path, layer: Any, **more: Any) -> Path:
+    """Write the page about the last run of each pass of a layer.
+
+    Args:
+        path: the file; its folder must exist.
+        layer, more: as of `layer_page`, whose errors these are.
+
+    Returns:
+        The path.
+
+    Raises:
+        OSError: the file cannot be written.
+    """
+    return write_report(path, **layer_page(layer, **more))

@@ -10,8 +10,9 @@ import numpy as np
 
 from dynsparse.checks import check_integer
 from dynsparse.typed import typed
+from popsparse.machine import ProgramNode
 from popsparse.report.charts import bar, esc, indent, legend, number, percent, table
-from popsparse.report.data import ContentsData, ProfileData, StepData, steps_of
+from popsparse.report.data import ContentsData, ProfileData, StepData
 
 _LONGEST_BODY = 64
 """Parts of a loop body that is recognised; a loop inside is one part."""
@@ -261,13 +262,30 @@ _MOST_VERTICES = 3000
 _KINDS = ("constant", "always live", "not always live")
 
 
+def _steps_of(program: list[ProgramNode]) -> list[int]:
+    """The steps of a program in its order, those of branches that were not taken included."""
+    found: dict[int, None] = {}
+    seen: set[int] = set()
+    waiting = [0] if program else []
+    while waiting:
+        node = waiting.pop()
+        if node in seen:
+            continue
+        seen.add(node)
+        one = program[node]
+        if one.step is not None:
+            found[one.step] = None
+        waiting += [child for _, child, _ in reversed(one.parts)]
+    return list(found)
+
+
 @typed
 def memory_steps(profile: ProfileData) -> list[int]:
     """The steps that hold memory, in the order of the program; of all programs if none ran."""
     if profile.contents is None:
         return []
     live = profile.contents.live
-    order = steps_of(profile.program) if profile.program else sorted(live)
+    order = _steps_of(profile.program) if profile.program else sorted(live)
     return [step for step in order if step in live]
 
 

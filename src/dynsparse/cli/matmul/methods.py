@@ -200,7 +200,7 @@ def _dynamic_page(
 
 
 def _plan_page(request: Request, plan: Plan) -> dict[str, Any]:
-    from popsparse.report.layer import plan_summary
+    from popsparse.report.plan import plan_summary
 
     summary = plan_summary(plan) | {
         "density": request.density,
