@@ -215,7 +215,7 @@ RECIPES = {
     ),
     "popsparse.report.comparison_text": call(
         reports.comparison_text,
-        found=lambda: reports.compare(one_page()["profile"], one_page()["profile"]),
+        comparison=lambda: reports.compare(one_page()["profile"], one_page()["profile"]),
     ),
     "popsparse.report.encoding_data": call(encoding_data, partitioner=partitioner, encoded=encoded),
     "dynsparse.report.training.connectivity.visualise": Recipe(

@@ -55,13 +55,13 @@ def encoding_data(partitioner: Any, encoded: Any) -> dict[str, Any]:
     foreign: list[np.ndarray] = []
     travels = np.zeros((parts_x, parts_y), np.int64)
     for words in body:
-        found = read_buckets(words, layout)
-        home = found.bucket // parts_z
-        far = home != found.rectangle
-        wanted.append(np.bincount(found.rectangle, minlength=parts_x * parts_y))
-        foreign.append(np.bincount(found.bucket[far], minlength=layout.buckets))
-        away_x = (found.rectangle // parts_y - home // parts_y) % parts_x
-        away_y = (found.rectangle - home) % parts_y
+        buckets = read_buckets(words, layout)
+        home = buckets.bucket // parts_z
+        far = home != buckets.rectangle
+        wanted.append(np.bincount(buckets.rectangle, minlength=parts_x * parts_y))
+        foreign.append(np.bincount(buckets.bucket[far], minlength=layout.buckets))
+        away_x = (buckets.rectangle // parts_y - home // parts_y) % parts_x
+        away_y = (buckets.rectangle - home) % parts_y
         np.add.at(travels, (away_x[far], away_y[far]), layout.area)
     overflow = info.overflow
     data = {
@@ -117,19 +117,19 @@ class BucketData:
             ValueError: something else, or lists whose length is not the partition's.
         """
         with reading("encoding"):
-            found = {key: encoding[key] for key in cls.__dataclass_fields__ if key in encoding}
-            x, y, z = found["partition"]
-            rectangles = found.setdefault("groups", 1) * x * y
+            entries = {key: encoding[key] for key in cls.__dataclass_fields__ if key in encoding}
+            x, y, z = entries["partition"]
+            rectangles = entries.setdefault("groups", 1) * x * y
             sizes = dict.fromkeys(_OF_BUCKETS, rectangles * z) | {"wanted": rectangles}
             for key, size in sizes.items():
-                if found.get(key) is not None:
-                    found[key] = np.asarray(found[key], np.float64)
-                    if found[key].shape != (size,):
+                if entries.get(key) is not None:
+                    entries[key] = np.asarray(entries[key], np.float64)
+                    if entries[key].shape != (size,):
                         raise ValueError(f"{key} must be {size} numbers")
-            found["partition"] = (x, y, z)
-            found["offsets"] = [(x, y) for x, y in found.get("offsets", ())]
-            found["travels"] = {(x, y): values for x, y, values in found.get("travels", ())}
-            return cls(**found)
+            entries["partition"] = (x, y, z)
+            entries["offsets"] = [(x, y) for x, y in entries.get("offsets", ())]
+            entries["travels"] = {(x, y): values for x, y, values in entries.get("travels", ())}
+            return cls(**entries)
 
 
 _OF_BUCKETS = ("nz_used", "words_used", "sub_groups", "grad_a_words_used", "foreign")
@@ -147,24 +147,24 @@ def bucket_maps(data: BucketData) -> list[tuple[str, str, str, np.ndarray, float
     def by_rectangle(values: np.ndarray) -> np.ndarray:
         return values.reshape(-1, parts_z)
 
-    found: list[tuple[str, str, str, np.ndarray, float | None]] = []
+    maps: list[tuple[str, str, str, np.ndarray, float | None]] = []
     if data.wanted is not None and data.nz_capacity:
         share = 100 * data.wanted / (data.nz_capacity * parts_z)
         title = "Asked for: values that belong to a rectangle, of what its buckets hold"
-        found.append(("map-wanted", title, "%", _grid(data, share), 100.0))
+        maps.append(("map-wanted", title, "%", _grid(data, share), 100.0))
     if data.nz_capacity:
         share = 100 * by_rectangle(data.nz_used).mean(1) / data.nz_capacity
         title = "Held: fill of a rectangle's buckets with values"
-        found.append(("map-held", title, "%", _grid(data, share), 100.0))
+        maps.append(("map-held", title, "%", _grid(data, share), 100.0))
     if data.words_capacity:
         share = 100 * by_rectangle(data.words_used).max(1) / data.words_capacity
         title = "Meta-info of the fullest bucket of a rectangle"
-        found.append(("map-words", title, "%", _grid(data, share), 100.0))
+        maps.append(("map-words", title, "%", _grid(data, share), 100.0))
     if data.foreign is not None and data.foreign.any():
         title = "Guests: values in a rectangle's buckets that belong elsewhere"
         values = by_rectangle(data.foreign).sum(1)
-        found.append(("map-guests", title, "values", _grid(data, values), None))
-    return found
+        maps.append(("map-guests", title, "values", _grid(data, values), None))
+    return maps
 
 
 def buckets_section(data: BucketData) -> str:

@@ -85,44 +85,46 @@ def compare(first: Any, second: Any) -> Comparison:
         pairs = [(*a.values(), *b.values())]
     else:
         pairs = [(a[name], b[name]) for name in a if name in b]
-    met = {one.name for pair in pairs for one in pair}
+    matched = {profile.name for pair in pairs for profile in pair}
     return Comparison(
         name_a,
         name_b,
         [_pass(x, y) for x, y in pairs],
-        [name for name in a if name not in met],
-        [name for name in b if name not in met],
+        [name for name in a if name not in matched],
+        [name for name in b if name not in matched],
     )
 
 
-def _read(given: Any, name: str) -> tuple[str, dict[str, ProfileData]]:
-    if isinstance(given, StoredProfile):
-        return f"{given.title}, {given.file.name}", {one.name: one for one in given.profiles}
+def _read(value: Any, name: str) -> tuple[str, dict[str, ProfileData]]:
+    if isinstance(value, StoredProfile):
+        return f"{value.title}, {value.file.name}", {run.name: run for run in value.profiles}
     try:
-        found = read_profiles(given)
+        profiles = read_profiles(value)
     except (TypeError, ValueError) as error:
         raise type(error)(f"{name}: {error}") from None
-    if not found:
+    if not profiles:
         raise ValueError(f"{name} must be a profile, got nothing")
-    return f"the {name}", {one.name: one for one in found}
+    return f"the {name}", {profile.name: profile for profile in profiles}
 
 
 def _pass(a: ProfileData, b: ProfileData) -> ComparedPass:
     total = Pair("all cycles", a.cycles, b.cycles)
     parts = _pairs(a.parts, b.parts, PARTS)
-    spent_a, spent_b = ({one.name: one.cycles for one in operations(profile)} for profile in (a, b))
+    spent_a, spent_b = ({op.name: op.cycles for op in operations(profile)} for profile in (a, b))
     fullest = Pair("fullest tile", a.max_bytes, b.max_bytes)
     of_a, of_b = findings(a), findings(b)
-    shares_a, shares_b = ({one.title: one.share for one in many} for many in (of_a, of_b))
-    rules_a, rules_b = ({one.rule for one in several} for several in (of_a, of_b))
+    shares_a, shares_b = (
+        {finding.title: finding.share for finding in several} for several in (of_a, of_b)
+    )
+    rules_a, rules_b = ({finding.rule for finding in several} for several in (of_a, of_b))
     return ComparedPass(
         a.name or b.name,
         [total, *(pair for pair in parts if pair.first or pair.second)],
         _pairs(spent_a, spent_b),
         [fullest, *_pairs(a.worst, b.worst)],
         _pairs(shares_a, shares_b),
-        [one for one in of_a if one.rule not in rules_b],
-        [one for one in of_b if one.rule not in rules_a],
+        [finding for finding in of_a if finding.rule not in rules_b],
+        [finding for finding in of_b if finding.rule not in rules_a],
     )
 
 
@@ -131,27 +133,28 @@ def _pairs(a: Mapping[str, float], b: Mapping[str, float], names: Sequence[str] 
     return [Pair(n, a.get(n), b.get(n)) for n in names or [*a, *(k for k in b if k not in a)]]
 
 
-def comparison_section(found: Comparison) -> str:
+def comparison_section(comparison: Comparison) -> str:
     """Tables of every pass."""
-    out = [f"<p>A: {esc(found.first)}. B: {esc(found.second)}. Changes are those from A to B.</p>"]
-    for name, where in ((found.only_first, "A"), (found.only_second, "B")):
+    titles = f"A: {esc(comparison.first)}. B: {esc(comparison.second)}."
+    out = [f"<p>{titles} Changes are those from A to B.</p>"]
+    for name, where in ((comparison.only_first, "A"), (comparison.only_second, "B")):
         if name:
             out.append(f"<p>Only in {where}: {esc(', '.join(map(words, name)))}.</p>")
-    for one in found.passes:
-        if one.name:
-            out.append(f'<h3 class="pass">{esc(words(one.name)).capitalize()}</h3>')
+    for compared in comparison.passes:
+        if compared.name:
+            out.append(f'<h3 class="pass">{esc(words(compared.name)).capitalize()}</h3>')
         out.append('<div class="pair">')
         for heading, pairs in (
-            ("Cycles", one.cycles),
-            ("Cycles by operation", one.operations),
-            ("Memory of the fullest tile, bytes", one.memory),
-            ("Findings, % of the cycles or of a tile's memory", percents(one.findings)),
+            ("Cycles", compared.cycles),
+            ("Cycles by operation", compared.operations),
+            ("Memory of the fullest tile, bytes", compared.memory),
+            ("Findings, % of the cycles or of a tile's memory", percents(compared.findings)),
         ):
             rows = [_row(pair) for pair in pairs if pair.first or pair.second]
             head = ["", "#A", "#B", "#difference", "#change"]
             out.append(f"<div><h3>{heading}</h3>{table(head, rows, 'narrow')}</div>")
         out.append("</div>")
-        for several, what in ((one.gone, "No longer found in B"), (one.came, "New in B")):
+        for several, what in ((compared.gone, "No longer found in B"), (compared.came, "New in B")):
             titles = ", ".join(esc(f.title.lower()) for f in several)
             out.append(f"<p><b>{what}:</b> {titles or 'nothing'}.</p>")
     return "".join(out)
@@ -183,8 +186,11 @@ def profile_text(title: str, profiles: Sequence[ProfileData]) -> str:
     """What a page begins with: cycles, memory, operations and three findings of each pass."""
     check_kind("profiles", profiles, (list, tuple), "a list of ProfileData")
     lines = [title]
-    for one in profiles:
-        lines += ["", *_pass_text(check_kind("one of profiles", one, ProfileData, "a ProfileData"))]
+    for profile in profiles:
+        lines += [
+            "",
+            *_pass_text(check_kind("one of profiles", profile, ProfileData, "a ProfileData")),
+        ]
     return "\n".join(lines)
 
 
@@ -214,43 +220,43 @@ def _pass_text(profile: ProfileData) -> list[str]:
             f"  all tiles: {number(float(always[0]))} bytes always live, at most "
             f"{number(float(other[0]))} beside, in {short_names(profile)[peak]}"
         )
-    found = operations(profile)
-    if found:
+    entries = operations(profile)
+    if entries:
         lines.append(f"  {'operation':<34}{'cycles':>12}{'share':>9}{'FLOPs':>16}{'of peak':>10}")
-    for one in found:
-        flops = number(one.flops) if one.flops else ""
-        peak_share = "" if one.peak_share is None else percent(one.peak_share)
+    for operation in entries:
+        flops = number(operation.flops) if operation.flops else ""
+        peak_share = "" if operation.peak_share is None else percent(operation.peak_share)
         lines.append(
-            f"  {one.name[-33:]:<34}{number(one.cycles):>12}"
-            f"{percent(one.cycles, profile.cycles):>9}{flops:>16}{peak_share:>10}"
+            f"  {operation.name[-33:]:<34}{number(operation.cycles):>12}"
+            f"{percent(operation.cycles, profile.cycles):>9}{flops:>16}{peak_share:>10}"
         )
-    several = findings(profile)
-    for place, finding in enumerate(several[:3], 1):
+    ranked = findings(profile)
+    for place, finding in enumerate(ranked[:3], 1):
         text = f"{place}. {finding.title}. {finding.text} {finding.remedy}"
         lines += textwrap.wrap(text, _WIDTH, initial_indent="  ", subsequent_indent="     ")
-    if not several:
+    if not ranked:
         lines.append("  No rule finds anything that stands out.")
     return [line.replace("\u00a0", " ").rstrip() for line in lines]
 
 
 @typed
-def comparison_text(found: Comparison) -> str:
+def comparison_text(comparison: Comparison) -> str:
     """The figures of both, and what changed from A to B."""
-    lines = [f"A: {found.first}", f"B: {found.second}"]
-    for names, where in ((found.only_first, "A"), (found.only_second, "B")):
+    lines = [f"A: {comparison.first}", f"B: {comparison.second}"]
+    for names, where in ((comparison.only_first, "A"), (comparison.only_second, "B")):
         if names:
             lines.append(f"only in {where}: {', '.join(map(words, names))}")
-    for one in found.passes:
-        head = words(one.name).capitalize() or "Run"
+    for compared in comparison.passes:
+        head = words(compared.name).capitalize() or "Run"
         lines += ["", f"{head:<36}{'A':>14}{'B':>14}{'change':>10}"]
-        lines += [_text_row(pair) for pair in one.cycles]
-        lines += ["Cycles by operation", *(_text_row(pair) for pair in one.operations)]
-        held = [pair for pair in one.memory if pair.first or pair.second]
-        lines += ["Bytes of the fullest tile", *(_text_row(pair) for pair in held)]
-        if one.findings:
+        lines += [_text_row(pair) for pair in compared.cycles]
+        lines += ["Cycles by operation", *(_text_row(pair) for pair in compared.operations)]
+        used = [pair for pair in compared.memory if pair.first or pair.second]
+        lines += ["Bytes of the fullest tile", *(_text_row(pair) for pair in used)]
+        if compared.findings:
             lines.append("Findings, % of the cycles or of a tile's memory")
-            lines += [_text_row(pair) for pair in percents(one.findings)]
-        for several, what in ((one.gone, "No longer found in B"), (one.came, "New in B")):
+            lines += [_text_row(pair) for pair in percents(compared.findings)]
+        for several, what in ((compared.gone, "No longer found in B"), (compared.came, "New in B")):
             lines.append(f"{what}: {', '.join(f.title.lower() for f in several) or 'nothing'}")
     return "\n".join(line.rstrip() for line in lines)
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from dynsparse.checks import check_integer
+from dynsparse.checks import check_integer, check_kind
 from dynsparse.files.json_text import parse_json
 from dynsparse.files.shorten import shortened
 from dynsparse.files.whole import write_text_whole
@@ -64,8 +64,8 @@ class ContentsData:
             ValueError: no such tile.
         """
         owner, first, end, size = self._stretches
-        here = (first <= self._tile(tile)) & (tile < end)
-        return np.bincount(owner[here], size[here], len(self.variables)).astype(np.int64)
+        on_tile = (first <= self._tile(tile)) & (tile < end)
+        return np.bincount(owner[on_tile], size[on_tile], len(self.variables)).astype(np.int64)
 
     def variables_on(self, tile: int) -> list[tuple[HeldVariable, int]]:
         """The variables of a tile and their bytes there, the largest first."""
@@ -76,11 +76,11 @@ class ContentsData:
     def vertices_on(self, tile: int) -> list[tuple[PlacedVertices, int]]:
         """The vertices of a tile: step and codelet, and how many there are."""
         at = self._tile(tile)
-        found = [
-            (one, sum(count for first, end, count in one.on if first <= at < end))
-            for one in self.vertices
+        counts = [
+            (vertices, sum(count for first, end, count in vertices.on if first <= at < end))
+            for vertices in self.vertices
         ]
-        return [(one, count) for one, count in found if count]
+        return [(vertices, count) for vertices, count in counts if count]
 
     def variables_at(self, step: int, tile: int | None = None) -> list[tuple[HeldVariable, int]]:
         """What is live while a step runs and not always live, with its bytes on a tile, or on all
@@ -113,10 +113,10 @@ class ContentsData:
         return always, np.array(other, np.int64)
 
     def _tile(self, tile: int) -> int:
-        found = check_integer("tile", tile, 0)
-        if found >= self.tiles:
-            raise ValueError(f"tile must be 0 to {self.tiles - 1}, got {found}")
-        return found
+        number = check_integer("tile", tile, 0)
+        if number >= self.tiles:
+            raise ValueError(f"tile must be 0 to {self.tiles - 1}, got {number}")
+        return number
 
     @cached_property
     def _all(self) -> np.ndarray:
@@ -125,7 +125,7 @@ class ContentsData:
     @cached_property
     def _stretches(self) -> np.ndarray:
         """int64 [4, stretches]: variable, first tile, tile after the last, bytes."""
-        rows = [(i, *one) for i, v in enumerate(self.variables) for one in v.on]
+        rows = [(i, *stretch) for i, v in enumerate(self.variables) for stretch in v.on]
         return np.array(rows, np.int64).reshape(-1, 4).T
 
 
@@ -196,8 +196,10 @@ class ProfileData:
         """Whether every tile's memory is the other's, as of two passes of one program."""
         if self.tiles is None or other.tiles is None:
             return False
-        mine, its = self.tiles.memory, other.tiles.memory
-        return mine.keys() == its.keys() and all(np.array_equal(mine[k], its[k]) for k in mine)
+        first, second = self.tiles.memory, other.tiles.memory
+        return first.keys() == second.keys() and all(
+            np.array_equal(first[k], second[k]) for k in first
+        )
 
 
 def read_profiles(profile: Any) -> list[ProfileData]:
@@ -206,27 +208,29 @@ def read_profiles(profile: Any) -> list[ProfileData]:
     Raises:
         TypeError, ValueError: not profiles.
     """
+    return [_profile(name, run) for name, run in _plain_runs(profile)]
+
+
+def _plain_runs(profile: Any) -> list[tuple[str, Mapping[str, Any]]]:
+    """Each pass and its `Profile.to_dict()`; None has none."""
     if profile is None:
         return []
     if hasattr(profile, "to_dict") or (isinstance(profile, Mapping) and "steps" in profile):
-        return [_profile("", profile)]
+        profile = {"": profile}
     if not isinstance(profile, Mapping):
         raise TypeError(
             "profile must be a Profile, its to_dict(), or a mapping of pass names to those, "
             f"got {type(profile).__name__}"
         )
+    runs = []
     for name, run in profile.items():
-        if not (hasattr(run, "to_dict") or isinstance(run, Mapping)):
-            raise TypeError(
-                f"profile[{shortened(name)}] must be a Profile or its to_dict(), got "
-                f"{shortened(run)}"
-            )
-    return [_profile(str(name), run) for name, run in profile.items()]
+        plain = run.to_dict() if hasattr(run, "to_dict") else run
+        kind = "a Profile or its to_dict()"
+        runs.append((str(name), check_kind(f"profile[{shortened(name)}]", plain, Mapping, kind)))
+    return runs
 
 
-def _profile(name: str, profile: Any) -> ProfileData:
-    if hasattr(profile, "to_dict"):
-        profile = profile.to_dict(per_tile=True)
+def _profile(name: str, profile: Mapping[str, Any]) -> ProfileData:
     with reading(f"profile of {name}" if name else "profile"):
         cycles, memory, target = profile["cycles"], profile["memory"], dict(profile["target"])
         tiles = _tiles(profile["tiles"]) if profile.get("tiles") else None
@@ -258,41 +262,37 @@ def _profile(name: str, profile: Any) -> ProfileData:
 
 
 def _step(row: Mapping[str, Any]) -> StepData:
-    return StepData(
-        name=row["name"],
-        kind=row["kind"],
-        runs=int(row["runs"]),
-        parts={part: float(row[part]) for part in PARTS},
-        balance=float(row.get("balance", 0)),
-        received=int(row.get("received_bytes", 0)),
-        tiles=int(row.get("tiles", 0)),
-        flops=float(row.get("flops", 0)),
-        peak_flops=float(row.get("peak_flops", 0)),
-    )
+    parts = {part: float(row[part]) for part in PARTS}
+    received, tiles = (int(row.get(key, 0)) for key in ("received_bytes", "tiles"))
+    balance, flops, peak = (float(row.get(key, 0)) for key in ("balance", "flops", "peak_flops"))
+    name, kind, runs = row["name"], row["kind"], int(row["runs"])
+    return StepData(name, kind, runs, parts, balance, received, tiles, flops, peak)
 
 
 def _tiles(tiles: Mapping[str, Any]) -> Tiles:
     by_category = tiles.get("memory") or {"in use": tiles["bytes"]}
     memory = {key: np.asarray(values, np.float64) for key, values in by_category.items()}
-    columns = (np.asarray(tiles[key], np.float64) for key in ("cycles", "exchange"))
-    moved = (np.asarray(tiles[key], np.float64) for key in ("received", "sent"))
-    return Tiles({key: one for key, one in memory.items() if one.any()}, *columns, *moved)
+    keys = ("cycles", "exchange", "received", "sent")
+    columns = (np.asarray(tiles[key], np.float64) for key in keys)
+    return Tiles({key: values for key, values in memory.items() if values.any()}, *columns)
 
 
 def _contents(data: Mapping[str, Any], tiles: int) -> ContentsData:
     """From `machine.Contents.to_dict`, or JSON of it."""
 
-    def stretches(one: Mapping[str, Any]) -> list[tuple[int, int, int]]:
-        return [(first, end, size) for first, end, size in one["on"]]
+    def stretches(entry: Mapping[str, Any]) -> list[tuple[int, int, int]]:
+        return [(first, end, size) for first, end, size in entry["on"]]
 
-    def variable(one: Mapping[str, Any]) -> HeldVariable:
-        on = stretches(one)
+    def variable(entry: Mapping[str, Any]) -> HeldVariable:
+        on = stretches(entry)
         size = sum((end - first) * each for first, end, each in on)
-        return HeldVariable(one["name"], one["dtype"], one["kind"], size, one["made_by"], on)
+        return HeldVariable(
+            entry["name"], entry["dtype"], entry["kind"], size, entry["made_by"], on
+        )
 
     return ContentsData(
         tiles,
-        [variable(one) for one in data["variables"]],
+        [variable(entry) for entry in data["variables"]],
         {step: list(held) for step, held in data["live"]},
         [PlacedVertices(v["step"], v["codelet"], stretches(v)) for v in data["vertices"]],
     )
@@ -339,14 +339,9 @@ def save_profile(
         TypeError, ValueError: data of another kind; the message names the key.
         OSError: the file cannot be written.
     """
-    names = [one.name for one in read_profiles(profile)]
-    several = {} if profile is None else {"": profile}
-    if isinstance(profile, Mapping) and "steps" not in profile:
-        several = dict(profile)
-    runs = [
-        (name, one.to_dict() if hasattr(one, "to_dict") else one)
-        for name, one in zip(names, several.values(), strict=True)
-    ]
+    runs = _plain_runs(profile)
+    for name, run in runs:
+        _profile(name, run)
     more = {"plan": plan, "predicted": predicted, "encoding": encoding}
     content = document(title, runs, summary=dict(summary or {}), **more)
     try:

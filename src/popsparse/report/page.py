@@ -150,12 +150,12 @@ def report_html(
     ):
         if not isinstance(value, Mapping) and not (value is None and name != "summary"):
             raise TypeError(f"{name} must be a mapping, got {type(value).__name__}")
-    found: list[Section] = []
+    sections: list[Section] = []
     data: dict[str, Any] = {"timelines": {}, "tiles": {}, "maps": {}, "contents": {}, "live": {}}
 
     def add(identity: str, heading: str, html: str) -> None:
         if html:
-            found.append(Section(identity, heading, html))
+            sections.append(Section(identity, heading, html))
 
     profiles = read_profiles(profile)
     add("summary", "Summary", summary_section(summary))
@@ -171,10 +171,10 @@ def report_html(
         with reading("plan"):
             html = plan_section(plan)
         add("plan", "The plan" + (", and why it won" if "Runners-up" in html else ""), html)
-    for place, one in enumerate(profiles):
-        same = next((i for i, p in enumerate(profiles[:place]) if p.same_memory(one)), place)
-        with reading(f"profile of {one.name}" if one.name else "profile"):
-            _profile_sections(one, f"p{place}", f"p{same}", profiles[same].name, add, data)
+    for place, run in enumerate(profiles):
+        same = next((i for i, p in enumerate(profiles[:place]) if p.same_memory(run)), place)
+        with reading(f"profile of {run.name}" if run.name else "profile"):
+            _profile_sections(run, f"p{place}", f"p{same}", profiles[same].name, add, data)
     if predicted:
         heading = "Predicted by the execution model" if profiles else "Predicted cycles"
         with reading("predicted"):
@@ -187,7 +187,7 @@ def report_html(
         for name, values in maps.items():
             shown = values.T if values.shape[0] > values.shape[1] else values
             data["maps"][name] = _numbers(shown.ravel())
-    return page(title, f"dynsparse {__version__}", found, data)
+    return page(title, f"dynsparse {__version__}", sections, data)
 
 
 def _profile_sections(
@@ -229,13 +229,13 @@ def _profile_sections(
         add(f"{key}-memory-steps", heading("memory over the steps"), live)
     tiles = profile.tiles
     if tiles is not None:
-        own = memory == key
-        html = tiles_section(profile, tiles, key, "" if own else memory_of)
-        if own and live:
+        is_first = memory == key
+        html = tiles_section(profile, tiles, key, "" if is_first else memory_of)
+        if is_first and live:
             html = tile_contents(tiles, profile.limit, profile.worst_tile, key) + html
         add(f"{key}-tiles", heading("tiles"), html)
         series = {"received": {"bytes received": tiles.received}}
-        if own:
+        if is_first:
             series["memory"] = tiles.memory
         if profile.cycles and (tiles.cycles + tiles.exchange).any():
             series["cycles"] = {

@@ -40,30 +40,30 @@ def tree_section(program: Sequence[ProgramNode], step_names: Sequence[str], tota
 
     def line(node: int, label: str, runs: int, depth: int) -> str:
         nonlocal lines, whole
-        one = program[node]
-        if one.kind == "Sequence" and not one.parts:
+        current = program[node]
+        if current.kind == "Sequence" and not current.parts:
             return ""
         if lines == _MOST_NODES or depth > _MOST_DEPTH:
             whole = False
             return ""
         lines += 1
-        cycles = one.cycles * runs / one.runs if one.runs else 0.0
-        colour = _CLASSES.get(one.kind, "")
-        name = one.name or ("" if one.step is None else step_names[one.step])
+        cycles = current.cycles * runs / current.runs if current.runs else 0.0
+        colour = _CLASSES.get(current.kind, "")
+        name = current.name or ("" if current.step is None else step_names[current.step])
         text = f"<em>{esc(label)}:</em> " if label else ""
-        text += f'<b class="kind {colour}">{esc(one.kind)}</b> {esc(name)}'
+        text += f'<b class="kind {colour}">{esc(current.kind)}</b> {esc(name)}'
         if not runs:
-            inside = "" if node in shown else _inside(one, depth)
+            inside = "" if node in shown else _inside(current, depth)
             return _row(text, '<span class="none">not taken</span>', inside, "no")
         figures = f"<span>{runs:,} ×</span><span>{number(cycles)}</span>"
         figures += f"<span>{percent(cycles, total)}</span>" + bar([("compute", cycles)], total)
         if node in shown:
             return _row(text + " <small>as above</small>", figures, "", "")
         shown.add(node)
-        return _row(text, figures, _inside(one, depth), "open")
+        return _row(text, figures, _inside(current, depth), "open")
 
-    def _inside(one: ProgramNode, depth: int) -> str:
-        return "".join(line(child, label, runs, depth + 1) for label, child, runs in one.parts)
+    def _inside(current: ProgramNode, depth: int) -> str:
+        return "".join(line(child, label, runs, depth + 1) for label, child, runs in current.parts)
 
     html = line(0, "", program[0].runs, 0) if program else ""
     if not whole:
@@ -298,19 +298,19 @@ def predicted_section(predicted: Mapping[str, Any], profiles: list[ProfileData])
         title = esc(words(str(name)))
         out.append(f"<h3>{title}: {number(cycles)} cycles</h3>")
         if ran.get(str(name)) and cycles:
-            found = ran[str(name)]
-            more = 100 * (found - cycles) / cycles
-            out.append(f"<p>The machine took {number(found)} ({more:+.1f} %).</p>")
+            measured = ran[str(name)]
+            more = 100 * (measured - cycles) / cycles
+            out.append(f"<p>The machine took {number(measured)} ({more:+.1f} %).</p>")
         out.append(table(head, rows))
     return "".join(out) + legend((part, part) for part in PARTS[:3])
 
 
 def _columns(tiles: int) -> int:
     """Near twice as many as rows; if it can be, such that every row is full."""
-    wanted = max(round(math.sqrt(2 * tiles)), 1)
-    near = range(max(wanted // 2, 1), 2 * wanted + 1)
+    target = max(round(math.sqrt(2 * tiles)), 1)
+    near = range(max(target // 2, 1), 2 * target + 1)
     full = [n for n in near if tiles % n == 0]
-    return min(full, key=lambda n: abs(n - wanted)) if full else wanted
+    return min(full, key=lambda n: abs(n - target)) if full else target
 
 
 def tile_map(used: np.ndarray, limit: float, identity: str) -> str:

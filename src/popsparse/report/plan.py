@@ -54,7 +54,7 @@ def plan_section(plan: Mapping[str, Any]) -> str:
         return _sparse(plan)
     if "terms" in plan:
         return _flat(plan)
-    if plan and all(isinstance(one, Mapping) and "terms" in one for one in plan.values()):
+    if plan and all(isinstance(entry, Mapping) and "terms" in entry for entry in plan.values()):
         return "".join(
             f'<h3 class="pass">{esc(words(n)).capitalize()}</h3>{_flat(p)}' for n, p in plan.items()
         )
@@ -146,13 +146,13 @@ def _memory(memory: Mapping[str, Any]) -> str:
 
 
 def _runners_up(report: Mapping[str, Any]) -> str:
-    others = report["runners_up"]
-    cut = [key for key in others[0] if key not in _OF_RUNNERS_UP]
-    why = [str(row.get("why", "")) or _why(report, row) for row in others]
-    most = max(abs(row["behind"]) for row in others)
+    runners_up = report["runners_up"]
+    cut = [key for key in runners_up[0] if key not in _OF_RUNNERS_UP]
+    why = [str(row.get("why", "")) or _why(report, row) for row in runners_up]
+    most = max(abs(row["behind"]) for row in runners_up)
     head: list[str | tuple[str, str]] = [
         (" × ".join(_LABELS.get(key, words(key)) for key in cut), "w"),
-        ("method" if others[0].get("method") else "", "w"),
+        ("method" if runners_up[0].get("method") else "", "w"),
         "#cycles",
         "#behind",
         "=",
@@ -160,7 +160,7 @@ def _runners_up(report: Mapping[str, Any]) -> str:
         *([("against the winner", "t")] if any(why) else []),
     ]
     rows = []
-    for row, reason in zip(others, why, strict=True):
+    for row, reason in zip(runners_up, why, strict=True):
         rows.append(
             [
                 " × ".join(number(row[key]) for key in cut),
@@ -179,17 +179,17 @@ def _why(report: Mapping[str, Any], row: Mapping[str, Any]) -> str:
     """The terms in which a runner-up loses and gains most, where both have terms."""
     if "terms" not in row or "terms" not in report:
         return ""
-    mine = report["terms"]
-    more = {key: cycles - mine.get(key, 0) for key, cycles in row["terms"].items()}
+    winner = report["terms"]
+    more = {key: cycles - winner.get(key, 0) for key, cycles in row["terms"].items()}
     ends = {max(more, key=lambda key: more[key]), min(more, key=lambda key: more[key])}
     return ", ".join(f"{more[key]:+,} {key}" for key in more if key in ends and more[key])
 
 
 def _flat(report: Mapping[str, Any]) -> str:
     """Any plan of one pass: facts, a mapping of terms to cycles; perhaps memory, runners-up."""
-    own = report.get("plan")
+    chosen = report.get("plan")
     facts = []
-    for key, value in (own if isinstance(own, Mapping) else report).items():
+    for key, value in (chosen if isinstance(chosen, Mapping) else report).items():
         label = _LABELS.get(key, words(str(key)).capitalize())
         if isinstance(value, bool):
             facts.append((label, "yes" if value else "no"))
@@ -198,7 +198,7 @@ def _flat(report: Mapping[str, Any]) -> str:
         elif isinstance(value, str):
             facts.append((label, esc(value)))
         elif isinstance(value, (list, tuple)):
-            facts.append((label, " to ".join(number(one) for one in value)))
+            facts.append((label, " to ".join(number(entry) for entry in value)))
     terms = [(str(k), float(v), None) for k, v in report["terms"].items()]
     out = [_facts(facts), "<h3>Estimated cost</h3>", _terms(terms)]
     if report.get("memory"):
@@ -276,7 +276,7 @@ def _value(key: str, value: Any, unit: str) -> str:
         # A year-like number is still a count; only a seed is a name.
         return (str(value) if key == "seed" else number(float(value))) + after
     if isinstance(value, Sequence) and not isinstance(value, str):
-        return ", ".join(_value("", one, "") for one in value)
+        return ", ".join(_value("", entry, "") for entry in value)
     return esc(value)
 
 
@@ -285,8 +285,8 @@ def _by_pass(key: str, value: Any, unit: str) -> str:
     if not isinstance(value, Mapping):
         return f"<b>{_value(key, value, unit)}</b>"
     return "".join(
-        f"<b>{_value(key, one, unit)}</b><em>{esc(words(str(name)))}</em>"
-        for name, one in value.items()
+        f"<b>{_value(key, entry, unit)}</b><em>{esc(words(str(name)))}</em>"
+        for name, entry in value.items()
     )
 
 
@@ -303,7 +303,8 @@ def summary_section(summary: Mapping[str, Any]) -> str:
             continue
         if isinstance(value, Mapping):
             shown = ", ".join(
-                f"{esc(words(str(name)))} {_value(key, one, unit)}" for name, one in value.items()
+                f"{esc(words(str(name)))} {_value(key, entry, unit)}"
+                for name, entry in value.items()
             )
         else:
             shown = _value(key, value, unit)

@@ -304,32 +304,36 @@ RULES: dict[str, Rule] = {
 @typed
 def findings(profile: ProfileData) -> list[Finding]:
     """What the rules find in a run, the most costly first: what does not fit, then by share."""
-    found = [one for rule in RULES.values() if (one := rule(profile)) is not None]
-    return sorted(found, key=_weight, reverse=True)
+    results = (rule(profile) for rule in RULES.values())
+    return sorted(
+        (finding for finding in results if finding is not None), key=_weight, reverse=True
+    )
 
 
-def _weight(one: Finding) -> float:
+def _weight(finding: Finding) -> float:
     """Memory costs nothing as long as it suffices; what is nearly full is near to costing all."""
-    if one.rule == "memory over":
-        return 1 + one.share
-    return one.share - 0.75 if one.rule in ("memory near", "always live") else one.share
+    if finding.rule == "memory over":
+        return 1 + finding.share
+    return finding.share - 0.75 if finding.rule in ("memory near", "always live") else finding.share
 
 
-def findings_section(found: Sequence[tuple[str, Sequence[Finding]]], most: int = 3) -> str:
+def findings_section(passes: Sequence[tuple[str, Sequence[Finding]]], most: int = 3) -> str:
     """The first of each pass, by name."""
     out = []
-    for name, several in found:
+    for name, several in passes:
         if name:
             out.append(f'<h3 class="pass">{esc(words(name)).capitalize()}</h3>')
         if not several:
             out.append("<p>No rule finds anything that stands out.</p>")
             continue
         rows = "".join(
-            f"<li><b>{esc(one.title)}.</b> {esc(one.text)}"
-            f"<p><i>What to do:</i> {esc(one.remedy)}</p></li>"
-            for one in several[:most]
+            f"<li><b>{esc(finding.title)}.</b> {esc(finding.text)}"
+            f"<p><i>What to do:</i> {esc(finding.remedy)}</p></li>"
+            for finding in several[:most]
         )
         out.append(f'<ol class="findings">{rows}</ol>')
         if more := several[most:]:
-            out.append("<p>Also: " + ", ".join(esc(one.title.lower()) for one in more) + ".</p>")
+            out.append(
+                "<p>Also: " + ", ".join(esc(finding.title.lower()) for finding in more) + ".</p>"
+            )
     return "".join(out)

@@ -44,15 +44,15 @@ def fold(order: list[int]) -> list[Run]:
 def _fold(runs: list[Run], keys: dict[Any, int]) -> list[Run]:
     """Fold until nothing repeats: what was folded may repeat itself, which is the outer loop."""
     while True:
-        found = _fold_once(runs, keys)
-        if len(found) == len(runs):
-            return found
-        runs = found
+        folded = _fold_once(runs, keys)
+        if len(folded) == len(runs):
+            return folded
+        runs = folded
 
 
 def _fold_once(runs: list[Run], keys: dict[Any, int]) -> list[Run]:
     """At each place the repetition that covers most is taken, of equals the shorter body."""
-    found: list[Run] = []
+    folded: list[Run] = []
     order = [run.key for run in runs]
     at, size = 0, len(runs)
     while at < size:
@@ -68,14 +68,14 @@ def _fold_once(runs: list[Run], keys: dict[Any, int]) -> list[Run]:
                 best_body, best_count = body, count
         covered = runs[at : at + best_body * best_count]
         if best_count == 1:
-            found.append(covered[0])
+            folded.append(covered[0])
         else:
             inner = _fold(covered[:best_body], keys)
             key = keys.setdefault((best_count, *(run.key for run in inner)), len(keys))
             length = sum(run.length for run in covered)
-            found.append(Run(covered[0].first, length, key, best_count, inner))
+            folded.append(Run(covered[0].first, length, key, best_count, inner))
         at += len(covered)
-    return found
+    return folded
 
 
 def short_names(profile: ProfileData) -> list[str]:
@@ -91,13 +91,13 @@ def short_names(profile: ProfileData) -> list[str]:
 def phases(profile: ProfileData) -> list[tuple[str, int, int]]:
     """Stretches of the timeline in one part of the program: (name, first row, end row)."""
     names = [name.split("/")[0] for name in short_names(profile)]
-    found: list[tuple[str, int, int]] = []
+    spans: list[tuple[str, int, int]] = []
     for row, step in enumerate(profile.order.tolist()):
-        if found and found[-1][0] == names[step]:
-            found[-1] = (found[-1][0], found[-1][1], row + 1)
+        if spans and spans[-1][0] == names[step]:
+            spans[-1] = (spans[-1][0], spans[-1][1], row + 1)
         else:
-            found.append((names[step], row, row + 1))
-    return found
+            spans.append((names[step], row, row + 1))
+    return spans
 
 
 def merge_numbered_steps(profile: ProfileData) -> tuple[list[int], list[str]]:
@@ -111,8 +111,8 @@ def merge_numbered_steps(profile: ProfileData) -> tuple[list[int], list[str]]:
     """
     names = [re.sub(r"(?<=[^/\d])\s*\d+$", "", name) for name in short_names(profile)]
     numbers = {name: i for i, name in enumerate(dict.fromkeys(names))}
-    found = np.array([numbers[name] for name in names], np.int64)
-    return found[profile.order].tolist(), list(numbers)
+    number_of = np.array([numbers[name] for name in names], np.int64)
+    return number_of[profile.order].tolist(), list(numbers)
 
 
 def timeline_data(profile: ProfileData, loops: list[Run]) -> dict[str, Any]:
@@ -230,24 +230,28 @@ def _operation(name: str, steps: list[StepData], clock: float) -> Operation:
 
 def operations_section(profile: ProfileData) -> str:
     """Operations and those inside them, to the third part of their names."""
-    found = operations(profile, 3)
+    entries = operations(profile, 3)
     rows = []
-    several = {one.name.rpartition("/")[0] for one in found}
-    for one in found[:_MOST]:
-        rate = one.flops / one.seconds / 1e12 if one.flops and one.seconds else None
+    several = {operation.name.rpartition("/")[0] for operation in entries}
+    for operation in entries[:_MOST]:
+        rate = (
+            operation.flops / operation.seconds / 1e12
+            if operation.flops and operation.seconds
+            else None
+        )
         cells = [
-            indent(esc(one.name.rpartition("/")[2]), one.depth - 1),
-            one.cycles,
-            percent(one.cycles, profile.cycles),
-            bar([("compute", one.cycles)], profile.cycles),
-            one.flops or None,
+            indent(esc(operation.name.rpartition("/")[2]), operation.depth - 1),
+            operation.cycles,
+            percent(operation.cycles, profile.cycles),
+            bar([("compute", operation.cycles)], profile.cycles),
+            operation.flops or None,
             rate,
-            one.tiles or None,
-            None if one.peak_share is None else percent(one.peak_share),
+            operation.tiles or None,
+            None if operation.peak_share is None else percent(operation.peak_share),
         ]
-        rows.append(("loop" if one.name in several else "", cells))
+        rows.append(("loop" if operation.name in several else "", cells))
     head = ["operation", "#cycles", "#share", "=", "#FLOPs", "#TFLOP/s", "#tiles", "#of their peak"]
-    more = f"<p>and {len(found) - _MOST:,} more.</p>" if len(found) > _MOST else ""
+    more = f"<p>and {len(entries) - _MOST:,} more.</p>" if len(entries) > _MOST else ""
     return (
         "<p>Steps by the names they were built with. Cycles are those of synchronisation, exchange "
         "and compute; the peak is that of the matrix units of the tiles that compute, in all these "
@@ -264,7 +268,7 @@ _KINDS = ("constant", "always live", "not always live")
 
 def _steps_of(program: list[ProgramNode]) -> list[int]:
     """The steps of a program in its order, those of branches that were not taken included."""
-    found: dict[int, None] = {}
+    order: dict[int, None] = {}
     seen: set[int] = set()
     waiting = [0] if program else []
     while waiting:
@@ -272,11 +276,11 @@ def _steps_of(program: list[ProgramNode]) -> list[int]:
         if node in seen:
             continue
         seen.add(node)
-        one = program[node]
-        if one.step is not None:
-            found[one.step] = None
-        waiting += [child for _, child, _ in reversed(one.parts)]
-    return list(found)
+        current = program[node]
+        if current.step is not None:
+            order[current.step] = None
+        waiting += [child for _, child, _ in reversed(current.parts)]
+    return list(order)
 
 
 @typed
@@ -300,15 +304,16 @@ def peak_step(profile: ProfileData, tile: int | None = None) -> int | None:
 
 def contents_data(contents: ContentsData) -> dict[str, Any]:
     """Variables and vertices for the script: [name, type, kind, calls, stretches flat]."""
-    kept, _ = _kept(contents)
+    largest, _ = _kept(contents)
     rows = [
         [v.name, v.dtype, _KINDS.index(v.kind), ", from ".join(v.made_by), _flat(v.on)]
-        for v in (contents.variables[i] for i in kept)
+        for v in (contents.variables[i] for i in largest)
     ]
     return {
         "variables": rows,
         "vertices": [
-            [one.step, one.codelet, _flat(one.on)] for one in contents.vertices[:_MOST_VERTICES]
+            [vertices.step, vertices.codelet, _flat(vertices.on)]
+            for vertices in contents.vertices[:_MOST_VERTICES]
         ],
     }
 
@@ -316,12 +321,12 @@ def contents_data(contents: ContentsData) -> dict[str, Any]:
 def _kept(contents: ContentsData) -> tuple[list[int], dict[int, int]]:
     """The largest variables, and their numbers among them."""
     order = np.argsort([-v.bytes for v in contents.variables], kind="stable")
-    kept = sorted(order[:_MOST_VARIABLES].tolist())
-    return kept, {old: new for new, old in enumerate(kept)}
+    largest = sorted(order[:_MOST_VARIABLES].tolist())
+    return largest, {old: new for new, old in enumerate(largest)}
 
 
 def _flat(stretches: list[tuple[int, int, int]]) -> list[int]:
-    return [value for one in stretches for value in one]
+    return [value for stretch in stretches for value in stretch]
 
 
 def live_data(profile: ProfileData, contents_of: str) -> dict[str, Any]:
