@@ -74,10 +74,10 @@ def test_what_is_right_is_let_through():
 
 
 def test_the_page_names_the_limits_that_hold():
-    from dynsparse.files import json_text, limits
+    from dynsparse.files import limits
 
     page = (ROOT / "SECURITY.md").read_text()
     assert VARIABLE in page
     assert f"{limits._TIMES} times its size unpacked, or {limits._LEAST >> 20} MiB" in page
-    assert f"{limits._LEAST // json_text._MEMORY >> 20} MiB, nested {json_text.MOST_DEPTH}" in page
+    assert f"{limits._LEAST // limits._JSON_MEMORY >> 20} MiB, nested {limits.MOST_DEPTH}" in page
     assert f"{limits._LEAST // 8:,} inputs and outputs" in page

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from dynsparse.bench.results import load_results
-from dynsparse.files.whole import write_text_whole
+from dynsparse.files.atomic_write import atomic_write_text
 from dynsparse.report.bench import tables
 from dynsparse.report.bench.tables import (
     NAMES,
@@ -305,7 +305,7 @@ def fill_page(page: Path, results: Figures, others: Mapping[str, Figures] | None
             f"{page}: expected tables between <!-- bench: VIEW NAME --> and <!-- /bench --> of "
             f"benchmarks that were measured ({', '.join(results['benchmarks'])}), got none"
         )
-    write_text_whole(page, text)
+    atomic_write_text(page, text)
 
 
 def _made(

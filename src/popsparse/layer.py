@@ -19,9 +19,9 @@ import torch
 from safetensors.torch import save
 
 from dynsparse.checks import check_kind
-from dynsparse.files.json_text import parse_json
+from dynsparse.files.atomic_write import atomic_write
+from dynsparse.files.limits import parse_json
 from dynsparse.files.shorten import shortened
-from dynsparse.files.whole import write_whole
 from dynsparse.nn.weights_file import read_tensors
 from dynsparse.typed import typed
 from popsparse.encoding.formats import COOMatrix, to_numpy
@@ -77,7 +77,7 @@ def write_layer(file: Path, layer: StoredLayer) -> None:
     }
     text = json.dumps(about, allow_nan=False)
     content = save(arrays, {"format": _FORMAT, "layer": text})
-    write_whole(file, lambda stream: stream.write(content))
+    atomic_write(file, lambda stream: stream.write(content))
 
 
 def read_layer(file: Path) -> StoredLayer:

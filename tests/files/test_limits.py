@@ -7,8 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dynsparse.files.json_text import MOST_DEPTH, parse_json
-from dynsparse.files.limits import VARIABLE, LimitError, read_limit
+from dynsparse.files.limits import MOST_DEPTH, VARIABLE, LimitError, parse_json, read_limit
 from dynsparse.files.shorten import shortened
 
 

@@ -96,7 +96,7 @@ ALGORITHMS = {"rigl": RigL, "set": SET}
 
 RESUME = """
 import sys, torch
-sys.path.insert(0, sys.argv[1])
+sys.path[:0] = [sys.argv[1], sys.argv[1] + "/.."]
 import {module} as t
 parts = t.make(t.ALGORITHMS[sys.argv[2]])
 data = torch.Generator()
@@ -206,7 +206,7 @@ def test_a_missing_folder(tmp_path):
 
 KILLED = """
 import sys
-sys.path.insert(0, sys.argv[1])
+sys.path[:0] = [sys.argv[1], sys.argv[1] + "/.."]
 import {module} as t
 parts, n = t.make(hidden=2000), 0
 while True:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import zipfile
 from itertools import pairwise
 from pathlib import Path
 
@@ -281,7 +282,7 @@ class TestRefusals:
     def test_a_foreign_array_file(self, record):
         with (record / "update-000001.npz").open("wb") as file:
             np.save(file, np.zeros(3))
-        self.check(record, "not an npz archive")
+        self.check(record, "not part of a record: File is not a zip file")
 
     @pytest.mark.parametrize(
         ("changes", "match"),
@@ -304,6 +305,26 @@ class TestRefusals:
             arrays = dict(archive)
         np.savez(file, **(arrays | changes))
         self.check(record, match)
+
+    def test_an_array_that_unpacks_to_too_much(self, record, monkeypatch):
+        file = record / "update-000001.npz"
+        np.savez_compressed(file, step=np.int64(9), **{"dropped/fc1": np.zeros(1 << 17, "i8")})
+        monkeypatch.setenv("DYNSPARSE_READ_LIMIT", str(1 << 18))
+        self.check(record, "expected at most 262,144 bytes for an array .*DYNSPARSE_READ_LIMIT")
+
+    @pytest.mark.parametrize(
+        "header",
+        [
+            "{'descr': '<i4', 'fortran_order': False, 'shape': (1000000000000,), }",
+            "{'descr': '|O', 'fortran_order': False, 'shape': (2,), }",
+            "[" * 900,
+        ],
+    )
+    def test_array_headers_that_promise_something_else(self, record, header):
+        content = b"\x93NUMPY\x01\x00" + len(header).to_bytes(2, "little") + header.encode()
+        with zipfile.ZipFile(record / "update-000001.npz", "w") as archive:
+            archive.writestr("step.npy", content + bytes(16))
+        self.check(record, r"update-000001\.npz is damaged or not part of a record")
 
     def test_missing_arrays(self, record):
         np.savez(record / "update-000000.npz", step=np.int64(0))

@@ -41,10 +41,9 @@ import numpy as np
 
 from dynsparse.bench.cells import Cell
 from dynsparse.bench.host import describe_host
-from dynsparse.files.json_text import parse_json
-from dynsparse.files.limits import LimitError
+from dynsparse.files.atomic_write import atomic_write_text
+from dynsparse.files.limits import LimitError, parse_json
 from dynsparse.files.shorten import shortened
-from dynsparse.files.whole import write_text_whole
 
 
 class Point(NamedTuple):
@@ -183,7 +182,7 @@ def empty_results(spec: str) -> Results:
 
 def save_results(results: Results, file: Path) -> None:
     """Write the JSON file, whole or not at all; figures are rounded to what means something."""
-    write_text_whole(file, json.dumps(_rounded(results), indent=1, allow_nan=False) + "\n")
+    atomic_write_text(file, json.dumps(_rounded(results), indent=1, allow_nan=False) + "\n")
 
 
 def load_results(file: Path) -> Results:

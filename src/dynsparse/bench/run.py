@@ -21,7 +21,7 @@ from dynsparse.bench.models import measure_memory, measure_model
 from dynsparse.bench.spec import MEASURES, Benchmark
 from dynsparse.bench.timing import Work, measure
 from dynsparse.bench.training import train_side_by_side
-from dynsparse.files.json_text import parse_json
+from dynsparse.files.limits import parse_json
 from dynsparse.nn import SparseLinear
 
 Tell = Callable[[str], None]

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from dynsparse.cli.values import integer
+from dynsparse.files.atomic_write import atomic_write_text
 from dynsparse.files.shorten import shortened
-from dynsparse.files.whole import write_text_whole
 
 if TYPE_CHECKING:
     from dynsparse.bench.cells import Cell
@@ -202,7 +202,7 @@ def _write(results: Results, picture: Path | None, markdown: Path | None) -> Non
     if markdown is not None:
         from dynsparse.report.bench.tables import whole_report
 
-        write_text_whole(markdown, whole_report(results))
+        atomic_write_text(markdown, whole_report(results))
     if picture is not None:
         from dynsparse.report.bench.pictures import draw_speedups
 

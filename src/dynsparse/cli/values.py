@@ -6,7 +6,7 @@ from typing import Any
 
 import typer
 
-from dynsparse.files.json_text import parse_json
+from dynsparse.files.limits import parse_json
 from dynsparse.files.shorten import shortened
 
 

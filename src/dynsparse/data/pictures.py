@@ -20,7 +20,7 @@ from torch import Tensor
 
 from dynsparse.checks import check_integer
 from dynsparse.data.download import DAMAGE, GZIP_MAGIC, fetch
-from dynsparse.files.cache import cache_folder
+from dynsparse.files.folders import cache_folder
 from dynsparse.files.limits import HOW_TO_RAISE, read_limit
 from dynsparse.typed import typed
 

@@ -17,11 +17,10 @@ from typing import Any, BinaryIO, Protocol
 import numpy as np
 
 from dynsparse.data.download import DAMAGE, fetch, unpacked
-from dynsparse.files.cache import cache_folder
-from dynsparse.files.json_text import parse_json
-from dynsparse.files.limits import LimitError
+from dynsparse.files.atomic_write import atomic_write
+from dynsparse.files.folders import cache_folder
+from dynsparse.files.limits import LimitError, parse_json
 from dynsparse.files.shorten import shortened
-from dynsparse.files.whole import write_whole
 
 STDLIB = "stdlib"
 """The name of the text that every Python carries."""
@@ -510,7 +509,7 @@ def write_tokens(path: Path, ids: np.ndarray, tokenizer: Tokenizer, source: str)
         file.write(text)
         file.write(np.ascontiguousarray(ids, dtype).data)
 
-    write_whole(path, write)
+    atomic_write(path, write)
 
 
 def is_token_file(path: Path) -> bool:

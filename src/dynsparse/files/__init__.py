@@ -1,1 +1,1 @@
-"""Reading files from strangers within limits, and writing files whole."""
+"""Files: reading untrusted ones within limits, atomic writes, locks of folders."""

@@ -1,21 +1,29 @@
-"""How much memory reading a file may take.
+"""How much memory reading an untrusted file may take, and JSON within that limit.
 
 A small file must not fill the memory: what a file unpacks to, or what its header promises, is
-compared with a limit before anything of that size is made. SECURITY.md lists the limits.
+compared with a limit before anything of that size is allocated. SECURITY.md lists the limits.
 """
 
 from __future__ import annotations
 
+import json
 import os
+import re
+from typing import Any
 
 VARIABLE = "DYNSPARSE_READ_LIMIT"
 """The environment variable that sets another limit, in bytes."""
 
 HOW_TO_RAISE = f"if you trust the file, set {VARIABLE} to more bytes"
 
+MOST_DEPTH = 100
+"""How deep JSON may be nested."""
+
 _LEAST = 256 << 20
 # Texts and patterns pack to a tenth, at most to a thirtieth of their size; a bomb to a thousandth.
 _TIMES = 64
+_JSON_MEMORY = 16  # bytes that a byte of JSON may become, roughly
+_SIGNS = re.compile(r'[\[\]{}"]|\\.', re.DOTALL)
 
 
 class LimitError(ValueError):
@@ -36,3 +44,41 @@ def read_limit(size: int = 0) -> int:
     if not (given.isascii() and given.isdigit() and len(given) < 20 and int(given) > 0):
         raise ValueError(f"{VARIABLE}: expected a number of bytes above 0, got {given[:40]!r}")
     return int(given)
+
+
+def parse_json(text: str | bytes) -> Any:
+    """What `json.loads` returns; bytes are UTF-8.
+
+    `json.loads` recurses into any nesting, and an object takes some twenty times the memory of its
+    text.
+
+    Raises:
+        LimitError: nested deeper than 100, or longer than a 16th of `read_limit()` (16 MiB).
+        ValueError: not JSON.
+    """
+    most = read_limit() // _JSON_MEMORY
+    if len(text) > most:
+        raise LimitError(
+            f"expected at most {most:,} bytes of JSON, got {len(text):,}: {HOW_TO_RAISE}"
+        )
+    if isinstance(text, bytes):
+        text = text.decode()
+    if text.count("[") + text.count("{") > MOST_DEPTH:
+        _check_depth(text)
+    return json.loads(text)
+
+
+def _check_depth(text: str) -> None:
+    """Brackets outside strings; where the text is not JSON, `json.loads` will say so."""
+    depth = 0
+    inside = False
+    for match in _SIGNS.finditer(text):
+        sign = match[0]
+        if sign == '"':
+            inside = not inside
+        elif not inside and sign in "[{":
+            depth += 1
+            if depth > MOST_DEPTH:
+                raise LimitError(f"expected JSON nested at most {MOST_DEPTH} deep, got deeper")
+        elif not inside and sign in "]}":
+            depth -= 1

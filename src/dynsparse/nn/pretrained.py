@@ -18,8 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from dynsparse.files.json_text import parse_json
-from dynsparse.files.limits import read_limit
+from dynsparse.files.limits import parse_json, read_limit
 from dynsparse.files.shorten import shortened
 from dynsparse.interrupts import uninterrupted
 from dynsparse.nn.candidates import Site, find_sites

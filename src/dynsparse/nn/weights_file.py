@@ -28,9 +28,9 @@ from typing import Any
 from torch import Tensor, nn
 
 from dynsparse.checks import check_kind
-from dynsparse.files.json_text import parse_json
+from dynsparse.files.atomic_write import replaced
+from dynsparse.files.limits import parse_json
 from dynsparse.files.shorten import shortened
-from dynsparse.files.whole import replaced
 from dynsparse.nn.linear import SparseLinear
 from dynsparse.pattern import SparsePattern
 

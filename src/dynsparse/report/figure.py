@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from dynsparse.files.whole import write_whole
+from dynsparse.files.atomic_write import atomic_write
 
 if TYPE_CHECKING:
     from matplotlib.colors import Colormap
@@ -70,7 +70,7 @@ def save(page: Figure, path: Path) -> None:
         OSError: the file cannot be written.
     """
     kind = path.suffix.removeprefix(".") or "png"
-    write_whole(path, lambda file: page.savefig(file, dpi=150, format=kind))
+    atomic_write(path, lambda file: page.savefig(file, dpi=150, format=kind))
 
 
 def colour_map(name: str) -> Colormap:

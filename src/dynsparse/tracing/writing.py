@@ -19,7 +19,7 @@ from typing import Any, BinaryIO
 import torch
 
 from dynsparse.checks import check_integer, check_kind
-from dynsparse.files.whole import write_whole
+from dynsparse.files.atomic_write import atomic_write
 from dynsparse.interrupts import uninterrupted
 from dynsparse.tracing.models import hooked
 from dynsparse.tracing.recorder import Lane, Mark, Recorder
@@ -120,7 +120,7 @@ def _write(path: Path, recorder: Recorder, end: int) -> None:
             first = False
         file.write(b"\n]}\n")
 
-    write_whole(path, write)
+    atomic_write(path, write)
     _log.info("wrote the trace %s", path)
 
 

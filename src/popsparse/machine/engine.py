@@ -15,8 +15,8 @@ from typing import Any, TextIO
 import numpy as np
 
 from dynsparse.checks import check_flag, check_integer, check_kind
+from dynsparse.files.atomic_write import atomic_write_text
 from dynsparse.files.shorten import shortened
-from dynsparse.files.whole import write_text_whole
 from dynsparse.tracing import spanned
 from popsparse.machine.checks import check_mapping
 from popsparse.machine.dtypes import ProgramError
@@ -229,7 +229,7 @@ class Engine:
 
     def _write_report(self, name: str, title: str, runs: list[tuple[str, dict[str, Any]]]) -> None:
         self.options.folder.mkdir(parents=True, exist_ok=True)
-        write_text_whole(self.options.folder / name, json.dumps(document(title, runs)))
+        atomic_write_text(self.options.folder / name, json.dumps(document(title, runs)))
 
     @spanned("machine run")
     def run(self, program: str | None = None) -> Profile:

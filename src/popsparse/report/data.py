@@ -14,9 +14,9 @@ from typing import Any
 import numpy as np
 
 from dynsparse.checks import check_integer, check_kind
-from dynsparse.files.json_text import parse_json
+from dynsparse.files.atomic_write import atomic_write_text
+from dynsparse.files.limits import parse_json
 from dynsparse.files.shorten import shortened
-from dynsparse.files.whole import write_text_whole
 from dynsparse.typed import typed
 from popsparse.machine import HeldVariable, PlacedVertices, ProgramNode
 from popsparse.machine.profile import FORMAT, VERSION, document
@@ -348,7 +348,7 @@ def save_profile(
         text = json.dumps(content, separators=(",", ":"), allow_nan=False)
     except (TypeError, ValueError) as error:
         raise ValueError(f"expected plain data for the file, got something else: {error}") from None
-    write_text_whole(Path(path), text + "\n")
+    atomic_write_text(Path(path), text + "\n")
     return Path(path)
 
 

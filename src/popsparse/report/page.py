@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from dynsparse.checks import check_kind
-from dynsparse.files.whole import write_text_whole
+from dynsparse.files.atomic_write import atomic_write_text
 from dynsparse.typed import typed
 from dynsparse.version import __version__
 from popsparse.report.buckets import buckets_sections, encoding_data
@@ -106,7 +106,7 @@ def write_report(path: str | Path, **contents: Any) -> Path:
         OSError: the file cannot be written.
     """
     path = Path(path)
-    write_text_whole(path, report_html(**contents))
+    atomic_write_text(path, report_html(**contents))
     return path
 
 

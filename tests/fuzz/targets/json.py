@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import json
 
-from dynsparse.files.json_text import parse_json
-from dynsparse.files.limits import LimitError
+from dynsparse.files.limits import LimitError, parse_json
 from dynsparse.files.shorten import shortened
 from targets.common import refused_as
 

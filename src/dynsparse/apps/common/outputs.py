@@ -13,8 +13,8 @@ from dynsparse.apps.common.folders import check_continued, check_new, check_own
 from dynsparse.apps.common.identity import KEY
 from dynsparse.apps.common.loggers import Logger
 from dynsparse.apps.common.training import Training
-from dynsparse.files.lock import only_writer
-from dynsparse.files.whole import remove_left_overs
+from dynsparse.files.atomic_write import remove_temporary_files
+from dynsparse.files.folders import only_writer
 from dynsparse.ranks import collective_errors
 from dynsparse.training.checkpoint.format import remove_checkpoint
 from dynsparse.training.records import Recorder
@@ -59,7 +59,7 @@ class Outputs:
             folder.mkdir(parents=True, exist_ok=True)
         for folder in sorted({folder.resolve() for folder in folders}):
             if self._locks.enter_context(only_writer(folder)):
-                remove_left_overs(folder)  # each as large as a checkpoint
+                remove_temporary_files(folder)  # each as large as a checkpoint
         others: list[Path] = []
         if options.checkpoint_path is not None:
             others = check_own(training, options.checkpoint_path, overwrite=options.overwrite)

@@ -17,7 +17,7 @@ from dynsparse.apps.common.options import TrainingOptions
 from dynsparse.apps.common.outputs import check_writable
 from dynsparse.apps.common.resume import Checkpoint, adopt, find_checkpoint
 from dynsparse.apps.common.training import Training
-from dynsparse.files.whole import write_text_whole
+from dynsparse.files.atomic_write import atomic_write_text
 from dynsparse.ranks import collective_errors
 from dynsparse.tracing import trace
 
@@ -74,5 +74,5 @@ def run_with(
         finally:
             torch.set_num_threads(before)
         if options.json is not None and ranks.rank == 0:
-            write_text_whole(options.json, json.dumps(figures, indent=2) + "\n")
+            atomic_write_text(options.json, json.dumps(figures, indent=2) + "\n")
         return figures

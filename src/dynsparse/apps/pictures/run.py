@@ -24,7 +24,7 @@ from dynsparse.apps.common.run import run_with
 from dynsparse.apps.common.stopping import stoppable
 from dynsparse.apps.common.training import NOTICE, Scores, Sums, random_ids, random_shares
 from dynsparse.apps.pictures.training import PictureOptions, Training
-from dynsparse.files.whole import write_text_whole
+from dynsparse.files.atomic_write import atomic_write_text
 from dynsparse.nn import SparseLinear
 from dynsparse.tracing import span
 
@@ -47,7 +47,7 @@ class TextLog:
         if step and path.exists():
             # The last piece has no line end: nothing, or a line whose writing was cut short.
             lines = [line for line in path.read_text().split("\n")[:-1] if _step(line) <= step]
-        write_text_whole(path, "".join(f"{line}\n" for line in lines))
+        atomic_write_text(path, "".join(f"{line}\n" for line in lines))
 
     def log(self, step: int, figures: dict[str, Any]) -> None:
         with self._path.open("a") as file:

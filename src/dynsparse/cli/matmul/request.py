@@ -11,7 +11,7 @@ import typer
 
 from dynsparse.checks import check_choice, check_within
 from dynsparse.cli.values import integer, number
-from dynsparse.files.json_text import parse_json
+from dynsparse.files.limits import parse_json
 from dynsparse.files.shorten import shortened
 
 if TYPE_CHECKING:

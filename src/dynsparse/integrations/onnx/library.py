@@ -10,7 +10,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from dynsparse.files.whole import write_whole
+from dynsparse.files.atomic_write import atomic_write
 
 __all__ = ["library", "quiet", "read_model", "write_model"]
 
@@ -69,7 +69,7 @@ def write_model(model: Any, path: str | os.PathLike[str]) -> None:
             'export it with weights="sparse", or in a 16-bit type'
         )
     onnx.checker.check_model(model)
-    write_whole(Path(path), lambda file: file.write(model.SerializeToString()))
+    atomic_write(Path(path), lambda file: file.write(model.SerializeToString()))
 
 
 def _first_line(error: Exception) -> str:

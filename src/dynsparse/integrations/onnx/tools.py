@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from dynsparse.allocation import allocate
 from dynsparse.checks import check_integer
-from dynsparse.files.json_text import parse_json
+from dynsparse.files.limits import parse_json
 from dynsparse.integrations.onnx.exporting import check_form
 from dynsparse.integrations.onnx.layers import layer_with
 from dynsparse.integrations.onnx.library import read_model, write_model

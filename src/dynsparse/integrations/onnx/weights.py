@@ -21,7 +21,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from dynsparse.files.json_text import parse_json
+from dynsparse.files.limits import parse_json
 from dynsparse.files.shorten import shortened
 from dynsparse.integrations.onnx.library import library
 from dynsparse.pattern import SparsePattern

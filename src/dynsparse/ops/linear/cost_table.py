@@ -26,10 +26,10 @@ import torch
 
 from dynsparse import native
 from dynsparse.checks import is_number
-from dynsparse.files.cache import cache_folder
-from dynsparse.files.json_text import parse_json
+from dynsparse.files.atomic_write import atomic_write_text
+from dynsparse.files.folders import cache_folder
+from dynsparse.files.limits import parse_json
 from dynsparse.files.shorten import shortened
-from dynsparse.files.whole import write_text_whole
 from dynsparse.processor import processor
 from dynsparse.version import __version__
 
@@ -378,7 +378,7 @@ def save_measurement(measurement: Measurement) -> None:
     file = _measurement_file()
     file.parent.mkdir(parents=True, exist_ok=True)
     fields = {**vars(measurement), "costs": costs_to_json(measurement.costs)}
-    write_text_whole(file, json.dumps(fields, allow_nan=False))
+    atomic_write_text(file, json.dumps(fields, allow_nan=False))
 
 
 def delete_measurement() -> bool:

@@ -21,7 +21,7 @@ import numpy as np
 import torch
 
 from dynsparse import native
-from dynsparse.files.cache import cache_folder
+from dynsparse.files.folders import cache_folder
 from dynsparse.ops.linear.choice import candidates, cheapest, is_full
 from dynsparse.ops.linear.cost_table import (
     Cost,

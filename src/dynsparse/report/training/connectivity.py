@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from dynsparse.files.whole import write_whole
+from dynsparse.files.atomic_write import atomic_write
 from dynsparse.report.figure import MUTED, colour_map, figure, need_matplotlib, save
 from dynsparse.report.training.curves import draw_curves
 from dynsparse.training.records import RecordError, Records
@@ -228,7 +228,7 @@ def _write_gif(pictures: list[np.ndarray], colours: Colormap, path: Path) -> Non
     milliseconds = [_FRAME_MS] * len(frames)
     milliseconds[0] = milliseconds[-1] = _HELD_MS
     more: dict[str, Any] = {"append_images": frames[1:], "duration": milliseconds, "loop": 0}
-    write_whole(path, lambda file: frames[0].save(file, "GIF", save_all=True, **more))
+    atomic_write(path, lambda file: frames[0].save(file, "GIF", save_all=True, **more))
 
 
 def _nearest(picture: np.ndarray, palette: np.ndarray) -> np.ndarray:

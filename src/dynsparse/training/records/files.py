@@ -9,7 +9,8 @@ import atexit
 import json
 import operator
 import os
-from collections.abc import Iterator
+import zipfile
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,12 +18,10 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from dynsparse.files.json_text import parse_json
-from dynsparse.files.limits import HOW_TO_RAISE, LimitError, read_limit
-from dynsparse.files.lock import LOCK
-from dynsparse.files.npz import DAMAGE, Arrays, open_arrays
+from dynsparse.files.atomic_write import TEMPORARY_SUFFIX
+from dynsparse.files.folders import LOCK
+from dynsparse.files.limits import HOW_TO_RAISE, LimitError, parse_json, read_limit
 from dynsparse.files.shorten import shortened
-from dynsparse.files.whole import LEFT_OVER
 from dynsparse.pattern import SparsePattern
 from dynsparse.pattern.coordinates import block_grid
 
@@ -30,7 +29,7 @@ FORMAT = "dynsparse-record"
 VERSION = 1
 HEAD = "record.json"
 TELEMETRY = "telemetry.jsonl"
-LEFT_OVERS = (LEFT_OVER, Path(LOCK).suffix)
+LEFT_OVERS = (TEMPORARY_SUFFIX, Path(LOCK).suffix)
 """How the names of files end that a kill has left."""
 
 
@@ -60,23 +59,43 @@ class RecordedLayer:
         return cls(pattern.shape, pattern.block_size)
 
 
+Arrays = Mapping[str, np.ndarray]
+"""The arrays of an open npz file, each read when it is asked for."""
+
+
 @contextmanager
 def opened(file: Path) -> Iterator[Arrays]:
     """An npz file of a record, with every way of being damaged turned into a RecordError."""
     try:
-        with open_arrays(file) as arrays:
+        _check_sizes(file)
+        with np.load(file, allow_pickle=False) as arrays:
             yield arrays
     except RecordError:
         raise
     except LimitError as error:
         raise RecordError(f"{file}: {error}") from None
-    except DAMAGE as error:
-        raise RecordError(f"{file} is damaged or not part of a record: {error}") from None
+    except Exception as error:  # of any kind: zipfile, zlib and NumPy have many
+        reason = " ".join(_short(error).split()) or type(error).__name__
+        raise RecordError(f"{file} is damaged or not part of a record: {reason}") from None
+
+
+def _check_sizes(file: Path) -> None:
+    """Raise LimitError for arrays that would unpack to more than the file's size allows."""
+    limit = read_limit(file.stat().st_size)
+    with zipfile.ZipFile(file) as archive:
+        for member in archive.infolist():
+            if member.file_size > limit:
+                raise LimitError(
+                    f"expected at most {limit:,} bytes for an array in a file of this size, got "
+                    f"{member.file_size:,}: {HOW_TO_RAISE}"
+                )
+            if not member.filename.endswith(".npy"):
+                raise ValueError(f"expected arrays, got {shortened(member.filename)}")
 
 
 def missing(file: Path, name: str, archive: Arrays) -> RecordError:
     return RecordError(
-        f"{file}: expected the array {shortened(name)}, got {shortened(archive.names)}"
+        f"{file}: expected the array {shortened(name)}, got {shortened(list(archive))}"
     )
 
 
@@ -142,7 +161,7 @@ def read_step(file: Path) -> int:
     with opened(file) as archive:
         if "step" not in archive:
             raise missing(file, "step", archive)
-        step = archive.read("step")
+        step = archive["step"]
         if step.shape != () or not np.issubdtype(step.dtype, np.integer):
             got = f"{step.dtype} {list(step.shape)}"
         elif step < 0:

@@ -202,7 +202,7 @@ class Records:
                 if index:
                     return np.zeros(0, np.int64)
                 raise missing(file, key, archive)
-            flat = archive.read(key)
+            flat = archive[key]
         if flat.ndim != 1 or flat.dtype not in (np.int32, np.int64):
             raise RecordError(f"{file}: {key!r} must be int32 or int64 [n], got {flat.dtype}")
         flat = flat.astype(np.int64)

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from dynsparse.checks import check_flag, check_integer, check_kind
-from dynsparse.files.whole import write_text_whole, write_whole
+from dynsparse.files.atomic_write import atomic_write, atomic_write_text
 from dynsparse.pattern import Rewiring, SparsePattern
 from dynsparse.training.records.files import (
     FORMAT,
@@ -132,7 +132,7 @@ class Recorder:
             "metadata": self._metadata,
         }
         text = json.dumps(head, indent=2) + "\n"
-        write_text_whole(self.path / HEAD, text)
+        atomic_write_text(self.path / HEAD, text)
         arrays = {f"positions/{name}": _compact(p.sorted_flat, p) for name, p in patterns.items()}
         self._updates, self._step = 0, -1
         self._write(step, arrays)
@@ -245,7 +245,7 @@ class Recorder:
         lines = [to_json(r, "figures") for r in records.telemetry if r["step"] <= step]
         if (self.path / TELEMETRY).exists():
             text = "".join(line + "\n" for line in lines)
-            write_text_whole(self.path / TELEMETRY, text)
+            atomic_write_text(self.path / TELEMETRY, text)
         self._patterns = ends
         self._updates, self._step = kept, records.steps[-1]
 
@@ -264,7 +264,7 @@ class Recorder:
         return step
 
     def _write(self, step: int, arrays: dict[str, np.ndarray]) -> None:
-        write_whole(
+        atomic_write(
             self.path / update_name(self._updates),
             lambda file: np.savez_compressed(file, step=np.int64(step), **arrays),  # type: ignore[arg-type]
         )

@@ -5,35 +5,35 @@ import threading
 
 import pytest
 
-from dynsparse.files.whole import write_text_whole, write_whole
+from dynsparse.files.atomic_write import atomic_write, atomic_write_text
 
 
 def test_a_new_file_and_one_in_the_place_of_another(tmp_path):
     file = tmp_path / "a"
-    write_text_whole(file, "ä")
+    atomic_write_text(file, "ä")
     assert file.read_bytes() == "ä".encode()
-    write_whole(file, lambda stream: stream.write(b"other"))
+    atomic_write(file, lambda stream: stream.write(b"other"))
     assert file.read_bytes() == b"other"
     assert list(tmp_path.iterdir()) == [file]
 
 
 def test_an_error_leaves_what_was_there(tmp_path):
     file = tmp_path / "a"
-    write_text_whole(file, "before")
+    atomic_write_text(file, "before")
 
     def write(stream):
         stream.write(b"half")
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        write_whole(file, write)
+        atomic_write(file, write)
     assert file.read_text() == "before"
     assert list(tmp_path.iterdir()) == [file]
 
 
 def test_a_missing_folder_is_an_os_error(tmp_path):
     with pytest.raises(FileNotFoundError):
-        write_text_whole(tmp_path / "b" / "a", "x")
+        atomic_write_text(tmp_path / "b" / "a", "x")
 
 
 def test_content_reaches_the_disk_before_the_name_and_the_name_before_it_returns(
@@ -52,7 +52,7 @@ def test_content_reaches_the_disk_before_the_name_and_the_name_before_it_returns
 
     monkeypatch.setattr(os, "fsync", synced)
     monkeypatch.setattr(os, "replace", replaced)
-    write_text_whole(tmp_path / "a", "x")
+    atomic_write_text(tmp_path / "a", "x")
     assert told == ["file", "name", "folder"]
 
 
@@ -63,13 +63,13 @@ def test_a_pipe_is_written_to_and_a_link_stays_one(tmp_path):
     got = []
     reader = threading.Thread(target=lambda: got.append(pipe.read_text()))
     reader.start()
-    write_text_whole(pipe, "through")
+    atomic_write_text(pipe, "through")
     reader.join()
     assert got == ["through"]
     assert pipe.is_fifo()
     link, file = tmp_path / "link", tmp_path / "file"
     file.write_text("old")
     link.symlink_to(file)
-    write_text_whole(link, "new")
+    atomic_write_text(link, "new")
     assert link.is_symlink()
     assert file.read_text() == "new"

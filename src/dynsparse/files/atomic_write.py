@@ -1,0 +1,77 @@
+"""Atomic writes: after an error, a kill or a power cut there is the old file or the new one."""
+
+from __future__ import annotations
+
+import os
+import re
+import secrets
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import BinaryIO
+
+TEMPORARY_SUFFIX = ".tmp"
+"""The suffix of temporary files, which a kill may leave behind; their names begin with a dot."""
+
+
+@contextmanager
+def replaced(path: Path) -> Iterator[Path]:
+    """A temporary path beside `path` to write a file to; without an error it replaces `path`.
+
+    The file is flushed to the disk before it is renamed, and its folder after.
+
+    Raises:
+        OSError: the folder is missing or cannot be written, or the disk is full.
+    """
+    path = Path(os.path.realpath(path))  # a link stays one, to the new file
+    # A random name: two writers never write into one file.
+    temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}{TEMPORARY_SUFFIX}")
+    try:
+        yield temporary
+        with open(temporary, "rb+") as file:
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    except BaseException:
+        with suppress(OSError):  # the error that led here says more
+            temporary.unlink()
+        raise
+    _sync_folder(path.parent)
+
+
+def atomic_write(path: Path, write: Callable[[BinaryIO], object]) -> None:
+    """Write a file atomically; `write` gets the open stream.
+
+    A device or a pipe, as /dev/stdout, is written to directly.
+    """
+    if path.exists() and not path.is_file() and not path.is_dir():
+        with open(path, "wb") as file:
+            write(file)
+        return
+    with replaced(path) as temporary, open(temporary, "xb") as file:
+        write(file)
+
+
+def atomic_write_text(path: Path, text: str) -> None:
+    """Write `text` in UTF-8; see `atomic_write`."""
+    atomic_write(path, lambda file: file.write(text.encode()))
+
+
+def remove_temporary_files(folder: Path) -> None:
+    """Remove the temporary files that kills have left in `folder`.
+
+    Call it only where nobody else writes to the folder.
+    """
+    for file in folder.iterdir():
+        if re.fullmatch(rf"\..+\.[0-9a-f]{{8}}{re.escape(TEMPORARY_SUFFIX)}", file.name):
+            file.unlink(missing_ok=True)
+
+
+def _sync_folder(folder: Path) -> None:
+    """The new name, too, must survive a power cut."""
+    if os.name != "posix":
+        return  # there a folder cannot be opened
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
