@@ -19,7 +19,7 @@ from torch.nn.functional import linear
 import dynsparse as ds
 from dynsparse.nn import SparseLinear
 from dynsparse.ops.grow import topk_outside
-from dynsparse.ops.grow.cuda import block_scores
+from dynsparse.ops.grow.on_device import block_scores
 from dynsparse.ops.linear.cuda import blocks, dense
 from dynsparse.ops.linear.cuda.chip import chip_of
 from dynsparse.ops.linear.cuda.configurations import BLOCKS
@@ -170,7 +170,7 @@ def growth(run: Run) -> None:
 
         product = {"dense": lambda d=d: d.dy.t() @ d.x}
         if b > 1:
-            scores = {"sparse": lambda d=d, b=b: block_scores.block_scores([(d.x, d.dy)], b)}
+            scores = {"sparse": lambda d=d, b=b: block_scores([(d.x, d.dy)], b)}
             _beside(run, f"scores of blocks of {b}", {**scores, **product}, 0.3)
         best()
         run.note(f"the best free blocks of {b}", us=run.wall(best),

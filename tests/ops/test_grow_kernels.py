@@ -7,8 +7,8 @@ from hypothesis import strategies as st
 from kernels_of import ISAS, with_library
 
 from dynsparse import SparsePattern, native
-from dynsparse.ops.grow import POOLINGS, in_rows, select, topk_outside
-from dynsparse.ops.grow.best import Best
+from dynsparse.ops.grow import POOLINGS, search, select, topk_outside
+from dynsparse.ops.grow.search import RunningBest
 
 pytestmark = pytest.mark.skipif(not ISAS, reason="no compiled kernels")
 
@@ -45,8 +45,8 @@ def problems(draw):
 def test_candidates_equal_those_of_plain_torch(problem, chunk_bytes, sample_from):
     pair, pattern, k, exclude, pooling = problem
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(in_rows, "CHUNK_BYTES", chunk_bytes)
-        patch.setattr(in_rows, "_SAMPLE_FROM", sample_from)
+        patch.setattr(search, "CHUNK_BYTES", chunk_bytes)
+        patch.setattr(search, "_SAMPLE_FROM", sample_from)
         assert_same(lambda: topk_outside([pair], pattern, k, exclude=exclude, pooling=pooling))
 
 
@@ -70,7 +70,7 @@ def test_a_sample_that_misleads(k, generator):
     pattern = SparsePattern.random((300, 300), density=0.01, generator=generator)
 
     def best():
-        found = Best(k, 90_000, -1.0, torch.float32, scores.device, native.load())
+        found = RunningBest(k, 90_000, -1.0, torch.float32, scores.device, native.load())
         found.add(scores.clone(), pattern, pattern.flat[:0], 0)
         found.compact()
         return found.flat[:k], found.scores[:k]

@@ -64,7 +64,7 @@ def test_the_best_positions_are_those_of_the_cpu(problem, panel_bytes, excluding
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(on_device, "PANEL_BYTES", panel_bytes)
             dtype = wanted.scores.dtype
-            flat, scores = on_device.best_outside(pairs, there, k, pooling, exclude, dtype)
+            flat, scores = on_device.topk_on_device(pairs, there, k, pooling, exclude, dtype)
         assert torch.equal(flat, wanted.flat)
         assert torch.equal(scores, wanted.scores)
         assert scores.dtype is dtype
@@ -77,7 +77,7 @@ def test_random_numbers_in_float64_and_float32():
         for pooling in ("sum", "avg", "max"):
             wanted, _ = topk_outside_naive([(x, dy)], pattern, 50, pooling=pooling)
             none = torch.zeros(0, dtype=torch.int64)
-            flat, _ = on_device.best_outside([(x, dy)], pattern, 50, pooling, none, dtype)
+            flat, _ = on_device.topk_on_device([(x, dy)], pattern, 50, pooling, none, dtype)
             assert torch.equal(flat, wanted.sort().values)
 
 
@@ -131,5 +131,5 @@ def test_no_matrix_of_the_size_of_the_gradient_exists(monkeypatch):
     x, dy = torch.randn(3, 256), torch.randn(3, 512)
     none = torch.zeros(0, dtype=torch.int64)
     with Watch():
-        on_device.best_outside([(x, dy)], like, 300, "sum", none, torch.float32)
+        on_device.topk_on_device([(x, dy)], like, 300, "sum", none, torch.float32)
     assert largest <= 8 * 256 + 300 + like.nnz

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.testing import assert_close
 
 from dynsparse import SparsePattern, native
-from dynsparse.ops.grow import in_rows, screen, topk_outside
+from dynsparse.ops.grow import search, topk_outside
 from dynsparse.ops.grow.naive import topk_outside_naive
 from dynsparse.ops.grow.topk import best_positions
 
@@ -24,8 +24,8 @@ SHAPE = (210, 330)
 @pytest.fixture(autouse=True)
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
     """Small layers are screened."""
-    monkeypatch.setattr(screen, "_WORTHWHILE", 0)
-    monkeypatch.setattr(in_rows, "_SAMPLE_FROM", 0)
+    monkeypatch.setattr(search, "_WORTHWHILE", 0)
+    monkeypatch.setattr(search, "_SAMPLE_FROM", 0)
 
 
 def pairs_of(generator: torch.Generator, *batches: int) -> list[tuple[Tensor, Tensor]]:
@@ -45,8 +45,8 @@ def gradient(pairs: list[tuple[Tensor, Tensor]]) -> Tensor:
 @pytest.fixture
 def calls(monkeypatch: pytest.MonkeyPatch) -> list[object]:
     """What screens have found."""
-    made, found = screen.screened, []
-    monkeypatch.setattr(screen, "screened", lambda *a: found.append(made(*a)) or found[-1])
+    made, found = search.screen_positions, []
+    monkeypatch.setattr(search, "screen_positions", lambda *a: found.append(made(*a)) or found[-1])
     return found
 
 
@@ -80,7 +80,7 @@ def test_the_same_choice(batches, threads, generator, calls, monkeypatch):
 
 def screened(pairs, pattern, k, low, high=torch.inf):
     nothing = torch.zeros(0, dtype=torch.int64)
-    return screen.screened(pairs, pattern, nothing, k, low, high)
+    return search.screen_positions(pairs, pattern, nothing, k, low, high)
 
 
 @pytest.mark.parametrize("side", [-1, 1])
@@ -92,7 +92,7 @@ def test_errors_that_all_point_the_same_way(side, monkeypatch):
     x[0], dy[0] = 1000, 0
     x[1:] = (33 + side * 0.49) / scale
     exact = float(gradient([(x, dy)])[0, 0])
-    monkeypatch.setattr(screen, "MOST", 1)
+    monkeypatch.setattr(search, "_MOST", 1)
     monkeypatch.setattr(torch, "get_num_threads", lambda: 1)  # several share out the room evenly
     pattern = SparsePattern([], [], shape=SHAPE)
     _, flat, sure = screened([(x, dy)], pattern, pattern.total, 0.9999 * exact, 1.0001 * exact)
@@ -139,8 +139,8 @@ def test_more_that_are_sure_than_join(generator, calls, monkeypatch):
     """Those are ranked after all."""
     pairs = pairs_of(generator, 40)
     pattern = SparsePattern.random(SHAPE, 0.1, generator=generator)
-    own = in_rows.guess_thresholds
-    monkeypatch.setattr(in_rows, "guess_thresholds", lambda *a: (own(*a)[0], 0.9 * own(*a)[0]))
+    own = search.guess_thresholds
+    monkeypatch.setattr(search, "guess_thresholds", lambda *a: (own(*a)[0], 0.9 * own(*a)[0]))
     expected = topk_outside_naive(pairs, pattern, 500)[0].sort().values
     assert torch.equal(best_positions(pairs, pattern, 500), expected)
     assert len(calls) == 1
@@ -158,8 +158,8 @@ def test_too_many_candidates_are_left_to_float32(generator):
 
 def test_only_where_the_bound_holds(generator):
     ((x, dy),) = pairs_of(generator, 30)
-    assert screen.serves([(x, dy)], 1.0)
-    assert not screen.serves([(x * 1e20, dy)], 1.0)  # may overflow
-    assert not screen.serves([(x * 1e-20, dy)], 1e-20)  # squares of x underflow
-    assert not screen.serves([(x.double(), dy.double())], 1.0)
-    assert not screen.serves([(x.bfloat16(), dy.bfloat16())], 1.0)
+    assert search.can_screen([(x, dy)], 1.0)
+    assert not search.can_screen([(x * 1e20, dy)], 1.0)  # may overflow
+    assert not search.can_screen([(x * 1e-20, dy)], 1e-20)  # squares of x underflow
+    assert not search.can_screen([(x.double(), dy.double())], 1.0)
+    assert not search.can_screen([(x.bfloat16(), dy.bfloat16())], 1.0)

@@ -6,10 +6,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dynsparse import SparsePattern
-from dynsparse.ops.grow import POOLINGS, in_rows, select, topk_outside
+from dynsparse.ops.grow import POOLINGS, search, select, topk_outside
 from dynsparse.ops.grow.naive import topk_outside_naive
 from dynsparse.ops.grow.scores import Scorer
-from dynsparse.ops.grow.threshold import guess_thresholds
+from dynsparse.ops.grow.search import guess_thresholds
 
 
 @st.composite
@@ -38,8 +38,8 @@ def problems(draw):
 def test_agrees_with_the_dense_gradient(problem, chunk_bytes, sample_from):
     pairs, pattern, k, pooling = problem
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(in_rows, "CHUNK_BYTES", chunk_bytes)
-        patch.setattr(in_rows, "_SAMPLE_FROM", sample_from)
+        patch.setattr(search, "CHUNK_BYTES", chunk_bytes)
+        patch.setattr(search, "_SAMPLE_FROM", sample_from)
         found = topk_outside(pairs, pattern, k, pooling=pooling)
     flat, scores = topk_outside_naive(pairs, pattern, k, pooling=pooling)
     assert found.flat.tolist() == flat.tolist()
@@ -199,8 +199,8 @@ def test_the_guessed_threshold(b, guess, monkeypatch, generator):
     assert 695 <= int((free > high).sum()) <= 700
 
     if guess is not None:
-        monkeypatch.setattr(in_rows, "guess_thresholds", lambda *_: (guess, torch.inf))
-    monkeypatch.setattr(in_rows, "CHUNK_BYTES", 8 * n * b)
+        monkeypatch.setattr(search, "guess_thresholds", lambda *_: (guess, torch.inf))
+    monkeypatch.setattr(search, "CHUNK_BYTES", 8 * n * b)
     found = topk_outside([(x, dy)], pattern, k)
     assert torch.equal(found.flat, topk_outside_naive([(x, dy)], pattern, k)[0])
 
@@ -221,7 +221,7 @@ def test_never_more_than_a_chunk_of_the_gradient(monkeypatch, generator):
         return scores
 
     monkeypatch.setattr(Scorer, "chunk", spy)
-    monkeypatch.setattr(in_rows, "CHUNK_BYTES", 16 * n * 4)
+    monkeypatch.setattr(search, "CHUNK_BYTES", 16 * n * 4)
     pattern = SparsePattern.random((n, n), density=0.05, generator=generator)
     x, dy = torch.randn(8, n, generator=generator), torch.randn(8, n, generator=generator)
     topk_outside([(x, dy)], pattern, 1000)

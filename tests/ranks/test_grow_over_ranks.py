@@ -18,7 +18,7 @@ from threaded import over
 import dynsparse as ds
 from dynsparse import native
 from dynsparse.ops.conv.patches import patches_of
-from dynsparse.ops.grow import in_rows, screen, topk_outside
+from dynsparse.ops.grow import search, topk_outside
 from dynsparse.pattern import SparsePattern
 from dynsparse.ranks import (
     GrowRequest,
@@ -99,9 +99,9 @@ def chunks(size):
     """Rounds of few rows, so that small layers need several, and count as large ones."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(grow, "_CHUNK_BYTES", size)
-        patch.setattr(in_rows, "CHUNK_BYTES", size)
-        patch.setattr(in_rows, "_SAMPLE_FROM", 0)
-        patch.setattr(screen, "_WORTHWHILE", 0)
+        patch.setattr(search, "CHUNK_BYTES", size)
+        patch.setattr(search, "_SAMPLE_FROM", 0)
+        patch.setattr(search, "_WORTHWHILE", 0)
         yield
 
 
@@ -110,9 +110,9 @@ def chunks(size):
 def test_a_guess_that_is_too_high_is_mended(size, guess, monkeypatch):
     """Alone in one rank's rows, or in all."""
     pattern, pairs = large(size, dtype=torch.float64)
-    own = in_rows.guess_thresholds
+    own = search.guess_thresholds
     monkeypatch.setattr(
-        in_rows,
+        search,
         "guess_thresholds",
         lambda *a: (guess, torch.inf) if a[-1][1] == 96 else own(*a),
     )
@@ -134,11 +134,11 @@ def test_large_layers_are_found_by_products_of_integers(high, monkeypatch):
         pytest.skip("these kernels have no products of small integers")
     pattern, pairs = large(2, n=512)
     calls = []
-    made, guess = screen.screened, in_rows.guess_thresholds
-    monkeypatch.setattr(screen, "screened", lambda *a: calls.append(made(*a)) or calls[-1])
+    made, guess = search.screen_positions, search.guess_thresholds
+    monkeypatch.setattr(search, "screen_positions", lambda *a: calls.append(made(*a)) or calls[-1])
     if high:
         monkeypatch.setattr(
-            in_rows, "guess_thresholds", lambda *a: (guess(*a)[0], high * guess(*a)[0])
+            search, "guess_thresholds", lambda *a: (guess(*a)[0], high * guess(*a)[0])
         )
 
     def work(ranks):

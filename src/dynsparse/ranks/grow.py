@@ -21,12 +21,10 @@ from torch import Tensor
 
 from dynsparse import native
 from dynsparse.ops.conv.patches import are_patches, samples_of
-from dynsparse.ops.grow.best import Best
 from dynsparse.ops.grow.free_positions import check_free_positions
-from dynsparse.ops.grow.in_rows import Found, RowSearch
-from dynsparse.ops.grow.scores import Pair, add_slabs, pool
-from dynsparse.ops.grow.selection import ascending
-from dynsparse.ops.grow.threshold import NO_GUESS
+from dynsparse.ops.grow.scores import Pair, add_row_ranges, pool
+from dynsparse.ops.grow.search import NO_GUESS, Candidates, RowSearch, RunningBest
+from dynsparse.ops.grow.selection import merge_sorted
 from dynsparse.ops.grow.topk import check_pairs, check_pooling
 from dynsparse.pattern import SparsePattern
 from dynsparse.ranks.consistency import DeferredError, collective_errors
@@ -173,9 +171,9 @@ _FACTS = 5
 class _Job:
     """The growth of one layer on this rank, which owns the block rows [first, last)."""
 
-    best: Best
+    best: RunningBest
     rounded_scores: RoundedScores
-    found: Found  # in this rank's rows
+    found: Candidates  # in this rank's rows
     samples: int  # of all ranks
     dtype: torch.dtype  # in which gradients are added up
     sample_dtype: torch.dtype  # in which samples are sent
@@ -202,7 +200,7 @@ class _Job:
         self.first, self.last = chunk_of(ranks, request.pattern.grid[0])
         self.device = self.pairs[0][0].device if self.pairs else ranks.device
         none = torch.zeros(0, dtype=torch.int64, device=self.device)
-        self.found = Found.of(none.float(), none)
+        self.found = Candidates.of(none.float(), none)
 
     def facts(self) -> list[int]:
         """Numbers whose sums over ranks `decide` takes: samples, and their types."""
@@ -270,7 +268,7 @@ class _Job:
             )
         elif self.count:
             room = min(self._round_rows(1), max(self.last - self.first, 1)) * self.pattern.grid[1]
-            self.best = Best(max(1, self.most), room, -1.0, self.dtype, self.device, library)
+            self.best = RunningBest(max(1, self.most), room, -1.0, self.dtype, self.device, library)
 
     @property
     def most(self) -> int:
@@ -322,7 +320,7 @@ class _Job:
         rows = [(first * b, last * b) for first, last in ranges]
         sizes = [end - begin for begin, end in rows]
         grad = torch.zeros(sum(sizes), width, dtype=self.dtype, device=self.device)
-        add_slabs(grad, self.pairs, rows)
+        add_row_ranges(grad, self.pairs, rows)
         if not self.rounded:
             return grad.view(-1)
         low = grad.to(torch.bfloat16)
@@ -355,11 +353,11 @@ class _Job:
     def finish(self) -> None:
         """Set `found` when all gradients are added."""
         if self.rounded:
-            self.found = Found.of(self.rounded_scores.scores, self.rounded_scores.flat)
+            self.found = Candidates.of(self.rounded_scores.scores, self.rounded_scores.flat)
         elif not self.by_samples:
             self.best.compact()
             count = self.best.count
-            self.found = Found.of(self.best.scores[:count], self.best.flat[:count])
+            self.found = Candidates.of(self.best.scores[:count], self.best.flat[:count])
 
 
 # ---- what is sent ----
@@ -519,7 +517,7 @@ def _select(ranks: Ranks, jobs: Sequence[_Job], sure: Sequence[int]) -> list[Ten
             "the gradients overflow, so positions cannot be ranked: lower the scale"
         ) from None
     joining = [
-        ascending(certain.cpu(), masked_positions(flat, mask).cpu())
+        merge_sorted(certain.cpu(), masked_positions(flat, mask).cpu())
         for (_, flat, certain), mask in zip(candidates, masks, strict=True)
     ]
     return [

@@ -24,8 +24,8 @@ import triton
 from triton.backends.compiler import GPUTarget
 
 from dynsparse import SparsePattern
-from dynsparse.ops.grow.cuda import block_scores
-from dynsparse.ops.grow.cuda import launch as growth
+from dynsparse.ops.grow import cuda as growth
+from dynsparse.ops.grow.on_device import BLOCKS as SCORED_BLOCKS
 from dynsparse.ops.linear import LayerIndex
 from dynsparse.ops.linear.cuda import blocks, launch
 from dynsparse.ops.linear.cuda.chip import Chip
@@ -234,7 +234,7 @@ def scores_job(b: int, pooling: str, many: int, numbers: Numbers, capability: in
 
     def run() -> None:
         tensors = [torch.empty(512, 512, dtype=_dtype(numbers)) for _ in range(many)]
-        growth.scores(tensors, tensors, b, pooling)
+        growth.block_scores(tensors, tensors, b, pooling)
 
     name = f"sm_{capability} scores b{b} {numbers} {pooling} of {many}"
     return Job(name, capability, numbers, run)
@@ -287,7 +287,7 @@ def others() -> Iterator[Job]:
                 yield from rows_jobs(c, b, numbers, 90)
             for gradient in dict.fromkeys(c._replace(split=1) for c in GRADIENT[numbers][b]):
                 yield gradient_job(gradient, b, numbers, 90, bias=gradient.registers is not None)
-    for b in block_scores.BLOCKS:
+    for b in SCORED_BLOCKS:
         for pooling in ("avg", "max"):
             yield scores_job(b, pooling, 1, "16-bit", 90)
 

@@ -30,7 +30,7 @@ import triton.language as tl
 from triton.runtime import interpreter
 from triton.runtime.jit import JITFunction
 
-from dynsparse.ops.grow.cuda import launch as _growth
+from dynsparse.ops.grow import cuda as _growth
 from dynsparse.ops.linear.cuda import launch as _products
 
 __all__ = ["kernels"]

@@ -9,8 +9,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from dynsparse import SparsePattern
 from dynsparse.ops.grow import on_device
-from dynsparse.ops.grow.cuda.block_scores import BLOCKS, block_scores
 from dynsparse.ops.grow.naive import topk_outside_naive
+from dynsparse.ops.grow.on_device import BLOCKS, block_scores
 
 pytestmark = pytest.mark.usefixtures("interpreter")
 
@@ -109,13 +109,11 @@ def test_nothing_of_the_size_of_the_matrix_is_made():
 def test_growth_takes_its_scores_from_the_kernel(monkeypatch, pooling, panel_bytes):
     asked = []
     monkeypatch.setattr(on_device, "PANEL_BYTES", panel_bytes)
-    monkeypatch.setattr(
-        on_device.block_scores, "runs_triton", lambda device: asked.append(1) or True
-    )
+    monkeypatch.setattr(on_device, "runs_triton", lambda device: asked.append(1) or True)
     pattern = SparsePattern.random((7 * 16, 5 * 16), 0.3, block_size=16)
     pairs = [some(20, 80, 112), some(31, 80, 112)]
     none = torch.zeros(0, dtype=torch.int64)
-    found, scores = on_device.best_outside(pairs, pattern, 9, pooling, none, torch.float32)
+    found, scores = on_device.topk_on_device(pairs, pattern, 9, pooling, none, torch.float32)
     expected, wanted_scores = topk_outside_naive(pairs, pattern, 9, pooling=pooling)
     order = expected.sort().indices
     assert asked

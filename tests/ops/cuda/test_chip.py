@@ -139,7 +139,7 @@ def test_the_new_setting_of_torch_counts_and_is_not_mixed_with_the_old_one():
 def test_triton_is_not_imported_before_it_is_needed():
     script = (
         "import sys, dynsparse\n"
-        "import dynsparse.ops.linear.cuda.blocks, dynsparse.ops.grow.cuda.block_scores\n"
+        "import dynsparse.ops.linear.cuda.blocks, dynsparse.ops.grow.on_device\n"
         "print('triton' in sys.modules)\n"
     )
     done = subprocess.run(

@@ -10,7 +10,7 @@ pytest.importorskip("triton", reason="needs Triton (x86-64 Linux): make test-gpu
 
 import compiled
 
-from dynsparse.ops.grow.cuda import launch as growth
+from dynsparse.ops.grow import cuda as growth
 from dynsparse.ops.linear.cuda import launch
 from dynsparse.ops.linear.cuda.chip import INTERPRETED, Chip
 from dynsparse.ops.linear.cuda.configurations import (
@@ -91,7 +91,7 @@ def test_sums_of_float32_that_end(monkeypatch, terms):
     assert error(y, case.y) < case.limit
     assert error(dx, case.dx) < case.limit
     assert error(dw, case.dw) < case.limit
-    scores = growth.scores([case.dy], [case.x], 16, "sum")
+    scores = growth.block_scores([case.dy], [case.x], 16, "sum")
     wanted = (case.dy.double().t() @ case.x.double()).abs().view(3, 16, 9, 16).sum((1, 3))
     assert error(scores, wanted) < 1e-6
 

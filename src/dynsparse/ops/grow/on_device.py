@@ -1,53 +1,38 @@
-"""Growth where x and dY lie on a device: sizes known beforehand, nothing waits for the device.
+"""Growth with x and dY on a device: all sizes are known beforehand, so nothing synchronises.
 
-The dense gradient is made a panel of rows at a time and ranked against the best so far, as on the
-CPU, but the panels are ranked whole: how many scores exceed a threshold the host cannot know. Where
-the Triton kernel runs, the scores of blocks are computed without the gradient, and a panel is of
-scores.
-Scores are ranked with their places, so that the result is exact, the same on every run, and among
-equal scores the smaller position wins.
+The dense gradient is computed in panels of rows, which are ranked against the best so far, as on
+the CPU. A panel is ranked completely, since the host does not know how many scores exceed a
+threshold. Where the Triton kernel runs, scores of blocks are computed without the gradient.
+Scores are ranked together with their positions, so the result is exact, the same on every run, and
+among equal scores the smaller position comes first.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 from dynsparse.ops.conv.patches import are_patches, matrices
-from dynsparse.ops.grow.cuda import block_scores
 from dynsparse.ops.grow.scores import Pair
+from dynsparse.ops.grow.selection import select_on_device
+from dynsparse.ops.linear.cuda.blocks import readable
+from dynsparse.ops.linear.cuda.chip import runs_triton
 from dynsparse.ops.linear.cuda.dense import has_accumulators
 from dynsparse.pattern import SparsePattern
 
-# Of the gradient. Smaller ones leave multiprocessors idle; this and the keys of its scores stay in
-# the L2 cache of a large GPU.
+# Of the gradient. Smaller panels leave multiprocessors idle; this one and the keys of its scores
+# stay in the L2 cache of a large GPU.
 PANEL_BYTES = 16 << 20
 
-_LAST = 0xFFFFFFFF
-_IN_A_KEY = (torch.float32, torch.bfloat16, torch.float16)
+BLOCKS = (4, 8, 16, 32, 64, 128)
+
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
-def best(scores: Tensor, k: int, largest: bool = True) -> Tensor:
-    """The positions of the `k` largest (or smallest) of `scores` [n], ascending, int64 [k].
-
-    As `selection.select`. What it does with NaN is open, but it is the same on every run.
-    """
-    if scores.dtype not in _IN_A_KEY or len(scores) > _LAST:
-        order = scores.sort(descending=largest, stable=True).indices
-        return order.narrow(0, 0, k).sort().values
-    # Keys of the score's bits and, below them, of its place. Zero has one sign only; of negative
-    # numbers the smaller has the larger bits.
-    bits = (scores.float() + 0.0).view(torch.int32)
-    bits = torch.where(bits < 0, bits ^ 0x7FFFFFFF, bits).long() << 32
-    place = torch.arange(len(scores), device=scores.device)
-    keys = bits | (_LAST - place if largest else place)
-    place = torch.topk(keys, k, largest=largest, sorted=False).values & _LAST
-    return (_LAST - place if largest else place).sort().values
-
-
-def best_outside(
+def topk_on_device(
     pairs: Sequence[Pair],
     pattern: SparsePattern,
     k: int,
@@ -56,7 +41,7 @@ def best_outside(
     dtype: torch.dtype,
 ) -> tuple[Tensor, Tensor]:
     """The positions of largest |sum over pairs of dY^T X| outside the pattern, int64 [k], sorted,
-    and their scores: see `topk.topk_outside`, whose arguments these are, all of them checked.
+    and their scores, for the checked arguments of `topk.topk_outside`.
 
     Args:
         dtype: of the scores, float32 or float64.
@@ -66,7 +51,7 @@ def best_outside(
     held = pattern._flat_on(device)
     if len(exclude):
         held = torch.cat([held, exclude.to(device)])
-    pooled = dtype is torch.float32 and x_is_matrix and block_scores.serves(pairs, b)
+    pooled = dtype is torch.float32 and x_is_matrix and can_score_blocks(pairs, b)
     rows = max(1, PANEL_BYTES // (dtype.itemsize * width * (1 if pooled else b * b)))
     room = torch.empty(min(rows, height) * width + 1, dtype=dtype, device=device)
     flat = torch.empty(0, dtype=torch.int64, device=device)
@@ -77,16 +62,16 @@ def best_outside(
         panel = room.narrow(0, 0, size)
         if pooled:
             part = [(x, dy.narrow(1, first * b, count * b)) for x, dy in pairs]
-            panel.copy_(block_scores.block_scores(part, b, pooling).view(-1))
+            panel.copy_(block_scores(part, b, pooling).view(-1))
         else:
             _score(pairs, first * b, count * b, b, pooling, panel)
-        # What is held is no candidate; held positions of other panels go to a place behind.
-        places = held - begin
-        places = torch.where((places >= 0) & (places < size), places, size)
-        room.narrow(0, 0, size + 1).index_fill_(0, places, -1.0)
+        # Positions that are not free get -1; those of other panels go to an unused last entry.
+        taken = held - begin
+        taken = torch.where((taken >= 0) & (taken < size), taken, size)
+        room.narrow(0, 0, size + 1).index_fill_(0, taken, -1.0)
         found = torch.cat([found, panel])
         flat = torch.cat([flat, torch.arange(begin, begin + size, device=device)])
-        keep = best(found, min(k, len(found)))
+        keep = select_on_device(found, min(k, len(found)))
         found, flat = found.index_select(0, keep), flat.index_select(0, keep)
     return flat, found
 
@@ -94,7 +79,7 @@ def best_outside(
 def _score(
     pairs: Sequence[Pair], first: int, count: int, b: int, pooling: str, out: Tensor
 ) -> None:
-    """The scores of `count` rows of the gradient from `first` on, into `out`."""
+    """Write the scores of `count` rows of the gradient from `first` on to `out`."""
     gradient: Tensor | None = None
     for x, dy in pairs:
         if are_patches(x, dy):
@@ -122,3 +107,37 @@ def _product(left: Tensor, right: Tensor, dtype: torch.dtype) -> Tensor:
     if left.dtype is right.dtype and dtype is torch.float32 and has_accumulators(left):
         return torch.mm(left, right, out_dtype=dtype)
     return left.to(dtype) @ right.to(dtype)
+
+
+def can_score_blocks(pairs: Sequence[Pair], b: int) -> bool:
+    """Whether `block_scores` takes blocks of `b` and these pairs: no elements and no float64."""
+    tensors = [tensor for pair in pairs for tensor in pair]
+    return (
+        b in BLOCKS
+        and all(t.dtype in _DTYPES for t in tensors)
+        and all(runs_triton(t.device) for t in tensors)
+    )
+
+
+def block_scores(pairs: Sequence[Pair], b: int, pooling: str = "sum") -> Tensor:
+    """|sum over pairs of dY^T X|, pooled per block: float32 [out / b, in / b], by a Triton kernel.
+
+    Each tile of dY^T X is pooled where it is computed, so the work is that of one dense product,
+    and one number per block is written. There is no host synchronisation. float32 is multiplied as
+    in a layer, as three products of tf32 or as one; pairs of mixed dtypes are promoted.
+
+    Args:
+        pairs: (x [batch, in], dY [batch, out]) of every micro-batch; any strides, and batches may
+            differ in size. Several pairs are read in place if their strides are equal.
+        b: the block size, one of `BLOCKS`; divides both numbers of features.
+        pooling: "sum", "avg" or "max" of the magnitudes in a block.
+
+    Source: Evci et al. 2020, "Rigging the Lottery", section 3; the pooling is that of Graphcore's
+    dynamic sparsity application.
+    """
+    from dynsparse.ops.grow import cuda
+
+    dtype = functools.reduce(torch.promote_types, (t.dtype for pair in pairs for t in pair))
+    xs = [readable(x.to(dtype)) for x, _ in pairs]
+    dys = [readable(dy.to(dtype)) for _, dy in pairs]
+    return cuda.block_scores(dys, xs, b, pooling)

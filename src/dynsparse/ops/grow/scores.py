@@ -1,4 +1,4 @@
-"""Scores of positions, from x and dY: a part of the dense gradient, pooled per block."""
+"""Scores of positions: part of the dense gradient dY^T X, pooled per block."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Pair = tuple[Tensor, Tensor]
 
 
 class Scorer:
-    """Pooled |dY^T X| of some blocks. Where the kernels rank elements, signs are left in."""
+    """Pooled |dY^T X| of some blocks. Where the compiled kernels rank elements, signs stay."""
 
     def __init__(
         self, pairs: Sequence[Pair], b: int, pooling: str, dtype: torch.dtype, rows: int
@@ -38,7 +38,7 @@ class Scorer:
         return self._pool(grad)
 
     def sample(self, rows: Tensor, cols: Tensor) -> Tensor:
-        """Scores of the blocks where the block rows and columns cross: [rows, cols]. Not of
+        """Scores of the submatrix of these block rows and columns: [rows, cols]. Not for
         convolutions."""
         inside = torch.arange(self.b)
         out = (rows[:, None] * self.b + inside).view(-1).to(self.device)
@@ -69,11 +69,11 @@ def add_rows(
     """Add the rows [begin, end) of the sum over pairs of dY^T X to grad [end - begin, in].
 
     Args:
-        fresh: grad holds nothing yet.
+        fresh: whether grad is uninitialised.
     """
     for i, (x, dy) in enumerate(pairs):
         fresh = fresh and i == 0
-        if fresh and x.dim() != 2:  # comes in pieces
+        if fresh and x.dim() != 2:  # is added up in parts
             grad.zero_()
             fresh = False
         for first, left, right in matrices(x, dy, begin, end):
@@ -81,22 +81,22 @@ def add_rows(
             part.addmm_(left.to(grad.dtype), right.to(grad.dtype), beta=0 if fresh else 1)
 
 
-def add_slabs(grad: Tensor, pairs: Sequence[Pair], slabs: Sequence[tuple[int, int]]) -> None:
-    """As `add_rows` for the rows of several slabs [begin, end), one after the other in grad."""
-    rows = torch.cat([torch.arange(*slab) for slab in slabs]).to(grad.device)
+def add_row_ranges(grad: Tensor, pairs: Sequence[Pair], ranges: Sequence[tuple[int, int]]) -> None:
+    """`add_rows` for the rows of several ranges [begin, end), one after the other in grad."""
+    rows = torch.cat([torch.arange(*bounds) for bounds in ranges]).to(grad.device)
     for x, dy in pairs:
         if x.dim() == 2:
             grad.addmm_(dy.index_select(1, rows).t().to(grad.dtype), x.to(grad.dtype))
             continue
-        for part, (begin, end) in zip(grad.split([e - b for b, e in slabs]), slabs, strict=True):
+        for part, (begin, end) in zip(grad.split([e - b for b, e in ranges]), ranges, strict=True):
             add_rows(part, [(x, dy)], begin, end)
 
 
 def pool(magnitude: Tensor, pooling: str, b: int) -> Tensor:
     """[rows * b, columns * b] -> [rows, columns]: the score of each block.
 
-    Sums go from the first row of a block to the last, then likewise over its columns, so that the
-    kernels (csrc/update/pool.cpp) come to the same.
+    Sums run over the rows of a block in order, then over its columns, so that the compiled kernels
+    (csrc/update/pool.cpp) give the same bits.
     """
     by_rows = magnitude.unflatten(0, (-1, b))
     if pooling == "max":

@@ -1,7 +1,7 @@
 """The positions of largest gradient outside a pattern, from x and dY.
 
 The dense gradient dY^T X is computed in chunks of rows. Each chunk is ranked against the best
-candidates so far and then overwritten, so that no [out, in] matrix ever exists.
+candidates so far and then overwritten, so no [out, in] matrix exists.
 """
 
 from __future__ import annotations
@@ -16,11 +16,10 @@ from dynsparse.checks import check_tensor
 from dynsparse.files.shorten import shortened
 from dynsparse.ops.conv.patches import are_patches, features_of
 from dynsparse.ops.grow.free_positions import check_free_positions
-from dynsparse.ops.grow.in_rows import Found, RowSearch
-from dynsparse.ops.grow.on_device import best_outside
+from dynsparse.ops.grow.on_device import topk_on_device
 from dynsparse.ops.grow.scores import Pair
-from dynsparse.ops.grow.selection import ascending, select
-from dynsparse.ops.grow.threshold import NO_GUESS
+from dynsparse.ops.grow.search import NO_GUESS, Candidates, RowSearch
+from dynsparse.ops.grow.selection import merge_sorted, select
 from dynsparse.pattern import SparsePattern
 from dynsparse.typed import typed
 
@@ -29,8 +28,8 @@ POOLINGS = ("sum", "avg", "max", "none")
 
 
 class GrowCandidates(NamedTuple):
-    """Positions to grow: `flat` block positions int64 [k], and their `scores` [k]; both are where
-    x and dY are."""
+    """Positions to grow: `flat` block positions int64 [k], and their `scores` [k], on the device of
+    x and dY."""
 
     flat: Tensor
     scores: Tensor
@@ -48,26 +47,26 @@ def topk_outside(
 ) -> GrowCandidates:
     """The exact `k` positions of largest |sum over pairs of dY^T X| that are not in `pattern`.
 
-    Beside the result it needs one chunk of rows of the gradient (about 8 MiB) and room for the
-    candidates of one more. 16-bit activations are accumulated in float32; float64 stays
-    float64. Equal scores: the smaller flat position first. For large layers of single elements
-    products of 16-bit integers, from copies of x and dY, say which positions may be among the
-    largest, whose scores are computed in float32 (`screen.py`). On a device nothing waits for it,
-    the panels are larger, and x and dY are not looked through for NaN.
+    Besides the result it needs one chunk of rows of the gradient (about 8 MiB) and the candidates
+    of one more. 16-bit activations are accumulated in float32; float64 stays float64. Equal scores:
+    the smaller flat position first. In large layers of single elements products of 16-bit integers,
+    from copies of x and dY, tell which positions may be among the largest, and only their scores
+    are computed in float32 (`search.screen_positions`). On a device there is no host
+    synchronisation, chunks are larger, and x and dY are not checked for NaN.
 
     Args:
         pairs: (x [batch, in], dY [batch, out]) of every micro-batch; batches may differ in size.
             Those of convolutions are patches, see `ops.conv.patches`.
         pattern: positions that are taken.
-        k: how many positions.
-        pooling: how the magnitudes of a block become its score: "sum", "avg" or "max"; "none" has
-            no options and ranks by the sum. Elements (block size 1) need no pooling.
-        exclude: further positions that may not be chosen: flat block positions, int64 [any],
-            sorted and distinct; for instance those dropped a moment ago.
-        sort: best first; False saves time and leaves the candidates in order of position.
+        k: number of positions.
+        pooling: reduces the magnitudes of a block to its score: "sum", "avg" or "max"; "none" ranks
+            by the sum. Elements (block size 1) need no pooling.
+        exclude: further positions that are not free: flat block positions, int64 [any], sorted and
+            distinct; for instance those just dropped.
+        sort: best first; False saves time and leaves them in order of position.
 
     Raises:
-        ValueError: more positions asked for than are free, no pairs, tensors whose shapes do not
+        ValueError: `k` is larger than the number of free positions, no pairs, shapes that do not
             fit, gradients that are not finite, an unknown pooling.
 
     Source: Evci et al. 2020, "Rigging the Lottery", section 3 (grow criterion). Pooling follows
@@ -79,27 +78,50 @@ def topk_outside(
     if k == 0:
         return GrowCandidates(torch.zeros(0, dtype=torch.int64), torch.zeros(0, dtype=dtype))
     if not pairs[0][0].is_cpu:
-        return _candidates(*best_outside(pairs, pattern, k, pooling, exclude, dtype), sort)
+        return _candidates(*topk_on_device(pairs, pattern, k, pooling, exclude, dtype), sort)
 
-    found = _found(pairs, pattern, k, pooling, exclude, dtype, scored=True)
+    found = _search(pairs, pattern, k, pooling, exclude, dtype, scored=True)
     return _candidates(found.flat, found.scores, sort)
+
+
+@typed
+def best_free(scores: Tensor, pattern: SparsePattern, k: int) -> Tensor:
+    """The `k` positions of the largest scores that are not in `pattern`: flat, int64 [k], in order.
+
+    `topk_outside` for backends that compute the scores themselves. Equal scores: the smaller
+    position first.
+
+    Args:
+        scores: of all blocks, [out / b, in / b], none negative.
+        pattern: positions that are not free.
+        k: number of positions.
+
+    Raises:
+        ValueError: scores of another shape; `k` is larger than the number of free positions.
+    """
+    check_tensor("scores", scores)
+    if tuple(scores.shape) != tuple(pattern.grid):
+        raise ValueError(f"expected scores {list(pattern.grid)}, got {list(scores.shape)}")
+    k, _ = check_free_positions(pattern, k, None)
+    free = scores.flatten().clone()
+    free[pattern.flat.to(free.device)] = -torch.inf
+    return select(free, k)
 
 
 def best_positions(
     pairs: Sequence[Pair], pattern: SparsePattern, k: int, *, pooling: str = "sum"
 ) -> Tensor:
-    """The positions that `topk_outside` finds, in order of position; most of their scores need not
-    be known."""
+    """The positions of `topk_outside`, in order of position, mostly without computing scores."""
     if not k or not isinstance(pairs, Sequence) or not pairs or not pairs[0][0].is_cpu:
         return topk_outside(pairs, pattern, k, pooling=pooling, sort=False).flat
     k, exclude = check_free_positions(pattern, k, None)
     dtype = check_pairs(pairs, pattern)
-    found = _found(pairs, pattern, k, check_pooling(pooling), exclude, dtype, scored=False)
+    found = _search(pairs, pattern, k, check_pooling(pooling), exclude, dtype, scored=False)
     ranked = found.flat.index_select(0, select(found.scores, k - len(found.sure)))
-    return ascending(found.sure, ranked)
+    return merge_sorted(found.sure, ranked)
 
 
-def _found(
+def _search(
     pairs: Sequence[Pair],
     pattern: SparsePattern,
     k: int,
@@ -108,12 +130,12 @@ def _found(
     dtype: torch.dtype,
     *,
     scored: bool,
-) -> Found:
-    """At least `k` positions, the best among them; exactly `k` if all of them are scored."""
+) -> Candidates:
+    """At least `k` positions with the best among them; exactly `k` if all of them are scored."""
     search = RowSearch(pairs, pattern, exclude, pooling, dtype)
     low, high = search.guess(k) if search.is_long(pattern, dtype) else NO_GUESS
     found = search.best(k, low, torch.inf if scored else high)
-    if found.count < k or found.above > k:  # a wrong guess is mended by a second pass without one
+    if found.count < k or found.above > k:  # the guess was wrong
         found = search.best(k, *NO_GUESS)
     if found.count < k:
         raise ValueError("the gradients overflow, so positions cannot be ranked: lower the scale")
@@ -121,7 +143,7 @@ def _found(
 
 
 def _candidates(flat: Tensor, values: Tensor, sort: bool) -> GrowCandidates:
-    """Of positions in order."""
+    """From positions in order."""
     if not sort:
         return GrowCandidates(flat, values)
     order = values.sort(descending=True, stable=True).indices
@@ -136,9 +158,9 @@ def check_pooling(pooling: str) -> str:
 
 
 def check_pairs(pairs: Sequence[Pair], pattern: SparsePattern) -> torch.dtype:
-    """Shapes fit and entries are finite; returns the type to accumulate in.
+    """Check that shapes fit and entries are finite; returns the dtype to accumulate in.
 
-    Entries elsewhere than on the CPU are not looked at, which would make the host wait.
+    Entries on a device are not checked, which would be a host synchronisation.
     """
     if not isinstance(pairs, Sequence):
         raise TypeError(f"pairs must be a sequence of (x, dY), got {shortened(pairs)}")

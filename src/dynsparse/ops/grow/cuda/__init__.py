@@ -1,1 +1,0 @@
-"""Growth on CUDA devices, in Triton."""

@@ -1,0 +1,447 @@
+"""Search for the best free positions in block rows of a layer, chunk by chunk of the gradient.
+
+A threshold from a sample and, for large layers of single elements, a screening in 16-bit integers
+skip most of the work. Growth in one process and over ranks share this.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from dynsparse import native
+from dynsparse.encoding import empty
+from dynsparse.ops.conv.patches import are_patches
+from dynsparse.ops.grow.free_positions import positions_between, positions_in_rows
+from dynsparse.ops.grow.scores import Pair, Scorer
+from dynsparse.ops.grow.selection import select
+from dynsparse.ops.linear.cpu import dot_products
+from dynsparse.pattern import SparsePattern
+
+
+@dataclass(frozen=True)
+class Candidates:
+    """Positions that may be among the best, int64, ascending; some of them without scores.
+
+    Attributes:
+        scores, flat: [any] each, of positions with scores.
+        sure: [any], positions without scores, which join before all others unless more positions
+            are `above` than join.
+        above: number of positions that are sure, or whose score exceeds the upper threshold.
+    """
+
+    scores: Tensor
+    flat: Tensor
+    sure: Tensor
+    above: int
+
+    @classmethod
+    def of(cls, scores: Tensor, flat: Tensor) -> Candidates:
+        """All of them with scores."""
+        return cls(scores, flat, flat[:0], 0)
+
+    @property
+    def count(self) -> int:
+        """Number of positions."""
+        return len(self.flat) + len(self.sure)
+
+
+# Large enough to keep the matrix product efficient, small enough to stay in the last-level cache.
+CHUNK_BYTES = 8 << 20
+
+# A threshold is guessed from a sample if the matrix has more than so many chunks.
+_SAMPLE_FROM = 2
+
+
+class RowSearch:
+    """Searches the gradient of the block rows [first, last), chunk by chunk.
+
+    Args:
+        pairs: (x [batch, in], dY [batch, outputs of these rows]) of every micro-batch.
+        pattern: of the full layer; its positions are not free.
+        exclude: further positions that are not free: int64 [any], sorted.
+        pooling: see `topk_outside`.
+        dtype: in which the gradient is added up.
+        first, last: block rows; default to all.
+    """
+
+    def __init__(
+        self,
+        pairs: Sequence[Pair],
+        pattern: SparsePattern,
+        exclude: Tensor,
+        pooling: str,
+        dtype: torch.dtype,
+        first: int = 0,
+        last: int | None = None,
+    ) -> None:
+        self._pairs, self._pattern, self._exclude = pairs, pattern, exclude
+        self._first, self._last = first, pattern.grid[0] if last is None else last
+        self._rows = _chunk_rows(pattern, dtype)
+        held = min(self._rows, self._last - first)
+        self._scorer = Scorer(pairs, pattern.block_size, pooling, dtype, held)
+
+    @staticmethod
+    def is_long(pattern: SparsePattern, dtype: torch.dtype) -> bool:
+        """Whether `guess` saves time for a layer with this pattern."""
+        return pattern.grid[0] > _SAMPLE_FROM * _chunk_rows(pattern, dtype)
+
+    def guess(self, k: int) -> tuple[float, float]:
+        """A lower and an upper threshold that a few more and a few less than `k` positions should
+        exceed; -1 and infinity if a sample does not tell."""
+        if are_patches(*self._pairs[0]):
+            return NO_GUESS
+        rows = self._first, self._last
+        return guess_thresholds(self._scorer.sample, self._pattern, self._exclude, k, rows)
+
+    def best(self, k: int, low: float, high: float = torch.inf) -> Candidates:
+        """The `k` best of the positions whose scores exceed `low`, or all of these.
+
+        If at most `k` exceed `high`, those that clearly do come without scores.
+        """
+        if low > 0 and self._pattern.block_size == 1 and self._scorer.library is not None:
+            found = self._screened(k, low, high)
+            if found is not None:
+                return found
+        scorer, width = self._scorer, self._pattern.grid[1]
+        best = RunningBest(k, self._rows * width, low, scorer.dtype, scorer.device, scorer.library)
+        for begin in range(self._first, self._last, self._rows):
+            end = min(begin + self._rows, self._last)
+            chunk = scorer.chunk(begin - self._first, end - self._first)
+            best.add(chunk, self._pattern, self._exclude, begin)
+        best.compact()
+        return Candidates.of(best.scores[: best.count], best.flat[: best.count])
+
+    def _screened(self, k: int, low: float, high: float) -> Candidates | None:
+        """`best` by screening; None where that is not faster."""
+        if not can_screen(self._pairs, low):
+            return None
+        found = screen_positions(
+            self._pairs, self._pattern, self._exclude, k, low, high, self._first
+        )
+        if found is None:
+            return None
+        scores, flat, sure = found
+        above = len(sure) + (int((scores > high).sum()) if len(sure) else 0)
+        keep = select(scores, min(max(k - len(sure), 0), int((scores > low).sum())))
+        return Candidates(scores[keep], flat[keep], sure, above)
+
+
+def _chunk_rows(pattern: SparsePattern, dtype: torch.dtype) -> int:
+    """Block rows of a chunk."""
+    return max(1, CHUNK_BYTES // (pattern.shape[1] * pattern.block_size * dtype.itemsize))
+
+
+# ---- the best so far ----
+
+
+class RunningBest:
+    """The best `k` free positions so far, in order of position, with room for one more chunk.
+
+    Args:
+        k: number of positions.
+        chunk: upper bound of the scores in one call of `add`.
+        threshold: scores up to it are skipped.
+        library: the compiled kernels, for float32 on the CPU; None: plain torch.
+    """
+
+    def __init__(
+        self,
+        k: int,
+        chunk: int,
+        threshold: float,
+        dtype: torch.dtype,
+        device: torch.device,
+        library: ctypes.CDLL | None,
+    ) -> None:
+        self.k = k
+        self.scores = empty(k + chunk, dtype=dtype, device=device)
+        self.flat = empty(k + chunk, dtype=torch.int64, device=device)
+        self.count = 0
+        self.threshold = threshold
+        self._library = library
+
+    def add(self, scores: Tensor, pattern: SparsePattern, exclude: Tensor, first: int) -> None:
+        """Add the scores [rows, in/b] of the block rows from `first` on, which are overwritten.
+
+        Positions of the pattern and of `exclude` are skipped. Signs do not matter.
+        """
+        # A score equal to the threshold is skipped: equal scores at smaller positions come first.
+        offset = first * pattern.grid[1]
+        excluded = positions_between(exclude, offset, offset + scores.numel())
+        if self._library is None:
+            flat = scores.view(-1).abs_()
+            flat[positions_in_rows(pattern, first, first + len(scores)).to(scores.device)] = -1.0
+            flat[excluded.to(scores.device)] = -1.0
+            self._scan(flat, offset)
+        else:
+            if len(excluded):
+                scores.view(-1)[excluded] = float("nan")
+            self._scan_compiled(self._library, scores, pattern, first, offset)
+
+    def _scan(self, scores: Tensor, offset: int) -> None:
+        found = (scores > self.threshold).nonzero().flatten()
+        if self.count + len(found) > len(self.scores):
+            self.compact()
+            found = found[scores[found] > self.threshold]
+        end = self.count + len(found)
+        torch.index_select(scores, 0, found, out=self.scores[self.count : end])
+        torch.add(found, offset, out=self.flat[self.count : end])
+        self.count = end
+
+    def _scan_compiled(
+        self,
+        library: ctypes.CDLL,
+        scores: Tensor,
+        pattern: SparsePattern,
+        first: int,
+        offset: int,
+    ) -> None:
+        rows, width = scores.shape
+        while True:
+            room = len(self.scores) - self.count
+            found = library.dynsparse_grow_scan(
+                scores.data_ptr(),
+                rows,
+                width,
+                pattern.row_ptr.data_ptr() + first * pattern.row_ptr.itemsize,
+                pattern.sorted_cols.data_ptr(),
+                self.threshold,
+                self.k,
+                offset,
+                self.scores.data_ptr() + self.count * self.scores.itemsize,
+                self.flat.data_ptr() + self.count * self.flat.itemsize,
+                room,
+                torch.get_num_threads(),
+            )
+            if found < 0:
+                raise MemoryError("no memory for a scan of growth scores")
+            if found <= room:
+                break
+            self.compact()
+        self.count += found
+
+    def compact(self) -> None:
+        """Keep only the best `k`, and raise the threshold to the last of them."""
+        if self.count > self.k and self._library is not None:
+            self._compact_compiled(self._library)
+        elif self.count > self.k:
+            keep = select(self.scores[: self.count], self.k)
+            self.scores[: self.k] = self.scores[keep]
+            self.flat[: self.k] = self.flat[keep]
+        self.count = min(self.count, self.k)
+        if self.count == self.k:
+            self.threshold = float(self.scores[: self.k].min())
+
+    def _compact_compiled(self, library: ctypes.CDLL) -> None:
+        status = library.dynsparse_grow_compact(
+            self.scores.data_ptr(),
+            self.flat.data_ptr(),
+            self.count,
+            self.k,
+            torch.get_num_threads(),
+        )
+        if status:
+            raise MemoryError("no memory to select the best of many scores")
+
+
+# ---- thresholds from a sample ----
+
+# About so many rows and columns (elements) are sampled. Twice as many take five milliseconds more
+# and save one.
+_SIDE = 256
+
+NO_GUESS = -1.0, float("inf")
+
+SampleScores = Callable[[Tensor, Tensor], Tensor]
+"""(block rows [r], block columns [c]) -> scores of that submatrix, [r, c]"""
+
+
+def guess_thresholds(
+    scores_at: SampleScores,
+    pattern: SparsePattern,
+    exclude: Tensor,
+    k: int,
+    among: tuple[int, int] | None = None,
+) -> tuple[float, float]:
+    """A lower threshold that a few more than `k` free positions exceed, and an upper one that a few
+    less exceed; -1 and infinity if a sample does not tell.
+
+    The first saves most of the candidates that a running threshold starts with, the second the
+    scores of most positions that join. Scores of one row or column are correlated, so the error of
+    the sample's count is estimated from its variance over rows and over columns; the margin is four
+    standard deviations.
+
+    Args:
+        among: block rows [first, last) of the search; defaults to all. `scores_at` counts rows from
+            `first`, and `k` is the number of positions in these rows.
+    """
+    first, last = (0, pattern.grid[0]) if among is None else among
+    height, width, b = last - first, pattern.grid[1], pattern.block_size
+    # Its own generator: the training's random numbers do not change.
+    generator = torch.Generator().manual_seed(0)
+    sides = [min(size, max(1, _SIDE // b)) for size in (height, width)]
+    rows, cols = (
+        torch.randperm(size, generator=generator)[:side].sort().values
+        for size, side in zip((height, width), sides, strict=True)
+    )
+    scores = scores_at(rows, cols)
+    taken_rows, taken_cols = _taken_in_sample(pattern, exclude, rows + first, cols)
+    scores[taken_rows.to(scores.device), taken_cols.to(scores.device)] = -1.0
+
+    count = scores.numel()
+    expected = count * k / (height * width)
+    above = scores >= _of_rank(scores, int(expected))
+    spread = sum(
+        float(above.sum(axis).double().var(correction=0)) * side * (1 - side / size)
+        for axis, side, size in zip((1, 0), sides, (height, width), strict=True)
+    )
+    margin = 4 * spread**0.5 + 4
+    least, most = int(expected + margin), int(expected - margin)
+    if least >= count:
+        return NO_GUESS
+    low = _of_rank(scores, least)
+    # Thousands of scores may be exactly zero: they must stay candidates.
+    if low <= 0:
+        return NO_GUESS
+    return low, _of_rank(scores, most) if most > 0 else float("inf")
+
+
+def _of_rank(scores: Tensor, rank: int) -> float:
+    """The score that `rank` others reach."""
+    flat = scores.view(-1)
+    return float(flat[select(flat, min(rank + 1, len(flat)))].min())
+
+
+def _taken_in_sample(
+    pattern: SparsePattern, exclude: Tensor, rows: Tensor, cols: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Which entries of the submatrix `rows` x `cols` are not free: their rows and columns in it."""
+    height, width = pattern.grid
+    begin, end = pattern.row_ptr[rows], pattern.row_ptr[rows + 1]
+    lengths = end - begin
+    # int32: allocating fresh memory takes the longest.
+    row_of = torch.arange(len(rows), dtype=torch.int32).repeat_interleave(lengths)
+    before = lengths.cumsum(0, dtype=torch.int32) - lengths
+    slots = (begin - before).index_select(0, row_of)
+    slots += torch.arange(len(row_of), dtype=torch.int32)
+    index_of_col = torch.full((width,), -1, dtype=torch.int32)
+    index_of_col[cols] = torch.arange(len(cols), dtype=torch.int32)
+    col_of = index_of_col.index_select(0, pattern.sorted_cols.index_select(0, slots))
+    sampled = (col_of >= 0).nonzero().flatten()
+    row_of, col_of = row_of[sampled].long(), col_of[sampled].long()
+    if len(exclude):
+        index_of_row = torch.full((height,), -1)
+        index_of_row[rows] = torch.arange(len(rows))
+        also_rows, also_cols = index_of_row[exclude // width], index_of_col[exclude % width]
+        sampled = (also_rows >= 0) & (also_cols >= 0)
+        row_of = torch.cat([row_of, also_rows[sampled]])
+        col_of = torch.cat([col_of, also_cols[sampled]])
+    return row_of, col_of
+
+
+# ---- screening in 16-bit integers ----
+
+# Multiply-adds of the gradient below which screening costs more than it saves.
+_WORTHWHILE = 1 << 28
+
+# Scores for at most twice the positions that are searched for, and for this share of all: beyond,
+# float32 is as fast.
+_MOST = 1 / 8
+
+# Within these bounds nothing overflows, and underflow in products and squares stays below a
+# thousandth of the threshold.
+_LARGEST = 1e15
+_UNDERFLOW = 1e-15
+
+
+def can_screen(pairs: Sequence[Pair], threshold: float) -> bool:
+    """Whether screening is faster on this processor and its error bound holds for the numbers."""
+    library = native.load()
+    if library is None or not library.dynsparse_grow_screens() or threshold <= 0:
+        return False
+    tensors = [tensor for pair in pairs for tensor in pair]
+    samples = sum(len(x) for x, _ in pairs)
+    if samples * pairs[0][0].shape[1] * pairs[0][1].shape[1] < _WORTHWHILE:
+        return False
+    if any(t.dtype != torch.float32 for t in tensors):
+        return False
+    largest = max(float(torch.stack(t.aminmax()).abs().max()) for t in tensors if len(t))
+    return largest < _LARGEST and threshold > _UNDERFLOW * samples * largest
+
+
+def screen_positions(
+    pairs: Sequence[Pair],
+    pattern: SparsePattern,
+    exclude: Tensor,
+    k: int,
+    low: float,
+    high: float,
+    offset: int = 0,
+) -> tuple[Tensor, Tensor, Tensor] | None:
+    """All free positions whose gradient exceeds `low` in magnitude, and some more: their float32
+    scores [any] and positions, int64 [any]; and positions without scores, int64 [any]. All ascend.
+
+    Most of the gradient is computed in products of 16-bit integers only, in half of the time that
+    float32 takes, and only compared with two bounds, since the error of the products is bounded.
+    This excludes most positions and includes most others; the gradient of those in between is
+    computed in float32. Returns None if these are too many to be faster.
+
+    Args:
+        pairs: (x [batch, in], dY [batch, rows]) float32 on the CPU.
+        pattern: of single elements; its positions are not free.
+        exclude: further positions that are not free: int64 [any], sorted.
+        k: number of positions searched for.
+        low, high: 0 < low <= high. Positions that certainly exceed `high` come without scores;
+            infinity: all have scores.
+        offset: the row of the pattern at which dY begins.
+    """
+    library = native.load()
+    assert library is not None
+    x, dy = (
+        parts[0] if len(parts) == 1 else torch.cat(parts) for parts in zip(*pairs, strict=True)
+    )
+    height, width = dy.shape[1], pattern.shape[1]
+    excluded = positions_between(exclude, offset * width, (offset + height) * width)
+    room = min(2 * k + (1 << 12), int(_MOST * height * width))
+    counts = torch.zeros(height + 1, dtype=torch.int32)
+    cols = empty(room, dtype=torch.int32, brief=True)
+    sure = empty(0 if high == torch.inf else min(k, height * width), dtype=torch.int64, brief=True)
+    found = torch.zeros(2, dtype=torch.int64)
+    status = library.dynsparse_grow_screen(
+        x.data_ptr(),
+        *x.stride(),
+        dy.data_ptr(),
+        *dy.stride(),
+        len(x),
+        height,
+        width,
+        pattern.row_ptr.data_ptr() + offset * pattern.row_ptr.itemsize,
+        pattern.sorted_cols.data_ptr(),
+        excluded.data_ptr(),
+        len(excluded),
+        0.999 * low,
+        1.001 * high,
+        counts.data_ptr() + counts.itemsize,
+        cols.data_ptr(),
+        room,
+        sure.data_ptr(),
+        len(sure),
+        found.data_ptr(),
+        torch.get_num_threads(),
+    )
+    if status == 1:
+        raise MemoryError("no memory to look for the largest gradients")
+    if status:
+        return None
+    opened, certain = found.tolist()
+    cols, sure = cols[:opened], sure[:certain].add_(offset * width)
+    row_ptr = counts.cumsum(0, dtype=torch.int32)
+    scores = dot_products(dy, x, row_ptr, cols).abs_()
+    starts = torch.arange(offset, offset + height) * width
+    flat = starts.repeat_interleave(counts[1:], output_size=opened).add_(cols)
+    return scores, flat, sure
