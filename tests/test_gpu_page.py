@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
+from dynsparse.ops.linear.cuda.chip import TERMS
+from dynsparse.ops.linear.cuda.costs import B200, H200
 from dynsparse.ops.linear.cuda.dense import KEPT_LINES, PANEL_BYTES
-from dynsparse.ops.linear.cuda.precision import TERMS
-from dynsparse.ops.linear.cuda.rates import B200, H200
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGE = (ROOT / "docs" / "gpu.md").read_text()

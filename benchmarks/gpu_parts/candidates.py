@@ -7,8 +7,8 @@ program should take, among how many programs to divide the samples, and with how
 
 from __future__ import annotations
 
+from dynsparse.ops.linear.cuda.chip import Numbers
 from dynsparse.ops.linear.cuda.configurations import Gradient, Rows
-from dynsparse.ops.linear.cuda.precision import Numbers
 
 _NARROW = (
     Rows(128, 64, 4, 4), Rows(128, 64, 4, 3), Rows(256, 64, 8, 2), Rows(256, 64, 8, 3),

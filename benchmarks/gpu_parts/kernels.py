@@ -18,11 +18,9 @@ from torch import Tensor
 from torch.nn.functional import linear
 
 from dynsparse.ops.linear.cuda import blocks, dense, launch
-from dynsparse.ops.linear.cuda.chip import chip_of
+from dynsparse.ops.linear.cuda.chip import Numbers, chip_of
 from dynsparse.ops.linear.cuda.configurations import Gradient, Rows, table_of
-from dynsparse.ops.linear.cuda.costs import PASSES, Pass, bounds, config_of
-from dynsparse.ops.linear.cuda.precision import Numbers
-from dynsparse.ops.linear.cuda.rates import rates_of
+from dynsparse.ops.linear.cuda.costs import PASSES, Pass, bounds, config_of, rates_of
 from gpu_parts.candidates import GRADIENT, ROWS
 from gpu_parts.data import Data, error
 from gpu_parts.run import Run, spread
@@ -48,7 +46,7 @@ def read_kernel(x, out, elements, loops, BLOCK: tl.constexpr):
 
 def ceilings(run: Run) -> None:
     """Copies, the L2 cache, cuBLAS, masks, and what the host takes to launch; at the end the row of
-    `rates.py` as measured."""
+    `costs.Rates` as measured."""
     n, batch, _ = run.sizes
     row = rates_of(chip_of(run.device))
     big = torch.randn(64 if run.small else 1 << 28, device=run.device)
@@ -86,7 +84,7 @@ def ceilings(run: Run) -> None:
         "tf32x3": products["tf32"] / 3,
     }
     row = row._replace(products=products, tensor=tensor, cache=cache, memory=memory)
-    run.note("for rates.py", row=row)
+    run.note("for costs.py", row=row)
     _launches(run)
 
 

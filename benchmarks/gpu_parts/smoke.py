@@ -20,9 +20,8 @@ from dynsparse.nn import SparseLinear
 from dynsparse.ops import use_kernel
 from dynsparse.ops.grow import topk_outside
 from dynsparse.ops.linear.cuda import blocks, dense, launch
-from dynsparse.ops.linear.cuda.chip import chip_of
+from dynsparse.ops.linear.cuda.chip import TERMS, chip_of
 from dynsparse.ops.linear.cuda.configurations import Rows
-from dynsparse.ops.linear.cuda.precision import TERMS
 from gpu_parts.data import Data, error
 from gpu_parts.graphs import captured_training
 from gpu_parts.run import Run

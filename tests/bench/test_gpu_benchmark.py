@@ -70,7 +70,7 @@ def test_a_dry_run_goes_through_every_section(tmp_path):
         ].keys()
         assert any(f"blocks of {b}, bfloat16, captured" in what for what in rows["steps"])
     assert any("tma=True" in what for what in rows["kernels 64"])
-    assert {"host: forward by pointers", "host: forward by descriptors", "for rates.py"} <= rows[
+    assert {"host: forward by pointers", "host: forward by descriptors", "for costs.py"} <= rows[
         "ceilings"
     ].keys()
     assert {"4 steps, RigL", "4 steps, dense", "4 steps, masked"} <= rows["training"].keys()

@@ -9,7 +9,7 @@ from torch.nn.functional import linear as dense_linear
 from dynsparse import Rewiring, SparsePattern, ops
 from dynsparse.nn import SparseLinear, SparseMultiheadAttention, attention, follow_patterns
 from dynsparse.ops.linear import LayerIndex, operator
-from dynsparse.ops.linear.cuda import blocks, plan
+from dynsparse.ops.linear.cuda import blocks, configurations
 
 pytestmark = pytest.mark.usefixtures("off_cpu")
 
@@ -191,11 +191,11 @@ def test_the_dispatcher_finds_what_the_layer_has_made(layer):
 
 def test_work_lists_of_kernels_over_blocks_follow():
     layer = SparseLinear(64, 48, 0.4, 16)
-    chunks = plan.chunks(layer._state.index, 2)
+    chunks = configurations.chunks(layer._state.index, 2)
     layer.rewire(on_device(layer, 2))
-    assert plan.chunks(layer._state.index, 2) is chunks
+    assert configurations.chunks(layer._state.index, 2) is chunks
     fresh = LayerIndex(layer.pattern.index, layer.values)
-    assert torch.equal(chunks, plan.chunks(fresh, 2))
+    assert torch.equal(chunks, configurations.chunks(fresh, 2))
 
 
 def test_kernels_over_blocks_serve_where_they_are_asked_for(monkeypatch):

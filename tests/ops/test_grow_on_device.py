@@ -9,6 +9,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from dynsparse import SparsePattern
 from dynsparse.ops.grow import POOLINGS, on_device, random_outside, select, topk_outside
 from dynsparse.ops.grow.naive import topk_outside_naive
+from dynsparse.ops.grow.selection import select_on_device
 
 FLOATS = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
 
@@ -26,7 +27,7 @@ def test_selection(scores, dtype, largest, data):
     scores = given_scores.to(dtype)
     k = data.draw(st.integers(0, len(scores)))
     wanted = select(scores.double(), k, largest=largest)
-    assert torch.equal(on_device.best(scores, k, largest), wanted)
+    assert torch.equal(select_on_device(scores, k, largest), wanted)
 
 
 @st.composite

@@ -10,7 +10,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 import dynsparse as ds
 from dynsparse.nn import SparseLinear
-from dynsparse.ops.grow import random
+from dynsparse.ops.grow import free_positions
 from dynsparse.pattern import positions, rewiring
 from dynsparse.training import (
     Telemetry,
@@ -53,12 +53,14 @@ def fake(monkeypatch, without_cuda):
     def sent(tensor, device):
         return torch.empty(tensor.shape, dtype=tensor.dtype, device=device)
 
-    for module in (drop, deepr, update_on_device, random):
+    for module in (drop, deepr, update_on_device, free_positions):
         monkeypatch.setattr(module, "sent", sent)
     for module in (positions, rewiring, deferred_checks):
         monkeypatch.setattr(module, "Arriving", Coming)
     monkeypatch.setattr(
-        random, "sample_without_replacement", lambda n, k, g: torch.empty(k, dtype=torch.int64)
+        free_positions,
+        "sample_without_replacement",
+        lambda n, k, g: torch.empty(k, dtype=torch.int64),
     )
     # Tensors of the host, of which nobody knows here that they are.
     monkeypatch.setattr(history, "add_rows", lambda *_: None)

@@ -19,7 +19,7 @@ from dynsparse.ops.linear import choice, cost_table
 from dynsparse.ops.linear.cost_table import Layer
 from dynsparse.ops.linear.cuda import costs
 from dynsparse.ops.linear.cuda.chip import chip_of, runs_triton
-from dynsparse.ops.linear.cuda.rates import rates_of
+from dynsparse.ops.linear.cuda.costs import rates_of
 
 # The layer and the batches whose kernels are shown.
 _FEATURES = 1024

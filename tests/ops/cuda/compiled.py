@@ -28,9 +28,8 @@ from dynsparse.ops.grow import cuda as growth
 from dynsparse.ops.grow.on_device import BLOCKS as SCORED_BLOCKS
 from dynsparse.ops.linear import LayerIndex
 from dynsparse.ops.linear.cuda import blocks, launch
-from dynsparse.ops.linear.cuda.chip import Chip
+from dynsparse.ops.linear.cuda.chip import Chip, Numbers
 from dynsparse.ops.linear.cuda.configurations import BLOCKS, HOPPER, OTHERS, Gradient, Rows
-from dynsparse.ops.linear.cuda.precision import Numbers
 
 sys.path.append(str(Path(__file__).resolve().parents[3] / "benchmarks"))
 from gpu_parts.candidates import GRADIENT, ROWS

@@ -11,7 +11,7 @@ import torch
 from dynsparse import SparsePattern
 from dynsparse.ops.linear import LayerIndex
 from dynsparse.ops.linear.cuda import blocks, chip
-from dynsparse.ops.linear.cuda.precision import precision_of
+from dynsparse.ops.linear.cuda.chip import precision_of
 
 CUDA = torch.device("cuda", 0)
 
@@ -121,7 +121,7 @@ def test_the_new_setting_of_torch_counts_and_is_not_mixed_with_the_old_one():
         pytest.skip("this torch has the old setting alone")
     script = (
         "import torch\n"
-        "from dynsparse.ops.linear.cuda.precision import precision_of\n"
+        "from dynsparse.ops.linear.cuda.chip import precision_of\n"
         "for asked in ('tf32', 'ieee'):\n"
         "    torch.backends.cuda.matmul.fp32_precision = asked\n"
         "    print(precision_of(torch.float32))\n"

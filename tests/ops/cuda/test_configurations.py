@@ -12,7 +12,7 @@ import compiled
 
 from dynsparse.ops.grow import cuda as growth
 from dynsparse.ops.linear.cuda import launch
-from dynsparse.ops.linear.cuda.chip import INTERPRETED, Chip
+from dynsparse.ops.linear.cuda.chip import INTERPRETED, Chip, numbers_of
 from dynsparse.ops.linear.cuda.configurations import (
     BLOCKS,
     HOPPER,
@@ -23,7 +23,6 @@ from dynsparse.ops.linear.cuda.configurations import (
     group_of,
     rows_for,
 )
-from dynsparse.ops.linear.cuda.precision import numbers_of
 
 TABLES = [*HOPPER.values(), *OTHERS.values()]
 

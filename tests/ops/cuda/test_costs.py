@@ -11,15 +11,17 @@ from dynsparse.ops.linear.cost_table import Layer
 from dynsparse.ops.linear.cuda.chip import INTERPRETED, Chip
 from dynsparse.ops.linear.cuda.configurations import Gradient, Rows
 from dynsparse.ops.linear.cuda.costs import (
+    B200,
+    H200,
     KINDS,
     PASSES,
     bounds,
     choose,
     config_of,
     product,
+    rates_of,
     seconds,
 )
-from dynsparse.ops.linear.cuda.rates import B200, H200, rates_of
 
 HALF = torch.bfloat16
 

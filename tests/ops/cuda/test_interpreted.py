@@ -11,7 +11,7 @@ import triton.language as tl
 from triton.runtime.interpreter import InterpretedFunction
 from triton.runtime.jit import JITFunction
 
-from dynsparse.ops.linear.cuda import launch, rows
+from dynsparse.ops.linear.cuda import kernels, launch
 
 
 @triton.jit
@@ -66,7 +66,7 @@ def test_bounds_of_loops_may_come_from_memory():
 
 
 def test_it_leaves_no_trace():
-    places = (tl, tl.core, tl.math, tl.tensor, launch, rows, triton.runtime.interpreter)
+    places = (tl, tl.core, tl.math, tl.tensor, launch, kernels, triton.runtime.interpreter)
     before = [dict(vars(place)) for place in places]
     with interpreted.kernels():
         assert not isinstance(launch.rows_kernel, JITFunction)

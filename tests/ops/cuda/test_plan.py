@@ -10,7 +10,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from dynsparse import SparsePattern
 from dynsparse.ops.linear import LayerIndex
-from dynsparse.ops.linear.cuda import plan
+from dynsparse.ops.linear.cuda import configurations
 from dynsparse.pattern import PatternIndex
 
 
@@ -31,7 +31,7 @@ def listed(row_ptr, size):
 )
 def test_chunks_hold_every_block_once(height, width, density, size):
     pattern = SparsePattern.random((height, width), density)
-    chunks = plan.chunks(layer_of(pattern), size)
+    chunks = configurations.chunks(layer_of(pattern), size)
     assert chunks.dtype == torch.int32
     assert chunks.shape == (2, pattern.nnz // size + height)
     expected = listed(pattern.row_ptr.tolist(), size)
@@ -43,7 +43,7 @@ def test_chunks_hold_every_block_once(height, width, density, size):
 def test_chunks_written_out():
     # Rows of 3, 0 and 2 blocks: slots 0 to 2, none, and 3 to 4.
     pattern = SparsePattern([0, 0, 0, 2, 2], [0, 1, 3, 0, 2], shape=(3, 4))
-    rows, starts = plan.chunks(layer_of(pattern), 2).tolist()
+    rows, starts = configurations.chunks(layer_of(pattern), 2).tolist()
     assert rows == [0, 0, 1, 2, -1]
     assert starts[:4] == [0, 2, 3, 3]
 
@@ -52,7 +52,10 @@ def test_chunks_written_out():
 def test_the_longest_come_first_and_equal_ones_in_order(height, width, density):
     pattern = SparsePattern.random((height, width), density)
     p = layer_of(pattern)
-    for turn, ptr in ((plan.rows_in_turn(p), p.row_ptr), (plan.columns_in_turn(p), p.col_ptr)):
+    for turn, ptr in (
+        (configurations.rows_by_length(p), p.row_ptr),
+        (configurations.columns_by_length(p), p.col_ptr),
+    ):
         lengths = ptr.diff().tolist()
         assert turn.dtype == torch.int32
         assert turn[:, 0].tolist() == sorted(range(len(lengths)), key=lambda i: -lengths[i])
@@ -62,12 +65,12 @@ def test_records_written_out():
     # Rows of 1, 0 and 3 blocks; columns of 2, 0, 1 and 1.
     p = layer_of(SparsePattern([0, 2, 2, 2], [0, 0, 2, 3], shape=(3, 4)))
     # Row, start, end, block column and slot of the first entry; of one without entries any.
-    assert plan.rows_in_turn(p)[:, :5].tolist() == [
+    assert configurations.rows_by_length(p)[:, :5].tolist() == [
         [2, 1, 4, 0, 1],
         [0, 0, 1, 0, 0],
         [1, 1, 1, 0, 1],
     ]
-    assert plan.columns_in_turn(p)[[0, 1, 2], :5].tolist() == [
+    assert configurations.columns_by_length(p)[[0, 1, 2], :5].tolist() == [
         [0, 0, 2, 0, 0],
         [2, 2, 3, 2, 2],
         [3, 3, 4, 2, 3],
@@ -79,13 +82,13 @@ def test_nothing_waits_for_the_device():
     with FakeTensorMode():
         index = [torch.empty(n, dtype=torch.int32) for n in (7, 18, 11, 18, 18, 0)]
         p = LayerIndex(PatternIndex(*index), torch.empty(18, 16, 16))
-        assert plan.chunks(p, 4).shape == (2, 18 // 4 + 6)
-        assert plan.rows_in_turn(p).shape == (6, 8)
-        assert plan.columns_in_turn(p).shape == (10, 8)
+        assert configurations.chunks(p, 4).shape == (2, 18 // 4 + 6)
+        assert configurations.rows_by_length(p).shape == (6, 8)
+        assert configurations.columns_by_length(p).shape == (10, 8)
 
 
 @pytest.mark.parametrize("size", [1, 4])
 def test_lists_are_made_once(size):
     p = layer_of(SparsePattern.random((6, 6), 0.4))
-    assert plan.chunks(p, size) is plan.chunks(p, size)
-    assert plan.rows_in_turn(p) is plan.rows_in_turn(p)
+    assert configurations.chunks(p, size) is configurations.chunks(p, size)
+    assert configurations.rows_by_length(p) is configurations.rows_by_length(p)

@@ -10,9 +10,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from dynsparse.ops.linear.cuda.chip import chip_of, current_device
+from dynsparse.ops.linear.cuda.chip import TERMS, chip_of, current_device, precision_of
 from dynsparse.ops.linear.cuda.configurations import group_of
-from dynsparse.ops.linear.cuda.precision import TERMS, precision_of
 
 
 @triton.jit

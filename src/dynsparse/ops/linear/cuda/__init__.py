@@ -1,7 +1,7 @@
-"""What computes the products off the CPU, one file per route: forward, and both gradients.
+"""Products on other devices than the CPU, one file per route: forward, and both gradients.
 
-Activations stay in their own type. Nothing here makes the host wait for the device, and no sum
-depends on the order in which threads come: the same operands give the same bits on every run.
+Activations keep their type. Nothing here synchronises with the host, and no sum depends on the
+order in which threads run: the same operands give the same bits on every run.
 """
 
 from types import ModuleType
@@ -15,9 +15,9 @@ KERNELS: dict[str, ModuleType] = {"dense": dense, "blocks": blocks}
 
 
 def derive(p: LayerIndex) -> None:
-    """Make what the kernels read beside the index of a layer on a CUDA device.
+    """Make what the kernels read besides the index of a layer on a CUDA device.
 
-    When the index arrives, and not in the first pass: that may run inside a memory pool of CUDA
+    Called when the index is made, not in the first pass, which may run inside a memory pool of CUDA
     graphs (`torch.compile(mode="reduce-overhead")`), where nothing may be kept.
     """
     if p.cols.is_cuda:

@@ -1,9 +1,9 @@
-"""Sparse linear products over blocks on CUDA devices: the door to the Triton kernels.
+"""Sparse linear products over blocks on CUDA devices, by Triton kernels.
 
-`forward` and `backward` are called like those of `kernels/`. Tiles go to the tensor cores in the
-activations' own type, sums are float32 and are rounded once; float32 operands meet as three
-products of tf32, or as one (`precision.py`). No sum depends on the order in which programs run:
-the same operands give the same bits.
+`forward` and `backward` have the interface of `kernels/`. Tiles are multiplied in the activations'
+own type, sums are float32 and rounded once; float32 is multiplied as three products of tf32, or as
+one (`chip.precision_of`). No sum depends on the order in which programs run: the same operands give
+the same bits.
 
 Source: blocks as tiles of a dense product follow Gale et al. 2022, "MegaBlocks: Efficient Sparse
 Training with Mixture-of-Experts", section 5; the lists by rows and by columns are those of the
@@ -18,8 +18,13 @@ import torch
 from torch import Tensor
 
 from dynsparse.ops.linear.cuda.chip import chip_of, runs_triton
-from dynsparse.ops.linear.cuda.configurations import BLOCKS, table_of
-from dynsparse.ops.linear.cuda.plan import chunks, columns_in_turn, rows_in_turn
+from dynsparse.ops.linear.cuda.configurations import (
+    BLOCKS,
+    chunks,
+    columns_by_length,
+    rows_by_length,
+    table_of,
+)
 from dynsparse.ops.linear.layer_index import LayerIndex
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -27,18 +32,18 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 def serves(p: LayerIndex, dtype: torch.dtype, device: torch.device) -> bool:
     """Whether the kernels compute this layer for activations of `dtype` on `device`: blocks of 16,
-    32, 64 or 128, and no float64. Says once, by a warning, what a CUDA device lacks for them."""
+    32, 64 or 128, and no float64. Warns once if a CUDA device lacks something for them."""
     return p.block_size in BLOCKS and dtype in DTYPES and runs_triton(device)
 
 
 def derive(p: LayerIndex) -> None:
-    """Make all that the kernels read beside the index, if they compute this layer."""
+    """Make what the kernels read besides the index, if they compute this layer."""
     device = p.cols.device
     if p.block_size in BLOCKS and runs_triton(device):
-        rows_in_turn(p)
-        columns_in_turn(p)
+        rows_by_length(p)
+        columns_by_length(p)
         table = table_of(torch.bfloat16, chip_of(device))
-        chunks(p, table.gradient[p.block_size].blocks)  # those of float32 are as long
+        chunks(p, table.gradient[p.block_size].blocks)  # the same for float32
 
 
 def _launch() -> ModuleType:
@@ -49,13 +54,13 @@ def _launch() -> ModuleType:
 
 
 def readable(x: Tensor) -> Tensor:
-    """`x` [any, any], or a contiguous copy of it where the kernels could not read 16 bytes at a
-    time: of expanded gradients, as `sum` makes them, and of slices that begin or repeat at odd
-    addresses. A copy takes a tenth of what reading number by number does."""
+    """`x` [any, any], or a contiguous copy if the kernels could not read 16 bytes at a time: for
+    expanded gradients, such as those of `sum`, and slices with unaligned addresses or strides. The
+    copy takes a tenth of the time of reading number by number."""
     unit = 16 // x.element_size()
     steps = [step for step, size in zip(x.stride(), x.shape, strict=True) if size > 1]
-    lies = steps.count(1) == 1 and all(s == 1 or (s > 0 and s % unit == 0) for s in steps)
-    return _aligned(x if lies or not steps else x.contiguous())
+    contiguous = steps.count(1) == 1 and all(s == 1 or (s > 0 and s % unit == 0) for s in steps)
+    return _aligned(x if contiguous or not steps else x.contiguous())
 
 
 def _aligned(x: Tensor) -> Tensor:
@@ -76,7 +81,7 @@ def forward(
         values: [nnz, b, b], the dtype of x, or float32, which is rounded to it first.
         p: the layer's index.
         bias: [out], any floating point type, or None.
-        keep: takes the values as they were rounded for `backward`, if that is to have them.
+        keep: the rounded values are appended to it, for `backward`.
     """
     rounded = _aligned(values.to(x.dtype).contiguous())
     if keep is not None and rounded.dtype is not values.dtype:
@@ -94,15 +99,15 @@ def backward(
     rounded: Tensor | None = None,
     sums: list[Tensor] | None = None,
 ) -> tuple[Tensor | None, Tensor | None]:
-    """(dx [B, in] of the dtype of dy, dvalues like values); what is not needed is None.
+    """(dx [B, in] of the dtype of dy, dvalues like values); None if not needed.
 
     Args:
         dy: [B, out] float32, bfloat16 or float16; any strides.
         x: [B, in], the dtype of dy; any strides.
         values, p: as for `forward`. Where `values` are float32 their gradient is not rounded.
-        rounded: what `forward` has kept.
-        sums: takes the gradient of the bias, float32 [out], where the kernel has made it beside
-            that of 16-bit values: dY is read for it anyway.
+        rounded: the values that `forward` appended to `keep`.
+        sums: the gradient of the bias, float32 [out], is appended to it if the kernel computes it,
+            for 16-bit activations: dY is read anyway.
     """
     dx = dw = None
     dy = readable(dy)

@@ -1,4 +1,4 @@
-"""What the kernels must know of a device, and whether it can run them."""
+"""What the kernels need to know of a device: whether it runs them, and how it multiplies."""
 
 from __future__ import annotations
 
@@ -8,19 +8,19 @@ import shutil
 import warnings
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
 
 class Chip(NamedTuple):
-    """A device, as far as the kernels care.
+    """The properties of a device that the kernels depend on.
 
     Attributes:
-        capability: its CUDA compute capability.
-        multiprocessors: how many there are.
-        cache: bytes of its L2 cache.
+        capability: CUDA compute capability.
+        multiprocessors: number of them.
+        cache: bytes of the L2 cache.
     """
 
     capability: tuple[int, int]
@@ -29,26 +29,26 @@ class Chip(NamedTuple):
 
 
 LEAST_CAPABILITY = (8, 0)
-"""Tensor cores that take bfloat16 and tf32, and asynchronous copies."""
+"""The first with tensor cores for bfloat16 and tf32, and asynchronous copies."""
 
 LEAST_TRITON = (3, 6)
-"""The oldest that the kernels were checked with."""
+"""The oldest version that the kernels were tested with."""
 
 INTERPRETED = Chip((9, 0), 132, 60 << 20)
-"""An H200: what tensors on the CPU count as, which only Triton's interpreter computes."""
+"""An H200, for tensors on the CPU, which only Triton's interpreter computes."""
 
 
 @functools.cache
 def chip_of(device: torch.device) -> Chip:
-    """The device's chip; asked of the driver once."""
+    """The device's chip; the driver is queried once."""
     if device.type != "cuda":
         return INTERPRETED
-    found = torch.cuda.get_device_properties(device)
-    return Chip((found.major, found.minor), found.multi_processor_count, found.L2_cache_size)
+    facts = torch.cuda.get_device_properties(device)
+    return Chip((facts.major, facts.minor), facts.multi_processor_count, facts.L2_cache_size)
 
 
 def triton_version() -> str | None:
-    """Of the Triton that is installed."""
+    """Version of the installed Triton; None without one."""
     try:
         import triton
     except ImportError:
@@ -58,9 +58,8 @@ def triton_version() -> str | None:
 
 @functools.cache
 def runs_triton(device: torch.device) -> bool:
-    """Whether the kernels run on this device: an NVIDIA GPU of capability 8.0 or later, and Triton
-    3.6 or later installed, with the C compiler that it needs. What is missing is said once, by a
-    RuntimeWarning."""
+    """Whether the kernels run on this device: an NVIDIA GPU of capability 8.0 or later, with Triton
+    3.6 or later and the C compiler that it needs. One RuntimeWarning says what is missing."""
     if device.type != "cuda" or not torch.cuda.is_available():
         return False
     missing = None
@@ -86,7 +85,7 @@ def runs_triton(device: torch.device) -> bool:
 
 
 def _builds_launchers() -> bool:
-    """Whether there is what Triton builds the code with that starts kernels."""
+    """Whether Triton can build its launchers: with a C compiler and Python.h."""
     import sysconfig
 
     compiler = os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang")
@@ -95,7 +94,39 @@ def _builds_launchers() -> bool:
 
 
 def current_device(tensor: Tensor) -> AbstractContextManager:
-    """The tensor's device is the current one meanwhile: Triton launches there."""
+    """Make the tensor's device the current one, on which Triton launches."""
     if tensor.is_cuda and tensor.device.index != torch.cuda.current_device():
         return torch.cuda.device(tensor.device)
     return nullcontext()
+
+
+# ---- how operands are multiplied ----
+
+Precision = Literal["tf32", "tf32x3"]
+Numbers = Literal["16-bit", "tf32", "tf32x3"]
+
+TERMS = 1024
+"""Terms of "tf32x3" that the tensor cores add up before a new sum begins. They truncate where
+float32 rounds, so the error grows with the sum: 1e-5 of the norm at 1024 terms and 8e-5 at 8192
+(emulated, not measured). The sums are added in float32."""
+
+
+def precision_of(dtype: torch.dtype) -> Precision:
+    """The `input_precision` of `tl.dot`, which 16-bit operands ignore.
+
+    float32 is split into three products of tf32 unless torch's float32 products may use tf32
+    (`torch.set_float32_matmul_precision("high")`, or `torch.backends.cuda.matmul.fp32_precision =
+    "tf32"`).
+    """
+    if dtype is not torch.float32:
+        return "tf32"
+    backend = torch.backends.cuda.matmul
+    # From torch 2.9 on the old query fails after the new setting was used.
+    if hasattr(backend, "fp32_precision"):
+        return "tf32" if backend.fp32_precision == "tf32" else "tf32x3"
+    return "tf32x3" if torch.get_float32_matmul_precision() == "highest" else "tf32"
+
+
+def numbers_of(dtype: torch.dtype) -> Numbers:
+    """What the tensor cores multiply."""
+    return precision_of(dtype) if dtype is torch.float32 else "16-bit"

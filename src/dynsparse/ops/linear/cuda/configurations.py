@@ -1,10 +1,13 @@
-"""How the kernels divide their work: one table for Hopper, one for other chips, as data.
+"""How the kernels divide their work: tile sizes by chip, and lists derived from the pattern.
 
-No configuration is searched for while somebody trains: a search would stop the first step for
-seconds, and again at every new batch. Neither table was measured: they hold what compiles cleanly,
-onto the tensor cores, with asynchronous copies and without spilled registers (`tests/ops/cuda`
-compiles them), for Hopper and, in 99 KB of shared memory, for every other chip. `benchmarks/gpu.py`
-measures candidates and prints the table for compute capability 9.0 anew.
+There is one table for Hopper and one for all other chips. Nothing is tuned during training, which
+would stop the first step, and each new batch size, for seconds. Neither table was measured: they
+hold what compiles to tensor core instructions with asynchronous copies and without spilled
+registers (`tests/ops/cuda` compiles them), on other chips in 99 KB of shared memory.
+`benchmarks/gpu.py` measures candidates and prints a table for compute capability 9.0.
+
+The lists have shapes that depend on the sizes of a layer alone, and nothing synchronises, so they
+can be made anew in place, inside a captured graph too.
 """
 
 from __future__ import annotations
@@ -12,21 +15,24 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
-from dynsparse.ops.linear.cuda.chip import Chip
-from dynsparse.ops.linear.cuda.precision import Numbers, numbers_of
+from dynsparse.encoding import slots_of
+from dynsparse.ops.linear.cuda.chip import Chip, Numbers, numbers_of
+from dynsparse.ops.linear.layer_index import LayerIndex
 
 BLOCKS = (16, 32, 64, 128)
 
 
 class Rows(NamedTuple):
-    """Of the kernel for forward and the gradient of the input.
+    """Configuration of the kernel for forward and the gradient of the input.
 
     Attributes:
-        samples, inputs: of a tile of X; `inputs` beyond the block's size join several blocks.
-        warps, stages: of a program, and of its pipeline.
-        tma: whether the copy engine moves the tiles, from capability 9.0 on (`rows_tma.py`).
-        group: how many tiles of samples meet all block rows before the next.
+        samples, inputs: of a tile of X; `inputs` larger than a block take several blocks at a step.
+        warps: of a program.
+        stages: of its pipeline.
+        tma: whether the copy engine moves the tiles, from capability 9.0 on.
+        group: number of tiles of samples that take all block rows before the next tiles.
     """
 
     samples: int
@@ -38,14 +44,15 @@ class Rows(NamedTuple):
 
 
 class Gradient(NamedTuple):
-    """Of the kernel for the gradient of the values.
+    """Configuration of the kernel for the gradient of the values.
 
     Attributes:
         blocks: of one row that a program computes.
-        samples: at a step of the sum.
-        warps, stages: of a program, and of its pipeline.
-        split: among how many programs the samples are divided at least.
-        registers: of a thread at most, where the gradient of a bias comes with that of the values.
+        samples: of one step of the sum.
+        warps: of a program.
+        stages: of its pipeline.
+        split: least number of programs that the samples are divided among.
+        registers: upper bound per thread when the gradient of a bias is computed too.
     """
 
     blocks: int
@@ -57,15 +64,15 @@ class Gradient(NamedTuple):
 
 
 class Table(NamedTuple):
-    """By block: tiles by falling size, of which the first is taken that occupies every
-    multiprocessor; and the gradient's."""
+    """For each block size the row tiles by falling size, of which the first that occupies every
+    multiprocessor is used; and the gradient's configuration."""
 
     rows: dict[int, tuple[Rows, ...]]
     gradient: dict[int, Gradient]
 
 
-# The tiles of a step in all stages take less than half of the shared memory where blocks are up to
-# 64: two programs share a multiprocessor, and one loads while the other begins or ends.
+# For blocks up to 64 the tiles of all stages take less than half of the shared memory, so that two
+# programs share a multiprocessor, and one loads while the other starts or ends.
 HOPPER: dict[Numbers, Table] = {
     "16-bit": Table(
         {
@@ -95,7 +102,7 @@ HOPPER: dict[Numbers, Table] = {
             128: Gradient(1, 32, 8, 3),
         },
     ),
-    # Sums that end take twice the registers.
+    # Sums that are split take twice the registers.
     "tf32x3": Table(
         {
             16: (Rows(128, 32, 8, 4), Rows(64, 32, 4, 3)),
@@ -144,11 +151,11 @@ def table_of(dtype: torch.dtype, chip: Chip) -> Table:
 
 def rows_for(b: int, dtype: torch.dtype, batch: int, rows: int, chip: Chip) -> Rows:
     """The configuration for `rows` block rows of blocks of `b` over a batch."""
-    known = table_of(dtype, chip).rows[b]
-    for one in known[:-1]:
-        if -(-batch // one.samples) * rows >= chip.multiprocessors:
-            return one
-    return known[-1]
+    tiles = table_of(dtype, chip).rows[b]
+    for config in tiles[:-1]:
+        if -(-batch // config.samples) * rows >= chip.multiprocessors:
+            return config
+    return tiles[-1]
 
 
 def gradient_for(
@@ -156,11 +163,11 @@ def gradient_for(
 ) -> Gradient:
     """The configuration for `nnz` blocks of `b` in `rows` block rows, over a batch.
 
-    Few large blocks make few programs: then samples are divided among several, as long as that
-    leaves each enough of them.
+    Few large blocks make few programs: samples are then divided among several, as long as each
+    has enough of them.
     """
     c = table_of(dtype, chip).gradient[b]
-    programs = nnz / c.blocks + rows / 2  # a row's last lacks half of its blocks
+    programs = nnz / c.blocks + rows / 2  # the last program of a row has half of its blocks
     split = c.split
     while split < 8 and programs * split < chip.multiprocessors and batch >= 8 * split * c.samples:
         split *= 2
@@ -168,12 +175,61 @@ def gradient_for(
 
 
 def sums_of(chip: Chip) -> int:
-    """Rows of the smallest tile of the tensor cores: of ones, whose product with dY is the gradient
-    of a bias."""
+    """Rows of the smallest tile of the tensor cores: of the ones whose product with dY is the
+    gradient of a bias."""
     return 64 if chip.capability[0] in (9, 10, 11) else 16
 
 
 def group_of(samples: int, features: int, dtype: torch.dtype, chip: Chip) -> int:
-    """How many tiles of samples meet all block rows before the next: these tiles of X take up to a
-    third of the L2 cache."""
+    """Number of tiles of samples that take all block rows before the next tiles: these tiles of X
+    take up to a third of the L2 cache."""
     return max(1, min(8, chip.cache // 3 // (samples * features * dtype.itemsize)))
+
+
+# ---- lists derived from a pattern ----
+
+
+def rows_by_length(p: LayerIndex) -> Tensor:
+    """The block rows by falling number of blocks, equal ones in order: int32 [out / b, 8].
+
+    Each record holds the row, the start and end of its list, and the block column and slot of its
+    first entry; the rest is unused.
+    """
+    return p.derived("rows by length", lambda p: _longest_first(p.row_ptr, p.cols, p.slots))
+
+
+def columns_by_length(p: LayerIndex) -> Tensor:
+    """The block columns, likewise: int32 [in / b, 8]."""
+    return p.derived("columns by length", lambda p: _longest_first(p.col_ptr, *p.by_columns()))
+
+
+def chunks(p: LayerIndex, size: int) -> Tensor:
+    """Block row and first slot of every chunk of up to `size` blocks of one row: int32 [2, n].
+
+    n = nnz // size + rows is an upper bound for every pattern; unused entries have the row -1.
+    """
+    return p.derived(("chunks", size), lambda p: _chunks(p.row_ptr, p.nnz, size))
+
+
+def _longest_first(ptr: Tensor, blocks: Tensor, slots: Tensor) -> Tensor:
+    order = ptr.diff().argsort(descending=True, stable=True)
+    records = ptr.new_zeros(len(order), 8)
+    records[:, 0] = order
+    records[:, 1], records[:, 2] = ptr[:-1][order], ptr[1:][order]
+    if len(blocks):
+        first = records[:, 1].clamp(max=len(blocks) - 1)
+        records[:, 3] = blocks[first]
+        records[:, 4] = slots_of(first, slots)
+    return records
+
+
+def _chunks(ptr: Tensor, nnz: int, size: int) -> Tensor:
+    rows = len(ptr) - 1
+    # Rows without blocks have a chunk too, which sums their gradient of the bias.
+    each = ((ptr.diff() + (size - 1)) // size).clamp_(min=1)
+    ends = each.cumsum(0)
+    number = torch.arange(nnz // size + rows, device=ptr.device)
+    row = torch.searchsorted(ends, number, right=True)
+    valid = row.clamp(max=rows - 1)
+    start = ptr[valid] + (number - (ends - each)[valid]) * size
+    return torch.stack([torch.where(row < rows, row, -1), start]).int()

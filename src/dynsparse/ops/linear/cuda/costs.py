@@ -1,9 +1,9 @@
-"""What a layer costs on a GPU: bounds of its passes, and the kind that should take least time.
+"""The time of a layer on a GPU: bounds of its passes, and the kind that should be fastest.
 
-A kernel over blocks reads X from the L2 cache once for every block that needs it. Besides this the
-arithmetic bounds it, the memory through which activations go, and for narrow blocks the reading of
-the tensor cores' operands. What it takes is predicted as the largest bound over the share of it
-that such kernels reach (`rates.py`), and what starting kernels takes.
+A kernel over blocks reads X from the L2 cache once for every block that needs it. It is also bound
+by arithmetic, by the memory traffic of activations, and for narrow blocks by reading the operands
+of the tensor cores. The predicted time is the largest bound, over the share of it that such kernels
+reach, plus the time to start kernels.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Literal, NamedTuple
 import torch
 
 from dynsparse.ops.linear.cost_table import Layer
-from dynsparse.ops.linear.cuda.chip import Chip
+from dynsparse.ops.linear.cuda.chip import Chip, Numbers, numbers_of
 from dynsparse.ops.linear.cuda.configurations import (
     BLOCKS,
     Gradient,
@@ -21,24 +21,94 @@ from dynsparse.ops.linear.cuda.configurations import (
     gradient_for,
     rows_for,
 )
-from dynsparse.ops.linear.cuda.precision import Numbers, numbers_of
-from dynsparse.ops.linear.cuda.rates import Rates, rates_of
 
 Pass = Literal["forward", "grad_input", "grad_weight"]
 PASSES: tuple[Pass, ...] = ("forward", "grad_input", "grad_weight")
 
 Kind = Literal["dense", "blocks"]
 KINDS: tuple[Kind, ...] = ("dense", "blocks")
-"""What may compute a layer."""
+"""The kinds of products."""
 
-# Until the first result of a kernel, and behind its last; torch's own kernels run while others end.
+# Seconds from starting a kernel to its first result, and after its last; torch's kernels overlap.
 _START = {"blocks": 5e-6, "dense": 2e-6}
-# What the host takes to launch one, while the device computes.
+# Seconds that the host takes to launch a kernel, while the device computes.
 _LAUNCH = {"blocks": 15e-6, "dense": 5e-6}
 
 
+class Rates(NamedTuple):
+    """What a chip reaches per second. Rates were measured by others or come from data sheets; the
+    shares are assumed until `benchmarks/gpu.py` has run on such a chip and printed its row.
+
+    Attributes:
+        name: of the chip.
+        measured: whether `share` was measured with these kernels, or is assumed.
+        source: of the rates.
+        multiprocessors: of that chip; rates of others scale with theirs.
+        products: operations (a multiply-add is 2) of cuBLAS in a large product of random numbers,
+            by what the tensor cores multiply. "tf32x3" is cuBLAS without TF32, on CUDA cores.
+        tensor: likewise of the tensor cores, for the kernels over blocks: three products of tf32
+            make one of "tf32x3".
+        cache, memory: bytes from the L2 cache to the multiprocessors, and of a copy in memory, read
+            and written.
+        share: of the bound of a pass that its kernel reaches, by what is multiplied.
+    """
+
+    name: str
+    measured: bool
+    source: str
+    multiprocessors: int
+    products: dict[Numbers, float]
+    tensor: dict[Numbers, float]
+    cache: float
+    memory: float
+    share: dict[Numbers, float]
+
+
+# First versions of such kernels reach 60 %; splitting operands in registers takes half of the time.
+_ASSUMED: dict[Numbers, float] = {"16-bit": 0.6, "tf32": 0.6, "tf32x3": 0.3}
+
+H200 = Rates(
+    name="H200",
+    measured=False,
+    source="16-bit products and memory measured (torch 2.11), cache measured (gpu-benches, "
+    "h200.txt); tf32 half of the 16-bit products, float32 78 % of the data sheet: assumed",
+    multiprocessors=132,
+    products={"16-bit": 790e12, "tf32": 395e12, "tf32x3": 52e12},
+    tensor={"16-bit": 790e12, "tf32": 395e12, "tf32x3": 395e12 / 3},
+    cache=9.7e12,
+    memory=4.3e12,
+    share=_ASSUMED,
+)
+
+B200 = Rates(
+    name="B200",
+    measured=False,
+    source="products 80 %, memory 90 % of the data sheet; a multiprocessor's cache as on the H200: "
+    "all assumed",
+    multiprocessors=148,
+    products={"16-bit": 1800e12, "tf32": 900e12, "tf32x3": 62e12},
+    tensor={"16-bit": 1800e12, "tf32": 900e12, "tf32x3": 300e12},
+    cache=10.9e12,
+    memory=7.2e12,
+    share=_ASSUMED,
+)
+"""For all chips but compute capability 9.0: none has faster dense products relative to its cache,
+so blocks are chosen only where they should be faster on every chip."""
+
+
+def rates_of(chip: Chip) -> Rates:
+    """The rates of a chip, scaled to its number of multiprocessors."""
+    row = H200 if chip.capability == (9, 0) else B200
+    scale = chip.multiprocessors / row.multiprocessors
+    return row._replace(
+        products={numbers: scale * rate for numbers, rate in row.products.items()},
+        tensor={numbers: scale * rate for numbers, rate in row.tensor.items()},
+        cache=scale * row.cache,
+    )
+
+
 class Bounds(NamedTuple):
-    """Seconds that a pass over blocks takes at least, by what bounds it."""
+    """Lower bounds of the seconds of a pass over blocks."""
 
     arithmetic: float
     operands: float
@@ -47,12 +117,12 @@ class Bounds(NamedTuple):
 
     @property
     def least(self) -> float:
-        """What none of them lets it go below."""
+        """The largest of them."""
         return max(self)
 
     @property
     def name(self) -> str:
-        """Of what bounds it."""
+        """The name of the largest."""
         return self._fields[self.index(self.least)]
 
 
@@ -64,7 +134,7 @@ def product(layer: Layer, batch: int, numbers: Numbers, rates: Rates) -> float:
 def config_of(
     layer: Layer, batch: int, what: Pass, dtype: torch.dtype, chip: Chip
 ) -> Rows | Gradient:
-    """The configuration that runs."""
+    """The configuration of a pass."""
     b, height, width = layer.block_size, layer.out_features, layer.in_features
     if what == "grad_weight":
         return gradient_for(b, dtype, layer.nnz, height // b, batch, chip)
@@ -74,16 +144,16 @@ def config_of(
 def bounds(
     layer: Layer, batch: int, config: Rows | Gradient, numbers: Numbers, rates: Rates
 ) -> Bounds:
-    """What bounds a pass over the layer's blocks in one configuration: `Rows` for forward and the
-    gradient of the input, `Gradient` for that of the weight."""
+    """Bounds of a pass over the layer's blocks: with `Rows` of forward and the gradient of the
+    input, with `Gradient` of the gradient of the weight."""
     b, size = layer.block_size, 2 if numbers == "16-bit" else 4
     values = layer.nnz * b * b
     arithmetic = 2 * batch * values / rates.tensor[numbers]
     activations = batch * (layer.out_features + layer.in_features) * size
-    read = float(batch * b * layer.nnz * size)  # each block its part of X
+    read = float(batch * b * layer.nnz * size)  # for each block its part of X
     if isinstance(config, Rows):
-        read += -(-batch // config.samples) * values * size  # each tile of samples all values
-    else:  # and the blocks of a program together their part of dY; a row's last lacks half of them
+        read += -(-batch // config.samples) * values * size  # for each tile of samples all values
+    else:  # and for the blocks of a program their part of dY; the last of a row has half of them
         missing = layer.out_features / b * (config.blocks - 1) / 2
         read += batch * b * size * (layer.nnz + missing) / config.blocks
     return Bounds(
@@ -99,8 +169,8 @@ def bounds(
 def seconds(
     kind: Kind, layer: Layer, batch: int, what: Pass, dtype: torch.dtype, chip: Chip
 ) -> float:
-    """What a pass is expected to take: the device's time, or the host's where launching the kernels
-    takes longer."""
+    """The predicted time of a pass: the device's, or the host's if launching the kernels takes
+    longer."""
     numbers, rates = numbers_of(dtype), rates_of(chip)
     if kind == "blocks":
         config = config_of(layer, batch, what, dtype, chip)
@@ -113,23 +183,22 @@ def seconds(
 
 
 def _moved(layer: Layer, batch: int, what: Pass, size: int) -> tuple[int, int]:
-    """Kernels of the dense way, and bytes that they move beside the product."""
+    """Number of kernels of kind "dense", and bytes that they move besides the product."""
     elements = layer.out_features * layer.in_features
     held = layer.nnz * layer.block_size**2
     if held == elements and layer.block_size == 1:  # the values are the weight
         return 1, 0
-    if what == "grad_weight":  # the product in float32, and what is collected from it
+    if what == "grad_weight":  # the product in float32, and the gathered entries
         return 2, elements * 4 + held * (4 + size)
     if what == "grad_input" and elements <= max(batch * layer.in_features, held):
-        return 1, 0  # forward has kept the weight
-    return 3, (elements + 2 * held) * size  # zeros, the values in their places, the product
+        return 1, 0  # the weight is saved by forward
+    return 3, (elements + 2 * held) * size  # zeros, the scattered values, the product
 
 
 def choose(layer: Layer, batch: int, backward: bool, dtype: torch.dtype, chip: Chip) -> Kind:
-    """ "blocks" or "dense": what is expected to take less time for activations of `dtype`, forward
-    or both gradients. Layers that the kernels over blocks do not take are "dense".
-
-    "dense" is about as fast as a dense layer, so that no layer is much slower than that.
+    """ "blocks" or "dense": the predicted faster kind for activations of `dtype`, in forward or in
+    both gradients. Layers that the kernels over blocks do not support are "dense", which is about
+    as fast as a dense layer.
     """
     if layer.block_size not in BLOCKS or dtype is torch.float64:
         return "dense"

@@ -1,15 +1,14 @@
-"""Sparse linear products through dense ones, on a GPU or whatever torch computes on.
+"""Sparse linear products through dense ones, on any device but the CPU.
 
-The weight is laid out in the type of the activations for one dense product: values, gradients and
-optimizer state stay sparse. Backward uses it again where it is no larger than x or the values, both
-of which are kept for backward anyway; otherwise it is forgotten, and laid out anew. So a model's
-memory stays in proportion to these, and not to its dense weights.
+The weight is expanded in the type of the activations for one dense product: values, gradients and
+optimizer state stay sparse. Backward reuses it if it is no larger than x or the values, both of
+which are saved for backward anyway; otherwise it is freed and expanded again. So a model's memory
+is in proportion to these, and not to its dense weights.
 
 The gradient of the weight is computed a panel of rows at a time, in the type of the values, and its
-entries are collected from there. Triton kernels move the entries of large layers (`layout.py`), and
-torch's own operators the others, to the same bits. Shapes depend on the layer and not on the
-pattern, so that nothing waits for the device. No two entries share a place: the results are the
-same on every run.
+entries are gathered. Triton kernels move the entries of large layers, and torch's operators those
+of others, with the same bits. Shapes depend on the layer and not on the pattern, so there is no
+host synchronisation. No two entries are written to one position: results are the same on every run.
 """
 
 from __future__ import annotations
@@ -25,12 +24,12 @@ from dynsparse.encoding import by_slots
 from dynsparse.ops.linear.cuda.chip import runs_triton
 from dynsparse.ops.linear.layer_index import LayerIndex
 
-# Of the gradient, in float32. Products of few rows leave multiprocessors idle, and each panel is
-# looked through for all entries: 8192 x 8192 is one panel.
+# Of the gradient, in float32. Products of few rows leave multiprocessors idle, and all entries are
+# searched for in each panel: 8192 x 8192 is one panel.
 PANEL_BYTES = 256 << 20
 
-# Of layers with no more lines of blocks the places are kept, 8 bytes for each: what is launched for
-# a small product takes longer than that product, and torch's operators are launched faster.
+# Layers with at most so many lines of blocks keep their positions, 8 bytes each: launching takes
+# longer than small products, and torch's operators are launched faster than Triton's.
 KEPT_LINES = 1 << 19
 
 _LOW = (torch.bfloat16, torch.float16)
@@ -50,9 +49,9 @@ def forward(
         values: [nnz] or [nnz, b, b], the dtype of x, or float32.
         p: the layer's index.
         bias: [out], or None.
-        keep: takes the weight for `backward`, if that is to have it.
+        keep: the weight is appended to it, for `backward`, if it is small enough.
     """
-    weight = _laid_out(values, p, x.dtype)
+    weight = _expand(values, p, x.dtype)
     if keep is not None and not p.is_full and weight.nbytes <= max(x.nbytes, values.nbytes):
         keep.append(weight)
     return linear(x, weight, None if bias is None else bias.to(x.dtype))
@@ -67,37 +66,37 @@ def backward(
     need_values: bool,
     weight: Tensor | None = None,
 ) -> tuple[Tensor | None, Tensor | None]:
-    """(dx [B, in], the dtype of dy; dvalues like values); what is not needed is None.
+    """(dx [B, in], the dtype of dy; dvalues like values); None if not needed.
 
-    16-bit activations are accumulated in float32, and their gradient of float32 values comes from
-    there unrounded where torch offers it (CUDA, from 2.8 on).
+    16-bit activations are accumulated in float32, and the gradient of float32 values is not rounded
+    in between where torch supports that (CUDA, from 2.8 on).
 
     Args:
         dy: [B, out]; x: [B, in], likewise.
         values, p: as for `forward`.
-        weight: what `forward` has kept.
+        weight: the one that `forward` appended to `keep`.
     """
     dx = None
     if need_input:
         if weight is None or weight.dtype is not dy.dtype:
-            weight = _laid_out(values, p, dy.dtype)
+            weight = _expand(values, p, dy.dtype)
         dx = dy @ weight
-    return dx, _collected(dy, x, values, p) if need_values else None
+    return dx, _gather_gradient(dy, x, values, p) if need_values else None
 
 
 def lines_of(row_ptr: Tensor, cols: Tensor, slots: Tensor, b: int, width: int) -> Tensor:
-    """Where the lines of every block lie in a matrix [out * in / b, b]: int64 [nnz * b], by slots.
+    """The rows of every block's lines in a matrix [out * in / b, b]: int64 [nnz * b], by slots.
 
     Args:
         width: in / b.
     """
-    places = torch.arange(len(row_ptr) - 1, device=cols.device) * (b * width)
-    places = places.repeat_interleave(row_ptr.diff(), output_size=len(cols)).add_(cols)
-    places = by_slots(places, slots)
+    first = torch.arange(len(row_ptr) - 1, device=cols.device) * (b * width)
+    first = first.repeat_interleave(row_ptr.diff(), output_size=len(cols)).add_(cols)
+    first = by_slots(first, slots)
     if b == 1:
-        return places
+        return first
     lines = torch.arange(0, b * width, width, device=cols.device)
-    return (places.view(-1, 1) + lines).view(-1)
+    return (first.view(-1, 1) + lines).view(-1)
 
 
 def _make_lines(p: LayerIndex) -> Tensor:
@@ -110,18 +109,18 @@ def _keeps_lines(p: LayerIndex) -> bool:
 
 
 def derive(p: LayerIndex) -> None:
-    """Make all that is read beside the index."""
+    """Make what is read besides the index."""
     if p.nnz and not p.is_full and _keeps_lines(p):
         _lines(p)
 
 
 def _lines(p: LayerIndex) -> Tensor:
-    # Of large layers these would take as much memory as the optimizer's state of single elements.
+    # In large layers of single elements they would take as much memory as the optimizer's state.
     return p.derived("lines", _make_lines) if _keeps_lines(p) else _make_lines(p)
 
 
 def _kernels(p: LayerIndex) -> ModuleType | None:
-    """The kernels that move entries, where they run and pay; Triton is imported when they do."""
+    """The kernels that move entries, if they run and are faster; Triton is imported then."""
     if not p.nnz or len(p.slots) or _keeps_lines(p) or not runs_triton(p.cols.device):
         return None
     from dynsparse.ops.linear.cuda import launch
@@ -129,7 +128,7 @@ def _kernels(p: LayerIndex) -> ModuleType | None:
     return launch
 
 
-def _laid_out(values: Tensor, p: LayerIndex, dtype: torch.dtype) -> Tensor:
+def _expand(values: Tensor, p: LayerIndex, dtype: torch.dtype) -> Tensor:
     """The weight, [out, in]."""
     if p.is_full:
         return values.to(dtype).view(p.out_features, p.in_features)
@@ -143,7 +142,7 @@ def _laid_out(values: Tensor, p: LayerIndex, dtype: torch.dtype) -> Tensor:
     return weight.view(p.out_features, p.in_features)
 
 
-def _collected(dy: Tensor, x: Tensor, values: Tensor, p: LayerIndex) -> Tensor:
+def _gather_gradient(dy: Tensor, x: Tensor, values: Tensor, p: LayerIndex) -> Tensor:
     """dy^T x at the pattern, like values."""
     b, dtype = p.block_size, values.dtype
     if p.is_full:
@@ -159,15 +158,15 @@ def _collected(dy: Tensor, x: Tensor, values: Tensor, p: LayerIndex) -> Tensor:
     if rows == p.out_features:
         gradient = _product(dy.t(), x, dtype).view(-1, b)
         return gradient.index_select(0, _lines(p)).view_as(values)
-    # Which entries are in a panel the host cannot know: each panel is asked for all of them.
+    # The host does not know which entries are in a panel: each panel is searched for all of them.
     lines, collected = _lines(p), values.new_zeros(p.nnz * b, b)
     for first in range(0, p.out_features, rows):
         part = dy.narrow(1, first, min(rows, p.out_features - first))
         panel = _product(part.t(), x, dtype).view(-1, b)
-        places = lines - first * (p.in_features // b)
-        inside = (places >= 0) & (places < len(panel))
-        found = panel.index_select(0, places.clamp_(0, len(panel) - 1))
-        collected = torch.where(inside.view(-1, 1), found, collected)
+        index = lines - first * (p.in_features // b)
+        inside = (index >= 0) & (index < len(panel))
+        entries = panel.index_select(0, index.clamp_(0, len(panel) - 1))
+        collected = torch.where(inside.view(-1, 1), entries, collected)
     return collected.view_as(values)
 
 
@@ -179,7 +178,7 @@ def _product(left: Tensor, right: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def has_accumulators(x: Tensor) -> bool:
-    """Whether these are 16 bits whose products may be had as float32, as they were accumulated."""
+    """Whether products of this 16-bit type can be returned as float32, unrounded."""
     if x.dtype not in _LOW or not x.is_cuda or torch.version.hip is not None or not x.numel():
         return False
     return _knows_accumulators()

@@ -1,6 +1,6 @@
-"""The kernels on tensors: what a launch is given, and how much of it there is.
+"""Launches of the Triton kernels on tensors.
 
-The only file that imports Triton's kernels; `blocks` imports it when they are first needed.
+Imports Triton; `blocks` and `dense` import this file when they first need it.
 """
 
 from __future__ import annotations
@@ -10,33 +10,37 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from dynsparse.encoding import by_slots
-from dynsparse.ops.linear.cuda.chip import chip_of, current_device
+from dynsparse.ops.linear.cuda.chip import TERMS, chip_of, current_device, precision_of
 from dynsparse.ops.linear.cuda.configurations import (
     Gradient,
     Rows,
+    chunks,
+    columns_by_length,
     gradient_for,
     group_of,
+    rows_by_length,
     rows_for,
     sums_of,
 )
-from dynsparse.ops.linear.cuda.gradient import gradient_kernel
-from dynsparse.ops.linear.cuda.layout import collect_kernel, lay_out_kernel
-from dynsparse.ops.linear.cuda.plan import chunks, columns_in_turn, rows_in_turn
-from dynsparse.ops.linear.cuda.precision import TERMS, precision_of
-from dynsparse.ops.linear.cuda.rows import rows_kernel
-from dynsparse.ops.linear.cuda.rows_tma import rows_tma_kernel
+from dynsparse.ops.linear.cuda.kernels import (
+    collect_kernel,
+    gradient_kernel,
+    lay_out_kernel,
+    rows_kernel,
+    rows_tma_kernel,
+)
 from dynsparse.ops.linear.layer_index import LayerIndex
 
-# Entries that a program moves at a step, and how many of them one of them should have.
+# Entries that a program moves at a step, and in all.
 _AT_ONCE, _EACH = 1024, 4096
 
 
 def _copy_engine_takes(x: Tensor, values: Tensor) -> bool:
-    """Whether these are 16 bits, rows lie one behind the other, begin at multiples of 16 bytes, and
-    something is there."""
+    """Whether these are 16 bits with contiguous rows that begin at multiples of 16 bytes, and there
+    are values."""
     sample, feature = x.stride()
-    lies = feature == 1 and sample >= x.shape[1] and sample % 8 == 0 and x.data_ptr() % 16 == 0
-    return x.element_size() == 2 and lies and len(values) > 0
+    aligned = feature == 1 and sample >= x.shape[1] and sample % 8 == 0 and x.data_ptr() % 16 == 0
+    return x.element_size() == 2 and aligned and len(values) > 0
 
 
 def _rows(
@@ -47,9 +51,9 @@ def _rows(
     transposed: bool,
     config: Rows | None,
 ) -> Tensor:
-    turns, blocks, slots = lists
+    records, blocks, slots = lists
     batch = len(x)
-    b, rows = values.shape[-1], len(turns)
+    b, rows = values.shape[-1], len(records)
     y = x.new_empty(batch, rows * b)
     if batch == 0:
         return y
@@ -59,7 +63,7 @@ def _rows(
         c = rows_for(b, x.dtype, batch, rows, chip)
         c = c._replace(group=min(c.group, group_of(c.samples, x.shape[1], x.dtype, chip)))
     grid = (-(-batch // c.samples) * rows,)
-    pattern = (bias, turns, blocks, slots, batch, rows, c.group)
+    pattern = (bias, records, blocks, slots, batch, rows, c.group)
     options = {
         "B": b,
         "BM": c.samples,
@@ -71,7 +75,7 @@ def _rows(
         "num_stages": c.stages,
     }
     with current_device(x):
-        # A box of the copy engine lies in one block: it cannot join several.
+        # A box of the copy engine lies in one block.
         if not c.tma or c.inputs > b or not _copy_engine_takes(x, values):
             precision = precision_of(x.dtype)
             terms = TERMS if precision == "tf32x3" else 0
@@ -95,12 +99,12 @@ def forward(
 ) -> Tensor:
     """y [batch, out] of `readable` x [batch, in] and values of its dtype."""
     slots = p.slots if len(p.slots) else None
-    return _rows(x, values, bias, (rows_in_turn(p), p.cols, slots), True, config)
+    return _rows(x, values, bias, (rows_by_length(p), p.cols, slots), True, config)
 
 
 def grad_input(dy: Tensor, values: Tensor, p: LayerIndex, config: Rows | None = None) -> Tensor:
     """dx [batch, in] of `readable` dy [batch, out] and values of its dtype."""
-    return _rows(dy, values, None, (columns_in_turn(p), *p.by_columns()), False, config)
+    return _rows(dy, values, None, (columns_by_length(p), *p.by_columns()), False, config)
 
 
 def grad_weight(
@@ -113,9 +117,9 @@ def grad_weight(
 ) -> Tensor:
     """dvalues [nnz, b, b] of `dtype`, of `readable` dy and x.
 
-    `sums` takes the sum of dy over the samples, float32 [out], where both are of 16 bits.
+    The sum of dy over the samples, float32 [out], is appended to `sums` if both are of 16 bits.
 
-    Where samples are split among programs, partial sums are added up in float32, in order, so that
+    If samples are split among programs, their sums are added up in float32 in a fixed order, so
     every run gives the same bits.
     """
     batch, (nnz, b, _) = len(x), p.values_shape
@@ -128,7 +132,7 @@ def grad_weight(
     steps = -(-batch // (c.split * c.samples))
     split = -(-batch // (steps * c.samples))
     dw = x.new_empty(split, *p.values_shape, dtype=dtype if split == 1 else torch.float32)
-    # Sums of float32 are to be as exact as float32 is, which products are not.
+    # Not for float32: products are less exact than its sums.
     ones = sums_of(chip) if sums is not None and x.element_size() == 2 else 1
     db = None if ones == 1 else x.new_empty(split, p.out_features, dtype=torch.float32)
     work = chunks(p, c.blocks)
@@ -160,12 +164,12 @@ def grad_weight(
         )
     if sums is not None and db is not None:
         sums.append(db[0] if split == 1 else db.sum(0))
-    made = dw[0] if split == 1 else dw.sum(0).to(dtype)
-    return by_slots(made, p.slots)
+    dvalues = dw[0] if split == 1 else dw.sum(0).to(dtype)
+    return by_slots(dvalues, p.slots)
 
 
 def _programs(p: LayerIndex, rows: int) -> tuple[int, int]:
-    """For so many block rows, and for the parts of each: as many as rows of mean length need."""
+    """The grid: block rows, and parts of each, as many as rows of mean length need."""
     entries = p.nnz * p.block_size**2 * p.block_size // max(1, p.out_features)
     return rows, max(1, -(-entries // _EACH))
 
@@ -182,8 +186,8 @@ def lay_out(values: Tensor, p: LayerIndex, dtype: torch.dtype) -> Tensor:
 
 
 def collect(gradient: Tensor, p: LayerIndex, first: int, collected: Tensor) -> None:
-    """Write what lies in some rows of the gradient, contiguous [any, in] from row `first` on, to
-    its places in `collected`, contiguous, like values."""
+    """Gather the pattern's entries from some rows of the gradient, contiguous [any, in] from row
+    `first` on, into `collected`, contiguous, like values."""
     b = p.block_size
     with current_device(gradient):
         collect_kernel[_programs(p, len(gradient) // b)](
