@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from kernels_of import ISAS, with_library
 
 from dynsparse import Rewiring, SparsePattern
-from dynsparse.encoding import by_columns, follow_, merge, moved
+from dynsparse.encoding import by_columns, merge, move_entries, move_entries_
 
 pytestmark = pytest.mark.skipif(not ISAS, reason="no compiled kernels")
 
@@ -84,11 +84,11 @@ def test_tensors_follow_in_place(dtype, tail, where, generator):
 
     def follow():
         following = [tensor.clone() for tensor in tensors]
-        follow_(following, rewiring.source)
+        move_entries_(following, rewiring.source)
         return following
 
     assert_same(follow)
-    assert_same(lambda: [moved(tensor, rewiring.source) for tensor in tensors])
+    assert_same(lambda: [move_entries(tensor, rewiring.source) for tensor in tensors])
     assert all(torch.equal(a, b) for a, b in zip(follow(), expected, strict=True))
 
 
@@ -102,8 +102,8 @@ def test_tensors_follow_in_any_order(dtype, reach, generator):
     source[torch.rand(count, generator=generator) < 0.2] = -1
     tensor = torch.randint(1, 99, (count,), generator=generator).to(dtype)
     expected = tensor[source.clamp(min=0)].masked_fill(source < 0, 0)
-    assert_same(lambda: [moved(tensor, source)])
-    assert torch.equal(moved(tensor, source), expected)
+    assert_same(lambda: [move_entries(tensor, source)])
+    assert torch.equal(move_entries(tensor, source), expected)
 
 
 @given(st.integers(0, 60), st.data())

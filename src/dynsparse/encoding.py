@@ -170,7 +170,7 @@ def slots_of(entries: Tensor, slots: Tensor) -> Tensor:
     return slots.index_select(0, entries) if len(slots) else entries
 
 
-def set_places(chosen: Tensor, offset: int = 0, out: Tensor | None = None) -> Tensor:
+def nonzero_positions(chosen: Tensor, offset: int = 0, out: Tensor | None = None) -> Tensor:
     """Where a mask, bool [n], is set: int64 [any], counted from `offset`.
 
     Args:
@@ -188,13 +188,13 @@ def set_places(chosen: Tensor, offset: int = 0, out: Tensor | None = None) -> Te
     return out
 
 
-def members(numbers: Tensor, count: int) -> Tensor:
-    """bool [count]: which of 0, 1, ... are among `numbers`, int64. With `set_places` they come in
-    ascending order, faster than sorted."""
+def membership_mask(numbers: Tensor, count: int) -> Tensor:
+    """bool [count]: which of 0, 1, ... are among `numbers`, int64. With `nonzero_positions` they
+    come in ascending order, faster than sorted."""
     return torch.zeros(count, dtype=torch.bool).index_fill_(0, numbers, True)
 
 
-def copied(tensor: Tensor) -> Tensor:
+def copy_tensor(tensor: Tensor) -> Tensor:
     """A copy beside the C library's heap: see `empty`."""
     return empty(*tensor.shape, dtype=tensor.dtype, device=tensor.device).copy_(tensor)
 
@@ -209,18 +209,18 @@ def split_flat(flat: Tensor, width: int) -> tuple[Tensor, Tensor]:
     return rows, cols
 
 
-def follows_in_place(tensor: Tensor) -> bool:
-    """Whether `follow_` needs no memory to move this one."""
+def moves_in_place(tensor: Tensor) -> bool:
+    """Whether `move_entries_` needs no memory to move this one."""
     on_cpu = tensor.device.type == "cpu" and tensor.is_contiguous()
     return tensor.numel() == 0 or (on_cpu and native.load() is not None)
 
 
-def follow_(tensors: Sequence[Tensor], source: Tensor) -> None:
+def move_entries_(tensors: Sequence[Tensor], source: Tensor) -> None:
     """Entry j of each tensor ([nnz, ...]) becomes what entry source[j] was; zero where that is -1.
 
     In place; what is not -1 in `source` (int32 [nnz]) ascends.
     """
-    compiled = [t for t in tensors if t.numel() and follows_in_place(t)]
+    compiled = [t for t in tensors if t.numel() and moves_in_place(t)]
     library = native.load() if compiled and source.device.type == "cpu" else None
     if library is None:
         compiled = []
@@ -245,8 +245,9 @@ def follow_(tensors: Sequence[Tensor], source: Tensor) -> None:
     )
 
 
-def moved(tensor: Tensor, source: Tensor) -> Tensor:
-    """What `follow_` makes of a tensor, beside it; as long as `source`, whatever its own length."""
+def move_entries(tensor: Tensor, source: Tensor) -> Tensor:
+    """What `move_entries_` makes of a tensor, beside it; as long as `source`, whatever its own
+    length."""
     shape = len(source), *tensor.shape[1:]
     if not len(tensor):
         return tensor.new_zeros(shape)

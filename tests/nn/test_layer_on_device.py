@@ -97,17 +97,17 @@ def test_patterns_share_no_memory_with_the_index(layer):
     made = on_device(layer)
     layer.rewire(made)
     third = layer.pattern
-    assert third._there[1] is layer.index.cols
+    assert third._device_index[1] is layer.index.cols
     assert "cols" not in vars(third)
     held, none = layer.index.cols.clone(), torch.zeros(0, dtype=torch.int64)
     layer.rewire(Rewiring._on_device(third, none, none, row_major=True))
-    assert third._there[1] is not layer.index.cols
+    assert third._device_index[1] is not layer.index.cols
     layer.rewire(on_device(layer))
     assert torch.equal(held, third.cols)
     fourth = layer.pattern
     assert fourth.cols is not layer.index.cols
     layer.rewire(on_device(layer))
-    assert fourth._there is None
+    assert fourth._device_index is None
     assert torch.equal(second.flat, on_device_positions)
 
 

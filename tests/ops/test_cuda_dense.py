@@ -192,8 +192,8 @@ def test_a_weight_is_laid_out_once_where_that_takes_no_more_memory_than_x_or_val
     off_cpu, monkeypatch, autocast
 ):
     made = []
-    laid_out = dense._laid_out
-    monkeypatch.setattr(dense, "_laid_out", lambda *args: made.append(args) or laid_out(*args))
+    expand = dense._expand
+    monkeypatch.setattr(dense, "_expand", lambda *args: made.append(args) or expand(*args))
     dense_layer, sparse_layer = SparseLinear(32, 48, 0.9), SparseLinear(32, 48, 0.1)
 
     def times(layer, samples, grad=True):

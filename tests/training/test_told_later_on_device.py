@@ -6,7 +6,7 @@ from device_trainings import TIMES, backward, model
 
 import dynsparse as ds
 from dynsparse.nn import SparseLinear
-from dynsparse.pattern.arriving import Arriving
+from dynsparse.pattern.on_device import HostCopy
 from dynsparse.training import Telemetry, change, deferred_checks
 from dynsparse.training.records import Recorder, Records
 from dynsparse.training.records.files import pending_recorders
@@ -65,7 +65,7 @@ def test_weights_that_are_nan_are_told_of_by_topkast_later(off_cpu):
 def test_records_and_telemetry_of_updates_that_come_late(off_cpu, monkeypatch, tmp_path, late):
     """They are what they are where updates come at once."""
     came = not late
-    monkeypatch.setattr(Arriving, "is_there", property(lambda own: came))
+    monkeypatch.setattr(HostCopy, "is_ready", property(lambda own: came))
     net = model(1, torch.float32)
     own = ds.RigL(net, torch.optim.SGD(net.parameters(), lr=0.1), **TIMES)
     recorder, telemetry = Recorder(tmp_path / "record"), Telemetry(own)
@@ -108,7 +108,7 @@ def test_records_and_telemetry_of_updates_that_come_late(off_cpu, monkeypatch, t
 
 
 def test_a_state_is_never_ahead_of_its_record(off_cpu, monkeypatch, tmp_path):
-    monkeypatch.setattr(Arriving, "is_there", property(lambda own: False))
+    monkeypatch.setattr(HostCopy, "is_ready", property(lambda own: False))
     net = model(1, torch.float32)
     own = ds.RigL(net, torch.optim.SGD(net.parameters(), lr=0.1), **TIMES)
     recorder = Recorder(tmp_path)

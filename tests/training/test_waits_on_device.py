@@ -11,7 +11,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 import dynsparse as ds
 from dynsparse.nn import SparseLinear
 from dynsparse.ops.grow import free_positions
-from dynsparse.pattern import positions, rewiring
+from dynsparse.pattern import rewiring, sparse_pattern
 from dynsparse.training import (
     Telemetry,
     budgets,
@@ -33,7 +33,7 @@ class Coming:
     """What is on its way to the CPU, and never there."""
 
     sent = 0
-    is_there = False
+    is_ready = False
 
     def __init__(self, *tensors):
         Coming.sent += 1
@@ -50,13 +50,13 @@ def fake(monkeypatch, without_cuda):
     monkeypatch.setattr(torch.Tensor, "copy_", lambda own, new: torch._foreach_copy_([own], [new]))
     monkeypatch.setattr(SparseLinear, "reset_parameters", lambda *_: None)
 
-    def sent(tensor, device):
+    def to_device(tensor, device):
         return torch.empty(tensor.shape, dtype=tensor.dtype, device=device)
 
     for module in (drop, deepr, update_on_device, free_positions):
-        monkeypatch.setattr(module, "sent", sent)
-    for module in (positions, rewiring, deferred_checks):
-        monkeypatch.setattr(module, "Arriving", Coming)
+        monkeypatch.setattr(module, "to_device", to_device)
+    for module in (sparse_pattern, rewiring, deferred_checks):
+        monkeypatch.setattr(module, "HostCopy", Coming)
     monkeypatch.setattr(
         free_positions,
         "sample_without_replacement",
@@ -69,14 +69,14 @@ def fake(monkeypatch, without_cuda):
     monkeypatch.setattr(trainer, "layers_with_gradients", lambda step, layers, _: dict(layers))
     waits = []
 
-    def told(numbers):
+    def fetch_scalars(numbers):
         if numbers:
             assert all(number.is_cuda and number.dim() == 0 for number in numbers)
             waits.append(len(numbers))
         return [0.0 if n.dtype is torch.bool else i + 1.0 for i, n in enumerate(numbers)]
 
     for module in (budgets, update_on_device):
-        monkeypatch.setattr(module, "told", told)
+        monkeypatch.setattr(module, "fetch_scalars", fetch_scalars)
     with FakeTensorMode():
         yield waits
 

@@ -160,9 +160,9 @@ class SparseModule(nn.Module):
             state = LayerState(pattern, values, index, self._row_ptr)
             self._row_ptr = state.index.row_ptr
             if state.index.on_cpu:
-                pattern._live_here()
+                pattern._detach()
             else:
-                pattern._live_in(state.index.index)
+                pattern._attach(state.index.index)
             self._state, self._aside = state, None
             return state
 
@@ -204,7 +204,7 @@ class SparseModule(nn.Module):
             before = None
         if before is not None:
             state.index.derive_like(before.index)
-            left = self._pattern._left(before.index.index)
+            left = self._pattern._before_overwrite(before.index.index)
         executor = None if self.executor is None else self.executor.after(pattern)
         followers = [follower for reference in self._followers if (follower := reference())]
         following = []
@@ -218,12 +218,12 @@ class SparseModule(nn.Module):
                 with changing:
                     made = state
                     if before is not None:
-                        self._pattern._there = left
+                        self._pattern._device_index = left
                         made = before.take(state, pattern, self.values, values)
                     elif values is not None:
                         self._store(values)
                     if not made.index.on_cpu:
-                        pattern._live_in(made.index.index)
+                        pattern._attach(made.index.index)
                     row_ptr = made.index.row_ptr
                     if self._row_ptr is not None and self._row_ptr.data_ptr() != row_ptr.data_ptr():
                         capture.replace(self._row_ptr, row_ptr, self.values)

@@ -1,12 +1,11 @@
-"""Which blocks of a matrix are present, and how one such choice turns into the next.
+"""Which blocks of a matrix are present, and updates of that.
 
-Everything above this room talks in `SparsePattern` and `Rewiring`: layers hold a pattern, pattern
-updates produce a rewiring, optimizer states and records follow by applying it.
+Layers hold a `SparsePattern`. A pattern update makes a `Rewiring`, which is applied to values,
+optimizer states and records.
 """
 
 from dynsparse.pattern.coordinates import sample_without_replacement
-from dynsparse.pattern.positions import PatternIndex
 from dynsparse.pattern.rewiring import Rewiring
-from dynsparse.pattern.sparse_pattern import SparsePattern
+from dynsparse.pattern.sparse_pattern import PatternIndex, SparsePattern
 
 __all__ = ["PatternIndex", "Rewiring", "SparsePattern", "sample_without_replacement"]

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+import contextlib
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from functools import cached_property
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import torch
 from torch import Tensor
+from torch.compiler import is_compiling
 
 from dynsparse.checks import check_integer, check_kind, check_tensor, check_within, is_scipy
-from dynsparse.encoding import empty, slots_of
+from dynsparse.encoding import by_columns, by_slots, empty, move_entries, slots_of
 from dynsparse.files.html import html_table
 from dynsparse.files.shorten import shortened
 from dynsparse.pattern.coordinates import (
@@ -19,16 +23,46 @@ from dynsparse.pattern.coordinates import (
     coordinates,
     sample_without_replacement,
 )
-from dynsparse.pattern.on_device import places
-from dynsparse.pattern.positions import Positions
+from dynsparse.pattern.on_device import HostCopy, column_pointers, flat_positions, row_pointers
 from dynsparse.typed import typed
 
+T = TypeVar("T")
 
-class SparsePattern(Positions):
+
+class PatternIndex(NamedTuple):
+    """The index tensors of the sparse products: CSR, and CSC with its permutation. All int32.
+
+    `row_ptr` [out/b + 1] and `cols` [nnz] are the pattern by block rows, `slots` [nnz] the slots of
+    its entries; [0] if slots are in this order. `col_ptr` [in/b + 1] and `csc_rows` [nnz] are the
+    same blocks by columns; entry p of that order has the slot `csc_perm[p]`. On devices and for
+    sharded values these two are empty ([0]), and products make them when they need them.
+    """
+
+    row_ptr: Tensor
+    cols: Tensor
+    col_ptr: Tensor
+    csc_rows: Tensor
+    csc_perm: Tensor
+    slots: Tensor
+
+
+@contextlib.contextmanager
+def _plain_tensors() -> Iterator[None]:
+    """Tensors that are kept must be ordinary: neither of a function transform, nor of inference
+    mode, whose tensors have no version counter."""
+    with torch._C._DisableFuncTorch(), torch.inference_mode(False):
+        yield
+
+
+class SparsePattern:
     """Which blocks of an [out, in] matrix are present. Immutable.
 
-    It lives on the CPU. One that an update on a device has made lives there, and comes to the CPU
-    when somebody asks for more than its size, who then waits for the device.
+    Entries are in row-major order; the slot of an entry is the index of its block in `values`. Both
+    orders are the same until an update gives dropped slots to grown blocks. A pattern takes 4 bytes
+    per block, and 4 more for the slots if the orders differ.
+
+    It is on the CPU. One that was made by an update on a device is there, and is copied to the CPU
+    when more than its size is read, which synchronises.
 
     Args:
         rows, cols: block coordinates, integers [nnz], in any order, without duplicates.
@@ -41,13 +75,22 @@ class SparsePattern(Positions):
         TypeError: coordinates that are not integers.
     """
 
+    shape: tuple[int, int]
+    block_size: int
+    # `row_ptr`, `sorted_cols` and `slots` on a device: made by an update there, or shared with the
+    # layer's index while the layer has this pattern.
+    _device_index: tuple[Tensor, Tensor, Tensor] | None = None
+    # Their copy to the CPU.
+    _host_copy: HostCopy | None = None
+    _rows: weakref.ref[Tensor] | None = None
+
     def __init__(self, rows: Any, cols: Any, *, shape: Sequence[int], block_size: int = 1) -> None:
         self._take(rows, cols, shape, block_size)
 
     def _take(
         self, rows: Any, cols: Any, shape: Sequence[int], block_size: int, in_order: bool = False
     ) -> None:
-        """See the constructor; `in_order`: whether the slots have the order of the coordinates."""
+        """See the class; `in_order`: whether slots have the order of the coordinates."""
         shape, block_size, grid = block_grid(shape, block_size)
         row = coordinates(rows, "rows", grid[0])
         col = coordinates(cols, "cols", grid[1])
@@ -91,23 +134,23 @@ class SparsePattern(Positions):
     def _in_order(
         cls, rows: Any, cols: Any, *, shape: Sequence[int], block_size: int = 1
     ) -> SparsePattern:
-        """As the constructor, with the slots in the order of `rows` and `cols`."""
+        """The constructor, with slots in the order of `rows` and `cols`."""
         pattern = cls.__new__(cls)
         pattern._take(rows, cols, shape, block_size, in_order=True)
         return pattern
 
     def _with_slots(self) -> SparsePattern:
-        """The same slots, held even where they have row-major order: what reads them keeps its
-        tensors' sizes when an update changes the order."""
+        """The same pattern with an explicit tensor of slots even in row-major order, so that its
+        size does not change when an update changes the order."""
         if not self._is_row_major:
             return self
         pattern = SparsePattern.__new__(SparsePattern)
         pattern.shape, pattern.block_size = self.shape, self.block_size
         if "sorted_cols" in vars(self):
             slots = empty(self.nnz, dtype=torch.int32)
-            pattern._hold(self.row_ptr, self.sorted_cols, torch.arange(self.nnz, out=slots))
-        if self._there is not None:
-            pattern._there = self._read(
+            pattern._set_index(self.row_ptr, self.sorted_cols, torch.arange(self.nnz, out=slots))
+        if self._device_index is not None:
+            pattern._device_index = self._read(
                 lambda row_ptr, cols, _: (
                     row_ptr.clone(), cols.clone(),
                     torch.arange(len(cols), dtype=torch.int32, device=cols.device),
@@ -129,13 +172,17 @@ class SparsePattern(Positions):
     ) -> SparsePattern:
         """Positions on a device, sorted and distinct by the way they were made, int64 [nnz], and
         the slot of each (int32 [nnz]; None: in this order); the shape and block size of `like`.
-        Nobody else may write to them."""
+        The caller must not write to them."""
         pattern = cls.__new__(cls)
         pattern.shape, pattern.block_size = like.shape, like.block_size
         height, width = pattern.grid
         if slots is None:
             slots = flat.new_empty(0, dtype=torch.int32)
-        pattern._there = places(flat, height, width), flat.remainder(width).int(), slots
+        pattern._device_index = (
+            row_pointers(flat, height, width),
+            flat.remainder(width).int(),
+            slots,
+        )
         return pattern
 
     @classmethod
@@ -225,6 +272,217 @@ class SparsePattern(Positions):
         return cls.from_flat(torch.from_numpy(np.unique(flat)), shape=shape, block_size=block)
 
     @property
+    def grid(self) -> tuple[int, int]:
+        """The shape in blocks."""
+        return self.shape[0] // self.block_size, self.shape[1] // self.block_size
+
+    def _split(self, flat: Tensor) -> None:
+        height, width = self.grid
+        with _plain_tensors():
+            cols = empty(len(flat), dtype=torch.int32)
+            np.remainder(flat.numpy(), width, out=cols.numpy(), casting="unsafe")
+            self._set_index(row_pointers(flat, height, width), cols, cols.new_empty(0))
+
+    def _set_index(self, row_ptr: Tensor, cols: Tensor, slots: Tensor) -> None:
+        vars(self).update(row_ptr=row_ptr, sorted_cols=cols, slots=slots)
+
+    @property
+    def rows(self) -> Tensor:
+        """Block rows of the slots, int32 [nnz], on the CPU; computed from `row_ptr`."""
+        rows = None if self._rows is None else self._rows()
+        if rows is None:
+            with _plain_tensors():
+                each = torch.arange(self.grid[0], dtype=torch.int32)
+                rows = each.repeat_interleave(self.row_ptr.diff(), output_size=self.nnz)
+                rows = by_slots(rows, self.slots)
+            self._rows = weakref.ref(rows)
+        return rows
+
+    @property
+    def cols(self) -> Tensor:
+        """Block columns of the slots, int32 [nnz], on the CPU."""
+        if not len(self.slots):
+            return self.sorted_cols
+        with _plain_tensors():
+            return by_slots(self.sorted_cols, self.slots)
+
+    @cached_property
+    def row_ptr(self) -> Tensor:
+        """The first entry of each block row, int32 [out/b + 1], on the CPU."""
+        return self._fetch("row_ptr")
+
+    @cached_property
+    def sorted_cols(self) -> Tensor:
+        """Block columns of the entries in row-major order, int32 [nnz], on the CPU."""
+        return self._fetch("sorted_cols")
+
+    @cached_property
+    def slots(self) -> Tensor:
+        """The slot of each entry in row-major order, int32 [nnz], on the CPU; [0] if slots have
+        that order."""
+        return self._fetch("slots")
+
+    def _fetch(self, name: str) -> Tensor:
+        copy = self._host_copy
+        with _plain_tensors():
+            row_ptr, cols, slots = (self._copy_to_host() if copy is None else copy).get()
+        self._set_index(row_ptr, cols, slots)
+        self._host_copy = None
+        return vars(self)[name]
+
+    def _start_host_copy(self) -> None:
+        """Start copying what is only on a device to the CPU."""
+        if self._host_copy is None and "sorted_cols" not in vars(self):
+            with _plain_tensors():
+                self._host_copy = self._copy_to_host()
+
+    def _copy_to_host(self) -> HostCopy:
+        return self._read(lambda *index: HostCopy(*index))
+
+    @property
+    def _is_on_host(self) -> bool:
+        """Whether reading the positions does not wait."""
+        return "sorted_cols" in vars(self) or (
+            self._host_copy is not None and self._host_copy.is_ready
+        )
+
+    def _read(self, of: Callable[[Tensor, Tensor, Tensor], T]) -> T:
+        """`of` the tensors on the device, which change if the layer gets another pattern
+        meanwhile."""
+        while True:
+            index = self._device_index
+            assert index is not None
+            result = of(*index)
+            if self._device_index is index:
+                return result
+
+    @property
+    def flat(self) -> Tensor:
+        """Flat block positions (row * (in/b) + col) of the slots, int64 [nnz]; computed each
+        time."""
+        return by_slots(self.sorted_flat, self.slots)
+
+    @property
+    def sorted_flat(self) -> Tensor:
+        """Flat block positions in row-major order, int64 [nnz]; computed each time."""
+        return flat_positions(self.row_ptr, self.sorted_cols, self.grid[1])
+
+    @property
+    def _device(self) -> torch.device:
+        """The CPU, or the device if the pattern is only there."""
+        index = self._device_index
+        if index is None or "sorted_cols" in vars(self):
+            return torch.device("cpu")
+        return index[1].device
+
+    def _is_on(self, device: torch.device) -> bool:
+        return self._device_index is not None and self._device_index[1].device == device
+
+    def _flat_on(self, device: torch.device) -> Tensor:
+        """`flat` on a device."""
+        if not self._is_on(device):
+            return self.flat.to(device)
+        width = self.grid[1]
+        return self._read(
+            lambda ptr, cols, slots: by_slots(flat_positions(ptr, cols, width), slots)
+        )
+
+    def _sorted_flat_on(self, device: torch.device) -> Tensor:
+        """`sorted_flat` on a device."""
+        if not self._is_on(device):
+            return self.sorted_flat.to(device)
+        width = self.grid[1]
+        return self._read(lambda row_ptr, cols, slots: flat_positions(row_ptr, cols, width))
+
+    def _slots_on(self, device: torch.device) -> Tensor:
+        """`slots` on a device."""
+        if not self._is_on(device):
+            return self.slots.to(device)
+        return self._read(lambda row_ptr, cols, slots: slots)
+
+    def _index_on(self, device: torch.device) -> PatternIndex:
+        """The tensors of `index` on a device, where they share no memory with the pattern and have
+        no order by columns."""
+        if self._is_on(device):
+            return self._thin(*self._read(lambda *index: [tensor.clone() for tensor in index]))
+        if device.type == "cpu":
+            return self.index
+        tensors = self.row_ptr, self.sorted_cols, self.slots
+        return self._thin(*(tensor.to(device) for tensor in tensors))
+
+    def _shared_on(self, device: torch.device) -> PatternIndex:
+        """`_index_on`, copied to a device once, for readers that do not write to it."""
+        if device.type == "cpu" or is_compiling():
+            return self._index_on(device)
+        index = self._shared.get(device)
+        if index is None:
+            with _plain_tensors():
+                index = self._shared[device] = self._index_on(device)
+        return index
+
+    @cached_property
+    def _shared(self) -> dict[torch.device, PatternIndex]:
+        return {}
+
+    def _thin_index(self) -> PatternIndex:
+        """`index` without the order by columns."""
+        return self._thin(self.row_ptr, self.sorted_cols, self.slots)
+
+    def _thin(self, row_ptr: Tensor, cols: Tensor, slots: Tensor) -> PatternIndex:
+        nothing = cols.new_empty(0)
+        pointers = column_pointers(cols, self.grid[1])
+        return PatternIndex(row_ptr, cols, pointers, nothing, nothing, slots)
+
+    def _attach(self, index: PatternIndex) -> None:
+        """Share the memory of a layer's index on a device."""
+        self._device_index = index.row_ptr, index.cols, index.slots
+
+    def _detach(self) -> None:
+        """Keep this pattern on the CPU only."""
+        if self._device_index is not None and self.sorted_cols is not None:
+            self._device_index = None
+
+    def _before_overwrite(self, index: PatternIndex) -> tuple[Tensor, Tensor, Tensor] | None:
+        """The tensors on the device to keep when another pattern is written over `index`: none if
+        the CPU has the pattern, otherwise a copy."""
+        mine = self._device_index
+        if mine is None or mine[1] is not index.cols:
+            return mine
+        if "sorted_cols" in vars(self):
+            return None
+        return mine[0].clone(), mine[1].clone(), mine[2].clone()
+
+    @property
+    def nnz(self) -> int:
+        """Number of present blocks."""
+        index = self._device_index
+        return len(self.sorted_cols if index is None else index[1])
+
+    @property
+    def _is_row_major(self) -> bool:
+        """Whether slots are in row-major order, without a synchronisation."""
+        index = self._device_index
+        return not len(self.slots if index is None else index[2])
+
+    @cached_property
+    def index(self) -> PatternIndex:
+        """The kernels' index tensors, made once per pattern."""
+        with _plain_tensors():
+            pointers, rows, entries = by_columns(self.row_ptr, self.sorted_cols, self.grid[1])
+            slots = self.slots
+            order = move_entries(slots, entries) if len(slots) else entries
+            return PatternIndex(self.row_ptr, self.sorted_cols, pointers, rows, order, slots)
+
+    def by_rows(self, by_slot: Tensor) -> Tensor:
+        """A tensor with an entry for each slot ([nnz, ...]), in row-major order."""
+        slots = self.slots
+        return by_slot[slots.to(by_slot.device)] if len(slots) else by_slot
+
+    def forget_index(self) -> None:
+        """Free the memory of `index`; it is made again when it is read."""
+        self.__dict__.pop("index", None)
+
+    @property
     def total(self) -> int:
         """How many blocks the matrix has, present or not."""
         return self.grid[0] * self.grid[1]
@@ -241,7 +499,7 @@ class SparsePattern(Positions):
         return (self.nnz,) if b == 1 else (self.nnz, b, b)
 
     def __eq__(self, other: object) -> bool:
-        """Whether the same blocks are present, in whatever slots."""
+        """Whether the same blocks are present, in any slots."""
         if not isinstance(other, SparsePattern):
             return NotImplemented
         return (

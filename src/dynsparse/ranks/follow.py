@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from dynsparse.encoding import follow_, follows_in_place, moved, set_places
+from dynsparse.encoding import move_entries, move_entries_, moves_in_place, nonzero_positions
 from dynsparse.pattern.on_device import move
 from dynsparse.ranks.ranks import Ranks
 from dynsparse.ranks.select import chunk, chunk_of
@@ -78,13 +78,13 @@ def follow_over_ranks(
     widths, line = [part.shape[1] for part in lines], torch.cat(lines, 1)
     grown, starts = torch.zeros(0), list(fills)
     if any(isinstance(fill, Tensor) or fill != 0 for fill in fills):
-        grown = set_places(source[first:last] < 0).to(device)
+        grown = nonzero_positions(source[first:last] < 0).to(device)
         above = int(torch.count_nonzero(source[:first] < 0))
         starts = [
             fill[above : above + len(grown)].to(tensor) if isinstance(fill, Tensor) else fill
             for tensor, fill in zip(tensors, fills, strict=True)
         ]
-    in_place = [not resized and follows_in_place(tensor) for tensor in tensors]
+    in_place = [not resized and moves_in_place(tensor) for tensor in tensors]
     made = [
         tensor if inside else _move(tensor, stays)
         for tensor, inside in zip(tensors, in_place, strict=True)
@@ -95,7 +95,7 @@ def follow_over_ranks(
 
         @torch.no_grad()
         def write() -> list[Tensor]:
-            follow_([t for t, inside in zip(tensors, in_place, strict=True) if inside], stays)
+            move_entries_([t for t, inside in zip(tensors, in_place, strict=True) if inside], stays)
             for tensor, piece, start in zip(made, pieces, starts, strict=True):
                 _as_bytes(tensor)[comes] = piece
                 if isinstance(start, Tensor) or start != 0:
@@ -134,13 +134,15 @@ def _first_from(source: np.ndarray, slot: int) -> int:
 
 def _survivors(source: Tensor, *ranges: tuple[int, int]) -> Tensor:
     """The new slots in these ranges that were not grown."""
-    return torch.cat([set_places(source[a:b] >= 0, a) for a, b in ranges if a < b] or [_NONE])
+    return torch.cat(
+        [nonzero_positions(source[a:b] >= 0, a) for a, b in ranges if a < b] or [_NONE]
+    )
 
 
 def _move(tensor: Tensor, source: Tensor) -> Tensor:
     """A new tensor whose entry j is entry source[j] of this one; zero where that is -1."""
     if tensor.is_cpu:
-        return moved(tensor, source)
+        return move_entries(tensor, source)
     return move(tensor, source.to(tensor.device))
 
 

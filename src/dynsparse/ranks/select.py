@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from dynsparse import native
-from dynsparse.encoding import empty, set_places
+from dynsparse.encoding import empty, nonzero_positions
 from dynsparse.ranks.ranks import Ranks
 
 _DIGIT = 11  # bits a round: 2,048 bins, which are 8 KiB a layer
@@ -164,8 +164,8 @@ def masked_positions(positions: Tensor | int, chosen: Tensor) -> Tensor:
         chosen: the mask, bool [n].
     """
     if isinstance(positions, int):
-        return set_places(chosen, positions)
-    return positions[set_places(chosen)]
+        return nonzero_positions(chosen, positions)
+    return positions[nonzero_positions(chosen)]
 
 
 def kth_over_ranks(
@@ -309,7 +309,7 @@ def _unpack_bits(bits: Tensor, first: int, out: Tensor) -> None:
     library = native.load()
     if library is None:
         mask = np.unpackbits(bits.numpy(), bitorder="little")
-        set_places(torch.from_numpy(mask).view(torch.bool), first, out)
+        nonzero_positions(torch.from_numpy(mask).view(torch.bool), first, out)
         return
     bits = bits.contiguous()
     library.dynsparse_rank_unpack(bits.data_ptr(), len(bits), first, out.data_ptr())

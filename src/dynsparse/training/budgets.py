@@ -19,7 +19,7 @@ from torch import Tensor
 from dynsparse.allocation import allocate
 from dynsparse.checks import check_choice, check_within
 from dynsparse.pattern import SparsePattern
-from dynsparse.pattern.on_device import told
+from dynsparse.pattern.on_device import fetch_scalars
 from dynsparse.ranks import ALONE, Ranks, StackedRanks, collective_errors, ranks_of, sum_over_ranks
 from dynsparse.training.deferred_checks import NAN_SCORES
 from dynsparse.training.drop import lowest_of_all, lowest_of_all_on_device
@@ -71,7 +71,7 @@ class Survey:
     def _told(self, scores: Sequence[Tensor], counts: Tensor) -> list[int]:
         """What devices have counted [layers], unless scores hold NaN."""
         odd = [score.isnan().any() for score in scores]
-        found = [int(number) for number in told([*counts, *odd])]
+        found = [int(number) for number in fetch_scalars([*counts, *odd])]
         for name, is_odd in zip(self.patterns, found[len(odd) :], strict=True):
             if is_odd:
                 raise ValueError(f"layer {name!r}: {NAN_SCORES}")
@@ -103,7 +103,7 @@ class Survey:
         summed = sum_over_ranks(self.ranks, [part for part in found if part is not None])
         if self.shards:
             return self._means_over_mesh(found, summed)
-        means = iter(told([part.abs().mean() for part in summed]))
+        means = iter(fetch_scalars([part.abs().mean() for part in summed]))
         return [0.0 if part is None else next(means) for part in found]
 
     def _held(self, name: str) -> SparsePattern:

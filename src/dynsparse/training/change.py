@@ -19,7 +19,7 @@ from dynsparse.nn.sharded import (
     sharded_like,
 )
 from dynsparse.pattern import Rewiring
-from dynsparse.pattern.on_device import sent
+from dynsparse.pattern.on_device import to_device
 from dynsparse.ranks import (
     ALONE,
     DeferredError,
@@ -267,11 +267,11 @@ def check_fill(fill: object, rewiring: Rewiring, values: Tensor) -> float | Tens
         own = local_part(values)
         fill, here = fill.to(own.dtype), fill.is_cpu
         # What a device has made for its own update is looked at there (`plan_there.py`).
-        if (here or "_held" not in vars(rewiring)) and not is_finite(fill):
+        if (here or "_device_source" not in vars(rewiring)) and not is_finite(fill):
             raise ValueError("grown weights must start with finite numbers, got NaN or infinity")
         if here and not fill.dim():
             return float(fill)
-        return sent(fill, own.device) if here else fill.to(own.device)
+        return to_device(fill, own.device) if here else fill.to(own.device)
     if not isinstance(fill, (int, float)) or isinstance(fill, bool):
         raise TypeError(f"grown weights must start with a number or a tensor, got {fill!r}")
     if not torch.isfinite(torch.tensor(fill, dtype=values.dtype)):

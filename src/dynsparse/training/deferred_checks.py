@@ -17,7 +17,7 @@ from torch import Tensor
 
 from dynsparse.nn import SparseLinear
 from dynsparse.nn.sharded import local_part
-from dynsparse.pattern.arriving import Arriving
+from dynsparse.pattern.on_device import HostCopy
 
 NAN_SCORES = "drop scores hold NaN, so blocks cannot be ranked: the training diverged"
 
@@ -102,7 +102,7 @@ def any_not_finite(tensors: Iterable[Tensor]) -> Tensor:
 
 
 class _Check(NamedTuple):
-    result: Arriving
+    result: HostCopy
     line: str
 
 
@@ -111,14 +111,14 @@ _pending: WeakKeyDictionary[SparseLinear, list[_Check]] = WeakKeyDictionary()
 
 def defer_check(layer: SparseLinear, failed: Tensor, line: str) -> None:
     """Let `raise_pending_errors` raise `line` as a ValueError if `failed` holds."""
-    _pending.setdefault(layer, []).append(_Check(Arriving(failed), line))
+    _pending.setdefault(layer, []).append(_Check(HostCopy(failed), line))
 
 
 def raise_pending_errors(layers: Mapping[str, SparseLinear]) -> None:
     """Raise ValueError for the first deferred check of these layers that failed, and forget it."""
     for name, layer in layers.items():
         checks = _pending.pop(layer, [])
-        unknown = [check for check in checks if not check.result.is_there]
+        unknown = [check for check in checks if not check.result.is_ready]
         if unknown:
             _pending[layer] = unknown
         for check in checks:

@@ -8,11 +8,11 @@ import torch
 from torch import Tensor
 
 from dynsparse.checks import check_not_negative, check_tensor
-from dynsparse.encoding import by_slots, empty, members, set_places
+from dynsparse.encoding import by_slots, empty, membership_mask, nonzero_positions
 from dynsparse.nn.sharded import gathered, is_sharded, local_part, own_rows
 from dynsparse.ops.grow import select
 from dynsparse.pattern import SparsePattern
-from dynsparse.pattern.on_device import sent
+from dynsparse.pattern.on_device import to_device
 from dynsparse.ranks import (
     ALONE,
     Ranks,
@@ -142,7 +142,9 @@ def lowest_over_ranks(
     ]
     found = _lowest_over_ranks(ranks, scores, counts, shards, bits, orders)
     return [
-        set_places(members(order[entries].long(), len(order))) if len(order) else entries
+        nonzero_positions(membership_mask(order[entries].long(), len(order)))
+        if len(order)
+        else entries
         for entries, order in zip(found, orders, strict=True)
     ]
 
@@ -232,7 +234,7 @@ def lowest_of_all_on_device(scores: Sequence[Tensor], count: int, most: Sequence
         for s, limit in zip(scores, limits, strict=True)
     ]
     chosen = select(torch.cat(candidates), count, largest=False)
-    ends = sent(torch.tensor(limits).cumsum(0), device)
+    ends = to_device(torch.tensor(limits).cumsum(0), device)
     taken = torch.searchsorted(chosen, ends)
     return taken.diff(prepend=taken.new_zeros(1))
 

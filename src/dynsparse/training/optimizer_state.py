@@ -10,7 +10,7 @@ from weakref import WeakSet
 import torch
 from torch import Tensor
 
-from dynsparse.encoding import follows_in_place
+from dynsparse.encoding import moves_in_place
 from dynsparse.pattern import Rewiring
 from dynsparse.typed import typed
 
@@ -64,7 +64,7 @@ def prepare_tensors(
         for key in keys:
             tensor = state[key]
             if rewiring._reused is None:
-                small = fill == 0 and rewiring.keeps_size and follows_in_place(tensor)
+                small = fill == 0 and rewiring.keeps_size and moves_in_place(tensor)
                 small = small and rewiring._ascends
             else:
                 small = tensor.is_cpu and type(tensor) in (Tensor, torch.nn.Parameter)

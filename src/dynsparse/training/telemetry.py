@@ -12,7 +12,7 @@ from torch import Tensor
 from dynsparse.nn import SparseLinear
 from dynsparse.ops.linear.naive import rows_of
 from dynsparse.pattern import Rewiring
-from dynsparse.pattern.on_device import told
+from dynsparse.pattern.on_device import fetch_scalars
 from dynsparse.training.trainer import SparseTrainer
 from dynsparse.typed import typed
 
@@ -57,7 +57,7 @@ class Telemetry:
     def figures(self) -> dict[str, int | float]:
         """The figures of every layer and of all together."""
         layers = {name: watched.counts() for name, watched in self._watched.items()}
-        zeros = told([_zero_outputs(watched.layer) for watched in self._watched.values()])
+        zeros = fetch_scalars([_zero_outputs(watched.layer) for watched in self._watched.values()])
         for counts, number in zip(layers.values(), zeros, strict=True):
             counts["zero_outputs"] = int(number)
         total: dict[str, int] = {}
@@ -103,12 +103,14 @@ class _Layer:
 
     def update(self, rewiring: Rewiring | None) -> None:
         if rewiring is not None:
-            rewiring._send()
+            rewiring._start_host_copy()
         self.coming.append(self.layer.pattern.nnz if rewiring is None else rewiring)
 
     def look(self, wait: bool) -> None:
         """At updates that have come to the CPU; at all of them if it may wait."""
-        while self.coming and (wait or isinstance(self.coming[0], int) or self.coming[0]._is_here):
+        while self.coming and (
+            wait or isinstance(self.coming[0], int) or self.coming[0]._is_on_host
+        ):
             self._look_at(self.coming.popleft())
 
     def _look_at(self, rewiring: Rewiring | int) -> None:

@@ -17,7 +17,7 @@ from dynsparse.nn.backends import scores_of
 from dynsparse.nn.sharded import is_sharded
 from dynsparse.ops.grow import select
 from dynsparse.pattern import Rewiring, SparsePattern
-from dynsparse.pattern.on_device import sent, told, without
+from dynsparse.pattern.on_device import fetch_scalars, remove_slots, to_device
 from dynsparse.ranks import GrowRequest, Ranks
 from dynsparse.tracing import span
 from dynsparse.training.budgets import Counts
@@ -102,7 +102,7 @@ def select_on_device(request: UpdateRequest, name: str, counts: Counts) -> Devic
         drop = select(scores, counts.drop, largest=False)
     regrows = request.regrow_dropped and counts.drop > 0
     if regrows:
-        flat = without(pattern._flat_on(drop.device), drop)
+        flat = remove_slots(pattern._flat_on(drop.device), drop)
     else:
         flat = pattern._sorted_flat_on(drop.device)
     taken = SparsePattern._on_device(flat, pattern)
@@ -112,7 +112,7 @@ def select_on_device(request: UpdateRequest, name: str, counts: Counts) -> Devic
     growth = GrowRequest(name, pairs, taken, counts.grow, scores=on_target, ranked=ranked)
     with span("grow", layer=name):
         (grow,) = request.growth.choose([growth], request.step)
-    grow = sent(grow, drop.device) if grow.is_cpu else grow.to(drop.device)
+    grow = to_device(grow, drop.device) if grow.is_cpu else grow.to(drop.device)
     if values.grad is not None:
         ranked.append(values.grad)
     return DeviceSelection(name, layer, counts, drop, grow, any_not_finite(ranked), not regrows)
@@ -139,7 +139,9 @@ def build_changes(
                 checks.append((selection, only_fill, _STARTED.format(step=request.step)))
             changes[selection.name] = Change.plan(layer, rewiring, fill, request.optimizer)
     at_once = [check for check in checks if not check[0].keeps_size]
-    for (selection, _, line), is_wrong in zip(at_once, told([c[1] for c in at_once]), strict=True):
+    for (selection, _, line), is_wrong in zip(
+        at_once, fetch_scalars([c[1] for c in at_once]), strict=True
+    ):
         if is_wrong:
             raise ValueError(f"layer {selection.name!r}: {line}")
     for selection, invalid, line in checks:

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from dynsparse.checks import check_integer
 from dynsparse.pattern import SparsePattern, sample_without_replacement
-from dynsparse.pattern.on_device import positions, sent
+from dynsparse.pattern.on_device import flat_positions, to_device
 from dynsparse.typed import typed
 
 
@@ -52,7 +52,7 @@ def positions_in_rows(pattern: SparsePattern, first: int, last: int) -> Tensor:
     """The pattern's positions in the block rows [first, last), counted from row `first`, int64."""
     low, high = int(pattern.row_ptr[first]), int(pattern.row_ptr[last])
     row_ptr = pattern.row_ptr[first : last + 1]
-    return positions(row_ptr, pattern.sorted_cols[low:high], pattern.grid[1])
+    return flat_positions(row_ptr, pattern.sorted_cols[low:high], pattern.grid[1])
 
 
 def positions_between(flat: Tensor, begin: int, end: int) -> Tensor:
@@ -90,7 +90,7 @@ def random_outside(
     taken = pattern._sorted_flat_on(device)
     if len(exclude):
         taken = torch.cat([taken, exclude.to(device)]).sort().values
-    ranks = sent(sample_without_replacement(pattern.total - len(taken), k, generator), device)
+    ranks = to_device(sample_without_replacement(pattern.total - len(taken), k, generator), device)
     # taken[j] - j positions are free before taken[j], so the free position of rank r comes after
     # every taken one with taken[j] - j <= r.
     free_before = taken - torch.arange(len(taken), device=device)

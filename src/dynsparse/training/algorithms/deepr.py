@@ -14,7 +14,7 @@ from dynsparse.encoding import by_slots
 from dynsparse.nn import SparseLinear
 from dynsparse.nn.sharded import gathered, is_sharded, local_part, local_range, sharded_like
 from dynsparse.pattern import Rewiring, SparsePattern
-from dynsparse.pattern.on_device import sent
+from dynsparse.pattern.on_device import to_device
 from dynsparse.training.budgets import Budget, Counts, Survey
 from dynsparse.training.change import Change
 from dynsparse.training.grow import RandomGrowth
@@ -124,7 +124,7 @@ class DeepR(SparseTrainer):
                 noise = torch.randn(shape, generator=generator, dtype=values.dtype)[slots]
                 # Drawn in row-major order, whatever the slots.
                 order = layer.pattern._slots_on(values.device)
-                noise = by_slots(sent(noise, values.device), order)
+                noise = by_slots(to_device(noise, values.device), order)
                 noise = noise[own] if sharded else noise
                 values.add_(noise, alpha=math.sqrt(2 * rate * self.temperature))
 
@@ -164,7 +164,7 @@ class DeepR(SparseTrainer):
             )
             own = shard.part.slots(grown)
         drawn = self._draw_signs(name, *own, signs.shape[1:])
-        return rewiring.apply(signs, sent(drawn, signs.device))
+        return rewiring.apply(signs, to_device(drawn, signs.device))
 
     def _follow_loaded_pattern(self, name: str, rewiring: Rewiring) -> None:
         self.signs = {**self.signs, name: self._follow(name, rewiring)}

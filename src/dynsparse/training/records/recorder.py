@@ -159,7 +159,7 @@ class Recorder:
                     "recorded last: record every update, or truncate the record to the "
                     "checkpoint's step"
                 )
-            rewiring._send()
+            rewiring._start_host_copy()
         self._write_waiting(wait=False)
         if self._waiting or not _are_here(rewirings):
             self._waiting.append((step, dict(rewirings)))
@@ -284,7 +284,7 @@ def _up_to(files: list[Path], step: int) -> tuple[int, RecordError | None]:
 
 
 def _are_here(rewirings: Mapping[str, Rewiring]) -> bool:
-    return all(rewiring._is_here for rewiring in rewirings.values())
+    return all(rewiring._is_on_host for rewiring in rewirings.values())
 
 
 def _compact(flat: torch.Tensor, pattern: SparsePattern) -> np.ndarray:
