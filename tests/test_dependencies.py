@@ -44,7 +44,7 @@ NOT_IMPORTED = {
     "pytest-xdist": ("Makefile", "-n 2"),
     "ruff": ("Makefile", "ruff"),
     # by names that are data
-    "onnx": ("src/dynsparse/integrations/onnx/library.py", 'library("onnx")'),
+    "onnx": ("src/dynsparse/integrations/onnx/graph.py", 'library("onnx")'),
     "onnx2torch": ("src/dynsparse/integrations/onnx/importing.py", 'library("onnx2torch")'),
     "optuna": ("docs/integrations.md", "import optuna"),
     "open-clip-torch": ("tests/nn/architectures.py", "open_clip"),

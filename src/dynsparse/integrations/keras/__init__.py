@@ -9,10 +9,27 @@
 
 from typing import Any
 
+try:
+    import keras
+except ImportError as error:
+    if error.name != "keras":  # the backend it is set to
+        raise ImportError(
+            "dynsparse.integrations.keras needs Keras on torch, got a backend that cannot be "
+            f"imported ({error}): set KERAS_BACKEND=torch before keras is imported"
+        ) from None
+    raise ImportError(
+        "dynsparse.integrations.keras needs the package keras: pip install 'dynsparse[keras]'"
+    ) from None
+
+if keras.config.backend() != "torch":
+    raise ImportError(
+        f"dynsparse.integrations.keras needs Keras on torch, got {keras.config.backend()}: set "
+        "KERAS_BACKEND=torch before keras is imported"
+    )
+
 from dynsparse.integrations.keras.callbacks import CALLBACKS, SparseCallback
-from dynsparse.integrations.keras.conv import SparseConv2D
 from dynsparse.integrations.keras.convert import sparsify
-from dynsparse.integrations.keras.dense import SparseDense
+from dynsparse.integrations.keras.layers import SparseConv2D, SparseDense
 
 __all__ = ["CALLBACKS", "SparseCallback", "SparseConv2D", "SparseDense", "sparsify"]
 

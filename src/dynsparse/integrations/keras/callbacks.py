@@ -4,20 +4,17 @@ from __future__ import annotations
 
 from typing import Any, ClassVar
 
+import keras
 from torch import nn
 
 from dynsparse.checks import check_flag
 from dynsparse.integrations.follower import Algorithm, Follower
-from dynsparse.integrations.keras.executions import many_steps
-from dynsparse.integrations.keras.following import KerasOptimizer
-from dynsparse.integrations.keras.layer import SparseLayer
-from dynsparse.integrations.keras.library import keras
-from dynsparse.integrations.keras.passenger import Passenger
+from dynsparse.integrations.keras.convert import many_steps
+from dynsparse.integrations.keras.layers import Passenger, SparseLayer
+from dynsparse.integrations.keras.optimizer import KerasOptimizer
 from dynsparse.training import SparseTrainer
 from dynsparse.training.algorithms import BY_NAME
 from dynsparse.training.checkpoint import random_state
-
-__all__ = ["CALLBACKS", "SparseCallback", "sparse_layers"]
 
 
 class SparseCallback(keras.callbacks.Callback):

@@ -11,15 +11,19 @@ import torch
 from torch import nn
 
 from dynsparse.files.shorten import shortened
-from dynsparse.integrations.onnx.library import library, quiet, write_model
-from dynsparse.integrations.onnx.weights import PARAMETERS, keep_metadata, make_sparse
+from dynsparse.integrations.onnx.graph import (
+    PARAMETERS,
+    keep_metadata,
+    library,
+    make_sparse,
+    quiet,
+    write_model,
+)
 from dynsparse.nn import SparseEmbedding, SparseLinear, SparseMultiheadAttention
 from dynsparse.nn.conv import SparseConv1d, SparseConv2d, dense_conv
 from dynsparse.nn.convert import linear_of
 from dynsparse.pattern import SparsePattern
 from dynsparse.typed import typed
-
-__all__ = ["check_form", "export_onnx"]
 
 FORMS = ("dense", "sparse")
 

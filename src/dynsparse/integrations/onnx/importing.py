@@ -1,4 +1,4 @@
-"""An ONNX file as a module with sparse layers."""
+"""Import an ONNX file as a module with sparse layers."""
 
 from __future__ import annotations
 
@@ -7,18 +7,48 @@ import warnings
 from typing import Any
 
 import torch
-from torch import fx, nn
+from torch import Tensor, fx, nn
 
-from dynsparse.integrations.onnx.layers import layer_with
-from dynsparse.integrations.onnx.library import library, quiet, read_model
-from dynsparse.integrations.onnx.linear_nodes import join_linears
-from dynsparse.integrations.onnx.trilu import know_trilu
-from dynsparse.integrations.onnx.weights import take_sparse, turned
+from dynsparse.integrations.onnx.graph import (
+    join_linears,
+    layer_with,
+    library,
+    quiet,
+    read_model,
+    take_sparse,
+    turned,
+)
 from dynsparse.nn.convert import linear_of
 from dynsparse.pattern import SparsePattern
 from dynsparse.typed import typed
 
-__all__ = ["import_onnx"]
+
+class Trilu(nn.Module):
+    """The upper or lower triangle of a matrix, zeros elsewhere."""
+
+    def __init__(self, upper: bool) -> None:
+        super().__init__()
+        self.upper = upper
+
+    def forward(self, x: Tensor, k: Tensor | None = None) -> Tensor:
+        diagonal = 0 if k is None else int(k)
+        return torch.triu(x, diagonal) if self.upper else torch.tril(x, diagonal)
+
+
+def know_trilu() -> None:
+    """Register it, unless onnx2torch has learned it since."""
+    registry = library("onnx2torch.node_converters.registry")
+    common = library("onnx2torch.utils.common")
+    try:
+        registry.get_converter("Trilu", version=14)
+    except NotImplementedError:
+
+        @registry.add_converter(operation_type="Trilu", version=14)
+        def _(node: Any, graph: Any) -> Any:
+            return common.OperationConverterResult(
+                torch_module=Trilu(bool(node.attributes.get("upper", 1))),
+                onnx_mapping=common.onnx_mapping_from_node(node=node),
+            )
 
 
 @typed

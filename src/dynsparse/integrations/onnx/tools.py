@@ -14,24 +14,24 @@ from dynsparse.allocation import allocate
 from dynsparse.checks import check_integer
 from dynsparse.files.limits import parse_json
 from dynsparse.integrations.onnx.exporting import check_form
-from dynsparse.integrations.onnx.layers import layer_with
-from dynsparse.integrations.onnx.library import read_model, write_model
-from dynsparse.integrations.onnx.linear_nodes import LinearNode, linear_weights
-from dynsparse.integrations.onnx.weights import (
+from dynsparse.integrations.onnx.graph import (
     PARAMETERS,
+    LinearNode,
+    layer_with,
+    linear_weights,
     make_sparse,
     metadata,
+    read_model,
     set_values,
     take_sparse,
     to_tensor,
     turned,
+    write_model,
 )
 from dynsparse.nn import SparseLinear, save_safetensors
 from dynsparse.nn.init import largest_blocks
 from dynsparse.nn.weights_file import read_aliases, read_tensors
 from dynsparse.pattern import SparsePattern
-
-__all__ = ["sparsify_onnx", "weights_from_onnx", "weights_to_onnx"]
 
 
 def sparsify_onnx(

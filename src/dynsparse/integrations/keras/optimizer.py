@@ -1,4 +1,4 @@
-"""Keras' optimizers as trainers see those of torch: steps that are heard, state that follows."""
+"""Keras optimizers as trainers expect those of torch: steps they follow, state they can change."""
 
 from __future__ import annotations
 
@@ -6,12 +6,9 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
+import keras
 import torch
 from torch import Tensor
-
-from dynsparse.integrations.keras.library import keras
-
-__all__ = ["KerasOptimizer", "resized"]
 
 
 def resized(variable: Any) -> None:

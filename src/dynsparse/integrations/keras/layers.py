@@ -1,0 +1,554 @@
+"""Sparse layers of Keras: `SparseDense` and `SparseConv2D`."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from typing import Any
+
+import keras
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from dynsparse.checks import check_integer
+from dynsparse.integrations.keras.optimizer import KerasOptimizer, resized
+from dynsparse.nn import SparseConv2d, SparseLinear
+from dynsparse.pattern import Rewiring, SparsePattern
+from dynsparse.training.optimizer_state import prepare_state
+from dynsparse.typed import typed
+
+_NAME = "training"
+
+
+class Passenger:
+    """Travels with a layer: Keras keeps the variables of layers, and nothing of callbacks.
+
+    Attributes:
+        state: gives the state that is to be saved; None where there is no training.
+        found: the state that was in the file, for a training to come or one under way.
+    """
+
+    def __init__(self) -> None:
+        self.state: Callable[[], dict[str, Any]] | None = None
+        self.found: dict[str, Any] | None = None
+
+    def save(self, store: Any) -> None:
+        """Add the state to what is stored of the layer."""
+        state = self.found if self.state is None else self.state()
+        if state is not None:
+            buffer = io.BytesIO()
+            torch.save(state, buffer)
+            store[_NAME] = np.frombuffer(buffer.getvalue(), np.uint8)
+
+    def read(self, store: Any) -> Callable[[], None]:
+        """Look at what is stored; what is returned takes it over.
+
+        Raises:
+            ValueError: it is damaged.
+        """
+        state = _decoded(np.array(store[_NAME])) if _NAME in set(store.keys()) else None
+
+        def take() -> None:
+            self.found = state
+
+        return take
+
+
+def _decoded(stored: np.ndarray) -> dict[str, Any]:
+    try:
+        content = stored.astype(np.uint8, casting="equiv").tobytes()
+        state = torch.load(io.BytesIO(content), weights_only=True)
+        if not isinstance(state, dict) or set(state) != {"trainer", "random"}:
+            raise ValueError("expected the entries trainer and random")
+    except Exception as error:  # of any kind: torch.load has several
+        raise ValueError(f"the state of the sparse training in the file is damaged: {error}") from (
+            None
+        )
+    return state
+
+
+class PatternVariable(keras.Variable):
+    """A layer's pattern as a variable [2, blocks], for who takes a model's weights out and puts
+    them back: early stopping, `get_weights`, `set_weights`.
+
+    It holds nothing: the layer does. Values stay as they are where a pattern is assigned, slot by
+    slot, since theirs is assigned, too.
+    """
+
+    def __init__(self, sparse: SparseLinear) -> None:
+        self._sparse = sparse
+        self.optimizer: KerasOptimizer | None = None
+        super().__init__("zeros", (), "int32", trainable=False, autocast=False, name="pattern")
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return (2, self._sparse.pattern.nnz)
+
+    @property
+    def ndim(self) -> int:
+        return 2
+
+    @property
+    def value(self) -> Tensor:
+        return torch.stack([self._sparse.rows, self._sparse.cols])
+
+    def _direct_assign(self, value: Tensor) -> None:
+        own = self._sparse.pattern
+        pattern = SparsePattern._in_order(*value.cpu(), shape=own.shape, block_size=own.block_size)
+        self.put(pattern, self._sparse.values.detach().clone())
+
+    def put(self, pattern: SparsePattern, values: Tensor) -> None:
+        """Put a pattern with its values in place; an optimizer's state follows, if there is one."""
+        rewiring = Rewiring.between(self._sparse.pattern, pattern)
+        self._sparse.resizable |= not rewiring.keeps_size
+        parameter = self._sparse.values
+        follow = (
+            prepare_state(self.optimizer, parameter, rewiring)
+            if self.optimizer is not None and parameter in self.optimizer.state
+            else None
+        )
+        self._sparse.set_pattern(pattern, values)
+        if follow is not None:
+            follow()
+
+
+REGULARIZERS = (keras.regularizers.L1, keras.regularizers.L2, keras.regularizers.L1L2)
+
+
+class SparseLayer(keras.layers.Layer):
+    """What `SparseDense` and `SparseConv2D` have in common.
+
+    Attributes:
+        sparse: the `SparseLinear` or `SparseConv2d` that computes, once the layer is built; its
+            `pattern` may be changed as ever.
+        values: Keras' variable of its non-zero weights [blocks] or [blocks, b, b].
+        bias: Keras' variable [outputs], or None.
+        passenger: what files of the model hold for the sparse training under way.
+    """
+
+    sparse: SparseLinear
+    trainable: Any
+
+    @typed
+    def __init__(
+        self,
+        outputs: tuple[str, int],
+        *,
+        density: float,
+        block_size: int,
+        activation: Any,
+        use_bias: bool,
+        bias_initializer: Any,
+        kernel_regularizer: Any,
+        bias_regularizer: Any,
+        bias_constraint: Any,
+        seed: int | None,
+        **named: Any,
+    ) -> None:
+        super().__init__(**named)
+        check_integer(*outputs, 1)
+        self.density, self.block_size = density, check_integer("block_size", block_size, 1)
+        self.activation = keras.activations.get(activation)
+        self.use_bias = bool(use_bias)
+        self.bias_initializer = keras.initializers.get(bias_initializer)
+        self.kernel_regularizer = keras.regularizers.get(kernel_regularizer)
+        if not isinstance(self.kernel_regularizer, (type(None), *REGULARIZERS)):
+            raise ValueError(
+                "kernel_regularizer must be L1, L2 or L1L2, which look at each weight by itself, "
+                f"got {type(self.kernel_regularizer).__name__}"
+            )
+        self.bias_regularizer = keras.regularizers.get(bias_regularizer)
+        self.bias_constraint = keras.constraints.get(bias_constraint)
+        self.seed = None if seed is None else check_integer("seed", seed)
+        self.passenger = Passenger()
+        self._blocks: int | None = None
+        self._resizable = False
+
+    def _matrix_shape(self, channels: int) -> tuple[int, int]:
+        """Of the matrix that the pattern is of."""
+        raise NotImplementedError
+
+    def _made(self, channels: int, **start: Any) -> SparseLinear:
+        """The layer that is to compute, with these arguments."""
+        raise NotImplementedError
+
+    def _channels(self, shape: Sequence[int | None]) -> int:
+        """The inputs of an x of this shape."""
+        raise NotImplementedError
+
+    def build(self, input_shape: Sequence[int | None]) -> None:
+        channels = self._channels(input_shape)
+        generator = None if self.seed is None else torch.Generator().manual_seed(self.seed)
+        start: dict[str, Any] = {"density": self.density, "block_size": self.block_size}
+        if self._blocks is not None:
+            start = {"pattern": SparsePattern.random(
+                self._matrix_shape(channels), nnz=self._blocks, block_size=self.block_size,
+                generator=generator,
+            )}  # fmt: skip
+        dtype = getattr(torch, self.variable_dtype)
+        sparse = self._made(channels, bias=self.use_bias, generator=generator, dtype=dtype, **start)
+        sparse.resizable = self._resizable
+        self.add_module("sparse", sparse)
+
+        # Keras calls these when its variables get their tensors, which may be later.
+        def values(*_: Any, **__: Any) -> Tensor:
+            return _at_home(sparse).values
+
+        def bias(shape: Any, dtype: Any = None) -> Tensor:
+            with torch.no_grad():
+                sparse.bias.copy_(initial(shape, dtype=dtype))
+            return _at_home(sparse).bias
+
+        initial = self.bias_initializer
+        self.values = self.add_weight(
+            name="values",
+            shape=tuple(sparse.values.shape),
+            initializer=values,
+            regularizer=self.kernel_regularizer,
+        )
+        self.bias = None
+        if self.use_bias:
+            self.bias = self.add_weight(
+                name="bias",
+                shape=tuple(sparse.bias.shape),
+                initializer=bias,
+                regularizer=self.bias_regularizer,
+                constraint=self.bias_constraint,
+            )
+        for variable in (self.values, self.bias):
+            if variable is not None and not self.trainable:
+                variable.trainable = False  # the Parameter hears of it now
+        # Not an attribute as others: what is tracked would keep a copy.
+        self.__dict__["_pattern"] = PatternVariable(sparse)
+
+    @property
+    def pattern(self) -> SparsePattern:
+        """Which blocks of the matrix are present."""
+        return self.sparse.pattern
+
+    @property
+    def weights(self) -> list[Any]:
+        """The variables, and the pattern as one more: without it values belong nowhere."""
+        found = super().weights
+        return [*found, self.__dict__["_pattern"]] if self.built else found
+
+    def follow(self, optimizer: KerasOptimizer | None) -> None:
+        """Let state of `optimizer` follow the patterns that Keras puts in place; None: no more."""
+        self.__dict__["_pattern"].optimizer = optimizer
+
+    def update_shapes(self) -> None:
+        """Tell Keras how long the values are, after the number of blocks has changed."""
+        resized(self.values)
+
+    def call(self, x: Tensor) -> Tensor:
+        """The activation of the product and the bias."""
+        if x.is_meta:  # Keras asks for shapes
+            y = x.new_empty(self.compute_output_shape(tuple(x.shape)))
+        else:
+            mixed = self.compute_dtype != self.variable_dtype
+            kind = getattr(torch, self.compute_dtype)
+            with torch.autocast(x.device.type, kind) if mixed else nullcontext():
+                y = self._product(x)
+        return y if self.activation is None else self.activation(y)
+
+    def _product(self, x: Tensor) -> Tensor:
+        return self.sparse(x)
+
+    def get_config(self) -> dict[str, Any]:
+        return super().get_config() | {
+            "density": self.density,
+            "block_size": self.block_size,
+            "activation": keras.activations.serialize(self.activation),
+            "use_bias": self.use_bias,
+            "bias_initializer": keras.initializers.serialize(self.bias_initializer),
+            "kernel_regularizer": keras.regularizers.serialize(self.kernel_regularizer),
+            "bias_regularizer": keras.regularizers.serialize(self.bias_regularizer),
+            "activity_regularizer": keras.regularizers.serialize(self.activity_regularizer),
+            "bias_constraint": keras.constraints.serialize(self.bias_constraint),
+            "seed": self.seed,
+        }
+
+    def get_build_config(self) -> dict[str, Any] | None:
+        config = super().get_build_config()
+        if not config or not self.built:
+            return config
+        return config | {"blocks": self.pattern.nnz, "resizable": self.sparse.resizable}
+
+    def build_from_config(self, config: dict[str, Any]) -> None:
+        self._blocks = config.get("blocks")
+        self._resizable = bool(config.get("resizable", False))
+        super().build_from_config(config)
+
+    def save_own_variables(self, store: Any) -> None:
+        """Values, their rows and columns, the bias, and what travels with them."""
+        if not self.built:
+            return
+        store["rows"] = self.pattern.rows.numpy()
+        store["cols"] = self.pattern.cols.numpy()
+        store["values"] = keras.ops.convert_to_numpy(self.values)
+        if self.bias is not None:
+            store["bias"] = keras.ops.convert_to_numpy(self.bias)
+        self.passenger.save(store)
+
+    def load_own_variables(self, store: Any) -> None:
+        """All of it, or an error and nothing."""
+        names = set(store.keys())
+        wanted = {"rows", "cols", "values"} | ({"bias"} if self.use_bias else set())
+        if not self.built or not wanted <= names:
+            raise ValueError(
+                f"layer {self.name!r}: expected {', '.join(sorted(wanted))} in the file, got "
+                f"{', '.join(sorted(names)) or 'nothing'}"
+            )
+        rows, cols = (torch.from_numpy(np.array(store[name])) for name in ("rows", "cols"))
+        pattern = SparsePattern._in_order(
+            rows, cols, shape=self.pattern.shape, block_size=self.block_size
+        )
+        values = _tensor(store["values"], self.values)
+        pattern._check_values(values)
+        own: Any = self.bias
+        bias = None if own is None else _tensor(store["bias"], own)
+        passenger = self.passenger.read(store)
+        if own is not None:
+            own.assign(bias)
+        self.__dict__["_pattern"].put(pattern, values)
+        self.update_shapes()
+        passenger()
+
+
+def _at_home(sparse: SparseLinear) -> SparseLinear:
+    """On the device that Keras computes on; nowhere where it only asks for shapes."""
+    device = keras.ops.zeros(()).device
+    return sparse if device.type == "meta" else sparse.to(device)
+
+
+def _tensor(entry: Any, like: Any) -> Tensor:
+    return keras.ops.convert_to_tensor(np.array(entry), dtype=like.dtype)
+
+
+@keras.saving.register_keras_serializable("dynsparse")
+class SparseDense(SparseLayer):
+    """`keras.layers.Dense` of which only the present blocks of the kernel are stored.
+
+    Call it as `Dense`, with the density beside. It computes on, and shares its Parameters with, a
+    `dynsparse.nn.SparseLinear`, which is its attribute `sparse`; the values start as theirs do.
+
+    Args:
+        units: outputs.
+        activation: as in `Dense`.
+        density: share of the blocks that are present, in (0, 1].
+        block_size: edge of the square blocks; must divide inputs and units.
+        use_bias, bias_initializer, bias_regularizer, bias_constraint: as in `Dense`.
+        kernel_regularizer: L1, L2 or L1L2, over the present weights.
+        seed: draws pattern and values; torch's global generator where it is left out.
+        named: `name`, `dtype`, `trainable`, `activity_regularizer` and what else layers take.
+
+    Raises:
+        TypeError, ValueError: units below 1; when built, a density outside (0, 1], or a block size
+            that does not divide the layer.
+    """
+
+    def __init__(
+        self,
+        units: int,
+        activation: Any = None,
+        *,
+        density: float = 0.1,
+        block_size: int = 1,
+        use_bias: bool = True,
+        bias_initializer: Any = "zeros",
+        kernel_regularizer: Any = None,
+        bias_regularizer: Any = None,
+        bias_constraint: Any = None,
+        seed: int | None = None,
+        **named: Any,
+    ) -> None:
+        super().__init__(
+            ("units", units),
+            density=density,
+            block_size=block_size,
+            activation=activation,
+            use_bias=use_bias,
+            bias_initializer=bias_initializer,
+            kernel_regularizer=kernel_regularizer,
+            bias_regularizer=bias_regularizer,
+            bias_constraint=bias_constraint,
+            seed=seed,
+            **named,
+        )
+        self.units = units
+        self.input_spec = keras.layers.InputSpec(min_ndim=2)
+        self.supports_masking = True
+
+    def _channels(self, shape: Sequence[int | None]) -> int:
+        inputs = check_integer("the last dimension of the input", shape[-1], 1)
+        self.input_spec = keras.layers.InputSpec(min_ndim=2, axes={-1: inputs})
+        return inputs
+
+    def _matrix_shape(self, channels: int) -> tuple[int, int]:
+        return self.units, channels
+
+    def _made(self, channels: int, **start: Any) -> SparseLinear:
+        return SparseLinear(channels, self.units, **start)
+
+    def to_dense(self) -> Tensor:
+        """The kernel as `Dense` has it, [inputs, units]."""
+        return self.sparse.to_dense().t()
+
+    def compute_output_shape(self, input_shape: Sequence[int | None]) -> tuple[int | None, ...]:
+        return (*input_shape[:-1], self.units)
+
+    def get_config(self) -> dict[str, Any]:
+        return {"units": self.units} | super().get_config()
+
+
+@keras.saving.register_keras_serializable("dynsparse")
+class SparseConv2D(SparseLayer):
+    """`keras.layers.Conv2D` of which only the present blocks of the kernel are stored.
+
+    A block covers `block_size` filters times as many input channels of one tap of the kernel; see
+    `dynsparse.nn.SparseConv2d`, which computes and is the attribute `sparse`.
+
+    Args:
+        filters, kernel_size, strides, padding, data_format, dilation_rate, groups: as in `Conv2D`;
+            Keras' usual data format is "channels_last".
+        activation: as in `Conv2D`.
+        density, block_size, seed and what follows: see `SparseDense`; the block size must divide
+            the filters and the channels of a group.
+
+    Raises:
+        TypeError, ValueError: as `SparseDense`, and what `Conv2D` refuses.
+    """
+
+    def __init__(
+        self,
+        filters: int,
+        kernel_size: int | Sequence[int],
+        strides: int | Sequence[int] = (1, 1),
+        padding: str = "valid",
+        data_format: str | None = None,
+        dilation_rate: int | Sequence[int] = (1, 1),
+        groups: int = 1,
+        activation: Any = None,
+        *,
+        density: float = 0.1,
+        block_size: int = 1,
+        use_bias: bool = True,
+        bias_initializer: Any = "zeros",
+        kernel_regularizer: Any = None,
+        bias_regularizer: Any = None,
+        bias_constraint: Any = None,
+        seed: int | None = None,
+        **named: Any,
+    ) -> None:
+        super().__init__(
+            ("filters", filters),
+            density=density,
+            block_size=block_size,
+            activation=activation,
+            use_bias=use_bias,
+            bias_initializer=bias_initializer,
+            kernel_regularizer=kernel_regularizer,
+            bias_regularizer=bias_regularizer,
+            bias_constraint=bias_constraint,
+            seed=seed,
+            **named,
+        )
+        self.filters, self.groups = filters, check_integer("groups", groups, 1)
+        # Keras' own layer, never built, checks the rest and says what comes of a shape.
+        like = self._like(
+            _two("kernel_size", kernel_size),
+            _two("strides", strides),
+            padding,
+            data_format,
+            _two("dilation_rate", dilation_rate),
+        )
+        self.kernel_size, self.strides = like.kernel_size, like.strides
+        self.padding, self.data_format = like.padding, like.data_format
+        self.dilation_rate = like.dilation_rate
+        self.input_spec = keras.layers.InputSpec(ndim=4)
+
+    def _like(self, *options: Any) -> Any:
+        kernel_size, strides, padding, data_format, dilation_rate = options
+        return keras.layers.Conv2D(
+            self.filters,
+            kernel_size,
+            strides=strides,
+            padding=padding,
+            data_format=data_format,
+            dilation_rate=dilation_rate,
+            groups=self.groups,
+        )
+
+    @property
+    def _last(self) -> bool:
+        return self.data_format == "channels_last"
+
+    def _channels(self, shape: Sequence[int | None]) -> int:
+        axis = -1 if self._last else 1
+        channels = check_integer("the channels of the input", shape[axis], 1)
+        self.input_spec = keras.layers.InputSpec(ndim=4, axes={axis: channels})
+        return channels
+
+    def _matrix_shape(self, channels: int) -> tuple[int, int]:
+        return self.filters, self.kernel_size[0] * self.kernel_size[1] * channels // self.groups
+
+    def _made(self, channels: int, **start: Any) -> SparseLinear:
+        return SparseConv2d(
+            channels,
+            self.filters,
+            self.kernel_size,
+            self.strides,
+            "same" if self._same_everywhere else 0,
+            self.dilation_rate,
+            self.groups,
+            **start,
+        )
+
+    @property
+    def _same_everywhere(self) -> bool:
+        """Whether as much is put around every input."""
+        return self.padding == "same" and tuple(self.strides) == (1, 1)
+
+    def _product(self, x: Tensor) -> Tensor:
+        if self._last:
+            x = x.permute(0, 3, 1, 2)
+        if self.padding == "same" and not self._same_everywhere:
+            around: list[int] = []
+            for n, k, s, d in zip(
+                x.shape[2:], self.kernel_size, self.strides, self.dilation_rate, strict=True
+            ):
+                more = max((-(-n // s) - 1) * s + d * (k - 1) + 1 - n, 0)
+                around = [more // 2, more - more // 2, *around]
+            x = functional.pad(x, around)
+        y = self.sparse(x)
+        return y.permute(0, 2, 3, 1) if self._last else y
+
+    def to_dense(self) -> Tensor:
+        """The kernel as `Conv2D` has it, [height, width, channels / groups, filters]."""
+        return self.sparse.to_dense().permute(2, 3, 1, 0)
+
+    def compute_output_shape(self, input_shape: Sequence[int | None]) -> tuple[int | None, ...]:
+        like = self._like(
+            self.kernel_size, self.strides, self.padding, self.data_format, self.dilation_rate
+        )
+        return tuple(like.compute_output_shape(input_shape))
+
+    def get_config(self) -> dict[str, Any]:
+        return {
+            "filters": self.filters,
+            "kernel_size": self.kernel_size,
+            "strides": self.strides,
+            "padding": self.padding,
+            "data_format": self.data_format,
+            "dilation_rate": self.dilation_rate,
+            "groups": self.groups,
+        } | super().get_config()
+
+
+def _two(name: str, value: int | Sequence[int]) -> tuple[int, ...]:
+    if isinstance(value, (list, tuple)) and len(value) == 2:
+        return tuple(check_integer(name, n, 1) for n in value)
+    return (check_integer(f"{name}, or each of its two,", value, 1),) * 2
