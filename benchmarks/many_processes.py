@@ -164,7 +164,7 @@ def cost(
             times[updated].append(time.perf_counter() - begin)
     from dynsparse.training.rank_consistency import PatternComparison
 
-    rewiring = ds.Rewiring.between(net.pattern, net.pattern)
+    rewiring = ds.pattern.Rewiring.between(net.pattern, net.pattern)
     agreed = []
     for _ in range(updates):
         torch.distributed.barrier()

@@ -21,7 +21,7 @@ def after():
 
 
 def by_hand(*source, dtype=torch.int32):
-    return ds.Rewiring(before(), after(), torch.tensor(source, dtype=dtype))
+    return ds.pattern.Rewiring(before(), after(), torch.tensor(source, dtype=dtype))
 
 
 def test_a_right_one_is_served():
@@ -59,9 +59,9 @@ def test_a_source_of_another_kind_is_refused():
     with pytest.raises(TypeError, match=r"int32 on the CPU, got torch\.int64"):
         by_hand(1, -1, 2, 3, dtype=torch.int64)
     with pytest.raises(TypeError, match="source must be int32 on the CPU"):
-        ds.Rewiring(before(), after(), torch.zeros(4, dtype=torch.int32, device="meta"))
+        ds.pattern.Rewiring(before(), after(), torch.zeros(4, dtype=torch.int32, device="meta"))
     with pytest.raises(TypeError, match="source must be a tensor"):
-        ds.Rewiring(before(), after(), [1, -1, 2, 3])
+        ds.pattern.Rewiring(before(), after(), [1, -1, 2, 3])
 
 
 def test_a_rewiring_of_another_layer_is_refused_and_changes_nothing():

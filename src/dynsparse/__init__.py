@@ -16,14 +16,12 @@ from dynsparse.nn import (
     save_safetensors,
     sparsify,
 )
-from dynsparse.pattern import Rewiring, SparsePattern
+from dynsparse.pattern import SparsePattern
 from dynsparse.tracing import trace
 from dynsparse.version import __version__ as __version__
 
 if TYPE_CHECKING:
-    from dynsparse import distributed, training
-    from dynsparse.integrations.onnx import export_onnx, import_onnx
-    from dynsparse.report.training.plot import plot
+    from dynsparse import distributed, integrations, training
     from dynsparse.training import (
         GMP,
         MEST,
@@ -34,7 +32,6 @@ if TYPE_CHECKING:
         RigL,
         Static,
         TopKAST,
-        keep_memory,
     )
 
 __all__ = [
@@ -44,46 +41,37 @@ __all__ = [
     "SNFS",
     "DeepR",
     "GraNet",
-    "Rewiring",
     "RigL",
     "SparsePattern",
     "Static",
     "TopKAST",
     "densify",
     "distributed",
-    "export_onnx",
-    "import_onnx",
-    "keep_memory",
+    "integrations",
     "load_pretrained",
     "load_safetensors",
     "nn",
     "ops",
     "param_groups",
-    "plot",
     "save_safetensors",
     "sparsify",
     "trace",
     "training",
 ]
 
-# Loaded when they are first asked for, so that an import costs little beside torch's own.
-_ROOMS = ("distributed", "training")
-_NAMES = {
-    **dict.fromkeys(("GMP", "MEST", "SET", "SNFS", "DeepR", "GraNet", "RigL"), "training"),
-    **dict.fromkeys(("Static", "TopKAST", "keep_memory"), "training"),
-    **dict.fromkeys(("export_onnx", "import_onnx"), "integrations.onnx"),
-    "plot": "report.training.plot",
-}
+# Loaded on first access, so that `import dynsparse` takes little longer than `import torch`.
+_PACKAGES = ("distributed", "integrations", "training")
+_TRAINERS = ("GMP", "MEST", "SET", "SNFS", "DeepR", "GraNet", "RigL", "Static", "TopKAST")
 
 logs.configure_quietly()
 native.warn_if_absent()
 
 
 def __getattr__(name: str) -> Any:
-    if name in _ROOMS:
+    if name in _PACKAGES:
         return import_module(f"{__name__}.{name}")
-    if name in _NAMES:
-        return getattr(import_module(f"{__name__}.{_NAMES[name]}"), name)
+    if name in _TRAINERS:
+        return getattr(import_module(f"{__name__}.training"), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 

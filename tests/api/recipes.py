@@ -35,6 +35,7 @@ MODULES = (
     "popsparse.report",
     "dynsparse.integrations.follower",
     "dynsparse.distributed",
+    "dynsparse.report",
     "dynsparse.tracing",
     *(["dynsparse.integrations.keras"] if find_spec("keras") is not None else []),
     "dynsparse.selfcheck",

@@ -16,6 +16,7 @@ from dynsparse.ops.grow import random_outside, select, topk_outside
 from dynsparse.ops.linear import grad_input, grad_weight, layer_linear, linear
 from dynsparse.ops.linear.layer_index import LayerIndex, Read
 from dynsparse.pattern import PatternIndex, sample_without_replacement
+from dynsparse.report import plot
 
 
 def dense_model():
@@ -75,19 +76,21 @@ RECIPES = {
     "dynsparse.SparsePattern.to_scipy": of(
         pattern, "to_scipy", values=values, format=lambda: "coo"
     ),
-    "dynsparse.Rewiring": Recipe(
-        lambda **named: ds.Rewiring(**named).apply_(values()),
+    "dynsparse.pattern.Rewiring": Recipe(
+        lambda **named: ds.pattern.Rewiring(**named).apply_(values()),
         lambda: {name: getattr(rewiring(), name) for name in ("before", "after", "source")},
     ),
-    "dynsparse.Rewiring.make": call(
-        ds.Rewiring.make,
+    "dynsparse.pattern.Rewiring.make": call(
+        ds.pattern.Rewiring.make,
         pattern=pattern,
         drop=lambda: torch.tensor([0]),
         grow=lambda: (pattern().to_mask().flatten() == 0).nonzero().flatten()[:1],
     ),
-    "dynsparse.Rewiring.between": call(ds.Rewiring.between, before=pattern, after=pattern),
-    "dynsparse.Rewiring.apply": of(rewiring, "apply", tensor=values, fill=lambda: 1.0),
-    "dynsparse.Rewiring.apply_": Recipe(
+    "dynsparse.pattern.Rewiring.between": call(
+        ds.pattern.Rewiring.between, before=pattern, after=pattern
+    ),
+    "dynsparse.pattern.Rewiring.apply": of(rewiring, "apply", tensor=values, fill=lambda: 1.0),
+    "dynsparse.pattern.Rewiring.apply_": Recipe(
         lambda tensor, fill: rewiring().apply_(tensor, fill=fill),
         lambda: {"tensor": values(), "fill": torch.ones(2)},
     ),
@@ -135,7 +138,9 @@ RECIPES = {
     "dynsparse.load_pretrained": call(
         ds.load_pretrained, PATHS, model=dense_model, folder_or_file=weights_file
     ),
-    "dynsparse.plot": call(ds.plot, source=model, what=lambda: "connectivity", layer=lambda: "0"),
+    "dynsparse.report.plot": call(
+        plot, source=model, what=lambda: "connectivity", layer=lambda: "0"
+    ),
     "dynsparse.param_groups": call(ds.param_groups, model=model, weight_decay=lambda: 0.1),
     "dynsparse.ops.grad_input": call(
         grad_input, dy=lambda: torch.ones(3, 8), values=values, pattern=pattern

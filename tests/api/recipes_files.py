@@ -20,6 +20,7 @@ import popsparse
 from dynsparse import data, selfcheck, tracing
 from dynsparse.bench import find_spec, read_spec
 from dynsparse.integrations.follower import Follower
+from dynsparse.report import plot
 from dynsparse.report.training.connectivity import visualise
 from dynsparse.training.checkpoint import read_extra
 from dynsparse.training.records import RecordedLayer, Recorder, Records
@@ -228,8 +229,8 @@ RECIPES = {
         },
         FILES,
     ),
-    "dynsparse.plot": Recipe(
-        ds.plot, lambda: {"source": model(), "what": "connectivity", "layer": "0"}, FILES
+    "dynsparse.report.plot": Recipe(
+        plot, lambda: {"source": model(), "what": "connectivity", "layer": "0"}, FILES
     ),
     "popsparse.Layer.save": Recipe(
         machine_layer().save, lambda: {"file": folder() / "layer"}, FILES

@@ -16,13 +16,13 @@ import dynsparse as ds
 def exported(**named):
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # the packages warn of themselves
-        ds.export_onnx(**named)
+        ds.integrations.onnx.export(**named)
 
 
 def imported(file):
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        ds.import_onnx(file)
+        ds.integrations.onnx.import_(file)
 
 
 def arguments():
@@ -48,8 +48,10 @@ def onnx_file():
 
 
 RECIPES = {
-    "dynsparse.export_onnx": Recipe(exported, arguments, (OSError,)),
-    "dynsparse.import_onnx": Recipe(imported, lambda: {"file": onnx_file()}, (OSError,)),
+    "dynsparse.integrations.onnx.export": Recipe(exported, arguments, (OSError,)),
+    "dynsparse.integrations.onnx.import_": Recipe(
+        imported, lambda: {"file": onnx_file()}, (OSError,)
+    ),
 }
 NOT_INSTALLED: set[str] = set()
 if not all(find_spec(name) for name in ("onnx", "onnxscript", "onnx2torch")):

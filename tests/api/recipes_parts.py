@@ -36,7 +36,7 @@ def generator():
 def rewiring():
     before = pattern()
     free = (before.to_mask().flatten() == 0).nonzero().flatten()
-    return ds.Rewiring.make(before, torch.tensor([1, 3]), free[[0, 5]])
+    return ds.pattern.Rewiring.make(before, torch.tensor([1, 3]), free[[0, 5]])
 
 
 def folder():

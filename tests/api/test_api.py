@@ -79,7 +79,7 @@ NOT_CALLED = {
     *(f"dynsparse.training.records.{name}" for name in ("DeadUnits", "RecordError", "Records")),
     *(f"dynsparse.data.{name}" for name in ("DataSet", "Pictures")),
     "dynsparse.integrations.follower.Algorithm",
-    "dynsparse.keep_memory",  # takes nothing, and would last to the end of this process
+    "dynsparse.training.keep_memory",  # takes nothing, and would last to the end of this process
     *(f"dynsparse.selfcheck.{name}" for name in ("Check", "Result")),
 }
 

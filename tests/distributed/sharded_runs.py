@@ -100,7 +100,7 @@ def doors(rank, size):
     x, _ = models.share(0, rank, size)
     assert torch.equal(other(x), reference(x))
     with pytest.raises(RuntimeError, match="are sharded"):
-        other[0].rewire(ds.Rewiring.between(other[0].pattern, other[0].pattern))
+        other[0].rewire(ds.pattern.Rewiring.between(other[0].pattern, other[0].pattern))
     forward = type(reference[0]).forward  # past the hook that gathers
     with pytest.raises(RuntimeError, match="call the module that fully_shard was given"):
         forward(other[0], x)

@@ -22,8 +22,8 @@ from dynsparse.apps.lm.model import build_model
 from dynsparse.apps.lm.options import Options
 from dynsparse.cli.app import run
 from dynsparse.integrations.onnx import (
-    export_onnx,
-    import_onnx,
+    export,
+    import_,
     sparsify_onnx,
     weights_from_onnx,
     weights_to_onnx,
@@ -103,7 +103,7 @@ def test_onnxruntime_computes_what_the_model_does(kind, weights, block_size, tmp
     model, x = make(block_size).eval(), draw()
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     file = tmp_path / "model.onnx"
-    ds.export_onnx(model, (x,), file, weights, dynamic_shapes=(dynamic,))
+    ds.integrations.onnx.export(model, (x,), file, weights, dynamic_shapes=(dynamic,))
     with torch.no_grad():
         for part in (x, x[:1], x[:, :5] if kind == "language model" else x):
             np.testing.assert_allclose(computed(file, part), model(part), rtol=1e-5, atol=1e-5)
@@ -127,8 +127,8 @@ def test_patterns_and_values_come_back(kind, block_size, tmp_path):
     with torch.no_grad():
         first.values.view(-1)[0] = 0  # present, though it is zero
     file = tmp_path / "model.onnx"
-    ds.export_onnx(model, (x,), file, "sparse", dynamic_shapes=(dynamic,))
-    again = ds.import_onnx(file).eval()
+    ds.integrations.onnx.export(model, (x,), file, "sparse", dynamic_shapes=(dynamic,))
+    again = ds.integrations.onnx.import_(file).eval()
     for name, layer in sparse_layers(model).items():
         if isinstance(layer, SparseEmbedding):
             continue
@@ -142,8 +142,8 @@ def test_patterns_and_values_come_back(kind, block_size, tmp_path):
 
 def test_what_was_imported_trains_and_is_exported_again(tmp_path):
     model, x = mlp(4), KINDS["mlp"][1]()
-    ds.export_onnx(model, (x,), tmp_path / "a.onnx", "sparse")
-    again = ds.import_onnx(tmp_path / "a.onnx")
+    ds.integrations.onnx.export(model, (x,), tmp_path / "a.onnx", "sparse")
+    again = ds.integrations.onnx.import_(tmp_path / "a.onnx")
     optimizer = torch.optim.SGD(again.parameters(), lr=0.1)
     trainer = ds.RigL(again, optimizer, total_steps=8, update_interval=2)
     for _ in range(8):
@@ -152,7 +152,7 @@ def test_what_was_imported_trains_and_is_exported_again(tmp_path):
         trainer.step()
     assert trainer.updates > 0
     assert again.get_submodule("0").pattern != model[0].pattern
-    ds.export_onnx(again.eval(), (x,), tmp_path / "b.onnx", "sparse")
+    ds.integrations.onnx.export(again.eval(), (x,), tmp_path / "b.onnx", "sparse")
     with torch.no_grad():
         np.testing.assert_allclose(computed(tmp_path / "b.onnx", x), again(x), rtol=1e-5, atol=1e-6)
 
@@ -161,14 +161,14 @@ def test_what_was_imported_trains_and_is_exported_again(tmp_path):
 def test_other_types_come_back_bit_for_bit(dtype, tmp_path):
     model = mlp().to(dtype).eval()
     file = tmp_path / "model.onnx"
-    export_onnx(model, (torch.randn(2, 24, dtype=dtype),), file, "sparse")
+    export(model, (torch.randn(2, 24, dtype=dtype),), file, "sparse")
     if dtype == torch.bfloat16:
         with pytest.raises(ValueError, match="onnx2torch cannot convert it"):
-            import_onnx(file)
+            import_(file)
         weights_from_onnx(file, tmp_path / "w.safetensors")
         again = ds.load_pretrained(ds.densify(mlp()).to(dtype), tmp_path / "w.safetensors")
     else:
-        again = import_onnx(file)
+        again = import_(file)
     for name in ("0", "2"):
         assert again.get_submodule(name).pattern == model.get_submodule(name).pattern
         assert torch.equal(again.get_submodule(name).values, model.get_submodule(name).values)
@@ -214,7 +214,7 @@ def test_the_largest_weights_of_a_foreign_model_stay(tmp_path):
     np.testing.assert_allclose(
         computed(tmp_path / "s.onnx", torch.from_numpy(x)), expected, rtol=1e-5, atol=1e-6
     )
-    made = import_onnx(tmp_path / "s.onnx")
+    made = import_(tmp_path / "s.onnx")
     layer = made.get_submodule("fc1")
     assert isinstance(layer, SparseLinear)
     np.testing.assert_array_equal(layer.to_dense().detach(), pruned(w1).T)
@@ -227,8 +227,8 @@ def test_weights_go_there_and_back_on_the_command_line(block_size, tmp_path, cap
     model = mlp(block_size).eval()
     x = KINDS["mlp"][1]()
     a, b, c, w = (str(tmp_path / name) for name in ("a.onnx", "b.onnx", "c.onnx", "w.safetensors"))
-    ds.export_onnx(model, (x,), a, "sparse")
-    ds.export_onnx(mlp(block_size), (x,), b, "dense")
+    ds.integrations.onnx.export(model, (x,), a, "sparse")
+    ds.integrations.onnx.export(mlp(block_size), (x,), b, "dense")
     assert run(["onnx", "import", a, w]) == 0
     fresh = ds.load_pretrained(ds.densify(mlp(block_size)), w)
     for name, layer in sparse_layers(model).items():
@@ -244,7 +244,7 @@ def test_weights_go_there_and_back_on_the_command_line(block_size, tmp_path, cap
 
 def test_a_trained_model_goes_into_its_graph(tmp_path):
     model, x = mlp(), KINDS["mlp"][1]()
-    ds.export_onnx(model, (x,), tmp_path / "a.onnx")
+    ds.integrations.onnx.export(model, (x,), tmp_path / "a.onnx")
     with torch.no_grad():
         model[0].set_pattern(
             ds.SparsePattern.random((64, 24), nnz=model[0].pattern.nnz, generator=generator(5))
@@ -269,12 +269,12 @@ def test_convolutions(weights, tmp_path):
         ds.nn.SparseConv1d(4, 6, 2, density=0.5),
     ).eval()
     x = torch.randn(2, 3, 9, 9)
-    export_onnx(model, (x,), tmp_path / "a.onnx", weights)
+    export(model, (x,), tmp_path / "a.onnx", weights)
     y = torch.as_tensor(computed(tmp_path / "a.onnx", x))
     torch.testing.assert_close(y, model(x), rtol=1e-5, atol=1e-5)
     names = {entry.name for entry in onnx.load(str(tmp_path / "a.onnx")).graph.initializer}
     assert {"0.weight", "2.weight", "4.weight"} <= names
-    again = import_onnx(tmp_path / "a.onnx")
+    again = import_(tmp_path / "a.onnx")
     torch.testing.assert_close(again(x), model(x), rtol=1e-5, atol=1e-5)
 
 
@@ -283,9 +283,9 @@ def test_a_shared_layer_is_one_weight(tmp_path):
     layer = nn.Linear(8, 8)
     model = ds.sparsify(nn.Sequential(layer, nn.Tanh(), layer), density=0.3, verbose=False).eval()
     x = torch.randn(3, 8)
-    ds.export_onnx(model, (x,), tmp_path / "a.onnx", "sparse")
+    ds.integrations.onnx.export(model, (x,), tmp_path / "a.onnx", "sparse")
     assert len(onnx.load(str(tmp_path / "a.onnx")).graph.sparse_initializer) == 1
-    again = import_onnx(tmp_path / "a.onnx")
+    again = import_(tmp_path / "a.onnx")
     assert len({id(m) for m in again.modules() if isinstance(m, SparseLinear)}) == 1
     torch.testing.assert_close(again(x), model(x), rtol=1e-5, atol=1e-6)
 
@@ -294,26 +294,26 @@ class TestRefused:
     def test_models_and_arguments(self, tmp_path):
         file, x = tmp_path / "m.onnx", torch.randn(1, 24)
         with pytest.raises(ValueError, match="no sparse layers"):
-            export_onnx(nn.Linear(24, 3), (x,), file)
+            export(nn.Linear(24, 3), (x,), file)
         with pytest.raises(ValueError, match="weights must be one of"):
-            export_onnx(mlp(), (x,), file, "csr")
+            export(mlp(), (x,), file, "csr")
         with pytest.raises(TypeError, match="args must be a tuple"):
-            export_onnx(mlp(), x, file)
+            export(mlp(), x, file)
         with pytest.raises(ValueError, match="cannot export the model"):
-            export_onnx(mlp(), (torch.randn(1, 3),), file)
+            export(mlp(), (torch.randn(1, 3),), file)
         assert not file.exists()
 
     def test_a_file_that_is_no_onnx(self, tmp_path):
         file = tmp_path / "m.onnx"
         file.write_bytes(b"\x07 no model")
         with pytest.raises(ValueError, match="no valid ONNX file"):
-            import_onnx(file)
+            import_(file)
         with pytest.raises(FileNotFoundError):
             weights_from_onnx(tmp_path / "none.onnx", tmp_path / "w")
 
     def test_blocks_that_are_none(self, tmp_path):
         file = tmp_path / "m.onnx"
-        export_onnx(mlp(2), (torch.randn(1, 24),), file, "sparse")
+        export(mlp(2), (torch.randn(1, 24),), file, "sparse")
         proto = onnx.load(str(file))
         for text, words in (
             (json.dumps({"0.weight": 8}), "is not made of blocks of 8"),
@@ -323,11 +323,11 @@ class TestRefused:
             onnx.helper.set_model_props(proto, {"dynsparse.block_sizes": text})
             onnx.save(proto, str(file))
             with pytest.raises(ValueError, match=words):
-                import_onnx(file)
+                import_(file)
 
     def test_positions_outside_the_matrix(self, tmp_path):
         file = tmp_path / "m.onnx"
-        export_onnx(mlp(), (torch.randn(1, 24),), file, "sparse")
+        export(mlp(), (torch.randn(1, 24),), file, "sparse")
         proto = onnx.load(str(file))
         entry = proto.graph.sparse_initializer[0]
         flat = onnx.numpy_helper.to_array(entry.indices).copy()
@@ -335,10 +335,10 @@ class TestRefused:
         entry.indices.raw_data = flat.tobytes()
         file.write_bytes(proto.SerializeToString())
         with pytest.raises(ValueError, match="no valid ONNX file"):
-            import_onnx(file)
+            import_(file)
 
     def test_weights_of_another_model(self, tmp_path):
-        export_onnx(mlp(), (torch.randn(1, 24),), tmp_path / "a.onnx")
+        export(mlp(), (torch.randn(1, 24),), tmp_path / "a.onnx")
         other = ds.sparsify(nn.Sequential(nn.Linear(24, 8)), density=0.3, verbose=False)
         ds.save_safetensors(other, tmp_path / "w.safetensors")
         with pytest.raises(ValueError, match="weight' is"):
@@ -411,7 +411,7 @@ def test_nodes_that_take_one_matrix_in_their_own_ways(nodes, square, sparse, tmp
     expected = computed(tmp_path / "a.onnx", x)
     one_matrix(tmp_path / "b.onnx", nodes, square, sparse)
     with pytest.warns(UserWarning, match="nodes take W in other orientations or with other biases"):
-        model = import_onnx(tmp_path / "b.onnx")
+        model = import_(tmp_path / "b.onnx")
     torch.testing.assert_close(model(x), torch.as_tensor(expected), rtol=1e-5, atol=1e-5)
     assert len(sparse_layers(model)) == (len(nodes) if sparse else 0)
     for layer in sparse_layers(model).values():

@@ -35,7 +35,7 @@ def test_onnxruntime_computes_what_the_layer_does(causal, weights, tmp_path):
     torch.manual_seed(0)
     model, x = Attention(causal).eval(), torch.randn(2, 32, 16)
     file = tmp_path / "model.onnx"
-    ds.export_onnx(model, (x,), file, weights=weights)
+    ds.integrations.onnx.export(model, (x,), file, weights=weights)
     session = onnxruntime.InferenceSession(file, providers=["CPUExecutionProvider"])
     (name,) = (given.name for given in session.get_inputs())
     (y,) = session.run(None, {name: x.numpy()})

@@ -9,6 +9,7 @@ from torch import nn
 
 import dynsparse as ds
 from dynsparse.nn import SparseLinear
+from dynsparse.report import plot
 from dynsparse.training.records import Recorder, Records
 
 pytest.importorskip("matplotlib")
@@ -44,7 +45,7 @@ def overlaps(page, labels):
 
 def test_densities():
     model = deep(3)
-    axes = ds.plot(model).axes[0]
+    axes = plot(model).axes[0]
     widths = [bar.get_width() for bar in axes.patches]
     assert widths == [layer.density for layer in model.blocks]
     assert [t.get_text() for t in axes.get_yticklabels()] == [f"blocks.{i}" for i in range(3)]
@@ -53,9 +54,9 @@ def test_densities():
 def test_dead_units():
     pattern = ds.SparsePattern([0, 0], [1, 2], shape=(4, 4))
     layer = SparseLinear(4, 4, pattern=pattern)
-    page = ds.plot(layer, "dead units")
+    page = plot(layer, "dead units")
     assert [bar.get_width() for bar in page.axes[0].patches] == [0.5, 0.75]
-    whole = ds.plot(SparseLinear(4, 4, density=1.0), "dead units")
+    whole = plot(SparseLinear(4, 4, density=1.0), "dead units")
     assert whole.axes[0].texts[0].get_text() == "every feature has a connection"
 
 
@@ -64,7 +65,7 @@ def test_dead_units():
 def test_connectivity(shape, block):
     pattern = ds.SparsePattern.random(shape, 0.2, block_size=block)
     layer = SparseLinear(*reversed(shape), pattern=pattern)
-    page = ds.plot(nn.Sequential(nn.ReLU(), layer), "connectivity", layer="1")
+    page = plot(nn.Sequential(nn.ReLU(), layer), "connectivity", layer="1")
     cells = page.axes[0].images[0].get_array()
     assert cells.shape == tuple(min(256, n // block) for n in shape)
     assert 0 <= cells.min() <= cells.max() <= 1
@@ -77,7 +78,7 @@ def test_connectivity(shape, block):
 def test_churn(tmp_path):
     record(tmp_path, 2)
     records = Records.load(tmp_path)
-    lines = ds.plot(tmp_path, "churn").axes[0].lines
+    lines = plot(tmp_path, "churn").axes[0].lines
     for name, line in zip(records.layers, lines, strict=True):
         assert line.get_xdata().tolist() == records.steps[1:]
         assert line.get_ydata().tolist() == records.churn(name).tolist()
@@ -87,7 +88,7 @@ def test_churn(tmp_path):
 @pytest.mark.parametrize("layers", [1, 7, 40, 41, 100])
 def test_names_never_lie_over_one_another(layers, tmp_path):
     model, trainer = record(tmp_path, layers)
-    pages = [ds.plot(model), ds.plot(trainer, "dead units"), ds.plot(tmp_path, "churn")]
+    pages = [plot(model), plot(trainer, "dead units"), plot(tmp_path, "churn")]
     for page in pages:
         width, height = page.get_size_inches()
         assert max(width, height) < 12
@@ -102,21 +103,21 @@ def test_names_never_lie_over_one_another(layers, tmp_path):
 def test_notebooks_show_figures(tmp_path):
     record(tmp_path, 1)
     for what in ("density", "dead units", "connectivity", "churn"):
-        page = ds.plot(str(tmp_path), what)
+        page = plot(str(tmp_path), what)
         assert page._repr_png_().startswith(b"\x89PNG")
 
 
 def test_wrong_arguments():
     model = deep(2)
     with pytest.raises(ValueError, match=r"what must be one of 'density', 'conn.*, got 'colours'"):
-        ds.plot(model, "colours")
+        plot(model, "colours")
     with pytest.raises(ValueError, match=r"layer must be one of 'blocks.0', 'blocks.1', got 'x'"):
-        ds.plot(model, "connectivity", layer="x")
+        plot(model, "connectivity", layer="x")
     with pytest.raises(ValueError, match="'density' shows all layers: leave layer out, got 'x'"):
-        ds.plot(model, layer="x")
+        plot(model, layer="x")
     with pytest.raises(TypeError, match="churn is what a record says: expected Records or the fo"):
-        ds.plot(model, "churn")
+        plot(model, "churn")
     with pytest.raises(ValueError, match="no sparse layers to show"):
-        ds.plot(nn.Linear(2, 2))
+        plot(nn.Linear(2, 2))
     with pytest.raises(TypeError, match="expected a model, a trainer, Records or the folder of a"):
-        ds.plot(3)
+        plot(3)

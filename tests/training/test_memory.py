@@ -59,7 +59,7 @@ def resident():
     return int(re.search(r"VmRSS:\\s+(\\d+)", Path("/proc/self/status").read_text())[1]) // 1024
 
 if sys.argv[1] == "keep":
-    assert ds.keep_memory() is True
+    assert ds.training.keep_memory() is True
 before = resident()
 tensors = [torch.ones(megabytes << 18) for megabytes in (12, 50, 3, 12)]
 grown = resident() - before
@@ -85,4 +85,4 @@ def test_freed_memory_stays_where_it_is_asked_to(how):
 
 def test_another_c_library_is_left_alone(monkeypatch):
     monkeypatch.setattr(memory, "_of_glibc", lambda name: None)
-    assert ds.keep_memory() is False
+    assert ds.training.keep_memory() is False

@@ -1,5 +1,16 @@
-"""Sparse training inside other libraries' training loops: Lightning, Hugging Face and Keras.
+"""Sparse training in other libraries: Lightning, Hugging Face, Keras and ONNX.
 
-`dynsparse.integrations.lightning`, `.huggingface` and `.keras` are imported by those who use them;
-each needs its library.
+Each of `lightning`, `huggingface`, `keras` and `onnx` is loaded on first access and needs its
+library.
 """
+
+from importlib import import_module
+from typing import Any
+
+_MODULES = ("huggingface", "keras", "lightning", "onnx")
+
+
+def __getattr__(name: str) -> Any:
+    if name in _MODULES:
+        return import_module(f"{__name__}.{name}")
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -29,7 +29,7 @@ FORMS = ("dense", "sparse")
 
 
 @typed
-def export_onnx(
+def export(
     model: nn.Module,
     args: tuple[Any, ...],
     file: str | os.PathLike[str],

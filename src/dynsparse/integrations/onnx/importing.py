@@ -52,7 +52,7 @@ def know_trilu() -> None:
 
 
 @typed
-def import_onnx(file: str | os.PathLike[str]) -> fx.GraphModule:
+def import_(file: str | os.PathLike[str]) -> fx.GraphModule:
     """The model of an ONNX file, of any exporter, as a module that trains.
 
     The graph is converted by the package onnx2torch. Every MatMul or Gemm with a constant matrix

@@ -50,7 +50,7 @@ def sparsify_onnx(
             whose sides block_size divides.
         file: the file to write.
         density, block_size, allocation: as in `dynsparse.sparsify`.
-        weights: how they are stored, see `export_onnx`.
+        weights: how they are stored, see `export`.
 
     Returns:
         Weight -> its density.
@@ -93,7 +93,7 @@ def weights_from_onnx(source: str | os.PathLike[str], file: str | os.PathLike[st
     """Write the weights of an ONNX model into a file of `save_safetensors`.
 
     Sparse matrices of linear layers are sparse there, as [out, in], under the names of the layers;
-    the other parameters are dense. The file of a model that `export_onnx` wrote goes into that
+    the other parameters are dense. The file of a model that `export` wrote goes into that
     model by `dynsparse.load_pretrained`.
 
     Returns:
@@ -139,10 +139,10 @@ def weights_to_onnx(
     """Write the ONNX model `graph` anew with the weights of a file of `save_safetensors`.
 
     Args:
-        source: what `weights_from_onnx` or, for a graph of `export_onnx`, `save_safetensors` wrote,
+        source: what `weights_from_onnx` or, for a graph of `export`, `save_safetensors` wrote,
             trained on or pruned since.
         graph: the ONNX file whose operators are kept.
-        file: the file to write. weights: how sparse layers are stored, see `export_onnx`.
+        file: the file to write. weights: how sparse layers are stored, see `export`.
 
     Returns:
         The layers that are sparse.

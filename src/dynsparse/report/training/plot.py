@@ -1,4 +1,4 @@
-"""Figures of a model's layers, or of what a record says of them: `dynsparse.plot`."""
+"""Figures of a model's layers, or of what a record says of them: `dynsparse.report.plot`."""
 
 from __future__ import annotations
 
