@@ -374,7 +374,7 @@ def test_the_table(capsys):
     lines = printed.splitlines()
     assert lines[0].split() == ["layer", "shape", "block", "density", "non-zeros", "parameters"]
     assert f"the model: {dense:,} -> {now:,} parameters ({now / dense:.1%})" in printed
-    assert "density of the 13 layers chosen: 0.25 (asked for: 0.25)" in printed
+    assert "density of the 13 selected layers: 0.25 (requested: 0.25)" in printed
     mix = next(line for line in lines if line.startswith("mix"))
     nnz = m.mix.pattern.nnz
     assert mix.split() == ["mix", "24", "x", "16", "1", f"{nnz / 384:.4f}", f"{nnz}", "408", "->",

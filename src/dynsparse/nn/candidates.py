@@ -1,4 +1,4 @@
-"""Where a model has weights that can be made sparse, and which of them a user's patterns name."""
+"""Which weights of a model can be made sparse, and which of them a user selects by name."""
 
 from __future__ import annotations
 
@@ -20,17 +20,19 @@ _KINDS = (
 
 
 @dataclass
-class Site:
-    """One weight that can be made sparse, under one of the names that lead to it.
+class Candidate:
+    """A weight that can be made sparse, under one of its names in the model.
 
     Attributes:
-        name: of the linear layer, or of the attention and its projection: "attention.q_proj".
+        name: name of the layer, or of the attention and its projection: "attention.q_proj".
         kind: "Linear", "conv", "Conv1D", "graph" or "attention".
-        module: what is replaced; owner: what holds the weight's Parameter.
-        part: which projection of an attention, else None.
-        parameter: as its owner holds it.
-        weight: [out, in], of a convolution [out, in / groups, *kernel]; bias: [out] or None;
-            bias_parameter: as its owner holds it.
+        module: the module to replace.
+        owner: the module that has the weight's Parameter.
+        part: the projection of an attention, otherwise None.
+        parameter: the owner's Parameter, which may be the transposed or a packed weight.
+        weight: [out, in]; [out, in / groups, *kernel] for convolutions.
+        bias: [out] or None.
+        bias_parameter: the owner's Parameter of the bias, which may be packed.
     """
 
     name: str
@@ -53,7 +55,7 @@ class Site:
 
     @property
     def matrix(self) -> Tensor:
-        """The weight as the matrix that the sparse layer has its pattern of."""
+        """The weight as the matrix [out, in] of the sparse layer's pattern."""
         return to_matrix(self.weight) if self.kind == "conv" else self.weight
 
     @property
@@ -62,51 +64,58 @@ class Site:
 
     @property
     def key(self) -> tuple[int, str | None]:
-        """The same for the sites of one weight."""
+        """Equal for all candidates of one weight."""
         packed = self.kind == "attention" and self.parameter.shape != self.weight.shape
         return id(self.parameter), self.part if packed else None
 
 
-def find_sites(model: nn.Module) -> dict[str, Site]:
-    """name -> site, in the order of `model.named_modules()`, under every name a module has.
+def find_candidates(model: nn.Module) -> dict[str, Candidate]:
+    """Name -> candidate, in the order of `model.named_modules()`, under all names of a module.
 
-    Layers that only look linear have no site: a subclass with its own forward, a weight that is
-    computed from others (weight norm, pruning masks).
+    Not among them: subclasses that override `forward`, and weights that are computed from other
+    tensors (weight norm, pruning masks).
+
+    Raises:
+        ValueError: a lazy layer without a shape.
     """
-    sites: list[Site] = []
+    candidates: list[Candidate] = []
     attention: str | None = None
     for name, module in model.named_modules(remove_duplicate=False):
         if attention is not None and name.startswith(attention):
-            continue  # its out_proj is a site of the attention
-        if _runs(module, nn.MultiheadAttention):
+            continue  # out_proj is a candidate of the attention
+        if _computes_as(module, nn.MultiheadAttention):
             attention = f"{name}." if name else ""
-            sites += _projections(name, module)
+            candidates += _projections(name, module)
         elif (kind := _linear_kind(module)) is not None:
             weight, bias = module.weight, module.bias
             if is_lazy(weight):
                 raise ValueError(
                     f"the layer {name!r} has no shape yet: run one batch through the model first"
                 )
-            sites.append(Site(name, kind, module, module, None, weight, weight, bias, bias))
+            candidates.append(
+                Candidate(name, kind, module, module, None, weight, weight, bias, bias)
+            )
         elif is_conv1d(module) and "forward" not in module.__dict__:
             weight, bias = module._parameters["weight"], module._parameters.get("bias")
             assert weight is not None
-            sites.append(Site(name, "Conv1D", module, module, None, weight, weight.t(), bias, bias))
-    return {site.name: site for site in sites}
+            candidates.append(
+                Candidate(name, "Conv1D", module, module, None, weight, weight.t(), bias, bias)
+            )
+    return {candidate.name: candidate for candidate in candidates}
 
 
 def _linear_kind(module: nn.Module) -> str | None:
-    """The kind of a layer that is a site as it stands."""
-    own = isinstance(module._parameters.get("weight"), Tensor)
-    if own and _runs(module, nn.Linear):
+    """The kind of a layer whose Parameter is the weight [out, ...], or None."""
+    has_weight = isinstance(module._parameters.get("weight"), Tensor)
+    if has_weight and _computes_as(module, nn.Linear):
         return "Linear"
-    if own and (_runs(module, nn.Conv2d) or _runs(module, nn.Conv1d)):
+    if has_weight and (_computes_as(module, nn.Conv2d) or _computes_as(module, nn.Conv1d)):
         return "conv"
     return "graph" if is_graph_linear(module) else None
 
 
-def _runs(module: nn.Module, base: type[nn.Module]) -> bool:
-    """Whether the module computes what `base` does: not a subclass with its own forward."""
+def _computes_as(module: nn.Module, base: type[nn.Module]) -> bool:
+    """Whether the module is a `base` whose `forward` is not overridden."""
     return (
         isinstance(module, base)
         and type(module).forward is base.forward
@@ -114,23 +123,23 @@ def _runs(module: nn.Module, base: type[nn.Module]) -> bool:
     )
 
 
-def _projections(name: str, attention: nn.MultiheadAttention) -> list[Site]:
+def _projections(name: str, attention: nn.MultiheadAttention) -> list[Candidate]:
     packed = attention.in_proj_weight
     separate = (attention.q_proj_weight, attention.k_proj_weight, attention.v_proj_weight)
     weights = separate if packed is None else packed.chunk(3)
     bias = attention.in_proj_bias
     biases: Iterable[Tensor | None] = (None,) * 3 if bias is None else bias.chunk(3)
     parts = ("q_proj", "k_proj", "v_proj")
-    sites = [
-        Site(_join(name, part), "attention", attention, attention, part,
+    candidates = [
+        Candidate(_join(name, part), "attention", attention, attention, part,
              weight if packed is None else packed, weight, own_bias, bias)
         for part, weight, own_bias in zip(parts, weights, biases, strict=True)
     ]  # fmt: skip
     out = attention.out_proj
     last = _join(name, "out_proj")
     return [
-        *sites,
-        Site(last, "attention", attention, out, "out_proj",
+        *candidates,
+        Candidate(last, "attention", attention, out, "out_proj",
              out.weight, out.weight, out.bias, out.bias),
     ]  # fmt: skip
 
@@ -139,79 +148,88 @@ def _join(name: str, part: str) -> str:
     return f"{name}.{part}" if name else part
 
 
-def matches(pattern: str, name: str) -> bool:
-    """Whether the glob matches the name or that of a module above it; `*` matches dots too."""
-    pieces = name.split(".")
-    return any(fnmatchcase(".".join(pieces[: n + 1]), pattern) for n in range(len(pieces)))
+def matches_name(pattern: str, name: str) -> bool:
+    """Whether the glob matches the name or that of a parent module; `*` also matches dots."""
+    parts = name.split(".")
+    return any(fnmatchcase(".".join(parts[: n + 1]), pattern) for n in range(len(parts)))
 
 
 def select(
-    model: nn.Module, sites: Mapping[str, Site], left: Mapping[str, str], include: Any, exclude: Any
-) -> dict[str, Site]:
-    """The sites that `include` names (None: all that are not `left`) and `exclude` does not.
+    model: nn.Module,
+    candidates: Mapping[str, Candidate],
+    excluded: Mapping[str, str],
+    include: Any,
+    exclude: Any,
+) -> dict[str, Candidate]:
+    """The candidates that `include` matches and `exclude` does not.
 
     Args:
-        left: name -> why it stays dense unless it is included.
+        excluded: name -> why it stays dense, of those that `include=None` leaves out.
+        include, exclude: glob patterns; `include=None` selects all but `excluded`.
 
     Raises:
         TypeError: patterns that are not strings.
-        ValueError: a pattern without effect, or nothing left.
+        ValueError: a pattern that matches nothing, or no layer selected.
     """
-    include = None if include is None else _patterns("include", include)
-    exclude = _patterns("exclude", exclude)
+    include = None if include is None else _check_patterns("include", include)
+    exclude = _check_patterns("exclude", exclude)
     names = [name for name, _ in model.named_modules(remove_duplicate=False)]
     for pattern in include or ():
-        if not any(matches(pattern, name) for name in sites):
-            named = [n for n in names if matches(pattern, n)]
+        if not any(matches_name(pattern, name) for name in candidates):
+            named = [n for n in names if matches_name(pattern, n)]
             if not named:
-                raise ValueError(f"include: {_nothing(pattern, sites)}")
+                raise ValueError(f"include: {_no_match_message(pattern, candidates)}")
             kind = type(model.get_submodule(named[0])).__name__
             raise ValueError(
                 f"include: {pattern!r} names {named[0]!r} ({kind}), which cannot be made sparse; "
                 f"{_KINDS}"
             )
     for pattern in exclude:
-        if not any(matches(pattern, name) for name in (*sites, *names)):
-            raise ValueError(f"exclude: {_nothing(pattern, sites)}")
-    if not sites:
+        if not any(matches_name(pattern, name) for name in (*candidates, *names)):
+            raise ValueError(f"exclude: {_no_match_message(pattern, candidates)}")
+    if not candidates:
         raise ValueError(f"the model has no layer that can be made sparse: {_KINDS}")
-    kept = {
-        name: site
-        for name, site in sites.items()
-        if (name not in left if include is None else any(matches(p, name) for p in include))
-        and not any(matches(pattern, name) for pattern in exclude)
+    selected = {
+        name: candidate
+        for name, candidate in candidates.items()
+        if (
+            name not in excluded if include is None else any(matches_name(p, name) for p in include)
+        )
+        and not any(matches_name(pattern, name) for pattern in exclude)
     }
-    if not kept:
-        if include is None and left:
-            name, reason = next(iter(left.items()))
+    if not selected:
+        if include is None and excluded:
+            name, reason = next(iter(excluded.items()))
             raise ValueError(
-                f"none of the {len(sites)} layers is left to convert; {name!r} stays dense: "
+                f"none of the {len(candidates)} layers is left to convert; {name!r} stays dense: "
                 f"it {reason}"
             )
-        raise ValueError(f"include and exclude leave none of the {len(sites)} layers to convert")
-    return kept
+        raise ValueError(
+            f"include and exclude leave none of the {len(candidates)} layers to convert"
+        )
+    return selected
 
 
-def first_matches(what: str, patterns: Any, names: Iterable[str]) -> dict[str, Any]:
-    """name -> the entry of the first pattern that matches it, for the names that have one."""
+def resolve_overrides(what: str, patterns: Any, names: Iterable[str]) -> dict[str, Any]:
+    """Name -> the value of the first pattern that matches it, for names that have a match."""
     if not isinstance(patterns, Mapping):
         raise TypeError(f"{what} must map name patterns to values, got {patterns!r}")
-    _patterns(what, list(patterns))
-    won = {}
+    _check_patterns(what, list(patterns))
+    first: dict[str, str] = {}
     for name in names:
         for pattern in patterns:
-            if matches(pattern, name):
-                won[name] = pattern
+            if matches_name(pattern, name):
+                first[name] = pattern
                 break
     for pattern in patterns:
-        if pattern not in won.values():
+        if pattern not in first.values():
             raise ValueError(
                 f"{what}: the pattern {pattern!r} is the first match of no layer that is converted"
             )
-    return {name: patterns[pattern] for name, pattern in won.items()}
+    return {name: patterns[pattern] for name, pattern in first.items()}
 
 
-def _patterns(what: str, patterns: Any) -> list[str]:
+def _check_patterns(what: str, patterns: Any) -> list[str]:
     if isinstance(patterns, str):
         return [patterns]
     if not isinstance(patterns, Iterable) or isinstance(patterns, nn.Module):
@@ -223,8 +241,8 @@ def _patterns(what: str, patterns: Any) -> list[str]:
     return patterns
 
 
-def _nothing(pattern: str, sites: Mapping[str, Site]) -> str:
-    known = list(sites)
+def _no_match_message(pattern: str, candidates: Mapping[str, Candidate]) -> str:
+    known = list(candidates)
     shown = ", ".join(repr(name) for name in known[:3])
     return (
         f"the pattern {pattern!r} matches no module of the model; names are such as {shown}"
@@ -232,32 +250,32 @@ def _nothing(pattern: str, sites: Mapping[str, Site]) -> str:
     )
 
 
-def tied(
-    sites: Mapping[str, Site], left: Mapping[str, str], treatment: Mapping[str, Any]
-) -> list[list[Site]]:
-    """The sites to convert, those of one weight together.
+def group_tied(
+    candidates: Mapping[str, Candidate], excluded: Mapping[str, str], settings: Mapping[str, Any]
+) -> list[list[Candidate]]:
+    """The candidates to convert, grouped by weight.
 
     Args:
-        left: name -> why it cannot be converted.
-        treatment: name -> what is to become of it, for the names to convert.
+        excluded: name -> why it cannot be converted.
+        settings: name -> how to convert it, for the names to convert.
 
     Raises:
-        ValueError: one that cannot be converted, or a weight that cannot stay tied.
+        ValueError: a layer that cannot be converted, or tied weights with different settings.
     """
-    groups: dict[tuple[int, str | None], list[Site]] = {}
-    for site in sites.values():
-        groups.setdefault(site.key, []).append(site)
-    converted = [group for group in groups.values() if any(s.name in treatment for s in group)]
+    groups: dict[tuple[int, str | None], list[Candidate]] = {}
+    for candidate in candidates.values():
+        groups.setdefault(candidate.key, []).append(candidate)
+    converted = [group for group in groups.values() if any(s.name in settings for s in group)]
     for group in converted:
-        first = next(site for site in group if site.name in treatment)
-        if first.name in left:
-            raise ValueError(f"{first.name!r} cannot be made sparse, it {left[first.name]}: "
+        first = next(candidate for candidate in group if candidate.name in settings)
+        if first.name in excluded:
+            raise ValueError(f"{first.name!r} cannot be made sparse, it {excluded[first.name]}: "
                              f"exclude {first.name!r}")  # fmt: skip
-        for site in group:
-            if treatment.get(site.name) != treatment[first.name]:
+        for candidate in group:
+            if settings.get(candidate.name) != settings[first.name]:
                 raise ValueError(
-                    f"{first.name!r} and {site.name!r} share their weight but would be treated "
-                    "differently: include, exclude, densities and block_sizes must name both or "
-                    "neither"
+                    f"{first.name!r} and {candidate.name!r} share their weight but would be "
+                    "treated differently: include, exclude, densities and block_sizes must match "
+                    "both or neither"
                 )
     return converted

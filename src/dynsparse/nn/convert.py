@@ -14,10 +14,16 @@ from dynsparse.files.shorten import shortened
 from dynsparse.nn.attend import deinterleaved_order
 from dynsparse.nn.attention import PROJECTIONS, SparseMultiheadAttention
 from dynsparse.nn.backends import executor_for
-from dynsparse.nn.candidates import Site, find_sites, first_matches, select, tied
+from dynsparse.nn.candidates import (
+    Candidate,
+    find_candidates,
+    group_tied,
+    resolve_overrides,
+    select,
+)
 from dynsparse.nn.conv import SparseConv1d, SparseConv2d, dense_conv, from_dense_conv
 from dynsparse.nn.embedding import SparseEmbedding
-from dynsparse.nn.exclusions import BY_CHOICE, default_exclusions
+from dynsparse.nn.exclusions import OVERRIDABLE, default_exclusions
 from dynsparse.nn.init import largest_blocks
 from dynsparse.nn.linear import SparseConv1D, SparseGraphLinear, SparseLinear
 from dynsparse.nn.models import describe
@@ -45,95 +51,94 @@ def sparsify(
 ) -> nn.Module:
     """Replace a model's linear layers and convolutions by sparse ones, in place.
 
-    Converted are `nn.Linear`, `nn.Conv2d` and `nn.Conv1d`, the `Conv1D` of GPT-2 implementations,
-    the `Linear` of PyTorch Geometric, and the projections of `nn.MultiheadAttention`, which becomes
-    a `SparseMultiheadAttention`. A layer that is to have density 1 stays the dense module it is,
-    unless `keep_sparse` says otherwise. Dense stay, too, layers whose weight is also an embedding's
-    or cannot stay tied for another reason, the adapters of LoRA and its kin, depthwise
-    convolutions, and layers with hooks; the table names them. dtype, device, `requires_grad`, the
-    training flag and the biases stay; the weights' Parameters are new ones, so make the optimizer
-    afterwards.
+    It converts `nn.Linear`, `nn.Conv2d`, `nn.Conv1d`, the `Conv1D` of GPT-2 implementations, the
+    `Linear` of PyTorch Geometric, and the projections of `nn.MultiheadAttention`, which becomes a
+    `SparseMultiheadAttention`. A layer of density 1 stays dense unless `keep_sparse` is True.
+    Excluded by default are layers whose weight is also an embedding's or cannot stay tied for
+    another reason, LoRA-like adapters, depthwise convolutions, and layers with hooks; the printed
+    table lists them. dtype, device, `requires_grad`, the training flag and the biases stay
+    the same; the Parameters of the weights are new, so create the optimizer afterwards.
 
-    Names are those of `model.named_modules()`; an attention's projections are its `q_proj`,
-    `k_proj`, `v_proj` and `out_proj`. A pattern is a glob in which `*` matches dots too. It names
-    every module it matches, and everything below: "head" is the module `head` and its parts, but
+    Names are those of `model.named_modules()`; the projections of an attention are `q_proj`,
+    `k_proj`, `v_proj` and `out_proj`. A pattern is a glob in which `*` also matches dots. It
+    matches a module and everything inside: "head" matches the module `head` and its submodules, but
     not `lm_head` or `decoder.head`, which "*head" matches.
 
     Args:
-        density: non-zeros / elements of all converted layers together, in (0, 1], met to the
-            nearest block. None when `densities` names every layer.
+        density: non-zeros / elements of all converted layers together, in (0, 1], rounded to the
+            nearest block. None if `densities` matches every layer.
         block_size: edge of the blocks.
-        allocation: how the density is shared among the layers: "uniform", "er" or "erk", see
+        allocation: how the density is distributed over the layers: "uniform", "er" or "erk", see
             `dynsparse.allocation.allocate`.
-        include: patterns of what to convert; None for everything that can be but adapters and
-            depthwise convolutions.
-        exclude: patterns of what stays dense, whatever `include` says.
-        densities: pattern -> density of each layer it matches. The first match counts; these
-            layers take their non-zeros first and the others share the rest.
-        block_sizes: pattern -> block size, in place of `block_size`; the first match counts.
-        start: "magnitude" keeps the blocks whose magnitudes have the largest sum, with their
-            values: for a trained model. "random" draws the patterns; the model's own values there
-            are scaled by sqrt(in / connections of the row), so that outputs vary as much as those
-            of the dense layer (Evci et al. 2022, "Gradient Flow in Sparse Neural Networks and How
-            Lottery Tickets Win", section 3.1): for a model just initialised.
-        generator: draws the random patterns.
-        keep_sparse: layers that are to have density 1 become sparse layers with every weight
-            present. With density=1 this is where gradual pruning begins (`GMP`, `GraNet`), and
-            every layer then counts for its final density.
-        target, target_options: of the linear layers, as in `SparseLinear`; convolutions have none.
-        verbose: print the table of `dynsparse.nn.describe`.
+        include: patterns of the layers to convert; None for all but those excluded by default.
+        exclude: patterns of the layers that stay dense; overrides `include`.
+        densities: pattern -> density of each layer it matches. The first match counts. These layers
+            get their non-zeros first, the others share the rest.
+        block_sizes: pattern -> block size, overriding `block_size`; the first match counts.
+        start: "magnitude", for a trained model, keeps the blocks with the largest sum of magnitudes
+            and their values. "random", for a model just initialised, draws the patterns and scales
+            the model's values there by sqrt(in / connections of the row), so that outputs have the
+            variance of the dense layer's (Evci et al. 2022, "Gradient Flow in Sparse Neural
+            Networks and How Lottery Tickets Win", section 3.1).
+        generator: random generator of the patterns.
+        keep_sparse: whether layers of density 1 become sparse layers with every weight present.
+            With density=1 this is the start of gradual pruning (`GMP`, `GraNet`), in which every
+            layer then counts towards the final density.
+        target, target_options: see `SparseLinear`; for linear layers only.
+        verbose: whether to print the table of `dynsparse.nn.describe`.
 
     Returns:
         The model.
 
     Raises:
-        TypeError, ValueError: a density outside (0, 1] or one that cannot be met, a block size that
-            does not divide a layer, a pattern that matches nothing, an included module that cannot
-            be converted, nothing to convert, a weight shared with a layer that is treated
-            differently, a target that does not take a layer. Nothing is changed then.
+        TypeError, ValueError: a density outside (0, 1] or one that cannot be reached, a block size
+            that does not divide a layer, a pattern that matches nothing, an included module that
+            cannot be converted, nothing to convert, a weight shared with a layer that is treated
+            differently, a target that does not support a layer. The model is then unchanged.
     """
     _check_model(model)
     check_generator(generator)
     check_flag("keep_sparse", keep_sparse)
     if not isinstance(start, str) or start not in ("random", "magnitude"):
         raise ValueError(f"start must be 'random' or 'magnitude', got {shortened(start)}")
-    every = find_sites(model)
-    left = default_exclusions(model, every)
-    chosen = select(model, every, left, include, exclude)
-    own_density = first_matches("densities", {} if densities is None else densities, chosen)
-    own_block = first_matches("block_sizes", {} if block_sizes is None else block_sizes, chosen)
-    treatment = {name: (own_density.get(name), own_block.get(name, block_size)) for name in chosen}
-    fixed = {name: reason for name, reason in left.items() if reason not in BY_CHOICE}
-    groups = {group[0].name: group for group in tied(every, fixed, treatment)}
+    candidates = find_candidates(model)
+    excluded = default_exclusions(model, candidates)
+    selected = select(model, candidates, excluded, include, exclude)
+    densities = resolve_overrides("densities", {} if densities is None else densities, selected)
+    block_sizes = {} if block_sizes is None else block_sizes
+    block_sizes = resolve_overrides("block_sizes", block_sizes, selected)
+    settings = {n: (densities.get(n), block_sizes.get(n, block_size)) for n in selected}
+    fixed = {name: reason for name, reason in excluded.items() if reason not in OVERRIDABLE}
+    groups = {group[0].name: group for group in group_tied(candidates, fixed, settings)}
     for group in groups.values():
-        for site in group:
-            _check_site(site)
-    blocks = {name: treatment[name][1] for name in groups}
+        for candidate in group:
+            _check_candidate(candidate)
+    blocks = {name: settings[name][1] for name in groups}
     counts = allocate(
         {name: group[0].shape for name, group in groups.items()},
         density,
         method=allocation,
         block_size=blocks,
-        densities={name: own_density[name] for name in groups if name in own_density},
+        densities={name: densities[name] for name in groups if name in densities},
     )
     layers: dict[str, SparseLinear] = {}
     for name, group in groups.items():
-        site = group[0]
-        if counts[name] * blocks[name] ** 2 == site.weight.numel() and not keep_sparse:
+        candidate = group[0]
+        if counts[name] * blocks[name] ** 2 == candidate.weight.numel() and not keep_sparse:
             continue
-        layer = _start(site, counts[name], blocks[name], start, generator)
+        layer = _initial_layer(candidate, counts[name], blocks[name], start, generator)
         layers |= {other.name: layer for other in group}
     if target is not None or target_options is not None:
         _put_on_target(layers, target, target_options)
-    replace(model, every, layers)
-    forbid_fast_paths(model)
+    replace_layers(model, candidates, layers)
+    disable_fast_paths(model)
     if verbose:
         elements = sum(group[0].weight.numel() for group in groups.values())
         nnz = sum(counts[name] * blocks[name] ** 2 for name in groups)
-        asked = "by layer" if density is None else f"{density:g}"
+        requested = "by layer" if density is None else f"{density:g}"
         print(describe(model))
-        achieved = f"{nnz / elements:.6g} (asked for: {asked})"
-        print(f"density of the {len(groups)} layers chosen: {achieved}")
+        achieved = f"{nnz / elements:.6g} (requested: {requested})"
+        print(f"density of the {len(groups)} selected layers: {achieved}")
     return model
 
 
@@ -142,64 +147,64 @@ def _check_model(model: Any) -> None:
         raise TypeError(f"expected a torch.nn.Module, got {type(model).__name__}")
 
 
-def _check_site(site: Site) -> None:
-    check_replaceable(site)
-    if not site.weight.is_floating_point():
+def _check_candidate(candidate: Candidate) -> None:
+    check_replaceable(candidate)
+    if not candidate.weight.is_floating_point():
         raise TypeError(
-            f"the weight of {site.name!r} must be floating point, got {site.weight.dtype}"
+            f"the weight of {candidate.name!r} must be floating point, got {candidate.weight.dtype}"
         )
-    if not bool(site.weight.isfinite().all()):
-        raise ValueError(f"the weight of {site.name!r} has entries that are NaN or infinite")
+    if not bool(candidate.weight.isfinite().all()):
+        raise ValueError(f"the weight of {candidate.name!r} has entries that are NaN or infinite")
 
 
 def _put_on_target(
     layers: Mapping[str, SparseLinear], target: Any, options: Mapping[str, Any] | None
 ) -> None:
-    """Give each layer a target of its own."""
+    """Give each layer its own executor on the target."""
     for name, layer in layers.items():
         if isinstance(layer, (SparseConv1d, SparseConv2d)):
             raise ValueError(
-                f"the convolution {name!r} has no target, only linear layers have: exclude it, or "
-                "leave target out"
+                f"the convolution {name!r} cannot run on a target, only linear layers can: exclude "
+                "it, or leave target out"
             )
         layer.executor = executor_for(target, layer.values.dtype, options)
 
 
-def _start(
-    site: Site, nnz: int, block_size: int, start: str, generator: torch.Generator | None
+def _initial_layer(
+    candidate: Candidate, nnz: int, block_size: int, start: str, generator: torch.Generator | None
 ) -> SparseLinear:
-    """The sparse layer for a site, with the pattern and the values it starts from."""
-    matrix, shape = site.matrix, site.matrix_shape
+    """The sparse layer for a candidate, with its initial pattern and values."""
+    matrix, shape = candidate.matrix, candidate.matrix_shape
     if start == "magnitude":
         pattern = largest_blocks(matrix, nnz, block_size)
-        return sparse_layer(site, pattern, pattern.values_of(matrix), generator)
+        return make_sparse_layer(candidate, pattern, pattern.values_of(matrix), generator)
     pattern = SparsePattern.random(shape, nnz=nnz, block_size=block_size, generator=generator)
     values = pattern.values_of(matrix)
     fan_in = torch.bincount(pattern.rows.long(), minlength=pattern.grid[0]).clamp(min=1)
     scale = (shape[1] / (fan_in * block_size)).sqrt()[pattern.rows.long()]
     scale = scale.to(values.device, values.dtype)
     values = values * scale.view(-1, *[1] * (values.dim() - 1))
-    return sparse_layer(site, pattern, values, generator)
+    return make_sparse_layer(candidate, pattern, values, generator)
 
 
 @torch.no_grad()
 def densify(model: nn.Module) -> nn.Module:
     """Replace a model's sparse layers by dense ones with the same weights, in place.
 
-    The inverse of `sparsify`: `SparseLinear` becomes `nn.Linear`, or the other kind of linear layer
-    it was, `SparseConv2d` and `SparseConv1d` become `nn.Conv2d` and `nn.Conv1d`,
-    `SparseMultiheadAttention` becomes `nn.MultiheadAttention`, `SparseEmbedding` becomes
-    `nn.Embedding`. dtype, device, `requires_grad`, the training flag and the biases stay; the
-    weights' Parameters are new ones, so make the optimizer afterwards.
+    The inverse of `sparsify`: `SparseLinear` becomes `nn.Linear`, or the class of linear layer it
+    replaced; `SparseConv2d` and `SparseConv1d` become `nn.Conv2d` and `nn.Conv1d`;
+    `SparseMultiheadAttention` becomes `nn.MultiheadAttention`; `SparseEmbedding` becomes
+    `nn.Embedding`. dtype, device, `requires_grad`, the training flag and the biases stay the same;
+    the Parameters of the weights are new, so create the optimizer afterwards.
 
     Returns:
         The model.
 
     Raises:
-        TypeError: not a module. ValueError: a model without sparse layers, one that is a single
-            sparse layer and so cannot be changed in place, or an attention with a `head_dim` that
-            `nn.MultiheadAttention` cannot have, or with an `attention_pattern`. Nothing is changed
-            then.
+        TypeError: not a module.
+        ValueError: a model without sparse layers; a model that is itself a sparse layer, which
+            cannot be replaced in place; an attention with an `attention_pattern`, or with a
+            `head_dim` that `nn.MultiheadAttention` cannot have. The model is then unchanged.
     """
     _check_model(model)
     made: dict[int, nn.Module] = {}
@@ -225,7 +230,7 @@ def densify(model: nn.Module) -> nn.Module:
             if module.attention_pattern is not None:
                 raise ValueError(
                     f"the attention {name!r} has an attention_pattern, which nn.MultiheadAttention "
-                    "cannot have: set it to None first, or pass the dense one a mask in its place"
+                    "cannot have: set it to None first, and pass the dense attention a mask instead"
                 )
             inner = module.num_heads * module.head_dim
             if inner != module.embed_dim:
@@ -239,16 +244,16 @@ def densify(model: nn.Module) -> nn.Module:
             dense = (
                 _dense_attention(module)
                 if isinstance(module, SparseMultiheadAttention)
-                else _dense(module)
+                else _dense_layer(module)
             )
             made[id(module)] = dense.train(module.training)
         model.set_submodule(name, made[id(module)])
-    allow_fast_paths(model)
+    restore_fast_paths(model)
     return model
 
 
-def _dense(layer: nn.Module) -> nn.Module:
-    """A dense layer for a sparse one; a dense one is given back."""
+def _dense_layer(layer: nn.Module) -> nn.Module:
+    """A dense layer with the weights of a sparse one; dense layers are returned unchanged."""
     if isinstance(layer, (SparseConv1D, SparseGraphLinear)):
         return layer.dense()
     if isinstance(layer, (SparseConv1d, SparseConv2d)):
@@ -258,21 +263,23 @@ def _dense(layer: nn.Module) -> nn.Module:
         return nn.Embedding.from_pretrained(layer.to_dense(), freeze, layer.padding_idx)
     if isinstance(layer, SparseLinear):
         weight = nn.Parameter(layer.to_dense(), requires_grad=layer.values.requires_grad)
-        return linear_of(weight, layer.bias, layer.training)
+        return make_linear(weight, layer.bias, layer.training)
     return layer
 
 
 def _dense_attention(attention: SparseMultiheadAttention) -> nn.MultiheadAttention:
-    parts: dict[str, Any] = {part: _dense(getattr(attention, part)) for part in PROJECTIONS}
+    parts: dict[str, Any] = {part: _dense_layer(getattr(attention, part)) for part in PROJECTIONS}
     bias_k, bias_v = attention.bias_k, attention.bias_v
     run = attention.interleave_length
     if run is not None:
         order = deinterleaved_order(attention.embed_dim, attention.num_heads, run)
         for part, layer in parts.items():
             dim = 1 if part == "out_proj" else 0
-            bias = layer.bias if dim else _turned(layer.bias, order, 0)
-            parts[part] = linear_of(_turned(layer.weight, order, dim), bias, layer.training)
-        bias_k, bias_v = _turned(bias_k, order, 2), _turned(bias_v, order, 2)
+            bias = layer.bias if dim else _reorder_features(layer.bias, order, 0)
+            parts[part] = make_linear(
+                _reorder_features(layer.weight, order, dim), bias, layer.training
+            )
+        bias_k, bias_v = _reorder_features(bias_k, order, 2), _reorder_features(bias_v, order, 2)
     out = parts.pop("out_proj")
     dense = nn.MultiheadAttention(
         attention.embed_dim,
@@ -290,23 +297,23 @@ def _dense_attention(attention: SparseMultiheadAttention) -> nn.MultiheadAttenti
         for part, layer in parts.items():
             setattr(dense, f"{part}_weight", layer.weight)
     else:
-        dense.in_proj_weight = _joined([layer.weight for layer in parts.values()])
+        dense.in_proj_weight = _concatenate([layer.weight for layer in parts.values()])
     if dense.in_proj_bias is not None:
-        dense.in_proj_bias = _joined([layer.bias for layer in parts.values()])
+        dense.in_proj_bias = _concatenate([layer.bias for layer in parts.values()])
     dense.out_proj.weight, dense.out_proj.bias = out.weight, out.bias
     dense.bias_k, dense.bias_v = bias_k, bias_v
     return dense
 
 
-def _turned(parameter: Any, order: torch.Tensor, dim: int) -> Any:
-    """A Parameter with its features in another order; None stays."""
+def _reorder_features(parameter: Any, order: torch.Tensor, dim: int) -> Any:
+    """A new Parameter with the features in another order, or None for None."""
     if parameter is None:
         return None
     turned = parameter.detach().index_select(dim, order.to(parameter.device))
     return nn.Parameter(turned, requires_grad=parameter.requires_grad)
 
 
-def _joined(parameters: list[nn.Parameter]) -> nn.Parameter:
+def _concatenate(parameters: list[nn.Parameter]) -> nn.Parameter:
     trained = any(parameter.requires_grad for parameter in parameters)
     return nn.Parameter(torch.cat([p.detach() for p in parameters]), requires_grad=trained)
 
@@ -314,35 +321,36 @@ def _joined(parameters: list[nn.Parameter]) -> nn.Parameter:
 _CLASSES: dict[str, type[SparseLinear]] = {"Conv1D": SparseConv1D, "graph": SparseGraphLinear}
 
 
-def check_replaceable(site: Site) -> None:
-    """Raise ValueError where another layer cannot take this one's place."""
-    if not site.module_name:
+def check_replaceable(candidate: Candidate) -> None:
+    """Raise ValueError if the layer cannot be replaced."""
+    if not candidate.module_name:
         raise ValueError(
-            f"the model is a single {type(site.module).__name__}, which cannot be replaced in "
+            f"the model is a single {type(candidate.module).__name__}, which cannot be replaced in "
             "place: put it into a torch.nn.Sequential"
         )
-    if site.weight.is_meta:
+    if candidate.weight.is_meta:
         raise ValueError(
-            f"the layer {site.name!r} is on the meta device: give the model its weights first"
+            f"the layer {candidate.name!r} is on the meta device: give the model its weights first"
         )
 
 
 @torch.no_grad()
-def sparse_layer(
-    site: Site, pattern: SparsePattern, values: Tensor, generator: torch.Generator | None
+def make_sparse_layer(
+    candidate: Candidate, pattern: SparsePattern, values: Tensor, generator: torch.Generator | None
 ) -> SparseLinear:
-    """The layer that takes the place of `site`: its bias, type, device and flags, other weights.
+    """A sparse layer with these values, and the bias, dtype, device and flags of the candidate.
 
-    `generator` draws what `values` then take the place of.
+    `generator` keeps the layer's own initialisation, which `values` overwrite, from drawing from
+    torch's global generator.
     """
-    weight = site.weight
+    weight = candidate.weight
     layer: SparseLinear
-    if site.kind == "conv":
-        layer = from_dense_conv(site.module, pattern, generator)
+    if candidate.kind == "conv":
+        layer = from_dense_conv(candidate.module, pattern, generator)
     else:
-        layer = _CLASSES.get(site.kind, SparseLinear)(
-            site.shape[1],
-            site.shape[0],
+        layer = _CLASSES.get(candidate.kind, SparseLinear)(
+            candidate.shape[1],
+            candidate.shape[0],
             bias=False,
             pattern=pattern,
             generator=generator,
@@ -350,23 +358,23 @@ def sparse_layer(
             dtype=weight.dtype,
         )
     layer.values.copy_(values)
-    layer.known_as = site.name
-    layer.register_parameter("bias", _own(site.bias, site.bias_parameter))
-    layer.values.requires_grad_(site.parameter.requires_grad)
+    layer.known_as = candidate.name
+    layer.register_parameter("bias", _as_parameter(candidate.bias, candidate.bias_parameter))
+    layer.values.requires_grad_(candidate.parameter.requires_grad)
     if isinstance(layer, (SparseConv1D, SparseGraphLinear)):
-        layer.dense_class = type(site.module)
-    return layer.train(site.owner.training)
+        layer.dense_class = type(candidate.module)
+    return layer.train(candidate.owner.training)
 
 
-def _own(tensor: Tensor | None, parameter: Tensor | None) -> nn.Parameter | None:
-    """The Parameter itself, or a new one for a part of it."""
+def _as_parameter(tensor: Tensor | None, parameter: Tensor | None) -> nn.Parameter | None:
+    """The Parameter itself, or a new one for a part of a packed Parameter."""
     if tensor is None or parameter is None or isinstance(tensor, nn.Parameter):
         return tensor  # type: ignore[return-value]
     return nn.Parameter(tensor.detach().clone(), requires_grad=parameter.requires_grad)
 
 
-def linear_of(weight: nn.Parameter, bias: nn.Parameter | None, training: bool) -> nn.Linear:
-    """An `nn.Linear` of the given Parameters; nothing is drawn."""
+def make_linear(weight: nn.Parameter, bias: nn.Parameter | None, training: bool) -> nn.Linear:
+    """An `nn.Linear` with the given Parameters; nothing is initialised."""
     out_features, in_features = weight.shape
     linear = nn.Linear(in_features, out_features, bias=False, device="meta")
     linear.weight = weight
@@ -374,68 +382,77 @@ def linear_of(weight: nn.Parameter, bias: nn.Parameter | None, training: bool) -
     return linear.train(training)
 
 
-def _dense_part(site: Site) -> nn.Module:
-    """A projection of an attention as a layer of its own, which the last one is already."""
-    if site.owner is not site.module:
-        return site.owner
-    weight = _own(site.weight, site.parameter)
+def _dense_projection(candidate: Candidate) -> nn.Module:
+    """A projection of a dense attention as a layer; the output projection is one already."""
+    if candidate.owner is not candidate.module:
+        return candidate.owner
+    weight = _as_parameter(candidate.weight, candidate.parameter)
     assert weight is not None
-    return linear_of(weight, _own(site.bias, site.bias_parameter), site.module.training)
+    return make_linear(
+        weight, _as_parameter(candidate.bias, candidate.bias_parameter), candidate.module.training
+    )
 
 
-def replace(
-    model: nn.Module, every: Mapping[str, Site], layers: Mapping[str, SparseLinear]
+def replace_layers(
+    model: nn.Module, candidates: Mapping[str, Candidate], layers: Mapping[str, SparseLinear]
 ) -> dict[str, nn.Module]:
-    """Put `layers` in the places of the sites of their names.
+    """Replace the candidates by the `layers` of their names.
 
-    An attention of which a projection becomes sparse becomes a `SparseMultiheadAttention`, whose
-    other projections are dense layers.
+    An attention with a sparse projection becomes a `SparseMultiheadAttention`, whose other
+    projections are dense layers.
 
     Returns:
-        name -> the module that was there.
+        Name -> the module that was replaced.
     """
     made: dict[int, SparseMultiheadAttention] = {}
-    before: dict[str, nn.Module] = {}
+    replaced: dict[str, nn.Module] = {}
     for name, layer in layers.items():
-        site = every[name]
-        before[site.module_name] = site.module
-        attention = site.module
+        candidate = candidates[name]
+        replaced[candidate.module_name] = candidate.module
+        attention = candidate.module
         if not isinstance(attention, nn.MultiheadAttention):
             model.set_submodule(name, layer)
             continue
         if id(attention) not in made:
             projections: dict[str, nn.Module] = {}
             for part in PROJECTIONS:
-                name_of_part = f"{site.module_name}.{part}"
+                name_of_part = f"{candidate.module_name}.{part}"
                 sparse = layers.get(name_of_part)
-                projections[part] = _dense_part(every[name_of_part]) if sparse is None else sparse
+                projections[part] = (
+                    _dense_projection(candidates[name_of_part]) if sparse is None else sparse
+                )
             made[id(attention)] = SparseMultiheadAttention.from_projections(attention, projections)
-        model.set_submodule(site.module_name, made[id(attention)])
-    return before
+        model.set_submodule(candidate.module_name, made[id(attention)])
+    return replaced
 
 
-_FLAGS: tuple[tuple[type[nn.Module], str], ...] = (
+_FAST_PATH_FLAGS: tuple[tuple[type[nn.Module], str], ...] = (
     (nn.TransformerEncoderLayer, "activation_relu_or_gelu"),  # read for the fused path alone
     (nn.TransformerEncoder, "use_nested_tensor"),
 )
-_BEFORE = "_fast_path_before_sparsify"
+_SAVED_FLAG = "_fast_path_before_sparsify"
 
 
-def forbid_fast_paths(model: nn.Module) -> None:
-    """Keep every encoder with a sparse part from the fused path."""
+def disable_fast_paths(model: nn.Module) -> None:
+    """Keep torch's encoders with sparse parts off the fused path of evaluation.
+
+    `nn.TransformerEncoderLayer` passes its weights to one fused operator, and
+    `nn.TransformerEncoder` packs padded batches for it. Both read flags first, which are set to
+    False here and restored by `restore_fast_paths`.
+    """
     for module in model.modules():
-        for cls, flag in _FLAGS:
-            if not isinstance(module, cls) or hasattr(module, _BEFORE):
+        for cls, flag in _FAST_PATH_FLAGS:
+            if not isinstance(module, cls) or hasattr(module, _SAVED_FLAG):
                 continue
             if any(isinstance(part, SparseLinear) for part in module.modules()):
-                setattr(module, _BEFORE, getattr(module, flag))
+                setattr(module, _SAVED_FLAG, getattr(module, flag))
                 setattr(module, flag, type(getattr(module, flag))(0))
 
 
-def allow_fast_paths(model: nn.Module) -> None:
-    """Undo `forbid_fast_paths`."""
+def restore_fast_paths(model: nn.Module) -> None:
+    """Undo `disable_fast_paths`."""
     for module in model.modules():
-        for cls, flag in _FLAGS:
-            if isinstance(module, cls) and hasattr(module, _BEFORE):
-                setattr(module, flag, getattr(module, _BEFORE))
-                delattr(module, _BEFORE)
+        for cls, flag in _FAST_PATH_FLAGS:
+            if isinstance(module, cls) and hasattr(module, _SAVED_FLAG):
+                setattr(module, flag, getattr(module, _SAVED_FLAG))
+                delattr(module, _SAVED_FLAG)

@@ -6,11 +6,12 @@ from collections.abc import Mapping
 from typing import Any
 
 from torch import nn
+from torch.nn.parameter import is_lazy
 
 from dynsparse.checks import check_not_negative
 from dynsparse.files.html import html_table
-from dynsparse.nn.candidates import Site, find_sites
-from dynsparse.nn.exclusions import default_exclusions, unconverted
+from dynsparse.nn.candidates import Candidate, find_candidates
+from dynsparse.nn.exclusions import default_exclusions
 from dynsparse.nn.linear import SparseLinear
 from dynsparse.nn.sparse_module import SparseModule
 from dynsparse.typed import typed
@@ -19,7 +20,7 @@ _HEAD = ("layer", "shape", "block", "density", "non-zeros", "parameters")
 
 
 class Description(str):
-    """A table as text, which notebooks show as one."""
+    """A table as text, which notebooks display as HTML."""
 
     rows: list[tuple[str, ...]]
     below: list[str]
@@ -30,19 +31,19 @@ class Description(str):
 
 @typed
 def describe(model: nn.Module) -> Description:
-    """A line for each sparse layer and each dense one that could be sparse, and one for the model.
+    """A table of a model's sparse layers, of dense layers that could be sparse, and the total.
 
-    Shapes are [out, in], of convolutions [out, in / groups, *kernel]; non-zeros are counted in
+    Shapes are [out, in], or [out, in / groups, *kernel] for convolutions; non-zeros are counted in
     elements; parameters are weights and biases, of the dense layer and now. A weight that several
-    layers share is there once.
+    layers share is listed once.
 
-    Then come the layers that `sparsify` leaves dense of itself, with the reason, and by kind the
+    Below are the layers that `sparsify` excludes by default, with the reason, and by kind the
     modules that it cannot convert, with the parameters of their weights (vectors, such as biases
-    and norms, are not counted). Where these are more than half of the model, a last line warns.
+    and norms, are not counted). If these are more than half of the model, a last line warns.
     """
-    every = find_sites(model)
-    sites = {site.key: site for site in reversed(every.values())}
-    dense = {site.name: site for site in sites.values()}
+    candidates = find_candidates(model)
+    by_weight = {candidate.key: candidate for candidate in reversed(candidates.values())}
+    dense = {candidate.name: candidate for candidate in by_weight.values()}
     lines: list[tuple[str, ...]] = []
     saved = 0
     names = [name for name, _ in model.named_modules(remove_duplicate=False)]
@@ -57,39 +58,66 @@ def describe(model: nn.Module) -> Description:
             shape, block = layer.weight_shape, str(layer.block_size)
             lines.append(_line(name, shape, block, f"{layer.density:.4f}", kept, full, bias))
         else:
-            site = dense[name]
-            bias = 0 if site.bias is None else site.bias.numel()
-            full = site.weight.numel()
-            lines.append(_line(name, site.shape, "-", "dense", full, full, bias))
+            candidate = dense[name]
+            bias = 0 if candidate.bias is None else candidate.bias.numel()
+            full = candidate.weight.numel()
+            lines.append(_line(name, candidate.shape, "-", "dense", full, full, bias))
     now = sum(parameter.numel() for parameter in model.parameters())
     total = f"the model: {now + saved:,} -> {now:,} parameters ({now / max(1, now + saved):.1%})"
-    below = [total, *_left(model, every, now + saved)]
-    made = Description("\n".join([*_aligned([_HEAD, *lines]), *below]))
-    made.rows, made.below = lines, below
-    return made
+    below = [total, *_describe_dense(model, candidates, now + saved)]
+    description = Description("\n".join([*_align_columns([_HEAD, *lines]), *below]))
+    description.rows, description.below = lines, below
+    return description
 
 
-def _left(model: nn.Module, sites: Mapping[str, Site], all_parameters: int) -> list[str]:
-    """What stays dense whatever density is asked for."""
-    left = default_exclusions(model, sites)
+def _describe_dense(
+    model: nn.Module, candidates: Mapping[str, Candidate], all_parameters: int
+) -> list[str]:
+    """Lines on the layers that stay dense at any density."""
+    excluded = default_exclusions(model, candidates)
     by_reason: dict[str, list[str]] = {}
-    for name, reason in left.items():
+    for name, reason in excluded.items():
         by_reason.setdefault(reason, []).append(name)
     lines = []
     for reason, names in by_reason.items():
         more = f" (and {len(names) - 1:,} more like it)" if len(names) > 1 else ""
         lines.append(f"{names[0]!r}{more} stays dense: it {reason}")
-    kinds = unconverted(model, sites)
+    kinds = _unconverted(model, candidates)
     for kind, (modules, parameters) in kinds.items():
         lines.append(f"{modules:,} {kind}: {_amount(parameters)} parameters stay dense")
     dense = sum(parameters for _, parameters in kinds.values())
-    dense += sum({site.key: site.weight.numel() for n, site in sites.items() if n in left}.values())
+    excluded_sizes = {candidates[n].key: candidates[n].weight.numel() for n in excluded}
+    dense += sum(excluded_sizes.values())
     if 2 * dense > all_parameters:
         lines.append(
-            f"warning: {dense / all_parameters:.1%} of the parameters are where sparsify cannot "
-            "reach them, so the model gains little"
+            f"warning: sparsify cannot convert {dense / all_parameters:.1%} of the parameters, so "
+            "the model gains little"
         )
     return lines
+
+
+def _unconverted(
+    model: nn.Module, candidates: Mapping[str, Candidate]
+) -> dict[str, tuple[int, int]]:
+    """Kind of module -> (count, parameters of their weights), for modules that have no candidate.
+
+    Vectors, such as norms, biases and tokens, are not counted: nothing in them can be left out.
+    """
+    seen = {id(candidate.parameter) for candidate in candidates.values()}
+    kinds: dict[str, tuple[int, int]] = {}
+    for module in model.modules():
+        if isinstance(module, SparseLinear):
+            continue
+        parameters = [p for p in module._parameters.values() if p is not None and id(p) not in seen]
+        seen |= {id(parameter) for parameter in parameters}
+        size = sum(
+            p.numel() for p in parameters if not is_lazy(p) and p.numel() > max(p.shape, default=1)
+        )
+        if size:
+            kind = type(module).__name__
+            count, total = kinds.get(kind, (0, 0))
+            kinds[kind] = (count + 1, total + size)
+    return dict(sorted(kinds.items(), key=lambda item: -item[1][1]))
 
 
 def _amount(parameters: int) -> str:
@@ -107,7 +135,7 @@ def _line(
     return name, " x ".join(map(str, shape)), block, density, f"{kept:,}", parameters
 
 
-def _aligned(rows: list[tuple[str, ...]]) -> list[str]:
+def _align_columns(rows: list[tuple[str, ...]]) -> list[str]:
     widths = [max(len(row[i]) for row in rows) for i in range(len(_HEAD))]
     lines = []
     for row in rows:
@@ -118,12 +146,12 @@ def _aligned(rows: list[tuple[str, ...]]) -> list[str]:
 
 @typed
 def param_groups(model: nn.Module, *, weight_decay: float) -> list[dict[str, Any]]:
-    """Two groups for an optimizer: what decays, and what does not.
+    """Two parameter groups for an optimizer: with and without weight decay.
 
         optimizer = torch.optim.AdamW(ds.param_groups(model, weight_decay=0.1), lr=1e-3)
 
-    The values of sparse layers and every Parameter of two or more dimensions decay; biases, norms
-    and scalars do not. A choice by dimensions alone, as in many recipes, takes the values of
+    The values of sparse layers and all Parameters of two or more dimensions decay; biases, norms
+    and scalars do not. Choosing by dimensions alone, as many recipes do, would take the values of
     layers without blocks, which are [nnz], for biases. Parameters that do not require a gradient
     are in neither group.
 
@@ -133,38 +161,41 @@ def param_groups(model: nn.Module, *, weight_decay: float) -> list[dict[str, Any
     decay = check_not_negative("weight_decay", weight_decay)
     values = {id(m.values) for m in model.modules() if isinstance(m, SparseModule)}
     decaying: list[nn.Parameter] = []
-    others: list[nn.Parameter] = []
+    constant: list[nn.Parameter] = []
     for parameter in model.parameters():
         if parameter.requires_grad:
             is_weight = parameter.dim() >= 2 or id(parameter) in values
-            (decaying if is_weight else others).append(parameter)
+            (decaying if is_weight else constant).append(parameter)
     return [
         {"params": decaying, "weight_decay": decay},
-        {"params": others, "weight_decay": 0.0},
+        {"params": constant, "weight_decay": 0.0},
     ]
 
 
 @typed
 def follow_patterns(copy: nn.Module, model: nn.Module) -> None:
-    """From now on, the sparse layers of `copy` take every pattern that those of `model` take.
+    """Let the sparse layers of `copy` follow every pattern change of those of `model`.
 
-    Copies that torch's `AveragedModel` and timm's `ModelEma` make do so by themselves; this is for
-    averages of one's own. It lasts as long as both models live, and is not kept in files.
+    An average of weights must do so because the content of a slot changes with the pattern:
+    averages of surviving slots stay, those of dropped slots are discarded, and grown slots start at
+    zero, as in a masked dense model whose average is masked. Copies made by torch's `AveragedModel`
+    and timm's `ModelEma` follow automatically; call this for your own averages. It holds while both
+    models exist, and is not saved to files.
 
     Args:
         copy: an average of `model`, or another copy of it. Its weights stay its own.
-        model: the one that is trained.
+        model: the model that is trained.
 
     Raises:
         ValueError: layers that differ in name, shape, block size or pattern.
     """
-    own = {n: m for n, m in copy.named_modules() if isinstance(m, SparseLinear)}
-    theirs = {n: m for n, m in model.named_modules() if isinstance(m, SparseLinear)}
-    if own.keys() != theirs.keys():
-        odd = sorted(own.keys() ^ theirs.keys())[0]
+    copies = {n: m for n, m in copy.named_modules() if isinstance(m, SparseLinear)}
+    layers = {n: m for n, m in model.named_modules() if isinstance(m, SparseLinear)}
+    if copies.keys() != layers.keys():
+        odd = sorted(copies.keys() ^ layers.keys())[0]
         raise ValueError(f"the models must have the same sparse layers, {odd!r} is only in one")
-    for name, layer in own.items():
-        if layer.pattern != theirs[name].pattern:
+    for name, layer in copies.items():
+        if layer.pattern != layers[name].pattern:
             raise ValueError(f"the layers {name!r} must begin with the same pattern")
-    for name, layer in own.items():
-        theirs[name].lead(layer)
+    for name, layer in copies.items():
+        layers[name].lead(layer)

@@ -21,7 +21,7 @@ from dynsparse.integrations.onnx.graph import (
 )
 from dynsparse.nn import SparseEmbedding, SparseLinear, SparseMultiheadAttention
 from dynsparse.nn.conv import SparseConv1d, SparseConv2d, dense_conv
-from dynsparse.nn.convert import linear_of
+from dynsparse.nn.convert import make_linear
 from dynsparse.pattern import SparsePattern
 from dynsparse.typed import typed
 
@@ -118,7 +118,7 @@ def _dense(layer: SparseLinear) -> nn.Module:
     weight = layer.to_dense().detach()
     if isinstance(layer, SparseEmbedding):
         return nn.Embedding.from_pretrained(weight)
-    return linear_of(nn.Parameter(weight), layer.bias, layer.training)
+    return make_linear(nn.Parameter(weight), layer.bias, layer.training)
 
 
 def _exported(

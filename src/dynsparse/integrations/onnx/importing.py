@@ -18,7 +18,7 @@ from dynsparse.integrations.onnx.graph import (
     take_sparse,
     turned,
 )
-from dynsparse.nn.convert import linear_of
+from dynsparse.nn.convert import make_linear
 from dynsparse.pattern import SparsePattern
 from dynsparse.typed import typed
 
@@ -137,7 +137,7 @@ def _layer(linear: nn.Linear, pattern: SparsePattern | None) -> nn.Module:
     weight = linear.weight.detach().clone(memory_format=torch.contiguous_format)
     bias = None if linear.bias is None else nn.Parameter(linear.bias.detach().clone())
     if pattern is None:
-        return linear_of(nn.Parameter(weight), bias, training=True)
+        return make_linear(nn.Parameter(weight), bias, training=True)
     return layer_with(weight, pattern, bias)
 
 

@@ -46,15 +46,14 @@ def test_what_cannot_be_sparse_stays_dense_and_is_named(capsys):
     assert m.head.weight is m.embed.weight
     assert m.one.weight is m.two.weight
     printed = capsys.readouterr().out
-    assert "density of the 1 layers chosen: 0.5" in printed
+    assert "density of the 1 selected layers: 0.5" in printed
     last = printed.split(" parameters (")[1].splitlines()[1:-1]
     assert last == [
         "'lora_A.default' stays dense: it is the adapter of another layer",
         "'one' (and 1 more like it) stays dense: it shares its weight but not its bias: 'one' and "
         "'two'; use one module in both places",
         "'head' stays dense: it shares its weight with 'embed' (Embedding)",
-        "warning: 72.7% of the parameters are where sparsify cannot reach them, so the model gains "
-        "little",
+        "warning: sparsify cannot convert 72.7% of the parameters, so the model gains little",
     ]
     dense = 20 * 8 + 8 * 8 + 8 * 2
     total = sum(p.numel() for p in LanguageModel().parameters())
@@ -100,8 +99,7 @@ def test_the_table_ends_with_what_was_not_converted_by_kind():
         "1 Experts: 512 parameters stay dense",
         "1 GRU: 144 parameters stay dense",
         "1 Embedding: 40 parameters stay dense",
-        "warning: 100.0% of the parameters are where sparsify cannot reach them, so the model "
-        "gains little",
+        "warning: sparsify cannot convert 100.0% of the parameters, so the model gains little",
     ]
     assert describe(m[6:7]).splitlines()[-1].startswith("the model: 72 -> 72")
 
