@@ -8,8 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dynsparse import Rewiring, SparsePattern
-from dynsparse.pattern import sample_without_replacement
+from dynsparse.pattern import Rewiring, SparsePattern, sample_without_replacement
 
 
 @st.composite

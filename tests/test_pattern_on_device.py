@@ -9,8 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from dynsparse import Rewiring, SparsePattern
-from dynsparse.pattern import on_device
+from dynsparse.pattern import Rewiring, SparsePattern, on_device
 
 CPU = torch.device("cpu")
 

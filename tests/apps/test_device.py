@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from dynsparse import Rewiring, SparsePattern, data
+from dynsparse import SparsePattern, data
 from dynsparse.apps import lm
 from dynsparse.apps.common.training import Sums, precision
 from dynsparse.apps.lm.corpus import load_corpus
@@ -15,6 +15,7 @@ from dynsparse.apps.pictures import mnist, transformer
 from dynsparse.apps.pictures.mnist import MnistTraining
 from dynsparse.apps.pictures.transformer import TransformerTraining
 from dynsparse.cli.app import run
+from dynsparse.pattern import Rewiring
 
 TINY = {
     "layers": 1, "hidden_size": 16, "ff_size": 32, "heads": 2, "sequence_length": 8,

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.nn.functional import linear as dense_linear
 
-from dynsparse import Rewiring, SparsePattern, ops
+from dynsparse import SparsePattern, ops
 from dynsparse.nn import SparseLinear, SparseMultiheadAttention, attention, follow_patterns
 from dynsparse.ops.linear import LayerIndex, operator
 from dynsparse.ops.linear.cuda import blocks, configurations

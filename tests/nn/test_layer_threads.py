@@ -7,8 +7,9 @@ import pytest
 import torch
 from torch.nn.functional import linear as dense_linear
 
-from dynsparse import Rewiring, SparsePattern, ops
+from dynsparse import SparsePattern, ops
 from dynsparse.nn import SparseEmbedding, SparseLinear
+from dynsparse.pattern import Rewiring
 
 
 @pytest.fixture(autouse=True)

@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch import nn
 
-from dynsparse import Rewiring, SparsePattern
 from dynsparse.nn import SparseEmbedding, SparseLinear
 from dynsparse.ops.linear import linear
+from dynsparse.pattern import Rewiring, SparsePattern
 
 
 def same_layer(a, b):

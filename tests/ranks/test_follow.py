@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from threaded import over
 
-from dynsparse import Rewiring, SparsePattern
+from dynsparse.pattern import Rewiring, SparsePattern
 from dynsparse.ranks import ALONE, follow_over_ranks
 
 

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from dynsparse import Rewiring, SparsePattern
 from dynsparse.nn import SparseLinear
+from dynsparse.pattern import Rewiring, SparsePattern
 from dynsparse.training import rewire_state
 
 OPTIMIZERS = {

@@ -7,8 +7,8 @@ import torch
 from torch import nn
 
 import dynsparse as ds
-from dynsparse import Rewiring, SparsePattern
 from dynsparse.nn import SparseLinear
+from dynsparse.pattern import Rewiring, SparsePattern
 from dynsparse.training import ConstantSchedule, Telemetry
 
 

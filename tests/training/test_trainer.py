@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch import nn
 
-from dynsparse import Rewiring, SparsePattern
 from dynsparse.nn import SparseLinear
 from dynsparse.ops import capture
+from dynsparse.pattern import Rewiring, SparsePattern
 from dynsparse.training import (
     SET,
     ConstantSchedule,
