@@ -176,7 +176,7 @@ class _MachineLinear(torch.autograd.Function):
 
 
 class TileMachine:
-    """Computes the products of a layer on a simulated tile machine: see `nn.targets.Executor`.
+    """Computes the products of a layer on a simulated tile machine: see `nn.backends.Executor`.
 
     Programs are built at the first batch of each size. Copies begin without any.
 
@@ -242,7 +242,7 @@ class TileMachine:
         return rows.reshape(*ids.shape, layer.in_features)
 
     def scores(self, layer: Any, pairs: Sequence[tuple[Tensor, Tensor]], pooling: str) -> Tensor:
-        """Growth scores, made on the tiles: see `nn.targets.Scores`.
+        """Growth scores, made on the tiles: see `nn.backends.Scores`.
 
         Micro-batches are one product over the samples of all. The weights that go to the host with
         the scores are those that the layer has now.

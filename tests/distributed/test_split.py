@@ -225,7 +225,9 @@ def test_what_cannot_be_split_is_refused_on_all_ranks():
 
     def busy(grid):
         own = copy.deepcopy(model)
-        own[0].active = ds.nn.active.ActiveSet(own[0].pattern, torch.arange(3), torch.device("cpu"))
+        own[0].active = ds.nn.active_set.ActiveSet(
+            own[0].pattern, torch.arange(3), torch.device("cpu")
+        )
         split(own, grid)
 
     assert "'0' is computed by active subset, which knows no" in error_on_all(sizes, busy)
@@ -249,7 +251,7 @@ def test_the_forward_pass_of_a_rectangle_may_use_some_of_its_slots():
     whole = copy.deepcopy(model)
     for layer in (whole[0], whole[2]):
         every_third = torch.arange(0, layer.pattern.nnz, 3)
-        layer.active = ds.nn.active.ActiveSet(layer.pattern, every_third, torch.device("cpu"))
+        layer.active = ds.nn.active_set.ActiveSet(layer.pattern, every_third, torch.device("cpu"))
     y, dx, grads = passes(whole, x, dy)
 
     def work(grid):
@@ -258,7 +260,7 @@ def test_the_forward_pass_of_a_rectangle_may_use_some_of_its_slots():
             layer = own[name]
             slots, _ = part_of(layer).slots(layer.pattern)
             mine = (slots % 3 == 0).nonzero().flatten()
-            layer.active = ds.nn.active.ActiveSet(layer.pattern, mine, torch.device("cpu"))
+            layer.active = ds.nn.active_set.ActiveSet(layer.pattern, mine, torch.device("cpu"))
             assert torch.equal(layer.active.slots, mine)
         got, got_dx, got_grads = passes(own, x, dy)
         torch.testing.assert_close(got, y, rtol=0, atol=EXACT)

@@ -10,6 +10,7 @@ from dynsparse import SparsePattern, ops
 from dynsparse.nn import SparseLinear, SparseMultiheadAttention, attention, follow_patterns
 from dynsparse.ops.linear import LayerIndex, operator
 from dynsparse.ops.linear.cuda import blocks, configurations
+from dynsparse.pattern import Rewiring
 
 pytestmark = pytest.mark.usefixtures("off_cpu")
 

@@ -230,7 +230,10 @@ def test_truncated_files(tmp_path, keep):
         ("{", "is no index of a sharded model"),
         ("[]", "is no index of a sharded model"),
         ({"weight_map": []}, "is no index of a sharded model"),
-        ({"weight_map": {"a": 3}}, "is no index of a sharded model: a file that is no text"),
+        (
+            {"weight_map": {"a": 3}},
+            "is no index of a sharded model: a file name that is not a string",
+        ),
         ({"weight_map": {"a": "../saved/model.safetensors"}}, "must name safetensors files beside"),
         ({"weight_map": {"a": "/etc/model.safetensors"}}, "must name safetensors files beside it"),
         ({"weight_map": {"a": ".."}}, "must name safetensors files beside it, got '..'"),

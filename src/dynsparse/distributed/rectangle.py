@@ -21,7 +21,7 @@ from dynsparse.ranks import RankGrid, Slab
 
 @dataclass(frozen=True, eq=False)
 class Rectangle:
-    """An executor (`nn.targets`): the layer holds one slab of rows and one of columns, with a
+    """An executor (`nn.backends`): the layer holds one slab of rows and one of columns, with a
     pattern and values of its own, and the ranks of a grid add up what they compute.
 
     Rank (i, j, z) computes Y_i = sum over j of X_j W_ij^T for its samples: forward is a sum over

@@ -184,7 +184,7 @@ class SparseLinear(SparseModule):
             another number of blocks, and the values change their length in place. Trainers that
             prune or move blocks between layers set it.
         executor: None, or what computes the products in place of `ops.linear`: a target, or an
-            `ActiveSet`. See `nn.targets.Executor`.
+            `ActiveSet`. See `nn.backends.Executor`.
 
     The values start uniform in +-1/sqrt(fan-in), as those of `nn.Linear` do, but with the fan-in
     each output really has in the pattern (Evci et al. 2022, "Gradient Flow in Sparse Neural
