@@ -145,26 +145,24 @@ RECIPES = {
         trainer=ready,
         scaler=lambda: torch.amp.GradScaler("cpu", enabled=False),
     ),
-    "dynsparse.training.ApplicationCosine": call(
-        training.ApplicationCosine,
-        **SHARE,
-        zero_steps=lambda: 2,
-        phase_delay=lambda: 0.1,
-        period=lambda: 0.5,
-    ),
-    "dynsparse.training.RoundedDownCosine": call(
-        training.RoundedDownCosine,
-        **SHARE,
-        zero_steps=lambda: 2,
-        phase_delay=lambda: 0.1,
-        period=lambda: 0.5,
-    ),
     "dynsparse.training.ConstantSchedule": call(training.ConstantSchedule, **SHARE),
     "dynsparse.training.CosineSchedule": call(
-        training.CosineSchedule, **SHARE, end_fraction=lambda: 0.7
+        training.CosineSchedule,
+        **SHARE,
+        end_fraction=lambda: 0.7,
+        rounding=lambda: "up",
+        zero_steps=lambda: 2,
+        phase_delay=lambda: 0.1,
+        period=lambda: 0.5,
     ),
     "dynsparse.training.ElasticSchedule": call(
-        training.ElasticSchedule, **SHARE, end_fraction=lambda: 0.7
+        training.ElasticSchedule,
+        **SHARE,
+        end_fraction=lambda: 0.7,
+        rounding=lambda: "up",
+        zero_steps=lambda: 2,
+        phase_delay=lambda: 0.1,
+        period=lambda: 0.5,
     ),
     "dynsparse.training.GradualSchedule": call(
         training.GradualSchedule,

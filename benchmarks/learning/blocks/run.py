@@ -28,13 +28,13 @@ from dynsparse.apps.lm.options import Options
 from dynsparse.apps.lm.training import Training
 from dynsparse.nn import SparseLinear
 from dynsparse.ops import capture
-from dynsparse.training.schedule import ApplicationCosine
+from dynsparse.training import CosineSchedule
 
 WRITE_HEADS = ("q_proj", "k_proj", "v_proj")
 WRITE_STREAM = ("out_proj", "linear2")
 
 
-class Carried(ApplicationCosine):
+class Carried(CosineSchedule):
     """What rounding down leaves over is carried to the next updates."""
 
     def drop_count(self, step: int, nnz: int) -> int:
@@ -66,7 +66,9 @@ class Study(Training):
         }
         if chosen.rounding == "carried":
             old = self.trainer.schedule
-            self.trainer.schedule = Carried(old.total_steps, old.update_interval, old.drop_fraction)
+            self.trainer.schedule = Carried(
+                old.total_steps, old.update_interval, old.drop_fraction, end_fraction=1.0
+            )
         draw = torch.Generator().manual_seed(seed)
         for name, layer in self.blocks.items():
             self._order(name, layer, draw)

@@ -33,12 +33,10 @@ from dynsparse.training.history import DenseMomentum, History, LastStep, WindowM
 from dynsparse.training.memory import keep_memory
 from dynsparse.training.optimizer_state import rewire_state
 from dynsparse.training.schedule import (
-    ApplicationCosine,
     ConstantSchedule,
     CosineSchedule,
     ElasticSchedule,
     GradualSchedule,
-    RoundedDownCosine,
     Schedule,
 )
 from dynsparse.training.telemetry import Telemetry
@@ -49,7 +47,6 @@ __all__ = [
     "MEST",
     "SET",
     "SNFS",
-    "ApplicationCosine",
     "Budget",
     "CheckpointError",
     "ConstantSchedule",
@@ -74,7 +71,6 @@ __all__ = [
     "NoGrowth",
     "RandomGrowth",
     "RigL",
-    "RoundedDownCosine",
     "Schedule",
     "SoftBudget",
     "SparseTrainer",

@@ -9,14 +9,14 @@ import math
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from dynsparse.checks import check_fraction, check_integer
+from dynsparse.checks import check_choice, check_fraction, check_integer
 
 
 class Schedule(Protocol):
-    """When, and how much. Those below are frozen dataclasses, compared field by field.
+    """When patterns change, and how much. Those below are frozen dataclasses, compared by field.
 
-    They also have `next_due(step)`, the first step from `step` on that is due, or None. A schedule
-    of one's own may have it: without it trainers that look ahead ask about one step after another.
+    They also have `next_due(step)`, the first step from `step` on that is due, or None. It is
+    optional: without it trainers ask `is_due` of one step after another.
     """
 
     def is_due(self, step: int) -> bool:
@@ -29,17 +29,16 @@ class Schedule(Protocol):
 
 
 def default_interval(total_steps: int) -> int:
-    """Steps between updates where nobody says: 100, or a tenth of a training below 1,000 steps."""
+    """The default of `update_interval`: 100, or a tenth of a training below 1,000 steps."""
     return min(100, max(1, check_integer("total_steps", total_steps, 1) // 10))
 
 
 def is_due_within(schedule: Schedule, first: int, steps: int | None) -> bool:
     """Whether any of the `steps` steps from `first` on is due; None is all that follow.
 
-    Where a schedule cannot say what is due next, and not how long the training is, there is
-    something due after any step.
+    True for a schedule with neither `next_due` nor `total_steps` where `steps` is None.
     """
-    if _says_next(type(schedule)):
+    if _has_next_due(type(schedule)):
         due = schedule.next_due(first)  # type: ignore[attr-defined]
         return due is not None and (steps is None or due < first + steps)
     total = getattr(schedule, "total_steps", None)
@@ -49,17 +48,17 @@ def is_due_within(schedule: Schedule, first: int, steps: int | None) -> bool:
 
 
 def describe_next_update(schedule: Schedule | None, step: int) -> str:
-    """When the next update from `step` on comes, in words."""
+    """The next update from `step` on, in words."""
     if schedule is None:
         return "none"
-    if not _says_next(type(schedule)):
+    if not _has_next_due(type(schedule)):
         return f"as {type(schedule).__name__} says"
     due = schedule.next_due(step)  # type: ignore[attr-defined]
     return "none" if due is None else f"after step {due:,}"
 
 
-def _says_next(kind: type[Any]) -> bool:
-    """Whether `next_due` belongs to `is_due`: a subclass may have replaced only the latter."""
+def _has_next_due(kind: type[Any]) -> bool:
+    """Whether one class defines both `next_due` and `is_due`: a subclass may replace only one."""
 
     def home(name: str) -> type[Any] | None:
         return next((k for k in kind.__mro__ if name in vars(k)), None)
@@ -74,7 +73,7 @@ def _multiple(interval: int, step: int) -> int:
 
 @dataclass(frozen=True)
 class _Regular:
-    """What all schedules say: for how long, how often, and how much at most."""
+    """The arguments of all schedules: how long, how often, and how much at most."""
 
     total_steps: int
     update_interval: int = 100
@@ -88,39 +87,73 @@ class _Regular:
 
 @dataclass(frozen=True)
 class CosineSchedule(_Regular):
-    """Every `update_interval` steps, alpha/2 (1 + cos(pi t / T_end)) of a layer's blocks.
+    """Every `update_interval` steps a share of a layer's blocks that falls by a cosine.
 
-    T_end is `end_fraction` of `total_steps`; from there on the pattern stays. The number of blocks
-    is rounded down.
+    With T_end = `end_fraction` of `total_steps` and z = `zero_steps` the update after step t
+    replaces the share drop_fraction/2 (1 + cos(phase_delay + period 2 pi (t - z) / (T_end - z))),
+    from z on and until T_end; before and after the pattern stays. The defaults fall from
+    `drop_fraction` to 0.
 
-    Source: Evci et al. 2020, section 3 (update schedule), with T_end = 0.75 T, alpha = 0.3.
+    Sources: Evci et al. 2020, section 3 (update schedule), with T_end = 0.75 T, alpha = 0.3 and
+    rounding down. Graphcore's dynamic sparsity application has T_end = T, the other arguments and
+    rounding up.
+
+    Args:
+        rounding: "down": floor(share nnz) blocks; "up": ceil(ceil(drop_fraction nnz) share /
+            drop_fraction), as in the application, so that a layer of two blocks replaces one to the
+            end of the schedule.
+        zero_steps: optimizer steps before the first update.
+        phase_delay: in radians; period: in turns until T_end.
     """
 
     end_fraction: float = 0.75
+    rounding: str = "down"
+    zero_steps: int = 0
+    phase_delay: float = 0.0
+    period: float = 0.5
 
     def __post_init__(self) -> None:
         super().__post_init__()
         check_fraction("end_fraction", self.end_fraction, zero=False)
+        check_choice("rounding", self.rounding, ("down", "up"))
+        check_integer("zero_steps", self.zero_steps, 0)
+        if self.zero_steps >= self.end:
+            raise ValueError(
+                f"zero_steps must be below end_fraction * total_steps = {self.end:g}, got "
+                f"{self.zero_steps}"
+            )
+        for name in ("phase_delay", "period"):
+            value = getattr(self, name)
+            if not isinstance(value, (int, float)) or not math.isfinite(value):
+                raise ValueError(f"{name} must be a finite number, got {value!r}")
 
     @property
     def end(self) -> float:
         """The step from which on the pattern stays."""
         return self.end_fraction * self.total_steps
 
+    def share(self, step: int) -> float:
+        """The share, in [0, 1], of the largest possible replacement."""
+        if not self.zero_steps <= step < self.end:
+            return 0.0
+        passed, length = step - self.zero_steps, self.end - self.zero_steps
+        return 0.5 * (1 + math.cos(self.phase_delay + self.period * 2 * math.pi * passed / length))
+
     def fraction(self, step: int) -> float:
         """The share of a layer's blocks that an update after `step` replaces."""
-        if step >= self.end:
-            return 0.0
-        return self.drop_fraction / 2 * (1 + math.cos(math.pi * step / self.end))
+        return self.drop_fraction * self.share(step)
 
     def is_due(self, step: int) -> bool:
-        return step % self.update_interval == 0 and step < self.end and self.drop_fraction > 0
+        due = step % self.update_interval == 0 and self.zero_steps <= step < self.end
+        return due and self.drop_fraction > 0
 
     def next_due(self, step: int) -> int | None:
-        due = _multiple(self.update_interval, step)
+        due = _multiple(self.update_interval, max(step, self.zero_steps))
         return due if due < self.end and self.drop_fraction > 0 else None
 
     def drop_count(self, step: int, nnz: int) -> int:
+        if self.rounding == "up":
+            return _ceil(_ceil(self.drop_fraction * nnz) * self.share(step))
         return _floor(self.fraction(step) * nnz)
 
 
@@ -145,72 +178,10 @@ class ConstantSchedule(_Regular):
 
 
 @dataclass(frozen=True)
-class ApplicationCosine(_Regular):
-    """The cosine of Graphcore's dynamic sparsity application.
-
-    With z = `zero_steps` the share of the largest possible replacement is 0 before step z, then
-    0.5 (1 + cos(phase_delay + period 2 pi (t - z) / (T - z))). An update replaces
-    ceil(ceil(drop_fraction nnz) share) blocks: both roundings are upwards, as there. The pattern
-    stays after the last step.
-
-    `phase_delay` is in radians, `period` in turns over the whole training; the defaults fall from
-    1 to 0. `zero_steps` counts optimizer steps; the application counted updates, so multiply its
-    number by `update_interval`.
-    """
-
-    zero_steps: int = 0
-    phase_delay: float = 0.0
-    period: float = 0.5
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_integer("zero_steps", self.zero_steps, 0)
-        if self.zero_steps >= self.total_steps:
-            raise ValueError(
-                f"zero_steps must be below total_steps {self.total_steps}, got {self.zero_steps}"
-            )
-        for name in ("phase_delay", "period"):
-            value = getattr(self, name)
-            if not isinstance(value, (int, float)) or not math.isfinite(value):
-                raise ValueError(f"{name} must be a finite number, got {value!r}")
-
-    def share(self, step: int) -> float:
-        """The share, in [0, 1], of the largest possible replacement."""
-        if step < self.zero_steps:
-            return 0.0
-        passed = (step - self.zero_steps) / (self.total_steps - self.zero_steps)
-        return 0.5 * (1 + math.cos(self.phase_delay + self.period * 2 * math.pi * passed))
-
-    def is_due(self, step: int) -> bool:
-        due = step % self.update_interval == 0 and self.zero_steps <= step < self.total_steps
-        return due and self.drop_fraction > 0
-
-    def next_due(self, step: int) -> int | None:
-        due = _multiple(self.update_interval, max(step, self.zero_steps))
-        return due if due < self.total_steps and self.drop_fraction > 0 else None
-
-    def drop_count(self, step: int, nnz: int) -> int:
-        return _ceil(_ceil(self.drop_fraction * nnz) * self.share(step))
-
-
-@dataclass(frozen=True)
-class RoundedDownCosine(ApplicationCosine):
-    """`ApplicationCosine` that replaces floor(drop_fraction nnz share) blocks, for large blocks.
-
-    Rounded upwards, every update replaces one of a layer's two blocks to the end of the schedule:
-    half of what the layer has learned. Rounded down, as in the RigL paper's own program, layers of
-    few blocks keep their patterns, and the others do once the share is small.
-    """
-
-    def drop_count(self, step: int, nnz: int) -> int:
-        return _floor(self.drop_fraction * nnz * self.share(step))
-
-
-@dataclass(frozen=True)
 class ElasticSchedule(CosineSchedule):
     """`CosineSchedule` with one more update at T_end, which replaces nothing.
 
-    There a layer that had grown beyond its budget is cut back to it.
+    It cuts layers that have grown beyond their budget back to it.
     """
 
     def is_due(self, step: int) -> bool:
@@ -286,7 +257,7 @@ class GradualSchedule:
         return _floor(fraction * nnz)
 
 
-# 0.29 * 100 is a little below 29 in floating point; nobody means 28 by it.
+# 0.29 * 100 is a little below 29 in floating point, but means 29.
 _ROUNDING = 1e-9
 
 

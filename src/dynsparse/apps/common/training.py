@@ -23,7 +23,7 @@ from dynsparse.pattern import Rewiring, SparsePattern
 from dynsparse.ranks import ranks_of
 from dynsparse.tracing.models import unwatch
 from dynsparse.tracing.spans import counter, is_traced, span, spanned
-from dynsparse.training import ApplicationCosine, RoundedDownCosine, SparseTrainer, Static
+from dynsparse.training import CosineSchedule, SparseTrainer, Static
 from dynsparse.training.algorithms import BY_NAME
 from dynsparse.training.steps import count_density
 
@@ -152,15 +152,13 @@ def build_trainer(
     return algorithm.trainer(network, optimizer, **taken)
 
 
-def _schedule(
-    options: TrainingOptions, total_steps: int, update_interval: int
-) -> ApplicationCosine:
+def _schedule(options: TrainingOptions, total_steps: int, update_interval: int) -> CosineSchedule:
     settings = dict(options.cosine_prune_schedule)
     # The flag counts pattern updates, the schedule counts optimizer steps.
     settings["zero_steps"] = settings.get("zero_steps", 0) * update_interval
-    kind = RoundedDownCosine if options.prune_rounding == "down" else ApplicationCosine
+    settings |= {"end_fraction": 1.0, "rounding": options.prune_rounding}
     try:
-        return kind(total_steps, update_interval, options.prune_ratio, **settings)
+        return CosineSchedule(total_steps, update_interval, options.prune_ratio, **settings)
     except ValueError as error:
         raise ValueError(f"--cosine-prune-schedule: {error}") from None
 
