@@ -46,15 +46,15 @@ def _check_locality(graph: Graph, set_name: str, vertices: VertexSet) -> None:
         if not len(runs.starts):
             continue
         pieces = graph.tile_map(tensor.dtype).split(runs)
-        wanted = vertices.tiles[vertex[pieces.run]]
-        wrong = np.flatnonzero(pieces.tiles != wanted)
+        vertex_tiles = vertices.tiles[vertex[pieces.run]]
+        wrong = np.flatnonzero(pieces.tiles != vertex_tiles)
         if len(wrong):
             piece = wrong[0]
             address = int(pieces.starts[piece])
             variable = graph.variable_at(tensor.dtype, address)
             raise LocalityError(
                 f"compute set {set_name!r}: vertex {int(vertex[pieces.run[piece]])} of "
-                f"{vertices.codelet.name!r} on tile {int(wanted[piece])} is connected by "
+                f"{vertices.codelet.name!r} on tile {int(vertex_tiles[piece])} is connected by "
                 f"{name!r} to element {address - variable.start} of {variable.name!r} on tile "
                 f"{int(pieces.tiles[piece])}: copy it there first"
             )

@@ -66,13 +66,13 @@ def as_dtype(value: Any) -> DType:
     if isinstance(value, DType):
         return value
     if not isinstance(value, type):
-        found = _BY_NAME.get(str(value).removeprefix("torch."))
+        dtype = _BY_NAME.get(str(value).removeprefix("torch."))
     else:
-        found = _BY_NAME.get(np.dtype(value).name) if issubclass(value, np.generic) else None
-    if found is None:
+        dtype = _BY_NAME.get(np.dtype(value).name) if issubclass(value, np.generic) else None
+    if dtype is None:
         names = ", ".join(t.name for t in _ALL)
         raise TypeError(f"expected an element type ({names}), got {value!r}")
-    return found
+    return dtype
 
 
 class MachineError(ValueError):

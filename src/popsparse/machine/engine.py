@@ -1,7 +1,4 @@
-"""The engine: compiles a program and runs it.
-
-Those that this machine can follow; any other is refused, also where Poplar has it.
-"""
+"""The engine: compiles a program and runs it."""
 
 from __future__ import annotations
 
@@ -22,10 +19,9 @@ from popsparse.machine.checks import check_mapping
 from popsparse.machine.dtypes import ProgramError
 from popsparse.machine.graph import Graph
 from popsparse.machine.lowering import Lowering
-from popsparse.machine.memory import Contents, analyse, measure_memory
-from popsparse.machine.memory import check_memory as _check_memory
+from popsparse.machine.memory import Contents, analyse, check_fit, measure_memory
 from popsparse.machine.profile import Profile, StepProfile, document
-from popsparse.machine.program import Program, check_nesting
+from popsparse.machine.program import Program, check_nesting, check_program
 from popsparse.machine.state import Node, State
 from popsparse.machine.target import Target
 from popsparse.machine.tensor import Tensor
@@ -41,16 +37,14 @@ def _flag(value: Any, name: str) -> bool:
 
 def _integer(value: Any, name: str) -> int:
     try:
-        if isinstance(value, (bool, float)):
-            raise ValueError
-        found = int(value, 0) if isinstance(value, str) else int(value)
-        if found < 0:
-            raise ValueError
+        number = int(value, 0) if isinstance(value, str) else check_integer(name, value)
     except (TypeError, ValueError):
+        number = -1
+    if number < 0:
         raise ValueError(
             f"option {name!r} must be a whole number of 0 or more, got {shortened(value)}"
-        ) from None
-    return found
+        )
+    return number
 
 
 def _folder(value: Any, name: str) -> Path:
@@ -59,21 +53,22 @@ def _folder(value: Any, name: str) -> Path:
     return Path(value)
 
 
-_PARSERS: dict[str, Callable[[Any, str], Any]] = {
-    "autoReport.all": _flag,
-    "autoReport.directory": _folder,
-    "autoReport.executionProfileProgramRunCount": _integer,
-    "autoReport.outputExecutionProfile": _flag,
-    "autoReport.outputGraphProfile": _flag,
-    "debug.allowOutOfMemory": _flag,
-    "debug.floatPointOpException": _flag,
-    "target.workerStackSizeInBytes": _integer,
+# The field of each option, and what reads its value.
+_OPTIONS: dict[str, tuple[str, Callable[[Any, str], Any]]] = {
+    "autoReport.all": ("", _flag),
+    "autoReport.directory": ("folder", _folder),
+    "autoReport.executionProfileProgramRunCount": ("reported_runs", _integer),
+    "autoReport.outputExecutionProfile": ("execution_report", _flag),
+    "autoReport.outputGraphProfile": ("graph_report", _flag),
+    "debug.allowOutOfMemory": ("allow_out_of_memory", _flag),
+    "debug.floatPointOpException": ("float_exceptions", _flag),
+    "target.workerStackSizeInBytes": ("worker_stack_bytes", _integer),
 }
 
 
 @dataclass(frozen=True)
 class EngineOptions:
-    """What the options say.
+    """The options of an engine. Others, also such that Poplar has, are refused.
 
     Attributes:
         allow_out_of_memory: `debug.allowOutOfMemory`: a program that does not fit is planned and
@@ -100,33 +95,26 @@ class EngineOptions:
     reported_runs: int = 2
 
     @classmethod
-    def parse(cls, given: Any) -> EngineOptions:
+    def parse(cls, options: Any) -> EngineOptions:
         """From a mapping of names to values, as text or as they are.
 
         Raises:
             ValueError: an unknown option, with the nearest known one; a value of another kind.
             TypeError: not a mapping.
         """
-        check_kind("options", given, (Mapping, type(None)), "a mapping of names to values")
-        found: dict[str, Any] = {}
-        for name, value in (given or {}).items():
-            if name not in _PARSERS:
-                close = difflib.get_close_matches(str(name), _PARSERS, 1)
+        check_kind("options", options, (Mapping, type(None)), "a mapping of names to values")
+        values: dict[str, Any] = {}
+        for name, value in (options or {}).items():
+            if name not in _OPTIONS:
+                close = difflib.get_close_matches(str(name), _OPTIONS, 1)
                 hint = (
-                    f"did you mean {close[0]!r}?" if close else f"there are {', '.join(_PARSERS)}"
+                    f"did you mean {close[0]!r}?" if close else f"there are {', '.join(_OPTIONS)}"
                 )
                 raise ValueError(f"unrecognised option {shortened(name)}: {hint}")
-            found[name] = _PARSERS[name](value, name)
-        every = found.get("autoReport.all", False)
-        return cls(
-            found.get("debug.allowOutOfMemory", False),
-            found.get("debug.floatPointOpException", False),
-            found.get("target.workerStackSizeInBytes"),
-            found.get("autoReport.outputGraphProfile", every),
-            found.get("autoReport.outputExecutionProfile", every),
-            found.get("autoReport.directory", Path()),
-            found.get("autoReport.executionProfileProgramRunCount", 2),
-        )
+            field, read = _OPTIONS[name]
+            values[field] = read(value, name)
+        every = values.pop("", False)
+        return cls(**{"graph_report": every, "execution_report": every, **values})
 
 
 class Engine:
@@ -177,16 +165,14 @@ class Engine:
         check_flag("check_memory", check_memory)
         check_flag("numerics", numerics)
         named = dict(program) if isinstance(program, Mapping) else {"": program}
-        for one in named.values():
-            if not isinstance(one, Program):
-                raise TypeError(f"expected a Program, got {type(one).__name__}")
-            check_nesting(one)
+        for part in named.values():
+            check_nesting(check_program(part))
         check_mapping(graph, self.target)
         check_memory = check_memory and not self.options.allow_out_of_memory
         liveness = analyse(graph, named.values())
         if check_memory:
             # The variables alone, before the simulation takes memory for them.
-            _check_memory(measure_memory(graph, self.target, [], [], liveness))
+            check_fit(measure_memory(graph, self.target, [], [], liveness))
         self._state = State(graph, self.target, numerics=numerics, max_iterations=max_iterations)
         self._state.float_exceptions = self.options.float_exceptions
         if print_to is not None:
@@ -195,7 +181,7 @@ class Engine:
         self._programs = named
         self._contents = Contents(graph, self.target, liveness, self._state.rows)
         self._nodes: dict[str, Node] = {
-            name: lowering.lower(one, name) for name, one in named.items()
+            name: lowering.lower(part, name) for name, part in named.items()
         }
         self.memory_use = measure_memory(
             graph,
@@ -216,7 +202,7 @@ class Engine:
             "exchanges": len(lowering.copies),
         }
         if check_memory:
-            _check_memory(self.memory_use)
+            check_fit(self.memory_use)
         self._reported: list[tuple[str, dict[str, Any]]] = []
         if self.options.graph_report:
             self._write_report("memory.json", "Memory", [("", self.report().to_dict())])
@@ -244,7 +230,7 @@ class Engine:
         if name not in self._nodes:
             raise ProgramError(f"no program {name!r}; there are: {', '.join(self._nodes)}")
         if self.options.allow_out_of_memory:
-            _check_memory(self.memory_use)
+            check_fit(self.memory_use)
         profile = self.report()
         profile.program = self._programs[name]
         # The machine overflows to infinity without a word.

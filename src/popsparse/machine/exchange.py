@@ -224,11 +224,11 @@ def _common_bytes(
     src: np.ndarray, lengths: np.ndarray, dst_tiles: np.ndarray, tiles: int
 ) -> np.ndarray:
     """Elements that each tile receives and its neighbour on the bus receives too: [tiles]."""
-    own = union_lengths(src, lengths, dst_tiles, tiles)
+    received = union_lengths(src, lengths, dst_tiles, tiles)
     buses = -(-tiles // 2)
     both = union_lengths(src, lengths, dst_tiles // 2, buses)
     padded = np.zeros(2 * buses, np.int64)
-    padded[:tiles] = own
+    padded[:tiles] = received
     common = padded[0::2] + padded[1::2] - both
     return np.repeat(common, 2)[:tiles].astype(float)
 

@@ -46,20 +46,20 @@ def callers() -> Callers:
 
     Nothing but code objects is kept, so no variable lives longer; texts are made when asked for.
     """
-    found: list[tuple[CodeType, int]] = []
+    calls: list[tuple[CodeType, int]] = []
     frame = sys._getframe(1)
     while frame.f_back is not None:
         frame = frame.f_back
         code = frame.f_code
         file = code.co_filename
         if file.startswith(_PACKAGES):
-            if len(found) < _NEAREST and not file.startswith(_MACHINE) and file != _TYPED:
-                found.append((code, frame.f_lineno))
+            if len(calls) < _NEAREST and not file.startswith(_MACHINE) and file != _TYPED:
+                calls.append((code, frame.f_lineno))
         else:
             if not (file.startswith("<frozen") or "site-packages" in file):
-                found.append((code, frame.f_lineno))
+                calls.append((code, frame.f_lineno))
             break
-    return tuple(found)
+    return tuple(calls)
 
 
 def describe_callers(made_by: Callers) -> list[str]:
@@ -220,8 +220,8 @@ class Graph:
 
     def _add(self, dtype: Any, shape: Any, name: str | None, is_constant: bool) -> Tensor:
         dtype = as_dtype(dtype)
-        given = list(shape) if isinstance(shape, Sequence) else [shape]
-        sizes = [check_integer("a size of a shape", n) for n in given]
+        dimensions = list(shape) if isinstance(shape, Sequence) else [shape]
+        sizes = [check_integer("a size of a shape", n) for n in dimensions]
         if any(n < 0 for n in sizes) or math.prod(sizes) >= _MOST:
             raise ValueError(f"sizes of 0 or more and below 2^48 in all, got {shortened(sizes)}")
         check_kind("name", name, (str, type(None)), "a text or None")
@@ -239,7 +239,7 @@ class Graph:
     def add_variable(
         self, dtype: Any, shape: Any, name: str | None = None, tiles: Any = None
     ) -> Tensor:
-        """A variable of this element type and shape; it holds NaN (or rubbish) until written.
+        """A variable of this element type and shape; it holds NaN (or poison) until written.
 
         `tiles` maps it at once, as in `set_tile_mapping`.
         """
@@ -277,9 +277,9 @@ class Graph:
         if tensor.numel == 0:
             return "nothing"
         starts = np.array([v.start for v in self.variables[tensor.dtype]])
-        found = np.unique(np.searchsorted(starts, tensor.runs().starts, "right") - 1)
-        names = [repr(self.variables[tensor.dtype][i].name) for i in found[:4]]
-        return ", ".join(names) + (", ..." if len(found) > 4 else "")
+        numbers = np.unique(np.searchsorted(starts, tensor.runs().starts, "right") - 1)
+        names = [repr(self.variables[tensor.dtype][i].name) for i in numbers[:4]]
+        return ", ".join(names) + (", ..." if len(numbers) > 4 else "")
 
     def constant_in(self, tensor: Tensor) -> Variable | None:
         """The first constant a tensor views, if any."""

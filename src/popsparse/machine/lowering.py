@@ -83,13 +83,13 @@ def remote_copy(state: State, program: programs.Copy, path: str) -> Node:
     def row(replica: int) -> int:
         if index is None:
             return 0
-        found = int(state.read(index, replica).reshape(-1)[0])
-        if not 0 <= found < buffer.rows:
+        number = int(state.read(index, replica).reshape(-1)[0])
+        if not 0 <= number < buffer.rows:
             raise ProgramError(
                 f"{path!r}: remote buffer {buffer.name!r} has rows 0 to {buffer.rows - 1}, got "
-                f"{found}"
+                f"{number}"
             )
-        return found
+        return number
 
     def run(profile: Profile) -> None:
         for replica in range(len(state.memories)):
@@ -246,15 +246,15 @@ class Lowering:
 
         def test(profile: Profile) -> int:
             profile.record(step, sync=sync, exchange=exchange)
-            found = [int(flat[address]) for flat in flats]
-            profile.chosen(step, found[0])
-            if len({*found}) > 1:
+            values = [int(flat[address]) for flat in flats]
+            profile.chosen(step, values[0])
+            if len({*values}) > 1:
                 raise ProgramError(
                     f"replicas go different ways at {path!r}: {scalar.name} is "
-                    f"{', '.join(map(str, found))}; make it the same on all, as by "
+                    f"{', '.join(map(str, values))}; make it the same on all, as by "
                     "CrossReplicaCopy"
                 )
-            return found[0]
+            return values[0]
 
         return test
 
@@ -262,12 +262,12 @@ class Lowering:
         condition = self.lower(program.condition, path)
         test = self._test(program.predicate, path)
         body = self.lower(program.body, path)
-        state, wanted = self.state, program.runs_while
+        state, runs_while = self.state, program.runs_while
 
         def run(profile: Profile) -> None:
             for _ in range(state.max_iterations):
                 condition(profile)
-                if bool(test(profile)) is not wanted:
+                if bool(test(profile)) is not runs_while:
                     return
                 body(profile)
             raise ProgramError(
@@ -315,7 +315,7 @@ class Lowering:
         poison = np.broadcast_to(np.asarray(tensor.dtype.poison), tensor.shape)
 
         def run(profile: Profile) -> None:
-            # Rubbish from here on, so that a program which does want it is found out.
+            # Poison from here on, so that a program which reads it all the same is noticed.
             if state.computes(tensor.dtype):
                 state.store(tensor, poison, "WriteUndef")
 
@@ -333,7 +333,7 @@ class Lowering:
         plan = plan_copy(state.graph, state.target, program.pairs, path)
         self.copies.append(plan)
         computed = [pair for pair in program.pairs if state.computes(pair[0].dtype)]
-        move = [one for memory in state.memories for one in bind_copy(computed, memory)]
+        moves = [move for memory in state.memories for move in bind_copy(computed, memory)]
         step = state.add_step(path, "exchange" if plan.is_exchange else "compute", plan)
         sync = state.target.sync_cycles if plan.is_exchange else 0
         if plan.link_bytes:
@@ -343,8 +343,8 @@ class Lowering:
         tile_cycles = plan.local_per_tile if local else None
 
         def run(profile: Profile) -> None:
-            for pair in move:
-                pair()
+            for move in moves:
+                move()
             profile.record(
                 step,
                 sync=sync,
@@ -409,7 +409,7 @@ class Lowering:
         known = schedule.tile_cycles(settled) if len(settled) == len(bound) else None
         known_max = float(known.max()) if known is not None else 0.0
 
-        def one(bound: list[BoundVertices], profile: Profile) -> list[np.ndarray]:
+        def run_replica(bound: list[BoundVertices], profile: Profile) -> list[np.ndarray]:
             for b, is_computed in zip(bound, computed, strict=True):
                 if is_computed or b.codelet.data_dependent:
                     b.load()
@@ -427,12 +427,12 @@ class Lowering:
             return cycles
 
         def run(profile: Profile) -> None:
-            found = [one(bound, profile) for bound in replicas]
+            replica_cycles = [run_replica(bound, profile) for bound in replicas]
             if known is not None:
                 profile.record(step, compute=known_max, tile_cycles=known)
                 return
-            tile_cycles = schedule.tile_cycles(found[0])
-            for cycles in found[1:]:  # The slowest replica counts.
+            tile_cycles = schedule.tile_cycles(replica_cycles[0])
+            for cycles in replica_cycles[1:]:  # The slowest replica counts.
                 tile_cycles = np.maximum(tile_cycles, schedule.tile_cycles(cycles))
             profile.record(step, compute=float(tile_cycles.max()), tile_cycles=tile_cycles)
 

@@ -1,9 +1,9 @@
 """The memory of the tiles: when variables are live, what fits, and what a tile holds.
 
-Variables that are never wanted at the same time can share memory. A variable is wanted from a step
-that writes all of it (or a `WriteUndef`) to the last step that reads it. Wanted throughout:
-constants, variables with a handle or an initial value, those that a program reads before it writes
-them (they carry state from run to run), and those no program reads (results for the host).
+Variables that are never live at the same time can share memory. A variable is live from a step that
+writes all of it (or a `WriteUndef`) to the last step that reads it. Always live: constants,
+variables with a handle or an initial value, those that a program reads before it writes them (they
+carry state from run to run), and those no program reads (results for the host).
 """
 
 from __future__ import annotations
@@ -70,9 +70,9 @@ class Holdings:
 
 @dataclass(frozen=True)
 class Liveness:
-    """Sets of variables, as bits: bit i is `variables[i]`. `moments` maps a set that is wanted
-    at once to the name of a step where it is; `held` has the sets wanted while a step runs, one for
-    each place it is called from if they differ."""
+    """Sets of variables, as bits: bit i is `variables[i]`. `moments` maps a set that is live at
+    once to the name of such a step; `held` has the sets live while a step runs, one for each place
+    it is called from if they differ."""
 
     variables: list[Variable]
     always: int
@@ -90,7 +90,7 @@ class Liveness:
 class _Effect:
     reads: int = 0
     writes: int = 0
-    # Written whole, so that what was there before is not wanted.
+    # Completely written, so that the earlier values are not live before.
     replaces: int = 0
 
 
@@ -110,15 +110,15 @@ class _Analysis:
         self.held: dict[programs.Program, list[int]] = {}
 
     def touched(self, tensors: Iterable[Tensor], whole: bool = False) -> int:
-        """The variables that tensors view; with `whole`, only those they cover together."""
+        """The variables that tensors view; with `whole`, only those they cover completely."""
         by_type: dict[DType, list[Tensor]] = {}
         for tensor in tensors:
             if tensor.numel:
                 by_type.setdefault(tensor.dtype, []).append(tensor)
         bits = 0
         for dtype, parts in by_type.items():
-            found = self._covered(dtype, parts) if whole else self._viewed(dtype, parts)
-            for i in found:
+            numbers = self._covered(dtype, parts) if whole else self._viewed(dtype, parts)
+            for i in numbers:
                 bits |= 1 << (self.first_bit[dtype] + i)
         return bits
 
@@ -181,30 +181,30 @@ class _Analysis:
         return _Effect(self.touched(read), self.touched(written), self.touched(written, True))
 
     def before(self, program: programs.Program, after: int) -> int:
-        """What is wanted before a program, given what is wanted after it."""
+        """What is live before a program, given what is live after it."""
         if isinstance(program, programs.Sequence):
-            for one in reversed(program.programs):
-                after = self.before(one, after)
+            for part in reversed(program.programs):
+                after = self.before(part, after)
             return after
         if isinstance(program, programs.Call):
             return self.before(program.function, after)
         if isinstance(program, programs.Repeat):
             if not program.count:
                 return after
-            found = self.before(program.body, after)
-            while (again := self.before(program.body, after | found)) != found:
-                found = again
-            return found
+            live = self.before(program.body, after)
+            while (again := self.before(program.body, after | live)) != live:
+                live = again
+            return live
         if isinstance(program, (programs.RepeatWhileTrue, programs.RepeatWhileFalse)):
             test = self.touched([program.predicate])
-            found = self.before(program.condition, after | test)
+            live = self.before(program.condition, after | test)
             while True:
-                body = self.before(program.body, found)
+                body = self.before(program.body, live)
                 self._hold(program, after | body | test)
                 again = self.before(program.condition, after | body | test)
-                if again == found:
-                    return found
-                found = again
+                if again == live:
+                    return live
+                live = again
         if isinstance(program, programs.If):
             branches = [program.then, program.otherwise]
             test = self.touched([program.predicate])
@@ -213,23 +213,22 @@ class _Analysis:
             test = self.touched([program.value])
         else:
             effect = self.effect(program)
-            found = (after & ~effect.replaces) | effect.reads
+            live = (after & ~effect.replaces) | effect.reads
             if not isinstance(program, (programs.WriteUndef, programs.Sync)):
                 # Results and operands are held together while a step runs.
-                self.moments.setdefault(found | after | effect.writes, program.name or "copy")
-            self._hold(program, found | after | effect.writes)
-            return found
+                self.moments.setdefault(live | after | effect.writes, program.name or "copy")
+            self._hold(program, live | after | effect.writes)
+            return live
         for branch in branches:
             test |= self.before(branch, after)
         self._hold(program, test)
         return test
 
-    def _hold(self, program: programs.Program, wanted: int) -> None:
-        """Note what is wanted while a step runs; sets inside others come from unfinished rounds."""
-        others = self.held.get(program, [])
-        if not any(wanted | one == one for one in others):
-            kept = [one for one in others if one | wanted != wanted]
-            self.held[program] = [*kept, wanted]
+    def _hold(self, program: programs.Program, live: int) -> None:
+        """Note what is live while a step runs; subsets of others come from unfinished rounds."""
+        known = self.held.get(program, [])
+        if not any(live | other == other for other in known):
+            self.held[program] = [*(other for other in known if other | live != live), live]
 
 
 def _leaves(program: programs.Program, seen: set[int]) -> Iterable[programs.Program]:
@@ -243,26 +242,26 @@ def _leaves(program: programs.Program, seen: set[int]) -> Iterable[programs.Prog
 
 def analyse(graph: Graph, several: Iterable[programs.Program]) -> Liveness:
     """The liveness of a graph's variables under programs that run in any order."""
-    found = _Analysis(graph)
+    analysis = _Analysis(graph)
     several = list(several)
-    fixed = [v.is_constant for v in found.variables]
+    fixed = [v.is_constant for v in analysis.variables]
     always = sum(1 << i for i, is_fixed in enumerate(fixed) if is_fixed)
-    always |= found.touched([*graph.handles.values(), *(t for t, _ in graph.initial)])
+    always |= analysis.touched([*graph.handles.values(), *(t for t, _ in graph.initial)])
     read, seen = 0, set[int]()
     for program in several:
         for part in _leaves(program, seen):
-            read |= found.effect(part).reads
+            read |= analysis.effect(part).reads
             for control in ("predicate", "value"):
                 if hasattr(part, control):
-                    read |= found.touched([getattr(part, control)])
-    always |= ~read & ((1 << len(found.variables)) - 1)
+                    read |= analysis.touched([getattr(part, control)])
+    always |= ~read & ((1 << len(analysis.variables)) - 1)
     while True:
-        found.moments.clear()
+        analysis.moments.clear()
         more = always
         for program in several:
-            more |= found.before(program, always)
+            more |= analysis.before(program, always)
         if more == always:
-            return Liveness(found.variables, always, found.moments, found.held)
+            return Liveness(analysis.variables, always, analysis.moments, analysis.held)
         always = more
 
 
@@ -280,9 +279,8 @@ REAL_TILE = 256 * 1024
 class MemoryUse:
     """Bytes per tile by category, [tiles] each.
 
-    "temporary" is the most that variables which are not always wanted take at once on each tile,
-    if they are packed without gaps; `all_variables` is what every variable would take side by
-    side.
+    "temporary" is the most that variables which are not always live take at once on each tile, if
+    they are packed without gaps; `all_variables` is what every variable would take side by side.
     """
 
     by_category: dict[str, np.ndarray]
@@ -378,7 +376,7 @@ def measure_memory(
     return MemoryUse(categories, everything, target.bytes_per_tile, step, largest)
 
 
-def check_memory(use: MemoryUse) -> None:
+def check_fit(use: MemoryUse) -> None:
     """Raises OutOfMemoryError, naming the largest variables of the worst tile."""
     need = use.per_tile
     over = int((need > use.limit).sum())
@@ -427,8 +425,8 @@ class PlacedVertices:
 
 
 class Contents:
-    """Of a graph under some programs; `rows` gives the step of the profile of each program that has
-    one. Everything is found when it is asked for.
+    """Variables and vertices of a graph under some programs, computed on first access; `rows` gives
+    the step of the profile of each program that has one.
     """
 
     def __init__(
@@ -439,9 +437,9 @@ class Contents:
         self.rows = rows
 
     def __getstate__(self) -> dict[str, Any]:
-        """For copies and pickles: what is found, without the graph that it is found in."""
-        found = {name: getattr(self, name) for name in ("variables", "live", "vertices")}
-        return {**found, "rows": {}}
+        """For copies and pickles: the computed values, without the graph."""
+        state = {name: getattr(self, name) for name in ("variables", "live", "vertices")}
+        return {**state, "rows": {}}
 
     @cached_property
     def variables(self) -> list[HeldVariable]:
@@ -467,39 +465,39 @@ class Contents:
 
     @cached_property
     def live(self) -> dict[int, list[int]]:
-        """By step of the profile: which variables, by number, are wanted while it runs and are not
+        """By step of the profile: which variables, by number, are live while it runs and are not
         always live. Of a step that several places call, where they take most."""
         liveness = self._liveness
         sizes = np.array([v.bytes for v in liveness.variables], float)
         always = liveness.members(liveness.always)
-        found = {}
+        by_step = {}
         for program, row in self.rows.items():
             sets = [liveness.members(bits) & ~always for bits in liveness.held.get(program, [])]
             most = max(sets, key=lambda members: float(sizes[members].sum()), default=always[:0])
-            found[row] = np.flatnonzero(most).tolist()
-        return found
+            by_step[row] = np.flatnonzero(most).tolist()
+        return by_step
 
     @cached_property
     def vertices(self) -> list[PlacedVertices]:
         """All vertices, by step and codelet."""
-        found = []
+        placed = []
         for program, row in self.rows.items():
             if not isinstance(program, Execute):
                 continue
             for vertices in program.compute_set.merged():
                 tiles = vertices.tiles
-                one = np.ones(len(tiles), np.int64)
-                (on,) = _stretches(0 * one, tiles, one, self._target.tiles, 1)
-                found.append(PlacedVertices(row, vertices.codelet.name, on))
-        return found
+                ones = np.ones(len(tiles), np.int64)
+                (on,) = _stretches(0 * ones, tiles, ones, self._target.tiles, 1)
+                placed.append(PlacedVertices(row, vertices.codelet.name, on))
+        return placed
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data for JSON. Keys: `variables` and `vertices` (mappings of their fields), `live`
         (pairs of a step and the numbers of its variables)."""
         return {
-            "variables": [vars(one) for one in self.variables],
+            "variables": [vars(entry) for entry in self.variables],
             "live": [[step, numbers] for step, numbers in sorted(self.live.items())],
-            "vertices": [vars(one) for one in self.vertices],
+            "vertices": [vars(entry) for entry in self.vertices],
         }
 
 

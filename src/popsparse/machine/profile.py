@@ -224,8 +224,8 @@ class Profile:
 
     def chosen(self, step: int, value: int) -> None:
         """Count a control value that was tested. For engines."""
-        found = self.choices.setdefault(step, {})
-        found[value] = found.get(value, 0) + 1
+        counts = self.choices.setdefault(step, {})
+        counts[value] = counts.get(value, 0) + 1
 
     def tree(self) -> list[ProgramNode]:
         """The static program that ran, the root first, each program before those inside it. Empty
@@ -312,9 +312,9 @@ class Profile:
     def _sum_of(self, part: str) -> np.ndarray:
         out = np.zeros(self.target.tiles)
         for step in self.steps:
-            found = getattr(step, part)
-            if found is not None:
-                out += found
+            values = getattr(step, part)
+            if values is not None:
+                out += values
         return out
 
     def step(self, name: str) -> StepProfile:
@@ -325,11 +325,11 @@ class Profile:
         """
         check_kind("name", name, str, "the name of a step")
         exact = [s for s in self.steps if s.name == name]
-        found = exact or [s for s in self.steps if s.name.endswith("/" + name)]
-        if len(found) != 1:
-            names = ", ".join(s.name for s in (found or self.steps)[:8])
-            raise KeyError(f"{len(found)} steps are named {shortened(name)}; among: {names}")
-        return found[0]
+        matching = exact or [s for s in self.steps if s.name.endswith("/" + name)]
+        if len(matching) != 1:
+            names = ", ".join(s.name for s in (matching or self.steps)[:8])
+            raise KeyError(f"{len(matching)} steps are named {shortened(name)}; among: {names}")
+        return matching[0]
 
     @typed
     def to_dict(self, per_tile: bool = True) -> dict[str, Any]:

@@ -21,7 +21,8 @@ class Program:
         return []
 
 
-def _check(program: Any) -> Program:
+def check_program(program: Any) -> Program:
+    """Raises TypeError for anything but a program."""
     if not isinstance(program, Program):
         raise TypeError(f"expected a Program, got {type(program).__name__}")
     return program
@@ -31,12 +32,12 @@ class Sequence(Program):
     """Programs in order."""
 
     def __init__(self, *programs: Program, name: str | None = None) -> None:
-        self.programs = [_check(p) for p in programs]
+        self.programs = [check_program(p) for p in programs]
         self.name = name
 
     def add(self, *programs: Program) -> Sequence:
         """Append; returns itself."""
-        self.programs.extend(_check(p) for p in programs)
+        self.programs.extend(check_program(p) for p in programs)
         return self
 
     def parts(self) -> list[Program]:
@@ -132,8 +133,8 @@ class CrossReplicaCopy(Program):
         *,
         name: str | None = None,
     ) -> None:
-        for one in (source, destination):
-            check_kind("what CrossReplicaCopy moves", one, Tensor, "a Tensor of a graph")
+        for side in (source, destination):
+            check_kind("what CrossReplicaCopy moves", side, Tensor, "a Tensor of a graph")
         if source.dtype != destination.dtype or source.numel != destination.numel:
             raise ProgramError(
                 f"CrossReplicaCopy of {source.dtype.name} {list(source.shape)} ({source.name}) to "
@@ -182,7 +183,7 @@ class Repeat(Program):
 
     def __init__(self, count: int, body: Program, *, name: str | None = None) -> None:
         self.count = check_integer("the count of Repeat", count, 0)
-        self.body = _check(body)
+        self.body = check_program(body)
         self.name = name
 
     def parts(self) -> list[Program]:
@@ -206,9 +207,9 @@ class _While(Program):
     def __init__(
         self, condition: Program, predicate: Tensor, body: Program, *, name: str | None = None
     ) -> None:
-        self.condition = _check(condition)
+        self.condition = check_program(condition)
         self.predicate = _check_scalar(predicate, f"the predicate of {type(self).__name__}")
-        self.body = _check(body)
+        self.body = check_program(body)
         self.name = name
 
     def parts(self) -> list[Program]:
@@ -237,8 +238,8 @@ class If(Program):
         name: str | None = None,
     ) -> None:
         self.predicate = _check_scalar(predicate, "the predicate of If")
-        self.then = _check(then)
-        self.otherwise = _check(otherwise) if otherwise is not None else Sequence()
+        self.then = check_program(then)
+        self.otherwise = check_program(otherwise) if otherwise is not None else Sequence()
         self.name = name
 
     def parts(self) -> list[Program]:
@@ -259,8 +260,8 @@ class Switch(Program):
         self.value = _check_scalar(value, "the value of Switch")
         check_kind("the cases of Switch", cases, (abc.Mapping, abc.Sequence), "programs by number")
         items = cases.items() if isinstance(cases, abc.Mapping) else enumerate(cases)
-        self.cases = {check_integer("a case of Switch", k): _check(p) for k, p in items}
-        self.default = _check(default) if default is not None else Sequence()
+        self.cases = {check_integer("a case of Switch", k): check_program(p) for k, p in items}
+        self.default = check_program(default) if default is not None else Sequence()
         self.name = name
 
     def parts(self) -> list[Program]:
@@ -284,7 +285,7 @@ class Call(Program):
     """Run a program that other places call too. It is planned, and held in memory, once."""
 
     def __init__(self, function: Program, *, name: str | None = None) -> None:
-        self.function = _check(function)
+        self.function = check_program(function)
         self.name = name
 
     def parts(self) -> list[Program]:
@@ -299,8 +300,8 @@ class Sync(Program):
 
 
 class WriteUndef(Program):
-    """Declare that what a tensor holds is not wanted any more. Costs nothing; memory of variables
-    that it covers whole can be shared up to the next write."""
+    """Declare that the values of a tensor are not needed any more. Costs nothing; the memory of
+    variables that it covers completely can be shared up to the next write."""
 
     def __init__(self, tensor: Tensor) -> None:
         if not isinstance(tensor, Tensor):
@@ -308,10 +309,10 @@ class WriteUndef(Program):
         self.tensor = tensor
 
 
-def check_nesting(program: Program, inside: tuple[Program, ...] = ()) -> None:
+def check_nesting(program: Program, outer_programs: tuple[Program, ...] = ()) -> None:
     """Raises ProgramError if a program contains itself."""
-    if any(program is outer for outer in inside):
-        names = [p.name or type(p).__name__ for p in (*inside, program)]
+    if any(program is outer for outer in outer_programs):
+        names = [p.name or type(p).__name__ for p in (*outer_programs, program)]
         raise ProgramError(f"a program contains itself: {' > '.join(names)}")
     for part in program.parts():
-        check_nesting(part, (*inside, program))
+        check_nesting(part, (*outer_programs, program))

@@ -164,33 +164,25 @@ class State:
         check_kind("what is read or written", what, str, "a Tensor or a name")
         if what in self.graph.handles:
             return self.graph.handles[what]
-        found = [v for group in self.graph.variables.values() for v in group if v.name == what]
-        if len(found) != 1:
-            several = "several variables" if found else "no handle or variable"
+        matching = [v for group in self.graph.variables.values() for v in group if v.name == what]
+        if len(matching) != 1:
+            several = "several variables" if matching else "no handle or variable"
             raise KeyError(f"{several} named {shortened(what)}")
-        return found[0].tensor
+        return matching[0].tensor
 
     def read(self, what: str | Tensor, replica: int = 0) -> np.ndarray:
-        """A copy of a tensor's values, by handle name, variable name or tensor."""
-        tensor = self._tensor(what)
-        return tensor.values(self.memories[self.number(replica)])
+        """See `Engine.read`."""
+        return self._tensor(what).values(self.memories[self.number(replica)])
 
     def number(self, replica: Any) -> int:
-        """A replica that there is."""
-        found = check_integer("replica", replica, 0)
-        if found >= len(self.memories):
-            raise ValueError(f"replica must be below {len(self.memories)}, got {found}")
-        return found
+        """The number of a replica that exists."""
+        number = check_integer("replica", replica, 0)
+        if number >= len(self.memories):
+            raise ValueError(f"replica must be below {len(self.memories)}, got {number}")
+        return number
 
     def write(self, what: str | Tensor, values: Any, replica: int | None = None) -> None:
-        """Set a tensor's values, of all replicas or of one. They round to its element type; a
-        scalar fills it.
-
-        Raises:
-            ValueError: another shape, or integers that do not fit the type.
-            TypeError: fractional values for an integer type.
-            ProgramError: a constant.
-        """
+        """See `Engine.write`."""
         tensor = self._tensor(what)
         constant = self.graph.constant_in(tensor)
         if constant is not None:

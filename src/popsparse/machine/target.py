@@ -291,10 +291,10 @@ class Target:
 
     def __post_init__(self) -> None:
         for name, most in _INTEGERS.items():
-            found = check_integer(name, getattr(self, name), 1)
-            if found > most:
-                raise ValueError(f"{name} must be at most {most:,}, got {found}")
-            object.__setattr__(self, name, found)
+            number = check_integer(name, getattr(self, name), 1)
+            if number > most:
+                raise ValueError(f"{name} must be at most {most:,}, got {number}")
+            object.__setattr__(self, name, number)
         for name in (*_POSITIVE, *_NOT_NEGATIVE):
             value = getattr(self, name)
             if isinstance(value, (bool, str)) or not isinstance(value, (int, float)):

@@ -20,16 +20,16 @@ _PART = 4096
 
 def _axis(axis: Any, dimensions: int) -> int:
     """Which of the dimensions is meant; negative ones count from the end."""
-    found = check_integer("axis", axis)
-    if not -dimensions <= found < dimensions:
-        raise ValueError(f"axis must be one of {dimensions} dimensions, got {found}")
-    return found % dimensions
+    number = check_integer("axis", axis)
+    if not -dimensions <= number < dimensions:
+        raise ValueError(f"axis must be one of {dimensions} dimensions, got {number}")
+    return number % dimensions
 
 
 def _sizes(shape: Sequence[Any]) -> list[int]:
     """Sizes given one by one or as a sequence."""
-    given = shape[0] if len(shape) == 1 and isinstance(shape[0], Sequence) else shape
-    return [check_integer("a size", size) for size in given]
+    sizes = shape[0] if len(shape) == 1 and isinstance(shape[0], Sequence) else shape
+    return [check_integer("a size", size) for size in sizes]
 
 
 def _reshaped_strides(
@@ -196,9 +196,9 @@ class Tensor:
         elif self._runs is None or not self._runs.are_long:
             flat[self.addresses()] = values
         else:
-            given, first = np.broadcast_to(values, self.shape).reshape(-1), 0
+            flat_values, first = np.broadcast_to(values, self.shape).reshape(-1), 0
             for at, size in zip(*self._runs, strict=True):
-                flat[at : at + size] = given[first : first + size]
+                flat[at : at + size] = flat_values[first : first + size]
                 first += size
 
     # Views.

@@ -130,10 +130,10 @@ class Ragged:
 
     def __post_init__(self) -> None:
         check_kind("tensor", self.tensor, Tensor, "a Tensor of a graph")
-        given = check_array("offsets", self.offsets, expected="integers")
+        values = check_array("offsets", self.offsets, expected="integers")
         with np.errstate(invalid="ignore"):
-            offsets = given.astype(np.int64)
-        if not (offsets == given).all():
+            offsets = values.astype(np.int64)
+        if not (offsets == values).all():
             raise TypeError(f"offsets must be integers, got {shortened(self.offsets)}")
         object.__setattr__(self, "offsets", offsets)
         if self.tensor.ndim != 1:
@@ -280,9 +280,7 @@ class BoundVertices:
 
     def cycles(self) -> np.ndarray:
         """Whole cycles of each vertex, float64 [count]."""
-        found = self.codelet.cycles
-        value = found(self.view) if callable(found) else found
-        cycles = np.ceil(np.broadcast_to(np.asarray(value, float), self.view.shape)).reshape(-1)
+        cycles = np.ceil(self._estimate(self.codelet.cycles)).reshape(-1)
         if not (cycles >= 0).all():
             raise ProgramError(
                 f"codelet {self.codelet.name!r} estimates negative or undefined cycles: {cycles}"
@@ -291,6 +289,8 @@ class BoundVertices:
 
     def flops(self) -> float:
         """Floating-point operations of all vertices together."""
-        found = self.codelet.flops
-        value = found(self.view) if callable(found) else found
-        return float(np.broadcast_to(np.asarray(value, float), self.view.shape).sum())
+        return float(self._estimate(self.codelet.flops).sum())
+
+    def _estimate(self, amount: Any) -> np.ndarray:
+        value = amount(self.view) if callable(amount) else amount
+        return np.broadcast_to(np.asarray(value, float), self.view.shape)
