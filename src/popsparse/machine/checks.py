@@ -23,8 +23,8 @@ def check_mapping(graph: Graph, target: Target) -> None:
         tile_map = graph.tile_map(dtype)
         filled = [v for v in group if v.tensor.numel]
         starts = np.array([v.start for v in filled], np.int64)
-        whole = Runs(starts, np.array([v.tensor.numel for v in filled], np.int64))
-        pieces = tile_map.split(whole)
+        runs = Runs(starts, np.array([v.tensor.numel for v in filled], np.int64))
+        pieces = tile_map.split(runs)
         for bad, what in ((pieces.tiles < 0, "no tile"), (pieces.tiles >= target.tiles, "")):
             at = np.flatnonzero(bad)
             if not len(at):

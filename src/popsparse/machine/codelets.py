@@ -3,7 +3,7 @@
 All but `DOT` share their elements among a tile's workers (`runs_on="workers"`, so a tile spends
 workers x the figure). Sums are made in float32 and round once when stored.
 
-Each handles whole numbers, costs one worker a load, an operation and a store with their addresses,
+Each handles integers, costs one worker a load, an operation and a store with their addresses,
 and is meant for one element. No source gives these estimates; a control vertex is a few dozen
 cycles of a superstep that costs hundreds.
 """
@@ -138,15 +138,15 @@ def _reduce_cycles(v: VertexView) -> int:
     half_in, half_out = v.partials.itemsize == 2, v.out.itemsize == 2
     width = 8 if half_in else 4
     loops = n // width + (n % width).bit_count()
-    whole, rest = divmod(loops, v.target.workers)
+    full, rest = divmod(loops, v.target.workers)
     extra = 0
     if rest:
         if n % width:
             extra = 2 * depth + (11 if half_in else 13)
         else:
-            whole += 1
+            full += 1
     each = (8 if half_out else 9) if half_in else (6 if half_out else 7)
-    return 32 + extra + whole * (3 * depth + each)
+    return 32 + extra + full * (3 * depth + each)
 
 
 # partials [depth, ...] to out [...].

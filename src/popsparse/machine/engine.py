@@ -129,7 +129,7 @@ class Engine:
         max_iterations: after this many turns a while loop is taken for endless.
         options: by name, as Poplar spells them: see `EngineOptions`.
         print_to: where `PrintTensor` writes; standard error.
-        numerics: whether half and float data is computed. Without it only whole numbers and bools,
+        numerics: whether half and float data is computed. Without it only integers and bools,
             which steer a program, move and change; the profile is the same at a fraction of the
             time and memory, and floating-point tensors can be neither read nor written.
 
@@ -140,7 +140,7 @@ class Engine:
         OutOfMemoryError: a tile that does not fit, with its largest variables.
         ValueError: an option that is unknown or has a value of another kind.
         ProgramError: a program that contains itself or writes a constant; or, without numerics, a
-            codelet that makes whole numbers of floating-point ones.
+            codelet that makes integers of floating-point data.
     """
 
     def __init__(

@@ -381,7 +381,7 @@ class Lowering:
             return True
         if any(edge.writes and not dtype.is_floating for edge, dtype in edges):
             raise ProgramError(
-                f"compute set {path!r}: {vertices.codelet.name!r} makes whole numbers from "
+                f"compute set {path!r}: {vertices.codelet.name!r} makes integers from "
                 f"floating-point data, so it needs an engine with numerics=True"
             )
         return False

@@ -109,15 +109,15 @@ class _Analysis:
         self.moments: dict[int, str] = {}
         self.held: dict[programs.Program, list[int]] = {}
 
-    def touched(self, tensors: Iterable[Tensor], whole: bool = False) -> int:
-        """The variables that tensors view; with `whole`, only those they cover completely."""
+    def touched(self, tensors: Iterable[Tensor], covered: bool = False) -> int:
+        """The variables that tensors view; with `covered`, only those they cover completely."""
         by_type: dict[DType, list[Tensor]] = {}
         for tensor in tensors:
             if tensor.numel:
                 by_type.setdefault(tensor.dtype, []).append(tensor)
         bits = 0
         for dtype, parts in by_type.items():
-            numbers = self._covered(dtype, parts) if whole else self._viewed(dtype, parts)
+            numbers = self._covered(dtype, parts) if covered else self._viewed(dtype, parts)
             for i in numbers:
                 bits |= 1 << (self.first_bit[dtype] + i)
         return bits
@@ -175,7 +175,7 @@ class _Analysis:
             read = [t for edge, t in edges if edge.reads]
             written = [t for edge, t in edges if edge.writes]
         elif isinstance(leaf, programs.WriteUndef):
-            return _Effect(replaces=self.touched([leaf.tensor], whole=True))
+            return _Effect(replaces=self.touched([leaf.tensor], covered=True))
         else:
             return _Effect()
         return _Effect(self.touched(read), self.touched(written), self.touched(written, True))

@@ -57,7 +57,7 @@ class Execute(Program):
 class Copy(Program):
     """Move data over the exchange, all at once: `Copy(source, destination)`, or several pairs,
     `Copy([(source, destination), ...])`. One side of a single pair may be a `Stream`, or a
-    `RemoteBuffer`, of which a row moves: that of `index`, one whole number on a tile.
+    `RemoteBuffer`, of which a row moves: that of `index`, one integer on a tile.
 
     Sources and destinations match in type and number of elements, in the order in which they list
     them; no destination may overlap a source or another destination.

@@ -119,7 +119,7 @@ class State:
 
     @contextmanager
     def float_errors(self, path: str, codelet: str) -> Iterator[None]:
-        """Raises ProgramError where floating-point exceptions are wanted."""
+        """Raises ProgramError where floating-point exceptions are enabled."""
         if not self.float_exceptions:
             yield
             return

@@ -393,7 +393,7 @@ class Target:
 
     def peak_flops(self, dtype: Any) -> float:
         """Floating-point operations that a tile's matrix units do in a cycle on operands of this
-        type: 128 half, 32 float, and 0 of whole numbers."""
+        type: 128 half, 32 float, and 0 of integers."""
         return {HALF: 128.0, FLOAT: 32.0}.get(as_dtype(dtype), 0.0)
 
     @typed

@@ -217,9 +217,9 @@ class Tensor:
         named = sum(p is not None and p is not Ellipsis for p in parts)
         if named > self.ndim or sum(p is Ellipsis for p in parts) > 1:
             raise IndexError(f"too many indices for the shape {list(self.shape)}: {key!r}")
-        whole = [slice(None)] * (self.ndim - named)
+        rest = [slice(None)] * (self.ndim - named)
         at = parts.index(Ellipsis) if Ellipsis in parts else len(parts)
-        full = [*parts[:at], *whole, *parts[at + 1 :]]
+        full = [*parts[:at], *rest, *parts[at + 1 :]]
         offset, shape, strides = self._offset, [], []
         axis = 0
         for part in full:

@@ -206,10 +206,10 @@ def _per_vertex_runs(
         return runs, (ends - 1) // max(tensor.numel // count, 1)
     bounds = Runs(offsets[:-1], np.diff(offsets))
     if tensor.is_regular:
-        whole = tensor.runs()
-        if len(whole.starts) == 1:
+        runs = tensor.runs()
+        if len(runs.starts) == 1:
             keep = np.flatnonzero(bounds.lengths)
-            return Runs(bounds.starts[keep] + whole.starts[0], bounds.lengths[keep]), keep
+            return Runs(bounds.starts[keep] + runs.starts[0], bounds.lengths[keep]), keep
     used, vertex = expand(Runs(*(a[bounds.lengths > 0] for a in bounds)))
     owner = np.flatnonzero(bounds.lengths)[vertex]
     addresses = tensor.addresses()[used]

@@ -9,18 +9,18 @@ on whatever processor the model is on, or on the tile machine. Source: PopTorch 
 """
 
 from popsparse.poptorch.data_loader import DataLoader
+from popsparse.poptorch.model import (
+    WrappedModel,
+    identity_loss,
+    inferenceModel,
+    trainingModel,
+)
 from popsparse.poptorch.options import (
     AnchorMode,
     DataLoaderMode,
     Options,
     OutputMode,
     ReductionType,
-)
-from popsparse.poptorch.wrapped import (
-    WrappedModel,
-    identity_loss,
-    inferenceModel,
-    trainingModel,
 )
 
 __all__ = [

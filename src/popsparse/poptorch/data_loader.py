@@ -14,8 +14,6 @@ from torch.utils import data
 from dynsparse.checks import check_integer, check_kind
 from popsparse.poptorch.options import DataLoaderMode, Options
 
-__all__ = ["DataLoader"]
-
 _AHEAD = 2
 """Combined batches that wait to be taken."""
 
@@ -90,7 +88,7 @@ class DataLoader(data.DataLoader):
 
 
 def _ahead(batches: Iterator[Any]) -> Iterator[Any]:
-    """The same, read in a thread that ends with the iteration."""
+    """The batches, read in a thread that ends with the iteration."""
     waiting: queue.Queue[tuple[Any, BaseException | None]] = queue.Queue(_AHEAD)
     left = threading.Event()
 

@@ -34,14 +34,14 @@ class ReductionType(Enum):
 
 
 class DataLoaderMode(Enum):
-    """Whether a call's batch is read when it is asked for, or before, in the background."""
+    """Whether a batch is read on request, or ahead of it in the background."""
 
     Sync = "sync"
     Async = "async"
 
 
 class Options:
-    """PopTorch's `Options`, as far as they mean something away from an IPU.
+    """PopTorch's `Options`, as far as they apply without an IPU.
 
         options = poptorch.Options().deviceIterations(50)
         options.Training.gradientAccumulation(4)
@@ -66,12 +66,12 @@ class Options:
         self.Precision = PrecisionOptions()
 
     def deviceIterations(self, count: int) -> Options:
-        """How many steps a call takes (training), or batches it computes; 1 if not set."""
+        """How many steps a call takes (training), or batches it computes. Defaults to 1."""
         self.device_iterations = check_integer("deviceIterations", count, 1)
         return self
 
     def replicationFactor(self, count: int) -> Options:
-        """How many replicas share a step; here they take turns in one process. 1 if not set.
+        """How many replicas share a step; here they take turns in one process. Defaults to 1.
 
         Gradients, and so weights, are those of as many replicas. To use several processes, wrap
         the model in `DistributedDataParallel` instead.
@@ -82,7 +82,7 @@ class Options:
     def outputMode(self, mode: OutputMode, output_return_period: int | None = None) -> Options:
         """Which outputs a call returns: All, the Final, their Sum, or EveryN.
 
-        All for inference and Final for training if not set.
+        Defaults to All for inference and Final for training.
 
         Args:
             output_return_period: the n of EveryN; it must divide deviceIterations.
@@ -135,12 +135,12 @@ class TrainingOptions:
         self.reduction = ReductionType.Mean
 
     def gradientAccumulation(self, count: int) -> TrainingOptions:
-        """How many batches make one step of the optimizer; 1 if not set."""
+        """How many batches make one step of the optimizer. Defaults to 1."""
         self.gradient_accumulation = check_integer("Training.gradientAccumulation", count, 1)
         return self
 
     def accumulationAndReplicationReductionType(self, kind: ReductionType) -> TrainingOptions:
-        """Whether a step takes the Mean of its batches' gradients, as if not set, or their Sum."""
+        """Whether a step takes the Mean of its batches' gradients (the default) or their Sum."""
         check_kind(
             "Training.accumulationAndReplicationReductionType",
             kind,
@@ -158,13 +158,13 @@ class PrecisionOptions:
         self.floating_point_exceptions = False
 
     def enableFloatingPointExceptions(self, enabled: bool) -> PrecisionOptions:
-        """Raise FloatingPointError where an output or a loss is infinite or no number."""
+        """Raise FloatingPointError where an output or a loss is infinite or NaN."""
         name = "Precision.enableFloatingPointExceptions"
         self.floating_point_exceptions = check_flag(name, enabled)
         return self
 
     def setPartialsType(self, dtype: torch.dtype) -> PrecisionOptions:
-        """The type in which products are added up: float32, as they are in any case."""
+        """The type in which products are accumulated: float32 only."""
         if dtype not in (torch.float, torch.float32):
             raise ValueError(
                 "Precision.setPartialsType: sums of products are float32 here, got "
@@ -173,7 +173,7 @@ class PrecisionOptions:
         return self
 
     def enableStochasticRounding(self, enabled: bool) -> PrecisionOptions:
-        """False, as it is: no processor but the IPU rounds so."""
+        """False only: no processor but the IPU rounds stochastically."""
         if check_flag("Precision.enableStochasticRounding", enabled):
             raise ValueError(
                 "Precision.enableStochasticRounding: these processors round to nearest; leave it"

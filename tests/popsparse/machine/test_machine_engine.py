@@ -222,7 +222,7 @@ def test_without_numerics_the_profile_is_the_same():
     count = Codelet("count", {"x": In(HALF), "n": Out(INT)}, compute, 1)
     bad = graph.add_compute_set("bad")
     graph.add_vertices(bad, count, tiles, {"x": x, "n": lengths})
-    with pytest.raises(ProgramError, match="'count' makes whole numbers from floating-point"):
+    with pytest.raises(ProgramError, match="'count' makes integers from floating-point"):
         Engine(graph, Execute(bad), numerics=False)
 
 

@@ -1,4 +1,4 @@
-"""Models that take many steps a call."""
+"""Models whose calls take many steps."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from dynsparse.training import SparseTrainer
 from popsparse.poptorch.options import Options, OutputMode, ReductionType
 
 
-def split_arguments(arguments: Any, count: int, meaning: str) -> list[Any]:
+def _split_arguments(arguments: Any, count: int, meaning: str) -> list[Any]:
     """`arguments`, any tree of tensors with one first dimension, in `count` equal parts.
 
     Raises:
@@ -48,18 +48,18 @@ def split_arguments(arguments: Any, count: int, meaning: str) -> list[Any]:
     return [pytree.tree_unflatten(list(row), tree) for row in zip(*columns, strict=True)]
 
 
-def synthetic_like(arguments: Any) -> Any:
+def _synthetic_like(arguments: Any) -> Any:
     """Normally distributed numbers in place of floating-point data, zeros in place of others."""
 
-    def other(leaf: Any) -> Any:
+    def replace(leaf: Any) -> Any:
         if not isinstance(leaf, Tensor):
             return leaf
         return torch.randn_like(leaf) if leaf.is_floating_point() else torch.zeros_like(leaf)
 
-    return pytree.tree_map(other, arguments)
+    return pytree.tree_map(replace, arguments)
 
 
-class Outputs:
+class _Outputs:
     """What a call returns of the outputs of its batches, which come one by one.
 
     Tensors with samples are joined along them, in the order of the data; a single number becomes
@@ -178,16 +178,16 @@ class WrappedModel:
         return self._attached
 
     def attachToDevice(self) -> None:
-        """Let calls compute again."""
+        """Allow calls again."""
         self._attached = True
 
     def detachFromDevice(self) -> None:
-        """Let go of the compiled code; calls are refused until `attachToDevice`."""
+        """Release the compiled code; calls fail until `attachToDevice`."""
         self._attached = False
         self._code = None
 
     def copyWeightsToHost(self) -> None:
-        """There is one copy of the weights, so that nothing is left to be done."""
+        """Does nothing: there is one copy of the weights."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Compute a combined batch, whose order is iterations, replicas, accumulated batches.
@@ -202,10 +202,10 @@ class WrappedModel:
         """
         if not self._attached:
             raise RuntimeError("the model is detached from its device: call attachToDevice() first")
-        given = (args, kwargs)
+        batch: Any = (args, kwargs)
         if self.options.synthetic_data:
-            self._data = synthetic_like(given) if self._data is None else self._data
-            given = self._data
+            self._data = _synthetic_like(batch) if self._data is None else self._data
+            batch = self._data
         options = self.options
         per_step = options.batches_per_step if self._training else options.replication_factor
         factors = {
@@ -215,7 +215,7 @@ class WrappedModel:
         if self._training:
             factors["Training.gradientAccumulation"] = options.Training.gradient_accumulation
         meaning = f"{' x '.join(factors)} = {' x '.join(map(str, factors.values()))}"
-        parts = split_arguments(given, options.device_iterations * per_step, meaning)
+        parts = _split_arguments(batch, options.device_iterations * per_step, meaning)
         mode = options.output_mode
         if mode is None:
             mode = OutputMode.Final if self._training else OutputMode.All
@@ -224,14 +224,14 @@ class WrappedModel:
                 f"outputMode: the period {options.output_every} must divide deviceIterations, "
                 f"{options.device_iterations}"
             )
-        outputs = Outputs(options, mode, per_step)
+        outputs = _Outputs(options, mode, per_step)
         with self._mode():
             for i in range(options.device_iterations):
                 step = parts[i * per_step : (i + 1) * per_step]
                 self._train(step, outputs) if self._training else self._infer(step, outputs)
         return outputs.joined()
 
-    def _train(self, step: list[Any], outputs: Outputs) -> None:
+    def _train(self, step: list[Any], outputs: _Outputs) -> None:
         options = self.options.Training
         mean = options.reduction is ReductionType.Mean and len(step) > 1
         optimizer = self._optimizer
@@ -245,7 +245,7 @@ class WrappedModel:
             outputs.add(output)
         optimizer.step()
 
-    def _infer(self, step: list[Any], outputs: Outputs) -> None:
+    def _infer(self, step: list[Any], outputs: _Outputs) -> None:
         with torch.no_grad():
             for args, kwargs in step:
                 output = self._compiled()(*args, **kwargs)
@@ -256,7 +256,7 @@ class WrappedModel:
         if self.options.Precision.floating_point_exceptions:
             for leaf in pytree.tree_leaves(output):
                 if isinstance(leaf, Tensor) and not bool(torch.isfinite(leaf).all()):
-                    raise FloatingPointError("an output is infinite or no number")
+                    raise FloatingPointError("an output is infinite or NaN")
 
     def _compiled(self) -> Callable[..., Any]:
         if self._code is None:
@@ -270,7 +270,7 @@ class WrappedModel:
 
     @contextmanager
     def _mode(self) -> Iterator[None]:
-        """The model in training or evaluation mode and on its target, as it was afterwards."""
+        """The model in training or evaluation mode and on its target; restores both afterwards."""
         flags = [(module, module.training) for module in self.model.modules()]
         executors = [(layer, layer.executor) for layer, _ in self._executors]
         self.model.train(self._training)
@@ -303,8 +303,8 @@ def trainingModel(
         model: its forward takes the data and the labels and returns the loss, or outputs of which
             the last is the loss.
         options: how many steps a call takes, and what it returns.
-        optimizer: of the model's parameters; a sparse trainer takes its place where patterns
-            change. SGD with a rate of 0.01 if left out, as PopTorch does.
+        optimizer: of the model's parameters, or a sparse trainer if patterns change. Defaults to
+            SGD with a learning rate of 0.01, as in PopTorch.
         target: a `machine.Target`, to compute the sparse layers' products on that tile machine.
         compile: False computes without `torch.compile`; a name is another backend than inductor,
             which needs a C++ compiler on the CPU. With a target nothing is compiled.
