@@ -28,9 +28,8 @@ from dynsparse.apps.pictures import mnist
 from dynsparse.apps.pictures.mnist import MnistTraining
 from dynsparse.data import DataSet, Pictures
 from dynsparse.tracing import span
-from dynsparse.tracing.models import hooked
-from dynsparse.tracing.recorder import Recorder
-from dynsparse.tracing.spans import record
+from dynsparse.tracing.models import hook_models
+from dynsparse.tracing.spans import Recorder, set_recorder
 
 STEPS = 180
 WINDOW = STEPS // 5
@@ -50,12 +49,12 @@ def windows(batch: int) -> Iterator[int]:
 
 def seconds(training: Iterator[int], recorder: Recorder | None) -> float:
     """What a window takes, with a trace or without."""
-    record(recorder)
-    with nullcontext() if recorder is None else hooked():
+    set_recorder(recorder)
+    with nullcontext() if recorder is None else hook_models():
         before = time.perf_counter()
         next(training)
         taken = time.perf_counter() - before
-    record(None)
+    set_recorder(None)
     return taken
 
 
@@ -90,7 +89,7 @@ def main() -> None:
     for batch in (16, 128, 1024):
         training = windows(batch)
         seconds(training, None)
-        recorder = Recorder.started(10**7)
+        recorder = Recorder.start(10**7)
         ratios, steps = [], []
         for pair in range(arguments.pairs):
             # Either comes first in every other pair.

@@ -41,7 +41,8 @@ CALLED_BY_OTHERS = {
     "dynsparse/nn/linear.py": {"__torch_dispatch__"},
     "dynsparse/ops/linear/flops.py": {"_conv"},  # torch's FlopCounterMode
     "dynsparse/report/bench/tables.py": {"_law", "_steps"},  # one of several tables, by name
-    "dynsparse/tracing/models.py": {"_begins", "_ends", "_goes_back"},  # hooks of torch
+    # Hooks of torch.
+    "dynsparse/tracing/models.py": {"_begin_forward", "_end_forward", "_begin_backward"},
     "dynsparse/training/layer_shards.py": {
         "_note_wrapper"
     },  # torch's hooks on the registration of modules

@@ -1,11 +1,12 @@
-"""Does this installation compute rightly on this machine? What `dynsparse check` does.
+"""The comparisons of `dynsparse check`: whether this installation computes correctly here.
 
 Forward and both gradients of a layer, by the kernels of each instruction set, by plain torch and on
-each GPU, beside the plain loops of `ops.linear.naive` in float64.
+each GPU, are compared with the plain loops of `ops.linear.naive` in float64.
 """
 
 from __future__ import annotations
 
+import functools
 import os
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field
@@ -25,20 +26,20 @@ __all__ = ["Check", "Result", "run_checks"]
 
 PASSES = ("forward", "gradient of the input", "gradient of the weights")
 _BLOCKS = (1, 16)
-# Errors over sums of magnitudes: some roundings. GPUs may multiply float32 in TF32.
+# Of errors relative to sums of magnitudes. GPUs may multiply float32 in TF32.
 _TOLERANCE, _ON_GPU = 3e-6, 2e-3
 
 
 @dataclass(frozen=True)
 class Check:
-    """One thing that was compared.
+    """One comparison.
 
     Attributes:
-        where: the instruction set or the device it was computed on; "none" is plain torch.
-        name: the pass; "library" where the kernels could not be loaded.
-        error: the largest difference found, over the size of what is compared.
-        tolerance: the largest that rounding explains.
-        said: of an error that was raised instead of a result, its words.
+        where: the instruction set or device; "none" is plain torch.
+        name: the pass; "library" if the kernels could not be loaded.
+        error: the largest difference, relative to the size of what is compared.
+        tolerance: the largest error that rounding explains.
+        said: the message of an error that was raised.
     """
 
     where: str
@@ -52,7 +53,7 @@ class Check:
         return not self.said and self.error <= self.tolerance
 
     def words(self) -> str:
-        """What differs, in one line."""
+        """The difference in one line."""
         if self.said:
             return f"{self.where}, {self.name}: {self.said}"
         return (
@@ -63,10 +64,10 @@ class Check:
 
 @dataclass
 class Result:
-    """All that was found.
+    """All comparisons.
 
     Attributes:
-        seed: of all random shapes and numbers; the same seed checks the same.
+        seed: of all random shapes and numbers.
     """
 
     seed: int
@@ -81,31 +82,30 @@ class Result:
         return not self.differing
 
     def plain(self) -> dict[str, Any]:
-        """Plain types, ready for JSON."""
+        """Plain types, for JSON."""
         return {
             "match": self.matches,
             "seed": self.seed,
             "checks": [
-                {**asdict(one), "match": one.matches}
-                | ({} if one.error < 1e300 else {"error": None})
-                for one in self.checks
+                {**asdict(check), "match": check.matches}
+                | ({} if check.error < 1e300 else {"error": None})
+                for check in self.checks
             ],
         }
 
 
 @typed
 def run_checks(seed: int | None = None) -> Result:
-    """Compare the products of sparse layers with float64, wherever they can be computed here.
+    """Compare the products of sparse layers with float64.
 
     With the kernels of every instruction set that this processor runs and this installation has,
-    with plain torch, and on all GPUs that torch knows. An error of one is what is wrong with it,
-    and no exception.
+    with plain torch, and on all GPUs that torch finds. An error that one raises is its result.
 
     Args:
-        seed: of all random shapes and numbers; drawn when left out.
+        seed: of all random shapes and numbers; random by default.
 
     Raises:
-        ValueError: a seed that is no integer in [0, 2^63).
+        ValueError: a seed that is not an integer in [0, 2^63).
 
     >>> from dynsparse.selfcheck import run_checks
     >>> run_checks(0).matches
@@ -142,11 +142,12 @@ def _check_passes(
     where: str, device: torch.device, tolerance: float, generator: torch.Generator
 ) -> Iterator[Check]:
     for name in PASSES:
-        yield _checked(where, name, tolerance, lambda name=name: _error(name, device, generator))  # type: ignore[misc]
+        compare = functools.partial(_error, name, device, generator)
+        yield _checked(where, name, tolerance, compare)
 
 
 def _error(name: str, device: torch.device, generator: torch.Generator) -> float:
-    """Of one pass over elements and over blocks."""
+    """The larger error of one pass over elements and over blocks."""
     return max(_error_of_block(name, block, device, generator) for block in _BLOCKS)
 
 
@@ -167,32 +168,30 @@ def _error_of_block(
     x = torch.randn(batch, cols * block, generator=generator)
     dy = torch.randn(batch, rows * block, generator=generator)
     values = torch.randn(pattern.values_shape, generator=generator)
-    ours = [t.to(device, copy=True).requires_grad_() for t in (x, values)]
-    y = linear(ours[0], ours[1], pattern)
+    inputs = [t.to(device, copy=True).requires_grad_() for t in (x, values)]
+    y = linear(inputs[0], inputs[1], pattern)
     y.backward(dy.to(device))
-    x, dy, values = x.double(), dy.double(), values.double()
-    index = pattern.index
-    if name == PASSES[0]:
-        right, size = (
-            naive.forward(a, b, index, None) for a, b in ((x, values), (x.abs(), values.abs()))
-        )
-        return distance(y.detach(), right, size)
-    if name == PASSES[1]:
-        right, size = (
-            naive.grad_input(a, b, index) for a, b in ((dy, values), (dy.abs(), values.abs()))
-        )
-        return distance(ours[0].grad, right, size)
-    right, size = (
-        naive.grad_weight(a, b, values, index) for a, b in ((dy, x), (dy.abs(), x.abs()))
+    got = dict(zip(PASSES, (y.detach(), inputs[0].grad, inputs[1].grad), strict=True))
+    exact = [t.double() for t in (x, dy, values)]
+    expected, size = (
+        _reference(name, pattern, *tensors) for tensors in (exact, [t.abs() for t in exact])
     )
-    return distance(ours[1].grad, right, size)
+    return distance(got[name], expected, size)
+
+
+def _reference(name: str, pattern: SparsePattern, x: Tensor, dy: Tensor, values: Tensor) -> Tensor:
+    if name == PASSES[0]:
+        return naive.forward(x, values, pattern.index, None)
+    if name == PASSES[1]:
+        return naive.grad_input(dy, values, pattern.index)
+    return naive.grad_weight(dy, x, values, pattern.index)
 
 
 def _checked(where: str, name: str, tolerance: float, compare: Callable[[], float]) -> Check:
-    """The check that `compare`, which returns the error, makes; what it raises is its result."""
+    """The check of `compare`, which returns the error; an exception becomes the result."""
     try:
         error = float(compare())
-    except Exception as raised:  # of any kind: that is what a broken installation does
+    except Exception as raised:  # a broken installation raises errors of any kind
         said = " ".join(f"{type(raised).__name__}: {raised}".split())
         return Check(where, name, float("inf"), tolerance, said[:300])
     return Check(where, name, error if error == error else float("inf"), tolerance)
@@ -202,8 +201,8 @@ def distance(got: Tensor | None, expected: Tensor, size: Tensor) -> float:
     """The largest |got - expected| over the largest of `size`; infinite for another shape.
 
     Args:
-        got, expected: of one shape, the latter float64.
-        size: sums of magnitudes, of which rounding errors are shares.
+        expected: float64.
+        size: sums of magnitudes, to which errors are relative.
     """
     if got is None or got.shape != expected.shape:
         return float("inf")

@@ -14,8 +14,8 @@ from torch import nn
 import dynsparse as ds
 import popsparse
 from dynsparse.tracing import counter, span, spanned
-from dynsparse.tracing.spans import OFF, current
-from dynsparse.tracing.writing import file_of
+from dynsparse.tracing.chrome_trace import rank_path
+from dynsparse.tracing.spans import OFF, active_recorder
 from dynsparse.training.checkpoint import load_checkpoint, save_checkpoint
 
 
@@ -94,7 +94,7 @@ def test_nothing_is_left_behind(tmp_path):
     before = {name: dict(vars(one)) for name, one in model.named_modules()}
     with ds.trace(tmp_path / "run.json"):
         steps(model, trainer, 1)
-    assert current() is None
+    assert active_recorder() is None
     assert span("a", b=1) is OFF
     assert not model._forward_hooks
     assert not model._forward_pre_hooks
@@ -153,7 +153,7 @@ def test_what_cannot_be_is_refused(tmp_path):
     with ds.trace(tmp_path / "run.json"):
         with pytest.raises(ValueError, match="on already"), ds.trace(tmp_path / "other.json"):
             pass
-        assert current() is not None
+        assert active_recorder() is not None
     assert not (tmp_path / "other.json").exists()
 
 
@@ -279,4 +279,4 @@ def test_ranks_write_files_of_their_own(tmp_path, monkeypatch):
     document = read(tmp_path / "run.rank2.json")
     assert document["otherData"]["rank"] == 2
     assert [file.name for file in tmp_path.iterdir()] == ["run.rank2.json"]
-    assert file_of(tmp_path / "run.json", 0) == tmp_path / "run.json"
+    assert rank_path(tmp_path / "run.json", 0) == tmp_path / "run.json"

@@ -1,7 +1,7 @@
-"""Forward and backward of models in loops that know of no spans.
+"""Spans of the forward and backward passes of models, in loops without spans of their own.
 
-A trainer shows its model to `watch`; while a trace is on the model carries hooks. Hooks on every
-module would cost more than a small layer does; these are on the whole model alone.
+A trainer calls `watch`; while a trace is on the model has hooks. Hooks on every module would take
+longer than a small layer; these are on the model only.
 """
 
 from __future__ import annotations
@@ -16,28 +16,28 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from dynsparse.tracing.spans import current
+from dynsparse.tracing.spans import active_recorder
 
 _models: WeakSet[nn.Module] = WeakSet()
 _handles: list[RemovableHandle] = []
 
 
 def watch(model: nn.Module) -> None:
-    """Let traces tell how long the calls of a model take, and the backward passes through it."""
+    """Record the calls of a model, and the backward passes through it, in traces."""
     if model not in _models:
         _models.add(model)
-        if current() is not None:
+        if active_recorder() is not None:
             _hook(model)
 
 
 def unwatch(model: nn.Module) -> None:
-    """Take back `watch`, for a loop that has spans of its own; before a trace begins to hook it."""
+    """Undo `watch`, for a loop that has its own spans; before a trace begins."""
     _models.discard(model)
 
 
 @contextmanager
-def hooked() -> Iterator[None]:
-    """Inside, all models carry hooks: those that are watched now, and those that will be."""
+def hook_models() -> Iterator[None]:
+    """All watched models have hooks inside, also those that are watched later."""
     for model in _models:
         _hook(model)
     try:
@@ -48,23 +48,23 @@ def hooked() -> Iterator[None]:
         _handles.clear()
 
 
-# Functions of the module: a model that is copied or pickled meanwhile takes them along.
+# Functions of the module, so that a model with hooks can be copied and pickled.
 
 
 def _hook(model: nn.Module) -> None:
-    _handles.append(model.register_forward_pre_hook(_begins, prepend=True))
-    _handles.append(model.register_forward_hook(_ends, always_call=True))
+    _handles.append(model.register_forward_pre_hook(_begin_forward, prepend=True))
+    _handles.append(model.register_forward_hook(_end_forward, always_call=True))
 
 
-def _begins(model: nn.Module, args: Any) -> None:
-    recorder = current()
+def _begin_forward(model: nn.Module, args: Any) -> None:
+    recorder = active_recorder()
     if recorder is not None and not torch.compiler.is_compiling():
         recorder.forwards.append(time.perf_counter_ns())
 
 
-def _ends(model: nn.Module, args: Any, out: Any) -> None:
-    recorder = current()
-    # None, where the trace began inside the call.
+def _end_forward(model: nn.Module, args: Any, out: Any) -> None:
+    recorder = active_recorder()
+    # `forwards` is empty if the trace began inside the call.
     if recorder is None or torch.compiler.is_compiling() or not recorder.forwards:
         return
     begin = recorder.forwards.pop()
@@ -73,28 +73,28 @@ def _ends(model: nn.Module, args: Any, out: Any) -> None:
     recorder.mark(("forward", begin, time.perf_counter_ns(), None))
     tensor = _with_gradient(out)
     if tensor is not None:
-        with suppress(RuntimeError):  # transforms of torch.func know no hooks
-            tensor.register_hook(_goes_back)
+        with suppress(RuntimeError):  # transforms of torch.func do not support hooks
+            tensor.register_hook(_begin_backward)
 
 
 def _with_gradient(out: Any) -> Tensor | None:
-    """The first tensor of what a model returned that a backward pass may begin at."""
+    """The first tensor of a model's output that requires a gradient."""
     if isinstance(out, Tensor):
         return out if out.requires_grad else None
     parts = out.values() if isinstance(out, Mapping) else out
     if not isinstance(out, (Mapping, tuple, list)):
         return None
-    return next((found for part in parts if (found := _with_gradient(part)) is not None), None)
+    return next((t for part in parts if (t := _with_gradient(part)) is not None), None)
 
 
-def _goes_back(gradient: Tensor) -> None:
-    """A backward pass has come to the model; it ends where the whole pass does."""
-    recorder = current()
+def _begin_backward(gradient: Tensor) -> None:
+    """A backward pass reached the model; its span ends with the whole pass."""
+    recorder = active_recorder()
     if recorder is None or torch.compiler.is_compiling():
         return
     mark, begin = recorder.mark, time.perf_counter_ns()
 
-    def ended() -> None:
+    def end() -> None:
         mark(("backward", begin, time.perf_counter_ns(), None))
 
-    torch.autograd.Variable._execution_engine.queue_callback(ended)
+    torch.autograd.Variable._execution_engine.queue_callback(end)

@@ -1,10 +1,12 @@
-"""Spans and counters: what programs put into a trace, at next to no cost while none is on."""
+"""Spans and counters, which take next to no time while no trace is on."""
 
 from __future__ import annotations
 
 import functools
 import math
+import threading
 import time
+from collections import deque
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -12,31 +14,84 @@ from torch.autograd import profiler
 from torch.profiler import record_function
 
 from dynsparse.files.shorten import shortened
-from dynsparse.tracing.recorder import Recorder
+
+Mark = tuple[str, int, int | None, Any]
+"""A span: name, begin and end in nanoseconds, and its arguments, a dict or None.
+
+A counter: name, time, None, and the value."""
+
+
+class Lane:
+    """The last `limit` spans and counters of one thread, in the order of their ends.
+
+    Attributes:
+        thread, name: the id of the thread in the system, and its name in Python.
+    """
+
+    def __init__(self, limit: int) -> None:
+        self.thread = threading.get_native_id()
+        self.name = threading.current_thread().name
+        self.marks: deque[Mark] = deque(maxlen=limit)
+
+    @property
+    def is_full(self) -> bool:
+        """Whether earlier ones may have been dropped."""
+        return len(self.marks) == self.marks.maxlen
+
+
+class Recorder(threading.local):
+    """All lanes of a trace.
+
+    Times are those of `time.perf_counter_ns`, which the processes of one machine share on Linux.
+
+    Attributes:
+        lanes: of all threads that have marks.
+        mark: adds a mark to the lane of the calling thread. It is one C call: between the kernels
+            of a step Python's code is not in the processor's caches, and each line takes several
+            times as long as in a loop.
+        forwards: begins of the running calls of watched models in this thread.
+    """
+
+    lanes: list[Lane]
+    begin: int
+
+    def __init__(self, limit: int, lanes: list[Lane], begin: int) -> None:
+        # Called in each thread that uses it, with the same arguments.
+        self.lanes, self.begin = lanes, begin
+        self.forwards: list[int] = []
+        lane = Lane(limit)
+        lanes.append(lane)
+        self.mark: Callable[[Mark], None] = lane.marks.append
+
+    @classmethod
+    def start(cls, limit: int) -> Recorder:
+        """A recorder that begins now."""
+        return cls(limit, [], time.perf_counter_ns())
+
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
 _recorder: Recorder | None = None
 
 
-def current() -> Recorder | None:
-    """Where spans go just now."""
+def active_recorder() -> Recorder | None:
+    """The recorder of the trace that is on."""
     return _recorder
 
 
-def record(recorder: Recorder | None) -> None:
-    """Let spans go there from now on; None for nowhere."""
+def set_recorder(recorder: Recorder | None) -> None:
+    """Set the recorder of all spans from now on; None: no trace is on."""
     global _recorder
     _recorder = recorder
 
 
 def is_traced() -> bool:
-    """Whether a trace is on, which counters are for."""
+    """Whether a trace is on."""
     return _recorder is not None
 
 
 class _Off:
-    """A span that nobody watches."""
+    """A span while no trace is on."""
 
     __slots__ = ()
 
@@ -48,11 +103,10 @@ class _Off:
 
 
 OFF = _Off()
-"""The span of nothing."""
 
 
 class Span:
-    """A stretch of time in one thread. One that is not left, as behind an error, is in no trace."""
+    """A time interval in one thread."""
 
     __slots__ = ("_about", "_begin", "_name")
 
@@ -68,42 +122,42 @@ class Span:
             _recorder.mark((self._name, self._begin, time.perf_counter_ns(), self._about or None))
 
 
-class _Shown(Span):
-    """One that torch's profiler shows, too, which takes several times as long."""
+class _ProfiledSpan(Span):
+    """A span that torch's profiler shows too, which takes several times as long."""
 
-    __slots__ = ("_seen",)
+    __slots__ = ("_profiled",)
 
     def __enter__(self) -> None:
-        self._seen = record_function(self._name)
-        self._seen.__enter__()
+        self._profiled = record_function(self._name)
+        self._profiled.__enter__()
         super().__enter__()
 
     def __exit__(self, *_: object) -> None:
         super().__exit__()
-        self._seen.__exit__(None, None, None)
+        self._profiled.__exit__(None, None, None)
 
 
 def span(name: str, **about: Any) -> Span | _Off:
-    """A context whose time stands under `name` in the trace that is on, if there is one.
+    """A context manager whose time is recorded as `name` in the trace that is on, if there is one.
 
-    torch's profiler shows it, too, as what its `record_function` would be. With neither on it costs
-    a third of a microsecond.
+    torch's profiler shows it too, as a `record_function`. With neither on it takes a third of a
+    microsecond.
 
     Args:
-        name: such as "data"; all spans of a name are drawn in one colour.
-        about: shown beside a span that is clicked: texts and numbers.
+        name: such as "data"; all spans of a name have one colour.
+        about: texts and numbers that are shown for a selected span.
 
     >>> from dynsparse.tracing import span
     >>> with span("data", file="a.txt"):
     ...     pass
     """
     if profiler._is_profiler_enabled:
-        return _Shown(name, about)
+        return _ProfiledSpan(name, about)
     return OFF if _recorder is None else Span(name, about)
 
 
 def spanned(name: str) -> Callable[[_Function], _Function]:
-    """A decorator: each call of a function stands as a span of that name in the trace."""
+    """A decorator that records each call of a function as a span."""
 
     def decorate(function: _Function) -> _Function:
         @functools.wraps(function)
@@ -119,23 +173,23 @@ def spanned(name: str) -> Callable[[_Function], _Function]:
 
 
 def counter(name: str, value: float) -> None:
-    """Let the counter `name` of the trace that is on have a value from now on.
+    """Record a value of the counter `name` in the trace that is on.
 
-    A value that is not finite cannot be drawn, and is left out.
+    A value that is not finite cannot be drawn and is ignored.
 
     Args:
-        name: such as "loss"; each has a graph of its own.
-        value: a number, or a tensor of one, for which a device is waited for.
+        name: such as "loss"; each counter has its own graph.
+        value: a number, or a tensor of one element, which synchronises with its device.
 
     Raises:
-        TypeError: no number.
+        TypeError: not a number.
     """
     recorder = _recorder
     if recorder is None:
         return
     try:
         number = float(value)
-    except OverflowError:  # as an integer may be
+    except OverflowError:  # of an integer
         return
     except (TypeError, ValueError, RuntimeError):
         raise TypeError(

@@ -1,4 +1,4 @@
-"""`trace`: from spans to a file in the Chrome trace format.
+"""`trace`, which writes spans and counters to a file in the Chrome trace format.
 
 The format: "Trace Event Format" (Google, 2016), JSON object form: `X` complete events, `C` counters
 and `M` metadata; times are microseconds.
@@ -21,41 +21,39 @@ import torch
 from dynsparse.checks import check_integer, check_kind
 from dynsparse.files.atomic_write import atomic_write
 from dynsparse.interrupts import uninterrupted
-from dynsparse.tracing.models import hooked
-from dynsparse.tracing.recorder import Lane, Mark, Recorder
-from dynsparse.tracing.spans import current, record
+from dynsparse.tracing.models import hook_models
+from dynsparse.tracing.spans import Lane, Mark, Recorder, active_recorder, set_recorder
 from dynsparse.typed import typed
 from dynsparse.version import __version__
 
 _log = logging.getLogger(__name__)
 
 _LIMIT = 1_000_000
-_PART = 10_000  # events that are written at once
+_PART = 10_000  # events per write
 
 
 @typed
 @contextmanager
 def trace(file: str | os.PathLike[str], *, limit: int = _LIMIT) -> Iterator[None]:
-    """Write the spans and counters of what happens inside to `file`, in the Chrome trace format.
+    """Write the spans and counters inside the block to `file`, in the Chrome trace format.
 
     Open the file at https://ui.perfetto.dev or chrome://tracing. A training has the spans
     "forward", "backward", "optimizer", "update" with "drop", "grow", "rewire" and "encode" inside,
     "checkpoint" and more (see the guide), and the counters "density" and "churn"; `span` and
-    `counter` add others. Times are the host's: work that a device does later is not in them.
+    `counter` add others. Times are the host's, without the work of devices.
 
-    The file is written when the block ends, after an error and Ctrl-C, too, and appears whole or
-    not at all. Each of several ranks writes a file of its own: the first one `file`, rank 1
-    "run.rank1.json" beside "run.json", and so on. Their times are of one clock where they run on
-    one machine.
+    The file is written atomically when the block ends, also after an error and Ctrl-C. Each rank
+    writes its own file: the first one `file`, rank 1 "run.rank1.json" beside "run.json", and so
+    on. The ranks of one machine share a clock.
 
     Args:
         file: in a folder that exists.
-        limit: how many spans and counters of each thread are kept, the last ones, at some 150 bytes
-            of memory each.
+        limit: number of spans and counters of each thread that are kept, the last ones, at about
+            150 bytes of memory each.
 
     Raises:
-        TypeError: a file that is no path.
-        ValueError: a trace is on already; a file in no folder that can be written.
+        TypeError: a file that is not a path.
+        ValueError: a trace is on already; a folder that does not exist or cannot be written.
         OSError: the file cannot be written.
 
     >>> import dynsparse as ds, tempfile
@@ -64,30 +62,30 @@ def trace(file: str | os.PathLike[str], *, limit: int = _LIMIT) -> Iterator[None
     """
     limit = check_integer("limit", limit, 1)
     check_kind("file", file, (str, os.PathLike), "a path")
-    path = file_of(Path(file), rank_here())
-    check_place(path)
-    if current() is not None:
+    path = rank_path(Path(file), current_rank())
+    check_writable(path)
+    if active_recorder() is not None:
         raise ValueError("a trace is on already: let one end before the next begins")
-    recorder = Recorder.started(limit)
-    record(recorder)
+    recorder = Recorder.start(limit)
+    set_recorder(recorder)
     try:
-        with hooked():
+        with hook_models():
             yield
     finally:
-        record(None)
+        set_recorder(None)
         with uninterrupted():
             _write(path, recorder, time.perf_counter_ns())
 
 
-def check_place(path: Path) -> None:
-    """Raise ValueError for a file that cannot be written, before there is anything to write."""
+def check_writable(path: Path) -> None:
+    """Raise ValueError for a file that cannot be written, before the trace begins."""
     folder = path.parent
     if path.is_dir() or not folder.is_dir() or not os.access(folder, os.W_OK):
         raise ValueError(f"expected a file in a folder that can be written, got {path}")
 
 
-def rank_here() -> int:
-    """This process's rank, also before its group is made; 0 where there is only one."""
+def current_rank() -> int:
+    """This process's rank, also before its group is made; 0 for a single process."""
     distributed = torch.distributed
     if not distributed.is_available():
         return 0
@@ -96,13 +94,13 @@ def rank_here() -> int:
     return int(os.environ.get("RANK", "0")) if distributed.is_torchelastic_launched() else 0
 
 
-def file_of(path: Path, rank: int) -> Path:
-    """Where a rank writes that is told to write to `path`."""
+def rank_path(path: Path, rank: int) -> Path:
+    """The path of a rank's file."""
     return path.with_name(f"{path.stem}.rank{rank}{path.suffix}") if rank else path
 
 
 def _write(path: Path, recorder: Recorder, end: int) -> None:
-    pid, rank = os.getpid(), rank_here()
+    pid, rank = os.getpid(), current_rank()
     about = {
         "program": f"dynsparse {__version__}",
         "rank": rank,
@@ -125,14 +123,14 @@ def _write(path: Path, recorder: Recorder, end: int) -> None:
 
 
 def _parts(recorder: Recorder, pid: int, rank: int) -> Iterator[list[str]]:
-    """The events as JSON, some thousands at a time; never none."""
+    """The events as JSON, in lists of thousands, none of them empty."""
     yield [
         _metadata("process_name", f"dynsparse, rank {rank}", pid, 0, recorder.begin),
-        *(_metadata("thread_name", one.name, pid, one.thread, recorder.begin)
-          for one in recorder.lanes),
+        *(_metadata("thread_name", lane.name, pid, lane.thread, recorder.begin)
+          for lane in recorder.lanes),
     ]  # fmt: skip
     for lane in recorder.lanes:
-        # Outer spans before those inside them, as simple readers expect.
+        # Outer spans before inner ones, as simple readers expect.
         marks = sorted(lane.marks, key=lambda mark: (mark[1], -(mark[2] or mark[1])))
         for start in range(0, len(marks), _PART):
             yield [_event(mark, lane, pid) for mark in marks[start : start + _PART]]
@@ -155,12 +153,12 @@ def _event(mark: Mark, lane: Lane, pid: int) -> str:
 
 
 def _microseconds(time: int) -> str:
-    """To the nanosecond, which a float of so long a time would round."""
+    """Exact to the nanosecond, unlike a float."""
     return f"{time // 1000}.{time % 1000:03d}"
 
 
 def _plain(about: dict[str, Any]) -> dict[str, Any]:
-    """What JSON can hold."""
+    """Values that JSON can hold."""
 
     def fits(value: Any) -> bool:
         return isinstance(value, (str, int)) or (isinstance(value, float) and math.isfinite(value))
