@@ -3,7 +3,10 @@
 import pytest
 import torch
 
+from dynsparse.pattern import SparsePattern
+from dynsparse.ranks import ALONE
 from dynsparse.training import lowest, magnitude
+from dynsparse.training.drop import lowest_over_ranks
 
 
 def test_magnitude_of_elements_and_blocks():
@@ -34,3 +37,13 @@ def test_bad_input():
         lowest(torch.ones(3), 4)
     with pytest.raises(ValueError, match="drop scores hold NaN"):
         lowest(torch.tensor([1.0, float("nan")]), 1)
+
+
+@pytest.mark.parametrize("scores", [[3.0, 1, 2, 1, 1, 5], [6.0, 5, 4, 3, 2, 1], [0.0] * 6])
+@pytest.mark.parametrize("count", [0, 1, 2, 4, 6])
+def test_equal_scores_leave_by_position_whatever_their_slots(scores, count):
+    rows, cols = torch.tensor([2, 0, 1, 0, 2, 1]), torch.tensor([1, 2, 0, 0, 0, 2])
+    pattern = SparsePattern._in_order(rows, cols, shape=(3, 3), block_size=1)
+    slots = sorted(range(6), key=lambda i: (scores[i], rows[i], cols[i]))[:count]
+    (leave,) = lowest_over_ranks(ALONE, [torch.tensor(scores)], [count], patterns=[pattern])
+    assert leave.tolist() == sorted(slots)

@@ -8,6 +8,7 @@ from torch import nn
 
 import dynsparse as ds
 import popsparse
+from dynsparse import native
 from dynsparse.nn import SparseLinear
 from dynsparse.ops.grow import random_outside
 from dynsparse.pattern import Rewiring, SparsePattern
@@ -67,7 +68,7 @@ def test_survivors_keep_their_slots(block):
 
 
 def test_it_is_the_training_of_values_in_row_major_order(monkeypatch):
-    """To the last bit: every sum is added in the same order."""
+    """The kernels add every sum in the same order, so to the last bit; without them to rounding."""
     found = []
     make = Rewiring.make
     for row_major in (False, True):
@@ -87,7 +88,10 @@ def test_it_is_the_training_of_values_in_row_major_order(monkeypatch):
         moments = [pattern.to_dense(state[key]) for key in ("exp_avg", "exp_avg_sq")]
         found.append([*positions, pattern.to_mask(), model[0].to_dense(), *moments])
     for got, wanted in zip(*found, strict=True):
-        assert torch.equal(got, wanted)
+        if native.load() is None:
+            torch.testing.assert_close(got, wanted)
+        else:
+            assert torch.equal(got, wanted)
 
 
 class InLists(torch.optim.Optimizer):

@@ -135,18 +135,35 @@ def lowest_over_ranks(
     orders = [p.slots if p._device.type == "cpu" else none for p in patterns]
     orders += [none] * (len(scores) - len(orders))
     if ranks.alone:
-        scores = [gathered(s) for s in scores]
+        return [
+            _lowest_by_position(gathered(s), count, order)
+            for s, count, order in zip(scores, counts, orders, strict=True)
+        ]
     scores = [
         s[order.to(s.device)] if len(order) and not is_sharded(s) else s
         for s, order in zip(scores, orders, strict=True)
     ]
     found = _lowest_over_ranks(ranks, scores, counts, shards, bits, orders)
-    return [
-        nonzero_positions(membership_mask(order[entries].long(), len(order)))
-        if len(order)
-        else entries
-        for entries, order in zip(found, orders, strict=True)
-    ]
+    return [_slots_of_entries(entries, order) for entries, order in zip(found, orders, strict=True)]
+
+
+def _lowest_by_position(scores: Tensor, count: int, order: Tensor) -> Tensor:
+    """As `lowest`, but among equal scores the first of `order`, the slots in row-major order,
+    leave; empty where that is the order of slots."""
+    slots = lowest(scores, count)
+    if not count or not len(order):
+        return slots
+    limit = scores[slots.to(scores.device)].max()
+    if int((scores <= limit).sum()) == count:  # no other score equals the last that leaves
+        return slots
+    return _slots_of_entries(lowest(scores[order.to(scores.device)], count), order)
+
+
+def _slots_of_entries(entries: Tensor, order: Tensor) -> Tensor:
+    """Slots, ascending, of entries in row-major order."""
+    if not len(order):
+        return entries
+    return nonzero_positions(membership_mask(order[entries].long(), len(order)))
 
 
 def _lowest_over_ranks(
@@ -158,8 +175,6 @@ def _lowest_over_ranks(
     orders: Sequence[Tensor],
 ) -> list[Tensor]:
     shards = [None] * len(scores) if shards is None else shards
-    if ranks.alone:
-        return [lowest(s, count) for s, count in zip(scores, counts, strict=True)]
     parts, slots = _local_scores(ranks, scores, shards, orders)
     limits = _limits(scores, shards)
     chosen = select_over_ranks(
