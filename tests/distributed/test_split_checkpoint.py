@@ -16,7 +16,7 @@ import dynsparse as ds
 from dynsparse.distributed import gather, split
 from dynsparse.distributed.rectangle import part_of
 from dynsparse.ranks import rebalance
-from dynsparse.training.checkpoint.places import Sources
+from dynsparse.training.checkpoint.rank_state import Sources
 
 ALONE = (1, 1, 1)
 
@@ -150,7 +150,7 @@ def test_what_does_not_fit_changes_no_rectangle(tmp_path):
 
 @pytest.mark.parametrize("bad", [[], [(0, 0, 1)], [(0, 0)], [(0, 1, 0)], ["0"], 3])
 def test_places_that_are_none_are_refused(bad):
-    with pytest.raises(ValueError, match=r"expected (a place in a grid|ranks with samples)"):
+    with pytest.raises(ValueError, match=r"expected (the coordinates|ranks with samples)"):
         Sources(bad, 1, [(0, 0, 0)], 0)
 
 
@@ -163,8 +163,8 @@ def test_who_goes_on_from_whom():
     assert [Sources(grid, 4, replicas, rank).random for rank in range(3)] == [0, 1, None]
     assert [Sources(None, 3, grid, rank).random for rank in range(4)] == [0, 1, 0, 1]
     assert Sources(grid, 4, replicas, 2).histories == [0, 1]
-    assert Sources(None, 3, grid, 3).wanted == {0, 1}
-    assert Sources(None, 3, replicas, 2).wanted == {2}
+    assert Sources(None, 3, grid, 3).ranks_to_read == {0, 1}
+    assert Sources(None, 3, replicas, 2).ranks_to_read == {2}
 
 
 def test_generators_of_a_grid_are_those_of_its_samples(tmp_path):

@@ -62,12 +62,12 @@ def refused(tmp_path):
 
 def test_parts_of_the_wrong_type(refused, parts):
     refused([1], "expected entries and a state")
-    for part in parts.keys() - {"random", "generators", "history", "places"}:
+    for part in parts.keys() - {"random", "generators", "history", "coordinates"}:
         refused({**parts, part: [1]}, f"expected a dict as its {part}, got list")
         rest = {name: value for name, value in parts.items() if name != part}
         refused(rest, f"expected a dict as its {part}, got nothing")
     refused({**parts, "random": [1]}, "expected random, generators, history of each rank")
-    refused({**parts, "places": [1]}, "expected a place in a grid of each rank")
+    refused({**parts, "coordinates": [1]}, "expected the coordinates of each rank")
     refused({**parts, "optimizer": {"kind": "Adam"}}, "expected a kind and a state as its o")
     refused(
         {**parts, "optimizer": {"kind": "Adam", "state": {"param_groups": [1]}}},

@@ -41,7 +41,7 @@ from dynsparse.files.limits import parse_json
 from dynsparse.files.shorten import shortened
 from dynsparse.nn.sharded import is_sharded, local_part, rows_dimension
 from dynsparse.ranks import GroupRanks, Ranks, chunk, chunk_of, collective_errors
-from dynsparse.training.checkpoint.rectangles import Piece
+from dynsparse.training.checkpoint.tensor_parallel import Chunk
 
 _KEY = "dynsparse"
 _FORMAT, _VERSION = "dynsparse checkpoint", 1
@@ -66,7 +66,7 @@ def to_tree(value: Any, keep: Callable[[str, Any], str], path: str = "") -> Any:
     """`value`, of plain types and tensors, as JSON.
 
     Args:
-        keep: from the path in the tree and the tensor (or `Piece`) to the name that stands for it.
+        keep: from the path in the tree and the tensor (or `Chunk`) to the name that stands for it.
 
     Raises:
         TypeError: any other type.
@@ -75,7 +75,7 @@ def to_tree(value: Any, keep: Callable[[str, Any], str], path: str = "") -> Any:
         return value
     if isinstance(value, float):
         return float(value) if math.isfinite(value) else {_MARK: ["float", repr(float(value))]}
-    if isinstance(value, (Tensor, Piece)):
+    if isinstance(value, (Tensor, Chunk)):
         return {_MARK: ["tensor", keep(path, value)]}
     if isinstance(value, torch.dtype):
         return {_MARK: ["dtype", str(value).removeprefix("torch.")]}
@@ -144,11 +144,11 @@ class Layout:
         self.entries: dict[str, dict[str, Any]] = {}
         self.tensors: dict[str, Tensor] = {}
 
-    def keep(self, path: str, tensor: Tensor | Piece) -> str:
+    def keep(self, path: str, tensor: Tensor | Chunk) -> str:
         """The name of a tensor that all ranks hold, or of which each holds a shard."""
         holds = True
-        _check_savable(tensor.tensor if isinstance(tensor, Piece) else local_part(tensor))
-        if isinstance(tensor, Piece):
+        _check_savable(tensor.tensor if isinstance(tensor, Chunk) else local_part(tensor))
+        if isinstance(tensor, Chunk):
             group, part = self.groups[1], tensor.tensor
         elif is_sharded(tensor := tensor.detach()):
             # Ranks with other samples may hold the same shards.
@@ -336,14 +336,14 @@ class CheckpointReader:
             self._state = header["state"]
             if not isinstance(self._entries, dict) or not isinstance(self._state, dict):
                 raise ValueError("expected entries and a state")
-        except Exception as error:  # of any kind: it is what a stranger's JSON can end in
+        except Exception as error:  # of any kind: the JSON is untrusted
             kind = "" if isinstance(error, ValueError) else f"{type(error).__name__}: "
             reason = " ".join(f"{kind}{error}".split())[:300]
             raise CheckpointError(f"{path} is damaged: {reason}") from None
         self._read: set[tuple[int | None, str]] = set()
 
     def verify(self, rank: int = 0, size: int = 1) -> None:
-        """Compare the digests of every `size`-th file from `rank` on: together, ranks see to all.
+        """Compare the digests of every `size`-th file from `rank` on.
 
         Raises:
             CheckpointError: a file is missing, truncated or damaged.
@@ -443,7 +443,7 @@ class _File:
                 raise ValueError(
                     f"expected the format {_FORMAT!r}, got {shortened(header['format'])}"
                 )
-        except Exception as error:  # of any kind: it is what a stranger's JSON can end in
+        except Exception as error:  # of any kind: the JSON is untrusted
             reason = " ".join(f"{type(error).__name__}: {error}".split())[:300]
             raise CheckpointError(f"{path} is not a dynsparse checkpoint ({reason})") from None
         self.header: dict[str, Any] = header

@@ -95,7 +95,7 @@ def _beside(generator: Generator) -> Generator:
 def _try(restore: Callable[[], None], what: str) -> None:
     try:
         restore()
-    except Exception as error:  # of any kind: it is what a stranger's file makes three libraries do
+    except Exception as error:  # of any kind: the values are untrusted
         reason = f"{type(error).__name__}: {error}"[:200]
         raise ValueError(f"{what} is damaged ({reason})") from None
 

@@ -25,8 +25,8 @@ from dynsparse.training.checkpoint.format import (
     header_of,
     write_shards,
 )
-from dynsparse.training.checkpoint.parts import Training, misfit, together
-from dynsparse.training.checkpoint.places import Sources, places, take_own
+from dynsparse.training.checkpoint.rank_state import Sources, add_own_state, gather_coordinates
+from dynsparse.training.checkpoint.training_state import TrainingState, mismatch, shared_errors
 from dynsparse.training.layer_shards import resolve_ranks
 from dynsparse.training.trainer import SparseTrainer
 from dynsparse.typed import typed
@@ -108,7 +108,7 @@ def save_checkpoint(
         generators: further generators by name, of torch, NumPy or Python; the global ones of all
             three are saved in any case.
         extra: any other tensors, numbers, strings, lists, tuples and dicts; that of the first rank.
-        ranks: those that train together, as trainers take them. All of them call this.
+        ranks: those that train shared_errors, as trainers take them. All of them call this.
         wait: False copies the state and writes it while the training continues. The next save or
             load waits for it.
 
@@ -128,10 +128,10 @@ def save_checkpoint(
         _in_flight.wait()
     line = resolve_ranks(ranks, model)
     everyone = line.all_ranks
-    training = Training(model, optimizer, trainer, lr_scheduler, generators or {})
+    training = TrainingState(model, optimizer, trainer, lr_scheduler, generators or {})
     training.check(line)
-    parts = _sharded_by_rows(training.parts(extra, line))
-    own = training.own_part(line)
+    parts = _sharded_by_rows(training.collect(extra, line))
+    own = training.collect_own(line)
     token = _draw_token(everyone)
     header: dict[str, Any] = {}
     tensors: dict[str, Tensor] = {}
@@ -186,24 +186,24 @@ def load_checkpoint(
         _in_flight.wait()
     line = resolve_ranks(ranks, model)
     everyone = line.all_ranks
-    training = Training(model, optimizer, trainer, lr_scheduler, generators or {})
-    now = places(line)
-    with together(everyone):
+    training = TrainingState(model, optimizer, trainer, lr_scheduler, generators or {})
+    now = gather_coordinates(line)
+    with shared_errors(everyone):
         reader = CheckpointReader(Path(path))
         reader.verify(everyone.rank, everyone.size)
-    with together(everyone):
+    with shared_errors(everyone):
         try:
             parts = reader.parts()
-            sources = Sources(parts.pop("places", None), reader.size, now, everyone.rank)
-            take_own(parts, reader.own_parts(sources.wanted), trainer, sources)
-            parts = training.taken(parts)
+            sources = Sources(parts.pop("coordinates", None), reader.size, now, everyone.rank)
+            add_own_state(parts, reader.own_parts(sources.ranks_to_read), trainer, sources)
+            parts = training.read(parts)
         except (CheckpointError, OSError):
             raise
-        except Exception as error:  # of any kind: it is what a stranger's values can end in
-            raise misfit(str(path), error) from None
+        except Exception as error:  # of any kind: the values are untrusted
+            raise mismatch(str(path), error) from None
     if not random_state:
         parts["random"] = None
-    training.put_back(parts, str(path), everyone)
+    training.restore(parts, str(path), everyone)
     _log.info("loaded %s", path)
     extra: dict[str, Any] = parts["extra"]
     return extra
@@ -222,8 +222,8 @@ def read_extra(path: str | os.PathLike[str]) -> dict[str, Any]:
         return reader.extra()
     except (CheckpointError, OSError):
         raise
-    except Exception as error:  # of any kind: it is what a stranger's values can end in
-        raise misfit(str(path), error) from None
+    except Exception as error:  # of any kind: the values are untrusted
+        raise mismatch(str(path), error) from None
 
 
 def _sharded_by_rows(value: Any) -> Any:

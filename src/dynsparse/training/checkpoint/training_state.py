@@ -1,13 +1,14 @@
-"""The parts of a checkpoint: what each is taken from, and how all are put back or none.
+"""The state of a training: collected for a checkpoint, checked, and restored in full or not at all.
 
-Most parts are the same on all ranks. Those that are a rank's own, in `own_part`, are its random
-generators and what its samples have left in the trainer's history.
+Most of it is the same on all ranks. What belongs to one rank, in `collect_own`, are its random
+generators and the history of gradients of its samples.
 """
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Mapping
+from collections import Counter
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -16,28 +17,32 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from dynsparse.files.shorten import shortened
 from dynsparse.nn import SparseLinear
 from dynsparse.nn.sharded import is_sharded, sharded_like
 from dynsparse.pattern import SparsePattern
 from dynsparse.ranks import Part, Ranks, check_consistent, collective_errors, digest
 from dynsparse.training.checkpoint import random_state as rng
 from dynsparse.training.checkpoint.format import CheckpointError, StoredTensor
-from dynsparse.training.checkpoint.model_state import check_model, patterns_of
-from dynsparse.training.checkpoint.optimizing import check_finite, check_scheduler, loaded_optimizer
-from dynsparse.training.checkpoint.places import places, whole_history
-from dynsparse.training.checkpoint.rectangles import Rectangles
+from dynsparse.training.checkpoint.optimizer_state import (
+    check_finite,
+    check_scheduler,
+    load_optimizer_state,
+)
+from dynsparse.training.checkpoint.rank_state import gather_coordinates, gather_history
+from dynsparse.training.checkpoint.tensor_parallel import KeyPath, TensorParallelState
 from dynsparse.training.layer_shards import follow_sizes, resize_shards
 from dynsparse.training.trainer import SparseTrainer
 
 _OTHERS = (
-    "ranks that save together must hold the same model, as replicas, in shards or in rectangles: "
+    "ranks that save together must hold the same model, as replicas or in shards: "
     "save each stage of a pipeline with ranks=group"
 )
 
 
 @dataclass
-class Training:
-    """What a checkpoint is taken from and put back into; see `save_checkpoint`."""
+class TrainingState:
+    """The objects whose state a checkpoint holds; see `save_checkpoint`."""
 
     model: nn.Module
     optimizer: torch.optim.Optimizer | None = None
@@ -45,16 +50,18 @@ class Training:
     lr_scheduler: Any = None
     generators: Mapping[str, rng.Generator] = field(default_factory=dict)
 
-    def parts(self, extra: Mapping[str, Any] | None, ranks: Ranks) -> dict[str, Any]:
-        """What all ranks hold alike; tensors are those of the training, whole or sharded, or, of
-        layers in rectangles, `Piece`s. All ranks call this.
+    def collect(self, extra: Mapping[str, Any] | None, ranks: Ranks) -> dict[str, Any]:
+        """The state that all ranks share. All ranks call this.
+
+        Its tensors are those of the training, full or sharded, or `Chunk`s of tensor-parallel
+        layers.
 
         Args:
-            ranks: with other samples for the same weights; everyone of their mesh moves.
+            ranks: with other samples for the same weights.
         """
         assert self.optimizer is not None
         parts: dict[str, Any] = {
-            "patterns": patterns_of(self.model),
+            "patterns": _describe_patterns(self.model),
             "model": self.model.state_dict(),
             "optimizer": {
                 "kind": type(self.optimizer).__name__,
@@ -69,28 +76,28 @@ class Training:
             parts["lr_scheduler"] = {"kind": type(self.lr_scheduler).__name__, "state": state}
         if parts["trainer"] is not None:
             parts["trainer"]["history_state"] = {}  # each has its own
-        parts["places"] = places(ranks)
-        return self._rectangles(parts).brought_together(parts, ranks)
+        parts["coordinates"] = gather_coordinates(ranks)
+        return self._tensor_parallel(parts).to_chunks(parts, ranks)
 
-    def _rectangles(self, parts: dict[str, Any]) -> Rectangles:
+    def _tensor_parallel(self, parts: dict[str, Any]) -> TensorParallelState:
         groups = parts["optimizer"]["state"]["param_groups"]
-        return Rectangles(self.model, self.optimizer, self.trainer, groups)
+        return TensorParallelState(self.model, self.optimizer, self.trainer, groups)
 
     def check(self, ranks: Ranks) -> None:
-        """Raise ValueError, the same on all ranks, where what there is cannot be gone on from: the
-        optimizer keeps NaN or infinity, or the ranks hold other layers or patterns."""
+        """Raise ValueError, the same on all ranks, where no training could continue: the optimizer
+        keeps NaN or infinity, or the ranks hold different layers or patterns."""
         with collective_errors(ranks):
             if self.optimizer is not None:
-                check_finite(self.optimizer.state, _names(self.model))
+                check_finite(self.optimizer.state, _parameter_names(self.model))
         layers = {
             name: module
             for name, module in self.model.named_modules()
             if isinstance(getattr(module, "pattern", None), SparsePattern)
         }
         check_consistent(ranks.all_ranks, {"the layers": ", ".join(map(repr, layers))}, _OTHERS)
-        # A rectangle is the same along the samples, a whole layer everywhere.
-        cut = {n for n, m in layers.items() if isinstance(getattr(m, "executor", None), Part)}
-        for among, names in ((ranks, cut), (ranks.all_ranks, layers.keys() - cut)):
+        # A shard is the same along the samples, a full layer everywhere.
+        sharded = {n for n, m in layers.items() if isinstance(getattr(m, "executor", None), Part)}
+        for among, names in ((ranks, sharded), (ranks.all_ranks, layers.keys() - sharded)):
             patterns = {n: m.pattern for n, m in layers.items() if n in names}
             found = {
                 f"the pattern of layer {name!r}": digest(str(own), own.rows, own.cols)
@@ -98,73 +105,69 @@ class Training:
             }
             check_consistent(among, found, _OTHERS, shown=False)
 
-    def own_part(self, ranks: Ranks) -> dict[str, Any]:
-        """What is this rank's own. All ranks call this: of layers in rectangles, the first of those
-        with the same samples has the whole history, the others none."""
+    def collect_own(self, ranks: Ranks) -> dict[str, Any]:
+        """The state that belongs to this rank. All ranks call this: of the ranks that see the same
+        samples the first has the history, the others have none."""
         history = None
         if self.trainer is not None:
-            history = whole_history(self.trainer, ranks)
+            history = gather_history(self.trainer, ranks)
         return {
             "random": rng.global_states(),
             "generators": {n: rng.state_of(g) for n, g in self.generators.items()},
             "history": history,
         }
 
-    def targets(self, groups: Any) -> Callable[[tuple[Any, ...]], Tensor | None]:
-        """From the way to a tensor among the parts to the sharded one it is to be loaded into.
-
-        Args:
-            groups: of the optimizer's state, as it was saved.
-        """
-        own = {name: t for name, t in self.model.state_dict().items() if is_sharded(t)}
-        numbered: dict[Any, Tensor] = {}
-        if self.optimizer is not None and own:
-            held = [p for group in self.optimizer.param_groups for p in group["params"]]
-            numbers = [number for group in groups for number in group["params"]]
-            numbered = {n: p for n, p in zip(numbers, held, strict=False) if is_sharded(p)}
-
-        def target(way: tuple[Any, ...]) -> Tensor | None:
-            if way[0] == "model" and len(way) == 2:
-                return own.get(way[1])
-            if way[:3] == ("optimizer", "state", "state") and len(way) == 5:
-                return numbered.get(way[3])
-            return None
-
-        return target
-
-    def taken(self, parts: dict[str, Any]) -> dict[str, Any]:
-        """`parts` as they are loaded: what is stored is read, what goes into a sharded tensor
-        becomes one of its kind, of which this rank has read its part.
+    def read(self, parts: dict[str, Any]) -> dict[str, Any]:
+        """`parts` as they are loaded: stored tensors are read, and what goes into a sharded tensor
+        becomes one of its kind, of which this rank reads its shard.
 
         What is not asked for is not read.
 
         Args:
             parts: with tensors, or `StoredTensor`s in their place.
         """
-        target = self.targets(parts["optimizer"]["state"]["param_groups"])
-        rectangles = self._rectangles(parts)
-        parts = rectangles.taken(parts)
+        sharded = self._sharded_tensors(parts["optimizer"]["state"]["param_groups"])
+        tensor_parallel = self._tensor_parallel(parts)
+        parts = tensor_parallel.take_shards(parts)
         unread = {"optimizer"} if self.optimizer is None else set()
         unread |= {"trainer"} if self.trainer is None else set()
 
-        def take(value: Any, way: tuple[Any, ...]) -> Any:
+        def read(value: Any, path: KeyPath) -> Any:
             if isinstance(value, dict):
-                return {key: take(one, (*way, key)) for key, one in value.items()}
+                items = {key: read(item, (*path, key)) for key, item in value.items()}
+                return Counter(items) if isinstance(value, Counter) else items
             if isinstance(value, (list, tuple)):
-                return type(value)(take(one, (*way, i)) for i, one in enumerate(value))
+                return type(value)(read(item, (*path, i)) for i, item in enumerate(value))
             if not isinstance(value, (Tensor, StoredTensor)):
                 return value
-            own = target(way)
-            if own is not None and (own.shape == value.shape or way in rectangles.by_slots):
+            # The state of an optimizer has one more key, of which any may be of this shape.
+            own = sharded.get(path if path[0] == "model" else path[:-1])
+            if own is not None and (own.shape == value.shape or path in tensor_parallel.by_slots):
                 rows = value.rows if isinstance(value, StoredTensor) else partial(_rows, value)
                 return sharded_like(own, value.dtype, rows, value.shape[0] if own.dim() else None)
-            # One of another shape is compared with the model's, and refused.
+            # A tensor of another shape is compared with the model's, and refused.
             return value.full_tensor() if isinstance(value, StoredTensor) else value
 
-        return {k: part if k in unread else take(part, (k,)) for k, part in parts.items()}
+        return {k: part if k in unread else read(part, (k,)) for k, part in parts.items()}
 
-    def put_back(self, parts: dict[str, Any], where: str, ranks: Ranks) -> None:
-        """Load what `parts` holds, after everything has been looked at, on all ranks or on none.
+    def _sharded_tensors(self, groups: Any) -> dict[KeyPath, Tensor]:
+        """The sharded tensors by their paths: parameters, and those with an optimizer's state.
+
+        Args:
+            groups: of the optimizer's state, as it was saved.
+        """
+        state = self.model.state_dict().items()
+        sharded: dict[KeyPath, Tensor] = {("model", k): t for k, t in state if is_sharded(t)}
+        if self.optimizer is not None and sharded:
+            parameters = [p for group in self.optimizer.param_groups for p in group["params"]]
+            numbers = [number for group in groups for number in group["params"]]
+            for number, parameter in zip(numbers, parameters, strict=False):
+                if is_sharded(parameter):
+                    sharded["optimizer", "state", "state", number] = parameter
+        return sharded
+
+    def restore(self, parts: dict[str, Any], where: str, ranks: Ranks) -> None:
+        """Load `parts` after everything has been checked, on all ranks or on none.
 
         Args:
             parts: with "random" and "generators" of this rank, None where it has none.
@@ -174,30 +177,29 @@ class Training:
         """
         optimizer, trainer = self.optimizer, self.trainer
         attributes: dict[str, Any] = {}
-        with together(ranks):
+        with shared_errors(ranks):
             try:
                 attributes = self._check(parts)
-            except Exception as error:  # of any kind: a stranger's values are compared
-                raise misfit(where, error) from None
+            except Exception as error:  # of any kind: untrusted values are compared
+                raise mismatch(where, error) from None
 
-        # What only shows while it is loaded is undone: a trainer's own pieces know their states
-        # best.
+        # What only shows while it is loaded is undone.
         before = None
         if trainer is not None:
             before = copy.deepcopy((self.model.state_dict(), trainer.state_dict()))
         own = {} if optimizer is None else dict(optimizer.__dict__)
         sizes = {p: p.shape for p in self.model.parameters()}
         try:
-            self._fit_shards(parts["model"])
+            self._resize_shards(parts["model"])
             self.model.load_state_dict(parts["model"])
             if optimizer is not None:
                 optimizer.__dict__.update(attributes)
             if trainer is not None:
                 trainer.load_state_dict(parts["trainer"])
-        except Exception as error:  # of any kind: it is what a stranger's file makes them do
+        except Exception as error:  # of any kind: the values are untrusted
             if before is None or trainer is None:
                 raise
-            self._fit_shards(before[0])
+            self._resize_shards(before[0])
             self.model.load_state_dict(before[0])
             if optimizer is not None:
                 optimizer.__dict__.update(own)
@@ -214,8 +216,8 @@ class Training:
         if parts["random"] is not None:
             rng.restore_global_states(parts["random"])
 
-    def _fit_shards(self, state: Mapping[str, Any]) -> None:
-        """Values that are shards of rectangles get the sizes that they have in a model's state."""
+    def _resize_shards(self, state: Mapping[str, Any]) -> None:
+        """Give the values of tensor-parallel layers the sizes that they have in a state."""
         for name, module in self.model.named_modules():
             if isinstance(module, SparseLinear) and isinstance(module.executor, Part):
                 if self.trainer is not None:
@@ -225,21 +227,21 @@ class Training:
     def _check(self, parts: dict[str, Any]) -> dict[str, Any]:
         """The optimizer's attributes with its state loaded."""
         attributes: dict[str, Any] = {}
-        check_model(parts, self.model)
+        _check_model(parts, self.model)
         if self.optimizer is not None:
             _check_optimizer(parts["optimizer"], self.optimizer)
-            attributes = loaded_optimizer(
+            attributes = load_optimizer_state(
                 self.optimizer, parts["optimizer"]["state"], _parameter_shapes(parts, self.model)
             )
-            check_finite(attributes["state"], _names(self.model))
+            check_finite(attributes["state"], _parameter_names(self.model))
         if parts["random"] is not None:
             rng.check_global_states(parts["random"])
         if self.trainer is not None:
-            _wanted(parts, "trainer")
+            _require(parts, "trainer")
             patterns = _saved_patterns(parts, self.model, self.trainer)
             self.trainer.check_state(parts["trainer"], patterns)
         if self.lr_scheduler is not None:
-            _check_kind(_wanted(parts, "lr_scheduler"), self.lr_scheduler)
+            _check_kind(_require(parts, "lr_scheduler"), self.lr_scheduler)
             check_scheduler(parts["lr_scheduler"]["state"], self.lr_scheduler)
         if parts["generators"] is not None:
             for name, generator in self.generators.items():
@@ -249,15 +251,15 @@ class Training:
         return attributes
 
 
-def misfit(where: str, error: Exception) -> CheckpointError:
-    """What was raised while the content of a checkpoint was compared, in one line."""
+def mismatch(where: str, error: Exception) -> CheckpointError:
+    """The error of a checkpoint that does not fit, in one line."""
     kind = "" if isinstance(error, ValueError) else f"{type(error).__name__}: "
     reason = " ".join(f"{kind}{error}".split())[:600]
     return CheckpointError(f"{where} does not fit: {reason}")
 
 
 @contextmanager
-def together(ranks: Ranks) -> Iterator[None]:
+def shared_errors(ranks: Ranks) -> Iterator[None]:
     """A bad file on one rank raises CheckpointError on all: see `ranks.collective_errors`."""
     if ranks.alone:
         yield
@@ -277,7 +279,7 @@ def _rows(tensor: Tensor, first: int, last: int) -> Tensor:
 def _saved_patterns(
     parts: dict[str, Any], model: nn.Module, trainer: SparseTrainer
 ) -> dict[str, SparsePattern] | None:
-    """The patterns that the trainer's layers are going to have, after `check_model`."""
+    """The patterns that the trainer's layers are going to have, after `_check_model`."""
     saved, found = parts["model"], {}
     prefixes = {id(module): f"{name}." if name else "" for name, module in model.named_modules()}
     for name, layer in trainer.layers.items():
@@ -300,7 +302,7 @@ def _parameter_shapes(parts: dict[str, Any], model: nn.Module) -> dict[int, torc
     }
 
 
-def _names(model: nn.Module) -> dict[int, str]:
+def _parameter_names(model: nn.Module) -> dict[int, str]:
     """The name of each parameter, by its `id`."""
     return {id(parameter): name for name, parameter in model.named_parameters()}
 
@@ -318,7 +320,73 @@ def _check_kind(saved: dict[str, Any], thing: Any) -> None:
         raise ValueError(f"it holds the state of {saved['kind']}, not of {type(thing).__name__}")
 
 
-def _wanted(parts: dict[str, Any], part: str) -> dict[str, Any]:
+def _require(parts: dict[str, Any], part: str) -> dict[str, Any]:
     if parts[part] is None:
         raise ValueError(f"it was saved without a {part}: leave it out")
     return parts[part]
+
+
+def _describe_patterns(model: nn.Module) -> dict[str, list[int]]:
+    """Shape, block size and number of blocks of every module with a pattern."""
+    found = {}
+    for name, module in model.named_modules():
+        pattern = getattr(module, "pattern", None)
+        if isinstance(pattern, SparsePattern):
+            found[name] = [*pattern.shape, pattern.block_size, pattern.nnz]
+    return found
+
+
+def _check_model(parts: dict[str, Any], model: nn.Module) -> None:
+    """Raise ValueError unless the tensors and patterns of a checkpoint fit the model."""
+    saved, own = parts["model"], model.state_dict()
+    if odd := sorted(saved.keys() ^ own.keys()):
+        where = "file" if odd[0] in saved else "model"
+        raise ValueError(
+            f"{len(odd)} entries are in only one of file and model, such as {odd[0]!r}, "
+            f"which is in the {where}"
+        )
+    resizable: set[str] = set()  # entries whose length follows the number of blocks
+    for name, pattern in _describe_patterns(model).items():
+        other = parts["patterns"].get(name)
+        module = model.get_submodule(name)
+        if (
+            getattr(module, "may_resize", False)
+            and isinstance(other, list)
+            and other[:3] == pattern[:3]
+        ):
+            prefix = f"{name}." if name else ""
+            resizable |= {prefix + key for key in ("values", "rows", "cols")}
+        elif not isinstance(other, list) or other != pattern:
+            raise ValueError(
+                f"layer {name!r} was saved with [out, in, block size, blocks] = "
+                f"{shortened(other)}, "
+                f"the model has {pattern}"
+            )
+        _check_pattern(name, module, saved)
+    for name, tensor in own.items():
+        other = saved[name]
+        if not isinstance(tensor, Tensor):
+            continue
+        skip = 1 if name in resizable else 0
+        if not isinstance(other, Tensor):
+            raise ValueError(f"{name!r} was saved as {type(other).__name__}, not as a tensor")
+        if (tensor.shape[skip:], tensor.dtype) != (other.shape[skip:], other.dtype):
+            raise ValueError(
+                f"{name!r} was saved as {other.dtype} {list(other.shape)}, the model has "
+                f"{tensor.dtype} {list(tensor.shape)}"
+            )
+
+
+def _check_pattern(name: str, module: Any, saved: dict[str, Any]) -> None:
+    """The layers check this, too, but when the ones before them have changed already."""
+    prefix = f"{name}." if name else ""
+    rows, cols, values = (saved.get(prefix + key) for key in ("rows", "cols", "values"))
+    if rows is None or cols is None:
+        return
+    own = module.pattern
+    try:
+        pattern = SparsePattern(rows, cols, shape=own.shape, block_size=own.block_size)
+        if isinstance(values, Tensor) and values.shape != pattern.values_shape:
+            raise ValueError(f"{pattern.nnz} blocks with values of {list(values.shape)}")
+    except (AttributeError, RuntimeError, TypeError, ValueError) as error:
+        raise ValueError(f"the pattern of {name!r} is damaged: {error}") from None

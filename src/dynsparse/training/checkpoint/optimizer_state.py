@@ -18,7 +18,7 @@ from dynsparse.nn.sharded import local_part
 _OTHER_SHAPES = ("Adafactor", "LBFGS")
 
 
-def loaded_optimizer(
+def load_optimizer_state(
     optimizer: torch.optim.Optimizer, state: dict[str, Any], shapes: Mapping[int, torch.Size]
 ) -> dict[str, Any]:
     """The attributes of `optimizer` with `state` loaded, made beside it.
@@ -37,16 +37,16 @@ def loaded_optimizer(
         # Its own load puts the groups' parameters in place, but not their other entries' types.
         beside.load_state_dict(copy.deepcopy(state))
         for own, saved in zip(optimizer.param_groups, beside.param_groups, strict=True):
-            same_kind("its group", _options(own), _options(saved))
+            _check_same_kind("its group", _options(own), _options(saved))
             _check_ranges(optimizer, own, saved)
         for group in beside.param_groups:
             for parameter in group["params"]:
                 shape = shapes.get(id(parameter), parameter.shape)
                 _check_entries(optimizer, beside.state.get(parameter, {}), shape)
-    except Exception as error:  # of any kind: it is what a stranger's file makes optimizers do
+    except Exception as error:  # of any kind: the values are untrusted
         reason = " ".join(f"{type(error).__name__}: {error}".split())[:300]
         raise ValueError(f"the state of the optimizer is damaged ({reason})") from None
-    # Hooks belong to the optimizer that is there.
+    # Hooks belong to the optimizer itself.
     return {name: own for name, own in vars(beside).items() if not name.endswith("_hooks")}
 
 
@@ -103,7 +103,7 @@ def _check_entries(
         raise ValueError(f"expected {sorted(missing)}, got {shortened(sorted(entries))}")
     for name, value in entries.items():
         if name == "step":
-            number = value if isinstance(value, (int, float)) else _item(value)
+            number = value if isinstance(value, (int, float)) else _to_number(value)
             if not math.isfinite(number) or number < 0:
                 raise ValueError(f"expected a step of at least 0, got {number}")
         elif isinstance(value, Tensor):
@@ -123,7 +123,7 @@ def _needed(optimizer: torch.optim.Optimizer) -> set[str]:
     return {"momentum_buffer"} if isinstance(optimizer, torch.optim.SGD) else set()
 
 
-def _item(value: Any) -> float:
+def _to_number(value: Any) -> float:
     if not isinstance(value, Tensor) or value.numel() != 1 or value.is_complex():
         raise ValueError(f"expected a step of one number, got {shortened(value)}")
     return float(value)
@@ -131,10 +131,10 @@ def _item(value: Any) -> float:
 
 def check_scheduler(state: Any, scheduler: Any) -> None:
     """Raise ValueError for a state of other entries, types or lengths than the scheduler's own."""
-    same_kind("the scheduler", scheduler.state_dict(), state)
+    _check_same_kind("the scheduler", scheduler.state_dict(), state)
 
 
-def same_kind(what: str, own: Any, saved: Any) -> None:
+def _check_same_kind(what: str, own: Any, saved: Any) -> None:
     """Raise ValueError if `saved` could not stand where `own` does."""
     number = (int, float, Tensor)
     if own is None or isinstance(own, bool):
@@ -149,11 +149,11 @@ def same_kind(what: str, own: Any, saved: Any) -> None:
         if not isinstance(saved, dict) or not own.keys() <= saved.keys():
             raise ValueError(f"{what}: expected {shortened(own)}, got {shortened(saved)}")
         for key in own:
-            same_kind(f"{what}, {key}", own[key], saved[key])
+            _check_same_kind(f"{what}, {key}", own[key], saved[key])
     elif isinstance(own, (list, tuple)):
         if not isinstance(saved, (list, tuple)) or len(own) != len(saved):
             raise ValueError(f"{what}: expected {len(own)} values, got {shortened(saved)}")
         for one, other in zip(own, saved, strict=True):
-            same_kind(what, one, other)
+            _check_same_kind(what, one, other)
     elif not isinstance(saved, type(own)):
         raise ValueError(f"{what}: expected {shortened(own)}, got {shortened(saved)}")
