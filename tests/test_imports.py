@@ -26,6 +26,7 @@ GROUND = [
     "processor",
     "native",
     "checks",
+    "options",
     "typed",
     "interrupts",
     "version",

@@ -12,12 +12,11 @@ from __future__ import annotations
 import re
 import sys
 from collections.abc import Sequence
-from dataclasses import fields
 from pathlib import Path
 
 from dynsparse.apps import lm
-from dynsparse.apps.common.option import PANELS, default_of, flag, options_of
 from dynsparse.apps.pictures import cifar, mnist, transformer
+from dynsparse.options import flag, listed_options, methods_of, options_of
 
 COMMANDS: dict[str, type] = {
     "mnist": mnist.Options,
@@ -39,20 +38,15 @@ def option_table(command: str, beside: str | None = None) -> str:
 
 
 def _lines(command: str) -> list[str]:
-    kind = COMMANDS[command]
-    options = options_of(kind)
-    found = []
-    for field in sorted(fields(kind), key=lambda f: PANELS.index(options[f.name].panel)):
-        option = options[field.name]
-        names = ", ".join(f"`{one}`" for one in option.flags(field.name))
+    options_type = COMMANDS[command]
+    methods, lines = methods_of(options_type), []
+    for name, option, default in listed_options(options_type):
+        names = ", ".join(f"`{one}`" for one in option.flags(name))
         if option.single is not None:
             names += f", `--{flag(option.single)}`"
-        if option.complement is not None:
-            other, share = option.complementary(field.name, default_of(field))
-            found.append(f"| `--{flag(option.complement)}` | {share:g} | {other.words()} |")
-        default = option.default_words(default_of(field)).replace("|", "\\|")
-        found.append(f"| {names} | {default} | {option.words()} |")
-    return found
+        shown = option.describe_default(default).replace("|", "\\|")
+        lines.append(f"| {names} | {shown} | {option.describe(methods)} |")
+    return lines
 
 
 def restored_list(command: str) -> str:

@@ -15,14 +15,14 @@ pytest.importorskip("typer")
 import typer
 
 import dynsparse.apps.lm as lm_app
-from dynsparse.apps.common.option import FILE, options_of
-from dynsparse.apps.common.option import flag as flag_of
 from dynsparse.apps.lm.training import Training as LanguageModel
 from dynsparse.apps.pictures import Training as Pictures
 from dynsparse.apps.pictures import cifar as cifar_app
 from dynsparse.apps.pictures import mnist as mnist_app
 from dynsparse.apps.pictures import transformer as transformer_app
 from dynsparse.cli.app import app, run
+from dynsparse.options import FILE, options_of
+from dynsparse.options import flag as flag_of
 from dynsparse.pattern import SparsePattern
 from dynsparse.training.records import Recorder
 
@@ -135,7 +135,7 @@ CHOICES = [
         (name, f"--{flag_of(option)}")
         for name, (module, _) in TRAININGS.items()
         for option, known in options_of(module.Options).items()
-        if known.kind.names and known.kind.plain is str
+        if known.kind.choices and known.kind.type is str
     ),
 ]
 FORMS = [
@@ -145,7 +145,7 @@ FORMS = [
         (name, f"--{flag_of(option)}")
         for name, (module, _) in TRAININGS.items()
         for option, known in options_of(module.Options).items()
-        if known.kind.plain is dict
+        if known.kind.type is dict
     ),
 ]
 NO_FORMS = (

@@ -8,7 +8,7 @@ from rich.console import Console
 from saved_states import assert_equal, state
 from torch import nn
 
-from dynsparse.apps.common.option import METHODS
+from dynsparse.apps.common.options import METHODS
 from dynsparse.apps.pictures.cifar import CifarTraining, Network, Options, build_network, moved, run
 from dynsparse.apps.pictures.training import learning_rate
 from dynsparse.cli.app import run as command

@@ -8,7 +8,7 @@ import torch
 from rich.console import Console
 from saved_states import state
 
-from dynsparse.apps.common.option import METHODS
+from dynsparse.apps.common.options import METHODS
 from dynsparse.apps.lm import Options, run
 from dynsparse.apps.lm.corpus import load_corpus
 from dynsparse.apps.lm.model import estimate_memory, parameters

@@ -2,7 +2,7 @@
 
 import pytest
 
-from dynsparse.cli.lists import spread
+from dynsparse.cli.app import spread
 
 
 @pytest.mark.parametrize(

@@ -175,7 +175,7 @@ def test_mistakes_of_encode_get_one_line(capsys, text, tmp_path):
             "leave out --tokens",
         ),
         (["--vocabulary", text, *output], "expected a token file made by `dynsparse encode`"),
-        (["--output", tmp_path], "--output: expected a file in a folder that exists"),
+        (["--output", tmp_path], "--output: expected a file in a folder that can"),
         ([], "Missing option '--output'"),
     ):
         status, _, err = call(capsys, "encode", "--data", text, *arguments)

@@ -35,7 +35,7 @@ OPTIONS = {
     "ignore_memory": "--ignore-memory",
     "plan_only": "--plan-only",
     "report_plan": "--report-plan",
-    "as_json": "--json",
+    "json": "--json",
     "report": "--report page.html",
     "profile": "--profile page.json",
     "update": "--update sum",
@@ -44,7 +44,7 @@ OPTIONS = {
 
 ANYWHERE = {
     "dtype", "method", "passes", "target", "tiles", "partials_type", "available_memory_proportion",
-    "plan_only", "as_json", "report",
+    "plan_only", "json", "report",
 }  # fmt: skip
 AREA = {"weighted_area_begin", "weighted_area_end", "weighted_area_weighting"}
 SPARSE = {"density", "block_size", "options", "report_plan"}

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 from option_tables import COMMANDS, fill, main, option_table
 
-from dynsparse.apps.common.option import flag, options_of
+from dynsparse.options import flag, options_of
 
 DOCS = Path(__file__).parents[2] / "docs"
 

@@ -3,30 +3,63 @@
 from __future__ import annotations
 
 import os
+import re
 import sys
 import warnings
 from collections.abc import Callable, Sequence
 from typing import Annotated, Any
 
 import typer
+from typer.core import TyperCommand
 
 from dynsparse import __version__, logs
 from dynsparse.cli.bench import bench
 from dynsparse.cli.check import check
-from dynsparse.cli.cifar import cifar
 from dynsparse.cli.encode import encode
 from dynsparse.cli.info import info
-from dynsparse.cli.lists import ListCommand
-from dynsparse.cli.lm import lm
 from dynsparse.cli.matmul import matmul
-from dynsparse.cli.mnist import mnist
-from dynsparse.cli.mnist_transformer import mnist_transformer
 from dynsparse.cli.onnx import onnx
-from dynsparse.cli.report import report
+from dynsparse.cli.reports import report, visualise
+from dynsparse.cli.trainings import cifar, lm, mnist, mnist_transformer
 from dynsparse.cli.tune import tune
-from dynsparse.cli.visualise import visualise
 
-# A new command is a new file with one function, and one line here.
+_NUMBER = re.compile(r"-[\d.]")
+
+
+class ListCommand(TyperCommand):
+    """A command whose list options take all values up to the next option: `--densities 0.1 0.3`.
+
+    Repeating the option does the same.
+    """
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        names = {
+            name
+            for parameter in self.params
+            if getattr(parameter, "multiple", False)
+            for name in parameter.opts
+        }
+        return super().parse_args(ctx, spread(args, names))
+
+
+def spread(arguments: list[str], names: set[str]) -> list[str]:
+    """`["--a", "1", "2"]` as `["--a", "1", "--a", "2"]` for every option in `names`."""
+    result: list[str] = []
+    option: str | None = None
+    has_value = False
+    for argument in arguments:
+        if argument.startswith("-") and not _NUMBER.match(argument):
+            name, equals, _ = argument.partition("=")
+            option = name if name in names else None
+            has_value = bool(equals)
+        elif option is not None:
+            if has_value:
+                result.append(option)
+            has_value = True
+        result.append(argument)
+    return result
+
+
 _COMMANDS: dict[str, Callable[..., None]] = {
     "mnist": mnist,
     "lm": lm,

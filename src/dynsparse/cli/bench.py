@@ -1,129 +1,117 @@
-"""`dynsparse bench`: speed beside the alternatives, by a file of named benchmarks."""
+"""`dynsparse bench`: speed beside the alternatives, from a file of named benchmarks."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
-import typer
-
-from dynsparse.cli.values import integer
 from dynsparse.files.atomic_write import atomic_write_text
 from dynsparse.files.shorten import shortened
+from dynsparse.options import (
+    FILE,
+    OUTPUT_FILE,
+    SWITCH,
+    TEXT,
+    check_values,
+    flag,
+    integer,
+    many,
+    option,
+    with_flags,
+)
 
 if TYPE_CHECKING:
     from dynsparse.bench.cells import Cell
     from dynsparse.bench.results import Results
     from dynsparse.bench.spec import Benchmark, Spec
 
-_WHAT, _OUTPUT = "What is measured", "Output"
+_measured = partial(option, panel="What is measured")
+_output = partial(option, panel="Output")
 
 
-def _file(panel: str, help: str, *names: str) -> Any:
-    return typer.Option(*names, help=help, rich_help_panel=panel, metavar="<file>")
+@dataclass(frozen=True)
+class _Request:
+    """The options of the command.
+
+    Raises:
+        ValueError: an option that is not valid, by itself or with another.
+    """
+
+    spec: Path | None = _measured(
+        None, "YAML file of benchmarks; by default the one that comes with dynsparse.", FILE
+    )
+    benchmark: tuple[str, ...] | None = _measured(
+        None, "Run these alone.", many(TEXT, "names"), by_default="all: more than an hour"
+    )
+    cell: tuple[str, ...] | None = _measured(
+        None,
+        "Of these, run the cells that match all of this, as 'bert-base, bfloat16'.",
+        many(TEXT, "texts"),
+        by_default="all",
+    )
+    threads: int | None = _measured(None, "In place of the threads in the file.", integer(1, 1024))
+    from_: Path | None = _measured(None, "Measure nothing: take the figures of this file.", FILE)
+    list_: bool = _measured(False, "Show the benchmarks of the file.", SWITCH)
+    json: Path | None = _output(None, "Write the figures here.", OUTPUT_FILE)
+    merge: bool = _output(
+        False, "Keep what the --json file holds of benchmarks and cells that are not run.", SWITCH
+    )
+    picture: Path | None = _output(None, "Draw speed-up over density here.", OUTPUT_FILE)
+    markdown: Path | None = _output(None, "Write the figures as tables here.", OUTPUT_FILE)
+
+    def __post_init__(self) -> None:
+        check_values(self)
+        if self.merge and (self.json is None or self.from_):
+            raise ValueError(
+                "--merge adds what is measured to a --json file: give --json, not --from"
+            )
+        if self.from_ and self.json is not None:
+            raise ValueError(
+                "--json writes what is measured, and --from measures nothing: leave it out"
+            )
+        for reason, names in (
+            ("list_", ("benchmark", "cell", "threads", "from_", "json", "picture", "markdown")),
+            ("from_", ("spec", "benchmark", "cell", "threads")),
+        ):
+            given = [f"--{flag(name)}" for name in names if getattr(self, name) is not None]
+            if getattr(self, reason) and given:
+                raise ValueError(f"--{flag(reason)} measures nothing: leave out {', '.join(given)}")
 
 
-def bench(
-    spec: Annotated[
-        Path | None,
-        _file(_WHAT, "YAML file of benchmarks; by default the one that comes with dynsparse."),
-    ] = None,
-    benchmark: Annotated[
-        list[str] | None,
-        typer.Option(
-            help="Run these alone.",
-            rich_help_panel=_WHAT,
-            metavar="<name>",
-            show_default="all: more than an hour",
-        ),
-    ] = None,
-    cell: Annotated[
-        list[str] | None,
-        typer.Option(
-            help="Of these, run the cells of which all of this is said, as 'bert-base, bfloat16'.",
-            rich_help_panel=_WHAT,
-            metavar="<text>",
-            show_default="all",
-        ),
-    ] = None,
-    threads: Annotated[
-        int | None,
-        typer.Option(
-            help="In place of the threads in the file.",
-            rich_help_panel=_WHAT,
-            parser=integer,
-            metavar="<int>",
-        ),
-    ] = None,
-    from_json: Annotated[
-        Path | None, _file(_WHAT, "Measure nothing: take the figures of this file.", "--from")
-    ] = None,
-    list_: Annotated[
-        bool,
-        typer.Option("--list", help="Show the benchmarks of the file.", rich_help_panel=_WHAT),
-    ] = False,
-    json: Annotated[Path | None, _file(_OUTPUT, "Write the figures here.", "--json")] = None,
-    merge: Annotated[
-        bool,
-        typer.Option(
-            "--merge",
-            help="Keep what the --json file holds of benchmarks and cells that are not run.",
-            rich_help_panel=_OUTPUT,
-        ),
-    ] = False,
-    picture: Annotated[Path | None, _file(_OUTPUT, "Draw speed-up over density here.")] = None,
-    markdown: Annotated[Path | None, _file(_OUTPUT, "Write the figures as tables here.")] = None,
-) -> None:
+@with_flags(_Request)
+def bench(values: dict[str, Any]) -> None:
     """Time dynsparse beside the alternatives, in one process with the same threads.
 
     Ratios are the other's time over dynsparse's: above 1 dynsparse is faster.
     """
-    if threads is not None and not 1 <= threads <= 1024:
-        span = "at least 1" if threads < 1 else "at most 1024"
-        raise ValueError(f"--threads must be {span}, got {threads}")
-    if merge and (json is None or from_json):
-        raise ValueError("--merge adds what is measured to a --json file: give --json, not --from")
-    if list_:
-        others = {"benchmark": benchmark, "cell": cell, "threads": threads, "from": from_json,
-                  "json": json, "picture": picture, "markdown": markdown}  # fmt: skip
-        given = [f"--{name}" for name, value in others.items() if value is not None]
-        if given:
-            raise ValueError(f"--list measures nothing: leave out {', '.join(given)}")
-    if from_json and json is not None:
-        raise ValueError(
-            "--json writes what is measured, and --from measures nothing: leave it out"
-        )
-    for flag, file in (("json", json), ("picture", picture), ("markdown", markdown)):
-        if file is not None and (file.is_dir() or not file.parent.is_dir()):
-            raise ValueError(f"--{flag}: expected a file in a folder that exists, got {file}")
-    if picture is not None:
+    request = _Request(**values)
+    if request.picture is not None:
         from dynsparse.report.figure import need_matplotlib
 
         need_matplotlib()
-    if from_json:
-        if spec is not None or benchmark or cell or threads is not None:
-            raise ValueError(
-                "--from measures nothing: leave out --spec, --benchmark, --cell and --threads"
-            )
+    if request.from_:
         from dynsparse.bench.results import load_results
 
-        results = load_results(from_json)
+        results = load_results(request.from_)
     else:
         from dynsparse.bench.spec import find_spec, read_spec, with_cells
 
-        file = find_spec() if spec is None else spec
-        found = read_spec(file)
-        if list_:
-            _show_list(found)
+        file = find_spec() if request.spec is None else request.spec
+        spec = read_spec(file)
+        if request.list_:
+            _show_list(spec)
             return
-        chosen = found.select(benchmark or [b.name for b in found.benchmarks.values()])
-        if cell:
-            chosen = with_cells(chosen, cell)
-        results = _measure(found, chosen, file.resolve().parent, threads, json, merge)
-    with _figures_of(*([from_json] if from_json else [])):
-        _write(results, picture, markdown)
+        chosen = spec.select(list(request.benchmark or spec.benchmarks))
+        if request.cell:
+            chosen = with_cells(chosen, list(request.cell))
+        folder = file.resolve().parent
+        results = _measure(spec, chosen, folder, request.threads, request.json, request.merge)
+    with _figures_of(*([request.from_] if request.from_ else [])):
+        _write(results, request.picture, request.markdown)
 
 
 @contextmanager

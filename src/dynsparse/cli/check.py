@@ -12,7 +12,7 @@ from rich.text import Text
 
 from dynsparse import __version__
 from dynsparse.bench.host import describe_host
-from dynsparse.cli.values import integer
+from dynsparse.options import parse_integer
 
 if TYPE_CHECKING:
     from dynsparse.selfcheck import Check, Result
@@ -23,7 +23,7 @@ def check(
         int | None,
         typer.Option(
             help="Of the random shapes and numbers.",
-            parser=integer,
+            parser=parse_integer,
             metavar="<int>",
             show_default="drawn",
         ),

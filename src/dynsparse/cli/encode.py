@@ -9,7 +9,6 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
-from dynsparse.cli.values import integer
 from dynsparse.data.text import (
     KINDS,
     STDLIB,
@@ -20,6 +19,7 @@ from dynsparse.data.text import (
     tokenizer_from_state,
     write_tokens,
 )
+from dynsparse.options import OUTPUT_FILE, parse_integer
 
 
 def _option(help: str, **more: Any) -> Any:
@@ -54,7 +54,7 @@ def encode(
         int | None,
         _option(
             "Use only the first merges of GPT-2's, for as many BPE tokens.",
-            parser=integer,
+            parser=parse_integer,
             metavar="<int>",
         ),
     ] = None,
@@ -71,8 +71,7 @@ def encode(
         raise ValueError("--vocabulary-size: expected --tokens bpe with it")
     if bpe_dir is not None and tokens != "bpe" and vocabulary is None:
         raise ValueError("--bpe-dir: expected --tokens bpe with it")
-    if output.is_dir() or not output.parent.is_dir():
-        raise ValueError(f"--output: expected a file in a folder that exists, got {output}")
+    OUTPUT_FILE.check("output", output)
     begin = time.perf_counter()
     known = None if vocabulary is None else open_tokens(vocabulary).vocabulary
     if bpe_dir is not None and known is not None and known["kind"] != "bpe":

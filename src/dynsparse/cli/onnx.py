@@ -8,7 +8,7 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
-from dynsparse.cli.values import integer, number
+from dynsparse.options import parse_integer, parse_number
 
 onnx = typer.Typer(help="Make ONNX models sparse; take their weights out and put them back.")
 
@@ -30,10 +30,12 @@ def sparsify_command(
     output: Annotated[Path, typer.Argument(help="The file to write.", metavar="SPARSE.onnx")],
     density: Annotated[
         float,
-        _option("Part of the linear layers' weights that stays.", parser=number, metavar="<float>"),
+        _option(
+            "Part of the linear layers' weights that stays.", parser=parse_number, metavar="<float>"
+        ),
     ] = 0.1,
     block_size: Annotated[
-        int, _option("Edge of the blocks. 1 if left out.", parser=integer, metavar="<int>")
+        int, _option("Edge of the blocks. 1 if left out.", parser=parse_integer, metavar="<int>")
     ] = 1,
     allocation: Annotated[
         str,

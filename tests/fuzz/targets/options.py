@@ -6,7 +6,7 @@ import json
 
 from dynsparse.apps.lm.curves import read_figures
 from dynsparse.bench.results import load_results
-from dynsparse.cli.values import arguments, json_object
+from dynsparse.options import _read, json_object, pairs
 from targets.common import folder, refused_as
 
 _WAYS = 4
@@ -46,9 +46,10 @@ def run(data: bytes) -> None:
     file.write_bytes(content)
     with refused_as(ValueError):
         if way == 0:
-            assert isinstance(json_object("options", content.decode()), dict)
+            kind = json_object('{"period": 0.5}')
+            assert isinstance(_read(kind, "options", content.decode()), dict)
         elif way == 1:
-            arguments("optimizer-arg", [content.decode()], "betas=[0.9, 0.95]")
+            _read(pairs("betas=[0.9, 0.95]"), "optimizer-arg", [content.decode()])
         elif way == 2:
             load_results(file)
         else:

@@ -156,6 +156,6 @@ def test_a_page_that_cannot_be_written_is_told_before_anything_runs(tmp_path, ca
     for wrong in (tmp_path, tmp_path / "missing" / "page.html"):
         assert run([*SMALL, "--report", str(wrong)]) == 2
         error = capsys.readouterr()
-        assert error.err.startswith("dynsparse: --report: expected a file in a folder that exists")
+        assert error.err.startswith("dynsparse: --report: expected a file in a folder that can")
         assert error.err.count("\n") == 1
         assert error.out == ""

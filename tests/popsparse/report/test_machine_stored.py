@@ -135,7 +135,7 @@ def test_the_command(stored, capsys):
     assert "Compared" in html
     assert "not taken" in html
     assert run(["report", str(stored / "a.json"), "--output", str(stored / "no" / "p.html")]) == 2
-    assert "--output: expected a file in a folder that exists" in capsys.readouterr().err
+    assert "--output: expected a file in a folder that can be written" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("method", ["dynamic", "static", "dense"])

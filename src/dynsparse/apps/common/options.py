@@ -7,18 +7,20 @@ import re
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
-from dynsparse.apps.common.applies import CHECKPOINTS, FOLDERS, SPARSE, TRAINS
-from dynsparse.apps.common.option import (
+from dynsparse.checks import is_number
+from dynsparse.options import (
     FILE,
-    METHODS,
+    OUTPUT_FILE,
     SWITCH,
     TEXT,
     Defines,
     Kind,
+    Need,
+    check_values,
     choice,
     flag,
     integer,
@@ -27,10 +29,37 @@ from dynsparse.apps.common.option import (
     option,
     options_of,
     pairs,
-    taking,
-)  # fmt: skip
-from dynsparse.checks import is_number
+)
 from dynsparse.training.algorithms import BY_NAME
+
+METHODS = (*BY_NAME, "dense")
+"""The values of `--method`: every algorithm, and the same network dense."""
+
+
+def methods_with(argument: str) -> tuple[str, ...]:
+    """The methods whose trainers have that argument."""
+    return tuple(name for name, algorithm in BY_NAME.items() if argument in algorithm.arguments)
+
+
+SPARSE = Need(
+    "networks with sparse layers",
+    lambda o: o.has_sparse_layers,
+    lambda o: "dense layers alone",
+    is_shown=False,
+)
+# What defines a training is compared with the checkpoint instead.
+TRAINS = Need(
+    "runs that train",
+    lambda o: o.trains,
+    lambda o: o.how_it_runs,
+    is_shown=False,
+    is_waived=lambda o, known: known.defines in o.binding,
+)
+_CHECKPOINTS = Need("runs with --checkpoint-path", lambda o: o.checkpoint_path is not None)
+_FOLDERS = Need(
+    "runs with --checkpoint-path or --records-path",
+    lambda o: o.checkpoint_path is not None or o.records_path is not None,
+)
 
 
 def panel(name: str, defines: Defines) -> Callable[..., Any]:
@@ -78,6 +107,22 @@ def _is_device(value: Any) -> bool:
     return True
 
 
+def interleave_heads(panel: Callable[..., Any]) -> Any:
+    """An option of networks with attention, in the panel given."""
+    return panel(
+        False, "Deal the features out to the heads in turn, so that large blocks reach all heads.",
+        SWITCH, methods=tuple(BY_NAME),
+    )  # fmt: skip
+
+
+def match_blocks(panel: Callable[..., Any]) -> Any:
+    """An option of networks with attention; methods that prune draw their first patterns anew."""
+    return panel(
+        False, "Begin with blocks that read what the layer before writes.", SWITCH,
+        methods=tuple(name for name in BY_NAME if BY_NAME[name].least_first is None),
+    )  # fmt: skip
+
+
 _sparsity = panel("Sparsity", "training")
 _training = panel("Training", "training")
 _checkpoints = panel("Checkpoints", "run")
@@ -89,8 +134,13 @@ class TrainingOptions:
     """One training. `check` says in one line what is wrong with it.
 
     The flags of the commands have the same names with dashes. An application adds its own options,
-    and changes these where it must (`again`).
+    and changes these where it must (`override`).
     """
+
+    panels: ClassVar = (
+        "Data", "Network", "Sparsity", "Ranks", "Training", "Learning rate", "Text", "Checkpoints",
+        "Output",
+    )  # fmt: skip
 
     data_type: str = option(
         "float32", "Of weights and products; bfloat16 is autocast.",
@@ -114,31 +164,31 @@ class TrainingOptions:
         "NONE",
         "How the gradients of a block become its growth score; NONE ranks as SUM.",
         choice("NONE", "SUM", "AVG", "MAX"),
-        methods=taking("pooling"),
+        methods=methods_with("pooling"),
         needs=(SPARSE, TRAINS),
     )
     prune_ratio: float = _sparsity(
         0.3, "Largest share of a layer that an update replaces; it falls to 0.", number(0, 1),
-        methods=taking("drop_fraction"), needs=(SPARSE, TRAINS),
+        methods=methods_with("drop_fraction"), needs=(SPARSE, TRAINS),
     )  # fmt: skip
     prune_rounding: str = _sparsity(
         "up",
         "How the number that an update replaces is rounded; of two large blocks, up always "
         "replaces one.",
         choice("up", "down"),
-        methods=taking("schedule"),
+        methods=methods_with("schedule"),
         needs=(SPARSE, TRAINS),
     )
     update_interval: int | None = _sparsity(
-        None, "Steps between pattern updates.", integer(1), methods=taking("update_interval"),
+        None, "Steps between pattern updates.", integer(1), methods=methods_with("update_interval"),
         needs=(SPARSE, TRAINS),
     )  # fmt: skip
     cosine_prune_schedule: dict[str, Any] = _sparsity(
         {},
         'JSON such as {"zero_steps": 5, "phase_delay": 0, "period": 0.5}: updates without '
         "replacements at first, radians, turns.",
-        Kind(dict, (("a JSON object", _is_schedule),)),
-        methods=taking("schedule"),
+        Kind(dict, (("a JSON object", _is_schedule),), example='{"period": 0.5}'),
+        methods=methods_with("schedule"),
         needs=(SPARSE, TRAINS),
     )
 
@@ -184,10 +234,10 @@ class TrainingOptions:
         "Delete what an earlier training has left in --checkpoint-path and --records-path; without "
         "it such folders are refused.",
         SWITCH,
-        needs=(TRAINS, FOLDERS),
+        needs=(TRAINS, _FOLDERS),
     )
     checkpoint_freq: int = _checkpoints(
-        1, "Epochs between checkpoints.", integer(1), needs=(TRAINS, CHECKPOINTS)
+        1, "Epochs between checkpoints.", integer(1), needs=(TRAINS, _CHECKPOINTS)
     )
     stop_after: int | None = _checkpoints(
         None, "Stop after this epoch of --epochs, to continue with --restore.", integer(1),
@@ -198,11 +248,11 @@ class TrainingOptions:
         None, "Folder for the record that `dynsparse visualise` draws.", FILE,
         needs=(TRAINS,),
     )  # fmt: skip
-    json: Path | None = _output(None, "File for the final figures.", FILE)
+    json: Path | None = _output(None, "File for the final figures.", OUTPUT_FILE)
     trace: Path | None = _output(
         None,
         "File for a trace of where the time goes, which ui.perfetto.dev and chrome://tracing open.",
-        FILE,
+        OUTPUT_FILE,
     )
     tensorboard: Path | None = _output(
         None, "Folder for TensorBoard (needs tensorboard).", FILE, needs=(TRAINS,)
@@ -216,9 +266,7 @@ class TrainingOptions:
 
     def check(self) -> None:
         """Raise ValueError, naming the flag, for anything that cannot be trained."""
-        for name, known in options_of(type(self)).items():
-            if (value := getattr(self, name)) is not None or not known.optional:
-                known.kind.check(flag(name), value)
+        check_values(self)
         given = {
             "cosine_prune_schedule": self.cosine_prune_schedule,
             "prune_rounding": self.prune_rounding != "up",

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from pathlib import Path
@@ -121,12 +120,6 @@ def _go_on(recorder: Recorder, training: Training) -> None:
     else:
         recorder.start(patterns, overwrite=training.options.overwrite)
     trainer.on_update.append(recorder.update)
-
-
-def check_writable(name: str, file: Path) -> None:
-    """Raise ValueError, naming the flag, for a file that cannot be written."""
-    if file.is_dir() or not file.parent.is_dir() or not os.access(file.parent, os.W_OK):
-        raise ValueError(f"--{name}: expected a file in a folder that can be written, got {file}")
 
 
 def bytes_text(count: int) -> str:

@@ -14,10 +14,10 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from dynsparse.apps.common.identity import KEY, identities, identity_of
-from dynsparse.apps.common.option import Defines, flag
 from dynsparse.apps.common.options import TrainingOptions
 from dynsparse.apps.common.training import Training
 from dynsparse.files.shorten import shortened
+from dynsparse.options import Defines, flag
 from dynsparse.training.checkpoint import load_checkpoint, read_extra, save_checkpoint
 
 _Options = TypeVar("_Options", bound=TrainingOptions)

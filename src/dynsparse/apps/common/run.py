@@ -11,13 +11,12 @@ from typing import Any, TypeVar
 import torch
 from rich.console import Console
 
-from dynsparse.apps.common.applies import check_applies
 from dynsparse.apps.common.launched import launched
 from dynsparse.apps.common.options import TrainingOptions
-from dynsparse.apps.common.outputs import check_writable
 from dynsparse.apps.common.resume import Checkpoint, adopt, find_checkpoint
 from dynsparse.apps.common.training import Training
 from dynsparse.files.atomic_write import atomic_write_text
+from dynsparse.options import check_applies
 from dynsparse.ranks import collective_errors
 from dynsparse.tracing import trace
 
@@ -59,9 +58,6 @@ def run_with(
                 options = adopt(options, checkpoint, given)
                 options.check()
             check_applies(options, given)
-            for name in ("json", "trace"):
-                if (file := getattr(options, name)) is not None:
-                    check_writable(name, file)
         seed = int.from_bytes(os.urandom(4), "little") if options.seed is None else options.seed
         seed = int(ranks.broadcast(torch.tensor([seed], device=ranks.device)))
         if ranks.rank:

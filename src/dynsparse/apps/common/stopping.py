@@ -13,9 +13,9 @@ from types import FrameType
 
 from rich.console import Console
 
-from dynsparse.apps.common.option import default_of, flag, options_of
 from dynsparse.apps.common.resume import save
 from dynsparse.apps.common.training import Stopped, Training
+from dynsparse.options import default_of, flag, options_of
 
 
 @contextmanager

@@ -11,7 +11,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from dynsparse.apps.common.option import flag
 from dynsparse.apps.lm.options import Options
 from dynsparse.data.text import (
     KINDS,
@@ -24,6 +23,7 @@ from dynsparse.data.text import (
     tokenizer_from_state,
     vocabulary_of,
 )
+from dynsparse.options import flag
 
 _PARTS = ("train", "valid", "test")
 

@@ -11,24 +11,29 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from dynsparse.apps.common import attention
-from dynsparse.apps.common.applies import SPARSE, TRAINS
-from dynsparse.apps.common.option import (
+from dynsparse.apps.common.options import (
+    SPARSE,
+    TRAINS,
+    TrainingOptions,
+    interleave_heads,
+    match_blocks,
+    methods_with,
+    panel,
+)
+from dynsparse.data.text import KINDS
+from dynsparse.options import (
     FILE,
     SWITCH,
     TEXT,
     Defines,
     Need,
-    again,
     choice,
     flag,
     integer,
     number,
+    override,
     pairs,
-    taking,
 )
-from dynsparse.apps.common.options import TrainingOptions, panel
-from dynsparse.data.text import KINDS
 from dynsparse.training.algorithms import BY_NAME
 
 _READS = Need("runs that read text", lambda o: o.mode != "sample", lambda o: "--mode sample", False)
@@ -55,7 +60,7 @@ _sparsity = panel("Sparsity", "training")
 _training = panel("Training", "training")
 _rate = panel("Learning rate", "training")
 _text = panel("Text", "run")
-_changed = partial(again, TrainingOptions)
+_changed = partial(override, TrainingOptions)
 
 
 @dataclass(kw_only=True)
@@ -107,8 +112,8 @@ class Options(TrainingOptions):
     qkv_size: int | None = _network(
         None, "Features of one head.", integer(1), by_default="--hidden-size / --heads"
     )
-    interleave_heads: bool = attention.interleave_heads(_network)
-    match_blocks: bool = attention.match_blocks(_network)
+    interleave_heads: bool = interleave_heads(_network)
+    match_blocks: bool = match_blocks(_network)
     embedding_size: int | None = _network(
         None, "Width of the token table, with sparse projections up to the hidden size.",
         integer(1), by_default="--hidden-size",
@@ -140,7 +145,7 @@ class Options(TrainingOptions):
     prune_end: float = _sparsity(
         0.75, "Share of the training after which patterns stay.",
         number(0, 1, above="a number in (0, 1]"),
-        methods=taking("update_interval"), needs=(SPARSE, TRAINS),
+        methods=methods_with("update_interval"), needs=(SPARSE, TRAINS),
     )  # fmt: skip
 
     steps: int = _training(4000, "Optimizer steps.", integer(1), needs=(TRAINS,))

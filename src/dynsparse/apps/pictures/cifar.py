@@ -20,13 +20,12 @@ from torch.nn.functional import pad
 
 from dynsparse.allocation import METHODS as ALLOCATIONS
 from dynsparse.apps import pictures
-from dynsparse.apps.common.applies import SPARSE, TRAINS
-from dynsparse.apps.common.option import again, between, choice, number, taking
-from dynsparse.apps.common.options import panel
+from dynsparse.apps.common.options import SPARSE, TRAINS, methods_with, panel
 from dynsparse.apps.pictures.training import PictureOptions
 from dynsparse.data import CLASSES, DataSet
 from dynsparse.data.pictures import SIDE
 from dynsparse.nn import sparsify
+from dynsparse.options import between, choice, number, override
 from dynsparse.training.algorithms import BY_NAME
 from dynsparse.training.schedule import default_interval
 
@@ -50,14 +49,14 @@ class Options(PictureOptions):
         "Adam": 1e-4,
     }
 
-    dataset: str = again(
+    dataset: str = override(
         PictureOptions,
         "dataset",
         default="cifar-10",
         help="What to train on; digits needs no download: they are brought to the same form.",
         kind=choice("digits", "cifar-10"),
     )
-    data_dir: Path | None = again(
+    data_dir: Path | None = override(
         PictureOptions,
         "data_dir",
         help="Folder with cifar-10-binary.tar.gz or the files in it; without it that is downloaded "
@@ -73,13 +72,13 @@ class Options(PictureOptions):
         "erk", "How the density is shared among the layers.", choice(*ALLOCATIONS),
         methods=tuple(BY_NAME), needs=(SPARSE,),
     )  # fmt: skip
-    block_size: int = again(
+    block_size: int = override(
         PictureOptions,
         "block_size",
         help="Edge of the blocks, over channels; with blocks the last layer stays dense.",
         kind=choice(1, 4, 8, 16),
     )
-    update_interval: int | None = again(
+    update_interval: int | None = override(
         PictureOptions,
         "update_interval",
         help="Steps between pattern updates.",
@@ -87,22 +86,22 @@ class Options(PictureOptions):
     )
     prune_end: float = panel("Sparsity", "training")(
         0.768, "Share of the training after which patterns stay.",
-        number(0, 1, above="a number in (0, 1]"), methods=taking("update_interval"),
+        number(0, 1, above="a number in (0, 1]"), methods=methods_with("update_interval"),
         needs=(SPARSE, TRAINS),
     )  # fmt: skip
-    steps_per_epoch: int = again(PictureOptions, "steps_per_epoch", help="Reports per epoch.")
-    batch_size: int = again(PictureOptions, "batch_size", default=128)
-    optimizer: str = again(PictureOptions, "optimizer", default="Momentum")
-    epochs: int | None = again(
+    steps_per_epoch: int = override(PictureOptions, "steps_per_epoch", help="Reports per epoch.")
+    batch_size: int = override(PictureOptions, "batch_size", default=128)
+    optimizer: str = override(PictureOptions, "optimizer", default="Momentum")
+    epochs: int | None = override(
         PictureOptions, "epochs", default=None, by_default="250 of CIFAR-10, 20 of the digits"
     )
-    learning_rate: float | None = again(
+    learning_rate: float | None = override(
         PictureOptions,
         "learning_rate",
         help="First learning rate; the default is for a batch of 128 and scales with the batch.",
         by_default="0.1, with Adam 0.001",
     )
-    decay: str = again(
+    decay: str = override(
         PictureOptions,
         "decay",
         default="drops",
@@ -116,8 +115,8 @@ class Options(PictureOptions):
         choice("move-mirror", "move", "none"),
         by_default="move-mirror of CIFAR-10, none of the digits",
     )
-    checkpoint_freq: int = again(PictureOptions, "checkpoint_freq", default=10)
-    threads: int = again(PictureOptions, "threads", help="CPU threads.")
+    checkpoint_freq: int = override(PictureOptions, "checkpoint_freq", default=10)
+    threads: int = override(PictureOptions, "threads", help="CPU threads.")
 
     def check_network(self) -> None:
         if (self.depth - 4) % 6:

@@ -16,13 +16,12 @@ import torch
 from torch import Tensor, nn
 
 from dynsparse.apps import pictures
-from dynsparse.apps.common.applies import SPARSE
-from dynsparse.apps.common.option import Need, again, between, choice, integer, many, number
-from dynsparse.apps.common.options import panel
+from dynsparse.apps.common.options import SPARSE, panel
 from dynsparse.apps.pictures.training import PictureOptions
 from dynsparse.data import CLASSES
 from dynsparse.data.pictures import SIDE
 from dynsparse.nn import SparseLinear
+from dynsparse.options import Need, between, choice, integer, many, number, override
 from dynsparse.training.algorithms import BY_NAME
 
 if TYPE_CHECKING:
@@ -65,7 +64,7 @@ class Options(PictureOptions):
         many(between(1, 1_000_000), "integers between 1 and 1000000"),
         single="hidden_size",
     )
-    block_size: int = again(
+    block_size: int = override(
         PictureOptions,
         "block_size",
         help="Edge of the blocks of the first layer.",

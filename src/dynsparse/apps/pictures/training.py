@@ -15,9 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from dynsparse.apps import common
-from dynsparse.apps.common.applies import TRAINS
-from dynsparse.apps.common.option import FILE, again, choice, integer, number, options_of
-from dynsparse.apps.common.options import TrainingOptions, panel
+from dynsparse.apps.common.options import TRAINS, TrainingOptions, panel
 from dynsparse.apps.common.training import (
     Groups,
     Scores,
@@ -29,6 +27,7 @@ from dynsparse.apps.common.training import (
 )
 from dynsparse.data import GREY as DATASETS
 from dynsparse.data import DataSet, Pictures
+from dynsparse.options import FILE, choice, integer, number, options_of, override
 from dynsparse.tracing import span, spanned
 
 _data = panel("Data", "training")
@@ -59,7 +58,7 @@ class PictureOptions(TrainingOptions):
     steps_per_epoch: int = panel("Sparsity", "training")(
         5, "Pattern updates and reports per epoch.", integer(1), needs=(TRAINS,)
     )
-    update_interval: int | None = again(
+    update_interval: int | None = override(
         TrainingOptions,
         "update_interval",
         help="Batches between pattern updates, which then are no longer --steps-per-epoch.",
@@ -99,7 +98,7 @@ class PictureOptions(TrainingOptions):
                 "--data-dir: synthetic data comes from no folder: leave it out, or --synthetic-data"
             )
         if self.dataset == "digits" and self.data_dir is not None:
-            others = options_of(type(self))["dataset"].kind.names[1:]
+            others = options_of(type(self))["dataset"].kind.choices[1:]
             raise ValueError(
                 "--data-dir: the digits come with scikit-learn and have no folder: leave it out, "
                 f"or choose --dataset {' or '.join(others)}"

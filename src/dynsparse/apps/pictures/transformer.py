@@ -16,13 +16,12 @@ from torch import Tensor, nn
 from torch.nn.functional import pad
 
 from dynsparse.apps import pictures
-from dynsparse.apps.common import attention
-from dynsparse.apps.common.option import SWITCH, again, between, number
-from dynsparse.apps.common.options import panel
+from dynsparse.apps.common.options import interleave_heads, match_blocks, panel
 from dynsparse.apps.common.training import replace_sparse
 from dynsparse.apps.pictures.training import PictureOptions
 from dynsparse.data.pictures import CLASSES, SIDE
 from dynsparse.nn import Dropout, SparseLinear, SparseTransformerLayer
+from dynsparse.options import SWITCH, between, number, override
 from dynsparse.training.algorithms import BY_NAME
 
 _network = panel("Network", "network")
@@ -35,7 +34,7 @@ class Options(PictureOptions):
 
     rates: ClassVar[dict[str, float]] = PictureOptions.rates | {"Adam": 0.004}
 
-    epochs: int | None = again(
+    epochs: int | None = override(
         PictureOptions, "epochs", default=None, by_default="12 of digits, 1 of the others"
     )
     sparsity: float = _network(
@@ -47,8 +46,8 @@ class Options(PictureOptions):
     ff_length: int = _network(48, "Width of the feed-forward part.", _SIZE)
     attention_heads: int = _network(16, "Heads of the attention.", _SIZE)
     qkv_length: int = _network(32, "Features of one head's queries, keys and values.", _SIZE)
-    interleave_heads: bool = attention.interleave_heads(_network)
-    match_blocks: bool = attention.match_blocks(_network)
+    interleave_heads: bool = interleave_heads(_network)
+    match_blocks: bool = match_blocks(_network)
     dropout_keep_prob: float = _network(
         1.0, "Share that dropout keeps, in training; 1 for no dropout.",
         number(0, 1, above="a number above 0 and up to 1"),

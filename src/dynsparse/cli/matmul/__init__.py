@@ -1,5 +1,23 @@
 """`dynsparse matmul`: a sparse or dense product on the tile machine."""
 
-from dynsparse.cli.matmul.command import matmul
+from __future__ import annotations
+
+from typing import Any
+
+from dynsparse.cli.matmul.request import Request
+from dynsparse.options import check_applies, with_flags
 
 __all__ = ["matmul"]
+
+
+@with_flags(Request)
+def matmul(values: dict[str, Any]) -> None:
+    """A sparse x dense product on the tile machine: plan, cycles, memory, propagation.
+
+    The plan serves forward and grad_input jointly, whatever runs; grad_weight too where asked for.
+    """
+    request = Request(**values)
+    check_applies(request, values)
+    from dynsparse.cli.matmul.methods import METHODS  # loads the machine
+
+    METHODS[request.method](request)

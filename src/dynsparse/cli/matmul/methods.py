@@ -53,7 +53,7 @@ def _spread(runs: list[dict[str, Any]], name: str) -> dict[str, float]:
 
 def show(figures: dict[str, Any], request: Request) -> None:
     """Print figures, as JSON or for a person."""
-    if request.as_json:
+    if request.json:
         print(json.dumps(figures))
         return
     target, plan = request.machine, figures["plan"]
@@ -98,7 +98,7 @@ def write(request: Request, contents: Callable[[], dict[str, Any]]) -> None:
 def run_dynamic(request: Request) -> None:
     """Plan, build the program, and run it on one pattern a seed."""
     plan = _dynamic_plan(request)
-    if request.plan_only and request.as_json:
+    if request.plan_only and request.json:
         estimated = {name: cost.cycles for name, cost in plan.costs.items()}
         shown = {"estimated_cycles": estimated, "report": plan_report(plan)}
         show({"plan": plan_figures(plan), **shown}, request)
@@ -123,7 +123,7 @@ def run_dynamic(request: Request) -> None:
 
 def _dynamic_plan(request: Request) -> Plan:
     names = ["forward", "grad_input", *(["grad_weight"] if "grad_weight" in request.names else [])]
-    asked = request.json_object("options")
+    asked = request.options
     for name in ("do_grad_a_pass", "do_grad_w_pass"):
         if name in asked:
             raise ValueError(f"--options: {name} follows from --passes: leave it out")
@@ -131,7 +131,7 @@ def _dynamic_plan(request: Request) -> Plan:
         "available_memory_proportion": request.available_memory_proportion,
         **({} if request.partials_type is None else {"partials_type": request.partials_type}),
         "meta_info_bucket_oversize_proportion": request.oversize,
-        "plan_constraints": request.json_object("plan_constraints"),
+        "plan_constraints": request.plan_constraints,
         **asked,
     }
     sizes = (*request.shape, request.batch, request.density, request.block_size)
@@ -223,7 +223,7 @@ def run_static(request: Request) -> None:
     if request.plan_only:
         estimated = {name: plan.cycles for name, plan in plans.items()}
         write(request, lambda: _static_page(request, plans, {"estimated_cycles": estimated}))
-        if request.as_json:
+        if request.json:
             report = {name: static.plan_report(plan) for name, plan in plans.items()}
             chosen = plan_figures(next(iter(plans.values())))
             show({"plan": chosen, "estimated_cycles": estimated, "report": report}, request)
@@ -233,7 +233,7 @@ def run_static(request: Request) -> None:
         plans_of.append(plans if seed == request.seed else _static_plans(request, seed))
         ran.append(run_plans(plans_of[-1], seed=seed, ignore_data=request.ignore_data))
         runs.append({"seed": seed, **run_figures(plans_of[-1], ran[-1])})
-    if request.report_plan or (request.plan_only and not request.as_json):
+    if request.report_plan or (request.plan_only and not request.json):
         print("\n\n".join(static.plan_text(plan) for plan in plans.values()))
     if request.plan_only:
         return
@@ -246,7 +246,7 @@ def run_static(request: Request) -> None:
 
 def _static_plans(request: Request, seed: int) -> dict[str, StaticPlan]:
     options = {"available_memory_proportion": request.available_memory_proportion}
-    options |= request.json_object("options")
+    options |= request.options
     where = (request.batch, request.dtype, request.machine, request.names)
     try:
         return static_plans(request.draw(seed), *where, options)

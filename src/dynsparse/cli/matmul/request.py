@@ -1,52 +1,52 @@
-"""What `dynsparse matmul` is asked for: its options, and the checks that all methods share."""
+"""The options of `dynsparse matmul`, and what follows from them for all methods."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from functools import cached_property
+from dataclasses import MISSING, dataclass
+from functools import cached_property, partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
-import typer
-
-from dynsparse.checks import check_choice, check_within
-from dynsparse.cli.values import integer, number
-from dynsparse.files.limits import parse_json
-from dynsparse.files.shorten import shortened
+from dynsparse.options import (
+    OUTPUT_FILE,
+    SWITCH,
+    TEXT,
+    Need,
+    check_values,
+    choice,
+    integer,
+    json_object,
+    many,
+    number,
+    option,
+)
 
 if TYPE_CHECKING:
     from popsparse.machine.target import Target
 
-_METHODS = ("dynamic", "static", "dense")
-_PRODUCT, _MACHINE, _PATTERN, _OUTPUT = "Product", "Machine and plan", "Pattern", "Output"
+_SPARSE = ("dynamic", "static")
+_LARGE = integer(1, 2**40)
+_CORNER = many(integer(0), "a row and a column")
+_product = partial(option, panel="Product")
+_machine = partial(option, panel="Machine and plan")
+_pattern = partial(option, panel="Pattern")
+_output = partial(option, panel="Output")
 
 
-def _option(panel: str, help: str, *names: str, **more: Any) -> Any:
-    return typer.Option(*names, help=help, rich_help_panel=panel, **more)
+def _runs(*methods: str) -> tuple[Need, ...]:
+    """With these methods an option has no effect on a plan."""
+    return (
+        Need(
+            "products that run",
+            lambda r: not (r.plan_only and r.method in methods),
+            lambda r: "--plan-only",
+            is_shown=False,
+        ),
+    )
 
 
-def _int(panel: str, help: str, *names: str, **more: Any) -> Any:
-    return _option(panel, help, *names, parser=integer, metavar="<int>", **more)
-
-
-def _float(panel: str, help: str, *names: str, **more: Any) -> Any:
-    return _option(panel, help, *names, parser=number, metavar="<float>", **more)
-
-
-_RANGES = {
-    "rows": (1, 2**40),
-    "cols": (1, 2**40),
-    "batch": (1, 2**40),
-    "block_size": (1, 2**40),
-    "seed": (0, 2**62),
-    "seeds": (1, 1_000_000),
-}
-_SPANS = {
-    "density": "[0, 1]",
-    "available_memory_proportion": "[0, 1e6]",
-    "oversize": "[0, 1e6]",
-    "weighted_area_weighting": "[0, 1e6]",
-}
+_RUNS = _runs("dynamic", "static", "dense")
+_RUNS_PATTERN = _runs("dynamic", "dense")  # a static product is planned for its pattern
 
 
 @dataclass(frozen=True)
@@ -54,159 +54,112 @@ class Request:
     """The options as they were given, and what follows from them.
 
     Raises:
-        ValueError: an option that makes no sense, by itself or with another.
+        ValueError: an option that is not valid, by itself or with another.
     """
 
-    rows: Annotated[int, _int(_PRODUCT, "Rows of the sparse matrix: output features.")]
-    cols: Annotated[int, _int(_PRODUCT, "Its columns: input features.")]
-    batch: Annotated[int, _int(_PRODUCT, "Columns of the dense operand.")]
-    density: Annotated[
-        float, _float(_PRODUCT, "Present blocks over all blocks. dynamic and static.")
-    ] = 0.1
-    block_size: Annotated[int, _int(_PRODUCT, "Edge of the blocks. dynamic and static.")] = 1
-    dtype: Annotated[
-        str, _option(_PRODUCT, "Of values and operands.", metavar="float16|float32")
-    ] = "float16"
-    method: Annotated[
-        str,
-        _option(
-            _PRODUCT,
-            "dynamic: the pattern may change at run time; static: it is known when planning; "
-            "dense: the same product with all elements.",
-            metavar="|".join(_METHODS),
-        ),
-    ] = "dynamic"
-    passes: Annotated[
-        str,
-        _option(
-            _PRODUCT,
-            "Which products run, comma-separated: forward, grad_input, grad_weight.",
-            metavar="<names>",
-        ),
-    ] = "forward"
-    update: Annotated[
-        str | None,
-        _option(
-            _PRODUCT,
-            "Count an update of the pattern, too (RigL): the dense gradient, its magnitudes pooled "
-            "by block, and what goes over the host link. For dynamic products.",
-            metavar="sum|avg|max|none",
-            show_default="no update",
-        ),
-    ] = None
-    target: Annotated[str, _option(_MACHINE, "The machine.", metavar="bow|mk2")] = "bow"
-    tiles: Annotated[int | None, _int(_MACHINE, "Use this many tiles.", show_default="1472")] = None
-    partials_type: Annotated[
-        str | None,
-        _option(
-            _MACHINE,
-            "Of partial sums; for dynamic elements and static ones there is one type alone.",
-            metavar="float16|float32",
-            show_default="float32; dense: as the data",
-        ),
-    ] = None
-    available_memory_proportion: Annotated[
-        float, _float(_MACHINE, "Part of a tile's memory for temporary data.")
-    ] = 0.6
-    oversize: Annotated[float, _float(_MACHINE, "Spare room of the buckets. dynamic.")] = 0.3
-    options: Annotated[
-        str,
-        _option(
-            _MACHINE,
-            'Further options as JSON, such as {"shared_buckets": false}.',
-            metavar="<json>",
-        ),
-    ] = "{}"
-    plan_constraints: Annotated[
-        str,
-        _option(
-            _MACHINE,
-            'Fix parts of the plan, as JSON such as {"partition": {"z": 1}}.',
-            metavar="<json>",
-        ),
-    ] = "{}"
-    seed: Annotated[int, _int(_PATTERN, "Of the pattern and the values.")] = 0
-    seeds: Annotated[
-        int,
-        _int(
-            _PATTERN,
-            "Run this many patterns and report the spread; the figures are those of the run with "
-            "the median of cycles.",
-        ),
-    ] = 1
-    weighted_area_begin: Annotated[
-        list[int] | None,
-        _int(_PATTERN, "First row and column of a denser area.", show_default="none"),
-    ] = None
-    weighted_area_end: Annotated[
-        list[int] | None, _int(_PATTERN, "Row and column after its last.", show_default="none")
-    ] = None
-    weighted_area_weighting: Annotated[float, _float(_PATTERN, "How much denser the area is.")] = (
-        1.0
+    rows: int = _product(MISSING, "Rows of the sparse matrix: output features.", _LARGE)
+    cols: int = _product(MISSING, "Its columns: input features.", _LARGE)
+    batch: int = _product(MISSING, "Columns of the dense operand.", _LARGE)
+    density: float = _product(0.1, "Present blocks over all blocks.", number(0, 1), methods=_SPARSE)
+    block_size: int = _product(1, "Edge of the blocks.", _LARGE, methods=_SPARSE)
+    dtype: str = _product("float16", "Of values and operands.", choice("float16", "float32"))
+    method: str = _product(
+        "dynamic",
+        "dynamic: the pattern may change at run time; static: it is known when planning; dense: "
+        "the same product with all elements.",
+        choice("dynamic", "static", "dense"),
     )
-    ignore_data: Annotated[
-        bool, _option(_PATTERN, "Count cycles without computing numbers.", "--ignore-data")
-    ] = False
-    ignore_memory: Annotated[
-        bool,
-        _option(
-            _MACHINE, "Run also if the product does not fit the tiles. dynamic.", "--ignore-memory"
-        ),
-    ] = False
-    plan_only: Annotated[
-        bool, _option(_OUTPUT, "Plan, and stop before running.", "--plan-only")
-    ] = False
-    report_plan: Annotated[
-        bool, _option(_OUTPUT, "Show why the plan was chosen.", "--report-plan")
-    ] = False
-    as_json: Annotated[bool, _option(_OUTPUT, "Print the figures as JSON.", "--json")] = False
-    report: Annotated[
-        Path | None,
-        _option(
-            _OUTPUT,
-            "Write a page about plan, run, tiles and buckets: one HTML file.",
-            metavar="<file.html>",
-        ),
-    ] = None
-    profile: Annotated[
-        Path | None,
-        _option(
-            _OUTPUT,
-            "Store all that is on the page, for `dynsparse report`: JSON.",
-            metavar="<file.json>",
-        ),
-    ] = None
+    passes: str = _product(
+        "forward",
+        "Which products run, comma-separated: forward, grad_input, grad_weight.",
+        TEXT,
+    )
+    update: str | None = _product(
+        None,
+        "Count an update of the pattern, too (RigL): the dense gradient, its magnitudes pooled by "
+        "block, and the transfers over the host link.",
+        choice("sum", "avg", "max", "none"),
+        methods=("dynamic",),
+        needs=_RUNS,
+        by_default="no update",
+    )
+    target: str = _machine("bow", "The machine.", choice("mk2", "bow"))
+    tiles: int | None = _machine(None, "Use this many tiles.", integer(1), by_default="1472")
+    partials_type: str | None = _machine(
+        None,
+        "Of partial sums; for dynamic elements and static ones there is one type alone.",
+        choice("float16", "float32"),
+        by_default="float32; dense: as the data",
+    )
+    available_memory_proportion: float = _machine(
+        0.6, "Part of a tile's memory for temporary data.", number(0, 1e6)
+    )
+    oversize: float = _machine(
+        0.3, "Spare room of the buckets.", number(0, 1e6), methods=("dynamic",)
+    )
+    options: dict[str, Any] = _machine(
+        {},
+        'Further options as JSON, such as {"shared_buckets": false}.',
+        json_object('{"shared_buckets": false}'),
+        methods=_SPARSE,
+    )
+    plan_constraints: dict[str, Any] = _machine(
+        {},
+        'Fix parts of the plan, as JSON such as {"partition": {"z": 1}}.',
+        json_object('{"partition": {"z": 1}}'),
+        methods=("dynamic",),
+    )
+    seed: int = _pattern(
+        0, "Of the pattern and the values.", integer(0, 2**62), needs=_RUNS_PATTERN
+    )
+    seeds: int = _pattern(
+        1,
+        "Run this many patterns and report the spread; the figures are those of the run with the "
+        "median of cycles.",
+        integer(1, 1_000_000),
+        methods=_SPARSE,
+        needs=_RUNS,
+    )
+    weighted_area_begin: tuple[int, ...] | None = _pattern(
+        None, "First row and column of a denser area.", _CORNER, methods=_SPARSE,
+        needs=_RUNS_PATTERN, by_default="none",
+    )  # fmt: skip
+    weighted_area_end: tuple[int, ...] | None = _pattern(
+        None, "Row and column after its last.", _CORNER, methods=_SPARSE, needs=_RUNS_PATTERN,
+        by_default="none",
+    )  # fmt: skip
+    weighted_area_weighting: float = _pattern(
+        1.0, "How much denser the area is.", number(0, 1e6), methods=_SPARSE, needs=_RUNS_PATTERN
+    )
+    ignore_data: bool = _pattern(
+        False, "Count cycles without computing numbers.", SWITCH, needs=_RUNS
+    )
+    ignore_memory: bool = _machine(
+        False, "Run also if the product does not fit the tiles.", SWITCH, methods=("dynamic",),
+        needs=_RUNS,
+    )  # fmt: skip
+    plan_only: bool = _output(False, "Plan, and stop before running.", SWITCH)
+    report_plan: bool = _output(False, "Show why the plan was chosen.", SWITCH, methods=_SPARSE)
+    json: bool = _output(False, "Print the figures as JSON.", SWITCH)
+    report: Path | None = _output(
+        None, "Write a page about plan, run, tiles and buckets: one HTML file.", OUTPUT_FILE
+    )
+    profile: Path | None = _output(
+        None, "Store the contents of that page, for `dynsparse report`: JSON.", OUTPUT_FILE,
+        needs=_RUNS,
+    )  # fmt: skip
 
     def __post_init__(self) -> None:
-        check_choice("--method", self.method, _METHODS)
-        _ = self.names
-        for flag, (least, most) in _RANGES.items():
-            value = getattr(self, flag)
-            if not least <= value <= most:
-                span = f"at least {least}" if value < least else f"at most {most:,}"
-                raise ValueError(f"{_dashed(flag)} must be {span}, got {value}")
+        check_values(self)
         for flag, value in (("rows", self.rows), ("cols", self.cols)):
             if self.method != "dense" and value % self.block_size:
                 raise ValueError(
                     f"--{flag} must be a multiple of --block-size {self.block_size}, got {value}: "
                     f"use {-(-value // self.block_size) * self.block_size} or another block size"
                 )
-        for flag, span in _SPANS.items():
-            check_within(_dashed(flag), getattr(self, flag), span)
-        self._check_update()
-        if self.report_plan and self.as_json and not self.plan_only:
+        if self.report_plan and self.json and not self.plan_only:
             raise ValueError("--report-plan is text; with --json use --plan-only --json")
-        for flag, file in (("report", self.report), ("profile", self.profile)):
-            if file is not None and (file.is_dir() or not file.parent.is_dir()):
-                raise ValueError(f"--{flag}: expected a file in a folder that exists, got {file}")
-        _ = self.machine, self.area
-
-    def _check_update(self) -> None:
-        if self.update is None:
-            return
-        from popsparse.planning.options import POOLINGS
-
-        check_choice("--update", self.update, POOLINGS)
+        _ = self.names, self.machine, self.area
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -244,30 +197,15 @@ class Request:
                 )
             corners.append((corner[0], corner[1]))
         (top, left), (bottom, right) = corners
-        if not (0 <= top < bottom <= self.rows and 0 <= left < right <= self.cols):
+        if not (top < bottom <= self.rows and left < right <= self.cols):
             raise ValueError(
                 f"--weighted-area-begin, --weighted-area-end: expected an area within {self.rows} "
                 f"x {self.cols} that is not empty, got {corners[0]} to {corners[1]}"
             )
         return corners[0], corners[1], self.weighted_area_weighting
 
-    def json_object(self, flag: str) -> dict[str, Any]:
-        """The object that an option holds as JSON."""
-        text = getattr(self, flag)
-        try:
-            value = parse_json(text)
-        except ValueError:
-            value = None
-        if not isinstance(value, dict):
-            raise ValueError(f"{_dashed(flag)}: expected a JSON object, got {shortened(text)}")
-        return value
-
     def draw(self, seed: int) -> Any:
         """The pattern of a seed."""
         from popsparse.measure import draw_pattern
 
         return draw_pattern(self.shape, self.density, self.block_size, seed, self.area)
-
-
-def _dashed(flag: str) -> str:
-    return "--" + flag.replace("_", "-")

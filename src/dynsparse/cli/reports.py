@@ -1,4 +1,4 @@
-"""`dynsparse report`: pages, text and comparisons of stored profiles."""
+"""`dynsparse visualise` and `dynsparse report`: pictures of a record, pages of a profile."""
 
 from __future__ import annotations
 
@@ -6,6 +6,28 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
+
+from dynsparse.options import OUTPUT_FILE
+
+
+def visualise(
+    records_path: Annotated[
+        Path, typer.Option(help="Folder of the record, as given to the training.")
+    ],
+    output: Annotated[
+        Path | None,
+        typer.Option(help="Folder for the pictures; by default `pictures` in the record's folder."),
+    ] = None,
+    animate: Annotated[
+        bool, typer.Option("--animate", help="Also write the connectivity over time as a GIF.")
+    ] = False,
+    cmap: Annotated[str, typer.Option(help="Colour map, by matplotlib's name.")] = "magma",
+) -> None:
+    """Draw how the connectivity of a recorded training evolved."""
+    from dynsparse.report.training.connectivity import visualise as draw
+
+    for path in draw(records_path, output, cmap=cmap, animate=animate):
+        print(path)
 
 
 def report(
@@ -29,13 +51,11 @@ def report(
     ] = None,
 ) -> None:
     """Say what a run on the tile machine cost and why, from a stored profile."""
-    from popsparse.report import (
-        compare as compare_profiles,
-    )
+    from popsparse.report import compare as compare_profiles
     from popsparse.report import comparison_text, load_profile, profile_text, write_report
 
-    if output is not None and (output.is_dir() or not output.parent.is_dir()):
-        raise ValueError(f"--output: expected a file in a folder that exists, got {output}")
+    if output is not None:
+        OUTPUT_FILE.check("output", output)
     stored = load_profile(profile)
     compared = None if compare is None else compare_profiles(stored, load_profile(compare))
     if output is not None:
