@@ -20,7 +20,7 @@ from popsparse.machine.dtypes import ProgramError
 from popsparse.machine.graph import Graph
 from popsparse.machine.lowering import Lowering
 from popsparse.machine.memory import Contents, analyse, check_fit, measure_memory
-from popsparse.machine.profile import Profile, StepProfile, document
+from popsparse.machine.profile import Profile, StepProfile, build_document
 from popsparse.machine.program import Program, check_nesting, check_program
 from popsparse.machine.state import Node, State
 from popsparse.machine.target import Target
@@ -215,7 +215,7 @@ class Engine:
 
     def _write_report(self, name: str, title: str, runs: list[tuple[str, dict[str, Any]]]) -> None:
         self.options.folder.mkdir(parents=True, exist_ok=True)
-        atomic_write_text(self.options.folder / name, json.dumps(document(title, runs)))
+        atomic_write_text(self.options.folder / name, json.dumps(build_document(title, runs)))
 
     @spanned("machine run")
     def run(self, program: str | None = None) -> Profile:

@@ -40,7 +40,7 @@ _TYPED = str(_SOURCE / "dynsparse" / "typed.py")
 _NEAREST = 2
 
 
-def callers() -> Callers:
+def find_callers() -> Callers:
     """The two nearest calls from outside the tile machine, and the nearest from outside the
     library, unless some installed package made it.
 
@@ -230,7 +230,7 @@ class Graph:
         strides = [math.prod(sizes[i + 1 :]) for i in range(len(sizes))]
         tensor = Tensor(self, dtype, sizes, start, tuple(strides))
         name = name or f"{'constant' if is_constant else 'variable'}{len(group)}"
-        group.append(Variable(name, tensor, start, is_constant, callers()))
+        group.append(Variable(name, tensor, start, is_constant, find_callers()))
         end = start + tensor.numel + 1
         self.sizes[dtype] = -(-end // _ALIGNMENT) * _ALIGNMENT
         self._maps.pop(dtype, None)

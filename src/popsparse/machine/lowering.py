@@ -18,13 +18,13 @@ from popsparse.machine.tensor import Tensor
 from popsparse.machine.vertex import BoundVertices, VertexSet
 
 
-def _cycles(state: State, numel: int, dtype: Any, rate: float) -> tuple[int, float]:
+def _measure_link(state: State, numel: int, dtype: Any, rate: float) -> tuple[int, float]:
     """Bytes of all replicas, and what moving them at once takes."""
     size = numel * dtype.size * len(state.memories)
     return size, float(math.ceil(size / rate * state.target.clock_hz))
 
 
-def stream_copy(state: State, program: programs.Copy, path: str) -> Node:
+def _lower_stream_copy(state: State, program: programs.Copy, path: str) -> Node:
     """The replicas share the host's link."""
     stream = program.stream
     assert stream is not None
@@ -33,7 +33,7 @@ def stream_copy(state: State, program: programs.Copy, path: str) -> Node:
     target = state.target
     up = stream.to_device
     rate = target.host_read_bytes_per_second if up else target.host_write_bytes_per_second
-    size, cycles = _cycles(state, stream.numel, stream.dtype, rate)
+    size, cycles = _measure_link(state, stream.numel, stream.dtype, rate)
     flat = (dst if up else src).flatten()
 
     def run(profile: Profile) -> None:
@@ -54,7 +54,7 @@ def stream_copy(state: State, program: programs.Copy, path: str) -> Node:
     return run
 
 
-def remote_copy(state: State, program: programs.Copy, path: str) -> Node:
+def _lower_remote_copy(state: State, program: programs.Copy, path: str) -> Node:
     """Each processor has memory of its own beside it, so replicas do not wait for each other."""
     buffer = program.remote
     assert buffer is not None
@@ -112,7 +112,7 @@ def remote_copy(state: State, program: programs.Copy, path: str) -> Node:
     return run
 
 
-def cross_replica_copy(state: State, program: programs.CrossReplicaCopy, path: str) -> Node:
+def _lower_cross_replica_copy(state: State, program: programs.CrossReplicaCopy, path: str) -> Node:
     """All pairs of replicas at once, over the links."""
     count = len(state.memories)
     for number in (*program.to, *program.to.values()):
@@ -145,10 +145,10 @@ def cross_replica_copy(state: State, program: programs.CrossReplicaCopy, path: s
     return run
 
 
-def print_tensor(state: State, program: programs.PrintTensor, path: str) -> Node:
+def _lower_print(state: State, program: programs.PrintTensor, path: str) -> Node:
     step = state.add_step(path, "host")
     tensor = program.tensor
-    size, cycles = _cycles(
+    size, cycles = _measure_link(
         state, tensor.numel, tensor.dtype, state.target.host_write_bytes_per_second
     )
 
@@ -162,7 +162,7 @@ def print_tensor(state: State, program: programs.PrintTensor, path: str) -> Node
     return run
 
 
-def end(state: State, program: programs.ErrorProgram, path: str) -> Node:
+def _lower_error(state: State, program: programs.ErrorProgram, path: str) -> Node:
     """Raises AbortError."""
 
     def run(profile: Profile) -> None:
@@ -327,9 +327,9 @@ class Lowering:
         written = [dst for _, dst in program.pairs if isinstance(dst, Tensor)]
         self._check_written(written, f"copy {path!r}")
         if program.stream is not None:
-            return stream_copy(state, program, path)
+            return _lower_stream_copy(state, program, path)
         if program.remote is not None:
-            return remote_copy(state, program, path)
+            return _lower_remote_copy(state, program, path)
         plan = plan_copy(state.graph, state.target, program.pairs, path)
         self.copies.append(plan)
         computed = [pair for pair in program.pairs if state.computes(pair[0].dtype)]
@@ -365,13 +365,13 @@ class Lowering:
     def _CrossReplicaCopy(self, program: programs.CrossReplicaCopy, path: str) -> Node:
         self._check_written([dst for _, dst in program.pairs], f"copy {path!r}")
         path = self._leaf_path(program, path, "cross replica copy")
-        return cross_replica_copy(self.state, program, path)
+        return _lower_cross_replica_copy(self.state, program, path)
 
     def _PrintTensor(self, program: programs.PrintTensor, path: str) -> Node:
-        return print_tensor(self.state, program, self._leaf_path(program, path, "print"))
+        return _lower_print(self.state, program, self._leaf_path(program, path, "print"))
 
     def _ErrorProgram(self, program: programs.ErrorProgram, path: str) -> Node:
-        return end(self.state, program, path)
+        return _lower_error(self.state, program, path)
 
     _Abort = _ErrorProgram
 

@@ -40,7 +40,7 @@ class ProgramNode:
     parts: list[tuple[str, int, int]]
 
 
-def program_tree(
+def build_tree(
     root: programs.Program,
     rows: Mapping[programs.Program, int],
     cycles: Sequence[float],
@@ -233,7 +233,7 @@ class Profile:
         if self.program is None or self.contents is None:
             return self._kept_tree
         spent = [step.cycles for step in self.steps]
-        return program_tree(self.program, self.contents.rows, spent, self.choices)
+        return build_tree(self.program, self.contents.rows, spent, self.choices)
 
     def record(self, step: int, *, tile_cycles: np.ndarray | None = None, **amounts: float) -> None:
         """Add one run of a step: cycles and bytes by field of `StepProfile`. For engines."""
@@ -432,7 +432,7 @@ class Profile:
 FORMAT, VERSION = "dynsparse-profile", 1
 
 
-def document(
+def build_document(
     title: str, runs: Iterable[tuple[str, Mapping[str, Any]]], **more: Any
 ) -> dict[str, Any]:
     """Plain data for a file.

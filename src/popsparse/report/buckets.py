@@ -140,7 +140,7 @@ def _grid(data: BucketData, values: np.ndarray) -> np.ndarray:
     return values.reshape(data.groups * data.partition[0], data.partition[1])
 
 
-def bucket_maps(data: BucketData) -> list[tuple[str, str, str, np.ndarray, float | None]]:
+def build_bucket_maps(data: BucketData) -> list[tuple[str, str, str, np.ndarray, float | None]]:
     """The maps there are data for: (id, title, unit, values [groups * x, y], capacity)."""
     parts_z = data.partition[2]
 
@@ -167,7 +167,7 @@ def bucket_maps(data: BucketData) -> list[tuple[str, str, str, np.ndarray, float
     return maps
 
 
-def buckets_section(data: BucketData) -> str:
+def render_buckets(data: BucketData) -> str:
     """Fill by kind of content, maps over the X/Y grid, and the spread over the buckets."""
     buckets = len(data.nz_used)
     kinds = [("values", data.nz_used, data.nz_capacity)]
@@ -193,7 +193,7 @@ def buckets_section(data: BucketData) -> str:
     maps = [
         f"<figure><figcaption>{esc(title)}</figcaption>"
         f"{grid_map(values, identity=name, axes=axes, unit=unit, capacity=capacity)}</figure>"
-        for name, title, unit, values, capacity in bucket_maps(data)
+        for name, title, unit, values, capacity in build_bucket_maps(data)
     ]
     out.append('<h3>Over the X/Y grid</h3><div class="maps">' + "".join(maps) + "</div>")
     spread = [
@@ -213,18 +213,18 @@ def buckets_section(data: BucketData) -> str:
     return "".join(out)
 
 
-def buckets_sections(encoding: Any) -> tuple[str, str, dict[str, np.ndarray]]:
+def render_encoding(encoding: Any) -> tuple[str, str, dict[str, np.ndarray]]:
     """The sections about buckets and their propagation, and the values of the maps by id.
 
     Raises:
         TypeError, ValueError: as of `BucketData.read`.
     """
     data = BucketData.read(encoding)
-    maps = {name: values for name, _, _, values, _ in bucket_maps(data)}
-    return buckets_section(data), propagation_section(data), maps
+    maps = {name: values for name, _, _, values, _ in build_bucket_maps(data)}
+    return render_buckets(data), render_propagation(data), maps
 
 
-def propagation_section(data: BucketData) -> str:
+def render_propagation(data: BucketData) -> str:
     """Steps of the propagation phase, and the distances it visits."""
     z = data.partition[2]
     if not data.propagation_steps:

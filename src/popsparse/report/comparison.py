@@ -133,7 +133,7 @@ def _pairs(a: Mapping[str, float], b: Mapping[str, float], names: Sequence[str] 
     return [Pair(n, a.get(n), b.get(n)) for n in names or [*a, *(k for k in b if k not in a)]]
 
 
-def comparison_section(comparison: Comparison) -> str:
+def render_comparison(comparison: Comparison) -> str:
     """Tables of every pass."""
     titles = f"A: {esc(comparison.first)}. B: {esc(comparison.second)}."
     out = [f"<p>{titles} Changes are those from A to B.</p>"]
@@ -148,7 +148,7 @@ def comparison_section(comparison: Comparison) -> str:
             ("Cycles", compared.cycles),
             ("Cycles by operation", compared.operations),
             ("Memory of the fullest tile, bytes", compared.memory),
-            ("Findings, % of the cycles or of a tile's memory", percents(compared.findings)),
+            ("Findings, % of the cycles or of a tile's memory", _to_percent(compared.findings)),
         ):
             rows = [_row(pair) for pair in pairs if pair.first or pair.second]
             head = ["", "#A", "#B", "#difference", "#change"]
@@ -160,7 +160,7 @@ def comparison_section(comparison: Comparison) -> str:
     return "".join(out)
 
 
-def percents(pairs: Sequence[Pair]) -> list[Pair]:
+def _to_percent(pairs: Sequence[Pair]) -> list[Pair]:
     """Shares as percentages, to one digit."""
     return [
         Pair(p.name, *(None if v is None else round(100 * v, 1) for v in (p.first, p.second)))
@@ -255,7 +255,7 @@ def comparison_text(comparison: Comparison) -> str:
         lines += ["Bytes of the fullest tile", *(_text_row(pair) for pair in used)]
         if compared.findings:
             lines.append("Findings, % of the cycles or of a tile's memory")
-            lines += [_text_row(pair) for pair in percents(compared.findings)]
+            lines += [_text_row(pair) for pair in _to_percent(compared.findings)]
         for several, what in ((compared.gone, "No longer found in B"), (compared.came, "New in B")):
             lines.append(f"{what}: {', '.join(f.title.lower() for f in several) or 'nothing'}")
     return "\n".join(line.rstrip() for line in lines)

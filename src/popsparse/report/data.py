@@ -19,7 +19,7 @@ from dynsparse.files.limits import parse_json
 from dynsparse.files.shorten import shortened
 from dynsparse.typed import typed
 from popsparse.machine import HeldVariable, PlacedVertices, ProgramNode
-from popsparse.machine.profile import FORMAT, VERSION, document
+from popsparse.machine.profile import FORMAT, VERSION, build_document
 
 PARTS = ("compute", "exchange", "sync", "host")
 """What the cycles of a step consist of."""
@@ -343,7 +343,7 @@ def save_profile(
     for name, run in runs:
         _profile(name, run)
     more = {"plan": plan, "predicted": predicted, "encoding": encoding}
-    content = document(title, runs, summary=dict(summary or {}), **more)
+    content = build_document(title, runs, summary=dict(summary or {}), **more)
     try:
         text = json.dumps(content, separators=(",", ":"), allow_nan=False)
     except (TypeError, ValueError) as error:

@@ -14,29 +14,29 @@ from dynsparse.checks import check_kind
 from dynsparse.files.atomic_write import atomic_write_text
 from dynsparse.typed import typed
 from dynsparse.version import __version__
-from popsparse.report.buckets import buckets_sections, encoding_data
+from popsparse.report.buckets import encoding_data, render_encoding
 from popsparse.report.charts import esc, number, words
-from popsparse.report.comparison import Comparison, comparison_section
+from popsparse.report.comparison import Comparison, render_comparison
 from popsparse.report.data import ProfileData, read_profiles, reading
 from popsparse.report.passes import (
-    balance_section,
-    predicted_section,
-    program_section,
-    steps_section,
-    tile_contents,
-    tiles_section,
-    timeline_section,
-    tree_section,
+    render_balance,
+    render_predicted,
+    render_program,
+    render_steps,
+    render_tile_contents,
+    render_tiles,
+    render_timeline,
+    render_tree,
 )
-from popsparse.report.plan import plan_section, plan_summary, summary_section
-from popsparse.report.rules import findings, findings_section
+from popsparse.report.plan import plan_summary, render_plan, render_summary
+from popsparse.report.rules import findings, render_findings
 from popsparse.report.steps import (
     contents_data,
     fold,
     live_data,
-    live_section,
     merge_numbered_steps,
-    operations_section,
+    render_live_memory,
+    render_operations,
     short_names,
     timeline_data,
 )
@@ -53,7 +53,7 @@ class Section(NamedTuple):
     html: str
 
 
-def _links(sections: list[Section]) -> str:
+def _render_links(sections: list[Section]) -> str:
     """Links to the sections; those of one pass, "pass: what", in one group."""
     out: list[str] = []
     last = ""
@@ -68,7 +68,7 @@ def _links(sections: list[Section]) -> str:
     return "".join(f"<span>{group}</span>" for group in out)
 
 
-def page(title: str, subtitle: str, sections: list[Section], data: dict[str, Any]) -> str:
+def _render_page(title: str, subtitle: str, sections: list[Section], data: dict[str, Any]) -> str:
     """The whole page. `data` is what the script draws and shows, as JSON inside it."""
     folder = files("popsparse.report")
     style = folder.joinpath("page.css").read_text("utf-8")
@@ -85,7 +85,7 @@ def page(title: str, subtitle: str, sections: list[Section], data: dict[str, Any
         '<meta name="viewport" content="width=device-width, initial-scale=1">'
         f'<title>{esc(title)}</title><link rel="icon" href="data:,">'
         f"<style>\n{style}</style></head>\n<body>"
-        f"<header><h1>{esc(title)}</h1><nav>{_links(sections)}</nav></header>\n<main>\n{body}</main>\n"
+        f"<header><h1>{esc(title)}</h1><nav>{_render_links(sections)}</nav></header>\n<main>\n{body}</main>\n"
         f"<footer>{esc(subtitle)}</footer>\n"
         f'<script type="application/json" id="data">{plain}</script>\n'
         + "".join(f"<script>\n{script}</script>\n" for script in scripts)
@@ -158,18 +158,18 @@ def report_html(
             sections.append(Section(identity, heading, html))
 
     profiles = read_profiles(profile)
-    add("summary", "Summary", summary_section(summary))
+    add("summary", "Summary", render_summary(summary))
     if compared is not None:
-        add("compared", "Compared", comparison_section(compared))
+        add("compared", "Compared", render_comparison(compared))
     if profiles:
         add(
             "findings",
             "What costs most",
-            findings_section([(p.name, findings(p)) for p in profiles]),
+            render_findings([(p.name, findings(p)) for p in profiles]),
         )
     if plan:
         with reading("plan"):
-            html = plan_section(plan)
+            html = render_plan(plan)
         add("plan", "The plan" + (", and why it won" if "Runners-up" in html else ""), html)
     for place, run in enumerate(profiles):
         same = next((i for i, p in enumerate(profiles[:place]) if p.same_memory(run)), place)
@@ -178,16 +178,16 @@ def report_html(
     if predicted:
         heading = "Predicted by the execution model" if profiles else "Predicted cycles"
         with reading("predicted"):
-            html = predicted_section(predicted, profiles)
+            html = render_predicted(predicted, profiles)
         add("predicted", heading, html)
     if encoding:
-        buckets, propagation, maps = buckets_sections(encoding)
+        buckets, propagation, maps = render_encoding(encoding)
         add("buckets", "Buckets", buckets)
         add("propagation", "Propagation", propagation)
         for name, values in maps.items():
             shown = values.T if values.shape[0] > values.shape[1] else values
             data["maps"][name] = _numbers(shown.ravel())
-    return page(title, f"dynsparse {__version__}", sections, data)
+    return _render_page(title, f"dynsparse {__version__}", sections, data)
 
 
 def _profile_sections(
@@ -202,26 +202,26 @@ def _profile_sections(
     def heading(text: str) -> str:
         return before + (text if before else text[0].upper() + text[1:])
 
-    head = balance_section(profile)
+    head = render_balance(profile)
     if len(profile.order):
         order, names = merge_numbered_steps(profile)
         loops = fold(order)
         data["timelines"][key] = timeline_data(profile, loops)
-        add(f"{key}-timeline", heading("timeline"), head + timeline_section(profile, key))
+        add(f"{key}-timeline", heading("timeline"), head + render_timeline(profile, key))
         add(
             f"{key}-program",
             heading("program as it ran"),
-            program_section(profile, loops, [names[i] for i in order]),
+            render_program(profile, loops, [names[i] for i in order]),
         )
     else:
         add(f"{key}-run", heading("run"), head)
     if profile.cycles:
-        add(f"{key}-operations", heading("operations"), operations_section(profile))
-    add(f"{key}-steps", heading("cycles by program step"), steps_section(profile))
+        add(f"{key}-operations", heading("operations"), render_operations(profile))
+    add(f"{key}-steps", heading("cycles by program step"), render_steps(profile))
     if profile.program:
-        html = tree_section(profile.program, short_names(profile), profile.cycles)
+        html = render_tree(profile.program, short_names(profile), profile.cycles)
         add(f"{key}-tree", heading("static program"), html)
-    if live := live_section(profile, key):
+    if live := render_live_memory(profile, key):
         assert profile.contents is not None
         if memory == key:
             data["contents"][key] = contents_data(profile.contents)
@@ -230,9 +230,9 @@ def _profile_sections(
     tiles = profile.tiles
     if tiles is not None:
         is_first = memory == key
-        html = tiles_section(profile, tiles, key, "" if is_first else memory_of)
+        html = render_tiles(profile, tiles, key, "" if is_first else memory_of)
         if is_first and live:
-            html = tile_contents(tiles, profile.limit, profile.worst_tile, key) + html
+            html = render_tile_contents(tiles, profile.limit, profile.worst_tile, key) + html
         add(f"{key}-tiles", heading("tiles"), html)
         series = {"received": {"bytes received": tiles.received}}
         if is_first:

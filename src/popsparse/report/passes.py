@@ -32,7 +32,7 @@ _CLASSES = {"Execute": "compute", "Copy": "exchange", "Sync": "sync"}
 """Kinds that have the colour of what they cost."""
 
 
-def tree_section(program: Sequence[ProgramNode], step_names: Sequence[str], total: float) -> str:
+def render_tree(program: Sequence[ProgramNode], step_names: Sequence[str], total: float) -> str:
     """Nested lists that fold: what ran is open, what several places call is shown once."""
     shown: set[int] = set()
     lines = 0
@@ -88,11 +88,11 @@ def _row(text: str, figures: str, inside: str, state: str) -> str:
 _MOST_STEPS = 40
 
 
-def _legend(profile: ProfileData) -> str:
+def _render_parts_legend(profile: ProfileData) -> str:
     return legend((part, part) for part in PARTS if profile.parts[part])
 
 
-def balance_section(profile: ProfileData) -> str:
+def render_balance(profile: ProfileData) -> str:
     """Where the cycles of the whole run went."""
     shares = [
         (part, f"{part} {number(cycles)} ({percent(cycles, profile.cycles)})")
@@ -110,7 +110,7 @@ def balance_section(profile: ProfileData) -> str:
     )
 
 
-def timeline_section(profile: ProfileData, identity: str) -> str:
+def render_timeline(profile: ProfileData, identity: str) -> str:
     """The frame the script draws into."""
     cut = ""
     if not profile.whole:
@@ -125,12 +125,12 @@ def timeline_section(profile: ProfileData, identity: str) -> str:
         '<button data-do="left" title="earlier">◀</button>'
         '<button data-do="right" title="later">▶</button>'
         '<button data-do="all">all</button><output></output></div>'
-        f"<canvas></canvas></div>{_legend(profile)}"
+        f"<canvas></canvas></div>{_render_parts_legend(profile)}"
         "<noscript><p>The timeline needs JavaScript; the tables do not.</p></noscript>"
     )
 
 
-def program_section(profile: ProfileData, loops: list[Run], names: list[str]) -> str:
+def render_program(profile: ProfileData, loops: list[Run], names: list[str]) -> str:
     """The run in order, loops once with their count; `names` are those of the runs of steps."""
     rows: list[tuple[str, list[Any]]] = []
 
@@ -158,10 +158,10 @@ def program_section(profile: ProfileData, loops: list[Run], names: list[str]) ->
 
     visit(loops, np.zeros(1, np.int64), 0, 0)
     head = ["step", "#times", "#cycles", "#share", "="]
-    return table(head, rows, "tall" if len(rows) > 40 else "") + _legend(profile)
+    return table(head, rows, "tall" if len(rows) > 40 else "") + _render_parts_legend(profile)
 
 
-def steps_section(profile: ProfileData) -> str:
+def render_steps(profile: ProfileData) -> str:
     """Steps by cost; a balance of 100 % means that all tiles had as much to do."""
     ran = sorted((step for step in profile.steps if step.runs), key=lambda step: -step.cycles)
     names = dict(zip(map(id, profile.steps), short_names(profile), strict=True))
@@ -190,10 +190,10 @@ def steps_section(profile: ProfileData) -> str:
         rows.append(row(f"{len(rest):,} more steps", "", rest, ""))
     head = ["step", "kind", "#runs", "#cycles", "#share", "="]
     head += [*(f"#{part}" for part in PARTS[:3]), "#balance", "#received, B"]
-    return table(head, rows) + _legend(profile) + _codelets(profile)
+    return table(head, rows) + _render_parts_legend(profile) + _render_codelets(profile)
 
 
-def _codelets(profile: ProfileData) -> str:
+def _render_codelets(profile: ProfileData) -> str:
     if not profile.codelets:
         return ""
     ranked = sorted(profile.codelets.items(), key=lambda item: -item[1]["cycles"])
@@ -202,7 +202,7 @@ def _codelets(profile: ProfileData) -> str:
     return f"<details><summary>Vertices by codelet</summary>{shown}</details>"
 
 
-def tiles_section(profile: ProfileData, tiles: Tiles, identity: str, memory_of: str = "") -> str:
+def render_tiles(profile: ProfileData, tiles: Tiles, identity: str, memory_of: str = "") -> str:
     """Memory and occupancy of every tile, and how both are spread.
 
     `memory_of` names a pass of the same program: its memory is this one's, and not shown again.
@@ -274,7 +274,7 @@ def tiles_section(profile: ProfileData, tiles: Tiles, identity: str, memory_of: 
     return "".join(out)
 
 
-def predicted_section(predicted: Mapping[str, Any], profiles: list[ProfileData]) -> str:
+def render_predicted(predicted: Mapping[str, Any], profiles: list[ProfileData]) -> str:
     """Steps of each pass as the execution model counts them (`PassTime.to_dict`).
 
     Where the machine ran the pass, the difference is stated.
@@ -313,7 +313,7 @@ def _columns(tiles: int) -> int:
     return min(full, key=lambda n: abs(n - target)) if full else target
 
 
-def tile_map(used: np.ndarray, limit: float, identity: str) -> str:
+def render_tile_map(used: np.ndarray, limit: float, identity: str) -> str:
     """The map of bytes [tiles]; tiles run to the right, then down. Where some need more than
     `limit`, these are warm."""
     columns = _columns(len(used))
@@ -330,7 +330,7 @@ def tile_map(used: np.ndarray, limit: float, identity: str) -> str:
     )
 
 
-def tile_contents(tiles: Tiles, limit: float, tile: int, identity: str) -> str:
+def render_tile_contents(tiles: Tiles, limit: float, tile: int, identity: str) -> str:
     """The map, and the frame of what lies on the tile that is chosen, by a click or its number."""
     used = np.sum(list(tiles.memory.values()), axis=0)
     name = esc(identity)
@@ -340,6 +340,6 @@ def tile_contents(tiles: Tiles, limit: float, tile: int, identity: str) -> str:
         "<p>Every tile in the colour of the memory in use. Click on one to see what it holds, "
         f'<label>or give its number: <input type="number" min="0" max="{len(used) - 1}" '
         f'value="{tile}"></label></p>'
-        + tile_map(used, limit, f"{identity}-map")
+        + render_tile_map(used, limit, f"{identity}-map")
         + '<div class="what"></div></div>'
     )

@@ -44,19 +44,20 @@ _OWN_PLACE = ("cycles", "seconds", "tflops")  # In the summary.
 _MEMORY = (("buckets", "c0"), ("operands", "c1"), ("temporary", "c2"), ("code", "c3"))
 
 
-def plan_section(plan: Mapping[str, Any]) -> str:
+def render_plan(plan: Mapping[str, Any]) -> str:
     """The section of either kind of plan; of the second also one for each pass, by name.
 
     Raises:
         TypeError, ValueError: neither kind.
     """
     if "plan" in plan and "passes" in plan:
-        return _sparse(plan)
+        return _render_sparse(plan)
     if "terms" in plan:
-        return _flat(plan)
+        return _render_pass_plan(plan)
     if plan and all(isinstance(entry, Mapping) and "terms" in entry for entry in plan.values()):
         return "".join(
-            f'<h3 class="pass">{esc(words(n)).capitalize()}</h3>{_flat(p)}' for n, p in plan.items()
+            f'<h3 class="pass">{esc(words(n)).capitalize()}</h3>{_render_pass_plan(p)}'
+            for n, p in plan.items()
         )
     keys = ", ".join(map(str, list(plan)[:8])) or "nothing"
     raise ValueError(
@@ -65,11 +66,11 @@ def plan_section(plan: Mapping[str, Any]) -> str:
     )
 
 
-def _facts(facts: list[tuple[str, str]]) -> str:
+def _render_facts(facts: list[tuple[str, str]]) -> str:
     return "<dl>" + "".join(f"<div><dt>{esc(k)}</dt><dd>{v}</dd></div>" for k, v in facts) + "</dl>"
 
 
-def _terms(terms: Sequence[tuple[str, float, float | None]]) -> str:
+def _render_terms(terms: Sequence[tuple[str, float, float | None]]) -> str:
     """Cycles by term, with the temporary bytes where they are known."""
     total = sum(cycles for _, cycles, _ in terms)
     most = max((cycles for _, cycles, _ in terms), default=0)
@@ -85,7 +86,7 @@ def _terms(terms: Sequence[tuple[str, float, float | None]]) -> str:
     return table(head, rows)
 
 
-def _sparse(report: Mapping[str, Any]) -> str:
+def _render_sparse(report: Mapping[str, Any]) -> str:
     chosen = report["plan"]
     buckets, search = report.get("buckets"), report.get("search")
     parts = [int(chosen[key]) for key in ("x", "y", "z")]
@@ -113,14 +114,14 @@ def _sparse(report: Mapping[str, Any]) -> str:
     if "grad_weight" in report["passes"]:
         moved = "buckets" if chosen.get("grad_w_exchange_buckets") else "inputs"
         facts.append(("Weight gradient moves", moved))
-    out = [_facts(facts)]
+    out = [_render_facts(facts)]
     for name, cost in report["passes"].items():
         terms = [
             (term["name"], float(term["cycles"]), term["temporary_bytes"]) for term in cost["terms"]
         ]
-        out.append(f"<h3>Estimated cost, {esc(words(name))}</h3>{_terms(terms)}")
+        out.append(f"<h3>Estimated cost, {esc(words(name))}</h3>{_render_terms(terms)}")
     if report.get("memory"):
-        out.append(_memory(report["memory"]))
+        out.append(_render_memory(report["memory"]))
     if search:
         out.append(
             f"<p>{number(search['partitions'])} partitions were priced in each of "
@@ -128,11 +129,11 @@ def _sparse(report: Mapping[str, Any]) -> str:
             f"are allowed, {number(search['fitting'])} stay within the memory bound.</p>"
         )
     if report.get("runners_up"):
-        out.append(_runners_up(report))
+        out.append(_render_runners_up(report))
     return "".join(out)
 
 
-def _memory(memory: Mapping[str, Any]) -> str:
+def _render_memory(memory: Mapping[str, Any]) -> str:
     needed, available = memory["needed"], memory["available"]
     whole = max(needed, available)
     parts = [(kind, float(memory[key])) for key, kind in _MEMORY]
@@ -145,10 +146,10 @@ def _memory(memory: Mapping[str, Any]) -> str:
     )
 
 
-def _runners_up(report: Mapping[str, Any]) -> str:
+def _render_runners_up(report: Mapping[str, Any]) -> str:
     runners_up = report["runners_up"]
     cut = [key for key in runners_up[0] if key not in _OF_RUNNERS_UP]
-    why = [str(row.get("why", "")) or _why(report, row) for row in runners_up]
+    why = [str(row.get("why", "")) or _explain_difference(report, row) for row in runners_up]
     most = max(abs(row["behind"]) for row in runners_up)
     head: list[str | tuple[str, str]] = [
         (" × ".join(_LABELS.get(key, words(key)) for key in cut), "w"),
@@ -175,7 +176,7 @@ def _runners_up(report: Mapping[str, Any]) -> str:
     return "<h3>Runners-up</h3>" + table(head, rows)
 
 
-def _why(report: Mapping[str, Any], row: Mapping[str, Any]) -> str:
+def _explain_difference(report: Mapping[str, Any], row: Mapping[str, Any]) -> str:
     """The terms in which a runner-up loses and gains most, where both have terms."""
     if "terms" not in row or "terms" not in report:
         return ""
@@ -185,7 +186,7 @@ def _why(report: Mapping[str, Any], row: Mapping[str, Any]) -> str:
     return ", ".join(f"{more[key]:+,} {key}" for key in more if key in ends and more[key])
 
 
-def _flat(report: Mapping[str, Any]) -> str:
+def _render_pass_plan(report: Mapping[str, Any]) -> str:
     """Any plan of one pass: facts, a mapping of terms to cycles; perhaps memory, runners-up."""
     chosen = report.get("plan")
     facts = []
@@ -200,11 +201,11 @@ def _flat(report: Mapping[str, Any]) -> str:
         elif isinstance(value, (list, tuple)):
             facts.append((label, " to ".join(number(entry) for entry in value)))
     terms = [(str(k), float(v), None) for k, v in report["terms"].items()]
-    out = [_facts(facts), "<h3>Estimated cost</h3>", _terms(terms)]
+    out = [_render_facts(facts), "<h3>Estimated cost</h3>", _render_terms(terms)]
     if report.get("memory"):
-        out.append(_memory(report["memory"]))
+        out.append(_render_memory(report["memory"]))
     if report.get("runners_up"):
-        out.append(_runners_up(report))
+        out.append(_render_runners_up(report))
     return "".join(out)
 
 
@@ -290,7 +291,7 @@ def _by_pass(key: str, value: Any, unit: str) -> str:
     )
 
 
-def summary_section(summary: Mapping[str, Any]) -> str:
+def render_summary(summary: Mapping[str, Any]) -> str:
     """Headlines as cards, the rest as a list. Keys it does not know are shown as they are."""
     cards, rest = [], []
     for key, value in summary.items():

@@ -317,7 +317,7 @@ def _weight(finding: Finding) -> float:
     return finding.share - 0.75 if finding.rule in ("memory near", "always live") else finding.share
 
 
-def findings_section(passes: Sequence[tuple[str, Sequence[Finding]]], most: int = 3) -> str:
+def render_findings(passes: Sequence[tuple[str, Sequence[Finding]]], most: int = 3) -> str:
     """The first of each pass, by name."""
     out = []
     for name, several in passes:

@@ -228,7 +228,7 @@ def _operation(name: str, steps: list[StepData], clock: float) -> Operation:
     )
 
 
-def operations_section(profile: ProfileData) -> str:
+def render_operations(profile: ProfileData) -> str:
     """Operations and those inside them, to the third part of their names."""
     entries = operations(profile, 3)
     rows = []
@@ -306,13 +306,13 @@ def contents_data(contents: ContentsData) -> dict[str, Any]:
     """Variables and vertices for the script: [name, type, kind, calls, stretches flat]."""
     largest, _ = _kept(contents)
     rows = [
-        [v.name, v.dtype, _KINDS.index(v.kind), ", from ".join(v.made_by), _flat(v.on)]
+        [v.name, v.dtype, _KINDS.index(v.kind), ", from ".join(v.made_by), _flatten(v.on)]
         for v in (contents.variables[i] for i in largest)
     ]
     return {
         "variables": rows,
         "vertices": [
-            [vertices.step, vertices.codelet, _flat(vertices.on)]
+            [vertices.step, vertices.codelet, _flatten(vertices.on)]
             for vertices in contents.vertices[:_MOST_VERTICES]
         ],
     }
@@ -325,7 +325,7 @@ def _kept(contents: ContentsData) -> tuple[list[int], dict[int, int]]:
     return largest, {old: new for new, old in enumerate(largest)}
 
 
-def _flat(stretches: list[tuple[int, int, int]]) -> list[int]:
+def _flatten(stretches: list[tuple[int, int, int]]) -> list[int]:
     return [value for stretch in stretches for value in stretch]
 
 
@@ -359,7 +359,7 @@ def live_data(profile: ProfileData, contents_of: str) -> dict[str, Any]:
     }
 
 
-def live_section(profile: ProfileData, identity: str) -> str:
+def render_live_memory(profile: ProfileData, identity: str) -> str:
     """The frame of the charts and of the table of a chosen step."""
     contents = profile.contents
     peak = peak_step(profile)

@@ -27,7 +27,7 @@ from popsparse.planning.params import FullyConnectedParams, SparsityParams
 from popsparse.planning.report import plan_report
 from popsparse.planning.search import make_plan
 from popsparse.report import encoding_data, report_html, write_report
-from popsparse.report.passes import tile_map
+from popsparse.report.passes import render_tile_map
 from popsparse.timing import predict
 
 
@@ -221,7 +221,7 @@ def test_pages_of_large_programs_stay_small():
 @pytest.mark.parametrize(("tiles", "columns"), [(1, 1), (24, 6), (1472, 46), (1471, 54)])
 def test_every_tile_is_a_cell_of_the_map(tiles, columns):
     used = np.linspace(1, 1000, tiles)
-    drawn = tile_map(used, 500.0, "map")
+    drawn = render_tile_map(used, 500.0, "map")
     Page(drawn)
     assert f'data-columns="{columns}"' in drawn
     cells = re.findall(r"M[\d.]+ [\d.]+h", drawn)
