@@ -112,68 +112,6 @@ def _lower_remote_copy(state: State, program: programs.Copy, path: str) -> Node:
     return run
 
 
-def _lower_cross_replica_copy(state: State, program: programs.CrossReplicaCopy, path: str) -> Node:
-    """All pairs of replicas at once, over the links."""
-    count = len(state.memories)
-    for number in (*program.to, *program.to.values()):
-        if number >= count:
-            raise ProgramError(f"{path!r}: there are replicas 0 to {count - 1}, got {number}")
-    step = state.add_step(path, "links")
-    src, dst = program.pairs[0]
-    target, root = state.target, state.graph.root
-    of_tile, to_tile = (
-        np.bincount(root.tiles_of(t).reshape(-1), minlength=target.tiles) * t.dtype.size
-        for t in (src, dst)
-    )
-    busiest = max(int(of_tile.max()), int(to_tile.max())) if program.to else 0
-    exchange = math.ceil(busiest / target.exchange_bytes_per_cycle)
-    each = target.processor_tiles
-    by_processor = np.stack([t.reshape(-1, each).sum(1) for t in (of_tile, to_tile)])
-    # A replica's processor sends to one other and receives from one.
-    links = np.diag(by_processor.max(0)).astype(float)
-    moving = {s: r for s, r in program.to.items() if s != r}
-    size = src.numel * src.dtype.size * len(moving)
-    spent = max(exchange, link_cycles(target, links) if moving else 0)
-
-    def run(profile: Profile) -> None:
-        if state.computes(src.dtype):
-            sent = {r: state.read(src, s) for s, r in program.to.items()}
-            for receiver, values in sent.items():
-                state.store(dst, values.reshape(dst.shape), path, receiver)
-        profile.record(step, sync=target.link_sync_cycles, exchange=spent, link_bytes=size)
-
-    return run
-
-
-def _lower_print(state: State, program: programs.PrintTensor, path: str) -> Node:
-    step = state.add_step(path, "host")
-    tensor = program.tensor
-    size, cycles = _measure_link(
-        state, tensor.numel, tensor.dtype, state.target.host_write_bytes_per_second
-    )
-
-    def run(profile: Profile) -> None:
-        for replica in range(len(state.memories)):
-            which = f" of replica {replica}" if len(state.memories) > 1 else ""
-            shown = _shown(state, tensor, replica)
-            print(f"{program.title}{which}: {shown}", file=state.print_to)
-        profile.record(step, sync=state.sync_of_all, host=cycles, to_host_bytes=size)
-
-    return run
-
-
-def _lower_error(state: State, program: programs.ErrorProgram, path: str) -> Node:
-    """Raises AbortError."""
-
-    def run(profile: Profile) -> None:
-        line = program.message
-        if program.tensor is not None:
-            line += f": {_shown(state, program.tensor, 0)}"
-        raise AbortError(f"{line} (after {profile.cycles:,.0f} cycles, at {path or 'the start'})")
-
-    return run
-
-
 def _shown(state: State, tensor: Tensor, replica: int) -> str:
     if not state.computes(tensor.dtype):
         return "not computed"
@@ -363,15 +301,69 @@ class Lowering:
                 raise ProgramError(f"{what} writes the constant {constant.name!r}")
 
     def _CrossReplicaCopy(self, program: programs.CrossReplicaCopy, path: str) -> Node:
+        """All pairs of replicas at once, over the links."""
         self._check_written([dst for _, dst in program.pairs], f"copy {path!r}")
         path = self._leaf_path(program, path, "cross replica copy")
-        return _lower_cross_replica_copy(self.state, program, path)
+        state = self.state
+        count = len(state.memories)
+        for number in (*program.to, *program.to.values()):
+            if number >= count:
+                raise ProgramError(f"{path!r}: there are replicas 0 to {count - 1}, got {number}")
+        step = state.add_step(path, "links")
+        src, dst = program.pairs[0]
+        target, root = state.target, state.graph.root
+        of_tile, to_tile = (
+            np.bincount(root.tiles_of(t).reshape(-1), minlength=target.tiles) * t.dtype.size
+            for t in (src, dst)
+        )
+        busiest = max(int(of_tile.max()), int(to_tile.max())) if program.to else 0
+        exchange = math.ceil(busiest / target.exchange_bytes_per_cycle)
+        each = target.processor_tiles
+        by_processor = np.stack([t.reshape(-1, each).sum(1) for t in (of_tile, to_tile)])
+        # A replica's processor sends to one other and receives from one.
+        links = np.diag(by_processor.max(0)).astype(float)
+        moving = {s: r for s, r in program.to.items() if s != r}
+        size = src.numel * src.dtype.size * len(moving)
+        spent = max(exchange, link_cycles(target, links) if moving else 0)
+
+        def run(profile: Profile) -> None:
+            if state.computes(src.dtype):
+                sent = {r: state.read(src, s) for s, r in program.to.items()}
+                for receiver, values in sent.items():
+                    state.store(dst, values.reshape(dst.shape), path, receiver)
+            profile.record(step, sync=target.link_sync_cycles, exchange=spent, link_bytes=size)
+
+        return run
 
     def _PrintTensor(self, program: programs.PrintTensor, path: str) -> Node:
-        return _lower_print(self.state, program, self._leaf_path(program, path, "print"))
+        state = self.state
+        step = state.add_step(self._leaf_path(program, path, "print"), "host")
+        tensor = program.tensor
+        size, cycles = _measure_link(
+            state, tensor.numel, tensor.dtype, state.target.host_write_bytes_per_second
+        )
+
+        def run(profile: Profile) -> None:
+            for replica in range(len(state.memories)):
+                which = f" of replica {replica}" if len(state.memories) > 1 else ""
+                shown = _shown(state, tensor, replica)
+                print(f"{program.title}{which}: {shown}", file=state.print_to)
+            profile.record(step, sync=state.sync_of_all, host=cycles, to_host_bytes=size)
+
+        return run
 
     def _ErrorProgram(self, program: programs.ErrorProgram, path: str) -> Node:
-        return _lower_error(self.state, program, path)
+        state = self.state
+
+        def run(profile: Profile) -> None:
+            line = program.message
+            if program.tensor is not None:
+                line += f": {_shown(state, program.tensor, 0)}"
+            raise AbortError(
+                f"{line} (after {profile.cycles:,.0f} cycles, at {path or 'the start'})"
+            )
+
+        return run
 
     _Abort = _ErrorProgram
 
