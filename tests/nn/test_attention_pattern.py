@@ -172,11 +172,11 @@ def test_what_does_not_go_together_is_refused():
     x = torch.randn(1, TOKENS, 16)
     made = layer(pattern)
     wrong = [
-        (lambda: made(x, x, x, attn_mask=torch.zeros(TOKENS, TOKENS)), "put it into the pattern"),
+        (lambda: made(x, x, x, attn_mask=torch.zeros(TOKENS, TOKENS)), "include it in the pattern"),
         (lambda: made(x[:, :8], x, x), "for 48 queries and 48 keys, got 8 and 48"),
         (
             lambda: made(x, x, x, score_mod=lambda s, *_: s, need_weights=False),
-            "do not go with attention_pattern",
+            "cannot be combined with attention_pattern",
         ),
         (lambda: layer(pattern, add_zero_attn=True), "add_zero_attn"),
         (lambda: layer(pattern, add_bias_kv=True), "add_bias_kv"),

@@ -91,19 +91,21 @@ def test_it_is_what_torch_computes():
 def test_what_does_not_fit():
     layer = SparseMultiheadAttention(32, HEADS, dropout=0.1, batch_first=True)
     x = torch.randn(N, LENGTH, 32)
-    with pytest.raises(ValueError, match="do not go with need_weights=True, dropout: leave one"):
+    with pytest.raises(
+        ValueError, match="cannot be combined with need_weights=True, dropout: leave one"
+    ):
         layer(x, x, x, score_mod=sloped)
     layer.eval()
-    with pytest.raises(ValueError, match="do not go with is_causal"):
+    with pytest.raises(ValueError, match="cannot be combined with is_causal"):
         layer(x, x, x, need_weights=False, is_causal=True, score_mod=sloped)
-    with pytest.raises(ValueError, match="do not go with attn_mask, key_padding_mask"):
+    with pytest.raises(ValueError, match="cannot be combined with attn_mask, key_padding_mask"):
         layer(x, x, x, torch.zeros(N, LENGTH), False, torch.zeros(9, 9), block_mask=mask_of())
     with pytest.raises(TypeError, match="score_mod must be a function or None, got int"):
         layer(x, x, x, need_weights=False, score_mod=3)
-    with pytest.raises(TypeError, match="block_mask must be what create_block_mask makes"):
+    with pytest.raises(TypeError, match="block_mask must be a result of create_block_mask"):
         layer(x, x, x, need_weights=False, block_mask=torch.ones(9, 9))
     with pytest.raises(ValueError, match="block_mask is for 8 queries and 9 keys, got 9 and 9"):
         layer(x, x, x, need_weights=False, block_mask=mask_of(8))
     layer = SparseMultiheadAttention(32, HEADS, batch_first=True, add_zero_attn=True)
-    with pytest.raises(ValueError, match="do not go with add_bias_kv and add_zero_attn"):
+    with pytest.raises(ValueError, match="cannot be combined with add_bias_kv and add_zero_attn"):
         layer(x, x, x, need_weights=False, score_mod=sloped)

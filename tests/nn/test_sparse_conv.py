@@ -332,7 +332,7 @@ def test_what_computes_it():
     assert layer.kernel(2, 8) == layer.kernel(2, (8, 8), backward=True) == "dense"
     if native.load() is not None:
         assert layer.float().kernel(32, 8) == "sparse"
-    with pytest.raises(ValueError, match="size must be that of the input"):
+    with pytest.raises(ValueError, match="size must be the size of the input"):
         layer.kernel(2)
 
 

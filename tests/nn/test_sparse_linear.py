@@ -86,7 +86,7 @@ def test_from_dense_refuses_nan():
     dense = nn.Linear(4, 4)
     with torch.no_grad():
         dense.weight[1, 2] = float("nan")
-    with pytest.raises(ValueError, match="weights hold NaN"):
+    with pytest.raises(ValueError, match="weights contain NaN"):
         SparseLinear.from_dense(dense, 0.5)
 
 

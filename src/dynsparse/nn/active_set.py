@@ -1,4 +1,4 @@
-"""A layer whose forward pass uses only some of its weights, while all of them learn."""
+"""A layer whose forward pass uses a subset of its weights while all of them are trained."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ from dynsparse.typed import typed
 class ActiveSet:
     """The slots of a layer that its forward pass uses.
 
-    Y = X A^T + b and dX = dY A take the active weights alone; dW = dY^T X is computed at all
-    positions of the layer, as if they had all been used.
+    Y = X A^T + b and dX = dY A use the active weights only; dW = dY^T X is computed for all slots
+    of the layer.
 
     Source: Jayakumar et al. 2020, "Top-KAST: Top-K Always Sparse Training", section 2: the layer's
     pattern is the set B, the active slots are the set A.
 
     Args:
-        pattern: of the layer.
-        slots: the active ones: int64 [any], sorted and distinct.
-        device: where the layer's values are.
+        pattern: the pattern of the layer.
+        slots: the active slots: int64 [any], sorted and distinct.
+        device: the device of the layer's values.
 
     Raises:
         ValueError: slots outside the pattern, not sorted or not distinct.
@@ -48,37 +48,37 @@ class ActiveSet:
         ):
             raise ValueError(f"active slots must be sorted, distinct and within [0, {pattern.nnz})")
         self.pattern = SparsePattern._by_slots(pattern.flat[slots], pattern)
-        self._hold(slots.to(device))
+        self._set_slots(slots.to(device))
 
     @classmethod
     def _on_device(cls, pattern: SparsePattern, slots: Tensor) -> ActiveSet:
-        """Slots that a device has chosen, sorted and distinct by the way they were made; nothing
-        waits for it."""
-        made = cls.__new__(cls)
+        """From slots on a device, which are sorted and distinct by construction; does not
+        synchronise with the device."""
+        active = cls.__new__(cls)
         flat = pattern._flat_on(slots.device).index_select(0, slots)
         if len(pattern._slots_on(slots.device)):
             flat, order = flat.sort()
             slots = slots.index_select(0, order)
-        made.pattern = SparsePattern._on_device(flat, pattern)
-        made._hold(slots)
-        return made
+        active.pattern = SparsePattern._on_device(flat, pattern)
+        active._set_slots(slots)
+        return active
 
-    def _hold(self, slots: Tensor) -> None:
+    def _set_slots(self, slots: Tensor) -> None:
         self.slots = slots
         self._index = self.pattern._index_on(slots.device)
-        # Off the CPU what kernels make of the index is kept; calls find it by these tensors.
+        # On other devices, kernels cache what they derive from the index by these tensors.
         like = torch.empty((), device=slots.device).expand(self.pattern.values_shape)
-        own = LayerIndex(self._index, like)
-        self._own = None if own.on_cpu else own
-        if self._own is not None:
-            register_index(self._own)
+        index = LayerIndex(self._index, like)
+        self._cached = None if index.on_cpu else index
+        if self._cached is not None:
+            register_index(self._cached)
 
     def __getstate__(self) -> dict[str, Any]:
         return {"pattern": self.pattern, "slots": self.slots}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.pattern = state["pattern"]
-        self._hold(state["slots"])
+        self._set_slots(state["slots"])
 
     target = None
 
@@ -87,7 +87,7 @@ class ActiveSet:
         return self.product(layer, x, layer.bias)
 
     def product(self, layer: Any, x: Tensor, bias: Tensor | None) -> Tensor:
-        """The same with another bias, or none."""
+        """The forward pass with another bias, or None."""
         refuse_transforms("a layer with an active subset", x, layer.values)
         device = x.device.type
         if torch.is_autocast_enabled(device) and x.is_floating_point():
@@ -98,26 +98,30 @@ class ActiveSet:
             )
 
     def may_take(self, other: ActiveSet) -> bool:
-        """Whether another choice may be written over this one; what takes memory is made now."""
-        if self._own is None or other._own is None or not self._own.may_take(other._own):
+        """Whether `other` may be copied into this set by `take`; allocates what that needs."""
+        if (
+            self._cached is None
+            or other._cached is None
+            or not self._cached.may_take(other._cached)
+        ):
             return False
-        other._own.derive_like(self._own)
+        other._cached.derive_like(self._cached)
         return True
 
     def take(self, other: ActiveSet) -> None:
-        """Become another choice, in the same memory: CUDA graphs that read it stay valid."""
-        assert self._own is not None
-        assert other._own is not None
+        """Copy `other` into this set in place, so that CUDA graphs that read it stay valid."""
+        assert self._cached is not None
+        assert other._cached is not None
         torch._foreach_copy_([self.slots], [other.slots])
-        self._own = self._own.take(other._own)
-        register_index(self._own)
+        self._cached = self._cached.take(other._cached)
+        register_index(self._cached)
         self.pattern = other.pattern
 
     def kernel(self, batch: int, backward: bool) -> str:
         return "active subset"
 
     def after(self, pattern: SparsePattern) -> None:
-        """A change of the pattern takes the choice of slots away."""
+        """None: a change of the pattern resets the active set."""
 
 
 class _ActiveLinear(torch.autograd.Function):
@@ -132,23 +136,23 @@ class _ActiveLinear(torch.autograd.Function):
         index: PatternIndex,
         layer: Any,
     ) -> Tensor:
-        chosen = values[slots]
-        # The slots only so that autograd notices where others are written over them.
-        ctx.save_for_backward(x if ctx.needs_input_grad[1] else None, values, chosen, slots)
+        selected = values[slots]
+        # The slots are saved so that autograd detects writes to them.
+        ctx.save_for_backward(x if ctx.needs_input_grad[1] else None, values, selected, slots)
         ctx.active, ctx.index, ctx.layer, ctx.shape = active, index, layer, x.shape
         ctx.bias_dtype = None if bias is None else bias.dtype
-        return layer.forward_with(x, chosen, active, bias)
+        return layer.forward_with(x, selected, active, bias)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         try:
-            x, values, chosen, _ = ctx.saved_tensors
+            x, values, selected, _ = ctx.saved_tensors
         except RuntimeError as error:
             raise operator.explained(error) from None
         dx = dw = db = None
         if ctx.needs_input_grad[0]:
-            dx = ctx.layer.grad_input_with(dy, ctx.shape, chosen, ctx.active)
+            dx = ctx.layer.grad_input_with(dy, ctx.shape, selected, ctx.active)
         if ctx.needs_input_grad[1]:
             dw = ctx.layer.grad_weight_with(dy, x, values, ctx.index)
         if ctx.needs_input_grad[2]:

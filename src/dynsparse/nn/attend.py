@@ -25,15 +25,15 @@ from dynsparse.pattern import SparsePattern
 
 _INTERLEAVED_KEY = "interleaved_heads"
 _RUN_LENGTHS = (4, 2, 1)
-# What moves so many bytes at once.
+# Number of bytes -> a dtype of that size, to copy them at once.
 _WORD_DTYPES = {2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.complex128}
 
 
 def run_length(block_size: int, heads: int, head_dim: int) -> int:
-    """How many features of a head stand side by side where heads are interleaved.
+    """The number of consecutive features of a head where heads are interleaved.
 
-    As many as can be moved at once, 4 at most, where each block of the projections still has as
-    many features of each head; else 1.
+    It is 4 or 2 if every block of the projections then has the same number of features of each
+    head, otherwise 1. Longer runs are faster to copy.
     """
     return next(
         run
@@ -46,12 +46,12 @@ def split_heads(xs: Sequence[Tensor], heads: int, run: int | None) -> list[Tenso
     """Each [N, L, inner] -> [N, heads, L, head_dim].
 
     Args:
-        run: features are dealt out to the heads in turn, `run` at a time; None: each head has
-            head_dim side by side.
+        run: number of consecutive features of a head where heads are interleaved; None if each head
+            has head_dim consecutive features.
     """
     if run is None:
         return [x.unflatten(-1, (heads, -1)).transpose(1, 2) for x in xs]
-    # torch's fused product wants the features of a head side by side.
+    # torch's fused product requires consecutive features of a head.
     if run == 1:
         return [x.unflatten(-1, (-1, heads)).permute(0, 3, 1, 2).contiguous() for x in xs]
     turned = _swap_axes(xs, xs[0].shape[-1] // (heads * run), heads, run)
@@ -59,7 +59,7 @@ def split_heads(xs: Sequence[Tensor], heads: int, run: int | None) -> list[Tenso
 
 
 def join_heads(mixed: Tensor, run: int | None) -> Tensor:
-    """[N, heads, L, head_dim] -> [N, L, inner]: `split_heads` undone."""
+    """[N, heads, L, head_dim] -> [N, L, inner]: the inverse of `split_heads`."""
     if run == 1:
         return mixed.permute(0, 2, 3, 1).flatten(2)
     natural = mixed.transpose(1, 2)
@@ -70,7 +70,7 @@ def join_heads(mixed: Tensor, run: int | None) -> Tensor:
 
 
 def deinterleaved_order(inner: int, heads: int, run: int) -> Tensor:
-    """Which interleaved feature comes where once heads are side by side: int64 [inner]."""
+    """Index of the interleaved features in the order of consecutive heads: int64 [inner]."""
     return torch.arange(inner).view(-1, heads, run).transpose(0, 1).flatten()
 
 
@@ -82,7 +82,7 @@ def _swap_axes(xs: Sequence[Tensor], first: int, second: int, run: int) -> Seque
 
 
 class _SwapAxes(torch.autograd.Function):
-    """A run of features is moved as one word: torch's own copy takes several times as long."""
+    """Copies a run of features as one word, several times as fast as torch's own copy."""
 
     @staticmethod
     def forward(ctx: Any, first: int, second: int, run: int, *xs: Tensor) -> tuple[Tensor, ...]:
@@ -101,7 +101,7 @@ class _SwapAxes(torch.autograd.Function):
 
 
 def save_head_order(run: int | None, destination: Any, prefix: str) -> None:
-    """Mark a state dict whose heads are interleaved: the weights alone do not show it."""
+    """Record in a state dict that heads are interleaved, which the weights do not show."""
     if run is not None:
         destination[prefix + _INTERLEAVED_KEY] = torch.tensor(run, dtype=torch.int32)
 
@@ -114,15 +114,14 @@ def check_head_order(
     unexpected_keys: list[str],
     error_msgs: list[str],
 ) -> int | None:
-    """The run of the weights, which may be another than one's own.
+    """The run of the loaded weights, which may differ from that of the attention.
 
-    Says, as `load_state_dict` does, where heads are interleaved on one side alone.
+    Adds to `error_msgs`, as `load_state_dict` does, if only one of the two is interleaved.
     """
     name = prefix + _INTERLEAVED_KEY
     if name in unexpected_keys:
         unexpected_keys.remove(name)
-    has_own = any(key.startswith(f"{prefix}q_proj.") for key in state_dict)
-    if not has_own:
+    if not any(key.startswith(f"{prefix}q_proj.") for key in state_dict):
         return run
     what = prefix.removesuffix(".") or "the attention"
     if (name in state_dict) != (run is not None):
@@ -150,15 +149,15 @@ def merge_masks(
     keys: int,
     all_keys: int,
 ) -> Tensor | None:
-    """Both masks as one that is added to the scores, [N or 1, heads or 1, L or 1, all keys]."""
+    """Both masks as one additive mask [N or 1, heads or 1, L or 1, all keys], or None."""
     n, heads, length, _ = q.shape
-    both = None
+    mask = None
     if attn_mask is not None:
         attn_mask = _additive_mask(attn_mask, "attn_mask", q)
         if attn_mask.shape == (length, keys):
-            both = attn_mask[None, None]
+            mask = attn_mask[None, None]
         elif attn_mask.shape == (n * heads, length, keys):
-            both = attn_mask.unflatten(0, (n, heads))
+            mask = attn_mask.unflatten(0, (n, heads))
         else:
             raise ValueError(
                 f"attn_mask must have the shape {[length, keys]} or "
@@ -171,9 +170,9 @@ def merge_masks(
                 f"got {list(key_padding_mask.shape)}"
             )
         padding = _additive_mask(key_padding_mask, "key_padding_mask", q)[:, None, None]
-        both = padding if both is None else both + padding
-    # The keys that bias_k and add_zero_attn append may always be looked at.
-    return None if both is None else pad(both, (0, all_keys - keys))
+        mask = padding if mask is None else mask + padding
+    # The keys that bias_k and add_zero_attn append are never masked.
+    return None if mask is None else pad(mask, (0, all_keys - keys))
 
 
 def _additive_mask(mask: Tensor, what: str, like: Tensor) -> Tensor:
@@ -188,36 +187,38 @@ _PATTERN_KEYS = ("attention_rows", "attention_cols")
 
 
 def check_attention_pattern(pattern: object, adds_keys: bool) -> SparsePattern | None:
-    """`pattern`, a SparsePattern or None.
+    """`pattern`, if it is a SparsePattern or None.
 
     Raises:
-        TypeError: anything else.
-        ValueError: an attention that adds keys of its own, for which no pattern has a column.
+        TypeError: another type.
+        ValueError: an attention that adds keys, which have no column in a pattern.
     """
     kinds = (SparsePattern, type(None))
-    found: SparsePattern | None = check_kind(
+    checked: SparsePattern | None = check_kind(
         "attention_pattern", pattern, kinds, "a SparsePattern or None"
     )
-    if found is not None and adds_keys:
+    if checked is not None and adds_keys:
         raise ValueError(
-            "attention_pattern does not go with add_bias_kv and add_zero_attn, whose keys it does "
-            "not know: leave one of them out"
+            "attention_pattern cannot be combined with add_bias_kv and add_zero_attn, whose keys "
+            "it does not contain: leave one of them out"
         )
-    if found is not None:
-        found.index  # noqa: B018  made now, and not in the next call, which a compiler may watch
-    return found
+    if checked is not None:
+        checked.index  # noqa: B018  made now: the next call may be compiled
+    return checked
 
 
 def check_pattern_call(pattern: SparsePattern, queries: int, keys: int, attn_mask: bool) -> None:
-    """Raise ValueError where a call has other lengths than the pattern, or a mask beside it.
+    """Raise ValueError if a call has other lengths than the pattern, or an additional mask.
 
     Args:
-        attn_mask: whether there is one that is more than the promise of `is_causal`.
+        pattern: the attention's pattern.
+        queries, keys: the lengths of the call.
+        attn_mask: whether the call has a mask that `is_causal` does not describe.
     """
     if attn_mask:
         raise ValueError(
-            "attn_mask does not go with attention_pattern: put it into the pattern, or pass "
-            "is_causal or key_padding_mask"
+            "attn_mask cannot be combined with attention_pattern: include it in the pattern, or "
+            "pass is_causal or key_padding_mask"
         )
     if (queries, keys) != pattern.shape:
         raise ValueError(
@@ -227,9 +228,9 @@ def check_pattern_call(pattern: SparsePattern, queries: int, keys: int, attn_mas
 
 
 def save_pattern(pattern: SparsePattern, destination: Any, prefix: str) -> None:
-    """Put the pattern into a state dict: int32 [nnz] for rows and columns of blocks."""
-    for name, own in zip(_PATTERN_KEYS, (pattern.rows, pattern.cols), strict=True):
-        destination[prefix + name] = own.clone()
+    """Add the pattern to a state dict: block rows and block columns, int32 [nnz] each."""
+    for name, index in zip(_PATTERN_KEYS, (pattern.rows, pattern.cols), strict=True):
+        destination[prefix + name] = index.clone()
 
 
 def load_pattern(
@@ -242,18 +243,21 @@ def load_pattern(
     unexpected_keys: list[str],
     error_msgs: list[str],
 ) -> SparsePattern:
-    """The pattern of a state dict, of the shape and block size of `pattern`; that one where there
-    is none, or none that fits, which is said as `load_state_dict` says such things."""
-    found = [state_dict.get(prefix + name) for name in _PATTERN_KEYS]
-    for name, tensor in zip(_PATTERN_KEYS, found, strict=True):
+    """The pattern of a state dict, with the shape and block size of `pattern`.
+
+    Returns `pattern` if the state dict has none or one that does not fit, and reports that as
+    `load_state_dict` does.
+    """
+    tensors = [state_dict.get(prefix + name) for name in _PATTERN_KEYS]
+    for name, tensor in zip(_PATTERN_KEYS, tensors, strict=True):
         if prefix + name in unexpected_keys:
             unexpected_keys.remove(prefix + name)
         if tensor is None and strict:
             missing_keys.append(prefix + name)
-    if any(tensor is None for tensor in found):
+    if any(tensor is None for tensor in tensors):
         return pattern
     try:
-        return SparsePattern(*found, shape=pattern.shape, block_size=pattern.block_size)
+        return SparsePattern(*tensors, shape=pattern.shape, block_size=pattern.block_size)
     except (TypeError, ValueError) as error:
         what = prefix.removesuffix(".") or "the attention"
         error_msgs.append(f"the attention_pattern of {what!r} does not fit: {error}")
@@ -270,13 +274,17 @@ def attend_with_pattern(
     rate: float,
     need_weights: bool,
 ) -> tuple[Tensor, Tensor | None]:
-    """The mixed values [N, heads, L, E], and the weights [N, heads, L, S] where they are needed.
+    """Attention at the blocks of a pattern.
 
     Args:
-        pattern: or where the graph is to leave this library, its mask, bool [L, S].
+        pattern: the pattern, or for exported graphs its mask, bool [L, S].
         q, k, v: [N, heads, L or S, E].
-        is_causal, key_padding_mask: as of `block_sparse.scaled_dot_product_attention`.
-        rate: of dropout.
+        is_causal, key_padding_mask: as in `block_sparse.scaled_dot_product_attention`.
+        rate: the dropout rate.
+        need_weights: whether to return the attention weights.
+
+    Returns:
+        (output [N, heads, L, E], weights [N, heads, L, S] or None).
     """
     if isinstance(pattern, Tensor):
         return _attend_with_mask(pattern, q, k, v, is_causal, key_padding_mask, rate)
@@ -295,17 +303,17 @@ def attend_with_pattern(
     scores = block_sparse.sampled_matmul(q / math.sqrt(q.shape[-1]), k.transpose(-2, -1), pattern)
     if bias is not None:
         b = pattern.block_size
-        places = pattern.cols.to(q.device).long()
-        each = bias.unflatten(1, (-1, b))[:, None, places]
-        scores = scores + (each[..., 0] if b == 1 else each[..., None, :])
+        cols = pattern.cols.to(q.device).long()
+        block_bias = bias.unflatten(1, (-1, b))[:, None, cols]
+        scores = scores + (block_bias[..., 0] if b == 1 else block_bias[..., None, :])
     mask = "zero_upper_triangle" if is_causal else "none"
-    shares = dropout(block_sparse.softmax(scores, pattern, mask), rate)
-    mixed = block_sparse.sparse_dense_matmul(shares, pattern, v)
-    return mixed, _expand_blocks(shares, pattern) if need_weights else None
+    weights = dropout(block_sparse.softmax(scores, pattern, mask), rate)
+    mixed = block_sparse.sparse_dense_matmul(weights, pattern, v)
+    return mixed, _expand_blocks(weights, pattern) if need_weights else None
 
 
 def _expand_blocks(values: Tensor, pattern: SparsePattern) -> Tensor:
-    """[N, heads, nnz] or [N, heads, nnz, b, b] as dense matrices [N, heads, L, S]."""
+    """Values [N, heads, nnz] or [N, heads, nnz, b, b] as dense matrices [N, heads, L, S]."""
     (n, heads), (height, width), b = values.shape[:2], pattern.grid, pattern.block_size
     flat = pattern.flat.to(values.device)
     dense = values.new_zeros(n, heads, height * width, b, b)
@@ -316,7 +324,7 @@ def _expand_blocks(values: Tensor, pattern: SparsePattern) -> Tensor:
 
 
 def _attend_with_mask(
-    seen: Tensor,
+    mask: Tensor,
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -324,67 +332,71 @@ def _attend_with_mask(
     key_padding_mask: Tensor | None,
     rate: float,
 ) -> tuple[Tensor, Tensor]:
-    """By operators that every runtime has: for graphs that leave this library."""
+    """Attention at the entries of a mask, by standard operators, for exported graphs."""
     if is_causal:
-        seen = seen.tril()
+        mask = mask.tril()
     scores = (q / math.sqrt(q.shape[-1])) @ k.transpose(-2, -1)
     lowest = torch.finfo(q.dtype).min
-    scores = torch.where(seen, scores, lowest)
+    scores = torch.where(mask, scores, lowest)
     if key_padding_mask is not None:
         bias = key_padding_mask
         if bias.dtype == torch.bool:
             bias = torch.where(bias, lowest, 0.0).to(q.dtype)
         scores = (scores + bias[:, None, None]).clamp_min(lowest)
-    # Queries that see nothing get zeros.
-    shares = dropout(scores.softmax(-1) * (scores > lowest), rate)
-    return shares @ v, shares
+    # Queries without keys get zeros.
+    weights = dropout(scores.softmax(-1) * (scores > lowest), rate)
+    return weights @ v, weights
 
 
 ScoreMod = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
-"""From a score, the sequence, the head, the query and the key to the score that counts; scalars."""
+"""From a score and the indices of sequence, head, query and key, all scalars, to a score."""
 
 
 def check_flex_arguments(score_mod: Any, block_mask: Any, refused: dict[str, bool]) -> None:
-    """Raise where the arguments are not what FlexAttention takes.
+    """Check the arguments for FlexAttention.
 
     Args:
-        refused: what does not go with it, by the words for it, and whether it is there.
+        score_mod, block_mask: as in `flex_attention`.
+        refused: description -> whether it is set, of options that cannot be combined with it.
 
     Raises:
-        TypeError: a `score_mod` that cannot be called, a `block_mask` that is none.
-        ValueError: something that is refused.
+        TypeError: a `score_mod` that is not callable, a `block_mask` of another type.
+        ValueError: an option that cannot be combined with it.
     """
     if score_mod is not None and not callable(score_mod):
         raise TypeError(f"score_mod must be a function or None, got {type(score_mod).__name__}")
     if block_mask is not None:
         from torch.nn.attention.flex_attention import BlockMask
 
-        check_kind("block_mask", block_mask, BlockMask, "what create_block_mask makes, or None")
-    found = [words for words, there in refused.items() if there]
-    if found:
+        check_kind("block_mask", block_mask, BlockMask, "a result of create_block_mask, or None")
+    options = [description for description, is_set in refused.items() if is_set]
+    if options:
         raise ValueError(
-            f"score_mod and block_mask do not go with {', '.join(found)}: leave one of them out"
+            f"score_mod and block_mask cannot be combined with {', '.join(options)}: leave one of "
+            "them out"
         )
 
 
 def attend_flex(
     q: Tensor, k: Tensor, v: Tensor, score_mod: ScoreMod | None, block_mask: Any
 ) -> Tensor:
-    """[N, heads, L, head_dim] of q [N, heads, L, head_dim], k and v [N, heads, S, head_dim].
+    """Attention whose scores `score_mod` changes, [N, heads, L, head_dim].
 
-    A query that may look nowhere gets zeros.
+    Args:
+        q: [N, heads, L, head_dim]. k, v: [N, heads, S, head_dim].
+        score_mod, block_mask: as in `flex_attention`. Queries without keys get zeros.
 
     Raises:
         ValueError: a `block_mask` of other lengths.
     """
-    # Imported where it is used, as it brings torch's compiler along.
+    # Imported here because it loads torch's compiler.
     from torch.nn.attention.flex_attention import flex_attention
 
-    # On the CPU torch has no gradient of its own, and calls for a compiler.
+    # On the CPU, torch's operator has no gradient and needs a compiler.
     if q.is_cpu and not (is_compiling() and not torch.is_grad_enabled()):
         return _attend_flex_eager(q, k, v, score_mod, block_mask)
-    found: Tensor = flex_attention(q, k, v, score_mod, block_mask)
-    return found
+    output: Tensor = flex_attention(q, k, v, score_mod, block_mask)
+    return output
 
 
 def _attend_flex_eager(
@@ -393,10 +405,10 @@ def _attend_flex_eager(
     from torch._dynamo._trace_wrapped_higher_order_op import TransformGetItemToIndex
 
     scores = (q / math.sqrt(q.shape[-1])) @ k.transpose(-2, -1)
-    places = [torch.arange(n, dtype=torch.int32, device=q.device) for n in scores.shape]
+    indices = [torch.arange(n, dtype=torch.int32, device=q.device) for n in scores.shape]
     if score_mod is not None:
-        with TransformGetItemToIndex():  # a tensor's entry at a number that is mapped over
-            scores = _vmap_scores(score_mod, (0,))(scores, *places)
+        with TransformGetItemToIndex():  # lets score_mod index tensors with batched indices
+            scores = _vmap_scores(score_mod, (0,))(scores, *indices)
     if block_mask is None:
         return scores.softmax(-1) @ v
     if tuple(block_mask.seq_lengths) != tuple(scores.shape[2:]):
@@ -405,16 +417,16 @@ def _attend_flex_eager(
             f"{block_mask.seq_lengths[1]} keys, got {scores.shape[2]} and {scores.shape[3]}"
         )
     with TransformGetItemToIndex():
-        seen = _vmap_scores(block_mask.mask_mod, ())(*places)
-    some = seen.any(-1, keepdim=True)
-    # Without keys the softmax would be NaN, and its gradient, too.
-    shares = scores.masked_fill(~seen & some, -math.inf).softmax(-1)
-    return (shares * some) @ v
+        mask = _vmap_scores(block_mask.mask_mod, ())(*indices)
+    has_keys = mask.any(-1, keepdim=True)
+    # Without keys the softmax and its gradient would be NaN.
+    weights = scores.masked_fill(~mask & has_keys, -math.inf).softmax(-1)
+    return (weights * has_keys) @ v
 
 
 def _vmap_scores(function: Callable[..., Tensor], first: tuple[int, ...]) -> Callable[..., Tensor]:
-    """A function of scalars over [N, heads, L, S], and what comes before over the same."""
+    """Map a function of scalars over [N, heads, L, S]; `first`: axes of leading arguments."""
     for axis in (3, 2, 1, 0):
-        places = [0 if i == axis else None for i in range(4)]
-        function = torch.vmap(function, in_dims=(*first, *places))
+        in_dims = [0 if i == axis else None for i in range(4)]
+        function = torch.vmap(function, in_dims=(*first, *in_dims))
     return function

@@ -36,10 +36,10 @@ from dynsparse.typed import typed
 
 
 class Dropout(nn.Dropout):
-    """A drop-in for `nn.Dropout` that draws its masks many numbers at a time.
+    """A drop-in for `nn.Dropout` that is fast on a CPU.
 
-    See `dynsparse.ops.dropout.dropout` for where it is used and what differs. Beside sparse layers
-    torch's own dropout would be a large part of a training step on a CPU.
+    It draws many mask entries from one random number; see `dynsparse.ops.dropout.dropout` for what
+    differs. With sparse layers torch's own dropout is a large part of a training step on a CPU.
     """
 
     @typed
@@ -57,51 +57,50 @@ PROJECTIONS = ("q_proj", "k_proj", "v_proj", "out_proj")
 
 
 class SparseMultiheadAttention(nn.Module):
-    """A drop-in for `nn.MultiheadAttention` that holds only the projections' non-zero weights.
+    """A drop-in for `nn.MultiheadAttention` that stores only the projections' non-zero weights.
 
-    The arguments, the call and the results are those of `nn.MultiheadAttention` (Vaswani et al.
-    2017, "Attention Is All You Need", section 3.2.2); the keywords after `batch_first` are added.
-    The packed `in_proj_weight` is three layers here: `q_proj` [inner, embed], `k_proj`
-    [inner, kdim], `v_proj` [inner, vdim]; `out_proj` is [embed, inner]; inner is heads * head_dim.
-    The product of queries and keys is dense, as ever, unless `attention_pattern` says which of them
-    meet: the attention then costs what its blocks cost.
+    Arguments, call and results are those of `nn.MultiheadAttention` (Vaswani et al. 2017,
+    "Attention Is All You Need", section 3.2.2), with more keywords after `batch_first`. The packed
+    `in_proj_weight` is three layers here: `q_proj` [inner, embed], `k_proj` [inner, kdim], `v_proj`
+    [inner, vdim]; `out_proj` is [embed, inner]; inner is heads * head_dim. The product of queries
+    and keys is dense unless an `attention_pattern` is set, whose blocks then determine its cost.
 
     Args:
         embed_dim, num_heads, dropout, bias: as in `nn.MultiheadAttention`.
         add_bias_kv, add_zero_attn, kdim, vdim, batch_first, device, dtype: likewise.
-        head_dim: features of one head; embed_dim / num_heads when left out.
-        interleaved: features of the projections are dealt out to the heads in turn, one, two or
-            four at a time by the block size, not head_dim of them side by side, so that a large
-            block has features of every head. As the rows of new projections have no order that is
-            the same network; see "Blocks and order" in the documentation for what it does to large
-            blocks. It is in the state dict.
-        matched: the projections start with patterns that spread their blocks evenly, in which keys
-            have the rows of blocks that queries have (and values, unless interleaved), and
-            `out_proj` reads what values write.
-        attention_pattern: which queries [L] see which keys [S], in all heads; made by
-            `nn.attention_patterns` or by hand. L and S are then those of every call. It goes with
-            `is_causal`, `key_padding_mask` and dropout, not with `attn_mask`, `score_mod`,
-            `add_bias_kv` and `add_zero_attn`. It is in the state dict and may be set anew.
+        head_dim: features of one head; defaults to embed_dim / num_heads.
+        interleaved: whether the heads take turns in the features of the projections, with runs of
+            one, two or four features depending on the block size, instead of head_dim consecutive
+            features each, so that a large block has features of every head. For new projections the
+            network is the same; "Blocks and order" in the documentation describes the effect on
+            large blocks. Saved in the state dict.
+        matched: whether the projections start with patterns whose blocks are spread evenly, in
+            which keys (and values, unless interleaved) have the block rows of queries, and
+            `out_proj` reads the block rows of values.
+        attention_pattern: which queries [L] attend to which keys [S], in all heads; from
+            `nn.attention_patterns` or your own. It fixes L and S for every call. It can be combined
+            with `is_causal`, `key_padding_mask` and dropout, but not with `attn_mask`, `score_mod`,
+            `add_bias_kv` and `add_zero_attn`. Saved in the state dict; may be set.
         density, block_size, generator: of each projection, see `SparseLinear`.
 
     Raises:
         ValueError: sizes below 1, heads that do not divide embed_dim without a head_dim, a dropout
-            outside [0, 1], what does not go with a pattern, and what `SparseLinear` raises.
+            outside [0, 1], options that cannot be combined with a pattern; as `SparseLinear`.
     """
 
-    # torch's own transformer layers read these to decide on their fused path for evaluation, which
-    # takes dense weights: None and False keep them from it.
+    # torch's transformer layers read these to decide on the fused path of evaluation, which needs
+    # dense weights: None and False disable it.
     in_proj_weight = None
     in_proj_bias = None
     _qkv_same_embed_dim = False
 
-    # Whether other ranks compute further heads.
+    # Whether the other heads are on other ranks.
     shares_heads: bool = False
 
     interleaved: bool = False
-    _run: int = 1  # how many features at a time, where heads are interleaved
+    _run: int = 1  # number of consecutive features of a head if heads are interleaved
 
-    slabs: dict[str, Any]  # as `SparseLinear` has them, where heads lie on several ranks
+    slabs: dict[str, Any]  # as in `SparseLinear`, if heads are split over ranks
     q_proj: nn.Module
     k_proj: nn.Module
     v_proj: nn.Module
@@ -109,7 +108,7 @@ class SparseMultiheadAttention(nn.Module):
     bias_k: nn.Parameter | None
     bias_v: nn.Parameter | None
     _attention_pattern: SparsePattern | None = None
-    exported_mask: Tensor | None = None  # as a mask, where a graph is to leave this library
+    exported_mask: Tensor | None = None  # the pattern as a mask, for export to other runtimes
 
     @typed
     def __init__(
@@ -153,21 +152,21 @@ class SparseMultiheadAttention(nn.Module):
         vdim = embed_dim if vdim is None else vdim
         inner = embed_dim if head_dim is None else num_heads * head_dim
         shapes = ((embed_dim, inner), (kdim, inner), (vdim, inner), (inner, embed_dim))
-        starts: dict[str, dict[str, Any]] = {
+        options: dict[str, dict[str, Any]] = {
             name: {"density": density, "block_size": block_size} for name in PROJECTIONS
         }
         if check_flag("matched", matched):
             q, k, v, out = (even_pattern(s[::-1], density, block_size, generator) for s in shapes)
-            # A head has its queries, keys and values where its features are those of few blocks.
+            # The features of one head are in few blocks, which its values then share.
             v = v if interleaved else align_rows(v, q)
-            chosen = (q, align_rows(k, q), v, align_columns(out, v))
-            starts = {n: {"pattern": p} for n, p in zip(PROJECTIONS, chosen, strict=True)}
+            patterns = (q, align_rows(k, q), v, align_columns(out, v))
+            options = {n: {"pattern": p} for n, p in zip(PROJECTIONS, patterns, strict=True)}
         projections = {
             name: SparseLinear(
                 in_features,
                 out_features,
                 bias=bias,
-                **starts[name],
+                **options[name],
                 generator=generator,
                 device=device,
                 dtype=dtype,
@@ -177,12 +176,12 @@ class SparseMultiheadAttention(nn.Module):
         for projection in projections.values():
             if projection.bias is not None:
                 nn.init.zeros_(projection.bias)
-        extra = None
+        extra_keys = None
         if add_bias_kv:
             rows = [torch.empty(1, 1, inner, dtype=dtype) for _ in range(2)]
             rows = [nn.init.xavier_normal_(row, generator=generator) for row in rows]
-            extra = [nn.Parameter(row.to(device)) for row in rows]
-        self._set(num_heads, dropout, add_zero_attn, batch_first, projections, extra)
+            extra_keys = [nn.Parameter(row.to(device)) for row in rows]
+        self._set(num_heads, dropout, add_zero_attn, batch_first, projections, extra_keys)
         self.interleaved = check_flag("interleaved", interleaved)
         self._run = run_length(block_size, num_heads, self.head_dim)
         self._attention_pattern = attention_pattern
@@ -194,7 +193,7 @@ class SparseMultiheadAttention(nn.Module):
         add_zero_attn: bool,
         batch_first: bool,
         projections: Mapping[str, nn.Module],
-        extra: Any,
+        extra_keys: Any,
     ) -> None:
         self.num_heads = num_heads
         self.dropout = dropout
@@ -202,37 +201,37 @@ class SparseMultiheadAttention(nn.Module):
         self.batch_first = batch_first
         for name in PROJECTIONS:
             self.add_module(name, projections[name])
-        self.bias_k, self.bias_v = (None, None) if extra is None else extra
+        self.bias_k, self.bias_v = (None, None) if extra_keys is None else extra_keys
 
     @classmethod
     @typed
     def from_projections(
         cls, attention: nn.MultiheadAttention, projections: Mapping[str, nn.Module]
     ) -> SparseMultiheadAttention:
-        """The settings of `attention` with the four `projections`, each sparse or an `nn.Linear`.
+        """A sparse attention with the settings of `attention` and these projections.
 
-        `bias_k` and `bias_v` are shared with `attention`.
+        A projection is sparse or an `nn.Linear`. `bias_k` and `bias_v` are shared with `attention`.
         """
         if set(projections) != set(PROJECTIONS):
             raise ValueError(
                 f"projections must be {', '.join(PROJECTIONS)}, got {shortened(list(projections))}"
             )
-        made = cls.__new__(cls)
-        nn.Module.__init__(made)
-        extra = None if attention.bias_k is None else (attention.bias_k, attention.bias_v)
-        made._set(
+        sparse = cls.__new__(cls)
+        nn.Module.__init__(sparse)
+        extra_keys = None if attention.bias_k is None else (attention.bias_k, attention.bias_v)
+        sparse._set(
             attention.num_heads,
             attention.dropout,
             attention.add_zero_attn,
             attention.batch_first,
             projections,
-            extra,
+            extra_keys,
         )
-        return made.train(attention.training)
+        return sparse.train(attention.training)
 
     @property
     def attention_pattern(self) -> SparsePattern | None:
-        """Which queries see which keys; None: all do. May be set."""
+        """Which queries attend to which keys; None for all. May be set."""
         return self._attention_pattern
 
     @attention_pattern.setter
@@ -250,7 +249,7 @@ class SparseMultiheadAttention(nn.Module):
 
     @property
     def interleave_length(self) -> int | None:
-        """How many features at a time are dealt out to the heads; None where they are not."""
+        """Number of consecutive features of a head if heads are interleaved, otherwise None."""
         return self._run if self.interleaved else None
 
     @property
@@ -279,22 +278,24 @@ class SparseMultiheadAttention(nn.Module):
 
         Args:
             query, key, value: [L, N, embed], [S, N, kdim], [S, N, vdim]; with `batch_first`
-                [N, L, embed] and so on; without the N for one sequence.
-            key_padding_mask: [N, S] ([S] for one sequence): True, or what is added to the scores.
-            need_weights: also return the weights; without them the product is fused.
-            attn_mask: [L, S] or [N * heads, L, S]: True where a query may not look, or what is
-                added to the scores.
-            average_attn_weights: the weights' mean over the heads rather than each head's.
-            is_causal: without `attn_mask`, no query looks beyond its own position. With it, a
-                promise that it is that very mask, so that the fused product may leave it out.
-            score_mod, block_mask: as `torch.nn.attention.flex_attention.flex_attention` takes them,
-                which then computes. In place of all masks, of `need_weights` and of dropout.
+                [N, L, embed] and so on; without N for one sequence.
+            key_padding_mask: [N, S] ([S] for one sequence): True for keys to ignore, or values that
+                are added to the scores.
+            need_weights: whether to return the attention weights; without them the product is
+                fused.
+            attn_mask: [L, S] or [N * heads, L, S]: True where a query may not attend, or values
+                that are added to the scores.
+            average_attn_weights: whether to return the mean of the weights over the heads.
+            is_causal: without `attn_mask`, no query attends to later positions. With it, asserts
+                that it is the causal mask, so that the fused product may ignore it.
+            score_mod, block_mask: as in `torch.nn.attention.flex_attention.flex_attention`, which
+                then computes the attention. They replace masks, `need_weights` and dropout.
 
         Returns:
             (output, shaped as the query; weights [N, L, S] or [N, heads, L, S], or None).
         """
-        for name, given in (("query", query), ("key", key), ("value", value)):
-            check_kind(name, given, Tensor, "a tensor")
+        for name, tensor in (("query", query), ("key", key), ("value", value)):
+            check_kind(name, tensor, Tensor, "a tensor")
         for name, mask in (("key_padding_mask", key_padding_mask), ("attn_mask", attn_mask)):
             check_kind(name, mask, (Tensor, type(None)), "a tensor or None")
         flags = {"need_weights": need_weights, "is_causal": is_causal}
@@ -303,9 +304,8 @@ class SparseMultiheadAttention(nn.Module):
         if query.is_nested or key.is_nested or value.is_nested:
             raise RuntimeError("nested tensors are not supported: pad, and pass key_padding_mask")
         rate = self.dropout if self.training else 0.0
-        flexible = score_mod is not None or block_mask is not None
-        plain = self.bias_k is None and not self.add_zero_attn
-        if flexible:
+        uses_flex = score_mod is not None or block_mask is not None
+        if uses_flex:
             check_flex_arguments(
                 score_mod,
                 block_mask,
@@ -315,8 +315,8 @@ class SparseMultiheadAttention(nn.Module):
                     "key_padding_mask": key_padding_mask is not None,
                     "is_causal": is_causal,
                     "dropout": rate > 0,
-                    "add_bias_kv and add_zero_attn": not plain,
-                    "heads that ranks share out": self.shares_heads,
+                    "add_bias_kv and add_zero_attn": self.bias_k is not None or self.add_zero_attn,
+                    "heads split over ranks": self.shares_heads,
                     "attention_pattern": self._attention_pattern is not None,
                 },
             )
@@ -342,11 +342,11 @@ class SparseMultiheadAttention(nn.Module):
 
         if pattern is not None:
             padding = key_padding_mask
-            way = pattern if self.exported_mask is None else self.exported_mask
+            blocks = pattern if self.exported_mask is None else self.exported_mask
             mixed, weights = attend_with_pattern(
-                way, q, k, v, is_causal, padding, rate, need_weights
+                blocks, q, k, v, is_causal, padding, rate, need_weights
             )
-        elif flexible:
+        elif uses_flex:
             mixed, weights = attend_flex(q, k, v, score_mod, block_mask), None
         else:
             masks = (attn_mask, key_padding_mask)
@@ -371,26 +371,25 @@ class SparseMultiheadAttention(nn.Module):
         need_weights: bool,
         is_causal: bool,
     ) -> tuple[Tensor, Tensor | None]:
-        """The mixed values [N, heads, L, E], and the weights [N, heads, L, S] where they are
-        needed."""
+        """(output [N, heads, L, E], weights [N, heads, L, S] or None), without a pattern."""
         attn_mask, key_padding_mask = masks
-        plain = self.bias_k is None and not self.add_zero_attn
+        adds_keys = self.bias_k is not None or self.add_zero_attn
         keys = k.shape[2] - (self.bias_k is not None) - self.add_zero_attn
-        # On the CPU torch's fused product draws its dropout slowly, and guards against queries that
-        # may look nowhere, which only given masks can bring about.
-        drawn_here = rate > 0 and q.is_cpu and attn_mask is None and key_padding_mask is None
-        by_steps = need_weights or drawn_here
-        fused_causal = is_causal and key_padding_mask is None and not by_steps and plain
+        # On the CPU torch's fused product is slow with dropout. It also handles queries without
+        # keys, which only the masks of a call can cause.
+        fast_dropout = rate > 0 and q.is_cpu and attn_mask is None and key_padding_mask is None
+        is_fused = not (need_weights or fast_dropout)
+        fused_causal = is_causal and key_padding_mask is None and is_fused and not adds_keys
         mask = None
         if not fused_causal:
             if is_causal and attn_mask is None:
                 attn_mask = torch.ones(q.shape[2], keys, device=q.device).triu(1).bool()
             mask = merge_masks(attn_mask, key_padding_mask, q, keys, k.shape[2])
-        if not by_steps:
+        if is_fused:
             return scaled_dot_product_attention(q, k, v, mask, rate, fused_causal), None
         scores = (q / math.sqrt(self.head_dim)) @ k.transpose(-2, -1)
-        shares = dropout((scores if mask is None else scores + mask).softmax(-1), rate)
-        return shares @ v, shares if need_weights else None
+        weights = dropout((scores if mask is None else scores + mask).softmax(-1), rate)
+        return weights @ v, weights if need_weights else None
 
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)
@@ -400,8 +399,8 @@ class SparseMultiheadAttention(nn.Module):
 
     def _load_from_state_dict(self, state_dict: Any, prefix: str, *rest: Any) -> None:
         super()._load_from_state_dict(state_dict, prefix, *rest)
-        own = self.interleave_length
-        saved = check_head_order(own, self.head_dim, state_dict, prefix, *rest[-2:])
+        run = self.interleave_length
+        saved = check_head_order(run, self.head_dim, state_dict, prefix, *rest[-2:])
         self._run = self._run if saved is None else saved
         if self._attention_pattern is not None:
             loaded = load_pattern(self._attention_pattern, state_dict, prefix, *rest)
@@ -418,27 +417,27 @@ class SparseMultiheadAttention(nn.Module):
 
 
 class SparseTransformerLayer(nn.Module):
-    """x + attention(norm(x)), then x + feed-forward(norm(x)), with dropout before each sum.
+    """A pre-norm transformer layer: x + attention(norm(x)), then x + feed-forward(norm(x)).
 
-    All six matrices are sparse, at one density. Source: Vaswani et al. 2017, "Attention Is All You
-    Need"; the norms come first as in Xiong et al. 2020, "On Layer Normalization in the Transformer
-    Architecture", and the feed-forward part uses gelu. To share a density among the matrices of
-    torch's own layer by ERK instead, `sparsify` an `nn.TransformerEncoder`.
+    Dropout precedes each sum. All six matrices are sparse, with one density. Source: Vaswani et al.
+    2017, "Attention Is All You Need", with norms first as in Xiong et al. 2020, "On Layer
+    Normalization in the Transformer Architecture", and gelu in the feed-forward part. To distribute
+    a density over the matrices of torch's own layer by ERK, `sparsify` an `nn.TransformerEncoder`.
 
     Args:
-        features: of every token.
-        num_heads: of the attention; head_dim: features of one head, features / num_heads when left
-            out.
-        interleaved, matched: see `SparseMultiheadAttention`; matched, the feed-forward part, too,
-            starts with even patterns, and its second matrix reads what the first one writes.
-        hidden_features: of the feed-forward part.
-        dropout: of attention weights, hidden activations and both branches; in training only.
-        attention_bias: whether the attention's projections have biases.
-        attention_pattern: which tokens see which, see `SparseMultiheadAttention`.
+        features: number of features of every token.
+        num_heads: number of heads of the attention.
+        head_dim: features of one head; defaults to features / num_heads.
+        interleaved, matched: see `SparseMultiheadAttention`. With `matched` the feed-forward part
+            also starts with even patterns, and its second matrix reads the block rows of the first.
+        hidden_features: number of features of the feed-forward part.
+        dropout: rate for attention weights, hidden activations and both branches, in training.
+        attention_bias: whether the projections of the attention have biases.
+        attention_pattern: see `SparseMultiheadAttention`.
         density, block_size, generator, device, dtype: see `SparseLinear`.
 
     Raises:
-        ValueError: what `SparseMultiheadAttention` and `SparseLinear` raise.
+        ValueError: as `SparseMultiheadAttention` and `SparseLinear`.
     """
 
     @typed

@@ -23,10 +23,11 @@ _MODES = ("zeros", "reflect", "replicate", "circular")
 
 
 class _SparseConv(SparseLinear):
-    """What the convolutions of one and of two dimensions have in common.
+    """Base class of the 1-D and 2-D convolutions.
 
-    It is a `SparseLinear` over what the kernel sees, so that trainers, records and files treat it
-    like any other: its matrix is [out, taps * in / groups], see `ops.conv.Geometry`.
+    A convolution is a `SparseLinear` over the inputs of the kernel, with a matrix
+    [out, taps * in / groups] (see `ops.conv.Geometry`), so trainers, records and files treat it
+    like any linear layer.
     """
 
     dimensions: ClassVar[int]
@@ -60,9 +61,12 @@ class _SparseConv(SparseLinear):
                 f"groups must divide the channels, got {groups} for {in_channels} and "
                 f"{out_channels} channels"
             )
-        kernel = self._sizes("kernel_size", kernel_size, 1)
-        steps, spread = self._sizes("stride", stride, 1), self._sizes("dilation", dilation, 1)
-        around = self._padding(padding, kernel, steps, spread)
+        kernel = self._check_sizes("kernel_size", kernel_size, 1)
+        steps, spread = (
+            self._check_sizes("stride", stride, 1),
+            self._check_sizes("dilation", dilation, 1),
+        )
+        around = self._resolve_padding(padding, kernel, steps, spread)
         check_choice("padding_mode", padding_mode, _MODES)
         if block_size is not None:
             check_integer("block_size", block_size, 1)
@@ -87,22 +91,24 @@ class _SparseConv(SparseLinear):
         )
         self.in_channels, self.out_channels, self.groups = in_channels, out_channels, groups
         self.kernel_size, self.stride, self.dilation = kernel, steps, spread
-        self.padding = padding if isinstance(padding, str) else self._sizes("padding", padding, 0)
+        self.padding = (
+            padding if isinstance(padding, str) else self._check_sizes("padding", padding, 0)
+        )
         self.padding_mode = padding_mode
-        # As torch.nn.functional.pad takes it: the last dimension first.
+        # In the order of torch.nn.functional.pad: the last dimension first.
         self._around = [n for pair in reversed(around) for n in pair]
         zeros = padding_mode == "zeros"
         before, after = zip(*(around if zeros else [(0, 0)] * self.dimensions), strict=True)
         self.geometry = Geometry(
-            self._two(kernel, 1),
-            self._two(steps, 1),
-            (*self._two(before, 0), *self._two(after, 0)),
-            self._two(spread, 1),
+            self._to_2d(kernel, 1),
+            self._to_2d(steps, 1),
+            (*self._to_2d(before, 0), *self._to_2d(after, 0)),
+            self._to_2d(spread, 1),
             groups,
         )
 
     @classmethod
-    def _sizes(cls, name: str, given: int | Sequence[int], least: int) -> tuple[int, ...]:
+    def _check_sizes(cls, name: str, given: int | Sequence[int], least: int) -> tuple[int, ...]:
         if isinstance(given, str) or not isinstance(given, Sequence):
             return (check_integer(name, given, least),) * cls.dimensions
         if len(given) != cls.dimensions:
@@ -112,16 +118,16 @@ class _SparseConv(SparseLinear):
         return tuple(check_integer(name, n, least) for n in given)
 
     @classmethod
-    def _padding(
+    def _resolve_padding(
         cls,
         padding: int | str | Sequence[int],
         kernel: Sequence[int],
         stride: Sequence[int],
         dilation: Sequence[int],
     ) -> list[tuple[int, int]]:
-        """(before, after) of every dimension."""
+        """Padding (before, after) of every dimension."""
         if not isinstance(padding, str):
-            return [(n, n) for n in cls._sizes("padding", padding, 0)]
+            return [(n, n) for n in cls._check_sizes("padding", padding, 0)]
         if padding == "valid":
             return [(0, 0)] * cls.dimensions
         if padding != "same":
@@ -134,8 +140,8 @@ class _SparseConv(SparseLinear):
         return [(total // 2, total - total // 2) for total in totals]
 
     @classmethod
-    def _two(cls, sizes: Sequence[int], missing: int) -> tuple[int, int]:
-        """Those of one dimension as of two, the first of which has a size of one."""
+    def _to_2d(cls, sizes: Sequence[int], missing: int) -> tuple[int, int]:
+        """Sizes for two dimensions; a 1-D convolution gets `missing` for the first."""
         return (sizes[0], sizes[1]) if cls.dimensions == 2 else (missing, sizes[0])
 
     @property
@@ -147,9 +153,9 @@ class _SparseConv(SparseLinear):
         return to_weight(super().to_dense(), self.kernel_size)
 
     def product(self, x: Tensor, bias: Tensor | None) -> Tensor | None:
-        return None  # no linear layer
+        return None  # not a linear layer
 
-    # The passes, for whoever computes with a part of the values.
+    # The passes with other values, for executors.
 
     def forward_with(
         self, x: Tensor, values: Tensor, index: PatternIndex, bias: Tensor | None
@@ -171,9 +177,9 @@ class _SparseConv(SparseLinear):
 
     def samples_of(self, shape: Sequence[int]) -> int:
         if self.groups > 1:
-            raise ValueError("a convolution with groups is no single product of matrices")
+            raise ValueError("a convolution with groups is not a single matrix product")
         size = (1, *shape)[-self.dimensions :]
-        height, width = self.geometry.output_size(*self._two(size, 1))
+        height, width = self.geometry.output_size(*self._to_2d(size, 1))
         batch = shape[0] if len(shape) == self.dimensions + 2 else 1
         return batch * height * width
 
@@ -211,29 +217,32 @@ class _SparseConv(SparseLinear):
         backward: bool = False,
         dtype: torch.dtype | None = None,
     ) -> str:
-        """What computes a pass over `batch` samples: forward, or both gradients.
-
-        "sparse" (over the non-zeros), "dense" (a dense convolution of a weight laid out for it);
-        "active subset" where that computes it.
+        """The kernel that computes a pass over `batch` samples.
 
         Args:
-            size: of the input, (height, width) or one for both; asked for unless something else
-                than the operator computes the layer.
-            dtype: of the activations; that of the values if left out.
+            batch: number of samples.
+            size: size of the input, (height, width) or one number for both; required unless the
+                layer has an executor.
+            backward: False for the forward pass, True for both gradients.
+            dtype: dtype of the activations; defaults to that of the values.
+
+        Returns:
+            "sparse" (over the non-zeros) or "dense" (a convolution with the dense weight); with an
+            executor "active subset".
         """
         check_integer("batch", batch, 0)
         if self.executor is not None:
             return self.executor.kernel(batch, bool(backward))
         if size is None:
-            raise ValueError("size must be that of the input, such as 32 or (32, 32), got None")
-        height, width = self._two(self._sizes("size", size, 1), 1)
+            raise ValueError("size must be the size of the input, such as 32 or (32, 32), got None")
+        height, width = self._to_2d(self._check_sizes("size", size, 1), 1)
         if self.padding_mode != "zeros":
             left, right, *rest = self._around
             top, bottom = rest or (0, 0)
             height, width = height + top + bottom, width + left + right
         index, g = self._current().index, self.geometry
-        places = g.output_size(height, width)
-        return route(index, g, batch, places, bool(backward), dtype or self.values.dtype)
+        output_size = g.output_size(height, width)
+        return route(index, g, batch, output_size, bool(backward), dtype or self.values.dtype)
 
     def extra_repr(self) -> str:
         parts = [f"{self.in_channels}, {self.out_channels}, kernel_size={self.kernel_size}",
@@ -255,7 +264,7 @@ class _SparseConv(SparseLinear):
     @torch.no_grad()
     @typed
     def from_dense(cls, conv: nn.Module, density: float, block_size: int = 1) -> _SparseConv:
-        """A sparse layer with the weights of `conv` that have the largest magnitudes.
+        """A sparse layer that keeps the weights of `conv` with the largest magnitudes.
 
         Blocks are ranked by the sum of their magnitudes; ties go to the first in the order of
         outputs, taps, inputs.
@@ -263,7 +272,7 @@ class _SparseConv(SparseLinear):
         Raises:
             TypeError: another kind of layer.
             ValueError: a density outside (0, 1], a block size that does not divide the channels of
-                a group, NaN among the weights.
+                a group, NaN in the weights.
         """
         if not isinstance(conv, cls.dense_class):
             raise TypeError(f"conv must be an nn.{cls.dense_class.__name__}, got {conv!r:.80}")
@@ -278,32 +287,33 @@ class _SparseConv(SparseLinear):
 
 
 class SparseConv2d(_SparseConv):
-    """A convolution of which only the present blocks of the weight are stored.
+    """A convolution that stores only the present blocks of its weight.
 
-    The options are those of `nn.Conv2d`, in its order. The weight [out, in / groups, kh, kw] is a
-    sparse matrix [out, kh * kw * in / groups]; a block covers b outputs times b inputs of one tap.
+    The weight [out, in / groups, kh, kw] is a sparse matrix [out, kh * kw * in / groups]; a block
+    covers b outputs times b inputs of one tap of the kernel.
 
     Args:
         in_channels, out_channels, kernel_size, stride, padding: as in `nn.Conv2d`.
         dilation, groups, bias, padding_mode: likewise.
-        density: share of the blocks that are present, in (0, 1]; rounded to the nearest block and
-            to at least one.
-        block_size: edge of the square blocks; must divide the channels of a group, in and out.
-        pattern: of the matrix, to start from in place of a random one of `density`. Its block size
-            holds.
-        generator: draws the random pattern and the initial values.
-        device, dtype: of the values and the bias.
+        density: fraction of the blocks that are present, in (0, 1]; rounded to the nearest block
+            and to at least one. Defaults to 0.1.
+        block_size: edge of the square blocks; must divide the input and output channels of a group.
+            Defaults to 1.
+        pattern: the initial pattern of the matrix, instead of a random one of `density`. It
+            determines the block size.
+        generator: random generator for the pattern and the initial values.
+        device, dtype: device and dtype of the values and the bias.
 
     Attributes:
         values, bias, resizable, executor: as in `SparseLinear`.
         geometry: kernel, stride, padding, dilation and groups as `ops.conv.conv` takes them.
 
-    The values start as those of `SparseLinear`: uniform in +-1/sqrt(fan-in), with the fan-in that
-    each output really has in the pattern.
+    The values start as those of `SparseLinear`: uniform in +-1/sqrt(fan-in), where the fan-in of an
+    output is its number of connections.
 
     Raises:
-        ValueError: options that `nn.Conv2d` does not take either, a density outside (0, 1], a block
-            size that does not divide the channels of a group, a pattern of another shape.
+        ValueError: options that `nn.Conv2d` refuses, a density outside (0, 1], a block size that
+            does not divide the channels of a group, a pattern of another shape.
     """
 
     dimensions = 2
@@ -311,7 +321,7 @@ class SparseConv2d(_SparseConv):
 
 
 class SparseConv1d(_SparseConv):
-    """As `SparseConv2d`, of one dimension: a drop-in for `nn.Conv1d`.
+    """A 1-D convolution: a drop-in for `nn.Conv1d`, otherwise as `SparseConv2d`.
 
     The weight [out, in / groups, k] is a sparse matrix [out, k * in / groups].
     """
@@ -323,7 +333,7 @@ class SparseConv1d(_SparseConv):
 def from_dense_conv(
     conv: nn.Module, pattern: SparsePattern, generator: torch.Generator | None
 ) -> _SparseConv:
-    """A sparse layer with the options of a dense one and without bias; its values are drawn."""
+    """A sparse layer with the options of a dense one, without bias and with random values."""
     assert isinstance(conv, (nn.Conv1d, nn.Conv2d))
     kind = SparseConv2d if isinstance(conv, nn.Conv2d) else SparseConv1d
     return kind(
@@ -344,7 +354,7 @@ def from_dense_conv(
 
 
 def dense_conv(layer: _SparseConv) -> nn.Module:
-    """A dense layer with the options, the weight and the bias of a sparse one."""
+    """A dense layer with the options, the weight and the bias Parameter of a sparse one."""
     dense = layer.dense_class(
         layer.in_channels,
         layer.out_channels,
@@ -368,19 +378,21 @@ def dense_conv(layer: _SparseConv) -> nn.Module:
 def fuse_conv_bn_eval(
     conv: SparseConv1d | SparseConv2d, bn: nn.BatchNorm1d | nn.BatchNorm2d
 ) -> SparseConv1d | SparseConv2d:
-    """A copy of a sparse convolution that computes what it and the batch norm behind it compute in
-    evaluation, as `torch.nn.utils.fusion.fuse_conv_bn_eval` does it for dense ones.
+    """Fuse a sparse convolution and the batch norm after it, for evaluation.
 
-    A batch norm scales each output, so the pattern stays: values are scaled, the bias takes the
-    rest.
+    It is `torch.nn.utils.fusion.fuse_conv_bn_eval` for sparse layers. The pattern stays the same: a
+    batch norm scales each output, which scales the values and changes the bias.
 
     Args:
-        conv: in evaluation mode.
-        bn: behind it, in evaluation mode, with running statistics.
+        conv: the convolution, in evaluation mode.
+        bn: the batch norm after it, in evaluation mode and with running statistics.
+
+    Returns:
+        A copy of `conv` that computes both.
 
     Raises:
-        ValueError: one of them in training mode, a batch norm of another number of channels or
-            dimensions, or without running statistics.
+        ValueError: a layer in training mode, or a batch norm without running statistics or with
+            another number of channels or dimensions.
     """
     if conv.training or bn.training:
         raise ValueError("fusing is for inference: call eval() on both layers first")

@@ -1,4 +1,4 @@
-"""A sparse table of token vectors, and the tied, factorised embedding of a language model."""
+"""A sparse embedding table, and the tied, factorised embedding of a language model."""
 
 from __future__ import annotations
 
@@ -16,23 +16,22 @@ from dynsparse.typed import typed
 
 
 class SparseEmbedding(SparseLinear):
-    """A drop-in for `nn.Embedding` that holds only the table's non-zero entries.
+    """A drop-in for `nn.Embedding` that stores only the non-zero entries of the table.
 
     The table W [num_embeddings, embedding_dim] is the weight of a `SparseLinear` without bias, so
-    trainers change its pattern like any other. The gradient that growth sees is the whole one, of
-    the rows looked up and of `logits` when they are used, too.
+    trainers change its pattern like any other. Growth sees the full gradient, of look-ups and of
+    `logits`.
 
     Args:
         num_embeddings, embedding_dim: as in `nn.Embedding`.
         padding_idx: a token whose vector gets no gradient from look-ups, as in `nn.Embedding`. Its
-            vector starts as any other's.
+            vector is initialised like the others.
         density, block_size, pattern, generator, target, target_options, device, dtype: as in
-            `SparseLinear`. A token whose row is empty has the zero vector until something grows
-            there.
+            `SparseLinear`. A token whose row has no entries has the zero vector.
 
     Raises:
-        ValueError, TypeError: what `SparseLinear` raises, and from the call TypeError for ids that
-            are not integers, IndexError for one outside the table.
+        ValueError, TypeError: as `SparseLinear`. When called, TypeError for ids that are not
+            integers and IndexError for ids outside of the table.
     """
 
     @typed
@@ -63,31 +62,32 @@ class SparseEmbedding(SparseLinear):
     def from_dense(  # type: ignore[override]
         cls, table: nn.Embedding, density: float, block_size: int = 1
     ) -> SparseEmbedding:
-        """A sparse table with the entries of `table` that have the largest magnitudes.
+        """A sparse table that keeps the entries of `table` with the largest magnitudes.
 
         Raises:
-            ValueError: `table` has `max_norm` or `scale_grad_by_freq`, which sparse tables do not.
+            ValueError: `table` has `max_norm` or `scale_grad_by_freq`, which sparse tables do not
+                support.
         """
         for name in ("max_norm", "scale_grad_by_freq"):
             if getattr(table, name):
                 raise ValueError(
                     f"the table has {name}={getattr(table, name)}, which sparse tables do not "
-                    "serve: leave it dense"
+                    "support: leave it dense"
                 )
         linear = nn.Linear(1, 1, bias=False, device="meta")
         linear.out_features, linear.in_features = table.weight.shape
         linear.weight = nn.Parameter(table.weight.detach())
-        chosen = SparseLinear.from_dense(linear, density, block_size)
-        made = cls(
+        sparse = SparseLinear.from_dense(linear, density, block_size)
+        embedding = cls(
             table.num_embeddings,
             table.embedding_dim,
-            pattern=chosen.pattern,
+            pattern=sparse.pattern,
             padding_idx=table.padding_idx,
             device=table.weight.device,
             dtype=table.weight.dtype,
         )
-        made.values.copy_(chosen.values)
-        return made
+        embedding.values.copy_(sparse.values)
+        return embedding
 
     @property
     def num_embeddings(self) -> int:
@@ -100,8 +100,8 @@ class SparseEmbedding(SparseLinear):
     def forward(self, ids: Tensor) -> Tensor:
         """ids [...] -> [..., embedding_dim]."""
         if self.executor is not None and self.target is not None:
-            on_target: Any = self.executor
-            rows: Tensor = on_target.embed(self, ids)
+            executor: Any = self.executor
+            rows: Tensor = executor.embed(self, ids)
         else:
             values, index = self.held()
             rows = embedding(ids, values, index, self.embedding_dim)
@@ -110,26 +110,28 @@ class SparseEmbedding(SparseLinear):
         return torch.where((ids == self.padding_idx)[..., None], rows.detach(), rows)
 
     def logits(self, x: Tensor) -> Tensor:
-        """x [..., embedding_dim] -> x W^T [..., num_embeddings]: the table as output layer."""
+        """x [..., embedding_dim] -> x W^T [..., num_embeddings]: the table as an output layer."""
         return super().forward(x)
 
 
 class TiedEmbedding(nn.Module):
-    """Token vectors going in and logits coming out of a language model, through one table.
+    """The token vectors and the logits of a language model, computed with one table.
 
-    With `features` the table is narrow: a sparse layer leads up from it, `up` [features,
-    embedding_dim], and another back, `down` [embedding_dim, features], followed by gelu and a layer
-    norm (Lan et al. 2020, "ALBERT", section 3.1; the sparse projections are those of Graphcore's
-    dynamic-sparsity language model). The table itself is dense or sparse.
+    With `features` the table is factorised: a sparse layer `up` [features, embedding_dim] projects
+    its rows to the features of the model, and `down` [embedding_dim, features] projects back,
+    followed by gelu and a layer norm (Lan et al. 2020, "ALBERT", section 3.1; the sparse
+    projections are those of Graphcore's dynamic-sparsity language model). The table is dense or
+    sparse.
 
     Args:
-        num_embeddings, embedding_dim: the table.
-        features: of the model; None when they are the table's own.
-        table_density: density of the table; 1 makes it an `nn.Embedding`.
-        density, block_size: of `up` and `down`; the table has single elements.
-        generator: draws patterns and initial values of what is sparse.
+        num_embeddings, embedding_dim: shape of the table.
+        features: number of features of the model; None if it is `embedding_dim`.
+        table_density: density of the table; at 1 it is an `nn.Embedding`.
+        density, block_size: of `up` and `down`; the blocks of the table are 1x1.
+        generator: random generator of the patterns and values of the sparse layers.
 
-    A dense table starts normal with standard deviation 0.02, a sparse one as `SparseLinear` does.
+    The values of a dense table start normally distributed with standard deviation 0.02, those of a
+    sparse one as in `SparseLinear`.
     """
 
     @typed
@@ -167,7 +169,7 @@ class TiedEmbedding(nn.Module):
         return rows if self.up is None else self.up(rows)
 
     def logits(self, x: Tensor) -> Tensor:
-        """What `forward` returns the shape of -> [..., num_embeddings]."""
+        """x of the shape that `forward` returns -> [..., num_embeddings]."""
         if self.down is not None and self.norm is not None:
             x = self.norm(gelu(self.down(x)))
         if isinstance(self.table, SparseEmbedding):

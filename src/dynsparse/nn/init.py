@@ -23,12 +23,13 @@ def largest_blocks(weight: Tensor, nnz: int, block_size: int) -> SparsePattern:
     magnitude = weight.detach().abs().double()
     score = magnitude.view(height, b, width, b).sum((1, 3)).flatten()
     if bool(torch.isnan(score).any()):
-        raise ValueError("the weights hold NaN, so blocks cannot be ranked by magnitude")
+        raise ValueError("the weights contain NaN, so blocks cannot be ranked by magnitude")
     flat = select(score, nnz).cpu()
     return SparsePattern.from_flat(flat, shape=tuple(weight.shape), block_size=b)
 
 
 def block_count(shape: tuple[int, ...], density: float, block_size: int) -> int:
+    """The number of blocks of a pattern of this density, at least 1."""
     check_within("density", density, "(0, 1]")
     _, _, (height, width) = block_grid(shape, block_size)
     return max(1, round(density * height * width))
@@ -42,7 +43,7 @@ def random_pattern(
 
 
 def uniform(like: Tensor, generator: torch.Generator | None) -> Tensor:
-    """Uniform in [-1, 1), drawn where the generator lives."""
+    """Uniform in [-1, 1), drawn on the device of the generator."""
     device = like.device if generator is None else generator.device
     dtype = like.dtype if like.dtype == torch.float64 else torch.float32
     noise = torch.rand(like.shape, generator=generator, dtype=dtype, device=device)
@@ -52,47 +53,53 @@ def uniform(like: Tensor, generator: torch.Generator | None) -> Tensor:
 def even_pattern(
     shape: tuple[int, int], density: float, block_size: int, generator: torch.Generator | None
 ) -> SparsePattern:
-    """As many blocks as a random pattern has, with numbers of blocks per row of blocks, and per
-    column of blocks, that differ by one at most.
+    """A random pattern whose numbers of blocks per block row, and per block column, differ by at
+    most one.
 
     Raises:
         ValueError: as `SparseLinear` does.
     """
     nnz = block_count(shape, density, block_size)
     _, _, (height, width) = block_grid(shape, block_size)
-    # Along the diagonals of the torus, each of which is as long as their least common multiple.
+    # Along the diagonals of the torus, whose length is the least common multiple of the sides.
     steps = torch.arange(nnz)
     rows, cols = steps % height, (steps + steps // lcm(height, width)) % width
     device = "cpu" if generator is None else generator.device
     rows, cols = (
-        torch.randperm(count, generator=generator, device=device).cpu()[places]
-        for count, places in ((height, rows), (width, cols))
+        torch.randperm(count, generator=generator, device=device).cpu()[index]
+        for count, index in ((height, rows), (width, cols))
     )
     return SparsePattern(rows, cols, shape=shape, block_size=block_size)
 
 
-def align_columns(pattern: SparsePattern, writer: SparsePattern) -> SparsePattern:
-    """`pattern` with its columns of blocks renamed: the fullest read what the fullest rows of
-    `writer`, the layer before, write."""
-    return _renamed(pattern, pattern.rows, _names(pattern.cols, writer.rows, writer.grid[0]))
+def align_columns(pattern: SparsePattern, previous: SparsePattern) -> SparsePattern:
+    """Permute the block columns of `pattern` so that the fullest read the outputs of the fullest
+    block rows of the `previous` layer.
+
+    With few large blocks a random pattern leaves block rows empty, and blocks of the next layer
+    would read their constant outputs. The order of neurons is arbitrary, so this is free.
+    """
+    cols = _permute_by_count(pattern.cols, previous.rows, previous.grid[0])
+    return _replace(pattern, pattern.rows, cols)
 
 
 def align_rows(pattern: SparsePattern, other: SparsePattern) -> SparsePattern:
-    """`pattern` with its rows of blocks renamed: the fullest are the fullest of `other`, of which
-    the outputs are multiplied with its own."""
-    return _renamed(pattern, _names(pattern.rows, other.rows, other.grid[0]), pattern.cols)
+    """Permute the block rows of `pattern` so that the fullest are those of `other`, whose outputs
+    are multiplied with its own."""
+    rows = _permute_by_count(pattern.rows, other.rows, other.grid[0])
+    return _replace(pattern, rows, pattern.cols)
 
 
-def _names(groups: Tensor, others: Tensor, count: int) -> Tensor:
-    """`groups`, one per block, by new names: the fullest gets that of the fullest of `others`."""
-    own, fullest = (
+def _permute_by_count(groups: Tensor, reference: Tensor, count: int) -> Tensor:
+    """`groups`, one index per block, permuted: the fullest becomes the fullest of `reference`."""
+    order, reference_order = (
         torch.bincount(g.long(), minlength=count).argsort(descending=True, stable=True)
-        for g in (groups, others)
+        for g in (groups, reference)
     )
-    names = torch.empty_like(own)
-    names[own] = fullest
-    return names[groups.long()]
+    permutation = torch.empty_like(order)
+    permutation[order] = reference_order
+    return permutation[groups.long()]
 
 
-def _renamed(pattern: SparsePattern, rows: Tensor, cols: Tensor) -> SparsePattern:
+def _replace(pattern: SparsePattern, rows: Tensor, cols: Tensor) -> SparsePattern:
     return SparsePattern(rows, cols, shape=pattern.shape, block_size=pattern.block_size)

@@ -14,11 +14,11 @@ from dynsparse.ranks import chunk
 
 
 def is_sharded(tensor: Any) -> bool:
-    """Whether this is a DTensor, of which a rank holds a part."""
+    """Whether this is a DTensor, of which each rank holds a shard."""
     kind = type(tensor)
-    if kind is Parameter or kind is Tensor:  # compilers cannot look through the loaded modules
+    if kind is Parameter or kind is Tensor:  # torch.compile cannot trace sys.modules
         return False
-    # Whoever shards has loaded that module, which takes a second.
+    # A program that shards has imported that module, which takes a second.
     sharding = sys.modules.get("torch.distributed.tensor")
     return sharding is not None and isinstance(tensor, sharding.DTensor)
 
@@ -38,28 +38,28 @@ def whole(values: Tensor) -> Tensor:
 
 
 def gathered(values: Tensor) -> Tensor:
-    """The values; where they are sharded, all ranks must call this, and gather them."""
+    """The full tensor; if the values are sharded, a collective of all ranks."""
     return values.full_tensor() if is_sharded(values) else values  # type: ignore[attr-defined]
 
 
 def local_part(tensor: Tensor) -> Tensor:
-    """The part that this rank holds, of what is sharded: its memory. All of it otherwise."""
+    """The shard of this rank, which shares memory; the tensor itself if it is not sharded."""
     return tensor.to_local() if is_sharded(tensor) else tensor  # type: ignore[attr-defined]
 
 
 def rows_dimension(tensor: Tensor) -> int | None:
-    """Along which dimension of its mesh a DTensor is cut by rows, as `torch.chunk` cuts; None where
-    it is cut in another way, or not at all."""
+    """The mesh dimension along which a DTensor is sharded by rows, as `torch.chunk` does; None if
+    it is sharded otherwise or not at all."""
     placements = tensor.placements  # type: ignore[attr-defined]
-    cut = [i for i, placement in enumerate(placements) if not placement.is_replicate()]
-    return cut[0] if len(cut) == 1 and placements[cut[0]].is_shard(0) else None
+    sharded = [i for i, placement in enumerate(placements) if not placement.is_replicate()]
+    return sharded[0] if len(sharded) == 1 and placements[sharded[0]].is_shard(0) else None
 
 
 def shard_dimension(values: Tensor) -> int:
-    """Along which dimension of their mesh sharded values are cut.
+    """The mesh dimension along which values are sharded.
 
     Raises:
-        RuntimeError: they are not cut by slots.
+        RuntimeError: they are not sharded by slots.
     """
     dimension = rows_dimension(values)
     if dimension is None:
@@ -72,8 +72,8 @@ def shard_dimension(values: Tensor) -> int:
 
 
 def local_range(tensor: Tensor, count: int | None = None) -> tuple[int, int]:
-    """The rows [first, last) that this rank holds of a DTensor that is cut by rows; or would hold,
-    of `count` rows."""
+    """The rows [first, last) that this rank holds of a DTensor that is sharded by rows, or would
+    hold if it had `count` rows."""
     mesh = tensor.device_mesh  # type: ignore[attr-defined]
     dimension = shard_dimension(tensor)
     count = len(tensor) if count is None else count
@@ -81,8 +81,8 @@ def local_range(tensor: Tensor, count: int | None = None) -> tuple[int, int]:
 
 
 def own_rows(tensor: Tensor) -> tuple[int, int]:
-    """The rows of a DTensor that this rank speaks for: those it holds, unless another rank holds
-    them, too, and comes first."""
+    """The rows [first, last) of a DTensor that this rank counts: those it holds, or none if a
+    replica of them is on an earlier rank."""
     mesh, dimension = tensor.device_mesh, shard_dimension(tensor)  # type: ignore[attr-defined]
     first, last = local_range(tensor)
     leads = all(mesh.get_local_rank(i) == 0 for i in range(mesh.ndim) if i != dimension)
@@ -95,14 +95,16 @@ def sharded_like(
     rows: Callable[[int, int], Tensor],
     count: int | None = None,
 ) -> Tensor:
-    """A DTensor of `dtype`, sharded as `own` is, of its rows [first, last), which `rows` makes on
-    the CPU; of `count` rows, if not of as many."""
-    from torch.distributed.tensor import DTensor, distribute_tensor  # whoever shards has loaded it
+    """A DTensor of `dtype` that is sharded as `own`, with `count` rows (as many by default).
+
+    `rows` returns the rows [first, last) on the CPU.
+    """
+    from torch.distributed.tensor import DTensor, distribute_tensor  # takes a second to import
 
     mesh, placements = own.device_mesh, own.placements  # type: ignore[attr-defined]
     if rows_dimension(own) is None:
-        whole = rows(0, len(own) if own.dim() else 1).to(own.device, dtype)
-        return distribute_tensor(whole, mesh, placements, src_data_rank=None)
+        full = rows(0, len(own) if own.dim() else 1).to(own.device, dtype)
+        return distribute_tensor(full, mesh, placements, src_data_rank=None)
     local = rows(*local_range(own, count)).to(local_part(own).device, dtype)
     shape = own.shape if count is None else torch.Size([count, *own.shape[1:]])
     return DTensor.from_local(
@@ -111,7 +113,7 @@ def sharded_like(
 
 
 def device_of(values: Tensor) -> torch.device:
-    """Where the products are computed: not where shards wait that are kept off the device."""
+    """The device that computes the products, even if the shards are offloaded to the CPU."""
     if not is_sharded(values):
         return values.device
     kind = values.device_mesh.device_type  # type: ignore[attr-defined]
