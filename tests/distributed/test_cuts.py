@@ -1,4 +1,4 @@
-"""Slabs of equal non-zeros: against all ways to cut, and rectangles against dense slices."""
+"""Shards of equal non-zeros: against all ways to cut, and against slices of dense matrices."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dynsparse import SparsePattern
-from dynsparse.distributed.cuts import cut, cut_features, rectangle
+from dynsparse.distributed.placement import balance, balance_features, slice_pattern
 
 
 def largest(loads, borders):
@@ -20,7 +20,7 @@ def largest(loads, borders):
 @given(st.lists(st.integers(0, 9), min_size=1, max_size=9), st.data())
 def test_no_cut_has_a_smaller_largest_part(loads, data):
     parts = data.draw(st.integers(1, len(loads)))
-    borders = cut(loads, parts)
+    borders = balance(loads, parts)
     assert borders[0] == 0
     assert borders[-1] == len(loads)
     assert len(borders) == parts + 1
@@ -41,13 +41,13 @@ def test_no_cut_has_a_smaller_largest_part(loads, data):
     ],
 )
 def test_borders_are_near_an_even_share(loads, parts, borders):
-    assert cut(loads, parts) == borders
+    assert balance(loads, parts) == borders
 
 
 @pytest.mark.parametrize("wrong", [([1], 2), ([], 1), ([1, 2], 0), ([1, -1], 1)])
 def test_what_cannot_be_cut_is_refused(wrong):
     with pytest.raises(ValueError, match=r"cannot cut|parts must|loads must"):
-        cut(*wrong)
+        balance(*wrong)
 
 
 @given(st.integers(1, 4), st.integers(1, 4), st.sampled_from([1, 2, 4]), st.integers(0, 2**16))
@@ -56,11 +56,11 @@ def test_rectangles_are_the_slices_of_the_dense_matrix(x, y, b, seed):
     pattern = SparsePattern.random((8 * b, 6 * b), 0.4, block_size=b, generator=generator)
     values = torch.rand(pattern.values_shape, generator=generator) + 1
     dense = pattern.to_dense(values)
-    rows, cols = cut_features([pattern], [], x), cut_features([], [pattern], y)
+    rows, cols = balance_features([pattern], [], x), balance_features([], [pattern], y)
     slots = []
     for top, bottom in pairwise(rows):
         for left, right in pairwise(cols):
-            part, own = rectangle(pattern, (top, bottom), (left, right))
+            part, own = slice_pattern(pattern, (top, bottom), (left, right))
             assert torch.equal(part.to_dense(values[own]), dense[top:bottom, left:right])
             slots.append(own)
     assert torch.equal(torch.cat(slots).sort().values, torch.arange(pattern.nnz))
@@ -70,10 +70,10 @@ def test_a_pair_has_one_set_of_borders():
     # The first layer writes feature 0 with 6 elements, the second reads feature 3 with 6.
     up = SparsePattern([0] * 6 + [1, 2, 3], [*range(6), 0, 0, 0], shape=(4, 6))
     down = SparsePattern([*range(6), 0, 0, 0], [3] * 6 + [0, 1, 2], shape=(6, 4))
-    assert cut_features([up], [], 2) == (0, 1, 4)
-    assert cut_features([], [down], 2) == (0, 3, 4)
-    assert cut_features([up], [down], 2) == (0, 2, 4)
+    assert balance_features([up], [], 2) == (0, 1, 4)
+    assert balance_features([], [down], 2) == (0, 3, 4)
+    assert balance_features([up], [down], 2) == (0, 2, 4)
     wide = SparsePattern.random((6, 4), 0.5, block_size=2)
-    assert cut_features([up], [wide], 2) == (0, 2, 4)  # where blocks end
-    with pytest.raises(ValueError, match="cannot cut 4 features into 2 slabs at multiples of 4"):
-        cut_features([up], [], 2, unit=4)
+    assert balance_features([up], [wide], 2) == (0, 2, 4)  # where blocks end
+    with pytest.raises(ValueError, match="cannot cut 4 features into 2 shards at multiples of 4"):
+        balance_features([up], [], 2, unit=4)

@@ -39,7 +39,7 @@ def by_hand(placements):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(
             import_module("dynsparse.distributed.split"),
-            "placed",
+            "place_layers",
             lambda chain, borders, grid: {
                 name: placements[name] for bundle in chain for name in bundle.names
             },

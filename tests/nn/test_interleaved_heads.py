@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 import dynsparse as ds
-from dynsparse.distributed.chains import find_chains
+from dynsparse.distributed.placement import find_chains
 from dynsparse.nn import SparseLinear, SparseMultiheadAttention, SparseTransformerLayer, attend
 
 HEADS, DIM = 2, 3

@@ -8,9 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from dynsparse.distributed.cuts import rectangle
 from dynsparse.distributed.moves import gathered, same, slab, summed
-from dynsparse.distributed.placement import Placement
+from dynsparse.distributed.placement import Placement, slice_pattern
 from dynsparse.nn import SparseLinear
 from dynsparse.nn.active_set import ActiveSet
 from dynsparse.nn.sharded import gathered as gathered_shards
@@ -77,14 +76,14 @@ class Rectangle:
     def __call__(self, layer: SparseLinear, x: Tensor) -> Tensor:
         """x [..., in], or the slab that comes in, -> [..., out], or this rank's slab of it."""
         placement, line = self.placement, self.grid.line
-        given = line(placement.given)
+        given = line(placement.input)
         width = self.given_borders[given.rank + 1] - self.given_borders[given.rank]
         if x.shape[-1] != width:
             raise ValueError(
-                f"expected {width} features on rank {given.rank} of the axis {placement.given!r} "
+                f"expected {width} features on rank {given.rank} of the axis {placement.input!r} "
                 f"(None: all features), got x {list(x.shape)}"
             )
-        if placement.given != placement.cols:
+        if placement.input != placement.cols:
             x = gathered(x, given, self.given_borders)
             x = slab(x, line(placement.cols), self.col_borders)
         x = same(x, line(placement.rows))
@@ -94,7 +93,7 @@ class Rectangle:
         else:
             y = summed(self._product(layer, x, None), line(placement.cols))
             y = y if bias is None else y + bias.to(y.dtype)
-        return gathered(y, line(placement.rows), self.row_borders) if placement.whole else y
+        return gathered(y, line(placement.rows), self.row_borders) if placement.gather_output else y
 
     def _product(self, layer: SparseLinear, x: Tensor, bias: Tensor | None) -> Tensor:
         if self.active is not None:
@@ -160,7 +159,7 @@ def part_of(layer: SparseLinear) -> Rectangle | None:
 @torch.no_grad()
 def take_part(layer: SparseLinear, part: Rectangle) -> None:
     """Keep only this rank's rectangle of a layer that is whole; its Parameters become new ones."""
-    pattern, slots = rectangle(layer.pattern, part.rows, part.cols)
+    pattern, slots = slice_pattern(layer.pattern, part.rows, part.cols)
     values = layer.values.detach()[slots.to(layer.values.device)].clone()
     bias = layer.bias
     layer.values = nn.Parameter(values, layer.values.requires_grad)

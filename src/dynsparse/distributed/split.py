@@ -8,9 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from dynsparse.distributed.chains import Chain, find_chains
 from dynsparse.distributed.heads import split_heads
-from dynsparse.distributed.placement import Borders, Placement, placed
+from dynsparse.distributed.placement import Borders, Chain, Placement, find_chains, place_layers
 from dynsparse.distributed.rectangle import Rectangle, part_of, take_part, whole_layer
 from dynsparse.nn import SparseLinear, SparseMultiheadAttention
 from dynsparse.nn.sharded import gathered
@@ -53,7 +52,7 @@ def split(model: nn.Module, mesh: Any) -> nn.Module:
         for name, layer in layers.items():
             check_whole(name, layer)
         for chain in chains:
-            placements = placed(chain, Borders(layers, chain), grid)
+            placements = place_layers(chain, Borders(layers, chain), grid)
             parts.update(rectangles(layers, chain, placements, grid))
     check_equal(grid, layers)
     for name, part in parts.items():
@@ -81,7 +80,7 @@ def rectangles(
         for name in bundle.names:
             placement = placements[name]
             rows, cols = (grid.line(axis).size for axis in placement[:2])
-            given = grid.line(placement.given).size
+            given = grid.line(placement.input).size
             found[name] = Rectangle(
                 grid,
                 placement,

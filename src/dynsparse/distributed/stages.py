@@ -8,7 +8,7 @@ from collections import OrderedDict
 from torch import nn
 
 from dynsparse.checks import check_integer
-from dynsparse.distributed.cuts import cut
+from dynsparse.distributed.placement import balance
 from dynsparse.nn import SparseConv1d, SparseConv2d, SparseLinear
 
 
@@ -42,7 +42,7 @@ def stages(model: nn.Sequential, n: int) -> list[nn.Sequential]:
         )
     if len(children) < n:
         raise ValueError(f"a model of {len(children)} modules has no {n} stages: use fewer")
-    borders = cut([_weights(child) for _, child in children], n)
+    borders = balance([_weights(child) for _, child in children], n)
     return [
         nn.Sequential(OrderedDict(children[first:last]))
         for first, last in itertools.pairwise(borders)

@@ -7,9 +7,8 @@ from typing import Any
 from torch import nn
 from torch.distributed.tensor.parallel import ParallelStyle
 
-from dynsparse.distributed.chains import Bundle, Chain
 from dynsparse.distributed.heads import split_heads
-from dynsparse.distributed.placement import Placement
+from dynsparse.distributed.placement import Bundle, Chain, Placement
 from dynsparse.distributed.rectangle import take_part
 from dynsparse.distributed.split import check_equal, check_whole, rectangles
 from dynsparse.nn import SparseLinear, SparseMultiheadAttention
@@ -102,8 +101,8 @@ class SplitPair(_Style):
                 "no pair"
             )
         return chain, {
-            self.first: Placement("x", None, None, whole=False),
-            self.second: Placement(None, "x", "x", whole=True),
+            self.first: Placement("x", None, None, gather_output=False),
+            self.second: Placement(None, "x", "x", gather_output=True),
         }
 
 
@@ -119,6 +118,6 @@ class SplitHeads(_Style):
                 "interleaved=True, whose heads ranks cannot share out: make it without"
             )
         inputs = tuple(f"{name}_proj" for name in "qkv")
-        placements = dict.fromkeys(inputs, Placement("x", None, None, whole=False))
+        placements = dict.fromkeys(inputs, Placement("x", None, None, gather_output=False))
         chain = Bundle(inputs, module.head_dim), Bundle(("out_proj",))
-        return chain, placements | {"out_proj": Placement(None, "x", "x", whole=True)}
+        return chain, placements | {"out_proj": Placement(None, "x", "x", gather_output=True)}

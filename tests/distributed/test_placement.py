@@ -1,4 +1,4 @@
-"""Which layers stand in a row, and where each of them lies on a grid of ranks."""
+"""Chains of layers, and the mesh dimensions that each layer is sharded over."""
 
 from __future__ import annotations
 
@@ -9,8 +9,7 @@ from grids import on_grid
 from torch import nn
 
 import dynsparse as ds
-from dynsparse.distributed.chains import find_chains
-from dynsparse.distributed.placement import Borders, Placement, placed
+from dynsparse.distributed.placement import Borders, Placement, find_chains, place_layers
 
 
 def test_rows_of_layers_are_found():
@@ -34,7 +33,7 @@ def test_rows_of_layers_are_found():
 
 def placements_on(sizes, model):
     layers, (chain,) = find_chains(model)
-    found = on_grid(sizes, lambda grid: placed(chain, Borders(layers, chain), grid))
+    found = on_grid(sizes, lambda grid: place_layers(chain, Borders(layers, chain), grid))
     first = found[0, 0, 0]
     assert all(one == first for one in found.values())
     return first
@@ -50,14 +49,14 @@ def mlp(*sizes, block_size=1):
 def test_rows_and_columns_take_turns():
     model = mlp(16, 32, 16, 8)
     assert placements_on((2, 2, 1), model) == {
-        "0": Placement("x", "y", None, whole=False),
-        "2": Placement("y", "x", "x", whole=False),
-        "4": Placement("x", "y", "y", whole=True),
+        "0": Placement("x", "y", None, gather_output=False),
+        "2": Placement("y", "x", "x", gather_output=False),
+        "4": Placement("x", "y", "y", gather_output=True),
     }
     assert placements_on((2, 1, 2), model) == {
-        "0": Placement("x", None, None, whole=False),
-        "2": Placement(None, "x", "x", whole=False),
-        "4": Placement("x", None, None, whole=True),
+        "0": Placement("x", None, None, gather_output=False),
+        "2": Placement(None, "x", "x", gather_output=False),
+        "4": Placement("x", None, None, gather_output=True),
     }
 
 
@@ -66,15 +65,17 @@ def test_nothing_is_cut_finer_than_a_block(sizes):
     whole = Placement()
     assert placements_on(sizes, mlp(32, 32, block_size=16)) == {"0": whole}
     found = placements_on((4, 1, 1), mlp(64, 64, 32, block_size=16))
-    assert found["2"] == Placement(None, "x", "x", whole=True)  # two block rows, four of columns
+    assert found["2"] == Placement(
+        None, "x", "x", gather_output=True
+    )  # two block rows, four of columns
     found = placements_on((4, 1, 1), mlp(64, 32, 64, block_size=16))
-    assert found == {"0": Placement(whole=False), "2": whole}
+    assert found == {"0": Placement(gather_output=False), "2": whole}
 
 
 def test_heads_are_not_cut():
     attention = ds.nn.SparseMultiheadAttention(24, 3, density=0.5)
     assert set(placements_on((4, 1, 1), attention).values()) == {
-        Placement(whole=False),
+        Placement(gather_output=False),
         Placement(),
     }
     assert placements_on((2, 1, 1), attention)["v_proj"].rows == "x"
