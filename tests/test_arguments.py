@@ -18,7 +18,7 @@ SOURCE = Path(__file__).resolve().parent.parent / "src"
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 
 CALLED_BY_OTHERS = {
-    "dynsparse/apps/common/stopping.py": {"ask"},  # signal
+    "dynsparse/apps/common/run.py": {"ask"},  # signal
     "dynsparse/bench/models.py": {"after"},  # hooks of torch
     "dynsparse/cli/app.py": {"_show_warning"},  # warnings
     "dynsparse/data/download.py": {"_gzip", "_bzip2"},  # one of several openers, by suffix

@@ -48,7 +48,7 @@ ENTRY = "benchmarks: {{a: {{about: x, measure: {measure}, grid: {grid}}}}}\n"
     [
         ("[step]", "{}", r"measure: expected one of .*, got \['step'\]"),
         ("step", "{layer: 8, batch: 1, density: 1, dtype: [{}]}", "dtype: expected one of"),
-        ("step", f"{{layer: 8, batch: {2**31}, density: 1}}", "batch: expected an integer of at m"),
+        ("step", f"{{layer: 8, batch: {2**31}, density: 1}}", "batch: expected at most"),
         ("step", f"{{layer: 1{'0' * 30}, batch: 1, density: 1}}", "layer: expected features such"),
         ("step", f"{{layer: {'9' * 30}x3, batch: 1, density: 1}}", "layer: expected features such"),
         (

@@ -5,15 +5,14 @@ from __future__ import annotations
 import itertools
 import math
 import re
-from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
 from dynsparse.bench.cells import CLASSES, DTYPES, MODELS, PIXELS, Cell
 from dynsparse.bench.timing import Effort
-from dynsparse.checks import is_number
 from dynsparse.files.shorten import shortened
+from dynsparse.options import Kind, choice, integer, number, option, options_of
 from dynsparse.typed import typed
 
 
@@ -51,19 +50,17 @@ MEASURES: dict[str, Measure] = {
 
 @dataclass(frozen=True)
 class TrainingOptions:
-    """Of a whole training: RigL by SGD with momentum on synthetic data.
+    """Of a whole training: RigL by SGD with momentum on synthetic data."""
 
-    accuracy: to be reached on held-out examples, in (0, 1].
-    steps: at most so many; interval: steps between pattern updates; evaluate: between evaluations.
-    seeds: how many trainings, with seeds 0, 1, ...
-    """
+    accuracy: float = option(0.9, "To be reached on held-out examples.", number(0.01, 1))
+    steps: int = option(400, "Largest number of steps.", integer(1))
+    interval: int = option(100, "Steps between pattern updates.", integer(1))
+    evaluate: int = option(20, "Steps between evaluations.", integer(1))
+    learning_rate: float = option(0.05, "Of the optimizer.", number(1e-6, 10))
+    seeds: int = option(1, "How many trainings, with seeds 0, 1, ...", integer(1))
 
-    accuracy: float = 0.9
-    steps: int = 400
-    interval: int = 100
-    evaluate: int = 20
-    learning_rate: float = 0.05
-    seeds: int = 1
+
+_Fields = TypeVar("_Fields", Effort, TrainingOptions)
 
 
 @dataclass(frozen=True)
@@ -159,23 +156,17 @@ def read_yaml(file: Path) -> Any:
         ) from None
 
 
-# From the least to the most of a number, the least of an integer.
-Bounds = Mapping[str, tuple[float, float] | int]
-_EFFORT: Bounds = {"seconds": (0, 3600), "rounds": 1, "foreign": (0, 1), "repeats": 0}
-_GRID = ("layer", "batch", "density", "block", "threads", "dtype")
-_TRAINING: Bounds = {
-    "accuracy": (0.01, 1),
-    "steps": 1,
-    "interval": 1,
-    "evaluate": 1,
-    "learning_rate": (1e-6, 10),
-    "seeds": 1,
+_GRID: dict[str, tuple[Kind, Any]] = {
+    "batch": (integer(1), None),
+    "density": (number(0, 1, above="a number above 0 and up to 1"), None),
+    "block": (integer(1), 1),
+    "threads": (integer(1), 1),
+    "dtype": (choice(*DTYPES), "float32"),
 }
-_MOST = (1 << 31) - 1
+"""Key of a grid beside the layer -> the kind of its values, and the default."""
+
 _MOST_CELLS = 10_000
 _PACKAGE = Path(__file__).resolve().parent
-
-Options = TypeVar("Options", Effort, TrainingOptions)
 
 
 def find_spec() -> Path:
@@ -208,8 +199,8 @@ def read_spec(file: Path) -> Spec:
     top = _Entries(file.name, content, "the file")
     top.allow("defaults", "benchmarks")
     defaults = _Entries(file.name, content.get("defaults") or {}, "defaults")
-    defaults.allow(*_EFFORT)
-    effort = _options(defaults, Effort(), _EFFORT)
+    defaults.allow(*options_of(Effort))
+    effort = _options(defaults, Effort())
     listed = content.get("benchmarks")
     if not isinstance(listed, dict) or not listed:
         top.fail("benchmarks", "a mapping from names to benchmarks", listed)
@@ -255,16 +246,11 @@ class _Entries:
             self.fail(key, "text", value)
         return " ".join(value.split())
 
-    def number(self, key: str, default: float, low: float, high: float) -> float:
-        value = self.content.get(key, default)
-        if not is_number(value):
-            self.fail(key, "a number", value)
-        if not low <= value <= high:
-            self.fail(key, f"a number in [{low:g}, {high:g}]", value)
-        return float(value)
-
-    def integer(self, key: str, default: int, least: int) -> int:
-        return _integer(self, key, self.content.get(key, default), least)
+    def check(self, key: str, kind: Kind, value: Any) -> Any:
+        """The value if it is of the kind."""
+        if violation := kind.violation(value):
+            self.fail(key, *violation)
+        return kind.type(value)
 
     def texts(self, key: str) -> tuple[str, ...]:
         value = self.content.get(key)
@@ -287,7 +273,7 @@ def _benchmark(entries: _Entries, name: str, effort: Effort) -> Benchmark:
     measure = entries.content["measure"]
     if not isinstance(measure, str) or measure not in MEASURES:
         entries.fail("measure", f"one of {', '.join(MEASURES)}", measure)
-    keys = ["about", "measure", "grid", *_EFFORT]
+    keys = ["about", "measure", "grid", *options_of(Effort)]
     baselines = MEASURES[measure].baselines
     contenders: tuple[str, ...] = ()
     if baselines:
@@ -300,8 +286,8 @@ def _benchmark(entries: _Entries, name: str, effort: Effort) -> Benchmark:
                 entries.fail("contenders", f"among {', '.join(baselines)}", contender)
     training = None
     if measure == "training":
-        keys.extend(_TRAINING)
-        training = _options(entries, TrainingOptions(), _TRAINING)
+        keys.extend(options_of(TrainingOptions))
+        training = _options(entries, TrainingOptions())
     entries.allow(*keys)
     grids = entries.content.get("grid")
     cells: list[Cell] = []
@@ -314,70 +300,53 @@ def _benchmark(entries: _Entries, name: str, effort: Effort) -> Benchmark:
         measure=measure,
         contenders=contenders,
         cells=tuple(dict.fromkeys(cells)),
-        effort=_options(entries, effort, _EFFORT),
+        effort=_options(entries, effort),
         training=training,
     )
 
 
-def _options(entries: _Entries, default: Options, bounds: Bounds) -> Options:
-    """`default` with what the entries say otherwise."""
-    found: dict[str, Any] = {}
-    for key, bound in bounds.items():
-        read = entries.number if isinstance(bound, tuple) else entries.integer
-        span = bound if isinstance(bound, tuple) else (bound,)
-        found[key] = read(key, getattr(default, key), *span)
-    return replace(default, **found)
+def _options(entries: _Entries, default: _Fields) -> _Fields:
+    """`default` with the values of the entries."""
+    known = options_of(type(default))
+    changes = {
+        key: entries.check(key, known[key].kind, value)
+        for key, value in entries.content.items()
+        if key in known
+    }
+    return replace(default, **changes)
 
 
 def _cells(grid: _Entries, measure: str) -> list[Cell]:
-    grid.allow(*_GRID)
-    layers = _values(grid, "layer", None, lambda value: _features(grid, value, measure))
-    batches = _values(grid, "batch", None, lambda value: _integer(grid, "batch", value, 1))
-    densities = _values(grid, "density", None, lambda value: _density(grid, value))
-    blocks = _values(grid, "block", 1, lambda value: _integer(grid, "block", value, 1))
-    threads = _values(grid, "threads", 1, lambda value: _integer(grid, "threads", value, 1))
-    dtypes = _values(grid, "dtype", "float32", lambda value: _dtype(grid, value))
-    count = math.prod(map(len, (threads, dtypes, blocks, densities, layers, batches)))
+    grid.allow("layer", *_GRID)
+    layers = [_features(grid, value, measure) for value in _values(grid, "layer", None)]
+    sizes = {
+        key: [grid.check(key, kind, value) for value in _values(grid, key, default)]
+        for key, (kind, default) in _GRID.items()
+    }
+    count = len(layers) * math.prod(map(len, sizes.values()))
     if count > _MOST_CELLS:
         raise ValueError(
             f"{grid.file}, {grid.where}: expected at most {_MOST_CELLS:,} cells, got {count:,}: "
             "make several benchmarks of them"
         )
-    sizes = itertools.product(threads, dtypes, blocks, densities, layers, batches)
     cells = []
-    for thread, dtype, block, density, layer, batch in sizes:
+    # Cells that differ in the batch alone follow each other: they share a pattern.
+    order = (sizes[key] for key in ("threads", "dtype", "block", "density"))
+    for thread, dtype, block, density, layer, batch in itertools.product(
+        *order, layers, sizes["batch"]
+    ):
         model = layer if isinstance(layer, str) else ""
         features = MODELS[model].features if isinstance(layer, str) else layer
         cells.append(Cell(features, batch, density, block, thread, dtype, model))
     return cells
 
 
-def _values(grid: _Entries, key: str, default: Any, read: Callable[[Any], Any]) -> list[Any]:
+def _values(grid: _Entries, key: str, default: Any) -> list[Any]:
     """The values of one key, a list or one alone."""
     value = grid.content.get(key, default)
     if value is None or value == []:
         grid.fail(key, "a value or a list of values", value)
-    return [read(one) for one in (value if isinstance(value, list) else [value])]
-
-
-def _integer(entries: _Entries, key: str, value: Any, least: int) -> int:
-    if isinstance(value, bool) or not isinstance(value, int) or value < least:
-        entries.fail(key, f"an integer of at least {least}", value)
-    if value > _MOST:
-        entries.fail(key, f"an integer of at most {_MOST}", value)
-    return value
-
-
-def _density(grid: _Entries, value: Any) -> float:
-    if not is_number(value) or not 0 < value <= 1:
-        grid.fail("density", "numbers above 0 and up to 1", value)
-    return float(value)
-
-
-def _dtype(grid: _Entries, value: Any) -> str:
-    if not isinstance(value, str) or value not in DTYPES:
-        grid.fail("dtype", f"one of {', '.join(DTYPES)}", value)
-    return value
+    return value if isinstance(value, list) else [value]
 
 
 def _features(grid: _Entries, value: Any, measure: str) -> tuple[int, ...] | str:

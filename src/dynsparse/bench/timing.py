@@ -1,4 +1,4 @@
-"""Times of contenders side by side, round by round, and again where others disturbed them."""
+"""Times of contenders side by side, round by round; repeated where others disturbed them."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 from dynsparse.bench.host import CpuTimes, foreign_share, read_cpu_times
+from dynsparse.options import integer, number, option
 
 Work = Callable[[], object]
 Sample = TypeVar("Sample")
@@ -21,17 +22,14 @@ _SHORTEST_SAMPLE = 200e-6
 
 @dataclass(frozen=True)
 class Effort:
-    """How long to measure and how often to try again.
+    """How long to measure and how often to try again."""
 
-    seconds, rounds: a cell takes at least this long and at least so many rounds.
-    foreign: the share of the machine that others may take; above it a cell is measured again.
-    repeats: how often at most.
-    """
-
-    seconds: float = 1.0
-    rounds: int = 5
-    foreign: float = 0.05
-    repeats: int = 2
+    seconds: float = option(1.0, "A cell takes at least this long.", number(0, 3600))
+    rounds: int = option(5, "A cell takes at least this many rounds.", integer(1))
+    foreign: float = option(
+        0.05, "Largest share of the machine for others; above it a cell is repeated.", number(0, 1)
+    )
+    repeats: int = option(2, "Largest number of repetitions.", integer(0))
 
 
 @dataclass(frozen=True)

@@ -1,24 +1,365 @@
-"""The frame of every run: options, checkpoint, seed, threads, and the JSON at the end."""
+"""The frame of a run: options, checkpoint, seed, threads, what it writes, and how it stops."""
 
 from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Collection
-from contextlib import nullcontext
-from typing import Any, TypeVar
+import shlex
+import signal
+import threading
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType, TracebackType
+from typing import Any, Protocol, TypeVar
 
 import torch
 from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
-from dynsparse.apps.common.launched import launched
+from dynsparse.apps.common.folders import check_continued, check_new, check_own
+from dynsparse.apps.common.identity import KEY
 from dynsparse.apps.common.options import TrainingOptions
-from dynsparse.apps.common.resume import Checkpoint, adopt, find_checkpoint
-from dynsparse.apps.common.training import Training
-from dynsparse.files.atomic_write import atomic_write_text
-from dynsparse.options import check_applies
-from dynsparse.ranks import collective_errors
+from dynsparse.apps.common.resume import Checkpoint, adopt, find_checkpoint, save
+from dynsparse.apps.common.training import Stopped, Training
+from dynsparse.files.atomic_write import atomic_write_text, remove_temporary_files
+from dynsparse.files.folders import only_writer
+from dynsparse.options import check_applies, default_of, flag, options_of
+from dynsparse.ranks import Ranks, collective_errors, ranks_of
 from dynsparse.tracing import trace
+from dynsparse.training.checkpoint.format import remove_checkpoint
+from dynsparse.training.records import Recorder
+
+
+@contextmanager
+def launched(device: str) -> Iterator[Ranks]:
+    """The ranks of this program: this process alone, unless torchrun started several.
+
+    The group is made here and ended at the end, unless somebody had made one.
+
+    Args:
+        device: where each rank computes: "cuda" becomes the GPU of its number on the machine.
+    """
+    distributed = torch.distributed
+    several = distributed.is_available() and distributed.is_torchelastic_launched()
+    if not several or distributed.is_initialized():
+        yield ranks_of("auto")
+        return
+    on_gpu = torch.device(device).type == "cuda"
+    if on_gpu:
+        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
+    distributed.init_process_group("nccl" if on_gpu else "gloo")
+    try:
+        yield ranks_of("auto")
+    finally:
+        distributed.destroy_process_group()
+
+
+class Display(Progress):
+    """A context that prints the heads of the columns, and then what is shown.
+
+    Args:
+        columns: {head: width}.
+        total, completed: steps of the whole training, and those done before.
+    """
+
+    def __init__(
+        self, console: Console, columns: dict[str, int], total: int, completed: int
+    ) -> None:
+        super().__init__(
+            TextColumn("{task.description}", markup=False),
+            BarColumn(bar_width=14),
+            TimeRemainingColumn(compact=True),
+            console=console,
+            transient=True,
+            disable=not console.is_terminal,
+        )
+        self._widths = columns
+        self._bar = self.add_task("", total=total, completed=completed)
+
+    def __enter__(self) -> Display:
+        self.console.print(self.row(*self._widths), style="bold", highlight=False)
+        super().__enter__()
+        return self
+
+    def row(self, *cells: str) -> str:
+        """The cells, each as wide as its column."""
+        return "".join(c.rjust(w) for c, w in zip(cells, self._widths.values(), strict=True))
+
+    def show(self, completed: int, beside_bar: str, line: str | None) -> None:
+        """The bar as far as `completed`, with a text beside it, and a line above it to stay."""
+        self.update(self._bar, description=beside_bar, completed=completed)
+        if line is not None:
+            self.console.print(line, highlight=False)
+
+
+class Logger(Protocol):
+    def log(self, step: int, figures: dict[str, Any]) -> None:
+        """Figures of the steps up to `step`: loss, accuracy, learning_rate, replaced, ..."""
+        ...
+
+    def close(self, figures: dict[str, Any]) -> None:
+        """The final figures of the training, and no more."""
+        ...
+
+
+@dataclass(frozen=True)
+class Names:
+    """How an application names its figures: prefixes in TensorBoard, and its project at wandb.
+
+    `tested` are those of the final figures that are of the test.
+    """
+
+    train: str = ""
+    test: str = "test_"
+    tested: tuple[str, ...] = ("accuracy", "loss")
+    project: str | None = None
+
+
+def open_loggers(options: TrainingOptions, names: Names) -> list[Logger]:
+    """The loggers the options ask for.
+
+    Raises:
+        ModuleNotFoundError: tensorboard or wandb is asked for and not installed.
+    """
+    loggers: list[Logger] = []
+    if options.tensorboard is not None:
+        loggers.append(_TensorBoard(options.tensorboard, names))
+    if options.use_wandb:
+        loggers.append(_Wandb(options, names))
+    return loggers
+
+
+class _TensorBoard:
+    def __init__(self, folder: Path, names: Names) -> None:
+        try:
+            from torch.utils.tensorboard import SummaryWriter
+        except ImportError:
+            raise ModuleNotFoundError(
+                "--tensorboard: expected the package tensorboard, which is not installed: "
+                "pip install tensorboard"
+            ) from None
+        self._writer = SummaryWriter(str(folder))
+        self._names = names
+
+    def log(self, step: int, figures: dict[str, Any]) -> None:
+        for name, value in figures.items():
+            self._writer.add_scalar(f"{self._names.train}{name}", value, step)
+
+    def close(self, figures: dict[str, Any]) -> None:
+        for name in self._names.tested:
+            if figures[name] is not None:
+                self._writer.add_scalar(
+                    f"{self._names.test}{name}", figures[name], figures["steps"]
+                )
+        final = {name: value for name, value in figures.items() if name != "history"}
+        self._writer.add_text("figures", f"```json\n{json.dumps(final, indent=2)}\n```")
+        self._writer.close()
+
+
+class _Wandb:
+    def __init__(self, options: TrainingOptions, names: Names) -> None:
+        try:
+            import wandb
+        except ImportError:
+            raise ModuleNotFoundError(
+                "--use-wandb: expected the package wandb, which is not installed: pip install wandb"
+            ) from None
+        self._tested = names.tested
+        self._run = wandb.init(
+            project=options.wandb_project_name or names.project,
+            name=options.wandb_name,
+            tags=list(options.wandb_tags) or None,
+            config={
+                name: str(value) if isinstance(value, Path) else value
+                for name, value in vars(options).items()
+            },
+        )
+
+    def log(self, step: int, figures: dict[str, Any]) -> None:
+        self._run.log(figures, step=step)
+
+    def close(self, figures: dict[str, Any]) -> None:
+        self._run.summary.update({f"test_{name}": figures[name] for name in self._tested})
+        self._run.finish()
+
+
+class Outputs:
+    """All of them, opened before the training: a wrong path costs no step.
+
+    A context, inside which nobody else writes to the same folders. Nothing of another training is
+    overwritten or deleted without --overwrite, and with it only when all else has been checked.
+
+    Args:
+        loggers: opens those that figures go to besides the record.
+
+    Raises:
+        ValueError: nothing to record, no record to go on with, a folder that another training
+            writes or has written to.
+        OSError: a folder that cannot be written.
+    """
+
+    def __init__(self, training: Training, loggers: Callable[[], Sequence[Logger]]) -> None:
+        self._recorder: Recorder | None = None
+        self._loggers: Sequence[Logger] = ()
+        self._locks = ExitStack()
+        try:
+            with collective_errors(training.ranks):
+                if training.ranks.rank == 0:  # which writes for all
+                    self._open(training, loggers)
+        except BaseException:
+            self._locks.close()
+            raise
+
+    def _open(self, training: Training, loggers: Callable[[], Sequence[Logger]]) -> None:
+        options = training.options
+        if options.records_path is not None and training.trainer is None:
+            raise ValueError(
+                "--records-path: expected a sparse layer to record, got dense layers alone: leave "
+                "it out, or choose sparse layers and another method"
+            )
+        folders = [f for f in (options.checkpoint_path, options.records_path) if f is not None]
+        for folder in folders:
+            folder.mkdir(parents=True, exist_ok=True)
+        for folder in sorted({folder.resolve() for folder in folders}):
+            if self._locks.enter_context(only_writer(folder)):
+                remove_temporary_files(folder)  # each as large as a checkpoint
+        others: list[Path] = []
+        if options.checkpoint_path is not None:
+            others = check_own(training, options.checkpoint_path, overwrite=options.overwrite)
+        if options.records_path is not None:
+            self._recorder = _recorder(training, options.records_path)
+        self._loggers = loggers()
+        # The newest first: what a kill leaves is what there was up to some moment.
+        for file in reversed(others):
+            remove_checkpoint(file)
+        if self._recorder is not None:
+            _go_on(self._recorder, training)
+
+    def __enter__(self) -> Outputs:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._locks.close()
+
+    def log(self, step: int, figures: dict[str, Any]) -> None:
+        """Figures of the steps up to `step`."""
+        for logger in self._loggers:
+            logger.log(step, figures)
+        if self._recorder is not None:
+            self._recorder.log(step, figures)
+
+    def close(self, figures: dict[str, Any]) -> None:
+        """The final figures."""
+        for logger in self._loggers:
+            logger.close(figures)
+
+
+def _recorder(training: Training, path: Path) -> Recorder:
+    metadata = {
+        "app": training.app,
+        KEY: training.identity,
+        "method": training.options.method,
+        "seed": training.seed,
+        **training.metadata(),
+    }
+    recorder = Recorder(path, metadata)
+    if training.step:
+        check_continued(recorder, training)
+    else:
+        check_new(recorder, overwrite=training.options.overwrite)
+    return recorder
+
+
+def _go_on(recorder: Recorder, training: Training) -> None:
+    trainer = training.trainer
+    assert trainer is not None
+    patterns = {name: layer.pattern for name, layer in trainer.layers.items()}
+    if training.step:
+        recorder.truncate(training.step, patterns)
+    else:
+        recorder.start(patterns, overwrite=training.options.overwrite)
+    trainer.on_update.append(recorder.update)
+
+
+def bytes_text(count: int) -> str:
+    """KiB, MiB or GiB, whichever reads best."""
+    for unit, size in (("GiB", 1 << 30), ("MiB", 1 << 20)):
+        if count >= size:
+            return f"{count / size:,.1f} {unit}"
+    return f"{count / 1024:,.1f} KiB"
+
+
+@contextmanager
+def stoppable(training: Training, console: Console) -> Iterator[None]:
+    """Inside, the first Ctrl-C lets `training` raise `Stopped`; the second is a KeyboardInterrupt.
+
+    What was trained is then written: to --checkpoint-path, or to a folder of its own in the current
+    one. On several ranks, which the signal reaches at different steps, Ctrl-C stays what it was, as
+    it does where the program has a handler of its own, and outside the main thread.
+
+    Raises:
+        KeyboardInterrupt: after that.
+    """
+    ours = (
+        training.ranks.alone
+        and threading.current_thread() is threading.main_thread()
+        and signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    )
+    if not ours:
+        yield
+        return
+
+    def ask(number: int, frame: FrameType | None) -> None:
+        if training.stop_asked:
+            raise KeyboardInterrupt
+        training.stop_asked = True
+        os.write(2, b"\ndynsparse: stopping after this step; Ctrl-C again stops at once\n")
+
+    signal.signal(signal.SIGINT, ask)
+    try:
+        with suppress(Stopped):
+            yield
+        if training.stop_asked:
+            _write(training, console)
+            raise KeyboardInterrupt
+    finally:
+        training.stop_asked = False
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def _write(training: Training, console: Console) -> None:
+    folder = training.options.checkpoint_path
+    if folder is None:
+        folder = Path(f"{training.app}-{training.identity[:8]}")
+        folder.mkdir(exist_ok=True)
+    path = save(training, folder)
+    lines = f"stopped after step {training.step:,}; to go on:", resuming_line(training, path)
+    for line in lines:
+        console.print(line, markup=False, highlight=False, soft_wrap=True)
+
+
+def resuming_line(training: Training, path: Path) -> str:
+    """The command that goes on from a checkpoint, and writes where this training does."""
+    options = training.options
+    words = ["dynsparse", training.app, "--restore", str(path)]
+    fields = type(options).__dataclass_fields__
+    for name, known in options_of(type(options)).items():
+        value = getattr(options, name)
+        left_out = name in ("restore", "overwrite") or known.defines != "run"
+        if left_out or value == default_of(fields[name]):
+            continue
+        words.append(f"--{flag(name)}")
+        if not isinstance(value, bool):
+            words += map(str, value) if isinstance(value, (list, tuple)) else [str(value)]
+    return shlex.join(words)
+
 
 _Options = TypeVar("_Options", bound=TrainingOptions)
 

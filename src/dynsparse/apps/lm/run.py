@@ -11,12 +11,16 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from dynsparse.apps.common.display import Display
-from dynsparse.apps.common.loggers import Names, open_loggers
-from dynsparse.apps.common.outputs import Outputs, bytes_text
 from dynsparse.apps.common.resume import Checkpoint, restore, save
-from dynsparse.apps.common.run import run_with
-from dynsparse.apps.common.stopping import stoppable
+from dynsparse.apps.common.run import (
+    Display,
+    Names,
+    Outputs,
+    bytes_text,
+    open_loggers,
+    run_with,
+    stoppable,
+)
 from dynsparse.apps.common.training import NOTICE, Scores
 from dynsparse.apps.lm.corpus import Corpus, load_corpus, no_corpus
 from dynsparse.apps.lm.model import (

@@ -16,12 +16,17 @@ from rich.table import Table
 from torch import Tensor, nn
 
 from dynsparse import data
-from dynsparse.apps.common.display import Display
-from dynsparse.apps.common.loggers import Logger, Names, open_loggers
-from dynsparse.apps.common.outputs import Outputs, bytes_text
 from dynsparse.apps.common.resume import Checkpoint, restore, save
-from dynsparse.apps.common.run import run_with
-from dynsparse.apps.common.stopping import stoppable
+from dynsparse.apps.common.run import (
+    Display,
+    Logger,
+    Names,
+    Outputs,
+    bytes_text,
+    open_loggers,
+    run_with,
+    stoppable,
+)
 from dynsparse.apps.common.training import NOTICE, Scores, Sums, random_ids, random_shares
 from dynsparse.apps.pictures.training import PictureOptions, Training
 from dynsparse.files.atomic_write import atomic_write_text
