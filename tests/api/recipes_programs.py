@@ -88,7 +88,7 @@ def run_connected(stream, end):
 
 RECIPES = {
     "popsparse.machine.EngineOptions": call(
-        m.EngineOptions.parse, given=lambda: {"debug.allowOutOfMemory": "true"}
+        m.EngineOptions.parse, options=lambda: {"debug.allowOutOfMemory": "true"}
     ),
     "popsparse.machine.Engine.remote": call(
         lambda name, replica: with_remote().remote(name, replica),

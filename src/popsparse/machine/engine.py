@@ -7,7 +7,7 @@ import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any, TextIO, TypeVar
 
 import numpy as np
 
@@ -25,6 +25,8 @@ from popsparse.machine.program import Program, check_nesting, check_program
 from popsparse.machine.state import Node, State
 from popsparse.machine.target import Target
 from popsparse.machine.tensor import Tensor
+
+_T = TypeVar("_T")
 
 
 def _flag(value: Any, name: str) -> bool:
@@ -158,9 +160,9 @@ class Engine:
         self.options = EngineOptions.parse(options)
         graph = check_kind("graph", graph, Graph, "a Graph").root
         self.graph = graph
-        self.target = graph.target if target is None else target
-        if not isinstance(self.target, Target):
-            raise TypeError(f"Engine takes a Target, got {type(target).__name__}")
+        self.target = graph.target
+        if target is not None:
+            self.target = check_kind("target", target, Target, "a Target")
         max_iterations = check_integer("max_iterations", max_iterations, 1)
         check_flag("check_memory", check_memory)
         check_flag("numerics", numerics)
@@ -278,11 +280,8 @@ class Engine:
         Raises:
             KeyError: no such buffer. ValueError: a replica that does not exist.
         """
-        if not isinstance(name, str) or name not in self.graph.remote_buffers:
-            known = ", ".join(map(repr, self.graph.remote_buffers)) or "none"
-            raise KeyError(f"no remote buffer named {shortened(name)}; there are: {known}")
-        held = self._state.remote[self.graph.remote_buffers[name]]
-        return held[self._state.number(replica)]
+        buffer = _find("remote buffer", name, self.graph.remote_buffers)
+        return self._state.remote[buffer][self._state.number(replica)]
 
     def connect(self, stream: str, end: Any) -> None:
         """Connect a stream of the graph to the host: see `Host.connect`. Replicas take their turns.
@@ -291,7 +290,12 @@ class Engine:
             KeyError: no such stream.
             TypeError, ValueError: an end that does not fit it.
         """
-        if not isinstance(stream, str) or stream not in self.graph.streams:
-            known = ", ".join(map(repr, self.graph.streams)) or "none"
-            raise KeyError(f"no stream named {shortened(stream)}; there are: {known}")
-        self._state.host.connect(self.graph.streams[stream], end)
+        self._state.host.connect(_find("stream", stream, self.graph.streams), end)
+
+
+def _find(what: str, name: Any, known: Mapping[str, _T]) -> _T:
+    """Raises KeyError for a name that is not known."""
+    if not isinstance(name, str) or name not in known:
+        names = ", ".join(map(repr, known)) or "none"
+        raise KeyError(f"no {what} named {shortened(name)}; there are: {names}")
+    return known[name]

@@ -201,8 +201,7 @@ class Graph:
     """
 
     def __init__(self, target: Target, replicas: int = 1) -> None:
-        if not isinstance(target, Target):
-            raise TypeError(f"Graph takes a Target, got {type(target).__name__}")
+        check_kind("target", target, Target, "a Target")
         self.replicas = check_integer("replicas", replicas, 1)
         self.target = target.share(self.replicas)
         self.root: Graph = self
@@ -294,8 +293,7 @@ class Graph:
     # Which tile holds what.
 
     def _check_own(self, tensor: Any) -> Tensor:
-        if not isinstance(tensor, Tensor):
-            raise TypeError(f"expected a Tensor of the graph, got {type(tensor).__name__}")
+        check_kind("tensor", tensor, Tensor, "a Tensor of the graph")
         if tensor.graph is not self.root:
             raise ValueError("the tensor belongs to another graph")
         return tensor

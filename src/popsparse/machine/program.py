@@ -23,9 +23,8 @@ class Program:
 
 def check_program(program: Any) -> Program:
     """Raises TypeError for anything but a program."""
-    if not isinstance(program, Program):
-        raise TypeError(f"expected a Program, got {type(program).__name__}")
-    return program
+    checked: Program = check_kind("a part of a program", program, Program, "a Program")
+    return checked
 
 
 class Sequence(Program):
@@ -48,9 +47,7 @@ class Execute(Program):
     """Run the vertices of a compute set. The step bears its name, or the one given."""
 
     def __init__(self, compute_set: ComputeSet, *, name: str | None = None) -> None:
-        if not isinstance(compute_set, ComputeSet):
-            raise TypeError(f"Execute takes a ComputeSet, got {type(compute_set).__name__}")
-        self.compute_set = compute_set
+        self.compute_set = check_kind("compute_set", compute_set, ComputeSet, "a ComputeSet")
         self.name = compute_set.name if name is None else name
 
 
@@ -191,8 +188,7 @@ class Repeat(Program):
 
 
 def _check_scalar(value: Any, what: str) -> Tensor:
-    if not isinstance(value, Tensor):
-        raise TypeError(f"{what} must be a Tensor, got {type(value).__name__}")
+    check_kind(what, value, Tensor, "a Tensor")
     if value.numel != 1 or value.dtype.is_floating:
         raise ProgramError(
             f"{what} must be one bool or integer, got {value.dtype.name} {list(value.shape)} "
@@ -304,9 +300,7 @@ class WriteUndef(Program):
     variables that it covers completely can be shared up to the next write."""
 
     def __init__(self, tensor: Tensor) -> None:
-        if not isinstance(tensor, Tensor):
-            raise TypeError(f"WriteUndef takes a Tensor, got {type(tensor).__name__}")
-        self.tensor = tensor
+        self.tensor = check_kind("tensor", tensor, Tensor, "a Tensor")
 
 
 def check_nesting(program: Program, outer_programs: tuple[Program, ...] = ()) -> None:

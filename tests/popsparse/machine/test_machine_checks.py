@@ -213,7 +213,7 @@ def test_field_errors():
         graph.add_vertex(one, READ, 0, {"a": v, "b": v})
     with pytest.raises(ValueError, match="one entry for each of 3 vertices"):
         graph.add_vertices(one, READ, np.zeros(3, int), {"a": v})
-    with pytest.raises(TypeError, match="expected a Tensor"):
+    with pytest.raises(TypeError, match="tensor must be a Tensor"):
         graph.add_vertex(one, READ, 0, {"a": 5})
     with pytest.raises(TypeError, match=r"integers \[vertices\]"):
         graph.add_vertices(one, READ, np.zeros(4), {"a": v})
@@ -231,7 +231,7 @@ def test_field_errors():
         Codelet("bad", {"a": In()}, nothing, 1, scalars=("a",))
     with pytest.raises(ValueError, match="runs_on must be"):
         Codelet("bad", {}, nothing, 1, runs_on="everything")
-    with pytest.raises(TypeError, match="Graph takes a Target"):
+    with pytest.raises(TypeError, match="target must be a Target"):
         Graph("mk2")
     with pytest.raises(ValueError, match="sizes of 0 or more"):
         graph.add_variable(FLOAT, [-1])
@@ -247,19 +247,19 @@ def test_program_errors():
         RepeatWhileTrue(Sequence(), flags, Sequence())
     with pytest.raises(TypeError, match="must be a Tensor"):
         If(True, Sequence())
-    with pytest.raises(TypeError, match="expected a Program"):
+    with pytest.raises(TypeError, match="must be a Program"):
         Sequence(v)
-    with pytest.raises(TypeError, match="takes a ComputeSet"):
+    with pytest.raises(TypeError, match="compute_set must be a ComputeSet"):
         Execute(v)
     with pytest.raises(ValueError, match="at least 0, got -1"):
         Repeat(-1, Sequence())
-    with pytest.raises(TypeError, match="expected a Program"):
+    with pytest.raises(TypeError, match="must be a Program"):
         Engine(graph, [Sequence()])
-    with pytest.raises(TypeError, match="Engine takes a Target, got str"):
+    with pytest.raises(TypeError, match="target must be a Target, got str"):
         Engine(graph, Sequence(), "mk2")
     with pytest.raises(ValueError, match="max_iterations must be an integer of at least 1"):
         Engine(graph, Sequence(), max_iterations=0)
-    with pytest.raises(TypeError, match="WriteUndef takes a Tensor"):
+    with pytest.raises(TypeError, match="tensor must be a Tensor"):
         WriteUndef("v")
     loop = Sequence(name="loop")
     loop.add(Repeat(2, loop))
