@@ -14,8 +14,8 @@ from dynsparse.checks import check_kind
 from dynsparse.files.shorten import shortened
 from dynsparse.nn.backends import register_backend
 from dynsparse.ops import capture
-from dynsparse.ops.eager import refuse_transforms
 from dynsparse.ops.embedding import record_rows
+from dynsparse.ops.torch_internals import refuse_transforms
 from dynsparse.pattern import SparsePattern
 from dynsparse.typed import typed
 from popsparse.embedding import EmbeddingLayer

@@ -8,7 +8,7 @@ from torch.nn.functional import linear as dense_linear
 
 from dynsparse import SparsePattern, ops
 from dynsparse.nn import SparseLinear, SparseMultiheadAttention, attention, follow_patterns
-from dynsparse.ops.linear import LayerIndex, operator
+from dynsparse.ops.linear import LayerIndex, autograd, products
 from dynsparse.ops.linear.cuda import blocks, configurations
 from dynsparse.pattern import Rewiring
 
@@ -149,7 +149,7 @@ def test_an_index_that_another_thread_has_replaced_is_refused(layer):
     state = layer._state
     layer.rewire(on_device(layer))
     with pytest.raises(RuntimeError, match="changed by another thread"):
-        operator.products.forward(torch.randn(5, 48), state.memory, state.index, None)
+        products.forward(torch.randn(5, 48), state.memory, state.index, None)
 
 
 def test_an_index_that_was_written_to_is_refused(layer):
@@ -181,13 +181,13 @@ def test_copies_and_averages(layer):
 def test_the_dispatcher_finds_what_the_layer_has_made(layer):
     index = layer._state.index
     for _ in range(2):
-        known = operator.prepare(layer.values, (*layer.index, None))
+        known = autograd.prepare(layer.values, (*layer.index, None))
         assert known is layer._state.index
         layer.rewire(on_device(layer))
     assert layer._state.index is not index
     other = torch.zeros(3, *layer.values.shape[1:])
     with pytest.raises(RuntimeError, match="values hold 3 blocks"):
-        operator.prepare(other, (*layer.index, None))
+        autograd.prepare(other, (*layer.index, None))
 
 
 def test_work_lists_of_kernels_over_blocks_follow():

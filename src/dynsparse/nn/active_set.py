@@ -7,9 +7,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dynsparse.ops.eager import refuse_transforms
-from dynsparse.ops.linear import LayerIndex, operator
+from dynsparse.ops.linear import LayerIndex
+from dynsparse.ops.linear.autograd import explain
 from dynsparse.ops.linear.layer_index import register_index
+from dynsparse.ops.torch_internals import refuse_transforms
 from dynsparse.pattern import PatternIndex, SparsePattern
 from dynsparse.typed import typed
 
@@ -149,7 +150,7 @@ class _ActiveLinear(torch.autograd.Function):
         try:
             x, values, selected, _ = ctx.saved_tensors
         except RuntimeError as error:
-            raise operator.explained(error) from None
+            raise explain(error) from None
         dx = dw = db = None
         if ctx.needs_input_grad[0]:
             dx = ctx.layer.grad_input_with(dy, ctx.shape, selected, ctx.active)

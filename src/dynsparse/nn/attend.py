@@ -20,7 +20,7 @@ from dynsparse.files.shorten import shortened
 from dynsparse.ops import block_sparse
 from dynsparse.ops.block_sparse.attention import bias_of
 from dynsparse.ops.dropout import dropout
-from dynsparse.ops.eager import is_plain_eager
+from dynsparse.ops.torch_internals import is_plain_eager
 from dynsparse.pattern import SparsePattern
 
 _INTERLEAVED_KEY = "interleaved_heads"

@@ -23,6 +23,9 @@ import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from dynsparse.ops.torch_internals import backward_pass
+from dynsparse.pattern import PatternIndex
+
 CHANGED = (
     "the values or the pattern of a sparse layer have changed between forward and backward (were "
     "modified by an inplace operation): call backward before the optimizer's step and the update"
@@ -173,30 +176,21 @@ def is_open(row_ptr: Tensor) -> bool:
     return bool(_open) and row_ptr.data_ptr() in _open
 
 
-def concerns(row_ptr: Tensor) -> bool:
-    """Whether a backward pass must find out what it is asked for: somebody waits for pairs of this
-    layer, or the pass may be one of two halves, which only the pipelines of torch ask for."""
+def hide(index: PatternIndex) -> PatternIndex:
+    """An index whose passes are not recorded; transforms of `torch.func` use it."""
+    return index._replace(row_ptr=index.row_ptr.clone()) if _open else index
+
+
+def needs_check(row_ptr: Tensor) -> bool:
+    """Whether a backward pass must find out which gradients it is asked for: a capture is open, or
+    the pass may be one of two halves, which only torch's pipelines ask for."""
     return (
         bool(_open) and row_ptr.data_ptr() in _open
     ) or "torch.distributed.pipelining" in sys.modules
 
 
-def is_asked_for(node: Any) -> bool:
-    """Whether the backward pass under way makes the gradient that the autograd `node` receives.
-
-    Pipelines that split the pass go through a layer twice, once for the gradient of its input and
-    once for that of its values.
-    """
-    if node is None:
-        return False
-    try:
-        return torch._C._will_engine_execute_node(node)
-    except RuntimeError:
-        return True  # it says so of leaves that `torch.autograd.grad` was asked for
-
-
 def record(row_ptr: Tensor, x: Tensor, dy: Tensor) -> None:
     """Called by backward passes; the tensors must stay as they are until the capture is taken."""
     if _open and (pairs := _open.get(row_ptr.data_ptr())) is not None:
-        pairs.begin(torch._C._current_graph_task_id())
+        pairs.begin(backward_pass())
         pairs.append((x, dy))

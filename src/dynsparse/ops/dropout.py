@@ -12,7 +12,7 @@ from torch.nn import functional
 from dynsparse import native
 from dynsparse.checks import check_kind, is_number
 from dynsparse.files.shorten import shortened
-from dynsparse.ops.eager import is_plain_eager
+from dynsparse.ops.torch_internals import is_plain_eager
 
 
 def _run(x: Tensor, seed: int, rate: float) -> Tensor:

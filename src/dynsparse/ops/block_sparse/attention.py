@@ -11,7 +11,7 @@ from dynsparse.checks import check_flag, check_kind, check_within, is_number
 from dynsparse.files.shorten import shortened
 from dynsparse.ops.block_sparse import operator
 from dynsparse.ops.block_sparse.products import check_operand
-from dynsparse.ops.eager import refuse_transforms
+from dynsparse.ops.torch_internals import refuse_transforms
 from dynsparse.pattern import SparsePattern
 
 _registered = operator

@@ -15,8 +15,8 @@ from torch.compiler import is_compiling
 from dynsparse.checks import check_kind
 from dynsparse.ops.conv import operator as operator
 from dynsparse.ops.conv.geometry import Geometry
-from dynsparse.ops.eager import refuse_transforms
-from dynsparse.ops.linear.flops import tell_counters
+from dynsparse.ops.linear.autograd import register_flop_formulas
+from dynsparse.ops.torch_internals import has_modes, refuse_transforms
 from dynsparse.pattern import PatternIndex, SparsePattern
 
 __all__ = ["Geometry", "conv", "grad_input", "grad_weight"]
@@ -64,8 +64,8 @@ def conv(
     index = _index_of(pattern)
     if not is_compiling():
         _check(geometry, x=x, values=values, bias=bias)
-        if torch._C._len_torch_dispatch_stack():
-            tell_counters()
+        if has_modes():
+            register_flop_formulas()
     return torch.ops.dynsparse.conv(x, values, *index, bias, geometry.numbers())
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from math import prod
 from typing import Any
 
 import torch
@@ -10,7 +11,15 @@ from torch import Tensor
 from dynsparse.ops import capture
 from dynsparse.ops.conv import products
 from dynsparse.ops.conv.geometry import Geometry
-from dynsparse.ops.linear.operator import INDEX, explained, features, prepare, under_autocast
+from dynsparse.ops.linear.autograd import (
+    INDEX,
+    explain,
+    features,
+    flop_formulas,
+    prepare,
+    under_autocast,
+)
+from dynsparse.ops.torch_internals import is_gradient_needed
 
 _library = torch.library.Library("dynsparse", "FRAGMENT")
 _library.define(f"conv(Tensor x, Tensor values, {INDEX}, Tensor? bias, int[] geometry) -> Tensor")
@@ -83,10 +92,10 @@ def _autograd(ctx: Any, dy: Tensor) -> Any:
     try:
         x, values, *index = ctx.saved_tensors
     except RuntimeError as error:
-        raise explained(error) from None
+        raise explain(error) from None
     capture.check_backward(index[0], values, ctx.next_functions[1][0])
     need_input, need_values, *others = ctx.needs_input_grad
-    if x is not None and not capture.is_asked_for(ctx.next_functions[1][0]):
+    if x is not None and not is_gradient_needed(ctx.next_functions[1][0]):
         x, need_values = None, False
     dx = dw = db = None
     if need_input or need_values:
@@ -112,7 +121,7 @@ def _double(ctx: Any, grad_dx: Tensor | None, grad_dw: Tensor | None) -> Any:
     if grad_dx is not None and ctx.need_input:
         if needs[0]:
             to_dy = ops.conv(grad_dx, values, *index, None, g)
-        if needs[2] and capture.is_asked_for(ctx.next_functions[1 if x is None else 2][0]):
+        if needs[2] and is_gradient_needed(ctx.next_functions[1 if x is None else 2][0]):
             to_values = ops.conv_backward(dy, grad_dx, values, *index, g, size, False)[1]
     if grad_dw is not None and x is not None:
         if needs[0]:
@@ -132,3 +141,15 @@ torch.library.register_autograd(
 
 
 under_autocast(_library, "conv")
+
+
+def _flops(x: Any, values: Any, *_: Any, out_shape: Any = None, **__: Any) -> int:
+    return 2 * out_shape[0] * prod(out_shape[2:]) * prod(values)
+
+
+def _backward_flops(dy: Any, x: Any, values: Any, *rest: Any, **_: Any) -> int:
+    passes = (x is not None) + bool(rest[-1])
+    return passes * 2 * dy[0] * prod(dy[2:]) * prod(values)
+
+
+flop_formulas |= {"conv": _flops, "conv_backward": _backward_flops}

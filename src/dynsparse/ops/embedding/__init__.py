@@ -11,9 +11,9 @@ from torch import Tensor
 
 from dynsparse.checks import check_integer, check_kind
 from dynsparse.ops import capture
-from dynsparse.ops.eager import is_plain_eager, refuse_transforms
 from dynsparse.ops.embedding import naive, on_device
 from dynsparse.ops.linear.layer_index import LayerIndex, check_contents
+from dynsparse.ops.torch_internals import is_plain_eager, refuse_transforms
 from dynsparse.pattern import PatternIndex, SparsePattern
 
 __all__ = ["embedding"]

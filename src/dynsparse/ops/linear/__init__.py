@@ -1,9 +1,8 @@
 """The sparse fully connected operator, Y = X W^T + bias.
 
-Two ways lead to the same products (`products.py`). torch's dispatcher (`operator.py`) serves
-whoever watches it: compilers, modes, transforms, autocast, tracers, tensor subclasses. Eager calls
-with ordinary tensors take a shorter way: the dispatcher's way through Python costs tens of
-microseconds, more than the products of a small layer.
+Calls with ordinary tensors bypass torch's dispatcher; everything that must see them (compilers,
+modes, transforms, tracers, tensor subclasses) sees the operator of `autograd.py`. Both compute
+through `products.py`.
 """
 
 from __future__ import annotations
@@ -14,88 +13,19 @@ from torch.compiler import is_compiling
 
 from dynsparse.checks import check_kind
 from dynsparse.ops import capture
-from dynsparse.ops.eager import is_autocast, is_plain_eager
-from dynsparse.ops.linear import operator, products, transforms
+from dynsparse.ops.linear import products
+from dynsparse.ops.linear.autograd import (
+    LinearFunction,
+    apply_eagerly,
+    prepare,
+    register_flop_formulas,
+)
 from dynsparse.ops.linear.choice import use_kernel
-from dynsparse.ops.linear.flops import tell_counters
 from dynsparse.ops.linear.layer_index import LayerIndex, Read
+from dynsparse.ops.torch_internals import has_modes, is_autocast, is_plain_eager, is_transformed
 from dynsparse.pattern import PatternIndex, SparsePattern
 
 __all__ = ["LayerIndex", "grad_input", "grad_weight", "layer_linear", "linear", "use_kernel"]
-
-
-class SparseLinearFunction(torch.autograd.Function):
-    """The operator and its autograd without the dispatcher. Profilers show its name."""
-
-    @staticmethod
-    def forward(ctx, x, values, bias, read):
-        p, memory, plain = read  # as one: autograd looks at every tensor among the arguments
-        ctx.layer_index = p
-        ctx.bias_dtype = None if bias is None else bias.dtype
-        ctx.save_for_backward(x if values.requires_grad else None, values)  # as `operator.save`
-        return products.forward(x, memory, p, bias, None, plain)
-
-    @staticmethod
-    def backward(ctx, dy):
-        """The gradients of x, values and bias, and None."""
-        p = ctx.layer_index
-        if _is_grad_enabled() or is_autocast(dy):
-            # The operator has a second derivative (create_graph), and keeps autocast out.
-            if p.is_overwritten:
-                raise RuntimeError(capture.CHANGED)
-            return *operator.gradients(ctx, dy, ctx.needs_input_grad[2], p.index), None
-        try:
-            x, values, *laid_out = ctx.saved_tensors
-        except RuntimeError as error:
-            raise operator.explained(error) from None
-        need_input, need_values, need_bias, _ = ctx.needs_input_grad
-        dx = dw = None
-        sums: list[Tensor] | None = [] if need_bias else None
-        if need_input or need_values:
-            if values.shape != p.values_shape:
-                if p.is_overwritten:
-                    raise RuntimeError(capture.CHANGED)
-                raise RuntimeError(
-                    f"the values had the shape {list(p.values_shape)} in forward and have "
-                    f"{list(values.shape)} in backward: call backward before the layer is resized"
-                )
-            capture.check_backward(p.row_ptr, values, ctx.next_functions[1][0])
-            if capture.concerns(p.row_ptr):
-                need_input = need_input and capture.is_asked_for(ctx.next_functions[0][0])
-                if x is not None and not capture.is_asked_for(ctx.next_functions[1][0]):
-                    x = None
-                if x is not None:
-                    products.record(p.row_ptr, x, dy)
-            if need_input or x is not None:
-                dx, dw = products.backward(dy, x, values, p, need_input, *laid_out, sums=sums)
-        if sums:
-            db = sums[0]
-            return dx, dw, db if db.dtype is ctx.bias_dtype else db.to(ctx.bias_dtype), None
-        return dx, dw, operator.grad_bias(ctx, dy) if need_bias else None, None
-
-
-class SparseLinearKeepingFunction(SparseLinearFunction):
-    """The same off the CPU, where backward may use what the dense way has laid out for forward."""
-
-    @staticmethod
-    def forward(ctx, x, values, bias, read):
-        p, memory, _ = read
-        ctx.layer_index = p
-        laid_out: list[Tensor] = []
-        keep = laid_out if ctx.needs_input_grad[0] else None
-        y = products.forward(x, memory, p, bias, keep)
-        operator.save(ctx, x, values, bias, *laid_out)
-        return y
-
-
-# What Function.apply comes to without functorch's wrappers, which `is_plain_eager` excludes: its
-# own way there costs as much as the products of a small layer.
-_apply = super(torch.autograd.Function, SparseLinearFunction).apply
-_apply_keeping = super(torch.autograd.Function, SparseLinearKeepingFunction).apply
-
-# What autograd calls in backward, without looking for other kinds of derivatives first.
-for _function in (SparseLinearFunction, SparseLinearKeepingFunction):
-    vars(_function)["_backward_cls"].apply = _function.backward
 
 _is_grad_enabled = torch.is_grad_enabled
 
@@ -125,8 +55,8 @@ def linear(
         x: [..., in]; any strides; float32, float64, bfloat16 or float16.
         values: [nnz] or [nnz, b, b], the dtype of x; float32 values also take bfloat16 and float16
             activations and then accumulate in float32.
-        pattern: the pattern, or its index tensors on the device of `values`, which are looked
-            through once. A `LayerIndex` spares every call its checks.
+        pattern: the pattern, or its index tensors on the device of `values`, whose entries are
+            checked once. With a `LayerIndex` calls skip the checks.
         bias: [out] or None.
 
     Returns:
@@ -136,12 +66,12 @@ def linear(
         RuntimeError: shapes, dtypes or devices that do not fit, index tensors that point outside.
     """
     if not is_plain_eager(x):
-        return _dispatched(x, values, _index_of(pattern), bias)
+        return _dispatch(x, values, _index_of(pattern), bias)
     _check_operands(values=values, bias=bias)
     if type(pattern) is not LayerIndex:
         index = _index_of(pattern)
         if pattern is index:
-            p = operator.prepare(values, index)
+            p = prepare(values, index)
         else:
             p = LayerIndex(index, values)
     else:
@@ -149,47 +79,57 @@ def linear(
     return _compute(x, values, bias, Read(p, values, False))
 
 
-def _compute(x: Tensor, values: Tensor, bias: Tensor | None, read: Read):
+def _compute(x: Tensor, values: Tensor, bias: Tensor | None, read: Read) -> Tensor:
     p = read.layer_index
     if _is_grad_enabled() and (
         values.requires_grad or x.requires_grad or (bias is not None and bias.requires_grad)
     ):
-        return (_apply if p.on_cpu else _apply_keeping)(x, values, bias, read)
+        return apply_eagerly(x, values, bias, read)
     return products.forward(x, read.memory, p, bias, None, read.plain)
 
 
 def layer_linear(x: Tensor, values: Tensor, bias: Tensor | None, read: Read) -> Tensor:
-    """`linear` for layers, whose values may be replaced by another thread at any time."""
+    """`linear` for layers, whose values another thread may replace at any time.
+
+    Args:
+        values: the Parameter. read: the index, and the values that belong to it.
+    """
     if is_plain_eager(x):
         try:
             return _compute(x, values, bias, read)
-        except AttributeError:  # what is wrong is looked for only where something is
+        except AttributeError:  # checks cost too much for every call
             _check_operands(values=values, bias=bias)
             check_kind("read", read, Read, "what forward reads")
             raise
     p, memory, _ = read
     if not p.on_cpu and is_plain_eager(x, autocast=True):
         return _autocast(x, values, bias, read)
-    return _dispatched(x, values if torch.is_grad_enabled() else memory, p.index, bias)
+    return _dispatch(x, values if torch.is_grad_enabled() else memory, p.index, bias)
 
 
 def _autocast(x: Tensor, values: Tensor, bias: Tensor | None, read: Read) -> Tensor:
-    """What the operator does where autocast is on, without the dispatcher."""
-    device = x.device.type
-    if x.is_floating_point() and x.dtype is not torch.float64:
-        x = x.to(torch.get_autocast_dtype(device))
-    with torch.autocast(device, enabled=False):
-        return _compute(x, values, bias, read)
+    """The operator under autocast, without the dispatcher."""
+    with torch.autocast(x.device.type, enabled=False):
+        return _compute(_lower(x), values, bias, read)
 
 
-def _dispatched(x: Tensor, values: Tensor, index: PatternIndex, bias: Tensor | None) -> Tensor:
+def _lower(x: Tensor) -> Tensor:
+    """x in the dtype of autocast."""
+    if not x.is_floating_point() or x.dtype is torch.float64:
+        return x
+    return x.to(torch.get_autocast_dtype(x.device.type))
+
+
+def _dispatch(x: Tensor, values: Tensor, index: PatternIndex, bias: Tensor | None) -> Tensor:
     if not is_compiling():
         _check_operands(x=x, values=values, bias=bias)
-        if transforms.is_transformed():
-            return transforms.linear(x, values, index, bias)
-        if torch._C._len_torch_dispatch_stack():
-            tell_counters()
-    return torch.ops.dynsparse.linear(x, values, *index, bias)
+        if is_transformed():  # torch.func calls Functions, and no operators that contain one
+            x = _lower(x) if is_autocast(x) else x
+            return LinearFunction.apply(x, values, *capture.hide(index), bias)
+        if has_modes():
+            register_flop_formulas()
+    y: Tensor = torch.ops.dynsparse.linear(x, values, *index, bias)
+    return y
 
 
 def grad_input(dy: Tensor, values: Tensor, pattern: SparsePattern | PatternIndex) -> Tensor:

@@ -1,8 +1,7 @@
-"""The three products for any floating point type, shape and device: checks, conversion, the kernel.
+"""The products for any floating point dtype, shape and device: checks, conversions, the kernel.
 
-`choice.route` says what computes. The compiled kernels take float32, or bfloat16 where they have
-kernels for it; what these do not serve, and float16, is computed in float32. Off the CPU every type
-is computed as it is.
+`choice.route` selects the kernels. On a CPU 16-bit activations are computed in float32, except by
+kernels for bfloat16; on an accelerator every dtype is computed as it is.
 """
 
 from __future__ import annotations
@@ -11,17 +10,17 @@ import torch
 from torch import Tensor
 
 from dynsparse.ops import capture
-from dynsparse.ops.eager import empty_on_cpu
 from dynsparse.ops.linear import cuda
 from dynsparse.ops.linear.choice import route
 from dynsparse.ops.linear.cpu import KERNELS
 from dynsparse.ops.linear.layer_index import LayerIndex
+from dynsparse.ops.torch_internals import empty_on_cpu
 
 _FLOAT32 = torch.float32
 
 
 def check_input(x: Tensor, values: Tensor, features: int, what: str) -> None:
-    """Raises RuntimeError where `x`, called `what`, cannot meet `values` in `features` features."""
+    """Raise RuntimeError unless `x`, called `what`, fits `values` and ends in so many features."""
     if x.dim() == 0 or x.shape[-1] != features:
         raise RuntimeError(
             f"{what} must end in {features} features for this sparse layer, "
@@ -31,8 +30,7 @@ def check_input(x: Tensor, values: Tensor, features: int, what: str) -> None:
 
 
 def check_kind(x: Tensor, values: Tensor, what: str) -> None:
-    """Raises RuntimeError where the type or the device of `x`, called `what`, cannot meet those of
-    `values`."""
+    """Raise RuntimeError unless dtype and device of `x`, called `what`, fit those of `values`."""
     if not x.is_floating_point():
         raise RuntimeError(f"{what} must be floating point, got {x.dtype}")
     if x.device != values.device:
@@ -66,7 +64,7 @@ def _check_forward(x: Tensor, values: Tensor, p: LayerIndex, bias: Tensor | None
 
 
 def check_backward(dy: Tensor, x: Tensor | None, values: Tensor, p: LayerIndex) -> None:
-    """Raises RuntimeError where the operands of the two gradients do not fit."""
+    """Raise RuntimeError unless the operands of the gradients fit."""
     check_input(dy, values, p.out_features, "dy")
     if x is None:
         return
@@ -96,16 +94,16 @@ def forward(
     keep: list[Tensor] | None = None,
     plain: bool = False,
 ) -> Tensor:
-    """[..., in] -> [..., out], the dtype of x. Everything is checked.
+    """[..., in] -> [..., out], the dtype of x. Checks all operands.
 
     Args:
-        keep: takes what `backward` may use again, if anything: see `forward` of `cuda.dense` and
-            `cuda.blocks`.
-        plain: whether the values are known to be float32, contiguous, on the CPU, and those of `p`.
+        keep: a list to which tensors for `backward` are appended on an accelerator: see `forward`
+            of `cuda.dense` and `cuda.blocks`.
+        plain: whether the values are known to be float32, contiguous, on the CPU and of `p`.
     """
     dtype, shape = x.dtype, x.shape
-    # What most calls bring needs no conversion, and one condition instead of the checks in turn.
-    if (
+    # One condition in place of all checks and conversions for the operands of most calls.
+    is_simple = (
         dtype is _FLOAT32
         and x.is_cpu
         and len(shape) == 2
@@ -129,20 +127,22 @@ def forward(
                 and bias.is_contiguous()
             )
         )
-    ):
-        return KERNELS[route(p, shape[0], False, dtype)].forward(x, values, p, bias)
-    _check_forward(x, values, p, bias)
-    kind = route(p, x.numel() // max(1, x.shape[-1]), False, dtype)
-    own = kind == "bfloat16" or not p.on_cpu  # takes values and bias as they are
-    other = dtype if own else _compute_dtype(dtype)
-    w = values if own else values.to(other).contiguous()
-    b = bias if own or bias is None else bias.to(other).contiguous()
+    )
+    if not is_simple:
+        _check_forward(x, values, p, bias)
+    kind = route(p, shape[0] if is_simple else x.numel() // max(1, shape[-1]), False, dtype)
+    if is_simple:
+        return KERNELS[kind].forward(x, values, p, bias)
+    takes_all = kind == "bfloat16" or not p.on_cpu  # values and bias of any dtype
+    compute_dtype = dtype if takes_all else _compute_dtype(dtype)
+    w = values if takes_all else values.to(compute_dtype).contiguous()
+    b = bias if takes_all or bias is None else bias.to(compute_dtype).contiguous()
     kernels = KERNELS if p.on_cpu else cuda.KERNELS
     kept = () if keep is None or p.on_cpu else (keep,)
-    y = kernels[kind].forward(_matrix(x, other), w, p, b, *kept)
+    y = kernels[kind].forward(_matrix(x, compute_dtype), w, p, b, *kept)
     if y.dtype is not dtype:
         y = y.to(dtype)
-    # No view, which autograd lets nobody write to, and of which `fully_shard` warns.
+    # Not a view: autograd forbids writing to it, and `fully_shard` warns.
     return y if x.dim() == 2 else y.contiguous().resize_(*x.shape[:-1], p.out_features)
 
 
@@ -155,43 +155,43 @@ def backward(
     *kept: Tensor,
     sums: list[Tensor] | None = None,
 ) -> tuple[Tensor | None, Tensor | None]:
-    """dX [..., in] where needed, and dW like values where x is given.
-
-    Without checks: autograd comes with what forward has checked, others call `check_backward`.
+    """dX [..., in] if needed, and dW like values if x is given. Checks nothing: the operands of
+    autograd were checked in forward, other callers call `check_backward`.
 
     Args:
-        kept: what `forward` has kept.
-        sums: takes the gradient of the bias, float32 [out], where kernels sum dY beside what else
-            they do with it: on CPUs but for float64, and `cuda.blocks`.
+        kept: what `forward` appended to `keep`.
+        sums: a list to which the gradient of the bias, float32 [out], is appended by kernels that
+            also sum dY: those on CPUs, except in float64, and `cuda.blocks`.
     """
     dtype = dy.dtype
-    if (
+    is_simple = (
         dtype is _FLOAT32
         and values.dtype is _FLOAT32
         and dy.dim() == 2
         and (x is None or (x.dtype is _FLOAT32 and x.dim() == 2))
         and p.on_cpu
         and values.is_contiguous()
-    ):
-        passes = KERNELS[route(p, dy.shape[0], True, dtype)].backward
-        dbias = _sums(p, sums)
+    )
+    samples = dy.shape[0] if is_simple else dy.numel() // max(1, dy.shape[-1])
+    kind = route(p, samples, True, dtype)
+    if is_simple:
+        passes, dbias = KERNELS[kind].backward, _allocate_sums(p, sums)
         return passes(dy, dy if x is None else x, values, p, need_input, x is not None, dbias)
-    kind = route(p, dy.numel() // max(1, dy.shape[-1]), True, dtype)
-    own = kind == "bfloat16" or not p.on_cpu
-    other = dtype if own else _compute_dtype(dtype)
-    dy2d = _matrix(dy, other)
-    x2d = dy2d if x is None else _matrix(x, other)  # not read without x
-    w = values if own else values.to(other).contiguous()
+    takes_all = kind == "bfloat16" or not p.on_cpu
+    compute_dtype = dtype if takes_all else _compute_dtype(dtype)
+    dy2d = _matrix(dy, compute_dtype)
+    x2d = dy2d if x is None else _matrix(x, compute_dtype)  # not read without x
+    w = values if takes_all else values.to(compute_dtype).contiguous()
     if p.on_cpu:
         passes = KERNELS[kind].backward
-        dbias = None if dtype is torch.float64 else _sums(p, sums)
+        dbias = None if dtype is torch.float64 else _allocate_sums(p, sums)
         dx, dw = passes(dy2d, x2d, w, p, need_input, x is not None, dbias)
     else:
-        # A weight [out, in] or blocks [nnz, b, b], where forward went the same way.
-        again = [t for t in kept if (t.dim() == 3) == (kind == "blocks")]
+        # A weight [out, in] or blocks [nnz, b, b], if forward used the same kernels.
+        reusable = [t for t in kept if (t.dim() == 3) == (kind == "blocks")]
         more = {} if sums is None or kind != "blocks" else {"sums": sums}
         passes = cuda.KERNELS[kind].backward
-        dx, dw = passes(dy2d, x2d, w, p, need_input, x is not None, *again, **more)
+        dx, dw = passes(dy2d, x2d, w, p, need_input, x is not None, *reusable, **more)
     if dx is not None:
         if dx.dtype is not dtype:
             dx = dx.to(dtype)
@@ -202,8 +202,8 @@ def backward(
     return dx, dw
 
 
-def _sums(p: LayerIndex, sums: list[Tensor] | None) -> Tensor | None:
-    """Where kernels put the gradient of the bias, if `sums` is there to take it."""
+def _allocate_sums(p: LayerIndex, sums: list[Tensor] | None) -> Tensor | None:
+    """The tensor that kernels write the gradient of the bias to, appended to `sums`."""
     if sums is None:
         return None
     dbias = empty_on_cpu((p.out_features,), (1,), _FLOAT32)
@@ -212,6 +212,6 @@ def _sums(p: LayerIndex, sums: list[Tensor] | None) -> Tensor | None:
 
 
 def record(row_ptr: Tensor, x: Tensor, dy: Tensor) -> None:
-    """Hand x and dY to the capture of this layer, as the matrices it wants."""
+    """Pass x and dY to the capture of this layer, as matrices."""
     dtype = _compute_dtype(dy.dtype) if dy.is_cpu else dy.dtype
     capture.record(row_ptr, _matrix(x.detach(), dtype), _matrix(dy.detach(), dtype))

@@ -1,0 +1,404 @@
+"""The operator Y = X W^T + bias as torch sees it: shapes, derivatives, batching, autocast, FLOPs.
+
+`torch.ops.dynsparse.linear` takes plain strided tensors, so compilers, modes and fake tensors see
+an ordinary operator. Eager calls with ordinary tensors take `SparseLinearFunction` instead, whose
+backward is the same function `gradients`.
+
+Y is linear in X and in W, and so are its gradients dX = dY W and dW = dY^T X at the pattern. The
+derivatives of each are products of the same kinds: `LinearFunction` and `LinearBackwardFunction`
+name each other and so have derivatives of every order, in forward and reverse mode, which
+`torch.library.register_autograd` does not offer. Under vmap samples join the batch if they share
+the weights, and are computed one after another if each has its own.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from math import prod
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd import Function
+
+from dynsparse.ops import capture
+from dynsparse.ops.linear import naive, products
+from dynsparse.ops.linear.layer_index import LayerIndex, Read, check_contents, find_index
+from dynsparse.ops.torch_internals import (
+    below_autograd,
+    dispatch_modes,
+    fast_apply,
+    is_autocast,
+    is_gradient_needed,
+    is_transformed,
+    raw_apply,
+)
+from dynsparse.pattern import PatternIndex
+
+# The tensors of an index in a schema.
+INDEX = (
+    "Tensor row_ptr, Tensor cols, Tensor col_ptr, Tensor csc_rows, Tensor csc_perm, Tensor slots"
+)
+
+_library = torch.library.Library("dynsparse", "DEF")
+_library.define(f"linear(Tensor x, Tensor values, {INDEX}, Tensor? bias) -> Tensor")
+_library.define(
+    f"linear_backward(Tensor dy, Tensor? x, Tensor values, {INDEX}, bool need_input)"
+    " -> (Tensor, Tensor)"
+)
+_OPS = torch.ops.dynsparse
+_is_grad_enabled = torch.is_grad_enabled
+
+
+# The operators without derivatives.
+
+
+def prepare(values: Tensor, rest: tuple[Any, ...]) -> LayerIndex:
+    """The layer index of the tensors that `rest` begins with, checked if it is not registered."""
+    index = PatternIndex(*rest[:6])
+    p = find_index(index)
+    if p is not None and p.values_shape == values.shape and p.cols.device == values.device:
+        return p
+    p = LayerIndex(index, values)
+    check_contents(index)
+    return p
+
+
+def features(values: Tensor, rest: tuple[Any, ...]) -> tuple[int, int]:
+    """(out, in), from shapes alone."""
+    b = naive.block_size_of(values)
+    return (rest[0].shape[0] - 1) * b, (rest[2].shape[0] - 1) * b
+
+
+def _forward(x: Tensor, values: Tensor, *rest: Tensor | None) -> Tensor:
+    p = prepare(values, rest)
+    capture.check_program(p.row_ptr, values)
+    return products.forward(x, values, p, rest[6])
+
+
+def _backward(
+    dy: Tensor, x: Tensor | None, values: Tensor, *rest: Tensor | bool
+) -> tuple[Tensor, Tensor]:
+    p = prepare(values, rest)
+    products.check_backward(dy, x, values, p)
+    capture.check_backward(p.row_ptr, values)
+    if x is not None and capture.is_open(p.row_ptr):
+        # Copies, since compiled code may reuse both buffers.
+        products.record(p.row_ptr, x.clone(), dy.clone())
+    dx, dw = products.backward(dy, x, values, p, bool(rest[6]))
+    # Operators return tensors: an empty one stands for a gradient that is not needed.
+    return dy.new_empty(0) if dx is None else dx, values.new_empty(0) if dw is None else dw
+
+
+def _forward_shapes(x: Tensor, values: Tensor, *rest: Tensor | None) -> Tensor:
+    out_features, in_features = features(values, rest)
+    products.check_input(x, values, in_features, "x")
+    return x.new_empty(*x.shape[:-1], out_features)
+
+
+def _backward_shapes(
+    dy: Tensor, x: Tensor | None, values: Tensor, *rest: Tensor | bool
+) -> tuple[Tensor, Tensor]:
+    _, in_features = features(values, rest)
+    return (
+        dy.new_empty(*dy.shape[:-1], in_features) if rest[6] else dy.new_empty(0),
+        values.new_empty(0) if x is None else torch.empty_like(values),
+    )
+
+
+_library.impl("linear", _forward, "CompositeExplicitAutograd")
+_library.impl("linear_backward", _backward, "CompositeExplicitAutograd")
+# `register_fake` inspects every loaded module to find its caller.
+_library.impl("linear", _forward_shapes, "Meta")
+_library.impl("linear_backward", _backward_shapes, "Meta")
+
+
+# The derivatives of `linear`.
+
+
+def _save(ctx: Any, x: Tensor, values: Tensor, bias: Tensor | None, *more: Tensor) -> None:
+    """Save what `gradients` needs. x only for a gradient of the values, so that it is not kept
+    alive otherwise."""
+    ctx.save_for_backward(x if ctx.needs_input_grad[1] else None, values, *more)
+    ctx.bias_dtype = None if bias is None or not bias.requires_grad else bias.dtype
+
+
+def explain(error: RuntimeError) -> RuntimeError:
+    """The error of autograd for modified tensors, in words for a sparse layer."""
+    changed = "modified by an inplace operation" in str(error)
+    return RuntimeError(capture.CHANGED) if changed else error
+
+
+def gradients(ctx: Any, dy: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    """The gradients of x, values and bias: of the operator, and of the shortcut, which has set
+    `ctx.layer_index`."""
+    p: LayerIndex | None = ctx.layer_index
+    # Read once: activation checkpointing returns each saved tensor a single time.
+    try:
+        x, values, *saved = ctx.saved_tensors
+    except RuntimeError as error:
+        raise explain(error) from None
+    need_input = ctx.needs_input_grad[0]
+    if p is None:
+        index = PatternIndex(*saved)
+        checked = True
+        if not ctx.is_transformed:
+            capture.check_backward(index.row_ptr, values, ctx.next_functions[1][0])
+    else:
+        if values.shape != p.values_shape:
+            if p.is_overwritten:
+                raise RuntimeError(capture.CHANGED)
+            raise RuntimeError(
+                f"the values had the shape {list(p.values_shape)} in forward and have "
+                f"{list(values.shape)} in backward: call backward before the layer is resized"
+            )
+        capture.check_backward(p.row_ptr, values, ctx.next_functions[1][0])
+        checked = capture.needs_check(p.row_ptr)
+    if checked:
+        need_input = need_input and is_gradient_needed(ctx.next_functions[0][0])
+        if x is not None and not is_gradient_needed(ctx.next_functions[1][0]):
+            x = None
+    dx = dw = None
+    sums: list[Tensor] = []
+    if need_input or x is not None:
+        if p is not None and not _is_grad_enabled() and not is_autocast(dy):
+            if checked and x is not None:
+                products.record(p.row_ptr, x, dy)
+            bias_sums = None if ctx.bias_dtype is None else sums
+            dx, dw = products.backward(dy, x, values, p, need_input, *saved, sums=bias_sums)
+        else:  # the operator has a second derivative, and disables autocast
+            if p is not None:
+                index = p.index
+            dx, dw = LinearBackwardFunction.apply(dy, x, values, *index, need_input)
+            dx, dw = dx if need_input else None, dw if x is not None else None
+    if ctx.bias_dtype is None:
+        return dx, dw, None
+    if sums:
+        return dx, dw, sums[0] if sums[0].dtype is ctx.bias_dtype else sums[0].to(ctx.bias_dtype)
+    rows = dy if dy.dim() == 2 else dy.reshape(-1, dy.shape[-1])
+    # Passing the dtype that results anyway costs more than the sum of a small layer.
+    db = rows.sum(0) if rows.dtype is ctx.bias_dtype else rows.sum(0, dtype=ctx.bias_dtype)
+    return dx, dw, db
+
+
+class SparseLinearFunction(Function):
+    """The operator for eager calls, without the dispatcher. Profilers show its name."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, values: Tensor, bias: Tensor | None, read: Read) -> Tensor:
+        # One object: autograd inspects every tensor among the arguments.
+        p, memory, plain = read
+        ctx.layer_index = p
+        if p.on_cpu:
+            y = products.forward(x, memory, p, bias, None, plain)
+            _save(ctx, x, values, bias)
+            return y
+        reusable: list[Tensor] = []
+        y = products.forward(x, memory, p, bias, reusable if ctx.needs_input_grad[0] else None)
+        _save(ctx, x, values, bias, *reusable)
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> Any:
+        return *gradients(ctx, dy), None
+
+
+apply_eagerly = fast_apply(SparseLinearFunction)
+"""(x, values, bias, read) -> y, for calls that are plain eager."""
+
+
+class LinearFunction(Function):
+    """The operator `linear` with its derivatives, for the dispatcher and for `torch.func`."""
+
+    @staticmethod
+    def forward(*operands: Any) -> Tensor:
+        with below_autograd():
+            y: Tensor = _OPS.linear(*operands)
+        return y
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Tensor) -> None:
+        x, values, *index, bias = inputs
+        _save(ctx, x, values, bias, *index)
+        ctx.save_for_forward(x, values, *index)
+        ctx.layer_index, ctx.is_transformed = None, is_transformed()
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> Any:
+        dx, dw, db = gradients(ctx, dy)
+        return dx, dw, *[None] * 6, db
+
+    @staticmethod
+    def jvp(ctx: Any, tx: Tensor | None, tvalues: Tensor | None, *tangents: Any) -> Any:
+        x, values, *index = ctx.saved_tensors
+        from_x = None if tx is None else LinearFunction.apply(tx, values, *index, None)
+        from_values = None if tvalues is None else LinearFunction.apply(x, tvalues, *index, None)
+        y = _sum(from_x, from_values)
+        if y is None:
+            y = x.new_zeros(*x.shape[:-1], tangents[6].shape[-1])
+        return _sum(y, tangents[6])
+
+    @staticmethod
+    def vmap(info: Any, dims: tuple[Any, ...], *operands: Any) -> tuple[Tensor, int]:
+        x, values, *index, bias = operands
+        if bias is not None and dims[8] is not None:
+            y, _ = LinearFunction.vmap(info, (*dims[:8], None), x, values, *index, None)
+            biases = bias.movedim(dims[8], 0)
+            return y + biases.view(len(biases), *[1] * (y.dim() - 2), -1), 0
+        if dims[1] is None and dims[0] is not None and x.dim() > 1:
+            return LinearFunction.apply(x.movedim(dims[0], 0), values, *index, bias), 0
+        samples = _samples(info, dims, operands)
+        return torch.stack([LinearFunction.apply(*sample) for sample in samples]), 0
+
+
+class LinearBackwardFunction(Function):
+    """The operator `linear_backward` with its derivatives."""
+
+    @staticmethod
+    def forward(*operands: Any) -> tuple[Tensor, Tensor]:
+        with below_autograd():
+            dx, dw = _OPS.linear_backward(*operands)
+        return dx, dw
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        dy, x, values, *index, ctx.need_input = inputs
+        ctx.save_for_backward(dy, x, values, *index)
+        ctx.save_for_forward(dy, x, values, *index)
+        ctx.set_materialize_grads(False)
+
+    @staticmethod
+    def backward(ctx: Any, grad_dx: Tensor | None, grad_dw: Tensor | None) -> Any:
+        dy, x, values, *index = ctx.saved_tensors
+        needs = ctx.needs_input_grad
+        to_dy = to_x = to_values = None
+        if grad_dx is not None and ctx.need_input:
+            if needs[0]:
+                to_dy = LinearFunction.apply(grad_dx, values, *index, None)
+            if needs[2] and is_gradient_needed(ctx.next_functions[1 if x is None else 2][0]):
+                to_values = LinearBackwardFunction.apply(dy, grad_dx, values, *index, False)[1]
+        if grad_dw is not None and x is not None:
+            if needs[0]:
+                to_dy = _sum(to_dy, LinearFunction.apply(x, grad_dw, *index, None))
+            if needs[1]:
+                to_x = LinearBackwardFunction.apply(dy, None, grad_dw, *index, True)[0]
+        return to_dy, to_x, to_values, *[None] * 7
+
+    @staticmethod
+    def jvp(ctx: Any, tdy: Any, tx: Any, tvalues: Any, *_: Any) -> Any:
+        dy, x, values, *index = ctx.saved_tensors
+        tdx = tdw = None
+        if tdy is not None:
+            tdx, tdw = LinearBackwardFunction.apply(tdy, x, values, *index, ctx.need_input)
+        if ctx.need_input and tvalues is not None:
+            part = LinearBackwardFunction.apply(dy, None, tvalues, *index, True)[0]
+            tdx = _sum(tdx, part)
+        if x is not None and tx is not None:
+            tdw = _sum(tdw, LinearBackwardFunction.apply(dy, tx, values, *index, False)[1])
+        return tdx, tdw
+
+    @staticmethod
+    def vmap(
+        info: Any, dims: tuple[Any, ...], *operands: Any
+    ) -> tuple[tuple[Tensor, Tensor], tuple[int, int]]:
+        dy, _, values, *index, need_input = operands
+        samples = _samples(info, dims, operands)
+        dx = None
+        if need_input and dims[2] is None and dims[0] is not None and dy.dim() > 1:
+            dy = dy.movedim(dims[0], 0)
+            dx = LinearBackwardFunction.apply(dy, None, values, *index, True)[0]
+            samples = [[*sample[:-1], False] for sample in samples]
+        pairs = [LinearBackwardFunction.apply(*sample) for sample in samples]
+        dxs, dws = zip(*pairs, strict=True)
+        return (torch.stack(dxs) if dx is None else dx, torch.stack(dws)), (0, 0)
+
+
+def _sum(*parts: Tensor | None) -> Tensor | None:
+    """The sum of those that are not None."""
+    total = None
+    for part in parts:
+        if part is not None:
+            total = part if total is None else total + part
+    return total
+
+
+def _samples(info: Any, dims: tuple[Any, ...], operands: tuple[Any, ...]) -> list[list[Any]]:
+    """The operands of every sample."""
+    pairs = list(zip(operands, dims, strict=True))
+    return [
+        [operand if dim is None else operand.select(dim, i) for operand, dim in pairs]
+        for i in range(info.batch_size)
+    ]
+
+
+_library.impl("linear", raw_apply(LinearFunction), "Autograd")
+_library.impl("linear_backward", raw_apply(LinearBackwardFunction), "Autograd")
+
+
+# Autocast.
+
+
+def under_autocast(library: torch.library.Library, name: str) -> None:
+    """Register the autocast behaviour of `name` and `name`_backward, on every device."""
+    operator = getattr(torch.ops.dynsparse, name)
+    operator_backward = getattr(torch.ops.dynsparse, f"{name}_backward")
+
+    def register(device: str) -> None:
+        def forward(x: Tensor, *rest: Any) -> Tensor:
+            # Only the activations are cast: the values are few and keep their precision.
+            if x.is_floating_point() and x.dtype != torch.float64:
+                x = x.to(torch.get_autocast_dtype(device))
+            with torch.autocast(device, enabled=False):
+                return operator(x, *rest)
+
+        def backward(*args: Any) -> Any:
+            with torch.autocast(device, enabled=False):
+                return operator_backward(*args)
+
+        library.impl(name, forward, f"Autocast{device.upper()}")
+        library.impl(f"{name}_backward", backward, f"Autocast{device.upper()}")
+
+    register("cpu")
+    register("cuda")
+
+
+under_autocast(_library, "linear")
+
+
+# FLOPs: two for each non-zero and sample.
+
+
+def _flops(x: Any, values: Any, *_: Any, **__: Any) -> int:
+    return 2 * prod(x[:-1]) * prod(values)
+
+
+def _backward_flops(dy: Any, x: Any, values: Any, *rest: Any, **_: Any) -> int:
+    passes = (x is not None) + bool(rest[-1])
+    return passes * 2 * prod(dy[:-1]) * prod(values)
+
+
+flop_formulas: dict[str, Callable[..., int]] = {
+    "linear": _flops,
+    "linear_backward": _backward_flops,
+}
+"""By operator, for `FlopCounterMode`; other operators add theirs."""
+
+
+def register_flop_formulas() -> None:
+    """Register the formulas with `FlopCounterMode`, and with counters that are active.
+
+    Importing it takes longer than importing torch, so this does nothing before somebody has.
+    """
+    counter = sys.modules.get("torch.utils.flop_counter")
+    if counter is None:
+        return
+    registries = [counter.flop_registry]
+    for mode in dispatch_modes():
+        mode = getattr(mode, "counter", mode)
+        if isinstance(mode, counter.FlopCounterMode):
+            registries.append(mode.flop_registry)  # a copy of the first, made when it began
+    for registry in registries:
+        for name, formula in flop_formulas.items():
+            if getattr(_OPS, name) not in registry:
+                registry[getattr(_OPS, name)] = counter.shape_wrapper(formula)
