@@ -1,6 +1,7 @@
 """What is made of an option: its check, and what a checkpoint may say about it."""
 
 import dataclasses
+import secrets
 from pathlib import Path
 
 import pytest
@@ -8,7 +9,6 @@ import torch
 from rich.console import Console
 
 from dynsparse.apps import lm
-from dynsparse.apps.common.identity import new_identity
 from dynsparse.apps.common.options import METHODS
 from dynsparse.apps.common.resume import Checkpoint, adopt
 from dynsparse.apps.pictures import mnist, transformer
@@ -102,7 +102,7 @@ def forge(path: Path, of: str, **entries) -> Path:
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     defaults = APPS[of].Options()
     extra = {"app": of, "options": defaults.defining(), "seed": 1, "data": "stdlib"}
-    extra["training_id"] = new_identity()
+    extra["training_id"] = secrets.token_hex(16)
     extra["options"] |= entries.pop("options", {})
     save_checkpoint(path, model=model, optimizer=optimizer, extra=extra | entries)
     return path

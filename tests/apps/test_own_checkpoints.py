@@ -8,7 +8,7 @@ import pytest
 from rich.console import Console
 
 from dynsparse.apps import lm
-from dynsparse.apps.common.identity import KEY, identities, identity_of
+from dynsparse.apps.common.resume import KEY, identity_of, read_identities
 from dynsparse.apps.pictures import mnist
 from dynsparse.training.checkpoint import read_extra
 from dynsparse.training.records import Records
@@ -40,7 +40,7 @@ def test_the_identity_is_random_and_stays(tmp_path):
     own = {extra[KEY] for extra in extras.values()}
     assert own == {Records.load(tmp_path / "r").metadata[KEY]}
     assert own != {read_extra(tmp_path / "b" / "epoch-0001.ckpt")[KEY]}
-    for file, identity in identities((tmp_path / "a").iterdir()).items():
+    for file, identity in read_identities((tmp_path / "a").iterdir()).items():
         assert identity == extras[file.name][KEY]
 
 
@@ -64,7 +64,7 @@ def test_overwriting_leaves_nothing_of_the_earlier_training(tmp_path):
     assert Records.load(tmp_path / "r").metadata["seed"] == 2
     resumed = mnist.run(mnist.Options(restore=tmp_path / "c", **outputs), QUIET)
     assert resumed["seed"] == 2
-    assert len(identities((tmp_path / "c").iterdir())) == 3
+    assert len(read_identities((tmp_path / "c").iterdir())) == 3
 
 
 def test_what_is_wrong_otherwise_is_said_before_anything_is_deleted(tmp_path):

@@ -1,30 +1,35 @@
-"""Checkpoints of a training: one file per saved epoch or step, and the way back from one.
+"""Checkpoints of a training: one per saved epoch or step, how to resume, whose a folder is.
 
-Of a checkpoint's options only those that define the training are ever looked at (`Option.defines`):
-a file from elsewhere does not say where to write, what to log or how many threads to take.
+Each training draws an identity, which its checkpoints keep in `extra` and its record in the
+metadata. Of a checkpoint's options only those that define the training are read
+(`Option.defines`): it never decides where to write, what to log or how many threads to take.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Collection
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
-from dynsparse.apps.common.identity import KEY, identities, identity_of
 from dynsparse.apps.common.options import TrainingOptions
 from dynsparse.apps.common.training import Training
 from dynsparse.files.shorten import shortened
 from dynsparse.options import Defines, flag
 from dynsparse.training.checkpoint import load_checkpoint, read_extra, save_checkpoint
+from dynsparse.training.checkpoint.format import CheckpointReader
+from dynsparse.training.records import Recorder
+
+KEY = "training_id"
+"""The name of the identity in `extra` and in a record's metadata."""
 
 _Options = TypeVar("_Options", bound=TrainingOptions)
 
 
 def save(training: Training, folder: Path) -> Path:
-    """Write `folder`/epoch-NNNN.ckpt or step-NNNNNNN.ckpt, whole or not at all.
+    """Write `folder`/epoch-NNNN.ckpt or step-NNNNNNN.ckpt, atomically.
 
     A training that stopped inside an epoch: epoch-NNNN+BATCHES.ckpt.
     """
@@ -72,7 +77,7 @@ def find_checkpoint(kind: type[Training], path: Path) -> Path:
             f"{kind.unit}-{'N' * kind.digits}.ckpt, got {path} without any"
         )
     # The highest number may be of an earlier training, the latest date of a copy.
-    newest = {identity: file for file, identity in identities(found).items() if identity}
+    newest = {identity: file for file, identity in read_identities(found).items() if identity}
     if len(newest) > 1:
         names = " and ".join(sorted(file.name for file in newest.values())[:2])
         raise ValueError(
@@ -95,7 +100,7 @@ def checkpoints_in(kind: type[Training], folder: Path) -> list[Path]:
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A file that was found, and what it holds beside the state."""
+    """The path of a checkpoint, and its `extra`."""
 
     path: Path
     extra: dict[str, Any]
@@ -173,3 +178,79 @@ def restore(training: Training, checkpoint: Checkpoint) -> None:
     )
     vars(training).update(counters, partial=partial)
     training.identity = identity_of(checkpoint.extra)
+
+
+def identity_of(extra: Any) -> str:
+    """The identity of the training in a checkpoint's `extra`.
+
+    Raises:
+        ValueError: none, or something else.
+    """
+    identity = extra.get(KEY) if isinstance(extra, Mapping) else None
+    if not isinstance(identity, str) or not re.fullmatch(r"[0-9a-f]{32}", identity):
+        raise ValueError("expected the identity of a training, 32 hexadecimal digits")
+    return identity
+
+
+def read_identities(files: Iterable[Path]) -> dict[Path, str | None]:
+    """The training of each checkpoint; None for a file that cannot be read as one.
+
+    Raises:
+        OSError: a file that may not be read.
+    """
+    return {file: _read_identity(file) for file in files}
+
+
+def _read_identity(file: Path) -> str | None:
+    try:
+        return identity_of(CheckpointReader(file).peek_extra())
+    except (TypeError, ValueError):
+        return None
+
+
+def find_others(training: Training, folder: Path, *, overwrite: bool) -> list[Path]:
+    """The checkpoints in `folder` that belong to other trainings, the newest last.
+
+    Raises:
+        ValueError: there are some, and `overwrite` is not set.
+    """
+    found = read_identities(checkpoints_in(type(training), folder))
+    others = [file for file, identity in found.items() if identity != training.identity]
+    if others and not overwrite:
+        newest = others[-1]
+        if found[newest] is None:
+            raise ValueError(
+                f"--checkpoint-path: expected checkpoints of this training, got {newest}, which "
+                "cannot be read: move it away, or let it be deleted with --overwrite"
+            )
+        raise ValueError(
+            f"--checkpoint-path: expected a folder without checkpoints of another training, got "
+            f"{newest}: go on with that one by --restore {folder}, choose another folder, or let "
+            "them be deleted with --overwrite"
+        )
+    return others
+
+
+def check_new(recorder: Recorder, *, overwrite: bool) -> None:
+    """Raise ValueError if a new training would delete the updates that another has recorded."""
+    if recorder.holds_updates and not overwrite:
+        raise ValueError(
+            f"--records-path: expected a folder without the record of another training, got "
+            f"{recorder.path} with one: go on with that training by --restore, choose another "
+            "folder, or let the record be deleted with --overwrite"
+        )
+
+
+def check_continued(recorder: Recorder, training: Training) -> None:
+    """Raise ValueError unless the record belongs to the restored `training`."""
+    path = recorder.path
+    if not recorder.has_record:
+        raise ValueError(
+            f"--records-path: expected the record of the restored training, got {path} without "
+            "one: name its folder, or leave --records-path out"
+        )
+    if recorder.earlier.get(KEY) != training.identity:
+        raise ValueError(
+            f"--records-path: expected the record of the restored training, got {path} with that "
+            "of another: name its folder, or leave --records-path out"
+        )

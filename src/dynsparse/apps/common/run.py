@@ -18,10 +18,17 @@ import torch
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
-from dynsparse.apps.common.folders import check_continued, check_new, check_own
-from dynsparse.apps.common.identity import KEY
 from dynsparse.apps.common.options import TrainingOptions
-from dynsparse.apps.common.resume import Checkpoint, adopt, find_checkpoint, save
+from dynsparse.apps.common.resume import (
+    KEY,
+    Checkpoint,
+    adopt,
+    check_continued,
+    check_new,
+    find_checkpoint,
+    find_others,
+    save,
+)
 from dynsparse.apps.common.training import Stopped, Training
 from dynsparse.files.atomic_write import atomic_write_text, remove_temporary_files
 from dynsparse.files.folders import only_writer
@@ -227,7 +234,7 @@ class Outputs:
                 remove_temporary_files(folder)  # each as large as a checkpoint
         others: list[Path] = []
         if options.checkpoint_path is not None:
-            others = check_own(training, options.checkpoint_path, overwrite=options.overwrite)
+            others = find_others(training, options.checkpoint_path, overwrite=options.overwrite)
         if options.records_path is not None:
             self._recorder = _recorder(training, options.records_path)
         self._loggers = loggers()

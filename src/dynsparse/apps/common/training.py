@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import secrets
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable
@@ -15,7 +16,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from dynsparse.apps.common.identity import new_identity
 from dynsparse.apps.common.options import TrainingOptions
 from dynsparse.checks import is_number
 from dynsparse.nn import SparseLinear
@@ -310,7 +310,7 @@ class Training(ABC):
         self.ranks = ranks_of("auto")
         self.device = torch.device(options.device)
         self.seed = seed
-        self.identity = new_identity()
+        self.identity = secrets.token_hex(16)
         torch.manual_seed(seed)  # dropout draws from the global generator
         self.generator = torch.Generator().manual_seed(seed)
         initial = self.generator if initial is None else initial
