@@ -159,7 +159,7 @@ def test_records_and_telemetry_wait_for_nobody(fake, monkeypatch, tmp_path):
         1,
     )
     layer = telemetry_of.__new__(telemetry_of)
-    layer.layer, layer.coming = net[0], deque()
+    layer.layer, layer.pending = net[0], deque()
     telemetry._watched = {"0": layer}
     trainer.on_update += [recorder.update, telemetry._update]
     try:
@@ -167,7 +167,7 @@ def test_records_and_telemetry_wait_for_nobody(fake, monkeypatch, tmp_path):
             before = Coming.sent
             step(net, trainer)
             assert Coming.sent > before
-            assert len(recorder._waiting) == len(layer.coming) == number
+            assert len(recorder._waiting) == len(layer.pending) == number
         assert not fake
     finally:
         recorder._waiting.clear()

@@ -1,9 +1,8 @@
-"""How many blocks each layer loses and gains in an update.
+"""Budgets: how many blocks each layer loses and gains in an update.
 
-A schedule says when, and which share of so many blocks an update replaces; a budget makes of it one
-number of blocks to drop and one to grow per layer. Budgets that move blocks between layers, or use
-up fewer and fewer, change the layers' capacity: their values, optimizer state and index really
-become larger or smaller.
+A schedule gives the share of a number of blocks that an update replaces; a budget turns it into a
+number of blocks to drop and one to grow per layer. Budgets that move blocks between layers, or
+prune, change the layers' capacity: their values, optimizer state and index change their size.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ from dynsparse.ranks import ALONE, Ranks, StackedRanks, collective_errors, ranks
 from dynsparse.training.deferred_checks import NAN_SCORES
 from dynsparse.training.drop import lowest_of_all, lowest_of_all_on_device
 from dynsparse.training.history import History, gradient_of
-from dynsparse.training.layer_shards import LayerShard
+from dynsparse.training.layer_shards import LayerShard, sum_shards
 from dynsparse.training.schedule import GradualSchedule, Schedule
 from dynsparse.typed import typed
 
@@ -38,7 +37,7 @@ class Counts(NamedTuple):
 
 @dataclass(frozen=True)
 class Survey:
-    """What a budget may look at: the layers that an update can change, before it."""
+    """What a budget looks at: the layers that an update can change, before it."""
 
     step: int
     schedule: Schedule
@@ -48,12 +47,12 @@ class Survey:
     history: History
     regrow_dropped: bool
     ranks: Ranks = ALONE
-    """That take the update together. Each asks its budget; what that of the first says counts."""
+    """Take the update together. Each calls its budget; the result of the first counts."""
     shards: Mapping[str, LayerShard] = field(default_factory=dict)
-    """The layers in rectangles: `scores` are those of this rank's; `patterns` has their extents."""
+    """Of tensor-parallel layers: `scores` are the shard's; `patterns` has the full layer's size."""
     on_device: bool = False
-    """Whether scores and gradients are on devices, and not looked through: what is asked here makes
-    the host wait, once for all layers."""
+    """Whether scores and gradients are on devices, and not checked yet: the methods make the host
+    wait, once for all layers."""
 
     def lowest_of_all(self, count: int, most: Sequence[int], stages: Ranks = ALONE) -> list[int]:
         """How many of the `count` lowest scores of all layers, those of all `stages` of a pipeline,
@@ -64,66 +63,56 @@ class Survey:
         with collective_errors(among):
             scores = [self.scores(name) for name in self.patterns]
         if self.on_device and stages.alone and scores:
-            return self._told(scores, lowest_of_all_on_device(scores, count, most))
+            return self._read(scores, lowest_of_all_on_device(scores, count, most))
         shards = [self.shards.get(name) for name in self.patterns]
         return lowest_of_all(scores, count, most, self.ranks, shards, stages)
 
-    def _told(self, scores: Sequence[Tensor], counts: Tensor) -> list[int]:
-        """What devices have counted [layers], unless scores hold NaN."""
-        odd = [score.isnan().any() for score in scores]
-        found = [int(number) for number in fetch_scalars([*counts, *odd])]
-        for name, is_odd in zip(self.patterns, found[len(odd) :], strict=True):
-            if is_odd:
+    def _read(self, scores: Sequence[Tensor], counts: Tensor) -> list[int]:
+        """A device's counts [layers], unless scores hold NaN."""
+        has_nan = [score.isnan().any() for score in scores]
+        numbers = [int(number) for number in fetch_scalars([*counts, *has_nan])]
+        for name, is_nan in zip(self.patterns, numbers[len(scores) :], strict=True):
+            if is_nan:
                 raise ValueError(f"layer {name!r}: {NAN_SCORES}")
-        return found[: len(odd)]
+        return numbers[: len(scores)]
 
     def below_zero(self) -> list[int]:
         """For each layer how many scores are below zero."""
         if self.on_device:
             scores = [self.scores(name) for name in self.patterns]
             below = [(score < 0).sum().to(scores[0].device) for score in scores]
-            return self._told(scores, torch.stack(below)) if below else []
+            return self._read(scores, torch.stack(below)) if below else []
         with collective_errors(self.ranks):
-            found = [int((self.scores(name) < 0).sum()) for name in self.patterns]
-        if not self.shards:
-            return found
-        axes = [self.shards[n].part.axes if n in self.shards else () for n in self.patterns]
-        own = [n if self.ranks.is_lead_rank(one) else 0 for n, one in zip(found, axes, strict=True)]
-        counts = torch.tensor(own, device=self.ranks.device)
-        return self.ranks.all_ranks.sum(counts).tolist()
+            counts = [int((self.scores(name) < 0).sum()) for name in self.patterns]
+        return self._sum_shards(counts) if self.shards else counts
 
     def mean_momentum(self) -> list[float]:
         """For each layer the mean magnitude of the history's gradient at its weights; 0.0 where it
         has none."""
         with collective_errors(self.ranks):
-            found = [
-                gradient_of(self.history, n, self._held(n), self.ranks) if p.nnz else None
-                for n, p in self.patterns.items()
+            local = [
+                gradient_of(self.history, name, self._local_pattern(name), self.ranks)
+                if pattern.nnz
+                else None
+                for name, pattern in self.patterns.items()
             ]
-        summed = sum_over_ranks(self.ranks, [part for part in found if part is not None])
-        if self.shards:
-            return self._means_over_mesh(found, summed)
-        means = iter(fetch_scalars([part.abs().mean() for part in summed]))
-        return [0.0 if part is None else next(means) for part in found]
-
-    def _held(self, name: str) -> SparsePattern:
-        """The pattern that this rank has of a layer."""
-        return self.shards[name].pattern if name in self.shards else self.patterns[name]
-
-    def _means_over_mesh(self, found: Sequence[Tensor | None], summed: list[Tensor]) -> list[float]:
-        own = iter(summed)
-        totals = torch.zeros(len(found), dtype=torch.float64)
-        for i, (name, part) in enumerate(zip(self.patterns, found, strict=True)):
-            shard = self.shards.get(name)
-            axes = () if shard is None else shard.part.axes
-            held = None if part is None else next(own)
-            if held is not None and self.ranks.is_lead_rank(axes):
-                totals[i] = held.abs().sum(dtype=torch.float64)
-        sums = self.ranks.all_ranks.sum(totals.to(self.ranks.device)).tolist()
+        summed = iter(sum_over_ranks(self.ranks, [g for g in local if g is not None]))
+        gradients = [None if g is None else next(summed) for g in local]
+        if not self.shards:
+            means = iter(fetch_scalars([g.abs().mean() for g in gradients if g is not None]))
+            return [0.0 if g is None else next(means) for g in gradients]
+        totals = [0.0 if g is None else g.abs().sum(dtype=torch.float64) for g in gradients]
+        sums = self._sum_shards([float(total) for total in totals])
         return [
             total / max(1, p.nnz * p.block_size**2)
             for total, p in zip(sums, self.patterns.values(), strict=True)
         ]
+
+    def _local_pattern(self, name: str) -> SparsePattern:
+        return self.shards[name].pattern if name in self.shards else self.patterns[name]
+
+    def _sum_shards(self, numbers: Sequence[float]) -> list[Any]:
+        return sum_shards(self.ranks, [self.shards.get(name) for name in self.patterns], numbers)
 
     def room(self, name: str, drop: int) -> int:
         """How many blocks may be grown in a layer that drops `drop`."""
@@ -131,17 +120,17 @@ class Survey:
         return pattern.total - pattern.nnz + (drop if self.regrow_dropped else 0)
 
     def replaced(self, name: str, nnz: int) -> int:
-        """How many of `nnz` blocks the schedule replaces, no more than on_device is room for."""
+        """How many of `nnz` blocks the schedule replaces, no more than there is room for."""
         count = min(self.schedule.drop_count(self.step, nnz), nnz)
         return count if self.regrow_dropped else min(count, self.room(name, 0))
 
 
 class Budget:
-    """The base of all budgets: it needs no numbers from the start and remembers nothing.
+    """The base of all budgets: it has no state.
 
     Attributes:
         changes_capacity: whether layers may end an update with another number of blocks.
-        options: what must agree when a training is resumed; plain types.
+        options: settings that must agree when a training is resumed; plain types.
     """
 
     changes_capacity = False
@@ -150,7 +139,7 @@ class Budget:
         self.options: dict[str, Any] = {}
 
     def begin(self, patterns: Mapping[str, SparsePattern]) -> None:
-        """Look at the layers as they are when the trainer is made."""
+        """Look at the layers when the trainer is made."""
 
     def counts(self, survey: Survey) -> dict[str, Counts]:
         """Layer name -> how many blocks leave and join; layers left out stay as they are."""
@@ -177,14 +166,13 @@ class LayerBudget(Budget):
 class GlobalBudget(Budget):
     """The lowest scores of all layers together leave; each layer grows as many as it lost.
 
-    So the layers differ in how much of them is replaced, and keep their capacity. Scores of
-    different layers are compared as they are: weights of a layer with a large fan-in are small from
-    the start, and such a layer changes more.
+    Layers keep their capacity, but replace different shares. Scores of different layers are
+    compared unscaled: weights of a layer with a large fan-in start small, so that it changes more.
 
     Args:
-        stages: in a pipeline, the process group (or the mesh) along which the stages lie: each of
-            its ranks holds other layers, and the lowest scores of all stages leave. All stages then
-            update at the same steps.
+        stages: the process group (or the mesh) of a pipeline's stages: each of its ranks holds
+            other layers, and the lowest scores of all stages leave. All stages update at the same
+            steps.
     """
 
     def __init__(self, stages: Any = None) -> None:
@@ -192,7 +180,7 @@ class GlobalBudget(Budget):
         self.stages = ranks_of(stages)
 
     def begin(self, patterns: Mapping[str, SparsePattern]) -> None:
-        check_one_block_size(patterns, "a global budget")
+        _check_one_block_size(patterns, "a global budget")
 
     @typed
     def counts(self, survey: Survey) -> dict[str, Counts]:
@@ -213,11 +201,11 @@ class GlobalBudget(Budget):
 
 
 class SoftBudget(Budget):
-    """Layers grow beyond their blocks of the start, train, and are cut back at the next update.
+    """Layers grow beyond their initial size, train, and are cut back in the next update.
 
     An update drops what a layer has beyond the number it had when the trainer was made, then grows
-    the schedule's share of that number. So new blocks compete with old ones only after they have
-    been trained. The last update, which the schedule must have, grows nothing.
+    the schedule's share of that number. So new blocks compete with old ones only after they were
+    trained. The last update must grow nothing: see `ElasticSchedule`.
 
     Source: Yuan et al. 2021, "MEST", the soft memory bound (&S).
     """
@@ -228,13 +216,13 @@ class SoftBudget(Budget):
         self.blocks = {name: pattern.nnz for name, pattern in patterns.items()}
 
     def counts(self, survey: Survey) -> dict[str, Counts]:
-        found = {}
+        counts = {}
         for name, pattern in survey.patterns.items():
             blocks = self.blocks[name]
             drop = max(0, pattern.nnz - blocks)
             grow = survey.schedule.drop_count(survey.step, blocks)
-            found[name] = Counts(drop, min(grow, survey.room(name, drop)))
-        return found
+            counts[name] = Counts(drop, min(grow, survey.room(name, drop)))
+        return counts
 
     def state_dict(self) -> dict[str, Any]:
         return {"blocks": dict(self.blocks)}
@@ -243,14 +231,14 @@ class SoftBudget(Budget):
         self.blocks = dict(state["blocks"])
 
     def check_state(self, state: dict[str, Any]) -> None:
-        check_blocks(state, "blocks", self.blocks)
+        _check_blocks(state, "blocks", self.blocks)
 
 
 _SCOPES = ("layer", "global")
 
 
 class GradualBudget(Budget):
-    """Layers shrink from the blocks they have at the start to those of a final density.
+    """Layers shrink from their initial number of blocks to that of a final density.
 
     With a `GradualSchedule` that also replaces blocks, each update first prunes, and then replaces
     the schedule's share of what is left.
@@ -302,7 +290,7 @@ class GradualBudget(Budget):
 
     def begin(self, patterns: Mapping[str, SparsePattern]) -> None:
         if self.scope == "global":
-            check_one_block_size(patterns, 'scope "global"')
+            _check_one_block_size(patterns, 'scope "global"')
         self.first = {name: pattern.nnz for name, pattern in patterns.items()}
         self.final = allocate(
             {name: pattern.shape for name, pattern in patterns.items()},
@@ -331,11 +319,11 @@ class GradualBudget(Budget):
             raise TypeError(f"expected a GradualSchedule, got {type(schedule).__name__}")
         left = schedule.remaining(survey.step)
         pruned = self._global(survey, left) if self.scope == "global" else self._local(survey, left)
-        found = {}
+        counts = {}
         for name, drop in pruned.items():
             replaced = survey.replaced(name, survey.patterns[name].nnz - drop)
-            found[name] = Counts(drop + replaced, replaced)
-        return found
+            counts[name] = Counts(drop + replaced, replaced)
+        return counts
 
     def _local(self, survey: Survey, left: float) -> dict[str, int]:
         drops = {}
@@ -361,14 +349,14 @@ class GradualBudget(Budget):
         self.first, self.final = dict(state["first"]), dict(state["final"])
 
     def check_state(self, state: dict[str, Any]) -> None:
-        check_blocks(state, "first", self.first)
-        check_blocks(state, "final", self.final)
+        _check_blocks(state, "first", self.first)
+        _check_blocks(state, "final", self.final)
 
 
 class MomentumBudget(Budget):
     """Each layer drops the schedule's share; the total is grown in proportion to mean momentum.
 
-    A layer's part is the mean |momentum| of its present weights, before the update, over the sum of
+    A layer's share is the mean |momentum| of its present weights before the update over the sum of
     these means. What a layer has no room for goes to the others. The total of all layers stays, and
     every layer keeps at least one block.
 
@@ -378,7 +366,7 @@ class MomentumBudget(Budget):
     changes_capacity = True
 
     def begin(self, patterns: Mapping[str, SparsePattern]) -> None:
-        check_one_block_size(patterns, "redistribution")
+        _check_one_block_size(patterns, "redistribution")
 
     def counts(self, survey: Survey) -> dict[str, Counts]:
         drops, means, room = [], [], []
@@ -408,15 +396,15 @@ class MomentumBudget(Budget):
 def apportion(total: int, weights: Sequence[float], most: Sequence[int]) -> list[int]:
     """`total` as whole numbers in proportion to `weights`, none above its `most`.
 
-    What exceeds a `most` is shared among the others in proportion to their weights, or, where all
-    of these are zero, evenly. Rounding is by largest remainder, the first of equals first.
+    What exceeds a `most` is shared among the others in proportion to their weights, or evenly where
+    all of these are zero. Rounding is by largest remainder, the first of equals first.
 
     Raises:
         ValueError: a total that all `most` together cannot hold.
     """
     if total > sum(most):
         raise ValueError(f"cannot share {total} among layers with room for {sum(most)}")
-    found = [0] * len(weights)
+    shares = [0] * len(weights)
     open_ = [i for i in range(len(weights)) if most[i] > 0]
     left = total
     while left:
@@ -425,19 +413,19 @@ def apportion(total: int, weights: Sequence[float], most: Sequence[int]) -> list
         full = [i for i in open_ if quota[i] >= most[i]]
         if not full:
             for i in open_:
-                found[i] = math.floor(quota[i])
+                shares[i] = math.floor(quota[i])
             order = sorted(open_, key=lambda i: (math.floor(quota[i]) - quota[i], i))
-            for i in order[: total - sum(found)]:
-                found[i] += 1
+            for i in order[: total - sum(shares)]:
+                shares[i] += 1
             break
         for i in full:
-            found[i] = most[i]
+            shares[i] = most[i]
             left -= most[i]
         open_ = [i for i in open_ if i not in full]
-    return found
+    return shares
 
 
-def check_one_block_size(patterns: Mapping[str, SparsePattern], what: str) -> None:
+def _check_one_block_size(patterns: Mapping[str, SparsePattern], what: str) -> None:
     """Raise unless all layers have blocks of one size, so that counts and scores compare."""
     sizes = {name: pattern.block_size for name, pattern in patterns.items()}
     if len(set(sizes.values())) > 1:
@@ -447,12 +435,12 @@ def check_one_block_size(patterns: Mapping[str, SparsePattern], what: str) -> No
         )
 
 
-def check_blocks(state: Any, key: str, own: Mapping[str, int]) -> None:
-    """Raise ValueError unless `state` holds a number of blocks for each layer of `own`."""
-    found = state.get(key) if isinstance(state, dict) else None
-    if not isinstance(found, dict) or found.keys() != own.keys():
-        raise ValueError(f"the budget must hold {key!r}, the blocks of each of {sorted(own)}")
-    for name, count in found.items():
+def _check_blocks(state: Any, key: str, layers: Mapping[str, int]) -> None:
+    """Raise ValueError unless `state` holds a number of blocks for each of these layers."""
+    saved = state.get(key) if isinstance(state, dict) else None
+    if not isinstance(saved, dict) or saved.keys() != layers.keys():
+        raise ValueError(f"the budget must hold {key!r}, the blocks of each of {sorted(layers)}")
+    for name, count in saved.items():
         if not isinstance(count, int) or isinstance(count, bool) or count < 0:
             raise ValueError(
                 f"the {key!r} of layer {name!r} must be a number of blocks, got {count!r}"

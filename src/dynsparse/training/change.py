@@ -1,4 +1,4 @@
-"""What an update does to one layer: all that can fail is checked before anything changes."""
+"""The change of one layer in an update: checked, prepared, and only then applied."""
 
 from __future__ import annotations
 
@@ -44,12 +44,12 @@ from dynsparse.training.rank_consistency import PatternComparison
 
 @dataclass(frozen=True)
 class Change:
-    """What an update does to one layer: everything has been checked when there is one.
+    """The checked change of one layer.
 
     Attributes:
-        layer: as it is before the update.
+        layer: in its state before the update.
         rewiring: from its pattern to the next.
-        fill: what grown blocks start with: a number, or [grown] or [grown, b, b].
+        fill: initial values of grown blocks: a number, or [grown] or [grown, b, b].
     """
 
     layer: SparseLinear
@@ -64,12 +64,12 @@ class Change:
         fill: object,
         optimizer: torch.optim.Optimizer,
     ) -> Change:
-        """Raise what would raise on the way; nothing is changed.
+        """Check a change; nothing is changed.
 
         Raises:
-            RuntimeError: sharded values that are cut in another way than by slots, or whose number
-                would change.
-            TypeError, ValueError: what grown weights start with does not fit.
+            RuntimeError: values that are sharded in another way than by slots, or whose number
+                would change; values that the optimizer does not hold.
+            TypeError, ValueError: initial values of grown weights that do not fit.
             ValueError: optimizer state that does not follow the pattern.
         """
         values = layer.values
@@ -80,16 +80,16 @@ class Change:
                 "its values are not those that the optimizer holds: where fully_shard leaves them "
                 "gathered after backward, call reshard() before trainer.step()"
             )
-        start = check_fill(fill, rewiring, values)
+        checked = check_fill(fill, rewiring, values)
         state_per_block(optimizer, values, rewiring)
-        return cls(layer, rewiring, start)
+        return cls(layer, rewiring, checked)
 
     @property
     def changes_size(self) -> bool:
         return not self.rewiring.keeps_size
 
     def prepare(self, optimizer: torch.optim.Optimizer) -> PreparedChange:
-        """All that takes memory is made beside what is there; nothing is changed."""
+        """Allocate everything beside the present state; nothing is changed."""
         values, rewiring = self.layer.values, self.rewiring
         if is_sharded(values):
             return self._prepare_shards(optimizer)
@@ -100,12 +100,12 @@ class Change:
             prepare_tensors(grads, {0.0: list(grads)}, rewiring),
         ]
 
-        def change_over() -> None:
+        def apply() -> None:
             for part in parts:
                 part()
             values.grad = grads.get("grad")
 
-        return PreparedChange(values, [change_over])
+        return PreparedChange(values, [apply])
 
     def _prepare_shards(self, optimizer: torch.optim.Optimizer) -> PreparedChange:
         """As `prepare`, where each rank holds some slots."""
@@ -128,57 +128,58 @@ class Change:
         before = rewiring.before.nnz
         move = follow_over_ranks(ranks_of(group), rewiring.source, tensors, fills, before)
 
-        def moved() -> Callable[[], None]:
+        def move_then_apply() -> Callable[[], None]:
             write = move()
 
             @torch.no_grad()
-            def change_over() -> None:
-                made = write()
+            def apply() -> None:
+                moved = write()
                 if not rewiring.keeps_size:
-                    self._resize_shards(made, keys, state)
+                    self._resize_shards(moved, keys, state)
 
-            return change_over
+            return apply
 
-        return PreparedChange(values, [self.layer.prepare_moved(rewiring.after)], moved)
+        return PreparedChange(values, [self.layer.prepare_moved(rewiring.after)], move_then_apply)
 
     def _prepare_refill(self, following: Sequence[tuple[Tensor, float | Tensor]]) -> PreparedChange:
-        """As `_prepare_shards`, where survivors stay: each rank writes what grew in its slots."""
+        """As `_prepare_shards`, where survivors stay: each rank fills its own grown slots."""
         values, rewiring = self.layer.values, self.rewiring
         first, last = local_range(values)
         grown = rewiring.grown
-        mine = (grown >= first) & (grown < last)
-        own = grown[mine] - first
+        is_local = (grown >= first) & (grown < last)
+        local_slots = grown[is_local] - first
         writes = []
         for tensor, fill in following:
             local = local_part(tensor)
             if isinstance(fill, Tensor) and fill.dim() == values.dim():
-                fill = fill[(grown[mine] if len(fill) == len(values) else mine).to(fill.device)]
-            writes.append((local, own.to(local.device), fill))
+                index = grown[is_local] if len(fill) == len(values) else is_local
+                fill = fill[index.to(fill.device)]
+            writes.append((local, local_slots.to(local.device), fill))
 
         @torch.no_grad()
-        def change_over() -> None:
+        def apply() -> None:
             for local, slots, fill in writes:
                 local[slots] = fill
 
-        return PreparedChange(values, [self.layer.prepare_moved(rewiring.after), change_over])
+        return PreparedChange(values, [self.layer.prepare_moved(rewiring.after), apply])
 
     def _resize_shards(
-        self, made: Sequence[Tensor], keys: Sequence[tuple[str, float]], state: dict[Any, Any]
+        self, shards: Sequence[Tensor], keys: Sequence[tuple[str, float]], state: dict[Any, Any]
     ) -> None:
-        """Take over shards of another length: of the values, the gradient where there is one, and
-        the optimizer's state."""
+        """Apply shards of another length: of the values, the gradient where there is one, and the
+        optimizer's state."""
         values = self.layer.values
         had_grad = values.grad is not None
         resize_shards(self.layer, self.rewiring.after.nnz)
-        local_part(values.detach()).copy_(made[0])
-        likes = [
-            sharded_like(values, one.dtype, lambda first, last, one=one: one)  # type: ignore[misc]
-            for one in made[1:]
+        local_part(values.detach()).copy_(shards[0])
+        full = [
+            sharded_like(values, shard.dtype, lambda first, last, shard=shard: shard)  # type: ignore[misc]
+            for shard in shards[1:]
         ]
         if had_grad:
-            values.grad = likes.pop(0)
-        for (key, _), one in zip(keys, likes, strict=True):
-            state[key] = one
+            values.grad = full.pop(0)
+        for (key, _), tensor in zip(keys, full, strict=True):
+            state[key] = tensor
 
 
 def _check_shards(layer: SparseLinear, rewiring: Rewiring) -> None:
@@ -193,14 +194,14 @@ def _check_shards(layer: SparseLinear, rewiring: Rewiring) -> None:
 
 @dataclass
 class PreparedChange:
-    """A change that takes no more memory, so that it cannot fail in between.
+    """A change that needs no more memory, so that it cannot fail halfway.
 
     Attributes:
         values: of the layer.
-        parts: what lets values, pattern, optimizer state and gradient change over; to be called
+        parts: functions that apply values, pattern, optimizer state and gradient; to be called
             within `uninterrupted`.
-        move: of sharded values, what brings survivors to their new rank and returns one part more;
-            all ranks that share them call it.
+        move: for sharded values: sends survivors to their new rank and returns one part more; all
+            ranks of the shards call it.
     """
 
     values: Tensor
@@ -212,21 +213,22 @@ def prepare_changes(
     changes: Mapping[str, Change],
     optimizer: torch.optim.Optimizer,
     ranks: Ranks = ALONE,
-    patterns: PatternComparison | None = None,
+    comparison: PatternComparison | None = None,
 ) -> Callable[[], None]:
-    """What makes all layers change over; errors name the layer, and are the same on all ranks.
+    """Returns the function that applies the changes of all layers; errors name the layer, and are
+    the same on all ranks.
 
     Args:
-        patterns: that the ranks compare on the way.
+        comparison: of the new patterns over ranks, in the same collective.
     """
-    ready: list[PreparedChange] = []
-    with collective_errors(ranks, None if patterns is None else patterns.ends):
+    prepared: list[PreparedChange] = []
+    with collective_errors(ranks, None if comparison is None else comparison.numbers):
         for name, change in changes.items():
             with layer_errors(name), span("rewire", layer=name):
-                ready.append(change.prepare(optimizer))
-    if patterns is not None:
-        patterns.compare()
-    moving = [one for one in ready if one.move is not None]
+                prepared.append(change.prepare(optimizer))
+    if comparison is not None:
+        comparison.compare()
+    moving = [one for one in prepared if one.move is not None]
     failed = DeferredError()
     for one in moving:
         with failed:
@@ -236,18 +238,18 @@ def prepare_changes(
         with collective_errors(ranks):
             failed.raise_pending()
 
-    def change_over() -> None:
-        for one in ready:
+    def apply() -> None:
+        for one in prepared:
             with span("rewire"):
                 for part in one.parts:
                     part()
                 release_memory(one.values)
 
-    return change_over
+    return apply
 
 
 def check_fill(fill: object, rewiring: Rewiring, values: Tensor) -> float | Tensor:
-    """What grown blocks start with, as a number or as a tensor like `values`.
+    """Initial values of grown blocks, as a number or as a tensor like `values`.
 
     Raises:
         TypeError: neither a number nor a tensor of real numbers.
@@ -258,20 +260,20 @@ def check_fill(fill: object, rewiring: Rewiring, values: Tensor) -> float | Tens
         if fill.is_complex() or fill.dtype == torch.bool:
             raise TypeError(f"grown weights must start with real numbers, got {fill.dtype}")
         block = list(values.shape[1:])
-        for_all = list(fill.shape) == [rewiring.after.nnz, *block]
-        if fill.dim() and not for_all and list(fill.shape) != [rewiring._grown_count, *block]:
+        per_slot = list(fill.shape) == [rewiring.after.nnz, *block]
+        if fill.dim() and not per_slot and list(fill.shape) != [rewiring._grown_count, *block]:
             raise ValueError(
                 "grown weights must start with a number or a tensor "
                 f"{[rewiring._grown_count, *block]}, got {list(fill.shape)}"
             )
-        own = local_part(values)
-        fill, here = fill.to(own.dtype), fill.is_cpu
-        # What a device has made for its own update is looked at there (`plan_there.py`).
-        if (here or "_device_source" not in vars(rewiring)) and not is_finite(fill):
+        local = local_part(values)
+        fill, on_host = fill.to(local.dtype), fill.is_cpu
+        # A device checks values for its own update (`update_on_device.py`).
+        if (on_host or "_device_source" not in vars(rewiring)) and not is_finite(fill):
             raise ValueError("grown weights must start with finite numbers, got NaN or infinity")
-        if here and not fill.dim():
+        if on_host and not fill.dim():
             return float(fill)
-        return to_device(fill, own.device) if here else fill.to(own.device)
+        return to_device(fill, local.device) if on_host else fill.to(local.device)
     if not isinstance(fill, (int, float)) or isinstance(fill, bool):
         raise TypeError(f"grown weights must start with a number or a tensor, got {fill!r}")
     if not torch.isfinite(torch.tensor(fill, dtype=values.dtype)):

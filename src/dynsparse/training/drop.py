@@ -1,4 +1,4 @@
-"""Which connections leave: a score per block, and the lowest scores go."""
+"""Which connections are dropped: the blocks of the lowest scores."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ from dynsparse.training.layer_shards import LayerShard
 from dynsparse.typed import typed
 
 DropScore = Callable[[Tensor], Tensor]
-"""From a layer's values [nnz] or [nnz, b, b] to one score per block [nnz]; low scores leave.
+"""From a layer's values [nnz] or [nnz, b, b] to one score per block [nnz]; low scores are dropped.
 
-It is given the Parameter itself, so that `values.grad`, the gradient of the last step, is there.
+It is called with the Parameter itself, whose `grad` is the gradient of the last step.
 """
 
 
@@ -58,8 +58,8 @@ def magnitude(values: Tensor) -> Tensor:
 class MagnitudeGradient:
     """|w| + gradient_weight |dL/dw| of an element, their sum over a block: [nnz].
 
-    A small weight that the loss still pulls at stays. The gradient is that of the last step, after
-    clipping if there was any.
+    A small weight with a large gradient stays. The gradient is that of the last step, after
+    clipping.
 
     Source: Yuan et al. 2021, "MEST: Accurate and Fast Memory-Economic Sparse Training Framework on
     the Edge", section 3.
@@ -88,7 +88,7 @@ class MagnitudeGradient:
 def lowest(scores: Tensor, count: int) -> Tensor:
     """The slots of the `count` lowest of `scores` [nnz], ascending, int64 [count], on the CPU.
 
-    Among equal scores the smaller slots leave.
+    Among equal scores the smaller slots come first.
 
     Raises:
         ValueError: scores that are not one per slot, NaN among them, or too large a count.
@@ -97,7 +97,7 @@ def lowest(scores: Tensor, count: int) -> Tensor:
 
 
 def _lowest(scores: Tensor, count: int) -> Tensor:
-    """As `lowest`, where the scores are."""
+    """As `lowest`, on the scores' device."""
     if scores.dim() != 1 or scores.is_complex():
         raise ValueError(f"expected one drop score per block, [nnz], got {list(scores.shape)}")
     if not 0 <= count <= len(scores):
@@ -116,17 +116,16 @@ def lowest_over_ranks(
     *,
     patterns: Sequence[SparsePattern] = (),
 ) -> list[Tensor]:
-    """What `lowest` gives for each layer, decided once: each rank ranks its part of the slots.
+    """`lowest` for each layer, decided once: each rank ranks its part of the slots.
 
     Args:
         ranks: that drop together; every one of them calls this.
         scores: one tensor [nnz] per layer, on every rank or sharded.
-        counts: how many leave each layer.
-        shards: of layers in rectangles: scores are those of this rank's, counts those of the whole
-            layer; given are the slots that leave here.
+        counts: how many blocks leave each layer.
+        shards: of tensor-parallel layers: scores and the returned slots are those of this rank's
+            shard, counts those of the full layer.
         bits: see `select_over_ranks`.
-        patterns: of the layers. Among equal scores the first in row-major order leave, whatever
-            their slots.
+        patterns: of the layers; among equal scores the first in row-major order come first.
 
     Raises:
         ValueError: as `lowest`.
@@ -186,10 +185,10 @@ def _lowest_over_ranks(
         below=max(limits, default=0),
         bits=bits,
     )
-    own = [
+    local = [
         masked_positions(slot, mask).sort().values for slot, mask in zip(slots, chosen, strict=True)
     ]
-    leave = gather_sorted(ranks.all_ranks, own, limits)
+    leave = gather_sorted(ranks.all_ranks, local, limits)
     return [
         found if shard is None else shard.slots(found)
         for found, shard in zip(leave, shards, strict=True)
@@ -206,22 +205,22 @@ def lowest_of_all(
 ) -> list[int]:
     """How many of the `count` lowest scores of all layers together are in each layer.
 
-    No layer loses more than its `most`. Among equal scores the first layer loses first.
+    No layer has more than its `most`. Among equal scores the first layer comes first.
 
     Args:
         scores: one tensor [nnz] per layer.
-        count: how many in all; at most the sum of `most`.
+        count: how many in all layers; at most the sum of `most`.
         most: the largest number per layer.
         ranks: that drop together; every one of them calls this.
-        shards: see `lowest_over_ranks`; `most` is that of the whole layer.
-        stages: the stages of a pipeline, which have other layers: `count` is of all of them. Among
-            equal scores the first stage loses first.
+        shards: see `lowest_over_ranks`; `most` is that of the full layer.
+        stages: the stages of a pipeline, each with its own layers: `count` is of all of them.
+            Among equal scores the first stage comes first.
 
     Raises:
         ValueError: scores that hold NaN, or too large a count.
     """
     shards = [None] * len(scores) if shards is None else shards
-    # Beyond its `most` lowest a layer's scores do not matter, nor does which slots they are in.
+    # Only a layer's `most` lowest scores matter, in whatever slots.
     if not ranks.alone or not stages.alone:
         limits = [
             min(m, len(s)) if shard is None else m
@@ -231,16 +230,16 @@ def lowest_of_all(
     limits = [min(m, len(s)) for s, m in zip(scores, most, strict=True)]
     slots = [_lowest(s.detach(), limit) for s, limit in zip(scores, limits, strict=True)]
     candidates = [s.detach()[slot].double() for s, slot in zip(scores, slots, strict=True)]
-    line = torch.cat([one.to(candidates[0].device) for one in candidates])
-    ends = torch.tensor([len(one) for one in candidates], device=line.device).cumsum(0)
-    taken = torch.searchsorted(_lowest(line, count), ends)
-    return taken.diff(prepend=taken.new_zeros(1)).tolist()
+    joined = torch.cat([c.to(candidates[0].device) for c in candidates])
+    ends = torch.tensor([len(c) for c in candidates], device=joined.device).cumsum(0)
+    counts = torch.searchsorted(_lowest(joined, count), ends)
+    return counts.diff(prepend=counts.new_zeros(1)).tolist()
 
 
 def lowest_of_all_on_device(scores: Sequence[Tensor], count: int, most: Sequence[int]) -> Tensor:
-    """What `lowest_of_all` counts, on the device of the first scores, int64 [layers].
+    """`lowest_of_all` on the device of the first scores, int64 [layers].
 
-    Nothing waits, and nothing is looked through for NaN.
+    The host does not wait, and NaN is not detected.
     """
     device = scores[0].device
     limits = [min(m, len(s)) for s, m in zip(scores, most, strict=True)]
@@ -250,15 +249,14 @@ def lowest_of_all_on_device(scores: Sequence[Tensor], count: int, most: Sequence
     ]
     chosen = select(torch.cat(candidates), count, largest=False)
     ends = to_device(torch.tensor(limits).cumsum(0), device)
-    taken = torch.searchsorted(chosen, ends)
-    return taken.diff(prepend=taken.new_zeros(1))
+    counts = torch.searchsorted(chosen, ends)
+    return counts.diff(prepend=counts.new_zeros(1))
 
 
 def _limits(scores: Sequence[Tensor], shards: Sequence[LayerShard | None]) -> list[int]:
-    """What no slot, or position in the whole layer, reaches."""
+    """An upper bound of each layer's slots, or of its positions in the full layer."""
     return [
-        len(own) if shard is None else shard.limit
-        for own, shard in zip(scores, shards, strict=True)
+        len(s) if shard is None else shard.limit for s, shard in zip(scores, shards, strict=True)
     ]
 
 
@@ -268,22 +266,22 @@ def _local_scores(
     shards: Sequence[LayerShard | None],
     orders: Sequence[Tensor] | None = None,
 ) -> tuple[list[Tensor], list[Tensor | int]]:
-    """Of each layer the scores that this rank ranks, and their slots, or positions; of shards whose
-    slots have another order (`orders`: the slots in row-major order) the places in that order."""
+    """For each layer the scores that this rank ranks, and their slots or positions; for shards with
+    slots that are not row-major (`orders`: the slots in row-major order), places in that order."""
     parts: list[Tensor] = []
     slots: list[Tensor | int] = []
     orders = [torch.zeros(0)] * len(scores) if orders is None else orders
-    for whole, shard, order in zip(scores, shards, orders, strict=True):
-        if is_sharded(whole):
-            first, last = own_rows(whole)
-            part = local_part(whole.detach())[: last - first]
+    for full, shard, order in zip(scores, shards, orders, strict=True):
+        if is_sharded(full):
+            first, last = own_rows(full)
+            part = local_part(full.detach())[: last - first]
         else:
-            first, last = chunk_of(ranks, len(whole))
+            first, last = chunk_of(ranks, len(full))
             if not ranks.is_lead_group(() if shard is None else shard.part.axes):
                 last = first
-            part = whole.detach()[first:last]
+            part = full.detach()[first:last]
         parts.append(part)
-        if is_sharded(whole) and len(order):
+        if is_sharded(full) and len(order):
             slots.append(by_slots(torch.arange(len(order)), order)[first:last].to(part.device))
         elif shard is None:
             slots.append(first)
@@ -302,15 +300,15 @@ def _lowest_of_all_over_ranks(
 ) -> list[int]:
     parts, slots = _local_scores(ranks, scores, shards)
     within = select_over_ranks(ranks.all_ranks, parts, slots, limits, largest=False)
-    # One after the other, so that among equals the first layer loses first.
+    # Layers in order, so that among equal scores the first layer comes first.
     ends = torch.tensor([0, *_limits(scores, shards)]).cumsum(0).tolist()
     candidates = [part[mask].double() for part, mask in zip(parts, within, strict=True)]
     found = [
         masked_positions(s, mask) + e for s, mask, e in zip(slots, within, ends[:-1], strict=True)
     ]
-    line = torch.cat([c.to(ranks.device) for c in candidates])
+    joined = torch.cat([c.to(ranks.device) for c in candidates])
     at = torch.cat([p.to(ranks.device) for p in found]) + (stages.rank << 40)
     among = ranks.all_ranks if stages.alone else StackedRanks(ranks.all_ranks, stages)
-    (leaves,) = select_over_ranks(among, [line], [at], [count], largest=False)
+    (leaves,) = select_over_ranks(among, [joined], [at], [count], largest=False)
     by_layer = leaves.split([len(c) for c in candidates])
     return ranks.all_ranks.sum(torch.stack([mask.sum() for mask in by_layer])).tolist()

@@ -1,8 +1,7 @@
-"""What growth sees of the steps before an update: the last gradient, or a momentum of several.
+"""Histories: the gradient that growth looks at, of the last step or a momentum of several.
 
-The gradient of absent weights is never stored as such. A step leaves x and dY of every layer, from
-which the positions asked for can be computed; a momentum is a weighted sum over steps, so it is x
-and dY of these steps with weights.
+The gradient of absent weights is not stored. A step leaves x and dY of every layer, from which it
+is computed at the positions that are needed; a momentum is x and dY of several steps with weights.
 """
 
 from __future__ import annotations
@@ -25,16 +24,16 @@ from dynsparse.pattern import PatternIndex, SparsePattern
 from dynsparse.ranks import Ranks
 
 ChangeFeatures = Callable[[str, Tensor, int | None, int | None], Tensor]
-"""From a layer's name, a tensor, and which of its dimensions are the layer's out and in features
-(None: none is) to the tensor with others."""
+"""From a layer's name, a tensor, and the dimensions of the tensor that are the layer's out and in
+features (or None) to the tensor with other features."""
 
 
 class History:
-    """Keeps x and dY of the steps that count. The base of all histories remembers nothing.
+    """Keeps x and dY of the steps that count. The base of all histories has no state.
 
     Attributes:
-        window: how many steps, the one of the update included, are looked at; None is all of them.
-        options: what must agree when a training is resumed; plain types.
+        window: how many steps count, up to that of the update; None is all of them.
+        options: settings that must agree when a training is resumed; plain types.
     """
 
     window: int | None = 1
@@ -43,15 +42,15 @@ class History:
         self.options: dict[str, Any] = {}
 
     def observe(self, layer: str, pairs: list[Pair]) -> None:
-        """Take in (x [batch, in], dY [batch, out]) of one step, one pair per micro-batch."""
+        """Record (x [batch, in], dY [batch, out]) of one step, one pair per micro-batch."""
         raise NotImplementedError
 
     def has(self, layer: str) -> bool:
-        """Whether any backward pass came through the layer in these steps."""
+        """Whether any backward pass reached the layer in these steps."""
         raise NotImplementedError
 
     def pairs(self, layer: str) -> list[Pair]:
-        """Pairs whose dY^T X add up to the gradient to look at; the caller may clear the list."""
+        """Pairs whose dY^T X add up to the gradient; the caller may clear the list."""
         raise NotImplementedError
 
     def at(self, layer: str, pattern: SparsePattern) -> Tensor:
@@ -59,33 +58,33 @@ class History:
         return gradient_at(self.pairs(layer), pattern)
 
     def end_update(self) -> None:
-        """The update is done: forget what the next one must not see. A momentum goes on."""
+        """Forget what the next update must not see. A momentum stays."""
 
     def snapshot(self) -> Any:
-        """What `restore` goes back to when an update fails, whatever was observed since."""
+        """The state that `restore` returns to when an update fails."""
         return copy.deepcopy(self.state_dict())
 
     def restore(self, snapshot: Any) -> None:
-        """Be as when `snapshot` was taken."""
+        """Return to a `snapshot`."""
         self.load_state_dict(snapshot)
 
     def state_dict(self) -> dict[str, Any]:
-        """What the next update goes on from; tensors and plain types."""
+        """The state that the next update needs; tensors and plain types."""
         return {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue where `state` was taken."""
 
     def share_of(self, states: Sequence[Any], rank: int, size: int) -> Any:
-        """What rank `rank` of `size` goes on from, where every rank saved one of `states`.
+        """The state of rank `rank` of `size`, where every rank saved one of `states`.
 
-        Each rank has seen its own samples, so together they are the history. With another number
-        of ranks, each takes up those of some, so that the gradient, their mean, stays the same.
+        Each rank has its own samples; together they are the history. Another number of ranks takes
+        over states such that the gradient, their mean, stays the same.
         """
         return states[rank] if len(states) == size else states[0]
 
     def with_features(self, state: Any, change: ChangeFeatures) -> Any:
-        """A state whose tensors have other features of their layers: some of them, or all."""
+        """A state whose tensors have other features of their layers."""
         return state
 
     def check_state(self, state: dict[str, Any], shapes: Mapping[str, tuple[int, int]]) -> None:
@@ -124,9 +123,8 @@ class LastStep(History):
 class WindowMomentum(History):
     """sum over the last `window` steps of momentum^age times the gradient, exact, never dense.
 
-    It holds x and dY of these steps: window * batch * (in + out) numbers per layer, only during
-    the steps before an update that count. What older steps would add to an endless momentum has
-    the share momentum^window of the whole.
+    It holds x and dY of these steps: window * batch * (in + out) numbers per layer, during the
+    steps before an update that count. Older steps would add a share of momentum^window.
 
     Source: Dettmers and Zettlemoyer 2019, "Sparse Networks from Scratch", equation 1, cut off; the
     factor 1 - momentum is left out, since it changes no rank.
@@ -142,7 +140,7 @@ class WindowMomentum(History):
         self._steps: dict[str, deque[list[Pair]]] = {}
 
     def observe(self, layer: str, pairs: list[Pair]) -> None:
-        # Copies: an input buffer may be filled anew, and a gradient set to zero, in a later step.
+        # Copies: a later step may reuse an input buffer, and zero a gradient.
         kept = [(copied(x), copied(dy)) for x, dy in pairs]
         self._steps.setdefault(layer, self._deque()).append(kept)
 
@@ -159,8 +157,8 @@ class WindowMomentum(History):
         weighted = []
         for age, pairs in enumerate(newest_first):
             for x, dy in pairs:
-                here, there = x.to(device), dy.to(device)
-                weighted.append((here, there * self.momentum**age if age else there))
+                x, dy = x.to(device), dy.to(device)
+                weighted.append((x, dy * self.momentum**age if age else dy))
         return weighted
 
     def state_dict(self) -> dict[str, Any]:
@@ -213,8 +211,8 @@ class WindowMomentum(History):
 class DenseMomentum(History):
     """M <- momentum M + gradient over all steps, in one dense [out, in] matrix per layer.
 
-    This is the momentum of the paper, and it has the paper's price: the memory of a dense gradient,
-    and in every step the time of a dense product dY^T X. `WindowMomentum` spares both.
+    This is the momentum of the paper, with the paper's cost: the memory of a dense gradient, and in
+    every step the time of a dense product dY^T X. `WindowMomentum` avoids both.
 
     Source: Dettmers and Zettlemoyer 2019, "Sparse Networks from Scratch", equation 1, without the
     factor 1 - momentum, which changes no rank.
@@ -297,7 +295,7 @@ class DenseMomentum(History):
 def gradient_at(pairs: Sequence[Pair], pattern: SparsePattern) -> Tensor:
     """The sum over `pairs` of dY^T X at the blocks of `pattern`: [nnz] or [nnz, b, b].
 
-    The positions need not be those of a layer. Memory and time are in proportion to them. 16-bit
+    The pattern need not be that of a layer; memory and time are in proportion to its blocks. 16-bit
     activations are accumulated in float32.
 
     Args:
@@ -338,19 +336,19 @@ def _rows_of(
 
 
 def gradient_of(history: History, layer: str, pattern: SparsePattern, ranks: Ranks) -> Tensor:
-    """This rank's part of the gradient at the blocks of `pattern`: zeros where only others have
-    any; the gradient is the sum over ranks."""
+    """This rank's part of the gradient at the blocks of `pattern`, zeros where only other ranks
+    have one; the gradient is the sum over ranks."""
     if ranks.alone or history.has(layer):
         return history.at(layer, pattern)
     return torch.zeros(pattern.values_shape, device=ranks.device)
 
 
 def _entries(state: Any, key: str, shapes: Mapping[str, Any]) -> dict[str, Any]:
-    """What `state` holds per layer."""
-    found = state.get(key) if isinstance(state, dict) else None
-    if not isinstance(found, dict) or not found.keys() <= shapes.keys():
+    """The entries of `state[key]`, by layer name."""
+    entries = state.get(key) if isinstance(state, dict) else None
+    if not isinstance(entries, dict) or not entries.keys() <= shapes.keys():
         raise ValueError(f"the history must hold {key!r}, a dictionary by names of layers")
-    return found
+    return entries
 
 
 def _is_matrix(thing: Any) -> bool:

@@ -149,11 +149,23 @@ def layer_sizes(layers: Mapping[str, SparseLinear], ranks: Ranks) -> dict[str, A
     shards = find_shards(layers)
     sizes: dict[str, Any] = {name: layer.pattern for name, layer in layers.items()}
     if shards:
-        local = [s.pattern.nnz if ranks.is_lead_rank(s.part.axes) else 0 for s in shards.values()]
-        counts = ranks.all_ranks.sum(torch.tensor(local, device=ranks.device)).tolist()
+        counts = sum_shards(ranks, [*shards.values()], [s.pattern.nnz for s in shards.values()])
         for (name, shard), nnz in zip(shards.items(), counts, strict=True):
             sizes[name] = LayerSize(shard.part.shape, shard.pattern.block_size, nnz)
     return sizes
+
+
+def sum_shards(
+    ranks: Ranks, shards: Sequence[LayerShard | None], numbers: Sequence[float]
+) -> list[Any]:
+    """For each layer the sum of a number over its shards, or that of one rank where it has none.
+    All ranks call this."""
+    local = [
+        n if ranks.is_lead_rank(() if shard is None else shard.part.axes) else 0
+        for n, shard in zip(numbers, shards, strict=True)
+    ]
+    dtype = torch.float64 if any(isinstance(n, float) for n in numbers) else torch.int64
+    return ranks.all_ranks.sum(torch.tensor(local, dtype=dtype, device=ranks.device)).tolist()
 
 
 def full_patterns(requests: Sequence[GrowRequest], ranks: Ranks) -> list[GrowRequest]:

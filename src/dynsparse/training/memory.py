@@ -1,4 +1,4 @@
-"""Memory that is freed: held for the next step, or given back after a pattern update."""
+"""Freed memory: kept for the next step, or returned to the system after a pattern update."""
 
 from __future__ import annotations
 
@@ -12,32 +12,31 @@ from torch import Tensor
 from dynsparse import native
 from dynsparse.ops.linear import cpu_dense
 
-# Of glibc's malloc.h.
+# From glibc's malloc.h.
 _M_TRIM_THRESHOLD, _M_MMAP_MAX = -1, -4
 
 
-# Values of so many bytes make an update whose arrays are worth handing back; below, fetching the
-# memory anew would cost more than the update.
+# Bytes of values from which an update returns its arrays; below, allocating the memory again would
+# cost more than the update.
 _WORTHWHILE = 4 << 20
 
-# And of so many, one whose parts each hand back what they have freed, for a lower peak: what is
-# handed back has to be fetched anew by the next part, at a tenth of the time of an update.
+# Bytes from which each part of an update does, for a lower peak: the next part allocates the memory
+# again, which takes a tenth of the time of an update.
 _LARGE = 8 << 20
 
 
 def keep_memory() -> bool:
     """Let this process keep the memory that tensors free, for those of the next step.
 
-    A training step makes and frees tensors of megabytes. glibc, the C library of most Linuxes,
-    gives such memory back to the system and fetches it anew, zeroed, page by page, which can take
-    a tenth of a step and more. After this call what is freed stays with the process, as with
-    `MALLOC_TRIM_THRESHOLD_` and `MALLOC_MMAP_MAX_` in the environment: for all of it, whoever
-    allocates, and to its end. The process then holds about what it needed at its peak, somewhat
-    more since large tensors leave gaps between small ones; a pattern update of a large layer
-    gives back what is unused then. Call it before the first step.
+    A training step allocates and frees tensors of megabytes. glibc, the C library of most Linux
+    systems, returns such memory to the system and gets it back zeroed, page by page, which can take
+    a tenth of a step and more. After this call the process keeps all memory that it frees, as with
+    `MALLOC_TRIM_THRESHOLD_` and `MALLOC_MMAP_MAX_` in the environment. It then holds about what it
+    needed at its peak, somewhat more since large tensors leave gaps between small ones; a pattern
+    update of a large layer returns what is unused. Call it before the first step.
 
     Returns:
-        Whether it was done: False where the C library is not glibc, and nothing has changed.
+        Whether it took effect: False where the C library is not glibc.
     """
     mallopt = _of_glibc("mallopt")
     return mallopt is not None and all(
@@ -46,15 +45,15 @@ def keep_memory() -> bool:
 
 
 def release_memory(values: Tensor, *, within: bool = False) -> None:
-    """What was freed goes back to the system.
+    """Return freed memory to the system.
 
-    glibc keeps freed blocks of up to 32 MiB for later, also between blocks in use, where the next
-    array may not fit. Pattern updates allocate and free many arrays of that size, and the
-    resident memory would creep up from one to the next. Elsewhere this does nothing. The kernels
-    keep scratch memory of their own from call to call, which goes back too.
+    glibc keeps freed blocks of up to 32 MiB, also between blocks in use, where the next array may
+    not fit. Pattern updates allocate and free many arrays of that size, and the resident memory
+    would grow from one to the next. With other C libraries this returns the scratch memory that
+    kernels keep from call to call, and nothing else.
 
     Args:
-        values: of the layer that is updated; with small ones nothing is worth the call.
+        values: of the layer that is updated; for small ones this does nothing.
         within: the update goes on.
     """
     if values.is_cpu and values.nbytes >= (_LARGE if within else _WORTHWHILE):

@@ -20,17 +20,17 @@ from dynsparse.typed import typed
 def rewire_state(optimizer: torch.optim.Optimizer, values: Tensor, rewiring: Rewiring) -> None:
     """Apply `rewiring` to every state tensor of the Parameter `values`, in place if its size stays.
 
-    A state tensor with one entry per block ([nnz, ...]) follows the pattern; grown entries get
-    what the optimizer would start them with, which is zero nearly everywhere. Scalars such as
-    Adam's step count belong to the whole Parameter and stay.
+    A state tensor with one entry per block ([nnz, ...]) follows the pattern; grown entries get the
+    optimizer's initial value, which is mostly zero. Scalars such as Adam's step count belong to the
+    whole Parameter and stay.
 
-    Where survivors keep their slots, only what grown blocks start with is written. State that holds
-    no tensor with an entry per block (lists, factors) is right for survivors as it is; grown blocks
-    start with what the dropped ones left there, which a RuntimeWarning says once.
+    Where survivors keep their slots, only the entries of grown blocks are written. Other state
+    (lists, factors) stays right for survivors; grown blocks inherit that of the dropped ones, of
+    which a RuntimeWarning warns once.
 
     Raises:
         ValueError: survivors move, and a state is neither a tensor with one entry nor one with an
-            entry per block, so that nobody can tell how it follows; nothing is changed.
+            entry per block, so that it cannot follow; nothing is changed.
     """
     prepare_state(optimizer, values, rewiring)()
 
@@ -39,7 +39,7 @@ def rewire_state(optimizer: torch.optim.Optimizer, values: Tensor, rewiring: Rew
 def prepare_state(
     optimizer: torch.optim.Optimizer, values: Tensor, rewiring: Rewiring
 ) -> Callable[[], None]:
-    """The two parts of `rewire_state`: see `prepare_tensors`.
+    """`rewire_state` in two parts: see `prepare_tensors`.
 
     Raises:
         ValueError: as `rewire_state`.
@@ -50,77 +50,78 @@ def prepare_state(
 
 @torch.no_grad()
 def prepare_tensors(
-    state: dict[Any, Any], moving: Mapping[float, Sequence[Any]], rewiring: Rewiring
+    state: dict[Any, Any], keys_by_fill: Mapping[float, Sequence[Any]], rewiring: Rewiring
 ) -> Callable[[], None]:
-    """What applies `rewiring` to tensors, each in its place if its size stays, without more memory.
+    """Returns a function that applies `rewiring` to tensors without allocating memory, each in its
+    place if its size stays.
 
     Args:
         state: holds the tensors.
-        moving: their keys, by what a grown entry starts with.
+        keys_by_fill: their keys, by the initial value of a grown entry.
     """
     in_place: dict[float, list[Tensor]] = {}
-    beside: dict[Any, Tensor] = {}
-    for fill, keys in moving.items():
+    prepared: dict[Any, Tensor] = {}
+    for fill, keys in keys_by_fill.items():
         for key in keys:
             tensor = state[key]
             if rewiring._reused is None:
-                small = fill == 0 and rewiring.keeps_size and moves_in_place(tensor)
-                small = small and rewiring._ascends
+                follows = fill == 0 and rewiring.keeps_size and moves_in_place(tensor)
+                follows = follows and rewiring._ascends
             else:
-                small = tensor.is_cpu and type(tensor) in (Tensor, torch.nn.Parameter)
-            if small:
+                follows = tensor.is_cpu and type(tensor) in (Tensor, torch.nn.Parameter)
+            if follows:
                 in_place.setdefault(fill, []).append(tensor)
             else:
-                beside[key] = rewiring.apply(state[key], fill)
+                prepared[key] = rewiring.apply(state[key], fill)
 
     @torch.no_grad()
     def follow() -> None:
         for fill, tensors in in_place.items():
             rewiring.apply_(*tensors, fill=fill)
-        for key, made in beside.items():
+        for key, tensor in prepared.items():
             if rewiring.keeps_size:
-                state[key].copy_(made)
+                state[key].copy_(tensor)
             else:
-                state[key] = made
+                state[key] = tensor
 
     return follow
 
 
 def state_of(optimizer: torch.optim.Optimizer, values: Tensor) -> dict[Any, Any]:
-    """What `optimizer`, or one that it steps, keeps of `values`."""
-    found: dict[Any, Any] = _holder(optimizer, values).state.get(values, {})
-    return found
+    """The state of `values` in `optimizer`, or in one that it steps."""
+    state: dict[Any, Any] = _holder(optimizer, values).state.get(values, {})
+    return state
 
 
 def _holder(optimizer: torch.optim.Optimizer, values: Tensor) -> torch.optim.Optimizer:
-    """Which optimizer keeps the state of `values`: this one, or one that it steps and holds in an
-    attribute, as ZeroRedundancyOptimizer, Lookahead and SAM do."""
+    """The optimizer that keeps the state of `values`: this one, or one that it steps and holds in
+    an attribute, as ZeroRedundancyOptimizer, Lookahead and SAM do."""
     seen, waiting = set(), [optimizer]
     while waiting:
-        found = waiting.pop(0)
-        if found.state.get(values):
-            return found
-        seen.add(id(found))
-        held = [o for o in vars(found).values() if isinstance(o, torch.optim.Optimizer)]
-        waiting += [o for o in held if id(o) not in seen]
+        candidate = waiting.pop(0)
+        if candidate.state.get(values):
+            return candidate
+        seen.add(id(candidate))
+        inner = [o for o in vars(candidate).values() if isinstance(o, torch.optim.Optimizer)]
+        waiting += [o for o in inner if id(o) not in seen]
     return optimizer
 
 
 def state_per_block(
     optimizer: torch.optim.Optimizer, values: Tensor, rewiring: Rewiring
 ) -> dict[float, list[str]]:
-    """The names of the state tensors of `values` that follow its blocks, by what a fresh entry of
-    theirs holds.
+    """The names of the state tensors of `values` with an entry per block, by the initial value of
+    an entry.
 
     Raises:
         ValueError: as `rewire_state`.
     """
     optimizer = _holder(optimizer, values)
-    moving: dict[float, list[str]] = {}
+    keys_by_fill: dict[float, list[str]] = {}
     nnz, kind = rewiring.before.nnz, type(optimizer).__name__
     for key, state in optimizer.state.get(values, {}).items():
         if isinstance(state, Tensor) and state.dim() and len(state) == nnz:
-            moving.setdefault(_start(optimizer, values, key), []).append(key)
+            keys_by_fill.setdefault(_initial_entry(optimizer, values, key), []).append(key)
         elif not _is_shared(state):
             shape = f" of shape {list(state.shape)}" if isinstance(state, Tensor) else ""
             what = f"{kind} keeps the state {key!r}{shape}, "
@@ -129,23 +130,22 @@ def state_per_block(
                     f"{what}which does not follow the {nnz} blocks of the layer: use an optimizer "
                     "that keeps one entry per weight"
                 )
-            if optimizer not in _told:
-                _told.add(optimizer)
+            if optimizer not in _warned:
+                _warned.add(optimizer)
                 warnings.warn(
-                    f"{what}of which nobody can tell what belongs to a grown weight: grown weights "
-                    "start with what the dropped ones left there",
+                    f"{what}whose entries for grown weights are unknown: grown weights start with "
+                    "what the dropped ones left there",
                     RuntimeWarning,
                     stacklevel=2,
                 )
-    return moving
+    return keys_by_fill
 
 
-# Optimizers of which that has been said.
-_told: WeakSet[torch.optim.Optimizer] = WeakSet()
+_warned: WeakSet[torch.optim.Optimizer] = WeakSet()
 
 
 def _is_shared(state: Any) -> bool:
-    """Whether nothing in it belongs to single weights, as a step count does not."""
+    """Whether none of it belongs to single weights, as a step count."""
     if isinstance(state, Tensor):
         return state.numel() <= 1
     if isinstance(state, Mapping):
@@ -153,11 +153,11 @@ def _is_shared(state: Any) -> bool:
     return not isinstance(state, (list, tuple)) or all(map(_is_shared, state))
 
 
-def _start(optimizer: torch.optim.Optimizer, values: Tensor, key: str) -> float:
-    """What a fresh entry of the state `key` holds."""
-    told = getattr(optimizer, "fresh", {})  # by those that stand for other libraries' optimizers
-    if key in told:
-        return float(told[key])
+def _initial_entry(optimizer: torch.optim.Optimizer, values: Tensor, key: str) -> float:
+    """The initial value of an entry of the state `key`."""
+    fresh = getattr(optimizer, "fresh", {})  # of adapters of other libraries' optimizers
+    if key in fresh:
+        return float(fresh[key])
     group = next(g for g in optimizer.param_groups if any(p is values for p in g["params"]))
     if isinstance(optimizer, torch.optim.Adagrad) and key == "sum":
         return float(group["initial_accumulator_value"])
@@ -167,7 +167,7 @@ def _start(optimizer: torch.optim.Optimizer, values: Tensor, key: str) -> float:
 
 
 def check_optimizer(optimizer: torch.optim.Optimizer, layers: dict[str, Tensor]) -> None:
-    """Whether `optimizer` can train these values (name -> Parameter) while their pattern changes.
+    """Check that `optimizer` can train these values (name -> Parameter) while patterns change.
 
     Raises:
         TypeError: not an optimizer of torch, or one whose state is no longer per weight (LBFGS).

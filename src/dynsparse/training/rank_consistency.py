@@ -1,4 +1,4 @@
-"""Trainers of several ranks that train one model: whether they began alike, and go on alike."""
+"""Checks that the ranks of one training start with the same state, and stay consistent."""
 
 from __future__ import annotations
 
@@ -27,40 +27,39 @@ from dynsparse.training.optimizer_state import state_of
 _SAME = "make the trainer with the same arguments on every rank"
 _OTHERS = "pass ranks=None to train alone, or ranks=group, of the ranks that hold the same layers"
 
-# Norms of a gradient that all ranks share differ by rounding at most, those of ranks that each have
-# their own by percents.
-_ALIKE = 1e-3
+# Norms of a shared gradient differ by rounding at most, those of separate gradients by percents.
+_TOLERANCE = 1e-3
 
 
 def broadcast_initial_state(
     ranks: Ranks,
     layers: Mapping[str, SparseLinear],
-    said: Mapping[str, Any],
+    settings: Mapping[str, Any],
     optimizer: torch.optim.Optimizer,
 ) -> None:
-    """Every rank begins as the first does.
+    """Give every rank the first rank's state.
 
-    Values and patterns that differ become those of the first rank, as data parallel training does
-    it with all parameters. Sharded values are left as they are.
+    Values and patterns that differ become those of the first rank, as DistributedDataParallel does
+    with all parameters. Sharded values are left as they are.
 
     Args:
         ranks: every one of them calls this.
         layers: by name.
-        said: what else must be the same; plain types.
+        settings: what else must be equal; plain types.
         optimizer: of the layers.
 
     Raises:
-        ValueError: layers or options differ; the same line on all ranks.
+        ValueError: layers or settings differ; the same line on all ranks.
         RuntimeError: patterns differ, and the optimizer has state already.
     """
     check_shards(ranks, layers)
     if ranks.alone:
         return
     check_consistent(ranks, {"the layers": ", ".join(map(repr, layers))}, _OTHERS)
-    check_consistent(ranks, {f"the {what}": repr(one) for what, one in said.items()}, _SAME)
+    check_consistent(ranks, {f"the {key}": repr(one) for key, one in settings.items()}, _SAME)
     state = {name: state_of(optimizer, layer.values) for name, layer in layers.items()}
-    used = {n for n, own in state.items() if any(isinstance(t, Tensor) for t in own.values())}
-    _broadcast_layers(ranks, layers, used)
+    used = {n for n, s in state.items() if any(isinstance(t, Tensor) for t in s.values())}
+    _broadcast_differing(ranks, layers, used)
 
 
 def broadcast_layers(ranks: Ranks, model: nn.Module) -> None:
@@ -72,55 +71,55 @@ def broadcast_layers(ranks: Ranks, model: nn.Module) -> None:
     layers = {n: m for n, m in model.named_modules() if isinstance(m, SparseLinear)}
     if not ranks.alone:
         check_consistent(ranks, {"the layers": ", ".join(map(repr, layers))}, _OTHERS)
-        _broadcast_layers(ranks, layers, set())
+        _broadcast_differing(ranks, layers, set())
 
 
-def _broadcast_layers(ranks: Ranks, layers: Mapping[str, SparseLinear], used: Set[str]) -> None:
-    """Patterns and values of the first rank, where they differ; not of layers in `used`."""
+def _broadcast_differing(ranks: Ranks, layers: Mapping[str, SparseLinear], used: Set[str]) -> None:
+    """Broadcast patterns and values where they differ, but not of layers in `used`."""
     check_consistent(
         ranks,
         {f"layer {name!r}": str(layer.pattern) for name, layer in layers.items()},
         "give layers the same shape, block size and number of blocks on every rank",
     )
-    kept = {name: layer for name, layer in layers.items() if not is_sharded(layer.values)}
+    full = {name: layer for name, layer in layers.items() if not is_sharded(layer.values)}
     check_consistent(
         ranks,
         {
             f"the pattern of layer {name!r}": digest(layer.pattern.rows, layer.pattern.cols)
             for name, layer in layers.items()
-            if name not in kept
+            if name not in full
         },
         "make the model with the same seed on every rank before it is sharded",
         shown=False,
     )
     state = [
         digest(layer.pattern.rows, layer.pattern.cols, layer.values.view(-1))
-        for layer in kept.values()
+        for layer in full.values()
     ]
-    others = [list(kept)[i] for i in find_differing(ranks, state)]
+    differing = [list(full)[i] for i in find_differing(ranks, state)]
     with collective_errors(ranks):
-        for name in others:
+        for name in differing:
             if name in used:
                 raise RuntimeError(
                     f"layer {name!r} differs among the ranks, and the optimizer has state for it: "
                     "load the same checkpoint on every rank"
                 )
-    for name in others:
-        broadcast_layer(ranks, kept[name])
+    for name in differing:
+        _broadcast_layer(ranks, full[name])
 
 
 @torch.no_grad()
-def broadcast_layer(ranks: Ranks, layer: SparseLinear) -> None:
-    """The layer's pattern and values become those of the first rank; as many blocks on all."""
-    own = layer.pattern
-    (flat,) = broadcast_from_first(ranks, [own.sorted_flat])
-    values = ranks.broadcast(own.by_rows(layer.values.detach()).clone())
-    pattern = SparsePattern.from_flat(flat, shape=own.shape, block_size=own.block_size)
-    layer.set_pattern(pattern, values)
+def _broadcast_layer(ranks: Ranks, layer: SparseLinear) -> None:
+    """Give the layer the first rank's pattern and values; all have as many blocks."""
+    pattern = layer.pattern
+    (flat,) = broadcast_from_first(ranks, [pattern.sorted_flat])
+    values = ranks.broadcast(pattern.by_rows(layer.values.detach()).clone())
+    first = SparsePattern.from_flat(flat, shape=pattern.shape, block_size=pattern.block_size)
+    layer.set_pattern(first, values)
 
 
 def check_shards(ranks: Ranks, layers: Mapping[str, SparseLinear]) -> None:
-    """Raise ValueError where values are shared out among ranks that are not all asked."""
+    """Raise ValueError where values are sharded over more ranks than decide together."""
     for name, layer in layers.items():
         if not is_sharded(layer.values):
             continue
@@ -136,21 +135,21 @@ def check_shards(ranks: Ranks, layers: Mapping[str, SparseLinear]) -> None:
 def check_before_update(
     ranks: Ranks,
     step: int,
-    said: Mapping[str, Any],
+    inputs: Mapping[str, Any],
     layers: Mapping[str, SparseLinear],
     check: Callable[[], None],
 ) -> None:
-    """Raise, the same on all ranks, where they are not about to make the same update.
+    """Raise, the same on all ranks, unless they are about to make the same update.
 
     Args:
         step: that ends in it.
-        said: what the pieces of the trainer say of themselves; plain types and tensors.
+        inputs: settings and state of the trainer's components; plain types and tensors.
         layers: that are trained.
         check: raises what else is wrong on one rank.
 
     Raises:
-        ValueError: other steps, or other `said`.
-        RuntimeError: gradients that each rank has for itself.
+        ValueError: other steps, or other `inputs`.
+        RuntimeError: each rank has a different gradient.
     """
     if ranks.alone:
         check()
@@ -159,21 +158,21 @@ def check_before_update(
         f"step {step} of this rank ends in an update; call trainer.step() as often on every rank",
         ranks.timeout,
     )
-    states = {f"the {what}": _digest(one) for what, one in said.items()}
-    ends, norms = [0] * 2, _Norms(layers)
-    told = [*ends, *norms.ends]
-    with collective_errors(ranks, told):  # all of it in one move
+    states = {f"the {key}": _digest(one) for key, one in inputs.items()}
+    norms = _GradientNorms(layers)
+    numbers = [*[0] * 2, *norms.numbers]
+    with collective_errors(ranks, numbers):  # one all-reduce for all of it
         check()
-        norms.look()
-        told[:] = [*min_max_digest(step, states), *norms.ends]
-    if not all_equal(ranks, told):
+        norms.compute()
+        numbers[:] = [*min_max_digest(step, states), *norms.numbers]
+    if not all_equal(ranks, numbers):
         check_consistent(
             ranks,
             {"the step that ends in an update": str(step)},
             "call trainer.step() as often on every rank, and load the same state",
         )
         check_consistent(ranks, states, f"{_SAME}, and load the same state", shown=False)
-    norms.compare(ranks, told[2:])
+    norms.compare(ranks, numbers[2:])
 
 
 def _digest(thing: Any) -> int:
@@ -187,80 +186,75 @@ def _digest(thing: Any) -> int:
     return digest(repr(thing))
 
 
-class _Norms:
-    """Lengths of the gradients of layers, by which ranks find out whether they share them.
+class _GradientNorms:
+    """Norms of gradients, by which ranks find out whether they share them.
 
     Args:
         layers: those whose values are sharded are left out.
 
     Attributes:
-        ends: numbers that go along with `collective_errors`, as many on all ranks.
+        numbers: to be reduced by `collective_errors`, as many on all ranks.
     """
 
     def __init__(self, layers: Mapping[str, SparseLinear]) -> None:
         self._layers = {n: layer for n, layer in layers.items() if not is_sharded(layer.values)}
-        self._own = torch.zeros(len(self._layers), dtype=torch.float64)
-        self.ends = [0] * 2 * len(self._layers)
+        self._local = torch.zeros(len(self._layers), dtype=torch.float64)
+        self.numbers = [0] * 2 * len(self._layers)
 
-    def look(self) -> None:
-        """Take the lengths of this rank's gradients."""
+    def compute(self) -> None:
+        """Compute the norms of this rank's gradients."""
         for i, layer in enumerate(self._layers.values()):
-            if layer.values.grad is not None:
-                self._own[i] = _norm(layer.values.grad.detach())
-        # Numbers that are not negative ascend as their bits do, which are sent as they are.
-        bits = self._own.view(torch.int64).tolist()
-        self.ends = [*bits, *(~one for one in bits)]
+            grad = layer.values.grad
+            if grad is not None:
+                # A type that is fast to add up in, and precise enough for `_TOLERANCE`.
+                dtype = torch.float64 if grad.dtype == torch.float64 else torch.float32
+                self._local[i] = grad.detach().norm(dtype=dtype)
+        # The bits of numbers that are not negative have the order of the numbers.
+        bits = self._local.view(torch.int64).tolist()
+        self.numbers = [*bits, *(~one for one in bits)]
 
-    def compare(self, ranks: Ranks, ends: Sequence[int]) -> None:
-        """Raise RuntimeError, the same on all ranks, where each has a gradient of its own.
+    def compare(self, ranks: Ranks, numbers: Sequence[int]) -> None:
+        """Raise RuntimeError, the same on all ranks, where each has a different gradient.
 
         Args:
-            ends: the highest of all ranks.
+            numbers: the maxima over all ranks.
         """
-        most, least = torch.tensor(ends, dtype=torch.int64).view(2, -1)
-        line = self._apart(ranks, most.view(torch.float64), (~least).view(torch.float64))
+        bits, inverted = torch.tensor(numbers, dtype=torch.int64).view(2, -1)
+        highest, lowest = bits.view(torch.float64), (~inverted).view(torch.float64)
+        apart = ((highest - lowest) > _TOLERANCE * highest).nonzero().flatten().tolist()
+        line = self._describe(ranks, apart[0]) if apart else ""
         if ranks.all_ranks is ranks:
             if line:
                 raise RuntimeError(line)
             return
-        with collective_errors(ranks):  # lines of a mesh compare for themselves, and all hear of it
+        with collective_errors(ranks):  # each group of a mesh compares, and all of them hear
             if line:
                 raise RuntimeError(line)
 
-    def _apart(self, ranks: Ranks, most: Tensor, least: Tensor) -> str:
-        """What to say of the first layer whose norms are not alike on all ranks; "" if they are."""
-        apart = ((most - least) > _ALIKE * most).nonzero().flatten().tolist()
-        return _line_of(ranks, list(self._layers)[apart[0]], self._own[apart[0]]) if apart else ""
-
-
-def _line_of(ranks: Ranks, name: str, norm: Tensor) -> str:
-    """That ranks have other gradients of a layer."""
-    own = torch.cat(ranks.all_gather(norm.view(1).to(ranks.device), [1] * ranks.size)).tolist()
-    alike = [rank for rank, norm in enumerate(own) if abs(norm - own[0]) <= _ALIKE * own[0]]
-    others = [rank for rank in range(ranks.size) if rank not in alike]
-    return (
-        f"layer {name!r}: {format_ranks(alike)} and {format_ranks(others)} have other "
-        "gradients, so they do not train one model: wrap it in DistributedDataParallel, or in "
-        "dynsparse.distributed.replicate, or pass ranks=None to train alone"
-    )
-
-
-def _norm(tensor: Tensor) -> Tensor:
-    """Its length, in the type that it is added up in quickly and well enough for `_ALIKE`."""
-    return tensor.norm(dtype=torch.float64 if tensor.dtype == torch.float64 else torch.float32)
+    def _describe(self, ranks: Ranks, index: int) -> str:
+        """Which ranks have which gradient of a layer."""
+        name, norm = list(self._layers)[index], self._local[index]
+        gathered = ranks.all_gather(norm.view(1).to(ranks.device), [1] * ranks.size)
+        norms = torch.cat(gathered).tolist()
+        same = [i for i, n in enumerate(norms) if abs(n - norms[0]) <= _TOLERANCE * norms[0]]
+        others = [rank for rank in range(ranks.size) if rank not in same]
+        return (
+            f"layer {name!r}: {format_ranks(same)} and {format_ranks(others)} have other "
+            "gradients, so they do not train one model: wrap it in DistributedDataParallel, or in "
+            "dynsparse.distributed.replicate, or pass ranks=None to train alone"
+        )
 
 
 def layers_with_gradients(
-    step: int, layers: Mapping[str, SparseLinear], reached: Sequence[int]
+    step: int, layers: Mapping[str, SparseLinear], has_gradient: Sequence[int]
 ) -> dict[str, SparseLinear]:
-    """The layers through which a backward pass came, on any rank, as `reached` says of each.
-
-    Where none came through there is nothing to rank by.
+    """The layers that a backward pass reached on any rank, as `has_gradient` says of each. There
+    are no gradients to rank by for the others.
 
     Raises:
-        RuntimeError: there are layers, and it is none of them.
+        RuntimeError: there are layers, and no gradient reached any.
     """
-    found = {n: layers[n] for n, any_ in zip(layers, reached, strict=True) if any_}
+    found = {n: layers[n] for n, reached in zip(layers, has_gradient, strict=True) if reached}
     if not found and layers:
         raise RuntimeError(
             f"step {step} ends in a pattern update, but no gradient reached any sparse layer since "
@@ -271,35 +265,32 @@ def layers_with_gradients(
 
 
 class PatternComparison:
-    """What the ranks compare of the patterns after an update.
+    """Compares the patterns after an update over ranks.
 
     Args:
-        ranks: that take it together.
+        ranks: that take the update together.
         step: that ends in it.
         rewirings: by layer name.
 
     Attributes:
-        ends: numbers that go along with `collective_errors`: see `ranks.min_max_digest`.
+        numbers: to be reduced by `collective_errors`: see `ranks.min_max_digest`.
     """
 
     def __init__(self, ranks: Ranks, step: int, rewirings: Mapping[str, Rewiring]) -> None:
         self._ranks = ranks
         self._names = ", ".join(map(repr, rewirings))
-        self._patterns = (
-            {}
-            if ranks.alone
-            else {
-                f"the pattern of layer {name!r} after step {step}": digest(
-                    rewiring.after.row_ptr, rewiring.after.sorted_cols, rewiring.after.slots
+        self._patterns: dict[str, int] = {}
+        if not ranks.alone:
+            for name, rewiring in rewirings.items():
+                after = rewiring.after
+                self._patterns[f"the pattern of layer {name!r} after step {step}"] = digest(
+                    after.row_ptr, after.sorted_cols, after.slots
                 )
-                for name, rewiring in rewirings.items()
-            }
-        )
-        self.ends = min_max_digest(self._names, self._patterns)
+        self.numbers = min_max_digest(self._names, self._patterns)
 
     def compare(self) -> None:
-        """Raise ValueError, the same on all ranks, where they differ; `ends` has gone along."""
-        if self._ranks.alone or all_equal(self._ranks, self.ends):
+        """Raise ValueError, the same on all ranks, where patterns differ; `numbers` are reduced."""
+        if self._ranks.alone or all_equal(self._ranks, self.numbers):
             return
         check_consistent(self._ranks, {"the layers that change": self._names}, _SAME)
         check_consistent(
@@ -311,6 +302,6 @@ class PatternComparison:
 
 
 def describe_function(function: Any) -> str:
-    """What tells a function, or a thing that is called like one, from others."""
+    """The name and attributes of a function or a callable object, for comparison."""
     kind = getattr(function, "__qualname__", type(function).__qualname__)
     return f"{kind}{vars(function) if hasattr(function, '__dict__') else ''}"

@@ -1,4 +1,4 @@
-"""How a trainer hears of its optimizer's steps, whoever takes them."""
+"""A trainer's view of its optimizer's steps, in whatever loop they are taken."""
 
 from __future__ import annotations
 
@@ -31,20 +31,20 @@ class Steps(Protocol[T_co]):
     def _after(self) -> T_co: ...
 
     def _is_update(self) -> bool:
-        """Whether the step under way ends in an update."""
+        """Whether the present step ends in an update."""
         ...
 
-    def _count(self, made: Any) -> None:
-        """Tell a trace of an update."""
+    def _count(self, result: Any) -> None:
+        """Set a trace's counters after an update."""
         ...
 
     def _gradients(self) -> Sequence[Tensor | None]:
-        """Those that the coming step takes, as they are now; None where there is none."""
+        """The gradients of the coming step; None for a Parameter without one."""
         ...
 
 
 def unwrap_optimizer(optimizer: Any) -> Any:
-    """The optimizer that really steps, inside what Accelerate, Fabric and others put around it."""
+    """torch's optimizer, inside the wrappers of Accelerate, Fabric and others."""
     inside = getattr(optimizer, "optimizer", None)
     while isinstance(inside, torch.optim.Optimizer):
         optimizer, inside = inside, getattr(inside, "optimizer", None)
@@ -52,15 +52,15 @@ def unwrap_optimizer(optimizer: Any) -> Any:
 
 
 class OptimizerSteps(Generic[T_co]):
-    """Calls `_before` ahead of every step of an optimizer, and `_after` behind it, once each.
+    """Calls `_before` before every step of an optimizer, and `_after` after it, once each.
 
-    A step comes in one of three ways: by `step`; by the optimizer's own `step`, which torch's hooks
-    tell of, in whatever loop; between `prepare` and `finish`. A gradient that was taken in one way
-    is refused in another. With a closure, `_before` follows each of its calls, when the
-    gradients are there. What a CUDA graph captures is no step yet.
+    A step is taken in one of three ways: by `step`; by the optimizer's own `step`, which torch's
+    hooks report, in any loop; between `prepare` and `finish`. A gradient that was used in one way
+    is rejected in another. With a closure, `_before` follows each of its calls, when the gradients
+    exist. A step that a CUDA graph captures does not count.
 
     Args:
-        given: the optimizer as the loop knows it, perhaps one around that which really steps.
+        given: the optimizer as the loop knows it, perhaps a wrapper.
         trainer: holds this object; the optimizer holds neither of them.
     """
 
@@ -68,39 +68,37 @@ class OptimizerSteps(Generic[T_co]):
         self._given, self._optimizer = given, unwrap_optimizer(given)
         self._trainer = weakref.ref(trainer)
         self._hooks: _Hooks | None = None
-        self._way = ""  # of the step that `step` takes just now
-        self._depth = 0  # steps within one another: of a class of optimizers, and of its base
-        self._by_hand = self._passed = False  # after `prepare`, and after a step behind it
-        self._failed = False  # `after`, behind the optimizer's own step
-        self._made: T_co | None = None
+        self._caller = ""  # the method that takes the present step
+        self._depth = 0  # nested calls: of an optimizer's step, and of its base class's
+        self._by_hand = self._passed = False  # after `prepare`, and after a step following it
+        self._failed = False  # `_after`, following the optimizer's own step
+        self._result: T_co | None = None
         self._span: Any = OFF
-        self._taken_by = ""
+        self._last_caller = ""
         self._marks: list[tuple[weakref.ref[Tensor], int] | None] = []
 
     @property
     def is_hooked(self) -> bool:
-        """Whether the optimizer's own steps are is_hooked."""
+        """Whether the optimizer's own steps are followed."""
         return self._hooks is not None
 
     def start(self) -> None:
-        """Hear the optimizer's own steps from now on.
-
-        One derived from torch's without its constructor has no hooks, and is not is_hooked.
-        """
+        """Follow the optimizer's own steps from now on, unless it has no hooks: a subclass of
+        torch's that does not call its constructor."""
         if self._hooks is None and hasattr(self._optimizer, "_optimizer_step_post_hooks"):
             self._hooks = _Hooks(self, self._optimizer)
 
     def stop(self) -> None:
-        """Hear them no more."""
+        """Ignore them from now on."""
         if self._hooks is not None:
             self._hooks.close()
         self._hooks, self._depth = None, 0
 
     def step(self, take: Callable[[], Any] | None = None) -> T_co | None:
-        """A step; what `after` returned, None where the optimizer took none.
+        """Take a step; returns what `_after` returned, None where the optimizer took none.
 
         Args:
-            take: what steps the optimizer, in place of its own `step`.
+            take: steps the optimizer in place of its own `step`.
         """
         if self._given is self._optimizer and _accumulates():
             raise RuntimeError(
@@ -108,7 +106,7 @@ class OptimizerSteps(Generic[T_co]):
                 "accumulate() of Accelerate: call step() of the optimizer that prepare() returned, "
                 "which the trainer follows"
             )
-        self._way, self._made, self._depth = _STEP, None, 0
+        self._caller, self._result, self._depth = _STEP, None, 0
         self._begin_span("optimizer")
         take = self._given.step if take is None else take
         try:
@@ -118,52 +116,53 @@ class OptimizerSteps(Generic[T_co]):
                 self._begin()
                 take()
                 self._end()
-            return self._made
+            return self._result
         finally:
-            self._way, self._made = "", None
+            self._caller, self._result = "", None
             self._end_span()
 
     def prepare(self) -> None:
-        """`before`, for a loop that steps the optimizer and then calls `finish`."""
+        """Call `_before`, for a loop that steps the optimizer and then calls `finish`."""
         if self._by_hand and self._passed:
             raise RuntimeError(
                 "expected after_optimizer_step() behind the optimizer's step, got another "
                 "before_optimizer_step(): call both, or none of them"
             )
         self._by_hand = False
-        with self._on_the_way("before_optimizer_step()"):
+        with self._called_by("before_optimizer_step()"):
             self._begin()
         self._by_hand, self._passed = True, False
 
     def finish(self) -> T_co:
-        """`after`, behind `prepare` and a step; again where it failed; behind a step unheard of."""
-        with self._on_the_way("before_optimizer_step()"):
+        """Call `_after`: after `prepare` and a step, again where it failed, or after a step that
+        was not followed."""
+        with self._called_by("before_optimizer_step()"):
             if not (self._by_hand or self._failed):
                 self._check_new("after_optimizer_step()")
-            made = self._end()
+            result = self._end()
         self._end_span()
         self._by_hand = False
-        return made
+        return result
 
     @property
     def _owner(self) -> Steps[T_co]:
         trainer = self._trainer()
-        assert trainer is not None  # who holds this object
+        assert trainer is not None  # it holds this object
         return trainer
 
     @contextmanager
-    def _on_the_way(self, way: str) -> Iterator[None]:
-        self._way = way
+    def _called_by(self, caller: str) -> Iterator[None]:
+        self._caller = caller
         try:
             yield
         finally:
-            self._way = ""
+            self._caller = ""
 
     def _begin(self) -> None:
         self._failed = False
-        if self._way != _STEP:
+        if self._caller != _STEP:
             self._begin_span("optimizer")
-        self._check_new(self._way or "optimizer.step()")
+        self._check_new(self._caller or "optimizer.step()")
         self._owner._before()
 
     def _end(self) -> T_co:
@@ -173,21 +172,21 @@ class OptimizerSteps(Generic[T_co]):
         if update:
             self._span.__exit__()
             self._begin_span("update")
-        self._made = made = owner._after()
+        self._result = result = owner._after()
         if update:
-            owner._count(made)
+            owner._count(result)
         self._failed = False
         if self._hooks is not None:
             self._hooks.used = True
-        self._taken_by = self._way or "optimizer.step()"
+        self._last_caller = self._caller or "optimizer.step()"
         self._marks = [
             None if grad is None else (weakref.ref(grad), grad._version)
             for grad in owner._gradients()
         ]
-        return made
+        return result
 
     def _begin_span(self, name: str) -> None:
-        """In the trace; what an error has left open is forgotten."""
+        """Begin a span of the trace; one that an error left open is dropped."""
         self._span = span(name)
         self._span.__enter__()
 
@@ -195,28 +194,29 @@ class OptimizerSteps(Generic[T_co]):
         self._span.__exit__()
         self._span = OFF
 
-    def _check_new(self, way: str) -> None:
-        """Raise RuntimeError where the last step took the gradient that is there, in another way.
+    def _check_new(self, caller: str) -> None:
+        """Raise RuntimeError where another caller has already stepped with the present gradient.
 
-        Twice in the same way is what somebody means who steps twice.
+        Two steps by the same caller are intended.
         """
-        if way == self._taken_by or not any(self._marks):
+        if caller == self._last_caller or not any(self._marks):
             return
         for mark, grad in zip(self._marks, self._owner._gradients(), strict=True):
             if mark is None or grad is None:
                 if mark is not grad:
                     return
-            # Kernels of a CUDA graph write gradients without torch's counting it.
+            # torch does not count what kernels of a CUDA graph write.
             elif grad.is_cuda or mark[0]() is not grad or mark[1] != grad._version:
                 return
         raise RuntimeError(
-            f"{way} would step a second time with a gradient that {self._taken_by} has stepped "
-            "with: the trainer follows the optimizer, so call one of them after each backward pass"
+            f"{caller} would step a second time with a gradient that {self._last_caller} has "
+            "stepped with: the trainer follows the optimizer, so call one of them after each "
+            "backward pass"
         )
 
     def before_step(self, optimizer: Any, args: Any, kwargs: Any) -> Any:
-        # Behind an error in the optimizer's step nobody counted down: then the stack is asked.
-        self._depth = _steps_under_way(optimizer) if self._depth else 1
+        # An error in the optimizer's step skips the count down, so the stack tells.
+        self._depth = _steps_on_stack(optimizer) if self._depth else 1
         if self._depth > 1 or self._by_hand or _is_captured():
             return None
         if getattr(optimizer, "grad_scale", None) is not None:
@@ -231,15 +231,15 @@ class OptimizerSteps(Generic[T_co]):
                 self._begin()
             return None
 
-        def whole() -> Any:
+        def closure_and_begin() -> Any:
             loss = closure()
             with uninterrupted():
                 self._begin()
             return loss
 
         if "closure" in kwargs:
-            return args, {**kwargs, "closure": whole}
-        return (args[0], whole, *args[2:]), kwargs
+            return args, {**kwargs, "closure": closure_and_begin}
+        return (args[0], closure_and_begin, *args[2:]), kwargs
 
     def after_step(self) -> None:
         self._depth -= 1
@@ -250,12 +250,12 @@ class OptimizerSteps(Generic[T_co]):
         else:
             with uninterrupted():
                 self._end()
-                if self._way != _STEP:
+                if self._caller != _STEP:
                     self._end_span()
 
 
 class _Hooks:
-    """The hooks of an optimizer; what they tell is for a trainer that lives."""
+    """The hooks of an optimizer, which call a trainer's `OptimizerSteps` as long as it lives."""
 
     def __init__(self, steps: OptimizerSteps[Any], optimizer: torch.optim.Optimizer) -> None:
         self._steps: weakref.ref[OptimizerSteps[Any]] = weakref.ref(steps)
@@ -291,14 +291,14 @@ class _Hooks:
 
 
 def is_scaled() -> bool:
-    """Whether a `GradScaler` takes the step under way."""
+    """Whether a `GradScaler` takes the present step."""
     return any(f.f_globals.get("__name__") == "torch.amp.grad_scaler" for f in _stack())
 
 
-def _steps_under_way(optimizer: torch.optim.Optimizer) -> int:
-    """How many of torch's calls of an optimizer's step and hooks have begun and not ended."""
-    here = [f for f in _stack() if f.f_globals.get("__name__") == "torch.optim.optimizer"]
-    return sum(f.f_code.co_name == "wrapper" and f.f_locals["self"] is optimizer for f in here)
+def _steps_on_stack(optimizer: torch.optim.Optimizer) -> int:
+    """How many of torch's wrappers of an optimizer's step are on the stack."""
+    frames = [f for f in _stack() if f.f_globals.get("__name__") == "torch.optim.optimizer"]
+    return sum(f.f_code.co_name == "wrapper" and f.f_locals["self"] is optimizer for f in frames)
 
 
 def _stack() -> Iterator[FrameType]:
@@ -313,7 +313,7 @@ def _is_captured() -> bool:
 
 
 def _accumulates() -> bool:
-    """Whether Accelerate's `accumulate` just now adds up gradients, rather than step."""
+    """Whether Accelerate's `accumulate` adds up gradients now, without a step."""
     module = sys.modules.get("accelerate.state")
     state = getattr(module, "GradientState", None)
     return state is not None and bool(state._shared_state) and not state().sync_gradients

@@ -18,10 +18,10 @@ from dynsparse.typed import typed
 
 
 class Telemetry:
-    """Watches a trainer's updates and says in numbers what they did.
+    """Figures of what a trainer's updates did.
 
-    `figures()` may be called at any time; after an update it speaks of that update. Keys are
-    "layer/figure", and "all/figure" for all layers together; values are ints and floats.
+    `figures()` may be called at any time and describes the last update. Keys are "layer/figure",
+    and "all/figure" for all layers together; values are ints and floats.
 
     | figure | meaning |
     |---|---|
@@ -31,14 +31,14 @@ class Telemetry:
     | survival | share of the first pattern's blocks that were never dropped |
     | exploration | share of all positions that were ever present |
     | dead_inputs, dead_outputs | features without any connection |
-    | zero_outputs | output features whose incoming weights are all zero, or are none |
+    | zero_outputs | output features whose incoming weights are all zero, or that have none |
 
     The exploration rate is Rs of Liu et al. 2021, "Do We Actually Need Dense Over-Parameterization?
     In-Time Over-Parameterization in Sparse Training", section 3. Which positions were ever present
     is kept in one bit per position, a 32nd of a dense float32 matrix.
 
-    Where layers are on devices an update is looked at once it has come to the CPU, by the next one
-    or when somebody asks for figures, who waits for it.
+    An update of layers on devices is counted once it has been copied to the CPU: at a later update,
+    or by `figures()`, which waits for it.
 
     Args:
         trainer: watched from now on, with the patterns its layers have now as the first ones.
@@ -64,13 +64,13 @@ class Telemetry:
         for counts in layers.values():
             for key, value in counts.items():
                 total[key] = total.get(key, 0) + value
-        found: dict[str, int | float] = {}
+        figures: dict[str, int | float] = {}
         for name, counts in {**layers, "all": total}.items():
-            found |= {f"{name}/{key}": value for key, value in _figures(counts).items()}
-        return found
+            figures |= {f"{name}/{key}": value for key, value in _figures(counts).items()}
+        return figures
 
     def state_dict(self) -> dict[str, Any]:
-        """What survival, exploration and churn go on from; tensors and plain types."""
+        """The state of survival, exploration and churn; tensors and plain types."""
         return {name: watched.state_dict() for name, watched in self._watched.items()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -88,7 +88,7 @@ class Telemetry:
 
 
 class _Layer:
-    """What is remembered of one layer."""
+    """The history of one layer."""
 
     def __init__(self, layer: SparseLinear) -> None:
         self.layer = layer
@@ -99,19 +99,20 @@ class _Layer:
         self.first = pattern.nnz
         self.from_start = torch.ones(pattern.nnz, dtype=torch.bool)
         self.last = (pattern.nnz, 0, 0)  # blocks before the last update, dropped, grown
-        self.coming: deque[Rewiring | int] = deque()  # or how many blocks one left as they are
+        # Updates to be counted; of one that changed nothing the number of blocks.
+        self.pending: deque[Rewiring | int] = deque()
 
     def update(self, rewiring: Rewiring | None) -> None:
         if rewiring is not None:
             rewiring._start_host_copy()
-        self.coming.append(self.layer.pattern.nnz if rewiring is None else rewiring)
+        self.pending.append(self.layer.pattern.nnz if rewiring is None else rewiring)
 
     def look(self, wait: bool) -> None:
-        """At updates that have come to the CPU; at all of them if it may wait."""
-        while self.coming and (
-            wait or isinstance(self.coming[0], int) or self.coming[0]._is_on_host
+        """Count updates that are on the CPU; all of them if it may wait."""
+        while self.pending and (
+            wait or isinstance(self.pending[0], int) or self.pending[0]._is_on_host
         ):
-            self._look_at(self.coming.popleft())
+            self._look_at(self.pending.popleft())
 
     def _look_at(self, rewiring: Rewiring | int) -> None:
         if isinstance(rewiring, int):
@@ -133,7 +134,7 @@ class _Layer:
         self.visited[byte[starts]] |= np.bitwise_or.reduceat(bit, starts)
 
     def counts(self) -> dict[str, int]:
-        """Whole numbers that add up over layers."""
+        """Integers that add up over layers."""
         self.look(wait=True)
         pattern, (before, dropped, grown) = self.layer.pattern, self.last
         b, (height, width) = pattern.block_size, pattern.grid
@@ -162,16 +163,16 @@ class _Layer:
         }
 
     def check(self, name: str, state: dict[str, Any]) -> None:
-        own = (self.layer.pattern.total, self.layer.pattern.nnz)
+        present = (self.layer.pattern.total, self.layer.pattern.nnz)
         saved = (state["positions"], len(state["from_start"]))
-        if own != saved:
+        if present != saved:
             raise ValueError(
                 f"the telemetry of layer {name!r} was saved with [positions, blocks] = "
-                f"{list(saved)}, the layer has {list(own)}: load the model first"
+                f"{list(saved)}, the layer has {list(present)}: load the model first"
             )
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.coming.clear()
+        self.pending.clear()
         self.visited = state["visited"].cpu().numpy().copy()
         self.explored, self.first = int(state["explored"]), int(state["first"])
         self.from_start = state["from_start"].cpu().clone()

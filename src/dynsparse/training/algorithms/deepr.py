@@ -1,4 +1,4 @@
-"""DeepR: a connection has a sign for life, and leaves when its weight crosses zero."""
+"""DeepR: a connection keeps its sign, and is dropped when its weight crosses zero."""
 
 from __future__ import annotations
 
@@ -25,29 +25,29 @@ from dynsparse.training.trainer import SparseTrainer
 
 
 class SignBudget(Budget):
-    """All blocks of negative score leave, and as many join: no more than there is room for."""
+    """Replaces all blocks of negative score, but no more than there is room for."""
 
     def counts(self, survey: Survey) -> dict[str, Counts]:
-        found = {}
+        counts = {}
         for name, below in zip(survey.patterns, survey.below_zero(), strict=True):
             count = min(below, survey.room(name, 0))
-            found[name] = Counts(count, count)
-        return found
+            counts[name] = Counts(count, count)
+        return counts
 
 
 class DeepR(SparseTrainer):
-    """Weights that change their sign leave; as many join at random, with a sign drawn for them.
+    """Drop weights that change their sign; grow as many at random, each with a random sign.
 
     After the optimizer's step every weight w with the sign s loses learning rate * l1 * s, and gets
     noise of the standard deviation sqrt(2 * learning rate * temperature). An update drops the
-    weights with s w < 0; blocks when the sum of s w over the block is below 0. Grown weights begin
+    weights with s w < 0; blocks when the sum of s w over the block is below 0. Grown weights start
     at zero.
 
     Source: Bellec et al. 2018, "Deep Rewiring: Training very sparse deep networks", algorithm 1.
-    It differs from the paper in that the number of connections is constant per layer, not over
-    all of them, and what an update drops it does not grow again. With an `update_interval` above 1
-    a weight may cross zero and come back unnoticed. The paper's noise belongs to plain gradient
-    descent; with other optimizers it is a heuristic.
+    In the paper the number of connections is constant over all layers, here in each layer; and an
+    update does not grow what it drops. With an `update_interval` above 1 a weight may cross zero
+    and come back unnoticed. The paper's noise belongs to plain gradient descent; with other
+    optimizers it is a heuristic.
 
     Args:
         model, optimizer, ranks: see `SparseTrainer`.
@@ -83,7 +83,7 @@ class DeepR(SparseTrainer):
             budget=SignBudget(),
             ranks=ranks,
         )
-        # Each rank draws for whole layers, and takes what is for the slots that it has.
+        # Each rank draws for full layers, and takes the draws of its own slots.
         self._slots = LocalSlots()
         self._slots.update(self.layers)
         self.signs = {name: self._first_signs(name) for name in self.layers}
@@ -95,12 +95,12 @@ class DeepR(SparseTrainer):
         return torch.where(signs == 0, drawn.to(signs.device), signs)
 
     def _draw_signs(
-        self, name: str, own: Tensor | slice, total: int, block: Sequence[int]
+        self, name: str, slots: Tensor | slice, total: int, block: Sequence[int]
     ) -> Tensor:
-        """`own` of the signs of `total` blocks."""
+        """Signs of `slots` among `total` blocks."""
         generator = self.growth.generator_for(name, self.steps, "signs")
         coins = torch.randint(2, (total, *block), generator=generator, dtype=torch.int8)
-        return coins[own].mul_(2).sub_(1)
+        return coins[slots].mul_(2).sub_(1)
 
     def _before_step(self) -> None:
         self._slots.update(self.layers)
@@ -108,24 +108,24 @@ class DeepR(SparseTrainer):
     @torch.no_grad()
     def _after_step(self) -> None:
         layers = self._trained()
-        # Before the first layer changes: a group may have no learning rate.
+        # Before the first layer changes: this raises for a group without learning rate.
         rates = {n: learning_rate_of(self.optimizer, layer.values) for n, layer in layers.items()}
         for name, layer in layers.items():
             values, rate = local_part(layer.values.detach()), rates[name]
             sharded, signs = is_sharded(layer.values), self.signs[name]
-            own = slice(*local_range(layer.values)) if sharded else slice(None)
+            local = slice(*local_range(layer.values)) if sharded else slice(None)
             if self.l1:
-                signs = signs[own] if sharded else signs
+                signs = signs[local] if sharded else signs
                 values.sub_(signs.to(values), alpha=rate * self.l1)
             if self.temperature:
                 generator = self.growth.generator_for(name, self.steps, "noise")
                 slots, total = self._slots.of(name, layer)
                 shape = total, *values.shape[1:]
                 noise = torch.randn(shape, generator=generator, dtype=values.dtype)[slots]
-                # Drawn in row-major order, whatever the slots.
+                # Drawn in row-major order, in whatever order the slots are.
                 order = layer.pattern._slots_on(values.device)
                 noise = by_slots(to_device(noise, values.device), order)
-                noise = noise[own] if sharded else noise
+                noise = noise[local] if sharded else noise
                 values.add_(noise, alpha=math.sqrt(2 * rate * self.temperature))
 
     @torch.no_grad()
@@ -138,16 +138,16 @@ class DeepR(SparseTrainer):
         @torch.no_grad()
         def undo() -> None:
             self.signs = signs
-            for own, old in zip(values, before, strict=True):
-                own.copy_(old)
+            for now, old in zip(values, before, strict=True):
+                now.copy_(old)
 
         return undo
 
     def _scores(self, name: str, layer: SparseLinear) -> Tensor:
         values = layer.values.detach()
-        signs = whole = self.signs[name]
+        signs = full = self.signs[name]
         if is_sharded(values):
-            signs = sharded_like(values, whole.dtype, lambda first, last: whole[first:last])
+            signs = sharded_like(values, full.dtype, lambda first, last: full[first:last])
         aligned = values * signs
         return aligned if aligned.dim() == 1 else aligned.sum((1, 2))
 
@@ -156,14 +156,14 @@ class DeepR(SparseTrainer):
 
     def _follow(self, name: str, rewiring: Rewiring) -> Tensor:
         signs, after = self.signs[name], rewiring.after
-        own: tuple[Tensor | slice, int] = slice(None), rewiring._grown_count
+        slots: tuple[Tensor | slice, int] = slice(None), rewiring._grown_count
         shard = find_shards(self.layers).get(name)
         if shard is not None:
             grown = SparsePattern.from_flat(
                 after.flat[rewiring.grown], shape=after.shape, block_size=after.block_size
             )
-            own = shard.part.slots(grown)
-        drawn = self._draw_signs(name, *own, signs.shape[1:])
+            slots = shard.part.slots(grown)
+        drawn = self._draw_signs(name, *slots, signs.shape[1:])
         return rewiring.apply(signs, to_device(drawn, signs.device))
 
     def _follow_loaded_pattern(self, name: str, rewiring: Rewiring) -> None:

@@ -22,18 +22,24 @@ from dynsparse.training.change import Change, prepare_changes
 from dynsparse.training.deferred_checks import check_scores, defer_check, layer_errors
 from dynsparse.training.drop import lowest_over_ranks, magnitude
 from dynsparse.training.grow import GrownValue, RandomGrowth
-from dynsparse.training.layer_shards import LayerShard, find_shards, layer_sizes
+from dynsparse.training.layer_shards import (
+    LayerShard,
+    find_shards,
+    layer_sizes,
+    sum_shards,
+)
 from dynsparse.training.schedule import Schedule
 from dynsparse.training.trainer import SparseTrainer
+from dynsparse.training.update_on_device import can_update_on_device
 
-_ODD = (
+_NAN = (
     "its weights held NaN at step {step}, so that those of the forward pass could not be ranked: "
     "the training has diverged"
 )
 
 
 class SpareBudget(Budget):
-    """The schedule's share of the blocks that the forward pass does not use is replaced.
+    """Replaces the schedule's share of the blocks that the forward pass does not use.
 
     Args:
         forward_fraction: share of a layer's blocks that the forward pass uses.
@@ -48,29 +54,28 @@ class SpareBudget(Budget):
         return min(nnz, max(1, round(self.forward_fraction * nnz)))
 
     def counts(self, survey: Survey) -> dict[str, Counts]:
-        found = {}
+        counts = {}
         for name, pattern in survey.patterns.items():
             count = survey.replaced(name, pattern.nnz - self.forward_count(pattern.nnz))
-            found[name] = Counts(count, count)
-        return found
+            counts[name] = Counts(count, count)
+        return counts
 
 
 class TopKAST(SparseTrainer):
     """The layers store the set B; their forward pass uses the set A, the largest weights of B.
 
     Output and gradient of the input cost in proportion to A, the gradient of the weights to B, and
-    all of B is trained. A is chosen anew every `update_interval` steps, when a share of the weights
-    outside A, the smallest, also makes way for random positions. Before each optimizer step the
-    gradient gets exploration * w for weights in A and exploration * w / D for the others, D the
-    forward density |A| / (out * in / b^2).
+    all of B is trained. Every `update_interval` steps A is chosen anew, and random positions
+    replace a share of the weights outside A, the smallest. Before each optimizer step the gradient
+    gets exploration * w for weights in A and exploration * w / D for the others, D the forward
+    density |A| / (out * in / b^2).
 
-    Source: Jayakumar et al. 2020, "Top-KAST: Top-K Always Sparse Training". It differs from the
-    paper in that nothing exists outside B. There all weights keep their last value and come into B
-    when those inside have shrunk below them; here positions come in at random, and at zero unless
-    `initial_value` says otherwise.
+    Source: Jayakumar et al. 2020, "Top-KAST: Top-K Always Sparse Training". In the paper weights
+    outside B keep their last value and enter B when those inside have shrunk below them; here
+    nothing exists outside B, and positions enter at random, with `initial_value`.
 
-    The model's own state holds B; A is in the state of the trainer. `shrink` makes an ordinary
-    sparse model of A. A layer without its trainer's state uses all of B.
+    The model's state holds B, the trainer's state A. `shrink` makes an ordinary sparse model of A.
+    A layer without its trainer's state uses all of B.
 
     Args:
         model, optimizer, initial_value, ranks: see `SparseTrainer`. The density of the
@@ -125,25 +130,26 @@ class TopKAST(SparseTrainer):
                     f"layer {name!r} is {what}, whose products use all of its weights: freeze it "
                     "or leave it dense to train the others with Top-KAST"
                 )
-        # By layer in rectangles: the active slots of this rank, and how many all have together.
+        # For tensor-parallel layers: this rank's active slots, and their number over all shards.
         self._counted: dict[str, tuple[ActiveSet, int]] = {}
         self._change_own(self._plan_own({}))
 
     @torch.no_grad()
     def _plan_own(self, changes: dict[str, Change]) -> dict[str, list[ActiveSet]]:
-        """A of every layer, chosen anew among the weights after the changes; behind it what has the
-        memory to hold it, if something has."""
-        trained, found = self._trained(), {}
-        if self.ranks.alone:
-            for name, layer in trained.items():
-                if layer.is_elsewhere and not is_sharded(layer.values):
-                    found[name] = self._chosen_there(name, layer, changes.get(name))
+        """A of every layer, chosen anew among the weights after the changes; followed by the set
+        before it where that can take it in its own memory."""
+        trained = self._trained()
+        chosen = {
+            name: self._choose_on_device(name, layer, changes.get(name))
+            for name, layer in trained.items()
+            if can_update_on_device(layer, self.ranks)
+        }
         patterns, scores = {}, []
         with collective_errors(self.ranks):
             for name, layer in trained.items():
-                if name in found:
+                if name in chosen:
                     continue
-                # Those that are sharded do not move before all is planned.
+                # Sharded values do not move before everything is planned.
                 pattern, values = layer.pattern, gathered(layer.values.detach())
                 if name in changes:
                     rewiring = changes[name].rewiring
@@ -154,8 +160,8 @@ class TopKAST(SparseTrainer):
         layers = {name: self.layers[name] for name in patterns}
         shards = find_shards(layers)
         # An update leaves the number of blocks as it is.
-        whole = layer_sizes(layers, self.ranks)
-        counts = [self.budget.forward_count(whole[name].nnz) for name in patterns]
+        sizes = layer_sizes(layers, self.ranks)
+        counts = [self.budget.forward_count(sizes[name].nnz) for name in patterns]
         after = [
             LayerShard(shards[name].part, pattern) if name in shards else None
             for name, pattern in patterns.items()
@@ -164,13 +170,13 @@ class TopKAST(SparseTrainer):
             self.ranks, scores, counts, after, patterns=list(patterns.values())
         )
         for (name, pattern), slots in zip(patterns.items(), largest, strict=True):
-            found[name] = [ActiveSet(pattern, slots, device_of(self.layers[name].values))]
-        return found
+            chosen[name] = [ActiveSet(pattern, slots, device_of(self.layers[name].values))]
+        return chosen
 
-    def _chosen_there(
+    def _choose_on_device(
         self, name: str, layer: SparseLinear, change: Change | None
     ) -> list[ActiveSet]:
-        """As `_plan_own`, by the device of a layer; nothing waits."""
+        """As `_plan_own`, by the device of a layer; the host does not wait."""
         pattern, values = layer.pattern, layer.values.detach()
         if change is not None:
             pattern = change.rewiring.after
@@ -178,7 +184,7 @@ class TopKAST(SparseTrainer):
         with layer_errors(name):
             sizes = magnitude(values)
             slots = select(sizes, self.budget.forward_count(pattern.nnz))
-        defer_check(layer, sizes.isnan().any(), _ODD.format(step=self.steps))
+        defer_check(layer, sizes.isnan().any(), _NAN.format(step=self.steps))
         chosen, before = ActiveSet._on_device(pattern, slots), layer.active
         return [chosen, before] if before is not None and before.may_take(chosen) else [chosen]
 
@@ -217,35 +223,27 @@ class TopKAST(SparseTrainer):
             grad.addcmul_(pull.view(-1, *[1] * (values.dim() - 1)), values)
 
     def _forward_densities(self) -> dict[str, float]:
-        """Of the layers with active slots, the share of all positions that these are. All ranks of
-        layers in rectangles call this."""
-        found = {n: a.pattern.density for n, m in self._trained().items() if (a := m.active)}
-        shards = {n: s for n, s in find_shards(self._trained()).items() if n in found}
-        fresh = [
-            name
+        """For layers with active slots, their share of all positions. All ranks of tensor-parallel
+        layers call this."""
+        active = {n: layer.active for n, layer in self._trained().items()}
+        densities = {n: a.pattern.density for n, a in active.items() if a is not None}
+        shards = {n: s for n, s in find_shards(self._trained()).items() if n in densities}
+        changed = {
+            name: a
             for name in shards
-            if self._counted.get(name, (None,))[0] is not self.layers[name].active
-        ]
-        if fresh:
-            own = [
-                len(active.slots) if self.ranks.is_lead_rank(shards[name].part.axes) else 0
-                for name in fresh
-                if (active := self.layers[name].active)
-            ]
-            counts = self.ranks.all_ranks.sum(torch.tensor(own, device=self.ranks.device)).tolist()
-            for name, count in zip(fresh, counts, strict=True):
-                active = self.layers[name].active
-                assert active is not None
-                self._counted[name] = active, count
-        return found | {name: self._counted[name][1] / s.limit for name, s in shards.items()}
+            if (a := active[name]) is not None and self._counted.get(name, (None,))[0] is not a
+        }
+        if changed:
+            slots = [len(a.slots) for a in changed.values()]
+            counts = sum_shards(self.ranks, [shards[name] for name in changed], slots)
+            for (name, a), count in zip(changed.items(), counts, strict=True):
+                self._counted[name] = a, count
+        return densities | {n: self._counted[n][1] / s.limit for n, s in shards.items()}
 
     @torch.no_grad()
     def shrink(self) -> dict[str, Rewiring]:
-        """Give up what is outside A: the layers become ordinary ones that hold A alone.
-
-        For after the training. Values and optimizer state become as small as A. Returns the
-        rewirings by layer name.
-        """
+        """Drop everything outside A after the training: layers become ordinary ones that hold A,
+        with values and optimizer state of its size. Returns the rewirings by layer name."""
         changes = {}
         for name, layer in self._trained().items():
             if layer.active is not None:
@@ -258,12 +256,12 @@ class TopKAST(SparseTrainer):
             try:
                 for layer in layers:
                     layer.resizable = True
-                change_over = prepare_changes(changes, self.optimizer)
+                apply_changes = prepare_changes(changes, self.optimizer)
             except BaseException:
                 for layer, resizable in zip(layers, before, strict=True):
                     layer.resizable = resizable
                 raise
-            change_over()
+            apply_changes()
         return {name: change.rewiring for name, change in changes.items()}
 
     def _own_options(self) -> dict[str, float]:
@@ -289,7 +287,7 @@ class TopKAST(SparseTrainer):
 
 
 def _slots(name: str, flat: Any, pattern: SparsePattern) -> Tensor:
-    """Where the positions `flat` are in the layer's pattern."""
+    """The slots of the positions `flat` in the layer's pattern."""
     if not isinstance(flat, Tensor) or flat.dim() != 1 or flat.dtype != torch.int64:
         raise ValueError(f"the active positions of layer {name!r} must be a tensor of int64")
     with layer_errors(name):
