@@ -1,8 +1,8 @@
 """Configurations to measure beside those of the tables, by what is multiplied and block.
 
-What is not known before it is measured: whether the copy engine beats pointers, tiles of 256
-samples with two stages two programs on a multiprocessor of 128, how many blocks of the gradient a
-program should take, among how many programs to divide the samples, and with how many registers.
+Only a measurement tells whether tiles of 256 samples with two stages beat two programs of 128 on a
+multiprocessor, how many blocks of the gradient a program should take, and among how many programs
+to divide the samples.
 """
 
 from __future__ import annotations
@@ -17,16 +17,13 @@ _NARROW = (
 ROWS: dict[Numbers, dict[int, tuple[Rows, ...]]] = {
     "16-bit": {
         16: _NARROW,
-        32: (*_NARROW, Rows(128, 32, 4, 4, tma=True), Rows(256, 32, 8, 4, tma=True)),
+        32: _NARROW,
         64: (
             Rows(128, 64, 4, 4), Rows(128, 64, 4, 3), Rows(256, 64, 8, 2), Rows(256, 64, 8, 3),
-            Rows(128, 64, 4, 4, tma=True), Rows(128, 64, 4, 3, tma=True),
-            Rows(256, 64, 8, 2, tma=True), Rows(256, 64, 8, 3, tma=True), Rows(64, 64, 4, 4),
+            Rows(64, 64, 4, 4),
         ),
         128: (
-            Rows(128, 64, 8, 3), Rows(128, 64, 8, 2), Rows(128, 64, 8, 3, tma=True),
-            Rows(128, 64, 8, 2, tma=True), Rows(128, 128, 8, 2, tma=True),
-            Rows(256, 64, 8, 3, tma=True), Rows(64, 64, 4, 3),
+            Rows(128, 64, 8, 3), Rows(128, 64, 8, 2), Rows(64, 64, 4, 3),
         ),
     },
     "tf32": {
@@ -57,8 +54,7 @@ GRADIENT: dict[Numbers, dict[int, tuple[Gradient, ...]]] = {
         ),
         128: (
             Gradient(1, 64, 8, 3), Gradient(1, 64, 8, 3, split=2), Gradient(1, 64, 8, 3, split=4),
-            Gradient(1, 32, 8, 4, split=2, registers=128),
-            Gradient(1, 32, 8, 4, split=4, registers=128), Gradient(2, 64, 8, 3, split=2),
+            Gradient(2, 64, 8, 3, split=2),
         ),
     },
     "tf32": {

@@ -96,12 +96,6 @@ def _launches(run: Run) -> None:
     for name, call in {
         "linear": dense_calls(d)["forward"],
         "forward over blocks": lambda: blocks.forward(d.x, d.values, d.p, d.bias),
-        "forward by pointers": lambda: launch.forward(
-            d.x, d.values, d.p, d.bias, Rows(128, 64, 4, 3)
-        ),
-        "forward by descriptors": lambda: launch.forward(
-            d.x, d.values, d.p, d.bias, Rows(128, 64, 4, 3, tma=True)
-        ),
         "both gradients over blocks": lambda: blocks.backward(
             d.dy, d.x, d.values, d.p, True, True, sums=[]
         ),
@@ -172,16 +166,15 @@ def jobs_of(run: Run, d: Data, numbers: Numbers) -> list[Job]:
     for what in PASSES:
         today = config_of(d.layer, d.batch, what, d.x.dtype, chip)
         if isinstance(today, Gradient):
-            capped = [c for c in GRADIENT[numbers][d.b] if c.registers]
-            free = [today, *(c for c in GRADIENT[numbers][d.b] if not c.registers)]
-            found += [Job(what, d.b, numbers, c) for c in dict.fromkeys(free)]
+            known = dict.fromkeys([today, *GRADIENT[numbers][d.b]])
+            found += [Job(what, d.b, numbers, c) for c in known]
             if numbers == "16-bit":
-                found += [Job("with bias", d.b, numbers, c) for c in dict.fromkeys(free + capped)]
+                found += [Job("with bias", d.b, numbers, c) for c in known]
         else:
-            rows = [c for c in ROWS[numbers][d.b] if not c.tma or chip.capability >= (9, 0)]
-            found += [Job(what, d.b, numbers, c) for c in dict.fromkeys([today, *rows])]
+            known = dict.fromkeys([today, *ROWS[numbers][d.b]])
+            found += [Job(what, d.b, numbers, c) for c in known]
     if run.small:
-        found = list({(j.what, getattr(j.config, "tma", False)): j for j in found}.values())
+        found = list({job.what: job for job in found}.values())
     return found
 
 

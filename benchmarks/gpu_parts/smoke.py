@@ -1,8 +1,8 @@
 """Is every kernel right? Each against float64, before anything is timed.
 
 What people run: all three passes and the bias sums of each block size, one sample and ragged
-batches, float32 values under 16-bit activations, operands at odd strides and addresses, the copy
-engine; growth scores, a pattern update, a captured step and one that torch.compile captures.
+batches, float32 values under 16-bit activations, operands at odd strides and addresses; growth
+scores, a pattern update, a captured step and one that torch.compile captures.
 """
 
 from __future__ import annotations
@@ -20,8 +20,7 @@ from dynsparse.nn import SparseLinear
 from dynsparse.ops import use_kernel
 from dynsparse.ops.grow import topk_outside
 from dynsparse.ops.linear.cuda import blocks, dense, launch
-from dynsparse.ops.linear.cuda.chip import TERMS, chip_of
-from dynsparse.ops.linear.cuda.configurations import Rows
+from dynsparse.ops.linear.cuda.chip import TERMS
 from gpu_parts.data import Data, error
 from gpu_parts.graphs import captured_training
 from gpu_parts.run import Run
@@ -55,20 +54,6 @@ def check_blocks(run: Run, b: int) -> None:
         d = Data(run.device, n, batches[0], 0.4, b, HALF)
         d.values = torch.randn(d.values.shape, device=run.device)
         _check(run, d)
-    if b >= 64 and chip_of(run.device).capability >= (9, 0):
-        for batch, warps in itertools.product(batches, (4, 8)):
-            with _case(run, f"{b} copy engine batch {batch} warps {warps}"):
-                d = Data(run.device, n, batch, 0.4, b, HALF)
-                config = Rows(128, 64, warps, 3, tma=True)
-                weight = d.dense(d.values.double())
-                errors = [
-                    error(
-                        launch.forward(d.x, d.values, d.p, d.bias, config),
-                        linear(d.x.double(), weight, d.bias.double()),
-                    ),
-                    error(launch.grad_input(d.dy, d.values, d.p, config), d.dy.double() @ weight),
-                ]
-                _tell(run, run.trying, errors, limit_of(HALF, n))
     if not run.small:
         for terms in (128, 1024, 8192):
             with _case(run, f"{b} float32 sums of {terms}"):

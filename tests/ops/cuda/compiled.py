@@ -67,7 +67,7 @@ class Code(NamedTuple):
     Attributes:
         products: instructions of the tensor cores, in PTX.
         overlapped: whether a product still runs when the next is issued, where it can (Hopper).
-        copies: asynchronous ones of 16 bytes, or of the copy engine, in PTX.
+        copies: asynchronous ones of 16 bytes, in PTX.
         narrow_copies: asynchronous ones of 4 bytes. (Of 8 where a tile has no 16 for each thread.)
         buffers: how many of each tile the pipeline has.
         loads: from global memory inside loops over products, as PTX names them: only indices.
@@ -125,7 +125,7 @@ def read(kernel, capability: int) -> Code:
     return Code(
         products=ptx.count(product),
         overlapped="pendings = 1" in kernel.asm["ttgir"] or product != "wgmma.mma_async",
-        copies=len(re.findall(r"cp\.async\.cg\.shared\.global|cp\.async\.bulk\.tensor", ptx)),
+        copies=len(re.findall(r"cp\.async\.cg\.shared\.global", ptx)),
         narrow_copies=len(re.findall(r"cp\.async\.ca\.shared\.global[^;]*, 0x4\b", ptx)),
         buffers=frozenset(map(int, _BUFFERS.findall(kernel.asm["ttgir"]))),
         loads=_loads_beside(product, ptx),
@@ -208,7 +208,7 @@ def rows_jobs(
         p, dy = _layer(b, dtype), _activations(b, dtype, lie)
         launch.grad_input(dy, torch.empty(p.values_shape, dtype=dtype), p, c)
 
-    how = f"b{b} {numbers} {'tma ' * c.tma}{c.samples}x{c.inputs} w{c.warps} s{c.stages} {lie}"
+    how = f"b{b} {numbers} {c.samples}x{c.inputs} w{c.warps} s{c.stages} {lie}"
     for run in (forward, grad_input):
         yield Job(f"sm_{capability} {run.__name__} {how}", capability, numbers, run)
 
@@ -224,7 +224,7 @@ def gradient_job(
         launch.grad_weight(dy, x, _layer(b, x.dtype), torch.float32, c, sums)
 
     how = f"b{b} {numbers} {c.blocks}x{c.samples} w{c.warps} s{c.stages} {lie}"
-    how += f" bias {c.registers or ''}" if bias else ""
+    how += " bias" if bias else ""
     return Job(f"sm_{capability} grad_weight {how}", capability, numbers, run)
 
 
@@ -285,7 +285,7 @@ def others() -> Iterator[Job]:
             for c in ROWS[numbers][b]:
                 yield from rows_jobs(c, b, numbers, 90)
             for gradient in dict.fromkeys(c._replace(split=1) for c in GRADIENT[numbers][b]):
-                yield gradient_job(gradient, b, numbers, 90, bias=gradient.registers is not None)
+                yield gradient_job(gradient, b, numbers, 90)
     for b in SCORED_BLOCKS:
         for pooling in ("avg", "max"):
             yield scores_job(b, pooling, 1, "16-bit", 90)

@@ -31,7 +31,7 @@ def tiles(b):
     """Of the tables and candidates, what the interpreter can tell apart."""
     known = [c for table in TABLES for c in table.rows[b]]
     known += [c for candidates in compiled.ROWS.values() for c in candidates[b]]
-    return [(b, *tile) for tile in sorted({(c.samples, c.inputs, c.tma) for c in known})]
+    return [(b, *tile) for tile in sorted({(c.samples, c.inputs) for c in known})]
 
 
 def shares(b):
@@ -41,12 +41,10 @@ def shares(b):
 
 
 @pytest.mark.usefixtures("interpreter")
-@pytest.mark.parametrize(
-    ("b", "samples", "inputs", "tma"), list(itertools.chain(*map(tiles, BLOCKS)))
-)
-def test_every_tile(b, samples, inputs, tma):
+@pytest.mark.parametrize(("b", "samples", "inputs"), list(itertools.chain(*map(tiles, BLOCKS))))
+def test_every_tile(b, samples, inputs):
     case = Case(b, (2, 5), samples + 5, torch.bfloat16, without=1)
-    config = Rows(samples, inputs, 4, 3, tma)
+    config = Rows(samples, inputs, 4, 3)
     values = case.values.bfloat16()
     y = launch.forward(case.x, values, case.p, case.bias, config)
     dx = launch.grad_input(case.dy, values, case.p, config)
@@ -67,9 +65,9 @@ def test_groups_of_tiles_change_no_bits(group):
 @pytest.mark.usefixtures("interpreter")
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("batch", [1, 64, 150])
-def test_the_copy_engine_for_every_dtype_and_ragged_batches(batch, dtype):
+def test_every_dtype_and_ragged_batches(batch, dtype):
     case = Case(64, (3, 4), batch, dtype, without=2)
-    config = Rows(64, 32, 4, 3, tma=True)
+    config = Rows(64, 32, 4, 3)
     values = case.values.to(dtype)
     y = launch.forward(case.x, values, case.p, case.bias, config)
     dx = launch.grad_input(case.dy, values, case.p, config)
@@ -98,9 +96,9 @@ def test_sums_of_float32_that_end(monkeypatch, terms):
 @pytest.mark.usefixtures("interpreter")
 @pytest.mark.parametrize("layout", ["transposed", "strided", "expanded"])
 @pytest.mark.parametrize("density", [0.4, 0.0])
-def test_what_the_copy_engine_does_not_take_goes_by_pointers(layout, density):
+def test_every_layout(layout, density):
     case = Case(64, (2, 3), 21, torch.float32, density, layout)
-    config = Rows(64, 32, 4, 3, tma=True)
+    config = Rows(64, 32, 4, 3)
     y = launch.forward(case.x, case.values, case.p, case.bias, config)
     dx = launch.grad_input(case.dy, case.values, case.p, config)
     torch.testing.assert_close(y, case.y.float(), rtol=1e-4, atol=1e-4)
@@ -108,9 +106,9 @@ def test_what_the_copy_engine_does_not_take_goes_by_pointers(layout, density):
 
 
 @pytest.mark.usefixtures("interpreter")
-def test_a_tile_of_several_blocks_goes_by_pointers():
+def test_a_tile_of_several_blocks():
     case = Case(16, (4, 6), 70, torch.float32)
-    config = Rows(64, 64, 4, 3, tma=True)
+    config = Rows(64, 64, 4, 3)
     y = launch.forward(case.x, case.values, case.p, case.bias, config)
     dx = launch.grad_input(case.dy, case.values, case.p, config)
     assert error(y, case.y) < case.limit

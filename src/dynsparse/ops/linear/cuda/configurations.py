@@ -31,7 +31,6 @@ class Rows(NamedTuple):
         samples, inputs: of a tile of X; `inputs` larger than a block take several blocks at a step.
         warps: of a program.
         stages: of its pipeline.
-        tma: whether the copy engine moves the tiles, from capability 9.0 on.
         group: number of tiles of samples that take all block rows before the next tiles.
     """
 
@@ -39,7 +38,6 @@ class Rows(NamedTuple):
     inputs: int
     warps: int
     stages: int
-    tma: bool = False
     group: int = 8
 
 
@@ -52,7 +50,6 @@ class Gradient(NamedTuple):
         warps: of a program.
         stages: of its pipeline.
         split: least number of programs that the samples are divided among.
-        registers: upper bound per thread when the gradient of a bias is computed too.
     """
 
     blocks: int
@@ -60,7 +57,6 @@ class Gradient(NamedTuple):
     warps: int
     stages: int
     split: int = 1
-    registers: int | None = None
 
 
 class Table(NamedTuple):

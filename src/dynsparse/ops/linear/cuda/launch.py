@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
-from triton.tools.tensor_descriptor import TensorDescriptor
 
 from dynsparse.encoding import by_slots
 from dynsparse.ops.linear.cuda.chip import TERMS, chip_of, current_device, precision_of
@@ -27,20 +26,11 @@ from dynsparse.ops.linear.cuda.kernels import (
     gradient_kernel,
     lay_out_kernel,
     rows_kernel,
-    rows_tma_kernel,
 )
 from dynsparse.ops.linear.layer_index import LayerIndex
 
 # Entries that a program moves at a step, and in all.
 _AT_ONCE, _EACH = 1024, 4096
-
-
-def _copy_engine_takes(x: Tensor, values: Tensor) -> bool:
-    """Whether these are 16 bits with contiguous rows that begin at multiples of 16 bytes, and there
-    are values."""
-    sample, feature = x.stride()
-    aligned = feature == 1 and sample >= x.shape[1] and sample % 8 == 0 and x.data_ptr() % 16 == 0
-    return x.element_size() == 2 and aligned and len(values) > 0
 
 
 def _rows(
@@ -74,23 +64,12 @@ def _rows(
         "num_warps": c.warps,
         "num_stages": c.stages,
     }
+    precision = precision_of(x.dtype)
+    terms = TERMS if precision == "tf32x3" else 0
     with current_device(x):
-        # A box of the copy engine lies in one block.
-        if not c.tma or c.inputs > b or not _copy_engine_takes(x, values):
-            precision = precision_of(x.dtype)
-            terms = TERMS if precision == "tf32x3" else 0
-            rows_kernel[grid](
-                x, values, y, *pattern, *x.stride(), PRECISION=precision, TERMS=terms, **options
-            )
-        else:
-            box = [b, c.inputs] if transposed else [c.inputs, b]
-            rows_tma_kernel[grid](
-                TensorDescriptor.from_tensor(x, [c.samples, c.inputs]),
-                TensorDescriptor.from_tensor(values.view(-1, b), box),
-                TensorDescriptor.from_tensor(y, [c.samples, b]),
-                *pattern,
-                **options,
-            )
+        rows_kernel[grid](
+            x, values, y, *pattern, *x.stride(), PRECISION=precision, TERMS=terms, **options
+        )
     return y
 
 
@@ -160,7 +139,6 @@ def grad_weight(
             TERMS=TERMS if precision == "tf32x3" else 0,
             num_warps=c.warps,
             num_stages=c.stages,
-            maxnreg=c.registers if ones > 1 else None,
         )
     if sums is not None and db is not None:
         sums.append(db[0] if split == 1 else db.sum(0))
