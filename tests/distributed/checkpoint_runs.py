@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import dynsparse as ds
 from dynsparse.distributed import gather, replicate, split
-from dynsparse.distributed.rectangle import part_of
+from dynsparse.distributed.rectangle import spec_of
 from dynsparse.training import ConstantSchedule
 
 KINDS = ("ddp", "fsdp")
@@ -86,12 +86,12 @@ def states_of(made):
         if key is not None:
             for name, layer in models.layers_of(model).items():
                 kept = models.whole(optimizer.state[layer.values][key])
-                part = part_of(layer)
-                state[f"{name}.values"] = kept if part is None else brought(part, layer, kept)
+                spec = spec_of(layer)
+                state[f"{name}.values"] = kept if spec is None else brought(spec, layer, kept)
         state = row_major({key: models.whole(tensor) for key, tensor in state.items()})
         for name, layer in models.layers_of(model).items():
             rows, cols, values = (state[f"{name}.{part}"] for part in ("rows", "cols", "values"))
-            whole = part_of(layer)
+            whole = spec_of(layer)
             shape = layer.pattern.shape if whole is None else whole.shape
             pattern = ds.SparsePattern(rows, cols, shape=shape)
             found[name, key] = pattern.to_dense(values.detach())

@@ -20,7 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import dynsparse as ds
 from dynsparse.distributed import gather, split
-from dynsparse.distributed.rectangle import part_of
+from dynsparse.distributed.rectangle import spec_of
 from dynsparse.ops.linear import products
 from dynsparse.training import ConstantSchedule, GlobalBudget
 
@@ -191,7 +191,7 @@ def in_rectangles(rank, size, schedule, algorithm, steps, replicas=1):
     parts = list(whole_model().named_children())
     holder = Part(parts[2 * at : 2 * at + 2])
     split(holder, own)
-    assert any(part_of(one).axes for one in layers_of(holder).values())
+    assert any(spec_of(one).axes for one in layers_of(holder).values())
     stage = PipelineStage(holder, at, 2, torch.device("cpu"), group=stages)
     runner = SCHEDULES[schedule](stage, n_microbatches=MICRO, loss_fn=mse_loss)
     optimizer = optimizer_of(holder)

@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import dynsparse as ds
 from dynsparse.distributed import gather, replicate, split
-from dynsparse.distributed.rectangle import part_of
+from dynsparse.distributed.rectangle import spec_of
 from dynsparse.training import ConstantSchedule
 
 
@@ -84,7 +84,7 @@ def meshed(rank, size):
     whole(x).backward(dy / 8)
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("z", "x"))
     split(model, mesh)
-    assert part_of(model[0]).placement.rows == part_of(model[2]).placement.cols == "x"
+    assert spec_of(model[0]).placement.rows == spec_of(model[2]).placement.cols == "x"
     data = nn.parallel.DistributedDataParallel(model, process_group=mesh["z"].get_group())
     z = mesh["z"].get_local_rank()
     y = data(x.chunk(2)[z])

@@ -15,8 +15,8 @@ from torch import nn
 import dynsparse as ds
 from dynsparse.distributed import gather, split
 from dynsparse.distributed.placement import Placement
-from dynsparse.distributed.rectangle import part_of
-from dynsparse.ranks import Slab
+from dynsparse.distributed.rectangle import spec_of
+from dynsparse.ranks import DimShard
 
 BLOCKS = [1, 4, 16]
 EXACT = 1e-12
@@ -181,7 +181,7 @@ def test_copies_of_a_split_model_compute_the_same():
         own = split(copy.deepcopy(model), grid)
         assert torch.equal(copy.deepcopy(own)(x), own(x))
         assert own[0].kernel(8) == "rectangle"
-        assert part_of(own[0]).shape == (96, 48)
+        assert spec_of(own[0]).shape == (96, 48)
 
     on_grid((2, 1, 1), work)
 
@@ -258,7 +258,7 @@ def test_the_forward_pass_of_a_rectangle_may_use_some_of_its_slots():
         own = split(copy.deepcopy(model), grid)
         for name in (0, 2):
             layer = own[name]
-            slots, _ = part_of(layer).slots(layer.pattern)
+            slots, _ = spec_of(layer).slots(layer.pattern)
             mine = (slots % 3 == 0).nonzero().flatten()
             layer.active = ds.nn.active_set.ActiveSet(layer.pattern, mine, torch.device("cpu"))
             assert torch.equal(layer.active.slots, mine)
@@ -266,13 +266,13 @@ def test_the_forward_pass_of_a_rectangle_may_use_some_of_its_slots():
         torch.testing.assert_close(got, y, rtol=0, atol=EXACT)
         torch.testing.assert_close(got_dx, dx, rtol=0, atol=EXACT)
         for name in (0, 2):
-            slots, _ = part_of(own[name]).slots(own[name].pattern)
+            slots, _ = spec_of(own[name]).slots(own[name].pattern)
             torch.testing.assert_close(
                 got_grads[f"{name}.values"], grads[f"{name}.values"][slots], rtol=0, atol=EXACT
             )
             own[name].set_pattern(own[name].pattern)
             assert own[name].active is None
-            assert part_of(own[name]) is not None
+            assert spec_of(own[name]) is not None
 
     on_grid(sizes, work)
 
@@ -284,8 +284,8 @@ def test_slabs_are_joined_along_any_dimension(dim):
     whole = torch.randn(9, 9, 9).transpose(0, 2)
 
     def work(ranks):
-        slab = Slab(ranks, borders)
-        return slab.joined(slab.cut(whole, dim), dim)
+        slab = DimShard(ranks, borders)
+        return slab.all_gather(slab.narrow(whole, dim), dim)
 
     for found in in_threads(3, work):
         assert torch.equal(found, whole)

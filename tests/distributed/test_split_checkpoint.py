@@ -14,7 +14,7 @@ from threaded import over
 
 import dynsparse as ds
 from dynsparse.distributed import gather, split
-from dynsparse.distributed.rectangle import part_of
+from dynsparse.distributed.rectangle import spec_of
 from dynsparse.ranks import rebalance
 from dynsparse.training.checkpoint.rank_state import Sources
 
@@ -100,12 +100,12 @@ def test_slots_of_rectangles_are_those_of_the_whole_layer(sizes):
     def work(grid):
         own = split(copy.deepcopy(model), grid)
         for layer, whole in ((own[0], model[0]), (own[2], model[2])):
-            part = part_of(layer)
-            slots, total = part.slots(layer.pattern)
+            spec = spec_of(layer)
+            slots, total = spec.slots(layer.pattern)
             assert total == whole.pattern.nnz
-            assert torch.equal(part.to_whole(layer.pattern.flat, 1), whole.pattern.flat[slots])
+            assert torch.equal(spec.to_full(layer.pattern.flat, 1), whole.pattern.flat[slots])
             assert torch.equal(layer.values, whole.values[slots])
-            mine = slots if grid.z.is_lead_rank(part.axes) else slots[:0]
+            mine = slots if grid.z.is_lead_rank(spec.axes) else slots[:0]
             brought = [whole.values.detach()[mine], whole.pattern.rows[mine]]
             pieces = rebalance(grid.all_ranks, mine, total, brought)
             size = grid.all_ranks.size

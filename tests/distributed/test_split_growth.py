@@ -13,7 +13,7 @@ from test_split import chain, samples
 
 import dynsparse as ds
 from dynsparse.distributed import split
-from dynsparse.distributed.rectangle import part_of
+from dynsparse.distributed.rectangle import spec_of
 from dynsparse.ops import capture
 from dynsparse.ops.grow import topk_outside
 from dynsparse.ranks import GrowRequest, topk_over_ranks
@@ -29,12 +29,12 @@ def grown_on(sizes, model, x, dy, counts, exchange=None, pooling="sum", wire=Non
         waiting = [capture.start(layer.index.row_ptr, layer.values) for layer in layers]
         own(samples(x, grid)).backward(samples(dy, grid))
         wanted = [
-            GrowRequest(name, list(pairs), layer.pattern, count, part=part_of(layer))
+            GrowRequest(name, list(pairs), layer.pattern, count, spec=spec_of(layer))
             for name, pairs, layer, count in zip(names, waiting, layers, counts, strict=True)
         ]
         found = topk_over_ranks(grid.z, wanted, exchange=exchange, pooling=pooling, wire=wire)
         return [
-            part_of(layer).to_whole(flat, layer.block_size)
+            spec_of(layer).to_full(flat, layer.block_size)
             for layer, flat in zip(layers, found, strict=True)
         ]
 
@@ -129,12 +129,12 @@ def test_a_wire_of_bfloat16_sends_half():
     def sent(wire):
         def work(grid):
             own = split(copy.deepcopy(model), grid)
-            part = part_of(own[0])
+            spec = spec_of(own[0])
             x, dy = (
-                slab.cut(samples(t, grid), 1)
-                for slab, t in zip(part.slabs[::-1], pair, strict=True)
+                slab.narrow(samples(t, grid), 1)
+                for slab, t in zip(spec.dim_shards[::-1], pair, strict=True)
             )
-            wanted = [GrowRequest("0", [(x, dy)], own[0].pattern, 500, part=part)]
+            wanted = [GrowRequest("0", [(x, dy)], own[0].pattern, 500, spec=spec)]
             before = grid.z.sent
             topk_over_ranks(grid.z, wanted, wire=wire, exchange="pieces")
             return grid.z.sent - before

@@ -8,45 +8,45 @@ import torch
 from torch import nn
 
 from dynsparse.distributed.moves import gathered, summed
-from dynsparse.distributed.rectangle import Rectangle, part_of
+from dynsparse.distributed.rectangle import Rectangle, spec_of
 from dynsparse.nn import SparseLinear, SparseMultiheadAttention
 
 
 def _part(attention: SparseMultiheadAttention) -> Rectangle | None:
     """Of the queries' projection, if heads are spread over ranks."""
     projection = attention.q_proj
-    part = part_of(projection) if isinstance(projection, SparseLinear) else None
-    return None if part is None or part.placement.rows is None else part
+    spec = spec_of(projection) if isinstance(projection, SparseLinear) else None
+    return None if spec is None or spec.placement.rows is None else spec
 
 
 @torch.no_grad()
 def split_heads(attention: SparseMultiheadAttention) -> None:
     """Let an attention whose projections are split compute this rank's heads only."""
-    part = _part(attention)
-    if part is None:
+    spec = _part(attention)
+    if spec is None:
         return
-    head_dim = part.shape[0] // attention.num_heads
+    head_dim = spec.shape[0] // attention.num_heads
     heads = attention.num_heads
-    slab = part.slabs[0]
+    slab = spec.dim_shards[0]
     first, last = slab.ends
     attention.num_heads = (last - first) // head_dim
     attention.shares_heads = True
-    attention.slabs = {}
+    attention.dim_shards = {}
     for name in ("bias_k", "bias_v"):
         row = getattr(attention, name)
         if row is not None:
-            own = slab.cut(row.detach(), -1).clone()
+            own = slab.narrow(row.detach(), -1).clone()
             setattr(attention, name, nn.Parameter(own, row.requires_grad))
-            attention.slabs[name] = slab, -1
-    borders = tuple(border // head_dim for border in part.row_borders)
-    attention.register_forward_hook(_Weights(part, heads, borders))
+            attention.dim_shards[name] = slab, -1
+    borders = tuple(border // head_dim for border in spec.row_borders)
+    attention.register_forward_hook(_Weights(spec, heads, borders))
 
 
 class _Weights:
     """Makes the attention weights of all heads of those of this rank's."""
 
-    def __init__(self, part: Rectangle, heads: int, borders: tuple[int, ...]) -> None:
-        self.line = part.grid.line(part.placement.rows)
+    def __init__(self, spec: Rectangle, heads: int, borders: tuple[int, ...]) -> None:
+        self.line = spec.grid.line(spec.placement.rows)
         self.heads = heads
         self.borders = borders
 

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dynsparse.ranks import Ranks, Slab
+from dynsparse.ranks import DimShard, Ranks
 
 
 def same(x: Tensor, ranks: Ranks) -> Tensor:
@@ -41,11 +41,11 @@ def gathered(y: Tensor, ranks: Ranks, borders: tuple[int, ...]) -> Tensor:
 
 
 def _own(x: Tensor, ranks: Ranks, borders: tuple[int, ...]) -> Tensor:
-    return Slab(ranks, borders).cut(x, -1).contiguous()
+    return DimShard(ranks, borders).narrow(x, -1).contiguous()
 
 
 def _all(x: Tensor, ranks: Ranks, borders: tuple[int, ...]) -> Tensor:
-    return Slab(ranks, borders).joined(x, -1)
+    return DimShard(ranks, borders).all_gather(x, -1)
 
 
 class _Same(torch.autograd.Function):

@@ -15,7 +15,7 @@ from dynsparse.nn.active_set import ActiveSet
 from dynsparse.nn.sharded import gathered as gathered_shards
 from dynsparse.ops.linear import linear
 from dynsparse.pattern import SparsePattern
-from dynsparse.ranks import RankGrid, Slab
+from dynsparse.ranks import DimShard, RankGrid
 
 
 @dataclass(frozen=True, eq=False)
@@ -52,20 +52,20 @@ class Rectangle:
     @property
     def rows(self) -> tuple[int, int]:
         """The first feature of this rank's slab of rows, and the one behind its last."""
-        return self.slabs[0].ends
+        return self.dim_shards[0].ends
 
     @property
     def cols(self) -> tuple[int, int]:
         """The same of its slab of columns."""
-        return self.slabs[1].ends
+        return self.dim_shards[1].ends
 
     @property
-    def slabs(self) -> tuple[Slab, Slab]:
+    def dim_shards(self) -> tuple[DimShard, DimShard]:
         """Of its rows and columns."""
         line = self.grid.line
         return (
-            Slab(line(self.placement.rows), self.row_borders),
-            Slab(line(self.placement.cols), self.col_borders),
+            DimShard(line(self.placement.rows), self.row_borders),
+            DimShard(line(self.placement.cols), self.col_borders),
         )
 
     @property
@@ -113,27 +113,27 @@ class Rectangle:
         return self if active is self.active else replace(self, active=active)
 
     def slots(self, pattern: SparsePattern) -> tuple[Tensor, int]:
-        """See `ranks.Part`: by how many non-zeros each row has in each rectangle."""
-        rows, cols = self.slabs
+        """See `ranks.ShardSpec`: by how many non-zeros each row has in each rectangle."""
+        rows, cols = self.dim_shards
         counts = pattern.row_ptr.long().diff()
-        beside = torch.stack(cols.line.all_gather(counts, [len(counts)] * cols.line.size))
+        beside = torch.stack(cols.ranks.all_gather(counts, [len(counts)] * cols.ranks.size))
         in_row = beside.sum(0)
         slab = in_row.sum().view(1)
-        above = torch.cat(rows.line.all_gather(slab, [1] * rows.line.size))
-        first = above[: rows.line.rank].sum() + in_row.cumsum(0) - in_row
-        first += beside[: cols.line.rank].sum(0)
+        above = torch.cat(rows.ranks.all_gather(slab, [1] * rows.ranks.size))
+        first = above[: rows.ranks.rank].sum() + in_row.cumsum(0) - in_row
+        first += beside[: cols.ranks.rank].sum(0)
         at = pattern.rows.long()
         own = torch.arange(pattern.nnz) - pattern.row_ptr.long()[at]
         return first[at] + own, int(above.sum())
 
-    def to_whole(self, flat: Tensor, block_size: int) -> Tensor:
+    def to_full(self, flat: Tensor, block_size: int) -> Tensor:
         """Flat block positions in the rectangle as positions in the whole; the order stays."""
         (top, _), (left, right) = self.rows, self.cols
         width = (right - left) // block_size
         rows = flat // width + top // block_size
         return rows * (self.shape[1] // block_size) + flat % width + left // block_size
 
-    def to_part(self, flat: Tensor, block_size: int) -> Tensor:
+    def to_local(self, flat: Tensor, block_size: int) -> Tensor:
         """Those of flat positions in the whole layer that are inside, as positions in it."""
         top, (left, right) = self.rows[0], self.cols
         flat = flat[self.inside(flat, block_size)]
@@ -151,24 +151,24 @@ class Rectangle:
         return self  # it does not change
 
 
-def part_of(layer: SparseLinear) -> Rectangle | None:
+def spec_of(layer: SparseLinear) -> Rectangle | None:
     """What a layer's rectangle is; None for a layer that is whole."""
     return layer.executor if isinstance(layer.executor, Rectangle) else None
 
 
 @torch.no_grad()
-def take_part(layer: SparseLinear, part: Rectangle) -> None:
+def take_part(layer: SparseLinear, spec: Rectangle) -> None:
     """Keep only this rank's rectangle of a layer that is whole; its Parameters become new ones."""
-    pattern, slots = slice_pattern(layer.pattern, part.rows, part.cols)
+    pattern, slots = slice_pattern(layer.pattern, spec.rows, spec.cols)
     values = layer.values.detach()[slots.to(layer.values.device)].clone()
     bias = layer.bias
     layer.values = nn.Parameter(values, layer.values.requires_grad)
     layer.out_features, layer.in_features = pattern.shape
-    if bias is not None and part.placement.rows is not None:
-        own = part.slabs[0].cut(bias.detach(), 0).clone()
+    if bias is not None and spec.placement.rows is not None:
+        own = spec.dim_shards[0].narrow(bias.detach(), 0).clone()
         layer.bias = nn.Parameter(own, bias.requires_grad)
-        layer.slabs = {"bias": (part.slabs[0], 0)}
-    layer.executor = part
+        layer.dim_shards = {"bias": (spec.dim_shards[0], 0)}
+    layer.executor = spec
     layer._install(pattern)
 
 
@@ -178,18 +178,18 @@ def whole_layer(layer: SparseLinear) -> dict[str, Tensor]:
 
     All ranks of the grid call it at the same time.
     """
-    part = part_of(layer)
-    if part is None:
+    spec = spec_of(layer)
+    if spec is None:
         return layer.state_dict()
     b = layer.block_size
     values = gathered_shards(layer.values.detach())
-    flat = part.to_whole(layer.pattern.flat, b).to(values.device)
-    for axis in (part.placement.cols, part.placement.rows):
-        line = part.grid.line(axis)
+    flat = spec.to_full(layer.pattern.flat, b).to(values.device)
+    for axis in (spec.placement.cols, spec.placement.rows):
+        line = spec.grid.line(axis)
         flat, values = torch.cat(line.all_gather(flat)), torch.cat(line.all_gather(values))
     order = flat.argsort()
     flat = flat[order]
-    width = part.shape[1] // b
+    width = spec.shape[1] // b
     return {
         "values": values[order],
         "rows": (flat // width).int(),

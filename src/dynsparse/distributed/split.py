@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from dynsparse.distributed.heads import split_heads
 from dynsparse.distributed.placement import Borders, Chain, Placement, find_chains, place_layers
-from dynsparse.distributed.rectangle import Rectangle, part_of, take_part, whole_layer
+from dynsparse.distributed.rectangle import Rectangle, spec_of, take_part, whole_layer
 from dynsparse.nn import SparseLinear, SparseMultiheadAttention
 from dynsparse.nn.sharded import gathered
 from dynsparse.ranks import RankGrid, check_consistent, collective_errors, digest
@@ -95,7 +95,7 @@ def rectangles(
 
 def check_whole(name: str, layer: SparseLinear) -> None:
     """Raise ValueError unless a layer is whole, and computed by the operator."""
-    if part_of(layer) is not None:
+    if spec_of(layer) is not None:
         raise ValueError(f"the layer {name!r} is split already")
     if layer.executor is not None:
         raise ValueError(
@@ -128,7 +128,7 @@ def gather(model: nn.Module) -> dict[str, Tensor]:
     state: dict[str, Tensor] = dict(model.state_dict())
     for name, module in model.named_modules():
         found = whole_layer(module) if isinstance(module, SparseLinear) else {}
-        for key, (slab, dim) in getattr(module, "slabs", {}).items():
-            found[key] = slab.joined(gathered(getattr(module, key).detach()), dim)
+        for key, (slab, dim) in getattr(module, "dim_shards", {}).items():
+            found[key] = slab.all_gather(gathered(getattr(module, key).detach()), dim)
         state.update({f"{name}.{key}" if name else key: t for key, t in found.items()})
     return {key: gathered(tensor) for key, tensor in state.items()}

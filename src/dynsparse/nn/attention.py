@@ -100,7 +100,7 @@ class SparseMultiheadAttention(nn.Module):
     interleaved: bool = False
     _run: int = 1  # number of consecutive features of a head if heads are interleaved
 
-    slabs: dict[str, Any]  # as in `SparseLinear`, if heads are split over ranks
+    dim_shards: dict[str, Any]  # as in `SparseLinear`, if heads are split over ranks
     q_proj: nn.Module
     k_proj: nn.Module
     v_proj: nn.Module

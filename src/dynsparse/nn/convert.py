@@ -28,7 +28,7 @@ from dynsparse.nn.init import largest_blocks
 from dynsparse.nn.linear import SparseConv1D, SparseGraphLinear, SparseLinear
 from dynsparse.nn.models import describe
 from dynsparse.pattern import SparsePattern
-from dynsparse.ranks import Part
+from dynsparse.ranks import ShardSpec
 
 
 @torch.no_grad()
@@ -210,7 +210,7 @@ def densify(model: nn.Module) -> nn.Module:
     made: dict[int, nn.Module] = {}
     names: dict[str, nn.Module] = {}
     for name, module in model.named_modules(remove_duplicate=False):
-        if isinstance(module, SparseLinear) and isinstance(module.executor, Part):
+        if isinstance(module, SparseLinear) and isinstance(module.executor, ShardSpec):
             raise ValueError(
                 f"densify needs full layers, but this rank holds only a shard of {name!r}: take "
                 "dynsparse.distributed.gather(model), the state of the full model"

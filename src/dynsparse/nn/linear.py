@@ -20,7 +20,7 @@ from dynsparse.nn.sparse_module import SparseModule, whole
 from dynsparse.ops.linear import grad_input, grad_weight, layer_linear, linear
 from dynsparse.ops.linear.choice import route
 from dynsparse.pattern import PatternIndex, SparsePattern
-from dynsparse.ranks import Part
+from dynsparse.ranks import ShardSpec
 from dynsparse.typed import typed
 
 # Properties of a `WeightView` need no entries of the weight, except for these.
@@ -278,12 +278,12 @@ class SparseLinear(SparseModule):
         """
         if isinstance(self.executor, ActiveSet):
             return self.executor
-        return self.executor.active if isinstance(self.executor, Part) else None
+        return self.executor.active if isinstance(self.executor, ShardSpec) else None
 
     @active.setter
     def active(self, slots: ActiveSet | None) -> None:
         executor: Any = self.executor
-        if isinstance(executor, Part):
+        if isinstance(executor, ShardSpec):
             self.executor = executor.with_active(slots)
             return
         if executor is not None and self.active is None:

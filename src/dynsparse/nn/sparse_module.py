@@ -21,7 +21,7 @@ from dynsparse.ops import capture
 from dynsparse.ops.linear import LayerIndex
 from dynsparse.ops.linear.panels import discard_panels
 from dynsparse.pattern import PatternIndex, Rewiring, SparsePattern
-from dynsparse.ranks import Part, Slab
+from dynsparse.ranks import DimShard, ShardSpec
 
 # The layer that each Parameter of values belongs to.
 _owners: WeakIdKeyDictionary = WeakIdKeyDictionary()
@@ -53,7 +53,7 @@ class SparseModule(nn.Module):
     told_of_dense_weight: bool = False
     # Of tensors beside the values, what this rank has of them where the layer is cut into
     # rectangles: a slab, and along which dimension.
-    slabs: dict[str, tuple[Slab, int]]
+    dim_shards: dict[str, tuple[DimShard, int]]
     # Whether another pattern was loaded: a trainer looks before its next step.
     _was_replaced: bool = False
     # Averages of this layer, which take its patterns.
@@ -364,7 +364,7 @@ class SparseModule(nn.Module):
     def may_resize(self) -> bool:
         """Whether the number of blocks here may change: that of a rectangle does while that of the
         whole layer stays."""
-        return self.resizable or isinstance(self.executor, Part)
+        return self.resizable or isinstance(self.executor, ShardSpec)
 
     @property
     def keeps_slots(self) -> bool:
@@ -377,7 +377,7 @@ class SparseModule(nn.Module):
         alike = (pattern.shape, pattern.block_size) == (own.shape, own.block_size)
         resizable = self.may_resize
         if is_sharded(self.values):
-            resizable = isinstance(self.executor, Part)
+            resizable = isinstance(self.executor, ShardSpec)
         if not alike or (pattern.nnz != own.nnz and not resizable):
             raise ValueError(
                 f"the layer holds {own}; the new pattern must have the same shape, block size and "

@@ -19,7 +19,7 @@ from dynsparse.ranks.consistency import (
     sum_over_ranks,
 )
 from dynsparse.ranks.follow import follow_over_ranks, rebalance
-from dynsparse.ranks.grid import AXES, Part, RankGrid, Slab, check_axes
+from dynsparse.ranks.grid import AXES, DimShard, RankGrid, ShardSpec, check_axes
 from dynsparse.ranks.grow import GrowRequest, comm_volume, topk_over_ranks
 from dynsparse.ranks.ranks import ALONE, GroupRanks, Ranks, StackedRanks, ranks_of
 from dynsparse.ranks.select import (
@@ -36,12 +36,12 @@ __all__ = [
     "ALONE",
     "AXES",
     "DeferredError",
+    "DimShard",
     "GroupRanks",
     "GrowRequest",
-    "Part",
     "RankGrid",
     "Ranks",
-    "Slab",
+    "ShardSpec",
     "StackedRanks",
     "all_equal",
     "broadcast_from_first",

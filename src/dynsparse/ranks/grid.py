@@ -1,4 +1,4 @@
-"""The ranks of a mesh: along x and y lie the slabs of layers, along z the samples."""
+"""The ranks of a mesh: layers are sharded along x and y, samples along z."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from dynsparse.pattern import SparsePattern
 from dynsparse.ranks.ranks import ALONE, Ranks, ranks_of
 
 AXES = ("x", "y", "z")
-"""Of a mesh: what features are split over, and, along z, samples."""
+"""Of a mesh: features are sharded along x and y, samples along z."""
 
 
 def check_axes(names: Any) -> tuple[str, ...]:
-    """The names of a mesh's axes, if it may hold rectangles.
+    """The axis names of a mesh, checked.
 
     Raises:
-        ValueError: others than x, y and z.
+        ValueError: names other than x, y and z.
     """
     if not names or not {*names} <= {*AXES}:
         raise ValueError(
@@ -33,12 +33,11 @@ def check_axes(names: Any) -> tuple[str, ...]:
 
 @dataclass(frozen=True)
 class RankGrid:
-    """This rank's lines through a mesh: who moves along each axis together with it.
+    """This rank's groups in a mesh, one along each axis.
 
     Attributes:
-        x, y: the ranks of each line; `ALONE` where the mesh has no such axis.
-        z: those with other samples for the same slabs. What one of them fails in, `everyone` hears
-            of.
+        x, y: the ranks along these axes; `ALONE` if the mesh has no such axis.
+        z: those with other samples for the same shard. Their errors are raised on `all_ranks`.
         all_ranks: all ranks of the mesh.
     """
 
@@ -48,14 +47,14 @@ class RankGrid:
     all_ranks: Ranks = ALONE
 
     def __post_init__(self) -> None:
-        place = {"x": self.x.rank, "y": self.y.rank}
-        object.__setattr__(self, "z", self.z.within(self.all_ranks, place))
+        coordinates = {"x": self.x.rank, "y": self.y.rank}
+        object.__setattr__(self, "z", self.z.within(self.all_ranks, coordinates))
 
     @classmethod
     def of(cls, mesh: Any) -> RankGrid:
-        """Of a `DeviceMesh` with axes named x, y and z, or some of them; or a `RankGrid` as it is.
+        """From a `DeviceMesh` with axes named x, y and z, or some; a `RankGrid` is returned.
 
-        Every rank of the mesh calls this at the same time: groups are made.
+        Makes process groups: every rank of the mesh must call it.
 
         Raises:
             TypeError: something else.
@@ -68,90 +67,89 @@ class RankGrid:
                 f"mesh must be a DeviceMesh of torch.distributed, got {shortened(mesh)}"
             )
         names = check_axes(mesh.mesh_dim_names)
-        lines = {axis: ranks_of(mesh[axis]) for axis in AXES if axis in names}
-        everyone = mesh[names[0]] if len(names) == 1 else mesh._flatten()
-        return cls(**lines, all_ranks=ranks_of(everyone))
+        groups = {axis: ranks_of(mesh[axis]) for axis in AXES if axis in names}
+        flat = mesh[names[0]] if len(names) == 1 else mesh._flatten()
+        return cls(**groups, all_ranks=ranks_of(flat))
 
     def line(self, axis: str | None) -> Ranks:
-        """The ranks along an axis; this one alone for None."""
-        line: Ranks = ALONE if axis is None else getattr(self, axis)
-        return line
+        """The ranks along an axis; `ALONE` for None."""
+        ranks: Ranks = ALONE if axis is None else getattr(self, axis)
+        return ranks
 
 
 @dataclass(frozen=True)
-class Slab:
-    """This rank's features of what is cut along one of its dimensions over a line of ranks.
+class DimShard:
+    """This rank's features of tensors that are sharded along one dimension.
 
     Attributes:
-        line: of the ranks; `ALONE` where each has all features.
+        ranks: the group; `ALONE` where every rank has all features.
         borders: 0 = c_0 < c_1 < ... : rank i has the features [c_i, c_(i+1)).
     """
 
-    line: Ranks
+    ranks: Ranks
     borders: tuple[int, ...]
 
     @property
     def ends(self) -> tuple[int, int]:
-        """The first feature of this rank, and the one behind its last."""
-        return self.borders[self.line.rank], self.borders[self.line.rank + 1]
+        """This rank's features [first, last)."""
+        return self.borders[self.ranks.rank], self.borders[self.ranks.rank + 1]
 
-    def cut(self, whole: Tensor, dim: int) -> Tensor:
-        """This rank's features of a tensor that has all: a view."""
+    def narrow(self, full: Tensor, dim: int) -> Tensor:
+        """This rank's features of a full tensor: a view."""
         first, last = self.ends
-        return whole.narrow(dim, first, last - first)
+        return full.narrow(dim, first, last - first)
 
-    def joined(self, own: Tensor, dim: int) -> Tensor:
-        """All features, of which each rank has its own; all ranks of the line call this."""
-        shapes = [list(own.shape) for _ in range(self.line.size)]
+    def all_gather(self, shard: Tensor, dim: int) -> Tensor:
+        """The full tensor, from the shards of all ranks of the group, which all call this."""
+        shapes = [list(shard.shape) for _ in range(self.ranks.size)]
         for shape, (first, last) in zip(shapes, itertools.pairwise(self.borders), strict=True):
             shape[dim] = last - first
-        # As they lie in memory: to turn them around and back takes longer than to send them.
-        parts = self.line.all_gather(own.reshape(-1), [math.prod(shape) for shape in shapes])
+        # Sent as they are in memory: transposing them twice takes longer than sending them.
+        parts = self.ranks.all_gather(shard.reshape(-1), [math.prod(shape) for shape in shapes])
         return torch.cat([part.view(shape) for part, shape in zip(parts, shapes, strict=True)], dim)
 
 
 @runtime_checkable
-class Part(Protocol):
-    """What decisions know of a layer of which each rank of a grid holds a rectangle."""
+class ShardSpec(Protocol):
+    """How a layer is sharded in two dimensions over a grid, and this rank's shard."""
 
     @property
     def shape(self) -> tuple[int, int]:
-        """[out, in] of the whole layer."""
+        """[out, in] of the full layer."""
 
     @property
     def grid(self) -> RankGrid:
-        """The lines of ranks."""
+        """The ranks."""
 
     @property
     def axes(self) -> tuple[str, ...]:
-        """Those of x and y that the layer is spread over; along others all ranks hold the same."""
+        """Those of x and y that the layer is sharded over; along others all ranks hold the same."""
 
     @property
-    def slabs(self) -> tuple[Slab, Slab]:
-        """Of its rows (out) and columns (in)."""
+    def dim_shards(self) -> tuple[DimShard, DimShard]:
+        """Of rows (out) and columns (in)."""
 
     @property
     def blocks(self) -> int:
-        """Present blocks of the whole layer when it was cut: as many as ever, unless the layer is
-        resizable."""
+        """Present blocks of the full layer when it was sharded; constant unless it is resizable."""
 
     @property
     def active(self) -> Any:
-        """The slots that the forward pass uses, where it does not use all."""
+        """The slots that the forward pass uses; None: all."""
 
     def with_active(self, active: Any) -> Any:
-        """The same rectangle, whose forward pass uses these slots; None: all."""
+        """The same shard, whose forward pass uses these slots; None: all."""
 
     def slots(self, pattern: SparsePattern) -> tuple[Tensor, int]:
-        """Which slots of the whole layer those of a pattern in this rectangle are, int64 [nnz],
-        ascending, and how many the whole layer has. All ranks of the layer's lines call this, each
-        with the pattern in its rectangle."""
+        """The slots in the full layer of the slots of a pattern in this shard, int64 [nnz],
+        ascending, and the number of slots of the full layer. All ranks of the layer call this, each
+        with the pattern of its shard."""
 
     def inside(self, flat: Tensor, block_size: int) -> Tensor:
-        """Which flat block positions in the whole layer are in the rectangle: bool."""
+        """Which flat block positions of the full layer are in the shard: bool."""
 
-    def to_whole(self, flat: Tensor, block_size: int) -> Tensor:
-        """Flat block positions in the rectangle as positions in the whole; the order stays."""
+    def to_full(self, flat: Tensor, block_size: int) -> Tensor:
+        """Flat block positions in the shard as positions in the full layer, in the same order."""
 
-    def to_part(self, flat: Tensor, block_size: int) -> Tensor:
-        """Those of flat positions in the whole layer that are inside, as positions in it."""
+    def to_local(self, flat: Tensor, block_size: int) -> Tensor:
+        """The flat positions of the full layer that are inside, as positions in the shard."""

@@ -28,7 +28,7 @@ from dynsparse.ops.grow.selection import merge_sorted
 from dynsparse.ops.grow.topk import check_pairs, check_pooling
 from dynsparse.pattern import SparsePattern
 from dynsparse.ranks.consistency import DeferredError, collective_errors
-from dynsparse.ranks.grid import Part
+from dynsparse.ranks.grid import ShardSpec
 from dynsparse.ranks.ranks import Ranks
 from dynsparse.ranks.rounding import RoundedScores, rescore_ambiguous
 from dynsparse.ranks.select import (
@@ -57,7 +57,7 @@ class GrowRequest:
         exclude: further positions that are not free: int64 [any], sorted and distinct.
         scores: computes the scores of all blocks from pairs and a pooling, on the backend of the
             layer; None: they are computed here.
-        part: where this rank holds a shard of the layer: pattern, pairs and exclude are of the
+        spec: where this rank holds a shard of the layer: pattern, pairs and exclude are of the
             shard, count is of the full layer.
         ranked: takes the scores that ranked the positions, if the caller checks them later without
             waiting for the device; None: they are checked here.
@@ -68,7 +68,7 @@ class GrowRequest:
     pattern: SparsePattern
     count: int
     exclude: Tensor | None = None
-    part: Part | None = None
+    spec: ShardSpec | None = None
     scores: Callable[[Sequence[Pair], str], Tensor] | None = None
     ranked: list[Tensor] | None = None
 
@@ -183,12 +183,12 @@ class _Job:
     is_conv: bool  # pairs are patches
 
     def __init__(self, request: GrowRequest, ranks: Ranks) -> None:
-        self.name, self.pattern, self.part = request.name, request.pattern, request.part
+        self.name, self.pattern, self.spec = request.name, request.pattern, request.spec
         self.total_count = request.count  # of the full layer
         self.pairs = list(request.pairs)
         try:
             count = request.count
-            if request.part is not None:
+            if request.spec is not None:
                 taken = 0 if request.exclude is None else len(request.exclude)
                 count = min(count, request.pattern.total - request.pattern.nnz - taken)
             self.count, self.exclude = check_free_positions(request.pattern, count, request.exclude)
@@ -232,21 +232,21 @@ class _Job:
     @property
     def axes(self) -> tuple[str, ...]:
         """The mesh axes over which the layer is sharded."""
-        return () if self.part is None else self.part.axes
+        return () if self.spec is None else self.spec.axes
 
     @property
     def total(self) -> int:
         """Number of block positions of the full layer."""
-        out, in_ = self.pattern.shape if self.part is None else self.part.shape
+        out, in_ = self.pattern.shape if self.spec is None else self.spec.shape
         return out * in_ // self.pattern.block_size**2
 
     @property
     def mean_shape(self) -> tuple[int, int]:
         """The shape of the layer, or the mean shape of its shards: the same on all ranks of a mesh,
         which decide alike."""
-        if self.part is None:
+        if self.spec is None:
             return self.pattern.shape
-        out, in_ = (slab.borders[-1] // (len(slab.borders) - 1) for slab in self.part.slabs)
+        out, in_ = (slab.borders[-1] // (len(slab.borders) - 1) for slab in self.spec.dim_shards)
         return out, in_
 
     def check_reached(self) -> None:
@@ -493,8 +493,8 @@ def _select(ranks: Ranks, jobs: Sequence[_Job], sure: Sequence[int]) -> list[Ten
     candidates = []
     for job in jobs:
         scores, flat, certain = job.found.scores, job.found.flat, job.found.sure
-        if job.part is not None:
-            flat, certain = (job.part.to_whole(f, job.pattern.block_size) for f in (flat, certain))
+        if job.spec is not None:
+            flat, certain = (job.spec.to_full(f, job.pattern.block_size) for f in (flat, certain))
         if not ranks.is_lead_group(job.axes):
             scores, flat, certain = scores[:0], flat[:0], certain[:0]
         candidates.append((scores, flat, certain))
@@ -521,6 +521,6 @@ def _select(ranks: Ranks, jobs: Sequence[_Job], sure: Sequence[int]) -> list[Ten
         for (_, flat, certain), mask in zip(candidates, masks, strict=True)
     ]
     return [
-        flat if job.part is None else job.part.to_part(flat, job.pattern.block_size)
+        flat if job.spec is None else job.spec.to_local(flat, job.pattern.block_size)
         for job, flat in zip(jobs, gather_sorted(ranks.all_ranks, joining, totals), strict=True)
     ]

@@ -23,8 +23,8 @@ from dynsparse.pattern.on_device import to_device
 from dynsparse.ranks import (
     ALONE,
     DeferredError,
-    Part,
     Ranks,
+    ShardSpec,
     collective_errors,
     follow_over_ranks,
     ranks_of,
@@ -184,7 +184,7 @@ class Change:
 
 def _check_shards(layer: SparseLinear, rewiring: Rewiring) -> None:
     shard_dimension(layer.values)
-    if not rewiring.keeps_size and not isinstance(layer.executor, Part):
+    if not rewiring.keeps_size and not isinstance(layer.executor, ShardSpec):
         raise RuntimeError(
             "the values are sharded, so their number must stay, but the update leads from "
             f"{rewiring.before.nnz} to {rewiring.after.nnz} blocks: use an algorithm that keeps "

@@ -277,7 +277,7 @@ def _local_scores(
             part = local_part(full.detach())[: last - first]
         else:
             first, last = chunk_of(ranks, len(full))
-            if not ranks.is_lead_group(() if shard is None else shard.part.axes):
+            if not ranks.is_lead_group(() if shard is None else shard.spec.axes):
                 last = first
             part = full.detach()[first:last]
         parts.append(part)

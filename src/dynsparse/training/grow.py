@@ -156,8 +156,8 @@ class RandomGrowth(Growth):
             with layer_errors(request.name):
                 generator = self.generator_for(request.name, step, "positions")
                 flat = random_outside(request.pattern, request.count, generator=generator)
-            part = local.part
-            chosen.append(flat if part is None else part.to_part(flat, local.pattern.block_size))
+            part = local.spec
+            chosen.append(flat if part is None else part.to_local(flat, local.pattern.block_size))
         return chosen
 
     def generator_for(self, layer: str, step: int, what: str) -> torch.Generator:

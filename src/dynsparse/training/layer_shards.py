@@ -24,7 +24,7 @@ from torch.utils import swap_tensors
 from dynsparse.nn import SparseLinear
 from dynsparse.nn.sharded import is_sharded, local_part
 from dynsparse.pattern import SparsePattern
-from dynsparse.ranks import AXES, GrowRequest, Part, RankGrid, Ranks, gather_sorted, ranks_of
+from dynsparse.ranks import AXES, GrowRequest, RankGrid, Ranks, ShardSpec, gather_sorted, ranks_of
 
 
 @dataclass(frozen=True)
@@ -54,21 +54,21 @@ class LayerShard:
     the same order as the slots of other layers.
     """
 
-    part: Part
+    spec: ShardSpec
     pattern: SparsePattern
 
     @property
     def limit(self) -> int:
         """An upper bound of all positions."""
-        return self.part.shape[0] * self.part.shape[1] // self.pattern.block_size**2
+        return self.spec.shape[0] * self.spec.shape[1] // self.pattern.block_size**2
 
     def positions(self, first: int, last: int) -> Tensor:
         """Positions of this rank's slots first to last - 1."""
-        return self.part.to_whole(self.pattern.flat[first:last], self.pattern.block_size)
+        return self.spec.to_full(self.pattern.flat[first:last], self.pattern.block_size)
 
     def slots(self, positions: Tensor) -> Tensor:
         """This rank's slots among present positions."""
-        local = self.part.to_part(positions, self.pattern.block_size)
+        local = self.spec.to_local(positions, self.pattern.block_size)
         return torch.searchsorted(self.pattern.flat, local)
 
 
@@ -78,7 +78,7 @@ def find_shards(layers: Mapping[str, SparseLinear]) -> dict[str, LayerShard]:
     return {
         name: LayerShard(executor, layers[name].pattern)
         for name, executor in executors.items()
-        if isinstance(executor, Part)
+        if isinstance(executor, ShardSpec)
     }
 
 
@@ -102,7 +102,7 @@ def resolve_ranks(choice: Any, model: Any) -> Ranks:
     if not shards:
         several = names is not None and len(names) > 1 and {*names} <= {*AXES}
         return RankGrid.of(choice).z if several else ranks_of(choice)
-    grid = shards[0].part.grid
+    grid = shards[0].spec.grid
     if isinstance(choice, str) and choice == "auto":
         world = ranks_of("auto")
         if world.size in (grid.all_ranks.size, 1):
@@ -125,7 +125,7 @@ class LocalSlots:
         """Look at patterns that have changed; all ranks call this at the same time."""
         for name, shard in find_shards(layers).items():
             if name not in self._known or self._known[name][0] is not shard.pattern:
-                self._known[name] = (shard.pattern, *shard.part.slots(shard.pattern))
+                self._known[name] = (shard.pattern, *shard.spec.slots(shard.pattern))
 
     def of(self, name: str, layer: SparseLinear) -> tuple[Tensor | slice, int]:
         """The slots, and how many the full layer has."""
@@ -137,7 +137,7 @@ class LocalSlots:
 def describe_layer(layer: SparseLinear) -> list[int]:
     """Shape and block size of a full layer, and its number of blocks where that is constant."""
     part: Any = layer.executor
-    if isinstance(part, Part):
+    if isinstance(part, ShardSpec):
         shape, blocks = part.shape, part.blocks
     else:
         shape, blocks = layer.pattern.shape, layer.pattern.nnz
@@ -151,7 +151,7 @@ def layer_sizes(layers: Mapping[str, SparseLinear], ranks: Ranks) -> dict[str, A
     if shards:
         counts = sum_shards(ranks, [*shards.values()], [s.pattern.nnz for s in shards.values()])
         for (name, shard), nnz in zip(shards.items(), counts, strict=True):
-            sizes[name] = LayerSize(shard.part.shape, shard.pattern.block_size, nnz)
+            sizes[name] = LayerSize(shard.spec.shape, shard.pattern.block_size, nnz)
     return sizes
 
 
@@ -161,7 +161,7 @@ def sum_shards(
     """For each layer the sum of a number over its shards, or that of one rank where it has none.
     All ranks call this."""
     local = [
-        n if ranks.is_lead_rank(() if shard is None else shard.part.axes) else 0
+        n if ranks.is_lead_rank(() if shard is None else shard.spec.axes) else 0
         for n, shard in zip(numbers, shards, strict=True)
     ]
     dtype = torch.float64 if any(isinstance(n, float) for n in numbers) else torch.int64
@@ -170,21 +170,21 @@ def sum_shards(
 
 def full_patterns(requests: Sequence[GrowRequest], ranks: Ranks) -> list[GrowRequest]:
     """Requests of shards as those of full layers: for choices that need only the pattern."""
-    sharded = [r for r in requests if r.part is not None]
-    shards = [LayerShard(r.part, r.pattern) for r in sharded if r.part is not None]
+    sharded = [r for r in requests if r.spec is not None]
+    shards = [LayerShard(r.spec, r.pattern) for r in sharded if r.spec is not None]
     local = [
-        s.positions(0, s.pattern.nnz if ranks.is_lead_rank(s.part.axes) else 0) for s in shards
+        s.positions(0, s.pattern.nnz if ranks.is_lead_rank(s.spec.axes) else 0) for s in shards
     ]
     flats = iter(gather_sorted(ranks.all_ranks, local, [s.limit for s in shards]) if shards else [])
     return [
         r
-        if r.part is None
+        if r.spec is None
         else dataclasses.replace(
             r,
             pattern=SparsePattern.from_flat(
-                next(flats), shape=r.part.shape, block_size=r.pattern.block_size
+                next(flats), shape=r.spec.shape, block_size=r.pattern.block_size
             ),
-            part=None,
+            spec=None,
         )
         for r in requests
     ]

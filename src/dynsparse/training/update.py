@@ -240,7 +240,7 @@ def _choose_growth(request: UpdateRequest, plans: Sequence[_LayerPlan]) -> None:
             history.pairs(plan.name),
             plan.taken,
             plan.counts.grow,
-            part=None if plan.shard is None else plan.shard.part,
+            spec=None if plan.shard is None else plan.shard.spec,
             # A tile machine holds only the last step.
             scores=scores_of(plan.layer) if isinstance(history, LastStep) else None,
         )

@@ -162,7 +162,7 @@ class DeepR(SparseTrainer):
             grown = SparsePattern.from_flat(
                 after.flat[rewiring.grown], shape=after.shape, block_size=after.block_size
             )
-            slots = shard.part.slots(grown)
+            slots = shard.spec.slots(grown)
         drawn = self._draw_signs(name, *slots, signs.shape[1:])
         return rewiring.apply(signs, to_device(drawn, signs.device))
 

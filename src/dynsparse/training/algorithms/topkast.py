@@ -163,7 +163,7 @@ class TopKAST(SparseTrainer):
         sizes = layer_sizes(layers, self.ranks)
         counts = [self.budget.forward_count(sizes[name].nnz) for name in patterns]
         after = [
-            LayerShard(shards[name].part, pattern) if name in shards else None
+            LayerShard(shards[name].spec, pattern) if name in shards else None
             for name, pattern in patterns.items()
         ]
         largest = lowest_over_ranks(

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from dynsparse.files.shorten import shortened
-from dynsparse.ranks import Part, Ranks
+from dynsparse.ranks import Ranks, ShardSpec
 from dynsparse.training.layer_shards import find_shards
 from dynsparse.training.trainer import SparseTrainer
 
@@ -83,7 +83,7 @@ def _are_coordinates(value: Any) -> bool:
 def gather_history(trainer: SparseTrainer, ranks: Ranks) -> Any:
     """The state of the history with all features of tensor-parallel layers, on the first rank of
     those with the same samples; None on the others. All ranks call this."""
-    join = _change_features(trainer, lambda slab, tensor, dim: slab.joined(tensor, dim))
+    join = _change_features(trainer, lambda shard, tensor, dim: shard.all_gather(tensor, dim))
     state = trainer.history.with_features(trainer.history.state_dict(), join)
     return state if ranks.is_lead_group() else None
 
@@ -107,19 +107,21 @@ def add_own_state(
     if trainer is not None and isinstance(saved, dict) and "history_state" in saved:
         histories = [own_parts[i]["history"] for i in sources.histories]
         state = trainer.history.share_of(histories, sources.z, sources.size)
-        cut = _change_features(trainer, lambda slab, tensor, dim: slab.cut(tensor, dim).clone())
+        cut = _change_features(
+            trainer, lambda shard, tensor, dim: shard.narrow(tensor, dim).clone()
+        )
         parts["trainer"] = {**saved, "history_state": trainer.history.with_features(state, cut)}
 
 
 def _change_features(trainer: SparseTrainer, change: Callable[[Any, Tensor, int], Tensor]) -> Any:
     """A `ChangeFeatures` that calls `change` for each sharded dimension."""
-    shards: dict[str, Part] = {name: s.part for name, s in find_shards(trainer.layers).items()}
+    shards: dict[str, ShardSpec] = {name: s.spec for name, s in find_shards(trainer.layers).items()}
 
     def changed(name: str, tensor: Tensor, out: int | None, into: int | None) -> Tensor:
         if name in shards:
-            for slab, dim in zip(shards[name].slabs, (out, into), strict=True):
+            for shard, dim in zip(shards[name].dim_shards, (out, into), strict=True):
                 if dim is not None:
-                    tensor = change(slab, tensor, dim)
+                    tensor = change(shard, tensor, dim)
         return tensor
 
     return changed

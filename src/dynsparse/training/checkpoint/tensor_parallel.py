@@ -19,7 +19,7 @@ from dynsparse.files.shorten import shortened
 from dynsparse.nn import SparseLinear
 from dynsparse.nn.sharded import gathered, is_sharded, local_part, own_rows
 from dynsparse.pattern import SparsePattern
-from dynsparse.ranks import Part, Ranks, Slab, check_consistent, rebalance
+from dynsparse.ranks import DimShard, Ranks, ShardSpec, check_consistent, rebalance
 from dynsparse.training.trainer import SparseTrainer
 
 KeyPath = tuple[Any, ...]
@@ -54,7 +54,7 @@ class _Layer:
     """
 
     module: SparseLinear
-    part: Part
+    spec: ShardSpec
     prefixes: list[str]
     number: int | None
     trainer_name: str | None
@@ -66,10 +66,10 @@ class _Layer:
             ValueError: rows and columns that are no pattern of the layer.
         """
         b = self.module.block_size
-        full = SparsePattern._in_order(rows, cols, shape=self.part.shape, block_size=b)
+        full = SparsePattern._in_order(rows, cols, shape=self.spec.shape, block_size=b)
         flat = full.sorted_flat
-        inside = self.part.inside(flat, b).nonzero().flatten()
-        return slots_of(inside, full.slots), self.part.to_part(flat, b)
+        inside = self.spec.inside(flat, b).nonzero().flatten()
+        return slots_of(inside, full.slots), self.spec.to_local(flat, b)
 
 
 class TensorParallelState:
@@ -93,17 +93,17 @@ class TensorParallelState:
         number_of = {id(p): n for p, n in zip(parameters, numbers, strict=False)}
         trainer_names = {} if trainer is None else {id(m): n for n, m in trainer.layers.items()}
         layers: dict[int, _Layer] = {}
-        self._slabs: dict[KeyPath, tuple[Slab, int]] = {}
+        self._dim_shards: dict[KeyPath, tuple[DimShard, int]] = {}
         for name, module in model.named_modules(remove_duplicate=False):
             prefix = f"{name}." if name else ""
-            for key, cut in getattr(module, "slabs", {}).items():
-                self._slabs["model", prefix + key] = cut
+            for key, cut in getattr(module, "dim_shards", {}).items():
+                self._dim_shards["model", prefix + key] = cut
                 number = number_of.get(id(getattr(module, key)))
                 if number is not None:
                     state_path: KeyPath = (*_STATE, number)
-                    self._slabs[state_path] = cut
+                    self._dim_shards[state_path] = cut
             executor: Any = getattr(module, "executor", None)
-            if isinstance(module, SparseLinear) and isinstance(executor, Part):
+            if isinstance(module, SparseLinear) and isinstance(executor, ShardSpec):
                 values = number_of.get(id(module.values))
                 new = _Layer(module, executor, [], values, trainer_names.get(id(module)))
                 layers.setdefault(id(module), new).prefixes.append(prefix)
@@ -133,10 +133,10 @@ class TensorParallelState:
         changes: dict[KeyPath, Any] = {}
         for layer in self._layers:
             changes |= self._layer_chunks(layer, parts, ranks)
-        for path, (slab, dim) in self._slabs.items():
+        for path, (shard, dim) in self._dim_shards.items():
             for tensor_path, tensor in _tensors(parts, path):
                 if tensor.dim():
-                    changes[tensor_path] = slab.joined(gathered(tensor.detach()), dim)
+                    changes[tensor_path] = shard.all_gather(gathered(tensor.detach()), dim)
         return replace_at(parts, changes)
 
     def _layer_chunks(
@@ -145,9 +145,9 @@ class TensorParallelState:
         module, b = layer.module, layer.module.block_size
         pattern = module.pattern
         device = local_part(module.values).device
-        slots, total = layer.part.slots(pattern)
-        flat = layer.part.to_whole(pattern.flat, b)
-        width = layer.part.shape[1] // b
+        slots, total = layer.spec.slots(pattern)
+        flat = layer.spec.to_full(pattern.flat, b)
+        width = layer.spec.shape[1] // b
         local: dict[KeyPath, Tensor] = {
             ("rows",): (flat // width).int().to(device),
             ("cols",): (flat % width).int().to(device),
@@ -159,7 +159,7 @@ class TensorParallelState:
         own_state = dict(_tensors(parts, (*_OWN, layer.trainer_name)))
         if not self._by_positions:
             local |= own_state
-        chunks = _rebalance(ranks, layer.part, slots, total, list(local.values()))
+        chunks = _rebalance(ranks, layer.spec, slots, total, list(local.values()))
         changes: dict[KeyPath, Any] = dict(zip(local, chunks, strict=True))
         for key in ("rows", "cols", "values"):
             chunk = changes.pop((key,))
@@ -167,13 +167,13 @@ class TensorParallelState:
         for prefix in layer.prefixes:
             name = prefix.removesuffix(".")
             if name in parts["patterns"]:
-                changes["patterns", name] = [*layer.part.shape, b, total]
+                changes["patterns", name] = [*layer.spec.shape, b, total]
         if self._by_positions:
             for path, positions in own_state.items():
                 subset = SparsePattern.from_flat(positions.cpu(), shape=pattern.shape, block_size=b)
-                subset_slots, count = layer.part.slots(subset)
-                full = layer.part.to_whole(subset.flat, b).to(device)
-                (changes[path],) = _rebalance(ranks, layer.part, subset_slots, count, [full])
+                subset_slots, count = layer.spec.slots(subset)
+                full = layer.spec.to_full(subset.flat, b).to(device)
+                (changes[path],) = _rebalance(ranks, layer.spec, subset_slots, count, [full])
         return changes
 
     def take_shards(self, parts: dict[str, Any]) -> dict[str, Any]:
@@ -188,26 +188,26 @@ class TensorParallelState:
         changes: dict[KeyPath, Any] = {}
         for layer in self._layers:
             changes |= self._take_layer(layer, parts)
-        for path, (slab, dim) in self._slabs.items():
+        for path, (shard, dim) in self._dim_shards.items():
             for tensor_path, value in _tensors(parts, path):
                 shape = value.shape
-                if len(shape) and shape[dim] == slab.borders[-1]:
-                    changes[tensor_path] = slab.cut(_full_tensor(value), dim).clone()
+                if len(shape) and shape[dim] == shard.borders[-1]:
+                    changes[tensor_path] = shard.narrow(_full_tensor(value), dim).clone()
         return replace_at(parts, changes)
 
     def _take_layer(self, layer: _Layer, parts: dict[str, Any]) -> dict[KeyPath, Any]:
         saved, module, b = parts["model"], layer.module, layer.module.block_size
         first = layer.prefixes[0]
         name = first.removesuffix(".")
-        expected = [*layer.part.shape, b]
+        expected = [*layer.spec.shape, b]
         described = parts["patterns"].get(name)
         if described is None or first + "rows" not in saved:
             return {}  # an error follows when names are compared
-        fixed = [] if module.resizable else [layer.part.blocks]
+        fixed = [] if module.resizable else [layer.spec.blocks]
         if not isinstance(described, list) or described[: 3 + len(fixed)] != expected + fixed:
             raise ValueError(
                 f"layer {name!r} was saved with [out, in, block size, blocks] = "
-                f"{shortened(described)}, the model has {[*expected, layer.part.blocks]}"
+                f"{shortened(described)}, the model has {[*expected, layer.spec.blocks]}"
             )
         try:
             rows, cols = (_full_tensor(saved[first + key]) for key in ("rows", "cols"))
@@ -221,7 +221,7 @@ class TensorParallelState:
         changes: dict[KeyPath, Any] = {}
         for path, value in _tensors(parts, (*_OWN, layer.trainer_name)):
             if self._by_positions:
-                changes[path] = layer.part.to_part(_full_tensor(value), b)
+                changes[path] = layer.spec.to_local(_full_tensor(value), b)
             else:
                 paths.append(path)
         for path in paths:
@@ -242,12 +242,12 @@ class TensorParallelState:
 
 
 def _rebalance(
-    ranks: Ranks, part: Part, slots: Tensor, total: int, tensors: Sequence[Tensor]
+    ranks: Ranks, spec: ShardSpec, slots: Tensor, total: int, tensors: Sequence[Tensor]
 ) -> list[Chunk]:
     """Even chunks of what the shards of a layer hold by slots; each entry is sent by one rank."""
-    begin, end = 0, len(slots) if ranks.is_lead_rank(part.axes) else 0
+    begin, end = 0, len(slots) if ranks.is_lead_rank(spec.axes) else 0
     sharded = next((tensor for tensor in tensors if is_sharded(tensor)), None)
-    if sharded is not None and ranks.is_lead_group(part.axes):
+    if sharded is not None and ranks.is_lead_group(spec.axes):
         begin, end = own_rows(sharded)
     own = [
         local_part(t)[: end - begin] if is_sharded(t) else t[begin:end]

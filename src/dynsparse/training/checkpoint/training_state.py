@@ -21,7 +21,7 @@ from dynsparse.files.shorten import shortened
 from dynsparse.nn import SparseLinear
 from dynsparse.nn.sharded import is_sharded, sharded_like
 from dynsparse.pattern import SparsePattern
-from dynsparse.ranks import Part, Ranks, check_consistent, collective_errors, digest
+from dynsparse.ranks import Ranks, ShardSpec, check_consistent, collective_errors, digest
 from dynsparse.training.checkpoint import random_state as rng
 from dynsparse.training.checkpoint.format import CheckpointError, StoredTensor
 from dynsparse.training.checkpoint.optimizer_state import (
@@ -96,7 +96,9 @@ class TrainingState:
         }
         check_consistent(ranks.all_ranks, {"the layers": ", ".join(map(repr, layers))}, _OTHERS)
         # A shard is the same along the samples, a full layer everywhere.
-        sharded = {n for n, m in layers.items() if isinstance(getattr(m, "executor", None), Part)}
+        sharded = {
+            n for n, m in layers.items() if isinstance(getattr(m, "executor", None), ShardSpec)
+        }
         for among, names in ((ranks, sharded), (ranks.all_ranks, layers.keys() - sharded)):
             patterns = {n: m.pattern for n, m in layers.items() if n in names}
             found = {
@@ -219,7 +221,7 @@ class TrainingState:
     def _resize_shards(self, state: Mapping[str, Any]) -> None:
         """Give the values of tensor-parallel layers the sizes that they have in a state."""
         for name, module in self.model.named_modules():
-            if isinstance(module, SparseLinear) and isinstance(module.executor, Part):
+            if isinstance(module, SparseLinear) and isinstance(module.executor, ShardSpec):
                 if self.trainer is not None:
                     self.trainer._forget_captures()  # until it loads its state
                 resize_shards(module, len(state[f"{name}.values" if name else "values"]))
