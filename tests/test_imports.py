@@ -32,7 +32,6 @@ GROUND = [
     "version",
     "files",
     "tracing",
-    "encoding",
     "pattern",
     "allocation",
 ]

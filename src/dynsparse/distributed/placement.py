@@ -14,7 +14,6 @@ import torch
 from torch import Tensor, nn
 
 from dynsparse.checks import check_integer
-from dynsparse.encoding import slots_of
 from dynsparse.nn import (
     Dropout,
     SparseConv1d,
@@ -24,6 +23,7 @@ from dynsparse.nn import (
     SparseTransformerLayer,
 )
 from dynsparse.pattern import SparsePattern
+from dynsparse.pattern.index_arrays import slots_of
 from dynsparse.ranks import RankGrid, Ranks
 from dynsparse.typed import typed
 

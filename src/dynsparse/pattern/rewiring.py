@@ -10,7 +10,9 @@ import torch
 from torch import Tensor
 
 from dynsparse.checks import check_kind, check_tensor
-from dynsparse.encoding import (
+from dynsparse.files.shorten import shortened
+from dynsparse.pattern.coordinates import INT32_MAX, coordinates
+from dynsparse.pattern.index_arrays import (
     by_slots,
     copy_tensor,
     membership_mask,
@@ -20,8 +22,6 @@ from dynsparse.encoding import (
     nonzero_positions,
     slots_of,
 )
-from dynsparse.files.shorten import shortened
-from dynsparse.pattern.coordinates import INT32_MAX, coordinates
 from dynsparse.pattern.on_device import HostCopy, assign_slots, find_sources, move
 from dynsparse.pattern.on_device import merge as merge_on_device
 from dynsparse.pattern.sparse_pattern import SparsePattern

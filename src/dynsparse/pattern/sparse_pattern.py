@@ -14,7 +14,6 @@ from torch import Tensor
 from torch.compiler import is_compiling
 
 from dynsparse.checks import check_integer, check_kind, check_tensor, check_within, is_scipy
-from dynsparse.encoding import by_columns, by_slots, empty, move_entries, slots_of
 from dynsparse.files.html import html_table
 from dynsparse.files.shorten import shortened
 from dynsparse.pattern.coordinates import (
@@ -23,6 +22,7 @@ from dynsparse.pattern.coordinates import (
     coordinates,
     sample_without_replacement,
 )
+from dynsparse.pattern.index_arrays import by_columns, by_slots, empty, move_entries, slots_of
 from dynsparse.pattern.on_device import HostCopy, column_pointers, flat_positions, row_pointers
 from dynsparse.typed import typed
 

@@ -13,8 +13,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from dynsparse.encoding import move_entries, move_entries_, moves_in_place, nonzero_positions
-from dynsparse.pattern.on_device import move
+from dynsparse.pattern.index_arrays import (
+    move_entries,
+    move_entries_,
+    moves_in_place,
+    nonzero_positions,
+)
 from dynsparse.ranks.ranks import Ranks
 from dynsparse.ranks.select import chunk, chunk_of
 
@@ -86,7 +90,7 @@ def follow_over_ranks(
         ]
     in_place = [not resized and moves_in_place(tensor) for tensor in tensors]
     made = [
-        tensor if inside else _move(tensor, stays)
+        tensor if inside else move_entries(tensor, stays)
         for tensor, inside in zip(tensors, in_place, strict=True)
     ]
 
@@ -137,13 +141,6 @@ def _survivors(source: Tensor, *ranges: tuple[int, int]) -> Tensor:
     return torch.cat(
         [nonzero_positions(source[a:b] >= 0, a) for a, b in ranges if a < b] or [_NONE]
     )
-
-
-def _move(tensor: Tensor, source: Tensor) -> Tensor:
-    """A new tensor whose entry j is entry source[j] of this one; zero where that is -1."""
-    if tensor.is_cpu:
-        return move_entries(tensor, source)
-    return move(tensor, source.to(tensor.device))
 
 
 def _bounds(ranks: Ranks, count: int) -> Tensor:

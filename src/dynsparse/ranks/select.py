@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from dynsparse import native
-from dynsparse.encoding import empty, nonzero_positions
+from dynsparse.pattern.index_arrays import empty, nonzero_positions
 from dynsparse.ranks.ranks import Ranks
 
 _DIGIT = 11  # bits a round: 2,048 bins, which are 8 KiB a layer

@@ -8,10 +8,10 @@ import torch
 from torch import Tensor
 
 from dynsparse.checks import check_not_negative, check_tensor
-from dynsparse.encoding import by_slots, empty, membership_mask, nonzero_positions
 from dynsparse.nn.sharded import gathered, is_sharded, local_part, own_rows
 from dynsparse.ops.grow import select
 from dynsparse.pattern import SparsePattern
+from dynsparse.pattern.index_arrays import by_slots, empty, membership_mask, nonzero_positions
 from dynsparse.pattern.on_device import to_device
 from dynsparse.ranks import (
     ALONE,

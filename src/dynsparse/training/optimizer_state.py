@@ -10,8 +10,8 @@ from weakref import WeakSet
 import torch
 from torch import Tensor
 
-from dynsparse.encoding import moves_in_place
 from dynsparse.pattern import Rewiring
+from dynsparse.pattern.index_arrays import moves_in_place
 from dynsparse.typed import typed
 
 

@@ -6,9 +6,9 @@ import torch
 from torch import Tensor
 
 from dynsparse.checks import check_choice, check_kind
-from dynsparse.encoding import by_slots
 from dynsparse.ops.block_sparse.products import check_values
 from dynsparse.pattern import SparsePattern
+from dynsparse.pattern.index_arrays import by_slots
 
 SUBBLOCK_MASKS = ("none", "zero_upper_triangle", "zero_lower_triangle")
 

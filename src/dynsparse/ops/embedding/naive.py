@@ -8,8 +8,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from dynsparse.encoding import slots_of
 from dynsparse.ops.linear.naive import block_size_of
+from dynsparse.pattern.index_arrays import slots_of
 
 
 def _positions(

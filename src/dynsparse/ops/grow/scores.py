@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from dynsparse import native
-from dynsparse.encoding import empty
 from dynsparse.ops.conv.patches import features_of, matrices
+from dynsparse.pattern.index_arrays import empty
 
 # The largest block that the kernels pool.
 _LARGEST_POOLED = 1024

@@ -14,13 +14,13 @@ import torch
 from torch import Tensor
 
 from dynsparse import native
-from dynsparse.encoding import empty
 from dynsparse.ops.conv.patches import are_patches
 from dynsparse.ops.grow.free_positions import positions_between, positions_in_rows
 from dynsparse.ops.grow.scores import Pair, Scorer
 from dynsparse.ops.grow.selection import select
 from dynsparse.ops.linear.cpu import dot_products
 from dynsparse.pattern import SparsePattern
+from dynsparse.pattern.index_arrays import empty
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from dynsparse import native
 from dynsparse.checks import check_integer
-from dynsparse.encoding import empty
+from dynsparse.pattern.index_arrays import empty
 from dynsparse.typed import typed
 
 _LARGEST_INDEX = 0xFFFFFFFF

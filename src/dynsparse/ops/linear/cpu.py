@@ -21,11 +21,11 @@ import torch
 from torch import Tensor
 
 from dynsparse import native
-from dynsparse.encoding import by_slots
 from dynsparse.ops.linear import cpu_dense, naive
 from dynsparse.ops.linear.layer_index import LayerIndex
 from dynsparse.ops.linear.panels import column_panels, masks_of, row_panels, temporary_row_panels
 from dynsparse.ops.torch_internals import empty_on_cpu
+from dynsparse.pattern.index_arrays import by_slots
 
 _FLOAT32, _BFLOAT16 = torch.float32, torch.bfloat16
 _threads = torch.get_num_threads

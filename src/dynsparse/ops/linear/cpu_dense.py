@@ -14,9 +14,9 @@ from torch import Tensor
 from torch.nn.functional import linear
 
 from dynsparse import native
-from dynsparse.encoding import by_slots
 from dynsparse.ops.linear.layer_index import LayerIndex
 from dynsparse.ops.linear.panels import masks_of
+from dynsparse.pattern.index_arrays import by_slots
 
 # Dense products of fewer rows are slower; more memory would be noticed beside the values.
 CHUNK_BYTES = 16 << 20

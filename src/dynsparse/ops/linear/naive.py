@@ -11,8 +11,8 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from dynsparse.encoding import by_slots
 from dynsparse.pattern import PatternIndex
+from dynsparse.pattern.index_arrays import by_slots
 
 _CHUNK_ELEMENTS = 1 << 22
 

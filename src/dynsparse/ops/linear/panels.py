@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from dynsparse import native
-from dynsparse.encoding import empty
 from dynsparse.ops.linear.layer_index import LayerIndex, TensorCache
+from dynsparse.pattern.index_arrays import empty
 
 _NEVER = 1 << 62
 

@@ -10,10 +10,10 @@ import torch
 from torch import Tensor, nn
 
 from dynsparse.checks import check_not_negative
-from dynsparse.encoding import by_slots
 from dynsparse.nn import SparseLinear
 from dynsparse.nn.sharded import gathered, is_sharded, local_part, local_range, sharded_like
 from dynsparse.pattern import Rewiring, SparsePattern
+from dynsparse.pattern.index_arrays import by_slots
 from dynsparse.pattern.on_device import to_device
 from dynsparse.training.budgets import Budget, Counts, Survey
 from dynsparse.training.change import Change

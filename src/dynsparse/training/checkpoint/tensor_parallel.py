@@ -14,11 +14,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from dynsparse.encoding import slots_of
 from dynsparse.files.shorten import shortened
 from dynsparse.nn import SparseLinear
 from dynsparse.nn.sharded import gathered, is_sharded, local_part, own_rows
 from dynsparse.pattern import SparsePattern
+from dynsparse.pattern.index_arrays import slots_of
 from dynsparse.ranks import DimShard, Ranks, ShardSpec, check_consistent, rebalance
 from dynsparse.training.trainer import SparseTrainer
 

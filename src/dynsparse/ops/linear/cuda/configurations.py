@@ -17,9 +17,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from dynsparse.encoding import slots_of
 from dynsparse.ops.linear.cuda.chip import Chip, Numbers, numbers_of
 from dynsparse.ops.linear.layer_index import LayerIndex
+from dynsparse.pattern.index_arrays import slots_of
 
 BLOCKS = (16, 32, 64, 128)
 

@@ -20,9 +20,9 @@ import torch
 from torch import Tensor
 from torch.nn.functional import linear
 
-from dynsparse.encoding import by_slots
 from dynsparse.ops.linear.cuda.chip import runs_triton
 from dynsparse.ops.linear.layer_index import LayerIndex
+from dynsparse.pattern.index_arrays import by_slots
 
 # Of the gradient, in float32. Products of few rows leave multiprocessors idle, and all entries are
 # searched for in each panel: 8192 x 8192 is one panel.

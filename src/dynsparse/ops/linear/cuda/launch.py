@@ -8,7 +8,6 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from dynsparse.encoding import by_slots
 from dynsparse.ops.linear.cuda.chip import TERMS, chip_of, current_device, precision_of
 from dynsparse.ops.linear.cuda.configurations import (
     Gradient,
@@ -28,6 +27,7 @@ from dynsparse.ops.linear.cuda.kernels import (
     rows_kernel,
 )
 from dynsparse.ops.linear.layer_index import LayerIndex
+from dynsparse.pattern.index_arrays import by_slots
 
 # Entries that a program moves at a step, and in all.
 _AT_ONCE, _EACH = 1024, 4096

@@ -1,7 +1,7 @@
-"""The index arrays of a pattern: pointers, order by columns, and one pattern turned into the next.
+"""The index arrays of a pattern on the CPU: order by columns, updates, and entries by slots.
 
-Each function goes through the compiled kernels (csrc/update/pattern.cpp) where there are any, and
-through plain torch otherwise, with the same result.
+Each function uses the compiled kernels (csrc/update/pattern.cpp) if they are loaded, and plain
+torch otherwise, with the same result.
 """
 
 from __future__ import annotations
@@ -17,18 +17,20 @@ import torch
 from torch import Tensor
 
 from dynsparse import native
+from dynsparse.pattern.on_device import by_columns as by_columns_on_device
+from dynsparse.pattern.on_device import column_pointers, flat_positions, move, row_pointers
 from dynsparse.tracing import spanned
 
 
 class Merged(NamedTuple):
-    """The arrays of a pattern after an update, all int32, and the old slot of each new one."""
+    """The arrays of a pattern after an update, and the old slot of each entry, all int32."""
 
     row_ptr: Tensor
     cols: Tensor
     source: Tensor
 
 
-# Pages are taken one by one when first written; below, larger ones would not matter.
+# Bytes from which on large pages matter: small ones are allocated one by one when first written.
 _LARGE = 4 << 20
 _LARGE_PAGE = 2 << 20
 
@@ -36,14 +38,13 @@ _LARGE_PAGE = 2 << 20
 def empty(
     *shape: int, dtype: torch.dtype, device: torch.device | str = "cpu", brief: bool = False
 ) -> Tensor:
-    """`torch.empty`; where it is large, on large pages, which are written in a fifth of the time.
+    """`torch.empty`, on large pages if it is large, which are written in a fifth of the time.
 
-    They lie beside the C library's heap: arrays of a pattern come and go with it, and would leave
-    holes there between the activations of every step.
+    Outside the C library's heap, where arrays of patterns would leave holes between activations.
 
     Args:
-        brief: for an array that is gone with the update: the last page is a large one, too, of
-            which some may be left over.
+        brief: for an array that is freed after the update: the last page is a large one too, even
+            if it is not full.
     """
     size = math.prod(shape) * dtype.itemsize
     enough = _LARGE_PAGE // 2 if brief else _LARGE
@@ -60,28 +61,14 @@ def empty(
     return tensor
 
 
-def row_pointers(rows: Tensor, height: int) -> Tensor:
-    """int32 [height + 1]: row r of the sorted `rows` has the slots [row_ptr[r], row_ptr[r + 1])."""
-    bounds = np.arange(height + 1, dtype=np.int32)
-    return torch.from_numpy(np.searchsorted(rows.numpy(), bounds).astype(np.int32))
-
-
 @spanned("encode")
 def by_columns(row_ptr: Tensor, cols: Tensor, width: int) -> tuple[Tensor, Tensor, Tensor]:
     """col_ptr [width + 1], csc_rows [nnz] and csc_perm [nnz] of a CSR pattern, all int32."""
     height, nnz = len(row_ptr) - 1, len(cols)
     library = native.load()
     if library is None:
-        import scipy.sparse  # half a second, which an import of dynsparse need not take
-
-        slots = np.arange(nnz, dtype=np.int32)
-        csr = scipy.sparse.csr_array((slots, cols.numpy(), row_ptr.numpy()), shape=(height, width))
-        csc = csr.tocsc()
-        col_ptr, csc_rows, csc_perm = (
-            torch.from_numpy(np.ascontiguousarray(a, np.int32))
-            for a in (csc.indptr, csc.indices, csc.data)
-        )
-        return col_ptr, csc_rows, csc_perm
+        rows, order = by_columns_on_device(row_ptr, cols, width)
+        return column_pointers(cols, width), rows, order
     col_ptr = torch.empty(width + 1, dtype=torch.int32)
     csc_rows = empty(nnz, dtype=torch.int32)
     csc_perm = empty(nnz, dtype=torch.int32)
@@ -131,7 +118,7 @@ def merge(row_ptr: Tensor, cols: Tensor, width: int, drop: Tensor, grow: Tensor)
     )
     if status == 1:
         raise MemoryError("no memory for a pattern update")
-    if status == 2:  # out of order, or wrong: the long way sorts, and says what is wrong
+    if status == 2:  # unsorted or invalid: the fallback sorts and checks
         return _merge(row_ptr, cols, width, drop, grow)
     return merged
 
@@ -149,17 +136,15 @@ def _merge(row_ptr: Tensor, cols: Tensor, width: int, drop: Tensor, grow: Tensor
     if len(old) != nnz - len(drop):
         raise ValueError("a slot to drop is named twice")
     source = torch.cat([old.int(), torch.full((len(grow),), -1, dtype=torch.int32)])
-    rows = torch.arange(height).repeat_interleave(row_ptr.diff(), output_size=nnz)
-    kept = rows[old].mul_(width).add_(cols[old])
+    kept = flat_positions(row_ptr, cols, width)[old]
     flat, order = torch.cat([kept, grow]).sort()
     if not bool((flat[1:] > flat[:-1]).all()):
         raise ValueError("a position to grow is named twice or is already in the pattern")
-    new_rows, new_cols = split_flat(flat, width)
-    return Merged(row_pointers(new_rows, height), new_cols, source[order])
+    return Merged(row_pointers(flat, height, width), flat.remainder(width).int(), source[order])
 
 
 def by_slots(entries: Tensor, slots: Tensor) -> Tensor:
-    """What is in row-major order ([nnz, ...]) in the order of slots; `slots` [0] is the same."""
+    """Entries in row-major order, [nnz, ...], in the order of slots; `slots` [0]: as they are."""
     if not len(slots):
         return entries
     return torch.empty_like(entries).index_copy_(0, slots.long(), entries)
@@ -171,18 +156,18 @@ def slots_of(entries: Tensor, slots: Tensor) -> Tensor:
 
 
 def nonzero_positions(chosen: Tensor, offset: int = 0, out: Tensor | None = None) -> Tensor:
-    """Where a mask, bool [n], is set: int64 [any], counted from `offset`.
+    """The indices at which a mask, bool [n], is set, plus `offset`: int64 [any].
 
     Args:
-        out: that gets them, on the CPU, of just the right size.
+        out: takes them, on the CPU, of the right size.
     """
     library = native.load() if chosen.is_cpu else None
     if library is None:
-        found = chosen.nonzero().flatten().add_(offset)
-        return found if out is None else out.copy_(found)
+        indices = chosen.nonzero().flatten().add_(offset)
+        return indices if out is None else out.copy_(indices)
     chosen = chosen.contiguous()
     if out is None:
-        # torch would make numbers of 8 bytes of them.
+        # torch.count_nonzero would convert the mask to int64.
         out = empty(int(np.count_nonzero(chosen.numpy())), dtype=torch.int64, brief=True)
     library.dynsparse_rank_places(chosen.data_ptr(), len(chosen), offset, out.data_ptr())
     return out
@@ -195,30 +180,20 @@ def membership_mask(numbers: Tensor, count: int) -> Tensor:
 
 
 def copy_tensor(tensor: Tensor) -> Tensor:
-    """A copy beside the C library's heap: see `empty`."""
+    """A copy in memory of `empty`."""
     return empty(*tensor.shape, dtype=tensor.dtype, device=tensor.device).copy_(tensor)
 
 
-def split_flat(flat: Tensor, width: int) -> tuple[Tensor, Tensor]:
-    """Rows and columns, int32, of flat positions (row * width + col)."""
-    rows = empty(len(flat), dtype=torch.int32)
-    cols = empty(len(flat), dtype=torch.int32)
-    # Straight into int32: large patterns spare two arrays of int64.
-    np.floor_divide(flat.numpy(), width, out=rows.numpy(), casting="unsafe")
-    np.remainder(flat.numpy(), width, out=cols.numpy(), casting="unsafe")
-    return rows, cols
-
-
 def moves_in_place(tensor: Tensor) -> bool:
-    """Whether `move_entries_` needs no memory to move this one."""
+    """Whether `move_entries_` needs no memory for this tensor."""
     on_cpu = tensor.device.type == "cpu" and tensor.is_contiguous()
     return tensor.numel() == 0 or (on_cpu and native.load() is not None)
 
 
 def move_entries_(tensors: Sequence[Tensor], source: Tensor) -> None:
-    """Entry j of each tensor ([nnz, ...]) becomes what entry source[j] was; zero where that is -1.
+    """In place, entry j of each tensor ([nnz, ...]) becomes entry source[j]; zero where that is -1.
 
-    In place; what is not -1 in `source` (int32 [nnz]) ascends.
+    Entries of `source` (int32 [nnz]) other than -1 ascend.
     """
     compiled = [t for t in tensors if t.numel() and moves_in_place(t)]
     library = native.load() if compiled and source.device.type == "cpu" else None
@@ -226,14 +201,11 @@ def move_entries_(tensors: Sequence[Tensor], source: Tensor) -> None:
         compiled = []
     for tensor in tensors:
         if not any(tensor is other for other in compiled) and tensor.numel():
-            own = source.to(tensor.device)
-            moved = tensor.index_select(0, own.clamp(min=0))
-            moved[own < 0] = 0
-            tensor.copy_(moved)
+            tensor.copy_(move(tensor, source.to(tensor.device)))
     if library is None:
         return
     for tensor in compiled:
-        tensor[:0].zero_()  # autograd learns that the tensor changes
+        tensor[:0].zero_()  # counts a write for autograd
     many = len(compiled)
     library.dynsparse_pattern_follow(
         (ctypes.c_void_p * many)(*(t.data_ptr() for t in compiled)),
@@ -246,23 +218,19 @@ def move_entries_(tensors: Sequence[Tensor], source: Tensor) -> None:
 
 
 def move_entries(tensor: Tensor, source: Tensor) -> Tensor:
-    """What `move_entries_` makes of a tensor, beside it; as long as `source`, whatever its own
-    length."""
-    shape = len(source), *tensor.shape[1:]
-    if not len(tensor):
-        return tensor.new_zeros(shape)
+    """A new tensor whose entry j is entry source[j] of this one; zero where that is -1. Its length
+    is that of `source`."""
     library = native.load() if tensor.is_cpu and source.is_cpu else None
     if library is None or not tensor.numel():
-        made = tensor.index_select(0, source.to(tensor.device).clamp(min=0))
-        made[source.to(tensor.device) < 0] = 0
-        return made
-    tensor, made = tensor.detach().contiguous(), empty(*shape, dtype=tensor.dtype)
+        return move(tensor, source.to(tensor.device))
+    moved = empty(len(source), *tensor.shape[1:], dtype=tensor.dtype)
+    tensor = tensor.detach().contiguous()
     library.dynsparse_pattern_move(
         tensor.data_ptr(),
         tensor.nbytes // len(tensor),
         source.contiguous().data_ptr(),
         len(source),
-        made.data_ptr(),
+        moved.data_ptr(),
         torch.get_num_threads(),
     )
-    return made
+    return moved

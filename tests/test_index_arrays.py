@@ -6,8 +6,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from kernels_of import ISAS, with_library
 
-from dynsparse.encoding import by_columns, merge, move_entries, move_entries_
 from dynsparse.pattern import Rewiring, SparsePattern
+from dynsparse.pattern.index_arrays import by_columns, merge, move_entries, move_entries_
 
 pytestmark = pytest.mark.skipif(not ISAS, reason="no compiled kernels")
 
