@@ -1,7 +1,7 @@
-"""How an overall density is shared among layers: uniform, ER, ERK, with exact totals.
+"""How an overall density is divided among layers: uniform, ER, ERK, with exact totals.
 
 Everything is computed in whole elements and exact fractions, so nothing is lost to rounding: the
-blocks of all layers add up to the density asked for, to the nearest block.
+blocks of all layers add up to the requested density, to the nearest block.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ def allocate(
             same with the kernel's dimensions in sum and product, Evci et al. 2020, "Rigging the
             Lottery: Making All Tickets Winners", section 3. For linear layers "er" and "erk" are
             one.
-        block_size: edge of the blocks, one for all or by layer name (1 where left out).
+        block_size: edge of the blocks, one for all or by layer name (defaults to 1).
         densities: layer name -> its own density in (0, 1], to its nearest block. These come first;
             the other layers share what is left of the overall density.
 

@@ -71,9 +71,9 @@ class Rewiring:
     @classmethod
     def _trusted(cls, before: SparsePattern, after: SparsePattern, source: Tensor) -> Rewiring:
         """Without checks, which take as long as making a rewiring."""
-        made = cls.__new__(cls)
-        vars(made).update(before=before, after=after, source=source)
-        return made
+        rewiring = cls.__new__(cls)
+        vars(rewiring).update(before=before, after=after, source=source)
+        return rewiring
 
     @classmethod
     def _on_device(
@@ -117,19 +117,19 @@ class Rewiring:
                 flat = torch.where(unless, before, flat)
                 source = torch.where(unless, own, source)
         after = SparsePattern._on_device(flat, pattern, slots_after)
-        made = cls._from_device(pattern, after, source)
+        rewiring = cls._from_device(pattern, after, source)
         if slots_after is not None:
-            vars(made)["keeps_slots"] = True
+            vars(rewiring)["keeps_slots"] = True
         if all_new:
-            vars(made)["_known_grown"] = len(grow)
-        return made
+            vars(rewiring)["_known_grown"] = len(grow)
+        return rewiring
 
     @classmethod
     def _from_device(cls, before: SparsePattern, after: SparsePattern, source: Tensor) -> Rewiring:
         """`_trusted` with a source on a device."""
-        made = cls.__new__(cls)
-        vars(made).update(before=before, after=after, _device_source=source)
-        return made
+        rewiring = cls.__new__(cls)
+        vars(rewiring).update(before=before, after=after, _device_source=source)
+        return rewiring
 
     def __getattr__(self, name: str) -> Any:
         # Only called for attributes that are not set.
@@ -219,9 +219,9 @@ class Rewiring:
         slots = move_entries(slots, source) if len(slots) else copy_tensor(source)
         slots.masked_scatter_(source < 0, reused.int())
         after._set_index(merged.row_ptr, merged.cols, slots)
-        made = cls.__new__(cls)
-        vars(made).update(before=pattern, after=after, _reused=reused)
-        return made
+        rewiring = cls.__new__(cls)
+        vars(rewiring).update(before=pattern, after=after, _reused=reused)
+        return rewiring
 
     @classmethod
     @typed

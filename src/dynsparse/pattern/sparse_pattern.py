@@ -96,16 +96,16 @@ class SparsePattern:
         col = coordinates(cols, "cols", grid[1])
         if len(row) != len(col):
             raise ValueError(f"rows and cols differ in length: {len(row)} and {len(col)}")
-        given = row * grid[1] + col
-        flat = np.sort(given)
+        unsorted = row * grid[1] + col
+        flat = np.sort(unsorted)
         if len(flat) > 1 and (repeats := flat[1:] == flat[:-1]).any():
             r, c = divmod(int(flat[1:][repeats][0]), grid[1])
             raise ValueError(
                 f"{int(repeats.sum())} duplicate coordinates, the first is (row {r}, col {c})"
             )
         self._set(torch.from_numpy(flat), shape, block_size)
-        if in_order and not np.array_equal(flat, given):
-            self.slots = torch.from_numpy(given.argsort()).int()
+        if in_order and not np.array_equal(flat, unsorted):
+            self.slots = torch.from_numpy(unsorted.argsort()).int()
 
     def _set(self, flat: Tensor, shape: tuple[int, int], block_size: int) -> None:
         if len(flat) > INT32_MAX:
@@ -622,13 +622,13 @@ class SparsePattern:
         return matrix if format in (None, "bsr") else matrix.asformat(format)
 
 
-def _as_tensor(name: str, given: Any) -> Tensor:
+def _as_tensor(name: str, values: Any) -> Tensor:
     """A tensor on the CPU, of whatever holds numbers."""
-    if isinstance(given, Tensor):
-        if check_tensor(name, given).is_meta:
+    if isinstance(values, Tensor):
+        if check_tensor(name, values).is_meta:
             raise ValueError(f"{name} must have memory, got a tensor on the device meta")
-        return given.detach().cpu()
+        return values.detach().cpu()
     try:
-        return torch.as_tensor(given)
+        return torch.as_tensor(values)
     except (TypeError, ValueError, RuntimeError, OverflowError):
-        raise TypeError(f"{name} must be numbers, got {shortened(given)}") from None
+        raise TypeError(f"{name} must be numbers, got {shortened(values)}") from None

@@ -150,7 +150,7 @@ def topk_over_ranks(
     sure = [0] * len(jobs)
     with collective_errors(ranks.all_ranks, sure, "sum"):
         failed.raise_pending()
-        sure[:] = [len(job.found.sure) if ranks.is_lead_group(job.axes) else 0 for job in jobs]
+        sure[:] = [len(job.candidates.sure) if ranks.is_lead_group(job.axes) else 0 for job in jobs]
     rescore_ambiguous(
         ranks,
         [job.rounded_scores for job in rounded],
@@ -173,7 +173,7 @@ class _Job:
 
     best: RunningBest
     rounded_scores: RoundedScores
-    found: Candidates  # in this rank's rows
+    candidates: Candidates  # in this rank's rows
     samples: int  # of all ranks
     dtype: torch.dtype  # in which gradients are added up
     sample_dtype: torch.dtype  # in which samples are sent
@@ -196,17 +196,17 @@ class _Job:
                 check_pairs(self.pairs, request.pattern)
         except (TypeError, ValueError) as error:
             raise type(error)(f"layer {self.name!r}: {error}") from error
-        self.held = sum(samples_of(x) for x, _ in self.pairs)  # samples of this rank
+        self.local_samples = sum(samples_of(x) for x, _ in self.pairs)  # samples of this rank
         self.first, self.last = chunk_of(ranks, request.pattern.grid[0])
         self.device = self.pairs[0][0].device if self.pairs else ranks.device
         none = torch.zeros(0, dtype=torch.int64, device=self.device)
-        self.found = Candidates.of(none.float(), none)
+        self.candidates = Candidates.of(none.float(), none)
 
     def facts(self) -> list[int]:
         """Numbers whose sums over ranks `decide` takes: samples, and their types."""
         types = [tensor.dtype for pair in self.pairs for tensor in pair]
         return [
-            self.held,
+            self.local_samples,
             sum(t != torch.bfloat16 for t in types),
             sum(t == torch.float64 for t in types),
             len(self.pairs),
@@ -246,7 +246,7 @@ class _Job:
         which decide alike."""
         if self.spec is None:
             return self.pattern.shape
-        out, in_ = (slab.borders[-1] // (len(slab.borders) - 1) for slab in self.spec.dim_shards)
+        out, in_ = (dim.borders[-1] // (len(dim.borders) - 1) for dim in self.spec.dim_shards)
         return out, in_
 
     def check_reached(self) -> None:
@@ -351,13 +351,13 @@ class _Job:
             self.best.add(scores, self.pattern, self.exclude, first)
 
     def finish(self) -> None:
-        """Set `found` when all gradients are added."""
+        """Set `candidates` when all gradients are added."""
         if self.rounded:
-            self.found = Candidates.of(self.rounded_scores.scores, self.rounded_scores.flat)
+            self.candidates = Candidates.of(self.rounded_scores.scores, self.rounded_scores.flat)
         elif not self.by_samples:
             self.best.compact()
             count = self.best.count
-            self.found = Candidates.of(self.best.scores[:count], self.best.flat[:count])
+            self.candidates = Candidates.of(self.best.scores[:count], self.best.flat[:count])
 
 
 # ---- what is sent ----
@@ -420,7 +420,7 @@ def _exchange_samples(
     """x goes to all ranks, the columns of dY to the owners of their rows."""
     if not jobs:
         return
-    local = torch.tensor([job.held for job in jobs], device=ranks.device)
+    local = torch.tensor([job.local_samples for job in jobs], device=ranks.device)
     counts = torch.stack(ranks.all_gather(local, [len(jobs)] * ranks.size)).tolist()
     held = [[of_rank[i] for of_rank in counts] for i in range(len(jobs))]
     long = [i for i, job in enumerate(jobs) if RowSearch.is_long(job.pattern, job.dtype)]
@@ -429,7 +429,7 @@ def _exchange_samples(
     if not long:
         return
     found = torch.tensor(
-        [[jobs[i].found.count, jobs[i].found.above] for i in long], device=ranks.device
+        [[jobs[i].candidates.count, jobs[i].candidates.above] for i in long], device=ranks.device
     )
     for i, (count, above) in zip(long, ranks.sum(found).tolist(), strict=True):
         if not above <= jobs[i].count <= count:  # the guess was wrong: search again without one
@@ -481,7 +481,7 @@ def _search(
         low = -low
     with failed:
         if search is not None:
-            job.found = search.best(job.most, low, high)
+            job.candidates = search.best(job.most, low, high)
 
 
 def _select(ranks: Ranks, jobs: Sequence[_Job], sure: Sequence[int]) -> list[Tensor]:
@@ -492,7 +492,7 @@ def _select(ranks: Ranks, jobs: Sequence[_Job], sure: Sequence[int]) -> list[Ten
     """
     candidates = []
     for job in jobs:
-        scores, flat, certain = job.found.scores, job.found.flat, job.found.sure
+        scores, flat, certain = job.candidates.scores, job.candidates.flat, job.candidates.sure
         if job.spec is not None:
             flat, certain = (job.spec.to_full(f, job.pattern.block_size) for f in (flat, certain))
         if not ranks.is_lead_group(job.axes):

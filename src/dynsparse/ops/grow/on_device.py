@@ -48,14 +48,14 @@ def topk_on_device(
     """
     device, x_is_matrix = pairs[0][0].device, pairs[0][0].dim() == 2
     (height, width), b = pattern.grid, pattern.block_size
-    held = pattern._flat_on(device)
+    occupied = pattern._flat_on(device)
     if len(exclude):
-        held = torch.cat([held, exclude.to(device)])
+        occupied = torch.cat([occupied, exclude.to(device)])
     pooled = dtype is torch.float32 and x_is_matrix and can_score_blocks(pairs, b)
     rows = max(1, PANEL_BYTES // (dtype.itemsize * width * (1 if pooled else b * b)))
     room = torch.empty(min(rows, height) * width + 1, dtype=dtype, device=device)
     flat = torch.empty(0, dtype=torch.int64, device=device)
-    found = torch.empty(0, dtype=dtype, device=device)
+    scores = torch.empty(0, dtype=dtype, device=device)
     for first in range(0, height, rows):
         count = min(rows, height - first)
         begin, size = first * width, count * width
@@ -66,14 +66,14 @@ def topk_on_device(
         else:
             _score(pairs, first * b, count * b, b, pooling, panel)
         # Positions that are not free get -1; those of other panels go to an unused last entry.
-        taken = held - begin
+        taken = occupied - begin
         taken = torch.where((taken >= 0) & (taken < size), taken, size)
         room.narrow(0, 0, size + 1).index_fill_(0, taken, -1.0)
-        found = torch.cat([found, panel])
+        scores = torch.cat([scores, panel])
         flat = torch.cat([flat, torch.arange(begin, begin + size, device=device)])
-        keep = select_on_device(found, min(k, len(found)))
-        found, flat = found.index_select(0, keep), flat.index_select(0, keep)
-    return flat, found
+        keep = select_on_device(scores, min(k, len(scores)))
+        scores, flat = scores.index_select(0, keep), flat.index_select(0, keep)
+    return flat, scores
 
 
 def _score(

@@ -104,9 +104,9 @@ class RowSearch:
         If at most `k` exceed `high`, those that clearly do come without scores.
         """
         if low > 0 and self._pattern.block_size == 1 and self._scorer.library is not None:
-            found = self._screened(k, low, high)
-            if found is not None:
-                return found
+            candidates = self._screened(k, low, high)
+            if candidates is not None:
+                return candidates
         scorer, width = self._scorer, self._pattern.grid[1]
         best = RunningBest(k, self._rows * width, low, scorer.dtype, scorer.device, scorer.library)
         for begin in range(self._first, self._last, self._rows):
@@ -120,12 +120,12 @@ class RowSearch:
         """`best` by screening; None where that is not faster."""
         if not can_screen(self._pairs, low):
             return None
-        found = screen_positions(
+        screened = screen_positions(
             self._pairs, self._pattern, self._exclude, k, low, high, self._first
         )
-        if found is None:
+        if screened is None:
             return None
-        scores, flat, sure = found
+        scores, flat, sure = screened
         above = len(sure) + (int((scores > high).sum()) if len(sure) else 0)
         keep = select(scores, min(max(k - len(sure), 0), int((scores > low).sum())))
         return Candidates(scores[keep], flat[keep], sure, above)
@@ -184,13 +184,13 @@ class RunningBest:
             self._scan_compiled(self._library, scores, pattern, first, offset)
 
     def _scan(self, scores: Tensor, offset: int) -> None:
-        found = (scores > self.threshold).nonzero().flatten()
-        if self.count + len(found) > len(self.scores):
+        above = (scores > self.threshold).nonzero().flatten()
+        if self.count + len(above) > len(self.scores):
             self.compact()
-            found = found[scores[found] > self.threshold]
-        end = self.count + len(found)
-        torch.index_select(scores, 0, found, out=self.scores[self.count : end])
-        torch.add(found, offset, out=self.flat[self.count : end])
+            above = above[scores[above] > self.threshold]
+        end = self.count + len(above)
+        torch.index_select(scores, 0, above, out=self.scores[self.count : end])
+        torch.add(above, offset, out=self.flat[self.count : end])
         self.count = end
 
     def _scan_compiled(
@@ -204,7 +204,7 @@ class RunningBest:
         rows, width = scores.shape
         while True:
             room = len(self.scores) - self.count
-            found = library.dynsparse_grow_scan(
+            count = library.dynsparse_grow_scan(
                 scores.data_ptr(),
                 rows,
                 width,
@@ -218,12 +218,12 @@ class RunningBest:
                 room,
                 torch.get_num_threads(),
             )
-            if found < 0:
+            if count < 0:
                 raise MemoryError("no memory for a scan of growth scores")
-            if found <= room:
+            if count <= room:
                 break
             self.compact()
-        self.count += found
+        self.count += count
 
     def compact(self) -> None:
         """Keep only the best `k`, and raise the threshold to the last of them."""
@@ -411,7 +411,7 @@ def screen_positions(
     counts = torch.zeros(height + 1, dtype=torch.int32)
     cols = empty(room, dtype=torch.int32, brief=True)
     sure = empty(0 if high == torch.inf else min(k, height * width), dtype=torch.int64, brief=True)
-    found = torch.zeros(2, dtype=torch.int64)
+    numbers = torch.zeros(2, dtype=torch.int64)
     status = library.dynsparse_grow_screen(
         x.data_ptr(),
         *x.stride(),
@@ -431,14 +431,14 @@ def screen_positions(
         room,
         sure.data_ptr(),
         len(sure),
-        found.data_ptr(),
+        numbers.data_ptr(),
         torch.get_num_threads(),
     )
     if status == 1:
         raise MemoryError("no memory to look for the largest gradients")
     if status:
         return None
-    opened, certain = found.tolist()
+    opened, certain = numbers.tolist()
     cols, sure = cols[:opened], sure[:certain].add_(offset * width)
     row_ptr = counts.cumsum(0, dtype=torch.int32)
     scores = dot_products(dy, x, row_ptr, cols).abs_()

@@ -78,10 +78,10 @@ def topk_outside(
     if k == 0:
         return GrowCandidates(torch.zeros(0, dtype=torch.int64), torch.zeros(0, dtype=dtype))
     if not pairs[0][0].is_cpu:
-        return _candidates(*topk_on_device(pairs, pattern, k, pooling, exclude, dtype), sort)
+        return _order(*topk_on_device(pairs, pattern, k, pooling, exclude, dtype), sort)
 
-    found = _search(pairs, pattern, k, pooling, exclude, dtype, scored=True)
-    return _candidates(found.flat, found.scores, sort)
+    candidates = _search(pairs, pattern, k, pooling, exclude, dtype, scored=True)
+    return _order(candidates.flat, candidates.scores, sort)
 
 
 @typed
@@ -116,9 +116,9 @@ def best_positions(
         return topk_outside(pairs, pattern, k, pooling=pooling, sort=False).flat
     k, exclude = check_free_positions(pattern, k, None)
     dtype = check_pairs(pairs, pattern)
-    found = _search(pairs, pattern, k, check_pooling(pooling), exclude, dtype, scored=False)
-    ranked = found.flat.index_select(0, select(found.scores, k - len(found.sure)))
-    return merge_sorted(found.sure, ranked)
+    candidates = _search(pairs, pattern, k, check_pooling(pooling), exclude, dtype, scored=False)
+    ranked = candidates.flat.index_select(0, select(candidates.scores, k - len(candidates.sure)))
+    return merge_sorted(candidates.sure, ranked)
 
 
 def _search(
@@ -134,15 +134,15 @@ def _search(
     """At least `k` positions with the best among them; exactly `k` if all of them are scored."""
     search = RowSearch(pairs, pattern, exclude, pooling, dtype)
     low, high = search.guess(k) if search.is_long(pattern, dtype) else NO_GUESS
-    found = search.best(k, low, torch.inf if scored else high)
-    if found.count < k or found.above > k:  # the guess was wrong
-        found = search.best(k, *NO_GUESS)
-    if found.count < k:
+    candidates = search.best(k, low, torch.inf if scored else high)
+    if candidates.count < k or candidates.above > k:  # the guess was wrong
+        candidates = search.best(k, *NO_GUESS)
+    if candidates.count < k:
         raise ValueError("the gradients overflow, so positions cannot be ranked: lower the scale")
-    return found
+    return candidates
 
 
-def _candidates(flat: Tensor, values: Tensor, sort: bool) -> GrowCandidates:
+def _order(flat: Tensor, values: Tensor, sort: bool) -> GrowCandidates:
     """From positions in order."""
     if not sort:
         return GrowCandidates(flat, values)
