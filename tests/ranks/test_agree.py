@@ -27,11 +27,11 @@ def failing(bad, error):
     return work
 
 
-@pytest.mark.parametrize(("how", "expected"), [("max", [2, -1]), ("sum", [3, -6])])
-def test_numbers_go_along_in_the_same_move(how, expected):
+@pytest.mark.parametrize(("op", "expected"), [("max", [2, -1]), ("sum", [3, -6])])
+def test_numbers_go_along_in_the_same_move(op, expected):
     def work(ranks):
         numbers = [0, 0]
-        with collective_errors(ranks, numbers, how):
+        with collective_errors(ranks, numbers, op):
             numbers[:] = [ranks.rank, -ranks.rank - 1]
         return numbers, ranks.calls
 

@@ -30,9 +30,9 @@ class collective_errors:
 
     Args:
         ranks: the ranks that raise each other's errors.
-        numbers: 64-bit integers that are reduced by the same all-reduce, as many on all ranks.
-            After the block the list holds the results over `ranks`.
-        how: "max" or "sum" reduces them.
+        all_reduce: 64-bit integers that the same all-reduce reduces over `ranks`, as many on all
+            ranks; write this rank's into the list inside the block, and read the results after it.
+        op: "max" or "sum".
 
     Raises:
         ValueError, TypeError, RuntimeError, MemoryError: the type that was raised, if all ranks
@@ -41,9 +41,9 @@ class collective_errors:
             RuntimeError on the others.
     """
 
-    def __init__(self, ranks: Ranks, numbers: list[int] | None = None, how: str = "max") -> None:
-        self._ranks, self._numbers = ranks, [] if numbers is None else numbers
-        self._how = how
+    def __init__(self, ranks: Ranks, all_reduce: list[int] | None = None, op: str = "max") -> None:
+        self._ranks, self._numbers = ranks, [] if all_reduce is None else all_reduce
+        self._op = op
 
     def __enter__(self) -> None:
         pass
@@ -71,7 +71,7 @@ class collective_errors:
             return list(numbers)
         dtype = torch.int32 if len(numbers) == 1 and not self._numbers else torch.int64
         tensor = torch.tensor(numbers, dtype=dtype, device=ranks.device)
-        reduced: list[int] = (ranks.sum if self._how == "sum" else ranks.max)(tensor).tolist()
+        reduced: list[int] = (ranks.sum if self._op == "sum" else ranks.max)(tensor).tolist()
         return reduced
 
 
@@ -227,8 +227,8 @@ def _fold(raw: np.ndarray) -> np.ndarray:
 
 
 def min_max_digest(*values: object) -> list[int]:
-    """Two `numbers` for `collective_errors`, from which `all_equal` tells whether all ranks passed
-    equal values: of plain types, or with a `repr` of their own."""
+    """Two numbers for an `all_reduce` of `collective_errors`, from which `all_equal` tells whether
+    all ranks passed equal values: of plain types, or with a `repr` of their own."""
     number = digest(repr(values))
     return [number, ~number]
 

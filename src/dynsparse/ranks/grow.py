@@ -127,7 +127,7 @@ def topk_over_ranks(
     pooling = check_pooling(pooling)
     jobs: list[_Job] = []
     facts = [0] * _FACTS * len(requests)
-    with collective_errors(ranks, facts, "sum"):
+    with collective_errors(ranks, all_reduce=facts, op="sum"):
         if wire not in (None, torch.bfloat16):
             raise ValueError(f"wire must be None or torch.bfloat16, got {wire}")
         if exchange not in (None, "pieces", "samples"):
@@ -148,7 +148,7 @@ def topk_over_ranks(
     _exchange_samples(ranks, [job for job in busy if job.by_samples], pooling, failed)
     _exchange_gradients(ranks, [job for job in busy if not job.by_samples], pooling, failed)
     sure = [0] * len(jobs)
-    with collective_errors(ranks.all_ranks, sure, "sum"):
+    with collective_errors(ranks.all_ranks, all_reduce=sure, op="sum"):
         failed.raise_pending()
         sure[:] = [len(job.candidates.sure) if ranks.is_lead_group(job.axes) else 0 for job in jobs]
     rescore_ambiguous(
