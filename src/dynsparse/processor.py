@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import platform
 from functools import cache
 from pathlib import Path
@@ -55,3 +56,23 @@ def parse(cpuinfo: str) -> Processor:
         int(family) if family.isdigit() else 0,
         flags,
     )
+
+
+def available_memory() -> int | None:
+    """Bytes that can still be allocated without swapping; None where the system does not say."""
+    free: list[int] = []
+    try:
+        for line in Path("/proc/meminfo").read_text().splitlines():
+            if line.startswith("MemAvailable:"):
+                free.append(int(line.split()[1]) * 1024)
+    except OSError:
+        if hasattr(os, "sysconf") and "SC_AVPHYS_PAGES" in os.sysconf_names:
+            free.append(os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
+    try:  # a container may allow less than the machine has
+        limit = Path("/sys/fs/cgroup/memory.max").read_text().strip()
+        used = Path("/sys/fs/cgroup/memory.current").read_text().strip()
+        if limit != "max":
+            free.append(int(limit) - int(used))
+    except (OSError, ValueError):
+        pass
+    return min(free) if free else None

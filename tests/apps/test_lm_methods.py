@@ -11,7 +11,7 @@ from saved_states import state
 from dynsparse.apps.common.options import METHODS
 from dynsparse.apps.lm import Options, run
 from dynsparse.apps.lm.corpus import load_corpus
-from dynsparse.apps.lm.model import estimate_memory, parameters
+from dynsparse.apps.lm.model import parameters, state_bytes
 from dynsparse.apps.lm.training import Training
 from dynsparse.nn import SparseLinear
 from dynsparse.training.algorithms import BY_NAME
@@ -88,8 +88,8 @@ def test_a_denser_beginning_is_scaled_and_counted(method, text):
     assert count == sum(p.numel() for p in halved.parameters())
     layers = [m for m in halved.modules() if isinstance(m, SparseLinear)]
     assert blocks == sum(layer.pattern.nnz for layer in layers)
-    sparse = estimate_memory(dataclasses.replace(options, method="static"), corpus.size)
-    assert estimate_memory(options, corpus.size).state > sparse.state
+    sparse = state_bytes(dataclasses.replace(options, method="static"), corpus.size)
+    assert state_bytes(options, corpus.size) > sparse
 
 
 def test_a_token_table_is_not_for_top_kast():

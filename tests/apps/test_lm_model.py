@@ -9,13 +9,12 @@ from torch import nn
 from dynsparse.apps.lm import Options, preset
 from dynsparse.apps.lm.model import (
     LanguageModel,
-    Memory,
     build_model,
     check_memory,
-    estimate_memory,
     matched,
     parameters,
     repetition_weights,
+    state_bytes,
 )
 from dynsparse.nn import SparseEmbedding, SparseLinear
 
@@ -154,16 +153,14 @@ def test_no_dense_model_is_small_enough():
 
 
 def test_memory_is_estimated_and_refused_in_one_line():
-    small = estimate_memory(preset("tiny"), 65)
-    count, _ = parameters(preset("tiny"), 65)
-    assert small.state == 16 * count
-    assert small.total == small.state + small.pattern + small.work
-    large = estimate_memory(preset("large"), 50257)
-    assert large.total > 1 << 30
-    check_memory(small, small.total)
-    check_memory(small)
+    small = state_bytes(preset("tiny"), 65)
+    count, blocks = parameters(preset("tiny"), 65)
+    assert small == 16 * count + 36 * blocks
+    assert state_bytes(preset("large"), 50257) > 1 << 30
+    check_memory(small, small)
+    check_memory(small, None)
     with pytest.raises(ValueError, match=r"expected a model that fits the 1\.0 GiB") as error:
-        check_memory(Memory(1 << 30, 1, 0), 1 << 30)
+        check_memory((1 << 30) + 1, 1 << 30)
     assert "\n" not in str(error.value)
 
 

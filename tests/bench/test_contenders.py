@@ -6,7 +6,7 @@ from torch import nn
 from torch.testing import assert_close
 
 import dynsparse as ds
-from dynsparse.bench.cells import Cell, available_memory, refusal
+from dynsparse.bench.cells import Cell, refusal
 from dynsparse.bench.contenders import (
     MaskedLinear,
     MaskedRigL,
@@ -19,6 +19,7 @@ from dynsparse.bench.contenders import (
     update_parts,
 )
 from dynsparse.bench.host import medium_precision, multiplied_in, products_at_medium
+from dynsparse.processor import available_memory
 from dynsparse.training import CosineSchedule
 
 NEEDS_MKL = pytest.mark.skipif(not torch.backends.mkl.is_available(), reason="torch without MKL")

@@ -2,12 +2,13 @@
 
 import json
 import re
+import sys
 import warnings
 from dataclasses import fields
 
 import pytest
 
-from dynsparse.apps.lm import Options, model
+from dynsparse.apps.lm import Options
 from dynsparse.cli.app import run
 
 TEXT = "the cat sat on the mat, the dog sat on the log.\n" * 40
@@ -193,7 +194,7 @@ def test_mistakes_of_encode_get_one_line(capsys, text, tmp_path):
 
 
 def test_a_model_that_does_not_fit_is_refused_before_it_is_made(capsys, text, monkeypatch):
-    monkeypatch.setattr(model, "available_memory", lambda: 1 << 20)
+    monkeypatch.setattr(sys.modules["dynsparse.apps.lm.run"], "available_memory", lambda: 1 << 20)
     status, out, err = call(capsys, *TINY, "--data", text, "--hidden-size", "512")
     assert status == 2
     assert "memory: about" in out

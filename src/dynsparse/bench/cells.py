@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import itertools
-import os
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -222,17 +220,3 @@ def _bytes_needed(cell: Cell) -> int:
     # Inputs, outputs and their gradients, and a layout of each.
     activations = 4 * 12 * cell.batch * sum(cell.features)
     return dense + sparse + activations
-
-
-def available_memory() -> int | None:
-    """Bytes that can be had without swapping; None where the system does not tell."""
-    try:
-        for line in Path("/proc/meminfo").read_text().splitlines():
-            if line.startswith("MemAvailable:"):
-                return 1024 * int(line.split()[1])
-    except (OSError, ValueError):
-        pass
-    try:
-        return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    except (ValueError, OSError, AttributeError):
-        return None

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from dynsparse import native
+from dynsparse.processor import processor
 
 # user nice system irq softirq steal: the columns of /proc/stat in which a CPU is taken. Time that
 # a hypervisor gave to others is as foreign as any.
@@ -107,7 +108,7 @@ def describe_host() -> dict[str, object]:
     """Plain types, ready for JSON."""
     kernels = native.describe()
     return {
-        "processor": processor(),
+        "processor": processor().name,
         "cores": os.cpu_count(),
         "kernels": kernels["backend"],
         "isa": kernels["isa"],
@@ -127,20 +128,3 @@ def _version(name: str) -> str:
         return metadata.version(name)
     except metadata.PackageNotFoundError:
         return "source tree"
-
-
-def processor(cpuinfo: Path = Path("/proc/cpuinfo")) -> str:
-    """The processor's name as far as the system tells, with family and model where it is vague."""
-    fields: dict[str, str] = {}
-    try:
-        for line in cpuinfo.read_text().splitlines():
-            key, _, value = line.partition(":")
-            fields.setdefault(key.strip(), value.strip())
-    except OSError:
-        pass
-    name = fields.get("model name")
-    if not name:
-        return platform.processor() or platform.machine()
-    if "cpu family" in fields and "model" in fields:
-        return f"{name}, family {fields['cpu family']} model {fields['model']}"
-    return name

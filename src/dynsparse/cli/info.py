@@ -14,12 +14,12 @@ from rich.console import Console
 from rich.table import Table
 
 from dynsparse import __version__, native
-from dynsparse.bench.host import processor
 from dynsparse.ops.linear import choice, cost_table
 from dynsparse.ops.linear.cost_table import Layer
 from dynsparse.ops.linear.cuda import costs
 from dynsparse.ops.linear.cuda.chip import chip_of, runs_triton
 from dynsparse.ops.linear.cuda.costs import rates_of
+from dynsparse.processor import processor
 
 # The layer and the batches whose kernels are shown.
 _FEATURES = 1024
@@ -52,7 +52,7 @@ def info(
         "bfloat16 blocks": str(found["bfloat16"]),
         "available": ", ".join(available) or "none",
         "this machine runs": ", ".join(native.supported_isas()) or "none",
-        "processor": processor(),
+        "processor": processor().name,
         "kernels' costs": _said_of_costs(),
         "threads": str(found["threads"]),
         "torch": torch.__version__,
@@ -91,7 +91,7 @@ def facts() -> dict[str, Any]:
         "version": __version__,
         "kernels": {name: found[name] for name in ("backend", "isa", "reason", "bfloat16")}
         | {"available": found["available"], "supported": list(native.supported_isas())},
-        "processor": processor(),
+        "processor": processor().name,
         "kernel_costs": {
             "table": costs.name,
             "origin": costs.origin,

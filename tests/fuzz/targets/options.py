@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 
-from dynsparse.apps.lm.curves import read_figures
+from dynsparse.apps.lm.compare import read_figures
 from dynsparse.bench.results import load_results
 from dynsparse.options import _read, json_object, pairs
 from targets.common import folder, refused_as

@@ -24,17 +24,17 @@ from dynsparse.apps.common.run import (
 from dynsparse.apps.common.training import NOTICE, Scores
 from dynsparse.apps.lm.corpus import Corpus, load_corpus, no_corpus
 from dynsparse.apps.lm.model import (
-    Memory,
     check_memory,
-    estimate_memory,
     matched,
     parameters,
     sample,
+    state_bytes,
 )
 from dynsparse.apps.lm.options import Options
 from dynsparse.apps.lm.training import Training
 from dynsparse.data.text import Tokenizer, tokenizer_from_state
 from dynsparse.nn import SparseLinear
+from dynsparse.processor import available_memory
 from dynsparse.tracing import span, spanned
 
 
@@ -102,15 +102,6 @@ def closing_line(figures: dict[str, Any]) -> str:
     return text
 
 
-def memory_line(memory: Memory) -> str:
-    """The estimate in one line, to be shown before anything is made."""
-    return (
-        f"memory: about {bytes_text(memory.total)} (weights, gradients and optimizer "
-        f"{bytes_text(memory.state)}, patterns {bytes_text(memory.pattern)}, the work of a step "
-        f"{bytes_text(memory.work)})"
-    )
-
-
 _COLUMNS = {
     "step": 9, "loss": 9, "valid": 9, "perplexity": 12, "accuracy": 10, "replaced": 11,
     "tokens/s": 10,
@@ -164,10 +155,15 @@ def _introduce(options: Options, corpus: Corpus, seed: int, console: Console) ->
     for line in _headlines(built, corpus, seed):
         console.print(line, highlight=False)
     if options.trains:
-        needed = estimate_memory(built, corpus.size)
-        console.print(memory_line(needed), highlight=False)
+        needed = state_bytes(built, corpus.size)
+        console.print(
+            f"memory: about {bytes_text(needed)} of weights, gradients, optimizer state and "
+            "patterns; activations come to it",
+            highlight=False,
+        )
         device = torch.device(options.device)
-        check_memory(needed, None if device.type == "cpu" else torch.cuda.mem_get_info(device)[0])
+        on_cpu = device.type == "cpu"
+        check_memory(needed, available_memory() if on_cpu else torch.cuda.mem_get_info(device)[0])
 
 
 def _measured(training: Training, console: Console) -> dict[str, Any]:

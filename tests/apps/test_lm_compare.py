@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from dynsparse.apps.lm import curves, table
+from dynsparse.apps.lm.compare import main
 
 
 def figures(method="rigl", valid=2.0, **changes):
@@ -30,7 +30,7 @@ def test_the_table_has_mean_and_spread_and_the_best_first(tmp_path, capsys):
     files = write(
         tmp_path, figures("set", 2.2), figures("rigl", 2.0), figures("rigl", 2.1, accuracy=0.6)
     )
-    assert table.main(files) == 0
+    assert main(files) == 0
     lines = capsys.readouterr().out.splitlines()
     assert lines[2:] == [
         "| rigl | 2 | 1,234 | 2.0500 (2.0000 to 2.1000) | 2.1500 (2.1000 to 2.2000) | 55.00 % |",
@@ -41,13 +41,13 @@ def test_the_table_has_mean_and_spread_and_the_best_first(tmp_path, capsys):
 def test_the_curves_are_drawn(tmp_path):
     pytest.importorskip("matplotlib")
     files = write(tmp_path, figures(), figures("dense", 2.3))
-    assert curves.main([*files, "--output", str(tmp_path / "a.png")]) == 0
+    assert main([*files, "--output", str(tmp_path / "a.png")]) == 0
     assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")
 
 
-@pytest.mark.parametrize("main", [curves.main, table.main])
-def test_other_files_get_one_line(main, tmp_path, capsys):
-    output = ["--output", str(tmp_path / "a.png")] if main is curves.main else []
+@pytest.mark.parametrize("draws", [True, False])
+def test_other_files_get_one_line(draws, tmp_path, capsys):
+    output = ["--output", str(tmp_path / "a.png")] if draws else []
     (tmp_path / "bad").write_text("[1")
     for wrong in (
         *write(tmp_path, [], {}, figures(history=[]), figures(loss=None), figures(history=[1])),
@@ -62,5 +62,5 @@ def test_other_files_get_one_line(main, tmp_path, capsys):
 
 
 def test_trainings_of_different_length_do_not_stand_side_by_side(tmp_path, capsys):
-    assert table.main(write(tmp_path, figures(), figures(steps=30))) == 2
+    assert main(write(tmp_path, figures(), figures(steps=30))) == 2
     assert "expected trainings on one text with equally many steps" in capsys.readouterr().err

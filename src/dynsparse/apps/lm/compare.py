@@ -1,11 +1,14 @@
-"""Curves of the loss from the JSON files of several trainings.
+"""Several trainings side by side, from the JSON files of `dynsparse lm`: a table, and curves.
 
-python -m dynsparse.apps.lm.curves rigl.json static.json dense.json --output curves.png
+python -m dynsparse.apps.lm.compare *.json
+python -m dynsparse.apps.lm.compare rigl.json static.json dense.json --output curves.png
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
+import statistics
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -47,7 +50,7 @@ def draw_losses(runs: Sequence[dict[str, Any]], path: Path, title: str = "") -> 
     """
     with figure(9.0, 5.0) as page:
         axes = page.subplots()
-        for run, colour in zip(runs, _cycled(len(runs)), strict=True):
+        for run, colour in zip(runs, itertools.cycle(_COLOURS), strict=False):
             steps = [entry["step"] for entry in run["history"]]
             valid = [entry["valid_loss"] for entry in run["history"]]
             train = [entry["loss"] for entry in run["history"]]
@@ -72,22 +75,63 @@ def draw_losses(runs: Sequence[dict[str, Any]], path: Path, title: str = "") -> 
     return path
 
 
-def _cycled(count: int) -> list[str]:
-    return [_COLOURS[i % len(_COLOURS)] for i in range(count)]
+def loss_table(runs: Sequence[dict[str, Any]]) -> str:
+    """Markdown, one line per method in the order of its mean validation loss.
+
+    Losses are those at the end, in nats per token: mean (least to largest) over the seeds.
+
+    Raises:
+        ValueError: runs of different length or data, which cannot stand side by side.
+    """
+    kinds = {(run["data"], run["steps"], run["vocabulary"]) for run in runs}
+    if len(kinds) > 1:
+        first, second = sorted(kinds)[:2]
+        raise ValueError(
+            f"expected trainings on one text with equally many steps, got {first} and {second}"
+        )
+    methods: dict[str, list[dict[str, Any]]] = {}
+    for run in runs:
+        methods.setdefault(run["method"], []).append(run)
+    ordered = sorted(methods.items(), key=lambda item: _mean(item[1], "valid_loss"))
+    lines = [
+        "| method | seeds | parameters | validation loss | test loss | test accuracy |",
+        "|---|---|---|---|---|---|",
+    ]
+    for method, group in ordered:
+        held = ", ".join(sorted({f"{run['parameters']['held']:,}" for run in group}))
+        accuracy = 100 * _mean(group, "accuracy")
+        lines.append(
+            f"| {method} | {len(group)} | {held} | {_spread(group, 'valid_loss')} | "
+            f"{_spread(group, 'loss')} | {accuracy:.2f} % |"
+        )
+    return "\n".join(lines)
+
+
+def _mean(group: Sequence[dict[str, Any]], key: str) -> float:
+    return statistics.fmean(run[key] for run in group)
+
+
+def _spread(group: Sequence[dict[str, Any]], key: str) -> str:
+    values = [run[key] for run in group]
+    return f"{_mean(group, key):.4f} ({min(values):.4f} to {max(values):.4f})"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Draw; one line and status 2 for what a user can mend."""
-    parser = argparse.ArgumentParser(description="Curves of the loss of several trainings.")
+    """Print the table, or draw the curves; one line and status 2 for an error of the user."""
+    parser = argparse.ArgumentParser(description="A table or curves of several trainings.")
     parser.add_argument("files", nargs="+", type=Path, help="written by dynsparse lm --json")
-    parser.add_argument("--output", type=Path, required=True, help="the picture, such as a.png")
-    parser.add_argument("--title", default="")
+    parser.add_argument("--output", type=Path, help="draw curves to this picture, such as a.png")
+    parser.add_argument("--title", default="", help="of the picture")
     given = parser.parse_args(arguments)
     try:
-        need_matplotlib()
-        draw_losses([read_figures(file) for file in given.files], given.output, given.title)
+        runs = [read_figures(file) for file in given.files]
+        if given.output is None:
+            print(loss_table(runs))
+        else:
+            need_matplotlib()
+            draw_losses(runs, given.output, given.title)
     except (ValueError, OSError, ImportError) as error:
-        print(f"curves: {error}", file=sys.stderr)
+        print(f"compare: {error}", file=sys.stderr)
         return 2
     return 0
 
