@@ -40,7 +40,7 @@ def both(request, make, b=1):
     here = train(model(b), make)
     request.getfixturevalue("off_cpu")
     net = model(b)
-    assert all(layer.is_elsewhere for layer in net if isinstance(layer, SparseLinear))
+    assert all(layer.is_on_device for layer in net if isinstance(layer, SparseLinear))
     return here, train(net, make)
 
 

@@ -51,8 +51,7 @@ class SparseModule(nn.Module):
     # The name that `sparsify` found it under, for messages; and whether one has been given already.
     known_as: str | None = None
     told_of_dense_weight: bool = False
-    # Of tensors beside the values, what this rank has of them where the layer is cut into
-    # rectangles: a slab, and along which dimension.
+    # The other sharded tensors of a tensor-parallel layer: name -> their shard and its dimension.
     dim_shards: dict[str, tuple[DimShard, int]]
     # Whether another pattern was loaded: a trainer looks before its next step.
     _was_replaced: bool = False
@@ -69,8 +68,8 @@ class SparseModule(nn.Module):
         return self._pattern.block_size
 
     @property
-    def is_elsewhere(self) -> bool:
-        """Whether values and index are elsewhere than on the CPU, where nobody should wait."""
+    def is_on_device(self) -> bool:
+        """Whether values and index are not on the CPU, so that nothing may synchronise."""
         state = self._state
         return state is not None and not state.index.on_cpu
 
@@ -362,8 +361,8 @@ class SparseModule(nn.Module):
 
     @property
     def may_resize(self) -> bool:
-        """Whether the number of blocks here may change: that of a rectangle does while that of the
-        whole layer stays."""
+        """Whether the number of blocks on this rank may change: that of a shard does while that of
+        the full layer stays."""
         return self.resizable or isinstance(self.executor, ShardSpec)
 
     @property

@@ -70,7 +70,7 @@ def check_gradients(
     """
     raise_pending_errors(layers)
     for name, layer in layers.items():
-        if alone and layer.is_elsewhere:
+        if alone and layer.is_on_device:
             continue
         grad = layer.values.grad
         if grad is not None and not is_finite(local_part(grad)):

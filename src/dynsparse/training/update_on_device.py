@@ -72,7 +72,7 @@ class DeviceSelection:
 def can_update_on_device(layer: SparseLinear, ranks: Ranks) -> bool:
     """Whether the device of a layer decides about it: it is not the CPU, and no other rank has a
     say."""
-    return ranks.alone and layer.is_elsewhere and not is_sharded(layer.values)
+    return ranks.alone and layer.is_on_device and not is_sharded(layer.values)
 
 
 def plan_on_device(request: UpdateRequest, counts: Mapping[str, Counts]) -> dict[str, Change]:
