@@ -1,4 +1,4 @@
-"""What is checked before a program may run: mapping, locality and races."""
+"""Checks before a program runs: mapping, locality, constants and races."""
 
 from __future__ import annotations
 

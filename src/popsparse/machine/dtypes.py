@@ -25,7 +25,7 @@ class DType:
 
     @property
     def poison(self) -> Any:
-        """What fresh memory holds: NaN, or the bytes 0xAB. No result can lean on it unnoticed."""
+        """The value of unwritten memory: NaN, or the bytes 0xAB, so that results show its use."""
         if self.is_floating:
             return np.nan
         if self.numpy.kind == "b":

@@ -250,7 +250,7 @@ class Engine:
             self._write_report("profile.json", "Runs", self._reported)
         return profile
 
-    # The host's side.
+    # Host access.
 
     def read(self, what: str | Tensor, replica: int = 0) -> np.ndarray:
         """A copy of a tensor's values, by handle name, variable name or tensor.

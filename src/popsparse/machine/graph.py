@@ -290,7 +290,7 @@ class Graph:
                     return variable
         return None
 
-    # Which tile holds what.
+    # Tile mapping.
 
     def _check_own(self, tensor: Any) -> Tensor:
         check_kind("tensor", tensor, Tensor, "a Tensor of the graph")
@@ -299,7 +299,7 @@ class Graph:
         return tensor
 
     def set_tile_mapping(self, tensor: Tensor, tiles: Any) -> None:
-        """Say which tile holds what.
+        """Map elements to tiles.
 
         `tiles` is one tile for the whole tensor, or an integer array over the tensor's leading
         dimensions: `tiles[i]` holds `tensor[i]`, `tiles[i, j]` holds `tensor[i, j]`. A later
@@ -536,7 +536,7 @@ class Graph:
             compute_set, codelet, np.array([check_integer("tile", tile)]), lifted
         )
 
-    # The host's side.
+    # Host access.
 
     @typed
     def add_handle(self, name: str, tensor: Tensor) -> None:

@@ -1,4 +1,4 @@
-"""The memory of the tiles: when variables are live, what fits, and what a tile holds.
+"""The memory of the tiles: liveness of variables, memory use, and the contents of tiles.
 
 Variables that are never live at the same time can share memory. A variable is live from a step that
 writes all of it (or a `WriteUndef`) to the last step that reads it. Always live: constants,

@@ -1,4 +1,4 @@
-"""What a run cost: cycles, bytes and memory by step, and its file."""
+"""The profile of a run: cycles, bytes and memory by step, and its file format."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Programs: what runs after what. Names follow Poplar."""
+"""Programs: steps and control flow. Names follow Poplar."""
 
 from __future__ import annotations
 
@@ -149,7 +149,7 @@ class CrossReplicaCopy(Program):
 
 
 class PrintTensor(Program):
-    """Show what a tensor holds: on the engine's `print_to`, after a title."""
+    """Print the values of a tensor to the engine's `print_to`, after a title."""
 
     def __init__(self, tensor: Tensor, title: str = "", *, name: str | None = None) -> None:
         self.tensor = check_kind("tensor", tensor, Tensor, "a Tensor of a graph")
@@ -158,7 +158,7 @@ class PrintTensor(Program):
 
 
 class ErrorProgram(Program):
-    """End the run with an `AbortError` that has this message and what a tensor holds."""
+    """End the run with an `AbortError` that has this message and the values of a tensor."""
 
     def __init__(
         self, message: str, tensor: Tensor | None = None, *, name: str | None = None

@@ -77,11 +77,11 @@ Node = Callable[[Profile], None]
 
 
 class State:
-    """The memory of a graph's variables on a target, and what steps need besides.
+    """The memory of a graph's variables on a target, and what else steps need.
 
     `memories` has one for each replica. `steps` has a row (name, kind, plan of the copy) for each
-    step of the profile, `rows` the row of each program that has one: who adds a row says in
-    `making` which program it is of. Arguments as of `Engine`.
+    step of the profile, `rows` the row of each program that has one; `making` is the program whose
+    row is added. Arguments as of `Engine`.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""Runs of the tile machine for people: pages, text, findings, comparisons, profiles in files."""
+"""Reports on runs of the tile machine: pages, text, findings, comparisons, profile files."""
 
 from popsparse.report.buckets import encoding_data
 from popsparse.report.comparison import (

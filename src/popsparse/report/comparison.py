@@ -17,7 +17,7 @@ from popsparse.report.steps import operations, peak_step, short_names
 
 @dataclass(frozen=True)
 class Pair:
-    """A figure of the first profile and of the second; None where one has no such thing."""
+    """A figure of the first profile and of the second; None where a profile lacks it."""
 
     name: str
     first: float | None
@@ -25,7 +25,7 @@ class Pair:
 
     @property
     def change(self) -> float | None:
-        """The second over the first, minus 1; None where that says nothing."""
+        """The second over the first, minus 1; None without both, or where the first is 0."""
         if self.first is None or self.second is None or not self.first:
             return None
         return self.second / self.first - 1
@@ -183,7 +183,7 @@ _WIDTH = 96
 
 @typed
 def profile_text(title: str, profiles: Sequence[ProfileData]) -> str:
-    """What a page begins with: cycles, memory, operations and three findings of each pass."""
+    """Text with cycles, memory, operations and three findings of each pass."""
     check_kind("profiles", profiles, (list, tuple), "a list of ProfileData")
     lines = [title]
     for profile in profiles:

@@ -22,12 +22,12 @@ from popsparse.machine import HeldVariable, PlacedVertices, ProgramNode
 from popsparse.machine.profile import FORMAT, VERSION, build_document
 
 PARTS = ("compute", "exchange", "sync", "host")
-"""What the cycles of a step consist of."""
+"""The parts of a step's cycles."""
 
 
 @contextmanager
 def reading(what: str) -> Iterator[None]:
-    """Let errors of the block be a ValueError that names what is read."""
+    """Turn errors of the block into a ValueError that names what is read."""
     try:
         yield
     except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
@@ -43,7 +43,7 @@ class ContentsData:
         tiles: of the machine.
         variables: all of them.
         live: by step (a number of `ProfileData.steps`) the numbers of the variables that are
-            wanted while it runs and are not always live.
+            live while it runs and not always live.
         vertices: of each step and codelet.
     """
 
@@ -58,7 +58,7 @@ class ContentsData:
         return [i for i, v in enumerate(self.variables) if v.kind != "not always live"]
 
     def bytes_on(self, tile: int) -> np.ndarray:
-        """What each variable takes of a tile: int64 [variables].
+        """Bytes of each variable on a tile: int64 [variables].
 
         Raises:
             ValueError: no such tile.
@@ -87,7 +87,7 @@ class ContentsData:
         together: the largest first.
 
         Raises:
-            ValueError: a step that holds nothing of its own, as those without memory; no such tile.
+            ValueError: a step without memory, or a tile that does not exist.
         """
         if step not in self.live:
             raise ValueError(f"step must be one of {len(self.live)} with memory, got {step}")
@@ -101,8 +101,8 @@ class ContentsData:
         """Bytes that are always live, and those that are not, at each of some steps.
 
         Args:
-            steps: numbers of steps; such without memory count as if they held nothing.
-            tile: on this one; on all together without.
+            steps: numbers of steps; steps without memory count as 0.
+            tile: on this tile; None: on all together.
 
         Returns:
             Two int64 [steps]. The first is the same everywhere.

@@ -120,16 +120,16 @@ def report_html(
     encoding: Mapping[str, Any] | None = None,
     compared: Comparison | None = None,
 ) -> str:
-    """The page as text. What there is no data for is left out.
+    """The page as text. Sections without data are left out.
 
-    Everything is plain data (as from `json.load`), so that a page can be made from stored figures.
+    All arguments are plain data (as from `json.load`), so that stored figures make a page, too.
 
     Args:
         title: heading of the page.
         summary: figures by name. Headlines are "cycles", "seconds", "tflops" (each a number, or a
             mapping of pass to number), "max_tile_bytes", "propagation_steps" and
             "max_relative_error"; known too are "rows", "cols", "batch", "density", "block_size",
-            "dtype", "target", ... ; any other is shown under its own name.
+            "dtype", "target", ... ; others are shown under their own names.
         plan: what `popsparse.plan_report` or `DensePlan.to_dict` gives.
         profile: a `machine.Profile` or its `to_dict()`, or a mapping of pass to either.
         predicted: by pass, what `PassTime.to_dict` of the execution model gives.

@@ -1,4 +1,4 @@
-"""What costs most and what may be done about it, in words: rules over the profile of a run."""
+"""Findings: rules over the profile of a run that name what costs most, with remedies."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from popsparse.report.steps import short_names
 
 @dataclass(frozen=True)
 class Finding:
-    """One thing that costs, and its remedy.
+    """A cost and its remedy.
 
     Attributes:
         rule: its name among `RULES`.
@@ -35,7 +35,7 @@ class Finding:
 
 
 _LEAST = 0.05
-"""Of the run's cycles: what costs less is not worth a word."""
+"""Share of the run's cycles below which a cost is not reported."""
 
 Rule = Callable[[ProfileData], "Finding | None"]
 
@@ -50,7 +50,7 @@ def _over_memory(profile: ProfileData) -> Finding | None:
         f"Tile {profile.worst_tile:,} needs {number(profile.max_bytes)} B and has "
         f"{number(profile.limit)}, {number(over)} too little; {_largest(profile)}.",
         "Lower --batch or --available-memory-proportion (the option available_memory_proportion of "
-        "plans), or use more --tiles; in programs of your own spread the largest variable over "
+        "plans), or use more --tiles; in your own programs spread the largest variable over "
         "more tiles with Graph.map_linearly.",
         profile.max_bytes / profile.limit,
     )
@@ -85,9 +85,9 @@ def _always_live(profile: ProfileData) -> Finding | None:
         f"({percent(always, profile.limit)}) belong to variables that are live in every step; "
         f"{_largest(profile)}.",
         "Weights, operands and results that the host reads must stay. A lower --density, a smaller "
-        "--oversize or more --tiles make them smaller. In programs of your own take away handles "
-        "(add_handle) and initial values that nobody needs, and say with WriteUndef where contents "
-        "are not wanted any more.",
+        "--oversize or more --tiles make them smaller. In your own programs remove handles "
+        "(add_handle) and initial values that are not needed, and mark with WriteUndef where "
+        "contents are no longer needed.",
         always / profile.limit,
     )
 
@@ -111,7 +111,7 @@ def _waiting(step: StepData, tiles: int) -> float:
 
 def _imbalance(profile: ProfileData) -> Finding | None:
     tiles, names = _tile_count(profile), short_names(profile)
-    # What a few tiles do for all is no matter of balance, nor is where blocks had to spill to.
+    # Work that a few tiles do for all is not an imbalance, nor is where blocks spilled to.
     passing = set(map(id, _propagation(profile)))
     steps = [s for s in _compute_steps(profile) if s.tiles > 0.1 * tiles and id(s) not in passing]
     lost = sum(_waiting(step, tiles) for step in steps)
@@ -127,7 +127,7 @@ def _imbalance(profile: ProfileData) -> Finding | None:
         f"where the mean tile works {percent(busy)} of the time.",
         "Blocks spread unevenly fill some parts of the plan more than others: try another cut with "
         '--plan-constraints \'{"partition": {"x": ..}}\', a larger --block-size, or a pattern that '
-        "is more even. In programs of your own deal the vertices of add_vertices more evenly.",
+        "is more even. In your own programs distribute the vertices of add_vertices more evenly.",
         lost / profile.cycles,
     )
 
@@ -184,7 +184,7 @@ def _sync(profile: ProfileData) -> Finding | None:
         "Steps that wait for each other",
         f"Synchronisation takes {percent(spent, profile.cycles)} of the cycles: {runs:,} steps of "
         f"{number(profile.cycles / max(runs, 1))} cycles on average.",
-        "Do more in a step: a larger --batch; fewer and larger products; in programs of your own "
+        "Do more in a step: a larger --batch; fewer and larger products; in your own programs "
         "several pairs in one Copy([...]) and several codelets in one compute set.",
         spent / profile.cycles,
     )
@@ -200,7 +200,7 @@ def _host(profile: ProfileData) -> Finding | None:
         f"Streams to and from the host, and remote buffers, take {percent(spent, profile.cycles)} "
         "of the cycles.",
         "Send less and more rarely: pool gradients on the tiles (--update sum, avg or max in place "
-        "of none), update the pattern at a larger interval, keep on the tiles what is wanted "
+        "of none), update the pattern at a larger interval, keep on the tiles what is needed "
         "again.",
         spent / profile.cycles,
     )
@@ -303,7 +303,7 @@ RULES: dict[str, Rule] = {
 
 @typed
 def findings(profile: ProfileData) -> list[Finding]:
-    """What the rules find in a run, the most costly first: what does not fit, then by share."""
+    """The findings of a run, the costliest first; memory that does not suffice before all."""
     results = (rule(profile) for rule in RULES.values())
     return sorted(
         (finding for finding in results if finding is not None), key=_weight, reverse=True
@@ -311,7 +311,7 @@ def findings(profile: ProfileData) -> list[Finding]:
 
 
 def _weight(finding: Finding) -> float:
-    """Memory costs nothing as long as it suffices; what is nearly full is near to costing all."""
+    """Sort key. Memory costs nothing while it suffices; nearly full memory counts little."""
     if finding.rule == "memory over":
         return 1 + finding.share
     return finding.share - 0.75 if finding.rule in ("memory near", "always live") else finding.share
