@@ -1,9 +1,9 @@
-"""What the connectivity of a model did during a training: patterns, not dense masks.
+"""Records of a model's connectivity during a training: patterns, not dense masks.
 
-A record is a folder: `record.json` says which layers there are, `update-000000.npz` holds the first
+A record is a folder: `record.json` describes the layers, `update-000000.npz` holds the first
 patterns, every later `update-*.npz` what one pattern update dropped and grew, and
-`telemetry.jsonl` any figures logged on the way. docs/records.md describes the format for readers
-without this package.
+`telemetry.jsonl` logged figures. docs/records.md describes the format for readers without this
+package.
 """
 
 from dynsparse.training.records.files import RecordedLayer, RecordError

@@ -1,6 +1,6 @@
-"""The files of a record: their names, how they are written whole, how damage is told apart.
+"""The files of a record: names, checked reading, and the recorders that have yet to write.
 
-docs/records.md describes the format; `recorder.py` and `reader.py` give it a meaning.
+docs/records.md describes the format.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ VERSION = 1
 HEAD = "record.json"
 TELEMETRY = "telemetry.jsonl"
 LEFT_OVERS = (TEMPORARY_SUFFIX, Path(LOCK).suffix)
-"""How the names of files end that a kill has left."""
+"""Suffixes of files that a killed process may leave."""
 
 
 class RecordError(ValueError):
@@ -65,7 +65,7 @@ Arrays = Mapping[str, np.ndarray]
 
 @contextmanager
 def opened(file: Path) -> Iterator[Arrays]:
-    """An npz file of a record, with every way of being damaged turned into a RecordError."""
+    """An npz file of a record; damage of any kind is a RecordError."""
     try:
         _check_sizes(file)
         with np.load(file, allow_pickle=False) as arrays:
@@ -141,18 +141,18 @@ def read_head(path: Path) -> tuple[dict[str, RecordedLayer], dict[str, Any]]:
 def _read_layer(layer: Any) -> RecordedLayer:
     shape, block_size = layer["shape"], layer["block_size"]
     shape, block_size, _ = block_grid(shape, block_size)
-    found = RecordedLayer(shape, block_size)
-    # What is counted for each input and output takes eight bytes.
-    if (most := read_limit() // 8) < sum(found.shape):
+    recorded = RecordedLayer(shape, block_size)
+    # Readers hold eight bytes for each input and output.
+    if (most := read_limit() // 8) < sum(recorded.shape):
         raise LimitError(
-            f"expected layers of at most {most:,} inputs and outputs, got {sum(found.shape):,}: "
+            f"expected layers of at most {most:,} inputs and outputs, got {sum(recorded.shape):,}: "
             f"{HOW_TO_RAISE}"
         )
-    return found
+    return recorded
 
 
 def _short(error: Exception) -> str:
-    """Its text, which may show a value of any length."""
+    """The error's text, shortened: it may show a value of any length."""
     text = str(error)
     return text if len(text) <= 200 else f"{text[:200]}..."
 
@@ -179,7 +179,7 @@ def read_telemetry(path: Path) -> list[dict[str, Any]]:
         lines = file.read_text(encoding="utf-8").split("\n")
     except (OSError, UnicodeDecodeError) as error:
         raise RecordError(f"{file} is damaged: {error}") from None
-    # The last piece has no line end: nothing, or a line whose writing was cut short.
+    # The last piece has no line end: it is empty, or a line whose writing was interrupted.
     entries = []
     for number, line in enumerate(lines[:-1], start=1):
         try:

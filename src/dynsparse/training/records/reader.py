@@ -1,4 +1,4 @@
-"""Reads a record: the patterns, how they changed, and what that says of the connectivity."""
+"""Read a record: the patterns, how they changed, and figures of the connectivity."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class DeadUnits(NamedTuple):
 
 
 class Records:
-    """A record that was read. Index 0 is the first pattern, index i the one after update i.
+    """A record. Index 0 is the first pattern, index i the one after update i.
 
     Attributes:
         path: the folder.
@@ -54,11 +54,10 @@ class Records:
     @classmethod
     @typed
     def load(cls, path: str | os.PathLike[str], *, updates: int | None = None) -> Records:
-        """Read a record; the positions themselves are read when they are asked for.
+        """Read a record; positions are read when they are needed.
 
         Args:
-            updates: read this many of its files of patterns, the first one among them; all where
-                None.
+            updates: how many of its `update-*.npz` files to read, from the first; None reads all.
 
         Raises:
             RecordError: no such folder, not a record, another version, or a damaged file.
@@ -127,16 +126,16 @@ class Records:
     def pattern(self, layer: str, index: int) -> SparsePattern:
         """The pattern at one index, counted from the end when negative.
 
-        It costs all the updates before it; `patterns` gives them all at the cost of the last.
+        It reads all updates before it; `patterns` gives all at the cost of the last.
 
         Raises:
             IndexError: no such index.
         """
-        wanted = operator.index(index) + (len(self) if index < 0 else 0)
-        if not 0 <= wanted < len(self):
+        target = operator.index(index) + (len(self) if index < 0 else 0)
+        if not 0 <= target < len(self):
             raise IndexError(f"the record has {len(self)} patterns, got the index {index}")
         for at, (_, pattern) in enumerate(self.patterns(layer)):
-            if at == wanted:
+            if at == target:
                 return pattern
         raise AssertionError("unreachable: every index below len(self) is visited")
 

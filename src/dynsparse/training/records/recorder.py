@@ -1,4 +1,4 @@
-"""Writes a record while a model trains."""
+"""Write a record while a model trains."""
 
 from __future__ import annotations
 
@@ -37,19 +37,18 @@ class Recorder:
     """Writes a record while a model trains.
 
     Args:
-        path: the folder of the record. It is made if it does not exist. A record that is already
-            there is continued after `truncate`, or replaced by `start`.
-        metadata: anything JSON can hold, to be kept with the record: data set, seed, flags. Arrays
-            and tensors become lists. `pixel_permutation` is known to the pictures: input i of the
-            first layer reads pixel `pixel_permutation[i]`.
+        path: the folder of the record; it is created. An existing record is continued after
+            `truncate`, or replaced by `start`.
+        metadata: anything JSON can hold, kept with the record: data set, seed, flags. Arrays and
+            tensors become lists. Pictures use `pixel_permutation`: input i of the first layer reads
+            pixel `pixel_permutation[i]`.
 
-    Every file appears whole or not at all, so a training may be killed at any moment. Updates of
-    layers on devices are written once they have come to the CPU: at the next call, at the latest
-    where a trainer says its state, somebody reads a record, or the process ends; `flush` waits for
-    them.
+    Files are written atomically, so a training may be killed at any moment. Updates of layers on
+    devices are written once they have been copied to the CPU: at the next call, at the latest when
+    a trainer's state is taken, a record is read, or the process ends; `flush` waits for them.
 
     Attributes:
-        earlier: the metadata of the record that was there already.
+        earlier: the metadata of an existing record.
 
     Raises:
         RecordError: the folder holds other files, or a record of another format version.
@@ -94,16 +93,16 @@ class Recorder:
     def start(
         self, patterns: Mapping[str, SparsePattern], step: int = 0, *, overwrite: bool = False
     ) -> None:
-        """Begin a record with the patterns the layers have now.
+        """Begin a record with the present patterns.
 
         Args:
             patterns: by the name of the layer.
             step: optimizer steps taken.
-            overwrite: an earlier record is removed. Without it one is kept, and refused; one of
-                nothing but the first patterns is no loss.
+            overwrite: remove an earlier record. Without it a record that holds more than its first
+                patterns is an error.
 
         Raises:
-            RecordError: the folder holds an earlier record; it is as it was.
+            RecordError: the folder holds an earlier record, which is unchanged.
             ValueError: no layer, or a negative step.
         """
         self.flush()
@@ -118,7 +117,7 @@ class Recorder:
                 "truncate(step), choose another folder, or let it be removed by "
                 "start(..., overwrite=True)"
             )
-        # Newest first, and the head stays: whatever is left after a kill is still a record.
+        # Newest first, and the head stays: what a killed process leaves is still a record.
         for file in reversed(update_files(self.path)):
             file.unlink()
         (self.path / TELEMETRY).unlink(missing_ok=True)
@@ -140,7 +139,7 @@ class Recorder:
 
     @typed
     def update(self, step: int, rewirings: Mapping[str, Rewiring]) -> None:
-        """Record one pattern update; layers that were not rewired may be left out.
+        """Record one pattern update; layers that did not change may be left out.
 
         Raises:
             RecordError: nothing was started, the step is not after the last recorded one, or a
@@ -170,11 +169,11 @@ class Recorder:
         self._patterns |= {name: rewiring.after for name, rewiring in rewirings.items()}
 
     def flush(self) -> None:
-        """Wait for updates that are still coming from devices, and write them."""
+        """Wait for updates that are being copied from devices, and write them."""
         self._write_waiting(wait=True)
 
     def _write_waiting(self, wait: bool) -> None:
-        """Those that have come, or all."""
+        """Write the updates that are on the CPU, or all."""
         while self._waiting:
             step, rewirings = self._waiting[0]
             if not wait and not _are_here(rewirings):
@@ -211,17 +210,17 @@ class Recorder:
 
     @typed
     def truncate(self, step: int, patterns: Mapping[str, SparsePattern] | None = None) -> None:
-        """Forget what was recorded after `step`, and continue from there.
+        """Remove everything recorded after `step`, and continue from there.
 
         For a training that resumes from a checkpoint taken at `step`. An update that cannot be
-        read, as after a power cut, is forgotten, too, if the record leads to `patterns` without it.
+        read, as after a power cut, is removed, too, if the record leads to `patterns` without it.
 
         Args:
-            patterns: those the layers have at `step`.
+            patterns: those of the layers at `step`.
 
         Raises:
             RecordError: the folder holds no record, a damaged one, one that begins later or does
-                not lead to `patterns`. It is as it was.
+                not lead to `patterns`. It is unchanged.
         """
         step = _step(step)
         self.flush()
@@ -273,7 +272,7 @@ class Recorder:
 
 
 def _up_to(files: list[Path], step: int) -> tuple[int, RecordError | None]:
-    """How many files are of steps up to `step`, and what is wrong with the one that ended them."""
+    """How many files are of steps up to `step`, and the error of a damaged one that follows."""
     for kept, file in enumerate(files):
         try:
             if read_step(file) > step:
