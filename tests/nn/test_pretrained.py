@@ -264,5 +264,5 @@ def test_limits_and_missing_files(tmp_path, monkeypatch):
 
 def test_load_safetensors_says_who_reads_files_of_others(tmp_path):
     folder = as_others_save(sparse(), tmp_path / "saved")
-    with pytest.raises(ValueError, match=r"dynsparse\.load_pretrained reads others"):
+    with pytest.raises(ValueError, match=r"dynsparse\.load_pretrained reads other"):
         ds.load_safetensors(sparse(), folder / "model.safetensors")

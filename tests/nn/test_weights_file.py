@@ -97,7 +97,7 @@ def test_a_layer_alone_and_a_dense_model(tmp_path):
 def test_a_resizable_layer_takes_another_number_of_blocks(tmp_path):
     small, large = SparseLinear(8, 8, 0.25), SparseLinear(8, 8, 0.5)
     ds.save_safetensors(small, tmp_path / "m")
-    with pytest.raises(ValueError, match="8 x 8 with 16 blocks of 1 in the file"):
+    with pytest.raises(ValueError, match=r"the layer holds .* got .*nnz=16"):
         ds.load_safetensors(large, tmp_path / "m")
     large.resizable = True
     ds.load_safetensors(large, tmp_path / "m")
@@ -116,10 +116,19 @@ def refuses(model, path, message):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"density": 0.5}, "the layer 'embed' is 20 x 16 with 80 blocks of 1 in the file, 20 x 16"),
-        ({"block": 8}, "the layer 'layer.attention.q_proj' is .* blocks of 4 in the file"),
-        ({"hidden": 64}, "'layer.linear1' is 32 x 16 with"),
-        ({"dtype": torch.float64}, "is torch.float32 in the file, torch.float64 in the model"),
+        ({"density": 0.5}, r"'also': the layer holds .*nnz=160.* got .*nnz=80"),
+        (
+            {"block": 8},
+            r"'layer.attention.._proj' has blocks of 4 in the file and of 8 in the model",
+        ),
+        (
+            {"hidden": 64},
+            r"'layer.linear1' has the shape \[32, 16\] in the file, \[64, 16\] in the model",
+        ),
+        (
+            {"dtype": torch.float64},
+            r"is torch.float32 \[.*\] in the file, torch.float64 \[.*\] in the model",
+        ),
     ],
 )
 def test_another_model_is_refused(tmp_path, changes, message):
@@ -130,12 +139,18 @@ def test_another_model_is_refused(tmp_path, changes, message):
 def test_other_keys_and_shapes_are_named(tmp_path):
     path = tmp_path / "m"
     ds.save_safetensors(nn.Sequential(SparseLinear(8, 8, 0.5), nn.Linear(8, 2)), path)
-    refuses(nn.Sequential(SparseLinear(8, 8, 0.5)), path, "'1.bias' and 1 more keys are only in")
+    refuses(nn.Sequential(SparseLinear(8, 8, 0.5)), path, "'1.bias' is only in the file")
     other = nn.Sequential(SparseLinear(8, 8, 0.5), nn.Linear(8, 2, bias=False))
     refuses(other, path, "'1.bias' is only in the file")
     other = nn.Sequential(SparseLinear(8, 8, 0.5), nn.Linear(8, 3))
-    refuses(other, path, "'1.weight' has the shape .2, 8. in the file, .3, 8. in the model")
-    refuses(nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 2)), path, "'0.cols' and 3 more keys")
+    refuses(
+        other, path, r"'1.(weight|bias)' is torch.float32 \[2.*\] in the file, torch.float32 \[3"
+    )
+    refuses(
+        nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 2)),
+        path,
+        "'0' is a sparse layer in the file, the model has a Linear there",
+    )
     ds.save_safetensors(nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 2)), path)
     refuses(nn.Sequential(SparseLinear(8, 8, 0.5), nn.Linear(8, 2)), path, "'0' is not sparse in")
 
@@ -170,7 +185,7 @@ def test_a_damaged_pattern_is_refused(tmp_path, change):
     path = tmp_path / "m"
     ds.save_safetensors(SparseLinear(8, 8, 0.5), path)
     rewritten(path, change)
-    refuses(SparseLinear(8, 8, 0.5), path, "the pattern of '' is damaged")
+    refuses(SparseLinear(8, 8, 0.5), path, "the pattern of '' (is damaged|does not fit)")
 
 
 def test_foreign_metadata_is_refused(tmp_path):

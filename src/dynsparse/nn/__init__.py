@@ -7,8 +7,7 @@ from dynsparse.nn.convert import densify, sparsify
 from dynsparse.nn.embedding import SparseEmbedding, TiedEmbedding
 from dynsparse.nn.linear import SparseLinear
 from dynsparse.nn.models import describe, follow_patterns, param_groups
-from dynsparse.nn.pretrained import load_pretrained
-from dynsparse.nn.weights_file import load_safetensors, save_safetensors
+from dynsparse.nn.weights_file import load_pretrained, load_safetensors, save_safetensors
 
 __all__ = [
     "Dropout",

@@ -1,59 +1,96 @@
-"""A model's weights in one safetensors file that any safetensors reader understands.
+"""Weights and patterns of models in safetensors files: one writer, one loader.
 
-Keys are those of `model.state_dict()`. A sparse layer `name` has
+`load_safetensors` loads into a sparse model, `load_pretrained` into one that is dense as its code
+builds it, and also from files of other libraries that store a `state_dict()` unchanged, as
+`save_pretrained` of Hugging Face does: one file, or shards with an index.
+
+In the files of `save_safetensors`, which any safetensors reader understands, the keys are those of
+`model.state_dict()`. A sparse layer `name` has
 
     name.values  [nnz] or [nnz, b, b], the blocks in any order
     name.rows    int32 [nnz], block row of each
     name.cols    int32 [nnz], block column of each
     name.bias    [out], if it has one
 
-so that W[rows[i] b : (rows[i] + 1) b, cols[i] b : (cols[i] + 1) b] = values[i]. The metadata, all
-strings, as the format wants:
+so that W[rows[i] b : (rows[i] + 1) b, cols[i] b : (cols[i] + 1) b] = values[i]. The metadata are
+strings, as the format requires:
 
     format       "dynsparse"
     version      "1"
     layers       JSON: sparse layer -> {"shape": [out, in], "block_size": b, "blocks": nnz}
     aliases      JSON: key -> the key that holds the same tensor, for tied weights
-    user         JSON: what `save_safetensors` was given as `metadata`
+    user         JSON: the argument `metadata` of `save_safetensors`
 """
 
 from __future__ import annotations
 
+import copy
 import json
 import os
+import sys
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor, nn
 
 from dynsparse.checks import check_kind
 from dynsparse.files.atomic_write import replaced
-from dynsparse.files.limits import parse_json
+from dynsparse.files.limits import parse_json, read_limit
 from dynsparse.files.shorten import shortened
+from dynsparse.interrupts import uninterrupted
+from dynsparse.nn.candidates import Candidate, find_candidates
+from dynsparse.nn.convert import (
+    check_replaceable,
+    disable_fast_paths,
+    make_sparse_layer,
+    replace_layers,
+)
+from dynsparse.nn.exclusions import OVERRIDABLE, default_exclusions
 from dynsparse.nn.linear import SparseLinear
 from dynsparse.pattern import SparsePattern
+from dynsparse.typed import typed
 
 _FORMAT, _VERSION = "dynsparse", "1"
+_FILE, _INDEX = "model.safetensors", "model.safetensors.index.json"
+_PARTS = ("rows", "cols", "values")
+
+Layers = Mapping[str, Mapping[str, Any]]
+"""Sparse layer -> its "shape", "block_size" and number of "blocks"."""
+
+
+class WeightsFile(NamedTuple):
+    """The content of a safetensors file.
+
+    Attributes:
+        tensors: by name, with all names of tied tensors.
+        layers: the sparse layers of a file of `save_safetensors`; None for other files.
+        metadata: the user's metadata.
+    """
+
+    tensors: dict[str, Tensor]
+    layers: Layers | None
+    metadata: dict[str, str]
 
 
 def save_safetensors(
     model: nn.Module, path: str | os.PathLike[str], metadata: Mapping[str, str] | None = None
 ) -> None:
-    """Write the weights and patterns of `model` to `path`, whole or not at all.
+    """Write the weights and patterns of `model` to a file, atomically.
 
     Args:
-        model: its parameters and buffers are written; tied ones once.
+        model: the model; parameters and buffers are written, tied ones once.
         path: the file; its folder must exist.
-        metadata: strings to keep along, such as the step.
+        metadata: strings to store with the weights, such as the step.
 
     Raises:
         TypeError: state that is not tensors, metadata that is not strings.
-        OSError: the file cannot be written; what was at `path` is still there.
+        OSError: the file cannot be written; an earlier file at `path` is unchanged.
     """
-    from safetensors.torch import save_file  # here: `import dynsparse` loads torch alone
+    from safetensors.torch import save_file  # here: `import dynsparse` loads only torch
 
-    tensors, aliases = _distinct(state_of(model))
+    tensors, aliases = _distinct(_state_of(model))
     check_kind("metadata", metadata, (Mapping, type(None)), "a dictionary of texts or None")
     user = dict(metadata or {})
     for key, value in user.items():
@@ -62,7 +99,7 @@ def save_safetensors(
     header = {
         "format": _FORMAT,
         "version": _VERSION,
-        "layers": json.dumps(_layers(model)),
+        "layers": json.dumps(_describe_layers(model)),
         "aliases": json.dumps(aliases),
         "user": json.dumps(user),
     }
@@ -72,76 +109,159 @@ def save_safetensors(
         save_file(tensors, temporary, header)
 
 
+@typed
 def load_safetensors(model: nn.Module, path: str | os.PathLike[str]) -> dict[str, str]:
-    """Put the weights and patterns of a file of `save_safetensors` into `model`.
+    """Load a file of `save_safetensors` into `model`, whose layers are sparse as in the file.
 
-    Everything is checked before anything is changed. The Parameter objects stay, so an optimizer
-    made before goes on; its own state is not in the file (see `dynsparse.training.checkpoint`).
+    Everything is checked before anything is changed. The Parameter objects stay, so an existing
+    optimizer remains valid; its state is not in the file (see `dynsparse.training.checkpoint`).
 
     Returns:
-        The `metadata` that was saved along.
+        The `metadata` of the file.
 
     Raises:
         ValueError: a file that is truncated, damaged, not of `save_safetensors`, or of another
-            model; one line that says where they differ.
+            model; the message is one line on the first difference.
         OSError: the file cannot be read.
     """
     path = Path(path)
-    header, tensors = read_tensors(path)
-    _check_format(path, header)
-    tensors = read_aliases(path, header, tensors)
+    file = read_weights(path)
+    if file.layers is None:
+        raise ValueError(
+            f"{path} was not written by save_safetensors; dynsparse.load_pretrained reads other "
+            "files"
+        )
     try:
-        layers = parse_json(header["layers"])
-        user = parse_json(header["user"])
-        _check_metadata(layers, user)
+        with uninterrupted():
+            _load(model, file.tensors, file.layers, {})
+    except ValueError as error:
+        raise ValueError(f"{path} does not fit the model: {error}") from None
+    return file.metadata
+
+
+@typed
+def load_pretrained(model: nn.Module, folder_or_file: str | os.PathLike[str]) -> nn.Module:
+    """Load a saved sparse model into `model`; layers that are sparse in the file become sparse.
+
+    Build the model as it was before `sparsify`: dense and of the same dtype. Layers that are
+    already sparse must have the shape and the number of blocks of the file. The Parameters of the
+    weights are new, so create the optimizer afterwards.
+
+    Args:
+        model: the model, changed in place.
+        folder_or_file: a safetensors file, the index of a sharded one, or a folder with
+            model.safetensors or model.safetensors.index.json, as `save_pretrained` writes them.
+
+    Returns:
+        The model.
+
+    Raises:
+        OSError: a file is missing or cannot be read.
+        ValueError: a truncated or damaged file, or one of another model; the message is one line
+            on the first difference. The model is then unchanged.
+    """
+    path = Path(folder_or_file)
+    tensors, layers, _ = _read_folder(path)
+    try:
+        if layers is None:
+            tensors = _convert_transformers_names(model, tensors)
+        with uninterrupted():
+            _load(model, tensors, layers, find_candidates(model))
+    except ValueError as error:
+        raise ValueError(f"{path} does not fit the model: {error}") from None
+    return model
+
+
+def read_tensors(path: Path) -> tuple[dict[str, str], dict[str, Tensor]]:
+    """The metadata and the tensors of any safetensors file."""
+    import safetensors
+
+    path.open("rb").close()  # a missing or unreadable file is an OSError that names it
+    try:
+        with safetensors.safe_open(path, framework="pt") as file:
+            header = file.metadata() or {}
+            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+    except safetensors.SafetensorError as error:
+        reason = " ".join(str(error).split())
+        raise ValueError(f"{path} is truncated or no safetensors file: {reason}") from None
+    return header, tensors
+
+
+def read_weights(path: Path) -> WeightsFile:
+    """Read a safetensors file, with its layers and tied names if `save_safetensors` wrote it.
+
+    Raises:
+        ValueError: a truncated or damaged file, or one of another version of the format.
+        OSError: the file cannot be read.
+    """
+    header, tensors = read_tensors(path)
+    if header.get("format") != _FORMAT:
+        return WeightsFile(tensors, None, {})
+    if header.get("version") != _VERSION:
+        raise ValueError(
+            f"{path} has format version {str(header.get('version'))[:20]}, this dynsparse reads "
+            f"version {_VERSION}: load it with the dynsparse that wrote it"
+        )
+    try:
+        aliases = {name: tensors[key] for name, key in parse_json(header["aliases"]).items()}
+        layers, user = parse_json(header["layers"]), parse_json(header["user"])
+        for layer in layers.values():
+            numbers = [*layer["shape"], layer["block_size"], layer["blocks"]]
+            if len(numbers) != 4 or not all(type(number) is int for number in numbers):
+                raise ValueError(f"expected shape, block size and blocks, got {shortened(layer)}")
+        if not isinstance(user, dict) or not all(isinstance(text, str) for text in user.values()):
+            raise ValueError(f"expected strings by name, got {shortened(user)}")
     except (KeyError, TypeError, AttributeError, ValueError) as error:
         reason = str(error)[:200]
         raise ValueError(f"{path} is damaged: its metadata cannot be read ({reason})") from None
-    try:
-        _check(model, layers, tensors)
-    except ValueError as error:
-        raise ValueError(f"{path} does not fit the model: {error}") from None
-    model.load_state_dict(tensors)
-    return user
+    return WeightsFile(tensors | aliases, layers, user)
 
 
-def _check_metadata(layers: Any, user: Any) -> None:
-    for layer in layers.values():
-        numbers = [*layer["shape"], layer["block_size"], layer["blocks"]]
-        if len(numbers) != 4 or not all(type(number) is int for number in numbers):
-            raise ValueError(f"expected shape, block size and blocks, got {shortened(layer)}")
-    if not isinstance(user, dict) or not all(isinstance(text, str) for text in user.values()):
-        raise ValueError(f"expected texts by name, got {shortened(user)}")
-
-
-def state_of(model: nn.Module) -> dict[str, Tensor]:
-    """`model.state_dict()`, of which all are tensors."""
-    if not isinstance(model, nn.Module):
-        raise TypeError(f"expected a torch.nn.Module, got {type(model).__name__}")
-    state = model.state_dict()
-    for name, tensor in state.items():
-        if not isinstance(tensor, Tensor):
-            raise TypeError(
-                f"a safetensors file holds only tensors, but {name!r} of the model's state is "
-                f"{type(tensor).__name__}: save the model with dynsparse.training.save_checkpoint"
+def _read_folder(path: Path) -> WeightsFile:
+    """Read a file, the index of a sharded model, or a folder with either."""
+    if path.is_dir():
+        files = [path / name for name in (_INDEX, _FILE) if (path / name).is_file()]
+        if not files:
+            raise FileNotFoundError(
+                f"expected {_FILE} or {_INDEX} in the folder {path}, found neither: save with "
+                "save_pretrained() or dynsparse.save_safetensors"
             )
-    return state
+        path = files[0]
+    if path.suffix != ".json":
+        return read_weights(path)
+    tensors = {}
+    for file, names in _shards(path).items():
+        _, part = read_tensors(file)
+        for name in names:
+            if name not in part:
+                raise ValueError(f"{path} says that {file.name} holds {name!r}, which it does not")
+            tensors[name] = part[name]
+    return WeightsFile(tensors, None, {})
 
 
-def _layers(model: nn.Module) -> dict[str, dict[str, Any]]:
-    return {
-        name: {
-            "shape": list(module.pattern.shape),
-            "block_size": module.block_size,
-            "blocks": module.pattern.nnz,
-        }
-        for name, module in model.named_modules(remove_duplicate=False)
-        if isinstance(module, SparseLinear)
-    }
+def _shards(path: Path) -> dict[Path, list[str]]:
+    """File -> the names of its tensors, according to the index."""
+    if path.stat().st_size > read_limit():
+        raise ValueError(f"{path} is too large for an index")
+    try:
+        weight_map = parse_json(path.read_bytes())["weight_map"]
+        names = [(name, file) for name, file in weight_map.items() if isinstance(file, str)]
+        if len(names) < len(weight_map):
+            raise TypeError("a file name that is not a string")
+    except (KeyError, TypeError, AttributeError, ValueError) as error:
+        reason = " ".join(str(error).split())[:200]
+        raise ValueError(f"{path} is no index of a sharded model: {reason}") from None
+    shards: dict[Path, list[str]] = {}
+    for name, file in names:
+        # Files outside of the folder are not read, even if an untrusted index names them.
+        if Path(file).name != file or not file.endswith(".safetensors"):
+            raise ValueError(f"{path} must name safetensors files beside it, got {shortened(file)}")
+        shards.setdefault(path.parent / file, []).append(name)
+    return shards
 
 
 def _distinct(state: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """The state with each tensor once, contiguous and without shared memory, and the aliases."""
+    """The state with each tensor once, contiguous and in separate memory, and the aliases."""
     tensors: dict[str, Tensor] = {}
     aliases: dict[str, str] = {}
     seen: dict[tuple[Any, ...], str] = {}
@@ -160,105 +280,249 @@ def _distinct(state: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str,
     return tensors, aliases
 
 
-def read_tensors(path: Path) -> tuple[dict[str, str], dict[str, Tensor]]:
-    """The metadata and the tensors of any safetensors file."""
-    import safetensors
-
-    path.open("rb").close()  # a missing or unreadable file is an OSError that names it
-    try:
-        with safetensors.safe_open(path, framework="pt") as file:
-            header = file.metadata() or {}
-            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-    except safetensors.SafetensorError as error:
-        reason = " ".join(str(error).split())
-        raise ValueError(f"{path} is truncated or no safetensors file: {reason}") from None
-    return header, tensors
+def _describe_layers(model: nn.Module) -> dict[str, dict[str, Any]]:
+    return {
+        name: {
+            "shape": list(module.pattern.shape),
+            "block_size": module.block_size,
+            "blocks": module.pattern.nnz,
+        }
+        for name, module in model.named_modules(remove_duplicate=False)
+        if isinstance(module, SparseLinear)
+    }
 
 
-def is_own(header: Mapping[str, str]) -> bool:
-    """Whether the file is of `save_safetensors`."""
-    return header.get("format") == _FORMAT
+def _state_of(model: nn.Module) -> dict[str, Tensor]:
+    """`model.state_dict()`, if all entries are tensors."""
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"expected a torch.nn.Module, got {type(model).__name__}")
+    state = model.state_dict()
+    for name, tensor in state.items():
+        if not isinstance(tensor, Tensor):
+            raise TypeError(
+                f"a safetensors file holds only tensors, but {name!r} of the model's state is "
+                f"{type(tensor).__name__}: save the model with dynsparse.training.save_checkpoint"
+            )
+    return state
 
 
-def read_aliases(
-    path: Path, header: Mapping[str, str], tensors: dict[str, Tensor]
-) -> dict[str, Tensor]:
-    """The tensors under all their names, where the file is of `save_safetensors`."""
-    if not is_own(header):
-        return tensors
-    _check_format(path, header)
-    try:
-        found = {name: tensors[key] for name, key in parse_json(header["aliases"]).items()}
-    except (KeyError, TypeError, AttributeError, ValueError) as error:
-        reason = str(error)[:200]
-        raise ValueError(f"{path} is damaged: its metadata cannot be read ({reason})") from None
-    return tensors | found
-
-
-def _check_format(path: Path, header: Mapping[str, str]) -> None:
-    if not is_own(header):
-        raise ValueError(
-            f"{path} was not written by save_safetensors: expected the metadata format={_FORMAT}, "
-            f"got {shortened(header.get('format'))}; dynsparse.load_pretrained reads others"
-        )
-    if header.get("version") != _VERSION:
-        raise ValueError(
-            f"{path} has format version {str(header.get('version'))[:20]}, this dynsparse reads "
-            f"version {_VERSION}: load it with the dynsparse that wrote it"
-        )
-
-
-def _check(
-    model: nn.Module, layers: Mapping[str, Mapping[str, Any]], tensors: Mapping[str, Tensor]
+def _load(
+    model: nn.Module,
+    tensors: dict[str, Tensor],
+    described: Layers | None,
+    candidates: Mapping[str, Candidate],
 ) -> None:
-    own = state_of(model)
-    for name, found in _layers(model).items():
-        saved = layers.get(name)
-        if saved is None:
+    """Check everything, replace the `candidates` that are sparse in the file, and load the state.
+
+    Args:
+        model: the model, which is unchanged after an error.
+        tensors: the state; tied tensors may be given once.
+        described: the sparse layers according to the file, if it has a description.
+        candidates: the dense layers that may become sparse.
+    """
+    names = _sparse_names(candidates, tensors)
+    _share_values(candidates, names, tensors)
+    for name, module in model.named_modules():
+        if isinstance(module, SparseLinear) and name not in names:
             raise ValueError(f"the layer {name!r} is not sparse in the file")
-        resizable = model.get_submodule(name).resizable
-        if any(saved[k] != v for k, v in found.items() if not (resizable and k == "blocks")):
-            raise ValueError(
-                f"the layer {name!r} is {_described(saved)} in the file, {_described(found)} in "
-                "the model: build the model with the same shapes, densities and block sizes"
-            )
-    if odd := sorted(tensors.keys() ^ own.keys()):
-        where = "file" if odd[0] in tensors else "model"
-        raise ValueError(f"{odd[0]!r} and {len(odd) - 1} more keys are only in the {where}"
-                         if len(odd) > 1 else f"{odd[0]!r} is only in the {where}")  # fmt: skip
-    parts = {f"{name}.{part}" if name else part: name for name in layers
-             for part in ("values", "rows", "cols")}  # fmt: skip
-    for name, tensor in own.items():
-        other = tensors[name]
-        if other.dtype != tensor.dtype:
-            raise ValueError(
-                f"{name!r} is {other.dtype} in the file, {tensor.dtype} in the model: convert the "
-                "model first, with model.to(dtype)"
-            )
-        if name not in parts and other.shape != tensor.shape:
-            raise ValueError(
-                f"{name!r} has the shape {list(other.shape)} in the file, {list(tensor.shape)} in "
-                "the model"
-            )
-    for name, saved in layers.items():
-        _check_pattern(name, saved, tensors)
-
-
-def _check_pattern(name: str, saved: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
-    prefix = f"{name}." if name else ""
-    rows, cols, values = (tensors[prefix + part] for part in ("rows", "cols", "values"))
+    layers = _sparse_layers(model, candidates, names, tensors, described)
+    replaced = replace_layers(model, candidates, layers)
     try:
-        pattern = SparsePattern(rows, cols, shape=saved["shape"], block_size=saved["block_size"])
-    except (TypeError, ValueError) as error:
-        raise ValueError(f"the pattern of {name!r} is damaged: {error}") from None
-    if values.shape != pattern.values_shape or len(rows) != saved["blocks"]:
+        _check_state(model, tensors, names)
+        model.load_state_dict(tensors, strict=False)
+    except BaseException:
+        for name, module in replaced.items():
+            model.set_submodule(name, module)
+        raise
+    disable_fast_paths(model)
+
+
+def _sparse_names(candidates: Mapping[str, Candidate], tensors: Mapping[str, Tensor]) -> list[str]:
+    """Names of the sparse layers in the file. Tied layers may have their values under one name."""
+    keys = [name for name in tensors if name == "rows" or name.endswith(".rows")]
+    return [
+        name
+        for name in (key.rpartition(".")[0] for key in keys)
+        if _key(name, "cols") in tensors and (name in candidates or _key(name, "values") in tensors)
+    ]
+
+
+def _key(name: str, part: str) -> str:
+    return f"{name}.{part}" if name else part
+
+
+def _share_values(
+    candidates: Mapping[str, Candidate], names: list[str], tensors: dict[str, Tensor]
+) -> None:
+    """Add the values of tied layers, which most files have once, under all their names."""
+    by_weight = {
+        candidates[name].key: tensors[_key(name, "values")]
+        for name in names
+        if name in candidates and _key(name, "values") in tensors
+    }
+    for name in names:
+        if name in candidates and candidates[name].key in by_weight:
+            tensors.setdefault(_key(name, "values"), by_weight[candidates[name].key])
+
+
+def _sparse_layers(
+    model: nn.Module,
+    candidates: Mapping[str, Candidate],
+    names: list[str],
+    tensors: Mapping[str, Tensor],
+    described: Layers | None,
+) -> dict[str, SparseLinear]:
+    """Name -> the sparse layer to put there; tied weights share one layer."""
+    excluded = {
+        n: reason
+        for n, reason in default_exclusions(model, candidates).items()
+        if reason not in OVERRIDABLE
+    }
+    modules = dict(model.named_modules(remove_duplicate=False))
+    shared: dict[tuple[int, str | None], SparseLinear] = {}
+    layers: dict[str, SparseLinear] = {}
+    for name in names:
+        candidate = candidates.get(name)
+        if candidate is None:
+            module = modules.get(name)
+            if isinstance(module, SparseLinear):
+                pattern = read_pattern(name, tensors, module.pattern.shape, described)
+                if module.block_size != pattern.block_size:
+                    raise ValueError(
+                        f"{name!r} has blocks of {pattern.block_size} in the file and of "
+                        f"{module.block_size} in the model"
+                    )
+                try:
+                    module._check_capacity(pattern)
+                except ValueError as error:
+                    raise ValueError(f"{name!r}: {error}") from None
+                continue
+            kind = "no such layer" if module is None else f"a {type(module).__name__} there"
+            raise ValueError(f"{name!r} is a sparse layer in the file, the model has {kind}")
+        check_replaceable(candidate)
+        if name in excluded:
+            raise ValueError(
+                f"{name!r} is sparse in the file, but in the model it {excluded[name]}"
+            )
+        if candidate.key not in shared:
+            pattern = read_pattern(name, tensors, candidate.matrix_shape, described)
+            values = tensors[_key(name, "values")]
+            if values.dtype != candidate.weight.dtype:
+                raise ValueError(
+                    f"the values of {name!r} are {values.dtype} in the file, "
+                    f"{candidate.weight.dtype} in the model: convert the model first, with "
+                    "model.to(dtype)"
+                )
+            shared[candidate.key] = make_sparse_layer(candidate, pattern, values, torch.Generator())
+        layers[name] = shared[candidate.key]
+    for name, candidate in candidates.items():
+        if candidate.key in shared and name not in layers:
+            raise ValueError(f"the tied layer {name!r} is dense in the file, others of it sparse")
+    return layers
+
+
+def read_pattern(
+    name: str, tensors: Mapping[str, Tensor], shape: tuple[int, int], described: Layers | None
+) -> SparsePattern:
+    """The pattern of a sparse layer of the file, checked against its description."""
+    layer = None if described is None else described.get(name)
+    if layer is not None and tuple(layer["shape"]) != tuple(shape):
         raise ValueError(
-            f"the pattern of {name!r} is damaged: expected {saved['blocks']} blocks "
-            f"with as many values, got {len(rows)} and values of the shape "
-            f"{list(values.shape)}"
+            f"{name!r} has the shape {layer['shape']} in the file, {list(shape)} in the model"
         )
+    if _key(name, "values") not in tensors:
+        raise ValueError(f"the sparse layer {name!r} has no values in the file")
+    rows, cols, values = (tensors[_key(name, part)] for part in _PARTS)
+    square = values.dim() == 3 and values.shape[1] == values.shape[2] >= 1
+    if values.dim() != 1 and not square:
+        raise ValueError(
+            f"the values of {name!r} must be [nnz] or [nnz, b, b], got {list(values.shape)}"
+        )
+    b = 1 if values.dim() == 1 else values.shape[1]
+    try:
+        pattern = SparsePattern._in_order(rows, cols, shape=shape, block_size=b)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise ValueError(f"the pattern of {name!r} does not fit: {error}") from None
+    if values.shape != pattern.values_shape:
+        raise ValueError(
+            f"the pattern of {name!r} is damaged: expected as many values as blocks, "
+            f"got {len(rows)} blocks and values of the shape {list(values.shape)}"
+        )
+    if layer is not None and (layer["block_size"], layer["blocks"]) != (b, len(rows)):
+        raise ValueError(
+            f"the pattern of {name!r} is damaged: expected {layer['blocks']} blocks of "
+            f"{layer['block_size']}, got {len(rows)} of {b}"
+        )
+    return pattern
 
 
-def _described(layer: Mapping[str, Any]) -> str:
-    out, in_features = layer["shape"]
-    return f"{out} x {in_features} with {layer['blocks']} blocks of {layer['block_size']}"
+def _check_state(model: nn.Module, tensors: Mapping[str, Tensor], names: list[str]) -> None:
+    """Check that the tensors fit the model, key by key; tied tensors may be given once.
+
+    Args:
+        names: the sparse layers, whose patterns are checked already.
+    """
+    state: dict[str, Any] = _state_of(model)
+    parts = {_key(name, part) for name in names for part in _PARTS}
+    given = {_memory(state[name]) for name in tensors if name in state}
+    for name in sorted(tensors.keys() - state.keys()):
+        raise ValueError(f"{name!r} is only in the file")
+    for name, tensor in state.items():
+        other = tensors.get(name)
+        if other is None:
+            if _memory(tensor) not in given or not tensor.numel():
+                raise ValueError(f"{name!r} is only in the model")
+        elif other.dtype != tensor.dtype or (other.shape != tensor.shape and name not in parts):
+            raise ValueError(
+                f"{name!r} is {other.dtype} {list(other.shape)} in the file, "
+                f"{tensor.dtype} {list(tensor.shape)} in the model"
+            )
+        elif tensor.is_meta:
+            raise ValueError(f"{name!r} is on the meta device: give the model its weights first")
+
+
+def _memory(tensor: Tensor) -> tuple[Any, ...]:
+    return tensor.data_ptr(), tuple(tensor.shape), tensor.stride(), tensor.dtype
+
+
+def _convert_transformers_names(
+    model: nn.Module, tensors: Mapping[str, Tensor]
+) -> dict[str, Tensor]:
+    """The tensors of a file of `save_pretrained`, by the names of `model.state_dict()`.
+
+    `save_pretrained` of transformers 5 writes weights under the names, and experts in the shapes,
+    of earlier versions, and `from_pretrained` converts them back. This does the same, with the
+    conversions that transformers lists.
+
+    Raises:
+        ValueError: transformers cannot make one of the model's tensors of those of the file.
+    """
+    library = sys.modules.get("transformers")
+    if library is None or not isinstance(model, library.PreTrainedModel):
+        return dict(tensors)
+    try:
+        from transformers import conversion_mapping, core_model_loading
+    except ImportError:  # before version 5 there are no conversions
+        return dict(tensors)
+    changes: list[Any] = conversion_mapping.get_model_conversion_mapping(model, add_legacy=False)
+    changes = [c for c in changes if not isinstance(c, core_model_loading.PrefixChange)]
+    converters = [c for c in changes if isinstance(c, core_model_loading.WeightConverter)]
+    renamings = [c for c in changes if not isinstance(c, core_model_loading.WeightConverter)]
+    by_pattern = {pattern: c for c in converters for pattern in c.source_patterns}
+    converted: dict[str, Tensor] = {}
+    pending: dict[str, Any] = {}
+    for name in sorted(tensors, key=core_model_loading.dot_natural_key):
+        new, pattern = core_model_loading.rename_source_key(name, renamings, converters)
+        if pattern is None:
+            converted[new] = tensors[name]
+            continue
+        converter = pending.setdefault(new, copy.deepcopy(by_pattern[pattern]))
+        converter.add_tensor(new, name, pattern, tensors[name])
+    for new, converter in pending.items():
+        try:
+            parts = converter.convert(new, model=model, config=model.config)
+        except (RuntimeError, ValueError, IndexError, KeyError, TypeError) as error:
+            reason = " ".join(str(error).split())[:200]
+            raise ValueError(f"transformers cannot make {new!r} of the file: {reason}") from None
+        converted |= {key: t[0] if isinstance(t, list) else t for key, t in parts.items()}
+    return converted

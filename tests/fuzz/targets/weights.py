@@ -10,8 +10,7 @@ from pathlib import Path
 import torch
 
 from dynsparse.nn import SparseLinear
-from dynsparse.nn.pretrained import load_pretrained
-from dynsparse.nn.weights_file import load_safetensors, save_safetensors
+from dynsparse.nn.weights_file import load_pretrained, load_safetensors, save_safetensors
 from targets.common import folder, refused_as
 
 _WAYS = 4

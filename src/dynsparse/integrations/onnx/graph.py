@@ -34,12 +34,12 @@ from dynsparse.files.shorten import shortened
 from dynsparse.nn import SparseLinear
 from dynsparse.pattern import SparsePattern
 
-_LARGEST = (1 << 31) - 1
+_MAX_BYTES = (1 << 31) - 1
 """Bytes of one protocol buffer, which an ONNX file is."""
 
 
-def library(name: str) -> Any:
-    """The package, or an ImportError that says how to get it."""
+def import_library(name: str) -> Any:
+    """Import a package, or raise an ImportError with the command that installs it."""
     try:
         return import_module(name)
     except ImportError:
@@ -50,8 +50,8 @@ def library(name: str) -> Any:
 
 
 @contextmanager
-def quiet() -> Iterator[None]:
-    """Without the warnings with which the packages speak to their own authors."""
+def ignore_warnings() -> Iterator[None]:
+    """Ignore deprecation warnings inside the ONNX packages."""
     with warnings.catch_warnings():
         for kind in (DeprecationWarning, FutureWarning):
             warnings.simplefilter("ignore", kind)
@@ -64,28 +64,28 @@ def read_model(path: str | os.PathLike[str]) -> Any:
     Raises:
         ValueError: not an ONNX file, or not a valid one. OSError: it cannot be read.
     """
-    onnx = library("onnx")
+    onnx = import_library("onnx")
     path = Path(path)
     path.open("rb").close()
     try:
         model = onnx.load(str(path))
         onnx.checker.check_model(model)
-    except Exception as error:  # the parser's and the checker's have no class in common
+    except Exception as error:  # parser and checker have no common class
         raise ValueError(f"{path} is no valid ONNX file: {_first_line(error)}") from None
     return model
 
 
 def write_model(model: Any, path: str | os.PathLike[str]) -> None:
-    """Check the model and write it, whole or not at all.
+    """Check the model and write it atomically.
 
     Raises:
         ValueError: larger than a protocol buffer can be. OSError: it cannot be written.
     """
-    onnx = library("onnx")
+    onnx = import_library("onnx")
     size = model.ByteSize()
-    if size > _LARGEST:
+    if size > _MAX_BYTES:
         raise ValueError(
-            f"the model takes {size:,} bytes, an ONNX file at most {_LARGEST:,}: "
+            f"the model takes {size:,} bytes, an ONNX file at most {_MAX_BYTES:,}: "
             'export it with weights="sparse", or in a 16-bit type'
         )
     onnx.checker.check_model(model)
@@ -100,62 +100,61 @@ def _first_line(error: Exception) -> str:
 BLOCK_SIZES, PARAMETERS = "dynsparse.block_sizes", "dynsparse.parameters"
 
 SparseWeights = dict[str, SparsePattern]
-"""Weight -> where its values lie, as the matrix stands in the file."""
+"""Weight -> its pattern, in the orientation of the file."""
 
 
-def make_sparse(model: Any, patterns: Mapping[str, SparsePattern]) -> None:
-    """Store the initializers that `patterns` names by their values at the pattern, in place."""
+def sparsify_initializers(model: Any, patterns: Mapping[str, SparsePattern]) -> None:
+    """Convert the initializers of `patterns` to sparse ones at these patterns, in place."""
     graph = model.graph
     entries = [entry for entry in graph.initializer if entry.name in patterns]
     others = [entry for entry in graph.initializer if entry.name not in patterns]
-    graph.sparse_initializer.extend(_entry(one, patterns[one.name]) for one in entries)
+    graph.sparse_initializer.extend(_sparse_tensor(e, patterns[e.name]) for e in entries)
     del graph.initializer[:]
     graph.initializer.extend(others)
-    sizes = {name: one.block_size for name, one in patterns.items() if one.block_size != 1}
-    keep_metadata(model, BLOCK_SIZES, sizes)
+    sizes = {name: p.block_size for name, p in patterns.items() if p.block_size != 1}
+    write_metadata(model, BLOCK_SIZES, sizes)
 
 
-def _entry(dense: Any, pattern: SparsePattern) -> Any:
-    onnx = library("onnx")
+def _sparse_tensor(dense: Any, pattern: SparsePattern) -> Any:
+    onnx = import_library("onnx")
     flat = _positions(pattern)
     values = to_tensor(dense).flatten()[flat]
-    made = onnx.SparseTensorProto(dims=list(dense.dims))
-    made.values.name = dense.name
+    sparse = onnx.SparseTensorProto(dims=list(dense.dims))
+    sparse.values.name = dense.name
     for part, tensor, kind in (
-        (made.values, values, dense.data_type),
-        (made.indices, flat, onnx.TensorProto.INT64),
+        (sparse.values, values, dense.data_type),
+        (sparse.indices, flat, onnx.TensorProto.INT64),
     ):
         part.data_type = kind
         part.dims.append(len(flat))
         part.raw_data = _bytes(tensor)
-    return made
+    return sparse
 
 
-def keep_metadata(model: Any, key: str, value: Any) -> None:
-    """Write `value` into the model's metadata as JSON; nothing where it is empty."""
-    kept = {entry.key: entry.value for entry in model.metadata_props if entry.key != key}
+def write_metadata(model: Any, key: str, value: Any) -> None:
+    """Set `key` of the model's metadata to `value` as JSON; remove it if `value` is empty."""
+    properties = {e.key: e.value for e in model.metadata_props if e.key != key}
     if value:
-        kept[key] = json.dumps(value)
-    library("onnx").helper.set_model_props(model, kept)
+        properties[key] = json.dumps(value)
+    import_library("onnx").helper.set_model_props(model, properties)
 
 
-def metadata(model: Any, key: str) -> Any:
-    """What `keep_metadata` has written, or None."""
+def read_metadata(model: Any, key: str) -> Any:
+    """The value that `write_metadata` wrote, or None."""
     for entry in model.metadata_props:
         if entry.key == key:
             return parse_json(entry.value)
     return None
 
 
-def take_sparse(model: Any) -> SparseWeights:
-    """Make every sparse initializer of `model` a dense one, in place.
+def densify_initializers(model: Any) -> SparseWeights:
+    """Convert every sparse initializer of `model` to a dense one, in place.
 
     Returns:
-        The patterns they had.
+        The patterns of the sparse initializers.
 
     Raises:
-        ValueError: positions that are no positions of the matrix, or block sizes that they do not
-            have.
+        ValueError: positions outside of the matrix, or that do not form blocks of the given size.
     """
     sizes = _block_sizes(model)
     graph = model.graph
@@ -169,8 +168,8 @@ def take_sparse(model: Any) -> SparseWeights:
         values = to_tensor(entry.values)
         dense = torch.zeros(int(np.prod(shape)), dtype=values.dtype)
         dense[flat] = values
-        kept = graph.initializer.add(name=name, data_type=entry.values.data_type, dims=shape)
-        kept.raw_data = _bytes(dense)
+        initializer = graph.initializer.add(name=name, data_type=entry.values.data_type, dims=shape)
+        initializer.raw_data = _bytes(dense)
         if len(shape) == 2:
             patterns[name] = _pattern(name, flat, shape, sizes.get(name, 1))
     del graph.sparse_initializer[:]
@@ -178,24 +177,24 @@ def take_sparse(model: Any) -> SparseWeights:
 
 
 def to_tensor(proto: Any) -> Tensor:
-    """The tensor of a `TensorProto`, in memory of its own."""
-    onnx = library("onnx")
+    """A copy of a `TensorProto` as a tensor."""
+    onnx = import_library("onnx")
     if proto.data_type == onnx.TensorProto.BFLOAT16:
-        as_bits = onnx.TensorProto()
-        as_bits.CopyFrom(proto)
-        as_bits.data_type = onnx.TensorProto.INT16
-        return torch.from_numpy(onnx.numpy_helper.to_array(as_bits).copy()).view(torch.bfloat16)
+        bits = onnx.TensorProto()
+        bits.CopyFrom(proto)
+        bits.data_type = onnx.TensorProto.INT16
+        return torch.from_numpy(onnx.numpy_helper.to_array(bits).copy()).view(torch.bfloat16)
     return torch.from_numpy(onnx.numpy_helper.to_array(proto).copy())
 
 
 def set_values(dense: Any, tensor: Tensor) -> None:
-    """Give the `TensorProto` other values of the same type and shape."""
+    """Set the values of a `TensorProto`; dtype and shape stay the same."""
     for field in ("float_data", "int32_data", "int64_data", "double_data", "uint64_data"):
         dense.ClearField(field)
     dense.raw_data = _bytes(tensor)
 
 
-def turned(pattern: SparsePattern) -> SparsePattern:
+def transpose_pattern(pattern: SparsePattern) -> SparsePattern:
     """The pattern of the transposed matrix."""
     height, width = pattern.shape
     return SparsePattern(
@@ -204,7 +203,7 @@ def turned(pattern: SparsePattern) -> SparsePattern:
 
 
 def _positions(pattern: SparsePattern) -> Tensor:
-    """Row-major positions of all elements, ascending, int64."""
+    """Row-major positions of all elements of the blocks, ascending, int64."""
     b, width = pattern.block_size, pattern.shape[1]
     first = pattern.rows.long() * b * width + pattern.cols.long() * b
     inside = torch.arange(b)[:, None] * width + torch.arange(b)
@@ -219,16 +218,16 @@ def _pattern(name: str, flat: Tensor, shape: tuple[int, ...], edge: int) -> Spar
     blocks = torch.unique(rows // edge * (width // edge) + cols // edge)
     try:
         pattern = SparsePattern.from_flat(blocks, shape=(height, width), block_size=edge)
-        whole = torch.equal(_positions(pattern), flat)
+        is_complete = torch.equal(_positions(pattern), flat)
     except ValueError:
-        whole = False
-    if not whole:
-        raise ValueError(f"the sparse weight {name!r} is not made of blocks of {edge}, as it says")
+        is_complete = False
+    if not is_complete:
+        raise ValueError(f"the sparse weight {name!r} does not consist of blocks of {edge}")
     return pattern
 
 
 def _block_sizes(model: Any) -> dict[str, int]:
-    sizes = metadata(model, BLOCK_SIZES) or {}
+    sizes = read_metadata(model, BLOCK_SIZES) or {}
     if not isinstance(sizes, dict) or not all(
         type(size) is int and size > 0 for size in sizes.values()
     ):
@@ -246,60 +245,60 @@ class LinearNode:
 
     Attributes:
         node: the `NodeProto`.
-        weight: the initializer's name.
+        weight: name of the initializer.
         transposed: whether the initializer is [in, out] instead of [out, in].
-        turn: the Transpose between the initializer and the node, if there is one.
     """
 
     node: Any
     weight: str
     transposed: bool
-    turn: Any | None
 
 
-def linear_weights(graph: Any) -> dict[str, LinearNode]:
-    """Initializer -> the first linear node that takes it, in the order of the graph."""
-    found: dict[str, LinearNode] = {}
-    for one in _linear_nodes(graph):
-        found.setdefault(one.weight, one)
-    return found
+def find_linear_weights(graph: Any) -> dict[str, LinearNode]:
+    """Initializer -> the first linear node that uses it, in the order of the graph."""
+    nodes: dict[str, LinearNode] = {}
+    for linear in _linear_nodes(graph):
+        nodes.setdefault(linear.weight, linear)
+    return nodes
 
 
-def join_linears(model: Any) -> dict[str, LinearNode]:
-    """Make every linear node, with the Transpose before it and the Add after it, one Gemm.
+def fuse_linears(model: Any) -> dict[str, LinearNode]:
+    """Fuse every linear node with its Transpose and Add into one Gemm, in place.
 
-    In place; for a converter that knows linear layers by Gemm, whose first argument here may have
-    more than two dimensions, which ONNX itself does not allow.
+    onnx2torch recognises linear layers by Gemm. The first argument may have more than two
+    dimensions here, which ONNX itself does not allow.
 
     Returns:
-        Name of the node -> the node as it was found.
+        Name of the Gemm -> the linear node before fusion.
     """
-    helper = library("onnx").helper
+    helper = import_library("onnx").helper
     graph = model.graph
     constants = {entry.name: entry for entry in graph.initializer}
     uses = Counter(name for node in graph.node for name in node.input)
     uses.update(value.name for value in graph.output)
     names: dict[str, LinearNode] = {}
-    gone: list[Any] = []
-    taken: Counter[str] = Counter()
-    for one in _linear_nodes(graph):
-        node = one.node
+    removed: list[Any] = []
+    counts: Counter[str] = Counter()
+    for linear in _linear_nodes(graph):
+        node = linear.node
         if node.op_type == "MatMul":
             node.op_type = "Gemm"
             add = _add_after(graph, node.output[0], uses, constants)
             if add is not None:
                 node.input.append(next(name for name in add.input if name != node.output[0]))
                 node.output[0] = add.output[0]
-                gone.append(add)
-        node.input[1] = one.weight
+                removed.append(add)
+        node.input[1] = linear.weight
         others = [attribute for attribute in node.attribute if attribute.name != "transB"]
         del node.attribute[:]
-        node.attribute.extend([*others, helper.make_attribute("transB", int(not one.transposed))])
-        base = one.weight.removesuffix(".weight")
-        taken[base] += 1
-        node.name = base if taken[base] == 1 else f"{base}.{taken[base]}"
-        names[node.name] = one
-    for node in gone:
+        node.attribute.extend(
+            [*others, helper.make_attribute("transB", int(not linear.transposed))]
+        )
+        base = linear.weight.removesuffix(".weight")
+        counts[base] += 1
+        node.name = base if counts[base] == 1 else f"{base}.{counts[base]}"
+        names[node.name] = linear
+    for node in removed:
         graph.node.remove(node)
     used = {name for node in graph.node for name in node.input}
     for node in [n for n in graph.node if n.op_type == "Transpose" and n.input[0] in constants]:
@@ -311,29 +310,29 @@ def join_linears(model: Any) -> dict[str, LinearNode]:
 def _linear_nodes(graph: Any) -> list[LinearNode]:
     matrices = {entry.name for entry in graph.initializer if len(entry.dims) == 2}
     matrices |= {e.values.name for e in graph.sparse_initializer if len(e.dims) == 2}
-    turned = {
+    transposes = {
         node.output[0]: node
         for node in graph.node
         if node.op_type == "Transpose"
         and node.input[0] in matrices
         and list(_attribute(node, "perm", [1, 0])) == [1, 0]
     }
-    found = []
+    nodes = []
     for node in graph.node:
         if node.op_type not in ("MatMul", "Gemm") or node.domain:
             continue
         matrix = node.input[1]
-        turn = turned.get(matrix)
-        weight = matrix if turn is None else turn.input[0]
+        transpose = transposes.get(matrix)
+        weight = matrix if transpose is None else transpose.input[0]
         if weight not in matrices or _attribute(node, "transA", 0):
             continue
         as_stored = node.op_type == "MatMul" or not _attribute(node, "transB", 0)
-        found.append(LinearNode(node, weight, as_stored == (turn is None), turn))
-    return found
+        nodes.append(LinearNode(node, weight, as_stored == (transpose is None)))
+    return nodes
 
 
 def _add_after(graph: Any, value: str, uses: Counter[str], constants: dict[str, Any]) -> Any | None:
-    """The Add of a constant vector that alone takes `value`."""
+    """The Add of a constant vector that is the only use of `value`, or None."""
     if uses[value] != 1:
         return None
     for node in graph.node:
@@ -347,18 +346,15 @@ def _add_after(graph: Any, value: str, uses: Counter[str], constants: dict[str, 
 def _attribute(node: Any, name: str, default: Any) -> Any:
     for attribute in node.attribute:
         if attribute.name == name:
-            return library("onnx").helper.get_attribute_value(attribute)
+            return import_library("onnx").helper.get_attribute_value(attribute)
     return default
 
 
 @torch.no_grad()
-def layer_with(weight: Tensor, pattern: SparsePattern, bias: nn.Parameter | None) -> SparseLinear:
-    """A layer of what `weight` [out, in] has at the pattern."""
+def make_layer(weight: Tensor, pattern: SparsePattern, bias: nn.Parameter | None) -> SparseLinear:
+    """A sparse layer with the entries of `weight` [out, in] at the pattern."""
     height, width = weight.shape
     layer = SparseLinear(width, height, bias=False, pattern=pattern, dtype=weight.dtype)
-    b = pattern.block_size
-    blocks = weight.reshape(height // b, b, width // b, b).transpose(1, 2)
-    values = blocks[pattern.rows.long(), pattern.cols.long()]
-    layer.values.copy_(values.reshape(layer.values.shape))
+    layer.values.copy_(pattern.values_of(weight))
     layer.register_parameter("bias", bias)
     return layer

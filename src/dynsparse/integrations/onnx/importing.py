@@ -10,13 +10,13 @@ import torch
 from torch import Tensor, fx, nn
 
 from dynsparse.integrations.onnx.graph import (
-    join_linears,
-    layer_with,
-    library,
-    quiet,
+    densify_initializers,
+    fuse_linears,
+    ignore_warnings,
+    import_library,
+    make_layer,
     read_model,
-    take_sparse,
-    turned,
+    transpose_pattern,
 )
 from dynsparse.nn.convert import make_linear
 from dynsparse.pattern import SparsePattern
@@ -35,10 +35,11 @@ class Trilu(nn.Module):
         return torch.triu(x, diagonal) if self.upper else torch.tril(x, diagonal)
 
 
-def know_trilu() -> None:
-    """Register it, unless onnx2torch has learned it since."""
-    registry = library("onnx2torch.node_converters.registry")
-    common = library("onnx2torch.utils.common")
+def register_trilu() -> None:
+    """Register a converter for Trilu, which causal attention is exported with, unless onnx2torch
+    has one."""
+    registry = import_library("onnx2torch.node_converters.registry")
+    common = import_library("onnx2torch.utils.common")
     try:
         registry.get_converter("Trilu", version=14)
     except NotImplementedError:
@@ -53,102 +54,102 @@ def know_trilu() -> None:
 
 @typed
 def import_(file: str | os.PathLike[str]) -> fx.GraphModule:
-    """The model of an ONNX file, of any exporter, as a module that trains.
+    """Import an ONNX file of any exporter as a trainable module.
 
-    The graph is converted by the package onnx2torch. Every MatMul or Gemm with a constant matrix
-    becomes an `nn.Linear` under the name of its weight ("layers.0.fc.weight" gives
-    `layers.0.fc`), or, where the file holds the matrix as a `sparse_initializer`, a `SparseLinear`
-    with exactly that pattern and those values. `sparsify` takes what is dense. Other constants of
-    the graph, such as embedding tables, become buffers, which are not trained.
+    The package onnx2torch converts the graph. Every MatMul or Gemm with a constant matrix becomes
+    an `nn.Linear` with the name of its weight ("layers.0.fc.weight" gives `layers.0.fc`), or a
+    `SparseLinear` with the pattern and the values of the file if the matrix is a
+    `sparse_initializer`. `sparsify` can convert the dense layers. Other constants of the graph,
+    such as embedding tables, become buffers, which are not trained.
 
-    Nodes that take the same matrix in the same way become one layer. Where they differ in its
-    orientation or in their bias, as in a tied autoencoder, each has a copy of the matrix, which
-    training changes by itself; a UserWarning names it.
+    Nodes that use the same matrix in the same way become one layer. If they differ in its
+    orientation or in their bias, as in a tied autoencoder, each has its own copy of the matrix,
+    which is trained separately; a UserWarning names it.
 
     Raises:
         ImportError: onnx or onnx2torch is missing.
-        ValueError: not an ONNX file, a damaged one, or one with an operator or a type (such as
-            bfloat16) that onnx2torch does not know. OSError: the file cannot be read.
+        ValueError: not an ONNX file, a damaged one, or one with an operator or a dtype (such as
+            bfloat16) that onnx2torch does not support. OSError: the file cannot be read.
     """
-    converter = library("onnx2torch")
-    know_trilu()
+    converter = import_library("onnx2torch")
+    register_trilu()
     model = read_model(file)
-    patterns = take_sparse(model)
-    names = join_linears(model)
-    _let_zeros_copy(model.graph)
-    with quiet():
+    patterns = densify_initializers(model)
+    names = fuse_linears(model)
+    _drop_allowzero(model.graph)
+    with ignore_warnings():
         try:
-            made = converter.convert(model)
-        except Exception as error:  # what it does not know fails in many ways
+            module = converter.convert(model)
+        except Exception as error:  # of many classes
             reason = " ".join(str(error).split())[:300]
             raise ValueError(f"{file}: onnx2torch cannot convert it: {reason}") from error
     layers: dict[str, list[tuple[bool, nn.Linear, nn.Module]]] = {}
-    for node, one in names.items():
-        linear = made.get_submodule(_as_converted(node))
-        if not isinstance(linear, nn.Linear):  # a bias that is no vector
+    for name, node in names.items():
+        linear = module.get_submodule(_converted_name(name))
+        if not isinstance(linear, nn.Linear):  # a bias that is not a vector
             continue
-        alike = layers.setdefault(one.weight, [])
+        users = layers.setdefault(node.weight, [])
         layer = next(
             (
-                own
-                for way, first, own in alike
-                if way == one.transposed and _same_bias(first, linear)
+                existing
+                for transposed, first, existing in users
+                if transposed == node.transposed and _same_bias(first, linear)
             ),
             None,
         )
         if layer is None:
-            pattern = patterns.get(one.weight)
-            if pattern is not None and one.transposed:
-                pattern = turned(pattern)
-            layer = _layer(linear, pattern)
-            alike.append((one.transposed, linear, layer))
-        _put(made, _as_converted(node), node, layer)
-    copied = [weight for weight, alike in layers.items() if len(alike) > 1]
+            pattern = patterns.get(node.weight)
+            if pattern is not None and node.transposed:
+                pattern = transpose_pattern(pattern)
+            layer = _copy_layer(linear, pattern)
+            users.append((node.transposed, linear, layer))
+        _replace_module(module, _converted_name(name), name, layer)
+    copied = [weight for weight, users in layers.items() if len(users) > 1]
     if copied:
         warnings.warn(
-            f"{file}: nodes take {', '.join(copied)} in other orientations or with other biases: "
-            "each has a copy, which training changes by itself",
+            f"{file}: nodes use {', '.join(copied)} in different orientations or with different "
+            "biases: each has its own copy, which is trained separately",
             stacklevel=3,
         )
-    made.delete_all_unused_submodules()
-    made.recompile()
-    return made
+    module.delete_all_unused_submodules()
+    module.recompile()
+    return module
 
 
-def _let_zeros_copy(graph: Any) -> None:
-    """Drop `allowzero`, which torch's exporter always writes and onnx2torch never takes.
+def _drop_allowzero(graph: Any) -> None:
+    """Drop `allowzero`, which torch's exporter always writes and onnx2torch refuses.
 
-    It matters for tensors without elements alone.
+    It only matters for tensors without elements.
     """
     for node in graph.node:
         if node.op_type == "Reshape":
-            others = [one for one in node.attribute if one.name != "allowzero"]
+            others = [a for a in node.attribute if a.name != "allowzero"]
             del node.attribute[:]
             node.attribute.extend(others)
 
 
-def _as_converted(name: str) -> str:
-    """The name that onnx2torch gives the module of a node."""
+def _converted_name(name: str) -> str:
+    """The name that onnx2torch gives to the module of a node."""
     return name.replace(".", "/")
 
 
 @torch.no_grad()
-def _layer(linear: nn.Linear, pattern: SparsePattern | None) -> nn.Module:
+def _copy_layer(linear: nn.Linear, pattern: SparsePattern | None) -> nn.Module:
     weight = linear.weight.detach().clone(memory_format=torch.contiguous_format)
     bias = None if linear.bias is None else nn.Parameter(linear.bias.detach().clone())
     if pattern is None:
         return make_linear(nn.Parameter(weight), bias, training=True)
-    return layer_with(weight, pattern, bias)
+    return make_layer(weight, pattern, bias)
 
 
-def _same_bias(one: nn.Linear, other: nn.Linear) -> bool:
-    if one.bias is None or other.bias is None:
-        return one.bias is other.bias
-    return torch.equal(one.bias, other.bias)
+def _same_bias(first: nn.Linear, second: nn.Linear) -> bool:
+    if first.bias is None or second.bias is None:
+        return first.bias is second.bias
+    return torch.equal(first.bias, second.bias)
 
 
-def _put(made: fx.GraphModule, old: str, new: str, layer: nn.Module) -> None:
-    made.add_submodule(new, layer)
-    for node in made.graph.nodes:
+def _replace_module(module: fx.GraphModule, old: str, new: str, layer: nn.Module) -> None:
+    module.add_submodule(new, layer)
+    for node in module.graph.nodes:
         if node.op == "call_module" and node.target == old:
             node.target = new
