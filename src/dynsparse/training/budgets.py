@@ -382,7 +382,7 @@ class MomentumBudget(Budget):
                     f"the momentum of layer {name!r} is {means[-1]}, so layers cannot be ranked: "
                     "the training has diverged"
                 )
-        # Where on_device is no room for all, as many less leave, so that the total stays.
+        # Without room for all, fewer leave, so that the total stays.
         while (short := sum(drops) - sum(room)) > 0:
             largest = max(range(len(drops)), key=drops.__getitem__)
             taken = min(short, drops[largest])

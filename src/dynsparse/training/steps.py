@@ -222,7 +222,7 @@ class OptimizerSteps(Generic[T_co]):
         if getattr(optimizer, "grad_scale", None) is not None:
             raise ValueError(
                 "expected an optimizer whose steps the scaler skips, got "
-                f"{type(optimizer).__name__} with fused=True, which skips them unheard: after_step "
+                f"{type(optimizer).__name__} with fused=True, which skips them unnoticed: leave "
                 "fused out"
             )
         closure = kwargs.get("closure", args[1] if len(args) > 1 else None)

@@ -377,7 +377,7 @@ def cosine_schedule(
     numbers = {name: value for name, value in numbers.items() if value is not None}
     if schedule is not None:
         if numbers:
-            raise ValueError(f"the schedule says it all: leave out {', '.join(numbers)}")
+            raise ValueError(f"a schedule replaces {', '.join(numbers)}: give one or the other")
         return schedule
     if total_steps is None:
         raise ValueError("give total_steps, the optimizer steps of the whole training, or schedule")
