@@ -67,37 +67,25 @@ class Table(NamedTuple):
     gradient: dict[int, Gradient]
 
 
-# For blocks up to 64 the tiles of all stages take less than half of the shared memory, so that two
-# programs share a multiprocessor, and one loads while the other starts or ends.
+def _table(inner: int, stages: int) -> Table:
+    """Tiles with `inner` terms of the sum at a step; blocks of 128 take 8 warps and 3 stages.
+
+    For blocks up to 64 the tiles of all stages take less than half of Hopper's shared memory, so
+    that two programs share a multiprocessor, and one loads while the other starts or ends.
+    """
+    large = {b: (4, stages) if b < 128 else (8, 3) for b in BLOCKS}
+    return Table(
+        {
+            b: (Rows(128, inner, *large[b]), Rows(64, inner, 4, stages if b < 128 else 3))
+            for b in BLOCKS
+        },
+        {b: Gradient(128 // b, inner, *large[b]) for b in BLOCKS},
+    )
+
+
 HOPPER: dict[Numbers, Table] = {
-    "16-bit": Table(
-        {
-            16: (Rows(128, 64, 4, 4), Rows(64, 64, 4, 4)),
-            32: (Rows(128, 64, 4, 4), Rows(64, 64, 4, 4)),
-            64: (Rows(128, 64, 4, 4), Rows(64, 64, 4, 4)),
-            128: (Rows(128, 64, 8, 3), Rows(64, 64, 4, 3)),
-        },
-        {
-            16: Gradient(8, 64, 4, 4),
-            32: Gradient(4, 64, 4, 4),
-            64: Gradient(2, 64, 4, 4),
-            128: Gradient(1, 64, 8, 3),
-        },
-    ),
-    "tf32": Table(
-        {
-            16: (Rows(128, 32, 4, 4), Rows(64, 32, 4, 4)),
-            32: (Rows(128, 32, 4, 4), Rows(64, 32, 4, 4)),
-            64: (Rows(128, 32, 4, 4), Rows(64, 32, 4, 4)),
-            128: (Rows(128, 32, 8, 3), Rows(64, 32, 4, 3)),
-        },
-        {
-            16: Gradient(8, 32, 4, 4),
-            32: Gradient(4, 32, 4, 4),
-            64: Gradient(2, 32, 4, 4),
-            128: Gradient(1, 32, 8, 3),
-        },
-    ),
+    "16-bit": _table(64, 4),
+    "tf32": _table(32, 4),
     # Sums that are split take twice the registers.
     "tf32x3": Table(
         {
@@ -123,10 +111,7 @@ _FLOAT32 = {
 }
 
 OTHERS: dict[Numbers, Table] = {
-    "16-bit": Table(
-        {b: (Rows(128, 64, 4 if b < 128 else 8, 3), Rows(64, 64, 4, 3)) for b in BLOCKS},
-        {b: Gradient(128 // b, 64, 4 if b < 128 else 8, 3) for b in BLOCKS},
-    ),
+    "16-bit": _table(64, 3),
     "tf32": Table({b: (Rows(64, 32, 4, 3),) for b in BLOCKS}, _FLOAT32),
     "tf32x3": Table(
         {
