@@ -9,7 +9,7 @@ from tests.training.states import ALGORITHMS, backward, make, same, state_of
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from dynsparse import encoding
+from dynsparse.pattern import index_arrays
 from dynsparse.training.change import prepare_changes
 
 _SMALL = 32  # bytes; below lie numbers, and single entries
@@ -44,14 +44,14 @@ def _memory(tensor):
 def update(trainer, refused, monkeypatch):
     """The update, during which that allocation fails; how many there were up to then."""
     scarce = Scarce(refused)
-    empty = encoding.empty
+    empty = index_arrays.empty
 
     def refusing(*shape, dtype, **more):
         scarce.take(torch.Size(shape).numel() * dtype.itemsize)
         return empty(*shape, dtype=dtype, **more)
 
     with monkeypatch.context() as patch, scarce:
-        patch.setattr(encoding, "empty", refusing)
+        patch.setattr(index_arrays, "empty", refusing)
         try:
             trainer.after_optimizer_step()
         except (MemoryError, RuntimeError) as error:
