@@ -1,4 +1,4 @@
-"""The cost model that chooses how a convolution is computed (src/dynsparse/ops/conv/costs.py).
+"""The cost model that chooses how a convolution is computed (dynsparse.ops.conv.choice).
 
     python benchmarks/conv_choice.py measure times.jsonl        # about two minutes; adds lines
     python benchmarks/conv_choice.py fit times.jsonl            # prints the constants
@@ -17,6 +17,7 @@ import statistics
 import time
 from collections import defaultdict
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,8 +26,9 @@ import torch
 from scipy.optimize import nnls
 
 from dynsparse import SparsePattern
-from dynsparse.ops.conv import choice, costs, dense, kernels
+from dynsparse.ops.conv import choice
 from dynsparse.ops.conv.geometry import Geometry
+from dynsparse.ops.conv.products import KERNELS
 from dynsparse.ops.linear import LayerIndex
 from dynsparse.ops.linear.cost_table import Layer
 
@@ -82,13 +84,9 @@ def cell(name: str, block: int, density: float, batch: int, seconds: float) -> d
     p = LayerIndex(pattern.index, values)
     x = torch.randn(batch, wide, *size).contiguous(memory_format=LAST)
     dy = torch.randn(batch, out, *g.output_size(*size)).contiguous(memory_format=LAST)
-    forward = {
-        "sparse": lambda: kernels.forward(x, values, p, None, g, LAST),
-        "dense": lambda: dense.forward(x, values, p, None, g),
-    }
+    forward = {k: partial(f.forward, x, values, p, None, g, LAST) for k, f in KERNELS.items()}
     backward = {
-        "sparse": lambda: kernels.backward(dy, x, values, p, g, size, True, LAST),
-        "dense": lambda: dense.backward(dy, x, values, p, g, size, True),
+        k: partial(f.backward, dy, x, values, p, g, size, True, LAST) for k, f in KERNELS.items()
     }
     return {
         "name": name,
@@ -131,8 +129,8 @@ def fit(args: argparse.Namespace) -> None:
     for found in read(args.file):
         for backward, times in enumerate(found["times"]):
             for kind, t in times.items():
-                at = costs.terms(kind, *place(found), bool(backward), costs.lanes())
-                rows[costs.family(kind, found["layer"].block_size), backward].append((at, t))
+                at = choice.terms(kind, *place(found), bool(backward), choice.vector_width())
+                rows[choice.family(kind, found["layer"].block_size), backward].append((at, t))
     for (name, backward), cells in sorted(rows.items()):
         # Relative errors: every row is divided by its time.
         matrix = np.array([np.divide(at, t) for at, t in cells])
@@ -146,7 +144,7 @@ def check(args: argparse.Namespace) -> None:
     for backward, way in enumerate(("forward", "backward")):
         found = []
         for c in read(args.file):
-            kind = choice.cheaper(*place(c), bool(backward), costs.lanes())
+            kind = choice.cheapest(*place(c), bool(backward), choice.vector_width())
             times = c["times"][backward]
             found.append((times[kind] / min(times.values()), kind, c))
         above = np.array([f[0] for f in found])

@@ -5,8 +5,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dynsparse import native
-from dynsparse.ops.conv import costs
-from dynsparse.ops.conv.choice import KINDS, cheaper
+from dynsparse.ops.conv import choice
+from dynsparse.ops.conv.choice import KINDS, cheapest
 from dynsparse.ops.conv.geometry import Geometry
 from dynsparse.ops.linear.cost_table import Layer
 
@@ -23,7 +23,7 @@ from dynsparse.ops.linear.cost_table import Layer
     ],
 )
 def test_images_are_divided_as_the_kernels_do_it(batch, height, width, groups, strip):
-    assert costs._streams(batch, height, width) == (groups, strip)
+    assert choice._streams(batch, height, width) == (groups, strip)
 
 
 def test_terms_by_hand():
@@ -32,13 +32,13 @@ def test_terms_by_hand():
     at = (layer, g, 8, (3, 3))
     elements, places = 4 * 18, 8 * 9
     expected = (1, 6, elements, elements * places, places * (2 * 4 + 4))
-    assert costs.terms("dense", *at, False, 8) == expected
+    assert choice.terms("dense", *at, False, 8) == expected
     # One group of 8 images: the input as packed is 7x7, the output 3x3.
     run = 1 + 1.5 / 3
-    assert costs.terms("sparse", *at, False, 8) == (1, 6, 2 * 49 + 4 * 9, 6 * 9 * run)
+    assert choice.terms("sparse", *at, False, 8) == (1, 6, 2 * 49 + 4 * 9, 6 * 9 * run)
     # Four phases: each packs the output of 3x3 for taps that reach over 2x2.
     packed = 4 * (4 * 4 * 4 + 2 * 2 * 9)
-    assert costs.terms("sparse", *at, True, 8) == (1, 6, packed, 6 * 9 * run)
+    assert choice.terms("sparse", *at, True, 8) == (1, 6, packed, 6 * 9 * run)
 
 
 @pytest.mark.skipif(native.load() is None, reason="the compiled kernels are not built")
@@ -46,7 +46,7 @@ def test_vectors_are_those_of_the_instruction_set():
     widths = {"v2": 4, "v3": 8, "v4": 16, "neon": 4}
     for isa in native.describe()["available"]:
         with native.use_isa(isa):
-            assert costs.lanes() == widths[isa]
+            assert choice.vector_width() == widths[isa]
 
 
 @given(
@@ -61,7 +61,7 @@ def test_more_weights_never_turn_the_choice_back_to_sparse(
     inputs = channels * block * kernel**2
     total = out * channels * kernel**2
     chosen = [
-        cheaper(Layer(out * block, inputs, nnz, block), g, batch, (height, width), backward, 16)
+        cheapest(Layer(out * block, inputs, nnz, block), g, batch, (height, width), backward, 16)
         for nnz in range(1, total + 1, max(1, total // 8))
     ]
     assert set(chosen) <= set(KINDS)

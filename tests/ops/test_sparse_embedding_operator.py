@@ -9,7 +9,7 @@ from torch.nn.functional import embedding as dense_embedding
 
 from dynsparse import SparsePattern
 from dynsparse.ops import capture
-from dynsparse.ops.embedding import embedding, on_device
+from dynsparse.ops.embedding import embedding, products
 
 
 def table(b=1, height=6, width=4, density=0.4, seed=0):
@@ -103,14 +103,18 @@ def test_on_a_device(b, height, width, density):
     index, values = pattern.index, values.detach()
     ids = torch.randint(height * b, (7,))
     dense = pattern.to_dense(values).requires_grad_()
-    rows = on_device.forward(ids, values, index.row_ptr, index.cols, index.slots, width * b)
+    rows = products.forward_on_device(
+        ids, values, index.row_ptr, index.cols, index.slots, width * b
+    )
     expected = dense_embedding(ids, dense)
     assert torch.equal(rows, expected)
     dy = torch.randn_like(rows)
     expected.backward(dy)
-    gradient = on_device.grad_weight(dy, ids, values, index.row_ptr, index.cols, index.slots)
+    gradient = products.grad_weight_on_device(
+        dy, ids, values, index.row_ptr, index.cols, index.slots
+    )
     torch.testing.assert_close(gradient, pattern.values_of(dense.grad))
-    x, one_hot = on_device.pair(dy, ids, height * b)
+    x, one_hot = products.pair_on_device(dy, ids, height * b)
     torch.testing.assert_close(one_hot.t() @ x, dense.grad)
 
 
@@ -121,8 +125,8 @@ def test_on_a_device_nothing_waits_for_it():
         index = [torch.empty(n, dtype=torch.int32, device="cuda") for n in sizes]
         values = torch.empty(pattern.values_shape, device="cuda")
         ids = torch.empty(3, 5, dtype=torch.int64, device="cuda")
-        rows = on_device.forward(ids, values, *index, 8)
+        rows = products.forward_on_device(ids, values, *index, 8)
         assert rows.shape == (3, 5, 8)
         dy, ids = rows.view(-1, 8), ids.view(-1)
-        assert on_device.grad_weight(dy, ids, values, *index).shape == values.shape
-        assert [t.shape for t in on_device.pair(dy, ids, 12)] == [(15, 8), (15, 12)]
+        assert products.grad_weight_on_device(dy, ids, values, *index).shape == values.shape
+        assert [t.shape for t in products.pair_on_device(dy, ids, 12)] == [(15, 8), (15, 12)]

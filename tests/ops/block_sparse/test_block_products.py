@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from dynsparse import SparsePattern
 from dynsparse.ops import block_sparse
 from dynsparse.ops.block_sparse import naive
-from dynsparse.ops.block_sparse.rows import SUBBLOCK_MASKS
+from dynsparse.ops.block_sparse.products import SUBBLOCK_MASKS
 
 BATCHES = [(), (1,), (3,), (2, 3)]
 

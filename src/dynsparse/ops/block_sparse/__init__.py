@@ -4,9 +4,9 @@ from dynsparse.ops.block_sparse.attention import scaled_dot_product_attention
 from dynsparse.ops.block_sparse.products import (
     dense_sparse_matmul,
     sampled_matmul,
+    softmax,
     sparse_dense_matmul,
 )
-from dynsparse.ops.block_sparse.rows import softmax
 
 __all__ = [
     "dense_sparse_matmul",

@@ -1,24 +1,220 @@
-"""Attention that looks at the blocks of a pattern, and at nothing else."""
+"""Attention over the blocks of a pattern: the function, its operator and its derivatives."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from dynsparse import native
 from dynsparse.checks import check_flag, check_kind, check_within, is_number
 from dynsparse.files.shorten import shortened
-from dynsparse.ops.block_sparse import operator
+from dynsparse.ops.block_sparse import kernels, plain
+from dynsparse.ops.block_sparse.kernels import Settings
 from dynsparse.ops.block_sparse.products import check_operand
+from dynsparse.ops.linear.layer_index import TensorCache
 from dynsparse.ops.torch_internals import refuse_transforms
 from dynsparse.pattern import SparsePattern
 
-_registered = operator
+_REST = (
+    "Tensor row_ptr, Tensor cols, Tensor? bias, Tensor? seed, int block, bool causal, "
+    "float scale, float dropout"
+)
+_library = torch.library.Library("dynsparse", "FRAGMENT")
+_library.define(f"block_attention(Tensor q, Tensor k, Tensor v, {_REST}) -> (Tensor, Tensor)")
+_library.define(
+    "block_attention_backward(Tensor grad, Tensor q, Tensor k, Tensor v, Tensor out, Tensor sums, "
+    f"{_REST}, bool[] needed) -> (Tensor, Tensor, Tensor)"
+)
+
+_checked = TensorCache()
+
+
+def _check_index(row_ptr: Tensor, cols: Tensor, queries: int, keys: int, block: int) -> None:
+    """Raise RuntimeError for an index with which kernels would read out of bounds."""
+    sizes = row_ptr.dim() == cols.dim() == 1 and len(row_ptr) * block == queries + block
+    kinds = row_ptr.dtype == cols.dtype == torch.int32
+    if block < 1 or keys % block or not sizes or not kinds or not row_ptr.is_contiguous():
+        raise RuntimeError(
+            f"row_ptr must be int32 [{queries} queries / block + 1] and cols int32 [nnz], for "
+            f"blocks that divide the {keys} keys, got {row_ptr.dtype} {list(row_ptr.shape)}, "
+            f"{cols.dtype} {list(cols.shape)} and a block of {block}"
+        )
+    if not cols.is_cpu or _checked.get((row_ptr, cols)) == (keys, block):
+        return
+    steps = row_ptr.diff()
+    ascends = not int(row_ptr[0]) and int(row_ptr[-1]) == len(cols) and int(steps.min()) >= 0
+    first, last = (int(cols.min()), int(cols.max())) if len(cols) else (0, 0)
+    if not ascends or first < 0 or last >= keys // block or not cols.is_contiguous():
+        raise RuntimeError(
+            "row_ptr must ascend from 0 to the number of blocks, and cols point to keys: take them "
+            "from SparsePattern.index"
+        )
+    _checked.put((row_ptr, cols), (keys, block))
+
+
+def _check(q: Tensor, k: Tensor, v: Tensor, rest: tuple[Any, ...]) -> None:
+    _, _, bias, seed, _, _, _, dropout = rest[:8]
+    fits = (
+        q.dim() == k.dim() == v.dim() == 4
+        and q.shape[:2] == k.shape[:2] == v.shape[:2]
+        and q.shape[3] == k.shape[3]
+        and k.shape[2] == v.shape[2]
+    )
+    if not fits:
+        raise RuntimeError(
+            "query, key and value must be [N, heads, L, E], [N, heads, S, E] and [N, heads, S, V], "
+            f"got {list(q.shape)}, {list(k.shape)} and {list(v.shape)}"
+        )
+    for name, tensor in (("key", k), ("value", v), ("bias", bias)):
+        other = tensor is not None and (tensor.dtype, tensor.device) != (q.dtype, q.device)
+        if other or not q.is_floating_point():
+            raise RuntimeError(
+                f"query, key, value and bias must be of one floating point type on one device, got "
+                f"{q.dtype} on {q.device} and for {name} {tensor.dtype} on {tensor.device}"
+            )
+    if bias is not None and bias.shape != (q.shape[0], k.shape[2]):
+        raise RuntimeError(
+            f"bias must be [{q.shape[0]}, {k.shape[2]}], got the shape {list(bias.shape)}"
+        )
+    if dropout and (seed is None or not 0 < dropout < 1):
+        raise RuntimeError(f"dropout must lie in [0, 1) and needs a seed, got {dropout}")
+    if q.shape[2] == 0 or k.shape[2] == 0:
+        raise RuntimeError("there must be queries and keys")
+
+
+def _prepare(q: Tensor, rest: tuple[Any, ...]) -> tuple[Any, torch.dtype, tuple[Any, ...]]:
+    """The module that computes, the dtype, and its arguments beside q, k and v."""
+    row_ptr, cols, bias, seed, block, causal, scale, dropout = rest[:8]
+    low = q.dtype in (torch.bfloat16, torch.float16)
+    dtype = torch.float32 if low else q.dtype
+    fast = q.is_cpu and dtype == torch.float32 and native.load() is not None
+    settings = Settings(block, causal, scale, dropout, 0 if seed is None else int(seed))
+    bias = None if bias is None else bias.to(dtype).contiguous()
+    return kernels if fast else plain, dtype, (row_ptr, cols, bias, settings)
+
+
+def _is_empty(*tensors: Tensor) -> bool:
+    return any(tensor.numel() == 0 for tensor in tensors)
+
+
+def _forward(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
+    _check(q, k, v, rest)
+    _check_index(rest[0], rest[1], q.shape[2], k.shape[2], rest[4])
+    if _is_empty(q, k, v):
+        raise RuntimeError("there must be sequences, heads and features")
+    module, dtype, arguments = _prepare(q, rest)
+    out, sums = module.forward(q.to(dtype), k.to(dtype), v.to(dtype), *arguments)
+    return _order_heads(out.to(q.dtype)), sums
+
+
+def _order_heads(out: Tensor) -> Tensor:
+    """[N, heads, tokens, features] with the heads of a token adjacent in memory."""
+    return out.transpose(1, 2).contiguous().transpose(1, 2)
+
+
+def _backward(
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, sums: Tensor, *rest: Any
+) -> tuple[Tensor, Tensor, Tensor]:
+    _check(q, k, v, rest)
+    _check_index(rest[0], rest[1], q.shape[2], k.shape[2], rest[4])
+    shape = (*q.shape[:3], v.shape[3])
+    if grad.shape != shape or out.shape != shape or sums.shape != q.shape[:3]:
+        raise RuntimeError(f"grad and out must be {list(shape)}, and sums {list(q.shape[:3])}")
+    module, dtype, arguments = _prepare(q, rest)
+    operands = [tensor.to(dtype) for tensor in (grad, q, k, v, out)]
+    computed = module.backward(*operands, sums.to(dtype).contiguous(), *arguments, rest[8])
+    # Operators return tensors: an empty one stands for a gradient that is not needed.
+    dq, dk, dv = (q.new_empty(0) if t is None else _order_heads(t.to(q.dtype)) for t in computed)
+    return dq, dk, dv
+
+
+_library.impl("block_attention", _forward, "CompositeExplicitAutograd")
+_library.impl("block_attention_backward", _backward, "CompositeExplicitAutograd")
+
+
+def _like(q: Tensor, shape: Sequence[int]) -> Tensor:
+    n, heads, tokens, features = shape
+    return q.new_empty(n, tokens, heads, features).transpose(1, 2)
+
+
+def _forward_shapes(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
+    _check(q, k, v, rest)
+    sums = torch.float64 if q.dtype == torch.float64 else torch.float32
+    return _like(q, (*q.shape[:3], v.shape[3])), q.new_empty(q.shape[:3], dtype=sums)
+
+
+def _backward_shapes(
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, sums: Tensor, *rest: Any
+) -> tuple[Tensor, Tensor, Tensor]:
+    needed = zip((q, k, v), rest[8], strict=True)
+    dq, dk, dv = (_like(q, t.shape) if n else q.new_empty(0) for t, n in needed)
+    return dq, dk, dv
+
+
+_library.impl("block_attention", _forward_shapes, "Meta")
+_library.impl("block_attention_backward", _backward_shapes, "Meta")
+
+
+def _setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+    q, k, v, row_ptr, cols, bias, seed, *ctx.settings = inputs
+    ctx.mark_non_differentiable(output[1])
+    ctx.save_for_backward(q, k, v, *output, row_ptr, cols, bias, seed)
+
+
+def _autograd(ctx: Any, grad: Tensor, _: Any) -> Any:
+    needed = list(ctx.needs_input_grad[:3])
+    computed = torch.ops.dynsparse.block_attention_backward(
+        grad, *ctx.saved_tensors, *ctx.settings, needed
+    )
+    gradients = [t if n else None for t, n in zip(computed, needed, strict=True)]
+    return *gradients, *[None] * 8
+
+
+def _no_double_backward(ctx: Any, *grads: Any) -> None:
+    raise RuntimeError(
+        "attention at the blocks of a pattern has no second derivative: call backward without "
+        "create_graph=True"
+    )
+
+
+torch.library.register_autograd(
+    "dynsparse::block_attention", _autograd, setup_context=_setup_context, lib=_library
+)
+torch.library.register_autograd(
+    "dynsparse::block_attention_backward", _no_double_backward, lib=_library
+)
+
+
+def _register_autocast(device: str) -> None:
+    def lower(tensor: Tensor | None) -> Tensor | None:
+        if tensor is None or not tensor.is_floating_point() or tensor.dtype == torch.float64:
+            return tensor
+        return tensor.to(torch.get_autocast_dtype(device))
+
+    def forward(q: Tensor, k: Tensor, v: Tensor, row_ptr: Tensor, cols: Tensor, *rest: Any) -> Any:
+        first = [lower(tensor) for tensor in (q, k, v)]
+        with torch.autocast(device, enabled=False):
+            bias, *others = rest
+            return torch.ops.dynsparse.block_attention(*first, row_ptr, cols, lower(bias), *others)
+
+    def backward(*args: Any) -> Any:
+        with torch.autocast(device, enabled=False):
+            return torch.ops.dynsparse.block_attention_backward(*args)
+
+    _library.impl("block_attention", forward, f"Autocast{device.upper()}")
+    _library.impl("block_attention_backward", backward, f"Autocast{device.upper()}")
+
+
+_register_autocast("cpu")
+_register_autocast("cuda")
 
 
 def bias_of(key_padding_mask: Tensor | None, like: Tensor, shape: tuple[int, int]) -> Tensor | None:
-    """What is added to the scores of keys [N, S], -infinity where the mask is True.
+    """The bias of the scores of keys [N, S], -infinity where the mask is True.
 
     Raises:
         TypeError: a mask that is neither bool nor floating point.
@@ -116,5 +312,5 @@ def scaled_dot_product_attention(
         query.shape[-1] ** -0.5 if scale is None else float(scale),
         float(dropout_p),
     )
-    found: Tensor = out
-    return found
+    result: Tensor = out
+    return result

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from dynsparse.ops.block_sparse.kernels import Settings
-from dynsparse.ops.block_sparse.rows import added_up, diagonal_mask, rows_of, weights_of
+from dynsparse.ops.block_sparse.products import added_up, diagonal_mask, rows_of, weights_of
 
 
 def _blocks(tensor: Tensor, block: int, which: Tensor) -> Tensor:

@@ -1,9 +1,9 @@
-"""Products with matrices that are sparse in blocks, one or a batch of them with one pattern.
+"""Products and the softmax of block-sparse matrices, one or a batch of them with one pattern.
 
-They are the passes of the sparse linear operator, Y = X W^T: sparse x dense is forward, with the
-dense operand's columns for samples, dense x sparse is the gradient of the input, and the product
-sampled at the pattern is that of the weights. A batch whose matrices differ is one product with
-the matrices along the diagonal, so that all compute at once.
+The products are the passes of the sparse linear operator, Y = X W^T: sparse x dense is forward,
+with the dense operand's columns as samples, dense x sparse is the gradient of the input, and the
+product sampled at the pattern is that of the weights. A batch whose matrices differ is one product
+with the matrices along the diagonal.
 """
 
 from __future__ import annotations
@@ -13,27 +13,31 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from dynsparse.checks import check_kind, check_tensor
+from dynsparse.checks import check_choice, check_kind, check_tensor
 from dynsparse.ops.linear import grad_input, grad_weight, linear
 from dynsparse.pattern import PatternIndex, SparsePattern
+from dynsparse.pattern.index_arrays import by_slots
+
+SUBBLOCK_MASKS = ("none", "zero_upper_triangle", "zero_lower_triangle")
 
 
 def check_values(values: Tensor, pattern: SparsePattern) -> torch.Size:
     """The batch of matrices [..., nnz] or [..., nnz, b, b] at a pattern: its sizes.
 
     Raises:
-        TypeError: other things than a tensor of numbers and a pattern.
+        TypeError: not a floating point tensor, or not a pattern.
         ValueError: values of another shape.
     """
     check_kind("pattern", pattern, SparsePattern, "a SparsePattern")
     _check_floating("values", values)
-    own = pattern.values_shape
-    if values.dim() < len(own) or tuple(values.shape[values.dim() - len(own) :]) != own:
-        wanted = ", ".join(map(str, own))
+    expected = pattern.values_shape
+    leading = values.dim() - len(expected)
+    if leading < 0 or tuple(values.shape[leading:]) != expected:
+        sizes = ", ".join(map(str, expected))
         raise ValueError(
-            f"values must be [..., {wanted}] for {pattern}, got the shape {list(values.shape)}"
+            f"values must be [..., {sizes}] for {pattern}, got the shape {list(values.shape)}"
         )
-    return values.shape[: values.dim() - len(own)]
+    return values.shape[:leading]
 
 
 def _check_floating(name: str, tensor: Tensor) -> None:
@@ -48,9 +52,9 @@ def check_operand(name: str, dense: Tensor, like: Tensor | None, **sizes: int | 
         sizes: how many rows and columns, by what they are called; None: any.
     """
     _check_floating(name, dense)
-    wanted = list(sizes.values())
+    expected = list(sizes.values())
     shape = dense.shape[-2:]
-    if len(shape) != 2 or any(w not in (None, s) for w, s in zip(wanted, shape, strict=True)):
+    if len(shape) != 2 or any(e not in (None, s) for e, s in zip(expected, shape, strict=True)):
         words = ", ".join(f"{name_} = {size}" if size else name_ for name_, size in sizes.items())
         raise ValueError(f"{name} must be [..., {words}], got the shape {list(dense.shape)}")
     if like is not None and (dense.dtype, dense.device) != (like.dtype, like.device):
@@ -104,14 +108,14 @@ def sparse_dense_matmul(values: Tensor, pattern: SparsePattern, dense: Tensor) -
         ValueError: shapes, batches, dtypes or devices that do not fit. TypeError: no tensors of
             floating point numbers, no pattern.
     """
-    own = check_values(values, pattern)
+    matrices = check_values(values, pattern)
     check_operand("dense", dense, values, k=pattern.shape[1], n=None)
-    batch, n = _batch_of(own, dense.shape[:-2], shared=True), dense.shape[-1]
+    batch, n = _batch_of(matrices, dense.shape[:-2], shared=True), dense.shape[-1]
     index = pattern._shared_on(values.device)
-    if not len(own):
+    if not len(matrices):
         x = dense.movedim(-2, -1).reshape(-1, pattern.shape[1])
         return linear(x, values, index).unflatten(0, [*batch, n]).movedim(-1, -2)
-    count = own.numel()
+    count = matrices.numel()
     x = dense.reshape(count * pattern.shape[1], n).t()
     y = linear(x, values.reshape(-1, *pattern.values_shape[1:]), _diagonal(index, count))
     return y.t().reshape(*batch, pattern.shape[0], n)
@@ -122,13 +126,13 @@ def dense_sparse_matmul(dense: Tensor, values: Tensor, pattern: SparsePattern) -
 
     Args, results and errors as of `sparse_dense_matmul`.
     """
-    own = check_values(values, pattern)
+    matrices = check_values(values, pattern)
     check_operand("dense", dense, values, n=None, k=pattern.shape[0])
-    batch, n = _batch_of(own, dense.shape[:-2], shared=True), dense.shape[-2]
+    batch, n = _batch_of(matrices, dense.shape[:-2], shared=True), dense.shape[-2]
     index = pattern._shared_on(values.device)
-    if not len(own):
+    if not len(matrices):
         return grad_input(dense, values, index)
-    count = own.numel()
+    count = matrices.numel()
     dy = dense.reshape(count, n, pattern.shape[0]).transpose(0, 1).reshape(n, -1)
     y = grad_input(dy, values.reshape(-1, *pattern.values_shape[1:]), _diagonal(index, count))
     return y.unflatten(1, (count, -1)).transpose(0, 1).reshape(*batch, n, pattern.shape[1])
@@ -162,3 +166,87 @@ def sampled_matmul(a: Tensor, b: Tensor, pattern: SparsePattern) -> Tensor:
     x = b.reshape(count, -1, pattern.shape[1]).transpose(0, 1).reshape(b.shape[-2], -1)
     like = a.new_empty(count * pattern.nnz, *shape[1:])
     return grad_weight(dy, x, like, _diagonal(index, count)).reshape(*batch, *shape)
+
+
+def rows_of(row_ptr: Tensor, nnz: int) -> Tensor:
+    """The block row of every slot, int64 [nnz]; without synchronising with a device."""
+    counts = row_ptr.diff().long()
+    each = torch.arange(len(counts), device=counts.device)
+    return torch.repeat_interleave(each, counts, output_size=nnz)
+
+
+def diagonal_mask(rows: Tensor, cols: Tensor, block: int, upper: bool) -> Tensor:
+    """Which elements of blocks lie above the diagonal, or below: bool [nnz, b, b]."""
+    within = torch.arange(block, device=rows.device)
+    ahead = (cols - rows)[:, None, None] * block + within - within[:, None]
+    return ahead > 0 if upper else ahead < 0
+
+
+def softmax(values: Tensor, pattern: SparsePattern, subblock_mask: str = "none") -> Tensor:
+    """exp(s) / sum of exp(s) over each row of a sparse S, whose absent blocks count as -infinity.
+
+    Differentiable any number of times: the gradient is y (g - sum of y g). A row
+    without blocks, or with all elements masked, gives zeros.
+
+    Args:
+        values: of S, [..., nnz] or [..., nnz, b, b], floating point; -infinity masks an element.
+        pattern: of S, [m, n].
+        subblock_mask: "zero_upper_triangle" masks what lies above the diagonal of S, in blocks on
+            it and beyond it; "zero_lower_triangle" what lies below. ("none")
+
+    Returns:
+        The shape and dtype of values; 16-bit types are computed in float32.
+
+    Raises:
+        ValueError: values of another shape, an unknown mask. TypeError: as `sparse_dense_matmul`.
+
+    Source: PopSparse's `bsSoftmax`; Child et al. 2019, "Generating Long Sequences with Sparse
+    Transformers", section 5.
+    """
+    batch = check_values(values, pattern)
+    check_kind("subblock_mask", subblock_mask, str, f"one of {', '.join(SUBBLOCK_MASKS)}")
+    check_choice("subblock_mask", subblock_mask, SUBBLOCK_MASKS)
+    block, height = pattern.block_size, pattern.grid[0]
+    index = pattern._index_on(values.device)
+    rows = by_slots(rows_of(index.row_ptr, pattern.nnz), index.slots)
+    wide = torch.float32 if values.dtype.itemsize < 4 else values.dtype
+    scores = values.to(wide).reshape(*batch, pattern.nnz, block, block)
+    if subblock_mask != "none":
+        upper = subblock_mask == "zero_upper_triangle"
+        away = diagonal_mask(rows, by_slots(index.cols.long(), index.slots), block, upper)
+        scores = scores.masked_fill(away, -torch.inf)
+    return weights_of(scores, rows, height)[0].to(values.dtype).reshape(values.shape)
+
+
+def added_up(parts: Tensor, which: Tensor, dim: int, size: int) -> Tensor:
+    """The sum of the parts, as `index_add` to `size` zeros along a dimension.
+
+    The same bits on every run, also on a GPU, where that adds as threads happen to come.
+    """
+    found = parts.new_zeros(*parts.shape[:dim], size, *parts.shape[dim + 1 :])
+    if parts.is_cpu:
+        return found.index_add(dim, which, parts)
+    return in_order(found, which, dim, parts)
+
+
+def in_order(found: Tensor, which: Tensor, dim: int, parts: Tensor) -> Tensor:
+    """`index_add` that sorts what it adds."""
+    first = found.movedim(dim, 0).index_put((which,), parts.movedim(dim, 0), accumulate=True)
+    return first.movedim(0, dim)
+
+
+def weights_of(scores: Tensor, rows: Tensor, height: int) -> tuple[Tensor, Tensor]:
+    """The softmax of scores [..., nnz, b, b], and what was taken from them and divided by, as the
+    logarithm of the sum of exponentials [..., height, b]: infinity where there is none."""
+    # Finite, so that what is masked everywhere gives zeros and not NaN. No gradient goes through
+    # it, as the weights do not depend on it.
+    found = scores.detach().amax(-1)
+    lowest = torch.finfo(scores.dtype).min
+    top = found.new_full((*found.shape[:-2], height, found.shape[-1]), lowest)
+    top = top.scatter_reduce(-2, rows[:, None].expand_as(found), found, "amax")
+    weights = (scores - top.index_select(-2, rows)[..., None]).exp()
+    sums = added_up(weights.sum(-1), rows, weights.dim() - 3, height)
+    nothing = sums == 0
+    sums = sums.masked_fill(nothing, 1)
+    weights = weights / sums.index_select(-2, rows)[..., None]
+    return weights, (top + sums.log()).masked_fill(nothing, torch.inf)

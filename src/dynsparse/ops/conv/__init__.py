@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.compiler import is_compiling
 
 from dynsparse.checks import check_kind
-from dynsparse.ops.conv import operator as operator
+from dynsparse.ops.conv import autograd as autograd
 from dynsparse.ops.conv.geometry import Geometry
 from dynsparse.ops.linear.autograd import register_flop_formulas
 from dynsparse.ops.torch_internals import has_modes, refuse_transforms

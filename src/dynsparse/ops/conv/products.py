@@ -1,25 +1,178 @@
-"""The passes for any floating point type and device: checks, conversion, what computes."""
+"""The passes of a convolution for any floating point dtype and device.
+
+There are two kinds. `sparse` are the compiled kernels (csrc/conv): float32 on the CPU, over the
+non-zeros. `dense` is torch's convolution with the weight laid out for the time of a pass: the only
+kind on an accelerator, on the CPU for densities above the break-even and for other dtypes.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
+from dynsparse import native
 from dynsparse.ops import capture
-from dynsparse.ops.conv import dense, kernels
 from dynsparse.ops.conv.choice import route
-from dynsparse.ops.conv.geometry import Geometry
+from dynsparse.ops.conv.geometry import Geometry, to_matrix, to_weight
 from dynsparse.ops.conv.patches import patches_of
 from dynsparse.ops.linear.layer_index import LayerIndex
+from dynsparse.ops.linear.naive import cols_of, rows_of
 from dynsparse.ops.linear.products import check_kind
+
+
+class Kernels(NamedTuple):
+    """The passes of a kind.
+
+    Attributes:
+        forward: (x, values, p, bias, g, layout) -> y [batch, out, ...].
+        backward: (dy, x, values, p, g, size, need_input, layout) -> (dX [batch, in, *size] if
+            needed, dW like the values if x is given).
+    """
+
+    forward: Callable[..., Tensor]
+    backward: Callable[..., tuple[Tensor | None, Tensor | None]]
+
+
+def _sizes(x: Sequence[int], y: Sequence[int], p: LayerIndex, g: Geometry) -> np.ndarray:
+    """The shapes of x and y and the geometry, in the order of csrc/api.h."""
+    numbers = (*x, *y[1:], *g.kernel, *g.stride, *g.padding[:2], *g.dilation, g.groups)
+    return np.array([*numbers, p.block_size], np.int64)
+
+
+def _strides(tensor: Tensor | None) -> np.ndarray:
+    return np.array((0, 0, 0, 0) if tensor is None else tensor.stride(), np.int64)
+
+
+def _sparse_forward(
+    x: Tensor,
+    values: Tensor,
+    p: LayerIndex,
+    bias: Tensor | None,
+    g: Geometry,
+    layout: torch.memory_format,
+) -> Tensor:
+    size = g.output_size(x.shape[2], x.shape[3])
+    y = torch.empty(x.shape[0], p.out_features, *size, memory_format=layout)
+    values, bias = p.by_rows(values).contiguous(), None if bias is None else bias.contiguous()
+    status = native.call(
+        "dynsparse_conv_forward",
+        *(x, _strides(x), values, p.row_ptr, p.cols, bias, y, _strides(y)),
+        *(_sizes(x.shape, y.shape, p, g), torch.get_num_threads()),
+    )
+    if status:
+        raise MemoryError("no memory for a sparse convolution")
+    return y
+
+
+def _sparse_backward(
+    dy: Tensor,
+    x: Tensor | None,
+    values: Tensor,
+    p: LayerIndex,
+    g: Geometry,
+    size: Sequence[int],
+    need_input: bool,
+    layout: torch.memory_format,
+) -> tuple[Tensor | None, Tensor | None]:
+    shape = (dy.shape[0], p.in_features // g.taps * g.groups, *size)
+    dx = torch.empty(shape, memory_format=layout) if need_input else None
+    dw = None if x is None else torch.empty(p.values_shape)
+    values = values.contiguous()
+    status = native.call(
+        "dynsparse_conv_backward",
+        *(dy, _strides(dy), x, _strides(x), values, p.col_ptr, *p.by_columns(), dx, _strides(dx)),
+        *(dw, _sizes(shape, dy.shape, p, g), torch.get_num_threads()),
+    )
+    if status:
+        raise MemoryError("no memory for the gradients of a sparse convolution")
+    return dx, dw
+
+
+def _flat_positions(p: LayerIndex) -> Tensor:
+    """Flat block positions of the slots, int64 [nnz]."""
+    return rows_of(p.index) * (p.in_features // p.block_size) + cols_of(p.index)
+
+
+def _to_dense(values: Tensor, p: LayerIndex, g: Geometry) -> Tensor:
+    """The weight [out, in / groups, kh, kw]."""
+    b, out, features = p.block_size, p.out_features, p.in_features
+    blocks = values.new_zeros(out // b * (features // b), b * b)
+    blocks.index_copy_(0, p.derived("flat", _flat_positions), values.reshape(-1, b * b))
+    matrix = blocks.view(out // b, features // b, b, b).transpose(1, 2).reshape(out, features)
+    return to_weight(matrix, g.kernel)
+
+
+def _from_dense(weight: Tensor, p: LayerIndex) -> Tensor:
+    """The reverse of `_to_dense`, for a gradient: like the values."""
+    b = p.block_size
+    matrix = to_matrix(weight)
+    blocks = matrix.view(matrix.shape[0] // b, b, matrix.shape[1] // b, b).transpose(1, 2)
+    return (
+        blocks.reshape(-1, b * b)
+        .index_select(0, p.derived("flat", _flat_positions))
+        .view(p.values_shape)
+    )
+
+
+def _pad(x: Tensor, g: Geometry) -> tuple[Tensor, tuple[int, int]]:
+    """The input, padded here if the padding is asymmetric, and the padding left to torch."""
+    top, left, bottom, right = g.padding
+    if (top, left) == (bottom, right):
+        return x, (top, left)
+    return pad(x, (left, right, top, bottom)), (0, 0)
+
+
+def _dense_forward(
+    x: Tensor,
+    values: Tensor,
+    p: LayerIndex,
+    bias: Tensor | None,
+    g: Geometry,
+    layout: torch.memory_format,
+) -> Tensor:
+    x, padding = _pad(x, g)
+    return torch.conv2d(x, _to_dense(values, p, g), bias, g.stride, padding, g.dilation, g.groups)
+
+
+def _dense_backward(
+    dy: Tensor,
+    x: Tensor | None,
+    values: Tensor,
+    p: LayerIndex,
+    g: Geometry,
+    size: Sequence[int],
+    need_input: bool,
+    layout: torch.memory_format,
+) -> tuple[Tensor | None, Tensor | None]:
+    channels = p.in_features // g.taps * g.groups
+    # torch reads the shape alone where it has no gradient of the weight to compute.
+    source = dy.new_empty(1).expand(dy.shape[0], channels, *size) if x is None else x
+    padded, padding = _pad(source, g)
+    dx, dw, _ = torch.ops.aten.convolution_backward(
+        dy, padded, _to_dense(values, p, g), None, g.stride, padding, g.dilation,
+        False, [0, 0], g.groups, [need_input, x is not None, False],
+    )  # fmt: skip
+    if need_input and padded is not source:
+        top, left = g.padding[:2]
+        dx = dx[:, :, top : top + size[0], left : left + size[1]]
+    return dx if need_input else None, None if x is None else _from_dense(dw, p)
+
+
+KERNELS = {
+    "sparse": Kernels(_sparse_forward, _sparse_backward),
+    "dense": Kernels(_dense_forward, _dense_backward),
+}
 
 
 def check_forward(
     x: Tensor, values: Tensor, p: tuple[int, int], bias: Tensor | None, g: Geometry
 ) -> tuple[int, int]:
-    """Raises RuntimeError where the operands do not fit; the size of the output.
+    """Raise RuntimeError unless the operands fit. Returns the size of the output.
 
     Args:
         p: out and in features of the matrix.
@@ -48,7 +201,7 @@ def check_backward(
     g: Geometry,
     size: Sequence[int],
 ) -> None:
-    """Raises RuntimeError where the operands of the gradients do not fit.
+    """Raise RuntimeError unless the operands of the gradients fit.
 
     Args:
         size: of the input.
@@ -70,13 +223,13 @@ def check_backward(
 
 
 def _compute_dtype(x: Tensor) -> torch.dtype:
-    """On the CPU 16-bit types are computed in float32; elsewhere every type as it is."""
+    """On a CPU 16-bit dtypes are computed in float32, on an accelerator every dtype as it is."""
     low = x.dtype in (torch.bfloat16, torch.float16)
     return torch.float32 if low and x.is_cpu else x.dtype
 
 
 def layout_of(x: Tensor) -> torch.memory_format:
-    """What the output is laid out like: as torch's convolutions do it."""
+    """The layout of the output, as torch's convolutions choose it."""
     last = x.is_contiguous(memory_format=torch.channels_last) and not x.is_contiguous()
     return torch.channels_last if last else torch.contiguous_format
 
@@ -86,10 +239,8 @@ def forward(x: Tensor, values: Tensor, p: LayerIndex, bias: Tensor | None, g: Ge
     dtype = _compute_dtype(x)
     b = None if bias is None else bias.to(dtype)
     w, size, layout = values.to(dtype), g.output_size(x.shape[2], x.shape[3]), layout_of(x)
-    if route(p, g, x.shape[0], size, False, x.dtype) == "sparse":
-        y = kernels.forward(x.to(dtype), w, p, b, g, layout)
-    else:
-        y = dense.forward(x.to(dtype), w, p, b, g)
+    kind = route(p, g, x.shape[0], size, False, x.dtype)
+    y = KERNELS[kind].forward(x.to(dtype), w, p, b, g, layout)
     return y.to(x.dtype).contiguous(memory_format=layout)
 
 
@@ -102,21 +253,19 @@ def backward(
     size: Sequence[int],
     need_input: bool,
 ) -> tuple[Tensor | None, Tensor | None]:
-    """dX [batch, in, *size] where needed, laid out as dy, and dW like the values where x is
-    given."""
+    """dX [batch, in, *size], in the layout of dy, if needed, and dW like values if x is given."""
     dtype = _compute_dtype(dy)
-    given = None if x is None else x.to(dtype)
-    other, w, layout = dy.to(dtype), values.to(dtype), layout_of(dy)
-    if route(p, g, dy.shape[0], (dy.shape[2], dy.shape[3]), True, dy.dtype) == "sparse":
-        dx, dw = kernels.backward(other, given, w, p, g, size, need_input, layout)
-    else:
-        dx, dw = dense.backward(other, given, w, p, g, size, need_input)
+    w, layout = values.to(dtype), layout_of(dy)
+    kind = route(p, g, dy.shape[0], (dy.shape[2], dy.shape[3]), True, dy.dtype)
+    dx, dw = KERNELS[kind].backward(
+        dy.to(dtype), None if x is None else x.to(dtype), w, p, g, size, need_input, layout
+    )
     if dx is not None:
         dx = dx.to(dy.dtype).contiguous(memory_format=layout)
     return dx, None if dw is None else dw.to(values.dtype)
 
 
 def record(row_ptr: Tensor, x: Tensor, dy: Tensor, g: Geometry) -> None:
-    """Hand x and dY to the capture of this layer, as the patches that growth reads."""
+    """Pass x and dY to the capture of this layer, as the patches that growth reads."""
     dtype = _compute_dtype(dy)
     capture.record(row_ptr, *patches_of(x.detach().to(dtype), dy.detach().to(dtype), g))

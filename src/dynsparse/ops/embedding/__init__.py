@@ -11,8 +11,9 @@ from torch import Tensor
 
 from dynsparse.checks import check_integer, check_kind
 from dynsparse.ops import capture
-from dynsparse.ops.embedding import naive, on_device
+from dynsparse.ops.embedding import products
 from dynsparse.ops.linear.layer_index import LayerIndex, check_contents
+from dynsparse.ops.linear.naive import block_size_of
 from dynsparse.ops.torch_internals import is_plain_eager, refuse_transforms
 from dynsparse.pattern import PatternIndex, SparsePattern
 
@@ -34,9 +35,9 @@ def _forward(
 ) -> Tensor:
     capture.check_program(row_ptr, values)
     if not values.is_cpu:
-        return on_device.forward(ids, values, row_ptr, cols, slots, width)
-    rows = naive.forward(ids.reshape(-1), values, row_ptr, cols, slots, width)
-    return rows.resize_(*ids.shape, width)  # no view, which nobody could write to
+        return products.forward_on_device(ids, values, row_ptr, cols, slots, width)
+    rows = products.forward(ids.reshape(-1), values, row_ptr, cols, slots, width)
+    return rows.resize_(*ids.shape, width)  # not a view: autograd forbids writing to it
 
 
 def _backward(
@@ -47,8 +48,8 @@ def _backward(
     if capture.is_open(row_ptr):
         record_rows(dy, ids, values, row_ptr)
     if not values.is_cpu:
-        return on_device.grad_weight(dy, ids, values, row_ptr, cols, slots)
-    return naive.grad_weight(dy, ids, values, row_ptr, cols, slots)
+        return products.grad_weight_on_device(dy, ids, values, row_ptr, cols, slots)
+    return products.grad_weight(dy, ids, values, row_ptr, cols, slots)
 
 
 def record_rows(dy: Tensor, ids: Tensor, values: Tensor, row_ptr: Tensor) -> None:
@@ -57,9 +58,9 @@ def record_rows(dy: Tensor, ids: Tensor, values: Tensor, row_ptr: Tensor) -> Non
 
     Tokens that occur several times are added up first, so this is never larger than the logits.
     """
-    vocabulary = (len(row_ptr) - 1) * naive.block_size_of(values)
-    if not values.is_cpu:  # how many tokens differ the host cannot know
-        capture.record(row_ptr, *on_device.pair(dy, ids, vocabulary))
+    vocabulary = (len(row_ptr) - 1) * block_size_of(values)
+    if not values.is_cpu:  # the number of distinct tokens is not known to the host
+        capture.record(row_ptr, *products.pair_on_device(dy, ids, vocabulary))
         return
     tokens, place = ids.unique(return_inverse=True)
     x = dy.new_zeros(len(tokens), dy.shape[1]).index_add_(0, place, dy)
@@ -152,7 +153,7 @@ def embedding(
     if ids.dtype not in (torch.int64, torch.int32, torch.int16, torch.uint8, torch.int8):
         raise TypeError(f"ids must be integers, got {ids.dtype}")
     if ids.device.type == "cpu" and not torch.compiler.is_compiling() and ids.numel():
-        vocabulary = (len(index.row_ptr) - 1) * naive.block_size_of(values)
+        vocabulary = (len(index.row_ptr) - 1) * block_size_of(values)
         low, high = int(ids.min()), int(ids.max())
         if low < 0 or high >= vocabulary:
             raise IndexError(f"ids must lie in [0, {vocabulary}), got {low if low < 0 else high}")
