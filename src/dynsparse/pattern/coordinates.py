@@ -1,4 +1,4 @@
-"""Block coordinates: what a shape allows, how given ones are checked, and how some are drawn."""
+"""Checks of shapes and block coordinates, and sampling of positions."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ def block_grid(shape: Any, block_size: Any) -> tuple[tuple[int, int], int, tuple
     return (out_features, in_features), block, grid
 
 
-def coordinates(values: Any, what: str, bound: int, least: int = 0) -> np.ndarray:
-    """int64 [n] of whatever holds integers of [least, bound)."""
+def check_coordinates(values: Any, what: str, bound: int, least: int = 0) -> np.ndarray:
+    """int64 [n], from anything that holds integers in [least, bound)."""
     if isinstance(values, Tensor):
         if check_tensor(what, values).is_meta:
             raise ValueError(f"{what} must have memory, got a tensor on the device meta")
@@ -63,8 +63,8 @@ def sample_without_replacement(
 ) -> Tensor:
     """`count` distinct integers of [0, population), uniform over subsets, sorted, int64.
 
-    Memory is in proportion to `count`, not to `population`: the numbers are drawn one round after
-    another, each round as many as are still missing, and repeats are thrown away.
+    Memory is in proportion to `count`, not to `population`: numbers are drawn in rounds, each as
+    many as are still missing, and duplicates are dropped.
     """
     check_generator(generator)
     population = check_integer("population", population, 0)

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from dynsparse.checks import check_kind, check_tensor
 from dynsparse.files.shorten import shortened
-from dynsparse.pattern.coordinates import INT32_MAX, coordinates
+from dynsparse.pattern.coordinates import INT32_MAX, check_coordinates
 from dynsparse.pattern.index_arrays import (
     by_slots,
     copy_tensor,
@@ -383,4 +383,4 @@ def _check_alike(before: SparsePattern, after: SparsePattern) -> None:
 
 def _integers(name: str, given: Any) -> Tensor:
     """int64 [any] on the CPU, from a tensor or what can be one."""
-    return torch.from_numpy(coordinates(given, name, 2**63 - 1, least=-(2**63)))
+    return torch.from_numpy(check_coordinates(given, name, 2**63 - 1, least=-(2**63)))

@@ -19,7 +19,7 @@ from dynsparse.files.shorten import shortened
 from dynsparse.pattern.coordinates import (
     INT32_MAX,
     block_grid,
-    coordinates,
+    check_coordinates,
     sample_without_replacement,
 )
 from dynsparse.pattern.index_arrays import by_columns, by_slots, empty, move_entries, slots_of
@@ -92,8 +92,8 @@ class SparsePattern:
     ) -> None:
         """See the class; `in_order`: whether slots have the order of the coordinates."""
         shape, block_size, grid = block_grid(shape, block_size)
-        row = coordinates(rows, "rows", grid[0])
-        col = coordinates(cols, "cols", grid[1])
+        row = check_coordinates(rows, "rows", grid[0])
+        col = check_coordinates(cols, "cols", grid[1])
         if len(row) != len(col):
             raise ValueError(f"rows and cols differ in length: {len(row)} and {len(col)}")
         unsorted = row * grid[1] + col
@@ -623,7 +623,7 @@ class SparsePattern:
 
 
 def _as_tensor(name: str, values: Any) -> Tensor:
-    """A tensor on the CPU, of whatever holds numbers."""
+    """A tensor on the CPU, from anything that holds numbers."""
     if isinstance(values, Tensor):
         if check_tensor(name, values).is_meta:
             raise ValueError(f"{name} must have memory, got a tensor on the device meta")

@@ -1,4 +1,4 @@
-"""Ranks that do not agree hear of it, all of them the same."""
+"""Errors and comparisons over ranks: all ranks raise the same."""
 
 from __future__ import annotations
 
