@@ -23,15 +23,15 @@ from dynsparse.report.bench.tables import (
     NAMES,
     Table,
     between,
-    cells_of,
+    collect_cells,
+    describe_measurement,
+    footnotes,
+    format_spread,
     machine_name,
-    measured_line,
     milliseconds,
-    notes_of,
-    sizes_of,
-    spread_text,
+    model_view,
+    size_columns,
     table,
-    view_of_models,
 )
 
 Figures = dict[str, Any]
@@ -44,7 +44,7 @@ def summaries_of(
 ) -> dict[tuple[int, float], tuple[int, Summary]]:
     """(block, density) -> how many cells, and what they gain."""
     found: dict[tuple[int, float], list[Figures]] = {}
-    for cell in cells_of(results, names):
+    for cell in collect_cells(results, names):
         found.setdefault((cell["block"], cell["density"]), []).append(cell["ratios"])
     groups = {}
     for key, ratios in found.items():
@@ -81,7 +81,7 @@ def _summary(results: Figures, names: list[str]) -> str:
 
 def _losses(results: Figures, names: list[str]) -> str:
     """The cells that take more than a tenth longer than dense, worst first."""
-    cells = [cell for cell in cells_of(results, names) if "dense" in cell["ratios"]]
+    cells = [cell for cell in collect_cells(results, names) if "dense" in cell["ratios"]]
     slow = [cell for cell in cells if 1.1 * cell["ratios"]["dense"]["median"] < 1]
     line = f"Of {len(cells)} cells {len(slow)} take more than a tenth longer than dense."
     return line + _worst(slow, "dense")
@@ -92,9 +92,9 @@ def _worst(cells: list[Figures], who: str) -> str:
     if not cells:
         return ""
     cells = sorted(cells, key=lambda cell: cell["ratios"][who]["median"])
-    head, sizes = sizes_of(cells)
+    head, sizes = size_columns(cells)
     rows = [
-        [*sizes(c), spread_text(c["ratios"][who], "\\*" * c["disturbed"]), c["kernel"]]
+        [*sizes(c), format_spread(c["ratios"][who], "\\*" * c["disturbed"]), c["kernel"]]
         for c in cells
     ]
     return f"\n\n{table([*head, NAMES[who], 'kernels'], rows)}"
@@ -102,7 +102,7 @@ def _worst(cells: list[Figures], who: str) -> str:
 
 def _medium(results: Figures, names: list[str]) -> str:
     """What dense products at "medium" are made of and gain, and the cells that they win."""
-    cells = [cell for cell in cells_of(results, names) if "dense_medium" in cell["ratios"]]
+    cells = [cell for cell in collect_cells(results, names) if "dense_medium" in cell["ratios"]]
     lost = [cell for cell in cells if cell["ratios"]["dense_medium"]["median"] < 1]
     shares = [
         cell["ratios"]["dense_medium"]["median"] / cell["ratios"]["dense"]["median"]
@@ -120,7 +120,7 @@ def _break_even(results: Figures, names: list[str]) -> str:
     """Where dense catches up: a row per layer and batch, a column per block size."""
     layers = {
         ((c["features"][0] * c["features"][1]) ** 0.5, c["batch"]): c["layer"]
-        for c in cells_of(results, names)
+        for c in collect_cells(results, names)
     }
     threads = max(results["break_even"], key=int, default="")
     found = [
@@ -150,14 +150,14 @@ def _break_even_text(one: Figures | None) -> str:
 
 def _overhead(results: Figures, names: list[str]) -> str:
     """Microseconds a call."""
-    cells = cells_of(results, names)
-    head, sizes = sizes_of(cells)
+    cells = collect_cells(results, names)
+    head, sizes = size_columns(cells)
     rows = []
     for cell in cells:
         own, other = (cell["times"][name]["median"] * 1e6 for name in ("dynsparse", "dense"))
         rows.append([*sizes(cell), f"{own:.1f}", f"{other:.1f}", f"{own - other:.1f}"])
     columns = ["dynsparse, µs", "F.linear in nn.Linear, µs", "difference, µs"]
-    return table([*head, *columns], rows) + notes_of(results, names, cells)
+    return table([*head, *columns], rows) + footnotes(results, names, cells)
 
 
 def parts_table(cells: list[Figures]) -> Table:
@@ -190,8 +190,8 @@ VIEWS: dict[str, Callable[[Figures, list[str]], str]] = {
     "medium": _medium,
     "break-even": _break_even,
     "overhead": _overhead,
-    "parts": view_of_models(parts_table),
-    "machine": measured_line,
+    "parts": model_view(parts_table),
+    "machine": describe_measurement,
 }
 """What can be shown of benchmarks: view(results, names) -> Markdown."""
 
@@ -201,7 +201,7 @@ def worst_first(machines: list[Figures], names: list[str]) -> list[Figures]:
     return sorted(
         machines,
         key=lambda one: statistics.median(
-            cell["ratios"]["masked"]["median"] for cell in cells_of(one, names)
+            cell["ratios"]["masked"]["median"] for cell in collect_cells(one, names)
         ),
     )
 
@@ -250,7 +250,7 @@ def _each(machines: list[Figures], names: list[str]) -> str:
     """Which machines these are: a line each, as in `_side_by_side`."""
     lines = []
     for one in worst_first(machines, names):
-        lines.append(f"- {measured_line(one, names)}")
+        lines.append(f"- {describe_measurement(one, names)}")
     return "\n".join(lines)
 
 

@@ -9,7 +9,7 @@ from saved_states import assert_equal, state
 from torch import nn
 
 from dynsparse.apps.common.options import METHODS
-from dynsparse.apps.pictures.cifar import CifarTraining, Network, Options, build_network, moved, run
+from dynsparse.apps.pictures.cifar import CifarTraining, Network, Options, build_network, run, shift
 from dynsparse.apps.pictures.training import learning_rate
 from dynsparse.cli.app import run as command
 from dynsparse.data import load
@@ -107,7 +107,7 @@ def test_pictures_are_moved_and_mirrored():
     mirror = torch.rand(40) < 0.5
     padded = F.pad(pictures.float(), [4] * 4, mode="reflect")
     for got, picture, (down, right), turned in zip(
-        moved(pictures, by, mirror), padded, by.tolist(), mirror.tolist(), strict=True
+        shift(pictures, by, mirror), padded, by.tolist(), mirror.tolist(), strict=True
     ):
         expected = picture[:, 4 + down : 13 + down, 4 + right : 13 + right]
         expected = expected.flip(2) if turned else expected

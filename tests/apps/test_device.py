@@ -78,7 +78,7 @@ def test_what_was_replaced_is_counted_when_the_device_is_waited_for_anyway():
         training.trainer.step = lambda rewiring=rewiring: {"a": rewiring}
         training.optimise(sums)
         counts.append((sums.replaced, len(sums.rewirings)))
-        training.settle(sums)
+        training.finish_window(sums)
         assert (sums.replaced, sums.rewirings) == (4, [])
     assert counts == [(4, 0), (0, 1)]
 

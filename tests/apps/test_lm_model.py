@@ -11,7 +11,7 @@ from dynsparse.apps.lm.model import (
     LanguageModel,
     build_model,
     check_memory,
-    matched,
+    match_parameters_of,
     parameters,
     repetition_weights,
     state_bytes,
@@ -132,7 +132,7 @@ def test_parameters_are_counted_before_the_model_is_made(changes):
 def test_a_dense_model_can_hold_as_many_parameters(changes):
     options = Options(**changes, method="dense", match_parameters=True)
     options.check()
-    narrow = matched(options, 65)
+    narrow = match_parameters_of(options, 65)
     wanted, _ = parameters(dataclasses.replace(options, method="static"), 65)
     got, _ = parameters(narrow, 65)
     # off by at most half of what one more feature of the feed-forward parts would add
@@ -141,7 +141,7 @@ def test_a_dense_model_can_hold_as_many_parameters(changes):
     assert narrow.hidden_size % options.heads == 0 or options.qkv_size
     proportion = narrow.ff_size / narrow.hidden_size
     assert proportion == pytest.approx(options.ff_size / options.hidden_size, rel=0.25)
-    assert matched(Options(), 65) == Options()
+    assert match_parameters_of(Options(), 65) == Options()
 
 
 def test_no_dense_model_is_small_enough():
@@ -149,7 +149,7 @@ def test_no_dense_model_is_small_enough():
         method="dense", match_parameters=True, hidden_size=64, heads=64, ff_size=1, sparsity=0.99
     )
     with pytest.raises(ValueError, match="no dense model with 64 heads has as few"):
-        matched(options, 65)
+        match_parameters_of(options, 65)
 
 
 def test_memory_is_estimated_and_refused_in_one_line():

@@ -73,11 +73,11 @@ def test_the_parts_of_a_text_are_apart_and_in_order(text):
 def test_every_token_but_the_first_is_predicted_once():
     ids = np.arange(23, dtype=np.uint16)
     corpus = Corpus("a", {"size": 23}, ids, ids, ids)
-    stretches = corpus.stretches("valid", 5)
+    stretches = corpus.sequences_of("valid", 5)
     assert stretches[:, 1:].flatten().tolist() == list(range(1, 21))
     assert stretches[:, :-1].flatten().tolist() == list(range(20))
-    assert torch.equal(corpus.stretches("test", 5, 14), stretches[:2])
-    assert torch.equal(corpus.stretches("test", 5, 1), stretches[:1])
+    assert torch.equal(corpus.sequences_of("test", 5, 14), stretches[:2])
+    assert torch.equal(corpus.sequences_of("test", 5, 1), stretches[:1])
     batch = corpus.batch(50, 5, torch.Generator().manual_seed(0))
     assert batch.shape == (50, 6)
     assert (batch.diff(dim=1) == 1).all()
@@ -125,7 +125,7 @@ def test_micro_batches_add_up_to_the_batch(text, method, weighted):
 
 def test_the_offset_leaves_out_the_first_tokens(text):
     whole, offset = training(text), training(text, autoregression_offset=5)
-    batch = whole.corpus.stretches("valid", 8)
+    batch = whole.corpus.sequences_of("valid", 8)
     _, losses, right = whole.losses(batch)
     loss, later, right_later = offset.losses(batch)
     torch.testing.assert_close(later, losses[:, 5:])

@@ -125,9 +125,9 @@ def test_without_a_folder_it_makes_one(interrupt_at):
 
 
 def test_a_second_interrupt_stops_at_once(interrupt_at, monkeypatch):
-    plain = Training.settle
+    plain = Training.finish_window
     monkeypatch.setattr(
-        Training, "settle", lambda s, w: (signal.raise_signal(signal.SIGINT), plain(s, w))
+        Training, "finish_window", lambda s, w: (signal.raise_signal(signal.SIGINT), plain(s, w))
     )
     interrupt_at([5])
     figures, shown = train("mnist", checkpoint_path=Path("halves"))

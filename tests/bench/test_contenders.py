@@ -18,7 +18,7 @@ from dynsparse.bench.contenders import (
     steps,
     update_parts,
 )
-from dynsparse.bench.host import medium_precision, multiplied_in, products_at_medium
+from dynsparse.bench.host import medium_precision, medium_product_dtype, product_dtype
 from dynsparse.processor import available_memory
 from dynsparse.training import CosineSchedule
 
@@ -118,9 +118,9 @@ def test_medium_is_what_torchs_own_function_sets(monkeypatch):
 
 def test_what_is_multiplied_is_told_by_the_error():
     x, w = torch.randn(2, 96, 96)
-    assert multiplied_in(x @ w, x, w) == "float32"
-    assert multiplied_in(x.bfloat16().float() @ w.bfloat16().float(), x, w) == "bfloat16"
-    assert products_at_medium() in ("float32", "bfloat16")
+    assert product_dtype(x @ w, x, w) == "float32"
+    assert product_dtype(x.bfloat16().float() @ w.bfloat16().float(), x, w) == "bfloat16"
+    assert medium_product_dtype() in ("float32", "bfloat16")
 
 
 def test_one_thread_gives_the_threads_back():

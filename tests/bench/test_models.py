@@ -14,8 +14,8 @@ from dynsparse.bench.models import (
     BLOCK_PARTS,
     PARTS,
     Clock,
-    blocks_of,
     build_model,
+    find_blocks,
     measure_memory,
     measure_model,
     training_step,
@@ -60,7 +60,7 @@ def test_the_contenders_are_one_model():
     ids = torch.randint(40, (2, 8))
     want = models["dynsparse"](ids).logits
     for who, model in models.items():
-        name, blocks = blocks_of(model)
+        name, blocks = find_blocks(model)
         assert name == "transformer.h"
         assert len(blocks) == 2
         assert (

@@ -10,7 +10,7 @@ from bench_tables import MACHINE_VIEWS, VIEWS, fill_page, main
 from dynsparse.bench.results import POPSPARSE, load_results, summarise
 from dynsparse.bench.spec import find_spec, read_spec
 from dynsparse.report.bench.pictures import draw_speedups
-from dynsparse.report.bench.tables import machine_line, table, whole_report
+from dynsparse.report.bench.tables import describe_machine, full_report, table
 
 
 def spread(median):
@@ -80,11 +80,11 @@ def test_a_table_is_markdown():
 
 
 def test_the_machine_is_stated(results):
-    assert machine_line(results) == (
+    assert describe_machine(results) == (
         "A CPU, 2 cores, Linux x86_64; kernels for v4; torch 2.13, Python 3.11, MKL."
     )
     results["machine"] |= {"kernels": "fallback", "mkl": False}
-    assert "plain torch; torch 2.13, Python 3.11, no MKL" in machine_line(results)
+    assert "plain torch; torch 2.13, Python 3.11, no MKL" in describe_machine(results)
     assert VIEWS["machine"](results, []).startswith("Measured 2026-01-02 on: A CPU")
 
 
@@ -178,7 +178,7 @@ def test_trainings_have_a_row_per_seed(results):
 
 
 def test_the_whole_report_has_a_section_per_benchmark(results):
-    text = whole_report(results)
+    text = full_report(results)
     for name in results["benchmarks"]:
         assert f"## {name}\n\nabout it\n\n" in text
     assert "```\na line\n```" in text

@@ -172,16 +172,16 @@ class Cell:
     def torch_dtype(self) -> torch.dtype:
         return DTYPES[self.dtype]
 
-    def is_said(self, words: str) -> bool:
+    def matches(self, words: str) -> bool:
         """Whether all of `words` are said of the cell: "bert-base, block 16, bfloat16"."""
-        said = {
+        properties = {
             self.layer,
             f"batch {self.batch}",
             f"density {self.density:g}",
             f"block {self.block}",
             self.dtype,
         }
-        return {word.strip() for word in words.split(",")} <= said
+        return {word.strip() for word in words.split(",")} <= properties
 
     def __str__(self) -> str:
         block = f", block {self.block}" if self.block > 1 else ""

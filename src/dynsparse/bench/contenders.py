@@ -151,10 +151,10 @@ def build_layer(cell: Cell) -> tuple[SparseLinear, Tensor, Tensor]:
 
 
 def _step_of(layer: nn.Module, x: Tensor, dy: Tensor) -> Work:
-    wanted = [x, *layer.parameters()]
+    inputs = [x, *layer.parameters()]
 
     def step() -> object:
-        return torch.autograd.grad(layer(x), wanted, dy)
+        return torch.autograd.grad(layer(x), inputs, dy)
 
     return step
 

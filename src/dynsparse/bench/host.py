@@ -90,15 +90,15 @@ def medium_precision() -> Iterator[None]:
         torch.set_float32_matmul_precision(precision)
 
 
-def products_at_medium() -> str:
+def medium_product_dtype() -> str:
     """In what type this processor multiplies then: "bfloat16" or "float32"."""
     generator = torch.Generator().manual_seed(0)
     x, w = torch.randn(2, 256, 256, generator=generator)
     with medium_precision():
-        return multiplied_in(x @ w, x, w)
+        return product_dtype(x @ w, x, w)
 
 
-def multiplied_in(product: Tensor, x: Tensor, w: Tensor) -> str:
+def product_dtype(product: Tensor, x: Tensor, w: Tensor) -> str:
     """In what type x @ w, both float32, was computed, by its error: "bfloat16" or "float32"."""
     exact = x.double() @ w.double()
     return "bfloat16" if (product - exact).norm() > _BETWEEN * exact.norm() else "float32"
@@ -116,7 +116,7 @@ def describe_host() -> dict[str, object]:
         "python": platform.python_version(),
         "load_known": read_cpu_times() is not None,
         "mkl": torch.backends.mkl.is_available(),
-        "medium": products_at_medium(),
+        "medium": medium_product_dtype(),
         "versions": {name: _version(name) for name in ("dynsparse", "torch", "numpy", "scipy")},
     }
 

@@ -66,13 +66,13 @@ class Clock:
             while self._open.pop() != part:
                 pass
 
-    def entered_by_gradient(self, part: str, x: Tensor) -> Tensor:
+    def enter_on_gradient(self, part: str, x: Tensor) -> Tensor:
         """x, whose gradient's arrival in backward means that the part is entered."""
-        return _told(x, lambda: self.enter(part))
+        return _on_gradient(x, lambda: self.enter(part))
 
-    def left_by_gradient(self, part: str, x: Tensor) -> Tensor:
+    def leave_on_gradient(self, part: str, x: Tensor) -> Tensor:
         """x, whose gradient's arrival in backward means that the part is left."""
-        return _told(x, lambda: self.leave(part))
+        return _on_gradient(x, lambda: self.leave(part))
 
     @contextmanager
     def part(self, name: str) -> Iterator[None]:
@@ -88,7 +88,7 @@ class Clock:
         self._last = now
 
 
-def _told(x: Tensor, tell: Callable[[], None]) -> Tensor:
+def _on_gradient(x: Tensor, tell: Callable[[], None]) -> Tensor:
     if not x.requires_grad:
         return x
     x = x.view_as(x)  # a node of its own: others may use the tensor that was given
@@ -96,15 +96,15 @@ def _told(x: Tensor, tell: Callable[[], None]) -> Tensor:
     return x
 
 
-def blocks_of(model: nn.Module) -> tuple[str, nn.ModuleList]:
+def find_blocks(model: nn.Module) -> tuple[str, nn.ModuleList]:
     """The transformer's blocks, and their name in the model."""
-    found = [(name, m) for name, m in model.named_modules() if isinstance(m, nn.ModuleList)]
-    return found[0]
+    lists = [(name, m) for name, m in model.named_modules() if isinstance(m, nn.ModuleList)]
+    return lists[0]
 
 
 def watch(model: nn.Module, clock: Clock) -> None:
     """Hooks on the modules that are parts, for as long as the model lives."""
-    blocks, _ = blocks_of(model)
+    blocks, _ = find_blocks(model)
     for name, module in model.named_modules():
         part = _part(name, module, blocks)
         if part is not None:
@@ -140,18 +140,18 @@ def _watch(module: nn.Module, clock: Clock, part: str) -> None:
     def before(_: nn.Module, args: tuple[Any, ...], given: dict[str, Any]) -> Any:
         clock.enter(part)
         if args and isinstance(args[0], Tensor):
-            args = (clock.left_by_gradient(part, args[0]), *args[1:])
+            args = (clock.leave_on_gradient(part, args[0]), *args[1:])
         elif isinstance(given.get("hidden_states"), Tensor):
-            x = clock.left_by_gradient(part, given["hidden_states"])
+            x = clock.leave_on_gradient(part, given["hidden_states"])
             given = {**given, "hidden_states": x}
         return args, given
 
     def after(_: nn.Module, args: Any, output: Any) -> Any:
         clock.leave(part)
         if isinstance(output, Tensor):
-            return clock.entered_by_gradient(part, output)
+            return clock.enter_on_gradient(part, output)
         if isinstance(output, tuple) and isinstance(output[0], Tensor):
-            return (clock.entered_by_gradient(part, output[0]), *output[1:])
+            return (clock.enter_on_gradient(part, output[0]), *output[1:])
         return output
 
     module.register_forward_pre_hook(before, with_kwargs=True)
@@ -166,7 +166,7 @@ def build_model(cell: Cell, who: str, depth: int) -> nn.Module:
     with torch.random.fork_rng():
         torch.manual_seed(0)
         model = MODELS[cell.model].make(depth)
-        blocks, _ = blocks_of(model)
+        blocks, _ = find_blocks(model)
         sparsify(model, cell.density, cell.block, include=[blocks], verbose=False)
     if who != "dynsparse":
         make = MaskedLinear if who == "masked" else dense_layer
@@ -182,7 +182,7 @@ def training_step(cell: Cell, model: nn.Module) -> Callable[[], dict[str, float]
     The parameters are float32; bfloat16 is autocast's.
     """
     inputs, labels = MODELS[cell.model].batch(cell.batch, torch.Generator().manual_seed(0))
-    _, blocks = blocks_of(model)
+    _, blocks = find_blocks(model)
     inside = {id(p) for p in blocks.parameters()}
     groups = {
         "optimizer of the blocks": list(blocks.parameters()),
@@ -204,7 +204,7 @@ def training_step(cell: Cell, model: nn.Module) -> Callable[[], dict[str, float]
         with torch.autocast("cpu", enabled=low):
             logits = model(**inputs).logits
         clock.enter("loss")
-        logits = clock.left_by_gradient("loss", logits)
+        logits = clock.leave_on_gradient("loss", logits)
         F.cross_entropy(logits.float().flatten(0, -2), labels.flatten()).backward()
         clock.enter("other")
         for part, optimizer in optimizers.items():
@@ -224,9 +224,9 @@ def measure_model(cell: Cell, names: Iterable[str], effort: Effort) -> dict[str,
         step()  # allocations, kernels chosen at the first call, threads
 
     def attempt() -> dict[str, list[dict[str, float]]]:
-        found: dict[str, list[dict[str, float]]] = {who: [] for who in contenders}
-        in_rounds(contenders, lambda who: found[who].append(steps[who]()), effort)
-        return found
+        samples_of: dict[str, list[dict[str, float]]] = {who: [] for who in contenders}
+        in_rounds(contenders, lambda who: samples_of[who].append(steps[who]()), effort)
+        return samples_of
 
     rounds, foreign = least_disturbed(attempt, effort)
     count = MODELS[cell.model].blocks
@@ -236,7 +236,7 @@ def measure_model(cell: Cell, names: Iterable[str], effort: Effort) -> dict[str,
                 sample[part] *= count / DEPTH
     of_blocks, whole = (
         timing_of(
-            {who: [sum(s[p] for p in parts) for s in found] for who, found in rounds.items()},
+            {who: [sum(s[p] for p in parts) for s in taken] for who, taken in rounds.items()},
             "dynsparse",
             foreign,
             effort,
@@ -247,8 +247,8 @@ def measure_model(cell: Cell, names: Iterable[str], effort: Effort) -> dict[str,
         **asdict(of_blocks),
         "whole": {"times": asdict(whole)["times"], "ratios": asdict(whole)["ratios"]},
         "parts": {
-            who: {part: statistics.median(sample[part] for sample in found) for part in PARTS}
-            for who, found in rounds.items()
+            who: {part: statistics.median(sample[part] for sample in taken) for part in PARTS}
+            for who, taken in rounds.items()
         },
         "depth": DEPTH,
         "blocks": count,
@@ -260,12 +260,12 @@ def _kernels(model: nn.Module, cell: Cell) -> str:
     """What computed the sparse layers' passes."""
     batch = cell.batch * MODELS[cell.model].tokens
     layers = [m for m in model.modules() if isinstance(m, SparseLinear)]
-    found = [
+    kernels = [
         layer.kernel(batch, backward=backward, dtype=cell.torch_dtype)
         for layer in layers
         for backward in (False, True)
     ]
-    return ", ".join(dict.fromkeys(found))
+    return ", ".join(dict.fromkeys(kernels))
 
 
 def measure_memory(cell: Cell, names: Iterable[str]) -> dict[str, Any]:
@@ -279,15 +279,15 @@ def measure_memory(cell: Cell, names: Iterable[str]) -> dict[str, Any]:
     Raises:
         RuntimeError: a training failed; with the last line of what it said.
     """
-    found = {"dynsparse": _apart(cell, "dynsparse")}
+    memory = {"dynsparse": _measure_apart(cell, "dynsparse")}
     for who in names:
         # Dense tensors take what they take at every density.
-        found[who] = _apart(replace(cell, density=0.1, block=1), who)
-    return {"memory": found}
+        memory[who] = _measure_apart(replace(cell, density=0.1, block=1), who)
+    return {"memory": memory}
 
 
 @lru_cache(maxsize=64)
-def _apart(cell: Cell, who: str) -> dict[str, int]:
+def _measure_apart(cell: Cell, who: str) -> dict[str, int]:
     words = [sys.executable, "-m", __name__, json.dumps(asdict(cell)), who]
     done = subprocess.run(words, capture_output=True, text=True, check=False)
     if done.returncode:
@@ -309,15 +309,15 @@ def _train(cell: Cell, who: str) -> dict[str, int]:
     return {
         "peak": _resident("VmHWM") - before,
         "state": _state(model),
-        "blocks": _state(blocks_of(model)[1]),
+        "blocks": _state(find_blocks(model)[1]),
     }
 
 
 def _resident(field: str) -> int:
     """Of this process, in bytes: VmRSS now, VmHWM at its peak."""
-    found = re.search(rf"{field}:\s+(\d+) kB", Path("/proc/self/status").read_text())
-    assert found is not None
-    return int(found[1]) * 1024
+    match = re.search(rf"{field}:\s+(\d+) kB", Path("/proc/self/status").read_text())
+    assert match is not None
+    return int(match[1]) * 1024
 
 
 def _state(model: nn.Module) -> int:

@@ -94,13 +94,13 @@ def fit(points: Sequence[Point]) -> Law | None:
     logs = np.log(sizes[:, varies])
     matrix = np.column_stack([np.ones(len(points)), logs])
     target = np.log([p.speedup for p in points])
-    found, *_ = np.linalg.lstsq(matrix, target, rcond=None)
-    residuals = np.abs(target - matrix @ found)
-    free = max(1, len(points) - len(found))
-    powers = iter(found[1:].tolist())
-    a, b, e = (next(powers) if there else None for there in varies)
+    coefficients, *_ = np.linalg.lstsq(matrix, target, rcond=None)
+    residuals = np.abs(target - matrix @ coefficients)
+    free = max(1, len(points) - len(coefficients))
+    powers = iter(coefficients[1:].tolist())
+    a, b, e = (next(powers) if is_varied else None for is_varied in varies)
     return Law(
-        c=math.exp(found[0]),
+        c=math.exp(coefficients[0]),
         a=a,
         b=b,
         e=e,
@@ -129,7 +129,7 @@ class BreakEven:
 
 def break_even(points: Sequence[Point]) -> list[BreakEven]:
     """One per (n, batch, block), the crossing interpolated on logarithmic axes."""
-    found = []
+    crossings = []
     for key in sorted({(p.n, p.batch, p.block) for p in points}, key=lambda k: (k[2], k[0], k[1])):
         cells = sorted(
             (p for p in points if (p.n, p.batch, p.block) == key), key=lambda p: p.density
@@ -143,8 +143,8 @@ def break_even(points: Sequence[Point]) -> list[BreakEven]:
             crossing = None if before is None else _crossing(before, after)
             break
         last = cells[-1]
-        found.append(BreakEven(*key, crossing, crosses, last.density, last.speedup))
-    return found
+        crossings.append(BreakEven(*key, crossing, crosses, last.density, last.speedup))
+    return crossings
 
 
 def _crossing(before: Point, after: Point) -> float:
@@ -211,17 +211,19 @@ def load_results(file: Path) -> Results:
     return data
 
 
-def merged(before: dict[str, Any], found: dict[str, Any], order: list[Cell]) -> dict[str, Any]:
-    """A benchmark's entry of `found`, with the cells of `before` that it has not measured.
+def merge_cells(
+    before: dict[str, Any], measured: dict[str, Any], order: list[Cell]
+) -> dict[str, Any]:
+    """A benchmark's entry of `measured`, with the cells of `before` that it has not measured.
 
     Args:
         order: the cells of the benchmark as the file has them; others are left out.
     """
-    if "cells" not in found:
-        return found
-    cells = {_key(cell): cell for cell in [*before.get("cells", ()), *found["cells"]]}
+    if "cells" not in measured:
+        return measured
+    cells = {_key(cell): cell for cell in [*before.get("cells", ()), *measured["cells"]]}
     keys = [(one.layer, one.batch, one.density, one.block, one.threads, one.dtype) for one in order]
-    return {**found, "cells": [cells[key] for key in keys if key in cells]}
+    return {**measured, "cells": [cells[key] for key in keys if key in cells]}
 
 
 def _key(cell: dict[str, Any]) -> tuple[Any, ...]:
@@ -243,7 +245,7 @@ def points(results: Results, contender: str, threads: int) -> Iterator[Point]:
 
     A cell that several benchmarks measured counts once, as measured last.
     """
-    found: dict[tuple[Any, ...], Point] = {}
+    by_sizes: dict[tuple[Any, ...], Point] = {}
     for benchmark in results["benchmarks"].values():
         if benchmark.get("measure") != "step":
             continue
@@ -254,11 +256,11 @@ def points(results: Results, contender: str, threads: int) -> Iterator[Point]:
                 in_features, out_features = cell["features"]
                 n = math.sqrt(in_features * out_features)
                 key = (in_features, out_features, cell["batch"], cell["density"], cell["block"])
-                found[key] = Point(n, *key[2:], ratio["median"])
-    yield from found.values()
+                by_sizes[key] = Point(n, *key[2:], ratio["median"])
+    yield from by_sizes.values()
 
 
-def _is_lawful(point: Point) -> bool:
+def _is_in_law(point: Point) -> bool:
     large = point.n >= _LAW_FEATURES and point.batch >= _LAW_BATCH
     return large and point.density <= _LAW_DENSITY
 
@@ -274,9 +276,9 @@ def summarise(results: Results) -> None:
     results["laws"], results["break_even"] = {}, {}
     for contender in ("masked", "dense"):
         cells = points(results, contender, threads[-1]) if threads else ()
-        law = fit([point for point in cells if _is_lawful(point)])
+        law = fit([point for point in cells if _is_in_law(point)])
         if law is not None:
             results["laws"][contender] = {"threads": threads[-1], **asdict(law)}
     for count in threads:
-        found = break_even(list(points(results, "dense", count)))
-        results["break_even"][str(count)] = [asdict(one) for one in found]
+        crossings = break_even(list(points(results, "dense", count)))
+        results["break_even"][str(count)] = [asdict(crossing) for crossing in crossings]

@@ -59,7 +59,7 @@ def run_benchmark(
     refused: list[dict[str, str]] = []
     before = torch.get_num_threads()
     try:
-        for cell in with_threads(benchmark.cells, threads):
+        for cell in set_threads(benchmark.cells, threads):
             why = refusal(cell, available_memory())
             if why is not None:
                 tell(f"  {cell}: refused, {why}")
@@ -76,7 +76,7 @@ def run_benchmark(
     return {**head, "cells": cells, "refused": refused}
 
 
-def with_threads(cells: tuple[Cell, ...], threads: int | None) -> list[Cell]:
+def set_threads(cells: tuple[Cell, ...], threads: int | None) -> list[Cell]:
     """The cells, with so many threads in place of their own where that is given."""
     if threads is None:
         return list(cells)
@@ -91,10 +91,10 @@ def _measure_cell(benchmark: Benchmark, cell: Cell) -> dict[str, Any]:
     if benchmark.measure == "training":
         assert benchmark.training is not None
         options, limit = benchmark.training, benchmark.effort.foreign
-        found = [train_side_by_side(cell, options, seed) for seed in range(options.seeds)]
-        shares = [one["foreign"] for one in found if one["foreign"] is not None]
+        trainings = [train_side_by_side(cell, options, seed) for seed in range(options.seeds)]
+        shares = [training["foreign"] for training in trainings if training["foreign"] is not None]
         foreign = max(shares, default=None)
-        return {"training": found, "foreign": foreign, "disturbed": (foreign or 0.0) > limit}
+        return {"training": trainings, "foreign": foreign, "disturbed": (foreign or 0.0) > limit}
     if benchmark.measure == "model":
         return measure_model(cell, benchmark.contenders, benchmark.effort)
     if benchmark.measure == "model-memory":
@@ -116,14 +116,14 @@ def _contenders(benchmark: Benchmark, cell: Cell) -> tuple[nn.Module, dict[str, 
 
 def _kernels(model: nn.Module, cell: Cell, backward: bool) -> str:
     """What computed dynsparse's passes: forward, and backward where it differs; by layer."""
-    found = []
+    kernels = []
     for layer in model.modules():
         if isinstance(layer, SparseLinear):
             passes = [layer.kernel(cell.batch, dtype=cell.torch_dtype)]
             if backward:
                 passes.append(layer.kernel(cell.batch, backward=True, dtype=cell.torch_dtype))
-            found.append(", ".join(dict.fromkeys(passes)))
-    return "; ".join(dict.fromkeys(found))
+            kernels.append(", ".join(dict.fromkeys(passes)))
+    return "; ".join(dict.fromkeys(kernels))
 
 
 def _run_command(benchmark: Benchmark, folder: Path, tell: Tell) -> dict[str, Any]:
@@ -187,26 +187,26 @@ def _line(benchmark: Benchmark, figures: dict[str, Any]) -> str:
 def _model_lines(figures: dict[str, Any]) -> list[str]:
     """Of the whole model, whose blocks are what the line before is about; and of its parts."""
     ratios = [f"{who} {r['median']:.2f}x" for who, r in figures["whole"]["ratios"].items()]
-    found = figures["parts"]
+    by_contender = figures["parts"]
     parts = [
         f"\n      {part}: "
-        + ", ".join(f"{who} {_duration(seconds[part])}" for who, seconds in found.items())
-        for part in found["dynsparse"]
+        + ", ".join(f"{who} {_duration(seconds[part])}" for who, seconds in by_contender.items())
+        for part in by_contender["dynsparse"]
     ]
     return [f"the whole model: {', '.join(ratios)}" + "".join(parts)]
 
 
 def _training_line(trainings: list[dict[str, Any]]) -> str:
     lines = []
-    for found in trainings:
+    for training in trainings:
         parts = []
-        for name, run in found["contenders"].items():
+        for name, run in training["contenders"].items():
             if run["steps"] is None:
                 best = max((accuracy for *_, accuracy in run["curve"]), default=0.0)
-                parts.append(f"{name} did not reach {found['accuracy']:.0%}, best {best:.1%}")
+                parts.append(f"{name} did not reach {training['accuracy']:.0%}, best {best:.1%}")
             else:
                 parts.append(f"{name} {run['seconds']:.2f} s, {run['steps']} steps")
-        lines.append(f"seed {found['seed']}: " + ", ".join(parts))
+        lines.append(f"seed {training['seed']}: " + ", ".join(parts))
     return "; ".join(lines)
 
 

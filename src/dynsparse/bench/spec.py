@@ -99,30 +99,30 @@ class Spec:
                     f"got {name!r}"
                 )
             benchmark = self.benchmarks[name]
-            found = self.select(list(benchmark.runs)) if benchmark.runs else [benchmark]
-            chosen.update((one.name, one) for one in found)
+            selected = self.select(list(benchmark.runs)) if benchmark.runs else [benchmark]
+            chosen.update((one.name, one) for one in selected)
         return list(chosen.values())
 
 
-def with_cells(benchmarks: list[Benchmark], which: list[str]) -> list[Benchmark]:
-    """The benchmarks with those cells alone of which one of `which` says all (`Cell.is_said`).
+def select_cells(benchmarks: list[Benchmark], which: list[str]) -> list[Benchmark]:
+    """The benchmarks with those cells alone of which one of `which` says all (`Cell.matches`).
 
     Raises:
         ValueError: one that says no cell.
     """
     for words in which:
-        if not any(cell.is_said(words) for one in benchmarks for cell in one.cells):
+        if not any(cell.matches(words) for one in benchmarks for cell in one.cells):
             example = next((str(cell) for one in benchmarks for cell in one.cells), "nothing")
             raise ValueError(
                 "--cell: expected what is said of a cell of these benchmarks, such as "
                 f"{example!r} or a part of it, got {words!r}"
             )
-    found = []
+    selected = []
     for one in benchmarks:
-        cells = tuple(c for c in one.cells if any(c.is_said(words) for words in which))
+        cells = tuple(c for c in one.cells if any(c.matches(words) for words in which))
         if cells:
-            found.append(replace(one, cells=cells))
-    return found
+            selected.append(replace(one, cells=cells))
+    return selected
 
 
 def read_yaml(file: Path) -> Any:
@@ -204,20 +204,20 @@ def read_spec(file: Path) -> Spec:
     listed = content.get("benchmarks")
     if not isinstance(listed, dict) or not listed:
         top.fail("benchmarks", "a mapping from names to benchmarks", listed)
-    found = {}
+    benchmarks = {}
     for name, entries in listed.items():
         if not isinstance(name, str):
             top.fail("benchmarks", "names that are text", name)
-        found[name] = _benchmark(
+        benchmarks[name] = _benchmark(
             _Entries(file.name, entries, f"benchmark {shortened(name)}"), name, effort
         )
-    for benchmark in found.values():
+    for benchmark in benchmarks.values():
         for other in benchmark.runs:
-            if other not in found or found[other].runs:
+            if other not in benchmarks or benchmarks[other].runs:
                 _Entries(file.name, {}, f"benchmark {shortened(benchmark.name)}").fail(
                     "runs", "names of benchmarks of this file that run no others", other
                 )
-    return Spec(file.name, found)
+    return Spec(file.name, benchmarks)
 
 
 class _Entries:

@@ -107,10 +107,10 @@ def least_disturbed(
     best: tuple[Sample, float | None] | None = None
     for _ in range(1 + effort.repeats):
         before = read()
-        found = attempt()
+        sample = attempt()
         foreign = foreign_share(before, read())
         if best is None or (foreign or 0.0) < (best[1] or 0.0):
-            best = found, foreign
+            best = sample, foreign
         if (foreign or 0.0) <= effort.foreign:
             break
     assert best is not None
@@ -121,15 +121,15 @@ def timing_of(
     samples: Mapping[str, list[float]], reference: str, foreign: float | None, effort: Effort
 ) -> Timing:
     """Of the seconds that every contender took in the same rounds."""
-    own = samples[reference]
+    reference_times = samples[reference]
     return Timing(
         times={name: spread(taken) for name, taken in samples.items()},
         ratios={
-            name: spread([other / mine for other, mine in zip(taken, own, strict=True)])
+            name: spread([other / mine for other, mine in zip(taken, reference_times, strict=True)])
             for name, taken in samples.items()
             if name != reference
         },
-        rounds=len(own),
+        rounds=len(reference_times),
         foreign=foreign,
         disturbed=(foreign or 0.0) > effort.foreign,
     )

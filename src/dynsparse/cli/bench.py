@@ -98,7 +98,7 @@ def bench(values: dict[str, Any]) -> None:
 
         results = load_results(request.from_)
     else:
-        from dynsparse.bench.spec import find_spec, read_spec, with_cells
+        from dynsparse.bench.spec import find_spec, read_spec, select_cells
 
         file = find_spec() if request.spec is None else request.spec
         spec = read_spec(file)
@@ -107,7 +107,7 @@ def bench(values: dict[str, Any]) -> None:
             return
         chosen = spec.select(list(request.benchmark or spec.benchmarks))
         if request.cell:
-            chosen = with_cells(chosen, list(request.cell))
+            chosen = select_cells(chosen, list(request.cell))
         folder = file.resolve().parent
         results = _measure(spec, chosen, folder, request.threads, request.json, request.merge)
     with _figures_of(*([request.from_] if request.from_ else [])):
@@ -139,12 +139,12 @@ def _measure(
     from dynsparse.bench.results import (
         empty_results,
         load_results,
-        merged,
+        merge_cells,
         save_results,
         summarise,
     )
-    from dynsparse.bench.run import run_benchmark, with_threads
-    from dynsparse.report.bench.tables import machine_line
+    from dynsparse.bench.run import run_benchmark, set_threads
+    from dynsparse.report.bench.tables import describe_machine
 
     results = empty_results(spec.file)
     source: list[Path] = []
@@ -157,13 +157,13 @@ def _measure(
                 "measure all of it anew"
             )
         results["benchmarks"] = before["benchmarks"]
-    print(machine_line(results))
+    print(describe_machine(results))
     if not results["machine"]["load_known"]:
         print("This system has no /proc/stat: what other processes take cannot be told.")
     print("Ratios: the other's time over the first's; median over rounds [quartiles].")
     for benchmark in chosen:
         before = results["benchmarks"].get(benchmark.name, {})
-        whole = with_threads(spec.benchmarks[benchmark.name].cells, threads)
+        whole = set_threads(spec.benchmarks[benchmark.name].cells, threads)
 
         def keep(
             found: dict[str, Any],
@@ -173,7 +173,7 @@ def _measure(
         ) -> None:
             # Written after each cell: an interrupted run keeps what it has measured.
             with _figures_of(*source):
-                results["benchmarks"][name] = merged(before, found, whole)
+                results["benchmarks"][name] = merge_cells(before, found, whole)
                 summarise(results)
             if json is not None:
                 save_results(results, json)
@@ -188,9 +188,9 @@ def _tell(line: str) -> None:
 
 def _write(results: Results, picture: Path | None, markdown: Path | None) -> None:
     if markdown is not None:
-        from dynsparse.report.bench.tables import whole_report
+        from dynsparse.report.bench.tables import full_report
 
-        atomic_write_text(markdown, whole_report(results))
+        atomic_write_text(markdown, full_report(results))
     if picture is not None:
         from dynsparse.report.bench.pictures import draw_speedups
 

@@ -50,12 +50,12 @@ def check(
             f"seed {result.seed}",
             highlight=False,
         )
-        console.print(_screen(result), highlight=False)
+        console.print(_render(result), highlight=False)
     if not result.matches:
         raise typer.Exit(1)
 
 
-def _screen(result: Result) -> Group:
+def _render(result: Result) -> Group:
     table = Table(box=None, header_style="")
     names = list(dict.fromkeys(one.name for one in result.checks))
     table.add_column("")

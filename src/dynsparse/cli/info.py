@@ -38,23 +38,23 @@ def info(
     if json:
         print(dumps(facts(), indent=2))
         return
-    found = native.describe()
-    available = found["available"]
+    kernels = native.describe()
+    available = kernels["available"]
     assert isinstance(available, list)
     rows = {
         "dynsparse": __version__,
         "kernels": {
             "native": "native: compiled C++",
             "fallback": "fallback: plain torch, several times slower",
-        }[str(found["backend"])],
-        "because": str(found["reason"]),
-        "instruction set": str(found["isa"]),
-        "bfloat16 blocks": str(found["bfloat16"]),
+        }[str(kernels["backend"])],
+        "because": str(kernels["reason"]),
+        "instruction set": str(kernels["isa"]),
+        "bfloat16 blocks": str(kernels["bfloat16"]),
         "available": ", ".join(available) or "none",
         "this machine runs": ", ".join(native.supported_isas()) or "none",
         "processor": processor().name,
-        "kernels' costs": _said_of_costs(),
-        "threads": str(found["threads"]),
+        "kernels' costs": _describe_costs(),
+        "threads": str(kernels["threads"]),
         "torch": torch.__version__,
         "python": f"{platform.python_version()} on {platform.system()} {platform.machine()}",
         "gpu": torch.cuda.get_device_name(0) if torch.cuda.is_available() else "none",
@@ -67,12 +67,12 @@ def info(
             table.add_row(name, value)
     console = Console()
     console.print(table, highlight=False)
-    if found["backend"] == "native":
+    if kernels["backend"] == "native":
         console.print()
-        console.print(_table(*_on_cpu()), highlight=False)
+        console.print(_table(*_cpu_layers()), highlight=False)
     if torch.cuda.is_available():
         console.print()
-        console.print(_table(*_on_gpu(torch.device("cuda"))), highlight=False)
+        console.print(_table(*_gpu_layers(torch.device("cuda"))), highlight=False)
 
 
 def facts() -> dict[str, Any]:
@@ -81,16 +81,16 @@ def facts() -> dict[str, Any]:
     `choices` say what computes a layer: for each block, pass and batch the kinds, each with the
     density from which on it computes.
     """
-    found, costs = native.describe(), cost_table.active()
-    choices = [_listed("cpu", *_on_cpu())] if found["backend"] == "native" else []
+    kernels, costs = native.describe(), cost_table.active()
+    choices = [_to_dict("cpu", *_cpu_layers())] if kernels["backend"] == "native" else []
     gpus = []
     if torch.cuda.is_available():
         gpus = [torch.cuda.get_device_name(one) for one in range(torch.cuda.device_count())]
-        choices.append(_listed("cuda", *_on_gpu(torch.device("cuda"))))
+        choices.append(_to_dict("cuda", *_gpu_layers(torch.device("cuda"))))
     return {
         "version": __version__,
-        "kernels": {name: found[name] for name in ("backend", "isa", "reason", "bfloat16")}
-        | {"available": found["available"], "supported": list(native.supported_isas())},
+        "kernels": {name: kernels[name] for name in ("backend", "isa", "reason", "bfloat16")}
+        | {"available": kernels["available"], "supported": list(native.supported_isas())},
         "processor": processor().name,
         "kernel_costs": {
             "table": costs.name,
@@ -98,7 +98,7 @@ def facts() -> dict[str, Any]:
             "measured": costs.measured_here,
         },
         "cores": os.cpu_count(),
-        "threads": found["threads"],
+        "threads": kernels["threads"],
         "torch": torch.__version__,
         "python": platform.python_version(),
         "system": f"{platform.system()} {platform.machine()}",
@@ -108,7 +108,7 @@ def facts() -> dict[str, Any]:
     }
 
 
-def _said_of_costs() -> str:
+def _describe_costs() -> str:
     """By which constants kernels are chosen."""
     now = cost_table.active()
     words = now.origin if now.measured_here else f"{now.name}: {now.origin}"
@@ -118,8 +118,8 @@ def _said_of_costs() -> str:
     return words
 
 
-class _Asked(NamedTuple):
-    """Which layers are asked about, and who says what computes them."""
+class _Layers(NamedTuple):
+    """The layers whose kernels are shown."""
 
     title: str
     features: int
@@ -128,12 +128,12 @@ class _Asked(NamedTuple):
     blocks: tuple[int, ...]
 
 
-def _on_cpu() -> tuple[_Asked, Choose]:
+def _cpu_layers() -> tuple[_Layers, Choose]:
     title = f"What computes a float32 layer {_FEATURES} x {_FEATURES}, from which density on"
-    return _Asked(title, _FEATURES, "float32", _BATCHES, (1, 4, 16, 64)), choice.choose
+    return _Layers(title, _FEATURES, "float32", _BATCHES, (1, 4, 16, 64)), choice.choose
 
 
-def _on_gpu(device: torch.device) -> tuple[_Asked, Choose]:
+def _gpu_layers(device: torch.device) -> tuple[_Layers, Choose]:
     """Likewise on a GPU, where layers are larger."""
     chip = chip_of(device)
     rates = rates_of(chip)
@@ -148,32 +148,35 @@ def _on_gpu(device: torch.device) -> tuple[_Asked, Choose]:
             return "dense"
         return costs.choose(layer, batch, backward, torch.bfloat16, chip)
 
-    return _Asked(title, _GPU_FEATURES, "bfloat16", _GPU_BATCHES, (1, 16, 32, 64, 128)), choose
+    return _Layers(title, _GPU_FEATURES, "bfloat16", _GPU_BATCHES, (1, 16, 32, 64, 128)), choose
 
 
-def _table(asked: _Asked, choose: Choose) -> Table:
+def _table(layers: _Layers, choose: Choose) -> Table:
     table = Table(
-        title=asked.title, title_justify="left", title_style="bold", box=None, padding=(0, 2)
+        title=layers.title, title_justify="left", title_style="bold", box=None, padding=(0, 2)
     )
-    for name in ("block", "pass", *(f"batch {batch}" for batch in asked.batches)):
+    for name in ("block", "pass", *(f"batch {batch}" for batch in layers.batches)):
         table.add_column(name)
-    for block in asked.blocks:
+    for block in layers.blocks:
         for backward in (False, True):
             table.add_row(
                 str(block),
                 "backward" if backward else "forward",
-                *(_words(asked.features, block, b, backward, choose) for b in asked.batches),
+                *(
+                    _describe_ranges(layers.features, block, b, backward, choose)
+                    for b in layers.batches
+                ),
             )
     return table
 
 
-def _words(features: int, block: int, batch: int, backward: bool, choose: Choose) -> str:
+def _describe_ranges(features: int, block: int, batch: int, backward: bool, choose: Choose) -> str:
     """The kinds in the order of density: `sparse, dense 0.55`."""
     ranges = _ranges(features, block, batch, backward, choose)
     return ", ".join(f"{kind} {at:.2f}" if i else kind for i, (kind, at) in enumerate(ranges))
 
 
-def _listed(device: str, asked: _Asked, choose: Choose) -> dict[str, Any]:
+def _to_dict(device: str, layers: _Layers, choose: Choose) -> dict[str, Any]:
     rows = [
         {
             "block_size": block,
@@ -181,14 +184,14 @@ def _listed(device: str, asked: _Asked, choose: Choose) -> dict[str, Any]:
             "batch": batch,
             "kinds": [
                 {"kind": kind, "from_density": at}
-                for kind, at in _ranges(asked.features, block, batch, backward, choose)
+                for kind, at in _ranges(layers.features, block, batch, backward, choose)
             ],
         }
-        for block in asked.blocks
+        for block in layers.blocks
         for backward in (False, True)
-        for batch in asked.batches
+        for batch in layers.batches
     ]
-    return {"device": device, "features": asked.features, "dtype": asked.dtype, "layers": rows}
+    return {"device": device, "features": layers.features, "dtype": layers.dtype, "layers": rows}
 
 
 def _ranges(
@@ -196,10 +199,10 @@ def _ranges(
 ) -> list[tuple[str, float]]:
     """Each kind, and the density, in percents, from which on it computes; the first from 0 on."""
     total = (features // block) ** 2
-    found: list[tuple[str, float]] = []
+    ranges: list[tuple[str, float]] = []
     for percent in range(1, 101):
         layer = Layer(features, features, total * percent // 100, block)
         kind = choose(layer, batch, backward)
-        if not found or kind != found[-1][0]:
-            found.append((kind, percent / 100 if found else 0.0))
-    return found
+        if not ranges or kind != ranges[-1][0]:
+            ranges.append((kind, percent / 100 if ranges else 0.0))
+    return ranges

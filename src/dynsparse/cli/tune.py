@@ -51,10 +51,10 @@ def tune(
         costs = cost_table.costs_to_json(result.costs)
         print(dumps({"processor": name, **vars(result), "costs": costs}, indent=2))
     else:
-        Console().print(_screen(name, result), highlight=False, soft_wrap=True)
+        Console().print(_render(name, result), highlight=False, soft_wrap=True)
 
 
-def _screen(processor: str, result: cost_table.Measurement) -> Table:
+def _render(processor: str, result: cost_table.Measurement) -> Table:
     table = Table.grid(padding=(0, 2))
     table.add_column(style="bold", justify="right")
     table.add_column()

@@ -72,10 +72,10 @@ def load(name: str, data_dir: str | Path | None = None) -> DataSet:
     if name not in NAMES:
         raise ValueError(f"expected a data set among {', '.join(NAMES)}, got {name!r}")
     if name == "digits":
-        found = load_digits()
+        data_set = load_digits()
     elif name == "cifar-10":
-        found = load_cifar10(data_dir)
+        data_set = load_cifar10(data_dir)
     else:
-        found = load_mnist(name, data_dir)
-    _log.info("%s: %d and %d pictures", name, len(found.train), len(found.test))
-    return found
+        data_set = load_mnist(name, data_dir)
+    _log.info("%s: %d and %d pictures", name, len(data_set.train), len(data_set.test))
+    return data_set

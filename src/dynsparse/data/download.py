@@ -23,7 +23,7 @@ _INPUT = 1 << 16
 _DICTIONARY = 256 << 20  # xz -9 asks for 65 MiB
 
 
-def unpacked(content: bytes) -> bytes:
+def unpack(content: bytes) -> bytes:
     """`content` unpacked; as it is where it is not packed.
 
     A file that is packed twice is unpacked twice, in the order gzip, xz, bzip2.

@@ -16,7 +16,7 @@ from typing import Any, BinaryIO, Protocol
 
 import numpy as np
 
-from dynsparse.data.download import DAMAGE, fetch, unpacked
+from dynsparse.data.download import DAMAGE, fetch, unpack
 from dynsparse.files.atomic_write import atomic_write
 from dynsparse.files.folders import cache_folder
 from dynsparse.files.limits import LimitError, parse_json
@@ -44,15 +44,15 @@ def read_text(source: str | Path) -> str:
     path = Path(source)
     content = path.read_bytes()
     try:
-        content = unpacked(content)
+        content = unpack(content)
     except LimitError as error:
         raise ValueError(f"{path}: {error}") from None
     except DAMAGE as error:
         raise ValueError(f"{path}: expected a packed text, got a damaged file: {error}") from None
-    return _decoded(content, path)
+    return _decode_text(content, path)
 
 
-def _decoded(content: bytes, path: Path) -> str:
+def _decode_text(content: bytes, path: Path) -> str:
     try:
         text = content.decode()
     except UnicodeDecodeError as error:
@@ -272,7 +272,7 @@ class GPT2Tokenizer:
         """
         text.encode()
         ids = array("i")
-        for piece in _pieces(text):
+        for piece in _split_at_spaces(text):
             ids.extend(self._encoder.encode(piece).ids)
         return np.array(ids, id_type(self.size))
 
@@ -283,11 +283,11 @@ class GPT2Tokenizer:
         return {"kind": self.kind, "size": self.size}
 
 
-def _pieces(text: str) -> Iterator[str]:
+def _split_at_spaces(text: str) -> Iterator[str]:
     begin = 0
     while begin < len(text):
-        found = _CUT.search(text, begin + _PIECE)
-        end = len(text) if found is None else found.start()
+        cut = _CUT.search(text, begin + _PIECE)
+        end = len(text) if cut is None else cut.start()
         yield text[begin:end]
         begin = end
 
@@ -480,7 +480,7 @@ class TokenFile:
             )
 
 
-def vocabulary_of(tokenizer: Tokenizer) -> dict[str, Any]:
+def describe_vocabulary(tokenizer: Tokenizer) -> dict[str, Any]:
     """The head's entry for the vocabulary of `tokenizer`; checkpoints keep the same."""
     return {**tokenizer.state(), "size": tokenizer.size, "identity": tokenizer.identity}
 
@@ -498,7 +498,7 @@ def write_tokens(path: Path, ids: np.ndarray, tokenizer: Tokenizer, source: str)
     head = {
         "dtype": dtype.name,
         "count": len(ids),
-        "vocabulary": vocabulary_of(tokenizer),
+        "vocabulary": describe_vocabulary(tokenizer),
         "source": source,
     }
     text = json.dumps(head).encode()

@@ -48,7 +48,7 @@ def save(training: Training, folder: Path) -> Path:
             KEY: training.identity,
             "options": training.options.defining(),
             "seed": training.seed,
-            **training.drawn(),
+            **training.drawn_state(),
             **{name: getattr(training, name) for name in training.counters},
             **({"partial": training.partial} if training.partial else {}),
         },
@@ -162,7 +162,9 @@ def restore(training: Training, checkpoint: Checkpoint) -> None:
     Raises:
         ValueError: a file that is truncated, foreign, or does not fit; other training data.
     """
-    training.check_drawn(checkpoint.path, {name: checkpoint[name] for name in training.drawn()})
+    training.check_drawn_state(
+        checkpoint.path, {name: checkpoint[name] for name in training.drawn_state()}
+    )
     counters = {name: checkpoint[name] for name in training.counters}
     partial = checkpoint.extra.get("partial", {})
     try:

@@ -40,7 +40,7 @@ from dynsparse.training.records import Recorder
 
 
 @contextmanager
-def launched(device: str) -> Iterator[Ranks]:
+def process_group(device: str) -> Iterator[Ranks]:
     """The ranks of this program: this process alone, unless torchrun started several.
 
     The group is made here and ended at the end, unless somebody had made one.
@@ -304,7 +304,7 @@ def bytes_text(count: int) -> str:
 
 
 @contextmanager
-def stoppable(training: Training, console: Console) -> Iterator[None]:
+def stop_on_interrupt(training: Training, console: Console) -> Iterator[None]:
     """Inside, the first Ctrl-C lets `training` raise `Stopped`; the second is a KeyboardInterrupt.
 
     What was trained is then written: to --checkpoint-path, or to a folder of its own in the current
@@ -347,12 +347,12 @@ def _write(training: Training, console: Console) -> None:
         folder = Path(f"{training.app}-{training.identity[:8]}")
         folder.mkdir(exist_ok=True)
     path = save(training, folder)
-    lines = f"stopped after step {training.step:,}; to go on:", resuming_line(training, path)
+    lines = f"stopped after step {training.step:,}; to go on:", resume_command(training, path)
     for line in lines:
         console.print(line, markup=False, highlight=False, soft_wrap=True)
 
 
-def resuming_line(training: Training, path: Path) -> str:
+def resume_command(training: Training, path: Path) -> str:
     """The command that goes on from a checkpoint, and writes where this training does."""
     options = training.options
     words = ["dynsparse", training.app, "--restore", str(path)]
@@ -397,7 +397,7 @@ def run_with(
         OSError: files that cannot be read or written.
         ModuleNotFoundError: a logger that is not installed.
     """
-    with launched(options.device) as ranks:
+    with process_group(options.device) as ranks:
         checkpoint = None
         with collective_errors(ranks):
             options.check()

@@ -84,7 +84,7 @@ def replace_sparse(network: nn.Module, dense: Callable[[SparseLinear], nn.Linear
                 setattr(module, name, dense(layer))
 
 
-def begin_denser(method: str, network: nn.Module, generator: torch.Generator) -> dict[str, float]:
+def start_denser(method: str, network: nn.Module, generator: torch.Generator) -> dict[str, float]:
     """For methods that prune: give sparse layers their first pattern; returns the last densities.
 
     The layers come with the densities asked for, which are those of the end. The result is
@@ -122,7 +122,7 @@ def build_trainer(
 
     Args:
         total_steps: steps until the patterns stay; update_interval: steps between updates.
-        final: what `begin_denser` returned.
+        final: what `start_denser` returned.
         generator: draws the seed of random growth.
 
     Raises:
@@ -248,15 +248,15 @@ class Sums:
         if not isinstance(state, dict) or state.keys() != expected.keys():
             raise ValueError(f"expected sums, the entries {', '.join(expected)}")
         for name, value in expected.items():
-            found = state[name]
-            right = isinstance(found, type(value)) and not isinstance(found, bool)
-            if isinstance(found, Tensor):
-                right &= found.dim() == 0 and found.is_floating_point() == (name == "loss")
-            elif right:
-                right = math.isfinite(found) and found >= 0
-            if not right:
+            entry = state[name]
+            is_valid = isinstance(entry, type(value)) and not isinstance(entry, bool)
+            if isinstance(entry, Tensor):
+                is_valid &= entry.dim() == 0 and entry.is_floating_point() == (name == "loss")
+            elif is_valid:
+                is_valid = math.isfinite(entry) and entry >= 0
+            if not is_valid:
                 raise ValueError(f"the sum {name!r} is damaged")
-            setattr(sums, name, found)
+            setattr(sums, name, entry)
         return sums
 
     def scores(self) -> Scores:
@@ -341,17 +341,17 @@ class Training(ABC):
 
     @abstractmethod
     def build_model(self, initial: torch.Generator) -> tuple[nn.Module, dict[str, float]]:
-        """The network, drawn from `initial`, and what `begin_denser` says of it."""
+        """The network, drawn from `initial`, and what `start_denser` says of it."""
 
     @abstractmethod
     def build_optimizer(self) -> torch.optim.Optimizer:
         """The optimizer of the options over all parameters of `model`."""
 
-    def drawn(self) -> dict[str, Any]:
+    def drawn_state(self) -> dict[str, Any]:
         """What a checkpoint holds beside options, seed and counters."""
         return {}
 
-    def check_drawn(self, path: Path, saved: dict[str, Any]) -> None:
+    def check_drawn_state(self, path: Path, saved: dict[str, Any]) -> None:
         """Raise ValueError if what a checkpoint holds as `drawn` is of another training."""
         return
 
@@ -377,15 +377,16 @@ class Training(ABC):
         Where there are fewer samples than ranks, some weigh nothing.
         """
         size = self.ranks.size
-        own = batch[self.ranks.rank :: size]
-        return (own, len(own) * size / len(batch)) if len(own) else (batch[:1], 0.0)
+        part = batch[self.ranks.rank :: size]
+        return (part, len(part) * size / len(batch)) if len(part) else (batch[:1], 0.0)
 
     def collect(self, sums: Sums) -> None:
         """Add up what the ranks counted each for itself."""
         if self.ranks.alone:
             return
-        own = [sums.loss.double().cpu(), sums.right.double().cpu(), torch.tensor(sums.count)]
-        total = self.ranks.sum(torch.stack([t.double() for t in own]).to(self.ranks.device)).cpu()
+        counts = [sums.loss.double().cpu(), sums.right.double().cpu(), torch.tensor(sums.count)]
+        stacked = torch.stack([t.double() for t in counts])
+        total = self.ranks.sum(stacked.to(self.ranks.device)).cpu()
         sums.loss, sums.right, sums.count = total[0], total[1].long(), int(total[2])
 
     def set_rate(self, rate: float) -> None:
@@ -413,7 +414,7 @@ class Training(ABC):
                 sums.count_replaced()
 
     @spanned("report")
-    def settle(self, sums: Sums) -> None:
+    def finish_window(self, sums: Sums) -> None:
         """Count what happened since this was called last, on all ranks.
 
         Raises:

@@ -16,12 +16,12 @@ from dynsparse.data.text import (
     KINDS,
     STDLIB,
     Tokenizer,
+    describe_vocabulary,
     is_token_file,
     make_tokenizer,
     open_tokens,
     read_text,
     tokenizer_from_state,
-    vocabulary_of,
 )
 from dynsparse.options import flag
 
@@ -67,7 +67,7 @@ class Corpus:
         ).numpy()
         return torch.from_numpy(self.train[starts + np.arange(sequence_length + 1)].astype("i8"))
 
-    def stretches(self, part: str, sequence_length: int, most: int | None = None) -> Tensor:
+    def sequences_of(self, part: str, sequence_length: int, most: int | None = None) -> Tensor:
         """All of `part` in order, int64 [stretches, sequence_length + 1].
 
         Each begins with the last token of the one before, so that every token but the first is
@@ -82,7 +82,7 @@ class Corpus:
         return torch.from_numpy(ids[starts + np.arange(sequence_length + 1)].astype("i8"))
 
 
-def no_corpus(vocabulary: dict[str, Any]) -> Corpus:
+def empty_corpus(vocabulary: dict[str, Any]) -> Corpus:
     """A vocabulary without texts, for a model that is only to write."""
     none = np.empty(0, np.uint16)
     return Corpus("", vocabulary, none, none, none)
@@ -120,16 +120,16 @@ def load_corpus(options: Options, vocabulary: dict[str, Any] | None = None) -> C
                 f"--{part}-data: expected a text, as --data is one, got the token file {file}"
             )
         ids[part] = _encoded(tokenizer, read_text(file), file)
-    return _corpus(options, source, vocabulary_of(tokenizer), ids)
+    return _corpus(options, source, describe_vocabulary(tokenizer), ids)
 
 
 def _from_token_files(options: Options, source: Path, expected: dict[str, Any] | None) -> Corpus:
     first = open_tokens(source)
     for name, key in (("tokens", "kind"), ("vocabulary_size", "size")):
-        wanted, got = getattr(options, name), first.vocabulary[key]
-        if wanted not in (None, got):
+        requested, got = getattr(options, name), first.vocabulary[key]
+        if requested not in (None, got):
             raise ValueError(
-                f"--{flag(name)}: {source} was encoded with {got}, got {wanted}: leave "
+                f"--{flag(name)}: {source} was encoded with {got}, got {requested}: leave "
                 f"--{flag(name)} out, or encode the text again"
             )
     if expected is not None:

@@ -176,7 +176,7 @@ def parameters(options: Options, vocabulary: int, *, first: bool = False) -> tup
     return total + table + norms + positions, blocks
 
 
-def matched(options: Options, vocabulary: int) -> Options:
+def match_parameters_of(options: Options, vocabulary: int) -> Options:
     """With `match_parameters`, the dense options narrowed to the sparse model's parameters.
 
     Layers, heads, vocabulary, sequence length and a factorised table's width stay. Of all hidden

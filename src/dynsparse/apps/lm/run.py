@@ -19,13 +19,13 @@ from dynsparse.apps.common.run import (
     bytes_text,
     open_loggers,
     run_with,
-    stoppable,
+    stop_on_interrupt,
 )
 from dynsparse.apps.common.training import NOTICE, Scores
-from dynsparse.apps.lm.corpus import Corpus, load_corpus, no_corpus
+from dynsparse.apps.lm.corpus import Corpus, empty_corpus, load_corpus
 from dynsparse.apps.lm.model import (
     check_memory,
-    matched,
+    match_parameters_of,
     parameters,
     sample,
     state_bytes,
@@ -129,7 +129,9 @@ def _run(
     vocabulary = {} if checkpoint is None else checkpoint["vocabulary"]
     writes_alone = options.mode == "sample"
     with span("data"):
-        corpus = no_corpus(vocabulary) if writes_alone else load_corpus(options, vocabulary or None)
+        corpus = (
+            empty_corpus(vocabulary) if writes_alone else load_corpus(options, vocabulary or None)
+        )
     if not writes_alone:
         _introduce(options, corpus, seed, console)
     tokenizer = tokenizer_from_state(corpus.vocabulary, options.bpe_dir) if options.sample else None
@@ -149,7 +151,7 @@ def _run(
 def _introduce(options: Options, corpus: Corpus, seed: int, console: Console) -> None:
     """Say what will be done, and refuse what cannot be, before anything is made."""
     corpus.check_length(options.sequence_length)
-    built = matched(options, corpus.size)
+    built = match_parameters_of(options, corpus.size)
     if options.synthetic_data:
         console.print(NOTICE.format(device=options.device), highlight=False)
     for line in _headlines(built, corpus, seed):
@@ -172,7 +174,7 @@ def _measured(training: Training, console: Console) -> dict[str, Any]:
     loggers = partial(open_loggers, options, _NAMES)
     with Outputs(training, loggers) if options.trains else nullcontext() as outputs:
         if outputs is not None:
-            with stoppable(training, console):
+            with stop_on_interrupt(training, console):
                 valid = _train(training, console, outputs)
         valid = training.evaluate("valid") if valid is None else valid
         test = training.evaluate("test") if options.mode in ("all", "test") else None

@@ -19,16 +19,16 @@ from dynsparse.apps.common.training import (
     Scores,
     Stopped,
     Sums,
-    begin_denser,
     make_optimizer,
     precision,
     random_ids,
+    start_denser,
 )
 from dynsparse.apps.lm.corpus import Corpus
 from dynsparse.apps.lm.model import (
     LanguageModel,
     build_model,
-    matched,
+    match_parameters_of,
     repetition_weights,
     scale_matrices,
     token_losses,
@@ -113,7 +113,7 @@ class Training(common.Training):
 
     def __init__(self, options: Options, corpus: Corpus, seed: int) -> None:
         self.corpus = corpus
-        self.built = matched(options, corpus.size)
+        self.built = match_parameters_of(options, corpus.size)
         self.history: list[dict[str, Any]] = []
         self._synthetic: Tensor | None = None
         super().__init__(
@@ -126,7 +126,7 @@ class Training(common.Training):
 
     def build_model(self, initial: torch.Generator) -> tuple[LanguageModel, dict[str, float]]:
         model = build_model(self.built, self.corpus.size, initial)
-        final = begin_denser(self.options.method, model, initial)
+        final = start_denser(self.options.method, model, initial)
         if final:
             scale_matrices(model, self.options.initial_scale)
         return model, final
@@ -134,7 +134,7 @@ class Training(common.Training):
     def build_optimizer(self) -> torch.optim.Optimizer:
         return build_optimizer(self.options, self.model)
 
-    def drawn(self) -> dict[str, Any]:
+    def drawn_state(self) -> dict[str, Any]:
         return {
             "data": str(self.options.data),
             "vocabulary": self.corpus.vocabulary,
@@ -142,7 +142,7 @@ class Training(common.Training):
             "train_digest": self.corpus.digest(),
         }
 
-    def check_drawn(self, path: Path, saved: dict[str, Any]) -> None:
+    def check_drawn_state(self, path: Path, saved: dict[str, Any]) -> None:
         if self.options.trains and saved["train_digest"] != self.corpus.digest():
             raise ValueError(
                 f"--data: {path} was trained on {saved['train_tokens']:,} tokens, got "
@@ -179,7 +179,7 @@ class Training(common.Training):
             self._train_step(sums)
             sums.seconds += time.perf_counter() - begin
             if self.step % self.options.valid_interval == 0 or self.step == last_step:
-                self.settle(sums)
+                self.finish_window(sums)
                 self.history.append(self._entry(sums))
                 yield self.history[-1]
                 sums = Sums()
@@ -266,7 +266,7 @@ class Training(common.Training):
         On the whole part, or on as many sequences at its begin as hold `evaluation_tokens`.
         """
         length = self.options.sequence_length
-        stretches = self.corpus.stretches(part, length, self.options.evaluation_tokens)
+        stretches = self.corpus.sequences_of(part, length, self.options.evaluation_tokens)
         if self.options.synthetic_data:
             stretches = random_ids(self.corpus.size, tuple(stretches.shape), self.device)
         self.model.eval()

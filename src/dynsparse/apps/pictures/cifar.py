@@ -282,10 +282,10 @@ class CifarTraining(pictures.Training):
             mirror = torch.randint(0, 2, (len(batch), 1), generator=self.generator)
         own, _ = self.share(torch.cat([by, mirror], 1))
         own = own.to(images.device)
-        return moved(images, own[:, :2], own[:, 2] > 0)
+        return shift(images, own[:, :2], own[:, 2] > 0)
 
 
-def moved(images: Tensor, by: Tensor, mirror: Tensor) -> Tensor:
+def shift(images: Tensor, by: Tensor, mirror: Tensor) -> Tensor:
     """Pictures [n, channels, side, side], each seen from `by` rows and columns further on, and
     then left and right exchanged where `mirror` says so.
 

@@ -270,7 +270,7 @@ class MnistTraining(pictures.Training):
         sizes = [self.permutation.numel(), *self.options.hidden_sizes, CLASSES]
         return f"network {' - '.join(map(str, sizes))}"
 
-    def drawn(self) -> dict[str, Tensor]:
+    def drawn_state(self) -> dict[str, Tensor]:
         return {"permutation": self.permutation}
 
     def metadata(self) -> dict[str, Any]:

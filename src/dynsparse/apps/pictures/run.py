@@ -25,7 +25,7 @@ from dynsparse.apps.common.run import (
     bytes_text,
     open_loggers,
     run_with,
-    stoppable,
+    stop_on_interrupt,
 )
 from dynsparse.apps.common.training import NOTICE, Scores, Sums, random_ids, random_shares
 from dynsparse.apps.pictures.training import PictureOptions, Training
@@ -236,7 +236,7 @@ def _run(
             console.print(line, highlight=False)
         last = None
         if outputs is not None:
-            with stoppable(training, console):
+            with stop_on_interrupt(training, console):
                 last = _train(training, console, outputs)
         test = None if options.test_mode == "training" else training.test()
         with span("report"):

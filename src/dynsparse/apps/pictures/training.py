@@ -21,9 +21,9 @@ from dynsparse.apps.common.training import (
     Scores,
     Stopped,
     Sums,
-    begin_denser,
     make_optimizer,
     precision,
+    start_denser,
 )
 from dynsparse.data import GREY as DATASETS
 from dynsparse.data import DataSet, Pictures
@@ -253,7 +253,7 @@ class Training(common.Training):
 
     def build_model(self, initial: torch.Generator) -> tuple[nn.Module, dict[str, float]]:
         network = self.build_network()
-        final = begin_denser(self.options.method, network, initial)
+        final = start_denser(self.options.method, network, initial)
         if self.options.data_type == "float64":
             network.to(torch.float64)
         return network, final
@@ -261,8 +261,8 @@ class Training(common.Training):
     def build_optimizer(self) -> torch.optim.Optimizer:
         return build_optimizer(self.options, self.model)
 
-    def check_drawn(self, path: Path, saved: dict[str, Any]) -> None:
-        for name, value in self.drawn().items():
+    def check_drawn_state(self, path: Path, saved: dict[str, Any]) -> None:
+        for name, value in self.drawn_state().items():
             if not isinstance(saved[name], Tensor) or not value.equal(saved[name]):
                 raise ValueError(f"{path}: its {name} is not the one of its seed")
 
@@ -329,7 +329,7 @@ class Training(common.Training):
             window.seconds += time.perf_counter() - begin
             ends = batch == self.batches
             if ends or batch % self.report_interval == 0:
-                self.settle(window)
+                self.finish_window(window)
                 whole.include(window)
                 self.epoch += ends
                 yield window, whole if ends else None

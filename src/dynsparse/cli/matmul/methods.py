@@ -88,11 +88,11 @@ def write(request: Request, contents: Callable[[], dict[str, Any]]) -> None:
         return
     from popsparse.report import save_profile, write_report
 
-    found = contents()
+    page = contents()
     if request.report is not None:
-        write_report(request.report, **found)
+        write_report(request.report, **page)
     if request.profile is not None:
-        save_profile(request.profile, **found)
+        save_profile(request.profile, **page)
 
 
 def run_dynamic(request: Request) -> None:
@@ -110,10 +110,10 @@ def run_dynamic(request: Request) -> None:
     layer = _layer(request, plan)
     runs: list[dict[str, Any]] = []
     for seed in range(request.seed, request.seed + request.seeds):
-        found = sparse_figures(
+        figures_of_run = sparse_figures(
             layer, request.draw(seed), request.names, seed=seed, ignore_data=request.ignore_data
         )
-        runs.append({"seed": seed, **found})
+        runs.append({"seed": seed, **figures_of_run})
     figures = summarise(request, plan_figures(plan), runs)
     if request.update is not None:
         figures["update"] = vars(_update(request, plan, runs[median(runs)]["seed"]))
@@ -147,12 +147,12 @@ def _dynamic_plan(request: Request) -> Plan:
 
 def _check_carried_out(request: Request, plan: Plan, settings: dict[str, Any]) -> None:
     """Raise ValueError for an option that the product cannot follow."""
-    wanted, carried = settings.get("partials_type"), plan.options.partials_type
-    if wanted is not None and data_type(wanted) is not carried:
+    requested, actual = settings.get("partials_type"), plan.options.partials_type
+    if requested is not None and data_type(requested) is not actual:
         what = "elements" if request.block_size == 1 else str(plan.dtype)
         raise ValueError(
-            f"--partials-type: dynamic products of {what} add in {carried}, got {wanted}: leave it "
-            "out"
+            f"--partials-type: dynamic products of {what} add in {actual}, got {requested}: "
+            "leave it out"
         )
     if settings.get("shared_buckets") is False and request.block_size > 1:
         raise ValueError(
@@ -312,9 +312,9 @@ def _dense_page(
     keys = ("cycles", "estimated_cycles", "tflops", "max_tile_bytes", "max_relative_error")
     summary |= {key: figures[key] for key in keys if key in figures}
     title = "Dense product {rows:,} × {cols:,} by {batch:,} on {target}".format(**summary)
-    found = {name: plan.to_dict() for name, plan in plans.items()}
+    reports = {name: plan.to_dict() for name, plan in plans.items()}
     profiles = {name: run.profile for name, run in runs.items()}
-    return {"title": title, "summary": summary, "plan": found, "profile": profiles or None}
+    return {"title": title, "summary": summary, "plan": reports, "profile": profiles or None}
 
 
 METHODS: dict[str, Callable[[Request], None]] = {

@@ -34,15 +34,17 @@ def draw_speedups(results: dict[str, Any], path: Path) -> Path:
         raise ValueError(
             "--picture: expected training steps (measure: step) at two densities or more, got none"
         )
-    blocks = sorted({block for found in panels.values() for s in found.values() for block in s})
+    blocks = sorted(
+        {block for series_of in panels.values() for s in series_of.values() for block in s}
+    )
     shades = colour_map("viridis")(np.linspace(0.05, 0.85, len(blocks)))
     colours = dict(zip(blocks, shades, strict=True))
-    rows = [name for name in _ROWS if any(found.get(name) for found in panels.values())]
+    rows = [name for name in _ROWS if any(series_of.get(name) for series_of in panels.values())]
     with figure(3.6 * len(panels) + 1.6, 3.3 * len(rows)) as page:
         grid = page.subplots(len(rows), len(panels), sharex=True, sharey="row", squeeze=False)
         for name, line in zip(rows, grid, strict=True):
-            for ((layer, batch), found), axes in zip(panels.items(), line, strict=True):
-                _draw(axes, found.get(name, {}), colours)
+            for ((layer, batch), series_of), axes in zip(panels.items(), line, strict=True):
+                _draw(axes, series_of.get(name, {}), colours)
                 if name == rows[0]:
                     axes.set_title(f"{layer} features, batch {batch}", fontweight="bold", pad=8)
                 if name == rows[-1]:
@@ -73,16 +75,16 @@ def _panels(results: dict[str, Any]) -> dict[tuple[str, int], dict[str, Series]]
         for c in cells
         if c["threads"] == threads
     }
-    found: dict[tuple[str, int], dict[str, Series]] = {}
+    panels: dict[tuple[str, int], dict[str, Series]] = {}
     for (layer, batch, block, density), cell in sorted(latest.items(), key=lambda i: i[0][2:]):
         for name in _ROWS:
             if ratio := cell["ratios"].get(name):
-                series = found.setdefault((layer, batch), {}).setdefault(name, {})
+                series = panels.setdefault((layer, batch), {}).setdefault(name, {})
                 series.setdefault(block, []).append((density, ratio))
-    sizes = {key: _count(parts.values()) for key, parts in found.items()}
-    best = sorted((key for key in found if sizes[key]), key=lambda key: -sizes[key])[:_MOST_PANELS]
-    order = list(found)
-    return {key: found[key] for key in sorted(best, key=order.index)}
+    sizes = {key: _count(parts.values()) for key, parts in panels.items()}
+    best = sorted((key for key in panels if sizes[key]), key=lambda key: -sizes[key])[:_MOST_PANELS]
+    order = list(panels)
+    return {key: panels[key] for key in sorted(best, key=order.index)}
 
 
 def _count(parts: Iterable[Series]) -> int:

@@ -53,11 +53,11 @@ def memory_table(cells: list[Figures]) -> Table:
             "masked / that", "dense / that"]  # fmt: skip
     rows = []
     for cell in _by_model(cells):
-        found = cell["memory"]
-        row = _sizes(cell) + [f"{found[name]['peak'] / 1e9:.2f}" for name in who]
-        own = found["dynsparse"]["blocks"]
-        row.append(f"{own / 1e6:.0f}")
-        row += [f"{found[name]['blocks'] / own:.1f}" for name in who[1:]]
+        memory = cell["memory"]
+        row = _sizes(cell) + [f"{memory[name]['peak'] / 1e9:.2f}" for name in who]
+        sparse = memory["dynsparse"]["blocks"]
+        row.append(f"{sparse / 1e6:.0f}")
+        row += [f"{memory[name]['blocks'] / sparse:.1f}" for name in who[1:]]
         rows.append(row)
     return head, rows
 
@@ -97,7 +97,7 @@ def machine_name(results: Figures) -> str:
     return f"{machine['processor']}, {machine['cores']} cores"
 
 
-def machine_line(results: Figures) -> str:
+def describe_machine(results: Figures) -> str:
     """What the figures were measured on, in one sentence."""
     machine = results["machine"]
     versions = [f"{name} {version}" for name, version in machine["versions"].items()]
@@ -118,7 +118,7 @@ def between(middle: float, low: float, high: float) -> str:
     return f"{_ratio(middle)} ({_ratio(low)} to {_ratio(high)})"
 
 
-def spread_text(figure: dict[str, float] | None, mark: str = "") -> str:
+def format_spread(figure: dict[str, float] | None, mark: str = "") -> str:
     if figure is None:
         return ""
     if "low" not in figure:  # noted down by hand
@@ -126,7 +126,7 @@ def spread_text(figure: dict[str, float] | None, mark: str = "") -> str:
     return between(figure["median"], figure["low"], figure["high"]) + mark
 
 
-def sizes_of(cells: list[Figures]) -> tuple[list[str], Callable[[Figures], list[str]]]:
+def size_columns(cells: list[Figures]) -> tuple[list[str], Callable[[Figures], list[str]]]:
     """The columns of the sizes; block, threads and dtype only where cells differ in them."""
     keys = ["layer", "batch", "density"]
     keys += [k for k in ("block", "threads", "dtype") if len({cell[k] for cell in cells}) > 1]
@@ -139,23 +139,23 @@ def sizes_of(cells: list[Figures]) -> tuple[list[str], Callable[[Figures], list[
 
 def _speedups(results: Figures, names: list[str]) -> str:
     """Every cell, with the ratio of every contender, and the kernels where not all are sparse."""
-    cells = cells_of(results, names)
-    head, sizes = sizes_of(cells)
+    cells = collect_cells(results, names)
+    head, sizes = size_columns(cells)
     chosen = any(cell["kernel"] != "sparse" for cell in cells)
     who = [name for name in NAMES if any(name in cell["ratios"] for cell in cells)]
     rows = [
         [
             *sizes(cell),
-            *[spread_text(cell["ratios"].get(name), "\\*" * cell["disturbed"]) for name in who],
+            *[format_spread(cell["ratios"].get(name), "\\*" * cell["disturbed"]) for name in who],
             *[cell["kernel"]] * chosen,
         ]
         for cell in cells
     ]
     head += [*[NAMES[name] for name in who], *["kernels"] * chosen]
-    return table(head, rows) + notes_of(results, names, cells)
+    return table(head, rows) + footnotes(results, names, cells)
 
 
-def notes_of(results: Figures, names: list[str], cells: list[Figures]) -> str:
+def footnotes(results: Figures, names: list[str], cells: list[Figures]) -> str:
     lines = []
     if any(cell.get("disturbed") for cell in cells):
         lines.append("\\* others took part of the machine in every attempt.")
@@ -186,8 +186,8 @@ def _law(results: Figures, names: list[str]) -> str:
 
 def _updates(results: Figures, names: list[str]) -> str:
     """Costs in training steps, and the share of an update every 100 steps."""
-    cells = cells_of(results, names)
-    head, sizes = sizes_of(cells)
+    cells = collect_cells(results, names)
+    head, sizes = size_columns(cells)
     rows = []
     for cell in cells:
         extra = {
@@ -197,32 +197,32 @@ def _updates(results: Figures, names: list[str]) -> str:
         parts = [f"{cell['ratios'][name]['median']:.2f}" for name in _PARTS]
         share = f"{shares[0]} % ({shares[1]} to {shares[2]})"
         mark = "\\*" * cell["disturbed"]
-        rows.append([*sizes(cell), *parts, f"{spread_text(extra)}{mark}", share])
+        rows.append([*sizes(cell), *parts, f"{format_spread(extra)}{mark}", share])
     columns = [*_PARTS.values(), "whole update", "share of training, every 100 steps"]
-    return table([*head, *columns], rows) + notes_of(results, names, cells)
+    return table([*head, *columns], rows) + footnotes(results, names, cells)
 
 
 def _trainings(results: Figures, names: list[str]) -> str:
     """A row per seed: steps, ratio of the times, the part that updates took."""
     rows = []
-    cells = cells_of(results, names)
+    cells = collect_cells(results, names)
     for cell in cells:
-        for found in cell["training"]:
-            own, other = (found["contenders"][name] for name in ("dynsparse", "masked"))
-            sparsity = f"{100 * (1 - found['density']):.1f} %"
-            row = [cell["layer"], sparsity, f"{cell['block']}", f"{found['seed']}"]
-            row += [_steps(own, found), _steps(other, found)]
-            reached = own["seconds"] and other["seconds"]
-            row.append(f"{other['seconds'] / own['seconds']:.1f}" if reached else "")
-            share = own["update_seconds"] / own["curve"][-1][1]
-            row.append(f"{own['updates']} ({100 * share:.1f} % of the time)")
+        for training in cell["training"]:
+            sparse, masked = (training["contenders"][name] for name in ("dynsparse", "masked"))
+            sparsity = f"{100 * (1 - training['density']):.1f} %"
+            row = [cell["layer"], sparsity, f"{cell['block']}", f"{training['seed']}"]
+            row += [_steps(sparse, training), _steps(masked, training)]
+            reached = sparse["seconds"] and masked["seconds"]
+            row.append(f"{masked['seconds'] / sparse['seconds']:.1f}" if reached else "")
+            share = sparse["update_seconds"] / sparse["curve"][-1][1]
+            row.append(f"{sparse['updates']} ({100 * share:.1f} % of the time)")
             rows.append(row)
     head = ["network", "sparsity", "block", "seed", "steps, dynsparse", "steps, masked dense",
             "masked dense's time / dynsparse's", "updates"]  # fmt: skip
-    return table(head, rows) + notes_of(results, names, cells)
+    return table(head, rows) + footnotes(results, names, cells)
 
 
-def _steps(run: Figures, found: Figures) -> str:
+def _steps(run: Figures, training: Figures) -> str:
     if run["steps"] is None:
         return f"not within {run['curve'][-1][0]}"
     return f"{run['steps']}"
@@ -237,19 +237,19 @@ def _command(results: Figures, names: list[str]) -> str:
     return "\n\n".join(f"```\n{text.rstrip()}\n```" for text in texts)
 
 
-def measured_line(results: Figures, names: list[str]) -> str:
+def describe_measurement(results: Figures, names: list[str]) -> str:
     """When, where and with what: of the benchmarks `names`, or of all."""
-    found = [results["benchmarks"][name] for name in names] or results["benchmarks"].values()
-    days = sorted({benchmark["measured"] for benchmark in found})
+    benchmarks = [results["benchmarks"][name] for name in names] or results["benchmarks"].values()
+    days = sorted({benchmark["measured"] for benchmark in benchmarks})
     when = " to ".join(dict.fromkeys([days[0], days[-1]])) if days else "never"
     note = f" {results['note']}" if results.get("note") else ""
-    return f"Measured {when} on: {machine_line(results)}{note}"
+    return f"Measured {when} on: {describe_machine(results)}{note}"
 
 
-def view_of_models(make: Callable[[list[Figures]], Table]) -> Callable[[Figures, list[str]], str]:
+def model_view(make: Callable[[list[Figures]], Table]) -> Callable[[Figures, list[str]], str]:
     def view(results: Figures, names: list[str]) -> str:
-        cells = cells_of(results, names)
-        return table(*make(cells)) + notes_of(results, names, cells)
+        cells = collect_cells(results, names)
+        return table(*make(cells)) + footnotes(results, names, cells)
 
     return view
 
@@ -259,8 +259,8 @@ VIEWS: dict[str, Callable[[Figures, list[str]], str]] = {
     "law": _law,
     "updates": _updates,
     "training": _trainings,
-    "models": view_of_models(steps_table),
-    "model-memory": view_of_models(memory_table),
+    "models": model_view(steps_table),
+    "model-memory": model_view(memory_table),
     "command": _command,
 }
 """How benchmarks are shown: view(results, names) -> Markdown."""
@@ -277,9 +277,9 @@ _VIEW_OF = {
 }
 
 
-def whole_report(results: Figures) -> str:
+def full_report(results: Figures) -> str:
     """Everything in the results, a section per benchmark."""
-    parts = ["# dynsparse bench", measured_line(results, [])]
+    parts = ["# dynsparse bench", describe_measurement(results, [])]
     for name, benchmark in results["benchmarks"].items():
         view = _VIEW_OF[benchmark.get("measure")]
         parts += [f"## {name}", benchmark["about"], VIEWS[view](results, [name])]
@@ -288,5 +288,5 @@ def whole_report(results: Figures) -> str:
     return "\n\n".join(parts) + "\n"
 
 
-def cells_of(results: Figures, names: list[str]) -> list[Figures]:
+def collect_cells(results: Figures, names: list[str]) -> list[Figures]:
     return [cell for name in names for cell in results["benchmarks"][name]["cells"]]
