@@ -22,11 +22,11 @@ from popsparse import static
 from popsparse.machine import Target
 from popsparse.machine import target as facts
 from popsparse.measure import dense_plans, run_plans
+from popsparse.planning import static as static_cycles
 from popsparse.planning.params import MatmulParams, SparsityParams
 from popsparse.planning.search import matmul_plan
-from popsparse.static import planner as static_cycles
-from popsparse.static.model import code_bytes, tile_memory
-from popsparse.timing import predict
+from popsparse.plans import predict
+from popsparse.static_timing import code_bytes, tile_memory
 
 BOW = Target.bow()
 BEFORE = BOW.with_(sync_cycles=facts.SYNC.typical)

@@ -48,12 +48,13 @@ FLOORS = [
 """From the ground up: each imports from its own floor and from those below."""
 
 MACHINE_FLOORS = [
-    ["machine"],
+    ["machine", "formats"],
     ["planning"],
-    ["dense"],
-    ["encoding"],
+    ["dense", "encoding"],
     ["timing"],
-    ["programs", "static", "tensor_ops", "block_sparse"],
+    ["static_timing"],
+    ["plans", "programs"],
+    ["static", "tensor_ops", "block_sparse"],
     ["products", "embedding", "layer"],
     ["torch_layer", "measure"],
     ["estimates"],

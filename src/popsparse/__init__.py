@@ -8,7 +8,6 @@ from popsparse.embedding import (
     embedding_slice,
     embedding_update_add,
 )
-from popsparse.encoding.formats import BSRMatrix, COOMatrix, CSCMatrix, CSRMatrix
 from popsparse.encoding.partitioner import Encoded, EncodedPattern, EncodingInfo, Partitioner
 from popsparse.encoding.spilling import BucketOverflowError
 from popsparse.estimates import (
@@ -18,13 +17,14 @@ from popsparse.estimates import (
     UpdateEstimate,
     estimate,
 )
+from popsparse.formats import BSRMatrix, COOMatrix, CSCMatrix, CSRMatrix
 from popsparse.layer import Layer
 from popsparse.machine import Target
 from popsparse.planning.options import Options, PlanConstraints, Update
 from popsparse.planning.params import FullyConnectedParams, MatmulParams, SparsityParams
 from popsparse.planning.plan import Method, Plan, PlanningCache
-from popsparse.planning.report import plan_report, plan_text, tile_memory
 from popsparse.planning.search import make_plan, matmul_plan, plan
+from popsparse.plans import plan_report, plan_text, predict, tile_memory
 from popsparse.products import (
     create_fully_connected_input,
     create_fully_connected_weights,
@@ -38,7 +38,7 @@ from popsparse.products import (
 )
 from popsparse.programs.dense_weights import DensePartitioner
 from popsparse.programs.layout import PlannedTensor, SparseTensor
-from popsparse.timing import PassTime, predict
+from popsparse.timing import PassTime
 from popsparse.torch_layer import machine_profiles
 
 __all__ = [

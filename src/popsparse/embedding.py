@@ -22,8 +22,8 @@ import numpy as np
 from dynsparse.checks import check_integer, is_number
 from dynsparse.files.shorten import shortened
 from dynsparse.typed import typed
-from popsparse.encoding.formats import to_numpy
 from popsparse.encoding.partitioner import EncodedPattern, Partitioner
+from popsparse.formats import to_numpy
 from popsparse.machine import (
     BOOL,
     FLOAT,
@@ -54,9 +54,11 @@ from popsparse.planning.plan import Plan, PlanningCache
 from popsparse.planning.search import make_plan
 from popsparse.programs.codelets import EmbeddingCodelets
 from popsparse.programs.layout import (
+    PlannedTensor,
     SparseTensor,
     check_weights,
     control_tile,
+    execute,
     machine_type,
     reorder,
     tile_grid,
@@ -111,23 +113,12 @@ class SliceLayout:
         steps.add(Copy(indices.broadcast_to(parts, count), here, name="distribute indices"))
         return local
 
-    def natural(self, home: Tensor) -> SliceTensor:
+    def natural(self, home: Tensor) -> PlannedTensor:
         """Rows as [num_indices, columns]."""
         at = home.addresses()
         parts_y, columns = at.shape[1], at.shape[-1]
         at = at.reshape(parts_y, -1, columns)[:, : self.num_indices].transpose(1, 0, 2)
-        return SliceTensor(home, at.reshape(self.num_indices, -1)[:, : self.plan.sizes.y], self)
-
-
-class SliceTensor(Tensor):
-    """Rows of an embedding, [num_indices, columns], that lie as the plan wants them."""
-
-    __slots__ = ("home", "layout")
-
-    def __init__(self, home: Tensor, addresses: np.ndarray, layout: SliceLayout) -> None:
-        super().__init__(home.graph, home.dtype, addresses.shape, addresses=addresses)
-        self.home = home
-        self.layout = layout
+        return PlannedTensor(home, at.reshape(self.num_indices, -1)[:, : self.plan.sizes.y], self)
 
 
 class Round:
@@ -159,9 +150,11 @@ class Round:
         ]
         compute = []
         for n in (0, 1):
-            here = self.graph.add_compute_set(f"{self.name} {n}")
-            self.graph.add_vertices(here, codelet, self.tiles, {**staying, **buffers[n]})
-            compute.append(Execute(here, name=f"compute {n}"))
+            edges = {**staying, **buffers[n]}
+            step = execute(
+                self.graph, f"{self.name} {n}", codelet, self.tiles, edges, f"compute {n}"
+            )
+            compute.append(step)
 
         def move(source: int, axis: int) -> Copy:
             pairs = []
@@ -247,7 +240,7 @@ def create_slice_tensor(
     cache: PlanningCache | None = None,
     *,
     name: str = "slices",
-) -> SliceTensor:
+) -> PlannedTensor:
     """Rows to be added to the matrix, [num_indices, input channels], laid out by their use.
 
     Raises:
@@ -295,7 +288,7 @@ def embedding_slice(
     program: Sequence,
     params: FullyConnectedParams,
     options: Options | dict[str, Any] | None = None,
-) -> SliceTensor:
+) -> PlannedTensor:
     """Add the gathering of rows to a program.
 
     Args:
@@ -315,9 +308,8 @@ def embedding_slice(
     program.add(steps)
     local = layout.add_indices(graph, indices, steps, "slice indices")
     slices = layout.add(graph, machine_type(plan), "embedding slices")
-    zero = graph.add_compute_set("zero slices")
-    graph.add_vertices(zero, codelets.FILL, layout.tiles, {"out": slices, "value": 0})
-    steps.add(Execute(zero, name="zero slices"))
+    zero = {"out": slices, "value": 0}
+    steps.add(execute(graph, "zero slices", codelets.FILL, layout.tiles, zero))
     codelet = EmbeddingCodelets(plan).gather
     passing = {
         "words": weights.pass_words("forward", layout.order),
@@ -365,7 +357,7 @@ def embedding_update_add(
     steps = Sequence(name="embedding update")
     program.add(steps)
     local = layout.add_indices(graph, indices, steps, "update indices")
-    if isinstance(slices, SliceTensor) and slices.layout == layout:
+    if isinstance(slices, PlannedTensor) and slices.layout == layout:
         home = slices.home
     else:
         home = layout.add(graph, dtype, "slices at home")
@@ -374,9 +366,8 @@ def embedding_update_add(
     partials = graph.add_variable(
         FLOAT, [*tiles.shape, plan.buckets.nz_elements], "update partials", tiles=tiles
     )
-    zero = graph.add_compute_set("zero partials")
-    graph.add_vertices(zero, codelets.FILL, tiles, {"out": partials, "value": 0})
-    steps.add(Execute(zero, name="zero partials"))
+    zero = {"out": partials, "value": 0}
+    steps.add(execute(graph, "zero partials", codelets.FILL, tiles, zero))
     column = graph.add_constant(
         UNSIGNED_INT, tiles.shape, layout.columns, "own column", tiles=tiles
     )
@@ -388,11 +379,9 @@ def embedding_update_add(
     passing = {"indices": local, "slices": home, "column": column}
     codelet = EmbeddingCodelets(plan).scatter
     steps.add(*Round(graph, weights, layout, "update").build(codelet, passing, staying, 1))
-    add = graph.add_compute_set("add update")
     values = reorder(weights.values, "gxyz", layout.order)
     edges = {"a": values, "b": partials, "scale": 1.0}
-    graph.add_vertices(add, codelets.ADD_SCALED, tiles, edges)
-    steps.add(Execute(add, name="add update"))
+    steps.add(execute(graph, "add update", codelets.ADD_SCALED, tiles, edges))
 
 
 def _spread_scale(graph: Graph, scale: Any, tiles: np.ndarray, steps: Sequence) -> Tensor:
@@ -411,9 +400,7 @@ def _spread_scale(graph: Graph, scale: Any, tiles: np.ndarray, steps: Sequence) 
     if scale.dtype == FLOAT:
         return local
     wide = graph.add_variable(FLOAT, tiles.shape, "scale in float", tiles=tiles)
-    cast = graph.add_compute_set("cast scale")
-    graph.add_vertices(cast, codelets.CAST, tiles, {"src": local, "out": wide})
-    steps.add(Execute(cast, name="cast scale"))
+    steps.add(execute(graph, "cast scale", codelets.CAST, tiles, {"src": local, "out": wide}))
     return wide
 
 

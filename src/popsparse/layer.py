@@ -24,8 +24,8 @@ from dynsparse.files.limits import parse_json
 from dynsparse.files.shorten import shortened
 from dynsparse.nn.weights_file import read_tensors
 from dynsparse.typed import typed
-from popsparse.encoding.formats import COOMatrix, to_numpy
 from popsparse.encoding.partitioner import EncodedPattern
+from popsparse.formats import COOMatrix, to_numpy
 from popsparse.machine import (
     Engine,
     Graph,
@@ -36,7 +36,7 @@ from popsparse.machine import (
     Target,
     Tensor,
 )
-from popsparse.planning.options import PlanConstraints, Update
+from popsparse.planning.options import Options, PlanConstraints, Update
 from popsparse.planning.params import FullyConnectedParams, SparsityParams
 from popsparse.planning.plan import PASSES, Plan
 from popsparse.planning.search import make_plan
@@ -121,7 +121,7 @@ def _make_requested(request: dict[str, Any]) -> Plan:
         params = dict(request["params"])
         params["sparsity_params"] = SparsityParams(**params["sparsity_params"])
         target, dtype = Target(**request["target"]), request["dtype"]
-        return make_plan(target, dtype, FullyConnectedParams(**params), options)
+        return make_plan(target, dtype, FullyConnectedParams(**params), Options(**options))
     except (KeyError, TypeError) as error:
         raise ValueError(f"expected the plan of a layer, got one without or with {error}") from None
 

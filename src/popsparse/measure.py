@@ -9,20 +9,18 @@ import numpy as np
 import torch
 
 from dynsparse.pattern import SparsePattern
-from popsparse.dense.layout import Layout, Operand, create_operand
-from popsparse.dense.program import add_product
 from popsparse.layer import Layer
 from popsparse.machine import Engine, Graph, Profile
 from popsparse.machine import Sequence as Program
 from popsparse.planning import dense
-from popsparse.planning.params import data_type
+from popsparse.planning.params import MatmulParams, data_type
 from popsparse.planning.plan import PASSES, Plan
-from popsparse.static.layout import StaticPlan
-from popsparse.static.model import tile_memory
-from popsparse.static.params import MatmulParams
-from popsparse.static.planner import make_plan
-from popsparse.static.program import add_product as add_static_product
-from popsparse.static.program import add_values, dense_operand
+from popsparse.planning.static import make_plan
+from popsparse.planning.static_layout import StaticPlan
+from popsparse.plans import require_fit
+from popsparse.programs.dense import Layout, Operand, add_product, create_operand
+from popsparse.programs.static import add_product as add_static_product
+from popsparse.programs.static import add_values, dense_operand
 
 AnyPlan = Plan | StaticPlan | dense.DensePlan
 
@@ -314,13 +312,9 @@ def run_plans(
     Raises:
         ValueError: a plan that does not fit the tiles, code included.
     """
-    for name, plan in plans.items():
-        if isinstance(plan, StaticPlan) and not (memory := tile_memory(plan)).fits:
-            raise ValueError(
-                f"the static plan of {name} needs {memory.needed} bytes a tile, the target has "
-                f"{memory.available}: use a smaller batch, a lower available_memory_proportion or "
-                "more tiles"
-            )
+    for plan in plans.values():
+        if isinstance(plan, StaticPlan):
+            require_fit(plan)
     return {name: _run(plan, seed, numerics=not ignore_data) for name, plan in plans.items()}
 
 

@@ -14,15 +14,12 @@ import numpy as np
 from dynsparse.checks import check_choice, check_integer, check_kind, is_number
 from dynsparse.files.shorten import shortened
 from dynsparse.typed import typed
-from popsparse.dense.layout import Layout
-from popsparse.dense.program import add_product
 from popsparse.machine import (
     FLOAT,
     HALF,
     Codelet,
     Copy,
     DType,
-    Execute,
     Graph,
     In,
     MappingError,
@@ -35,6 +32,8 @@ from popsparse.machine import (
 from popsparse.machine import Sequence as Program
 from popsparse.planning import dense as planner
 from popsparse.planning.params import ceil_div
+from popsparse.programs.dense import Layout, add_product
+from popsparse.programs.layout import execute
 
 __all__ = ["OPERATIONS", "elementwise", "matmul", "reduce", "softmax"]
 
@@ -185,9 +184,8 @@ def elementwise(
         arguments.append(f"operand{len(arguments)}")
         local = spread.bring(graph, one, program, f"{what} operand")
         edges[str(arguments[-1])] = spread.edge(local)
-    compute = graph.add_compute_set(what)
-    graph.add_vertices(compute, _codelet(operation, made, arguments), spread.tiles, edges)
-    program.add(Execute(compute))
+    codelet = _codelet(operation, made, arguments)
+    program.add(execute(graph, what, codelet, spread.tiles, edges))
     return out
 
 
@@ -284,9 +282,8 @@ def _reduce_tiles(
         "src": Ragged(ordered.flatten()[by_tile], spread.offsets),
         "out": Ragged(partials, np.append(first, len(begins))),
     }
-    compute = graph.add_compute_set(f"{what} on tiles")
-    graph.add_vertices(compute, _reduce_codelet(operation, begins, len(tile)), spread.tiles, edges)
-    program.add(Execute(compute))
+    codelet = _reduce_codelet(operation, begins, len(tile))
+    program.add(execute(graph, f"{what} on tiles", codelet, spread.tiles, edges))
     return partials, output[begins]
 
 
@@ -316,9 +313,8 @@ def _reduce_parts(
     bounds = np.minimum(np.arange(len(used) + 1) * each, outputs)
     ends = np.append(begins, len(owner))
     edges = {"src": Ragged(arriving, ends[bounds]), "out": Ragged(result, bounds)}
-    compute = graph.add_compute_set(f"{what} of parts")
-    graph.add_vertices(compute, _reduce_codelet(operation, begins, len(owner)), used, edges)
-    program.add(Execute(compute))
+    codelet = _reduce_codelet(operation, begins, len(owner))
+    program.add(execute(graph, f"{what} of parts", codelet, used, edges))
     return result
 
 

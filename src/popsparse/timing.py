@@ -30,7 +30,6 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from dynsparse.typed import typed
 from popsparse.encoding.buckets import OverflowInfo, SubGroups
 from popsparse.encoding.partitioner import Partitioner
 from popsparse.planning import cycles as estimate
@@ -368,18 +367,8 @@ class PassTime:
         }
 
 
-@typed
 def predict(plan: Plan, pattern: Any) -> dict[str, PassTime]:
-    """The time of each pass the plan is for.
-
-    Args:
-        plan: as `make_plan` or `matmul_plan` give it.
-        pattern: a `SparsePattern` of the plan's shape and block size; for several groups a
-            sequence of them.
-
-    Raises:
-        ValueError: a pattern of another shape or block size, or one whose buckets overflow.
-    """
+    """The time of each pass of a dynamic plan: see `plans.predict`."""
     patterns = list(pattern) if plan.partition.groups > 1 else [pattern]
     loads = [BucketLoad.of(plan, one) for one in patterns]
     blocks = sum(load.blocks for load in loads)

@@ -2,7 +2,7 @@
 
 import pytest
 
-from popsparse.planning import partitions as sizes
+from popsparse.planning import cost as sizes
 from popsparse.planning.params import FLOAT16, FLOAT32, overflow_words
 
 H, F = FLOAT16, FLOAT32

@@ -11,8 +11,8 @@ from popsparse.embedding import (
     embedding_slice,
     embedding_update_add,
 )
-from popsparse.encoding.formats import COOMatrix
 from popsparse.encoding.partitioner import Partitioner
+from popsparse.formats import COOMatrix
 from popsparse.machine import Engine, Graph, Sequence, Target
 from popsparse.planning.params import FullyConnectedParams, SparsityParams
 from popsparse.products import (

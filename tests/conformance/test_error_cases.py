@@ -13,8 +13,8 @@ import popsparse as ps
 from dynsparse.pattern import SparsePattern
 from popsparse import static
 from popsparse.encoding.buckets import BucketLayout
-from popsparse.encoding.formats import COOMatrix, CSCMatrix, CSRMatrix
 from popsparse.encoding.spilling import BucketOverflowError
+from popsparse.formats import COOMatrix, CSCMatrix, CSRMatrix
 from popsparse.machine import Graph, Sequence, Target
 
 SIZES = {

@@ -2,9 +2,9 @@
 
 import pytest
 
+from popsparse.planning import cycles as dense
 from popsparse.planning import cycles as tile
 from popsparse.planning import cycles as vertex
-from popsparse.planning import dense_cycles as dense
 from popsparse.planning.cycles import Search
 from popsparse.planning.params import FLOAT16, FLOAT32
 

@@ -6,7 +6,7 @@ The numbers in the ids of the errors are those of the list of validations.
 import numpy as np
 import pytest
 
-from popsparse.encoding.formats import COOMatrix, CSCMatrix, CSRMatrix
+from popsparse.formats import COOMatrix, CSCMatrix, CSRMatrix
 
 # The 4 x 6 matrix DENSE, and 2 x 3 blocks at the same places of an 8 x 18 one.
 VALUES = [10, 20, 30, 40, 50, 60, 70, 80]

@@ -15,9 +15,8 @@ from dynsparse.pattern import SparsePattern
 from popsparse.machine.target import Target
 from popsparse.measure import dense_plans, run_figures, run_plans
 from popsparse.planning.params import MatmulParams, SparsityParams
-from popsparse.planning.report import tile_memory
 from popsparse.planning.search import matmul_plan
-from popsparse.timing import predict
+from popsparse.plans import predict, tile_memory
 
 BOW = Target.bow()
 SIZE, DENSITY = 4096, 1 / 16

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from dynsparse import SparsePattern
 from dynsparse.ops import block_sparse as on_the_cpu
 from popsparse import block_sparse
-from popsparse.block_sparse.params import METHODS
 from popsparse.machine import FLOAT, Engine, Graph, Sequence, Target
+from popsparse.planning.options import PARTITION_METHODS
 
 Params = block_sparse.MatmulParams
 
@@ -95,7 +95,7 @@ def products(draw):
 
 
 @settings(max_examples=60, deadline=None)
-@given(products(), st.sampled_from(METHODS), st.integers(1, 9), st.booleans())
+@given(products(), st.sampled_from(PARTITION_METHODS), st.integers(1, 9), st.booleans())
 def test_products_are_those_of_float64(params, method, tiles, spread):
     left, right, found, profile = run(params, tiles, {"partition_method": method}, spread=spread)
     tolerance = {"float16": 0.02, "float32": 1e-5}[params.dtype.name]
@@ -146,7 +146,9 @@ def test_plans_tell_what_the_partitions_do():
     rng = np.random.default_rng(0)
     params = Params.create_dense_sparse((64, 256, 256), (16, 16, 16), rng.random((16, 16)) < 0.2)
     target = Target.mk2(tiles=16)
-    plans = {m: block_sparse.plan(params, target, {"partition_method": m}) for m in METHODS}
+    plans = {
+        m: block_sparse.plan(params, target, {"partition_method": m}) for m in PARTITION_METHODS
+    }
     for method, plan in plans.items():
         pieces = plan.pieces
         assert sorted(pieces.chosen) == list(range(params.multiplications // 16**3)), method

@@ -7,8 +7,8 @@ from hypothesis import strategies as st
 
 from popsparse import dense
 from popsparse.machine.target import Target
+from popsparse.planning.cycles import AMP
 from popsparse.planning.dense import Cut, least_cycles, price, tile_bytes
-from popsparse.planning.dense_cycles import AMP
 from popsparse.planning.params import FLOAT16, FLOAT32, all_partitions, even_parts
 
 

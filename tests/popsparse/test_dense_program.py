@@ -8,10 +8,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from popsparse import dense
-from popsparse.dense.layout import Layout, Operand, create_operand
-from popsparse.dense.program import add_product
 from popsparse.machine import Engine, Graph, Sequence, Target
-from popsparse.planning.dense_cycles import AMP, HMAC, reduce_stage, reduction_depths
+from popsparse.planning.cycles import AMP, HMAC, reduce_stage, reduction_depths
+from popsparse.programs.dense import Layout, Operand, add_product, create_operand
 
 FREE = settings(deadline=None, max_examples=30)
 

@@ -15,9 +15,8 @@ from popsparse.planning.params import (
     MatmulParams,
     SparsityParams,
 )
-from popsparse.planning.report import require_fit, tile_memory
 from popsparse.planning.search import make_plan, matmul_plan
-from popsparse.timing import predict
+from popsparse.plans import predict, require_fit, tile_memory
 
 
 def pattern(size, density, edge=1, seed=0):

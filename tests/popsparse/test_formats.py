@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dynsparse.pattern import SparsePattern
-from popsparse.encoding.formats import (
+from popsparse.formats import (
     BSRMatrix,
     COOMatrix,
     CSCMatrix,

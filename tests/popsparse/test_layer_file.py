@@ -11,7 +11,7 @@ from safetensors.torch import save_file
 from dynsparse.nn.weights_file import read_tensors
 from dynsparse.pattern import SparsePattern
 from popsparse import Layer, Update, make_plan, plan
-from popsparse.encoding.formats import COOMatrix
+from popsparse.formats import COOMatrix
 from popsparse.machine import OutOfMemoryError, Target
 from popsparse.planning.params import FullyConnectedParams, SparsityParams
 

@@ -11,10 +11,10 @@ from hypothesis import strategies as st
 
 from dynsparse.pattern import SparsePattern
 from popsparse.encoding.buckets import BucketLayout, OverflowInfo
-from popsparse.encoding.formats import COOMatrix
 from popsparse.encoding.meta_info import read_buckets
 from popsparse.encoding.partitioner import Partitioner
 from popsparse.encoding.spilling import BucketOverflowError
+from popsparse.formats import COOMatrix
 from popsparse.machine.target import Target
 from popsparse.planning.params import FullyConnectedParams, MatmulParams, SparsityParams
 

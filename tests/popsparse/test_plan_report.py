@@ -10,8 +10,8 @@ import pytest
 from popsparse.machine.target import Target
 from popsparse.planning import search as planning
 from popsparse.planning.plan import PlanningCache
-from popsparse.planning.report import plan_report, plan_text
 from popsparse.planning.search import parse_passes, plan
+from popsparse.plans import plan_report, plan_text
 
 SMALL = Target(name="small", tiles=24)
 ALL = "forward,grad_input,grad_weight"

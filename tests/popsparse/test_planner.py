@@ -389,7 +389,7 @@ def test_tiles_are_used_once(grad_weight):
     parts = list(plan.parts())
     tiles = sorted(plan.tile(x, y, z, g, grad_weight=grad_weight) for g, x, y, z in parts)
     assert tiles == list(range(plan.tiles_used))
-    assert [plan.bucket_index(x, y, z, g) for g, x, y, z in parts] == list(range(plan.num_buckets))
+    assert [plan.bucket_index(x, y, z, g) for g, x, y, z in parts] == list(range(plan.tiles_used))
 
 
 def test_splits_cover_the_dimension():

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from dynsparse.pattern import SparsePattern
 from popsparse import static
-from popsparse.encoding.formats import CSRMatrix
+from popsparse.formats import CSRMatrix
 from popsparse.machine import Engine, Graph, Sequence, Target
 
 TOLERANCE = {"float16": 0.1, "float32": 0.01}  # Section 8.1 of docs/popsparse-formulas.md.

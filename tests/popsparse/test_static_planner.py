@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 from dynsparse.pattern import SparsePattern
 from popsparse import static
 from popsparse.machine import Engine, Graph, Sequence, Target
+from popsparse.planning import static as static_cycles
 from popsparse.planning.params import FLOAT16, FLOAT32
-from popsparse.static import planner as static_cycles
-from popsparse.static.layout import (
+from popsparse.planning.static_layout import (
     Interval,
     column_bands,
     sort_kept_first,

@@ -11,8 +11,8 @@ from popsparse import static
 from popsparse.machine import Target
 from popsparse.measure import run_plans
 from popsparse.planning.params import FLOAT16, FLOAT32
-from popsparse.static.layout import vertex_cycles
-from popsparse.static.model import code_bytes, exchange_code
+from popsparse.planning.static_layout import vertex_cycles
+from popsparse.static_timing import code_bytes, exchange_code
 
 
 def plan_of(size, block, density, n, dtype="float16", tiles=1472, **options):

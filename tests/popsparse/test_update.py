@@ -91,7 +91,7 @@ def test_the_profile_lists_the_steps():
         "scores/values to host",
         "scores/optimizer slot 0 to host",
     ]
-    values = layer.plan.num_buckets * layer.plan.buckets.nz_elements * 4
+    values = layer.plan.tiles_used * layer.plan.buckets.nz_elements * 4
     assert down.to_host_bytes == 24 * 16 * 4 + 2 * values
     assert down.from_host_bytes == 0
     assert down.step("scores to host").host == np.ceil(24 * 16 * 4 / 3.75e9 * 1.85e9)

@@ -90,7 +90,7 @@ def test_the_worst_case_takes_a_step_for_every_bucket_elsewhere():
             },
         )
     )  # fmt: skip
-    assert layer.plan.buckets.nz_elements * layer.plan.num_buckets == blocks * edge * edge
+    assert layer.plan.buckets.nz_elements * layer.plan.tiles_used == blocks * edge * edge
     rows, cols = np.divmod(np.arange(blocks), width)
     pattern = SparsePattern(rows, cols, shape=shape, block_size=edge)
     check(layer, pattern, "float32", 1e-5)

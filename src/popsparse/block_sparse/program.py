@@ -13,8 +13,7 @@ from typing import Any
 import numpy as np
 
 from dynsparse.checks import check_kind
-from popsparse.block_sparse.params import MatmulParams
-from popsparse.block_sparse.partition import BlockSparsePlan, plan
+from popsparse.block_sparse.partition import BlockSparsePlan, MatmulParams, plan
 from popsparse.machine import (
     Codelet,
     Copy,
@@ -30,10 +29,10 @@ from popsparse.machine import (
     as_dtype,
 )
 from popsparse.machine.intervals import Runs
+from popsparse.planning.cycles import AMP, amp, transpose_blocks
 from popsparse.planning.cycles import reduce as reduce_cycles
-from popsparse.planning.cycles import transpose_blocks
-from popsparse.planning.dense_cycles import AMP, amp
-from popsparse.planning.params import FLOAT32, DataType, ceil_div, data_type
+from popsparse.planning.params import FLOAT32, DataType, ceil_div
+from popsparse.programs.layout import execute
 
 Spent = Callable[[VertexView], Any]
 
@@ -123,7 +122,8 @@ def reduce(
         found = np.bincount(tile_of, np.broadcast_to(cycles, depth.shape), minlength=v.count)
         if kept is not None:
             masked = np.bincount(tile_of, area * ~kept.all(1), minlength=v.count)
-            found = found + np.where(masked > 0, _each(masked, result, v.target.workers), 0)
+            cleared = elementwise_cycles(masked, result, v.target.workers)
+            found = found + np.where(masked > 0, cleared, 0)
         return found
 
     fields = {"partials": In(), "out": Out()}
@@ -134,7 +134,9 @@ def reduce(
     return Codelet("block reduce", fields, compute, spent, "supervisor", flops=flops)
 
 
-def _each(elements: Any, dtype: DataType, workers: int, *, vector: int = 1, single: int = 0) -> Any:
+def elementwise_cycles(
+    elements: Any, dtype: DataType, workers: int, *, vector: int = 1, single: int = 0
+) -> Any:
     """A tile's cycles for element-wise operations: so many that work on vectors, by section 7.3 of
     docs/popsparse-formulas.md, and so many that do not."""
     width = dtype.vector_width
@@ -143,37 +145,6 @@ def _each(elements: Any, dtype: DataType, workers: int, *, vector: int = 1, sing
     return vector * (11 + workers * (58 + 3 * vectors)) + single * (
         11 + workers * (58 + (2 + width) * vectors)
     )
-
-
-def elementwise(
-    name: str,
-    fields: dict[str, Any],
-    compute: Callable[[VertexView], None],
-    *,
-    vector: int = 1,
-    single: int = 0,
-) -> Codelet:
-    """Operations on every element of the field "out" of each tile: so many that work on vectors,
-    and so many functions that do not."""
-
-    def spent(v: VertexView) -> Any:
-        kind = data_type(v.out.values.dtype)
-        return _each(v.out.lengths, kind, v.target.workers, vector=vector, single=single)
-
-    return Codelet(name, fields, compute, spent, "supervisor")
-
-
-def rows_to_one(
-    name: str, rows: np.ndarray, lengths: np.ndarray, compute: Callable[[VertexView], None]
-) -> Codelet:
-    """Rows of a tile to one number each; [tiles] of how many, and how long those of a tile are in
-    all. As a reduction of so many values into each."""
-
-    def spent(v: VertexView) -> Any:
-        depth = ceil_div(lengths, np.maximum(rows, 1))
-        return reduce_cycles(rows, depth, FLOAT32, FLOAT32, v.target.workers)
-
-    return Codelet(name, {"src": In(), "out": Out()}, compute, spent, "supervisor")
 
 
 def add_blocks(
@@ -244,9 +215,7 @@ class _Product:
         return Tensor(self.graph, dtype, addresses.shape, addresses=addresses)
 
     def execute(self, what: str, codelet: Any, tiles: np.ndarray, edges: dict[str, Any]) -> Execute:
-        compute = self.graph.add_compute_set(f"{self.name} {what}")
-        self.graph.add_vertices(compute, codelet, tiles, edges)
-        return Execute(compute, name=what)
+        return execute(self.graph, f"{self.name} {what}", codelet, tiles, edges, what)
 
     def add(self, a: np.ndarray, b: np.ndarray, program: Sequence, b_is_turned: bool) -> Tensor:
         steps = Sequence(name=self.name)

@@ -7,15 +7,15 @@ inverse, product.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 
 from dynsparse.checks import check_choice, check_integer, check_kind
 from dynsparse.files.shorten import shortened
-from popsparse.block_sparse import program as codelets
-from popsparse.block_sparse.params import SUBBLOCK_MASKS, mask_of
-from popsparse.block_sparse.partition import lightest_first
+from popsparse.block_sparse.partition import SUBBLOCK_MASKS, lightest_first, mask_of
+from popsparse.block_sparse.program import elementwise_cycles
 from popsparse.machine import (
     FLOAT,
     HALF,
@@ -26,11 +26,15 @@ from popsparse.machine import (
     Graph,
     In,
     InOut,
+    Out,
     Ragged,
     Sequence,
     Tensor,
     VertexView,
 )
+from popsparse.planning.cycles import reduce as reduce_cycles
+from popsparse.planning.params import FLOAT32, ceil_div, data_type
+from popsparse.programs.layout import execute
 
 
 def softmax(
@@ -141,6 +145,37 @@ def _pair(name: str, values: Any) -> tuple[int, int]:
     return check_integer(f"{name} of rows", first, 1), check_integer(f"{name} of cols", second, 1)
 
 
+def _elementwise(
+    name: str,
+    fields: dict[str, Any],
+    compute: Callable[[VertexView], None],
+    *,
+    vector: int = 1,
+    single: int = 0,
+) -> Codelet:
+    """Operations on every element of the field "out" of each tile: so many that work on vectors,
+    and so many functions that do not."""
+
+    def spent(v: VertexView) -> Any:
+        sizes = v.out.lengths, data_type(v.out.values.dtype), v.target.workers
+        return elementwise_cycles(*sizes, vector=vector, single=single)
+
+    return Codelet(name, fields, compute, spent, "supervisor")
+
+
+def _rows_to_one(
+    name: str, rows: np.ndarray, lengths: np.ndarray, compute: Callable[[VertexView], None]
+) -> Codelet:
+    """Rows of a tile to one number each; [tiles] of how many, and how long those of a tile are in
+    all. As a reduction of so many values into each."""
+
+    def spent(v: VertexView) -> Any:
+        depth = ceil_div(lengths, np.maximum(rows, 1))
+        return reduce_cycles(rows, depth, FLOAT32, FLOAT32, v.target.workers)
+
+    return Codelet(name, {"src": In(), "out": Out()}, compute, spent, "supervisor")
+
+
 class _Rows:
     """Rows of elements on tiles, and the steps over them."""
 
@@ -202,7 +237,6 @@ class _Rows:
 
     def step(self, codelet: Codelet, **fields: Tensor) -> Execute:
         """One vertex a tile; a field of all elements, or of a number for each row."""
-        compute = self.graph.add_compute_set(f"{self.name} {codelet.name}")
         rows = np.append(0, np.cumsum(self.rows_of))
         edges: dict[str, Any] = {
             name: Ragged(t, self.held if t.numel == len(self.elements) else rows)
@@ -210,8 +244,8 @@ class _Rows:
         }
         if len(self.tile) == len(self.elements):  # rows of a single element
             edges = {name: Ragged(t, rows) for name, t in fields.items()}
-        self.graph.add_vertices(compute, codelet, self.tiles, edges)
-        return Execute(compute, name=codelet.name)
+        name = f"{self.name} {codelet.name}"
+        return execute(self.graph, name, codelet, self.tiles, edges, codelet.name)
 
     def to_one(self, name: str, reduction: Any) -> Codelet:
         """Every row to one number."""
@@ -219,7 +253,7 @@ class _Rows:
         def compute(v: VertexView) -> None:
             v.out.values[...] = reduction(v.src.values.astype(np.float32), self.begins)
 
-        return codelets.rows_to_one(name, self.rows_of, np.diff(self.held), compute)
+        return _rows_to_one(name, self.rows_of, np.diff(self.held), compute)
 
     def add_softmax(
         self, values: Tensor, out: Tensor, program: Sequence, subblock_mask: str
@@ -239,9 +273,7 @@ class _Rows:
             def mask(v: VertexView) -> None:
                 v.out.values[away] = lowest
 
-            steps.add(
-                self.step(codelets.elementwise("mask", {"out": InOut()}, mask, vector=2), out=data)
-            )
+            steps.add(self.step(_elementwise("mask", {"out": InOut()}, mask, vector=2), out=data))
         most, sums = self.numbers("largest"), self.numbers("sums")
 
         def exponentials(v: VertexView) -> None:
@@ -255,7 +287,7 @@ class _Rows:
         def scale(v: VertexView) -> None:
             v.out.values[...] = v.out.values.astype(np.float32) * v.factor.values[self.row_of]
 
-        every = codelets.elementwise
+        every = _elementwise
         steps.add(
             self.step(self.to_one("largest of rows", np.maximum.reduceat), src=data, out=most)
         )
@@ -289,7 +321,7 @@ class _Rows:
             v.out.values[...] = v.out.values.astype(np.float32) - shares
 
         fields: dict[str, Any] = {"out": InOut(), "y": In()}
-        every = codelets.elementwise
+        every = _elementwise
         steps.add(self.step(every("multiply", fields, multiply), out=dy, y=y))
         steps.add(self.step(self.to_one("sum of rows", np.add.reduceat), src=dy, out=sums))
         more = fields | {"sums": In()}

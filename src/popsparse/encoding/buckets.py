@@ -25,7 +25,7 @@ from functools import cached_property
 import numpy as np
 import scipy.sparse
 
-from popsparse.encoding.formats import stable_order
+from popsparse.formats import stable_order
 from popsparse.planning.params import ROW_ENTRY, ceil_div, header_words, overflow_words
 from popsparse.planning.plan import Plan
 

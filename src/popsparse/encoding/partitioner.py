@@ -29,9 +29,9 @@ from popsparse.encoding.buckets import (
     assign,
     bucket_layout,
 )
-from popsparse.encoding.formats import COOMatrix, SparseMatrix, stable_order, to_numpy
 from popsparse.encoding.meta_info import MetaInfoWriter, read_buckets
 from popsparse.encoding.spilling import BucketOverflowError, spill
+from popsparse.formats import COOMatrix, SparseMatrix, stable_order, to_numpy
 from popsparse.planning.params import FullyConnectedParams, MatmulParams
 from popsparse.planning.plan import Plan, PlanningCache
 from popsparse.planning.search import make_plan, matmul_plan

@@ -1,34 +1,200 @@
-"""The planner's cost model: cycles and temporary memory of each pass.
+"""The planner's cost model: partitions, bucket sizes, and cycles and temporary memory of each pass.
 
-The terms are those of section 4.1 of docs/popsparse-formulas.md, quirks included: they
-choose the plans the original chose. How long a plan really takes is the business of
-`timing`.
+Vectorised over partitions: `x` and `y` are groups (elements or blocks) of a tile, integers or
+integer arrays. Partitions and bucket sizes are sections 2.1 and 2.2 of
+docs/popsparse-formulas.md, the terms sections 4.1 and 4.2, quirks included: they choose the plans
+that the original chose. `timing` says how long a plan really takes.
 
-The original prices it at nothing, and with few blocks a bucket its plans are a lottery: capacity
-is a rounded number of blocks, and whether the fullest of all rectangles exceeds it decides between
-no propagation and dozens of steps. Here the non-zeros of a rectangle are a binomial variable; the
-tail beyond the capacity of its buckets, over all rectangles, gives the chance that anything
-spills, and the excess of the fullest rectangle over its neighbours' room how far it has to travel
-(section 4.3 of docs/popsparse-formulas.md).
-
-Terms of section 4.2 of docs/popsparse-formulas.md, quirks included (see `cost`).
+The original prices propagation at nothing, and with few blocks a bucket its plans are a lottery:
+capacity is a rounded number of blocks, and whether the fullest of all rectangles exceeds it decides
+between no propagation and dozens of steps. Here the non-zeros of a rectangle are a binomial
+variable; the tail beyond the capacity of its buckets, over all rectangles, gives the chance that
+anything spills, and the excess of the fullest rectangle over its neighbours' room how far it has to
+travel (section 4.3 of docs/popsparse-formulas.md).
 """
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import numpy as np
 from scipy.special import bdtrc
 
 from popsparse.planning import cycles as tile_cycles
-from popsparse.planning import cycles as vertex_cycles
-from popsparse.planning import partitions as bucket_sizes
 from popsparse.planning.cycles import LOOP_CONTROL, LOOP_STEPS, ExchangeCost, Search, grid_splits
-from popsparse.planning.params import ROW_ENTRY, header_words
-from popsparse.planning.partitions import SearchSpace
-from popsparse.planning.plan import Method
+from popsparse.planning.options import Options
+from popsparse.planning.params import (
+    GRAD_W_WORKER,
+    ROW_ENTRY,
+    WORD_LIMIT,
+    DataType,
+    FullyConnectedParams,
+    all_partitions,
+    block_for_plan,
+    ceil_div,
+    even_parts,
+    header_words,
+)
+from popsparse.planning.plan import Method, Sizes
+
+
+@dataclass(frozen=True)
+class SearchSpace:
+    """The partitions of one product under one method."""
+
+    params: FullyConnectedParams
+    options: Options
+    dtype: DataType
+    target: Any
+    method: Method
+
+    @cached_property
+    def block(self) -> tuple[int, int]:
+        return block_for_plan(self.params.sparsity_params.block_dimensions, self.dtype)
+
+    @cached_property
+    def grouping(self) -> Sizes:
+        return self.method.grouping(self.block, self.dtype)
+
+    @cached_property
+    def groups(self) -> Sizes:
+        """Groups of each dimension over the whole product."""
+        p, g = self.params, self.grouping
+        return Sizes(
+            p.num_groups,
+            ceil_div(p.output_channels_per_group, g.x),
+            ceil_div(p.input_channels_per_group, g.y),
+            ceil_div(p.batch_size, g.z),
+        )
+
+    @cached_property
+    def partitions(self) -> np.ndarray:
+        tiles = self.target.tiles // self.params.num_groups
+        if tiles == 0:
+            raise ValueError(
+                f"each of the {self.params.num_groups} groups needs a tile of its own, "
+                f"the target has {self.target.tiles}: use fewer groups or a larger target"
+            )
+        return all_partitions(tiles)
+
+    @cached_property
+    def tiles(self) -> np.ndarray:
+        return self.params.num_groups * self.partitions.prod(axis=0)
+
+    @cached_property
+    def per_tile(self) -> np.ndarray:
+        """Groups of x, y and z on the fullest tile, [3, count]."""
+        groups = np.array(self.groups[1:])[:, None]
+        return -(-groups // self.partitions)
+
+    def broken_rules(self) -> dict[str, np.ndarray]:
+        """By rule, which partitions break it."""
+        px, py, pz = self.partitions
+        _, nx, ny, nz = self.groups
+        wanted = self.options.plan_constraints
+        rules = {
+            "x has parts that stay empty": px != even_parts(nx, px),
+            "y has parts that stay empty": py != even_parts(ny, py),
+            "z is not cut into equal parts": nz % pz != 0,
+            "offsets exceed 16 bits": self._beyond_16_bits(),
+        }
+        for name, parts in zip("xyz", self.partitions, strict=True):
+            value = getattr(wanted, name)
+            if value is not None:
+                rules[f"{name} is constrained to {value}"] = parts != value
+        return rules
+
+    def _beyond_16_bits(self) -> np.ndarray:
+        tx, ty, tz = self.per_tile
+        if self.method is not Method.ELEMENT:
+            return np.zeros(tx.shape, bool)
+        grain = self.grouping.z * self.dtype.size
+        beyond = np.maximum((ty - 1) * tz * grain, tx - 1) > WORD_LIMIT
+        if self.options.do_grad_a_pass and not self.options.shared_buckets:
+            beyond |= np.maximum((tx - 1) * tz * grain, ty - 1) > WORD_LIMIT
+        return beyond
+
+    def allowed(self) -> np.ndarray:
+        """Which partitions break no rule, bool [count]."""
+        return ~np.logical_or.reduce(list(self.broken_rules().values()))
+
+
+Ints = Any
+_SUB_GROUPS = 2  # What the original provides room for; a bucket may hold more, smaller ones.
+
+
+def ceil_fraction(total: Ints, ratio: float) -> Ints:
+    """ceil(total * ratio), safe against a product that rounding lifts above an integer."""
+    return np.ceil(np.asarray(total) * ratio * (1 - 1e-12)).astype(np.int64)
+
+
+def align_up(value: Ints, grain: int) -> Ints:
+    return -(-np.asarray(value) // grain) * grain
+
+
+def _round_half_up(value: Any) -> Ints:
+    return np.floor(np.asarray(value) + 0.5).astype(np.int64)
+
+
+def groups_per_bucket(
+    groups: int, tiles: Ints, oversize: float, area: int, dtype: DataType, exchange_bytes: float
+) -> Ints:
+    """Elements or blocks a bucket has room for, when `groups` of them are spread over `tiles`."""
+    perfect = -(-groups // np.asarray(tiles))
+    size = area * dtype.size
+    grain = math.lcm(size, max(1, int(exchange_bytes))) // size
+    return align_up(_round_half_up(perfect * (1 + oversize)), grain)
+
+
+def value_elements(groups: Ints, area: int, partials: DataType, *, grad_weight: bool) -> Ints:
+    """Values of a bucket; whole 64-bit words of partials where grad_weight uses them as such."""
+    return align_up(groups * area, 8 // partials.size if grad_weight else 1)
+
+
+def expected_groups(x: Ints, y: Ints, ratio: float) -> tuple[Ints, Ints]:
+    """Non-empty rows of a tile of x by y groups, and groups in each, for a uniform pattern."""
+    x, y = np.asarray(x), np.asarray(y)
+    rows = np.ceil(x * (1.0 - np.power(1.0 - ratio, y))).astype(np.int64)
+    rows = np.maximum(rows, 1)
+    return rows, -(-ceil_fraction(x * y, ratio) // rows)
+
+
+def _words(fixed: int, entries: Ints, oversize: float, exchange_bytes: float) -> Ints:
+    content = np.ceil(entries * (1 + oversize)).astype(np.int64)
+    return align_up(_SUB_GROUPS * fixed + content, math.lcm(2, max(1, int(exchange_bytes))))
+
+
+def meta_info_words(
+    x: Ints,
+    y: Ints,
+    ratio: float,
+    oversize: float,
+    workers: int,
+    exchange_bytes: float,
+    *,
+    block: bool,
+    grad_weight: bool,
+) -> Ints:
+    """Words of the meta-info of a bucket that forward (and grad_weight) read."""
+    rows, columns = expected_groups(x, y, ratio)
+    fixed = header_words(workers, element=not block)
+    if grad_weight:
+        # The original counts the element format's word for the number of workers once a worker.
+        fixed += workers * (GRAD_W_WORKER + (0 if block else 1))
+    return _words(fixed, rows * (ROW_ENTRY + columns), oversize, exchange_bytes)
+
+
+def own_grad_input_words(
+    x: Ints, y: Ints, ratio: float, oversize: float, workers: int, exchange_bytes: float
+) -> Ints:
+    """Words of the buckets of grad_input's own; x, y are the groups of the forward pass."""
+    rows, columns = expected_groups(y, x, ratio)
+    fixed = header_words(workers, element=True)
+    return _words(fixed, rows * (ROW_ENTRY + 2 * columns), oversize, exchange_bytes)
+
 
 Array = Any
 
@@ -39,7 +205,7 @@ def _capacity(space: SearchSpace, groups: Array, words: Array) -> Array:
     workers, grad_weight = space.target.workers, space.options.do_grad_w_pass
     element = space.method is Method.ELEMENT
     fixed = header_words(workers, workers if grad_weight else None, element=element)
-    _, columns = bucket_sizes.expected_groups(tx, ty, space.params.nz_ratio)
+    _, columns = expected_groups(tx, ty, space.params.nz_ratio)
     columns = np.maximum(columns, 1)
     # A row costs its entry besides a word for each non-zero; a piece may cut two rows short.
     by_words = (words - 1 - fixed - 2 * ROW_ENTRY) * columns // (columns + ROW_ENTRY)
@@ -81,26 +247,22 @@ def expected_cycles(
     gx, gy, gz = space.grouping[1:]
     dtype, partials = space.dtype, space.options.partials_type
     workers = space.target.workers
-    _, columns = bucket_sizes.expected_groups(tx, ty, space.params.nz_ratio)
+    _, columns = expected_groups(tx, ty, space.params.nz_ratio)
     # Whole rows move, as far as a bucket has room.
     count = np.clip(np.ceil(excess), np.maximum(columns, 1), np.maximum(groups, 1)).astype(np.int64)
     if kind == "grad_weight":
         z = tz * gz
         if space.method is Method.ELEMENT:
-            compute = vertex_cycles.element_grad_weight(1, count, z, dtype, workers)
+            compute = tile_cycles.element_grad_weight(1, count, z, dtype, workers)
         else:
-            compute = vertex_cycles.block_grad_weight(
-                1, count, z, (gx, gy), dtype, partials, workers
-            )
+            compute = tile_cycles.block_grad_weight(1, count, z, (gx, gy), dtype, partials, workers)
         compute = compute // workers
     elif space.method is Method.ELEMENT:
-        compute = vertex_cycles.element_forward(1, count, -(-tz // workers) * gz, dtype, workers)
+        compute = tile_cycles.element_forward(1, count, -(-tz // workers) * gz, dtype, workers)
     else:
         units = space.target.conv_units(dtype, partials)
         z = -(-tz // workers) * gz
-        compute = vertex_cycles.block_forward(
-            1, count, z, (gx, gy), dtype, partials, units, workers
-        )
+        compute = tile_cycles.block_forward(1, count, z, (gx, gy), dtype, partials, units, workers)
     turn = compute + ExchangeCost(space.target)(bucket_bytes)
     turn = turn + LOOP_STEPS * space.target.sync_cycles + LOOP_CONTROL * workers
     return np.ceil(steps * turn).astype(np.int64)
@@ -133,15 +295,15 @@ def bucket_arrays(space: SearchSpace) -> Buckets:
     oversize = options.meta_info_bucket_oversize_proportion
     rate = space.target.exchange_bytes_per_cycle
     _, nx, ny, _ = space.groups
-    total = space.params.num_groups * int(bucket_sizes.ceil_fraction(nx * ny, ratio))
+    total = space.params.num_groups * int(ceil_fraction(nx * ny, ratio))
     area = space.grouping.x * space.grouping.y
-    held = bucket_sizes.groups_per_bucket(total, space.tiles, oversize, area, space.dtype, rate)
+    held = groups_per_bucket(total, space.tiles, oversize, area, space.dtype, rate)
     tx, ty, _ = space.per_tile
     common = (tx, ty, ratio, oversize, space.target.workers, rate)
     block = space.method is not Method.ELEMENT
-    forward = bucket_sizes.meta_info_words(*common, block=block, grad_weight=options.do_grad_w_pass)
+    forward = meta_info_words(*common, block=block, grad_weight=options.do_grad_w_pass)
     shared = block or options.shared_buckets
-    own = forward if shared else bucket_sizes.own_grad_input_words(*common)
+    own = forward if shared else own_grad_input_words(*common)
     return Buckets(held, area, forward, own)
 
 
@@ -185,7 +347,7 @@ def product_terms(
     turned: Array = 0
     if grad_input and v.gx > 1 and v.gy > 1:
         turned = buckets.groups * buckets.area * size
-        edge = vertex_cycles.kernel_edge((v.gx, v.gy), dtype)
+        edge = tile_cycles.kernel_edge((v.gx, v.gy), dtype)
         turn = tile_cycles.transpose_blocks(buckets.groups, edge, edge, dtype, workers)
         terms.append(TermArray("transpose buckets", turn, turned))
 
@@ -203,7 +365,7 @@ def product_terms(
     cast = dtype is not partials
     # The original asks here for partitions of z where it means those of y.
     held = np.where(cast | (pz > 1), results * partials.size, 0)
-    cycles = vertex_cycles.zero_partials(results, workers)
+    cycles = tile_cycles.zero_partials(results, workers)
     cycles = cycles + _multiply(space, grad_input=grad_input)
     terms.append(TermArray("distribution compute", cycles, gathered + held + turned))
     none = np.zeros_like(pz)
@@ -234,19 +396,19 @@ def _multiply(space: SearchSpace, *, grad_input: bool) -> Array:
     if space.method is Method.ELEMENT:
         if grad_input and shared:
             # Rows of the transposed product are counted like columns of the forward one.
-            rows, columns = bucket_sizes.expected_groups(ty, tx, ratio)
-            return vertex_cycles.element_transposed(columns, ty, tz * gz, dtype, workers, search)
-        rows, columns = bucket_sizes.expected_groups(*((ty, tx) if grad_input else (tx, ty)), ratio)
+            rows, columns = expected_groups(ty, tx, ratio)
+            return tile_cycles.element_transposed(columns, ty, tz * gz, dtype, workers, search)
+        rows, columns = expected_groups(*((ty, tx) if grad_input else (tx, ty)), ratio)
         x, z = grid_splits(rows, tz, workers)
-        formula = vertex_cycles.element_grad_input if grad_input else vertex_cycles.element_forward
+        formula = tile_cycles.element_grad_input if grad_input else tile_cycles.element_forward
         return formula(x, columns, z * gz, dtype, workers, search).max(axis=0)
-    rows, columns = bucket_sizes.expected_groups(*((ty, tx) if grad_input else (tx, ty)), ratio)
+    rows, columns = expected_groups(*((ty, tx) if grad_input else (tx, ty)), ratio)
     if grad_input:
         rows, columns = columns, rows
     _, z = grid_splits(np.ones_like(tz), tz, workers)
     partials = space.options.partials_type
     units = space.target.conv_units(dtype, partials)
-    return vertex_cycles.block_forward(
+    return tile_cycles.block_forward(
         rows,
         columns,
         z * gz,
@@ -304,7 +466,7 @@ def grad_weight_terms(
         step = sum(exchange.broadcast(n, z_sharing, space.tiles) for n in needed)
     terms.append(TermArray("distribution exchange", np.where(pz > 1, step * pz, 0), none))
 
-    cycles = vertex_cycles.zero_partials(values, workers) + pz * _multiply_grad_weight(space)
+    cycles = tile_cycles.zero_partials(values, workers) + pz * _multiply_grad_weight(space)
     terms.append(TermArray("distribution compute", cycles, none))
 
     if space.options.price_propagation:
@@ -331,9 +493,9 @@ def _multiply_grad_weight(space: SearchSpace) -> Array:
     _, gx, gy, gz = space.grouping
     dtype, partials = space.dtype, space.options.partials_type
     workers, z = space.target.workers, tz * gz
-    rows, columns = bucket_sizes.expected_groups(-(-tx // pz), ty, space.params.nz_ratio)
+    rows, columns = expected_groups(-(-tx // pz), ty, space.params.nz_ratio)
     if space.method is Method.BLOCK_AMP:
-        return vertex_cycles.block_grad_weight_amp(
+        return tile_cycles.block_grad_weight_amp(
             rows, columns, z, (gx, gy), dtype, partials, workers
         )
     columns = np.maximum(columns, 1)
@@ -346,9 +508,9 @@ def _multiply_grad_weight(space: SearchSpace) -> Array:
         count = np.maximum(end - begin, 0)
         touched = -(-end // columns) - begin // columns
         if space.method is Method.ELEMENT:
-            cycles = vertex_cycles.element_grad_weight(touched, count, z, dtype, workers)
+            cycles = tile_cycles.element_grad_weight(touched, count, z, dtype, workers)
         else:
-            cycles = vertex_cycles.block_grad_weight(
+            cycles = tile_cycles.block_grad_weight(
                 touched, count, z, (gx, gy), dtype, partials, workers
             )
         # An average over the rows, which the original takes for the rectangle's rows.

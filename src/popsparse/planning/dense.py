@@ -29,10 +29,10 @@ from dynsparse.checks import check_integer
 from dynsparse.typed import typed
 from popsparse.machine.target import Target
 from popsparse.planning import cycles as tile_cycles
-from popsparse.planning.cycles import ExchangeCost
-from popsparse.planning.dense_cycles import (
+from popsparse.planning.cycles import (
     AMP,
     HMAC,
+    ExchangeCost,
     add_in_place,
     amp,
     dynamic_slice,

@@ -3,21 +3,20 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, TypeVar
 
-from dynsparse.checks import check_integer
+from dynsparse.checks import check_choice, check_flag, check_integer
 from popsparse.planning.params import DataType, data_type, number
 
 Parsed = TypeVar("Parsed")
 
+PARTITION_METHODS = ("strip", "stripv0", "block", "block-naive", "block-group2")
+"""How a block-sparse product is dealt to the tiles, see `block_sparse.partition`."""
 
-def flag(value: Any, what: str) -> bool:
-    """`value` if it is a bool; a clear error otherwise."""
-    if isinstance(value, bool):
-        return value
-    raise TypeError(f"{what} must be True or False, got {value!r}")
+_STATIC = ("available_memory_proportion", "num_bands", "n_split", "enable_preprocessing")
+_BLOCK_SPARSE = ("partition_method", "number_of_pass", "memory_cycle_ratio")
 
 
 def _unknown(name: Any, known: list[str], what: str) -> ValueError:
@@ -26,20 +25,26 @@ def _unknown(name: Any, known: list[str], what: str) -> ValueError:
     return ValueError(f"unknown {what} {name!r}: {hint}")
 
 
-def parse_options(cls: type[Parsed], value: Parsed | Mapping[str, Any] | None) -> Parsed:
-    """Options of a dataclass from a mapping of its fields, or as they are.
+def parse_options(
+    cls: type[Parsed], value: Parsed | Mapping[str, Any] | None, known: Sequence[str]
+) -> Parsed:
+    """Options of a dataclass from a mapping of some of its fields, or as they are.
 
     Raises:
-        ValueError: an unknown name, with the nearest known one. TypeError: not a mapping.
+        ValueError: a name that is not among `known`, with the nearest that is. TypeError: not a
+            mapping.
     """
     if isinstance(value, cls):
         return value
     given = {} if value is None else dict(_items(value, "options"))
-    known = [item.name for item in fields(cls)]  # type: ignore[arg-type]
     for name in given:
         if name not in known:
-            raise _unknown(name, known, "option")
+            raise _unknown(name, [*known], "option")
     return cls(**given)
+
+
+_SECTIONS = {"partition": ["x", "y", "z"], "exchange": ["grad_w_exchange_buckets"]}
+_SPELLINGS = {"gradWExchangeBuckets": "grad_w_exchange_buckets", "useDense": "use_dense"}
 
 
 @dataclass(frozen=True)
@@ -63,27 +68,24 @@ class PlanConstraints:
         """
         if isinstance(value, cls):
             return value
-        if value is None:
-            return cls()
-        found: dict[str, Any] = {}
-        for section, content in _items(value, "plan_constraints"):
-            if section == "partition":
-                for key, size in _items(content, "plan_constraints.partition"):
-                    if key not in ("x", "y", "z"):
-                        raise _unknown(key, ["x", "y", "z"], "partition constraint")
-                    found[key] = check_integer(f"plan_constraints.partition.{key}", size, 1)
-            elif section == "exchange":
-                for key, chosen in _items(content, "plan_constraints.exchange"):
-                    if key not in ("grad_w_exchange_buckets", "gradWExchangeBuckets"):
-                        raise _unknown(key, ["grad_w_exchange_buckets"], "exchange constraint")
-                    name = "plan_constraints.exchange.grad_w_exchange_buckets"
-                    found["grad_w_exchange_buckets"] = flag(chosen, name)
-            elif section in ("use_dense", "useDense"):
-                found["use_dense"] = flag(content, "plan_constraints.use_dense")
-            else:
-                known = ["partition", "exchange", "use_dense"]
-                raise _unknown(section, known, "plan constraint")
-        return cls(**found)
+        chosen: dict[str, Any] = {}
+        for section, content in [] if value is None else _items(value, "plan_constraints"):
+            section = _SPELLINGS.get(section, section)
+            what = f"plan_constraints.{section}"
+            if section == "use_dense":
+                chosen["use_dense"] = check_flag(what, content)
+                continue
+            if section not in _SECTIONS:
+                raise _unknown(section, [*_SECTIONS, "use_dense"], "plan constraint")
+            for key, item in _items(content, what):
+                key = _SPELLINGS.get(key, key)
+                if key not in _SECTIONS[section]:
+                    raise _unknown(key, _SECTIONS[section], f"{section} constraint")
+                name = f"{what}.{key}"
+                chosen[key] = (
+                    check_integer(name, item, 1) if len(key) == 1 else check_flag(name, item)
+                )
+        return cls(**chosen)
 
 
 def _items(value: Any, what: str) -> list[tuple[Any, Any]]:
@@ -96,10 +98,13 @@ def _items(value: Any, what: str) -> list[tuple[Any, Any]]:
 class Options:
     """Options of a sparse layer or product.
 
+    A dynamic product or layer takes all but those named for other products below, a static one
+    those of static products and `available_memory_proportion`, a block-sparse one its own three.
+
     Attributes:
         available_memory_proportion: the part of a tile's memory the plan's temporary data may
-            take; when no plan fits, the bound is doubled, then dropped. 0 asks for the plan of
-            least temporary memory. (0.6)
+            take. When no dynamic plan fits, the bound is doubled, then dropped; 0 asks for the plan
+            of least temporary memory. (0.6)
         meta_info_bucket_oversize_proportion: spare room of the buckets, >= 0. (0.3)
         do_grad_a_pass, do_grad_w_pass: plan for grad_input, grad_weight too. (False)
         partials_type: type of the partial sums; never narrower than the data, and float32 for
@@ -113,6 +118,17 @@ class Options:
         price_propagation: plan with the expected cost of propagation, from the binomial tail of
             the bucket loads; the original prices it at 0. (False)
         plan_constraints: see `PlanConstraints.parse`.
+        num_bands: static: column bands; 0 leaves them to the planner. (0)
+        n_split: static: parts of the dense operand's n columns; 0 leaves them to the planner. (0)
+        enable_preprocessing: static: rows and columns with hardly any non-zeros are set apart
+            while planning. (True)
+        partition_method: block-sparse: how products are dealt to tiles, one of
+            `PARTITION_METHODS`. ("strip")
+        number_of_pass: block-sparse: the product is made in so many parts, one after the other,
+            which share memory: of block rows, or of the sum where the result is sparse. With one
+            group and the methods strip and stripv0. (1)
+        memory_cycle_ratio: block-sparse: how much the methods block and block-group2 mind a tile's
+            memory beside its products, in [0, 1]; None: 0.2.
 
     Raises:
         ValueError, TypeError: an option out of range or of the wrong type.
@@ -130,27 +146,69 @@ class Options:
     enable_structured_rearrangements: bool = True
     price_propagation: bool = False
     plan_constraints: Any = field(default_factory=PlanConstraints)
+    num_bands: int = 0
+    n_split: int = 0
+    enable_preprocessing: bool = True
+    partition_method: str = "strip"
+    number_of_pass: int = 1
+    memory_cycle_ratio: float | None = None
 
     def __post_init__(self) -> None:
-        for name in ("available_memory_proportion", "meta_info_bucket_oversize_proportion"):
-            object.__setattr__(self, name, number(getattr(self, name), name, 0.0, 1e6))
+        for name, most in (
+            ("available_memory_proportion", 1e6),
+            ("meta_info_bucket_oversize_proportion", 1e6),
+            ("memory_cycle_ratio", 1.0),
+        ):
+            if name != "memory_cycle_ratio" or self.memory_cycle_ratio is not None:
+                object.__setattr__(self, name, number(getattr(self, name), name, 0.0, most))
+        for name, least in (("num_bands", 0), ("n_split", 0), ("number_of_pass", 1)):
+            object.__setattr__(self, name, check_integer(name, getattr(self, name), least))
         for item in fields(self):
             if isinstance(item.default, bool):
-                flag(getattr(self, item.name), item.name)
+                check_flag(item.name, getattr(self, item.name))
         partials = data_type(self.partials_type, "partials_type")
         object.__setattr__(self, "partials_type", partials)
         constraints = PlanConstraints.parse(self.plan_constraints)
         object.__setattr__(self, "plan_constraints", constraints)
+        check_choice("partition_method", self.partition_method, PARTITION_METHODS)
+        if self.number_of_pass > 1 and not self.partition_method.startswith("strip"):
+            raise ValueError(
+                f"number_of_pass goes with strip and stripv0, got {self.number_of_pass} for "
+                f"{self.partition_method}"
+            )
+        if self.memory_cycle_ratio is not None and self.partition_method not in (
+            "block",
+            "block-group2",
+        ):
+            raise ValueError(
+                "memory_cycle_ratio goes with the methods block and block-group2, got "
+                f"{self.memory_cycle_ratio} for {self.partition_method}"
+            )
 
     @classmethod
-    def parse(cls, value: Options | Mapping[str, Any] | None) -> Options:
-        """Options from a mapping; unknown names are an error that names the nearest known one."""
-        return parse_options(cls, value)
+    def parse(cls, value: Options | Mapping[str, Any] | None, product: str = "dynamic") -> Options:
+        """Options of a "dynamic", "static" or "block-sparse" product.
+
+        Raises:
+            ValueError: an option that is unknown or of another product, with the nearest known one.
+            TypeError: not a mapping.
+        """
+        others = {*_STATIC[1:], *_BLOCK_SPARSE}
+        known = {
+            "dynamic": [item.name for item in fields(cls) if item.name not in others],
+            "static": [*_STATIC],
+            "block-sparse": [*_BLOCK_SPARSE],
+        }[product]
+        options, default = parse_options(cls, value, known), cls()
+        for item in fields(cls):
+            name = item.name
+            if name not in known and getattr(options, name) != getattr(default, name):
+                raise _unknown(name, known, f"option of a {product} product")
+        return options
 
     def repaired(self, dtype: DataType, is_element: bool) -> Options:
         """The options as carried out: partials no narrower than the data, float32 for elements."""
-        wanted: DataType = self.partials_type
-        if is_element or wanted.size < dtype.size:
+        if is_element or self.partials_type.size < dtype.size:
             return replace(self, partials_type=data_type("float32"))
         return self
 
@@ -201,4 +259,4 @@ class Update:
     @classmethod
     def parse(cls, value: Update | Mapping[str, Any] | None) -> Update:
         """From a mapping; unknown names are an error that names the nearest known one."""
-        return parse_options(cls, value)
+        return parse_options(cls, value, [item.name for item in fields(cls)])

@@ -1,14 +1,14 @@
 """What a product is: data types, sizes and their division into parts.
 
-Names and meaning follow PopSparse's `FullyConnectedParams` and `MatMulParams`.
+Names and meaning follow PopSparse's `FullyConnectedParams` and its two `MatMulParams`.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from functools import lru_cache
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
 from typing import Any
 
 import numpy as np
@@ -64,13 +64,13 @@ def number(value: Any, what: str, least: float, most: float = float("inf")) -> f
     try:
         if isinstance(value, (bool, str)):
             raise TypeError
-        found = float(value)
+        result = float(value)
     except (TypeError, ValueError):
         raise TypeError(f"{what} must be a number, got {value!r}") from None
-    if not least <= found <= most:
-        wanted = f"at least {least:g}" if most == float("inf") else f"in [{least:g}, {most:g}]"
-        raise ValueError(f"{what} must be {wanted}, got {value!r}")
-    return found
+    if not least <= result <= most:
+        span = f"at least {least:g}" if most == float("inf") else f"in [{least:g}, {most:g}]"
+        raise ValueError(f"{what} must be {span}, got {value!r}")
+    return result
 
 
 def ceil_div(a: Any, b: Any) -> Any:
@@ -86,9 +86,9 @@ def all_partitions(tiles: int) -> np.ndarray:
     depth = tiles // (x * y)
     ends = np.cumsum(depth)
     z = np.arange(ends[-1]) - np.repeat(ends - depth, depth) + 1
-    found = np.stack([np.repeat(x, depth), np.repeat(y, depth), z])
-    found.setflags(write=False)
-    return found
+    partitions = np.stack([np.repeat(x, depth), np.repeat(y, depth), z])
+    partitions.setflags(write=False)
+    return partitions
 
 
 def even_parts(groups: int, parts: Any) -> Any:
@@ -180,10 +180,10 @@ def _check_elements(groups: int, batch: int, in_: int, out: int) -> None:
 
 
 def _ratio_of_count(count: Any, dense: int) -> float:
-    found = check_integer("num_non_zero_elements", count, 0)
-    if found > dense:
-        raise ValueError(f"num_non_zero_elements must be at most {dense}, got {found}")
-    return found / dense
+    non_zeros = check_integer("num_non_zero_elements", count, 0)
+    if non_zeros > dense:
+        raise ValueError(f"num_non_zero_elements must be at most {dense}, got {non_zeros}")
+    return non_zeros / dense
 
 
 @dataclass(frozen=True, order=True)
@@ -272,24 +272,34 @@ class FullyConnectedParams:
 
 @dataclass(frozen=True, order=True)
 class MatmulParams:
-    """A sparse [groups, m, k] times a dense [groups, k, n] matrix. Errors as above."""
+    """A sparse [groups, m, k] times a dense [groups, k, n] matrix.
 
-    sparsity_params: SparsityParams
-    nz_ratio: float
+    A dynamic product is planned for a density: `create_with_nz_ratio`. A static one is planned for
+    its pattern, so `sparsity_params` and `nz_ratio` are None, and has one group:
+    `create_for_sparse_dense`, or `create_for_dense_sparse` for dense [groups, n, k] times sparse
+    [groups, k, m], which is `transposed`, since it is computed as the transposed product.
+
+    Errors as of `FullyConnectedParams`.
+    """
+
+    sparsity_params: SparsityParams | None
+    nz_ratio: float | None
     groups: int
     m: int
     k: int
     n: int
-    fully_connected: FullyConnectedParams = field(init=False, repr=False, compare=False)
+    transposed: bool = False
 
     def __post_init__(self) -> None:
         for name in ("groups", "m", "k", "n"):
             object.__setattr__(self, name, check_integer(name, getattr(self, name), 1))
-        same = FullyConnectedParams(
-            self.sparsity_params, self.nz_ratio, self.n, self.groups, self.k, self.m
-        )
-        object.__setattr__(self, "nz_ratio", same.nz_ratio)
-        object.__setattr__(self, "fully_connected", same)
+        if self.sparsity_params is not None or self.nz_ratio is not None:
+            object.__setattr__(self, "nz_ratio", self.fully_connected.nz_ratio)
+        elif self.groups != 1:
+            raise ValueError(
+                f"a static product has one group, got {self.groups}: make one product a group, "
+                "since each has its own pattern"
+            )
 
     @classmethod
     def create_with_nz_ratio(cls, *sizes: Any, **named: Any) -> MatmulParams:
@@ -311,3 +321,33 @@ class MatmulParams:
         )
         ratio = _ratio_of_count(num_non_zero_elements, dense)
         return cls(sparsity_params, ratio, groups, m, k, n)
+
+    @classmethod
+    def create_for_sparse_dense(cls, groups: int, m: int, k: int, n: int) -> MatmulParams:
+        """A static product, sparse [groups, m, k] x dense [groups, k, n]."""
+        return cls(None, None, groups, m, k, n)
+
+    @classmethod
+    def create_for_dense_sparse(cls, groups: int, n: int, k: int, m: int) -> MatmulParams:
+        """A static product, dense [groups, n, k] x sparse [groups, k, m]."""
+        return cls(None, None, groups, m, k, n, transposed=True)
+
+    @cached_property
+    def fully_connected(self) -> FullyConnectedParams:
+        """The layer whose forward pass is this product.
+
+        Raises:
+            ValueError: parameters of a static product.
+        """
+        if self.sparsity_params is None or self.nz_ratio is None:
+            raise ValueError(
+                "these parameters have no density: make them by MatmulParams.create_with_nz_ratio"
+            )
+        return FullyConnectedParams(
+            self.sparsity_params, self.nz_ratio, self.n, self.groups, self.k, self.m
+        )
+
+    @property
+    def sparse_shape(self) -> tuple[int, int]:
+        """The sparse operand's shape as the user has it."""
+        return (self.k, self.m) if self.transposed else (self.m, self.k)

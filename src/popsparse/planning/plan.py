@@ -154,11 +154,6 @@ class Plan:
         return self.partition.groups * self.partition.x * self.partition.y * self.partition.z
 
     @property
-    def num_buckets(self) -> int:
-        """One bucket lives on each tile in use."""
-        return self.tiles_used
-
-    @property
     def cycles(self) -> int:
         """The estimate of all passes planned for."""
         return sum(cost.cycles for cost in self.costs.values())
@@ -224,7 +219,41 @@ class Plan:
                         yield group, x, y, z
 
 
-Found = TypeVar("Found")
+@dataclass(frozen=True)
+class TileMemory:
+    """Bytes of the fullest tile.
+
+    `buckets`: values and meta-info; `operands`: its share of input and output; `temporary`: the
+    planner's estimate; `code`; `available`: what the tile has.
+    """
+
+    buckets: int
+    operands: int
+    temporary: int
+    code: int
+    available: int
+
+    @property
+    def needed(self) -> int:
+        return self.buckets + self.operands + self.temporary + self.code
+
+    @property
+    def fits(self) -> bool:
+        return self.needed <= self.available
+
+    def to_dict(self) -> dict[str, Any]:
+        return {
+            "buckets": self.buckets,
+            "operands": self.operands,
+            "temporary": self.temporary,
+            "code": self.code,
+            "needed": self.needed,
+            "available": self.available,
+            "fits": self.fits,
+        }
+
+
+Made = TypeVar("Made")
 
 _log = logging.getLogger("dynsparse.popsparse")
 
@@ -242,7 +271,7 @@ class PlanningCache:
     def __len__(self) -> int:
         return len(self._plans)
 
-    def find(self, key: Any, make: Callable[[], Found]) -> Found:
+    def find(self, key: Any, make: Callable[[], Made]) -> Made:
         """The plan of `key`, made now if it is not there yet."""
         if key in self._plans:
             self.hits += 1

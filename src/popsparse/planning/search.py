@@ -17,13 +17,14 @@ import numpy as np
 from dynsparse.files.shorten import shortened
 from dynsparse.typed import typed
 from popsparse.machine.target import Target
-from popsparse.planning import partitions as bucket_sizes
 from popsparse.planning.cost import (
     Buckets,
+    SearchSpace,
     TermArray,
     bucket_arrays,
     grad_weight_terms,
     product_terms,
+    value_elements,
 )
 from popsparse.planning.dense import dense_passes
 from popsparse.planning.options import Options
@@ -36,7 +37,6 @@ from popsparse.planning.params import (
     even_parts,
     overflow_words,
 )
-from popsparse.planning.partitions import SearchSpace
 from popsparse.planning.plan import (
     PASSES,
     BucketSizes,
@@ -94,8 +94,6 @@ def make_plan(
             weights (`use_dense`) the memory cannot hold.
     """
     kind = data_type(dtype)
-    if not isinstance(params, FullyConnectedParams):
-        raise TypeError(f"params must be FullyConnectedParams, got {params!r}")
     wanted = Options.parse(options).repaired(kind, params.sparsity_params.is_element)
     key = (target, kind, params, wanted)
     return _planned(*key) if cache is None else cache.find(key, lambda: _planned(*key))
@@ -110,8 +108,6 @@ def matmul_plan(
     cache: PlanningCache | None = None,
 ) -> Plan:
     """The plan of a sparse x dense product: as of the layer, for forward and grad_input jointly."""
-    if not isinstance(params, MatmulParams):
-        raise TypeError(f"params must be MatmulParams, got {params!r}")
     joint = Options.parse(options).with_passes(grad_a=True, grad_w=False)
     return make_plan(target, dtype, params.fully_connected, joint, cache)
 
@@ -230,7 +226,7 @@ def _plan(candidate: _Candidate, place: int, bound: int | None, search: Search) 
         )
         for name, (terms, bytes_) in candidate.passes.items()
     }
-    values = bucket_sizes.value_elements(
+    values = value_elements(
         at(buckets.groups), buckets.area, options.partials_type, grad_weight=options.do_grad_w_pass
     )
     x, y, z = space.partitions[:, place].tolist()
@@ -340,10 +336,7 @@ def plan(
     >>> plan(512, 512, 64, 0.1, target=Target(tiles=24)).partition
     Sizes(groups=1, x=24, y=1, z=1)
     """
-    if target is None:
-        from popsparse.machine.target import Target
-
-        target = Target.mk2()
+    target = Target.mk2() if target is None else target
     names = parse_passes(passes)
     wanted = replace(
         Options.parse(options),

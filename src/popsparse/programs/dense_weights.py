@@ -17,15 +17,15 @@ import torch
 from dynsparse.pattern import SparsePattern
 from dynsparse.tracing import spanned
 from dynsparse.typed import typed
-from popsparse.dense import program as product
-from popsparse.dense.layout import Layout, Operand, OperandView
-from popsparse.dense.layout import create_operand as create
-from popsparse.encoding.formats import SparseMatrix, to_numpy
 from popsparse.encoding.partitioner import Partitioner
+from popsparse.formats import SparseMatrix, to_numpy
 from popsparse.machine import Graph, Sequence, Tensor
 from popsparse.planning.plan import Plan
+from popsparse.programs import dense as product
+from popsparse.programs.dense import Layout, Operand
+from popsparse.programs.dense import create_operand as create
 from popsparse.programs.grad_weight import add_grad_weight
-from popsparse.programs.layout import OperandLayout, SparseTensor, create_operand
+from popsparse.programs.layout import OperandLayout, PlannedTensor, SparseTensor, create_operand
 from popsparse.programs.product import add_product
 
 
@@ -35,7 +35,11 @@ def _layout(plan: Plan, name: str) -> Layout:
 
 
 def _as_user(made: Operand | Tensor, view: Tensor) -> Tensor:
-    return OperandView(made, view) if isinstance(made, Operand) else view
+    return _view(made, view) if isinstance(made, Operand) else view
+
+
+def _view(operand: Operand, view: Tensor) -> PlannedTensor:
+    return PlannedTensor(operand.home, view.addresses(), operand)
 
 
 def create_dense_weights(graph: Graph, plan: Plan, name: str) -> SparseTensor:
@@ -62,7 +66,9 @@ def _by_group(plan: Plan, dim: str, tensor: Tensor) -> Tensor:
     layout = OperandLayout(plan, dim)
     layout.check(tensor)
     view = tensor.reshape(plan.sizes.z, plan.sizes.groups, layout.channels).transpose(1, 0, 2)
-    return OperandView(tensor.operand, view) if isinstance(tensor, OperandView) else view
+    if isinstance(tensor, PlannedTensor) and isinstance(tensor.layout, Operand):
+        return _view(tensor.layout, view)
+    return view
 
 
 def add_dense_product(

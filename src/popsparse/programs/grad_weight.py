@@ -26,7 +26,14 @@ from popsparse.machine import (
     codelets,
 )
 from popsparse.programs.codelets import GradWeightCodelets, rearrange_codelet
-from popsparse.programs.layout import OperandLayout, SparseTensor, machine_type, reorder, tile_grid
+from popsparse.programs.layout import (
+    OperandLayout,
+    SparseTensor,
+    execute,
+    machine_type,
+    reorder,
+    tile_grid,
+)
 from popsparse.programs.product import Propagation, RotatingBuckets, rectangles
 
 _ORDER = "gyzx"
@@ -54,9 +61,7 @@ class _GradWeight:
         return self.graph.add_variable(dtype, [*self.tiles.shape, *shape], name, tiles=self.tiles)
 
     def execute(self, name: str, codelet: Any, edges: dict) -> Execute:
-        compute = self.graph.add_compute_set(name)
-        self.graph.add_vertices(compute, codelet, self.tiles, edges)
-        return Execute(compute, name=name)
+        return execute(self.graph, name, codelet, self.tiles, edges)
 
     def add(self, gradient: Tensor, inputs: Tensor, program: Sequence) -> Tensor:
         program.add(self.steps)

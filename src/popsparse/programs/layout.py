@@ -13,7 +13,17 @@ from typing import Any
 
 import numpy as np
 
-from popsparse.machine import UNSIGNED_SHORT, Copy, DType, Graph, Tensor, as_dtype, concat
+from popsparse.machine import (
+    UNSIGNED_SHORT,
+    Codelet,
+    Copy,
+    DType,
+    Execute,
+    Graph,
+    Tensor,
+    as_dtype,
+    concat,
+)
 from popsparse.planning.options import Options
 from popsparse.planning.params import ceil_div
 from popsparse.planning.plan import Plan
@@ -35,6 +45,16 @@ def tile_grid(plan: Plan, order: str) -> np.ndarray:
     at = dict(zip(order, np.indices([sizes[dim] for dim in order]), strict=True))
     # Plan.tile is plain arithmetic, so it takes arrays as well.
     return np.asarray(plan.tile(at["x"], at["y"], at["z"], at["g"]), np.int64)
+
+
+def execute(
+    graph: Graph, name: str, codelet: Codelet, tiles: Any, edges: dict[str, Any], step: str = ""
+) -> Execute:
+    """A step of one new compute set: a vertex on each of the tiles. `step` is the step's name where
+    that is not the compute set's."""
+    compute = graph.add_compute_set(name)
+    graph.add_vertices(compute, codelet, tiles, edges)
+    return Execute(compute, name=step or name)
 
 
 def reorder(tensor: Tensor, source: str, order: str) -> Tensor:
@@ -97,10 +117,11 @@ class OperandLayout:
         whole = (getattr(parts, self.dim) * channels, parts.z * batch)
         return whole != (self.channels, self.plan.sizes.z)
 
-    def matches(self, other: OperandLayout) -> bool:
+    def matches(self, other: Any) -> bool:
         """Whether a tensor of the other layout lies as this one wants it."""
         return (
-            self.dim == other.dim
+            isinstance(other, OperandLayout)
+            and self.dim == other.dim
             and self.plan.partition == other.plan.partition
             and self.plan.grouping == other.plan.grouping
             and self.plan.sizes == other.plan.sizes
@@ -172,12 +193,16 @@ class OperandLayout:
 class PlannedTensor(Tensor):
     """A dense operand or result that lies on the tiles as a plan wants it.
 
-    Used like any tensor [batch, channels]; the products recognise it and rearrange nothing.
+    Used like any tensor of its shape; products that want this layout copy nothing.
+
+    Attributes:
+        home: the variable that holds its elements.
+        layout: how they lie there, as the product describes it.
     """
 
     __slots__ = ("home", "layout")
 
-    def __init__(self, home: Tensor, addresses: np.ndarray, layout: OperandLayout) -> None:
+    def __init__(self, home: Tensor, addresses: np.ndarray, layout: Any) -> None:
         super().__init__(home.graph, home.dtype, addresses.shape, addresses=addresses)
         self.home = home
         self.layout = layout

@@ -51,6 +51,7 @@ from popsparse.programs.layout import (
     PlannedTensor,
     SparseTensor,
     control_tile,
+    execute,
     machine_type,
     reorder,
     tile_grid,
@@ -117,11 +118,8 @@ class Propagation:
         return self.state[_BUFFERS]
 
     def _execute(self, what: str, codelet: Codelet, values: dict[str, Tensor]) -> Execute:
-        compute = self.graph.add_compute_set(f"{self.name} {what}")
-        self.graph.add_vertices(
-            compute, codelet, self.tile, {key: t.expand_dims(0) for key, t in values.items()}
-        )
-        return Execute(compute, name=what)
+        edges = {key: tensor.expand_dims(0) for key, tensor in values.items()}
+        return execute(self.graph, f"{self.name} {what}", codelet, self.tile, edges, what)
 
     def build(
         self,
@@ -342,10 +340,9 @@ class _Product:
 
     def _turn_blocks(self, values: Tensor, steps: Sequence) -> Tensor:
         turned = self.variable("turned values", [values.shape[-1]])
-        compute = self.graph.add_compute_set("transpose blocks")
+        edges = {"values": values, "out": turned}
         codelet = transpose_codelet(self.plan)
-        self.graph.add_vertices(compute, codelet, self.tiles, {"values": values, "out": turned})
-        steps.add(Execute(compute, name="transpose blocks"))
+        steps.add(execute(self.graph, "transpose blocks", codelet, self.tiles, edges))
         return turned
 
     def _distribute(self, words: Tensor, values: Tensor, edges: dict, steps: Sequence) -> None:
@@ -364,20 +361,14 @@ class _Product:
                 pairs += rotation(source, to[..., number, :], number + 1, self.order.index("z"))
         if pairs:
             steps.add(Copy(pairs, name="exchange buckets"))
-        compute = self.graph.add_compute_set("distribution")
-        self.graph.add_vertices(
-            compute,
-            self.codelets.distribution,
-            self.tiles,
-            {
-                **edges,
-                "words": words,
-                "values": values,
-                "other_words": other_words,
-                "other_values": other_values,
-            },
-        )
-        steps.add(Execute(compute, name="distribution"))
+        buckets = {
+            "words": words,
+            "values": values,
+            "other_words": other_words,
+            "other_values": other_values,
+        }
+        codelet = self.codelets.distribution
+        steps.add(execute(self.graph, "distribution", codelet, self.tiles, edges | buckets))
 
     def _propagate(self, words: Tensor, values: Tensor, edges: dict, steps: Sequence) -> None:
         parts = self.plan.partition
@@ -396,14 +387,15 @@ class _Product:
         ]
         compute, moves = {}, {}
         for buffer in (0, 1):
-            here = self.graph.add_compute_set(f"propagation {buffer}")
-            passing = {
-                "words": moving[0].buffers[buffer], "values": moving[1].buffers[buffer]
-            }  # fmt: skip
-            self.graph.add_vertices(
-                here, self.codelets.propagation, self.tiles, {**edges, **passing}
+            words, values = (rotating.buffers[buffer] for rotating in moving)
+            compute[buffer] = execute(
+                self.graph,
+                f"propagation {buffer}",
+                self.codelets.propagation,
+                self.tiles,
+                {**edges, "words": words, "values": values},
+                f"compute {buffer}",
             )
-            compute[buffer] = Execute(here, name=f"compute {buffer}")
             for dim in "zyx":
                 if getattr(parts, dim) > 1:
                     pairs = [pair for r in moving for pair in r.move(buffer, dim, -1)]
@@ -427,10 +419,8 @@ class _Product:
         outputs, depth = self.output.numel, self.tiles.shape[1]
         padded = depth * ceil_div(outputs, depth)
         partials = self.variable("partials", [padded], partials=True)
-        zero = self.graph.add_compute_set("zero partials")
         fill = {"out": partials, "value": 0}
-        self.graph.add_vertices(zero, codelets.FILL, self.tiles, fill)
-        steps.add(Execute(zero, name="zero partials"))
+        steps.add(execute(self.graph, "zero partials", codelets.FILL, self.tiles, fill))
         shape = (*self.tiles.shape, *self.output.part)
         return partials, partials[..., :outputs].reshape(*shape)
 
@@ -442,12 +432,11 @@ class _Product:
         if depth == 1 and partials_type == result_type:
             return self._result(partials)
         out = self.variable("result", [share])
-        compute = self.graph.add_compute_set("reduce" if depth > 1 else "cast")
         if depth == 1:
             cast = {"src": partials, "out": out}
-            self.graph.add_vertices(compute, codelets.CAST, self.tiles, cast)
-            steps.add(Execute(compute, name="cast"))
+            steps.add(execute(self.graph, "cast", codelets.CAST, self.tiles, cast))
             return self._result(out)
+        compute = self.graph.add_compute_set("reduce")
         others = self.variable("partials of others", [depth - 1, share], partials=True)
         pairs = []
         codelet = _reduce_codelet(self.plan, share, depth)

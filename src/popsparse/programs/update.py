@@ -18,13 +18,10 @@ from typing import NamedTuple
 
 import numpy as np
 
-from popsparse.dense.layout import Layout
-from popsparse.dense.program import add_product
 from popsparse.machine import (
     Codelet,
     Copy,
     Engine,
-    Execute,
     Graph,
     In,
     Out,
@@ -36,7 +33,8 @@ from popsparse.machine import (
 from popsparse.planning.dense import GradientPiece, plan_gradient
 from popsparse.planning.options import Update
 from popsparse.planning.params import ceil_div
-from popsparse.programs.layout import SparseTensor, machine_type
+from popsparse.programs.dense import Layout, add_product
+from popsparse.programs.layout import SparseTensor, execute, machine_type
 
 _START = 12  # Worker: entry, pointers, its share of the blocks, exit.
 _BLOCK = 8  # Its pointers, the sum over the vector's lanes, scaling, the store.
@@ -176,12 +174,11 @@ class UpdatePrograms:
         )
         scores = self.graph.add_variable(self.dtype, shape, f"scores{mark}", tiles=tiles)
         to = spread.reshape(len(tiles) * each, cols, rows)[:count]
-        compute = self.graph.add_compute_set(f"pool magnitudes{mark}")
+        edges = {"blocks": spread, "scores": scores}
         codelet = pool_codelet(self.update.pooling)
-        self.graph.add_vertices(compute, codelet, tiles, {"blocks": spread, "scores": scores})
         steps.add(
             Copy(blocks.reshape(count, cols, rows), to, name=f"gather blocks{mark}"),
-            Execute(compute, name=f"pool magnitudes{mark}"),
+            execute(self.graph, f"pool magnitudes{mark}", codelet, tiles, edges),
         )
         return scores.flatten()[:count]
 

@@ -276,8 +276,7 @@ def layer_page(
     """
     from popsparse.encoding.partitioner import Partitioner
     from popsparse.layer import Layer
-    from popsparse.planning.report import plan_report
-    from popsparse.timing import predict
+    from popsparse.plans import plan_report, predict
 
     check_kind("layer", layer, Layer, "a popsparse.Layer")
     plan, profiles, encoding = layer.plan, layer.profiles, layer.encoding

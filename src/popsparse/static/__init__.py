@@ -9,8 +9,14 @@ The names follow PopSparse's `static_` API. Each function adds variables and ste
 Source: Li, Z. et al., arXiv:2303.16999; section 6 of docs/popsparse-formulas.md.
 """
 
+from popsparse.planning.options import Options
+from popsparse.planning.params import MatmulParams
 from popsparse.planning.plan import PlanningCache
-from popsparse.static.layout import StaticPlan
+from popsparse.planning.static import make_plan
+from popsparse.planning.static_layout import StaticPlan
+from popsparse.plans import plan_report, plan_text, predict, tile_memory
+from popsparse.programs.layout import PlannedTensor
+from popsparse.programs.static import multiply
 from popsparse.static.matmul import (
     Partitioner,
     SparseTensor,
@@ -22,16 +28,12 @@ from popsparse.static.matmul import (
     plan,
     sparse_dense_matmul,
 )
-from popsparse.static.model import plan_report, plan_text, predict, tile_memory
-from popsparse.static.params import MatmulParams, Options
-from popsparse.static.planner import make_plan
-from popsparse.static.program import DenseTensor, multiply
 
 __all__ = [
-    "DenseTensor",
     "MatmulParams",
     "Options",
     "Partitioner",
+    "PlannedTensor",
     "PlanningCache",
     "SparseTensor",
     "StaticPlan",

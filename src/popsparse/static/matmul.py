@@ -7,15 +7,18 @@ from typing import Any
 
 import numpy as np
 
+from dynsparse.checks import check_kind
 from dynsparse.pattern import SparsePattern
 from dynsparse.tracing import spanned
-from popsparse.encoding.formats import Blocks, COOMatrix, CSRMatrix, SparseMatrix, row_major
-from popsparse.machine import Graph, Sequence, Tensor, as_dtype
+from popsparse.formats import Blocks, COOMatrix, CSRMatrix, SparseMatrix, row_major
+from popsparse.machine import Graph, Sequence, Target, Tensor, as_dtype
+from popsparse.planning.options import Options
+from popsparse.planning.params import MatmulParams
 from popsparse.planning.plan import PlanningCache
-from popsparse.static.layout import StaticPlan
-from popsparse.static.params import MatmulParams, Options, pattern_of
-from popsparse.static.planner import make_plan
-from popsparse.static.program import DenseTensor, add_product, add_values, dense_operand
+from popsparse.planning.static import make_plan, pattern_of
+from popsparse.planning.static_layout import StaticPlan
+from popsparse.programs.layout import PlannedTensor
+from popsparse.programs.static import add_product, add_values, dense_operand
 
 _Options = Options | dict[str, Any] | None
 
@@ -38,28 +41,25 @@ def plan(
         n: columns of the dense operand.
         dtype: float16 or float32.
         target: a `popsparse.machine.Target`; by default the Mk2.
-        options: `static.Options` or a mapping.
+        options: `Options` or a mapping.
 
     Raises:
         ValueError, TypeError: as `make_plan`.
     """
-    if target is None:
-        from popsparse.machine import Target
-
-        target = Target.mk2()
+    target = Target.mk2() if target is None else target
     shape = getattr(pattern, "shape", None)
     if shape is None:
         raise TypeError(f"pattern must be a SparsePattern or a SparseMatrix, got {pattern!r}")
-    params = MatmulParams(1, shape[0], shape[1], n)
+    params = MatmulParams.create_for_sparse_dense(1, shape[0], shape[1], n)
     return make_plan(target, dtype, params, pattern, options)
 
 
-def _expect(params: MatmulParams, *, transposed: bool) -> None:
-    if not isinstance(params, MatmulParams):
-        raise TypeError(f"params must be static.MatmulParams, got {params!r}")
+def _check_params(params: MatmulParams, *, transposed: bool) -> MatmulParams:
+    check_kind("params", params, MatmulParams, "MatmulParams")
     if params.transposed != transposed:
         made = "create_for_dense_sparse" if transposed else "create_for_sparse_dense"
         raise ValueError(f"the parameters are of the other product: make them by {made}")
+    return params
 
 
 def create_sparse_dense_matmul_lhs(
@@ -83,9 +83,9 @@ def create_sparse_dense_matmul_lhs(
     Raises:
         ValueError, TypeError: parameters of the other product; as `make_plan`.
     """
-    _expect(params, transposed=False)
-    found = make_plan(graph.target, dtype, params, matrix, options, cache)
-    return SparseTensor(found, add_values(graph, found, name))
+    params = _check_params(params, transposed=False)
+    plan = make_plan(graph.target, dtype, params, matrix, options, cache)
+    return SparseTensor(plan, add_values(graph, plan, name))
 
 
 def create_sparse_dense_matmul_rhs(
@@ -97,14 +97,14 @@ def create_sparse_dense_matmul_rhs(
     cache: PlanningCache | None = None,
     *,
     name: str = "dense",
-) -> DenseTensor:
+) -> PlannedTensor:
     """The dense operand [1, k, n] of sparse x dense, laid out by its use. Errors as above.
 
     Any other tensor of this shape serves too, at the price of a rearrangement.
     """
-    _expect(params, transposed=False)
-    found = make_plan(graph.target, dtype, params, matrix, options, cache)
-    return dense_operand(graph, found, name)
+    params = _check_params(params, transposed=False)
+    plan = make_plan(graph.target, dtype, params, matrix, options, cache)
+    return dense_operand(graph, plan, name)
 
 
 def create_dense_sparse_matmul_rhs(
@@ -118,9 +118,9 @@ def create_dense_sparse_matmul_rhs(
     name: str = "sparse",
 ) -> SparseTensor:
     """The sparse operand [k, m] of dense x sparse; parameters by `create_for_dense_sparse`."""
-    _expect(params, transposed=True)
-    found = make_plan(graph.target, dtype, params, matrix, options, cache)
-    return SparseTensor(found, add_values(graph, found, name))
+    params = _check_params(params, transposed=True)
+    plan = make_plan(graph.target, dtype, params, matrix, options, cache)
+    return SparseTensor(plan, add_values(graph, plan, name))
 
 
 def create_dense_sparse_matmul_lhs(
@@ -132,11 +132,11 @@ def create_dense_sparse_matmul_lhs(
     cache: PlanningCache | None = None,
     *,
     name: str = "dense",
-) -> DenseTensor:
+) -> PlannedTensor:
     """The dense operand [1, n, k] of dense x sparse, laid out by its use."""
-    _expect(params, transposed=True)
-    found = make_plan(graph.target, dtype, params, matrix, options, cache)
-    return dense_operand(graph, found, name, turned=True)
+    params = _check_params(params, transposed=True)
+    plan = make_plan(graph.target, dtype, params, matrix, options, cache)
+    return dense_operand(graph, plan, name, turned=True)
 
 
 def sparse_dense_matmul(
@@ -161,14 +161,8 @@ def sparse_dense_matmul(
         ValueError: an operand of another shape, of the other product or with other options;
             `transpose_lhs`. TypeError: operands of other types.
     """
-    if transpose_lhs:
-        raise ValueError(
-            "a static sparse operand cannot be transposed: create it from the transposed matrix"
-        )
-    found = _checked(sparse, dense, options, transposed=False)
-    turned = dense.transpose(0, 2, 1) if transpose_rhs else dense
-    _check_shape(turned, [1, found.params.k, found.params.n], "right operand")
-    return add_product(graph, found, sparse.nz_values, turned, program, name)
+    plan, dense = _check_operands(sparse, dense, transpose_lhs, transpose_rhs, options, "right")
+    return add_product(graph, plan, sparse.nz_values, dense, program, name)
 
 
 def dense_sparse_matmul(
@@ -186,41 +180,36 @@ def dense_sparse_matmul(
 
     Args and errors as `sparse_dense_matmul`, with left and right exchanged.
     """
-    if transpose_rhs:
+    plan, dense = _check_operands(sparse, dense, transpose_rhs, transpose_lhs, options, "left")
+    return add_product(graph, plan, sparse.nz_values, dense, program, name, turned=True)
+
+
+def _check_operands(
+    sparse: Any, dense: Any, transpose_sparse: bool, transpose_dense: bool, options: _Options,
+    side: str,
+) -> tuple[StaticPlan, Tensor]:  # fmt: skip
+    """The plan and the dense operand, which is on the "left" or "right" `side`, not transposed."""
+    if transpose_sparse:
         raise ValueError(
             "a static sparse operand cannot be transposed: create it from the transposed matrix"
         )
-    found = _checked(sparse, dense, options, transposed=True)
-    turned = dense.transpose(0, 2, 1) if transpose_lhs else dense
-    _check_shape(turned, [1, found.params.n, found.params.k], "left operand")
-    return add_product(graph, found, sparse.nz_values, turned, program, name, turned=True)
-
-
-def _checked(sparse: Any, dense: Any, options: _Options, *, transposed: bool) -> StaticPlan:
-    if not isinstance(sparse, SparseTensor):
+    check_kind("the sparse operand", sparse, SparseTensor, "a static.SparseTensor")
+    plan = sparse.plan
+    params = _check_params(plan.params, transposed=side == "left")
+    if options is not None and (given := Options.parse(options, "static")) != plan.options:
+        raise ValueError(f"the sparse operand was made with {plan.options}, not with {given}")
+    check_kind("the dense operand", dense, Tensor, "a Tensor")
+    dtype = as_dtype(plan.dtype.name)
+    if dense.dtype != dtype:
         raise TypeError(
-            "the sparse operand must be a static.SparseTensor as a create_..._matmul function "
-            f"makes it, got {type(sparse).__name__}"
+            f"the sparse operand is {dtype.name}, the dense one {dense.dtype.name}: cast one"
         )
-    found = sparse.plan
-    _expect(found.params, transposed=transposed)
-    if options is not None and Options.parse(options) != found.options:
-        raise ValueError(
-            f"the sparse operand was made with {found.options}, not with {Options.parse(options)}"
-        )
-    if not isinstance(dense, Tensor):
-        raise TypeError(f"the dense operand must be a Tensor, got {type(dense).__name__}")
-    wanted = as_dtype(found.dtype.name)
-    if dense.dtype != wanted:
-        raise TypeError(
-            f"the sparse operand is {wanted.name}, the dense one {dense.dtype.name}: cast one"
-        )
-    return found
-
-
-def _check_shape(dense: Tensor, wanted: list[int], what: str) -> None:
-    if list(dense.shape) != wanted:
-        raise ValueError(f"the {what} must have the shape {wanted}, got {list(dense.shape)}")
+    if transpose_dense:
+        dense = dense.transpose(0, 2, 1)
+    shape = [1, params.k, params.n] if side == "right" else [1, params.n, params.k]
+    if list(dense.shape) != shape:
+        raise ValueError(f"the {side} operand must have the shape {shape}, got {list(dense.shape)}")
+    return plan, dense
 
 
 class Partitioner:

@@ -23,10 +23,9 @@ from popsparse.machine import (
     rotation,
 )
 from popsparse.planning.params import FullyConnectedParams, SparsityParams
-from popsparse.planning.report import plan_report
 from popsparse.planning.search import make_plan
+from popsparse.plans import plan_report, predict
 from popsparse.report import encoding_data
-from popsparse.timing import predict
 
 VOID = {"meta", "link", "br", "hr", "img", "input"}
 

@@ -24,11 +24,10 @@ from popsparse.machine import (
     concat,
 )
 from popsparse.planning.params import FullyConnectedParams, SparsityParams
-from popsparse.planning.report import plan_report
 from popsparse.planning.search import make_plan
+from popsparse.plans import plan_report, predict
 from popsparse.report import encoding_data, report_html, write_report
 from popsparse.report.passes import render_tile_map
-from popsparse.timing import predict
 
 
 def test_a_whole_page_is_well_formed_and_needs_nothing_from_outside(tmp_path):

@@ -7,7 +7,6 @@ from collections.abc import Callable
 from typing import Any
 
 from dynsparse.cli.matmul.request import Request
-from popsparse import static
 from popsparse.estimates import UpdateEstimate
 from popsparse.layer import Layer
 from popsparse.machine.dtypes import OutOfMemoryError
@@ -23,9 +22,9 @@ from popsparse.measure import (
 from popsparse.planning.dense import DensePlan
 from popsparse.planning.params import data_type
 from popsparse.planning.plan import Plan
-from popsparse.planning.report import plan_report, plan_text
 from popsparse.planning.search import plan as make_plan
-from popsparse.static.layout import StaticPlan
+from popsparse.planning.static_layout import StaticPlan
+from popsparse.plans import plan_report, plan_text
 
 
 def median(runs: list[dict[str, Any]]) -> int:
@@ -224,7 +223,7 @@ def run_static(request: Request) -> None:
         estimated = {name: plan.cycles for name, plan in plans.items()}
         write(request, lambda: _static_page(request, plans, {"estimated_cycles": estimated}))
         if request.json:
-            report = {name: static.plan_report(plan) for name, plan in plans.items()}
+            report = {name: plan_report(plan) for name, plan in plans.items()}
             chosen = plan_figures(next(iter(plans.values())))
             show({"plan": chosen, "estimated_cycles": estimated, "report": report}, request)
     runs: list[dict[str, Any]] = []
@@ -234,7 +233,7 @@ def run_static(request: Request) -> None:
         ran.append(run_plans(plans_of[-1], seed=seed, ignore_data=request.ignore_data))
         runs.append({"seed": seed, **run_figures(plans_of[-1], ran[-1])})
     if request.report_plan or (request.plan_only and not request.json):
-        print("\n\n".join(static.plan_text(plan) for plan in plans.values()))
+        print("\n\n".join(plan_text(plan) for plan in plans.values()))
     if request.plan_only:
         return
     middle = median(runs)
@@ -264,7 +263,7 @@ def _static_page(
     names = ("rows", "cols", "batch", "density", "block_size", "dtype")
     summary = {name: getattr(request, name) for name in names}
     summary |= {"target": request.machine.name, "tiles": request.machine.tiles} | figures
-    reports = {name: static.plan_report(plan) for name, plan in plans.items()}
+    reports = {name: plan_report(plan) for name, plan in plans.items()}
     return {
         "title": "Static product {rows:,} × {cols:,} by {batch:,} on {target}".format(**summary),
         "summary": summary,

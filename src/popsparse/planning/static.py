@@ -3,7 +3,7 @@
 It knows the pattern. Columns are cut into bands of about equally many non-zeros; each band gets
 tiles in proportion to them; a tile gets an equal number of the band's blocks, in row order. The
 estimate assumes that blocks are spread at random over the rows and columns kept (section 6.2 of
-docs/popsparse-formulas.md); `static.model` then times what really comes out.
+docs/popsparse-formulas.md); `static_timing` then times what really comes out.
 
 Instruction counts of the static kernels (section 6.3 of docs/popsparse-formulas.md).
 
@@ -25,9 +25,12 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from dynsparse.pattern import SparsePattern
-from popsparse.planning.params import WORD_LIMIT, DataType, ceil_div, data_type
+from dynsparse.typed import typed
+from popsparse.formats import SparseMatrix
+from popsparse.planning.options import Options
+from popsparse.planning.params import WORD_LIMIT, DataType, MatmulParams, ceil_div, data_type
 from popsparse.planning.plan import PlanningCache
-from popsparse.static.layout import (
+from popsparse.planning.static_layout import (
     Bands,
     Interval,
     StaticPlan,
@@ -39,7 +42,6 @@ from popsparse.static.layout import (
     tiles_of,
     work_list_words,
 )
-from popsparse.static.params import MatmulParams, Options, pattern_of
 
 _MOST_N_SPLITS, _MOST_BANDS = 32, 128  # The original's bounds of the search.
 
@@ -198,11 +200,59 @@ def reduce(vectors: Numbers, partials: Numbers, dtype: DataType, workers: int) -
     return workers * (16 + share * (5 + store) + added)
 
 
+BLOCK_SIZES = (1, 4, 8, 16)
+"""Blocks that have a kernel."""
+
+
+def pattern_of(matrix: Any, params: MatmulParams) -> tuple[SparsePattern, np.ndarray | None]:
+    """The pattern [m, k] to multiply with, and the values [nnz, b, b] if the matrix has some.
+
+    Args:
+        matrix: a `SparseMatrix` or a `SparsePattern` of the shape `params.sparse_shape`.
+
+    Raises:
+        ValueError: another shape, or blocks without a kernel. TypeError: something else.
+    """
+    if params.groups != 1:
+        raise ValueError(f"a static product has one group, got {params.groups}")
+    values = None
+    if isinstance(matrix, SparseMatrix):
+        pattern, tensor = matrix.to_pattern()
+        values = tensor.numpy().reshape(-1, pattern.block_size, pattern.block_size)
+    elif isinstance(matrix, SparsePattern):
+        pattern = matrix
+    else:
+        raise TypeError(
+            "the sparse operand must be a COO, CSR, CSC or BSR matrix or a SparsePattern, got "
+            f"{type(matrix).__name__}"
+        )
+    if tuple(pattern.shape) != params.sparse_shape:
+        raise ValueError(
+            f"the sparse operand must have the shape {list(params.sparse_shape)}, "
+            f"got {list(pattern.shape)}"
+        )
+    if pattern.block_size not in BLOCK_SIZES:
+        raise ValueError(
+            f"static products take blocks of {', '.join(map(str, BLOCK_SIZES))}, got "
+            f"{pattern.block_size}: split the blocks"
+        )
+    if not params.transposed:
+        return pattern, values
+    turned = SparsePattern(
+        pattern.cols, pattern.rows, shape=pattern.shape[::-1], block_size=pattern.block_size
+    )
+    if values is not None:
+        order = np.lexsort((pattern.rows.numpy(), pattern.cols.numpy()))
+        values = values[order].transpose(0, 2, 1)
+    return turned, values
+
+
 _log = logging.getLogger("dynsparse.popsparse")
 
 _RUNNERS_UP = 10  # Runners-up kept for the report.
 
 
+@typed
 def make_plan(
     target: Any,
     dtype: Any,
@@ -218,16 +268,14 @@ def make_plan(
         dtype: float16 or float32, of everything.
         params: sizes.
         matrix: the sparse operand, a `SparseMatrix` or only its `SparsePattern`.
-        options: a `static.Options` or a mapping.
+        options: an `Options` or a mapping.
         cache: plans made earlier are taken from it, and the plan is kept there.
 
     Raises:
         ValueError: a pattern of another shape, options out of range, or no partition within the
             memory and the reach of 16-bit offsets. TypeError: arguments of another type.
     """
-    if not isinstance(params, MatmulParams):
-        raise TypeError(f"params must be static.MatmulParams, got {params!r}")
-    kind, wanted = data_type(dtype), Options.parse(options)
+    kind, wanted = data_type(dtype), Options.parse(options, "static")
     pattern, _ = pattern_of(matrix, params)
     request = (target, kind, params, wanted, pattern.block_size, _digest(pattern))
     if cache is None:

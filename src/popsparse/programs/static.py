@@ -30,22 +30,9 @@ from popsparse.machine import (
 )
 from popsparse.machine.intervals import Runs
 from popsparse.machine.target import KERNEL_CODE, SUM_CODE
-from popsparse.static.layout import Pieces, StaticPlan, work_list_words
-from popsparse.static.model import compute_cycles
-
-
-class DenseTensor(Tensor):
-    """A dense operand where a static product wants it: [1, k, n], or [1, n, k] when `turned`.
-
-    Its elements lie in `home`, [k / b, padded n, b], spread evenly over the tiles.
-    """
-
-    __slots__ = ("home", "turned")
-
-    def __init__(self, home: Tensor, addresses: np.ndarray, *, turned: bool) -> None:
-        super().__init__(home.graph, home.dtype, addresses.shape, addresses=addresses)
-        self.home = home
-        self.turned = turned
+from popsparse.planning.static_layout import Pieces, StaticPlan, work_list_words
+from popsparse.programs.layout import PlannedTensor
+from popsparse.static_timing import compute_cycles
 
 
 def _type(plan: StaticPlan) -> DType:
@@ -74,15 +61,18 @@ def add_values(graph: Graph, plan: StaticPlan, name: str) -> Tensor:
 
 def dense_operand(
     graph: Graph, plan: StaticPlan, name: str, *, turned: bool = False
-) -> DenseTensor:
-    """A dense operand [1, k, n] ([1, n, k] when `turned`); the padding of n is 0."""
+) -> PlannedTensor:
+    """A dense operand [1, k, n], or [1, n, k] when `turned`; the padding of n is 0.
+
+    Its elements lie in `home`, [k / b, padded n, b], spread evenly over the tiles.
+    """
     n = plan.params.n
     home = graph.add_variable(_type(plan), _home_shape(plan), name)
     graph.map_linearly(home, grain=_grain(plan))
     if plan.n_padded != n:
         graph.set_initial_value(home, 0)
     view = _natural(home[:, :n], turned=turned)
-    return DenseTensor(home, view.addresses(), turned=turned)
+    return PlannedTensor(home, view.addresses(), ("static", turned))
 
 
 def _home_shape(plan: StaticPlan) -> tuple[int, int, int]:
@@ -131,11 +121,15 @@ class _Product:
     def add(self, values: Tensor, dense: Tensor, program: Sequence, turned: bool) -> Tensor:
         plan, steps = self.plan, Sequence(name=self.name)
         program.add(steps)
-        home = dense.home if isinstance(dense, DenseTensor) and dense.turned == turned else None
-        if home is None or home.shape != _home_shape(plan):
-            own = dense_operand(self.graph, plan, f"{self.name} operand", turned=turned)
-            steps.add(Copy(dense, own, name="regroup"))
-            home = own.home
+        if not (
+            isinstance(dense, PlannedTensor)
+            and dense.layout == ("static", turned)
+            and dense.home.shape == _home_shape(plan)
+        ):
+            operand = dense_operand(self.graph, plan, f"{self.name} operand", turned=turned)
+            steps.add(Copy(dense, operand, name="regroup"))
+            dense = operand
+        home = dense.home
         partials = self._multiply(values, home, steps)
         height, order = plan.pattern.grid[0], plan.row_order
         out = self.graph.add_variable(

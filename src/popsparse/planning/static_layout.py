@@ -17,8 +17,8 @@ import numpy as np
 
 from dynsparse.pattern import SparsePattern
 from popsparse.machine.target import SYNC
-from popsparse.planning.params import DataType, ceil_div
-from popsparse.static.params import MatmulParams, Options
+from popsparse.planning.options import Options
+from popsparse.planning.params import DataType, MatmulParams, ceil_div
 
 _LEAST_SHARE = 0.1  # Of the mean count; rows and columns with no more are set apart.
 

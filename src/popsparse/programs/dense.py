@@ -1,0 +1,709 @@
+"""The program of a dense product: where its operands lie, its codelets, and its steps.
+
+A plan cuts each of m, k and n into steps in time, parts over the tiles and elements of a part. An
+operand has two of the three; the tiles along the third all need the same part of it. At home that
+part is spread over those tiles, so none holds more than its share.
+
+Each step in time slices the operands it needs, brings them to the tiles that multiply them, sums
+the partial results in stages and writes its part of the result. Nothing is fitted: vertices cost
+what `planning.cycles` says, exchanges what the machine finds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from functools import cached_property
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from popsparse.machine import (
+    INT,
+    Codelet,
+    Copy,
+    DType,
+    Execute,
+    Graph,
+    In,
+    InOut,
+    Out,
+    Repeat,
+    Sequence,
+    Tensor,
+    VertexView,
+    as_dtype,
+    codelets,
+)
+from popsparse.machine.target import KERNEL_CODE, SUM_CODE, Fact
+from popsparse.planning import cycles
+from popsparse.planning.dense import DensePlan
+from popsparse.planning.params import DataType, ceil_div
+from popsparse.programs.layout import PlannedTensor
+
+
+class Extent(NamedTuple):
+    """One dimension: its size, and the steps, parts and elements of a part that cover it."""
+
+    size: int
+    steps: int
+    parts: int
+    each: int
+
+
+class Matrix(NamedTuple):
+    """A matrix [groups, rows, cols] and its cut."""
+
+    groups: int
+    rows: Extent
+    cols: Extent
+
+    @property
+    def shape(self) -> tuple[int, int, int]:
+        return self.groups, self.rows.size, self.cols.size
+
+    @property
+    def steps(self) -> int:
+        return self.rows.steps * self.cols.steps
+
+    @property
+    def numel(self) -> int:
+        """Elements of a part."""
+        return self.rows.each * self.cols.each
+
+    @property
+    def is_padded(self) -> bool:
+        return any(e.steps * e.parts * e.each != e.size for e in (self.rows, self.cols))
+
+    def spread(self, matrix: np.ndarray) -> np.ndarray:
+        """[groups, rows, cols] as [steps, groups, row parts, column parts, numel], padded by 0."""
+        (groups, *_), rows, cols = self.shape, self.rows, self.cols
+        whole = np.zeros(
+            (groups, *(e.steps * e.parts * e.each for e in (rows, cols))), matrix.dtype
+        )
+        whole[:, : rows.size, : cols.size] = matrix
+        whole = whole.reshape(groups, *rows[1:], *cols[1:]).transpose(1, 4, 0, 2, 5, 3, 6)
+        return whole.reshape(self.steps, groups, rows.parts, cols.parts, self.numel)
+
+    def join(self, parts: np.ndarray) -> np.ndarray:
+        """The inverse of `spread`; each part may have more than its elements, at the end."""
+        groups, rows, cols = self
+        at = parts.reshape(rows.steps, cols.steps, groups, rows.parts, cols.parts, -1)
+        at = at[..., : self.numel].reshape(*at.shape[:-1], rows.each, cols.each)
+        at = at.transpose(2, 0, 3, 5, 1, 4, 6)
+        at = at.reshape(groups, rows.steps * rows.parts * rows.each, -1)
+        return at[:, : rows.size, : cols.size]
+
+
+class Layout:
+    """The cut of a plan, once for each of some groups that share a machine's tiles evenly."""
+
+    def __init__(self, plan: DensePlan, groups: int = 1) -> None:
+        self.plan, self.groups = plan, groups
+        vertex = plan.vertex
+        fields, outs = (plan.n, plan.m) if plan.swapped else (plan.m, plan.n)
+        out_groups, in_groups = (
+            ceil_div(outs, vertex.out_channels),
+            ceil_div(plan.k, vertex.in_channels),
+        )
+        # Of a tile in one step: field elements, groups of in- and of out-channels.
+        self.field = ceil_div(fields, plan.field)
+        self.in_groups = ceil_div(in_groups, plan.in_ * plan.serial_in)
+        self.out_groups = ceil_div(out_groups, plan.out * plan.serial_out)
+        streamed = Extent(fields, 1, plan.field, self.field)
+        made = Extent(outs, plan.serial_out, plan.out, self.out_groups * vertex.out_channels)
+        self.m, self.n = (made, streamed) if plan.swapped else (streamed, made)
+        self.k = Extent(plan.k, plan.serial_in, plan.in_, self.in_groups * vertex.in_channels)
+
+    @cached_property
+    def tiles(self) -> np.ndarray:
+        """The tile of every part, [groups, parts of m, of k, of n]."""
+        plan = self.plan
+        shape = (self.groups, plan.in_, plan.field, plan.out)
+        group, in_, field, out = np.indices(shape)
+        tile = (in_ * plan.field + field) * plan.out + out + group * plan.target.tiles
+        return tile.transpose(0, 3, 1, 2) if plan.swapped else tile.transpose(0, 2, 1, 3)
+
+    @property
+    def steps(self) -> int:
+        return self.plan.serial_out * self.plan.serial_in
+
+    @property
+    def is_rearranged(self) -> dict[str, bool]:
+        """Which operands do not lie as their user has them: "a", "b" and the result "c"."""
+        plan, vertex = self.plan, self.plan.vertex
+        outs = plan.m if plan.swapped else plan.n
+        padded_in = plan.k % vertex.in_channels != 0
+        padded_out = outs % vertex.out_channels != 0
+        field = not plan.swapped or padded_in
+        coefficients = field or padded_out
+        a, b = (coefficients, field) if plan.swapped else (field, coefficients)
+        return {"a": a, "b": b, "c": not plan.swapped or padded_out}
+
+    def matrix(self, which: str, *, turned: bool = False) -> Matrix:
+        """The cut of "a" [m, k], "b" [k, n] or "c" [m, n]; `turned`: of its transpose."""
+        rows, cols = {"a": (self.m, self.k), "b": (self.k, self.n), "c": (self.m, self.n)}[which]
+        return Matrix(self.groups, cols, rows) if turned else Matrix(self.groups, rows, cols)
+
+    def home_tiles(self, which: str, *, turned: bool) -> np.ndarray:
+        """The tiles of "a" or "b", [groups, row parts, column parts, tiles that share a part]."""
+        order = {"a": (0, 1, 2, 3), "b": (0, 2, 3, 1)}[which]
+        tiles = self.tiles.transpose(order)
+        return tiles.swapaxes(1, 2) if turned else tiles
+
+
+class Operand:
+    """An operand "a" or "b" on the machine.
+
+    Attributes:
+        home: [steps, groups, row parts, column parts, tiles that share a part, share].
+        matrix: its cut.
+    """
+
+    def __init__(
+        self, graph: Graph, layout: Layout, which: str, name: str, *, turned: bool = False
+    ) -> None:
+        self.layout, self.which, self.turned = layout, which, turned
+        self.matrix = layout.matrix(which, turned=turned)
+        self.tiles = layout.home_tiles(which, turned=turned)
+        self.share = ceil_div(self.matrix.numel, self.tiles.shape[-1])
+        dtype: DType = as_dtype(layout.plan.dtype.name)
+        shape = [self.matrix.steps, *self.tiles.shape, self.share]
+        self.home = graph.add_variable(dtype, shape, name)
+        graph.set_tile_mapping(self.home, np.broadcast_to(self.tiles, shape[:-1]))
+        if self.matrix.is_padded:
+            graph.set_initial_value(self.home, 0)
+
+    def matches(self, layout: Layout, which: str, *, turned: bool) -> bool:
+        mine = (self.layout.plan, self.layout.groups, self.which, self.turned)
+        return mine == (layout.plan, layout.groups, which, turned)
+
+    def arrange(self, matrix: np.ndarray) -> np.ndarray:
+        """A matrix [groups, rows, cols] as `home` holds it."""
+        parts = self.matrix.spread(matrix)
+        room = self.tiles.shape[-1] * self.share - parts.shape[-1]
+        padded = np.pad(parts, [(0, 0)] * 4 + [(0, room)])
+        return padded.reshape(self.home.shape)
+
+    def tensor(self) -> Tensor:
+        """The matrix [groups, rows, cols], wherever its elements lie."""
+        at = self.home.addresses()
+        at = self.matrix.join(at.reshape(*at.shape[:4], -1))
+        return Tensor(self.home.graph, self.home.dtype, at.shape, addresses=at)
+
+
+def create_operand(
+    graph: Graph, layout: Layout, which: str, name: str, *, turned: bool = False
+) -> Operand | Tensor:
+    """A new operand "a" [groups, m, k] or "b" [groups, k, n], where its user would have it: as the
+    product wants it, or spread in order where that is not the vertex's.
+
+    `turned`: the user has it transposed.
+    """
+    if not layout.is_rearranged[which]:
+        return Operand(graph, layout, which, name, turned=turned)
+    return spread_in_order(graph, layout, layout.matrix(which, turned=turned).shape, name)
+
+
+def spread_in_order(graph: Graph, layout: Layout, shape: tuple[int, ...], name: str) -> Tensor:
+    """A new tensor of the product's type, its elements in order over the tiles."""
+    dtype = layout.plan.dtype
+    made = graph.add_variable(as_dtype(dtype.name), shape, name)
+    graph.map_linearly(made, grain=dtype.vector_width)
+    return made
+
+
+def _supervisor(
+    name: str,
+    fields: dict[str, Any],
+    compute: Callable[[VertexView], None],
+    spent: Any,
+    flops: Any = 0,
+    code: Fact | None = None,
+) -> Codelet:
+    size = 0 if code is None else int(code.typical)
+    return Codelet(name, fields, compute, spent, "supervisor", flops=flops, code_bytes=size)
+
+
+def _product_codelet(layout: Layout, *, turned: tuple[bool, bool]) -> Codelet:
+    """A part of "a" times a part of "b"; `turned`: which of them are stored transposed."""
+    plan = layout.plan
+    target = plan.target
+    sizes = (layout.field, layout.in_groups, layout.out_groups)
+    if isinstance(plan.vertex, cycles.AMP):
+        load = target.coefficient_load_bytes_per_cycle
+        spent = cycles.amp(*sizes, plan.vertex, plan.dtype, plan.partials, target.workers, load)
+    else:
+        spent = cycles.hmac(*sizes, plan.vertex, plan.dtype, plan.partials, target.workers)
+
+    def compute(v: VertexView) -> None:
+        a, b = (
+            part.astype(np.float32).swapaxes(-1, -2) if turn else part.astype(np.float32)
+            for part, turn in zip((v.a, v.b), turned, strict=True)
+        )
+        v.partials[...] = np.matmul(a, b)
+
+    def flops(v: VertexView) -> int:
+        inner = v.a.shape[-2 if turned[0] else -1]
+        return 2 * inner * v.partials.shape[-1] * v.partials.shape[-2]
+
+    fields = {"a": In(), "b": In(), "partials": Out()}
+    return _supervisor("dense product", fields, compute, float(spent), flops, KERNEL_CODE)
+
+
+def _reduce_codelet(layout: Layout, result: DataType) -> Codelet:
+    """Sums over the axis before the last: a tile's own partials (none or one) and those of
+    others."""
+    plan = layout.plan
+    more = (plan.partials, result, plan.target.workers, plan.target.bytes_per_tile)
+
+    def compute(v: VertexView) -> None:
+        total = v.others.sum(axis=-2, dtype=np.float32)
+        v.out[...] = total + v.own.sum(axis=-2, dtype=np.float32)
+
+    def spent(v: VertexView) -> Any:
+        return cycles.reduce_stage(v.out.shape[-1], v.own.shape[-2] + v.others.shape[-2], *more)
+
+    def flops(v: VertexView) -> int:
+        return v.out.shape[-1] * (v.own.shape[-2] + v.others.shape[-2] - 1)
+
+    fields = {"own": In(), "others": In(), "out": Out()}
+    return _supervisor("dense reduce", fields, compute, spent, flops, SUM_CODE)
+
+
+def _take_slice(layout: Layout) -> Codelet:
+    """The share of the step `index` of all steps: [.., steps, share] to [.., share]."""
+
+    def compute(v: VertexView) -> None:
+        index = v.index[..., None, None]
+        v.out[...] = np.take_along_axis(v.src, index.astype(np.int64), axis=-2)[..., 0, :]
+
+    def spent(v: VertexView) -> Any:
+        return cycles.dynamic_slice(v.out.shape[-1], layout.plan.dtype, layout.plan.target.workers)
+
+    fields = {"src": In(), "index": In(INT), "out": Out()}
+    return _supervisor("dynamic slice", fields, compute, spent)
+
+
+def _write_slice(layout: Layout) -> Codelet:
+    """The inverse of `_take_slice`."""
+
+    def compute(v: VertexView) -> None:
+        index = v.index[..., None, None].astype(np.int64)
+        np.put_along_axis(v.out, index, v.src[..., None, :], axis=-2)
+
+    def spent(v: VertexView) -> Any:
+        return cycles.dynamic_slice(v.src.shape[-1], layout.plan.dtype, layout.plan.target.workers)
+
+    fields = {"src": In(), "index": In(INT), "out": InOut()}
+    return _supervisor("dynamic update", fields, compute, spent)
+
+
+def _add_codelet(layout: Layout) -> Codelet:
+    """What a step made, added to what earlier ones did."""
+
+    def compute(v: VertexView) -> None:
+        v.total[...] = v.total.astype(np.float32) + v.src
+
+    def spent(v: VertexView) -> Any:
+        return cycles.add_in_place(v.src.shape[-1], layout.plan.dtype, layout.plan.target.workers)
+
+    fields = {"src": In(), "total": InOut()}
+    return _supervisor("add in place", fields, compute, spent, lambda v: v.src.shape[-1])
+
+
+def _in_place(name: str, spent: Callable[[int], Any]) -> Codelet:
+    """Data brought into another order on its tile; `spent` gives the cycles for so many bytes.
+
+    The order inside a part is nothing that the simulation's numbers depend on, so they stay.
+    """
+
+    def of_vertex(v: VertexView) -> Any:
+        return spent(v.data.itemsize * v.data.size // max(v.count, 1))
+
+    return _supervisor(name, {"data": InOut()}, lambda v: None, of_vertex)
+
+
+class _Partials(NamedTuple):
+    """One partial sum of all outputs, spread over some tiles.
+
+    `tensor` is [*parts, tiles, share], `tiles` [*parts, tiles]; `outputs` of a part.
+    """
+
+    tensor: Tensor
+    tiles: np.ndarray
+    outputs: int
+
+    def sections(self, begin: int, end: int) -> Iterator[tuple[int, int, int]]:
+        """Which tile has which of the outputs [begin, end): (tile's place, from, to)."""
+        share = self.tensor.shape[-1]
+        for place in range(begin // share, ceil_div(end, share)):
+            yield place, max(begin, place * share), min(end, (place + 1) * share)
+
+    def range_of(self, place: int) -> tuple[int, int]:
+        share = self.tensor.shape[-1]
+        return place * share, min((place + 1) * share, self.outputs)
+
+    def view(self, place: int, begin: int, end: int) -> Tensor:
+        """Outputs [begin, end) of the tile at `place`: [*parts, end - begin]."""
+        first = place * self.tensor.shape[-1]
+        return self.tensor[..., place, begin - first : end - first]
+
+
+def _reduce_stages(
+    graph: Graph,
+    copies: list[_Partials],
+    codelet: Callable[[bool], Codelet],
+    result: DType,
+    name: str,
+    steps: Sequence,
+) -> _Partials:
+    """Add the stages of a reduction to a program; returns the sums.
+
+    Args:
+        copies: what is summed, two or more.
+        codelet: that of a stage; True for the last, whose results are of the type `result`.
+    """
+    targets = [*cycles.reduction_depths(len(copies)), 1]
+    for number, wanted in enumerate(targets):
+        depth = ceil_div(len(copies), wanted)
+        last = number == len(targets) - 1
+        dtype = result if last else copies[0].tensor.dtype
+        compute = graph.add_compute_set(f"{name} reduce {number}")
+        pairs: list[tuple[Tensor, Tensor]] = []
+        joined = []
+        for first in range(0, len(copies), depth):
+            group = copies[first : first + depth]
+            if len(group) == 1 and not last:
+                joined += group
+                continue
+            what = f"{name} {number} {first}"
+            joined.append(_join(graph, group, codelet(last), dtype, what, compute, pairs))
+        copies = joined
+        steps.add(
+            Copy(pairs, name=f"exchange partials {number}"),
+            Execute(compute, name=f"reduce {number}"),
+        )
+    return copies[0]
+
+
+def _join(
+    graph: Graph,
+    group: list[_Partials],
+    codelet: Codelet,
+    dtype: DType,
+    name: str,
+    compute: object,
+    pairs: list[tuple[Tensor, Tensor]],
+) -> _Partials:
+    """One sum of several, spread evenly over the tiles of all of them."""
+    outputs, parts = group[0].outputs, group[0].tensor.shape[:-2]
+    held = [(one, place) for one in group for place in range(one.tiles.shape[-1])]
+    # A tile gets outputs it has already where there is a way: those that end first come first.
+    held.sort(key=lambda one: one[0].range_of(one[1])[::-1])
+    share = ceil_div(outputs, len(held))
+    held = held[: ceil_div(outputs, share)]
+    ranges = [(j * share, min((j + 1) * share, outputs)) for j in range(len(held))]
+    stays = [
+        one.range_of(place)[0] <= begin and end <= one.range_of(place)[1]
+        for (one, place), (begin, end) in zip(held, ranges, strict=True)
+    ]
+    tiles = np.stack([one.tiles[..., place] for one, place in held], axis=-1)
+    kind = group[0].tensor.dtype
+    shape = [*parts, len(held)]
+    depth = len(group) - all(stays)
+    others = graph.add_variable(kind, [*shape, depth, share], f"{name} of others", tiles=tiles)
+    out = graph.add_variable(dtype, [*shape, share], f"{name} sums", tiles=tiles)
+    for j, ((mine, place), (begin, end)) in enumerate(zip(held, ranges, strict=True)):
+        size = end - begin
+        arriving = [one for one in group if not (all(stays) and one is mine)]
+        for at, one in enumerate(arriving):
+            for source, low, high in one.sections(begin, end):
+                to = others[..., j, at, low - begin : high - begin]
+                pairs.append((one.view(source, low, high), to))
+        if all(stays):
+            own = mine.view(place, begin, end).expand_dims(len(parts))
+        else:
+            own = others[..., j, :0, :size]
+        edges = {"own": own, "others": others[..., j, :, :size], "out": out[..., j, :size]}
+        graph.add_vertices(compute, codelet, tiles[..., j], edges)  # type: ignore[arg-type]
+    return _Partials(out, tiles, outputs)
+
+
+class Result(NamedTuple):
+    """The product on the machine: `home` is [steps, groups, m parts, n parts, tiles, share], or
+    [groups, m, n] where it was brought into order."""
+
+    home: Tensor
+    matrix: Matrix | None
+
+    def join(self, home: np.ndarray) -> np.ndarray:
+        """What `home` holds as [groups, m, n]."""
+        return home if self.matrix is None else self.matrix.join(home.reshape(*home.shape[:4], -1))
+
+    def tensor(self) -> Tensor:
+        """The result as [groups, m, n], wherever its elements lie."""
+        at = self.join(self.home.addresses())
+        return Tensor(self.home.graph, self.home.dtype, at.shape, addresses=at)
+
+
+def add_product(
+    graph: Graph,
+    layout: Layout,
+    a: Operand | Tensor,
+    b: Operand | Tensor,
+    program: Sequence,
+    name: str,
+    *,
+    turned: tuple[bool, bool] = (False, False),
+) -> Result:
+    """Add the product of "a" [groups, m, k] and "b" [groups, k, n] to a program.
+
+    Args:
+        a, b: made by `layout.create_operand`; any other tensor is copied to where it is wanted.
+        turned: which of them are transposed.
+    """
+    return _Product(graph, layout, name).add((a, b), program, turned)
+
+
+class _Product:
+    def __init__(self, graph: Graph, layout: Layout, name: str) -> None:
+        self.graph, self.layout, self.name = graph, layout, name
+        self.plan = layout.plan
+        self.dtype, self.partials_type = (
+            as_dtype(kind.name) for kind in (self.plan.dtype, self.plan.partials)
+        )
+        self.index: Tensor | None = None
+
+    def variable(self, dtype: DType, what: str, shape: list[int], tiles: np.ndarray) -> Tensor:
+        return self.graph.add_variable(dtype, shape, f"{self.name} {what}", tiles=tiles)
+
+    def execute(self, what: str, vertices: list[tuple[Codelet, np.ndarray, dict]]) -> Execute:
+        compute = self.graph.add_compute_set(f"{self.name} {what}")
+        for codelet, tiles, edges in vertices:
+            self.graph.add_vertices(compute, codelet, tiles, edges)
+        return Execute(compute, name=what)
+
+    def add(
+        self,
+        given: tuple[Operand | Tensor, Operand | Tensor],
+        program: Sequence,
+        turned: tuple[bool, bool],
+    ) -> Result:
+        plan, layout = self.plan, self.layout
+        steps = Sequence(name=self.name)
+        program.add(steps)
+        a, b = self._at_home(given, turned, steps)
+        tiles = layout.tiles
+        if layout.steps > 1:
+            self.index = self.variable(INT, "step", [*tiles.shape], tiles)
+            fill = {"out": self.index, "value": 0}
+            steps.add(self.execute("first step", [(codelets.FILL, tiles, fill)]))
+        field = "b" if plan.swapped else "a"
+        once = {one.which: one for one in (a, b) if plan.broadcast_once and one.which == field}
+        local = self._fetch(list(once.values()), steps, "fetch field operand")
+        body = Sequence()
+        later = [one for one in (a, b) if one.which not in once]
+        local |= self._fetch(later, body, "fetch")
+        sums = self._reduce(self._multiply(local, (a.turned, b.turned), body), body)
+        home = self._collect(sums, body, steps)
+        if layout.steps > 1:
+            assert self.index is not None
+            count = {"value": self.index}
+            body.add(self.execute("next step", [(codelets.INCREMENT, tiles, count)]))
+            steps.add(Repeat(layout.steps, body, name="steps"))
+        else:
+            steps.add(body)
+        if plan.serial_in > 1 and plan.partials is not plan.dtype:
+            out = self.variable(self.dtype, "result", [*home.shape[1:]], sums.tiles)
+            cast = {"src": home[0], "out": out}
+            steps.add(self.execute("final cast", [(codelets.CAST, sums.tiles, cast)]))
+            home = out.expand_dims(0)
+        found = Result(home, layout.matrix("c"))
+        if not layout.is_rearranged["c"]:
+            return found
+        view = found.tensor()
+        ordered = spread_in_order(self.graph, layout, view.shape, f"{self.name} result in order")
+        steps.add(Copy(view, ordered, name="regroup result"))
+        return Result(ordered, None)
+
+    def _at_home(
+        self,
+        given: tuple[Operand | Tensor, Operand | Tensor],
+        turned: tuple[bool, bool],
+        steps: Sequence,
+    ) -> list[Operand]:
+        """The operands where the product wants them."""
+        found, pairs = [], []
+        for which, one, turn in zip("ab", given, turned, strict=True):
+            if isinstance(one, PlannedTensor) and isinstance(one.layout, Operand):
+                is_in_place = one.layout.matches(self.layout, which, turned=turn)
+                one = one.layout if is_in_place else one
+            if not isinstance(one, Operand):
+                name = f"{self.name} {which} at home"
+                own = Operand(self.graph, self.layout, which, name, turned=turn)
+                pairs.append((one, own.tensor()))
+                one = own
+            found.append(one)
+        if pairs:
+            steps.add(Copy(pairs, name="regroup operands"))
+        self._rearrange(found, steps)
+        return found
+
+    def _rearrange(self, operands: list[Operand], steps: Sequence) -> None:
+        """Operands that are padded or not in the vertex's order are brought into it."""
+        copy, width = int(self.plan.target.memcpy_bytes_per_cycle), self.plan.dtype.vector_width
+        vertices = []
+        for one in operands:
+            if not self.layout.is_rearranged[one.which]:
+                continue
+            coefficients = one.which == ("a" if self.plan.swapped else "b")
+            outs = self.plan.m if self.plan.swapped else self.plan.n
+            odd = bool(self.plan.k % width or (coefficients and outs % width))
+
+            def spent(held: int, odd: bool = odd) -> Any:
+                return cycles.rearrange(held, self.plan.dtype, copy, odd=odd)
+
+            data = one.home.transpose(1, 2, 3, 4, 0, 5)
+            edges = {"data": data}
+            vertices.append((_in_place("rearrange", spent), one.tiles, edges))
+        if vertices:
+            steps.add(self.execute("rearrange operands", vertices))
+
+    def _fetch(self, operands: list[Operand], steps: Sequence, what: str) -> dict[str, Tensor]:
+        """The part of each operand that each tile works on, [*tiles, rows, cols]."""
+        pairs, slices, found = [], [], {}
+        for one in operands:
+            home = one.home
+            if one.matrix.steps > 1:
+                source = self.variable(
+                    self.dtype, f"slice of {one.which}", [*home.shape[1:]], one.tiles
+                )
+                # The step counter of a tile: its own.
+                index = self._of_home(self.index, one)
+                edges = {"src": home.transpose(1, 2, 3, 4, 0, 5), "index": index, "out": source}
+                slices.append((_take_slice(self.layout), one.tiles, edges))
+            else:
+                source = home[0]
+            local = source
+            sharing = one.tiles.shape[-1]
+            if sharing > 1:
+                # Every tile that shares the part gets all shares of it.
+                shape = [*one.tiles.shape, sharing, one.share]
+                local = self.variable(self.dtype, f"part of {one.which}", shape, one.tiles)
+                pairs.append((source.expand_dims(3).broadcast_to(*shape), local))
+            rows, cols = one.matrix.rows.each, one.matrix.cols.each
+            local = local.reshape(*one.tiles.shape, sharing * one.share)[..., : one.matrix.numel]
+            found[one.which] = self._to_grid(local.reshape(*one.tiles.shape, rows, cols), one)
+        if slices:
+            steps.add(self.execute("slice operands", slices))
+        if pairs:
+            steps.add(Copy(pairs, name=what))
+        return found
+
+    @staticmethod
+    def _order(one: Operand) -> tuple[int, ...]:
+        """Where the grid's dimensions [groups, m, k, n] are in those of an operand's tiles."""
+        order = (0, 1, 2, 3) if one.which == "a" else (0, 3, 1, 2)
+        if not one.turned:
+            return order
+        swapped = {1: 2, 2: 1}
+        return tuple(swapped.get(axis, axis) for axis in order)
+
+    def _to_grid(self, local: Tensor, one: Operand) -> Tensor:
+        return local.transpose(*self._order(one), 4, 5)
+
+    def _of_home(self, index: Tensor | None, one: Operand) -> Tensor:
+        assert index is not None
+        return index.transpose(*np.argsort(self._order(one)).tolist())
+
+    def _multiply(
+        self, local: dict[str, Tensor], turned: tuple[bool, bool], steps: Sequence
+    ) -> Tensor:
+        """Partial sums, [*tiles, m, n]."""
+        tiles, layout = self.layout.tiles, self.layout
+        shape = [*tiles.shape, layout.m.each, layout.n.each]
+        partials = self.variable(self.partials_type, "partials", shape, tiles)
+        edges = {**local, "partials": partials}
+        codelet = _product_codelet(layout, turned=turned)
+        steps.add(self.execute("dense product", [(codelet, tiles, edges)]))
+        return partials
+
+    def _reduce(self, partials: Tensor, steps: Sequence) -> _Partials:
+        """The sums over k, of the type of the result; of the partials' where more steps follow."""
+        plan, layout = self.plan, self.layout
+        outputs = layout.m.each * layout.n.each
+        whole = partials.reshape(*partials.shape[:4], 1, outputs)
+        copies = [
+            _Partials(whole[:, :, k], layout.tiles[:, :, k, :, None], outputs)
+            for k in range(layout.k.parts)
+        ]
+        kind = plan.partials if plan.serial_in > 1 else plan.dtype
+        result = as_dtype(kind.name)
+        if len(copies) > 1:
+            between = _reduce_codelet(layout, plan.partials)
+            last = _reduce_codelet(layout, kind)
+            return _reduce_stages(
+                self.graph,
+                copies,
+                lambda is_last: last if is_last else between,
+                result,
+                self.name,
+                steps,
+            )
+        (only,) = copies
+        if result == self.partials_type:
+            return only
+        out = self.variable(result, "cast", [*only.tensor.shape], only.tiles)
+        edges = {"src": only.tensor, "out": out}
+        steps.add(self.execute("cast", [(codelets.CAST, only.tiles, edges)]))
+        return only._replace(tensor=out)
+
+    def _collect(self, sums: _Partials, body: Sequence, before: Sequence) -> Tensor:
+        """What the steps make, together: [steps of the result, *tiles, share]."""
+        plan = self.plan
+        self._regroup(sums, body)
+        matrix = self.layout.matrix("c")
+        shape = [*sums.tensor.shape]
+        if matrix.steps > 1:
+            home = self.variable(self.dtype, "result", [*shape[:-1], matrix.steps, shape[-1]],
+                                 sums.tiles)  # fmt: skip
+            index = self.index
+            assert index is not None
+            # Any counter of the tile will do; the sums lie on tiles of one m and n part.
+            edges = {"src": sums.tensor, "index": self._at(index, sums.tiles), "out": home}
+            update = _write_slice(self.layout)
+            body.add(self.execute("update result", [(update, sums.tiles, edges)]))
+            return home.transpose(4, 0, 1, 2, 3, 5)
+        if plan.serial_in > 1:
+            total = self.variable(self.partials_type, "total", shape, sums.tiles)
+            fill = {"out": total, "value": 0}
+            before.add(self.execute("zero total", [(codelets.FILL, sums.tiles, fill)]))
+            edges = {"src": sums.tensor, "total": total}
+            body.add(self.execute("add to total", [(_add_codelet(self.layout), sums.tiles, edges)]))
+            return total.expand_dims(0)
+        return sums.tensor.expand_dims(0)
+
+    def _at(self, index: Tensor, tiles: np.ndarray) -> Tensor:
+        """The step counters of some tiles."""
+        at = np.empty(self.layout.tiles.max() + 1, np.int64)
+        at[self.layout.tiles.reshape(-1)] = index.addresses().reshape(-1)
+        return Tensor(self.graph, index.dtype, tiles.shape, addresses=at[tiles])
+
+    def _regroup(self, sums: _Partials, steps: Sequence) -> None:
+        """The result in its own groups of channels: on its tile, where it is not padded."""
+        plan = self.plan
+        copy, width = int(plan.target.memcpy_bytes_per_cycle), plan.dtype.vector_width
+        outs = plan.m if plan.swapped else plan.n
+        if self.layout.is_rearranged["c"]:
+            odd = bool(outs % width)
+            codelet = _in_place(
+                "rearrange", lambda held: cycles.rearrange(held, plan.dtype, copy, odd=odd)
+            )
+        elif plan.vertex.out_channels != 4 * width:
+            codelet = _in_place(
+                "regroup", lambda held: cycles.regroup(held, plan.vertex, plan.dtype, copy)
+            )
+        else:
+            return
+        vertices = [(codelet, sums.tiles, {"data": sums.tensor})]
+        steps.add(self.execute(codelet.name, vertices))
